@@ -1,7 +1,7 @@
 """Whether a configuration can run, fits, and what it takes: what a launch would find out, for every cell beforehand.
 
 The time of a step is the engine's prediction, corrected by what a run that was measured took beside its own: that most
-like the cell. Same model and ranks are a must; then the same method, then the nearest length.
+like the cell. Same model, ranks and rates of prediction are a must; then the same method, then the nearest length.
 """
 
 from __future__ import annotations
@@ -46,13 +46,17 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Measured:
-    """A run that ended well. slowness: its steps by their prediction. start_s: what it took beside its steps."""
+    """A run that ended well. slowness: its steps by their prediction, which was made by the rates of `machine`.
+
+    start_s: what it took beside its steps.
+    """
 
     run_id: str
     model: str
     preset: str
     seq_len: int
     world_size: int
+    machine: str
     slowness: float
     start_s: float
 
@@ -63,19 +67,23 @@ def measured_runs(records: Iterable[Mapping[str, Any]]) -> list[Measured]:
     for record in records:
         step_s, predicted_s = number(record, "step_time_s"), number(record, "predicted_step_time_s")
         model, preset = text(record, "model"), text(record, "attention_preset")
+        machine = text(record, "predicted_step_machine")
         seq_len, ranks = whole(record, "seq_len"), whole(record, "world_size")
-        if record.get("status") == "completed" and step_s and predicted_s and model and preset and seq_len and ranks:
+        if not (step_s and predicted_s and machine and model and preset and seq_len and ranks):
+            continue
+        if record.get("status") == "completed":
             took_s = seconds_between(record.get("started_at"), record.get("ended_at") or "")
             steps_s = step_s * (whole(record, "steps") or 0)
             start_s = ASSUMED_START_S if took_s is None else max(0.0, took_s - steps_s)
             slowness = step_s / predicted_s
-            found.append(Measured(str(record["run_id"]), model, preset, seq_len, ranks, slowness, start_s))
+            found.append(Measured(str(record["run_id"]), model, preset, seq_len, ranks, machine, slowness, start_s))
     return found
 
 
-def most_like(config: RunConfig, measured: Sequence[Measured]) -> Measured | None:
-    """The run that says most of this configuration; None where no run has its model and ranks."""
-    like = [run for run in measured if (run.model, run.world_size) == (config.model.name, config.cluster.world_size)]
+def most_like(config: RunConfig, machine: str, measured: Sequence[Measured]) -> Measured | None:
+    """The run that says most of this configuration; None where no run has its model, ranks and rates."""
+    wanted = (config.model.name, config.cluster.world_size, machine)
+    like = [run for run in measured if (run.model, run.world_size, run.machine) == wanted]
     preset, seq_len = config.attention.preset, config.train.seq_len
     return min(like, key=lambda run: (run.preset != preset, abs(math.log(run.seq_len / seq_len))), default=None)
 
@@ -133,7 +141,7 @@ class LaunchJudge:
         step = None if ranks is None else self.planner.predict_time(config)
         if ranks is None or step is None:
             return None
-        run, source = most_like(config, self.measured), f"the prediction for {step.machine}"
+        run, source = most_like(config, step.machine, self.measured), f"the prediction for {step.machine}"
         if run is None:
             return Estimate(ASSUMED_START_S + config.train.steps * step.seconds, ranks, source, step.seconds)
         step_s, source = step.seconds * run.slowness, f"{source}, corrected by run {run.run_id}"

@@ -143,7 +143,7 @@ CONFIG = RunConfig(
     train=TrainConfig(seq_len=4096, steps=10),
     cluster=ClusterConfig(ranks_per_node=2, threads_per_rank=4, backend="gloo"),
 )
-RUN = Measured("far", CONFIG.model.name, "burst", 256, 2, slowness=3.0, start_s=30.0)
+RUN = Measured("far", CONFIG.model.name, "burst", 256, 2, "cpu", slowness=3.0, start_s=30.0)
 
 
 def estimated(*measured: Measured, config: RunConfig = CONFIG) -> Estimate | None:
@@ -163,7 +163,7 @@ def test_the_prediction_is_corrected_by_the_run_most_like_the_cell() -> None:
 def test_without_a_run_like_it_the_prediction_stands() -> None:
     step = MemoryPlanner().predict_time(CONFIG)
     assert step is not None
-    found = estimated(replace(RUN, world_size=4), replace(RUN, model="14b"))
+    found = estimated(replace(RUN, world_size=4), replace(RUN, model="14b"), replace(RUN, machine="mine.json"))
     assert found is not None
     assert found.seconds == pytest.approx(60.0 + 10 * step.seconds)
     assert found.source == "the prediction for cpu"
@@ -176,12 +176,12 @@ def test_of_unknown_ranks_nothing_is_expected() -> None:
 def test_measured_runs_are_completed_ones_that_say_enough() -> None:
     whole = {
         "run_id": "r", "status": "completed", "model": "7b", "attention_preset": "ring", "seq_len": 8, "world_size": 2,
-        "predicted_step_time_s": 0.5, "step_time_s": 2.0, "steps": 5,
+        "predicted_step_time_s": 0.5, "predicted_step_machine": "h100", "step_time_s": 2.0, "steps": 5,
         "started_at": "2026-01-01T00:00:00.000Z", "ended_at": "2026-01-01T00:00:30.000Z",
     }  # fmt: skip
     missing = ({"status": "failed"}, {"step_time_s": None}, {"predicted_step_time_s": None}, {"model": []})
     assert measured_runs([whole, *({**whole, **one} for one in missing), {}]) == [
-        Measured("r", "7b", "ring", 8, 2, 4.0, 20.0)
+        Measured("r", "7b", "ring", 8, 2, "h100", 4.0, 20.0)
     ]
 
 
