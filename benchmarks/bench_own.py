@@ -103,7 +103,8 @@ def main() -> int:
         f"median error {found['median_error']:.1%} of {len(errors)} runs, {found['elapsed_s']:.0f} s" if errors else ""
     )
     if options.output is not None:
-        document = {"environment": facts, "command": shlex.join(sys.argv), "rate": RATE, **found, "results": rows}
+        command = shlex.join(sys.orig_argv[1:])
+        document = {"environment": facts, "command": command, "rate": RATE, **found, "results": rows}
         options.output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return int(len(known) < len(rows))
 

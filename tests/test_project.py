@@ -99,10 +99,10 @@ def test_make_targets_exist(document: Path) -> None:
     assert set(named) <= targets
 
 
-def test_readme_names_every_verb_and_preset() -> None:
+def test_pages_name_every_verb_and_preset() -> None:
     verbs = {words.split()[1] for words in table_column("README.md", "verb")}
     assert verbs == {verb.name for verb in VERBS}
-    assert table_column("README.md", "`attention=`") == {*PRESETS, "auto"}
+    assert table_column("docs/attention.md", "preset") == {*PRESETS, "auto"}
 
 
 def test_documents_name_every_option_of_every_group() -> None:
