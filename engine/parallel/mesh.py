@@ -141,10 +141,16 @@ def choose_device(cluster: ClusterConfig, placement: Placement) -> torch.device:
         return torch.device("cuda", placement.local_rank % gpus)
     if cluster.backend == "gloo" or (cluster.backend == "auto" and gpus == 0):
         return torch.device("cpu")
+    if not gpus:
+        raise ConfigError(
+            f"cluster.backend={cluster.backend}: torch {torch.__version__} sees no GPU on this node; look at "
+            "`nvidia-smi`, CUDA_VISIBLE_DEVICES and whether torch is built for CUDA, or set "
+            "cluster.backend=gloo to train on the CPU"
+        )
     if placement.local_world_size > gpus:
         raise ConfigError(
-            f"cluster: {placement.local_world_size} ranks on this node, but {gpus} GPUs are visible; "
-            f"set cluster.ranks_per_node={gpus or 1}, or cluster.backend=gloo to train on the CPU"
+            f"cluster: {placement.local_world_size} ranks on this node, but GPUs visible: {gpus}; "
+            f"set cluster.ranks_per_node={gpus}, or cluster.backend=gloo to train on the CPU"
         )
     return torch.device("cuda", placement.local_rank)
 

@@ -93,6 +93,10 @@ def test_placement_without_torchrun_is_one_rank() -> None:
 
 def test_gloo_trains_on_the_cpu() -> None:
     assert choose_device(ClusterConfig(backend="gloo"), Placement(0, 64, 0, 64)).type == "cpu"
+    gpus = torch.cuda.device_count()  # none on most machines that run this
+    expected = f"GPUs visible: {gpus}; set cluster.ranks_per_node={gpus}" if gpus else "sees no GPU on this node"
+    with pytest.raises(ConfigError, match=expected):
+        choose_device(ClusterConfig(backend="nccl"), Placement(0, 64, 0, 64))
 
 
 def mesh_facts(parallel: ParallelConfig, cluster: ClusterConfig) -> dict[str, Any]:
