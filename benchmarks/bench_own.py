@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTBED, RATE = "own", "400mbit"
 COMMON = (
     *("exp=tiny", "data.tokenizer=bytes", "data.max_bytes=2000000", "train.eval_samples=1"),
-    *("train.checkpoint.at_end=false", "train.warmup_metric_steps=3"),
+    "train.checkpoint.at_end=false",
 )
 PROFILE = ("--head-dim", "64", "--heads", "4", "--backend", "gloo")
 

@@ -12,14 +12,13 @@ from typing import Any
 
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import AttentionConfig, RunConfig, TrainConfig, dump_config
-from engine.runs.summary import config_facts, predicted_facts, summarise
+from engine.runs.summary import WARMUP_STEPS, config_facts, predicted_facts, summarise
 
 PRESETS = ("burst", "megatron_cp", "loongtrain", "ring", "ulysses", "usp")
 LENGTHS = (65536, 131072, 262144, 524288, 1048576)
 SIZES = {"synthetic_7b": 8, "synthetic_13b": 32, "synthetic_70b": 64}  # experiment -> ranks
 DEVICE = "SYNTHETIC accelerator"
 _START = datetime(2026, 1, 1, tzinfo=UTC)
-_WARMUP = 3
 _CAPACITY_GIB = 80.0
 _SPEED = {"burst": 1.0, "megatron_cp": 0.88, "loongtrain": 0.93, "ring": 0.72, "ulysses": 0.8, "usp": 0.9}
 _MEMORY = {"burst": 1.0, "megatron_cp": 1.03, "loongtrain": 1.25, "ring": 1.02, "ulysses": 1.6, "usp": 1.3}
@@ -65,7 +64,7 @@ def _config(shape: _Shape) -> RunConfig:
         exp=shape.exp,
         model=replace(default.model, name=shape.exp.partition("_")[2]),
         attention=AttentionConfig(preset=shape.preset),  # type: ignore[arg-type]
-        train=TrainConfig(seq_len=shape.seq_len, warmup_metric_steps=_WARMUP),
+        train=TrainConfig(seq_len=shape.seq_len),
         cluster=ClusterConfig(ranks_per_node=8, num_nodes=shape.world_size // 8),
     )
 
@@ -89,7 +88,7 @@ def _write(
         facts = {"device": DEVICE, "peak_flops_per_device": 989e12, "peak_flops_source": "synthetic"}
         _json(
             folder / "summary.json",
-            {"status": status, **config[1], **facts, **predicted_facts(predicted), **summarise(rows, _WARMUP)},
+            {"status": status, **config[1], **facts, **predicted_facts(predicted), **summarise(rows)},
         )
 
 
@@ -98,7 +97,7 @@ def _rows(shape: _Shape, steps: int, chance: random.Random) -> list[dict[str, An
     drift, rows = 0.0, []
     for step in range(1, steps + 1):
         drift = 0.8 * drift + chance.gauss(0, 0.01)
-        now = speed * (1 + drift) * (0.5 if step <= _WARMUP else 1.0)
+        now = speed * (1 + drift) * (0.5 if step <= WARMUP_STEPS else 1.0)
         seconds = shape.seq_len / now / shape.world_size
         mfu = 0.36 * _SPEED[shape.preset] * (1 + drift) + 0.02 * (shape.seq_len / 1048576)
         rows.append(

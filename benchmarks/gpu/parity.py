@@ -88,7 +88,7 @@ class ParityCase:
             loss=LossConfig(chunk_tokens=64),
             optimizer=OptimizerConfig(learning_rate=1e-3, schedule="constant"),
             parallel=ParallelConfig(tp_size=tp_size),
-            train=TrainConfig(seq_len=self.seq_len, steps=self.steps, warmup_metric_steps=0, compute_dtype=dtype),
+            train=TrainConfig(seq_len=self.seq_len, steps=self.steps, compute_dtype=dtype),
             cluster=ClusterConfig(
                 backend="gloo",
                 ranks_share_device=self.device == "cuda",

@@ -25,14 +25,12 @@ def fit_to_steps(config: RunConfig, sources: dict[str, str]) -> tuple[RunConfig,
         notes.append(f"{key} is {most}, not {wanted}: the run has {steps} steps")
         return most
 
-    optimizer, train = config.optimizer, config.train
+    optimizer = config.optimizer
     warmup = at_most("optimizer.warmup_steps", optimizer.warmup_steps, steps)
     decay = optimizer.decay_steps
     if decay is not None and optimizer.schedule == "wsd":
         decay = at_most("optimizer.decay_steps", decay, max(0, steps - warmup))
-    unmeasured = at_most("train.warmup_metric_steps", train.warmup_metric_steps, steps - 1)
-    optimizer = replace(optimizer, warmup_steps=warmup, decay_steps=decay)
-    return replace(config, optimizer=optimizer, train=replace(train, warmup_metric_steps=unmeasured)), tuple(notes)
+    return replace(config, optimizer=replace(optimizer, warmup_steps=warmup, decay_steps=decay)), tuple(notes)
 
 
 def _is_typed(source: str) -> bool:

@@ -188,7 +188,7 @@ def _on_every_node(targets: Targets, work: Callable[[Connection], T]) -> list[Ou
             return work(connection)
 
     with SshPool() as pool:
-        return list(fan_out(targets.hosts, connected, width=targets.config.cluster.ssh.fan_out).values())
+        return list(fan_out(targets.hosts, connected).values())
 
 
 def _image_name(targets: Targets, given: str | None) -> str:

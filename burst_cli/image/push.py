@@ -25,7 +25,7 @@ def run_push(targets: Targets, name: str, options: PushOptions, *, dry_run: bool
     engine = engine_words(cluster.container.command)
     image, console = LocalImage(engine, name), render.stderr()
     with SshPool() as pool, Push(image, engine, targets.hosts, pool.connect) as push:
-        plan = push.plan(options, width=cluster.ssh.fan_out)
+        plan = push.plan(options)
         if dry_run:
             if as_json:
                 render.emit_json(asdict(plan))

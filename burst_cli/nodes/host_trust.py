@@ -26,7 +26,6 @@ class TrustSession:
 
     wanted: frozenset[str]
     yes: bool
-    width: int
     quiet: bool
     rows: list[dict[str, Any]] = field(default_factory=list)
     file: str = field(default_factory=lambda: str(trust_file()))
@@ -41,7 +40,7 @@ class TrustSession:
         levels = _by_depth(hosts)
         for level in levels:
             with SshPool() as pool:
-                answers = fan_out(level, lambda host, pool=pool: fetch_keys(host, pool), width=self.width)  # type: ignore[misc]
+                answers = fan_out(level, lambda host, pool=pool: fetch_keys(host, pool))  # type: ignore[misc]
             self._settle(list(answers.values()))
 
     def _settle(self, answers: Sequence[Outcome[tuple[ShownKey, ...]]]) -> None:

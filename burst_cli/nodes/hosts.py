@@ -103,8 +103,7 @@ def trust_hosts(
     if not yes and not wanted and (as_json or not sys.stdin.isatty()):
         raise HostsError("nobody can be asked here; give --yes, or better --fingerprint SHA256:... for each key")
     targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
-    ssh = targets.config.cluster.ssh
-    session = TrustSession(wanted=wanted, yes=yes, width=ssh.fan_out, quiet=as_json)
+    session = TrustSession(wanted=wanted, yes=yes, quiet=as_json)
     session.trust(targets.hosts)
     if as_json:
         render.emit_json({"source": targets.source, "file": session.file, "hosts": session.rows})

@@ -37,11 +37,9 @@ _P_NOTE = (
 # Neither the arithmetic nor its speed follows from these, but for the four of the cluster.
 _HARMLESS = (
     "exp",
-    "train.log_interval_steps",
     "train.tensorboard",
     "train.eval_interval_steps",
     "train.eval_samples",
-    "train.warmup_metric_steps",
     "data.prepared_dir",
     "cluster.",
 )

@@ -161,10 +161,9 @@ class PlainView(_View):
         self._say("", "", _stop_text(cause, grace_s))
 
     def _is_due(self) -> bool:
-        progress, interval = self._progress, self._progress.facts.log_interval
-        if progress.step == progress.total_steps:
-            return True
-        return self._clock() >= self._next and progress.step // interval > self._shown_step // interval
+        progress = self._progress
+        is_last = progress.step == progress.total_steps
+        return is_last or (self._clock() >= self._next and progress.step > self._shown_step)
 
 
 class NodeNews:

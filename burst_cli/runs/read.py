@@ -19,7 +19,7 @@ from burst_cli.values import number, rows, table, whole, word
 from cluster.control.attempt import LOCK_FILE, find_controller
 from cluster.control.link import NodeStatus, Phase
 from engine.config.errors import ConfigError
-from engine.config.settings import TrainConfig, load_config, load_yaml
+from engine.config.settings import load_config, load_yaml
 from engine.runs.folder import RunFolder, RunFolderError
 from engine.runs.records import read_json_object
 from engine.runs.summary import config_facts, summarise
@@ -53,7 +53,6 @@ class RunFacts:
     seq_len: int | None = None
     preset: str | None = None
     world_size: int | None = None
-    log_interval: int = 1
     hang_timeout_s: float | None = None
     launcher: str | None = None
     nodes: tuple[PlannedNode, ...] = ()
@@ -77,7 +76,6 @@ def read_facts(run: RunFolder) -> RunFacts:
         seq_len=whole(train, "seq_len"),
         preset=word(table(config, "attention"), "preset", 40),
         world_size=whole(plan, "world_size") or whole(cluster, "ranks_per_node"),
-        log_interval=whole(train, "log_interval_steps") or 1,
         hang_timeout_s=number(cluster, "hang_timeout_s"),
         launcher=word(plan, "launcher"),
         nodes=tuple(map(_planned, rows(plan, "nodes"))),
@@ -137,17 +135,16 @@ def run_record(run: RunFolder) -> dict[str, Any]:
 
 def _summary_from_metrics(run: RunFolder, problems: list[str]) -> dict[str, Any]:
     """The summary that the trainer would have written from what it recorded so far."""
-    warmup, facts = TrainConfig().warmup_metric_steps, {}
+    facts: dict[str, Any] = {}
     try:
-        config = load_config(run.path / "config.yaml")
-        warmup, facts = config.train.warmup_metric_steps, config_facts(config)
+        facts = config_facts(load_config(run.path / "config.yaml"))
     except ConfigError as error:
         problems.extend(error.problems)
     try:
-        return {**facts, **summarise(run.read_metrics(), warmup)}
+        return {**facts, **summarise(run.read_metrics())}
     except OSError as error:
         problems.append(f"{run.path / 'metrics.jsonl'}: {error.strerror}")
-        return {**facts, **summarise([], warmup)}
+        return {**facts, **summarise([])}
 
 
 def _node(folder: Path | None, name: str, run: RunFolder) -> NodeStatus:

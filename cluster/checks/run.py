@@ -134,7 +134,7 @@ def check_nodes(
             name = outcome.host.name
             return NodeReport(name, options.selection.apply(name, findings), outcome.elapsed_s)
 
-        outcomes = fan_out(hosts, work, width=config.ssh.fan_out, on_outcome=tell)
+        outcomes = fan_out(hosts, work, on_outcome=tell)
         nodes = {name: _node(outcome) for name, outcome in outcomes.items()}
         observer.phase("comparing nodes")
         findings, notes = _compare(nodes, options.groups)

@@ -96,12 +96,11 @@ def shared_place(shared_folder: str, user: str, what: str) -> str:
 
 @dataclass(frozen=True)
 class Delivery:
-    """What nodes get. folders: more of them to be made, by node; containers mount them. width: nodes at a time."""
+    """What nodes get. folders: more of them to be made, by node; containers mount them."""
 
     archive: CodeArchive
     place: CodePlace
     folders: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    width: int = 64
 
 
 def upload_code(hosts: Sequence[Host], delivery: Delivery, connect: Connect) -> dict[str, str]:
@@ -118,7 +117,7 @@ def _on_all(hosts: Sequence[Host], delivery: Delivery, connect: Connect) -> dict
         with connect(host) as connection:
             return _install(connection, delivery)
 
-    outcomes = fan_out(hosts, work, width=delivery.width)
+    outcomes = fan_out(hosts, work)
     failed: dict[str, list[str]] = {}
     for name, outcome in outcomes.items():
         if outcome.error is not None:

@@ -44,7 +44,7 @@ def ask_fleet(
     errors: dict[str, str] = {}
     if hosts:
         with SshPool() as pool:  # nodes behind the same jump host share one login there
-            outcomes = fan_out(hosts, ask, width=config.ssh.fan_out)
+            outcomes = fan_out(hosts, ask)
         answers = [outcome.value for outcome in outcomes.values() if outcome.value is not None]
         errors = {name: str(outcome.error) for name, outcome in outcomes.items() if outcome.error is not None}
     else:

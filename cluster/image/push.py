@@ -100,9 +100,9 @@ class Push:
         """What left this machine."""
         return sum(feed.sent_bytes for feed in self._feeds.values())
 
-    def plan(self, options: PushOptions, *, width: int = 64) -> ImagePlan:
+    def plan(self, options: PushOptions) -> ImagePlan:
         """Ask every node what it has."""
-        outcomes = fan_out(self._hosts, self._survey, width=width).values()
+        outcomes = fan_out(self._hosts, self._survey).values()
         found = [
             outcome.value or NodePlan(outcome.host.name, Route.REFUSED, problem=one_line(str(outcome.error), 400))
             for outcome in outcomes

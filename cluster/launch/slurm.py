@@ -57,7 +57,7 @@ class SlurmRunner:
         client, gpus = SlurmClient(), 0
         try:
             if asks_partition(config, os.environ):
-                gpus = client.partition_gpus(config.cluster.slurm.partition)
+                gpus = client.partition_gpus(config.cluster.slurm.option("partition"))
             elif not asked.dry_run:
                 client.ping()
         except SlurmError:

@@ -23,7 +23,7 @@ from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, node_folders
 from cluster.preflight.judge import check_survey
 from cluster.preflight.survey import Question, RemoteFacts, survey_fleet
 from cluster.ssh.connection import Connection
-from cluster.ssh.hosts import Host
+from cluster.ssh.hosts import DEFAULT_WIDTH, Host
 from cluster.ssh.nodes import fold_nodes, parse_nodes
 from cluster.ssh.pool import SshPool
 from cluster.ssh.resolve import resolve_hosts
@@ -98,13 +98,13 @@ class SshRunner(NamedNodes):
         warnings = check_survey(found, config, force=asked.force)
         fleet = Fleet(tuple(found.facts[host.name] for host in hosts), archive.code_id)
         warnings += fleet_warnings(fleet, resolve_fleet(config, fleet.nodes)[0])
-        delivery = Delivery(archive, place, width=config.cluster.ssh.fan_out)
+        delivery = Delivery(archive, place)
         return SshSurvey(config, fleet, hosts, delivery, warnings, asked)
 
     def links(self, plan: LaunchPlan, run: RunFolder, timing: LinkTiming | None) -> list[NodeLink]:
         hosts = resolve_hosts([node.name for node in plan.nodes], plan.config.cluster.ssh, typed_overrides(run.path))
         pool = SshPool(keepalive_s=_KEEPALIVE_S, stall_s=_STALL_S, jump_retry_s=_JUMP_RETRY_S)
-        shared = SharedPool(pool, len(hosts), plan.config.cluster.ssh.fan_out)
+        shared = SharedPool(pool, len(hosts))
         links: list[NodeLink] = []
         for host, node in zip(hosts, plan.nodes, strict=True):
             place = NodePlace(run.path, node.name, node.folder, lead=node.node_rank == 0)
@@ -115,8 +115,8 @@ class SshRunner(NamedNodes):
 class SharedPool:
     """A pool for so many users that ends with the last of them."""
 
-    def __init__(self, pool: SshPool, users: int, width: int) -> None:
-        self._pool, self._users, self._at_once = pool, users, threading.Semaphore(width)
+    def __init__(self, pool: SshPool, users: int) -> None:
+        self._pool, self._users, self._at_once = pool, users, threading.Semaphore(DEFAULT_WIDTH)
         self._lock = threading.Lock()
 
     def connect(self, host: Host) -> Connection:

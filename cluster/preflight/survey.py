@@ -296,8 +296,7 @@ def survey_fleet(
     on_outcome: Callable[[Outcome[RemoteFacts]], None] | None = None,
 ) -> Survey:
     """The survey of `hosts`. Changes nothing on them."""
-    width = question.config.cluster.ssh.fan_out
-    outcomes = fan_out(hosts, lambda host: _ask(host, question, connect), width=width, on_outcome=on_outcome)
+    outcomes = fan_out(hosts, lambda host: _ask(host, question, connect), on_outcome=on_outcome)
     return Survey(
         tuple(host.name for host in hosts),
         {name: outcome.value for name, outcome in outcomes.items() if outcome.value is not None},

@@ -113,7 +113,7 @@ def _resolve(config: RunConfig, environment: Mapping[str, str], partition_gpus: 
     asked_gpus = cluster.ranks_per_node or 1 if cluster.backend == "nccl" else 0
     found_gpus = partition_gpus if asks_partition(config, environment) else 0
     gpus = slurm.gpus_per_node if slurm.gpus_per_node is not None else found_gpus or asked_gpus
-    backend = choose_backend(config, MachineFacts("a node of Slurm", slurm.cpus_per_node or 1, gpus))
+    backend = choose_backend(config, MachineFacts("a node of Slurm", int(slurm.option("cpus-per-task") or 1), gpus))
     resolved = replace(
         cluster,
         launcher="slurm",

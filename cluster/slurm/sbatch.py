@@ -28,9 +28,6 @@ NO_RESTARTS_LEFT = 69  # exit code: Slurm began the job once more than it may
 WARNING_S = 60  # before the time limit, beside what the ranks may take to save: Slurm looks twice a minute
 PEER_WAIT_S = 60  # once a node's task has ended well, the others have so long
 
-_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,127}")
-_WORDS = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,+-]{0,255}")
-_CONSTRAINT = re.compile(r"[A-Za-z0-9\[(][A-Za-z0-9_.&|*()\[\],:=+-]{0,255}")
 _TIME = re.compile(r"(?i:unlimited|infinite)|\d{1,7}(:\d{1,2}){0,2}|\d{1,5}-\d{1,2}(:\d{1,2}){0,2}")
 _OPTION = re.compile(r"--([a-z][a-z0-9-]{1,40})(=[^\x00-\x1f\x7f\"\\]{0,500})?")
 # What the file itself says, and what would make of one job something else.
@@ -38,17 +35,12 @@ _OURS = frozenset(
     {
         *("nodes", "ntasks", "ntasks-per-node", "output", "error", "input", "open-mode", "job-name", "chdir", "wrap"),
         *("requeue", "no-requeue", "array", "parsable", "wait", "test-only", "export", "export-file", "clusters"),
-        *("nodelist", "nodefile", "cpus-per-task", "help", "usage", "version", "quiet", "verbose", "signal"),
+        *("nodelist", "nodefile", "help", "usage", "version", "quiet", "verbose", "signal"),
     }
 )
 _HAVE_SETTINGS = {
-    "partition": "partition",
-    "account": "account",
-    "qos": "qos",
     "time": "time_limit",
     "gpus-per-node": "gpus_per_node",
-    "constraint": "constraint",
-    "exclude": "exclude",
 }
 
 
@@ -79,23 +71,14 @@ class JobRequest:
 def check_slurm_settings(cluster: ClusterConfig) -> None:
     """Raise ConfigError with every setting that Slurm could not be given as it stands."""
     slurm = cluster.slurm
-    problems = []
-    for name, value, pattern, expected in (
-        ("partition", slurm.partition, _WORDS, "a name, or several with commas"),
-        ("account", slurm.account, _WORD, "a name"),
-        ("qos", slurm.qos, _WORD, "a name"),
-        ("time_limit", slurm.time_limit, _TIME, "[DAYS-]HH:MM:SS"),
-        ("constraint", slurm.constraint, _CONSTRAINT, "features such as `h100&ib`"),
-    ):
-        if value is not None and pattern.fullmatch(value) is None:
-            problems.append(f"cluster.slurm.{name}={one_line(value, 80)!r}: expected {expected}")
-    problems += [problem for option in slurm.options if (problem := _option_problem(option))]
-    for setting, nodes in (("cluster.slurm.exclude", slurm.exclude), ("cluster.nodes", cluster.nodes)):
-        if nodes is not None:
-            try:
-                parse_nodes(nodes, setting)
-            except ConfigError as error:
-                problems += error.problems
+    problems = [problem for option in slurm.options if (problem := _option_problem(option))]
+    if slurm.time_limit is not None and _TIME.fullmatch(slurm.time_limit) is None:
+        problems.append(f"cluster.slurm.time_limit={one_line(slurm.time_limit, 80)!r}: expected [DAYS-]HH:MM:SS")
+    if cluster.nodes is not None:
+        try:
+            parse_nodes(cluster.nodes, "cluster.nodes")
+        except ConfigError as error:
+            problems += error.problems
     if problems:
         raise ConfigError(problems)
 
@@ -116,21 +99,15 @@ def _directives(request: JobRequest) -> Iterator[str]:
     yield f"--job-name=burst-{request.run_id}"
     yield f"--nodes={request.num_nodes}"
     yield "--ntasks-per-node=1"
-    if slurm.cpus_per_node is None:
+    if slurm.option("cpus-per-task") is None:
         yield "--exclusive"
         yield "--mem=0"  # all of it: a part per CPU would be the default of many clusters
-    else:
-        yield f"--cpus-per-task={slurm.cpus_per_node}"
     if slurm.gpus_per_node:
         yield f"--gpus-per-node={slurm.gpus_per_node}"
-    named = (("partition", slurm.partition), ("account", slurm.account), ("qos", slurm.qos), ("time", slurm.time_limit))
-    for name, value in (*named, ("constraint", slurm.constraint)):
-        if value is not None:
-            yield _quoted(name, value)
+    if slurm.time_limit is not None:
+        yield f"--time={slurm.time_limit}"
     if request.node_list is not None:
-        yield f"--nodelist={_slurm_nodes(request.node_list, 'cluster.nodes')}"
-    if slurm.exclude is not None:
-        yield f"--exclude={_slurm_nodes(slurm.exclude, 'cluster.slurm.exclude')}"
+        yield f"--nodelist={_slurm_nodes(request.node_list)}"
     yield "--requeue" if request.max_restarts else "--no-requeue"
     if request.save_s is not None:
         yield f"--signal=B:USR1@{math.ceil(request.save_s) + WARNING_S}"
@@ -191,7 +168,7 @@ def _steps(request: JobRequest, run: str) -> Iterator[str]:
 
 
 def _srun_options(request: JobRequest) -> tuple[str, ...]:
-    cpus = request.settings.cpus_per_node
+    cpus = request.settings.option("cpus-per-task")
     return (
         f"--nodes={request.num_nodes}",
         f"--ntasks={request.num_nodes}",
@@ -214,14 +191,16 @@ def _option_problem(option: str) -> str | None:
         return f"{where}: expected --NAME or --NAME=VALUE without quotes, backslashes and line ends"
     if found[1] in _HAVE_SETTINGS:
         return f"{where}: use cluster.slurm.{_HAVE_SETTINGS[found[1]]}"
+    if found[1] == "cpus-per-task" and not (found[2] or "")[1:].isdecimal():
+        return f"{where}: expected --cpus-per-task=N"
     if found[1] in _OURS:
         return f"{where}: burst sets --{found[1]} itself, or cannot work with it"
     return None
 
 
-def _slurm_nodes(nodes: str, setting: str) -> str:
+def _slurm_nodes(nodes: str) -> str:
     """Names as Slurm reads them: it knows fewer forms of ranges than NodeSet."""
-    names = parse_nodes(nodes, setting).names
+    names = parse_nodes(nodes, "cluster.nodes").names
     folded = fold_nodes(names)
     is_plain = all(part.count("[") <= 1 for part in re.split(r",(?![^\[]*\])", folded)) and "/" not in folded
     return folded if is_plain else ",".join(names)

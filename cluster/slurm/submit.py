@@ -23,13 +23,7 @@ from engine.runs.folder import RunFolder
 from engine.runs.process import process_start
 from engine.runs.records import utc_now
 
-_SETTINGS_OF_SBATCH = {
-    "partition": "SBATCH_PARTITION",
-    "account": "SBATCH_ACCOUNT",
-    "qos": "SBATCH_QOS",
-    "time_limit": "SBATCH_TIMELIMIT",
-    "constraint": "SBATCH_CONSTRAINT",
-}
+_VARIABLES = {name: f"SBATCH_{name.upper()}" for name in ("partition", "account", "qos", "constraint")}
 
 
 def submit_job(run: RunFolder, settings: SlurmConfig, environment: Mapping[str, str] | None = None) -> SlurmJob:
@@ -48,7 +42,8 @@ def submit_job(run: RunFolder, settings: SlurmConfig, environment: Mapping[str, 
         raise ClusterError(
             f"{error.filename or run.path}: {error.strerror}; the job's token cannot be written"
         ) from error
-    set_here = [name for setting, name in _SETTINGS_OF_SBATCH.items() if getattr(settings, setting) is not None]
+    set_here = [variable for name, variable in _VARIABLES.items() if settings.option(name) is not None]
+    set_here += ["SBATCH_TIMELIMIT"] if settings.time_limit is not None else []
     client = SlurmClient(client_environment(environment, set_here))
     if mode == "batch":
         job_id, cluster = client.submit(run.path / SCRIPT_FILE, record.token)

@@ -13,15 +13,9 @@ from engine.config.schema import setting
 
 @dataclass(frozen=True)
 class MachineConfig:
-    """Speeds that predictions use; null: those of the named machine."""
+    """The machine whose speeds predictions use."""
 
     name: str = setting("auto", "a known device, cpu, or a measured FILE.json; auto: by the device, else h100")
-    forward_flops_per_s: float | None = setting(None, "attention forward on large tiles, per rank", "FLOP/s", above=0)
-    backward_flops_per_s: float | None = setting(None, "attention backward on large tiles, per rank", "FLOP/s", above=0)
-    intra_bytes_per_s: float | None = setting(None, "between ranks of a node, one direction", "bytes/s", above=0)
-    inter_bytes_per_s: float | None = setting(None, "between nodes, one direction, per rank", "bytes/s", above=0)
-    host_bytes_per_s: float | None = setting(None, "between device and host memory, one direction", "bytes/s", above=0)
-    shared_nic: bool | None = setting(None, "all ranks of a node share one link to other nodes")
 
 
 @dataclass(frozen=True)
@@ -37,7 +31,6 @@ class SshConfig:
         None, "host keys to trust beside those of `burst hosts trust`; null: those of ssh"
     )
     connect_timeout_s: float = setting(10.0, "for connecting and logging in", "seconds", above=0)
-    fan_out: int = setting(64, "nodes spoken to at the same time", "nodes", at_least=1)
 
 
 @dataclass(frozen=True)
@@ -59,15 +52,16 @@ class ContainerConfig:
 class SlurmConfig:
     """What is asked of Slurm when it starts the nodes; null: its default."""
 
-    partition: str | None = setting(None, "partition")
-    account: str | None = setting(None, "account to charge")
-    qos: str | None = setting(None, "quality of service")
     time_limit: str | None = setting(None, "[DAYS-]HH:MM:SS")
     gpus_per_node: int | None = setting(None, "GPUs per node", "devices", at_least=0)
-    cpus_per_node: int | None = setting(None, "CPUs per node; null: all", at_least=1)
-    constraint: str | None = setting(None, "features that nodes must have")
-    exclude: str | None = setting(None, "nodes to leave out, in NodeSet grammar")
-    options: tuple[str, ...] = setting((), "further options of sbatch, --NAME=VALUE")
+    options: tuple[str, ...] = setting(
+        (), "further options of sbatch, such as --partition=gpu; --cpus-per-task=N: no whole nodes"
+    )
+
+    def option(self, name: str) -> str | None:
+        """The value of an option of sbatch; None where it is not given."""
+        given = (option.removeprefix("--").partition("=") for option in self.options)
+        return next((value for key, _, value in given if key == name), None)
 
 
 @dataclass(frozen=True)
@@ -93,7 +87,6 @@ class ExpectedHardware:
 
     gpus: int | None = setting(None, "GPUs per node", "devices", at_least=0)
     gpu_model: str | None = setting(None, "a part of the name, such as H100")
-    driver: str | None = setting(None, "version of the NVIDIA driver, or how it begins")
     hcas: int | None = setting(None, "InfiniBand or RoCE ports per node that must be up", at_least=0)
     hca_rate_gbps: float | None = setting(None, "rate of each such port", "Gbit/s", above=0)
 
@@ -102,7 +95,6 @@ class ExpectedHardware:
 class ClusterConfig:
     """The machines: this one, or those that `nodes` names."""
 
-    name: str = setting("local", "name of these machines, for tables; the option of the group cluster")
     nodes: str | None = setting(None, "names in NodeSet grammar, node[1-4,7]; null: this machine only")
     launcher: Literal["auto", "local", "ssh", "slurm", "kubernetes"] = setting(
         "auto", "who starts the ranks; auto: ssh where `nodes` names machines, else local"

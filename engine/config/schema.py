@@ -16,18 +16,33 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 
 _NOTE = "note"
 _T = TypeVar("_T")
-# Settings of earlier versions: the values that say what is so without them, as files of earlier runs do, and what to
-# use in place of others.
-_REMOVED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "attention.circulates_layers": (([],), "attention.backward_circulates holds for all layers"),
-    "attention.tail_steps": (
-        (None,),
-        "burst and burst_ulysses choose by predicted time what waits for the last hop; attention=ring defers nothing",
-    ),
-    "loss.kind": (
-        ("fused",),
-        "LM head and loss are always fused; loss.chunk_tokens says how many rows of logits are alive at once",
-    ),
+_SBATCH = "name it in cluster.slurm.options, such as --{}"
+_PROFILE = "`burst bench machine` measures a profile, which cluster.machine.name=FILE.json names"
+_RELEASED = "it is {} in all released models"
+# Settings of earlier versions: the value that says what is so without it, as files of earlier runs do (...: any), and
+# what to use in place of others.
+_REMOVED: dict[str, tuple[Any, str]] = {
+    "cluster.name": (..., "the name of the file under conf/cluster/ says it"),
+    "cluster.expected.driver": (None, "`burst check-nodes` compares the drivers of the nodes"),
+    "cluster.ssh.fan_out": (64, "64 nodes are spoken to at the same time"),
+    **{f"cluster.machine.{link}_bytes_per_s": (None, _PROFILE) for link in ("intra", "inter", "host")},
+    **{f"cluster.machine.{way}_flops_per_s": (None, _PROFILE) for way in ("forward", "backward")},
+    "cluster.machine.shared_nic": (None, _PROFILE),
+    **{
+        f"cluster.slurm.{name}": (None, _SBATCH.format(f"{name}=..."))
+        for name in ("partition", "account", "qos", "constraint", "exclude")
+    },
+    "cluster.slurm.cpus_per_node": (None, _SBATCH.format("cpus-per-task=N")),
+    "model.rope_scaling.attention_factor": (None, "it is 0.1 ln(model.rope_scaling.factor) + 1"),
+    "model.rope_scaling.beta_fast": (32.0, _RELEASED.format(32)),
+    "model.rope_scaling.beta_slow": (1.0, _RELEASED.format(1)),
+    "model.rope_scaling.low_freq_factor": (1.0, _RELEASED.format(1)),
+    "model.rope_scaling.high_freq_factor": (4.0, _RELEASED.format(4)),
+    "parallel.reshard_after_forward": (True, "gathered weights are always freed after the forward pass"),
+    "train.guard.most_in_a_row": (5, "a run stops after 5 dropped steps without progress"),
+    "train.guard.window_steps": (64, "a loss is compared with those of the last 64 steps"),
+    "train.log_interval_steps": (1, "every step has its line"),
+    "train.warmup_metric_steps": (3, "medians leave the first 3 steps out"),
 }
 _INT_LIMIT = 2**63  # tensors hold no greater number
 # YAML 1.1, which PyYAML reads, takes 1e-4 for text because it has no dot.
@@ -232,7 +247,7 @@ class _Reader:
             return cls()
         hints = type_hints(cls)
         for name, given in value.items():
-            if name not in hints and given not in _REMOVED.get(f"{prefix}{name}", ((), ""))[0]:
+            if name not in hints and _REMOVED.get(f"{prefix}{name}", (MISSING,))[0] not in (given, ...):
                 self.problems.append(unknown_key(f"{prefix}{name}", self.all_keys))
         read: dict[str, Any] = {}
         for item in fields(cls):

@@ -72,13 +72,6 @@ class RopeScalingConfig:
     original_seq_len: int | None = setting(
         None, "length the model was trained on; yarn and llama3 need it", "tokens", at_least=1
     )
-    beta_fast: float = setting(32.0, "yarn: pairs that turn more often than this in the original length stay", above=0)
-    beta_slow: float = setting(1.0, "yarn: pairs that turn less often than this are stretched by the factor", above=0)
-    attention_factor: float | None = setting(
-        None, "yarn: multiplies queries and keys; null: 0.1 ln(factor) + 1", above=0
-    )
-    low_freq_factor: float = setting(1.0, "llama3: wavelengths above original_seq_len / this are stretched", above=0)
-    high_freq_factor: float = setting(4.0, "llama3: wavelengths below original_seq_len / this stay", above=0)
 
 
 @dataclass(frozen=True)
@@ -232,7 +225,6 @@ class ParallelConfig:
     )
     tp_size: int = setting(1, "ranks that split every matrix, and the rows between layers", "ranks", at_least=1)
     dp_replicate_size: int = setting(1, "copies of the sharded model (HSDP)", "copies", at_least=1)
-    reshard_after_forward: bool = setting(True, "free gathered parameters after the forward pass and gather them again")
     message_sms: int | None = setting(
         None, "of a GPU, which kernels leave to attention's messages", "multiprocessors", at_least=1
     )
@@ -306,8 +298,6 @@ class GuardConfig:
     spike_deviations: float | None = setting(
         None, "how many deviations above the recent median a loss is a spike; null: none is", above=0
     )
-    window_steps: int = setting(64, "recent steps that a loss is compared with", "steps", at_least=8)
-    most_in_a_row: int = setting(5, "steps without progress that are dropped before the run stops", "steps", at_least=1)
 
     @property
     def reactions(self) -> frozenset[Reaction]:
@@ -354,14 +344,12 @@ class TrainConfig:
     evaluate_only: bool = setting(
         False, "evaluate weights of checkpoint.resume_from or model.init_from, and train nothing"
     )
-    warmup_metric_steps: int = setting(3, "first steps left out of the medians", "steps", at_least=0)
     compile: bool = setting(False, "torch.compile every layer")
     tensorboard: bool = setting(False, "also write TensorBoard events into the run folder")
     profile: str | None = setting(None, "START:STOP, the steps that torch.profiler traces into RUN/profile/", "steps")
     peak_flops_per_device: float | None = setting(
         None, "what MFU is measured against; null: by device name, measured on CPU", "FLOP/s", above=0
     )
-    log_interval_steps: int = setting(1, "steps between lines of progress", "steps", at_least=1)
     checkpoint: CheckpointConfig = CheckpointConfig()
     guard: GuardConfig = GuardConfig()
 

@@ -89,7 +89,6 @@ def parallelize(
         model,
         [*model.layers, *_embedding_and_head(model, tied=config.model.tie_embeddings)],
         mesh,
-        parallel=config.parallel,
         compute_dtype=config.train.compute_dtype,
         memory=config.memory,
     )

@@ -18,6 +18,10 @@ from engine.kernels.dispatch import uses_triton
 from engine.row_blocks import accumulate_dtype, rehearses_accelerator, row_blocks
 
 NO_SCALING = RopeScalingConfig()
+# As in every released model: pairs that turn more often than the first in the original length stay under yarn, those
+# that turn less often than the second are stretched; of llama3 the same the other way around.
+YARN_FAST, YARN_SLOW = 32.0, 1.0
+LLAMA3_LOW, LLAMA3_HIGH = 1.0, 4.0
 
 
 def rope_table(
@@ -47,9 +51,9 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScalingConfig = N
 
         linear   f_i / s
         ntk      the base is theta s^(D / (D - 2)): the slowest pair turns s times slower, the fastest as before
-        yarn     f_i (1 - r_i) + f_i / s r_i; r_i rises from 0 to 1 between the pairs that turn beta_fast and beta_slow
+        yarn     f_i (1 - r_i) + f_i / s r_i; r_i rises from 0 to 1 between the pairs that turn YARN_FAST and YARN_SLOW
                  times in L (Peng et al. 2023, arXiv:2309.00071, section 3.2; bounds rounded outwards, as in its code)
-        llama3   f_i where the wavelength is below L / high_freq_factor, f_i / s above L / low_freq_factor, and in
+        llama3   f_i where the wavelength is below L / LLAMA3_HIGH, f_i / s above L / LLAMA3_LOW, and in
                  between a blend that is linear in L / wavelength
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
@@ -72,7 +76,7 @@ def attention_factor(scaling: RopeScalingConfig) -> float:
     """What yarn multiplies queries and keys by, so that attention over longer sequences stays as sharp; else 1."""
     if scaling.kind != "yarn":
         return 1.0
-    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.attention_factor is None else scaling.attention_factor
+    return 0.1 * math.log(scaling.factor) + 1.0
 
 
 def _yarn_share(head_dim: int, theta: float, scaling: RopeScalingConfig) -> Tensor:
@@ -82,8 +86,8 @@ def _yarn_share(head_dim: int, theta: float, scaling: RopeScalingConfig) -> Tens
     def pair_that_turns(times: float) -> float:
         return head_dim * math.log(length / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
-    high = min(math.ceil(pair_that_turns(scaling.beta_slow)), head_dim - 1)
+    low = max(math.floor(pair_that_turns(YARN_FAST)), 0)
+    high = min(math.ceil(pair_that_turns(YARN_SLOW)), head_dim - 1)
     pairs = torch.arange(head_dim // 2, dtype=torch.float64)
     return ((pairs - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
 
@@ -91,8 +95,7 @@ def _yarn_share(head_dim: int, theta: float, scaling: RopeScalingConfig) -> Tens
 def _llama3_share(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
     """How much of every pair is stretched, 0 .. 1."""
     turns = _original_seq_len(scaling) * frequencies / (2 * math.pi)  # in the original length
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    return 1 - ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return 1 - ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0.0, 1.0)
 
 
 def _original_seq_len(scaling: RopeScalingConfig) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from engine.config.settings import Dtype, MemoryConfig, ParallelConfig, Store
+from engine.config.settings import Dtype, MemoryConfig, Store
 from engine.parallel.mesh import Mesh
 
 TORCH_DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -48,7 +48,6 @@ def shard_model(
     units: Sequence[nn.Module | list[nn.Module]],
     mesh: Mesh,
     *,
-    parallel: ParallelConfig,
     compute_dtype: Dtype,
     memory: MemoryConfig | None = None,
 ) -> None:
@@ -62,7 +61,7 @@ def shard_model(
         fully_shard(
             unit,
             mesh=mesh.fsdp_mesh,
-            reshard_after_forward=parallel.reshard_after_forward,
+            reshard_after_forward=True,
             mp_policy=mixed_precision(compute_dtype),
             offload_policy=offload_policy(store, mesh.device),
         )
@@ -91,23 +90,12 @@ def set_gradient_sync(model: nn.Module, *, is_last: bool) -> None:
         module.set_requires_all_reduce(is_last, recurse=False)
 
 
-def release_gathered_weights(model: nn.Module) -> None:
-    """Frees gathered weights of every unit.
-
-    A unit that stays gathered after a forward without a backward (evaluation) would not see weights that are changed
-    before the next backward, such as those of a checkpoint that is loaded.
-    """
-    for module in fsdp_modules(model):
-        module.reshard()
-
-
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Around forward passes without a backward: evaluation mode, and no gathered weights afterwards."""
+    """Evaluation mode around forward passes without a backward."""
     was_training = model.training
     model.eval()
     try:
         yield
     finally:
-        release_gathered_weights(model)
         model.train(was_training)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,9 @@ _ROPE_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_facto
 _ROPE_NAMES = {
     "factor": "factor",
     "original_max_position_embeddings": "original_seq_len",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "attention_factor": "attention_factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
 }
+# What all models of these families have, where they say it (engine.model.rope).
+_ROPE_FIXED = {"beta_fast": 32.0, "beta_slow": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 @dataclass(frozen=True)
@@ -135,8 +132,8 @@ def _problems(document: Mapping[str, Any]) -> Iterator[str]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "linear", "yarn", "llama3"):
         yield f"RoPE scaling {kind!r} is not known here; expected linear, yarn or llama3"
-    elif unknown := sorted(name for name in rope if name not in _ROPE_KEYS and name not in _ROPE_NAMES):
-        yield f"settings of RoPE that are not known here: {', '.join(unknown)}"
+    elif unknown := sorted(name for name in rope if not _is_known(name, rope)):
+        yield f"settings of RoPE that are not known here: {', '.join(f'{name}={rope[name]}' for name in unknown)}"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         yield f"partial_rotary_factor is {rope['partial_rotary_factor']}: here RoPE turns whole heads"
     kinds = set(document.get("layer_types") or ())
@@ -183,6 +180,10 @@ def _rope(document: Mapping[str, Any]) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
+def _is_known(name: str, rope: Mapping[str, Any]) -> bool:
+    return name in _ROPE_KEYS or name in _ROPE_NAMES or rope[name] in (None, _ROPE_FIXED.get(name))
+
+
 def _rope_scaling(rope: Mapping[str, Any]) -> RopeScalingConfig:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
@@ -197,11 +198,9 @@ def _rope_json(model: ModelConfig) -> dict[str, Any]:
         theta *= scaling.factor ** (model.head_dim / (model.head_dim - 2))
     if scaling.kind in ("none", "ntk"):
         return {"rope_theta": theta, "rope_scaling": None}
-    own = asdict(scaling)
-    used = {
-        "linear": ("factor",),
-        "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
-        "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    }[scaling.kind]
-    settings = {name: own[_ROPE_NAMES[name]] for name in used if own[_ROPE_NAMES[name]] is not None}
-    return {"rope_theta": theta, "rope_scaling": {"rope_type": scaling.kind, **settings}}
+    settings: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind != "linear":
+        fixed = ("beta_fast", "beta_slow") if scaling.kind == "yarn" else ("low_freq_factor", "high_freq_factor")
+        settings["original_max_position_embeddings"] = scaling.original_seq_len
+        settings |= {name: _ROPE_FIXED[name] for name in fixed}
+    return {"rope_theta": theta, "rope_scaling": settings}

@@ -9,6 +9,7 @@ from typing import Any
 from engine.config.settings import RunConfig, config_fingerprint
 from engine.planning.memory.policy import policy_name
 
+WARMUP_STEPS = 3  # of a run, which medians leave out; the last step counts always
 # A median with its quartiles and the number of steps behind it.
 MEDIANS = (
     "step_time_s",
@@ -44,21 +45,22 @@ FINAL_TABLES = {
 }
 
 
-def summarise(rows: Iterable[Mapping[str, Any]], warmup_steps: int) -> dict[str, Any]:
+def summarise(rows: Iterable[Mapping[str, Any]], warmup_steps: int = WARMUP_STEPS) -> dict[str, Any]:
     """{steps, tokens_total, dropped_steps, X, X_p25, X_p75, X_n for each of MEDIANS, maxima, final figures}.
 
     What is unknown is None.
 
-    X is the median over the optimizer steps after the first `warmup_steps` rows. When a step appears twice (a run that
-    was taken up again), the later row counts. A run shorter than its warm-up has no medians: n is 0, X is None.
+    X is the median over the optimizer steps after the first `warmup_steps`, at least of the last one. When a step
+    appears twice (a run that was taken up again), the later row counts. Without rows n is 0, X is None.
     """
     ordered = _by_step(rows)
-    measured = ordered[max(warmup_steps, 0) :]
+    left_out = max(0, min(warmup_steps, len(ordered) - 1))
+    measured = ordered[left_out:]
     summary: dict[str, Any] = {
         "steps": ordered[-1]["step"] if ordered else 0,
         "tokens_total": _total(ordered, "tokens"),
         "dropped_steps": sum(row.get("dropped") is not None for row in ordered),
-        "warmup_metric_steps": warmup_steps,
+        "warmup_metric_steps": left_out,
     }
     for name in MEDIANS:
         summary.update(spread(name, _numbers(measured, name)))

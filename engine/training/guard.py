@@ -1,6 +1,6 @@
 """Judges optimizer steps before they touch the weights. Standard library only; all ranks judge the same numbers alike.
 
-A spike is a loss above median + spike_deviations * deviation of the last window_steps losses that were taken, where
+A spike is a loss above median + spike_deviations * deviation of the last WINDOW_STEPS losses that were taken, where
 deviation = 1.4826 * median(|loss - median|), which for normal noise is its standard deviation and which a few outliers
 do not move (Rousseeuw and Croux 1993), but at least one percent of the median.
 """
@@ -17,7 +17,9 @@ from typing import Any, Literal
 from engine.config.errors import RunError
 from engine.config.settings import GuardConfig, Reaction
 
+WINDOW_STEPS = 64
 ENOUGH_LOSSES = 8  # fewer tell nothing about a spike
+MOST_IN_A_ROW = 5  # steps without progress that are dropped before the run stops
 _NORMAL = 1.4826
 _LEAST_DEVIATION = 0.01  # of the median
 
@@ -52,7 +54,7 @@ class Guard:
 
     def __init__(self, config: GuardConfig) -> None:
         self.config = config
-        self._losses: deque[float] = deque(maxlen=config.window_steps)
+        self._losses: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._in_a_row = 0
         self._last_dropped = -1
 
@@ -72,10 +74,10 @@ class Guard:
             )
         self._in_a_row += 1
         self._last_dropped = max(step, self._last_dropped)
-        if self._in_a_row > self.config.most_in_a_row:
+        if self._in_a_row > MOST_IN_A_ROW:
             raise RunError(
-                f"{problem.figure} of step {step + 1} is {problem.value}, and {self.config.most_in_a_row} steps before "
-                "it were dropped without progress (train.guard.most_in_a_row). Lower optimizer.learning_rate, and look "
+                f"{problem.figure} of step {step + 1} is {problem.value}, and {MOST_IN_A_ROW} steps before "
+                "it were dropped without progress. Lower optimizer.learning_rate, and look "
                 "at the samples that events.jsonl names"
             )
         return Verdict(problem.reaction, f"{problem.figure} is {problem.value}")
@@ -105,7 +107,7 @@ class Guard:
         """Takes up a state; one that is none leaves the guard as new."""
         losses, in_a_row, last = (state.get(name) for name in ("losses", "in_a_row", "last_dropped"))
         if isinstance(losses, list) and isinstance(in_a_row, int) and isinstance(last, int):
-            self._losses = deque(_numbers(losses), maxlen=self.config.window_steps)
+            self._losses = deque(_numbers(losses), maxlen=WINDOW_STEPS)
             self._in_a_row, self._last_dropped = in_a_row, last
 
     def rewound(self, state: Mapping[str, Any]) -> None:

@@ -40,7 +40,7 @@ from engine.planning.methods.presets import AttentionMethod
 from engine.planning.time.flops import count_parameters
 from engine.planning.time.machine import Peak
 from engine.runs.folder import RunFolder
-from engine.runs.summary import predicted_facts, summarise
+from engine.runs.summary import WARMUP_STEPS, predicted_facts, summarise
 from engine.training.batches import StepBatches
 from engine.training.determinism import deterministic_algorithms
 from engine.training.guard import Verdict
@@ -97,7 +97,7 @@ class Trainer:
             mesh,
             self.attention,
             step_cost(config, mesh.dp_size, self.peak, self.attention.method),
-            tracked_steps=config.train.warmup_metric_steps,
+            tracked_steps=WARMUP_STEPS,
             waits=status.waits if counts else None,
             store=self.model.activation_store,
         )
@@ -208,7 +208,7 @@ class Trainer:
             "peak_flops_per_device": self.peak.flops_per_s,
             "peak_flops_source": self.peak.source,
             "peak_memory_source": self._meter.peak_memory_source,
-            **summarise(rows, self.config.train.warmup_metric_steps),
+            **summarise(rows),
         }
 
 
@@ -231,7 +231,6 @@ def run_training(config: RunConfig, run: RunFolder, status: RankStatus, find_fau
             status,
             rank=mesh.rank,
             tensorboard=config.train.tensorboard,
-            log_interval=config.train.log_interval_steps,
             faults=faults,
         )
         recorder.announce_faults(announced)

@@ -55,7 +55,7 @@ BAD_OVERRIDES = [
     ("model.vocab_size=100", "data.tokenizer=bpe gives 2048 different tokens", "set model.vocab_size=2048 or more"),
     ("optimizer.warmup_steps=100000", "optimizer.warmup_steps: got 100000", "expected at most train.steps="),
     ("optimizer.decay_steps=5", "optimizer.decay_steps: only optimizer.schedule=wsd", "leave it null or choose wsd"),
-    ("train.warmup_metric_steps=100000", "leaves no step", "expected less than"),
+    ("train.warmup_metric_steps=5", "no such setting any more", "leave the first 3 steps out"),
     ("train.profile=5", "train.profile: expected text", "put it in quotes"),
     ("train.profile=8:5", "train.profile: got '8:5'", "expected START:STOP"),
     ("data=text", "data.format=text reads files, but none was given", "add data.paths=[FILE,FOLDER,GLOB]"),

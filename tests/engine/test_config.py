@@ -145,7 +145,7 @@ def test_values_are_read_as_people_write_them(key: str, value: object, read: obj
         ("trian.steps", 3, "trian: no such setting; did you mean train?"),
         ("seq_len", 3, "seq_len: no such setting; did you mean train.seq_len?"),
         ("loss.wheels", 3, "loss.wheels: no such setting; loss has chunk_tokens, z_loss"),
-        ("attention.circulates_layers", ["q"], "attention.circulates_layers: no such setting any more; attention.back"),
+        ("cluster.slurm.qos", "high", "cluster.slurm.qos: no such setting any more; name it in cluster.slurm.options"),
         ("wheels", 3, "wheels: no such setting; `burst config --fields` lists every setting"),
         (
             "attention.preset",
@@ -165,7 +165,7 @@ def test_a_mistake_is_named_with_what_was_expected(key: str, value: object, text
     assert problem.startswith(text)
 
 
-@pytest.mark.parametrize(("key", "value"), [("attention.circulates_layers", []), ("loss.kind", "fused")])
+@pytest.mark.parametrize(("key", "value"), [("train.guard.window_steps", 64), ("cluster.name", "x")])
 def test_files_of_earlier_runs_say_what_is_so_without_the_setting(key: str, value: object) -> None:
     assert config_from_dict(nested(key, value)) == RunConfig()
 

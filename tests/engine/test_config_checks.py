@@ -64,12 +64,6 @@ BROKEN = {
     "model.rope_theta: got inf, expected more than 0": {"model": {"rope_theta": float("inf")}},
     "model.rope_scaling.original_seq_len: kind=yarn needs the length": {"model": {"rope_scaling": {"kind": "yarn"}}},
     "model.rope_scaling.factor: got 2.0, but kind=none": {"model": {"rope_scaling": {"factor": 2.0}}},
-    "model.rope_scaling.low_freq_factor: got 4.0": {
-        "model": {"rope_scaling": {"kind": "llama3", "original_seq_len": 8, "low_freq_factor": 4.0}}
-    },
-    "model.rope_scaling.beta_slow: got 32.0": {
-        "model": {"rope_scaling": {"kind": "yarn", "original_seq_len": 8, "beta_slow": 32.0}}
-    },
     "model.vocab_size: got 255, but data.tokenizer=bytes gives 256": {"model": {"vocab_size": 255}},
     "model.vocab_size: got 256, but data.tokenizer=bpe gives 4096": {"data": {"tokenizer": "bpe"}},
     "data.bpe_vocab_size: got 256, expected 257 or more": {"data": {"tokenizer": "bpe", "bpe_vocab_size": 256}},
@@ -89,7 +83,6 @@ BROKEN = {
     "train.steps: got 0, expected 1 or more steps": {"train": {"steps": 0}},
     "train.micro_batch_size: got 0": {"train": {"micro_batch_size": 0}},
     "train.grad_accum_steps: got 0": {"train": {"grad_accum_steps": 0}},
-    "train.warmup_metric_steps: got 100, which leaves no step": {"train": {"warmup_metric_steps": 100}},
     "train.profile: got '0:2', expected START:STOP with 1 <= START < STOP <= 101": {"train": {"profile": "0:2"}},
     "train.profile: got '5:5'": {"train": {"profile": "5:5"}},
     "train.profile: got '5:102'": {"train": {"profile": "5:102"}},

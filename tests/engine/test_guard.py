@@ -11,7 +11,7 @@ import pytest
 
 from engine.config.errors import RunError
 from engine.config.settings import GuardConfig
-from engine.training.guard import ENOUGH_LOSSES, TAKEN, Guard
+from engine.training.guard import ENOUGH_LOSSES, MOST_IN_A_ROW, TAKEN, Guard
 
 
 def settled(level: float = 2.0, noise: float = 0.05, **settings: Any) -> Guard:
@@ -42,7 +42,7 @@ def test_a_leap_is_dropped_and_noise_is_not() -> None:
 
 
 def test_the_limit_is_that_of_normal_noise() -> None:
-    limit = settled(noise=0.1, spike_deviations=5.0, window_steps=50).limit()
+    limit = settled(noise=0.1, spike_deviations=5.0).limit()
     assert limit == pytest.approx(2.0 + 5 * 0.1, abs=0.15)
 
 
@@ -72,24 +72,24 @@ def test_a_dropped_loss_does_not_move_the_limit() -> None:
 
 
 def test_too_many_in_a_row_stop_the_run() -> None:
-    guard = settled(most_in_a_row=3)
-    for step in range(50, 53):
+    guard = settled()
+    for step in range(50, 50 + MOST_IN_A_ROW):
         assert guard.judge(step, 9.0, 1.0).action == "skip"
-    with pytest.raises(RunError, match="3 steps before it were dropped without progress"):
-        guard.judge(53, 9.0, 1.0)
+    with pytest.raises(RunError, match="5 steps before it were dropped without progress"):
+        guard.judge(50 + MOST_IN_A_ROW, 9.0, 1.0)
 
 
 def test_a_step_that_is_taken_begins_the_count_anew() -> None:
-    guard = settled(most_in_a_row=1)
+    guard = settled()
     for step in range(50, 90, 2):
         assert not guard.judge(step, 9.0, 1.0).taken
         assert guard.judge(step + 1, 2.0, 1.0).taken
 
 
 def test_after_a_rewind_only_steps_beyond_the_dropped_one_are_progress() -> None:
-    guard = settled(most_in_a_row=2, on_spike="rewind")
+    guard = settled(on_spike="rewind")
     saved = guard.state()
-    for _ in range(2):
+    for _ in range(MOST_IN_A_ROW):
         assert guard.judge(60, 9.0, 1.0).action == "rewind"
         guard.rewound(saved)
         assert all(guard.judge(step, 2.0, 1.0).taken for step in range(50, 60))

@@ -42,7 +42,6 @@ SMALL = (
     "model.vocab_size=512",
     "train.seq_len=256",
     "train.eval_samples=1",
-    "train.warmup_metric_steps=1",
     "optimizer.warmup_steps=0",
     "cluster.threads_per_rank=1",
     "train.peak_flops_per_device=1e11",  # else every rank measures it for a second

@@ -22,7 +22,7 @@ def small_corpus(folder: Path) -> DataConfig:
 
 def whole_config(data: DataConfig, *, model: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
     """A few steps on a corpus of bytes; nothing is measured but what `sections` ask for."""
-    train = {"warmup_metric_steps": 0, "eval_samples": 1, "peak_flops_per_device": 1e12, **sections.pop("train", {})}
+    train = {"eval_samples": 1, "peak_flops_per_device": 1e12, **sections.pop("train", {})}
     return tiny_config(data=data, model={"vocab_size": 320, **(model or {})}, train=train, **sections)
 
 

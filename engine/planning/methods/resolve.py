@@ -17,7 +17,6 @@ from collections import Counter
 from dataclasses import replace
 
 from engine.config.errors import ConfigError
-from engine.config.schema import to_plain
 from engine.config.settings import AttentionConfig, RunConfig
 from engine.planning.methods.grid import divide_sequence
 from engine.planning.methods.methods import plan_pass, token_bytes_of
@@ -57,13 +56,11 @@ def resolve_attention(config: RunConfig, topology: Topology, machine: Machine | 
 
 def machine_of(config: RunConfig, device_name: str | None = None) -> Machine:
     """The configured machine; by the device's name, where the name of the machine is auto."""
-    settings = config.cluster.machine
-    name: str = settings.name
+    name = config.cluster.machine.name
     if name == "auto":
         on_cpu = config.cluster.backend == "gloo" or device_name == "cpu"
         name = "cpu" if on_cpu else device_name if device_name and find_device(device_name) else DEFAULT_DEVICE
-    changes = {key: value for key, value in to_plain(settings).items() if key != "name" and value is not None}
-    return find_machine(name, changes)
+    return find_machine(name)
 
 
 def stand_in_group(config: RunConfig, topology: Topology, most_ranks: int) -> tuple[RunConfig, Topology]:

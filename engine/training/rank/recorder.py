@@ -26,14 +26,12 @@ class Recorder:
         *,
         rank: int,
         tensorboard: bool,
-        log_interval: int,
         faults: Faults = NO_FAULTS,
     ) -> None:
         self._run = run
         self._faults = faults
         self._status = status
         self._writes = rank == 0
-        self._log_interval = log_interval
         self._tensorboard = open_tensorboard(run) if tensorboard and self._writes else None
         self._warned = False
         self._stage = ""
@@ -110,8 +108,7 @@ class Recorder:
             return
         self._faults.at_metrics(row["step"])
         self._run.append_metrics(row)
-        if row["step"] % self._log_interval == 0 or row["step"] == total_steps:
-            print(progress_line(row, total_steps), flush=True)
+        print(progress_line(row, total_steps), flush=True)
         self._add_scalars(row)
 
     def evaluated(self, row: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ def overrides(folder: Path, steps: int) -> list[str]:
     corpus.write_text("".join(f"line {number} of a text that repeats itself\n" for number in range(1500)))
     model = {"vocab_size": 512, "hidden_size": 32, "ffn_hidden_size": 64, "num_layers": 1}
     heads = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 16}
-    train = {"seq_len": 64, "steps": steps, "eval_samples": 1, "warmup_metric_steps": 1, "grad_accum_steps": 1}
+    train = {"seq_len": 64, "steps": steps, "eval_samples": 1, "grad_accum_steps": 1}
     return [
         "exp=tiny",
         *(f"model.{name}={value}" for name, value in {**model, **heads}.items()),

@@ -25,7 +25,7 @@ from engine.runs.manifest import read_manifest
 
 ROOT = Path(__file__).resolve().parents[3]
 ONE_RANK = ("cluster.ranks_per_node=1", "cluster.backend=gloo", "attention=single", "data.tokenizer=bytes")
-QUICK = ("train.steps=1", "train.eval_samples=1", "train.warmup_metric_steps=0", "optimizer.warmup_steps=0")
+QUICK = ("train.steps=1", "train.eval_samples=1", "optimizer.warmup_steps=0")
 TEXT = re.search(r"## From 1K to 8K on a laptop\n\n```sh\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), re.DOTALL)
 
 

@@ -15,7 +15,7 @@ from engine.runs.summary import config_facts, summarise
 
 CONFIG = RunConfig(
     attention=AttentionConfig(preset="ring"),
-    train=TrainConfig(seq_len=512, warmup_metric_steps=1),
+    train=TrainConfig(seq_len=512),
     cluster=ClusterConfig(ranks_per_node=2),
 )
 GIB = 2**30

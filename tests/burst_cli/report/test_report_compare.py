@@ -158,15 +158,15 @@ def test_losses_are_compared_over_the_whole_last_quarter(tmp_path: Path) -> None
 
 def test_settings_that_differ_are_named_and_those_that_matter_warned_of(tmp_path: Path) -> None:
     make_run(tmp_path, "tiny/20260101-000000-aaaaaa")
-    make_run(tmp_path, "tiny/20260102-000000-bbbbbb", config=variant("burst", log_interval_steps=7))
+    make_run(tmp_path, "tiny/20260102-000000-bbbbbb", config=variant("burst", eval_interval_steps=7))
     found = compared(tmp_path, "aaaaaa", "bbbbbb")
     assert {(one.key, one.matters) for one in found.config} == {
         ("attention.preset", True),
-        ("train.log_interval_steps", False),
+        ("train.eval_interval_steps", False),
     }
     warning = next(line for line in found.warnings if "configurations differ" in line)
     assert "attention.preset" in warning
-    assert "log_interval" not in warning
+    assert "eval_interval" not in warning
 
 
 def test_what_weakens_a_comparison_is_said(tmp_path: Path) -> None:

@@ -378,17 +378,3 @@ def test_plain_lines_tell_changes_of_nodes_once(run: RunFolder) -> None:
         "node tb6: ended with exit code 1",
         "note: what a person should know",
     ]
-
-
-def test_plain_figures_keep_to_the_log_interval(tmp_path: Path) -> None:
-    document = plan_document({"tb1": 2})
-    document["config"]["train"]["log_interval_steps"] = 10
-    run = create_run(tmp_path / "tiny" / "20260101-000000-aaaaaa", {"launch.json": json.dumps(document)})
-    target, clock = console(terminal=False), Clock()
-    view = PlainView(target, RunProgress(run, 25, clock), clock)
-    for number in range(1, 26):
-        run.append_metrics({"step": number, "loss": 1.0})
-        clock.now += 60
-        view.tick()
-    steps = [line.split()[1] for line in written(target).splitlines() if line.startswith("step")]
-    assert steps == ["10/25", "20/25", "25/25"]

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from testkit.check_fakes import FAKE_GROUP, GONE, GROUPS, HEALTHY, SILENCE, FakeConnection, FakeFleet, answer, frame
+from testkit.check_fakes import FAKE_GROUP, GONE, GROUPS, HEALTHY, SILENCE, FakeConnection, FakeFleet, answer
 from testkit.machine_clock import machine_time
 
 from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
@@ -18,9 +18,9 @@ from cluster.checks.run import CheckObserver, CheckOptions, check_nodes, check_t
 from cluster.checks.selection import Selection, read_selection
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.hosts import Host
-from engine.config.cluster import ClusterConfig, SshConfig
+from engine.config.cluster import ClusterConfig
 
-CONFIG = ClusterConfig(name="prod")
+CONFIG = ClusterConfig(interface="prod")
 
 
 def check(fleet: FakeFleet, config: ClusterConfig = CONFIG, **options: object) -> FleetReport:
@@ -197,25 +197,8 @@ def test_a_check_asked_for_that_nobody_made_is_unknown() -> None:
 
 def test_settings_of_a_group_reach_its_probe() -> None:
     fleet = FakeFleet({"n1": HEALTHY})
-    check(fleet, all_groups=(replace(FAKE_GROUP, settings=lambda config: {"BURST_IMAGE": config.name}),))
+    check(fleet, all_groups=(replace(FAKE_GROUP, settings=lambda config: {"BURST_IMAGE": config.interface}),))
     assert "export BURST_IMAGE=prod\n" in fleet.connections["n1"].processes[0].script
-
-
-def test_no_more_than_fan_out_nodes_are_asked_at_once() -> None:
-    lock, now, most = threading.Lock(), 0, 0
-
-    def counted(fence: str) -> Iterator[bytes]:
-        nonlocal now, most
-        with lock:
-            now += 1
-            most = max(most, now)
-        time.sleep(0.02)
-        with lock:
-            now -= 1
-        yield frame(fence, "host.disk", "ok")
-
-    check(FakeFleet({f"n{n}": counted for n in range(12)}), replace(CONFIG, ssh=SshConfig(fan_out=3)))
-    assert most <= 3
 
 
 def test_this_machine_alone_has_no_ssh_and_nobody_to_compare_with() -> None:

@@ -60,7 +60,7 @@ def test_the_real_trainer_runs_in_two_pods_and_its_figures_come_here(tmp_path: P
         data=DataConfig(format="text", paths=(str(tmp_path / "text.txt"),), tokenizer="bytes", validation_fraction=0.2),
         attention=AttentionConfig(preset="ring"),
         loss=LossConfig(chunk_tokens=64),
-        train=TrainConfig(steps=3, seq_len=64, eval_samples=1, warmup_metric_steps=1, checkpoint=SAVED),
+        train=TrainConfig(steps=3, seq_len=64, eval_samples=1, checkpoint=SAVED),
         cluster=replace(config.cluster, master_port=port, environment=environment),
     )
     led = lead(kubernetes_plan(tmp_path / "runs", config, "engine.train"))

@@ -57,9 +57,7 @@ def _trials(rig: FaultRig, lane: int) -> list[str]:
 def _trial(rig: FaultRig, lane: int, rng: random.Random, *, while_training: bool) -> str:
     """What the kill met: nothing, or the state of the run at that moment."""
     node = rig.testbed.node_names[lane]
-    words = rig.words(
-        f"cluster.nodes={node}", "train.steps=100000", "cluster.lease_s=300", "train.log_interval_steps=1"
-    )
+    words = rig.words(f"cluster.nodes={node}", "train.steps=100000", "cluster.lease_s=300")
     launched = rig.launch(*words, "--skip-checks")
     if while_training:
         launched.wait_for_step(1)

@@ -174,7 +174,7 @@ DEEP: dict[str, tuple[int, int, RunConfig]] = {
     "whole weights stay": (
         4,
         9,
-        small_config(64, attention={"preset": "ring"}, parallel={"reshard_after_forward": False}),
+        small_config(64, attention={"preset": "ring"}),
     ),
 }
 

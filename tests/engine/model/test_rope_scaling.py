@@ -60,21 +60,6 @@ def test_frequencies_and_factor_are_those_of_transformers(
     torch.testing.assert_close(found.float(), expected, rtol=2e-6, atol=0.0)
 
 
-def test_settings_of_yarn_reach_the_formula() -> None:
-    parameters = {
-        "rope_type": "yarn",
-        "factor": 16.0,
-        "beta_fast": 24.0,
-        "beta_slow": 2.0,
-        "attention_factor": 1.5,
-        "original_max_position_embeddings": LENGTH,
-    }
-    expected, expected_factor = theirs(64, 1e4, parameters)
-    found, found_factor = ours(64, 1e4, kind="yarn", factor=16.0, beta_fast=24.0, beta_slow=2.0, attention_factor=1.5)
-    assert found_factor == expected_factor == 1.5
-    torch.testing.assert_close(found.float(), expected, rtol=2e-6, atol=0.0)
-
-
 def test_the_table_carries_the_factor() -> None:
     scaling = RopeScalingConfig(kind="yarn", factor=4.0, original_seq_len=LENGTH)
     cos, sin = rope_table(torch.arange(100), 32, 1e4, scaling)

@@ -130,10 +130,6 @@ CASES: list[tuple[int, dict[str, Any]]] = [
     (2, {"parallel": {"dp_shard_size": 2}, "train": {"micro_batch_size": 2}}),
     (2, {"attention": {"preset": "burst", "documents": True, "layout": "per_document"}}),
     (2, {"parallel": {"tp_size": 2}}),
-    (
-        2,
-        {"attention": {"preset": "ring"}, "parallel": {"reshard_after_forward": False}},
-    ),
 ]
 
 

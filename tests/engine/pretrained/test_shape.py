@@ -103,7 +103,7 @@ SHAPES = {
 ROPES = [
     RopeScalingConfig(),
     RopeScalingConfig(kind="linear", factor=2.0),
-    RopeScalingConfig(kind="yarn", factor=8.0, original_seq_len=4096, attention_factor=1.2),
+    RopeScalingConfig(kind="yarn", factor=8.0, original_seq_len=4096),
     RopeScalingConfig(kind="llama3", factor=8.0, original_seq_len=8192),
 ]
 

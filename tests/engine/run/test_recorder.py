@@ -29,8 +29,8 @@ def run(tmp_path: Path) -> RunFolder:
     return create_run(tmp_path / "exp" / "20260101-000000-abcdef", {})
 
 
-def recorder(run: RunFolder, *, rank: int = 0, tensorboard: bool = False, log_interval: int = 1) -> Recorder:
-    return Recorder(run, RankStatus(), rank=rank, tensorboard=tensorboard, log_interval=log_interval)
+def recorder(run: RunFolder, *, rank: int = 0, tensorboard: bool = False) -> Recorder:
+    return Recorder(run, RankStatus(), rank=rank, tensorboard=tensorboard)
 
 
 def test_a_line_names_every_figure_it_has() -> None:
@@ -46,7 +46,7 @@ def test_rank_0_writes_and_other_ranks_only_keep_their_phase(
     run: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status = RankStatus()
-    other = Recorder(run, status, rank=1, tensorboard=False, log_interval=1)
+    other = Recorder(run, status, rank=1, tensorboard=False)
     other.phase("train")
     other.step(ROW, 10)
     other.warn("odd")
@@ -58,7 +58,7 @@ def test_rank_0_writes_and_other_ranks_only_keep_their_phase(
 
 def test_every_report_of_a_preparation_shows_that_it_goes_on(run: RunFolder) -> None:
     status = RankStatus()
-    other = Recorder(run, status, rank=1, tensorboard=False, log_interval=1)
+    other = Recorder(run, status, rank=1, tensorboard=False)
     for documents in (1, 2, 3):
         other.preparing(Progress("encode", documents))
     assert status.advances == 3
@@ -72,17 +72,6 @@ def test_rank_0_keeps_the_tokenizer_in_the_run_folder(run: RunFolder, tmp_path: 
     assert not (run.path / "tokenizer.json").exists()
     recorder(run).keep(source)
     assert (run.path / "tokenizer.json").read_text() == "{}"
-
-
-def test_lines_come_at_intervals_and_at_the_end_and_rows_always(
-    run: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
-    sparse = recorder(run, log_interval=4)
-    for step in range(1, 11):
-        sparse.step({**ROW, "step": step}, 10)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines] == ["4/10", "8/10", "10/10"]
-    assert len(run.read_metrics()) == 10
 
 
 def test_a_warning_is_said_once(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,9 +25,9 @@ def test_totals_and_finals_count_every_step() -> None:
     assert (summary["steps"], summary["tokens_total"], summary["final_train_loss"]) == (3, 30, 2.0)
 
 
-def test_run_shorter_than_its_warm_up_has_no_medians() -> None:
+def test_a_run_shorter_than_its_warm_up_is_measured_by_its_last_step() -> None:
     summary = summarise(rows(1.0, 2.0), warmup_steps=3)
-    assert (summary["step_time_s"], summary["step_time_s_n"], summary["steps"]) == (None, 0, 2)
+    assert (summary["step_time_s"], summary["step_time_s_n"], summary["steps"]) == (2.0, 1, 2)
 
 
 def test_run_without_rows_has_nulls_and_no_zeros() -> None:

@@ -138,9 +138,8 @@ def test_figures_and_those_by_position_do_not_depend_on_the_ranks(ranks: Pools, 
         assert found.label_tokens == expected.label_tokens
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_evaluation_leaves_no_state_behind(ranks: Pools, reshard: bool) -> None:
-    config = tiny_config(attention={"preset": "burst"}, parallel={"reshard_after_forward": reshard})
+def test_evaluation_leaves_no_state_behind(ranks: Pools) -> None:
+    config = tiny_config(attention={"preset": "burst"})
     plain = ranks(2).run(losses_around_evaluation, config, 0)
     assert ranks(2).run(losses_around_evaluation, config, 2) == plain
 
@@ -164,7 +163,7 @@ def loss_after_weights_change(config: RunConfig) -> float:
 
 
 def test_weights_changed_after_an_evaluation_are_seen_by_the_next(ranks: Pools) -> None:
-    config = tiny_config(parallel={"dp_shard_size": 2, "reshard_after_forward": False})
+    config = tiny_config(parallel={"dp_shard_size": 2})
     for loss in ranks(2).run(loss_after_weights_change, config):
         assert loss == pytest.approx(math.log(64), rel=RELATIVE)  # all logits are equal
 

@@ -105,7 +105,7 @@ def optimizer_entries(path: str, config: RunConfig) -> tuple[int, bool]:
     from engine.training.rank.recorder import Recorder
 
     status, run = RankStatus(), RunFolder(Path(path))
-    recorder = Recorder(run, status, rank=0, tensorboard=False, log_interval=1)
+    recorder = Recorder(run, status, rank=0, tensorboard=False)
     trainer = Trainer(config, run, build_mesh(config.parallel, config.cluster), recorder, status)
     before = status.advances
     trainer.run()

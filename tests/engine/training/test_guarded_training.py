@@ -95,13 +95,13 @@ def test_rewound_training_goes_on_with_other_data(ranks: Pools, corpus: DataConf
 
 
 def test_what_returns_after_every_rewind_ends_the_run(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
-    guard = GuardConfig(on_nonfinite="rewind", most_in_a_row=2)
+    guard = GuardConfig(on_nonfinite="rewind")
     config = config_of(corpus, 6, guard, CheckpointConfig(every_steps=2))
     run, codes = run_with(ranks, tmp_path, config, Injury(0, 4, once=False))
     assert codes == [1] * RANKS
-    assert [row["step"] for row in run.read_metrics()] == [1, 2, 3, 4, 3, 4, 3]
+    assert [row["step"] for row in run.read_metrics()] == [1, 2, *[3, 4] * 5, 3]
     for error in run.rank_errors():
-        assert "the loss of step 4 is nan, and 2 steps before it were dropped without progress" in error["message"]
+        assert "the loss of step 4 is nan, and 5 steps before it were dropped without progress" in error["message"]
 
 
 def test_without_a_checkpoint_there_is_nothing_to_rewind_to(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:

@@ -218,19 +218,19 @@ def test_the_peak_of_a_cpu_process_is_the_kernels() -> None:
 def test_summary_and_checkpoints_of_a_run_are_its_rows_and_files(
     ranks: Pools, corpus: DataConfig, tmp_path: Path
 ) -> None:
-    train = {"steps": 7, "warmup_metric_steps": 2, "checkpoint": {"every_steps": 7}}
+    train = {"steps": 8, "checkpoint": {"every_steps": 8}}
     config = whole_config(corpus, train=train)
     started = time.perf_counter()
     run = trained(ranks, 1, config, tmp_path)
     wall_s = time.perf_counter() - started
     rows, summary = run.read_metrics(), run.read_summary()
     for name in ("step_time_s", "tokens_per_s", "tokens_per_s_per_device", "model_tflops_per_device", "mfu", "hfu"):
-        values = [row[name] for row in rows[2:]]
+        values = [row[name] for row in rows[3:]]
         quartiles = np.percentile(values, [25, 50, 75])
         assert [summary[f"{name}_p25"], summary[name], summary[f"{name}_p75"]] == pytest.approx(list(quartiles)), name
         assert summary[f"{name}_n"] == 5
     assert sum(row["step_time_s"] for row in rows) < wall_s
-    assert summary["tokens_total"] == sum(row["tokens"] for row in rows) == 7 * SEQ_LEN
+    assert summary["tokens_total"] == sum(row["tokens"] for row in rows) == 8 * SEQ_LEN
     for name in ("peak_memory_bytes", "peak_tensor_bytes"):
         assert summary[name] == max(row[name] for row in rows if row[name] is not None), name
     flops = summary["flops_per_step"]["model"]

@@ -61,7 +61,7 @@ CONTRACT = [
 
 def run_config(corpus: DataConfig, **train: Any) -> RunConfig:
     """Six steps with a validation every three, on the corpus."""
-    settings = {"steps": 6, "eval_interval_steps": 3, "warmup_metric_steps": 1, "eval_samples": 2, **train}
+    settings = {"steps": 6, "eval_interval_steps": 3, "eval_samples": 2, **train}
     return whole_config(corpus, train=settings, attention={"preset": "burst"})
 
 
@@ -108,7 +108,7 @@ def test_a_run_leaves_rows_states_and_a_summary_and_no_rank_keeps_the_rows(
     expected = {
         "status": "completed",
         "steps": 6,
-        "step_time_s_n": 5,
+        "step_time_s_n": 3,
         "world_size": 2,
         "seq_len": 30,
         "attention_preset": "burst",
@@ -171,7 +171,7 @@ def test_a_config_error_ends_every_rank_with_exit_code_2(ranks: Pools, corpus: D
 def error_of_loading(path: str, config: RunConfig) -> str:
     """What this rank says of data that do not fit the model."""
     mesh = build_mesh(config.parallel, config.cluster)
-    recorder = Recorder(RunFolder(Path(path)), RankStatus(), rank=mesh.rank, tensorboard=False, log_interval=1)
+    recorder = Recorder(RunFolder(Path(path)), RankStatus(), rank=mesh.rank, tensorboard=False)
     try:
         load_data(config, mesh, recorder)
     except ConfigError as error:
