@@ -67,8 +67,6 @@ format: $(READY)  ## Rewrite the sources as the linter and the formatter want th
 
 bench: $(READY)  ## Run the benchmarks with their default sizes
 	$(PY) -m burst_cli bench attention
-	$(PY) -m burst_cli bench exchange
-	$(PY) -m burst_cli bench loss
 	$(PY) -m benchmarks.bench_step
 	$(PY) -m benchmarks.bench_memory
 	$(PY) -m benchmarks.bench_checkpoint

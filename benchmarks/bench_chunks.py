@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.turns import measure_in_turn
 from engine.attention.arithmetic import AttentionShape
 from engine.attention.context import AttentionGroup, SequenceContext, build_context
 from engine.attention.executor import Execution
@@ -31,7 +32,7 @@ from engine.attention.kernels import choose_kernel
 from engine.attention.runtime import SavedAttention
 from engine.attention.transport import LocalTransport
 from engine.bench.environment import environment
-from engine.bench.measure import Timing, measure_in_turn
+from engine.bench.measure import Timing
 from engine.bench.spec import Rounds
 from engine.config.settings import ModelConfig
 from engine.memory.store import DeviceStore

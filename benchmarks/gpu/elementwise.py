@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.turns import measure_in_turn
 from engine.attention.merge import add_kv, backward_stats, merge_tile, surrogate_out
-from engine.bench.measure import measure_in_turn
 from engine.bench.spec import Rounds
 from engine.kernels.dispatch import uses_triton
 from engine.loss.fused import loss_of_logits

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from benchmarks.gpu.plan import Measurement, Part, Row
 from benchmarks.gpu.timing import measured_matmul_flops, time_call
-from engine.bench.loss import make_inputs, run_loss
-from engine.bench.measure import peak_extra_bytes
-from engine.bench.spec import LossCell
+from benchmarks.plain_loss import cross_entropy_plain
+from benchmarks.turns import peak_extra_bytes
+from engine.loss.fused import linear_cross_entropy
 from engine.loss.options import LossOptions
 
+LOSSES = {"fused": linear_cross_entropy, "plain": cross_entropy_plain}
 PRODUCTS = 3  # logits, gradient of hidden, gradient of the weight
 # Logits in bf16 and fp32, softmax and gradient of them: what the plain loss holds per logit, in bytes.
 PLAIN_BYTES_PER_LOGIT = 14
@@ -63,27 +66,43 @@ def measure(
     device: torch.device, kind: str, rows: int, vocab_size: int, hidden_size: int, chunk_tokens: int, matmul_size: int
 ) -> list[Row]:
     """One row: measured, or why the plain loss does not fit."""
-    cell = LossCell(rows=(rows,), hidden_size=hidden_size, vocab_size=vocab_size, chunk_tokens=chunk_tokens)
     about: Row = {"kind": kind, "rows": rows, "vocab_size": vocab_size, "hidden_size": hidden_size}
     needed = PLAIN_BYTES_PER_LOGIT * rows * vocab_size
     if kind == "plain" and needed > free_bytes(device):
         return [about | {"status": "skipped", "error": f"needs about {needed / 1e9:.0f} GB for all its logits"}]
-    return [about | _measure_kind(kind, cell, device, measured_matmul_flops(device, matmul_size))]
+    inputs = make_inputs(rows, hidden_size, vocab_size, device)
+    call = functools.partial(run_loss, kind, inputs, LossOptions(chunk_tokens=chunk_tokens))
+    flops = 2.0 * PRODUCTS * rows * vocab_size * hidden_size
+    return [about | _measure_call(call, flops, inputs[0].nbytes, device, measured_matmul_flops(device, matmul_size))]
 
 
-def _measure_kind(kind: str, cell: LossCell, device: torch.device, matmul_flops_per_s: float) -> Row:
+def make_inputs(
+    rows: int, hidden_size: int, vocab_size: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor, Tensor]:
+    """hidden [rows, d] and weight [V, d] with gradient, labels [rows]."""
+    torch.manual_seed(0)
+    hidden = torch.randn(rows, hidden_size, dtype=dtype, device=device).requires_grad_()
+    weight = (torch.randn(vocab_size, hidden_size, dtype=dtype, device=device) * 0.02).requires_grad_()
+    return hidden, weight, torch.randint(0, vocab_size, (rows,), device=device)
+
+
+def run_loss(name: str, inputs: tuple[Tensor, Tensor, Tensor], options: LossOptions) -> None:
+    """One forward and backward pass of the mean loss; gradients are dropped."""
+    hidden, weight, labels = inputs
+    loss = LOSSES[name](hidden, weight, labels, options=options)
+    torch.autograd.grad(loss / labels.numel(), (hidden, weight))
+
+
+def _measure_call(
+    call: Callable[[], None], flops: float, gradient_bytes: int, device: torch.device, matmul_flops_per_s: float
+) -> Row:
     """Seconds, share of the roofline and extra bytes.
 
     extra_bytes is the peak beyond the inputs without the gradient of hidden, which any loss must leave and which grows
     with the length; the weight's gradient is in it.
     """
-    (rows,) = cell.rows
-    inputs = make_inputs(rows, cell, device)
-    call = functools.partial(run_loss, kind, inputs, LossOptions(chunk_tokens=cell.chunk_tokens))
     timing = time_call(call, device)
     extra = peak_extra_bytes(call, device)
-    gradient_bytes = inputs[0].nbytes
-    flops = 2.0 * PRODUCTS * rows * cell.vocab_size * cell.hidden_size
     return {
         "total_s": timing.median_s,
         "min_s": timing.min_s,

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.turns import measure_in_turn
 from engine.attention.kernels import choose_kernel
 from engine.attention.kernels.base import BandSpec
 from engine.attention.stream_times import Times
 from engine.attention.streams import CudaStreams, NoStreams
-from engine.bench.measure import measure_in_turn, synchronize
+from engine.bench.measure import synchronize
 from engine.bench.spec import Rounds
 from engine.config.settings import OptimizerConfig
 from engine.memory.host import host_empty

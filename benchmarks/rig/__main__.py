@@ -182,8 +182,8 @@ def _probe(rank: int, *words: str) -> subprocess.Popen[str]:
 
 def bench(rig: Rig, words: Sequence[str]) -> int:
     """The exit code of `burst bench WORDS` with every rank in its namespace."""
-    if not words or words[0] not in ("attention", "exchange"):
-        raise RigError(f"bench: got {' '.join(words) or 'nothing'!r}; expected attention or exchange and their options")
+    if words[:1] != ["attention"]:
+        raise RigError(f"bench: got {' '.join(words) or 'nothing'!r}; expected attention and its options")
     settings = ("--ranks", str(rig.ranks), "--nodes", str(rig.nodes))
     prefix = f"ip netns exec {namespace('{rank}')}"
     command = (sys.executable, "-m", "burst_cli", "bench", *words, *settings, "--rank-command", prefix)

@@ -1,4 +1,4 @@
-"""`burst bench attention|exchange|loss|machine`: measurements on this machine, variants in turn."""
+"""`burst bench attention|machine`: measurements on this machine, variants in turn."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,9 +19,7 @@ from engine.bench.spec import (
     AttentionCell,
     Backend,
     HeadShape,
-    LossCell,
     MachineCell,
-    Measured,
     RankSetup,
     Rounds,
     check_points,
@@ -30,7 +27,7 @@ from engine.bench.spec import (
 from engine.config.errors import ConfigError
 from engine.config.settings import Dtype
 
-app = new_verb(help="Measure attention, its communication alone, the loss, or this machine for predictions.")
+app = new_verb(help="Measure attention, or this machine for predictions.")
 
 PresetsOption = Annotated[
     str | None,
@@ -76,99 +73,53 @@ PlotOption = Annotated[
 
 @app.callback()
 def _bench() -> None:
-    """Measure attention, its communication alone, the loss, or this machine for predictions.
+    """Measure attention, or this machine for predictions.
 
     Variants take turns in every round, the slowest rank's time counts, and only ratios within one table mean
     something on a shared machine. Exit codes: 0 ok, 1 a rank failed, 2 usage, 130 interrupted.
     """
 
 
-def _attention_command(measured: Measured) -> Callable[..., None]:
-    def command(
-        presets: PresetsOption = None,
-        masks: MasksOption = "causal",
-        seq_lens: SeqLensOption = "4096",
-        ranks: RanksOption = 4,
-        nodes: NodesOption = 1,
-        heads: HeadsOption = 8,
-        kv_heads: KvHeadsOption = None,
-        head_dim: HeadDimOption = 64,
-        dtype: DtypeOption = "bfloat16",
-        backend: BackendOption = "auto",
-        repeats: RepeatsOption = 5,
-        warmup: WarmupOption = 1,
-        threads: ThreadsOption = 1,
-        rank_command: RankCommandOption = "",
-        output: OutputOption = None,
-        plot: PlotOption = None,
-        as_json: JsonOption = False,
-    ) -> None:
-        cell = AttentionCell(
-            measured=measured,
-            variants=_variants(presets),
-            setup=RankSetup(ranks, nodes, threads, backend),
-            shape=HeadShape(heads, kv_heads or heads, head_dim, dtype),
-            rounds=Rounds(repeats, warmup),
-        )
-        mask_list = _words(masks, "--masks")
-        check_points(cell.variants, mask_list)
-        cells = [
-            dataclasses.replace(cell, mask=mask, seq_len=length)
-            for mask in mask_list
-            for length in _numbers(seq_lens, "--seq-lens")
-        ]
-        _check_paths(output, plot)
-        program = RankProgram("engine.bench.attention", tuple(shlex.split(rank_command)))
-        _show(_measure_attention(cells, program), output=output, plot=plot, as_json=as_json)
-
-    return command
-
-
-app.command(
-    "attention",
-    help="Seconds of attention forward and backward by preset, what communication adds, and bytes sent.\n\n"
-    "exposed is the time minus that of the same plan with a transport that moves nothing.",
-)(_attention_command("attention"))
-app.command(
-    "exchange",
-    help="The communication pattern alone: the transfers of every preset without computing, in seconds and MB/s.",
-)(_attention_command("exchange"))
-
-
 @app.command()
-def loss(
-    rows: Annotated[str, typer.Option("--rows", metavar="N,...", help="Tokens.")] = "2048,8192,32768",
-    vocab_size: Annotated[int, typer.Option("--vocab-size", help="Rows of the LM head.")] = 32768,
-    hidden_size: Annotated[int, typer.Option("--hidden-size", help="Width of the hidden states.")] = 512,
-    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", help="Rows of logits alive at once (fused).")] = 2048,
-    max_plain_rows: Annotated[
-        int, typer.Option("--max-plain-rows", help="Above it the plain loss is left out.")
-    ] = 16384,
+def attention(
+    presets: PresetsOption = None,
+    masks: MasksOption = "causal",
+    seq_lens: SeqLensOption = "4096",
+    ranks: RanksOption = 4,
+    nodes: NodesOption = 1,
+    heads: HeadsOption = 8,
+    kv_heads: KvHeadsOption = None,
+    head_dim: HeadDimOption = 64,
     dtype: DtypeOption = "bfloat16",
+    backend: BackendOption = "auto",
     repeats: RepeatsOption = 5,
     warmup: WarmupOption = 1,
-    threads: Annotated[int | None, typer.Option("--threads", help="CPU threads; default: as torch chooses.")] = None,
+    threads: ThreadsOption = 1,
+    rank_command: RankCommandOption = "",
     output: OutputOption = None,
     plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Seconds and peak memory of LM head and loss, forward and backward: fused against plain."""
-    cell = LossCell(
-        rows=tuple(_numbers(rows, "--rows")),
-        hidden_size=hidden_size,
-        vocab_size=vocab_size,
-        dtype=dtype,
-        chunk_tokens=chunk_tokens,
-        max_plain_rows=max_plain_rows,
-        threads=threads,
+    """Seconds of attention forward and backward by preset, what communication adds, and bytes sent.
+
+    exposed is the time minus that of the same plan with a transport that moves nothing.
+    """
+    cell = AttentionCell(
+        variants=_variants(presets),
+        setup=RankSetup(ranks, nodes, threads, backend),
+        shape=HeadShape(heads, kv_heads or heads, head_dim, dtype),
         rounds=Rounds(repeats, warmup),
     )
+    mask_list = _words(masks, "--masks")
+    check_points(cell.variants, mask_list)
+    cells = [
+        dataclasses.replace(cell, mask=mask, seq_len=length)
+        for mask in mask_list
+        for length in _numbers(seq_lens, "--seq-lens")
+    ]
     _check_paths(output, plot)
-    document = _document("loss", dataclasses.asdict(cell))
-    result = measure_cell(cell, RankProgram("engine.bench.loss"), RankSetup(ranks=1))
-    document["environment"] = result["environment"] | document["environment"]
-    document["results"] = result["results"]
-    _show(document, output=output, plot=plot, as_json=as_json)
+    program = RankProgram("engine.bench.attention", tuple(shlex.split(rank_command)))
+    _show(_measure_attention(cells, program), output=output, plot=plot, as_json=as_json)
 
 
 _WINDOWS = 400  # that a measurement of the machine consists of
@@ -260,7 +211,7 @@ def _measure_attention(cells: list[AttentionCell], program: RankProgram) -> dict
         **dataclasses.asdict(first.shape),
         **dataclasses.asdict(first.rounds),
     }
-    document = _document(first.measured, settings)
+    document = _document(settings)
     for cell in cells:
         legal, skipped = cell.legal_variants()
         if legal:
@@ -278,10 +229,10 @@ def _measure_attention(cells: list[AttentionCell], program: RankProgram) -> dict
     return document
 
 
-def _document(benchmark: str, settings: dict[str, Any]) -> dict[str, Any]:
+def _document(settings: dict[str, Any]) -> dict[str, Any]:
     load = round(os.getloadavg()[0], 2)  # before our own ranks add to it
     environment = {"command": shlex.join(["burst", *sys.argv[1:]]), "load": load}
-    return {"benchmark": benchmark, "environment": environment, "settings": settings, "results": [], "skipped": []}
+    return {"benchmark": "attention", "environment": environment, "settings": settings, "results": [], "skipped": []}
 
 
 def _show(document: dict[str, Any], *, output: Path | None, plot: Path | None, as_json: bool) -> None:

@@ -36,49 +36,28 @@ def write_plot(document: Mapping[str, Any], path: Path) -> None:
 
 
 def bench_figure(document: Mapping[str, Any]) -> Figure:
-    """A panel per mask and length (one of all lengths, for the loss): seconds of every variant."""
+    """A panel per mask and length: seconds of every variant."""
     from matplotlib.figure import Figure
 
-    panels = _panels(document)
-    most = max((len(rows) for _, rows in panels), default=1)
+    panels = cells(document["results"])
+    most = max(map(len, panels.values()), default=1)
     size = (_PANEL_WIDTH * max(1, len(panels)), _FRAME_HEIGHT + _BAR_HEIGHT * most)
     figure = Figure(figsize=size, layout="constrained")
-    for index, (title, bars) in enumerate(panels):
-        _draw(figure.add_subplot(1, len(panels), index + 1), title, bars)
+    for index, ((mask, length), rows) in enumerate(panels.items(), start=1):
+        _draw(figure.add_subplot(1, len(panels), index), f"{mask}, {length:,} tokens", rows)
     facts = document["environment"]
     figure.supxlabel(f"seconds, forward + backward: median, fastest to slowest; {facts['device']}", fontsize=8)
     return figure
 
 
-Bar = tuple[str, Mapping[str, Any], float]  # label, timing, seconds of exposed communication
-
-
-def _panels(document: Mapping[str, Any]) -> list[tuple[str, list[Bar]]]:
-    rows = document["results"]
-    if document["benchmark"] == "loss":
-        return [(f"loss, {row['rows']:,} tokens", _loss_bars(row)) for row in rows]
-    return [
-        (f"{mask}, {length:,} tokens", [_bar(row) for row in members])
-        for (mask, length), members in cells(rows).items()
-    ]
-
-
-def _bar(row: Row) -> Bar:
-    return row["variant"], row["total"], max(0.0, row.get("exposed_s", 0.0))
-
-
-def _loss_bars(row: Row) -> list[Bar]:
-    return [(name, timing, 0.0) for name, timing in row["timings"].items()]
-
-
-def _draw(axes: Axes, title: str, bars: Sequence[Bar]) -> None:
+def _draw(axes: Axes, title: str, rows: Sequence[Row]) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    labels = [label for label, _, _ in bars]
-    medians = [timing["median_s"] for _, timing, _ in bars]
-    exposed = [part for _, _, part in bars]
-    low = [timing["median_s"] - timing["min_s"] for _, timing, _ in bars]
-    high = [timing["max_s"] - timing["median_s"] for _, timing, _ in bars]
+    labels, timings = [row["variant"] for row in rows], [row["total"] for row in rows]
+    medians = [timing["median_s"] for timing in timings]
+    exposed = [max(0.0, row["exposed_s"]) for row in rows]
+    low = [timing["median_s"] - timing["min_s"] for timing in timings]
+    high = [timing["max_s"] - timing["median_s"] for timing in timings]
     axes.barh(labels, medians, color=_COMPUTE, xerr=[low, high], error_kw={"elinewidth": 1, "capsize": 2})
     if any(exposed):
         left = [median - part for median, part in zip(medians, exposed, strict=True)]

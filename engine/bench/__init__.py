@@ -1,4 +1,4 @@
-"""Measurements of attention, of its communication alone and of the loss: what `burst bench` starts on every rank.
+"""Measurements of attention and of this machine: what `burst bench` starts on every rank.
 
 Rules: variants take turns in every round, so that a machine's drift meets all of them alike; a barrier stands before
 every call and the slowest rank's time counts; medians are given with the fastest and the slowest repeat; ratios are

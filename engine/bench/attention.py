@@ -1,8 +1,7 @@
 """One rank of a measurement of attention: `python -m engine.bench.attention FOLDER`, with RANK in the environment.
 
 FOLDER holds the cell (`engine.bench.spec`) and is the same on all ranks, which meet there; rank 0 leaves the result in
-it. `measured: attention` gives seconds of forward and backward and the part that communication adds; `measured:
-exchange` gives seconds and bytes of the transfers alone.
+it: seconds of forward and backward, and the part that communication adds.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from engine.attention.library import ContextParallel
 from engine.bench.environment import environment
-from engine.bench.layers import BenchRanks, exchange_only, own_inputs, silent
+from engine.bench.layers import BenchRanks, own_inputs, silent
 from engine.bench.measure import slowest_rank, summarise, synchronize, turns
 from engine.bench.spec import RESULT_FILE, AttentionCell, read_cell
 from engine.config.errors import ConfigError
@@ -44,7 +43,7 @@ class Contestant:
 
     variant: str
     attention: ContextParallel
-    silent: ContextParallel | None  # None: communication is what is measured
+    silent: ContextParallel  # without communication
     inputs: list[Tensor]
     seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     sent: dict[str, int] = field(default_factory=dict)  # bytes of one call of this rank
@@ -98,10 +97,7 @@ def build_contestants(cell: AttentionCell, device: torch.device) -> tuple[list[C
             skipped[variant] = "; ".join(error.problems)
             continue
         inputs = own_inputs(attention, cell.shape, device)
-        if cell.measured == "exchange":
-            contestants.append(Contestant(variant, exchange_only(attention), None, inputs))
-        else:
-            contestants.append(Contestant(variant, attention, silent(attention), inputs))
+        contestants.append(Contestant(variant, attention, silent(attention), inputs))
     return contestants, skipped
 
 
@@ -123,9 +119,7 @@ def call(contestant: Contestant, device: torch.device, *, counts: bool) -> None:
         "forward": forward.total,
         "backward": sent.total - forward.total,
     }
-    if contestant.silent is not None:
-        alone = timed_pass(contestant.silent, contestant.inputs, device)
-        measured["without_communication"] = alone["total"]
+    measured["without_communication"] = timed_pass(contestant.silent, contestant.inputs, device)["total"]
     for name, seconds in measured.items() if counts else ():
         contestant.seconds[name].append(seconds)
 
@@ -163,12 +157,7 @@ def result_row(contestant: Contestant, cell: AttentionCell) -> dict[str, Any]:
     row: dict[str, Any] = {"variant": contestant.variant, "mask": cell.mask, "seq_len": cell.seq_len}
     row |= {name: asdict(summarise(seconds)) for name, seconds in contestant.seconds.items()}
     row["sent_bytes_all_ranks"] = dict(zip(contestant.sent, sent.tolist(), strict=True))
-    if contestant.silent is None:
-        for name in ("forward", "backward"):
-            mean_bytes = row["sent_bytes_all_ranks"][name] / cell.setup.ranks
-            row[name]["mb_per_s_per_rank"] = mean_bytes / row[name]["median_s"] / 1e6
-    else:
-        row["exposed_s"] = row["total"]["median_s"] - row["without_communication"]["median_s"]
+    row["exposed_s"] = row["total"]["median_s"] - row["without_communication"]["median_s"]
     return row | {"method": to_plain(contestant.attention.method)}
 
 

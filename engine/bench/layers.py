@@ -1,4 +1,4 @@
-"""The one place where benchmarks meet the attention engine: building a layer, silencing it, emptying its plans."""
+"""The one place where benchmarks meet the attention engine: building a layer, silencing it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from engine.attention.library import ContextParallel, open_channels
 from engine.attention.transport import SilentTransport, Transport
 from engine.bench.spec import AttentionCell, HeadShape
 from engine.parallel.mesh import Mesh, build_mesh
-from engine.planning.schedule.plan import RankPlan
 
 
 def own_inputs(attention: ContextParallel, shape: HeadShape, device: torch.device) -> list[Tensor]:
@@ -23,15 +22,6 @@ def own_inputs(attention: ContextParallel, shape: HeadShape, device: torch.devic
 def silent(attention: ContextParallel) -> ContextParallel:
     """The same plans without communication."""
     return attention.with_runtimes(lambda runtime: replace(runtime, transport=SilentTransport()))
-
-
-def exchange_only(attention: ContextParallel) -> ContextParallel:
-    """The same transfers without tiles and local ops."""
-    return attention.with_runtimes(
-        lambda runtime: replace(
-            runtime, forward=without_compute(runtime.forward), backward=without_compute(runtime.backward)
-        )
-    )
 
 
 @dataclass(frozen=True)
@@ -54,11 +44,6 @@ class BenchRanks:
     def attention(self, cell: AttentionCell, variant: str) -> ContextParallel:
         """A variant's attention on this rank. Raises ConfigError, on every rank alike, for what is not legal."""
         return ContextParallel.of_run(cell.run_config(variant), self.mesh, self.transport)
-
-
-def without_compute(plan: RankPlan) -> RankPlan:
-    """The plan's transfers at the steps where they were, and nothing else."""
-    return replace(plan, steps=tuple(replace(step, pre=(), tiles=(), after=()) for step in plan.steps))
 
 
 def global_inputs(shape: HeadShape, rows: int) -> list[Tensor]:

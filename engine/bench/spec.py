@@ -1,4 +1,4 @@
-"""What is measured, as values: points of attention written as text, cells of one mask and one length, and loss lengths.
+"""What is measured, as values: points of attention written as text, cells of one mask and one length.
 
 Standard library and the configuration only: the command line makes these values, every rank reads them back from JSON.
 """
@@ -22,7 +22,6 @@ from engine.planning.methods.presets import PRESETS
 
 CELL_FILE = "cell.json"
 RESULT_FILE = "result.json"
-Measured = Literal["attention", "exchange"]
 Backend = Literal["auto", "nccl", "gloo"]
 
 
@@ -80,7 +79,6 @@ class AttentionCell:
     `attention`, as in burst:backward_circulates=q or window:window_tokens=1024.
     """
 
-    measured: Measured = "attention"
     variants: tuple[str, ...] = ()
     mask: str = "causal"
     seq_len: int = 4096
@@ -112,20 +110,6 @@ class AttentionCell:
             else:
                 legal.append(variant)
         return tuple(legal), skipped
-
-
-@dataclass(frozen=True)
-class LossCell:
-    """LM head and loss, forward and backward, at several lengths on one process."""
-
-    rows: tuple[int, ...] = (2048, 8192, 32768)
-    hidden_size: int = 512
-    vocab_size: int = 32768
-    dtype: Dtype = "bfloat16"
-    chunk_tokens: int = 2048
-    max_plain_rows: int = 16384  # above it the plain loss, which holds all logits, is left out
-    threads: int | None = None
-    rounds: Rounds = field(default_factory=Rounds)
 
 
 @dataclass(frozen=True)
@@ -162,8 +146,8 @@ class MachineCell:
         return config
 
 
-Cell = AttentionCell | LossCell | MachineCell
-CellT = TypeVar("CellT", AttentionCell, LossCell, MachineCell)
+Cell = AttentionCell | MachineCell
+CellT = TypeVar("CellT", AttentionCell, MachineCell)
 
 
 def split_point(text: str) -> tuple[str, dict[str, Any]]:

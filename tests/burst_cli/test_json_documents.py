@@ -20,7 +20,6 @@ NODE = ("--hosts", "127.0.0.1", "cluster.ssh.port=1")  # where nobody listens
 NO_ENGINE = ("cluster.container.command=/nowhere/docker", "--image", "app:1")
 SMALL_BENCH = ("--ranks", "1", "--seq-lens", "64", "--heads", "2", "--head-dim", "8", "--repeats", "1", "--warmup", "0")
 SMALL_MACHINE = ("--ranks", "1", "--heads", "2", "--head-dim", "8", "--seconds", "1")
-SMALL_LOSS = ("--rows", "64", "--vocab-size", "256", "--hidden-size", "8", "--repeats", "1")
 TEXT = ("data=text", "data.paths=[corpus.txt]", "data.tokenizer=bytes", "data.validation_fraction=0.2")
 
 # verb: (words after it, exit code). What needs nodes is asked of one that does not answer, or only planned; the plan of
@@ -43,8 +42,6 @@ ROWS: dict[str, tuple[tuple[str, ...], int]] = {
     "plan": (("exp=tiny", "train.seq_len=512", "--memory-by", "none"), 0),
     "report": ((), 0),
     "bench attention": (SMALL_BENCH, 0),
-    "bench exchange": (SMALL_BENCH, 0),
-    "bench loss": (SMALL_LOSS, 0),
     "bench machine": (SMALL_MACHINE, 0),
     "config": (("exp=tiny",), 0),
     "data prepare": (TEXT, 0),
@@ -66,8 +63,6 @@ ROWS: dict[str, tuple[tuple[str, ...], int]] = {
 }
 SLOW = (
     "bench attention",
-    "bench exchange",
-    "bench loss",
     "bench machine",
 )  # most are asked in test_bench_command.py, too
 

@@ -9,30 +9,10 @@ from testkit.ranks import Pools
 from torch import Tensor
 
 from engine.bench.attention import timed_pass
-from engine.bench.layers import without_compute
 from engine.bench.measure import turns
-from engine.bench.spec import AttentionCell, HeadShape, RankSetup, Rounds
-from engine.planning.methods.grid import divide_sequence
-from engine.planning.methods.methods import plan_method
-from engine.planning.methods.resolve import resolve_attention
-from engine.planning.methods.topology import Topology
-from engine.planning.sequence.mask import Mask
+from engine.bench.spec import Rounds
 
 ROWS, VARIANT = 64, "burst:backward_circulates=q"
-
-
-def test_emptied_plans_keep_every_transfer_and_nothing_else() -> None:
-    shape, rounds = HeadShape(4, 2, 16), Rounds(repeats=3, warmup=0)
-    cell = AttentionCell("exchange", (VARIANT,), "full", ROWS, RankSetup(ranks=2), shape, rounds)
-    method = resolve_attention(cell.run_config(VARIANT), Topology(1, 2))
-    mask = Mask(ROWS, causal=False)
-    blocks = divide_sequence(method, ROWS, [mask])
-    plan = plan_method(method, mask, blocks, 0).backward.ranks[0]
-    empty = without_compute(plan)
-    assert list(empty.transfers()) == list(plan.transfers()) != []
-    assert [step.wait for step in empty.steps] == [step.wait for step in plan.steps]
-    assert list(plan.tiles())
-    assert not any(step.pre or step.tiles or step.after for step in empty.steps)
 
 
 def slow_on_rank_1(seconds: float, passes: int) -> list[dict[str, float]]:

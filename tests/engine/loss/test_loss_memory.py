@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.plain_loss import cross_entropy_plain
 from engine.loss.fused import linear_cross_entropy
 from engine.loss.options import LossOptions
-from engine.loss.plain import cross_entropy_plain
 from engine.memory.tracker import LiveTensorTracker
 
 VOCAB, SIZE, CHUNK = 2000, 16, 128

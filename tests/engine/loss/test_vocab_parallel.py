@@ -11,9 +11,9 @@ from testkit.operations import Operations
 from testkit.ranks import Pools
 from torch import Tensor
 
+from benchmarks.plain_loss import cross_entropy_plain
 from engine.data.sampler import IGNORE_INDEX
 from engine.loss.options import LossOptions
-from engine.loss.plain import cross_entropy_plain
 from engine.loss.vocab_parallel import VocabularySlice, vocabulary_parallel_cross_entropy
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}  # float64 sums of a few hundred terms in another order
