@@ -16,17 +16,6 @@ from engine.config.settings import CheckpointConfig
 from engine.runs.folder import RunFolder
 
 
-@pytest.fixture
-def bench(slurm_testbed, tmp_path, monkeypatch):
-    """Launches on the shared testbed, which is idle again afterwards."""
-    bench = SlurmBench(slurm_testbed, tmp_path)
-    monkeypatch.setenv("SLURM_CONF", bench.environment["SLURM_CONF"])
-    yield bench
-    for job in bench.client("squeue", "-h", "-o", "%A").split():
-        bench.client("scancel", job)
-    bench.wait_idle()
-
-
 def names(bench: SlurmBench) -> tuple[str, ...]:
     return bench.testbed.node_names
 
@@ -102,41 +91,6 @@ def test_ranks_that_ignore_a_request_to_stop_are_killed_by_their_supervisors(ben
 
     assert outcome.status == "cancelled"
     assert bench.processes(led.run) == []
-
-
-def test_a_job_without_nodes_says_why_it_waits_and_can_be_cancelled(bench):
-    blocker = bench.client("sbatch", "--parsable", "-N3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
-    wait_for(lambda: "RUNNING" in bench.client("scontrol", "show", "job", blocker))
-    led = bench.lead(bench.plan("ok"))
-    wait_for(lambda: any("nodes that are free" in event["phase"] for event in led.run.read_events()), led.describe)
-    led.stop.count, led.stop.cause = 1, "Ctrl-C"
-    outcome = led.wait(30)
-
-    assert (outcome.status, outcome.leftover) == ("cancelled", ())
-    assert "CANCELLED" in bench.client("scontrol", "show", "job", led.job_id)
-    assert led.run.read_state()["state"] == "cancelled"
-
-
-def test_a_run_that_waits_is_known_to_other_processes_and_led_on_by_them(bench):
-    blocker = bench.client("sbatch", "--parsable", "-N3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
-    wait_for(lambda: "RUNNING" in bench.client("scontrol", "show", "job", blocker))
-    plan = bench.plan("ok")
-    run = bench.leave_in_queue(plan)
-    settled = settle(run)
-    bench.client("scancel", blocker)
-    outcome = bench.lead(read_launch_plan(run.path), start=False, folder=run).wait()
-
-    assert settled.state == "starting"
-    assert outcome.status == "completed"
-
-
-def test_a_run_that_ended_while_nobody_looked_is_judged_later(bench):
-    run = bench.leave_in_queue(bench.plan("raise"))
-    wait_for(lambda: len(list(run.path.glob("nodes/*/outcome.json"))) == 2)
-    wait_for(lambda: settle(run).is_final)
-    failure = run.read_state()["failure"]
-
-    assert (failure["rank"], failure["host"]) == (1, names(bench)[1])
 
 
 def test_without_slurms_controller_a_launch_says_so_with_exit_code_3(make_testbed, tmp_path, monkeypatch):
@@ -258,18 +212,3 @@ def test_a_job_that_may_not_restart_saves_when_slurm_warns_of_its_time_limit(ben
     assert failure is not None
     assert "near its time limit" in failure.message
     assert [row["step"] for row in led.run.read_events() if row["kind"] == "checkpoint"] == [5]
-
-
-def test_inside_of_an_allocation_its_nodes_are_used_and_a_cancelled_run_leaves_it(bench, monkeypatch):
-    allocation = bench.client("sbatch", "--parsable", "-N2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
-    wait_for(lambda: "RUNNING" in bench.client("scontrol", "show", "job", allocation))
-    monkeypatch.setenv("SLURM_JOB_ID", allocation)
-    led = bench.lead(bench.plan("wait"))
-    led.wait_for_step(5)
-    assert led.job_id == allocation
-    led.stop.count, led.stop.cause = 1, "Ctrl-C"
-    outcome = led.wait(40)
-
-    assert outcome.status == "cancelled"
-    assert bench.processes(led.run) == []
-    assert "RUNNING" in bench.client("scontrol", "show", "job", allocation)

@@ -9,13 +9,10 @@ import signal
 import socket
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-import psutil
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -27,9 +24,7 @@ from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import Deadline, quote_command
 from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.pool import SshConnection, SshPool, connect
-from cluster.ssh.resolve import resolve_hosts
 from cluster.ssh.transport import SshTransport
-from engine.config.cluster import SshConfig
 
 WORDS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30), max_size=5)
 NASTY = [
@@ -310,38 +305,6 @@ def test_a_second_factor_is_not_a_log_in(tmp_path: Path) -> None:
         assert "password" in str(caught.value)
 
 
-def test_targets_share_one_log_in_at_their_jump_host(server: Server, tmp_path: Path) -> None:
-    with start_sshd(tmp_path / "gate", "LogLevel VERBOSE") as gate, SshPool() as pool:
-        hosts = [replace(server.host, name=f"n{number}", jump=gate.host) for number in range(4)]
-
-        def work(host: Host) -> bytes:
-            with pool.connect(host) as connection:
-                return connection.run(["echo", host.name]).stdout
-
-        found = fan_out(hosts, work)
-        assert [outcome.value for outcome in found.values()] == [f"n{number}\n".encode() for number in range(4)]
-        assert gate.log.read_text().count("Accepted publickey") == 1
-
-
-@pytest.mark.parametrize(
-    ("option", "kind", "words"),
-    [
-        ("AllowTcpForwarding yes", SshFailure.REFUSED, "Connection refused"),
-        ("AllowTcpForwarding no", SshFailure.UNREACHABLE, "AllowTcpForwarding"),
-    ],
-)
-def test_what_a_jump_host_cannot_reach_is_told_in_its_words(
-    tmp_path: Path, option: str, kind: SshFailure, words: str
-) -> None:
-    with start_sshd(tmp_path / "gate", option) as gate, socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        target = replace(gate.host, name="behind", port=closed.getsockname()[1], jump=gate.host)
-        with pytest.raises(SshError) as caught:
-            connect(target)
-    assert caught.value.kind is kind
-    assert words in str(caught.value)
-
-
 def test_a_secret_on_stdin_is_in_no_argument_and_no_error(connection: SshConnection) -> None:
     canary = "canary-7c1f93ab"
     process = connection.start(["sh", "-c", "read -r secret; sleep 5"])
@@ -359,73 +322,3 @@ def _command_line(path: Path) -> bytes:
     with contextlib.suppress(OSError):  # a process that has just ended
         return path.read_bytes()
     return b""
-
-
-def proxied(server: Server) -> Host:
-    """The server as OpenSSH itself forwards it: a log-in of `ssh -W` in front."""
-    folder, host = server.log.parent, server.host
-    known = f"UserKnownHostsFile={folder}/known_hosts"
-    words = ["ssh", "-F", "none", "-i", f"{folder}/id", "-o", known, "-p", str(host.port)]
-    forward = ["-W", f"127.0.0.1:{host.port}", f"{host.user}@127.0.0.1"]
-    return replace(host, address="known.only.behind", proxy_command=quote_command([*words, *forward]))
-
-
-def test_a_proxy_command_carries_a_connection_and_ends_with_it(server: Server) -> None:
-    host = proxied(server)
-    with connect(host) as connection:
-        answer = connection.run(["head", "-c", "3000000"], stdin=bytes(3_000_000))
-        assert (answer.exit_code, len(answer.stdout)) == (0, 3_000_000)
-        assert len(proxies(server)) == 1
-    assert proxies(server) == []
-
-
-def test_a_proxy_command_that_ends_is_to_be_tried_by_hand(server: Server) -> None:
-    with pytest.raises(SshError) as caught, connect(replace(server.host, proxy_command="echo 'no way' >&2; exit 3")):
-        pass
-    assert caught.value.kind is SshFailure.PROTOCOL
-    assert "ProxyCommand: does plain `ssh` reach it?" in str(caught.value)
-
-
-def test_a_proxy_command_that_hangs_ends_with_the_deadline(server: Server) -> None:
-    begin = time.monotonic()
-    silent = f"tail -n 0 -f {server.log.parent}/known_hosts"
-    with pytest.raises(SshError, match="stays silent"):
-        connect(replace(server.host, proxy_command=silent, connect_timeout_s=1.0)).close()
-    assert time.monotonic() - begin < 20
-    assert proxies(server) == []
-
-
-def proxies(server: Server) -> list[int]:
-    """Processes of ProxyCommands to the server."""
-    mark = f"{server.log.parent}/known_hosts"
-    return [one.pid for one in psutil.process_iter(["cmdline"]) if mark in " ".join(one.info["cmdline"] or ())]
-
-
-def test_a_log_in_of_ssh_at_a_gateway_is_shared(server: Server, tmp_path: Path) -> None:
-    # Paths of sockets are at most 107 bytes, those of tests are longer.
-    with start_sshd(tmp_path / "gate", "LogLevel VERBOSE") as gate, TemporaryDirectory(dir="/tmp") as sockets:
-        folder, host = gate.log.parent, gate.host
-        key = shutil.copy(folder / "id", tmp_path / "one-time")
-        config = tmp_path / "config"
-        config.write_text(
-            f"Host gate\n  HostName 127.0.0.1\n  Port {host.port}\n  User {host.user}\n  IdentityFile {key}\n"
-            f"  UserKnownHostsFile {folder}/known_hosts\n  ControlPath {sockets}/%C\n"
-            f"Host node1\n  HostName 127.0.0.1\n  Port {server.host.port}\n  ProxyJump gate\n"
-            f"  IdentityFile {folder}/id\n  UserKnownHostsFile {server.log.parent}/known_hosts\n"
-        )
-        ssh = SshConfig(config_file=str(config))
-        (before,) = resolve_hosts(["node1"], ssh)
-        assert before.jump is not None
-        assert before.proxy_command is None
-        command = ["ssh", "-F", str(config), "-o", "BatchMode=yes"]
-        subprocess.run([*command, "-M", "-N", "-f", "gate"], check=True, stdin=subprocess.DEVNULL)
-        try:
-            Path(key).unlink()  # whoever has to log in at the gateway anew cannot
-            (host,) = resolve_hosts(["node1"], ssh)
-            with connect(host) as connection:
-                assert connection.run(["echo", "in"]).stdout == b"in\n"
-            with pytest.raises(SshError, match="jump host gate: accepts none of our keys"):
-                connect(before)
-            assert gate.log.read_text().count("Accepted publickey") == 1
-        finally:
-            subprocess.run([*command, "-O", "exit", "gate"], check=True, stderr=subprocess.DEVNULL)

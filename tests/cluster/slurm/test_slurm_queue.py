@@ -1,0 +1,58 @@
+"""Jobs that wait, that nobody leads, and steps inside of an allocation: on a testbed's Slurm."""
+
+from __future__ import annotations
+
+from testkit.waiting import wait_for
+
+from cluster.control.settle import settle
+from cluster.plan_record import read_launch_plan
+
+
+def test_a_job_without_nodes_says_why_it_waits_and_can_be_cancelled(bench):
+    blocker = bench.client("sbatch", "--parsable", "-N3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
+    wait_for(lambda: "RUNNING" in bench.client("scontrol", "show", "job", blocker))
+    led = bench.lead(bench.plan("ok"))
+    wait_for(lambda: any("nodes that are free" in event["phase"] for event in led.run.read_events()), led.describe)
+    led.stop.count, led.stop.cause = 1, "Ctrl-C"
+    outcome = led.wait(30)
+
+    assert (outcome.status, outcome.leftover) == ("cancelled", ())
+    assert "CANCELLED" in bench.client("scontrol", "show", "job", led.job_id)
+    assert led.run.read_state()["state"] == "cancelled"
+
+
+def test_a_run_that_waits_is_known_to_other_processes_and_led_on_by_them(bench):
+    blocker = bench.client("sbatch", "--parsable", "-N3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
+    wait_for(lambda: "RUNNING" in bench.client("scontrol", "show", "job", blocker))
+    plan = bench.plan("ok")
+    run = bench.leave_in_queue(plan)
+    settled = settle(run)
+    bench.client("scancel", blocker)
+    outcome = bench.lead(read_launch_plan(run.path), start=False, folder=run).wait()
+
+    assert settled.state == "starting"
+    assert outcome.status == "completed"
+
+
+def test_a_run_that_ended_while_nobody_looked_is_judged_later(bench):
+    run = bench.leave_in_queue(bench.plan("raise"))
+    wait_for(lambda: len(list(run.path.glob("nodes/*/outcome.json"))) == 2)
+    wait_for(lambda: settle(run).is_final)
+    failure = run.read_state()["failure"]
+
+    assert (failure["rank"], failure["host"]) == (1, bench.testbed.node_names[1])
+
+
+def test_inside_of_an_allocation_its_nodes_are_used_and_a_cancelled_run_leaves_it(bench, monkeypatch):
+    allocation = bench.client("sbatch", "--parsable", "-N2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
+    wait_for(lambda: "RUNNING" in bench.client("scontrol", "show", "job", allocation))
+    monkeypatch.setenv("SLURM_JOB_ID", allocation)
+    led = bench.lead(bench.plan("wait"))
+    led.wait_for_step(5)
+    assert led.job_id == allocation
+    led.stop.count, led.stop.cause = 1, "Ctrl-C"
+    outcome = led.wait(40)
+
+    assert outcome.status == "cancelled"
+    assert bench.processes(led.run) == []
+    assert "RUNNING" in bench.client("scontrol", "show", "job", allocation)
