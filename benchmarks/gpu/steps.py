@@ -206,7 +206,7 @@ def choose_policy(
     for config in configs:
         try:
             capacity = capacity_of(config, 1, device=device_name, hardware=hardware)
-            choice = settle_memory(config, ALONE, capacity, predict or shared_predictor().predict, advised=False)
+            choice = settle_memory(config, ALONE, capacity, predict or shared_predictor().predict)
         except ConfigError as error:  # a device that nobody knows
             full = replace(whole, memory=replace(whole.memory, activation_checkpoint="full"))
             return Policy(full, fits=False, reason="; ".join(error.problems))

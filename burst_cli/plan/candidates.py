@@ -12,7 +12,7 @@ from burst_cli.compose import compose
 from burst_cli.config.conf_dirs import list_options, search_path
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
-from engine.planning.memory.auto import MemoryChoice, advice_for, settle_run
+from engine.planning.memory.auto import MemoryChoice, settle_run
 from engine.planning.memory.capacity import Capacity, capacity_of
 from engine.planning.memory.fit import Fit, predicted_fit, sequence_topology
 from engine.planning.memory.policy import policy_name
@@ -214,7 +214,7 @@ def report_memory(
     report = MemoryReport(config, capacity, choice.prediction or predict(config, world), choice)
     if report.fit.fits:
         return report
-    return replace(report, advice=choice.advice or tuple(advice_for(config, world, capacity, predict, machine)))
+    return replace(report, advice=tuple(Adviser(capacity, machine, predict).remedies(config, world)))
 
 
 def _computing_on(config: RunConfig, capacity: Capacity) -> RunConfig:

@@ -11,7 +11,7 @@ from burst_cli.figures import binary_bytes
 from cluster.plan import LaunchPlan
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import RunConfig
-from engine.planning.memory.auto import MemoryChoice, advice_for, settle_memory
+from engine.planning.memory.auto import MemoryChoice, settle_memory
 from engine.planning.memory.capacity import Capacity, Hardware, capacity_of
 from engine.planning.memory.fit import predicted_fit, sequence_topology
 from engine.planning.memory.predictor import MemoryPrediction, Predict, shared_predictor
@@ -19,6 +19,7 @@ from engine.planning.methods.auto import resolve_auto
 from engine.planning.methods.resolve import machine_of
 from engine.planning.methods.topology import Topology
 from engine.planning.time.devices import find_device
+from engine.planning.time.recommend import Adviser
 from engine.planning.time.step_time import StepTime, predict_step
 from engine.runs.oom import less_memory_text
 from engine.runs.records import json_text
@@ -71,7 +72,8 @@ class MemoryPlanner:
 
     def advice(self, config: RunConfig, capacity: Capacity, place: Place) -> str:
         """Changes with which the run is known to fit, or else the settings that need less."""
-        found = advice_for(config, world_of(config), capacity, self.predict)
+        machine = machine_of(config, capacity.device_name)
+        found = Adviser(capacity, machine, self.predict).remedies(config, world_of(config))
         return f"What helps: {'; '.join(found)}." if found else less_memory_text(config, place)
 
 
@@ -165,7 +167,7 @@ def _configured(config: RunConfig, planner: MemoryPlanner) -> MemoryCheck:
 def _settled(config: RunConfig, planner: MemoryPlanner) -> MemoryCheck:
     """The check of the policy that is chosen."""
     capacity = planner.capacity(config)
-    choice = settle_memory(config, world_of(config), capacity, planner.predict, advised=False)
+    choice = settle_memory(config, world_of(config), capacity, planner.predict)
     return MemoryCheck(choice.config, choice.prediction, capacity, choice)
 
 

@@ -17,7 +17,7 @@ from engine.config.errors import ConfigError
 from engine.config.settings import MemoryConfig, RunConfig, Store
 from engine.planning.memory.capacity import Capacity
 from engine.planning.memory.cost import PolicyCost, policy_cost
-from engine.planning.memory.fit import Advisor, Fit, fit_of, least_bytes, method_on, predicted_fit, sequence_topology
+from engine.planning.memory.fit import Fit, fit_of, least_bytes, method_on, predicted_fit, sequence_topology
 from engine.planning.memory.policy import policy_name
 from engine.planning.memory.predictor import MemoryPrediction, Predict
 from engine.planning.methods.auto import Choice, resolve_auto
@@ -101,25 +101,18 @@ class MemoryCandidate:
 class MemoryChoice:
     """The configuration with the best policy in place of auto, and all candidates, the chosen one first.
 
-    fits     False: the configuration is that of the candidate that lacks least, and `advice` says what would help
+    fits     False: the configuration is that of the candidate that lacks least
     """
 
     config: RunConfig
     candidates: tuple[MemoryCandidate, ...]
     reason: str
     fits: bool = True
-    advice: tuple[str, ...] = ()
 
     @property
     def prediction(self) -> MemoryPrediction | None:
         """Of the policy that was chosen; None where it was configured."""
         return self.candidates[0].prediction if self.candidates else None
-
-    def require(self) -> RunConfig:
-        """The configuration; raises ConfigError with reason and advice when no candidate fits."""
-        if not self.fits:
-            raise ConfigError([f"memory.activation_checkpoint=auto: {self.reason}", *self.advice])
-        return self.config
 
 
 def settle_run(
@@ -131,17 +124,11 @@ def settle_run(
 
 
 def settle_memory(
-    config: RunConfig,
-    world: Topology,
-    capacity: Capacity,
-    predict: Predict,
-    machine: Machine | None = None,
-    *,
-    advised: bool = True,
+    config: RunConfig, world: Topology, capacity: Capacity, predict: Predict, machine: Machine | None = None
 ) -> MemoryChoice:
     """The fastest policy that fits on the ranks of `world`; a config that names its policy is kept.
 
-    `attention=auto` must have been settled. advised: what would help is looked for where nothing fits.
+    `attention=auto` must have been settled.
     """
     if config.memory.activation_checkpoint != "auto":
         return MemoryChoice(config, (), "as configured")
@@ -157,28 +144,7 @@ def settle_memory(
         return MemoryChoice(chosen, search.candidates(best), reason)
     missing = -best.fit.headroom_bytes / 1e9
     reason = f"no policy fits on {capacity.device_name}; the nearest, {best.name}, lacks {missing:.3g} GB"
-    advice = list[str]()
-    if advised:
-        advice = [f"{text}, with {best.name}" for text in Advisor(chosen, world, capacity, predict).advise()]
-        if capacity.host_bytes_per_node is None:
-            text = "memory.host_bytes=BYTES (of a node, now unknown) would let checkpoints and optimizer lie there"
-            advice.insert(0, text)
-    return MemoryChoice(chosen, search.candidates(best), reason, fits=False, advice=tuple(advice))
-
-
-def advice_for(
-    config: RunConfig, world: Topology, capacity: Capacity, predict: Predict, machine: Machine | None = None
-) -> list[str]:
-    """What would make a configuration fit that does not: another policy, else ranks, tensor parallelism, length."""
-    free = MemoryConfig(
-        activation_checkpoint="auto", device_bytes=config.memory.device_bytes, host_bytes=config.memory.host_bytes
-    )
-    choice = settle_memory(replace(config, memory=free), world, capacity, predict, machine)
-    if choice.fits and choice.prediction is not None:
-        best = choice.candidates[0]
-        needs = f"{choice.prediction.needed_bytes / 1e9:.3g} GB on the device"
-        return [f"memory=auto would fit with {needs}, at {best.step_s:.3g} s a step: {best.settings}"]
-    return list(choice.advice)
+    return MemoryChoice(chosen, search.candidates(best), reason, fits=False)
 
 
 class _Search:

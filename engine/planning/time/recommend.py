@@ -1,4 +1,4 @@
-"""What to change about a run that fits: whatever else could be run is predicted, the best that fits is told. No torch.
+"""What to change about a run: whatever else could be run is predicted, and the best that fits is told. No torch.
 
 Changes are compared by device seconds per token, what a run costs on devices that are paid by the hour: by them a
 faster method and fewer ranks can be weighed against each other.
@@ -14,15 +14,26 @@ from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, MemoryConfig, RunConfig
 from engine.planning.memory.auto import settle_memory
 from engine.planning.memory.capacity import Capacity
-from engine.planning.memory.cost import policy_cost
-from engine.planning.memory.fit import method_on, predicted_fit, sequence_topology, with_ranks
+from engine.planning.memory.cost import own_parameters, policy_cost, state_bytes
+from engine.planning.memory.fit import (
+    fit_of,
+    least_bytes,
+    method_on,
+    predicted_fit,
+    sequence_topology,
+    with_ranks,
+    without_shape,
+)
 from engine.planning.memory.predictor import Predict
 from engine.planning.methods.auto import rank_methods
+from engine.planning.methods.degrees import tensor_parallel_problems
 from engine.planning.methods.topology import Topology
 from engine.planning.time.machine import Machine
 from engine.planning.time.step_time import StepTime, predict_step
 
 LEAST_SAVING = 0.02  # below it predictions say nothing
+MOST_TIMES = 16  # as many ranks, or as few tokens, at most
+_NODE_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -87,7 +98,7 @@ class Adviser:
         config, world = option.config, option.world
         capacity = replace(self.capacity, local_ranks=world.local_ranks)
         try:
-            choice = settle_memory(config, world, capacity, self.predict, self.machine, advised=False)
+            choice = settle_memory(config, world, capacity, self.predict, self.machine)
             prediction = choice.prediction or self.predict(config, world)
         except ConfigError:
             return None
@@ -99,6 +110,62 @@ class Adviser:
 
     def _step(self, config: RunConfig, world: Topology) -> StepTime:
         return predict_step(config, world, self.machine.shared_by(world.local_ranks))
+
+    def remedies(self, config: RunConfig, world: Topology) -> list[str]:
+        """What makes a run fit that does not: another policy; else more ranks, tensor parallelism, 8-bit moments, or a
+        shorter sequence, each with the policy that lacks least. One sentence each, all predicted.
+        """
+        choice = settle_memory(
+            replace(config, memory=_open(config.memory)), world, self.capacity, self.predict, self.machine
+        )
+        best = choice.candidates[0]
+        if choice.fits and choice.prediction is not None:
+            needs = f"{choice.prediction.needed_bytes / 1e9:.3g} GB on the device"
+            return [f"memory=auto would fit with {needs}, at {best.step_s:.3g} s a step: {best.settings}"]
+        nearest = choice.config
+        directions = [self._more_ranks(nearest, world), _more_tp(nearest, world), _small_moments(nearest, world)]
+        too_large = self._smaller_model(nearest, world)
+        directions += [] if too_large else [_shorter_sequences(nearest, world)]
+        first = (next(filter(self._fits, options), None) for options in directions)
+        found = [f"{option.change}, with {best.name}" for option in first if option is not None]
+        if self.capacity.host_bytes_per_node is None:
+            found.insert(
+                0, "memory.host_bytes=BYTES (of a node, now unknown) would let checkpoints and optimizer lie there"
+            )
+        return found + ([too_large] if too_large else [])
+
+    def _fits(self, option: _Option) -> bool:
+        """What cannot run does not; what keeps too much is not predicted."""
+        config, world = option.config, option.world
+        capacity = replace(self.capacity, local_ranks=world.local_ranks)
+        try:
+            method = method_on(config, world)
+            least = least_bytes(config, method, policy_cost(config, method))
+            return fit_of(*least, capacity).fits and predicted_fit(self.predict(config, world), capacity).fits
+        except ConfigError:
+            return False
+
+    def _more_ranks(self, config: RunConfig, world: Topology) -> Iterator[_Option]:
+        """Twice as many that share the sequence, and again; ranks of a CPU share the node's memory."""
+        larger = _doubled(world, fills_node=not self.capacity.host_is_device)
+        while larger.size <= MOST_TIMES * world.size:
+            changed = with_ranks(config, world, larger)
+            share = f"{-(-config.train.seq_len // sequence_topology(changed, larger).size):,}"
+            nodes = f" ({larger.nodes} nodes of {larger.local_ranks})" if larger.nodes > 1 else ""
+            text = f"{larger.size} ranks{nodes} instead of {world.size} would fit: each then holds {share} tokens"
+            yield _Option(text, changed, larger)
+            larger = _doubled(larger, fills_node=not self.capacity.host_is_device)
+
+    def _smaller_model(self, config: RunConfig, world: Topology) -> str | None:
+        """What to say where the model's own states leave no room for a single token."""
+        states = state_bytes(config.memory, own_parameters(config, method_on(config, world)))
+        on_device = config.memory.optimizer_store == "device" or self.capacity.host_is_device
+        if not on_device or states <= self.capacity.device_bytes:
+            return None
+        return (
+            f"a smaller model: weights, gradients and optimizer states alone take {states / 2**30:.3g} GiB of a rank, "
+            "whatever train.seq_len is"
+        )
 
     def _options(self, asked: RunConfig, settled: RunConfig, world: Topology) -> Iterator[_Option]:
         if asked.attention.preset != "auto":
@@ -134,12 +201,48 @@ def _open(memory: MemoryConfig) -> MemoryConfig:
 
 
 def _other_ranks(world: Topology, *, more: bool) -> Iterator[Topology]:
-    """Half as many and, where a policy could then keep `more`, twice: nodes, of a single one ranks up to eight."""
+    """Half as many and, where a policy could then keep `more`, twice."""
     nodes, local_ranks = world.nodes, world.local_ranks
     if nodes % 2 == 0:
         yield Topology(nodes // 2, local_ranks)
     elif nodes == 1 and local_ranks % 2 == 0:
         yield Topology(1, local_ranks // 2)
     if more:
-        fills_node = nodes == 1 and 2 * local_ranks <= 8
-        yield Topology(1, 2 * local_ranks) if fills_node else Topology(2 * nodes, local_ranks)
+        yield _doubled(world, fills_node=True)
+
+
+def _doubled(world: Topology, *, fills_node: bool) -> Topology:
+    """Twice as many nodes; of a single one, where that helps, twice as many ranks up to eight."""
+    fills_node = fills_node and world.nodes == 1 and 2 * world.local_ranks <= _NODE_RANKS
+    return Topology(1, 2 * world.local_ranks) if fills_node else Topology(2 * world.nodes, world.local_ranks)
+
+
+def _more_tp(config: RunConfig, world: Topology) -> Iterator[_Option]:
+    """Higher tensor parallel degrees inside a node, on the same ranks."""
+    for size in (2, 4, 8):
+        if size > config.parallel.tp_size and world.local_ranks % size == 0:
+            changed = replace(
+                config,
+                attention=without_shape(config.attention),
+                parallel=replace(config.parallel, tp_size=size, cp_size=None),
+                memory=replace(config.memory, tile_tokens=None),
+            )
+            if not list(tensor_parallel_problems(config.model, size)):
+                yield _Option(
+                    f"parallel.tp_size={size} parallel.cp_size=null would fit on the same ranks", changed, world
+                )
+
+
+def _small_moments(config: RunConfig, world: Topology) -> Iterator[_Option]:
+    if config.memory.moments_dtype != "int8":
+        changed = replace(config, memory=replace(config.memory, moments_dtype="int8"))
+        yield _Option("memory.moments_dtype=int8 would fit on the same ranks", changed, world)
+
+
+def _shorter_sequences(config: RunConfig, world: Topology) -> Iterator[_Option]:
+    """Half of the tokens, or a quarter, and so on."""
+    tokens = config.train.seq_len // 2
+    while tokens and MOST_TIMES * tokens >= config.train.seq_len:
+        changed = replace(config, train=replace(config.train, seq_len=tokens))
+        yield _Option(f"train.seq_len={tokens} would fit on the same ranks", changed, world)
+        tokens //= 2
