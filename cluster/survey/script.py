@@ -16,13 +16,13 @@ import re
 import secrets
 import shlex
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from cluster.remote_text import clean_text
 from cluster.survey.section import Question, Section, SectionState
 
 SECTION_BYTES = 1 << 20
-MAX_SECTIONS = 500
 _TIMED_OUT_CODES = (124, 137, 143)  # of timeout(1): its own, ended by KILL, ended by TERM (busybox)
 _MARK = re.compile(rb"(begin|end) ([a-z0-9_.-]{1,64})(?: (\d{1,3}))??(?: (\d{1,12}\.\d{1,6}|-))?")
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
@@ -94,68 +94,36 @@ def is_complete(answer: bytes | bytearray, fence: str) -> bool:
 
 def read_sections(answer: bytes, fence: str) -> Mapping[str, Section]:
     """The sections of an answer, by name. One whose frame is not exact is CUT_OFF, and so is one that is too long."""
-    reader = _Reader(answer)
-    word = re.escape(fence).encode()
-    for line in re.finditer(rb"^" + word + rb"(?: ([^\n]*))?$", answer, re.MULTILINE):
-        if not reader.take(line.group(1) or b"", line.start(), line.end()):
-            break
-    return reader.finish()
+    lines = [*re.finditer(rb"^" + fence.encode() + rb"(?: ([^\n]*))?$", answer, re.MULTILINE)]
+    marks = [_MARK.fullmatch(line[1] or b"") for line in lines]
+    ends = [*(line.start() for line in lines[1:]), len(answer)]
+    sections: dict[str, Section] = {}
+    for line, end, before, mark, after in zip(lines, ends, [None, *marks], marks, [*marks[1:], None], strict=False):
+        if mark is None:
+            continue
+        name = mark[2].decode()
+        if mark[1] == b"begin" and mark[3] is None and name not in sections:
+            sections[name] = _section(mark, answer[line.end() + 1 : end], after if _closes(mark, after) else None)
+        elif not _closes(before, mark):
+            sections[name] = Section(name, state=SectionState.CUT_OFF)
+    return sections
 
 
-class _Reader:
-    """Follows the frame line by line. `_open` is (name, where its output begins, when it began)."""
+def _closes(begin: re.Match[bytes] | None, end: re.Match[bytes] | None) -> bool:
+    if begin is None or end is None or begin[2] != end[2]:
+        return False
+    return (begin[1], end[1]) == (b"begin", b"end") and begin[3] is None and end[3] is not None
 
-    def __init__(self, answer: bytes) -> None:
-        self._answer = answer
-        self._sections: dict[str, Section] = {}
-        self._open: tuple[str, int, float | None] | None = None
 
-    def take(self, mark: bytes, start: int, end: int) -> bool:
-        """Act on the frame line that lies at [start, end); whether to go on."""
-        found = _MARK.fullmatch(mark)
-        if found is None:
-            self._break_open(start)
-            return True
-        kind, name, code, time = found.group(1), found.group(2).decode(), found.group(3), _seconds(found.group(4))
-        if kind == b"begin" and code is None:
-            self._break_open(start)
-            if name in self._sections:
-                self._sections[name] = Section(name, state=SectionState.CUT_OFF)
-            else:
-                self._open = (name, end + 1, time)
-        elif kind == b"end" and code is not None and self._open is not None and self._open[0] == name:
-            self._close(start, int(code), time)
-        else:
-            self._break_open(start)
-            self._sections[name] = Section(name, state=SectionState.CUT_OFF)
-        return len(self._sections) < MAX_SECTIONS - 1
-
-    def finish(self) -> Mapping[str, Section]:
-        """All sections; one that is still open was cut off."""
-        self._break_open(len(self._answer))
-        return self._sections
-
-    def _break_open(self, position: int) -> None:
-        if self._open is None:
-            return
-        name, begin, _ = self._open
-        self._open = None
-        self._sections[name] = Section(name, self._text(begin, position), None, SectionState.CUT_OFF)
-
-    def _close(self, position: int, code: int, ended: float | None) -> None:
-        assert self._open is not None
-        name, begin, began = self._open
-        if position - begin > SECTION_BYTES:
-            self._break_open(position)
-            return
-        self._open = None
-        elapsed = round(max(0.0, ended - began), 3) if ended is not None and began is not None else 0.0
-        late = code in _TIMED_OUT_CODES
-        state = SectionState.TIMED_OUT if late else SectionState.ENDED
-        self._sections[name] = Section(name, self._text(begin, position), None if late else code, state, elapsed)
-
-    def _text(self, begin: int, end: int) -> str:
-        return clean_text(self._answer[begin : min(end, begin + SECTION_BYTES)]).strip("\n")
+def _section(begin: re.Match[bytes], text: bytes, end: re.Match[bytes] | None) -> Section:
+    section = Section(begin[2].decode(), clean_text(text[:SECTION_BYTES]).strip("\n"), state=SectionState.CUT_OFF)
+    if end is None or len(text) > SECTION_BYTES:
+        return section
+    began, ended = _seconds(begin[4]), _seconds(end[4])
+    elapsed_s = round(max(0.0, ended - began), 3) if ended is not None and began is not None else 0.0
+    if int(end[3]) in _TIMED_OUT_CODES:
+        return replace(section, state=SectionState.TIMED_OUT, elapsed_s=elapsed_s)
+    return replace(section, state=SectionState.ENDED, exit_code=int(end[3]), elapsed_s=elapsed_s)
 
 
 def _seconds(word: bytes | None) -> float | None:

@@ -13,7 +13,6 @@ from testkit.check_fakes import done, frame, run_script
 
 from cluster.checks.selection import GROUPS
 from cluster.survey.script import (
-    MAX_SECTIONS,
     SECTION_BYTES,
     build_script,
     is_complete,
@@ -172,11 +171,6 @@ def test_codes_of_timeout_are_no_exit_codes(code: int) -> None:
 def test_a_section_that_is_too_long_is_cut_off() -> None:
     assert read_sections(frame(FENCE, "t.one", "x" * SECTION_BYTES), FENCE)["t.one"].state is SectionState.CUT_OFF
     assert read_sections(frame(FENCE, "t.one", "x" * (SECTION_BYTES - 10)), FENCE)["t.one"].ok
-
-
-def test_a_million_frame_lines_make_few_sections() -> None:
-    answer = b"".join(f"\n{FENCE} begin t.{number}\n".encode() for number in range(20 * MAX_SECTIONS))
-    assert len(read_sections(answer, FENCE)) <= MAX_SECTIONS
 
 
 @given(st.binary(max_size=300))
