@@ -14,7 +14,7 @@ COUNTS = frozenset({"gpu.count", "ib.count"})
 # A difference in these is worth a look, and no reason to leave the node out.
 SOFT_CHECKS = frozenset(
     {
-        *("gpu.power_limit", "gpu.clocks", "gpu.ecc_mode", "gpu.dcgm_diag", "gpu.dcgm_health"),
+        *("gpu.power_limit", "gpu.clocks", "gpu.ecc_mode"),
         *("host.python", "host.docker", "host.nccl_conf"),
     }
 )

@@ -20,7 +20,6 @@ from cluster.survey.nvidia_smi import (
     SmiLog,
 )
 
-SRAM_AGGREGATE_WARN = 1  # errors over the life of the board
 REMAPPED_ROWS_WARN = 512  # rows replaced; the spare ones run out
 # Bits of the mask of throttle reasons, by the end of the element's name; its beginning changed with driver 535. Idle,
 # clocks as set and at the power limit are normal; the others warn, and what the hardware does to save itself fails.
@@ -52,7 +51,6 @@ MODEL, ECC_MODE, MIG = "product_name", "ecc_mode/current_ecc", "mig_mode/current
 _SRAM = ("sram_uncorrectable", "sram_uncorrectable_parity", "sram_uncorrectable_secded")
 _VOLATILE = (*(f"ecc_errors/volatile/{name}" for name in (*_SRAM, "dram_uncorrectable")),)
 _UNCORRECTABLE = (*_VOLATILE, "ecc_errors/volatile/double_bit/total")
-_SRAM_AGGREGATE = tuple(f"ecc_errors/aggregate/{name}" for name in _SRAM)
 _POWER = ("gpu_power_readings", "power_readings")
 _LIMITS = ("current_power_limit", "enforced_power_limit", "power_limit")
 _POWER_LIMIT = tuple(f"{parent}/{name}" for parent in _POWER for name in _LIMITS)
@@ -251,9 +249,16 @@ def check_ecc_mode(check: Check, facts: NodeFacts) -> list[Finding]:
 
 
 def check_ecc(check: Check, facts: NodeFacts) -> list[Finding]:
-    """No uncorrectable memory error since the driver loaded; after one, results cannot be trusted."""
+    """No uncorrectable memory error since the driver loaded, after which no result can be trusted, and not so many in
+    the caches over the life of the board that it must be replaced."""
 
     def judge(gpu: Gpu, check: Check) -> Finding | None:
+        is_worn = gpu.look("ecc_errors/aggregate/sram_threshold_exceeded")
+        if is_worn == "Yes":
+            remedy = "run the maker's field diagnostic; past the threshold the board is replaced"
+            return check.expecting("not exceeded").fail("SRAM error threshold exceeded", remedy)
+        if is_worn is Gap.UNREADABLE:
+            raise GapError(Gap.UNREADABLE)
         try:
             errors = gpu.total(*_UNCORRECTABLE)
         except GapError as error:
@@ -263,29 +268,6 @@ def check_ecc(check: Check, facts: NodeFacts) -> list[Finding]:
         return check.fail(f"{errors:.0f} uncorrectable ECC errors since the driver loaded", _RESET) if errors else None
 
     return each_gpu(facts, check.expecting("0"), "uncorrectable ECC errors", judge, "no uncorrectable ECC errors")
-
-
-def check_sram(check: Check, facts: NodeFacts) -> list[Finding]:
-    """Uncorrectable errors of caches over the life of the board; past the threshold it must be replaced."""
-    remedy = "run the maker's field diagnostic; past the threshold the board is replaced"
-
-    def judge(gpu: Gpu, check: Check) -> Finding | None:
-        is_exceeded = gpu.look("ecc_errors/aggregate/sram_threshold_exceeded")
-        if is_exceeded == "Yes":
-            return check.expecting("not exceeded").fail("SRAM error threshold exceeded", remedy)
-        if is_exceeded is Gap.UNREADABLE:
-            return check.unknown("SRAM error threshold: unreadable")
-        try:
-            errors = gpu.total(*_SRAM_AGGREGATE)
-        except GapError as error:
-            is_left_out = error.gap is Gap.MISSING and gpu.look(ECC_MODE) == "Enabled"
-            raise GapError(Gap.NOT_SUPPORTED if is_left_out else error.gap) from error
-        if errors < SRAM_AGGREGATE_WARN:
-            return None
-        text = f"{errors:.0f} uncorrectable SRAM errors in the life of the board"
-        return check.expecting("0").warn(text, remedy)
-
-    return each_gpu(facts, check, "SRAM errors", judge, "no uncorrectable SRAM errors")
 
 
 def check_row_remap(check: Check, facts: NodeFacts) -> list[Finding]:
@@ -436,7 +418,7 @@ GROUP = CheckGroup(
     "gpu",
     (
         *(check_nvidia_smi, check_lost, check_count, check_model, check_driver, check_recovery),
-        *(check_ecc_mode, check_ecc, check_sram, check_row_remap),
+        *(check_ecc_mode, check_ecc, check_row_remap),
         *(check_throttle, check_power_limit, check_clocks, check_mig),
     ),
     look=_look,

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from cluster.checks.finding import Check, Finding, Verdict
 from cluster.checks.group import CheckGroup
 from cluster.checks.groups.gpu import each_gpu, look_at_gpus
-from cluster.remote_text import one_line
 from cluster.survey.facts import NodeFacts
 from cluster.survey.nvidia_smi import LSPCI, SMI, Gap, GapError, Gpu, NvidiaDevice
 from cluster.survey.section import Question, Section, UnreadableError
@@ -50,9 +49,6 @@ FABRIC_MANAGER = Question(
     "gpu.fabric_manager",
     10,
     r"""
-if [ -z "$root" ] && command -v systemctl >/dev/null; then
-    printf 'unit\t%s\n' "$(systemctl is-active nvidia-fabricmanager 2>&1)"
-fi
 scanned=0
 for comm in "$root"/proc/[0-9]*/comm; do
     read -r name 2>/dev/null <"$comm" || continue
@@ -60,9 +56,6 @@ for comm in "$root"/proc/[0-9]*/comm; do
     # The kernel keeps 15 characters of a name.
     case $name in nv-fabricmanage*) comm=${comm%/comm} && printf 'process\t%s\n' "${comm##*/}" ;; esac
 done
-if [ -z "$root" ] && command -v nv-fabricmanager >/dev/null; then
-    printf 'version\t%s\n' "$(nv-fabricmanager --version 2>&1 | head -n 1)"
-fi
 printf 'scanned\t%s\tend\n' "$scanned"
 """,
 )
@@ -154,7 +147,7 @@ def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
 
 
 def check_fabric_manager(check: Check, facts: NodeFacts) -> list[Finding]:
-    """The daemon that sets up NVSwitches runs, in the driver's version; without it CUDA fails."""
+    """The daemon that sets up NVSwitches runs; without it CUDA fails."""
     states = each_gpu(facts, check, "fabric state", _judge_fabric, "the NVLink fabric is set up")
     bad = [finding for finding in states if finding.severity in (Verdict.FAIL, Verdict.UNKNOWN)]
     if bad:
@@ -194,34 +187,16 @@ def _judge_fabric_health(gpu: Gpu, check: Check) -> Finding | None:
 
 
 def _judge_manager(check: Check, facts: NodeFacts, switches: tuple[NvidiaDevice, ...]) -> Finding:
-    told = _read_manager(facts)
-    # `systemctl is-active` prints one word; anything else is a complaint of its own, such as "no bus".
-    unit = told.get("unit", "") if re.fullmatch(r"[a-z-]+", told.get("unit", "")) else ""
-    version = re.search(r"\d+\.\d+(\.\d+)*", told.get("version", ""))
-    driver = facts.smi_log.look("driver_version")
-    if "process" not in told:
-        text = f"fabric manager does not run{f' ({unit})' if unit else ''}"
-        remedy = "`systemctl enable --now nvidia-fabricmanager`: without it CUDA programs fail to start on this node"
-        return check.expecting(f"running, for {len(switches)} NVSwitches").fail(text, remedy)
-    if unit == "failed":
-        remedy = "`systemctl restart nvidia-fabricmanager`, see /var/log/fabricmanager.log"
-        return check.expecting("active").fail("the unit nvidia-fabricmanager failed", remedy)
-    if version and isinstance(driver, str) and version[0] != driver:
-        remedy = f"install nvidia-fabricmanager {driver}: it must be of the driver's very version"
-        return check.expecting(f"version {driver}").fail(f"fabric manager {version[0]}", remedy)
-    return check.ok(f"fabric manager runs, {len(switches)} NVSwitches")
-
-
-def _read_manager(facts: NodeFacts) -> Mapping[str, str]:
-    """What was told, by key. Raises UnreadableError when neither systemd nor the list of processes could be read."""
+    """It ends by itself when its version is not the driver's. Raises UnreadableError without a list of processes."""
     section = facts.section(FABRIC_MANAGER)
-    values: dict[str, str] = {}
-    for line in section.output.splitlines():
-        key, _, value = line.partition("\t")
-        values.setdefault(key, one_line(value))
-    if not section.ok or not re.fullmatch(r"[1-9]\d* end", values.get("scanned", "")):
+    if not section.ok or not re.search(r"^scanned\t[1-9]\d*\tend$", section.output, re.MULTILINE):
         raise _unreadable(facts, FABRIC_MANAGER, "the fabric manager cannot be looked for")
-    return values
+    if section.output.startswith("process\t"):
+        return check.ok(f"fabric manager runs, {len(switches)} NVSwitches")
+    remedy = (
+        "`systemctl enable --now nvidia-fabricmanager`, of the driver's very version: without it no CUDA program starts"
+    )
+    return check.expecting(f"running, for {len(switches)} NVSwitches").fail("fabric manager does not run", remedy)
 
 
 def _expects_nvlink(facts: NodeFacts) -> bool:

@@ -6,11 +6,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cluster.checks.finding import Check, Finding, Verdict, age
-from cluster.checks.group import CheckGroup, known
+from cluster.checks.group import CheckGroup
 from cluster.checks.groups.gpu import each_gpu, look_at_gpus
 from cluster.remote_text import one_line
 from cluster.survey.facts import NodeFacts
@@ -56,7 +56,6 @@ DCGM_HEALTH = Question("gpu.dcgm_health", 15, "command -v dcgmi >/dev/null || ex
 DCGM_DIAG = Question("gpu.dcgm_diag", 40, "command -v dcgmi >/dev/null || exit 127\ndcgmi diag -r 1 -j", "gpu.smi")
 _ABSENT = "dcgmi is not installed"
 _NO_WATCHES = "health watches not enabled"
-_OFF = "watches are off"
 _NOT_READ = "run `{}` on the node; does nv-hostengine run (`systemctl status nvidia-dcgm`)?"
 _HEALTH = {"Healthy": Verdict.OK, "Warning": Verdict.WARN, "Failure": Verdict.FAIL}
 _RESULTS = {"pass": Verdict.OK, "skip": Verdict.SKIP, "warn": Verdict.WARN, "fail": Verdict.FAIL}
@@ -113,12 +112,13 @@ def check_dcgm_health(check: Check, facts: NodeFacts) -> list[Finding]:
     section = facts.section(DCGM_HEALTH)
     if section.tool_missing:
         return [check.skip(_ABSENT)]
-    if _watching(section) == _OFF:
+    if section.state is SectionState.ENDED and _NO_WATCHES in section.output.lower():
         return [check.skip("DCGM watches nothing here: `dcgmi health -s a` switches it on")]
     body = _table(_document(section, "dcgmi health -c -j"), "body")
-    told = str(_table(body, "Overall Health").get("value"))
-    if told not in _HEALTH:
-        raise _unreadable(section, "dcgmi health -c -j", f"overall health {one_line(told, 40)!r}")
+    told = str(_table(body, "Overall Health").get("value", "missing"))
+    if not section.ok or told not in _HEALTH:
+        why = section.trouble() or f"overall health {one_line(told, 40)!r}"
+        raise _unreadable(section, "dcgmi health -c -j", why)
     said = [one_line(text, 200) for name, part in sorted(body.items()) for text in _incidents(name, part)]
     check = check.expecting("Healthy")
     if told == "Healthy" and not said:
@@ -144,21 +144,7 @@ def check_dcgm_diag(check: Check, facts: NodeFacts) -> list[Finding]:
     passed = {name for severity, name, _, _ in results if severity is Verdict.OK}
     if not passed or not section.ok:
         raise _unreadable(section, "dcgmi diag -r 1 -j", f"{len(passed)} tests passed, exit code {section.exit_code}")
-    return [check.ok(f"{len(passed)} tests of DCGM {_version(section)} passed")]
-
-
-def _told(facts: NodeFacts, question: Question, read: Callable[[Section], str]) -> str | None:
-    """Which DCGM diagnoses a node, or whether it watches: what one node is spared, the others are told."""
-    section = facts.section(question)
-    return "not installed" if section.tool_missing else known(read, section)
-
-
-def _watching(section: Section) -> str:
-    if section.state is SectionState.ENDED and _NO_WATCHES in section.output.lower():
-        return _OFF
-    if not section.ok or not _table(_table(_document(section, "dcgmi health -c -j"), "body"), "Overall Health"):
-        raise _unreadable(section, "dcgmi health -c -j", section.trouble() or "no overall health")
-    return "watches are on"
+    return [check.ok(f"{len(passed)} tests of DCGM passed")]
 
 
 def _results(section: Section) -> Iterator[tuple[Verdict, str, str, str]]:
@@ -195,16 +181,6 @@ def _incidents(name: str, part: Any) -> Iterator[str]:
         yield f"{name} {part.get('value', '')}: {text}"
     for child, below in sorted(_table(part, "children").items()):
         yield from _incidents(name if child == "Errors" else f"{name} {child}", below)
-
-
-def _version(section: Section) -> str:
-    document = _document(section, "dcgmi diag -r 1 -j")
-    places = (document, _table(document, "metadata"), _table(document, "DCGM GPU Diagnostic"))
-    verdicts = {result[0] for result in _results(section)}
-    # It ends with another exit code when a test failed, and only then.
-    if not verdicts or not (section.ok or verdicts - {Verdict.OK, Verdict.SKIP}):
-        raise _unreadable(section, "dcgmi diag -r 1 -j", section.trouble() or "no test")
-    return one_line(next((str(place["version"]) for place in places if "version" in place), "of unknown version"), 40)
 
 
 def _document(section: Section, command: str) -> dict[str, Any]:
@@ -268,17 +244,5 @@ def check_cuda_smoke(check: Check, facts: NodeFacts) -> list[Finding]:
 
 # Three: what takes seconds is not asked where nobody wants to know it.
 GROUP = CheckGroup("gpu", (check_busy, check_cuda_smoke), look=look_at_gpus, questions=(LSPCI, SMI, AGAIN))
-DCGM_MONITOR = CheckGroup(
-    "gpu",
-    (check_dcgm_health,),
-    look=look_at_gpus,
-    questions=(LSPCI, SMI, DCGM_HEALTH),
-    traits=lambda facts: {DCGM_HEALTH.name: _told(facts, DCGM_HEALTH, _watching)},
-)
-DCGM_DIAGNOSTIC = CheckGroup(
-    "gpu",
-    (check_dcgm_diag,),
-    look=look_at_gpus,
-    questions=(LSPCI, SMI, DCGM_DIAG),
-    traits=lambda facts: {DCGM_DIAG.name: _told(facts, DCGM_DIAG, _version)},
-)
+DCGM_MONITOR = CheckGroup("gpu", (check_dcgm_health,), look=look_at_gpus, questions=(LSPCI, SMI, DCGM_HEALTH))
+DCGM_DIAGNOSTIC = CheckGroup("gpu", (check_dcgm_diag,), look=look_at_gpus, questions=(LSPCI, SMI, DCGM_DIAG))

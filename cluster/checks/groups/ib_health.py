@@ -34,11 +34,6 @@ _ERROR_COUNTERS = frozenset(
 _CROWD_COUNTERS = frozenset(
     {"local_ack_timeout_err", "out_of_sequence", "packet_seq_err", "port_xmit_discards", "rnr_nak_retry_err"}
 )
-# 8 bits wide; they stop at 255, so from there on no difference can be seen.
-_NARROW_COUNTERS = ("link_downed", "link_error_recovery")
-_NARROW_END = 255
-# Reboots of node and switch count, too: below this nobody needs to look.
-_MANY_LINK_LOSSES = 10
 _LINK_DOWN = re.compile(r"\bLink down\b|Cable (unplugged|error)", re.IGNORECASE)
 _SICK = re.compile(r"health compromised|fatal error|firmware internal error|in fatal sensors|device is in error", re.I)
 _HOT = re.compile(r"high temperature", re.IGNORECASE)
@@ -200,13 +195,6 @@ def _judge_counters(
         yield check.unknown(f"{', '.join(reset)} went backwards: reset meanwhile", "run the check again")
     if crowded and not bad:
         yield check.warn(f"packets are lost or late: {_shown(crowded)}", "look for congestion or another job")
-    for name in _NARROW_COUNTERS:
-        value = now.get(name, 0)
-        if value >= _NARROW_END:
-            text = f"{name} stands at {value}, where it ends: new losses cannot be seen"
-            yield check.warn(text, f"set it back (perfquery -R) and watch it; {_LINK_REMEDY} if it grows again")
-        elif value >= _MANY_LINK_LOSSES and name not in bad:
-            yield check.warn(f"{name} stands at {value}", f"watch it; {_LINK_REMEDY} if it grows")
 
 
 def _shown(counters: Mapping[str, int]) -> str:

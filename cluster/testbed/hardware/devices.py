@@ -108,7 +108,6 @@ class Adapter:
     width: int = 16
     mtu: int = 4092
     is_bond: bool = False
-    link_downed: int = 0
     is_growing: bool = False
     is_flapping: bool = False
     has_driver: bool = True

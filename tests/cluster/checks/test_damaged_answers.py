@@ -50,7 +50,7 @@ FABRIC["gpu.lspci"] = FABRIC["ib.ports"]
 GPU = {
     "gpu.smi": {
         *("gpu.row_remap", "gpu.clocks", "gpu.pcie", "gpu.busy"),
-        *("gpu.lost", "gpu.sram", "gpu.count", "gpu.mig", "gpu.ecc"),
+        *("gpu.lost", "gpu.count", "gpu.mig", "gpu.ecc"),
         *("gpu.power_limit", "gpu.model", "gpu.driver"),
         *("gpu.throttle", "gpu.nvidia_smi", "gpu.nvlink", "gpu.recovery", "gpu.ecc_mode", "gpu.fabric_manager"),
         *("gpu.fabric",),

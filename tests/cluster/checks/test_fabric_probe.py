@@ -39,7 +39,6 @@ FAULT_FINDINGS: dict[str, list[tuple[str, str | None, Verdict]]] = {
     "slow_port:rail4": [("ib.rate", f"{RAIL4}:1", FAIL)],
     "narrow_pcie:rail4": [("ib.pcie", RAIL4, FAIL)],
     "flapping:rail4": [("ib.flaps", RAIL4, FAIL)],
-    "counters:rail4": [("ib.counters", f"{RAIL4}:1", WARN)],
     "growing:rail4": [("ib.counters", f"{RAIL4}:1", FAIL)],
     "driverless:rail4": [("ib.count", "ADAPTER", FAIL)],
     "gone:rail4": [("ib.count", "GPU", FAIL)],

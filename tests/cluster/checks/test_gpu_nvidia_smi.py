@@ -12,7 +12,7 @@ from cluster.survey.nvidia_smi import SmiFailure, SmiLog, SmiTrouble, normal_add
 from cluster.survey.section import NodeProbe, Section, SectionState
 
 OK, WARN, FAIL, SKIP, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.SKIP, Verdict.UNKNOWN
-FIELDS = ("recovery", "ecc_mode", "ecc", "sram", "row_remap", "throttle", "power_limit", "clocks", "mig", "lost")
+FIELDS = ("recovery", "ecc_mode", "ecc", "row_remap", "throttle", "power_limit", "clocks", "mig", "lost")
 
 
 def judged(name: str) -> dict[str, tuple[Verdict, str]]:
@@ -25,8 +25,7 @@ def test_an_h100_with_driver_550_in_trouble() -> None:
     assert judged("h100_550.xml") == {
         "gpu.recovery": (FAIL, "the driver asks for: Reset"),
         "gpu.ecc_mode": (OK, "ECC is on"),
-        "gpu.ecc": (FAIL, "7 uncorrectable ECC errors since the driver loaded"),  # parity, secded and dram
-        "gpu.sram": (FAIL, "SRAM error threshold exceeded"),
+        "gpu.ecc": (FAIL, "SRAM error threshold exceeded"),
         "gpu.row_remap": (FAIL, "a row remapping failed"),
         "gpu.throttle": (FAIL, "slowed down: hw slowdown, hw power brake slowdown (0x88)"),
         "gpu.power_limit": (WARN, "limited to 500 W"),
@@ -41,7 +40,6 @@ def test_an_a100_with_driver_470_uses_the_old_names() -> None:
         "gpu.recovery": (SKIP, "recovery action: not supported by this GPU"),
         "gpu.ecc_mode": (WARN, "ECC pending: Disabled"),
         "gpu.ecc": (FAIL, "1 uncorrectable ECC errors since the driver loaded"),
-        "gpu.sram": (WARN, "5 uncorrectable SRAM errors in the life of the board"),
         "gpu.row_remap": (SKIP, "row remapping: not supported by this GPU"),  # a literal N/A
         "gpu.throttle": (WARN, "slowed down: sw thermal slowdown (0x20)"),
         "gpu.power_limit": (WARN, "limited to 350 W"),  # the enforced limit, not the one asked for
