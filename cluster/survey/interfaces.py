@@ -7,41 +7,54 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.remote_text import one_line
 from cluster.survey.adapters import pci_path
 from cluster.survey.section import NodeProbe, Question, Section, UnreadableError
 
+T = TypeVar("T")
+
 _MAX_INTERFACES = 4096
-_MAX_PROC_LINES = 256
 _MAX_ADDRESSES = 64
 # What container engines and hypervisors make for themselves; other machines cannot be reached over it.
 _INTERNAL_NAME = re.compile(
     r"(docker|virbr|veth|cni|flannel|cali|cilium|lxc|lxd|podman|kube|tun|tap|vnet|dummy|ifb|br-[0-9a-f]{12})"
 )
 _INTERNAL_KINDS = frozenset({"tun", "dummy", "ifb", "sit", "gre", "ipip", "vxlan", "wireguard", "can"})
-_TYPES = {"1": "ether", "32": "infiniband", "772": "loopback", "776": "sit", "778": "gre"}  # ARPHRD_* of the kernel
 
+# Nothing but a JSON list is believed: an ip that does not know -json says so on stdout or with exit code 0, too.
+# A node without such an ip, as containers are, tells in the same form what Python finds.
 LINKS = Question(
     "net.links",
     10,
     r"""
-# Nothing but a JSON list is believed: an ip that does not know -json says so on stdout or with exit code 0, too.
-if answer=$(ip -json -details addr show 2>/dev/null) && case $answer in '['*) ;; *) false ;; esac then
-    printf 'json\n%s\n' "$answer"
-    exit 0
-fi
-[ -r "$root/proc/net/fib_trie" ] || exit 127
-printf 'proc\n'
-# "32 host LOCAL" follows the address of this node that it is about.
-while read -r first second third rest; do
-    case $first in
-        '|--') address=$second ;;
-        /32) if [ "$second $third" = 'host LOCAL' ]; then printf 'local\t%s\n' "$address"; fi ;;
-    esac
-done <"$root/proc/net/fib_trie" || exit 1
-printf 'end\n'
+answer=$(ip -json -details addr show 2>/dev/null) && case $answer in '['*) printf '%s\n' "$answer"; exit 0 ;; esac
+command -v python3 >/dev/null || exit 127
+python3 -I - <<'PYTHON'
+import fcntl, json, pathlib, socket
+
+TYPES = {"1": "ether", "32": "infiniband", "772": "loopback"}  # ARPHRD_* of the kernel
+FLAGS = {1 << 0: "UP", 1 << 6: "LOWER_UP"}  # IFF_UP, IFF_RUNNING
+asking = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+links = []
+for _, name in socket.if_nameindex():
+    def ask(request):
+        return fcntl.ioctl(asking, request, name.encode().ljust(40, b"\0"))[16:]
+    def tell(file):
+        return pathlib.Path("/sys/class/net", name, file).read_text().strip()
+    flags = int.from_bytes(ask(0x8913)[:2], "little")  # SIOCGIFFLAGS
+    link = {"ifname": name, "flags": [word for bit, word in FLAGS.items() if flags & bit]}
+    link.update(mtu=int(tell("mtu")), link_type=TYPES.get(tell("type"), "other"), addr_info=[])
+    try:
+        address, mask = (socket.inet_ntoa(ask(request)[4:8]) for request in (0x8915, 0x891B))  # SIOCGIFADDR, NETMASK
+        prefix = bin(int.from_bytes(socket.inet_aton(mask), "big")).count("1")
+        link["addr_info"].append({"family": "inet", "local": address, "prefixlen": prefix})
+    except OSError:
+        pass  # it has no IPv4 address
+    links.append(link)
+print(json.dumps(links))
+PYTHON
 """,
 )
 
@@ -49,14 +62,14 @@ ROUTE = Question(
     "net.route",
     10,
     r"""
-if answer=$(ip -json route show 2>/dev/null) && case $answer in '['*) ;; *) false ;; esac then
-    printf 'json\n%s\n' "$answer"
-    exit 0
-fi
-[ -r "$root/proc/net/route" ] || exit 127
-printf 'proc\n'
-cat "$root/proc/net/route" || exit 1
-printf 'end\n'
+answer=$(ip -json route show 2>/dev/null) && case $answer in '['*) printf '%s\n' "$answer"; exit 0 ;; esac
+[ -r /proc/net/route ] || exit 127
+awk 'BEGIN { printf "[" }
+    NR > 1 && $2 $8 == "0000000000000000" {
+        printf "%s{\"dst\": \"default\", \"dev\": \"%s\", \"metric\": %d}", comma, $1, $7
+        comma = ", "
+    }
+    END { print "]" }' /proc/net/route
 """,
 )
 
@@ -66,19 +79,16 @@ SYSFS = Question(
     r"""
 tab=$(printf '\t')
 lines=0
-first() { value=; { IFS= read -r value <"$1"; } 2>/dev/null; }
 put() {
     # No value of these holds a tab; one that does is no answer.
     case $2 in *"$tab"*) return 0 ;; esac
     line="$line$tab$1=$2"
 }
-put_file() { first "$2"; put "$1" "$value"; }
 base=$(cd -P "$root/" 2>/dev/null && pwd -P)
 [ "$base" = / ] && base=
 for folder in "$root/sys/class/net/"*; do
     [ -d "$folder" ] || continue
     line="interface${tab}name=${folder##*/}"
-    for name in operstate carrier mtu type; do put_file "$name" "$folder/$name"; done
     place=$(cd -P "$folder/device" 2>/dev/null && pwd -P)
     put path "${place#"$base"}"
     kind=
@@ -128,14 +138,10 @@ def read_interfaces(probe: NodeProbe) -> tuple[NetInterface, ...]:
     What /sys adds (speed, where the adapter sits) may be missing without harm.
     """
     details = _read_sysfs(probe.section("net.sysfs"))
-    routes = _read(probe.section("net.route"), {"json": _json_routes, "proc": _proc_routes})
-    section = probe.section("net.links")
-    if section.ok and section.output.startswith("proc\n"):
-        links = _proc_links(section, details, probe.section("net.route"))
-    else:
-        links = _read(section, {"json": _json_links})
+    routes = _read(probe.section("net.route"), _default_routes)
+    links = _read(probe.section("net.links"), _links)
     if not links:
-        raise UnreadableError(f"{section.name}: no interface at all, not even lo")
+        raise UnreadableError("net.links: no interface at all, not even lo")
     best = min((metric for metric, _ in routes), default=0)
     default = {name for metric, name in routes if metric == best}
     return tuple(_completed(link, details.get(link.name, {}), link.name in default) for link in links[:_MAX_INTERFACES])
@@ -202,37 +208,23 @@ def _completed(interface: NetInterface, details: Mapping[str, str], is_default_r
     )
 
 
-def _read(section: Section, formats: Mapping[str, Callable[[str], Any]]) -> Any:
-    """What the reader of the section's own format makes of the rest. Raises UnreadableError."""
+def _read(section: Section, read: Callable[[list[Any]], T]) -> T:
+    """What `read` makes of the JSON list in the section. Raises UnreadableError."""
     if not section.ok:
         raise UnreadableError(section.trouble())
-    name, _, rest = section.output.partition("\n")
-    if name not in formats:
-        raise UnreadableError(f"{section.name}: {one_line(name, 40)!r} is no format that was asked for")
     try:
-        return formats[name](_whole(rest) if name != "json" else rest)
+        document = json.loads(section.output)
+        if not isinstance(document, list):
+            raise ValueError(f"{one_line(section.output, 40)!r} is no list")
+        return read(document)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise UnreadableError(f"{section.name}: {one_line(str(error), 120)}") from None
 
 
-def _whole(text: str) -> str:
-    body, _, end = text.rstrip("\n").rpartition("\n")
-    if end != "end":
-        raise ValueError("cut off")
-    return body
-
-
-def _list(text: str) -> list[Any]:
-    document = json.loads(text)
-    if not isinstance(document, list):
-        raise ValueError(f"{one_line(text, 40)!r} is no list")
-    return document
-
-
-def _json_links(text: str) -> list[NetInterface]:
+def _links(document: list[Any]) -> list[NetInterface]:
     """Interfaces of `ip -json -details addr show`."""
     found = []
-    for item in _list(text):
+    for item in document:
         if not item:  # iproute2 5.x prints {} for what a filter drops
             continue
         flags = item["flags"]
@@ -255,56 +247,13 @@ def _json_links(text: str) -> list[NetInterface]:
     return found
 
 
-def _proc_links(section: Section, details: Mapping[str, Mapping[str, str]], routes: Section) -> list[NetInterface]:
-    """Interfaces of /sys, each with those addresses of this node that lie in a network which its routes lead to."""
-
-    def read(text: str) -> list[NetInterface]:
-        # The kernel lists an address in more than one of its tables.
-        told = dict.fromkeys(line.split("\t")[1] for line in text.splitlines() if line.startswith("local\t"))
-        local = [ipaddress.IPv4Address(address) for address in list(told)[:_MAX_PROC_LINES]]
-        networks = _read(routes, {"proc": _proc_networks})[:_MAX_PROC_LINES]
-        return [
-            NetInterface(
-                name=name,
-                is_up=fields.get("carrier") == "1",
-                mtu=_integer(fields.get("mtu", "")),
-                kind=fields.get("kind") or _TYPES.get(fields.get("type", ""), "other"),
-                addresses=tuple(
-                    f"{address}/{network.prefixlen}"
-                    for device, network in networks
-                    for address in local
-                    if device == name and network.prefixlen and address in network
-                ),
-            )
-            for name, fields in details.items()
-        ]
-
-    links: list[NetInterface] = _read(section, {"proc": read})
-    return links
-
-
-def _json_routes(text: str) -> list[tuple[int, str]]:
+def _default_routes(document: list[Any]) -> list[tuple[int, str]]:
     """(metric, interface) of every default route; a route with several next hops counts for each."""
     found = []
-    for item in _list(text):
+    for item in document:
         if item and item["dst"] == "default":
             metric = int(item.get("metric", 0))
             found += [(metric, _name(hop["dev"])) for hop in item.get("nexthops", ()) or (item,) if "dev" in hop]
-    return found
-
-
-def _proc_routes(text: str) -> list[tuple[int, str]]:
-    rows = [line.split() for line in text.splitlines()[1:]]
-    return [(int(row[6]), _name(row[0])) for row in rows if row[1] == "00000000" and row[7] == "00000000"]
-
-
-def _proc_networks(text: str) -> list[tuple[str, ipaddress.IPv4Network]]:
-    """(interface, network) of every line of /proc/net/route, whose numbers are little endian."""
-    found = []
-    for line in text.splitlines()[1:]:
-        row = line.split()
-        address, mask = (ipaddress.IPv4Address(int.from_bytes(bytes.fromhex(row[at]), "little")) for at in (1, 7))
-        found.append((_name(row[0]), ipaddress.IPv4Network(f"{address}/{mask}")))
     return found
 
 

@@ -203,8 +203,8 @@ def net_probe(links: object, routes: object = (), *, name: str = "n1", sysfs: st
     return NodeProbe(
         name,
         {
-            "net.links": ended("net.links", f"json\n{json.dumps(links)}"),
-            "net.route": ended("net.route", f"json\n{json.dumps(routes)}"),
+            "net.links": ended("net.links", json.dumps(links)),
+            "net.route": ended("net.route", json.dumps(routes)),
             "net.sysfs": ended("net.sysfs", sysfs),
         },
     )

@@ -265,20 +265,19 @@ def test_every_way_to_ask_for_interfaces_gives_the_same_answer(tmp_path: Path):
     assert real is not None, "iproute2 is needed for this test"
     script(tmp_path / "old", "ip", OLD_IP.format(ip=real))
     script(tmp_path / "none", "ip", "exit 127")
-    formats = {}
     chosen = []
     for name in ("", "old", "none"):
         probe = ask(None, path=str(tmp_path / name) if name else "", groups=("net",))
-        formats[name] = probe.section("net.links").output.partition("\n")[0]
         interface = explain_interface(read_interfaces(probe)).interface
         chosen.append(interface and (interface.name, interface.addresses, interface.mtu, interface.is_default_route))
-    assert formats == {"": "json", "old": "proc", "none": "proc"}
+    assert chosen[0] is not None
     assert chosen[0] == chosen[1] == chosen[2]
 
 
-def test_a_node_without_any_way_to_ask_is_unreadable(tree: Path, tmp_path: Path):
-    script(tmp_path / "none", "ip", "exit 127")
-    probe = ask(tree, path=str(tmp_path / "none"), groups=("net",))
+def test_a_node_without_any_way_to_ask_is_unreadable(tmp_path: Path):
+    for tool in ("ip", "python3"):
+        script(tmp_path / "none", tool, "exit 127")
+    probe = ask(None, path=str(tmp_path / "none"), groups=("net",))
     assert probe.section("net.links").tool_missing
     with pytest.raises(UnreadableError):
         read_interfaces(probe)
