@@ -29,7 +29,10 @@ def prune_node(connection: Connection, engine: Sequence[str], image: str, *, dry
     """
     repository = repository_of(image)
     listed = _call(connection, engine, "image", "ls", "--filter", f"label={LABEL}=1", "--format", "{{json .}}")
-    rows = [json.loads(line) for line in listed.splitlines() if line.startswith("{")]
+    try:
+        rows = [json.loads(line) for line in listed.splitlines() if line.startswith("{")]
+    except ValueError as error:
+        raise ClusterError("its container engine answered something that makes no sense") from error
     names = {f"{row.get('Repository')}:{row.get('Tag')}": str(row.get("ID")) for row in rows}
     removed = []
     for name, image_id in sorted(names.items()):
