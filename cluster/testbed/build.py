@@ -31,7 +31,8 @@ from cluster.testbed.node import Node, make_key, sshd_options
 from cluster.testbed.slurm import SlurmRig
 from cluster.testbed.spec import TestbedSpec
 from cluster.testbed.teardown import leftovers, tear_down
-from cluster.testbed.texts import MARK_VARIABLE, SSH_USER, cluster_config_text, is_cluster_config, ssh_config_text
+from cluster.testbed.templates import render
+from cluster.testbed.texts import CONFIG_MARK, MARK_VARIABLE, SSH_USER, is_cluster_config
 
 OnStep = Callable[[str], None]
 
@@ -245,9 +246,10 @@ def _write_node(node: Node, client_key: str, passwd: str, options: tuple[str, ..
 
 def _shared_files(testbed: Testbed, config_file: Path) -> dict[Path, str]:
     """Files by which this machine reaches the nodes."""
+    folder, spec = testbed.folder, testbed.state.spec
     return {
-        testbed.folder.ssh_config: ssh_config_text(testbed.state, testbed.folder),
-        config_file: cluster_config_text(testbed.state, testbed.folder),
+        folder.ssh_config: render("ssh_config", spec=spec, network=testbed.state.network, folder=folder, user=SSH_USER),
+        config_file: render("cluster.yaml", spec=spec, folder=folder, mark=CONFIG_MARK),
     }
 
 

@@ -14,20 +14,16 @@ from pathlib import Path
 
 from cluster.testbed.folder import NodeFolder, TestbedError, TestbedState
 from cluster.testbed.machine import last_lines, run_command, tool_path, try_command
-from cluster.testbed.texts import (
-    MARK_VARIABLE,
-    daemon_json_text,
-    hosts_text,
-    passwd_text,
-    shadow_text,
-    sshd_config_text,
-)
+from cluster.testbed.templates import render
+from cluster.testbed.texts import MARK_VARIABLE, SSH_USER, control_group, passwd_text, session_environment
 from engine.runs.process import process_start
 
 NAMESPACES = Path("/run/netns")
 _READY_S = 60.0  # seconds even where many start at once; more only on a machine that is busy elsewhere
 _DOCKER_STOP_S = 20.0
 _HOLD = Path(__file__).with_name("hold.sh")
+# No password, but not locked either: sshd lets nobody into a locked account.
+_SHADOW = "".join(f"{user}:*:19000:0:99999:7:::\n" for user in (SSH_USER, "sshd"))
 
 
 class Service(enum.StrEnum):
@@ -61,18 +57,22 @@ class Node:
 
     def files(self, client_key: str, passwd: str, sshd_options: tuple[str, ...] = ()) -> dict[Path, str]:
         """The text of every file of the node but its host key. `passwd`: this machine's /etc/passwd."""
-        folder = self.folder
+        folder, spec = self.folder, self.state.spec
+        environment = session_environment(self.state, self.name, folder)
         files = {
-            folder.etc / "hosts": hosts_text(self.state),
+            folder.etc / "hosts": render("hosts", spec=spec, network=self.state.network),
             folder.etc / "hostname": f"{self.name}\n",
             folder.etc / "resolv.conf": "nameserver 127.0.0.1\n",
             folder.etc / "passwd": passwd_text(passwd, str(folder.home)),
-            folder.etc / "shadow": shadow_text(),
+            folder.etc / "shadow": _SHADOW,
             folder.authorized_keys: client_key,
-            folder.ssh / "sshd_config": sshd_config_text(self.state, self.name, folder, sshd_options),
+            folder.ssh / "sshd_config": render(
+                "sshd_config", folder=folder, user=SSH_USER, extra=sshd_options, environment=environment
+            ),
         }
-        if self.state.spec.docker:
-            files[folder.docker / "daemon.json"] = daemon_json_text(self.state, folder)
+        if spec.docker:
+            group = control_group(spec.name)
+            files[folder.docker / "daemon.json"] = render("daemon.json", spec=spec, folder=folder, group=group)
         return files
 
     def host_key(self) -> str:

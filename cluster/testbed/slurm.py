@@ -48,7 +48,7 @@ class SlurmRig:
     def files(self) -> dict[Path, str]:
         """Its configuration. `slurmd -N` makes several nodes of one machine possible."""
         return {
-            self.conf: slurm_conf_text(self.state, self.folder),
+            self.conf: self._conf_text(),
             self.conf.with_name("cgroup.conf"): "CgroupPlugin=cgroup/v1\nConstrainCores=no\nConstrainRAMSpace=no\n",
             self.conf.with_name("gres.conf"): "".join(f"Name=gpu File={path}\n" for path in self._gpus),
             self._prolog: f'#!/bin/sh\nexec cat "{self._path}/env.$SLURMD_NODENAME"\n',
@@ -133,6 +133,19 @@ class SlurmRig:
         """Files that stand for the devices of a node's fake GPUs."""
         return tuple(self._path / "gpus" / f"nvidia{index}" for index in range(gpus_per_node(self.state.spec)))
 
+    def _conf_text(self) -> str:
+        """The configuration of controller, nodes and clients: quick to notice what died, never running a job again."""
+        return render(
+            "slurm.conf",
+            spec=self.state.spec,
+            network=self.state.network,
+            path=self._path,
+            port=_CONTROLLER_PORT,
+            has_freezer=_FREEZER.is_dir(),
+            cpus=max(_MIN_CPUS, os.cpu_count() or 1),
+            gpus=gpus_per_node(self.state.spec),
+        )
+
     def _exports(self, node: str) -> str:
         """What tasks of a node get beside their job's environment: the same as its SSH sessions."""
         environment = session_environment(self.state, node, self.folder.node(node))
@@ -141,20 +154,6 @@ class SlurmRig:
     @property
     def _log(self) -> Path:
         return self._path / "log" / "start.log"
-
-
-def slurm_conf_text(state: TestbedState, folder: TestbedFolder) -> str:
-    """The configuration of controller, nodes and clients: quick to notice what died, never running a job again."""
-    return render(
-        "slurm.conf",
-        spec=state.spec,
-        network=state.network,
-        path=folder.slurm_conf.parent,
-        port=_CONTROLLER_PORT,
-        has_freezer=_FREEZER.is_dir(),
-        cpus=max(_MIN_CPUS, os.cpu_count() or 1),
-        gpus=gpus_per_node(state.spec),
-    )
 
 
 def gpus_per_node(spec: TestbedSpec) -> int:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from testkit.connecting import connect
 from testkit.machine_clock import machine_time
 
-from cluster.ssh.pool import connect
 from cluster.testbed.faults import clear_faults, set_fault
 from cluster.testbed.status import read_status
 from cluster.testbed.teardown import leftovers, tear_down

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 import pytest
+from testkit.connecting import connect
 from testkit.waiting import wait_for
 
 from cluster.errors import SshError, SshFailure
-from cluster.ssh.pool import connect
 from cluster.testbed.faults import clear_faults, set_fault
 from cluster.testbed.folder import TestbedError
 from cluster.testbed.status import read_status

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from testkit.connecting import connect
 
-from cluster.ssh.pool import connect
 from cluster.testbed.faults import clear_faults, set_fault
 from engine.config.errors import ConfigError
 

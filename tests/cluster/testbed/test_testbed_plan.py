@@ -11,23 +11,23 @@ import yaml
 
 from cluster.ssh.hosts import is_host_name
 from cluster.testbed.build import build_plan
-from cluster.testbed.folder import Fault, NodeFolder, TestbedFolder, TestbedState, state_root
+from cluster.testbed.folder import Fault, TestbedFolder, TestbedState, state_root
 from cluster.testbed.machine import missing_requirements
 from cluster.testbed.network import BLOCKS, Network, block_network
+from cluster.testbed.node import Node
 from cluster.testbed.spec import TestbedSpec, format_rate, parse_rate
-from cluster.testbed.texts import (
-    cluster_config_text,
-    daemon_json_text,
-    hosts_text,
-    is_cluster_config,
-    passwd_text,
-    sshd_config_text,
-)
+from cluster.testbed.texts import is_cluster_config, passwd_text
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 
 STATE = TestbedState(TestbedSpec("lab", nodes=3, rails=2, rate_bits_per_s=100_000_000, docker=True), block=5)
 FOLDER = TestbedFolder(Path("/x/lab"))
+
+
+def file_of(node: str, name: str) -> str:
+    """The text of a file of a node."""
+    files = Node(STATE, node, FOLDER.node(node)).files("a key\n", "root:x:0:0::/root:/bin/sh\n")
+    return next(text for path, text in files.items() if path.name == name)
 
 
 @pytest.mark.parametrize(
@@ -102,15 +102,14 @@ def test_every_link_is_shaped_at_both_ends():
 
 
 def test_every_node_knows_every_other_by_name():
-    hosts = hosts_text(STATE)
+    hosts = file_of("lab1", "hosts")
 
     assert "10.100.80.3 lab3\n" in hosts
     assert "10.100.81.3 lab3-rail0\n" in hosts
 
 
 def test_sshd_takes_keys_only_and_has_one_line_of_environment():
-    folder = NodeFolder(Path("/x/lab/nodes/lab1"))
-    lines = sshd_config_text(STATE, "lab1", folder).splitlines()
+    lines = file_of("lab1", "sshd_config").splitlines()
 
     assert {"PasswordAuthentication no", "KbdInteractiveAuthentication no", "UsePAM no"} <= set(lines)
     (environment,) = [line for line in lines if line.startswith("SetEnv")]
@@ -127,20 +126,21 @@ def test_only_the_ssh_user_gets_another_home():
 
 
 def test_docker_engines_share_nothing():
-    one, other = (json.loads(daemon_json_text(STATE, FOLDER.node(node))) for node in ("lab1", "lab2"))
+    one, other = (json.loads(file_of(node, "daemon.json")) for node in ("lab1", "lab2"))
 
     for key in ("data-root", "exec-root", "pidfile", "hosts", "deprecated-key-path"):
         assert one[key] != other[key]
     assert (one["bridge"], one["iptables"]) == ("none", False)
 
 
-def test_the_configuration_names_nodes_and_how_to_reach_them():
-    text = cluster_config_text(STATE, FOLDER)
+def test_the_configuration_names_nodes_and_how_to_reach_them(tmp_path):
+    plan = build_plan(TestbedSpec("lab", nodes=3, rails=2), tmp_path / "lab.yaml")
+    text = plan.files[plan.config_file]
     config = yaml.safe_load(text)
 
     assert config["nodes"] == "lab[1-3]"
     assert config["interface"] == "rail0"
-    assert config["ssh"]["config_file"] == "/x/lab/ssh_config"
+    assert config["ssh"]["config_file"] == f"{plan.folder}/ssh_config"
     assert set(config) <= set(ClusterConfig.__dataclass_fields__)
     assert is_cluster_config(text)
     assert not is_cluster_config("name: lab\nnodes: lab[1-3]\n")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from testkit.connecting import connect
 from testkit.testbed_fixture import next_name, owner_of, remove_abandoned
 
-from cluster.ssh.pool import connect
 from cluster.testbed.build import build_plan, open_testbed, up
 from cluster.testbed.folder import TestbedError, folder_of
 from cluster.testbed.spec import TestbedSpec
