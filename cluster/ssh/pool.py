@@ -46,18 +46,6 @@ _REFUSALS = (
 JUMP_RETRY_S = 30.0
 
 
-def connect(host: Host) -> SshConnection:
-    """A logged-in connection to `host`, with a way of its own through its jump host. Raises SshError with the kind that
-    says which step failed.
-    """
-    pool = SshPool()
-    try:
-        return pool.connect(host, is_own=True)
-    except BaseException:
-        pool.close()
-        raise
-
-
 @dataclass
 class _Jump:
     """A jump host of a pool: its one connection, or why there is none."""
@@ -85,11 +73,11 @@ class SshPool:
         self._known: dict[tuple[str, ...], HostKeys] = {}
         self._doors: dict[tuple[str, int], threading.BoundedSemaphore] = {}
 
-    def connect(self, host: Host, *, is_own: bool = False) -> SshConnection:
-        """A logged-in connection to `host`; see `connect`. is_own: the pool ends with it."""
+    def connect(self, host: Host) -> SshConnection:
+        """A logged-in connection to `host`. Raises SshError with the kind that says which step failed."""
         deadline = Deadline.after(host.connect_timeout_s)
         transport = self._open(host, deadline, lambda transport: self._enter(host, transport, deadline))
-        return SshConnection(host, transport, stall_s=self._stall_s, on_close=self.close if is_own else None)
+        return SshConnection(host, transport, stall_s=self._stall_s)
 
     def show_key(self, host: Host, types: Sequence[str]) -> bytes:
         """The key of one of `types` that the server at `host` shows, trusted or not, without logging in."""

@@ -164,17 +164,10 @@ class SshProcess:
 
 
 class SshConnection:
-    """See `cluster.ssh.connection.Connection`; made by `cluster.ssh.pool.connect`. on_close: called after its end."""
+    """See `cluster.ssh.connection.Connection`; made by `cluster.ssh.pool.SshPool`."""
 
-    def __init__(
-        self,
-        host: Host,
-        transport: SshTransport,
-        *,
-        stall_s: float = STALL_S,
-        on_close: Callable[[], None] | None = None,
-    ) -> None:
-        self._host, self._transport, self._stall_s, self._on_close = host, transport, stall_s, on_close
+    def __init__(self, host: Host, transport: SshTransport, *, stall_s: float = STALL_S) -> None:
+        self._host, self._transport, self._stall_s = host, transport, stall_s
 
     @property
     def host(self) -> Host:
@@ -226,10 +219,8 @@ class SshConnection:
             ) from error
 
     def close(self) -> None:
-        """End the connection, and the way to it if nobody else uses that."""
+        """End the connection."""
         self._transport.close()
-        if self._on_close is not None:
-            self._on_close()
 
     def __enter__(self) -> Self:
         return self

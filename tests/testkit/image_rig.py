@@ -27,8 +27,8 @@ from cluster.image.local import LocalImage
 from cluster.image.plan import ImagePlan, PushOptions
 from cluster.image.push import STALL_S, Connect, NodeResult, Push
 from cluster.image.relays import PushSecrets
-from cluster.ssh.pool import connect
 from cluster.testbed.build import Testbed
+from testkit.connecting import connect
 
 DOCKERD = "/usr/sbin/dockerd"
 _START_S = 60.0

@@ -9,11 +9,12 @@ import tarfile
 
 from host_sections import DOCKER
 from testkit.check_fakes import Groups
+from testkit.connecting import connect
 from testkit.testbed_fixture import MakeTestbed
 
 from cluster.checks.finding import Verdict
 from cluster.checks.groups.engine import engine_version, read_image
-from cluster.ssh.pool import SshConnection, connect
+from cluster.ssh.pool import SshConnection
 from cluster.survey.ask import survey_node
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import NodeProbe

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from testkit.connecting import connect
 from testkit.local_connection import LocalConnection
 from testkit.testbed_fixture import MakeTestbed
 
@@ -24,7 +25,6 @@ from cluster.checks.groups.storage import (
 )
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import CommandResult
-from cluster.ssh.pool import connect
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from testkit.connecting import connect
 from testkit.testbed_fixture import MakeTestbed
 
 from cluster.checks.finding import Verdict
 from cluster.checks.groups.pairs import check_pairs
 from cluster.ssh.connection import Connection
-from cluster.ssh.pool import connect
 from cluster.testbed.build import Testbed
 
 

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import pytest
+from testkit.connecting import connect
 from testkit.image_rig import PushRig, Watcher, launcher_engine, noise
 from testkit.testbed_fixture import Testbeds
 from testkit.waiting import wait_for
@@ -18,7 +19,6 @@ from cluster.errors import ClusterError
 from cluster.image.local import LocalImage
 from cluster.image.prune import prune_node
 from cluster.image.status import read_node_image
-from cluster.ssh.pool import connect
 
 MIB = 1 << 20
 

@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from own_sshd import Server, start_sshd, write_keys
 from ssh_agents import agent_with
+from testkit.connecting import connect
 
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.certificates import objection
 from cluster.ssh.hosts import Host
-from cluster.ssh.pool import SshPool, connect
+from cluster.ssh.pool import SshPool
 from cluster.ssh.trust import fetch_keys
 
 

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from testkit import ROOT
+from testkit.connecting import connect
 from testkit.fleet import FLOOD_BYTES, GARBAGE, Fleet, Mode, start_fleet
 from testkit.machine_clock import machine_time
 
@@ -26,7 +27,7 @@ from cluster.errors import SshError, SshFailure
 from cluster.remote_text import clean_text
 from cluster.ssh.connection import CommandResult, Deadline
 from cluster.ssh.hosts import Host, Outcome, fan_out
-from cluster.ssh.pool import SshPool, connect, open_socket
+from cluster.ssh.pool import SshPool, open_socket
 from cluster.ssh.resolve import resolve_hosts
 from cluster.ssh.transport import SshTransport, shake_hands
 from engine.config.cluster import SshConfig
@@ -163,12 +164,12 @@ def test_a_flooded_client_stays_small(fleet: Fleet) -> None:
     script = (
         "import json, resource, sys\n"
         "from cluster.ssh.resolve import resolve_hosts\n"
-        "from cluster.ssh.pool import connect\n"
+        "from cluster.ssh.pool import SshPool\n"
         "from engine.config.cluster import SshConfig\n"
         "(host,) = resolve_hosts(['flood'], SshConfig(config_file=sys.argv[1]))\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "total = 0\n"
-        "with connect(host) as connection:\n"
+        "with SshPool().connect(host) as connection:\n"
         "    process = connection.start(['x'])\n"
         "    process.close_stdin()\n"
         "    while data := process.read(1 << 16, 20):\n"

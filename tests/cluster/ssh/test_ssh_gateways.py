@@ -14,11 +14,12 @@ from tempfile import TemporaryDirectory
 import psutil
 import pytest
 from own_sshd import Server, start_sshd
+from testkit.connecting import connect
 
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import quote_command
 from cluster.ssh.hosts import Host, fan_out
-from cluster.ssh.pool import SshPool, connect
+from cluster.ssh.pool import SshPool
 from cluster.ssh.resolve import resolve_hosts
 from engine.config.cluster import SshConfig
 

@@ -18,12 +18,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from own_sshd import Server, start_sshd
 from ssh_agents import agent_with
+from testkit.connecting import connect
 from testkit.machine_clock import machine_time
 
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import Deadline, quote_command
 from cluster.ssh.hosts import Host, fan_out
-from cluster.ssh.pool import SshConnection, SshPool, connect
+from cluster.ssh.pool import SshConnection, SshPool
 from cluster.ssh.transport import SshTransport
 
 WORDS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30), max_size=5)

@@ -1,0 +1,12 @@
+"""A connection by itself, as tests want it; verbs share an `SshPool`."""
+
+from __future__ import annotations
+
+from cluster.ssh.hosts import Host
+from cluster.ssh.pool import SshPool
+from cluster.ssh.session import SshConnection
+
+
+def connect(host: Host) -> SshConnection:
+    """A logged-in connection to `host`, with a way of its own through its jump host. Raises SshError."""
+    return SshPool().connect(host)
