@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from burst_cli import render
@@ -17,6 +17,7 @@ from engine.config.settings import RunConfig
 from engine.planning.memory.capacity import Hardware
 from engine.planning.methods.auto import check_attention
 from engine.planning.time.devices import find_machine
+from engine.planning.time.machine import machine_fields
 from engine.runs.folder import default_runs_dir, new_run_path
 
 
@@ -90,15 +91,14 @@ def settle_memory(request: LaunchRequest, config: RunConfig, hardware: Hardware 
 def with_policy(config: RunConfig, memory: MemoryCheck) -> RunConfig:
     """`config` with the policy of memory that was chosen. attention=auto stays: the ranks settle it themselves.
 
-    But not by a measured profile, which lies here: they get the method, and the figures that there are settings for.
+    But not by a measured profile, which lies here: they get the method, and its figures.
     """
     settled, given = replace(config, memory=memory.config.memory), config.cluster.machine
     if not given.name.endswith(".json"):
         return settled
     machine = find_machine(given.name)
-    figures = {field.name: getattr(machine, field.name) for field in fields(given) if field.name != "name"}
-    figures |= {name: value for name, value in vars(given).items() if value is not None}
-    measured = replace(given, **{**figures, "name": "cpu" if machine.is_cpu else "auto"})
+    rates = tuple(f"{name}={float(getattr(machine, name))!r}" for name in (*machine_fields(), "shared_nic"))
+    measured = replace(given, name="cpu" if machine.is_cpu else "auto", rates=(*rates, *given.rates))
     cluster = replace(config.cluster, machine=measured)
     return replace(settled, attention=memory.config.attention, cluster=cluster)
 

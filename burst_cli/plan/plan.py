@@ -155,23 +155,13 @@ def plan(
 def _machine(device: str | None, changes: Sequence[str]) -> Machine | None:
     """The device that is named, with changes; None where none is, or only a number of bytes."""
     from engine.config.errors import ConfigError
-    from engine.planning.time.devices import find_machine
+    from engine.planning.time.devices import find_machine, read_rates
 
     if device is None or _is_number(device):
         if changes:
             raise ConfigError(f"--with {changes[0]}: changes a device; name one with --device, such as --device h100")
         return None
-    fields: dict[str, float | bool] = {}
-    for change in changes:
-        field, _, text = change.partition("=")
-        try:
-            number = float(text)
-        except ValueError:
-            raise ConfigError(
-                f"--with {change}: expected FIELD=NUMBER, such as --with inter_bytes_per_s=25e9"
-            ) from None
-        fields[field] = bool(number) if field == "shared_nic" else number
-    return find_machine(device, fields)
+    return find_machine(device, read_rates(changes))
 
 
 def _is_number(text: str) -> bool:

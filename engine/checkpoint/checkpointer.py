@@ -187,10 +187,7 @@ class Checkpointer:
             return
         steps = [checkpoint.step for checkpoint in list_checkpoints(self.root)]
         protected = {newest, *([] if self._restored is None else [self._restored])}
-        gone = superfluous(
-            steps, keep_last=self.config.keep_last, keep_every=self.config.keep_every_steps, protected=protected
-        )
-        for step in gone:
+        for step in superfluous(steps, keep_last=self.config.keep_last, protected=protected):
             try:
                 remove(_checkpoint(self.root, step).path)
             except OSError as error:

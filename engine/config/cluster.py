@@ -16,6 +16,7 @@ class MachineConfig:
     """The machine whose speeds predictions use."""
 
     name: str = setting("auto", "a known device, cpu, or a measured FILE.json; auto: by the device, else h100")
+    rates: tuple[str, ...] = setting((), "figures of it that differ, FIELD=NUMBER, such as inter_bytes_per_s=25e9")
 
 
 @dataclass(frozen=True)

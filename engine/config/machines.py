@@ -10,7 +10,7 @@ from engine.config.cluster import ClusterConfig, ContainerConfig
 from engine.config.errors import ConfigError
 from engine.config.schema import Problem
 from engine.config.settings import RunConfig
-from engine.planning.time.devices import find_device, unknown_device
+from engine.planning.time.devices import find_device, find_machine, read_rates, unknown_device
 
 # Ranks and their supervisors find each other by these.
 _OURS = frozenset({"BURST_RUN_ID", "BURST_NODE", "BURST_RANK_LOGS"})
@@ -41,7 +41,7 @@ def runs_elsewhere(cluster: ClusterConfig) -> bool:
 
 
 def _machine(cluster: ClusterConfig) -> Iterator[Problem]:
-    name = cluster.machine.name
+    name, rates = cluster.machine.name, cluster.machine.rates
     try:
         known = name == "auto" or find_device(name)
     except ConfigError as error:  # a profile that cannot be read
@@ -49,6 +49,11 @@ def _machine(cluster: ClusterConfig) -> Iterator[Problem]:
         return
     if not known:
         yield Problem(("cluster.machine.name",), f"cluster.machine.name: {unknown_device(name, 'auto')}")
+        return
+    try:
+        find_machine("cpu" if name == "auto" else name, read_rates(rates))
+    except ConfigError as error:
+        yield from (Problem(("cluster.machine.rates",), f"cluster.machine.rates: {text}") for text in error.problems)
 
 
 def _launcher(cluster: ClusterConfig) -> Iterator[Problem]:

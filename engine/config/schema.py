@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 _NOTE = "note"
 _T = TypeVar("_T")
 _SBATCH = "name it in cluster.slurm.options, such as --{}"
-_PROFILE = "`burst bench machine` measures a profile, which cluster.machine.name=FILE.json names"
+_RATE = "name it in cluster.machine.rates, such as {}=25e9"
 _RELEASED = "it is {} in all released models"
 # Settings of earlier versions: the value that says what is so without it, as files of earlier runs do (...: any), and
 # what to use in place of others.
@@ -25,9 +25,13 @@ _REMOVED: dict[str, tuple[Any, str]] = {
     "cluster.name": (..., "the name of the file under conf/cluster/ says it"),
     "cluster.expected.driver": (None, "`burst check-nodes` compares the drivers of the nodes"),
     "cluster.ssh.fan_out": (64, "64 nodes are spoken to at the same time"),
-    **{f"cluster.machine.{link}_bytes_per_s": (None, _PROFILE) for link in ("intra", "inter", "host")},
-    **{f"cluster.machine.{way}_flops_per_s": (None, _PROFILE) for way in ("forward", "backward")},
-    "cluster.machine.shared_nic": (None, _PROFILE),
+    **{
+        f"cluster.machine.{name}": (None, _RATE.format(name))
+        for name in (
+            *("forward_flops_per_s", "backward_flops_per_s", "shared_nic"),
+            *("intra_bytes_per_s", "inter_bytes_per_s", "host_bytes_per_s"),
+        )
+    },
     **{
         f"cluster.slurm.{name}": (None, _SBATCH.format(f"{name}=..."))
         for name in ("partition", "account", "qos", "constraint", "exclude")
@@ -39,6 +43,10 @@ _REMOVED: dict[str, tuple[Any, str]] = {
     "model.rope_scaling.low_freq_factor": (1.0, _RELEASED.format(1)),
     "model.rope_scaling.high_freq_factor": (4.0, _RELEASED.format(4)),
     "parallel.reshard_after_forward": (True, "gathered weights are always freed after the forward pass"),
+    "train.checkpoint.keep_every_steps": (
+        None,
+        "`burst checkpoint prune --keep-every STEPS` leaves those of a larger keep_last",
+    ),
     "train.guard.most_in_a_row": (5, "a run stops after 5 dropped steps without progress"),
     "train.guard.window_steps": (64, "a loss is compared with those of the last 64 steps"),
     "train.log_interval_steps": (1, "every step has its line"),

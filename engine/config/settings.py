@@ -258,9 +258,6 @@ class CheckpointConfig:
     every_steps: int | None = setting(None, "steps between checkpoints", "steps", at_least=1)
     every_minutes: float | None = setting(None, "time between checkpoints", "minutes", above=0)
     keep_last: int = setting(2, "newest checkpoints that are kept", "checkpoints", at_least=2)
-    keep_every_steps: int | None = setting(
-        None, "checkpoints of multiples of this many steps are kept, too", "steps", at_least=1
-    )
     in_background: bool = setting(
         False, "training goes on while a copy in host memory is written: 12 bytes per parameter, sharded"
     )

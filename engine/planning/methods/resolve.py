@@ -31,7 +31,7 @@ from engine.planning.methods.presets import (
 from engine.planning.methods.topology import Topology
 from engine.planning.sequence.layers import attention_layers
 from engine.planning.sequence.lengths import padded_length
-from engine.planning.time.devices import DEFAULT_DEVICE, find_device, find_machine
+from engine.planning.time.devices import DEFAULT_DEVICE, find_device, find_machine, read_rates
 from engine.planning.time.machine import Machine
 from engine.planning.time.replay import replay
 
@@ -60,7 +60,7 @@ def machine_of(config: RunConfig, device_name: str | None = None) -> Machine:
     if name == "auto":
         on_cpu = config.cluster.backend == "gloo" or device_name == "cpu"
         name = "cpu" if on_cpu else device_name if device_name and find_device(device_name) else DEFAULT_DEVICE
-    return find_machine(name)
+    return find_machine(name, read_rates(config.cluster.machine.rates))
 
 
 def stand_in_group(config: RunConfig, topology: Topology, most_ranks: int) -> tuple[RunConfig, Topology]:

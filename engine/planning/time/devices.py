@@ -171,6 +171,19 @@ def published_peak(device_name: str, dtype: str) -> Peak | None:
     return peak if peak and peak.flops_per_s else None
 
 
+def read_rates(changes: Iterable[str]) -> dict[str, float | bool]:
+    """Figures of a machine by name, each given as FIELD=NUMBER. Raises ConfigError for what is none."""
+    found: dict[str, float | bool] = {}
+    for change in changes:
+        field, _, text = change.partition("=")
+        try:
+            number = float(text)
+        except ValueError:
+            raise ConfigError(f"machine: {change}: expected FIELD=NUMBER, such as inter_bytes_per_s=25e9") from None
+        found[field] = bool(number) if field == "shared_nic" else number
+    return found
+
+
 def find_machine(name: str, changes: Mapping[str, float | bool] | None = None) -> Machine:
     """The machine that `find_device` finds, with some of its fields replaced.
 

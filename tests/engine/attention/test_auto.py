@@ -83,5 +83,6 @@ def test_the_machine_is_named_or_found_by_device() -> None:
     assert machine_of(AUTO, "NVIDIA H200").name == "h200"
     assert machine_of(AUTO, "cpu").name == "cpu"
     assert machine_of(AUTO).name == "h100"
-    named = replace(AUTO, cluster=ClusterConfig(machine=MachineConfig(name="a100")))
-    assert machine_of(named, "NVIDIA H200").name == "a100"
+    settings = MachineConfig(name="a100", rates=("inter_bytes_per_s=1e9", "shared_nic=1"))
+    machine = machine_of(replace(AUTO, cluster=ClusterConfig(machine=settings)), "NVIDIA H200")
+    assert (machine.name, machine.inter_bytes_per_s, machine.shared_nic) == ("a100", 1e9, True)
