@@ -67,8 +67,3 @@ def test_search_path_names_the_users_folder_even_before_it_exists(burst, tmp_pat
         (str(user_conf_dir()), False),
         (str(builtin_conf_dir()), True),
     ]
-
-
-def test_lists_may_be_asked_for_together(burst) -> None:
-    document = json.loads(burst("config", "--groups", "--search-path", "--json").out)
-    assert set(document) == {"groups", "search_path"}

@@ -56,33 +56,10 @@ def shown(found: MemoryReport, width: int = 200) -> str:
     return stream.getvalue()
 
 
-def test_a_prediction_that_fits_says_how_much_stays_free() -> None:
-    found = report(80, prediction(50))
-    plain = found.to_dict()
-    assert (plain["by"], plain["device_peak_bytes"], plain["fits"]) == ("fake_step", 50 * GIB, True)
-    assert "51 GiB of 80 GiB on test device" in shown(found)
-    assert "29 GiB stay free; predicted by a rehearsal of the step" in shown(found)
-
-
-def test_one_that_does_not_says_how_much_is_missing() -> None:
-    found = report(80, prediction(90))
-    assert not found.fit.fits
-    text = shown(found)
-    assert "does not fit" in text
-    assert "11 GiB per rank are missing in the device" in text
-    assert "capacity ends at" in text
-
-
 def test_host_memory_can_be_what_is_missing() -> None:
     text = shown(report(80, prediction(50, host_gib=200)))
     assert "800 GiB of 512 GiB of host memory per node" in text
     assert "72 GiB per rank are missing in host memory" in text
-
-
-def test_the_bar_is_as_long_as_the_capacity() -> None:
-    (line,) = [line for line in shown(report(80, prediction(39))).splitlines() if line.startswith("device  ")]
-    bar = line[line.index("[") + 1 : line.index("]")]
-    assert (bar.count("█"), bar.count("·")) == (30, 30)
 
 
 @pytest.mark.parametrize(

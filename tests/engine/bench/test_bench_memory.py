@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +10,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.bench_memory import main
-from benchmarks.memory.cell import MemoryCell, read_memory, read_memory_cell, write_memory_cell
+from benchmarks.memory.cell import MemoryCell
 from benchmarks.memory.counting import AttentionLog, CountingKernel
 from benchmarks.memory.report import claims, complete_rows, loss_spread
 from engine.attention.kernels.base import BandSpec
 from engine.attention.kernels.reference import ReferenceKernel
-from engine.bench.spec import RankSetup, Rounds
-from engine.config.errors import ConfigError
 from engine.config.settings import ModelConfig
 from engine.model.llama import LlamaModel
 
@@ -91,16 +88,6 @@ def test_a_run_measures_every_policy_as_it_promises(document: dict[str, Any]) ->
     assert first != second
 
 
-def test_promises_of_the_table_of_policies() -> None:
-    """x: 64 rows x 32 x 2 bytes; results: out as large, and lse in fp32."""
-    x, results = 64 * 32 * 2, 64 * (32 * 2 + HEADS * 4)
-    assert CELL.promised_bytes("none", 64) is None
-    assert CELL.promised_bytes("full", 64) == LAYERS * x
-    assert CELL.promised_bytes("attn_out", 64) == LAYERS * (x + results)
-    assert CELL.promised_bytes("seq_fraction:kept_fraction=0.25", 64) == LAYERS * (x + results // 4)
-    assert CELL.promised_bytes("attn_out_every:every_layers=2", 64) == LAYERS // 2 * x + LAYERS * results
-
-
 def test_extra_time_is_taken_within_a_round() -> None:
     """A slow second round meets all policies; the medians alone would say 2.5 s for full."""
     rows = complete_rows(
@@ -154,26 +141,6 @@ def test_tiles_outside_of_the_model_s_forward_count_as_recomputed() -> None:
     assert (log.recomputed.calls, log.recomputed.flops) == (1, tile)
     log.reset()
     assert log.forward.calls == log.recomputed.calls == 0
-
-
-def test_a_cell_survives_the_way_to_the_ranks(tmp_path: Path) -> None:
-    cell = MemoryCell(POLICIES, 64, MODEL, "ring", "float32", 16, RankSetup(ranks=2), Rounds(3, 0))
-    write_memory_cell(cell, tmp_path)
-    assert read_memory_cell(tmp_path) == cell
-
-
-@pytest.mark.parametrize(
-    ("point", "words"),
-    [
-        ("most", "activation_checkpoint"),
-        ("seq_fraction:kept=0.5", "no such setting"),
-        ("attn_out_every:every_layers=two", "every_layers"),
-        ("auto", "name the policy"),
-    ],
-)
-def test_misspelt_policies_are_named(point: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        read_memory(point)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ import psutil
 import pytest
 from testkit.waiting import wait_for
 
-from engine.bench.ranks import RankProgram, measure_cell, run_ranks
-from engine.bench.spec import AttentionCell, RankSetup
-from engine.config.errors import ConfigError, RunError
+from engine.bench.ranks import RankProgram, run_ranks
+from engine.bench.spec import RankSetup
+from engine.config.errors import RunError
 
 FAKE = "tests.engine.bench.fake_rank"
 GONE_S = 5.0
@@ -36,10 +36,6 @@ def test_ranks_learn_their_place(tmp_path: Path) -> None:
     run_ranks(RankProgram(FAKE), RankSetup(ranks=4, nodes=2, threads=3), tmp_path)
     places = [json.loads((tmp_path / f"place{rank}.json").read_text()) for rank in range(4)]
     assert places == [["4", "0", "2", "3"], ["4", "1", "2", "3"], ["4", "0", "2", "3"], ["4", "1", "2", "3"]]
-
-
-def test_the_result_of_rank_0_is_returned() -> None:
-    assert measure_cell(AttentionCell(), RankProgram(FAKE), RankSetup(ranks=2)) == {"results": ["measured"]}
 
 
 def test_a_failed_rank_is_named_with_its_last_words_and_the_others_end(
@@ -69,14 +65,3 @@ def test_rank_command_comes_first_with_places_filled_in(tmp_path: Path) -> None:
     program = RankProgram("some.module", ("ip", "netns", "exec", "n{node}r{local_rank}g{rank}"))
     argv = program.argv(5, RankSetup(ranks=8, nodes=2), tmp_path)
     assert argv == ["ip", "netns", "exec", "n1r1g5", sys.executable, "-m", "some.module", str(tmp_path)]
-
-
-@pytest.mark.parametrize("word", ["{gpu}", "{}", "{rank", "{0}"])
-def test_rank_command_with_an_unknown_place_is_refused(tmp_path: Path, word: str) -> None:
-    with pytest.raises(ConfigError, match="legal in braces: rank, node, local_rank"):
-        RankProgram("m", (word,)).argv(0, RankSetup(), tmp_path)
-
-
-def test_a_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="no-such-tool cannot be started"):
-        run_ranks(RankProgram(FAKE, ("no-such-tool",)), RankSetup(ranks=1), tmp_path)

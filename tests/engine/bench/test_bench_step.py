@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.bench_step import best_against_checkpointing, main, summarise
+from benchmarks.bench_step import main
 from benchmarks.step.variants import Case, enable_checkpointing, llama_config
 from engine.config.settings import ModelConfig
 
@@ -19,16 +18,6 @@ MODEL = ModelConfig(
     vocab_size=256, hidden_size=32, ffn_hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=16
 )
 CASE = Case(MODEL, 100, "float32", 1, "cpu")
-
-
-def measured(seconds: list[float], peak: int) -> dict[str, Any]:
-    return {"seconds": seconds, "losses": [1.0], "peak_tensor_bytes": peak, "peak_resident_bytes": 2 * peak}
-
-
-def table(**variants: tuple[float, int]) -> dict[str, dict[str, Any]]:
-    """Summary of (seconds, peak) by name; double underscores stand for the colon of a policy."""
-    named = {name.replace("__", ":"): measured([seconds], peak) for name, (seconds, peak) in variants.items()}
-    return summarise(CASE, named)
 
 
 @pytest.mark.thorough
@@ -65,40 +54,3 @@ def test_transformers_checkpoints_every_layer() -> None:
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     model(input_ids=tokens, labels=tokens).loss.backward()
     assert len(calls) == 2
-
-
-def test_ratios_are_taken_to_both_references() -> None:
-    rows = table(burst=(2.0, 30), transformers=(4.0, 60), transformers_checkpoint=(5.0, 40))
-    assert (rows["burst"]["speed_ratio"], rows["burst"]["tensor_memory_ratio"]) == (2.0, 0.5)
-    assert rows["burst"]["over_checkpoint"] == {
-        "time_ratio": 0.4,
-        "tensor_memory_ratio": 0.75,
-        "resident_memory_ratio": 0.75,
-    }
-    assert rows["burst"]["tokens_per_s"] == 50.0
-
-
-def test_the_best_is_the_fastest_with_half_the_memory() -> None:
-    rows = table(burst=(1.0, 51), burst__full=(3.0, 20), burst__attn_out=(2.0, 50), transformers_checkpoint=(4.0, 100))
-    best = best_against_checkpointing(rows)
-    assert best is not None
-    assert (best["variant"], best["time_ratio"], best["met"]) == ("burst:attn_out", 0.5, True)
-
-
-def test_a_variant_that_is_small_and_slow_does_not_meet_the_promise() -> None:
-    best = best_against_checkpointing(table(burst__full=(3.7, 20), transformers_checkpoint=(4.0, 100)))
-    assert best is not None
-    assert not best["met"]
-
-
-@pytest.mark.parametrize(
-    ("variant", "words"),
-    [
-        ("transformers_fast", "unknown transformers_fast"),
-        ("burst:most", "activation_checkpoint"),
-        ("burst:attn_out:tile=64", "no such setting"),
-    ],
-)
-def test_unknown_variants_are_refused(variant: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TINY, "--variants", variant]) == 2
-    assert words in capsys.readouterr().err

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from testkit.clock import Clock
 
 from benchmarks.gpu import steps
-from benchmarks.gpu.checks import complete_rows
 from benchmarks.gpu.plan import Measurement, Part, Row, select
 from benchmarks.gpu.report import markdown
-from benchmarks.gpu.runner import GRACE_S, Budget, Runner
-from benchmarks.gpu.session import SIZES, goals_of, plan_parts
-from benchmarks.gpu.store import finite, result_stem, write_document
+from benchmarks.gpu.runner import Budget, Runner
+from benchmarks.gpu.session import SIZES, plan_parts
 from benchmarks.gpu.targets import judge
-from benchmarks.gpu.tiles import forward_flops
 from benchmarks.gpu.worker import MeasurementError, Workers
 from engine.attention.kernels import KERNELS
 from engine.bench.environment import parse_smi
-from engine.config.errors import ConfigError
 from engine.config.rules import check_config
 from engine.config.settings import RunConfig
 from engine.planning.memory.capacity import Gpu, Hardware
@@ -98,11 +93,6 @@ def test_parts_stop_between_measurements_when_their_share_is_used() -> None:
     assert (statuses(second), second["share_s"]) == (["measured"], 80)  # what the first left is the second's
 
 
-def test_a_part_takes_what_those_after_it_cannot_use() -> None:
-    first, second = run([part("a", "1", "2", "3", weight=1.0), part("b", "4", weight=3.0)], budget_s=50)[0]
-    assert (first["share_s"], statuses(first), statuses(second)) == (35, ["measured"] * 3, ["measured"])
-
-
 # What a session of so many seconds is worth, on a device as fast as expected.
 ENOUGH = {
     530: {
@@ -140,22 +130,6 @@ def test_a_session_of_nine_minutes_and_of_45_has_what_matters_in_its_order_and_n
         assert {row["label"] for row in rows} >= {measurement.label for measurement in planned.measurements}
 
 
-def test_no_measurement_starts_that_would_end_after_the_budget() -> None:
-    for pace in (0.5, 1.0, 2.5):
-        parts = [part("a", *"12345678"), part("b", *"12345678"), part("c", *"12345678")]
-        documents, measures, _ = run(parts, budget_s=100, pace=pace)
-        longest = 10 * pace
-        assert measures.clock.now <= 100 + longest  # the first of a part may be slower than anybody expected
-        assert all(timeout <= 100 + GRACE_S for timeout in measures.timeouts)
-        assert sum(len(document["rows"]) for document in documents) == 24
-
-
-def test_a_slower_device_is_noticed_after_its_first_measurement() -> None:
-    (document,), measures, _ = run([part("a", "1", "2", "3", "4")], budget_s=100, pace=4)
-    assert measures.called == ["1", "2"]
-    assert statuses(document) == ["measured", "measured", "skipped", "skipped"]
-
-
 def test_a_broken_measurement_is_a_row_with_its_error_and_the_others_go_on() -> None:
     documents, _, _ = run([part("a", "1", "broken", "2"), part("b", "broken")], budget_s=1000)
     assert statuses(documents[0]) == ["measured", "failed", "measured"]
@@ -178,13 +152,6 @@ def test_a_figure_above_the_peak_is_an_error_and_no_measurement() -> None:
     assert document["status"] == "failed"
 
 
-def test_rows_get_their_share_of_a_known_peak() -> None:
-    (row,) = complete_rows([{"forward_tflops": 25.0, "backward_tflops": None}], "x", PEAK)
-    assert (row["forward_of_peak"], row["status"]) == (0.25, "measured")
-    (row,) = complete_rows([{"forward_tflops": 2500.0}], "x", Peak(None, "unknown"))
-    assert (row["status"], "forward_of_peak" in row) == ("measured", False)
-
-
 def test_every_kernel_of_the_registry_is_measured_or_has_a_reason() -> None:
     reasons = dict.fromkeys(KERNELS) | {"flash_attn": "the flash-attn package is not installed"}
     (tiles,) = select(plan_parts(SIZES["full"], "cuda", FACTS | {"kernels": reasons}, predict), ["tiles"])
@@ -193,32 +160,6 @@ def test_every_kernel_of_the_registry_is_measured_or_has_a_reason() -> None:
     assert {"label": "flash_attn", "status": "not available", "error": reasons["flash_attn"]} in tiles.known
     lengths = {m.settings["seq_len"] for m in tiles.measurements if m.settings["kernel"] == "reference"}
     assert lengths == {4096}  # its memory is quadratic
-
-
-def test_labels_of_a_part_are_unique_and_expected_seconds_are_given() -> None:
-    for size in SIZES.values():
-        for one in plan_parts(size, "cpu", FACTS, predict):
-            labels = [measurement.label for measurement in one.measurements]
-            assert len(set(labels)) == len(labels)
-            assert not any("," in label for label in labels)  # --only is a list with commas
-            assert all(measurement.expected_s > 0 for measurement in one.measurements)
-
-
-def test_parts_and_measurements_are_chosen_by_name_and_label() -> None:
-    parts = plan_parts(SIZES["full"], "cuda", FACTS, predict)
-    loss, chosen = select(parts, ["steps:2 layers at 1048576", "loss"])
-    assert (loss.name, len(loss.measurements)) == ("loss", 12)
-    assert [measurement.label for measurement in chosen.measurements] == ["2 layers at 1048576 tokens"]
-    assert select(parts, []) == tuple(parts)
-    with pytest.raises(ConfigError) as error:
-        select(parts, ["tile", "steps:3 layers"])
-    assert [text.split(":")[0] for text in error.value.problems] == ["--only tile", "--only steps"]
-
-
-def test_flops_of_a_tile_are_those_of_its_visible_pairs() -> None:
-    pairs = sum(1 for i in range(13) for j in range(13) if j <= i)
-    assert forward_flops("causal", 13, 3, 8) == 2 * 2 * 8 * 3 * pairs
-    assert forward_flops("full", 13, 3, 8) == 2 * 2 * 8 * 3 * 13 * 13
 
 
 def step_row(layers: int, step_s: float, seq_len: int = 1024, **others: Any) -> Row:
@@ -236,31 +177,6 @@ def test_the_slope_between_two_depths_gives_the_whole_model() -> None:
     assert found["tokens_per_s"] == pytest.approx(1024 / 10.3)
     assert found["model_tflops"] == pytest.approx(1 / 10.3)
     assert found["from"] == "slope between 1 and 4 layers"
-
-
-def test_there_is_no_slope_without_two_measured_depths_of_one_policy() -> None:
-    assert steps.extrapolated([step_row(2, 1.0), step_row(4, 2.0) | {"status": "failed"}]) == []
-    assert steps.extrapolated([step_row(2, 1.0), step_row(32, 9.0)]) == []
-    assert steps.extrapolated([step_row(2, 1.0), step_row(4, 2.0, policy="none")]) == []
-    (found,) = steps.extrapolated([step_row(2, 2.0), step_row(4, 1.0)])
-    assert (found["status"], "step_s" in found) == ("failed", False)
-
-
-def test_where_the_plain_policy_does_not_fit_the_optimizer_goes_into_the_backward_pass() -> None:
-    whole = steps.run_config(steps.LLAMA_8B, 131072, "cuda")
-    policy = steps.choose_policy(whole, "NVIDIA H200", HARDWARE, predict)
-    memory = policy.config.memory
-    assert (policy.fits, memory.optimizer_store, memory.optimizer_in_backward) == (True, "host", True)
-    plenty = Hardware(HARDWARE.gpus, 10**12, "made up")
-    assert not steps.choose_policy(whole, "NVIDIA H200", plenty, predict).config.memory.optimizer_in_backward
-
-
-def test_half_a_million_tokens_take_moments_in_eight_bits_and_layers_in_both_memories() -> None:
-    whole = steps.run_config(steps.LLAMA_8B, 524288, "cuda")
-    policy = steps.choose_policy(whole, "NVIDIA H200", Hardware(HARDWARE.gpus, 130 * 10**9, "made up"), predict)
-    memory = policy.config.memory
-    assert (policy.fits, memory.moments_dtype, memory.optimizer_in_backward) == (True, "int8", True)
-    assert 1 < (memory.host_layers or 32) < 32
 
 
 def test_where_nothing_fits_the_nearest_policy_is_named_and_the_whole_model_left_out() -> None:
@@ -306,12 +222,6 @@ def verdicts(document: Row, words: str) -> list[str]:
     return [verdict.verdict for verdict in judge(document) if words in verdict.target]
 
 
-def test_goals_without_figures_are_not_measured() -> None:
-    assert {verdict.verdict for verdict in judge(document_of())} == {"not measured"}
-    failed = [ring_row(16384, 0.99) | {"status": "failed"}]
-    assert {verdict.verdict for verdict in judge(document_of(blocked=failed))} == {"not measured"}
-
-
 @pytest.mark.parametrize(
     ("part_name", "row", "words", "expected"),
     [
@@ -331,29 +241,6 @@ def test_goals_are_judged_by_their_limits(part_name: str, row: Row, words: str, 
     assert verdicts(document_of(**{part_name: [row]}), words) == [expected]
 
 
-def test_the_loss_is_judged_at_the_large_vocabulary_only() -> None:
-    small = {"status": "measured", "kind": "fused", "vocab_size": 32768, "rows": 8192}
-    large = small | {"vocab_size": 128256, "extra_bytes": 2.9e9, "of_roofline": 0.84}
-    small |= {"extra_bytes": 9e9, "of_roofline": 0.1}
-    assert verdicts(document_of(loss=[small, large]), "fused loss") == ["held", "MISSED"]
-
-
-def test_mfu_is_judged_by_length() -> None:
-    document = document_of(steps=[])
-    document["parts"][0]["derived"] = [
-        {"status": "measured", "seq_len": 131072, "model_of_peak": 0.481},
-        {"status": "measured", "seq_len": 1048576, "model_of_peak": 0.39},
-    ]
-    assert verdicts(document, "MFU") == ["held", "not measured", "not measured", "MISSED"]
-
-
-def test_one_preset_that_differs_misses_the_goal_of_parity() -> None:
-    rows = [{"status": "measured"}, {"status": "failed", "error": "differs"}, {"status": "not available", "error": "-"}]
-    assert verdicts(document_of(parity=rows[:1]), "every preset") == ["held"]
-    (verdict,) = [v for v in judge(document_of(parity=rows)) if "every preset" in v.target]
-    assert (verdict.verdict, verdict.measured) == ("MISSED", "1 of 2 comparisons")
-
-
 def test_the_page_shows_goals_failures_and_unknown_parts() -> None:
     other = [{"label": "x", "status": "measured", "error": None, "gb_per_s": 1234.567, "op": "merge"}]
     failed = [{"label": "fa4, 4096 tokens", "status": "failed", "error": "RuntimeError: a | b\nc"}]
@@ -370,27 +257,6 @@ def test_the_page_shows_goals_failures_and_unknown_parts() -> None:
     assert "dry run" not in text
     assert "Not complete" in markdown(document | {"complete": False})
     assert "dry run" in markdown(document | {"device": "cpu"})
-
-
-def test_rows_of_another_shape_cost_no_figures(tmp_path: Path) -> None:
-    document = document_of(steps=[{"label": "x", "status": "measured", "error": None}])
-    assert "cannot be judged" in goals_of(document)[0]["measured"]
-    json_path, text_path = write_document(document, tmp_path)
-    assert json.loads(json_path.read_text())["parts"][0]["rows"][0]["label"] == "x"
-    assert "could not be shown" in text_path.read_text()
-
-
-def test_results_are_replaced_whole(tmp_path: Path) -> None:
-    for value in (1.5, float("nan")):
-        write_document(document_of() | {"value": value}, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu_h200_202611.json", "gpu_h200_202611.md"]
-    assert json.loads((tmp_path / "gpu_h200_202611.json").read_text())["value"] is None
-    assert finite({"a": [1, float("inf"), (2.5,)]}) == {"a": [1, None, [2.5]]}
-
-
-def test_results_are_named_after_device_and_month() -> None:
-    assert result_stem("NVIDIA H100 80GB HBM3", "2026-11-22T10:00:00+00:00") == "gpu_h10080gbhbm3_202611"
-    assert result_stem("AMD EPYC 7763 64-Core Processor (AVX2)", "2026-11-22", ["loss"]) == "gpu_epyc7763_202611_loss"
 
 
 @pytest.fixture

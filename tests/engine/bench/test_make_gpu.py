@@ -88,13 +88,6 @@ def test_gpu_tests_are_collected_without_the_packages_of_a_development_environme
     assert marked - {Path(__file__).name} == set(re.findall(r"SKIPPED .*?/(test_\w+\.py)", done.stdout))
 
 
-def test_a_part_is_measured_without_the_packages_of_a_development_environment(tmp_path: Path) -> None:
-    done = run_script(tmp_path, 240, "--only", "elementwise", test_seconds=0)
-    assert done.returncode == 0, done.stdout
-    (results,) = tmp_path.glob("gpu_*.json")
-    assert [part["name"] for part in json.loads(results.read_text())["parts"]] == ["elementwise"]
-
-
 @pytest.mark.thorough
 def test_the_whole_command_measures_every_part(session: Any) -> None:
     done, document, _ = session

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rig.network import NODE_INTERFACE, PREFIX, RAIL_INTERFACE, Rig, namespace
+from benchmarks.rig.network import PREFIX, RAIL_INTERFACE, Rig, namespace
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -27,23 +27,6 @@ def test_every_rail_is_shaped_both_ways_and_nothing_else_is() -> None:
     received = {(f"{PREFIX}sw", f"r{rank}") for rank in range(6)}
     assert set(rates) == sent | received
     assert set(rates.values()) == {"50mbit"}
-
-
-def test_ranks_of_a_node_share_a_bridge_and_other_nodes_are_routed_over_the_rail() -> None:
-    rig = Rig(nodes=3, local_ranks=2)
-    commands = [" ".join(command) for command in rig.commands()]
-    bridges = [next(line for line in commands if f"link set n{rank} master" in line).split()[-1] for rank in range(6)]
-    assert bridges == ["node0", "node0", "node1", "node1", "node2", "node2"]
-    routes = [line for line in commands if line.startswith(f"ip -n {namespace(2)} route add")]
-    assert [line.split()[5] for line in routes] == ["10.87.0.0/24", "10.87.2.0/24"]
-    assert all(f"dev {RAIL_INTERFACE} src {rig.address(2)}" in line for line in routes)
-    assert any(f"address add {rig.address(2)}/24 dev {NODE_INTERFACE}" in line for line in commands)
-
-
-@pytest.mark.parametrize(("nodes", "local_ranks", "rate"), [(0, 4, 200), (2, 0, 200), (2, 4, 0), (201, 4, 200)])
-def test_impossible_rigs_are_refused(nodes: int, local_ranks: int, rate: int) -> None:
-    with pytest.raises(ValueError, match="rig: got"):
-        Rig(nodes, local_ranks, rate)
 
 
 def run_rig(*words: str, path: str) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.plain_loss import cross_entropy_plain
 from engine.loss.fused import linear_cross_entropy
 from engine.loss.options import LossOptions
 from engine.memory.tracker import LiveTensorTracker
@@ -44,10 +43,6 @@ def test_training_takes_only_hidden_label_and_gradient_per_row(dtype: torch.dtyp
 
 def test_evaluation_takes_only_hidden_and_label_per_row() -> None:
     assert growth_per_row(linear_cross_entropy, train=False) <= SIZE * 4 + 8
-
-
-def test_the_plain_loss_grows_by_logits() -> None:
-    assert growth_per_row(cross_entropy_plain, train=True) >= 2 * VOCAB * 4
 
 
 def test_extra_memory_is_a_few_chunks() -> None:

@@ -68,7 +68,3 @@ def test_of_equal_logits_the_smallest_id_wins_as_in_greedy_decoding(label: int) 
     assert row_scores(hidden, weight, labels)[0, 1].item() == (label == 0)
     parts = torch.stack([slice_scores(hidden, weight[first : first + 2], labels, first_id=first) for first in (0, 2)])
     assert join_scores(parts, labels)[0, 1].item() == (label == 0)
-
-
-def test_no_rows_give_no_scores() -> None:
-    assert row_scores(torch.zeros(0, 8), torch.zeros(4, 8), torch.zeros(0, dtype=torch.long)).shape == (0, 2)

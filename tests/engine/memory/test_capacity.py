@@ -15,7 +15,6 @@ from engine.planning.memory.capacity import (
     Gpu,
     Hardware,
     capacity_of,
-    find_hardware,
     host_memory,
     parse_nvidia_smi,
 )
@@ -69,12 +68,6 @@ def test_a_named_machine_and_an_option_overrule_what_is_there() -> None:
     assert capacity_of(named, 8, device="h100", hardware=SERVER).device_name == "h100"
 
 
-def test_a_device_may_be_given_in_bytes() -> None:
-    found = capacity_of(config(), 8, device="80e9", hardware=LAPTOP)
-    assert (found.device_bytes, found.device_name) == (80 * 10**9, "80 GB")
-    assert found.host_bytes_per_rank is None
-
-
 def test_on_a_cpu_the_ranks_share_the_host_memory() -> None:
     found = capacity_of(config(cluster={"backend": "gloo"}), 4, hardware=LAPTOP)
     assert (found.device_name, found.device_bytes, found.host_is_device) == ("cpu", 4 * 10**9, True)
@@ -87,13 +80,6 @@ def test_the_configuration_has_the_last_word() -> None:
         found = capacity_of(config(memory=memory), 7, device=device, hardware=SERVER)
         assert (found.device_bytes, found.host_bytes_per_rank) == (5 * 10**9, 10**9)
         assert (found.device_source, found.host_source) == ("memory.device_bytes", "memory.host_bytes")
-
-
-def test_headroom_is_that_of_the_fuller_memory() -> None:
-    found = capacity_of(config(memory={"device_bytes": 100, "host_bytes": 80}), 2, device="1e9", hardware=LAPTOP)
-    assert found.headroom_bytes(90, 0) == 10
-    assert found.headroom_bytes(10, 39) == 1
-    assert found.headroom_bytes(10, 41) == -1
 
 
 def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
@@ -138,22 +124,6 @@ def test_the_limit_of_the_control_group_binds(machine: tuple[Path, Path], group:
     (cgroup / file).parent.mkdir(parents=True, exist_ok=True)
     (cgroup / file).write_text(f"{2**30}\n")
     assert host_memory(proc, cgroup) == (round(2**30 * 0.97), "cgroup memory limit")
-
-
-@pytest.mark.parametrize("text", ["max", str(2**63 - 4096)])
-def test_a_group_without_a_limit_does_not(machine: tuple[Path, Path], text: str) -> None:
-    proc, cgroup = machine
-    (proc / "self" / "cgroup").write_text("0::/\n9:memory:/\n")
-    (cgroup / "memory.max").write_text("max")
-    (cgroup / "memory").mkdir()
-    (cgroup / "memory" / "memory.limit_in_bytes").write_text(text)
-    assert host_memory(proc, cgroup)[1] == "/proc/meminfo MemTotal"
-
-
-def test_hardware_is_gpus_and_host(machine: tuple[Path, Path]) -> None:
-    proc, cgroup = machine
-    found = find_hardware(lambda: SERVER.gpus, proc, cgroup)
-    assert found == Hardware(SERVER.gpus, round(8 * 2**30 * 0.97), "/proc/meminfo MemTotal")
 
 
 def test_ranks_on_the_cpu_say_whose_bytes_they_count() -> None:

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from testkit.ranks import Pools
 from testkit.tiny_training import own_part, random_batches, start_run, tiny_config
 
 from engine.loss.fused import linear_cross_entropy
 from engine.loss.options import LossOptions
-from engine.memory.components import COMPONENTS, FrameClassifier, StepObserver, by_component, component_of
-from engine.memory.host import host_empty
+from engine.memory.components import FrameClassifier, StepObserver, by_component
 from engine.memory.tracker import LiveTensorTracker
 from engine.model.elementwise import swiglu
 from engine.training.train_step import rank_batch
 
 FLOAT = 4
-
-
-@pytest.mark.parametrize(
-    ("path", "function", "component"),
-    [
-        ("/x/engine/attention/buffers.py", "allocate_bytes", "attention pool"),
-        ("/x/engine/attention/buffers.py", "allocate_tensor", "attention"),
-        ("/x/engine/attention/kernels/cpu_flash.py", "_forward", "attention"),
-        ("C:\\x\\engine\\loss\\fused.py", "_walk_chunks", "loss"),
-        ("/x/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_reduce", "communication"),
-        ("/x/engine/model/rope.py", "rope_table", "other"),
-        ("/x/engine/model/rope.py", "_rotate", "mlp"),
-        ("/x/engine/row_blocks.py", "scaled", None),
-    ],
-)
-def test_a_function_has_a_component_or_leaves_it_to_its_caller(path: str, function: str, component: str | None) -> None:
-    assert component_of(path, function) == component
 
 
 def test_the_innermost_function_that_is_listed_decides() -> None:
@@ -45,29 +26,6 @@ def test_the_innermost_function_that_is_listed_decides() -> None:
     assert found["mlp"] == result.nbytes
     assert found["loss"] > 0
     assert "attention" not in found
-
-
-def test_host_memory_has_the_component_of_whoever_asked_for_it() -> None:
-    with LiveTensorTracker(FrameClassifier()) as tracker:
-        buffer = host_empty((100,), torch.float32, pinned=False)
-    assert tracker.host_peak.components == {"other": buffer.nbytes}
-    assert tracker.peak_bytes == 0
-
-
-def test_components_can_be_said_to_lie_on_the_host() -> None:
-    classifier = FrameClassifier(host_components=["parameters"])
-    with LiveTensorTracker(classifier) as tracker:
-        weight = torch.zeros(100)
-        tracker.watch([weight], classifier.label("parameters"))
-        tracker.reset_peak()
-    assert tracker.host_peak.components == {"parameters": weight.nbytes}
-    assert tracker.peak_bytes == 0
-
-
-def test_pooled_memory_of_attention_counts_as_attention() -> None:
-    found = by_component({"attention": 3, "attention pool": 4, "mlp": 5})
-    assert list(found) == list(COMPONENTS)
-    assert (found["attention"], found["mlp"], sum(found.values())) == (7, 5, 12)
 
 
 def gradient_and_weight_bytes() -> tuple[int, int]:

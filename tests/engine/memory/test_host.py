@@ -69,11 +69,6 @@ def test_pieces_of_pinned_memory_waste_less_than_an_eighth_where_one_allocation_
     assert sum(pieces[:-1]) < size or not pieces  # no piece is superfluous
 
 
-def test_other_memory_comes_in_one_piece_of_its_size() -> None:
-    assert [piece_sizes(size, pinned=False) for size in (0, 1, 5 << 30)] == [(), (1,), (5 << 30,)]
-    assert [allocated_bytes(5, pinned=pinned) for pinned in (False, True)] == [5, 8]
-
-
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_step_like_the_last_one_allocates_nothing(pinned: bool) -> None:
     allocate = Pageable()
@@ -124,24 +119,3 @@ def test_pieces_taken_before_the_limit_is_hit_go_back() -> None:
         pool.take(384 * KIB)  # 256 fit, 128 do not
     assert pool.in_use_bytes == 0
     assert len(pool.take(256 * KIB)) == 1
-
-
-def out_of_memory(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    raise RuntimeError("CUDA error: out of memory")
-
-
-def test_an_allocation_that_fails_is_not_counted() -> None:
-    pool = HostPool(allocate=out_of_memory)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        pool.take(8)
-    assert (pool.in_use_bytes, pool.budget.in_use_bytes) == (0, 0)
-
-
-def test_budgets_can_be_shared() -> None:
-    budget = HostBudget(100)
-    first, second = HostPool(budget), HostPool(budget)
-    first.take(60)
-    with pytest.raises(HostMemoryError):
-        second.take(60)
-    assert second.take(40)[0].numel() == 40
-    assert budget.in_use_bytes == 100

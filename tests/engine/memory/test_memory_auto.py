@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from memory_cases import EIGHT_B, WORLD, prediction_of, seven_b
 
-from engine.config.settings import MemoryConfig, RunConfig
+from engine.config.settings import RunConfig
 from engine.planning.memory.auto import (
     INDIFFERENCE,
     MOST_PREDICTED,
@@ -94,12 +94,6 @@ def test_of_policies_that_take_alike_the_simplest_is_chosen() -> None:
     assert (choice.config.memory.activation_checkpoint, choice.config.memory.activation_store) == ("attn_out", "device")
 
 
-def test_candidates_are_all_policies_on_both_stores_with_and_without_tiles() -> None:
-    names = {re.sub(r"\d+ layers? ", "", candidate.name) for candidate in auto(100).candidates}
-    assert len(names) == 2 * 2 * 8
-    assert {"none, on device", "seq_fraction 0.25, on host", "attn_out_every 4, on host, tiles of 4096"} <= names
-
-
 def test_what_one_policy_works_with_is_not_charged_to_another() -> None:
     """Others fail by far here, and only the one that takes most time fits."""
     greedy = Predictor(lambda config: 1.0 if config.memory.activation_checkpoint == "full" else 20.0)
@@ -107,11 +101,6 @@ def test_what_one_policy_works_with_is_not_charged_to_another() -> None:
     choice = settle_memory(config, WORLD, capacity(60, None), greedy, H100)
     assert choice.fits
     assert choice.config.memory.activation_checkpoint == "full"
-
-
-def test_a_small_host_keeps_checkpoints_on_the_device() -> None:
-    assert auto(50).config.memory.activation_store == "host"
-    assert auto(50, host_gb=10).config.memory.activation_store == "device"
 
 
 def test_host_memory_of_unknown_size_is_not_used() -> None:
@@ -222,19 +211,6 @@ def test_the_number_of_ranks_advised_fits_and_half_of_it_does_not() -> None:
     assert not fits(ranks // 2)
 
 
-def test_the_length_advised_fits_and_twice_as_much_does_not() -> None:
-    choice = auto(SHORT, length=2**22)
-    (text,) = [text for text in advice() if "train.seq_len=" in text]
-    length = int(re.search(r"=(\d+)", text)[1])  # type: ignore[index]
-
-    def fits(tokens: int) -> bool:
-        config = replace(choice.config, train=replace(choice.config.train, seq_len=tokens))
-        return predicted_fit(PREDICT(config, WORLD), capacity(SHORT)).fits
-
-    assert fits(length)
-    assert not fits(2 * length)
-
-
 def on_cpu(gib: int) -> list[str]:
     """The advice for an 8B model and a short sequence on a machine without GPUs."""
     host = Capacity("cpu", gib * 2**30, "MemTotal", gib * 2**30, "MemTotal", 1, host_is_device=True)
@@ -250,26 +226,8 @@ def test_shorter_sequence_is_not_advised_where_the_model_alone_is_too_large() ->
     assert moments.startswith("memory.moments_dtype=int8 would fit on the same ranks, with ")
 
 
-def test_eight_bit_moments_are_not_advised_where_they_are_not_enough() -> None:
-    assert not any("moments" in text for text in on_cpu(40))
-
-
 def test_advice_for_a_policy_that_does_not_fit_names_one_that_does() -> None:
     config = seven_b(memory={"activation_checkpoint": "none"}, train={"seq_len": 2**20})
     (text,) = Adviser(capacity(50), H100, PREDICT).remedies(config, WORLD)
     assert text.startswith("memory=auto would fit with ")
     assert "memory.activation_store=host" in text
-
-
-def test_copies_that_compute_cannot_hide_are_counted() -> None:
-    slow = replace(H100, host_bytes_per_s=1e8)
-    config = replace(seven_b(train={"seq_len": 2**17}), model=EIGHT_B)
-    seconds = {
-        store: [
-            predict_step(replace(config, memory=MemoryConfig(activation_store=store)), WORLD, machine).seconds
-            for machine in (H100, slow)
-        ]
-        for store in ("device", "host")
-    }
-    assert seconds["device"][0] == seconds["device"][1]
-    assert seconds["host"][1] > 2 * seconds["host"][0]

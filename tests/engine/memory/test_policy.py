@@ -6,11 +6,7 @@ import pytest
 
 from engine.config.errors import ConfigError
 from engine.config.settings import MemoryConfig
-from engine.planning.memory.policy import LayerPolicy, layer_policies, policy_name, recompute_before
-
-
-def test_one_policy_for_all_layers() -> None:
-    assert layer_policies(MemoryConfig(activation_checkpoint="attn_out"), 3) == (LayerPolicy("attn_out"),) * 3
+from engine.planning.memory.policy import layer_policies, recompute_before
 
 
 def test_policies_take_turns() -> None:
@@ -47,10 +43,3 @@ def test_the_cut_of_the_other_policies() -> None:
 def test_ranks_do_not_resolve_auto() -> None:
     with pytest.raises(ConfigError, match="burst launch"):
         layer_policies(MemoryConfig(activation_checkpoint="auto"), 2)
-
-
-def test_names_have_what_a_policy_reads() -> None:
-    assert policy_name(MemoryConfig()) == "full"
-    mixed = MemoryConfig(checkpoint_layers=("none", "seq_fraction", "attn_out_every"), activation_store="host")
-    assert policy_name(mixed) == "none/seq_fraction 0.5/attn_out_every 4, on host"
-    assert policy_name(MemoryConfig(tile_tokens=64, optimizer_store="host")) == "full, tiles of 64, optimizer on host"

@@ -33,7 +33,7 @@ from engine.planning.schedule.plan import (
 from engine.planning.sequence.mask import Mask
 from engine.planning.time.devices import find_machine
 from engine.planning.time.machine import Machine
-from engine.planning.time.replay import COMPUTE_LANE, Timeline, replay
+from engine.planning.time.replay import COMPUTE_LANE, replay
 
 # One head of one channel: a key-value token is 4 bytes, a gradient of k and v 8, an accumulator 8, a full 4 x 4 tile
 # 64 FLOPs forward and 160 backward.
@@ -157,18 +157,6 @@ def test_host_pipeline_by_hand() -> None:
         ("compute", "op", 3.75): 3.75 + 96 / 64,
     }
     assert timeline.total_s == 5.25
-
-
-def two_channels(rank: int, second: Channel) -> RankPlan:
-    slots = (Slot(Kind.KV, 4, "kv"), Slot(Kind.KV, 4), Slot(Kind.KV, 4))
-    posts = exchange(0, rank, 1 - rank, 0, 1, Channel.PAYLOAD_INNER)
-    posts += exchange(2, rank, 1 - rank, 0, 2, second)
-    return RankPlan(rank, slots, (Step(0, post=posts, wait=(0, 1, 2, 3)),))
-
-
-def test_channels_of_one_link_share_its_rate() -> None:
-    plan = AttentionPlan("forward", 2, {rank: two_channels(rank, Channel.GRADIENT_INNER) for rank in range(2)})
-    assert replay(plan, SLOW, ONE, Topology(1, 2)).total_s == 2 * 2.0 + 0.5
 
 
 def test_a_channel_is_a_queue_and_another_link_is_free() -> None:
@@ -347,27 +335,6 @@ def test_a_rank_does_one_thing_at_a_time(case: tuple[AttentionPlan, Topology], m
         if own:
             assert own[-1].stop_s == timeline.finish_s[rank]
         assert math.isclose(timeline.compute_s[rank] + timeline.waited_s[rank], timeline.finish_s[rank], abs_tol=1e-15)
-
-
-def causal_rings(inner: int, outer: int, machine: Machine) -> list[Timeline]:
-    plans = ring_plans(inner, outer, Mask(65536))
-    shape = TokenBytes(num_heads=32, num_kv_heads=32, head_dim=128)
-    return [replay(plan, machine, shape, Topology(2, 4)) for plan in (plans.forward, plans.backward)]
-
-
-def test_a_double_ring_beats_a_flat_one_when_nodes_are_far_apart() -> None:
-    machine = replace(find_machine("h100"), inter_bytes_per_s=5e9)
-    for double, flat in zip(causal_rings(4, 2, machine), causal_rings(8, 1, machine), strict=True):
-        assert double.total_s < 0.6 * flat.total_s
-
-
-def test_both_rings_are_equal_when_nothing_is_exposed() -> None:
-    for double, flat in zip(
-        causal_rings(4, 2, free_links(find_machine("h100"))),
-        causal_rings(8, 1, free_links(find_machine("h100"))),
-        strict=True,
-    ):
-        assert math.isclose(double.total_s, flat.total_s, rel_tol=0.01)
 
 
 def test_sixty_four_ranks_are_replayed_in_seconds() -> None:
