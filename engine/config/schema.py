@@ -45,7 +45,7 @@ _REMOVED: dict[str, tuple[Any, str]] = {
     "parallel.reshard_after_forward": (True, "gathered weights are always freed after the forward pass"),
     "train.checkpoint.keep_every_steps": (
         None,
-        "`burst checkpoint prune --keep-every STEPS` leaves those of a larger keep_last",
+        "`burst checkpoint prune --keep-every 1000` leaves those of a larger keep_last",
     ),
     "train.guard.most_in_a_row": (5, "a run stops after 5 dropped steps without progress"),
     "train.guard.window_steps": (64, "a loss is compared with those of the last 64 steps"),
