@@ -85,9 +85,8 @@ def checkpoint_of_step(run: RunFolder, step: int | None) -> HereCheckpoint:
     for checkpoint in known:
         if step in (None, checkpoint.step):
             return checkpoint
-    steps = ", ".join(str(checkpoint.step) for checkpoint in known) or "none"
-    what = "checkpoint" if step is None else f"checkpoint of step {step}"
-    raise CheckpointError(f"run {run.run_id} has no {what}; it has {steps}")
+    steps = ", ".join(str(checkpoint.step) for checkpoint in known)
+    raise CheckpointError(f"run {run.run_id} has no checkpoint" + (f" of step {step}; it has {steps}" if steps else ""))
 
 
 def compared(one: Held, console: Console) -> str | None:

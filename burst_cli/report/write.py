@@ -388,6 +388,8 @@ def check_targets(output: Path | None, png: Path | None, *, force: bool) -> None
 def _check_target(option: str, path: Path, *, force: bool) -> None:
     if path.is_dir():
         raise ConfigError(f"{option}: {path} is a folder; give the name of a file in it")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{option}: {path} is a device or a pipe; give the name of a file")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{option}: the folder {path.absolute().parent} does not exist; make it first")
     if path.exists() and not force and not _is_ours(path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -51,8 +52,11 @@ def sync(*paths: Path) -> None:
 def replace_file(path: Path, content: str | bytes, *, is_shared: bool = False) -> None:
     """Replace `path`; a reader, whatever happens here, sees the old content or the new one. Raises OSError.
 
-    The file is its owner's alone, or `is_shared` as if it had been opened under its own name.
+    The file is its owner's alone, or `is_shared` as if it had been opened under its own name. A device or pipe is never
+    replaced: /dev/null would be gone.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise FileExistsError(errno.EEXIST, "it is no regular file", str(path))
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:80]}-", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:

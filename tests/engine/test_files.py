@@ -22,7 +22,11 @@ def test_a_failed_replacement_keeps_the_old_content_and_leaves_no_part(tmp_path:
         replace_file(tmp_path / "a", "\udcff")
     with pytest.raises(IsADirectoryError):
         replace_file(tmp_path / "folder", "new")
-    assert names(tmp_path) == ["a", "folder"]
+    os.mkfifo(tmp_path / "pipe")  # as /dev/null, which renaming would take away from everybody
+    with pytest.raises(FileExistsError, match="no regular file"):
+        replace_file(tmp_path / "pipe", "new")
+    assert names(tmp_path) == ["a", "folder", "pipe"]
+    assert (tmp_path / "pipe").is_fifo()
     assert (tmp_path / "a").read_text() == "old"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -261,7 +262,9 @@ def test_html_goes_to_report_html_by_default_and_json_beside_it_is_one_document(
 @pytest.mark.parametrize(("option", "end"), [("--output", "md"), ("--png", "png")])
 def test_places_that_cannot_be_written_are_refused(methods, tmp_path: Path, option: str, end: str) -> None:
     (tmp_path / f"folder.{end}").mkdir()
-    for place, words in ((f"folder.{end}", "is a folder"), (f"absent/r.{end}", "does not exist")):
+    os.mkfifo(tmp_path / f"pipe.{end}")  # looking for an earlier report in it would wait for ever
+    places = ((f"folder.{end}", "is a folder"), (f"absent/r.{end}", "does not exist"), (f"pipe.{end}", "a pipe"))
+    for place, words in places:
         refused = methods(option, str(tmp_path / place))
         assert (refused.code, words in refused.err) == (2, True)
 
