@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from engine.parallel.fsdp import release_gathered_weights
 from engine.runs.manifest import CheckpointError, Manifest, TensorFacts
 from engine.training.optim import set_learning_rate
 
@@ -58,6 +59,7 @@ class TrainingTensors:
             moment.copy_(self.tensors[name])
         for state in self._states():
             state["step"].fill_(updates)
+        release_gathered_weights(self.model)
 
     def _states(self) -> Iterable[Mapping[str, Tensor]]:
         return () if self.optimizer is None else self.optimizer.state.values()

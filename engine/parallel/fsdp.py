@@ -90,12 +90,23 @@ def set_gradient_sync(model: nn.Module, *, is_last: bool) -> None:
         module.set_requires_all_reduce(is_last, recurse=False)
 
 
+def release_gathered_weights(model: nn.Module) -> None:
+    """Frees gathered weights of every unit.
+
+    The one that holds the root's own parameters stays gathered after a forward without a backward (evaluation): it
+    would not see weights that are changed before the next backward, nor be found by what asks for its parameters.
+    """
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode around forward passes without a backward."""
+    """Around forward passes without a backward: evaluation mode, and no gathered weights afterwards."""
     was_training = model.training
     model.eval()
     try:
         yield
     finally:
+        release_gathered_weights(model)
         model.train(was_training)
