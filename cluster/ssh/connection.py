@@ -28,7 +28,6 @@ class CommandResult:
     exit_code: int | None
     stdout: bytes
     stderr: bytes
-    elapsed_s: float
     truncated: bool = False
 
     @property

@@ -32,7 +32,6 @@ class SshProcess:
         self, host: Host, channel: paramiko.Channel, max_output_bytes: int, *, stall_s: float = STALL_S
     ) -> None:
         self._host, self._channel, self._limit, self._stall_s = host, channel, max_output_bytes, stall_s
-        self._begin = time.monotonic()
         self._stderr = bytearray()
         self._stderr_cut = False
         channel.settimeout(_POLL_S)
@@ -74,7 +73,7 @@ class SshProcess:
         deadline = Deadline.after(timeout_s) if timeout_s is not None else None
         data = self._receive(max_bytes, deadline)
         if data is None:
-            raise self._timeout(timeout_s or 0.0)
+            raise _command_timeout(self._host, timeout_s or 0.0)
         if not data and self._is_lost():
             raise self._lost()
         return data
@@ -85,23 +84,18 @@ class SshProcess:
         stdout, cut = bytearray(), False
         while (data := self._receive(WINDOW_BYTES, deadline)) != b"":
             if data is None:
-                raise self._timeout(timeout_s)
+                raise _command_timeout(self._host, timeout_s)
             room = self._limit - len(stdout)
             cut = cut or len(data) > room
             stdout += data[: max(0, room)]
         if not self._channel.status_event.wait(deadline.left_s):
-            raise self._timeout(timeout_s)
+            raise _command_timeout(self._host, timeout_s)
         self._drain.join(deadline.left_s)
         if self._is_lost():
             raise self._lost()
         code = self._channel.exit_status
-        return CommandResult(
-            None if code == -1 else code,
-            bytes(stdout),
-            bytes(self._stderr),
-            time.monotonic() - self._begin,
-            cut or self._stderr_cut,
-        )
+        is_cut = cut or self._stderr_cut
+        return CommandResult(None if code == -1 else code, bytes(stdout), bytes(self._stderr), is_cut)
 
     def close(self) -> None:
         """Drop the channel; from any thread, which ends reads and writes of others."""
@@ -150,9 +144,6 @@ class SshProcess:
             room = _STDERR_BYTES - len(self._stderr)
             self._stderr_cut = self._stderr_cut or len(data) > room
             self._stderr += data[: max(0, room)]
-
-    def _timeout(self, timeout_s: float) -> SshError:
-        return SshError(self._host.name, SshFailure.COMMAND_TIMEOUT, f"a command did not end within {timeout_s:.3g} s")
 
     def _lost(self) -> SshError:
         transport = self._channel.get_transport()

@@ -105,7 +105,7 @@ class FakeProcess:
         return data
 
     def wait(self, timeout_s: float) -> CommandResult:
-        return CommandResult(self._code, b"", self._stderr, 0.1)
+        return CommandResult(self._code, b"", self._stderr)
 
     def close(self) -> None:
         self.closed = True
@@ -139,7 +139,7 @@ class FakeConnection:
     ) -> CommandResult:
         self.commands.append(list(argv))
         clock = self.clock if self.clock is not None else f"{time.time() + self.ahead_s:.9f}\n".encode()
-        return CommandResult(0, clock, b"", 0.0)
+        return CommandResult(0, clock, b"")
 
     def start(self, argv: Sequence[str]) -> FakeProcess:
         self.commands.append(list(argv))

@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
@@ -78,7 +77,7 @@ class LocalProcess:
     """As over SSH: closing it closes the streams and kills nothing."""
 
     def __init__(self, name: str, argv: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._name, self._begin = name, time.monotonic()
+        self._name = name
         pipe = subprocess.PIPE
         # A shell as sshd uses one: it answers 127 for a command that is not there.
         command = ["/bin/sh", "-c", 'exec "$@"', "sh", *argv]
@@ -116,7 +115,7 @@ class LocalProcess:
         finally:
             self.popen.stdin = stdin
         code = self.popen.returncode
-        return CommandResult(code if code >= 0 else None, stdout, stderr, time.monotonic() - self._begin)
+        return CommandResult(code if code >= 0 else None, stdout, stderr)
 
     def close(self) -> None:
         self.close_stdin()

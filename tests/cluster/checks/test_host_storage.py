@@ -200,11 +200,11 @@ def test_what_a_node_says_decides(written: Answer, looked: Answer | None, expect
 
 
 def test_an_answer_without_the_word_is_none() -> None:
-    noisy = CommandResult(0, b"Welcome!\nsaw 1\nword saw 2\nword looked\n", b"", 0.1)
+    noisy = CommandResult(0, b"Welcome!\nsaw 1\nword saw 2\nword looked\n", b"")
     assert read_answer(noisy, "word").numbers("saw") == {2}
-    assert read_answer(CommandResult(0, b"saw 1\nlooked\n", b"", 0.1), "word").end == "none"
-    assert read_answer(CommandResult(1, b"word looked\n", b"", 0.1), "word").end == "none"
-    assert read_answer(CommandResult(0, b"word looked\n", b"", 0.1, truncated=True), "word").end == "none"
+    assert read_answer(CommandResult(0, b"saw 1\nlooked\n", b""), "word").end == "none"
+    assert read_answer(CommandResult(1, b"word looked\n", b""), "word").end == "none"
+    assert read_answer(CommandResult(0, b"word looked\n", b"", truncated=True), "word").end == "none"
 
 
 @pytest.mark.parametrize(

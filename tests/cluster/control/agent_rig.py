@@ -171,7 +171,7 @@ class FakeProcess:
         return data
 
     def wait(self, timeout_s: float) -> CommandResult:
-        return self._result or CommandResult(1, b"", b"Traceback: the agent\x1b[31m fell", 0.0)
+        return self._result or CommandResult(1, b"", b"Traceback: the agent\x1b[31m fell")
 
     def close(self) -> None:
         self._stdin.end()

@@ -229,7 +229,7 @@ def test_every_way_to_fail_is_a_problem_in_words_and_none_is_the_end(run, node):
 
 def test_a_node_without_python_says_so(run, node):
     node.wire.script = lambda stream: None
-    node.wire.result = CommandResult(127, b"", b"sh: python3: not found", 0.0)
+    node.wire.result = CommandResult(127, b"", b"sh: python3: not found")
     link = node.link(run)
     with closing(link):
         with pytest.raises(StartRefusedError, match=r"there is no python3; burst needs Python 3\.9") as caught:

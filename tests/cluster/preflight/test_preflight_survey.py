@@ -277,7 +277,7 @@ class Ending(LocalConnection):
 
     def __init__(self, code: int | None, said: bytes) -> None:
         super().__init__("n1")
-        self._result = CommandResult(code, b"", said, 0.0)
+        self._result = CommandResult(code, b"", said)
 
     def start(self, argv: Sequence[str]) -> LocalProcess:
         process = super().start(("true",))
