@@ -25,6 +25,7 @@ from testkit import ROOT
 from testkit.fault_table import Row
 from testkit.host_tree import write_host_tree
 from testkit.image_rig import LauncherEngine
+from testkit.process_table import run_processes
 from testkit.waiting import wait_for
 
 # A model so small that a step takes milliseconds, and data that takes no time to prepare.
@@ -168,13 +169,9 @@ class FaultRig:
     def processes(self, run_id: str) -> dict[int, dict[str, str]]:
         """Living processes of a run on all nodes: pid -> environment."""
         found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                pairs = [pair.split(b"=", 1) for pair in (folder / "environ").read_bytes().split(b"\0") if b"=" in pair]
-                values = {key.decode(errors="replace"): value.decode(errors="replace") for key, value in pairs}
-                state = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-                if values.get("BURST_RUN_ID") == run_id and state not in ("Z", "X"):
-                    found[int(folder.name)] = values
+        for process in run_processes(run_id):
+            with contextlib.suppress(psutil.Error):  # one that just ended
+                found[process.pid] = process.environ()
         return found
 
     def pids_of(self, run: RunFolder, node: str, what: str) -> list[int]:

@@ -29,6 +29,7 @@ from cluster.image.push import STALL_S, Connect, NodeResult, Push
 from cluster.image.relays import PushSecrets
 from cluster.testbed.build import Testbed
 from testkit.connecting import connect
+from testkit.process_table import living
 
 DOCKERD = "/usr/sbin/dockerd"
 _START_S = 60.0
@@ -240,10 +241,5 @@ class PushRig:
     def relays(self, node: str) -> list[psutil.Process]:
         """The relays that run on a node."""
         home = str(self.testbed.node(node).folder.home)
-        return [process for process in psutil.process_iter() if _is_relay(process, home)]
-
-
-def _is_relay(process: psutil.Process, home: str) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return "burst-image-relay" in process.cmdline() and process.environ().get("HOME") == home
-    return False
+        own = living("environ", f"HOME={home}")
+        return [process for process in living("cmdline", "burst-image-relay") if process in own]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from cluster.ssh.hosts import Host
 from cluster.ssh.pool import SshPool
 from cluster.testbed.build import Testbed, open_testbed
 from testkit import KIT
+from testkit.process_table import living
 from testkit.supervise_rig import PYTHON_PATH, new_run_id
 from testkit.waiting import WAIT_S, wait_for
 
@@ -115,15 +117,14 @@ def swept(link: NodeLink, timeout_s: float = WAIT_S) -> tuple[int, ...]:
 
 def agents_on(testbed: Testbed, node: str) -> list[psutil.Process]:
     """The agents that run on a node."""
-    found = []
     namespace = Path(f"/proc/{testbed.node(node).holder()}/ns/net").readlink()
-    for process in psutil.process_iter():
-        try:
-            if "burst-agent" in process.cmdline() and Path(f"/proc/{process.pid}/ns/net").readlink() == namespace:
-                found.append(process)
-        except (psutil.Error, OSError):
-            continue
-    return found
+    return [one for one in living("cmdline", "burst-agent") if _namespace(one) == namespace]
+
+
+def _namespace(process: psutil.Process) -> Path | None:
+    with contextlib.suppress(OSError):  # one that just ended
+        return Path(f"/proc/{process.pid}/ns/net").readlink()
+    return None
 
 
 def start_launcher(testbed: Testbed, runs: Sequence[RemoteRun]) -> subprocess.Popen[bytes]:

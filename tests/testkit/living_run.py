@@ -1,6 +1,6 @@
 """A run of fake ranks on this machine, led by a process of its own, as `burst launch` would lead it.
 
-python living_run.py RUNS_DIR MODE [--lease S] [--detached]: creates the run and leads it to its end; nothing is shown.
+python living_run.py RUNS_DIR MODE [--detached]: creates the run and leads it to its end; nothing is shown.
 """
 
 from __future__ import annotations
@@ -50,10 +50,6 @@ class LivingRun:
         """Returns once so many steps are recorded."""
         wait_for(lambda: len(self.run.read_metrics()) >= count, f"{count} steps")
 
-    def wait_state(self, *states: str) -> None:
-        """Returns once run.json says one of these."""
-        wait_for(lambda: self.run.read_state()["state"] in states, f"state {' or '.join(states)}")
-
     def kill(self) -> None:
         """SIGKILL for the controller; its ranks go on until their lease ends."""
         self.controller.kill()
@@ -73,20 +69,18 @@ class LivingRun:
             link.close()
 
 
-def _plan(path: Path, lease_s: float = 60.0) -> LaunchPlan:
-    config = RunConfig(train=TrainConfig(steps=5, seq_len=64), cluster=ClusterConfig(ranks_per_node=2, lease_s=lease_s))
+def _plan(path: Path) -> LaunchPlan:
+    config = RunConfig(train=TrainConfig(steps=5, seq_len=64), cluster=ClusterConfig(ranks_per_node=2))
     return fake_plan(path, config)
 
 
 def main() -> int:
-    flags = sys.argv[3:]
-    lease_s = float(flags[flags.index("--lease") + 1]) if "--lease" in flags else 60.0
     path = new_run_path(Path(sys.argv[1]), "tiny")
-    plan = _plan(path, lease_s)
+    plan = _plan(path)
     stop = StopRequests()
     with stop.listening():
         run: RunFolder = create_run(path, dict(plan.files), world_size=plan.world_size)
-        manner = Manner(detached="--detached" in flags, timing=TIMING)
+        manner = Manner(detached="--detached" in sys.argv[3:], timing=TIMING)
         return control(plan, run, open_links(plan, run), SilentObserver(), stop, manner).exit_code
 
 

@@ -12,9 +12,9 @@ from engine.runs.folder import RUN_ID_VARIABLE
 from testkit.waiting import wait_for
 
 
-def run_processes(run_id: str) -> list[psutil.Process]:
-    """The living processes that carry the mark of run `run_id`, without this one."""
-    return [one for one in _living("environ", f"{RUN_ID_VARIABLE}={run_id}") if one.pid != os.getpid()]
+def run_processes(run_id: str, *marks: str) -> list[psutil.Process]:
+    """The living processes that carry the mark of run `run_id`, and these, without this one."""
+    return [one for one in living("environ", f"{RUN_ID_VARIABLE}={run_id}", *marks) if one.pid != os.getpid()]
 
 
 def kill_run(run_id: str, wait_s: float = 10.0) -> None:
@@ -32,7 +32,7 @@ def kill_run(run_id: str, wait_s: float = 10.0) -> None:
 
 def supervisors(run_id: str) -> list[psutil.Process]:
     """The living supervisors of run `run_id`; they do not carry its mark."""
-    return _living("cmdline", "burst-supervisor", run_id)
+    return living("cmdline", "burst-supervisor", run_id)
 
 
 def wait_until_gone(run_id: str, wait_s: float) -> list[psutil.Process]:
@@ -42,7 +42,7 @@ def wait_until_gone(run_id: str, wait_s: float) -> list[psutil.Process]:
     return [*supervisors(run_id), *run_processes(run_id)]
 
 
-def _living(file: str, *words: str) -> list[psutil.Process]:
+def living(file: str, *words: str) -> list[psutil.Process]:
     """Processes with these words in a file of /proc, zombies left out: they have ended, only their parent is to notice.
 
     Asked many times a second, so nothing but that file is read of all the others.

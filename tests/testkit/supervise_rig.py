@@ -16,6 +16,7 @@ from cluster.agent.folder import NodeFiles, beat, read_status, request_stop
 from cluster.agent.start import start, sweep
 from testkit import KIT, PYTHON_PATH
 from testkit.fake_plan import fake_torchrun
+from testkit.process_table import run_processes
 from testkit.waiting import wait_for
 
 # How a rank ended is to be had only until the parent asks for it: this one takes its time.
@@ -98,7 +99,7 @@ class Rig:
 
     def processes(self, node: str = "alpha") -> list[psutil.Process]:
         """All living processes that carry the marks of the run and the node."""
-        return [process for process in psutil.process_iter() if _is_marked(process, self.run_id, self.name(node))]
+        return run_processes(self.run_id, f"BURST_NODE={self.name(node)}")
 
     def close(self) -> None:
         """Sweep every node."""
@@ -107,15 +108,6 @@ class Rig:
 
     def _said(self, node: str) -> int:
         return len(list(Path(self.files(node).log_dir).glob("rank*.log")))
-
-
-def _is_marked(process: psutil.Process, run_id: str, node: str) -> bool:
-    try:
-        environ = process.environ()
-        lives = process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
-    return lives and environ.get("BURST_RUN_ID") == run_id and environ.get("BURST_NODE") == node
 
 
 def names_of(processes: Sequence[psutil.Process]) -> list[str]:

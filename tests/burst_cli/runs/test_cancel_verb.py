@@ -6,33 +6,20 @@ import json
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 from testkit.living_run import LivingRun
+from testkit.process_table import run_processes
 from testkit.run_maker import make_run, write_node
 from testkit.waiting import wait_for
 
 from burst_cli.runs.cancel import cancelled_text, result_of
 from burst_cli.runs.choose import living_runs
 from cluster.control.settle import Settled
-from engine.runs.folder import RunFolder
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     return tmp_path / "runs"
-
-
-def processes(run: RunFolder) -> list[int]:
-    """Pids of all processes with the mark of the run."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get("BURST_RUN_ID") == run.run_id:
-                found.append(process.pid)
-        except psutil.Error:
-            continue
-    return found
 
 
 def test_run_that_is_led_ends_and_so_does_its_leader(burst, root: Path) -> None:
@@ -44,7 +31,7 @@ def test_run_that_is_led_ends_and_so_does_its_leader(burst, root: Path) -> None:
         assert ": stopped" in result.out
         assert "waiting for its end" in result.err
         assert living.controller.wait(200) == 130
-        assert processes(living.run) == []
+        assert run_processes(living.run.run_id) == []
         assert living.run.read_state()["exit_code"] == 130
 
 
@@ -52,14 +39,14 @@ def test_run_whose_launcher_was_killed_ends_at_once(burst, root: Path) -> None:
     with LivingRun(root, "ignore") as living:
         living.wait_steps()
         living.kill()
-        assert processes(living.run)
+        assert run_processes(living.run.run_id)
         result = burst("cancel", living.run.run_id[-6:], "--now", "--json")
         document = json.loads(result.out)
         assert result.code == document["exit_code"] == 0
         (entry,) = document["runs"]
         assert (entry["status_before"], entry["status"], entry["problem"]) == ("running", "cancelled", None)
         assert len(entry["nodes"]) == 1
-        wait_for(lambda: processes(living.run) == [], "the end of all processes", 10.0)
+        wait_for(lambda: run_processes(living.run.run_id) == [], "the end of all processes", 10.0)
 
 
 @pytest.mark.parametrize("state", ["completed", "failed", "cancelled", "oom"])

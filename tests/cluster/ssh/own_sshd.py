@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import pwd
 import shutil
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from testkit.waiting import wait_for
 
 from cluster.ssh.hosts import Host
 
@@ -86,30 +87,21 @@ def _run_sshd(sshd: str, folder: Path, port: int, options: Sequence[str]) -> Ite
         "node1",
         "127.0.0.1",
         port,
-        user=_user(),
+        user=pwd.getpwuid(os.geteuid()).pw_name,
         key_name=f"[127.0.0.1]:{port}",
         identity_files=(str(folder / "id"),),
         known_hosts=(str(folder / "known_hosts"),),
         agent_socket="",
     )
     try:
-        _wait_for(port)
+        wait_for(lambda: _listens(port), "sshd")
         yield Server(host, log, process.pid)
     finally:
         process.terminate()
         process.wait(200)
 
 
-def _user() -> str:
-    import pwd
-
-    return pwd.getpwuid(os.geteuid()).pw_name
-
-
-def _wait_for(port: int) -> None:
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-            return
-        time.sleep(0.02)
-    raise RuntimeError("sshd does not listen")
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False

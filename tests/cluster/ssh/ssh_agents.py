@@ -6,9 +6,10 @@ import contextlib
 import os
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from testkit.waiting import wait_for
 
 
 class Agent(str):
@@ -28,7 +29,7 @@ def agent_with(folder: Path, *keys: Path) -> Iterator[Agent]:
     agent = Agent(folder / "agent")
     process = subprocess.Popen(["ssh-agent", "-D", "-a", agent], stdout=subprocess.DEVNULL)
     try:
-        _wait_for_socket(agent)
+        wait_for(lambda: _answers(agent), "ssh-agent")
         for key in keys:
             agent.add(key)
         yield agent
@@ -37,12 +38,9 @@ def agent_with(folder: Path, *keys: Path) -> Iterator[Agent]:
         process.wait(200)
 
 
-def _wait_for_socket(path: str) -> None:
-    """Until somebody answers there: its name is there before anybody listens."""
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as guest:
-            guest.connect(path)
-            return
-        time.sleep(0.01)
-    raise RuntimeError("ssh-agent does not listen")
+def _answers(path: str) -> bool:
+    """Whether somebody does there: its name is there before anybody listens."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as guest:
+        guest.connect(path)
+        return True
+    return False
