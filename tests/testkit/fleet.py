@@ -47,7 +47,6 @@ Mode = Literal[
     "greedy",  # FLOOD_BYTES of output, whatever the client's window
     "garbage",  # no UTF-8, escape sequences
     "deaf",  # never reads stdin, never ends
-    "signal",  # the command is killed by a signal
 ]
 SLOW_S = 1.0
 FLOOD_BYTES = 100 << 20
@@ -275,9 +274,6 @@ class Servers:
             process.stdout.write(output[: len(output) // 2])
             await process.stdout.drain()
             process.channel.get_connection().abort()
-            return
-        if mode == "signal":
-            process.exit_with_signal("KILL", False, "killed")
             return
         process.stdout.write(output)
         process.exit(code)

@@ -97,10 +97,6 @@ def test_after_an_interrupt_nothing_more_begins() -> None:
     assert len(begun) <= 3
 
 
-def test_no_hosts_is_no_work() -> None:
-    assert fan_out([], lambda host: host.name) == {}
-
-
 def test_an_interrupted_process_does_not_wait_for_what_hangs(tmp_path: Path) -> None:
     script = tmp_path / "hang.py"
     script.write_text(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cluster.errors import HostsError
 from cluster.ssh.hosts import is_host_name
-from cluster.ssh.nodes import MAX_NODES, fold_nodes, parse_nodes, read_hostfile, slurm_nodes
+from cluster.ssh.nodes import MAX_NODES, parse_nodes, read_hostfile, slurm_nodes
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,3 @@ def test_slurm_allocation_is_read_from_the_environment() -> None:
     older = slurm_nodes({"SLURM_NODELIST": "n1"})
     assert older is not None
     assert older.names == ("n1",)
-
-
-def test_names_fold_back() -> None:
-    assert fold_nodes(["b3", "b1", "b2", "c"]) == "b[1-3],c"

@@ -14,7 +14,7 @@ from cluster.errors import HostsError, SshError
 from cluster.ssh.hosts import Host
 from cluster.ssh.known_hosts import HostKeys, trust_file
 from cluster.ssh.nodes import parse_nodes
-from cluster.ssh.resolve import parse_jump, read_options, resolve_hosts
+from cluster.ssh.resolve import parse_jump, resolve_hosts
 from engine.config.cluster import SshConfig
 
 
@@ -44,6 +44,7 @@ Host n1
   UserKnownHostsFile {tmp_path}/a {tmp_path}/b
   GlobalKnownHostsFile none
   IdentityAgent none
+  IdentityFile ~/keys/second
   CertificateFile ~/keys/%n-cert.pub
 """
     (host,) = resolve(tmp_path, config, "n1")
@@ -52,6 +53,7 @@ Host n1
     assert host.known_hosts == (str(trust_file()), f"{tmp_path}/a", f"{tmp_path}/b")
     assert host.identity_files[0].endswith("/keys/10.1.2.3_trainer_2222")
     assert not host.identity_files[0].startswith("~")
+    assert [Path(path).name for path in host.identity_files[1:]] == ["second"]
     assert [Path(path).name for path in host.certificate_files] == ["n1-cert.pub"]
     assert (host.identities_only, host.agent_socket, host.connect_timeout_s) == (True, "", 4.0)
     assert host.jump is None
@@ -199,14 +201,6 @@ def test_commands_for_a_node_say_how_it_is_reached(tmp_path: Path) -> None:
     with pytest.raises(SshError, match="unknown") as caught:
         HostKeys(()).check(host, RSAKey.generate(1024).asbytes())
     assert command in caught.value.remedy
-
-
-def test_options_keep_their_order_and_repeat() -> None:
-    assert read_options("identityfile a\nIdentityFile b c\nport 22\nempty\n") == {
-        "identityfile": ("a", "b c"),
-        "port": ("22",),
-        "empty": ("",),
-    }
 
 
 def test_hundreds_of_names_are_resolved_in_seconds(tmp_path: Path) -> None:

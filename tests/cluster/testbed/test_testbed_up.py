@@ -22,7 +22,6 @@ from cluster.testbed.folder import TestbedError, folder_of
 from cluster.testbed.spec import TestbedSpec
 from cluster.testbed.status import read_all, read_status
 from cluster.testbed.teardown import leftovers, standing_names, tear_down
-from engine.config.errors import ConfigError
 
 # Listens, says so, and times what one peer sends: bytes per second after the first 512 KiB, which buckets let through.
 # The median of tenths of a second: what comes while this process is held up is only read later.
@@ -144,31 +143,11 @@ def test_a_configuration_of_somebody_else_is_left_alone(testbed_machine, tmp_pat
     assert leftovers(name) == []
 
 
-def test_unknown_hardware_is_refused_before_anything_is_built(testbed_machine, tmp_path):
-    name = next_name()
-    with pytest.raises(ConfigError, match="h100x8"):
-        up(TestbedSpec(name, nodes=1, hardware="abacus"), tmp_path / "config.yaml")
-
-    assert leftovers(name) == []
-
-
 def test_what_fails_on_the_way_up_is_taken_down(testbed_machine, tmp_path):
     (tmp_path / "file").write_text("")
     name = next_name()
     with pytest.raises(NotADirectoryError):
         up(TestbedSpec(name, nodes=2), tmp_path / "file" / "cluster" / "config.yaml")
-
-    assert leftovers(name) == []
-
-
-def test_an_interrupt_on_the_way_up_takes_it_down(testbed_machine, tmp_path):
-    def interrupt(step: str) -> None:
-        if step == "sshd":
-            raise KeyboardInterrupt
-
-    name = next_name()
-    with pytest.raises(KeyboardInterrupt):
-        up(TestbedSpec(name, nodes=2), tmp_path / "config.yaml", on_step=interrupt)
 
     assert leftovers(name) == []
 
