@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import statistics
@@ -78,57 +79,39 @@ RUNS = Question(
     "host.runs",
     20,
     r"""
+command -v python3 >/dev/null || exit 127
+python3 -I - <<'PYTHON'
 # Processes with BURST_RUN_ID in their environment. Only root may read the environment of other users' processes.
-# A tool that is there and broken must not look like a node without runs.
-[ "$(printf 'a\0' | tr '\n\0' ' b' | awk '/^a/')" = ab ] || exit 127
-proc=$root/proc
-[ -r "$proc/1/stat" ] || proc=/proc
-read -r uptime rest <"$proc/uptime" || read -r uptime rest </proc/uptime
-printf 'uptime %s\nticks %s\nuser %s\n' "$uptime" "$(getconf CLK_TCK 2>/dev/null || echo 100)" "$(id -u)"
-cd "$proc" || exit 1
-readable=0
-unreadable=0
-for folder in [0-9]*; do
-    if [ -r "$folder/environ" ]; then readable=$((readable + 1)); else unreadable=$((unreadable + 1)); fi
-done
-printf 'read %s\nunread %s\n' "$readable" "$unreadable"
-# One grep finds the candidates among thousands of processes, if it is one that looks beyond a NUL.
-if printf 'a\0BURST_RUN_ID=' | grep -q BURST_RUN_ID= && command -v xargs >/dev/null 2>&1; then
-    candidates=$(printf '%s\n' [0-9]*/environ | xargs grep -ls BURST_RUN_ID=)
-else
-    candidates=$(printf '%s\n' [0-9]*/environ)
-fi
-owners=' '
-for file in $candidates; do
-    folder=${file%/environ}
-    # Threads of the kernel have no environment, and processes end meanwhile: that is no error.
-    run=$({ tr '\n\0' ' \n' <"$file"; } 2>/dev/null | awk '/^BURST_RUN_ID=./ { print substr($0, 14, 100); exit }')
-    [ -n "$run" ] || continue
-    line=$(awk -v pid="$folder" 'BEGIN {
-        file = pid "/stat"; text = ""
-        while ((getline line < file) > 0) text = text " " line
-        last = 0
-        for (at = index(text, ")"); at > 0; at = index(substr(text, last + 1), ")")) last += at
-        name = substr(text, index(text, "(") + 1, last - index(text, "(") - 1)
-        split(substr(text, last + 2), field, " ")
-        uid = "?"; file = pid "/status"
-        while ((getline line < file) > 0) if (line ~ /^Uid:/) { split(line, ids, /[ \t]+/); uid = ids[2] }
-        if (field[1] != "Z" && last > 0) print pid, uid, field[20], name
-    }')
-    [ -n "$line" ] || continue
-    printf 'run %s\nid %s %s\n' "$line" "${line%% *}" "$run"
-    owner=${line#* }
-    owner=${owner%% *}
-    case $owners in
-        *" $owner "*) ;;
-        *)
-            owners="$owners$owner "
-            entry=$(getent passwd "$owner" 2>/dev/null)
-            printf 'owner %s %s\n' "$owner" "${entry%%:*}"
-            ;;
-    esac
-done
-echo end
+import json, os, pathlib, pwd
+
+proc = pathlib.Path(os.environ["root"] + "/proc")
+if not (proc / "1/stat").exists():
+    proc = pathlib.Path("/proc")
+uptime_s = float((proc / "uptime").read_text().split()[0])
+read, unread, runs = 0, 0, []
+for folder in proc.glob("[0-9]*"):
+    try:
+        environ = (folder / "environ").read_bytes().split(b"\0")
+        read += 1
+        run_id = next((one[13:113].decode(errors="replace") for one in environ if one[:13] == b"BURST_RUN_ID="), "")
+        if not run_id:
+            continue
+        # The name, in brackets, may hold blanks and brackets itself.
+        name, _, rest = (folder / "stat").read_text(errors="replace").partition("(")[2].rpartition(")")
+        age_s = uptime_s - int(rest.split()[19]) / os.sysconf("SC_CLK_TCK")
+        uid = folder.stat().st_uid
+        try:
+            owner = pwd.getpwuid(uid).pw_name
+        except KeyError:
+            owner = "uid %d" % uid
+        if rest.split()[0] != "Z":
+            runs.append([int(folder.name), owner, max(0.0, age_s), name, run_id])
+    except PermissionError:
+        unread += 1
+    except OSError:
+        pass  # it has ended meanwhile
+print(json.dumps({"read": read, "unread": unread, "runs": sorted(runs)}))
+PYTHON
 """,
 )
 
@@ -235,8 +218,8 @@ class Process:
 
 def check_runs(check: Check, facts: NodeFacts) -> list[Finding]:
     """Processes of earlier runs of ours that are still there."""
-    answer, check = facts.answer(RUNS), check.expecting("no run is under way")
-    processes, unread = read_runs(answer), int(answer.number("unread"))
+    check = check.expecting("no run is under way")
+    processes, unread = read_runs(facts.answer(RUNS))
     if not processes:
         others = f" among those of this user ({unread} of others: only root may look into them)" if unread else ""
         return [check.ok(f"none{others}")]
@@ -253,23 +236,17 @@ def _run(check: Check, processes: Sequence[Process]) -> Finding:
     return check.warn(f"{many} of {owners}: {shown}", "if nobody waits for it, kill these processes")
 
 
-def read_runs(answer: Answer) -> list[Process]:
-    """Processes with BURST_RUN_ID in their environment."""
-    if answer.last != "end":
-        raise answer.unreadable("it stops midway")
-    if answer.number("read") + answer.number("unread") < 1:
+def read_runs(answer: Answer) -> tuple[list[Process], int]:
+    """(processes with BURST_RUN_ID in their environment, processes that could not be looked into)."""
+    try:
+        told = json.loads(answer.section.output)
+        processes, unread = [Process(*row) for row in told["runs"]], int(told["unread"])
+        is_seen = told["read"] + unread > 0
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise answer.unreadable("no list of processes") from error
+    if not is_seen:
         raise answer.unreadable("not one process was seen")
-    owners, ids = answer.pairs("owner"), answer.pairs("id")
-    uptime_s, ticks = answer.number("uptime"), answer.number("ticks")
-    found = []
-    for line in answer.values("run"):
-        match = re.fullmatch(r"(\d{1,9}) (\d{1,10}|\?) (\d{1,18}) ?(.*)", line)
-        if match is None or match[1] not in ids:
-            raise answer.unreadable(f"no process: {line[:40]!r}")
-        age_s = max(0.0, uptime_s - int(match[3]) / ticks) if ticks else 0.0
-        owner = owners.get(match[2]) or f"uid {match[2]}"
-        found.append(Process(int(match[1]), owner, age_s, match[4], ids[match[1]]))
-    return found
+    return processes, unread
 
 
 def compare_memory(nodes: Mapping[str, NodeFacts]) -> list[Finding]:

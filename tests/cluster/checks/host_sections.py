@@ -26,7 +26,7 @@ HEALTHY: Mapping[str, str] = {
     ),
     "host.shared": "shared 1048576 104857600 52428800 0 0 nfs",
     "host.memory": "MemTotal: 2113513980 kB\nMemAvailable: 2080000000 kB\nSwapTotal: 0 kB\nSwapFree: 0 kB",
-    "host.runs": "uptime 1296000.30\nticks 100\nuser 0\nread 3456\nunread 0\nend",
+    "host.runs": '{"read": 3456, "unread": 0, "runs": []}',
     "host.software": "runtime docker\npython 3.10.12\npackages read",
     "host.nccl": "absent system\nabsent user\nend",
     "host.docker": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -56,7 +57,7 @@ def shared(free: int) -> NodeProbe:
 
 WITHOUT_SHM = "\n".join([*HEALTHY["host.disk"].splitlines()[:2], "absent shm"])
 BTRFS = HEALTHY["host.disk"].replace("117440512 110000000", "0 0")
-WITHOUT_RUN_ID = "uptime 1.0\nticks 100\nread 5\nunread 0\nrun 77 1000 64 python3\nend"
+WITHOUT_RUN_ID = '{"read": 5, "unread": 0, "runs": [[77, "ada", 64.0, "python3"]]}'
 
 CASES: list[tuple[NodeProbe, str, Verdict]] = [
     *((disks(root=free), "disk", severity) for free, severity in ((0, FAIL), (1, WARN), (9, WARN), (10, OK))),
@@ -78,8 +79,8 @@ CASES: list[tuple[NodeProbe, str, Verdict]] = [
     (edited("limits", "memlock unlimited", "memlock -1"), "memlock", UNKNOWN),
     (edited("limits", "memlock unlimited", "memlock unlimited\nmemlock 8"), "memlock", UNKNOWN),
     # no process at all is no proof of none
-    (edited("runs", "read 3456", "read 0"), "runs", UNKNOWN),
-    (edited("runs", "\nend", ""), "runs", UNKNOWN),
+    (edited("runs", "3456", "0"), "runs", UNKNOWN),
+    (edited("runs", "}", ""), "runs", UNKNOWN),
     (healthy(runs=WITHOUT_RUN_ID), "runs", UNKNOWN),
     (healthy(nccl="system NCCL_P2P_DISABLE=1\nend"), "nccl_conf", WARN),
     (healthy(nccl="user NCCL_DEBUG=TRACE\nend"), "nccl_conf", WARN),
@@ -133,11 +134,16 @@ def test_a_memlock_limit_matters_only_to_bare_ranks_with_rdma() -> None:
 
 
 def test_leftover_runs_are_named_with_pid_owner_and_age() -> None:
-    text = (
-        "uptime 10000.00\nticks 100\nuser 0\nread 500\nunread 0\n"
-        "run 77 1000 640000 python3\nid 77 20260105-101010-abcdef\nowner 1000 ada\n"
-        "run 78 1000 640000 pt_main_thread\nid 78 20260105-101010-abcdef\n"
-        "run 99 1001 990000 python3\nid 99 20260106-111111-fedcba\nowner 1001 \nend"
+    text = json.dumps(
+        {
+            "read": 500,
+            "unread": 0,
+            "runs": [
+                [77, "ada", 3600.0, "python3", "20260105-101010-abcdef"],
+                [78, "ada", 3600.0, "pt_main_thread", "20260105-101010-abcdef"],
+                [99, "uid 1001", 100.0, "python3", "20260106-111111-fedcba"],
+            ],
+        }
     )
     first, second = findings(healthy(runs=text), "host.runs")
     assert (first.severity, first.device) == (WARN, "20260105-101010-abcdef")
@@ -146,7 +152,7 @@ def test_leftover_runs_are_named_with_pid_owner_and_age() -> None:
 
 
 def test_processes_of_other_users_that_could_not_be_looked_into_are_admitted() -> None:
-    probe = edited("runs", "read 3456\nunread 0", "read 12\nunread 3444")
+    probe = edited("runs", '"read": 3456, "unread": 0', '"read": 12, "unread": 3444')
     assert "3444 of others" in findings(probe, "host.runs")[0].observed
 
 
