@@ -1,7 +1,7 @@
 """What the sections `ib.*` of the probe say, as values. Nothing is judged, and nothing that was not read is made up.
 
-Every section ends with a line `end`; one without it, or with a line that makes no sense, is an UnreadableError: whoever
-asks for the ports of such an answer gets the reason instead of fewer ports.
+A row that makes no sense is an UnreadableError: whoever asks for the ports of such an answer gets the reason instead of
+fewer ports.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from cluster.remote_text import one_line
-from cluster.survey.section import Question, Section, UnreadableError
+from cluster.survey.section import Section, UnreadableError
+from cluster.survey.sysfs import python_question
 
 _DEVICE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
@@ -21,142 +22,74 @@ _STATE = re.compile(r"\d+: *([A-Za-z_]+)")
 _RATE = re.compile(r"(\d+(?:\.\d+)?) Gb/sec\b")
 _SPEED = re.compile(r"(\d+(?:\.\d+)?) GT/s\b")
 _WIDTHS = frozenset({1, 2, 4, 8, 12, 16, 32})
-_MAX_LINES = 2048  # ports, twice: more than any node has, and few enough to compare each with each
 
-PORTS = Question(
+PORTS = python_question(
     "ib.ports",
     20,
     r"""
-tab=$(printf '\t')
-lines=0
-# first FILE: its first line in $value; empty when it cannot be read.
-first() { value=; { IFS= read -r value <"$1"; } 2>/dev/null; }
-# put KEY VALUE: one more field of $line. No value of these holds a tab; one that does is no answer.
-put() { case $2 in *"$tab"*) ;; *) line="$line$tab$1=$2" ;; esac; }
-put_file() { first "$2"; put "$1" "$value"; }
-show() { printf '%s\n' "$line"; lines=$((lines + 1)); }
-base=$(cd -P "$root/" 2>/dev/null && pwd -P)
-[ "$base" = / ] && base=
-routes=$root/proc/net/route
-[ -r "$routes" ] || routes=/dev/null
-# put_path KEY FOLDER: where a link to a device leads, seen from the node's own root.
-put_path() { place=$(cd -P "$2" 2>/dev/null && pwd -P); put "$1" "${place#"$base"}"; }
+routes = [line.split()[:2] for line in lines(root / "proc/net/route")]
+defaults = [route[0] for route in routes if route[1:] == ["00000000"]]
+rows = []
 
-put_device() {
-    put_path path "$device/device"
-    put_file numa_node "$device/device/numa_node"
-    put_file width "$device/device/current_link_width"
-    put_file width_max "$device/device/max_link_width"
-    put_file speed "$device/device/current_link_speed"
-    put_file speed_max "$device/device/max_link_speed"
-    if [ -e "$device/device/physfn" ]; then put physfn 1; else put physfn 0; fi
-}
 
-# The interface of port $1: what its first GID is tied to, else the one that counts as that port of the device.
-put_netdev() {
-    first "$device/ports/$1/gid_attrs/ndevs/0"
-    netdev=$value
-    for folder in "$device/device/net/"*; do
-        [ -z "$netdev" ] || break
-        # A partition of InfiniBand (ib0.8001) has a parent; the device's own interface has none.
-        { [ -d "$folder" ] && [ ! -e "$folder/parent" ]; } || continue
-        first "$folder/dev_port"
-        [ "${value:-0}" = "$(($1 - 1))" ] && netdev=${folder##*/}
-    done
-    [ -n "$netdev" ] || return 0
-    put netdev "$netdev"
-    put_file netdev_state "$root/sys/class/net/$netdev/operstate"
-    put_file netdev_mtu "$root/sys/class/net/$netdev/mtu"
-    if [ -e "$root/sys/class/net/$netdev/master" ] || [ -e "$root/sys/class/net/$netdev/bonding" ]; then
-        put bonded 1
-    fi
-    if has_default_route "$netdev"; then put default_route 1; fi
-}
+def find_netdev(device, number):
+    # What the first GID of the port is tied to, else the interface that counts as that port of the device. A partition
+    # of InfiniBand (ib0.8001) has a parent; the device's own interface has none.
+    tied = tell(device / "ports" / number / "gid_attrs/ndevs/0")
+    folders = [one for one in sorted(device.glob("device/net/*")) if not (one / "parent").exists()]
+    return tied or next((one.name for one in folders if int(tell(one / "dev_port") or 0) == int(number) - 1), "")
 
-# has_default_route NETDEV: also when what it is a part of (a bond, a bridge) has it.
-has_default_route() {
-    place=$(cd -P "$root/sys/class/net/$1/master" 2>/dev/null && pwd -P)
-    while read -r name destination rest; do
-        [ "$destination" = 00000000 ] || continue
-        case $name in "$1" | "${place##*/}") return 0 ;; esac
-    done <"$routes"
-    return 1
-}
 
-put_gids() {
-    index=0
-    while [ "$index" -lt 32 ] && [ -e "$1/gids/$index" ]; do
-        first "$1/gids/$index"
-        address=$value
-        case $address in
-            '' | 0000:0000:0000:0000:0000:0000:0000:0000) ;;
-            *)
-                # Reading the type of an unused entry is an error of the kernel's: no answer.
-                first "$1/gid_attrs/types/$index"
-                put "gid.$index" "$address $value"
-                ;;
-        esac
-        index=$((index + 1))
-    done
-}
-
-for device in "$root/sys/class/infiniband/"*; do
-    [ -e "$device" ] || [ -L "$device" ] || continue
-    found=0
-    for port in "$device/ports/"*; do
-        [ -d "$port" ] || continue
-        found=1
-        line=port
-        put dev "${device##*/}"
-        put port "${port##*/}"
-        for name in state phys_state rate link_layer; do put_file "$name" "$port/$name"; done
-        put_device
-        put_netdev "${port##*/}"
-        put_gids "$port"
-        show
-    done
-    if [ "$found" = 0 ]; then
-        line=portless
-        put dev "${device##*/}"
-        show
-    fi
-done
-
-for device in "$root/sys/bus/pci/devices/"*; do
-    first "$device/class"
-    case $value in 0x0207*) ;; *) continue ;; esac
-    # An InfiniBand adapter; without this folder no driver offers it.
-    [ -d "$device/infiniband" ] && continue
-    line=driverless
-    put_path path "$device"
-    show
-done
-printf 'end\t%s\n' "$lines"
+for device in sorted(root.glob("sys/class/infiniband/*")):
+    ports = sorted(device.glob("ports/*"))
+    for port in ports:
+        told = {"dev": device.name, "port": port.name, "path": place(device / "device")}
+        told.update((name, tell(port / name)) for name in ("state", "phys_state", "rate", "link_layer"))
+        for name in ("numa_node", "current_link_width", "max_link_width", "current_link_speed"):
+            told[name] = tell(device / "device" / name)
+        told["physfn"] = (device / "device/physfn").exists()
+        netdev = find_netdev(device, port.name)
+        if netdev:
+            folder = root / "sys/class/net" / netdev
+            # An interface that is a part of a bond or a bridge has the routes of that one.
+            master = place(folder / "master").rpartition("/")[2]
+            told.update(netdev=netdev, netdev_state=tell(folder / "operstate"), netdev_mtu=tell(folder / "mtu"))
+            told["bonded"] = bool(master) or (folder / "bonding").exists()
+            told["default_route"] = netdev in defaults or master in defaults
+        for index in range(32):
+            address = tell(port / "gids" / str(index))
+            if address.strip("0:"):
+                told["gid.%d" % index] = address + " " + tell(port / "gid_attrs/types" / str(index))
+        rows.append(["port", told])
+    if not ports:
+        rows.append(["portless", {"dev": device.name}])
+for device in sorted(root.glob("sys/bus/pci/devices/*")):
+    # An InfiniBand adapter; without that folder no driver offers it.
+    if tell(device / "class").startswith("0x0207") and not (device / "infiniband").is_dir():
+        rows.append(["driverless", {"path": place(device)}])
+print(json.dumps(rows))
 """,
 )
 
-GPUDIRECT = Question(
+GPUDIRECT = python_question(
     "ib.gpudirect",
     15,
     r"""
-for file in sys/module/nvidia_peermem/version sys/kernel/mm/memory_peers/nv_mem/version \
-    sys/kernel/mm/memory_peers/nv_mem_nc/version sys/module/nvidia; do
-    if [ -e "$root/$file" ]; then answer=yes; else answer=no; fi
-    printf 'exists\t/%s\t%s\n' "$file" "$answer"
-done
-# Only the open kernel modules of NVIDIA export DMA-BUF; its first line names them.
-driver=
-[ -r "$root/proc/driver/nvidia/version" ] && IFS= read -r driver <"$root/proc/driver/nvidia/version"
-printf 'driver\t%s\n' "$driver"
-printf 'kernel\t%s\n' "$(uname -r)"
-grep -q ' ib_umem_dmabuf_get' "$root/proc/kallsyms" 2>/dev/null
-case $? in
-    0) answer=yes ;;
-    1) answer=no ;;
-    *) answer=unreadable ;;
-esac
-printf 'dmabuf\t%s\n' "$answer"
-printf 'end\n'
+peers = ["sys/module/nvidia_peermem/version", "sys/kernel/mm/memory_peers/nv_mem/version"]
+peers.append("sys/kernel/mm/memory_peers/nv_mem_nc/version")
+symbols = lines(root / "proc/kallsyms")
+print(
+    json.dumps(
+        {
+            "peers": ["/" + name for name in peers if (root / name).exists()],
+            "module": (root / "sys/module/nvidia").exists(),
+            # Only the open kernel modules of NVIDIA export DMA-BUF; its first line names them.
+            "driver": tell(root / "proc/driver/nvidia/version"),
+            "kernel": os.uname().release,
+            "dmabuf": any(" ib_umem_dmabuf_get" in one for one in symbols) if symbols else None,
+        }
+    )
+)
 """,
 )
 
@@ -239,7 +172,7 @@ def parse_adapters(section: Section) -> Adapters:
     ports: dict[str, HcaPort] = {}
     portless: list[str] = []
     driverless: list[tuple[str, ...]] = []
-    for word, fields in known_lines(section):
+    for word, fields in read_rows(section):
         if word == "port":
             port = _port(fields, section.name)
             if port.name in ports:
@@ -255,19 +188,16 @@ def parse_adapters(section: Section) -> Adapters:
 
 def parse_gpudirect(section: Section) -> GpuDirect:
     """What section `ib.gpudirect` says. Raises UnreadableError."""
-    whole = _whole_lines(section)
-    exists = {line[1]: line[2] for line in whole if line[0] == "exists" and len(line) == 3}
-    told = {line[0]: line[1] for line in whole if len(line) == 2}
-    module, peers = exists.pop("/sys/module/nvidia", None), exists
-    if module is None or not peers or not {*peers.values(), module} <= {"yes", "no"} or "dmabuf" not in told:
+    told = section.document()
+    if not isinstance(told, dict) or not told.keys() >= {"peers", "module", "driver", "kernel", "dmabuf"}:
         raise UnreadableError(f"{section.name}: not what was asked for")
-    driver = told.get("driver", "")
+    driver = str(told["driver"])
     return GpuDirect(
-        peer_memory=next((name for name, answer in peers.items() if answer == "yes"), None),
-        has_driver=module == "yes" or bool(driver),
+        peer_memory=next(map(str, told["peers"]), None),
+        has_driver=told["module"] is True or bool(driver),
         has_open_driver="Open Kernel Module" in driver,
-        kernel=one_line(told.get("kernel", ""), 64),
-        kernel_has_dmabuf={"yes": True, "no": False}.get(told["dmabuf"]),
+        kernel=one_line(str(told["kernel"]), 64),
+        kernel_has_dmabuf=told["dmabuf"] if isinstance(told["dmabuf"], bool) else None,
     )
 
 
@@ -288,30 +218,15 @@ def roce_gid_index(port: HcaPort) -> int | None:
     return min(fitting, default=None)
 
 
-def _whole_lines(section: Section) -> list[list[str]]:
-    """Lines of a section split at tabs, without `end`, which must be the last. Raises UnreadableError."""
-    if not section.ok:
-        raise UnreadableError(section.trouble())
-    lines = [line.split("\t") for line in section.output.splitlines() if line]
-    if not lines or [at for at, line in enumerate(lines, start=1) if line[0] == "end"] != [len(lines)]:
-        raise UnreadableError(f"{section.name}: cut off")
-    return lines[:-1]
-
-
-def known_lines(section: Section) -> Iterator[tuple[str, dict[str, str]]]:
-    """(word, fields) of every line; `end` must count them. Raises UnreadableError."""
-    lines = _whole_lines(section)
-    told = section.output.rsplit("\n", 1)[-1].split("\t")[1:]
-    known = [line for line in lines if len(line) > 1 and all("=" in part for part in line[1:])]
-    if told != [str(len(known))]:
-        raise UnreadableError(
-            f"{section.name}: {len(known)} whole lines where the node sent {one_line(' '.join(told), 20) or '?'}"
-        )
-    if len(known) > _MAX_LINES:
-        raise UnreadableError(f"{section.name}: {len(known)} lines, more than a node can have")
-    for word, *parts in known:
-        pairs = (part.partition("=") for part in parts)
-        yield word, {key: value.strip() for key, _, value in pairs}
+def read_rows(section: Section) -> Iterator[tuple[str, dict[str, str]]]:
+    """(word, fields) of every row of an answer. Raises UnreadableError."""
+    try:
+        for word, fields in section.document():
+            yield word, {key: str(value) for key, value in fields.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        if isinstance(error, UnreadableError):
+            raise
+        raise UnreadableError(f"{section.name}: not what was asked for") from None
 
 
 def _port(fields: Mapping[str, str], section: str) -> HcaPort:
@@ -326,15 +241,15 @@ def _port(fields: Mapping[str, str], section: str) -> HcaPort:
         pci_path=pci_path(fields.get("path", "")),
         netdev=_interface(fields.get("netdev", "")),
         numa_node=_integer(fields.get("numa_node", "")),
-        is_virtual_function=fields.get("physfn") == "1",
-        is_bond="bond" in device or fields.get("bonded") == "1",
-        pcie_width=_width(fields.get("width", "")),
-        pcie_width_max=_width(fields.get("width_max", "")),
+        is_virtual_function=fields.get("physfn") == "True",
+        is_bond="bond" in device or fields.get("bonded") == "True",
+        pcie_width=_width(fields.get("current_link_width", "")),
+        pcie_width_max=_width(fields.get("max_link_width", "")),
         gids=dict(_gids(fields)),
         netdev_is_up={"up": True, "down": False}.get(fields.get("netdev_state", "")),
-        has_default_route=fields.get("default_route") == "1",
+        has_default_route=fields.get("default_route") == "True",
         netdev_mtu=_integer(fields.get("netdev_mtu", "")),
-        pcie_gts=_number(_SPEED, fields.get("speed", "")),
+        pcie_gts=_number(_SPEED, fields.get("current_link_speed", "")),
     )
 
 

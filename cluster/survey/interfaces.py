@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 from cluster.remote_text import one_line
 from cluster.survey.adapters import pci_path
 from cluster.survey.section import NodeProbe, Question, Section, UnreadableError
+from cluster.survey.sysfs import python_question
 
 T = TypeVar("T")
 
@@ -73,37 +73,17 @@ awk 'BEGIN { printf "[" }
 """,
 )
 
-SYSFS = Question(
+SYSFS = python_question(
     "net.sysfs",
     10,
     r"""
-tab=$(printf '\t')
-lines=0
-put() {
-    # No value of these holds a tab; one that does is no answer.
-    case $2 in *"$tab"*) return 0 ;; esac
-    line="$line$tab$1=$2"
-}
-base=$(cd -P "$root/" 2>/dev/null && pwd -P)
-[ "$base" = / ] && base=
-for folder in "$root/sys/class/net/"*; do
-    [ -d "$folder" ] || continue
-    line="interface${tab}name=${folder##*/}"
-    place=$(cd -P "$folder/device" 2>/dev/null && pwd -P)
-    put path "${place#"$base"}"
-    kind=
-    [ -d "$folder/bridge" ] && kind=bridge
-    [ -d "$folder/bonding" ] && kind=bond
-    [ -e "$folder/tun_flags" ] && kind=tun
-    put kind "$kind"
-    if [ -e "$folder/master" ]; then
-        place=$(cd -P "$folder/master" 2>/dev/null && pwd -P)
-        put master "${place##*/}"
-    fi
-    printf '%s\n' "$line"
-    lines=$((lines + 1))
-done
-printf 'end\t%s\n' "$lines"
+told = {}
+for folder in root.glob("sys/class/net/*"):
+    marks = {"bridge": "bridge", "bonding": "bond", "tun_flags": "tun"}
+    kind = next((kind for file, kind in marks.items() if (folder / file).exists()), "")
+    master = place(folder / "master").rpartition("/")[2]
+    told[folder.name] = {"path": place(folder / "device"), "kind": kind, "master": master}
+print(json.dumps(told))
 """,
 )
 
@@ -137,7 +117,10 @@ def read_interfaces(probe: NodeProbe) -> tuple[NetInterface, ...]:
 
     What /sys adds (speed, where the adapter sits) may be missing without harm.
     """
-    details = _read_sysfs(probe.section("net.sysfs"))
+    try:
+        details = dict(probe.section("net.sysfs").document())
+    except (UnreadableError, TypeError, ValueError):
+        details = {}
     routes = _read(probe.section("net.route"), _default_routes)
     links = _read(probe.section("net.links"), _links)
     if not links:
@@ -210,14 +193,12 @@ def _completed(interface: NetInterface, details: Mapping[str, str], is_default_r
 
 def _read(section: Section, read: Callable[[list[Any]], T]) -> T:
     """What `read` makes of the JSON list in the section. Raises UnreadableError."""
-    if not section.ok:
-        raise UnreadableError(section.trouble())
+    document = section.document()
     try:
-        document = json.loads(section.output)
         if not isinstance(document, list):
             raise ValueError(f"{one_line(section.output, 40)!r} is no list")
         return read(document)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UnreadableError(f"{section.name}: {one_line(str(error), 120)}") from None
 
 
@@ -254,19 +235,6 @@ def _default_routes(document: list[Any]) -> list[tuple[int, str]]:
         if item and item["dst"] == "default":
             metric = int(item.get("metric", 0))
             found += [(metric, _name(hop["dev"])) for hop in item.get("nexthops", ()) or (item,) if "dev" in hop]
-    return found
-
-
-def _read_sysfs(section: Section) -> dict[str, dict[str, str]]:
-    """Fields by interface of `net.sysfs`; {} when the section cannot be believed."""
-    lines = [line.split("\t") for line in section.output.splitlines()]
-    if not section.ok or not lines or lines[-1] != ["end", str(len(lines) - 1)]:
-        return {}
-    found = {}
-    for _, *parts in lines[:-1]:
-        fields = {key: value for key, _, value in (part.partition("=") for part in parts)}
-        if re.fullmatch(r"[^\s/]{1,15}", fields.get("name", "")):
-            found[fields["name"]] = fields
     return found
 
 

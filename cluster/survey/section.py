@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import enum
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.remote_text import clean_value, one_line
 
 
 class SectionState(enum.StrEnum):
@@ -59,6 +63,15 @@ class Section:
         if self.state is not SectionState.ENDED:
             return f"{self.name}: {self.state.value}"
         return "" if self.exit_code == 0 else f"{self.name}: exit code {self.exit_code}"
+
+    def document(self) -> Any:
+        """The output as JSON, every text in it cleaned. Raises UnreadableError."""
+        if not self.ok:
+            raise UnreadableError(self.trouble())
+        try:
+            return clean_value(json.loads(self.output))
+        except (ValueError, RecursionError):
+            raise UnreadableError(f"{self.name}: no whole JSON", one_line(self.output)) from None
 
 
 @dataclass(frozen=True)

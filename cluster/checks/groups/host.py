@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import statistics
@@ -16,6 +15,7 @@ from cluster.remote_text import one_line
 from cluster.survey.facts import NodeFacts
 from cluster.survey.lines import Answer, Filesystem
 from cluster.survey.section import Question
+from cluster.survey.sysfs import python_question
 
 T = TypeVar("T")
 # Free bytes: below the first a run cannot work, below the second it may soon not.
@@ -75,18 +75,14 @@ done <"$file"
 """,
 )
 
-RUNS = Question(
+RUNS = python_question(
     "host.runs",
     20,
     r"""
-command -v python3 >/dev/null || exit 127
-python3 -I - <<'PYTHON'
 # Processes with BURST_RUN_ID in their environment. Only root may read the environment of other users' processes.
-import json, os, pathlib, pwd
+import pwd
 
-proc = pathlib.Path(os.environ["root"] + "/proc")
-if not (proc / "1/stat").exists():
-    proc = pathlib.Path("/proc")
+proc = root / "proc" if (root / "proc/1/stat").exists() else pathlib.Path("/proc")
 uptime_s = float((proc / "uptime").read_text().split()[0])
 read, unread, runs = 0, 0, []
 for folder in proc.glob("[0-9]*"):
@@ -111,7 +107,6 @@ for folder in proc.glob("[0-9]*"):
     except OSError:
         pass  # it has ended meanwhile
 print(json.dumps({"read": read, "unread": unread, "runs": sorted(runs)}))
-PYTHON
 """,
 )
 
@@ -239,10 +234,10 @@ def _run(check: Check, processes: Sequence[Process]) -> Finding:
 def read_runs(answer: Answer) -> tuple[list[Process], int]:
     """(processes with BURST_RUN_ID in their environment, processes that could not be looked into)."""
     try:
-        told = json.loads(answer.section.output)
+        told = answer.section.document()
         processes, unread = [Process(*row) for row in told["runs"]], int(told["unread"])
         is_seen = told["read"] + unread > 0
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (TypeError, KeyError) as error:
         raise answer.unreadable("no list of processes") from error
     if not is_seen:
         raise answer.unreadable("not one process was seen")

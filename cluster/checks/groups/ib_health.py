@@ -10,10 +10,11 @@ from cluster.checks.finding import Check, Finding, age
 from cluster.checks.group import CheckGroup
 from cluster.checks.groups.ib import FabricView, look_at_adapters
 from cluster.remote_text import one_line
-from cluster.survey.adapters import GPUDIRECT, PORTS, GpuDirect, HcaPort, known_lines, port_name
+from cluster.survey.adapters import GPUDIRECT, PORTS, GpuDirect, HcaPort, port_name, read_rows
 from cluster.survey.kernel_log import KERNEL_LOG, KernelLog, read_kernel_log
 from cluster.survey.nvidia_smi import LSPCI
-from cluster.survey.section import Question, Section, UnreadableError
+from cluster.survey.section import Section, UnreadableError
+from cluster.survey.sysfs import python_question
 
 _COUNTER = re.compile(r"[0-9]{1,20}")
 _STAMP = re.compile(r"\[ *(\d{1,12}\.\d{1,9})\]")
@@ -44,40 +45,24 @@ _RECENT_S = 86400.0
 _FLAPS = 3
 _LINK_REMEDY = "clean or swap the cable and its transceivers; look at the switch port"
 
-COUNTERS = Question(
+COUNTERS = python_question(
     "ib.counters",
     30,
     r"""
-tab=$(printf '\t')
-lines=0
-first() { value=; { IFS= read -r value <"$1"; } 2>/dev/null; }
-sample() {
-    for port in "$root/sys/class/infiniband/"*/ports/*; do
-        [ -d "$port" ] || continue
-        device=${port%/ports/*}
-        line="sample$1${tab}dev=${device##*/}${tab}port=${port##*/}"
-        count=0
-        for file in "$port/counters/"* "$port/hw_counters/"*; do
-            [ -f "$file" ] || continue
-            count=$((count + 1))
-            [ "$count" -le 120 ] || break
+rows = []
+for sample in ("sample1", "sample2"):
+    for port in sorted(root.glob("sys/class/infiniband/*/ports/*")):
+        told = {"dev": port.parts[-3], "port": port.name}
+        for file in [*port.glob("counters/*"), *port.glob("hw_counters/*")]:
             # A rehearsal tree may hold what has grown meanwhile in a second tree beside sys.
-            later=$root/sys-second/${file#"$root/sys/"}
-            [ "$1" = 2 ] && [ -n "$root" ] && [ -f "$later" ] && file=$later
-            first "$file"
-            case $value in
-                '' | *[!0-9]*) continue ;;
-            esac
-            line="$line$tab${file##*/}=$value"
-        done
-        printf '%s\n' "$line"
-        lines=$((lines + 1))
-    done
-}
-sample 1
-sleep 1
-sample 2
-printf 'end\t%s\n' "$lines"
+            later = root / "sys-second" / file.relative_to(root / "sys")
+            text = tell(later if sample == "sample2" and later.exists() else file)
+            if text.isdecimal():
+                told[file.name] = text
+        rows.append([sample, told])
+    if sample == "sample1":
+        time.sleep(1)
+print(json.dumps(rows))
 """,
 )
 
@@ -94,7 +79,7 @@ def check_counters(check: Check, view: FabricView) -> list[Finding]:
 def read_counters(section: Section) -> Mapping[str, tuple[Mapping[str, int], Mapping[str, int]]]:
     """Counters of each port (`mlx5_0:1`) by name, and the same about a second later. Raises UnreadableError."""
     samples: dict[str, dict[str, Mapping[str, int]]] = {"sample1": {}, "sample2": {}}
-    for word, fields in known_lines(section):
+    for word, fields in read_rows(section):
         if word in samples:
             told = {name: text for name, text in fields.items() if name not in ("dev", "port")}
             bad = next((text for text in told.values() if not _COUNTER.fullmatch(text) or int(text) >> 64), None)

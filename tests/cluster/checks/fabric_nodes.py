@@ -24,9 +24,8 @@ def ended(name: str, output: str, code: int = 0) -> Section:
 
 
 def lines(words: Iterable[tuple[str, Mapping[str, object]]]) -> str:
-    """What `ib.sh` prints of these."""
-    rows = ["\t".join([word, *(f"{key}={value}" for key, value in fields.items())]) for word, fields in words]
-    return "\n".join([*rows, f"end\t{len(rows)}"])
+    """The rows of an answer."""
+    return json.dumps([*words])
 
 
 def switch(number: int) -> str:
@@ -43,14 +42,12 @@ def port(device: str, place: int, **changes: object) -> dict[str, object]:
         "phys_state": "5: LinkUp",
         "rate": "400 Gb/sec (4X NDR)",
         "link_layer": "InfiniBand",
-        "board_id": "MT_0000000838",
         "path": f"{switch(place)}/0000:{place + 2:02x}:01.0/0000:{place + 4:02x}:00.0",
         "numa_node": 0,
-        "width": 16,
-        "width_max": 16,
-        "speed": "32.0 GT/s PCIe",
-        "speed_max": "32.0 GT/s PCIe",
-        "physfn": 0,
+        "current_link_width": 16,
+        "max_link_width": 16,
+        "current_link_speed": "32.0 GT/s PCIe",
+        "physfn": False,
         "netdev": f"ib{place // 16}",
         "netdev_state": "up",
         "netdev_mtu": 4092,
@@ -90,7 +87,12 @@ class FabricNode:
             "mlx5_3": port("mlx5_3", 0xE0, link_layer="Ethernet", rate="100 Gb/sec (4X EDR)", netdev="ens1"),
             "mlx5_4": port("mlx5_4", 0xD0, state="1: DOWN", phys_state="3: Disabled", rate="10 Gb/sec (4X SDR)"),
             "mlx5_bond_0": port(
-                "mlx5_bond_0", 0xF0, link_layer="Ethernet", rate="200 Gb/sec (2X NDR)", netdev="bond0", default_route=1
+                "mlx5_bond_0",
+                0xF0,
+                link_layer="Ethernet",
+                rate="200 Gb/sec (2X NDR)",
+                netdev="bond0",
+                default_route=True,
             ),
         }
         counters = {
@@ -140,18 +142,14 @@ class FabricNode:
 
     def _gpudirect(self) -> str:
         told = {"peermem": "no", "driver": "", "dmabuf": "no", "nvidia": "yes"} | self.gpudirect
-        return "\n".join(
-            [
-                f"exists\t/sys/module/nvidia_peermem/version\t{told['peermem']}",
-                "exists\t/sys/kernel/mm/memory_peers/nv_mem/version\tno",
-                "exists\t/sys/kernel/mm/memory_peers/nv_mem_nc/version\tno",
-                f"exists\t/sys/module/nvidia\t{told['nvidia']}",
-                f"driver\t{told['driver']}",
-                "kernel\t5.15.0-105-generic",
-                f"dmabuf\t{told['dmabuf']}",
-                "end",
-            ]
-        )
+        document = {
+            "peers": ["/sys/module/nvidia_peermem/version"] if told["peermem"] == "yes" else [],
+            "module": told["nvidia"] == "yes",
+            "driver": told["driver"],
+            "kernel": "5.15.0-105-generic",
+            "dmabuf": {"yes": True, "no": False}.get(told["dmabuf"]),
+        }
+        return json.dumps(document)
 
 
 def complaints(findings: Sequence[Finding]) -> list[tuple[str, str | None, Verdict]]:
@@ -198,7 +196,7 @@ LO = {
 }
 
 
-def net_probe(links: object, routes: object = (), *, name: str = "n1", sysfs: str = "end\t0") -> NodeProbe:
+def net_probe(links: object, routes: object = (), *, name: str = "n1", sysfs: str = "{}") -> NodeProbe:
     """A node that answers with these interfaces and routes."""
     return NodeProbe(
         name,

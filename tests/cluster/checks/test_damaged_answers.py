@@ -215,16 +215,6 @@ def test_a_list_of_packages_that_was_cut_tells_no_version(cut: int) -> None:
     assert ("host.torch" in ok) == ("packages read" in text)
 
 
-@given(st.sampled_from(["ib.ports", "ib.counters"]), st.sampled_from([0, 2]), st.data())
-def test_a_section_that_lost_or_doubled_a_line_leaves_no_ok_behind(
-    section: str, times: int, data: st.DataObject
-) -> None:
-    rows = node("fabric").probe.section(section).output.splitlines()
-    at = data.draw(st.integers(0, len(rows) - 1))
-    changed = "\n".join([*rows[:at], *([rows[at]] * times), *rows[at + 1 :]])
-    assert not node("fabric").ok(with_output("fabric", section, changed)) & FABRIC[section]
-
-
 @settings(deadline=None)
 @given(st.sampled_from(CASES), st.text(max_size=300), st.floats(0, 1), st.integers(0, 300))
 def test_garbage_anywhere_breaks_no_check(case: tuple[str, str], garbage: str, share: float, length: int) -> None:

@@ -23,7 +23,7 @@ OK, SKIP, FAIL, WARN, UNKNOWN = Verdict.OK, Verdict.SKIP, Verdict.FAIL, Verdict.
 DOWN = {"state": "1: DOWN", "phys_state": "3: Disabled"}
 UP = {"state": "4: ACTIVE", "phys_state": "5: LinkUp", "rate": "400 Gb/sec (4X NDR)"}
 HDR = {"rate": "200 Gb/sec (4X HDR)"}
-GEN4 = {"speed": "16.0 GT/s PCIe"}
+GEN4 = {"current_link_speed": "16.0 GT/s PCIe"}
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def test_a_healthy_node_is_ok_in_every_check(node: FabricNode):
 
 
 def test_ports_that_are_left_out_have_a_reason(node: FabricNode):
-    node.ports["mlx5_20"] = port("mlx5_20", 0, physfn=1)
+    node.ports["mlx5_20"] = port("mlx5_20", 0, physfn=True)
     found = chosen(node)
     assert [one.device for one in found.ports] == list(COMPUTE)
     assert found.reasons == {
@@ -76,9 +76,9 @@ def test_ports_that_are_left_out_have_a_reason(node: FabricNode):
 
 
 def test_where_nothing_else_is_there_virtual_functions_and_bonds_are_used(node: FabricNode):
-    roce(node).all_compute(bonded=1)
+    roce(node).all_compute(bonded=True)
     assert len(chosen(node).active) == 8
-    node.ports = {name: {**node.ports[name], "physfn": 1} for name in COMPUTE}
+    node.ports = {name: {**node.ports[name], "physfn": True} for name in COMPUTE}
     assert len(chosen(node).active) == 8
 
 
@@ -96,7 +96,7 @@ def test_more_configured_ports_than_there_are_beside_gpus_take_the_others_in(nod
 
 
 def test_the_default_route_excuses_ethernet_alone_and_where_nothing_else_is_configured(node: FabricNode):
-    node.ports[ONE]["default_route"] = 1
+    node.ports[ONE]["default_route"] = True
     assert len(chosen(node).ports) == 8
     roce(node).ports = {ONE: node.ports[ONE]}
     assert chosen(node).ports == ()
@@ -128,11 +128,11 @@ ONE_PORT: list[tuple[Mapping[str, object], str, Verdict]] = [
     *(({"rate": text}, "rate", UNKNOWN) for text in ("", "fast", "1e9 Gb/sec", "4")),
     ({"netdev_mtu": 2044}, "mtu", WARN),
     *(({"netdev_mtu": text}, "mtu", UNKNOWN) for text in ("", "N/A")),
-    ({"width": 8}, "pcie", FAIL),
-    ({"width_max": 4}, "pcie", UNKNOWN),
-    *(({"width": text}, "pcie", UNKNOWN) for text in (15, "", "0", "63", "255", "Unknown", "-16")),
+    ({"current_link_width": 8}, "pcie", FAIL),
+    ({"max_link_width": 4}, "pcie", UNKNOWN),
+    *(({"current_link_width": text}, "pcie", UNKNOWN) for text in (15, "", "0", "63", "255", "Unknown", "-16")),
     (GEN4, "pcie", FAIL),
-    *(({"speed": text}, "pcie", UNKNOWN) for text in ("", "Unknown")),
+    *(({"current_link_speed": text}, "pcie", UNKNOWN) for text in ("", "Unknown")),
 ]
 
 
@@ -166,9 +166,9 @@ def test_the_usual_rate_is_that_of_ports_that_are_up(node: FabricNode):
 def test_pcie_lanes_and_speed(node: FabricNode):
     node.all_compute(**HDR, **GEN4)  # a slower slot that carries the port
     assert not node.complaints()
-    node.ports[ONE]["width"] = 12  # missing lanes fail though they would do
+    node.ports[ONE]["current_link_width"] = 12  # missing lanes fail though they would do
     assert node.complaints() == [("ib.pcie", ONE, FAIL)]
-    node.all_compute(width="", width_max="")  # as virtual machines are
+    node.all_compute(current_link_width="", max_link_width="")  # as virtual machines are
     assert of(node.check(), "ib.pcie").severity is SKIP
 
 
@@ -225,7 +225,7 @@ def test_a_node_without_adapters_is_skipped_unless_they_are_expected():
     node = bare()
     assert [(one.check, one.severity) for one in node.check()] == [("ib.count", SKIP)]
     assert ("ib.count", None, FAIL) in node.complaints(hcas=8)
-    node.ports["mlx5_0"] = port("mlx5_0", 0xE0, link_layer="Ethernet", netdev="eth0", default_route=1)
+    node.ports["mlx5_0"] = port("mlx5_0", 0xE0, link_layer="Ethernet", netdev="eth0", default_route=True)
     (finding,) = node.check()
     assert finding.observed == "no adapter for training: mlx5_0:1 eth0 carries the default route"
 
@@ -306,10 +306,9 @@ def test_ports_are_ordered_as_people_count(node: FabricNode):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        *(([port("mlx5_0", 0x0C, dev=name)], "no name") for name in ("", "../x", "m\x1b[1m", "a b", "x" * 65, "$(id)")),
+        *(([port("mlx5_0", 0x0C, dev=name)], "no name") for name in ("", "../x", "a b", "x" * 65, "$(id)")),
         ([port("mlx5_0", 0x0C), port("mlx5_0", 0x1C)], "twice"),
         ([port("mlx5_0", 0x0C, port="x")], "no number"),
-        ([{"dev": f"mlx5_{number}", "port": 1} for number in range(2049)], "more than"),
     ],
 )
 def test_hostile_ports_are_unreadable(fields: list[Mapping[str, object]], words: str):

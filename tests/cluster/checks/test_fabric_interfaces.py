@@ -117,10 +117,8 @@ def test_a_default_route_with_several_next_hops_counts_for_each():
 
 
 def test_what_sysfs_tells_is_added():
-    row = (
-        "interface\tname=eth0\toperstate=up\tmtu=1500\tspeed=100000\ttype=1\tpath=/sys/devices/pci0000:e0/0000:e0:01.0"
-    )
-    found = read_interfaces(net_probe([LO, ETH0], sysfs=f"{row}\nend\t1"))[1]
+    row = {"eth0": {"path": "/sys/devices/pci0000:e0/0000:e0:01.0", "kind": "", "master": ""}}
+    found = read_interfaces(net_probe([LO, ETH0], sysfs=json.dumps(row)))[1]
     assert (found.pci_path, found.mtu) == (("0000:e0:01.0",), 1500)
 
 
@@ -155,7 +153,7 @@ def test_no_interface_at_all_is_unreadable():
         read_interfaces(net_probe([]))
 
 
-@pytest.mark.parametrize("name", ["a b", "eth0/../x", "", "x" * 16, None])
+@pytest.mark.parametrize("name", ["a b", "eth0/../x", "", "x" * 16, None, "\x1b[1m"])
 def test_a_hostile_name_is_unreadable(name: object):
     with pytest.raises(UnreadableError):
         read_interfaces(net_probe([LO, {**ETH0, "ifname": name}]))

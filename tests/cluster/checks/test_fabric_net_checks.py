@@ -17,7 +17,7 @@ GROUP = Groups("net")
 DOCKER = link("docker0", "172.17.0.1/16", kind="bridge")
 
 
-def probe(*links: object, route: str | None = "eth0", name: str = "n1", sysfs: str = "end\t0") -> NodeProbe:
+def probe(*links: object, route: str | None = "eth0", name: str = "n1", sysfs: str = "{}") -> NodeProbe:
     return net_probe([LO, *links], [default_route(route)] if route else [], name=name, sysfs=sysfs)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,14 @@ def test_probes_write_no_files(tmp_path: Path) -> None:
     answer = subprocess.run(["sh", "-s"], input=script, capture_output=True, env=environment, cwd=tmp_path).stdout
     assert is_complete(answer, fence)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_python_runs_on_nodes_is_python_3_9() -> None:
+    programs = [one.script.partition("<<'PYTHON'")[2] for group in GROUPS for one in group.questions]
+    for program in filter(None, programs):
+        body = program.partition("\n")[2].partition("\nPYTHON\n")[0]
+        imports = [one for one in ast.walk(ast.parse(body, feature_version=(3, 9))) if isinstance(one, ast.Import)]
+        assert {alias.name for one in imports for alias in one.names} <= sys.stdlib_module_names
 
 
 @pytest.mark.parametrize("name", ["lower", "A B", "A;id", "", "1A"])
