@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -18,19 +18,13 @@ from engine.planning.time.machine import Machine
 from engine.planning.time.recommend import LEAST_SAVING
 from engine.planning.time.step_time import StepTime
 
-_CELL_PADDING = 3  # one blank on each side and the rule
-_LINK_NAMES = {"intra": "inside the node", "inter": "between nodes", "host": "to and from host memory"}
-_BAR_WIDTH = 60
-_BAR_COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta", "white", "white")
+_LINK_NAMES = {
+    "intra": "sent inside the node",
+    "inter": "sent between nodes",
+    "host": "moved to and from host memory",
+}
 _SHOWN_CANDIDATES = 12
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One figure of a pass and how it reads."""
-
-    heading: str
-    cell: Callable[[PassPreview], str]
+_CELL_PADDING = 3  # one blank on each side and the rule
 
 
 def answer_view(plan: Plan, price: float | None = None, picture: Path | None = None) -> RenderableType:
@@ -86,8 +80,18 @@ def _speed_words(step: StepTime) -> str:
 def _run_words(plan: Plan, price: float | None) -> str:
     run = plan.run_to_dict(price)
     cost = "" if price is None else f", {run['cost']:,.2f} at {price:g} each"
-    length = f"{run['steps']:,} steps, {count(run['tokens'])} tokens: {run['hours']:.3g} hours"
+    length = f"{run['steps']:,} steps, {count(run['tokens'])} tokens: {_long_time(run['hours'])}"
     return f"{length}, {run['device_hours']:.3g} {_unit(plan)}{cost}"
+
+
+def _long_time(hours: float) -> str:
+    return (
+        f"{hours:.3g} hours"
+        if hours >= 1
+        else f"{60 * hours:.3g} minutes"
+        if hours >= 1 / 60
+        else seconds(3600 * hours)
+    )
 
 
 def _unit(plan: Plan) -> str:
@@ -164,29 +168,25 @@ def _placement(candidate: Plan) -> Text:
 
 def _passes_table(layer: LayerPreview, machine: Machine) -> Table:
     table = _table("per layer and rank", *(one.direction for one in layer.every_pass), numbers=True)
-    figures = [
-        Figure("steps", lambda one: str(one.steps)),
-        Figure("tiles", lambda one: str(one.tiles)),
-        Figure("visible pairs, all ranks", lambda one: count(one.visible_pairs)),
-        Figure("balance (busiest rank / mean)", lambda one: f"{one.balance:.3f}"),
-        *(_link_figure(link) for link in _LINK_NAMES),
-        Figure("buffers on the device", lambda one: _extra_buffers(one, "device")),
-        Figure("buffers in host memory", lambda one: _extra_buffers(one, "host")),
-        Figure(f"predicted seconds ({machine.name})", lambda one: seconds(_seconds(one))),
-        Figure("  computing (busiest rank)", lambda one: seconds(one.timeline.busiest_s if one.timeline else None)),
-        Figure("  exposed communication", _exposed),
-    ]
-    for figure in figures:
-        table.add_row(figure.heading, *(figure.cell(one) for one in layer.every_pass))
+    figures: dict[str, Callable[[PassPreview], str]] = {
+        "steps": lambda one: str(one.steps),
+        "tiles": lambda one: str(one.tiles),
+        "visible pairs, all ranks": lambda one: count(one.visible_pairs),
+        "balance (busiest rank / mean)": lambda one: f"{one.balance:.3f}",
+        **{name: _link_cell(link) for link, name in _LINK_NAMES.items()},
+        "buffers on the device": lambda one: _extra_buffers(one, "device"),
+        "buffers in host memory": lambda one: _extra_buffers(one, "host"),
+        f"predicted seconds ({machine.name})": lambda one: seconds(_seconds(one)),
+        "  computing (busiest rank)": lambda one: seconds(one.timeline.busiest_s if one.timeline else None),
+        "  exposed communication": _exposed,
+    }
+    for heading, cell in figures.items():
+        table.add_row(heading, *(cell(one) for one in layer.every_pass))
     return table
 
 
-def _link_figure(link: str) -> Figure:
-    def cell(one: PassPreview) -> str:
-        busiest = links_to_dict(one.busiest_links)[link]
-        return binary_bytes(busiest) if busiest else "0"
-
-    return Figure(f"sent {_LINK_NAMES[link]}" if link != "host" else "moved to and from host memory", cell)
+def _link_cell(link: str) -> Callable[[PassPreview], str]:
+    return lambda one: binary_bytes(links_to_dict(one.busiest_links)[link])
 
 
 def _extra_buffers(one: PassPreview, where: str) -> str:
@@ -345,8 +345,8 @@ def _table(*headings: str, numbers: bool = False) -> Table:
 
 
 def memory_view(report: MemoryReport) -> list[RenderableType]:
-    """Components, the peak as a bar, whether it fits, what it was chosen from."""
-    parts: list[RenderableType] = [_components_table(report), _bar(report), _verdict(report)]
+    """Components, whether it fits, what it was chosen from."""
+    parts: list[RenderableType] = [_components_table(report), _verdict(report)]
     parts += [Text.assemble(("  • ", "yellow"), text) for text in report.advice]
     if report.choice.candidates:
         parts += [Text(), candidates_table(report.choice), _candidates_note(report.choice)]
@@ -369,28 +369,6 @@ def _components_table(report: MemoryReport) -> Table:
     table.add_row("peak", *(binary_bytes(peaks[place]) for place in places), style="bold")
     table.add_row("in phase", found.phase, style="dim")
     return table
-
-
-def _bar(report: MemoryReport) -> Text:
-    """The peak by component against the capacity; every character is a sixtieth of the larger of the two."""
-    best, capacity = report.prediction, report.capacity.device_bytes
-    whole = max(best.needed_bytes, capacity)
-    sizes = {**best.components["device"], "reserve": best.needed_bytes - best.device_peak_bytes}
-    bar, legend = Text("[", style="bold"), Text("             ")
-    drawn = done = 0
-    for (name, size), color in zip(sizes.items(), (*_BAR_COLORS, "bright_black"), strict=False):
-        done += size
-        width = round(_BAR_WIDTH * done / whole) - drawn
-        drawn += width
-        if width > 0:
-            bar.append("█" * width, style=color)
-            legend.append("■ ", style=color).append(f"{name}  ")
-    edge = round(_BAR_WIDTH * capacity / whole)
-    free = max(0, edge - drawn)
-    bar.append("·" * free).append("]", style="bold")
-    if edge < drawn:
-        bar.append(f" capacity ends at {edge} of {drawn}", style="red")
-    return Text.assemble(("device       ", "bold"), bar, "\n", legend)
 
 
 def _verdict(report: MemoryReport) -> Text:

@@ -157,11 +157,6 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._device.peak
 
     @property
-    def host_peak(self) -> Peak:
-        """The peak of host bytes."""
-        return self._host.peak
-
-    @property
     def phase_peaks(self) -> dict[str, Peak]:
         """The peak of device bytes of every phase since the last `reset_peak`, in order of appearance."""
         return dict(self._device.phase_peaks)

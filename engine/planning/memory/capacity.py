@@ -5,6 +5,7 @@ Device memory is all that the driver reports; what no tensor can have of it is i
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 from collections.abc import Callable
@@ -90,14 +91,13 @@ def capacity_of(
 
     device     cpu, a name (a100, "NVIDIA H100 80GB HBM3") or bytes (80e9); None: as cluster.machine and
                cluster.backend say, else this machine's GPUs, else an H100
-    hardware   this machine, from `find_hardware`; None: it is asked when needed
+    hardware   this machine, from `find_hardware`; None: it is asked, once
 
     Raises ConfigError for a device that is not known.
     """
-    here = _Here(hardware)
-    memory = config.memory
-    name = device or _configured_device(config) or (here.found.gpus[0].name if here.found.gpus else None)
-    found = _capacity(name or DEFAULT_DEVICE, local_ranks, here, memory.host_bytes)
+    here = hardware or _this_machine()
+    memory, name = config.memory, device or _configured_device(config)
+    found = _capacity(name or _default_device(here), local_ranks, here, memory.host_bytes)
     if memory.device_bytes is None and memory.host_bytes is None:
         return found
     return Capacity(
@@ -145,8 +145,6 @@ def host_memory(proc: Path, cgroup: Path) -> tuple[int | None, str]:
         match = None
     if match:
         found["/proc/meminfo MemTotal"] = int(match[1]) * 1024
-    elif (size := _psutil_total()) is not None:
-        found["psutil"] = size
     if not found:
         return None, "unknown"
     source, size = min(found.items(), key=lambda item: item[1])
@@ -180,27 +178,6 @@ def _upwards(root: Path, relative: str) -> list[Path]:
     return [folder, *(parent for parent in folder.parents if parent == root or root in parent.parents)]
 
 
-def _psutil_total() -> int | None:
-    try:
-        import psutil
-    except ImportError:
-        return None
-    return int(psutil.virtual_memory().total)
-
-
-class _Here:
-    """This machine, asked at most once and only if need be."""
-
-    def __init__(self, hardware: Hardware | None) -> None:
-        self._hardware = hardware
-
-    @property
-    def found(self) -> Hardware:
-        if self._hardware is None:
-            self._hardware = find_hardware()
-        return self._hardware
-
-
 def _configured_device(config: RunConfig) -> str | None:
     """What the configuration says about the device, if anything."""
     cluster = config.cluster
@@ -209,18 +186,27 @@ def _configured_device(config: RunConfig) -> str | None:
     return None if cluster.machine.name == "auto" else cluster.machine.name
 
 
-def _cpu(known: Machine, local_ranks: int, here: _Here, host_bytes: int | None) -> Capacity:
+def _default_device(here: Hardware) -> str:
+    return here.gpus[0].name if here.gpus else DEFAULT_DEVICE
+
+
+@functools.cache
+def _this_machine() -> Hardware:
+    return find_hardware()
+
+
+def _cpu(known: Machine, local_ranks: int, here: Hardware, host_bytes: int | None) -> Capacity:
     """A rank's share of the host memory that a profile knows, else of this machine's."""
     measured = known.host_memory_bytes
-    total = host_bytes or measured or here.found.host_bytes
+    total = host_bytes or measured or here.host_bytes
     if total is None:
         raise ConfigError("the memory of this machine is unknown; set memory.host_bytes")
-    origin = "memory.host_bytes" if host_bytes else known.source if measured else here.found.host_source
+    origin = "memory.host_bytes" if host_bytes else known.source if measured else here.host_source
     source = f"host memory of {known.name if measured else 'this machine'} ({origin}) / {local_ranks} ranks"
     return Capacity(known.name, total // local_ranks, source, total, origin, local_ranks, host_is_device=True)
 
 
-def _capacity(name: str, local_ranks: int, here: _Here, host_bytes: int | None) -> Capacity:
+def _capacity(name: str, local_ranks: int, here: Hardware, host_bytes: int | None) -> Capacity:
     """A device by name or by bytes; one of this machine has this machine's host memory, as CPUs have."""
     try:
         given = float(name)
@@ -228,11 +214,10 @@ def _capacity(name: str, local_ranks: int, here: _Here, host_bytes: int | None) 
         given = 0.0
     if given >= 1:
         return Capacity(f"{given / 1e9:.4g} GB", int(given), f"as given: {name} bytes", None, "unknown", local_ranks)
-    present = [gpu for gpu in here.found.gpus if gpu.name == name]
+    present = [gpu for gpu in here.gpus if gpu.name == name]
     if present:
         total = min(gpu.total_bytes for gpu in present)
-        hardware = here.found
-        return Capacity(name, total, "nvidia-smi", hardware.host_bytes, hardware.host_source, local_ranks)
+        return Capacity(name, total, "nvidia-smi", here.host_bytes, here.host_source, local_ranks)
     known = find_device(name)
     if known is None:
         raise ConfigError(f"device: {unknown_device(name, 'a number of bytes such as 80e9')}")

@@ -14,7 +14,6 @@ Of what else a rank needs nothing is reckoned here: `engine.memory.predict` runs
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from engine.config.errors import ConfigError
 from engine.config.settings import MemoryConfig, ModelConfig, RunConfig, Store
@@ -22,9 +21,7 @@ from engine.planning.memory.policy import LayerPolicy, layer_policies
 from engine.planning.methods.grid import Blocks, divide_sequence
 from engine.planning.methods.presets import BYTES_OF, AttentionMethod
 from engine.planning.methods.tiling import tile_tokens_of
-from engine.planning.sequence.balance import member_pairs
 from engine.planning.sequence.layers import LayerAttention, attended_pairs, attention_layers
-from engine.planning.sequence.layout import Layout
 from engine.planning.sequence.lengths import padded_length
 from engine.planning.time.flops import Flops, Recomputed, count_parameters, step_flops
 
@@ -39,14 +36,12 @@ class LayerCost:
     kept_bytes         of one rank (of the one that keeps most), per micro-step
     linear_flops       of what backward computes again outside attention, over all ranks of one sequence
     attention_flops    of attention that is computed again, over all ranks of one sequence: the mask's pairs
-    busiest_share      part of attention_flops that the busiest rank does
     """
 
     policy: LayerPolicy
     kept_bytes: int
     linear_flops: int
     attention_flops: int
-    busiest_share: float
 
 
 @dataclass(frozen=True)
@@ -179,24 +174,21 @@ class _Recomputation:
         self._turn = attention_layers(config, method)
         padded = padded_length(config.train.seq_len, method.cp_size, config.parallel.tp_size)
         self._blocks = divide_sequence(method, padded, [layer.mask for layer in self._turn])
-        self._known: dict[LayerAttention, tuple[float, float]] = {}
+        self._most_kept: dict[LayerAttention, float] = {}
 
     def layer_cost(self, index: int, policy: LayerPolicy) -> LayerCost:
         """One layer of the model."""
         model, train = self._config.model, self._config.train
         attention = self._turn[index % len(self._turn)]
-        if attention not in self._known:
-            most = most_kept_rows(self._blocks, attention.recompute_before or 0)
-            self._known[attention] = (most, busiest_share(attention, self._blocks.ring))
-        most, share = self._known[attention]
-        rows = train.micro_batch_size * most
+        if attention not in self._most_kept:
+            self._most_kept[attention] = most_kept_rows(self._blocks, attention.recompute_before or 0)
+        rows = train.micro_batch_size * self._most_kept[attention]
         matrices = recomputed_parameters(policy, model, tiled=self._tiled, exchanged=self._exchanged)
         return LayerCost(
             policy=policy,
             kept_bytes=kept_bytes(policy, self._config, self._method, rows, tiled=self._tiled),
             linear_flops=2 * matrices * train.seq_len,
             attention_flops=4 * model.num_heads * model.head_dim * attention.pairs.again,
-            busiest_share=share,
         )
 
 
@@ -204,15 +196,6 @@ def most_kept_rows(blocks: Blocks, cut: int) -> float:
     """Tokens at or after the cut of the rank with most of them; head parallel ranks keep an equal part each."""
     ring = blocks.ring
     return max(ring.rows(rank) - ring.rows_before(rank, cut) for rank in range(ring.size)) / blocks.grid.heads
-
-
-@lru_cache(maxsize=64)  # candidates differ in what lies where, but seldom in what is computed again
-def busiest_share(layer: LayerAttention, layout: Layout) -> float:
-    """Part of the pairs computed again that the busiest ring member has."""
-    if not layer.recompute_before:
-        return 0.0
-    loads = member_pairs(layer.mask.queries_before(layer.recompute_before), layout)
-    return max(loads) / sum(loads) if sum(loads) else 0.0
 
 
 def recomputed_matrices(config: RunConfig, method: AttentionMethod) -> int:
