@@ -109,7 +109,11 @@ class TestbedPlan:
 
 
 def build_plan(spec: TestbedSpec, config_file: Path) -> TestbedPlan:
-    """What `up(spec, config_file)` would do on this machine now, in the first free block of addresses."""
+    """What `up(spec, config_file)` would do on this machine now, in the first free block of addresses.
+
+    Raises ConfigError for unknown hardware.
+    """
+    hardware_files(spec.hardware, spec.node_names[0], 1, ())
     folder = folder_of(spec.name)
     testbed = Testbed(folder, TestbedState(spec, _free_block(), python_folder=_python_folder()))
     passwd = Path("/etc/passwd").read_text(encoding="utf-8")

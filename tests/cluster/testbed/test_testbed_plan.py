@@ -192,3 +192,8 @@ def test_the_plan_holds_every_command_and_file_and_touches_nothing(tmp_path):
     assert len(starts) == 4
     assert str(tmp_path / "lab.yaml") in plan.files
     assert list(tmp_path.iterdir()) == []
+
+
+def test_unknown_hardware_is_refused_before_a_plan_is_shown(tmp_path):
+    with pytest.raises(ConfigError, match="h100x9"):
+        build_plan(TestbedSpec("lab", hardware="h100x9"), tmp_path / "lab.yaml")
