@@ -47,7 +47,9 @@ class Removed:
 def standing_names() -> tuple[str, ...]:
     """Names of all testbeds of which anything is left on this machine: a folder, a namespace."""
     found = {folder.path.name for folder in standing_folders()}
-    found |= {name.split(".")[1] for name in _namespaces() if name.startswith(f"{PREFIX}.") and name.count(".") >= 2}
+    found |= {
+        name.split(".")[1] for name in _names_in(NAMESPACES) if name.startswith(f"{PREFIX}.") and name.count(".") >= 2
+    }
     return tuple(sorted(name for name in found if is_testbed_name(name)))
 
 
@@ -91,8 +93,8 @@ def _remove_parts(folder: TestbedFolder, config_file: Path) -> Removed:
 def leftovers(name: str) -> list[str]:
     """What is left on this machine of the testbed `name`, in words; empty when nothing is."""
     found = [f"process {pid}" for pid in sorted(_processes(name))]
-    found += [f"namespace {namespace}" for namespace in _namespaces() if namespace.startswith(namespace_prefix(name))]
-    found += [f"link {link}" for link in _links() if link == f"{PREFIX}{name}"]
+    found += [f"namespace {namespace}" for namespace in _own_namespaces(name)]
+    found += [f"link {PREFIX}{name}"] if _link(name).exists() else []
     found += [f"control group {path}" for path in _control_groups(name)]
     found += [f"mount {path}" for path in _mounts_below(folder_of(name).path)]
     return found + ([f"folder {folder_of(name).path}"] if folder_of(name).path.exists() else [])
@@ -116,11 +118,10 @@ def _kill_all(name: str) -> int:
 def _processes(name: str) -> set[int]:
     """Live processes of the testbed."""
     spaces = set()
-    for namespace in _namespaces():
-        if namespace.startswith(namespace_prefix(name)):
-            with contextlib.suppress(OSError):
-                found = (NAMESPACES / namespace).stat()
-                spaces.add((found.st_dev, found.st_ino))
+    for namespace in _own_namespaces(name):
+        with contextlib.suppress(OSError):
+            found = (NAMESPACES / namespace).stat()
+            spaces.add((found.st_dev, found.st_ino))
     mark = f"{MARK_VARIABLE}={name}".encode()
     pids = {pid for pid in psutil.pids() if pid != os.getpid() and _belongs(pid, spaces, mark)}
     for group in _control_groups(name):
@@ -174,25 +175,28 @@ def _remove_control_group(path: Path) -> None:
             time.sleep(0.02)
 
 
-def _namespaces() -> list[str]:
+def _names_in(folder: Path) -> list[str]:
     with contextlib.suppress(FileNotFoundError):
-        return sorted(path.name for path in NAMESPACES.iterdir())
+        return sorted(path.name for path in folder.iterdir())
     return []
 
 
-def _links() -> list[str]:
-    with contextlib.suppress(FileNotFoundError):
-        return sorted(path.name for path in Path("/sys/class/net").iterdir())
-    return []
+def _own_namespaces(name: str) -> list[str]:
+    """The network namespaces of the testbed `name`."""
+    return [namespace for namespace in _names_in(NAMESPACES) if namespace.startswith(namespace_prefix(name))]
+
+
+def _link(name: str) -> Path:
+    """Where the kernel shows this machine's link into the testbed."""
+    return Path("/sys/class/net", f"{PREFIX}{name}")
 
 
 def _remove_network(name: str) -> int:
     """How many namespaces were removed."""
-    found = [namespace for namespace in _namespaces() if namespace.startswith(namespace_prefix(name))]
-    link = f"{PREFIX}{name}"
+    found = _own_namespaces(name)
     # By its name alone it could be somebody's; ours has its other end in one of these.
-    if found and link in _links():
-        try_command(("ip", "link", "delete", link))
+    if found and _link(name).exists():
+        try_command(("ip", "link", "delete", _link(name).name))
     for namespace in found:
         done = try_command(("ip", "netns", "delete", namespace))
         if (NAMESPACES / namespace).exists():
