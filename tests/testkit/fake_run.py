@@ -187,14 +187,14 @@ class TestbedRun(LocalRun):
         return self.testbed.node(name).folder.home / ".burst" / "runs" / path.name
 
 
-def main(path: str) -> int:
+def main(path: str, *flags: str) -> int:
     """Lead the run in folder `path` from a process of its own, which can be told to stop, and killed."""
     run = open_run(Path(path))
     plan = read_launch_plan(run.path)
-    links = open_links(plan, run, LINKS)
+    links, manner = open_links(plan, run, LINKS), Manner(detached="--detached" in flags, timing=HURRIED)
     with StopRequests().listening() as stop:
-        return control(plan, run, links, SilentObserver(), stop, Manner(timing=HURRIED)).exit_code
+        return control(plan, run, links, SilentObserver(), stop, manner).exit_code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

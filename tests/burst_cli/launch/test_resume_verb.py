@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from testkit.living_run import ROOT, LivingRun
+from testkit import ROOT
+from testkit.living_run import LivingRun
 from testkit.run_maker import forget_process, make_run
 from testkit.waiting import wait_for
 
