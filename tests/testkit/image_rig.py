@@ -126,7 +126,8 @@ def tar_of(files: Mapping[str, bytes], links: Mapping[str, str] = {}) -> bytes:
 
 def busybox_tree() -> bytes:
     """A file system that is one busybox."""
-    return tar_of({"bin/busybox": Path("/bin/busybox").read_bytes()})
+    links = {f"bin/{name}": "busybox" for name in ("sh", "sleep", "hostname")}
+    return tar_of({"bin/busybox": Path("/bin/busybox").read_bytes()}, links)
 
 
 def noise(size: int, seed: int) -> bytes:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import os
-import tarfile
 from pathlib import Path
 
 import psutil
 import pytest
 from testkit.connecting import connect
+from testkit.image_rig import busybox_tree
 from testkit.machine_clock import machine_time
 
 from cluster.testbed.faults import clear_faults, set_fault
@@ -18,18 +17,6 @@ from cluster.testbed.teardown import leftovers, tear_down
 
 IMAGE = "burst-testbed-test:1"
 _SECONDS = 1_000_000 + os.getpid()  # how long a container sleeps: no other process has this argument
-
-
-def busybox_tree() -> bytes:
-    """A file system, as tar, that is one busybox."""
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as archive:
-        archive.add("/bin/busybox", "bin/busybox")
-        for name in ("sh", "sleep", "hostname"):
-            link = tarfile.TarInfo(f"bin/{name}")
-            link.type, link.linkname = tarfile.SYMTYPE, "busybox"
-            archive.addfile(link)
-    return stream.getvalue()
 
 
 @pytest.fixture(scope="module")
