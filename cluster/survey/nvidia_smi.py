@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TypeVar
@@ -18,6 +18,7 @@ from xml.etree.ElementTree import Element
 
 from cluster.remote_text import one_line
 from cluster.survey.section import Question, Section
+from cluster.survey.sysfs import python_question
 
 T = TypeVar("T", str, float)
 
@@ -36,30 +37,18 @@ _BROKEN = re.compile(
 )
 
 # All PCI devices are counted, so that "no NVIDIA device" and "no sysfs" stay two things.
-LSPCI = Question(
+LSPCI = python_question(
     "gpu.lspci",
     10,
     r"""
-show() {
-    value=
-    [ -r "$device/$2" ] && read -r value 2>/dev/null <"$device/$2"
-    printf '\t%s=%s' "$1" "$value"
-}
-base=$(cd -P "$root/" 2>/dev/null && pwd -P)
-[ "$base" = / ] && base=
-seen=0
-for device in "$root"/sys/bus/pci/devices/*; do
-    [ -r "$device/vendor" ] || continue
-    seen=$((seen + 1))
-    read -r vendor <"$device/vendor"
-    [ "$vendor" = 0x10de ] || continue
-    printf 'pci\t%s' "${device##*/}"
-    show class class
-    show numa numa_node
-    place=$(cd -P "$device" 2>/dev/null && pwd -P)
-    printf '\tpath=%s\n' "${place#"$base"}"
-done
-printf 'pci_devices\t%s\tend\n' "$seen"
+told = {"total": 0, "devices": []}
+for device in root.glob("sys/bus/pci/devices/*"):
+    vendor = tell(device / "vendor")
+    told["total"] += bool(vendor)
+    if vendor == "0x10de":
+        fields = [tell(device / "class"), tell(device / "numa_node"), place(device)]
+        told["devices"].append([device.name, *fields])
+print(json.dumps(told))
 """,
 )
 
@@ -364,33 +353,19 @@ class PciDevices:
 
 
 def read_pci_devices(section: Section) -> PciDevices | None:
-    """The devices in `section`; None when it did not end properly or breaks off."""
-    if not section.ok:
+    """The devices in `section`; None when it did not end properly or makes no sense."""
+    try:
+        told = section.document()
+        devices = [_device(*map(str, row)) for row in told["devices"]]
+        return PciDevices(int(told["total"]), tuple(sorted(devices, key=lambda device: device.address)))
+    except (ValueError, TypeError, KeyError):
         return None
-    total: int | None = None
-    devices = []
-    for line in section.output.splitlines():
-        kind, *words = line.split("\t")
-        if kind == "pci" and words:
-            device = _device(words[0], dict(word.partition("=")[::2] for word in words[1:]))
-            if device is None:
-                return None
-            devices.append(device)
-        elif kind == "pci_devices" and words[1:] == ["end"] and words[0].isdigit():
-            total = int(words[0])
-    if total is None or total < len(devices):
-        return None
-    return PciDevices(total, tuple(sorted(devices, key=lambda device: device.address)))
 
 
-def _device(address: str, values: Mapping[str, str]) -> NvidiaDevice | None:
+def _device(address: str, pci_class: str, numa: str, path: str) -> NvidiaDevice:
+    """Raises ValueError for what is none."""
     name = normal_address(address)
-    if name is None or not re.fullmatch(r"0x[0-9a-f]{6}", values.get("class", "")) or "path" not in values:
-        return None
-    numa = values.get("numa", "")
-    return NvidiaDevice(
-        address=name,
-        pci_class=int(values["class"], 16),
-        numa_node=int(numa) if numa.isdigit() and len(numa) < 6 else None,
-        pci_path=tuple(_PATH_STEP.findall(values["path"])),
-    )
+    if name is None:
+        raise ValueError(address)
+    numa_node = int(numa) if numa.isdecimal() else None
+    return NvidiaDevice(name, int(pci_class, 16), numa_node, tuple(_PATH_STEP.findall(path)))

@@ -12,6 +12,7 @@ from cluster.checks.groups.gpu import each_gpu, look_at_gpus
 from cluster.survey.facts import NodeFacts
 from cluster.survey.nvidia_smi import LSPCI, SMI, Gap, GapError, Gpu, NvidiaDevice
 from cluster.survey.section import Question, Section, UnreadableError
+from cluster.survey.sysfs import python_question
 
 # How many NVLinks a GPU of this name has; bridged PCIe cards are not among them, for there it depends on the bridge.
 NVLINKS_OF_MODEL = {
@@ -45,18 +46,12 @@ nvidia-smi nvlink --status
     after="gpu.smi",
 )
 
-FABRIC_MANAGER = Question(
+FABRIC_MANAGER = python_question(
     "gpu.fabric_manager",
     10,
     r"""
-scanned=0
-for comm in "$root"/proc/[0-9]*/comm; do
-    read -r name 2>/dev/null <"$comm" || continue
-    scanned=$((scanned + 1))
-    # The kernel keeps 15 characters of a name.
-    case $name in nv-fabricmanage*) comm=${comm%/comm} && printf 'process\t%s\n' "${comm##*/}" ;; esac
-done
-printf 'scanned\t%s\tend\n' "$scanned"
+# The kernel keeps 15 characters of a name.
+print(json.dumps([tell(file) for file in root.glob("proc/[0-9]*/comm")]))
 """,
 )
 
@@ -85,7 +80,8 @@ def check_nvlink(check: Check, facts: NodeFacts) -> list[Finding]:
     """Every NVLink is up, as many per GPU as on the others, at the same speed."""
     gpus, links = facts.smi_log.gpus, read_nvlinks(facts.section(NVLINK))
     if links is None:
-        raise _unreadable(facts, NVLINK, "NVLinks cannot be read")
+        why = facts.section(NVLINK).trouble() or "the answer is incomplete or of an unknown form"
+        raise UnreadableError("NVLinks cannot be read", why)
     speeds = Counter(speed for gpu in links.values() for speed in (gpu or {}).values() if speed is not None)
     if not _expects_nvlink(facts) and not speeds:
         return [check.skip("GPUs without NVLink")]
@@ -188,10 +184,10 @@ def _judge_fabric_health(gpu: Gpu, check: Check) -> Finding | None:
 
 def _judge_manager(check: Check, facts: NodeFacts, switches: tuple[NvidiaDevice, ...]) -> Finding:
     """It ends by itself when its version is not the driver's. Raises UnreadableError without a list of processes."""
-    section = facts.section(FABRIC_MANAGER)
-    if not section.ok or not re.search(r"^scanned\t[1-9]\d*\tend$", section.output, re.MULTILINE):
-        raise _unreadable(facts, FABRIC_MANAGER, "the fabric manager cannot be looked for")
-    if section.output.startswith("process\t"):
+    names = facts.section(FABRIC_MANAGER).document()
+    if not isinstance(names, list) or not names:
+        raise UnreadableError("the fabric manager cannot be looked for: no process was seen")
+    if "nv-fabricmanage" in names:
         return check.ok(f"fabric manager runs, {len(switches)} NVSwitches")
     remedy = (
         "`systemctl enable --now nvidia-fabricmanager`, of the driver's very version: without it no CUDA program starts"
@@ -203,11 +199,6 @@ def _expects_nvlink(facts: NodeFacts) -> bool:
     """Whether there must be NVLinks: NVSwitches are there, or boards that come with them."""
     switches = facts.pci is None or bool(facts.pci.nvswitches)
     return switches or any(gpu.look("product_name") in NVLINKS_OF_MODEL for gpu in facts.gpus)
-
-
-def _unreadable(facts: NodeFacts, question: Question, text: str) -> UnreadableError:
-    why = facts.section(question).trouble() or "the answer is incomplete or of an unknown form"
-    return UnreadableError(text, why)
 
 
 GROUP = CheckGroup(

@@ -129,8 +129,7 @@ class FabricNode:
         return NodeProbe(name, made | self.sections)
 
     def _pci(self) -> str:
-        gpus = [f"pci\t{path[-12:]}\tclass=0x030200\tnuma=0\tpath={path}" for path in self.gpus]
-        return "\n".join([*gpus, "pci_devices\t99\tend"])
+        return json.dumps({"total": 99, "devices": [[path[-12:], "0x030200", "0", path] for path in self.gpus]})
 
     def check(self, **expected: Any) -> list[Finding]:
         """Findings of the group `ib`, with `expected` as cluster.expected."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from gpu_rehearsal import ended, healthy, with_section
 
@@ -24,15 +26,16 @@ def test_pci_devices_hold_gpus_and_switches() -> None:
 
 
 def test_the_audio_function_of_a_gpu_is_no_gpu() -> None:
-    line = "pci\t0000:01:00.1\tclass=0x040300\twidth=16\tpath=/sys/devices/pci0000:00/0000:01:00.1"
-    devices = read_pci_devices(ended(f"{line}\npci_devices\t5\tend"))
+    row = ["0000:01:00.1", "0x040300", "", "/sys/devices/pci0000:00/0000:01:00.1"]
+    devices = read_pci_devices(ended(json.dumps({"total": 5, "devices": [row]})))
     assert devices is not None
     assert devices.gpus == ()
     assert len(devices.devices) == 1
 
 
 @pytest.mark.parametrize(
-    "text", ["", "pci_devices\t5", "pci_devices\tx\tend", "pci\t0000:01:00.0\tclass=zz\tpath=/\npci_devices\t5\tend"]
+    "text",
+    ["", "{}", '{"total": "x", "devices": []}', '{"total": 5, "devices": [["0000:01:00.0", "zz", "", "/"]]}', "7"],
 )
 def test_a_list_of_devices_that_breaks_off_is_none(text: str) -> None:
     assert read_pci_devices(ended(text)) is None

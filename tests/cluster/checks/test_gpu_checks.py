@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -196,9 +197,9 @@ def test_all_links_down_has_words_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("process\t1\nscanned\t9\tend", OK),
-        ("scanned\t9\tend", FAIL),
-        ("scanned\t0\tend", UNKNOWN),
+        ('["init", "nv-fabricmanage"]', OK),
+        ('["init"]', FAIL),
+        ("[]", UNKNOWN),
     ],
 )
 def test_fabric_manager(text: str, expected: Verdict) -> None:
@@ -206,8 +207,9 @@ def test_fabric_manager(text: str, expected: Verdict) -> None:
 
 
 def without_switches(probe: NodeProbe) -> NodeProbe:
-    lines = [line for line in probe.section("gpu.lspci").output.splitlines() if "class=0x0680" not in line]
-    return with_section(probe, "gpu.lspci", output="\n".join(lines))
+    told = json.loads(probe.section("gpu.lspci").output)
+    told["devices"] = [row for row in told["devices"] if not row[1].startswith("0x0680")]
+    return with_section(probe, "gpu.lspci", output=json.dumps(told))
 
 
 def test_a_virtual_machine_without_switches_of_its_own_trusts_the_fabric_state() -> None:
@@ -307,7 +309,7 @@ def test_another_model_than_expected_names_every_gpu() -> None:
 def test_what_the_configuration_says_is_not_compared_between_nodes() -> None:
     config = ClusterConfig(expected=ExpectedHardware(gpus=8, gpu_model="H100"))
     assert not {"gpu.count", "gpu.model"} & set(GROUP.traits(healthy(), config))
-    assert GROUP.traits(gpu_less("pci_devices\t30\tend"), config) == {}
+    assert GROUP.traits(gpu_less(NO_DEVICES), config) == {}
 
 
 def test_traits_are_what_nodes_must_share_and_what_is_not_known_is_left_out() -> None:
@@ -353,6 +355,9 @@ def test_the_smoke_test_needs_an_image_and_takes_plain_words_only() -> None:
 # Nodes without GPUs, and what other tools are known to let pass.
 
 
+NO_DEVICES = '{"total": 30, "devices": []}'
+
+
 def gpu_less(devices: str, said: str = "", code: int = 127, **more: Section) -> NodeProbe:
     sections = {"gpu.lspci": ended(devices, name="gpu.lspci"), "gpu.smi": ended(said, code)}
     return NodeProbe("node1", sections | {section.name: section for section in more.values()})
@@ -360,7 +365,7 @@ def gpu_less(devices: str, said: str = "", code: int = 127, **more: Section) -> 
 
 @pytest.mark.parametrize("expected", [None, 0])
 def test_no_expected_gpus_and_no_sign_of_any_is_skipped(expected: int | None) -> None:
-    probe = gpu_less("pci_devices\t30\tend")
+    probe = gpu_less(NO_DEVICES)
     assert [found.severity for found in check(probe, gpus=expected)] == [SKIP]
     assert GROUP.traits(probe, ClusterConfig()) == {"gpu.count": "0"}
 
@@ -368,17 +373,17 @@ def test_no_expected_gpus_and_no_sign_of_any_is_skipped(expected: int | None) ->
 @pytest.mark.parametrize(("attached", "severity"), [("0", SKIP), ("1", FAIL)])
 def test_a_driver_without_gpus_is_skipped_unless_it_counts_some(attached: str, severity: Verdict) -> None:
     said = f"<?xml version='1.0'?><nvidia_smi_log><attached_gpus>{attached}</attached_gpus></nvidia_smi_log>"
-    assert verdict(gpu_less("pci_devices\t30\tend", said, 0), "gpu.count") is severity
+    assert verdict(gpu_less(NO_DEVICES, said, 0), "gpu.count") is severity
 
 
 @pytest.mark.parametrize(
     ("devices", "said", "code", "expected"),
     [
-        ("pci_devices\t30\tend", "", 127, 8),  # GPUs are expected
-        ("pci_devices\t30", "", 127, None),  # the list of devices breaks off
-        ("pci_devices\t0\tend", "No devices were found", 6, None),  # no PCI bus to look at, but a driver's tool
-        ("pci_devices\t30\tend", "No devices were found", 6, None),  # a driver that has lost its devices
-        ("pci_devices\t30\tend", "Failed to initialize NVML: Unknown Error", 255, None),
+        (NO_DEVICES, "", 127, 8),  # GPUs are expected
+        (NO_DEVICES[:-1], "", 127, None),  # the list of devices breaks off
+        (NO_DEVICES.replace("30", "0"), "No devices were found", 6, None),  # no PCI bus to look at, but a driver's tool
+        (NO_DEVICES, "No devices were found", 6, None),  # a driver that has lost its devices
+        (NO_DEVICES, "Failed to initialize NVML: Unknown Error", 255, None),
     ],
 )
 def test_a_node_that_may_have_gpus_is_not_skipped(devices: str, said: str, code: int, expected: int | None) -> None:
@@ -391,7 +396,7 @@ def test_gpus_that_fell_off_the_bus_are_remembered_by_the_kernel() -> None:
     """The PCI bus lists none any more, and no tool is there to ask."""
     line = "[9.0] NVRM: Xid (PCI:0000:52:00): 79, pid=9, name=python3, GPU has fallen off the bus."
     log = ended(f"seen\t1\t{line}\nlog\tdmesg\t9\tsince boot", name="kernel.log")
-    assert ("gpu.xid", "0000:52:00.0", FAIL) in bad(check(gpu_less("pci_devices\t30\tend", log=log)))
+    assert ("gpu.xid", "0000:52:00.0", FAIL) in bad(check(gpu_less(NO_DEVICES, log=log)))
 
 
 def test_a_field_that_never_exists_is_not_no_throttling() -> None:
