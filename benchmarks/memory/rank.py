@@ -25,12 +25,11 @@ from benchmarks.tensors import local_tensors
 from engine.bench.attention import start_ranks
 from engine.bench.environment import environment
 from engine.bench.measure import slowest_rank, summarise, turns
-from engine.bench.spec import RESULT_FILE, AttentionCell
+from engine.bench.spec import RESULT_FILE
 from engine.data import Batch
 from engine.data.sampler import IGNORE_INDEX
 from engine.memory.tracker import LiveTensorTracker
 from engine.model.parallelize import build_model
-from engine.parallel.fsdp import release_gathered_weights
 from engine.parallel.mesh import Mesh, build_mesh
 from engine.training.rank.process import leave
 from engine.training.train_step import TrainStep, rank_batch
@@ -103,7 +102,6 @@ class PolicyRun:
         local = rank_batch(batch, step.model, step.attention, step.mesh)
         with torch.no_grad():
             step.model(local.rows.tokens, local.rows.positions, local.attention)
-        release_gathered_weights(step.model)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -111,8 +109,8 @@ def main(argv: Sequence[str]) -> int:
     (folder,) = map(Path, argv)
     cell = read_memory_cell(folder)
     torch.set_num_threads(cell.setup.threads)
-    device = start_ranks(AttentionCell(variants=("burst",), setup=cell.setup), folder)
     config = cell.run_config(cell.policies[0])
+    device = start_ranks(config, folder)
     mesh = build_mesh(config.parallel, config.cluster)
     runs = [build_run(policy, cell, mesh) for policy in cell.policies]
     batch = random_batch(cell)

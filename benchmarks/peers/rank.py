@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     (folder,) = map(Path, argv)
     cell = read_cell(AttentionCell, folder)
     torch.set_num_threads(cell.setup.threads)
-    device = start_ranks(cell, folder)
+    device = start_ranks(cell.run_config("ring"), folder)
     contestants, skipped = build(cell)
     for counts, contestant in turns(contestants, cell.rounds):
         times = timed_pass(contestant.method.attention, contestant.inputs, device)
