@@ -39,11 +39,6 @@ class RouteChoice(enum.StrEnum):
 app.command()(build)
 
 
-@app.callback()
-def _image() -> None:
-    """Build the container image, bring it to every node over plain SSH, see which node holds which."""
-
-
 @app.command()
 def push(
     overrides: OverridesArgument = None,

@@ -23,11 +23,6 @@ app = new_verb(help="A virtual cluster on this machine: nodes with an sshd each,
 NameOption = Annotated[str, typer.Option("--name", help="Which testbed; several can stand at once.")]
 
 
-@app.callback()
-def _testbed() -> None:
-    """A virtual cluster on this machine: nodes with an sshd each, to rehearse every verb on."""
-
-
 @app.command()
 def up(
     nodes: Annotated[int, typer.Option("--nodes", help="How many nodes.")] = 4,
@@ -140,11 +135,7 @@ def down(
     removed = [tear_down(one, config_file.with_name(f"{one}.yaml")) for one in names]
     elapsed_s = time.monotonic() - begin_s
     if as_json:
-        document = [
-            {"name": one.name, "processes": one.processes, "namespaces": one.namespaces, "files": list(one.files)}
-            for one in removed
-        ]
-        render.emit_json({"removed": document, "elapsed_s": elapsed_s})
+        render.emit_json({"removed": [asdict(one) for one in removed], "elapsed_s": elapsed_s})
         return
     console = render.stdout()
     for one in removed:
@@ -184,6 +175,7 @@ def fault(
     burst testbed fault tb2 sshd_hang;  burst testbed fault tb2 --clear
     """
     from burst_cli import render
+    from cluster.ssh.nodes import parse_nodes
     from cluster.testbed.build import open_testbed
     from cluster.testbed.faults import clear_faults, set_fault
     from cluster.testbed.machine import check_machine
@@ -191,7 +183,7 @@ def fault(
 
     if kind is None and not clear:
         raise ConfigError("which fault? Name a kind, or --clear; see `burst testbed fault --help`")
-    chosen = _expand(nodes)
+    chosen = parse_nodes(nodes, "NODES").names
     check_machine()
     testbed = open_testbed(_checked_name(name))
     for node in chosen:
@@ -237,13 +229,6 @@ def _checked_name(name: str) -> str:
     from cluster.testbed.spec import TestbedSpec
 
     return TestbedSpec(name).name
-
-
-def _expand(nodes: str) -> list[str]:
-    """Node names of a NodeSet."""
-    from cluster.ssh.nodes import parse_nodes
-
-    return list(parse_nodes(nodes, "NODES").names)
 
 
 @contextlib.contextmanager
