@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -82,7 +83,8 @@ def ask(
     for old, new in {"time.sleep(1)": "pass", **(limits or {})}.items() if "ib" in groups else ():
         assert old in script
         script = script.replace(old, new)
-    variables = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}" if path else os.environ["PATH"]}
+    tools = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    variables = {**os.environ, "PATH": f"{path}:{tools}" if path else tools}
     variables.pop("BURST_PROBE_ROOT", None)
     if root is not None:
         variables["BURST_PROBE_ROOT"] = str(root)
