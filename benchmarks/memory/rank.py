@@ -30,6 +30,7 @@ from engine.data import Batch
 from engine.data.sampler import IGNORE_INDEX
 from engine.memory.tracker import LiveTensorTracker
 from engine.model.parallelize import build_model
+from engine.parallel.fsdp import release_gathered_weights
 from engine.parallel.mesh import Mesh, build_mesh
 from engine.training.rank.process import leave
 from engine.training.train_step import TrainStep, rank_batch
@@ -102,6 +103,7 @@ class PolicyRun:
         local = rank_batch(batch, step.model, step.attention, step.mesh)
         with torch.no_grad():
             step.model(local.rows.tokens, local.rows.positions, local.attention)
+        release_gathered_weights(step.model)
 
 
 def main(argv: Sequence[str]) -> int:
