@@ -21,7 +21,7 @@ from typing import Any, Optional
 
 from cluster.agent.folder import Document, NodeFiles, now_text, read_json, write_json, write_text
 from cluster.agent.memory import meminfo_bytes, memory_limit_bytes
-from cluster.agent.processes import Helpers, Rank, cpu_seconds, inner_pids, read_entry, resident_bytes, send_signal
+from cluster.agent.processes import Entry, Helpers, Rank, inner_pids, read_entry, send_signal
 
 INTERVAL_S = 5.0
 _QUERY_S = 10.0
@@ -80,8 +80,8 @@ def read_health(folder: str, ranks: list[Rank], gpus: Optional[list[Document]]) 
     total, available = meminfo_bytes("MemTotal"), meminfo_bytes("MemAvailable")
     return {
         "at": now_text(),
-        "load1": _load(),
-        "cores": _cores(),
+        "load1": round(os.getloadavg()[0], 2),
+        "cores": len(os.sched_getaffinity(0)),
         "memory_used_bytes": None if total is None or available is None else total - available,
         "memory_limit_bytes": memory_limit_bytes(),
         "disk_free_bytes": _free_bytes(folder),
@@ -143,36 +143,20 @@ def _number(text: str) -> Optional[int]:
 
 
 def _rank(rank: Rank) -> dict[str, Any]:
-    entry = read_entry(rank.pid)
-    is_same = entry is not None and entry.start == rank.start
+    entry = _entry(rank)
     return {
         "pid": rank.pid,
-        "state": entry.state if entry is not None and is_same else "gone",
-        "rss_bytes": resident_bytes(rank.pid) if is_same else None,
-        "cpu_s": cpu_seconds(rank.pid) if is_same else None,
+        "state": "gone" if entry is None else entry.state,
+        "rss_bytes": None if entry is None else entry.resident_bytes,
+        "cpu_s": None if entry is None else entry.cpu_s,
     }
-
-
-def _load() -> Optional[float]:
-    try:
-        return round(os.getloadavg()[0], 2)
-    except OSError:
-        return None
-
-
-def _cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:
-        return os.cpu_count() or 1
 
 
 def _free_bytes(folder: str) -> Optional[int]:
     try:
-        status = os.statvfs(folder)
+        return shutil.disk_usage(folder).free
     except OSError:
         return None
-    return status.f_bavail * status.f_frsize
 
 
 ANSWER_S = 3.0  # ranks look for the request every half second
@@ -256,5 +240,11 @@ class Stacks:
 
 
 def _state(rank: Rank) -> str:
+    entry = _entry(rank)
+    return "gone" if entry is None else entry.state
+
+
+def _entry(rank: Rank) -> Optional[Entry]:
+    """What is known of its process now; None when its number is nobody's or another's."""
     entry = read_entry(rank.pid)
-    return entry.state if entry is not None and entry.start == rank.start else "gone"
+    return entry if entry is not None and entry.start == rank.start else None

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Optional, Union
 
-from cluster.agent.processes import resident_bytes
+from cluster.agent.processes import read_entry
 
 PROC = "/proc"
 _NO_LIMIT = 2**60  # v1 writes the largest page-aligned number for "none"
@@ -138,11 +138,11 @@ class MemoryWatch:
         self._next_sample = now + SAMPLE_INTERVAL_S
         held = 0
         for pid in pids:
-            resident = resident_bytes(pid)
-            if resident is None:
+            entry = read_entry(pid)
+            if entry is None:
                 continue
-            held += resident
-            self._peaks[pid] = max(resident, self._peaks.get(pid, 0))
+            held += entry.resident_bytes
+            self._peaks[pid] = max(entry.resident_bytes, self._peaks.get(pid, 0))
             if pid not in self._counters:
                 self._note_counter(pid, pid)
         self._held.append(held)

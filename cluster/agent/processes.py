@@ -36,6 +36,8 @@ class Entry(NamedTuple):
     state: str
     start: str
     status: int
+    cpu_s: float
+    resident_bytes: int
 
     @property
     def lives(self) -> bool:
@@ -49,7 +51,8 @@ def read_entry(pid: int) -> Optional[Entry]:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read().decode("ascii", "replace")
         fields = text.rpartition(")")[2].split()  # the name in parentheses may itself hold spaces and parentheses
-        return Entry(pid, int(fields[1]), fields[0], fields[19], int(fields[49]))
+        cpu_s = round((int(fields[11]) + int(fields[12])) / _TICKS_PER_S, 2)
+        return Entry(pid, int(fields[1]), fields[0], fields[19], int(fields[49]), cpu_s, int(fields[21]) * _PAGE_BYTES)
     except (OSError, ValueError, IndexError):
         return None
 
@@ -77,25 +80,6 @@ def is_own(pid: int) -> bool:
         return os.stat(f"/proc/{pid}").st_uid == os.geteuid()
     except OSError:
         return False
-
-
-def resident_bytes(pid: int) -> Optional[int]:
-    """The resident set of process `pid`; None when there is no such process."""
-    try:
-        with open(f"/proc/{pid}/statm", "rb") as file:
-            return int(file.read().split()[1]) * _PAGE_BYTES
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def cpu_seconds(pid: int) -> Optional[float]:
-    """Processor time that process `pid` has used; None when there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        return round((int(fields[11]) + int(fields[12])) / _TICKS_PER_S, 2)
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def inner_pids(pid: int) -> list[int]:

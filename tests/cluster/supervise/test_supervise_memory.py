@@ -14,11 +14,17 @@ from testkit.waiting import wait_for
 
 from cluster.agent.memory import MemoryWatch, memory_groups, memory_limit_bytes, oom_counter
 from cluster.agent.messages import Spec, parse_spec
-from cluster.agent.processes import resident_bytes
+from cluster.agent.processes import read_entry
 from cluster.agent.supervisor import Supervisor
 
 GIB = 2**30
 FIRST_NAMESPACE = "pid:[4026531836]"
+
+
+def resident_bytes(pid: int) -> int:
+    """What process `pid` holds; 0 when it is gone."""
+    entry = read_entry(pid)
+    return 0 if entry is None else entry.resident_bytes
 
 
 class Machine:
@@ -120,7 +126,7 @@ def test_group_of_the_rank_itself_decides(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         machine.place(child.pid, "/ranks")
-        wait_for(lambda: (resident_bytes(child.pid) or 0) > 4 * 2**20, "the child's memory")
+        wait_for(lambda: resident_bytes(child.pid) > 4 * 2**20, "the child's memory")
         watch.sample([child.pid])
     finally:
         child.kill()
@@ -178,7 +184,7 @@ def test_run_that_filled_its_memory_gets_a_hint_when_the_kernel_says_nothing(tmp
     watch = machine.watch()
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        wait_for(lambda: (resident_bytes(child.pid) or 0) > 4 * 2**20, "the child's memory")
+        wait_for(lambda: resident_bytes(child.pid) > 4 * 2**20, "the child's memory")
         watch.sample([child.pid])
     finally:
         child.kill()

@@ -21,7 +21,7 @@ from testkit.waiting import wait_for
 from cluster.agent import processes
 from cluster.agent.folder import read_json, safe_name, write_json, write_text
 from cluster.agent.health import Gpus, parse_gpus, read_health
-from cluster.agent.processes import Family, Helpers, Marks
+from cluster.agent.processes import Family, Helpers, Marks, Rank
 from cluster.agent.start import holder, take_lock
 from cluster.code.program import node_code
 from engine.runs.folder import RunFolder
@@ -207,10 +207,14 @@ def test_health_of_this_machine(rig: Rig) -> None:
     assert health["ranks"]["0"]["rss_bytes"] > 2**20
 
 
-def test_health_says_gone_for_a_rank_that_ended(tmp_path: Path) -> None:
-    family = Family(Marks("none", "none"))
-    assert family.living_ranks() == []
-    assert read_health(str(tmp_path / "nowhere"), [], None)["disk_free_bytes"] is None
+def test_health_says_gone_for_a_rank_whose_number_is_anothers_now(tmp_path: Path) -> None:
+    me = os.getpid()
+    ranks = [Rank(0, me, processes.process_start(me) or ""), Rank(1, me, "earlier")]
+    used_s = sum(os.times()[:2])
+    health = read_health(str(tmp_path / "nowhere"), ranks, None)
+    assert used_s - 0.05 < health["ranks"]["0"]["cpu_s"] < sum(os.times()[:2]) + 0.05
+    assert health["ranks"]["1"] == {"pid": me, "state": "gone", "rss_bytes": None, "cpu_s": None}
+    assert health["disk_free_bytes"] is None
 
 
 def test_gpus_are_read_and_what_is_no_number_is_null() -> None:
