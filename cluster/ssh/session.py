@@ -202,7 +202,7 @@ class SshConnection:
             threading.Thread(target=serve, args=(channel,), name=f"port of {self._host.name}", daemon=True).start()
 
         try:
-            return self._transport.request_port_forward("127.0.0.1", 0, handle)
+            return self._transport.forward_port(handle)
         except (paramiko.SSHException, OSError, EOFError) as error:
             text = f"cannot forward a port: {words(error)}"
             raise SshError(

@@ -10,7 +10,9 @@ import logging
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import paramiko
@@ -18,6 +20,8 @@ from paramiko.common import (
     MSG_CHANNEL_DATA,
     MSG_CHANNEL_EXTENDED_DATA,
     MSG_CHANNEL_OPEN_FAILURE,
+    MSG_REQUEST_FAILURE,
+    MSG_REQUEST_SUCCESS,
     cMSG_CHANNEL_REQUEST,
     cMSG_GLOBAL_REQUEST,
 )
@@ -119,6 +123,10 @@ class SshTransport(paramiko.Transport):
         self._opening = threading.local()
         self._open_failures: dict[int, paramiko.ChannelException] = {}
         self._handler_table[MSG_CHANNEL_OPEN_FAILURE] = self._note_open_failure
+        # paramiko takes any answer for that to its last request: a sign of life, which OpenSSH refuses, for a port's.
+        self._asking, self._asked = threading.Lock(), deque[Callable[[paramiko.Message | None], object]]()
+        self._handler_table[MSG_REQUEST_SUCCESS] = self._answered
+        self._handler_table[MSG_REQUEST_FAILURE] = lambda _: self._answered(None)
         self._channel_handler_table = {
             **self._channel_handler_table,
             MSG_CHANNEL_DATA: _within_window(paramiko.Channel._feed),  # type: ignore[attr-defined]
@@ -172,6 +180,32 @@ class SshTransport(paramiko.Transport):
         if not channel.event_ready:
             raise paramiko.SSHException("the server refuses to run commands" if self.is_active() else "it ended")
 
+    def forward_port(self, handler: Callable[[paramiko.Channel, tuple[str, int], tuple[str, int]], None]) -> int:
+        """A port that the server opened on its loopback for us; `handler` gets every connection to it.
+
+        Raises SSHException where it is refused, or the connection has ended.
+        """
+        message = paramiko.Message()
+        message.add_byte(cMSG_GLOBAL_REQUEST)
+        message.add_string("tcpip-forward")
+        message.add_boolean(True)
+        message.add_string("127.0.0.1")
+        message.add_int(0)
+        answers: SimpleQueue[paramiko.Message | None] = SimpleQueue()
+        self._tcp_handler = handler
+        with self._asking:
+            self._asked.append(answers.put)
+            self._send_user_message(message)
+        while True:
+            with contextlib.suppress(Empty):
+                answer = answers.get(timeout=0.1)
+                break
+            if not self.is_active():
+                raise paramiko.SSHException("it ended")
+        if answer is None:
+            raise paramiko.SSHException("TCP forwarding request denied")
+        return answer.get_int()
+
     def get_exception(self) -> Exception | None:
         """Why the connection ended; what a malformed message made of paramiko is an SSHException, too."""
         error = super().get_exception()
@@ -210,6 +244,19 @@ class SshTransport(paramiko.Transport):
 
     def _ask_for_life(self) -> None:
         """Called by the reading thread when nothing moved for keepalive_s."""
+        if not self._asking.acquire(blocking=False):
+            return  # something else is just being asked for, and that has an answer, too
+        try:
+            self._ask_or_give_up()
+        finally:
+            self._asking.release()
+
+    def _answered(self, message: paramiko.Message | None) -> None:
+        """Servers answer requests in their order."""
+        if self._asked:
+            self._asked.popleft()(message)
+
+    def _ask_or_give_up(self) -> None:
         self._unanswered = self._unanswered + 1 if self.packetizer.heard_at < self._asked_at else 0
         self._asked_at = time.monotonic()
         if self._unanswered >= _SILENT_INTERVALS:
@@ -218,6 +265,7 @@ class SshTransport(paramiko.Transport):
         message.add_byte(cMSG_GLOBAL_REQUEST)
         message.add_string("keepalive@openssh.com")
         message.add_boolean(True)
+        self._asked.append(lambda _: None)
         self._send_message(message)
 
 

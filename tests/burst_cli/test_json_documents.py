@@ -57,7 +57,7 @@ ROWS: dict[str, tuple[tuple[str, ...], int]] = {
     "hosts trust": ((*NODE, "--yes"), 1),
     "hosts forget": (NODE, 0),
     "testbed up": (("--nodes", "2", "--dry-run"), 0),
-    "testbed status": ((), 0),
+    "testbed status": (("--name", "nosuch"), 1),
     "testbed down": (("--name", "nosuch"), 0),
     "testbed fault": (("nosuch1", "sshd_stop", "--name", "nosuch"), 1),
 }

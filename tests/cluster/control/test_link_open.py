@@ -90,7 +90,7 @@ def test_the_pool_ends_with_the_last_link():
             ended.append(1)
             super().close()
 
-    shared = SharedPool(Pool(), 2, 64)
+    shared = SharedPool(Pool(), 2)
     shared.leave()
     assert not ended
     shared.leave()

@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -189,6 +191,21 @@ def test_a_dead_link_is_noticed_while_a_command_runs(server: Server, sign: signa
 def test_keepalives_keep_a_quiet_connection(server: Server) -> None:
     with SshPool(keepalive_s=0.2) as pool, pool.connect(server.host) as connection:
         assert connection.run(["sh", "-c", "sleep 1.5; echo still"]).stdout == b"still\n"
+
+
+def test_the_answer_to_a_sign_of_life_is_not_taken_for_that_to_a_request(server: Server) -> None:
+    with SshPool(keepalive_s=0.5) as pool, pool.connect(server.host) as connection:
+        session = int(connection.run(["sh", "-c", "echo $PPID"]).stdout)
+        os.kill(session, signal.SIGSTOP)
+        try:
+            time.sleep(0.9)  # a sign of life has been asked for, and not answered
+            with ThreadPoolExecutor(1) as threads:
+                port = threads.submit(connection.forward, lambda channel: channel.close())
+                time.sleep(0.2)
+                os.kill(session, signal.SIGCONT)
+                assert port.result(10) > 0
+        finally:
+            os.kill(session, signal.SIGCONT)
 
 
 def test_a_server_with_several_keys_shows_the_one_that_is_known(server: Server, tmp_path: Path) -> None:
