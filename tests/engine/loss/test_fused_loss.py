@@ -127,6 +127,14 @@ def test_three_matmuls_per_chunk_in_training_and_one_in_evaluation() -> None:
     assert count_matmuls(hidden, weight.detach(), labels) == 3 * 2
 
 
+def test_evaluation_has_the_value_of_training() -> None:
+    hidden, weight, labels = make_inputs(12, 9, 4)
+    options = LossOptions(chunk_tokens=5, z_loss=0.2)
+    with torch.no_grad():
+        evaluated = linear_cross_entropy(hidden, weight, labels, options=options)
+    assert torch.equal(evaluated, linear_cross_entropy(hidden, weight, labels, options=options).detach())
+
+
 def relative_error(value: Tensor, exact: Tensor) -> float:
     """Norm of the difference over the norm of `exact`."""
     return float((value.double() - exact).norm() / exact.norm())
