@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -18,6 +20,7 @@ from engine.config.settings import ModelConfig
 from engine.memory.host import HostBudget, HostMemoryError, HostPool, host_empty
 from engine.memory.saved import offloaded
 from engine.memory.store import HostStore, Kept, host_store
+from engine.memory.tracker import LiveTensorTracker
 from engine.model.llama import TransformerBlock
 
 CPU = torch.device("cpu")
@@ -82,6 +85,26 @@ def test_a_layers_gradients_are_bitwise_the_same_and_its_activations_lie_on_the_
     assert store.in_use_bytes == 0
 
 
+def device_bytes_after_forward(store: HostStore | None) -> tuple[int, int]:
+    """(what is alive after a forward pass, but for host memory; of it the weights, the inputs and the output)."""
+    block, inputs = block_and_inputs()
+    with LiveTensorTracker() as tracker:
+        tracker.watch([*block.parameters(), *inputs])
+        with offloaded(store, leave=inputs) if store is not None else contextlib.nullcontext():
+            out = block(*inputs, attend)
+        owned = sum(x.untyped_storage().nbytes() for x in (*block.parameters(), *inputs, out))
+        tracker.reset_peak()
+        alive = tracker.peak_bytes + tracker.peak_host_bytes
+        return alive - (store.in_use_bytes if store is not None else 0), owned
+
+
+def test_on_the_device_nothing_is_left_but_weights_inputs_and_output() -> None:
+    alive, owned = device_bytes_after_forward(None)
+    assert alive > 2 * owned
+    alive, owned = device_bytes_after_forward(host_store(CPU))
+    assert alive == owned
+
+
 def test_a_tensor_is_kept_once_whoever_saves_it_in_whatever_shape() -> None:
     store, x = CountingStore(), torch.randn(6, 4, requires_grad=True)
     hidden = x * 2
@@ -107,6 +130,19 @@ def test_a_tensor_that_changed_is_kept_again_and_one_in_freed_memory_too() -> No
     second.sum().backward()
     assert torch.equal(x.grad, buffer)
     assert first is not None
+
+
+def test_the_store_holds_what_autograd_needs_and_not_the_tensor() -> None:
+    store, x = host_store(CPU), torch.randn(8, requires_grad=True)
+    with offloaded(store):
+        hidden = x.exp()  # saves its own output
+        memory = weakref.ref(hidden.untyped_storage())
+        out = hidden.sin()
+        del hidden
+        assert memory() is None
+        assert store.in_use_bytes == 32
+    del out
+    assert store.in_use_bytes == 0
 
 
 def test_strides_come_back_where_the_elements_fill_their_memory() -> None:

@@ -51,6 +51,12 @@ def test_values_shapes_and_dtypes_come_back_contiguous(make: MakeStore) -> None:
 
 
 @every_store
+def test_what_is_kept_has_no_graph(make: MakeStore) -> None:
+    (fetched,) = make().keep([numbers(3).requires_grad_() * 2]).fetch()
+    assert not fetched.requires_grad
+
+
+@every_store
 @pytest.mark.parametrize("part", [slice(2, 5), slice(None, None, 2)])
 def test_a_view_does_not_keep_the_larger_memory(make: MakeStore, part: slice) -> None:
     store, whole = make(), numbers(1000).view(10, 100)
@@ -61,6 +67,11 @@ def test_a_view_does_not_keep_the_larger_memory(make: MakeStore, part: slice) ->
         store.settle()
     assert memory() is None
     assert torch.equal(kept.fetch()[0], numbers(1000).view(10, 100)[part])
+
+
+def test_the_device_store_copies_nothing_that_fills_its_memory() -> None:
+    tensor = numbers(6).view(2, 3)
+    assert DeviceStore().keep([tensor]).fetch()[0].data_ptr() == tensor.data_ptr()
 
 
 @every_store

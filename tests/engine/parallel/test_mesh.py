@@ -18,10 +18,11 @@ from engine.parallel.mesh import (
     build_mesh,
     choose_device,
     limit_waits,
+    read_placement,
     step_timeout,
 )
 from engine.parallel.shard import RowPart
-from engine.planning.methods.degrees import known_cp_size, place_ranks, tensor_parallel_problems
+from engine.planning.methods.degrees import Degrees, known_cp_size, place_ranks, tensor_parallel_problems
 from engine.planning.methods.topology import Topology
 
 
@@ -74,6 +75,20 @@ def test_every_size_that_cannot_be_sliced_is_listed_with_the_legal_values() -> N
     assert all("legal values for this model: 1, 2, 4" in text for text in problems)
     assert "pad to model.vocab_size=258" in problems[3]
     assert [text.split("model.")[1].split("=")[0] for text in tensor_parallel_problems(model, 8)] == ["num_kv_heads"]
+
+
+def test_cp_groups_are_neighbours_and_cover_every_rank_once() -> None:
+    assert Degrees(2, 1, 2).cp_groups() == ((0, 1), (2, 3))
+    assert Degrees(1, 1, 3).cp_groups() == ((0, 1, 2),)
+
+
+def test_cp_groups_are_strided_by_the_tp_ranks_between_them() -> None:
+    assert Degrees(1, 2, 2, 2).cp_groups() == ((0, 2), (1, 3), (4, 6), (5, 7))
+    assert Degrees(1, 1, 1, 2).cp_groups() == ((0,), (1,))
+
+
+def test_placement_without_torchrun_is_one_rank() -> None:
+    assert read_placement({}) == Placement(0, 1, 0, 1)
 
 
 def test_gloo_trains_on_the_cpu() -> None:
@@ -130,6 +145,13 @@ def test_four_ranks_as_two_context_parallel_pairs_of_two_tensor_parallel_ranks(r
     assert [fact["fsdp"] for fact in facts] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [fact["dp"] for fact in facts] == [(0, 1)] * 4
     assert facts[0]["cp_topology"] == Topology(2, 1)  # each of the two nodes has one rank of a cp group
+
+
+def test_data_parallel_ranks_do_not_count_tensor_parallel_ones(ranks: Pools) -> None:
+    facts = ranks(4).run(mesh_facts, ParallelConfig(tp_size=2, dp_replicate_size=2), ClusterConfig())
+    assert [fact["dp"] for fact in facts] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert facts[1]["fsdp"] == [[1], [3]]
+    assert facts[0]["cp_topology"] == Topology(1, 1)
 
 
 def wait_alone() -> None:
