@@ -13,7 +13,7 @@ from burst_cli.config.conf_dirs import list_options, search_path
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 from engine.planning.memory.auto import MemoryChoice, settle_run
-from engine.planning.memory.capacity import Capacity, capacity_of
+from engine.planning.memory.capacity import Capacity, capacity_of, configured_device, find_hardware
 from engine.planning.memory.fit import Fit, predicted_fit, sequence_topology
 from engine.planning.memory.policy import policy_name
 from engine.planning.memory.predictor import MemoryPrediction, Predict, shared_predictor
@@ -181,6 +181,11 @@ def names_to_compare(
     if problems:
         raise ConfigError(problems)
     return names
+
+
+def assumes_device(config: RunConfig) -> bool:
+    """Whether neither `config` nor this machine says what the ranks run on."""
+    return configured_device(config) is None and not find_hardware().gpus
 
 
 def plan_one(overrides: Sequence[str], config_dirs: Sequence[Path], request: Request) -> Plan:

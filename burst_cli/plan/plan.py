@@ -148,6 +148,9 @@ def plan(
         render.emit_json(found.to_dict(price) | ({"picture": str(picture)} if picture else {}))
         return
     console.print(answer_view(found, price, picture), soft_wrap=True)
+    if device is None and planning.assumes_device(found.config):
+        words = f"nothing says which GPU: {found.machine.name} is assumed; name yours, or cpu, with --device"
+        render.stderr().print(f"note: {words}", markup=False, soft_wrap=True)
     if details:
         console.print(Text(), details_view(found))
 

@@ -96,7 +96,7 @@ def capacity_of(
     Raises ConfigError for a device that is not known.
     """
     here = hardware or _this_machine()
-    memory, name = config.memory, device or _configured_device(config)
+    memory, name = config.memory, device or configured_device(config)
     found = _capacity(name or _default_device(here), local_ranks, here, memory.host_bytes)
     if memory.device_bytes is None and memory.host_bytes is None:
         return found
@@ -178,7 +178,7 @@ def _upwards(root: Path, relative: str) -> list[Path]:
     return [folder, *(parent for parent in folder.parents if parent == root or root in parent.parents)]
 
 
-def _configured_device(config: RunConfig) -> str | None:
+def configured_device(config: RunConfig) -> str | None:
     """What the configuration says about the device, if anything."""
     cluster = config.cluster
     if cluster.backend == "gloo" and not cluster.ranks_share_device:

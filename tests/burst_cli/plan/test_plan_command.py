@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from burst_cli.compose import compose
+from engine.planning.memory.capacity import find_hardware
 from engine.planning.time.flops import attention_pairs, step_flops
 
 QUICK = ("--memory-by", "none")
@@ -50,6 +51,13 @@ def test_the_answer_is_six_lines(burst) -> None:
     assert (run["steps"], run["tokens"]) == (120, 120 * 512)
     assert run["device_hours"] == pytest.approx(4 * 120 * step["seconds"] / 3600)
     assert run["cost"] == pytest.approx(2 * run["device_hours"])
+
+
+def test_a_gpu_that_nothing_names_is_said_to_be_assumed(burst) -> None:
+    words = "h100 is assumed; name yours, or cpu, with --device"
+    assert (words in burst("plan", "exp=tiny", "--memory-by", "none").err) is (not find_hardware().gpus)
+    for named in (["--device", "h100"], ["cluster.machine.name=h100"], ["cluster.backend=gloo"]):
+        assert "assumed" not in burst("plan", "exp=tiny", "--memory-by", "none", *named).err
 
 
 def test_a_recommended_change_takes_the_step_that_is_promised(burst) -> None:
