@@ -142,6 +142,7 @@ class KubernetesRunner:
         except KubectlError as error:
             job.cancel()  # should it have been created all the same
             job.look()
+            job.close()
             failure = Failure("start", "KubernetesError", str(error), exit_code=error.exit_code)
             return LaunchOutcome("failed", error.exit_code, failure)
         run.record(job=job.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +23,14 @@ from kubernetes_rig import (
     with_container,
 )
 from testkit import ROOT
+from testkit.fake_run import Observer
 from testkit.tiny_training import TINY_MODEL
 from testkit.waiting import wait_for
 
 from cluster.control.attempt import begin_attempt
+from cluster.control.outcome import LaunchOutcome, StopRequests
 from cluster.control.settle import request_cancel
+from cluster.launch.kubernetes import RUNNER
 from cluster.launch.pods import KubernetesJob
 from engine.config.settings import AttentionConfig, CheckpointConfig, DataConfig, LossConfig, TrainConfig
 from engine.runs.folder import RunFolder, create_run
@@ -140,3 +144,15 @@ def test_a_stop_asked_for_before_anything_is_known_of_the_pods_reaches_them_all_
     job.stop("cancel", 60.0)
     wait_for(lambda: any(words[0] == "exec" for words in cluster.calls), lambda: str(cluster.calls))
     job.close()
+
+
+def test_a_job_that_is_refused_is_deleted_and_not_asked_about_any_more(tmp_path: Path, cluster: FakeCluster) -> None:
+    plan = kubernetes_plan(tmp_path / "runs", kubernetes_config())
+    run = create_run(Path(plan.run_path), dict(plan.files))
+    cluster.refuse(create="Error from server (Forbidden): jobsets is forbidden")
+    outcome = RUNNER.await_nodes(plan, run, Observer(), StopRequests(), start=True)
+    assert isinstance(outcome, LaunchOutcome)
+    assert outcome.failure is not None
+    assert "forbidden" in outcome.failure.message
+    assert any(words[0] == "delete" for words in cluster.calls)
+    wait_for(lambda: f"burst-{plan.run_id}" not in [thread.name for thread in threading.enumerate()], timeout_s=5.0)
