@@ -58,7 +58,8 @@ def expectation(plan: SweepPlan, parallel: int, price: float | None) -> Text:
     whole = total(estimates, parallel)
     if whole is None:
         missing = sum(one is None for one in estimates)
-        text.append(f"; no estimate of time: nothing like {missing} of them was measured yet", "dim")
+        if missing:
+            text.append(f"; no estimate of time: a step of {missing} of them cannot be predicted from here", "dim")
         return text
     seconds, hours = whole
     text.append(f"; about {duration(seconds)}, {hours:.3g} device hours")
