@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from engine.attention.transport import Messenger, Parcel, Pending
 from engine.planning.schedule.plan import Channel
@@ -39,7 +38,3 @@ class StagedMessenger:
                 for target, source in zip(parcel.tensors, host.tensors, strict=True):
                     target.copy_(source)
         return [[] for _ in parcels]
-
-
-def _like_on_host(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu")

@@ -23,7 +23,6 @@ class HeadSlices(NamedTuple):
 # On a GPU: 1 GiB of q in bf16, 128K rows of 32 heads of 128. A part of longer tiles still has thousands of blocks of
 # queries for its multiprocessors. Below 2^31, where offsets inside kernels, partly 32-bit, would overflow.
 CUDA_CALL_ELEMENTS = 1 << 29
-WHOLE = HeadSlices(slice(None), slice(None))
 
 
 def split_heads(q: Tensor, k: Tensor, max_elements: int) -> list[HeadSlices]:

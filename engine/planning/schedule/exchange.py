@@ -6,7 +6,7 @@ one that one's heads of its own piece; afterwards they hold all rows of the bloc
     heads=2: piece 0 on rank a, piece 1 on rank b          a: rows of both pieces, heads 0
                                               exchange ->  b: rows of both pieces, heads 1
 
-With chunks every chunk of the block lies in such pieces, and is exchanged by itself (see `planners.chunks`).
+With chunks every chunk of the block lies in such pieces, and is exchanged by itself (see `chunks`).
 
 An all-to-all made of messages: pieces and parts of heads may be unequal, key and value heads that several ranks need
 (more ranks than kv heads) are sent to each, and their gradients are summed at home. What arrives lies where the ring

@@ -16,10 +16,12 @@ tokens (Xiao et al. 2023). All compose with causality, windows and documents.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_args
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -235,6 +237,10 @@ def read_blocks(path: Path, seq_len: int, block_tokens: int | None = None) -> Bl
     return BlockList.from_pairs(size, pairs)
 
 
+# What numpy and zipfile raise for files that are damaged, cut off or something else.
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, EOFError, NotImplementedError, BadZipFile, zlib.error)
+
+
 def _read_file(path: Path) -> tuple[int | None, Blocks]:
     """(block_tokens or None, pairs [n, 2]) of a file."""
     readers = {".json": _read_json, ".npz": _read_npz, ".npy": _read_npy}
@@ -243,7 +249,7 @@ def _read_file(path: Path) -> tuple[int | None, Blocks]:
     try:
         block_tokens, pairs = readers[path.suffix](path)
         array = np.asarray(pairs)
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+    except _UNREADABLE as error:
         raise ConfigError(f"{path}: not a block list: {error}") from error
     if array.size == 0:
         array = array.astype(np.int64).reshape(0, 2)
@@ -265,7 +271,7 @@ def _read_json(path: Path) -> tuple[Any, Any]:
 
 
 def _read_npz(path: Path) -> tuple[Any, Any]:
-    with np.load(path, allow_pickle=False) as archive:
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
         block_tokens = archive["block_tokens"].tolist() if "block_tokens" in archive else None
         return block_tokens, archive["pairs"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import time
@@ -200,6 +201,13 @@ def test_a_block_file_that_disagrees_with_the_settings_is_refused(tmp_path: Path
 def test_pickled_files_and_other_types_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "blocks.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
     (tmp_path / "blocks.txt").write_text("0 0")
+    np.savez_compressed(tmp_path / "blocks.npz", pairs=np.zeros((40, 2), np.int64))
+    whole = (tmp_path / "blocks.npz").read_bytes()
+    for cut in range(0, len(whole) - 1, 7):  # a file that was copied in part, or damaged in the middle
+        for damaged in (whole[:cut], whole[:cut] + b"\xff\xff\xff" + whole[cut + 3 :]):
+            (tmp_path / "cut.npz").write_bytes(damaged)
+            with contextlib.suppress(ConfigError):
+                read_blocks(tmp_path / "cut.npz", 30, 8)
     (tmp_path / "blocks.npz").write_bytes(b"PK broken")
     for name, problem in (("npy", "not a block list"), ("txt", "is a file of type"), ("npz", "not a block list")):
         with pytest.raises(ConfigError, match=problem):
