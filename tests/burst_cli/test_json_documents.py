@@ -68,8 +68,10 @@ SLOW = (
 
 
 def leaves(command: Any, words: tuple[str, ...]) -> Iterator[str]:
-    """The verb, or its subverbs, as they are typed."""
+    """The verb, or its subverbs, as they are typed; not those that are gone and say so."""
     parts = getattr(command, "commands", None)
+    if command.hidden:
+        return
     if not parts:
         yield " ".join(words)
     for name, part in (parts or {}).items():

@@ -237,7 +237,8 @@ def read_blocks(path: Path, seq_len: int, block_tokens: int | None = None) -> Bl
     return BlockList.from_pairs(size, pairs)
 
 
-# What numpy and zipfile raise for files that are damaged, cut off or something else.
+# Of a .npz whose bytes are cut off or changed zipfile raises BadZipFile, zlib.error, EOFError, or NotImplementedError
+# for a way of packing that there is not; numpy the others. They have no common base but Exception.
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, EOFError, NotImplementedError, BadZipFile, zlib.error)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -131,6 +133,8 @@ def test_a_near_miss_is_told_what_was_meant() -> None:
 def test_every_check_is_explained_and_has_a_name_of_its_group() -> None:
     assert all(text.endswith(".") for text in EXPLANATIONS.values())
     assert {name.partition(".")[0] for name in EXPLANATIONS} == {"ssh", *GROUP_NAMES}
+    page = Path(__file__).parents[3] / "docs" / "cluster.md"
+    assert f"There are {len(EXPLANATIONS)} checks in the" in page.read_text()
 
 
 # What changed between two checks.
