@@ -49,7 +49,7 @@ VERBS = (
     Verb("model", "burst_cli.plan.model", "Show a model of Hugging Face as a configuration to train it with."),
     Verb("plan", "burst_cli.plan.plan", "Show what a configuration will do: bytes, balance, buffers, time."),
     Verb("report", "burst_cli.report.report", "Show runs side by side: speed, MFU, memory, traffic, losses."),
-    Verb("bench", "burst_cli.bench.bench", "Measure attention, its communication alone, or the loss."),
+    Verb("bench", "burst_cli.bench.bench", "Measure attention, or this machine for predictions."),
     Verb("config", "burst_cli.config.config", "Show the composed configuration and where each value comes from."),
     Verb("data", "burst_cli.data.data", "Prepare training data."),
     Verb("check-nodes", "burst_cli.nodes.check_nodes", "Check GPUs, network, disks and software of every node."),
