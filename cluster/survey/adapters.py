@@ -191,6 +191,8 @@ def parse_gpudirect(section: Section) -> GpuDirect:
     told = section.document()
     if not isinstance(told, dict) or not told.keys() >= {"peers", "module", "driver", "kernel", "dmabuf"}:
         raise UnreadableError(f"{section.name}: not what was asked for")
+    if not isinstance(told["peers"], list):
+        raise UnreadableError(f"{section.name}: no list of modules")
     driver = str(told["driver"])
     return GpuDirect(
         peer_memory=next(map(str, told["peers"]), None),

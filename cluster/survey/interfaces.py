@@ -118,8 +118,9 @@ def read_interfaces(probe: NodeProbe) -> tuple[NetInterface, ...]:
     What /sys adds (speed, where the adapter sits) may be missing without harm.
     """
     try:
-        details = dict(probe.section("net.sysfs").document())
-    except (UnreadableError, TypeError, ValueError):
+        told = probe.section("net.sysfs").document()
+        details = {name: {key: str(fact) for key, fact in facts.items()} for name, facts in told.items()}
+    except (UnreadableError, AttributeError):
         details = {}
     routes = _read(probe.section("net.route"), _default_routes)
     links = _read(probe.section("net.links"), _links)

@@ -233,11 +233,14 @@ def _run(check: Check, processes: Sequence[Process]) -> Finding:
 
 def read_runs(answer: Answer) -> tuple[list[Process], int]:
     """(processes with BURST_RUN_ID in their environment, processes that could not be looked into)."""
+    told = answer.section.document()
     try:
-        told = answer.section.document()
-        processes, unread = [Process(*row) for row in told["runs"]], int(told["unread"])
-        is_seen = told["read"] + unread > 0
-    except (TypeError, KeyError) as error:
+        rows = [
+            (int(pid), str(owner), float(age_s), str(name), str(run)) for pid, owner, age_s, name, run in told["runs"]
+        ]
+        processes, unread = [Process(*row) for row in rows], int(told["unread"])
+        is_seen = int(told["read"]) + unread > 0
+    except (TypeError, KeyError, ValueError, OverflowError) as error:
         raise answer.unreadable("no list of processes") from error
     if not is_seen:
         raise answer.unreadable("not one process was seen")

@@ -1,0 +1,80 @@
+"""Answers that nodes tell in JSON: whatever shape it has, it is read or refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.checks.groups.host import read_runs
+from cluster.checks.groups.ib_health import read_counters
+from cluster.survey.adapters import parse_adapters, parse_gpudirect
+from cluster.survey.interfaces import read_interfaces
+from cluster.survey.lines import Answer
+from cluster.survey.nvidia_smi import read_pci_devices
+from cluster.survey.section import NodeProbe, Section, SectionState, UnreadableError
+
+KEYS = st.sampled_from(
+    [
+        *("read", "unread", "runs", "peers", "module", "driver", "kernel", "dmabuf", "devices", "total", "dev", "port"),
+        *("eth0", "path", "kind", "master", "state", "rate", "link_layer", "gid.0", "counters", "metric", "dst"),
+    ]
+)
+WORDS = st.sampled_from(["port", "portless", "driverless", "mlx5_0", "1", "eth0", "0000:01:00.0", "0x030200"])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 2**70) | st.floats() | WORDS | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(KEYS | st.text(max_size=2), inner, max_size=5),
+    max_leaves=12,
+)
+
+
+def told(name: str, value: Any) -> Section:
+    return Section(name, json.dumps(value), 0, SectionState.ENDED)
+
+
+PARSERS = {
+    "runs": lambda value: read_runs(Answer(told("host.runs", value))),
+    "counters": lambda value: read_counters(told("ib.counters", value)),
+    "adapters": lambda value: parse_adapters(told("ib.ports", value)),
+    "gpudirect": lambda value: parse_gpudirect(told("ib.gpudirect", value)),
+    "devices": lambda value: read_pci_devices(told("gpu.lspci", value)),
+}
+
+
+@pytest.mark.parametrize("name", PARSERS)
+@given(value=VALUES)
+def test_an_answer_of_any_shape_is_read_or_refused(name: str, value: Any) -> None:
+    with contextlib.suppress(UnreadableError):
+        PARSERS[name](value)
+
+
+LINK = {"ifname": "eth0", "flags": ["UP", "LOWER_UP"], "mtu": 1500, "link_type": "ether", "addr_info": []}
+
+
+@given(value=VALUES, of_link=VALUES)
+def test_what_sysfs_tells_of_interfaces_may_be_anything(value: Any, of_link: Any) -> None:
+    for sysfs in (value, {"eth0": of_link}):
+        answers = {"net.sysfs": sysfs, "net.route": [], "net.links": [LINK]}
+        probe = NodeProbe("n1", {name: told(name, answer) for name, answer in answers.items()})
+        (link,) = read_interfaces(probe)
+        assert link.name == "eth0"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"read": 1, "unread": 0, "runs": [["a", 1, None, 2, []]]},
+        {"read": "many", "unread": 0, "runs": []},
+        {"peers": 5, "module": 1, "driver": [], "kernel": 0, "dmabuf": "?"},
+        {"devices": 5, "total": None},
+        [["port", {"dev": "mlx5_0", "port": []}]],
+    ],
+)
+def test_known_keys_with_values_of_other_kinds_are_refused(value: Any) -> None:
+    for parse in PARSERS.values():
+        with contextlib.suppress(UnreadableError):
+            assert not parse(value)
