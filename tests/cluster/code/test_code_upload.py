@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from testkit.local_connection import LocalConnection
+from testkit.waiting import wait_for
 
 from cluster.agent.code import InstallError, check_tree, install, list_tree, prune, tree_id
 from cluster.code.upload import CodeArchive, CodeError, CodePlace, Delivery, build_archive, code_place, upload_code
@@ -197,6 +198,8 @@ def test_old_code_goes_and_what_is_new_or_in_use_stays(tmp_path: Path) -> None:
     held = {"PYTHONPATH": str(tmp_path / f"{7:064d}")}
     with subprocess.Popen(["sleep", "30"], env={**os.environ, **held}) as user:
         try:
+            environ = Path(f"/proc/{user.pid}/environ")  # empty while the kernel still loads the program
+            wait_for(lambda: str(tmp_path).encode() in environ.read_bytes())
             removed = prune(str(tmp_path), 5, day, now)
         finally:
             user.kill()

@@ -99,7 +99,7 @@ def test_a_run_is_taken_over_without_a_line_twice_cancelled_in_order_and_begun_a
 
     def has_five_steps() -> bool:
         killed.look()  # here, not in its thread: a launcher that was killed does not fetch any more
-        return len(run.read_metrics()) == 5
+        return len(run.read_metrics()) == 5 and run.log_path("pod-1", 1).exists()  # the pods begin as they can
 
     wait_for(has_five_steps, lambda: str(cluster.said()), 60.0)
     killed.close()
