@@ -15,7 +15,7 @@ from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel
 from engine.attention.kernels.heads import HeadSlices, split_heads
 from engine.attention.merge import add_kv, backward_stats, merge_tile, surrogate_out
 from engine.planning.schedule.plan import FIELDS, Slot, Tile, TokenBytes
-from engine.row_blocks import ends
+from engine.row_blocks import accumulate_dtype, ends
 
 KV_FIELDS = frozenset({field.name for fields in FIELDS.values() for field in fields if field.of_keys})
 ACCUMULATED = frozenset({"acc", "acc_kv"})  # operands of a tile that it adds to
@@ -32,11 +32,6 @@ class AttentionShape:
     device: torch.device
     wire_gradient_dtype: torch.dtype = torch.float32
 
-    @property
-    def accumulator_dtype(self) -> torch.dtype:
-        """float64 for float64 inputs, otherwise float32."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
-
     def token_bytes(self) -> TokenBytes:
         """Bytes per token of each kind, as the transport will count them."""
         return TokenBytes(
@@ -44,7 +39,7 @@ class AttentionShape:
             self.num_kv_heads,
             self.head_dim,
             element_bytes=self.dtype.itemsize,
-            gradient_bytes=self.accumulator_dtype.itemsize,
+            gradient_bytes=accumulate_dtype(self.dtype).itemsize,
             wire_gradient_bytes=self.wire_gradient_dtype.itemsize,
         )
 
@@ -172,7 +167,7 @@ class TensorArithmetic:
         shape = self.shape
         counts = shape.num_heads, shape.num_kv_heads
         counts = slot.heads.counts(*counts) if slot.heads else counts
-        dtypes = {"element": shape.dtype, "sum": shape.accumulator_dtype, "wire": shape.wire_gradient_dtype}
+        dtypes = {"element": shape.dtype, "sum": accumulate_dtype(shape.dtype), "wire": shape.wire_gradient_dtype}
         return {f.name: (f.row(counts, shape.head_dim), dtypes[f.dtype]) for f in FIELDS[slot.kind]}
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from engine.attention.kernels.base import Capabilities, ComputeCapability, KernelRequest, TileKernel
+from engine.attention.kernels.base import Capabilities, ComputeCapability, KernelRequest, TileKernel, no_problem
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
 from engine.attention.kernels.cuda import AtenCudnnKernel, AtenFlashKernel
 from engine.attention.kernels.efficient import AtenEfficientKernel
@@ -137,7 +137,7 @@ def _others(chosen: KernelName, request: KernelRequest, problems: Mapping[str, s
     for name, kind in KERNELS.items():
         if name == chosen:
             continue
-        capable = Capabilities(**{**vars(kind.capabilities), "problem": _not_asked})
+        capable = replace(kind.capabilities, problem=no_problem)
         others[name] = (
             problems.get(name)
             or problem_of(capable, request)
@@ -152,10 +152,6 @@ def _new_shapes(name: KernelName, request: KernelRequest, before: str = "") -> s
     if not (request.documents and KERNELS[name].capabilities.plans_shapes):
         return ""
     return f"{before}builds a plan for every new shape, and packed documents bring some with every batch"
-
-
-def _not_asked(request: KernelRequest) -> None:
-    return None
 
 
 def _where(request: KernelRequest) -> str:

@@ -10,15 +10,22 @@ of their heads (`engine.attention.kernels.heads`).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.attention.kernels.base import HALF, BandSpec, Capabilities, KernelRequest, TileGradients, TileResult
-from engine.attention.kernels.heads import CUDA_CALL_ELEMENTS
-from engine.planning.sequence.mask import Band, row_strips
+from engine.attention.kernels.base import (
+    ON_CUDA,
+    BandSpec,
+    Call,
+    KernelRequest,
+    LibraryKernel,
+    TileGradients,
+    TileResult,
+    strips,
+)
 
 _CUDNN_VERSION = 90000  # the first whose attention torch uses
 
@@ -62,64 +69,24 @@ def understood(window: Window, num_queries: int, num_keys: int) -> bool:
     return wanted == meant
 
 
-Call = tuple[slice, slice, BandSpec]  # query rows, keys, what they see of each other
-
-
 def window_calls(num_queries: int, num_keys: int, band: BandSpec) -> list[Call]:
     """Calls whose windows FlashAttention understands; together all rows, each once. One, unless queries outnumber keys.
 
     At most as many queries as keys are always understood, so the rest is cut into strips of so many.
     """
     if band.is_full or band.is_causal or understood(window_of(band, num_queries, num_keys), num_queries, num_keys):
-        return [(slice(0, num_queries), slice(0, num_keys), band)]
+        return [Call(slice(0, num_queries), slice(0, num_keys), band)]
     calls: list[Call] = []
-    for strip in row_strips(Band(0, num_queries, 0, num_keys, band.low, band.high), num_keys):
-        assert strip.high is not None, strip  # else it might be causal and not square
-        for rows, keys, part in window_calls(strip.num_queries, strip.num_keys, BandSpec(strip.low, strip.high)):
-            calls.append((_moved(rows, strip.q_start), _moved(keys, strip.k_start), part))
+    for strip in strips(num_queries, num_keys, band, num_keys):
+        assert strip.band.high is not None, strip  # else it might be causal and not square
+        shape = strip.rows.stop - strip.rows.start, strip.keys.stop - strip.keys.start
+        for rows, keys, part in window_calls(*shape, strip.band):
+            calls.append(Call(_moved(rows, strip.rows.start), _moved(keys, strip.keys.start), part))
     return calls
 
 
 def _moved(part: slice, start: int) -> slice:
     return slice(part.start + start, part.stop + start)
-
-
-class CudaKernel(ABC):
-    """A kernel that computes a tile with one call of a library, or several of some rows each."""
-
-    def _calls(self, q: Tensor, k: Tensor, band: BandSpec) -> list[Call]:
-        """What the library computes in one call each; together all rows, each once."""
-        return [(slice(0, q.shape[0]), slice(0, k.shape[0]), band)]
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
-        """(out, lse) of the tile."""
-        calls = self._calls(q, k, band)
-        if len(calls) == 1:
-            return self._forward(q, k, v, band)
-        parts = [self._forward(q[rows], k[keys], v[keys], part) for rows, keys, part in calls]
-        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
-
-    def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
-        """(dq, dk, dv); dk and dv in the dtype of the lse if several calls are summed."""
-        calls = self._calls(q, k, band)
-        if len(calls) == 1:
-            return self._backward(grads, q, k, v, band)
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        dk, dv = (torch.zeros(x.shape, dtype=grads.lse.dtype, device=x.device) for x in (k, v))
-        for rows, keys, part in calls:
-            result = self._backward(TileGradients(*(x[rows] for x in grads)), q[rows], k[keys], v[keys], part)
-            dq[rows] = result.dq
-            dk[keys] += result.dk
-            dv[keys] += result.dv
-        return TileResult(dq, dk, dv)
-
-    @abstractmethod
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
-        """One call of the library: (out, lse) of a tile that it can take whole."""
-
-    @abstractmethod
-    def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
-        """One call of the library: (dq, dk, dv)."""
 
 
 def flash2_problem(request: KernelRequest) -> str | None:
@@ -130,20 +97,11 @@ def flash2_problem(request: KernelRequest) -> str | None:
     return None
 
 
-class AtenFlashKernel(CudaKernel):
+class AtenFlashKernel(LibraryKernel):
     """FlashAttention-2 as built into torch (`aten::_flash_attention_forward`); tensors [1, rows, heads, D]."""
 
     name = "aten_flash"
-    capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
-        dtypes=HALF,
-        max_head_dim=256,
-        max_call_elements=CUDA_CALL_ELEMENTS,
-        head_dim_multiple=8,
-        compute_capabilities=((8, 0), None),
-        deterministic="flag",
-        problem=flash2_problem,
-    )
+    capabilities = replace(ON_CUDA, problem=flash2_problem)
 
     def _calls(self, q: Tensor, k: Tensor, band: BandSpec) -> list[Call]:
         return window_calls(q.shape[0], k.shape[0], band)
@@ -198,7 +156,7 @@ def _cudnn_problem(request: KernelRequest) -> str | None:
     return None
 
 
-class AtenCudnnKernel(CudaKernel):
+class AtenCudnnKernel(LibraryKernel):
     """cuDNN attention (`aten::_scaled_dot_product_cudnn_attention`); tensors [1, heads, rows, D], lse [1, H, rows,
     1].
 
@@ -207,13 +165,9 @@ class AtenCudnnKernel(CudaKernel):
     """
 
     name = "aten_cudnn"
-    capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
-        dtypes=HALF,
+    capabilities = replace(
+        ON_CUDA,
         max_head_dim=128,
-        max_call_elements=CUDA_CALL_ELEMENTS,
-        head_dim_multiple=8,
-        compute_capabilities=((8, 0), None),
         windows="aten_flash",
         deterministic="never",
         plans_shapes=True,

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from engine.attention.kernels.base import BandSpec, Capabilities, TileGradients, TileResult
-from engine.attention.kernels.cuda import Call, CudaKernel
-from engine.attention.kernels.heads import CUDA_CALL_ELEMENTS
+from engine.attention.kernels.base import (
+    ON_CUDA,
+    BandSpec,
+    Call,
+    LibraryKernel,
+    TileGradients,
+    TileResult,
+    strips,
+)
 from engine.attention.kernels.reference import band_bias
-from engine.planning.sequence.mask import Band, row_strips
 
 STRIP_ROWS = 512  # of queries whose bias exists at once
 _ALIGNED_ROWS = 32  # the operator's lse has a multiple of them, the rest +inf
@@ -19,7 +25,7 @@ _ALIGNED_KEYS = 16  # elements between the rows of a bias
 _NO_MASK, _CAUSAL_FROM_TOP_LEFT = 0, 1  # the operator's custom_mask_type
 
 
-class AtenEfficientKernel(CudaKernel):
+class AtenEfficientKernel(LibraryKernel):
     """Tensors [1, rows, heads, D], lse [1, H, rows rounded to 32]; grouped keys and values are expanded.
 
     It has a causal flag and an additive bias. General bands are cut into strips of queries with the keys that these
@@ -28,77 +34,62 @@ class AtenEfficientKernel(CudaKernel):
     """
 
     name = "aten_efficient"
-    capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
+    capabilities = replace(
+        ON_CUDA,
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        max_head_dim=256,
-        max_call_elements=CUDA_CALL_ELEMENTS,
-        head_dim_multiple=8,
         compute_capabilities=((5, 0), None),
         bfloat16_from=(8, 0),
         windows="bias",
         grouped_heads="expanded",
-        deterministic="flag",
     )
 
     def _calls(self, q: Tensor, k: Tensor, band: BandSpec) -> list[Call]:
-        if band.is_full or band.is_causal:
-            return super()._calls(q, k, band)
-        strips = row_strips(Band(0, q.shape[0], 0, k.shape[0], band.low, band.high), STRIP_ROWS)
-        return [(slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop), BandSpec(s.low, s.high)) for s in strips]
+        return strips(q.shape[0], k.shape[0], band, STRIP_ROWS)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
-        return _forward(q, k, v, band)
+        group = q.shape[1] // k.shape[1]
+        out, lse, *_ = torch.ops.aten._efficient_attention_forward(
+            q[None],
+            _expanded(k, group),
+            _expanded(v, group),
+            _bias(q, k, band),
+            None,
+            None,
+            None,
+            None,
+            0.0,
+            _mask_type(band),
+            True,
+        )
+        return out[0], lse[0, :, : q.shape[0]].transpose(0, 1)
 
     def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
-        return _backward(grads, q, k, v, band)
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
-    group = q.shape[1] // k.shape[1]
-    out, lse, *_ = torch.ops.aten._efficient_attention_forward(
-        q[None],
-        _expanded(k, group),
-        _expanded(v, group),
-        _bias(q, k, band),
-        None,
-        None,
-        None,
-        None,
-        0.0,
-        _mask_type(band),
-        True,
-    )
-    return out[0], lse[0, :, : q.shape[0]].transpose(0, 1)
-
-
-def _backward(grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
-    rows, num_heads = grads.lse.shape
-    group = num_heads // k.shape[1]
-    lse = torch.full(
-        (1, num_heads, -(-rows // _ALIGNED_ROWS) * _ALIGNED_ROWS), math.inf, dtype=torch.float32, device=q.device
-    )
-    lse[0, :, :rows] = grads.lse.transpose(0, 1)
-    state = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout: there is none
-    dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
-        grads.dout.contiguous()[None],
-        q[None],
-        _expanded(k, group),
-        _expanded(v, group),
-        _bias(q, k, band),
-        grads.out.contiguous()[None],
-        None,
-        None,
-        rows,
-        k.shape[0],
-        lse,
-        0.0,
-        state,
-        state,
-        _mask_type(band),
-        False,
-    )
-    return TileResult(dq[0], *(_summed(x[0], k.shape[1]) for x in (dk, dv)))
+        rows, num_heads = grads.lse.shape
+        group = num_heads // k.shape[1]
+        lse = torch.full(
+            (1, num_heads, -(-rows // _ALIGNED_ROWS) * _ALIGNED_ROWS), math.inf, dtype=torch.float32, device=q.device
+        )
+        lse[0, :, :rows] = grads.lse.transpose(0, 1)
+        state = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout: there is none
+        dq, dk, dv, _ = torch.ops.aten._efficient_attention_backward(
+            grads.dout.contiguous()[None],
+            q[None],
+            _expanded(k, group),
+            _expanded(v, group),
+            _bias(q, k, band),
+            grads.out.contiguous()[None],
+            None,
+            None,
+            rows,
+            k.shape[0],
+            lse,
+            0.0,
+            state,
+            state,
+            _mask_type(band),
+            False,
+        )
+        return TileResult(dq[0], *(_summed(x[0], k.shape[1]) for x in (dk, dv)))
 
 
 def _expanded(x: Tensor, group: int) -> Tensor:

@@ -7,14 +7,22 @@ is data of tests/engine/attention/flash_signatures.py.
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.attention.kernels.base import HALF, BandSpec, Capabilities, KernelRequest, TileGradients, TileResult
-from engine.attention.kernels.cuda import Call, CudaKernel, flash2_problem, window_calls, window_of
-from engine.attention.kernels.heads import CUDA_CALL_ELEMENTS
+from engine.attention.kernels.base import (
+    ON_CUDA,
+    BandSpec,
+    Call,
+    KernelRequest,
+    LibraryKernel,
+    TileGradients,
+    TileResult,
+)
+from engine.attention.kernels.cuda import flash2_problem, window_calls, window_of
 
 
 def package_problem(module: str, package: str) -> str | None:
@@ -28,7 +36,7 @@ def package_problem(module: str, package: str) -> str | None:
     return None
 
 
-class PackageKernel(CudaKernel):
+class PackageKernel(LibraryKernel):
     """One call of a package over tensors [1, rows, heads, D]."""
 
     module: str
@@ -48,16 +56,7 @@ class FlashAttnKernel(PackageKernel):
 
     name = "flash_attn"
     module = "flash_attn.flash_attn_interface"
-    capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
-        dtypes=HALF,
-        max_head_dim=256,
-        max_call_elements=CUDA_CALL_ELEMENTS,
-        head_dim_multiple=8,
-        compute_capabilities=((8, 0), None),
-        deterministic="flag",
-        problem=_flash_attn_problem,
-    )
+    capabilities = replace(ON_CUDA, problem=_flash_attn_problem)
 
     def _calls(self, q: Tensor, k: Tensor, band: BandSpec) -> list[Call]:
         return window_calls(q.shape[0], k.shape[0], band)
@@ -107,14 +106,9 @@ class Flash3Kernel(PackageKernel):
 
     name = "fa3"
     module = "flash_attn_interface"
-    capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
-        dtypes=HALF,
-        max_head_dim=256,
-        max_call_elements=CUDA_CALL_ELEMENTS,
-        head_dim_multiple=8,
+    capabilities = replace(
+        ON_CUDA,
         compute_capabilities=((9, 0), (9, 0)),
-        deterministic="flag",
         problem=_flash3_problem,
     )
 
@@ -161,14 +155,9 @@ class Flash4Kernel(PackageKernel):
 
     name = "fa4"
     module = "flash_attn.cute.interface"
-    capabilities = Capabilities(
-        devices=frozenset({"cuda"}),
-        dtypes=HALF,
-        max_head_dim=256,
-        max_call_elements=CUDA_CALL_ELEMENTS,
-        head_dim_multiple=8,
+    capabilities = replace(
+        ON_CUDA,
         compute_capabilities=((9, 0), (11, 0)),
-        deterministic="flag",
         problem=_flash4_problem,
     )
 

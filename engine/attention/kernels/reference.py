@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.kernels.base import BandSpec, Capabilities, TileGradients, TileResult
+from engine.row_blocks import accumulate_dtype
 
 
 class ReferenceKernel:
@@ -25,7 +26,7 @@ class ReferenceKernel:
         scores = _scores(q, k, band)
         lse = torch.logsumexp(scores, dim=-1)  # [K, g, nq]
         out = torch.einsum("kgij,jkd->ikgd", torch.exp(scores - lse[..., None]), v.double())
-        return out.reshape(q.shape).to(q.dtype), _merge_heads(lse).to(lse_dtype(q))
+        return out.reshape(q.shape).to(q.dtype), _merge_heads(lse).to(accumulate_dtype(q.dtype))
 
     def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
         """Gradients from p = exp(s - lse), ds = p * (dout v^T - rowsum(dout * out))."""
@@ -41,11 +42,6 @@ class ReferenceKernel:
         dk = torch.einsum("kgij,ikgd->jkd", ds, _split_heads(q.double(), group))
         dv = torch.einsum("kgij,ikgd->jkd", p, dout)
         return TileResult(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
-
-
-def lse_dtype(q: Tensor) -> torch.dtype:
-    """Of the log-sum-exp: float64 for float64 inputs, otherwise float32."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def _split_heads(x: Tensor, group: int) -> Tensor:

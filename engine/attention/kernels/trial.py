@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.kernels.base import BandSpec, KernelRequest, TileGradients, TileKernel
-from engine.attention.kernels.reference import ReferenceKernel, lse_dtype
+from engine.attention.kernels.reference import ReferenceKernel
+from engine.row_blocks import accumulate_dtype
 
 ROWS, NUM_HEADS, NUM_KV_HEADS = 256, 4, 2
 # Relative norms. bf16 rounds to 0.004, and probabilities too; fp32 may be made of three TF32 products.
@@ -45,7 +46,7 @@ def _band_problem(kernel: TileKernel, band: BandSpec, request: KernelRequest, de
     scale = (wide_dout * row_out).sum(-1, keepdim=True) / (wide_dout * wide_dout).sum(-1, keepdim=True)
     exact = TileGradients(wide_dout, row_out, row_lse)
     want = (out, lse, *reference.backward(exact, wide_q, wide_k, wide_v, band))
-    grads = TileGradients(dout, (wide_dout * scale).to(q.dtype), row_lse.to(lse_dtype(q)))
+    grads = TileGradients(dout, (wide_dout * scale).to(q.dtype), row_lse.to(accumulate_dtype(q.dtype)))
     got = (*kernel.forward(q, k, v, band), *kernel.backward(grads, q, k, v, band))
     for name, mine, theirs in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
         error = float((mine.double() - theirs).norm() / theirs.norm())

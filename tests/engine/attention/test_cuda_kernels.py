@@ -16,7 +16,7 @@ from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel, T
 from engine.attention.kernels.cuda import (
     AtenCudnnKernel,
     AtenFlashKernel,
-    CudaKernel,
+    LibraryKernel,
     Window,
     window_calls,
     window_of,
@@ -50,7 +50,7 @@ def run_causal_tile(kernel: TileKernel, inputs: Inputs) -> dict[str, Tensor]:
 @pytest.mark.parametrize("kind", [AtenFlashKernel, AtenCudnnKernel])
 @pytest.mark.parametrize(("rows", "parts"), [(1 << 16, 1), ((1 << 16) + 1, 2), (3 << 16, 4)])
 def test_real_operators_are_given_parts_of_the_heads_of_large_tiles(
-    kind: type[CudaKernel], rows: int, parts: int
+    kind: type[LibraryKernel], rows: int, parts: int
 ) -> None:
     """On meta tensors: 64 heads of 128 reach the limit at 2^16 rows."""
     shapes: list[torch.Size] = []
@@ -75,7 +75,7 @@ def test_real_operators_are_given_parts_of_the_heads_of_large_tiles(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [AtenFlashKernel, AtenCudnnKernel])
-def test_cut_tiles_equal_whole_ones_on_the_gpu(kind: type[CudaKernel]) -> None:
+def test_cut_tiles_equal_whole_ones_on_the_gpu(kind: type[LibraryKernel]) -> None:
     class Cut(kind):  # type: ignore[valid-type,misc]
         capabilities = replace(kind.capabilities, max_call_elements=3 * 256 * 64)
 

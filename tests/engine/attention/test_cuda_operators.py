@@ -10,7 +10,7 @@ import torch
 from attention_oracle import random_inputs
 
 from engine.attention.kernels.base import BandSpec, TileGradients, TileResult
-from engine.attention.kernels.cuda import AtenCudnnKernel, AtenFlashKernel, CudaKernel
+from engine.attention.kernels.cuda import AtenCudnnKernel, AtenFlashKernel, LibraryKernel
 from engine.attention.kernels.efficient import AtenEfficientKernel
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.merge import backward_stats, surrogate_out
@@ -44,7 +44,7 @@ def operators_on_cpu() -> Iterator[None]:
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("kind", KERNELS)
-def test_forward_and_backward_equal_the_reference(kind: type[CudaKernel], kv_heads: int, tile: tuple) -> None:
+def test_forward_and_backward_equal_the_reference(kind: type[LibraryKernel], kv_heads: int, tile: tuple) -> None:
     """Backward from the lse over other keys besides, and from a stand-in for out."""
     rows, keys, low, high = tile
     for band in normalise(Band(0, rows, 0, keys, low, high)):
@@ -62,7 +62,7 @@ def test_forward_and_backward_equal_the_reference(kind: type[CudaKernel], kv_hea
 
 
 @pytest.mark.parametrize("kind", KERNELS)
-def test_strided_views_are_taken(kind: type[CudaKernel]) -> None:
+def test_strided_views_are_taken(kind: type[LibraryKernel]) -> None:
     """As the fields of one buffer: rows lie further apart than their own numbers."""
     x = random_inputs(12, 4, 2, 16, torch.float32)
     packed = torch.cat([x.q, x.k, x.v, x.dout], dim=1)
