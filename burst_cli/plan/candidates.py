@@ -18,10 +18,9 @@ from engine.planning.memory.fit import Fit, predicted_fit, sequence_topology
 from engine.planning.memory.policy import policy_name
 from engine.planning.memory.predictor import MemoryPrediction, Predict, shared_predictor
 from engine.planning.methods.auto import Candidate as RankedMethod
-from engine.planning.methods.degrees import known_cp_size
 from engine.planning.methods.preview import AttentionPreview, preview_attention
 from engine.planning.methods.resolve import machine_of
-from engine.planning.methods.topology import Topology
+from engine.planning.methods.topology import Topology, known_cp_size
 from engine.planning.time.machine import Machine
 from engine.planning.time.recommend import Adviser, Recommendation
 from engine.planning.time.step_time import StepTime, predict_step

@@ -30,7 +30,7 @@ from engine.attention.transport import (
     Transport,
     make_channel_groups,
 )
-from engine.planning.methods.grid import Blocks, divide_sequence
+from engine.planning.methods.blocks import Blocks, divide_sequence
 from engine.planning.methods.methods import plan_method
 from engine.planning.methods.topology import Topology
 from engine.planning.schedule.plan import Channel

@@ -16,10 +16,8 @@ from engine.config.errors import ConfigError
 from engine.config.machines import machine_problems
 from engine.config.schema import Problem, range_problems, walk_fields
 from engine.config.settings import ModelConfig, RunConfig
-from engine.planning.methods.degrees import divisors, known_cp_size, place_ranks, tensor_parallel_problems
-from engine.planning.methods.presets import legal_attention
-from engine.planning.methods.tiling import tile_tokens_of
-from engine.planning.methods.topology import Topology
+from engine.planning.methods.presets import legal_attention, tile_tokens_of
+from engine.planning.methods.topology import Topology, known_cp_size, legal_sizes, place_ranks, tensor_parallel_problems
 
 _EXP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _STEP_RANGE = re.compile(r"(\d+):(\d+)")
@@ -61,7 +59,7 @@ def _model(config: RunConfig) -> Iterator[str]:
     if model.num_kv_heads > model.num_heads or model.num_heads % max(1, model.num_kv_heads):
         yield (
             f"model.num_kv_heads: got {model.num_kv_heads}, expected a divisor of model.num_heads={model.num_heads}: "
-            f"{divisors(model.num_heads)}"
+            f"{legal_sizes(model.num_heads)}"
         )
     if model.head_dim % 2:
         yield f"model.head_dim: got {model.head_dim}, expected an even number: RoPE turns pairs of channels"

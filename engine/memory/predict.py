@@ -53,10 +53,9 @@ from engine.planning.memory.predictor import IDLE_S, DeviceKind, MemoryPredictio
 from engine.planning.memory.reserve import reserve_bytes
 from engine.planning.memory.worst_rank import worst_ranks
 from engine.planning.methods.auto import resolve_auto
-from engine.planning.methods.degrees import Degrees, resolve_degrees
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.resolve import machine_of, resolve_attention
-from engine.planning.methods.topology import Topology
+from engine.planning.methods.topology import Degrees, Topology, resolve_degrees
 from engine.planning.sequence.layers import attention_layers
 from engine.row_blocks import Rehearsal, rehearse
 from engine.training.optim import build_optimizer

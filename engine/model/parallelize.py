@@ -30,8 +30,7 @@ from engine.parallel.mesh import Mesh
 from engine.parallel.tensor import slice_model
 from engine.planning.memory.cost import layers_on_host
 from engine.planning.memory.policy import layer_policies
-from engine.planning.methods.presets import AttentionMethod
-from engine.planning.methods.tiling import tile_tokens_of
+from engine.planning.methods.presets import AttentionMethod, tile_tokens_of
 
 
 def build_model(

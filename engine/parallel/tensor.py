@@ -42,7 +42,7 @@ def slice_model(model: nn.Module, layers: Iterable[nn.Module], tp_mesh: DeviceMe
     """Slices every matrix of `model` over `tp_mesh` in place, before FSDP2; all ranks must call.
 
     `model` has `embedding`, `norm` and `head`; each of `layers` the module names of a Llama block. Tied weights must be
-    tied again afterwards. Sizes must divide: engine.planning.methods.degrees.tensor_parallel_problems.
+    tied again afterwards. Sizes must divide: engine.planning.methods.topology.tensor_parallel_problems.
     """
     parallelize_module(model, tp_mesh, {"embedding": SlicedEmbedding(), "norm": SequenceNorm(), "head": SlicedHead()})
     plan: dict[str, ParallelStyle] = {

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from burst_cli.compose import compose
-from engine.planning.methods.degrees import place_ranks
+from engine.planning.methods.topology import place_ranks
 from engine.planning.time.devices import find_machine
 from engine.planning.time.machine import Machine
 from engine.planning.time.step_time import StepTime, predict_step

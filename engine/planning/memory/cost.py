@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from engine.config.errors import ConfigError
 from engine.config.settings import MemoryConfig, ModelConfig, RunConfig, Store
 from engine.planning.memory.policy import LayerPolicy, layer_policies
-from engine.planning.methods.grid import Blocks, divide_sequence
-from engine.planning.methods.presets import BYTES_OF, AttentionMethod
-from engine.planning.methods.tiling import tile_tokens_of
+from engine.planning.methods.blocks import divide_run
+from engine.planning.methods.presets import BYTES_OF, AttentionMethod, tile_tokens_of
 from engine.planning.sequence.layers import LayerAttention, attended_pairs, attention_layers
 from engine.planning.sequence.lengths import padded_length
 from engine.planning.time.flops import Flops, Recomputed, count_parameters, step_flops
@@ -172,8 +171,7 @@ class _Recomputation:
         self._exchanged = method.head_parallel_size > 1
         self._tiled = tile_tokens_of(config, method) is not None
         self._turn = attention_layers(config, method)
-        padded = padded_length(config.train.seq_len, method.cp_size, config.parallel.tp_size)
-        self._blocks = divide_sequence(method, padded, [layer.mask for layer in self._turn])
+        self._blocks = divide_run(config, method, self._turn)
         self._most_kept: dict[LayerAttention, float] = {}
 
     def layer_cost(self, index: int, policy: LayerPolicy) -> LayerCost:
@@ -181,7 +179,8 @@ class _Recomputation:
         model, train = self._config.model, self._config.train
         attention = self._turn[index % len(self._turn)]
         if attention not in self._most_kept:
-            self._most_kept[attention] = most_kept_rows(self._blocks, attention.recompute_before or 0)
+            most = max(self._blocks.ring_rows_from(attention.recompute_before or 0))
+            self._most_kept[attention] = most / self._blocks.grid.heads  # head parallel ranks keep an equal part each
         rows = train.micro_batch_size * self._most_kept[attention]
         matrices = recomputed_parameters(policy, model, tiled=self._tiled, exchanged=self._exchanged)
         return LayerCost(
@@ -190,12 +189,6 @@ class _Recomputation:
             linear_flops=2 * matrices * train.seq_len,
             attention_flops=4 * model.num_heads * model.head_dim * attention.pairs.again,
         )
-
-
-def most_kept_rows(blocks: Blocks, cut: int) -> float:
-    """Tokens at or after the cut of the rank with most of them; head parallel ranks keep an equal part each."""
-    ring = blocks.ring
-    return max(ring.rows(rank) - ring.rows_before(rank, cut) for rank in range(ring.size)) / blocks.grid.heads
 
 
 def recomputed_matrices(config: RunConfig, method: AttentionMethod) -> int:

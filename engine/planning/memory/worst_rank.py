@@ -7,12 +7,11 @@ sees of the sequence, and results that a policy keeps by how much of its end the
 from __future__ import annotations
 
 from engine.config.settings import ModelConfig, RunConfig
-from engine.planning.methods.grid import Blocks, divide_sequence
+from engine.planning.methods.blocks import Blocks, divide_run
 from engine.planning.methods.methods import plan_method
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.schedule.plan import Kind, TokenBytes
 from engine.planning.sequence.layers import LayerAttention, attention_layers
-from engine.planning.sequence.lengths import padded_length
 
 MOST_RANKS_COMPARED = 64  # that share a sequence; planning for more takes too long
 _NOTEWORTHY = 1.02  # share by which a rank must keep more than the first to be worth another prediction
@@ -21,8 +20,7 @@ _NOTEWORTHY = 1.02  # share by which a rank must keep more than the first to be 
 def worst_ranks(config: RunConfig, method: AttentionMethod) -> list[int]:
     """Global ranks of which one needs most: one in most runs, at most three."""
     layers = tuple(dict.fromkeys(attention_layers(config, method)))
-    padded = padded_length(config.train.seq_len, method.cp_size, config.parallel.tp_size)
-    blocks = divide_sequence(method, padded, [layer.mask for layer in layers])
+    blocks = divide_run(config, method, layers)
     if method.cp_size <= MOST_RANKS_COMPARED:
         places = {_largest([_attention_bytes(layer, blocks, config.model) for layer in layers])}
         if not _shards_are_equal(config, method):
@@ -68,10 +66,8 @@ def _shards_are_equal(config: RunConfig, method: AttentionMethod) -> bool:
 def _kept_rows(layer: LayerAttention, blocks: Blocks) -> list[int]:
     """Rows whose attention is not computed again, of the ring block that every rank works on."""
     cut = layer.recompute_before or 0
-    return [
-        blocks.ring.row_counts[blocks.grid.place(rank)[0]] - blocks.recomputed_rows(cut, rank)
-        for rank in range(blocks.grid.size)
-    ]
+    by_member = blocks.ring_rows_from(cut)
+    return [by_member[blocks.grid.place(rank)[0]] for rank in range(blocks.grid.size)]
 
 
 def _largest(by_layer: list[list[int]]) -> int:

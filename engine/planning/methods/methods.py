@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from engine.config.settings import RunConfig
-from engine.planning.methods.grid import Blocks
+from engine.planning.methods.blocks import Blocks
 from engine.planning.methods.presets import BYTES_OF, AttentionMethod, local_heads
 from engine.planning.schedule.allocate import PlanBuilder
 from engine.planning.schedule.blocks import plan_whole_blocks

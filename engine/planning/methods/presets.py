@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from engine.config.errors import ConfigError
 from engine.config.settings import (
@@ -22,7 +22,7 @@ from engine.config.settings import (
     RunConfig,
     Store,
 )
-from engine.planning.methods.topology import Topology
+from engine.planning.methods.topology import Grid, Topology, divisors
 from engine.planning.sequence.lengths import checkpoint_kinds, padded_length, recompute_cut
 
 BYTES_OF: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
@@ -91,22 +91,6 @@ PRESETS: dict[PresetName, Preset] = {
 }
 
 
-class Degrees(NamedTuple):
-    """Ranks that divide the heads, ranks of an inner ring, inner rings."""
-
-    heads: int
-    inner: int
-    outer: int
-
-    @property
-    def size(self) -> int:
-        """Ranks that share a sequence."""
-        return self.heads * self.inner * self.outer
-
-    def __str__(self) -> str:
-        return f"{self.heads} x {self.inner} x {self.outer}"
-
-
 @dataclass(frozen=True)
 class AttentionMethod:
     """A legal, fully resolved method: what the planners need besides mask and shapes."""
@@ -130,9 +114,14 @@ class AttentionMethod:
     split_at: int = 0  # split_zigzag: where its second zigzag begins, which is where recomputation of attention ends
 
     @property
+    def grid(self) -> Grid:
+        """Places of the ranks that share one sequence."""
+        return Grid(self.head_parallel_size, self.ring_inner_size, self.ring_outer_size, self.placement)
+
+    @property
     def cp_size(self) -> int:
         """Ranks that share one sequence."""
-        return self.head_parallel_size * self.ring_inner_size * self.ring_outer_size
+        return self.grid.size
 
 
 def hop_bytes_per_token(model: ModelConfig, *, wire_bytes: int, gradient_bytes: int) -> dict[str, int]:
@@ -227,7 +216,7 @@ def _default_layout(config: RunConfig, preset: Preset, split_at: int) -> LayoutN
     return "balanced" if attention.documents and config.parallel.tp_size == 1 else "zigzag"
 
 
-def _recompute_border(config: RunConfig, degrees: Degrees) -> int:
+def _recompute_border(config: RunConfig, degrees: Grid) -> int:
     """Where the part of the sequence ends whose attention is computed again in backward; 0: there is no border."""
     if "seq_fraction" not in checkpoint_kinds(config.memory):
         return 0
@@ -256,12 +245,28 @@ def local_heads(model: ModelConfig, tp_size: int) -> ModelConfig:
     return replace(model, num_heads=model.num_heads // tp_size, num_kv_heads=model.num_kv_heads // tp_size)
 
 
-def legal_degrees(size: int, model: ModelConfig) -> Iterator[Degrees]:
+def tile_tokens_of(config: RunConfig, method: AttentionMethod) -> int | None:
+    """Rows at a time that the layers of a run work on (`engine.model.checkpointed`); None: all. Raises ConfigError
+    where they cannot.
+    """
+    tile_tokens = config.memory.tile_tokens or method.chunk_tokens
+    if tile_tokens is None and method.preset == "alst":
+        tile_tokens = config.model.hidden_size  # a tile of the MLP is then about as large as one of its matrices
+    if tile_tokens is not None and config.parallel.tp_size > 1:
+        raise ConfigError(
+            f"memory.tile_tokens, attention.chunk_tokens: layers run {tile_tokens} rows at a time, but "
+            f"parallel.tp_size={config.parallel.tp_size} gathers the rows of several ranks inside a layer; "
+            "set parallel.tp_size=1, or leave both null"
+        )
+    return tile_tokens
+
+
+def legal_degrees(size: int, model: ModelConfig) -> Iterator[Grid]:
     """Every (h, w, W) whose product is `size` and whose h divides the heads."""
-    for heads in _divisors(size):
+    for heads in divisors(size):
         if heads_problem(heads, model) is None:
-            for inner in _divisors(size // heads):
-                yield Degrees(heads, inner, size // heads // inner)
+            for inner in divisors(size // heads):
+                yield Grid(heads, inner, size // heads // inner)
 
 
 def heads_problem(heads: int, model: ModelConfig) -> str | None:
@@ -276,7 +281,7 @@ def heads_problem(heads: int, model: ModelConfig) -> str | None:
     return None
 
 
-def _degrees(attention: AttentionConfig, preset: Preset, topology: Topology, model: ModelConfig) -> Degrees:
+def _degrees(attention: AttentionConfig, preset: Preset, topology: Topology, model: ModelConfig) -> Grid:
     """What is configured; what is not follows the preset's shape, or fills up the ranks."""
     size = topology.size
     heads, inner, outer = attention.head_parallel_size, attention.ring_inner_size, attention.ring_outer_size
@@ -285,15 +290,15 @@ def _degrees(attention: AttentionConfig, preset: Preset, topology: Topology, mod
     if heads is None:
         heads = _default_heads(preset.shape, topology, model)
     if preset.shape == "alone" and inner is None and outer is None:
-        return Degrees(heads, 1, 1)
+        return Grid(heads, 1, 1)
     ring_size = max(1, size // heads)
     if inner is None and outer is None:
         inner = _default_inner(preset.shape, topology, heads, ring_size)
-        return Degrees(heads, inner, max(1, ring_size // inner))
+        return Grid(heads, inner, max(1, ring_size // inner))
     if inner is None:
         assert outer is not None
-        return Degrees(heads, max(1, ring_size // outer), outer)
-    return Degrees(heads, inner, outer if outer is not None else max(1, ring_size // inner))
+        return Grid(heads, max(1, ring_size // outer), outer)
+    return Grid(heads, inner, outer if outer is not None else max(1, ring_size // inner))
 
 
 def _default_heads(shape: Shape, topology: Topology, model: ModelConfig) -> int:
@@ -301,7 +306,7 @@ def _default_heads(shape: Shape, topology: Topology, model: ModelConfig) -> int:
         return topology.size
     if shape in ("heads_and_ring", "heads_and_double_ring"):
         wanted = topology.local_ranks
-        fitting = [h for h in _divisors(wanted) if model.num_heads % h == 0 and model.num_kv_heads % h == 0]
+        fitting = [h for h in divisors(wanted) if model.num_heads % h == 0 and model.num_kv_heads % h == 0]
         return max(fitting)
     return 1
 
@@ -314,9 +319,9 @@ def _default_inner(shape: Shape, topology: Topology, heads: int, ring_size: int)
 
 
 def _degree_problems(
-    attention: AttentionConfig, preset: Preset, degrees: Degrees, size: int, model: ModelConfig
+    attention: AttentionConfig, preset: Preset, degrees: Grid, size: int, model: ModelConfig
 ) -> list[str]:
-    if preset.shape == "alone" and degrees == (1, 1, 1) and size > 1:
+    if preset.shape == "alone" and degrees == Grid(1, 1, 1) and size > 1:
         other = "tp_size" if attention.preset == "megatron_tp" else "dp_shard_size"
         return [
             f"attention={attention.preset} holds the whole sequence on one rank, but {size} ranks share it; "
@@ -336,13 +341,12 @@ def _degree_problems(
     return problems
 
 
-def _nearest(degrees: Degrees, size: int, model: ModelConfig) -> str:
+def _nearest(degrees: Grid, size: int, model: ModelConfig) -> str:
     """The legal degrees most like the given ones, at most four."""
 
-    def distance(other: Degrees) -> tuple[int, int]:
-        return sum(a != b for a, b in zip(degrees, other, strict=True)), sum(
-            abs(a - b) for a, b in zip(degrees, other, strict=True)
-        )
+    def distance(other: Grid) -> tuple[int, int]:
+        apart = [other.heads - degrees.heads, other.inner - degrees.inner, other.outer - degrees.outer]
+        return sum(map(bool, apart)), sum(map(abs, apart))
 
     return ", ".join(str(found) for found in sorted(legal_degrees(size, model), key=distance)[:4])
 
@@ -384,7 +388,3 @@ def _chunk_problems(attention: AttentionConfig, transport: KvTransport, order: B
         for name, given in refused.items()
         if given
     ]
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

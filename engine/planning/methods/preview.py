@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from engine.config.settings import RunConfig
-from engine.planning.methods.grid import Blocks, divide_sequence
+from engine.planning.methods.blocks import Blocks, divide_run
 from engine.planning.methods.methods import plan_method, token_bytes_of
 from engine.planning.methods.presets import AttentionMethod, warnings_of
 from engine.planning.methods.resolve import resolve_attention
@@ -18,7 +18,6 @@ from engine.planning.methods.topology import Topology
 from engine.planning.schedule.plan import AttentionPlan, Kind, LinkBytes, RankPlan, Slot, TokenBytes
 from engine.planning.sequence.balance import member_pairs
 from engine.planning.sequence.layers import LayerAttention, attention_layers
-from engine.planning.sequence.lengths import padded_length
 from engine.planning.sequence.mask import Mask
 from engine.planning.time.costs import query_heads, visible_pairs
 from engine.planning.time.machine import Machine
@@ -281,8 +280,7 @@ def preview_attention(
     """
     method = resolve_attention(config, topology, machine)
     turn = attention_layers(config, method)
-    padded = padded_length(config.train.seq_len, topology.size, config.parallel.tp_size)
-    blocks = divide_sequence(method, padded, [one.mask for one in turn])
+    blocks = divide_run(config, method, turn)
     counts = Counter(turn[index % len(turn)] for index in range(config.model.num_layers))
     ranks = planned_ranks(topology, blocks, turn[0].mask) if ranks is None else ranks
     place = _Place(token_bytes_of(config, method), topology, machine, ranks)

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, RunConfig
-from engine.planning.methods.grid import divide_sequence
+from engine.planning.methods.blocks import divide_run
 from engine.planning.methods.methods import plan_pass, token_bytes_of
 from engine.planning.methods.presets import (
     PRESETS,
@@ -30,7 +30,6 @@ from engine.planning.methods.presets import (
 )
 from engine.planning.methods.topology import Topology
 from engine.planning.sequence.layers import attention_layers
-from engine.planning.sequence.lengths import padded_length
 from engine.planning.time.devices import DEFAULT_DEVICE, find_device, find_machine, read_rates
 from engine.planning.time.machine import Machine
 from engine.planning.time.replay import replay
@@ -124,8 +123,7 @@ def _with(method: AttentionMethod, choice: _Choice) -> AttentionMethod:
 def _backward_s(config: RunConfig, method: AttentionMethod, topology: Topology, machine: Machine) -> float:
     """Predicted seconds of the backward passes of all layers; documents, which only the data know, are one sequence."""
     turn = attention_layers(config, method)
-    padded = padded_length(config.train.seq_len, topology.size, config.parallel.tp_size)
-    blocks = divide_sequence(method, padded, [layer.mask for layer in turn])
+    blocks = divide_run(config, method, turn)
     counts = Counter(turn[index % len(turn)].mask for index in range(config.model.num_layers))
     token_bytes = token_bytes_of(config, method)
     return sum(

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from engine.planning.methods.grid import Blocks, Grid, chunk_count
+from engine.planning.methods.blocks import Blocks, chunk_count
 from engine.planning.methods.presets import AttentionMethod
+from engine.planning.methods.topology import Grid
 from engine.planning.schedule.allocate import Home, PlanBuilder, Rows, Span, Value
 from engine.planning.schedule.plan import Channel, HeadPart, Kind, LocalOp, OpName
 from engine.planning.sequence.layout import piece_rows

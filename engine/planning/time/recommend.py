@@ -26,8 +26,7 @@ from engine.planning.memory.fit import (
 )
 from engine.planning.memory.predictor import Predict
 from engine.planning.methods.auto import rank_methods
-from engine.planning.methods.degrees import tensor_parallel_problems
-from engine.planning.methods.topology import Topology
+from engine.planning.methods.topology import Topology, tensor_parallel_problems
 from engine.planning.time.machine import Machine
 from engine.planning.time.step_time import StepTime, predict_step
 

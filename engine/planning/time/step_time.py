@@ -15,10 +15,9 @@ from typing import Any
 from engine.config.settings import MemoryConfig, RunConfig
 from engine.planning.memory.cost import PolicyCost, planned_flops, policy_cost
 from engine.planning.memory.fit import sequence_topology
-from engine.planning.methods.presets import BYTES_OF
+from engine.planning.methods.presets import BYTES_OF, tile_tokens_of
 from engine.planning.methods.preview import MOST_RANKS_PLANNED, AttentionPreview, preview_attention
 from engine.planning.methods.resolve import resolve_attention
-from engine.planning.methods.tiling import tile_tokens_of
 from engine.planning.methods.topology import Topology
 from engine.planning.time.costs import LOSS_PASSES, layer_numbers
 from engine.planning.time.flops import Flops, count_parameters, mfu

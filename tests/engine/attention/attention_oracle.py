@@ -14,7 +14,7 @@ from engine.attention.executor import Execution, Fields
 from engine.attention.kernels.base import TileKernel
 from engine.attention.runtime import AttentionRuntime, SavedAttention
 from engine.config.settings import LayoutName
-from engine.planning.methods.grid import Blocks, divide_sequence
+from engine.planning.methods.blocks import Blocks, divide_sequence
 from engine.planning.methods.methods import PlanPair, plan_method
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Topology

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from engine.attention.executor import Execution, Fields, Operand
 from engine.config.errors import PlanError
-from engine.planning.methods.grid import Blocks
+from engine.planning.methods.blocks import Blocks
 from engine.planning.methods.methods import PlanPair
 from engine.planning.schedule.plan import AttentionPlan, HeadPart, Kind, RankPlan, Slot, Tile
 from engine.planning.sequence.mask import Mask

@@ -12,7 +12,7 @@ from plan_rules import check_rules
 from engine.attention.kernels.base import BandSpec, TileKernel
 from engine.attention.kernels.cuda import window_of
 from engine.attention.kernels.reference import ReferenceKernel
-from engine.planning.methods.grid import Blocks
+from engine.planning.methods.blocks import Blocks
 from engine.planning.methods.methods import PlanPair
 from engine.planning.methods.topology import Topology
 from engine.planning.schedule.plan import RankPlan, Tile, TokenBytes

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.planning.methods.grid import chunk_count, divide_sequence
+from engine.planning.methods.blocks import chunk_count, divide_sequence
 from engine.planning.methods.methods import plan_method
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.schedule.plan import AttentionPlan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attention_oracle import ring_method
 
-from engine.planning.methods.grid import divide_sequence
+from engine.planning.methods.blocks import divide_sequence
 from engine.planning.methods.methods import plan_method
 from engine.planning.schedule.first_writes import store_first
 from engine.planning.schedule.plan import Kind, LocalOp, Slot, Step, Tile, View

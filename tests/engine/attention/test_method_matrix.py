@@ -18,7 +18,7 @@ from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.library import WINDOWED
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
-from engine.planning.methods.grid import divide_sequence
+from engine.planning.methods.blocks import divide_sequence
 from engine.planning.methods.methods import channels_of, plan_method
 from engine.planning.methods.presets import PRESETS
 from engine.planning.methods.resolve import resolve_attention

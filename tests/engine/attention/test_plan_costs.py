@@ -13,7 +13,7 @@ import pytest
 from attention_oracle import ring_method
 
 from engine.config.settings import AttentionConfig, ModelConfig, RunConfig, TrainConfig
-from engine.planning.methods.grid import divide_sequence
+from engine.planning.methods.blocks import divide_sequence
 from engine.planning.methods.methods import PlanPair, plan_method
 from engine.planning.methods.presets import PRESETS, AttentionMethod
 from engine.planning.methods.resolve import resolve_attention

@@ -21,7 +21,7 @@ from engine.config.settings import (
     RunConfig,
     TrainConfig,
 )
-from engine.planning.methods.grid import Blocks, divide_sequence
+from engine.planning.methods.blocks import Blocks, divide_sequence
 from engine.planning.methods.methods import PlanPair, plan_method
 from engine.planning.methods.presets import PRESETS, AttentionMethod
 from engine.planning.methods.resolve import resolve_attention

@@ -22,7 +22,7 @@ from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.merge import backward_stats
 from engine.attention.streams import StreamTransport
 from engine.attention.transport import Meter, Parcel
-from engine.planning.methods.grid import divide_sequence
+from engine.planning.methods.blocks import divide_sequence
 from engine.planning.methods.methods import plan_method
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Topology

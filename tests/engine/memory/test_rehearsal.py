@@ -9,7 +9,7 @@ from engine.attention.kernels.base import BandSpec, TileGradients
 from engine.config.settings import AttentionConfig, ModelConfig, RunConfig
 from engine.memory.rehearsal import StandInFlashKernel, rehearsed
 from engine.memory.tracker import LiveTensorTracker
-from engine.planning.methods.grid import divide_sequence
+from engine.planning.methods.blocks import divide_sequence
 from engine.planning.methods.methods import plan_method
 from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology

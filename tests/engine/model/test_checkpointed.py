@@ -24,8 +24,7 @@ from engine.model.checkpointed import apply_policies
 from engine.model.layer_call import LayerManner
 from engine.model.llama import LlamaModel
 from engine.planning.memory.policy import LayerPolicy
-from engine.planning.methods.presets import AttentionMethod
-from engine.planning.methods.tiling import tile_tokens_of
+from engine.planning.methods.presets import AttentionMethod, tile_tokens_of
 from engine.planning.methods.topology import Topology
 from engine.planning.sequence.layers import LayerAttention
 from engine.planning.sequence.mask import Mask

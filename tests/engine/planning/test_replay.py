@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config.errors import PlanError
-from engine.planning.methods.grid import divide_sequence
+from engine.planning.methods.blocks import divide_sequence
 from engine.planning.methods.methods import PlanPair, plan_method
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Topology

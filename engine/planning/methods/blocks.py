@@ -1,0 +1,67 @@
+"""Which rows every rank holds under a method's layout, between the layers and inside attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.config.settings import RunConfig
+from engine.planning.methods.presets import AttentionMethod
+from engine.planning.methods.topology import Grid
+from engine.planning.sequence.layers import LayerAttention
+from engine.planning.sequence.layout import Layout, build_layout, split_for_heads
+from engine.planning.sequence.lengths import padded_length
+from engine.planning.sequence.mask import Mask
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Who holds what: `home` rows of every rank between the layers, `ring` rows of every ring member inside attention.
+
+    With head parallelism a ring member's block is the concatenation of its head group's pieces.
+    """
+
+    grid: Grid
+    home: Layout
+    ring: Layout
+
+    def recomputed_rows(self, before: int, rank: int) -> int:
+        """How many first rows of the ring block that `rank` works on lie before a position: rows ascend.
+
+        before=8, zigzag on 2 ranks     rank 0: 0 1 2 3 | 12 13 14 15     rank 1: 4 5 6 7 | 8 9 10 11
+        recomputed                              0 1 2 3                           4 5 6 7
+        """
+        return self.ring.rows_before(self.grid.place(rank)[0], before)
+
+    def ring_rows_from(self, cut: int) -> list[int]:
+        """How many rows of every ring member's block lie at a position or after it."""
+        ring = self.ring
+        return [ring.rows(member) - ring.rows_before(member, cut) for member in range(ring.size)]
+
+
+def divide_sequence(method: AttentionMethod, seq_len: int, masks: Sequence[Mask] = ()) -> Blocks:
+    """Rows of every rank and ring member under the method's layout; `masks` are those that the layout must balance."""
+    grid = method.grid
+    chunks = chunk_count(method, seq_len)
+    cyclic = chunks if method.layout == "chunk_cyclic" else 1
+    split_at = min(method.split_at, seq_len) if method.layout == "split_zigzag" else 0
+    ring = build_layout(method.layout, seq_len, grid.ring_size, masks=masks, chunks=cyclic, split_at=split_at)
+    if grid.heads == 1:
+        return Blocks(grid, ring, ring)
+    pieces = split_for_heads(ring, grid.heads, chunks)
+    segments = tuple(pieces[index][head] for index, head in map(grid.place, range(grid.size)))
+    return Blocks(grid, Layout(ring.name, seq_len, segments), ring)
+
+
+def divide_run(config: RunConfig, method: AttentionMethod, layers: Sequence[LayerAttention]) -> Blocks:
+    """As `divide_sequence`, of a run whose layers have these masks in turn."""
+    padded = padded_length(config.train.seq_len, method.cp_size, config.parallel.tp_size)
+    return divide_sequence(method, padded, [layer.mask for layer in layers])
+
+
+def chunk_count(method: AttentionMethod, seq_len: int) -> int:
+    """Chunks of every rank's rows, equally many on all ranks; 1 without a chunk pipeline."""
+    if method.chunk_tokens is None:
+        return 1
+    rows = -(-seq_len // method.cp_size)
+    return -(-rows // method.chunk_tokens)
