@@ -224,7 +224,7 @@ def read_rows(section: Section) -> Iterator[tuple[str, dict[str, str]]]:
     """(word, fields) of every row of an answer. Raises UnreadableError."""
     try:
         for word, fields in section.document():
-            yield word, {key: str(value) for key, value in fields.items()}
+            yield str(word), {key: str(value) for key, value in fields.items()}
     except (ValueError, TypeError, AttributeError) as error:
         if isinstance(error, UnreadableError):
             raise

@@ -72,6 +72,7 @@ def test_what_sysfs_tells_of_interfaces_may_be_anything(value: Any, of_link: Any
         {"peers": 5, "module": 1, "driver": [], "kernel": 0, "dmabuf": "?"},
         {"devices": 5, "total": None},
         [["port", {"dev": "mlx5_0", "port": []}]],
+        [[[], {}]],
     ],
 )
 def test_known_keys_with_values_of_other_kinds_are_refused(value: Any) -> None:
