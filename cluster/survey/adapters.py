@@ -224,7 +224,9 @@ def read_rows(section: Section) -> Iterator[tuple[str, dict[str, str]]]:
     """(word, fields) of every row of an answer. Raises UnreadableError."""
     try:
         for word, fields in section.document():
-            yield str(word), {key: str(value) for key, value in fields.items()}
+            if not isinstance(word, str):
+                raise TypeError
+            yield word, {key: str(value) for key, value in fields.items()}
     except (ValueError, TypeError, AttributeError) as error:
         if isinstance(error, UnreadableError):
             raise
