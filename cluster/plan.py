@@ -7,7 +7,6 @@ the disk or starts a process. RUN/launch.json holds it for whoever controls the 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -123,13 +122,6 @@ class LaunchPlan:
             "config": config_to_dict(self.config),
             "files": dict(self.files),
         }
-
-    @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> LaunchPlan:
-        """The plan that `to_dict` wrote, `files` included if they are there. Raises PlanFileError for anything else."""
-        from cluster.plan_record import plan_from_dict
-
-        return plan_from_dict(document)
 
 
 def with_files(plan: LaunchPlan, *files: tuple[str, str]) -> LaunchPlan:

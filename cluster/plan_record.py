@@ -94,7 +94,10 @@ def _text(folder: Path, name: str) -> str | None:
 
 
 def plan_from_dict(document: Mapping[str, Any]) -> LaunchPlan:
-    """The plan that `LaunchPlan.to_dict` wrote. Raises PlanFileError, naming the first thing that is wrong."""
+    """The plan that `LaunchPlan.to_dict` wrote, `files` included if they are there.
+
+    Raises PlanFileError, naming the first thing that is wrong.
+    """
     table = _Table(document, "")
     if table.whole("format") != PLAN_FORMAT:
         raise PlanFileError(f"format: got {table.whole('format')}, expected {PLAN_FORMAT}; made by another burst?")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import collections
 import functools
+import graphlib
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import grimp
 import pytest
 
 from burst_cli import __version__
@@ -228,6 +230,12 @@ def test_import_rules_hold_and_would_notice(tmp_path: Path) -> None:
     result = lint_imports(tmp_path)
     assert result.returncode == 1
     assert f"{BROKEN_RULES} broken" in result.stdout, result.stdout
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph = grimp.build_graph("burst_cli", "cluster", "engine", exclude_type_checking_imports=True, cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    graphlib.TopologicalSorter(imports).prepare()  # names a circle
 
 
 def entrypoint(home: Path, *command: str) -> str:

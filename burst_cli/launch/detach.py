@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.text import Text
 
 from burst_cli import render
-from burst_cli.launch.follow import START, TAKE_OVER
 from burst_cli.runs.failure import failure_block, last_lines
 from burst_cli.runs.read import run_record
 from cluster.control.attempt import find_controller
@@ -23,6 +22,7 @@ from engine.config.errors import RunError
 from engine.runs.folder import FINAL_STATES, RunFolder
 
 CONTROLLER_LOG = "controller.log"
+START, TAKE_OVER = "start", "take-over"  # what the process in the background is to do
 _POLL_S = 0.05
 
 

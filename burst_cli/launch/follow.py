@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from burst_cli.figures import clean
+from burst_cli.launch.detach import START
 from burst_cli.launch.launching import conclude
 from burst_cli.launch.next_attempt import lead_attempts
 from cluster.control.controller import Manner, control
@@ -18,8 +19,6 @@ from cluster.plan_record import read_launch_plan
 from engine.config.errors import BurstError
 from engine.runs.folder import open_run
 from engine.runs.records import utc_now
-
-START, TAKE_OVER = "start", "take-over"
 
 
 class LogObserver:

@@ -16,6 +16,7 @@ from burst_cli.data.progress import show_progress
 from burst_cli.eval.request import weights_of
 from burst_cli.eval.view import evaluation_view, is_evaluation
 from burst_cli.figures import DASH, binary_bytes, clean, count, duration, percent, plain
+from burst_cli.launch.detach import launch_detached
 from burst_cli.launch.nccl_network import fallback_rows, fallback_text, socket_fallbacks
 from burst_cli.launch.next_attempt import lead_attempts
 from burst_cli.launch.request import LaunchRequest, prepare_launch
@@ -87,8 +88,6 @@ def run_plan(plan: LaunchPlan, overrides: Sequence[str], manner: LaunchManner) -
         run = create_run(Path(plan.run_path), _files(plan, overrides), world_size=plan.world_size)
         console.print(_heading(plan, run), soft_wrap=True)
         if manner.detach:
-            from burst_cli.launch.detach import launch_detached
-
             return launch_detached(run, stop, console, as_json=manner.as_json)
         return lead_run(plan, run, stop, console, manner)
 

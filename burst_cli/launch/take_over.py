@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from burst_cli import render
+from burst_cli.launch.detach import launch_detached
 from burst_cli.launch.launching import LaunchManner, lead_run
 from burst_cli.launch.next_attempt import renewed_plan
 from burst_cli.launch.request import LaunchRequest
@@ -49,8 +50,6 @@ def resume_run(run: RunFolder, request: LaunchRequest, manner: LaunchManner) -> 
     stop = StopRequests()
     with stop.listening():
         if manner.detach:
-            from burst_cli.launch.detach import launch_detached
-
             return launch_detached(run, stop, console, as_json=manner.as_json, start=way == "start")
         return lead_run(plan, run, stop, console, manner, start=way == "start")
 

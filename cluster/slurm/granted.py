@@ -9,6 +9,7 @@ from typing import Any
 
 from cluster.control.evidence import torchrun_log
 from cluster.plan import LaunchPlan, NodePlan, with_files
+from cluster.plan_record import plan_from_dict
 from engine.runs.folder import RunFolder
 from engine.runs.records import read_json_object, replace_json
 
@@ -32,7 +33,7 @@ def granted_plan(plan: LaunchPlan, run: RunFolder, token: str) -> LaunchPlan | N
     if len(found) < len(plan.nodes):
         return None
     nodes = sorted((entry["node"] for entry in found), key=lambda node: str(node.get("node_rank")).zfill(9))
-    granted = LaunchPlan.from_dict({**plan.to_dict(), "nodes": nodes})
+    granted = plan_from_dict({**plan.to_dict(), "nodes": nodes})
     return with_files(granted)
 
 

@@ -14,7 +14,7 @@ from testkit.plan_fleet import fleet, run_config
 
 from cluster.launch.ssh import build_ssh_plan
 from cluster.plan import PLAN_FILE, LaunchPlan, build_launch_plan, node_spec, plan_text
-from cluster.plan_record import PlanFileError, read_launch_plan, with_texts
+from cluster.plan_record import PlanFileError, plan_from_dict, read_launch_plan, with_texts
 from engine.config.settings import RunConfig
 from engine.runs.folder import create_run
 
@@ -44,7 +44,7 @@ def document() -> dict[str, Any]:
     ],
 )
 def test_a_plan_comes_back_as_it_was(plan: LaunchPlan) -> None:
-    read = LaunchPlan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    read = plan_from_dict(json.loads(json.dumps(plan.to_dict())))
     assert read == plan
 
 
@@ -105,7 +105,7 @@ def test_a_run_folder_without_a_configuration_cannot_be_started_on_nodes(tmp_pat
 )
 def test_what_is_wrong_is_named(change: dict[str, Any], text: str) -> None:
     with pytest.raises(PlanFileError) as caught:
-        LaunchPlan.from_dict({**document(), **change})
+        plan_from_dict({**document(), **change})
     assert str(caught.value).startswith(text)
 
 
@@ -127,7 +127,7 @@ def test_what_is_wrong_with_a_node_is_named(change: dict[str, Any], text: str) -
     damaged = document()
     damaged["nodes"][1].update(change)
     with pytest.raises(PlanFileError) as caught:
-        LaunchPlan.from_dict(damaged)
+        plan_from_dict(damaged)
     assert str(caught.value).startswith(text)
 
 
