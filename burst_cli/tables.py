@@ -21,9 +21,11 @@ class Column:
     is_number: bool = True
 
 
-def listing(headings: Sequence[str], rows: Iterable[Sequence[str | Text]], numbers: Collection[str] = ()) -> Table:
+def listing(
+    headings: Iterable[str], rows: Iterable[Sequence[str | Text]], numbers: Collection[str] = (), *, ruled: bool = False
+) -> Table:
     """All cells of `rows` whole and as they are, never as markup; `numbers`: headings whose columns stand right."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = Table(header_style="bold") if ruled else Table(box=None, pad_edge=False, header_style="bold")
     for heading in headings:
         is_number = heading in numbers
         table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")

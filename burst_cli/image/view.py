@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli.figures import DASH, binary_bytes, duration, seconds
+from burst_cli.tables import listing
 from cluster.ssh.nodes import fold_nodes
 
 if TYPE_CHECKING:
@@ -98,14 +99,10 @@ def plan_view(plan: ImagePlan) -> RenderableType:
         (plan.image, "bold"),
         f"  identity {plan.identity[:_SHORT_ID]}  {plan.layers} layers, {binary_bytes(plan.unpacked_bytes)}",
     )
-    table = Table(box=None, pad_edge=False)
-    for title in ("nodes", "route", ""):
-        table.add_column(title, overflow="fold")
     rows: dict[tuple[str, str], list[str]] = {}
     for node in plan.nodes:
         rows.setdefault((node.route.value, _what(node)), []).append(node.node)
-    for cells, names in rows.items():
-        table.add_row(Text(fold_nodes(names)), *(Text(cell) for cell in cells))
+    table = listing(("nodes", "route", ""), ((fold_nodes(names), *cells) for cells, names in rows.items()))
     names = [node.node for node in plan.pulling]
     lines: list[RenderableType] = [head, table]
     if any(node.feeders for node in plan.pulling):
@@ -120,18 +117,18 @@ def _what(node: NodePlan) -> str:
 
 def results_view(results: Sequence[NodeResult], elapsed_s: float) -> RenderableType:
     """What became of every node."""
-    table = Table(box=None, pad_edge=False)
-    for title in ("node", "result", "received", "time", "identity", ""):
-        table.add_column(title, overflow="fold")
-    for result in results:
-        table.add_row(
-            Text(result.node),
+    rows = (
+        (
+            result.node,
             Text("OK", "green") if result.ok else Text("FAILED", "bold red"),
             binary_bytes(result.received_bytes),
             seconds(result.seconds),
-            Text(f"{result.identity[:_SHORT_ID]} verified" if result.identity else DASH),
-            Text(result.error or "; ".join(result.notes)),
+            f"{result.identity[:_SHORT_ID]} verified" if result.identity else DASH,
+            result.error or "; ".join(result.notes),
         )
+        for result in results
+    )
+    table = listing(("node", "result", "received", "time", "identity", ""), rows)
     failed = [result.node for result in results if not result.ok]
     last = Text(f"{len(results) - len(failed)} of {len(results)} nodes hold the image, {duration(elapsed_s)}")
     if failed:
@@ -141,17 +138,14 @@ def results_view(results: Sequence[NodeResult], elapsed_s: float) -> RenderableT
 
 def status_view(status: ImageStatus) -> RenderableType:
     """Which nodes hold which image."""
-    table = Table(box=None, pad_edge=False)
-    for title in ("nodes", "image", "id", "created", ""):
-        table.add_column(title, overflow="fold")
+    rows = []
     for group in status.groups:
         what = "unknown" if group.problem else "missing" if group.identity is None else group.identity[:_SHORT_ID]
         mark = group.problem or ("differs" if group.differs and group.identity else "")
         style = "red" if group.differs else "green"
         image_id = group.image_id.removeprefix("sha256:")[:_SHORT_ID]
-        table.add_row(
-            Text(fold_nodes(group.nodes)), Text(what, style), Text(image_id), Text(group.created), Text(mark, style)
-        )
+        rows.append((fold_nodes(group.nodes), Text(what, style), image_id, group.created, Text(mark, style)))
+    table = listing(("nodes", "image", "id", "created", ""), rows)
     if status.reference:
         should = f"should be {status.reference[:_SHORT_ID]} (as {status.source})"
     else:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +14,10 @@ from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 from burst_cli.targets import HostfileOption, HostsOption
 from cluster.env.formats import Format
 
+if TYPE_CHECKING:
+    from cluster.env.ask import FleetEnvironment
+
+LOG_BYTES = 64 << 20
 app = new_verb(help="Show, write or check the NCCL environment of every node, with reasons.")
 
 
@@ -33,6 +39,7 @@ def _env() -> None:
 
 @app.command()
 def show(
+    context: typer.Context,
     overrides: OverridesArgument = None,
     hosts: HostsOption = None,
     hostfile: HostfileOption = None,
@@ -61,12 +68,11 @@ def show(
     """
     from burst_cli import render
     from burst_cli.nodes import env_view
-    from burst_cli.nodes.env_request import EnvRequest, ask
     from engine.config.errors import ConfigError
 
     if as_json and form is not None:
         raise ConfigError(f"--json and --format {form.value} exclude each other: one document, or lines of text")
-    fleet, source = ask(EnvRequest(overrides, config_dir, hosts, hostfile, node, run))
+    fleet, source = _ask(context.params)
     if form is not None:
         env_view.print_text(fleet, form)
     elif as_json:
@@ -80,6 +86,7 @@ def show(
 
 @app.command()
 def write(
+    context: typer.Context,
     overrides: OverridesArgument = None,
     hosts: HostsOption = None,
     hostfile: HostfileOption = None,
@@ -106,10 +113,9 @@ def write(
     """
     from burst_cli import render
     from burst_cli.nodes import env_view
-    from burst_cli.nodes.env_request import EnvRequest, ask
     from cluster.env.formats import write_environments
 
-    fleet, source = ask(EnvRequest(overrides, config_dir, hosts, hostfile, node, run))
+    fleet, source = _ask(context.params)
     files = write_environments(fleet.environments, out, form)
     if as_json:
         render.emit_json({"format": form.value, "files": files, "errors": fleet.errors, "source": source})
@@ -121,6 +127,7 @@ def write(
 
 @app.command()
 def check(
+    context: typer.Context,
     overrides: OverridesArgument = None,
     hosts: HostsOption = None,
     hostfile: HostfileOption = None,
@@ -147,10 +154,9 @@ def check(
     """
     from burst_cli import render
     from burst_cli.nodes import env_view
-    from burst_cli.nodes.env_request import EnvRequest, ask, read_log
 
-    log = read_log(nccl_log) if nccl_log is not None else None
-    fleet, source = ask(EnvRequest(overrides, config_dir, hosts, hostfile, node, run), with_live=log is None)
+    log = _read_log(nccl_log) if nccl_log is not None else None
+    fleet, source = _ask(context.params, with_live=log is None)
     report = env_view.check_report(fleet, log)
     if as_json:
         render.emit_json(report.to_dict() | {"source": source})
@@ -158,3 +164,53 @@ def check(
         render.stdout().print(env_view.report_view(report))
         env_view.print_errors(fleet)
     raise typer.Exit(report.exit_code)
+
+
+def _ask(typed: Mapping[str, Any], *, with_live: bool = False) -> tuple[FleetEnvironment, str]:
+    """(environments of the nodes that are meant, where their names came from); of this machine when none is named.
+
+    All nodes are asked even if --node picks a few, because rails are compared across nodes.
+    """
+    from burst_cli import render
+    from burst_cli.figures import count_of
+    from burst_cli.targets import select_targets
+    from cluster.env.ask import ask_fleet
+
+    hosts, hostfile, node, run = (typed[name] for name in ("hosts", "hostfile", "node", "run"))
+    targets = select_targets(
+        typed["overrides"] or (), typed["config_dir"] or (), hosts=hosts, hostfile=hostfile, or_here=True
+    )
+    if targets.hosts:
+        _chosen(node, [host.name for host in targets.hosts])
+    log_dir = str(run.absolute() / "logs") if run is not None else None
+    with render.stderr().status(f"asking {count_of('node', len(targets.hosts)) if targets.hosts else 'this machine'}"):
+        fleet = ask_fleet(targets.hosts, targets.config.cluster, with_live=with_live, log_dir=log_dir)
+    chosen = _chosen(node, [*fleet.environments, *fleet.errors])
+
+    def keep(table: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: one for name, one in table.items() if name in chosen}
+
+    kept = replace(fleet, environments=keep(fleet.environments), live=keep(fleet.live), errors=keep(fleet.errors))
+    return kept, targets.source
+
+
+def _read_log(path: Path) -> str:
+    """The text of a log of NCCL; its beginning, should it be huge, for NCCL says at the start what it uses."""
+    from engine.config.errors import ConfigError
+
+    if not path.is_file():
+        raise ConfigError(f"--nccl-log {path}: no such file; NCCL writes one where NCCL_DEBUG_FILE says")
+    with path.open("rb") as file:
+        return file.read(LOG_BYTES).decode("utf-8", errors="replace")
+
+
+def _chosen(node: str | None, names: Sequence[str]) -> set[str]:
+    """The names that --node picks; all without it. Raises HostsError for one that is none of them."""
+    from cluster.errors import HostsError
+    from cluster.ssh.nodes import fold_nodes, parse_nodes
+
+    wanted = set(names) if node is None else set(parse_nodes(node, "--node").names)
+    if not wanted <= set(names):
+        unknown = fold_nodes(sorted(wanted - set(names)))
+        raise HostsError(f"--node {node}: {unknown} is none of the nodes; they are {fold_nodes(names)}")
+    return wanted

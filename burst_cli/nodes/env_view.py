@@ -12,6 +12,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from burst_cli.figures import count_of
+from burst_cli.tables import listing
 from cluster.checks.finding import Finding, Verdict
 from cluster.ssh.nodes import fold_nodes
 
@@ -75,7 +77,7 @@ def fleet_view(fleet: FleetEnvironment, source: str) -> RenderableType:
     parts: list[RenderableType] = []
     for nodes, environment in fold_environments(fleet.environments):
         parts += [*_class_view(nodes, environment), Text()]
-    parts.append(Text(f"{_count(len(fleet.environments), 'node')} from {source}", style="dim"))
+    parts.append(Text(f"{count_of('node', len(fleet.environments))} from {source}", style="dim"))
     return Group(*parts)
 
 
@@ -110,48 +112,50 @@ def print_text(fleet: FleetEnvironment, form: Format) -> None:
 
 def files_view(files: Mapping[str, Path], fleet: FleetEnvironment) -> RenderableType:
     """Where the files are, and what to beware of."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("node", "file", "variables"):
-        table.add_column(heading)
-    for node, path in files.items():
-        table.add_row(Text(node), Text(str(path)), Text(str(len(fleet.environments[node].variables))))
-    return Group(table, *_warnings_of_all(fleet.environments))
+    rows = ((node, str(path), str(len(fleet.environments[node].variables))) for node, path in files.items())
+    folded: dict[str, list[str]] = {}
+    for node, environment in fleet.environments.items():
+        for warning in environment.warnings:
+            folded.setdefault(warning, []).append(node)
+    warnings = (_warning(f"{fold_nodes(nodes)}: {warning}") for warning, nodes in folded.items())
+    return Group(listing(("node", "file", "variables"), rows), *warnings)
 
 
 def report_view(report: CheckReport) -> RenderableType:
-    """Differences as one table, findings as another; a line when all is as planned."""
+    """Findings, or differences, as a table; a line when all is as planned."""
     if report.findings is not None:
-        return _findings_table(report.findings)
-    rows = [(node, difference) for node, differences in report.differences.items() for difference in differences]
-    if not rows:
-        return _all_as_planned(report)
+        rows = [
+            (one.node, Text(one.severity.value, _STYLES.get(one.severity, "")), one.observed, one.expected, one.remedy)
+            for one in report.findings
+        ]
+        return listing(("node", "", "observed", "expected", "what to do"), rows, ruled=True)
     folded: dict[Difference, list[str]] = {}
-    for node, difference in rows:
-        folded.setdefault(difference, []).append(node)
-    table = Table(header_style="bold")
-    for heading in ("nodes", "where", "variable", "", "set", "planned"):
-        table.add_column(heading, overflow="fold")
-    for difference, nodes in folded.items():
-        table.add_row(
-            Text(fold_nodes(nodes)),
-            Text(difference.place),
-            Text(difference.name),
-            Text(difference.kind, style="yellow"),
-            Text("-" if difference.live is None else difference.live),
-            Text("-" if difference.planned is None else difference.planned),
-        )
-    return Group(
-        table, Text(f"{_count(len(folded), 'difference')} on {_count(len({node for node, _ in rows}), 'node')}")
+    for node, differences in report.differences.items():
+        for difference in differences:
+            folded.setdefault(difference, []).append(node)
+    if not folded:
+        return Text(_as_planned(report))
+    table = listing(
+        ("nodes", "where", "variable", "", "set", "planned"),
+        (
+            (fold_nodes(nodes), one.place, one.name, Text(one.kind, "yellow"), _value(one.live), _value(one.planned))
+            for one, nodes in folded.items()
+        ),
+        ruled=True,
     )
+    where = {node for nodes in folded.values() for node in nodes}
+    return Group(table, Text(f"{count_of('difference', len(folded))} on {count_of('node', len(where))}"))
 
 
-def _all_as_planned(report: CheckReport) -> Text:
+def _value(text: str | None) -> str:
+    return "-" if text is None else text
+
+
+def _as_planned(report: CheckReport) -> str:
     if not report.differences:
-        return Text("no node could be looked at")
-    nodes = fold_nodes(report.differences)
-    return Text(
-        f"{nodes}: nothing differs from the plan (looked at: login, nccl.conf, {_count(report.ranks, 'running rank')})"
-    )
+        return "no node could be looked at"
+    looked = f"(looked at: login, nccl.conf, {count_of('running rank', report.ranks)})"
+    return f"{fold_nodes(report.differences)}: nothing differs from the plan {looked}"
 
 
 def print_errors(fleet: FleetEnvironment) -> None:
@@ -170,34 +174,23 @@ def _class_view(nodes: Sequence[str], environment: NodeEnvironment) -> list[Rend
     parts: list[RenderableType] = [title, _variables_table(environment)]
     if environment.hcas:
         parts += [Text(), _hcas_table(environment)]
-    parts += [Text.assemble(("warning: ", "yellow"), warning) for warning in environment.warnings]
-    return parts
+    return [*parts, *map(_warning, environment.warnings)]
 
 
 def _variables_table(environment: NodeEnvironment) -> Table:
-    table = _table("variable", "value", "why")
-    for variable in environment.variables:
-        table.add_row(Text(variable.name, style="cyan"), Text(variable.value), Text(variable.reason))
-    for left_out in environment.left_out:
-        table.add_row(
-            Text(left_out.name, style="dim"), Text("not set", style="dim"), Text(left_out.reason, style="dim")
-        )
-    return table
+    rows = [(Text(one.name, "cyan"), one.value, one.reason) for one in environment.variables]
+    absent = [tuple(Text(text, "dim") for text in (one.name, "not set", one.reason)) for one in environment.left_out]
+    return listing(("variable", "value", "why"), [*rows, *absent], ruled=True)
 
 
 def _hcas_table(environment: NodeEnvironment) -> Table:
-    table = _table("port", "interface", "GPU", "", "why")
+    rows = []
     for decision in environment.hcas:
         served = [rail for rail in environment.rails if rail.port.name == decision.port.name]
-        word = Text("kept", style="green") if decision.kept else Text("dropped", style="yellow")
-        table.add_row(
-            Text(decision.port.name),
-            Text(decision.port.netdev or "-"),
-            Text(", ".join(str(rail.gpu) for rail in served) or "-"),
-            word,
-            Text("; ".join([decision.reason, *_rail_texts(served)])),
-        )
-    return table
+        gpus, why = ", ".join(str(rail.gpu) for rail in served), "; ".join([decision.reason, *_rail_texts(served)])
+        word = Text("kept", "green") if decision.kept else Text("dropped", "yellow")
+        rows.append((decision.port.name, decision.port.netdev or "-", gpus or "-", word, why))
+    return listing(("port", "interface", "GPU", "", "why"), rows, ruled=True)
 
 
 def _rail_texts(rails: Sequence[Rail]) -> list[str]:
@@ -208,30 +201,5 @@ def _rail_texts(rails: Sequence[Rail]) -> list[str]:
     return [f"GPU {', '.join(gpus)} by {reason}" for reason, gpus in by_reason.items()]
 
 
-def _findings_table(findings: Sequence[Finding]) -> Table:
-    table = _table("node", "", "observed", "expected", "what to do")
-    for finding in findings:
-        word = Text(finding.severity.value, style=_STYLES.get(finding.severity, ""))
-        table.add_row(Text(finding.node), word, Text(finding.observed), Text(finding.expected), Text(finding.remedy))
-    return table
-
-
-def _table(*headings: str) -> Table:
-    table = Table(header_style="bold")
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    return table
-
-
-def _warnings_of_all(environments: Mapping[str, NodeEnvironment]) -> list[Text]:
-    folded: dict[str, list[str]] = {}
-    for node, environment in environments.items():
-        for warning in environment.warnings:
-            folded.setdefault(warning, []).append(node)
-    return [
-        Text.assemble(("warning: ", "yellow"), f"{fold_nodes(nodes)}: {warning}") for warning, nodes in folded.items()
-    ]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def _warning(text: str) -> Text:
+    return Text.assemble(("warning: ", "yellow"), text)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from burst_cli.figures import DASH
+from burst_cli.tables import listing
 from cluster.ssh.certificates import fingerprint
 from cluster.ssh.hosts import Host
 from cluster.ssh.known_hosts import HostKeys
@@ -53,27 +54,21 @@ def describe_key(key: ShownKey, *, added: bool = False) -> dict[str, Any]:
 
 def host_table(rows: Sequence[dict[str, Any]]) -> Table:
     """One line per host of `describe_hosts`."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("node", "address", "port", "user", "through", "host key", "known in"):
-        table.add_column(heading, justify="right" if heading == "port" else "left", overflow="fold")
-    for row in rows:
-        keys = row["keys"]
-        shown = Text("unknown", style="yellow") if not keys else Text(f"{keys[0]['type']} {keys[0]['fingerprint']}")
-        if len(keys) > 1:
-            shown.append(f" and {len(keys) - 1} more")
-        through = ", ".join([*filter(None, [row["proxy_command"]]), *row["jump"]]) or DASH
-        file = keys[0]["file"] if keys else DASH
-        cells = (row["name"], row["address"], str(row["port"]), row["user"], through)
-        table.add_row(*(Text(cell) for cell in cells), shown, Text(file))
-    return table
+    headings = ("node", "address", "port", "user", "through", "host key", "known in")
+    return listing(headings, map(_host_cells, rows), ["port"])
+
+
+def _host_cells(row: Mapping[str, Any]) -> tuple[str | Text, ...]:
+    keys, through = row["keys"], ", ".join([*filter(None, [row["proxy_command"]]), *row["jump"]]) or DASH
+    more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+    shown = f"{keys[0]['type']} {keys[0]['fingerprint']}{more}" if keys else Text("unknown", "yellow")
+    file = keys[0]["file"] if keys else DASH
+    return row["name"], row["address"], str(row["port"]), row["user"], through, shown, file
 
 
 def key_table(keys: Sequence[ShownKey]) -> Table:
     """One line per key that a server showed."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("node", "type", "fingerprint", "state"):
-        table.add_column(heading, overflow="fold")  # a fingerprint is shown whole or not at all
-    for key in keys:
-        state = Text(key.state, style=_STYLES.get(key.state, "bold red"))
-        table.add_row(Text(key.host.name), Text(key.kind), Text(key.fingerprint), state)
-    return table
+    rows = (
+        (key.host.name, key.kind, key.fingerprint, Text(key.state, _STYLES.get(key.state, "bold red"))) for key in keys
+    )
+    return listing(("node", "type", "fingerprint", "state"), rows)

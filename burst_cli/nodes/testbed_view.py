@@ -7,10 +7,10 @@ import shlex
 from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from burst_cli.figures import DASH
+from burst_cli.tables import listing
 from cluster.testbed.build import TestbedPlan
 from cluster.testbed.node import Service
 from cluster.testbed.status import NodeStatus, TestbedStatus
@@ -29,12 +29,9 @@ def status_table(status: TestbedStatus) -> RenderableType:
     facts = [f"{len(status.nodes)} nodes", rails, f"links {status.rate or 'unlimited'}", f"hardware {status.hardware}"]
     title = Text.assemble((status.name, "bold"), f": {status.node_set}, {', '.join(facts)}")
     docker = any(node.docker is not Service.NONE for node in status.nodes)
-    table = Table(box=None, pad_edge=False, header_style="bold")
     daemons = ("sshd", *(("docker",) if docker else ()), *(("slurm",) if status.slurm_conf else ()))
-    for heading in ("node", *status.nodes[0].addresses, *daemons, "faults"):
-        table.add_column(heading)
-    for node in status.nodes:
-        table.add_row(*_cells(node, docker=docker))
+    rows = (_cells(node, docker=docker) for node in status.nodes)
+    table = listing(("node", *status.nodes[0].addresses, *daemons, "faults"), rows)
     reach = Text(f"burst ... cluster={status.name}    ssh -F {status.ssh_config} {status.nodes[0].name}", style="dim")
     slurm = [Text(f"export SLURM_CONF={status.slurm_conf}", style="dim")] if status.slurm_conf else []
     return Group(title, table, reach, *slurm)
@@ -62,14 +59,14 @@ def plan_lines(plan: TestbedPlan) -> Iterator[str]:
         yield shlex.join(command)
 
 
-def _cells(node: NodeStatus, *, docker: bool) -> list[Text]:
+def _cells(node: NodeStatus, *, docker: bool) -> list[str | Text]:
     services = [node.sshd, *((node.docker,) if docker else ())]
     return [
-        Text(node.name),
-        *(Text(address) for address in node.addresses.values()),
-        *(Text(service.value, style=_STYLES.get(service, "red")) for service in services),
-        *(() if node.slurm is None else (Text(node.slurm, style=_SLURM_STYLES.get(node.slurm, "red")),)),
-        Text(", ".join(node.faults) or DASH),
+        node.name,
+        *node.addresses.values(),
+        *(Text(service.value, _STYLES.get(service, "red")) for service in services),
+        *(() if node.slurm is None else (Text(node.slurm, _SLURM_STYLES.get(node.slurm, "red")),)),
+        ", ".join(node.faults) or DASH,
     ]
 
 
