@@ -41,11 +41,12 @@ def select_targets(
     hosts: str | None,
     hostfile: Path | None,
     or_here: bool = False,
+    local: bool = False,
 ) -> Targets:
     """The composed configuration and the nodes: of --hosts, --hostfile, cluster.nodes or Slurm, the first given.
 
-    or_here: where none is, this machine is meant, and there are no hosts. Raises ConfigError (HostsError among them)
-    when none is, or when a name or the way to it makes no sense.
+    or_here: where none is, this machine is meant, and there are no hosts; local: that is so whatever is named.
+    Raises ConfigError (HostsError among them) when none is, or when a name or the way to it makes no sense.
     """
     from burst_cli.compose import compose
     from cluster.ssh.nodes import slurm_nodes
@@ -53,7 +54,7 @@ def select_targets(
 
     config = compose(overrides, config_dirs).config
     is_named = any(one is not None for one in (hosts, hostfile, config.cluster.nodes))
-    if or_here and not is_named and slurm_nodes(os.environ) is None:
+    if local or (or_here and not is_named and slurm_nodes(os.environ) is None):
         return Targets(config, (), "this machine")
     nodes = select_nodes(config, hosts=hosts, hostfile=hostfile)
     return Targets(config, resolve_hosts(nodes.names, config.cluster.ssh, overrides), nodes.source)

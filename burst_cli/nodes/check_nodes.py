@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,7 +12,7 @@ from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 from burst_cli.targets import HostfileOption, HostsOption
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from cluster.checks.finding import FleetReport
     from cluster.checks.run import CheckOptions
@@ -30,13 +29,23 @@ LocalOption = Annotated[
 
 @dataclass(frozen=True)
 class Output:
-    """How the result is given. watch_s: repeat after so many seconds; None: once."""
+    """How the result is given. watch_s: repeat after so many seconds; None: once. Raises ConfigError for nonsense."""
 
     as_json: bool = False
     names_only: bool = False
     one_per_line: bool = False
     all_findings: bool = False
     watch_s: float | None = None
+
+    def __post_init__(self) -> None:
+        from engine.config.errors import ConfigError
+
+        if self.as_json and self.names_only:
+            raise ConfigError("--json and --list are two ways to print the result; give one of them")
+        if self.watch_s is not None and (self.as_json or self.names_only):
+            raise ConfigError("--watch prints changes for people; leave out --json and --list, or repeat the command")
+        if self.one_per_line and not self.names_only:
+            raise ConfigError("--expand says how --list prints names; give --list, too")
 
 
 @app.command()
@@ -99,7 +108,7 @@ def check_nodes(
     if explain is not None:
         _explain(explain, as_json=as_json)
         return
-    from burst_cli.compose import compose
+    from burst_cli.targets import select_targets
     from cluster.checks.run import CheckOptions
     from cluster.checks.selection import read_selection
     from engine.config.errors import ConfigError
@@ -108,17 +117,20 @@ def check_nodes(
         raise ConfigError("--bandwidth is gone: --collectives measures what training does, through a launch")
     if dry_run and not collectives:
         raise ConfigError("--dry-run shows the launch of --collectives; checks change nothing on nodes")
-    output = _output(Output(as_json, names_only, expand, show_all, watch))
-    options = CheckOptions(read_selection(only or (), skip or ()), timeout_s=timeout, cuda_smoke=cuda_smoke)
-    config = compose(overrides or (), config_dir or ()).config
     if local and (hosts is not None or hostfile is not None):
         raise ConfigError("--local checks this machine, so it takes no --hosts or --hostfile")
-    targets = () if local else _find_hosts(config, hosts, hostfile, overrides or ())
+    output = Output(as_json, names_only, expand, show_all, watch)
+    options = CheckOptions(read_selection(only or (), skip or ()), timeout_s=timeout, cuda_smoke=cuda_smoke)
+    targets = select_targets(
+        overrides or (), config_dir or (), hosts=hosts, hostfile=hostfile, or_here=True, local=local
+    )
     if collectives:
         from burst_cli.nodes.collectives import check_collectives
 
-        raise typer.Exit(check_collectives(targets, config.cluster, overrides or (), dry_run=dry_run, as_json=as_json))
-    raise typer.Exit(run_check(targets, config, options, output))
+        cluster = targets.config.cluster
+        code = check_collectives(targets.hosts, cluster, overrides or (), dry_run=dry_run, as_json=as_json)
+        raise typer.Exit(code)
+    raise typer.Exit(run_check(targets.hosts, targets.config, options, output))
 
 
 def run_check(
@@ -130,16 +142,23 @@ def run_check(
 ) -> int:
     """Check `hosts` (none: this machine) and show the result; the exit code. `pause` waits between repeated checks."""
     import time
+    from datetime import datetime
 
-    from cluster.checks.run import watch
+    from burst_cli import render
+    from burst_cli.nodes.check_view import print_changes, print_report, print_usable
 
-    if output.watch_s is None:
-        report = _check(hosts, config, options)
-        _show(report, output)
-        return report.exit_code
-    seconds = output.watch_s
-    reports = watch(lambda: _check(hosts, config, options), lambda: (pause or time.sleep)(seconds))
-    return _show_changes(reports, output)
+    report = _check(hosts, config, options)
+    if output.as_json:
+        render.emit_json(report.to_dict())
+    elif output.names_only:
+        print_usable(report, one_per_line=output.one_per_line)
+    else:
+        print_report(render.stdout(), report, all_findings=output.all_findings)
+    while output.watch_s is not None:
+        (pause or time.sleep)(output.watch_s)
+        before, report = report, _check(hosts, config, options)
+        print_changes(render.stdout(), before, report, datetime.now().strftime("%H:%M:%S"))
+    return report.exit_code
 
 
 def _explain(check: str, *, as_json: bool) -> None:
@@ -155,35 +174,6 @@ def _explain(check: str, *, as_json: bool) -> None:
         render.stdout().print(Text.assemble((name, "bold"), f": {text}"), soft_wrap=True)
 
 
-def _output(output: Output) -> Output:
-    """The same, if it makes sense."""
-    from engine.config.errors import ConfigError
-
-    if output.as_json and output.names_only:
-        raise ConfigError("--json and --list are two ways to print the result; give one of them")
-    if output.watch_s is not None and (output.as_json or output.names_only):
-        raise ConfigError("--watch prints changes for people; leave out --json and --list, or repeat the command")
-    if output.one_per_line and not output.names_only:
-        raise ConfigError("--expand says how --list prints names; give --list, too")
-    return output
-
-
-def _find_hosts(
-    config: RunConfig, hosts: str | None, hostfile: Path | None, overrides: Sequence[str]
-) -> Sequence[Host]:
-    """The nodes that are named anywhere; none: this machine is meant."""
-    import os
-
-    from burst_cli.targets import select_nodes
-    from cluster.ssh.nodes import slurm_nodes
-    from cluster.ssh.resolve import resolve_hosts
-
-    named = (hosts, hostfile, config.cluster.nodes, slurm_nodes(os.environ))
-    if all(source is None for source in named):
-        return ()
-    return resolve_hosts(select_nodes(config, hosts=hosts, hostfile=hostfile).names, config.cluster.ssh, overrides)
-
-
 def _check(hosts: Sequence[Host], config: RunConfig, options: CheckOptions) -> FleetReport:
     from burst_cli import render
     from burst_cli.nodes.check_view import open_check_view, print_notes
@@ -197,33 +187,3 @@ def _check(hosts: Sequence[Host], config: RunConfig, options: CheckOptions) -> F
             report = run.check_nodes(hosts, config.cluster, options, view)
     print_notes(console, report.notes)
     return report
-
-
-def _show(report: FleetReport, output: Output) -> None:
-    from burst_cli import render
-    from burst_cli.nodes.check_view import print_report, print_usable
-
-    if output.as_json:
-        render.emit_json(report.to_dict())
-        return
-    if output.names_only:
-        print_usable(report, one_per_line=output.one_per_line)
-        return
-    print_report(render.stdout(), report, all_findings=output.all_findings)
-
-
-def _show_changes(reports: Iterable[FleetReport], output: Output) -> int:
-    from datetime import datetime
-
-    from burst_cli import render
-    from burst_cli.nodes.check_view import print_changes
-
-    before = None
-    for report in reports:
-        if before is None:
-            _show(report, output)
-        else:
-            at = datetime.now().strftime("%H:%M:%S")
-            print_changes(render.stdout(), before, report, at)
-        before = report
-    return before.exit_code if before is not None else 0

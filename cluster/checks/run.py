@@ -11,7 +11,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -156,13 +156,6 @@ def check_this_machine(config: ClusterConfig, options: CheckOptions | None = Non
     elapsed_s = time.monotonic() - begin
     report = NodeReport(probe.node, options.selection.apply(probe.node, findings[probe.node]), elapsed_s)
     return FleetReport({probe.node: report}, elapsed_s, notes)
-
-
-def watch(check: Callable[[], FleetReport], pause: Callable[[], None]) -> Iterator[FleetReport]:
-    """One report after the other, with `pause` in between, until the reader has enough."""
-    while True:
-        yield check()
-        pause()
 
 
 class _Connections:
