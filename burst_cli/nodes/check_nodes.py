@@ -127,9 +127,7 @@ def check_nodes(
     if collectives:
         from burst_cli.nodes.collectives import check_collectives
 
-        cluster = targets.config.cluster
-        code = check_collectives(targets.hosts, cluster, overrides or (), dry_run=dry_run, as_json=as_json)
-        raise typer.Exit(code)
+        raise typer.Exit(check_collectives(targets, overrides or (), dry_run=dry_run, as_json=as_json))
     raise typer.Exit(run_check(targets.hosts, targets.config, options, output))
 
 

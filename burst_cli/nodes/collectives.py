@@ -8,22 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from burst_cli import render
 from burst_cli.figures import binary_bytes, seconds
 from burst_cli.plan.launch_view import show_plan
 from burst_cli.runs.failure import failure_block
+from burst_cli.tables import listing
+from burst_cli.targets import Targets
 from cluster.control.controller import control
 from cluster.control.outcome import SilentObserver, StopRequests
 from cluster.launch.runner import Asked, open_links, runner_for
 from cluster.plan import LaunchPlan
-from cluster.ssh.hosts import Host
 from cluster.ssh.nodes import fold_nodes
-from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig
 from engine.runs.folder import create_run, default_runs_dir, new_run_path
 
@@ -31,15 +29,13 @@ MODULE, EXP = "engine.collectives", "collectives"
 SLOW_SHARE = 0.5  # of the usual rate: below, a node or a link holds the others up
 
 
-def check_collectives(
-    hosts: Sequence[Host], cluster: ClusterConfig, overrides: Sequence[str], *, dry_run: bool, as_json: bool
-) -> int:
-    """The exit code of the measurement on `hosts` (none: this machine), 1 where it failed or something is slow.
+def check_collectives(targets: Targets, overrides: Sequence[str], *, dry_run: bool, as_json: bool) -> int:
+    """The exit code of the measurement on `targets`, 1 where it failed or something is slow.
 
     overrides: what was typed. Raises UnfitNodesError for nodes that cannot carry a launch.
     """
-    nodes = tuple(host.name for host in hosts)
-    cluster = replace(cluster, launcher="auto", nodes=fold_nodes(nodes) if nodes else None)
+    nodes = tuple(host.name for host in targets.hosts)
+    cluster = replace(targets.config.cluster, launcher="auto", nodes=fold_nodes(nodes) if nodes else None)
     asked = Asked(nodes or None, tuple(overrides), dry_run=dry_run, busy=render.stderr().status, module=MODULE)
     survey = runner_for(cluster).survey(RunConfig(exp=EXP, cluster=cluster), asked)
     plan = survey.plan(survey.config, new_run_path(default_runs_dir(), EXP))
@@ -86,12 +82,12 @@ def judged(summary: Mapping[str, Any], nodes: Sequence[str]) -> dict[str, Any]:
 
 def collectives_view(found: Mapping[str, Any]) -> RenderableType:
     """A row per operation and size, the usual rate between two nodes, and who is slow."""
-    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1))
-    for name in ("operation", "size", "time", "busbw Gbit/s"):
-        table.add_column(name, justify="left" if name == "operation" else "right", no_wrap=True)
-    for row in found["collectives"]:
-        cells = (binary_bytes(row["bytes"]), seconds(row["seconds"]), f"{row['busbw_gbps']:.3g}")
-        table.add_row(row["operation"], *cells)
+    headings = ("operation", "size", "time", "busbw Gbit/s")
+    rows = (
+        (row["operation"], binary_bytes(row["bytes"]), seconds(row["seconds"]), f"{row['busbw_gbps']:.3g}")
+        for row in found["collectives"]
+    )
+    table = listing(headings, rows, headings[1:])
     usual = found["usual_gbps"]
     if usual is None:
         return table
