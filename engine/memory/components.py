@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from engine.memory.host import lies_in_host_memory
-from engine.memory.tracker import Label, LiveTensorTracker, is_host_allocator
+from engine.memory.tracker import Label, LiveTensorTracker
 
 COMPONENTS = (
     "parameters",
@@ -87,7 +87,6 @@ class FrameClassifier:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and component is None:
             code = frame.f_code
-            on_host = on_host or is_host_allocator(code)
             if code not in self._known:
                 self._known[code] = component_of(code.co_filename, code.co_name, self._places)
             component = self._known[code]

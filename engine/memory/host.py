@@ -1,15 +1,16 @@
-"""Host memory for activations: the one place that allocates it, a budget, and buffers that are used again.
+"""Host memory for activations: the one place that allocates it, and buffers that are used again, within a limit.
 
 Pinned memory comes from torch's caching host allocator, which rounds every size up to a power of two
 (CachingHostAllocator.h of torch 2.11 to 2.13; a setting ends that above a threshold, but then a cached block may be
 given out for a request that it is too small for, pytorch#192722). 5 GiB in one piece would thus cost 8. So what is
-stored is cut into pieces that are powers of two themselves, 4 + 1 GiB, and the budget counts what is really taken.
+stored is cut into pieces that are powers of two themselves, 4 + 1 GiB.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 MOST_PIECES = 4  # the last one is rounded up: less than an eighth is lost
 SMALLEST_PIECE_BYTES = 1 << 16
 _MARK = "_burst_host_memory"
+_this_thread = threading.local()
 
 
 class HostMemoryError(MemoryError):
@@ -40,21 +42,20 @@ def host_empty(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> T
     All host memory of activations comes from here, so that it can be told from device memory on a CPU as well. Usable
     in training even if an evaluation in inference mode asks for it. `pinned` needs a GPU.
     """
-    with torch.inference_mode(False):
-        tensor = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
+    _this_thread.allocates = True  # whoever watches torch sees the tensor before it can be marked
+    try:
+        with torch.inference_mode(False):
+            tensor = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
+    finally:
+        _this_thread.allocates = False
     # Python's object of a storage lives as long as the memory, and all views find the same one.
     setattr(tensor.untyped_storage(), _MARK, True)
     return tensor
 
 
 def lies_in_host_memory(tensor: Tensor) -> bool:
-    """Whether the tensor's memory was allocated by `host_empty`."""
-    return getattr(tensor.untyped_storage(), _MARK, False) is True
-
-
-def allocated_bytes(size_bytes: int, *, pinned: bool) -> int:
-    """Bytes that an allocation of `size_bytes` takes."""
-    return _power_of_two(size_bytes) if pinned and size_bytes else size_bytes
+    """Whether the tensor's memory was allocated by `host_empty`, or is being so."""
+    return getattr(_this_thread, "allocates", False) or getattr(tensor.untyped_storage(), _MARK, False) is True
 
 
 def piece_sizes(size_bytes: int, *, pinned: bool) -> tuple[int, ...]:
@@ -72,103 +73,61 @@ def piece_sizes(size_bytes: int, *, pinned: bool) -> tuple[int, ...]:
     return (*sizes, _power_of_two(rest)) if rest else tuple(sizes)
 
 
-class HostBudget:
-    """Counts bytes of host memory, now and at most, and refuses to pass a limit (None: there is none)."""
-
-    def __init__(self, limit_bytes: int | None = None) -> None:
-        self.limit_bytes = limit_bytes
-        self.in_use_bytes = 0
-        self.peak_bytes = 0
-
-    def has_room(self, size_bytes: int) -> bool:
-        """Whether so many bytes more are allowed."""
-        return self.limit_bytes is None or self.in_use_bytes + size_bytes <= self.limit_bytes
-
-    def reserve(self, size_bytes: int) -> None:
-        """Counts bytes that are about to be allocated; HostMemoryError if they are too many."""
-        if self.limit_bytes is not None and not self.has_room(size_bytes):
-            raise HostMemoryError(size_bytes, self.in_use_bytes, self.limit_bytes)
-        self.in_use_bytes += size_bytes
-        self.peak_bytes = max(self.peak_bytes, self.in_use_bytes)
-
-    def release(self, size_bytes: int) -> None:
-        """Counts bytes that were freed."""
-        assert size_bytes <= self.in_use_bytes, (size_bytes, self.in_use_bytes)
-        self.in_use_bytes -= size_bytes
-
-
 class HostPool:
     """Buffers in host memory, by size; those given back are used again, because pinning memory is slow.
 
-    Training asks for the same sizes at every step, so from the second step on nothing is allocated. The budget counts
-    idle buffers too; when it has no room for a new one, idle ones of other sizes are freed. A buffer may be written as
-    soon as it is taken: whoever gives it back orders what comes after (see `HostStore`), so a pool has one user.
+    Training asks for the same sizes at every step, so from the second step on nothing is allocated. The limit (None:
+    there is none) counts idle buffers too; when there is no room for a new one, they are freed. A buffer may be written
+    as soon as it is taken: whoever gives it back orders what comes after (see `HostStore`), so a pool has one user.
     """
 
     def __init__(
         self,
-        budget: HostBudget | None = None,
+        limit_bytes: int | None = None,
         *,
         pinned: bool = False,
         allocate: Callable[..., Tensor] = host_empty,
     ) -> None:
-        self.budget = budget or HostBudget()
-        self.pinned = pinned
+        self._limit_bytes = limit_bytes
+        self._pinned = pinned
         self._allocate = allocate
         self._idle: defaultdict[int, list[Tensor]] = defaultdict(list)
-        self._in_use_bytes = 0
-
-    @property
-    def in_use_bytes(self) -> int:
-        """Bytes of the buffers that were taken and not given back."""
-        return self._in_use_bytes
+        self.in_use_bytes = 0  # of the buffers that were taken and not given back
 
     @property
     def idle_bytes(self) -> int:
         """Bytes of the buffers that wait to be used again."""
-        return sum(self._cost(size) * len(buffers) for size, buffers in self._idle.items())
+        return sum(size * len(buffers) for size, buffers in self._idle.items())
 
     def take(self, size_bytes: int) -> tuple[Tensor, ...]:
         """Uninitialised buffers, uint8, that hold `size_bytes` one after the other, see `piece_sizes`.
 
-        HostMemoryError if the budget does not allow it; nothing is taken then.
+        HostMemoryError if the limit does not allow it; nothing is taken then.
         """
         taken: list[Tensor] = []
         try:
-            for size in piece_sizes(size_bytes, pinned=self.pinned):
+            for size in piece_sizes(size_bytes, pinned=self._pinned):
                 taken.append(self._idle[size].pop() if self._idle[size] else self._new(size))
-                self._in_use_bytes += self._cost(size)
+                self.in_use_bytes += size
         except BaseException:
             self.give_back(taken)
             raise
         return tuple(taken)
 
-    def give_back(self, buffers: tuple[Tensor, ...] | list[Tensor]) -> None:
+    def give_back(self, buffers: Sequence[Tensor]) -> None:
         """The end of using what `take` gave."""
         for buffer in buffers:
             self._idle[buffer.numel()].append(buffer)
-            self._in_use_bytes -= self._cost(buffer.numel())
-
-    def trim(self) -> None:
-        """Frees all idle buffers."""
-        self.budget.release(self.idle_bytes)
-        self._idle.clear()
-        if self.pinned:
-            _empty_pinned_cache()
+            self.in_use_bytes -= buffer.numel()
 
     def _new(self, size: int) -> Tensor:
-        cost = self._cost(size)
-        if not self.budget.has_room(cost) and self.idle_bytes:
-            self.trim()
-        self.budget.reserve(cost)
-        try:
-            return self._allocate((size,), torch.uint8, pinned=self.pinned)
-        except BaseException:
-            self.budget.release(cost)
-            raise
-
-    def _cost(self, size: int) -> int:
-        return allocated_bytes(size, pinned=self.pinned)
+        if self._limit_bytes is not None and self.in_use_bytes + self.idle_bytes + size > self._limit_bytes:
+            self._idle.clear()
+            if self._pinned:
+                _empty_pinned_cache()
+            if self.in_use_bytes + size > self._limit_bytes:
+                raise HostMemoryError(size, self.in_use_bytes, self._limit_bytes)
+        return self._allocate((size,), torch.uint8, pinned=self._pinned)
 
 
 def _power_of_two(size_bytes: int) -> int:

@@ -118,8 +118,8 @@ class _Scene:
         """The prediction of one rank."""
         depths = [(self._config, 1)] if whole else shortened(self._config, self._method)
         steps = [(self._step(rank, config), times) for config, times in depths]
-        device = _total([(step.phase_peaks, times) for step, times in steps])
-        host = _total([(step.host_phase_peaks, times) for step, times in steps])
+        device = _total([(step.device.phase_peaks, times) for step, times in steps])
+        host = _total([(step.host.phase_peaks, times) for step, times in steps])
         peak, host_peak = (max(peaks.values(), key=lambda peak: peak.total_bytes) for peaks in (device, host))
         phases = dict.fromkeys(PHASES, 0)
         for peak_of_place in device.values():
@@ -164,6 +164,7 @@ class _Scene:
                 _make_optimizer_state(step)
                 for _ in range(2):  # the first run of a plan learns how much memory it takes, the next has it in one
                     self._make_buffers(attention, batches[0].rows.positions.shape[0])
+                tracker.enter("forward")
                 tracker.reset_peak()
                 step.accumulate(batches, label_tokens=1)
                 tracker.enter("optimizer")

@@ -6,32 +6,27 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from engine.memory.host import lies_in_host_memory
-
-if TYPE_CHECKING:  # the store's module offers what is here
-    from engine.memory.store import ActivationStore, Kept
+from engine.memory.store import ActivationStore, Kept
 
 MINIMUM_BYTES = 1 << 20  # on an accelerator a copy has a price of its own
 
 
 @contextlib.contextmanager
-def offloaded(
-    store: ActivationStore, *, minimum_bytes: int | None = None, leave: Iterable[Tensor] = ()
-) -> Iterator[None]:
+def offloaded(store: ActivationStore, *, leave: Iterable[Tensor] = ()) -> Iterator[None]:
     """Context in which every tensor that autograd saves goes to `store`, and comes back when backward asks for it.
 
     Once only, however many operations save it, reshaped or transposed; where its elements fill their memory, it comes
     back with the same strides. Left where they are: parameters, their views and DTensors; tensors of less than
-    `minimum_bytes` (None: 1 MiB, on a CPU none); those in host memory already; those that share memory with one of
-    `leave`: what lives on anyway, such as tables, and weights in a form that does not show that they are parameters.
+    1 MiB, but on a CPU; those in host memory already; those that share memory with one of `leave`: what lives on
+    anyway, such as tables, and weights in a form that does not show that they are parameters.
     """
-    packer = _Packer(store, minimum_bytes, leave)
+    packer = _Packer(store, leave)
     with torch.autograd.graph.saved_tensors_hooks(packer.pack, _unpack):
         yield
 
@@ -63,9 +58,8 @@ class _Known:
 class _Packer:
     """Pack hook of one context."""
 
-    def __init__(self, store: ActivationStore, minimum_bytes: int | None, leave: Iterable[Tensor]) -> None:
+    def __init__(self, store: ActivationStore, leave: Iterable[Tensor]) -> None:
         self._store = store
-        self._minimum_bytes = minimum_bytes
         self._left = [_storage(tensor) for tensor in leave]  # alive, so that no other has their id
         self._left_ids = {id(storage) for storage in self._left}
         self._known: dict[tuple[object, ...], _Known] = {}
@@ -88,9 +82,8 @@ class _Packer:
             return True
         storage = tensor.untyped_storage()
         size = tensor.numel() * tensor.element_size()
-        on_cpu = tensor.device.type == "cpu"
-        minimum = self._minimum_bytes if self._minimum_bytes is not None else (0 if on_cpu else MINIMUM_BYTES)
-        if size < max(minimum, 1) or size > storage.nbytes():  # elements of a broadcast tensor share their memory
+        minimum = 1 if tensor.device.type == "cpu" else MINIMUM_BYTES
+        if size < minimum or size > storage.nbytes():  # elements of a broadcast tensor share their memory
             return True
         return id(storage) in self._left_ids or lies_in_host_memory(tensor)
 

@@ -34,12 +34,9 @@ from torch import Tensor
 from engine.attention.stream_times import TransferTimes
 from engine.attention.streams import CudaStreams, NoStreams, StreamOps
 from engine.config.errors import RunError
-from engine.memory.host import HostBudget, HostPool, host_empty
-from engine.memory.saved import offloaded
+from engine.memory.host import HostPool, host_empty
 from engine.planning.schedule.plan import Channel
 from engine.row_blocks import rehearses_accelerator
-
-__all__ = ["ActivationStore", "DeviceStore", "HostStore", "Kept", "ReleasedError", "host_store", "offloaded"]
 
 Event = TypeVar("Event")
 
@@ -165,7 +162,7 @@ class HostStore(Generic[Event]):
         self.device = device
         self.times = times or TransferTimes()
         self._streams = streams
-        self._pool = pool
+        self.pool = pool
         self._copies_in_flight = copies_in_flight
         self._loads_ahead = loads_ahead
         self._flying: deque[_Contents[Event]] = deque()  # those with sources, oldest first
@@ -177,15 +174,10 @@ class HostStore(Generic[Event]):
     def in_use_bytes(self) -> int:
         """Host memory of the entries that are kept."""
         self._take_back_dropped()
-        return self._pool.in_use_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most host memory that the store, or whoever shares its budget, has held."""
-        return self._pool.budget.peak_bytes
+        return self.pool.in_use_bytes
 
     def keep(self, tensors: Sequence[Tensor]) -> Kept:
-        """See ActivationStore; tensors on the store's device. HostMemoryError beyond the pool's budget."""
+        """See ActivationStore; tensors on the store's device. HostMemoryError beyond the pool's limit."""
         self._take_back_dropped()
         wrong = [tensor.device for tensor in tensors if tensor.device != self.device]
         if wrong:
@@ -243,10 +235,10 @@ class HostStore(Generic[Event]):
     def _take_buffers(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ...]:
         taken: list[tuple[Tensor, ...]] = []
         try:
-            taken.extend(self._pool.take(tensor.numel() * tensor.element_size()) for tensor in tensors)
+            taken.extend(self.pool.take(tensor.numel() * tensor.element_size()) for tensor in tensors)
         except BaseException:
             for buffers in taken:
-                self._pool.give_back(buffers)
+                self.pool.give_back(buffers)
             raise
         return tuple(taken)
 
@@ -292,7 +284,7 @@ class HostStore(Generic[Event]):
             self._wait_for_copy(contents)
         self._forget_load(contents)
         for buffers in contents.buffers:
-            self._pool.give_back(buffers)
+            self.pool.give_back(buffers)
         contents.buffers = ()
 
 
@@ -326,13 +318,12 @@ def host_store(device: torch.device, limit_bytes: int | None = None) -> HostStor
     On a CPU it is a copy into other memory, done at once, and nothing is loaded ahead: there is nothing to overlap.
     `limit_bytes`: of this rank.
     """
-    budget = HostBudget(limit_bytes)
     if device.type == "cuda":
         streams = CudaStreams(device)
-        return HostStore(device, streams, HostPool(budget, pinned=True), times=TransferTimes(streams))
+        return HostStore(device, streams, HostPool(limit_bytes, pinned=True), times=TransferTimes(streams))
     if rehearses_accelerator():  # a rehearsal: buffers as large as pinned ones
-        return HostStore(device, NoStreams(), HostPool(budget, pinned=True, allocate=_host_empty_unpinned))
-    return HostStore(device, NoStreams(), HostPool(budget), copies_in_flight=0, loads_ahead=0)
+        return HostStore(device, NoStreams(), HostPool(limit_bytes, pinned=True, allocate=_host_empty_unpinned))
+    return HostStore(device, NoStreams(), HostPool(limit_bytes), copies_in_flight=0, loads_ahead=0)
 
 
 def _host_empty_unpinned(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> Tensor:

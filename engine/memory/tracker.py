@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from engine.memory.host import lies_in_host_memory
 
-HOST_ALLOCATOR = ("engine/memory/host.py", "host_empty")  # the one function that allocates host memory
 _PLAIN = frozenset({Tensor, nn.Parameter, FakeTensor})
-_FRAMES_TO_ALLOCATOR = 8  # at most, from a classifier: the tracker's own and torch's wrappers
 
 
 class Label(NamedTuple):
@@ -36,20 +31,8 @@ Classifier = Callable[[Any, Tensor], Label]
 
 
 def classify_by_place(func: Any, tensor: Tensor) -> Label:
-    """Host memory by the function that allocates it, no component."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_FRAMES_TO_ALLOCATOR):
-        if frame is None:
-            break
-        if is_host_allocator(frame.f_code):
-            return Label(on_host=True)
-        frame = frame.f_back
-    return Label(on_host=lies_in_host_memory(tensor))  # seen late: it is marked by now
-
-
-def is_host_allocator(code: CodeType) -> bool:
-    """Whether this is the function that allocates host memory."""
-    return code.co_name == HOST_ALLOCATOR[1] and code.co_filename.replace("\\", "/").endswith(HOST_ALLOCATOR[0])
+    """Host memory or not; no component."""
+    return Label(on_host=lies_in_host_memory(tensor))
 
 
 @dataclass(frozen=True)
@@ -73,13 +56,12 @@ class _Storage:
     number: int
 
 
-class _Memory:
-    """Bytes alive on the device or on the host, by component, with their peaks."""
+class Memory:
+    """Bytes alive on the device or on the host, by component, with the peak of every phase, in order of appearance."""
 
     def __init__(self) -> None:
         self.live_bytes = 0
         self.by_component: defaultdict[str, int] = defaultdict(int)
-        self.peak = Peak()
         self.phase = ""
         self.phase_peaks: dict[str, Peak] = {}
 
@@ -89,25 +71,20 @@ class _Memory:
         self.by_component[component] += size
 
     @property
-    def mark(self) -> int:
-        """A sum above this is a new peak."""
-        peaks = self.phase_peaks
-        return peaks[self.phase].total_bytes if self.phase in peaks else self.peak.total_bytes
+    def is_new_peak(self) -> bool:
+        """Whether more is alive than ever in this phase."""
+        return self.phase not in self.phase_peaks or self.live_bytes > self.phase_peaks[self.phase].total_bytes
 
     def note(self) -> None:
-        """Takes what is alive now as the peak where it is higher."""
-        now = Peak(self.live_bytes, self.phase, {name: size for name, size in self.by_component.items() if size})
-        if self.live_bytes > self.peak.total_bytes:
-            self.peak = now
-        if self.phase in self.phase_peaks and self.live_bytes > self.phase_peaks[self.phase].total_bytes:
-            self.phase_peaks[self.phase] = now
+        """Takes what is alive now as the phase's peak where it is higher."""
+        if self.is_new_peak:
+            components = {name: size for name, size in self.by_component.items() if size}
+            self.phase_peaks[self.phase] = Peak(self.live_bytes, self.phase, components)
 
-    def enter(self, phase: str) -> None:
-        """Phase `phase` begins, or goes on; "" ends the one there is."""
-        self.phase = phase
-        if phase:
-            self.phase_peaks.setdefault(phase, Peak(-1))
-            self.note()
+    @property
+    def peak(self) -> Peak:
+        """The highest of all phases."""
+        return max(self.phase_peaks.values(), key=lambda peak: peak.total_bytes, default=Peak())
 
 
 class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -122,9 +99,9 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     a `classify` function every storage has a component, and a peak a breakdown by component that adds up to it.
 
         with LiveTensorTracker() as tracker:
-            with tracker.phase("forward"):
-                forward()
-        tracker.peak_bytes, tracker.peak_host_bytes, tracker.peak.phase, tracker.phase_peaks["forward"]
+            tracker.enter("forward")
+            forward()
+        tracker.peak_bytes, tracker.peak_host_bytes, tracker.device.peak.phase, tracker.device.phase_peaks["forward"]
     """
 
     def __init__(self, classify: Classifier = classify_by_place) -> None:
@@ -132,63 +109,36 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._classify = classify
         self._storages: dict[int, _Storage] = {}  # by id of the storage, which lives as long as its memory does
         self._seen = 0
-        self._device = _Memory()
-        self._host = _Memory()
+        self.device = Memory()
+        self.host = Memory()
 
     @property
     def live_bytes(self) -> int:
         """Device bytes of the storages that are alive now."""
         self._recount()
-        return self._device.live_bytes
+        return self.device.live_bytes
 
     @property
     def peak_bytes(self) -> int:
         """Most device bytes alive at the end of any operation since the start or the last `reset_peak`."""
-        return self._device.peak.total_bytes
+        return self.device.peak.total_bytes
 
     @property
     def peak_host_bytes(self) -> int:
         """Most host bytes, likewise; not at the same moment."""
-        return self._host.peak.total_bytes
-
-    @property
-    def peak(self) -> Peak:
-        """The peak of device bytes, with its phase and components."""
-        return self._device.peak
-
-    @property
-    def phase_peaks(self) -> dict[str, Peak]:
-        """The peak of device bytes of every phase since the last `reset_peak`, in order of appearance."""
-        return dict(self._device.phase_peaks)
-
-    @property
-    def host_phase_peaks(self) -> dict[str, Peak]:
-        """The peak of host bytes of every phase."""
-        return dict(self._host.phase_peaks)
+        return self.host.peak.total_bytes
 
     def reset_peak(self) -> None:
         """Begins new peaks at what is alive now."""
-        self._recount()
-        for memory in (self._device, self._host):
-            memory.peak, memory.phase_peaks = Peak(-1), {}
-            memory.enter(memory.phase)
-            memory.note()
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Peaks inside the body are also those of phase `name`; afterwards the phase before goes on."""
-        before = self._device.phase
-        self.enter(name)
-        try:
-            yield
-        finally:
-            self.enter(before)
+        self.device.phase_peaks, self.host.phase_peaks = {}, {}
+        self.enter(self.device.phase)
 
     def enter(self, phase: str) -> None:
-        """From now on it is phase `phase`, where no `with` block can say so; "" for none."""
+        """From now on it is phase `phase`; "" for none."""
         self._recount()
-        self._device.enter(phase)
-        self._host.enter(phase)
+        for memory in (self.device, self.host):
+            memory.phase = phase
+            memory.note()
 
     def watch(self, tensors: Iterable[Tensor], label: Label | None = None) -> None:
         """Counts tensors that live already; with a `label` they have that one from now on."""
@@ -237,8 +187,8 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif known.size != size:
             self._resize(known, size)
 
-    def _memory(self, label: Label) -> _Memory:
-        return self._host if label.on_host else self._device
+    def _memory(self, label: Label) -> Memory:
+        return self.host if label.on_host else self.device
 
     def _resize(self, storage: _Storage, size: int) -> None:
         self._memory(storage.label).change(storage.label.component, size - storage.size)
@@ -256,13 +206,11 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._memory(storage.label).change(storage.label.component, -storage.size)
 
     def _note_peaks(self) -> None:
-        device, host = self._device, self._host
-        if device.live_bytes > device.mark or host.live_bytes > host.mark:
+        if self.device.is_new_peak or self.host.is_new_peak:
             # FSDP resizes storages without an operation: trust no sum before it makes a new peak.
             self._recount()
-            for memory in (device, host):
-                if memory.live_bytes > memory.mark:
-                    memory.note()
+            self.device.note()
+            self.host.note()
 
     def _recount(self) -> None:
         for storage in list(self._storages.values()):

@@ -17,8 +17,7 @@ from torch import nn
 
 from engine.attention.library import ContextParallel
 from engine.config.errors import ConfigError
-from engine.config.settings import RunConfig
-from engine.memory.host_limit import activation_limit
+from engine.config.settings import MemoryConfig, RunConfig
 from engine.memory.store import ActivationStore, DeviceStore, host_store
 from engine.model.checkpointed import apply_policies
 from engine.model.init import init_weights
@@ -28,7 +27,8 @@ from engine.model.weights import load_weights
 from engine.parallel.fsdp import parameter_device, shard_model
 from engine.parallel.mesh import Mesh
 from engine.parallel.tensor import slice_model
-from engine.planning.memory.cost import layers_on_host
+from engine.planning.memory.capacity import host_memory
+from engine.planning.memory.cost import layers_on_host, state_bytes
 from engine.planning.memory.policy import layer_policies
 from engine.planning.methods.presets import AttentionMethod, tile_tokens_of
 
@@ -118,6 +118,23 @@ def build_store(config: RunConfig, mesh: Mesh, parameters: int = 0) -> Activatio
     if config.memory.activation_store != "host":
         return DeviceStore()
     return host_store(mesh.device, activation_limit(config.memory, mesh.device, mesh.topology.local_ranks, parameters))
+
+
+def activation_limit(memory: MemoryConfig, device: torch.device, local_ranks: int, parameters: int) -> int | None:
+    """Bytes of host memory for the activations of one of `local_ranks` ranks; None: no limit.
+
+    memory.host_bytes counts for all ranks of a node and for all that lies there, the optimizer's part too. Without it a
+    GPU's rank may use its share of what this machine has, since pinned memory cannot be swapped out; a rank on a CPU
+    has no limit: its host memory is its device's, which is planned as one.
+    """
+    on_gpu = device.type == "cuda"
+    node_bytes = memory.host_bytes
+    if node_bytes is None and on_gpu:
+        node_bytes, _ = host_memory(Path("/proc"), Path("/sys/fs/cgroup"))
+    if node_bytes is None:
+        return None
+    taken = state_bytes(memory, parameters) if on_gpu and memory.optimizer_store == "host" else 0
+    return max(0, node_bytes // local_ranks - taken)
 
 
 def compile_layers(model: LlamaModel, device: torch.device) -> None:

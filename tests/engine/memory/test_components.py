@@ -22,7 +22,7 @@ def test_the_innermost_function_that_is_listed_decides() -> None:
         result = swiglu(gate, gate)
         hidden, weight = torch.zeros(10, 4), torch.zeros(8, 4)
         linear_cross_entropy(hidden, weight, torch.zeros(10, dtype=torch.int64), options=LossOptions(chunk_tokens=5))
-        found = tracker.peak.components
+        found = tracker.device.peak.components
     assert found["mlp"] == result.nbytes
     assert found["loss"] > 0
     assert "attention" not in found
@@ -38,7 +38,7 @@ def gradient_and_weight_bytes() -> tuple[int, int]:
         StepObserver(tracker, classifier).attach(run.model, run.model.layers, run.model.head)
         run.train_step.accumulate(local, label_tokens=30)
         tracker.reset_peak()
-    found = by_component(tracker.peak.components)
+    found = by_component(tracker.device.peak.components)
     return found["gradients"], found["parameters"]
 
 
@@ -58,7 +58,7 @@ def checkpoint_bytes(policy: str) -> int:
         hidden = run.model(batch.rows.tokens, batch.rows.positions, batch.attention)
         tracker.reset_peak()
         del hidden
-    return by_component(tracker.peak.components)["checkpoints"]
+    return by_component(tracker.device.peak.components)["checkpoints"]
 
 
 def test_what_layers_leave_behind_are_checkpoints(ranks: Pools) -> None:

@@ -11,10 +11,8 @@ from torch import Tensor
 from engine.attention.buffers import BufferPool, allocate_tensor, compute_place
 from engine.memory.host import (
     MOST_PIECES,
-    HostBudget,
     HostMemoryError,
     HostPool,
-    allocated_bytes,
     host_empty,
     lies_in_host_memory,
     piece_sizes,
@@ -63,7 +61,7 @@ def test_pieces_of_pinned_memory_waste_less_than_an_eighth_where_one_allocation_
     pieces = piece_sizes(size, pinned=True)
     assert len(pieces) <= MOST_PIECES
     assert list(pieces) == sorted(pieces, reverse=True)
-    assert sum(pieces) == sum(allocated_bytes(piece, pinned=True) for piece in pieces)  # nothing is rounded
+    assert all(piece.bit_count() == 1 for piece in pieces)  # nothing is rounded
     assert size <= sum(pieces)
     assert sum(pieces) - size < max(size / 8, 64 * KIB)
     assert sum(pieces[:-1]) < size or not pieces  # no piece is superfluous
@@ -80,7 +78,7 @@ def test_a_step_like_the_last_one_allocates_nothing(pinned: bool) -> None:
         if pool.in_use_bytes == 0:
             first = list(allocate.sizes)
     assert allocate.sizes == first
-    assert pool.idle_bytes == pool.budget.in_use_bytes == pool.budget.peak_bytes == sum(allocate.sizes)
+    assert pool.idle_bytes == sum(allocate.sizes)
 
 
 def test_buffers_in_use_are_never_handed_out_again() -> None:
@@ -94,7 +92,7 @@ def test_buffers_in_use_are_never_handed_out_again() -> None:
 
 
 def test_beyond_the_limit_the_error_says_how_much_and_what_to_do_and_ends_a_run_as_oom() -> None:
-    pool = HostPool(HostBudget(1000))
+    pool = HostPool(1000)
     pool.take(700)
     with pytest.raises(HostMemoryError) as caught:
         pool.take(400)
@@ -102,19 +100,19 @@ def test_beyond_the_limit_the_error_says_how_much_and_what_to_do_and_ends_a_run_
     named = ["400 bytes more", "700 bytes", "1,000 bytes", "memory.host_bytes", "memory.activation_store=device"]
     assert [words for words in named if words not in text] == []
     assert describe_error(caught.value)["kind"] == "oom"
-    assert (pool.in_use_bytes, pool.budget.in_use_bytes) == (700, 700)
+    assert pool.in_use_bytes == 700
     assert pool.take(300)[0].numel() == 300
 
 
 def test_idle_buffers_make_way_for_others_under_the_limit() -> None:
-    pool = HostPool(HostBudget(1000))
+    pool = HostPool(1000)
     pool.give_back(pool.take(900))
     assert pool.take(950)[0].numel() == 950
-    assert (pool.idle_bytes, pool.budget.in_use_bytes, pool.budget.peak_bytes) == (0, 950, 950)
+    assert (pool.idle_bytes, pool.in_use_bytes) == (0, 950)
 
 
 def test_pieces_taken_before_the_limit_is_hit_go_back() -> None:
-    pool = HostPool(HostBudget(300 * KIB), pinned=True, allocate=Pageable())
+    pool = HostPool(300 * KIB, pinned=True, allocate=Pageable())
     with pytest.raises(HostMemoryError):
         pool.take(384 * KIB)  # 256 fit, 128 do not
     assert pool.in_use_bytes == 0

@@ -17,9 +17,9 @@ from torch.distributed.tensor import distribute_tensor
 
 from engine.attention.streams import NoStreams
 from engine.config.settings import ModelConfig
-from engine.memory.host import HostBudget, HostMemoryError, HostPool, host_empty
-from engine.memory.saved import offloaded
-from engine.memory.store import HostStore, Kept, host_store
+from engine.memory.host import HostMemoryError, HostPool, host_empty
+from engine.memory.saved import MINIMUM_BYTES, offloaded
+from engine.memory.store import ActivationStore, DeviceStore, HostStore, Kept, host_store
 from engine.memory.tracker import LiveTensorTracker
 from engine.model.llama import TransformerBlock
 
@@ -33,8 +33,8 @@ CONFIG = ModelConfig(
 class CountingStore:
     """A host store that notes the sizes of what it is given."""
 
-    def __init__(self) -> None:
-        self.inner = host_store(CPU)
+    def __init__(self, inner: ActivationStore | None = None) -> None:
+        self.inner = inner or host_store(CPU)
         self.sizes: list[int] = []
 
     def keep(self, tensors: Sequence[Tensor]) -> Kept:
@@ -181,10 +181,15 @@ def test_what_lives_on_anyway_stays() -> None:
         (x * on_host).sum().backward()
         (x * torch.randn(1).expand(4, 4)).sum().backward()
     assert store.sizes == []
-    with offloaded(store, minimum_bytes=17):
-        (x * torch.randn(4)).sum().backward()
-        (x * torch.randn(5, 1)[:, None]).sum().backward()
-    assert store.sizes == [5]
+
+
+def test_on_an_accelerator_small_tensors_stay() -> None:
+    store = CountingStore(DeviceStore())
+    for numbers in (MINIMUM_BYTES // 4 - 1, MINIMUM_BYTES // 4):
+        x = torch.ones(numbers, device="meta", requires_grad=True)
+        with offloaded(store, leave=[x]):
+            (x * torch.ones(numbers, device="meta")).sum()
+    assert store.sizes == [MINIMUM_BYTES // 4]
 
 
 def fsdp_keeps() -> tuple[list[int], bool]:
@@ -238,7 +243,7 @@ def exponentials(x: Tensor, store: HostStore) -> Tensor:
 
 
 def test_running_out_of_host_memory_in_forward_is_told_as_such() -> None:
-    store = HostStore(CPU, NoStreams(), HostPool(HostBudget(100)))
+    store = HostStore(CPU, NoStreams(), HostPool(100))
     with pytest.raises(HostMemoryError, match="limit is 100 bytes"):
         exponentials(torch.randn(8, requires_grad=True), store)
     assert store.in_use_bytes == 0

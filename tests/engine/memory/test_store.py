@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.attention.streams import NoStreams
-from engine.memory.host import HostBudget, HostMemoryError, HostPool
+from engine.memory.host import HostMemoryError, HostPool
 from engine.memory.store import ActivationStore, DeviceStore, HostStore, Kept, ReleasedError, host_store
 
 CPU = torch.device("cpu")
@@ -103,7 +103,7 @@ def test_a_step_like_the_last_one_allocates_no_host_memory() -> None:
         for kept in [store.keep([numbers(100), numbers(10)]) for _ in range(4)][::-1]:
             kept.fetch()
             kept.release()
-        assert (store.in_use_bytes, pool.idle_bytes, store.peak_bytes) == (0, 1760, 1760), step
+        assert (store.in_use_bytes, pool.idle_bytes) == (0, 1760), step
 
 
 def test_what_is_still_in_use_is_not_loaded_again() -> None:
@@ -155,11 +155,11 @@ def test_after_an_exception_all_buffers_return() -> None:
     gc.collect()
     assert store.in_use_bytes == 0
     backward([store.keep([numbers(10, float(layer))]) for layer in range(5)], 0.0)
-    assert store.peak_bytes == 200
+    assert store.pool.idle_bytes == 200
 
 
 def test_beyond_its_limit_the_store_keeps_nothing_of_the_entry_and_goes_on() -> None:
-    store = HostStore(CPU, NoStreams(), HostPool(HostBudget(100)))
+    store = HostStore(CPU, NoStreams(), HostPool(100))
     with pytest.raises(HostMemoryError):
         store.keep([numbers(20), numbers(10)])
     assert store.in_use_bytes == 0
@@ -180,4 +180,4 @@ def test_stores_work_on_tensors_without_memory(make: MakeStore) -> None:
             assert [tuple(tensor.shape) for tensor in entry.fetch()] == [(4, 3), (6, 2)]
             entry.release()
         if isinstance(store, HostStore):
-            assert (store.in_use_bytes, store.peak_bytes) == (0, 3 * (48 + 24))
+            assert (store.in_use_bytes, store.pool.idle_bytes) == (0, 3 * (48 + 24))

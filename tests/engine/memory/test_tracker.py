@@ -61,17 +61,12 @@ def test_host_memory_counts_apart_with_a_peak_of_its_own() -> None:
 def test_every_phase_has_a_peak_and_the_highest_is_named() -> None:
     with LiveTensorTracker() as tracker:
         kept = torch.zeros(10)
-        with tracker.phase("forward"):
-            torch.zeros(100)
-        with tracker.phase("backward"):
-            torch.zeros(200)
-            with tracker.phase("loss"):
-                torch.zeros(5)
-            torch.zeros(50)
-        torch.zeros(20)
-    peaks = {name: peak.total_bytes for name, peak in tracker.phase_peaks.items()}
-    assert peaks == {"forward": 110 * FLOAT, "backward": 210 * FLOAT, "loss": 15 * FLOAT}
-    assert (tracker.peak.total_bytes, tracker.peak.phase) == (210 * FLOAT, "backward")
+        for phase, size in (("forward", 100), ("backward", 200), ("loss", 5), ("backward", 50), ("", 20)):
+            tracker.enter(phase)
+            torch.zeros(size)
+    peaks = {name: peak.total_bytes for name, peak in tracker.device.phase_peaks.items()}
+    assert peaks == {"": 30 * FLOAT, "forward": 110 * FLOAT, "backward": 210 * FLOAT, "loss": 15 * FLOAT}
+    assert (tracker.device.peak.total_bytes, tracker.device.peak.phase) == (210 * FLOAT, "backward")
     assert kept.numel() == 10
 
 
@@ -81,11 +76,11 @@ def test_components_add_up_to_the_peak_and_follow_new_labels() -> None:
 
     with LiveTensorTracker(classify) as tracker:
         large, small = torch.zeros(100), torch.zeros(10)
-        assert tracker.peak.components == {"large": large.nbytes, "small": small.nbytes}
+        assert tracker.device.peak.components == {"large": large.nbytes, "small": small.nbytes}
         tracker.watch([small], Label("weights"))
         third = torch.zeros(20)
-        assert tracker.peak.components == {"large": 100 * FLOAT, "weights": 10 * FLOAT, "small": third.nbytes}
-    assert sum(tracker.peak.components.values()) == tracker.peak_bytes
+        assert tracker.device.peak.components == {"large": 100 * FLOAT, "weights": 10 * FLOAT, "small": third.nbytes}
+    assert sum(tracker.device.peak.components.values()) == tracker.peak_bytes
 
 
 def test_what_came_since_a_moment_and_lives_is_labelled_anew() -> None:
@@ -96,7 +91,7 @@ def test_what_came_since_a_moment_and_lives_is_labelled_anew() -> None:
         torch.zeros(30)  # gone when it is asked
         tracker.relabel_since(moment, "kept", keep=frozenset({"pool"}))
         tracker.reset_peak()
-    assert tracker.peak.components == {"work": before.nbytes, "kept": kept.nbytes, "pool": pooled.nbytes}
+    assert tracker.device.peak.components == {"work": before.nbytes, "kept": kept.nbytes, "pool": pooled.nbytes}
 
 
 class Wrapper(Tensor):
