@@ -11,7 +11,7 @@ from itertools import combinations, product
 from typing import NamedTuple
 
 from engine.config.errors import PlanError
-from engine.planning.schedule.plan import AttentionPlan, RankPlan, Step, Transfer, View
+from engine.planning.schedule.plan import HOST_CHANNELS, AttentionPlan, Channel, RankPlan, Step, Transfer, View
 
 
 class Flight(NamedTuple):
@@ -33,7 +33,7 @@ def check_rules(plan: AttentionPlan) -> None:
     flights = {rank: flights_of(rank_plan) for rank, rank_plan in plan.ranks.items()}
     problems = []
     for rank, own in plan.ranks.items():
-        problems += [*outside(own), *unordered(flights[rank]), *touched(own, flights[rank])]
+        problems += [*outside(own), *misrouted(own), *unordered(flights[rank]), *touched(own, flights[rank])]
     if len(plan.ranks) == plan.size:
         problems += disagreeing(plan, flights)
     if problems:
@@ -58,6 +58,16 @@ def outside(plan: RankPlan) -> Iterator[str]:
         for view in views_of(step):
             if not (0 <= view.slot < len(plan.slots) and 0 <= view.start < view.stop <= plan.slots[view.slot].rows):
                 yield f"step {step.index}: {view} lies outside its slot"
+
+
+def misrouted(plan: RankPlan) -> Iterator[str]:
+    """A copy goes from one memory to the other, on the channel of its way; a message starts and ends on devices."""
+    ways = {"load": (Channel.TO_DEVICE, "host", "device"), "store": (Channel.TO_HOST, "device", "host")}
+    for transfer in plan.transfers():
+        found = [plan.slots[view.slot].where for view in (transfer.source, transfer.view) if view is not None]
+        channel = transfer.channel if transfer.channel in HOST_CHANNELS else None
+        if (channel, *found) != ways.get(transfer.op, (None, "device")):
+            yield f"{transfer} from and to {found}"
 
 
 def unordered(flights: list[Flight]) -> Iterator[str]:
