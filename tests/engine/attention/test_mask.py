@@ -61,6 +61,8 @@ def test_bands_cover_exactly_the_visible_pairs_once(visibility: Visibility) -> N
                 assert len({i for i, _ in pairs}) == band.num_queries, "a query that sees nothing"
                 assert len({j for _, j in pairs}) == band.num_keys, "a key that nobody sees"
                 assert not band.is_causal or band.num_queries == band.num_keys
+                sees_all = band.area() == band.num_queries * band.num_keys
+                assert band.is_full or not sees_all or band.num_queries == 1, "a bound that hides nothing"
                 found.update((queries[i], keys[j]) for i, j in pairs)
             assert found == Counter((i, j) for i in queries for j in keys if mask.visible(i, j))
 
