@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -54,62 +54,42 @@ def allocate_tensor(shape: tuple[int, ...], dtype: torch.dtype, place: Place) ->
     return torch.empty(shape, dtype=dtype, device=place.device, pin_memory=place.pinned)
 
 
-@dataclass
-class _Shelf:
-    """What is kept of one place: blocks nobody uses, and the bytes that the largest lease so far asked for."""
-
-    idle: list[Tensor] = field(default_factory=list)
-    needed: int = 0
-
-
 class BufferPool:
     """Hands out buffers for one run of a plan at a time, and takes them back.
 
     A lease cuts its buffers from one block. When the block was too small, the next lease of the place gets one of the
     size that was needed, so a training loop allocates in its first calls only; forward and backward passes use the
-    same block in turn. Leases that are open at the same time never share memory. At most `max_idle` blocks per place
-    are kept, the largest ones; `release` drops all.
+    same block in turn. Leases that are open at the same time never share memory. Of every place one idle block is kept.
 
     Not for tensors that outlive the run (outputs, what backward saves): those belong to the caller.
     """
 
-    def __init__(self, max_idle: int = 1, allocate: Callable[[Place, int], Tensor] = allocate_bytes) -> None:
-        self._max_idle = max_idle
-        self._allocate = allocate
-        self._shelves: defaultdict[Place, _Shelf] = defaultdict(_Shelf)
+    def __init__(self, allocate: Callable[[Place, int], Tensor] = allocate_bytes) -> None:
+        self.allocate = allocate
+        self._idle: dict[Place, Tensor] = {}
+        self._needed: defaultdict[Place, int] = defaultdict(int)  # bytes that the largest lease so far asked for
 
     @property
     def idle_bytes(self) -> int:
         """Bytes that the pool holds while nothing runs."""
-        return sum(block.numel() for shelf in self._shelves.values() for block in shelf.idle)
+        return sum(block.numel() for block in self._idle.values())
 
     def lease(self) -> Lease:
         """An empty lease."""
         return Lease(self)
 
-    def release(self) -> None:
-        """Drop all idle blocks and forget their sizes; open leases are unaffected."""
-        self._shelves.clear()
-
     def take(self, place: Place, at_least: int) -> Tensor:
-        """A block for a lease: an idle one if there is one, else a new one of the size that leases need."""
-        shelf = self._shelves[place]
-        if shelf.idle:
-            return shelf.idle.pop()
-        return self._allocate(place, max(at_least, shelf.needed))
-
-    def extend(self, place: Place, size: int) -> Tensor:
-        """A further block of `size` bytes for a lease whose first one is full; it is not kept."""
-        return self._allocate(place, size)
+        """A block for a lease: the idle one if there is one, else a new one of the size that leases need."""
+        if place in self._idle:
+            return self._idle.pop(place)
+        return self.allocate(place, max(at_least, self._needed[place]))
 
     def give_back(self, place: Place, block: Tensor, used: int) -> None:
-        """The end of a lease that asked for `used` bytes in all; a block that was too small is dropped."""
-        shelf = self._shelves[place]
-        shelf.needed = max(shelf.needed, used)
-        if block.numel() >= shelf.needed and len(shelf.idle) < self._max_idle:
-            shelf.idle.append(block)
-            return
-        shelf.idle = [kept for kept in shelf.idle if kept.numel() >= shelf.needed]
+        """The end of a lease that asked for `used` bytes in all; a block that is too small now is dropped."""
+        self._needed[place] = max(self._needed[place], used)
+        for kept in (self._idle.pop(place, block), block):
+            if kept.numel() >= self._needed[place]:
+                self._idle[place] = kept
 
 
 @dataclass
@@ -119,8 +99,8 @@ class _Cut:
 
 
 class Lease:
-    """Buffers of one run. Close it when nothing will touch them any more; as a context manager it discards them when
-    the body raises, because transfers may then still be in flight.
+    """Buffers of one run. Close it when nothing will touch them any more; one that is not closed, because a run broke
+    off while transfers may be in flight, leaves its memory to nobody.
     """
 
     def __init__(self, pool: BufferPool) -> None:
@@ -138,7 +118,7 @@ class Lease:
         if cut.used <= cut.block.numel():
             memory = cut.block[start : start + size]
         else:
-            memory = self._pool.extend(place, padded)[:size]
+            memory = self._pool.allocate(place, padded)[:size]  # not kept
         return memory.view(dtype).view(shape)
 
     def close(self) -> None:
@@ -146,16 +126,3 @@ class Lease:
         for place, cut in self._cuts.items():
             self._pool.give_back(place, cut.block, cut.used)
         self._cuts.clear()
-
-    def discard(self) -> None:
-        """Forget the memory without reusing it; it is freed when the last tensor in it is."""
-        self._cuts.clear()
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()

@@ -45,8 +45,7 @@ def test_host_memory_is_known_by_all_its_views_and_by_nothing_else() -> None:
 def test_host_slots_of_plans_are_host_memory_on_a_cpu_too() -> None:
     for where, expected in (("host", True), ("device", False)):
         place = compute_place(CPU, where)
-        with BufferPool().lease() as lease:
-            assert lies_in_host_memory(lease.empty((3, 2), torch.float32, place)) is expected
+        assert lies_in_host_memory(BufferPool().lease().empty((3, 2), torch.float32, place)) is expected
         assert lies_in_host_memory(allocate_tensor((3, 2), torch.float32, place)) is expected
 
 
