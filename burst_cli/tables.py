@@ -28,10 +28,16 @@ def listing(
     table = Table(header_style="bold") if ruled else Table(box=None, pad_edge=False, header_style="bold")
     for heading in headings:
         is_number = heading in numbers
-        table.add_column(heading, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+        no_wrap = is_number and not ruled
+        table.add_column(heading, justify="right" if is_number else "left", no_wrap=no_wrap, overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
+
+
+def styled(cells: Iterable[str], style: str) -> list[Text]:
+    """A row of a listing, all of it in this style."""
+    return [Text(cell, style) for cell in cells]
 
 
 def fitting(ranks: Sequence[int], widths: Sequence[int], room: int) -> list[int]:

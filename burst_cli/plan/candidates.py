@@ -10,13 +10,13 @@ from typing import Any
 
 from burst_cli.compose import compose
 from burst_cli.config.conf_dirs import list_options, search_path
+from burst_cli.plan.memory_check import MemoryCheck, with_remedies
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
-from engine.planning.memory.auto import MemoryChoice, settle_run
+from engine.planning.memory.auto import settle_run
 from engine.planning.memory.capacity import Capacity, capacity_of, configured_device, find_hardware
-from engine.planning.memory.fit import Fit, predicted_fit, sequence_topology
-from engine.planning.memory.policy import policy_name
-from engine.planning.memory.predictor import MemoryPrediction, Predict, shared_predictor
+from engine.planning.memory.fit import sequence_topology
+from engine.planning.memory.predictor import Predict, shared_predictor
 from engine.planning.methods.auto import Candidate as RankedMethod
 from engine.planning.methods.preview import AttentionPreview, preview_attention
 from engine.planning.methods.resolve import machine_of
@@ -45,41 +45,6 @@ class Request:
 
 
 @dataclass(frozen=True)
-class MemoryReport:
-    """What one rank needs at its worst moment, beside what there is; `advice`: what would make it fit."""
-
-    config: RunConfig
-    capacity: Capacity
-    prediction: MemoryPrediction
-    choice: MemoryChoice
-    advice: tuple[str, ...] = ()
-
-    @property
-    def fit(self) -> Fit:
-        """Of the prediction."""
-        return predicted_fit(self.prediction, self.capacity)
-
-    @property
-    def policy(self) -> str:
-        """The checkpoint policy in words."""
-        return policy_name(self.config.memory)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The part `memory` of `burst plan --json`; bytes are of one rank, host_capacity_bytes of a node."""
-        return {
-            **self.prediction.to_dict(),
-            **self.capacity.to_dict(),
-            "fits": self.fit.fits,
-            "headroom_bytes": self.fit.headroom_bytes,
-            "by": "fake_step",
-            "policy": self.policy,
-            "reason": self.choice.reason,
-            "candidates": [candidate.to_dict() for candidate in self.choice.candidates],
-            "advice": list(self.advice),
-        }
-
-
-@dataclass(frozen=True)
 class Plan:
     """A configuration that can run, settled; `world`: all its ranks, `name`: of its method, as it was asked for.
 
@@ -92,7 +57,7 @@ class Plan:
     world: Topology
     machine: Machine
     step: StepTime
-    memory: MemoryReport | None = None
+    memory: MemoryCheck | None = None
     ranking: tuple[RankedMethod, ...] = ()
     advice: Recommendation | None = None
 
@@ -204,21 +169,11 @@ def plan_one(overrides: Sequence[str], config_dirs: Sequence[Path], request: Req
     plan = Plan(choice.config.attention.preset, choice.config, world, machine, step, ranking=attention.candidates)
     if not request.memory:
         return plan
-    plan = replace(plan, memory=report_memory(choice, world, capacity, predict, machine))
-    if request.advised and plan.memory is not None and plan.memory.fit.fits:
+    memory = MemoryCheck(choice.config, capacity, choice.prediction or predict(choice.config, world), choice)
+    plan = replace(plan, memory=with_remedies(memory, world, predict, machine))
+    if request.advised and memory.fits:
         plan = replace(plan, advice=Adviser(capacity, machine, predict).recommend(asked, choice.config, world))
     return plan
-
-
-def report_memory(
-    choice: MemoryChoice, world: Topology, capacity: Capacity, predict: Predict, machine: Machine
-) -> MemoryReport:
-    """The report of a settled configuration on the ranks of `world`."""
-    config = choice.config
-    report = MemoryReport(config, capacity, choice.prediction or predict(config, world), choice)
-    if report.fit.fits:
-        return report
-    return replace(report, advice=tuple(Adviser(capacity, machine, predict).remedies(config, world)))
 
 
 def _computing_on(config: RunConfig, capacity: Capacity) -> RunConfig:

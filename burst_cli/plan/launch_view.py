@@ -39,9 +39,9 @@ def show_plan(
     console.print(Text.assemble(("ranks       ", "bold"), _ranks(plan)), soft_wrap=True)
     console.print(Text.assemble(("backend     ", "bold"), f"{plan.backend.name}, {plan.backend.reason}"))
     if memory is not None:
-        console.print(Text.assemble(("memory      ", "bold"), memory.summary), soft_wrap=True)
+        console.print(Text.assemble(("memory      ", "bold"), f"{memory.needs}, by the prediction"), soft_wrap=True)
     console.print(launch_notes(memory, warnings, notes), soft_wrap=True, end="")
-    if memory is not None and memory.choice is not None:
+    if memory is not None and memory.choice.candidates:
         console.print(candidates_table(memory.choice))
     shown, left_out = _shown_files(plan)
     for name, text in shown:
@@ -85,7 +85,7 @@ def _shown_files(plan: LaunchPlan) -> tuple[list[tuple[str, str]], int]:
 def launch_notes(memory: MemoryCheck | None, warnings: Sequence[str] = (), notes: Sequence[str] = ()) -> Text:
     """What a person should know before: `notes`, the policy that was chosen, warnings; one line each, may be empty."""
     said = Text("".join(f"{note}\n" for note in notes))
-    if memory is not None and memory.choice is not None:
+    if memory is not None and memory.choice.candidates:
         said.append(f"memory.activation_checkpoint={memory.choice.reason}\n")
     told = () if memory is None else (*memory.warnings, *memory.problems)
     for text in (*warnings, *told):

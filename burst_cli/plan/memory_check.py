@@ -7,18 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from burst_cli.figures import binary_bytes
+from burst_cli.figures import binary_bytes, count_of
 from cluster.plan import LaunchPlan
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import RunConfig
 from engine.planning.memory.auto import MemoryChoice, settle_memory
 from engine.planning.memory.capacity import Capacity, Hardware, capacity_of
-from engine.planning.memory.fit import predicted_fit, sequence_topology
+from engine.planning.memory.fit import Fit, predicted_fit, sequence_topology
+from engine.planning.memory.policy import policy_name
 from engine.planning.memory.predictor import MemoryPrediction, Predict, shared_predictor
 from engine.planning.methods.auto import resolve_auto
 from engine.planning.methods.resolve import machine_of
 from engine.planning.methods.topology import Topology
 from engine.planning.time.devices import find_device
+from engine.planning.time.machine import Machine
 from engine.planning.time.recommend import Adviser
 from engine.planning.time.step_time import StepTime, predict_step
 from engine.runs.oom import less_memory_text
@@ -70,57 +72,97 @@ class MemoryPlanner:
         except ConfigError:
             return None
 
-    def advice(self, config: RunConfig, capacity: Capacity, place: Place) -> str:
-        """Changes with which the run is known to fit, or else the settings that need less."""
-        machine = machine_of(config, capacity.device_name)
-        found = Adviser(capacity, machine, self.predict).remedies(config, world_of(config))
-        return f"What helps: {'; '.join(found)}." if found else less_memory_text(config, place)
-
 
 @dataclass(frozen=True)
 class MemoryCheck:
-    """A run's need beside what there is; None: not known. `problems` is empty when it fits.
+    """What one rank needs at its worst moment, beside what there is; None: not known.
 
-    need: of one rank. choice: under memory=auto. step: how long one takes.
+    choice: under memory=auto what was chosen, and from what. advice: what would make it fit. step: how long one takes.
     """
 
     config: RunConfig
-    need: MemoryPrediction | None
     capacity: Capacity | None
-    choice: MemoryChoice | None = None
-    problems: tuple[str, ...] = ()
+    prediction: MemoryPrediction | None
+    choice: MemoryChoice
+    advice: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     step: StepTime | None = None
 
     @property
-    def summary(self) -> str:
-        """One line: what a rank needs, of what."""
-        if self.need is None:
+    def fit(self) -> Fit | None:
+        """Of the prediction."""
+        known = self.prediction is not None and self.capacity is not None
+        return predicted_fit(self.prediction, self.capacity) if known else None  # type: ignore[arg-type]
+
+    @property
+    def fits(self) -> bool:
+        """As far as is known."""
+        return self.fit is None or self.fit.fits
+
+    @property
+    def policy(self) -> str:
+        """The checkpoint policy in words."""
+        return policy_name(self.config.memory)
+
+    @property
+    def needs(self) -> str:
+        """`79 GiB of 80 GiB on NVIDIA H100`, and what of the host's memory; on a CPU both together."""
+        found, capacity = self.prediction, self.capacity
+        if found is None:
             return "not predicted"
-        text = binary_bytes(self.need.needed_bytes)
-        if self.capacity is not None:
-            text += f" of {binary_bytes(self.capacity.device_bytes)} per rank on {self.capacity.device_name}"
-        host = f", {binary_bytes(self.need.host_peak_bytes)} of host memory" if self.need.host_peak_bytes else ""
-        return f"{text}{host}, by the prediction"
+        if capacity is None:
+            return binary_bytes(found.needed_bytes)
+        needed = found.needed_bytes + (found.host_peak_bytes if capacity.host_is_device else 0)
+        text = f"{binary_bytes(needed)} of {binary_bytes(capacity.device_bytes)} on {capacity.device_name}"
+        if capacity.host_is_device or not found.host_peak_bytes:
+            return text
+        total = capacity.host_bytes_per_node
+        has = "an unknown amount" if total is None else binary_bytes(total)
+        return f"{text}, {binary_bytes(found.host_peak_bytes * capacity.local_ranks)} of {has} of host memory per node"
+
+    @property
+    def problems(self) -> list[str]:
+        """One per place that is too small: by how much, the largest components, what to change; empty where it fits."""
+        found, capacity, fit = self.prediction, self.capacity, self.fit
+        if found is None or capacity is None or fit is None or fit.fits:
+            return []
+        on_cpu, ranks, told = capacity.host_is_device, capacity.local_ranks, []
+        if not fit.device:
+            needs = found.needed_bytes + (found.host_peak_bytes if on_cpu else 0)
+            told.append(
+                f"does not fit: a rank needs {_of(needs, capacity.device_bytes)} of {capacity.device_name} "
+                f"({capacity.device_source}), by the prediction; most of it in phase {found.phase}. "
+                f"Largest: {_largest(found.components['device'])}. {self._help('device')}"
+            )
+        if not fit.host and not on_cpu and capacity.host_bytes_per_node is not None:
+            needs = found.host_peak_bytes * ranks
+            told.append(
+                f"does not fit: {count_of('rank', ranks)} need {_of(needs, capacity.host_bytes_per_node)} "
+                f"of host memory ({capacity.host_source}), by the prediction. "
+                f"Largest, per rank: {_largest(found.components['host'])}. {self._help('host')}"
+            )
+        return told
+
+    def _help(self, place: Place) -> str:
+        return f"What helps: {'; '.join(self.advice)}." if self.advice else less_memory_text(self.config, place)
 
     def to_dict(self) -> dict[str, Any]:
-        """The content of memory_plan.json."""
-        need, capacity, choice = self.need, self.capacity, self.choice
+        """The part `memory` of a plan, and the content of memory_plan.json; host_capacity_bytes is of a node."""
+        empty = dict.fromkeys(("device_peak_bytes", "needed_bytes", "host_peak_bytes", "phase", "components"))
         return {
+            **(self.prediction.to_dict() if self.prediction else empty),
+            **(self.capacity.to_dict() if self.capacity else {}),
+            "fits": self.fit and self.fit.fits,
+            "headroom_bytes": self.fit and self.fit.headroom_bytes,
+            "by": "fake_step",
             "source": "the prediction",
-            "device_peak_bytes": need and need.device_peak_bytes,
-            "needed_bytes": need and need.needed_bytes,
-            "host_peak_bytes": need and need.host_peak_bytes,
-            "phase": need and need.phase,
-            "components": need and {place: dict(components) for place, components in need.components.items()},
-            "capacity": None if capacity is None else capacity.to_dict(),
-            "fits": None if capacity is None or need is None else not self.problems,
-            "problems": list(self.problems),
+            "policy": self.policy,
+            "reason": self.choice.reason,
+            "candidates": [candidate.to_dict() for candidate in self.choice.candidates],
+            "problems": self.problems,
+            "advice": list(self.advice),
             "warnings": list(self.warnings),
             "step_time": self.step and self.step.to_dict(),
-            "policy": self.config.memory.activation_checkpoint,
-            "policy_reason": None if choice is None else choice.reason,
-            "candidates": [] if choice is None else [candidate.to_dict() for candidate in choice.candidates],
         }
 
 
@@ -130,13 +172,34 @@ def check_memory(config: RunConfig, planner: MemoryPlanner, *, force: bool = Fal
     Raises ConfigError when the run does not fit, unless `force`; then the check holds the problems. RunError when the
     policy is open and nothing can be predicted.
     """
-    is_open = config.memory.activation_checkpoint == "auto"
-    check = _settled(config, planner) if is_open else _configured(config, planner)
-    if check.capacity is not None and check.need is not None:
-        check = replace(check, problems=tuple(_problems(check.config, check.need, check.capacity, planner)))
+    is_open, world = config.memory.activation_checkpoint == "auto", world_of(config)
+    capacity, choice, prediction, unknown = None, MemoryChoice(config, (), "as configured"), None, list[str]()
+    try:
+        capacity = planner.capacity(config)
+        choice = settle_memory(config, world, capacity, planner.predict)
+    except ConfigError as error:
+        if is_open:
+            raise
+        unknown.append(str(error))
+    try:
+        prediction = choice.prediction or planner.predict(choice.config, world)
+    except RunError as error:
+        unknown.append(str(error))
+    warnings = tuple(f"not checked whether this run fits: {error}" for error in unknown)
+    check = with_remedies(
+        MemoryCheck(choice.config, capacity, prediction, choice, (), warnings), world, planner.predict
+    )
     if check.problems and not force:
         raise ConfigError([f"{problem} To start it all the same, add --force." for problem in check.problems])
     return replace(check, step=planner.predict_time(check.config))
+
+
+def with_remedies(check: MemoryCheck, world: Topology, predict: Predict, machine: Machine | None = None) -> MemoryCheck:
+    """`check` with what would make it fit where it does not; machine: None: as configured, or of that device."""
+    if check.capacity is None or check.fits:
+        return check
+    adviser = Adviser(check.capacity, machine or machine_of(check.config, check.capacity.device_name), predict)
+    return replace(check, advice=tuple(adviser.remedies(check.config, world)))
 
 
 def world_of(config: RunConfig) -> Topology:
@@ -148,51 +211,6 @@ def world_of(config: RunConfig) -> Topology:
 def with_memory(plan: LaunchPlan, memory: MemoryCheck) -> LaunchPlan:
     """`plan` with memory_plan.json among its files."""
     return replace(plan, files=(*plan.files, (MEMORY_PLAN_FILE, json_text(memory.to_dict()))))
-
-
-def _configured(config: RunConfig, planner: MemoryPlanner) -> MemoryCheck:
-    """The check of a configuration that names its policy."""
-    need, capacity, warnings = None, None, list[str]()
-    try:
-        capacity = planner.capacity(config)
-    except ConfigError as error:
-        warnings.append(f"not checked whether this run fits: {error}")
-    try:
-        need = planner.predict(config, world_of(config))
-    except RunError as error:
-        warnings.append(f"not checked whether this run fits: {error}")
-    return MemoryCheck(config, need, capacity, warnings=tuple(warnings))
-
-
-def _settled(config: RunConfig, planner: MemoryPlanner) -> MemoryCheck:
-    """The check of the policy that is chosen."""
-    capacity = planner.capacity(config)
-    choice = settle_memory(config, world_of(config), capacity, planner.predict)
-    return MemoryCheck(choice.config, choice.prediction, capacity, choice)
-
-
-def _problems(config: RunConfig, need: MemoryPrediction, capacity: Capacity, planner: MemoryPlanner) -> list[str]:
-    """One per place that is too small: by how much, the largest components, what to change."""
-    on_cpu, problems = capacity.host_is_device, []
-    fit = predicted_fit(need, capacity)
-    if not fit.device:
-        needs = need.needed_bytes + (need.host_peak_bytes if on_cpu else 0)
-        problems.append(
-            f"does not fit: a rank needs {_of(needs, capacity.device_bytes)} of {capacity.device_name} "
-            f"({capacity.device_source}), by the prediction; most of it in phase {need.phase}. "
-            f"Largest: {_largest(need.components['device'])}. {planner.advice(config, capacity, 'device')}"
-        )
-    if not fit.host and not on_cpu and capacity.host_bytes_per_node is not None:
-        ranks = capacity.local_ranks
-        needs = need.host_peak_bytes * ranks
-        problems.append(
-            f"does not fit: {ranks} rank{'' if ranks == 1 else 's'} need "
-            f"{_of(needs, capacity.host_bytes_per_node)} of host memory "
-            f"({capacity.host_source}), by the prediction. "
-            f"Largest, per rank: {_largest(need.components['host'])}. "
-            f"{planner.advice(config, capacity, 'host')}"
-        )
-    return problems
 
 
 def _of(needs: int, has: int) -> str:

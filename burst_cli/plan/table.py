@@ -11,8 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli.figures import binary_bytes, count, count_of, percent, seconds
-from burst_cli.plan.candidates import Illegal, MemoryReport, Plan
+from burst_cli.plan.candidates import Illegal, Plan
+from burst_cli.plan.memory_check import MemoryCheck
+from burst_cli.tables import listing, styled
+from engine.config.settings import Store
 from engine.planning.memory.auto import MemoryCandidate, MemoryChoice
+from engine.planning.memory.predictor import MemoryPrediction
 from engine.planning.methods.preview import AttentionPreview, Buffers, LayerPreview, PassPreview, links_to_dict
 from engine.planning.time.machine import Machine
 from engine.planning.time.recommend import LEAST_SAVING
@@ -44,14 +48,12 @@ def answer_view(plan: Plan, price: float | None = None, picture: Path | None = N
     return Text("\n").join(Text.assemble((f"{name:8}", "bold"), text) for name, text in lines)
 
 
-def _fit_words(report: MemoryReport | None) -> str:
-    if report is None:
+def _fit_words(memory: MemoryCheck | None) -> str:
+    if memory is None or memory.fit is None:
         return "not predicted"
-    has, room = binary_bytes(report.capacity.device_bytes), binary_bytes(abs(report.fit.headroom_bytes))
-    needs = f"{binary_bytes(report.prediction.needed_bytes)} of {has} on {report.capacity.device_name}"
-    if report.fit.fits:
-        return f"fits: {needs}, {room} free; memory: {report.policy}"
-    return f"DOES NOT FIT: {needs}, {room} short; memory: {report.policy}"
+    room = binary_bytes(abs(memory.fit.headroom_bytes))
+    verdict, rest = ("fits", f"{room} free") if memory.fits else ("DOES NOT FIT", f"{room} short")
+    return f"{verdict}: {memory.needs}, {rest}; memory: {memory.policy}"
 
 
 def _step_words(step: StepTime) -> str:
@@ -102,7 +104,7 @@ def _advice(plan: Plan) -> list[str]:
     """One sentence; none where nobody looked."""
     if plan.memory is None:
         return []
-    if not plan.memory.fit.fits:
+    if not plan.memory.fits:
         return list(plan.memory.advice[:1])
     unit = _unit(plan)
     if plan.advice is None:
@@ -139,7 +141,12 @@ def comparison_table(candidates: Sequence[Plan | Illegal], width: int) -> Render
     fits = sum(widths) + _CELL_PADDING * len(widths) < width
     best = _fastest(legal)
     parts: list[RenderableType] = [_placement(legal[0]), Text()]
-    parts.append(_as_rows(headings, cells, best) if fits else _as_columns(headings, cells))
+    if fits:
+        rows = [styled(row, "green" if index == best else "") for index, row in enumerate(cells)]
+        parts.append(listing(headings, rows, headings[4:], ruled=True))
+    else:
+        turned = [[Text(heading, "bold"), *row] for heading, *row in zip(headings, *cells, strict=True)]
+        parts.append(listing([str(cell) for cell in turned[0]], turned[1:], ruled=True))
     for candidate in illegal:
         parts.append(Text.assemble((f"{candidate.name}: ", "bold"), ("not legal here", "yellow")))
         parts += [Text(f"  • {problem}") for problem in candidate.problems]
@@ -167,7 +174,6 @@ def _placement(candidate: Plan) -> Text:
 
 
 def _passes_table(layer: LayerPreview, machine: Machine) -> Table:
-    table = _table("per layer and rank", *(one.direction for one in layer.every_pass), numbers=True)
     figures: dict[str, Callable[[PassPreview], str]] = {
         "steps": lambda one: str(one.steps),
         "tiles": lambda one: str(one.tiles),
@@ -180,18 +186,17 @@ def _passes_table(layer: LayerPreview, machine: Machine) -> Table:
         "  computing (busiest rank)": lambda one: seconds(one.timeline.busiest_s if one.timeline else None),
         "  exposed communication": _exposed,
     }
-    for heading, cell in figures.items():
-        table.add_row(heading, *(cell(one) for one in layer.every_pass))
-    return table
+    directions = [one.direction for one in layer.every_pass]
+    rows = [[heading, *map(cell, layer.every_pass)] for heading, cell in figures.items()]
+    return listing(("per layer and rank", *directions), rows, directions, ruled=True)
 
 
 def _link_cell(link: str) -> Callable[[PassPreview], str]:
     return lambda one: binary_bytes(links_to_dict(one.busiest_links)[link])
 
 
-def _extra_buffers(one: PassPreview, where: str) -> str:
-    place = "host" if where == "host" else "device"
-    return binary_bytes(max(rank.buffer_bytes(place, pinned=False) for rank in one.ranks))  # type: ignore[arg-type]
+def _extra_buffers(one: PassPreview, where: Store) -> str:
+    return binary_bytes(max(rank.buffer_bytes(where, pinned=False) for rank in one.ranks))
 
 
 def _seconds(one: PassPreview) -> float | None:
@@ -206,14 +211,13 @@ def _exposed(one: PassPreview) -> str:
 
 
 def _buffers_table(preview: AttentionPreview) -> Table:
-    table = _table("buffers", "what", "memory", "slots", "rows", "size")
-    for column in table.columns[3:]:
-        column.justify = "right"
-    for one in preview.every_pass:
-        for index, buffers in enumerate(one.largest_buffers.buffers):
-            last = index == len(one.largest_buffers.buffers) - 1
-            table.add_row(one.direction if index == 0 else "", *_buffer_cells(buffers), end_section=last)
-    return table
+    rows = [
+        [one.direction if index == 0 else "", *_buffer_cells(buffers)]
+        for one in preview.every_pass
+        for index, buffers in enumerate(one.largest_buffers.buffers)
+    ]
+    figures = ("slots", "rows", "size")
+    return listing(("buffers", "what", "memory", *figures), rows, figures, ruled=True)
 
 
 def _buffer_cells(buffers: Buffers) -> tuple[str, ...]:
@@ -224,17 +228,16 @@ def _buffer_cells(buffers: Buffers) -> tuple[str, ...]:
 
 def _ranking_table(candidate: Plan) -> Table:
     """What attention=auto chose from, best first."""
-    headings = ("heads x inner x outer", "backward", "attention per step", "exposed", "buffers")
-    table = _table("methods, best first", *headings)
-    for column in table.columns[3:]:
-        column.justify = "right"
-    for index, one in enumerate(candidate.ranking):
+    rows = []
+    for one in candidate.ranking:
         method = one.method
         degrees = f"{method.head_parallel_size} x {method.ring_inner_size} x {method.ring_outer_size}"
         moved = method.backward_circulates if method.ring_inner_size * method.ring_outer_size > 1 else "-"
         figures = (seconds(one.seconds), seconds(one.exposed_s), binary_bytes(one.buffer_bytes))
-        table.add_row(method.preset, degrees, moved, *figures, style="bold" if index == 0 else None)
-    return table
+        rows.append((method.preset, degrees, moved, *figures))
+    headings = ("attention per step", "exposed", "buffers")
+    about = ("methods, best first", "heads x inner x outer", "backward")
+    return listing((*about, *headings), [styled(rows[0], "bold"), *rows[1:]], headings, ruled=True)
 
 
 def _footer(candidate: Plan) -> list[Text]:
@@ -297,9 +300,11 @@ def _comparison_columns(legal: Sequence[Plan]) -> list[tuple[str, Callable[[Plan
 
 
 def _memory_cell(candidate: Plan) -> str:
-    assert candidate.memory is not None
-    needed = binary_bytes(candidate.memory.prediction.needed_bytes)
-    return needed if candidate.memory.fit.fits else f"{needed}, does not fit"
+    memory = candidate.memory
+    assert memory is not None
+    assert memory.prediction is not None
+    needed = binary_bytes(memory.prediction.needed_bytes)
+    return needed if memory.fits else f"{needed}, does not fit"
 
 
 def _degrees(candidate: Plan) -> str:
@@ -319,89 +324,49 @@ def _fastest(legal: Sequence[Plan]) -> int | None:
     return steps.index(min(steps)) if len(steps) > 1 else None
 
 
-def _as_rows(headings: Sequence[str], cells: Sequence[Sequence[str]], best: int | None) -> Table:
-    table = Table(header_style="bold", padding=(0, 1))
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if index < 4 else "right", no_wrap=True)
-    for index, row in enumerate(cells):
-        table.add_row(*(Text(text) for text in row), style="green" if index == best else None)
-    return table
-
-
-def _as_columns(headings: Sequence[str], cells: Sequence[Sequence[str]]) -> Table:
-    table = Table(header_style="bold", padding=(0, 1))
-    for heading in (headings[0], *(row[0] for row in cells)):
-        table.add_column(Text(heading), overflow="fold")
-    for index, heading in enumerate(headings[1:], start=1):
-        table.add_row(Text(heading, style="bold"), *(Text(row[index]) for row in cells))
-    return table
-
-
-def _table(*headings: str, numbers: bool = False) -> Table:
-    table = Table(header_style="bold", padding=(0, 1))
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if numbers and index else "left", overflow="fold")
-    return table
-
-
-def memory_view(report: MemoryReport) -> list[RenderableType]:
+def memory_view(memory: MemoryCheck) -> list[RenderableType]:
     """Components, whether it fits, what it was chosen from."""
-    parts: list[RenderableType] = [_components_table(report), _verdict(report)]
-    parts += [Text.assemble(("  • ", "yellow"), text) for text in report.advice]
-    if report.choice.candidates:
-        parts += [Text(), candidates_table(report.choice), _candidates_note(report.choice)]
+    parts: list[RenderableType] = [] if memory.prediction is None else [_components_table(memory.prediction)]
+    parts += [_verdict(memory), *(Text.assemble(("  • ", "yellow"), text) for text in memory.advice)]
+    if memory.choice.candidates:
+        parts += [Text(), candidates_table(memory.choice), _candidates_note(memory.choice)]
     return parts
 
 
-def _components_table(report: MemoryReport) -> Table:
+def _components_table(found: MemoryPrediction) -> Table:
     """A row per component: on the device and on the host."""
-    found = report.prediction
     peaks = {"device": found.device_peak_bytes, "host": found.host_peak_bytes}
     places = [place for place, peak in peaks.items() if peak or place == "device"]
-    table = Table("memory of a rank", *places, header_style="bold", padding=(0, 1))
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for component in found.components["device"]:
-        sizes = [found.components[place].get(component, 0) for place in places]
-        if any(sizes):
-            table.add_row(component, *(binary_bytes(size) if size else "" for size in sizes))
+    sizes = {name: [found.components[place].get(name, 0) for place in places] for name in found.components["device"]}
+    rows = [[name, *(binary_bytes(size) if size else "" for size in row)] for name, row in sizes.items() if any(row)]
+    table = listing(("memory of a rank", *places), rows, places, ruled=True)
     table.add_section()
     table.add_row("peak", *(binary_bytes(peaks[place]) for place in places), style="bold")
     table.add_row("in phase", found.phase, style="dim")
     return table
 
 
-def _verdict(report: MemoryReport) -> Text:
-    best, capacity, fit = report.prediction, report.capacity, report.fit
-    needs = f"{binary_bytes(best.needed_bytes)} of {binary_bytes(capacity.device_bytes)} on {capacity.device_name}"
-    if not capacity.host_is_device and best.needed_bytes > best.device_peak_bytes:
-        reserve = binary_bytes(best.needed_bytes - best.device_peak_bytes)
-        needs += f" ({reserve} of it context, communicators and fragmentation)"
-    if best.host_peak_bytes and not capacity.host_is_device:
-        has = (
-            "an unknown amount" if capacity.host_bytes_per_node is None else binary_bytes(capacity.host_bytes_per_node)
-        )
-        needs += f", {binary_bytes(best.host_peak_bytes * capacity.local_ranks)} of {has} of host memory per node"
+def _verdict(memory: MemoryCheck) -> Text:
+    found, fit = memory.prediction, memory.fit
+    if found is None or fit is None:
+        return Text(memory.needs)
+    context = f" ({binary_bytes(found.reserve_bytes)} of it context, communicators and fragmentation)"
     room = binary_bytes(abs(fit.headroom_bytes))
-    if fit.fits:
-        head = ("fits         ", "bold green")
-        tail = f"; {room} stay free"
-    else:
-        where = "the device" if not fit.device else "host memory"
-        head = ("does not fit ", "bold red")
-        tail = f"; {room} per rank are missing in {where}"
-    return Text.assemble(head, f"{report.policy}: {needs}{tail}; predicted by a rehearsal of the step")
+    where = "host memory" if fit.device else "the device"
+    head = ("fits         ", "bold green") if fit.fits else ("does not fit ", "bold red")
+    tail = f"; {room} stay free" if fit.fits else f"; {room} per rank are missing in {where}"
+    needs = f"{memory.policy}: {memory.needs}{context if found.reserve_bytes else ''}"
+    return Text.assemble(head, f"{needs}{tail}; predicted by a rehearsal of the step")
 
 
 def candidates_table(choice: MemoryChoice) -> Table:
     """What memory=auto chose from: bytes of one rank, of those that were predicted; seconds that a policy adds."""
     headings = ("device", "host", "kept per rank", "moved per step", "FLOPs again: linear", "attention", "step")
-    table = Table("memory=auto, best first", "fits", *headings, header_style="bold", padding=(0, 1))
-    for column in table.columns[2:]:
-        column.justify = "right"
-    for candidate in choice.candidates[:_SHOWN_CANDIDATES]:
-        table.add_row(*_candidate_cells(candidate), style="bold" if candidate.memory == choice.config.memory else None)
-    return table
+    rows = [
+        styled(_candidate_cells(one), "bold" if one.memory == choice.config.memory else "")
+        for one in choice.candidates[:_SHOWN_CANDIDATES]
+    ]
+    return listing(("memory=auto, best first", "fits", *headings), rows, headings, ruled=True)
 
 
 def _candidate_cells(candidate: MemoryCandidate) -> tuple[str, ...]:

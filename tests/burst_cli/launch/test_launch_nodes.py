@@ -96,7 +96,7 @@ def test_a_dry_run_asks_the_nodes_and_leaves_no_trace(
     assert (document["launcher"], document["world_size"], document["backend"]) == ("ssh", 4, "gloo")
     assert [node["name"] for node in document["nodes"]] == list(testbed.node_names)
     assert document["nodes"][0]["command"][-1] == f"{document['nodes'][0]['folder']}/config.yaml"
-    assert document["memory"]["capacity"]["host_source"].startswith("memory of ")
+    assert document["memory"]["host_source"].startswith("memory of ")
     assert traces(testbed) == before
     assert not runs.exists()
     assert not (tmp_path / "cache").exists()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from testkit.fake_plan import node_facts
+from testkit.sections import changed
 
 from burst_cli.plan.launch_view import launch_notes
 from burst_cli.plan.memory_check import MEMORY_PLAN_FILE, MemoryCheck, MemoryPlanner, check_memory, with_memory
@@ -62,11 +63,13 @@ def refused(planner: MemoryPlanner, config: RunConfig = CONFIG) -> str:
     return str(caught.value)
 
 
-def test_run_that_fits_is_predicted_once_and_says_so() -> None:
+@pytest.mark.parametrize("policy", ["full", "auto"])
+def test_run_that_fits_is_predicted_once_and_says_so(policy: str) -> None:
     predictor = FakePredictor(need(79, 24))
-    check = check_memory(CONFIG, MemoryPlanner(H100, predictor))
-    assert (predictor.asked, check.problems) == (1, ())
-    assert check.summary == "79 GiB of 80 GiB per rank on NVIDIA H100, 24 GiB of host memory, by the prediction"
+    config = changed(CONFIG, memory={"activation_checkpoint": policy})
+    check = check_memory(config, MemoryPlanner(H100, predictor))
+    assert (predictor.asked, check.problems) == (1, [])
+    assert check.needs == "79 GiB of 80 GiB on NVIDIA H100, 96 GiB of 100 GiB of host memory per node"
 
 
 def test_refusal_says_by_how_much_where_why_and_what_to_do() -> None:
@@ -101,13 +104,13 @@ def test_on_the_cpu_both_memories_are_one() -> None:
 
 def test_nothing_is_refused_when_the_capacity_is_unknown() -> None:
     check = check_memory(ON_CPU, planner(need(5000, 5000), Hardware((), None, "unknown")))
-    assert (check.problems, check.to_dict()["fits"]) == ((), None)
+    assert (check.problems, check.to_dict()["fits"]) == ([], None)
     assert "not checked whether this run fits: the memory of this machine is unknown" in launch_notes(check).plain
 
 
 def test_what_cannot_be_predicted_is_started_with_a_warning() -> None:
     check = check_memory(CONFIG, planner(RunError("no torch here.")))
-    assert (check.summary, check.to_dict()["fits"], check.to_dict()["needed_bytes"]) == ("not predicted", None, None)
+    assert (check.needs, check.to_dict()["fits"], check.to_dict()["needed_bytes"]) == ("not predicted", None, None)
     assert "not checked whether this run fits: no torch here." in launch_notes(check).plain
     with pytest.raises(RunError, match="no torch here"):  # but a policy cannot be chosen
         check_memory(OPEN, planner(RunError("no torch here.")))
@@ -139,7 +142,7 @@ def test_plan_keeps_the_settled_configuration_and_the_reckoning(tmp_path: Path) 
     files = dict(plan.files)
     assert "activation_checkpoint: none" in files["config.yaml"]
     document = json.loads(files[MEMORY_PLAN_FILE])
-    assert document["policy"] == "none"
+    assert document["policy"] == "none, on device"
     assert "full, on host" in [candidate["name"] for candidate in document["candidates"]]
-    assert (document["device_peak_bytes"], document["capacity"]["device_capacity_bytes"]) == (GIB, 80 * GIB)
+    assert (document["device_peak_bytes"], document["device_capacity_bytes"]) == (GIB, 80 * GIB)
     assert document["fits"] is True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from io import StringIO
 from typing import Any
 
@@ -10,7 +11,7 @@ from rich.console import Console, Group
 from testkit.sections import changed
 
 from burst_cli.compose import compose
-from burst_cli.plan.candidates import MemoryReport, report_memory
+from burst_cli.plan.memory_check import MemoryCheck, with_remedies
 from burst_cli.plan.table import memory_view
 from engine.config.settings import ModelConfig, RunConfig
 from engine.planning.memory.auto import MemoryChoice, settle_memory
@@ -45,12 +46,13 @@ def prediction(gib: int, host_gib: int = 0) -> MemoryPrediction:
     )
 
 
-def report(gib: float, found: MemoryPrediction, **memory: Any) -> MemoryReport:
-    choice = MemoryChoice(config(**memory), (), "as configured")
-    return report_memory(choice, WORLD, capacity(gib), lambda config, world: found, H100)
+def report(gib: float, found: MemoryPrediction, **memory: Any) -> MemoryCheck:
+    asked = config(**memory)
+    check = MemoryCheck(asked, capacity(gib), found, MemoryChoice(asked, (), "as configured"))
+    return with_remedies(check, WORLD, lambda config, world: found, H100)
 
 
-def shown(found: MemoryReport, width: int = 200) -> str:
+def shown(found: MemoryCheck, width: int = 200) -> str:
     stream = StringIO()
     Console(file=stream, width=width, highlight=False).print(Group(*memory_view(found)))
     return stream.getvalue()
@@ -76,19 +78,15 @@ def test_policies_are_named_by_their_settings(memory: dict[str, Any], words: str
     assert report(80, prediction(1), **memory).policy == words
 
 
-def test_auto_predicts_the_chosen_policy_once() -> None:
-    asked = []
-
-    def predict(config: RunConfig, world: Topology) -> MemoryPrediction:
-        asked.append(config)
-        return prediction(10)
-
-    choice = settle_memory(config(activation_checkpoint="auto"), WORLD, capacity(80), predict, H100)
-    found = report_memory(choice, WORLD, capacity(80), predict, H100)
-    assert len(asked) == 1
-    assert found.to_dict()["by"] == "fake_step"
-    assert "memory=auto, best first" in shown(found)
-    assert "not tried" in shown(found)
+def test_on_the_cpu_what_is_needed_counts_both_memories() -> None:
+    """6 GiB of tensors and 3 GiB of stores do not fit into 8 GiB, and are not told as 6 of 8."""
+    together = replace(capacity(8), host_is_device=True)
+    needs = replace(prediction(5, host_gib=3), reserve_bytes=0)
+    asked = config()
+    check = MemoryCheck(asked, together, needs, MemoryChoice(asked, (), "as configured"))
+    assert (check.needs, check.fits) == ("8 GiB of 8 GiB on test device", True)
+    over = replace(check, prediction=replace(needs, device_peak_bytes=6 * GIB))
+    assert (over.needs, over.fits) == ("9 GiB of 8 GiB on test device", False)
 
 
 @pytest.mark.thorough
