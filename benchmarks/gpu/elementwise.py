@@ -18,9 +18,9 @@ from torch import Tensor
 from benchmarks.turns import measure_in_turn
 from engine.attention.merge import add_kv, backward_stats, merge_tile, surrogate_out
 from engine.bench.spec import Rounds
+from engine.config.settings import LossConfig
 from engine.kernels.dispatch import uses_triton
-from engine.loss.fused import loss_of_logits
-from engine.loss.options import LossOptions
+from engine.loss.fused import losses_of_logits
 from engine.model.elementwise import add_rms_norm, rms_norm, swiglu
 from engine.model.rope import apply_rope
 from engine.row_blocks import scaled
@@ -160,7 +160,7 @@ def _loss(shape: Shape, device: torch.device) -> Iterator[Contest]:
     labels = torch.randint(0, shape.vocab, (shape.chunk,), device=device)
 
     def ours(*, overwrite: bool) -> Tensor:
-        return loss_of_logits(logits, labels, LossOptions(), overwrite=overwrite)
+        return losses_of_logits(logits, labels, LossConfig(), overwrite=overwrite).sum()
 
     def value() -> Tensor:
         return F.cross_entropy(logits.float(), labels, reduction="sum")

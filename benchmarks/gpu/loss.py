@@ -13,8 +13,8 @@ from benchmarks.gpu.plan import Measurement, Part, Row
 from benchmarks.gpu.timing import measured_matmul_flops, time_call
 from benchmarks.plain_loss import cross_entropy_plain
 from benchmarks.turns import peak_extra_bytes
+from engine.config.settings import LossConfig
 from engine.loss.fused import linear_cross_entropy
-from engine.loss.options import LossOptions
 
 LOSSES = {"fused": linear_cross_entropy, "plain": cross_entropy_plain}
 PRODUCTS = 3  # logits, gradient of hidden, gradient of the weight
@@ -71,7 +71,7 @@ def measure(
     if kind == "plain" and needed > free_bytes(device):
         return [about | {"status": "skipped", "error": f"needs about {needed / 1e9:.0f} GB for all its logits"}]
     inputs = make_inputs(rows, hidden_size, vocab_size, device)
-    call = functools.partial(run_loss, kind, inputs, LossOptions(chunk_tokens=chunk_tokens))
+    call = functools.partial(run_loss, kind, inputs, LossConfig(chunk_tokens=chunk_tokens))
     flops = 2.0 * PRODUCTS * rows * vocab_size * hidden_size
     return [about | _measure_call(call, flops, inputs[0].nbytes, device, measured_matmul_flops(device, matmul_size))]
 
@@ -86,7 +86,7 @@ def make_inputs(
     return hidden, weight, torch.randint(0, vocab_size, (rows,), device=device)
 
 
-def run_loss(name: str, inputs: tuple[Tensor, Tensor, Tensor], options: LossOptions) -> None:
+def run_loss(name: str, inputs: tuple[Tensor, Tensor, Tensor], options: LossConfig) -> None:
     """One forward and backward pass of the mean loss; gradients are dropped."""
     hidden, weight, labels = inputs
     loss = LOSSES[name](hidden, weight, labels, options=options)

@@ -13,34 +13,22 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from engine.data.sampler import IGNORE_INDEX
 from engine.kernels.launch import kernel, launch
 from engine.kernels.tiles import block_width
-from engine.loss.options import LossOptions
 from engine.row_blocks import accumulate_dtype
 
 
-def losses(logits: Tensor, labels: Tensor, options: LossOptions, *, overwrite: bool) -> Tensor:
-    """Loss of every row [C], fp32, 0 where its label does not count; `overwrite`: logits [C, V] become its gradient.
-
-    A label outside of the vocabulary gives nan.
-    """
-    found = torch.empty(logits.shape[0], dtype=accumulate_dtype(logits.dtype), device=logits.device)
-    constants = {"z_loss": options.z_loss, "ignore_index": options.ignore_index, "overwrite": overwrite}
-    _launch(losses_kernel, logits, labels, found, **constants)
-    return found
-
-
-def statistics(logits: Tensor, labels: Tensor, first: int, options: LossOptions) -> Tensor:
-    """[3, C] fp32: maximum, sum of exponentials less the maximum, logit of the label or 0 where it is not in here."""
+def statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
+    """[3, C] fp32: maximum, sum of exponentials less it, logit of the label or -inf where it is not in here."""
     found = torch.empty(3, logits.shape[0], dtype=accumulate_dtype(logits.dtype), device=logits.device)
-    _launch(statistics_kernel, logits, labels, found, first, ignore_index=options.ignore_index)
+    _launch(statistics_kernel, logits, labels, found, first)
     return found
 
 
-def overwrite_with_gradient(logits: Tensor, labels: Tensor, lse: Tensor, first: int, options: LossOptions) -> None:
+def overwrite_with_gradient(logits: Tensor, labels: Tensor, lse: Tensor, first: int, z_loss: float) -> None:
     """Turns logits [C, V] into the gradient of the loss sum with respect to them; lse [C] over the whole vocabulary."""
-    constants = {"z_loss": options.z_loss, "ignore_index": options.ignore_index}
-    _launch(gradient_kernel, logits, labels, lse.contiguous(), first, **constants)
+    _launch(gradient_kernel, logits, labels, lse.contiguous(), first, z_loss=z_loss)
 
 
 def _launch(function: Any, logits: Tensor, labels: Tensor, *others: Any, **constants: Any) -> None:
@@ -50,31 +38,7 @@ def _launch(function: Any, logits: Tensor, labels: Tensor, *others: Any, **const
     sizes = {"vocab": vocab, "width": width, "blocks": -(-vocab // width)}
     # Half as many threads as rows in registers have: more rows at once hide the waits of each other.
     arguments = (logits, labels.contiguous(), *others, logits.stride(0))
-    launch(function, rows, *arguments, cells=width // 2, **sizes, **constants)
-
-
-@kernel
-def losses_kernel(
-    logits: tl.tensor, labels: tl.tensor, found: tl.tensor, logits_row: tl.tensor,
-    vocab: tl.constexpr, width: tl.constexpr, blocks: tl.constexpr, z_loss: tl.constexpr, ignore_index: tl.constexpr,
-    overwrite: tl.constexpr,
-) -> None:  # fmt: skip
-    wide: tl.constexpr = found.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    at = logits + row * logits_row
-    label = tl.load(labels + row)
-    counts = label != ignore_index
-    is_here = counts & (label >= 0) & (label < vocab)
-    picked = tl.load(at + tl.where(is_here, label, 0)).to(wide)  # before the row is overwritten
-    top, total = _top_and_total(at, vocab, width, blocks, wide)
-    lse = top + tl.log(total)
-    loss = tl.where(is_here, lse - picked, float("nan"))
-    if z_loss != 0:
-        loss += z_loss * lse * lse
-    tl.store(found + row, tl.where(counts, loss, 0.0))
-    if overwrite:
-        tl.debug_barrier()  # all threads have read the row
-        _overwrite(at, tl.where(is_here, label, -1), lse, counts, vocab, width, blocks, wide, z_loss)
+    launch(function, rows, *arguments, cells=width // 2, ignore_index=IGNORE_INDEX, **sizes, **constants)
 
 
 @kernel
@@ -89,32 +53,6 @@ def statistics_kernel(
     index = label - first
     is_here = (label != ignore_index) & (index >= 0) & (index < vocab)
     picked = tl.load(at + tl.where(is_here, index, 0)).to(wide)
-    top, total = _top_and_total(at, vocab, width, blocks, wide)
-    tl.store(found + row, top)
-    tl.store(found + rows + row, total)
-    tl.store(found + 2 * rows + row, tl.where(is_here, picked, 0.0))
-
-
-@kernel
-def gradient_kernel(
-    logits: tl.tensor, labels: tl.tensor, lse: tl.tensor, first: tl.tensor, logits_row: tl.tensor,
-    vocab: tl.constexpr, width: tl.constexpr, blocks: tl.constexpr, z_loss: tl.constexpr, ignore_index: tl.constexpr,
-) -> None:  # fmt: skip
-    wide: tl.constexpr = lse.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
-    label = tl.load(labels + row)
-    counts = label != ignore_index
-    index = tl.where(counts, label - first, -1)
-    at = logits + row * logits_row
-    _overwrite(at, index, tl.load(lse + row), counts, vocab, width, blocks, wide, z_loss)
-
-
-@kernel
-def _top_and_total(
-    at: tl.tensor,
-    vocab: tl.constexpr, width: tl.constexpr, blocks: tl.constexpr, wide: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """(maximum, sum of exp(logit - maximum)) of the row that begins at `at`."""
     top = tl.full([], float("-inf"), wide)
     total = tl.full([], 0.0, wide)
     for block in range(blocks):
@@ -124,19 +62,26 @@ def _top_and_total(
         base = tl.where(higher == float("-inf"), 0.0, higher)  # a block of nothing but -inf adds nothing
         total = total * tl.exp(top - base) + tl.sum(tl.exp(value - base), 0)
         top = higher
-    return top, total
+    tl.store(found + row, top)
+    tl.store(found + rows + row, total)
+    tl.store(found + 2 * rows + row, tl.where(is_here, picked, float("-inf")))
 
 
 @kernel
-def _overwrite(
-    at: tl.tensor, index: tl.tensor, lse: tl.tensor, counts: tl.tensor,
-    vocab: tl.constexpr, width: tl.constexpr, blocks: tl.constexpr, wide: tl.constexpr, z_loss: tl.constexpr,
+def gradient_kernel(
+    logits: tl.tensor, labels: tl.tensor, lse: tl.tensor, first: tl.tensor, logits_row: tl.tensor,
+    vocab: tl.constexpr, width: tl.constexpr, blocks: tl.constexpr, z_loss: tl.constexpr, ignore_index: tl.constexpr,
 ) -> None:  # fmt: skip
-    """d/dlogits of lse is the softmax, of z * lse**2 it is 2 z lse * softmax; 1 less at the label's `index`."""
-    factor = 1.0 + 2.0 * z_loss * lse
+    row = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + row)
+    counts = label != ignore_index
+    index = tl.where(counts, label - first, -1)
+    at = logits + row * logits_row
+    of_row = tl.load(lse + row)
+    factor = 1.0 + 2.0 * z_loss * of_row  # d/dlogits of lse is the softmax, of z * lse**2 it is 2 z lse * softmax
     for block in range(blocks):
         column = block * width + tl.arange(0, width)
         value = tl.load(at + column, mask=column < vocab, other=0.0)
-        gradient = tl.exp(value.to(wide) - lse) * factor - tl.where(column == index, 1.0, 0.0)
+        gradient = tl.exp(value.to(of_row.dtype) - of_row) * factor - tl.where(column == index, 1.0, 0.0)
         gradient = tl.where(counts, gradient, 0.0)
         tl.store(at + column, gradient.to(value.dtype), mask=column < vocab)

@@ -9,21 +9,33 @@ them by the incoming scalar: no logits are kept and none are computed twice. Ext
     2 blocks         fp32 softmax, of a size fixed in engine.row_blocks; none on a GPU (engine.kernels)
 
 independent of the number of rows, plus the gradient of `hidden` itself.
+
+Ranks may hold slices of the vocabulary, each with its own rows of `hidden`: then no rank has a whole row of logits, and
+they walk chunks together:
+
+    gather the chunk's rows from all ranks     hidden [C, d]
+    local logits                               [C, V / t]
+    gather three numbers per row and rank      maximum, sum of exponentials, logit of the label: lse is exact
+    both gradients from the local logits       of the weight's slice; of hidden, summed by a reduce-scatter
+
+torch's loss_parallel wants the logits of all rows at once as a DTensor, keeps them for backward, and knows no z-loss.
+Sent per rank, with T the rows of all ranks: 2 (t - 1) / t T d numbers in the dtype of hidden, 3 (t - 1) T in fp32, and
+the labels once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from engine.config.settings import LossConfig
+from engine.data.sampler import IGNORE_INDEX
 from engine.kernels.dispatch import uses_triton
-from engine.loss.options import LossOptions, check_shapes
 from engine.row_blocks import (
     accumulate_dtype,
     acts_as_accelerator,
@@ -34,18 +46,45 @@ from engine.row_blocks import (
 )
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, options: LossOptions) -> Tensor:
+@dataclass(frozen=True)
+class VocabularyRanks:
+    """The ranks that hold slices of the vocabulary, as many rows of the weight each, in order of rank.
+
+    gather   [t * n, ...] of own [n, ...]; scatter: own part of the sum over ranks of values [t * n, ...], into `out`
+    """
+
+    rank: int
+    count: int
+    gather: Callable[[Tensor], Tensor]
+    scatter: Callable[..., Tensor]
+
+
+ALONE = VocabularyRanks(0, 1, lambda own: own, lambda values, out: out.copy_(values))
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, options: LossConfig, ranks: VocabularyRanks = ALONE
+) -> Tensor:
     """Sum over counted rows of -log softmax(hidden @ weight.T)[label] + z_loss * lse**2; fp32 scalar.
 
     hidden [T, d], weight [V, d], labels [T] int64. Matmuls run in the dtype of `hidden`, softmax and sums in fp32
     (float64 for float64). Where no gradient is wanted (evaluation, frozen inputs) none is computed. The host never
     waits for the device.
+
+    Of several `ranks` each has its slice [V / t, d] of the weight and rows of its own, as many as the others. The loss
+    is that of own rows, labels are global ids. All ranks must call, run the backward and scale the loss alike:
+    gradients are those of the sum over ranks.
     """
-    return summed_loss(hidden, weight, labels, partial(_walk_chunks, options=options))
+    walk = _Walk(options, ranks)
+    if not torch.is_grad_enabled():
+        loss = walk(hidden.detach(), weight.detach().to(hidden.dtype), labels, _Gradients())
+        return loss.to(accumulate_dtype(hidden.dtype))
+    with_graph: Tensor = _SummedLoss.apply(hidden, weight, labels, walk)  # type: ignore[no-untyped-call]
+    return with_graph
 
 
 @dataclass
-class Gradients:
+class _Gradients:
     """Where the gradients of the loss sum go: hidden [T, d] in its dtype, weight [V, d] fp32; None where not wanted."""
 
     hidden: Tensor | None = None
@@ -57,26 +96,12 @@ class Gradients:
         return self.hidden is not None or self.weight is not None
 
 
-# (hidden, weight in its dtype, labels, gradients to fill) -> loss sum, float64 scalar; one pass over the chunks.
-Walk = Callable[[Tensor, Tensor, Tensor, Gradients], Tensor]
-
-
-def summed_loss(hidden: Tensor, weight: Tensor, labels: Tensor, walk: Walk) -> Tensor:
-    """What `walk` gives, fp32 scalar (float64 for float64), with the gradients that it made on its way."""
-    check_shapes(hidden, weight, labels)
-    if not torch.is_grad_enabled():
-        loss = walk(hidden.detach(), weight.detach().to(hidden.dtype), labels, Gradients())
-        return loss.to(accumulate_dtype(hidden.dtype))
-    with_graph: Tensor = _SummedLoss.apply(hidden, weight, labels, walk)  # type: ignore[no-untyped-call]
-    return with_graph
-
-
 class _SummedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, walk: Walk) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, walk: _Walk) -> Tensor:
         """The loss sum; both gradients are saved."""
         wide = accumulate_dtype(hidden.dtype)
-        gradients = Gradients(
+        gradients = _Gradients(
             hidden=torch.empty_like(hidden) if ctx.needs_input_grad[0] else None,
             weight=torch.zeros(weight.shape, dtype=wide, device=weight.device) if ctx.needs_input_grad[1] else None,
         )
@@ -101,57 +126,128 @@ class _SummedLoss(torch.autograd.Function):
         )
 
 
-def _walk_chunks(
-    hidden: Tensor, weight: Tensor, labels: Tensor, gradients: Gradients, *, options: LossOptions
+@dataclass(frozen=True)
+class _Walk:
+    """One pass over the chunks."""
+
+    options: LossConfig
+    ranks: VocabularyRanks
+
+    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, gradients: _Gradients) -> Tensor:
+        """Loss sum of own rows, float64 scalar; weight in the dtype of hidden; fills `gradients`."""
+        ranks = self.ranks
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        own_rows = max(1, self.options.chunk_tokens // ranks.count)
+        chunk_rows = min(own_rows, hidden.shape[0]) * ranks.count
+        buffer = torch.empty(chunk_rows, weight.shape[0], dtype=hidden.dtype, device=hidden.device)
+        scratch: Tensor | None = None
+        all_labels = ranks.gather(labels).view(ranks.count, -1)
+        for own in spans(hidden.shape[0], own_rows):
+            chunk = ranks.gather(hidden[own])
+            logits = torch.mm(chunk, weight.t(), out=buffer[: chunk.shape[0]])
+            chunk_labels = all_labels[:, own].flatten()
+            losses = losses_of_logits(logits, chunk_labels, self.options, overwrite=gradients.are_wanted, ranks=ranks)
+            total += losses.view(ranks.count, -1)[ranks.rank].sum(dtype=torch.float64)
+            if gradients.hidden is not None and ranks.count == 1:
+                torch.mm(logits, weight, out=gradients.hidden[own])
+            elif gradients.hidden is not None:
+                ranks.scatter(torch.mm(logits, weight), out=gradients.hidden[own])
+            if gradients.weight is not None:
+                scratch = add_weight_gradient(gradients.weight, logits, chunk, scratch)
+        return total
+
+
+def losses_of_logits(
+    logits: Tensor, labels: Tensor, options: LossConfig, *, overwrite: bool, ranks: VocabularyRanks = ALONE
 ) -> Tensor:
-    """See `Walk`."""
-    total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    chunk_rows = min(options.chunk_tokens, hidden.shape[0])
-    buffer = torch.empty(chunk_rows, weight.shape[0], dtype=hidden.dtype, device=hidden.device)
-    scratch: Tensor | None = None
-    for rows in spans(hidden.shape[0], options.chunk_tokens):
-        chunk = hidden[rows]
-        logits = torch.mm(chunk, weight.t(), out=buffer[: chunk.shape[0]])
-        total += loss_of_logits(logits, labels[rows], options, overwrite=gradients.are_wanted)
-        if gradients.hidden is not None:
-            torch.mm(logits, weight, out=gradients.hidden[rows])
-        if gradients.weight is not None:
-            scratch = add_weight_gradient(gradients.weight, logits, chunk, scratch)
-    return total
+    """Loss of every row [C] fp32, 0 where its label does not count; `overwrite`: logits [C, V] become its gradient.
+
+    Of several ranks logits are [C, V / t]: one small all-gather. A label that none has gives a loss that is not finite.
+    """
+    if ranks.count == 1 and not uses_triton(logits) and not rehearses_accelerator():
+        return _losses_by_softmax(logits, labels, options, overwrite=overwrite)
+    first = ranks.rank * logits.shape[1]
+    own = _statistics(logits, labels, first)
+    maximum, sums, picked = ranks.gather(own).view(-1, *own.shape).unbind(1)
+    top = maximum.amax(dim=0)
+    lse = top + (sums * (maximum - top).exp_()).sum(dim=0).log_()
+    losses = lse - picked.amax(dim=0)
+    if options.z_loss:
+        losses = losses + options.z_loss * lse.square()
+    if overwrite:
+        _overwrite_with_gradient(logits, labels, lse, first, options.z_loss)
+    return losses.masked_fill_(labels == IGNORE_INDEX, 0.0)
 
 
-def loss_of_logits(logits: Tensor, labels: Tensor, options: LossOptions, *, overwrite: bool) -> Tensor:
-    """The loss sum of a chunk, float64 scalar; with `overwrite`, `logits` [C, V] become their own gradient.
+def _losses_by_softmax(logits: Tensor, labels: Tensor, options: LossConfig, *, overwrite: bool) -> Tensor:
+    """As `losses_of_logits` of whole rows, by torch, which exponentiates once for both results.
 
-    On a GPU a kernel reads the logits once for the loss, and once more to overwrite them. On a CPU
     lse is not formed from a sum of exponentials but from the softmax itself, max(logits) - log(max(softmax)): equally
     exact, since the largest probability is at least 1 / V, and torch's softmax is far faster than its logsumexp.
     """
-    wide = accumulate_dtype(logits.dtype)
-    if uses_triton(logits):
-        from engine.kernels import cross_entropy as kernels
-
-        return kernels.losses(logits, labels, options, overwrite=overwrite).sum(dtype=torch.float64)
-    if rehearses_accelerator():  # of that kernel
-        return torch.empty(logits.shape[0], dtype=wide, device=logits.device).sum(dtype=torch.float64)
-    total = torch.zeros((), dtype=torch.float64, device=logits.device)
+    found = torch.empty(logits.shape[0], dtype=accumulate_dtype(logits.dtype), device=logits.device)
     for rows in row_blocks(logits.shape[0], logits.shape[1], logits.device):
-        values = logits[rows].to(wide)
-        counted = labels[rows] != options.ignore_index
+        values = logits[rows].to(found.dtype)
+        counted = labels[rows] != IGNORE_INDEX
         index = labels[rows].masked_fill(~counted, 0).unsqueeze(1)
         probabilities = torch.softmax(values, dim=-1)
         lse = values.amax(dim=-1) - probabilities.amax(dim=-1).log_()
         losses = lse - values.gather(1, index).squeeze(1)
         if options.z_loss:
-            losses = losses + options.z_loss * lse.square()
-        total += losses.masked_fill_(~counted, 0.0).sum(dtype=torch.float64)
+            losses += options.z_loss * lse.square()
+        found[rows] = losses.masked_fill_(~counted, 0.0)
         if overwrite:
             # d/dlogits of lse is the softmax, of z * lse**2 it is 2 z lse * softmax.
             factor = (1.0 + 2.0 * options.z_loss * lse) * counted
             probabilities.mul_(factor.unsqueeze(1))
-            probabilities.scatter_add_(1, index, -counted.to(wide).unsqueeze(1))
+            probabilities.scatter_add_(1, index, -counted.to(found.dtype).unsqueeze(1))
             logits[rows].copy_(probabilities)
-    return total
+    return found
+
+
+def _statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
+    """[3, C] fp32 of the logits of ids from `first` on: maximum, sum of exponentials less it, logit of the label or
+    -inf.
+    """
+    if uses_triton(logits):
+        from engine.kernels import cross_entropy as kernels
+
+        return kernels.statistics(logits, labels, first)
+    own = torch.empty(3, logits.shape[0], dtype=accumulate_dtype(logits.dtype), device=logits.device)
+    for rows in _blocks(logits):
+        values = logits[rows].to(own.dtype)
+        index, is_here = _local_index(labels[rows], first, logits.shape[1])
+        own[0, rows] = values.amax(dim=-1)
+        own[1, rows] = (values - own[0, rows].unsqueeze(1)).exp_().sum(dim=-1)
+        own[2, rows] = values.gather(1, index).squeeze(1).masked_fill_(~is_here, float("-inf"))
+    return own
+
+
+def _overwrite_with_gradient(logits: Tensor, labels: Tensor, lse: Tensor, first: int, z_loss: float) -> None:
+    """Turns logits of ids from `first` on into the gradient of the loss sum with respect to them."""
+    if uses_triton(logits):
+        from engine.kernels import cross_entropy as kernels
+
+        kernels.overwrite_with_gradient(logits, labels, lse, first, z_loss)
+        return
+    for rows in _blocks(logits):
+        index, is_here = _local_index(labels[rows], first, logits.shape[1])
+        gradient = (logits[rows].to(lse.dtype) - lse[rows].unsqueeze(1)).exp_()
+        gradient.mul_(((1.0 + 2.0 * z_loss * lse[rows]) * (labels[rows] != IGNORE_INDEX)).unsqueeze(1))
+        gradient.scatter_add_(1, index, -is_here.to(lse.dtype).unsqueeze(1))
+        logits[rows].copy_(gradient)
+
+
+def _local_index(labels: Tensor, first: int, ids: int) -> tuple[Tensor, Tensor]:
+    """(column of the labels [C, 1], 0 where there is none, whether there is one [C])."""
+    index = labels - first
+    is_here = (index >= 0) & (index < ids) & (labels != IGNORE_INDEX)
+    return index.masked_fill_(~is_here, 0).unsqueeze(1), is_here
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    """Blocks of rows; none in a rehearsal of a GPU, whose kernels have no temporaries."""
+    return iter(()) if rehearses_accelerator() else row_blocks(logits.shape[0], logits.shape[1], logits.device)
 
 
 def add_weight_gradient(total: Tensor, dlogits: Tensor, hidden: Tensor, scratch: Tensor | None) -> Tensor | None:

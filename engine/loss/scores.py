@@ -10,19 +10,21 @@ import torch
 from torch import Tensor
 
 from engine.data.sampler import IGNORE_INDEX
-from engine.loss.options import check_shapes
+from engine.loss.fused import ALONE, VocabularyRanks
 from engine.row_blocks import accumulate_dtype
 
 _BLOCK_IDS = 8192  # rows of the weight that are widened at once
 
 
-def row_scores(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+def row_scores(hidden: Tensor, weight: Tensor, labels: Tensor, *, ranks: VocabularyRanks = ALONE) -> Tensor:
     """[T, 2] fp32: -log softmax(hidden @ weight.T)[label], and 1 where the label has the largest logit, else 0.
 
     hidden [T, d], weight [V, d], labels [T] int64; of equal logits the smallest id wins. Zeros where the label is -100.
+    `ranks`: as in `linear_cross_entropy`.
     """
-    check_shapes(hidden, weight, labels)
-    return join_scores(slice_scores(hidden, weight, labels, first_id=0).unsqueeze(0), labels)
+    rows, targets, own = ranks.gather(hidden), ranks.gather(labels), hidden.shape[0]
+    part = slice_scores(rows, weight, targets, first_id=ranks.rank * weight.shape[0])
+    return join_scores(ranks.gather(part.unsqueeze(0)), targets)[ranks.rank * own :][:own]
 
 
 def slice_scores(hidden: Tensor, weight: Tensor, labels: Tensor, *, first_id: int) -> Tensor:

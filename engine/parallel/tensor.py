@@ -30,10 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from engine.loss.fused import VocabularyRanks
 from engine.loss.head import LMHead
-from engine.loss.options import LossOptions
-from engine.loss.scores import join_scores, slice_scores
-from engine.loss.vocab_parallel import VocabularySlice, vocabulary_parallel_cross_entropy
 from engine.model.linear import linear
 from engine.parallel.collectives import all_gather_first, reduce_scatter_first
 
@@ -232,26 +230,11 @@ class SlicedHead(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, LMHead)
         _distribute(module, device_mesh, Shard(0))
-        module.loss_function = partial(_sliced_loss, group=device_mesh.get_group())
-        module.score_function = partial(_sliced_scores, group=device_mesh.get_group())
+        module.ranks = vocabulary_ranks(device_mesh.get_group())
         return module
 
 
-def _sliced_loss(
-    hidden: Tensor, weight: Tensor, labels: Tensor, *, options: LossOptions, group: dist.ProcessGroup
-) -> Tensor:
-    """Loss of own rows for the head's DTensor weight."""
-    assert isinstance(weight, DTensor)
-    local = weight.to_local()
-    vocabulary = VocabularySlice(group, local.shape[0])
-    return vocabulary_parallel_cross_entropy(hidden, local, labels, options=options, vocabulary=vocabulary)
-
-
-def _sliced_scores(hidden: Tensor, weight: Tensor, labels: Tensor, *, group: dist.ProcessGroup) -> Tensor:
-    """Scores [R, 2] of own rows, as of `row_scores`, for the head's DTensor weight; all ranks have as many rows."""
-    assert isinstance(weight, DTensor)
-    local, own = weight.to_local(), hidden.shape[0]
-    rows, targets = all_gather_first(hidden, group), all_gather_first(labels, group)
-    part = slice_scores(rows, local, targets, first_id=group.rank() * local.shape[0])
-    scores = join_scores(all_gather_first(part.unsqueeze(0), group), targets)
-    return scores[group.rank() * own :][:own]
+def vocabulary_ranks(group: dist.ProcessGroup) -> VocabularyRanks:
+    """The ranks of `group`, which hold slices of the vocabulary."""
+    gather, scatter = (partial(function, group=group) for function in (all_gather_first, reduce_scatter_first))
+    return VocabularyRanks(group.rank(), group.size(), gather, scatter)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from benchmarks.gpu.elementwise import CONTESTS, TINY
 from engine.attention import merge
+from engine.config.settings import LossConfig
 from engine.kernels.dispatch import uses_triton
-from engine.loss.fused import linear_cross_entropy
-from engine.loss.options import LossOptions
+from engine.loss.fused import linear_cross_entropy, losses_of_logits
 from engine.model.elementwise import add_rms_norm, rms_norm, swiglu
 from engine.model.rope import apply_rope
 from engine.row_blocks import accumulate_dtype, scaled
@@ -184,10 +184,10 @@ def check_scaled(device: str, dtype: str, result: str, *shape: int) -> None:
     assert_near(scaled(values, scale, DTYPES[result]), values.double() * scale.double())
 
 
-def formula_of_loss(logits: Tensor, labels: Tensor, options: LossOptions) -> Tensor:
+def formula_of_loss(logits: Tensor, labels: Tensor, options: LossConfig) -> Tensor:
     """Loss of every row in float64."""
     lse = torch.logsumexp(logits, -1)
-    counted = labels != options.ignore_index
+    counted = labels != -100
     picked = logits.gather(1, labels.where(counted, 0).unsqueeze(1)).squeeze(1)
     return torch.where(counted, lse - picked + options.z_loss * lse * lse, 0.0)
 
@@ -213,17 +213,15 @@ def chunk_of_logits(device: str, dtype: str, rows: int, vocab: int) -> tuple[Ten
 
 def check_loss(device: str, dtype: str, rows: int, vocab: int, z_loss: float) -> None:
     """Losses and the gradient in place of the logits; without a gradient the logits stay as they are."""
-    from engine.kernels import cross_entropy
-
-    options = LossOptions(z_loss=z_loss)
+    options = LossConfig(z_loss=z_loss)
     logits, labels = chunk_of_logits(device, dtype, rows, vocab)
     (exact,) = leaves(logits.clone())
     want = formula_of_loss(exact, labels, options)
     (gradient,) = torch.autograd.grad(want.sum(), exact)
     before = logits.clone()
-    alone = cross_entropy.losses(logits, labels, options, overwrite=False)
+    alone = losses_of_logits(logits, labels, options, overwrite=False)
     assert torch.equal(logits, before)
-    losses = cross_entropy.losses(logits, labels, options, overwrite=True)
+    losses = losses_of_logits(logits, labels, options, overwrite=True)
     assert torch.equal(losses, alone)
     assert losses.dtype == accumulate_dtype(logits.dtype)
     for row in range(rows) if rows < 20 else [slice(None)]:  # each by its own size: one of them is 1e4
@@ -235,33 +233,31 @@ def check_sliced_loss(device: str, dtype: str, rows: int, vocab: int, ranks: int
     """Statistics of slices of the vocabulary give the whole lse, and every slice its part of the gradient."""
     from engine.kernels import cross_entropy
 
-    options = LossOptions(z_loss=0.01)
+    options = LossConfig(z_loss=0.01)
     logits, labels = chunk_of_logits(device, dtype, rows, vocab * ranks)
     (exact,) = leaves(logits.clone())
     want = formula_of_loss(exact, labels, options)
     (gradient,) = torch.autograd.grad(want.sum(), exact)
     parts = [logits[:, rank * vocab : (rank + 1) * vocab] for rank in range(ranks)]
-    found = [cross_entropy.statistics(part, labels, rank * vocab, options) for rank, part in enumerate(parts)]
+    found = [cross_entropy.statistics(part, labels, rank * vocab) for rank, part in enumerate(parts)]
     top, total, picked = torch.stack(found).double().unbind(1)
     lse = torch.logsumexp(top + total.log(), 0)
-    counted = labels != options.ignore_index
-    losses = torch.where(counted, lse - picked.sum(0) + options.z_loss * lse * lse, 0.0)
+    counted = labels != -100
+    losses = torch.where(counted, lse - picked.amax(0) + options.z_loss * lse * lse, 0.0)
     for row in range(rows):
         assert_near(losses[row].to(found[0].dtype).reshape(1), want[row].detach().reshape(1))
     for rank, part in enumerate(parts):
-        cross_entropy.overwrite_with_gradient(part, labels, lse.to(found[0].dtype), rank * vocab, options)
+        cross_entropy.overwrite_with_gradient(part, labels, lse.to(found[0].dtype), rank * vocab, options.z_loss)
     for row in range(rows):
         assert_near(logits[row], gradient[row])
 
 
 def check_loss_is_not_finite(device: str) -> None:
     """A logit that is nan or inf, and a label outside of the vocabulary, show in the loss of their rows alone."""
-    from engine.kernels import cross_entropy
-
     logits = draw(device, "float32", 6, 300)
     labels = torch.tensor([3, 3, 300, -1, 299, -100], device=device)
     logits[0, 200], logits[1, 7], logits[5, 0] = torch.nan, torch.inf, torch.nan
-    losses = cross_entropy.losses(logits, labels, LossOptions(), overwrite=True)
+    losses = losses_of_logits(logits, labels, LossConfig(), overwrite=True)
     assert losses.isfinite().tolist() == [False, False, False, False, True, True]
     assert losses[5] == 0
     assert not logits[5].any()
@@ -269,7 +265,7 @@ def check_loss_is_not_finite(device: str) -> None:
 
 def check_head_with_loss(device: str, dtype: str, rows: int, vocab: int, size: int) -> None:
     """The fused loss as a whole, over several chunks, in float64: value and both gradients."""
-    options = LossOptions(chunk_tokens=max(1, rows // 3), z_loss=0.02)
+    options = LossConfig(chunk_tokens=max(1, rows // 3), z_loss=0.02)
     hidden = draw(device, dtype, rows, size).requires_grad_()
     weight = draw(device, dtype, vocab, size, seed=1).requires_grad_()
     labels = torch.arange(rows, device=device) * 31 % vocab

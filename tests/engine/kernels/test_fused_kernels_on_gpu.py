@@ -12,8 +12,8 @@ from kernel_cases import CASES, name_of
 from kernel_model import loss_and_gradients
 
 from benchmarks.gpu.elementwise import bench_elementwise
-from engine.loss.fused import linear_cross_entropy
-from engine.loss.options import LossOptions
+from engine.config.settings import LossConfig
+from engine.loss.fused import linear_cross_entropy, losses_of_logits
 from engine.model.elementwise import rms_norm, swiglu
 from engine.model.rope import apply_rope
 
@@ -80,12 +80,10 @@ def test_swiglu_and_rope_reach_beyond_two_to_the_31_elements() -> None:
 
 
 def test_losses_reach_beyond_two_to_the_31_elements() -> None:
-    from engine.kernels import cross_entropy
-
     vocab = 128256
     logits = large(BEYOND // vocab + 5, vocab)
     labels = torch.full((logits.shape[0],), vocab - 1, device="cuda")
-    losses = cross_entropy.losses(logits, labels, LossOptions(), overwrite=True)
+    losses = losses_of_logits(logits, labels, LossConfig(), overwrite=True)
     torch.testing.assert_close(losses, torch.full_like(losses, vocab).log(), rtol=1e-5, atol=0)
     assert bool((logits[-1, :-1] > 0).all())
     assert logits[-1, -1] == -1
@@ -100,7 +98,7 @@ def test_long_loss_fits_where_the_plain_one_cannot() -> None:
     labels = torch.randint(0, vocab, (rows,), device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    linear_cross_entropy(hidden, weight, labels, options=LossOptions()).backward()
+    linear_cross_entropy(hidden, weight, labels, options=LossConfig()).backward()
     chunk_bytes, weight_bytes = 2048 * vocab * 2, vocab * size * 4
     extra = torch.cuda.max_memory_allocated() - before - 2 * hidden.nbytes
     assert extra <= chunk_bytes + 2 * weight_bytes + 2**26  # no copy of a block, no product beside its sum

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from engine.config.settings import LossConfig
 from engine.loss.fused import linear_cross_entropy
-from engine.loss.options import LossOptions
 from engine.memory.tracker import LiveTensorTracker
 from engine.model.elementwise import add_rms_norm, rms_norm, swiglu
 from engine.model.rope import apply_rope
@@ -30,7 +30,7 @@ def table() -> Tensor:
 
 
 def loss(hidden: Tensor, weight: Tensor) -> Tensor:
-    return linear_cross_entropy(hidden, weight, torch.arange(ROWS), options=LossOptions(chunk_tokens=CHUNK))
+    return linear_cross_entropy(hidden, weight, torch.arange(ROWS), options=LossConfig(chunk_tokens=CHUNK))
 
 
 # name: (function, inputs, number of results, bytes of results of forward and backward)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from engine.config.settings import LossConfig
 from engine.loss.fused import linear_cross_entropy
-from engine.loss.options import LossOptions
 from engine.memory.tracker import LiveTensorTracker
 
 VOCAB, SIZE, CHUNK = 2000, 16, 128
@@ -21,7 +21,7 @@ def peak_bytes(function: Any, rows: int, *, train: bool, dtype: torch.dtype = to
     labels = torch.randint(0, VOCAB, (rows,))
     with LiveTensorTracker() as tracker:
         tracker.watch([hidden, weight, labels])
-        loss = function(hidden, weight, labels, options=LossOptions(chunk_tokens=CHUNK))
+        loss = function(hidden, weight, labels, options=LossConfig(chunk_tokens=CHUNK))
         if train:
             loss.backward()
     return tracker.peak_bytes

@@ -12,9 +12,10 @@ from testkit.ranks import Pools
 from torch import Tensor
 
 from benchmarks.plain_loss import cross_entropy_plain
+from engine.config.settings import LossConfig
 from engine.data.sampler import IGNORE_INDEX
-from engine.loss.options import LossOptions
-from engine.loss.vocab_parallel import VocabularySlice, vocabulary_parallel_cross_entropy
+from engine.loss.fused import VocabularyRanks, linear_cross_entropy
+from engine.parallel.tensor import vocabulary_ranks
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}  # float64 sums of a few hundred terms in another order
 ROWS, VOCAB, SIZE = 36, 24, 5
@@ -33,25 +34,24 @@ def make_inputs(dtype: torch.dtype, spread: float = 1.0, ignored: float = 0.2) -
     return hidden.to(dtype), weight.to(dtype), labels
 
 
-def my_loss(options: LossOptions, dtype: torch.dtype, frozen: str = "", **inputs: float) -> Parts:
+def world() -> VocabularyRanks:
+    assert dist.group.WORLD is not None
+    return vocabulary_ranks(dist.group.WORLD)
+
+
+def my_loss(options: LossConfig, dtype: torch.dtype, frozen: str = "", **inputs: float) -> Parts:
     """This rank's loss sum, and its gradients of its rows and its slice."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     hidden, weight, labels = make_inputs(dtype, **inputs)
     own_hidden = hidden.chunk(ranks)[rank].clone().requires_grad_(frozen != "hidden")
     own_weight = weight.chunk(ranks)[rank].clone().requires_grad_(frozen != "weight")
-    assert dist.group.WORLD is not None
-    loss = vocabulary_parallel_cross_entropy(
-        own_hidden,
-        own_weight,
-        labels.chunk(ranks)[rank],
-        options=options,
-        vocabulary=VocabularySlice(dist.group.WORLD, own_weight.shape[0]),
-    )
+    own_labels = labels.chunk(ranks)[rank]
+    loss = linear_cross_entropy(own_hidden, own_weight, own_labels, options=options, ranks=world())
     (loss * SCALE).backward()
     return loss.detach(), own_hidden.grad, own_weight.grad
 
 
-def whole_loss(options: LossOptions, dtype: torch.dtype, **inputs: float) -> tuple[Tensor, Tensor, Tensor]:
+def whole_loss(options: LossConfig, dtype: torch.dtype, **inputs: float) -> tuple[Tensor, Tensor, Tensor]:
     """The same of one rank, by the plain loss in float64 over inputs rounded to `dtype`."""
     hidden, weight, labels = make_inputs(dtype, **inputs)
     hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
@@ -72,7 +72,7 @@ def joined(results: list[Parts]) -> tuple[Tensor, Tensor, Tensor]:
 def test_slices_give_the_loss_and_gradients_of_the_whole(
     ranks: Pools, world_size: int, z_loss: float, chunk_tokens: int
 ) -> None:
-    options = LossOptions(chunk_tokens=chunk_tokens, z_loss=z_loss)
+    options = LossConfig(chunk_tokens=chunk_tokens, z_loss=z_loss)
     found = joined(ranks(world_size).run(my_loss, options, torch.float64))
     for ours, theirs in zip(found, whole_loss(options, torch.float64), strict=True):
         torch.testing.assert_close(ours, theirs, **EXACT)
@@ -80,14 +80,14 @@ def test_slices_give_the_loss_and_gradients_of_the_whole(
 
 def test_each_rank_counts_the_loss_of_its_own_rows(ranks: Pools) -> None:
     hidden, weight, labels = make_inputs(torch.float64)
-    for rank, (loss, _, _) in enumerate(ranks(2).run(my_loss, LossOptions(chunk_tokens=8), torch.float64)):
+    for rank, (loss, _, _) in enumerate(ranks(2).run(my_loss, LossConfig(chunk_tokens=8), torch.float64)):
         own = (hidden.chunk(2)[rank], weight, labels.chunk(2)[rank])
-        torch.testing.assert_close(loss, cross_entropy_plain(*own, options=LossOptions()), **EXACT)
+        torch.testing.assert_close(loss, cross_entropy_plain(*own, options=LossConfig()), **EXACT)
 
 
 @pytest.mark.parametrize("inputs", [{"spread": 300.0}, {"ignored": 1.1}], ids=["large logits", "no label counts"])
 def test_extremes_stay_exact(ranks: Pools, inputs: dict[str, float]) -> None:
-    options = LossOptions(chunk_tokens=8)
+    options = LossConfig(chunk_tokens=8)
     expected = whole_loss(options, torch.float64, **inputs)
     for ours, theirs in zip(joined(ranks(2).run(my_loss, options, torch.float64, **inputs)), expected, strict=True):
         torch.testing.assert_close(ours, theirs, **EXACT)
@@ -97,9 +97,9 @@ def test_extremes_stay_exact(ranks: Pools, inputs: dict[str, float]) -> None:
 def test_a_frozen_input_gets_no_gradient_and_the_other_its_own(ranks: Pools, frozen: str) -> None:
     index = {"hidden": 1, "weight": 2}
     other = index[({"hidden", "weight"} - {frozen}).pop()]
-    results = ranks(2).run(my_loss, LossOptions(chunk_tokens=8), torch.float64, frozen)
+    results = ranks(2).run(my_loss, LossConfig(chunk_tokens=8), torch.float64, frozen)
     assert [result[index[frozen]] for result in results] == [None, None]
-    expected = whole_loss(LossOptions(), torch.float64)[other]
+    expected = whole_loss(LossConfig(), torch.float64)[other]
     torch.testing.assert_close(torch.cat([result[other] for result in results]), expected, **EXACT)
 
 
@@ -108,7 +108,7 @@ def relative_error(value: Tensor, exact: Tensor) -> float:
 
 
 def test_bfloat16_errors_are_those_of_one_rank(ranks: Pools) -> None:
-    options = LossOptions(chunk_tokens=16)
+    options = LossConfig(chunk_tokens=16)
     exact = whole_loss(options, torch.bfloat16)
     one, four = (joined(ranks(size).run(my_loss, options, torch.bfloat16)) for size in (1, 4))
     assert (four[0].dtype, four[1].dtype, four[2].dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
@@ -132,7 +132,7 @@ class Recorder:
                 self.largest = max(self.largest, tensor.numel())
 
 
-def recorded_loss(options: LossOptions) -> tuple[list[str], int]:
+def recorded_loss(options: LossConfig) -> tuple[list[str], int]:
     recorder = Recorder()
     with Operations(recorder.see):
         my_loss(options, torch.float64)
@@ -142,26 +142,32 @@ def recorded_loss(options: LossOptions) -> tuple[list[str], int]:
 def test_no_rank_holds_logits_beyond_a_chunk_of_its_slice(ranks: Pools) -> None:
     gather, scatter = "c10d._allgather_base_", "c10d._reduce_scatter_base_"
     chunk = [gather, gather, scatter]  # rows; maximum, sum and label's logit; gradient of the rows
-    for collectives, largest in ranks(2).run(recorded_loss, LossOptions(chunk_tokens=12)):
+    for collectives, largest in ranks(2).run(recorded_loss, LossConfig(chunk_tokens=12)):
         assert collectives == [gather, *chunk * 3]  # labels once; nothing in backward
         assert largest == max(12 * VOCAB // 2, ROWS * SIZE)  # the latter: this test's own inputs
 
 
-def evaluated(options: LossOptions) -> tuple[Tensor, int]:
+def evaluated(options: LossConfig) -> tuple[Tensor, int]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     hidden, weight, labels = (part.chunk(ranks)[rank] for part in make_inputs(torch.float64))
-    assert dist.group.WORLD is not None
-    vocabulary = VocabularySlice(dist.group.WORLD, weight.shape[0])
     recorder = Recorder()
     with Operations(recorder.see), torch.no_grad():
-        loss = vocabulary_parallel_cross_entropy(
-            hidden, weight.requires_grad_(), labels, options=options, vocabulary=vocabulary
-        )
+        loss = linear_cross_entropy(hidden, weight.requires_grad_(), labels, options=options, ranks=world())
     return loss, len([name for name in recorder.collectives if "reduce" in name])
 
 
 def test_evaluation_has_the_value_of_training_and_sends_no_gradient(ranks: Pools) -> None:
-    options = LossOptions(chunk_tokens=12, z_loss=0.1)
+    options = LossConfig(chunk_tokens=12, z_loss=0.1)
     results = ranks(2).run(evaluated, options)
     assert [sent for _, sent in results] == [0, 0]
     torch.testing.assert_close(results[0][0] + results[1][0], whole_loss(options, torch.float64)[0], **EXACT)
+
+
+def loss_of_a_label_beyond_the_vocabulary() -> bool:
+    hidden, weight, labels = (part.chunk(2)[dist.get_rank()] for part in make_inputs(torch.float64))
+    labels[0] = VOCAB
+    return bool(linear_cross_entropy(hidden, weight, labels, options=LossConfig(), ranks=world()).isfinite())
+
+
+def test_a_label_that_no_rank_has_is_no_finite_loss(ranks: Pools) -> None:
+    assert ranks(2).run(loss_of_a_label_beyond_the_vocabulary) == [False, False]

@@ -6,8 +6,8 @@ import torch
 from testkit.ranks import Pools
 from testkit.tiny_training import own_part, random_batches, start_run, tiny_config
 
+from engine.config.settings import LossConfig
 from engine.loss.fused import linear_cross_entropy
-from engine.loss.options import LossOptions
 from engine.memory.components import FrameClassifier, StepObserver, by_component
 from engine.memory.tracker import LiveTensorTracker
 from engine.model.elementwise import swiglu
@@ -21,7 +21,7 @@ def test_the_innermost_function_that_is_listed_decides() -> None:
         gate = torch.zeros(1000)
         result = swiglu(gate, gate)
         hidden, weight = torch.zeros(10, 4), torch.zeros(8, 4)
-        linear_cross_entropy(hidden, weight, torch.zeros(10, dtype=torch.int64), options=LossOptions(chunk_tokens=5))
+        linear_cross_entropy(hidden, weight, torch.zeros(10, dtype=torch.int64), options=LossConfig(chunk_tokens=5))
         found = tracker.device.peak.components
     assert found["mlp"] == result.nbytes
     assert found["loss"] > 0
