@@ -168,7 +168,7 @@ def losses_of_logits(
         return _losses_by_softmax(logits, labels, options, overwrite=overwrite)
     first = ranks.rank * logits.shape[1]
     own = _statistics(logits, labels, first)
-    maximum, sums, picked = ranks.gather(own).view(-1, *own.shape).unbind(1)
+    maximum, sums, picked = ranks.gather(own).view(ranks.count, *own.shape).unbind(1)
     top = maximum.amax(dim=0)
     lse = top + (sums * (maximum - top).exp_()).sum(dim=0).log_()
     losses = lse - picked.amax(dim=0)
