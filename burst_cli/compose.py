@@ -30,7 +30,6 @@ from yaml import YAMLError, safe_dump
 from burst_cli.config.conf_dirs import list_options, search_path
 from burst_cli.config.overrides import Groups, Override, grammar_problem, override_problem
 from burst_cli.config.sources import Layer, trace_sources
-from burst_cli.config.step_limits import fit_to_steps
 from burst_cli.sweep.grammar import MOST_CELLS, Axis
 from engine.config.errors import ConfigError
 from engine.config.rules import config_problems
@@ -90,7 +89,7 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[Path] = (), base: Ru
         config = replace(config, exp=config.exp[: _LONGEST_NAME - len(EVALUATION)] + EVALUATION)
     config, contradictions = count_nodes(config, sources)
     problems += contradictions
-    config, notes = fit_to_steps(config, sources)
+    config, notes = _fit_to_steps(config, sources)
     # A rule about a setting that could not be read would speak of its default, which nobody asked for.
     doubtful = {key for problem in problems for key in problem.keys}
     problems += [problem for problem in config_problems(config) if doubtful.isdisjoint(problem.keys)]
@@ -184,6 +183,36 @@ def count_nodes(config: RunConfig, sources: dict[str, str]) -> tuple[RunConfig, 
         return config, [Problem(("cluster.num_nodes", "cluster.nodes"), f"{text}; leave one of them out")]
     sources["cluster.num_nodes"] = sources.get("cluster.nodes", "default")
     return replace(config, cluster=replace(cluster, num_nodes=count)), []
+
+
+def _fit_to_steps(config: RunConfig, sources: dict[str, str]) -> tuple[RunConfig, tuple[str, ...]]:
+    """(the configuration with counts of steps that fit a typed train.steps, a note on each that was shortened).
+
+    Only where train.steps was typed, as a first try is, and the other count was not: what both were typed, or both
+    stand in files, is a contradiction that only its author can resolve.
+    """
+    typed, steps = sources.get("train.steps", "default"), config.train.steps
+    if not _is_typed(typed) or steps < 1:
+        return config, ()
+    notes: list[str] = []
+
+    def at_most(key: str, wanted: int, most: int) -> int:
+        if wanted <= most or _is_typed(sources.get(key, "default")):
+            return wanted
+        sources[key] = typed
+        notes.append(f"{key} is {most}, not {wanted}: the run has {steps} steps")
+        return most
+
+    optimizer = config.optimizer
+    warmup = at_most("optimizer.warmup_steps", optimizer.warmup_steps, steps)
+    decay = optimizer.decay_steps
+    if decay is not None and optimizer.schedule == "wsd":
+        decay = at_most("optimizer.decay_steps", decay, max(0, steps - warmup))
+    return replace(config, optimizer=replace(optimizer, warmup_steps=warmup, decay_steps=decay)), tuple(notes)
+
+
+def _is_typed(source: str) -> bool:
+    return source != "default" and not source.endswith(".yaml")
 
 
 def _with_file(problem: Problem, sources: Mapping[str, str]) -> Problem:

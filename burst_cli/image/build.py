@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import enum
+import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from burst_cli import render
+from burst_cli.figures import binary_bytes
 from burst_cli.options import JsonOption
-
-if TYPE_CHECKING:
-    from cluster.image.build import BuildPlan
+from cluster.image.build import BuildPlan, BuildSettings, build_build_plan, run_build
+from engine.runs.provenance import git_facts
 
 DEFAULT_TAG = "burst:latest"
 
 
-class Device(enum.StrEnum):
-    """What the image computes on."""
-
-    cuda = "cuda"
-    cpu = "cpu"
-
-
 def build(
     tag: Annotated[str, typer.Option("--tag", "-t", help="NAME:TAG of the image.")] = DEFAULT_TAG,
-    device: Annotated[Device, typer.Option("--device", help="cuda: NVIDIA GPUs; cpu: much smaller.")] = Device.cuda,
+    device: Annotated[
+        Literal["cuda", "cpu"], typer.Option("--device", help="cuda: NVIDIA GPUs; cpu: much smaller.")
+    ] = "cuda",
     context: Annotated[
         Path | None, typer.Option("--context", help="A checkout of burst; default: the one that runs.")
     ] = None,
@@ -61,16 +57,12 @@ def build(
     that went in, so the same files give the same image. For machines without network, fetch wheels once where there is
     one: pip wheel -w wheels -c constraints.txt '.[parquet,tensorboard]' hatchling
     """
-    from cluster.image.build import BuildSettings, build_build_plan, run_build
-    from engine.runs.provenance import git_facts
-
     root = (context or Path(__file__).resolve().parents[2]).absolute()
-    settings = BuildSettings(tag, device.value, base, wheels, apt_packages, network, no_cache)
+    settings = BuildSettings(tag, device, base, wheels, apt_packages, network, no_cache)
     plan = build_build_plan(root, settings, git_facts(root), command)
     if dry_run:
         _show_plan(plan, as_json=as_json)
         return
-    from burst_cli import render
 
     console = render.stderr()
     image = run_build(plan, tag, lambda line: console.print(line, markup=False, style="dim", soft_wrap=True))
@@ -78,7 +70,6 @@ def build(
         document = {"image": tag, "id": image.image_id, "size_bytes": image.size_bytes, "labels": plan.labels}
         render.emit_json(document)
         return
-    from burst_cli.figures import binary_bytes
 
     console = render.stdout()
     console.print(f"{tag}: {binary_bytes(image.size_bytes)}, {image.image_id}", markup=False)
@@ -86,11 +77,6 @@ def build(
 
 
 def _show_plan(plan: BuildPlan, *, as_json: bool) -> None:
-    import shlex
-
-    from burst_cli import render
-    from burst_cli.figures import binary_bytes
-
     if as_json:
         render.emit_json(plan.to_dict())
         return

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-import enum
+import time
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import typer
 
+from burst_cli import render
 from burst_cli.app import EXIT_INTERRUPTED, new_verb
 from burst_cli.image.build import build
+from burst_cli.image.view import open_push_view, plan_view, prune_view, results_view, status_view
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
-from burst_cli.targets import HostfileOption, HostsOption
-
-if TYPE_CHECKING:
-    from burst_cli.targets import Targets
-    from cluster.ssh.connection import Connection
-    from cluster.ssh.hosts import Host, Outcome
+from burst_cli.targets import HostfileOption, HostsOption, Targets, select_targets
+from cluster.errors import ClusterError
+from cluster.image.local import LocalImage
+from cluster.image.plan import PushOptions
+from cluster.image.prune import Pruned, prune_node
+from cluster.image.push import Push
+from cluster.image.rate import parse_rate
+from cluster.image.status import NodeImage, build_status, read_node_image
+from cluster.plan_container import engine_words
+from cluster.ssh.connection import Connection
+from cluster.ssh.hosts import Host, Outcome, fan_out
+from cluster.ssh.pool import SshPool
+from engine.config.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -26,14 +35,6 @@ app = new_verb(help="Build the container image, bring it to every node over plai
 ImageOption = Annotated[
     str | None, typer.Option("--image", metavar="NAME:TAG", help="Default: cluster.container.image.")
 ]
-
-
-class RouteChoice(enum.StrEnum):
-    """How layers travel."""
-
-    auto = "auto"
-    direct = "direct"
-    chain = "chain"
 
 
 app.command()(build)
@@ -47,12 +48,12 @@ def push(
     hostfile: HostfileOption = None,
     image: ImageOption = None,
     route: Annotated[
-        RouteChoice,
+        Literal["auto", "direct", "chain"],
         typer.Option(
             "--route",
             help="direct: everything from here; chain: every node passes on what it gets; auto: chain from 3 nodes on.",
         ),
-    ] = RouteChoice.auto,
+    ] = "auto",
     limit: Annotated[
         str | None, typer.Option("--limit", metavar="RATE", help="Of each sender, such as 50MB/s.")
     ] = None,
@@ -72,21 +73,13 @@ def push(
 
     burst image push cluster=mycluster --image burst:latest
     """
-    from burst_cli.image.push import run_push
-    from burst_cli.targets import select_targets
-    from cluster.image.plan import PushOptions
-    from cluster.image.rate import parse_rate
-    from engine.config.errors import ConfigError
-
     if via_shared is not None:
         raise ConfigError("--via-shared is gone: from three nodes on they feed each other; leave it out")
     targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
-    options = PushOptions(route.value, None if limit is None else parse_rate(limit))
+    options = PushOptions(route, None if limit is None else parse_rate(limit))
     try:
-        code = run_push(targets, _image_name(targets, image), options, dry_run=dry_run, as_json=as_json)
+        code = _push(targets, _image_name(targets, image), options, dry_run=dry_run, as_json=as_json)
     except KeyboardInterrupt:
-        from burst_cli import render
-
         text = "interrupted: layers that are whole stay on the nodes; the same command sends the others"
         render.stderr().print(text, markup=False)
         raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -110,14 +103,6 @@ def status(
 
     Exit codes: 0 all hold it, 1 one does not, 3 one could not be asked.
     """
-    from burst_cli import render
-    from burst_cli.image.view import status_view
-    from burst_cli.targets import select_targets
-    from cluster.errors import ClusterError
-    from cluster.image.local import LocalImage
-    from cluster.image.status import NodeImage, build_status, read_node_image
-    from cluster.plan_container import engine_words
-
     targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
     name, engine = _image_name(targets, image), engine_words(targets.config.cluster.container.command)
     try:
@@ -152,13 +137,6 @@ def prune(
     that --image or cluster.container.image names stays. Containers and other
     images are never touched, not even those that were built upon ours.
     """
-    from burst_cli import render
-    from burst_cli.image.view import prune_view
-    from burst_cli.targets import select_targets
-    from cluster.image.prune import Pruned, prune_node
-    from cluster.plan_container import engine_words
-    from engine.config.errors import ConfigError
-
     if images:
         raise ConfigError("--images is gone: images are all that prune removes; leave it out")
     targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
@@ -173,10 +151,38 @@ def prune(
     raise typer.Exit(1 if any(node.problem for node in nodes) else 0)
 
 
+def _push(targets: Targets, name: str, options: PushOptions, *, dry_run: bool, as_json: bool) -> int:
+    """The exit code of a push, everything shown. Raises ClusterError when this machine has no such image."""
+    begin = time.monotonic()
+    cluster = targets.config.cluster
+    engine = engine_words(cluster.container.command)
+    image, console = LocalImage(engine, name), render.stderr()
+    with SshPool() as pool, Push(image, engine, targets.hosts, pool.connect) as push:
+        plan = push.plan(options)
+        if dry_run:
+            if as_json:
+                render.emit_json(asdict(plan))
+            else:
+                render.stdout().print(plan_view(plan))
+            return 1 if any(node.problem for node in plan.nodes) else 0
+        if plan.pulling:
+            console.print(plan_view(plan))
+        with open_push_view(console) as view:
+            results = push.run(plan, view)
+        sent = push.sent_bytes
+    elapsed_s, is_ok = time.monotonic() - begin, all(result.ok for result in results)
+    if as_json:
+        received = sum(result.received_bytes for result in results)
+        head = {"image": plan.image, "identity": plan.identity, "ok": is_ok, "seconds": elapsed_s}
+        nodes = [asdict(result) for result in results]
+        render.emit_json({**head, "sent_bytes": sent, "received_bytes": received, "nodes": nodes})
+    else:
+        render.stdout().print(results_view(results, elapsed_s))
+    return 0 if is_ok else 1
+
+
 def _on_every_node(targets: Targets, work: Callable[[Connection], T]) -> list[Outcome[T]]:
     """What came of `work` on each node, in their order."""
-    from cluster.ssh.hosts import fan_out
-    from cluster.ssh.pool import SshPool
 
     def connected(host: Host) -> T:
         with pool.connect(host) as connection:
@@ -187,8 +193,6 @@ def _on_every_node(targets: Targets, work: Callable[[Connection], T]) -> list[Ou
 
 
 def _image_name(targets: Targets, given: str | None) -> str:
-    from engine.config.errors import ConfigError
-
     name = given or targets.config.cluster.container.image
     if name is None:
         raise ConfigError("no image is named: give --image NAME:TAG, or set cluster.container.image")

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from datetime import datetime
+from typing import Annotated
 
 import typer
+from rich.text import Text
 
+from burst_cli import render
 from burst_cli.app import new_verb
+from burst_cli.nodes.check_view import open_check_view, print_changes, print_notes, print_report, print_usable
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
-from burst_cli.targets import HostfileOption, HostsOption
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from cluster.checks.finding import FleetReport
-    from cluster.checks.run import CheckOptions
-    from cluster.ssh.hosts import Host
-    from engine.config.settings import RunConfig
+from burst_cli.targets import HostfileOption, HostsOption, select_targets
+from cluster.checks import run
+from cluster.checks.finding import FleetReport
+from cluster.checks.run import CheckOptions
+from cluster.checks.selection import explain, read_selection
+from cluster.ssh.hosts import Host
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig
 
 app = new_verb()
 
@@ -38,8 +43,6 @@ class Output:
     watch_s: float | None = None
 
     def __post_init__(self) -> None:
-        from engine.config.errors import ConfigError
-
         if self.as_json and self.names_only:
             raise ConfigError("--json and --list are two ways to print the result; give one of them")
         if self.watch_s is not None and (self.as_json or self.names_only):
@@ -108,10 +111,6 @@ def check_nodes(
     if explain is not None:
         _explain(explain, as_json=as_json)
         return
-    from burst_cli.targets import select_targets
-    from cluster.checks.run import CheckOptions
-    from cluster.checks.selection import read_selection
-    from engine.config.errors import ConfigError
 
     if bandwidth:
         raise ConfigError("--bandwidth is gone: --collectives measures what training does, through a launch")
@@ -125,7 +124,7 @@ def check_nodes(
         overrides or (), config_dir or (), hosts=hosts, hostfile=hostfile, or_here=True, local=local
     )
     if collectives:
-        from burst_cli.nodes.collectives import check_collectives
+        from burst_cli.nodes.collectives import check_collectives  # loads a launch
 
         raise typer.Exit(check_collectives(targets, overrides or (), dry_run=dry_run, as_json=as_json))
     raise typer.Exit(run_check(targets.hosts, targets.config, options, output))
@@ -139,12 +138,6 @@ def run_check(
     pause: Callable[[float], None] | None = None,
 ) -> int:
     """Check `hosts` (none: this machine) and show the result; the exit code. `pause` waits between repeated checks."""
-    import time
-    from datetime import datetime
-
-    from burst_cli import render
-    from burst_cli.nodes.check_view import print_changes, print_report, print_usable
-
     report = _check(hosts, config, options)
     if output.as_json:
         render.emit_json(report.to_dict())
@@ -160,11 +153,6 @@ def run_check(
 
 
 def _explain(check: str, *, as_json: bool) -> None:
-    from rich.text import Text
-
-    from burst_cli import render
-    from cluster.checks.selection import explain
-
     if as_json:
         render.emit_json({"checks": explain(check)})
         return
@@ -173,10 +161,6 @@ def _explain(check: str, *, as_json: bool) -> None:
 
 
 def _check(hosts: Sequence[Host], config: RunConfig, options: CheckOptions) -> FleetReport:
-    from burst_cli import render
-    from burst_cli.nodes.check_view import open_check_view, print_notes
-    from cluster.checks import run
-
     console = render.stderr()
     if not hosts:
         report = run.check_this_machine(config.cluster, options)

@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from burst_cli import render
 from burst_cli.app import new_verb
+from burst_cli.figures import count_of
+from burst_cli.nodes import env_view
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
-from burst_cli.targets import HostfileOption, HostsOption
-from cluster.env.formats import Format
+from burst_cli.targets import HostfileOption, HostsOption, select_targets
+from cluster.env.formats import Format, write_environments
+from cluster.errors import HostsError
+from cluster.ssh.nodes import fold_nodes, parse_nodes
+from engine.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from cluster.env.ask import FleetEnvironment
@@ -66,10 +72,6 @@ def show(
     Exit codes: 0 every node has a plan, 1 some have none, 2 usage or
     configuration.
     """
-    from burst_cli import render
-    from burst_cli.nodes import env_view
-    from engine.config.errors import ConfigError
-
     if as_json and form is not None:
         raise ConfigError(f"--json and --format {form.value} exclude each other: one document, or lines of text")
     fleet, source = _ask(context.params)
@@ -111,10 +113,6 @@ def write(
     Exit codes: 0 all written, 1 some nodes have no plan, 2 usage or
     configuration.
     """
-    from burst_cli import render
-    from burst_cli.nodes import env_view
-    from cluster.env.formats import write_environments
-
     fleet, source = _ask(context.params)
     files = write_environments(fleet.environments, out, form)
     if as_json:
@@ -152,9 +150,6 @@ def check(
     Exit codes: 0 as planned, 1 differences, 2 usage or configuration,
     3 something could not be looked at.
     """
-    from burst_cli import render
-    from burst_cli.nodes import env_view
-
     log = _read_log(nccl_log) if nccl_log is not None else None
     fleet, source = _ask(context.params, with_live=log is None)
     report = env_view.check_report(fleet, log)
@@ -171,10 +166,7 @@ def _ask(typed: Mapping[str, Any], *, with_live: bool = False) -> tuple[FleetEnv
 
     All nodes are asked even if --node picks a few, because rails are compared across nodes.
     """
-    from burst_cli import render
-    from burst_cli.figures import count_of
-    from burst_cli.targets import select_targets
-    from cluster.env.ask import ask_fleet
+    from cluster.env.ask import ask_fleet  # loads SSH, which `--help` need not
 
     hosts, hostfile, node, run = (typed[name] for name in ("hosts", "hostfile", "node", "run"))
     targets = select_targets(
@@ -196,8 +188,6 @@ def _ask(typed: Mapping[str, Any], *, with_live: bool = False) -> tuple[FleetEnv
 
 def _read_log(path: Path) -> str:
     """The text of a log of NCCL; its beginning, should it be huge, for NCCL says at the start what it uses."""
-    from engine.config.errors import ConfigError
-
     if not path.is_file():
         raise ConfigError(f"--nccl-log {path}: no such file; NCCL writes one where NCCL_DEBUG_FILE says")
     with path.open("rb") as file:
@@ -206,9 +196,6 @@ def _read_log(path: Path) -> str:
 
 def _chosen(node: str | None, names: Sequence[str]) -> set[str]:
     """The names that --node picks; all without it. Raises HostsError for one that is none of them."""
-    from cluster.errors import HostsError
-    from cluster.ssh.nodes import fold_nodes, parse_nodes
-
     wanted = set(names) if node is None else set(parse_nodes(node, "--node").names)
     if not wanted <= set(names):
         unknown = fold_nodes(sorted(wanted - set(names)))

@@ -12,16 +12,19 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from burst_cli import render
 from burst_cli.figures import count_of
 from burst_cli.tables import listing
 from cluster.checks.finding import Finding, Verdict
+from cluster.env.facts import NodeEnvironment, Rail
+from cluster.env.formats import Format, render_environment
+from cluster.env.live import Difference, compare_live
+from cluster.env.nccl_log import check_nccl_log
 from cluster.ssh.nodes import fold_nodes
+from engine.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from cluster.env.ask import FleetEnvironment
-    from cluster.env.facts import NodeEnvironment, Rail
-    from cluster.env.formats import Format
-    from cluster.env.live import Difference
 
 _STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.UNKNOWN: "magenta", Verdict.FAIL: "red"}
 
@@ -60,9 +63,6 @@ class CheckReport:
 
 def check_report(fleet: FleetEnvironment, log: str | None) -> CheckReport:
     """The plan against what is set on the nodes, or against `log` if there is one."""
-    from cluster.env.live import compare_live
-    from cluster.env.nccl_log import check_nccl_log
-
     if log is not None:
         return CheckReport(findings=tuple(check_nccl_log(log, fleet.environments)), errors=fleet.errors)
     differences = {
@@ -97,9 +97,6 @@ def fold_environments(environments: Mapping[str, NodeEnvironment]) -> list[tuple
 
 def print_text(fleet: FleetEnvironment, form: Format) -> None:
     """Write the environment of the one node that is meant to stdout. Raises ConfigError when there are several."""
-    from cluster.env.formats import render_environment
-    from engine.config.errors import ConfigError
-
     if len(fleet.environments) > 1:
         names = fold_nodes(fleet.environments)
         raise ConfigError(
@@ -160,8 +157,6 @@ def _as_planned(report: CheckReport) -> str:
 
 def print_errors(fleet: FleetEnvironment) -> None:
     """Say on stderr which nodes have no plan, and why."""
-    from burst_cli import render
-
     console = render.stderr()
     for error in fleet.errors.values():
         console.print(Text.assemble(("error: ", "bold red"), error), soft_wrap=True)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
+from burst_cli import render
 from burst_cli.app import new_verb
+from burst_cli.nodes.host_trust import TrustSession
+from burst_cli.nodes.host_view import describe_hosts, host_table
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
-from burst_cli.targets import HostfileOption, HostsOption
-
-if TYPE_CHECKING:
-    from cluster.ssh.hosts import Host
+from burst_cli.targets import HostfileOption, HostsOption, select_targets
+from cluster.errors import HostsError
+from cluster.ssh.hosts import Host
+from cluster.ssh.known_hosts import HostKeys, trust_file
+from cluster.ssh.trust import forget_names
 
 app = new_verb(help="List the nodes; trust or forget their host keys.")
 
@@ -50,16 +55,11 @@ def list_hosts(
 
     burst hosts list --hosts node[1-4]
     """
-    from burst_cli import render
-    from burst_cli.nodes.host_view import describe_hosts, host_table
-    from burst_cli.targets import select_targets
-
     targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
     rows = describe_hosts(targets.hosts)
     if as_json:
         render.emit_json({"source": targets.source, "hosts": rows})
         return
-    from rich.text import Text
 
     console = render.stdout()
     console.print(host_table(rows))
@@ -89,11 +89,6 @@ def trust_hosts(
 
     burst hosts trust --hosts node[1-4]
     """
-    from burst_cli import render
-    from burst_cli.nodes.host_trust import TrustSession
-    from burst_cli.targets import select_targets
-    from cluster.errors import HostsError
-
     wanted = frozenset(fingerprint or ())
     odd = [text for text in wanted if not text.startswith("SHA256:")]
     if odd:
@@ -122,11 +117,6 @@ def forget_hosts(
 
     burst hosts forget --hosts node3
     """
-    from burst_cli import render
-    from burst_cli.targets import select_targets
-    from cluster.ssh.known_hosts import HostKeys, trust_file
-    from cluster.ssh.trust import forget_names
-
     targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
     own = HostKeys.load([str(trust_file())])
     rows: list[dict[str, Any]] = [
@@ -145,10 +135,6 @@ def forget_hosts(
 
 
 def _print_forgotten(rows: Sequence[dict[str, Any]], hosts: Sequence[Host]) -> None:
-    from rich.text import Text
-
-    from burst_cli import render
-
     console = render.stdout()
     for row, host in zip(rows, hosts, strict=True):
         keys = f"{row['forgotten']} key{'' if row['forgotten'] == 1 else 's'} forgotten"

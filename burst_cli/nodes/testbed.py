@@ -8,15 +8,24 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from burst_cli import render
 from burst_cli.app import new_verb
+from burst_cli.config.conf_dirs import builtin_conf_dir, user_conf_dir
+from burst_cli.nodes.testbed_view import next_steps, plan_lines, status_table
 from burst_cli.options import JsonOption
-
-if TYPE_CHECKING:
-    from cluster.testbed.spec import TestbedSpec
+from cluster.ssh.nodes import parse_nodes
+from cluster.testbed import build
+from cluster.testbed.build import build_plan, open_testbed
+from cluster.testbed.faults import clear_faults, set_fault
+from cluster.testbed.machine import check_machine
+from cluster.testbed.spec import TestbedSpec, parse_rate
+from cluster.testbed.status import read_all, read_status
+from cluster.testbed.teardown import standing_names, tear_down
+from engine.config.errors import ConfigError
 
 app = new_verb(help="A virtual cluster on this machine: nodes with an sshd each, to rehearse every verb on.")
 
@@ -54,17 +63,12 @@ def up(
 
     sudo burst testbed up --rails 2 --rate 200mbit --docker --hardware h100x8
     """
-    from cluster.testbed.spec import TestbedSpec, parse_rate
-
     bits = None if rate is None else parse_rate(rate)
     spec = TestbedSpec(name, nodes, rails, bits, docker, docker_in_memory, hardware, slurm)
     config_file = _config_file(name)
     if dry_run:
         _show_plan(spec, config_file, as_json=as_json)
         return
-    from burst_cli import render
-    from cluster.testbed import build
-    from cluster.testbed.status import read_status
 
     begin_s = time.monotonic()
     with _ends_in_order(), render.stderr().status(f"testbed {name}") as shown:
@@ -74,7 +78,6 @@ def up(
     if as_json:
         render.emit_json({**asdict(status), "elapsed_s": elapsed_s})
         return
-    from burst_cli.nodes.testbed_view import next_steps, status_table
 
     console = render.stdout()
     console.print(status_table(status))
@@ -90,18 +93,11 @@ def status(
 
     Exit code 1 when one of them does not stand whole.
     """
-    from burst_cli import render
-    from cluster.testbed.machine import check_machine
-    from cluster.testbed.status import read_all, read_status
-    from cluster.testbed.teardown import standing_names
-
     check_machine()
     found = read_all(standing_names()) if name is None else (read_status(name),)
     if as_json:
         render.emit_json({"testbeds": [asdict(one) for one in found]})
     else:
-        from burst_cli.nodes.testbed_view import status_table
-
         console = render.stdout()
         for one in found:
             console.print(status_table(one))
@@ -121,11 +117,6 @@ def down(
 
     It finds what is left by its name, so it works after a crash, and twice.
     """
-    from burst_cli import render
-    from cluster.testbed.machine import check_machine
-    from cluster.testbed.teardown import standing_names, tear_down
-    from engine.config.errors import ConfigError
-
     if everything and name is not None:
         raise ConfigError("--name and --all exclude each other: one testbed, or all of this machine")
     config_file = _config_file(name or "testbed")
@@ -174,13 +165,6 @@ def fault(
 
     burst testbed fault tb2 sshd_hang;  burst testbed fault tb2 --clear
     """
-    from burst_cli import render
-    from cluster.ssh.nodes import parse_nodes
-    from cluster.testbed.build import open_testbed
-    from cluster.testbed.faults import clear_faults, set_fault
-    from cluster.testbed.machine import check_machine
-    from engine.config.errors import ConfigError
-
     if kind is None and not clear:
         raise ConfigError("which fault? Name a kind, or --clear; see `burst testbed fault --help`")
     chosen = parse_nodes(nodes, "NODES").names
@@ -201,14 +185,10 @@ def fault(
 
 
 def _show_plan(spec: TestbedSpec, config_file: Path, *, as_json: bool) -> None:
-    from burst_cli import render
-    from cluster.testbed.build import build_plan
-
     plan = build_plan(spec, config_file)
     if as_json:
         render.emit_json(asdict(plan))
         return
-    from burst_cli.nodes.testbed_view import plan_lines
 
     for line in plan_lines(plan):
         render.stdout().print(line, markup=False, soft_wrap=True)
@@ -216,9 +196,6 @@ def _show_plan(spec: TestbedSpec, config_file: Path, *, as_json: bool) -> None:
 
 def _config_file(name: str) -> Path:
     """Where the configuration of the testbed `name` lies; ConfigError for a name that means something else already."""
-    from burst_cli.config.conf_dirs import builtin_conf_dir, user_conf_dir
-    from engine.config.errors import ConfigError
-
     file = f"{_checked_name(name)}.yaml"
     if (builtin_conf_dir() / "cluster" / file).exists():
         raise ConfigError(f"testbed name {name!r}: cluster={name} comes with burst; choose another --name")
@@ -226,8 +203,6 @@ def _config_file(name: str) -> Path:
 
 
 def _checked_name(name: str) -> str:
-    from cluster.testbed.spec import TestbedSpec
-
     return TestbedSpec(name).name
 
 

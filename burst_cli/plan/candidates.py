@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from burst_cli.compose import compose
 from burst_cli.config.conf_dirs import list_options, search_path
 from burst_cli.plan.memory_check import MemoryCheck, with_remedies
 from engine.config.errors import ConfigError
@@ -154,6 +153,8 @@ def assumes_device(config: RunConfig) -> bool:
 
 def plan_one(overrides: Sequence[str], config_dirs: Sequence[Path], request: Request) -> Plan:
     """The plan of the configuration that these overrides spell. Raises ConfigError when it is not legal."""
+    from burst_cli.compose import compose  # loads Hydra, which `--help` need not
+
     asked = compose(overrides, config_dirs).config
     world = world_topology(asked)
     capacity = capacity_of(asked, world.local_ranks, device=request.device)

@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Literal
 
 import typer
+from rich.text import Text
 
+from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.completion import complete_device
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
-
-if TYPE_CHECKING:
-    from burst_cli.plan.candidates import Plan
-    from engine.planning.time.machine import Machine
+from burst_cli.plan import candidates as planning
+from burst_cli.plan.candidates import Plan
+from burst_cli.plan.table import answer_view, comparison_table, details_view
+from engine.config.errors import ConfigError
+from engine.planning.time.devices import find_machine, read_rates
+from engine.planning.time.machine import Machine
 
 app = new_verb()
 
 
-class MemoryBy(enum.StrEnum):
-    """How memory is predicted."""
-
-    exact = "exact"
-    none = "none"
-
-
-class Pass(enum.StrEnum):
-    """Which pass a picture shows."""
-
-    forward = "forward"
-    backward = "backward"
-    all = "all"
-
-
+Pass = Literal["forward", "backward", "all"]
 MachineFieldsOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -54,14 +43,12 @@ DeviceOption = Annotated[
     ),
 ]
 MemoryByOption = Annotated[
-    MemoryBy,
+    Literal["exact", "none"],
     typer.Option(
         "--memory-by",
         help="exact: rehearse a step without data, some seconds; none: leave out, memory=auto then adds no time.",
     ),
 ]
-
-
 CompareOption = Annotated[
     str | None, typer.Option("--compare", metavar="NAME,NAME", help="Plan these options of attention= side by side.")
 ]
@@ -92,10 +79,10 @@ def plan(
     ] = None,
     device: DeviceOption = None,
     machine: Annotated[str | None, typer.Option("--machine", hidden=True)] = None,
-    memory_by: MemoryByOption = MemoryBy.exact,
+    memory_by: MemoryByOption = "exact",
     shown_pass: Annotated[
         Pass, typer.Option("--pass", help="Which pass the picture shows; all: the one of recomputation too.")
-    ] = Pass.all,
+    ] = "all",
     price: PriceOption = None,
     details: DetailsOption = False,
     as_json: JsonOption = False,
@@ -118,13 +105,6 @@ def plan(
     In the details attention is shown per layer, of the ranks that share one sequence. Balance is the work of the
     busiest rank over the mean: 1 is perfect. Exposed is the time that communication adds to the computation.
     """
-    from rich.text import Text
-
-    from burst_cli import render
-    from burst_cli.plan import candidates as planning
-    from burst_cli.plan.table import answer_view, comparison_table, details_view
-    from engine.config.errors import ConfigError
-
     if machine is not None:
         raise ConfigError(f"--machine {machine}: is gone; --device {machine} predicts seconds, too")
     chosen = _machine(device, machine_fields or [])
@@ -132,7 +112,7 @@ def plan(
         _check_picture(picture, comparing=compare is not None or compare_all)
     settings, dirs = [*(overrides or []), *planning.placement_overrides(ranks, nodes)], config_dir or []
     names = planning.names_to_compare(compare, compare_all, overrides or [], dirs)
-    request = planning.Request(chosen, device, memory=memory_by is MemoryBy.exact)
+    request = planning.Request(chosen, device, memory=memory_by == "exact")
     console = render.stdout()
     if names:
         plans = planning.plan_each(names, settings, dirs, request)
@@ -157,9 +137,6 @@ def plan(
 
 def _machine(device: str | None, changes: Sequence[str]) -> Machine | None:
     """The device that is named, with changes; None where none is, or only a number of bytes."""
-    from engine.config.errors import ConfigError
-    from engine.planning.time.devices import find_machine, read_rates
-
     if device is None or _is_number(device):
         if changes:
             raise ConfigError(f"--with {changes[0]}: changes a device; name one with --device, such as --device h100")
@@ -177,8 +154,6 @@ def _is_number(text: str) -> bool:
 
 def _check_picture(path: Path, *, comparing: bool) -> None:
     """Say what is wrong with a request for a picture before anything is planned."""
-    from engine.config.errors import ConfigError
-
     problems = []
     if path.suffix.lower() not in (".svg", ".png"):
         problems.append(f"--picture {path}: expected a file that ends in .svg or .png")
@@ -191,8 +166,6 @@ def _check_picture(path: Path, *, comparing: bool) -> None:
 
 
 def _draw(plan: Plan, path: Path, shown: Pass) -> None:
-    from engine.config.errors import ConfigError
-
     try:
         from burst_cli.plan.schedule_picture import draw_schedule
     except ImportError as error:
@@ -200,4 +173,4 @@ def _draw(plan: Plan, path: Path, shown: Pass) -> None:
             f"--picture {path}: matplotlib is not installed ({error}); run: pip install 'burst-train[picture]'"
         ) from error
     passes = plan.preview.every_pass
-    draw_schedule(plan, [one for one in passes if shown in (Pass.all, one.direction)], path)
+    draw_schedule(plan, [one for one in passes if shown in ("all", one.direction)], path)

@@ -2,47 +2,42 @@
 
 from __future__ import annotations
 
-import enum
 import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
+from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.completion import complete_run
 from burst_cli.options import JsonOption, RunsDirOption
+from burst_cli.report import write
+from burst_cli.report.build import Request, build_report
+from burst_cli.report.columns import column_help
+from engine.config.errors import ConfigError
+from engine.runs.folder import default_runs_dir
 
 app = new_verb()
 
 
-class Format(enum.StrEnum):
-    """How a report is written."""
-
-    table = "table"
-    md = "md"
-    csv = "csv"
-    json = "json"
-    html = "html"
-    latex = "latex"
-
-
+Format = Literal["table", "md", "csv", "json", "html", "latex"]
 _which, _how, _against = (
     partial(typer.Option, rich_help_panel=panel) for panel in ("Which runs", "How it is written", "Compared with what")
 )
 
 
 DEFAULT_PAGE = Path("report.html")
-_FORMATS = {
-    ".html": Format.html,
-    ".htm": Format.html,
-    ".md": Format.md,
-    ".csv": Format.csv,
-    ".json": Format.json,
-    ".tex": Format.latex,
-    ".txt": Format.table,
+_FORMATS: dict[str, Format] = {
+    ".html": "html",
+    ".htm": "html",
+    ".md": "md",
+    ".csv": "csv",
+    ".json": "json",
+    ".tex": "latex",
+    ".txt": "table",
 }
 
 
@@ -120,8 +115,6 @@ def report(
     burst report tiny --latest --fail-below mfu=40%  exit code 1 for CI
     """
     if columns and "help" in columns:
-        from burst_cli.report.columns import column_help
-
         sys.stdout.write(column_help())
     else:
         _report(context.params)
@@ -129,16 +122,11 @@ def report(
 
 def _report(typed: Mapping[str, Any]) -> None:
     """Build what was typed, and write it where it is wanted; exit code 1 when a gate fails."""
-    from burst_cli import render
-    from burst_cli.report import write
-    from burst_cli.report.build import Request, build_report
-    from engine.runs.folder import default_runs_dir
-
     png, as_json = typed["png"], typed["as_json"]
     chosen, output = _where(typed["format"], as_json, typed["output"])
     write.check_targets(output, png, force=typed["force"])
     given = {name: typed[name] for name in Request.__dataclass_fields__ if typed.get(name)}
-    found = build_report(Request(**{"runs_dir": default_runs_dir(), **given, "is_page": chosen is Format.html}))
+    found = build_report(Request(**{"runs_dir": default_runs_dir(), **given, "is_page": chosen == "html"}))
     console = render.stderr()
     write.print_warnings(found, console)
     if output is not None:
@@ -148,7 +136,7 @@ def _report(typed: Mapping[str, Any]) -> None:
             render.emit_json({**found.to_dict(), "output": str(output)})
         else:
             render.stdout().print(f"wrote {output} ({words})", markup=False, soft_wrap=True)
-    elif chosen is Format.table:
+    elif chosen == "table":
         render.stdout().print(write.report_view(found, render.stdout().width))
     else:
         sys.stdout.write(write.written(found, chosen)[0].encode("utf-8", "replace").decode("utf-8"))
@@ -164,8 +152,6 @@ def _where(format: Format | None, as_json: bool, output: Path | None) -> tuple[F
 
     Raises ConfigError for a name whose end means no format.
     """
-    from engine.config.errors import ConfigError
-
     if format is None and output is not None:
         format = _FORMATS.get(output.suffix.lower())
         if format is None and not as_json:
@@ -173,5 +159,5 @@ def _where(format: Format | None, as_json: bool, output: Path | None) -> tuple[F
                 f"--output {output}: no report is written in the format {output.suffix or 'of a name without an end'}; "
                 f"expected a name that ends in {', '.join(_FORMATS)}, or --format beside any name"
             )
-    format = format or (Format.json if as_json else Format.table)
-    return format, DEFAULT_PAGE if format is Format.html and output is None else output
+    format = format or ("json" if as_json else "table")
+    return format, DEFAULT_PAGE if format == "html" and output is None else output
