@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,10 +142,6 @@ class StepCost:
             "hfu": utilisation(flops.hardware),
         }
 
-    def warning(self, flops: Flops, seconds: float, devices: int) -> str | None:
-        """A sentence when a step of `seconds` is faster than the device can be: then no figure of it can be trusted."""
-        return above_peak_warning("hardware FLOPs", flops.hardware / seconds / devices, self.peak)
-
 
 class StepMeter:
     """Measures one optimizer step between `start` and `finish`; all ranks must call both.
@@ -176,8 +172,6 @@ class StepMeter:
         self._batch_wait_s: float | None = None
         self._waits = waits
         self._waited_before = 0.0
-        self._steps = 0
-        self._pairs = AttendedPairs(0, 0)  # of all steps so far
 
     @property
     def peak_memory_source(self) -> str:
@@ -185,13 +179,15 @@ class StepMeter:
         return self._memory.source
 
     def warning(self, row: dict[str, Any]) -> str | None:
-        """What is suspicious about a row that `finish` gave."""
-        flops = self._cost.flops(AttendedPairs(row["visible_pairs"], row["recomputed_pairs"]))
-        return self._cost.warning(flops, row["step_time_s"], self._mesh.world_size)
+        """A sentence when the step of a row is faster than the device can be: then no figure of it can be trusted."""
+        peak = self._cost.peak
+        return above_peak_warning("hardware FLOPs", (row["hfu"] or 0.0) * (peak.flops_per_s or 0.0), peak)
 
-    def mean_flops(self) -> Flops | None:
-        """FLOPs of the mean step so far, over all ranks; None before the first."""
-        return self._cost.flops(AttendedPairs(*(round(n / self._steps) for n in self._pairs))) if self._steps else None
+    def mean_flops(self, rows: Sequence[dict[str, Any]]) -> Flops | None:
+        """FLOPs of the mean step of `rows`, over all ranks; None without one."""
+        pairs = [(row["visible_pairs"], row["recomputed_pairs"]) for row in rows if "visible_pairs" in row]
+        means = (round(sum(counts) / len(pairs)) for counts in zip(*pairs, strict=True))
+        return self._cost.flops(AttendedPairs(*means)) if pairs else None
 
     def start(self) -> None:
         """The edge before a step."""
@@ -222,8 +218,6 @@ class StepMeter:
         slowest, allocated, reserved, tensors, host, intra, inter, stopping, *transfers = found
         loading, exposed, exposed_share, moved, copying, standing = transfers
         assert slowest is not None
-        self._steps += 1
-        self._pairs = AttendedPairs(*map(sum, zip(self._pairs, result.pairs, strict=True)))
         row = {
             "step": step,
             "loss": _finite(result.loss),

@@ -204,7 +204,7 @@ class Trainer:
             "status": status,
             **run_facts(self.config, self.mesh, self.attention),
             **predicted_facts(plan),
-            "flops_per_step": asdict(flops) if (flops := self._meter.mean_flops()) else None,
+            "flops_per_step": asdict(flops) if (flops := self._meter.mean_flops(rows)) else None,
             "peak_flops_per_device": self.peak.flops_per_s,
             "peak_flops_source": self.peak.source,
             "peak_memory_source": self._meter.peak_memory_source,

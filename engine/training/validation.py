@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -32,17 +32,19 @@ from engine.training.metrics import PeakMemory
 from engine.training.train_step import TrainStep, rank_batch
 
 Table = npt.NDArray[np.float64]
+Row = dict[str, Any]  # of metrics.jsonl
 
 
-def validate(train_step: TrainStep, data: PreparedData, needles: NeedleTasks | None) -> dict[str, Any]:
+def validate(train_step: TrainStep, data: PreparedData, needles: NeedleTasks | None) -> Row:
     """{validation_loss, ...} and, with `needles`, {needle_accuracy, ...}; what could not be measured is left out.
 
     All ranks must call; the model is afterwards as before.
     """
-    return _losses(train_step, data) | ({} if needles is None else _needles(train_step, needles))
+    losses = _losses(train_step, data)
+    return losses if needles is None else losses | needle_figures(score_tasks(train_step, needles), needles)
 
 
-def measured(mesh: Mesh, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def measured(mesh: Mesh, work: Callable[[], Row]) -> Row:
     """What `work` gives, with the seconds that the slowest rank took for it and the peak memory of the largest one."""
     memory = PeakMemory(mesh.device)
     memory.reset()
@@ -58,7 +60,7 @@ def measured(mesh: Mesh, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _losses(train_step: TrainStep, data: PreparedData) -> dict[str, Any]:
+def _losses(train_step: TrainStep, data: PreparedData) -> Row:
     train, mesh = train_step.config.train, train_step.mesh
     batches = sequential_batches(
         data.validation,
@@ -68,41 +70,7 @@ def _losses(train_step: TrainStep, data: PreparedData) -> dict[str, Any]:
         max_samples=train.eval_samples,
         documents_apart=train_step.config.attention.documents,
     )
-    figures = evaluate(train_step, batches, data.token_bytes, train.eval_position_buckets)
-    if figures is None:
-        return {}
-    row = {"validation_loss": figures.loss, "validation_bits_per_byte": figures.bits_per_byte}
-    if not figures.by_position:
-        return row
-    return row | {"validation_loss_by_position": [asdict(bucket) for bucket in figures.by_position]}
-
-
-def _needles(train_step: TrainStep, needles: NeedleTasks) -> dict[str, Any]:
-    figures = evaluate_needles(train_step, needles)
-    return {
-        "needle_accuracy": figures.accuracy,
-        "needle_gain": figures.gain,
-        "needle_by_depth": [asdict(depth) for depth in figures.by_depth],
-    }
-
-
-@dataclass(frozen=True)
-class PositionLoss:
-    """Mean loss in nats of the labels at positions first .. last of their sequences; None: none of them counts."""
-
-    first: int
-    last: int
-    loss: float | None
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Mean loss per label in nats, the same in bits per byte of text (null when no byte counts are known)."""
-
-    loss: float
-    bits_per_byte: float | None
-    label_tokens: int
-    by_position: tuple[PositionLoss, ...] = ()
+    return evaluate(train_step, batches, data.token_bytes, train.eval_position_buckets)
 
 
 def bits_per_byte(loss_sum_nats: float, text_bytes: float) -> float | None:
@@ -125,12 +93,13 @@ def evaluate(
     batches: Iterable[Batch],
     token_bytes: npt.NDArray[np.integer] | None,
     position_buckets: int = 1,
-) -> Evaluation | None:
-    """Figures over `batches` of all ranks, or None when they hold no label; `token_bytes` [vocab] is text bytes per id.
+) -> Row:
+    """Mean loss per label of `batches` of all ranks in nats, and in bits per byte of text (None where no byte counts
+    are known: `token_bytes` [vocab]); nothing when they hold no label.
 
-    With more than one of `position_buckets`, the loss by position, too, at the price of one LM head per bucket: a
-    model that uses its context loses less the more of it it has seen. All ranks must call with as many batches.
-    Parameters, gradients, optimizer and mode of the model are as before.
+    With more than one of `position_buckets`, the loss of the labels at positions first .. last, too (None: no label),
+    at the price of one LM head per bucket: a model that uses its context loses less the more of it it has seen. All
+    ranks must call with as many batches. Parameters, gradients, optimizer and mode of the model are as before.
     """
     model, mesh = train_step.model, train_step.mesh
     edges = position_edges(train_step.config.train.seq_len, position_buckets)
@@ -148,17 +117,18 @@ def evaluate(
     figures = sum_over_ranks(totals).tolist()
     nats, counts, text_bytes = figures[:buckets], figures[buckets:-1], figures[-1]
     if sum(counts) == 0:
-        return None
-    by_position = tuple(
-        PositionLoss(first, after - 1, loss / count if count else None)
-        for first, after, loss, count in zip(edges, edges[1:], nats, counts, strict=False)
-    )
-    return Evaluation(
-        sum(nats) / sum(counts),
-        bits_per_byte(sum(nats), text_bytes),
-        int(sum(counts)),
-        by_position if buckets > 1 else (),
-    )
+        return {}
+    row = {
+        "validation_loss": sum(nats) / sum(counts),
+        "validation_bits_per_byte": bits_per_byte(sum(nats), text_bytes),
+    }
+    if buckets == 1:
+        return row
+    by_position = [
+        {"first": first, "last": after - 1, "loss": loss / count if count else None}
+        for (first, after), loss, count in zip(pairwise(edges), nats, counts, strict=True)
+    ]
+    return row | {"validation_loss_by_position": by_position}
 
 
 def _losses_of(train_step: TrainStep, batch: Batch, edges: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
@@ -181,32 +151,6 @@ def _only(batch: Batch, first: int, after: int) -> Batch:
     return replace(batch, labels=labels)
 
 
-@dataclass(frozen=True)
-class DepthFigures:
-    """Means over the samples of one depth.
-
-    depth: share of the haystack before the needle, 0 to 1; position: token at which the first sample's needle begins.
-    accuracy: share of answers that are right; loss: nats per token of the answer; gain: loss without the needle minus
-    loss with it.
-    """
-
-    depth: float
-    position: int
-    accuracy: float
-    loss: float
-    gain: float
-
-
-@dataclass(frozen=True)
-class NeedleFigures:
-    """Means over all depths, and those of each; samples: texts per depth."""
-
-    accuracy: float
-    gain: float
-    samples: int
-    by_depth: tuple[DepthFigures, ...]
-
-
 class Tasks(Protocol):
     """What is asked: `NeedleTasks`, or others of the same form."""
 
@@ -214,11 +158,6 @@ class Tasks(Protocol):
 
     def task(self, number: int) -> NeedleTask:
         """Task `number` of len(self)."""
-
-
-def evaluate_needles(train_step: TrainStep, tasks: NeedleTasks) -> NeedleFigures:
-    """What the model of `train_step` makes of `tasks`; alike on all ranks, all of which must call."""
-    return needle_figures(score_tasks(train_step, tasks), tasks)
 
 
 @torch.no_grad()
@@ -239,23 +178,28 @@ def score_tasks(train_step: TrainStep, tasks: Tasks) -> Table:
     return sum_over_ranks(table).cpu().numpy()
 
 
-def needle_figures(table: Table, tasks: NeedleTasks) -> NeedleFigures:
-    """The figures of a `table` that `score_tasks` gave."""
+def needle_figures(table: Table, tasks: NeedleTasks) -> Row:
+    """Means over all samples of a `table` that `score_tasks` gave, and those of every depth.
+
+    depth: share of the haystack before the needle, 0 to 1; position: token at which the first sample's needle begins.
+    accuracy: share of answers that are right; loss: nats per token of the answer; gain: loss without the needle minus
+    loss with it.
+    """
     by_sample = table.reshape(tasks.samples, tasks.depths + 1, 3)
     losses = by_sample[:, :, 0] / by_sample[:, :, 2]
     right = by_sample[:, :-1, 1] == 0
     gains = losses[:, -1:] - losses[:, :-1]
-    by_depth = tuple(
-        DepthFigures(
-            tasks.share(depth),
-            tasks.position(0, depth),
-            float(right[:, depth].mean()),
-            float(losses[:, depth].mean()),
-            float(gains[:, depth].mean()),
-        )
+    by_depth = [
+        {
+            "depth": tasks.share(depth),
+            "position": tasks.position(0, depth),
+            "accuracy": float(right[:, depth].mean()),
+            "loss": float(losses[:, depth].mean()),
+            "gain": float(gains[:, depth].mean()),
+        }
         for depth in range(tasks.depths)
-    )
-    return NeedleFigures(float(right.mean()), float(gains.mean()), tasks.samples, by_depth)
+    ]
+    return {"needle_accuracy": float(right.mean()), "needle_gain": float(gains.mean()), "needle_by_depth": by_depth}
 
 
 def _scored(train_step: TrainStep, tasks: Sequence[NeedleTask], size: int) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from engine.config.settings import LossConfig, RunConfig
 from engine.data.needles import NeedleTask
 from engine.data.tokenizers import ByteTokenizer
 from engine.loss.head import LMHead
-from engine.training.validation import NeedleFigures, evaluate_needles, needle_figures, score_tasks
+from engine.training.validation import needle_figures, score_tasks
 
 RELATIVE = 1e-5  # fp32 sums of the model in another order
 VOCABULARY = 256
@@ -45,30 +45,31 @@ class Copier(nn.Module):
         return hidden
 
 
-def copied(folder: str, reach: int, size: int) -> NeedleFigures:
+def copied(folder: str, reach: int, size: int) -> dict[str, Any]:
     """Figures of a copier over sequences of 260 bytes, `size` of them at a time."""
     config = tiny_config(model={"vocab_size": VOCABULARY}, train={"seq_len": 260, "micro_batch_size": size})
     train_step = start_run(config).train_step
     train_step.model = Copier(train_step.model.layers, reach)  # type: ignore[assignment]
     tokenizer = ByteTokenizer()
     texts = ("A walk by the sea, where boats of many colours come home in the evening; the wind turns, it rains. " * 9,)
-    return evaluate_needles(train_step, make_tasks(write_split(Path(folder), tokenizer, texts), tokenizer, 260))
+    tasks = make_tasks(write_split(Path(folder), tokenizer, texts), tokenizer, 260)
+    return needle_figures(score_tasks(train_step, tasks), tasks)
 
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_who_copies_is_always_right(ranks: Pools, tmp_path: Path, size: int) -> None:
     found = ranks(1).run(copied, str(tmp_path), 1000, size)[0]
-    assert found.accuracy == 1.0
-    assert [depth.accuracy for depth in found.by_depth] == [1.0] * 3
-    assert found.gain == pytest.approx(np.log(256), rel=0.01)  # without the needle it knows nothing
+    assert found["needle_accuracy"] == 1.0
+    assert [depth["accuracy"] for depth in found["needle_by_depth"]] == [1.0] * 3
+    assert found["needle_gain"] == pytest.approx(np.log(256), rel=0.01)  # without the needle it knows nothing
 
 
 def test_who_sees_only_what_is_near_is_right_only_there(ranks: Pools, tmp_path: Path) -> None:
     found = ranks(1).run(copied, str(tmp_path), 70, 1)[0]
-    assert [depth.accuracy for depth in found.by_depth] == [0.0, 0.0, 1.0]
-    assert found.by_depth[0].gain == pytest.approx(0.0, abs=0.01)
-    assert found.by_depth[2].gain > 5
-    assert found.accuracy == pytest.approx(1 / 3)
+    assert [depth["accuracy"] for depth in found["needle_by_depth"]] == [0.0, 0.0, 1.0]
+    assert found["needle_by_depth"][0]["gain"] == pytest.approx(0.0, abs=0.01)
+    assert found["needle_by_depth"][2]["gain"] > 5
+    assert found["needle_accuracy"] == pytest.approx(1 / 3)
 
 
 @dataclass(frozen=True)
@@ -166,10 +167,8 @@ def test_figures_are_means_over_samples(tmp_path: Path) -> None:
     tasks = make_tasks(write_split(tmp_path, ByteTokenizer()), ByteTokenizer(), 300, depths=2, samples=2)
     sums = [[6.0, 0, 6], [12.0, 2, 6], [30.0, 6, 6], [6.0, 0, 6], [6.0, 0, 6], [24.0, 5, 6]]
     found = needle_figures(np.array(sums), tasks)
-    assert (found.accuracy, found.gain, found.samples) == (0.75, pytest.approx((4 + 3 + 3 + 3) / 4), 2)
-    assert [(depth.depth, depth.accuracy, depth.loss, depth.gain) for depth in found.by_depth] == [
-        (0.0, 1.0, 1.0, 3.5),
-        (1.0, 0.5, 1.5, 3.0),
-    ]
-    assert found.by_depth[0].position == 0
+    assert (found["needle_accuracy"], found["needle_gain"]) == (0.75, pytest.approx((4 + 3 + 3 + 3) / 4))
+    first, second = found["needle_by_depth"]
+    assert first == {"depth": 0.0, "position": 0, "accuracy": 1.0, "loss": 1.0, "gain": 3.5}
+    assert (second["depth"], second["accuracy"], second["loss"], second["gain"]) == (1.0, 0.5, 1.5, 3.0)
     assert TINY.train.eval_needle_depths == 0

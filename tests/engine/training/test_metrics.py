@@ -42,13 +42,6 @@ def test_without_a_peak_utilisation_is_null_and_speed_is_not() -> None:
     assert rates["tokens_per_s"] == 500.0
 
 
-def test_a_step_faster_than_the_device_is_warned_of() -> None:
-    assert COST.warning(FLOPS, 2.0, 4) is None
-    warning = COST.warning(FLOPS, 0.1, 4)
-    assert warning is not None
-    assert "above the peak" in warning
-
-
 def largest(values: list[list[float | None]]) -> list[float | None]:
     import torch.distributed as dist
 
@@ -87,6 +80,19 @@ def test_a_measured_step_agrees_on_all_ranks(ranks: Pools) -> None:
 
 def test_a_stop_asked_of_one_rank_is_known_to_all(ranks: Pools) -> None:
     assert [stop for _, stop, _ in ranks(2).run(measured_step, stop_rank=1)] == [True, True]
+
+
+def warnings(utilisations: list[float | None]) -> list[str | None]:
+    """Of rows with these shares of the peak."""
+    run = start_run(tiny_config())
+    meter = StepMeter(run.mesh, run.attention, COST)
+    return [meter.warning({"hfu": share}) for share in utilisations]
+
+
+def test_a_step_faster_than_the_device_is_warned_of(ranks: Pools) -> None:
+    *fine, warning = ranks(1).run(warnings, [None, 1.0, 1.01])[0]
+    assert fine == [None, None]
+    assert "hardware FLOPs is 2.02 TFLOP/s per device, above the peak of 2 (test)" in warning
 
 
 def tracked_rows(policy: str, store: str) -> list[dict[str, Any]]:
