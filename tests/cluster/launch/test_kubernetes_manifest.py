@@ -13,6 +13,7 @@ import pytest
 import yaml
 from kubernetes_rig import kubernetes_config, kubernetes_plan
 
+from cluster.launch.kubernetes import quantity_bytes
 from cluster.launch.manifest import build_job, skypilot_text
 from engine.config.errors import ConfigError
 from engine.config.rules import check_config
@@ -47,6 +48,14 @@ def test_the_published_schema_accepts_the_job(tmp_path: Path, kind: str, setting
     jsonschema.Draft202012Validator(SCHEMAS[kind]).validate(job)
     text = dict(kubernetes_plan(tmp_path, kubernetes_config(kind=kind, **settings)).files)["job.yaml"]
     assert is_valid(yaml.safe_load(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1000", 1000), ("512k", 512_000), ("1.5M", 1_500_000), ("64Gi", 64 << 30)],
+)
+def test_quantities_are_bytes(text: str, expected: int) -> None:
+    assert quantity_bytes(text) == expected
 
 
 @KINDS

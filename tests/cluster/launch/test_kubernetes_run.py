@@ -125,6 +125,7 @@ def test_an_image_that_cannot_be_pulled_ends_the_run_and_an_unschedulable_pod_is
     job.look()
     assert "Unschedulable: 0/3: Insufficient gpu" in job.waits_for()
     assert job.refusal() is None
+    assert [job.status(node).phase for node in plan.nodes] == ["starting", "starting"]
     reason = {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "registry.example/burst:1"'}
     cluster.answer(JOB, with_container(1, "Pending", waiting=reason))
     job.look()
@@ -143,6 +144,7 @@ def test_a_stop_asked_for_before_anything_is_known_of_the_pods_reaches_them_all_
     job = KubernetesJob(plan, create_run(Path(plan.run_path), dict(plan.files)), poll_s=0.02)
     job.stop("cancel", 60.0)
     wait_for(lambda: any(words[0] == "exec" for words in cluster.calls), lambda: str(cluster.calls))
+    assert job.status(plan.nodes[0]).phase == "stopping"
     job.close()
 
 
