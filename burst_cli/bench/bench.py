@@ -14,6 +14,7 @@ import typer
 
 from burst_cli.app import new_verb
 from burst_cli.options import JsonOption
+from burst_cli.outputs import PICTURES, check_output, write_figure, write_output
 from engine.bench.ranks import RankProgram, measure_cell
 from engine.bench.spec import (
     AttentionCell,
@@ -134,7 +135,8 @@ def attention(
         for mask in mask_list
         for length in _numbers(seq_lens, "--seq-lens")
     ]
-    _check_paths(output, plot)
+    check_output("--output", output)
+    check_output("--plot", plot, *PICTURES)
     program = RankProgram("engine.bench.attention", tuple(shlex.split(rank_command)))
     _show(_measure_attention(cells, program), output=output, plot=plot, as_json=as_json)
 
@@ -187,8 +189,7 @@ def machine(
     from burst_cli import render
     from engine.planning.memory.capacity import read_nvidia_smi
 
-    if output.suffix != ".json" or output.is_dir():
-        raise ConfigError(f"--output: got {output}; expected the name of a file that ends in .json")
+    check_output("--output", output, ".json")
     gpus = 0 if backend == "gloo" else len(read_nvidia_smi())
     chosen = ranks or gpus or 4
     on_cpu = chosen > gpus
@@ -207,8 +208,7 @@ def machine(
             setup,
             lambda line: shown.update(f"machine: {line}"),
         )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    write_output("--output", output, json.dumps(document, indent=2) + "\n")
     if as_json:
         render.emit_json(document)
     else:
@@ -262,24 +262,13 @@ def _show(document: dict[str, Any], *, output: Path | None, plot: Path | None, a
 
         render.stdout().print(bench_view(document))
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        write_output("--output", output, json.dumps(document, indent=2) + "\n")
     if plot is not None:
-        from burst_cli.bench.plot import write_plot
+        from burst_cli.bench.plot import bench_figure
 
-        write_plot(document, plot)
+        write_figure("--plot", plot, bench_figure(document), bbox_inches="tight")
     for path in filter(None, (output, plot)):
         render.stderr().print(f"written: {path}", style="dim", markup=False)
-
-
-def _check_paths(output: Path | None, plot: Path | None) -> None:
-    """Refuse before hours of measuring what could not be written afterwards."""
-    if output is not None and output.is_dir():
-        raise ConfigError(f"--output: {output} is a folder; expected the name of a file")
-    if plot is not None:
-        from burst_cli.bench.plot import check_plot_path
-
-        check_plot_path(plot)
 
 
 def _variants(presets: str | None) -> tuple[str, ...]:

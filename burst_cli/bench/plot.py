@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from burst_cli.bench.view import Row, cells
-from engine.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PLOT_SUFFIXES = (".svg", ".png")
 _PANEL_WIDTH, _BAR_HEIGHT, _FRAME_HEIGHT = 4.6, 0.42, 1.3  # inches
 _COMPUTE, _EXPOSED = "#4c78a8", "#f58518"
-
-
-def check_plot_path(path: Path) -> None:
-    """Raise ConfigError before anything is measured when this plot could not be written."""
-    if path.suffix not in PLOT_SUFFIXES:
-        raise ConfigError(f"--plot: got {path.name!r}; the name must end in {' or '.join(PLOT_SUFFIXES)}")
-    try:
-        import matplotlib as _  # noqa: F401
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib, which is not installed: pip install matplotlib") from None
-
-
-def write_plot(document: Mapping[str, Any], path: Path) -> None:
-    """Draw the document into `path` (.svg or .png)."""
-    figure = bench_figure(document)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, bbox_inches="tight")
 
 
 def bench_figure(document: Mapping[str, Any]) -> Figure:

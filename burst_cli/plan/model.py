@@ -12,6 +12,7 @@ import yaml
 from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.options import JsonOption
+from burst_cli.outputs import write_output
 from engine.config.errors import ConfigError
 from engine.config.schema import to_plain
 from engine.config.settings import ModelConfig
@@ -97,15 +98,10 @@ def yaml_text(found: FoundModel) -> str:
 
 
 def write_yaml(found: FoundModel, path: Path) -> None:
-    """Writes a new file. Raises ConfigError when it exists or cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("x", encoding="utf-8") as file:
-            file.write(yaml_text(found))
-    except FileExistsError:
-        raise ConfigError(f"{path} exists; name another file or remove it") from None
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    """Writes a new file. Raises ConfigError when it exists."""
+    if path.exists():
+        raise ConfigError(f"{path} exists; name another file or remove it")
+    write_output("--write", path, yaml_text(found))
 
 
 def _notes(folder: Path, pretrained: Pretrained) -> list[str]:

@@ -13,8 +13,8 @@ from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.completion import complete_device
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
+from burst_cli.outputs import PICTURES, check_output, write_figure
 from burst_cli.plan import candidates as planning
-from burst_cli.plan.candidates import Plan
 from burst_cli.plan.table import answer_view, comparison_table, details_view
 from engine.config.errors import ConfigError
 from engine.planning.time.devices import find_machine, read_rates
@@ -109,7 +109,9 @@ def plan(
         raise ConfigError(f"--machine {machine}: is gone; --device {machine} predicts seconds, too")
     chosen = _machine(device, machine_fields or [])
     if picture is not None:
-        _check_picture(picture, comparing=compare is not None or compare_all)
+        check_output("--picture", picture, *PICTURES)
+        if compare is not None or compare_all:
+            raise ConfigError("--picture shows one plan; leave out --compare and --all, and give attention=NAME")
     settings, dirs = [*(overrides or []), *planning.placement_overrides(ranks, nodes)], config_dir or []
     names = planning.names_to_compare(compare, compare_all, overrides or [], dirs)
     request = planning.Request(chosen, device, memory=memory_by == "exact")
@@ -123,7 +125,9 @@ def plan(
         return
     found = planning.plan_one(settings, dirs, request)
     if picture is not None:
-        _draw(found, picture, shown_pass)
+        from burst_cli.plan.schedule_picture import schedule_figure
+
+        write_figure("--picture", picture, schedule_figure(found, shown_pass))
     if as_json:
         render.emit_json(found.to_dict(price) | ({"picture": str(picture)} if picture else {}))
         return
@@ -150,27 +154,3 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _check_picture(path: Path, *, comparing: bool) -> None:
-    """Say what is wrong with a request for a picture before anything is planned."""
-    problems = []
-    if path.suffix.lower() not in (".svg", ".png"):
-        problems.append(f"--picture {path}: expected a file that ends in .svg or .png")
-    if not path.absolute().parent.is_dir():
-        problems.append(f"--picture {path}: no such folder: {path.parent}; create it first")
-    if comparing:
-        problems.append(f"--picture {path}: shows one plan; leave out --compare and --all, and give attention=NAME")
-    if problems:
-        raise ConfigError(problems)
-
-
-def _draw(plan: Plan, path: Path, shown: Pass) -> None:
-    try:
-        from burst_cli.plan.schedule_picture import draw_schedule
-    except ImportError as error:
-        raise ConfigError(
-            f"--picture {path}: matplotlib is not installed ({error}); run: pip install 'burst-train[picture]'"
-        ) from error
-    passes = plan.preview.every_pass
-    draw_schedule(plan, [one for one in passes if shown in ("all", one.direction)], path)

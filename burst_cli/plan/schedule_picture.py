@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from burst_cli.figures import percent, seconds
 from burst_cli.plan.candidates import Plan
-from engine.planning.methods.preview import PassPreview
 from engine.planning.methods.topology import Topology
 from engine.planning.time.replay import COMPUTE_LANE, Interval, Timeline
 
@@ -45,7 +42,7 @@ _CHANNELS = {
 _ARRIVALS = ("recv", "load", "store")
 _TILE_HEIGHT, _LANE_HEIGHT, _LANE_GAP, _ROW_GAP = 1.0, 0.24, 0.06, 0.42
 _INCHES_PER_UNIT = 0.26
-_WIDTH_INCHES, _DPI = 13.0, 150
+_WIDTH_INCHES = 13.0
 
 
 @dataclass(frozen=True)
@@ -74,8 +71,9 @@ class _Rows:
         return top + offset, _LANE_HEIGHT
 
 
-def draw_schedule(candidate: Plan, passes: Sequence[PassPreview], path: Path) -> None:
-    """Write the schedule of some passes of one layer, side by side on one scale of time, as .svg or .png."""
+def schedule_figure(candidate: Plan, shown: str) -> Figure:
+    """The schedule of the pass that is `shown`, or of `all`, of one layer, side by side on one scale of time."""
+    passes = [one for one in candidate.preview.every_pass if shown in ("all", one.direction)]
     named = [(one.direction, one.timeline) for one in passes if one.timeline is not None]
     timelines = [timeline for _, timeline in named]
     assert timelines, "a picture needs the timelines that a machine gives"
@@ -93,10 +91,7 @@ def draw_schedule(candidate: Plan, passes: Sequence[PassPreview], path: Path) ->
         _name_rows(axis, rows, topology, first=index == 0)
     kinds = {i.kind for group in intervals for i in group if i.lane == COMPUTE_LANE}
     _decorate(figure, _title(candidate, ranks), kinds, rows.lanes)
-    # Text as text, and the same bytes for the same plan.
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "burst"}):
-        metadata = {"Date": None} if path.suffix.lower() == ".svg" else None
-        figure.savefig(path, dpi=_DPI, metadata=metadata)
+    return figure
 
 
 def shown_ranks(topology: Topology, planned: Sequence[int]) -> tuple[int, ...]:

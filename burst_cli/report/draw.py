@@ -62,23 +62,6 @@ _COLOUR = re.compile("|".join(_VARIABLES))
 _ID = re.compile(r'( id="|url\(#|href="#)')
 
 
-def check_matplotlib(option: str) -> None:
-    """Raise ConfigError when pictures cannot be drawn."""
-    if not has_matplotlib():
-        raise ConfigError(
-            f"{option} needs matplotlib, which is not installed: pip install 'burst-train[picture]' (or matplotlib)"
-        )
-
-
-def has_matplotlib() -> bool:
-    """Whether pictures can be drawn."""
-    try:
-        import matplotlib as _  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def panel_svg(panel: Panel, prefix: str) -> str:
     """The <svg> of `panel`; ids begin with `prefix`, because a page has one set of ids for all its pictures."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG

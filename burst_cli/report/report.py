@@ -14,6 +14,7 @@ from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.completion import complete_run
 from burst_cli.options import JsonOption, RunsDirOption
+from burst_cli.outputs import write_output
 from burst_cli.report import write
 from burst_cli.report.build import Request, build_report
 from burst_cli.report.columns import column_help
@@ -131,7 +132,7 @@ def _report(typed: Mapping[str, Any]) -> None:
     write.print_warnings(found, console)
     if output is not None:
         text, words = write.written(found, chosen)
-        write.write_file("--output", output, text.encode("utf-8", "replace"))
+        write_output("--output", output, text.encode("utf-8", "replace"))
         if as_json:
             render.emit_json({**found.to_dict(), "output": str(output)})
         else:
@@ -141,7 +142,7 @@ def _report(typed: Mapping[str, Any]) -> None:
     else:
         sys.stdout.write(write.written(found, chosen)[0].encode("utf-8", "replace").decode("utf-8"))
     if png is not None:
-        write.write_file("--png", png, write.report_picture(found))
+        write_output("--png", png, write.report_picture(found))
         console.print(f"wrote {png}", markup=False, soft_wrap=True)
     if found.failed_gates:
         raise typer.Exit(1)

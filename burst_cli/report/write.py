@@ -20,11 +20,12 @@ from rich.text import Text
 from burst_cli import __version__
 from burst_cli.eval.view import evaluation_tables, evaluation_view, is_evaluation, weights_text
 from burst_cli.figures import count_of
+from burst_cli.outputs import check_output, has_matplotlib
 from burst_cli.render import PIPE_WIDTH, json_document
 from burst_cli.report.against import caveats_of, published_table
 from burst_cli.report.build import Group, Report
 from burst_cli.report.columns import BY_KEY, PAPER_KEYS, PROVENANCE_KEYS, Column, filled, notes_for
-from burst_cli.report.draw import check_matplotlib, has_matplotlib, panel_svg, report_png
+from burst_cli.report.draw import panel_svg, report_png
 from burst_cli.report.panels import (
     Panel,
     comparison_panels,
@@ -36,8 +37,7 @@ from burst_cli.report.panels import (
 )
 from burst_cli.report.records import Record, first_of, run_name, status_of
 from burst_cli.tables import fitting
-from engine.config.errors import BurstError, ConfigError
-from engine.runs.files import replace_file
+from engine.config.errors import ConfigError
 from engine.runs.folder import STATES, list_runs
 
 MOST_PANELS = 30  # a page with more is neither read nor quick
@@ -371,39 +371,17 @@ def report_picture(report: Report) -> bytes:
     return report_png(rows())
 
 
-# --- files: nothing that is no report of ours is overwritten unasked, and a reader never sees half of one -------------
+# --- files: nothing that is no report of ours is overwritten unasked --------------------------------------------------
 
 
 def check_targets(output: Path | None, png: Path | None, *, force: bool) -> None:
     """Raise ConfigError, before runs are read, when a file cannot or must not be written."""
-    if output is not None:
-        _check_target("--output", output, force=force)
-    if png is not None:
-        if png.suffix.lower() != ".png":
-            raise ConfigError(f"--png: got {png.name!r}; the name must end in .png")
-        check_matplotlib("--png")
-        _check_target("--png", png, force=force)
-
-
-def _check_target(option: str, path: Path, *, force: bool) -> None:
-    if path.is_dir():
-        raise ConfigError(f"{option}: {path} is a folder; give the name of a file in it")
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"{option}: {path} is a device or a pipe; give the name of a file")
-    if not path.absolute().parent.is_dir():
-        raise ConfigError(f"{option}: the folder {path.absolute().parent} does not exist; make it first")
-    if path.exists() and not force and not _is_ours(path):
-        raise ConfigError(
-            f"{option}: {path} exists and is no report that burst wrote; give another name, or --force to replace it"
-        )
-
-
-def write_file(option: str, path: Path, content: bytes) -> None:
-    """Replace `path` atomically. Raises BurstError that names the file."""
-    try:
-        replace_file(path.absolute(), content, is_shared=True)
-    except OSError as error:
-        raise BurstError(f"{option}: cannot write {path}: {error.strerror}") from error
+    check_output("--output", output)
+    check_output("--png", png, ".png")
+    for option, path in (("--output", output), ("--png", png)):
+        if path is not None and path.exists() and not force and not _is_ours(path):
+            words = "exists and is no report that burst wrote; give another name, or --force to replace it"
+            raise ConfigError(f"{option}: {path} {words}")
 
 
 def _is_ours(path: Path) -> bool:

@@ -109,7 +109,7 @@ def test_sent_bytes_follow_the_formulas(attention: Measured) -> None:
         (("--masks", "casual"), "did you mean causal"),
         (("--seq-lens", "4Q"), "--seq-lens: got '4Q'; expected positive whole numbers"),
         (("--ranks", "4", "--nodes", "3"), "legal numbers of nodes: 1, 2, 4"),
-        (("--plot", "picture.gif"), "must end in .svg or .png"),
+        (("--plot", "picture.gif"), "ends in .svg or .png"),
         (("--rank-command", "run {gpu}", "--presets", "ring"), "legal in braces"),
         (("--presets", "single"), "no variant is legal here"),
     ],

@@ -144,7 +144,7 @@ MISTAKES = [
     (["exp=tiny", "attention=ring", "--all"], "attention=ring", "leave it out"),
     (["exp=tiny", "--all", "--compare", "ring"], "exclude each other", "leave out --all"),
     (["exp=tiny", "--device", "cpu", "--picture", "plan.pdf"], "plan.pdf", ".svg or .png"),
-    (["exp=tiny", "--device", "cpu", "--picture", "/no/such/plan.svg"], "no such folder", "create it first"),
+    (["exp=tiny", "--device", "cpu", "--picture", "/etc/passwd/plan.svg"], "/etc/passwd is no folder", "--picture"),
     (["exp=tiny", "--device", "cpu", "--picture", "plan.svg", "--all"], "shows one plan", "attention=NAME"),
     (["exp=tiny", "--device", "h10"], "got 'h10'", "bytes such as 80e9"),
     (["exp=tiny", "--memory-by", "closed-form"], "'closed-form'", "'exact', 'none'"),

@@ -246,6 +246,7 @@ def test_output_takes_its_format_from_its_name_and_replaces_its_own_kind(methods
     assert file.read_text() == "my thesis"
     assert methods("--output", str(file), "--force").code == 0
     assert file.read_text(encoding="utf-8") != "my thesis"
+    assert methods("--output", str(tmp_path / "new" / "folder" / name)).code == 0  # as every --output makes it
 
 
 def test_html_goes_to_report_html_by_default_and_json_beside_it_is_one_document(
@@ -263,7 +264,8 @@ def test_html_goes_to_report_html_by_default_and_json_beside_it_is_one_document(
 def test_places_that_cannot_be_written_are_refused(methods, tmp_path: Path, option: str, end: str) -> None:
     (tmp_path / f"folder.{end}").mkdir()
     os.mkfifo(tmp_path / f"pipe.{end}")  # looking for an earlier report in it would wait for ever
-    places = ((f"folder.{end}", "is a folder"), (f"absent/r.{end}", "does not exist"), (f"pipe.{end}", "a pipe"))
+    (tmp_path / "file").write_text("")
+    places = ((f"folder.{end}", "is a folder"), (f"file/r.{end}", "is no folder"), (f"pipe.{end}", "a pipe"))
     for place, words in places:
         refused = methods(option, str(tmp_path / place))
         assert (refused.code, words in refused.err) == (2, True)
