@@ -30,7 +30,6 @@ import torch.distributed as dist
 import yaml
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from engine.attention.context import AttentionGroup
@@ -46,7 +45,7 @@ from engine.memory.rehearsal import StandInFlashKernel, rehearsed_runtime
 from engine.memory.tracker import LiveTensorTracker, Peak
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import parallelize
-from engine.parallel.mesh import Mesh, parameter_meshes
+from engine.parallel.mesh import Mesh, open_mesh
 from engine.planning.memory.cost import layers_on_host
 from engine.planning.memory.policy import policy_kinds
 from engine.planning.memory.predictor import IDLE_S, DeviceKind, MemoryPrediction
@@ -55,7 +54,7 @@ from engine.planning.memory.worst_rank import worst_ranks
 from engine.planning.methods.auto import resolve_auto
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.resolve import machine_of, resolve_attention
-from engine.planning.methods.topology import Degrees, Topology, resolve_degrees
+from engine.planning.methods.topology import Topology, resolve_degrees
 from engine.planning.sequence.layers import attention_layers
 from engine.row_blocks import Rehearsal, rehearse
 from engine.training.optim import build_optimizer
@@ -139,7 +138,7 @@ class _Scene:
 
     def _step(self, rank: int, config: RunConfig) -> LiveTensorTracker:
         with fake_ranks(rank, self._topology.size):
-            return self._run(config, imagined_mesh(rank, self._degrees, self._topology))
+            return self._run(config, open_mesh(rank, self._degrees, torch.device("cpu"), self._topology))
 
     def _run(self, config: RunConfig, mesh: Mesh) -> LiveTensorTracker:
         """One step, of a run that has made its first: optimizer state and attention's reusable buffers exist."""
@@ -249,15 +248,6 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-def imagined_mesh(rank: int, degrees: Degrees, topology: Topology) -> Mesh:
-    """The mesh of a rank of `fake_ranks`; its device is the CPU. Not under FakeTensorMode: meshes hold real tensors."""
-    sizes = (degrees.dp_replicate_size, degrees.dp_shard_size, degrees.cp_size, degrees.tp_size)
-    device_mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "dp_shard", "cp", "tp"))
-    device = torch.device("cpu")
-    fsdp_mesh, tp_mesh = parameter_meshes(degrees, device)
-    return Mesh(rank, degrees, device, topology, device_mesh, fsdp_mesh, tp_mesh)
 
 
 def _fill_library_caches(config: RunConfig) -> None:

@@ -45,7 +45,6 @@ class Mesh:
     degrees: Degrees
     device: torch.device
     topology: Topology
-    device_mesh: DeviceMesh
     fsdp_mesh: DeviceMesh
     tp_mesh: DeviceMesh | None = None
 
@@ -182,7 +181,7 @@ def limit_waits(mesh: Mesh, timeout: timedelta) -> None:
 
     DeviceMesh has no way to give its groups a timeout, and a mesh over all ranks takes the default group as its own.
     """
-    meshes = [mesh.device_mesh, mesh.fsdp_mesh, *([] if mesh.tp_mesh is None else [mesh.tp_mesh])]
+    meshes = [mesh.fsdp_mesh, *([] if mesh.tp_mesh is None else [mesh.tp_mesh])]
     groups = {group for one in meshes for group in one.get_all_groups()}
     for group in {*groups, dist.distributed_c10d._get_default_group()}:
         group._get_backend(mesh.device)._set_default_timeout(timeout)
@@ -194,21 +193,19 @@ def build_mesh(parallel: ParallelConfig, cluster: ClusterConfig) -> Mesh:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     degrees, topology = place_ranks(parallel, world_size, cluster.topology_nodes or _count_nodes(placement))
     device = choose_device(cluster, placement)
-    sizes = (degrees.dp_replicate_size, degrees.dp_shard_size, degrees.cp_size, degrees.tp_size)
-    device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard", "cp", "tp"))
-    fsdp_mesh, tp_mesh = parameter_meshes(degrees, device)
-    return Mesh(rank, degrees, device, topology, device_mesh, fsdp_mesh, tp_mesh)
+    return open_mesh(rank, degrees, device, topology)
 
 
-def parameter_meshes(degrees: Degrees, device: torch.device) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """(mesh that shards and replicates parameters, mesh that slices them), of one root: FSDP2 demands it."""
+def open_mesh(rank: int, degrees: Degrees, device: torch.device, topology: Topology) -> Mesh:
+    """The mesh of a rank that has its place; collective. FSDP2 demands that its two meshes are of one root."""
     axes = {"fsdp": degrees.dp_shard_size * degrees.cp_size}
     if degrees.dp_replicate_size > 1:
         axes = {"dp_replicate": degrees.dp_replicate_size, **axes}
     if degrees.tp_size == 1:
-        return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes)), None
+        fsdp_mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        return Mesh(rank, degrees, device, topology, fsdp_mesh)
     root = init_device_mesh(device.type, (*axes.values(), degrees.tp_size), mesh_dim_names=(*axes, "tp"))
-    return root[tuple(axes)], root["tp"]
+    return Mesh(rank, degrees, device, topology, root[tuple(axes)], root["tp"])
 
 
 def _count_nodes(placement: Placement) -> int:

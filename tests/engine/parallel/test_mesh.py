@@ -108,8 +108,6 @@ def mesh_facts(parallel: ParallelConfig, cluster: ClusterConfig) -> dict[str, An
         "cp": (mesh.cp_rank, mesh.cp_size),
         "dp": (mesh.dp_rank, mesh.dp_size),
         "groups": mesh.cp_groups,
-        "names": mesh.device_mesh.mesh_dim_names,
-        "cp_mesh": mesh.device_mesh["cp"].mesh.tolist(),
         "fsdp": mesh.fsdp_mesh.mesh.tolist(),
         "topology": mesh.topology,
     }
@@ -119,9 +117,7 @@ def test_four_ranks_as_two_replicas_of_two_context_parallel_ranks(ranks: Pools) 
     facts = ranks(4).run(mesh_facts, ParallelConfig(dp_replicate_size=2, cp_size=2), ClusterConfig(topology_nodes=2))
     assert [fact["cp"] for fact in facts] == [(0, 2), (1, 2), (0, 2), (1, 2)]
     assert [fact["dp"] for fact in facts] == [(0, 2), (0, 2), (1, 2), (1, 2)]
-    assert [fact["cp_mesh"] for fact in facts] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert facts[3]["groups"] == ((0, 1), (2, 3))
-    assert facts[0]["names"] == ("dp_replicate", "dp_shard", "cp", "tp")
     assert facts[0]["tp_mesh"] is None
     assert facts[0]["fsdp"] == [[0, 1], [2, 3]]
     assert facts[0]["topology"] == Topology(2, 2)
@@ -140,7 +136,6 @@ def test_four_ranks_as_two_context_parallel_pairs_of_two_tensor_parallel_ranks(r
     assert [fact["tp_mesh"] for fact in facts] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [fact["cp"] for fact in facts] == [(0, 2), (0, 2), (1, 2), (1, 2)]
     assert [fact["own_group"] for fact in facts] == [(0, 2), (1, 3), (0, 2), (1, 3)]
-    assert [fact["cp_mesh"] for fact in facts] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [fact["fsdp"] for fact in facts] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [fact["dp"] for fact in facts] == [(0, 1)] * 4
     assert facts[0]["cp_topology"] == Topology(2, 1)  # each of the two nodes has one rank of a cp group
