@@ -29,7 +29,7 @@ def listing(
     for heading in headings:
         is_number = heading in numbers
         no_wrap = is_number and not ruled
-        table.add_column(heading, justify="right" if is_number else "left", no_wrap=no_wrap, overflow="fold")
+        table.add_column(Text(heading), justify="right" if is_number else "left", no_wrap=no_wrap, overflow="fold")
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table

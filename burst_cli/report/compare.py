@@ -1,10 +1,4 @@
-"""Two runs, or two groups of runs, figure by figure: how much they differ, and whether that is more than chance.
-
-Steps that follow one another are alike (a clock that throttles, a neighbour on the network), so their number alone says
-too much about how sure one can be. The block bootstrap draws whole stretches of steps instead of single ones; how long
-these are follows from the autocorrelation of the series (Politis and White 2004, as corrected in 2009, for the circular
-block bootstrap).
-"""
+"""Two runs, or two groups of runs, figure by figure: how much they differ, and whether that is more than chance."""
 
 from __future__ import annotations
 

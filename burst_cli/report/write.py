@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli import __version__
-from burst_cli.eval.view import evaluation_tables, evaluation_view, is_evaluation, weights_text
+from burst_cli.eval.view import evaluation_lines, evaluation_tables, is_evaluation, weights_text
 from burst_cli.figures import count_of
 from burst_cli.outputs import check_output, has_matplotlib
 from burst_cli.render import PIPE_WIDTH, json_document
@@ -36,7 +36,7 @@ from burst_cli.report.panels import (
     style_numbers,
 )
 from burst_cli.report.records import Record, first_of, run_name, status_of
-from burst_cli.tables import fitting
+from burst_cli.tables import fitting, listing
 from engine.config.errors import ConfigError
 from engine.runs.folder import STATES, list_runs
 
@@ -45,6 +45,7 @@ _MOST_EVALUATIONS = 4
 _CELL_PADDING = 3  # one blank on each side and the rule
 _NO_PLOTS = "There are no plots, because matplotlib is not installed: pip install 'burst-train[picture]'"
 _STATUSES = frozenset({*STATES, "unreadable", "lost", "illegal"})
+_RUN_ID = re.compile(r"(?<=/)\d{8}-\d{6}-([0-9a-f]{6})$")  # of which its last digits are enough
 _FORMULA = frozenset("=+-@\t\r")
 _CSV_FIRST = ("run_id", "exp", "status", "path")
 _LATEX = {
@@ -76,7 +77,7 @@ _TEXT_SIGNS = ("tokens/s and step time: median (p25", "MFU (causal-aware) counts
 def report_view(report: Report, width: int) -> RenderableType:
     """Everything of the report, at most `width` columns wide: a table per group, and what else was asked for."""
     if report.records or report.comparison or report.published or report.sweep:
-        return Lines(*_parts(report, width))
+        return Lines(*_lines(report, width))
     where = report.runs_dir.absolute()
     if list_runs(report.runs_dir):
         return Text(f"No run in {where} passes these filters.", no_wrap=True, overflow="ignore")
@@ -114,24 +115,94 @@ def report_text(report: Report) -> str:
     return stream.getvalue()
 
 
-def _parts(report: Report, width: int) -> Iterator[RenderableType]:
+# --- what a report consists of, for terminals and Markdown ------------------------------------------------------------
+
+
+class _Grid(NamedTuple):
+    """A table. numbers: which columns stand right; ranks: of the columns where not all have room, none: all stay."""
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    numbers: Sequence[bool] = ()
+    ranks: Sequence[int] = ()
+
+
+class _Part(NamedTuple):
+    """A stretch of a report; below its tables what must be read beside them."""
+
+    title: str = ""
+    grids: Sequence[_Grid] = ()
+    notes: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+
+
+def _grid(columns: Sequence[Column], records: Sequence[Record], *, may_choose: bool = False) -> _Grid:
+    """A run per row."""
+    rows = [[column.cell(record) for column in columns] for record in records]
+    ranks = [column.rank for column in columns] if may_choose else []
+    return _Grid([column.heading for column in columns], rows, [column.number for column in columns], ranks)
+
+
+def _parts(report: Report, columns_of: Callable[[Group], Sequence[Column]]) -> Iterator[_Part]:
     if report.sweep:
-        yield Text(report.sweep_line, style="bold")
+        yield _Part(report.sweep_line)
     for group in report.groups:
-        if len(report.groups) > 1:
-            yield Text(f"\n{group.title}", style="bold")
-        columns = report.columns if report.are_columns_chosen else filled(report.columns, group.records)
-        yield _records_table(columns, group.records, width, may_choose=not report.are_columns_chosen)
+        grid = _grid(columns_of(group), group.records, may_choose=not report.are_columns_chosen)
+        yield _Part(group.title if len(report.groups) > 1 else "", [grid])
         for record in [record for record in group.records if is_evaluation(record)][-_MOST_EVALUATIONS:]:
-            yield Lines(Text(f"\n{run_name(record)}", style="bold"), evaluation_view(record), Text())
-    for note in notes_for(report.records):
-        yield Text(note, style="dim")
+            grids = [_Grid(rows[0], rows[1:], [True] * len(rows[0])) for rows in evaluation_tables(record)]
+            yield _Part(run_name(record), grids, evaluation_lines(record))
+    notes = list(notes_for(report.records))
     if report.baseline is not None:
-        words = f"speed, memory: against {report.baseline.name} at the same length, with the interval of the quartiles"
-        yield Text(words, style="dim")
-    for part in _asked_for(report):
-        yield Text(f"\n{part.title}", style="bold")
-        yield from (_table(rows[0], rows[1:]) for rows in part.tables)
+        against = f"against {report.baseline.name} at the same length, with the interval of the quartiles"
+        notes.append(f"speed, memory: {against}")
+    yield _Part(notes=notes)
+    if (found := report.comparison) is not None:
+        tables = [found.rows, *([found.config_rows] if found.config_rows else [])]
+        grids = [_Grid(rows[0], rows[1:]) for rows in tables]
+        yield _Part(f"A = {found.sides[0]}, B = {found.sides[1]}", grids, found.tests, found.warnings)
+    if report.published:
+        headings, *rows = published_table(report.published)
+        yield _Part("Published by others, not measured here", [_Grid(headings, rows)], caveats_of(report.published))
+
+
+def _shown(grid: _Grid, width: int) -> RenderableType:
+    """A run per row when that fits, with ranks at least with the columns that matter most.
+
+    A single run, and what may leave out nothing, is a table of headings and figures per run.
+    """
+    columns = [[heading, *cells] for heading, *cells in zip(grid.headings, *grid.rows, strict=True)]
+    wide = sum(max(map(len, column)) + _CELL_PADDING for column in columns)
+    if wide + 1 <= width or len(columns) == 1 or not grid.numbers:
+        return _ruled(grid)
+    if not grid.ranks or len(grid.rows) == 1:
+        (name, *headings), runs = grid.headings, grid.rows
+        return Lines(*(_ruled(_Grid((name, run), list(zip(headings, cells, strict=True)))) for run, *cells in runs))
+    # Headings word below word, and runs by their last digits, which every verb takes for them.
+    headings = ["\n".join(re.split(r" |(?<=-)", heading)) for heading in grid.headings]
+    columns = [[re.sub(_RUN_ID, r"\1", cell) for cell in column[1:]] for column in columns]
+    pairs = zip(headings, columns, strict=True)
+    widths = [max(map(len, (*heading.split("\n"), *cells))) + _CELL_PADDING for heading, cells in pairs]
+    kept = fitting(grid.ranks, widths, width - 1)
+    rows = list(zip(*(columns[place] for place in kept), strict=True))
+    table = _ruled(_Grid([headings[place] for place in kept], rows, [grid.numbers[place] for place in kept]))
+    left_out = ", ".join(heading for place, heading in enumerate(grid.headings) if place not in kept)
+    note = f"Too narrow for: {left_out}. See --columns, --format html or md." if left_out else ""
+    return Lines(table, Text(note, style="dim"))
+
+
+def _ruled(grid: _Grid) -> Table:
+    numbers = [heading for heading, is_number in zip(grid.headings, grid.numbers, strict=False) if is_number]
+    return listing(grid.headings, grid.rows, numbers, ruled=True)
+
+
+def _lines(report: Report, width: int) -> Iterator[RenderableType]:
+    def columns_of(group: Group) -> Sequence[Column]:
+        return report.columns if report.are_columns_chosen else filled(report.columns, group.records)
+
+    for part in _parts(report, columns_of):
+        yield from [Text(f"\n{part.title}", style="bold")] if part.title else []
+        yield from (_shown(grid, width) for grid in part.grids)
         yield from (Text(line, style="dim") for line in part.notes)
         yield from (Text(f"warning: {warning}", style="yellow") for warning in part.warnings)
     if report.failed_gates:
@@ -140,95 +211,24 @@ def _parts(report: Report, width: int) -> Iterator[RenderableType]:
         yield Text(f"all {len(report.verdicts)} gate checks passed", style="green")
 
 
-class _Part(NamedTuple):
-    """What was asked for beside runs: tables, headings first, and what must be read below them."""
-
-    title: str
-    tables: Sequence[Sequence[Sequence[str]]]
-    notes: Sequence[str]
-    warnings: Sequence[str] = ()
-
-
-def _asked_for(report: Report) -> Iterator[_Part]:
-    if (found := report.comparison) is not None:
-        tables = [found.rows, *([found.config_rows] if found.config_rows else [])]
-        yield _Part(f"A = {found.sides[0]}, B = {found.sides[1]}", tables, found.tests, found.warnings)
-    if report.published:
-        tables = [published_table(report.published)]
-        yield _Part("Published by others, not measured here", tables, caveats_of(report.published))
-
-
-def _records_table(
-    columns: Sequence[Column], records: Sequence[Record], width: int, *, may_choose: bool
-) -> RenderableType:
-    """A run per row when that fits, with `may_choose` at least with the columns that matter most.
-
-    A single run, and what may leave out nothing, is a table of headings and figures per run.
-    """
-    cells = {column.key: [column.cell(record) for record in records] for column in columns}
-    wide = sum(max(len(text) for text in (c.heading, *cells[c.key])) + _CELL_PADDING for c in columns)
-    headings = [column.heading for column in columns]
-    rows = list(zip(*cells.values(), strict=True))
-    if wide + 1 <= width or len(columns) == 1:
-        return _table(headings, rows, [column.number for column in columns])
-    if not may_choose or len(records) == 1:
-        return Lines(*(_run_table(headings, row) for row in rows))
-    # Headings word below word, and runs by their last digits, which every verb takes for them.
-    if "run" in cells:
-        cells["run"] = [f"{exp}/{run_id[-6:]}" for exp, _, run_id in (name.rpartition("/") for name in cells["run"])]
-    words = {column.key: re.split(r" |(?<=-)", column.heading) for column in columns}
-    widths = [max(map(len, (*words[column.key], *cells[column.key]))) + _CELL_PADDING for column in columns]
-    kept = [columns[place] for place in fitting([column.rank for column in columns], widths, width - 1)]
-    left_out = ", ".join(column.heading for column in columns if column not in kept)
-    rows = list(zip(*(cells[column.key] for column in kept), strict=True))
-    table = _table(["\n".join(words[column.key]) for column in kept], rows, [column.number for column in kept])
-    return Lines(table, Text(f"Too narrow for: {left_out}. See --columns, --format html or md.", style="dim"))
-
-
-def _table(headings: Sequence[str], cells: Iterable[Sequence[str]], numbers: Sequence[bool] = ()) -> Table:
-    """Without `numbers` it may wrap."""
-    table = Table(header_style="bold", padding=(0, 1))
-    for index, heading in enumerate(headings):
-        is_number = bool(numbers) and numbers[index]
-        table.add_column(heading, justify="right" if is_number else "left", no_wrap=bool(numbers), overflow="fold")
-    for row in cells:
-        table.add_row(*map(Text, row))
-    return table
-
-
-def _run_table(headings: Sequence[str], cells: Sequence[str]) -> Table:
-    """One run, its figures below each other."""
-    table = Table(header_style="bold", padding=(0, 1))
-    table.add_column(headings[0], no_wrap=True, style="bold")
-    table.add_column(Text(cells[0]), overflow="fold")
-    for heading, cell in zip(headings[1:], cells[1:], strict=True):
-        table.add_row(heading, Text(cell))
-    return table
-
-
 # --- Markdown, CSV, LaTeX ---------------------------------------------------------------------------------------------
 
 
 def report_markdown(report: Report) -> str:
     """GitHub tables: one per group with a run per row, then what else was asked for, and the notes."""
-    blocks: list[str] = [] if not report.sweep else [_plain(report.sweep_line)]
-    for group in report.groups:
-        if len(report.groups) > 1:
-            blocks.append(f"### {_plain(group.title)}")
-        rows = [[column.cell(record) for column in report.columns] for record in group.records]
-        headings = [column.heading for column in report.columns]
-        blocks.append(_markdown([headings, *rows], [column.number for column in report.columns]))
-    blocks.append("\n".join(notes_for(report.records)))
-    for part in _asked_for(report):
-        blocks += [f"### {_plain(part.title)}", *map(_markdown, part.tables), "\n".join(map(_plain, part.notes))]
+    blocks: list[str] = []
+    for part in _parts(report, lambda _: report.columns):
+        blocks += [f"### {_plain(part.title)}"] if part.title else []
+        blocks += [*map(_markdown, part.grids), "\n".join(map(_plain, part.notes))]
         blocks += [f"**Warning:** {_plain(warning)}" for warning in part.warnings]
     blocks += [f"**Gate failed:** {_plain(verdict.line)}" for verdict in report.failed_gates]
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 
-def _markdown(rows: Sequence[Sequence[str]], numbers: Sequence[bool] = ()) -> str:
-    rule = ["---:" if numbers and numbers[index] else "---" for index in range(len(rows[0]))]
-    return "\n".join(f"| {' | '.join(map(_plain, row))} |" for row in [rows[0], rule, *rows[1:]])
+def _markdown(grid: _Grid) -> str:
+    numbers = grid.numbers or [False] * len(grid.headings)
+    rule = ["---:" if is_number else "---" for is_number in numbers]
+    return "\n".join(f"| {' | '.join(map(_plain, row))} |" for row in [grid.headings, rule, *grid.rows])
 
 
 def _plain(text: str) -> str:
@@ -257,12 +257,9 @@ def report_latex(report: Report) -> str:
     parts = ["% burst report; needs \\usepackage{booktabs}", *(f"% {line}" for line in notes_for(report.records))]
     for group in report.groups:
         columns = filled([c for c in report.columns if report.are_columns_chosen or c.key in PAPER_KEYS], group.records)
-        rows = [
-            [column.heading for column in columns],
-            *([c.cell(record) for c in columns] for record in group.records),
-        ]
-        headings, *lines = (f"{' & '.join(map(_latex, row))} \\\\" for row in rows)
-        kinds = "".join("r" if column.number else "l" for column in columns)
+        grid = _grid(columns, group.records)
+        headings, *lines = (f"{' & '.join(map(_latex, row))} \\\\" for row in [grid.headings, *grid.rows])
+        kinds = "".join("r" if is_number else "l" for is_number in grid.numbers)
         parts += [f"% {_plain(group.title)}", f"\\begin{{tabular}}{{{kinds}}}", "\\toprule", headings, "\\midrule"]
         parts += [*lines, "\\bottomrule", "\\end{tabular}"]
     return "\n".join(parts) + "\n"

@@ -184,7 +184,9 @@ def write(runs_dir: Path, name: str, document: dict[str, Any]) -> None:
     (folder / "sweep.json").write_text(json.dumps({"format": 1, **document}))
 
 
-def test_every_cell_is_a_row_of_one_group_in_table_page_and_plots(burst, runs_dir: Path) -> None:
+def test_every_cell_is_a_row_of_one_group_in_table_page_and_plots(
+    burst, runs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = build_report(Request(runs_dir, sweep="lengths-12ab", is_page=True))
     states = ["completed", "completed", "oom", "not run", "oom", "missing"]
     assert [(one["cell"], one["status"]) for one in found.records] == [
@@ -198,6 +200,8 @@ def test_every_cell_is_a_row_of_one_group_in_table_page_and_plots(burst, runs_di
     assert {(name, length) for name, _, length in panels[0].missing} == {("burst/full", 1024), ("ring/full", 2048)}
     output = burst("report", "--sweep", "12ab").out
     assert ("cell c4" in output, "not run" in output) == (True, True)
+    monkeypatch.setenv("COLUMNS", "90")
+    assert "cell c4" in burst("report", "--sweep", "12ab").out  # no id of a run that might be shortened
 
 
 def test_json_keeps_runs_and_cells_apart(burst, runs_dir: Path) -> None:

@@ -74,6 +74,8 @@ def test_every_format_shows_what_was_evaluated_and_needs_no_steps(burst, runs_di
         wanted = ("needles right", "50%", weights, "256 to 511", "needle at depth")
         assert [part for part in wanted if part not in text] == []
         assert "needle" not in burst("report", "tiny").out
+    if format == "md":
+        assert "| needle at depth |" in text
 
 
 def test_the_page_has_the_grid_and_the_tables(runs_dir: Path) -> None:
