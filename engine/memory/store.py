@@ -60,9 +60,6 @@ class Kept(Protocol):
         May be called again, and then may give the same memory: the tensors must not be written.
         """
 
-    def prefetch(self) -> None:
-        """A hint that `fetch` comes soon."""
-
     def release(self) -> None:
         """Frees what was kept."""
 
@@ -90,9 +87,6 @@ class _OnDevice:
         if self._tensors is None:
             raise ReleasedError
         return self._tensors
-
-    def prefetch(self) -> None:
-        pass
 
     def release(self) -> None:
         self._tensors = None
@@ -221,7 +215,7 @@ class HostStore(Generic[Event]):
         return load.tensors
 
     def prefetch(self, contents: _Contents[Event]) -> None:
-        """For entries: see Kept; does nothing while `loads_ahead` others wait."""
+        """Of entries that are fetched soon: begins the load; does nothing while `loads_ahead` others wait."""
         busy = contents.released or contents.sources or contents.ahead is not None
         if not busy and len(self._ahead) < self._loads_ahead:
             contents.ahead = self._load(contents)
@@ -302,11 +296,8 @@ class _OnHost(Generic[Event]):
         tensors = self._store.fetch(self._contents)
         before = self._before() if self._before is not None else None
         if before is not None:
-            before.prefetch()
+            self._store.prefetch(before._contents)
         return tensors
-
-    def prefetch(self) -> None:
-        self._store.prefetch(self._contents)
 
     def release(self) -> None:
         self._store.release(self._contents)

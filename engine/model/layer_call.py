@@ -32,10 +32,6 @@ class LayerManner:
     tile_tokens: int | None = None
     projects_once: bool = False
 
-    def tiles(self, rows: int) -> Iterator[slice]:
-        """Row ranges that cover so many rows."""
-        return spans(rows, self.tile_tokens or rows)
-
 
 @dataclass(frozen=True)
 class LayerCall:
@@ -53,7 +49,7 @@ class LayerCall:
         """Row ranges of hidden [B, T, d]; one that leaves the rows as they are, without tiles."""
         if self.manner.tile_tokens is None:
             return iter([slice(None)])
-        return self.manner.tiles(hidden.shape[1])
+        return spans(hidden.shape[1], self.manner.tile_tokens)
 
     # ---- forward ------------------------------------------------------------------------------------------------
 

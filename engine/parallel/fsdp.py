@@ -16,18 +16,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from engine.config.settings import Dtype, MemoryConfig, Store
 from engine.parallel.mesh import Mesh
 
-TORCH_DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def mixed_precision(compute_dtype: Dtype) -> MixedPrecisionPolicy:
-    """Parameters gathered in `compute_dtype`, gradients reduced in fp32.
-
-    Inputs are not cast: positions and rotary tables must stay exact whatever the weights are.
-    """
-    dtype = TORCH_DTYPES[compute_dtype]
-    param_dtype = None if dtype == torch.float32 else dtype
-    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-
 
 def parameter_device(store: Store, device: torch.device) -> torch.device:
     """Where this rank's fp32 shards lie, and with them gradients and moments: what `to_empty` must be given."""
@@ -53,16 +41,20 @@ def shard_model(
 ) -> None:
     """Shards `model` in place: every unit is gathered on its own, what is left belongs to the root.
 
+    Parameters are gathered in `compute_dtype`, gradients reduced in fp32. Inputs are not cast: positions and rotary
+    tables must stay exact whatever the weights are.
+
     A list of modules is one unit (tied weights must share one). All ranks must call, in the same order. Afterwards the
     model is given memory on `parameter_device(memory.optimizer_store, mesh.device)`.
     """
+    dtype = None if compute_dtype == "float32" else torch.bfloat16
     store: Store = "device" if memory is None else memory.optimizer_store
     for unit in [*units, model]:
         fully_shard(
             unit,
             mesh=mesh.fsdp_mesh,
             reshard_after_forward=True,
-            mp_policy=mixed_precision(compute_dtype),
+            mp_policy=MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False),
             offload_policy=offload_policy(store, mesh.device),
         )
     if mesh.fsdp_mesh.size() == 1:

@@ -64,7 +64,7 @@ def slice_model(model: nn.Module, layers: Iterable[nn.Module], tp_mesh: DeviceMe
 
 def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, T, ...]: the rows [B, T / t, ...] of all ranks. Its gradient is summed over ranks and divided among them."""
-    out: Tensor = _GatherRows.apply(x, group)  # type: ignore[no-untyped-call]
+    out: Tensor = _Exchange.apply(x, group, True, True)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -73,38 +73,27 @@ def scatter_rows(x: Tensor, group: dist.ProcessGroup, *, values: bool = True) ->
 
     `values` False: for the gradient only; nothing is sent forward, and the result holds anything.
     """
-    out: Tensor = _ScatterRows.apply(x, group, values)  # type: ignore[no-untyped-call]
+    out: Tensor = _Exchange.apply(x, group, False, values)  # type: ignore[no-untyped-call]
     return out
 
 
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """All-gather."""
-        ctx.group = group
-        return _all_gather(x, group)
+class _Exchange(torch.autograd.Function):
+    """One way forward, the other way backward."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
-        """Reduce-scatter."""
-        return _reduce_scatter(dout, ctx.group), None
-
-
-class _ScatterRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, values: bool) -> Tensor:
-        """Reduce-scatter."""
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, gathers: bool, values: bool) -> Tensor:
+        """All-gather, or reduce-scatter."""
+        ctx.group, ctx.gathers = group, gathers
         if not values:
             return x.new_empty(x.shape[0], x.shape[1] // group.size(), *x.shape[2:])
-        return _reduce_scatter(x, group)
+        return _all_gather(x, group) if gathers else _reduce_scatter(x, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None]:
-        """All-gather."""
-        return _all_gather(dout, ctx.group), None, None
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None, None, None]:
+        """Reduce-scatter, or all-gather."""
+        dx = _reduce_scatter(dout, ctx.group) if ctx.gathers else _all_gather(dout, ctx.group)
+        return dx, None, None, None
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -79,7 +79,6 @@ def test_fetching_after_release_says_that_backward_ran_twice(make: MakeStore) ->
     kept = make().keep([numbers(3)])
     kept.release()
     kept.release()
-    kept.prefetch()
     with pytest.raises(ReleasedError, match="second time"):
         kept.fetch()
     assert issubclass(ReleasedError, RuntimeError)

@@ -207,15 +207,14 @@ def test_entries_that_are_gone_are_not_loaded_and_do_not_hinder_others() -> None
     assert store.in_use_bytes == 5 + 3 + 2 + 1
 
 
-def test_hints_load_no_more_than_allowed() -> None:
-    entries, loaded, store = entries_of_sizes(5, loads_ahead=2)
-    for kept in entries:
-        kept.prefetch()
-        kept.prefetch()
-    assert loaded == [1, 2]
+def test_no_more_is_loaded_ahead_than_allowed() -> None:
+    entries, loaded, store = entries_of_sizes(7, loads_ahead=2)
+    for place in (6, 4, 2):
+        entries[place].fetch()
+    assert loaded == [7, 6, 5, 4, 3]
     store.settle()
-    entries[4].prefetch()
-    assert loaded == [1, 2, 5]
+    entries[2].fetch()
+    assert loaded == [7, 6, 5, 4, 3, 3, 2]
 
 
 @contextlib.contextmanager
