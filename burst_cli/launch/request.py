@@ -7,8 +7,7 @@ from pathlib import Path
 
 from burst_cli import render
 from burst_cli.compose import compose
-from burst_cli.plan.candidates import group_topology
-from burst_cli.plan.memory_check import MemoryCheck, MemoryPlanner, check_memory, with_memory
+from burst_cli.plan.memory_check import MemoryCheck, MemoryPlanner, check_memory, group_topology, with_memory
 from cluster.facts import probe_local_node
 from cluster.launch.runner import Asked, Survey, runner_for
 from cluster.plan import LaunchPlan, with_exclusive

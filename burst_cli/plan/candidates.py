@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from burst_cli.config.conf_dirs import list_options, search_path
-from burst_cli.plan.memory_check import MemoryCheck, with_remedies
+from burst_cli.plan.memory_check import MemoryCheck, with_remedies, world_topology
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 from engine.planning.memory.auto import settle_run
 from engine.planning.memory.capacity import Capacity, capacity_of, configured_device, find_hardware
 from engine.planning.memory.fit import sequence_topology
-from engine.planning.memory.predictor import Predict, shared_predictor
+from engine.planning.memory.predictor import shared_predictor
 from engine.planning.methods.auto import Candidate as RankedMethod
 from engine.planning.methods.preview import AttentionPreview, preview_attention
 from engine.planning.methods.resolve import machine_of
-from engine.planning.methods.topology import Topology, known_cp_size
+from engine.planning.methods.topology import Topology
 from engine.planning.time.machine import Machine
 from engine.planning.time.recommend import Adviser, Recommendation
 from engine.planning.time.step_time import StepTime, predict_step
@@ -33,14 +33,12 @@ class Request:
     device      as in `engine.planning.memory.capacity.capacity_of`
     memory      False: memory is left out, and memory=auto counts as a policy that costs nothing
     advised     look for what to change
-    predict     None: in a process of its own
     """
 
     machine: Machine | None = None
     device: str | None = None
     memory: bool = True
     advised: bool = True
-    predict: Predict | None = None
 
 
 @dataclass(frozen=True)
@@ -162,9 +160,9 @@ def plan_one(overrides: Sequence[str], config_dirs: Sequence[Path], request: Req
     if not request.memory and asked.memory.activation_checkpoint == "auto":
         asked = replace(asked, memory=replace(asked.memory, activation_checkpoint="none"))
     machine = (request.machine or machine_of(asked, capacity.device_name)).shared_by(world.local_ranks)
-    if request.memory and request.predict is None:
+    if request.memory:
         shared_predictor().start()  # it loads torch meanwhile
-    predict = request.predict or shared_predictor().predict
+    predict = shared_predictor().predict
     attention, choice = settle_run(asked, world, capacity, predict, machine)
     step = predict_step(choice.config, world, machine)
     plan = Plan(choice.config.attention.preset, choice.config, world, machine, step, ranking=attention.candidates)
@@ -204,28 +202,3 @@ def plan_each(
             list(dict.fromkeys(text for one in found if isinstance(one, Illegal) for text in one.problems))
         )
     return found
-
-
-def world_topology(config: RunConfig) -> Topology:
-    """Where all ranks of the run lie. Raises ConfigError while their number is unknown."""
-    cp_size, cluster = known_cp_size(config.parallel, config.cluster.world_size), config.cluster
-    if cp_size is None:
-        raise ConfigError(
-            "the number of ranks is unknown: cluster.ranks_per_node is null, which means one per GPU of the machine "
-            "that trains; add --ranks N (and --nodes M), such as --ranks 16 --nodes 2"
-        )
-    world_size, nodes = cluster.world_size or cp_size * _model_copies(config), cluster.topology_groups
-    if world_size % nodes:
-        raise ConfigError(f"cluster.topology_nodes: {nodes} nodes cannot share {world_size} ranks evenly; see --nodes")
-    return Topology(nodes, world_size // nodes)
-
-
-def group_topology(config: RunConfig) -> Topology:
-    """Where the ranks that share one sequence lie. Raises ConfigError while their number is unknown."""
-    return sequence_topology(config, world_topology(config))
-
-
-def _model_copies(config: RunConfig) -> int:
-    """Ranks of the world for every rank that shares a given sequence."""
-    parallel = config.parallel
-    return parallel.dp_replicate_size * parallel.dp_shard_size * parallel.tp_size

@@ -18,7 +18,7 @@ from engine.planning.memory.policy import policy_name
 from engine.planning.memory.predictor import MemoryPrediction, Predict, shared_predictor
 from engine.planning.methods.auto import resolve_auto
 from engine.planning.methods.resolve import machine_of
-from engine.planning.methods.topology import Topology
+from engine.planning.methods.topology import Topology, known_cp_size
 from engine.planning.time.devices import find_device
 from engine.planning.time.machine import Machine
 from engine.planning.time.recommend import Adviser
@@ -47,7 +47,7 @@ class MemoryPlanner:
         if config.attention.preset != "auto":
             return config
         machine = machine_of(config, self.capacity(config).device_name)
-        return resolve_auto(config, sequence_topology(config, world_of(config)), machine).config
+        return resolve_auto(config, sequence_topology(config, world_topology(config)), machine).config
 
     def capacity(self, config: RunConfig) -> Capacity:
         """The GPUs or the RAM of a machine, within memory.device_bytes and memory.host_bytes. Raises ConfigError."""
@@ -68,7 +68,7 @@ class MemoryPlanner:
                 return None
             cores = len(os.sched_getaffinity(0)) if self.hardware is None else None
             machine = machine_of(config, device).shared_by(cluster.ranks_per_node or 1, cluster.threads_per_rank, cores)
-            return predict_step(config, world_of(config), machine)
+            return predict_step(config, world_topology(config), machine)
         except ConfigError:
             return None
 
@@ -172,7 +172,7 @@ def check_memory(config: RunConfig, planner: MemoryPlanner, *, force: bool = Fal
     Raises ConfigError when the run does not fit, unless `force`; then the check holds the problems. RunError when the
     policy is open and nothing can be predicted.
     """
-    is_open, world = config.memory.activation_checkpoint == "auto", world_of(config)
+    is_open, world = config.memory.activation_checkpoint == "auto", world_topology(config)
     capacity, choice, prediction, unknown = None, MemoryChoice(config, (), "as configured"), None, list[str]()
     try:
         capacity = planner.capacity(config)
@@ -202,10 +202,29 @@ def with_remedies(check: MemoryCheck, world: Topology, predict: Predict, machine
     return replace(check, advice=tuple(adviser.remedies(check.config, world)))
 
 
-def world_of(config: RunConfig) -> Topology:
-    """Where all ranks of a launch lie."""
-    ranks, nodes = config.cluster.world_size or 1, config.cluster.topology_groups
-    return Topology(nodes, ranks // nodes)
+def world_topology(config: RunConfig) -> Topology:
+    """Where all ranks of the run lie. Raises ConfigError while their number is unknown."""
+    cp_size, cluster = known_cp_size(config.parallel, config.cluster.world_size), config.cluster
+    if cp_size is None:
+        raise ConfigError(
+            "the number of ranks is unknown: cluster.ranks_per_node is null, which means one per GPU of the machine "
+            "that trains; add --ranks N (and --nodes M), such as --ranks 16 --nodes 2"
+        )
+    world_size, nodes = cluster.world_size or cp_size * _model_copies(config), cluster.topology_groups
+    if world_size % nodes:
+        raise ConfigError(f"cluster.topology_nodes: {nodes} nodes cannot share {world_size} ranks evenly; see --nodes")
+    return Topology(nodes, world_size // nodes)
+
+
+def group_topology(config: RunConfig) -> Topology:
+    """Where the ranks that share one sequence lie. Raises ConfigError while their number is unknown."""
+    return sequence_topology(config, world_topology(config))
+
+
+def _model_copies(config: RunConfig) -> int:
+    """Ranks of the world for every rank that shares a given sequence."""
+    parallel = config.parallel
+    return parallel.dp_replicate_size * parallel.dp_shard_size * parallel.tp_size
 
 
 def with_memory(plan: LaunchPlan, memory: MemoryCheck) -> LaunchPlan:

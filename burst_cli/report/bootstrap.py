@@ -69,11 +69,11 @@ def _last_correlated_lag(correlation: Array, n: int) -> int:
     return len(small)
 
 
-def compare_steps(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Estimate | None:
+def compare_steps(a: Sequence[float], b: Sequence[float]) -> Estimate | None:
     """Medians of two independent series of steps; None when one is too short to tell."""
     if min(len(a), len(b)) < LEAST_STEPS:
         return None
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     first, second = (np.asarray(side[-_MOST_STEPS:], dtype=np.float64) for side in (a, b))
     lengths = block_length(first), block_length(second)
     draws = _draws(max(len(first), len(second)))
@@ -86,22 +86,22 @@ def compare_steps(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Esti
     return _estimate(difference, drawn[1] - drawn[0], words)
 
 
-def compare_paired(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Estimate | None:
+def compare_paired(a: Sequence[float], b: Sequence[float]) -> Estimate | None:
     """The mean of b - a at the same steps; None when there are too few."""
     if len(a) < LEAST_STEPS:
         return None
     gaps = np.asarray(b[-_MOST_STEPS:], dtype=np.float64) - np.asarray(a[-_MOST_STEPS:], dtype=np.float64)
     length, draws = block_length(gaps), _draws(len(gaps))
-    drawn = _resample(gaps, length, draws, np.random.default_rng(seed)).mean(axis=1)
+    drawn = _resample(gaps, length, draws, np.random.default_rng(0)).mean(axis=1)
     words = f"circular block bootstrap of the mean difference per step, blocks of {length} steps, {draws} draws"
     return _estimate(float(gaps.mean()), drawn, words)
 
 
-def compare_runs(a: Sequence[float], b: Sequence[float], seed: int = 0) -> Estimate | None:
+def compare_runs(a: Sequence[float], b: Sequence[float]) -> Estimate | None:
     """Means of one figure per run; the unit is the run, so it holds for further runs too. None below two a side."""
     if min(len(a), len(b)) < 2:
         return None
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     first, second = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     difference = float(second.mean() - first.mean())
     p, exact = _permutation_p(first, second, generator)

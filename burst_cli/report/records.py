@@ -21,6 +21,7 @@ Record = Mapping[str, Any]
 LEAST_STEPS_RANKED = 5  # measured ones; fewer rank nobody
 PEAK_FIGURES = ("mfu", "mfu_full_attention", "hfu")
 _SAME_PEAK = 1.01
+_MOST_LINES = 12
 _VERSIONS = ("burst-train", "torch", "python", "flash-attn", "triton")
 
 
@@ -60,9 +61,10 @@ def status_of(record: Record) -> str:
     return "lost" if record.get("lost") else text(record, "status") or "?"
 
 
-def first_of(lines: Sequence[str], most: int = 12) -> list[str]:
+def first_of(lines: Sequence[str]) -> list[str]:
     """`lines`, or the first of them and how many more there are."""
-    return [*lines] if len(lines) <= most else [*lines[:most], f"and {len(lines) - most} more"]
+    more = len(lines) - _MOST_LINES
+    return [*lines] if more <= 0 else [*lines[:_MOST_LINES], f"and {more} more"]
 
 
 def tokens(value: float) -> str:

@@ -300,7 +300,7 @@ class _Plots:
                 yield panel, panel_svg(panel, f"p{self.drawn}-")
 
 
-def report_page(report: Report, now: datetime | None = None) -> tuple[str, int]:
+def report_page(report: Report) -> tuple[str, int]:
     """(one HTML file, how many plots are in it). Reads metrics.jsonl of the runs whose curves are shown.
 
     Plots are inline, colours follow prefers-color-scheme; there is no script and nothing is fetched.
@@ -322,7 +322,7 @@ def report_page(report: Report, now: datetime | None = None) -> tuple[str, int]:
     page = environment.from_string(template).render(
         report=report,
         version=__version__,
-        now=now or datetime.now(UTC),
+        now=datetime.now(UTC),
         title=f"burst report: {shown or 'no runs'}",
         counts=Counter(map(status_of, report.records)),
         groups=groups,

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from burst_cli.plan.candidates import group_topology
-from burst_cli.plan.memory_check import MemoryPlanner, check_memory
+from burst_cli.plan.memory_check import MemoryPlanner, check_memory, group_topology
 from burst_cli.values import number, seconds_between, text, whole
 from cluster.facts import MachineFacts
 from cluster.launch.runner import runner_for
