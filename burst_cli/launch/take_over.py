@@ -15,9 +15,9 @@ from burst_cli.launch.next_attempt import renewed_plan
 from burst_cli.launch.request import LaunchRequest
 from burst_cli.runs.failure import failure_line
 from burst_cli.runs.read import run_record
-from cluster.control.attempt import ControllerBusyError, find_controller
+from cluster.control.attempt import ControllerBusyError, RunState, find_controller
 from cluster.control.outcome import StopRequests
-from cluster.control.settle import Settled, settle
+from cluster.control.settle import settle
 from cluster.errors import ClusterError
 from cluster.plan_record import read_launch_plan
 from engine.config.errors import ConfigError
@@ -54,7 +54,7 @@ def resume_run(run: RunFolder, request: LaunchRequest, manner: LaunchManner) -> 
         return lead_run(plan, run, stop, console, manner, start=way == "start")
 
 
-def find_way(run: RunFolder, console: Console, ask: Callable[[RunFolder], Settled] = settle) -> Way:
+def find_way(run: RunFolder, console: Console, ask: Callable[[RunFolder], RunState] = settle) -> Way:
     """What to do with the run, said on `console`; `ask` has the nodes of a run that nobody controls asked."""
     controller = find_controller(run)
     if controller is not None:

@@ -18,11 +18,11 @@ from burst_cli.options import JsonOption, RunsDirOption
 from burst_cli.runs.choose import choose_runs, living_runs
 from burst_cli.runs.progress import RunProgress
 from burst_cli.runs.read import read_facts, read_nodes
-from burst_cli.runs.state import UNKNOWN
 from burst_cli.values import number, word
+from cluster.control.attempt import UNKNOWN, RunState
 from cluster.control.link import NodeStatus
 from cluster.control.outcome import StopRequests
-from cluster.control.settle import Settled, request_cancel
+from cluster.control.settle import request_cancel
 from engine.config.errors import BurstError, ConfigError
 from engine.runs.folder import FINAL_STATES, RunFolder, default_runs_dir, list_runs
 
@@ -74,15 +74,13 @@ def cancel(
 
 @dataclass(frozen=True)
 class Cancelled:
-    """What became of one run. before: its state when it was asked; problem: why it is not known to have ended."""
+    """What became of one run. before: its state when it was asked. is_failed: it cannot be stopped from here."""
 
     run: RunFolder
     before: str
-    state: str
+    seen: RunState
     step: int | None = None
     nodes: tuple[tuple[str, tuple[str, ...]], ...] = ()  # how a part ended -> nodes
-    leftover: tuple[str, ...] = ()
-    problem: str | None = None
     is_failed: bool = False
 
     @property
@@ -92,9 +90,9 @@ class Cancelled:
     @property
     def exit_code(self) -> int:
         """0 it has ended, 1 it cannot be stopped from here, 3 something may still run."""
-        if self.is_failed:
-            return 1
-        return UNKNOWN if self.problem or self.leftover or self.state not in FINAL_STATES else 0
+        if self.is_failed or self.had_ended:
+            return int(self.is_failed)
+        return UNKNOWN if self.seen.problem or self.seen.leftover or not self.seen.is_final else 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -102,12 +100,12 @@ class Cancelled:
             "run_id": self.run.run_id,
             "exp": self.run.exp,
             "path": str(self.run.path),
-            "status": self.state,
+            "status": self.seen.state,
             "status_before": self.before,
             "step": self.step,
             "nodes": {how: list(names) for how, names in self.nodes},
-            "leftover": list(self.leftover),
-            "problem": self.problem,
+            "leftover": self.seen.leftover,
+            "problem": self.seen.problem,
             "exit_code": self.exit_code,
         }
 
@@ -123,17 +121,16 @@ def cancelled_text(result: Cancelled) -> Text:
     """What became of a run, in a line or two."""
     name = f"{result.run.exp}/{result.run.run_id}"
     if result.had_ended:
-        return Text.assemble((result.state, "bold"), f" {name}: it had already ended")
-    ended = result.state in FINAL_STATES
-    text = Text.assemble((result.state if ended else "not stopped", "bold yellow"), f" {name}")
+        return Text.assemble((result.seen.state, "bold"), f" {name}: it had already ended")
+    text = Text.assemble((result.seen.state if result.seen.is_final else "not stopped", "bold yellow"), f" {name}")
     if result.step is not None:
         text.append(f" after step {result.step}")
     for how, names in result.nodes:
         text.append(f"\n  {fold_names(names)}: {how}", style="dim")
-    for line in result.leftover:
+    for line in result.seen.leftover:
         text.append(f"\n  may still run: {line}", style="yellow")
-    if result.problem:
-        text.append(f"\n  {result.problem}", style="yellow")
+    if result.seen.problem:
+        text.append(f"\n  {result.seen.problem}", style="yellow")
     return text
 
 
@@ -143,23 +140,22 @@ def _cancel(run: RunFolder, stop: StopRequests, *, now: bool, say: Callable[[str
         before = str(run.read_state()["state"])
         if before not in FINAL_STATES:
             say(f"{run.exp}/{run.run_id}: asked to stop{' at once' if now else ''}, waiting for its end")
-        settled = request_cancel(run, grace_s=0.0 if now else None, stop=stop)
+        seen = request_cancel(run, grace_s=0.0 if now else None, stop=stop)
     except BurstError as error:
-        return Cancelled(run, before, before, problem=str(error), is_failed=True)
-    return result_of(run, before, settled)
+        return Cancelled(run, before, RunState({"state": before}, problem=str(error)), is_failed=True)
+    return result_of(run, before, seen)
 
 
-def result_of(run: RunFolder, before: str, settled: Settled) -> Cancelled:
-    """What became of a run that was in state `before`, by what is settled and by what its nodes left."""
+def result_of(run: RunFolder, before: str, seen: RunState) -> Cancelled:
+    """What became of a run that was in state `before`, by what is seen now and by what its nodes left."""
     ends: dict[str, list[str]] = {}
     for status in read_nodes(run, read_facts(run)):
         ends.setdefault(end_of_node(status), []).append(status.node)
     nodes = tuple((how, tuple(names)) for how, names in ends.items())
-    leftover = tuple(one for text in settled.leftover if (one := word({"text": text}, "text", 400)))
     progress = RunProgress(run)
     progress.poll()
     step = progress.step if progress.latest else None
-    return Cancelled(run, before, settled.state, step, nodes, leftover, settled.problem)
+    return Cancelled(run, before, seen, step, nodes)
 
 
 def end_of_node(status: NodeStatus) -> str:

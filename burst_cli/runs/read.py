@@ -15,8 +15,8 @@ from typing import Any
 
 import yaml
 
+from burst_cli.runs.state import glance_at
 from burst_cli.values import number, rows, table, whole, word
-from cluster.control.attempt import LOCK_FILE, find_controller
 from cluster.control.link import NodeStatus, Phase
 from engine.config.errors import ConfigError
 from engine.config.settings import load_config, load_yaml
@@ -25,7 +25,6 @@ from engine.runs.records import read_json_object
 from engine.runs.summary import config_facts, summarise
 
 MAX_FILE_BYTES = 8 * 2**20
-UNREADABLE = "unreadable"
 _PHASES: tuple[Phase, ...] = ("none", "starting", "running", "stopping", "ended", "lost")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # what `RunFolder.log_dir` makes of any name
 _OF_THE_LAUNCHER = ("lease", "spec.json", "stop.json", "stacks.json")  # files in the folder of a node
@@ -90,17 +89,6 @@ def read_nodes(run: RunFolder, facts: RunFacts) -> list[NodeStatus]:
     return [_node(folders.get(run.log_dir(name).name), name, run) for name in [*names, *unplanned]]
 
 
-def is_lost(run: RunFolder, document: Mapping[str, Any]) -> bool:
-    """Whether a run has begun and not ended, and the process that should see to it is gone.
-
-    A run that was started without a launcher has no lock; the process in run.json speaks for it, where it can be seen.
-    """
-    if document.get("state") not in ("starting", "running") or find_controller(run) is not None:
-        return False
-    is_alive = run.is_alive()
-    return is_alive is False or (is_alive is None and (run.path / LOCK_FILE).exists())
-
-
 def run_record(run: RunFolder) -> dict[str, Any]:
     """{run_id, exp, status, path, lost, ...summary}: what `burst report` shows and `--json` prints.
 
@@ -109,26 +97,24 @@ def run_record(run: RunFolder) -> dict[str, Any]:
     """
     problems: list[str] = []
     summary: dict[str, Any] = {}
-    state: dict[str, Any] = {"state": UNREADABLE}
     try:
         summary = run.read_summary() or {}
     except RunFolderError as error:
         problems.append(str(error))
     summary = summary or _summary_from_metrics(run, problems)
-    try:
-        state = run.read_state()
-    except RunFolderError as error:
-        problems.insert(0, str(error))
+    seen = glance_at(run)
+    if seen.problem is not None:
+        problems.insert(0, seen.problem)
     else:
-        summary |= {name: state.get(name) for name in ("started_at", "ended_at", "exit_code", "failure")}
+        summary |= {name: seen.document.get(name) for name in ("started_at", "ended_at", "exit_code", "failure")}
     if summary.get("world_size") is None:
-        summary["world_size"] = state.get("world_size")
+        summary["world_size"] = seen.document.get("world_size")
     own = {
         "run_id": run.run_id,
         "exp": run.exp,
-        "status": state["state"],
+        "status": seen.state,
         "path": str(run.path),
-        "lost": is_lost(run, state),
+        "lost": seen.is_lost,
     }
     return {**own, **summary, **own, **({"problems": problems} if problems else {})}
 

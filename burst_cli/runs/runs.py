@@ -18,9 +18,10 @@ from burst_cli.runs.choose import select_runs
 from burst_cli.runs.failure import failure_line
 from burst_cli.runs.progress import RunProgress
 from burst_cli.runs.read import run_record
-from burst_cli.runs.state import STATE_STYLES, RunState, glance_at
+from burst_cli.runs.state import STATE_STYLES, glance_at
 from burst_cli.tables import Column, fitted_table, is_too_wide
 from burst_cli.values import seconds_between
+from cluster.control.attempt import RunState
 from engine.runs.folder import RunFolder, default_runs_dir
 
 app = new_verb()

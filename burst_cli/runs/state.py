@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
-from burst_cli.runs.read import UNREADABLE, is_lost
-from cluster.control.attempt import Controller, find_controller
-from cluster.control.link import NodeStatus
+from cluster.control.attempt import RunState, find_controller, glance
 from engine.config.errors import BurstError
-from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError
+from engine.runs.folder import RunFolder, RunFolderError
 
 ASK_AGAIN_S = 10.0
-UNKNOWN = 3
 STATE_STYLES = {
     "planned": "dim",
     "starting": "cyan",
@@ -26,85 +22,31 @@ STATE_STYLES = {
     "lost": "bold magenta",
     "unreadable": "bold red",
 }
-_EXIT_CODES = {"completed": 0, "failed": 1, "oom": 1, "cancelled": 130}
+UNREADABLE = "unreadable"
 
 
-@dataclass(frozen=True)
-class RunState:
-    """document: content of run.json. problem: why nodes could not be asked, or did not answer.
+def look_at(run: RunFolder) -> RunState:
+    """The state of `run`; the nodes of one that nobody controls are asked, and it is judged if it has ended."""
+    seen = glance(run)
+    if not seen.is_lost:
+        return seen
+    if not (run.path / "launch.json").is_file():
+        text = "it was started without `burst launch`, and the process that said so in run.json is gone"
+        return replace(seen, problem=text)
+    from cluster.control.settle import settle
 
-    nodes: what nodes that were asked said; empty where the run folder is all that is known.
-    """
-
-    document: Mapping[str, Any]
-    controller: Controller | None = None
-    is_lost: bool = False
-    problem: str | None = None
-    nodes: tuple[NodeStatus, ...] = field(default=())
-
-    @property
-    def state(self) -> str:
-        return str(self.document["state"])
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether nodes that were asked say that ranks run."""
-        return any(status.phase in ("starting", "running", "stopping") for status in self.nodes)
-
-    @property
-    def shown(self) -> str:
-        """The state in run.json; lost where nobody controls a run that has not ended, and no rank is seen to go on."""
-        return "lost" if self.is_lost and not self.goes_on else self.state
-
-    @property
-    def is_final(self) -> bool:
-        return self.state in FINAL_STATES
-
-    @property
-    def exit_code(self) -> int:
-        """0 goes on or completed, 1 failed or out of memory, 130 cancelled, 3 nobody knows."""
-        if self.is_final:
-            return _EXIT_CODES[self.state]
-        return UNKNOWN if self.problem is not None else 0
-
-
-def look_at(run: RunFolder, *, ask: bool = True) -> RunState:
-    """The state of `run`. ask: have the nodes of a run that nobody controls asked, and the run judged if it ended."""
-    document = run.read_state()
-    controller = find_controller(run)
-    if controller is not None or not is_lost(run, document):
-        return RunState(document, controller)
-    if not ask:
-        return RunState(document, is_lost=True)
-    return _asked(run)
+    try:
+        return settle(run)
+    except BurstError as error:
+        return RunState(run.read_state(), find_controller(run), is_lost=True, problem=str(error))
 
 
 def glance_at(run: RunFolder) -> RunState:
     """The state by the run folder alone; of a run whose run.json cannot be read, that and why."""
     try:
-        return look_at(run, ask=False)
+        return glance(run)
     except RunFolderError as error:
         return RunState({"state": UNREADABLE}, problem=str(error))
-
-
-def _asked(run: RunFolder) -> RunState:
-    if not (run.path / "launch.json").is_file():
-        text = "it was started without `burst launch`, and the process that said so in run.json is gone"
-        return RunState(run.read_state(), is_lost=True, problem=text)
-    from cluster.control.settle import settle
-
-    try:
-        settled = settle(run)
-    except BurstError as error:
-        return RunState(run.read_state(), find_controller(run), is_lost=True, problem=str(error))
-    document = run.read_state()
-    return RunState(
-        document,
-        find_controller(run),
-        is_lost=document["state"] not in FINAL_STATES,
-        problem=settled.problem,
-        nodes=settled.nodes,
-    )
 
 
 class RunWatch:
@@ -117,7 +59,7 @@ class RunWatch:
 
     def look(self) -> RunState:
         """The present state."""
-        seen = look_at(self._run, ask=False)
+        seen = glance(self._run)
         if not seen.is_lost:
             return seen
         if self._asked is None or self._clock() >= self._next_ask:

@@ -24,8 +24,9 @@ from burst_cli.runs.live import NARROW, figure_lines, hang_text, heading, open_v
 from burst_cli.runs.nodes import NodeRow, node_rows, nodes_table
 from burst_cli.runs.progress import RunProgress
 from burst_cli.runs.read import read_nodes
-from burst_cli.runs.state import STATE_STYLES, RunState, RunWatch, look_at
-from burst_cli.values import number, seconds_between, word
+from burst_cli.runs.state import STATE_STYLES, RunWatch, look_at
+from burst_cli.values import number, seconds_between
+from cluster.control.attempt import RunState
 from cluster.control.link import NodeStatus
 from cluster.failure import failure_from_dict
 from engine.config.errors import ConfigError
@@ -105,12 +106,6 @@ class RunStatus:
         return seconds_between(self.seen.document.get("started_at"), self.seen.document.get("ended_at"))
 
     @property
-    def leftover(self) -> list[str]:
-        """What may still run somewhere although the run has ended."""
-        left = self.seen.document.get("leftover")
-        return [text for entry in left if (text := word({"text": entry}, "text"))] if isinstance(left, list) else []
-
-    @property
     def next_steps(self) -> list[tuple[str, str]]:
         """(command, what it does) that a person may want to type, most useful first."""
         name, state = self.run.run_id, self.seen.state
@@ -183,7 +178,7 @@ def status_document(status: RunStatus) -> dict[str, Any]:
         "warnings": progress.warnings[-20:],
         "socket_fallback": fallback_rows(status.fallbacks),
         "nodes": [_node(one, row) for one, row in zip(status.statuses, status.rows, strict=True)],
-        "leftover": status.leftover,
+        "leftover": seen.leftover,
         "next": [command for command, _ in status.next_steps],
     }
 
@@ -295,5 +290,5 @@ def _troubles(status: RunStatus) -> list[Text]:
     lines += [("warning: ", "yellow", text) for text in warnings if text]
     if len(progress.warnings) > _WARNINGS:
         lines.append(("", "", f"and {len(progress.warnings) - _WARNINGS} earlier warnings"))
-    lines += [("may still run: ", "yellow", text) for text in status.leftover]
+    lines += [("may still run: ", "yellow", text) for text in seen.leftover]
     return [Text.assemble((label, style), text) for label, style, text in lines]

@@ -11,14 +11,16 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.control.evidence import log_starts
+from cluster.control.link import NodeStatus
 from cluster.control.outcome import LaunchOutcome, clear_cancel
 from cluster.errors import ClusterError
 from cluster.plan import LaunchPlan
+from cluster.remote_text import one_line
 from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError
 from engine.runs.process import process_start
 from engine.runs.records import read_json_object, utc_now
@@ -180,6 +182,72 @@ def find_controller(run: RunFolder) -> Controller | None:
         return None  # a file system without locks: nobody can hold one
     finally:
         os.close(descriptor)
+
+
+UNKNOWN = 3
+_EXIT_CODES = {"completed": 0, "failed": 1, "oom": 1, "cancelled": 130}
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The state of a run as seen from outside: run.json, who controls it, and what its nodes say if they were asked.
+
+    document: content of run.json. is_lost: it has not ended, and nobody controls it. problem: why the truth is not
+    known. nodes: empty where the run folder is all that is known.
+    """
+
+    document: Mapping[str, Any]
+    controller: Controller | None = None
+    is_lost: bool = False
+    problem: str | None = None
+    nodes: tuple[NodeStatus, ...] = ()
+
+    @property
+    def state(self) -> str:
+        """The state in run.json."""
+        return str(self.document["state"])
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether nodes that were asked say that ranks run."""
+        return any(status.phase in ("starting", "running", "stopping") for status in self.nodes)
+
+    @property
+    def shown(self) -> str:
+        """The state in run.json; lost where nobody controls a run that has not ended, and no rank is seen to go on."""
+        return "lost" if self.is_lost and not self.goes_on else self.state
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the run has ended."""
+        return self.state in FINAL_STATES
+
+    @property
+    def exit_code(self) -> int:
+        """0 goes on or completed, 1 failed or out of memory, 130 cancelled, 3 nobody knows."""
+        if self.is_final:
+            return _EXIT_CODES[self.state]
+        return UNKNOWN if self.problem is not None else 0
+
+    @property
+    def leftover(self) -> list[str]:
+        """What may still run somewhere although the run has ended."""
+        told = self.document.get("leftover")
+        return [one_line(text, 400) for text in told if isinstance(text, str)] if isinstance(told, list) else []
+
+
+def glance(run: RunFolder) -> RunState:
+    """The state of `run` by its folder alone.
+
+    A run that was started without a launcher has no lock; the process in run.json speaks for it, where it can be seen.
+    Raises RunFolderError.
+    """
+    document, controller = run.read_state(), find_controller(run)
+    if controller is not None or document["state"] not in ("starting", "running"):
+        return RunState(document, controller)
+    is_alive = run.is_alive()
+    is_gone = is_alive is False or (is_alive is None and (run.path / LOCK_FILE).exists())
+    return RunState(document, is_lost=is_gone)
 
 
 def own_facts() -> dict[str, Any]:

@@ -17,8 +17,7 @@ from testkit.run_maker import forget_process, make_run
 from testkit.waiting import wait_for
 
 from burst_cli.launch.take_over import UnknownRunError, find_way
-from cluster.control.attempt import controlling
-from cluster.control.settle import Settled
+from cluster.control.attempt import RunState, controlling
 from engine.runs.folder import RunFolder
 
 
@@ -49,14 +48,14 @@ def said(console: Console) -> str:
 
 def test_run_that_goes_on_is_taken_over(lost: RunFolder) -> None:
     console = quiet()
-    assert find_way(lost, console, lambda run: Settled("running")) == "take over"
+    assert find_way(lost, console, lambda run: RunState({"state": "running"})) == "take over"
     assert "taking it over, attempt 1" in said(console)
 
 
 def test_run_that_turns_out_to_have_ended_starts_again(lost: RunFolder) -> None:
-    def ask(run: RunFolder) -> Settled:
+    def ask(run: RunFolder) -> RunState:
         run.transition("failed", failure={"type": "ValueError", "message": "no head", "rank": 0})
-        return Settled("failed")
+        return RunState({"state": "failed"})
 
     console = quiet()
     assert find_way(lost, console, ask) == "start"
@@ -65,13 +64,13 @@ def test_run_that_turns_out_to_have_ended_starts_again(lost: RunFolder) -> None:
 
 def test_run_of_which_nobody_knows_is_left_alone(lost: RunFolder) -> None:
     with pytest.raises(UnknownRunError, match="no answer of tb1") as caught:
-        find_way(lost, quiet(), lambda run: Settled("running", problem="no answer of tb1 (refused)"))
+        find_way(lost, quiet(), lambda run: RunState({"state": "running"}, problem="no answer of tb1 (refused)"))
     assert caught.value.exit_code == 3
 
 
 @pytest.mark.parametrize(("state", "way"), [("planned", "start"), ("cancelled", "start"), ("completed", "done")])
 def test_run_that_does_not_run_needs_no_question(root: Path, state: str, way: str) -> None:
-    def ask(run: RunFolder) -> Settled:
+    def ask(run: RunFolder) -> RunState:
         raise AssertionError("nobody is to be asked")
 
     assert find_way(make_run(root, state=state), quiet(), ask) == way
@@ -90,7 +89,7 @@ def test_lock_alone_is_enough_to_be_refused(lost: RunFolder) -> None:
     from cluster.control.attempt import ControllerBusyError
 
     with controlling(lost), pytest.raises(ControllerBusyError, match=f"process {os.getpid()} on "):
-        find_way(lost, quiet(), lambda run: Settled("running"))
+        find_way(lost, quiet(), lambda run: RunState({"state": "running"}))
 
 
 # --- the verb ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from testkit.waiting import wait_for
 
 from burst_cli.runs.cancel import cancelled_text, result_of
 from burst_cli.runs.choose import living_runs
-from cluster.control.settle import Settled
+from cluster.control.attempt import RunState
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_nodes_that_cannot_be_reached_are_named_and_the_end_is_unknown(root: Pat
     for node in ("tb1", "tb2"):
         write_node(run, node, outcome={"exit_code": 1, "cause": "stop", "stop_cause": "burst cancel"})
     text = "tb3: no route to host; its ranks end by themselves 60 s after it last heard of a launcher"
-    result = result_of(run, "running", Settled("cancelled", leftover=(text,)))
+    result = result_of(run, "running", RunState({"state": "cancelled", "leftover": [text]}))
     assert result.exit_code == 3
     shown = cancelled_text(result).plain
     assert "tb[1-2]: stopped" in shown
@@ -104,7 +104,9 @@ def test_nodes_that_cannot_be_reached_are_named_and_the_end_is_unknown(root: Pat
 
 def test_run_that_does_not_end_in_time_is_unknown(root: Path) -> None:
     run = make_run(root, state="running")
-    result = result_of(run, "running", Settled("running", problem="it was asked to stop, but has not ended"))
+    result = result_of(
+        run, "running", RunState({"state": "running"}, problem="it was asked to stop, but has not ended")
+    )
     assert (result.exit_code, result.to_dict()["problem"]) == (3, "it was asked to stop, but has not ended")
     assert cancelled_text(result).plain.startswith("not stopped tiny/")
 

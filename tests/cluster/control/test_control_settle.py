@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from control_fakes import FakeLink, Observer, World
 
-from cluster.control.attempt import ControllerBusyError, controlling
+from cluster.control.attempt import ControllerBusyError, RunState, controlling
 from cluster.control.controller import Manner, control
 from cluster.control.link import NodeLink
 from cluster.control.outcome import CANCEL_FILE, StopRequests, read_cancel
-from cluster.control.settle import Opener, Settled, request_cancel, settle
+from cluster.control.settle import Opener, request_cancel, settle
 from cluster.plan import LaunchPlan
 from cluster.plan_record import PlanFileError
 from engine.runs.folder import RunFolder, create_run
@@ -39,7 +39,7 @@ def opener(world: World) -> Opener:
     return open_links
 
 
-def look(world: World) -> Settled:
+def look(world: World) -> RunState:
     return settle(world.run, 5.0, opener(world), world.clock)
 
 
