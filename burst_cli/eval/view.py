@@ -10,7 +10,7 @@ from rich.text import Text
 
 from burst_cli.figures import DASH, clean, percent, plain
 from burst_cli.tables import listing
-from burst_cli.values import number, rows
+from cluster.values import number, rows
 
 
 def is_evaluation(record: Mapping[str, Any]) -> bool:

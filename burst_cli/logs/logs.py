@@ -20,8 +20,8 @@ from burst_cli.logs.show import LogPrinter
 from burst_cli.options import JsonOption, LivingRunArgument, RunsDirOption
 from burst_cli.runs.choose import choose_run
 from burst_cli.runs.state import RunWatch, look_at
-from burst_cli.values import age_s
 from cluster.control.attempt import UNKNOWN
+from cluster.values import age_s
 from engine.config.errors import ConfigError
 from engine.runs.folder import RunFolder, RunFolderError
 

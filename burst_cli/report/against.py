@@ -12,7 +12,7 @@ from typing import Any
 
 from burst_cli.figures import DASH, count, percent
 from burst_cli.report.records import PEAK_FIGURES, Record, method_of, pooled, run_name, share_a_peak
-from burst_cli.values import number, text
+from cluster.values import number, text
 from engine.config.errors import ConfigError
 from engine.config.schema import nearest
 

@@ -38,8 +38,8 @@ from burst_cli.report.compare import Comparison, compare
 from burst_cli.report.records import Record, effective_time, read_record, with_hardware
 from burst_cli.runs.choose import select_runs
 from burst_cli.sweep.store import SweepError, cell_now, find_sweep
-from burst_cli.values import age_s, number, table, text, word
 from cluster.remote_text import one_line
+from cluster.values import age_s, number, table, text, word
 from engine.config.errors import ConfigError
 from engine.config.schema import nearest
 from engine.runs.folder import STATES, RunFolder

@@ -9,8 +9,8 @@ from typing import Literal
 from burst_cli.eval.view import is_evaluation, weights_text
 from burst_cli.figures import DASH, binary_bytes, count, duration, flops_per_s, percent, plain, seconds, seconds_between
 from burst_cli.report.records import Record, is_above_peak, run_name
-from burst_cli.values import number, table, text
 from cluster.remote_text import one_line
+from cluster.values import number, table, text
 from engine.config.errors import ConfigError
 from engine.config.schema import nearest
 

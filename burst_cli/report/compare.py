@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from burst_cli.figures import DASH, count, count_of, flops_per_s, plain
 from burst_cli.report.columns import BY_KEY
 from burst_cli.report.records import PEAK_FIGURES, Record, run_name, run_rows, series, share_a_peak
-from burst_cli.values import number, whole
 from cluster.remote_text import one_line
+from cluster.values import number, whole
 from engine.config.errors import ConfigError
 from engine.config.settings import config_to_dict, load_config
 

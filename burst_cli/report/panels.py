@@ -24,7 +24,7 @@ from burst_cli.report.records import (
     thinned,
     tokens,
 )
-from burst_cli.values import number, rows, text, whole
+from cluster.values import number, rows, text, whole
 
 GIB = 2.0**30
 MOST_CURVES = 8  # more cannot be told apart

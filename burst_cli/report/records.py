@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from burst_cli.runs.read import read_table, run_record
-from burst_cli.values import number, table, text, whole
 from cluster.remote_text import one_line
+from cluster.values import number, table, text, whole
 from engine.config.errors import ConfigError
 from engine.runs.commit import checkpoints_of, list_checkpoints
 from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError

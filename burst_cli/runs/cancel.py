@@ -18,11 +18,11 @@ from burst_cli.options import JsonOption, RunsDirOption
 from burst_cli.runs.choose import choose_runs, living_runs
 from burst_cli.runs.progress import RunProgress
 from burst_cli.runs.read import read_facts, read_nodes
-from burst_cli.values import number, word
 from cluster.control.attempt import UNKNOWN, RunState
 from cluster.control.link import NodeStatus
 from cluster.control.outcome import StopRequests
 from cluster.control.settle import request_cancel
+from cluster.values import number, word
 from engine.config.errors import BurstError, ConfigError
 from engine.runs.folder import FINAL_STATES, RunFolder, default_runs_dir, list_runs
 

@@ -10,10 +10,10 @@ from typing import Any
 from rich.text import Text
 
 from burst_cli.figures import binary_bytes, clean
-from burst_cli.values import number, word
 from cluster.control.attempt import read_log_starts
 from cluster.control.evidence import tail_text
 from cluster.failure import Failure
+from cluster.values import number, word
 from engine.runs.folder import RunFolder, RunFolderError
 
 LOG_LINES = 15

@@ -29,9 +29,9 @@ from burst_cli.figures import (
 from burst_cli.logs.alarms import AlarmWatch
 from burst_cli.runs.nodes import NodeRow, node_rows, nodes_table, without_figures
 from burst_cli.runs.progress import RunProgress
-from burst_cli.values import number
 from cluster.control.link import NodeStatus
 from cluster.control.outcome import LaunchObserver
+from cluster.values import number
 
 REFRESH_S = 0.2
 PLAIN_INTERVAL_S = 2.0

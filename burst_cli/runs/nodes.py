@@ -14,8 +14,8 @@ from rich.text import Text
 from burst_cli.figures import DASH, binary_bytes, fold_names, fold_numbers, percent
 from burst_cli.runs.read import RunFacts
 from burst_cli.tables import Column, fitted_table
-from burst_cli.values import number, rows, table, word
 from cluster.control.link import NodeStatus
+from cluster.values import number, rows, table, word
 
 QUIET_S = 10.0  # a healthy node speaks every 2 s, and writes how it is every 5 s
 LITTLE_DISK_BYTES = 2**30

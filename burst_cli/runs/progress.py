@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from burst_cli.runs.read import RunFacts, read_facts
-from burst_cli.values import number
+from cluster.values import number
 from engine.runs.folder import RunFolder
 from engine.runs.records import JsonLinesTail
 

@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 
 from burst_cli.runs.state import glance_at
-from burst_cli.values import number, rows, table, whole, word
 from cluster.control.link import NodeStatus, Phase
+from cluster.values import number, rows, table, whole, word
 from engine.config.errors import ConfigError
 from engine.config.settings import load_config, load_yaml
 from engine.runs.folder import RunFolder, RunFolderError

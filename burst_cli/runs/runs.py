@@ -20,8 +20,8 @@ from burst_cli.runs.progress import RunProgress
 from burst_cli.runs.read import run_record
 from burst_cli.runs.state import STATE_STYLES, glance_at
 from burst_cli.tables import Column, fitted_table, is_too_wide
-from burst_cli.values import seconds_between
 from cluster.control.attempt import RunState
+from cluster.values import seconds_between
 from engine.runs.folder import RunFolder, default_runs_dir
 
 app = new_verb()

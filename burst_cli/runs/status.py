@@ -25,10 +25,10 @@ from burst_cli.runs.nodes import NodeRow, node_rows, nodes_table
 from burst_cli.runs.progress import RunProgress
 from burst_cli.runs.read import read_nodes
 from burst_cli.runs.state import STATE_STYLES, RunWatch, look_at
-from burst_cli.values import number, seconds_between
 from cluster.control.attempt import RunState
 from cluster.control.link import NodeStatus
 from cluster.failure import failure_from_dict
+from cluster.values import number, seconds_between
 from engine.config.errors import ConfigError
 from engine.runs.folder import RunFolder
 

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from burst_cli.plan.memory_check import MemoryPlanner, check_memory, group_topology
-from burst_cli.values import number, seconds_between, text, whole
 from cluster.facts import MachineFacts
 from cluster.launch.runner import runner_for
 from cluster.plan import choose_backend
+from cluster.values import number, seconds_between, text, whole
 from engine.config.errors import ConfigError, RunError
 from engine.config.rules import check_config
 from engine.config.settings import RunConfig

@@ -22,7 +22,7 @@ from typing import Any
 from burst_cli.runs.choose import SWEEPS
 from burst_cli.runs.read import run_record
 from burst_cli.sweep.plan import SweepPlan
-from burst_cli.values import table
+from cluster.values import table
 from engine.config.errors import BurstError, ConfigError
 from engine.config.schema import nearest
 from engine.runs.folder import FINAL_STATES, RunFolder
