@@ -15,17 +15,16 @@ import dataclasses
 import json
 import shlex
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.memory.cell import MemoryCell, write_memory_cell
+from benchmarks.memory.cell import MemoryCell
 from benchmarks.memory.plot import write_memory_plot
 from benchmarks.memory.report import claims, complete_rows, loss_spread, markdown
-from burst_cli.bench.plot import check_plot_path
-from engine.bench.ranks import RankProgram, run_ranks
-from engine.bench.spec import RESULT_FILE, RankSetup, Rounds
+from burst_cli.outputs import PICTURES, check_output
+from engine.bench.ranks import RankProgram, measure_cell
+from engine.bench.spec import RankSetup, Rounds
 from engine.config.errors import BurstError
 from engine.config.schema import to_plain
 from engine.config.settings import ModelConfig
@@ -37,8 +36,7 @@ def main(argv: Sequence[str]) -> int:
     """The exit code: 0 ok, 1 a rank failed, 2 usage. A promise that did not hold is printed, and is no failure."""
     args = parse_arguments(argv)
     try:
-        if args.plot is not None:
-            check_plot_path(args.plot)
+        check_output("--plot", args.plot, *PICTURES)
         document = compare(args)
     except BurstError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -88,7 +86,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         "results": [],
     }
     for cell in cells:
-        result = measure_policies(cell)
+        result = measure_cell(cell, RankProgram("benchmarks.memory.rank"))
         document["environment"] |= result["environment"]
         rows = complete_rows(result["results"], cell, result["local_tokens"])
         document["results"] += rows
@@ -127,16 +125,6 @@ def build_cell(args: argparse.Namespace, seq_len: int) -> MemoryCell:
 def settings(cell: MemoryCell) -> dict[str, Any]:
     """What all lengths share, as plain values."""
     return {name: value for name, value in to_plain(cell).items() if name != "seq_len"}
-
-
-def measure_policies(cell: MemoryCell) -> dict[str, Any]:
-    """What rank 0 of the started ranks wrote; RunError says which rank failed and its last words."""
-    with tempfile.TemporaryDirectory(prefix="burst-bench-") as name:
-        folder = Path(name)
-        write_memory_cell(cell, folder)
-        run_ranks(RankProgram("benchmarks.memory.rank"), cell.setup, folder)
-        result: dict[str, Any] = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
-        return result
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     for length in map(int, args.seq_lens.split(",")):
         cell = AttentionCell("attention", tuple(ours), "causal", length, setup, shape, rounds)
         legal, skipped = cell.legal_variants()
-        result = measure_cell(dataclasses.replace(cell, variants=(*legal, *peers)), program, setup)
+        result = measure_cell(dataclasses.replace(cell, variants=(*legal, *peers)), program)
         document["environment"] |= result["environment"]
         document["results"] += result["results"]
         reasons = skipped | result["skipped"]

@@ -14,7 +14,7 @@ from benchmarks.gpu.plan import Measurement, Part, Row
 from benchmarks.gpu.timing import time_call
 from engine.attention.kernels import KERNELS, choose_kernel
 from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel
-from engine.bench.layers import global_inputs
+from engine.bench.attention import global_inputs
 from engine.bench.spec import HeadShape
 from engine.config.errors import ConfigError
 from engine.planning.time.flops import attention_pairs

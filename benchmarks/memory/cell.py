@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from engine.bench.spec import CELL_FILE, RankSetup, Rounds, read_attention, split_point
-from engine.config.cluster import ClusterConfig
+from engine.bench.spec import RankSetup, Rounds, read_attention, split_point
 from engine.config.errors import ConfigError
 from engine.config.rules import check_config
-from engine.config.schema import read_dataclass, to_plain
+from engine.config.schema import read_dataclass
 from engine.config.settings import Dtype, LossConfig, MemoryConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 from engine.planning.memory.policy import layer_policies
 from engine.planning.time.flops import attention_pairs, count_parameters, forward_flops
@@ -44,9 +41,7 @@ class MemoryCell:
             loss=LossConfig(chunk_tokens=self.loss_chunk_tokens),
             optimizer=OptimizerConfig(schedule="constant"),
             train=TrainConfig(seq_len=self.seq_len, compute_dtype=self.dtype),
-            cluster=ClusterConfig(
-                ranks_per_node=self.setup.ranks, topology_nodes=self.setup.nodes, backend=self.setup.backend
-            ),
+            cluster=self.setup.cluster,
         )
         check_config(config)
         return config
@@ -88,17 +83,3 @@ def read_memory(point: str) -> MemoryConfig:
     if config.activation_checkpoint == "auto":
         raise ConfigError(f"policy {point}: auto is a choice among policies; name the policy that it chose")
     return config
-
-
-def write_memory_cell(cell: MemoryCell, folder: Path) -> None:
-    """Write the cell where the ranks look for it."""
-    (folder / CELL_FILE).write_text(json.dumps(to_plain(cell)), encoding="utf-8")
-
-
-def read_memory_cell(folder: Path) -> MemoryCell:
-    """The cell that `write_memory_cell` wrote."""
-    cell, problems = read_dataclass(MemoryCell, json.loads((folder / CELL_FILE).read_text(encoding="utf-8")))
-    if problems:
-        raise ConfigError([problem.text for problem in problems])
-    assert isinstance(cell, MemoryCell)
-    return cell

@@ -6,26 +6,20 @@ own. Peak and kept bytes are counted on one more step that is not timed.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.memory.cell import MemoryCell, read_memory_cell
+from benchmarks.memory.cell import MemoryCell
 from benchmarks.memory.counting import AttentionLog, count_attention
 from benchmarks.tensors import local_tensors
-from engine.bench.attention import start_ranks
 from engine.bench.environment import environment
-from engine.bench.measure import slowest_rank, summarise, turns
-from engine.bench.spec import RESULT_FILE
+from engine.bench.measure import run_rank, slowest_rank, summarise, turns
 from engine.data import Batch
 from engine.data.sampler import IGNORE_INDEX
 from engine.memory.tracker import LiveTensorTracker
@@ -106,13 +100,9 @@ class PolicyRun:
         release_gathered_weights(step.model)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure the cell of the folder."""
-    (folder,) = map(Path, argv)
-    cell = read_memory_cell(folder)
-    torch.set_num_threads(cell.setup.threads)
+def measure(cell: MemoryCell, device: torch.device) -> dict[str, Any]:
+    """All policies of the cell, in turn."""
     config = cell.run_config(cell.policies[0])
-    device = start_ranks(config, folder)
     mesh = build_mesh(config.parallel, config.cluster)
     runs = [build_run(policy, cell, mesh) for policy in cell.policies]
     batch = random_batch(cell)
@@ -120,12 +110,7 @@ def main(argv: Sequence[str]) -> int:
         run.step(batch, counts=counts)
     rows = [run.row() | run.count_bytes(batch) for run in runs]
     local_tokens = runs[0].train_step.attention.padded_seq_len // mesh.cp_size
-    if int(os.environ["RANK"]) == 0:
-        result = {"environment": environment(device), "local_tokens": local_tokens, "results": rows}
-        (folder / RESULT_FILE).write_text(json.dumps(result), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
+    return {"environment": environment(device), "local_tokens": local_tokens, "results": rows}
 
 
 def build_run(policy: str, cell: MemoryCell, mesh: Mesh) -> PolicyRun:
@@ -145,4 +130,4 @@ def random_batch(cell: MemoryCell) -> Batch:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    leave(run_rank(MemoryCell, sys.argv[1:], measure))

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.peers.methods import PEERS, PeerMethod, build_peer
-from engine.bench.attention import start_ranks, timed_pass
+from engine.attention.library import ContextParallel, open_channels
+from engine.attention.transport import Transport
+from engine.bench.attention import global_inputs, timed_pass
 from engine.bench.environment import environment
-from engine.bench.layers import BenchRanks, global_inputs
-from engine.bench.measure import summarise, turns
-from engine.bench.spec import RESULT_FILE, AttentionCell, read_cell
+from engine.bench.measure import run_rank, summarise, turns
+from engine.bench.spec import AttentionCell
 from engine.config.errors import ConfigError
+from engine.parallel.mesh import Mesh, build_mesh
 from engine.training.rank.process import leave
 
 OUTPUTS = ("out", "dq", "dk", "dv")
@@ -36,12 +36,8 @@ class Contestant:
     seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure the cell of the folder."""
-    (folder,) = map(Path, argv)
-    cell = read_cell(AttentionCell, folder)
-    torch.set_num_threads(cell.setup.threads)
-    device = start_ranks(cell.run_config("ring"), folder)
+def measure(cell: AttentionCell, device: torch.device) -> dict[str, Any]:
+    """All variants of the cell, in turn."""
     contestants, skipped = build(cell)
     for counts, contestant in turns(contestants, cell.rounds):
         times = timed_pass(contestant.method.attention, contestant.inputs, device)
@@ -53,12 +49,7 @@ def main(argv: Sequence[str]) -> int:
         | {"relative_error": c.errors}
         for c in contestants
     ]
-    if int(os.environ["RANK"]) == 0:
-        result = {"environment": environment(device), "results": rows, "skipped": skipped}
-        (folder / RESULT_FILE).write_text(json.dumps(result), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
+    return {"environment": environment(device), "results": rows, "skipped": skipped}
 
 
 def build(cell: AttentionCell) -> tuple[list[Contestant], dict[str, str]]:
@@ -66,10 +57,12 @@ def build(cell: AttentionCell) -> tuple[list[Contestant], dict[str, str]]:
     whole = global_inputs(cell.shape, cell.seq_len)
     reference = float64_reference(whole)
     contestants, skipped = [], {}
-    ranks = BenchRanks.open(cell)
+    first = cell.run_config("ring")
+    mesh = build_mesh(first.parallel, first.cluster)
+    channels = open_channels(first, mesh)
     for name in cell.variants:
         try:
-            method = build_peer(name, cell) if name in PEERS else build_ours(name, cell, ranks)
+            method = build_peer(name, cell) if name in PEERS else build_ours(name, cell, mesh, channels)
         except ConfigError as error:
             skipped[name] = "; ".join(error.problems)
             continue
@@ -78,13 +71,13 @@ def build(cell: AttentionCell) -> tuple[list[Contestant], dict[str, str]]:
     return contestants, skipped
 
 
-def build_ours(variant: str, cell: AttentionCell, ranks: BenchRanks) -> PeerMethod:
+def build_ours(variant: str, cell: AttentionCell, mesh: Mesh, channels: Transport) -> PeerMethod:
     """A preset of this project in the same form."""
     if cell.seq_len % (2 * cell.setup.ranks):
         raise ConfigError(
             f"{cell.seq_len} tokens are not a multiple of twice {cell.setup.ranks} ranks: peers do not pad"
         )
-    attention = ranks.attention(cell, variant)
+    attention = ContextParallel.of_run(cell.run_config(variant), mesh, channels)
     return PeerMethod(variant, torch.from_numpy(attention.layout.positions(attention.rank)), attention)
 
 
@@ -119,4 +112,4 @@ def relative_errors(method: PeerMethod, inputs: Sequence[Tensor], reference: dic
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    leave(run_rank(AttentionCell, sys.argv[1:], measure))

@@ -205,7 +205,6 @@ def machine(
         document = measure_cell(
             MachineCell(setup, shape, for_seconds / _WINDOWS),
             program,
-            setup,
             lambda line: shown.update(f"machine: {line}"),
         )
     write_output("--output", output, json.dumps(document, indent=2) + "\n")
@@ -234,7 +233,7 @@ def _measure_attention(cells: list[AttentionCell], program: RankProgram) -> dict
         if legal:
             text = f"{cell.mask}, {cell.seq_len:,} tokens: {len(legal)} variants on {cell.setup.ranks} ranks"
             render.stderr().print(text, style="dim", markup=False)
-            result = measure_cell(dataclasses.replace(cell, variants=legal), program, cell.setup)
+            result = measure_cell(dataclasses.replace(cell, variants=legal), program)
             document["environment"] = result["environment"] | document["environment"]
             document["results"] += result["results"]
             skipped |= result["skipped"]

@@ -6,35 +6,27 @@ it: seconds of forward and backward, and the part that communication adds.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from engine.attention.library import ContextParallel
+from engine.attention.library import ContextParallel, open_channels
+from engine.attention.transport import SilentTransport
 from engine.bench.environment import environment
-from engine.bench.layers import BenchRanks, own_inputs, silent
-from engine.bench.measure import slowest_rank, summarise, synchronize, turns
-from engine.bench.spec import RESULT_FILE, AttentionCell, read_cell
+from engine.bench.measure import run_rank, slowest_rank, summarise, synchronize, turns
+from engine.bench.spec import AttentionCell, HeadShape
 from engine.config.errors import ConfigError
 from engine.config.schema import to_plain
-from engine.config.settings import RunConfig
-from engine.parallel.mesh import choose_device, read_placement
+from engine.parallel.mesh import build_mesh
 from engine.planning.schedule.plan import LinkBytes
 from engine.training.rank.process import leave
-
-_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass
@@ -49,56 +41,54 @@ class Contestant:
     sent: dict[str, int] = field(default_factory=dict)  # bytes of one call of this rank
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure the cell of the folder."""
-    (folder,) = map(Path, argv)
-    cell = read_cell(AttentionCell, folder)
-    rank = int(os.environ["RANK"])
-    torch.set_num_threads(cell.setup.threads)
-    device = start_ranks(cell.run_config(cell.variants[0]), folder)
+def measure(cell: AttentionCell, device: torch.device) -> dict[str, Any]:
+    """All variants of the cell, in turn."""
     contestants, skipped = build_contestants(cell, device)
     for counts, contestant in turns(contestants, cell.rounds):
         call(contestant, device, counts=counts)
     rows = [result_row(contestant, cell) for contestant in contestants]
     for row in rows:
         row["time_over_first"] = row["total"]["median_s"] / rows[0]["total"]["median_s"]
-    if rank == 0:
-        result = {"environment": environment(device), "results": rows, "skipped": skipped}
-        (folder / RESULT_FILE).write_text(json.dumps(result), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
-
-
-def start_ranks(config: RunConfig, folder: Path) -> torch.device:
-    """This rank's device, once all ranks have met in the folder."""
-    placement = read_placement()
-    device = choose_device(config.cluster, placement)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-        store=FileStore(str(folder / "store"), placement.world_size),
-        rank=placement.rank,
-        world_size=placement.world_size,
-        timeout=_TIMEOUT,
-    )
-    return device
+    return {"environment": environment(device), "results": rows, "skipped": skipped}
 
 
 def build_contestants(cell: AttentionCell, device: torch.device) -> tuple[list[Contestant], dict[str, str]]:
-    """(what can run here, the reason for what cannot); a refusal is the same on every rank."""
+    """(what can run here, the reason for what cannot); a refusal is the same on every rank.
+
+    All share one set of channels: others would be threads that wake all the time, and slow down whatever is measured.
+    """
     contestants, skipped = [], {}
-    ranks = BenchRanks.open(cell)
+    first = cell.run_config(cell.variants[0])
+    mesh = build_mesh(first.parallel, first.cluster)
+    channels = open_channels(first, mesh)
     for variant in cell.variants:
         try:
-            attention = ranks.attention(cell, variant)
+            attention = ContextParallel.of_run(cell.run_config(variant), mesh, channels)
         except ConfigError as error:
             skipped[variant] = "; ".join(error.problems)
             continue
         inputs = own_inputs(attention, cell.shape, device)
         contestants.append(Contestant(variant, attention, silent(attention), inputs))
     return contestants, skipped
+
+
+def own_inputs(attention: ContextParallel, shape: HeadShape, device: torch.device) -> list[Tensor]:
+    """q, k, v, dout of this rank, [1, T, heads, D]; slices of the same global tensors for every variant."""
+    positions = torch.from_numpy(attention.layout.positions(attention.rank))
+    return [x[positions][None].to(device) for x in global_inputs(shape, attention.padded_seq_len)]
+
+
+def silent(attention: ContextParallel) -> ContextParallel:
+    """The same plans without communication."""
+    return attention.with_runtimes(lambda runtime: replace(runtime, transport=SilentTransport()))
+
+
+def global_inputs(shape: HeadShape, rows: int) -> list[Tensor]:
+    """q, k, v, dout of the whole sequence, [rows, heads, D]; equal on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    counts = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads, shape.num_heads)
+    dtype: torch.dtype = getattr(torch, shape.dtype)
+    return [torch.randn(rows, count, shape.head_dim, generator=generator).to(dtype) for count in counts]
 
 
 def call(contestant: Contestant, device: torch.device, *, counts: bool) -> None:
@@ -162,4 +152,4 @@ def result_row(contestant: Contestant, cell: AttentionCell) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    leave(run_rank(AttentionCell, sys.argv[1:], measure))

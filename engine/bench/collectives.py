@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.bench.measure import slowest_rank, synchronize
+from engine.bench.measure import exchange, slowest_rank, synchronize
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 from engine.parallel.mesh import check_world, choose_device, read_placement, start_process_group
@@ -69,7 +69,9 @@ def exchange_pairs(device: torch.device, per_node: int) -> list[dict[str, Any]]:
     own, seat = divmod(rank, per_node)
     for pairs in plan_rounds(size // per_node):
         other = next((sum(pair) - own for pair in pairs if own in pair), None)
-        operation = _exchange(device, other * per_node + seat) if other is not None else lambda: None
+        partner = None if other is None else other * per_node + seat
+        sent = torch.zeros(PAIR_BYTES // 4, device=device)
+        operation = (lambda: None) if partner is None else exchange(sent, partner, partner)
         seconds = [0.0] * size
         seconds[rank] = _seconds(device, operation)
         by_rank = slowest_rank(seconds)
@@ -119,15 +121,3 @@ def _all_reduce(values: torch.Tensor) -> Callable[[], object]:
 def _all_to_all(values: torch.Tensor) -> Callable[[], object]:
     received = torch.empty_like(values)
     return lambda: dist.all_to_all_single(received, values)
-
-
-def _exchange(device: torch.device, other: int) -> Callable[[], object]:
-    sent, received = (torch.zeros(PAIR_BYTES // 4, device=device) for _ in range(2))
-
-    def exchange() -> None:
-        for work in dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, sent, other), dist.P2POp(dist.irecv, received, other)]
-        ):
-            work.wait()
-
-    return exchange

@@ -7,14 +7,11 @@ an update, and whole steps of a model so small that nothing else takes time.
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,10 +22,9 @@ from torch import Tensor
 
 from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel
 from engine.attention.library import ContextParallel
-from engine.bench.attention import start_ranks
 from engine.bench.environment import environment
-from engine.bench.measure import slowest_rank, synchronize
-from engine.bench.spec import RESULT_FILE, MachineCell, RankSetup, read_cell
+from engine.bench.measure import exchange, run_rank, slowest_rank, synchronize
+from engine.bench.spec import MachineCell, RankSetup
 from engine.config.settings import RunConfig
 from engine.data import Batch
 from engine.model.llama import TransformerBlock
@@ -89,20 +85,12 @@ class Stopwatch:
         return slowest_rank([time.perf_counter() - start])[0] / repeats
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure the cell of the folder."""
-    (folder,) = map(Path, argv)
-    cell = read_cell(MachineCell, folder)
-    torch.set_num_threads(cell.setup.threads)
-    device = start_ranks(cell.run_config(layers=1), folder)
+def measure(cell: MachineCell, device: torch.device) -> dict[str, Any]:
+    """The profile of this machine; collective over all ranks."""
     torch.manual_seed(0)
     machine, series = measure_machine(cell, device)
-    if int(os.environ["RANK"]) == 0:
-        found = {**environment(device), "setup": vars(cell.setup), "shape": vars(cell.shape), "series": series}
-        (folder / RESULT_FILE).write_text(json.dumps(profile_document(machine, found)), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
-    return 0
+    found = {**environment(device), "setup": vars(cell.setup), "shape": vars(cell.shape), "series": series}
+    return profile_document(machine, found)
 
 
 def measure_machine(cell: MachineCell, device: torch.device) -> tuple[Machine, dict[str, Series]]:
@@ -254,16 +242,16 @@ def _messages(watch: Stopwatch, cell: MachineCell, kind: str, *, one_per_node: b
     idles = one_per_node and dist.get_rank() % cell.setup.local_ranks > 0
     found: Series = []
     for size in _MESSAGES[watch.device.type]:
-        exchange = _exchange(cell.setup, kind, torch.zeros(size, dtype=torch.uint8, device=watch.device))
-        if exchange is None or (found and watch.is_long(found[-1][1])):
+        ring = _neighbours(cell.setup, kind, torch.zeros(size, dtype=torch.uint8, device=watch.device))
+        if ring is None or (found and watch.is_long(found[-1][1])):
             break
-        found.append((float(size), watch.seconds((lambda: None) if idles else exchange)))
+        found.append((float(size), watch.seconds((lambda: None) if idles else ring)))
     return found
 
 
-def _exchange(setup: RankSetup, kind: str, sent: Tensor) -> Callable[..., None] | None:
-    """A call that sends to the next rank of the node, or to the one in this place of the next node, and receives from
-    the one before; it may be given what is done meanwhile. None: there is no other rank, or no other node.
+def _neighbours(setup: RankSetup, kind: str, sent: Tensor) -> Callable[..., None] | None:
+    """An exchange with the next rank of the node, or the one in this place of the next node, and the one before; None:
+    there is no other rank, or no other node.
     """
     local_ranks, rank, size = setup.local_ranks, dist.get_rank(), dist.get_world_size()
     if (local_ranks if kind == "intra" else setup.nodes) == 1:
@@ -272,22 +260,13 @@ def _exchange(setup: RankSetup, kind: str, sent: Tensor) -> Callable[..., None] 
     after, before = (
         place + (rank + way) % local_ranks if kind == "intra" else (rank + way * local_ranks) % size for way in (1, -1)
     )
-    received = torch.empty_like(sent)
-
-    def exchange(meanwhile: Callable[[], None] = lambda: None) -> None:
-        pair = [dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, received, before)]
-        works = dist.batch_isend_irecv(pair)
-        meanwhile()
-        for work in works:
-            work.wait()
-
-    return exchange
+    return exchange(sent, after, before)
 
 
 def _message_share(watch: Stopwatch, cell: MachineCell) -> float:
     """Of the seconds of a message, what products that run meanwhile lose: its copies take cores, or multiprocessors."""
-    exchange = _exchange(cell.setup, "intra", torch.zeros(1 << 21, dtype=torch.uint8, device=watch.device))
-    if exchange is None:
+    ring = _neighbours(cell.setup, "intra", torch.zeros(1 << 21, dtype=torch.uint8, device=watch.device))
+    if ring is None:
         return 0.0
     side = 512 if watch.device.type == "cpu" else 4096
     left, right = (_noise(watch.device, cell, side, side).detach() for _ in range(2))
@@ -296,14 +275,14 @@ def _message_share(watch: Stopwatch, cell: MachineCell) -> float:
     def compute() -> None:
         torch.mm(left, right, out=out)
 
-    alone_s, message_s = watch.seconds(compute), watch.seconds(exchange)
+    alone_s, message_s = watch.seconds(compute), watch.seconds(ring)
     times = max(1, round(2 * message_s / alone_s))  # long enough to hide it
 
     def computing() -> None:
         for _ in range(times):
             compute()
 
-    both_s, computing_s = watch.seconds(lambda: exchange(computing)), watch.seconds(computing)
+    both_s, computing_s = watch.seconds(lambda: ring(computing)), watch.seconds(computing)
     return min(1.0, max(0.0, (both_s - computing_s) / message_s))
 
 
@@ -383,4 +362,4 @@ def _say(what: str) -> None:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1:]))
+    leave(run_rank(MachineCell, sys.argv[1:], measure))

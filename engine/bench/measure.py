@@ -1,16 +1,24 @@
-"""Timing in turn: medians with spread, the slowest rank's time."""
+"""What a rank that measures does: it meets the others, takes turns, and leaves the slowest rank's times."""
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from engine.bench.spec import Rounds
+from engine.bench.spec import RESULT_FILE, Rounds, read_cell
+from engine.parallel.mesh import choose_device, read_placement, start_process_group
+
+_TIMEOUT = timedelta(minutes=10)
 
 Item = TypeVar("Item")
 
@@ -49,3 +57,34 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device; nothing to do on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def run_rank(kind: type[Item], argv: Sequence[str], measure: Callable[[Item, torch.device], dict[str, Any]]) -> int:
+    """Everything a rank does for the folder that `argv` names, where all meet: rank 0 leaves what `measure` found."""
+    (folder,) = map(Path, argv)
+    cell: Any = read_cell(kind, folder)
+    torch.set_num_threads(cell.setup.threads)
+    placement = read_placement()
+    device = choose_device(cell.setup.cluster, placement)
+    store = FileStore(str(folder / "store"), placement.world_size)
+    start_process_group(device, placement, store=store, timeout=_TIMEOUT)
+    found = measure(cell, device)
+    if placement.rank == 0:
+        (folder / RESULT_FILE).write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def exchange(sent: Tensor, after: int, before: int) -> Callable[..., None]:
+    """A call that sends to one rank and receives as much from another; it may be given what is done meanwhile."""
+    received = torch.empty_like(sent)
+
+    def run(meanwhile: Callable[[], None] = lambda: None) -> None:
+        pair = [dist.P2POp(dist.isend, sent, after), dist.P2POp(dist.irecv, received, before)]
+        works = dist.batch_isend_irecv(pair)
+        meanwhile()
+        for work in works:
+            work.wait()
+
+    return run

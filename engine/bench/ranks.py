@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.bench.spec import RESULT_FILE, Cell, RankSetup, write_cell
+from engine.bench.spec import RESULT_FILE, RankSetup, write_cell
 from engine.config.errors import ConfigError, RunError
 from engine.runs.process import die_with_parent
 
@@ -38,8 +38,7 @@ class RankProgram:
 
     def argv(self, rank: int, setup: RankSetup, folder: Path) -> list[str]:
         """The whole command of one rank."""
-        local_ranks = setup.ranks // setup.nodes
-        places = {"rank": rank, "node": rank // local_ranks, "local_rank": rank % local_ranks}
+        places = {"rank": rank, "node": rank // setup.local_ranks, "local_rank": rank % setup.local_ranks}
         try:
             prefix = [word.format(**places) for word in self.command]
         except (KeyError, IndexError, ValueError) as error:
@@ -49,17 +48,16 @@ class RankProgram:
         return [*prefix, sys.executable, "-m", self.module, str(folder)]
 
 
-def measure_cell(
-    cell: Cell, program: RankProgram, setup: RankSetup, told: Callable[[str], None] = lambda line: None
-) -> dict[str, Any]:
-    """What rank 0 of the started ranks wrote about the cell; RunError says which rank failed and its last words.
+def measure_cell(cell: Any, program: RankProgram, told: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """What rank 0 of the ranks of the cell's `setup` wrote about it.
 
-    `told` gets what rank 0 printed last, now and then. Whatever happens, Ctrl-C included, no rank is alive afterwards.
+    RunError says which rank failed and its last words. `told` gets what rank 0 printed last, now and then. Whatever
+    happens, Ctrl-C included, no rank is alive afterwards.
     """
     with tempfile.TemporaryDirectory(prefix="burst-bench-") as name:
         folder = Path(name)
         write_cell(cell, folder)
-        run_ranks(program, setup, folder, told)
+        run_ranks(program, cell.setup, folder, told)
         result: dict[str, Any] = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
         return result
 
@@ -80,13 +78,12 @@ def run_ranks(
 
 def rank_environment(rank: int, setup: RankSetup) -> dict[str, str]:
     """This process's environment with what a rank needs: its place, its threads and the code."""
-    local_ranks = setup.ranks // setup.nodes
     path = [str(_CODE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {
         "RANK": str(rank),
         "WORLD_SIZE": str(setup.ranks),
-        "LOCAL_RANK": str(rank % local_ranks),
-        "LOCAL_WORLD_SIZE": str(local_ranks),
+        "LOCAL_RANK": str(rank % setup.local_ranks),
+        "LOCAL_WORLD_SIZE": str(setup.local_ranks),
         "OMP_NUM_THREADS": str(setup.threads),
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONUNBUFFERED": "1",

@@ -39,6 +39,11 @@ class RankSetup:
         """Ranks of a node."""
         return self.ranks // self.nodes
 
+    @property
+    def cluster(self) -> ClusterConfig:
+        """What a configuration says of it."""
+        return ClusterConfig(ranks_per_node=self.ranks, topology_nodes=self.nodes, backend=self.backend)
+
     def __post_init__(self) -> None:
         if self.ranks < 1 or self.threads < 1:
             raise ConfigError(f"bench: got {self.ranks} ranks of {self.threads} threads; both must be at least 1")
@@ -94,7 +99,7 @@ class AttentionCell:
             attention=read_attention(variant, self.mask),
             parallel=ParallelConfig(),
             train=TrainConfig(seq_len=self.seq_len, compute_dtype=shape.dtype),
-            cluster=ClusterConfig(ranks_per_node=setup.ranks, topology_nodes=setup.nodes, backend=setup.backend),
+            cluster=setup.cluster,
         )
         check_config(config)
         return config
@@ -140,14 +145,13 @@ class MachineCell:
             model=self.model(hidden_size or self.shape.head_dim, layers),
             attention=AttentionConfig(preset="ring"),
             train=TrainConfig(seq_len=64 * setup.ranks, compute_dtype=self.shape.dtype),
-            cluster=ClusterConfig(ranks_per_node=setup.ranks, topology_nodes=setup.nodes, backend=setup.backend),
+            cluster=setup.cluster,
         )
         check_config(config)
         return config
 
 
-Cell = AttentionCell | MachineCell
-CellT = TypeVar("CellT", AttentionCell, MachineCell)
+CellT = TypeVar("CellT")
 
 
 def split_point(text: str) -> tuple[str, dict[str, Any]]:
@@ -183,8 +187,8 @@ def check_points(variants: Iterable[str], masks: Iterable[str]) -> None:
             read_attention(variant, mask)
 
 
-def write_cell(cell: Cell, folder: Path) -> None:
-    """Write the cell where the ranks look for it."""
+def write_cell(cell: object, folder: Path) -> None:
+    """Write a cell, a dataclass with a `setup`, where the ranks look for it."""
     (folder / CELL_FILE).write_text(json.dumps(to_plain(cell)), encoding="utf-8")
 
 

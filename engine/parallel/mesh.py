@@ -6,10 +6,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from engine.config.cluster import ClusterConfig
@@ -153,10 +154,13 @@ def choose_device(cluster: ClusterConfig, placement: Placement) -> torch.device:
     return torch.device("cuda", placement.local_rank)
 
 
-def start_process_group(device: torch.device, placement: Placement) -> bool:
+def start_process_group(
+    device: torch.device, placement: Placement, *, store: Store | None = None, timeout: timedelta = START_TIMEOUT
+) -> bool:
     """Whether this call started the default process group (then the caller must destroy it).
 
-    Without torchrun a group of one rank is made, so that one code path serves every world size.
+    Ranks meet where torchrun says, or at `store`; without either a group of one rank is made, so that one code path
+    serves every world size.
     """
     if dist.is_initialized():
         return False
@@ -164,10 +168,12 @@ def start_process_group(device: torch.device, placement: Placement) -> bool:
     backend = "cpu:gloo,cuda:nccl" if alone else "gloo"  # NCCL refuses ranks that share a GPU
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if placement.world_size > 1 or "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=START_TIMEOUT)
-    else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    if store is None and placement.world_size == 1 and "MASTER_ADDR" not in os.environ:
+        store = HashStore()
+    place: dict[str, Any] = {}
+    if store is not None:
+        place = {"store": store, "rank": placement.rank, "world_size": placement.world_size}
+    dist.init_process_group(backend, timeout=timeout, **place)
     return True
 
 
