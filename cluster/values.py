@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -10,19 +9,17 @@ from typing import Any
 
 from cluster.remote_text import one_line
 
+_LARGEST = 1e100  # a sum of squares beyond it is infinite
 _AGE = re.compile(r"(\d+(?:\.\d+)?)([smhdw]?)")
 _AGE_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 
 
 def number(record: Any, name: str) -> float | None:
-    """A finite number; None for what is missing, no number, a truth value, NaN or infinity."""
+    """A number; None for what is missing, no number, a truth value, NaN, infinity, or too large to reckon with."""
     value = record.get(name) if isinstance(record, Mapping) else None
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    try:
-        return value if math.isfinite(value) else None
-    except OverflowError:  # a whole number beyond every float
-        return None
+    return value if abs(value) < _LARGEST else None
 
 
 def whole(record: Any, name: str) -> int | None:

@@ -37,6 +37,7 @@ from burst_cli.report.panels import (
 )
 from burst_cli.report.records import Record, first_of, run_name, status_of
 from burst_cli.tables import fitting, listing
+from cluster.remote_text import one_line
 from engine.config.errors import ConfigError
 from engine.runs.folder import STATES, list_runs
 
@@ -242,14 +243,17 @@ def report_csv(records: Sequence[Record]) -> str:
     kept = [name for name in names if not any(isinstance(r.get(name), dict | list) for r in records)]
     text = io.StringIO()
     writer = csv.DictWriter(text, kept, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
+    writer.writerow({name: _inert(name) for name in kept})
     writer.writerows({name: _inert(record.get(name)) for name in kept} for record in records)
     return text.getvalue()
 
 
 def _inert(value: object) -> object:
-    """A text that a spreadsheet would run as a formula gets an apostrophe before it; runs may hold foreign text."""
-    return f"'{value}" if isinstance(value, str) and value[:1] in _FORMULA else value
+    """A text without what a terminal obeys, and an apostrophe before what a spreadsheet would run as a formula."""
+    if not isinstance(value, str):
+        return value
+    text = one_line(value, 4096)
+    return f"'{text}" if text[:1] in _FORMULA else text
 
 
 def report_latex(report: Report) -> str:

@@ -256,8 +256,18 @@ def test_csv_holds_every_figure_unrounded_and_nothing_that_a_spreadsheet_would_r
     assert [row["run_id"][-6:] for row in rows] == ["aaaaaa", "bbbbbb", "cccccc"]
     assert (float(rows[0]["tokens_per_s_per_device"]), rows[0]["comm_exposed_s"]) == (5000.0 / 3, "")
     assert "failure" not in rows[0]
-    record = {"run_id": "=cmd()", "exp": "@x", "status": "-1+1", "path": "/runs", "final_train_loss": -0.5}
-    assert report_csv([record]).splitlines()[1] == "'=cmd(),'@x,'-1+1,/runs,-0.5"
+    record = {
+        "run_id": "=cmd()",
+        "exp": "@x",
+        "status": "-1+1\x1b[2J",
+        "path": "/runs",
+        "final_train_loss": -0.5,
+        "+": 1,
+    }
+    assert report_csv([record]).splitlines() == [
+        "run_id,exp,status,path,final_train_loss,'+",
+        "'=cmd(),'@x,'-1+1,/runs,-0.5,1",
+    ]
     assert report_csv([]) == "run_id,exp,status,path\n"
 
 

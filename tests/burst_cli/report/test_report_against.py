@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_samples import make_methods, make_run, variant
+from report_samples import make_run, variant
 
 from burst_cli.report.against import caveats_of, judge, load_published, parse_gates
 from burst_cli.report.build import Request, build_report
@@ -18,19 +18,6 @@ from engine.config.errors import ConfigError
 from engine.runs.summary import config_facts
 
 SPEED = "tokens_per_s_per_device"
-
-
-@pytest.fixture(scope="module")
-def methods_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("methods")
-    make_methods(folder)
-    return folder
-
-
-@pytest.fixture
-def methods(burst, methods_dir: Path):
-    """`burst report` of the runs of several methods."""
-    return lambda *words: burst("report", "--runs-dir", str(methods_dir), *words)
 
 
 # --- baselines --------------------------------------------------------------------------------------------------------

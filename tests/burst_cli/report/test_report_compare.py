@@ -144,6 +144,12 @@ def test_equal_losses_and_figures_of_one_value_claim_nothing(two_runs: Path) -> 
     assert figure(found, "peak_memory_bytes").verdict == "one value per side: not tested"
 
 
+def test_a_damaged_step_of_impossible_size_is_no_step(two_runs: Path) -> None:
+    with (two_runs / "tiny/20260102-000000-bbbbbb/metrics.jsonl").open("a") as file:
+        file.write(json.dumps({**metrics(41), "tokens_per_s_per_device": 1e308, "loss": -1e308}) + "\n")
+    assert figure(compared(two_runs, "aaaaaa", "bbbbbb"), "tokens_per_s_per_device").verdict == "B is better"
+
+
 def test_losses_are_compared_over_the_whole_last_quarter(tmp_path: Path) -> None:
     def row(step: int) -> dict[str, Any]:
         return {**metrics(step), "loss": 1000.0 / step}
