@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, cast, get_args
 
+from cluster.values import integer
+
 Kind = Literal[
     "config", "user", "oom", "exception", "peer_lost",  # as ranks say themselves
     "signal", "exit", "hang", "node_lost", "port", "start", "launcher",
@@ -329,17 +331,13 @@ def _from_error(error: Mapping[str, Any], node: NodeEvidence) -> Failure:
         kind=cast(Kind, kind) if kind in RANK_KINDS else "exception",
         type=str(error.get("type", "Error"))[:MESSAGE_CHARACTERS],
         message=str(error.get("message", ""))[:MESSAGE_CHARACTERS],
-        rank=_whole(error.get("rank")),
+        rank=integer(error, "rank"),
         host=node.node or None,
-        step=_whole(error.get("step")),
+        step=integer(error, "step"),
         phase=phase[:MESSAGE_CHARACTERS] if isinstance(phase, str) else None,
         exit_code=2 if error.get("exit_code") == 2 else 1,
         memory=memory if isinstance(memory, Mapping) else None,
     )
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _from_death(death: Death, node: NodeEvidence) -> Failure:

@@ -23,6 +23,7 @@ from typing import Any
 from cluster.hang_flight import Edge, Flight, find_mismatch, read_flight, sinks, wait_edges
 from cluster.hang_stacks import ThreadStack, main_thread, parse_stacks, waits_in
 from cluster.remote_text import one_line
+from cluster.values import integer
 
 GONE = "gone"
 MAX_LINES = 8
@@ -104,7 +105,7 @@ class _Rank:
         """What it is doing, from its stack and its status, which may be old where nothing else answers."""
         main, status = main_thread(self.threads), self.evidence.status or {}
         parts = [f"it is in {main.frames[0]}"] if main is not None and main.frames else []
-        if _whole(status.get("step")) is not None:
+        if integer(status, "step") is not None:
             parts.append(f"{'' if self.answers else 'last seen at '}step {status['step']}")
         if isinstance(status.get("phase"), str):
             parts.append(f"phase {one_line(status['phase'], 40)}")
@@ -256,10 +257,10 @@ def _progress(status: Mapping[str, Any] | None) -> tuple[int, int, int] | None:
     if status is None or status.get("phase") not in _PHASES:
         return None
     phase = _PHASES[status["phase"]]
-    micro_step = _whole(status.get("micro_step")) or 0
+    micro_step = integer(status, "micro_step") or 0
     if phase > _PHASES["backward"]:
         micro_step = 2**31  # after all of them
-    return _whole(status.get("step")) or 0, micro_step, phase
+    return integer(status, "step") or 0, micro_step, phase
 
 
 def _with_place(text: str, found: Sequence[_Rank]) -> str:
@@ -290,7 +291,3 @@ def _s(count: int) -> str:
 
 def _is(ranks: Sequence[_Rank]) -> str:
     return "is" if len(ranks) == 1 else "are"
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -59,6 +59,11 @@ class NodePlan:
     container: str | None = None
 
     @property
+    def ranks(self) -> range:
+        """The numbers of its ranks."""
+        return range(self.first_rank, self.first_rank + self.local_ranks)
+
+    @property
     def env_file(self) -> str:
         """Name of the environment file, relative to the run folder."""
         return f"env/{Path(self.log_dir).name}.env"

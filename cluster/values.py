@@ -28,6 +28,12 @@ def whole(record: Any, name: str) -> int | None:
     return int(value) if value is not None and value > 0 and value == int(value) else None
 
 
+def integer(record: Any, name: str) -> int | None:
+    """A whole number of any sign; None for what was not written as one."""
+    value = record.get(name) if isinstance(record, Mapping) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
 def word(record: Any, name: str, limit: int = 200) -> str | None:
     """A text that is not empty, in one line that is safe to show."""
     value = record.get(name) if isinstance(record, Mapping) else None

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.control.attempt import begin_attempt, controlling, finish, follow_first_node, own_facts, read_log_starts
+from cluster.control.attempt import begin_attempt, controlling, finish, follow_first_node, own_facts
 from cluster.control.evidence import Signs
 from cluster.control.fleet import Fleet, Part
 from cluster.control.hang import KILL_S, HangWatch, StepWatch
@@ -112,9 +112,8 @@ class _Lead:
         self.plan, self.run, self.observer, self.stop = plan, run, watchers.observer, watchers.stop
         self.manner, self.timing, self.clock = manner, manner.timing, manner.clock
         self.fleet = Fleet(plan, run, links, _lease_s(plan, manner))
-        self.fleet.log_starts = read_log_starts(run)
         self.requests = Requests(self.stop, run)
-        self.signs, self.steps = Signs(plan, run, self.fleet.log_starts), StepWatch(run, self.clock.monotonic)
+        self.signs, self.steps = Signs(run), StepWatch(run, self.clock.monotonic)
         self.hang = HangWatch(plan, run, links, self.steps, self.clock, self.observer.note)
         self.failure: Failure | None = None  # what was found here rather than by looking at what is left
         self.is_cancelled = False
@@ -166,7 +165,7 @@ class _Lead:
         return judge(self._case())
 
     def _case(self) -> Case:
-        return Case(self.plan, self.run, self.fleet.findings, self.failure, self.is_cancelled, self.fleet.leftover)
+        return Case(self.plan, self.run, self.fleet.parts, self.failure, self.is_cancelled, self.fleet.leftover)
 
     @property
     def _stop_grace_s(self) -> float:
@@ -278,7 +277,7 @@ class _Lead:
 
     def _heed_signs(self) -> None:
         """A failure: first let every node see what it sees, then stop those that see nothing, then kill the rest."""
-        signs = self.signs.strong({part.name: part.status for part in self.fleet.parts})
+        signs = self.signs.strong(self.fleet.parts)
         if not signs and self.trouble_at is None:
             signs = self._early_ends()
         if signs and self.trouble_at is None:
@@ -295,7 +294,7 @@ class _Lead:
 
     def _early_ends(self) -> dict[str, str]:
         """Ranks that ended well although training is not complete, after time for the news that it is."""
-        weak = self.signs.weak({part.name: part.status for part in self.fleet.parts})
+        weak = self.signs.weak(self.fleet.parts)
         if not weak:
             self._early_at = None
             return {}

@@ -10,13 +10,14 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cluster.control.link import NodeStatus
 from cluster.failure import Death, KillFacts, NodeEvidence, first_death
 from cluster.plan import LaunchPlan, NodePlan
+from cluster.values import integer, rows, table, word
 from engine.runs.folder import RunFolder
 from engine.runs.records import read_json_object
 
@@ -43,19 +44,37 @@ class Loss:
     since_ns: int
 
 
-@dataclass(frozen=True)
-class Findings:
-    """All that is known of the nodes, by name. log_starts: bytes of torchrun.log that earlier attempts wrote."""
+@dataclass(kw_only=True)
+class NodeFindings:
+    """All that is known of one node. log_start: bytes of torchrun.log that earlier attempts wrote."""
 
-    statuses: Mapping[str, NodeStatus] = field(default_factory=dict)
-    orders: Mapping[str, StopOrder] = field(default_factory=dict)
-    losses: Mapping[str, Loss] = field(default_factory=dict)
-    log_starts: Mapping[str, int] = field(default_factory=dict)
+    node: NodePlan
+    status: NodeStatus
+    log_start: int = 0
+    order: StopOrder | None = None
+    loss: Loss | None = None
+
+    @property
+    def name(self) -> str:
+        """The node's name."""
+        return self.node.name
+
+    @property
+    def deaths(self) -> list[Death]:
+        """How the supervisor saw ranks end, so far, in our clock; what makes no sense is left out."""
+        deaths = []
+        for entry in rows(self.status.outcome or self.status.supervisor, "deaths"):
+            rank, at_ns = integer(entry, "rank"), integer(entry, "at_ns")
+            if rank is not None and rank in self.node.ranks:
+                time_ns = None if at_ns is None else at_ns - self.status.clock_offset_ns
+                facts = _kill_facts(entry.get("memory"))
+                deaths.append(Death(rank, integer(entry, "exit_code"), integer(entry, "pid"), time_ns, facts))
+        return deaths
 
 
-def collect_evidence(plan: LaunchPlan, run: RunFolder, findings: Findings) -> tuple[NodeEvidence, ...]:
-    """One value per node of `plan`; what came of our own request to stop is left out or marked as an echo."""
-    return tuple(_of_node(node, run, findings) for node in plan.nodes)
+def collect_evidence(nodes: Sequence[NodeFindings], run: RunFolder) -> tuple[NodeEvidence, ...]:
+    """One value per node; what came of our own request to stop is left out or marked as an echo."""
+    return tuple(_of_node(one, run) for one in nodes)
 
 
 def rank_errors(node: NodePlan, run: RunFolder, offset_ns: int = 0) -> list[dict[str, Any]]:
@@ -65,21 +84,19 @@ def rank_errors(node: NodePlan, run: RunFolder, offset_ns: int = 0) -> list[dict
     for name in _names(folder):
         found = _RANK_ERROR.fullmatch(name)
         rank, path = int(found[1]) if found else -1, folder / name
-        if not node.first_rank <= rank < node.first_rank + node.local_ranks:
+        if rank not in node.ranks:
             continue
         with contextlib.suppress(OSError, ValueError, RecursionError):
             if path.stat().st_size <= _MAX_ERROR_BYTES and (error := read_json_object(path)):
-                time_ns = error.get("time_ns")
-                error["time_ns"] = time_ns - offset_ns if isinstance(time_ns, int) else None
-                errors.append({**error, "rank": rank})
+                time_ns = integer(error, "time_ns")
+                errors.append({**error, "rank": rank, "time_ns": None if time_ns is None else time_ns - offset_ns})
     return errors
 
 
 def torchrun_death(node: NodePlan, run: RunFolder, start: int) -> Death | None:
     """The rank that torchrun of `node` named first in this attempt, whose output begins at byte `start`."""
     death = first_death(tail_text(torchrun_log(node, run), start=start), node.first_rank)
-    is_own = death is not None and node.first_rank <= death.rank < node.first_rank + node.local_ranks
-    return death if is_own else None
+    return death if death is not None and death.rank in node.ranks else None
 
 
 def torchrun_log(node: NodePlan, run: RunFolder) -> Path:
@@ -111,20 +128,6 @@ def tail_text(path: Path, size: int = _LOG_TAIL_BYTES, start: int = 0) -> str:
         return ""
 
 
-def seen_deaths(node: NodePlan, status: NodeStatus) -> list[Death]:
-    """How the supervisor of `node` saw ranks end, so far, in our clock; what makes no sense is left out."""
-    source: Any = (status.outcome or status.supervisor or {}).get("deaths")
-    deaths = []
-    for entry in source if isinstance(source, list) else []:
-        if not isinstance(entry, Mapping):
-            continue
-        rank, code, pid, at_ns = (_whole(entry.get(name)) for name in ("rank", "exit_code", "pid", "at_ns"))
-        if rank is not None and node.first_rank <= rank < node.first_rank + node.local_ranks:
-            time_ns = None if at_ns is None else at_ns - status.clock_offset_ns
-            deaths.append(Death(rank, code, pid, time_ns, _kill_facts(entry.get("memory"))))
-    return deaths
-
-
 def _names(folder: Path) -> list[str]:
     """The files of a folder; not by globbing, for this is done often and on hundreds of folders."""
     try:
@@ -133,37 +136,34 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-def _of_node(node: NodePlan, run: RunFolder, findings: Findings) -> NodeEvidence:
-    status = findings.statuses.get(node.name, NodeStatus(node.name))
-    outcome = status.outcome or {}
-    order = findings.orders.get(node.name) or _order_of_others(status)
-    loss, start = findings.losses.get(node.name), findings.log_starts.get(node.name, 0)
-    vanished = [death for death in seen_deaths(node, status) if _came_before(death, order)]
-    death = torchrun_death(node, run, start)
+def _of_node(found: NodeFindings, run: RunFolder) -> NodeEvidence:
+    node, outcome, loss = found.node, found.status.outcome, found.loss
+    order = found.order or _order_of_others(found.status)
+    vanished = [death for death in found.deaths if _came_before(death, order)]
+    death = torchrun_death(node, run, found.log_start)
     if order is not None and (death is None or death.rank not in {seen.rank for seen in vanished}):
         death = order.death  # what it says after it was asked to stop may be our doing
     death = _timed(death, vanished)
-    exit_code = _whole(outcome.get("exit_code")) if outcome.get("cause") == "exit" else None
+    exit_code = integer(outcome, "exit_code") if word(outcome, "cause") == "exit" else None
     return NodeEvidence(
         node.name,
-        [_marked(error, order) for error in rank_errors(node, run, status.clock_offset_ns)],
+        [_marked(error, order) for error in rank_errors(node, run, found.status.clock_offset_ns)],
         death,
         vanished,
         None if order is not None and exit_code is not None and exit_code < 0 else exit_code,
-        _kill_facts(outcome.get("memory")) or KillFacts(),
+        _kill_facts(table(outcome, "memory")) or KillFacts(),
         None if loss is None else loss.reason,
         None if loss is None else loss.since_ns,
-        tail_text(torchrun_log(node, run), start=start),
+        tail_text(torchrun_log(node, run), start=found.log_start),
     )
 
 
 def _order_of_others(status: NodeStatus) -> StopOrder | None:
     """When the node itself, or somebody who controlled the run before, began to stop its ranks."""
-    outcome = status.outcome or {}
-    at_ns = _whole(outcome.get("stop_at_ns"))
-    if outcome.get("cause") not in ("stop", "lease") or at_ns is None:
+    at_ns = integer(status.outcome, "stop_at_ns")
+    if at_ns is None or word(status.outcome, "cause") not in ("stop", "lease"):
         return None
-    return StopOrder(str(outcome.get("stop_cause")), at_ns - status.clock_offset_ns)
+    return StopOrder(str(word(status.outcome, "stop_cause")), at_ns - status.clock_offset_ns)
 
 
 def _came_before(death: Death, order: StopOrder | None) -> bool:
@@ -194,10 +194,6 @@ def _kill_facts(facts: Any) -> KillFacts | None:
     )
 
 
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
 _STOPS_RANKS = re.compile(r"failed \(exitcode: |closing signal SIG")
 _SETTLED_NS = 1_000_000_000  # a folder that changed this recently may change again within the tick of its clock
 
@@ -208,48 +204,46 @@ class Signs:
     A weak sign is an end that looks well, but may have come too early.
     """
 
-    def __init__(self, plan: LaunchPlan, run: RunFolder, log_starts: Mapping[str, int]) -> None:
-        self._plan, self._run, self._log_starts = plan, run, log_starts
+    def __init__(self, run: RunFolder) -> None:
+        self._run = run
         self._stamps: dict[str, int] = {}  # of folders that were read long enough after their last change
         self._sizes: dict[str, int] = {}
         self._errors: dict[str, str] = {}
 
-    def strong(self, statuses: Mapping[str, NodeStatus]) -> dict[str, str]:
+    def strong(self, nodes: Sequence[NodeFindings]) -> dict[str, str]:
         """Nodes on which something failed, and what."""
-        found = ((node.name, self._of_node(node, statuses.get(node.name))) for node in self._plan.nodes)
-        return {name: text for name, text in found if text}
+        return {one.name: text for one in nodes if (text := self._of_node(one))}
 
-    def weak(self, statuses: Mapping[str, NodeStatus]) -> dict[str, str]:
+    def weak(self, nodes: Sequence[NodeFindings]) -> dict[str, str]:
         """Nodes on which ranks ended without any sign of a failure."""
         found = {}
-        for node in self._plan.nodes:
-            status = statuses.get(node.name)
-            ended = [] if status is None else [death for death in seen_deaths(node, status) if not death.exit_code]
-            if status is not None and (status.outcome or {}).get("exit_code") == 0:
-                found[node.name] = "its ranks have ended"
+        for one in nodes:
+            ended = [death for death in one.deaths if not death.exit_code]
+            if integer(one.status.outcome, "exit_code") == 0:
+                found[one.name] = "its ranks have ended"
             elif ended:
-                found[node.name] = f"rank {ended[0].rank} has ended"
+                found[one.name] = f"rank {ended[0].rank} has ended"
         return found
 
-    def _of_node(self, node: NodePlan, status: NodeStatus | None) -> str | None:
-        outcome = (status.outcome if status is not None else None) or {}
-        cause, code = outcome.get("cause"), outcome.get("exit_code")
+    def _of_node(self, found: NodeFindings) -> str | None:
+        outcome = found.status.outcome
+        cause = word(outcome, "cause")
         if cause == "start_failed":
             return "its command could not be started"
         if cause == "lease":
             return "it heard nothing of the launcher and stopped its ranks"
-        if cause is not None and code != 0:
-            return f"its ranks were stopped ({outcome.get('stop_cause')})" if cause == "stop" else "its ranks ended"
-        bad = [death for death in seen_deaths(node, status) if death.exit_code] if status is not None else []
+        if cause is not None and integer(outcome, "exit_code") != 0:
+            stopper = word(outcome, "stop_cause")
+            return f"its ranks were stopped ({stopper})" if cause == "stop" else "its ranks ended"
+        bad = [death for death in found.deaths if death.exit_code]
         if bad:
             signal = bad[0].signal
             how = signal.name if signal is not None else f"exit code {bad[0].exit_code}"
             return f"rank {bad[0].rank} ended ({how})"
-        return self._error_of_rank(node) or self._word_of_torchrun(node)
+        return self._error_of_rank(found.node) or self._word_of_torchrun(found.node, found.log_start)
 
-    def _word_of_torchrun(self, node: NodePlan) -> str | None:
+    def _word_of_torchrun(self, node: NodePlan, start: int) -> str | None:
         """What torchrun says when it ends the ranks of `node` because one of them failed; read when it grows."""
-        start = self._log_starts.get(node.name, 0)
         try:
             size = torchrun_log(node, self._run).stat().st_size
         except OSError:

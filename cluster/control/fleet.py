@@ -6,39 +6,32 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.control.evidence import Findings, Loss, StopOrder, torchrun_death
+from cluster.control.attempt import read_log_starts
+from cluster.control.evidence import Loss, NodeFindings, StopOrder, torchrun_death
 from cluster.control.link import TIME_LIMIT, NodeLink, NodeStatus
 from cluster.control.outcome import Clock, LaunchTiming, Leftover
-from cluster.plan import LaunchPlan, NodePlan
+from cluster.plan import LaunchPlan
+from cluster.values import word
 from engine.runs.folder import RunFolder
 
 _SWEEP_S = 10.0
 
 
-@dataclass
-class Part:
+@dataclass(kw_only=True)
+class Part(NodeFindings):
     """One node of the run; times are those of the controller's monotonic clock.
 
     is_absent: nothing of the run was ever started there. kill_at: when its processes are killed. sweep_until: until
     when a lost node may clear up; None: it was not asked to.
     """
 
-    node: NodePlan
     link: NodeLink
-    status: NodeStatus
-    order: StopOrder | None = None
-    loss: Loss | None = None
     sweep_until: float | None = None
     is_absent: bool = False
     was_alive: bool = False
     given_up: str | None = None
     kill_at: float | None = None
     ended_at: float | None = None
-
-    @property
-    def name(self) -> str:
-        """The node's name."""
-        return self.node.name
 
     @property
     def has_ended(self) -> bool:
@@ -119,10 +112,12 @@ class Fleet:
     """All nodes of one run. lease_s: how long they go on without a launcher; None: for ever."""
 
     def __init__(self, plan: LaunchPlan, run: RunFolder, links: Sequence[NodeLink], lease_s: float | None) -> None:
-        pairs = zip(plan.nodes, links, strict=True)
-        self.parts = [Part(node, link, NodeStatus(node.name)) for node, link in pairs]
+        starts = read_log_starts(run)
+        self.parts = [
+            Part(node=node, link=link, status=NodeStatus(node.name), log_start=starts.get(node.name, 0))
+            for node, link in zip(plan.nodes, links, strict=True)
+        ]
         self.lease_s = lease_s
-        self.log_starts: dict[str, int] = {}
         self._run = run
         self._next_beat = 0.0
 
@@ -137,7 +132,7 @@ class Fleet:
         return all(
             not part.is_absent
             and part.status.phase in ("running", "stopping", "ended")
-            and (part.status.outcome or {}).get("cause") != "start_failed"
+            and word(part.status.outcome, "cause") != "start_failed"
             for part in self.parts
         )
 
@@ -151,16 +146,6 @@ class Fleet:
     def is_at_limit(self) -> bool:
         """Whether ranks are stopping before a time limit: ends that they come to then are no failures."""
         return any(part.status.supervisor.get("stop_cause") == TIME_LIMIT for part in self.parts)
-
-    @property
-    def findings(self) -> Findings:
-        """All that is known, for the judge."""
-        return Findings(
-            {part.name: part.status for part in self.parts},
-            {part.name: part.order for part in self.parts if part.order is not None},
-            {part.name: part.loss for part in self.parts if part.loss is not None},
-            self.log_starts,
-        )
 
     @property
     def leftover(self) -> tuple[Leftover, ...]:
@@ -216,7 +201,7 @@ class Fleet:
         if not part.is_open or (part.kill_at is not None and part.kill_at <= kill_at):
             return
         if part.order is None:
-            death = torchrun_death(part.node, self._run, self.log_starts.get(part.name, 0))
+            death = torchrun_death(part.node, self._run, part.log_start)
             part.order = StopOrder(cause, clock.time_ns(), death)
         part.kill_at = kill_at
         part.link.stop(cause, grace_s)

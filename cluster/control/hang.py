@@ -13,15 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cluster.agent.folder import read_json
 from cluster.control.evidence import tail_text
 from cluster.control.link import NodeLink, NodeStatus
 from cluster.control.outcome import Clock, LaunchTiming
 from cluster.failure import Failure
 from cluster.hang import RankEvidence, find_culprit
 from cluster.plan import LaunchPlan, NodePlan
-from cluster.remote_text import one_line
+from cluster.values import integer, table, word
 from engine.runs.folder import RunFolder
-from engine.runs.records import JsonLinesTail, read_json_object
+from engine.runs.records import JsonLinesTail
 
 _RECENT_STEPS = 20
 _LOOK_S = 1.0  # between two looks at what the ranks themselves say
@@ -99,7 +100,6 @@ LONG_DIAGNOSE_S = 15 * 60.0  # before the first step, after the last, and where 
 LONG_KILL_S = 60 * 60.0  # as long as the ranks wait for each other
 STOPPED_S = 10.0  # a rank that somebody stopped does not come back by itself
 TRAINING_PHASE = "train"
-_MAX_BYTES = 4 << 20
 _FLIGHT_S = 2.0  # ranks look for a request of their flight record every half second
 
 
@@ -122,7 +122,7 @@ class HangWatch:
         self._tell, self._is_told, self._is_last = tell, False, False
         self._nonce = ""
         self._asked_at: float | None = None
-        self._stopped: dict[int, Any] = {}
+        self._stopped: dict[str, tuple[int, str | None]] = {}
 
     def poll(self, statuses: Sequence[NodeStatus], timing: LaunchTiming) -> Failure | None:
         """The failure; None while the run goes on, may still go on, or its ranks are still reporting."""
@@ -159,17 +159,13 @@ class HangWatch:
     def _note_stopped(self, statuses: Sequence[NodeStatus]) -> None:
         """Count for how many reports of its node's health in a row a rank has been stopped."""
         for status in statuses:
-            health = status.health or {}
-            ranks = health.get("ranks")
-            for name, facts in ranks.items() if isinstance(ranks, Mapping) else ():
-                if not isinstance(facts, Mapping) or not str(name).isdecimal():
-                    continue
-                rank = int(name)
-                count, at = self._stopped.get(rank, (0, None))
-                if facts.get("state") not in ("T", "t"):
-                    self._stopped.pop(rank, None)
-                elif at != health.get("at"):
-                    self._stopped[rank] = (count + 1, health.get("at"))
+            told_at = word(status.health, "at")
+            for name, facts in table(status.health, "ranks").items():
+                count, at = self._stopped.get(name, (0, None))
+                if word(facts, "state") not in ("T", "t"):
+                    self._stopped.pop(name, None)
+                elif at != told_at:
+                    self._stopped[name] = (count + 1, told_at)
 
     def _have_reported(self) -> bool:
         """Whether every node says that its ranks have written their stacks, and those that can their flight record."""
@@ -182,30 +178,29 @@ class HangWatch:
         return all(
             self._state(answer, rank) in ("T", "t", "gone", "Z") or self._flight(node, rank) is not None
             for node, answer in zip(self._plan.nodes, answers, strict=True)
-            for rank in _ranks(node)
+            for rank in node.ranks
         )
 
     def _accuse(self, statuses: Sequence[NodeStatus]) -> Failure:
         evidence = [
-            self._evidence(node, rank, self._answer(node) or _health_ranks(status))
+            self._evidence(node, rank, self._answer(node) or table(status.health, "ranks"))
             for node, status in zip(self._plan.nodes, statuses, strict=True)
-            for rank in _ranks(node)
+            for rank in node.ranks
         ]
         silence = f"no rank has advanced for {self._steps.silence_s:.0f} s"
         culprit = find_culprit(evidence)
         if culprit is None:
             return Failure("hang", "Hang", f"{silence}, and no rank shows why", step=self._steps.step or None)
         accused = next(one for one in evidence if one.rank == culprit.ranks[0])
-        place = accused.status or {}
-        step, phase = place.get("step"), place.get("phase")
+        step = integer(accused.status, "step")
         return Failure(
             "hang",
             "Hang",
             f"{silence}{':' if culprit.certain else '; probably:'} {culprit.reason}",
             rank=accused.rank,
             host=accused.host,
-            step=step if isinstance(step, int) else self._steps.step or None,
-            phase=one_line(phase) if isinstance(phase, str) else None,
+            step=self._steps.step or None if step is None else step,
+            phase=word(accused.status, "phase"),
             stacks=str(self._path(accused.host, accused.rank, ".stacks")),
             details=culprit.lines,
         )
@@ -215,33 +210,29 @@ class HangWatch:
             rank,
             node.name,
             self._state(ranks, rank),
-            _read(self._path(node.name, rank, ".status.json")),
+            read_json(str(self._path(node.name, rank, ".status.json"))),
             self._stacks(node, rank, ranks),
             self._flight(node, rank),
         )
 
     def _stacks(self, node: NodePlan, rank: int, ranks: Mapping[str, Any]) -> str | None:
         """What the rank wrote for this request: what it wrote for an earlier one shows where it was, not is."""
-        facts = ranks.get(str(rank))
-        if isinstance(facts, Mapping) and facts.get("answered") is False:
+        if table(ranks, str(rank)).get("answered") is False:
             return None
         return tail_text(self._path(node.name, rank, ".stacks")) or None
 
     def _answer(self, node: NodePlan) -> Mapping[str, Any] | None:
         """The ranks of stacks_done.json of `node`, if that answers our question."""
         folder = self._run.path / "nodes" / self._run.log_dir(node.name).name
-        document = _read(folder / "stacks_done.json") or {}
-        ranks = document.get("ranks")
-        return ranks if document.get("nonce") == self._nonce and isinstance(ranks, Mapping) else None
+        document = read_json(str(folder / "stacks_done.json"))
+        return table(document, "ranks") if word(document, "nonce") == self._nonce else None
 
     def _flight(self, node: NodePlan, rank: int) -> Mapping[str, Any] | None:
-        document = _read(self._path(node.name, rank, ".flight.json"))
-        return document if document is not None and document.get("nonce") == self._nonce else None
+        document = read_json(str(self._path(node.name, rank, ".flight.json")))
+        return document if word(document, "nonce") == self._nonce else None
 
     def _state(self, ranks: Mapping[str, Any] | None, rank: int) -> str | None:
-        facts = (ranks or {}).get(str(rank))
-        state = facts.get("state") if isinstance(facts, Mapping) else None
-        return state if isinstance(state, str) else None
+        return word(table(ranks, str(rank)), "state")
 
     def _path(self, node: str, rank: int, suffix: str) -> Path:
         return self._run.log_path(node, rank).with_suffix(suffix)
@@ -258,19 +249,3 @@ def hang_limits_s(configured_s: float | None, slowest_step_s: float | None) -> t
         diagnose_s = max(DIAGNOSE_S, SLOW_STEPS * slowest_step_s)
         kill_s = max(KILL_S, SLOW_STEPS * slowest_step_s) if configured_s is None else configured_s
     return min(diagnose_s, kill_s), kill_s
-
-
-def _health_ranks(status: NodeStatus) -> Mapping[str, Any]:
-    ranks = (status.health or {}).get("ranks")
-    return ranks if isinstance(ranks, Mapping) else {}
-
-
-def _ranks(node: NodePlan) -> range:
-    return range(node.first_rank, node.first_rank + node.local_ranks)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        return read_json_object(path) if path.stat().st_size <= _MAX_BYTES else None
-    except (OSError, ValueError, RecursionError):
-        return None

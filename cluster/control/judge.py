@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.advice import advice
-from cluster.control.evidence import Findings, collect_evidence, torchrun_log
+from cluster.agent.folder import read_json
+from cluster.control.evidence import NodeFindings, collect_evidence, torchrun_log
+from cluster.control.link import as_pids
 from cluster.control.outcome import INTERRUPTED, LaunchOutcome, Leftover
 from cluster.failure import Failure, find_failure
 from cluster.node_checkpoints import roots_of
 from cluster.plan import LaunchPlan, NodePlan
-from cluster.remote_text import one_line
 from cluster.ssh.nodes import fold_nodes
+from cluster.values import integer, table, word
 from engine.runs.commit import checkpoints_folder, list_checkpoints
 from engine.runs.folder import RunFolder
 from engine.runs.manifest import MANIFEST_FILE
-from engine.runs.records import read_json_object
 
 OWN_CAUSES = frozenset({"failure", "hang", "node lost", "start", "completed", "exception"})  # why a controller stops
 _WEAK_KINDS = ("peer_lost", "launcher", "exit")  # what ranks show whose launcher is gone
@@ -33,7 +33,7 @@ class Case:
 
     plan: LaunchPlan
     run: RunFolder
-    findings: Findings
+    nodes: Sequence[NodeFindings]
     failure: Failure | None = None
     cancelled: bool = False
     leftover: tuple[Leftover, ...] = ()
@@ -46,7 +46,7 @@ def judge(case: Case) -> LaunchOutcome:
     state = case.run.read_state()["state"]
     if state == "completed":
         return LaunchOutcome("completed", 0, leftover=leftover)
-    found = case.failure or next((status.failure for status in case.findings.statuses.values() if status.failure), None)
+    found = case.failure or next((one.status.failure for one in case.nodes if one.status.failure), None)
     if found is None and (case.cancelled or _was_cancelled(case, state)):
         return LaunchOutcome("cancelled", INTERRUPTED, leftover=leftover)
     failure = complete(found or _find(case), case)
@@ -74,54 +74,36 @@ def last_checkpoint(run: RunFolder, plan: LaunchPlan) -> str | None:
 
 
 def _find(case: Case) -> Failure:
-    refused = next((text for text in _start_errors(case)), None)
-    if refused is not None:
-        return refused
-    if case.is_orphan and not case.findings.losses and not any(_outcome(case, node) for node in case.plan.nodes):
+    if refused := _with_cause(case, "start_failed"):
+        text = word(refused[0].status.outcome, "error", 1000) or "the command could not be started"
+        return Failure("start", "StartFailed", text, host=refused[0].name)
+    if case.is_orphan and not any(one.loss or one.status.outcome for one in case.nodes):
         return Failure("launcher", "LauncherLost", "the launcher was gone before any node had begun")
-    failure = find_failure(collect_evidence(case.plan, case.run, case.findings))
-    waited = _lease_ended(case)
+    failure = find_failure(collect_evidence(case.nodes, case.run))
+    waited = [one.name for one in _with_cause(case, "lease")]
     if waited and failure.kind in _WEAK_KINDS and failure.signal is None:
         text = f"the launcher was gone for {case.plan.config.cluster.lease_s:g} s, so these nodes stopped their ranks: "
         return Failure("launcher", "LauncherLost", text + ", ".join(waited))
     return failure
 
 
-def _start_errors(case: Case) -> Iterable[Failure]:
-    """Nodes whose command could not even be started."""
-    for node in case.plan.nodes:
-        outcome = _outcome(case, node)
-        if outcome.get("cause") == "start_failed":
-            text = one_line(str(outcome.get("error") or "the command could not be started"), 1000)
-            yield Failure("start", "StartFailed", text, host=node.name)
-
-
-def _lease_ended(case: Case) -> list[str]:
-    return [node.name for node in case.plan.nodes if _outcome(case, node).get("cause") == "lease"]
+def _with_cause(case: Case, cause: str) -> list[NodeFindings]:
+    """The nodes that say that their part ended so."""
+    return [one for one in case.nodes if word(one.status.outcome, "cause") == cause]
 
 
 def _was_cancelled(case: Case, state: str) -> bool:
     """Whether ranks or somebody on the nodes ended the run on purpose, and nothing failed before."""
     if state == "cancelled" and not case.run.rank_errors():
         return True
-    causes = {str(_outcome(case, node).get("stop_cause")) for node in case.plan.nodes if _stopped(case, node)}
+    causes = {str(word(one.status.outcome, "stop_cause")) for one in _with_cause(case, "stop")}
     return bool(causes - OWN_CAUSES) and not case.run.rank_errors()
 
 
-def _stopped(case: Case, node: NodePlan) -> bool:
-    return _outcome(case, node).get("cause") == "stop"
-
-
-def _outcome(case: Case, node: NodePlan) -> Mapping[str, Any]:
-    status = case.findings.statuses.get(node.name)
-    return status.outcome if status is not None and status.outcome is not None else {}
-
-
 def _leftovers(case: Case) -> Iterable[Leftover]:
-    for node in case.plan.nodes:
-        pids = _outcome(case, node).get("leftover_pids")
-        if isinstance(pids, list) and (numbers := tuple(pid for pid in pids if isinstance(pid, int))):
-            yield Leftover(node.name, numbers, "they did not end even when killed")
+    for one in case.nodes:
+        if pids := as_pids((one.status.outcome or {}).get("leftover_pids")):
+            yield Leftover(one.name, pids, "they did not end even when killed")
 
 
 def _located(failure: Failure, case: Case) -> Failure:
@@ -142,7 +124,7 @@ def _located(failure: Failure, case: Case) -> Failure:
 
 def _is_on(failure: Failure, node: NodePlan) -> bool:
     if failure.rank is not None:
-        return node.first_rank <= failure.rank < node.first_rank + node.local_ranks
+        return failure.rank in node.ranks
     return failure.host == node.name
 
 
@@ -150,9 +132,7 @@ def _compared(failure: Failure, case: Case) -> dict[str, Any]:
     """The memory of a failure beside the limit of the host and what memory_plan.json predicted for one rank."""
     memory = failure.memory or {}
     where = memory.get("where", "host")
-    plan: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):  # advice must not fail over a damaged file
-        plan = read_json_object(case.run.path / "memory_plan.json") or {}
+    plan = read_json(str(case.run.path / "memory_plan.json")) or {}
     # On a CPU run the device is the host: what is predicted there is the device's peak.
     on_device = where == "device" or case.plan.config.cluster.backend == "gloo"
     capacity = memory.get("capacity_bytes")
@@ -164,12 +144,8 @@ def _compared(failure: Failure, case: Case) -> dict[str, Any]:
 
 def _host_limit(host: str | None, case: Case) -> int | None:
     """Host memory of node `host`, as its supervisor last measured it."""
-    status = case.findings.statuses.get(host or "")
-    for document, name in ((status and status.outcome, "memory"), (status and status.health, "")):
-        facts = (document or {}).get(name) if name else document
-        memory = facts.get("memory") if name and isinstance(facts, Mapping) else facts
-        if isinstance(memory, Mapping):
-            limit = memory.get("capacity_bytes", memory.get("memory_limit_bytes"))
-            if isinstance(limit, int):
-                return limit
-    return None
+    status = next((one.status for one in case.nodes if one.name == host), None)
+    if status is None:
+        return None
+    killed = table(table(status.outcome, "memory"), "memory")
+    return integer(killed, "capacity_bytes") or integer(status.health, "memory_limit_bytes")

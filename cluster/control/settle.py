@@ -15,7 +15,6 @@ from cluster.control.attempt import (
     follow_first_node,
     glance,
     lease_of,
-    read_log_starts,
 )
 from cluster.control.controller import Manner, control
 from cluster.control.fleet import Fleet
@@ -116,7 +115,6 @@ def _is_forgotten(run: RunFolder) -> bool:
 def _settle(plan: LaunchPlan, run: RunFolder, timeout_s: float, opener: Opener, clock: Clock) -> RunState:
     """Look until all nodes have said how it stands, at most `timeout_s`. The caller holds the lock of the run."""
     fleet = Fleet(plan, run, opener(plan, run), lease_of(run))
-    fleet.log_starts = read_log_starts(run)
     deadline = clock.monotonic() + timeout_s
     try:
         fleet.follow()
@@ -140,7 +138,7 @@ def _settle(plan: LaunchPlan, run: RunFolder, timeout_s: float, opener: Opener, 
 
 
 def _conclude(plan: LaunchPlan, run: RunFolder, fleet: Fleet) -> RunState:
-    finish(run, judge(Case(plan, run, fleet.findings, leftover=fleet.leftover, is_orphan=True)))
+    finish(run, judge(Case(plan, run, fleet.parts, leftover=fleet.leftover, is_orphan=True)))
     return RunState(run.read_state(), nodes=tuple(fleet.statuses))
 
 

@@ -82,7 +82,7 @@ def test_run_of_a_killed_launcher_is_cancelled_from_elsewhere(start: Callable[..
     one = start("wait")
     one.orphan()
     settled = request_cancel(one.run)
-    assert (settled.state, settled.leftover) == ("cancelled", ())
+    assert (settled.state, settled.leftover) == ("cancelled", [])
     assert run_processes(one.run.run_id) == []
     # A bridge ends once it sees that nobody is on the other side.
     wait_for(lambda: not any(agents_on(one.testbed, node) for node in one.testbed.node_names), "the ends of bridges")
