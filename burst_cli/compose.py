@@ -25,11 +25,10 @@ from hydra.core.override_parser.types import OverrideType
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError, safe_dump
+from yaml import YAMLError, safe_dump, safe_load
 
-from burst_cli.config.conf_dirs import list_options, search_path
+from burst_cli.config.conf_dirs import builtin_conf_dir, find_file, list_options, search_path
 from burst_cli.config.overrides import Groups, Override, grammar_problem, override_problem
-from burst_cli.config.sources import Layer, trace_sources
 from burst_cli.sweep.grammar import MOST_CELLS, Axis
 from engine.config.errors import ConfigError
 from engine.config.rules import config_problems
@@ -57,6 +56,20 @@ class Composed:
 
 
 @dataclass(frozen=True)
+class Layer:
+    """One configuration file in the order of merging, and the dotted package that its values were put in."""
+
+    path: Path
+    package: str
+
+    @classmethod
+    def find(cls, folders: Sequence[Path], name: str, package: str) -> Layer | None:
+        """The layer of `exp/tiny` in the first folder that has it; None for files that are not ours (Hydra's own)."""
+        path = find_file(folders, name)
+        return None if path is None else cls(path, package)
+
+
+@dataclass(frozen=True)
 class _Raw:
     """What Hydra made of the files: plain values, the chosen option of each group, the files in order of merging."""
 
@@ -79,7 +92,7 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[Path] = (), base: Ru
     try:
         with _begin_with(base, folders, groups) as searched:
             raw = _run_hydra(searched, accepted, groups)
-            sources = trace_sources(raw.layers, values)
+            sources = _trace_sources(raw.layers, values)
     except ConfigError as error:
         raise ConfigError([*(problem.text for problem in problems), *error.problems]) from error
     config, mistakes = read_config(raw.values)
@@ -213,6 +226,52 @@ def _fit_to_steps(config: RunConfig, sources: dict[str, str]) -> tuple[RunConfig
 
 def _is_typed(source: str) -> bool:
     return source != "default" and not source.endswith(".yaml")
+
+
+def _trace_sources(layers: Sequence[Layer], overrides: Sequence[Override]) -> dict[str, str]:
+    """Dotted key -> source, for every key that a file or an override set; a later one replaces an earlier one.
+
+    `overrides` are those of settings; the choice of a group's file shows in the layers.
+    """
+    sources: dict[str, str] = {}
+    for layer in layers:
+        for key in _leaf_keys(_read_file(layer.path), layer.package):
+            sources[key] = _shown_path(layer.path)
+    for override in overrides:
+        for key in _leaf_keys(override.value, override.key):
+            if override.is_delete:
+                sources = {name: source for name, source in sources.items() if not _within(name, key)}
+            else:
+                sources[key] = override.given
+    return sources
+
+
+def _within(key: str, section: str) -> bool:
+    return key == section or key.startswith(f"{section}.")
+
+
+def _leaf_keys(value: Any, prefix: str) -> Iterator[str]:
+    """The dotted keys of all values in nested tables; the prefix itself for a value that is no table."""
+    if not isinstance(value, Mapping):
+        yield prefix
+        return
+    for name, item in value.items():
+        yield from _leaf_keys(item, f"{prefix}.{name}" if prefix else str(name))
+
+
+def _shown_path(path: Path) -> str:
+    """The path as a person knows it: short for built-in files, ~ for the home folder."""
+    if path.is_relative_to(builtin_conf_dir()):
+        return f"conf/{path.relative_to(builtin_conf_dir()).as_posix()}"
+    if path.is_relative_to(Path.home()):
+        return f"~/{path.relative_to(Path.home()).as_posix()}"
+    return str(path)
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """The values of one file, without its defaults list; Hydra has read the same file before without complaint."""
+    values = safe_load(path.read_text(encoding="utf-8"))
+    return {key: item for key, item in values.items() if key != "defaults"} if isinstance(values, dict) else {}
 
 
 def _with_file(problem: Problem, sources: Mapping[str, str]) -> Problem:

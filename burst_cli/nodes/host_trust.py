@@ -7,14 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import typer
+from rich.table import Table
 from rich.text import Text
 
 from burst_cli import render
-from burst_cli.nodes.host_view import describe_key, key_table
+from burst_cli.tables import listing
 from cluster.ssh.hosts import Host, Outcome, fan_out
 from cluster.ssh.known_hosts import trust_file
 from cluster.ssh.pool import SshPool
 from cluster.ssh.trust import ShownKey, add_keys, fetch_keys
+
+_STYLES = {"known": "green", "added": "green", "new": "yellow"}
 
 
 @dataclass
@@ -61,7 +64,7 @@ class TrustSession:
     def _row(
         self, answer: Outcome[tuple[ShownKey, ...]], accepted: Sequence[ShownKey], is_spoilt: bool
     ) -> dict[str, Any]:
-        keys = [describe_key(key, added=key in accepted) for key in answer.value or ()]
+        keys = [_described(key, added=key in accepted) for key in answer.value or ()]
         trusted = not is_spoilt and any(key["state"] in ("known", "added") for key in keys)
         error = str(answer.error) if answer.error is not None else None
         return {"name": answer.host.name, "key_name": answer.host.key_name, "trusted": trusted, "keys": keys} | {
@@ -73,7 +76,7 @@ class TrustSession:
     ) -> None:
         console = render.stderr()
         if not self.quiet and shown:
-            render.stdout().print(key_table(shown))
+            render.stdout().print(_key_table(shown))
         for answer in answers:
             if answer.error is not None:
                 console.print(Text.assemble(("error: ", "bold red"), str(answer.error)), soft_wrap=True)
@@ -110,3 +113,16 @@ def _by_depth(hosts: Sequence[Host]) -> list[list[Host]]:
 
 def _depth(host: Host) -> int:
     return 0 if host.jump is None else 1 + _depth(host.jump)
+
+
+def _described(key: ShownKey, *, added: bool = False) -> dict[str, Any]:
+    """A key that a server showed, as plain values."""
+    return {"type": key.kind, "fingerprint": key.fingerprint, "state": "added" if added else key.state}
+
+
+def _key_table(keys: Sequence[ShownKey]) -> Table:
+    """One line per key that a server showed."""
+    rows = (
+        (key.host.name, key.kind, key.fingerprint, Text(key.state, _STYLES.get(key.state, "bold red"))) for key in keys
+    )
+    return listing(("node", "type", "fingerprint", "state"), rows)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from shlex import quote
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 from rich.text import Text
 
 from burst_cli import render
 from burst_cli.app import new_verb
+from burst_cli.figures import DASH
 from burst_cli.nodes.host_trust import TrustSession
-from burst_cli.nodes.host_view import describe_hosts, host_table
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
+from burst_cli.tables import listing
 from burst_cli.targets import HostfileOption, HostsOption, select_targets
 from cluster.errors import HostsError
+from cluster.ssh.certificates import fingerprint
 from cluster.ssh.hosts import Host
 from cluster.ssh.known_hosts import HostKeys, trust_file
 from cluster.ssh.trust import forget_names
@@ -56,13 +59,13 @@ def list_hosts(
     burst hosts list --hosts node[1-4]
     """
     targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
-    rows = describe_hosts(targets.hosts)
+    rows = _described(targets.hosts)
     if as_json:
         render.emit_json({"source": targets.source, "hosts": rows})
         return
 
     console = render.stdout()
-    console.print(host_table(rows))
+    console.print(_host_table(rows))
     unknown = [row["name"] for row in rows if not row["keys"]]
     count = f"{len(rows)} node{'' if len(rows) == 1 else 's'} from {targets.source}"
     advice = (
@@ -142,3 +145,46 @@ def _print_forgotten(rows: Sequence[dict[str, Any]], hosts: Sequence[Host]) -> N
         for file in row["still_known_in"]:
             text += f"; still known in {file}: ssh-keygen -R {quote(host.key_name)} -f {quote(file)}"
         console.print(Text(text), soft_wrap=True)
+
+
+def _described(hosts: Sequence[Host]) -> list[dict[str, Any]]:
+    """How each host is reached, as plain values; `keys` are those that are trusted for it, authorities last."""
+    known = {files: HostKeys.load(files) for files in {host.known_hosts for host in hosts}}
+    return [_describe(host, known[host.known_hosts]) for host in hosts]
+
+
+def _describe(host: Host, known: HostKeys) -> dict[str, Any]:
+    jumps: list[str] = []
+    outermost = host
+    while outermost.jump is not None:
+        outermost = outermost.jump
+        jumps.insert(0, f"{outermost.user}@{outermost.address}:{outermost.port}")
+    keys = [*known.find(host.key_name), *known.authorities(host)]
+    return {
+        "name": host.name,
+        "address": host.address,
+        "port": host.port,
+        "user": host.user,
+        "jump": jumps,
+        "proxy_command": outermost.proxy_command,
+        "identity_files": list(host.identity_files),
+        "key_name": host.key_name,
+        "keys": [
+            {"type": f"{key.marker} {key.kind}".strip(), "fingerprint": fingerprint(key.blob), "file": key.file}
+            for key in keys
+        ],
+    }
+
+
+def _host_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """One line per host of `_described`."""
+    headings = ("node", "address", "port", "user", "through", "host key", "known in")
+    return listing(headings, map(_host_cells, rows), ["port"])
+
+
+def _host_cells(row: Mapping[str, Any]) -> tuple[str | Text, ...]:
+    keys, through = row["keys"], ", ".join([*filter(None, [row["proxy_command"]]), *row["jump"]]) or DASH
+    more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+    shown = f"{keys[0]['type']} {keys[0]['fingerprint']}{more}" if keys else Text("unknown", "yellow")
+    file = keys[0]["file"] if keys else DASH
+    return row["name"], row["address"], str(row["port"]), row["user"], through, shown, file
