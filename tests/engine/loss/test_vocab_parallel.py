@@ -21,7 +21,7 @@ EXACT = {"rtol": 1e-10, "atol": 1e-10}  # float64 sums of a few hundred terms in
 ROWS, VOCAB, SIZE = 36, 24, 5
 SCALE = -0.37  # of the loss, before backward
 
-Parts = tuple[Tensor, Tensor | None, Tensor | None]  # loss, gradients of hidden and weight
+Parts = tuple[Tensor, Tensor, Tensor]  # loss, gradients of hidden and weight
 
 
 def make_inputs(dtype: torch.dtype, spread: float = 1.0, ignored: float = 0.2) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,12 +39,12 @@ def world() -> VocabularyRanks:
     return vocabulary_ranks(dist.group.WORLD)
 
 
-def my_loss(options: LossConfig, dtype: torch.dtype, frozen: str = "", **inputs: float) -> Parts:
+def my_loss(options: LossConfig, dtype: torch.dtype, **inputs: float) -> Parts:
     """This rank's loss sum, and its gradients of its rows and its slice."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     hidden, weight, labels = make_inputs(dtype, **inputs)
-    own_hidden = hidden.chunk(ranks)[rank].clone().requires_grad_(frozen != "hidden")
-    own_weight = weight.chunk(ranks)[rank].clone().requires_grad_(frozen != "weight")
+    own_hidden = hidden.chunk(ranks)[rank].clone().requires_grad_()
+    own_weight = weight.chunk(ranks)[rank].clone().requires_grad_()
     own_labels = labels.chunk(ranks)[rank]
     loss = linear_cross_entropy(own_hidden, own_weight, own_labels, options=options, ranks=world())
     (loss * SCALE).backward()
@@ -93,16 +93,6 @@ def test_extremes_stay_exact(ranks: Pools, inputs: dict[str, float]) -> None:
         torch.testing.assert_close(ours, theirs, **EXACT)
 
 
-@pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_a_frozen_input_gets_no_gradient_and_the_other_its_own(ranks: Pools, frozen: str) -> None:
-    index = {"hidden": 1, "weight": 2}
-    other = index[({"hidden", "weight"} - {frozen}).pop()]
-    results = ranks(2).run(my_loss, LossConfig(chunk_tokens=8), torch.float64, frozen)
-    assert [result[index[frozen]] for result in results] == [None, None]
-    expected = whole_loss(LossConfig(), torch.float64)[other]
-    torch.testing.assert_close(torch.cat([result[other] for result in results]), expected, **EXACT)
-
-
 def relative_error(value: Tensor, exact: Tensor) -> float:
     return float((value.double() - exact).norm() / exact.norm())
 
@@ -145,22 +135,6 @@ def test_no_rank_holds_logits_beyond_a_chunk_of_its_slice(ranks: Pools) -> None:
     for collectives, largest in ranks(2).run(recorded_loss, LossConfig(chunk_tokens=12)):
         assert collectives == [gather, *chunk * 3]  # labels once; nothing in backward
         assert largest == max(12 * VOCAB // 2, ROWS * SIZE)  # the latter: this test's own inputs
-
-
-def evaluated(options: LossConfig) -> tuple[Tensor, int]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    hidden, weight, labels = (part.chunk(ranks)[rank] for part in make_inputs(torch.float64))
-    recorder = Recorder()
-    with Operations(recorder.see), torch.no_grad():
-        loss = linear_cross_entropy(hidden, weight.requires_grad_(), labels, options=options, ranks=world())
-    return loss, len([name for name in recorder.collectives if "reduce" in name])
-
-
-def test_evaluation_has_the_value_of_training_and_sends_no_gradient(ranks: Pools) -> None:
-    options = LossConfig(chunk_tokens=12, z_loss=0.1)
-    results = ranks(2).run(evaluated, options)
-    assert [sent for _, sent in results] == [0, 0]
-    torch.testing.assert_close(results[0][0] + results[1][0], whole_loss(options, torch.float64)[0], **EXACT)
 
 
 def loss_of_a_label_beyond_the_vocabulary() -> bool:

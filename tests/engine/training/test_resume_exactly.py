@@ -26,19 +26,6 @@ def begun(ranks: Pools, corpus: DataConfig, tmp_path_factory: pytest.TempPathFac
     return trained(ranks, 1, config, tmp_path_factory.mktemp("begun")).path
 
 
-def test_the_data_after_a_resume_are_those_that_come_next(
-    ranks: Pools, corpus: DataConfig, begun: Path, tmp_path: Path
-) -> None:
-    losses = {}
-    for name, source in (("aaaaaa", None), ("bbbbbb", str(begun))):
-        config = config_of(corpus, CheckpointConfig(resume_from=source))
-        run = trained(ranks, 1, config, tmp_path, name)
-        losses[name] = {row["step"]: row["loss"] for row in run.read_metrics()}
-    assert sorted(losses["bbbbbb"]) == [3, 4]
-    assert losses["bbbbbb"] == {step: losses["aaaaaa"][step] for step in (3, 4)}
-    assert len(set(losses["aaaaaa"].values())) == STEPS
-
-
 def test_another_seed_is_refused_with_both_values(
     ranks: Pools, corpus: DataConfig, begun: Path, tmp_path: Path
 ) -> None:
