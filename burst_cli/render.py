@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,15 @@ from engine.config.errors import BurstError, ConfigError
 PIPE_WIDTH = 320
 # Below this rich prints nothing at all; COLUMNS=0 means that somebody did not know.
 LEAST_WIDTH = 20
+# What could once be typed, and what to do in its place.
+GONE = {
+    "burst plan --machine": "--device NAME predicts seconds, too",
+    "burst check-nodes --bandwidth": "--collectives measures what training does, through a launch",
+    "burst image push --via-shared": "from three nodes on they feed each other; leave it out",
+    "burst image prune --images": "images are all that prune removes; leave it out",
+    "burst bench exchange": "`burst bench attention` tells what communication adds and moves",
+    "burst bench loss": "`make gpu` measures the loss, `burst plan` predicts its time and memory",
+}
 
 
 class _PipeConsole(Console):
@@ -151,5 +161,7 @@ def _problems(error: BaseException) -> list[str]:
 def _usage_text(error: Any) -> str:
     """A mistake on the command line in words, with the command that explains that verb."""
     context = getattr(error, "ctx", None)
-    text = str(error.format_message()).rstrip().rstrip(".")
-    return f"{text}. See `{context.command_path if context is not None else 'burst'} --help`."
+    text, verb = str(error.format_message()).rstrip().rstrip("."), context.command_path if context else "burst"
+    unknown = re.match(r"No such (?:option|command):? '?([\w-]+)", text)
+    gone = f"{verb} {unknown[1]}" if unknown else ""
+    return f"{gone} is gone: {GONE[gone]}" if gone in GONE else f"{text}. See `{verb} --help`."

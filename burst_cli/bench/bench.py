@@ -81,23 +81,6 @@ def _bench() -> None:
     """
 
 
-_ANY_WORDS = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-
-@app.command("exchange", hidden=True, context_settings=_ANY_WORDS)
-def _exchange() -> None:
-    """Gone."""
-    raise ConfigError("burst bench exchange is gone: `burst bench attention` tells what communication adds and moves")
-
-
-@app.command("loss", hidden=True, context_settings=_ANY_WORDS)
-def _loss() -> None:
-    """Gone."""
-    raise ConfigError(
-        "burst bench loss is gone: `make gpu` measures the loss, `burst plan` predicts its time and memory"
-    )
-
-
 @app.command()
 def attention(
     presets: PresetsOption = None,

@@ -121,7 +121,6 @@ def push(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go where; send nothing.")] = False,
     as_json: JsonOption = False,
-    via_shared: Annotated[str | None, typer.Option("--via-shared", hidden=True)] = None,
 ) -> None:
     """Bring an image of this machine's engine to every node.
 
@@ -135,8 +134,6 @@ def push(
 
     burst image push cluster=mycluster --image burst:latest
     """
-    if via_shared is not None:
-        raise ConfigError("--via-shared is gone: from three nodes on they feed each other; leave it out")
     targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
     options = PushOptions(route, None if limit is None else parse_rate(limit))
     try:
@@ -191,7 +188,6 @@ def prune(
     image: ImageOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go; remove nothing.")] = False,
     as_json: JsonOption = False,
-    images: Annotated[bool, typer.Option("--images", hidden=True)] = False,
 ) -> None:
     """Remove other tags of the image (--image) that burst built, from the nodes.
 
@@ -199,8 +195,6 @@ def prune(
     that --image or cluster.container.image names stays. Containers and other
     images are never touched, not even those that were built upon ours.
     """
-    if images:
-        raise ConfigError("--images is gone: images are all that prune removes; leave it out")
     targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
     engine, name = engine_words(targets.config.cluster.container.command), _image_name(targets, image)
 

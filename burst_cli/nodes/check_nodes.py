@@ -74,7 +74,6 @@ def check_nodes(
         typer.Option("--collectives", help="Measure all-reduce, all-to-all and pairs of nodes by a launch instead."),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="With --collectives: print the launch.")] = False,
-    bandwidth: Annotated[bool, typer.Option("--bandwidth", hidden=True)] = False,
     cuda_smoke: Annotated[
         bool, typer.Option("--cuda-smoke", help="Use every GPU inside the run image, too; takes up to two minutes.")
     ] = False,
@@ -112,8 +111,6 @@ def check_nodes(
         _explain(explain, as_json=as_json)
         return
 
-    if bandwidth:
-        raise ConfigError("--bandwidth is gone: --collectives measures what training does, through a launch")
     if dry_run and not collectives:
         raise ConfigError("--dry-run shows the launch of --collectives; checks change nothing on nodes")
     if local and (hosts is not None or hostfile is not None):

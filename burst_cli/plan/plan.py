@@ -78,7 +78,6 @@ def plan(
         typer.Option("--picture", metavar="FILE", help="Draw the schedule into FILE.svg or FILE.png."),
     ] = None,
     device: DeviceOption = None,
-    machine: Annotated[str | None, typer.Option("--machine", hidden=True)] = None,
     memory_by: MemoryByOption = "exact",
     shown_pass: Annotated[
         Pass, typer.Option("--pass", help="Which pass the picture shows; all: the one of recomputation too.")
@@ -105,8 +104,6 @@ def plan(
     In the details attention is shown per layer, of the ranks that share one sequence. Balance is the work of the
     busiest rank over the mean: 1 is perfect. Exposed is the time that communication adds to the computation.
     """
-    if machine is not None:
-        raise ConfigError(f"--machine {machine}: is gone; --device {machine} predicts seconds, too")
     chosen = _machine(device, machine_fields or [])
     if picture is not None:
         check_output("--picture", picture, *PICTURES)

@@ -126,6 +126,12 @@ def test_usage_error_with_json_is_a_document_too(burst) -> None:
     assert result.code == 2
 
 
+@pytest.mark.parametrize("words", render.GONE)
+def test_what_is_gone_says_what_to_use(burst, words: str) -> None:
+    said = burst(*words.split()[1:], "--more", "words")
+    assert (said.code, said.err) == (2, f"error: {words} is gone: {render.GONE[words]}\n")
+
+
 def test_debug_shows_the_traceback_wherever_it_stands(burst) -> None:
     for argv in (("--debug", "config", "model=x"), ("config", "model=x", "--debug")):
         result = burst(*argv)

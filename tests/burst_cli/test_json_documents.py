@@ -61,17 +61,12 @@ ROWS: dict[str, tuple[tuple[str, ...], int]] = {
     "testbed down": (("--name", "nosuch"), 0),
     "testbed fault": (("nosuch1", "sshd_stop", "--name", "nosuch"), 1),
 }
-SLOW = (
-    "bench attention",
-    "bench machine",
-)  # most are asked in test_bench_command.py, too
+SLOW = ("bench attention", "bench machine")  # most are asked in test_bench_command.py, too
 
 
 def leaves(command: Any, words: tuple[str, ...]) -> Iterator[str]:
-    """The verb, or its subverbs, as they are typed; not those that are gone and say so."""
+    """The verb, or its subverbs, as they are typed."""
     parts = getattr(command, "commands", None)
-    if command.hidden:
-        return
     if not parts:
         yield " ".join(words)
     for name, part in (parts or {}).items():

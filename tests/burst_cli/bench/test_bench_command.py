@@ -156,13 +156,3 @@ def test_bars_end_at_the_median_with_the_exposed_part_at_the_end() -> None:
     widths = [(bar.get_x(), bar.get_width()) for bar in axes.patches]
     assert widths == [(0, 2.0), (0, 1.0), (1.5, 0.5), (0.75, 0.25)]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["ring", "burst"]
-
-
-@pytest.mark.parametrize(
-    ("words", "instead"),
-    [(("exchange", "--ranks", "8"), "burst bench attention"), (("loss", "--rows", "2048"), "make gpu")],
-)
-def test_what_is_gone_says_what_to_use(burst, words: tuple[str, ...], instead: str) -> None:
-    said = burst("bench", *words)
-    assert (said.code, "is gone" in said.err, instead in said.err) == (2, True, True)
-    assert f" {words[0]} " not in burst("bench", "--help").out

@@ -141,7 +141,6 @@ def test_without_nodes_or_when_asked_to_this_machine_is_checked(
         (["--hosts", "-oProxyCommand=id"], "is no host name"),
         (["--explain", "gpu.nonsense"], "lists the checks of a group"),
         (["--timeout", "0"], "--timeout"),
-        (["--bandwidth"], "--collectives measures"),
         (["--dry-run"], "the launch of --collectives"),
         (["--cuda-smoke"], "cluster.container.runtime=docker"),
         (["--cuda-smoke", "cluster.container.runtime=docker", "cluster.container.image='x;id'"], "expected NAME:TAG"),
@@ -158,12 +157,6 @@ def test_explaining_checks_nothing(burst: Burst) -> None:
     result = burst("check-nodes", "--explain", "ssh.clock")
     assert result.code == 0
     assert result.out.startswith("ssh.clock: ")
-
-
-def test_help_names_the_exit_codes(burst: Burst) -> None:
-    out = burst("check-nodes", "--help").out
-    assert "Exit code 0" in out
-    assert "UNKNOWN" in out
 
 
 # What is shown.

@@ -176,42 +176,10 @@ def test_a_plan_loads_neither_torch_nor_matplotlib() -> None:
     assert result.stderr.strip() == "[]"
 
 
-def test_help_teaches_with_examples(burst) -> None:
-    shown = burst("plan", "--help").out
-    for words in (
-        "burst plan exp=tiny",
-        "--all",
-        "--details",
-        "--price",
-        "--device",
-        "Balance",
-        "Exposed",
-        "a100",
-        "h200",
-        "cpu",
-    ):
-        assert words in shown
-
-
-MEMORY_KEYS = {
-    "device_peak_bytes",
-    "host_peak_bytes",
-    "components",
-    "device_capacity_bytes",
-    "host_capacity_bytes",
-    "fits",
-    "by",
-    "policy",
-    "candidates",
-    "advice",
-}
-
-
 def test_memory_is_part_of_the_document(burst) -> None:
-    memory = document(burst("plan", "exp=tiny", "memory=full", "train.seq_len=512", "--device", "cpu", "--json"))[
-        "memory"
-    ]
-    assert memory.keys() >= MEMORY_KEYS
+    arguments = ["exp=tiny", "memory=full", "train.seq_len=512", "--device", "cpu"]
+    memory = document(burst("plan", *arguments, "--json"))["memory"]
+    assert memory.keys() >= {"host_peak_bytes", "device_capacity_bytes", "host_capacity_bytes", "headroom_bytes"}
     assert (memory["fits"], memory["by"], memory["policy"]) == (True, "fake_step", "full")
     assert sum(memory["components"]["device"].values()) == memory["device_peak_bytes"]
     assert (memory["candidates"], memory["advice"]) == ([], [])

@@ -43,13 +43,11 @@ UNNAMED = "give --image NAME:TAG, or set cluster.container.image"
         (["status"], UNNAMED),
         (["push", *APP, "--limit", "fast"], "expected a rate such as 50MB/s"),
         (["push", *APP, "--route", "shared"], "is not one of"),
-        (["push", *APP, "--via-shared", "/x"], "--via-shared is gone: from three nodes on they feed each other"),
         (["push", "--image=--all"], "is no image name"),
         (
             ["push", *APP, "cluster.container.command=''"],
             "cluster.container.command: got '', expected a command line such as docker",
         ),
-        (["prune", *APP, "--images"], "--images is gone: images are all that prune removes"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_reached(words, expected, capsys):
