@@ -13,7 +13,7 @@ from burst_cli.launch.launching import conclude
 from burst_cli.launch.next_attempt import lead_attempts
 from cluster.control.controller import Manner, control
 from cluster.control.link import NodeStatus
-from cluster.control.outcome import StopRequests
+from cluster.control.outcome import LaunchObserver, StopRequests
 from cluster.launch.runner import open_links
 from cluster.plan_record import read_launch_plan
 from engine.config.errors import BurstError
@@ -21,14 +21,11 @@ from engine.runs.folder import open_run
 from engine.runs.records import utc_now
 
 
-class LogObserver:
+class LogObserver(LaunchObserver):
     """Leaves a line for everything that a person may want to know afterwards; figures are in metrics.jsonl."""
 
     def __init__(self) -> None:
         self._phases: dict[str, str] = {}
-
-    def tick(self) -> None:
-        """Nothing: nobody watches."""
 
     def nodes(self, statuses: Sequence[NodeStatus]) -> None:
         """A line per node that entered another phase, or cannot be heard."""

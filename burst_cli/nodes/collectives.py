@@ -18,7 +18,7 @@ from burst_cli.runs.failure import failure_block
 from burst_cli.tables import listing
 from burst_cli.targets import Targets
 from cluster.control.controller import control
-from cluster.control.outcome import SilentObserver, StopRequests
+from cluster.control.outcome import LaunchObserver, StopRequests
 from cluster.launch.runner import Asked, open_links, runner_for
 from cluster.plan import LaunchPlan
 from cluster.ssh.nodes import fold_nodes
@@ -50,7 +50,7 @@ def _run(plan: LaunchPlan, *, as_json: bool) -> int:
     stop, console = StopRequests(), render.stderr()
     with stop.listening(), console.status(f"{plan.world_size} ranks on {len(plan.nodes)} nodes, {plan.backend.name}"):
         run = create_run(Path(plan.run_path), dict(plan.files), world_size=plan.world_size)
-        outcome = control(plan, run, open_links(plan, run), SilentObserver(), stop)
+        outcome = control(plan, run, open_links(plan, run), LaunchObserver(), stop)
     if outcome.failure is not None:
         console.print(failure_block(run, outcome.failure), soft_wrap=True)
     if outcome.status != "completed":

@@ -29,13 +29,13 @@ from burst_cli.figures import (
 from burst_cli.logs.alarms import AlarmWatch
 from burst_cli.runs.nodes import NodeRow, node_rows, nodes_table, without_figures
 from burst_cli.runs.progress import RunProgress
+from cluster.control.hang import TRAINING_PHASE
 from cluster.control.link import NodeStatus
 from cluster.control.outcome import LaunchObserver
 from cluster.values import number
 
 REFRESH_S = 0.2
 PLAIN_INTERVAL_S = 2.0
-TRAINING_PHASE = "train"  # the phase that needs no mention, because the steps tell
 NARROW = 70
 TINY = 36  # no room for a bar
 _LOG_LOOK_S = _NODES_S = 1.0
@@ -60,7 +60,7 @@ def open_view(console: Console, progress: RunProgress) -> Iterator[LaunchObserve
         yield LiveView(console, progress, live)
 
 
-class _View:
+class _View(LaunchObserver):
     """What both views say in lines."""
 
     def __init__(self, console: Console, progress: RunProgress, clock: Callable[[], float]) -> None:
@@ -255,6 +255,7 @@ def heading(progress: RunProgress, width: int) -> Text:
 def _progress_lines(progress: RunProgress, width: int) -> list[RenderableType]:
     """Bar, step, phase and times."""
     narrow = width < NARROW
+    # Training needs no mention, because the steps tell.
     phase = "" if progress.phase == TRAINING_PHASE else clean(progress.phase)
     if width < TINY:
         return [Text(f"step {progress.step}/{progress.total_steps} {phase}", no_wrap=True, overflow="ellipsis")]

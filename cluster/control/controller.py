@@ -24,7 +24,6 @@ from cluster.control.outcome import (
     LaunchTiming,
     Requests,
     StopRequests,
-    SystemClock,
 )
 from cluster.failure import Failure
 from cluster.launch.runner import runner_of
@@ -45,15 +44,7 @@ class Manner:
     start: bool = True
     detached: bool = False
     timing: LaunchTiming = LaunchTiming()  # noqa: RUF009 - frozen
-    clock: Clock = SystemClock()  # noqa: RUF009 - has no state
-
-
-@dataclass(frozen=True)
-class Watchers:
-    """Who is told of a run, and who may ask for its end."""
-
-    observer: LaunchObserver
-    stop: StopRequests
+    clock: Clock = Clock()  # noqa: RUF009 - has no state
 
 
 def control(
@@ -87,7 +78,7 @@ def control(
                     if granted is not None:
                         plan, own = granted
                         links = [*links, *own]
-                outcome = _Lead(plan, run, own, Watchers(observer, stop), manner).to_the_end()
+                outcome = _Lead(plan, run, own, observer, stop, manner).to_the_end()
                 if not runner.goes_on(outcome):
                     return finish(run, outcome)
                 assert outcome.failure is not None
@@ -107,9 +98,15 @@ class _Lead:
     """One run, from its first to its last moment."""
 
     def __init__(
-        self, plan: LaunchPlan, run: RunFolder, links: Sequence[NodeLink], watchers: Watchers, manner: Manner
+        self,
+        plan: LaunchPlan,
+        run: RunFolder,
+        links: Sequence[NodeLink],
+        observer: LaunchObserver,
+        stop: StopRequests,
+        manner: Manner,
     ) -> None:
-        self.plan, self.run, self.observer, self.stop = plan, run, watchers.observer, watchers.stop
+        self.plan, self.run, self.observer, self.stop = plan, run, observer, stop
         self.manner, self.timing, self.clock = manner, manner.timing, manner.clock
         self.fleet = Fleet(plan, run, links, _lease_s(plan, manner))
         self.requests = Requests(self.stop, run)

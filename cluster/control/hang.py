@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from cluster.control.outcome import Clock, LaunchTiming
 from cluster.failure import Failure
 from cluster.hang import RankEvidence, find_culprit
 from cluster.plan import LaunchPlan, NodePlan
-from cluster.values import integer, table, word
+from cluster.values import integer, number, table, word
 from engine.runs.folder import RunFolder
 from engine.runs.records import JsonLinesTail
 
@@ -33,49 +34,68 @@ class StepWatch:
     """The steps and phases that rank 0 recorded, and whether any rank says that it is further than before.
 
     A rank says so at every phase of a step, and while it prepares data, evaluates and saves. Silence counts from when
-    news was first seen here, so `poll` often.
+    news was first seen here, so `poll` often; for one who joins later, from the age of what is there. last_bytes: of
+    the records that are there already only the end is read.
     """
 
-    def __init__(self, run: RunFolder, now: Callable[[], float]) -> None:
-        self._metrics = JsonLinesTail(run.path / "metrics.jsonl")
-        self._events = JsonLinesTail(run.path / "events.jsonl")
+    def __init__(self, run: RunFolder, now: Callable[[], float], last_bytes: int | None = None) -> None:
+        self._tails = [JsonLinesTail(run.path / f"{name}.jsonl", last_bytes) for name in ("metrics", "events")]
         self._now, self._logs = now, run.path / "logs"
-        self._looked_at, self._said = -_LOOK_S, 0
-        self._news_at = now()
-        self._step_times: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._said, self._looked_at = self._newest_status(), now()
+        self._news_at: float | None = None
+        self.step_times: deque[float] = deque(maxlen=_RECENT_STEPS)
         self.step = 0
         self.phase = ""
 
-    def poll(self) -> None:
-        """Read what is new."""
-        rows, events = self._metrics.poll(), self._events.poll()
-        phases = [str(event.get("phase")) for event in events if event.get("kind") == "phase"]
-        if phases:
-            self.phase = phases[-1]
+    def poll(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The steps and the events that are new."""
+        rows, events = (tail.poll() for tail in self._tails)
+        for event in events:
+            if event.get("kind") == "phase":
+                self.phase = str(event.get("phase"))
         for row in rows:
-            self._add(row)
-        if self._ranks_advance() or rows or phases:
-            self._news_at = self._now()
+            step = integer(row, "step")
+            self.step = self.step if step is None else step
+            if (seconds := number(row, "step_time_s")) is not None:
+                self.step_times.append(seconds)
+        if self._news_at is None:
+            self._news_at = self._now() - self._age()
+        elif self._ranks_advance() or rows or any(event.get("kind") == "phase" for event in events):
+            self.touch()
+        return rows, events
 
     def touch(self) -> None:
-        """Count the silence from now on: the ranks were only started now."""
+        """Count the silence from now on."""
         self._news_at = self._now()
 
     @property
     def silence_s(self) -> float:
         """Seconds in which no rank advanced."""
-        return self._now() - self._news_at
+        return 0.0 if self._news_at is None else self._now() - self._news_at
 
-    @property
-    def slowest_step_s(self) -> float | None:
-        """The slowest of the last steps, None before the first."""
-        return max(self._step_times, default=None)
+    def limits_s(self, configured_s: float | None, total_steps: int) -> tuple[float, float]:
+        """After how long without any advance ranks are asked where they are, and after how long the run is stopped.
+
+        As configured, else by the slowest of the last steps; long where no steps are made.
+        """
+        if not self.step_times or self.phase not in (TRAINING_PHASE, "") or self.step >= total_steps:
+            diagnose_s, kill_s = LONG_DIAGNOSE_S, max(LONG_KILL_S, configured_s or 0.0)
+        else:
+            slowest_s = SLOW_STEPS * max(self.step_times)
+            diagnose_s = max(DIAGNOSE_S, slowest_s)
+            kill_s = max(KILL_S, slowest_s) if configured_s is None else configured_s
+        return min(diagnose_s, kill_s), kill_s
 
     def _ranks_advance(self) -> bool:
         """Whether a rank has replaced its status since the last look: it does so only when it is further."""
         if self._now() < self._looked_at + _LOOK_S:
             return False
         self._looked_at, before = self._now(), self._said
+        self._said = self._newest_status()
+        return self._said != before
+
+    def _newest_status(self) -> int:
+        """When a rank last replaced its status, by the clock of the files; 0: none has."""
         with contextlib.suppress(OSError):  # a folder that is just being made
             stamps = (
                 file.stat().st_mtime_ns
@@ -83,14 +103,14 @@ class StepWatch:
                 for file in os.scandir(node.path)
                 if file.name.endswith(_STATUS)
             )
-            self._said = max(stamps, default=self._said)
-        return self._said != before
+            return max(stamps, default=0)
+        return 0
 
-    def _add(self, row: dict[str, Any]) -> None:
-        step, seconds = row.get("step"), row.get("step_time_s")
-        if isinstance(step, int):
-            self.step = max(self.step, step)
-            self._step_times.append(float(seconds) if isinstance(seconds, int | float) else 0.0)
+    def _age(self) -> float:
+        """Seconds since the run last wrote; 0 for one that has only begun."""
+        written = [tail.path.stat().st_mtime_ns for tail in self._tails if tail.path.exists()]
+        newest = max([*written, self._said])
+        return max(0.0, (time.time_ns() - newest) / 1e9) if newest else 0.0
 
 
 DIAGNOSE_S = 30.0  # without any advance, or so many of the slowest steps: then ranks are asked where they are
@@ -148,12 +168,11 @@ class HangWatch:
 
     @property
     def limits_s(self) -> tuple[float, float]:
-        """`hang_limits_s` of this run; shorter while a rank is stopped by somebody."""
-        config, slowest_s = self._plan.config, self._steps.slowest_step_s
-        makes_steps = self._steps.phase in (TRAINING_PHASE, "") and self._steps.step < config.train.steps
-        diagnose_s, kill_s = hang_limits_s(config.cluster.hang_timeout_s, slowest_s if makes_steps else None)
+        """Those of `StepWatch`; shorter while a rank is stopped by somebody."""
+        config, steps = self._plan.config, self._steps
+        diagnose_s, kill_s = steps.limits_s(config.cluster.hang_timeout_s, config.train.steps)
         if any(count >= 2 for count, _ in self._stopped.values()):
-            kill_s = min(kill_s, max(STOPPED_S, 2 * (slowest_s or 0.0)))
+            kill_s = min(kill_s, max(STOPPED_S, 2 * max(steps.step_times, default=0.0)))
         return min(diagnose_s, kill_s), kill_s
 
     def _note_stopped(self, statuses: Sequence[NodeStatus]) -> None:
@@ -236,16 +255,3 @@ class HangWatch:
 
     def _path(self, node: str, rank: int, suffix: str) -> Path:
         return self._run.log_path(node, rank).with_suffix(suffix)
-
-
-def hang_limits_s(configured_s: float | None, slowest_step_s: float | None) -> tuple[float, float]:
-    """After how long without any advance ranks are asked where they are, and after how long the run is stopped.
-
-    As configured, else by the slowest of the last steps; long where no steps are made (slowest_step_s is None).
-    """
-    if slowest_step_s is None:
-        diagnose_s, kill_s = LONG_DIAGNOSE_S, max(LONG_KILL_S, configured_s or 0.0)
-    else:
-        diagnose_s = max(DIAGNOSE_S, SLOW_STEPS * slowest_step_s)
-        kill_s = max(KILL_S, SLOW_STEPS * slowest_step_s) if configured_s is None else configured_s
-    return min(diagnose_s, kill_s), kill_s

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Protocol
 
 from cluster.agent.messages import STOP_GRACE_S
 from cluster.control.link import NodeStatus
@@ -48,8 +47,8 @@ class LaunchOutcome:
     leftover: tuple[Leftover, ...] = ()
 
 
-class LaunchObserver(Protocol):
-    """Whoever shows a launch to a person."""
+class LaunchObserver:
+    """Whoever shows a launch to a person; this one shows nothing to nobody."""
 
     def tick(self) -> None:
         """Called several times a second while the run lives."""
@@ -62,22 +61,6 @@ class LaunchObserver(Protocol):
 
     def note(self, text: str) -> None:
         """Something that a person should know, in one line."""
-
-
-class SilentObserver:
-    """Shows nothing to nobody."""
-
-    def tick(self) -> None:
-        pass
-
-    def nodes(self, statuses: Sequence[NodeStatus]) -> None:
-        pass
-
-    def stopping(self, cause: str, grace_s: float) -> None:
-        pass
-
-    def note(self, text: str) -> None:
-        pass
 
 
 @dataclass(frozen=True)
@@ -99,29 +82,19 @@ class LaunchTiming:
     stacks_s: float = 10.0  # for the ranks of a run that hangs to write their stacks
 
 
-class Clock(Protocol):
-    """Time as the controller sees it; tests have one that they move."""
+class Clock:
+    """Time as the controller sees it: that of this machine; tests have one that they move."""
 
     def monotonic(self) -> float:
         """Seconds that only go forward."""
-
-    def time_ns(self) -> int:
-        """Nanoseconds since the epoch."""
-
-    def sleep(self, seconds: float) -> None:
-        """Let time pass."""
-
-
-class SystemClock:
-    """The time of this machine."""
-
-    def monotonic(self) -> float:
         return time.monotonic()
 
     def time_ns(self) -> int:
+        """Nanoseconds since the epoch."""
         return time.time_ns()
 
     def sleep(self, seconds: float) -> None:
+        """Let time pass."""
         time.sleep(seconds)
 
 

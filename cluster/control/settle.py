@@ -26,9 +26,7 @@ from cluster.control.outcome import (
     Clock,
     LaunchObserver,
     LaunchOutcome,
-    SilentObserver,
     StopRequests,
-    SystemClock,
     write_cancel,
 )
 from cluster.launch.runner import open_links, runner_of
@@ -39,12 +37,10 @@ from engine.runs.folder import FINAL_STATES, RunFolder
 Opener = Callable[[LaunchPlan, RunFolder], Sequence[NodeLink]]
 _POLL_S = 0.1
 _NEVER_S = 1e12
-_SYSTEM_CLOCK = SystemClock()
+_CLOCK = Clock()
 
 
-def settle(
-    run: RunFolder, timeout_s: float = 5.0, opener: Opener = open_links, clock: Clock = _SYSTEM_CLOCK
-) -> RunState:
+def settle(run: RunFolder, timeout_s: float = 5.0, opener: Opener = open_links, clock: Clock = _CLOCK) -> RunState:
     """The truth about `run`, written to run.json if it has ended without anybody to say so.
 
     Nothing is done while a controller lives or the run has ended. The leases of nodes that go on are not renewed: this
@@ -94,7 +90,7 @@ def request_cancel(
             write_cancel(run, cause, grace_s)
             try:
                 manner = Manner(start=False, detached=lease_of(run) is None)
-                control(plan, run, opener(plan, run), observer or SilentObserver(), stop or StopRequests(), manner)
+                control(plan, run, opener(plan, run), observer or LaunchObserver(), stop or StopRequests(), manner)
             except ControllerBusyError:
                 is_led_elsewhere = True  # it was just taken over, and whoever did so sees our request
             continue

@@ -16,7 +16,7 @@ from typing import Any
 
 from cluster.control.controller import Manner, control
 from cluster.control.link import NodeLink, NodeStatus
-from cluster.control.outcome import LaunchOutcome, LaunchTiming, SilentObserver, StopRequests
+from cluster.control.outcome import LaunchObserver, LaunchOutcome, LaunchTiming, StopRequests
 from cluster.control.ssh_link import LinkTiming
 from cluster.env.facts import EnvironmentVariable
 from cluster.launch.local import LocalLink
@@ -193,7 +193,7 @@ def main(path: str, *flags: str) -> int:
     plan = read_launch_plan(run.path)
     links, manner = open_links(plan, run, LINKS), Manner(detached="--detached" in flags, timing=HURRIED)
     with StopRequests().listening() as stop:
-        return control(plan, run, links, SilentObserver(), stop, manner).exit_code
+        return control(plan, run, links, LaunchObserver(), stop, manner).exit_code
 
 
 if __name__ == "__main__":

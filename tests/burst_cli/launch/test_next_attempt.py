@@ -14,7 +14,7 @@ from burst_cli.launch.request import LaunchRequest, PreparedLaunch
 from burst_cli.runs.failure import failure_block
 from cluster.control.attempt import begin_attempt, finish
 from cluster.control.controller import Manner
-from cluster.control.outcome import LaunchOutcome, SilentObserver, StopRequests
+from cluster.control.outcome import LaunchObserver, LaunchOutcome, StopRequests
 from cluster.errors import ClusterError
 from cluster.failure import Failure
 from cluster.plan import LaunchPlan, build_launch_plan
@@ -53,7 +53,7 @@ class Story:
 
     def tell(self) -> str:
         manner = Manner(clock=self.clock)
-        watchers = (SilentObserver(), self.stop)
+        watchers = (LaunchObserver(), self.stop)
         return lead_attempts(self.plan, self.run, watchers, self.lead, manner, self.renew).status
 
 

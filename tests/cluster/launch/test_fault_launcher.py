@@ -21,7 +21,7 @@ from testkit.fault_table import AROUND_RANKS, LEASE, Row
 from testkit.process_table import run_processes, wait_until_gone
 
 from cluster.control.controller import Manner, control
-from cluster.control.outcome import SilentObserver, StopRequests
+from cluster.control.outcome import LaunchObserver, StopRequests
 from cluster.control.settle import request_cancel, settle
 from cluster.launch.runner import open_links
 from cluster.plan_record import read_launch_plan
@@ -81,7 +81,7 @@ def lead(base: Path, row: Row) -> Ended:
 def take_up(run: RunFolder) -> int:
     assert settle(run, 20.0).state in ("running", "completed")
     plan = read_launch_plan(run.path)
-    return control(plan, run, open_links(plan, run), SilentObserver(), StopRequests(), Manner(start=False)).exit_code
+    return control(plan, run, open_links(plan, run), LaunchObserver(), StopRequests(), Manner(start=False)).exit_code
 
 
 @pytest.fixture(scope="module")

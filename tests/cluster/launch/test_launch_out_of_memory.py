@@ -22,7 +22,7 @@ from cluster.agent.memory import memory_groups
 from cluster.agent.messages import Spec
 from cluster.control.controller import Manner, control
 from cluster.control.link import NodeStatus
-from cluster.control.outcome import LaunchOutcome, LaunchTiming, SilentObserver, StopRequests
+from cluster.control.outcome import LaunchObserver, LaunchOutcome, LaunchTiming, StopRequests
 from cluster.launch.local import LocalLink
 from engine.runs.folder import RunFolder, create_run, new_run_path
 from engine.runs.records import json_text
@@ -122,7 +122,7 @@ def launch(
     os.environ["FAKE_MODE"] = mode
     name = plan.nodes[0].name
     link = LocalLink(path, name) if proc is None else OtherMachine(path, name, proc)
-    outcome = control(plan, run, [link], SilentObserver(), StopRequests(), Manner(timing=TIMING))
+    outcome = control(plan, run, [link], LaunchObserver(), StopRequests(), Manner(timing=TIMING))
     if isinstance(link, OtherMachine):
         link.process.wait(10.0)
     return outcome, run
