@@ -75,6 +75,21 @@ class Stopwatch:
         repeats = max(1, int(self.window_s / once))
         return statistics.median(self._window(call, repeats) for _ in range(_WINDOWS))
 
+    def by_size(
+        self,
+        sizes: tuple[int, ...],
+        prepare: Callable[[int], Callable[[], object]],
+        figure: Callable[[int, float], float] = lambda size, seconds: seconds,
+    ) -> Series:
+        """The figure that a size and the seconds of its call give, by size, up to one that takes long. Collective."""
+        found: Series = []
+        for size in sizes:
+            seconds = self.seconds(prepare(size))
+            found.append((float(size), figure(size, seconds)))
+            if self.is_long(seconds):
+                break
+        return found
+
     def _window(self, call: Callable[[], object], repeats: int) -> float:
         dist.barrier()
         synchronize(self.device)
@@ -150,20 +165,14 @@ def measure_machine(cell: MachineCell, device: torch.device) -> tuple[Machine, d
 
 def _products(watch: Stopwatch, cell: MachineCell) -> Series:
     """FLOP/s of a linear layer of [side, side], forward and both gradients, by its side."""
-    found = []
-    for side in _SIDES[watch.device.type]:
-        rows = max(side, 512)
-        x, weight = _noise(watch.device, cell, rows, side), _noise(watch.device, cell, side, side)
+
+    def prepare(side: int) -> Callable[[], object]:
+        x, weight = _noise(watch.device, cell, max(side, 512), side), _noise(watch.device, cell, side, side)
         dy = torch.randn_like(x)
+        return lambda: torch.autograd.grad(F.linear(x, weight), (x, weight), dy)
 
-        def run(x: Tensor = x, weight: Tensor = weight, dy: Tensor = dy) -> None:
-            torch.autograd.grad(F.linear(x, weight), (x, weight), dy)
-
-        seconds = watch.seconds(run)
-        found.append((float(side), 6 * rows * side * side / seconds))
-        if watch.is_long(seconds):
-            break
-    return found
+    sides = _SIDES[watch.device.type]
+    return watch.by_size(sides, prepare, lambda side, seconds: 6 * max(side, 512) * side * side / seconds)
 
 
 def _tiles(watch: Stopwatch, cell: MachineCell) -> tuple[Series, Series, float]:
@@ -217,22 +226,21 @@ def _layer(watch: Stopwatch, cell: MachineCell, rate: Callable[[float], float]) 
     dtype: torch.dtype = getattr(torch, cell.shape.dtype)
     block = TransformerBlock(model).to(device=watch.device, dtype=dtype)
     weights = list(block.parameters())
-    found = []
-    for rows in _LAYER_ROWS[watch.device.type]:
+
+    def prepare(rows: int) -> Callable[[], object]:
         hidden = _noise(watch.device, cell, 1, rows, model.hidden_size)
-        cos, sin = rope_table(torch.arange(rows, device=watch.device), model.head_dim, model.rope_theta)
+        table = rope_table(torch.arange(rows, device=watch.device), model.head_dim, model.rope_theta)
         dout = torch.randn_like(hidden)
+        return lambda: torch.autograd.grad(block(hidden, *table, _NoAttention.apply), (hidden, *weights), dout)
 
-        def run(hidden: Tensor = hidden, cos: Tensor = cos, sin: Tensor = sin, dout: Tensor = dout) -> None:
-            out = block(hidden, cos, sin, _NoAttention.apply)
-            torch.autograd.grad(out, (hidden, *weights), dout)
-
+    def figure(rows: int, seconds: float) -> float:
         products_s = sum(6 * rows * w.numel() / rate(min(rows, *w.shape)) for w in weights if w.ndim == 2)
-        rest_s = watch.seconds(run) - products_s
-        # Under noise the products alone may seem to take all of it.
         moved = 3 * layer_numbers(model) * rows * dtype.itemsize
-        found.append((float(hidden.numel() * dtype.itemsize), moved / max(rest_s, products_s / 20)))
-    return found
+        # Under noise the products alone may seem to take all of it.
+        return moved / max(seconds - products_s, products_s / 20)
+
+    by_rows = watch.by_size(_LAYER_ROWS[watch.device.type], prepare, figure)
+    return [(rows * model.hidden_size * dtype.itemsize, moved) for rows, moved in by_rows]
 
 
 def _messages(watch: Stopwatch, cell: MachineCell, kind: str, *, one_per_node: bool = False) -> Series:
@@ -240,13 +248,14 @@ def _messages(watch: Stopwatch, cell: MachineCell, kind: str, *, one_per_node: b
     link.
     """
     idles = one_per_node and dist.get_rank() % cell.setup.local_ranks > 0
-    found: Series = []
-    for size in _MESSAGES[watch.device.type]:
+
+    def prepare(size: int) -> Callable[[], object]:
         ring = _neighbours(cell.setup, kind, torch.zeros(size, dtype=torch.uint8, device=watch.device))
-        if ring is None or (found and watch.is_long(found[-1][1])):
-            break
-        found.append((float(size), watch.seconds((lambda: None) if idles else ring)))
-    return found
+        return (lambda: None) if idles or ring is None else ring
+
+    if (cell.setup.local_ranks if kind == "intra" else cell.setup.nodes) == 1:
+        return []
+    return watch.by_size(_MESSAGES[watch.device.type], prepare)
 
 
 def _neighbours(setup: RankSetup, kind: str, sent: Tensor) -> Callable[..., None] | None:
@@ -333,16 +342,13 @@ def _train_step(config: RunConfig) -> TrainStep:
 
 def _host_copies(watch: Stopwatch) -> Series:
     """Seconds of a copy from pinned memory by its bytes; a CPU's memory is the host's."""
-    found: Series = []
-    for size in _COPIES[watch.device.type]:
+
+    def prepare(size: int) -> Callable[[], object]:
         source = torch.zeros(size, dtype=torch.uint8, pin_memory=watch.device.type == "cuda")
         target = torch.zeros(size, dtype=torch.uint8, device=watch.device)
+        return lambda: target.copy_(source, non_blocking=True)
 
-        def copy(source: Tensor = source, target: Tensor = target) -> None:
-            target.copy_(source, non_blocking=True)
-
-        found.append((float(size), watch.seconds(copy)))
-    return found
+    return watch.by_size(_COPIES[watch.device.type], prepare)
 
 
 def _by_share(series: Series) -> tuple[float, Shares]:

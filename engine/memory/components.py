@@ -41,8 +41,7 @@ POOLED = "attention pool"
 _NOT_KEPT = frozenset({"communication", "parameters", "gradients", "optimizer", POOLED})
 
 # (part of the file's path, function or None for all of them, component); the innermost frame that matches decides.
-Place = tuple[str, str | None, str]
-PLACES: tuple[Place, ...] = (
+PLACES: tuple[tuple[str, str | None, str], ...] = (
     ("engine/attention/buffers.py", "allocate_bytes", POOLED),
     ("engine/attention/", None, "attention"),
     ("engine/memory/store.py", None, "checkpoints"),
@@ -63,10 +62,10 @@ PLACES: tuple[Place, ...] = (
 _OPERATIONS = {"aten::embedding_dense_backward": "embedding"}
 
 
-def component_of(path: str, function: str, places: Sequence[Place] = PLACES) -> str | None:
+def component_of(path: str, function: str) -> str | None:
     """The component of what `function` in the file `path` allocates; None: its caller decides."""
     path = path.replace("\\", "/")
-    return next((component for part, name, component in places if part in path and name in (None, function)), None)
+    return next((component for part, name, component in PLACES if part in path and name in (None, function)), None)
 
 
 class FrameClassifier:
@@ -75,9 +74,8 @@ class FrameClassifier:
     host_components   those that lie in host memory, whoever allocates them
     """
 
-    def __init__(self, host_components: Iterable[str] = (), places: Sequence[Place] = PLACES) -> None:
+    def __init__(self, host_components: Iterable[str] = ()) -> None:
         self._host_components = frozenset(host_components)
-        self._places = places
         self._known: dict[CodeType, str | None] = {}
 
     def __call__(self, func: Any, tensor: Tensor) -> Label:
@@ -88,7 +86,7 @@ class FrameClassifier:
         while frame is not None and component is None:
             code = frame.f_code
             if code not in self._known:
-                self._known[code] = component_of(code.co_filename, code.co_name, self._places)
+                self._known[code] = component_of(code.co_filename, code.co_name)
             component = self._known[code]
             frame = frame.f_back
         component = component or "other"

@@ -26,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     if _is_left_to_torch(x):
         return F.rms_norm(x, weight.shape, weight, eps)
-    out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    out: Tensor = _RMSNorm.apply(x, None, weight, eps)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -38,7 +38,7 @@ def add_rms_norm(branch: Tensor, residual: Tensor, weight: Tensor, eps: float) -
     if torch.compiler.is_compiling() or _is_left_to_torch(branch):
         total = branch.add_(residual)
         return total, rms_norm(total, weight, eps)
-    total, normed = _AddRMSNorm.apply(branch, residual, weight, eps)  # type: ignore[no-untyped-call]
+    total, normed = _RMSNorm.apply(branch, residual, weight, eps)  # type: ignore[no-untyped-call]
     return total, normed
 
 
@@ -55,51 +55,36 @@ def _is_left_to_torch(x: Tensor) -> bool:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """[..., d]: normalised rows."""
-        out, rstd = _normed(x, weight, eps)
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Any:
+        """Normalised rows [..., d]; with a residual (the sum, in x's memory; its normalised rows)."""
+        out, rstd = _normed(x, residual, weight, eps)
         ctx.save_for_backward(x, weight, rstd)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, None]:
-        """dx and dweight."""
-        return *_norm_backward(dout, None, *ctx.saved_tensors), None
-
-
-class _AddRMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, branch: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(the sum, in branch's memory; its normalised rows)."""
-        if uses_triton(branch) and branch.is_contiguous():
-            from engine.kernels import rms_norm as kernels
-
-            normed, rstd = kernels.forward(branch, residual, weight, eps)
-        else:
-            branch.add_(residual)
-            normed, rstd = _normed(branch, weight, eps)
-        ctx.mark_dirty(branch)
+        if residual is None:
+            return out
+        ctx.mark_dirty(x)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(branch, weight, rstd)
-        return branch, normed
+        return x, out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dtotal: Tensor | None, dnormed: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The sum's gradient, on both its ways, is that of branch and of residual."""
+    def backward(ctx: Any, *douts: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The sum's gradient, on both its ways, is that of x and of the residual."""
+        dtotal, dnormed = douts if len(douts) == 2 else (None, douts[0])
         if dnormed is None:
             return dtotal, dtotal, None, None
         dx, dweight = _norm_backward(dnormed, dtotal, *ctx.saved_tensors)
-        return dx, dx, dweight, None
+        return dx, dx if len(douts) == 2 else None, dweight, None
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(normalised rows of x's shape and dtype, rstd [rows] fp32)."""
+def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(normalised rows of x's shape and dtype, rstd [rows] fp32); a residual is added to x in place before."""
+    if residual is not None and not (uses_triton(x) and x.is_contiguous()):
+        x.add_(residual)
+        residual = None
     if uses_triton(x):
         from engine.kernels import rms_norm as kernels
 
-        return kernels.forward(x, None, weight, eps)
+        return kernels.forward(x, residual, weight, eps)
     rows = x.reshape(-1, x.shape[-1])
     wide = accumulate_dtype(x.dtype)
     # Not a view of `out_rows`: FSDP2 warns of units that return views.

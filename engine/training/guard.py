@@ -42,13 +42,6 @@ class Verdict:
 TAKEN = Verdict()
 
 
-@dataclass(frozen=True)
-class _Problem:
-    figure: str
-    value: str
-    reaction: Reaction
-
-
 class Guard:
     """Remembers the losses of steps that were taken; its state belongs to a checkpoint."""
 
@@ -66,9 +59,10 @@ class Guard:
             if step > self._last_dropped:
                 self._in_a_row = 0
             return TAKEN
-        if problem.reaction == "stop":
+        figure, value, reaction = problem
+        if reaction == "stop":
             raise RunError(
-                f"{problem.figure} of step {step + 1} is {problem.value}: training has diverged. "
+                f"{figure} of step {step + 1} is {value}: training has diverged. "
                 "Lower optimizer.learning_rate, raise optimizer.warmup_steps or set optimizer.max_grad_norm, "
                 "and check the data; nothing after this step would be of use, so the run stops here"
             )
@@ -76,19 +70,20 @@ class Guard:
         self._last_dropped = max(step, self._last_dropped)
         if self._in_a_row > MOST_IN_A_ROW:
             raise RunError(
-                f"{problem.figure} of step {step + 1} is {problem.value}, and {MOST_IN_A_ROW} steps before "
+                f"{figure} of step {step + 1} is {value}, and {MOST_IN_A_ROW} steps before "
                 "it were dropped without progress. Lower optimizer.learning_rate, and look "
                 "at the samples that events.jsonl names"
             )
-        return Verdict(problem.reaction, f"{problem.figure} is {problem.value}")
+        return Verdict(reaction, f"{figure} is {value}")
 
-    def _problem(self, loss: float, grad_norm: float) -> _Problem | None:
+    def _problem(self, loss: float, grad_norm: float) -> tuple[str, str, Reaction] | None:
+        """(a figure, its value, what is to be done about it) where one is bad."""
         for figure, value in (("the loss", loss), ("the gradient norm", grad_norm)):
             if not math.isfinite(value):
-                return _Problem(figure, str(value), self.config.on_nonfinite)
+                return figure, str(value), self.config.on_nonfinite
         limit = self.limit()
         if limit is not None and loss > limit:
-            return _Problem("the loss", f"{loss:.4g}, above {limit:.4g}", self.config.on_spike)
+            return "the loss", f"{loss:.4g}, above {limit:.4g}", self.config.on_spike
         return None
 
     def limit(self) -> float | None:
