@@ -40,10 +40,10 @@ def evaluation_request(words: tuple[str, ...], step: int | None, options: Launch
     if any(word.startswith("exp=") for word in overrides):
         raise ConfigError(f"burst eval {name}: the run says what is evaluated, so exp= cannot; leave one of them out")
     run = choose_run(name, options.runs_dir)
-    base = evaluation_base(run)
-    words = (*OVERRIDES, words_of(weights_of(run, step)), *overrides)
+    words = (*OVERRIDES, *overrides)
+    base = evaluation_base(run, weights_of(run, step))
     if _evaluates_here(options, words, base) and (brought := bring(run, step, render.stderr())) is not None:
-        words = (*OVERRIDES, words_of(str(brought.path.absolute())), *overrides)
+        base = evaluation_base(run, str(brought.path.absolute()))
     return replace(options, overrides=words, base=base)
 
 
@@ -60,14 +60,15 @@ def _split(words: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
     return (words[0], words[1:]) if is_name else (None, words)
 
 
-def evaluation_base(run: RunFolder) -> RunConfig:
-    """The configuration of `run` as one to begin with: its first weights do not matter, its nodes are counted anew.
+def evaluation_base(run: RunFolder, weights: str) -> RunConfig:
+    """The configuration of `run` as one to begin with: its weights are those, its nodes are counted anew.
 
     Raises ConfigError when its config.yaml cannot be read.
     """
     config = load_config(run.path / "config.yaml")
     cluster = config.cluster if config.cluster.nodes is None else replace(config.cluster, num_nodes=None)
-    return replace(config, model=replace(config.model, init_from=None), cluster=cluster)
+    train = replace(config.train, checkpoint=replace(config.train.checkpoint, resume_from=weights))
+    return replace(config, model=replace(config.model, init_from=None), train=train, cluster=cluster)
 
 
 def weights_of(run: RunFolder, step: int | None) -> str:
@@ -87,12 +88,6 @@ def weights_of(run: RunFolder, step: int | None) -> str:
             "was launched with train.checkpoint.at_end=true"
         )
     return str(root.absolute())
-
-
-def words_of(path: str) -> str:
-    """The override that names these weights."""
-    quoted = path.replace("'", "\\'")
-    return f"train.checkpoint.resume_from='{quoted}'"
 
 
 def _folder_on_nodes(run: RunFolder) -> str | None:

@@ -81,8 +81,9 @@ def test_the_checkpoint_of_a_step_is_named(burst: Any, run: RunFolder) -> None:
     assert config["train"]["checkpoint"]["resume_from"] == str(run.path / "checkpoints/step-00000010")
 
 
-def test_weights_may_lie_where_the_settings_say(burst: Any, run: RunFolder, tmp_path: Path) -> None:
-    store = tmp_path / "it's here"
+@pytest.mark.parametrize("name", ["it's here", "it\\'s here"])
+def test_weights_may_lie_where_the_settings_say(burst: Any, run: RunFolder, tmp_path: Path, name: str) -> None:
+    store = tmp_path / name
     settings = replace(CONFIG.train, checkpoint=CheckpointConfig(every_steps=1, folder=str(store)))
     (run.path / "config.yaml").write_text(dump_config(replace(CONFIG, train=settings)))
     save_checkpoint(store / run.run_id, 30)
