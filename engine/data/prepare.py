@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import re
 import secrets
 import shutil
 from dataclasses import dataclass, field, replace
@@ -83,10 +84,11 @@ def prepare(config: DataConfig, *, progress: ProgressCallback = lambda _: None) 
     folder = prepared_folder(config, source)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with exclusive_lock(folder.with_name(folder.name + ".lock"), lambda: progress(Progress("waiting"))) as locked:
+        with exclusive_lock(folder.parent / f"{folder.name}.lock", lambda: progress(Progress("waiting"))) as locked:
             if locked:
-                for path in folder.parent.glob(f"{folder.name}.tmp-*"):  # left by processes that were killed
-                    shutil.rmtree(path, ignore_errors=True)
+                for path in folder.parent.iterdir():  # left by processes that were killed
+                    if re.fullmatch(rf"{re.escape(folder.name)}\.tmp-[0-9a-f]{{16}}", path.name):
+                        shutil.rmtree(path, ignore_errors=True)
             if not _is_ready(folder, config, identity):
                 _build_folder(folder, config, source, identity, progress)
     except OSError as error:
@@ -188,7 +190,7 @@ def _is_ready(folder: Path, config: DataConfig, identity: dict[str, Any]) -> boo
     try:
         _open_folder(folder)
     except DataError:
-        aside = _beside(folder)  # so that no other process ever sees a part of it
+        aside = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(8)}")  # so that no other process ever sees a part of it
         folder.rename(aside)
         shutil.rmtree(aside)
         return False
@@ -198,9 +200,8 @@ def _is_ready(folder: Path, config: DataConfig, identity: dict[str, Any]) -> boo
 def _build_folder(
     folder: Path, config: DataConfig, source: Source, identity: dict[str, Any], progress: ProgressCallback
 ) -> None:
-    work = _beside(folder)
     try:
-        with new_folder(folder, work):
+        with new_folder(folder) as work:
             tokenizer = build(work, config, source, progress)
             if make_identity(config, open_source(config)) != identity:
                 raise DataError("the source files changed while they were read. Run again when nothing writes to them.")
@@ -210,10 +211,6 @@ def _build_folder(
         # Another process was faster (on a file system without locks): its data is as good as ours.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-
-
-def _beside(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(8)}")
 
 
 def _open_folder(folder: Path) -> PreparedData:

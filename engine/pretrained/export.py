@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -82,9 +81,8 @@ def export(order: ExportOrder, manifest: Manifest, progress: Callable[[int], Non
     ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
     if order.tokenizer is not None:
         texts, ids = tokens_for_export(order.tokenizer, order.tokenizer_folder)
-    part = order.folder.with_name(f"{order.folder.name}.part-{secrets.token_hex(4)}")
     try:
-        with new_folder(order.folder, part):
+        with new_folder(order.folder) as part:
             files, size = _write_weights(order, manifest, part, progress)
             (part / CONFIG_FILE).write_text(json_text({**document, **ids}))
             if order.tokenizer is not None:

@@ -7,6 +7,7 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -75,16 +76,23 @@ def replace_file(path: Path, content: str | bytes, *, is_shared: bool = False) -
 
 
 @contextlib.contextmanager
-def new_folder(path: Path, work: Path) -> Iterator[None]:
-    """Make `work`, to be filled in the body, and rename it to `path` after it: that exists whole or not at all.
+def new_folder(path: Path, mode: int = 0o777) -> Iterator[Path]:
+    """A folder beside `path`, to be filled in the body and renamed to `path` after it: that exists whole or not at all.
 
-    Whatever fails, `work` is gone. Raises OSError, also where a folder with anything in it has appeared at `path`.
+    Whatever fails, it is gone, with the folders above it that this made. Raises OSError, also where a folder with
+    anything in it lies at `path`.
     """
-    work.mkdir(parents=True)
+    made = [parent for parent in path.parents if not parent.exists()]  # deepest first
+    work = path.parent / f"{path.name}.tmp-{secrets.token_hex(8)}"
     try:
-        yield
+        path.parent.mkdir(parents=True, exist_ok=True)
+        work.mkdir(mode)
+        yield work
         sync(*work.rglob("*"), work)
         work.rename(path)
         sync(path.parent)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+        with contextlib.suppress(OSError):  # where anything lies in one
+            for parent in made:
+                parent.rmdir()

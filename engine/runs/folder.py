@@ -24,9 +24,7 @@ import fcntl
 import os
 import re
 import secrets
-import shutil
 import socket
-import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -36,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.errors import BurstError, ConfigError
+from engine.runs.files import new_folder
 from engine.runs.oom import is_out_of_memory, measure_out_of_memory
 from engine.runs.process import process_start
 from engine.runs.records import append_json_line, read_json_lines, read_json_object, replace_json, utc_now
@@ -100,22 +99,20 @@ def check_writable(path: Path) -> None:
 def create_run(path: Path, files: Mapping[str, str], **facts: Any) -> RunFolder:
     """The run folder `path` in state planned, holding `files` (relative name -> text); `facts` go to run.json.
 
-    It is built under a temporary name beside its place and renamed, so that a failure leaves nothing half made; folders
-    above it that this call created are removed again as well. Raises RunFolderError with the cause.
+    A failure leaves nothing of it. Raises RunFolderError with the cause.
     """
-    created = _missing_parents(path)
-    temporary: Path | None = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=path.parent))  # mkdtemp gives mode 0700
-        _fill(temporary, path, files, facts)
-        temporary.rename(path)
+        with new_folder(path, 0o700) as work:
+            for name, text in files.items():
+                target = work / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(text, encoding="utf-8")
+                target.chmod(0o700 if name.endswith(".sh") else 0o600)
+            for name in ("logs", "checkpoints"):
+                (work / name).mkdir(exist_ok=True)
+            replace_json(work / "run.json", initial_state(path, facts))
     except OSError as error:
-        _remove(temporary, created)
         raise _cannot_create(path, error.strerror or str(error)) from error
-    except BaseException:
-        _remove(temporary, created)
-        raise
     return RunFolder(path)
 
 
@@ -161,13 +158,8 @@ class RunFolder:
 
     def read_state(self) -> dict[str, Any]:
         """The content of run.json; a missing file means planned. Raises RunFolderError when it is damaged."""
-        try:
-            document = read_json_object(self.path / "run.json")
-        except (OSError, ValueError) as error:
-            raise RunFolderError(f"{self.path / 'run.json'} is damaged: {error}") from error
-        if document is None:
-            return initial_state(self.path)
-        if document.get("state") not in STATES:
+        document = initial_state(self.path) | (self._read("run.json") or {})
+        if document["state"] not in STATES:
             raise RunFolderError(f"{self.path / 'run.json'} names the unknown state {document.get('state')!r}.")
         return document
 
@@ -355,35 +347,11 @@ def initial_state(path: Path, facts: Mapping[str, Any] | None = None) -> dict[st
     }
 
 
-def _fill(temporary: Path, path: Path, files: Mapping[str, str], facts: Mapping[str, Any]) -> None:
-    for name, text in files.items():
-        target = temporary / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
-        target.chmod(0o700 if name.endswith(".sh") else 0o600)
-    for name in ("logs", "checkpoints"):
-        (temporary / name).mkdir(exist_ok=True)
-    replace_json(temporary / "run.json", initial_state(path, facts))
-
-
 def _cannot_create(path: Path, cause: str) -> RunFolderError:
     return RunFolderError(
         f"The run folder {path} cannot be created: {cause}. "
         f"Give a writable folder with --runs-dir or {RUNS_DIR_VARIABLE}."
     )
-
-
-def _missing_parents(path: Path) -> list[Path]:
-    """The folders above `path` that do not exist, deepest first."""
-    return [parent for parent in path.parents if not parent.exists()]
-
-
-def _remove(temporary: Path | None, created: list[Path]) -> None:
-    if temporary is not None:
-        shutil.rmtree(temporary, ignore_errors=True)
-    for folder in created:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:

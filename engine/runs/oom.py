@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import re
+import resource
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,8 +78,8 @@ def measure_out_of_memory(error: BaseException) -> OutOfMemory | None:
     return OutOfMemory("host", "cpu", peak_resident_bytes(), "resident set of the process since its start", asked)
 
 
-def peak_resident_bytes() -> int | None:
-    """Largest resident set of this process so far, or None where the system does not say.
+def peak_resident_bytes() -> int:
+    """Largest resident set of this process so far.
 
     VmHWM belongs to the program; ru_maxrss may still hold that of the parent from before exec.
     """
@@ -86,12 +87,7 @@ def peak_resident_bytes() -> int | None:
         for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    try:
-        import resource
-    except ImportError:
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def less_memory(config: RunConfig, where: Where) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 # torch up to 2.8 reads the second name only, newer ones both.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
+_libc = ctypes.CDLL(None)
 
 
 def process_start(pid: int) -> str | None:
@@ -20,18 +20,17 @@ def process_start(pid: int) -> str | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return "" if not Path("/proc/self/stat").exists() and _exists(pid) else None
+        return None
     fields = text.rpartition(")")[2].split()  # the name in parentheses may itself hold spaces and parentheses
     return None if fields[0] in ("Z", "X") else fields[19]
 
 
 def die_with_parent(signal_number: int = signal.SIGKILL) -> None:
-    """Ask the kernel to send this process `signal_number` when its parent dies (Linux; elsewhere nothing happens).
+    """Ask the kernel to send this process `signal_number` when its parent dies.
 
     torchrun leaves its ranks behind when it is killed, and a killed launcher would leave torchrun behind.
     """
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal_number)
+    _libc.prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
 def prefer_expandable_segments(environment: MutableMapping[str, str]) -> None:
@@ -51,14 +50,3 @@ def redirect_output(path: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-
-
-def _exists(pid: int) -> bool:
-    """Whether a process `pid` exists, on systems without /proc."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

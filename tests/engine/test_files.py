@@ -42,13 +42,13 @@ def test_a_file_is_its_owners_alone_unless_it_is_shared(tmp_path: Path) -> None:
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:
-    with pytest.raises(KeyError), new_folder(tmp_path / "a", tmp_path / "work"):
-        {}[(tmp_path / "work/part").write_text("half")]
+    with pytest.raises(KeyError), new_folder(tmp_path / "deep/er/a") as work:
+        {}[(work / "part").write_text("half")]
     assert names(tmp_path) == []
-    with new_folder(tmp_path / "a", tmp_path / "work"):
-        (tmp_path / "work/part").write_text("whole")
+    with new_folder(tmp_path / "a") as work:
+        (work / "part").write_text("whole")
     assert names(tmp_path) == ["a"]
-    with pytest.raises(OSError, match="not empty"), new_folder(tmp_path / "a", tmp_path / "work"):
+    with pytest.raises(OSError, match="not empty"), new_folder(tmp_path / "a"):
         pass
     assert (tmp_path / "a/part").read_text() == "whole"
     assert names(tmp_path) == ["a"]

@@ -225,6 +225,14 @@ def test_a_killed_process_leaves_no_data_and_blocks_nobody(corpus: Path, cache: 
     assert list((cache / "data").iterdir()) == [path]
 
 
+def test_only_what_killed_processes_left_of_this_very_folder_is_cleared(corpus: Path, tmp_path: Path) -> None:
+    left, *others = (tmp_path / name for name in (f"o*.tmp-{'ab' * 8}", f"oo.tmp-{'ab' * 8}", "o*.tmp-mine"))
+    for path in (left, *others):
+        path.mkdir()
+    prepare(text_config(corpus, prepared_dir=str(tmp_path / "o*")))
+    assert [path.exists() for path in (left, *others)] == [False, True, True]
+
+
 def test_source_files_that_change_meanwhile_are_noticed(corpus: Path, cache: Path) -> None:
     def meddle(progress: Progress) -> None:
         if progress.stage == "encode":
