@@ -16,7 +16,8 @@ from burst_cli.figures import DASH, binary_bytes, count
 from burst_cli.tables import listing
 from cluster.node_checkpoints import NodeCheckpoint, NodeCheckpoints
 from cluster.ssh.nodes import fold_nodes
-from engine.runs.commit import checkpoints_of, list_checkpoints, open_checkpoint, remove, superfluous, verify_files
+from engine.runs.commit import checkpoints_of, list_checkpoints, open_checkpoint, superfluous, verify_files
+from engine.runs.files import remove_folder
 from engine.runs.folder import FINAL_STATES, RunFolder
 from engine.runs.manifest import CheckpointError, Manifest
 
@@ -59,7 +60,7 @@ class HereCheckpoint:
     def remove(self) -> None:
         """Delete it. Raises CheckpointError."""
         try:
-            remove(self.path)
+            remove_folder(self.path)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be deleted: {error.strerror}") from error
 

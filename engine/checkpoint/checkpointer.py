@@ -41,11 +41,11 @@ from engine.runs.commit import (
     put_aside,
     read_storage_id,
     recover,
-    remove,
     storage_id,
     superfluous,
     verify_files,
 )
+from engine.runs.files import remove_folder
 from engine.runs.manifest import CheckpointError, FileFacts, Manifest
 from engine.runs.records import utc_now
 
@@ -164,7 +164,7 @@ class Checkpointer:
         except BaseException:
             if self._disk.is_leader:
                 with contextlib.suppress(OSError):
-                    remove(folder)
+                    remove_folder(folder)
             raise
         self._prune(snapshot.step)
         seconds = time.monotonic() - begin
@@ -189,7 +189,7 @@ class Checkpointer:
         protected = {newest, *([] if self._restored is None else [self._restored])}
         for step in superfluous(steps, keep_last=self.config.keep_last, protected=protected):
             try:
-                remove(_checkpoint(self.root, step).path)
+                remove_folder(_checkpoint(self.root, step).path)
             except OSError as error:
                 self._note(f"checkpoint of step {step} cannot be deleted: {error.strerror}")
 

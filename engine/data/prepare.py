@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import re
-import secrets
 import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -36,7 +35,7 @@ from engine.data.tokenizers import (
     named_bos,
     read_tokenizer_file,
 )
-from engine.runs.files import cache_folder, hash_json, new_folder
+from engine.runs.files import cache_folder, hash_json, new_folder, remove_folder
 from engine.runs.records import json_text
 
 PREPARED_FORMAT = "burst-prepared"
@@ -87,7 +86,7 @@ def prepare(config: DataConfig, *, progress: ProgressCallback = lambda _: None) 
         with exclusive_lock(folder.parent / f"{folder.name}.lock", lambda: progress(Progress("waiting"))) as locked:
             if locked:
                 for path in folder.parent.iterdir():  # left by processes that were killed
-                    if re.fullmatch(rf"{re.escape(folder.name)}\.tmp-[0-9a-f]{{16}}", path.name):
+                    if re.fullmatch(rf"{re.escape(folder.name)}\.(tmp|gone)-[0-9a-f]{{16}}", path.name):
                         shutil.rmtree(path, ignore_errors=True)
             if not _is_ready(folder, config, identity):
                 _build_folder(folder, config, source, identity, progress)
@@ -190,9 +189,7 @@ def _is_ready(folder: Path, config: DataConfig, identity: dict[str, Any]) -> boo
     try:
         _open_folder(folder)
     except DataError:
-        aside = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(8)}")  # so that no other process ever sees a part of it
-        folder.rename(aside)
-        shutil.rmtree(aside)
+        remove_folder(folder)
         return False
     return True
 

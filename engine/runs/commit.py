@@ -29,7 +29,7 @@ from engine.runs.records import replace_json
 STORAGE_FILE = "storage"
 _COMMITTED = re.compile(r"step-(\d{8,})")
 _REPLACED = re.compile(r"(step-\d{8,})\.old-[0-9a-f]+")
-_LEFTOVER = re.compile(r"(step-\d{8,}\.(tmp|old|gone)|fetched)-[0-9a-f]+")
+_LEFTOVER = re.compile(r"(step-\d{8,}(\.(tmp|old|gone)-[0-9a-f]+)+|fetched-[0-9a-f]+)")
 
 
 @dataclass(frozen=True)
@@ -136,13 +136,6 @@ def put_aside(checkpoint: Checkpoint, why: str) -> Path:
     with contextlib.suppress(OSError):
         (target / "WHY").write_text(why + "\n", encoding="utf-8")
     return target
-
-
-def remove(path: Path) -> None:
-    """Delete a checkpoint; killed half-way, what is left is no checkpoint any more. Raises OSError."""
-    gone = path.with_name(f"{path.name}.gone-{secrets.token_hex(4)}")
-    path.rename(gone)
-    shutil.rmtree(gone)
 
 
 def superfluous(

@@ -96,3 +96,10 @@ def new_folder(path: Path, mode: int = 0o777) -> Iterator[Path]:
         with contextlib.suppress(OSError):  # where anything lies in one
             for parent in made:
                 parent.rmdir()
+
+
+def remove_folder(path: Path) -> None:
+    """Delete it; whoever looks meanwhile, or after this was killed, sees all of it or nothing. Raises OSError."""
+    gone = path.with_name(f"{path.name}.gone-{secrets.token_hex(8)}")
+    path.rename(gone)
+    shutil.rmtree(gone)
