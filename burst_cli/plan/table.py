@@ -17,16 +17,12 @@ from burst_cli.tables import listing, styled
 from engine.config.settings import Store
 from engine.planning.memory.auto import MemoryCandidate, MemoryChoice
 from engine.planning.memory.predictor import MemoryPrediction
+from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.preview import AttentionPreview, Buffers, LayerPreview, PassPreview, links_to_dict
 from engine.planning.time.machine import Machine
 from engine.planning.time.recommend import LEAST_SAVING
 from engine.planning.time.step_time import StepTime
 
-_LINK_NAMES = {
-    "intra": "sent inside the node",
-    "inter": "sent between nodes",
-    "host": "moved to and from host memory",
-}
 _SHOWN_CANDIDATES = 12
 _CELL_PADDING = 3  # one blank on each side and the rule
 
@@ -157,7 +153,7 @@ def comparison_table(candidates: Sequence[Plan | Illegal], width: int) -> Render
 
 def _headings(candidate: Plan) -> list[Text]:
     method = candidate.preview.method
-    heading = f"layout {method.layout}, {_degrees(candidate)} (heads x inner ring x outer ring)"
+    heading = f"layout {method.layout}, {_degrees(method)} (heads x inner ring x outer ring)"
     return [
         _placement(candidate),
         Text.assemble(("method      ", "bold"), heading),
@@ -173,34 +169,12 @@ def _placement(candidate: Plan) -> Text:
     return Text.assemble(("sequence    ", "bold"), f"{train.seq_len:,} tokens on {where}{times}; {train.compute_dtype}")
 
 
-def _passes_table(layer: LayerPreview, machine: Machine) -> Table:
-    figures: dict[str, Callable[[PassPreview], str]] = {
-        "steps": lambda one: str(one.steps),
-        "tiles": lambda one: str(one.tiles),
-        "visible pairs, all ranks": lambda one: count(one.visible_pairs),
-        "balance (busiest rank / mean)": lambda one: f"{one.balance:.3f}",
-        **{name: _link_cell(link) for link, name in _LINK_NAMES.items()},
-        "buffers on the device": lambda one: _extra_buffers(one, "device"),
-        "buffers in host memory": lambda one: _extra_buffers(one, "host"),
-        f"predicted seconds ({machine.name})": lambda one: seconds(_seconds(one)),
-        "  computing (busiest rank)": lambda one: seconds(one.timeline.busiest_s if one.timeline else None),
-        "  exposed communication": _exposed,
-    }
-    directions = [one.direction for one in layer.every_pass]
-    rows = [[heading, *map(cell, layer.every_pass)] for heading, cell in figures.items()]
-    return listing(("per layer and rank", *directions), rows, directions, ruled=True)
+def _link(name: str) -> Callable[[PassPreview], str]:
+    return lambda one: binary_bytes(links_to_dict(one.busiest_links)[name])
 
 
-def _link_cell(link: str) -> Callable[[PassPreview], str]:
-    return lambda one: binary_bytes(links_to_dict(one.busiest_links)[link])
-
-
-def _extra_buffers(one: PassPreview, where: Store) -> str:
-    return binary_bytes(max(rank.buffer_bytes(where, pinned=False) for rank in one.ranks))
-
-
-def _seconds(one: PassPreview) -> float | None:
-    return one.timeline.total_s if one.timeline else None
+def _extra_buffers(where: Store) -> Callable[[PassPreview], str]:
+    return lambda one: binary_bytes(max(rank.buffer_bytes(where, pinned=False) for rank in one.ranks))
 
 
 def _exposed(one: PassPreview) -> str:
@@ -208,6 +182,29 @@ def _exposed(one: PassPreview) -> str:
         return seconds(None)
     exposed = one.timeline.exposed_s
     return f"{seconds(exposed)} ({percent(exposed / one.timeline.total_s)})" if exposed > 0 else "0"
+
+
+# What is told of a pass: its name in the details, its name where methods stand side by side (None: not there).
+_FIGURES: tuple[tuple[str, str | None, Callable[[PassPreview], str]], ...] = (
+    ("steps", "steps", lambda one: str(one.steps)),
+    ("tiles", "tiles", lambda one: str(one.tiles)),
+    ("visible pairs, all ranks", None, lambda one: count(one.visible_pairs)),
+    ("balance (busiest rank / mean)", "balance", lambda one: f"{one.balance:.3f}"),
+    ("sent inside the node", "intra node", _link("intra")),
+    ("sent between nodes", "inter node", _link("inter")),
+    ("moved to and from host memory", "host", _link("host")),
+    ("buffers on the device", "device buffers", _extra_buffers("device")),
+    ("buffers in host memory", None, _extra_buffers("host")),
+    ("predicted seconds", "seconds", lambda one: seconds(one.timeline.total_s if one.timeline else None)),
+    ("  computing (busiest rank)", None, lambda one: seconds(one.timeline.busiest_s if one.timeline else None)),
+    ("  exposed communication", "exposed", _exposed),
+)
+
+
+def _passes_table(layer: LayerPreview, machine: Machine) -> Table:
+    directions = [one.direction for one in layer.every_pass]
+    rows = [[name, *map(cell, layer.every_pass)] for name, _, cell in _FIGURES]
+    return listing((f"per layer and rank ({machine.name})", *directions), rows, directions, ruled=True)
 
 
 def _buffers_table(preview: AttentionPreview) -> Table:
@@ -231,10 +228,9 @@ def _ranking_table(candidate: Plan) -> Table:
     rows = []
     for one in candidate.ranking:
         method = one.method
-        degrees = f"{method.head_parallel_size} x {method.ring_inner_size} x {method.ring_outer_size}"
         moved = method.backward_circulates if method.ring_inner_size * method.ring_outer_size > 1 else "-"
         figures = (seconds(one.seconds), seconds(one.exposed_s), binary_bytes(one.buffer_bytes))
-        rows.append((method.preset, degrees, moved, *figures))
+        rows.append((method.preset, _degrees(method), moved, *figures))
     headings = ("attention per step", "exposed", "buffers")
     about = ("methods, best first", "heads x inner x outer", "backward")
     return listing((*about, *headings), [styled(rows[0], "bold"), *rows[1:]], headings, ruled=True)
@@ -271,29 +267,20 @@ def _bytes_note() -> Text:
 
 
 def _comparison_columns(legal: Sequence[Plan]) -> list[tuple[str, Callable[[Plan], str]]]:
+    """Host memory is told of where somebody uses it."""
+
     def both(cell: Callable[[PassPreview], str]) -> Callable[[Plan], str]:
         return lambda candidate: " / ".join(cell(one) for one in candidate.preview.passes)
 
-    def link(name: str) -> Callable[[PassPreview], str]:
-        return lambda one: binary_bytes(links_to_dict(one.busiest_links)[name])
-
-    columns: list[tuple[str, Callable[[Plan], str]]] = [
+    uses_host = any(one.all_links.host_bytes for candidate in legal for one in candidate.preview.every_pass)
+    has_memory = all(candidate.memory for candidate in legal)
+    return [
         ("attention", lambda candidate: candidate.name),
         ("layout", lambda candidate: candidate.preview.method.layout),
-        ("heads x rings", _degrees),
+        ("heads x rings", lambda candidate: _degrees(candidate.preview.method)),
         ("backward", lambda candidate: candidate.preview.method.backward_circulates),
-        ("steps", both(lambda one: str(one.steps))),
-        ("tiles", both(lambda one: str(one.tiles))),
-        ("balance", lambda candidate: f"{max(one.balance for one in candidate.preview.passes):.2f}"),
-        *((f"{name} node" if name != "host" else name, both(link(name))) for name in _used_links(legal)),
-        ("device buffers", both(lambda one: _extra_buffers(one, "device"))),
-    ]
-    if all(candidate.memory for candidate in legal):
-        columns.append(("memory of a rank", _memory_cell))
-    return [
-        *columns,
-        ("seconds", both(lambda one: seconds(_seconds(one)))),
-        ("exposed", both(_exposed)),
+        *((name, both(cell)) for _, name, cell in _FIGURES if name and (name != "host" or uses_host)),
+        *([("memory of a rank", _memory_cell)] if has_memory else []),
         ("step", lambda candidate: seconds(candidate.step.seconds)),
         ("MFU", lambda candidate: percent(candidate.step.mfu(candidate.step.flops.model))),
     ]
@@ -307,15 +294,8 @@ def _memory_cell(candidate: Plan) -> str:
     return needed if memory.fits else f"{needed}, does not fit"
 
 
-def _degrees(candidate: Plan) -> str:
-    method = candidate.preview.method
+def _degrees(method: AttentionMethod) -> str:
     return f"{method.head_parallel_size} x {method.ring_inner_size} x {method.ring_outer_size}"
-
-
-def _used_links(legal: Sequence[Plan]) -> list[str]:
-    """Inside the node and between nodes always; host memory where somebody uses it."""
-    uses_host = any(one.all_links.host_bytes for candidate in legal for one in candidate.preview.every_pass)
-    return ["intra", "inter", "host"] if uses_host else ["intra", "inter"]
 
 
 def _fastest(legal: Sequence[Plan]) -> int | None:

@@ -76,7 +76,7 @@ def test_details_show_every_pass(burst) -> None:
     assert "2,048 tokens on 4 ranks on 1 node" in shown
     for words in ("steps", "tiles", "balance", "sent inside the node", "buffers on the device", "v circulates"):
         assert words in shown
-    assert "predicted seconds (cpu)" in shown
+    assert "per layer and rank (cpu)" in shown
 
 
 def test_seconds_are_those_of_the_device(burst) -> None:
