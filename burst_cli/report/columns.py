@@ -239,6 +239,7 @@ def choose_columns(names: Sequence[str]) -> tuple[Column, ...]:
     """The columns of --columns, in that order. Raises ConfigError with every unknown name and the nearest ones."""
     wanted = [ALIASES.get(name, name) for entry in names for name in entry.replace(" ", "").split(",") if name]
     problems = [unknown_column("--columns", name) for name in wanted if name not in BY_KEY]
+    problems += [] if wanted else ["--columns names no column; `--columns help` lists all"]
     if problems:
         raise ConfigError(problems)
     return tuple(BY_KEY[name] for name in dict.fromkeys(wanted))

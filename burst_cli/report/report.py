@@ -17,7 +17,7 @@ from burst_cli.options import JsonOption, RunsDirOption
 from burst_cli.outputs import write_output
 from burst_cli.report import write
 from burst_cli.report.build import Request, build_report
-from burst_cli.report.columns import column_help
+from burst_cli.report.columns import COLUMNS, column_help
 from engine.config.errors import ConfigError
 from engine.runs.folder import default_runs_dir
 
@@ -116,7 +116,10 @@ def report(
     burst report tiny --latest --fail-below mfu=40%  exit code 1 for CI
     """
     if columns and "help" in columns:
-        sys.stdout.write(column_help())
+        if as_json:
+            render.emit_json({"columns": [{"key": c.key, "heading": c.heading, "doc": c.doc} for c in COLUMNS]})
+        else:
+            sys.stdout.write(column_help())
     else:
         _report(context.params)
 
@@ -126,7 +129,7 @@ def _report(typed: Mapping[str, Any]) -> None:
     png, as_json = typed["png"], typed["as_json"]
     chosen, output = _where(typed["format"], as_json, typed["output"])
     write.check_targets(output, png, force=typed["force"])
-    given = {name: typed[name] for name in Request.__dataclass_fields__ if typed.get(name)}
+    given = {name: typed[name] for name in Request.__dataclass_fields__ if typed.get(name) is not None}
     found = build_report(Request(**{"runs_dir": default_runs_dir(), **given, "is_page": chosen == "html"}))
     console = render.stderr()
     write.print_warnings(found, console)
@@ -161,4 +164,6 @@ def _where(format: Format | None, as_json: bool, output: Path | None) -> tuple[F
                 f"expected a name that ends in {', '.join(_FORMATS)}, or --format beside any name"
             )
     format = format or ("json" if as_json else "table")
+    if as_json and output is None and format not in ("json", "html"):
+        raise ConfigError(f"--json and --format {format} exclude each other on standard output; add --output FILE")
     return format, DEFAULT_PAGE if format == "html" and output is None else output

@@ -114,7 +114,13 @@ def test_since_takes_dates_and_ages(text: str | None, moment: datetime | None) -
         (("--since", "yesterday"), ["such as 2026-01-31"]),
         (("--status", "done"), ["legal: planned"]),
         (("--columns", "run,mfuu,x"), ["did you mean mfu?", "there is no 'x'"]),
+        (("--columns", ","), ["names no column"]),
         (("--sort", "sped"), ["--columns help"]),
+        (("--sort", ""), ["there is no ''"]),
+        (("--since", ""), ["such as 2026-01-31"]),
+        (("--baseline", ""), ["neither a method of these runs nor a run"]),
+        (("--sweep", ""), ["sweep"]),
+        (("--json", "--format", "csv"), ["exclude each other"]),
         (("--limit", "0"), ["--limit"]),
         (("tinny", "99999999"), ["did you mean tiny?", "99999999"]),
     ],
@@ -317,6 +323,8 @@ def test_chosen_columns_keep_their_order_and_are_never_left_out(burst, runs_dir:
     assert [column.key for column in choose_columns(["mfu,run", "attention"])] == ["mfu", "run", "attention_preset"]
     listed = burst("report", "--columns", "help").out
     assert [column.key for column in COLUMNS if column.key not in listed] == []
+    document = json.loads(burst("report", "--columns", "help", "--json").out)
+    assert [column["key"] for column in document["columns"]] == [column.key for column in COLUMNS]
     monkeypatch.setenv("COLUMNS", "60")
     chosen = "run,mfu,hfu,peak_flops_per_device,command,versions"
     output = burst("report", "tiny", "--columns", chosen).out
