@@ -17,6 +17,7 @@ from cluster.agent.messages import Spec
 from cluster.control.controller import Manner, control
 from cluster.control.link import NodeLink, NodeStatus, Phase, StartRefusedError
 from cluster.control.outcome import LaunchOutcome, LaunchTiming, StopRequests
+from cluster.failure import Failure
 from cluster.plan import LaunchPlan, build_launch_plan, with_files
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig, TrainConfig
@@ -163,6 +164,24 @@ class World:
         links: list[NodeLink] = list(self.links)
         manner = Manner(start, detached, timing or LaunchTiming(), self.clock)
         return control(self.plan, self.run, links, self.observer, self.stop, manner)
+
+    def failure(self, timing: LaunchTiming | None = None) -> Failure:
+        """Why the run, led to its end, failed."""
+        failure = self.lead(timing=timing).failure
+        assert failure is not None
+        return failure
+
+    def press(self) -> None:
+        """Somebody asks for the end."""
+        self.stop.count, self.stop.cause = self.stop.count + 1, "Ctrl-C"
+
+    def go_silent(self, number: int) -> None:
+        """A node is not heard from now on."""
+        self.links[number].silent_since = self.clock.now
+
+    def speak(self, number: int) -> None:
+        """A node is heard again."""
+        self.links[number].silent_since = None
 
     def at(self, seconds: float, action: Callable[[], Any]) -> None:
         """Have something done so many seconds after now."""

@@ -16,14 +16,9 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
-def go_silent(world: World, number: int) -> None:
-    world.links[number].silent_since = world.clock.now
-
-
 def go_silent_all(world: World) -> None:
     """After five seconds."""
-    for number in (0, 1):
-        world.at(5, lambda number=number: go_silent(world, number))  # type: ignore[misc]
+    world.at(5, lambda: (world.go_silent(0), world.go_silent(1)))
 
 
 def report(world: World, number: int, step: int) -> None:
@@ -35,23 +30,18 @@ def report(world: World, number: int, step: int) -> None:
 
 @pytest.mark.parametrize("silent", [0, 1])
 def test_node_that_is_out_of_reach_lives_while_ranks_advance(world: World, silent: int) -> None:
-    world.at(5, lambda: go_silent(world, silent))
+    world.at(5, lambda: world.go_silent(silent))
     for second in range(6, 300, 10):
         world.at(second, lambda second=second: report(world, 1 - silent, second))  # type: ignore[misc]
-
-    def speak() -> None:
-        world.links[silent].silent_since = None
-
-    world.at(300, speak)
+    world.at(300, lambda: world.speak(silent))
     world.at(310, world.complete)
     assert world.lead(detached=True, timing=LaunchTiming(poll_s=1.0)).status == "completed"
     assert not any(link.stops for link in world.links)
 
 
 def test_a_detached_run_of_which_nothing_can_be_heard_is_left_alone_for_long(world: World) -> None:
-    for number in (0, 1):
-        world.at(5, lambda number=number: go_silent(world, number))  # type: ignore[misc]
-        world.at(500, lambda number=number: setattr(world.links[number], "silent_since", None))  # type: ignore[misc]
+    go_silent_all(world)
+    world.at(500, lambda: (world.speak(0), world.speak(1)))
     world.at(510, world.complete)
     assert world.lead(detached=True, timing=LaunchTiming(poll_s=1.0)).status == "completed"
 
@@ -59,8 +49,8 @@ def test_a_detached_run_of_which_nothing_can_be_heard_is_left_alone_for_long(wor
 @pytest.mark.parametrize("first", [0, 1])
 def test_nodes_that_come_back_one_after_the_other_are_all_waited_for(world: World, first: int) -> None:
     go_silent_all(world)
-    world.at(400, lambda: setattr(world.links[first], "silent_since", None))
-    world.at(415, lambda: setattr(world.links[1 - first], "silent_since", None))
+    world.at(400, lambda: world.speak(first))
+    world.at(415, lambda: world.speak(1 - first))
     world.at(430, world.complete)
     assert world.lead(detached=True, timing=LaunchTiming(poll_s=1.0)).status == "completed"
     assert not any(link.stops for link in world.links)
@@ -68,7 +58,7 @@ def test_nodes_that_come_back_one_after_the_other_are_all_waited_for(world: Worl
 
 def test_a_node_that_stays_away_when_the_others_are_back_is_lost(world: World) -> None:
     go_silent_all(world)
-    world.at(400, lambda: setattr(world.links[0], "silent_since", None))
+    world.at(400, lambda: world.speak(0))
     world.at(590, world.complete)
     outcome = world.lead(detached=True, timing=LaunchTiming(poll_s=1.0))
     assert outcome.status == "failed"

@@ -103,9 +103,8 @@ def test_ranks_that_say_how_a_long_phase_goes_on_are_left_alone(world: World, ph
 def test_first_step_may_take_an_hour(world: World) -> None:
     world.at(1, lambda: world.phase("prepare data"))
     show_stopped(world, 0)
-    outcome = world.lead(timing=SELDOM)
-    assert outcome.failure is not None
-    assert outcome.failure.kind == "hang"
+    failure = world.failure(timing=SELDOM)
+    assert failure.kind == "hang"
     assert LONG_KILL_S < world.clock.now - 1001.0 < LONG_KILL_S + MINUTE_S
 
 
@@ -120,9 +119,8 @@ def test_configured_patience_is_kept(tmp_path: Path) -> None:
     world = World(tmp_path, hang_timeout_s=7.0)
     train(world, 3)
     show_stopped(world, 1)
-    outcome = world.lead()
-    assert outcome.failure is not None
-    assert outcome.failure.rank == 1
+    failure = world.failure()
+    assert failure.rank == 1
     assert 7.0 < world.clock.now - 1003.0 < 20.0
 
 
@@ -145,9 +143,8 @@ def test_rank_that_somebody_stopped_is_seen_sooner(world: World) -> None:
     show_stopped(world, 3)
     world.at(4, lambda: health(world.links[1], "one", 3, "T"))
     world.at(9, lambda: health(world.links[1], "two", 3, "T"))
-    outcome = world.lead()
-    assert outcome.failure is not None
-    assert outcome.failure.rank == 3
+    failure = world.failure()
+    assert failure.rank == 3
     assert STOPPED_S < world.clock.now - 1003.0 < DIAGNOSE_S
 
 
@@ -163,10 +160,9 @@ def test_node_that_gives_no_answer_does_not_hold_up_the_verdict(tmp_path: Path) 
     world = World(tmp_path, hang_timeout_s=25.0)
     train(world, 3)
     show_stopped(world, 1)
-    world.at(20, lambda: setattr(world.links[1], "silent_since", world.clock.now))
-    outcome = world.lead()
-    assert outcome.failure is not None
-    assert outcome.failure.rank == 1
+    world.at(20, lambda: world.go_silent(1))
+    failure = world.failure()
+    assert failure.rank == 1
     assert world.clock.now - 1003.0 < MINUTE_S
 
 
@@ -175,7 +171,7 @@ def test_silence_while_the_launcher_itself_was_stopped_is_none(world: World) -> 
         if world.clock.now > 1005.0 and world.links[1].silent_since is None:
             world.observer.act = lambda: None
             world.links[1].silent_since, world.clock.now = world.clock.now, world.clock.now + 40.0
-            world.at(0.5, lambda: setattr(world.links[1], "silent_since", None))  # until what came has been read
+            world.at(0.5, lambda: world.speak(1))  # until what came has been read
 
     world.observer.act = stop
     world.at(60, world.complete)
@@ -184,9 +180,8 @@ def test_silence_while_the_launcher_itself_was_stopped_is_none(world: World) -> 
 
 def test_nothing_that_points_anywhere_is_still_a_hang(world: World) -> None:
     train(world, 3)
-    outcome = world.lead(timing=SELDOM)
-    assert outcome.failure is not None
-    assert (outcome.failure.kind, outcome.failure.rank) == ("hang", None)
+    failure = world.failure(timing=SELDOM)
+    assert (failure.kind, failure.rank) == ("hang", None)
 
 
 def recorded_stacks(world: World, answered: bool) -> str:
@@ -199,10 +194,9 @@ def recorded_stacks(world: World, answered: bool) -> str:
         world.run.log_path(world.links[number // 2].node, number).with_suffix(".stacks").write_text(stacks)
     if not answered:
         world.links[0].mute = frozenset({"1"})
-    outcome = world.lead(timing=SELDOM)
-    assert outcome.failure is not None
-    assert outcome.failure.rank == 1
-    return outcome.failure.message
+    failure = world.failure(timing=SELDOM)
+    assert failure.rank == 1
+    return failure.message
 
 
 def test_rank_whose_stack_tells_is_accused_without_doubt(world: World) -> None:

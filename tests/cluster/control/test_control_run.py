@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,19 +38,14 @@ def test_run_is_completed_when_the_first_node_says_so_and_all_have_ended(world: 
     assert world.state["nodes_started_at"] is not None
 
 
-def test_every_node_is_started_with_its_own_ranks_and_the_lease(world: World) -> None:
+@pytest.mark.parametrize("lease_s", [60.0, None])  # None: of a detached run
+def test_every_node_is_started_with_its_own_ranks_and_the_lease(world: World, lease_s: float | None) -> None:
     world.at(1, world.complete)
-    world.lead()
+    world.lead(detached=lease_s is None)
     specs = [link.specs[0] for link in world.links]
-    assert [(spec.node, spec.first_rank, spec.lease_s) for spec in specs] == [("n1", 0, 60.0), ("n2", 2, 60.0)]
+    assert [(spec.node, spec.first_rank, spec.lease_s) for spec in specs] == [("n1", 0, lease_s), ("n2", 2, lease_s)]
+    assert world.state["lease_s"] == lease_s
     assert all(link.is_followed and link.is_closed for link in world.links)
-
-
-def test_nodes_of_a_detached_run_have_no_lease(world: World) -> None:
-    world.at(1, world.complete)
-    world.lead(detached=True)
-    assert [link.specs[0].lease_s for link in world.links] == [None, None]
-    assert world.state["lease_s"] is None
 
 
 def test_leases_are_renewed_every_second_until_a_node_ends(world: World) -> None:
@@ -72,27 +68,20 @@ def test_node_that_refuses_stops_those_that_began_and_is_named(world: World) -> 
     assert world.links[1].stops == []
 
 
-def test_several_refusals_are_all_told(tmp_path: Path) -> None:
-    world = World(tmp_path, ("n1", "n2", "n3"))
+def test_of_many_refusals_the_first_are_told_and_the_others_counted(tmp_path: Path) -> None:
+    world = World(tmp_path, [f"n{number:02}" for number in range(12)])
     for link in world.links:
         link.refusal = StartRefusedError(link.node, "folder", "disk full")
-    outcome = world.lead()
-    assert outcome.failure is not None
-    told = " ".join([outcome.failure.message, *outcome.failure.details])
-    assert outcome.failure.host in told
-    assert told.count("disk full") >= 1
-
-
-def test_node_that_did_not_answer_to_the_start_is_stopped_all_the_same(world: World) -> None:
-    world.links[1].refusal = StartRefusedError("n2", "unreachable", "no answer in 60 s")
-    world.lead()
-    assert [cause for _, cause, _ in world.links[1].stops] == ["start"]
+    failure = world.failure()
+    assert (failure.host, failure.message) == ("n00", "n00: disk full")
+    assert failure.details == (*(f"n{number:02}: disk full" for number in range(1, 9)), "and 3 more")
 
 
 def test_node_that_cannot_be_reached_after_the_start_may_hold_what_nobody_stops(world: World) -> None:
     world.links[1].refusal = StartRefusedError("n2", "unreachable", "no answer in 60 s")
     world.links[1].silent_since = world.clock.now
     outcome = world.lead()
+    assert [cause for _, cause, _ in world.links[1].stops] == ["start"]
     assert [(left.node, left.pids) for left in outcome.leftover] == [("n2", ())]
     assert "may have begun" in outcome.leftover[0].reason
 
@@ -111,7 +100,7 @@ def test_ranks_that_save_a_checkpoint_first_get_the_time_for_it(world: World) ->
     checkpoint = CheckpointConfig(every_minutes=30.0, stop_grace_s=90.0)
     config = world.plan.config
     world.plan = replace(world.plan, config=replace(config, train=replace(config.train, checkpoint=checkpoint)))
-    world.at(1.0, lambda: (setattr(world.stop, "count", 1), setattr(world.stop, "cause", "Ctrl-C")))
+    world.at(1.0, world.press)
     assert world.lead().status == "cancelled"
     assert [[grace for _, _, grace in link.stops] for link in world.links] == [[90.0], [90.0]]
     assert {spec.stop_grace_s for link in world.links for spec in link.specs} == {90.0}
@@ -119,7 +108,7 @@ def test_ranks_that_save_a_checkpoint_first_get_the_time_for_it(world: World) ->
 
 def test_request_while_a_node_is_being_started_reaches_it_as_soon_as_it_has_begun(world: World) -> None:
     world.links[1].is_held = True
-    world.at(0.5, lambda: (setattr(world.stop, "count", 1), setattr(world.stop, "cause", "Ctrl-C")))
+    world.at(0.5, world.press)
     world.at(1.0, world.links[1].let_go)
     outcome = world.lead()
     assert (outcome.status, outcome.leftover) == ("cancelled", ())
@@ -127,7 +116,7 @@ def test_request_while_a_node_is_being_started_reaches_it_as_soon_as_it_has_begu
 
 
 def test_request_before_the_start_starts_nothing(world: World) -> None:
-    world.stop.count, world.stop.cause = 1, "Ctrl-C"
+    world.press()
     assert world.lead().status == "cancelled"
     assert [link.specs for link in world.links] == [[], []]
     assert world.state["state"] == "cancelled"
@@ -144,11 +133,95 @@ def fail_on_second(world: World) -> None:
     world.at(1.6, lambda: second.end(1))
 
 
+def leave_early(world: World) -> None:
+    world.links[1].lose_rank(2, 0)
+    world.at(0.1, lambda: world.links[0].rank_error(1, "peer_lost"))
+
+
+def echo_first(world: World) -> None:
+    world.links[0].rank_error(0, "peer_lost")
+    world.at(0.4, lambda: fail_on_second(world))
+
+
+def stop_of_ours_kills(world: World) -> None:
+    def stopped_ranks_die() -> None:
+        world.links[0].lose_rank(0, -9)
+        world.links[0].torchrun_says(0, -9)
+
+    world.links[0].obeys_s = None
+    world.links[1].rank_error(3, message="the true cause")
+    world.at(3.5, stopped_ranks_die)
+
+
+def wrong_clock(world: World) -> None:
+    """The second node is an hour late."""
+    second, late_ns = world.links[1], 3_600_000_000_000
+    honest = second.poll
+    second.poll = lambda: dataclasses.replace(honest(), clock_offset_ns=-late_ns)  # type: ignore[method-assign]
+    world.links[0].rank_error(0, message="first")
+    world.at(0.2, lambda: second.rank_error(2, message="second", time_ns=world.clock.time_ns() - late_ns))
+
+
+def take_port(world: World) -> None:
+    log = world.run.log_dir("n1") / "torchrun.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text("failed to listen. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE\n")
+    world.links[0].end(1)
+
+
+def be_silent(world: World) -> None:
+    world.go_silent(1)
+    world.at(15, lambda: world.links[0].rank_error(0, message="timed out waiting for rank 2"))
+
+
+# What happens to a run, how its failure is recorded, and words of that.
+BLAMED: dict[str, tuple[Callable[[World], object], dict[str, object], tuple[str, ...]]] = {
+    "an echo that is heard first": (echo_first, {"rank": 3, "host": "n2"}, ()),
+    "torchrun begins to stop its ranks": (
+        lambda world: world.links[1].torchrun_says(0, -11),
+        {"rank": 2, "signal": "SIGSEGV"},
+        (),
+    ),
+    "our own stop kills ranks": (stop_of_ours_kills, {"rank": 3, "message": "the true cause"}, ()),
+    "the clock of a node is wrong": (wrong_clock, {"message": "first"}, ()),
+    "a node's ranks leave too early": (lambda world: world.links[1].end(0), {"type": "EarlyExit", "host": "n2"}, ()),
+    "a rank leaves too early": (leave_early, {"type": "EarlyExit", "rank": 2, "host": "n2"}, ()),
+    "a command cannot be started": (
+        lambda world: world.links[1].end(None, "start_failed", error="cannot start /no/python: No such file"),
+        {"kind": "start", "host": "n2"},
+        ("/no/python",),
+    ),
+    "a port is taken": (take_port, {"kind": "port", "host": "n1"}, ("port 29500 of n1", "cluster.master_port")),
+    "a node stays silent": (be_silent, {"kind": "node_lost", "host": "n2"}, ()),  # the error of rank 0 came later
+    "a supervisor was killed": (
+        lambda world: setattr(world.links[1], "phase", "lost"),
+        {"kind": "node_lost", "host": "n2"},
+        (),
+    ),
+    "a node forgot its run": (
+        lambda world: setattr(world.links[1], "phase", "none"),
+        {"kind": "node_lost", "host": "n2"},
+        (),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BLAMED)
+def test_cause_is_blamed_whatever_else_is_said(world: World, name: str) -> None:
+    act, facts, words = BLAMED[name]
+    world.at(5, lambda: act(world))
+    failure = world.failure()
+    assert {field: getattr(failure, field) for field in facts} == facts
+    assert all(word in f"{failure.message} {failure.advice}" for word in words)
+    left = {"a node stays silent": ["n2"]}.get(name, [])
+    assert [text.partition(":")[0] for text in world.state["leftover"]] == left
+    assert world.links[1].sweeps == (name in ("a supervisor was killed", "a node forgot its run"))
+
+
 def test_failure_on_one_node_stops_the_others_after_time_for_evidence(world: World) -> None:
     world.at(5, lambda: fail_on_second(world))
-    outcome = world.lead()
-    assert outcome.failure is not None
-    assert (outcome.failure.rank, outcome.failure.host, outcome.failure.signal) == (3, "n2", "SIGKILL")
+    failure = world.failure()
+    assert (failure.rank, failure.host, failure.signal) == (3, "n2", "SIGKILL")
     ((at, cause, grace_s),) = world.links[0].stops
     assert (cause, grace_s) == ("failure", TIMING.failure_grace_s)
     assert TIMING.evidence_s <= at - 1005.0 < TIMING.evidence_s + 0.5
@@ -156,73 +229,13 @@ def test_failure_on_one_node_stops_the_others_after_time_for_evidence(world: Wor
     assert any("rank 3 ended (SIGKILL)" in note for note in world.observer.notes)
 
 
-def test_echo_that_is_heard_first_is_not_blamed(world: World) -> None:
-    world.at(5, lambda: world.links[0].rank_error(0, "peer_lost"))
-    world.at(5.4, lambda: fail_on_second(world))
-    outcome = world.lead()
-    assert outcome.failure is not None
-    assert (outcome.failure.rank, outcome.failure.host) == (3, "n2")
-
-
-def test_torchrun_that_begins_to_stop_its_ranks_is_a_sign(world: World) -> None:
-    world.at(5, lambda: world.links[1].torchrun_says(0, -11))
-    outcome = world.lead()
-    assert outcome.failure is not None
-    assert (outcome.failure.rank, outcome.failure.signal) == (2, "SIGSEGV")
-    assert world.clock.now < 1005.0 + TIMING.failure_grace_s + 1.0
-
-
 def test_ranks_that_outlive_a_failure_on_their_node_are_killed(world: World) -> None:
     world.at(5, lambda: world.links[1].rank_error(2))
-    outcome = world.lead()
-    assert outcome.failure is not None
-    assert (outcome.failure.rank, outcome.failure.kind) == (2, "exception")
+    failure = world.failure()
+    assert (failure.rank, failure.kind) == (2, "exception")
     ((at, cause, grace_s),) = world.links[1].stops
     assert (cause, grace_s) == ("failure", 0.0)
     assert TIMING.failure_grace_s <= at - 1005.0 < TIMING.failure_grace_s + 0.5
-
-
-def test_deaths_that_our_own_stop_caused_are_not_blamed(world: World) -> None:
-    world.links[0].obeys_s = None
-
-    def stopped_ranks_die() -> None:
-        world.links[0].lose_rank(0, -9)
-        world.links[0].torchrun_says(0, -9)
-
-    world.at(5, lambda: world.links[1].rank_error(3, message="the true cause"))
-    world.at(8.5, stopped_ranks_die)
-    outcome = world.lead()
-    assert outcome.failure is not None
-    assert (outcome.failure.rank, outcome.failure.message) == (3, "the true cause")
-
-
-def test_clock_of_a_node_that_is_wrong_does_not_shift_the_blame(world: World) -> None:
-    late = 3_600_000_000_000
-    second = world.links[1]
-    honest = second.poll
-
-    second.poll = lambda: dataclasses.replace(honest(), clock_offset_ns=-late)  # type: ignore[method-assign]
-    world.at(5, lambda: world.links[0].rank_error(0, message="first"))
-    world.at(5.2, lambda: second.rank_error(2, message="second", time_ns=world.clock.time_ns() - late))
-    outcome = world.lead()
-    assert outcome.failure is not None
-    assert outcome.failure.message == "first"
-
-
-def test_node_whose_ranks_leave_too_early_is_named(world: World) -> None:
-    world.at(5, lambda: world.links[1].end(0))
-    outcome = world.lead()
-    assert outcome.failure is not None
-    assert (outcome.failure.type, outcome.failure.host) == ("EarlyExit", "n2")
-    assert len(world.links[0].stops) >= 1
-
-
-def test_rank_that_leaves_too_early_is_named_although_others_complain(world: World) -> None:
-    world.at(5, lambda: world.links[1].lose_rank(2, 0))
-    world.at(5.1, lambda: world.links[0].rank_error(1, "peer_lost"))
-    outcome = world.lead()
-    assert outcome.failure is not None
-    assert (outcome.failure.type, outcome.failure.rank, outcome.failure.host) == ("EarlyExit", 2, "n2")
 
 
 def test_ranks_may_take_their_time_to_say_that_training_is_complete(world: World) -> None:
@@ -241,123 +254,45 @@ def test_ranks_that_go_on_after_completion_are_stopped_and_nothing_failed(world:
     assert [cause for _, cause, _ in world.links[1].stops] == ["completed"]
 
 
-def test_command_that_cannot_be_started_is_told(world: World) -> None:
-    world.at(1, lambda: world.links[1].end(None, "start_failed", error="cannot start /no/python: No such file"))
-    outcome = world.lead()
-    assert outcome.failure is not None
-    assert (outcome.failure.kind, outcome.failure.host) == ("start", "n2")
-    assert "/no/python" in outcome.failure.message
-
-
-def test_port_that_is_taken_has_its_own_advice(world: World) -> None:
-    log = world.run.log_dir("n1") / "torchrun.log"
-    text = "The server socket has failed to listen. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE\n"
-
-    def fail() -> None:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_text(text)
-        world.links[0].end(1)
-
-    world.at(2, fail)
-    outcome = world.lead()
-    assert outcome.failure is not None
-    assert (outcome.failure.kind, outcome.failure.host) == ("port", "n1")
-    assert "port 29500 of n1" in outcome.failure.message
-    assert "cluster.master_port" in str(outcome.failure.advice)
-
-
 # --- nodes that are lost ----------------------------------------------------------------------------------------------
-
-
-def go_silent(world: World, number: int) -> None:
-    world.links[number].silent_since = world.clock.now
-
-
-def test_node_that_stays_silent_is_lost_and_beats_the_errors_that_came_after(world: World) -> None:
-    world.at(5, lambda: go_silent(world, 1))
-    world.at(20, lambda: world.links[0].rank_error(0, message="timed out waiting for rank 2"))
-    outcome = world.lead()
-    assert outcome.failure is not None
-    assert (outcome.failure.kind, outcome.failure.host) == ("node_lost", "n2")  # the error of rank 0 came later
-    assert [left.node for left in outcome.leftover] == ["n2"]
-    assert "60 s after" in str(outcome.leftover[0])
 
 
 @pytest.mark.parametrize("lost_s", [2.0, None])  # None: the others' errors end the run before the silence is too long
 def test_lost_node_beats_what_the_others_say_and_is_named_as_for_the_launch(world: World, lost_s: float | None) -> None:
     (world.run.path / "overrides.txt").write_text("exp=tiny\ncluster=lab\ncluster.ssh.user=me\ntrain.steps=3\n")
-    world.at(5, lambda: go_silent(world, 1))
+    world.at(5, lambda: world.go_silent(1))
     world.at(8, lambda: world.links[0].rank_error(0, "exception", message="gloo timed out"))
     world.at(8, lambda: world.links[0].end(1))
-    outcome = world.lead(timing=LaunchTiming(lost_s=lost_s))
-    assert outcome.failure is not None
-    assert (outcome.failure.kind, outcome.failure.host) == ("node_lost", "n2")
-    assert "`burst check-nodes cluster=lab cluster.ssh.user=me --hosts n2`" in str(outcome.failure.advice)
+    failure = world.failure(timing=LaunchTiming(lost_s=lost_s))
+    assert (failure.kind, failure.host) == ("node_lost", "n2")
+    assert "`burst check-nodes cluster=lab cluster.ssh.user=me --hosts n2`" in str(failure.advice)
 
 
 def test_short_silence_is_forgiven(world: World) -> None:
-    def speak() -> None:
-        world.links[1].silent_since = None
-
-    world.at(5, lambda: go_silent(world, 1))
-    world.at(30, speak)
+    world.at(5, lambda: world.go_silent(1))
+    world.at(30, lambda: world.speak(1))
     world.at(40, world.complete)
     assert world.lead().status == "completed"
-
-
-def test_supervisor_that_was_killed_is_a_failure_and_its_node_is_swept(world: World) -> None:
-    def die() -> None:
-        world.links[1].phase = "lost"
-
-    world.at(5, die)
-    outcome = world.lead()
-    assert outcome.failure is not None
-    assert (outcome.failure.kind, outcome.failure.host) == ("node_lost", "n2")
-    assert (world.links[1].sweeps, outcome.leftover) == (1, ())
-    assert world.state["state"] == "failed"
-
-
-def test_node_that_forgot_its_run_is_lost(world: World) -> None:
-    def forget() -> None:
-        world.links[1].phase = "none"
-
-    world.at(5, forget)
-    outcome = world.lead()
-    assert outcome.failure is not None
-    assert (outcome.failure.kind, outcome.failure.host) == ("node_lost", "n2")
 
 
 # --- stop requests ----------------------------------------------------------------------------------------------------
 
 
-def press(world: World, times: int = 1) -> None:
-    world.stop.count, world.stop.cause = world.stop.count + times, "Ctrl-C"
-
-
 def test_one_request_stops_all_nodes_with_patience(world: World) -> None:
-    world.at(5, lambda: press(world))
+    world.at(5, world.press)
     outcome = world.lead()
     assert (outcome.status, outcome.exit_code, world.state["state"]) == ("cancelled", 130, "cancelled")
     assert world.observer.stops == [("Ctrl-C", TIMING.stop_grace_s)]
     assert [[grace for _, _, grace in link.stops] for link in world.links] == [[TIMING.stop_grace_s]] * 2
 
 
-def test_second_request_kills(world: World) -> None:
-    for link in world.links:
-        link.obeys_s = None
-    world.at(5, lambda: press(world))
-    world.at(6, lambda: press(world))
-    world.lead()
-    assert [[grace for _, _, grace in link.stops] for link in world.links] == [[TIMING.stop_grace_s, 0.0]] * 2
-    assert world.clock.now < 1008.0
-
-
 def test_third_request_leaves_at_once_and_names_nodes(world: World) -> None:
     for link in world.links:
         link.deaf = True
     for second in (5, 6, 7):
-        world.at(second, lambda: press(world))
+        world.at(second, world.press)
     outcome = world.lead()
+    assert [[grace for _, _, grace in link.stops] for link in world.links] == [[TIMING.stop_grace_s, 0.0]] * 2
     assert (outcome.status, [left.node for left in outcome.leftover]) == ("cancelled", ["n1", "n2"])
     assert world.clock.now < 1008.0
     assert len(world.state["leftover"]) == 2
@@ -365,15 +300,15 @@ def test_third_request_leaves_at_once_and_names_nodes(world: World) -> None:
 
 def test_node_that_never_ends_is_given_up_and_named(world: World) -> None:
     world.links[1].deaf = True
-    world.at(5, lambda: press(world))
+    world.at(5, world.press)
     outcome = world.lead()
     assert (outcome.status, [left.node for left in outcome.leftover]) == ("cancelled", ["n2"])
     assert world.clock.now < 1005.0 + TIMING.stop_grace_s + TIMING.kill_s + 1.0
 
 
 def test_node_that_cannot_be_heard_is_given_up_sooner(world: World) -> None:
-    world.at(4, lambda: setattr(world.links[1], "silent_since", world.clock.now))
-    world.at(5, lambda: press(world))
+    world.at(4, lambda: world.go_silent(1))
+    world.at(5, world.press)
     outcome = world.lead()
     assert (outcome.status, [left.node for left in outcome.leftover]) == ("cancelled", ["n2"])
     assert world.clock.now < 1005.0 + TIMING.stop_grace_s + 1.0
@@ -392,7 +327,7 @@ def test_request_in_the_run_folder_does_the_same_and_may_become_more_urgent(worl
 
 def test_request_while_a_run_fails_does_not_make_it_a_cancelled_one(world: World) -> None:
     world.at(5, lambda: world.links[1].rank_error(3))
-    world.at(5.5, lambda: press(world))
+    world.at(5.5, world.press)
     outcome = world.lead()
     assert (outcome.status, outcome.exit_code) == ("failed", 1)
 
@@ -404,7 +339,7 @@ def test_request_for_an_earlier_attempt_is_forgotten(world: World) -> None:
 
 
 def test_request_during_the_start_stops_what_began(world: World) -> None:
-    world.observer.act = lambda: press(world) if not world.stop.count else None
+    world.observer.act = lambda: world.press() if not world.stop.count else None
     outcome = world.lead()
     assert outcome.status == "cancelled"
     assert all(link.outcome is not None for link in world.links if link.specs)
@@ -461,17 +396,6 @@ def test_node_may_leave_processes_that_do_not_die(world: World) -> None:
 
 
 # --- take over and another attempt ------------------------------------------------------------------------------------
-
-
-def test_run_is_taken_over_where_it_is(world: World) -> None:
-    world.run.transition("starting")
-    world.run.transition("running")
-    for link in world.links:
-        link.phase = "running"
-    world.at(5, world.complete)
-    outcome = world.lead(start=False)
-    assert (outcome.status, world.state["attempt"], world.state["pid"]) == ("completed", 1, os.getpid())
-    assert all(not link.specs and link.beats for link in world.links)
 
 
 def test_another_attempt_knows_nothing_of_the_one_before(world: World) -> None:

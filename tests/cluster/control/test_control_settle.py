@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -171,8 +172,8 @@ def test_run_is_taken_over_and_led_to_its_end(world: World) -> None:
     world.at(5, world.complete)
     manner = Manner(start=False, clock=world.clock)
     outcome = control(world.plan, world.run, world.links, Observer(), StopRequests(), manner)
-    assert (outcome.status, world.state["state"], world.state["attempt"]) == ("completed", "completed", 1)
-    assert all(link.beats for link in world.links)
+    assert (outcome.status, world.state["attempt"], world.state["pid"]) == ("completed", 1, os.getpid())
+    assert all(link.beats and not link.specs for link in world.links)
 
 
 def test_run_with_a_controller_is_not_taken_over(world: World) -> None:

@@ -124,18 +124,22 @@ def test_only_the_first_node_writes_figures_of_the_run(run):
     assert not (run / "run.json").exists()
 
 
-def test_traces_of_all_nodes_and_curves_of_the_first_come_back(run, tmp_path):
+def test_traces_of_all_nodes_and_records_of_the_first_come_back(run, tmp_path):
     there = tmp_path / "there"
-    written = {"profile/rank0003.json": "[1]", "tensorboard/events.out.tfevents.17.n1.0": "curve", "profile/x.sh": "no"}
+    written = {
+        **{"profile/rank0003.json": "[1]", "profile/x.sh": "no"},
+        **{"metrics.jsonl": "{}", "tensorboard/events.out.tfevents.17.n1.0": "curve"},
+    }
     for path, text in written.items():
         (there / path).parent.mkdir(parents=True, exist_ok=True)
         (there / path).write_text(text)
     for lead in (False, True):
         copy = copy_of(run, lead=lead)
-        assert copy.take(*NodeTail(str(there), "node1", lead, {}).take(1 << 20))
-        expected = {path: written[path] for path in sorted(written)[: 1 + 2 * lead] if path != "profile/x.sh"}
+        heads, data = NodeTail(str(there), "node1", lead, {}).take(1 << 20)
+        assert ("metrics.jsonl" in {head["path"] for head in heads}) == lead
+        assert copy.take(heads, data)
         found = {path: (run / path).read_text() for path in written if (run / path).exists()}
-        assert found == expected
+        assert found == {path: text for path, text in written.items() if text != "no" and (lead or text == "[1]")}
 
 
 def test_links_are_not_followed_and_hold_up_nothing_else(run, tmp_path):

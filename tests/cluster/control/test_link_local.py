@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +9,8 @@ from typing import Any
 import pytest
 from testkit.link_rig import begin, led_until, swept
 from testkit.supervise_rig import Rig
-from testkit.waiting import wait_for
 
 from cluster.agent.messages import Spec
-from cluster.control.link import StartRefusedError
 from cluster.launch.local import LocalLink
 
 
@@ -45,38 +41,6 @@ def test_a_run_is_started_followed_and_stopped(rig):
 
     assert (outcome["cause"], outcome["stop_cause"]) == ("stop", "Ctrl-C")
     assert link.poll().phase == "ended"
-    assert rig.processes() == []
-
-
-def test_a_second_start_of_the_same_run_is_refused_while_the_first_lives(rig):
-    link, spec = open_local(rig, "wait")
-    begin(link, spec)
-    with pytest.raises(StartRefusedError) as caught:
-        begin(link, spec)
-    assert caught.value.kind == "exists"
-
-    assert swept(link) == ()
-    assert rig.processes() == []
-    begin(link, spec)  # another attempt
-    assert swept(link) == ()
-
-
-def test_a_spec_that_makes_no_sense_is_refused_in_words(rig):
-    link, spec = open_local(rig, "wait", cwd="nowhere")
-    with pytest.raises(StartRefusedError, match="cwd is no absolute path") as caught:
-        begin(link, spec)
-
-    assert caught.value.kind == "command"
-
-
-def test_ranks_are_swept_when_their_supervisor_was_killed(rig):
-    link, spec = open_local(rig, "wait")
-    begin(link, spec)
-    wait_for(lambda: len(link.poll().supervisor.get("ranks", {})) == 2, "the ranks")
-    os.kill(link.poll().supervisor["pid"], signal.SIGKILL)
-    wait_for(lambda: link.poll().phase == "lost", "the loss")
-
-    assert swept(link) == ()
     assert rig.processes() == []
 
 

@@ -10,9 +10,7 @@ import pytest
 from agent_rig import FAST, RUN_ID
 from testkit.fake_plan import node_facts
 
-from cluster.control.ssh_link import SshLink
 from cluster.errors import HostsError
-from cluster.launch.local import LocalLink
 from cluster.launch.runner import open_links
 from cluster.launch.ssh import SharedPool
 from cluster.plan import LaunchPlan, build_launch_plan
@@ -40,27 +38,10 @@ def ssh_plan(run: RunFolder, *names: str, **ssh: object) -> LaunchPlan:
     return replace(plan, launcher="ssh", nodes=tuple(nodes))
 
 
-def test_a_local_plan_has_a_link_to_this_machine(run):
-    (link,) = open_links(local_plan(run), run)
-
-    assert isinstance(link, LocalLink)
-    assert link.node == "node1"
-
-
 def test_a_local_launch_does_not_load_what_ssh_takes():
     code = "import sys, cluster.launch.runner, cluster.launch.local; sys.exit('paramiko' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_an_ssh_plan_has_a_link_per_node_and_nothing_is_connected(run, tmp_path):
-    config_file = tmp_path / "ssh_config"
-    config_file.write_text("Host node[1-2]\n  HostName 127.0.0.1\n  Port 1\n")
-    links = open_links(ssh_plan(run, "node1", "node2", config_file=str(config_file)), run)
-
-    assert [(type(link), link.node) for link in links] == [(SshLink, "node1"), (SshLink, "node2")]
-    for link in links:
-        link.close()
 
 
 def test_hosts_are_found_as_the_configuration_says_and_why_they_cannot_be_reached_is_told(run, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -13,9 +12,8 @@ import psutil
 import pytest
 from testkit import KIT
 from testkit.fake_plan import fake_torchrun
-from testkit.link_rig import RemoteRun, agents_on, begin, led_until, start_launcher, swept
+from testkit.link_rig import RemoteRun, agents_on, begin, led_until, swept
 from testkit.testbed_fixture import Testbeds
-from testkit.waiting import wait_for
 
 from cluster.control.link import StartRefusedError
 from cluster.control.ssh_link import LinkTiming, SshLink
@@ -130,62 +128,6 @@ def test_a_cut_connection_comes_back_and_the_copy_goes_on(led, kind):
 
     assert outcome["exit_code"] == 0
     assert led.run.check_logs(4) == 4 * 800 * 100
-
-
-@pytest.mark.thorough
-def test_a_stop_asked_for_while_the_link_is_cut_comes_as_soon_as_it_is_back(led):
-    link = led.link()
-    begin(link, led.run.chatty(1, 1_000_000, 100.0))
-    link.follow()
-    led_until(link, lambda seen: seen.phase == "running")
-    led.fault("link_down")
-    led_until(link, lambda seen: seen.problem)
-    link.stop("Ctrl-C", 3.0)
-    led.mend()
-    outcome = led_until(link, lambda seen: seen.is_synced and seen.outcome)
-
-    assert (outcome["cause"], outcome["stop_cause"]) == ("stop", "Ctrl-C")
-    assert led.run.check_logs() > 0
-
-
-@pytest.mark.thorough
-def test_a_node_that_hears_nothing_ends_by_itself_and_is_mirrored_afterwards(led):
-    link = led.link()
-    begin(link, led.run.chatty(1, 1_000_000, 100.0, lease_s=5.0))
-    link.follow()
-    led_until(link, lambda seen: seen.phase == "running")
-    led.fault("link_down")
-    wait_for(lambda: (led.run.there / "nodes" / led.node / "outcome.json").exists(), "the end of the lease")
-    assert link.poll().phase == "running"  # as far as is known here
-    assert link.poll().heard_s > 2
-    led.mend()
-    outcome = led_until(link, lambda seen: seen.is_synced and seen.outcome)
-
-    assert outcome["cause"] == "lease"
-    assert led.run.check_logs() > 0
-
-
-@pytest.mark.thorough
-def test_a_launcher_killed_at_any_moment_is_followed_by_one_that_goes_on(led):
-    first = led.link()
-    begin(first, led.run.chatty(4, 7500, 300.0))  # for longer than three launchers take to begin
-    first.close()
-    assert first.join(10.0)
-    for pause_s in (1.5, 0.9, 1.2):
-        launcher = start_launcher(led.testbed, [led.run])
-        try:
-            before = led.run.log().stat().st_size if led.run.log().exists() else 0
-            grown = lambda before=before: led.run.log().exists() and led.run.log().stat().st_size > before  # noqa: E731
-            wait_for(grown, "the copy to grow")
-            time.sleep(pause_s / 4)
-        finally:
-            os.kill(launcher.pid, signal.SIGKILL)
-            launcher.wait()
-    link = led.link()
-    link.follow()
-    led_until(link, lambda seen: seen.is_synced)
-
-    assert led.run.check_logs(4) == 4 * 7500 * 100
 
 
 def test_a_start_over_a_link_that_is_cut_meanwhile_starts_once(led):

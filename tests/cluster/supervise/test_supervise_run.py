@@ -34,12 +34,6 @@ def test_death_of_a_rank_is_known_with_its_signal_and_moment(rig: Rig) -> None:
     assert outcome["memory"]["memory"]["capacity_bytes"] > 2**30
 
 
-def test_exit_code_of_a_rank_is_known(rig: Rig) -> None:
-    rig.start("exits", environment=UNHURRIED)
-    outcome = rig.outcome()
-    assert [(death["rank"], death["exit_code"]) for death in outcome["deaths"]][:1] == [(1, 7)]
-
-
 def test_killed_torchrun_takes_ranks_and_their_children_along(rig: Rig) -> None:
     rig.start("children")
     kill(children_of(rig))
@@ -72,12 +66,6 @@ def test_sweep_ends_what_a_killed_supervisor_left(rig: Rig) -> None:
     wait_for(lambda: is_gone(pid), "the end of the supervisor")
     assert sweep(str(rig.folder / "alpha"), rig.name(), rig.run_id) == []
     assert rig.processes() == []
-
-
-def test_sweep_lets_a_living_supervisor_leave_its_outcome(rig: Rig) -> None:
-    rig.start("stubborn")
-    assert sweep(str(rig.folder / "alpha"), rig.name(), rig.run_id) == []
-    assert (rig.status()["outcome"] or {})["stop_cause"] == "sweep"
 
 
 def test_stopped_supervisor_is_no_obstacle_for_a_sweep(rig: Rig) -> None:

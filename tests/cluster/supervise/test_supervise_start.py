@@ -171,15 +171,3 @@ def test_lock_folder_of_somebody_else_is_refused(rig: Rig, tmp_path: Path) -> No
     (tmp_path / f"burst-{os.geteuid()}").symlink_to("/etc")
     with pytest.raises(RefusedError, match="not a folder of this user"):
         node_lock_path("alpha", str(tmp_path))
-
-
-def test_two_nodes_in_one_process_table_do_not_touch_each_other(rig: Rig) -> None:
-    rig.start("children", node="alpha")
-    rig.start("children", node="beta")
-    rig.stop(0.5, node="alpha")
-    rig.outcome("alpha")
-    assert rig.processes("alpha") == []
-    assert len(rig.ranks("beta")) == 2
-    rig.stop(0.5, node="beta")
-    rig.outcome("beta")
-    assert rig.processes("beta") == []
