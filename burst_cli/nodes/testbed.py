@@ -119,9 +119,10 @@ def down(
     """
     if everything and name is not None:
         raise ConfigError("--name and --all exclude each other: one testbed, or all of this machine")
-    config_file = _config_file(name or "testbed")
+    name = "testbed" if name is None else name
+    config_file = _config_file(name)
     check_machine()
-    names = standing_names() if everything else (name or "testbed",)
+    names = standing_names() if everything else (name,)
     begin_s = time.monotonic()
     removed = [tear_down(one, config_file.with_name(f"{one}.yaml")) for one in names]
     elapsed_s = time.monotonic() - begin_s

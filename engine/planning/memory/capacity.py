@@ -6,6 +6,7 @@ Device memory is all that the driver reports; what no tensor can have of it is i
 from __future__ import annotations
 
 import functools
+import math
 import re
 import subprocess
 from collections.abc import Callable
@@ -212,7 +213,7 @@ def _capacity(name: str, local_ranks: int, here: Hardware, host_bytes: int | Non
         given = float(name)
     except ValueError:
         given = 0.0
-    if given >= 1:
+    if 1 <= given < math.inf:
         return Capacity(f"{given / 1e9:.4g} GB", int(given), f"as given: {name} bytes", None, "unknown", local_ranks)
     present = [gpu for gpu in here.gpus if gpu.name == name]
     if present:

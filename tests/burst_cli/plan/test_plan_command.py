@@ -147,6 +147,7 @@ MISTAKES = [
     (["exp=tiny", "--device", "cpu", "--picture", "/etc/passwd/plan.svg"], "/etc/passwd is no folder", "--picture"),
     (["exp=tiny", "--device", "cpu", "--picture", "plan.svg", "--all"], "shows one plan", "attention=NAME"),
     (["exp=tiny", "--device", "h10"], "got 'h10'", "bytes such as 80e9"),
+    (["exp=tiny", "--device", "inf"], "got 'inf'", "bytes such as 80e9"),
     (["exp=tiny", "--memory-by", "closed-form"], "'closed-form'", "'exact', 'none'"),
     (["exp=tiny", "--ranks", "0"], "--ranks", "burst plan --help"),
     (["exp=tiny", "--nodes", "3"], "3 nodes cannot share 4 ranks", "divisor"),

@@ -105,6 +105,7 @@ def test_down_twice_is_fine(burst, name):
         (("up", "--name", "x", "--nodes", "0"), "expected 1 to 64"),
         (("up", "--name", "x", "--hardware", "abacus"), "h100x8"),
         (("down", "--name", "../../etc"), "lower-case letters"),
+        (("down", "--name", ""), "lower-case letters"),  # a variable of a script that is not set, not the usual name
         (("fault", "tb1"), "which fault?"),
         (("fault", "tb[1-", "sshd_stop"), "not in the grammar of node lists"),
     ],
