@@ -16,7 +16,7 @@ import pytest
 
 from burst_cli.app import main
 from burst_cli.compose import compose
-from engine.data import PreparedData, prepare
+from engine.data.prepare import PreparedData, prepare
 from engine.runs.folder import create_run, list_runs
 
 ROOT = Path(__file__).parent.parent

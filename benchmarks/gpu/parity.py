@@ -38,8 +38,7 @@ from engine.config.settings import (
     RunConfig,
     TrainConfig,
 )
-from engine.data import Batch
-from engine.data.sampler import IGNORE_INDEX
+from engine.data.sampler import IGNORE_INDEX, Batch
 from engine.model.parallelize import build_model
 from engine.parallel.mesh import build_mesh, read_placement, start_process_group
 from engine.planning.methods.presets import PRESETS

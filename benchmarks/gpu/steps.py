@@ -28,8 +28,7 @@ from engine.config.errors import ConfigError
 from engine.config.rules import check_config
 from engine.config.schema import to_plain
 from engine.config.settings import ModelConfig, OptimizerConfig, RunConfig, TrainConfig, config_from_dict, dump_config
-from engine.data import Batch
-from engine.data.sampler import IGNORE_INDEX
+from engine.data.sampler import IGNORE_INDEX, Batch
 from engine.memory.tracker import LiveTensorTracker
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import build_empty_model

@@ -20,8 +20,7 @@ from benchmarks.memory.counting import AttentionLog, count_attention
 from benchmarks.tensors import local_tensors
 from engine.bench.environment import environment
 from engine.bench.measure import run_rank, slowest_rank, summarise, turns
-from engine.data import Batch
-from engine.data.sampler import IGNORE_INDEX
+from engine.data.sampler import IGNORE_INDEX, Batch
 from engine.memory.tracker import LiveTensorTracker
 from engine.model.parallelize import build_model
 from engine.parallel.fsdp import release_gathered_weights

@@ -89,7 +89,7 @@ def build(variant: str, case: Case) -> tuple[Step, Any, Any]:
 
 def build_burst(variant: str, case: Case) -> tuple[Step, Any, Any]:
     """(step, model, optimizer) of this engine on a group of one rank."""
-    from engine.data import Batch
+    from engine.data.sampler import Batch
     from engine.model.parallelize import build_model
     from engine.parallel.mesh import build_mesh, choose_device, read_placement, start_process_group
     from engine.training.train_step import TrainStep

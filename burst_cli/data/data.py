@@ -16,7 +16,9 @@ from burst_cli.figures import DASH, binary_bytes, percent, plain, seconds
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 from burst_cli.tables import listing
 from engine.config.settings import RunConfig
-from engine.data import LengthClass, LengthRule, PreparedData, TokenShards, length_classes, prepare
+from engine.data.prepare import PreparedData, prepare
+from engine.data.sampler import LengthClass, LengthRule, length_classes
+from engine.data.shards import TokenShards
 
 app = new_verb(help="Prepare training data.")
 

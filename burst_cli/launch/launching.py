@@ -31,8 +31,8 @@ from cluster.launch.runner import open_links, runner_of
 from cluster.plan import LaunchPlan
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
-from engine.data import open_training_data, prepare
 from engine.data.needles import needle_tasks
+from engine.data.prepare import open_training_data, prepare
 from engine.runs.folder import OVERRIDES_FILE, RunFolder, check_writable, create_run
 from engine.runs.manifest import CheckpointError
 from engine.runs.provenance import collect_provenance

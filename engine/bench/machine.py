@@ -26,7 +26,7 @@ from engine.bench.environment import environment
 from engine.bench.measure import exchange, run_rank, slowest_rank, synchronize
 from engine.bench.spec import MachineCell, RankSetup
 from engine.config.settings import RunConfig
-from engine.data import Batch
+from engine.data.sampler import Batch
 from engine.model.llama import TransformerBlock
 from engine.model.parallelize import build_model
 from engine.model.rope import rope_table

@@ -19,8 +19,9 @@ import numpy as np
 
 from engine.config.errors import ConfigError, DataError
 from engine.config.settings import RunConfig
-from engine.data import PreparedData, TokenShards
+from engine.data.prepare import PreparedData
 from engine.data.sampler import IGNORE_INDEX
+from engine.data.shards import TokenShards
 from engine.data.tokenizers import Ids, Tokenizer
 
 _END = "."

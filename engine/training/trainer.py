@@ -17,8 +17,8 @@ from engine.checkpoint.progress import Position, RunCheckpoints
 from engine.config.errors import ConfigError, DataError
 from engine.config.rules import check_config
 from engine.config.settings import RunConfig, config_fingerprint
-from engine.data import TrainingData, open_training_data, prepare
 from engine.data.needles import needle_tasks
+from engine.data.prepare import TrainingData, open_training_data, prepare
 from engine.data.tokenizers import TOKENIZER_FILE
 from engine.model.parallelize import build_empty_model, set_first_weights
 from engine.parallel.collectives import wait_for_all_ranks

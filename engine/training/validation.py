@@ -22,9 +22,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.data import PreparedData, sequential_batches
 from engine.data.needles import NeedleTask, NeedleTasks
-from engine.data.sampler import IGNORE_INDEX, Batch
+from engine.data.prepare import PreparedData
+from engine.data.sampler import IGNORE_INDEX, Batch, sequential_batches
 from engine.parallel.collectives import max_over_ranks, sum_over_ranks
 from engine.parallel.fsdp import evaluating
 from engine.parallel.mesh import Mesh

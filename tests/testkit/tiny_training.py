@@ -21,8 +21,7 @@ from engine.config.settings import (
     RunConfig,
     TrainConfig,
 )
-from engine.data import Batch
-from engine.data.sampler import IGNORE_INDEX
+from engine.data.sampler import IGNORE_INDEX, Batch
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import build_model
 from engine.parallel.mesh import Mesh, build_mesh

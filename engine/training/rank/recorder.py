@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.errors import ConfigError
-from engine.data import Progress
+from engine.data.build import Progress
 from engine.runs.folder import RunFolder
 from engine.training.guard import Verdict
 from engine.training.rank.faults import FAULT_VARIABLE, NO_FAULTS, Faults

@@ -19,9 +19,10 @@ from transformers import AutoTokenizer
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig, RunConfig
-from engine.data import PreparedData, TokenShards, open_prepared, open_training_data, prepare
 from engine.data.needles import NeedleTasks, needle_tasks
+from engine.data.prepare import PreparedData, open_prepared, open_training_data, prepare
 from engine.data.sampler import sequential_batches
+from engine.data.shards import TokenShards
 
 TEXTS = [f"hello there world {index}, say more please " * 9 for index in range(30)]
 BOS = "<|bos|>"

@@ -16,11 +16,11 @@ from testkit.corpora import record_corpus
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
-from engine.data import TokenShards, prepare, sequential_batches
 from engine.data.build import learned_tokens
 from engine.data.chat import ChatTemplate, find_template, render_chat
-from engine.data.prepare import config_facts, make_identity
-from engine.data.sampler import IGNORE_INDEX
+from engine.data.prepare import config_facts, make_identity, prepare
+from engine.data.sampler import IGNORE_INDEX, sequential_batches
+from engine.data.shards import TokenShards
 from engine.data.sources import open_source
 from engine.data.tokenizers import ByteTokenizer, load_tokenizer_file
 

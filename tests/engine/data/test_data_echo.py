@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from testkit.corpora import text_corpus
 
 from engine.config.settings import DataConfig
-from engine.data import open_training_data, prepare
-from engine.data.prepare import open_prepared
+from engine.data.prepare import open_prepared, open_training_data, prepare
 from engine.data.shards import EchoedShards, TokenShards
 
 

@@ -13,7 +13,7 @@ from testkit.corpora import text_corpus
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
-from engine.data import open_training_data, prepare
+from engine.data.prepare import open_training_data, prepare
 from engine.data.sampler import BLOCK, Sampler, Samples, shares
 
 SEQ_LEN = 10

@@ -19,9 +19,9 @@ from testkit.corpora import write_token_set
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
-from engine.data import PreparedData, Progress, open_prepared, prepare
+from engine.data.build import Progress
 from engine.data.files import exclusive_lock
-from engine.data.prepare import config_facts
+from engine.data.prepare import PreparedData, config_facts, open_prepared, prepare
 from engine.data.tokenizers import train_bpe
 
 TEXTS = [f"document {index}: größe € {'words and more ' * (index % 7)}\n" for index in range(60)]

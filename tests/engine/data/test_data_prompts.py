@@ -13,8 +13,9 @@ from testkit.corpora import record_corpus
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
-from engine.data import TokenShards, open_token_set, prepare
+from engine.data.prepare import prepare
 from engine.data.sampler import IGNORE_INDEX, sequential_batches
+from engine.data.shards import TokenShards, open_token_set
 
 PAIRS = [(f"question {index}? ", f"answer {index * 7}.") for index in range(60)] + [
     ("", "no prompt"),

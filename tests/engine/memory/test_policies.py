@@ -14,7 +14,7 @@ from testkit.tiny_training import mesh_of, own_part, random_batches, tiny_config
 from engine.attention.library import ContextParallel, open_channels
 from engine.attention.transport import Transport
 from engine.config.settings import RunConfig
-from engine.data import Batch
+from engine.data.sampler import Batch
 from engine.model.checkpointed import apply_policies
 from engine.model.init import init_weights
 from engine.model.llama import LlamaModel

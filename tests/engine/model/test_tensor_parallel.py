@@ -15,7 +15,7 @@ from testkit.ranks import Pools
 from testkit.tiny_training import TinyRun, own_part, random_batches, start_run, tiny_config
 
 from engine.config.settings import RunConfig
-from engine.data import Batch
+from engine.data.sampler import Batch
 from engine.model.rope import rope_table
 from engine.parallel.shard import LocalBatch
 from engine.training.train_step import rank_batch, sequence_loss

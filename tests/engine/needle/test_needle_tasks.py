@@ -17,8 +17,8 @@ from tokenizers import Tokenizer as FileFormat
 
 from engine.config.errors import ConfigError, DataError
 from engine.config.settings import DataConfig, RunConfig, TrainConfig
-from engine.data import prepare
 from engine.data.needles import NeedleTask, NeedleTasks, haystack, make_needle, needle_tasks, needle_text
+from engine.data.prepare import prepare
 from engine.data.shards import TokenShards
 from engine.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, train_bpe
 

@@ -6,7 +6,7 @@ import pytest
 from testkit.whole_runs import small_corpus
 
 from engine.config.settings import DataConfig
-from engine.data import prepare
+from engine.data.prepare import prepare
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from testkit.ranks import Pools
 from testkit.tiny_training import TINY, own_part, random_batches, start_run, tiny_config
 
 from engine.config.settings import DataConfig, RunConfig
-from engine.data import open_prepared, prepare
+from engine.data.prepare import open_prepared, prepare
 from engine.training.validation import bits_per_byte, evaluate, position_edges, validate
 
 TOKEN_BYTES = np.arange(64) % 5

@@ -26,8 +26,7 @@ from testkit.tiny_training import (
 )
 
 from engine.config.settings import RunConfig
-from engine.data import Batch
-from engine.data.sampler import IGNORE_INDEX
+from engine.data.sampler import IGNORE_INDEX, Batch
 from engine.planning.methods.presets import PRESETS
 from engine.training.optim import clip_gradients
 from engine.training.train_step import count_labels, rank_batch

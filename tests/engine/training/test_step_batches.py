@@ -11,8 +11,7 @@ import pytest
 
 from engine.config.errors import DataError
 from engine.config.settings import TrainConfig
-from engine.data import Batch
-from engine.data.sampler import Sampler
+from engine.data.sampler import Batch, Sampler
 from engine.parallel.mesh import Mesh
 from engine.training.batches import StepBatches
 

@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.config.settings import DataConfig, ModelConfig, ParallelConfig, RunConfig
-from engine.data import Batch
+from engine.data.sampler import Batch
 from engine.model.llama import LlamaModel
 from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
