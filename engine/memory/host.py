@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from engine.row_blocks import rehearses_accelerator
 
 MOST_PIECES = 4  # the last one is rounded up: less than an eighth is lost
 SMALLEST_PIECE_BYTES = 1 << 16
@@ -40,12 +42,12 @@ def host_empty(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> T
     """Uninitialised tensor in host memory, known as such to `lies_in_host_memory`.
 
     All host memory of activations comes from here, so that it can be told from device memory on a CPU as well. Usable
-    in training even if an evaluation in inference mode asks for it. `pinned` needs a GPU.
+    in training even if an evaluation in inference mode asks for it. `pinned` needs a GPU, or a rehearsal of one.
     """
     _this_thread.allocates = True  # whoever watches torch sees the tensor before it can be marked
     try:
         with torch.inference_mode(False):
-            tensor = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
+            tensor = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned and not rehearses_accelerator())
     finally:
         _this_thread.allocates = False
     # Python's object of a storage lives as long as the memory, and all views find the same one.
@@ -81,16 +83,9 @@ class HostPool:
     as soon as it is taken: whoever gives it back orders what comes after (see `HostStore`), so a pool has one user.
     """
 
-    def __init__(
-        self,
-        limit_bytes: int | None = None,
-        *,
-        pinned: bool = False,
-        allocate: Callable[..., Tensor] = host_empty,
-    ) -> None:
+    def __init__(self, limit_bytes: int | None = None, *, pinned: bool = False) -> None:
         self._limit_bytes = limit_bytes
         self._pinned = pinned
-        self._allocate = allocate
         self._idle: defaultdict[int, list[Tensor]] = defaultdict(list)
         self.in_use_bytes = 0  # of the buffers that were taken and not given back
 
@@ -127,7 +122,7 @@ class HostPool:
                 _empty_pinned_cache()
             if self.in_use_bytes + size > self._limit_bytes:
                 raise HostMemoryError(size, self.in_use_bytes, self._limit_bytes)
-        return self._allocate((size,), torch.uint8, pinned=self._pinned)
+        return host_empty((size,), torch.uint8, pinned=self._pinned)
 
 
 def _power_of_two(size_bytes: int) -> int:

@@ -34,7 +34,7 @@ from torch import Tensor
 from engine.attention.stream_times import TransferTimes
 from engine.attention.streams import CudaStreams, NoStreams, StreamOps
 from engine.config.errors import RunError
-from engine.memory.host import HostPool, host_empty
+from engine.memory.host import HostPool
 from engine.planning.schedule.plan import Channel
 from engine.row_blocks import rehearses_accelerator
 
@@ -312,13 +312,9 @@ def host_store(device: torch.device, limit_bytes: int | None = None) -> HostStor
     if device.type == "cuda":
         streams = CudaStreams(device)
         return HostStore(device, streams, HostPool(limit_bytes, pinned=True), times=TransferTimes(streams))
-    if rehearses_accelerator():  # a rehearsal: buffers as large as pinned ones
-        return HostStore(device, NoStreams(), HostPool(limit_bytes, pinned=True, allocate=_host_empty_unpinned))
+    if rehearses_accelerator():  # buffers as large as pinned ones
+        return HostStore(device, NoStreams(), HostPool(limit_bytes, pinned=True))
     return HostStore(device, NoStreams(), HostPool(limit_bytes), copies_in_flight=0, loads_ahead=0)
-
-
-def _host_empty_unpinned(shape: tuple[int, ...], dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    return host_empty(shape, dtype, pinned=False)
 
 
 def _pairs(tensors: Sequence[Tensor], buffers: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, Tensor]]:

@@ -77,7 +77,7 @@ def parallelize(
     """
     attention = attention or ContextParallel.of_run(config, mesh)
     if mesh.tp_mesh is not None:
-        slice_model(model, model.layers, mesh.tp_mesh)
+        slice_model(model, mesh.tp_mesh)
         model.tie_weights()
     if config.train.compile:
         compile_layers(model, mesh.device)

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism (Megatron-LM: Shoeybi et al. 2019, Korthikanti et al. 2022) as parallel styles.
+"""Tensor and sequence parallelism (Megatron-LM: Shoeybi et al. 2019, Korthikanti et al. 2022).
 
 Between layers a rank holds T / t rows of hidden, inside attention and MLP all T rows of its heads or channels:
 
@@ -16,8 +16,7 @@ may not be changed in place, and functions of our own (norm, RoPE, attention, lo
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,38 +27,38 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from engine.loss.fused import VocabularyRanks
-from engine.loss.head import LMHead
-from engine.model.linear import linear
+from engine.model.linear import Linear, linear
+from engine.model.llama import LlamaModel, RMSNorm, TransformerBlock
 from engine.parallel.collectives import all_gather_first, reduce_scatter_first
 
 
-def slice_model(model: nn.Module, layers: Iterable[nn.Module], tp_mesh: DeviceMesh) -> None:
+def slice_model(model: LlamaModel, tp_mesh: DeviceMesh) -> None:
     """Slices every matrix of `model` over `tp_mesh` in place, before FSDP2; all ranks must call.
 
-    `model` has `embedding`, `norm` and `head`; each of `layers` the module names of a Llama block. Tied weights must be
-    tied again afterwards. Sizes must divide: engine.planning.methods.topology.tensor_parallel_problems.
+    Matrices that widen are sliced by output features: x [B, T, in] -> [B, T, out / t], without communication; those
+    that narrow by input features: x [B, T, in / t] -> own rows [B, T / t, out] of the sum over ranks; embedding and
+    head by rows of the vocabulary. Norms of own rows, or of own heads, have their whole gain on every rank. Tied
+    weights must be tied again afterwards. Sizes must divide: engine.planning.methods.topology.tensor_parallel_problems.
     """
-    parallelize_module(model, tp_mesh, {"embedding": SlicedEmbedding(), "norm": SequenceNorm(), "head": SlicedHead()})
-    plan: dict[str, ParallelStyle] = {
-        "input_layernorm": SequenceNorm(),
-        "self_attn": GatheredInput(),
-        "self_attn.q_proj": ColumnLinear(),
-        "self_attn.k_proj": ColumnLinear(),
-        "self_attn.v_proj": ColumnLinear(),
-        "self_attn.o_proj": RowLinear(),
-        "post_attention_layernorm": SequenceNorm(),
-        "mlp": GatheredInput(),
-        "mlp.gate_proj": ColumnLinear(),
-        "mlp.up_proj": ColumnLinear(),
-        "mlp.down_proj": RowLinear(),
-    }
-    for layer in layers:
-        present = {name for name, _ in layer.named_modules()}
-        norms = {name: SequenceNorm() for name in ("self_attn.q_norm", "self_attn.k_norm") if name in present}
-        parallelize_module(layer, tp_mesh, {**plan, **norms})
+    group = tp_mesh.get_group()
+    _slice(model.embedding, tp_mesh, 0, _embed)
+    _distribute(model.head, tp_mesh, Shard(0))
+    model.head.ranks = vocabulary_ranks(group)
+    _share_norm(model.norm, tp_mesh)
+    for layer in model.layers:
+        assert isinstance(layer, TransformerBlock)
+        attention, mlp = layer.self_attn, layer.mlp
+        for module in (attention, mlp):
+            module.register_forward_pre_hook(lambda _, args: (gather_rows(args[0], group), *args[1:]))
+        for wide in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+            _slice(wide, tp_mesh, 0, _widen)
+        for narrow in (attention.o_proj, mlp.down_proj):
+            _slice(narrow, tp_mesh, 1, _narrow)
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm):
+            if norm is not None:
+                _share_norm(norm, tp_mesh)
 
 
 def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -120,107 +119,43 @@ def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> No
             module.register_parameter(name, sliced)
 
 
-def _local_weight(module: nn.Module, *, gradient: Placement | None = None) -> Tensor:
-    """This rank's slice of the weight; its gradient is placed as the weight, or as `gradient` says."""
-    weight = module.weight
-    assert isinstance(weight, DTensor)
-    local: Tensor = weight.to_local(grad_placements=None if gradient is None else [gradient])
+def _slice(module: nn.Module, mesh: DeviceMesh, dim: int, forward: Callable[..., Tensor]) -> None:
+    """Distributes a weight, and has `forward` work on this rank's slice: called with the module and the group first."""
+    _distribute(module, mesh, Shard(dim))
+    # On the instance, inside FSDP's hooks: the weight is gathered over the fsdp ranks before.
+    module.forward = partial(forward, module, mesh.get_group())
+
+
+def _share_norm(norm: RMSNorm, mesh: DeviceMesh) -> None:
+    """The whole gain on every rank, whose parts of its gradient are summed."""
+    _distribute(norm, mesh, Replicate())
+    # FSDP2 sums a gradient that is Partial over the tp ranks before it reduces it further.
+    norm.gain = lambda: _local(norm.weight, gradient=Partial())  # type: ignore[method-assign]
+
+
+def _local(parameter: Tensor, *, gradient: Placement | None = None) -> Tensor:
+    """This rank's part; its gradient is placed as the parameter, or as `gradient` says."""
+    assert isinstance(parameter, DTensor)
+    local: Tensor = parameter.to_local(grad_placements=None if gradient is None else [gradient])
     return local
 
 
-def _local_bias(module: nn.Module) -> Tensor | None:
-    """This rank's slice of the bias, if there is one."""
-    bias = module.bias
-    return bias.to_local() if isinstance(bias, DTensor) else None
+def _widen(module: Linear, _: dist.ProcessGroup, x: Tensor, values: bool = True) -> Tensor:
+    bias = None if module.bias is None else _local(module.bias)
+    return linear(x, _local(module.weight), bias, values=values)
 
 
-class GatheredInput(ParallelStyle):
-    """The module's first argument [B, T / t, d] is gathered to [B, T, d] before every forward."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        group = device_mesh.get_group()
-
-        def gather_first(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return gather_rows(args[0], group), *args[1:]
-
-        module.register_forward_pre_hook(gather_first)
-        return module
+def _narrow(module: Linear, group: dist.ProcessGroup, x: Tensor, values: bool = True) -> Tensor:
+    return scatter_rows(linear(x, _local(module.weight), values=values), group, values=values)
 
 
-class _SlicedWeight(ParallelStyle):
-    """A module whose weight is distributed and whose forward works on this rank's slice."""
-
-    placement: Placement
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, device_mesh, self.placement)
-        # On the instance, inside FSDP's hooks: the weight is gathered over the fsdp ranks before.
-        module.forward = partial(self.forward_of(module, device_mesh.get_group()), module)
-        return module
-
-    @abstractmethod
-    def forward_of(self, module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Tensor]:
-        """The function that replaces the module's forward, called with the module first."""
-
-
-class ColumnLinear(_SlicedWeight):
-    """Linear by output features: x [B, T, in] -> [B, T, out / t]; no communication."""
-
-    placement = Shard(0)
-
-    def forward_of(self, module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Tensor]:
-        """x @ slice.T, plus the slice of the bias."""
-        return lambda module, x, values=True: linear(x, _local_weight(module), _local_bias(module), values=values)
-
-
-class RowLinear(_SlicedWeight):
-    """Linear by input features: x [B, T, in / t] -> own rows [B, T / t, out] of the sum over ranks."""
-
-    placement = Shard(1)
-
-    def forward_of(self, module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Tensor]:
-        """Own rows of the sum over ranks of x @ slice.T."""
-        return lambda module, x, values=True: scatter_rows(
-            linear(x, _local_weight(module), values=values), group, values=values
-        )
-
-
-class SequenceNorm(ParallelStyle):
-    """RMSNorm of own rows, or of own heads; its gain is whole on every rank, whose parts of its gradient are summed."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _distribute(module, device_mesh, Replicate())
-        # FSDP2 sums a gradient that is Partial over the tp ranks before it reduces it further.
-        module.gain = partial(_local_weight, module, gradient=Partial())  # type: ignore[assignment]
-        return module
-
-
-class SlicedEmbedding(_SlicedWeight):
-    """Embedding by rows of the vocabulary: tokens [B, T] of all ranks -> own rows [B, T / t, d]."""
-
-    placement = Shard(0)
-
-    def forward_of(self, module: nn.Module, group: dist.ProcessGroup) -> Callable[..., Tensor]:
-        """Own rows of the sum over ranks: each looks up the tokens that it has, and zeros for the others."""
-
-        def forward(embedding: nn.Module, tokens: Tensor) -> Tensor:
-            weight = _local_weight(embedding)
-            index = tokens - group.rank() * weight.shape[0]
-            is_elsewhere = (index < 0) | (index >= weight.shape[0])
-            found = F.embedding(index.masked_fill_(is_elsewhere, 0), weight)
-            return scatter_rows(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), group)
-
-        return forward
-
-
-class SlicedHead(ParallelStyle):
-    """LM head by rows of the vocabulary: its loss is of own rows, its logits never meet on a rank."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, LMHead)
-        _distribute(module, device_mesh, Shard(0))
-        module.ranks = vocabulary_ranks(device_mesh.get_group())
-        return module
+def _embed(module: nn.Embedding, group: dist.ProcessGroup, tokens: Tensor) -> Tensor:
+    """Own rows [B, T / t, d] of tokens [B, T]: each rank looks up the tokens that it has, and zeros for the others."""
+    weight = _local(module.weight)
+    index = tokens - group.rank() * weight.shape[0]
+    is_elsewhere = (index < 0) | (index >= weight.shape[0])
+    found = F.embedding(index.masked_fill_(is_elsewhere, 0), weight)
+    return scatter_rows(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0), group)
 
 
 def vocabulary_ranks(group: dist.ProcessGroup) -> VocabularyRanks:

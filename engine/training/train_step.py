@@ -36,7 +36,6 @@ class StepResult:
     loss: float
     grad_norm: float
     learning_rate: float
-    label_tokens: int
     pairs: AttendedPairs
     verdict: Verdict = TAKEN
 
@@ -145,7 +144,7 @@ class TrainStep:
         else:
             loss = float(loss_sum.item()) / label_tokens
             norm, verdict = self._update_if_taken(step, loss)
-        return StepResult(loss, norm, rate, label_tokens, pairs, verdict)
+        return StepResult(loss, norm, rate, pairs, verdict)
 
     def _update_if_taken(self, step: int, loss: float) -> tuple[float, Verdict]:
         """(gradient norm before clipping, the verdict): the weights are updated only if the step is taken."""
