@@ -6,9 +6,9 @@ import re
 import time
 from collections.abc import Callable
 
-from burst_cli.logs.files import LogFile, Selection, find_logs
+from burst_cli.logs.files import LogFile, LogRequest, find_logs, visible_text
 from burst_cli.logs.read import Line, LogFollower
-from burst_cli.logs.show import label, visible_text
+from burst_cli.logs.show import label
 from cluster.remote_text import one_line
 from engine.runs.folder import RunFolder
 
@@ -33,7 +33,7 @@ class AlarmWatch:
     def look(self) -> None:
         """Read what has come since the last time; of a flood only its end."""
         if self._looks % _SCANS == 0:
-            for log in find_logs(self._run, Selection())[:MAX_LOGS]:
+            for log in find_logs(self._run, LogRequest())[:MAX_LOGS]:
                 self._followers.setdefault(log, LogFollower(log.path, 0, _is_alarm))
         self._looks += 1
         for log, follower in self._followers.items():

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.remote_text import one_line
+from burst_cli.logs.read import Line
+from cluster.remote_text import clean_text, one_line
 from engine.config.errors import ConfigError
 from engine.runs.folder import RunFolder
 
 MAX_RANK = 10**6
+REPLACEMENT = "\ufffd"
+_BINARY = re.compile(r"[\x00-\x06\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]")
 _RANK_LOG = re.compile(r"rank(\d{4,7})\.log")
 _RANGE = re.compile(r"(\d{1,7})(?:-(\d{1,7}))?")
 
@@ -32,23 +35,51 @@ class LogFile:
 
 
 @dataclass(frozen=True)
-class Selection:
-    """Which logs are wanted; None: all. launcher: those of what started the ranks in place of the ranks'."""
+class LogRequest:
+    """What is wanted of which logs; None: all.
+
+    ranks, nodes: what belongs to no rank or node is left out for none. launcher: what started the ranks says, in place
+    of the ranks. tail: the last lines of each log. since: a time.time().
+    """
 
     ranks: frozenset[int] | None = None
     nodes: frozenset[str] | None = None
     launcher: bool = False
+    grep: re.Pattern[str] | None = None
+    tail: int | None = None
+    since: float | None = None
+    raw: bool = False
 
     def wants(self, log: LogFile) -> bool:
-        """Whether the log is one of these; what belongs to no node or rank is left out for none."""
+        """Whether the log is one of these."""
         is_of_rank = self.ranks is None or log.rank is None or log.rank in self.ranks
         return is_of_rank and (self.nodes is None or not log.node or log.node in self.nodes)
 
+    def matches(self, line: Line) -> bool:
+        """Whether the line, as it is shown, holds the pattern."""
+        return self.grep is None or self.grep.search(visible_text(line.text)) is not None
 
-def find_logs(run: RunFolder, wanted: Selection) -> list[LogFile]:
+
+def find_logs(run: RunFolder, wanted: LogRequest) -> list[LogFile]:
     """The logs that there are now, in order of ranks; new ones may appear while a run lives."""
     found = _launcher_logs(run) if wanted.launcher else _rank_logs(run)
     return sorted(filter(wanted.wants, found), key=lambda log: log.order)
+
+
+def visible_text(raw: bytes) -> str:
+    """A line as text that is safe to print: escapes are gone, what is no text is a replacement mark.
+
+    Of a line that redraws itself by carriage returns the last drawing is left, as on a terminal.
+    """
+    if raw.isascii():
+        text = raw.decode("ascii")
+        if text.isprintable():
+            return text
+    else:
+        text = raw.decode("utf-8", errors="replace")
+    text = text.rstrip("\r")
+    text = text[text.rfind("\r") + 1 :]
+    return clean_text(_BINARY.sub(REPLACEMENT, text).replace("\t", "    "))
 
 
 def parse_ranks(text: str) -> frozenset[int]:

@@ -6,15 +6,14 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from burst_cli.logs.files import LogFile, Selection, find_logs
+from burst_cli.logs.files import LogFile, LogRequest, find_logs, visible_text
 from burst_cli.logs.merge import merge_folded
 from burst_cli.logs.read import Line, LogFollower, complete_end, match_offset, read_lines, tail_offset
-from burst_cli.logs.show import LogPrinter, visible_text
+from burst_cli.logs.show import LogPrinter
 from engine.runs.folder import RunFolder
 
 POLL_S = 0.2
@@ -25,21 +24,6 @@ SCREEN_BYTES, PIPE_BYTES = 128 * 1024, 4 * 2**20
 JSON_LINES = 100_000
 _LEAST_BYTES = 4 * 1024  # of one file
 _ISO = re.compile(r"\W?(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,]\d+)?(Z|[+-]\d\d:?\d\d)?")
-
-
-@dataclass(frozen=True)
-class LogRequest:
-    """What is wanted of the logs. tail: the last lines of each; None: all. since: a time.time(); None: any time."""
-
-    selection: Selection
-    grep: re.Pattern[str] | None = None
-    tail: int | None = None
-    since: float | None = None
-    raw: bool = False
-
-    def matches(self, line: Line) -> bool:
-        """Whether the line, as it is shown, holds the pattern."""
-        return self.grep is None or self.grep.search(visible_text(line.text)) is not None
 
 
 def present_lines(log: LogFile, request: LogRequest, end: int | None = None) -> Iterator[Line]:
@@ -58,9 +42,9 @@ def present_lines(log: LogFile, request: LogRequest, end: int | None = None) -> 
     return filter(request.matches, lines) if request.grep is not None else lines
 
 
-def show_present(logs: Sequence[LogFile], request: LogRequest, printer: LogPrinter) -> None:
-    """Print what the logs hold now, equal lines of several ranks as one."""
-    for line, positions in merge_folded([present_lines(log, request) for log in logs]):
+def show_folded(streams: Sequence[Iterable[Line]], printer: LogPrinter) -> None:
+    """Print the lines of logs, equal ones of several ranks as one."""
+    for line, positions in merge_folded(streams):
         printer.line(line, positions)
     printer.flush()
 
@@ -112,13 +96,9 @@ class LogFollow:
     def begin(self) -> None:
         """Print what is there, whole lines only, and stand behind it."""
         ends = [complete_end(log.path) for log in self._logs]
-        streams = [present_lines(log, self._request, end) for log, end in zip(self._logs, ends, strict=True)]
-        for line, positions in merge_folded(streams):
-            self._printer.line(line, positions)
-        self._followers = [
-            LogFollower(log.path, end, self._request.matches) for log, end in zip(self._logs, ends, strict=True)
-        ]
-        self._printer.flush()
+        pairs = list(zip(self._logs, ends, strict=True))
+        show_folded([present_lines(log, self._request, end) for log, end in pairs], self._printer)
+        self._followers = [LogFollower(log.path, end, self._request.matches) for log, end in pairs]
 
     def look(self) -> bool:
         """Whether anything was new; it is printed."""
@@ -153,16 +133,14 @@ class LogFollow:
         if time.monotonic() < self._next_scan:
             return
         self._next_scan = time.monotonic() + SCAN_S
-        for log in find_logs(self._run, self._request.selection):
+        for log in find_logs(self._run, self._request):
             if log.path not in self._known:
                 self._known.add(log.path)
                 self._logs.append(log)
                 self._followers.append(LogFollower(log.path, 0, self._request.matches))
 
     def _print(self, batches: Sequence[Sequence[Line]]) -> bool:
-        for line, positions in merge_folded(batches):
-            self._printer.line(line, positions)
-        self._printer.flush()
+        show_folded(batches, self._printer)
         return any(batches)
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -14,8 +15,16 @@ from rich.text import Text
 from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.figures import fold_names, fold_numbers
-from burst_cli.logs.files import LogFile, Selection, find_logs, parse_ranks
-from burst_cli.logs.follow import PIPE_BYTES, SCREEN_BYTES, LogFollow, LogRequest, copy_raw, json_lines, show_present
+from burst_cli.logs.files import LogFile, LogRequest, find_logs, parse_ranks
+from burst_cli.logs.follow import (
+    PIPE_BYTES,
+    SCREEN_BYTES,
+    LogFollow,
+    copy_raw,
+    json_lines,
+    present_lines,
+    show_folded,
+)
 from burst_cli.logs.show import LogPrinter
 from burst_cli.options import JsonOption, LivingRunArgument, RunsDirOption
 from burst_cli.runs.choose import choose_run
@@ -76,38 +85,38 @@ def logs(
             f"--json is one document, which {'-f never ends' if follow else '--raw is not'}; leave one of them out"
         )
     chosen = choose_run(run, runs_dir, living=True)
-    selection = Selection(parse_ranks(ranks) if ranks else None, _node_folders(chosen, nodes), launcher)
-    request = _request(selection, grep=grep, tail=tail, since=since, raw=raw)
+    wanted = LogRequest(parse_ranks(ranks) if ranks else None, _node_folders(chosen, nodes), launcher, raw=raw)
+    request = _of_lines(wanted, grep=grep, tail=tail, since=since)
     if not follow:
         _ask_if_lost(chosen)
-    found = find_logs(chosen, selection)
+    found = find_logs(chosen, request)
     if as_json:
         head = {"run_id": chosen.run_id, "exp": chosen.exp, "path": str(chosen.path)}
         render.emit_json({**head, "status": chosen.read_state()["state"], **json_lines(found, request)})
     elif not found and not follow:
-        _say_nothing_there(chosen, selection)
+        _say_nothing_there(chosen, request)
     else:
         raise typer.Exit(_show(chosen, found, request, follow=follow))
 
 
-def _request(selection: Selection, *, grep: str | None, tail: str | None, since: str | None, raw: bool) -> LogRequest:
+def _of_lines(wanted: LogRequest, *, grep: str | None, tail: str | None, since: str | None) -> LogRequest:
+    """`wanted` of these lines only. Raises ConfigError for what makes no sense."""
     age = age_s(since) if since is not None else 0.0
     if age is None:
         raise ConfigError(f"--since {since}: expected a duration such as 90s, 15m, 2h or 1d")
     if tail is not None and tail != "all" and not (tail.isascii() and tail.isdigit() and len(tail) < 10):
         raise ConfigError(f"--tail {tail}: expected a number of lines, or all")
-    every = tail == "all" or (tail is None and (grep is not None or raw))
+    every = tail == "all" or (tail is None and (grep is not None or wanted.raw))
     try:
         pattern = re.compile(grep) if grep is not None else None
     except (re.error, OverflowError, RecursionError) as error:
         hint = r"Behind a \ characters such as ( [ * + stand for themselves."
         raise ConfigError(f"--grep {grep!r} is no regular expression: {error}. {hint}") from error
-    return LogRequest(
-        selection,
+    return replace(
+        wanted,
         grep=pattern,
         tail=None if every else DEFAULT_TAIL if tail is None else int(tail),
         since=time.time() - age if since is not None else None,
-        raw=raw,
     )
 
 
@@ -131,14 +140,14 @@ def _ask_if_lost(run: RunFolder) -> None:
         render.stderr().print(Text.assemble(("warning: ", "yellow"), text), soft_wrap=True)
 
 
-def _say_nothing_there(run: RunFolder, selection: Selection) -> None:
+def _say_nothing_there(run: RunFolder, request: LogRequest) -> None:
     """Why there are no logs: none yet, or none of those that were asked for."""
-    others = find_logs(run, Selection(launcher=selection.launcher))
+    others = find_logs(run, LogRequest(launcher=request.launcher))
     if others:
         ranks = fold_numbers(log.rank for log in others if log.rank is not None)
         nodes = fold_names([log.node for log in others if log.node])
         text = f"{run.run_id} has no such logs; it has ranks {ranks or '(none)'} on {nodes or '(none)'}"
-    elif selection.launcher:
+    elif request.launcher:
         text = f"{run.run_id}: neither torchrun nor a supervisor has said anything"
     else:
         text = f"{run.run_id}: no rank has said anything; `burst logs {run.run_id} --launcher` shows what started them"
@@ -151,7 +160,10 @@ def _show(run: RunFolder, found: list[LogFile], request: LogRequest, *, follow: 
     has_colour = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     printer = LogPrinter(sys.stdout, found, is_terminal=is_terminal, has_colour=has_colour, is_raw=request.raw)
     if not follow:
-        copy_raw(found, request) if request.raw else show_present(found, request, printer)
+        if request.raw:
+            copy_raw(found, request)
+        else:
+            show_folded([present_lines(log, request) for log in found], printer)
         return 0
     most = SCREEN_BYTES if is_terminal else PIPE_BYTES
     code = LogFollow(run, request, printer, found, most=most).until(RunWatch(run).ended)

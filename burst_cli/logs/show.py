@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import TextIO
 
 from burst_cli.figures import binary_bytes, fold_names, fold_numbers
-from burst_cli.logs.files import LogFile
+from burst_cli.logs.files import LogFile, visible_text
 from burst_cli.logs.read import Line
-from cluster.remote_text import clean_text
 
 SCREEN_CHARACTERS = 400  # of one line on a terminal
-REPLACEMENT = "\ufffd"
-_BINARY = re.compile(r"[\x00-\x06\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]")
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 _DIM, _RESET = "\x1b[2m", "\x1b[0m"
-
-
-def visible_text(raw: bytes) -> str:
-    """A line as text that is safe to print: escapes are gone, what is no text is a replacement mark.
-
-    Of a line that redraws itself by carriage returns the last drawing is left, as on a terminal.
-    """
-    if raw.isascii():
-        text = raw.decode("ascii")
-        if text.isprintable():
-            return text
-    else:
-        text = raw.decode("utf-8", errors="replace")
-    text = text.rstrip("\r")
-    text = text[text.rfind("\r") + 1 :]
-    return clean_text(_BINARY.sub(REPLACEMENT, text).replace("\t", "    "))
 
 
 def label(logs: Sequence[LogFile]) -> str:

@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 
 from burst_cli.runs.state import glance_at
-from cluster.control.link import NodeStatus, Phase
+from cluster.agent.folder import read_status
+from cluster.control.link import NodeStatus, StrangeAnswerError, as_status
 from cluster.values import number, rows, table, whole, word
 from engine.config.errors import ConfigError
 from engine.config.settings import load_config, load_yaml
@@ -25,7 +26,6 @@ from engine.runs.records import read_json_object
 from engine.runs.summary import config_facts, summarise
 
 MAX_FILE_BYTES = 8 * 2**20
-_PHASES: tuple[Phase, ...] = ("none", "starting", "running", "stopping", "ended", "lost")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # what `RunFolder.log_dir` makes of any name
 _OF_THE_LAUNCHER = ("lease", "spec.json", "stop.json", "stacks.json")  # files in the folder of a node
 
@@ -84,9 +84,9 @@ def read_facts(run: RunFolder) -> RunFacts:
 def read_nodes(run: RunFolder, facts: RunFacts) -> list[NodeStatus]:
     """What the nodes last left in the run folder; `heard_s` is the age of the newest of it. Asks nobody."""
     names = [node.name for node in facts.nodes]
-    folders = {path.name: path for path in (run.path / "nodes").glob("*") if _NAME.fullmatch(path.name)}
-    unplanned = sorted(set(folders) - {run.log_dir(name).name for name in names})
-    return [_node(folders.get(run.log_dir(name).name), name, run) for name in [*names, *unplanned]]
+    folders = {path.name for path in (run.path / "nodes").glob("*") if _NAME.fullmatch(path.name)}
+    unplanned = sorted(folders - {run.log_dir(name).name for name in names})
+    return [_node(name, run) for name in [*names, *unplanned]]
 
 
 def run_record(run: RunFolder) -> dict[str, Any]:
@@ -133,14 +133,13 @@ def _summary_from_metrics(run: RunFolder, problems: list[str]) -> dict[str, Any]
         return {**facts, **summarise([])}
 
 
-def _node(folder: Path | None, name: str, run: RunFolder) -> NodeStatus:
-    heard_s = _age(run.log_dir(name))
-    if folder is None:
-        return NodeStatus(name, heard_s=heard_s)
-    supervisor, outcome, health = (read_table(folder / f"{part}.json") for part in ("supervisor", "outcome", "health"))
-    phase: Phase = "ended" if outcome else next((one for one in _PHASES if one == supervisor.get("phase")), "none")
-    heard_s = min(heard_s, _age(folder))
-    return NodeStatus(name, phase, outcome or None, health or None, heard_s, supervisor=supervisor)
+def _node(name: str, run: RunFolder) -> NodeStatus:
+    log_dir = run.log_dir(name)
+    heard_s = min(_age(log_dir), _age(run.path / "nodes" / log_dir.name))
+    try:
+        return NodeStatus(name, heard_s=heard_s, **as_status(read_status(str(run.path), name)))
+    except StrangeAnswerError as error:
+        return NodeStatus(name, heard_s=heard_s, problem=str(error))
 
 
 def _planned(entry: Mapping[str, Any]) -> PlannedNode:

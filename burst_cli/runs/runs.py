@@ -27,21 +27,8 @@ from engine.runs.folder import RunFolder, default_runs_dir
 app = new_verb()
 
 TABLE_RUNS = 25
-
-
-class State(enum.StrEnum):
-    """What `--state` takes: the states of run.json, and two that are read off them."""
-
-    planned = "planned"
-    starting = "starting"
-    running = "running"
-    completed = "completed"
-    failed = "failed"
-    cancelled = "cancelled"
-    oom = "oom"
-    lost = "lost"
-    unreadable = "unreadable"
-
+# The states of run.json, and two that are read off them.
+State = enum.StrEnum("State", "planned starting running completed failed cancelled oom lost unreadable")
 
 # Speed, loss and MFU go last on a narrow terminal, after the names of the run.
 _COLUMNS = (
@@ -61,7 +48,8 @@ def runs(
     state: Annotated[
         list[State] | None,
         typer.Option(
-            "--state", help="Only runs in this state; lost: not ended, but nobody controls it. May be repeated."
+            "--state",
+            help="Only runs in this state; lost: not ended, but nobody controls it. May be repeated.",
         ),
     ] = None,
     exp: Annotated[

@@ -19,8 +19,8 @@ from testkit.terminal import on_terminal
 from testkit.waiting import wait_for
 
 from burst_cli.figures import fold_numbers
-from burst_cli.logs.files import parse_ranks
-from burst_cli.logs.show import SCREEN_CHARACTERS, visible_text
+from burst_cli.logs.files import parse_ranks, visible_text
+from burst_cli.logs.show import SCREEN_CHARACTERS
 from engine.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[3]
