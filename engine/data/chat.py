@@ -25,10 +25,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
-from engine.data.files import json_type, read_json_object, read_text
+from engine.data.files import json_type, read_text
 from engine.data.texts import Spans, Text
 from engine.data.tokenizers import TOKENIZER_CONFIG_FILE, special_tokens
 from engine.runs.files import hash_json
+from engine.runs.records import require_json_object
 
 ROLES = ("system", "user", "assistant", "tool")
 CHATML = "chatml"
@@ -134,7 +135,7 @@ def _configured_template(folder: Path) -> str | None:
     path = folder / TOKENIZER_CONFIG_FILE
     if not path.is_file():
         return None
-    found = read_json_object(path, "the settings of a tokenizer").get("chat_template")
+    found = require_json_object(path, "the settings of a tokenizer", DataError).get("chat_template")
     if isinstance(found, list):
         named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
         found = named.get("default")

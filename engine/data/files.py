@@ -1,15 +1,13 @@
-"""File work of the data pipeline: path lists, texts and JSON with readable errors, a lock between processes."""
+"""File work of the data pipeline: path lists and texts with readable errors, a lock between processes."""
 
 from __future__ import annotations
 
 import contextlib
 import glob
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from engine.config.errors import DataError
 
@@ -92,17 +90,6 @@ def read_text(path: Path, what: str) -> str:
         raise DataError(f"cannot read {path}: {error.strerror or error}; expected {what}.") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: invalid UTF-8 at byte offset {error.start}; expected {what}.") from None
-
-
-def read_json_object(path: Path, what: str) -> dict[str, Any]:
-    """The JSON object in `path`; `what` names the file's role in the error text."""
-    try:
-        value = json.loads(read_text(path, what))
-    except ValueError as error:
-        raise DataError(f"{path} is not valid JSON ({error}); expected {what}.") from None
-    if not isinstance(value, dict):
-        raise DataError(f"{path} holds a JSON {json_type(value)}; expected {what}: a JSON object.")
-    return value
 
 
 def json_type(value: object) -> str:

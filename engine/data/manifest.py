@@ -35,9 +35,8 @@ import numpy.typing as npt
 
 from engine.config.errors import DataError
 from engine.config.schema import range_problems, read_dataclass, setting
-from engine.data.files import read_json_object
 from engine.data.tokenizers import Tokenizer
-from engine.runs.records import json_text
+from engine.runs.records import json_text, require_json_object
 
 FORMAT = "burst-tokens"
 VERSION = 1
@@ -95,7 +94,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest at `path`; every mistake of form is listed in one `DataError`."""
-    raw = read_json_object(path, "a token set's manifest")
+    raw = require_json_object(path, "a token set's manifest", DataError)
     if raw.get("format") != FORMAT or raw.get("version") != VERSION:
         raise DataError(
             f"{path}: format {raw.get('format')!r} version {raw.get('version')!r}; expected {FORMAT!r} version "

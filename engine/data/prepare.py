@@ -22,7 +22,7 @@ from typing import Any
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
 from engine.data.build import TRAIN, VALIDATION, Progress, ProgressCallback, build
-from engine.data.files import exclusive_lock, read_json_object, stat_key
+from engine.data.files import exclusive_lock, stat_key
 from engine.data.manifest import MANIFEST_FILE
 from engine.data.sampler import LengthRule, Sampler, Samples, by_length
 from engine.data.shards import EchoedShards, Tokens, TokenShards, open_token_set
@@ -36,7 +36,7 @@ from engine.data.tokenizers import (
     read_tokenizer_file,
 )
 from engine.runs.files import cache_folder, hash_json, new_folder, remove_folder
-from engine.runs.records import json_text
+from engine.runs.records import json_text, require_json_object
 
 PREPARED_FORMAT = "burst-prepared"
 PREPARED_FILE = "prepared.json"
@@ -157,11 +157,12 @@ def make_identity(config: DataConfig, source: Source) -> dict[str, Any]:
 def _check_same(folder: Path, wanted: dict[str, Any]) -> None:
     """Raises DataError that lists in what the data in `folder` was made from something else than `wanted`."""
     path = folder / PREPARED_FILE
-    facts = read_json_object(path, "facts about prepared data")
+    facts = require_json_object(path, "facts about prepared data", DataError)
     made = facts.get("identity")
-    if facts.get("format") != PREPARED_FORMAT or not isinstance(made, dict):
+    before = made.get("config") if isinstance(made, dict) else None
+    if facts.get("format") != PREPARED_FORMAT or not isinstance(made, dict) or not isinstance(before, dict):
         raise DataError(f"{path} was not written by burst. Name another data.prepared_dir, or remove this folder.")
-    before, now = made.get("config", {}), wanted["config"]
+    now = wanted["config"]
     changed = [
         f"{key}: made with {before.get(key)!r}, now {now.get(key)!r}"
         for key in {**now, **before}

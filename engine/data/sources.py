@@ -11,6 +11,7 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ _STDLIB_SKIPPED_PREFIX = "_sysconfigdata"  # facts about one build of Python, no
 
 Document = tuple[str, Iterable[Text]]
 Record = dict[str, Any]
+Read = Callable[[Path], Iterator[Document]]
+Reader = tuple[Read, str | None]  # and the hash of its chat template, if it has one
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Source:
 
     description: str
     files: tuple[Path, ...]
-    read: Callable[[Path], Iterator[Document]]
+    read: Read
     template_hash: str | None = None
 
     def documents(self) -> Iterator[Document]:
@@ -54,16 +57,10 @@ def open_source(config: DataConfig, *, stdlib_folder: Path | None = None) -> Sou
     if config.format == "stdlib":
         folder = stdlib_folder or Path(sysconfig.get_paths()["stdlib"])
         return Source("source code of the Python standard library", find_stdlib_files(folder), _read_stdlib_file)
-    field = config.text_field
-    if config.format == "text":
-        files = list_files(config.paths, ())
-        return Source(f"{len(files)} text files", files, _read_text_file)
-    if config.format == "jsonl":
-        return _open_jsonl(config)
-    if config.format == "parquet":
-        files = list_files(config.paths, (".parquet",))
-        return Source(f"{len(files)} parquet files", files, lambda path: _read_parquet(path, field))
-    raise DataError(f"data.format={config.format} is not a format of text. Legal: stdlib, text, jsonl, parquet.")
+    suffixes, reader_of = _FORMATS[config.format]
+    files = list_files(config.paths, suffixes)
+    read, template_hash = reader_of(config)
+    return Source(f"{len(files)} {config.format} files", files, read, template_hash)
 
 
 # --- plain text -------------------------------------------------------------------------------------------------------
@@ -114,9 +111,8 @@ def decode_utf8(data: bytes, path: Path, offset: int, line: int | None = None) -
 # --- JSONL ------------------------------------------------------------------------------------------------------------
 
 
-def _open_jsonl(config: DataConfig) -> Source:
-    files = list_files(config.paths, (".jsonl", ".ndjson"))
-    description, prompt_field, chat_field = f"{len(files)} JSONL files", config.prompt_field, config.messages_field
+def _jsonl_reader(config: DataConfig) -> Reader:
+    prompt_field, chat_field = config.prompt_field, config.messages_field
 
     def text_of(record: Record, place: str) -> Iterable[Text]:
         text = _jsonl_text(record, place, config.text_field, "data.text_field")
@@ -125,7 +121,7 @@ def _open_jsonl(config: DataConfig) -> Source:
         return chain(split_text(_jsonl_text(record, place, prompt_field, "data.prompt_field"), ()), split_text(text))
 
     if chat_field is None:
-        return Source(description, files, lambda path: _read_jsonl(path, config.text_field, text_of))
+        return lambda path: _read_jsonl(path, config.text_field, text_of), None
     from engine.data.chat import find_template, read_messages, render_chat  # only who has conversations needs Jinja
 
     template = find_template(config)
@@ -134,7 +130,7 @@ def _open_jsonl(config: DataConfig) -> Source:
         messages = read_messages(_jsonl_value(record, place, chat_field, "data.messages_field"), place, chat_field)
         return (render_chat(template, messages, place),)
 
-    return Source(description, files, lambda path: _read_jsonl(path, chat_field, chat_of), template.content_hash)
+    return lambda path: _read_jsonl(path, chat_field, chat_of), template.content_hash
 
 
 def _read_jsonl(path: Path, field: str, texts_of: Callable[[Record, str], Iterable[Text]]) -> Iterator[Document]:
@@ -194,7 +190,11 @@ def _read_parquet(path: Path, column: str) -> Iterator[Document]:
         ) from None
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            _check_column(path, file.schema_arrow, column)
+            if column not in file.schema_arrow.names:
+                names = ", ".join(file.schema_arrow.names) or "none"
+                raise DataError(
+                    f"{path}: no column '{column}'; columns present: {names}. Set data.text_field to one of them."
+                )
             row = 0
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[column]):
                 for cell in batch.column(0):
@@ -208,19 +208,6 @@ def _read_parquet(path: Path, column: str) -> Iterator[Document]:
         raise DataError(f"{path} cannot be read as parquet: {reason} Check the file or data.format.") from None
 
 
-def _check_column(path: Path, schema: Any, column: str) -> None:
-    import pyarrow
-
-    if column not in schema.names:
-        names = ", ".join(schema.names) or "none"
-        raise DataError(f"{path}: no column '{column}'; columns present: {names}. Set data.text_field to one of them.")
-    kind = schema.field(column).type
-    if pyarrow.types.is_dictionary(kind):
-        kind = kind.value_type
-    if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind) or str(kind) == "string_view"):
-        raise DataError(f"{path}: column '{column}' holds {kind}; expected strings. Set data.text_field to a column.")
-
-
 def _cell_text(cell: Any, path: Path, row: int, column: str) -> str:
     try:
         value = cell.as_py()
@@ -229,8 +216,19 @@ def _cell_text(cell: Any, path: Path, row: int, column: str) -> str:
             f"{path}: row {row}: column '{column}': invalid UTF-8 at byte offset {error.start}. Mend the row."
         ) from None
     if not isinstance(value, str):
-        raise DataError(f"{path}: row {row}: column '{column}' is null; expected a string. Leave such rows out.")
+        raise DataError(
+            f"{path}: row {row}: column '{column}' holds {cell.type} {value!r:.40}; expected strings. Leave "
+            "such rows out, or set data.text_field to a column of text."
+        )
     return value
+
+
+# How files of a folder end, and how one is read.
+_FORMATS: dict[str, tuple[tuple[str, ...], Callable[[DataConfig], Reader]]] = {
+    "text": ((), lambda _: (_read_text_file, None)),
+    "jsonl": ((".jsonl", ".ndjson"), _jsonl_reader),
+    "parquet": ((".parquet",), lambda config: (partial(_read_parquet, column=config.text_field), None)),
+}
 
 
 # --- the standard library ---------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
-from engine.data.files import read_json_object, read_text
+from engine.data.files import read_text
+from engine.runs.records import require_json_object
 
 Ids = npt.NDArray[np.int64]
 
@@ -242,7 +243,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
         path = folder / name
         if not path.is_file():
             continue
-        for key, value in read_json_object(path, "the settings of a tokenizer").items():
+        for key, value in require_json_object(path, "the settings of a tokenizer", DataError).items():
             text = value.get("content") if isinstance(value, dict) else value
             if key.endswith("_token") and isinstance(text, str):
                 tokens[key] = text

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from engine.config.errors import ConfigError
+from engine.runs.records import require_json_object
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -27,11 +27,10 @@ def weight_files(folder: Path) -> dict[str, Path] | Path:
         if (folder / SINGLE_FILE).is_file():
             return folder / SINGLE_FILE
         raise ConfigError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; pickled weights are not read")
-    try:
-        table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        found = {str(name): folder / Path(file).name for name, file in table.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{index} cannot be read: {error!r}") from error
+    table = require_json_object(index, "the file of each weight", ConfigError).get("weight_map")
+    if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
+        raise ConfigError(f"{index} cannot be read: weight_map is no table of file names")
+    found = {name: folder / Path(file).name for name, file in table.items()}
     if missing := sorted({path.name for path in found.values() if not path.is_file()}):
         raise ConfigError(f"{folder} lacks {missing[0]} and {len(missing) - 1} more that its index names")
     return found

@@ -6,7 +6,6 @@ asks for and this model does not have is an error: nothing is left out silently.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from engine.config.errors import ConfigError
 from engine.config.settings import ModelConfig, RopeScalingConfig
+from engine.runs.records import require_json_object
 
 CONFIG_FILE = "config.json"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -41,20 +41,15 @@ class Pretrained:
 def read_pretrained(folder: Path) -> Pretrained:
     """What config.json in `folder` says. Raises ConfigError when it is missing, damaged or asks for something else."""
     path = folder / CONFIG_FILE
+    document = require_json_object(path, "the folder of a Hugging Face model", ConfigError)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{folder} holds no {CONFIG_FILE}: expected the folder of a Hugging Face model") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(document, dict):
-        raise ConfigError(f"{path} cannot be read: it is no JSON object")
-    if problems := list(_problems(document)):
-        raise ConfigError([f"{path}: {problem}" for problem in problems])
-    try:
-        return _pretrained(document, folder)
-    except (KeyError, TypeError, ValueError) as error:
+        problems = list(_problems(document))
+        model = None if problems else _pretrained(document, folder)
+    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error!r}") from error
+    if model is None:
+        raise ConfigError([f"{path}: {problem}" for problem in problems])
+    return model
 
 
 def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:

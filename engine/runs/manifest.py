@@ -23,7 +23,7 @@ from typing import Any
 from engine.config.errors import BurstError
 from engine.config.schema import to_plain
 from engine.runs.files import hash_json
-from engine.runs.records import finite, read_json_object
+from engine.runs.records import finite, require_json_object
 
 FORMAT = 1
 MANIFEST_FILE = "MANIFEST.json"
@@ -111,13 +111,7 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of the checkpoint in `folder`. Raises CheckpointError when it is missing or damaged."""
     path = folder / MANIFEST_FILE
-    try:
-        document = read_json_object(path)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
-    if document is None:
-        raise CheckpointError(f"{folder} has no {MANIFEST_FILE}: its save did not end")
-    return manifest_from_dict(document, str(path))
+    return manifest_from_dict(require_json_object(path, "the manifest of a whole save", CheckpointError), str(path))
 
 
 def manifest_from_dict(document: Mapping[str, Any], where: str) -> Manifest:

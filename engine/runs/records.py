@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from engine.config.errors import BurstError
 from engine.runs.files import replace_file
 
 _BLOCK_BYTES = 8 << 20
@@ -36,6 +37,18 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
     document = _decoded(text)
     if not isinstance(document, dict):
         raise ValueError(f"expected a JSON object, found {type(document).__name__}")
+    return document
+
+
+def require_json_object(path: Path, what: str, kind: type[BurstError]) -> dict[str, Any]:
+    """The object in `path`, which is `what`. Raises `kind` when there is no such file or it holds anything else."""
+    try:
+        document = read_json_object(path)
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise kind(f"{path} cannot be read: {reason}; expected {what}") from error
+    if document is None:
+        raise kind(f"{path} is missing; expected {what}")
     return document
 
 

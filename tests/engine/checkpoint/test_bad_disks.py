@@ -121,7 +121,7 @@ def plant(checkpoint: Path, name: str, bomb: bytes, *, sign: bool) -> None:
     ("name", "sign", "text"),
     [
         (FILE, False, "bytes, "),
-        (MANIFEST_FILE, False, "is damaged"),
+        (MANIFEST_FILE, False, "cannot be read"),
         (FILE, True, "cannot read"),
     ],
 )

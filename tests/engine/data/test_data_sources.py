@@ -126,8 +126,8 @@ def test_parquet_rows_are_documents(tmp_path: Path, kind: Any) -> None:
     ("columns", "message"),
     [
         ({"id": [1], "body": ["x"]}, r"a\.parquet: no column 'text'; columns present: id, body"),
-        ({"text": [1, 2]}, "column 'text' holds int64; expected strings"),
-        ({"text": ["x"] * 300 + [None]}, "row 300: column 'text' is null"),
+        ({"text": [1, 2]}, "row 0: column 'text' holds int64 1; expected strings"),
+        ({"text": ["x"] * 300 + [None]}, "row 300: column 'text' holds string None"),
     ],
 )
 def test_bad_parquet_is_named_with_column_or_row(tmp_path: Path, columns: Any, message: str) -> None:

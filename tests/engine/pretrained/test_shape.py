@@ -63,6 +63,10 @@ def test_rope_is_read_as_old_and_new_versions_write_it(tmp_path: Path, key: str)
         ),
         ({"hidden_size": "many"}, "cannot be read"),
         ({"num_hidden_layers": None}, "cannot be read"),
+        ({"num_attention_heads": 0, "head_dim": None}, "cannot be read"),
+        ({"vocab_size": float("inf")}, "cannot be read"),
+        ({"layer_types": 5}, "cannot be read"),
+        ({"layer_types": [{}]}, "cannot be read"),
     ],
 )
 def test_what_this_model_does_not_have_is_refused(tmp_path: Path, change: dict[str, Any], text: str) -> None:
@@ -76,7 +80,7 @@ def test_a_folder_without_a_config_or_with_a_damaged_one_is_named(tmp_path: Path
     (tmp_path / "config.json").write_text('{"model_type": ')
     with pytest.raises(ConfigError, match="cannot be read"):
         read_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="no JSON object"):
+    with pytest.raises(ConfigError, match="expected a JSON object"):
         read_pretrained(folder_of(tmp_path, [1]))
 
 
