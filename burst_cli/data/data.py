@@ -15,9 +15,8 @@ from burst_cli.data.progress import show_progress
 from burst_cli.figures import DASH, binary_bytes, percent, plain, seconds
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 from burst_cli.tables import listing
-from engine.config.settings import RunConfig
 from engine.data.prepare import PreparedData, prepare
-from engine.data.sampler import LengthClass, LengthRule, length_classes
+from engine.data.sampler import LengthClass, length_classes
 from engine.data.shards import TokenShards
 
 app = new_verb(help="Prepare training data.")
@@ -45,7 +44,7 @@ def prepare_data(
     with show_progress(render.stderr()) as progress:
         prepared = prepare(config.data, progress=progress)
     elapsed_s = time.monotonic() - start_s
-    classes = _classes(prepared, config)
+    classes = length_classes(prepared.train, config.train.seq_len, config.data)
     if as_json:
         lengths = [dataclasses.asdict(one) for one in classes] if classes else None
         facts = {"format": config.data.format, "length_classes": lengths, "elapsed_s": elapsed_s}
@@ -58,12 +57,6 @@ def prepare_data(
         if one.is_missing:
             text = f"no sample is of documents of {one.name} tokens, but data.length_weights gives them {one.weight:g}"
             render.stderr().print(Text(f"warning: {text}; a launch refuses that", style="yellow"), soft_wrap=True)
-
-
-def _classes(prepared: PreparedData, config: RunConfig) -> list[LengthClass]:
-    """The classes of the training split by length of document; none where they are not asked for."""
-    rule = LengthRule(config.data.length_buckets, config.data.length_weights)
-    return length_classes(prepared.train, config.train.seq_len, rule) if rule else []
 
 
 def describe(prepared: PreparedData) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import errno
 import hashlib
 import re
 import shutil
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from engine.config.settings import DataConfig
 from engine.data.build import TRAIN, VALIDATION, Progress, ProgressCallback, build
 from engine.data.files import exclusive_lock, stat_key
 from engine.data.manifest import MANIFEST_FILE
-from engine.data.sampler import LengthRule, Sampler, Samples, by_length
+from engine.data.sampler import Sampler, Samples, by_length
 from engine.data.shards import EchoedShards, Tokens, TokenShards, open_token_set
 from engine.data.sources import Source, open_source
 from engine.data.tokenizers import (
@@ -254,24 +254,21 @@ def _content(shards: TokenShards) -> list[Any]:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """The corpus `main`, which validation is of, and `others`; weights of all of them, or none without others.
+    """The corpus `main`, which validation is of, and `others`, mixed as `config` says."""
 
-    lengths: how each corpus is divided by the lengths of its documents, if it is.
-    """
-
+    config: DataConfig
     main: PreparedData
     others: tuple[PreparedData, ...] = ()
-    weights: tuple[float, ...] = ()
-    lengths: LengthRule = field(default_factory=LengthRule)
 
     @property
     def content_hash(self) -> str:
         """Equal on all ranks that have the same tokens in the same shares."""
-        if not self.others and not self.lengths:
+        config = self.config
+        if not self.others and not config.length_buckets:
             return self.main.content_hash
         hashes = [data.content_hash for data in (self.main, *self.others)]
-        lengths = {"buckets": list(self.lengths.buckets), "shares": list(self.lengths.weights)} if self.lengths else {}
-        return str(hash_json({"hashes": hashes, "weights": list(self.weights), **lengths}))
+        lengths = {"buckets": config.length_buckets, "shares": config.length_weights} if config.length_buckets else {}
+        return hash_json({"hashes": hashes, "weights": config.mix_weights, **lengths})
 
     @property
     def vocab_size(self) -> int:
@@ -281,9 +278,9 @@ class TrainingData:
     def sampler(self, seq_len: int, seed: int, *, grad_accum_steps: int, documents_apart: bool = False) -> Sampler:
         """Batches of the mixture. Raises DataError when a corpus, or a class of one, has less than one sample."""
         sources = [Samples(data.train, seq_len, seed) for data in (self.main, *self.others)]
-        weights = list(self.weights)
-        if self.lengths:
-            parts = [by_length(corpus, self.lengths) for corpus in sources]
+        weights = list(self.config.mix_weights)
+        if self.config.length_buckets:
+            parts = [by_length(corpus, self.config) for corpus in sources]
             sources = [one for classes, _ in parts for one in classes]
             shares = zip(weights or [1.0], parts, strict=True)
             weights = [weight * share for weight, (_, own) in shares for share in own]
@@ -310,8 +307,7 @@ def open_training_data(config: DataConfig) -> TrainingData:
                 "same data.tokenizer and data.bos."
             )
         others.append(other)
-    lengths = LengthRule(config.length_buckets, config.length_weights)
-    return TrainingData(main, tuple(others), config.mix_weights, lengths)
+    return TrainingData(config, main, tuple(others))
 
 
 def _tokens_of(data: PreparedData) -> str:

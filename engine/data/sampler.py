@@ -9,6 +9,7 @@ from (seed, epoch); what is left at the end of the tokens, less than one sample,
 Samples may be divided into classes by length, so that long documents are seen more often (Fu et al. 2024, "Data
 Engineering for Scaling Language Models to 128K Context"): a sample belongs to the class of the document that holds most
 of its tokens; of equal ones, the first. What is left of a document in another sample counts with its whole length.
+Class i has documents of at least buckets[i - 1] and below buckets[i] tokens.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.config.errors import DataError
+from engine.config.settings import DataConfig
 from engine.data.shards import TokenShards
 
 Lengths = npt.NDArray[np.int64]
@@ -225,21 +227,6 @@ def splitmix64(value: int) -> int:
 
 
 @dataclass(frozen=True)
-class LengthRule:
-    """Classes of documents by length, and their shares of the samples.
-
-    buckets: lengths in tokens, ascending; class i has documents of at least buckets[i - 1] and below buckets[i] tokens.
-    weights: one per class, >= 0, of sum 1. Without buckets there is one class, of everything.
-    """
-
-    buckets: tuple[int, ...] = ()
-    weights: tuple[float, ...] = ()
-
-    def __bool__(self) -> bool:
-        return bool(self.buckets)
-
-
-@dataclass(frozen=True)
 class LengthClass:
     """What a corpus has of one class: documents of at least `at_least` tokens and below `below` (null: any length).
 
@@ -264,13 +251,13 @@ class LengthClass:
         return self.weight > 0 and self.samples == 0
 
 
-def by_length(corpus: Samples, rule: LengthRule) -> tuple[list[Samples], list[float]]:
-    """(samples, weights) of the classes of `corpus` that are wanted at all.
+def by_length(corpus: Samples, config: DataConfig) -> tuple[list[Samples], list[float]]:
+    """(samples, weights) of the classes by length of `corpus` that are wanted at all.
 
     Raises DataError when a class that should have a share has no sample.
     """
-    classes = classify(corpus, rule.buckets)
-    described = _describe(classes, corpus.seq_len, rule)
+    classes = classify(corpus, config.length_buckets)
+    described = _describe(classes, corpus.seq_len, config)
     for one in described:
         if one.is_missing:
             found = "; ".join(f"{other.name}: {other.samples:,}" for other in described)
@@ -279,24 +266,29 @@ def by_length(corpus: Samples, rule: LengthRule) -> tuple[list[Samples], list[fl
                 f"{one.name} tokens, but data.length_weights gives such samples {one.weight:g}. Samples by length of "
                 f"document: {found}. Set other data.length_buckets or a weight of 0, or give such documents."
             )
-    wanted = [index for index, weight in enumerate(rule.weights) if weight > 0]
+    wanted = [index for index, weight in enumerate(config.length_weights) if weight > 0]
     chosen = [np.flatnonzero(classes == index) for index in wanted]
     return [Samples(corpus.shards, corpus.seq_len, corpus.seed, one) for one in chosen], [
-        rule.weights[index] for index in wanted
+        config.length_weights[index] for index in wanted
     ]
 
 
-def length_classes(shards: TokenShards, seq_len: int, rule: LengthRule) -> list[LengthClass]:
-    """What `shards` have of each class. Raises DataError without an index of documents or a whole sample."""
-    return _describe(classify(Samples(shards, seq_len, 0), rule.buckets), seq_len, rule)
+def length_classes(shards: TokenShards, seq_len: int, config: DataConfig) -> list[LengthClass]:
+    """What `shards` have of each class; nothing without classes.
+
+    Raises DataError without an index of documents or a whole sample.
+    """
+    if not config.length_buckets:
+        return []
+    return _describe(classify(Samples(shards, seq_len, 0), config.length_buckets), seq_len, config)
 
 
-def _describe(classes: Lengths, seq_len: int, rule: LengthRule) -> list[LengthClass]:
-    counts = np.bincount(classes, minlength=len(rule.weights)).tolist()
-    edges = (1, *rule.buckets, None)
+def _describe(classes: Lengths, seq_len: int, config: DataConfig) -> list[LengthClass]:
+    counts = np.bincount(classes, minlength=len(config.length_weights)).tolist()
+    edges = (1, *config.length_buckets, None)
     return [
         LengthClass(low or 1, high, count, count * seq_len, count / classes.size, weight)
-        for low, high, count, weight in zip(edges, edges[1:], counts, rule.weights, strict=False)
+        for low, high, count, weight in zip(edges, edges[1:], counts, config.length_weights, strict=False)
     ]
 
 

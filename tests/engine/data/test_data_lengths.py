@@ -92,7 +92,12 @@ def test_a_million_samples_are_classified_in_about_a_second(tmp_path: Path) -> N
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
-RULE = LengthRule((20, 50), (0.25, 0.15, 0.6))
+
+def rule(buckets: tuple[int, ...], weights: tuple[float, ...]) -> DataConfig:
+    return DataConfig(length_buckets=buckets, length_weights=weights)
+
+
+RULE = rule((20, 50), (0.25, 0.15, 0.6))
 LENGTHS = [5] * 40 + [30] * 20 + [200]  # 20 samples of short documents, 60 of middle ones, 20 of a long one
 
 
@@ -101,19 +106,19 @@ def corpus(tmp_path: Path) -> Samples:
     return corpus_of(tmp_path / "c", [*LENGTHS, 1])
 
 
-def mixed(corpus: Samples, rule: LengthRule = RULE) -> Sampler:
-    samplers, weights = by_length(corpus, rule)
+def mixed(corpus: Samples, config: DataConfig = RULE) -> Sampler:
+    samplers, weights = by_length(corpus, config)
     return Sampler(samplers, weights, 1)
 
 
 def test_every_class_has_exactly_its_share_of_each_block(corpus: Samples) -> None:
-    sampler, classes = mixed(corpus), classify(corpus, RULE.buckets)
+    sampler, classes = mixed(corpus), classify(corpus, RULE.length_buckets)
     assert np.bincount(classes).tolist() == [20, 60, 20]
     for block in range(2):
         drawn = [classes[sampler.place_of(block * BLOCK + number)[1]] for number in range(BLOCK)]
         assert np.bincount(drawn).tolist() == [2500, 1500, 6000]
         early = np.bincount(drawn[:1000], minlength=3) / 1000
-        assert abs(early - RULE.weights).max() < 0.06
+        assert abs(early - RULE.length_weights).max() < 0.06
 
 
 def test_within_a_class_every_sample_comes_once_per_epoch_in_another_order(corpus: Samples) -> None:
@@ -135,16 +140,16 @@ def test_a_step_is_the_same_however_it_is_divided_and_wherever_it_is_taken_up(co
 
 
 def test_a_class_of_no_weight_is_left_out(corpus: Samples) -> None:
-    sampler = mixed(corpus, LengthRule((20, 50), (0.5, 0.5, 0.0)))
+    sampler = mixed(corpus, rule((20, 50), (0.5, 0.5, 0.0)))
     assert {sampler.place_of(number)[1] < 80 for number in range(BLOCK)} == {True}
-    rule = LengthRule((20, 1000), (0.5, 0.5, 0.0))  # no document of 1,000 tokens, and none is wanted
-    assert len(by_length(corpus, rule)[0]) == 2
+    unwanted = rule((20, 1000), (0.5, 0.5, 0.0))  # no document of 1,000 tokens, and none is wanted
+    assert len(by_length(corpus, unwanted)[0]) == 2
 
 
 def test_a_class_without_samples_is_an_error_that_tells_what_there_is(corpus: Samples) -> None:
     text = r"document of 1,000 and more tokens, but .*gives such samples 0\.6.*1 to 19: 20; 20 to 999: 80; 1,000 and"
     with pytest.raises(DataError, match=text):
-        by_length(corpus, LengthRule((20, 1000), (0.2, 0.2, 0.6)))
+        by_length(corpus, rule((20, 1000), (0.2, 0.2, 0.6)))
 
 
 def test_classes_are_told_with_their_shares(corpus: Samples) -> None:
