@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
+from burst_cli import render
 from burst_cli.app import new_verb
+from burst_cli.checkpoint.nodes import bring, on_nodes, progress_bar
+from burst_cli.checkpoint.view import (
+    HereCheckpoint,
+    checkpoint_of_step,
+    checkpoints_here,
+    checkpoints_table,
+    compared,
+    examine,
+    newest_undamaged,
+    prune_run,
+    pruned_text,
+)
 from burst_cli.completion import complete_run
+from burst_cli.figures import binary_bytes
 from burst_cli.options import JsonOption, NewestRunArgument, RunsDirOption
+from burst_cli.runs.choose import choose_run
+from engine.config.errors import DataError
+from engine.config.settings import DataConfig, load_config
+from engine.data.chat import ChatTemplate, find_template
+from engine.data.tokenizers import TOKENIZER_FILE
+from engine.pretrained.export import ExportDtype, ExportOrder, check_new, export, weight_bytes
+from engine.runs.commit import checkpoints_of
+from engine.runs.folder import RunFolder
+from engine.runs.manifest import CheckpointError
 
 app = new_verb(help="List, verify, fetch, export and prune the checkpoints of a run.")
 
@@ -59,11 +84,6 @@ def fetch(
 
     Exit codes: 0 it is here, 1 no node has it whole.
     """
-    from burst_cli import render
-    from burst_cli.checkpoint.nodes import bring
-    from burst_cli.checkpoint.view import checkpoint_of_step
-    from burst_cli.runs.choose import choose_run
-
     chosen = choose_run(run, runs_dir)
     found = bring(chosen, step, render.stderr()) or checkpoint_of_step(chosen, step)
     if as_json:
@@ -87,11 +107,6 @@ def prune(
 
     Exit codes: 0 done, 1 one could not be deleted, a node did not answer or the run has not ended.
     """
-    from burst_cli import render
-    from burst_cli.checkpoint.nodes import on_nodes
-    from burst_cli.checkpoint.view import prune_run, pruned_text
-    from burst_cli.runs.choose import choose_run
-
     chosen = choose_run(run, runs_dir)
     console = render.stderr()
     with on_nodes(chosen, console) as away:
@@ -102,8 +117,8 @@ def prune(
         render.stdout().print(pruned_text(result), soft_wrap=True)
 
 
-@app.command()
-def export(
+@app.command("export")
+def export_run(
     run: Annotated[
         str,
         typer.Argument(
@@ -115,10 +130,10 @@ def export(
     step: Annotated[
         int | None, typer.Option("--step", min=1, help="The checkpoint of this step; else the newest undamaged one.")
     ] = None,
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="Number format of the weights: bfloat16 or float32.")
-    ] = "bfloat16",
-    file_gib: Annotated[float, typer.Option("--file-gib", min=0.001, help="Size of one file at most, in GiB.")] = 5.0,
+    dtype: Annotated[ExportDtype, typer.Option("--dtype", help="Number format of the weights.")] = "bfloat16",
+    file_gib: Annotated[
+        float, typer.Option("--file-gib", min=0.001, max=2**20, help="Size of one file at most, in GiB.")
+    ] = 5.0,
     runs_dir: RunsDirOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -130,23 +145,64 @@ def export(
     Exit codes: 0 written, 1 the checkpoint is damaged or missing, or the folder cannot be written, 2 --dtype is
     unknown or transformers has no model of this shape.
     """
-    from burst_cli import render
-    from burst_cli.checkpoint.export import export_run, exported_text
-    from burst_cli.runs.choose import choose_run
-
-    chosen = choose_run(run, runs_dir)
-    result = export_run(chosen, folder, step=step, dtype=dtype, file_gib=file_gib, console=render.stderr())
+    if math.isnan(file_gib):  # in every range, says click
+        raise typer.BadParameter("nan is not in the range of sizes", param_hint="--file-gib")
+    chosen, console = choose_run(run, runs_dir), render.stderr()
+    check_new(folder)  # before gigabytes are read
+    config = load_config(chosen.path / "config.yaml")
+    checkpoint = _to_export(chosen, step)
+    assert checkpoint.manifest is not None
+    original, kept = Path(config.data.tokenizer).expanduser(), chosen.path / TOKENIZER_FILE
+    tokenizer = original if original.is_file() else kept
+    order = ExportOrder(
+        checkpoint.path,
+        config,
+        folder,
+        dtype=dtype,
+        file_bytes=int(file_gib * 2**30),
+        tokenizer=tokenizer if tokenizer.is_file() else None,
+        tokenizer_folder=original.parent if original.is_file() else None,
+        chat=_chat_template(config.data),
+    )
+    with progress_bar(console, f"exporting step {checkpoint.step}", weight_bytes(checkpoint.manifest)) as advance:
+        result = export(order, checkpoint.manifest, advance)
     if as_json:
         render.emit_json(dataclasses.asdict(result) | {"folder": str(result.folder)})
+        return
+    files = "1 file" if result.files == 1 else f"{result.files} files"
+    lines = [f"step {result.step}: {files} of weights, {binary_bytes(result.bytes)}, in {result.folder}"]
+    lines += [f"warning: {text}" for text in result.warnings]
+    render.stdout().print(Text("\n".join(lines)), soft_wrap=True)
+
+
+def _to_export(run: RunFolder, step: int | None) -> HereCheckpoint:
+    """The undamaged checkpoint to export; that of a run on other machines is fetched unless it is here."""
+    console = render.stderr()
+    step = step if (brought := bring(run, step, console)) is None else brought.step
+    if step is None:
+        found = newest_undamaged(checkpoints_here(run), console)
+        if found is None:
+            raise CheckpointError(f"run {run.run_id} has no undamaged checkpoint under {checkpoints_of(run.path)}")
     else:
-        render.stdout().print(exported_text(result), soft_wrap=True)
+        found = checkpoint_of_step(run, step)
+        if problem := compared(found, console):
+            raise CheckpointError(problem)
+    return found
+
+
+def _chat_template(data: DataConfig) -> ChatTemplate | None:
+    """What renders the conversations of a run, if it had any."""
+    if data.messages_field is None:
+        return None
+    try:
+        return find_template(data)
+    except DataError as error:
+        text = f"warning: the folder gets no chat template: {error}"
+        render.stderr().print(Text(text, style="yellow"), soft_wrap=True)
+        return None
 
 
 def _show(run: str | None, runs_dir: RunsDirOption, *, as_json: bool, verify: bool) -> None:
-    from burst_cli import render
-    from burst_cli.checkpoint.view import checkpoints_table, examine
-    from burst_cli.runs.choose import choose_run
-
     chosen = choose_run(run, runs_dir)
     entries = examine(chosen, verify=verify, console=render.stderr())
     if as_json:

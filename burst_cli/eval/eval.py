@@ -8,6 +8,9 @@ import typer
 
 from burst_cli.app import new_verb
 from burst_cli.completion import complete_run_or_override
+from burst_cli.eval.request import evaluation_request
+from burst_cli.launch.launching import LaunchManner, launch_request
+from burst_cli.launch.request import LaunchRequest
 from burst_cli.options import (
     ConfigDirOption,
     DetachOption,
@@ -68,10 +71,6 @@ def evaluate(
     Exit codes as of `burst launch`: 0 completed, 1 failed, or nodes are not fit, 2 usage or configuration, 130
     interrupted.
     """
-    from burst_cli.eval.request import evaluation_request
-    from burst_cli.launch.launching import LaunchManner, launch_request
-    from burst_cli.launch.request import LaunchRequest
-
     options = LaunchRequest(
         (),
         tuple(config_dir or ()),

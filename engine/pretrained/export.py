@@ -22,14 +22,12 @@ from engine.data.chat import TEMPLATE_FILE, ChatTemplate
 from engine.data.tokenizers import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, tokens_for_export
 from engine.pretrained.names import INDEX_FILE, SINGLE_FILE, hugging_face_name
 from engine.pretrained.shape import CONFIG_FILE, config_json
-from engine.runs.commit import Checkpoint
 from engine.runs.files import new_folder
 from engine.runs.manifest import CheckpointError, Manifest, TensorFacts
 from engine.runs.records import json_text
 
-ExportDtype = Literal["float32", "bfloat16"]
+ExportDtype = Literal["bfloat16", "float32"]
 Wide = np.ndarray[Any, np.dtype[np.float32]]
-DTYPES: tuple[ExportDtype, ...] = ("bfloat16", "float32")
 BYTES_OF: Mapping[ExportDtype, int] = {"float32": 4, "bfloat16": 2}
 _FILE_DTYPES: Mapping[ExportDtype, str] = {"float32": "F32", "bfloat16": "BF16"}
 GENERATION_CONFIG_FILE = "generation_config.json"
@@ -38,13 +36,13 @@ _PREFIX = "model."
 
 @dataclass(frozen=True)
 class ExportOrder:
-    """What to write: a checkpoint of a run of `config` into `folder`, in files of at most `file_bytes`.
+    """What to write: the checkpoint in a folder, of a run of `config`, into `folder`, in files of at most `file_bytes`.
 
     tokenizer: its tokenizer.json; tokenizer_folder: where that came from, with files that say what its tokens are for.
     chat: the template that the run's conversations were rendered by, if it had any.
     """
 
-    checkpoint: Checkpoint
+    checkpoint: Path
     config: RunConfig
     folder: Path
     dtype: ExportDtype = "bfloat16"
@@ -137,7 +135,7 @@ def _write_weights(
         with (folder / file).open("wb") as stream:
             stream.write(_header({outer[name]: weights[name].shape for name in names}, order.dtype))
             for name in names:
-                wide = _assembled(order.checkpoint.path, name, weights[name])
+                wide = _assembled(order.checkpoint, name, weights[name])
                 stream.write((wide if order.dtype == "float32" else bfloat16_bits(wide)).data)
                 progress(wide.nbytes)
         places |= dict.fromkeys(outer.values(), file)

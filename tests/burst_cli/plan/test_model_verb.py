@@ -98,7 +98,9 @@ def test_an_exported_model_of_conversations_has_its_chat_template(run: Path, tmp
     ("words", "text"),
     [
         (["--step", "8"], "has no checkpoint of step 8; it has 7"),
-        (["--dtype", "float16"], "--dtype: got 'float16', expected one of bfloat16, float32"),
+        (["--dtype", "float16"], "'float16' is not one of 'bfloat16', 'float32'"),
+        (["--file-gib", "inf"], "--file-gib"),
+        (["--file-gib", "nan"], "--file-gib"),
     ],
 )
 def test_what_cannot_be_exported_is_named(run: Path, tmp_path: Path, words: list[str], text: str) -> None:

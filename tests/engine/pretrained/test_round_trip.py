@@ -27,8 +27,7 @@ from transformers import (
 
 from engine.pretrained.export import ExportOrder, bfloat16_bits, export, weight_bytes
 from engine.pretrained.shape import read_pretrained
-from engine.runs.commit import Checkpoint, open_checkpoint
-from engine.runs.manifest import CheckpointError
+from engine.runs.manifest import CheckpointError, read_manifest
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 SIZES: dict[str, Any] = {
@@ -125,14 +124,9 @@ def test_imported_trained_exported_and_reloaded_the_logits_are_ours(
     world_size = 2 if "tied" in name else 1
     config = config_of(folders[name], parallel={"dp_shard_size": world_size})
     logits = ranks(world_size).run(train_and_save, config, str(tmp_path / "checkpoints"))[0]
-    order = ExportOrder(
-        Checkpoint(5, tmp_path / "checkpoints" / "step-00000005"),
-        config,
-        tmp_path / "out",
-        dtype="float32",
-        file_bytes=10_000,
-    )
-    manifest, seen = open_checkpoint(order.checkpoint), []
+    saved = tmp_path / "checkpoints" / "step-00000005"
+    order = ExportOrder(saved, config, tmp_path / "out", dtype="float32", file_bytes=10_000)
+    manifest, seen = read_manifest(saved), []
     result = export(order, manifest, seen.append)
     assert sum(seen) == weight_bytes(manifest)
     assert result.files > 1
@@ -163,8 +157,8 @@ def test_bf16_in_one_file_is_what_transformers_reads_and_what_cannot_be_written_
 ) -> None:
     config = config_of(folders["llama"])
     ranks(1).run(train_and_save, config, str(tmp_path / "checkpoints"))
-    checkpoint = Checkpoint(5, tmp_path / "checkpoints" / "step-00000005")
-    manifest = open_checkpoint(checkpoint)
+    checkpoint = tmp_path / "checkpoints" / "step-00000005"
+    manifest = read_manifest(checkpoint)
     wide = export(ExportOrder(checkpoint, config, tmp_path / "wide", dtype="float32"), manifest)
     narrow = export(ExportOrder(checkpoint, config, tmp_path / "narrow"), manifest)
     assert (narrow.files, narrow.bytes) == (1, wide.bytes // 2)
@@ -176,7 +170,7 @@ def test_bf16_in_one_file_is_what_transformers_reads_and_what_cannot_be_written_
         assert torch.equal(value.to(torch.bfloat16), other), name
     with pytest.raises(CheckpointError, match="exists; export writes a new folder"):
         export(ExportOrder(checkpoint, config, tmp_path / "wide"), manifest)
-    (checkpoint.path / "rank00000.safetensors").unlink()
+    (checkpoint / "rank00000.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"rank00000\.safetensors cannot be read"):
         export(ExportOrder(checkpoint, config, tmp_path / "out"), manifest)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "narrow", "wide"]
