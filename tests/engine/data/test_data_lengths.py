@@ -19,7 +19,7 @@ from engine.config.errors import DataError
 from engine.config.settings import DataConfig
 from engine.data.manifest import Manifest
 from engine.data.prepare import open_training_data, prepare
-from engine.data.sampler import BLOCK, LengthRule, Sampler, Samples, by_length, classify, length_classes
+from engine.data.sampler import BLOCK, Sampler, Samples, by_length, classify, length_classes
 from engine.data.shards import TokenShards
 
 SEQ_LEN = 10
