@@ -1,24 +1,31 @@
-"""What is refused for lack of memory, what is only warned of, and what is kept of the reckoning."""
+"""What a rank needs of memory: what is refused, what is only warned of, what is shown and kept of the reckoning."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console, Group
 from testkit.fake_plan import node_facts
 from testkit.sections import changed
 
+from burst_cli.compose import compose
 from burst_cli.plan.launch_view import launch_notes
 from burst_cli.plan.memory_check import MEMORY_PLAN_FILE, MemoryCheck, MemoryPlanner, check_memory, with_memory
+from burst_cli.plan.table import memory_view
 from cluster.plan import build_launch_plan
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import AttentionConfig, MemoryConfig, RunConfig, TrainConfig
-from engine.planning.memory.capacity import Gpu, Hardware
-from engine.planning.memory.predictor import MemoryPrediction
+from engine.planning.memory.auto import settle_memory
+from engine.planning.memory.capacity import Capacity, Gpu, Hardware
+from engine.planning.memory.predictor import MemoryPrediction, shared_predictor
 from engine.planning.methods.topology import Topology
+from engine.planning.time.devices import find_machine
 
 GIB = 2**30
 CONFIG = RunConfig(
@@ -146,3 +153,47 @@ def test_plan_keeps_the_settled_configuration_and_the_reckoning(tmp_path: Path) 
     assert "full, on host" in [candidate["name"] for candidate in document["candidates"]]
     assert (document["device_peak_bytes"], document["device_capacity_bytes"]) == (GIB, 80 * GIB)
     assert document["fits"] is True
+
+
+# --- as it is shown ---------------------------------------------------------------------------------------------------
+
+
+def test_host_memory_can_be_what_is_missing() -> None:
+    check = check_memory(CONFIG, planner(need(50, 200)), force=True)
+    stream = StringIO()
+    Console(file=stream, width=200, highlight=False).print(Group(*memory_view(check)))
+    assert "800 GiB of 100 GiB of host memory per node" in stream.getvalue()
+    assert "175 GiB per rank are missing in host memory" in stream.getvalue()
+    assert "4 ranks need 800 GiB, 700 GiB more than the 100 GiB of host memory (MemTotal)" in check.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("memory", "words"),
+    [
+        ({"activation_checkpoint": "full"}, "full"),
+        ({"activation_checkpoint": "seq_fraction", "kept_fraction": 0.25}, "seq_fraction 0.25"),
+        ({"activation_checkpoint": "attn_out_every", "activation_store": "host"}, "attn_out_every 4, on host"),
+        ({"checkpoint_layers": ("full", "none")}, "full/none"),
+        ({"tile_tokens": 512, "optimizer_store": "host"}, "full, tiles of 512, optimizer on host"),
+    ],
+)
+def test_policies_are_named_by_their_settings(memory: dict[str, Any], words: str) -> None:
+    assert check_memory(changed(CONFIG, memory=memory), planner(need(1))).policy == words
+
+
+@pytest.mark.parametrize(("device_gib", "needs", "fits"), [(5, "8 GiB of 8 GiB on cpu", True), (6, "9 GiB of", False)])
+def test_on_the_cpu_what_is_needed_counts_both_memories(device_gib: float, needs: str, fits: bool) -> None:
+    """6 GiB of tensors and 3 GiB of stores do not fit into 8 GiB, and are not told as 6 of 8."""
+    check = check_memory(ON_CPU, planner(need(device_gib, 3), CPU), force=True)
+    assert (check.needs.startswith(needs), check.fits) == (True, fits)
+
+
+@pytest.mark.thorough
+def test_eight_billion_parameters_and_half_a_million_tokens_fit_on_one_gpu_and_its_host() -> None:
+    room = Capacity("h200", 136 * 10**9, "test", 120 * 10**9, "test", 1)
+    settings = compose(["exp=llama8b_512k"]).config
+    choice = settle_memory(settings, Topology(1, 1), room, shared_predictor().predict, find_machine("h200"))
+    assert choice.fits
+    memory = choice.config.memory
+    assert (memory.activation_checkpoint, memory.activation_store) == ("full", "host")
+    assert 1 < (memory.host_layers or 32) < 32
