@@ -15,9 +15,10 @@ def count(value: float | None, digits: int = 3) -> str:
     """A number with a decimal prefix: 950, 12.3K, 4.56M, 1.2T."""
     if value is None:
         return DASH
+    limit = 1000 - 10 ** (3 - digits) / 2  # rounded to so many digits it would be 1000
     for prefix in ("", "K", "M", "G", "T", "P"):
-        if abs(value) < 999.5 or prefix == "P":
-            return f"{value:.{digits}g}{prefix}" if abs(value) < 999.5 else f"{value:.0f}{prefix}"
+        if abs(value) < limit or prefix == "P":
+            return f"{value:.{digits}g}{prefix}" if abs(value) < limit else f"{value:.0f}{prefix}"
         value /= 1000
     raise AssertionError("unreachable")
 

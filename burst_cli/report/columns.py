@@ -61,7 +61,9 @@ def _median(name: str) -> Callable[[Record], str]:
 
 def _step_time(record: Record) -> str:
     middle, low, high = (number(record, f"step_time_s{suffix}") for suffix in ("", "_p25", "_p75"))
-    return seconds(middle) if middle is None or low is None or low == high else seconds_between(middle, low, high or 0)
+    if middle is None or low is None or high is None or low == high:
+        return seconds(middle)
+    return seconds_between(middle, low, high)
 
 
 def _predicted_step(record: Record) -> str:

@@ -295,6 +295,11 @@ def test_table_of_one_run_shows_every_figure_at_any_width(burst, runs_dir: Path,
     assert "1.67K (1.46K…2.08K)" in output
 
 
+def test_a_quartile_that_is_missing_is_no_zero() -> None:
+    (column,) = choose_columns(["step_time_s"])
+    assert column.cell({"step_time_s": 0.25, "step_time_s_p25": 0.24, "step_time_s_p75": None}) == "250 ms"
+
+
 def test_run_that_was_cancelled_early_is_no_table_of_dashes(burst, tmp_path: Path) -> None:
     make_run(tmp_path / "runs", "tiny/20260101-000000-aaaaaa", steps=0, final="cancelled")
     output = burst("report").out
