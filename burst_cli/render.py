@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from rich.console import Console
 from rich.text import Text
@@ -87,6 +87,11 @@ def _console(*, stderr: bool) -> Console:
     return _PipeConsole(stderr=stderr, width=width, highlight=False, emoji=False)
 
 
+def told(kind: Literal["error", "warning", "note"], text: str) -> Text:
+    """`warning: text`."""
+    return Text.assemble((f"{kind}: ", "bold red" if kind == "error" else "yellow"), text)
+
+
 def json_document(document: Mapping[str, Any]) -> str:
     """`document` as text; paths become text, figures that are no number null."""
     plain = _plain(document)
@@ -128,7 +133,7 @@ def fail(error: BaseException, *, as_json: bool = False, debug: bool = False) ->
     if debug:
         console.print(Text("".join(traceback.format_exception(error)).rstrip(), style="dim"))
     title = f"{len(problems)} problems in the configuration" if many else problems[0]
-    console.print(Text.assemble(("error: ", "bold red"), title))
+    console.print(told("error", title))
     for line in problems if many else ():
         console.print(Text.assemble(("  • ", "red"), line))
     if as_json:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli.figures import DASH, binary_bytes, duration, seconds
+from burst_cli.render import told
 from burst_cli.tables import listing
 from cluster.ssh.nodes import fold_nodes
 
@@ -62,7 +63,7 @@ class LivePushView:
 
     def note(self, node: str, text: str) -> None:
         """Print above the bars."""
-        self._console.print(_note(node, text))
+        self._console.print(told("note", f"{node}: {text}"))
 
 
 class PlainPushView:
@@ -90,7 +91,7 @@ class PlainPushView:
 
     def note(self, node: str, text: str) -> None:
         """One line."""
-        self._console.print(_note(node, text), soft_wrap=True)
+        self._console.print(told("note", f"{node}: {text}"), soft_wrap=True)
 
 
 def plan_view(plan: ImagePlan) -> RenderableType:
@@ -182,7 +183,3 @@ def _amount(node: NodeResult, total_bytes: int) -> str:
 def _plain_amount(node: NodeResult, total_bytes: int) -> str:
     """Loading goes on in silence once everything is there."""
     return "loading" if node.received_bytes >= total_bytes else _amount(node, total_bytes)
-
-
-def _note(node: str, text: str) -> Text:
-    return Text.assemble(("note: ", "yellow"), f"{node}: {text}")

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from burst_cli import render
 from burst_cli.app import new_verb
@@ -137,7 +136,7 @@ def _ask_if_lost(run: RunFolder) -> None:
         problem = str(error)
     if problem is not None:
         text = f"these logs may not be all: {problem}"
-        render.stderr().print(Text.assemble(("warning: ", "yellow"), text), soft_wrap=True)
+        render.stderr().print(render.told("warning", text), soft_wrap=True)
 
 
 def _say_nothing_there(run: RunFolder, request: LogRequest) -> None:

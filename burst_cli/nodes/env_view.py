@@ -114,7 +114,7 @@ def files_view(files: Mapping[str, Path], fleet: FleetEnvironment) -> Renderable
     for node, environment in fleet.environments.items():
         for warning in environment.warnings:
             folded.setdefault(warning, []).append(node)
-    warnings = (_warning(f"{fold_nodes(nodes)}: {warning}") for warning, nodes in folded.items())
+    warnings = (render.told("warning", f"{fold_nodes(nodes)}: {warning}") for warning, nodes in folded.items())
     return Group(listing(("node", "file", "variables"), rows), *warnings)
 
 
@@ -159,7 +159,7 @@ def print_errors(fleet: FleetEnvironment) -> None:
     """Say on stderr which nodes have no plan, and why."""
     console = render.stderr()
     for error in fleet.errors.values():
-        console.print(Text.assemble(("error: ", "bold red"), error), soft_wrap=True)
+        console.print(render.told("error", error), soft_wrap=True)
 
 
 def _class_view(nodes: Sequence[str], environment: NodeEnvironment) -> list[RenderableType]:
@@ -169,7 +169,7 @@ def _class_view(nodes: Sequence[str], environment: NodeEnvironment) -> list[Rend
     parts: list[RenderableType] = [title, _variables_table(environment)]
     if environment.hcas:
         parts += [Text(), _hcas_table(environment)]
-    return [*parts, *map(_warning, environment.warnings)]
+    return [*parts, *(render.told("warning", text) for text in environment.warnings)]
 
 
 def _variables_table(environment: NodeEnvironment) -> Table:
@@ -194,7 +194,3 @@ def _rail_texts(rails: Sequence[Rail]) -> list[str]:
     for rail in rails:
         by_reason.setdefault(rail.found_by, []).append(str(rail.gpu))
     return [f"GPU {', '.join(gpus)} by {reason}" for reason, gpus in by_reason.items()]
-
-
-def _warning(text: str) -> Text:
-    return Text.assemble(("warning: ", "yellow"), text)

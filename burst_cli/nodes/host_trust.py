@@ -11,13 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli import render
+from burst_cli.figures import count_of
 from burst_cli.tables import listing
 from cluster.ssh.hosts import Host, Outcome, fan_out
 from cluster.ssh.known_hosts import trust_file
 from cluster.ssh.pool import SshPool
 from cluster.ssh.trust import ShownKey, add_keys, fetch_keys
 
-_STYLES = {"known": "green", "added": "green", "new": "yellow"}
+_STYLES = {"known": "green", "new": "yellow"}
 
 
 @dataclass
@@ -31,7 +32,6 @@ class TrustSession:
     yes: bool
     quiet: bool
     rows: list[dict[str, Any]] = field(default_factory=list)
-    file: str = field(default_factory=lambda: str(trust_file()))
 
     @property
     def all_trusted(self) -> bool:
@@ -40,8 +40,7 @@ class TrustSession:
 
     def trust(self, hosts: Sequence[Host]) -> None:
         """Go through `hosts`, the jump hosts before what lies behind them: their keys decide who is asked next."""
-        levels = _by_depth(hosts)
-        for level in levels:
+        for level in _by_depth(hosts):
             with SshPool() as pool:
                 answers = fan_out(level, lambda host, pool=pool: fetch_keys(host, pool))  # type: ignore[misc]
             self._settle(list(answers.values()))
@@ -58,7 +57,7 @@ class TrustSession:
         for answer in answers:
             self.rows.append(self._row(answer, accepted, answer.host.name in spoilt))
         if not self.quiet and accepted:
-            text = f"{len(accepted)} key{'' if len(accepted) == 1 else 's'} added to {self.file}"
+            text = f"{count_of('key', len(accepted))} added to {trust_file()}"
             render.stdout().print(Text(text), soft_wrap=True)
 
     def _row(
@@ -67,9 +66,8 @@ class TrustSession:
         keys = [_described(key, added=key in accepted) for key in answer.value or ()]
         trusted = not is_spoilt and any(key["state"] in ("known", "added") for key in keys)
         error = str(answer.error) if answer.error is not None else None
-        return {"name": answer.host.name, "key_name": answer.host.key_name, "trusted": trusted, "keys": keys} | {
-            "error": error
-        }
+        names = {"name": answer.host.name, "key_name": answer.host.key_name}
+        return {**names, "trusted": trusted, "keys": keys, "error": error}
 
     def _show(
         self, answers: Sequence[Outcome[tuple[ShownKey, ...]]], shown: Sequence[ShownKey], spoilt: Mapping[str, Host]
@@ -79,18 +77,18 @@ class TrustSession:
             render.stdout().print(_key_table(shown))
         for answer in answers:
             if answer.error is not None:
-                console.print(Text.assemble(("error: ", "bold red"), str(answer.error)), soft_wrap=True)
+                console.print(render.told("error", str(answer.error)), soft_wrap=True)
         for name, host in sorted(spoilt.items()):
             text = (
                 f"{name}: shows a key that contradicts what is known. Either the node was installed anew, or somebody "
                 f"answers in its place. When you are sure of the first: `{host.command('hosts', 'forget')}`"
             )
-            console.print(Text.assemble(("warning: ", "bold red"), text), soft_wrap=True)
+            console.print(render.told("warning", text), soft_wrap=True)
         missed = [key for key in shown if key.state == "new" and self.wanted and key.fingerprint not in self.wanted]
         for name in dict.fromkeys(key.host.name for key in missed):
             if not any(key.fingerprint in self.wanted for key in shown if key.host.name == name):
                 text = f"{name}: shows none of the fingerprints that were given; it stays untrusted"
-                console.print(Text.assemble(("warning: ", "yellow"), text), soft_wrap=True)
+                console.print(render.told("warning", text), soft_wrap=True)
 
     def _accept(self, keys: Sequence[ShownKey]) -> bool:
         if self.yes or self.wanted:

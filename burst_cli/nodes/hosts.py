@@ -13,7 +13,7 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.app import new_verb
-from burst_cli.figures import DASH
+from burst_cli.figures import DASH, count_of
 from burst_cli.nodes.host_trust import TrustSession
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 from burst_cli.tables import listing
@@ -67,11 +67,9 @@ def list_hosts(
     console = render.stdout()
     console.print(_host_table(rows))
     unknown = [row["name"] for row in rows if not row["keys"]]
-    count = f"{len(rows)} node{'' if len(rows) == 1 else 's'} from {targets.source}"
-    advice = (
-        f"; {len(unknown)} without a known host key: compare and accept with `burst hosts trust`" if unknown else ""
-    )
-    console.print(Text(count + advice), soft_wrap=True)
+    advice = f"; {len(unknown)} without a known host key: compare and accept with `burst hosts trust`"
+    text = f"{count_of('node', len(rows))} from {targets.source}{advice if unknown else ''}"
+    console.print(Text(text), soft_wrap=True)
 
 
 @app.command("trust")
@@ -104,7 +102,7 @@ def trust_hosts(
     session = TrustSession(wanted=wanted, yes=yes, quiet=as_json)
     session.trust(targets.hosts)
     if as_json:
-        render.emit_json({"source": targets.source, "file": session.file, "hosts": session.rows})
+        render.emit_json({"source": targets.source, "file": str(trust_file()), "hosts": session.rows})
     return 0 if session.all_trusted else 1
 
 
@@ -140,8 +138,8 @@ def forget_hosts(
 def _print_forgotten(rows: Sequence[dict[str, Any]], hosts: Sequence[Host]) -> None:
     console = render.stdout()
     for row, host in zip(rows, hosts, strict=True):
-        keys = f"{row['forgotten']} key{'' if row['forgotten'] == 1 else 's'} forgotten"
-        text = f"{row['name']}: {keys if row['forgotten'] else 'was not remembered'}"
+        forgotten = row["forgotten"]
+        text = f"{row['name']}: {count_of('key', forgotten) + ' forgotten' if forgotten else 'was not remembered'}"
         for file in row["still_known_in"]:
             text += f"; still known in {file}: ssh-keygen -R {quote(host.key_name)} -f {quote(file)}"
         console.print(Text(text), soft_wrap=True)

@@ -13,6 +13,7 @@ from rich.text import Text
 from burst_cli.figures import binary_bytes, count, count_of, percent, seconds
 from burst_cli.plan.candidates import Illegal, Plan
 from burst_cli.plan.memory_check import MemoryCheck
+from burst_cli.render import told
 from burst_cli.tables import listing, styled
 from engine.config.settings import Store
 from engine.planning.memory.auto import MemoryCandidate, MemoryChoice
@@ -163,7 +164,7 @@ def _headings(candidate: Plan) -> list[Text]:
 
 def _placement(candidate: Plan) -> Text:
     topology, train = candidate.group, candidate.config.train
-    where = f"{topology.size} ranks on {topology.nodes} {'node' if topology.nodes == 1 else 'nodes'}"
+    where = f"{count_of('rank', topology.size)} on {count_of('node', topology.nodes)}"
     groups = candidate.world.size // topology.size
     times = f", {groups} such groups" if groups > 1 else ""
     return Text.assemble(("sequence    ", "bold"), f"{train.seq_len:,} tokens on {where}{times}; {train.compute_dtype}")
@@ -238,16 +239,16 @@ def _ranking_table(candidate: Plan) -> Table:
 
 def _footer(candidate: Plan) -> list[Text]:
     preview, step = candidate.preview, candidate.step
-    lines = [Text.assemble(("warning: ", "yellow"), text) for text in preview.warnings]
+    lines = [told("warning", text) for text in preview.warnings]
     if candidate.config.attention.documents:
         text = "packed documents depend on the data: planned as one sequence, the most work that a batch can be"
-        lines.append(Text.assemble(("note: ", "yellow"), text))
+        lines.append(told("note", text))
     if len(preview.planned_ranks) < candidate.group.size:
         text = (
             f"pairs and balance are of all {candidate.group.size} ranks; steps, tiles, bytes, buffers and seconds are "
             f"the largest of ranks {', '.join(map(str, preview.planned_ranks))}, whose plans were made"
         )
-        lines.append(Text.assemble(("note: ", "yellow"), text))
+        lines.append(told("note", text))
     parts = [f"{name.replace('_', ' ')} {seconds(value)}" for name, value in asdict(step.parts).items() if value]
     flops = f"model {count(step.flops.model)}, hardware {count(step.flops.hardware)}, as if nothing were masked "
     return [

@@ -21,7 +21,7 @@ from burst_cli import __version__
 from burst_cli.eval.view import evaluation_lines, evaluation_tables, is_evaluation, weights_text
 from burst_cli.figures import count_of
 from burst_cli.outputs import check_output, has_matplotlib
-from burst_cli.render import PIPE_WIDTH, json_document
+from burst_cli.render import PIPE_WIDTH, json_document, told
 from burst_cli.report.against import caveats_of, published_table
 from burst_cli.report.build import Group, Report
 from burst_cli.report.columns import BY_KEY, PAPER_KEYS, PROVENANCE_KEYS, Column, filled, notes_for
@@ -88,7 +88,7 @@ def report_view(report: Report, width: int) -> RenderableType:
 def print_warnings(report: Report, console: Console) -> None:
     """Name what is damaged, lost or failed."""
     for warning in first_of(report.warnings):
-        console.print(Text.assemble(("warning: ", "yellow"), warning), soft_wrap=True)
+        console.print(told("warning", warning), soft_wrap=True)
     for line in first_of([verdict.line for verdict in report.failed_gates]):
         console.print(Text.assemble(("failed: ", "bold red"), line), soft_wrap=True)
 
