@@ -110,7 +110,7 @@ def build_transformers(case: Case, *, checkpoint: bool, cast: bool) -> tuple[Ste
     """(step, model, optimizer) of transformers with the engine's initial weights and optimizer settings."""
     from transformers import LlamaForCausalLM
 
-    from engine.training.optim import build_optimizer, clip_gradients
+    from engine.training.optim import build_optimizer
 
     model = LlamaForCausalLM(llama_config(case)).train()
     copy_initial_weights(case.model, model)
@@ -127,7 +127,7 @@ def build_transformers(case: Case, *, checkpoint: bool, cast: bool) -> tuple[Ste
         with autocast:
             loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
-        clip_gradients(model.parameters(), config.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm or float("inf"))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return float(loss.item())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from engine.config.errors import ConfigError
 from engine.config.settings import MomentsDtype, OptimizerConfig
+from engine.parallel.collectives import sum_over_ranks
 
 
 def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -114,14 +115,30 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
-    """Global 2-norm of all gradients before clipping (fp32 scalar, equal on all ranks); scales them to `max_norm`.
-
-    Gradients may be FSDP2 shards: the norm then spans all shards (all ranks must call). `max_norm` null never scales.
-    """
+    """The `global_norm` of all gradients before clipping; scales them to `max_norm`, null never. Collective."""
     owners = [parameter for parameter in parameters if parameter.grad is not None]
-    gradients = [parameter.grad for parameter in owners if parameter.grad is not None]
-    total = torch.nn.utils.get_total_norm(gradients, foreach=True)
-    norm = total.full_tensor() if isinstance(total, DTensor) else total
+    norm = global_norm(square_sum([parameter.grad for parameter in owners if parameter.grad is not None]))
     if max_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(owners, max_norm, norm, foreach=True)
     return norm
+
+
+def global_norm(squares: Tensor) -> Tensor:
+    """2-norm of all ranks' gradients from the `square_sum` of each: fp32 scalar, equal on all ranks. Collective."""
+    return sum_over_ranks(squares).sqrt().float()
+
+
+def square_sum(gradients: Sequence[Tensor]) -> Tensor:
+    """This rank's share of the squared 2-norm: what several ranks hold alike they share equally. float64 scalar."""
+    parts = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    norms = torch._foreach_norm(parts)
+    shares = torch._foreach_div(norms, [_copies(gradient) ** 0.5 for gradient in gradients])
+    return torch.stack(shares).double().square().sum()
+
+
+def _copies(gradient: Tensor) -> int:
+    """How many ranks hold the same part."""
+    if not isinstance(gradient, DTensor):
+        return 1
+    mesh = gradient.device_mesh
+    return math.prod(mesh.size(dim) for dim, place in enumerate(gradient.placements) if place.is_replicate())

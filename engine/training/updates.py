@@ -24,7 +24,6 @@ where the host is slower than the device, backward waits for it there.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,13 +33,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from engine.config.settings import RunConfig
-from engine.parallel.collectives import sum_over_ranks
 from engine.parallel.fsdp import fsdp_modules
 from engine.parallel.mesh import Mesh
-from engine.training.optim import clip_gradients
+from engine.training.optim import clip_gradients, global_norm, square_sum
 
 UNITS_AHEAD = 2  # whose gradients wait, beside those that are used and those on their way
 
@@ -272,23 +269,12 @@ class _GradientNorm:
         self._squares: Tensor | None = None  # float64 scalar where the gradients lie
 
     def add(self, gradient: Tensor) -> None:
-        squares = _square_sum(gradient)
+        squares = square_sum([gradient])
         self._squares = squares if self._squares is None else self._squares + squares
 
     def take(self) -> Tensor:
         """fp32 scalar, equal on all ranks, which must call; begins anew."""
         assert self._squares is not None, "no gradient came"
-        norm = sum_over_ranks(self._squares).sqrt().float()
+        norm = global_norm(self._squares)
         self._squares = None
         return norm
-
-
-def _square_sum(gradient: Tensor) -> Tensor:
-    """This rank's share of the squared 2-norm: what several ranks hold alike they share equally. float64 scalar."""
-    copies = 1
-    if isinstance(gradient, DTensor):
-        mesh = gradient.device_mesh
-        copies = math.prod(mesh.size(dim) for dim, place in enumerate(gradient.placements) if place.is_replicate())
-        gradient = gradient.to_local()
-    squares: Tensor = torch.linalg.vector_norm(gradient).double().square()
-    return squares / copies

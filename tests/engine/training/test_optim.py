@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from testkit.ranks import Pools
 from torch import nn
 
 from engine.config.errors import ConfigError
@@ -88,17 +89,24 @@ def test_without_torchao_int8_moments_are_refused_with_what_to_install(is_on_hos
         load_adamw_8bit(missing, is_on_host=is_on_host)
 
 
-def test_gradients_are_scaled_to_the_norm_and_the_norm_before_is_returned() -> None:
-    parameter = nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.tensor([3.0, 4.0])
-    assert clip_gradients([parameter], 1.0).item() == 5.0
-    # clip_grads divides by norm + 1e-6
-    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]), rtol=1e-6, atol=0)
+def clipped(gradient: list[float], limit: float | None) -> tuple[float, list[float]]:
+    """(norm before, gradient after) of a single weight."""
+    parameter = nn.Parameter(torch.zeros(len(gradient)))
+    parameter.grad = torch.tensor(gradient)
+    return clip_gradients([parameter], limit).item(), parameter.grad.tolist()
 
 
-def test_small_gradients_and_no_limit_leave_gradients_alone() -> None:
-    parameter = nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.tensor([0.3, 0.4])
-    for limit in (1.0, None):
-        assert clip_gradients([parameter], limit).item() == pytest.approx(0.5)
-        assert parameter.grad.tolist() == pytest.approx([0.3, 0.4])
+@pytest.mark.parametrize(
+    ("gradient", "limit", "after"),
+    [
+        ([3.0, 4.0], 1.0, [0.6, 0.8]),  # clip_grads divides by norm + 1e-6
+        ([0.3, 0.4], 1.0, [0.3, 0.4]),
+        ([3.0, 4.0], None, [3.0, 4.0]),
+    ],
+)
+def test_gradients_are_scaled_to_the_norm_and_the_norm_before_is_returned(
+    ranks: Pools, gradient: list[float], limit: float | None, after: list[float]
+) -> None:
+    ((norm, found),) = ranks(1).run(clipped, gradient, limit)
+    assert norm == pytest.approx(math.hypot(*gradient))
+    assert found == pytest.approx(after, rel=1e-6)

@@ -211,6 +211,22 @@ def test_accumulate_and_update_are_a_step_and_the_host_reads_nothing(ranks: Pool
     assert ranks(2).run(step_without_host_reads, config)[0] == (expected.losses[0], expected.norms[0])
 
 
+def sums_of_an_update(config: RunConfig) -> int:
+    """All-reduces of clipping and updating."""
+    run = start_run(config)
+    local = [rank_batch(batch, run.model, run.attention, run.mesh) for batch in batch_of(0, run)]
+    run.train_step.accumulate(local, 30)
+    done: list[str] = []
+    with Operations(lambda func, *_: done.append(str(func.overloadpacket))):
+        run.train_step.update()
+    return sum("allreduce" in name or "all_reduce" in name for name in done)
+
+
+def test_every_rank_has_the_same_norm_from_a_single_sum(ranks: Pools) -> None:
+    config = tiny_config(parallel={"tp_size": 2}, attention={"preset": "burst"})
+    assert ranks(4).run(sums_of_an_update, config) == [1] * 4
+
+
 @pytest.mark.parametrize("mesh", ["1 rank", "2 cp", "2 cp x 2 tp"])
 @pytest.mark.thorough_for("1 rank", "2 cp")
 def test_int8_moments_are_the_same_bits_wherever_and_whenever_they_are_updated(ranks: Pools, mesh: str) -> None:
