@@ -7,9 +7,12 @@ one rank per GPU, found at launch); rules that need it are then skipped, and app
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 from engine.config.data import data_rules, weight_rules
 from engine.config.errors import ConfigError
@@ -36,12 +39,26 @@ def config_problems(config: RunConfig) -> list[Problem]:
     A rule yields a sentence, and the settings that it names are those that the problem concerns; or the problem itself,
     where it concerns more.
     """
+    if unknown := list(_unknown_homes(config)):  # rules that look at such a path would fail
+        return unknown
     problems = list(range_problems(config))
     out_of_range = {key for problem in problems for key in problem.keys}
     for rule in _RULES:
         found = (one if isinstance(one, Problem) else _named_in(one) for one in rule(config))
         problems += [problem for problem in found if out_of_range.isdisjoint(problem.keys)]
     return problems
+
+
+def _unknown_homes(value: Any, key: str = "") -> Iterator[Problem]:
+    """Paths that lie in homes of users whom this machine does not know."""
+    if is_dataclass(value):
+        for item in fields(value):
+            yield from _unknown_homes(getattr(value, item.name), f"{key}.{item.name}".lstrip("."))
+    elif isinstance(value, tuple):
+        for entry in value:
+            yield from _unknown_homes(entry, key)
+    elif isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:  # noqa: PTH111
+        yield Problem((key,), f"{key}: got {value!r}, but this machine knows no such user; give the whole path")
 
 
 def _named_in(text: str) -> Problem:

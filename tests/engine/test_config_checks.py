@@ -93,6 +93,8 @@ BROKEN = {
     "data.paths: no such file or folder: '/no/such/*.txt'": {"data": {"format": "text", "paths": ("/no/such/*.txt",)}},
     "data.tokenizer: got '/no/tokenizer.json', expected bytes, bpe or": {"data": {"tokenizer": "/no/tokenizer.json"}},
     "data.prepared_dir: ": {"data": {"prepared_dir": __file__}},
+    "data.prepared_dir: got '~no user/x'": {"data": {"prepared_dir": "~no user/x"}},
+    "data.mix_paths: got '~no user/x'": {"data": {"mix_paths": ("~no user/x",), "mix_weights": (1.0, 1.0)}},
     "data.paths has 2 entries; data.format=shards takes one": {"data": {"format": "shards", "paths": ("/", "/tmp")}},
     "data.bos=on: data.tokenizer=bytes has no token that begins a document": {"data": {"bos": "on"}},
     "data.bos=off: data.format=shards takes tokens as they are": {"data": {**SHARDS, "bos": "off"}},
