@@ -38,8 +38,6 @@ class TokenShards:
     `token_count` ids in [0, vocab_size). Positions in all methods count from the start of the window.
     """
 
-    bos_ids: tuple[int, ...] = ()
-
     def __init__(
         self,
         manifest: Manifest,
@@ -193,12 +191,9 @@ class EchoedShards(TokenShards):
     """
 
     def __init__(self, shards: TokenShards, piece_tokens: int) -> None:
-        self.manifest = shards.manifest
-        self.folder = shards.folder
-        self.vocab_size = shards.vocab_size
-        self.eod_id = shards.eod_id
-        self.bos_ids = shards.bos_ids
-        self.token_count = shards.token_count // piece_tokens * piece_tokens * 2
+        # Without an index of documents: they are in pieces.
+        tokens = range(shards.token_count // piece_tokens * piece_tokens * 2)
+        super().__init__(shards.manifest, shards.folder, (), None, tokens)
         self._shards = shards
         self._piece = piece_tokens
 
@@ -217,20 +212,6 @@ class EchoedShards(TokenShards):
     def document_offsets(self, start: int, tokens: Tokens) -> Tokens:
         """Always 0 alone: a boundary would hide what is to be remembered."""
         return np.zeros(1, dtype=np.int64)
-
-    def document_edges(self, start: int, count: int) -> Tokens | None:
-        """Null: documents are in pieces."""
-        return None
-
-    @property
-    def document_count(self) -> int | None:
-        """Null: documents are in pieces."""
-        return None
-
-    @property
-    def text_bytes(self) -> int | None:
-        """Null: no text is behind the second reading."""
-        return None
 
     def _places(self, start: int, count: int) -> tuple[int, Tokens]:
         """(first token of the text that is needed, where after it each of [start, start + count) is read)."""
