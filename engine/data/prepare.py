@@ -122,15 +122,15 @@ def prepared_folder(config: DataConfig, source: Source | None = None) -> Path:
 def config_facts(config: DataConfig) -> dict[str, Any]:
     """The settings that change the tokens, and only those."""
     has_fields, has_file = config.format in ("jsonl", "parquet"), config.tokenizer not in ("bytes", "bpe")
-    chat = {"messages_field": config.messages_field, "chat_template": config.chat_template}
     return {
         "format": config.format,
         "paths": list(config.paths) if config.format != "stdlib" else [],
         "text_field": config.text_field if has_fields else None,
-        **({} if config.prompt_field is None else {"prompt_field": config.prompt_field}),
-        **({} if config.messages_field is None else chat),
+        "prompt_field": config.prompt_field,
+        "messages_field": config.messages_field,
+        "chat_template": None if config.messages_field is None else config.chat_template,
         "tokenizer": config.tokenizer,
-        **({"bos": config.bos} if has_file else {}),
+        "bos": config.bos if has_file else None,
         "bpe_vocab_size": config.bpe_vocab_size if config.tokenizer == "bpe" else None,
         "validation_fraction": config.validation_fraction,
         "max_bytes": config.max_bytes,
@@ -150,7 +150,7 @@ def make_identity(config: DataConfig, source: Source) -> dict[str, Any]:
         "config": config_facts(config),
         "files_hash": hash_json([stat_key(path) for path in source.files]),
         "tokenizer_hash": tokenizer_hash,
-        **({} if source.template_hash is None else {"template_hash": source.template_hash}),
+        "template_hash": source.template_hash,
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -116,12 +115,6 @@ def test_data_without_first_tokens_is_not_taken_for_data_with_them(tmp_path: Pat
     prepare(config)
     with pytest.raises(DataError, match="bos: made with 'off', now 'auto'"):
         open_prepared(replace(config, bos="auto"))
-    facts_path = tmp_path / "prepared" / "prepared.json"  # as it was written before there was a setting
-    facts = json.loads(facts_path.read_text())
-    del facts["identity"]["config"]["bos"]
-    facts_path.write_text(json.dumps(facts))
-    with pytest.raises(DataError, match="bos: made with None, now 'auto'"):
-        prepare(replace(config, bos="auto"))
 
 
 def test_first_tokens_hold_no_text_and_are_read_not_learned_before_a_prompt(tmp_path: Path) -> None:

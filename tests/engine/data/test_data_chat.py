@@ -18,10 +18,9 @@ from engine.config.errors import DataError
 from engine.config.settings import DataConfig
 from engine.data.build import learned_tokens
 from engine.data.chat import ChatTemplate, find_template, render_chat
-from engine.data.prepare import config_facts, make_identity, prepare
+from engine.data.prepare import prepare
 from engine.data.sampler import IGNORE_INDEX, sequential_batches
 from engine.data.shards import TokenShards
-from engine.data.sources import open_source
 from engine.data.tokenizers import ByteTokenizer, load_tokenizer_file
 
 Messages = list[dict[str, Any]]
@@ -257,21 +256,6 @@ def test_a_missing_template_says_where_it_was_looked_for(tmp_path: Path) -> None
 def test_bad_records_are_named_with_file_and_line(tmp_path: Path, messages: object, text: str) -> None:
     with pytest.raises(DataError, match=rf"records\.jsonl:2: {text}"):
         prepare(config_of(tmp_path, [CONVERSATIONS[0], messages]))
-
-
-def test_without_conversations_the_identity_is_as_it_always_was(tmp_path: Path) -> None:
-    assert config_facts(DataConfig()) == {
-        "format": "stdlib",
-        "paths": [],
-        "text_field": None,
-        "tokenizer": "bytes",
-        "bpe_vocab_size": None,
-        "validation_fraction": 0.01,
-        "max_bytes": None,
-    }
-    (tmp_path / "a.txt").write_text("x")
-    config = DataConfig(format="text", paths=(str(tmp_path / "a.txt"),))
-    assert set(make_identity(config, open_source(config))) == {"version", "config", "files_hash", "tokenizer_hash"}
 
 
 def test_a_changed_template_is_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
