@@ -283,18 +283,6 @@ def test_hang_is_counted_down_by_the_rule_of_the_controller(tmp_path: Path) -> N
     assert hang_text(progress) is None
 
 
-def test_limit_of_a_hang_follows_the_steps(run: RunFolder) -> None:
-    progress = RunProgress(run, 200)
-    assert progress.hang_limit_s == 900.0
-    run.append_event("phase", phase="train")
-    run.append_metrics({"step": 1, "step_time_s": 2.0})
-    progress.poll()
-    assert progress.hang_limit_s == 30.0
-    run.append_metrics({"step": 2, "step_time_s": 20.0})
-    progress.poll()
-    assert progress.hang_limit_s == 100.0
-
-
 def test_one_who_joins_late_knows_how_long_it_has_been_silent(run: RunFolder) -> None:
     run.append_metrics({"step": 1, "step_time_s": 1.0})
     (run.path / "events.jsonl").unlink(missing_ok=True)

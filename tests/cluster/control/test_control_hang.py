@@ -67,11 +67,25 @@ def test_hang_gets_a_culprit_within_45_s_and_is_killed_when_nccl_would_give_up(w
     assert len(world.links[0].nonces) == 2  # where they were at first, and in the end
 
 
-def test_slow_steps_are_no_hang(world: World) -> None:
-    train(world, STEPS, 40.0)
-    world.at(STEPS * 40.0 + 1, world.complete)
-    assert world.lead().status == "completed"
-    assert world.links[0].nonces == []
+@pytest.mark.parametrize(
+    ("patience_s", "steps", "step_s", "phase", "end_s", "is_asked"),
+    [
+        (None, STEPS, 40.0, "train", STEPS * 40.0 + 1, False),
+        (None, 3, 1.0, "evaluate", LONG_DIAGNOSE_S + 5 * MINUTE_S, True),
+        (7.0, 0, 1.0, "build model", MINUTE_S, False),
+        (LONG_KILL_S + 2 * MINUTE_S, 0, 1.0, "build model", LONG_KILL_S + MINUTE_S, True),
+    ],
+    ids=["slow steps", "evaluation", "patience is for steps", "more patience before the first step"],
+)
+def test_what_takes_long_by_its_nature_is_no_hang(
+    tmp_path: Path, patience_s: float | None, steps: int, step_s: float, phase: str, end_s: float, *, is_asked: bool
+) -> None:
+    world = World(tmp_path, hang_timeout_s=patience_s)
+    train(world, steps, step_s)
+    world.at(3.5, lambda: world.phase(phase))
+    world.at(end_s, world.complete)
+    assert world.lead(timing=SELDOM).status == "completed"
+    assert bool(world.links[0].nonces) == is_asked
 
 
 def test_run_that_goes_on_while_it_is_asked_is_left_alone(world: World) -> None:
@@ -108,13 +122,6 @@ def test_first_step_may_take_an_hour(world: World) -> None:
     assert LONG_KILL_S < world.clock.now - 1001.0 < LONG_KILL_S + MINUTE_S
 
 
-def test_evaluation_may_take_longer_than_steps(world: World) -> None:
-    train(world, 3)
-    world.at(3.5, lambda: world.phase("evaluate"))
-    world.at(3.5 + LONG_DIAGNOSE_S + 5 * MINUTE_S, world.complete)
-    assert world.lead(timing=SELDOM).status == "completed"
-
-
 def test_configured_patience_is_kept(tmp_path: Path) -> None:
     world = World(tmp_path, hang_timeout_s=7.0)
     train(world, 3)
@@ -122,20 +129,6 @@ def test_configured_patience_is_kept(tmp_path: Path) -> None:
     failure = world.failure()
     assert failure.rank == 1
     assert 7.0 < world.clock.now - 1003.0 < 20.0
-
-
-def test_configured_patience_is_not_for_the_way_to_the_first_step(tmp_path: Path) -> None:
-    world = World(tmp_path, hang_timeout_s=7.0)
-    world.at(1, lambda: world.phase("build model"))
-    world.at(60, world.complete)
-    assert world.lead().status == "completed"
-
-
-def test_more_patience_than_an_hour_is_kept_on_the_way_to_the_first_step(tmp_path: Path) -> None:
-    world = World(tmp_path, hang_timeout_s=LONG_KILL_S + 2 * MINUTE_S)
-    world.at(1, lambda: world.phase("build model"))
-    world.at(LONG_KILL_S + MINUTE_S, world.complete)
-    assert world.lead(timing=SELDOM).status == "completed"
 
 
 def test_rank_that_somebody_stopped_is_seen_sooner(world: World) -> None:

@@ -44,38 +44,26 @@ def start(testbed: Testbed, tmp_path: Path) -> Iterator[Callable[..., TestbedRun
     assert left == []
 
 
-def test_run_on_two_nodes_completes_with_all_its_files_here(start: Callable[..., TestbedRun]) -> None:
-    one = start("ok")
-    outcome, _ = one.lead()
-    assert (outcome.status, outcome.leftover) == ("completed", ())
-    assert [row["step"] for row in one.run.read_metrics()] == [1, 2, 3, 4, 5]
-    assert (one.run.read_summary() or {})["attention_preset"] == "ring"
-    first, second = one.testbed.node_names
-    logs = [sorted(path.name for path in one.run.log_dir(node).glob("rank*.log")) for node in (first, second)]
-    assert logs == [["rank0000.log", "rank0001.log"], ["rank0002.log", "rank0003.log"]]
-    assert one.run.log_path(second, 3).read_text() == "rank 3 in mode ok\n"
-    states = [entry["state"] for entry in one.run.read_state()["history"]]
-    assert states == ["planned", "starting", "running", "completed"]
-
-
-def test_rank_that_fails_on_the_second_node_is_blamed(start: Callable[..., TestbedRun]) -> None:
+def test_rank_that_fails_on_the_second_node_is_blamed_and_the_next_attempt_completes_with_all_files_here(
+    start: Callable[..., TestbedRun],
+) -> None:
     one = start("raise", bad_rank=3)
+    first, second = one.testbed.node_names
     failure = one.lead()[0].failure
     assert failure is not None
-    assert (failure.kind, failure.rank, failure.host) == ("exception", 3, one.testbed.node_names[1])
+    assert (failure.kind, failure.rank, failure.host) == ("exception", 3, second)
     assert "tenth" in failure.message
-    assert str(failure.log) == str(one.run.log_path(one.testbed.node_names[1], 3))
-
-
-def test_second_attempt_begins_anew_and_ends_well(start: Callable[..., TestbedRun]) -> None:
-    one = start("kill")
-    assert one.lead()[0].status == "failed"
+    assert str(failure.log) == str(one.run.log_path(second, 3))
     one.mend()
     outcome, _ = one.lead()
-    assert (outcome.status, outcome.failure) == ("completed", None)
+    assert (outcome.status, outcome.failure, outcome.leftover) == ("completed", None, ())
     assert one.run.read_state()["attempt"] == 2
     assert [row["step"] for row in one.run.read_metrics()] == [1, 2, 3, 4, 5]
     assert (one.run.path / "attempts/1/metrics.jsonl").exists()
+    assert (one.run.read_summary() or {})["attention_preset"] == "ring"
+    logs = [sorted(path.name for path in one.run.log_dir(node).glob("rank*.log")) for node in (first, second)]
+    assert logs == [["rank0000.log", "rank0001.log"], ["rank0002.log", "rank0003.log"]]
+    assert one.run.log_path(second, 3).read_text().endswith("rank 3 in mode ok\n")
 
 
 def test_run_of_a_killed_launcher_is_cancelled_from_elsewhere(start: Callable[..., TestbedRun]) -> None:

@@ -101,7 +101,11 @@ def test_requests_reach_the_supervisor_as_files(run, node):
         link.request_stacks("nonce1")
         assert wait_for(lambda: node.read("stacks.json")) == {"nonce": "nonce1"}
         link.beat()
-        wait_for(lambda: (node.folder / "nodes" / NODE / "lease").exists())
+        lease = node.folder / "nodes" / NODE / "lease"
+        wait_for(lease.exists)
+        os.utime(lease, (1.0, 1.0))
+        link.beat()
+        wait_for(lambda: lease.stat().st_mtime > 1.0)
         assert swept(link) == ()
 
 
