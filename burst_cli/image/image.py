@@ -89,14 +89,12 @@ def build(
     if dry_run:
         _show_build(plan, as_json=as_json)
         return
-
     console = render.stderr()
     image = run_build(plan, tag, lambda line: console.print(line, markup=False, style="dim", soft_wrap=True))
     if as_json:
         document = {"image": tag, "id": image.image_id, "size_bytes": image.size_bytes, "labels": plan.labels}
         render.emit_json(document)
         return
-
     console = render.stdout()
     console.print(f"{tag}: {binary_bytes(image.size_bytes)}, {image.image_id}", markup=False)
     console.print(f"next: burst image push --image {tag} cluster=NAME", markup=False)

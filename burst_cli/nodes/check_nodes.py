@@ -110,7 +110,6 @@ def check_nodes(
     if explain is not None:
         _explain(explain, as_json=as_json)
         return
-
     if dry_run and not collectives:
         raise ConfigError("--dry-run shows the launch of --collectives; checks change nothing on nodes")
     if local and (hosts is not None or hostfile is not None):

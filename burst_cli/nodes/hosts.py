@@ -63,7 +63,6 @@ def list_hosts(
     if as_json:
         render.emit_json({"source": targets.source, "hosts": rows})
         return
-
     console = render.stdout()
     console.print(_host_table(rows))
     unknown = [row["name"] for row in rows if not row["keys"]]

@@ -69,7 +69,6 @@ def up(
     if dry_run:
         _show_plan(spec, config_file, as_json=as_json)
         return
-
     begin_s = time.monotonic()
     with _ends_in_order(), render.stderr().status(f"testbed {name}") as shown:
         build.up(spec, config_file, on_step=lambda step: shown.update(f"testbed {name}: {step}"))
@@ -78,7 +77,6 @@ def up(
     if as_json:
         render.emit_json({**asdict(status), "elapsed_s": elapsed_s})
         return
-
     console = render.stdout()
     console.print(status_table(status))
     console.print(next_steps(status, elapsed_s), soft_wrap=True)
@@ -170,7 +168,7 @@ def fault(
         raise ConfigError("which fault? Name a kind, or --clear; see `burst testbed fault --help`")
     chosen = parse_nodes(nodes, "NODES").names
     check_machine()
-    testbed = open_testbed(_checked_name(name))
+    testbed = open_testbed(TestbedSpec(name).name)
     for node in chosen:
         testbed.node(node)
     for node in chosen:
@@ -190,21 +188,16 @@ def _show_plan(spec: TestbedSpec, config_file: Path, *, as_json: bool) -> None:
     if as_json:
         render.emit_json(asdict(plan))
         return
-
     for line in plan_lines(plan):
         render.stdout().print(line, markup=False, soft_wrap=True)
 
 
 def _config_file(name: str) -> Path:
     """Where the configuration of the testbed `name` lies; ConfigError for a name that means something else already."""
-    file = f"{_checked_name(name)}.yaml"
+    file = f"{TestbedSpec(name).name}.yaml"
     if (builtin_conf_dir() / "cluster" / file).exists():
         raise ConfigError(f"testbed name {name!r}: cluster={name} comes with burst; choose another --name")
     return user_conf_dir() / "cluster" / file
-
-
-def _checked_name(name: str) -> str:
-    return TestbedSpec(name).name
 
 
 @contextlib.contextmanager

@@ -145,10 +145,6 @@ def test_tokens_are_counted_in_binary_thousands(text: str, tokens: int) -> None:
     assert config.data.length_buckets == (100, tokens)
 
 
-def test_a_later_override_wins() -> None:
-    assert compose(["train.steps=50", "train.steps=60"]).config.train.steps == 60
-
-
 def write(folder: Path, name: str, text: str) -> Path:
     path = folder / f"{name}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)

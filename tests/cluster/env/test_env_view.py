@@ -19,8 +19,8 @@ from engine.config.cluster import ClusterConfig
 MARKUP = "[red]x[/red][/] \x1b[31m"
 
 
-def shown(view: RenderableType, width: int = 200) -> str:
-    console = Console(file=StringIO(), width=width, highlight=False, emoji=False)
+def shown(view: RenderableType) -> str:
+    console = Console(file=StringIO(), width=200, highlight=False, emoji=False)
     console.print(view)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -47,14 +47,6 @@ def test_other_addresses_do_not_make_another_class() -> None:
 def test_sisters_are_classes_of_their_own() -> None:
     environments = plan_fleet([machine(name) for name in SISTERS], ClusterConfig())
     assert [names for names, _ in fold_environments(environments)] == [[name] for name in SISTERS]
-
-
-def test_every_reason_is_visible_in_eighty_columns() -> None:
-    text = shown(fleet_view(equal_nodes("tb1"), "--hosts"), 80)
-    assert max(map(len, text.splitlines())) <= 80
-    words = " ".join(text.replace("│", " ").split())
-    assert "carries the" in words
-    assert "dropped" in words
 
 
 def test_foreign_text_is_text_and_not_markup() -> None:
