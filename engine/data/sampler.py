@@ -124,11 +124,6 @@ class Sampler:
 
     def batch(self, step: int, micro_step: int, dp_rank: int, dp_size: int, batch_size: int) -> Batch:
         """The batch of one data-parallel rank in one micro-step; the same arguments always give the same batch."""
-        if not (0 <= micro_step < self.grad_accum_steps and 0 <= dp_rank < dp_size and batch_size > 0 <= step):
-            raise ValueError(
-                f"step={step} micro_step={micro_step} of {self.grad_accum_steps}, dp_rank={dp_rank} of {dp_size}, "
-                f"batch_size={batch_size}"
-            )
         micro_steps = (step - self._first_step) * self.grad_accum_steps + micro_step
         first = self._first_sample + (micro_steps * dp_size + dp_rank) * batch_size
         numbers = tuple(range(first, first + batch_size))

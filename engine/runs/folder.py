@@ -223,7 +223,8 @@ class RunFolder:
     def saved_steps(self) -> list[int]:
         """The steps of which checkpoints were committed, in all attempts, in the order in which they were."""
         events = (event for attempt in self.attempts() for event in attempt.read_events())
-        return [event["step"] for event in events if event.get("kind") == "checkpoint"]
+        saved = (event.get("step") for event in events if event.get("kind") == "checkpoint")
+        return [step for step in saved if isinstance(step, int)]
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replace summary.json atomically."""
@@ -264,7 +265,7 @@ class RunFolder:
         for path in self.path.glob("logs/*/rank*.error.json"):
             with contextlib.suppress(OSError, ValueError):
                 records.append(read_json_object(path))
-        return sorted((record for record in records if record), key=lambda record: record.get("time_ns", 0))
+        return sorted((record for record in records if record), key=_when)
 
     # --- internals -------------------------------------------------------------------------------------------------
 
@@ -352,6 +353,11 @@ def _cannot_create(path: Path, cause: str) -> RunFolderError:
         f"The run folder {path} cannot be created: {cause}. "
         f"Give a writable folder with --runs-dir or {RUNS_DIR_VARIABLE}."
     )
+
+
+def _when(record: Mapping[str, Any]) -> int:
+    at = record.get("time_ns")
+    return at if isinstance(at, int) else 0
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:

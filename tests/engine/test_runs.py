@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,16 +80,6 @@ def test_failing_creation_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_interrupted_creation_leaves_nothing_behind(tmp_path: Path) -> None:
-    class Interrupting(dict[str, str]):
-        def items(self):  # type: ignore[no-untyped-def]
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        create_run(tmp_path / "runs" / "tiny" / "20260101-000000-abcdef", Interrupting())
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_runs_dir_that_is_a_file_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("not a folder")
     with pytest.raises(BurstError, match=r"Not a directory.*--runs-dir"):
@@ -116,25 +107,17 @@ def test_only_the_moves_of_the_diagram_are_made(run: RunFolder, old: str, new: s
         assert run.read_state()["state"] == old
 
 
-def test_transition_records_who_when_and_how_it_ended(run: RunFolder) -> None:
+@pytest.mark.parametrize(
+    ("state", "facts", "code"),
+    [("completed", {}, 0), ("failed", {}, 1), ("failed", {"exit_code": 2, "failure": {"rank": 1}}, 2)],
+)
+def test_moves_record_who_when_and_how_it_ended(run: RunFolder, state: str, facts: dict[str, Any], code: int) -> None:
     started = run.transition("starting")
     assert (started["pid"], started["exit_code"], started["ended_at"]) == (os.getpid(), None, None)
     run.transition("running")
-    ended = run.transition("failed", exit_code=2, failure={"rank": 1})
-    assert (ended["exit_code"], ended["failure"]) == (2, {"rank": 1})
-    assert ended["started_at"] <= ended["ended_at"]
-
-
-@pytest.mark.parametrize(("state", "code"), [("completed", 0), ("failed", 1)])
-def test_final_states_have_an_exit_code_unless_one_is_given(run: RunFolder, state: str, code: int) -> None:
-    run.transition("starting")
-    run.transition("running")
-    assert run.transition(state)["exit_code"] == code
-
-
-def test_record_adds_facts_without_a_change_of_state(run: RunFolder) -> None:
-    run.record(exit_code=3)
-    assert (run.read_state()["state"], run.read_state()["exit_code"]) == ("planned", 3)
+    ended = run.transition(state, **facts)
+    assert (ended["exit_code"], ended["failure"]) == (code, facts.get("failure"))
+    assert started["started_at"] <= ended["ended_at"]
 
 
 def test_another_attempt_puts_the_records_of_the_last_aside(run: RunFolder) -> None:
@@ -196,6 +179,11 @@ def test_reader_never_sees_half_a_state(run: RunFolder) -> None:
     finally:
         stop.set()
         thread.join()
+
+
+def test_a_state_without_its_other_facts_is_one(run: RunFolder) -> None:
+    (run.path / "run.json").write_text('{"state": "failed"}')
+    assert run.transition("starting")["attempt"] == 2
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"state": "flying"}', "\x00\xff"])
@@ -276,10 +264,19 @@ def test_rank_errors_are_classified(run: RunFolder, error: Exception, kind: str,
     assert str(error).splitlines()[0] in record["message"]
 
 
-def test_earliest_rank_error_is_first(run: RunFolder) -> None:
+def test_earliest_rank_error_is_first_whatever_others_are_like(run: RunFolder) -> None:
     run.write_rank_error(1, ValueError("first"))
     run.write_rank_error(0, ValueError("second"))
     assert [record["rank"] for record in run.rank_errors()] == [1, 0]
+    (run.log_dir("odd") / "rank0002.error.json").parent.mkdir()
+    (run.log_dir("odd") / "rank0002.error.json").write_text('{"rank": 2, "time_ns": "now"}')
+    assert [record["rank"] for record in run.rank_errors()] == [2, 1, 0]
+
+
+def test_steps_that_were_saved_are_whole_numbers(run: RunFolder) -> None:
+    for facts in ({"step": 3}, {}, {"step": "4"}):
+        run.append_event("checkpoint", **facts)
+    assert run.saved_steps() == [3]
 
 
 def test_rank_error_is_silent_where_nothing_can_be_written(run: RunFolder) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -130,15 +127,6 @@ def test_mistakes_are_one_message_and_an_exit_code(
     assert "Traceback" not in err
     assert out == ""
     assert not list(tmp_path.glob("cache/data/*"))
-
-
-def test_preparing_imports_no_torch(corpus: Path) -> None:
-    code = (
-        "import sys; from burst_cli.app import main; assert main(sys.argv[1:]) == 0; assert 'torch' not in sys.modules"
-    )
-    command = [sys.executable, "-c", code, "data", "prepare", *overrides(corpus)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 STAGES = [Progress("waiting"), Progress("survey", 1, 1 << 20), Progress("encode", 2, 1 << 20, 5000, 1 << 21)]

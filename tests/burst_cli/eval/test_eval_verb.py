@@ -69,16 +69,15 @@ def test_a_run_is_evaluated_as_it_was_trained(burst: Any, run: RunFolder) -> Non
 
 
 def test_overrides_and_chosen_files_change_only_what_they_say(burst: Any, run: RunFolder) -> None:
-    config = planned(burst, "abcdef", "attention=ring", "train.seq_len=1024", "train.eval_needle_depths=4")["config"]
+    config = planned(
+        burst, "abcdef", "--step", "10", "attention=ring", "train.seq_len=1024", "train.eval_needle_depths=4"
+    )["config"]
+    assert config["train"]["checkpoint"]["resume_from"] == str(run.path / "checkpoints/step-00000010")
+    assert [path.name for path in run.path.parent.parent.iterdir()] == ["mine"]  # a rehearsal creates nothing
     assert config["attention"]["preset"] == "ring"
     assert (config["attention"]["mask"], config["attention"]["window_tokens"]) == ("window", 96)
     assert config["train"]["seq_len"] == 1024
     assert (config["train"]["eval_needle_depths"], config["train"]["eval_position_buckets"]) == (4, 3)
-
-
-def test_the_checkpoint_of_a_step_is_named(burst: Any, run: RunFolder) -> None:
-    config = planned(burst, run.run_id, "--step", "10")["config"]
-    assert config["train"]["checkpoint"]["resume_from"] == str(run.path / "checkpoints/step-00000010")
 
 
 @pytest.mark.parametrize("name", ["it's here", "it\\'s here"])
@@ -97,11 +96,6 @@ def test_an_experiment_is_evaluated_without_a_run(burst: Any, tmp_path: Path) ->
     assert document["exp"] == "toy_8k-eval"
     assert document["config"]["train"]["evaluate_only"] is True
     assert document["config"]["train"]["seq_len"] == 8192
-
-
-def test_nothing_is_created_by_a_rehearsal(burst: Any, run: RunFolder, tmp_path: Path) -> None:
-    planned(burst, "mine")
-    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize(

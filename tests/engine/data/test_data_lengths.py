@@ -111,32 +111,12 @@ def mixed(corpus: Samples, config: DataConfig = RULE) -> Sampler:
     return Sampler(samplers, weights, 1)
 
 
-def test_every_class_has_exactly_its_share_of_each_block(corpus: Samples) -> None:
-    sampler, classes = mixed(corpus), classify(corpus, RULE.length_buckets)
-    assert np.bincount(classes).tolist() == [20, 60, 20]
-    for block in range(2):
-        drawn = [classes[sampler.place_of(block * BLOCK + number)[1]] for number in range(BLOCK)]
-        assert np.bincount(drawn).tolist() == [2500, 1500, 6000]
-        early = np.bincount(drawn[:1000], minlength=3) / 1000
-        assert abs(early - RULE.length_weights).max() < 0.06
-
-
 def test_within_a_class_every_sample_comes_once_per_epoch_in_another_order(corpus: Samples) -> None:
     [short, middle, _], _ = by_length(corpus, RULE)
     epochs = [[short[epoch * 20 + number] for number in range(20)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
     assert sorted(middle[number] for number in range(60)) == list(range(20, 80))
-
-
-def test_a_step_is_the_same_however_it_is_divided_and_wherever_it_is_taken_up(corpus: Samples) -> None:
-    sampler = mixed(corpus)
-    whole = [sampler.batch(step, 0, 0, 1, 8).tokens for step in range(6)]
-    parts = [np.concatenate([sampler.batch(step, 0, rank, 4, 2).tokens for rank in range(4)]) for step in range(6)]
-    assert all((one == other).all() for one, other in zip(whole, parts, strict=True))
-    again = mixed(corpus)
-    again.start_at(4, 32)
-    assert (again.batch(4, 0, 0, 1, 8).tokens == whole[4]).all()
 
 
 def test_a_class_of_no_weight_is_left_out(corpus: Samples) -> None:

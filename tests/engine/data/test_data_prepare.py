@@ -126,13 +126,17 @@ def test_settings_that_change_the_tokens_are_facts_and_no_others() -> None:
     assert config_facts(dataclasses.replace(text, text_field="u")) == config_facts(text)
 
 
-def test_a_changed_source_file_is_prepared_again(corpus: Path) -> None:
+def test_a_changed_source_file_is_prepared_again_and_a_chosen_folder_refused(corpus: Path, tmp_path: Path) -> None:
     config = text_config(corpus)
+    chosen = dataclasses.replace(config, prepared_dir=str(tmp_path / "out"))
     first = prepare(config)
+    prepare(chosen)
     (corpus / "000.txt").write_text("something new")
     second = prepare(config)
     assert second.path != first.path
     assert "something new" in texts_of(second)
+    with pytest.raises(DataError, match="changed since then: source files"):
+        prepare(chosen)
 
 
 def test_ranks_open_what_was_prepared(corpus: Path, tmp_path: Path) -> None:
@@ -161,49 +165,23 @@ def test_prepared_dir_of_another_configuration_is_refused_and_kept(corpus: Path,
     assert open_prepared(config).vocab_size == 256
 
 
-def test_prepared_dir_older_than_its_sources_is_refused(corpus: Path, tmp_path: Path) -> None:
-    config = text_config(corpus, prepared_dir=str(tmp_path / "out"))
-    prepare(config)
-    (corpus / "000.txt").write_text("new")
-    with pytest.raises(DataError, match="changed since then: source files"):
-        prepare(config)
-
-
 def test_prepared_dir_with_other_things_is_refused_and_kept(corpus: Path) -> None:
     with pytest.raises(DataError, match="holds other things"):
         prepare(text_config(corpus, prepared_dir=str(corpus)))
     assert len(list(corpus.iterdir())) == len(TEXTS)
 
 
-def test_damaged_cache_is_made_again(corpus: Path) -> None:
+def test_damaged_cache_is_made_again_and_a_damaged_chosen_folder_named(corpus: Path, tmp_path: Path) -> None:
     config = text_config(corpus)
-    first = prepare(config)
-    (first.path / "train" / "tokens-00000.bin").write_bytes(b"\0")
+    (prepare(config).path / "train" / "tokens-00000.bin").write_bytes(b"\0")
     assert texts_of(prepare(config)) == sorted(TEXTS)
-
-
-def test_damaged_prepared_dir_is_named(corpus: Path, tmp_path: Path) -> None:
-    config = text_config(corpus, prepared_dir=str(tmp_path / "out"))
-    prepare(config)
-    (tmp_path / "out" / "train" / "manifest.json").unlink()
+    chosen = dataclasses.replace(config, prepared_dir=str(tmp_path / "out"))
+    (prepare(chosen).path / "train" / "manifest.json").unlink()
     with pytest.raises(DataError, match="no manifest at"):
-        prepare(config)
-
-
-class StopError(Exception):
-    """A fake interruption."""
-
-
-def test_an_interruption_leaves_nothing_behind(corpus: Path, cache: Path) -> None:
-    def interrupt(progress: Progress) -> None:
-        if progress.stage == "encode":
-            raise StopError
-
-    config = text_config(corpus, tokenizer="bpe", bpe_vocab_size=300)
-    with pytest.raises(StopError):
-        prepare(config, progress=interrupt)
-    assert list((cache / "data").iterdir()) == []
-    assert texts_of(prepare(config)) == sorted(TEXTS)
+        prepare(chosen)
+    (tmp_path / "out/prepared.json").write_text('{"format": "burst-prepared", "identity": {"config": []}}')
+    with pytest.raises(DataError, match="was not written by burst"):
+        prepare(chosen)
 
 
 def prepare_and_die(config: DataConfig) -> None:

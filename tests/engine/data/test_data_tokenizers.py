@@ -16,8 +16,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from engine.config.errors import DataError
 from engine.data.tokenizers import (
-    BPE_EOD_TOKEN,
-    BYTES_EOD_ID,
     ByteTokenizer,
     FileTokenizer,
     load_tokenizer_file,
@@ -36,22 +34,11 @@ any_text = st.text(st.characters(codec="utf-8"), max_size=200)
 @quick
 def test_text_survives_and_bytes_add_up(tokenizer: Any, text: str) -> None:
     ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode([*ids, tokenizer.eod_id]) == text
+    assert TOKEN_BYTES[tokenizer.name][tokenizer.eod_id] == 0
     assert TOKEN_BYTES[tokenizer.name][ids].sum() == len(text.encode())
     assert tokenizer.eod_id not in ids
     assert ids.size == 0 or 0 <= ids.min() <= ids.max() < tokenizer.vocab_size
-
-
-@pytest.mark.parametrize("tokenizer", EXACT, ids=lambda tokenizer: tokenizer.name)
-def test_the_end_of_a_document_has_no_text(tokenizer: Any) -> None:
-    assert tokenizer.token_bytes()[tokenizer.eod_id] == 0
-    assert tokenizer.decode([tokenizer.eod_id]) == ""
-
-
-def test_bytes_use_the_one_byte_that_utf8_never_has() -> None:
-    assert (ByteTokenizer.vocab_size, ByteTokenizer.eod_id) == (256, 255)
-    every_character = "".join(chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000)
-    assert BYTES_EOD_ID not in every_character.encode()
 
 
 def test_bpe_of_a_tiny_corpus_still_knows_every_byte() -> None:
@@ -74,13 +61,6 @@ def test_bpe_is_the_same_in_another_process(tmp_path: Path) -> None:
     assert again.encode(CORPUS[0]).tolist() == BPE.encode(CORPUS[0]).tolist()
     assert BPE.vocab_size <= 320
     assert BPE.encode(CORPUS[0]).size < len(CORPUS[0]) / 2
-
-
-def test_special_tokens_in_a_text_are_text() -> None:
-    text = f"before {BPE_EOD_TOKEN} after"
-    ids = BPE.encode(text)
-    assert BPE.eod_id not in ids
-    assert BPE.decode(ids) == text
 
 
 def make_sentencepiece_like() -> Tokenizer:

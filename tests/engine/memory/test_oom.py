@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import LossConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
 from engine.runs.folder import describe_error
-from engine.runs.oom import is_out_of_memory, less_memory, less_memory_text, measure_out_of_memory
+from engine.runs.oom import is_out_of_memory, less_memory, measure_out_of_memory
 
 MORE_THAN_ANY_MACHINE = 2**50
 CUDA_TEXT = "CUDA out of memory. Tried to allocate 20.50 GiB. GPU 0 has a total capacity of 79.15 GiB"
@@ -90,50 +89,39 @@ def gpu_config(**memory: Any) -> RunConfig:
     return RunConfig(memory=MemoryConfig(**memory), cluster=ClusterConfig(backend="nccl", ranks_per_node=8))
 
 
-def test_advice_goes_from_cheap_to_dear() -> None:
-    changes = less_memory(gpu_config(activation_checkpoint="attn_out"), "device")
-    first_words = [change.split("=")[0].split(" ")[0] for change in changes]
-    assert first_words == [
-        "memory.tile_tokens",
-        "memory.activation_store",
-        "memory.optimizer_store",
-        "memory.activation_checkpoint",
-        "memory.activation_checkpoint",
-        "more",
-        "a",
-    ]
+ON_CPU = ClusterConfig(backend="gloo")
+TILE, STORES = "memory.tile_tokens=256", ("memory.activation_store=host", "memory.optimizer_store=host")
+POLICY = "memory.activation_checkpoint"
+SET_ALREADY = gpu_config(activation_store="host", optimizer_store="host", tile_tokens=256)
+LARGE = RunConfig(
+    loss=LossConfig(chunk_tokens=10**6), train=TrainConfig(micro_batch_size=4), model=ModelConfig(hidden_size=64)
+)
+UNKEPT, BOUNDED = MemoryConfig(activation_checkpoint="none"), MemoryConfig(activation_store="host", host_bytes=10**6)
+SHORTER = "a smaller train.seq_len"
+RANKS = "more ranks (cluster.ranks_per_node), which share one sequence"
 
 
-def test_advice_leaves_out_what_is_set_already() -> None:
-    config = gpu_config(activation_store="host", optimizer_store="host", tile_tokens=256)
-    assert [change.split(" ")[0] for change in less_memory(config, "device")] == ["more", "a"]
-
-
-def test_lack_of_host_memory_on_a_gpu_run_brings_things_back_to_the_device() -> None:
-    changes = less_memory(gpu_config(optimizer_store="host"), "host")
-    assert changes[0] == "memory.optimizer_store=device"
-    assert not any("store=host" in change for change in changes)
-
-
-def test_on_the_cpu_neither_host_stores_nor_more_ranks_help() -> None:
-    config = dataclasses.replace(gpu_config(activation_checkpoint="none"), cluster=ClusterConfig(backend="gloo"))
-    changes = less_memory(config, "host")
-    assert not any("store" in change or "ranks" in change for change in changes)
-    assert "memory.activation_checkpoint=attn_out" in changes
-
-
-def test_large_micro_batches_and_large_chunks_of_logits_are_named() -> None:
-    config = RunConfig(
-        loss=LossConfig(chunk_tokens=10**6), train=TrainConfig(micro_batch_size=4), model=ModelConfig(hidden_size=64)
-    )
-    text = less_memory_text(config, "device")
-    assert all(
-        words in text for words in ("loss.chunk_tokens=2048", "train.micro_batch_size=1", "memory.tile_tokens=64")
-    )
-
-
-def test_on_the_cpu_a_bounded_store_is_left_first() -> None:
-    config = RunConfig(
-        cluster=ClusterConfig(backend="gloo"), memory=MemoryConfig(activation_store="host", host_bytes=10**6)
-    )
-    assert less_memory(config, "host")[0] == "memory.activation_store=device"
+@pytest.mark.parametrize(
+    ("config", "where", "expected"),
+    [
+        (
+            gpu_config(activation_checkpoint="attn_out"),
+            "device",
+            [TILE, *STORES, f"{POLICY}=seq_fraction memory.kept_fraction=", f"{POLICY}=full", RANKS, SHORTER],
+        ),
+        (SET_ALREADY, "device", [RANKS, SHORTER]),
+        (gpu_config(optimizer_store="host"), "host", ["memory.optimizer_store=device", RANKS, SHORTER]),
+        (RunConfig(cluster=ON_CPU, memory=UNKEPT), "host", [TILE, f"{POLICY}=attn_out", f"{POLICY}=full", SHORTER]),
+        (RunConfig(cluster=ON_CPU, memory=BOUNDED), "host", ["memory.activation_store=device", TILE, SHORTER]),
+        (
+            LARGE,
+            "device",
+            ["loss.chunk_tokens=2048", "memory.tile_tokens=64", *STORES, "train.micro_batch_size=1", RANKS, SHORTER],
+        ),
+    ],
+)
+def test_advice_goes_from_cheap_to_dear_and_names_what_helps_there(
+    config: RunConfig, where: Any, expected: list[str]
+) -> None:
+    found = less_memory(config, where)
+    assert [change[: len(begin)] for change, begin in zip(found, expected, strict=True)] == expected
