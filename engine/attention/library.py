@@ -31,6 +31,7 @@ from engine.attention.transport import Parcel, Transport
 from engine.config.errors import ConfigError
 from engine.config.schema import range_problems, read_dataclass
 from engine.config.settings import AttentionConfig, Dtype, MemoryConfig, ModelConfig, RunConfig, TrainConfig
+from engine.parallel.collectives import gather_objects
 from engine.parallel.mesh import Mesh, step_timeout
 from engine.parallel.waits import WaitClock
 from engine.planning.methods.auto import resolve_auto
@@ -394,9 +395,7 @@ def _tell_everybody(
         return [_Place((0,), socket.gethostname(), _device_name(device), settings)]
     ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
     own = _Place(tuple(ranks), socket.gethostname(), _device_name(device), settings)
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, own)
-    places: list[_Place] = told
+    places: list[_Place] = gather_objects(own)
     problems = []
     for rank, place in enumerate(places):
         if rank not in place.ranks:

@@ -30,6 +30,7 @@ from engine.checkpoint.fetch import Disk, Fetch
 from engine.checkpoint.state import TrainingTensors
 from engine.checkpoint.storage import TensorReader, TensorWriter, file_name
 from engine.config.settings import CheckpointConfig
+from engine.parallel.collectives import gather_objects
 from engine.runs.commit import (
     Checkpoint,
     commit,
@@ -57,7 +58,6 @@ class Saved:
     """A save that is committed. stall_s: how long training stood still for it; seconds: until it was on the disk."""
 
     step: int
-    path: Path
     bytes: int
     stall_s: float
     seconds: float
@@ -88,7 +88,7 @@ class Checkpointer:
         advance: Callable[[], None] = lambda: None,
     ) -> None:
         self.config, self.root, self._facts, self._note, self._advance = config, root, facts, note, advance
-        self._rank, self._size = dist.get_rank(), dist.get_world_size()
+        self._rank = dist.get_rank()
         # Of its own: a save in the background must not meet the collectives of training.
         self._group = dist.new_group(backend="gloo")
         self._pool = ThreadPoolExecutor(1, "checkpoint") if config.in_background else None
@@ -168,8 +168,7 @@ class Checkpointer:
             raise
         self._prune(snapshot.step)
         seconds = time.monotonic() - begin
-        path = _checkpoint(self.root, snapshot.step).path
-        return Saved(snapshot.step, path, manifest.bytes, seconds if stall_s is None else stall_s, seconds)
+        return Saved(snapshot.step, manifest.bytes, seconds if stall_s is None else stall_s, seconds)
 
     def _manifest(self, snapshot: Snapshot, save_id: str, writer: TensorWriter, folder: Path) -> Manifest:
         own = file_facts(folder / file_name(self._rank), self._disk.storage)
@@ -339,9 +338,7 @@ class Checkpointer:
     # --- together ----------------------------------------------------------------------------------------------------
 
     def _gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self._size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return gather_objects(value, self._group)
 
     def _broadcast(self, value: Any) -> Any:
         box = [value]

@@ -11,11 +11,12 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 import torch.distributed as dist
 
+from engine.parallel.collectives import gather_objects
 from engine.runs.commit import verify_files
 from engine.runs.manifest import CheckpointError, Manifest
 
@@ -53,7 +54,7 @@ class Fetch:
     def __call__(self, wanted: set[str]) -> Mapping[str, Path]:
         """Where each of the files `wanted` by this rank is. Raises CheckpointError on ranks that cannot get theirs."""
         here = {name for name in self.manifest.files if (self.folder / name).is_file()}
-        answers = self._gather((self.disk.storage, here, wanted - here))
+        answers = gather_objects((self.disk.storage, here, wanted - here), self.group)
         own = {name for storage, _, lacking in answers if storage == self.disk.storage for name in lacking}
         problem = ""
         for name in sorted(set().union(*(lacking for _, _, lacking in answers))):
@@ -61,7 +62,7 @@ class Fetch:
             if not holders:
                 raise CheckpointError(f"{self.folder} lacks {name}, and no other node has it")
             problem = self._pass_on(name, holders[0], keep=name in own and self.disk.is_leader) or problem
-        if any(self._gather(problem)):
+        if any(gather_objects(problem, self.group)):
             raise CheckpointError(problem or "a file of another node's disk could not be brought to all that need it")
         return {name: (self.folder if name in here else self.into) / name for name in wanted}
 
@@ -102,8 +103,3 @@ class Fetch:
             except CheckpointError as error:
                 problem = str(error)
         return problem
-
-    def _gather(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, value, group=self.group)
-        return values

@@ -31,14 +31,6 @@ class Position:
     tokens: int = 0
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    """Whose weights are evaluated: those of run `run_id` after optimizer step `step`."""
-
-    run_id: str
-    step: int
-
-
 class RunCheckpoints:
     """Checkpoints of one run; every rank calls everything. Where they are off, nothing is written or read."""
 
@@ -80,17 +72,19 @@ class RunCheckpoints:
         self._recorder.restored(position.step, str(manifest.facts.get("run_id")))
         return position
 
-    def restore_weights(self) -> Evaluated | None:
-        """Reads the weights of `resume_from` and nothing else, whatever data they were trained on; None without it."""
+    def restore_weights(self) -> Manifest | None:
+        """Reads the weights of `resume_from` and nothing else, whatever data they were trained on; None without it.
+
+        Gives whose they are.
+        """
         source = self._config.train.checkpoint.resume_from
         if self._checkpointer is None or source is None:
             return None
         self._recorder.phase("restore")
         weights = weight_tensors(self._train_step.model)
         manifest = self._checkpointer.restore_from(Path(source).expanduser(), weights, lambda manifest: None)
-        found = Evaluated(str(manifest.facts.get("run_id")), manifest.whole("step"))
-        self._recorder.note(f"evaluating the weights of {found.run_id} after step {found.step}")
-        return found
+        self._recorder.note(f"evaluating the weights of {manifest.facts.get('run_id')} after step {manifest.step}")
+        return manifest
 
     def rewind(self, position: Position) -> Position:
         """Go back to the newest checkpoint, but on with the data after `position`. Raises RunError without one."""

@@ -17,6 +17,13 @@ all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gath
 reduce_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def gather_objects(own: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What every rank of the group, or of the run, gives, in order of rank. All must call."""
+    told: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(told, own, group=group)
+    return told
+
+
 def all_gather_first(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[t * n, ...]: the tensors [n, ...] of the group's t ranks, in order of rank; a new tensor. All must call."""
     gathered = torch.empty(group.size() * own.shape[0], *own.shape[1:], dtype=own.dtype, device=own.device)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import ParallelConfig
+from engine.parallel.collectives import gather_objects
 from engine.parallel.shard import RowPart
 from engine.planning.methods.topology import Degrees, Topology, place_ranks
 
@@ -217,7 +218,5 @@ def open_mesh(rank: int, degrees: Degrees, device: torch.device, topology: Topol
 def _count_nodes(placement: Placement) -> int:
     """Nodes of equally many ranks, else every rank is its own; every rank gets the same answer."""
     world_size = dist.get_world_size()
-    sizes: list[int | None] = [None] * world_size
-    dist.all_gather_object(sizes, placement.local_world_size)
-    same = len(set(sizes)) == 1 and world_size % placement.local_world_size == 0
+    same = len(set(gather_objects(placement.local_world_size))) == 1 and world_size % placement.local_world_size == 0
     return world_size // placement.local_world_size if same else world_size

@@ -21,7 +21,7 @@ from engine.data.needles import needle_tasks
 from engine.data.prepare import TrainingData, open_training_data, prepare
 from engine.data.tokenizers import TOKENIZER_FILE
 from engine.model.parallelize import build_empty_model, set_first_weights
-from engine.parallel.collectives import wait_for_all_ranks
+from engine.parallel.collectives import gather_objects, wait_for_all_ranks
 from engine.parallel.mesh import (
     Mesh,
     Placement,
@@ -154,7 +154,7 @@ class Trainer:
         row = {"step": step, **measured(self.mesh, lambda: validate(self.train_step, self.data.main, self._needles))}
         self._recorder.evaluated(row)
         self._checkpoints.close()
-        evaluated_run = None if evaluated is None else evaluated.run_id
+        evaluated_run = None if evaluated is None else str(evaluated.facts.get("run_id"))
         self._end("completed", evaluated_run=evaluated_run, evaluated_step=step, steps=0)
 
     def _begin(self) -> Position:
@@ -274,11 +274,10 @@ def load_data(config: RunConfig, mesh: Mesh, recorder: Recorder) -> TrainingData
             f"model.vocab_size: got {config.model.vocab_size}, but the tokenizer has {data.vocab_size} tokens; "
             f"set model.vocab_size={-(-data.vocab_size // 64) * 64}"
         )
-    hashes: list[str] = [""] * mesh.world_size
-    dist.all_gather_object(hashes, data.content_hash)
-    if len(set(hashes)) > 1:
+    hashes = set(gather_objects(data.content_hash))
+    if len(hashes) > 1:
         raise DataError(
-            f"the ranks hold different tokens in {data.main.path} (content hashes {', '.join(sorted(set(hashes)))}); "
+            f"the ranks hold different tokens in {data.main.path} (content hashes {', '.join(sorted(hashes))}); "
             "give every node the same corpus, or set data.prepared_dir to a folder that all nodes share"
         )
     return data
