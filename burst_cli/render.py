@@ -160,6 +160,8 @@ def _problems(error: BaseException) -> list[str]:
         return [_usage_text(error)]
     if isinstance(error, OSError) and error.filename is not None:
         return [f"{error.filename}: {error.strerror or error}. Check that it exists and that you may use it."]
+    if isinstance(error, OSError) and error.strerror:  # a full disk, while a file is written
+        return [f"{error.strerror}. With --debug it is shown where."]
     return [f"{type(error).__name__}: {error} (a bug in burst: run again with --debug and report what it shows)"]
 
 

@@ -148,6 +148,7 @@ def test_debug_shows_the_traceback_wherever_it_stands(burst) -> None:
         (BurstError("x"), 1, "error: x\n"),
         (KeyError("lost"), 1, "KeyError: 'lost' (a bug in burst: run again with --debug"),
         (FileNotFoundError(2, "No such file", "/gone"), 1, "error: /gone: No such file. Check that"),
+        (OSError(28, "No space left on device"), 1, "error: No space left on device. With --debug it is"),
     ],
 )
 def test_exit_code_and_words_follow_the_kind_of_error(error: Exception, code: int, said: str, capsys) -> None:
