@@ -13,7 +13,7 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.app import new_verb
-from burst_cli.nodes.check_view import open_check_view, print_changes, print_notes, print_report, print_usable
+from burst_cli.nodes.check_view import open_check_view, print_changes, print_report, print_usable
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 from burst_cli.targets import HostfileOption, HostsOption, select_targets
 from cluster.checks import run
@@ -163,5 +163,6 @@ def _check(hosts: Sequence[Host], config: RunConfig, options: CheckOptions) -> F
     else:
         with open_check_view(console, [host.name for host in hosts], options.group_names) as view:
             report = run.check_nodes(hosts, config.cluster, options, view)
-    print_notes(console, report.notes)
+    for note in report.notes:  # what is wrong here, not on a node
+        console.print(render.told("warning", note), soft_wrap=True)
     return report

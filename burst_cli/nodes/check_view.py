@@ -15,7 +15,6 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli.figures import DASH
-from burst_cli.render import told
 from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
 from cluster.checks.fold import NodeFold, find_changed, fold_reports
 from cluster.checks.run import CheckObserver
@@ -168,12 +167,6 @@ def print_usable(report: FleetReport, *, one_per_line: bool) -> None:
     lines = names if one_per_line else (fold_nodes(names),) if names else ()
     sys.stdout.write("".join(f"{line}\n" for line in lines))
     sys.stdout.flush()
-
-
-def print_notes(console: Console, notes: Sequence[str]) -> None:
-    """What is wrong here, not on a node."""
-    for note in notes:
-        console.print(told("warning", note), soft_wrap=True)
 
 
 def print_changes(console: Console, before: FleetReport, after: FleetReport, at: str) -> None:
