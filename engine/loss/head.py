@@ -14,11 +14,7 @@ from engine.loss.scores import row_scores
 
 
 class LMHead(nn.Module):
-    """Projection to the vocabulary; `forward` gives the loss, `logits` the logits.
-
-    Under FSDP2 only `forward` gathers the weight by itself: for `logits` call
-    `register_fsdp_forward_method(head, "logits")` once.
-    """
+    """Projection to the vocabulary and its loss."""
 
     def __init__(self, hidden_size: int, vocab_size: int, loss: LossConfig) -> None:
         super().__init__()

@@ -102,7 +102,7 @@ class UpdateInBackward:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._updated: set[int] = set()  # ids of the parameters of this step
-        self._norm = _GradientNorm()
+        self._squares: list[Tensor] = []  # of the gradients of this step, each a float64 scalar where it lies
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
@@ -111,7 +111,7 @@ class UpdateInBackward:
         """See `Updates`; by now all weights are updated."""
         assert taken is None
         self._updated.clear()
-        return self._norm.take()
+        return _norm_of(self._squares)
 
     @torch.no_grad()
     def _update(self, parameter: Tensor) -> None:
@@ -119,7 +119,7 @@ class UpdateInBackward:
         assert parameter.grad is not None
         assert id(parameter) not in self._updated, "a weight was updated with a part of its gradient"
         self._updated.add(id(parameter))
-        self._norm.add(parameter.grad)
+        self._squares.append(square_sum([parameter.grad]))
         self._optimizer.step()
         parameter.grad = None
 
@@ -137,7 +137,7 @@ class HostUpdates:
     ) -> None:
         self._after = after
         self._in_backward = in_backward
-        self._norm = _GradientNorm()
+        self._squares: list[Tensor] = []  # of the gradients of this step, each a float64 scalar where it lies
         self._sums: dict[Tensor, Tensor] = {}  # by parameter, over the micro-steps so far
         self._gradients = HostGradients(after.model, self._update if in_backward else self._add, submit, arrival)
 
@@ -146,7 +146,7 @@ class HostUpdates:
         self._gradients.finish()
         if self._in_backward:
             assert taken is None
-            return self._norm.take()
+            return _norm_of(self._squares)
         for parameter, gradient in self._sums.items():
             parameter.grad = gradient
         self._sums.clear()
@@ -162,7 +162,7 @@ class HostUpdates:
     def _update(self, staged: Staged) -> None:
         """The optimizer sees these parameters alone: others may have gradients that have not arrived."""
         for parameter, gradient in staged:
-            self._norm.add(gradient)
+            self._squares.append(square_sum([gradient]))
             parameter.grad = gradient
         optimizer, chosen = self._after.optimizer, {parameter for parameter, _ in staged}
         groups = optimizer.param_groups
@@ -262,19 +262,9 @@ def blocking_event() -> Arrival:
     return event
 
 
-class _GradientNorm:
-    """The global 2-norm of gradients that are added one after the other, and need not outlive that."""
-
-    def __init__(self) -> None:
-        self._squares: Tensor | None = None  # float64 scalar where the gradients lie
-
-    def add(self, gradient: Tensor) -> None:
-        squares = square_sum([gradient])
-        self._squares = squares if self._squares is None else self._squares + squares
-
-    def take(self) -> Tensor:
-        """fp32 scalar, equal on all ranks, which must call; begins anew."""
-        assert self._squares is not None, "no gradient came"
-        norm = global_norm(self._squares)
-        self._squares = None
-        return norm
+def _norm_of(squares: list[Tensor]) -> Tensor:
+    """The `global_norm` of gradients that gave these one after the other and need not outlive that; begins anew."""
+    assert squares, "no gradient came"
+    norm = global_norm(torch.stack(squares).sum())
+    squares.clear()
+    return norm

@@ -15,12 +15,12 @@ import traceback
 from collections.abc import Callable
 
 from engine.config.errors import BurstError
-from engine.runs.folder import RANK_LOGS_VARIABLE, RUN_ID_VARIABLE, RunFolder, node_name
+from engine.runs.folder import RANK_LOGS_VARIABLE, RunFolder, node_name
 from engine.runs.process import die_with_parent, redirect_output
 from engine.training.rank.flight import BUFFER_ENTRIES, BUFFER_VARIABLE
 from engine.training.rank.report import RankPlace, RankStatus
 
-__all__ = ["RANK_LOGS_VARIABLE", "RUN_ID_VARIABLE", "RankStatus", "leave", "run_rank"]
+__all__ = ["RankStatus", "leave", "run_rank"]
 
 
 def run_rank(run: RunFolder, body: Callable[[RankStatus], None]) -> int:
