@@ -6,7 +6,6 @@ and `sha256sum` for this, and nothing of ours.
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from cluster.ssh.nodes import fold_nodes
 from engine.runs.commit import commit, new_folder, verify_files
 from engine.runs.files import sync
 from engine.runs.manifest import MANIFEST_FILE, CheckpointError, Manifest, manifest_from_dict
+from engine.runs.records import parse_line
 
 Connect = Callable[[Host], Connection]
 Advance = Callable[[int], None]
@@ -29,7 +29,7 @@ Advance = Callable[[int], None]
 _AT = 'case $1 in "~/"*) cd -- "$HOME/${1#??}";; *) cd -- "$1";; esac'
 _LIST = f'{_AT} 2>/dev/null || exit 0; find . -path "./step-*" -type f -exec wc -c {{}} \\;'
 _HASH = f'{_AT} && sha256sum -- "$2"'
-_SAVE_ID = f'{_AT} && grep -o \'"save_id": *"[0-9a-f]*"\' -- "$2"'
+_SAVE_ID = f'{_AT} && grep -o \'"save_id": *"[0-9a-f]*"\' -- "$2" || [ $? = 1 ]'  # 1: there is none
 _READ = f'{_AT} && tail -c +"$3" -- "$2"'
 # As the ranks delete one: killed half-way, what is left is no checkpoint any more. Nodes may share the disk.
 _REMOVE = f'{_AT} && if [ -e "$2" ]; then mv -- "$2" "$3" && rm -rf -- "$3"; fi'
@@ -235,11 +235,7 @@ def _manifest(step: int, store: NodeStore) -> Manifest:
             raise CheckpointError(f"{where} is larger than {_MANIFEST_BYTES >> 20} MiB")
 
     store.read(step, MANIFEST_FILE, take)
-    try:
-        document = json.loads(bytes(blocks))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where} is damaged: {one_line(str(error), 200)}") from error
-    if not isinstance(document, dict):
+    if (document := parse_line(bytes(blocks))) is None:
         raise CheckpointError(f"{where} is damaged: it is no JSON object")
     manifest = manifest_from_dict(document, where)
     if manifest.step != step:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from cluster.control.evidence import torchrun_log
 from cluster.launch.pod import DOCUMENTS, MARK, RECORDS
 from cluster.plan import NodePlan
 from engine.runs.folder import RunFolder
-from engine.runs.records import read_json_object, replace_json
+from engine.runs.records import parse_line, read_json_object, replace_json
 
 # `kubectl logs --prefix --timestamps`: kubelets write times with nine digits, so they are in order as texts.
 _LINE = re.compile(r"\[pod/([^/\]]{1,253})/[^\]]{1,253}\] (\d{4}-\S{10,40}) ?(.*)", re.DOTALL)
@@ -76,9 +75,7 @@ class PodFiles:
             return torchrun_log(self._node, self._run), line
         # What ranks print is no command: names of files come from a list.
         is_first = self._node.node_rank == 0
-        try:
-            document = json.loads(text)
-        except ValueError:
+        if (document := parse_line(text.encode("utf-8", "surrogatepass"))) is None:
             return None
         if name in RECORDS and is_first:
             return self._run.path / name, text

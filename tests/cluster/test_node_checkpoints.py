@@ -85,6 +85,13 @@ def test_damage_is_named_with_its_node(nodes: Nodes) -> None:
     assert "rank00001.safetensors of 2 files lie whole on no node" in str(nodes.ask().found[1].problem)
 
 
+@pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000, "\0"])
+def test_a_manifest_that_is_none_is_named_with_its_node(nodes: Nodes, text: str) -> None:
+    for node in nodes.homes:
+        nodes.part(node, 20, "MANIFEST.json").write_text(text)
+    assert "n1: ~/saved/run/step-00000020/MANIFEST.json is damaged" in str(nodes.newest().problem)
+
+
 def test_a_node_that_does_not_answer_is_named_by_what_it_alone_holds(nodes: Nodes) -> None:
     nodes.dead = {"n1"}
     answer = nodes.ask()

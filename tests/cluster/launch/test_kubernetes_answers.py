@@ -122,6 +122,7 @@ def test_what_pods_print_writes_no_other_file(tmp_path: Path) -> None:
     before = {path for path in run.path.rglob("*") if path.is_file()}
     files = PodFiles(run, plan.nodes[1])
     lines = ["@burst ../../x {}", "@burst metrics.jsonl {}", "@burst config.yaml {}", "rank0000| not mine", "@burst x"]
+    lines += [f"@burst rank0001.error.json {text}" for text in ("[1]", "[" * 100_000, "\ud800")]
     files.take("pod", [(f"2026-11-25T00:00:0{at}Z", line) for at, line in enumerate(lines)])
     written = {path.relative_to(run.path).as_posix() for path in run.path.rglob("*") if path.is_file()} - {
         path.relative_to(run.path).as_posix() for path in before
