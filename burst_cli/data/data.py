@@ -63,8 +63,8 @@ def describe(prepared: PreparedData) -> dict[str, Any]:
     """The prepared data as plain values; null where shards made elsewhere do not tell."""
     return {
         "path": prepared.path,
-        "tokenizer": prepared.tokenizer,
-        "vocab_size": prepared.vocab_size,
+        "tokenizer": prepared.train.manifest.tokenizer,
+        "vocab_size": prepared.train.vocab_size,
         "content_hash": prepared.content_hash,
         "source": prepared.train.manifest.source,
         "splits": {"train": _describe_split(prepared.train), "validation": _describe_split(prepared.validation)},

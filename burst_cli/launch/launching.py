@@ -117,10 +117,11 @@ def prepare_data(config: RunConfig, console: Console) -> None:
     """
     with show_progress(console) as report:
         prepared = prepare(config.data, progress=report)
-    if prepared.vocab_size > config.model.vocab_size:
+    vocab_size = prepared.train.vocab_size
+    if vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size={config.model.vocab_size} is too small: the data has tokens up to "
-            f"{prepared.vocab_size - 1}. Set model.vocab_size={prepared.vocab_size} or more."
+            f"{vocab_size - 1}. Set model.vocab_size={vocab_size} or more."
         )
     if not config.train.evaluate_only:
         open_training_data(config.data).sampler(config.train.seq_len, config.seed, grad_accum_steps=1)

@@ -47,7 +47,7 @@ _WORDS["template_hash"] = "chat template"
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Tokens ready for training, both splits with the same vocabulary.
+    """Tokens ready for training, both splits of the same tokenizer.
 
     token_bytes: bytes of text per token id, int64 [vocab_size]; null only for shards made elsewhere that do not tell
     (then no loss in bits per byte can be given). content_hash: equal on all ranks if they have the same tokens.
@@ -56,19 +56,17 @@ class PreparedData:
     path: Path
     train: TokenShards
     validation: TokenShards
-    vocab_size: int
-    eod_id: int | None
-    tokenizer: str | None
     token_bytes: Tokens | None
     content_hash: str
 
     def load_tokenizer(self) -> Tokenizer:
         """The tokenizer of these tokens; `DataError` if the shards came without one."""
-        if self.tokenizer != ByteTokenizer.name and not (self.path / TOKENIZER_FILE).is_file():
-            raise DataError(f"{self.path} has no {TOKENIZER_FILE}, so ids cannot be turned into text. Add the file.")
-        if self.tokenizer == ByteTokenizer.name:
+        name, path = self.train.manifest.tokenizer, self.path / TOKENIZER_FILE
+        if name == ByteTokenizer.name:
             return ByteTokenizer()
-        return load_tokenizer_file(self.path / TOKENIZER_FILE, self.tokenizer)
+        if not path.is_file():
+            raise DataError(f"{self.path} has no {TOKENIZER_FILE}, so ids cannot be turned into text. Add the file.")
+        return load_tokenizer_file(path, name)
 
 
 def prepare(config: DataConfig, *, progress: ProgressCallback = lambda _: None) -> PreparedData:
@@ -238,9 +236,6 @@ def _pair(path: Path, train: TokenShards, validation: TokenShards) -> PreparedDa
         path=path,
         train=train,
         validation=validation,
-        vocab_size=train.vocab_size,
-        eod_id=train.eod_id,
-        tokenizer=train.manifest.tokenizer,
         token_bytes=train.load_token_bytes(),
         content_hash=hash_json([_content(train), _content(validation)]),
     )
@@ -273,7 +268,7 @@ class TrainingData:
     @property
     def vocab_size(self) -> int:
         """Ids are below this, in all of them."""
-        return max(data.vocab_size for data in (self.main, *self.others))
+        return max(data.train.vocab_size for data in (self.main, *self.others))
 
     def sampler(self, seq_len: int, seed: int, *, grad_accum_steps: int, documents_apart: bool = False) -> Sampler:
         """Batches of the mixture. Raises DataError when a corpus, or a class of one, has less than one sample."""
@@ -313,4 +308,4 @@ def open_training_data(config: DataConfig) -> TrainingData:
 def _tokens_of(data: PreparedData) -> str:
     """What must be the same in corpora that are mixed."""
     begins = f" and beginning {list(data.train.bos_ids)}" if data.train.bos_ids else ""
-    return f"{data.tokenizer} with end of document {data.eod_id}{begins}"
+    return f"{data.train.manifest.tokenizer} with end of document {data.train.eod_id}{begins}"

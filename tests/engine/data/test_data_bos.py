@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_tokenizer import write_tokenizer
 from testkit.corpora import record_corpus
-from tokenizer_families import FAMILIES, write_family
+from tokenizer_families import FAMILIES, write_family, write_tokenizer
 from tokenizers import Tokenizer, processors
 from transformers import AutoTokenizer
 
@@ -63,7 +62,7 @@ def test_documents_begin_as_transformers_begins_them(tmp_path: Path, template: s
     data = prepare(config_of(tmp_path, path))
     after_text = theirs.convert_tokens_to_ids("<|eot|>")
     whole = [[token for token in theirs(text)["input_ids"] if token != after_text] for text in TEXTS]
-    assert all_documents(data) == sorted([*ids, data.eod_id] for ids in whole)
+    assert all_documents(data) == sorted([*ids, data.train.eod_id] for ids in whole)
 
 
 ODD_TEXTS = {

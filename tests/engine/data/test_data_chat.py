@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_tokenizer import CHATML, CHATML_MARKED, LLAMA3, LLAMA3_MARKED, write_tokenizer
 from data_helpers import quick
 from hypothesis import given
 from hypothesis import strategies as st
 from testkit.corpora import record_corpus
+from tokenizer_families import CHATML, CHATML_MARKED, LLAMA3, LLAMA3_MARKED, write_tokenizer
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig

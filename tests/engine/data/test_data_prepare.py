@@ -67,7 +67,7 @@ def test_every_format_gives_the_documents_back(corpus: Path, tmp_path: Path, kin
     assert prepared.token_bytes is not None
     for shards in (prepared.train, prepared.validation):
         assert prepared.token_bytes[shards.read(0, shards.token_count)].sum() == shards.text_bytes
-    assert prepared.vocab_size == (256 if tokenizer == "bytes" else 280)
+    assert prepared.train.vocab_size == (256 if tokenizer == "bytes" else 280)
     assert (prepared.validation.text_bytes or 0) >= 0.1 * len("".join(TEXTS).encode())
 
 
@@ -81,7 +81,7 @@ def test_the_standard_library_needs_no_paths() -> None:
 def test_a_tokenizer_file_is_used_and_kept(corpus: Path, tmp_path: Path) -> None:
     train_bpe(TEXTS, 280).save(tmp_path)
     config = text_config(corpus, tokenizer=str(tmp_path / "tokenizer.json"), prepared_dir=str(tmp_path / "out"))
-    assert prepare(config).vocab_size == 280
+    assert prepare(config).train.vocab_size == 280
     (tmp_path / "tokenizer.json").unlink()
     assert texts_of(open_prepared(config)) == sorted(TEXTS)
 
@@ -162,7 +162,7 @@ def test_prepared_dir_of_another_configuration_is_refused_and_kept(corpus: Path,
     for call in (prepare, open_prepared):
         with pytest.raises(DataError, match=r"(?s)tokenizer: made with 'bytes', now 'bpe'\n.*max_bytes: made"):
             call(changed)
-    assert open_prepared(config).vocab_size == 256
+    assert open_prepared(config).train.vocab_size == 256
 
 
 def test_prepared_dir_with_other_things_is_refused_and_kept(corpus: Path) -> None:
@@ -321,7 +321,7 @@ def test_a_single_set_is_split_at_its_tail(tmp_path: Path) -> None:
     prepared = prepare(shards_config(write_token_set(tmp_path / "s", list(range(40)), eod_id=99)))
     assert (prepared.train.token_count, prepared.validation.token_count) == (30, 10)
     assert prepared.validation.read(0, 2).tolist() == [30, 31]
-    assert (prepared.eod_id, prepared.token_bytes) == (99, None)
+    assert (prepared.train.eod_id, prepared.token_bytes) == (99, None)
     with pytest.raises(DataError, match=r"no tokenizer\.json"):
         prepared.load_tokenizer()
 

@@ -12,7 +12,8 @@ import pytest
 from data_helpers import quick
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizer_families import FAMILIES
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from engine.config.errors import DataError
 from engine.data.tokenizers import (
@@ -63,23 +64,9 @@ def test_bpe_is_the_same_in_another_process(tmp_path: Path) -> None:
     assert BPE.encode(CORPUS[0]).size < len(CORPUS[0]) / 2
 
 
-def make_sentencepiece_like() -> Tokenizer:
-    """A BPE with U+2581 for spaces and bytes as a last resort, like Llama-2's."""
-    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁a", "é"]
-    inner = Tokenizer(
-        models.BPE({piece: index for index, piece in enumerate(pieces)}, [("▁", "a")], byte_fallback=True)
-    )
-    inner.add_special_tokens(["</s>", "<unk>"])
-    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
-    inner.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]  # as Llama's, less the first space
-    )
-    return inner
-
-
 def test_byte_fallback_and_spaces_are_counted() -> None:
-    tokenizer = FileTokenizer(make_sentencepiece_like(), "llama-like")
-    text = "b a é€a a"
+    tokenizer = FileTokenizer(FAMILIES["mistral"][0](), "mistral")
+    text = " hello a é€a a"  # with the space that a text begins with there
     ids = tokenizer.encode(text)
     assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
     assert tokenizer.token_bytes()[tokenizer.eod_id] == 0
