@@ -238,8 +238,8 @@ def read_blocks(path: Path, seq_len: int, block_tokens: int | None = None) -> Bl
 
 
 # Of a .npz whose bytes are cut off or changed zipfile raises BadZipFile, zlib.error, EOFError, or NotImplementedError
-# for a way of packing that there is not; numpy the others. They have no common base but Exception.
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError, EOFError, NotImplementedError, BadZipFile, zlib.error)
+# for a way of packing that there is not; json RecursionError; numpy the others. They have no common base but Exception.
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, BadZipFile, zlib.error)
 
 
 def _read_file(path: Path) -> tuple[int | None, Blocks]:

@@ -29,7 +29,7 @@ def read_profile(path: Path) -> Machine:
         raise ConfigError(
             f"device {path}: cannot be read ({error.strerror}); `burst bench machine` writes it"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"device {path}: is no JSON ({error}); {_AGAIN}") from error
     if not isinstance(document, dict) or not isinstance(document.get("machine"), dict):
         raise ConfigError(f"device {path}: is no profile of a machine; `burst bench machine` writes one")

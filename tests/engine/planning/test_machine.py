@@ -111,6 +111,7 @@ def test_a_damaged_profile_is_refused_with_all_that_is_wrong(
     [
         (None, "No such file"),
         ("{", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
         ("[]", "is no profile"),
         ('{"results": []}', "is no profile"),
         ('{"profile_version": 7, "machine": {}}', "version 7, expected 1"),
