@@ -1,6 +1,6 @@
 """A stand-in for `python -m burst_cli` as a sweep calls it: `launch OVERRIDES --run-path RUN` and `resume RUN`.
 
-Each cell takes FAKE_CELL_S seconds, and with FAKE_TOGETHER waits until so many have begun. A cell whose overrides hold
+Each cell takes FAKE_CELL_S seconds, and with FAKE_TOGETHER waits until so many run. A cell whose overrides hold
 `mode=WORD` fails, runs out of memory, is refused. Every start leaves a line in FAKE_LEDGER for tests to count.
 """
 
@@ -41,8 +41,9 @@ def main() -> int:
 def work(run: RunFolder, mode: str) -> int:
     run.transition("starting")
     run.transition("running")
-    together = int(os.environ.get("FAKE_TOGETHER", "1"))
-    wait_for(lambda: Path(os.environ["FAKE_LEDGER"]).read_text().count("start ") >= together, f"{together} cells")
+    if together := int(os.environ.get("FAKE_TOGETHER", "0")):
+        note(f"runs {run.run_id}")
+        wait_for(lambda: Path(os.environ["FAKE_LEDGER"]).read_text().count("runs ") >= together, f"{together} cells")
     for step in range(1, STEPS + 1):
         time.sleep(float(os.environ.get("FAKE_CELL_S", "0.1")) / STEPS)
         run.append_metrics({"step": step, "loss": 1.0 / step, "tokens_per_s": 10.0})
