@@ -39,6 +39,7 @@ _HARMLESS = (
 )
 _TELLING = ("cluster.num_nodes", "cluster.ranks_per_node", "cluster.backend", "cluster.threads_per_rank")
 _SECRET = ("cluster.environment",)  # values may be secrets, and reports are passed on
+MOST_CURVES = 8  # in one picture; more cannot be told apart
 Curve = tuple[str, list[tuple[int, float]]]  # name of a run, (step, loss)
 
 
@@ -93,13 +94,11 @@ class Comparison:
     differences: tuple[Difference, ...]
     config: tuple[ConfigDifference, ...]
     warnings: tuple[str, ...]
-    curves_a: tuple[Curve, ...]
-    curves_b: tuple[Curve, ...]
+    curves: tuple[Curve, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values, without the curves."""
-        document = asdict(replace(self, curves_a=(), curves_b=()))
-        return {key: value for key, value in document.items() if not key.startswith("curves")}
+        return {key: value for key, value in asdict(replace(self, curves=())).items() if key != "curves"}
 
     @property
     def sides(self) -> tuple[str, str]:
@@ -160,10 +159,10 @@ class _Side:
         common = set.intersection(*(set(curve) for curve in curves)) if curves else set()
         return {step: statistics.fmean(curve[step] for curve in curves) for step in common}
 
-    @property
-    def curves(self) -> tuple[Curve, ...]:
-        pairs = zip(self.records, self.rows, strict=True)
-        return tuple((run_name(record), series(rows, "loss")) for record, rows in pairs)
+    def curves(self, side: str) -> list[Curve]:
+        """Of its newest runs."""
+        pairs = list(zip(self.records, self.rows, strict=True))[-MOST_CURVES // 2 :]
+        return [(f"{side} {run_name(record)}", series(rows, "loss")) for record, rows in pairs]
 
 
 def compare(a: tuple[str, Sequence[Record]], b: tuple[str, Sequence[Record]]) -> Comparison:
@@ -185,8 +184,7 @@ def compare(a: tuple[str, Sequence[Record]], b: tuple[str, Sequence[Record]]) ->
         tuple(one for one in differences if one.a is not None or one.b is not None),
         config,
         (*problems, *_warnings(first, second, config, one_peak=one_peak)),
-        first.curves,
-        second.curves,
+        (*first.curves("A"), *second.curves("B")),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from burst_cli.figures import binary_bytes, count, percent, plain
 from burst_cli.report.columns import BY_KEY
-from burst_cli.report.compare import Comparison
+from burst_cli.report.compare import MOST_CURVES, Comparison
 from burst_cli.report.records import (
     Pooled,
     Record,
@@ -27,7 +27,6 @@ from burst_cli.report.records import (
 from cluster.values import number, rows, text, whole
 
 GIB = 2.0**30
-MOST_CURVES = 8  # more cannot be told apart
 PUBLISHED = "published: "
 NOT_RUN = "not run"
 NEEDLES = "final_needle_by_depth"
@@ -286,8 +285,7 @@ def comparison_panels(comparison: Comparison | None) -> list[Panel]:
     """The losses of both sides of a comparison over each other."""
     if comparison is None:
         return []
-    sides = (("A", comparison.curves_a), ("B", comparison.curves_b))
-    lines = _curves((f"{side} {name}", found) for side, each in sides for name, found in each[-MOST_CURVES // 2 :])
+    lines = _curves(comparison.curves)
     title = "Training loss of both sides"
     return [Panel("compare", "curves", title, "optimizer step", "training loss", tuple(lines))] if lines else []
 
