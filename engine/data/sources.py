@@ -121,7 +121,7 @@ def _jsonl_reader(config: DataConfig) -> Reader:
         return chain(split_text(_jsonl_text(record, place, prompt_field, "data.prompt_field"), ()), split_text(text))
 
     if chat_field is None:
-        return lambda path: _read_jsonl(path, config.text_field, text_of), None
+        return partial(_read_jsonl, texts_of=text_of), None
     from engine.data.chat import find_template, read_messages, render_chat  # only who has conversations needs Jinja
 
     template = find_template(config)
@@ -130,33 +130,31 @@ def _jsonl_reader(config: DataConfig) -> Reader:
         messages = read_messages(_jsonl_value(record, place, chat_field, "data.messages_field"), place, chat_field)
         return (render_chat(template, messages, place),)
 
-    return lambda path: _read_jsonl(path, chat_field, chat_of), template.content_hash
+    return partial(_read_jsonl, texts_of=chat_of), template.content_hash
 
 
-def _read_jsonl(path: Path, field: str, texts_of: Callable[[Record, str], Iterable[Text]]) -> Iterator[Document]:
+def _read_jsonl(path: Path, texts_of: Callable[[Record, str], Iterable[Text]]) -> Iterator[Document]:
     offset = 0
     try:
         with path.open("rb") as file:
             for line, data in enumerate(file, start=1):
                 if data.strip():
-                    record = _jsonl_record(data, path, offset, line, field)
+                    record = _jsonl_record(data, path, offset, line)
                     yield f"{path}:{line}", texts_of(record, f"{path}:{line}")
                 offset += len(data)
     except OSError as error:
         raise reading_error(path, error) from None
 
 
-def _jsonl_record(data: bytes, path: Path, offset: int, line: int, field: str) -> Record:
+def _jsonl_record(data: bytes, path: Path, offset: int, line: int) -> Record:
     text = decode_utf8(data, path, offset, line).rstrip("\r\n")
     try:
         record = json.loads(text.removeprefix(_BYTE_ORDER_MARK) if line == 1 else text)
-    except json.JSONDecodeError as error:
-        detail = f"{error.msg}, column {error.colno}"
-        raise DataError(f"{path}:{line}: bad JSON ({detail}). Expected one JSON object per line.") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}:{line}: bad JSON ({error}). Expected one JSON object per line.") from None
+        detail = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+        raise DataError(f"{path}:{line}: bad JSON ({detail}). Expected one JSON object per line.") from None
     if not isinstance(record, dict):
-        raise DataError(f"{path}:{line}: a JSON {json_type(record)}; expected an object with the key '{field}'.")
+        raise DataError(f"{path}:{line}: a JSON {json_type(record)}; expected one JSON object per line.")
     return record
 
 

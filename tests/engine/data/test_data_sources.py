@@ -53,25 +53,22 @@ def test_split_text_joins_to_the_text_and_cuts_after_line_breaks() -> None:
     assert max(map(len, parts)) <= PIECE_BYTES
 
 
-@pytest.mark.parametrize("before", ["", "line\n", "x" * (PIECE_BYTES - 1), "line\n" * PIECE_BYTES])
-def test_invalid_utf8_is_named_with_its_byte_offset(tmp_path: Path, before: str) -> None:
-    path = tmp_path / "bad.txt"
-    path.write_bytes(before.encode() + b"ok\xff tail")
-    with pytest.raises(DataError, match=rf"bad\.txt: invalid UTF-8 at byte offset {len(before) + 2} \(0xff"):
-        read_all("text", path)
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
+        *(
+            (before + b"ok\xff tail", rf"invalid UTF-8 at byte offset {len(before) + 2} \(0xff")
+            for before in (b"", b"line\n", b"x" * (PIECE_BYTES - 1), b"line\n" * PIECE_BYTES)
+        ),
         ("good €".encode()[:-1], "byte offset 5 .*unexpected end of data"),
         (b"\x1f\x8b\x08\x00rest", "unpack it first"),
     ],
+    ids=["at once", "in a line", "at the end of a piece", "in a later piece", "cut short", "packed"],
 )
 def test_what_is_no_text_is_named(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(DataError, match=message):
-        read_all("text", tmp_path / "a.txt")
+    (tmp_path / "bad.txt").write_bytes(content)
+    with pytest.raises(DataError, match=rf"bad\.txt: .*{message}"):
+        read_all("text", tmp_path / "bad.txt")
 
 
 def test_all_missing_paths_are_listed(tmp_path: Path) -> None:
@@ -101,7 +98,7 @@ GOOD_LINE = b'{"text": "fine"}\n'
         (b'{"text": "cut', r"a\.jsonl:2: bad JSON \(.*column 10\)"),
         (b"[" * 100_000, r"a\.jsonl:2: bad JSON"),
         (b'{"text": ' + b"1" * 5000 + b"}", r"a\.jsonl:2: bad JSON \(Exceeds the limit"),
-        (b'["text"]', r"a\.jsonl:2: a JSON array; expected an object"),
+        (b'["text"]', r"a\.jsonl:2: a JSON array; expected one JSON object"),
         (b'{"id": 1, "body": "x"}', r"a\.jsonl:2: no key 'text'; keys present: body, id\. Set data\.text_field"),
         (b"{}", r"a\.jsonl:2: no key 'text'; keys present: none"),
         (b'{"text": 5}', r"a\.jsonl:2: 'text' is a JSON number; expected a string"),
@@ -122,31 +119,27 @@ def test_parquet_rows_are_documents(tmp_path: Path, kind: Any) -> None:
     assert read_all("parquet", tmp_path, text_field="body") == texts
 
 
+BROKEN = pa.Array.from_buffers(pa.string(), 1, pa.array([b"ok\xff"]).buffers())
+
+
 @pytest.mark.parametrize(
-    ("columns", "message"),
+    ("content", "message"),
     [
-        ({"id": [1], "body": ["x"]}, r"a\.parquet: no column 'text'; columns present: id, body"),
-        ({"text": [1, 2]}, "row 0: column 'text' holds int64 1; expected strings"),
-        ({"text": ["x"] * 300 + [None]}, "row 300: column 'text' holds string None"),
+        ({"id": [1], "body": ["x"]}, ": no column 'text'; columns present: id, body"),
+        ({"text": [1, 2]}, ": row 0: column 'text' holds int64 1; expected strings"),
+        ({"text": ["x"] * 300 + [None]}, ": row 300: column 'text' holds string None"),
+        ({"text": BROKEN}, ": row 0: column 'text': invalid UTF-8 at byte offset 2"),
+        (b"", " cannot be read as parquet"),
+        (b"plain text, not parquet at all", " cannot be read as parquet"),
+        (b"PAR1" + b"\x00" * 20 + b"PAR1", " cannot be read as parquet"),
     ],
 )
-def test_bad_parquet_is_named_with_column_or_row(tmp_path: Path, columns: Any, message: str) -> None:
-    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match=message):
-        read_all("parquet", tmp_path)
-
-
-def test_parquet_invalid_utf8_is_named_with_its_row(tmp_path: Path) -> None:
-    broken = pa.Array.from_buffers(pa.string(), 1, pa.array([b"ok\xff"]).buffers())
-    pq.write_table(pa.table({"text": broken}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="row 0: column 'text': invalid UTF-8 at byte offset 2"):
-        read_all("parquet", tmp_path)
-
-
-@pytest.mark.parametrize("content", [b"", b"plain text, not parquet at all", b"PAR1" + b"\x00" * 20 + b"PAR1"])
-def test_what_is_not_parquet_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "a.parquet").write_bytes(content)
-    with pytest.raises(DataError, match=r"a\.parquet cannot be read as parquet"):
+def test_bad_parquet_is_named_with_column_or_row(tmp_path: Path, content: Any, message: str) -> None:
+    if isinstance(content, bytes):
+        (tmp_path / "a.parquet").write_bytes(content)
+    else:
+        pq.write_table(pa.table(content), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=rf"a\.parquet{message}"):
         read_all("parquet", tmp_path)
 
 
