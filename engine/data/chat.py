@@ -137,8 +137,8 @@ def _configured_template(folder: Path) -> str | None:
         return None
     found = require_json_object(path, "the settings of a tokenizer", DataError).get("chat_template")
     if isinstance(found, list):
-        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-        found = named.get("default")
+        named = (entry for entry in found if isinstance(entry, dict) and entry.get("name") == "default")
+        found = next(named, {}).get("template")
     return found if isinstance(found, str) else None
 
 

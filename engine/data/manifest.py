@@ -135,7 +135,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
     for key in ("documents_file", "prompts_file", "token_bytes_file"):
         names[key] = getattr(manifest, key) or "unused"
     for key, name in names.items():
-        if name in ("", ".", "..") or set(name) & {"/", "\\", "\0"}:
+        if name in ("", ".", "..") or set(name) & {"/", "\\"} or not name.isprintable():
             yield f"{key} is {name!r}; expected the plain name of a file in the manifest's folder"
     ids = {f"bos_ids[{index}]": token for index, token in enumerate(manifest.bos_ids)}
     ids |= {"max_token_id": manifest.max_token_id or 0, "eod_id": manifest.eod_id or 0}

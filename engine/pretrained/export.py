@@ -98,7 +98,7 @@ def export(order: ExportOrder, manifest: Manifest, progress: Callable[[int], Non
 
 def check_new(folder: Path) -> None:
     """Raises CheckpointError when there is something at `folder`."""
-    if folder.exists():
+    if folder.exists() or folder.is_symlink():
         raise CheckpointError(f"{folder} exists; export writes a new folder")
 
 

@@ -103,6 +103,12 @@ def test_what_cannot_be_exported_is_named(burst, run: Path, tmp_path: Path, word
     assert not (tmp_path / "out").exists()
 
 
+def test_a_link_that_leads_nowhere_is_in_the_way(burst, run: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to("nowhere")
+    done = burst("checkpoint", "export", str(run), str(tmp_path / "out"))
+    assert "exists; export writes a new folder" in done.err
+
+
 def test_without_an_undamaged_checkpoint_nothing_is_written(burst, run: Path, tmp_path: Path) -> None:
     (run / "checkpoints" / "step-00000007" / "rank00000.safetensors").write_bytes(b"")
     done = burst("checkpoint", "export", str(run), str(tmp_path / "out"))

@@ -164,7 +164,7 @@ def test_learned_bytes_are_those_of_learned_characters(text: str, cuts: list[int
 
 
 def test_a_template_file_wins_over_the_configured_one_and_default_over_others(tmp_path: Path) -> None:
-    named: Any = [{"name": "rag", "template": "no"}, {"name": "default", "template": "{{ bos_token }}yes"}]
+    named: Any = [{"name": ["rag"], "template": "no"}, {"name": "default", "template": "{{ bos_token }}yes"}]
     path = write_tokenizer(tmp_path, named)
     config = DataConfig(tokenizer=str(path), messages_field="messages")
     assert find_template(config).render([], "") == "<|bos|>yes"

@@ -179,6 +179,7 @@ def test_impossible_document_starts_are_refused(tmp_path: Path, starts: list[int
         ({"token_count": 4}, "token_count is 4 but the files add up to 3"),
         ({"files": []}, "token_count is 3 but the files add up to 0"),
         ({"files": [{"name": "../t.bin", "token_count": 3}]}, r"files\[0\]\.name is '\.\./t\.bin'"),
+        ({"files": [{"name": "\ud800", "token_count": 3}]}, r"files\[0\]\.name is '\\ud800'"),
         ({"files": [{"name": "t.bin", "token_count": 0}]}, r"files\[0\]\.token_count: got 0, expected 1 or more"),
         ({"files": [{"name": "t.bin", "token_count": 3, "sha256": 5}]}, r"files\[0\]\.sha256: expected text or null"),
         ({"eod_id": -1}, "eod_id: got -1, expected 0 or more"),
