@@ -32,30 +32,24 @@ def fail(run: RunFolder, error: BaseException, *, rank: int = 0, environment: di
         raise error
 
 
-def test_without_a_launcher_rank_0_makes_every_move(run: RunFolder) -> None:
-    with run_states(run, RankStatus(), rank=0, environment={}):
-        assert run.read_state()["state"] == "running"
-    assert states(run) == ["planned", "starting", "running", "completed"]
-    assert run.read_state()["exit_code"] == 0
-
-
-def test_under_a_launcher_rank_0_does_not_start_again(run: RunFolder) -> None:
-    run.transition("starting")
-    with run_states(run, RankStatus(), rank=0, environment=LAUNCHED):
-        pass
-    assert states(run) == ["planned", "starting", "running", "completed"]
-
-
-def test_the_commands_of_plan_sh_run_without_a_launcher_too(run: RunFolder) -> None:
-    with run_states(run, RankStatus(), rank=0, environment=LAUNCHED):
-        pass
-    assert states(run)[-1] == "completed"
-
-
-def test_other_ranks_make_no_move_when_all_goes_well(run: RunFolder) -> None:
-    with run_states(run, RankStatus(), rank=1, environment={}):
-        pass
-    assert states(run) == ["planned"]
+@pytest.mark.parametrize(
+    ("rank", "environment", "before", "moves"),
+    [
+        (0, {}, [], ["starting", "running", "completed"]),
+        (0, LAUNCHED, ["starting"], ["starting", "running", "completed"]),
+        (0, LAUNCHED, [], ["starting", "running", "completed"]),  # the commands of plan.sh
+        (1, {}, [], []),
+    ],
+)
+def test_rank_0_alone_makes_the_moves_that_a_launcher_has_not_made(
+    run: RunFolder, rank: int, environment: dict[str, str], before: list[str], moves: list[str]
+) -> None:
+    for state in before:
+        run.transition(state)
+    with run_states(run, RankStatus(), rank=rank, environment=environment):
+        assert rank == 1 or run.read_state()["state"] == "running"
+    assert states(run) == ["planned", *moves]
+    assert run.read_state()["exit_code"] == (None if rank else 0)
 
 
 def test_an_error_becomes_failed_with_rank_step_and_phase(run: RunFolder) -> None:
@@ -65,12 +59,24 @@ def test_an_error_becomes_failed_with_rank_step_and_phase(run: RunFolder) -> Non
     assert {"rank": 1, "step": 3, "phase": "train", "kind": "config"}.items() <= state["failure"].items()
 
 
-@pytest.mark.parametrize(("error", "state"), [(MemoryError("full"), "oom"), (KeyboardInterrupt(), "cancelled")])
-def test_running_out_of_memory_and_a_stop_have_states_of_their_own(
-    run: RunFolder, error: BaseException, state: str
-) -> None:
-    fail(run, error)
-    assert states(run)[-1] == state
+def test_lack_of_memory_is_recorded_with_what_was_measured_and_advice(run: RunFolder) -> None:
+    fail(run, MemoryError("full"))
+    assert states(run)[-1] == "oom"
+    failure = run.read_state()["failure"]
+    assert (failure["rank"], failure["step"], failure["memory"]["where"]) == (0, 3, "host")
+    assert failure["memory"]["peak_bytes"] > 2**20
+    assert "cluster.ranks_per_node" in failure["advice"]
+
+
+def test_a_stop_has_a_state_of_its_own(run: RunFolder) -> None:
+    fail(run, KeyboardInterrupt())
+    assert states(run)[-1] == "cancelled"
+
+
+def test_under_a_launcher_failures_are_left_to_it(run: RunFolder) -> None:
+    run.transition("starting")
+    fail(run, RuntimeError("broken"), environment=LAUNCHED)
+    assert states(run)[-1] == "running"
 
 
 def test_the_first_failure_stays(run: RunFolder) -> None:
@@ -91,20 +97,6 @@ class OvertakenRun(RunFolder):
 def test_rank_0_meets_its_own_error_when_another_rank_failed_before_it_ran(run: RunFolder) -> None:
     fail(OvertakenRun(run.path), ConfigError("mine"))
     assert run.read_state()["failure"]["message"] == "first"
-
-
-def test_under_a_launcher_failures_are_left_to_it(run: RunFolder) -> None:
-    run.transition("starting")
-    fail(run, RuntimeError("broken"), environment=LAUNCHED)
-    assert states(run)[-1] == "running"
-
-
-def test_lack_of_memory_is_recorded_with_what_was_measured_and_advice(run: RunFolder) -> None:
-    fail(run, MemoryError("full"))
-    failure = run.read_state()["failure"]
-    assert (failure["rank"], failure["step"], failure["memory"]["where"]) == (0, 3, "host")
-    assert failure["memory"]["peak_bytes"] > 2**20
-    assert "cluster.ranks_per_node" in failure["advice"]
 
 
 def test_reserve_is_there_while_a_rank_works_and_given_back_when_it_fails(run: RunFolder) -> None:
