@@ -34,6 +34,7 @@ from engine.data.chat import ChatTemplate, find_template
 from engine.data.tokenizers import TOKENIZER_FILE
 from engine.pretrained.export import ExportDtype, ExportOrder, check_new, export, weight_bytes
 from engine.runs.commit import checkpoints_of
+from engine.runs.files import home_path
 from engine.runs.folder import RunFolder
 from engine.runs.manifest import CheckpointError
 
@@ -152,7 +153,7 @@ def export_run(
     config = load_config(chosen.path / "config.yaml")
     checkpoint = _to_export(chosen, step)
     assert checkpoint.manifest is not None
-    original, kept = Path(config.data.tokenizer).expanduser(), chosen.path / TOKENIZER_FILE
+    original, kept = home_path(config.data.tokenizer), chosen.path / TOKENIZER_FILE
     tokenizer = original if original.is_file() else kept
     order = ExportOrder(
         checkpoint.path,

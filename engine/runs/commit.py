@@ -22,7 +22,7 @@ from pathlib import Path
 
 from engine.config.errors import ConfigError
 from engine.config.settings import CheckpointConfig, load_config
-from engine.runs.files import hash_file, sync
+from engine.runs.files import hash_file, home_path, sync
 from engine.runs.manifest import MANIFEST_FILE, CheckpointError, FileFacts, Manifest, read_manifest
 from engine.runs.records import replace_json
 
@@ -152,7 +152,7 @@ def superfluous(
 def checkpoints_folder(settings: CheckpointConfig, run_path: Path) -> Path:
     """Where the checkpoints of the run in `run_path` lie."""
     folder = settings.folder
-    return run_path / "checkpoints" if folder is None else Path(folder).expanduser() / run_path.name
+    return run_path / "checkpoints" if folder is None else home_path(folder) / run_path.name
 
 
 def checkpoints_of(run_path: Path) -> Path:

@@ -22,11 +22,16 @@ def cache_folder() -> Path:
     """$BURST_CACHE_DIR, or ~/.cache/burst."""
     given = os.environ.get(CACHE_VARIABLE)
     if given:
-        return Path(given).expanduser().absolute()
+        return home_path(given).absolute()
     try:
         return Path.home() / ".cache" / "burst"
     except RuntimeError:
         raise BurstError(f"this user has no home folder to keep a cache in. Set {CACHE_VARIABLE}.") from None
+
+
+def home_path(path: str) -> Path:
+    """`path` with its home put in for ~ or ~NAME; as it is, where this machine knows no such user."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 (that of Path raises RuntimeError)
 
 
 def hash_json(value: object) -> str:

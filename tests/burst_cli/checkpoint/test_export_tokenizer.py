@@ -72,7 +72,8 @@ def test_files_beside_the_tokenizer_have_the_last_word(burst, tmp_path: Path, sp
     assert config["eos_token_id"] == [0, tokenizer.eos_token_id]  # the end of documents, and of a turn
 
 
-def test_without_a_tokenizer_nothing_is_made_up(burst, tmp_path: Path) -> None:
-    make_run(tmp_path, "bytes")
+@pytest.mark.parametrize("name", ["bytes", "~no such user/tokenizer.json"])
+def test_without_a_tokenizer_nothing_is_made_up(burst, tmp_path: Path, name: str) -> None:
+    make_run(tmp_path, name)
     assert burst("checkpoint", "export", "aaaaaa", str(tmp_path / "out")).code == 0
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]

@@ -231,6 +231,13 @@ def test_a_source_without_checkpoints_is_refused(tmp_path: Path, named: str) -> 
         find_source(tmp_path / named)
 
 
+def test_a_run_whose_checkpoints_lie_with_a_user_of_another_machine_has_none_here(tmp_path: Path) -> None:
+    settings = CheckpointConfig(folder="~no such user/saved")
+    (tmp_path / "config.yaml").write_text(dump_config(RunConfig(train=TrainConfig(checkpoint=settings))))
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        find_source(tmp_path)
+
+
 def test_a_run_whose_checkpoints_lie_elsewhere_is_a_source(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "20260101-000000-abcdef"
     run.mkdir(parents=True)
