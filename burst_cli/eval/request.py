@@ -11,6 +11,7 @@ from burst_cli.compose import compose
 from burst_cli.launch.request import LaunchRequest
 from burst_cli.runs.choose import choose_run
 from cluster.launch.runner import runner_for, runner_of
+from cluster.node_checkpoints import roots_of
 from cluster.plan_record import PlanFileError, read_launch_plan
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig, load_config
@@ -99,9 +100,7 @@ def _folder_on_nodes(run: RunFolder) -> str | None:
         return None
     if not plan.has_own_folders:
         return None
-    settings, root = plan.config.train.checkpoint, plan.config.cluster.node_folder or "~/.burst"
-    if settings.folder is not None:
-        return f"{settings.folder.rstrip('/')}/{run.run_id}"
-    if not runner_of(plan).takes_nodes:  # all see the same folder
-        return f"{plan.nodes[0].folder}/checkpoints"
+    if plan.config.train.checkpoint.folder is not None or not runner_of(plan).takes_nodes:  # all of them the same
+        return roots_of(plan)[plan.nodes[0].name]
+    root = plan.config.cluster.node_folder or "~/.burst"
     return f"{root.rstrip('/')}/runs/{run.run_id}/checkpoints"

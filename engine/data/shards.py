@@ -227,7 +227,13 @@ def open_token_set(path: Path, *, scan_foreign: bool = True) -> TokenShards:
     Checked: the manifest, and that every file is there and has the right size and dtype. A set of another writer is
     read through once, unless `scan_foreign` is off.
     """
-    manifest_path = find_manifest(path)
+    manifest_path = path / MANIFEST_FILE if path.is_dir() else path
+    if path.suffix in _TOKEN_FILE_SUFFIXES and manifest_path == path:
+        manifest_path = path.with_suffix(".json")
+    if not manifest_path.is_file():
+        raise DataError(
+            f"{path}: no manifest at {manifest_path}. A token set needs one; engine/data/manifest.py describes it."
+        )
     manifest, folder = read_manifest(manifest_path), manifest_path.parent
     parts: list[_Part] = []
     for entry in manifest.files:
@@ -239,20 +245,6 @@ def open_token_set(path: Path, *, scan_foreign: bool = True) -> TokenShards:
     if scan_foreign and manifest.writer != WRITER:
         shards.scan()
     return shards
-
-
-def find_manifest(path: Path) -> Path:
-    """The manifest that belongs to `path` (see `open_token_set`)."""
-    manifest = path
-    if path.is_dir():
-        manifest = path / MANIFEST_FILE
-    elif path.suffix in _TOKEN_FILE_SUFFIXES:
-        manifest = path.with_suffix(".json")
-    if not manifest.is_file():
-        raise DataError(
-            f"{path}: no manifest at {manifest}. A token set needs one; engine/data/manifest.py describes it."
-        )
-    return manifest
 
 
 def _open_part(path: Path, entry: TokenFile, dtype: str, start: int) -> _Part:
