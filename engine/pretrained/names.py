@@ -31,7 +31,8 @@ def weight_files(folder: Path) -> dict[str, Path] | Path:
     if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
         raise ConfigError(f"{index} cannot be read: weight_map is no table of file names")
     found = {name: folder / Path(file).name for name, file in table.items()}
-    if missing := sorted({path.name for path in found.values() if not path.is_file()}):
+    held = {path.name for path in folder.iterdir() if path.is_file()}
+    if missing := sorted({path.name for path in found.values()} - held):
         raise ConfigError(f"{folder} lacks {missing[0]} and {len(missing) - 1} more that its index names")
     return found
 
