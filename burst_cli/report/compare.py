@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from burst_cli.figures import DASH, count, count_of, flops_per_s, plain
 from burst_cli.report.columns import BY_KEY
-from burst_cli.report.records import PEAK_FIGURES, Record, run_name, run_rows, series, share_a_peak
+from burst_cli.report.records import PEAK_FIGURES, Record, run_name, run_rows, series, share_a_peak, status_of
 from cluster.remote_text import one_line
-from cluster.values import number, whole
+from cluster.values import number, text, whole
 from engine.config.errors import ConfigError
 from engine.config.settings import config_to_dict, load_config
 
@@ -248,7 +248,7 @@ def _warnings(a: _Side, b: _Side, config: Sequence[ConfigDifference], *, one_pea
         shown = ", ".join(keys[:8]) + (f" and {len(keys) - 8} more" if len(keys) > 8 else "")
         found.append(f"the configurations differ in what matters: {shown}")
     for name, words in (("hardware", "hardware"), ("world_size", "numbers of ranks")):
-        values = [sorted({str(record.get(name)) for record in side.records}) for side in (a, b)]
+        values = [sorted({text(record, name) or DASH for record in side.records}) for side in (a, b)]
         if values[0] != values[1]:
             found.append(f"different {words}: {', '.join(values[0])} against {', '.join(values[1])}")
     if not one_peak:
@@ -262,7 +262,7 @@ def _warnings(a: _Side, b: _Side, config: Sequence[ConfigDifference], *, one_pea
             "one run on a side: the test tells whether the steps of these runs differ; how much a run differs from "
             "its own repetition is not in it"
         )
-    return found + [f"{run_name(r)} is {r.get('status')}" for r in records if r.get("status") != "completed"]
+    return found + [f"{run_name(r)} is {status_of(r)}" for r in records if r.get("status") != "completed"]
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -176,11 +176,12 @@ def test_settings_that_differ_are_named_and_those_that_matter_warned_of(tmp_path
 
 
 def test_what_weakens_a_comparison_is_said(tmp_path: Path) -> None:
-    make_run(tmp_path, "tiny/20260101-000000-aaaaaa", peak_flops_per_device=2e12, device="H100")
+    make_run(tmp_path, "tiny/20260101-000000-aaaaaa", peak_flops_per_device=2e12, device="H100", world_size="9\x1b[2J")
     make_run(tmp_path, "tiny/20260102-000000-bbbbbb")
     (tmp_path / "tiny/20260102-000000-bbbbbb/config.yaml").write_text("damaged: [")
     words = " ".join(compared(tmp_path, "aaaaaa", "bbbbbb").warnings)
     assert "different hardware: H100 against cpu" in words
+    assert "different numbers of ranks: 9 against 2" in words  # and nothing that a terminal obeys
     assert "MFU is against different peaks" in words
     assert "one run on a side" in words
     assert "not readable as YAML" in words
