@@ -76,11 +76,11 @@ def default_runs_dir() -> Path:
     return Path(os.environ.get(RUNS_DIR_VARIABLE) or "runs")
 
 
-def new_run_path(runs_dir: Path, exp: str, now: datetime | None = None) -> Path:
+def new_run_path(runs_dir: Path, exp: str) -> Path:
     """Absolute path of a new run of `exp`, not created; the name holds the UTC time and six random hex digits."""
     if not _EXP.fullmatch(exp):
         raise ConfigError(f"exp={exp!r} cannot name a folder: use letters, digits, '.', '_' and '-', at most 100.")
-    stamp = (now or datetime.now(UTC)).astimezone(UTC).strftime("%Y%m%d-%H%M%S")
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     return Path(runs_dir).absolute() / exp / f"{stamp}-{secrets.token_hex(3)}"
 
 

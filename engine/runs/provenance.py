@@ -20,17 +20,17 @@ CODE_ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 10.0
 
 
-def collect_provenance(code_root: Path = CODE_ROOT) -> dict[str, Any]:
+def collect_provenance() -> dict[str, Any]:
     """{collected_at, command, cwd, git, versions, hardware, image}; what cannot be found out is null.
 
-    code_root: the folder that holds the packages; its git commit and uncommitted changes are recorded when it is the
-    top of a checkout (not when it merely lies in one, as site-packages of a virtual environment may).
+    The git commit and uncommitted changes are those of the folder that holds the packages, where that is the top of a
+    checkout (not where it merely lies in one, as site-packages of a virtual environment may).
     """
     return {
         "collected_at": utc_now(),
         "command": list(sys.argv),
         "cwd": str(Path.cwd()),
-        "git": git_facts(code_root),
+        "git": git_facts(CODE_ROOT),
         "versions": {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}},
         "hardware": _hardware(),
         "image": os.environ.get(IMAGE_VARIABLE),
