@@ -113,7 +113,7 @@ def prune(
     with on_nodes(chosen, console) as away:
         result = prune_run(chosen, away, keep_last=keep_last, keep_every=keep_every, dry_run=dry_run, console=console)
     if as_json:
-        render.emit_json(dataclasses.asdict(result))
+        render.emit_json(result)
     else:
         render.stdout().print(pruned_text(result), soft_wrap=True)
 
@@ -168,10 +168,10 @@ def export_run(
     with progress_bar(console, f"exporting step {checkpoint.step}", weight_bytes(checkpoint.manifest)) as advance:
         result = export(order, checkpoint.manifest, advance)
     if as_json:
-        render.emit_json(dataclasses.asdict(result) | {"folder": str(result.folder)})
+        render.emit_json({"folder": str(folder), **dataclasses.asdict(result)})
         return
     files = "1 file" if result.files == 1 else f"{result.files} files"
-    lines = [f"step {result.step}: {files} of weights, {binary_bytes(result.bytes)}, in {result.folder}"]
+    lines = [f"step {result.step}: {files} of weights, {binary_bytes(result.bytes)}, in {folder}"]
     lines += [f"warning: {text}" for text in result.warnings]
     render.stdout().print(Text("\n".join(lines)), soft_wrap=True)
 

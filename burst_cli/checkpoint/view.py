@@ -23,17 +23,6 @@ from engine.runs.manifest import CheckpointError, Manifest
 
 
 @dataclass(frozen=True)
-class Pruned:
-    """Which steps went (or would go) and which stay."""
-
-    run_id: str
-    removed: tuple[int, ...]
-    kept: tuple[int, ...]
-    freed_bytes: int
-    dry_run: bool
-
-
-@dataclass(frozen=True)
 class HereCheckpoint:
     """A checkpoint on this machine, which is asked as one on nodes is. problem: why its manifest cannot be read."""
 
@@ -161,9 +150,9 @@ def prune_run(
     keep_every: int | None,
     dry_run: bool,
     console: Console,
-) -> Pruned:
+) -> dict[str, Any]:
     """Delete all but the newest `keep_last`, multiples of `keep_every` and the newest undamaged ones: of those here and
-    those on its nodes (`away`), which count as one where they are of the same step.
+    those on its nodes (`away`), which count as one where they are of the same step. Gives what went and what stays.
 
     Raises CheckpointError while the run has not ended, where a node does not answer, and for the first that cannot be
     deleted.
@@ -187,16 +176,17 @@ def prune_run(
     freed = sum(one.size for one in leaving)
     for one in leaving if not dry_run else ():
         one.remove()
-    return Pruned(run.run_id, tuple(gone), tuple(step for step in steps if step not in gone), freed, dry_run)
+    stay = [step for step in steps if step not in gone]
+    return {"run_id": run.run_id, "removed": gone, "kept": stay, "freed_bytes": freed, "dry_run": dry_run}
 
 
-def pruned_text(result: Pruned) -> str:
+def pruned_text(result: dict[str, Any]) -> str:
     """What was done, for people."""
-    if not result.removed:
-        return f"nothing to delete; kept: {_steps(result.kept)}"
-    did = "would delete" if result.dry_run else "deleted"
-    size = binary_bytes(result.freed_bytes)
-    return f"{did} {_steps(result.removed)}, {size}; kept: {_steps(result.kept)}"
+    if not result["removed"]:
+        return f"nothing to delete; kept: {_steps(result['kept'])}"
+    did = "would delete" if result["dry_run"] else "deleted"
+    size = binary_bytes(result["freed_bytes"])
+    return f"{did} {_steps(result['removed'])}, {size}; kept: {_steps(result['kept'])}"
 
 
 def _steps(steps: Sequence[int]) -> str:

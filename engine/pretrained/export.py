@@ -56,7 +56,6 @@ class ExportOrder:
 class Exported:
     """What was written. warnings: what transformers will do otherwise than the run did."""
 
-    folder: Path
     step: int
     files: int
     bytes: int
@@ -93,7 +92,7 @@ def export(order: ExportOrder, manifest: Manifest, progress: Callable[[int], Non
                     (part / TEMPLATE_FILE).write_text(order.chat.source, encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"cannot write {order.folder}: {error.strerror or error}") from error
-    return Exported(order.folder, manifest.step, files, size, warnings)
+    return Exported(manifest.step, files, size, warnings)
 
 
 def check_new(folder: Path) -> None:

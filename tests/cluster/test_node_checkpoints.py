@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 from testkit.local_connection import LocalConnection
 from testkit.saved_checkpoints import newest_verified
 
-from burst_cli.checkpoint.view import Pruned, prune_run
+from burst_cli.checkpoint.view import prune_run
 from cluster.errors import SshError, SshFailure
 from cluster.node_checkpoints import NodeCheckpoint, NodeCheckpoints, ask_nodes
 from cluster.ssh.connection import Connection
@@ -147,7 +148,7 @@ def steps_on(nodes: Nodes) -> dict[str, list[str]]:
     }
 
 
-def pruned(nodes: Nodes, run: RunFolder, *, dry_run: bool = False) -> Pruned:
+def pruned(nodes: Nodes, run: RunFolder, *, dry_run: bool = False) -> dict[str, Any]:
     console = Console(file=io.StringIO())
     return prune_run(run, nodes.ask(), keep_last=1, keep_every=None, dry_run=dry_run, console=console)
 
@@ -159,18 +160,18 @@ def test_old_ones_go_from_every_disk_and_a_rehearsal_changes_nothing(nodes: Node
     assert steps_on(nodes) == before == {name: ["step-00000010", "step-00000020"] for name in ("n1", "n2")}
     sizes = [path.stat().st_size for name in nodes.homes for path in nodes.part(name, 10, "").iterdir()]
     found = pruned(nodes, run)
-    assert replace(found, dry_run=True) == rehearsed
-    assert (found.removed, found.kept) == ((10,), (20,))
+    assert found | {"dry_run": True} == rehearsed
+    assert (found["removed"], found["kept"]) == ([10], [20])
     assert steps_on(nodes) == {name: ["step-00000020"] for name in ("n1", "n2")}
-    assert found.freed_bytes == sum(sizes)
-    assert pruned(nodes, run).removed == ()
+    assert found["freed_bytes"] == sum(sizes)
+    assert pruned(nodes, run)["removed"] == []
 
 
 def test_the_newest_undamaged_one_stays_on_nodes_too(nodes: Nodes, tmp_path: Path) -> None:
     run = ended_run(tmp_path)
     save(list(nodes.homes.values()), 5)
     nodes.part("n2", 20, FILES[1]).write_bytes(PART + b"!!")
-    assert pruned(nodes, run).kept == (20, 10)
+    assert pruned(nodes, run)["kept"] == [20, 10]
     assert steps_on(nodes)["n2"] == ["step-00000010", "step-00000020"]
 
 
