@@ -228,12 +228,10 @@ def _records(descriptor: int) -> list[str]:
     while True:
         try:
             block = os.read(descriptor, _RECORD_BYTES)
-        except BlockingIOError:
-            return lines  # the end of the kernel's log
         except BrokenPipeError:
             continue  # records were overwritten while we read
         except OSError:
-            return lines
+            block = b""  # as at the end of the kernel's log, which would block
         if not block:
             return lines
         lines += block.decode("utf-8", "replace").splitlines()

@@ -192,6 +192,11 @@ BLAMED: dict[str, tuple[Callable[[World], object], dict[str, object], tuple[str,
         ("/no/python",),
     ),
     "a port is taken": (take_port, {"kind": "port", "host": "n1"}, ("port 29500 of n1", "cluster.master_port")),
+    "a port is taken, as a rank says": (
+        lambda world: world.links[0].rank_error(0, type="DistNetworkError", message="port: 29500, EADDRINUSE"),
+        {"kind": "port", "host": "n1"},
+        ("port 29500 of n1",),
+    ),
     "a node stays silent": (be_silent, {"kind": "node_lost", "host": "n2"}, ()),  # the error of rank 0 came later
     "a supervisor was killed": (
         lambda world: setattr(world.links[1], "phase", "lost"),

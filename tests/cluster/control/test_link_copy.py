@@ -135,7 +135,11 @@ def test_traces_of_all_nodes_and_records_of_the_first_come_back(run, tmp_path):
         (there / path).write_text(text)
     for lead in (False, True):
         copy = copy_of(run, lead=lead)
-        heads, data = NodeTail(str(there), "node1", lead, {}).take(1 << 20)
+        tail = NodeTail(str(there), "node1", lead, {})
+        heads, data = tail.take(1 << 20)
+        is_open = sorted(Path("/proc/self/fd").iterdir())
+        assert tail.take(1 << 20) == ([], b"")
+        assert sorted(Path("/proc/self/fd").iterdir()) == is_open  # what has not changed is not kept open
         assert ("metrics.jsonl" in {head["path"] for head in heads}) == lead
         assert copy.take(heads, data)
         found = {path: (run / path).read_text() for path in written if (run / path).exists()}
