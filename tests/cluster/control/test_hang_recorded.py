@@ -91,6 +91,13 @@ def test_a_collective_that_everybody_entered_names_nobody_in_particular() -> Non
     assert (found.ranks, found.certain) == ((0, 1, 2, 3), False)
 
 
+def test_ranks_that_each_entered_another_operation_are_told_but_no_minority_is_sure() -> None:
+    entries = [{"seq": 1, "op": f"nccl:{op}", "group": "0", "state": "started"} for op in ("a", "b", "c")]
+    found = culprit([RankEvidence(rank, "node1", "S", flight={"entries": [entries[rank]]}) for rank in range(3)])
+    assert (found.ranks, found.certain) == ((1, 2), False)
+    assert "entered b number 1 of group 0 where the others entered a" in found.reason
+
+
 def test_a_ring_of_messages_that_stands_still_is_no_circle_of_culprits() -> None:
     evidence = recorded("no_message")
     stuck = [

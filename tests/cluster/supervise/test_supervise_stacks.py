@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ def test_ranks_that_listen_leave_their_stacks(rig: Rig) -> None:
 
 def test_rank_that_does_not_listen_yet_is_left_alone(rig: Rig) -> None:
     rig.start("wait")  # its file of stacks is there, but SIGUSR1 would kill it
+    Path(rig.files().stacks).write_text("{")
+    time.sleep(0.5)  # a damaged request was seen, and is none
     answer = ask(rig, "nonce")
     assert [answer[rank]["answered"] for rank in ("0", "1")] == [False, False]
     assert rig.status()["supervisor"]["deaths"] == []
