@@ -7,6 +7,7 @@ the disk or starts a process. RUN/launch.json holds it for whoever controls the 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,9 @@ from typing import Any
 from cluster.agent.messages import STOP_GRACE_S, Spec
 from cluster.env.facts import EnvironmentVariable
 from cluster.facts import MachineFacts
-from cluster.plan_variables import Threads, backend_variables, recorder_variables, run_variables, with_settings
-from cluster.remote_text import one_line
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig, config_to_dict, dump_config
-from engine.runs.folder import RunFolder, initial_state
+from engine.runs.folder import initial_state
 from engine.runs.records import json_text
 
 TRAINER_MODULE = "engine.train"
@@ -176,41 +175,34 @@ def _node_files(plan: LaunchPlan, node: NodePlan) -> tuple[tuple[str, str], ...]
     return (*(file for file in plan.files if file[0] in wanted), ("run.json", json_text(state)))
 
 
-def build_launch_plan(
-    config: RunConfig, facts: MachineFacts, run_path: Path, *, module: str = TRAINER_MODULE
+def assemble_plan(
+    launcher: str,
+    config: RunConfig,
+    run_path: Path,
+    nodes: Sequence[NodePlan],
+    backend: Backend,
+    *files: tuple[str, str],
+    is_exclusive: bool = True,
 ) -> LaunchPlan:
-    """The plan to run `config` on the one machine described by `facts`, in the run folder `run_path` (not yet there).
-
-    `module` is what torchrun starts on every rank with the path of config.yaml as its argument. Raises ConfigError when
-    the backend that was asked for does not fit the machine.
-    """
-    _refuse_other_machines(config)
-    backend = choose_backend(config, facts)
-    cluster = replace(
-        config.cluster,
-        backend=backend.name,  # type: ignore[arg-type]
-        ranks_per_node=backend.local_ranks,
-        threads_per_rank=backend.threads_per_rank,
-    )
-    resolved = replace(config, cluster=cluster)
-    node = _node_plan(config, facts, backend, run_path, module)
-    files = (
-        ("config.yaml", dump_config(resolved)),
-        (node.env_file, environment_file(node)),
-        ("plan.sh", plan_script(node, run_path)),
-    )
-    # Whoever gives each run GPUs of its own may start several.
-    exclusive = backend.name == "nccl" and not facts.has_chosen_gpus
-    plan = LaunchPlan(str(run_path), resolved, backend.local_ranks, backend, (node,), files, "local", exclusive)
+    """The plan of `nodes`, whose ranks read `config`; files: beside that of the configuration."""
+    files = ((CONFIG_FILE, dump_config(config)), *files)
+    world_size = backend.local_ranks * len(nodes)
+    plan = LaunchPlan(str(run_path), config, world_size, backend, tuple(nodes), files, launcher, is_exclusive)
     return with_files(plan)
 
 
-def _refuse_other_machines(config: RunConfig) -> None:
-    """Better no run than one that quietly uses this machine in place of those that were named."""
-    if config.cluster.nodes is not None:
-        raise ConfigError(f"cluster.nodes={config.cluster.nodes} names other machines; add cluster=local to run here")
-    if config.cluster.container.runtime != "bare":
-        raise ConfigError("cluster.container.runtime=docker: ranks of this machine start outside of containers")
+def with_ranks(config: RunConfig, facts: MachineFacts, **cluster: Any) -> tuple[RunConfig, Backend]:
+    """(`config` with the ranks, threads and backend of nodes like `facts`, and with settings `cluster`; the backend).
+
+    Raises ConfigError when the backend that was asked for does not fit.
+    """
+    backend = choose_backend(config, facts)
+    found = {
+        "backend": backend.name,
+        "ranks_per_node": backend.local_ranks,
+        "threads_per_rank": backend.threads_per_rank,
+    }
+    return replace(config, cluster=replace(config.cluster, **{**found, **cluster})), backend
 
 
 def choose_backend(config: RunConfig, facts: MachineFacts) -> Backend:
@@ -232,75 +224,3 @@ def choose_backend(config: RunConfig, facts: MachineFacts) -> Backend:
     else:
         reason = f"on the CPU: {gpus} for {ranks} rank{'' if ranks == 1 else 's'}"
     return Backend(asked if asked != "auto" else "nccl" if enough else "gloo", reason, ranks, threads)
-
-
-def environment_file(node: NodePlan) -> str:
-    """The text of env/<node>.env: shell assignments, each below the reason for it."""
-    lines = []
-    for variable in node.environment:
-        lines += [f"# {one_line(variable.reason, 2000)}", f"{variable.name}={shlex.quote(variable.value)}"]
-    return "\n".join(lines) + "\n"
-
-
-def plan_script(node: NodePlan, run_path: Path) -> str:
-    """The text of plan.sh: the same folder, environment and command as `burst launch`, without live progress."""
-    return "\n".join(
-        [
-            "#!/bin/sh",
-            f"# Run {run_path.name}: starts {node.local_ranks} ranks on {shlex.quote(node.name)}.",
-            f"# Output of the ranks: {shlex.quote(node.log_dir)}",
-            "set -eu",
-            f"cd {shlex.quote(node.cwd)}",
-            "set -a",
-            f". {shlex.quote(str(run_path / node.env_file))}",
-            "set +a",
-            f"exec {shlex.join(node.argv)}",
-            "",
-        ]
-    )
-
-
-def _node_plan(config: RunConfig, facts: MachineFacts, backend: Backend, run_path: Path, module: str) -> NodePlan:
-    log_dir = RunFolder(run_path).log_dir(facts.hostname)
-    argv = (
-        facts.python,
-        "-m",
-        "torch.distributed.run",
-        "--nnodes=1",
-        f"--nproc-per-node={backend.local_ranks}",
-        "--max-restarts=0",
-        # Port 0: the store binds any free port itself, so no other process can take it between plan and start.
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=127.0.0.1:0",
-        f"--rdzv-id={run_path.name}",
-        "--local-addr=127.0.0.1",
-        f"--log-dir={log_dir / 'torchrun'}",
-        "-m",
-        module,
-        str(run_path / "config.yaml"),
-    )
-    return NodePlan(
-        name=facts.hostname,
-        node_rank=0,
-        first_rank=0,
-        local_ranks=backend.local_ranks,
-        argv=argv,
-        environment=_environment(config, facts, backend, run_path, log_dir),
-        cwd=facts.cwd,
-        folder=str(run_path),
-        log_dir=str(log_dir),
-    )
-
-
-def _environment(
-    config: RunConfig, facts: MachineFacts, backend: Backend, run_path: Path, log_dir: Path
-) -> tuple[EnvironmentVariable, ...]:
-    threads = Threads(backend.threads_per_rank, f"{facts.cores} cores for {backend.local_ranks} ranks")
-    variables = run_variables(run_path.name, facts.hostname, str(log_dir), threads)
-    if facts.python_path:
-        variables.append(EnvironmentVariable("PYTHONPATH", facts.python_path, "burst runs from a source tree"))
-    variables += backend_variables(backend.name, share_device=config.cluster.ranks_share_device)
-    socket = "GLOO_SOCKET_IFNAME" if backend.name == "gloo" else "NCCL_SOCKET_IFNAME"
-    variables.append(EnvironmentVariable(socket, "lo", "all ranks are on this machine"))
-    variables += recorder_variables(str(log_dir))
-    return with_settings(variables, config.cluster.environment)

@@ -1,4 +1,4 @@
-"""What runs on one node of several: torchrun, its environment, its container. One builder for SSH and Slurm. Pure.
+"""What runs on one node: torchrun, its environment, its container. One builder for all launchers. Pure.
 
 The rendezvous is static because that of c10d numbers nodes as they come, and plans of attention rely on who lies where.
 """
@@ -6,13 +6,14 @@ The rendezvous is static because that of c10d numbers nodes as they come, and pl
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.env.facts import EnvironmentVariable, NodeEnvironment, NodeEnvironmentFacts
 from cluster.env.formats import Format, render_environment
-from cluster.env.plan import plan_environment
-from cluster.plan import Backend, NodePlan, environment_file
+from cluster.env.plan import communicator_order, plan_environment, recorder_variables
+from cluster.plan import Backend, NodePlan
 from cluster.plan_container import (
     ContainerRun,
     at_home,
@@ -23,24 +24,27 @@ from cluster.plan_container import (
     text_files,
     user_variables,
 )
-from cluster.plan_variables import Threads, backend_variables, recorder_variables, run_variables, with_settings
 from engine.config.settings import RunConfig
-from engine.runs.folder import RunFolder
+from engine.runs.folder import NODE_VARIABLE, RANK_LOGS_VARIABLE, RUN_ID_VARIABLE, RunFolder
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of all nodes meet: an address of the first node, and a port that is free there."""
+    """Where the ranks of all nodes meet: an address of the first node, and a port that is free there.
+
+    port: None: of a node alone, any one. The store binds it itself, so no other process can take it before the start.
+    """
 
     address: str
-    port: int
+    port: int | None
 
 
 @dataclass(frozen=True)
 class Site:
     """A node as the plan of its ranks needs it. address: for the other nodes. folder: the run folder there.
 
-    python, python_path, cwd: of the ranks. facts: None where the plan is only shown. owner: `UID:GID` of the ranks.
+    python, python_path, cwd: of the ranks. facts: None where nothing is known of its network. more: variables.
+    owner: `UID:GID` of the ranks.
     """
 
     name: str
@@ -50,7 +54,7 @@ class Site:
     python_path: str | None
     cwd: str
     facts: NodeEnvironmentFacts | None = None
-    cores: int | None = None
+    more: tuple[EnvironmentVariable, ...] = ()
     owner: str = "0:0"
     groups: tuple[int, ...] = ()
     home: str = "/"
@@ -68,16 +72,18 @@ class NodesBuilder:
     count: int
     module: str
 
-    def node(self, rank: int, site: Site, meeting: Rendezvous) -> NodePlan:
-        """The plan of the node with this rank."""
+    def node(self, rank: int, site: Site, meeting: Rendezvous | None) -> NodePlan:
+        """The plan of the node with this rank. meeting: None: the node is told its place by variables of its own."""
         local_ranks, log_dir = self.backend.local_ranks, str(RunFolder(Path(site.folder)).log_dir(site.name))
         is_bare = self.config.cluster.container.runtime == "bare"
+        place = () if meeting is None else self._place(rank, site, meeting, log_dir)
+        torchrun = (site.python, "-m", "torch.distributed.run", *place, "--max-restarts=0", f"--rdzv-id={self.run_id}")
         bare = NodePlan(
             name=site.name,
             node_rank=rank,
             first_rank=rank * local_ranks,
             local_ranks=local_ranks,
-            argv=self._torchrun(rank, site, meeting, log_dir),
+            argv=(*torchrun, "-m", self.module, f"{site.folder}/config.yaml"),
             environment=self._environment(site, log_dir),
             cwd=site.cwd if is_bare else site.folder,
             folder=site.folder,
@@ -86,51 +92,58 @@ class NodesBuilder:
         return bare if is_bare else self._contained(bare, site)
 
     def environment_text(self, node: NodePlan) -> str:
-        """The environment file: for a shell, or for `docker run`, which takes every line as it stands."""
-        if node.container is None:
-            return environment_file(node)
-        return render_environment(NodeEnvironment(node.name, node.environment), Format.dotenv)
+        """The environment file, a reason above each variable: for a shell, or for `docker run`."""
+        form = Format.sh if node.container is None else Format.dotenv
+        return render_environment(NodeEnvironment(node.name, node.environment), form)
 
-    def _torchrun(self, rank: int, site: Site, meeting: Rendezvous, log_dir: str) -> tuple[str, ...]:
-        """torchrun for the ranks of one node, all of which start once every node is there."""
-        return (
-            site.python,
-            *("-m", "torch.distributed.run"),
-            f"--nnodes={self.count}",
-            f"--node-rank={rank}",
-            f"--nproc-per-node={self.backend.local_ranks}",
-            "--max-restarts=0",
-            "--rdzv-backend=static",
-            f"--rdzv-id={self.run_id}",
-            f"--master-addr={meeting.address}",
-            f"--master-port={meeting.port}",
-            f"--local-addr={site.address}",
-            f"--log-dir={log_dir}/torchrun",
-            *("-m", self.module),
-            f"{site.folder}/config.yaml",
-        )
+    def _place(self, rank: int, site: Site, meeting: Rendezvous, log_dir: str) -> tuple[str, ...]:
+        """Which ranks these are and where they meet the others; all of them start once every node is there."""
+        if meeting.port is None:
+            meet: tuple[str, ...] = ("--rdzv-backend=c10d", f"--rdzv-endpoint={meeting.address}:0")
+        else:
+            static = (f"--master-addr={meeting.address}", f"--master-port={meeting.port}")
+            meet = (f"--node-rank={rank}", "--rdzv-backend=static", *static)
+        ranks = (f"--nnodes={self.count}", f"--nproc-per-node={self.backend.local_ranks}")
+        return (*ranks, *meet, f"--local-addr={site.address}", f"--log-dir={log_dir}/torchrun")
 
     def _environment(self, site: Site, log_dir: str) -> tuple[EnvironmentVariable, ...]:
+        """The variables of the node's ranks; of those with one name the last counts."""
         cluster = self.config.cluster
-        variables = run_variables(self.run_id, site.name, log_dir, self._threads(site))
-        if site.python_path:
-            variables.append(EnvironmentVariable("PYTHONPATH", site.python_path, "where the ranks find the engine"))
-        variables += backend_variables(self.backend.name, share_device=cluster.ranks_share_device)
-        variables += recorder_variables(log_dir)
-        if site.facts is not None:
-            planned = plan_environment(site.facts, cluster, log_dir=log_dir)
-            ours = {variable.name for variable in variables}
-            variables += [variable for variable in planned.variables if variable.name not in ours]
+        variables = [*self._of_the_run(site, log_dir), *self._of_the_backend(), *site.more]
+        if site.facts is None:
+            variables += recorder_variables(log_dir)
+        else:
+            variables += plan_environment(site.facts, cluster, log_dir=log_dir).variables
         if cluster.container.runtime != "bare":
             variables += user_variables(site.home, site.user, cache_folder(self.config, site.home))
-        return with_settings(variables, cluster.environment)
+        for setting in cluster.environment:
+            name, _, value = setting.partition("=")  # `engine.config.rules` has refused what is not NAME=VALUE
+            variables.append(EnvironmentVariable(name, value, "cluster.environment"))
+        return tuple({variable.name: variable for variable in variables}.values())
 
-    def _threads(self, site: Site) -> Threads:
-        configured, ranks = self.config.cluster.threads_per_rank, self.backend.local_ranks
-        if site.cores is None:
-            return Threads(configured or 1, "the number of cores is told on the node")
-        reason = f"{site.cores} cores for {ranks} {'rank' if ranks == 1 else 'ranks'}"
-        return Threads(configured or max(1, site.cores // ranks), reason)
+    def _of_the_run(self, site: Site, log_dir: str) -> Iterator[EnvironmentVariable]:
+        """What marks the processes of a run on a node, tells them where to write, and bounds their threads."""
+        marks = "marks every process of this run, so that all can be found"
+        yield EnvironmentVariable(RUN_ID_VARIABLE, self.run_id, marks)
+        yield EnvironmentVariable(NODE_VARIABLE, site.name, "the node, as processes and files of the run are known by")
+        yield EnvironmentVariable(RANK_LOGS_VARIABLE, log_dir, "each rank writes its output to its own file there")
+        safe = "a folder named engine where burst is started must not be imported"
+        yield EnvironmentVariable("PYTHONSAFEPATH", "1", safe)
+        yield EnvironmentVariable("PYTHONFAULTHANDLER", "1", "a crash in native code leaves Python stacks in the log")
+        if site.python_path:
+            yield EnvironmentVariable("PYTHONPATH", site.python_path, "where the ranks find the engine")
+        if (threads := self.config.cluster.threads_per_rank) is not None:
+            why = "cluster.threads_per_rank, or a share of the cores"
+            yield EnvironmentVariable("OMP_NUM_THREADS", str(threads), why)
+
+    def _of_the_backend(self) -> Iterator[EnvironmentVariable]:
+        """What the transport of the ranks needs anywhere."""
+        if self.backend.name == "nccl":
+            ends = "a failed collective ends the rank, no hang"
+            yield EnvironmentVariable("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3", ends)
+            yield communicator_order()
+        elif not self.config.cluster.ranks_share_device:
+            yield EnvironmentVariable("CUDA_VISIBLE_DEVICES", "", "the ranks of this run compute on the CPU")
 
     def _contained(self, bare: NodePlan, site: Site) -> NodePlan:
         container = ContainerRun(
@@ -155,6 +168,11 @@ class NodesBuilder:
         wanted += [(path, True) for path in (site.folder, *node_folders(self.config, site.home))]
         wanted += state_mounts(self.config, site.home)
         return merge_mounts([*wanted, *read_mounts(self.config.cluster.container.mounts)])
+
+
+def socket_variable(backend: str, interface: str, reason: str) -> EnvironmentVariable:
+    """The interface that ranks talk over where no adapter is chosen."""
+    return EnvironmentVariable(f"{backend.upper()}_SOCKET_IFNAME", interface, reason)
 
 
 def node_folders(config: RunConfig, home: str) -> tuple[str, ...]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from burst_cli.plan.memory_check import MemoryPlanner, check_memory, group_topology
 from cluster.facts import MachineFacts
 from cluster.launch.runner import runner_for
-from cluster.plan import choose_backend
+from cluster.plan import with_ranks
 from cluster.values import number, seconds_between, text, whole
 from engine.config.errors import ConfigError, RunError
 from engine.config.rules import check_config
@@ -110,14 +110,7 @@ class LaunchJudge:
     def settle(self, config: RunConfig) -> RunConfig:
         """With ranks and backend where this machine runs it; checked with its number of ranks, if that is known."""
         if runner_for(config.cluster).is_here:
-            backend = choose_backend(config, self.facts)
-            cluster = replace(
-                config.cluster,
-                backend=backend.name,  # type: ignore[arg-type]
-                ranks_per_node=backend.local_ranks,
-                threads_per_rank=backend.threads_per_rank,
-            )
-            config = replace(config, cluster=cluster)
+            config, _ = with_ranks(config, self.facts)
         check_config(config)
         if config.cluster.world_size is not None:
             check_attention(config, group_topology(config))

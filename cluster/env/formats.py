@@ -52,7 +52,7 @@ def write_environments(environments: Mapping[str, NodeEnvironment], folder: Path
 
 def render_environment(environment: NodeEnvironment, form: Format) -> str:
     """The text of the environment of one node. Raises ClusterError for what the format cannot say."""
-    lines = [f"# Environment of ranks on {one_line(environment.node)}, by `burst env`."]
+    lines = [f"# Environment of the ranks on {one_line(environment.node)}."]
     for variable in environment.variables:
         _check(variable, form)
         lines += [f"# {one_line(variable.reason, 2000)}", _line(variable, form)]

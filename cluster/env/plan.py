@@ -18,7 +18,6 @@ from cluster.env.rails import align_rails, map_rails, rail_order
 from cluster.survey.adapters import HcaPort, roce_gid_index
 from engine.config.cluster import ClusterConfig
 
-FLIGHT_RECORDER_ENTRIES = 2000
 _Choice = EnvironmentVariable | LeftOut
 
 
@@ -159,29 +158,26 @@ def _rail_networks(facts: NodeEnvironmentFacts, ordered: Sequence[HcaPort]) -> M
     return found
 
 
-def _debug_choices(log_dir: str, nccl: bool) -> list[_Choice]:
+def _debug_choices(log_dir: str, nccl: bool) -> Sequence[_Choice]:
     """What shows afterwards why a run was slow or stuck."""
-    recorder: list[_Choice] = [
-        EnvironmentVariable(
-            "TORCH_FR_BUFFER_SIZE",
-            str(FLIGHT_RECORDER_ENTRIES),
-            "the flight recorder keeps so many collectives per rank",
-        ),
-        EnvironmentVariable(
-            "TORCH_FR_DUMP_TEMP_FILE",
-            f"{log_dir}/flight_recorder_rank",
-            "where the recorder goes when a collective times out; the number of the rank is added",
-        ),
-    ]
     if not nccl:
-        return recorder
+        return recorder_variables(log_dir)
     return [
         EnvironmentVariable("NCCL_DEBUG", "INFO", "NCCL says which network it uses; `burst status` compares"),
         EnvironmentVariable("NCCL_DEBUG_SUBSYS", "INIT,NET", "no more than start-up and network"),
         EnvironmentVariable(
             "NCCL_DEBUG_FILE", f"{log_dir}/nccl.%h.%p.log", "beside the ranks' output, one file per process"
         ),
-        *recorder,
+        *recorder_variables(log_dir),
+    ]
+
+
+def recorder_variables(log_dir: str) -> list[EnvironmentVariable]:
+    """The flight recorder, which works with gloo, too, once its size is set."""
+    path = f"{log_dir}/flight_recorder_rank"
+    return [
+        EnvironmentVariable("TORCH_FR_BUFFER_SIZE", "2000", "the last collectives of a rank tell who hangs"),
+        EnvironmentVariable("TORCH_FR_DUMP_TEMP_FILE", path, "where NCCL's watchdog leaves them, by rank"),
     ]
 
 

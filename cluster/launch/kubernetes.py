@@ -13,7 +13,6 @@ from pathlib import Path
 from cluster.control.link import NodeLink
 from cluster.control.outcome import LaunchObserver, LaunchOutcome, StopRequests
 from cluster.control.ssh_link import LinkTiming
-from cluster.env.facts import EnvironmentVariable
 from cluster.facts import MachineFacts
 from cluster.failure import Failure
 from cluster.launch.kubectl import Kubectl, KubectlError
@@ -22,9 +21,9 @@ from cluster.launch.pod import pod_node
 from cluster.launch.pods import KubernetesJob, PodLink
 from cluster.launch.queue import Granted, await_granted
 from cluster.launch.runner import Asked, PlainSurvey
-from cluster.plan import Backend, LaunchPlan, NodePlan, choose_backend, with_files
-from cluster.plan_variables import Threads, backend_variables, recorder_variables, run_variables, with_settings
-from engine.config.settings import RunConfig, dump_config
+from cluster.plan import LaunchPlan, assemble_plan, with_files, with_ranks
+from cluster.plan_nodes import NodesBuilder, Site, socket_variable
+from engine.config.settings import RunConfig
 from engine.planning.memory.capacity import Hardware
 from engine.runs.folder import RunFolder
 
@@ -60,47 +59,18 @@ class KubernetesSurvey(PlainSurvey):
 def build_kubernetes_plan(config: RunConfig, run_path: Path, module: str) -> LaunchPlan:
     """The plan to run `config` in pods, whose run folder lies on their claim. Pure. Raises ConfigError."""
     settings, cluster = config.cluster.kubernetes, config.cluster
-    backend = choose_backend(config, MachineFacts("a pod", settings.cpus_per_pod or 1, settings.gpus_per_pod))
     count, mount = cluster.num_nodes or 1, (cluster.shared_folder or _MOUNT).rstrip("/")
-    resolved = replace(
-        cluster,
-        launcher="kubernetes",
-        num_nodes=count,
-        backend=backend.name,  # type: ignore[arg-type]
-        ranks_per_node=backend.local_ranks,
-        threads_per_rank=backend.threads_per_rank,
-    )
-    config = replace(config, cluster=resolved)
+    facts = MachineFacts("a pod", settings.cpus_per_pod or 1, settings.gpus_per_pod)
+    container = replace(cluster.container, runtime="bare")  # the pod is the container
+    config, backend = with_ranks(config, facts, launcher="kubernetes", num_nodes=count, container=container)
     folder = f"{mount}/runs/{config.exp}/{run_path.name}"
-    nodes = tuple(_node(rank, config, backend, folder, mount, module) for rank in range(count))
-    files = (("config.yaml", dump_config(config)),)
-    world_size = backend.local_ranks * count
-    return with_files(LaunchPlan(str(run_path), config, world_size, backend, nodes, files, "kubernetes"))
-
-
-def _node(rank: int, config: RunConfig, backend: Backend, folder: str, mount: str, module: str) -> NodePlan:
-    name, cluster = pod_node(rank), config.cluster
-    log_dir, run_id = f"{folder}/logs/{name}", Path(folder).name
-    threads = Threads(backend.threads_per_rank, "cluster.kubernetes.cpus_per_pod")
-    variables = run_variables(run_id, name, log_dir, threads)
-    variables += backend_variables(backend.name, share_device=cluster.ranks_share_device)
-    variables += recorder_variables(log_dir)
-    if cluster.interface is not None:
-        socket = "GLOO_SOCKET_IFNAME" if backend.name == "gloo" else "NCCL_SOCKET_IFNAME"
-        variables.append(EnvironmentVariable(socket, cluster.interface, "cluster.interface"))
-    python = cluster.python or "python"
-    torchrun = (python, "-m", "torch.distributed.run", "--max-restarts=0", f"--rdzv-id={run_id}")
-    return NodePlan(
-        name=name,
-        node_rank=rank,
-        first_rank=rank * backend.local_ranks,
-        local_ranks=backend.local_ranks,
-        argv=(*torchrun, "-m", module, f"{folder}/config.yaml"),
-        environment=with_settings(variables, cluster.environment),
-        cwd=mount,
-        folder=folder,
-        log_dir=log_dir,
-    )
+    builder = NodesBuilder(config, backend, run_path.name, count, module)
+    interface = cluster.interface
+    more = () if interface is None else (socket_variable(backend.name, interface, "cluster.interface"),)
+    first = Site(pod_node(0), "", folder, cluster.python or "python", None, mount, more=more)
+    sites = [replace(first, name=pod_node(rank)) for rank in range(count)]
+    nodes = [builder.node(rank, site, None) for rank, site in enumerate(sites)]
+    return assemble_plan("kubernetes", config, run_path, nodes, backend, is_exclusive=False)
 
 
 def quantity_bytes(text: str) -> int:

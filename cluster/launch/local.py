@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,13 @@ from cluster.control.link import AskedLink, NodeLink, NodeStatus
 from cluster.control.ssh_link import LinkTiming
 from cluster.facts import MachineFacts, probe_local_node
 from cluster.launch.runner import Asked, NamedNodes, PlainSurvey
-from cluster.plan import LaunchPlan, build_launch_plan
+from cluster.plan import TRAINER_MODULE, LaunchPlan, NodePlan, assemble_plan, with_ranks
+from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, socket_variable
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 from engine.runs.folder import RunFolder
+
+_ADDRESS = "127.0.0.1"
 
 
 class LocalLink(AskedLink):
@@ -51,7 +55,7 @@ class LocalSurvey(PlainSurvey):
     module: str
 
     def plan(self, config: RunConfig, run_path: Path) -> LaunchPlan:
-        return build_launch_plan(config, self.facts, run_path, module=self.module)
+        return build_local_plan(config, self.facts, run_path, module=self.module)
 
 
 class LocalRunner(NamedNodes):
@@ -82,6 +86,52 @@ def local_facts(config: RunConfig) -> MachineFacts:
     """This machine, with the Python that the ranks are to have."""
     facts, python = probe_local_node(), config.cluster.python
     return facts if python is None else replace(facts, python=str(Path(python).expanduser()))
+
+
+def build_local_plan(
+    config: RunConfig, facts: MachineFacts, run_path: Path, *, module: str = TRAINER_MODULE
+) -> LaunchPlan:
+    """The plan to run `config` on the one machine described by `facts`, in the run folder `run_path` (not yet there).
+
+    `module` is what torchrun starts on every rank with the path of config.yaml as its argument. Raises ConfigError when
+    the backend that was asked for does not fit the machine.
+    """
+    _refuse_other_machines(config)
+    resolved, backend = with_ranks(config, facts)
+    loopback = socket_variable(backend.name, "lo", "all ranks are on this machine")
+    site = Site(facts.hostname, _ADDRESS, str(run_path), facts.python, facts.python_path, facts.cwd, more=(loopback,))
+    builder = NodesBuilder(resolved, backend, run_path.name, 1, module)
+    node = builder.node(0, site, Rendezvous(_ADDRESS, None))
+    files = ((node.env_file, builder.environment_text(node)), ("plan.sh", plan_script(node, run_path)))
+    # Whoever gives each run GPUs of its own may start several.
+    exclusive = backend.name == "nccl" and not facts.has_chosen_gpus
+    return assemble_plan("local", resolved, run_path, (node,), backend, *files, is_exclusive=exclusive)
+
+
+def _refuse_other_machines(config: RunConfig) -> None:
+    """Better no run than one that quietly uses this machine in place of those that were named."""
+    if config.cluster.nodes is not None:
+        raise ConfigError(f"cluster.nodes={config.cluster.nodes} names other machines; add cluster=local to run here")
+    if config.cluster.container.runtime != "bare":
+        raise ConfigError("cluster.container.runtime=docker: ranks of this machine start outside of containers")
+
+
+def plan_script(node: NodePlan, run_path: Path) -> str:
+    """The text of plan.sh: the same folder, environment and command as `burst launch`, without live progress."""
+    return "\n".join(
+        [
+            "#!/bin/sh",
+            f"# Run {run_path.name}: starts {node.local_ranks} ranks on {shlex.quote(node.name)}.",
+            f"# Output of the ranks: {shlex.quote(node.log_dir)}",
+            "set -eu",
+            f"cd {shlex.quote(node.cwd)}",
+            "set -a",
+            f". {shlex.quote(str(run_path / node.env_file))}",
+            "set +a",
+            f"exec {shlex.join(node.argv)}",
+            "",
+        ]
+    )
 
 
 RUNNER = LocalRunner()

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from cluster.plan_variables import recorder_variables
+from cluster.env.plan import recorder_variables
 from engine.runs.files import replace_file
 from engine.runs.folder import FINAL_STATES, NODE_VARIABLE, RANK_LOGS_VARIABLE, RunFolder
 from engine.runs.records import read_json_object

@@ -17,7 +17,7 @@ from cluster.env.plan import plan_fleet
 from cluster.errors import ClusterError
 from cluster.facts import MachineFacts
 from cluster.launch.runner import Asked, NamedNodes
-from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, choose_backend, with_files
+from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, assemble_plan, with_ranks
 from cluster.plan_container import engine_words
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, node_folders
 from cluster.preflight.judge import check_survey
@@ -29,7 +29,7 @@ from cluster.ssh.pool import SshPool
 from cluster.ssh.resolve import resolve_hosts
 from engine.config.cluster import ClusterConfig, SshConfig
 from engine.config.errors import ConfigError
-from engine.config.settings import RunConfig, dump_config
+from engine.config.settings import RunConfig
 from engine.planning.memory.capacity import HOST_RESERVE_SHARE, MIB, Gpu, Hardware
 from engine.runs.folder import RunFolder, typed_overrides
 
@@ -44,7 +44,7 @@ class SshSurvey:
     """Nodes that can carry the run, and what they must get before anything starts."""
 
     config: RunConfig
-    fleet: Fleet
+    nodes: tuple[RemoteFacts, ...]
     hosts: tuple[Host, ...]
     delivery: Delivery
     warnings: tuple[str, ...]
@@ -53,10 +53,10 @@ class SshSurvey:
     @property
     def hardware(self) -> Hardware:
         """The GPUs of the node with the smallest, the least host memory."""
-        return least_hardware(self.fleet.nodes)
+        return least_hardware(self.nodes)
 
     def plan(self, config: RunConfig, run_path: Path) -> LaunchPlan:
-        return build_ssh_plan(config, self.fleet, run_path, module=self.asked.module)
+        return build_ssh_plan(config, self.nodes, self.delivery.archive.code_id, run_path, module=self.asked.module)
 
     def complete(self, plan: LaunchPlan) -> LaunchPlan:
         return plan
@@ -69,7 +69,7 @@ class SshSurvey:
 
     def prepare(self, plan: LaunchPlan) -> None:
         """The code of the ranks on every node. Raises CodeError."""
-        folders = {facts.node: node_folders(plan.config, facts.home) for facts in self.fleet.nodes}
+        folders = {facts.node: node_folders(plan.config, facts.home) for facts in self.nodes}
         with SshPool() as pool, self.asked.busy(f"code of the ranks to {len(self.hosts)} nodes"):
             upload_code(self.hosts, replace(self.delivery, folders=folders), pool.connect)
 
@@ -96,10 +96,9 @@ class SshRunner(NamedNodes):
         with SshPool() as pool, asked.busy(f"asking {len(hosts)} nodes"):
             found = survey_fleet(hosts, question, pool.connect)
         warnings = check_survey(found, config, force=asked.force)
-        fleet = Fleet(tuple(found.facts[host.name] for host in hosts), archive.code_id)
-        warnings += fleet_warnings(fleet, resolve_fleet(config, fleet.nodes)[0])
-        delivery = Delivery(archive, place)
-        return SshSurvey(config, fleet, hosts, delivery, warnings, asked)
+        nodes = tuple(found.facts[host.name] for host in hosts)
+        warnings += fleet_warnings(nodes, resolve_fleet(config, nodes)[0])
+        return SshSurvey(config, nodes, hosts, Delivery(archive, place), warnings, asked)
 
     def links(self, plan: LaunchPlan, run: RunFolder, timing: LinkTiming | None) -> list[NodeLink]:
         hosts = resolve_hosts([node.name for node in plan.nodes], plan.config.cluster.ssh, typed_overrides(run.path))
@@ -136,39 +135,23 @@ class SharedPool:
 RUNNER = SshRunner()
 
 
-@dataclass(frozen=True)
-class Fleet:
-    """The nodes of a launch in the order of their ranks, and what they all get.
+def build_ssh_plan(
+    config: RunConfig, nodes: Sequence[RemoteFacts], code_id: str, run_path: Path, *, module: str = TRAINER_MODULE
+) -> LaunchPlan:
+    """The plan to run `config` on `nodes` in the order of their ranks, which have the code `code_id`.
 
-    code_id: name of the code of the ranks.
+    run_path: the run folder of this machine, not yet there. The nodes have passed `cluster.preflight.judge`. Raises
+    ConfigError when the backend does not fit them.
     """
-
-    nodes: tuple[RemoteFacts, ...]
-    code_id: str
-
-    @property
-    def first(self) -> RemoteFacts:
-        """The node of rank 0, where the others meet."""
-        return self.nodes[0]
-
-
-def build_ssh_plan(config: RunConfig, fleet: Fleet, run_path: Path, *, module: str = TRAINER_MODULE) -> LaunchPlan:
-    """The plan to run `config` on `fleet`, with `run_path` as the run folder of this machine (not yet there).
-
-    The nodes have passed `cluster.preflight.judge`. Raises ConfigError when the backend does not fit them.
-    """
-    resolved, backend = resolve_fleet(config, fleet.nodes)
-    builder = NodesBuilder(resolved, backend, run_path.name, len(fleet.nodes), module)
-    port = config.cluster.master_port or fleet.first.port
+    resolved, backend = resolve_fleet(config, nodes)
+    builder = NodesBuilder(resolved, backend, run_path.name, len(nodes), module)
+    port = config.cluster.master_port or nodes[0].port
     assert port is not None, "refused by cluster.preflight.judge"
-    meeting = Rendezvous(_address(fleet.first), port)
-    sites = [_site(facts, resolved, run_path.name, fleet.code_id) for facts in fleet.nodes]
-    nodes = tuple(builder.node(rank, site, meeting) for rank, site in enumerate(sites))
-    texts = [(node.env_file, builder.environment_text(node)) for node in nodes]
-    files = (("config.yaml", dump_config(resolved)), *texts)
-    world_size = backend.local_ranks * len(nodes)
-    plan = LaunchPlan(str(run_path), resolved, world_size, backend, nodes, files, "ssh", True)
-    return with_files(plan)
+    meeting = Rendezvous(_address(nodes[0]), port)
+    sites = [_site(facts, resolved, run_path.name, code_id) for facts in nodes]
+    planned = [builder.node(rank, site, meeting) for rank, site in enumerate(sites)]
+    texts = [(node.env_file, builder.environment_text(node)) for node in planned]
+    return assemble_plan("ssh", resolved, run_path, planned, backend, *texts)
 
 
 def _site(facts: RemoteFacts, config: RunConfig, run_id: str, code_id: str) -> Site:
@@ -181,7 +164,6 @@ def _site(facts: RemoteFacts, config: RunConfig, run_id: str, code_id: str) -> S
         python_path=f"{facts.code_root}/{code_id}",
         cwd=folder,
         facts=facts.environment,
-        cores=facts.cores,
         owner=f"{facts.uid}:{facts.gid}",
         groups=facts.groups,
         home=facts.home,
@@ -202,28 +184,18 @@ def resolve_fleet(config: RunConfig, nodes: Sequence[RemoteFacts]) -> tuple[RunC
     """(the configuration with all that follows from the nodes, the backend). Raises ConfigError."""
     names = fold_nodes(node.node for node in nodes)
     weakest = MachineFacts(names, min(node.cores for node in nodes), min(len(node.gpus) for node in nodes))
-    backend = choose_backend(config, weakest)
-    cluster = replace(
-        config.cluster,
-        launcher="ssh",
-        nodes=names,
-        num_nodes=len(nodes),
-        backend=backend.name,  # type: ignore[arg-type]
-        ranks_per_node=backend.local_ranks,
-        threads_per_rank=backend.threads_per_rank,
-    )
-    return replace(config, cluster=cluster), backend
+    return with_ranks(config, weakest, launcher="ssh", nodes=names, num_nodes=len(nodes))
 
 
-def fleet_warnings(fleet: Fleet, config: RunConfig) -> tuple[str, ...]:
+def fleet_warnings(nodes: Sequence[RemoteFacts], config: RunConfig) -> tuple[str, ...]:
     """What is odd about the network of the nodes, each said once."""
-    known = [facts.environment for facts in fleet.nodes if facts.environment is not None]
+    known = [facts.environment for facts in nodes if facts.environment is not None]
     planned = plan_fleet(known, config.cluster)
     by_text: dict[str, list[str]] = {}
     for node, environment in planned.items():
         for text in environment.warnings:
             by_text.setdefault(text, []).append(node)
-    return tuple(f"{fold_nodes(nodes)}: {text}" for text, nodes in by_text.items())
+    return tuple(f"{fold_nodes(names)}: {text}" for text, names in by_text.items())
 
 
 def _address(facts: RemoteFacts) -> str:

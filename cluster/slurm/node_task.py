@@ -1,8 +1,8 @@
-"""The task of one node within a job: `python -m cluster.slurm.node_task RUN TOKEN [--sweep]`.
+"""The task of one node within a job: `python -m cluster.slurm.node_task RUN TOKEN MODULE [--sweep]`.
 
 It looks at its node, agrees with the others on where the ranks meet, writes down the plan of its node, and then is the
-supervisor of the run there. What goes wrong before is one line on stderr, which lies in the job's log. With --sweep it
-removes what a supervisor that was killed may have left.
+supervisor of the run there, whose ranks run MODULE. What goes wrong before is one line on stderr, which lies in the
+job's log. With --sweep it removes what a supervisor that was killed may have left.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from cluster.agent.start import run_foreground, sweep
 from cluster.env.facts import NodeEnvironmentFacts
 from cluster.env.gather import FACT_QUESTIONS, read_facts
 from cluster.errors import ClusterError
+from cluster.launch.local import local_facts
 from cluster.plan import LaunchPlan, NodePlan, node_spec
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, node_folders
 from cluster.plan_record import read_launch_plan
 from cluster.slurm.granted import look_again, node_folder, write_granted
-from cluster.slurm.plan import TASK_FILE, RankCommand
+from cluster.slurm.plan import slurm_site
 from cluster.slurm.sbatch import NOT_SHARED, TOKEN_FILE
 from cluster.ssh.hosts import is_host_name
 from cluster.survey.ask import survey_here
@@ -53,19 +54,19 @@ class Place:
 def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     """The exit code of the node: that of its supervisor, or of what kept it from becoming one."""
     os.umask(0o077)
-    run_path, token = Path(arguments[0]), arguments[1]
+    run_path, token, module = Path(arguments[0]), arguments[1], arguments[2]
     name = environment.get("SLURMD_NODENAME") or socket.gethostname()
     if _read_token(run_path) != token:
         print(f"burst: {name} does not see the run folder {run_path} as the launcher does", file=sys.stderr)
         return NOT_SHARED
-    if "--sweep" in arguments[2:]:
+    if "--sweep" in arguments[3:]:
         return 1 if sweep(str(run_path), name, run_path.name) else 0
     try:
         place = read_place(environment)
         plan = read_launch_plan(run_path)
         if len(plan.nodes) != place.num_nodes:
             raise ClusterError(f"the job has {place.num_nodes} nodes, the plan {len(plan.nodes)}")
-        node = prepare(plan, place, token, look_around(plan, place))
+        node = prepare(plan, place, token, look_around(plan, place), module)
     except (BurstError, OSError) as error:
         print(f"burst: {name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
@@ -86,11 +87,11 @@ def read_place(environment: Mapping[str, str]) -> Place:
     return Place(name, rank, num_nodes)
 
 
-def prepare(plan: LaunchPlan, place: Place, token: str, site: Site) -> NodePlan:
+def prepare(plan: LaunchPlan, place: Place, token: str, site: Site, module: str) -> NodePlan:
     """The plan of this node, written down with its files. Raises ClusterError, OSError."""
     run_path = Path(plan.run_path)
     meeting = _agree(run_path, place, token, lambda: Rendezvous(site.address, _port(plan, site.address)))
-    builder = NodesBuilder(plan.config, plan.backend, run_path.name, place.num_nodes, rank_command(run_path).module)
+    builder = NodesBuilder(plan.config, plan.backend, run_path.name, place.num_nodes, module)
     node = builder.node(place.rank, site, meeting)
     run = RunFolder(run_path)
     _clear(node_folder(run, node.name))
@@ -111,11 +112,10 @@ def look_around(plan: LaunchPlan, place: Place) -> Site:
     except KeyError:
         user = str(os.getuid())
     owner = f"{os.getuid()}:{os.getgid()}"
-    run_path = Path(plan.run_path)
+    here = local_facts(plan.config)  # the batch file came here with folder and PYTHONPATH of the launcher
     return replace(
-        rank_command(run_path).site(place.name, node_address(place, facts), run_path),
+        slurm_site(plan.config, here, place.name, node_address(place, facts), Path(plan.run_path)),
         facts=facts,
-        cores=facts.cores,
         owner=owner,
         groups=tuple(sorted(os.getgroups())),
         home=str(home),
@@ -159,14 +159,6 @@ def _agree(run_path: Path, place: Place, token: str, offer: Callable[[], Rendezv
 
 def _port(plan: LaunchPlan, address: str) -> int:
     return plan.config.cluster.master_port or free_port(address)
-
-
-def rank_command(run_path: Path) -> RankCommand:
-    """What starts the ranks of the run. Raises ClusterError."""
-    try:
-        return RankCommand(**(read_json_object(run_path / TASK_FILE) or {}))
-    except (OSError, ValueError, TypeError) as error:
-        raise ClusterError(f"{run_path / TASK_FILE} is damaged: {error}") from error
 
 
 def _clear(folder: Path) -> None:

@@ -7,21 +7,18 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from cluster.facts import MachineFacts
-from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, choose_backend, with_files
+from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, assemble_plan, choose_backend, with_ranks
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site
-from cluster.slurm.sbatch import SCRIPT_FILE, JobRequest, check_slurm_settings, sbatch_text
+from cluster.slurm.sbatch import SCRIPT_FILE, check_slurm_settings, sbatch_text
 from cluster.ssh.nodes import parse_nodes, slurm_nodes
 from engine.config.errors import ConfigError
-from engine.config.settings import RunConfig, dump_config
-from engine.runs.records import json_text
+from engine.config.settings import RunConfig
 
-TASK_FILE = "slurm_task.json"
 _STAND_IN = "slurm-node"
 
 
@@ -42,51 +39,20 @@ def build_slurm_plan(
     """
     check_slurm_settings(config.cluster)
     resolved, backend = _resolve(config, os.environ if environment is None else environment, partition_gpus)
-    cluster = resolved.cluster
-    num_nodes = cluster.num_nodes or 1
-    is_bare = cluster.container.runtime == "bare"
-    python = facts.python if is_bare else cluster.python or "python3"
-    ranks = RankCommand(facts.cwd, python, facts.python_path, module)
+    num_nodes = resolved.cluster.num_nodes or 1
     builder = NodesBuilder(resolved, backend, run_path.name, num_nodes, module)
-    meeting = Rendezvous("FIRST_ADDRESS", cluster.master_port or 0)
+    meeting = Rendezvous("FIRST_ADDRESS", resolved.cluster.master_port or 0)
     # What stands for nodes that are not known yet.
-    sites = [ranks.site(f"{_STAND_IN}{rank}", "ITS_ADDRESS", run_path) for rank in range(num_nodes)]
-    nodes = tuple(builder.node(rank, site, meeting) for rank, site in enumerate(sites))
-    checkpoint = resolved.train.checkpoint
-    # The tasks of the nodes run with the Python of this process, which has what they need.
-    request = JobRequest(
-        run_path,
-        num_nodes,
-        sys.executable,
-        facts.cwd,
-        facts.python_path,
-        node_list=cluster.nodes,
-        has_containers=not is_bare,
-        max_restarts=cluster.max_restarts,
-        save_s=checkpoint.stop_grace_s if checkpoint.is_on else None,
-        settings=cluster.slurm,
-    )
-    files = (
-        ("config.yaml", dump_config(resolved)),
-        (SCRIPT_FILE, sbatch_text(request)),
-        (TASK_FILE, json_text(asdict(ranks))),
-    )
-    world_size = backend.local_ranks * num_nodes
-    return with_files(LaunchPlan(str(run_path), resolved, world_size, backend, nodes, files, "slurm", True))
+    sites = [slurm_site(resolved, facts, f"{_STAND_IN}{rank}", "ITS_ADDRESS", run_path) for rank in range(num_nodes)]
+    nodes = [builder.node(rank, site, meeting) for rank, site in enumerate(sites)]
+    script = (SCRIPT_FILE, sbatch_text(resolved, facts, run_path, module))
+    return assemble_plan("slurm", resolved, run_path, nodes, backend, script)
 
 
-@dataclass(frozen=True)
-class RankCommand:
-    """What starts ranks on every node, as on the launcher's machine, whose storage the nodes share; in TASK_FILE."""
-
-    cwd: str
-    python: str
-    python_path: str | None
-    module: str
-
-    def site(self, name: str, address: str, run_path: Path) -> Site:
-        """A node of which no more is known."""
-        return Site(name, address, str(run_path), self.python, self.python_path, self.cwd)
+def slurm_site(config: RunConfig, facts: MachineFacts, name: str, address: str, run_path: Path) -> Site:
+    """A node of which no more is known; it shares storage with the machine of `facts`."""
+    python = facts.python if config.cluster.container.runtime == "bare" else config.cluster.python or "python3"
+    return Site(name, address, str(run_path), python, facts.python_path, facts.cwd)
 
 
 def asks_partition(config: RunConfig, environment: Mapping[str, str]) -> bool:
@@ -113,13 +79,9 @@ def _resolve(config: RunConfig, environment: Mapping[str, str], partition_gpus: 
     asked_gpus = cluster.ranks_per_node or 1 if cluster.backend == "nccl" else 0
     found_gpus = partition_gpus if asks_partition(config, environment) else 0
     gpus = slurm.gpus_per_node if slurm.gpus_per_node is not None else found_gpus or asked_gpus
-    backend = choose_backend(config, MachineFacts("a node of Slurm", int(slurm.option("cpus-per-task") or 1), gpus))
-    resolved = replace(
-        cluster,
-        launcher="slurm",
-        num_nodes=num_nodes,
-        backend=backend.name,  # type: ignore[arg-type]
-        ranks_per_node=backend.local_ranks,
-        slurm=replace(slurm, gpus_per_node=found_gpus) if found_gpus and backend.name == "nccl" else slurm,
-    )
-    return replace(config, cluster=resolved), backend
+    facts = MachineFacts("a node of Slurm", int(slurm.option("cpus-per-task") or 1), gpus)
+    # Of threads the nodes tell more.
+    known = {"launcher": "slurm", "num_nodes": num_nodes, "threads_per_rank": cluster.threads_per_rank}
+    if found_gpus and choose_backend(config, facts).name == "nccl":
+        known["slurm"] = replace(slurm, gpus_per_node=found_gpus)
+    return with_ranks(config, facts, **known)

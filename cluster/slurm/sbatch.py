@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 import re
 import shlex
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from cluster.facts import MachineFacts
+from cluster.plan import TRAINER_MODULE
 from cluster.remote_text import one_line
 from cluster.ssh.nodes import fold_nodes, parse_nodes
-from engine.config.cluster import ClusterConfig, SlurmConfig
+from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig
 
 SCRIPT_FILE = "job.sbatch"
 TOKEN_FILE = "slurm.token"
@@ -44,30 +47,6 @@ _HAVE_SETTINGS = {
 }
 
 
-@dataclass(frozen=True)
-class JobRequest:
-    """One job. num_nodes: to ask for; node_list: exactly these, in NodeSet grammar. python, python_path,
-    working_folder: as on this machine; the nodes share them with it. has_containers: ranks run in some, which outlive
-    processes of the job. max_restarts: above 0: Slurm may begin it again. save_s: what ranks may take to save when the
-    time limit is near; None: they save nothing."""
-
-    run_path: Path
-    num_nodes: int
-    python: str
-    working_folder: str
-    python_path: str | None = None
-    node_list: str | None = None
-    has_containers: bool = False
-    max_restarts: int = 0
-    save_s: float | None = None
-    settings: SlurmConfig = field(default_factory=SlurmConfig)
-
-    @property
-    def run_id(self) -> str:
-        """Name of the run."""
-        return self.run_path.name
-
-
 def check_slurm_settings(cluster: ClusterConfig) -> None:
     """Raise ConfigError with every setting that Slurm could not be given as it stands."""
     slurm = cluster.slurm
@@ -83,21 +62,35 @@ def check_slurm_settings(cluster: ClusterConfig) -> None:
         raise ConfigError(problems)
 
 
-def sbatch_text(request: JobRequest) -> str:
-    """The text of the batch file; it holds no secret, and Slurm runs the job once unless it may restart."""
-    path = str(request.run_path)
-    if re.search(r"[\x00-\x1f\x7f\"\\]", path):
-        raise ConfigError(
-            f"run folder {one_line(path)!r}: Slurm cannot be given a path with quotes, backslashes or line ends"
-        )
-    directives = "\n".join(f"#SBATCH {option}" for option in _directives(request))
-    return "\n".join(["#!/bin/bash", directives, "", *_body(request), ""])
+def sbatch_text(
+    config: RunConfig,
+    facts: MachineFacts,
+    run_path: Path,
+    module: str = TRAINER_MODULE,
+    *,
+    python: str = sys.executable,
+) -> str:
+    """The text of the batch file; it holds no secret, and Slurm runs the job once unless it may restart.
+
+    facts: of this machine, whose folders the nodes share. python: which runs the tasks of the nodes. module: of ranks.
+    """
+    if re.search(r"[\x00-\x1f\x7f\"\\]", str(run_path)):
+        shown = one_line(str(run_path))
+        raise ConfigError(f"run folder {shown!r}: Slurm cannot be given a path with quotes, backslashes or line ends")
+    directives = "\n".join(f"#SBATCH {option}" for option in _directives(config, run_path))
+    return "\n".join(["#!/bin/bash", directives, "", *_body(config, facts, run_path, module, python), ""])
 
 
-def _directives(request: JobRequest) -> Iterator[str]:
-    slurm = request.settings
-    yield f"--job-name=burst-{request.run_id}"
-    yield f"--nodes={request.num_nodes}"
+def _save_s(config: RunConfig) -> float | None:
+    """What ranks may take to save when the time limit is near; None: they save nothing."""
+    checkpoint = config.train.checkpoint
+    return checkpoint.stop_grace_s if checkpoint.is_on else None
+
+
+def _directives(config: RunConfig, run_path: Path) -> Iterator[str]:
+    cluster, slurm, save_s = config.cluster, config.cluster.slurm, _save_s(config)
+    yield f"--job-name=burst-{run_path.name}"
+    yield f"--nodes={cluster.num_nodes}"
     yield "--ntasks-per-node=1"
     if slurm.option("cpus-per-task") is None:
         yield "--exclusive"
@@ -106,50 +99,51 @@ def _directives(request: JobRequest) -> Iterator[str]:
         yield f"--gpus-per-node={slurm.gpus_per_node}"
     if slurm.time_limit is not None:
         yield f"--time={slurm.time_limit}"
-    if request.node_list is not None:
-        yield f"--nodelist={_slurm_nodes(request.node_list)}"
-    yield "--requeue" if request.max_restarts else "--no-requeue"
-    if request.save_s is not None:
-        yield f"--signal=B:USR1@{math.ceil(request.save_s) + WARNING_S}"
+    if cluster.nodes is not None:
+        yield f"--nodelist={_slurm_nodes(cluster.nodes)}"
+    yield "--requeue" if cluster.max_restarts else "--no-requeue"
+    if save_s is not None:
+        yield f"--signal=B:USR1@{math.ceil(save_s) + WARNING_S}"
     yield "--open-mode=append"
     # In patterns of file names a percent sign is written twice.
-    yield _quoted("output", f"{str(request.run_path).replace('%', '%%')}/{LOG_PREFIX}%j.log")
+    yield _quoted("output", f"{str(run_path).replace('%', '%%')}/{LOG_PREFIX}%j.log")
     for option in slurm.options:
         name, equals, value = option.removeprefix("--").partition("=")
         yield _quoted(name, value) if equals else f"--{name}"
 
 
-def _body(request: JobRequest) -> Iterator[str]:
-    run, cwd = shlex.quote(str(request.run_path)), shlex.quote(request.working_folder)
-    token = shlex.quote(str(request.run_path / TOKEN_FILE))
-    yield f"# Run {request.run_id}: one task per node, in which a supervisor starts the node's ranks."
+def _body(config: RunConfig, facts: MachineFacts, run_path: Path, module: str, python: str) -> Iterator[str]:
+    token = shlex.quote(str(run_path / TOKEN_FILE))
+    yield f"# Run {run_path.name}: one task per node, in which a supervisor starts the node's ranks."
     yield f'if [ -z "$1" ] || [ "$(cut -d- -f1 {token} 2>/dev/null)" != "$1" ]; then'
     yield '    echo "burst: $(hostname) does not see the run folder: Slurm needs one that all nodes share" >&2'
     yield f"    exit {NOT_SHARED}"
     yield "fi"
-    yield f"cd {cwd} || exit {NO_FOLDER}"
-    if request.python_path is not None:
-        yield f"export PYTHONPATH={shlex.quote(request.python_path)}"
+    yield f"cd {shlex.quote(facts.cwd)} || exit {NO_FOLDER}"
+    if facts.python_path is not None:
+        yield f"export PYTHONPATH={shlex.quote(facts.python_path)}"
     yield "export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1"
-    yield from _steps(request, run)
+    yield from _steps(config, shlex.quote(python), shlex.quote(str(run_path)), run_path.name, module)
 
 
-def _steps(request: JobRequest, run: str) -> Iterator[str]:
+def _steps(config: RunConfig, python: str, run: str, run_id: str, module: str) -> Iterator[str]:
     """What starts the tasks and, where ranks save or jobs are requeued, what is done before and after."""
-    is_plain = not request.max_restarts and request.save_s is None
-    python, attempt = shlex.quote(request.python), "$1" if is_plain else "$token"
-    task = f'{python} -m cluster.slurm.node_task {run} "{attempt}"'
+    max_restarts, saves = config.cluster.max_restarts, _save_s(config) is not None
+    has_containers = config.cluster.container.runtime != "bare"  # which outlive processes of the job
+    is_plain = not max_restarts and not saves
+    attempt = "$1" if is_plain else "$token"
+    task = f'{python} -m cluster.slurm.node_task {run} "{attempt}" {module}'
     restart = f'{python} -m cluster.slurm.restart {run} "{attempt}"'
-    srun = f"srun {shlex.join(_srun_options(request))} \\\n    {task}"
+    srun = f"srun {shlex.join(_srun_options(config, run_id))} \\\n    {task}"
     if not is_plain:
         yield "# The token of the first start, then one for each time that Slurm has requeued the job."
         yield "token=$1${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}"
-    if request.max_restarts:
+    if max_restarts:
         yield f'[ "$token" = "$1" ] || {restart} begin || exit'
-    if request.save_s is None and not request.has_containers:
+    if not saves and not has_containers:
         yield f"exec {srun}"
         return
-    if request.save_s is None:
+    if not saves:
         yield srun
         yield "code=$?"
     else:
@@ -159,19 +153,19 @@ def _steps(request: JobRequest, run: str) -> Iterator[str]:
         yield f"{srun} &"
         yield "wait $!; code=$?"
         yield '[ -z "$is_up" ] || { wait $!; code=$?; }'
-    if request.has_containers:
+    if has_containers:
         yield "# A container outlives a supervisor that was killed."
         yield f'[ "$code" = 0 ] || {srun} --sweep'
-    if request.save_s is not None:
+    if saves:
         yield f'[ -z "$is_up" ] || exec {restart} requeue'
     yield 'exit "$code"'
 
 
-def _srun_options(request: JobRequest) -> tuple[str, ...]:
-    cpus = request.settings.option("cpus-per-task")
+def _srun_options(config: RunConfig, run_id: str) -> tuple[str, ...]:
+    cpus, num_nodes = config.cluster.slurm.option("cpus-per-task"), config.cluster.num_nodes
     return (
-        f"--nodes={request.num_nodes}",
-        f"--ntasks={request.num_nodes}",
+        f"--nodes={num_nodes}",
+        f"--ntasks={num_nodes}",
         "--ntasks-per-node=1",
         # Newer versions of srun do not take it from sbatch.
         *((f"--cpus-per-task={cpus}",) if cpus is not None else ()),
@@ -180,7 +174,7 @@ def _srun_options(request: JobRequest) -> tuple[str, ...]:
         "--input=none",
         "--kill-on-bad-exit=1",
         f"--wait={PEER_WAIT_S}",
-        f"--job-name=burst-{request.run_id}",
+        f"--job-name=burst-{run_id}",
     )
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.facts import MachineFacts, probe_local_node
-from cluster.plan import LaunchPlan, build_launch_plan
+from cluster.launch.local import build_local_plan
+from cluster.plan import LaunchPlan
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig
 from testkit import FAKE_PYTHON_PATH, PYTHON_PATH
@@ -25,7 +26,7 @@ def node_facts(hostname: str = "node1", **changes: Any) -> MachineFacts:
 def fake_plan(path: Path, config: RunConfig = TWO_RANKS, *, real: bool = False) -> LaunchPlan:
     """The plan of a run in folder `path` of fake ranks, which do what FAKE_MODE says. real: torchrun starts them."""
     facts = replace(probe_local_node(), python_path=PYTHON_PATH if real else FAKE_PYTHON_PATH)
-    return build_launch_plan(config, facts, path, module="fake_rank")
+    return build_local_plan(config, facts, path, module="fake_rank")
 
 
 def fake_torchrun(ranks: int, *words: str) -> tuple[str, ...]:

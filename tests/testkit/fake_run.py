@@ -19,9 +19,9 @@ from cluster.control.link import NodeLink, NodeStatus
 from cluster.control.outcome import LaunchObserver, LaunchOutcome, LaunchTiming, StopRequests
 from cluster.control.ssh_link import LinkTiming
 from cluster.env.facts import EnvironmentVariable
-from cluster.launch.local import LocalLink
+from cluster.launch.local import LocalLink, build_local_plan
 from cluster.launch.runner import open_links
-from cluster.plan import LaunchPlan, NodePlan, build_launch_plan, with_files
+from cluster.plan import LaunchPlan, NodePlan, with_files
 from cluster.plan_record import read_launch_plan
 from cluster.testbed.build import Testbed
 from engine.config.cluster import ClusterConfig, SshConfig
@@ -141,7 +141,7 @@ class LocalRun:
         settings = ClusterConfig(ranks_per_node=self.local_ranks, **cluster)
         config = RunConfig(cluster=settings, train=TrainConfig(steps=5, seq_len=64))
         facts = node_facts(self.names[0], cores=2, python=sys.executable, cwd="/", python_path=FAKE_PYTHON_PATH)
-        plan = build_launch_plan(config, facts, path, module="fake_rank")
+        plan = build_local_plan(config, facts, path, module="fake_rank")
         conduct = {"FAKE_MODE": mode, "FAKE_RANK": str(bad_rank), "FAKE_LEAD": str(self.folder(self.names[0], path))}
         nodes = tuple(self._node(plan, number, conduct) for number in range(len(self.names)))
         world_size = self.local_ranks * len(nodes)

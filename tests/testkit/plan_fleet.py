@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from cluster.env.facts import NodeEnvironmentFacts
-from cluster.launch.ssh import Fleet
 from cluster.preflight.survey import GpuFacts, PythonFacts, RemoteFacts, Survey
 from cluster.survey.interfaces import NetInterface
 from engine.config.errors import BurstError
@@ -51,11 +50,6 @@ def node(name: str, number: int = 1, *, gpus: int = 0, **changes: Any) -> Remote
 def nodes(count: int, **facts: Any) -> tuple[RemoteFacts, ...]:
     """n1, n2, ..., all alike."""
     return tuple(node(f"n{number}", number, **facts) for number in range(1, count + 1))
-
-
-def fleet(count: int, **facts: Any) -> Fleet:
-    """The same, with the code."""
-    return Fleet(nodes(count, **facts), CODE)
 
 
 def survey(*found: RemoteFacts, **errors: BurstError) -> Survey:

@@ -17,7 +17,8 @@ from cluster.control.controller import Manner
 from cluster.control.outcome import LaunchObserver, LaunchOutcome, StopRequests
 from cluster.errors import ClusterError
 from cluster.failure import Failure
-from cluster.plan import LaunchPlan, build_launch_plan
+from cluster.launch.local import build_local_plan
+from cluster.plan import LaunchPlan
 from cluster.preflight.judge import NodeProblem, UnfitNodesError
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
@@ -30,7 +31,7 @@ class Story:
 
     def __init__(self, base: Path, *ends: tuple[str | None, int], allowed: int = 2) -> None:
         config = RunConfig(cluster=ClusterConfig(max_restarts=allowed))
-        self.plan = build_launch_plan(config, node_facts("here"), new_run_path(base, "tiny"))
+        self.plan = build_local_plan(config, node_facts("here"), new_run_path(base, "tiny"))
         self.run = create_run(Path(self.plan.run_path), dict(self.plan.files))
         self.ends, self.stop, self.clock = list(ends), StopRequests(), Clock(0.0)
         self.starts: list[bool] = []

@@ -17,7 +17,7 @@ from burst_cli.compose import compose
 from burst_cli.plan.launch_view import launch_notes
 from burst_cli.plan.memory_check import MEMORY_PLAN_FILE, MemoryCheck, MemoryPlanner, check_memory, with_memory
 from burst_cli.plan.table import memory_view
-from cluster.plan import build_launch_plan
+from cluster.launch.local import build_local_plan
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import AttentionConfig, MemoryConfig, RunConfig, TrainConfig
@@ -145,7 +145,7 @@ def test_choice_of_which_nothing_fits_is_refused_or_forced() -> None:
 def test_plan_keeps_the_settled_configuration_and_the_reckoning(tmp_path: Path) -> None:
     check = settled_check()
     on_gpus = dataclasses.replace(node_facts(), gpus=4)
-    plan = with_memory(build_launch_plan(check.config, on_gpus, tmp_path / "run"), check)
+    plan = with_memory(build_local_plan(check.config, on_gpus, tmp_path / "run"), check)
     files = dict(plan.files)
     assert "activation_checkpoint: none" in files["config.yaml"]
     document = json.loads(files[MEMORY_PLAN_FILE])

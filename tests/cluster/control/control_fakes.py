@@ -18,7 +18,8 @@ from cluster.control.controller import Manner, control
 from cluster.control.link import NodeLink, NodeStatus, Phase, StartRefusedError
 from cluster.control.outcome import LaunchOutcome, LaunchTiming, StopRequests
 from cluster.failure import Failure
-from cluster.plan import LaunchPlan, build_launch_plan, with_files
+from cluster.launch.local import build_local_plan
+from cluster.plan import LaunchPlan, with_files
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig, TrainConfig
 from engine.runs.folder import RunFolder, create_run, new_run_path
@@ -215,7 +216,7 @@ def make_plan(tmp_path: Path, names: Sequence[str], local_ranks: int, **cluster:
     path = new_run_path(tmp_path / "runs", "tiny")
     settings = ClusterConfig(ranks_per_node=local_ranks, **cluster)
     config = RunConfig(cluster=settings, train=TrainConfig(steps=STEPS, seq_len=64))
-    plan = build_launch_plan(config, node_facts(names[0]), path)
+    plan = build_local_plan(config, node_facts(names[0]), path)
     nodes = tuple(
         dataclasses.replace(plan.nodes[0], name=name, node_rank=number, first_rank=number * local_ranks)
         for number, name in enumerate(names)

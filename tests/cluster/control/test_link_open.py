@@ -11,9 +11,10 @@ from agent_rig import FAST, RUN_ID
 from testkit.fake_plan import node_facts
 
 from cluster.errors import HostsError
+from cluster.launch.local import build_local_plan
 from cluster.launch.runner import open_links
 from cluster.launch.ssh import SharedPool
-from cluster.plan import LaunchPlan, build_launch_plan
+from cluster.plan import LaunchPlan
 from cluster.ssh.pool import SshPool
 from engine.config.cluster import ClusterConfig, SshConfig
 from engine.config.settings import RunConfig
@@ -29,7 +30,7 @@ def run(tmp_path: Path) -> RunFolder:
 
 def local_plan(run: RunFolder, **ssh: object) -> LaunchPlan:
     config = RunConfig(cluster=ClusterConfig(ssh=SshConfig(**ssh)))  # type: ignore[arg-type]
-    return build_launch_plan(config, node_facts(), run.path)
+    return build_local_plan(config, node_facts(), run.path)
 
 
 def ssh_plan(run: RunFolder, *names: str, **ssh: object) -> LaunchPlan:

@@ -12,7 +12,8 @@ import pytest
 import yaml
 from testkit.fake_plan import node_facts
 
-from cluster.plan import LaunchPlan, build_launch_plan, choose_backend, node_spec, with_exclusive
+from cluster.launch.local import build_local_plan
+from cluster.plan import LaunchPlan, choose_backend, node_spec, with_exclusive
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig, config_from_dict
@@ -44,7 +45,7 @@ def environment(plan: LaunchPlan) -> dict[str, str]:
 def test_nccl_exactly_when_every_rank_has_a_gpu(
     gpus: int, ranks: int | None, asked: str, backend: str, world_size: int
 ) -> None:
-    plan = build_launch_plan(config(ranks_per_node=ranks, backend=asked), node_facts(gpus=gpus), RUN)
+    plan = build_local_plan(config(ranks_per_node=ranks, backend=asked), node_facts(gpus=gpus), RUN)
     assert (plan.backend.name, plan.world_size) == (backend, world_size)
     assert f"--nproc-per-node={world_size}" in plan.nodes[0].argv
 
@@ -65,7 +66,7 @@ def test_backend_reason_names_the_facts() -> None:
 )
 def test_machines_and_containers_that_no_launch_reaches_are_refused(cluster: dict[str, object], remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        build_launch_plan(config_from_dict({"cluster": cluster}), node_facts(), RUN)
+        build_local_plan(config_from_dict({"cluster": cluster}), node_facts(), RUN)
     assert str(caught.value).startswith(remedy)
 
 
@@ -78,17 +79,17 @@ def test_nccl_without_enough_gpus_is_refused_with_the_remedy() -> None:
     ("cores", "ranks", "threads", "expected"), [(8, 4, None, "2"), (2, 4, None, "1"), (8, 4, 3, "3"), (7, 2, None, "3")]
 )
 def test_threads_share_the_cores(cores: int, ranks: int, threads: int | None, expected: str) -> None:
-    plan = build_launch_plan(config(ranks_per_node=ranks, threads_per_rank=threads), node_facts(cores=cores), RUN)
+    plan = build_local_plan(config(ranks_per_node=ranks, threads_per_rank=threads), node_facts(cores=cores), RUN)
     assert environment(plan)["OMP_NUM_THREADS"] == expected
 
 
 def test_cpu_run_hides_gpus_and_stays_on_the_loopback() -> None:
-    values = environment(build_launch_plan(config(ranks_per_node=2), node_facts(gpus=1), RUN))
+    values = environment(build_local_plan(config(ranks_per_node=2), node_facts(gpus=1), RUN))
     assert (values["CUDA_VISIBLE_DEVICES"], values["GLOO_SOCKET_IFNAME"]) == ("", "lo")
 
 
 def test_gpu_run_leaves_the_choice_of_gpus_alone() -> None:
-    values = environment(build_launch_plan(config(), node_facts(gpus=2), RUN))
+    values = environment(build_local_plan(config(), node_facts(gpus=2), RUN))
     assert "CUDA_VISIBLE_DEVICES" not in values
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" in values
     assert values["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
@@ -97,54 +98,54 @@ def test_gpu_run_leaves_the_choice_of_gpus_alone() -> None:
 @pytest.mark.parametrize(("gpus", "chosen", "exclusive"), [(2, False, True), (2, True, False), (0, False, False)])
 def test_a_run_on_gpus_keeps_the_machine_unless_it_was_given_its_own(gpus: int, chosen: bool, exclusive: bool) -> None:
     machine = replace(node_facts(gpus=gpus), has_chosen_gpus=chosen)
-    plan = build_launch_plan(config(), machine, RUN)
+    plan = build_local_plan(config(), machine, RUN)
     assert node_spec(plan, plan.nodes[0], lease_s=None).exclusive is exclusive
     assert not with_exclusive(plan, exclusive=False).is_exclusive
 
 
 def test_a_supervisor_of_this_machine_finds_all_files_in_the_run_folder() -> None:
-    plan = build_launch_plan(config(ranks_per_node=2), node_facts(), RUN)
+    plan = build_local_plan(config(ranks_per_node=2), node_facts(), RUN)
     spec = node_spec(plan, plan.nodes[0], lease_s=60.0)
     assert (spec.node, spec.folder, spec.files, spec.container) == ("node1", str(RUN), (), None)
     assert (spec.environment["BURST_NODE"], spec.lease_s) == ("node1", 60.0)
 
 
 def test_settings_of_the_user_are_stronger_than_ours() -> None:
-    plan = build_launch_plan(config(environment=("OMP_NUM_THREADS=7", "MINE=a b")), node_facts(), RUN)
+    plan = build_local_plan(config(environment=("OMP_NUM_THREADS=7", "MINE=a b")), node_facts(), RUN)
     assert (environment(plan)["OMP_NUM_THREADS"], environment(plan)["MINE"]) == ("7", "a b")
 
 
 def test_every_variable_has_a_reason() -> None:
-    plan = build_launch_plan(config(), node_facts(gpus=2, python_path="/src"), RUN)
+    plan = build_local_plan(config(), node_facts(gpus=2, python_path="/src"), RUN)
     assert all(variable.reason for variable in plan.nodes[0].environment)
 
 
 def test_ranks_read_the_resolved_configuration() -> None:
-    plan = build_launch_plan(config(ranks_per_node=2), node_facts(cores=8), RUN)
+    plan = build_local_plan(config(ranks_per_node=2), node_facts(cores=8), RUN)
     written = config_from_dict(yaml.safe_load(dict(plan.files)["config.yaml"]))
     assert written == plan.config
     assert (written.cluster.backend, written.cluster.ranks_per_node, written.cluster.threads_per_rank) == ("gloo", 2, 4)
 
 
 def test_command_reads_the_run_folder_and_takes_no_fixed_port() -> None:
-    argv = build_launch_plan(config(), node_facts(), RUN).nodes[0].argv
+    argv = build_local_plan(config(), node_facts(), RUN).nodes[0].argv
     assert argv[:3] == ("/usr/bin/python3", "-m", "torch.distributed.run")
     assert argv[-3:] == ("-m", "engine.train", str(RUN / "config.yaml"))
     assert "--rdzv-endpoint=127.0.0.1:0" in argv
 
 
 def test_plan_is_a_pure_function_of_its_arguments() -> None:
-    assert build_launch_plan(config(), node_facts(), RUN) == build_launch_plan(config(), node_facts(), RUN)
+    assert build_local_plan(config(), node_facts(), RUN) == build_local_plan(config(), node_facts(), RUN)
 
 
 def test_plan_as_json_survives_a_round_trip() -> None:
-    document = build_launch_plan(config(), node_facts(), RUN).to_dict()
+    document = build_local_plan(config(), node_facts(), RUN).to_dict()
     assert json.loads(json.dumps(document)) == document
     assert document["run_id"] == RUN.name
 
 
 def test_hostile_host_names_stay_inside_the_run_folder() -> None:
-    plan = build_launch_plan(config(), node_facts(hostname="../../etc/x; rm -rf ~"), RUN)
+    plan = build_local_plan(config(), node_facts(hostname="../../etc/x; rm -rf ~"), RUN)
     assert all(".." not in Path(name).parts for name, _ in plan.files)
     assert Path(plan.nodes[0].log_dir).parent == RUN / "logs"
 
@@ -161,7 +162,7 @@ def test_plan_script_runs_the_same_command_in_the_same_environment(tmp_path: Pat
     cwd = tmp_path / "where I am"
     cwd.mkdir()
     node = node_facts("vm", python=str(reporter), cwd=str(cwd), python_path="/src;echo no:/b c")
-    plan = build_launch_plan(config(ranks_per_node=2), node, run_path)
+    plan = build_local_plan(config(ranks_per_node=2), node, run_path)
     for name, text in plan.files:
         (run_path / name).parent.mkdir(parents=True, exist_ok=True)
         (run_path / name).write_text(text)
@@ -175,6 +176,6 @@ def test_plan_script_runs_the_same_command_in_the_same_environment(tmp_path: Pat
 
 
 def test_plan_script_shows_the_command_as_one_line_of_shell() -> None:
-    plan = build_launch_plan(config(), node_facts(), RUN)
+    plan = build_local_plan(config(), node_facts(), RUN)
     last = dict(plan.files)["plan.sh"].rstrip().splitlines()[-1]
     assert tuple(shlex.split(last)) == ("exec", *plan.nodes[0].argv)

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from testkit.fake_plan import node_facts
-from testkit.plan_fleet import fleet, run_config
+from testkit.plan_fleet import CODE, nodes, run_config
 
+from cluster.launch.local import build_local_plan
 from cluster.launch.ssh import build_ssh_plan
-from cluster.plan import PLAN_FILE, LaunchPlan, build_launch_plan, node_spec, plan_text
+from cluster.plan import PLAN_FILE, LaunchPlan, node_spec, plan_text
 from cluster.plan_record import PlanFileError, plan_from_dict, read_launch_plan, with_texts
 from engine.config.settings import RunConfig
 from engine.runs.folder import create_run
@@ -22,11 +23,11 @@ RUN = Path("/runs/tiny/20260101-000000-abcdef")
 
 
 def ssh_plan(**sections: Any) -> LaunchPlan:
-    return build_ssh_plan(run_config(**sections), fleet(3), RUN)
+    return build_ssh_plan(run_config(**sections), nodes(3), CODE, RUN)
 
 
 def local_plan(path: Path = RUN) -> LaunchPlan:
-    return build_launch_plan(RunConfig(), node_facts("vm", cores=4), path)
+    return build_local_plan(RunConfig(), node_facts("vm", cores=4), path)
 
 
 def document() -> dict[str, Any]:
@@ -72,7 +73,7 @@ def test_folders_of_nodes_do_not_move_with_the_run_folder(tmp_path: Path) -> Non
 
 
 def test_a_plan_that_was_read_lays_the_same_files_on_nodes_as_the_one_that_was_made(tmp_path: Path) -> None:
-    plan = build_ssh_plan(run_config(), fleet(3), tmp_path / RUN.name)
+    plan = build_ssh_plan(run_config(), nodes(3), CODE, tmp_path / RUN.name)
     create_run(Path(plan.run_path), dict(plan.files), world_size=plan.world_size)
     read = with_texts(read_launch_plan(Path(plan.run_path)))
     made, again = ([node_spec(one, node, lease_s=None) for node in one.nodes] for one in (plan, read))

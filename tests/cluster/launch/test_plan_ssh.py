@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from testkit.plan_fleet import CODE, fleet, node, nodes, run_config
+from testkit.plan_fleet import CODE, node, nodes, run_config
 
-from cluster.launch.ssh import Fleet, build_ssh_plan, fleet_warnings
+from cluster.launch.ssh import build_ssh_plan, fleet_warnings
 from cluster.plan import LaunchPlan, node_spec, with_files
 from cluster.plan_nodes import node_folders
 from cluster.survey.adapters import HcaPort
@@ -20,7 +20,7 @@ DOCKER = {"container": {"runtime": "docker", "image": "burst:1"}}
 
 
 def plan(count: int = 2, *, gpus: int = 0, **sections: object) -> LaunchPlan:
-    return build_ssh_plan(run_config(**sections), fleet(count, gpus=gpus), RUN)
+    return build_ssh_plan(run_config(**sections), nodes(count, gpus=gpus), CODE, RUN)
 
 
 def environment(plan: LaunchPlan, index: int = 0) -> dict[str, str]:
@@ -43,15 +43,15 @@ def test_command_of_a_bare_node_word_for_word() -> None:
         "-m",
         "torch.distributed.run",
         "--nnodes=2",
-        "--node-rank=1",
         "--nproc-per-node=2",
-        "--max-restarts=0",
+        "--node-rank=1",
         "--rdzv-backend=static",
-        f"--rdzv-id={RUN.name}",
         "--master-addr=10.0.0.1",
         "--master-port=23456",
         "--local-addr=10.0.0.2",
         f"--log-dir={FOLDER}/logs/n2/torchrun",
+        "--max-restarts=0",
+        f"--rdzv-id={RUN.name}",
         "-m",
         "engine.train",
         f"{FOLDER}/config.yaml",
@@ -103,11 +103,11 @@ def test_ranks_read_what_the_nodes_decided() -> None:
 
 
 def test_a_fleet_uses_the_backend_that_its_weakest_node_can() -> None:
-    mixed = Fleet((node("n1", 1, gpus=8), node("n2", 2)), CODE)
-    found = build_ssh_plan(run_config(cluster={"ranks_per_node": 2}), mixed, RUN)
+    mixed = (node("n1", 1, gpus=8), node("n2", 2))
+    found = build_ssh_plan(run_config(cluster={"ranks_per_node": 2}), mixed, CODE, RUN)
     assert found.backend.name == "gloo"
     with pytest.raises(ConfigError, match="n\\[1-2\\] has 0 visible GPUs for 2 ranks"):
-        build_ssh_plan(run_config(cluster={"ranks_per_node": 2, "backend": "nccl"}), mixed, RUN)
+        build_ssh_plan(run_config(cluster={"ranks_per_node": 2, "backend": "nccl"}), mixed, CODE, RUN)
 
 
 def test_a_fixed_port_is_used_as_it_is() -> None:
@@ -147,7 +147,7 @@ def test_a_container_gets_gpus_only_with_nccl_and_infiniband_only_where_it_is() 
         )
         for one in nodes(2, gpus=8)
     ]
-    fabric = build_ssh_plan(run_config(cluster=DOCKER), Fleet(tuple(with_ib), CODE), RUN).nodes[0].argv
+    fabric = build_ssh_plan(run_config(cluster=DOCKER), with_ib, CODE, RUN).nodes[0].argv
     assert {"--gpus=all", "--device=/dev/infiniband", "--cap-add=IPC_LOCK"} <= set(fabric)
     plain = plan(gpus=8, cluster=DOCKER).nodes[0].argv
     assert "--gpus=all" in plain
@@ -165,14 +165,14 @@ def test_options_of_the_configuration_take_the_place_of_those_for_the_machine() 
 
 def test_ranks_in_a_container_keep_the_groups_of_their_user_and_cache_kernels_where_they_may_write() -> None:
     one = dataclasses.replace(nodes(1)[0], groups=(27, 100, 5001))
-    found = build_ssh_plan(run_config(cluster=DOCKER), Fleet((one,), CODE), RUN)
+    found = build_ssh_plan(run_config(cluster=DOCKER), (one,), CODE, RUN)
     argv = found.nodes[0].argv
     assert [word for word in argv if word.startswith("--group-add")] == ["--group-add=27", "--group-add=5001"]
     kernels = Path(environment(found)["TRITON_CACHE_DIR"])
     volumes = {argv[index + 1] for index, word in enumerate(argv) if word == "--volume"}
     assert f"{kernels.parent}:{kernels.parent}" in volumes
     kept = {"container": {**DOCKER["container"], "run_options": ["--group-add=keep-groups"]}}
-    argv = build_ssh_plan(run_config(cluster=kept), Fleet((one,), CODE), RUN).nodes[0].argv
+    argv = build_ssh_plan(run_config(cluster=kept), (one,), CODE, RUN).nodes[0].argv
     assert [word for word in argv if word.startswith("--group-add")] == ["--group-add=keep-groups"]
 
 
@@ -180,7 +180,7 @@ def test_containers_see_data_and_mounts_under_their_own_names() -> None:
     settings = {"container": {**DOCKER["container"], "mounts": ["/models", "/scratch:rw"]}}
     data = {"format": "text", "paths": ["/data/*.txt", "~/corpus/a.txt"], "prepared_dir": "~/tokens"}
     config = run_config(cluster=settings, data=data)
-    found = build_ssh_plan(config, fleet(2), RUN)
+    found = build_ssh_plan(config, nodes(2), CODE, RUN)
     argv = found.nodes[0].argv
     volumes = {argv[index + 1] for index, word in enumerate(argv) if word == "--volume"}
     assert {"/data:/data:ro", "/home/me/corpus/a.txt:/home/me/corpus/a.txt:ro", "/models:/models:ro"} <= volumes
@@ -222,4 +222,4 @@ def test_what_is_odd_about_the_network_is_said_once() -> None:
         dataclasses.replace(one, environment=dataclasses.replace(one.environment, notes=("no topology",)))  # type: ignore[type-var]
         for one in nodes(3)
     ]
-    assert fleet_warnings(Fleet(tuple(odd), CODE), run_config()) == ("n[1-3]: no topology",)
+    assert fleet_warnings(odd, run_config()) == ("n[1-3]: no topology",)

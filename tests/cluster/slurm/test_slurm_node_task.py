@@ -16,8 +16,8 @@ from cluster.plan import LaunchPlan
 from cluster.plan_nodes import Site
 from cluster.plan_record import PlanFileError, read_launch_plan
 from cluster.slurm.granted import granted_plan, write_granted
-from cluster.slurm.node_task import MEETING_FILE, Place, main, node_address, prepare, rank_command, read_place
-from cluster.slurm.plan import build_slurm_plan
+from cluster.slurm.node_task import MEETING_FILE, Place, main, node_address, prepare, read_place
+from cluster.slurm.plan import build_slurm_plan, slurm_site
 from cluster.slurm.states import JobRecord, write_record
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import DataConfig, RunConfig
@@ -40,8 +40,7 @@ def plan(tmp_path) -> LaunchPlan:
 
 
 def site(plan: LaunchPlan, rank: int) -> Site:
-    run_path = Path(plan.run_path)
-    return rank_command(run_path).site(f"n{rank + 1}", f"127.0.0.{rank + 1}", run_path)
+    return slurm_site(plan.config, probe_local_node(), f"n{rank + 1}", f"127.0.0.{rank + 1}", Path(plan.run_path))
 
 
 def test_a_task_knows_its_node_by_what_srun_says():
@@ -57,12 +56,12 @@ def test_what_makes_no_sense_is_no_place(change):
 def test_outside_of_srun_a_task_says_so(plan, capsys):
     (Path(plan.run_path) / "slurm.token").write_text("t\n")
 
-    assert main([plan.run_path, "t"], {}) == 1
+    assert main([plan.run_path, "t", "engine.train"], {}) == 1
     assert "not a task of srun" in capsys.readouterr().err
 
 
 def test_a_task_that_does_not_find_the_token_starts_nothing(plan, capsys):
-    assert main([plan.run_path, "t"], TASK) == 66
+    assert main([plan.run_path, "t", "engine.train"], TASK) == 66
     assert "n2 does not see the run folder" in capsys.readouterr().err
     assert not (Path(plan.run_path) / "nodes").exists()
 
@@ -71,7 +70,7 @@ def test_all_nodes_get_the_address_and_port_of_the_first(plan):
     made = {}
 
     def work(place: Place) -> None:
-        made[place.rank] = prepare(plan, place, "t", site(plan, place.rank))
+        made[place.rank] = prepare(plan, place, "t", site(plan, place.rank), "engine.train")
 
     threads = [threading.Thread(target=work, args=(Place(f"n{rank + 1}", rank, 2),)) for rank in (1, 0)]
     for thread in threads:
@@ -98,7 +97,7 @@ def test_a_node_alone_needs_no_network_and_several_need_one():
 def test_a_meeting_of_an_earlier_attempt_is_not_heeded(plan):
     run = Path(plan.run_path)
     (run / MEETING_FILE).write_text(json.dumps({"token": "old", "address": "10.0.0.1", "port": 1}))
-    node = prepare(plan, Place("n1", 0, 2), "new", site(plan, 0))
+    node = prepare(plan, Place("n1", 0, 2), "new", site(plan, 0), "engine.train")
 
     assert "--master-addr=127.0.0.1" in node.argv
     assert json.loads((run / MEETING_FILE).read_text())["token"] == "new"
@@ -109,7 +108,7 @@ def test_what_an_earlier_supervisor_left_is_removed(plan):
     folder.mkdir(parents=True)
     (folder / "outcome.json").write_text("{}")
     (folder / "supervisor.json").write_text("{}")
-    prepare(plan, Place("n1", 0, 2), "t", site(plan, 0))
+    prepare(plan, Place("n1", 0, 2), "t", site(plan, 0), "engine.train")
 
     assert sorted(path.name for path in folder.iterdir()) == ["granted.json"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from testkit.fake_plan import node_facts
 
 from cluster.slurm.plan import build_slurm_plan
-from cluster.slurm.sbatch import TOKEN_FILE, JobRequest, check_slurm_settings, sbatch_text
+from cluster.slurm.sbatch import TOKEN_FILE, check_slurm_settings, sbatch_text
 from engine.config.cluster import ClusterConfig, ContainerConfig, SlurmConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import CheckpointConfig, DataConfig, RunConfig, TrainConfig
@@ -21,10 +22,11 @@ GOLDEN = Path(__file__).parent / "fixtures"
 RUN = Path("/shared/runs/long/20260131-120000-abc123")
 
 
-def request(settings: SlurmConfig | None = None, run_path: Path = RUN, **changes) -> JobRequest:
-    return JobRequest(
-        run_path, 4, "/opt/venv/bin/python", "/home/me/work", settings=settings or SlurmConfig(), **changes
-    )
+def text_of(path: Path = RUN, *, python_path: str | None = None, every_steps: int | None = None, **cluster) -> str:
+    train = TrainConfig(checkpoint=CheckpointConfig(every_steps=every_steps))
+    facts = node_facts(cwd="/home/me/work", python_path=python_path)
+    config = replace(config_of(num_nodes=4, **cluster), train=train)
+    return sbatch_text(config, facts, path, python="/opt/venv/bin/python")
 
 
 def directives(text: str) -> list[str]:
@@ -32,7 +34,7 @@ def directives(text: str) -> list[str]:
 
 
 def test_the_file_of_a_plain_run_is_as_it_was_agreed():
-    assert sbatch_text(request()) == (GOLDEN / "plain.sbatch").read_text()
+    assert text_of() == (GOLDEN / "plain.sbatch").read_text()
 
 
 def test_the_file_with_every_setting_is_as_it_was_agreed():
@@ -44,13 +46,18 @@ def test_the_file_with_every_setting_is_as_it_was_agreed():
             *("--comment=night run #3", "--exclusive=user", "--contiguous"),
         ),
     )
-    text = sbatch_text(request(settings, python_path="/home/me/burst", node_list="n[01-16]", has_containers=True))
+    text = text_of(
+        python_path="/home/me/burst",
+        slurm=settings,
+        nodes="n[01-16]",
+        container=ContainerConfig(runtime="docker", image="burst:1"),
+    )
 
     assert text == (GOLDEN / "every_setting.sbatch").read_text()
 
 
 def test_a_job_is_never_run_twice_by_slurm_and_one_failed_task_ends_all():
-    text = sbatch_text(request())
+    text = text_of()
 
     assert "--no-requeue" in directives(text)
     assert "--kill-on-bad-exit=1" in text
@@ -72,11 +79,11 @@ def test_a_job_that_may_restart_is_requeued_and_warned_in_time_to_save():
 
 
 def test_without_checkpoints_there_is_nothing_to_be_warned_for():
-    text = sbatch_text(request(max_restarts=1))
+    text = text_of(max_restarts=1)
 
     assert "--requeue" in directives(text)
     assert "--signal" not in text
-    assert "--no-requeue" in directives(sbatch_text(request(save_s=60.0)))
+    assert "--no-requeue" in directives(text_of(every_steps=5))
 
 
 @pytest.mark.parametrize(
@@ -119,21 +126,21 @@ def test_an_option_that_has_a_setting_names_it():
 @pytest.mark.parametrize("path", ['/a"b/run', "/a\\b/run", "/a\nb/run"])
 def test_a_run_folder_that_slurm_would_misread_is_refused(path):
     with pytest.raises(ConfigError, match="a path with quotes, backslashes or line ends"):
-        sbatch_text(request(run_path=Path(path)))
+        text_of(Path(path))
 
 
 def test_a_percent_sign_in_the_run_folder_is_no_pattern():
-    assert '--output="/50%% off/run/slurm-%j.log"' in directives(sbatch_text(request(run_path=Path("/50% off/run"))))
+    assert '--output="/50%% off/run/slurm-%j.log"' in directives(text_of(Path("/50% off/run")))
 
 
 @settings(deadline=None)
 @given(st.text(st.characters(exclude_characters='"\\/', exclude_categories=("Cc", "Cs")), min_size=1, max_size=30))
 def test_whatever_a_folder_is_called_bash_reads_it_as_one_word(name):
     path = Path("/shared") / f"x{name}" / "run"
-    body = sbatch_text(request(run_path=path)).split("\n\n", 1)[1]
+    body = text_of(path).split("\n\n", 1)[1]
     words = shlex.split(body.split("\n")[-2].strip())
 
-    assert words[-2:] == [str(path), "$1"]
+    assert words[-3:] == [str(path), "$1", "engine.train"]
 
 
 def run_script(tmp_path: Path, token: str | None, said: str) -> subprocess.CompletedProcess[str]:
@@ -146,9 +153,10 @@ def run_script(tmp_path: Path, token: str | None, said: str) -> subprocess.Compl
     folder.mkdir()
     if token is not None:
         (folder / TOKEN_FILE).write_text(f"{token}\n")
-    job = JobRequest(folder, 2, "/py", str(tmp_path), python_path="/src $HOME")
+    config = config_of(num_nodes=2)
+    facts = node_facts(cwd=str(tmp_path), python_path="/src $HOME")
     script = tmp_path / "job"
-    script.write_text(sbatch_text(job))
+    script.write_text(sbatch_text(config, facts, folder, python="/py"))
     environment = {"PATH": f"{tools}:/usr/bin:/bin"}
     return subprocess.run(["bash", str(script), said], env=environment, capture_output=True, text=True, timeout=200)
 
@@ -157,7 +165,8 @@ def test_bash_starts_one_task_per_node_in_the_folder_of_the_launcher(tmp_path):
     lines = run_script(tmp_path, "secret", "secret").stdout.splitlines()
 
     assert lines[:2] == ["/src $HOME", str(tmp_path)]
-    assert lines[-5:] == ["/py", "-m", "cluster.slurm.node_task", str(tmp_path / "it's a $(run)"), "secret"]
+    assert lines[-6:-2] == ["/py", "-m", "cluster.slurm.node_task", str(tmp_path / "it's a $(run)")]
+    assert lines[-2:] == ["secret", "engine.train"]
     assert {"--nodes=2", "--ntasks-per-node=1", "--wait=60"} <= set(lines)
 
 
@@ -169,12 +178,12 @@ def test_a_node_with_another_run_folder_starts_nothing(tmp_path, there, said):
     assert "does not see the run folder" in done.stderr
 
 
-def config(**cluster) -> RunConfig:
+def config_of(**cluster) -> RunConfig:
     return RunConfig(data=DataConfig(format="text", paths=("/data/x.txt",)), cluster=ClusterConfig(**cluster))
 
 
 def plan_of(environment: dict[str, str] | None = None, *, partition_gpus: int = 0, **cluster):
-    return plan_with(config(**cluster), environment, partition_gpus)
+    return plan_with(config_of(**cluster), environment, partition_gpus)
 
 
 def plan_with(config: RunConfig, environment: dict[str, str] | None = None, partition_gpus: int = 0):
