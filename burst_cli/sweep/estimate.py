@@ -118,22 +118,31 @@ class LaunchJudge:
 
     def shortage(self, config: RunConfig) -> str | None:
         """The first sentence of what a launch would refuse with; None where machines are not known yet."""
-        if self.force or config.cluster.world_size is None or not runner_for(config.cluster).is_here:
+        settled = self._with_attention(config) if not self.force and runner_for(config.cluster).is_here else None
+        if settled is None:
             return None
         try:
-            problems = check_memory(self.planner.settle_attention(config), self.planner, force=True).problems
+            problems = check_memory(settled, self.planner, force=True).problems
         except (ConfigError, RunError):
             return None  # the launch of the cell says it better, and it is that cell's result
         return problems[0] if problems else None
 
+    def _with_attention(self, config: RunConfig) -> RunConfig | None:
+        """With attention=auto settled; None where the ranks are not known, or no method suits them."""
+        if config.cluster.world_size is None:
+            return None
+        try:
+            return self.planner.settle_attention(config)
+        except (ConfigError, RunError):
+            return None
+
     def estimate(self, config: RunConfig) -> Estimate | None:
         """None where the ranks are not known, or a step cannot be predicted."""
-        ranks = config.cluster.world_size
-        config = config if ranks is None else self.planner.settle_attention(config)
-        step = None if ranks is None else self.planner.predict_time(config)
-        if ranks is None or step is None:
+        ranks, settled = config.cluster.world_size, self._with_attention(config)
+        step = None if settled is None else self.planner.predict_time(settled)
+        if ranks is None or settled is None or step is None:
             return None
-        run, source = most_like(config, step.machine, self.measured), f"the prediction for {step.machine}"
+        run, source = most_like(settled, step.machine, self.measured), f"the prediction for {step.machine}"
         if run is None:
             return Estimate(ASSUMED_START_S + config.train.steps * step.seconds, ranks, source, step.seconds)
         step_s, source = step.seconds * run.slowness, f"{source}, corrected by run {run.run_id}"

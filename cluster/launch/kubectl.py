@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from cluster.errors import ClusterError
 from cluster.failure import Failure
 from cluster.launch.manifest import CONTAINER, RUN_LABEL, job_name, resource_of
+from cluster.launch.scheduler import SchedulerError, run_client
 from cluster.remote_text import one_line
 from engine.config.cluster import KubernetesConfig
 
@@ -29,15 +28,6 @@ _NO_CONTEXT = re.compile(r"context was not found|current-context is not set|loca
 _NO_KIND = re.compile(r"doesn't have a resource type|no matches for kind|could not find the requested resource")
 
 
-class KubectlError(ClusterError):
-    """kubectl failed. kind: missing, context, silent, crd, refused."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        self.kind = kind
-        self.exit_code = 1 if kind == "refused" else 3
-        super().__init__(text)
-
-
 @dataclass(frozen=True)
 class Kubectl:
     """Runs kubectl for one cluster."""
@@ -45,29 +35,16 @@ class Kubectl:
     settings: KubernetesConfig
 
     def run(self, *words: str, stdin: str = "", timeout_s: float = TIMEOUT_S) -> str:
-        """What it printed. Raises KubectlError, which says what to do."""
+        """What it printed. Raises SchedulerError, also of kind context or crd, which says what to do."""
         places = (("--context", self.settings.context), ("--namespace", self.settings.namespace))
         argv = ("kubectl", *(f"{name}={value}" for name, value in places if value is not None), *words)
-        try:
-            done = subprocess.run(
-                argv,
-                input=stdin,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=timeout_s,
-                check=False,
-            )
-        except FileNotFoundError as error:
-            raise KubectlError("missing", "kubectl not found: install Kubernetes' client, or put it on PATH") from error
-        except subprocess.TimeoutExpired as error:
-            raise KubectlError("silent", f"kubectl {words[0]} got no answer in {timeout_s:g} s") from error
+        done = run_client(argv, "Kubernetes' client", timeout_s=timeout_s, stdin=stdin)
         if done.returncode == 0:
             return done.stdout
         raise self._error(words[0], one_line(done.stderr or done.stdout, 2000) or f"exit code {done.returncode}")
 
     def check(self) -> None:
-        """Raise KubectlError unless jobs of the kind can be created, and the claim is there."""
+        """Raise SchedulerError unless jobs of the kind can be created, and the claim is there."""
         self.run("get", resource_of(self.settings), "--output=name", f"--selector={RUN_LABEL}=none")
         self.run("get", "persistentvolumeclaim", self.settings.claim or "", "--output=name")
 
@@ -84,19 +61,19 @@ class Kubectl:
         if at_once:
             self.run("delete", "pods", f"--selector={RUN_LABEL}={run_id}", "--grace-period=0", "--force", *words)
 
-    def _error(self, verb: str, said: str) -> KubectlError:
+    def _error(self, verb: str, said: str) -> SchedulerError:
         kind, named = self.settings.kind, self.settings.context
         if _NO_CONTEXT.search(said):
             which = "no context" if named is None else f"no context {named}"
             text = f"kubectl has {which}: set cluster.kubernetes.context to one of `kubectl config get-contexts`"
-            return KubectlError("context", f"{text} ({_last(said)})")
+            return SchedulerError("context", f"{text} ({_last(said)})")
         if _NO_KIND.search(said):
             other = "TrainJob" if kind == "JobSet" else "JobSet"
             text = f"the cluster has no {kind} ({resource_of(self.settings)}): install {_PROJECT[kind]}, or set "
-            return KubectlError("crd", f"{text}cluster.kubernetes.kind={other} ({_last(said)})")
+            return SchedulerError("crd", f"{text}cluster.kubernetes.kind={other} ({_last(said)})")
         if _SILENT.search(said):
-            return KubectlError("silent", f"the cluster does not answer kubectl {verb}: {_last(said)}")
-        return KubectlError("refused", f"kubectl {verb}: {said[-500:]}")
+            return SchedulerError("silent", f"the cluster does not answer kubectl {verb}: {_last(said)}")
+        return SchedulerError("refused", f"kubectl {verb}: {said[-500:]}")
 
 
 _PROJECT = {"JobSet": "JobSet (sigs.k8s.io/jobset)", "TrainJob": "Kubeflow Trainer"}
@@ -137,7 +114,7 @@ class Answer:
 
 
 def read_answer(text: str) -> Answer:
-    """The answer of `kubectl get KIND,pods -o json`. Raises KubectlError for what makes no sense."""
+    """The answer of `kubectl get KIND,pods -o json`. Raises SchedulerError for what makes no sense."""
     try:
         items = json.loads(text)["items"]
         conditions, pods = None, dict[int, Pod]()
@@ -152,7 +129,9 @@ def read_answer(text: str) -> Answer:
                 if pod.index not in pods or pod.phase != "ended":
                     pods[pod.index] = pod
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise KubectlError("refused", f"kubectl get: its answer makes no sense: {one_line(str(error), 200)}") from error
+        raise SchedulerError(
+            "refused", f"kubectl get: its answer makes no sense: {one_line(str(error), 200)}"
+        ) from error
     return Answer(conditions, pods)
 
 

@@ -15,12 +15,13 @@ from cluster.control.outcome import LaunchObserver, LaunchOutcome, StopRequests
 from cluster.control.ssh_link import LinkTiming
 from cluster.facts import MachineFacts
 from cluster.failure import Failure
-from cluster.launch.kubectl import Kubectl, KubectlError
+from cluster.launch.kubectl import Kubectl
 from cluster.launch.manifest import JOB_FILE, job_text
 from cluster.launch.pod import pod_node
 from cluster.launch.pods import KubernetesJob, PodLink
 from cluster.launch.queue import Granted, await_granted
 from cluster.launch.runner import Asked, PlainSurvey
+from cluster.launch.scheduler import SchedulerError
 from cluster.plan import LaunchPlan, assemble_plan, with_files, with_ranks
 from cluster.plan_nodes import NodesBuilder, Site, socket_variable
 from engine.config.settings import RunConfig
@@ -51,7 +52,7 @@ class KubernetesSurvey(PlainSurvey):
         return with_files(plan, (JOB_FILE, job_text(plan)))
 
     def prepare(self, plan: LaunchPlan) -> None:
-        """The cluster says whether it would take the job. Raises KubectlError."""
+        """The cluster says whether it would take the job. Raises SchedulerError."""
         kubectl = Kubectl(plan.config.cluster.kubernetes)
         kubectl.run("create", "--dry-run=server", "--output=name", "--filename=-", stdin=dict(plan.files)[JOB_FILE])
 
@@ -109,7 +110,7 @@ class KubernetesRunner:
                 job.submit()
             else:
                 job.look()  # what runs is to be stopped in order, should somebody wait for that
-        except KubectlError as error:
+        except SchedulerError as error:
             job.cancel()  # should it have been created all the same
             job.look()
             job.close()

@@ -33,6 +33,9 @@ class LocalLink(AskedLink):
 
     def poll(self) -> NodeStatus:
         """What the files say now."""
+        return self._ask()
+
+    def _ask(self) -> NodeStatus:
         with self._changed:
             question = self._question(wait_s=0.0)
         self._take(question, self._agent.answer(question)[0])
@@ -40,7 +43,7 @@ class LocalLink(AskedLink):
 
     def _request(self, name: str, wish: Any) -> None:
         super()._request(name, wish)
-        self.poll()
+        self._ask()
 
     def close(self) -> None:
         """Nothing is held."""

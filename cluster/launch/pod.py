@@ -36,8 +36,17 @@ def pod_node(rank: int) -> str:
 
 
 def main(arguments: list[str], environment: Mapping[str, str]) -> int:
-    """The exit code of the command; 128 and the signal where one ended it."""
+    """The exit code of the command; 128 and the signal where one ended it, or came before it began."""
     os.umask(0o077)
+    child: subprocess.Popen[bytes] | None = None
+    stops: list[int] = []
+
+    def stop(number: int, _: object) -> None:
+        stops.append(number)
+        if child is not None:
+            child.send_signal(number)
+
+    signal.signal(signal.SIGTERM, stop)  # a container's first process is not ended by a signal that it does not handle
     run, rank = RunFolder(Path(arguments[0])), int(environment["PET_NODE_RANK"])
     log_dir = run.log_dir(pod_node(rank))
     log_dir.mkdir(parents=True, exist_ok=True)
@@ -48,10 +57,13 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     own = {NODE_VARIABLE: pod_node(rank), RANK_LOGS_VARIABLE: str(log_dir)}
     own |= {each.name: each.value for each in recorder_variables(str(log_dir)) if each.name in PER_POD}
     inherited = {name: value for name, value in environment.items() if name not in FILES.values()}
-    child = subprocess.Popen(arguments[1:], env={**inherited, **own})
-    signal.signal(signal.SIGTERM, lambda *_: child.send_signal(signal.SIGTERM))
+    code = -signal.SIGTERM
     with voice.speaking():
-        code = child.wait()
+        if not stops:
+            child = subprocess.Popen(arguments[1:], env={**inherited, **own})
+            if stops:  # it came meanwhile
+                child.send_signal(signal.SIGTERM)
+            code = child.wait()
     if rank == 0 and run.read_state()["state"] not in FINAL_STATES:
         run.transition("failed")
     voice.say_documents()

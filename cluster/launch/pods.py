@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,11 +13,12 @@ from typing import Any
 from cluster.agent.messages import Spec
 from cluster.control.link import NodeStatus, Phase
 from cluster.failure import Failure
-from cluster.launch.kubectl import Answer, Kubectl, KubectlError, Pod
+from cluster.launch.kubectl import Answer, Kubectl, Pod
 from cluster.launch.manifest import CONTAINER, JOB_FILE, RUN_LABEL, job_name, resource_of
 from cluster.launch.pod import pod_node
 from cluster.launch.pod_files import PodFiles, split_logs
 from cluster.launch.queue import Granted
+from cluster.launch.scheduler import SchedulerError, WatchedJob
 from cluster.plan import LaunchPlan, NodePlan
 from engine.runs.folder import RunFolder
 
@@ -29,16 +29,16 @@ _STOP_MARGIN_S = 10.0
 _AT_ONCE = 16
 
 
-class KubernetesJob:
+class KubernetesJob(WatchedJob):
     """One attempt of a run as the cluster knows it, asked by a thread; all links share it."""
 
     def __init__(self, plan: LaunchPlan, run: RunFolder, poll_s: float = POLL_S, stuck_s: float = STUCK_S) -> None:
-        self.plan, self.run, self.name = plan, run, job_name(plan.run_id)
+        super().__init__(job_name(plan.run_id), poll_s)
+        self.plan, self.run = plan, run
         self._kubectl = Kubectl(plan.config.cluster.kubernetes)
-        self._poll_s, self._stuck_s = poll_s, stuck_s
+        self._stuck_s = stuck_s
         self._files = {node.node_rank: PodFiles(run, node) for node in plan.nodes}
         self._answer: Answer | None = None
-        self._problem: str | None = None
         self._pods: dict[int, Pod] = {}  # as last seen, also after they are gone
         self._synced: set[str] = set()  # pods all of whose lines are here
         self._noted: dict[int, NodeStatus] = {}
@@ -46,27 +46,14 @@ class KubernetesJob:
         self._stuck_at: float | None = None
         self._stop_cause: str | None = None
         self._term_due = self._at_once = False
-        self._delete_at: float | None = None
-        self._wake, self._lock = threading.Event(), threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._is_closed = False
 
     def submit(self) -> None:
-        """Create the job, in the place of that of an earlier attempt. Raises KubectlError."""
+        """Create the job, in the place of that of an earlier attempt. Raises SchedulerError."""
         self._kubectl.delete(self.plan.run_id, wait=True)
         self._kubectl.run("create", "--output=name", f"--filename={self.run.path / JOB_FILE}")
 
-    def watch(self) -> KubernetesJob:
-        """Begin to ask the cluster, if that has not begun."""
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
-                self._thread.start()
-        return self
-
     def close(self) -> None:
-        self._is_closed = True
-        self._wake.set()
+        super().close()
         with contextlib.suppress(OSError):
             self._note()  # what the links have told already may not be written down yet
 
@@ -83,7 +70,7 @@ class KubernetesJob:
         stuck = next((pod for pod in self._pods.values() if pod.is_stuck), None)
         self._stuck_at = None if stuck is None else self._stuck_at or time.monotonic()
         if stuck is not None and time.monotonic() > (self._stuck_at or 0.0) + self._stuck_s:
-            with contextlib.suppress(KubectlError):
+            with contextlib.suppress(SchedulerError):
                 self._kubectl.delete(self.plan.run_id, at_once=True)
             node = pod_node(stuck.index)
             return Failure("start", stuck.trouble.partition(":")[0], f"pod {stuck.name}: {stuck.trouble}", host=node)
@@ -94,8 +81,8 @@ class KubernetesJob:
         return None
 
     def waits_for(self) -> str:
-        if self._problem is not None:
-            return self._problem
+        if self.problem is not None:
+            return self.problem
         if self._answer is not None and "Suspended" in (self._answer.conditions or {}):
             return f"{self.name} is suspended: it waits in its queue"
         told = [f"{pod.name}: {pod.trouble}" for pod in self._pods.values() if pod.trouble]
@@ -109,7 +96,7 @@ class KubernetesJob:
 
     def leftover(self) -> str:
         what = f"{resource_of(self._kubectl.settings)} {self.name}"
-        return f"{self.name} has not ended ({self._problem or 'no answer'}); `kubectl delete {what}`"
+        return f"{self.name} has not ended ({self.problem or 'no answer'}); `kubectl delete {what}`"
 
     # --- while it runs --------------------------------------------------------------------------------------------
 
@@ -119,16 +106,13 @@ class KubernetesJob:
             self._term_due = self._term_due or (self._stop_cause is None and grace_s > 0)
             self._stop_cause = self._stop_cause or cause
             self._at_once = self._at_once or grace_s <= 0
-            at = time.monotonic() + (grace_s + _STOP_MARGIN_S if grace_s > 0 else 0.0)
-            self._delete_at = at if self._delete_at is None else min(self._delete_at, at)
-        self._wake.set()
-        self.watch()
+        self.end_after(grace_s + _STOP_MARGIN_S if grace_s > 0 else 0.0)
 
     def status(self, node: NodePlan) -> NodeStatus:
         """What is known of a node. kubectl that does not answer is a problem, but no loss: the pods go on."""
         pod, answer = self._pods.get(node.node_rank), self._answer
         if answer is None or (pod is None and answer.conditions is not None):
-            return NodeStatus(node.name, "starting", problem=self._problem)
+            return NodeStatus(node.name, "starting", problem=self.problem)
         if pod is not None and pod.phase == "ended":
             is_synced = pod.name in self._synced or pod.index not in answer.pods
             outcome = _outcome("exit" if self._stop_cause is None else "stop", self._stop_cause, pod.exit_code)
@@ -136,7 +120,7 @@ class KubernetesJob:
             return NodeStatus(node.name, "ended", outcome, is_synced=is_synced, failure=failure)
         if pod is not None and node.node_rank in answer.pods:
             running: Phase = "running" if self._stop_cause is None else "stopping"
-            return NodeStatus(node.name, running if pod.phase == "running" else "starting", problem=self._problem)
+            return NodeStatus(node.name, running if pod.phase == "running" else "starting", problem=self.problem)
         # Its pod is gone: deleted by us or by others, or by the job controller, because another one has failed.
         others = [other for other in self._pods.values() if other.phase == "ended" and other.exit_code != 0]
         by_job = "failure" if others or "Failed" in (answer.conditions or {}) else None
@@ -145,14 +129,7 @@ class KubernetesJob:
             return NodeStatus(node.name, "lost", problem=f"its pod {pod.name if pod else ''} is gone")
         return NodeStatus(node.name, "ended", _outcome("stop", cause, None), is_synced=True)
 
-    def _serve(self) -> None:
-        while not self._is_closed:
-            self.look()
-            self._wake.wait(self._poll_s)
-            self._wake.clear()
-
-    def look(self) -> None:
-        """Do what is due, and ask; the thread calls it again and again."""
+    def look(self) -> bool:
         try:
             self._heed_stop()
             answer = self._kubectl.query(self.plan.run_id)
@@ -161,13 +138,14 @@ class KubernetesJob:
                 self._fetch(answer)
             finally:
                 self._answer = answer
-            self._problem = None
-        except KubectlError as error:
-            self._problem = str(error)
+            self.problem = None
+        except SchedulerError as error:
+            self.problem = str(error)
         except OSError as error:
-            self._problem = f"{error.filename or self.run.path}: {error.strerror or error}"
+            self.problem = f"{error.filename or self.run.path}: {error.strerror or error}"
         with contextlib.suppress(OSError):
             self._note()
+        return True
 
     def _heed_stop(self) -> None:
         if self._term_due and self._answer is not None:  # else it is not known yet whom to tell
@@ -175,16 +153,15 @@ class KubernetesJob:
             running = [pod for pod in self._pods.values() if pod.phase == "running"]
             with ThreadPoolExecutor(_AT_ONCE) as threads:
                 list(threads.map(self._terminate, running))
-        if self._delete_at is not None and time.monotonic() >= self._delete_at:
-            self._delete_at = time.monotonic() + _STOP_MARGIN_S  # once more, should the cluster have missed it
+        if self._is_end_due(_STOP_MARGIN_S):
             self._kubectl.delete(self.plan.run_id, at_once=self._at_once)
 
     def _terminate(self, pod: Pod) -> None:
         """SIGTERM to the pod's command: unlike a deleted pod, one that ends of it keeps what it said."""
         try:
             self._kubectl.run("exec", pod.name, f"--container={CONTAINER}", "--", "sh", "-c", "kill -TERM 1")
-        except KubectlError:
-            self._delete_at = time.monotonic()
+        except SchedulerError:
+            self._end_at = time.monotonic()
 
     def _fetch(self, answer: Answer) -> None:
         """What the pods have said since the last look; a little twice, for clocks differ: `PodFiles` knows."""

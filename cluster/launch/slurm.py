@@ -16,9 +16,10 @@ from cluster.failure import Failure
 from cluster.launch.local import local_facts
 from cluster.launch.queue import Granted, await_granted
 from cluster.launch.runner import Asked, PlainSurvey
+from cluster.launch.scheduler import SchedulerError
 from cluster.plan import LaunchPlan
 from cluster.plan_record import write_launch_plan
-from cluster.slurm.client import SlurmClient, SlurmError
+from cluster.slurm.client import SlurmClient
 from cluster.slurm.granted import granted_plan, log_starts
 from cluster.slurm.job import REQUEUED, SlurmJob, find_job
 from cluster.slurm.link import SlurmLink
@@ -60,7 +61,7 @@ class SlurmRunner:
                 gpus = client.partition_gpus(config.cluster.slurm.option("partition"))
             elif not asked.dry_run:
                 client.ping()
-        except SlurmError:
+        except SchedulerError:
             if not asked.dry_run:
                 raise
         return SlurmSurvey(config, local_facts(config), asked.module, gpus)
@@ -85,7 +86,7 @@ class SlurmRunner:
         """See `cluster.launch.queue`. start: submit a new job; else go on with the one of the run."""
         try:
             job = submit_job(run, plan.config.cluster.slurm) if start else find_job(run)
-        except SlurmError as error:
+        except SchedulerError as error:
             return LaunchOutcome("failed", error.exit_code, _failure(str(error), error.exit_code))
         if job is None:
             return LaunchOutcome("failed", 1, _failure("the run was never given to Slurm"))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cluster.errors import ClusterError
+from cluster.launch.scheduler import SchedulerError, run_client
 from cluster.remote_text import one_line
 from cluster.slurm.states import GONE, JobStatus, parse_job
 
@@ -29,15 +28,6 @@ _KEPT = frozenset(
 )
 
 
-class SlurmError(ClusterError):
-    """A command of Slurm failed. kind: missing, silent (no controller), refused."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        self.kind = kind
-        self.exit_code = 1 if kind == "refused" else 3
-        super().__init__(text)
-
-
 @dataclass(frozen=True)
 class SlurmClient:
     """Runs sbatch, scontrol, scancel and sinfo. environment: what they see; a job inherits it from sbatch."""
@@ -45,28 +35,28 @@ class SlurmClient:
     environment: Mapping[str, str] = field(default_factory=lambda: client_environment(os.environ))
 
     def ping(self) -> None:
-        """Raise SlurmError unless Slurm can be used from here."""
+        """Raise SchedulerError unless Slurm can be used from here."""
         self._run(("sinfo", "--noheader", "--format=%P"))
 
     def submit(self, script: Path, *arguments: str) -> tuple[str, str | None]:
-        """(id of the job, its cluster where there are several). Raises SlurmError with sbatch's words."""
+        """(id of the job, its cluster where there are several). Raises SchedulerError with sbatch's words."""
         said = self._run(("sbatch", "--parsable", str(script), *arguments), timeout_s=_SUBMIT_TIMEOUT_S).strip()
         found = _JOB_ID.fullmatch(said.splitlines()[-1].strip()) if said else None
         if found is None:
-            raise SlurmError("refused", f"sbatch answered {one_line(said, 80)!r}; expected the number of a job")
+            raise SchedulerError("refused", f"sbatch answered {one_line(said, 80)!r}; expected the number of a job")
         return found[1], found[2]
 
     def query(self, job_id: str, cluster: str | None = None) -> JobStatus:
-        """The job as Slurm knows it now; state GONE when it does not. Raises SlurmError."""
+        """The job as Slurm knows it now; state GONE when it does not. Raises SchedulerError."""
         try:
             said = self._run(("scontrol", *_cluster(cluster), "--oneliner", "show", "job", job_id))
-        except SlurmError as error:
+        except SchedulerError as error:
             if error.kind == "refused" and "Invalid job id" in str(error):
                 return JobStatus(GONE)
             raise
         status = parse_job(said)
         if status is None:
-            raise SlurmError("refused", f"scontrol show job {job_id}: no state in {one_line(said, 80)!r}")
+            raise SchedulerError("refused", f"scontrol show job {job_id}: no state in {one_line(said, 80)!r}")
         return status
 
     def cancel(self, job_or_step: str, cluster: str | None = None) -> None:
@@ -91,7 +81,7 @@ class SlurmClient:
 
     def partition_gpus(self, partition: str | None = None) -> int:
         """GPUs of a node of the partitions (several with commas; None: Slurm's default): of the node with fewest of
-        those that have any, since a job that asks for so many gets none of the others. Raises SlurmError.
+        those that have any, since a job that asks for so many gets none of the others. Raises SchedulerError.
         """
         wanted = self.environment.get("SBATCH_PARTITION") if partition is None else partition
         names = None if wanted is None else set(wanted.split(","))
@@ -108,7 +98,7 @@ class SlurmClient:
             return ()
         try:
             said = self._run(("sinfo", "--noheader", "--Node", f"--nodes={node_list}", "--format=%N %T"))
-        except SlurmError:
+        except SchedulerError:
             return ()
         lines = (line.split() for line in said.splitlines())
         found = (one_line(words[0], 80) for words in lines if len(words) == 2 and _BAD_NODE.search(words[1]))
@@ -116,36 +106,21 @@ class SlurmClient:
 
     def _run(self, argv: Sequence[str], *, timeout_s: float = TIMEOUT_S) -> str:
         """What the command printed."""
-        try:
-            done = subprocess.run(
-                argv,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                env=dict(self.environment),
-                timeout=timeout_s,
-                check=False,
-            )
-        except FileNotFoundError as error:
-            raise SlurmError(
-                "missing", f"{argv[0]} not found: this machine has no Slurm client (Debian's package is slurm-client)"
-            ) from error
-        except subprocess.TimeoutExpired as error:
-            raise SlurmError("silent", f"{argv[0]} got no answer from Slurm's controller in {timeout_s:g} s") from error
+        package = "Slurm's client (Debian's package is slurm-client)"
+        done = run_client(argv, package, timeout_s=timeout_s, environment=self.environment)
         if done.returncode == 0:
             return done.stdout
         said = one_line(done.stderr or done.stdout, 400) or f"exit code {done.returncode}"
         if "configuration source" in said:
-            raise SlurmError(
+            raise SchedulerError(
                 "missing",
                 f"{argv[0]} finds no configuration of Slurm on this machine: set SLURM_CONF to its slurm.conf "
                 "(`burst testbed status` shows that of a testbed)",
             )
         silent = re.search(r"[Uu]nable to contact|[Cc]onnect failure|[Cc]onnection refused|timed out", said)
         if silent:
-            raise SlurmError("silent", f"Slurm's controller does not answer {argv[0]}: {said}. Try `scontrol ping`")
-        raise SlurmError("refused", f"{argv[0]}: {said}")
+            raise SchedulerError("silent", f"Slurm's controller does not answer {argv[0]}: {said}. Try `scontrol ping`")
+        raise SchedulerError("refused", f"{argv[0]}: {said}")
 
 
 def gres_gpus(gres: str) -> int:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
-import threading
 import time
 from dataclasses import replace
 from pathlib import Path
 
 from cluster.control.link import TIME_LIMIT
 from cluster.failure import Failure
-from cluster.slurm.client import SlurmClient, SlurmError
+from cluster.launch.scheduler import SchedulerError, WatchedJob
+from cluster.slurm.client import SlurmClient
 from cluster.slurm.sbatch import LOG_PREFIX, NO_RESTARTS_LEFT, NOT_SHARED, TIME_IS_UP
 from cluster.slurm.states import AGAIN, JobRecord, JobStatus, describe_end, read_record, write_record
 from engine.runs.folder import RunFolder
@@ -26,23 +26,17 @@ _CANCEL_MARGIN_S = 10.0  # beyond the grace that supervisors were given to end b
 _EXIT_FILE_S = 3.0  # between the end of a step's process and the file that says how it ended
 
 
-class SlurmJob:
+class SlurmJob(WatchedJob):
     """One attempt of a run as Slurm knows it; `status` never waits. Several links share it, each closes it once."""
 
     def __init__(self, run: RunFolder, record: JobRecord, client: SlurmClient | None = None, poll_s: float = POLL_S):
-        self.run, self.record = run, record
-        self._client, self._poll_s = client or SlurmClient(), poll_s
-        self._lock = threading.Lock()
-        self._wake = threading.Event()
+        super().__init__(job_name(run), poll_s)
+        self.run, self.record, self._client = run, record, client or SlurmClient()
         self._status: JobStatus | None = record.ended
         self._ended_at = time.monotonic() if record.ended is not None else None
-        self._problem: str | None = None
         self._lost: tuple[str, ...] = ()
-        self._cancel_at: float | None = None
         self._is_cancelled_here = False
         self._process_gone_at: float | None = None
-        self._closed = False
-        self._thread: threading.Thread | None = None
 
     @property
     def job_id(self) -> str:
@@ -58,11 +52,6 @@ class SlurmJob:
     def status(self) -> JobStatus | None:
         """What Slurm said last; None before its first answer."""
         return self._status
-
-    @property
-    def problem(self) -> str | None:
-        """Why Slurm cannot be asked now."""
-        return self._problem
 
     @property
     def is_cancelled_here(self) -> bool:
@@ -124,65 +113,31 @@ class SlurmJob:
 
     # --- requests ------------------------------------------------------------------------------------------------
 
-    def watch(self) -> SlurmJob:
-        """Begin to ask Slurm, if that has not begun."""
-        with self._lock:
-            if self._thread is None and not self._closed:
-                self._thread = threading.Thread(target=self._serve, name=f"slurm {self.job_id}", daemon=True)
-                self._thread.start()
-        return self
-
-    def cancel(self, after_s: float = 0.0) -> None:
-        """Have Slurm end the job, after so many seconds; a later request may only bring that forward."""
-        with self._lock:
-            at = time.monotonic() + after_s
-            self._cancel_at = at if self._cancel_at is None else min(self._cancel_at, at)
-        self._wake.set()
-        self.watch()
+    def cancel(self) -> None:
+        """Have Slurm end the job."""
+        self.end_after(0.0)
 
     def stop_later(self, grace_s: float) -> None:
         """The supervisors were asked to end within `grace_s`: should any of them not, Slurm ends them all."""
-        self.cancel(grace_s + _CANCEL_MARGIN_S)
-
-    def wait_ended(self, timeout_s: float) -> bool:
-        """Whether the job is over within `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
-        while self._ended_at is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return self._ended_at is not None
+        self.end_after(grace_s + _CANCEL_MARGIN_S)
 
     def again(self) -> SlurmJob:
         """The same job as Slurm has begun it since."""
         restarts = self._status.restarts if self._status is not None else 0
         return SlurmJob(self.run, self.record.again(restarts), self._client, self._poll_s)
 
-    def close(self) -> None:
-        """Ask no more. The job goes on."""
-        self._closed = True
-        self._wake.set()
-
-    # --- the thread ----------------------------------------------------------------------------------------------
-
-    def _serve(self) -> None:
-        while not self._closed and self._ended_at is None:
-            self._turn()
-            left = self._poll_s if self._cancel_at is None else min(self._poll_s, self._cancel_at - time.monotonic())
-            self._wake.wait(max(0.05, left))
-            self._wake.clear()
-
-    def _turn(self) -> None:
+    def look(self) -> bool:
         try:
-            if self._cancel_at is not None and time.monotonic() >= self._cancel_at:
+            if self._is_end_due(_CANCEL_MARGIN_S):
                 self._is_cancelled_here = True
                 self._cancel_now()
-                self._cancel_at = time.monotonic() + _CANCEL_MARGIN_S  # once more, should Slurm have missed it
             status = self._ask()
             if status.phase == "ended" and status.state == "NODE_FAIL":
                 self._lost = self._client.lost_nodes(status.node_list)
-            self._problem = None
-        except SlurmError as error:
-            self._problem = str(error)
-            return
+            self.problem = None
+        except SchedulerError as error:
+            self.problem = str(error)
+            return True
         self._status = status
         if status.phase == "ended":
             self._ended_at = time.monotonic()
@@ -190,6 +145,7 @@ class SlurmJob:
             self.record = replace(self.record, ended=status)
             with contextlib.suppress(OSError):  # a full disk; the next who asks is told by Slurm
                 write_record(self.run.path, self.record)
+        return self._ended_at is None
 
     def _ask(self) -> JobStatus:
         record = self._with_id()

@@ -32,25 +32,21 @@ _AT_LIMIT: Mapping[str, Any] = {**_CANCELLED, "stop_cause": TIME_LIMIT}
 _SIGNALS = frozenset(number.name for number in signal.Signals)
 
 
-class SlurmLink:
+class SlurmLink(LocalLink):
     """One node of `run`. job: None: none was ever submitted."""
 
     def __init__(self, run: RunFolder, node: str, job: SlurmJob | None) -> None:
-        self._run, self._files, self._job = run, LocalLink(run.path, node), job
+        super().__init__(run.path, node)
+        self._run, self._job = run, job
         self._news: Any = None
         self._heard_at = time.monotonic()
         self._is_at_limit = self._is_begun = self._is_sweeping = False
-        self._start_until: float | None = None
+        self._due: float | None = None  # of a start
         self._refusal: StartRefusedError | None = None
-
-    @property
-    def node(self) -> str:
-        """The node's name."""
-        return self._files.node
 
     def start(self, spec: Spec) -> None:
         """Wait for the supervisor, which the job starts."""
-        self._start_until = time.monotonic() + _START_S
+        self._due = time.monotonic() + _START_S
 
     def follow(self) -> None:
         """Begin to ask Slurm."""
@@ -59,7 +55,7 @@ class SlurmLink:
 
     def poll(self) -> NodeStatus:
         """What the files say now, and what Slurm says where they are silent; what became of a start and of a sweep."""
-        if self._start_until is not None and not self._is_begun and self._refusal is None:
+        if self._due is not None and not self._is_begun and self._refusal is None:
             self._begin(self._read())
         status = self._look()
         is_swept = self._is_sweeping and (self._job is None or self._job.ended_s is not None)
@@ -74,7 +70,7 @@ class SlurmLink:
             self._is_begun = True
         elif self._job is not None and (self._job.ended_s or 0.0) > _SETTLE_S:
             self._refusal = StartRefusedError(self.node, "command", self._job.describe_end())
-        elif time.monotonic() > (self._start_until or 0.0):
+        elif time.monotonic() > (self._due or 0.0):
             text = f"no supervisor began there within {_START_S:g} s"
             self._refusal = StartRefusedError(self.node, "unreachable", text)
 
@@ -110,13 +106,9 @@ class SlurmLink:
 
     def stop(self, cause: str, grace_s: float) -> None:
         """Ask the supervisor for the end; where it does not come, have Slurm end the job."""
-        self._files.stop(cause, grace_s)
+        super().stop(cause, grace_s)
         if self._job is not None:
             self._job.stop_later(grace_s)
-
-    def request_stacks(self, nonce: str) -> None:
-        """Ask for stacks."""
-        self._files.request_stacks(nonce)
 
     def sweep(self) -> None:
         """Have Slurm end the whole job, which ends every process of it."""
@@ -142,4 +134,4 @@ class SlurmLink:
 
     def _read(self) -> NodeStatus:
         look_again(node_folder(self._run, self.node))
-        return self._files.poll()
+        return self._ask()

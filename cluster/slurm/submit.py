@@ -29,7 +29,7 @@ _VARIABLES = {name: f"SBATCH_{name.upper()}" for name in ("partition", "account"
 def submit_job(run: RunFolder, settings: SlurmConfig, environment: Mapping[str, str] | None = None) -> SlurmJob:
     """The job of a new attempt of `run`, whose folder holds the batch file.
 
-    A job of its own or, where SLURM_JOB_ID is set, a step of that allocation. Raises SlurmError, ClusterError.
+    A job of its own or, where SLURM_JOB_ID is set, a step of that allocation. Raises ClusterError.
     """
     environment = os.environ if environment is None else environment
     allocation = environment.get("SLURM_JOB_ID")

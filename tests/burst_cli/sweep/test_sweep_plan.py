@@ -169,8 +169,10 @@ def test_without_a_run_like_it_the_prediction_stands() -> None:
     assert found.source == "the prediction for cpu"
 
 
-def test_of_unknown_ranks_nothing_is_expected() -> None:
+def test_of_unknown_ranks_or_a_method_that_cannot_be_settled_nothing_is_expected() -> None:
     assert estimated(config=replace(CONFIG, cluster=ClusterConfig())) is None
+    unsettled = replace(CONFIG, attention=AttentionConfig(preset="auto", mask="blocks", blocks_file="none.npz"))
+    assert estimated(config=unsettled) is None
 
 
 def test_measured_runs_are_completed_ones_that_say_enough() -> None:

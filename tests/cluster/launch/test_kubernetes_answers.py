@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes_rig import JOB, fake_cluster, kubernetes_config, kubernetes_plan, pod
+from testkit import ROOT
 
-from cluster.launch.kubectl import Kubectl, KubectlError, read_answer
+from cluster.launch.kubectl import Kubectl, read_answer
 from cluster.launch.kubernetes import RUNNER
 from cluster.launch.pod_files import PodFiles
 from cluster.launch.runner import Asked
+from cluster.launch.scheduler import SchedulerError
 from engine.config.cluster import KubernetesConfig
 from engine.runs.folder import create_run
 
@@ -56,14 +61,14 @@ def test_what_kubectl_complains_of_is_told_with_what_to_do(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     cluster.refuse(get=said)
-    with pytest.raises(KubectlError, match=told) as caught:
+    with pytest.raises(SchedulerError, match=told) as caught:
         Kubectl(KubernetesConfig(claim="runs")).check()
     assert caught.value.kind == kind
 
 
 def test_without_kubectl_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(KubectlError, match="kubectl not found"):
+    with pytest.raises(SchedulerError, match="kubectl not found"):
         RUNNER.survey(kubernetes_config(), Asked())
     assert RUNNER.survey(kubernetes_config(), Asked(dry_run=True)).plan(kubernetes_config(), tmp_path / "run")
 
@@ -112,7 +117,7 @@ def keyed(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 @given(st.recursive(st.none() | st.integers() | st.text(max_size=8), lambda inner: st.lists(inner) | keyed(inner)))
 def test_an_answer_of_any_shape_is_read_or_refused(document: object) -> None:
-    with contextlib.suppress(KubectlError):
+    with contextlib.suppress(SchedulerError):
         read_answer(json.dumps(document))
 
 
@@ -128,3 +133,26 @@ def test_what_pods_print_writes_no_other_file(tmp_path: Path) -> None:
         path.relative_to(run.path).as_posix() for path in before
     }
     assert written == {"logs/pod-1/torchrun.log", "nodes/pod-1/fetched.json"}
+
+
+_STOPPED = """
+import os, signal, sys
+from cluster.launch.pod import main
+
+class Told(dict):
+    def __getitem__(self, name):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().__getitem__(name)
+
+sys.exit(main(sys.argv[1:], Told(os.environ)))
+"""
+
+
+def test_a_pod_that_is_ended_before_its_ranks_begin_starts_none_and_says_so(tmp_path: Path) -> None:
+    plan = kubernetes_plan(tmp_path, kubernetes_config())
+    run, marker = create_run(Path(plan.run_path), {}), tmp_path / "began"
+    words = (sys.executable, "-c", _STOPPED, str(run.path), "touch", str(marker))
+    done = subprocess.run(words, env={**os.environ, "PET_NODE_RANK": "0"}, cwd=ROOT, timeout=100, check=False)
+    assert done.returncode == 128 + signal.SIGTERM
+    assert run.read_state()["state"] == "failed"
+    assert not marker.exists()

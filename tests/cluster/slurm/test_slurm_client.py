@@ -9,7 +9,8 @@ from testkit.fake_plan import node_facts
 from testkit.machine_clock import machine_time
 from testkit.waiting import wait_for
 
-from cluster.slurm.client import SlurmClient, SlurmError, client_environment, gres_gpus
+from cluster.launch.scheduler import SchedulerError
+from cluster.slurm.client import SlurmClient, client_environment, gres_gpus
 from cluster.slurm.job import SlurmJob
 from cluster.slurm.plan import build_slurm_plan
 from cluster.slurm.restart import begin
@@ -104,7 +105,7 @@ def test_a_submitted_job_has_a_number_and_perhaps_a_cluster(fake):
 
 @pytest.mark.parametrize("answer", ["", "Submitted batch job", "12; rm -rf /", "-12"])
 def test_an_answer_that_is_no_number_is_refused(fake, answer):
-    with pytest.raises(SlurmError, match="expected the number of a job"):
+    with pytest.raises(SchedulerError, match="expected the number of a job"):
         fake("sbatch", f"echo '{answer}'").submit(Path("/x"))
 
 
@@ -116,7 +117,7 @@ def test_a_job_that_slurm_has_forgotten_is_gone(fake):
 
 def test_slurms_own_words_are_told_cleaned(fake):
     client = fake("sbatch", "printf 'sbatch: error: invalid \\033[31mpartition: nope\\n' >&2; exit 1")
-    with pytest.raises(SlurmError, match="invalid partition: nope") as caught:
+    with pytest.raises(SchedulerError, match="invalid partition: nope") as caught:
         client.submit(Path("/x"))
 
     assert caught.value.exit_code == 1
@@ -133,7 +134,7 @@ def test_slurms_own_words_are_told_cleaned(fake):
     ],
 )
 def test_slurm_that_cannot_be_used_has_an_exit_code_of_its_own(fake, script, words):
-    with pytest.raises(SlurmError, match=words) as caught:
+    with pytest.raises(SchedulerError, match=words) as caught:
         fake("scontrol", script).query("5")
 
     assert caught.value.exit_code == 3
@@ -142,15 +143,22 @@ def test_slurm_that_cannot_be_used_has_an_exit_code_of_its_own(fake, script, wor
 def test_a_command_that_hangs_is_given_up(fake):
     client = fake("sinfo", "exec sleep 60")
     begin = machine_time()
-    with pytest.raises(SlurmError, match="got no answer"):
+    with pytest.raises(SchedulerError, match="got no answer"):
         client._run(("sinfo",), timeout_s=0.3)
 
     assert machine_time() - begin < 5
 
 
 def test_a_machine_without_slurm_is_told_the_package():
-    with pytest.raises(SlurmError, match="slurm-client"):
+    with pytest.raises(SchedulerError, match="slurm-client"):
         SlurmClient({"PATH": "/nowhere"}).ping()
+
+
+def test_a_program_that_cannot_be_started_is_told(fake, tmp_path):
+    fake("sinfo", "")
+    (tmp_path / "bin" / "sinfo").chmod(0o644)
+    with pytest.raises(SchedulerError, match="sinfo cannot be started: Permission denied"):
+        SlurmClient({"PATH": str(tmp_path / "bin")}).ping()
 
 
 def test_steps_are_found_by_their_name_alone(fake):
@@ -205,7 +213,7 @@ def test_the_end_of_a_job_is_written_down_because_slurm_forgets(fake, tmp_path):
     run = RunFolder(tmp_path)
     job = SlurmJob(run, JobRecord("abc", "batch", "5"), client, poll_s=0.05).watch()
 
-    assert job.wait_ended(10)
+    wait_for(lambda: job.ended_s is not None)
     record = wait_for(lambda: read_record(tmp_path))
     assert record is not None
     assert record.ended is not None

@@ -1,0 +1,102 @@
+"""What Slurm and Kubernetes have in common: a client program that may fail, a job that a thread asks about."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+from cluster.errors import ClusterError
+
+
+class SchedulerError(ClusterError):
+    """A command of a scheduler failed. kind: missing, silent, refused, or what else the scheduler may lack."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        self.kind = kind
+        self.exit_code = 1 if kind == "refused" else 3
+        super().__init__(text)
+
+
+def run_client(
+    words: Sequence[str],
+    package: str,
+    *,
+    timeout_s: float,
+    stdin: str = "",
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """What came of a client program, which `package` has. Raises SchedulerError when it cannot be run, or is silent."""
+    try:
+        return subprocess.run(
+            words,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=environment,
+            timeout=timeout_s,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise SchedulerError("missing", f"{words[0]} not found: install {package}, or put it on PATH") from error
+    except OSError as error:
+        raise SchedulerError("missing", f"{words[0]} cannot be started: {error.strerror}") from error
+    except subprocess.TimeoutExpired as error:
+        raise SchedulerError("silent", f"{words[0]} got no answer in {timeout_s:g} s") from error
+
+
+class WatchedJob:
+    """A job of a scheduler, asked about by a thread, because the commands take seconds. No call but `look` waits.
+
+    Several links share it. problem: why the scheduler cannot be asked now.
+    """
+
+    def __init__(self, name: str, poll_s: float) -> None:
+        self.name, self._poll_s = name, poll_s
+        self.problem: str | None = None
+        self._lock, self._wake = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._end_at: float | None = None  # when the scheduler is to end the job
+
+    def look(self) -> bool:
+        """Do what is due, and ask; whether there is more to be asked. The thread calls it again and again."""
+        raise NotImplementedError
+
+    def watch(self) -> Self:
+        """Begin to ask, if that has not begun."""
+        with self._lock:
+            if self._thread is None and not self._is_closed:
+                self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
+                self._thread.start()
+        return self
+
+    def end_after(self, seconds: float) -> None:
+        """Have the scheduler end the job, after so many seconds; a later request may only bring that forward."""
+        with self._lock:
+            at = time.monotonic() + seconds
+            self._end_at = at if self._end_at is None else min(self._end_at, at)
+        self._wake.set()
+        self.watch()
+
+    def close(self) -> None:
+        """Ask no more. The job goes on."""
+        self._is_closed = True
+        self._wake.set()
+
+    def _is_end_due(self, again_s: float) -> bool:
+        """Whether the scheduler is to be told now; once more after `again_s`, should it have missed it."""
+        now = time.monotonic()
+        if self._end_at is None or now < self._end_at:
+            return False
+        self._end_at = now + again_s
+        return True
+
+    def _serve(self) -> None:
+        while not self._is_closed and self.look():
+            left = self._poll_s if self._end_at is None else min(self._poll_s, self._end_at - time.monotonic())
+            self._wake.wait(max(0.05, left))
+            self._wake.clear()
