@@ -64,11 +64,12 @@ class NodeEnvironmentFacts:
 
 @dataclass(frozen=True)
 class HcaDecision:
-    """Whether NCCL shall use one port, and why."""
+    """Whether NCCL shall use one port, and why. is_fault: it is dropped for what may be mended: down, or slow."""
 
     port: HcaPort
     kept: bool
     reason: str
+    is_fault: bool = False
 
 
 @dataclass(frozen=True)

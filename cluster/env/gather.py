@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from cluster.env.facts import DriverFacts, NodeEnvironmentFacts, StorageRoute
 from cluster.errors import ClusterError
@@ -77,7 +78,8 @@ done
 """,
 )
 
-FACT_QUESTIONS = (PORTS, GPUDIRECT, LINKS, ROUTE, SYSFS, LSPCI, SMI, CORES, ROUTES, STORAGE, LOWER)
+ADAPTER_QUESTIONS = (PORTS, LSPCI, STORAGE, LOWER)
+FACT_QUESTIONS = (*ADAPTER_QUESTIONS, GPUDIRECT, LINKS, ROUTE, SYSFS, SMI, CORES, ROUTES)
 
 
 def read_facts(probe: NodeProbe, config: ClusterConfig, reached_by: Sequence[str] = ()) -> NodeEnvironmentFacts:
@@ -88,27 +90,35 @@ def read_facts(probe: NodeProbe, config: ClusterConfig, reached_by: Sequence[str
     """
     facts = NodeFacts(probe, config)
     try:
-        ports, interfaces = facts.adapters.ports, facts.interfaces
+        _, interfaces = facts.adapters, facts.interfaces
     except UnreadableError as error:
         look = node_command(probe.node, "check-nodes", "--only", "ib,net", reached_by=reached_by)
         raise ClusterError(
             f"{probe.node}: cannot tell what network it has: {error}{f' ({probe.trouble})' if probe.trouble else ''}. "
             f"Look at it with `{look}`"
         ) from error
-    notes: list[str] = []
-    return NodeEnvironmentFacts(
-        node=probe.node,
-        ports=ports,
+    storage = facts.section(STORAGE)
+    untold = f"ports that lead to storage servers are not known: {storage.trouble()}"
+    return replace(
+        adapter_facts(facts, interfaces),
         interfaces=interfaces,
-        gpus=facts.gpu_addresses,
         interface=facts.interface.interface,
         interface_reason=facts.interface.reason,
-        gateways=_gateways(probe.section("env.routes")),
-        storage=_storage(probe.section("env.storage"), notes),
-        lower_interfaces=_lower(probe.section("env.lower"), interfaces),
-        cores=_cores(probe.section("env.cores")),
+        gateways=_gateways(facts.section(ROUTES)),
+        cores=_cores(facts.section(CORES)),
         driver=_driver(facts),
-        notes=tuple(notes),
+        notes=() if storage.ok else (untold,),
+    )
+
+
+def adapter_facts(facts: NodeFacts, interfaces: Sequence[NetInterface] = ()) -> NodeEnvironmentFacts:
+    """What decides which adapters ranks use, and no more; from `ADAPTER_QUESTIONS`. Raises UnreadableError."""
+    return NodeEnvironmentFacts(
+        facts.node,
+        facts.adapters.ports,
+        gpus=facts.gpu_addresses,
+        storage=_storage(facts.section(STORAGE)),
+        lower_interfaces=_lower(facts.section(LOWER), interfaces),
     )
 
 
@@ -117,10 +127,7 @@ def _gateways(section: Section) -> frozenset[str] | None:
     return frozenset(_GATEWAY.findall(section.output)) if section.ok else None
 
 
-def _storage(section: Section, notes: list[str]) -> tuple[StorageRoute, ...]:
-    if not section.ok:
-        notes.append(f"ports that lead to storage servers are not known: {section.trouble()}")
-        return ()
+def _storage(section: Section) -> tuple[StorageRoute, ...]:
     found = []
     for folder, server, route in _fields(section, "storage", 3):
         device = _DEVICE.search(route)
@@ -129,7 +136,7 @@ def _storage(section: Section, notes: list[str]) -> tuple[StorageRoute, ...]:
     return tuple(found)
 
 
-def _lower(section: Section, interfaces: tuple[NetInterface, ...]) -> Mapping[str, tuple[str, ...]]:
+def _lower(section: Section, interfaces: Sequence[NetInterface]) -> Mapping[str, tuple[str, ...]]:
     below: dict[str, set[str]] = defaultdict(set)
     for upper, lower in _fields(section, "lower", 2):
         below[upper].add(lower)

@@ -24,7 +24,7 @@ def choose_hcas(facts: NodeEnvironmentFacts, config: ClusterConfig) -> tuple[tup
     virtual machine, and bonds where they are most of the network.
     """
     sieve = _Sieve(sorted(facts.ports, key=port_order))
-    sieve.drop(_link_trouble)
+    sieve.drop(_link_trouble, is_fault=True)
     _drop_virtual_functions(sieve)
     _drop_bonds(sieve)
     _drop_carriers(sieve, facts, config)
@@ -45,6 +45,7 @@ class _Sieve:
     def __init__(self, ports: Sequence[HcaPort]) -> None:
         self._ports = ports
         self._dropped: dict[str, str] = {}
+        self._faults: set[str] = set()
         self._remarks: dict[str, str] = {}
         self.warnings: list[str] = []
 
@@ -52,21 +53,24 @@ class _Sieve:
     def left(self) -> list[HcaPort]:
         return [port for port in self._ports if port.name not in self._dropped]
 
-    def drop(self, reason_of: Callable[[HcaPort], str | None]) -> None:
+    def drop(self, reason_of: Callable[[HcaPort], str | None], *, is_fault: bool = False) -> None:
         """Drop the ports that have a reason."""
-        reasons = {port.name: reason_of(port) for port in self.left}
-        self._dropped |= {name: reason for name, reason in reasons.items() if reason is not None}
+        found = {port.name: reason for port in self.left if (reason := reason_of(port)) is not None}
+        self._dropped |= found
+        self._faults |= found.keys() if is_fault else set()
 
     def remark(self, names: Iterable[str], text: str) -> None:
         self._remarks |= dict.fromkeys(names, text)
 
     def decisions(self) -> tuple[HcaDecision, ...]:
         return tuple(
-            HcaDecision(port, port.name not in self._dropped, self._dropped.get(port.name) or self._why_kept(port))
+            HcaDecision(port, port.name not in self._dropped, self._reason(port), port.name in self._faults)
             for port in self._ports
         )
 
-    def _why_kept(self, port: HcaPort) -> str:
+    def _reason(self, port: HcaPort) -> str:
+        if port.name in self._dropped:
+            return self._dropped[port.name]
         told = f"up, {port.link_layer}, {_rate_text(port.rate_gbps)}"
         return f"{told}; {self._remarks[port.name]}" if port.name in self._remarks else told
 
@@ -138,11 +142,11 @@ def _carrier_reasons(facts: NodeEnvironmentFacts) -> Mapping[str, str]:
             found[name] = (
                 f"its interface {name}{way} leads to the storage server {storage.server} ({storage.mount_point})"
             )
-    for interface in facts.interfaces:
-        if interface.is_default_route:
-            for name in facts.carriers(interface.name):
-                way = "" if name == interface.name else f" (as part of {interface.name})"
-                found[name] = f"its interface {name}{way} carries the default route"
+    routed = {interface.name for interface in facts.interfaces if interface.is_default_route}
+    for way in routed | {port.netdev for port in facts.ports if port.netdev and port.has_default_route}:
+        for name in facts.carriers(way):
+            part = "" if name == way else f" (as part of {way})"
+            found[name] = f"its interface {name}{part} carries the default route"
     return found
 
 
@@ -180,7 +184,8 @@ def _drop_slow(sieve: _Sieve, config: ClusterConfig) -> None:
             f"{_rate_text(port.rate_gbps)}, slower than {source} {_rate_text(floor)}"
             if (port.rate_gbps or 0.0) < floor - _RATE_TOLERANCE_GBPS
             else None
-        )
+        ),
+        is_fault=True,
     )
 
 

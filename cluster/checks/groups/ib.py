@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 
 from cluster.checks.finding import Check, Finding, Verdict
 from cluster.checks.group import CheckGroup
-from cluster.survey.adapters import PORTS, Adapters, HcaPort, roce_gid_index
+from cluster.env.gather import ADAPTER_QUESTIONS, adapter_facts
+from cluster.env.hcas import choose_hcas
+from cluster.survey.adapters import Adapters, HcaPort, roce_gid_index
 from cluster.survey.facts import NodeFacts
 from cluster.survey.nvidia_smi import LSPCI
 from cluster.survey.section import UnreadableError
@@ -59,8 +61,14 @@ class FabricView:
         if facts.pci is None:
             raise UnreadableError("PCI devices cannot be read from sysfs", facts.section(LSPCI).trouble())
         gpus = tuple(device.pci_path for device in facts.pci.gpus)
-        ports, reasons, beside = _choose(adapters, gpus, config.expected)
-        lonely = [path for path in gpus if path and not any(_share(path, port) for port in ports)]
+        ought, reasons, beside = _choose(adapters, gpus, config.expected)
+        # What ranks use is judged, and nothing else that is in order; of the rest, what ought to be used.
+        decisions = choose_hcas(adapter_facts(facts), config)[0]
+        used = {one.port.name: one.kept or (one.is_fault and one.port in ought) for one in decisions}
+        ports = [port for port in adapters.ports if used[port.name]]
+        said = {one.port.name: one.reason if not one.is_fault else reasons.get(one.port.name, "") for one in decisions}
+        reasons = {name: reason for name, reason in said.items() if not used[name]}
+        lonely = [path for path in gpus if path and not any(_share(path, port) for port in (*ports, *ought))]
         rate = usual(port.rate_gbps for port in ports if port.is_active and port.rate_gbps is not None)
         return cls(
             facts,
@@ -99,7 +107,7 @@ class FabricView:
 def _choose(
     adapters: Adapters, gpu_paths: Paths, expected: ExpectedHardware
 ) -> tuple[list[HcaPort], dict[str, str], bool]:
-    """(the ports for training among all of the node, why the others are none, whether their place told)."""
+    """(the ports that ought to be for training, why the others are none, whether their place told)."""
     reasons: dict[str, str] = {}
     left = list(adapters.ports)
 
@@ -352,7 +360,7 @@ GROUP = CheckGroup(
     "ib",
     (check_count, check_state, check_rate, check_mtu, check_pcie, check_gid),
     look=_look,
-    questions=(PORTS, LSPCI),
+    questions=ADAPTER_QUESTIONS,
     traits=_traits,
     compared={"ib.link_layer": "The ports for training speak the same on all nodes, InfiniBand or Ethernet."},
 )

@@ -67,10 +67,10 @@ def test_ports_that_are_left_out_have_a_reason(node: FabricNode):
     found = chosen(node)
     assert [one.device for one in found.ports] == list(COMPUTE)
     assert found.reasons == {
-        "mlx5_3:1": "speaks Ethernet, the ports for training InfiniBand",
+        "mlx5_3:1": "its link layer is Ethernet; most bandwidth of the node is InfiniBand (8 ports, 3200 Gbit/s)",
         "mlx5_4:1": "not beside a GPU",
         "mlx5_20:1": "a virtual function",
-        "mlx5_bond_0:1": "bond0 carries the default route",
+        "mlx5_bond_0:1": "a bond of several ports",
     }
     assert "mlx5_4:1: not beside a GPU" in of(node.check(), "ib.count").evidence
 
@@ -89,18 +89,15 @@ def test_without_gpus_every_port_counts_that_no_configuration_excuses(node: Fabr
     assert not node.complaints(hcas=8)
 
 
-def test_more_configured_ports_than_there_are_beside_gpus_take_the_others_in(node: FabricNode):
-    node.ports["mlx5_4"] |= UP
-    assert len(chosen(node, hcas=9).active) == 9
-    assert len(chosen(node, hcas=8).active) == 8
-
-
-def test_the_default_route_excuses_ethernet_alone_and_where_nothing_else_is_configured(node: FabricNode):
+def test_what_ranks_use_is_judged_wherever_it_sits_and_whatever_else_it_carries(node: FabricNode):
     node.ports[ONE]["default_route"] = True
-    assert len(chosen(node).ports) == 8
+    assert len(chosen(node).active) == 8  # without it GPUs would share
+    node.ports["mlx5_4"] |= UP
+    assert {one.device for one in chosen(node).active} == {*COMPUTE, "mlx5_4"} - {ONE}
+    assert "carries the default route" in chosen(node).reasons[f"{ONE}:1"]
+    assert not node.complaints()
     roce(node).ports = {ONE: node.ports[ONE]}
-    assert chosen(node).ports == ()
-    assert [one.device for one in chosen(node, hcas=1).ports] == [ONE]
+    assert [one.device for one in chosen(node).ports] == [ONE]
 
 
 def test_second_ports_of_another_kind_are_left_out_while_they_are_down(node: FabricNode):
@@ -198,9 +195,10 @@ def test_roce_wants_an_mtu_for_its_packets(node: FabricNode, mtu: int, bad: bool
 def test_ports_are_counted(node: FabricNode):
     assert ("ib.count", None, FAIL) in node.complaints(hcas=9)
     assert not node.complaints(hcas=8)
-    node.ports["mlx5_4"] |= UP  # of another network: it makes up for none
     node.ports[ONE] |= DOWN
     assert ("ib.count", None, FAIL) in node.complaints(hcas=8)
+    node.ports["mlx5_4"] |= UP  # which ranks then use
+    assert node.complaints(hcas=8) == [("ib.state", f"{ONE}:1", FAIL)]
 
 
 def test_a_lost_adapter_is_missed_beside_its_gpu(node: FabricNode):
@@ -225,7 +223,7 @@ def test_a_node_without_adapters_is_skipped_unless_they_are_expected():
     node = bare()
     assert [(one.check, one.severity) for one in node.check()] == [("ib.count", SKIP)]
     assert ("ib.count", None, FAIL) in node.complaints(hcas=8)
-    node.ports["mlx5_0"] = port("mlx5_0", 0xE0, link_layer="Ethernet", netdev="eth0", default_route=True)
+    node.ports["mlx5_0"] = port("mlx5_0", 0xE0, link_layer="Ethernet", netdev="eth0", default_route=True, **DOWN)
     (finding,) = node.check()
     assert finding.observed == "no adapter for training: mlx5_0:1 eth0 carries the default route"
 
@@ -236,7 +234,7 @@ def test_one_good_port_or_none_does_not_make_a_good_node(node: FabricNode):
     assert len(node.complaints()) == 7
     node.all_compute(**DOWN)
     good = {one.check for one in node.check() if one.severity is OK}
-    assert good == {"ib.pcie", "ib.counters", "ib.flaps", "ib.health", "ib.gpudirect"}
+    assert good == {"ib.rate", "ib.pcie", "ib.counters", "ib.flaps", "ib.health", "ib.gpudirect"}  # of mlx5_3
 
 
 # Nodes together.
