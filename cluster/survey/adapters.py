@@ -10,9 +10,10 @@ import ipaddress
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from cluster.remote_text import one_line
-from cluster.survey.section import Section, UnreadableError
+from cluster.survey.section import Section, UnreadableError, listed
 from cluster.survey.sysfs import python_question
 
 _DEVICE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -188,19 +189,18 @@ def parse_adapters(section: Section) -> Adapters:
 
 def parse_gpudirect(section: Section) -> GpuDirect:
     """What section `ib.gpudirect` says. Raises UnreadableError."""
-    told = section.document()
-    if not isinstance(told, dict) or not told.keys() >= {"peers", "module", "driver", "kernel", "dmabuf"}:
-        raise UnreadableError(f"{section.name}: not what was asked for")
-    if not isinstance(told["peers"], list):
-        raise UnreadableError(f"{section.name}: no list of modules")
-    driver = str(told["driver"])
-    return GpuDirect(
-        peer_memory=next(map(str, told["peers"]), None),
-        has_driver=told["module"] is True or bool(driver),
-        has_open_driver="Open Kernel Module" in driver,
-        kernel=one_line(str(told["kernel"]), 64),
-        kernel_has_dmabuf=told["dmabuf"] if isinstance(told["dmabuf"], bool) else None,
-    )
+
+    def take(told: Any) -> GpuDirect:
+        driver = str(told["driver"])
+        return GpuDirect(
+            peer_memory=next(map(str, told["peers"]), None),
+            has_driver=told["module"] is True or bool(driver),
+            has_open_driver="Open Kernel Module" in driver,
+            kernel=one_line(str(told["kernel"]), 64),
+            kernel_has_dmabuf=told["dmabuf"] if isinstance(told["dmabuf"], bool) else None,
+        )
+
+    return section.read(take)
 
 
 def pci_path(path: str) -> tuple[str, ...]:
@@ -220,17 +220,16 @@ def roce_gid_index(port: HcaPort) -> int | None:
     return min(fitting, default=None)
 
 
-def read_rows(section: Section) -> Iterator[tuple[str, dict[str, str]]]:
+def read_rows(section: Section) -> list[tuple[str, dict[str, str]]]:
     """(word, fields) of every row of an answer. Raises UnreadableError."""
-    try:
-        for word, fields in section.document():
-            if not isinstance(word, str):
-                raise TypeError
-            yield word, {key: str(value) for key, value in fields.items()}
-    except (ValueError, TypeError, AttributeError) as error:
-        if isinstance(error, UnreadableError):
-            raise
-        raise UnreadableError(f"{section.name}: not what was asked for") from None
+
+    def rows(told: Any) -> list[tuple[str, dict[str, str]]]:
+        found = [(word, {key: str(value) for key, value in fields.items()}) for word, fields in listed(told)]
+        if not all(isinstance(word, str) for word, _ in found):
+            raise TypeError
+        return found
+
+    return section.read(rows)
 
 
 def _port(fields: Mapping[str, str], section: str) -> HcaPort:

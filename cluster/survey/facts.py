@@ -7,7 +7,6 @@ from functools import cached_property
 
 from cluster.survey.adapters import GPUDIRECT, PORTS, Adapters, GpuDirect, parse_adapters, parse_gpudirect
 from cluster.survey.interfaces import InterfaceChoice, NetInterface, explain_interface, read_interfaces
-from cluster.survey.lines import Answer
 from cluster.survey.nvidia_smi import (
     LSPCI,
     SMI,
@@ -44,10 +43,6 @@ class NodeFacts:
     def section(self, question: Question) -> Section:
         """What came of one question."""
         return self.probe.section(question.name)
-
-    def answer(self, question: Question) -> Answer:
-        """The same as lines, each a word and the rest."""
-        return Answer(self.section(question))
 
     @cached_property
     def adapters(self) -> Adapters:

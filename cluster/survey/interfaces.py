@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from cluster.remote_text import one_line
 from cluster.survey.adapters import pci_path
-from cluster.survey.section import NodeProbe, Question, Section, UnreadableError
+from cluster.survey.section import NodeProbe, Question, UnreadableError, listed
 from cluster.survey.sysfs import python_question
 
 T = TypeVar("T")
@@ -118,12 +118,13 @@ def read_interfaces(probe: NodeProbe) -> tuple[NetInterface, ...]:
     What /sys adds (speed, where the adapter sits) may be missing without harm.
     """
     try:
-        told = probe.section("net.sysfs").document()
-        details = {name: {key: str(fact) for key, fact in facts.items()} for name, facts in told.items()}
-    except (UnreadableError, AttributeError):
+        details = probe.section("net.sysfs").read(
+            lambda told: {name: {key: str(fact) for key, fact in facts.items()} for name, facts in told.items()}
+        )
+    except UnreadableError:
         details = {}
-    routes = _read(probe.section("net.route"), _default_routes)
-    links = _read(probe.section("net.links"), _links)
+    routes = probe.section("net.route").read(_default_routes)
+    links = probe.section("net.links").read(_links)
     if not links:
         raise UnreadableError("net.links: no interface at all, not even lo")
     best = min((metric for metric, _ in routes), default=0)
@@ -192,21 +193,10 @@ def _completed(interface: NetInterface, details: Mapping[str, str], is_default_r
     )
 
 
-def _read(section: Section, read: Callable[[list[Any]], T]) -> T:
-    """What `read` makes of the JSON list in the section. Raises UnreadableError."""
-    document = section.document()
-    try:
-        if not isinstance(document, list):
-            raise ValueError(f"{one_line(section.output, 40)!r} is no list")
-        return read(document)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise UnreadableError(f"{section.name}: {one_line(str(error), 120)}") from None
-
-
-def _links(document: list[Any]) -> list[NetInterface]:
+def _links(document: Any) -> list[NetInterface]:
     """Interfaces of `ip -json -details addr show`."""
     found = []
-    for item in document:
+    for item in listed(document):
         if not item:  # iproute2 5.x prints {} for what a filter drops
             continue
         flags = item["flags"]
@@ -229,10 +219,10 @@ def _links(document: list[Any]) -> list[NetInterface]:
     return found
 
 
-def _default_routes(document: list[Any]) -> list[tuple[int, str]]:
+def _default_routes(document: Any) -> list[tuple[int, str]]:
     """(metric, interface) of every default route; a route with several next hops counts for each."""
     found = []
-    for item in document:
+    for item in listed(document):
         if item and item["dst"] == "default":
             metric = int(item.get("metric", 0))
             found += [(metric, _name(hop["dev"])) for hop in item.get("nexthops", ()) or (item,) if "dev" in hop]

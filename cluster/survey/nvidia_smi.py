@@ -12,12 +12,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from cluster.remote_text import one_line
-from cluster.survey.section import Question, Section
+from cluster.survey.section import Question, Section, UnreadableError, listed
 from cluster.survey.sysfs import python_question
 
 T = TypeVar("T", str, float)
@@ -354,11 +354,14 @@ class PciDevices:
 
 def read_pci_devices(section: Section) -> PciDevices | None:
     """The devices in `section`; None when it did not end properly or makes no sense."""
-    try:
-        told = section.document()
-        devices = [_device(*map(str, row)) for row in told["devices"]]
+
+    def take(told: Any) -> PciDevices:
+        devices = [_device(*map(str, row)) for row in listed(told["devices"])]
         return PciDevices(int(told["total"]), tuple(sorted(devices, key=lambda device: device.address)))
-    except (ValueError, TypeError, KeyError):
+
+    try:
+        return section.read(take)
+    except UnreadableError:
         return None
 
 

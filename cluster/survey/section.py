@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.remote_text import clean_value, one_line
+
+T = TypeVar("T")
+_NO_TOOL = "install what the question needs on the node: Python 3.9 or newer, or the tool that it is about"
 
 
 class SectionState(enum.StrEnum):
@@ -67,11 +70,24 @@ class Section:
     def document(self) -> Any:
         """The output as JSON, every text in it cleaned. Raises UnreadableError."""
         if not self.ok:
-            raise UnreadableError(self.trouble())
+            # The last line is what a program that broke says of itself.
+            last = one_line((self.output.strip().splitlines() or [""])[-1])
+            raise UnreadableError(self.trouble(), last, _NO_TOOL if self.tool_missing else "")
         try:
             return clean_value(json.loads(self.output))
         except (ValueError, RecursionError):
             raise UnreadableError(f"{self.name}: no whole JSON", one_line(self.output)) from None
+
+    def read(self, take: Callable[[Any], T]) -> T:
+        """What `take` makes of the JSON. Raises UnreadableError, also where that is not of the shape it expects."""
+        document = self.document()
+        try:
+            return take(document)
+        except UnreadableError:
+            raise
+        except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+            text = f"{self.name}: not what was asked for: {one_line(str(error), 120)}"
+            raise UnreadableError(text, one_line(self.output)) from None
 
 
 @dataclass(frozen=True)
@@ -94,10 +110,17 @@ class NodeProbe:
         return self.sections.get(name, Section(name))
 
 
+def listed(value: Any) -> list[Any]:
+    """A JSON value that is a list. Raises ValueError: an empty object or text is no list without entries."""
+    if not isinstance(value, list):
+        raise ValueError("no list")
+    return value
+
+
 class UnreadableError(ValueError):
     """A section did not end well or does not read as it must.
 
-    evidence: the first line that it holds. remedy: what to do about it, where that is known.
+    evidence: a line that it holds. remedy: what to do about it, where that is known.
     """
 
     def __init__(self, text: str, evidence: str = "", remedy: str = "") -> None:

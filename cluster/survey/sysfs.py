@@ -1,13 +1,22 @@
-"""Questions about /sys and /proc that Python answers on the node, as one JSON value."""
+"""Questions about a node's files that Python answers there, as one JSON value; and file systems, told in this way."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from cluster.survey.section import Question
 
 _HEAD = r"""
-import json, os, pathlib, time
+import json, os, pathlib, sys, time
 
 root = pathlib.Path(os.environ["root"] or "/")
+
+
+def own(path):
+    # A file of the machine: in the rehearsal tree where that has it.
+    return root / path if (root / path).exists() else pathlib.Path("/", path)
 
 
 def lines(path):
@@ -25,10 +34,42 @@ def tell(path):
 def place(path):
     # Where a link leads, seen from the node's own root.
     return "/" + os.path.relpath(os.path.realpath(path), os.path.realpath(root)) if path.exists() else ""
+
+
+def mount(folder):
+    # Device, place and kind of the file system that holds a folder.
+    found = {line.split()[1]: line.split()[:3] for line in lines(pathlib.Path("/proc/self/mounts"))}
+    real = pathlib.Path(folder).resolve()
+    return next((found[str(one)] for one in (real, *real.parents) if str(one) in found), ["?", "?", "?"])
+
+
+def room(folder):
+    found = os.statvfs(os.path.join(folder, "."))
+    told = {"size": found.f_frsize * found.f_blocks, "free": found.f_frsize * found.f_bavail}
+    return dict(told, inodes=found.f_files, inodes_free=found.f_ffree, kind=mount(folder)[2])
 """
 
 
+@dataclass(frozen=True)
+class Filesystem:
+    """Room of the file system that holds a folder. inodes: 0 where they are made as needed (btrfs, some NFS)."""
+
+    size_bytes: int
+    free_bytes: int
+    inodes: int
+    inodes_free: int
+    kind: str
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Filesystem:
+        """What `room` told. Raises ValueError where there is no size, and KeyError and TypeError."""
+        size, free, inodes, inodes_free = (int(told[name]) for name in ("size", "free", "inodes", "inodes_free"))
+        if size <= 0:
+            raise ValueError("a file system without a size")
+        return cls(size, free, inodes, inodes_free, str(told["kind"]))
+
+
 def python_question(name: str, limit_s: int, program: str) -> Question:
-    """`program` prints the answer; it has `root`, below which all files lie, `lines`, `tell` and `place` of a path."""
-    script = f"command -v python3 >/dev/null || exit 127\npython3 -I - <<'PYTHON'\n{_HEAD}{program}PYTHON\n"
+    """`program` prints the answer; it has `root`, below which all files lie, and the functions above."""
+    script = f"command -v python3 >/dev/null || exit 127\npython3 -I -S - <<'PYTHON'\n{_HEAD}{program}PYTHON\n"
     return Question(name, limit_s, script)

@@ -7,13 +7,18 @@ import os
 import select
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import DEFAULT_OUTPUT_BYTES, CommandResult
 from cluster.ssh.hosts import Host
+
+# Of this very Python: one behind a version manager takes ten times as long to start.
+AT_HAND = Path(sys.executable).parent
 
 
 class LocalConnection:
@@ -29,7 +34,7 @@ class LocalConnection:
         given: Callable[[bytes], bytes] = lambda stdin: stdin,
     ) -> None:
         self._host, self._given = Host(name, "127.0.0.1"), given
-        self._environment = {**os.environ, **(environment or {})}
+        self._environment = {**os.environ, "PATH": f"{AT_HAND}:{os.environ['PATH']}", **(environment or {})}
         self.processes: list[LocalProcess] = []
 
     @property

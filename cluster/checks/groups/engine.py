@@ -7,14 +7,15 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from cluster.checks.finding import GIB, Check, Finding, gib
 from cluster.checks.group import CheckGroup, known
 from cluster.checks.groups.host import judge_room
 from cluster.remote_text import one_line
 from cluster.survey.facts import NodeFacts
-from cluster.survey.lines import Answer, Filesystem
-from cluster.survey.section import Question, SectionState, UnreadableError
+from cluster.survey.section import SectionState, UnreadableError
+from cluster.survey.sysfs import Filesystem, python_question
 from engine.config.cluster import ClusterConfig
 
 # The first engine with `docker run --gpus`.
@@ -31,47 +32,73 @@ _REASONS = (
     ),
 )
 
-ENGINE = Question(
+# Nothing of the engine's warnings, which it prints beside its answers, but all that it says where it fails.
+_ASKING = r"""
+import shutil, subprocess
+
+command = os.environ["BURST_ENGINE"].split()
+
+
+def ask(*words):
+    if shutil.which(command[0]) is None:
+        sys.exit(127)
+    asked = subprocess.run([*command, *words], stdin=subprocess.DEVNULL, capture_output=True)
+    said = asked.stdout.decode(errors="replace")
+    # A dead daemon is no reason for some versions to exit with anything but 0: then it has no version.
+    if asked.returncode or said.startswith('[""'):
+        sys.exit(asked.stderr.decode(errors="replace") or 1)
+    return json.loads(said)
+
+
+"""
+
+ENGINE = python_question(
     "host.docker",
     20,
-    r"""
-set -f
-engine=${BURST_ENGINE:-docker}
-for hook in nvidia-container-runtime-hook nvidia-ctk; do
-    command -v "$hook" >/dev/null 2>&1 && printf 'hook %s\n' "$hook"
-done
-set +f
-for file in "$root"/etc/cdi/*nvidia* /var/run/cdi/*nvidia*; do
-    [ -e "$file" ] && printf 'cdi %s\n' "${file##*/}"
-done
-for file in "$root/dev/nvidiactl" "$root/proc/driver/nvidia/version" /proc/driver/nvidia/version; do
-    [ -e "$file" ] && echo gpus && break
-done
-set -f
-command -v "${engine%% *}" >/dev/null 2>&1 || exit 127
-# A dead daemon is no reason for some versions to exit with anything but 0: only a server version counts.
+    _ASKING
+    + r"""
 # Field by field: the whole answer may hold the password of a proxy.
-$engine info --format 'ServerVersion {{json .ServerVersion}}
-DockerRootDir {{json .DockerRootDir}}
-Driver {{json .Driver}}
-Runtimes {{json .Runtimes}}' || exit 1
-folder=$($engine info --format '{{.DockerRootDir}}') && stat -f -c 'docker %S %b %a %c %d %T' -- "$folder"
-exit 0
+fields = ",".join("{{json .%s}}" % name for name in ("ServerVersion", "DockerRootDir", "Driver", "Runtimes"))
+version, folder, driver, runtimes = ask("info", "--format", "[%s]" % fields)
+ways = ["runtime " + name for name in sorted(runtimes or ()) if "nvidia" in name]
+hook = "nvidia-container-runtime-hook"
+ways += ["hook " + hook] if shutil.which(hook) else []
+for place in (root / "etc", pathlib.Path("/var/run")):
+    ways += ["CDI " + file.name for file in place.glob("cdi/*nvidia*")]
+told = {"version": version, "folder": folder, "driver": driver, "ways": ways, "room": None}
+told["has_gpus"] = (root / "dev/nvidiactl").exists() or own("proc/driver/nvidia/version").exists()
+try:
+    told["room"] = room(folder)
+except OSError:
+    pass  # the user may not look there
+print(json.dumps(told))
 """,
 )
 
-IMAGE = Question(
+IMAGE = python_question(
     "host.image",
     20,
-    r"""
-set -f
-engine=${BURST_ENGINE:-docker}
-[ -n "${BURST_IMAGE:-}" ] || { echo unset; exit 0; }
-command -v "${engine%% *}" >/dev/null 2>&1 || exit 127
-$engine image inspect --format 'image {{json .Architecture}} {{json .Os}} {{json .Created}} {{json .RootFS.Layers}}
-size {{json .Size}}' -- "$BURST_IMAGE"
+    _ASKING
+    + r"""
+fields = ",".join("{{json .%s}}" % name for name in ("Architecture", "Os", "Created", "RootFS.Layers", "Size"))
+print(json.dumps(ask("image", "inspect", "--format", "[%s]" % fields, "--", os.environ.get("BURST_IMAGE", ""))))
 """,
 )
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A container engine that answers. folder: of its images. ways: in which GPUs reach containers.
+
+    room: None where it could not be asked.
+    """
+
+    version: str
+    folder: str
+    driver: str
+    ways: tuple[str, ...]
+    has_gpus: bool
+    room: Filesystem | None
 
 
 @dataclass(frozen=True)
@@ -85,16 +112,14 @@ class Image:
 def check_docker(check: Check, facts: NodeFacts) -> list[Finding]:
     """The container engine answers and is new enough."""
     try:
-        answer = _answer(facts)
-        version = engine_version(facts)
+        engine = read_engine(facts)
     except UnreadableError as error:
         return [_silent(check, facts, error)]
-    folder, driver = (one_line(str(answer.json(name)), 80) for name in ("DockerRootDir", "Driver"))
     check = check.expecting(f"{OLDEST_DOCKER[0]}.{OLDEST_DOCKER[1]:02} or newer")
-    numbers = re.match(r"(\d{1,4})\.(\d{1,4})", version)
+    numbers = re.match(r"(\d{1,4})\.(\d{1,4})", engine.version)
     if numbers is None:
-        return [check.unknown(f"its version says nothing: {one_line(version, 60)}")]
-    text = f"{one_line(version, 60)}, images in {folder} ({driver})"
+        return [check.unknown(f"its version says nothing: {engine.version}")]
+    text = f"{engine.version}, images in {engine.folder} ({engine.driver})"
     if (int(numbers[1]), int(numbers[2])) < OLDEST_DOCKER:
         return [check.fail(text, "`docker run --gpus` needs a newer engine: update it")]
     return [check.ok(text)]
@@ -119,12 +144,12 @@ def _silent(check: Check, facts: NodeFacts, error: UnreadableError) -> Finding:
 def check_docker_disk(check: Check, facts: NodeFacts) -> list[Finding]:
     """The engine's folder can hold the image twice: it is packed and unpacked there."""
     try:
-        folder, room = _engine_room(facts)
+        engine = read_engine(facts)
     except UnreadableError as error:
         return [_not_answering(check, facts, error)]
-    check = check.on(folder).expecting(f"at least {gib(DOCKER_FREE_BYTES[1])} free")
+    check, room = check.on(engine.folder).expecting(f"at least {gib(DOCKER_FREE_BYTES[1])} free"), engine.room
     if room is None:
-        return [check.unknown("its file system could not be asked", f"run `df {folder}` on the node")]
+        return [check.unknown("its file system could not be asked", f"run `df {engine.folder}` on the node")]
     if not facts.in_containers:
         return [check.ok(f"{gib(room.free_bytes)} free; {_NOT_NEEDED}")]
     return [judge_room(check, room, DOCKER_FREE_BYTES)]
@@ -134,17 +159,13 @@ def check_docker_gpu(check: Check, facts: NodeFacts) -> list[Finding]:
     """Containers can be given GPUs: the NVIDIA runtime or CDI is set up."""
     check = check.expecting("GPUs reach containers")
     try:
-        answer = _answer(facts)
-        runtimes = answer.json("Runtimes")
+        engine = read_engine(facts)
     except UnreadableError as error:
         return [_not_answering(check, facts, error)]
-    if "gpus" not in answer.lines:
+    if not engine.has_gpus:
         return [check.skip("the NVIDIA driver is not loaded")]
-    ways = [f"runtime {name}" for name in sorted(runtimes if isinstance(runtimes, dict) else ()) if "nvidia" in name]
-    ways += [f"hook {name}" for name in answer.values("hook") if name == "nvidia-container-runtime-hook"]
-    ways += [f"CDI {name}" for name in answer.values("cdi")]
-    if ways:
-        return [check.ok(", ".join(one_line(way, 60) for way in ways))]
+    if engine.ways:
+        return [check.ok(", ".join(one_line(way, 60) for way in engine.ways))]
     text = "no NVIDIA runtime, hook or CDI device list"
     if not facts.in_containers:
         return [check.skip(f"{text}; {_NOT_NEEDED}")]
@@ -157,24 +178,17 @@ def _not_answering(check: Check, facts: NodeFacts, error: UnreadableError) -> Fi
     )
 
 
-def _answer(facts: NodeFacts) -> Answer:
-    """Section host.docker. Raises UnreadableError when no engine answers: a version of the server is the only proof."""
-    answer = facts.answer(ENGINE)
-    version = answer.json("ServerVersion")
-    if not isinstance(version, str) or not version:
-        raise answer.unreadable("the engine's daemon does not answer")
-    return answer
+def read_engine(facts: NodeFacts) -> Engine:
+    """Raises UnreadableError when no engine answers: a version of the server is the only proof."""
 
+    def take(told: Any) -> Engine:
+        version, folder, driver = (one_line(told[name], 80) for name in ("version", "folder", "driver"))
+        if not version:
+            raise ValueError("no version")
+        room = None if told["room"] is None else Filesystem.of(told["room"])
+        return Engine(version, folder, driver, tuple(map(str, told["ways"])), told["has_gpus"] is not False, room)
 
-def engine_version(facts: NodeFacts) -> str:
-    """Raises UnreadableError."""
-    return str(_answer(facts).json("ServerVersion"))
-
-
-def _engine_room(facts: NodeFacts) -> tuple[str, Filesystem | None]:
-    """(the engine's folder, its file system; None when that could not be asked). Raises UnreadableError."""
-    answer = _answer(facts)
-    return str(answer.json("DockerRootDir")), answer.filesystem("docker") if answer.values("docker") else None
+    return facts.section(ENGINE).read(take)
 
 
 def check_image(check: Check, facts: NodeFacts) -> list[Finding]:
@@ -194,19 +208,14 @@ def read_image(facts: NodeFacts) -> Image:
     The identity is over architecture, system, time of creation and layers: an engine's own id differs between the two
     ways in which Docker stores images.
     """
-    answer = facts.answer(IMAGE)
-    line, decoder, values = answer.value("image"), json.JSONDecoder(), []
-    try:
-        while line:
-            value, end = decoder.raw_decode(line)
-            values.append(value)
-            line = line[end:].lstrip()
-    except ValueError as error:
-        raise answer.unreadable("no description of an image") from error
-    if len(values) != 4 or not isinstance(values[3], list) or not values[3]:
-        raise answer.unreadable("no layers")
-    identity = hashlib.sha256(json.dumps(values).encode()).hexdigest()
-    return Image(identity, int(answer.number("size")))
+
+    def take(told: Any) -> Image:
+        *values, size_bytes = told
+        if len(values) != 4 or not isinstance(values[3], list) or not values[3]:
+            raise ValueError("no layers")
+        return Image(hashlib.sha256(json.dumps(values).encode()).hexdigest(), int(size_bytes))
+
+    return facts.section(IMAGE).read(take)
 
 
 def compare_images(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
@@ -219,15 +228,11 @@ def compare_images(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
     found = []
     for node, facts in nodes.items():
         name = facts.config.container.image
-        try:
-            folder, room = _engine_room(facts)
-        except UnreadableError:
-            room = None
-        needed = size if images[node] is not None else 2 * size
-        if room is not None and room.free_bytes < needed:
-            check = Check(node, "host.docker_disk", f"at least {gib(needed)} free for {name}", folder)
+        engine, needed = known(read_engine, facts), size if images[node] is not None else 2 * size
+        if engine is not None and engine.room is not None and engine.room.free_bytes < needed:
+            check = Check(node, "host.docker_disk", f"at least {gib(needed)} free for {name}", engine.folder)
             remedy = "remove images that nobody uses: `docker image prune -a`"
-            found.append(check.fail(f"{gib(room.free_bytes)} free", remedy))
+            found.append(check.fail(f"{gib(engine.room.free_bytes)} free", remedy))
         if having and _is_absent(facts):
             text = f"{name} is on {len(having)} of {len(nodes)} nodes and not on this one"
             found.append(Check(node, "host.image").fail(text, "distribute it with `burst image push`"))
@@ -245,8 +250,9 @@ def _settings(config: ClusterConfig) -> Mapping[str, str | None]:
 
 
 def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
-    image = known(read_image, facts)
-    return {"host.docker": known(engine_version, facts), "host.image": image.identity if image is not None else None}
+    engine, image = known(read_engine, facts), known(read_image, facts)
+    traits = {"host.docker": engine.version if engine is not None else None}
+    return {**traits, "host.image": image.identity if image is not None else None}
 
 
 GROUP = CheckGroup(

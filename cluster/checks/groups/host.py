@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 from cluster.checks.finding import GIB, Check, Finding, age, gib
 from cluster.checks.group import CheckGroup, known
 from cluster.remote_text import one_line
 from cluster.survey.facts import NodeFacts
-from cluster.survey.lines import Answer, Filesystem
-from cluster.survey.section import Question
-from cluster.survey.sysfs import python_question
+from cluster.survey.section import Section, listed
+from cluster.survey.sysfs import Filesystem, python_question
 
-T = TypeVar("T")
 # Free bytes: below the first a run cannot work, below the second it may soon not.
-DISK_FREE_BYTES = {"root": ("/", (1 * GIB, 10 * GIB)), "tmp": ("/tmp", (GIB // 2, 5 * GIB))}
+DISK_FREE_BYTES = {"/": (1 * GIB, 10 * GIB), "/tmp": (GIB // 2, 5 * GIB)}
 # 64 MiB is what containers get by default: less than one pair of ranks and a data loader take.
 SHM_FREE_BYTES = ((64 << 20) + 1, GIB)
 INODES_FREE_SHARE = (0.01, 0.05)
@@ -29,49 +26,33 @@ MEMORY_TOLERANCE = 0.03
 NOFILE = (1024, 8192)
 _NAMED = 5
 
-LIMITS = Question(
-    "host.limits",
+SYSTEM = python_question(
+    "host.system",
     5,
     r"""
-# Of this very session: what a command over SSH may use, which is what a launch gets.
-# The adapters come first: an answer that was cut off does not look as if there were none.
-for device in "$root"/sys/class/infiniband/*; do
-    [ -e "$device" ] && printf 'rdma %s\n' "${device##*/}"
-done
-# In KiB, as `ulimit -l` has it; from /proc, where a rehearsal tree can say what a testbed cannot be.
-limits=$root/proc/self/limits
-[ -r "$limits" ] || limits=/proc/self/limits
-printf 'nofile_soft %s\n' "$(ulimit -Sn)"
-printf 'nofile_hard %s\n' "$(ulimit -Hn)"
-printf 'memlock %s\n' "$(awk '/^Max locked memory/ { print ($4 == "unlimited") ? $4 : int($4 / 1024) }' "$limits")"
-exit 0
+import resource
+
+# Of this very session: what a command over SSH may use, which is what a launch gets. What may be locked is read from
+# /proc, where a rehearsal tree can say what a testbed cannot be.
+limits = dict((line[:26].strip(), line[26:].split()) for line in lines(own("proc/self/limits")))
+memory = dict(line.split(":", 1) for line in lines(own("proc/meminfo")))
+told = {
+    "adapters": len(list(root.glob("sys/class/infiniband/*"))),
+    "locked": limits["Max locked memory"][0],
+    "files": ["unlimited" if one < 0 else one for one in resource.getrlimit(resource.RLIMIT_NOFILE)],
+    "memory": [int(memory[name].strip().replace(" kB", "")) * 1024 for name in ("MemTotal", "MemAvailable")],
+}
+print(json.dumps(told))
 """,
 )
 
-DISK = Question(
+DISK = python_question(
     "host.disk",
     10,
     r"""
-command -v stat >/dev/null 2>&1 || exit 127
-filesystem() { stat -f -c "$1 %S %b %a %c %d %T" "$2"; }
-filesystem root /
-filesystem tmp "${TMPDIR:-/tmp}"
-shm=/dev/shm
-[ -d "$root$shm" ] && shm=$root$shm
-if [ -d "$shm" ]; then filesystem shm "$shm"; else echo 'absent shm'; fi
-exit 0
-""",
-)
-
-MEMORY = Question(
-    "host.memory",
-    5,
-    r"""
-file=$root/proc/meminfo
-[ -e "$file" ] || file=/proc/meminfo
-while read -r key value unit; do
-    case $key in MemTotal:|MemAvailable:|SwapTotal:|SwapFree:) printf '%s %s %s\n' "$key" "$value" "$unit" ;; esac
-done <"$file"
+shm = own("dev/shm")
+told = {"/": room("/"), "/tmp": room(os.environ.get("TMPDIR") or "/tmp")}
+print(json.dumps(dict(told, shm=room(shm) if shm.is_dir() else None)))
 """,
 )
 
@@ -82,7 +63,7 @@ RUNS = python_question(
 # Processes with BURST_RUN_ID in their environment. Only root may read the environment of other users' processes.
 import pwd
 
-proc = root / "proc" if (root / "proc/1/stat").exists() else pathlib.Path("/proc")
+proc = own("proc/1/stat").parent.parent
 uptime_s = float((proc / "uptime").read_text().split()[0])
 read, unread, runs = 0, 0, []
 for folder in proc.glob("[0-9]*"):
@@ -111,32 +92,57 @@ print(json.dumps({"read": read, "unread": unread, "runs": sorted(runs)}))
 )
 
 
-def judge_room(check: Check, room: Filesystem | None, limits: tuple[float, float]) -> Finding:
+@dataclass(frozen=True)
+class System:
+    """What a session finds. adapters: for RDMA. locked_bytes, files (soft, hard): its limits, may be infinite."""
+
+    adapters: int
+    locked_bytes: float
+    files: tuple[float, float]
+    memory_bytes: int
+    available_bytes: int
+
+
+def read_system(facts: NodeFacts) -> System:
+    """Raises UnreadableError."""
+
+    def limit(told: Any) -> float:
+        return math.inf if told == "unlimited" else int(told)
+
+    def take(told: Any) -> System:
+        (soft, hard), (total, available) = told["files"], told["memory"]
+        if int(total) <= 0:
+            raise ValueError("no memory")
+        limits = limit(told["locked"]), (limit(soft), limit(hard))
+        return System(int(told["adapters"]), *limits, int(total), int(available))
+
+    return facts.section(SYSTEM).read(take)
+
+
+def judge_room(check: Check, room: Filesystem, limits: tuple[float, float]) -> Finding:
     """Whether enough bytes are free there."""
-    if room is None:
-        return check.unknown("not there")
     text = f"{gib(room.free_bytes)} free of {gib(room.size_bytes)} ({room.kind})"
     remedy = f"free space on {check.device}, or put it on a larger disk"
     return check.expecting(f"at least {gib(limits[1])} free").above(room.free_bytes, limits, text, remedy)
 
 
+def _disks(facts: NodeFacts) -> dict[str, Filesystem]:
+    """The file systems of DISK_FREE_BYTES. Raises UnreadableError."""
+    return facts.section(DISK).read(lambda told: {place: Filesystem.of(told[place]) for place in DISK_FREE_BYTES})
+
+
 def check_disk(check: Check, facts: NodeFacts) -> list[Finding]:
     """Free space on the root file system and for temporary files."""
-    answer, found = facts.answer(DISK), []
-    for name, (place, limits) in DISK_FREE_BYTES.items():
-        found.append(judge_room(check.on(place), answer.filesystem(name), limits))
-    return found
+    return [judge_room(check.on(place), room, DISK_FREE_BYTES[place]) for place, room in _disks(facts).items()]
 
 
 def check_inodes(check: Check, facts: NodeFacts) -> list[Finding]:
     """Free inodes: without them no file can be made, whatever space there is."""
-    answer, check = facts.answer(DISK), check.expecting("at least 5% free")
-    return [_inodes(check.on(place), answer.filesystem(name)) for name, (place, _) in DISK_FREE_BYTES.items()]
+    check = check.expecting("at least 5% free")
+    return [_inodes(check.on(place), room) for place, room in _disks(facts).items()]
 
 
-def _inodes(check: Check, room: Filesystem | None) -> Finding:
-    if room is None:
-        return check.unknown("not there")
+def _inodes(check: Check, room: Filesystem) -> Finding:
     if room.inodes == 0:
         return check.ok(f"made as needed ({room.kind})")
     share = room.inodes_free / room.inodes
@@ -147,7 +153,7 @@ def _inodes(check: Check, room: Filesystem | None) -> Finding:
 def check_shm(check: Check, facts: NodeFacts) -> list[Finding]:
     """Free space in /dev/shm, through which ranks of a node talk."""
     check = check.on("/dev/shm").expecting(f"a tmpfs with at least {gib(SHM_FREE_BYTES[1])} free")
-    room = facts.answer(DISK).filesystem("shm")
+    room = facts.section(DISK).read(lambda told: Filesystem.of(told["shm"]) if told["shm"] is not None else None)
     remedy = "mount a larger tmpfs there (containers: --ipc host or --shm-size), or remove what runs left in it"
     if room is None:
         return [check.fail("not there: NCCL and data loaders need it", remedy)]
@@ -159,24 +165,21 @@ def check_shm(check: Check, facts: NodeFacts) -> list[Finding]:
 
 def check_memlock(check: Check, facts: NodeFacts) -> list[Finding]:
     """How much memory a session may lock; RDMA needs all of it."""
-    answer, check = facts.answer(LIMITS), check.expecting("unlimited where RDMA adapters are")
-    locked_kib, adapters = answer.number("memlock", math.inf), len(answer.values("rdma"))
-    if math.isinf(locked_kib):
+    system, check = read_system(facts), check.expecting("unlimited where RDMA adapters are")
+    if math.isinf(system.locked_bytes):
         return [check.ok("unlimited")]
-    text = f"{gib(locked_kib * 1024)} in an SSH session"
+    text = f"{gib(system.locked_bytes)} in an SSH session"
     if facts.in_containers:
         return [check.ok(f"{text}; containers get a limit of their own")]
     remedy = "set `* - memlock unlimited` in /etc/security/limits.d and LimitMEMLOCK=infinity for sshd"
-    if adapters:
-        return [check.fail(f"{text}, and {adapters} RDMA adapters must lock what they send", remedy)]
+    if system.adapters:
+        return [check.fail(f"{text}, and {system.adapters} RDMA adapters must lock what they send", remedy)]
     return [check.ok(f"{text}; only RDMA adapters need more, and there is none")]
 
 
 def check_nofile(check: Check, facts: NodeFacts) -> list[Finding]:
     """How many files a session may open."""
-    answer = facts.answer(LIMITS)
-    answer.number("memlock", math.inf)  # of an answer that was cut off nothing is believed
-    soft, hard = (answer.number(name, math.inf) for name in ("nofile_soft", "nofile_hard"))
+    soft, hard = read_system(facts).files
     check, text = check.expecting(f"at least {NOFILE[1]}"), f"{soft:g} open files, at most {hard:g}"
     remedy = "set `* - nofile 1048576` in /etc/security/limits.d"
     return [check.fail(text, remedy) if hard < NOFILE[0] else check.above(soft, (0, NOFILE[1]), text, remedy)]
@@ -184,20 +187,11 @@ def check_nofile(check: Check, facts: NodeFacts) -> list[Finding]:
 
 def check_memory_free(check: Check, facts: NodeFacts) -> list[Finding]:
     """How much main memory is free: what else sits there."""
-    total, available = read_memory(facts.answer(MEMORY))
-    share = available / total
-    text = f"{gib(available)} ({share:.0%}) available of {gib(total)}"
+    system = read_system(facts)
+    share = system.available_bytes / system.memory_bytes
+    text = f"{gib(system.available_bytes)} ({share:.0%}) available of {gib(system.memory_bytes)}"
     check = check.expecting(f"at least {MEMORY_FREE_SHARE[1]:.0%} free")
     return [check.above(share, MEMORY_FREE_SHARE, text, "look with `top -o %MEM` on the node for what holds it")]
-
-
-def read_memory(answer: Answer) -> tuple[int, int]:
-    """(total, available) in bytes."""
-    found = dict(re.findall(r"^(\w+): (\d{1,15}) kB$", answer.section.output, re.M))
-    total, available = (int(found.get(name, -1)) << 10 for name in ("MemTotal", "MemAvailable"))
-    if total <= 0 or available < 0:
-        raise answer.unreadable("MemTotal or MemAvailable is missing or 0")
-    return total, available
 
 
 @dataclass(frozen=True)
@@ -214,7 +208,7 @@ class Process:
 def check_runs(check: Check, facts: NodeFacts) -> list[Finding]:
     """Processes of earlier runs of ours that are still there."""
     check = check.expecting("no run is under way")
-    processes, unread = read_runs(facts.answer(RUNS))
+    processes, unread = read_runs(facts.section(RUNS))
     if not processes:
         others = f" among those of this user ({unread} of others: only root may look into them)" if unread else ""
         return [check.ok(f"none{others}")]
@@ -231,20 +225,19 @@ def _run(check: Check, processes: Sequence[Process]) -> Finding:
     return check.warn(f"{many} of {owners}: {shown}", "if nobody waits for it, kill these processes")
 
 
-def read_runs(answer: Answer) -> tuple[list[Process], int]:
+def read_runs(section: Section) -> tuple[list[Process], int]:
     """(processes with BURST_RUN_ID in their environment, processes that could not be looked into)."""
-    told = answer.section.document()
-    try:
+
+    def take(told: Any) -> tuple[list[Process], int]:
+        if int(told["read"]) + int(told["unread"]) <= 0:
+            raise ValueError("not one process was seen")
         rows = [
-            (int(pid), str(owner), float(age_s), str(name), str(run)) for pid, owner, age_s, name, run in told["runs"]
+            Process(int(pid), str(owner), float(age_s), str(name), str(run))
+            for pid, owner, age_s, name, run in listed(told["runs"])
         ]
-        processes, unread = [Process(*row) for row in rows], int(told["unread"])
-        is_seen = int(told["read"]) + unread > 0
-    except (TypeError, KeyError, ValueError, OverflowError) as error:
-        raise answer.unreadable("no list of processes") from error
-    if not is_seen:
-        raise answer.unreadable("not one process was seen")
-    return processes, unread
+        return rows, int(told["unread"])
+
+    return section.read(take)
 
 
 def compare_memory(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
@@ -252,15 +245,12 @@ def compare_memory(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
 
     Kernels and firmware keep a little back, and not the same on equal machines: hence a tolerance, and no trait.
     """
-    totals = {node: known(_total_memory, facts) for node, facts in nodes.items()}
+    systems = {node: known(read_system, facts) for node, facts in nodes.items()}
+    totals = {node: None if system is None else system.memory_bytes for node, system in systems.items()}
     told = [total for total in totals.values() if total is not None]
     usual = statistics.median(told) if told else 0.0
     expected = f"{gib(usual)} within {MEMORY_TOLERANCE:.0%}" if len(told) > 1 else ""
     return [_memory(Check(node, "host.memory", expected), total, usual) for node, total in totals.items()]
-
-
-def _total_memory(facts: NodeFacts) -> int:
-    return read_memory(facts.answer(MEMORY))[0]
 
 
 def _memory(check: Check, total: int | None, usual: float) -> Finding:
@@ -275,7 +265,7 @@ def _memory(check: Check, total: int | None, usual: float) -> Finding:
 GROUP = CheckGroup(
     "host",
     (check_disk, check_inodes, check_shm, check_memlock, check_nofile, check_memory_free, check_runs),
-    questions=(LIMITS, DISK, MEMORY, RUNS),
+    questions=(SYSTEM, DISK, RUNS),
     compare=compare_memory,
     compared={"host.memory": "The same main memory on all nodes, within 3%: a module may have failed."},
 )

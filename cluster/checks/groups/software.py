@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from cluster.checks.finding import Check, Finding
 from cluster.checks.group import CheckGroup, known
 from cluster.remote_text import one_line
 from cluster.survey.facts import NodeFacts
-from cluster.survey.lines import Answer
 from cluster.survey.section import Question
+from cluster.survey.sysfs import python_question
 from engine.config.cluster import ClusterConfig
 
 OLDEST_PYTHON = (3, 11)  # of ranks
@@ -31,51 +32,41 @@ SOFTWARE = Question(
     "host.software",
     15,
     r"""
-printf 'runtime %s\n' "${BURST_RUNTIME:-bare}"
 python=${BURST_PYTHON:-python3}
 case $python in "~/"*) python=$HOME/${python#"~/"} ;; esac
-if command -v "$python" >/dev/null 2>&1; then
-    # The versions are in the packages' metadata: importing torch would take seconds.
-    "$python" - <<'PYTHON' 2>/dev/null || echo 'failed python'
-import sys
-print("python %d.%d.%d" % sys.version_info[:3], flush=True)
-from importlib.metadata import distributions
-found = {}
-for one in distributions():
-    name = (one.metadata["Name"] or "").lower().replace("_", "-")
-    if name == "torch" or name.startswith("nvidia-nccl-cu"):
-        found.setdefault(name, one.version)
-for name in sorted(found):
-    print("package %s %s" % (name, found[name]))
-print("packages read")
+command -v "$python" >/dev/null 2>&1 || { echo null; exit 0; }
+# The versions are in the packages' metadata: importing torch would take seconds.
+"$python" - <<'PYTHON' 2>/dev/null
+import json, sys
+try:
+    from importlib.metadata import distributions
+    found = {}
+    for one in distributions():
+        name = (one.metadata["Name"] or "").lower().replace("_", "-")
+        if name == "torch" or name.startswith("nvidia-nccl-cu"):
+            found.setdefault(name, one.version)
+except Exception:
+    found = None
+print(json.dumps({"python": "%d.%d.%d" % sys.version_info[:3], "packages": found}))
 PYTHON
-else
-    echo 'absent python'
-fi
-exit 0
 """,
 )
 
-NCCL_SETTINGS = Question(
+NCCL_SETTINGS = python_question(
     "host.nccl",
     5,
     r"""
 # Nothing but NCCL_* is read out: other variables and lines may hold secrets.
-show() {
-    if [ ! -e "$2" ]; then printf 'absent %s\n' "$1"; return; fi
-    [ -r "$2" ] || { printf 'unreadable %s\n' "$1"; return; }
-    while read -r line || [ -n "$line" ]; do
-        case $line in NCCL_*=*) printf '%s %.300s\n' "$1" "$line" ;; esac
-    done <"$2"
-}
-file=$root/etc/nccl.conf
-[ -e "$file" ] || file=/etc/nccl.conf
-show system "$file"
-show user "${NCCL_CONF_FILE:-${HOME:-/}/.nccl.conf}"
-env | while read -r line; do
-    case $line in NCCL_*=*) printf 'session %.300s\n' "$line" ;; esac
-done
-echo end
+def settings(found):
+    pairs = (one.split("\n")[0].partition("=") for one in found)
+    return dict((name, value[:300]) for name, _, value in pairs if name.startswith("NCCL_"))
+
+
+user = pathlib.Path(os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf"))
+files = {"/etc/nccl.conf": own("etc/nccl.conf"), "~/.nccl.conf": user}
+texts = [(name, file.read_text(errors="replace")) for name, file in files.items() if file.exists()]
+told = [[name, settings(text.splitlines())] for name, text in texts]
+print(json.dumps([*told, ["session", settings("=".join(item) for item in os.environ.items())]]))
 """,
 )
 
@@ -94,27 +85,25 @@ class Software:
         return next((found for name, found in sorted(self.packages.items()) if name != "torch"), None)
 
 
-def read_software(answer: Answer) -> Software:
-    """From `host.software`."""
-    answer.value("runtime")
-    if "python" in answer.values("absent"):
-        return Software()
-    python = answer.value("python")
-    if re.fullmatch(r"\d{1,3}\.\d{1,3}\.\d{1,3}", python) is None:
-        raise answer.unreadable("no version of Python")
-    is_listed = "read" in answer.values("packages")
-    return Software(python, answer.pairs("package") if is_listed else {}, is_listed)
+def read_software(facts: NodeFacts) -> Software:
+    """Raises UnreadableError."""
 
+    def take(told: Any) -> Software:
+        if told is None:
+            return Software()
+        python, packages = told["python"], told["packages"]
+        if re.fullmatch(r"\d{1,3}\.\d{1,3}\.\d{1,3}", python) is None:
+            raise ValueError("no version of Python")
+        return Software(
+            python, {name: str(version) for name, version in (packages or {}).items()}, packages is not None
+        )
 
-def own_software(facts: NodeFacts) -> Software:
-    """What all nodes must have alike: nothing where ranks run in containers, and the image's versions count."""
-    answer = facts.answer(SOFTWARE)
-    return Software() if answer.value("runtime") == "docker" else read_software(answer)
+    return facts.section(SOFTWARE).read(take)
 
 
 def check_python(check: Check, facts: NodeFacts) -> list[Finding]:
     """Python on the node is new enough for ranks; where they run in containers, for their supervisor."""
-    software = read_software(facts.answer(SOFTWARE))
+    software = read_software(facts)
     oldest = ".".join(map(str, OLDEST_NODE_PYTHON if facts.in_containers else OLDEST_PYTHON))
     bare = ", or set cluster.container.runtime=docker"
     remedy = f"install Python {oldest} or newer{' as python3: it supervises ranks' if facts.in_containers else bare}"
@@ -130,7 +119,7 @@ def check_python(check: Check, facts: NodeFacts) -> list[Finding]:
 
 def check_torch(check: Check, facts: NodeFacts) -> list[Finding]:
     """PyTorch is installed in the same version everywhere, where ranks run without a container."""
-    software = read_software(facts.answer(SOFTWARE))
+    software = read_software(facts)
     other = _not_looked_for(check, facts, software)
     if other is not None:
         return [other]
@@ -142,7 +131,7 @@ def check_torch(check: Check, facts: NodeFacts) -> list[Finding]:
 
 def check_nccl(check: Check, facts: NodeFacts) -> list[Finding]:
     """NCCL has the same version everywhere; different ones do not talk to each other."""
-    software = read_software(facts.answer(SOFTWARE))
+    software = read_software(facts)
     found = check.ok(software.nccl) if software.nccl else check.skip("not a package of its own")
     return [_not_looked_for(check, facts, software) or found]
 
@@ -173,28 +162,28 @@ def nccl_trait(facts: NodeFacts) -> str:
 
 def _read_settings(facts: NodeFacts) -> list[tuple[str, str, str]]:
     """(place, name, value) of every NCCL_*. Raises UnreadableError."""
-    answer = facts.answer(NCCL_SETTINGS)
-    hidden = answer.values("unreadable")
-    if answer.last != "end" or hidden:
-        files = " and the ".join(hidden)
-        raise answer.unreadable(f"no permission to read the {files} file" if hidden else "it stops midway")
-    places = {"system": "/etc/nccl.conf", "user": "~/.nccl.conf", "session": "session"}
-    told = {key: dict(line.partition("=")[::2] for line in answer.values(key)) for key in places}
-    return [(place, name, value) for key, place in places.items() for name, value in sorted(told[key].items())]
+
+    def take(told: Any) -> list[tuple[str, str, str]]:
+        if [place for place, _ in told][-1] != "session":
+            raise ValueError("no settings of the session")
+        return [(str(place), name, str(value)) for place, found in told for name, value in sorted(found.items())]
+
+    return facts.section(NCCL_SETTINGS).read(take)
 
 
 def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
+    """What all nodes must have alike: where ranks run in containers, nothing of Python, for the image has its own."""
+    software = Software() if facts.in_containers else known(read_software, facts) or Software()
     return {
-        "host.python": known(lambda facts: own_software(facts).python, facts),
-        "host.torch": known(lambda facts: own_software(facts).packages.get("torch"), facts),
-        "host.nccl": known(lambda facts: own_software(facts).nccl, facts),
+        "host.python": software.python,
+        "host.torch": software.packages.get("torch"),
+        "host.nccl": software.nccl,
         "host.nccl_conf": known(nccl_trait, facts),
     }
 
 
 def _settings(config: ClusterConfig) -> Mapping[str, str | None]:
-    runtime = config.container.runtime
-    return {"BURST_RUNTIME": runtime, "BURST_PYTHON": config.python if runtime == "bare" else None}
+    return {"BURST_PYTHON": config.python if config.container.runtime == "bare" else None}
 
 
 GROUP = CheckGroup(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from testkit.check_fakes import Groups
+from testkit.local_connection import AT_HAND
 
 from cluster.checks.finding import Finding, Verdict
 from cluster.survey.nvidia_smi import SMI
@@ -39,8 +39,7 @@ def ask(folder: Path, *, shell: tuple[str, ...] = ("sh",), pause_s: int = 0, lim
     root = folder / "root"
     root.mkdir(exist_ok=True)
     environment = {
-        # The Python that is at hand: one behind a version manager takes ten times as long to start.
-        "PATH": f"{folder / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{folder / 'bin'}:{AT_HAND}:{os.environ['PATH']}",
         "BURST_PROBE_ROOT": str(root),
     }
     answer = subprocess.run([*shell, "-s"], input=script, capture_output=True, env=environment, timeout=200)

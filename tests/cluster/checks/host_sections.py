@@ -1,9 +1,11 @@
-"""What a healthy GPU node with Docker answers to host.sh, written by hand, and ways to change it."""
+"""What a healthy GPU node with Docker answers to group host, written by hand, and ways to change it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from testkit.check_fakes import Groups
 
@@ -15,44 +17,47 @@ GROUP = Groups("host")
 
 DOCKER = ClusterConfig(container=ContainerConfig(runtime="docker", image="burst:cuda"), shared_folder="/mnt/shared")
 BARE = ClusterConfig()
-GIB_BLOCKS = 262144  # of 4096 bytes
 
-HEALTHY: Mapping[str, str] = {
-    "host.limits": "rdma mlx5_0\nrdma mlx5_1\nnofile_soft 1048576\nnofile_hard 1048576\nmemlock unlimited",
-    "host.disk": (
-        "root 4096 459276288 229638144 117440512 110000000 ext2/ext3\n"
-        "tmp 4096 459276288 229638144 117440512 110000000 ext2/ext3\n"
-        "shm 4096 264241152 264241152 264241152 264241000 tmpfs"
-    ),
-    "host.shared": "shared 1048576 104857600 52428800 0 0 nfs",
-    "host.memory": "MemTotal: 2113513980 kB\nMemAvailable: 2080000000 kB\nSwapTotal: 0 kB\nSwapFree: 0 kB",
-    "host.runs": '{"read": 3456, "unread": 0, "runs": []}',
-    "host.software": "runtime docker\npython 3.10.12\npackages read",
-    "host.nccl": "absent system\nabsent user\nend",
-    "host.docker": (
-        "hook nvidia-container-runtime-hook\nhook nvidia-ctk\ngpus\n"
-        'ServerVersion "26.1.3"\nDockerRootDir "/var/lib/docker"\nDriver "overlay2"\n'
-        'Runtimes {"io.containerd.runc.v2":{"path":"runc"},"nvidia":{"path":"nvidia-container-runtime"}}\n'
-        "docker 4096 459276288 229638144 117440512 110000000 ext2/ext3"
-    ),
-    "host.image": (
-        'image "amd64" "linux" "2026-01-05T10:00:00.123456789Z" ["sha256:aa","sha256:bb"]\nsize 19327352832'
-    ),
+
+def room(free: int = 876 << 30, inodes: int = 110, of: int = 117, kind: str = "ext4") -> dict[str, object]:
+    """A file system with so many bytes free."""
+    return {"size": 1752 << 30, "free": free, "inodes": of, "inodes_free": inodes, "kind": kind}
+
+
+HEALTHY: Mapping[str, Any] = {
+    "host.system": {
+        "adapters": 2,
+        "locked": "unlimited",
+        "files": [1048576, 1048576],
+        "memory": [2113513980 << 10, 2080000000 << 10],
+    },
+    "host.disk": {"/": room(), "/tmp": room(), "shm": room(kind="tmpfs")},
+    "host.shared": {"room": room(inodes=0, of=0, kind="nfs4"), "trouble": ""},
+    "host.runs": {"read": 3456, "unread": 0, "runs": []},
+    "host.software": {"python": "3.10.12", "packages": {}},
+    "host.nccl": [["session", {}]],
+    "host.docker": {
+        "version": "26.1.3",
+        "folder": "/var/lib/docker",
+        "driver": "overlay2",
+        "ways": ["runtime nvidia", "hook nvidia-container-runtime-hook"],
+        "has_gpus": True,
+        "room": room(),
+    },
+    "host.image": ["amd64", "linux", "2026-01-05T10:00:00.123456789Z", ["sha256:aa", "sha256:bb"], 19327352832],
 }
-BARE_SOFTWARE = "runtime bare\npython 3.11.9\npackage nvidia-nccl-cu12 2.27.5\npackage torch 2.9.1+cu128\npackages read"
+BARE_SOFTWARE = {"python": "3.11.9", "packages": {"nvidia-nccl-cu12": "2.27.5", "torch": "2.9.1+cu128"}}
 
 
-def healthy(node: str = "node1", **changes: str) -> NodeProbe:
-    """A healthy node; `disk="..."` replaces the output of section host.disk."""
-    texts = {**HEALTHY, **{f"host.{name}": text for name, text in changes.items()}}
-    return NodeProbe(node, {name: Section(name, text, 0, SectionState.ENDED) for name, text in texts.items()})
+def healthy(node: str = "node1", **changes: object) -> NodeProbe:
+    """A healthy node; `disk=...` replaces the answer of section host.disk."""
+    told = {**HEALTHY, **{f"host.{name}": value for name, value in changes.items()}}
+    return NodeProbe(node, {name: Section(name, json.dumps(one), 0, SectionState.ENDED) for name, one in told.items()})
 
 
-def edited(section: str, old: str, new: str) -> NodeProbe:
-    """A healthy node with `old` in one section replaced, which must be there."""
-    name = f"host.{section}"
-    assert old in HEALTHY[name]
-    return healthy(**{section: HEALTHY[name].replace(old, new)})
+def changed(section: str, **changes: object) -> NodeProbe:
+    """A healthy node with other values in one section."""
+    return healthy(**{section: {**HEALTHY[f"host.{section}"], **changes}})
 
 
 def damaged(section: Section) -> NodeProbe:

@@ -13,7 +13,7 @@ from testkit.connecting import connect
 from testkit.testbed_fixture import MakeTestbed
 
 from cluster.checks.finding import Verdict
-from cluster.checks.groups.engine import engine_version, read_image
+from cluster.checks.groups.engine import read_engine, read_image
 from cluster.ssh.pool import SshConnection
 from cluster.survey.ask import survey_node
 from cluster.survey.facts import NodeFacts
@@ -43,7 +43,7 @@ def test_engine_and_image_of_a_real_daemon(make_testbed: MakeTestbed) -> None:
     with connect(testbed.host(testbed.node_names[0])) as connection:
         probe, without = ask(connection)
         version = connection.run(["docker", "version", "-f", "{{.Server.Version}}"]).stdout.decode().strip()
-        assert version == engine_version(NodeFacts(probe, DOCKER))
+        assert version == read_engine(NodeFacts(probe, DOCKER)).version
         assert without["host.docker_disk"] is not Verdict.UNKNOWN
         assert (without["host.docker"], without["host.image"]) == (Verdict.OK, Verdict.WARN)
         assert connection.run(["docker", "import", "-", "burst:cuda"], stdin=tar_of_one_file()).ok

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from host_sections import BARE, DOCKER, GIB_BLOCKS, HEALTHY, healthy
+from host_sections import BARE, DOCKER, HEALTHY, healthy, room
 from testkit.check_fakes import Groups
 
 from cluster.checks.finding import Finding, Verdict
@@ -19,13 +19,12 @@ IMAGE_GIB = 18
 
 def nodes_with_memory(*totals: int) -> dict[str, NodeProbe]:
     names = [f"node{at}" for at in range(1, len(totals) + 1)]
-    texts = [f"MemTotal: {total} kB\nMemAvailable: {total} kB" for total in totals]
-    return {name: healthy(name, memory=text) for name, text in zip(names, texts, strict=True)}
+    told = [{**HEALTHY["host.system"], "memory": [total, total]} for total in totals]
+    return {name: healthy(name, system=one) for name, one in zip(names, told, strict=True)}
 
 
 def node(name: str, free_gib: int, *, has_image: bool) -> NodeProbe:
-    text = HEALTHY["host.docker"].replace("229638144", str(free_gib * GIB_BLOCKS))
-    probe = healthy(name, docker=text)
+    probe = healthy(name, docker={**HEALTHY["host.docker"], "room": room(free_gib << 30)})
     return probe if has_image else NodeProbe(name, {**probe.sections, "host.image": ABSENT})
 
 

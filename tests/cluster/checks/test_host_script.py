@@ -1,7 +1,8 @@
-"""The real host.sh, run by dash and with the tools of busybox, on this machine and on a tree full of traps."""
+"""The questions of group host, run by dash and with the tools of busybox, here and on a tree full of traps."""
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import shutil
@@ -13,11 +14,12 @@ from pathlib import Path
 import pytest
 from host_sections import BARE, DOCKER
 from testkit.check_fakes import Groups
+from testkit.local_connection import AT_HAND
 
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.groups.host import read_memory, read_runs
+from cluster.checks.groups.host import read_runs, read_system
 from cluster.checks.groups.software import read_software
-from cluster.survey.lines import Answer
+from cluster.survey.facts import NodeFacts
 from cluster.survey.script import build_script, new_fence, read_sections
 from cluster.survey.section import NodeProbe, SectionState
 
@@ -53,7 +55,7 @@ def ask(
 ) -> NodeProbe:
     """The answer to these questions (none: to all) when the shell and the first tools are those in `tools`."""
     fence = new_fence()
-    path = f"{tools}:{os.environ['PATH']}"
+    path = f"{tools}:{AT_HAND}:{os.environ['PATH']}"
     questions = [one for one in GROUP.questions if not sections or one.name.removeprefix("host.") in sections]
     result = subprocess.run(
         [str(tools / "sh"), "-s"],
@@ -94,6 +96,7 @@ def trapped(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Node
     write(root / "proc/uptime", "9000.50 100.0\n")
     write(root / "proc/meminfo", "MemTotal:       1000000 kB\nMemFree: 1 kB\nMemAvailable:    900000 kB\n")
     write(root / "sys/class/infiniband/mlx5_0/node_type", "1\n")
+    write(root / "proc/self/limits", "Max locked memory         8388608        8388608        bytes\n")
     write(root / "etc/nccl.conf", f"# PASSWORD={CANARY}\nNCCL_P2P_DISABLE=1\nTOKEN={CANARY}\nNCCL_DEBUG=WARN")
     process(root, 1, "init")
     process(root, 20, "a) Z 1 (b", state="D")
@@ -116,58 +119,43 @@ def here(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> NodeProbe:
 
 def test_on_this_machine_every_section_ends_and_can_be_read(here: NodeProbe) -> None:
     probe = here
-    assert len(probe.sections) == 9
+    assert len(probe.sections) == 8
     assert {section.state for section in probe.sections.values()} == {SectionState.ENDED}
     unknown = [one for one in GROUP.check(probe, BARE) if one.severity is Verdict.UNKNOWN]
     assert not unknown
-    assert read_memory(Answer(probe.section("host.memory")))[0] == os.sysconf("SC_PHYS_PAGES") * os.sysconf(
-        "SC_PAGE_SIZE"
-    )
+    system = read_system(NodeFacts(probe, BARE))
+    assert system.memory_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert system.files[0] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    assert system.locked_bytes == (math.inf if locked == resource.RLIM_INFINITY else locked)
 
 
 def test_python_that_is_asked_is_that_of_the_ranks(tools: Path, tmp_path: Path) -> None:
-    answer = "python 3.12.1\\npackage torch 9.9.9\\npackages read\\n"
-    write(tmp_path / "my venv/bin/python", f"#!/bin/sh\nprintf '{answer}'\n")
+    told = '{"python": "3.12.1", "packages": {"torch": "9.9.9"}}'
+    write(tmp_path / "my venv/bin/python", f"#!/bin/sh\necho '{told}'\n")
     (tmp_path / "my venv/bin/python").chmod(0o700)
     settings = GROUP.settings(replace(BARE, python="~/my venv/bin/python"))
-    software = read_software(Answer(ask(tools, tmp_path, "software", settings=settings).section("host.software")))
+    software = read_software(NodeFacts(ask(tools, tmp_path, "software", settings=settings), BARE))
     assert (software.python, software.packages) == ("3.12.1", {"torch": "9.9.9"})
 
 
-def test_limits_are_those_of_the_session(here: NodeProbe) -> None:
-    limits = Answer(here.section("host.limits"))
-    assert limits.number("nofile_soft") == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    assert locked == resource.RLIM_INFINITY or limits.number("memlock") * 1024 == locked
-
-
-def test_limits_that_were_cut_off_do_not_look_as_if_there_were_no_adapters(tools: Path, tmp_path: Path) -> None:
-    write(tmp_path / "sys/class/infiniband/mlx5_0/node_type", "1\n")
-    write(tmp_path / "proc/self/limits", "Max locked memory         8388608        8388608        bytes\n")
-    probe = ask(tools, tmp_path, "limits", BURST_PROBE_ROOT=str(tmp_path))
-    section = probe.section("host.limits")
-    assert only(probe, "host.memlock").severity is Verdict.FAIL
-    for cut in range(len(section.output)):
-        answer = NodeProbe(probe.node, {section.name: replace(section, output=section.output[:cut])})
-        assert only(answer, "host.memlock").severity is not Verdict.OK
-
-
 def test_room_is_what_the_system_says(here: NodeProbe) -> None:
-    room, truth = Answer(here.section("host.disk")).filesystem("root"), os.statvfs("/")
-    assert room is not None
-    assert room.size_bytes == truth.f_blocks * truth.f_frsize
+    room, truth = here.section("host.disk").document()["/"], os.statvfs("/")
+    assert room["size"] == truth.f_blocks * truth.f_frsize
     # Other tests write meanwhile.
-    assert room.free_bytes == pytest.approx(truth.f_bavail * truth.f_frsize, rel=0.1)
+    assert room["free"] == pytest.approx(truth.f_bavail * truth.f_frsize, rel=0.1)
+    kind = subprocess.run(["stat", "-f", "-c", "%T", "/dev/shm"], capture_output=True, text=True, check=True).stdout
+    assert here.section("host.disk").document()["shm"]["kind"] == kind.strip()
 
 
 def test_the_rehearsal_tree_is_read_where_it_has_the_file(trapped: tuple[NodeProbe, Path]) -> None:
-    probe, _ = trapped
-    assert read_memory(Answer(probe.section("host.memory")))[0] == 1000000 << 10
-    assert Answer(probe.section("host.limits")).values("rdma") == ["mlx5_0"]
+    system = read_system(NodeFacts(trapped[0], BARE))
+    assert (system.memory_bytes, system.adapters, system.locked_bytes) == (1000000 << 10, 1, 8388608)
+    assert only(trapped[0], "host.memlock").severity is Verdict.FAIL
 
 
 def test_runs_are_found_by_the_environment_and_by_nothing_that_looks_like_it(trapped: tuple[NodeProbe, Path]) -> None:
-    found, _ = read_runs(Answer(trapped[0].section("host.runs")))
+    found, _ = read_runs(trapped[0].section("host.runs"))
     assert [one.pid for one in found] == [30, 33]
     assert (found[0].run_id, found[0].owner) == (RUN_ID, "root")
 
@@ -201,9 +189,8 @@ def fake_docker(tools: Path, folder: Path, body: str) -> Path:
 
 ENGINE = r"""
 case "$1 $*" in
-    image*) echo 'image "amd64" "linux" "2026-01-05T10:00:00Z" ["sha256:aa"]'; echo 'size 123' ;;
-    *json*) printf 'ServerVersion "26.1.3"\nDockerRootDir "/"\nDriver "overlay2"\nRuntimes {"nvidia":{}}\n' ;;
-    *) echo / ;;
+    image*) echo '["amd64","linux","2026-01-05T10:00:00Z",["sha256:aa"],123]' ;;
+    *) echo '["26.1.3","/","overlay2",{"nvidia":{}}]'; echo a warning >&2 ;;
 esac
 """
 
@@ -228,16 +215,25 @@ def test_an_engine_with_several_words_is_called_with_all_of_them(tools: Path, tm
     assert only(probe, "host.docker", DOCKER).severity is Verdict.OK
 
 
+def test_an_engine_without_a_daemon_is_silent_although_it_ends_well(tools: Path, tmp_path: Path) -> None:
+    engine = """echo '["",null,"",{}]'; echo Cannot connect to the Docker daemon >&2"""
+    probe = ask(fake_docker(tools, tmp_path, engine), tmp_path, "docker", settings=GROUP.settings(DOCKER))
+    assert "daemon does not answer" in only(probe, "host.docker", DOCKER).observed
+
+
 def test_a_shared_folder_that_is_there_tells_its_room(tools: Path, tmp_path: Path) -> None:
     probe = ask(tools, tmp_path, "shared", settings={"BURST_SHARED_FOLDER": str(tmp_path)})
-    assert probe.section("host.shared").output.startswith("shared ")
+    told = probe.section("host.shared").document()
+    assert (told["room"]["size"] > 0, told["trouble"]) == (True, "")
+    write(tmp_path / "file", "")
+    probe = ask(tools, tmp_path, "shared", settings={"BURST_SHARED_FOLDER": str(tmp_path / "file")})
+    assert "Not a directory" in only(probe, "host.shared", DOCKER).observed
 
 
 def test_a_node_without_the_tools_is_unknown_and_not_fine(tmp_path: Path) -> None:
     (tmp_path / "sh").symlink_to(_tool("dash"))  # busybox is never without its tools
-    for name in ("stat", "python3"):
-        write(tmp_path / name, "#!/bin/sh\nexit 127\n")
-        (tmp_path / name).chmod(0o755)
+    write(tmp_path / "python3", "#!/bin/sh\nexit 127\n")
+    (tmp_path / "python3").chmod(0o755)
     probe = ask(tmp_path, tmp_path, "disk", "runs")
     for check in ("host.disk", "host.shm", "host.runs"):
         found = {one.severity for one in GROUP.check(probe, BARE) if one.check == check}

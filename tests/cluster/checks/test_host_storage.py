@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -16,15 +17,12 @@ from testkit.testbed_fixture import MakeTestbed
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.groups.storage import (
     GROUP,
-    WRITE_SCRIPT,
     Answer,
     FolderTest,
     check_shared_folder,
     judge_folder,
-    read_answer,
 )
 from cluster.errors import SshError, SshFailure
-from cluster.ssh.connection import CommandResult
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 
@@ -108,14 +106,14 @@ def test_a_folder_that_is_missing_on_one_node_is_named(tmp_path: Path) -> None:
     nodes = {**local("a", "b"), "c": elsewhere("c", shared, tmp_path / "nowhere")}
     found = check_shared_folder(nodes, str(shared))
     assert verdicts(found) == {"a": OK, "b": OK, "c": FAIL}
-    assert "not there" in of(found, "c").observed
+    assert "No such file" in of(found, "c").observed
 
 
 def test_a_file_in_place_of_the_folder_fails(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (finding,) = check_shared_folder(local("a"), str(tmp_path / "file"))
     assert finding.severity is FAIL
-    assert "not a folder" in finding.observed
+    assert "Not a directory" in finding.observed
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -160,58 +158,58 @@ def test_only_absolute_paths_are_folders(folder: str) -> None:
 
 
 def test_an_existing_file_is_never_written(tmp_path: Path) -> None:
-    (tmp_path / "f.0").write_text("mine")
-    settings = f"folder={tmp_path}\nfile=f\nown=0\nword=word\n"
-    result = LocalConnection("a").run(["sh", "-s"], stdin=f"{settings}{WRITE_SCRIPT}".encode())
-    assert read_answer(result, "word").end == "refused"
-    assert (tmp_path / "f.0").read_text() == "mine"
+    def given(stdin: bytes) -> bytes:
+        (name,) = re.findall(rb"export BURST_FILE=(\S+)", stdin)
+        (tmp_path / f"{name.decode()}.0").write_text("mine")
+        return stdin
+
+    (found, *_) = check_shared_folder({"a": LocalConnection("a", given=given)}, str(tmp_path))
+    assert (found.severity, "File exists" in found.observed) == (FAIL, True)
 
 
-def answers(*lines: str, said: str = "") -> Answer:
-    return Answer(lines, said)
-
-
-SAW_ALL = answers("saw 0", "saw 1", "saw 2", "looked")
+ALL = frozenset({0, 1, 2})
+SAW_ALL = Answer("looked", "/dev/sda1, mounted at /", ALL)
 
 
 @pytest.mark.parametrize(
     ("written", "looked", "expected", "words"),
     [
-        (answers("written"), SAW_ALL, OK, ""),
-        (answers("refused", said="sh: cannot create /s/x: Read-only file system"), SAW_ALL, FAIL, "read-only"),
-        (answers("refused", said="sh: cannot create /s/x: Permission denied"), SAW_ALL, FAIL, "permission denied"),
-        (answers("refused", said="printf: No space left on device"), SAW_ALL, FAIL, "no space left"),
-        (answers("absent", said="ls: cannot access '/s': Stale file handle"), None, FAIL, "stale"),
-        (answers("absent", said="ls: /s: Permission denied"), None, FAIL, "permission denied"),
-        (answers("written"), answers("saw 0", "denied 1", "saw 2", "looked"), FAIL, "may not read"),
-        (answers("written"), answers("saw 0", "wrong 1", "saw 2", "looked"), FAIL, "other words"),
-        (answers("written"), answers("saw 0", "saw 1", "looked"), FAIL, "does not see what c wrote"),
-        (answers("written"), answers("saw 0", "saw 1", "saw 2"), UNKNOWN, "no answer"),
-        (answers("strange"), SAW_ALL, UNKNOWN, "no answer"),
+        (Answer("written"), SAW_ALL, OK, ""),
+        (Answer("refused", "Read-only file system"), SAW_ALL, FAIL, "Read-only"),
+        (Answer("refused", "Permission denied"), SAW_ALL, FAIL, "Permission denied"),
+        (Answer("refused", "No space left on device"), SAW_ALL, FAIL, "No space left"),
+        (Answer("absent", "Stale file handle"), None, FAIL, "Stale"),
+        (Answer("absent", "Permission denied"), None, FAIL, "Permission denied"),
+        (Answer("written"), Answer("denied", "Permission denied", ALL - {1}), FAIL, "may not read"),
+        (Answer("written"), Answer("wrong", "", ALL - {1}), FAIL, "other words"),
+        (Answer("written"), Answer("looked", "", ALL - {2}), FAIL, "does not see what c wrote"),
+        (Answer("written"), Answer("none", "gone", ALL), UNKNOWN, "no answer: gone"),
+        (Answer("strange"), SAW_ALL, UNKNOWN, "no answer"),
     ],
 )
 def test_what_a_node_says_decides(written: Answer, looked: Answer | None, expected: Verdict, words: str) -> None:
     nodes = ("a", "b", "c")
-    all_written = {"a": written, "b": answers("written"), "c": answers("written")}
+    all_written = {"a": written, "b": Answer("written"), "c": Answer("written")}
     all_looked = {"b": SAW_ALL, "c": SAW_ALL} | ({"a": looked} if looked else {})
     first = judge_folder(FolderTest("/s", nodes, all_written, all_looked))[0]
     assert first.severity is expected
     assert words in first.observed
 
 
-def test_an_answer_without_the_word_is_none() -> None:
-    noisy = CommandResult(0, b"Welcome!\nsaw 1\nword saw 2\nword looked\n", b"")
-    assert read_answer(noisy, "word").numbers("saw") == {2}
-    assert read_answer(CommandResult(0, b"saw 1\nlooked\n", b""), "word").end == "none"
-    assert read_answer(CommandResult(1, b"word looked\n", b""), "word").end == "none"
-    assert read_answer(CommandResult(0, b"word looked\n", b"", truncated=True), "word").end == "none"
+@pytest.mark.parametrize("told", ["null", "{}", '{"end": "looked", "saw": 5}', "Welcome!"])
+def test_an_answer_that_makes_no_sense_is_none(tmp_path: Path, told: str) -> None:
+    node = LocalConnection(
+        "a", given=lambda stdin: re.sub(rb"print\(json.dumps\(told\)\)", f"print('{told}')".encode(), stdin)
+    )
+    found = check_shared_folder({"a": node, **local("b", "c")}, str(tmp_path))
+    assert verdicts(found) == {"a": UNKNOWN, "b": OK, "c": OK}
 
 
 @pytest.mark.parametrize(
     ("command", "words"),
     [
         (lambda folder: f"mount -t tmpfs none {folder}", "mounted at"),
-        (lambda folder: f"mount --bind {folder} {folder} && mount -o remount,ro,bind {folder}", "read-only"),
+        (lambda folder: f"mount --bind {folder} {folder} && mount -o remount,ro,bind {folder}", "Read-only"),
     ],
 )
 def test_one_node_of_a_testbed_with_a_mount_of_its_own_is_named(

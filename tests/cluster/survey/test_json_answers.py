@@ -14,7 +14,6 @@ from cluster.checks.groups.host import read_runs
 from cluster.checks.groups.ib_health import read_counters
 from cluster.survey.adapters import parse_adapters, parse_gpudirect
 from cluster.survey.interfaces import read_interfaces
-from cluster.survey.lines import Answer
 from cluster.survey.nvidia_smi import read_pci_devices
 from cluster.survey.section import NodeProbe, Section, SectionState, UnreadableError
 
@@ -37,7 +36,7 @@ def told(name: str, value: Any) -> Section:
 
 
 PARSERS = {
-    "runs": lambda value: read_runs(Answer(told("host.runs", value))),
+    "runs": lambda value: read_runs(told("host.runs", value)),
     "counters": lambda value: read_counters(told("ib.counters", value)),
     "adapters": lambda value: parse_adapters(told("ib.ports", value)),
     "gpudirect": lambda value: parse_gpudirect(told("ib.gpudirect", value)),
@@ -62,6 +61,13 @@ def test_what_sysfs_tells_of_interfaces_may_be_anything(value: Any, of_link: Any
         probe = NodeProbe("n1", {name: told(name, answer) for name, answer in answers.items()})
         (link,) = read_interfaces(probe)
         assert link.name == "eth0"
+
+
+@pytest.mark.parametrize("name", ["counters", "adapters"])
+@pytest.mark.parametrize("value", [{}, "", None])
+def test_what_is_no_list_is_not_an_empty_one(name: str, value: Any) -> None:
+    with pytest.raises(UnreadableError):
+        PARSERS[name](value)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from testkit.check_fakes import GONE, HEALTHY, SILENCE, Answer, FakeConnection, answer, done, frame
 from testkit.machine_clock import machine_time
 
-from cluster.checks.groups.host import MEMORY
+from cluster.checks.groups.host import SYSTEM
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.hosts import Host
 from cluster.survey.ask import ANSWER_BYTES, survey_here, survey_node
@@ -32,11 +32,11 @@ def test_a_whole_answer_has_no_trouble() -> None:
 
 def test_the_whole_probe_is_one_command_with_the_script_on_stdin() -> None:
     connection = FakeConnection(HOST, HEALTHY)
-    survey_node(connection, [MEMORY], settings={"BURST_IMAGE": "a b; id"})
+    survey_node(connection, [SYSTEM], settings={"BURST_IMAGE": "a b; id"})
     assert connection.commands == [["date", "+%s.%N"], ["sh", "-s"]]
     (process,) = connection.processes
     assert "export BURST_IMAGE='a b; id'\n" in process.script
-    assert "section host.memory " in process.script
+    assert "section host.system " in process.script
     assert process.closed
 
 
@@ -163,9 +163,9 @@ def test_a_time_that_makes_no_sense_is_none(clock: bytes) -> None:
 
 
 def test_this_machine_is_asked_without_ssh() -> None:
-    probe = survey_here([MEMORY], timeout_s=30)
+    probe = survey_here([SYSTEM], timeout_s=30)
     assert probe.trouble == ""
-    assert probe.section("host.memory").ok
+    assert probe.section("host.system").ok
     assert probe.clock_offset_s is None
 
 
