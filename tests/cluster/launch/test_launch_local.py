@@ -151,9 +151,9 @@ def test_death_of_a_rank_is_known_within_two_seconds_although_its_peers_wait_for
 
     def kill(observer: Observer) -> None:
         if steps_done(observer) == 5 and not died:
-            ranks = [p for p in run_processes(observer.run.run_id) if p.environ().get("RANK") == "1"]
-            ranks[0].kill()
-            died.append(time.monotonic())
+            for rank in (p for p in run_processes(observer.run.run_id) if p.environ().get("RANK") == "1"):
+                rank.kill()  # as soon as there is one: rank 0 may have made its steps before
+                died.append(time.monotonic())
 
     outcome, _, observer = launch(tmp_path, "wait", kill)
     known_at = [*observer.noted_at, time.monotonic()][0]  # all may be over before there was time for a note
