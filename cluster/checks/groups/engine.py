@@ -41,7 +41,7 @@ command = os.environ["BURST_ENGINE"].split()
 
 def ask(*words):
     if shutil.which(command[0]) is None:
-        sys.exit(127)
+        sys.exit("no program " + command[0])  # no exit code: that of a missing Python is the shell's
     asked = subprocess.run([*command, *words], stdin=subprocess.DEVNULL, capture_output=True)
     said = asked.stdout.decode(errors="replace")
     # A dead daemon is no reason for some versions to exit with anything but 0: then it has no version.
@@ -128,17 +128,18 @@ def check_docker(check: Check, facts: NodeFacts) -> list[Finding]:
 def _silent(check: Check, facts: NodeFacts, error: UnreadableError) -> Finding:
     """Why no engine answers; SKIP where none is needed."""
     section, command = facts.section(ENGINE), facts.config.container.command
+    is_missing = section.exit_code == 1 and section.output.startswith("no program ")
     if not facts.in_containers:
-        return check.skip(f"{'not installed' if section.tool_missing else 'does not answer'}; {_NOT_NEEDED}")
+        return check.skip(f"{'not installed' if is_missing else 'does not answer'}; {_NOT_NEEDED}")
     check, why = check.expecting("an engine that answers"), one_line(section.output, 200)
-    if section.tool_missing:
+    if is_missing:
         return check.fail(
             f"{command} is not installed", f"install it, or set cluster.container.command (now {command})"
         )
     for pattern, text, remedy in _REASONS if section.state is SectionState.ENDED else ():
         if re.search(pattern, why, re.IGNORECASE):
             return check.fail(text, remedy, why)
-    return check.unknown(str(error), f"run `{command} info` on the node", why)
+    return check.unknown(str(error), error.remedy or f"run `{command} info` on the node", why)
 
 
 def check_docker_disk(check: Check, facts: NodeFacts) -> list[Finding]:

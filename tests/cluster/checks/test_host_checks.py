@@ -167,7 +167,8 @@ def test_nccl_settings_are_shown_with_their_place() -> None:
 @pytest.mark.parametrize(
     ("code", "output", "expected", "words"),
     [
-        (127, "", FAIL, "not installed"),
+        (1, "no program docker", FAIL, "docker is not installed"),
+        (127, "", UNKNOWN, "exit code 127"),  # without Python nobody looked for it
         (1, "permission denied while trying to connect to the Docker daemon socket", FAIL, "may not use"),
         (1, "Cannot connect to the Docker daemon at unix:///var/run/docker.sock.", FAIL, "does not answer"),
         (1, 'template: :1:2: executing "" at <.ServerVersion>: no such field', UNKNOWN, "exit code 1"),

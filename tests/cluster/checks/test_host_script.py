@@ -221,6 +221,11 @@ def test_an_engine_without_a_daemon_is_silent_although_it_ends_well(tools: Path,
     assert "daemon does not answer" in only(probe, "host.docker", DOCKER).observed
 
 
+def test_an_engine_that_is_not_there_is_named(tools: Path, tmp_path: Path) -> None:
+    probe = ask(tools, tmp_path, "docker", settings={"BURST_ENGINE": "no-such-engine --flag"})
+    assert "not installed" in only(probe, "host.docker", DOCKER).observed
+
+
 def test_a_shared_folder_that_is_there_tells_its_room(tools: Path, tmp_path: Path) -> None:
     probe = ask(tools, tmp_path, "shared", settings={"BURST_SHARED_FOLDER": str(tmp_path)})
     told = probe.section("host.shared").document()
