@@ -91,8 +91,9 @@ class MemoryCheck:
     @property
     def fit(self) -> Fit | None:
         """Of the prediction."""
-        known = self.prediction is not None and self.capacity is not None
-        return predicted_fit(self.prediction, self.capacity) if known else None  # type: ignore[arg-type]
+        if self.prediction is None or self.capacity is None:
+            return None
+        return predicted_fit(self.prediction, self.capacity)
 
     @property
     def fits(self) -> bool:

@@ -68,6 +68,8 @@ class LocalRunner(NamedNodes):
 
     def survey(self, config: RunConfig, asked: Asked) -> LocalSurvey:
         cluster = config.cluster
+        if cluster.nodes is not None:  # better no run than one that quietly uses this machine in place of those
+            raise ConfigError(f"cluster.nodes={cluster.nodes} names other machines; add cluster=local to run here")
         if (cluster.num_nodes or 1) > 1:
             raise ConfigError(
                 f"cluster.num_nodes={cluster.num_nodes}, but no nodes are named: give --hosts node[1-4], --hostfile "
@@ -99,7 +101,6 @@ def build_local_plan(
     `module` is what torchrun starts on every rank with the path of config.yaml as its argument. Raises ConfigError when
     the backend that was asked for does not fit the machine.
     """
-    _refuse_other_machines(config)
     resolved, backend = with_ranks(config, facts)
     loopback = socket_variable(backend.name, "lo", "all ranks are on this machine")
     site = Site(facts.hostname, _ADDRESS, str(run_path), facts.python, facts.python_path, facts.cwd, more=(loopback,))
@@ -109,14 +110,6 @@ def build_local_plan(
     # Whoever gives each run GPUs of its own may start several.
     exclusive = backend.name == "nccl" and not facts.has_chosen_gpus
     return assemble_plan("local", resolved, run_path, (node,), backend, *files, is_exclusive=exclusive)
-
-
-def _refuse_other_machines(config: RunConfig) -> None:
-    """Better no run than one that quietly uses this machine in place of those that were named."""
-    if config.cluster.nodes is not None:
-        raise ConfigError(f"cluster.nodes={config.cluster.nodes} names other machines; add cluster=local to run here")
-    if config.cluster.container.runtime != "bare":
-        raise ConfigError("cluster.container.runtime=docker: ranks of this machine start outside of containers")
 
 
 def plan_script(node: NodePlan, run_path: Path) -> str:

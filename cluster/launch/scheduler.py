@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Self
 
@@ -48,7 +49,7 @@ def run_client(
         raise SchedulerError("silent", f"{words[0]} got no answer in {timeout_s:g} s") from error
 
 
-class WatchedJob:
+class WatchedJob(ABC):
     """A job of a scheduler, asked about by a thread, because the commands take seconds. No call but `look` waits.
 
     Several links share it. problem: why the scheduler cannot be asked now.
@@ -62,9 +63,9 @@ class WatchedJob:
         self._is_closed = False
         self._end_at: float | None = None  # when the scheduler is to end the job
 
+    @abstractmethod
     def look(self) -> bool:
         """Do what is due, and ask; whether there is more to be asked. The thread calls it again and again."""
-        raise NotImplementedError
 
     def watch(self) -> Self:
         """Begin to ask, if that has not begun."""

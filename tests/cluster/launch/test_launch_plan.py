@@ -12,7 +12,8 @@ import pytest
 import yaml
 from testkit.fake_plan import node_facts
 
-from cluster.launch.local import build_local_plan
+from cluster.launch.local import RUNNER, build_local_plan
+from cluster.launch.runner import Asked
 from cluster.plan import LaunchPlan, choose_backend, node_spec, with_exclusive
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
@@ -66,7 +67,7 @@ def test_backend_reason_names_the_facts() -> None:
 )
 def test_machines_and_containers_that_no_launch_reaches_are_refused(cluster: dict[str, object], remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        build_local_plan(config_from_dict({"cluster": cluster}), node_facts(), RUN)
+        RUNNER.survey(config_from_dict({"cluster": cluster}), Asked())
     assert str(caught.value).startswith(remedy)
 
 
