@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from engine.attention.context import SequenceContext, attention
 from engine.attention.library import ContextParallel
 from engine.config.errors import ConfigError
+from engine.config.settings import MaskKind
 from engine.data.sampler import IGNORE_INDEX
 from engine.planning.sequence.mask import Mask
-from engine.planning.sequence.patterns import MaskKind
 
 IMPLEMENTATION = "burst_context_parallel"
 CONTEXTS_KEPT = 8  # batches with other lengths or documents need other plans

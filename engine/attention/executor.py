@@ -52,7 +52,7 @@ class Execution:
     def __init__(
         self, plan: RankPlan, arithmetic: Arithmetic, transport: Transport, pinned: Mapping[str, Fields]
     ) -> None:
-        self._plan = plan
+        self.plan = plan
         self._arithmetic = arithmetic
         self._transport = transport
         # Rows of slots, and what of them travels: plans use the same ones over and over.
@@ -66,7 +66,7 @@ class Execution:
         """Run all steps; afterwards pinned slots remain, the other buffers may serve the next run."""
         for _ in self.steps():
             pass
-        slots = zip(self._plan.slots, self.slots, strict=True)
+        slots = zip(self.plan.slots, self.slots, strict=True)
         self.slots = [fields if slot.pin else {} for slot, fields in slots]
         self._cut.clear()
         self._wires.clear()
@@ -74,7 +74,7 @@ class Execution:
 
     def steps(self) -> Iterator[int]:
         """Run step by step; yields the step's index after its posts, after its waits were asked for, and at its end."""
-        for step in self._plan.steps:
+        for step in self.plan.steps:
             for op in step.pre:
                 self._op(op)
             if step.post:
@@ -90,14 +90,9 @@ class Execution:
             self._arithmetic.finish_step()
             yield step.index
 
-    @property
-    def step_indexes(self) -> frozenset[int]:
-        """Steps at which this rank does something."""
-        return frozenset(step.index for step in self._plan.steps)
-
     def pinned(self, name: str) -> Fields:
         """Buffers of a pinned slot."""
-        return self.slots[self._plan.pinned(name)]
+        return self.slots[self.plan.pinned(name)]
 
     def _rows(self, view: View) -> Fields:
         """Mostly the same dictionary for the same view; the slot's own for all of its rows."""
@@ -105,7 +100,7 @@ class Execution:
             if len(self._cut) == CUTS_KEPT:
                 self._cut.clear()
             fields = self.slots[view.slot]
-            if view.stop - view.start < self._plan.slots[view.slot].rows:
+            if view.stop - view.start < self.plan.slots[view.slot].rows:
                 fields = {name: tensor[view.start : view.stop] for name, tensor in fields.items()}
             self._cut[view] = fields
         return self._cut[view]
@@ -125,7 +120,7 @@ class Execution:
         self._arithmetic.run_op(op.op, self._operand(op.dst), self._operand(op.src) if op.src else None)
 
     def _operand(self, view: View) -> Operand:
-        return Operand(self._plan.slots[view.slot], self._rows(view))
+        return Operand(self.plan.slots[view.slot], self._rows(view))
 
     def _parcel(self, transfer: Transfer) -> Parcel:
         tensors = self._wires.get(transfer.view) or self._wire(transfer.view)

@@ -30,7 +30,7 @@ from engine.attention.runtime import AttentionRuntime
 from engine.attention.transport import Parcel, Transport
 from engine.config.errors import ConfigError
 from engine.config.schema import range_problems, read_dataclass
-from engine.config.settings import AttentionConfig, Dtype, MemoryConfig, ModelConfig, RunConfig, TrainConfig
+from engine.config.settings import AttentionConfig, Dtype, MaskKind, MemoryConfig, ModelConfig, RunConfig, TrainConfig
 from engine.parallel.collectives import gather_objects
 from engine.parallel.mesh import Mesh, step_timeout
 from engine.parallel.waits import WaitClock
@@ -40,11 +40,11 @@ from engine.planning.methods.presets import PRESETS, AttentionMethod, local_head
 from engine.planning.methods.resolve import machine_of, resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.schedule.plan import HOST_CHANNELS, Channel, LinkBytes
-from engine.planning.sequence.layers import attention_layers, mask_options
+from engine.planning.sequence.layers import attention_layers
 from engine.planning.sequence.layout import Layout
 from engine.planning.sequence.lengths import padded_length
 from engine.planning.sequence.mask import Mask
-from engine.planning.sequence.patterns import MaskKind, build_mask
+from engine.planning.sequence.patterns import build_mask
 
 CONTEXTS_KEPT = 8  # batches with different documents need different plans
 WINDOWED = ("window", "sink_window")  # masks with bands that are neither full nor causal
@@ -262,7 +262,7 @@ class ContextParallel:
 
     def _mask(self, mask: Mask | MaskKind, seq_len: int, documents: tuple[int, ...]) -> Mask:
         if not isinstance(mask, Mask):
-            return build_mask(mask, seq_len, mask_options(self.config.attention, mask), documents)
+            return build_mask(mask, seq_len, self.config.attention, documents)
         if mask.seq_len != seq_len:
             raise ConfigError(f"mask: made for {mask.seq_len} tokens, but the sequence has {seq_len}")
         if mask.query_stop is not None:

@@ -3,7 +3,6 @@
     BurstError                 exit code 1
     ├── ConfigError            exit code 2: the configuration is wrong; `problems` lists every mistake
     ├── DataError              a data file or tokenizer is unusable; the text names file and place
-    ├── PlanError              an attention plan breaks one of its own rules (a bug of ours, never of the user)
     └── RunError               a run failed while it ran
 
 Every message says what failed, what was given, what was expected and what to do next.
@@ -32,10 +31,6 @@ class ConfigError(BurstError):
 
 class DataError(BurstError):
     """A data file, shard or tokenizer is unusable."""
-
-
-class PlanError(BurstError):
-    """An attention plan breaks a rule of `engine.planning.schedule.plan`."""
 
 
 class RunError(BurstError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from engine.config.data import data_rules, weight_rules
 from engine.config.errors import ConfigError
 from engine.config.machines import machine_problems
 from engine.config.schema import Problem, range_problems, walk_fields
-from engine.config.settings import ModelConfig, RunConfig
+from engine.config.settings import AttentionConfig, MaskKind, ModelConfig, RunConfig
 from engine.planning.methods.presets import legal_attention, tile_tokens_of
 from engine.planning.methods.topology import Topology, known_cp_size, legal_sizes, place_ranks, tensor_parallel_problems
 
@@ -206,17 +206,25 @@ def _tensor_parallel(config: RunConfig) -> Iterator[str]:
         yield from tensor_parallel_problems(config.model, config.parallel.tp_size)
 
 
-def _masks(config: RunConfig) -> Iterator[str]:
-    """Masks have what they need, and documents are told apart where the data can say them."""
-    attention = config.attention
-    kinds = {attention.mask, *attention.mask_layers}
-    if attention.window_tokens is None and kinds & {"window", "sink_window"}:
+def mask_problems(attention: AttentionConfig, kinds: Collection[MaskKind]) -> Iterator[str]:
+    """What masks of these kinds lack or cannot take, one sentence each."""
+    if attention.window_tokens is None and not {"window", "sink_window"}.isdisjoint(kinds):
         yield (
             "attention.window_tokens: null, but a windowed mask is asked for; give the number of keys that a token "
             "sees, such as attention.window_tokens=4096"
         )
     if attention.blocks_file is None and "blocks" in kinds:
         yield "attention.blocks_file: null, but attention.mask=blocks reads its list of blocks from a file; name one"
+    if "vertical_slash" in kinds and min(attention.vertical_blocks, default=0) < 0:
+        yield f"attention.vertical_blocks: got {attention.vertical_blocks}, but blocks count from 0"
+    if "vertical_slash" in kinds and min(attention.slash_blocks, default=1) != 0:
+        yield f"attention.slash_blocks: got {attention.slash_blocks}; distances begin with 0, or no token sees itself"
+
+
+def _masks(config: RunConfig) -> Iterator[str]:
+    """Masks have what they need, and documents are told apart where the data can say them."""
+    attention = config.attention
+    yield from mask_problems(attention, {attention.mask, *attention.mask_layers})
     if attention.blocks_file is not None and not Path(attention.blocks_file).expanduser().is_file():
         yield f"attention.blocks_file: no such file: {attention.blocks_file!r} (looked from {Path.cwd()})"
     if attention.documents and config.train.micro_batch_size > 1:

@@ -107,7 +107,6 @@ def test_launch_with_a_bad_override_leaves_no_run_folder(burst, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("overrides", "mistake", "remedy"),
     [
-        (["attention.mask=vertical_slash", "attention.slash_blocks=[-1]"], "slash_blocks is (-1,)", "count from 0"),
         (["attention=auto", "attention.layout=chunk_cyclic"], "orders tokens by chunks", "set attention.chunk_tokens"),
         (["attention.mask=blocks", "attention.blocks_file=pairs.json"], "pairs.json", 'an object with a list "pairs"'),
     ],

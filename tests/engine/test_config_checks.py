@@ -56,6 +56,17 @@ BROKEN = {
     "train.guard: rewind goes back to a checkpoint, but none is saved": {
         "train": {"guard": {"on_nonfinite": "rewind"}, "checkpoint": {"at_end": True}}
     },
+    "attention.window_tokens: null, but a windowed mask": {"attention": {"mask_layers": ("causal", "sink_window")}},
+    "attention.blocks_file: null, but attention.mask=blocks": {"attention": {"mask": "blocks"}},
+    "attention.vertical_blocks: got (1, -1), but blocks count from 0": {
+        "attention": {"mask": "vertical_slash", "vertical_blocks": (1, -1)}
+    },
+    "attention.slash_blocks: got (0, -1); distances begin with 0": {
+        "attention": {"mask": "vertical_slash", "slash_blocks": (0, -1)}
+    },
+    "attention.slash_blocks: got (); distances begin with 0": {
+        "attention": {"mask": "vertical_slash", "slash_blocks": ()}
+    },
     "model.num_kv_heads: got 3, expected a divisor of model.num_heads=4: 1, 2, 4": {"model": {"num_kv_heads": 3}},
     "model.num_kv_heads: got 8": {"model": {"num_kv_heads": 8}},
     "model.head_dim: got 63, expected an even number": {"model": {"head_dim": 63}},

@@ -10,9 +10,12 @@ from torch import Tensor
 
 from engine.attention.executor import Execution
 from engine.attention.transport import Parcel
-from engine.config.errors import PlanError
 from engine.planning.methods.topology import Topology
 from engine.planning.schedule.plan import LinkBytes
+
+
+class PlanError(Exception):
+    """A plan breaks one of its own rules."""
 
 
 @dataclass
@@ -140,8 +143,8 @@ def poison(tensor: Tensor) -> Tensor:
 
 def lockstep(executions: Sequence[Execution], hub: Hub) -> None:
     """Run the executions of all ranks of a group in one process, step by step, over `hub`."""
-    running = [(execution.step_indexes, execution.steps()) for execution in executions]
-    for step in sorted(frozenset().union(*(indexes for indexes, _ in running))):
+    running = [({step.index for step in execution.plan.steps}, execution.steps()) for execution in executions]
+    for step in sorted(set().union(*(indexes for indexes, _ in running))):
         active = [steps for indexes, steps in running if step in indexes]
         for steps in active:
             next(steps)

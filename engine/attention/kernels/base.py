@@ -67,9 +67,6 @@ class Capabilities:
 
     compute_capabilities   lowest and highest of a GPU that it runs on; None: no bound
     bfloat16_from          lowest compute capability that it takes bfloat16 on
-    windows                who computes bands other than full and causal ones: the library's own `window`, a `bias` of
-                           -inf where nothing is seen, or the kernel `aten_flash`
-    grouped_heads          `native`, or keys and values are `expanded` to one head per query head first
     deterministic          backward gives equal bits: `always`; after the `flag` torch.use_deterministic_algorithms;
                            `never`
     max_call_elements      of q, out, or k and v with the heads of q, in one call; larger tiles come in parts of their
@@ -85,8 +82,6 @@ class Capabilities:
     head_dim_multiple: int = 1
     compute_capabilities: tuple[ComputeCapability | None, ComputeCapability | None] = (None, None)
     bfloat16_from: ComputeCapability | None = None
-    windows: Literal["window", "bias", "aten_flash"] = "window"
-    grouped_heads: Literal["native", "expanded"] = "native"
     deterministic: Literal["always", "flag", "never"] = "always"
     plans_shapes: bool = False
     problem: Callable[[KernelRequest], str | None] = no_problem

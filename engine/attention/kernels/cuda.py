@@ -168,7 +168,6 @@ class AtenCudnnKernel(LibraryKernel):
     capabilities = replace(
         ON_CUDA,
         max_head_dim=128,
-        windows="aten_flash",
         deterministic="never",
         plans_shapes=True,
         problem=_cudnn_problem,

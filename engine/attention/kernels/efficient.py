@@ -39,8 +39,6 @@ class AtenEfficientKernel(LibraryKernel):
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         compute_capabilities=((5, 0), None),
         bfloat16_from=(8, 0),
-        windows="bias",
-        grouped_heads="expanded",
     )
 
     def _calls(self, q: Tensor, k: Tensor, band: BandSpec) -> list[Call]:

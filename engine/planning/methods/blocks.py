@@ -44,8 +44,7 @@ def divide_sequence(method: AttentionMethod, seq_len: int, masks: Sequence[Mask]
     grid = method.grid
     chunks = chunk_count(method, seq_len)
     cyclic = chunks if method.layout == "chunk_cyclic" else 1
-    split_at = min(method.split_at, seq_len) if method.layout == "split_zigzag" else 0
-    ring = build_layout(method.layout, seq_len, grid.ring_size, masks=masks, chunks=cyclic, split_at=split_at)
+    ring = build_layout(method.layout, seq_len, grid.ring_size, masks=masks, chunks=cyclic, split_at=method.split_at)
     if grid.heads == 1:
         return Blocks(grid, ring, ring)
     pieces = split_for_heads(ring, grid.heads, chunks)

@@ -47,7 +47,6 @@ class Preset:
 
     layout: LayoutName
     shape: Shape
-    description: str
     backward_circulates: Literal["kv", "q", "auto"] = "kv"
     backward_order: BackwardOrder = "same"
     kv_transport: KvTransport = "p2p"
@@ -56,38 +55,20 @@ class Preset:
 
 
 PRESETS: dict[PresetName, Preset] = {
-    "single": Preset("contiguous", "alone", "one rank holds the whole sequence"),
-    "ring": Preset("zigzag", "ring", "RingAttention with zigzag balance: K,V and dK,dV circulate"),
-    "striped": Preset("striped", "ring", "Striped Attention: token i on rank i mod P, K,V circulate"),
-    "burst": Preset(
-        "zigzag",
-        "double_ring",
-        "BurstAttention: double ring along the nodes, Q/dQ/dO may circulate",
-        "auto",
-        defers_local_tiles=True,
-    ),
-    "burst_ulysses": Preset(
-        "zigzag",
-        "heads_and_ring",
-        "BurstAttention between nodes, heads divided inside them",
-        "auto",
-        defers_local_tiles=True,
-    ),
-    "ulysses": Preset("contiguous", "heads", "DeepSpeed-Ulysses: an all-to-all turns rows into heads"),
-    "loongtrain": Preset("zigzag", "heads_and_double_ring", "LoongTrain 2D-Attention: heads x double ring"),
-    "usp": Preset("zigzag", "heads_and_ring", "USP: Ulysses inside a node, one ring over the rest"),
-    "megatron_cp": Preset(
-        "zigzag", "ring", "Megatron context parallel: the backward ring runs in reverse", backward_order="reversed"
-    ),
-    "megatron_allgather": Preset(
-        "zigzag", "ring", "Megatron context parallel by all-gather of K,V", kv_transport="all_gather"
-    ),
-    "megatron_hierarchical": Preset(
-        "zigzag", "heads_and_ring", "Megatron a2a + p2p: heads inside, reversed ring outside", backward_order="reversed"
-    ),
-    "megatron_tp": Preset("contiguous", "alone", "Megatron tensor and sequence parallel: every rank has some heads"),
-    "fpdt": Preset("chunk_cyclic", "heads", "FPDT: Ulysses in chunks whose keys wait in host memory", chunked=True),
-    "alst": Preset("contiguous", "heads", "ALST: Ulysses with tiled MLP and loss"),
+    "single": Preset("contiguous", "alone"),
+    "ring": Preset("zigzag", "ring"),
+    "striped": Preset("striped", "ring"),
+    "burst": Preset("zigzag", "double_ring", "auto", defers_local_tiles=True),
+    "burst_ulysses": Preset("zigzag", "heads_and_ring", "auto", defers_local_tiles=True),
+    "ulysses": Preset("contiguous", "heads"),
+    "loongtrain": Preset("zigzag", "heads_and_double_ring"),
+    "usp": Preset("zigzag", "heads_and_ring"),
+    "megatron_cp": Preset("zigzag", "ring", backward_order="reversed"),
+    "megatron_allgather": Preset("zigzag", "ring", kv_transport="all_gather"),
+    "megatron_hierarchical": Preset("zigzag", "heads_and_ring", backward_order="reversed"),
+    "megatron_tp": Preset("contiguous", "alone"),  # every rank has some heads of all rows
+    "fpdt": Preset("chunk_cyclic", "heads", chunked=True),
+    "alst": Preset("contiguous", "heads"),
 }
 
 

@@ -12,17 +12,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from engine.config.settings import AttentionConfig, MaskKind, RunConfig
+from engine.config.settings import RunConfig
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.sequence.lengths import checkpoint_kinds, recompute_cut
 from engine.planning.sequence.mask import Mask
-from engine.planning.sequence.patterns import REQUIRED_OPTIONS, MaskOptions, build_mask
-
-DEFAULT_BLOCK_TOKENS = 128
+from engine.planning.sequence.patterns import build_mask
 
 
 class AttendedPairs(NamedTuple):
@@ -67,20 +65,10 @@ def attention_layers(
     """
     attention, seq_len = config.attention, config.train.seq_len
     kinds = attention.mask_layers or (attention.mask,)
-    masks = {kind: build_mask(kind, seq_len, mask_options(attention, kind), documents) for kind in set(kinds)}
+    masks = {kind: build_mask(kind, seq_len, attention, documents) for kind in set(kinds)}
     policies = checkpoint_kinds(config.memory)
     cuts = {policy: recompute_cut(policy, config, method.cp_size) for policy in set(policies)}
     return tuple(
         LayerAttention(masks[kinds[i % len(kinds)]], method, cuts[policies[i % len(policies)]])
         for i in range(math.lcm(len(kinds), len(policies)))
     )
-
-
-def mask_options(attention: AttentionConfig, kind: MaskKind) -> MaskOptions:
-    """The settings that a kind of mask reads, without those of other kinds."""
-    options: dict[str, Any] = {name: getattr(attention, name) for name in REQUIRED_OPTIONS[kind]}
-    if "block_tokens" in options:
-        options["block_tokens"] = attention.block_tokens or DEFAULT_BLOCK_TOKENS
-    elif kind == "blocks":
-        options["block_tokens"] = attention.block_tokens
-    return MaskOptions(**options)

@@ -15,7 +15,7 @@ permuted by the same layout, labels after they were shifted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from engine.config.errors import ConfigError
 from engine.config.settings import LayoutName
 from engine.planning.sequence.balance import balanced_ranges
 
@@ -100,38 +99,23 @@ def build_layout(
     split_at   border between the two zigzags of split_zigzag: causal attention is balanced, and so is that of the
                queries before the border alone. 0 or seq_len: one zigzag
     """
-    problems = []
-    if seq_len < 1 or size < 1:
-        problems.append(f"layout {name}: got seq_len={seq_len} on {size} ranks; both must be at least 1")
-    if chunks < 1 or (chunks > 1 and name != "chunk_cyclic"):
-        problems.append(f"layout {name}: got chunks={chunks}; chunk_cyclic takes 1 or more, all others exactly 1")
-    if not 0 <= split_at <= seq_len or (split_at and name != "split_zigzag"):
-        problems.append(
-            f"layout {name}: got split_at={split_at}; split_zigzag takes 0 to {seq_len} tokens, all others 0"
-        )
-    if name == "balanced" and not masks:
-        problems.append("layout balanced: got no mask; it is solved from the masks of the layers")
-    if name == "per_document" and len({mask.documents for mask in masks}) > 1:
-        problems.append("layout per_document: the masks have different documents; give masks that agree")
-    longest = max((mask.seq_len for mask in masks), default=0)
-    if longest > seq_len:
-        problems.append(f"layout {name}: a mask has {longest} tokens, the layout {seq_len}; the layout must hold all")
-    builders: dict[str, Callable[[], Sequence[Sequence[Segment]]]] = {
-        "contiguous": lambda: _chunked(seq_len, 1, size),
-        "zigzag": lambda: [_zigzag(rank, 0, seq_len, size) for rank in range(size)],
-        "split_zigzag": lambda: [
+    segments: Sequence[Sequence[Segment]]
+    if name in ("contiguous", "chunk_cyclic"):
+        segments = [
+            [_chunk(index * size + rank, seq_len, chunks * size) for index in range(chunks)] for rank in range(size)
+        ]
+    elif name in ("zigzag", "split_zigzag"):
+        segments = [
             [*_zigzag(rank, 0, split_at, size), *_zigzag(rank, split_at, seq_len, size)] for rank in range(size)
-        ],
-        "striped": lambda: [_striped(rank, seq_len, size) for rank in range(size)],
-        "chunk_cyclic": lambda: _chunked(seq_len, chunks, size),
-        "per_document": lambda: _per_document(seq_len, size, masks),
-        "balanced": lambda: _balanced(seq_len, size, masks),
-    }
-    if name not in builders:
-        problems.append(f"layout: got {name!r}; legal are {', '.join(builders)}")
-    if problems:
-        raise ConfigError(problems)
-    return Layout(name, seq_len, tuple(_merged(segments) for segments in builders[name]()))
+        ]
+    elif name == "striped":
+        segments = [[Segment(rank, size, max(0, (seq_len - rank + size - 1) // size))] for rank in range(size)]
+    elif name == "per_document":
+        segments = _per_document(seq_len, size, masks)
+    else:
+        ranges = balanced_ranges(masks, seq_len, size)
+        segments = [[Segment(start, 1, stop - start) for start, stop in of_rank] for of_rank in ranges]
+    return Layout(name, seq_len, tuple(_merged(of_rank) for of_rank in segments))
 
 
 def piece_rows(total_rows: int, heads: int, chunks: int, head_rank: int, chunk: int) -> tuple[int, int]:
@@ -139,8 +123,6 @@ def piece_rows(total_rows: int, heads: int, chunks: int, head_rank: int, chunk: 
 
     total_rows=10, heads=2, chunks=2      head rank 0: [0, 2) [5, 7)      head rank 1: [2, 5) [7, 10)
     """
-    if not (0 <= head_rank < heads and 0 <= chunk < chunks):
-        raise ConfigError(f"piece_rows: got head rank {head_rank} of {heads} and chunk {chunk} of {chunks}")
     first, stop = chunk * total_rows // chunks, (chunk + 1) * total_rows // chunks
     rows = stop - first
     return first + head_rank * rows // heads, first + (head_rank + 1) * rows // heads
@@ -195,19 +177,11 @@ def _chunk(index: int, seq_len: int, chunks: int, first: int = 0) -> Segment:
     return Segment(first + start, 1, stop - start)
 
 
-def _chunked(seq_len: int, chunks: int, size: int) -> list[list[Segment]]:
-    return [[_chunk(i * size + rank, seq_len, chunks * size) for i in range(chunks)] for rank in range(size)]
-
-
 def _zigzag(rank: int, first: int, stop: int, size: int) -> list[Segment]:
     """Chunk `rank` and its mirror image among the 2*size of positions [first, stop): every rank gets the same causal
     work.
     """
     return [_chunk(index, stop - first, 2 * size, first) for index in (rank, 2 * size - 1 - rank)]
-
-
-def _striped(rank: int, seq_len: int, size: int) -> list[Segment]:
-    return [Segment(rank, size, max(0, (seq_len - rank + size - 1) // size))]
 
 
 def _per_document(seq_len: int, size: int, masks: Sequence[Mask]) -> list[list[Segment]]:
@@ -232,11 +206,6 @@ def _per_document(seq_len: int, size: int, masks: Sequence[Mask]) -> list[list[S
             segments[rank].append(Segment(edges[chunk], 1, edges[chunk + 1] - edges[chunk]))
         rows += counts[:size] + counts[: size - 1 : -1]
     return segments
-
-
-def _balanced(seq_len: int, size: int, masks: Sequence[Mask]) -> list[list[Segment]]:
-    ranges = balanced_ranges(masks, seq_len, size)
-    return [[Segment(start, 1, stop - start) for start, stop in of_rank] for of_rank in ranges]
 
 
 def _merged(segments: Sequence[Segment]) -> tuple[Segment, ...]:

@@ -154,10 +154,6 @@ class Mask:
         """Visible pairs [n] whose query lies before each of `positions` [n]; exact, at any length."""
         return pairs_before(self.rectangles, positions)
 
-    def num_pairs(self) -> int:
-        """Visible pairs of the whole mask."""
-        return int(self.pairs_before(np.array([self.seq_len], dtype=np.int64))[0])
-
 
 def normalise(band: Band) -> list[Band]:
     """The same visibility as bands without empty rows or columns; causal ones square and aligned at (0, 0).

@@ -18,142 +18,54 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.config.errors import ConfigError
-from engine.config.settings import MaskKind
+from engine.config.rules import mask_problems
+from engine.config.settings import AttentionConfig, MaskKind
 from engine.planning.sequence.mask import Mask
 from engine.planning.sequence.rectangles import BlockList, BlockRectangle
-
-__all__ = [
-    "OPTIONAL_OPTIONS",
-    "REQUIRED_OPTIONS",
-    "MaskKind",
-    "MaskOptions",
-    "build_mask",
-    "check_mask_options",
-    "read_blocks",
-    "strided_blocks",
-    "vertical_slash_blocks",
-]
 
 Blocks = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class MaskOptions:
-    """What a kind of mask needs besides its name; None: not given. Names are those of the `attention` settings.
-
-    window_tokens     how far a query looks back, itself included
-    sink_tokens       first keys of every document that are always visible
-    block_tokens      tokens per block
-    block_stride      strided: every how many key blocks one is seen by all
-    local_blocks      strided: nearest key blocks that are seen, the query's own included
-    vertical_blocks   vertical_slash: key blocks that all later queries see
-    slash_blocks      vertical_slash: distances in blocks at which a query sees a key block; 0 is its own
-    blocks_file       blocks: .json, .npz or .npy file of (query block, key block) pairs
-    """
-
-    window_tokens: int | None = None
-    sink_tokens: int | None = None
-    block_tokens: int | None = None
-    block_stride: int | None = None
-    local_blocks: int | None = None
-    vertical_blocks: tuple[int, ...] | None = None
-    slash_blocks: tuple[int, ...] | None = None
-    blocks_file: str | None = None
+DEFAULT_BLOCK_TOKENS = 128
 
 
-REQUIRED_OPTIONS: dict[MaskKind, tuple[str, ...]] = {
-    "causal": (),
-    "full": (),
-    "window": ("window_tokens",),
-    "sink_window": ("window_tokens", "sink_tokens"),
-    "strided": ("block_tokens", "block_stride", "local_blocks"),
-    "vertical_slash": ("block_tokens", "vertical_blocks", "slash_blocks"),
-    "blocks": ("blocks_file",),
-}
-OPTIONAL_OPTIONS: dict[MaskKind, tuple[str, ...]] = {
-    "strided": ("window_tokens", "sink_tokens"),
-    "vertical_slash": ("window_tokens", "sink_tokens"),
-    "blocks": ("window_tokens", "sink_tokens", "block_tokens"),
-}
-
-
-def build_mask(kind: MaskKind, seq_len: int, options: MaskOptions, documents: Sequence[int] = ()) -> Mask:
+def build_mask(kind: MaskKind, seq_len: int, options: AttentionConfig, documents: Sequence[int] = ()) -> Mask:
     """The mask of this name over `seq_len` tokens; `documents` are ascending start positions, the first 0.
 
-    All kinds but `full` are causal. ConfigError lists every missing, useless or senseless option at once. Reads
-    `blocks_file`.
+    All kinds but `full` are causal, and each takes its own options. Reads `blocks_file`. Raises ConfigError.
     """
-    problems = check_mask_options(kind, options)
-    try:
-        Mask(seq_len, documents=tuple(documents))
-    except ConfigError as error:
-        problems += error.problems
+    problems = list(mask_problems(options, {kind}))
     if problems:
         raise ConfigError(problems)
     return Mask(
         seq_len,
         causal=kind != "full",
-        window=options.window_tokens,
+        window=options.window_tokens if kind in ("window", "sink_window") else None,
         documents=tuple(documents),
         blocks=_build_blocks(kind, seq_len, options),
-        sink=options.sink_tokens or 0,
+        sink=options.sink_tokens if kind == "sink_window" else 0,
     )
 
 
-def check_mask_options(kind: MaskKind, options: MaskOptions) -> list[str]:
-    """One sentence per missing, useless or senseless option; reads no file."""
-    if kind not in get_args(MaskKind):
-        return [f"attention.mask: got {kind!r}; legal are {', '.join(get_args(MaskKind))}"]
-    required, optional = REQUIRED_OPTIONS[kind], OPTIONAL_OPTIONS.get(kind, ())
-    problems = []
-    for field in fields(options):
-        name, value = field.name, getattr(options, field.name)
-        if value is None and name in required:
-            problems.append(f"attention.{name} is not set; mask {kind} needs it")
-        elif value is not None and name not in (*required, *optional):
-            users = [k for k in get_args(MaskKind) if name in (*REQUIRED_OPTIONS[k], *OPTIONAL_OPTIONS.get(k, ()))]
-            problems.append(f"attention.{name} is {value}; mask {kind} has no use for it, only {', '.join(users)}")
-        elif value is not None:
-            problems += _value_problems(name, value)
-    if options.sink_tokens is not None and options.window_tokens is None and "window_tokens" in optional:
-        problems.append(f"attention.sink_tokens is {options.sink_tokens}, but without window_tokens nothing is hidden")
-    return problems
-
-
-def _value_problems(name: str, value: Any) -> list[str]:
-    if isinstance(value, int) and value < 1:
-        return [f"attention.{name} is {value}; at least 1 is needed"]
-    if isinstance(value, tuple) and any(block < 0 for block in value):
-        return [f"attention.{name} is {value}; blocks count from 0"]
-    if name == "slash_blocks" and 0 not in value:
-        return [f"attention.{name} is {value}; it must hold 0, or no token would see itself"]
-    return []
-
-
-def _build_blocks(kind: MaskKind, seq_len: int, options: MaskOptions) -> BlockList | None:
+def _build_blocks(kind: MaskKind, seq_len: int, options: AttentionConfig) -> BlockList | None:
     if kind == "blocks":
         assert options.blocks_file is not None
         return read_blocks(Path(options.blocks_file).expanduser(), seq_len, options.block_tokens)
-    if kind not in ("strided", "vertical_slash"):
-        return None
-    assert options.block_tokens is not None
-    num_blocks = -(-seq_len // options.block_tokens)
+    block_tokens = options.block_tokens or DEFAULT_BLOCK_TOKENS
+    num_blocks = -(-seq_len // block_tokens)
     if kind == "strided":
-        assert options.block_stride is not None
-        assert options.local_blocks is not None
-        return strided_blocks(num_blocks, options.block_tokens, options.block_stride, options.local_blocks)
-    assert options.vertical_blocks is not None
-    assert options.slash_blocks is not None
-    return vertical_slash_blocks(num_blocks, options.block_tokens, options.vertical_blocks, options.slash_blocks)
+        return strided_blocks(num_blocks, block_tokens, options.block_stride, options.local_blocks)
+    if kind == "vertical_slash":
+        return vertical_slash_blocks(num_blocks, block_tokens, options.vertical_blocks, options.slash_blocks)
+    return None
 
 
 def strided_blocks(num_blocks: int, block_tokens: int, block_stride: int, local_blocks: int) -> BlockList:

@@ -15,8 +15,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engine.config.errors import ConfigError
-
 Table = npt.NDArray[np.int64]
 
 UNBOUNDED = 1 << 40  # a difference that no two positions have
@@ -40,19 +38,6 @@ class BlockList:
 
     block_size: int
     rectangles: tuple[BlockRectangle, ...]
-
-    def __post_init__(self) -> None:
-        problems = []
-        if self.block_size < 1:
-            problems.append(f"block list: block_size is {self.block_size}; at least 1 token is needed")
-        bad = [r for r in self.rectangles if len(r) != 4 or not (0 <= r[0] < r[1] and 0 <= r[2] < r[3])]
-        if bad:
-            problems.append(
-                f"block list: {tuple(bad[0])} is not a rectangle (q_first, q_stop, k_first, k_stop) of blocks; "
-                "BlockList.from_pairs takes pairs"
-            )
-        if problems:
-            raise ConfigError(problems)
 
     @classmethod
     def from_pairs(cls, block_size: int, pairs: Iterable[tuple[int, int]] | Table) -> BlockList:

@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engine.config.errors import PlanError
 from engine.planning.sequence.layout import Layout, chunk_layout
 from engine.planning.sequence.mask import Band, Mask, normalise
 from engine.planning.sequence.rectangles import UNBOUNDED
@@ -123,7 +122,7 @@ class Visibility:
         such document: a rank's rows ascend in position, whatever its segments.
         """
         mask, own = self.mask, self._segments.of_ranks((rank,))
-        if not mask.causal or mask.blocks is not None or not own.ascend():
+        if not mask.causal or mask.blocks is not None:
             return bands, []
         starts = np.array(mask.documents or (0,), dtype=np.int64)
         stops = np.append(starts[1:], mask.seq_len)
@@ -203,11 +202,6 @@ class _Segments(NamedTuple):
         """Some of the segments."""
         return _Segments(*(column[index] for column in self))
 
-    def ascend(self) -> bool:
-        """Whether rows of the one rank whose segments these are ascend in position."""
-        last = self.start + self.stride * (self.length - 1)
-        return bool((last[:-1] < self.start[1:]).all() and (np.diff(self.offset) > 0).all())
-
     def rows_before(self, positions: Integers) -> Integers:
         """How many rows of that rank lie before each position."""
         which = np.maximum(0, np.searchsorted(self.start, positions) - 1)
@@ -236,8 +230,6 @@ def _bands_between(q: _Segments, k: _Segments, rule: Integers, cut: Integers) ->
     q_first, q_last = q.rows_between(cut[:, 0], cut[:, 1])
     k_first, k_last = k.rows_between(cut[:, 2], cut[:, 3])
     queries, keys = q_last - q_first, k_last - k_first
-    if bool(((queries > 1) & (keys > 1) & (q.stride != k.stride)).any()):
-        raise PlanError("mask: segments of different strides have no common band; use one layout for both")
     stride = np.where(queries > 1, q.stride, k.stride)
     base = (q.start + q.stride * q_first) - (k.start + k.stride * k_first)
     low, high = -((base - cut[:, 4]) // stride), (cut[:, 5] - base) // stride

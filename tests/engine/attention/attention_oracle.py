@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from testkit.hub import Hub, lockstep, poison
 from torch import Tensor
@@ -71,6 +72,11 @@ def causal(rows: int) -> Tensor:
 def pairs_between(visibility: Visibility, q_rank: int, kv_rank: int) -> int:
     """Visible pairs of two blocks."""
     return sum(band.area() for band in visibility.bands(q_rank, kv_rank))
+
+
+def num_pairs(mask: Mask) -> int:
+    """Visible pairs of the whole mask, as it counts them."""
+    return int(mask.pairs_before(np.array([mask.seq_len]))[0])
 
 
 def ring_method(

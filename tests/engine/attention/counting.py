@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from testkit.hub import Hub, lockstep, poison
+from testkit.hub import Hub, PlanError, lockstep, poison
 from torch import Tensor
 
 from engine.attention.executor import Execution, Fields, Operand
-from engine.config.errors import PlanError
 from engine.planning.methods.blocks import Blocks
 from engine.planning.methods.methods import PlanPair
 from engine.planning.schedule.plan import AttentionPlan, HeadPart, Kind, RankPlan, Slot, Tile

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from itertools import combinations, product
 from typing import NamedTuple
 
-from engine.config.errors import PlanError
+from testkit.hub import PlanError
+
 from engine.planning.schedule.plan import HOST_CHANNELS, AttentionPlan, Channel, RankPlan, Step, Transfer, View
 
 

@@ -7,14 +7,15 @@ import time
 
 import numpy as np
 import pytest
-from attention_oracle import pairs_between
+from attention_oracle import num_pairs, pairs_between
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.config.settings import AttentionConfig
 from engine.planning.sequence.balance import TOLERANCE
 from engine.planning.sequence.layout import Layout, build_layout
 from engine.planning.sequence.mask import BlockList, Mask
-from engine.planning.sequence.patterns import MaskOptions, build_mask
+from engine.planning.sequence.patterns import build_mask
 from engine.planning.sequence.visibility import Visibility
 
 ROWS = 1 << 16
@@ -33,7 +34,7 @@ def random_blocks() -> BlockList:
     return BlockList.from_pairs(ROWS // 64, pairs)
 
 
-STRIDED = build_mask("strided", ROWS, MaskOptions(block_tokens=256, block_stride=8, local_blocks=4))
+STRIDED = build_mask("strided", ROWS, AttentionConfig(block_tokens=256, block_stride=8, local_blocks=4))
 MASKS: dict[str, tuple[Mask, ...]] = {
     "causal": (Mask(ROWS),),
     "full": (Mask(ROWS, causal=False),),
@@ -73,7 +74,7 @@ def test_no_rank_has_more_than_five_percent_above_an_equal_share(name: str, size
     masks = MASKS[name]
     layout = build_layout("balanced", ROWS, size, masks=masks)
     per_rank = loads(layout, masks)
-    assert sum(per_rank) == sum(mask.num_pairs() for mask in masks)
+    assert sum(per_rank) == sum(num_pairs(mask) for mask in masks)
     assert max(per_rank) <= (1 + TOLERANCE) * sum(per_rank) / size
     longest_chunk = max(segment.count for segments in layout.segments for segment in segments)
     assert max(layout.row_counts) - min(layout.row_counts) <= min(64, longest_chunk)
@@ -97,7 +98,7 @@ def test_token_counts_differ_by_at_most_one_chunk(rows: int, size: int, seed: in
 @pytest.mark.parametrize("name", ["documents", "strided"])
 def test_a_million_tokens_on_256_ranks_are_solved_fast(name: str) -> None:
     rows = 1 << 20
-    options = MaskOptions(block_tokens=1024, block_stride=8, local_blocks=4)
+    options = AttentionConfig(block_tokens=1024, block_stride=8, local_blocks=4)
     masks = {
         "documents": Mask(rows, documents=random_documents(0, 600, rows)),
         "strided": build_mask("strided", rows, options),

@@ -227,7 +227,6 @@ def test_a_named_kernel_that_fails_its_trial_is_an_error_and_not_replaced() -> N
     assert "fa4" not in str(raised.value).partition("legal here: ")[2]
 
 
-WINDOWS = {"window": "yes", "aten_flash": "by `aten_flash`", "bias": "by a bias, in strips"}
 AGAIN = {"always": "yes", "flag": "on demand", "never": "no"}
 
 
@@ -238,11 +237,10 @@ def test_the_table_of_the_documentation_is_what_kernels_declare() -> None:
     found = {row[0].strip("`"): row for row in rows if row[0] != "`attention.kernel`"}
     assert set(found) == set(KERNELS)
     for name, kind in KERNELS.items():
-        can, (_, _, gpu, numbers, head_dim, windows, again) = kind.capabilities, found[name]
+        can, (_, _, gpu, numbers, head_dim, _, again) = kind.capabilities, found[name]
         assert head_dim == ("any" if can.max_head_dim > 1024 else str(can.max_head_dim)), name
         assert again == AGAIN[can.deterministic], name
         if can.devices == {"cuda"}:
-            assert windows == WINDOWS[can.windows], name
             assert ("fp32" in numbers, "bf16" in numbers) == (FP32 in can.dtypes, BF16 in can.dtypes), name
             lowest = can.compute_capabilities[0]
             match = re.match(r"(\d+)\.", gpu)

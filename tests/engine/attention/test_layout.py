@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import pytest
 from attention_oracle import pairs_between
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config.errors import ConfigError
 from engine.planning.sequence.layout import Layout, Segment, build_layout, piece_rows
 from engine.planning.sequence.mask import Mask
 from engine.planning.sequence.visibility import Visibility
@@ -88,12 +86,6 @@ def test_a_split_zigzag_is_two_zigzags() -> None:
     ]
 
 
-@pytest.mark.parametrize(("name", "split_at"), [("split_zigzag", 9), ("split_zigzag", -1), ("zigzag", 4)])
-def test_a_border_that_does_not_fit_is_refused(name: str, split_at: int) -> None:
-    with pytest.raises(ConfigError, match=f"got split_at={split_at}"):
-        build_layout(name, 8, 2, split_at=split_at)  # type: ignore[arg-type]
-
-
 @given(st.integers(1, 300), st.integers(1, 8), st.integers(1, 6))
 def test_chunk_cyclic_chunks_join_to_contiguous_chunks(seq_len: int, size: int, chunks: int) -> None:
     layout = build_layout("chunk_cyclic", seq_len, size, chunks=chunks)
@@ -143,16 +135,3 @@ def test_pieces_differ_by_at_most_one_row_inside_a_chunk_and_cover_all_rows(rows
 def test_the_drawn_example_of_piece_rows_holds() -> None:
     assert [piece_rows(10, 2, 2, 0, chunk) for chunk in (0, 1)] == [(0, 2), (5, 7)]
     assert [piece_rows(10, 2, 2, 1, chunk) for chunk in (0, 1)] == [(2, 5), (7, 10)]
-    with pytest.raises(ConfigError, match="head rank 2 of 2"):
-        piece_rows(10, 2, 2, 2, 0)
-
-
-def test_everything_wrong_with_a_layout_is_listed_at_once() -> None:
-    masks = (Mask(40, documents=(0, 3)), Mask(50))
-    with pytest.raises(ConfigError) as caught:
-        build_layout("per_document", 0, 0, masks=masks, chunks=2)
-    assert len(caught.value.problems) == 4
-    with pytest.raises(ConfigError, match="got no mask"):
-        build_layout("balanced", 8, 2)
-    with pytest.raises(ConfigError, match="legal are contiguous, zigzag"):
-        build_layout("spiral", 8, 2)  # type: ignore[arg-type]

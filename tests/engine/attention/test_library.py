@@ -195,7 +195,7 @@ def test_sequences_and_masks_that_do_not_fit_are_refused() -> None:
         parallel.context(6, Mask(6, documents=(0, 2)), documents=(0, 3))
     with pytest.raises(ConfigError, match="made by queries_before"):
         parallel.context(6, Mask(6).queries_before(3))
-    with pytest.raises(ConfigError, match=r"attention\.window_tokens is not set"):
+    with pytest.raises(ConfigError, match=r"attention\.window_tokens: null"):
         parallel.context(6, "window")
     with pytest.raises(ValueError, match="expected the whole sequence, seq_len=6"):
         parallel.context(6).shard(torch.zeros(1, 5))
