@@ -28,8 +28,7 @@ STYLES = {
     Verdict.FAIL: "bold red",
 }
 _REFRESHES_PER_S = 4
-_EACH_NODE_UP_TO = 32  # plain lines: beyond that only bad nodes and a count
-_COUNT_INTERVAL_S = 2.0
+_EACH_NODE_UP_TO = 32  # plain lines: beyond that only bad nodes
 _LABEL_WIDTH = 8
 
 
@@ -116,12 +115,10 @@ class LiveCheckView(CheckObserver):
 
 
 class PlainCheckView(CheckObserver):
-    """A line per node as it is done; of a large fleet only the bad ones, and a count from time to time."""
+    """A line per node as it is done; of a large fleet only the bad ones."""
 
-    def __init__(self, console: Console, nodes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._nodes, self._clock = console, nodes, clock
-        self._done = 0
-        self._next_s = clock() + _COUNT_INTERVAL_S
+    def __init__(self, console: Console, nodes: int) -> None:
+        self._console, self._nodes, self._done = console, nodes, 0
 
     def finished(self, report: NodeReport) -> None:
         """One line, where it matters."""
@@ -130,9 +127,6 @@ class PlainCheckView(CheckObserver):
             text = Text.assemble(f"[{self._done}/{self._nodes}] {report.node}: ", _verdict(report.verdict))
             reason = _worst_finding(report)
             self._say(Text.assemble(text, f" {_label(reason)}: {reason.observed}") if reason else text)
-        elif self._clock() >= self._next_s:
-            self._next_s = self._clock() + _COUNT_INTERVAL_S
-            self._say(Text(f"[{self._done}/{self._nodes}] nodes checked"))
 
     def phase(self, text: str) -> None:
         """One line, where there is something to wait for."""
@@ -189,7 +183,7 @@ def _print_finding(console: Console, finding: Finding) -> None:
     expected = f"; expected: {finding.expected}" if finding.expected else ""
     severity = Text(f"  {finding.severity.value:<{_LABEL_WIDTH}}", style=STYLES[finding.severity])
     rows = [(severity, Text.assemble((_label(finding), "bold"), f": {finding.observed}{expected}"))]
-    if finding.remedy and finding.severity not in (Verdict.OK, Verdict.SKIP):
+    if finding.remedy and not finding.severity.is_fine:
         rows.append((Text(f"  {'':<{_LABEL_WIDTH}}"), Text(f"→ {finding.remedy}", style="dim")))
     if not console.is_terminal:  # one line each, so that they can be searched
         for label, text in rows:
@@ -221,7 +215,7 @@ def _verdict(verdict: Verdict) -> Text:
 
 def _worst_finding(report: NodeReport) -> Finding | None:
     """The first of the findings that made the verdict; None for a healthy node."""
-    if report.verdict in (Verdict.OK, Verdict.SKIP):
+    if report.verdict.is_fine:
         return None
     return next(finding for finding in report.findings if finding.severity is report.verdict)
 
@@ -230,5 +224,5 @@ def _urgency(item: tuple[str, _Row]) -> int:
     """Bad nodes first, then those at work, then those that wait, then the healthy ones."""
     row = item[1]
     if row.report is not None:
-        return 3 if row.report.verdict in (Verdict.OK, Verdict.SKIP) else 0
+        return 3 if row.report.verdict.is_fine else 0
     return 2 if row.started_s is None else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ class CheckReport:
         }
         document: dict[str, Any] = {"nodes": nodes, "errors": dict(self.errors), "exit_code": self.exit_code}
         if self.findings is not None:
-            document["nccl_log"] = [finding.to_dict() for finding in self.findings]
+            document["nccl_log"] = [asdict(finding) for finding in self.findings]
         return document
 
 

@@ -47,7 +47,7 @@ def merge_compared(own: Sequence[Finding], compared: Iterable[Finding]) -> list[
     for finding in compared:
         before = known.get(finding.check)
         untold = finding.severity is Verdict.UNKNOWN and (before is Verdict.SKIP or _group(finding.check) in in_trouble)
-        if not untold and (before is None or worst((before, finding.severity)) is not before):
+        if not untold and (before is None or max(before.rank, Verdict.OK.rank) < finding.severity.rank):
             worse.append(finding)
     failed = {_group(finding.check) for finding in worse if finding.severity is Verdict.FAIL}
     worse = [f for f in worse if f.severity is not Verdict.UNKNOWN or _group(f.check) not in failed]

@@ -12,23 +12,31 @@ _TEXT_CHARACTERS = 400
 
 
 class Verdict(enum.StrEnum):
-    """How good something is. UNKNOWN is not OK: what could not be seen does not pass."""
+    """How good something is, the worst last. UNKNOWN is not OK: what could not be seen does not pass.
 
-    OK = "OK"
+    A skipped check says nothing as long as any other was made.
+    """
+
     SKIP = "SKIP"
+    OK = "OK"
     WARN = "WARN"
     UNKNOWN = "UNKNOWN"
     FAIL = "FAIL"
 
+    @property
+    def rank(self) -> int:
+        """Its place among all; the worse, the higher."""
+        return list(Verdict).index(self)
 
-USABLE = frozenset({Verdict.OK, Verdict.WARN, Verdict.SKIP})
-EXIT_OK, EXIT_FAILED, EXIT_UNKNOWN = 0, 1, 3
-_RANK = {verdict: rank for rank, verdict in enumerate(Verdict)}
+    @property
+    def is_fine(self) -> bool:
+        """Whether there is nothing to say: OK, or skipped."""
+        return self in (Verdict.OK, Verdict.SKIP)
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """The worst of `verdicts`: FAIL, UNKNOWN, WARN, SKIP, OK in this order; UNKNOWN of none, for nothing was seen."""
-    return max(verdicts, key=_RANK.__getitem__, default=Verdict.UNKNOWN)
+    """The worst of `verdicts`; UNKNOWN of none, for nothing was seen."""
+    return max(verdicts, key=lambda verdict: verdict.rank, default=Verdict.UNKNOWN)
 
 
 @dataclass(frozen=True)
@@ -47,10 +55,6 @@ class Finding:
     remedy: str = ""
     device: str | None = None
     evidence: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, with these names as keys."""
-        return {**asdict(self), "severity": self.severity.value}
 
 
 @dataclass(frozen=True)
@@ -102,12 +106,6 @@ class Check:
         return self.warn(observed, remedy) if value < limits[1] else self.ok(observed)
 
 
-def overall(severities: Iterable[Verdict]) -> Verdict:
-    """The worst, where a skipped check says nothing as long as any other was made."""
-    told = list(severities)
-    return worst([severity for severity in told if severity is not Verdict.SKIP] or told)
-
-
 @dataclass(frozen=True)
 class NodeReport:
     """All findings of one node."""
@@ -118,25 +116,25 @@ class NodeReport:
 
     @property
     def verdict(self) -> Verdict:
-        """See `overall`; UNKNOWN when there is no finding."""
-        return overall(finding.severity for finding in self.findings)
+        """The worst; UNKNOWN when there is no finding."""
+        return worst(finding.severity for finding in self.findings)
 
     @property
     def usable(self) -> bool:
         """Whether a run may start on it: nothing failed, and nothing that was to be seen stayed unseen."""
-        return self.verdict in USABLE
+        return self.verdict not in (Verdict.FAIL, Verdict.UNKNOWN)
 
     def group_verdict(self, group: str) -> Verdict | None:
         """The verdict of one group; None when it gave no finding."""
         found = [finding.severity for finding in self.findings if finding.check.partition(".")[0] == group]
-        return overall(found) if found else None
+        return worst(found) if found else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
             "verdict": self.verdict.value,
             "elapsed_s": round(self.elapsed_s, 3),
-            "findings": [finding.to_dict() for finding in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
         }
 
 
@@ -156,7 +154,8 @@ class FleetReport:
     @property
     def exit_code(self) -> int:
         """0: every node is usable; 1: one failed; 3: none failed, but of one it is not known. No nodes: not known."""
-        return exit_code(report.verdict for report in self.nodes.values())
+        verdict = worst(report.verdict for report in self.nodes.values())
+        return {Verdict.FAIL: 1, Verdict.UNKNOWN: 3}.get(verdict, 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -166,14 +165,6 @@ class FleetReport:
             "elapsed_s": round(self.elapsed_s, 3),
             "notes": list(self.notes),
         }
-
-
-def exit_code(verdicts: Iterable[Verdict]) -> int:
-    """What the process returns for nodes with these verdicts."""
-    overall = worst(verdicts)
-    if overall is Verdict.FAIL:
-        return EXIT_FAILED
-    return EXIT_UNKNOWN if overall is Verdict.UNKNOWN else EXIT_OK
 
 
 def gib(size_bytes: float) -> str:

@@ -10,8 +10,6 @@ from typing import Any
 from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
 from cluster.ssh.nodes import fold_nodes
 
-_ORDER = (Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.UNKNOWN, Verdict.FAIL)
-_QUIET = frozenset({Verdict.OK, Verdict.SKIP})
 _PLACE = "\0"  # where the node's name stood; no cleaned text holds this character
 _TEXTS = ("observed", "expected", "remedy")
 _GAP = "\1"  # where a measured number stood
@@ -40,11 +38,11 @@ def fold_reports(reports: Iterable[NodeReport], *, all_findings: bool = False) -
         told = tuple(_key(_anonymous(finding)) for finding in _shown(report, all_findings))
         folds.setdefault((report.verdict, told), []).append(report)
     found = [_fold(members, all_findings) for members in folds.values()]
-    return sorted(found, key=lambda fold: _ORDER.index(fold.verdict))
+    return sorted(found, key=lambda fold: fold.verdict.rank)
 
 
 def _shown(report: NodeReport, all_findings: bool) -> list[Finding]:
-    return [finding for finding in report.findings if all_findings or finding.severity not in _QUIET]
+    return [finding for finding in report.findings if all_findings or not finding.severity.is_fine]
 
 
 def _key(finding: Finding) -> Finding:
@@ -58,7 +56,7 @@ def _fold(members: list[NodeReport], all_findings: bool) -> NodeFold:
     nodes = fold_nodes(names)
     columns = zip(*(_shown(report, all_findings) for report in members), strict=True)
     findings = [_with_nodes(_join([_anonymous(finding) for finding in column]), nodes) for column in columns]
-    findings.sort(key=lambda finding: -_ORDER.index(finding.severity))
+    findings.sort(key=lambda finding: -finding.severity.rank)
     return NodeFold(nodes, names, members[0].verdict, tuple(findings))
 
 

@@ -23,6 +23,10 @@ TestBetween = Callable[[Mapping[str, Connection], Mapping[str, NodeFacts]], list
 Compare = Callable[[Mapping[str, NodeFacts]], list[Finding]]
 
 
+class AbsentError(Exception):
+    """What a check looks at is not on this node, which needs none: SKIP, with this text."""
+
+
 def _nothing(*_: Any) -> Mapping[str, Any]:
     return {}
 
@@ -33,8 +37,7 @@ class CheckGroup:
 
     name: first part of the names of its checks, and the word of --only and --skip; groups may share it.
     questions: all that nodes are asked for these checks, with the variables `settings` exported.
-    look: what the judges need of the facts; where there is nothing of the kind, what is to be said of that, if
-    anything. May raise UnreadableError.
+    look: what the judges need of the facts. It and they may raise UnreadableError and AbsentError.
     judges: `check_pcie` of group `gpu` makes the findings of `gpu.pcie`; its docstring is what `--explain` says.
     traits: what must be the same on all nodes, by check ({"gpu.driver": "550.54"}); None or left out: not known.
     compare: findings that rest on several nodes. between: tests that need several nodes at once, by
@@ -46,7 +49,7 @@ class CheckGroup:
     look: Callable[[NodeFacts], Any] = field(default=lambda facts: facts)
     questions: tuple[Question, ...] = ()
     settings: Callable[[ClusterConfig], Mapping[str, str | None]] = _nothing
-    traits: Callable[[Any], Mapping[str, str | None]] = _nothing
+    traits: Callable[[NodeFacts], Mapping[str, str | None]] = _nothing
     compare: Compare = field(default=lambda nodes: [])
     between: Callable[[ClusterConfig], Mapping[str, TestBetween]] = _nothing
     compared: Mapping[str, str] = field(default_factory=dict)
@@ -57,24 +60,17 @@ class CheckGroup:
         return {f"{self.name}.{judge.__name__.removeprefix('check_')}": judge for judge in self.judges}
 
     def check(self, facts: NodeFacts) -> list[Finding]:
-        """Findings of one node, at least one for every check that applies: OK is a finding, too."""
+        """Findings of one node, at least one for every check: OK is a finding, too."""
         checks = {Check(facts.node, name): judge for name, judge in self.checks.items()}
         try:
             view = self.look(facts)
-        except UnreadableError as error:
-            return [_unreadable(check, error) for check in checks]
-        if view is None or isinstance(view, Finding):
-            return [] if view is None else [view]
+        except (UnreadableError, AbsentError) as error:
+            return [_unseen(check, error) for check in checks]
         return [finding for check, judge in checks.items() for finding in run_check(check, judge, view)]
 
     def told(self, facts: NodeFacts) -> dict[str, str]:
         """The traits of one node."""
-        try:
-            view = self.look(facts)
-        except UnreadableError:
-            return {}
-        traits = self.traits(view) if view is not None else {}
-        return {name: value for name, value in sorted(traits.items()) if value}
+        return {name: value for name, value in (known(self.traits, facts) or {}).items() if value}
 
     def explanations(self) -> dict[str, str]:
         """What each check means, in a sentence or two."""
@@ -87,18 +83,18 @@ def run_check(check: Check, judge: Judge, view: Any) -> list[Finding]:
     """What `judge` finds; UNKNOWN where it cannot read what it needs, breaks or says nothing."""
     try:
         found = list(judge(check, view))
-    except UnreadableError as error:
-        return [_unreadable(check, error)]
+    except (UnreadableError, AbsentError) as error:
+        return [_unseen(check, error)]
     except Exception as error:
         return [broken(check, error)]
     return found or [check.unknown("this check gave no result")]
 
 
 def known(read: Callable[[Any], T], view: Any) -> T | None:
-    """What `read` tells of `view`; None where it cannot be read."""
+    """What `read` tells of `view`; None where it cannot be read, or is not there."""
     try:
         return read(view)
-    except UnreadableError:
+    except (UnreadableError, AbsentError):
         return None
 
 
@@ -110,5 +106,7 @@ def broken(check: Check, error: BaseException) -> Finding:
     return check.expecting("a result").unknown(text, "report this with the output of --json", place)
 
 
-def _unreadable(check: Check, error: UnreadableError) -> Finding:
+def _unseen(check: Check, error: UnreadableError | AbsentError) -> Finding:
+    if isinstance(error, AbsentError):
+        return check.skip(str(error))
     return check.unknown(str(error), error.remedy or "run the check again; see the evidence", error.evidence)

@@ -23,7 +23,6 @@ from cluster.checks.groups.gpu_use import cuda_smoke_question
 from cluster.checks.selection import GROUPS, Selection
 from cluster.checks.ssh import REACH, answer_findings, clock_findings, reach_finding
 from cluster.errors import SshError, SshFailure
-from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import Host, Outcome, fan_out
 from cluster.survey.ask import DEFAULT_TIMEOUT_S, survey_here, survey_node
@@ -105,11 +104,11 @@ class _Node:
 def check_nodes(
     hosts: Sequence[Host],
     config: ClusterConfig,
-    options: CheckOptions | None = None,
+    options: CheckOptions,
     observer: CheckObserver | None = None,
 ) -> FleetReport:
     """The report on all `hosts`, in their order. No node delays or hides another: each ends by its own timeouts."""
-    options, observer = options or CheckOptions(), observer or CheckObserver()
+    observer = observer or CheckObserver()
     begin = time.monotonic()
     tests, question = options.tests_between(config), options.question(config)
     with _Connections(options.connect, keep=bool(tests) and len(hosts) > 1) as connections:
@@ -118,8 +117,6 @@ def check_nodes(
             observer.started(host.name)
             try:
                 probe = connections.ask(host, question)
-            except SshError as error:
-                return _Node((reach_finding(error, host.name),))
             except BurstError:
                 raise
             except Exception as error:
@@ -146,9 +143,9 @@ def check_nodes(
     return FleetReport(reports, time.monotonic() - begin, notes)
 
 
-def check_this_machine(config: ClusterConfig, options: CheckOptions | None = None) -> FleetReport:
+def check_this_machine(config: ClusterConfig, options: CheckOptions) -> FleetReport:
     """The report on this machine alone, without SSH; a launch here takes this very Python for its ranks."""
-    config, options = replace(config, python=config.python or sys.executable), options or CheckOptions()
+    config = replace(config, python=config.python or sys.executable)
     begin = time.monotonic()
     probe = survey_here(**options.question(config))
     node = _judge(NodeFacts(probe, config), answer_findings(probe)[1:], options.groups)
@@ -204,9 +201,7 @@ class _Connections:
 
 
 def _node(outcome: Outcome[_Node]) -> _Node:
-    if outcome.value is not None:
-        return outcome.value
-    return _Node((Check(outcome.host.name, REACH, "a connection").fail(one_line(str(outcome.error), 400), ""),))
+    return outcome.value or _Node((reach_finding(outcome.error, outcome.host.name),))
 
 
 def _judge(facts: NodeFacts, findings: Iterable[Finding], groups: Sequence[CheckGroup]) -> _Node:
@@ -218,9 +213,6 @@ def _judge(facts: NodeFacts, findings: Iterable[Finding], groups: Sequence[Check
             traits |= group.told(facts)
         except Exception as error:
             found.append(broken(Check(facts.node, group.name), error))
-    names = {finding.check.partition(".")[0] for finding in found}
-    silent = {group.name for group in groups} - names
-    found += [Check(facts.node, name).unknown("no check of this group gave a result") for name in sorted(silent)]
     return _Node(tuple(found), facts, traits)
 
 

@@ -9,6 +9,7 @@ from cluster.checks.finding import Check, Finding
 from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
 from cluster.survey.section import NodeProbe
+from engine.config.errors import BurstError
 
 REACH, PROBE = "ssh.reach", "ssh.probe"
 EXPLANATIONS: Mapping[str, str] = {
@@ -22,23 +23,21 @@ SKEW_FAIL_S = 5.0
 _QUORUM = 3  # clocks that can outvote ours
 # Where the error itself knows no remedy.
 _REMEDIES = {
-    SshFailure.DNS: "check the name, or give the address as HostName in your SSH configuration",
-    SshFailure.REFUSED: "start sshd on the node, or check the port",
     SshFailure.UNREACHABLE: "check cables, routes and the jump host",
     SshFailure.TIMEOUT: "look at the node's console: is it up, is it overloaded?",
-    SshFailure.HOST_KEY_UNKNOWN: "compare its fingerprint, then trust it with `burst hosts trust`",
-    SshFailure.HOST_KEY_CHANGED: "compare its fingerprint, then `burst hosts forget` and `burst hosts trust`",
-    SshFailure.AUTH: "add your public key to authorized_keys on the node, or set cluster.ssh.user and identity_file",
     SshFailure.PROTOCOL: "check that the port belongs to sshd",
     SshFailure.LOST: "look at the node's console and its kernel log",
     SshFailure.COMMAND_TIMEOUT: "look at the load, and for processes in state D, on the node",
 }
 
 
-def reach_finding(error: SshError, node: str) -> Finding:
+def reach_finding(error: BurstError | None, node: str) -> Finding:
     """FAIL: the node could not be reached; which of the many ways, and what to do about this one."""
+    check = Check(node, REACH, "a connection")
+    if not isinstance(error, SshError):
+        return check.fail(one_line(str(error), 400), "")
     remedy = one_line(error.remedy, 400) or _REMEDIES.get(error.kind, "")
-    return Check(node, REACH, "a connection").fail(one_line(error.detail, 400), remedy, error.kind.value)
+    return check.fail(one_line(error.detail, 400), remedy, error.kind.value)
 
 
 def answer_findings(probe: NodeProbe) -> list[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -9,9 +10,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, Self
 
 import pytest
 
@@ -23,25 +25,69 @@ from cluster.ssh.connection import DEFAULT_OUTPUT_BYTES, CommandResult
 from cluster.ssh.hosts import Host
 from cluster.survey.facts import NodeFacts
 from cluster.survey.script import build_script, is_complete, new_fence, read_sections
-from cluster.survey.section import NodeProbe, Question, Section
+from cluster.survey.section import NodeProbe, Question, Section, SectionState
 from engine.config.cluster import ClusterConfig
+from testkit.local_connection import AT_HAND
 
 Answer = Callable[[str], Iterator[bytes]]  # from the fence of the probe to what arrives, piece by piece
 
 
-def run_script(questions: Iterable[Question], shell: list[str], **settings: str) -> dict[str, Section]:
+def run_script(questions: Iterable[Question], shell: Sequence[str], **settings: str) -> dict[str, Section]:
     """The sections of a probe, as this shell answers it on this machine."""
-    if shutil.which(shell[0]) is None:
+    return dict(ask_here(questions, Path.cwd(), shell=shell, settings=settings).sections)
+
+
+def ask_here(
+    questions: Iterable[Question],
+    folder: Path,
+    *,
+    tools: Path | str = "",
+    shell: Sequence[str] = ("sh",),
+    settings: Mapping[str, str] = MappingProxyType({}),
+    **environment: str,
+) -> NodeProbe:
+    """The answer of this machine in `folder`, with `tools` first in PATH and nothing else of our environment."""
+    path = ":".join(map(str, filter(None, (tools, AT_HAND, os.environ["PATH"]))))
+    program = shutil.which(shell[0], path=path)
+    if program is None:
         pytest.skip(f"{shell[0]} is not installed")  # where CI is set, a skip fails the session
     fence = new_fence()
-    script = build_script(questions, fence, settings)
     # Not a pipe: what a killed section leaves behind would hold it open.
     with tempfile.TemporaryFile() as output:
-        subprocess.run([*shell, "-s"], input=script, stdout=output, timeout=200, check=True)
+        subprocess.run(
+            [program, *shell[1:], "-s"],
+            input=build_script(questions, fence, settings),
+            stdout=output,
+            cwd=folder,
+            env={"PATH": path, "HOME": str(folder), **environment},
+            timeout=200,
+            check=True,
+        )
         output.seek(0)
         answer = output.read()
     assert is_complete(answer, fence)
-    return dict(read_sections(answer, fence))
+    return NodeProbe("node1", read_sections(answer, fence))
+
+
+def ended(name: str, output: str, code: int = 0) -> Section:
+    """A section that ran to its end."""
+    return Section(name, output.strip("\n"), code, SectionState.ENDED)
+
+
+def changed_section(probe: NodeProbe, name: str, **changes: Any) -> NodeProbe:
+    """`probe` with one section changed, or added."""
+    return replace(probe, sections={**probe.sections, name: replace(probe.section(name), **changes)})
+
+
+def bad(findings: Iterable[Finding]) -> list[tuple[str, str | None, Verdict]]:
+    """(check, device, severity) of all that is neither OK nor skipped."""
+    return [(finding.check, finding.device, finding.severity) for finding in findings if not finding.severity.is_fine]
+
+
+def only(findings: Iterable[Finding], check: str) -> Finding:
+    """The only finding of a check."""
+    (found,) = [finding for finding in findings if finding.check == check]
+    return found
 
 
 def frame(fence: str, name: str, output: str = "", code: int = 0) -> bytes:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.checks.finding import GIB, Check, Finding, gib
-from cluster.checks.group import CheckGroup, known
+from cluster.checks.group import AbsentError, CheckGroup, known
 from cluster.checks.groups.host import judge_room
 from cluster.remote_text import one_line
 from cluster.survey.facts import NodeFacts
-from cluster.survey.section import SectionState, UnreadableError
+from cluster.survey.section import UnreadableError
 from cluster.survey.sysfs import Filesystem, python_question
 from engine.config.cluster import ClusterConfig
 
@@ -24,10 +24,11 @@ OLDEST_DOCKER = (19, 3)
 DOCKER_FREE_BYTES = (5 * GIB, 40 * GIB)
 _NOT_NEEDED = "not needed: cluster.container.runtime is bare"
 _REASONS = (
-    (r"permission denied", "the user may not use the engine", "add the user to the group `docker`, log in again"),
+    (r"^no program ", "is not installed", "install it, or set cluster.container.command"),
+    (r"permission denied", "may not be used by this user", "add the user to the group `docker`, log in again"),
     (
         r"cannot connect|is the docker daemon running|connection refused",
-        "the engine's daemon does not answer",
+        "has a daemon that does not answer",
         "systemctl start docker",
     ),
 )
@@ -126,28 +127,18 @@ def check_docker(check: Check, facts: NodeFacts) -> list[Finding]:
 
 
 def _silent(check: Check, facts: NodeFacts, error: UnreadableError) -> Finding:
-    """Why no engine answers; SKIP where none is needed."""
-    section, command = facts.section(ENGINE), facts.config.container.command
-    is_missing = section.exit_code == 1 and section.output.startswith("no program ")
-    if not facts.in_containers:
-        return check.skip(f"{'not installed' if is_missing else 'does not answer'}; {_NOT_NEEDED}")
-    check, why = check.expecting("an engine that answers"), one_line(section.output, 200)
-    if is_missing:
-        return check.fail(
-            f"{command} is not installed", f"install it, or set cluster.container.command (now {command})"
-        )
-    for pattern, text, remedy in _REASONS if section.state is SectionState.ENDED else ():
+    """Why no engine answers."""
+    check, why = check.expecting("an engine that answers"), one_line(facts.section(ENGINE).output, 200)
+    command = facts.config.container.command
+    for pattern, text, remedy in _REASONS:
         if re.search(pattern, why, re.IGNORECASE):
-            return check.fail(text, remedy, why)
-    return check.unknown(str(error), error.remedy or f"run `{command} info` on the node", why)
+            return check.fail(f"{command} {text}", remedy, why)
+    return check.unknown(str(error), f"run `{command} info` on the node", why)
 
 
 def check_docker_disk(check: Check, facts: NodeFacts) -> list[Finding]:
     """The engine's folder can hold the image twice: it is packed and unpacked there."""
-    try:
-        engine = read_engine(facts)
-    except UnreadableError as error:
-        return [_not_answering(check, facts, error)]
+    engine = read_engine(facts)
     check, room = check.on(engine.folder).expecting(f"at least {gib(DOCKER_FREE_BYTES[1])} free"), engine.room
     if room is None:
         return [check.unknown("its file system could not be asked", f"run `df {engine.folder}` on the node")]
@@ -158,11 +149,7 @@ def check_docker_disk(check: Check, facts: NodeFacts) -> list[Finding]:
 
 def check_docker_gpu(check: Check, facts: NodeFacts) -> list[Finding]:
     """Containers can be given GPUs: the NVIDIA runtime or CDI is set up."""
-    check = check.expecting("GPUs reach containers")
-    try:
-        engine = read_engine(facts)
-    except UnreadableError as error:
-        return [_not_answering(check, facts, error)]
+    check, engine = check.expecting("GPUs reach containers"), read_engine(facts)
     if not engine.has_gpus:
         return [check.skip("the NVIDIA driver is not loaded")]
     if engine.ways:
@@ -173,14 +160,9 @@ def check_docker_gpu(check: Check, facts: NodeFacts) -> list[Finding]:
     return [check.fail(text, "install nvidia-container-toolkit, then restart docker")]
 
 
-def _not_answering(check: Check, facts: NodeFacts, error: UnreadableError) -> Finding:
-    return (
-        check.unknown("the container engine does not answer") if facts.in_containers else _silent(check, facts, error)
-    )
-
-
 def read_engine(facts: NodeFacts) -> Engine:
-    """Raises UnreadableError when no engine answers: a version of the server is the only proof."""
+    """Raises UnreadableError when no engine answers: a version of the server is the only proof. AbsentError where none
+    has to."""
 
     def take(told: Any) -> Engine:
         version, folder, driver = (one_line(told[name], 80) for name in ("version", "folder", "driver"))
@@ -189,7 +171,12 @@ def read_engine(facts: NodeFacts) -> Engine:
         room = None if told["room"] is None else Filesystem.of(told["room"])
         return Engine(version, folder, driver, tuple(map(str, told["ways"])), told["has_gpus"] is not False, room)
 
-    return facts.section(ENGINE).read(take)
+    try:
+        return facts.section(ENGINE).read(take)
+    except UnreadableError as error:
+        if not facts.in_containers:
+            raise AbsentError(f"no container engine answers; {_NOT_NEEDED}") from None
+        raise UnreadableError(f"no container engine answers ({error})", error.evidence, "see host.docker") from None
 
 
 def check_image(check: Check, facts: NodeFacts) -> list[Finding]:

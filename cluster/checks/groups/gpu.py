@@ -8,29 +8,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from cluster.checks.finding import Check, Finding, Verdict
-from cluster.checks.group import CheckGroup
+from cluster.checks.group import AbsentError, CheckGroup
 from cluster.survey.facts import NodeFacts
-from cluster.survey.nvidia_smi import (
-    LSPCI,
-    SMI,
-    Gap,
-    GapError,
-    Gpu,
-    SmiFailure,
-    SmiLog,
-)
+from cluster.survey.nvidia_smi import LSPCI, SMI, Gap, GapError, Gpu, SmiFailure, SmiLog
 
 REMAPPED_ROWS_WARN = 512  # rows replaced; the spare ones run out
-# Bits of the mask of throttle reasons, by the end of the element's name; its beginning changed with driver 535. Idle,
-# clocks as set and at the power limit are normal; the others warn, and what the hardware does to save itself fails.
-THROTTLE_REASONS = {
-    "hw_slowdown": 0x8,
-    "sync_boost": 0x10,
-    "sw_thermal_slowdown": 0x20,
-    "hw_thermal_slowdown": 0x40,
-    "hw_power_brake_slowdown": 0x80,
-    "display_clocks_setting": 0x100,
-}
+# The ends of elements' names; their beginning changed with driver 535. Idle, clocks as set and at the power limit are
+# normal; the others warn, and what the hardware does to save itself fails.
+_THROTTLE_REASONS = (
+    *("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"),
+    *("sw_thermal_slowdown", "sync_boost", "display_clocks_setting"),
+)
 _DMESG = "look for NVRM and Xid in `dmesg` on the node"
 _RESET = "drain the node and reset the GPU (`nvidia-smi --gpu-reset -i N`) or reboot"
 _REMEDIES = {
@@ -88,9 +76,11 @@ def each_gpu(
     return list(whole) if is_vague and len(whole) == 1 and len(given) == len(listed) else given
 
 
-def look_at_gpus(facts: NodeFacts) -> NodeFacts | None:
-    """The facts of a node; None for one that has no GPU and needs none."""
-    return None if facts.has_no_gpus else facts
+def look_at_gpus(facts: NodeFacts) -> NodeFacts:
+    """The facts of a node. Raises AbsentError for one that has no GPU and needs none."""
+    if facts.has_no_gpus:
+        raise AbsentError("no NVIDIA GPU in this node")
+    return facts
 
 
 def _judge(gpu: Gpu, check: Check, what: str, judge: GpuJudge, is_optional: bool) -> Finding | None:
@@ -309,8 +299,7 @@ def check_throttle(check: Check, facts: NodeFacts) -> list[Finding]:
         active = _throttle_reasons(gpu)
         if not active:
             return None
-        mask = sum(THROTTLE_REASONS[name] for name in active)
-        text = f"slowed down: {', '.join(name.replace('_', ' ') for name in active)} (0x{mask:x})"
+        text = f"slowed down: {', '.join(name.replace('_', ' ') for name in active)}"
         severity = Verdict.FAIL if any(name.startswith("hw_") for name in active) else Verdict.WARN
         return check.finding(
             severity, text, "check fans, air flow and power supplies of the node (BMC: sensors, event log)"
@@ -324,7 +313,7 @@ def _throttle_reasons(gpu: Gpu) -> list[str]:
         parent = f"clocks_{word}_reasons"
         if gpu.element.find(parent) is None:
             continue
-        states = {name: gpu.look(f"{parent}/clocks_{word}_reason_{name}") for name in THROTTLE_REASONS}
+        states = {name: gpu.look(f"{parent}/clocks_{word}_reason_{name}") for name in _THROTTLE_REASONS}
         if Gap.UNREADABLE in states.values():
             raise GapError(Gap.UNREADABLE)
         if states["hw_slowdown"] not in ("Active", "Not Active"):
@@ -373,16 +362,12 @@ def check_clocks(check: Check, facts: NodeFacts) -> list[Finding]:
     return each_gpu(facts, check, "clocks", judge, f"up to {spread(reach)} MHz")
 
 
-def _look(facts: NodeFacts) -> NodeFacts | Finding:
-    return look_at_gpus(facts) or Check(facts.node, "gpu.count").skip("no NVIDIA GPU in this node")
-
-
-def _traits(facts: NodeFacts | Finding) -> Mapping[str, str | None]:
+def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
     """What all nodes must have in common, where the configuration does not say what is right.
 
     A node without GPUs has the count 0: among others it stands out.
     """
-    if isinstance(facts, Finding):
+    if facts.has_no_gpus:
         return {"gpu.count": "0"}
     if not isinstance(facts.smi, SmiLog) or not facts.gpus:
         return {}
@@ -421,7 +406,7 @@ GROUP = CheckGroup(
         *(check_ecc_mode, check_ecc, check_row_remap),
         *(check_throttle, check_power_limit, check_clocks, check_mig),
     ),
-    look=_look,
+    look=look_at_gpus,
     questions=(LSPCI, SMI),
     traits=_traits,
 )

@@ -74,10 +74,7 @@ _PROGRAM = (
 
 def check_busy(check: Check, facts: NodeFacts) -> list[Finding]:
     """Nobody else uses a GPU, seen twice; who does, and since when."""
-    first, again = (
-        facts.smi_log,
-        read_smi(facts.section(AGAIN)),
-    )  # what ended before the second look does not count
+    first, again = facts.smi_log, read_smi(facts.section(AGAIN))  # what ended before the second look does not count
     if isinstance(again, SmiTrouble):
         return [check.unknown(f"nvidia-smi at the second look: {again.failure.value}", evidence=again.evidence)]
     if [gpu.address for gpu in again.gpus] != [gpu.address for gpu in first.gpus]:

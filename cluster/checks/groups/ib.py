@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cluster.checks.finding import Check, Finding, Verdict
-from cluster.checks.group import CheckGroup
+from cluster.checks.group import AbsentError, CheckGroup
 from cluster.env.gather import ADAPTER_QUESTIONS, adapter_facts
 from cluster.env.hcas import choose_hcas
 from cluster.survey.adapters import Adapters, HcaPort, roce_gid_index
@@ -42,42 +42,34 @@ class FabricView:
     """The ports for training, in the order of their names; reasons: why each other port is none of them.
 
     rate_gbps: what each must run at: as configured, else as most of those that are up do; None when none is up.
-    beside_gpus: whether they were told by their place on the PCI bus. lonely_gpus: PCI paths of GPUs that have none
-    beside them while most have.
+    lonely_gpus: PCI paths of GPUs that have no port beside them while most have.
     """
 
     facts: NodeFacts
-    adapters: Adapters
-    ports: tuple[HcaPort, ...] = ()
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    rate_gbps: float | None = None
-    beside_gpus: bool = False
-    lonely_gpus: tuple[tuple[str, ...], ...] = ()
+    ports: tuple[HcaPort, ...]
+    reasons: Mapping[str, str]
+    rate_gbps: float | None
+    lonely_gpus: tuple[tuple[str, ...], ...]
 
     @classmethod
     def of(cls, facts: NodeFacts) -> FabricView:
         """The facts of a node. Raises UnreadableError."""
-        adapters, config = facts.adapters, facts.config
         if facts.pci is None:
             raise UnreadableError("PCI devices cannot be read from sysfs", facts.section(LSPCI).trouble())
         gpus = tuple(device.pci_path for device in facts.pci.gpus)
-        ought, reasons, beside = _choose(adapters, gpus, config.expected)
+        ought, are_beside = _ports_for_training(facts.adapters, gpus, facts.config.expected)
         # What ranks use is judged, and nothing else that is in order; of the rest, what ought to be used.
-        decisions = choose_hcas(adapter_facts(facts), config)[0]
+        decisions = choose_hcas(adapter_facts(facts), facts.config)[0]
         used = {one.port.name: one.kept or (one.is_fault and one.port in ought) for one in decisions}
-        ports = [port for port in adapters.ports if used[port.name]]
-        said = {one.port.name: one.reason if not one.is_fault else reasons.get(one.port.name, "") for one in decisions}
-        reasons = {name: reason for name, reason in said.items() if not used[name]}
-        lonely = [path for path in gpus if path and not any(_share(path, port) for port in (*ports, *ought))]
+        ports = tuple(port for port in facts.adapters.ports if used[port.name])
         rate = usual(port.rate_gbps for port in ports if port.is_active and port.rate_gbps is not None)
+        lonely = [path for path in gpus if path and not any(_share(path, port) for port in (*ports, *ought))]
         return cls(
             facts,
-            adapters,
-            tuple(ports),
-            reasons,
-            config.expected.hca_rate_gbps or rate,
-            beside,
-            tuple(lonely) if beside else (),
+            ports,
+            {one.port.name: one.reason for one in decisions if not used[one.port.name]},
+            facts.config.expected.hca_rate_gbps or rate,
+            tuple(lonely) if are_beside else (),
         )
 
     @property
@@ -104,47 +96,24 @@ class FabricView:
         return [check.ok(fine)] if ports else [check.unknown("no port is up to look at", "see ib.state")]
 
 
-def _choose(
-    adapters: Adapters, gpu_paths: Paths, expected: ExpectedHardware
-) -> tuple[list[HcaPort], dict[str, str], bool]:
-    """(the ports that ought to be for training, why the others are none, whether their place told)."""
-    reasons: dict[str, str] = {}
-    left = list(adapters.ports)
+def _ports_for_training(adapters: Adapters, gpu_paths: Paths, expected: ExpectedHardware) -> tuple[list[HcaPort], bool]:
+    """(the ports that ought to be for training, up or not; whether they were told by their place beside GPUs).
 
-    def leave_out(is_odd: Callable[[HcaPort], bool], reason: Callable[[HcaPort], str], *, spare_all: bool) -> None:
-        odd = [port for port in left if is_odd(port)]
-        if spare_all and len(odd) == len(left):
-            return  # nothing else is there: a virtual machine, or a network built of bonds
-        reasons.update({port.name: reason(port) for port in odd})
-        left[:] = [port for port in left if port.name not in reasons]
-
-    leave_out(lambda port: port.is_virtual_function, lambda port: "a virtual function", spare_all=True)
+    Where nothing else is there, as in a virtual machine or a network built of bonds, these are taken.
+    """
     wanted = expected.hcas or 0
+    left = [port for port in adapters.ports if not port.is_virtual_function] or list(adapters.ports)
     if sum(not port.has_default_route for port in left) >= wanted:
-        leave_out(
-            lambda port: port.has_default_route and port.link_layer != INFINIBAND,
-            lambda port: f"{port.netdev} carries the default route",
-            spare_all=False,
-        )
-    leave_out(
-        lambda port: port.is_bond and not any(_share(path, port) for path in gpu_paths),
-        lambda port: "a bond, as management networks have",
-        spare_all=True,
-    )
+        left = [port for port in left if not port.has_default_route or port.link_layer == INFINIBAND]
+    left = [port for port in left if not port.is_bond or any(_share(path, port) for path in gpu_paths)] or left
     layer = _link_layer(left, gpu_paths)
-    leave_out(
-        lambda port: port.link_layer not in (layer, ""),
-        lambda port: f"speaks {port.link_layer}, the ports for training {layer}",
-        spare_all=False,
-    )
+    left = [port for port in left if port.link_layer in (layer, "")]
     beside = _beside_gpus(left, adapters.driverless_paths, gpu_paths)
-    if beside is None or len(beside) < wanted:
-        if wanted and sum(port.is_active for port in left) >= wanted:
-            others = f"down, while {wanted} others are up as cluster.expected.hcas says"
-            leave_out(lambda port: port.state == "DOWN", lambda port: others, spare_all=False)
-        return left, reasons, False
-    leave_out(lambda port: port.name not in beside, lambda port: "not beside a GPU", spare_all=False)
-    return left, reasons, True
+    if beside is not None and len(beside) >= wanted:
+        return beside, True
+    if 0 < wanted <= sum(port.is_active for port in left):
+        left = [port for port in left if port.state != "DOWN"]  # as many as there should be are up
+    return left, False
 
 
 def usual(values: Iterable[float]) -> float | None:
@@ -158,15 +127,15 @@ def _share(gpu_path: Sequence[str], port: HcaPort) -> bool:
     return bool(gpu_path and port.pci_path) and gpu_path[0] == port.pci_path[0]
 
 
-def _beside_gpus(ports: Sequence[HcaPort], driverless: Paths, gpu_paths: Paths) -> set[str] | None:
-    """Names of ports that share a PCI switch with a GPU; None where that does not tell the network of the node."""
+def _beside_gpus(ports: Sequence[HcaPort], driverless: Paths, gpu_paths: Paths) -> list[HcaPort] | None:
+    """The ports that share a PCI switch with a GPU; None where that does not tell the network of the node."""
     gpus = [path for path in gpu_paths if len(path) > 1]
     # An adapter without a driver is still beside its GPU: it must not make the others look like chance.
     places = [port.pci_path[:1] for port in ports] + [path[:1] for path in driverless]
     lonely = sum(path[:1] not in places for path in gpus)
     if not gpus or lonely > _MAX_GPUS_WITHOUT_PORT * len(gpus):
         return None
-    return {port.name for port in ports if any(_share(path, port) for path in gpus)}
+    return [port for port in ports if any(_share(path, port) for path in gpus)]
 
 
 def _link_layer(ports: Sequence[HcaPort], gpu_paths: Paths) -> str:
@@ -198,14 +167,15 @@ def check_count(check: Check, view: FabricView) -> list[Finding]:
 
 
 def _lost_adapters(check: Check, view: FabricView, left_out: str) -> Iterator[Finding]:
-    for path in view.adapters.driverless_paths:
+    adapters = view.facts.adapters
+    for path in adapters.driverless_paths:
         address = path[-1] if path else "an unknown address"
         text = f"the InfiniBand adapter at {address} has no driver"
         yield check.on(address).fail(text, "modprobe mlx5_ib, or look for its error in dmesg")
-    for device in view.adapters.portless:
+    for device in adapters.portless:
         yield check.on(device).fail("the adapter shows no port", "look for its error in dmesg; reset or swap it")
     # That a GPU's adapter has no driver is told above.
-    told = {path[:1] for path in view.adapters.driverless_paths}
+    told = {path[:1] for path in adapters.driverless_paths}
     for path in view.lonely_gpus:
         if path[:1] not in told:
             text = "no adapter is beside this GPU, while the others have one"
@@ -326,30 +296,26 @@ def _shown(port: HcaPort) -> str:
     return f"state {port.state}, phys_state {port.phys_state}, rate {rate}, {port.link_layer}, {port.pci_address}"
 
 
-def look_at_adapters(facts: NodeFacts) -> FabricView | None:
-    """The ports for training; None where there are none and none are expected. Raises UnreadableError."""
+def look_at_adapters(facts: NodeFacts) -> FabricView:
+    """The ports for training. Raises UnreadableError, and AbsentError where there are none and none are expected."""
     view = FabricView.of(facts)
-    lost = view.adapters.portless or view.adapters.driverless_paths
-    return view if view.ports or facts.config.expected.hcas or lost else None
-
-
-def _look(facts: NodeFacts) -> FabricView | Finding:
-    view = look_at_adapters(facts)
-    if view is not None:
+    if view.ports or facts.config.expected.hcas or facts.adapters.portless or facts.adapters.driverless_paths:
         return view
-    why = "; ".join(f"{name} {reason}" for name, reason in list(FabricView.of(facts).reasons.items())[:4])
-    return Check(facts.node, "ib.count").skip(f"no adapter for training{f': {why}' if why else ''}")
+    why = "; ".join(f"{name} {reason}" for name, reason in list(view.reasons.items())[:4])
+    raise AbsentError(f"no adapter for training{f': {why}' if why else ''}")
 
 
-def _traits(view: FabricView | Finding) -> Mapping[str, str | None]:
+def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
     """What all nodes must have alike, where the configuration does not say the right number of ports."""
-    if isinstance(view, Finding):
+    try:
+        view = look_at_adapters(facts)
+    except AbsentError:
         return {"ib.count": "0"}
     values: dict[str, list[object]] = {
         "ib.link_layer": [port.link_layer or None for port in view.active],
         "ib.mtu": [port.netdev_mtu for port in view.active],
         "ib.rate": [f"{view.rate_gbps:g}" if view.rate_gbps is not None else None],
-        "ib.count": [len(view.active) if view.facts.config.expected.hcas is None else None],
+        "ib.count": [len(view.active) if facts.config.expected.hcas is None else None],
     }
     # A port that does not tell leaves the trait out: what the others have is not what the node has.
     told = {check: found for check, found in values.items() if found and None not in found}
@@ -359,7 +325,7 @@ def _traits(view: FabricView | Finding) -> Mapping[str, str | None]:
 GROUP = CheckGroup(
     "ib",
     (check_count, check_state, check_rate, check_mtu, check_pcie, check_gid),
-    look=_look,
+    look=look_at_adapters,
     questions=ADAPTER_QUESTIONS,
     traits=_traits,
     compared={"ib.link_layer": "The ports for training speak the same on all nodes, InfiniBand or Ethernet."},

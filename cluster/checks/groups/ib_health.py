@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,14 +10,12 @@ from dataclasses import dataclass
 from cluster.checks.finding import Check, Finding, age
 from cluster.checks.group import CheckGroup
 from cluster.checks.groups.ib import FabricView, look_at_adapters
-from cluster.remote_text import one_line
 from cluster.survey.adapters import GPUDIRECT, PORTS, GpuDirect, HcaPort, port_name, read_rows
 from cluster.survey.kernel_log import KERNEL_LOG, KernelLog, read_kernel_log
 from cluster.survey.nvidia_smi import LSPCI
 from cluster.survey.section import Section, UnreadableError
 from cluster.survey.sysfs import python_question
 
-_COUNTER = re.compile(r"[0-9]{1,20}")
 _STAMP = re.compile(r"\[ *(\d{1,12}\.\d{1,9})\]")
 _KERNEL_DEVICE = re.compile(r"\bmlx[45]_core ([0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])\b")
 # None of these grows on a sound link, not within the second between two samples.
@@ -82,9 +81,8 @@ def read_counters(section: Section) -> Mapping[str, tuple[Mapping[str, int], Map
     for word, fields in read_rows(section):
         if word in samples:
             told = {name: text for name, text in fields.items() if name not in ("dev", "port")}
-            bad = next((text for text in told.values() if not _COUNTER.fullmatch(text) or int(text) >> 64), None)
-            if bad is not None:
-                raise UnreadableError(f"{section.name}: {one_line(bad, 40)!r} is no counter")
+            if not all(text.isdecimal() for text in told.values()):
+                raise UnreadableError(f"{section.name}: not every counter is a number")
             samples[word][port_name(fields, section.name)] = {name: int(text) for name, text in told.items()}
     first, second = samples.values()
     if first.keys() != second.keys():
@@ -94,13 +92,13 @@ def read_counters(section: Section) -> Mapping[str, tuple[Mapping[str, int], Map
 
 @dataclass(frozen=True)
 class KernelEvent:
-    """A line of the kernel log about adapters. address: the PCI device that it is about. at_s: seconds after boot;
-    age_s: before now. None where the node did not tell."""
+    """A line of the kernel log about the adapter at a PCI address. at_s: seconds after boot; age_s: before now. A line
+    without a time counts as of now."""
 
-    address: str | None
+    address: str
     text: str
-    at_s: float | None
-    age_s: float | None
+    at_s: float
+    age_s: float
 
 
 def check_flaps(check: Check, view: FabricView) -> list[Finding]:
@@ -117,21 +115,21 @@ def check_health(check: Check, view: FabricView) -> list[Finding]:
 
 def _events(view: FabricView) -> list[tuple[HcaPort, list[KernelEvent]]]:
     """What the log says of each adapter for training. Raises UnreadableError."""
-    log = read_events(read_kernel_log(view.facts.probe))
+    log = _read_events(read_kernel_log(view.facts.probe))
     devices = {port.pci_address: port for port in view.ports if port.pci_address}
     if not devices:
         raise UnreadableError("no adapter has a known place on the PCI bus")
     return [(port, [event for event in log if event.address == address]) for address, port in devices.items()]
 
 
-def read_events(log: KernelLog) -> list[KernelEvent]:
+def _read_events(log: KernelLog) -> list[KernelEvent]:
     """What the drivers of adapters said since boot."""
     events = []
     for text in log.lines:
         stamp, address = _STAMP.match(text), _KERNEL_DEVICE.search(text)
-        at_s = float(stamp[1]) if stamp else None
-        age_s = max(0.0, log.uptime_s - at_s) if at_s is not None and log.uptime_s is not None else None
-        events.append(KernelEvent(address[1] if address else None, text, at_s, age_s))
+        if address is not None:
+            at_s = float(stamp[1]) if stamp else math.inf
+            events.append(KernelEvent(address[1], text, at_s, max(0.0, (log.uptime_s or 0.0) - at_s)))
     return events
 
 
@@ -187,11 +185,11 @@ def _shown(counters: Mapping[str, int]) -> str:
 
 
 def _flaps(check: Check, events: Iterable[KernelEvent]) -> Iterable[Finding]:
-    lost = [event for event in events if _LINK_DOWN.search(event.text) and (event.at_s is None or event.at_s > _BOOT_S)]
+    lost = [event for event in events if _LINK_DOWN.search(event.text) and event.at_s > _BOOT_S]
     if lost:
-        last = "" if lost[-1].age_s is None else f", the last {age(lost[-1].age_s)} ago"
-        text = f"its link was lost {len(lost)} time{'s' if len(lost) > 1 else ''} since boot{last}"
-        recent = sum(event.age_s is None or event.age_s < _RECENT_S for event in lost)
+        last = f"the last {age(lost[-1].age_s)} ago"
+        text = f"its link was lost {len(lost)} time{'s' if len(lost) > 1 else ''} since boot, {last}"
+        recent = sum(event.age_s < _RECENT_S for event in lost)
         yield (check.fail if recent >= _FLAPS else check.warn)(text, _LINK_REMEDY, lost[-1].text)
 
 

@@ -12,13 +12,7 @@ from cluster.checks.groups.pairs import CHECK as PAIRS
 from cluster.checks.groups.pairs import check_pairs
 from cluster.ssh.connection import Connection
 from cluster.survey.facts import NodeFacts
-from cluster.survey.interfaces import (
-    LINKS,
-    ROUTE,
-    SYSFS,
-    InterfaceChoice,
-    NetInterface,
-)
+from cluster.survey.interfaces import LINKS, ROUTE, SYSFS, InterfaceChoice, NetInterface
 from engine.config.cluster import ClusterConfig
 
 _MIN_MTU = 1280
@@ -91,8 +85,8 @@ def _chosen(nodes: Mapping[str, NodeFacts]) -> dict[str, NetInterface | None]:
     return {node: choice.interface if choice is not None else None for node, choice in choices.items()}
 
 
-def _traits(choice: InterfaceChoice) -> Mapping[str, str | None]:
-    interface = choice.interface
+def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
+    interface = facts.interface.interface
     return {"net.mtu": str(interface.mtu) if interface is not None and interface.mtu is not None else None}
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from cluster.checks.finding import Check, Finding
-from cluster.checks.group import CheckGroup, known
+from cluster.checks.group import AbsentError, CheckGroup, known
 from cluster.remote_text import one_line
 from cluster.survey.facts import NodeFacts
-from cluster.survey.section import Question
+from cluster.survey.section import Question, UnreadableError
 from cluster.survey.sysfs import python_question
 from engine.config.cluster import ClusterConfig
 
@@ -73,16 +73,20 @@ print(json.dumps([*told, ["session", settings("=".join(item) for item in os.envi
 
 @dataclass(frozen=True)
 class Software:
-    """Versions on the node itself. python: None when there is none. is_listed: whether its packages are known."""
+    """Versions on the node itself. python: None when there is none. packages: None when Python cannot list them."""
 
     python: str | None = None
-    packages: Mapping[str, str] = field(default_factory=dict)
-    is_listed: bool = False
+    packages: Mapping[str, str] | None = None
+
+    @property
+    def torch(self) -> str | None:
+        """Version of PyTorch; None when there is none."""
+        return (self.packages or {}).get("torch")
 
     @property
     def nccl(self) -> str | None:
         """Version of the NCCL package that PyTorch wheels bring; None when there is none."""
-        return next((found for name, found in sorted(self.packages.items()) if name != "torch"), None)
+        return next((found for name, found in sorted((self.packages or {}).items()) if name != "torch"), None)
 
 
 def read_software(facts: NodeFacts) -> Software:
@@ -94,9 +98,8 @@ def read_software(facts: NodeFacts) -> Software:
         python, packages = told["python"], told["packages"]
         if re.fullmatch(r"\d{1,3}\.\d{1,3}\.\d{1,3}", python) is None:
             raise ValueError("no version of Python")
-        return Software(
-            python, {name: str(version) for name, version in (packages or {}).items()}, packages is not None
-        )
+        found = None if packages is None else {name: str(version) for name, version in packages.items()}
+        return Software(python, found)
 
     return facts.section(SOFTWARE).read(take)
 
@@ -119,29 +122,29 @@ def check_python(check: Check, facts: NodeFacts) -> list[Finding]:
 
 def check_torch(check: Check, facts: NodeFacts) -> list[Finding]:
     """PyTorch is installed in the same version everywhere, where ranks run without a container."""
-    software = read_software(facts)
-    other = _not_looked_for(check, facts, software)
-    if other is not None:
-        return [other]
-    if "torch" not in software.packages:
+    torch = _software_of_ranks(facts).torch
+    if torch is None:
         text = f"{facts.config.python or 'python3'}, the Python of the ranks, has no PyTorch"
         return [check.warn(text, "install burst there, or name another by cluster.python")]
-    return [check.ok(software.packages["torch"])]
+    return [check.ok(torch)]
 
 
 def check_nccl(check: Check, facts: NodeFacts) -> list[Finding]:
     """NCCL has the same version everywhere; different ones do not talk to each other."""
+    nccl = _software_of_ranks(facts).nccl
+    return [check.ok(nccl) if nccl else check.skip("not a package of its own")]
+
+
+def _software_of_ranks(facts: NodeFacts) -> Software:
+    """Software with packages. Raises UnreadableError, and AbsentError where the node has nothing to do with it."""
     software = read_software(facts)
-    found = check.ok(software.nccl) if software.nccl else check.skip("not a package of its own")
-    return [_not_looked_for(check, facts, software) or found]
-
-
-def _not_looked_for(check: Check, facts: NodeFacts, software: Software) -> Finding | None:
     if facts.in_containers:
-        return check.skip("ranks use that of the image")
+        raise AbsentError("ranks use that of the image")
     if software.python is None:
-        return check.skip("no python3")
-    return None if software.is_listed else check.unknown(f"Python {software.python} cannot list its packages")
+        raise AbsentError("no python3")
+    if software.packages is None:
+        raise UnreadableError(f"Python {software.python} cannot list its packages")
+    return software
 
 
 def check_nccl_conf(check: Check, facts: NodeFacts) -> list[Finding]:
@@ -176,7 +179,7 @@ def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
     software = Software() if facts.in_containers else known(read_software, facts) or Software()
     return {
         "host.python": software.python,
-        "host.torch": software.packages.get("torch"),
+        "host.torch": software.torch,
         "host.nccl": software.nccl,
         "host.nccl_conf": known(nccl_trait, facts),
     }

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from testkit.check_fakes import Groups
+from testkit.check_fakes import Groups, bad, ended
 
 from cluster.checks.finding import Finding, Verdict
-from cluster.survey.section import NodeProbe, Section, SectionState
+from cluster.survey.section import NodeProbe, Section
 from engine.config.cluster import ClusterConfig, ExpectedHardware
 
 GROUP = Groups("ib")
 
 COMPUTE = tuple(f"mlx5_{number}" for number in (0, 1, 2, 5, 6, 7, 8, 11))
-
-
-def ended(name: str, output: str, code: int = 0) -> Section:
-    """A section that ran to its end."""
-    return Section(name, output, code, SectionState.ENDED)
 
 
 def lines(words: Iterable[tuple[str, Mapping[str, object]]]) -> str:
@@ -137,7 +132,7 @@ class FabricNode:
 
     def complaints(self, **expected: Any) -> list[tuple[str, str | None, Verdict]]:
         """(check, device, severity) of all that is neither OK nor skipped."""
-        return complaints(self.check(**expected))
+        return bad(self.check(**expected))
 
     def _gpudirect(self) -> str:
         told = {"peermem": "no", "driver": "", "dmabuf": "no", "nvidia": "yes"} | self.gpudirect
@@ -149,23 +144,6 @@ class FabricNode:
             "dmabuf": {"yes": True, "no": False}.get(told["dmabuf"]),
         }
         return json.dumps(document)
-
-
-def complaints(findings: Sequence[Finding]) -> list[tuple[str, str | None, Verdict]]:
-    """(check, device, severity) of all that is neither OK nor skipped."""
-    fine = (Verdict.OK, Verdict.SKIP)
-    return [(finding.check, finding.device, finding.severity) for finding in findings if finding.severity not in fine]
-
-
-def of(findings: list[Finding], check: str) -> Finding:
-    """The only finding of a check."""
-    (found,) = [finding for finding in findings if finding.check == check]
-    return found
-
-
-def damaged(probe: NodeProbe, name: str, **changes: Any) -> NodeProbe:
-    """`probe` with one section changed."""
-    return replace(probe, sections={**probe.sections, name: replace(probe.section(name), **changes)})
 
 
 def link(name: str, *addresses: str, kind: str = "", state: str = "UP", **more: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from testkit.check_fakes import FAKE_GROUP, GONE, GROUPS, HEALTHY, SILENCE, Fake
 from testkit.machine_clock import machine_time
 
 from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
-from cluster.checks.group import CheckGroup
+from cluster.checks.group import AbsentError, CheckGroup
 from cluster.checks.run import CheckObserver, CheckOptions, check_nodes, check_this_machine
 from cluster.checks.selection import Selection, read_selection
 from cluster.errors import SshError, SshFailure
@@ -136,16 +136,30 @@ def breaks(*_: object) -> Any:
     return [][0]
 
 
-BROKEN = replace(FAKE_GROUP, look=breaks)
-EMPTY = replace(FAKE_GROUP, look=lambda facts: None)
+def check_nothing(*_: object) -> list[Finding]:
+    return []
 
 
-@pytest.mark.parametrize(("group", "text"), [(BROKEN, "IndexError"), (EMPTY, "gave a result")])
-def test_a_group_that_breaks_or_says_nothing_is_unknown(group: CheckGroup, text: str) -> None:
-    report = check(FakeFleet({"n1": HEALTHY}), all_groups=(group,))
-    (finding,) = findings(report, "n1", "host")
-    assert finding.severity is Verdict.UNKNOWN
-    assert text in finding.observed
+def absent(*_: object) -> Any:
+    raise AbsentError("none here")
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "severity", "text"),
+    [
+        (replace(FAKE_GROUP, look=breaks), "host", Verdict.UNKNOWN, "the check broke: IndexError: list index"),
+        (replace(FAKE_GROUP, judges=(breaks,)), "host.breaks", Verdict.UNKNOWN, "the check broke: IndexError: list"),
+        (replace(FAKE_GROUP, judges=(check_nothing,)), "host.nothing", Verdict.UNKNOWN, "this check gave no result"),
+        (replace(FAKE_GROUP, judges=(absent,)), "host.absent", Verdict.SKIP, "none here"),
+        (replace(FAKE_GROUP, look=absent), "host.disk", Verdict.SKIP, "none here"),
+    ],
+)
+def test_a_check_that_breaks_or_says_nothing_is_unknown_and_one_that_does_not_apply_is_skipped(
+    group: CheckGroup, name: str, severity: Verdict, text: str
+) -> None:
+    (finding,) = findings(check(FakeFleet({"n1": HEALTHY}), all_groups=(group,)), "n1", name)
+    assert finding.severity is severity
+    assert finding.observed.startswith(text)
 
 
 def test_a_comparison_that_breaks_is_unknown_on_all_nodes() -> None:

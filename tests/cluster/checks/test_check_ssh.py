@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.checks.finding import Verdict
+from cluster.checks.finding import Finding, Verdict
 from cluster.checks.ssh import answer_findings, clock_findings, reach_finding
-from cluster.errors import SshError, SshFailure
+from cluster.errors import ClusterError, SshError, SshFailure
 from cluster.survey.section import NodeProbe
 
 
@@ -16,23 +16,23 @@ def clock(node: str, offset_s: float | None, error_s: float = 0.01) -> NodeProbe
     return NodeProbe(node, {}, offset_s, error_s)
 
 
-@pytest.mark.parametrize("kind", list(SshFailure))
-def test_every_failure_fails_and_says_what_to_do(kind: SshFailure) -> None:
-    finding = reach_finding(SshError("n1", kind, "went wrong"), "n1")
-    assert (finding.check, finding.severity, finding.evidence) == ("ssh.reach", Verdict.FAIL, kind.value)
-    assert finding.observed == "went wrong"
-    assert finding.remedy
-    assert finding.expected
-
-
-def test_the_failures_have_different_remedies() -> None:
-    remedies = {reach_finding(SshError("n1", kind, ""), "n1").remedy for kind in SshFailure}
-    assert len(remedies) >= len(SshFailure) - 1  # unknown and changed keys share one
-
-
-def test_the_remedy_of_the_error_comes_first_and_is_harmless() -> None:
-    finding = reach_finding(SshError("n1", SshFailure.AUTH, "no\n\x1b[31mkey", "do this"), "n1")
-    assert (finding.observed, finding.remedy) == ("no key", "do this")
+@pytest.mark.parametrize(
+    ("error", "remedy", "evidence"),
+    [
+        (SshError("n1", SshFailure.LOST, "went\n\x1b[31mwrong", "do this"), "do this", "lost"),
+        (
+            SshError("n1", SshFailure.TIMEOUT, "went wrong"),
+            "look at the node's console: is it up, is it overloaded?",
+            "timeout",
+        ),
+        (ClusterError("went wrong"), "", ""),
+    ],
+)
+def test_a_node_that_was_not_reached_fails_and_the_error_says_what_to_do(
+    error: ClusterError, remedy: str, evidence: str
+) -> None:
+    expected = Finding("ssh.reach", "n1", Verdict.FAIL, "went wrong", "a connection", remedy, None, evidence)
+    assert reach_finding(error, "n1") == expected
 
 
 def test_an_answer_that_is_not_whole_is_unknown() -> None:

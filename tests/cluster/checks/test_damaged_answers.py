@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 
-import gpu_rehearsal
 import host_sections
 import pytest
-from fabric_nodes import LO, FabricNode, damaged, default_route, link, net_probe
+import rehearsal
+from fabric_nodes import LO, FabricNode, default_route, link, net_probe
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from testkit.check_fakes import Groups
+from testkit.check_fakes import Groups, changed_section
 
 from cluster.checks.finding import Finding, Verdict
 from cluster.survey.facts import NodeFacts
@@ -105,7 +105,7 @@ def node(name: str) -> Node:
         adapters = FabricNode.healthy().probe()
         probe = replace(adapters, sections={**adapters.sections, **network.sections})
         return Node(probe, (Groups("ib"), Groups("net")), FABRIC, ClusterConfig())
-    return Node(gpu_rehearsal.healthy(name), (Groups("gpu"),), GPU, ClusterConfig())
+    return Node(rehearsal.healthy(name), (Groups("gpu"),), GPU, ClusterConfig())
 
 
 TABLES = {"fabric": FABRIC, "h100x8": GPU, "a100x8": GPU, "docker": HOST}
@@ -113,7 +113,7 @@ CASES = [*((name, section) for name, table in TABLES.items() for section in tabl
 
 
 def with_output(name: str, section: str, output: str) -> NodeProbe:
-    return damaged(node(name).probe, section, output=output)
+    return changed_section(node(name).probe, section, output=output)
 
 
 @pytest.mark.parametrize("name", ["docker", "fabric", "h100x8", "a100x8"])

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
-from fabric_nodes import LO, damaged, default_route, link, net_probe
+from fabric_nodes import LO, default_route, link, net_probe
 from hypothesis import given
 from hypothesis import strategies as st
+from testkit.check_fakes import Groups, ask_here, changed_section
 
 from cluster.survey.interfaces import explain_interface, read_interfaces
-from cluster.survey.section import SectionState, UnreadableError
+from cluster.survey.section import NodeProbe, SectionState, UnreadableError
 
+GROUP = Groups("net")
 DOCKER = link("docker0", "172.17.0.1/16", kind="bridge", state="DOWN")
 DOCKER_BUSY = link("docker0", "172.17.0.1/16", kind="bridge")
 CONTAINER_END = link("veth3f2a1b0", kind="veth", master="docker0")
@@ -123,8 +127,33 @@ def test_what_sysfs_tells_is_added():
 
 
 def test_interfaces_are_known_without_sysfs():
-    probe = damaged(net_probe([LO, ETH0]), "net.sysfs", state=SectionState.TIMED_OUT)
+    probe = changed_section(net_probe([LO, ETH0]), "net.sysfs", state=SectionState.TIMED_OUT)
     assert [one.name for one in read_interfaces(probe)] == ["lo", "eth0"]
+
+
+def test_every_shell_and_every_tool_gives_the_same_answer(tmp_path: Path) -> None:
+    real = shutil.which("ip")
+    assert real is not None, "iproute2 is needed for this test"
+    old = f'case "$1" in -json) echo "Option -json is unknown" >&2; exit 255;; esac; exec {real} "$@"'
+    for name, text in (("old", old), ("none", "exit 127")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "ip").write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name / "ip").chmod(0o755)
+
+    def ask(tools: str, *shell: str) -> NodeProbe:
+        return ask_here(GROUP.questions, tmp_path, tools=tmp_path / tools, shell=shell)
+
+    asked = [ask("", "sh"), ask("old", "sh"), ask("none", "sh"), ask("", "dash"), ask("", "busybox", "sh")]
+    first, *others = [explain_interface(read_interfaces(probe)).interface for probe in asked]
+    assert first is not None
+    assert [(one.name, one.addresses, one.mtu, one.is_default_route) for one in others if one] == 4 * [
+        (first.name, first.addresses, first.mtu, first.is_default_route)
+    ]
+    (tmp_path / "none/python3").symlink_to("ip")
+    blind = ask("none", "sh")
+    assert blind.section("net.links").tool_missing
+    with pytest.raises(UnreadableError):
+        read_interfaces(blind)
 
 
 @pytest.mark.parametrize("name", ["net.links", "net.route"])
@@ -143,7 +172,7 @@ def test_interfaces_are_known_without_sysfs():
     ],
 )
 def test_damaged_answers_are_unreadable(name: str, change: dict[str, object]):
-    probe = damaged(net_probe([LO, ETH0], [default_route("eth0")]), name, **change)
+    probe = changed_section(net_probe([LO, ETH0], [default_route("eth0")]), name, **change)
     with pytest.raises(UnreadableError):
         read_interfaces(probe)
 

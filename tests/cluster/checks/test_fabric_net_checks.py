@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fabric_nodes import LO, damaged, default_route, link, net_probe
-from testkit.check_fakes import Groups
+from fabric_nodes import LO, default_route, link, net_probe
+from testkit.check_fakes import Groups, changed_section
 
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.groups.net import compare_subnets
@@ -50,7 +50,7 @@ def test_no_interface_fails():
 
 @pytest.mark.parametrize("section", ["net.links", "net.route"])
 def test_unreadable_interfaces_are_unknown(section: str):
-    one = damaged(probe(link("eth0", "10.0.0.1/24")), section, state=SectionState.TIMED_OUT)
+    one = changed_section(probe(link("eth0", "10.0.0.1/24")), section, state=SectionState.TIMED_OUT)
     assert severities(check(one)) == {"net.interface": Verdict.UNKNOWN, "net.mtu": Verdict.UNKNOWN}
 
 

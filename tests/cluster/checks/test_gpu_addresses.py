@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from gpu_rehearsal import ended, healthy, with_section
+from rehearsal import healthy
+from testkit.check_fakes import changed_section, ended
 
 from cluster.survey.facts import NodeFacts
 from cluster.survey.nvidia_smi import GpuAddress, read_pci_devices
@@ -27,7 +28,7 @@ def test_pci_devices_hold_gpus_and_switches() -> None:
 
 def test_the_audio_function_of_a_gpu_is_no_gpu() -> None:
     row = ["0000:01:00.1", "0x040300", "", "/sys/devices/pci0000:00/0000:01:00.1"]
-    devices = read_pci_devices(ended(json.dumps({"total": 5, "devices": [row]})))
+    devices = read_pci_devices(ended("gpu.lspci", json.dumps({"total": 5, "devices": [row]})))
     assert devices is not None
     assert devices.gpus == ()
     assert len(devices.devices) == 1
@@ -38,7 +39,7 @@ def test_the_audio_function_of_a_gpu_is_no_gpu() -> None:
     ["", "{}", '{"total": "x", "devices": []}', '{"total": 5, "devices": [["0000:01:00.0", "zz", "", "/"]]}', "7"],
 )
 def test_a_list_of_devices_that_breaks_off_is_none(text: str) -> None:
-    assert read_pci_devices(ended(text)) is None
+    assert read_pci_devices(ended("gpu.lspci", text)) is None
 
 
 @pytest.mark.parametrize("profile", ["h100x8", "a100x8"])
@@ -50,11 +51,11 @@ def test_gpu_addresses_lead_from_the_root_port_to_the_gpu(profile: str) -> None:
 
 
 def test_gpu_addresses_come_from_sysfs_while_nvidia_smi_is_silent() -> None:
-    probe = with_section(healthy(), "gpu.smi", exit_code=15)
+    probe = changed_section(healthy(), "gpu.smi", exit_code=15)
     assert parse_gpu_addresses(probe) == parse_gpu_addresses(healthy())
 
 
 def test_gpu_addresses_come_from_nvidia_smi_while_sysfs_is_silent() -> None:
-    addresses = parse_gpu_addresses(with_section(healthy(), "gpu.lspci", exit_code=1))
+    addresses = parse_gpu_addresses(changed_section(healthy(), "gpu.lspci", exit_code=1))
     assert addresses[0].pci_path == ("0000:1b:00.0",)
     assert len(addresses) == 8

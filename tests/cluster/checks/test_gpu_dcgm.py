@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_rehearsal import bad, check, healthy, only, rehearse, with_section, with_text
+from rehearsal import check, healthy, with_text
+from testkit.check_fakes import bad, changed_section, only
 
 from cluster.checks.finding import Finding, Verdict
 from cluster.survey.section import SectionState
@@ -51,7 +51,7 @@ def entity(number: int, status: str, *warnings: str) -> dict[str, Any]:
 
 
 def diagnosed(text: str, code: int = 0) -> list[Finding]:
-    probe = with_section(healthy(), DIAG, output=text, exit_code=code)
+    probe = changed_section(healthy(), DIAG, output=text, exit_code=code)
     return [finding for finding in check(probe) if finding.check == DIAG]
 
 
@@ -125,7 +125,7 @@ SICK = {"children": {"3": {"value": "Warning", "children": {"Errors": {"children
 def test_the_health_monitor_is_believed_as_far_as_it_is_read(
     text: str, code: int, severity: Verdict, observed: str
 ) -> None:
-    found = only(check(with_section(healthy(), HEALTH, output=text, exit_code=code)), HEALTH)
+    found = only(check(changed_section(healthy(), HEALTH, output=text, exit_code=code)), HEALTH)
     assert found.severity is severity
     assert observed in found.observed
 
@@ -133,17 +133,8 @@ def test_the_health_monitor_is_believed_as_far_as_it_is_read(
 def test_a_dcgmi_that_hangs_leaves_its_two_checks_unknown_and_no_other() -> None:
     probe = healthy()
     for name in (DIAG, HEALTH):
-        probe = with_section(probe, name, output="", exit_code=None, state=SectionState.TIMED_OUT)
-    assert bad(check(probe)) == {(DIAG, None, UNKNOWN), (HEALTH, None, UNKNOWN)}
-
-
-def test_a_sick_gpu_of_a_rehearsal_node_is_told_by_both(tmp_path: Path) -> None:
-    assert bad(check(rehearse(tmp_path, "h200x8", "dcgm:6"))) == {(DIAG, "GPU 6", FAIL), (HEALTH, None, WARN)}
-
-
-def test_a_rehearsal_node_may_lack_it(tmp_path: Path) -> None:
-    found = check(rehearse(tmp_path, "h100x8", "no_dcgm"))
-    assert {one.check for one in found if one.severity is SKIP} >= {DIAG, HEALTH}
+        probe = changed_section(probe, name, output="", exit_code=None, state=SectionState.TIMED_OUT)
+    assert bad(check(probe)) == [(HEALTH, None, UNKNOWN), (DIAG, None, UNKNOWN)]
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,6 @@ SAW_ALL = Answer("looked", "/dev/sda1, mounted at /", ALL)
         (Answer("absent", "Stale file handle"), None, FAIL, "Stale"),
         (Answer("absent", "Permission denied"), None, FAIL, "Permission denied"),
         (Answer("written"), Answer("denied", "Permission denied", ALL - {1}), FAIL, "may not read"),
-        (Answer("written"), Answer("wrong", "", ALL - {1}), FAIL, "other words"),
         (Answer("written"), Answer("looked", "", ALL - {2}), FAIL, "does not see what c wrote"),
         (Answer("written"), Answer("none", "gone", ALL), UNKNOWN, "no answer: gone"),
         (Answer("strange"), SAW_ALL, UNKNOWN, "no answer"),
