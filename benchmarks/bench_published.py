@@ -27,7 +27,7 @@ from engine.planning.memory.predictor import Predict, shared_predictor
 from engine.planning.methods.topology import Topology
 from engine.planning.time.devices import find_machine
 from engine.planning.time.machine import Machine
-from engine.planning.time.step_time import attention_time, predict_step, replayed_attention
+from engine.planning.time.step_time import predict_step, replayed_attention
 
 NODE_RANKS = 8
 NOTEWORTHY = 1.1  # published figures that differ by more must be predicted in their order
@@ -154,7 +154,7 @@ class Row:
             return predict_step(config, self.world, self.machine).tokens_per_s_per_device
         pairs = self.seq_len * (self.seq_len + 1) / 2
         flops = 3.5 * 4 * config.model.num_heads * config.model.head_dim * pairs / self.gpus
-        return flops / attention_time(replayed_attention(config, self.world, self.machine)).seconds / 1e12
+        return flops / replayed_attention(config, self.world, self.machine).time.seconds / 1e12
 
     def predicted_gb(self, predict: Predict) -> float:
         """Peak of tensors on the device, of the phases that the source counted: forward and backward."""

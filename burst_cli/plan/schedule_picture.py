@@ -74,9 +74,7 @@ class _Rows:
 def schedule_figure(candidate: Plan, shown: str) -> Figure:
     """The schedule of the pass that is `shown`, or of `all`, of one layer, side by side on one scale of time."""
     passes = [one for one in candidate.preview.every_pass if shown in ("all", one.direction)]
-    named = [(one.direction, one.timeline) for one in passes if one.timeline is not None]
-    timelines = [timeline for _, timeline in named]
-    assert timelines, "a picture needs the timelines that a machine gives"
+    timelines = [one.timeline for one in passes]
     topology = candidate.preview.topology
     ranks = shown_ranks(topology, candidate.preview.planned_ranks)
     intervals = [[i for i in timeline.intervals if i.rank in ranks] for timeline in timelines]
@@ -85,9 +83,9 @@ def schedule_figure(candidate: Plan, shown: str) -> Figure:
     figure = Figure(figsize=(_WIDTH_INCHES, rows.height * _INCHES_PER_UNIT + 2.25))
     widths = [max(timeline.total_s, 0.2 * max(t.total_s for t in timelines)) for timeline in timelines]
     axes = figure.subplots(1, len(timelines), sharey=True, squeeze=False, width_ratios=widths)[0]
-    for index, (axis, (name, timeline), group) in enumerate(zip(axes, named, intervals, strict=True)):
-        _draw_pass(axis, timeline, group, rows)
-        _head_pass(axis, name, timeline)
+    for index, (axis, one, group) in enumerate(zip(axes, passes, intervals, strict=True)):
+        _draw_pass(axis, one.timeline, group, rows)
+        _head_pass(axis, one.direction, one.timeline)
         _name_rows(axis, rows, topology, first=index == 0)
     kinds = {i.kind for group in intervals for i in group if i.lane == COMPUTE_LANE}
     _decorate(figure, _title(candidate, ranks), kinds, rows.lanes)
@@ -168,10 +166,9 @@ def _legend(figure: Figure, styles: Mapping[str, tuple[str, str]], bottom: float
 def _title(candidate: Plan, ranks: Sequence[int]) -> tuple[str, str]:
     preview, config = candidate.preview, candidate.config
     topology, method = preview.topology, preview.method
-    total = sum(one.timeline.total_s for one in preview.every_pass if one.timeline)
-    machine = preview.machine.name if preview.machine else "no machine"
-    heading = f"{method.preset} on {topology.size} ranks ({topology.nodes} x {topology.local_ranks}), {machine}: "
-    heading += f"{seconds(total)} per layer"
+    total = sum(one.timeline.total_s for one in preview.every_pass)
+    heading = f"{method.preset} on {topology.size} ranks ({topology.nodes} x {topology.local_ranks}), "
+    heading += f"{preview.machine.name}: {seconds(total)} per layer"
     subtitle = (
         f"{config.exp}, {config.train.seq_len:,} tokens, layout {method.layout}, heads {method.head_parallel_size} x "
         f"rings {method.ring_inner_size} x {method.ring_outer_size}, {method.backward_circulates} circulates in "

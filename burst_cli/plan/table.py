@@ -19,7 +19,7 @@ from engine.config.settings import Store
 from engine.planning.memory.auto import MemoryCandidate, MemoryChoice
 from engine.planning.memory.predictor import MemoryPrediction
 from engine.planning.methods.presets import AttentionMethod
-from engine.planning.methods.preview import AttentionPreview, Buffers, LayerPreview, PassPreview, links_to_dict
+from engine.planning.methods.preview import AttentionPreview, Buffers, LayerPreview, PassPreview
 from engine.planning.time.machine import Machine
 from engine.planning.time.recommend import LEAST_SAVING
 from engine.planning.time.step_time import StepTime
@@ -171,7 +171,7 @@ def _placement(candidate: Plan) -> Text:
 
 
 def _link(name: str) -> Callable[[PassPreview], str]:
-    return lambda one: binary_bytes(links_to_dict(one.busiest_links)[name])
+    return lambda one: binary_bytes(getattr(one.busiest_links, name))
 
 
 def _extra_buffers(where: Store) -> Callable[[PassPreview], str]:
@@ -179,7 +179,7 @@ def _extra_buffers(where: Store) -> Callable[[PassPreview], str]:
 
 
 def _exposed(one: PassPreview) -> str:
-    if one.timeline is None or one.timeline.total_s == 0:
+    if one.timeline.total_s == 0:
         return seconds(None)
     exposed = one.timeline.exposed_s
     return f"{seconds(exposed)} ({percent(exposed / one.timeline.total_s)})" if exposed > 0 else "0"
@@ -191,13 +191,13 @@ _FIGURES: tuple[tuple[str, str | None, Callable[[PassPreview], str]], ...] = (
     ("tiles", "tiles", lambda one: str(one.tiles)),
     ("visible pairs, all ranks", None, lambda one: count(one.visible_pairs)),
     ("balance (busiest rank / mean)", "balance", lambda one: f"{one.balance:.3f}"),
-    ("sent inside the node", "intra node", _link("intra")),
-    ("sent between nodes", "inter node", _link("inter")),
-    ("moved to and from host memory", "host", _link("host")),
+    ("sent inside the node", "intra node", _link("intra_bytes")),
+    ("sent between nodes", "inter node", _link("inter_bytes")),
+    ("moved to and from host memory", "host", _link("host_bytes")),
     ("buffers on the device", "device buffers", _extra_buffers("device")),
     ("buffers in host memory", None, _extra_buffers("host")),
-    ("predicted seconds", "seconds", lambda one: seconds(one.timeline.total_s if one.timeline else None)),
-    ("  computing (busiest rank)", None, lambda one: seconds(one.timeline.busiest_s if one.timeline else None)),
+    ("predicted seconds", "seconds", lambda one: seconds(one.timeline.total_s)),
+    ("  computing (busiest rank)", None, lambda one: seconds(one.timeline.busiest_s)),
     ("  exposed communication", "exposed", _exposed),
 )
 
@@ -273,7 +273,7 @@ def _comparison_columns(legal: Sequence[Plan]) -> list[tuple[str, Callable[[Plan
     def both(cell: Callable[[PassPreview], str]) -> Callable[[Plan], str]:
         return lambda candidate: " / ".join(cell(one) for one in candidate.preview.passes)
 
-    uses_host = any(one.all_links.host_bytes for candidate in legal for one in candidate.preview.every_pass)
+    uses_host = any(one.busiest_links.host_bytes for candidate in legal for one in candidate.preview.every_pass)
     has_memory = all(candidate.memory for candidate in legal)
     return [
         ("attention", lambda candidate: candidate.name),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -88,7 +88,7 @@ class Hub:
         same = self.topology.same_node(rank, parcel.peer)
         sent = self.sent[rank]
         intra, inter = sent.intra_bytes + size * same, sent.inter_bytes + size * (not same)
-        self.sent[rank] = replace(sent, intra_bytes=intra, inter_bytes=inter)
+        self.sent[rank] = sent._replace(intra_bytes=intra, inter_bytes=inter)
 
     def _register_target(self, number: int, tensors: tuple[Tensor, ...], message: _Message) -> None:
         if message.target is not None:
@@ -103,7 +103,7 @@ class Hub:
         message.source, message.ends = parcel.tensors, 1
         self._register_target(parcel.message, parcel.into, message)
         sent = self.sent[rank]
-        self.sent[rank] = replace(sent, host_bytes=sent.host_bytes + parcel.num_bytes)
+        self.sent[rank] = sent._replace(host_bytes=sent.host_bytes + parcel.num_bytes)
 
     def _copy(self, number: int, message: _Message) -> None:
         if message.delivered:

@@ -17,7 +17,7 @@ from engine.planning.methods.resolve import fitted, machine_of, stand_in_group
 from engine.planning.methods.topology import Topology
 from engine.planning.sequence.layers import attention_layers
 from engine.planning.time.machine import Machine
-from engine.planning.time.step_time import attention_time, replayed_attention
+from engine.planning.time.step_time import replayed_attention
 
 # Methods for larger groups than are planned whole are first compared in one of STAND_IN_RANKS; so many of them are then
 # planned as they are, which takes a second each for 256 ranks.
@@ -169,6 +169,5 @@ def _points(config: RunConfig, topology: Topology) -> Iterator[AttentionConfig]:
 
 
 def _candidate(attention: AttentionConfig, method: AttentionMethod, preview: AttentionPreview) -> Candidate:
-    time = attention_time(preview)
     buffers = max(one.largest_buffers.buffer_bytes("device") for layer in preview.layers for one in layer.every_pass)
-    return Candidate(attention, method, time.seconds, time.exposed_s, buffers)
+    return Candidate(attention, method, preview.time.seconds, preview.time.exposed_s, buffers)

@@ -23,6 +23,7 @@ from engine.config.settings import (
     Store,
 )
 from engine.planning.methods.topology import Grid, Topology, divisors
+from engine.planning.schedule.plan import Kind, TokenBytes
 from engine.planning.sequence.lengths import checkpoint_kinds, padded_length, recompute_cut
 
 BYTES_OF: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
@@ -105,19 +106,6 @@ class AttentionMethod:
         return self.grid.size
 
 
-def hop_bytes_per_token(model: ModelConfig, *, wire_bytes: int, gradient_bytes: int) -> dict[str, int]:
-    """Bytes that one token costs on one backward hop, for kv and for q circulation.
-
-    kv: K, V and dK, dV. q: Q, dO, dQ and the two fp32 numbers (lse, surrogate scale) per query head.
-    """
-    kv_width = model.num_kv_heads * model.head_dim
-    q_width = model.num_heads * model.head_dim
-    return {
-        "kv": 2 * kv_width * (wire_bytes + gradient_bytes),
-        "q": q_width * (2 * wire_bytes + gradient_bytes) + 8 * model.num_heads,
-    }
-
-
 def leaves_direction_free(attention: AttentionConfig) -> bool:
     """Whether what circulates in backward is to be chosen by predicted time."""
     return (attention.backward_circulates or PRESETS[attention.preset].backward_circulates) == "auto"
@@ -126,15 +114,15 @@ def leaves_direction_free(attention: AttentionConfig) -> bool:
 def circulation_reason(config: RunConfig, circulates: Circulated, deferred: int = 0) -> str:
     """What circulates in backward, in words, with the bytes that decide where links do."""
     model, train = local_heads(config.model, config.parallel.tp_size), config.train
-    cost = hop_bytes_per_token(
-        model,
-        wire_bytes=BYTES_OF[train.compute_dtype],
-        gradient_bytes=BYTES_OF[config.attention.gradient_wire_dtype or "float32"],
+    wire = BYTES_OF[config.attention.gradient_wire_dtype or "float32"]
+    row = TokenBytes(
+        model.num_heads, model.num_kv_heads, model.head_dim, BYTES_OF[train.compute_dtype], wire_gradient_bytes=wire
     )
+    kv, q = row.of(Kind.KV) + row.of(Kind.DKV_WIRE), row.of(Kind.QX) + row.of(Kind.DQ_WIRE)
     group = model.num_heads // model.num_kv_heads
     heads = "multi-head attention" if group == 1 else f"grouped-query attention with {group} query heads per kv head"
     tiles = f", {deferred} local tiles deferred" if deferred else ""
-    return f"{circulates} circulates{tiles}; {heads}, per token and hop: kv {cost['kv']} B, q {cost['q']} B"
+    return f"{circulates} circulates{tiles}; {heads}, per token and hop: kv {kv} B, q {q} B"
 
 
 def legal_attention(config: RunConfig, topology: Topology) -> AttentionMethod:

@@ -6,7 +6,7 @@ The plans that are counted here are those that would be run.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from engine.config.settings import RunConfig
@@ -64,13 +64,13 @@ class PassPreview:
 
     ranks          those that are planned: all, or of a large group those of `planned_ranks`
     member_pairs   visible pairs of every ring member's queries, planned or not, all heads of it together counted once
-    timeline       of the planned ranks; None: no machine was given
+    timeline       of the planned ranks
     """
 
     direction: PassName
     ranks: tuple[RankPreview, ...]
     member_pairs: tuple[int, ...]
-    timeline: Timeline | None = None
+    timeline: Timeline
 
     @property
     def steps(self) -> int:
@@ -96,14 +96,7 @@ class PassPreview:
     @property
     def busiest_links(self) -> LinkBytes:
         """Largest bytes of any planned rank, for each kind of link."""
-        sent = [rank.sent for rank in self.ranks]
-        return LinkBytes(*(max(getattr(s, name) for s in sent) for name in _LINKS.values()))
-
-    @property
-    def all_links(self) -> LinkBytes:
-        """Bytes of all planned ranks together, for each kind of link."""
-        sent = [rank.sent for rank in self.ranks]
-        return LinkBytes(*(sum(getattr(s, name) for s in sent) for name in _LINKS.values()))
+        return LinkBytes(*map(max, zip(*(rank.sent for rank in self.ranks), strict=True)))
 
     @property
     def largest_buffers(self) -> RankPreview:
@@ -122,7 +115,7 @@ class PassPreview:
             "tiles": self.tiles,
             "visible_pairs": self.visible_pairs,
             "balance": self.balance,
-            "bytes_per_layer": links_to_dict(self.busiest_links),
+            "bytes_per_layer": self.busiest_links._asdict(),
             "buffers": {**memory, "rank": largest.rank, "kinds": [b._asdict() for b in largest.buffers]},
             "ranks": [_rank_to_dict(rank) for rank in self.ranks],
         }
@@ -153,38 +146,31 @@ class LayerPreview:
         """All that a step runs, in its order."""
         return tuple(one for one in (self.forward, self.recompute, self.backward) if one is not None)
 
-    @property
-    def total_s(self) -> float | None:
-        """Predicted seconds of all passes of one of these layers; None without a machine."""
-        seconds = [one.timeline.total_s for one in self.every_pass if one.timeline is not None]
-        return sum(seconds) if len(seconds) == len(self.every_pass) else None
-
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; steps and tiles of forward and backward together, the worse of their balances.
-
-        `recompute`, absent where nothing runs again: the same figures of that pass, and the position before which
-        queries take part in it.
-        """
-        document: dict[str, Any] = {
+        """Plain values for JSON; `queries_before`: the position before which queries are attended again."""
+        return {
             "layer": self.first,
             "count": self.count,
-            "backward_circulates": self.attention.method.backward_circulates,
-            "steps": sum(one.steps for one in self.passes),
-            "tiles": sum(one.tiles for one in self.passes),
-            "balance": max(one.balance for one in self.passes),
-            "bytes_per_layer": {one.direction: links_to_dict(one.busiest_links) for one in self.every_pass},
+            "queries_before": self.attention.recompute_before,
             "passes": {one.direction: one.to_dict() for one in self.every_pass},
         }
-        again = self.recompute
-        if again is not None:
-            document["recompute"] = {
-                "queries_before": self.attention.recompute_before,
-                "steps": again.steps,
-                "tiles": again.tiles,
-                "visible_pairs": again.visible_pairs,
-                "balance": again.balance,
-            }
-        return document
+
+
+@dataclass(frozen=True)
+class AttentionTime:
+    """Seconds of attention in all layers of one pass over a sequence: of the rank that computes most, and what messages
+    add to it that nothing hides.
+    """
+
+    forward_s: float
+    again_s: float
+    backward_s: float
+    exposed_s: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.forward_s + self.again_s + self.backward_s + self.exposed_s
 
 
 @dataclass(frozen=True)
@@ -196,7 +182,7 @@ class AttentionPreview:
 
     method: AttentionMethod
     topology: Topology
-    machine: Machine | None
+    machine: Machine
     layers: tuple[LayerPreview, ...]
 
     @property
@@ -215,10 +201,14 @@ class AttentionPreview:
         return self.layers[0].every_pass
 
     @property
-    def visible_pairs(self) -> float:
-        """Pairs of one sequence that the mask lets through in the mean layer."""
-        total = sum(layer.count * layer.forward.visible_pairs for layer in self.layers)
-        return total / sum(layer.count for layer in self.layers)
+    def time(self) -> AttentionTime:
+        """Predicted for all layers, each pass once."""
+        computing, exposed_s = dict.fromkeys(("forward", "recompute", "backward"), 0.0), 0.0
+        for layer in self.layers:
+            for one in layer.every_pass:
+                computing[one.direction] += layer.count * one.timeline.busiest_s
+                exposed_s += layer.count * one.timeline.exposed_s
+        return AttentionTime(*computing.values(), exposed_s)
 
     @property
     def warnings(self) -> list[str]:
@@ -226,51 +216,22 @@ class AttentionPreview:
         return warnings_of(self.method, self.topology)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON; figures of layer 0 unless under `layers`, which all distinct layers have."""
-        method = self.method
-        first = self.layers[0].to_dict()
-        shown = ("backward_circulates", "steps", "tiles", "balance", "bytes_per_layer", "recompute")
+        """Plain values for JSON: the method, and what every distinct layer does."""
+        return {**asdict(self.method), "layers": [layer.to_dict() for layer in self.layers]}
+
+    def time_to_dict(self) -> dict[str, Any]:
+        """Predicted seconds of layer 0 by pass and of all layers."""
         return {
-            "layout": method.layout,
-            "head_parallel_size": method.head_parallel_size,
-            "ring_inner_size": method.ring_inner_size,
-            "ring_outer_size": method.ring_outer_size,
-            "placement": method.placement,
-            "kv_transport": method.kv_transport,
-            "backward_order": method.backward_order,
-            "gradient_wire_dtype": method.gradient_wire_dtype,
-            "reason": method.reason,
-            **{name: first[name] for name in shown if name in first},
-            "layers": [layer.to_dict() for layer in self.layers],
+            "machine": self.machine.name,
+            "per_layer": {one.direction: _time_to_dict(one.timeline) for one in self.every_pass},
+            "layers": sum(layer.count for layer in self.layers),
+            "seconds": self.time.seconds,
+            "exposed_s": self.time.exposed_s,
         }
-
-    def time_to_dict(self) -> dict[str, Any] | None:
-        """Predicted seconds of layer 0 by pass and of all layers, each pass once; None without a machine."""
-        if self.machine is None:
-            return None
-        totals = {"seconds": 0.0, "exposed_s": 0.0}
-        for layer in self.layers:
-            for one in layer.every_pass:
-                assert one.timeline is not None
-                totals["seconds"] += layer.count * one.timeline.total_s
-                totals["exposed_s"] += layer.count * one.timeline.exposed_s
-        first: dict[str, dict[str, float]] = {
-            one.direction: _time_to_dict(one.timeline) for one in self.every_pass if one.timeline
-        }
-        layers = sum(layer.count for layer in self.layers)
-        return {"machine": self.machine.name, "per_layer": first, "layers": layers, **totals}
-
-
-_LINKS = {"intra": "intra_bytes", "inter": "inter_bytes", "host": "host_bytes"}
-
-
-def links_to_dict(links: LinkBytes) -> dict[str, int]:
-    """Bytes by kind of link: intra, inter, host."""
-    return {name: getattr(links, field) for name, field in _LINKS.items()}
 
 
 def preview_attention(
-    config: RunConfig, topology: Topology, machine: Machine | None = None, ranks: tuple[int, ...] | None = None
+    config: RunConfig, topology: Topology, machine: Machine, ranks: tuple[int, ...] | None = None
 ) -> AttentionPreview:
     """The configured attention on ranks that lie as in `topology` and share one sequence.
 
@@ -312,7 +273,7 @@ class _Place(NamedTuple):
 
     token_bytes: TokenBytes
     topology: Topology
-    machine: Machine | None
+    machine: Machine
     ranks: tuple[int, ...]
 
 
@@ -335,8 +296,7 @@ def _preview_pass(plan: AttentionPlan, name: PassName, place: _Place, pairs: tup
     token_bytes, topology, machine, _ = place
     sent = plan.bytes_by_link(token_bytes, topology)
     ranks = tuple(_preview_rank(rank_plan, token_bytes, sent[rank]) for rank, rank_plan in sorted(plan.ranks.items()))
-    timeline = replay(plan, machine, token_bytes, topology) if machine else None
-    return PassPreview(name, ranks, pairs, timeline)
+    return PassPreview(name, ranks, pairs, replay(plan, machine, token_bytes, topology))
 
 
 def _preview_rank(plan: RankPlan, token_bytes: TokenBytes, sent: LinkBytes) -> RankPreview:
@@ -378,7 +338,7 @@ def _rank_to_dict(rank: RankPreview) -> dict[str, Any]:
         "steps": rank.steps,
         "tiles": rank.tiles,
         "pairs": rank.pairs,
-        "bytes_per_layer": links_to_dict(rank.sent),
+        "bytes_per_layer": rank.sent._asdict(),
         "device_buffer_bytes": rank.buffer_bytes("device"),
         "host_buffer_bytes": rank.buffer_bytes("host"),
     }

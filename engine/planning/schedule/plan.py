@@ -262,8 +262,7 @@ class TokenBytes:
         return sum(math.prod(f.row(counts, self.head_dim)) * size[f.dtype] for f in FIELDS[kind] if f.own)
 
 
-@dataclass(frozen=True)
-class LinkBytes:
+class LinkBytes(NamedTuple):
     """Bytes sent by one rank inside its node and to other nodes, and bytes it moves between host and device."""
 
     intra_bytes: int = 0

@@ -115,8 +115,8 @@ def circulate(visibility: Visibility, method: AttentionMethod, builder: PlanBuil
     """
     if builder.ranks:
         Circulation(visibility, method, builder, operands, route_of(method, builder.direction)).emit()
-    if isinstance(builder, Lane):  # the same for all members, whatever they have to do
-        builder.reach(route_of(method, builder.direction).size - 1 + 2 * (builder.direction == "backward"))
+    if isinstance(builder, Lane):  # the same for all members, whatever they have to do: gradients come home last
+        builder.reach(route_of(method, builder.direction).size + 1)
 
 
 class Place(NamedTuple):

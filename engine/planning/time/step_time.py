@@ -29,23 +29,6 @@ HOST_BYTES_PER_S = 200e9  # memory bandwidth of a server, which its ranks share
 
 
 @dataclass(frozen=True)
-class AttentionTime:
-    """Seconds of attention in all layers of one pass over a sequence: of the rank that computes most, and what messages
-    add to it that nothing hides.
-    """
-
-    forward_s: float
-    again_s: float
-    backward_s: float
-    exposed_s: float
-
-    @property
-    def seconds(self) -> float:
-        """All of it."""
-        return self.forward_s + self.again_s + self.backward_s + self.exposed_s
-
-
-@dataclass(frozen=True)
 class StepParts:
     """Seconds of one optimizer step by what they are spent on; those that something hides are left out.
 
@@ -137,18 +120,6 @@ def predict_step(config: RunConfig, world: Topology, machine: Machine) -> StepTi
     return _Step(config, world, machine).predict()
 
 
-def attention_time(preview: AttentionPreview) -> AttentionTime:
-    """Of a preview with a machine."""
-    computing = {"forward": 0.0, "recompute": 0.0, "backward": 0.0}
-    exposed_s = 0.0
-    for layer in preview.layers:
-        for one in layer.every_pass:
-            assert one.timeline is not None
-            computing[one.direction] += layer.count * one.timeline.busiest_s
-            exposed_s += layer.count * one.timeline.exposed_s
-    return AttentionTime(computing["forward"], computing["recompute"], computing["backward"], exposed_s)
-
-
 def replayed_attention(config: RunConfig, group: Topology, machine: Machine) -> AttentionPreview:
     """The preview that the time of attention is read from: plans of `timed_ranks`, made once."""
     kept, plain = config.memory, MemoryConfig()
@@ -195,7 +166,7 @@ class _Step:
     def predict(self) -> StepTime:
         """Its time."""
         config, world, machine = self.config, self.world, self.machine
-        attention = attention_time(replayed_attention(config, self.group, machine))
+        attention = replayed_attention(config, self.group, machine).time
         times = self.micro_steps
         matrices_s, again_s = self._matrices()
         elementwise_s, loss_s = self._elementwise_s(), self._loss_s()

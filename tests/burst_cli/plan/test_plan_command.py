@@ -29,8 +29,8 @@ def test_json_is_the_documented_one(burst) -> None:
     attention = plan["attention"]
     assert attention["backward_circulates"] in ("kv", "q")
     assert attention["reason"].startswith("auto: ")
-    assert attention["balance"] == 1.0
-    assert attention["bytes_per_layer"]["forward"] == {"intra": 3 * 2**20, "inter": 0, "host": 0}
+    forward = attention["layers"][0]["passes"]["forward"]
+    assert forward["bytes_per_layer"] == {"intra_bytes": 3 * 2**20, "inter_bytes": 0, "host_bytes": 0}
     model = compose(["exp=tiny"]).config.model
     expected = step_flops(model, seq_len=2048, visible_pairs=model.num_layers * attention_pairs("causal", 2048))
     assert plan["flops"]["model"] == expected.model
@@ -92,7 +92,7 @@ def test_ranks_and_nodes_fill_in_what_the_configuration_leaves_open(burst) -> No
     assert plan["world_size"] == 16
     assert plan["topology"] == {"nodes": 2, "local_ranks": 8}
     assert plan["attention"]["ring_inner_size"] == 8
-    assert plan["attention"]["bytes_per_layer"]["forward"]["inter"] > 0
+    assert plan["attention"]["layers"][0]["passes"]["forward"]["bytes_per_layer"]["inter_bytes"] > 0
 
 
 def test_data_parallel_ranks_are_counted_but_not_planned(burst) -> None:

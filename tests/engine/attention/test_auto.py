@@ -74,9 +74,8 @@ def test_methods_for_large_groups_are_shortlisted_in_smaller_ones_and_then_plann
     assert len(choice.candidates) == FINALISTS
     for candidate in choice.candidates:
         planned = replace(config, attention=candidate.attention)
-        time = preview_attention(planned, topology, machine, timed_ranks(planned, topology)).time_to_dict()
-        assert time is not None
-        assert candidate.seconds == time["seconds"]
+        preview = preview_attention(planned, topology, machine, timed_ranks(planned, topology))
+        assert candidate.seconds == preview.time.seconds
 
 
 def test_the_machine_is_named_or_found_by_device() -> None:
