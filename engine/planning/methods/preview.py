@@ -203,12 +203,13 @@ class AttentionPreview:
     @property
     def time(self) -> AttentionTime:
         """Predicted for all layers, each pass once."""
-        computing, exposed_s = dict.fromkeys(("forward", "recompute", "backward"), 0.0), 0.0
+        computing: dict[PassName, float] = {"forward": 0.0, "recompute": 0.0, "backward": 0.0}
+        exposed_s = 0.0
         for layer in self.layers:
             for one in layer.every_pass:
                 computing[one.direction] += layer.count * one.timeline.busiest_s
                 exposed_s += layer.count * one.timeline.exposed_s
-        return AttentionTime(*computing.values(), exposed_s)
+        return AttentionTime(computing["forward"], computing["recompute"], computing["backward"], exposed_s)
 
     @property
     def warnings(self) -> list[str]:

@@ -12,6 +12,7 @@ from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 from engine.planning.memory.capacity import (
     MIB,
+    Capacity,
     Gpu,
     Hardware,
     capacity_of,
@@ -50,16 +51,20 @@ def test_devices_are_known_by_the_names_that_drivers_and_people_use(name: str, d
 
 
 def test_an_h100_is_planned_for_where_nothing_says_otherwise() -> None:
-    found = capacity_of(config(), 8, hardware=LAPTOP)
-    assert (found.device_name, found.device_bytes) == ("h100", 81559 * MIB)
-    assert not found.host_is_device
-    assert "datasheet" in found.device_source
+    source = "H100 SXM datasheet"
+    host_source = f"{source}, per node (set memory.host_bytes)"
+    assert capacity_of(config(), 8, hardware=LAPTOP) == Capacity(
+        "h100", 81559 * MIB, f"{source}; 81559 MiB", 2 * 10**12, host_source, 8
+    )
+    alone = capacity_of(config(), 8, device="gh200", hardware=LAPTOP)  # which no vendor's server has eight of
+    assert (alone.host_bytes_per_rank, alone.host_source) == (None, "unknown")
+    given = Capacity("80 GB", 80 * 10**9, "as given: 80e9 bytes", None, "unknown", 8)
+    assert capacity_of(config(), 8, device="80e9", hardware=LAPTOP) == given
 
 
 def test_the_gpus_of_this_machine_come_first() -> None:
     found = capacity_of(config(), 8, hardware=SERVER)
-    assert (found.device_name, found.device_bytes) == ("NVIDIA H200", 143771 * MIB)
-    assert found.host_bytes_per_node == 10**12
+    assert found == Capacity("NVIDIA H200", 143771 * MIB, "nvidia-smi", 10**12, "test", 8)
 
 
 def test_a_named_machine_and_an_option_overrule_what_is_there() -> None:

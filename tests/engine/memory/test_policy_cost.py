@@ -8,8 +8,15 @@ import pytest
 from memory_cases import WORLD, seven_b
 
 from engine.config.errors import ConfigError
-from engine.config.settings import MemoryConfig, RunConfig
-from engine.planning.memory.cost import PolicyCost, kept_bytes, own_parameters, policy_cost, state_bytes
+from engine.config.settings import MemoryConfig, ModelConfig, RunConfig
+from engine.planning.memory.cost import (
+    PolicyCost,
+    kept_bytes,
+    own_parameters,
+    policy_cost,
+    recomputed_parameters,
+    state_bytes,
+)
 from engine.planning.memory.fit import least_bytes, method_on
 from engine.planning.memory.policy import LayerPolicy
 from engine.planning.methods.topology import Topology
@@ -51,6 +58,24 @@ def test_seq_fraction_attends_the_earlier_part_squared(rho: float, share: float)
     full = cost_of(seven_b(memory={"activation_checkpoint": "full"})).attention_flops
     part = cost_of(seven_b(memory={"activation_checkpoint": "seq_fraction", "kept_fraction": rho})).attention_flops
     assert part / full == pytest.approx(share, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("policy", "tiled", "exchanged", "products"),
+    [
+        (LayerPolicy("none"), False, False, ""),
+        (LayerPolicy("none"), True, False, "o gate up"),  # a tile keeps what attention saves
+        (LayerPolicy("full"), False, True, "q k v o gate up"),
+        (LayerPolicy("attn_out_every", 1, 2), False, True, "q k v o gate up"),
+        (LayerPolicy("attn_out_every", 0, 2), False, False, "q k v o gate up o gate up down"),  # the next one's input
+        (LayerPolicy("attn_out_every", 0, 2), False, True, "q k v o gate up q k v o gate up down"),
+    ],
+)
+def test_products_that_run_again(policy: LayerPolicy, tiled: bool, exchanged: bool, products: str) -> None:
+    model = ModelConfig(hidden_size=3, ffn_hidden_size=5, num_heads=4, num_kv_heads=2, head_dim=7)
+    sizes = {"q": 3 * 28, "k": 3 * 14, "v": 3 * 14, "o": 28 * 3, "gate": 3 * 5, "up": 3 * 5, "down": 5 * 3}
+    found = recomputed_parameters(policy, model, tiled=tiled, exchanged=exchanged)
+    assert found == sum(sizes[name] for name in products.split())
 
 
 def test_what_lies_on_the_host_is_moved_there_and_back() -> None:

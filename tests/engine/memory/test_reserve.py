@@ -1,11 +1,11 @@
-"""What is kept free for NCCL: its communicators at the sizes that were published, whoever needs them."""
+"""What is kept free: the driver's context, NCCL's communicators at the sizes that were published, fragments."""
 
 from __future__ import annotations
 
 import pytest
 
 from engine.config.settings import ParallelConfig
-from engine.planning.memory.reserve import nccl_bytes
+from engine.planning.memory.reserve import reserve_bytes
 from engine.planning.methods.presets import AttentionMethod
 
 MIB = 2**20
@@ -27,4 +27,4 @@ MIB = 2**20
 def test_communicators_take_what_was_measured(world: int, ring: int, heads: int, expected: int) -> None:
     method = AttentionMethod("burst", "zigzag", ring, 1, "kv", "float32", "", head_parallel_size=heads)
     parallel = ParallelConfig(dp_shard_size=world // (ring * heads))
-    assert nccl_bytes(parallel, method, world) == expected
+    assert reserve_bytes(parallel, method, world, 10**9) == 800 * MIB + expected + 30_000_000  # 3% of the peak
