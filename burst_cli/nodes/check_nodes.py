@@ -114,6 +114,10 @@ def check_nodes(
         raise ConfigError("--dry-run shows the launch of --collectives; checks change nothing on nodes")
     if local and (hosts is not None or hostfile is not None):
         raise ConfigError("--local checks this machine, so it takes no --hosts or --hostfile")
+    if collectives and (only or skip or names_only or watch is not None or show_all or cuda_smoke):
+        raise ConfigError(
+            "--collectives makes no checks, so it takes no --only, --skip, --list, --all, --watch or --cuda-smoke"
+        )
     output = Output(as_json, names_only, expand, show_all, watch)
     options = CheckOptions(read_selection(only or (), skip or ()), timeout_s=timeout, cuda_smoke=cuda_smoke)
     targets = select_targets(

@@ -175,7 +175,7 @@ def print_changes(console: Console, before: FleetReport, after: FleetReport, at:
 
 def _print_fold(console: Console, fold: NodeFold, at: Text | str = "", was: Text | str = "") -> None:
     console.print(Text.assemble(at, (fold.nodes, "bold"), ": ", was, _verdict(fold.verdict)), soft_wrap=True)
-    for finding in _merge_devices(fold.findings):
+    for finding in fold.findings:
         _print_finding(console, finding)
 
 
@@ -195,14 +195,6 @@ def _print_finding(console: Console, finding: Finding) -> None:
     for row in rows:
         grid.add_row(*row)
     console.print(grid)
-
-
-def _merge_devices(findings: Sequence[Finding]) -> list[Finding]:
-    """Findings that say the same of several devices, said once."""
-    devices: dict[Finding, list[str]] = {}
-    for finding in findings:
-        devices.setdefault(replace(finding, device=None, evidence=""), []).append(finding.device or "")
-    return [replace(finding, device=", ".join(filter(None, names)) or None) for finding, names in devices.items()]
 
 
 def _label(finding: Finding) -> str:

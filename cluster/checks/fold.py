@@ -56,8 +56,24 @@ def _fold(members: list[NodeReport], all_findings: bool) -> NodeFold:
     nodes = fold_nodes(names)
     columns = zip(*(_shown(report, all_findings) for report in members), strict=True)
     findings = [_with_nodes(_join([_anonymous(finding) for finding in column]), nodes) for column in columns]
-    findings.sort(key=lambda finding: -finding.severity.rank)
-    return NodeFold(nodes, names, members[0].verdict, tuple(findings))
+    told = sorted(_said_once(findings), key=lambda finding: -finding.severity.rank)
+    return NodeFold(nodes, names, members[0].verdict, tuple(told))
+
+
+def _said_once(findings: Iterable[Finding]) -> list[Finding]:
+    """As one what is said of several devices, and what several checks could not see or skipped for the same reason."""
+    same: dict[Finding, list[Finding]] = {}
+    for finding in findings:
+        check = "" if finding.severity in (Verdict.SKIP, Verdict.UNKNOWN) else finding.check
+        same.setdefault(replace(finding, check=check, device=None), []).append(finding)
+    return [
+        replace(one, check=_listed(f.check for f in told), device=_listed(f.device or "" for f in told) or None)
+        for one, told in same.items()
+    ]
+
+
+def _listed(words: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(filter(None, words)))
 
 
 def _join(findings: list[Finding]) -> Finding:

@@ -24,11 +24,11 @@ OLDEST_DOCKER = (19, 3)
 DOCKER_FREE_BYTES = (5 * GIB, 40 * GIB)
 _NOT_NEEDED = "not needed: cluster.container.runtime is bare"
 _REASONS = (
-    (r"^no program ", "is not installed", "install it, or set cluster.container.command"),
-    (r"permission denied", "may not be used by this user", "add the user to the group `docker`, log in again"),
+    (r"^no program ", "not installed", "install it, or set cluster.container.command"),
+    (r"permission denied", "this user may not use it", "add the user to the group `docker`, log in again"),
     (
         r"cannot connect|is the docker daemon running|connection refused",
-        "has a daemon that does not answer",
+        "its daemon does not answer",
         "systemctl start docker",
     ),
 )
@@ -132,7 +132,7 @@ def _silent(check: Check, facts: NodeFacts, error: UnreadableError) -> Finding:
     command = facts.config.container.command
     for pattern, text, remedy in _REASONS:
         if re.search(pattern, why, re.IGNORECASE):
-            return check.fail(f"{command} {text}", remedy, why)
+            return check.fail(f"{command}: {text}", remedy, why)
     return check.unknown(str(error), f"run `{command} info` on the node", why)
 
 
@@ -184,6 +184,7 @@ def check_image(check: Check, facts: NodeFacts) -> list[Finding]:
     name = facts.config.container.image
     if not facts.in_containers or name is None:
         return [check.skip(_NOT_NEEDED if name else "cluster.container.image is not set")]
+    read_engine(facts)  # one that does not answer is told once
     if _is_absent(facts):
         return [check.warn(f"{name} is not on the node", "distribute it with `burst image push`")]
     image = read_image(facts)

@@ -182,6 +182,8 @@ def _incidents(name: str, part: Any) -> Iterator[str]:
 
 def _document(section: Section, command: str) -> dict[str, Any]:
     """The JSON object in the answer; other words may stand before it. Raises UnreadableError."""
+    if section.state is SectionState.MISSING:
+        raise UnreadableError("dcgmi was not asked", remedy="see gpu.nvidia_smi")
     begin = section.output.find("{")
     if section.state is not SectionState.ENDED or begin < 0:
         raise _unreadable(section, command, section.trouble() or "no JSON")

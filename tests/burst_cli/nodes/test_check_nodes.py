@@ -142,6 +142,10 @@ def test_without_nodes_or_when_asked_to_this_machine_is_checked(
         (["--explain", "gpu.nonsense"], "lists the checks of a group"),
         (["--timeout", "0"], "--timeout"),
         (["--dry-run"], "the launch of --collectives"),
+        *(
+            (["--collectives", *words], "makes no checks")
+            for words in (["--only", "gpu"], ["--list"], ["--watch", "5"])
+        ),
         (["--cuda-smoke"], "cluster.container.runtime=docker"),
         (["--cuda-smoke", "cluster.container.runtime=docker", "cluster.container.image='x;id'"], "expected NAME:TAG"),
     ],
@@ -167,13 +171,6 @@ def test_text_of_nodes_is_no_markup() -> None:
     shown = text_of(lambda console: print_report(console, fleet_report(n1=(hostile,))))
     assert "[bold]x[/] [link=http://x]y[/link] :smile:" in shown
     assert "[red]do[/red]" in shown
-
-
-def test_devices_that_say_the_same_are_one_line() -> None:
-    told = tuple(finding("n1", Verdict.FAIL, "busy", device=f"GPU {index}") for index in range(3))
-    shown = text_of(lambda console: print_report(console, fleet_report(n1=told)))
-    assert shown.count("busy") == 1
-    assert "gpu.ecc (GPU 0, GPU 1, GPU 2): busy" in shown
 
 
 def test_what_is_ok_is_shown_when_asked_for() -> None:

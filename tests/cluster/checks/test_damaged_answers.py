@@ -30,7 +30,7 @@ HOST = {
     "host.runs": {"host.runs"},
     "host.software": {"host.python", "host.torch", "host.nccl"},
     "host.nccl": {"host.nccl_conf"},
-    "host.docker": {"host.docker", "host.docker_gpu", "host.docker_disk"},
+    "host.docker": {"host.docker", "host.docker_gpu", "host.docker_disk", "host.image"},
     "host.image": {"host.image"},
 }
 FABRIC = {
@@ -67,6 +67,7 @@ TRAITS: Mapping[str, Set[str]] = {
     "ib.ports": {"ib.link_layer", "ib.mtu", "ib.rate", "ib.count"},
     "gpu.lspci": {"ib.link_layer", "ib.mtu", "ib.rate", "ib.count"},
     "gpu.smi": GPU["gpu.smi"] - {"gpu.nvlink"},
+    "host.docker": {"host.docker"},
 }
 
 

@@ -130,11 +130,16 @@ def test_the_health_monitor_is_believed_as_far_as_it_is_read(
     assert observed in found.observed
 
 
-def test_a_dcgmi_that_hangs_leaves_its_two_checks_unknown_and_no_other() -> None:
+@pytest.mark.parametrize(
+    ("state", "observed"),
+    [(SectionState.TIMED_OUT, f"{UNREAD}gpu.dcgm_diag: timed out"), (SectionState.MISSING, "dcgmi was not asked")],
+)
+def test_a_dcgmi_that_hangs_leaves_its_two_checks_unknown_and_no_other(state: SectionState, observed: str) -> None:
     probe = healthy()
     for name in (DIAG, HEALTH):
-        probe = changed_section(probe, name, output="", exit_code=None, state=SectionState.TIMED_OUT)
+        probe = changed_section(probe, name, output="", exit_code=None, state=state)
     assert bad(check(probe)) == [(HEALTH, None, UNKNOWN), (DIAG, None, UNKNOWN)]
+    assert only(check(probe), DIAG).observed == observed
 
 
 @pytest.mark.parametrize(

@@ -167,9 +167,9 @@ def test_nccl_settings_are_shown_with_their_place() -> None:
 @pytest.mark.parametrize(
     ("code", "output", "expected", "words"),
     [
-        (1, "no program docker", FAIL, "docker is not installed"),
+        (1, "no program docker", FAIL, "docker: not installed"),
         (127, "", UNKNOWN, "exit code 127"),  # without Python nobody looked for it
-        (1, "permission denied while trying to connect to the Docker daemon socket", FAIL, "may not be used"),
+        (1, "permission denied while trying to connect to the Docker daemon socket", FAIL, "may not use"),
         (1, "Cannot connect to the Docker daemon at unix:///var/run/docker.sock.", FAIL, "does not answer"),
         (1, 'template: :1:2: executing "" at <.ServerVersion>: no such field', UNKNOWN, "exit code 1"),
     ],
@@ -179,7 +179,7 @@ def test_an_engine_that_does_not_answer(code: int, output: str, expected: Verdic
     (finding,) = findings(probe, "host.docker")
     assert finding.severity is expected
     assert words in finding.observed
-    for check in ("host.docker_gpu", "host.docker_disk"):
+    for check in ("host.docker_gpu", "host.docker_disk", "host.image"):
         assert verdict(probe, check) is UNKNOWN
         assert verdict(probe, check, BARE) is SKIP
     assert verdict(probe, "host.docker", BARE) is SKIP

@@ -218,7 +218,7 @@ def test_an_engine_with_several_words_is_called_with_all_of_them(tools: Path, tm
 def test_an_engine_without_a_daemon_is_silent_although_it_ends_well(tools: Path, tmp_path: Path) -> None:
     engine = """echo '["",null,"",{}]'; echo Cannot connect to the Docker daemon >&2"""
     probe = ask(fake_docker(tools, tmp_path, engine), tmp_path, "docker", settings=GROUP.settings(DOCKER))
-    assert "a daemon that does not answer" in only(probe, "host.docker", DOCKER).observed
+    assert "its daemon does not answer" in only(probe, "host.docker", DOCKER).observed
 
 
 def test_an_engine_that_is_not_there_is_named(tools: Path, tmp_path: Path) -> None:
