@@ -139,10 +139,6 @@ class Spec(NamedTuple):
     exclusive: bool = True
     start_id: str = "none"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return dict(self._asdict())
-
 
 def parse_spec(message: Any) -> Spec:
     """The spec in `message`, once its names and paths are what they should be. Raises SpecError naming the field."""

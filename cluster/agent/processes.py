@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 RUN_ID_VARIABLE = "BURST_RUN_ID"
 NODE_VARIABLE = "BURST_NODE"
@@ -211,10 +211,6 @@ class Death(NamedTuple):
     pid: int
     exit_code: Optional[int]
     at_ns: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """As it stands in outcome.json."""
-        return dict(self._asdict())
 
 
 class _Seen:

@@ -162,10 +162,7 @@ def take_run(spec: Spec) -> list[Lock]:
     if lock is None:
         raise RefusedError("exists", f"this run has a supervisor here already ({files.folder})")
     supervisor = read_json(files.supervisor)
-    deadline = time.monotonic() + wait_s
-    while is_alive(supervisor) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    if is_alive(supervisor):  # on a file system without locks
+    if not _await_end(supervisor, wait_s):  # on a file system without locks
         lock.close()
         raise RefusedError("exists", f"this run has a supervisor here already (pid {(supervisor or {}).get('pid')})")
     return [lock]
@@ -230,10 +227,11 @@ def _end_supervisor(files: NodeFiles, supervisor: dict[str, Any]) -> None:
         _await_end(supervisor, _KILL_S)  # until then it holds the locks
 
 
-def _await_end(supervisor: dict[str, Any], wait_s: float) -> bool:
+def _await_end(supervisor: Optional[dict[str, Any]], wait_s: float) -> bool:
+    """Whether the supervisor ends in that time, or has."""
     deadline = time.monotonic() + wait_s
     while is_alive(supervisor) and time.monotonic() < deadline:
-        time.sleep(0.05)
+        time.sleep(_POLL_S)
     return not is_alive(supervisor)
 
 
@@ -380,7 +378,7 @@ def _prepare(message: dict[str, Any], locks: list[Lock], *, again: bool = False)
     try:
         _clear_way(spec, files)
         lay_files(spec.folder, spec.files)
-        write_json(files.spec, {**spec.to_dict(), "files": []})
+        write_json(files.spec, spec._replace(files=())._asdict())
         beat(spec.folder, spec.node)
     except OSError as error:
         text = f"cannot write {error.filename or spec.folder}: {error.strerror or error}"

@@ -248,7 +248,7 @@ class Supervisor:
     def _deaths(self) -> list[Document]:
         """The ranks that ended, in that order, each with what is known should SIGKILL have done it."""
         facts = self._inquests + [None] * len(self.family.deaths)
-        return [dict(death.to_dict(), memory=fact) for death, fact in zip(self.family.deaths, facts)]
+        return [dict(death._asdict(), memory=fact) for death, fact in zip(self.family.deaths, facts)]
 
     def _kill_facts(self) -> Document:
         """What is known of a rank that SIGKILL may have ended, the first with evidence, or of the command."""
@@ -282,7 +282,7 @@ class Supervisor:
             "child_pid": self.family.child or None,
             "started_at": self._started_at,
             "ranks": {str(rank.rank): rank.pid for rank in self.family.living_ranks()},
-            "deaths": [death.to_dict() for death in self.family.deaths],
+            "deaths": [death._asdict() for death in self.family.deaths],
             "stop_cause": self.stop.by,
         }
         now = time.monotonic()

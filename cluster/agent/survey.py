@@ -14,7 +14,7 @@ from typing import Any, Callable, Optional
 from cluster.agent.code import check_tree, expand
 from cluster.agent.folder import safe_name
 from cluster.agent.memory import memory_limit_bytes
-from cluster.agent.processes import NODE_VARIABLE, RUN_ID_VARIABLE, all_pids, read_environ
+from cluster.agent.processes import NODE_VARIABLE, RUN_ID_VARIABLE, Helpers, all_pids, read_environ
 from cluster.agent.start import holder, lock_folder
 
 _TOOL_S = 20.0
@@ -293,13 +293,7 @@ def find_image(command: list[str], image: Optional[str]) -> Optional[dict[str, A
 def run(argv: list[str]) -> tuple[int, str, str]:
     """(exit code, output, the last of stderr in one line) of a tool; 127 when there is none."""
     try:
-        done = subprocess.run(
-            argv,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            env=dict(os.environ, LC_ALL="C"),
-            timeout=_TOOL_S,
-        )
+        done = Helpers().run(argv, _TOOL_S)
     except subprocess.TimeoutExpired:
         return 124, "", f"{argv[0]} did not answer within {_TOOL_S:.0f} s"
     except OSError as error:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.agent.start import holder
 from cluster.control.evidence import log_starts
 from cluster.control.link import NodeStatus
 from cluster.control.outcome import LaunchOutcome, clear_cancel
@@ -126,7 +127,6 @@ def _put_nodes_aside(plan: LaunchPlan, run: RunFolder, attempt: int) -> None:
 
 LOCK_FILE = "controller.lock"
 _PATIENCE_S = 0.5  # somebody who only looks whether the lock is held lets go of it at once
-_MAX_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def controlling(run: RunFolder) -> Iterator[None]:
         deadline = time.monotonic() + _PATIENCE_S
         while not _locked(run, descriptor):
             if time.monotonic() > deadline:
-                raise ControllerBusyError(run, _read(descriptor))
+                raise ControllerBusyError(run, _holder(run))
             time.sleep(0.02)
         facts = {"pid": os.getpid(), "host": socket.gethostname(), "since": utc_now()}
         os.ftruncate(descriptor, 0)
@@ -177,7 +177,7 @@ def find_controller(run: RunFolder) -> Controller | None:
     except OSError:
         return None
     try:
-        return None if _try_lock(descriptor, fcntl.LOCK_SH) else _read(descriptor)
+        return None if _try_lock(descriptor, fcntl.LOCK_SH) else _holder(run)
     except OSError:
         return None  # a file system without locks: nobody can hold one
     finally:
@@ -282,14 +282,7 @@ def _try_lock(descriptor: int, kind: int) -> bool:
     return True
 
 
-def _read(descriptor: int) -> Controller:
-    try:
-        facts = json.loads(os.pread(descriptor, _MAX_BYTES, 0))
-        pid, host, since = (facts.get(name) for name in ("pid", "host", "since"))
-    except (OSError, ValueError, AttributeError):
-        return Controller(None, None, None)
-    return Controller(
-        pid if isinstance(pid, int) else None,
-        host if isinstance(host, str) else None,
-        since if isinstance(since, str) else None,
-    )
+def _holder(run: RunFolder) -> Controller:
+    said = holder(str(run.path / LOCK_FILE))
+    pid = said.get("pid", "")
+    return Controller(int(pid) if pid.isdecimal() else None, said.get("host"), said.get("since"))

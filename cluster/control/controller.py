@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from cluster.control.attempt import begin_attempt, controlling, finish, follow_first_node, own_facts
 from cluster.control.evidence import Signs
-from cluster.control.fleet import Fleet, Part
+from cluster.control.fleet import Fleet
 from cluster.control.hang import KILL_S, HangWatch, StepWatch
 from cluster.control.judge import Case, complete, judge
 from cluster.control.link import NodeLink, StartRefusedError
@@ -108,7 +108,7 @@ class _Lead:
     ) -> None:
         self.plan, self.run, self.observer, self.stop = plan, run, observer, stop
         self.manner, self.timing, self.clock = manner, manner.timing, manner.clock
-        self.fleet = Fleet(plan, run, links, _lease_s(plan, manner))
+        self.fleet = Fleet(plan, run, links, _lease_s(plan, manner), self.clock)
         self.requests = Requests(self.stop, run)
         self.signs, self.steps = Signs(run), StepWatch(run, self.clock.monotonic)
         self.hang = HangWatch(plan, run, links, self.steps, self.clock, self.observer.note)
@@ -126,7 +126,7 @@ class _Lead:
         try:
             return self._until_end()
         except BaseException as error:
-            self.fleet.abandon(self.clock, self.timing)
+            self.fleet.abandon(self.timing)
             if self.stop.count:
                 finish(self.run, LaunchOutcome("cancelled", INTERRUPTED, None, self.fleet.leftover))
             else:
@@ -141,9 +141,9 @@ class _Lead:
         self.steps.touch()
         while self.requests.level < 3:
             self._look()
-            if self.fleet.is_over(self._now, self.timing.sync_s):
+            if self.fleet.is_over(self.timing.sync_s):
                 break
-            self.fleet.beat(self._now, self.timing.beat_s)
+            self.fleet.beat(self.timing.beat_s)
             self._heed_requests()
             self._heed_losses()
             if self._completed_at is not None:
@@ -151,7 +151,7 @@ class _Lead:
             elif not self.requests.level and self.failure is None and not self.fleet.is_at_limit:
                 self._heed_signs()
                 self._heed_hang()
-            self.fleet.give_up(self.clock, self.timing)
+            self.fleet.give_up(self.timing)
             self._show()
             self.clock.sleep(self.timing.poll_s)
         self._show()
@@ -193,12 +193,11 @@ class _Lead:
         while self.requests.level < 3:
             waiting = [part for part in parts if part.is_absent]
             self._look()
-            for part in waiting:
-                if not part.is_absent and self._request is not None:
-                    self._order(part, *self._request)  # it was being started when the request came
+            if self._request is not None:  # they were being started when the request came
+                self.fleet.stop(*self._request, [part for part in waiting if not part.is_absent])
             if not any(part.is_absent and part.status.refusal is None for part in parts):
                 break
-            self.fleet.beat(self._now, self.timing.beat_s)
+            self.fleet.beat(self.timing.beat_s)
             self._heed_requests()
             self._show()
             self.clock.sleep(min(self.timing.poll_s, _START_POLL_S))
@@ -219,7 +218,7 @@ class _Lead:
         return self.clock.monotonic()
 
     def _look(self) -> None:
-        self.fleet.look(self._now)
+        self.fleet.look()
         self.steps.poll()
         if not self._is_begun and self.fleet.is_begun:
             self._is_begun = True
@@ -242,8 +241,7 @@ class _Lead:
             else:
                 self.observer.note(f"{request.cause}: killing what is left")
             self._request = (request.cause, grace_s)
-            for part in self.fleet.parts:
-                self._order(part, request.cause, grace_s)
+            self.fleet.stop(request.cause, grace_s)
         if self.requests.level and not level:
             self.is_cancelled = self.trouble_at is None and self.failure is None
 
@@ -261,7 +259,7 @@ class _Lead:
             self._cut_off_until = self._now + lost_s
         if self.steps.silence_s <= lost_s or self._now < self._cut_off_until:
             lost_s = max(lost_s, KILL_S)
-        lines = self.fleet.find_lost(self.clock, lost_s)
+        lines = self.fleet.find_lost(lost_s)
         if lines and self._completed_at is None:
             self._note_trouble(lines[0])
             self._stop_rest("node lost", {})
@@ -285,9 +283,7 @@ class _Lead:
         if self._now >= self.trouble_at + self.timing.evidence_s:
             self._stop_rest("failure", signs)
         if self._now >= self.trouble_at + self.timing.failure_grace_s:
-            for part in self.fleet.parts:
-                # No SIGTERM before it: torchrun is on its way to say which rank failed first.
-                self._order(part, "failure", 0.0)
+            self.fleet.stop("failure", 0.0)  # no SIGTERM before: torchrun is on its way to say which rank failed first
 
     def _early_ends(self) -> dict[str, str]:
         """Ranks that ended well although training is not complete, after time for the news that it is."""
@@ -312,8 +308,7 @@ class _Lead:
         """The run is over for a reason that was found here: kill it everywhere."""
         self.failure = failure
         self._note_trouble(failure.message)
-        for part in self.fleet.parts:
-            self._order(part, cause, 0.0)
+        self.fleet.stop(cause, 0.0)
 
     def _note_trouble(self, text: str) -> None:
         if self.trouble_at is None:
@@ -322,12 +317,8 @@ class _Lead:
 
     def _stop_rest(self, cause: str, signs: Mapping[str, str]) -> None:
         """Stop the nodes that show no sign of a failure of their own."""
-        for part in self.fleet.parts:
-            if part.name not in signs and part.order is None:
-                self._order(part, cause, self.timing.failure_grace_s)
-
-    def _order(self, part: Part, cause: str, grace_s: float) -> None:
-        self.fleet.order(part, cause, grace_s, self.clock, self.timing)
+        rest = [part for part in self.fleet.parts if part.name not in signs and part.order is None]
+        self.fleet.stop(cause, self.timing.failure_grace_s, rest)
 
 
 def start_failure(refusals: Mapping[str, StartRefusedError]) -> Failure:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.control.attempt import read_log_starts
@@ -111,14 +111,16 @@ class Part(NodeFindings):
 class Fleet:
     """All nodes of one run. lease_s: how long they go on without a launcher; None: for ever."""
 
-    def __init__(self, plan: LaunchPlan, run: RunFolder, links: Sequence[NodeLink], lease_s: float | None) -> None:
+    def __init__(
+        self, plan: LaunchPlan, run: RunFolder, links: Sequence[NodeLink], lease_s: float | None, clock: Clock
+    ) -> None:
         starts = read_log_starts(run)
         self.parts = [
             Part(node=node, link=link, status=NodeStatus(node.name), log_start=starts.get(node.name, 0))
             for node, link in zip(plan.nodes, links, strict=True)
         ]
         self.lease_s = lease_s
-        self._run = run
+        self._run, self._clock = run, clock
         self._next_beat = 0.0
 
     @property
@@ -163,13 +165,14 @@ class Fleet:
             if not part.is_absent:
                 part.link.follow()
 
-    def look(self, now: float) -> None:
+    def look(self) -> None:
         """Take in what the nodes say."""
         for part in self.parts:
-            part.look(now)
+            part.look(self._clock.monotonic())
 
-    def beat(self, now: float, interval_s: float) -> None:
+    def beat(self, interval_s: float) -> None:
         """Renew the leases, when it is time to."""
+        now = self._clock.monotonic()
         if now < self._next_beat:
             return
         self._next_beat = now + interval_s
@@ -177,55 +180,56 @@ class Fleet:
             if part.is_open:
                 part.link.beat()
 
-    def is_over(self, now: float, sync_s: float) -> bool:
+    def is_over(self, sync_s: float) -> bool:
         """Whether nothing more is to be had of any node."""
-        return all(part.is_over(now, sync_s) for part in self.parts)
+        return all(part.is_over(self._clock.monotonic(), sync_s) for part in self.parts)
 
-    def find_lost(self, clock: Clock, lost_s: float) -> list[str]:
+    def find_lost(self, lost_s: float) -> list[str]:
         """One line per node that is lost from now on; those that answer are being swept."""
         lines = []
         for part in self.parts:
             reason = part.why_lost(lost_s) if part.is_open else None
             if reason is None:
                 continue
-            part.lose(reason, clock)
+            part.lose(reason, self._clock)
             if part.status.heard_s <= lost_s:
-                part.sweep_until = clock.monotonic() + _SWEEP_S
+                part.sweep_until = self._clock.monotonic() + _SWEEP_S
                 part.link.sweep()
             lines.append(f"{part.name}: {reason}")
         return lines
 
-    def order(self, part: Part, cause: str, grace_s: float, clock: Clock, timing: LaunchTiming) -> None:
-        """Ask a node for the end, unless it was asked to be as quick before."""
-        kill_at = clock.monotonic() + grace_s
-        if not part.is_open or (part.kill_at is not None and part.kill_at <= kill_at):
-            return
-        if part.order is None:
-            death = torchrun_death(part.node, self._run, part.log_start)
-            part.order = StopOrder(cause, clock.time_ns(), death)
-        part.kill_at = kill_at
-        part.link.stop(cause, grace_s)
+    def stop(self, cause: str, grace_s: float, parts: Iterable[Part] | None = None) -> None:
+        """Ask `parts` (None: all) for the end, unless they were asked to be as quick before."""
+        kill_at = self._clock.monotonic() + grace_s
+        for part in self.parts if parts is None else parts:
+            if not part.is_open or (part.kill_at is not None and part.kill_at <= kill_at):
+                continue
+            if part.order is None:
+                death = torchrun_death(part.node, self._run, part.log_start)
+                part.order = StopOrder(cause, self._clock.time_ns(), death)
+            part.kill_at = kill_at
+            part.link.stop(cause, grace_s)
 
-    def give_up(self, clock: Clock, timing: LaunchTiming) -> None:
+    def give_up(self, timing: LaunchTiming) -> None:
         """No longer wait for nodes that were to have ended long ago; what cannot be heard by then is lost."""
         for part in self.parts:
             is_mute = part.is_mute and part.status.heard_s > timing.mute_s
             patience_s = 0.0 if is_mute else timing.kill_s
-            if part.is_open and part.kill_at is not None and clock.monotonic() > part.kill_at + patience_s:
+            if part.is_open and part.kill_at is not None and self._clock.monotonic() > part.kill_at + patience_s:
                 why = f" ({part.status.problem})" if part.status.problem else ""
                 part.given_up = f"it did not end in time{why}"
                 if part.status.problem:
-                    part.lose(part.silence, clock)
+                    part.lose(part.silence, self._clock)
 
-    def abandon(self, clock: Clock, timing: LaunchTiming) -> None:
+    def abandon(self, timing: LaunchTiming) -> None:
         """Have everything killed, in bounded time, whatever else goes wrong."""
-        deadline = clock.monotonic() + timing.kill_s
+        deadline = self._clock.monotonic() + timing.kill_s
         for part in self.parts:
             with contextlib.suppress(Exception):
-                part.look(clock.monotonic())
-                self.order(part, "exception", 0.0, clock, timing)
-        while clock.monotonic() < deadline and any(part.is_open for part in self.parts):
-            clock.sleep(timing.poll_s)
+                part.look(self._clock.monotonic())
+                self.stop("exception", 0.0, [part])
+        while self._clock.monotonic() < deadline and any(part.is_open for part in self.parts):
+            self._clock.sleep(timing.poll_s)
             for part in self.parts:
                 with contextlib.suppress(Exception):
-                    part.look(clock.monotonic())
+                    part.look(self._clock.monotonic())

@@ -117,7 +117,7 @@ class AskedLink:
 
     def start(self, spec: Spec) -> None:
         """See `NodeLink`."""
-        request = {**spec.to_dict(), "start_id": secrets.token_hex(8)}
+        request = spec._replace(start_id=secrets.token_hex(8))._asdict()
         with self._changed:
             self._status, self._was_start_sent = NodeStatus(self.node), False
             self._start_until = time.monotonic() + self._start_s

@@ -110,15 +110,15 @@ def _is_forgotten(run: RunFolder) -> bool:
 
 def _settle(plan: LaunchPlan, run: RunFolder, timeout_s: float, opener: Opener, clock: Clock) -> RunState:
     """Look until all nodes have said how it stands, at most `timeout_s`. The caller holds the lock of the run."""
-    fleet = Fleet(plan, run, opener(plan, run), lease_of(run))
+    fleet = Fleet(plan, run, opener(plan, run), lease_of(run), clock)
     deadline = clock.monotonic() + timeout_s
     try:
         fleet.follow()
         while True:
-            fleet.look(clock.monotonic())
-            fleet.find_lost(clock, _NEVER_S)
+            fleet.look()
+            fleet.find_lost(_NEVER_S)
             follow_first_node(plan, run)
-            if fleet.is_over(clock.monotonic(), timeout_s):
+            if fleet.is_over(timeout_s):
                 return _conclude(plan, run, fleet)
             is_late = clock.monotonic() > deadline
             is_queued = runner_of(plan).is_queued

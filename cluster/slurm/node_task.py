@@ -71,7 +71,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         print(f"burst: {name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     # A job belongs to Slurm, which bounds its time: it does not end with the launcher, so it needs no lease.
-    return run_foreground(node_spec(plan, node, lease_s=None).to_dict())
+    return run_foreground(node_spec(plan, node, lease_s=None)._asdict())
 
 
 def read_place(environment: Mapping[str, str]) -> Place:

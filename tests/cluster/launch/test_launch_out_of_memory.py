@@ -43,7 +43,7 @@ class OtherMachine(LocalLink):
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
         assert process.stdin is not None
-        process.stdin.write(json.dumps(spec.to_dict()).encode())
+        process.stdin.write(json.dumps(spec._asdict()).encode())
         process.stdin.close()
         while self.poll().phase == "none":
             assert process.poll() is None, f"the supervisor ended with exit code {process.returncode} and began nothing"
