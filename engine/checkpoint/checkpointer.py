@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -92,7 +92,8 @@ class Checkpointer:
         # Of its own: a save in the background must not meet the collectives of training.
         self._group = dist.new_group(backend="gloo")
         self._pool = ThreadPoolExecutor(1, "checkpoint") if config.in_background else None
-        self._stager = _stager() if config.in_background else None
+        # Keeps its host memory for the next save; the DefaultStager around it serves one save only in torch 2.11.
+        self._stager = StateDictStager(pin_memory=torch.cuda.is_available()) if config.in_background else None
         self._pending: Future[Saved] | None = None
         self._restored: int | None = None
         with self._agreeing(f"use {root}"):
@@ -125,9 +126,10 @@ class Checkpointer:
         if self._pool is None or wait:
             return [*finished, self._write(snapshot, begin, None)]
         assert self._stager is not None
-        copy = Snapshot(
-            snapshot.step, cast("dict[str, Tensor]", self._stager.stage(dict(snapshot.tensors))), snapshot.state
-        )
+        tensors = self._stager.stage(dict(snapshot.tensors), non_blocking=torch.cuda.is_available())
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        copy = Snapshot(snapshot.step, tensors, snapshot.state)
         stall_s = time.monotonic() - begin
         self._pending = self._pool.submit(self._write, copy, begin, stall_s)
         return finished
@@ -142,9 +144,8 @@ class Checkpointer:
         try:
             return self.finish()
         finally:
-            if self._pool is not None and self._stager is not None:
+            if self._pool is not None:
                 self._pool.shutdown()
-                self._stager.close()
             dist.destroy_process_group(self._group)
 
     def _write(self, snapshot: Snapshot, begin: float, stall_s: float | None) -> Saved:
@@ -357,18 +358,6 @@ class Checkpointer:
         problems = [text for text in self._gather(problem) if text]
         if problems:
             raise CheckpointError(f"cannot {what}: {problems[0]}")
-
-
-def _stager() -> DefaultStager:
-    """Copies tensors into host memory that is kept for the next time; pinned where a device copies into it."""
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=torch.cuda.is_available(),
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=torch.cuda.is_available(),
-        )
-    )
 
 
 def _checkpoint(root: Path, step: int) -> Checkpoint:

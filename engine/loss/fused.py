@@ -256,8 +256,9 @@ def add_weight_gradient(total: Tensor, dlogits: Tensor, hidden: Tensor, scratch:
         torch.addmm(total, dlogits.t(), hidden, out=total)  # FlopCounterMode does not know addmm_
         return None
     if acts_as_accelerator(dlogits.device):
-        # The library's product adds to `total` as it is written: no product of its own in memory.
-        torch.addmm(total, dlogits.t(), hidden, out_dtype=total.dtype, out=total)
+        # The library's product adds to `total` as it is written: no product of its own in memory, none in a rehearsal.
+        if not rehearses_accelerator():  # torch 2.11 cannot make it without values
+            torch.addmm(total, dlogits.t(), hidden, out_dtype=total.dtype, out=total)
         return None
     # The CPU has no bf16 matmul with an fp32 result: each chunk's product is rounded once, the sum never.
     scratch = torch.empty(total.shape, dtype=dlogits.dtype, device=total.device) if scratch is None else scratch

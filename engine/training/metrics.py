@@ -293,7 +293,7 @@ class StepProfiler:
     def step(self, step: int) -> Iterator[None]:
         """Around step number `step` (from 1)."""
         if step in self._steps and self._profiler is None:
-            self._profiler = torch.profiler.profile(profile_memory=True, with_stack=False)
+            self._profiler = torch.profiler.profile(profile_memory=True, acc_events=True)  # torch 2.11 warns else
             self._profiler.start()
         with torch.profiler.record_function(f"step {step}"):
             yield

@@ -158,7 +158,8 @@ def sent_bytes(config: RunConfig) -> tuple[int, dict[str, Any]]:
     meter = StepMeter(run.mesh, run.attention, step_cost(config, 1, Peak(None, ""), run.attention.method))
     (batch,) = own_part(random_batches(0, sequences=1), run.mesh)
     meter.start()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True) as profiler:
         result = run.train_step(0, [batch])
     row, _ = meter.finish(1, result)
     sends = [event.input_shapes for event in profiler.events() if event.name == "gloo:send"]
