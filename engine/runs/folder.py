@@ -27,7 +27,7 @@ import secrets
 import socket
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -51,6 +51,12 @@ LEGAL_TRANSITIONS: Mapping[str, frozenset[str]] = {
     "starting": frozenset({"running", "failed", "cancelled", "oom"}),
     "running": frozenset({"completed", "failed", "cancelled", "oom"}),
     **{state: frozenset({"starting"}) for state in sorted(FINAL_STATES)},
+}
+# What moves of the state machine take from run.json, how it must be, and that in words.
+_STATE_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "state": (lambda value: value in STATES, f"one of {', '.join(STATES)}"),
+    "attempt": (lambda value: type(value) is int and value > 0, "a number from 1 on"),
+    "history": (lambda value: isinstance(value, list), "a list"),
 }
 MESSAGE_CHARACTERS = 4_000
 TRACEBACK_CHARACTERS = 20_000
@@ -159,8 +165,11 @@ class RunFolder:
     def read_state(self) -> dict[str, Any]:
         """The content of run.json; a missing file means planned. Raises RunFolderError when it is damaged."""
         document = initial_state(self.path) | (self._read("run.json") or {})
-        if document["state"] not in STATES:
-            raise RunFolderError(f"{self.path / 'run.json'} names the unknown state {document.get('state')!r}.")
+        for name, (is_right, expected) in _STATE_RULES.items():
+            if not is_right(document[name]):
+                raise RunFolderError(
+                    f"{self.path / 'run.json'} is damaged: {name} is {document[name]!r}, expected {expected}."
+                )
         return document
 
     def transition(self, state: str, **facts: Any) -> dict[str, Any]:

@@ -183,11 +183,24 @@ def test_a_state_without_its_other_facts_is_one(run: RunFolder) -> None:
     assert run.transition("starting")["attempt"] == 2
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"state": "flying"}', "\x00\xff"])
-def test_damaged_state_is_named(run: RunFolder, text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "Expecting value"),
+        ("[]", ""),
+        ("\x00\xff", "codec"),
+        ('{"state": "flying"}', "state is 'flying', expected one of planned, starting"),
+        ('{"state": ["failed"]}', r"state is \['failed'\], expected one of planned, starting"),
+        ('{"state": "failed", "attempt": "two"}', "attempt is 'two', expected a number from 1 on"),
+        ('{"state": "failed", "attempt": 0}', "attempt is 0, expected a number from 1 on"),
+        ('{"state": "failed", "history": null}', "history is None, expected a list"),
+    ],
+)
+def test_damaged_state_is_named_before_anything_moves(run: RunFolder, text: str, why: str) -> None:
     (run.path / "run.json").write_text(text, encoding="latin-1")
-    with pytest.raises(RunFolderError, match=r"run\.json"):
-        run.read_state()
+    with pytest.raises(RunFolderError, match=rf"{run.path}/run\.json is damaged: .*{why}"):
+        run.transition("starting")
+    assert not (run.path / "attempts").exists()
 
 
 def test_folder_with_only_a_config_is_a_planned_run(tmp_path: Path) -> None:
