@@ -19,10 +19,8 @@ from burst_cli.runs.choose import choose_runs, living_runs
 from burst_cli.runs.progress import RunProgress
 from burst_cli.runs.read import read_facts, read_nodes
 from cluster.control.attempt import UNKNOWN, RunState
-from cluster.control.link import NodeStatus
 from cluster.control.outcome import StopRequests
 from cluster.control.settle import request_cancel
-from cluster.values import number, word
 from engine.config.errors import BurstError, ConfigError
 from engine.runs.folder import FINAL_STATES, RunFolder, default_runs_dir, list_runs
 
@@ -150,24 +148,10 @@ def result_of(run: RunFolder, before: str, seen: RunState) -> Cancelled:
     """What became of a run that was in state `before`, by what is seen now and by what its nodes left."""
     ends: dict[str, list[str]] = {}
     for status in read_nodes(run, read_facts(run)):
-        ends.setdefault(end_of_node(status), []).append(status.node)
+        unknown = "never started" if status.phase == "none" else "nothing was heard of its end"
+        ends.setdefault(status.end or unknown, []).append(status.node)
     nodes = tuple((how, tuple(names)) for how, names in ends.items())
     progress = RunProgress(run)
     progress.poll()
     step = progress.step if progress.latest else None
     return Cancelled(run, before, seen, step, nodes)
-
-
-def end_of_node(status: NodeStatus) -> str:
-    """How the part of a run on a node ended, in a few words."""
-    outcome = status.outcome
-    if outcome is None:
-        return "never started" if status.phase == "none" else "nothing was heard of its end"
-    cause, code = word(outcome, "cause", 40), number(outcome, "exit_code")
-    if cause == "stop":
-        return "killed" if code == -9 else "stopped"
-    if cause == "lease":
-        return "stopped by itself, because it heard nothing of its launcher"
-    if cause == "start_failed":
-        return "could not be started"
-    return "ended" if code is None else f"ended with {f'signal {-code:.0f}' if code < 0 else f'exit code {code:.0f}'}"

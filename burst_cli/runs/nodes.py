@@ -128,14 +128,9 @@ def _bad_notes(status: NodeStatus, states: Mapping[int, str], *, is_over: bool) 
         notes.append((word({"text": status.problem}, "text") or "").removeprefix(f"{status.node}: "))
     if status.phase == "lost":
         notes.append("its supervisor is gone without a word")
-    outcome = status.outcome or {}
-    code, cause = number(outcome, "exit_code"), word(outcome, "cause", 40)
-    if cause == "lease":
-        notes.append("it heard nothing of its launcher and stopped its ranks")
-    elif cause == "start_failed":
-        notes.append(f"start failed: {word(outcome, 'error') or 'no reason given'}")
-    elif cause == "exit" and code:
-        notes.append(f"ended by signal {-code:.0f}" if code < 0 else f"ended with exit code {code:.0f}")
+    cause = word(status.outcome, "cause")
+    if status.end and (cause == "lease" or (cause != "stop" and number(status.outcome, "exit_code") != 0)):
+        notes.append(status.end)
     if not is_over and status.phase == "running":
         for state in dict.fromkeys(_RANK_STATES.values()):
             hit = [rank for rank, letter in states.items() if _RANK_STATES.get(letter) == state]

@@ -227,14 +227,8 @@ class Signs:
 
     def _of_node(self, found: NodeFindings) -> str | None:
         outcome = found.status.outcome
-        cause = word(outcome, "cause")
-        if cause == "start_failed":
-            return "its command could not be started"
-        if cause == "lease":
-            return "it heard nothing of the launcher and stopped its ranks"
-        if cause is not None and integer(outcome, "exit_code") != 0:
-            stopper = word(outcome, "stop_cause")
-            return f"its ranks were stopped ({stopper})" if cause == "stop" else "its ranks ended"
+        if outcome is not None and (word(outcome, "cause") == "lease" or integer(outcome, "exit_code") != 0):
+            return found.status.end
         bad = [death for death in found.deaths if death.exit_code]
         if bad:
             signal = bad[0].signal

@@ -17,6 +17,7 @@ from cluster.agent.messages import Message, MessageError, Spec, pack
 from cluster.errors import ClusterError
 from cluster.failure import Failure
 from cluster.remote_text import clean_value, one_line
+from cluster.values import integer, word
 
 TIME_LIMIT = "time limit"  # why ranks stop that save before a scheduler ends them
 
@@ -56,6 +57,24 @@ class NodeStatus:
     is_begun: bool = False
     refusal: StartRefusedError | None = None
     swept: tuple[int, ...] | None = None
+
+    @property
+    def end(self) -> str | None:
+        """How this part of the run ended, in a few words; None: nothing says that it has."""
+        if self.outcome is None:
+            return None
+        code = integer(self.outcome, "exit_code")
+        text = f"ended with exit code {code}" if code else "ended"
+        text = f"ended by signal {-code}" if code is not None and code < 0 else text
+        match word(self.outcome, "cause"):
+            case "lease":
+                text = "stopped by itself, because it heard nothing of its launcher"
+            case "start_failed":
+                text = "could not start"
+            case "stop":
+                text = f"stopped ({word(self.outcome, 'stop_cause') or 'by nobody knows whom'})"
+        error = word(self.outcome, "error")
+        return f"{text}: {error}" if error else text
 
 
 class NodeLink(Protocol):

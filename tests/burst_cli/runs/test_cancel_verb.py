@@ -28,7 +28,7 @@ def test_run_that_is_led_ends_and_so_does_its_leader(burst, root: Path) -> None:
         result = burst("cancel")
         assert result.code == 0
         assert f"cancelled tiny/{living.run.run_id} after step 5" in result.out
-        assert ": stopped" in result.out
+        assert ": stopped (burst cancel)" in result.out
         assert "waiting for its end" in result.err
         assert living.controller.wait(200) == 130
         assert run_processes(living.run.run_id) == []
@@ -98,7 +98,8 @@ def test_nodes_that_cannot_be_reached_are_named_and_the_end_is_unknown(root: Pat
     result = result_of(run, "running", RunState({"state": "cancelled", "leftover": [text]}))
     assert result.exit_code == 3
     shown = cancelled_text(result).plain
-    assert "tb[1-2]: stopped" in shown
+    assert "tb[1-2]: stopped (burst cancel)" in shown
+    assert "tb3: never started" in shown
     assert f"may still run: {text}" in shown
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.control.link import NodeStatus
 from cluster.failure import Death, Failure, NodeEvidence, failure_from_dict, find_failure, first_death
 
 NODES, LOCAL_RANKS = 4, 2
@@ -133,6 +134,24 @@ def test_error_files_may_hold_anything(document: dict[str, Any]) -> None:
     failure = find_failure([NodeEvidence("n0", [document])])
     assert failure.exit_code in (1, 2)
     assert isinstance(failure.to_dict(), dict)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "end"),
+    [
+        (None, None),
+        ({"cause": "exit", "exit_code": 0}, "ended"),
+        ({"cause": "exit", "exit_code": 7}, "ended with exit code 7"),
+        ({"cause": "exit", "exit_code": -9}, "ended by signal 9"),
+        ({"cause": "exit", "exit_code": None, "error": "it fell"}, "ended: it fell"),
+        ({"cause": "lease", "exit_code": 0}, "stopped by itself, because it heard nothing of its launcher"),
+        ({"cause": "start_failed", "exit_code": None, "error": "no python"}, "could not start: no python"),
+        ({"cause": "stop", "exit_code": -15, "stop_cause": "Ctrl-C"}, "stopped (Ctrl-C)"),
+        ({"cause": "stop", "exit_code": 0}, "stopped (by nobody knows whom)"),
+    ],
+)
+def test_end_of_a_node_is_said_in_a_few_words(outcome: dict[str, Any] | None, end: str | None) -> None:
+    assert NodeStatus("n1", "ended", outcome).end == end
 
 
 def test_failure_survives_run_json() -> None:
