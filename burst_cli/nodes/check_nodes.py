@@ -165,7 +165,7 @@ def _check(hosts: Sequence[Host], config: RunConfig, options: CheckOptions) -> F
     if not hosts:
         report = run.check_this_machine(config.cluster, options)
     else:
-        with open_check_view(console, [host.name for host in hosts], options.group_names) as view:
+        with open_check_view(console, (host.name for host in hosts)) as view:
             report = run.check_nodes(hosts, config.cluster, options, view)
     for note in report.notes:  # what is wrong here, not on a node
         console.print(render.told("warning", note), soft_wrap=True)

@@ -1,20 +1,15 @@
-"""A check of nodes as people see it: a live table while it runs, then folded results. Text of nodes is never markup."""
+"""A check of nodes as people see it: who is waited for, then folded results. Text of nodes is never markup."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from burst_cli.figures import DASH
 from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
 from cluster.checks.fold import NodeFold, find_changed, fold_reports
 from cluster.checks.run import CheckObserver
@@ -27,114 +22,47 @@ STYLES = {
     Verdict.UNKNOWN: "magenta",
     Verdict.FAIL: "bold red",
 }
-_REFRESHES_PER_S = 4
-_EACH_NODE_UP_TO = 32  # plain lines: beyond that only bad nodes
+_EACH_NODE_UP_TO = 32  # beyond that bad nodes alone get lines
 _LABEL_WIDTH = 8
 
 
 @contextlib.contextmanager
-def open_check_view(console: Console, nodes: Sequence[str], groups: Sequence[str]) -> Iterator[CheckObserver]:
-    """What shows the check while it runs: a table on a terminal, lines anywhere else."""
-    if not console.is_terminal:
-        yield PlainCheckView(console, len(nodes))
-        return
-    view = LiveCheckView(console, nodes, groups)
-    with Live(console=console, get_renderable=view.render, refresh_per_second=_REFRESHES_PER_S, transient=True):
-        yield view
+def open_check_view(console: Console, nodes: Iterable[str]) -> Iterator[CheckObserver]:
+    """What shows the check while it runs."""
+    with console.status("") as status:
+        yield CheckView(console, nodes, status.update)
 
 
-@dataclass
-class _Row:
-    """Where one node stands. started_s: None while it waits for its turn."""
+class CheckView(CheckObserver):
+    """On a terminal one line that says who is waited for, elsewhere one per node as it is done; of a large fleet only
+    the bad ones."""
 
-    started_s: float | None = None
-    report: NodeReport | None = None
-
-
-class LiveCheckView(CheckObserver):
-    """One line per node with a verdict per group; the bad ones first when not all lines fit."""
-
-    def __init__(
-        self,
-        console: Console,
-        nodes: Sequence[str],
-        groups: Sequence[str],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._console, self._clock, self._groups = console, clock, ("ssh", *groups)
-        self._rows = {node: _Row() for node in nodes}
-        self._phase = ""
-        self._lock = threading.Lock()
-
-    def started(self, node: str) -> None:
-        """Its seconds begin to count."""
-        with self._lock:
-            self._rows[node].started_s = self._clock()
+    def __init__(self, console: Console, nodes: Iterable[str], show: Callable[[Text], None]) -> None:
+        self._console, self._show = console, show
+        self._waited_for, self._usable = dict.fromkeys(nodes), 0
+        self._count = len(self._waited_for)
+        self.phase("")
 
     def finished(self, report: NodeReport) -> None:
-        """Its verdicts appear."""
-        with self._lock:
-            self._rows[report.node].report = report
+        """Counts it; a line, where it matters."""
+        del self._waited_for[report.node]
+        self._usable += report.usable
+        self.phase("")
+        if not self._console.is_terminal and (self._count <= _EACH_NODE_UP_TO or not report.usable):
+            place = f"[{self._count - len(self._waited_for)}/{self._count}]"
+            text = Text.assemble(f"{place} {report.node}: ", _verdict(report.verdict))
+            if not report.verdict.is_fine:
+                worst = next(one for one in report.findings if one.severity is report.verdict)
+                text = Text.assemble(text, f" {_label(worst)}: {worst.observed}")
+            self._console.print(text, soft_wrap=True)
 
     def phase(self, text: str) -> None:
-        """Shown below the table."""
-        self._phase = text
-
-    def render(self) -> RenderableType:
-        """The table as it is now; called by the thread that refreshes the screen."""
-        with self._lock:
-            rows = [(node, replace(row)) for node, row in self._rows.items()]
-        room = max(3, self._console.height - 5)
-        shown = rows if len(rows) <= room else sorted(rows, key=_urgency)[:room]
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        table.add_column("node", no_wrap=True)
-        for group in self._groups:
-            table.add_column(group, no_wrap=True)
-        table.add_column("seconds", justify="right", no_wrap=True)
-        for node, row in shown:
-            table.add_row(*self._cells(node, row))
-        return Group(table, self._summary(rows, hidden=len(rows) - len(shown)))
-
-    def _cells(self, node: str, row: _Row) -> list[Text]:
-        if row.report is None:
-            busy = row.started_s is not None
-            word = Text("..." if busy else "", style="dim")
-            seconds = f"{self._clock() - row.started_s:.0f}" if row.started_s is not None else ""
-            return [Text(node, style="" if busy else "dim"), word, *[Text("")] * (len(self._groups) - 1), Text(seconds)]
-        verdicts = [row.report.group_verdict(group) for group in self._groups]
-        cells = [_verdict(verdict) if verdict else Text(DASH, style="dim") for verdict in verdicts]
-        return [Text(node), *cells, Text(f"{row.report.elapsed_s:.1f}")]
-
-    def _summary(self, rows: Sequence[tuple[str, _Row]], hidden: int) -> Text:
-        reports = [row.report for _, row in rows if row.report is not None]
-        usable = sum(report.usable for report in reports)
-        parts = [f"{len(reports)} of {len(rows)} nodes checked, {usable} usable"]
-        parts += [f"{hidden} more not shown"] if hidden else []
-        parts += [self._phase] if self._phase else []
-        return Text(" · ".join(parts), style="dim")
-
-
-class PlainCheckView(CheckObserver):
-    """A line per node as it is done; of a large fleet only the bad ones."""
-
-    def __init__(self, console: Console, nodes: int) -> None:
-        self._console, self._nodes, self._done = console, nodes, 0
-
-    def finished(self, report: NodeReport) -> None:
-        """One line, where it matters."""
-        self._done += 1
-        if self._nodes <= _EACH_NODE_UP_TO or not report.usable:
-            text = Text.assemble(f"[{self._done}/{self._nodes}] {report.node}: ", _verdict(report.verdict))
-            reason = _worst_finding(report)
-            self._say(Text.assemble(text, f" {_label(reason)}: {reason.observed}") if reason else text)
-
-    def phase(self, text: str) -> None:
-        """One line, where there is something to wait for."""
-        if self._nodes > 1:
-            self._say(Text(text))
-
-    def _say(self, text: Text) -> None:
-        self._console.print(text, soft_wrap=True)
+        """What is being done now, behind how many nodes are done."""
+        done = self._count - len(self._waited_for)
+        if not text and 0 < len(self._waited_for) <= _EACH_NODE_UP_TO:
+            text = f"waiting for {fold_nodes(self._waited_for)}"
+        told = f"{done} of {self._count} nodes checked, {self._usable} usable"
+        self._show(Text("; ".join(filter(None, (told, text)))))
 
 
 def print_report(console: Console, report: FleetReport, *, all_findings: bool = False) -> None:
@@ -203,18 +131,3 @@ def _label(finding: Finding) -> str:
 
 def _verdict(verdict: Verdict) -> Text:
     return Text(verdict.value, style=STYLES[verdict])
-
-
-def _worst_finding(report: NodeReport) -> Finding | None:
-    """The first of the findings that made the verdict; None for a healthy node."""
-    if report.verdict.is_fine:
-        return None
-    return next(finding for finding in report.findings if finding.severity is report.verdict)
-
-
-def _urgency(item: tuple[str, _Row]) -> int:
-    """Bad nodes first, then those at work, then those that wait, then the healthy ones."""
-    row = item[1]
-    if row.report is not None:
-        return 3 if row.report.verdict.is_fine else 0
-    return 2 if row.started_s is None else 1

@@ -124,11 +124,6 @@ class NodeReport:
         """Whether a run may start on it: nothing failed, and nothing that was to be seen stayed unseen."""
         return self.verdict not in (Verdict.FAIL, Verdict.UNKNOWN)
 
-    def group_verdict(self, group: str) -> Verdict | None:
-        """The verdict of one group; None when it gave no finding."""
-        found = [finding.severity for finding in self.findings if finding.check.partition(".")[0] == group]
-        return worst(found) if found else None
-
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {

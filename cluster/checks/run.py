@@ -35,13 +35,7 @@ Connect = Callable[[Host], Connection]
 
 
 class CheckObserver:
-    """Is told what happens while a check runs, and does nothing.
-
-    `started` comes from the threads of the nodes, the rest from the caller's.
-    """
-
-    def started(self, node: str) -> None:
-        """Work on the node begins."""
+    """Is told what happens while a check runs, in the caller's thread, and does nothing."""
 
     def finished(self, report: NodeReport) -> None:
         """The node's own checks are done; what is between nodes may still add to them."""
@@ -66,11 +60,6 @@ class CheckOptions:
     def groups(self) -> tuple[CheckGroup, ...]:
         """The groups that nodes are asked about: those with a check that is wanted."""
         return tuple(group for group in self.all_groups if any(map(self.selection.wants, group.explanations())))
-
-    @property
-    def group_names(self) -> tuple[str, ...]:
-        """Their names, each once."""
-        return tuple(dict.fromkeys(group.name for group in self.groups))
 
     def question(self, config: ClusterConfig) -> Mapping[str, Any]:
         """What every node is asked, as arguments of `survey_node`.
@@ -114,7 +103,6 @@ def check_nodes(
     with _Connections(options.connect, keep=bool(tests) and len(hosts) > 1) as connections:
 
         def work(host: Host) -> _Node:
-            observer.started(host.name)
             try:
                 probe = connections.ask(host, question)
             except BurstError:

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 from testkit.check_fakes import GROUPS, HEALTHY, FakeFleet, answer
-from testkit.clock import Clock
 
 from burst_cli.nodes.check_nodes import Output, run_check
-from burst_cli.nodes.check_view import LiveCheckView, PlainCheckView, open_check_view, print_changes, print_report
+from burst_cli.nodes.check_view import CheckView, print_changes, print_report
 from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
 from cluster.checks.run import CheckOptions
 from cluster.errors import SshError, SshFailure
@@ -191,52 +190,30 @@ def test_a_new_node_is_a_change() -> None:
     assert "odd" in shown
 
 
-def live_text(view: LiveCheckView, height: int = 40) -> str:
-    stream = io.StringIO()
-    console = Console(file=stream, width=100, height=height)
-    console.print(view.render())
-    return stream.getvalue()
-
-
-def test_the_live_table_follows_each_node() -> None:
-    clock = Clock()
-    view = LiveCheckView(Console(width=100, height=40), ["n1", "n2"], ["gpu"], clock)
-    view.started("n1")
-    clock.now += 7.0
-    assert "..." in live_text(view)
-    assert "7" in live_text(view)
-    view.finished(
-        NodeReport("n1", (Finding("gpu.ecc", "n1", Verdict.FAIL, ""), Finding("ssh.reach", "n1", Verdict.OK, "")), 7.5)
+def view_of(nodes: int, *, terminal: bool) -> tuple[list[str], str]:
+    """(what the status said, what was printed) of a check in which the second node fails."""
+    stream, said = io.StringIO(), list[str]()
+    names = [f"n{number}" for number in range(1, nodes + 1)]
+    view = CheckView(
+        Console(file=stream, force_terminal=terminal, width=100), names, lambda text: said.append(str(text))
     )
-    row = next(line for line in live_text(view).splitlines() if line.startswith("n1"))
-    assert row.split() == ["n1", "OK", "FAIL", "7.5"]
-    assert "1 of 2 nodes checked, 0 usable" in live_text(view)
+    for name in names:
+        severity = Verdict.FAIL if name == "n2" else Verdict.OK
+        view.finished(NodeReport(name, (finding(name, Verdict.OK), finding(name, severity, "gone"))))
+    view.phase("comparing nodes")
+    return said, stream.getvalue()
 
 
-def test_a_fleet_larger_than_the_screen_shows_the_bad_nodes_first() -> None:
-    nodes = [f"n{n}" for n in range(100)]
-    view = LiveCheckView(Console(width=100, height=15), nodes, [])
-    for name in nodes:
-        view.started(name)
-        severity = Verdict.FAIL if name == "n77" else Verdict.OK
-        view.finished(NodeReport(name, (Finding("ssh.reach", name, severity, ""),)))
-    lines = live_text(view, height=15).splitlines()
-    assert len(lines) <= 13
-    assert lines[1].startswith("n77")
-    assert "90 more not shown" in lines[-1]
-
-
-def test_lines_of_a_large_fleet_are_few() -> None:
-    stream = io.StringIO()
-    view = PlainCheckView(Console(file=stream, width=100), 500)
-    for index in range(500):
-        severity = Verdict.FAIL if index == 250 else Verdict.OK
-        view.finished(NodeReport(f"n{index}", (Finding("ssh.reach", f"n{index}", severity, "gone"),)))
-    assert stream.getvalue() == "[251/500] n250: FAIL ssh.reach: gone\n"
-
-
-def test_a_terminal_gets_a_table_and_a_file_gets_lines() -> None:
-    with open_check_view(Console(file=io.StringIO(), force_terminal=True), ["n1"], []) as view:
-        assert isinstance(view, LiveCheckView)
-    with open_check_view(Console(file=io.StringIO()), ["n1"], []) as view:
-        assert isinstance(view, PlainCheckView)
+def test_a_terminal_shows_who_is_waited_for_and_a_file_gets_lines() -> None:
+    said, printed = view_of(3, terminal=True)
+    assert printed == ""
+    assert said == [
+        "0 of 3 nodes checked, 0 usable; waiting for n[1-3]",
+        "1 of 3 nodes checked, 1 usable; waiting for n[2-3]",
+        "2 of 3 nodes checked, 1 usable; waiting for n3",
+        "3 of 3 nodes checked, 2 usable",
+        "3 of 3 nodes checked, 2 usable; comparing nodes",
+    ]
+    assert view_of(3, terminal=False)[1] == "[1/3] n1: OK\n[2/3] n2: FAIL gpu.ecc: gone\n[3/3] n3: OK\n"
+    said, printed = view_of(500, terminal=False)
+    assert (said[1], printed) == ("1 of 500 nodes checked, 1 usable", "[2/500] n2: FAIL gpu.ecc: gone\n")
