@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from testkit.check_fakes import Groups
+from testkit.check_fakes import Groups, ended
 
-from cluster.checks.finding import Finding, Verdict
-from cluster.survey.section import NodeProbe, Section, SectionState
+from cluster.survey.section import NodeProbe
 from engine.config.cluster import ClusterConfig, ContainerConfig
 
 GROUP = Groups("host")
@@ -52,30 +50,9 @@ BARE_SOFTWARE = {"python": "3.11.9", "packages": {"nvidia-nccl-cu12": "2.27.5", 
 def healthy(node: str = "node1", **changes: object) -> NodeProbe:
     """A healthy node; `disk=...` replaces the answer of section host.disk."""
     told = {**HEALTHY, **{f"host.{name}": value for name, value in changes.items()}}
-    return NodeProbe(node, {name: Section(name, json.dumps(one), 0, SectionState.ENDED) for name, one in told.items()})
+    return NodeProbe(node, {name: ended(name, json.dumps(one)) for name, one in told.items()})
 
 
 def changed(section: str, **changes: object) -> NodeProbe:
     """A healthy node with other values in one section."""
     return healthy(**{section: {**HEALTHY[f"host.{section}"], **changes}})
-
-
-def damaged(section: Section) -> NodeProbe:
-    """A healthy node with one section in another state."""
-    return replace(healthy(), sections={**healthy().sections, section.name: section})
-
-
-def ended(name: str, code: int, output: str = "") -> NodeProbe:
-    """A healthy node one of whose sections ended with `code`."""
-    return damaged(Section(name, output, code, SectionState.ENDED))
-
-
-def findings(probe: NodeProbe, check: str, config: ClusterConfig = DOCKER) -> list[Finding]:
-    """The findings of one check."""
-    return [finding for finding in GROUP.check(probe, config) if finding.check == check]
-
-
-def verdict(probe: NodeProbe, check: str, config: ClusterConfig = DOCKER) -> Verdict:
-    """The verdict of a check that has one finding."""
-    (finding,) = findings(probe, check, config)
-    return finding.severity

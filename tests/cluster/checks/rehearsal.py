@@ -68,3 +68,11 @@ def with_text(probe: NodeProbe, name: str, old: str, new: str, count: int = 1) -
 def fixture_text(name: str) -> str:
     """A recorded form, from fixtures."""
     return (Path(__file__).parent / "fixtures" / name).read_text()
+
+
+def program(folder: Path, name: str, body: str, *, head: str = "/bin/sh") -> None:
+    """A program of the node in `folder`."""
+    path = folder / "bin" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!{head}\n{body}\n")
+    path.chmod(0o755)

@@ -6,111 +6,79 @@ import pytest
 from fabric_nodes import LO, default_route, link, net_probe
 from testkit.check_fakes import Groups, changed_section
 
-from cluster.checks.finding import Finding, Verdict
-from cluster.checks.groups.net import compare_subnets
-from cluster.survey.interfaces import NetInterface
+from cluster.checks.finding import Verdict
 from cluster.survey.section import NodeProbe, SectionState
 from engine.config.cluster import ClusterConfig
 
 GROUP = Groups("net")
+OK, SKIP, WARN, UNKNOWN, FAIL = Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.UNKNOWN, Verdict.FAIL
 
 DOCKER = link("docker0", "172.17.0.1/16", kind="bridge")
+ETH0, DOWN = link("eth0", "10.0.0.1/24"), link("eth1", "10.1.0.1/24", state="DOWN")
 
 
-def probe(*links: object, route: str | None = "eth0", name: str = "n1", sysfs: str = "{}") -> NodeProbe:
-    return net_probe([LO, *links], [default_route(route)] if route else [], name=name, sysfs=sysfs)
+def probe(*links: object, route: str = "eth0", name: str = "n1") -> NodeProbe:
+    return net_probe([LO, *links], [default_route(route)], name=name)
 
 
-def severities(findings: list[Finding]) -> dict[str, Verdict]:
-    return {finding.check: finding.severity for finding in findings}
+def silent(section: str) -> NodeProbe:
+    return changed_section(probe(ETH0), section, state=SectionState.TIMED_OUT)
 
 
-def check(one: NodeProbe, interface: str | None = None) -> list[Finding]:
-    return GROUP.check(one, ClusterConfig(interface=interface))
+@pytest.mark.parametrize(
+    ("one", "named", "interface", "mtu"),
+    [
+        (probe(ETH0, DOCKER), None, (OK, "eth0, 10.0.0.1/24"), (OK, "1500")),
+        # An interface that others cannot reach, named or not.
+        *((probe(ETH0, DOCKER, DOWN), name, (FAIL, name), (SKIP, "no")) for name in ("lo", "docker0", "eth1")),
+        (probe(ETH0), "eth9", (FAIL, "there is no interface eth9"), (SKIP, "no interface was chosen")),
+        (probe(DOCKER, route="docker0"), None, (FAIL, "none of lo, docker0 has"), (SKIP, "no interface was chosen")),
+        *((silent(name), None, (UNKNOWN, f"{name}: timed"), (UNKNOWN, name)) for name in ("net.links", "net.route")),
+        (probe(link("eth0", "10.0.0.1/24", mtu=1280)), None, (OK, "eth0"), (OK, "1280")),
+        (probe(link("eth0", "10.0.0.1/24", mtu=1279)), None, (OK, "eth0"), (WARN, "1279")),
+        (probe(link("eth0", "10.0.0.1/24", mtu=None)), None, (OK, "eth0"), (UNKNOWN, "eth0: not readable")),
+    ],
+)
+def test_the_interface_of_a_node(
+    one: NodeProbe, named: str | None, interface: tuple[Verdict, str], mtu: tuple[Verdict, str]
+) -> None:
+    found = GROUP.check(one, ClusterConfig(interface=named))
+    assert [finding.check for finding in found] == ["net.interface", "net.mtu"]
+    for finding, (severity, text) in zip(found, (interface, mtu), strict=True):
+        assert finding.severity is severity
+        assert finding.observed.startswith(text)
 
 
-def test_a_node_with_a_default_route_is_ok_and_says_why():
-    finding = check(probe(link("eth0", "10.0.0.1/24"), DOCKER))[0]
-    assert (finding.severity, finding.observed, finding.evidence) == (
-        Verdict.OK,
-        "eth0, 10.0.0.1/24",
-        "the default route leaves here",
-    )
+@pytest.mark.parametrize(
+    ("addresses", "expected"),
+    [
+        (["10.0.0.1/24", "10.0.0.2/24"], [(OK, "10.0.0.1/24"), (OK, "10.0.0.2/24")]),
+        (["10.0.0.1/24", "10.0.0.2/24", "10.9.0.3/24"], [(OK, ""), (OK, ""), (WARN, "10.9.0.3/24")]),
+        (["10.0.0.1/24", "10.0.0.2/24", "10.0.0.3/16"], [(OK, ""), (OK, ""), (WARN, "10.0.0.3/16")]),
+        (["10.0.0.1/24", "10.9.0.2/24 10.0.0.2/24"], [(OK, ""), (OK, "10.9.0.2/24, 10.0.0.2/24")]),
+        (
+            ["172.16.0.1/16", "172.16.0.1/16", "172.16.0.3/16"],
+            [(FAIL, "172.16.0.1/16, and so has n2"), (FAIL, "172.16.0.1/16, and so has n1"), (OK, "")],
+        ),
+        (["10.0.0.1/32", "10.0.0.2/32"], [(SKIP, "10.0.0.1/32: every node has a network of its own"), (SKIP, "")]),
+        (["10.0.0.1/24", ""], [(OK, ""), (UNKNOWN, "no interface was chosen")]),
+        (["", ""], [(UNKNOWN, "no interface was chosen")] * 2),
+        (["10.0.0.1/24"], []),  # a single node is not compared
+    ],
+)
+def test_interfaces_lie_in_one_subnet(addresses: list[str], expected: list[tuple[Verdict, str]]) -> None:
+    probes = {
+        f"n{at}": probe(*([link("eth0", *told.split())] if told else []), name=f"n{at}")
+        for at, told in enumerate(addresses, start=1)
+    }
+    found = GROUP.compare(probes, ClusterConfig())
+    assert [(one.check, one.node) for one in found] == [("net.subnet", name) for name in probes][: len(expected)]
+    for finding, (severity, text) in zip(found, expected, strict=True):
+        assert finding.severity is severity
+        assert finding.observed.startswith(text)
 
 
-@pytest.mark.parametrize("name", ["lo", "docker0", "eth1", "eth9"])
-def test_a_named_interface_that_others_cannot_reach_fails(name: str):
-    one = probe(link("eth0", "10.0.0.1/24"), DOCKER, link("eth1", "10.1.0.1/24", state="DOWN"))
-    assert severities(check(one, name)) == {"net.interface": Verdict.FAIL, "net.mtu": Verdict.SKIP}
-
-
-def test_no_interface_fails():
-    assert severities(check(probe(DOCKER, route="docker0"))) == {"net.interface": Verdict.FAIL, "net.mtu": Verdict.SKIP}
-
-
-@pytest.mark.parametrize("section", ["net.links", "net.route"])
-def test_unreadable_interfaces_are_unknown(section: str):
-    one = changed_section(probe(link("eth0", "10.0.0.1/24")), section, state=SectionState.TIMED_OUT)
-    assert severities(check(one)) == {"net.interface": Verdict.UNKNOWN, "net.mtu": Verdict.UNKNOWN}
-
-
-@pytest.mark.parametrize(("mtu", "severity"), [(1280, Verdict.OK), (1279, Verdict.WARN), (None, Verdict.UNKNOWN)])
-def test_a_tiny_mtu_is_a_warning(mtu: int | None, severity: Verdict):
-    assert severities(check(probe(link("eth0", "10.0.0.1/24", mtu=mtu))))["net.mtu"] is severity
-
-
-def interface(*addresses: str, name: str = "eth0") -> NetInterface:
-    return NetInterface(name, True, 1500, addresses=addresses)
-
-
-def subnets(*interfaces: NetInterface | None) -> list[Verdict]:
-    named = {f"n{number}": one for number, one in enumerate(interfaces, start=1)}
-    return [finding.severity for finding in compare_subnets(named)]
-
-
-def test_one_subnet_is_ok():
-    assert subnets(interface("10.0.0.1/24"), interface("10.0.0.2/24", name="ens1")) == [Verdict.OK, Verdict.OK]
-
-
-def test_the_node_in_another_subnet_is_named():
-    found = subnets(interface("10.0.0.1/24"), interface("10.0.0.2/24"), interface("10.9.0.3/24"))
-    assert found == [Verdict.OK, Verdict.OK, Verdict.WARN]
-
-
-def test_another_prefix_length_is_another_subnet():
-    found = subnets(interface("10.0.0.1/24"), interface("10.0.0.2/24"), interface("10.0.0.3/16"))
-    assert found == [Verdict.OK, Verdict.OK, Verdict.WARN]
-
-
-def test_a_second_address_in_the_subnet_is_enough():
-    assert subnets(interface("10.0.0.1/24"), interface("10.9.0.2/24", "10.0.0.2/24")) == [Verdict.OK, Verdict.OK]
-
-
-def test_two_nodes_with_one_address_fail():
-    found = compare_subnets(
-        {"n1": interface("172.17.0.1/16"), "n2": interface("172.17.0.1/16"), "n3": interface("172.17.0.3/16")}
-    )
-    assert [finding.severity for finding in found] == [Verdict.FAIL, Verdict.FAIL, Verdict.OK]
-    assert "so has n2" in found[0].observed
-
-
-def test_networks_of_one_address_each_are_skipped():
-    assert subnets(interface("10.0.0.1/32"), interface("10.0.0.2/32")) == [Verdict.SKIP, Verdict.SKIP]
-
-
-def test_a_node_without_interface_is_unknown():
-    assert subnets(interface("10.0.0.1/24"), None) == [Verdict.OK, Verdict.UNKNOWN]
-    assert subnets(None, None) == [Verdict.UNKNOWN, Verdict.UNKNOWN]
-
-
-def test_a_single_node_is_not_compared():
-    assert subnets(interface("10.0.0.1/24")) == []
-
-
-def test_the_named_interface_is_the_one_that_is_compared():
-    probes = {f"n{at}": probe(link("eth0", f"10.0.0.{at}/24", mtu=9000), name=f"n{at}") for at in (1, 2)}
-    assert GROUP.traits(probes["n1"], ClusterConfig()) == {"net.mtu": "9000"}
-    assert GROUP.traits(probes["n1"], ClusterConfig(interface="eth1")) == {}
-    for interface, severity in ((None, Verdict.OK), ("eth1", Verdict.UNKNOWN)):
-        found = GROUP.compare(probes, ClusterConfig(interface=interface))
-        assert [(one.check, one.severity) for one in found] == [("net.subnet", severity)] * 2
+def test_the_mtu_of_the_chosen_interface_is_what_nodes_share() -> None:
+    one = probe(link("eth0", "10.0.0.1/24", mtu=9000))
+    assert GROUP.traits(one, ClusterConfig()) == {"net.mtu": "9000"}
+    assert GROUP.traits(one, ClusterConfig(interface="eth1")) == {}
