@@ -30,27 +30,17 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-# What nvidia-smi is asked for, and what it is called here.
-_SMI_FIELDS = {
-    "driver_version": "driver",
-    "clocks.sm": "sm_clock",
-    "clocks.max.sm": "sm_clock_max",
-    "clocks.mem": "memory_clock",
-    "power.limit": "power_limit",
-    "temperature.gpu": "temperature",
-}
+_SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
 
 
 def gpu_facts(device: torch.device) -> dict[str, Any]:
-    """Memory, compute capability, versions of what the kernels come from, and what nvidia-smi says about the GPU."""
+    """What torch and nvidia-smi say about the GPU, and versions of what the kernels come from."""
     properties = torch.cuda.get_device_properties(device)
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     # nvidia-smi's numbers ignore CUDA_VISIBLE_DEVICES, UUIDs do not lie.
     query, uuid = ",".join(_SMI_FIELDS), f"GPU-{getattr(properties, 'uuid', '')}"
     return {
-        "gpu_memory_bytes": properties.total_memory,
-        "multiprocessors": properties.multi_processor_count,
-        "compute_capability": f"{properties.major}.{properties.minor}",
+        "gpu": str(properties),
         "cuda": torch.version.cuda,
         "cudnn": cudnn,
         "triton": version_of("triton"),
@@ -60,8 +50,8 @@ def gpu_facts(device: torch.device) -> dict[str, Any]:
 
 
 def parse_smi(line: str) -> dict[str, str]:
-    """The facts in one line of nvidia-smi's CSV, in the order of the query; nothing for an answer of another shape."""
+    """The facts in one line of nvidia-smi's CSV, as it calls them; nothing for an answer of another shape."""
     values = [value.strip() for value in line.split(",")]
     if len(values) != len(_SMI_FIELDS):
         return {}
-    return {name: value for name, value in zip(_SMI_FIELDS.values(), values, strict=True) if "N/A" not in value}
+    return {name: value for name, value in zip(_SMI_FIELDS, values, strict=True) if "N/A" not in value}

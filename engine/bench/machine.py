@@ -103,14 +103,14 @@ class Stopwatch:
 def measure(cell: MachineCell, device: torch.device) -> dict[str, Any]:
     """The profile of this machine; collective over all ranks."""
     torch.manual_seed(0)
-    machine, series = measure_machine(cell, device)
+    machine, series = measure_machine(cell, Stopwatch(device, cell.window_s))
     found = {**environment(device), "setup": vars(cell.setup), "shape": vars(cell.shape), "series": series}
     return profile_document(machine, found)
 
 
-def measure_machine(cell: MachineCell, device: torch.device) -> tuple[Machine, dict[str, Series]]:
+def measure_machine(cell: MachineCell, watch: Stopwatch) -> tuple[Machine, dict[str, Series]]:
     """(the machine, what was measured by size); collective over all ranks."""
-    watch = Stopwatch(device, cell.window_s)
+    device = watch.device
     _say("products of matrices")
     products = _products(watch, cell)
     _say("attention tiles")

@@ -292,14 +292,11 @@ def test_workers_survive_what_raises_dies_or_hangs(make_workers: Callable[..., W
 
 
 def test_what_nvidia_smi_says_is_read_and_what_it_does_not_know_left_out() -> None:
-    assert parse_smi("550.127.05, 345 MHz, 1980 MHz, 2619 MHz, 700.00 W, 31") == {
-        "driver": "550.127.05",
-        "sm_clock": "345 MHz",
-        "sm_clock_max": "1980 MHz",
-        "memory_clock": "2619 MHz",
-        "power_limit": "700.00 W",
-        "temperature": "31",
+    assert parse_smi("550.127.05, [N/A], 1980 MHz, 2619 MHz, 700.00 W, 31") == {
+        "driver_version": "550.127.05",
+        "clocks.max.sm": "1980 MHz",
+        "clocks.mem": "2619 MHz",
+        "power.limit": "700.00 W",
+        "temperature.gpu": "31",
     }
-    assert parse_smi("550.127.05, [N/A], 1980 MHz, 2619 MHz, [N/A], 31").keys() >= {"driver", "sm_clock_max"}
-    assert "sm_clock" not in parse_smi("550.127.05, [N/A], 1980 MHz, 2619 MHz, 700.00 W, 31")
     assert parse_smi("No devices were found") == {}

@@ -1,0 +1,151 @@
+"""A machine of known rates is measured to have them: seconds are counted from what calls do, not from a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from testkit.ranks import Pools
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.bench.machine import Stopwatch, measure_machine
+from engine.bench.spec import HeadShape, MachineCell, RankSetup
+from engine.planning.memory.capacity import find_hardware
+from engine.planning.methods.topology import Topology
+from engine.planning.time.costs import layer_numbers
+from engine.planning.time.flops import count_parameters
+from engine.planning.time.machine import Machine
+from engine.planning.time.step_time import UPDATE_BYTES, predict_step
+
+NODES, LOCAL_RANKS, HEADS, HEAD_DIM = 2, 2, 2, 16
+CELL = MachineCell(RankSetup(NODES * LOCAL_RANKS, NODES), HeadShape(HEADS, HEADS, HEAD_DIM, "float32"), window_s=0.02)
+MATMUL, FORWARD, BACKWARD, BLOCK_ROWS = 1e9, 2e9, 1e9, 96
+LATENCY_S, INTRA, INTER, SHARE = 1e-3, 1e8, 2e7, 0.25
+COPY_S, COPY, ROW_S, UPDATE_S, STEP_S, LAYER_S = 1e-4, 1e9, 1e-3, 0.5, 3.0, 2.0
+
+
+class Work(TorchDispatchMode):
+    """What a call does: its products and attention in seconds, bytes that it sends and copies, and which operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product_s = self.attention_s = 0.0
+        self.sent: dict[int, int] = {}  # by peer
+        self.copied, self.rows, self.products, self.tiles, self.is_step = 0, 0, 0, 0, False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(function)
+        if name.startswith("aten.mm"):
+            (rows, inner), outputs = args[0].shape, args[1].shape[1]
+            self.rows, self.products = self.rows or rows, self.products + 1
+            rate = MATMUL if min(inner, outputs) >= 128 else MATMUL / 2
+            self.product_s += 2 * rows * inner * outputs / rate
+        elif "flash_attention_for_cpu" in name:
+            backward = "backward" in name
+            self.tiles += backward
+            _, heads, rows, width = args[backward].shape
+            causal = any(value is True for value in args)
+            pairs = rows * (rows + BLOCK_ROWS) / 2 if causal else rows * rows
+            self.attention_s += heads * width * pairs * (10 / BACKWARD if backward else 4 / FORWARD)
+        elif name.startswith("c10d.send"):
+            self.sent[args[2]] = sum(tensor.nbytes for tensor in args[0])
+        elif name.startswith("aten.copy_") and args[0].dtype == torch.uint8:
+            self.copied += args[0].nbytes
+        self.is_step |= "embedding" in name
+        return function(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Counted(Stopwatch):
+    """Seconds of a machine of these rates, on which ranks of a node share one link to others."""
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Collective, as that of a clock."""
+        with Work() as work:
+            call()
+        message_s = self._message_s(work.sent)
+        if work.is_step:
+            return STEP_S + LAYER_S * work.tiles / dist.get_world_size()  # of a layer one for every rank's keys
+        if work.products > 3:  # more than one matrix has
+            return work.product_s + ROW_S * work.rows
+        if work.product_s or work.attention_s:
+            return work.product_s + work.attention_s + SHARE * message_s
+        if work.copied:
+            return COPY_S + work.copied / COPY
+        return message_s or UPDATE_S
+
+    def _message_s(self, sent: dict[int, int]) -> float:
+        here = dist.get_rank() // LOCAL_RANKS
+        found = torch.zeros(NODES + 1, dtype=torch.float64)
+        for peer, size in sent.items():
+            inside = peer // LOCAL_RANKS == here
+            found[NODES if inside else here] += size / (INTRA * NODES * LOCAL_RANKS if inside else INTER)
+        dist.all_reduce(found)  # a node's messages to others take turns
+        seconds = float(found.max())
+        return LATENCY_S + seconds if seconds else 0.0
+
+
+def measured() -> tuple[Machine, dict[str, Any]]:
+    return measure_machine(CELL, Counted(torch.device("cpu"), CELL.window_s))
+
+
+def overheads(machine: Machine) -> tuple[float, float]:
+    """(per layer, per step) of steps of one and of five layers, beyond what is predicted."""
+    world = Topology(NODES, LOCAL_RANKS)
+    plain = replace(machine, layer_overhead_s=0.0, step_overhead_s=0.0)
+    one, five = (
+        STEP_S + layers * LAYER_S - predict_step(CELL.run_config(layers), world, plain).seconds for layers in (1, 5)
+    )
+    return (five - one) / 4, one - (five - one) / 4
+
+
+def test_a_machine_of_known_rates_is_measured_to_have_them(ranks: Pools) -> None:
+    machine, series = ranks(NODES * LOCAL_RANKS).run(measured)[0]
+    rate = 3 * layer_numbers(CELL.model(256, 1)) * 4 / ROW_S
+    update = UPDATE_BYTES * count_parameters(CELL.run_config(4, 512).model).total / 4 / UPDATE_S
+    layer_s, step_s = overheads(machine)
+    expected = Machine(
+        name="measured",
+        forward_flops_per_s=FORWARD,
+        backward_flops_per_s=BACKWARD,
+        matmul_flops_per_s=MATMUL,
+        kernel_block_rows=BLOCK_ROWS,
+        tile_overhead_s=0.0,
+        elementwise_bytes_per_s=rate,
+        update_bytes_per_s=update,
+        intra_bytes_per_s=INTRA,
+        intra_latency_s=LATENCY_S,
+        inter_bytes_per_s=INTER,
+        inter_latency_s=LATENCY_S,
+        shared_nic=True,
+        message_compute_share=SHARE,
+        host_bytes_per_s=COPY,
+        host_latency_s=COPY_S,
+        is_cpu=True,
+        local_ranks=LOCAL_RANKS,
+        layer_overhead_s=layer_s,
+        step_overhead_s=step_s,
+        host_memory_bytes=find_hardware().host_bytes,
+        source="burst bench machine, 4 ranks on 2 nodes",
+    )
+    figures = {name: value for name, value in vars(expected).items() if not name.endswith("_shares")}
+    assert {name: getattr(machine, name) for name in figures} == pytest.approx(figures)
+    shares = ((32.0, 0.5), (64.0, 0.5), (128.0, 1.0), (256.0, 1.0))
+    assert [n for point in machine.matmul_shares for n in point] == pytest.approx(
+        [n for point in shares for n in point]
+    )
+    layer_bytes = 128 * 256 * 4
+    assert [n for point in machine.elementwise_shares for n in point] == pytest.approx([layer_bytes, 1.0])
+    tiles = [64, 128, 256, 512, 1024]
+    assert {name: [size for size, _ in points] for name, points in series.items()} == {
+        "product_flops_per_s": [size for size, _ in shares],
+        "forward_flops_per_s": tiles,
+        "backward_flops_per_s": tiles,
+        "elementwise_bytes_per_s": [layer_bytes],
+        "intra_message_s": [1 << bits for bits in (12, 16, 18, 20, 22)],
+        "inter_message_s": [1 << bits for bits in (12, 16, 18, 20, 22)],
+    }
