@@ -81,7 +81,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     }
     program = RankProgram("benchmarks.peers.rank", tuple(shlex.split(args.rank_command)))
     for length in map(int, args.seq_lens.split(",")):
-        cell = AttentionCell("attention", tuple(ours), "causal", length, setup, shape, rounds)
+        cell = AttentionCell(tuple(ours), "causal", length, setup, shape, rounds)
         legal, skipped = cell.legal_variants()
         result = measure_cell(dataclasses.replace(cell, variants=(*legal, *peers)), program)
         document["environment"] |= result["environment"]

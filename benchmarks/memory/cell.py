@@ -29,8 +29,8 @@ class MemoryCell:
     preset: str = "burst"
     dtype: Dtype = "bfloat16"
     loss_chunk_tokens: int = 1024
-    setup: RankSetup = field(default_factory=RankSetup)
-    rounds: Rounds = field(default_factory=Rounds)
+    setup: RankSetup = field(default_factory=lambda: RankSetup(2))
+    rounds: Rounds = field(default_factory=lambda: Rounds(5))
 
     def run_config(self, policy: str) -> RunConfig:
         """The configuration of a policy in this cell, checked by every rule; ConfigError with all broken ones."""

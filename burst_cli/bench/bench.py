@@ -105,16 +105,12 @@ def attention(
 
     exposed is the time minus that of the same plan with a transport that moves nothing.
     """
-    cell = AttentionCell(
-        variants=_variants(presets),
-        setup=RankSetup(ranks, nodes, threads, backend),
-        shape=HeadShape(heads, kv_heads or heads, head_dim, dtype),
-        rounds=Rounds(repeats, warmup),
-    )
-    mask_list = _words(masks, "--masks")
-    check_points(cell.variants, mask_list)
+    variants, mask_list = _variants(presets), _words(masks, "--masks")
+    setup, rounds = RankSetup(ranks, nodes, threads, backend), Rounds(repeats, warmup)
+    shape = HeadShape(heads, kv_heads or heads, head_dim, dtype)
+    check_points(variants, mask_list)
     cells = [
-        dataclasses.replace(cell, mask=mask, seq_len=length)
+        AttentionCell(variants, mask, length, setup, shape, rounds)
         for mask in mask_list
         for length in _numbers(seq_lens, "--seq-lens")
     ]

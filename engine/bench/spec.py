@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -29,7 +29,7 @@ Backend = Literal["auto", "nccl", "gloo"]
 class RankSetup:
     """The processes that measure: `ranks` of them on `nodes` (pretended, unless started elsewhere), threads each."""
 
-    ranks: int = 4
+    ranks: int
     nodes: int = 1
     threads: int = 1
     backend: Backend = "gloo"
@@ -56,9 +56,9 @@ class RankSetup:
 class HeadShape:
     """Heads of the attention that is measured and the number format of q, k, v."""
 
-    num_heads: int = 8
-    num_kv_heads: int = 8
-    head_dim: int = 64
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
     dtype: Dtype = "bfloat16"
 
 
@@ -66,7 +66,7 @@ class HeadShape:
 class Rounds:
     """How often every variant is called: `warmup` times unmeasured, then `repeats` times measured."""
 
-    repeats: int = 5
+    repeats: int
     warmup: int = 1
 
     def __post_init__(self) -> None:
@@ -84,12 +84,12 @@ class AttentionCell:
     `attention`, as in burst:backward_circulates=q or window:window_tokens=1024.
     """
 
-    variants: tuple[str, ...] = ()
-    mask: str = "causal"
-    seq_len: int = 4096
-    setup: RankSetup = field(default_factory=RankSetup)
-    shape: HeadShape = field(default_factory=HeadShape)
-    rounds: Rounds = field(default_factory=Rounds)
+    variants: tuple[str, ...]
+    mask: str
+    seq_len: int
+    setup: RankSetup
+    shape: HeadShape
+    rounds: Rounds
 
     def run_config(self, variant: str) -> RunConfig:
         """The configuration of a variant in this cell, checked by every rule; ConfigError with all broken ones."""
@@ -121,9 +121,9 @@ class AttentionCell:
 class MachineCell:
     """This machine, as ranks see it that work at the same time; `window_s`: of a series of equal calls."""
 
-    setup: RankSetup = field(default_factory=RankSetup)
-    shape: HeadShape = field(default_factory=HeadShape)
-    window_s: float = 0.08
+    setup: RankSetup
+    shape: HeadShape
+    window_s: float
 
     def model(self, hidden_size: int, layers: int) -> ModelConfig:
         """A model of this width, its heads as wide as those that are measured."""

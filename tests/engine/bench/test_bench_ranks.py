@@ -51,7 +51,7 @@ def test_a_failed_rank_is_named_with_its_last_words_and_the_others_end(
 def test_no_rank_survives_its_starter(tmp_path: Path, number: int) -> None:
     code = (
         "from engine.bench.ranks import *; from engine.bench.spec import *\n"
-        f"measure_cell(AttentionCell(setup=RankSetup(ranks=2)), RankProgram({FAKE!r}))"
+        f"measure_cell(MachineCell(RankSetup(2), HeadShape(1, 1, 8), 1.0), RankProgram({FAKE!r}))"
     )
     environment = os.environ | {"FAKE_MODE": "hang", "FAKE_PIDS": str(tmp_path)}
     starter = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from engine.bench.spec import (
-    AttentionCell,
-    RankSetup,
-)
+from engine.bench.spec import AttentionCell, HeadShape, RankSetup, Rounds
 from engine.planning.methods.presets import PRESETS
 
 
+def cell_of(variants: tuple[str, ...], setup: RankSetup) -> AttentionCell:
+    return AttentionCell(variants, "causal", 4096, setup, HeadShape(8, 8, 64), Rounds(1))
+
+
 def test_illegal_variants_are_skipped_with_the_reason() -> None:
-    cell = AttentionCell(variants=("single", "ring", "burst:ring_inner_size=3"), setup=RankSetup(ranks=4))
+    cell = cell_of(("single", "ring", "burst:ring_inner_size=3"), RankSetup(4))
     legal, skipped = cell.legal_variants()
     assert legal == ("ring",)
     assert "one rank" in skipped["single"]
@@ -21,7 +22,7 @@ def test_illegal_variants_are_skipped_with_the_reason() -> None:
 
 @pytest.mark.parametrize(("ranks", "nodes"), [(1, 1), (3, 1), (4, 2), (8, 2)])
 def test_every_preset_is_legal_or_says_why_not(ranks: int, nodes: int) -> None:
-    cell = AttentionCell(variants=tuple(PRESETS), setup=RankSetup(ranks, nodes))
+    cell = cell_of(tuple(PRESETS), RankSetup(ranks, nodes))
     legal, skipped = cell.legal_variants()
     assert sorted([*legal, *skipped]) == sorted(PRESETS)
     assert all(skipped.values())
