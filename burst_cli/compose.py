@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -119,9 +120,20 @@ def _begin_with(base: RunConfig | None, folders: Sequence[Path], groups: Groups)
         return
     choices = [{group: None} for group in groups if group != "exp" and "/" not in group]
     with tempfile.TemporaryDirectory(prefix="burst-base-") as folder:
-        text = safe_dump({"defaults": ["_self_", *choices], **config_to_dict(base)}, allow_unicode=True)
+        text = safe_dump({"defaults": ["_self_", *choices], **_literal(config_to_dict(base))}, allow_unicode=True)
         (Path(folder) / f"{ROOT_CONFIG}.yaml").write_text(text, encoding="utf-8")
         yield (Path(folder), *folders)
+
+
+def _literal(values: Any) -> Any:
+    """The same values, in which nothing is an interpolation: what a saved setting holds stands for itself."""
+    if isinstance(values, dict):
+        return {key: _literal(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [_literal(value) for value in values]
+    if isinstance(values, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", values)
+    return values
 
 
 def sweep_axes(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> list[Axis]:

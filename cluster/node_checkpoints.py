@@ -6,9 +6,12 @@ and `sha256sum` for this, and nothing of ours.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -143,15 +146,16 @@ class NodeCheckpoint:
         if self.manifest is None or self.problem is not None:
             raise CheckpointError(f"the checkpoint of step {self.step} cannot be fetched: {self.problem}")
         folder = new_folder(root, self.step, self.manifest.save_id)
-        for name, facts in sorted(self.manifest.files.items()):
-            self._fetch_file(folder / name, facts.bytes, advance)
-            try:
-                verify_files(folder, self.manifest, [name])
-            except CheckpointError:
-                (folder / name).unlink(missing_ok=True)
-                raise
-            sync(folder / name)
-        return commit(folder, self.manifest)
+        with _alone_in(folder):
+            for name, facts in sorted(self.manifest.files.items()):
+                self._fetch_file(folder / name, facts.bytes, advance)
+                try:
+                    verify_files(folder, self.manifest, [name])
+                except CheckpointError:
+                    (folder / name).unlink(missing_ok=True)
+                    raise
+                sync(folder / name)
+            return commit(folder, self.manifest)
 
     def _fetch_file(self, path: Path, size: int, advance: Advance) -> None:
         with path.open("ab") as file:
@@ -224,6 +228,19 @@ def _checkpoint(
         more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
         problem = f"{lacking[0]}{more} of {len(manifest.files)} files lie whole on no node that answers{away}"
     return NodeCheckpoint(step, manifest, held, holders, problem)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Two that wrote the same files at once would damage both."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise CheckpointError(f"another command is bringing {folder} here; wait for it") from None
+    finally:
+        os.close(descriptor)
 
 
 def _manifest(step: int, store: NodeStore) -> Manifest:

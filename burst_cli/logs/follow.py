@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from burst_cli import render
 from burst_cli.logs.files import LogFile, LogRequest, find_logs, visible_text
 from burst_cli.logs.merge import merge_folded
-from burst_cli.logs.read import Line, LogFollower, complete_end, match_offset, read_lines, tail_offset
+from burst_cli.logs.read import KEEP_BYTES, Line, LogFollower, complete_end, match_offset, read_lines, tail_offset
 from burst_cli.logs.show import LogPrinter
 from engine.runs.folder import RunFolder
 
@@ -50,9 +51,9 @@ def show_folded(streams: Sequence[Iterable[Line]], printer: LogPrinter) -> None:
 
 
 def copy_raw(logs: Sequence[LogFile], request: LogRequest) -> None:
-    """Write the bytes of the logs as they stand, one file after the other."""
+    """Write the bytes of the logs as they stand, one file after the other; lines that were too long are told."""
     sys.stdout.flush()
-    out = sys.stdout.buffer
+    out, cut = sys.stdout.buffer, 0
     for log in logs:
         if request.grep is None and request.since is None:
             try:
@@ -64,7 +65,11 @@ def copy_raw(logs: Sequence[LogFile], request: LogRequest) -> None:
         else:
             for line in present_lines(log, request):
                 out.write(line.text + b"\n")
+                cut += line.cut_bytes > 0
     out.flush()
+    if cut:
+        words = f"long lines, {cut} of them, end after {KEEP_BYTES} bytes; --raw alone copies all of a log"
+        render.stderr().print(f"note: {words}", markup=False, soft_wrap=True)
 
 
 def json_lines(logs: Sequence[LogFile], request: LogRequest) -> dict[str, Any]:

@@ -114,6 +114,9 @@ def plan(
     request = planning.Request(chosen, device, memory=memory_by == "exact")
     console = render.stdout()
     if names:
+        if price is not None or details:
+            option = "--details" if details else "--price"
+            raise ConfigError(f"{option} tells of one plan; leave out --compare and --all")
         plans = planning.plan_each(names, settings, dirs, request)
         if as_json:
             render.emit_json({"plans": [one.to_dict() for one in plans]})

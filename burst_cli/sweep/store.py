@@ -120,7 +120,8 @@ def open_sweep(runs_dir: Path, plan: SweepPlan) -> tuple[SweepFolder, bool]:
                     return folder, False
     except OSError as error:
         raise SweepError(f"the sweep folder {folder.path} cannot be written: {error.strerror}") from error
-    if {cell.get("id") for cell in folder.read()["cells"]} != {cell.cell_id for cell in plan.cells}:
+    recorded = {cell.get("id") if isinstance(cell, dict) else None for cell in folder.read()["cells"]}
+    if recorded != {cell.cell_id for cell in plan.cells}:
         raise SweepError(f"{folder.path} holds another sweep of the same name; give this one a name with --name")
     return folder, True
 

@@ -53,6 +53,13 @@ def test_data_from_files_composes_once_the_files_are_named(name: str, tmp_path: 
     assert compose([f"data={name}", f"data.paths=[{tmp_path}]"]).config.data.paths == (str(tmp_path),)
 
 
+@pytest.mark.parametrize("text", ["${HOME}", r"\${x}", r"a\\${train.steps}${", r"C:\x\$y{z}", "'\"\\", "???a"])
+def test_what_a_saved_setting_holds_stands_for_itself(text: str) -> None:
+    saved = config_from_dict({"data": {"text_field": text}, "cluster": {"environment": [f"A={text}"]}})
+    config = compose(["train.steps=3"], base=saved).config
+    assert (config.data.text_field, config.cluster.environment) == (text, (f"A={text}",))
+
+
 def test_every_file_has_a_description() -> None:
     described = {f"{group}/{name}": option.description for group in GROUPS for name, option in GROUPS[group].items()}
     cut = {name: text for name, text in described.items() if not text.endswith(".")}

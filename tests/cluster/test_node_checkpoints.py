@@ -127,6 +127,20 @@ def test_an_interrupted_fetch_goes_on_where_it_was(nodes: Nodes, tmp_path: Path)
     assert newest_verified(here) is not None
 
 
+def test_a_second_fetch_at_the_same_time_is_refused(nodes: Nodes, tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def fetch_again(size: int) -> None:
+        with pytest.raises(CheckpointError) as caught:
+            nodes.newest().fetch(tmp_path / "here", lambda size: None)
+        refused.append(str(caught.value))
+
+    nodes.newest().fetch(tmp_path / "here", fetch_again)
+    assert refused
+    assert all("another command" in text for text in refused)
+    assert newest_verified(tmp_path / "here") is not None
+
+
 @pytest.mark.parametrize("damage", [b"", b"!" * (len(PART) + 2)])
 def test_nothing_damaged_is_taken(nodes: Nodes, tmp_path: Path, damage: bytes) -> None:
     newest = nodes.newest()

@@ -18,6 +18,7 @@ from testkit.waiting import wait_for
 
 from burst_cli.figures import fold_numbers
 from burst_cli.logs.files import parse_ranks, visible_text
+from burst_cli.logs.read import KEEP_BYTES
 from burst_cli.logs.show import SCREEN_CHARACTERS
 from engine.runs.folder import RunFolder
 
@@ -118,7 +119,11 @@ def test_raw_is_the_bytes_as_they_stand(capfdbinary, run: RunFolder, monkeypatch
     write_log(run, "tb1", 0, content)
     monkeypatch.setenv("BURST_RUNS_DIR", str(runs_dir(run)))
     assert main(["logs", "--raw", "--ranks", "0"]) == 0
-    assert capfdbinary.readouterr().out == content
+    assert capfdbinary.readouterr() == (content, b"")
+    assert main(["logs", "--raw", "--ranks", "0", "--grep", "red|xxx"]) == 0
+    kept, told = capfdbinary.readouterr()
+    assert kept == content[: content.index(b"x") + KEEP_BYTES] + b"\n"
+    assert b"long lines, 1 of them, end after 16384 bytes" in told
 
 
 def test_json_is_one_document_with_every_line_of_every_rank(burst, run: RunFolder) -> None:
