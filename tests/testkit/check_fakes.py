@@ -84,6 +84,16 @@ def bad(findings: Iterable[Finding]) -> list[tuple[str, str | None, Verdict]]:
     return [(finding.check, finding.device, finding.severity) for finding in findings if not finding.severity.is_fine]
 
 
+def told(findings: Iterable[Finding]) -> list[str]:
+    """The same in words: `FAIL gpu.ecc (GPU 2): 2 errors; expected: 0`."""
+    return [
+        f"{found.severity} {found.check}{f' ({found.device})' if found.device else ''}: {found.observed}"
+        f"{f'; expected: {found.expected}' if found.expected else ''}"
+        for found in findings
+        if not found.severity.is_fine
+    ]
+
+
 def only(findings: Iterable[Finding], check: str) -> Finding:
     """The only finding of a check."""
     (found,) = [finding for finding in findings if finding.check == check]

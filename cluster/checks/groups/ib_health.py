@@ -171,11 +171,8 @@ def _judge_counters(
         return
     bad = {name: by for name, by in grown.items() if by > 0 and name in _ERROR_COUNTERS}
     crowded = {name: by for name, by in grown.items() if by > 0 and name in _CROWD_COUNTERS}
-    reset = sorted(name for name, by in grown.items() if by < 0 and name in _ERROR_COUNTERS | _CROWD_COUNTERS)
     if bad:
         yield check.fail(f"errors are being counted: {_shown(bad)}", _LINK_REMEDY)
-    if reset:
-        yield check.unknown(f"{', '.join(reset)} went backwards: reset meanwhile", "run the check again")
     if crowded and not bad:
         yield check.warn(f"packets are lost or late: {_shown(crowded)}", "look for congestion or another job")
 

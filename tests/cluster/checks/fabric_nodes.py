@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from testkit.check_fakes import Groups, bad, ended
+from testkit.check_fakes import Groups, bad, ended, told
 
 from cluster.checks.finding import Finding, Verdict
 from cluster.survey.section import NodeProbe, Section
@@ -133,6 +133,10 @@ class FabricNode:
     def complaints(self, **expected: Any) -> list[tuple[str, str | None, Verdict]]:
         """(check, device, severity) of all that is neither OK nor skipped."""
         return bad(self.check(**expected))
+
+    def told(self, **expected: Any) -> list[str]:
+        """The same in words."""
+        return told(self.check(**expected))
 
     def _gpudirect(self) -> str:
         told = {"peermem": "no", "driver": "", "dmabuf": "no", "nvidia": "yes"} | self.gpudirect

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from rehearsal import GPU, IB, ask, check, healthy, program, rehearse, write_files
-from testkit.check_fakes import bad, only
+from testkit.check_fakes import bad, only, told
 
-from cluster.checks.finding import Finding, Verdict
+from cluster.checks.finding import Verdict
 from cluster.checks.groups.ib import FabricView
 from cluster.survey.adapters import HcaPort, parse_adapters, roce_gid_index
 from cluster.survey.facts import NodeFacts
@@ -65,16 +65,10 @@ SILENT = {"smi_truncated": "cut off", "smi_missing": "not installed", "smi_hangs
 
 @pytest.mark.parametrize("node", NODES, ids=" ".join)
 def test_faults_are_found_and_nothing_else(tmp_path: Path, node: tuple[str, ...]) -> None:
-    findings = [found for found in check(rehearse(tmp_path, *node), GPU, IB) if not found.severity.is_fine]
+    findings = check(rehearse(tmp_path, *node), GPU, IB)
     owner = (tmp_path / "bin/nvidia-smi").owner()
-    assert [told(found).replace(f"of {owner} since", "of OWNER since") for found in findings] == NODES[node]
-    assert all(finding.remedy for finding in findings)
-
-
-def told(found: Finding) -> str:
-    device = f" ({found.device})" if found.device else ""
-    expected = f"; expected: {found.expected}" if found.expected else ""
-    return f"{found.severity} {found.check}{device}: {found.observed}{expected}"
+    assert [line.replace(f"of {owner} since", "of OWNER since") for line in told(findings)] == NODES[node]
+    assert all(finding.remedy for finding in findings if not finding.severity.is_fine)
 
 
 def test_every_fault_is_tried() -> None:
