@@ -18,8 +18,6 @@ from cluster.survey.section import UnreadableError
 from cluster.survey.sysfs import Filesystem, python_question
 from engine.config.cluster import ClusterConfig
 
-# The first engine with `docker run --gpus`.
-OLDEST_DOCKER = (19, 3)
 # For an image whose size is not known yet: images with CUDA and PyTorch take 10 to 20 GiB, and have to fit in twice.
 DOCKER_FREE_BYTES = (5 * GIB, 40 * GIB)
 _NOT_NEEDED = "not needed: cluster.container.runtime is bare"
@@ -111,19 +109,12 @@ class Image:
 
 
 def check_docker(check: Check, facts: NodeFacts) -> list[Finding]:
-    """The container engine answers and is new enough."""
+    """The container engine answers."""
     try:
         engine = read_engine(facts)
     except UnreadableError as error:
         return [_silent(check, facts, error)]
-    check = check.expecting(f"{OLDEST_DOCKER[0]}.{OLDEST_DOCKER[1]:02} or newer")
-    numbers = re.match(r"(\d{1,4})\.(\d{1,4})", engine.version)
-    if numbers is None:
-        return [check.unknown(f"its version says nothing: {engine.version}")]
-    text = f"{engine.version}, images in {engine.folder} ({engine.driver})"
-    if (int(numbers[1]), int(numbers[2])) < OLDEST_DOCKER:
-        return [check.fail(text, "`docker run --gpus` needs a newer engine: update it")]
-    return [check.ok(text)]
+    return [check.ok(f"{engine.version}, images in {engine.folder} ({engine.driver})")]
 
 
 def _silent(check: Check, facts: NodeFacts, error: UnreadableError) -> Finding:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from cluster.checks.finding import Check, Finding, Verdict
-from cluster.checks.group import AbsentError, CheckGroup
+from cluster.checks.group import AbsentError, CheckGroup, Judge
 from cluster.survey.facts import NodeFacts
 from cluster.survey.nvidia_smi import LSPCI, SMI, Gap, GapError, Gpu, SmiFailure, SmiLog
 
@@ -45,14 +46,13 @@ _POWER_LIMIT = tuple(f"{parent}/{name}" for parent in _POWER for name in _LIMITS
 _POWER_DEFAULT = tuple(f"{parent}/default_power_limit" for parent in _POWER)
 _SM_MAX, _MEMORY_MAX = "max_clocks/sm_clock", "max_clocks/mem_clock"
 
-# What a rule says of one GPU, by a check on that device; None where all is well.
-GpuJudge = Callable[[Gpu, Check], Finding | None]
+# What a check says of one GPU; None where all is well.
+GpuJudge = Callable[[Check, Gpu], Finding | None]
 
 
 def each_gpu(
     facts: NodeFacts,
     check: Check,
-    what: str,
     judge: GpuJudge,
     fine: str,
     *,
@@ -61,13 +61,13 @@ def each_gpu(
 ) -> list[Finding]:
     """A finding for every GPU that `judge` says something of; one OK with `fine` when it says nothing at all.
 
-    A field that is not there makes a GPU UNKNOWN, or SKIP where the GPU does not have it and `is_optional`; `what`
-    names the field. The same SKIP or UNKNOWN of all GPUs becomes one finding of the node.
+    A field that is not there makes a GPU UNKNOWN, or SKIP where the GPU does not have it and `is_optional`. The same
+    SKIP or UNKNOWN of all GPUs becomes one finding of the node.
     """
     listed = facts.smi_log.gpus if gpus is None else tuple(gpus)
     if not listed:
         return [check.unknown("nvidia-smi lists no GPU")]
-    told = [_judge(gpu, check.on(gpu.device), what, judge, is_optional) for gpu in listed]
+    told = [_judge(check.on(gpu.device), gpu, judge, is_optional) for gpu in listed]
     given = [finding for finding in told if finding is not None]
     if not given:
         return [check.ok(fine)]
@@ -83,13 +83,26 @@ def look_at_gpus(facts: NodeFacts) -> NodeFacts:
     return facts
 
 
-def _judge(gpu: Gpu, check: Check, what: str, judge: GpuJudge, is_optional: bool) -> Finding | None:
+def _judge(check: Check, gpu: Gpu, judge: GpuJudge, is_optional: bool) -> Finding | None:
     try:
-        return judge(gpu, check)
+        return judge(check, gpu)
     except GapError as error:
         if error.gap is Gap.NOT_SUPPORTED and is_optional:
-            return check.skip(f"{what}: not supported by this GPU")
-        return check.unknown(f"{what}: {error.gap.value}", "compare with `nvidia-smi -q` on the node")
+            return check.skip("not supported by this GPU")
+        return check.unknown(error.gap.value, "compare with `nvidia-smi -q` on the node")
+
+
+def of_each_gpu(fine: str, expected: str = "") -> Callable[[GpuJudge], Judge]:
+    """Makes a check of all GPUs of what says something of one; see `each_gpu`."""
+
+    def decorate(judge: GpuJudge) -> Judge:
+        @functools.wraps(judge)
+        def check_all(check: Check, facts: NodeFacts) -> list[Finding]:
+            return each_gpu(facts, check.expecting(expected), judge, fine)
+
+        return check_all
+
+    return decorate
 
 
 def spread(values: Iterable[object]) -> str:
@@ -120,13 +133,13 @@ def check_lost(check: Check, facts: NodeFacts) -> list[Finding]:
         text = f"the driver cannot reach the GPU{f' at {place}' if place else ''}"
         return [where.fail(text, remedy, facts.smi.evidence)]
 
-    def judge(gpu: Gpu, check: Check) -> Finding | None:
+    def judge(check: Check, gpu: Gpu) -> Finding | None:
         broken = list(gpu.broken())
         if not broken:
             return None
         return check.fail(f"{len(broken)} fields cannot be read", remedy, "; ".join(broken[:5]))
 
-    return each_gpu(facts, check.expecting("every field readable"), "", judge, "the driver reaches every GPU")
+    return each_gpu(facts, check.expecting("every field readable"), judge, "the driver reaches every GPU")
 
 
 def check_count(check: Check, facts: NodeFacts) -> list[Finding]:
@@ -158,7 +171,7 @@ def check_model(check: Check, facts: NodeFacts) -> list[Finding]:
     known = Counter(model for gpu in facts.gpus if isinstance(model := gpu.look(MODEL), str))
     usual = known.most_common(1)[0][0] if known else ""
 
-    def judge(gpu: Gpu, check: Check) -> Finding | None:
+    def judge(check: Check, gpu: Gpu) -> Finding | None:
         model = gpu.word(MODEL)
         if expected is not None and expected.lower() not in model.lower():
             remedy = "take the node out of the list, or correct cluster.expected.gpu_model"
@@ -168,7 +181,7 @@ def check_model(check: Check, facts: NodeFacts) -> list[Finding]:
             return check.expecting(f"model {usual}, as most GPUs of the node").fail(f"model {model}", remedy)
         return None
 
-    return each_gpu(facts, check, "model", judge, f"model {spread(known)}", is_optional=False)
+    return each_gpu(facts, check, judge, f"model {spread(known)}", is_optional=False)
 
 
 def check_driver(check: Check, facts: NodeFacts) -> list[Finding]:
@@ -184,7 +197,7 @@ def check_mig(check: Check, facts: NodeFacts) -> list[Finding]:
     remedy = "switch it off with `nvidia-smi -mig 0` and reset the GPU"
     is_uniform = len({gpu.look(MIG) for gpu in facts.gpus}) == 1
 
-    def judge(gpu: Gpu, check: Check) -> Finding | None:
+    def judge(check: Check, gpu: Gpu) -> Finding | None:
         if gpu.look(MIG) is Gap.NOT_SUPPORTED:
             return None  # not MIG at all: a whole GPU, too
         mode, pending = gpu.word(MIG), gpu.look("mig_mode/pending_mig")
@@ -195,20 +208,17 @@ def check_mig(check: Check, facts: NodeFacts) -> list[Finding]:
             return check.expecting("MIG Disabled").warn(f"MIG will be {_said(pending)} after a reset", remedy)
         return None
 
-    return each_gpu(facts, check, "MIG mode", judge, "MIG is off")
+    return each_gpu(facts, check, judge, "MIG is off")
 
 
-def check_recovery(check: Check, facts: NodeFacts) -> list[Finding]:
+@of_each_gpu("no reset is required", expected="no recovery action")
+def check_recovery(check: Check, gpu: Gpu) -> Finding | None:
     """The driver asks for no reset, drain or reboot of a GPU."""
-
-    def judge(gpu: Gpu, check: Check) -> Finding | None:
-        action = _recovery_action(gpu)
-        if action == "None":
-            return None
-        remedy = "drain and reboot the node" if "reboot" in action.lower() else _RESET
-        return check.fail(f"the driver asks for: {action}", remedy)
-
-    return each_gpu(facts, check.expecting("no recovery action"), "recovery action", judge, "no reset is required")
+    action = _recovery_action(gpu)
+    if action == "None":
+        return None
+    remedy = "drain and reboot the node" if "reboot" in action.lower() else _RESET
+    return check.fail(f"the driver asks for: {action}", remedy)
 
 
 def _recovery_action(gpu: Gpu) -> str:
@@ -223,89 +233,77 @@ def _recovery_action(gpu: Gpu) -> str:
     raise GapError(Gap.UNREADABLE if Gap.UNREADABLE in asks else Gap.NOT_SUPPORTED)
 
 
-def check_ecc_mode(check: Check, facts: NodeFacts) -> list[Finding]:
+@of_each_gpu("ECC is on", expected="ECC Enabled")
+def check_ecc_mode(check: Check, gpu: Gpu) -> Finding | None:
     """Memory errors are corrected and counted (ECC is on), and no change of that waits for a reboot."""
     remedy = "`nvidia-smi -e 1` and a reset; without ECC a flipped bit goes into the weights unseen"
-
-    def judge(gpu: Gpu, check: Check) -> Finding | None:
-        mode, pending = gpu.word(ECC_MODE), gpu.look("ecc_mode/pending_ecc")
-        if mode != "Enabled":
-            return check.warn(f"ECC {mode}", remedy)
-        if pending not in ("Enabled", Gap.NOT_SUPPORTED, Gap.MISSING):
-            return check.warn(f"ECC pending: {_said(pending)}", remedy)
-        return None
-
-    return each_gpu(facts, check.expecting("ECC Enabled"), "ECC", judge, "ECC is on")
+    mode, pending = gpu.word(ECC_MODE), gpu.look("ecc_mode/pending_ecc")
+    if mode != "Enabled":
+        return check.warn(f"ECC {mode}", remedy)
+    if pending not in ("Enabled", Gap.NOT_SUPPORTED, Gap.MISSING):
+        return check.warn(f"ECC pending: {_said(pending)}", remedy)
+    return None
 
 
-def check_ecc(check: Check, facts: NodeFacts) -> list[Finding]:
+@of_each_gpu("no uncorrectable ECC errors", expected="0")
+def check_ecc(check: Check, gpu: Gpu) -> Finding | None:
     """No uncorrectable memory error since the driver loaded, after which no result can be trusted, and not so many in
     the caches over the life of the board that it must be replaced."""
-
-    def judge(gpu: Gpu, check: Check) -> Finding | None:
-        is_worn = gpu.look("ecc_errors/aggregate/sram_threshold_exceeded")
-        if is_worn == "Yes":
-            remedy = "run the maker's field diagnostic; past the threshold the board is replaced"
-            return check.expecting("not exceeded").fail("SRAM error threshold exceeded", remedy)
-        if is_worn is Gap.UNREADABLE:
-            raise GapError(Gap.UNREADABLE)
-        try:
-            errors = gpu.total(*_UNCORRECTABLE)
-        except GapError as error:
-            # A GPU that counts errors and does not tell them is not known to be healthy.
-            is_hidden = error.gap is Gap.NOT_SUPPORTED and gpu.look(ECC_MODE) == "Enabled"
-            raise GapError(Gap.UNREADABLE if is_hidden else error.gap) from error
-        return check.fail(f"{errors:.0f} uncorrectable ECC errors since the driver loaded", _RESET) if errors else None
-
-    return each_gpu(facts, check.expecting("0"), "uncorrectable ECC errors", judge, "no uncorrectable ECC errors")
+    is_worn = gpu.look("ecc_errors/aggregate/sram_threshold_exceeded")
+    if is_worn == "Yes":
+        remedy = "run the maker's field diagnostic; past the threshold the board is replaced"
+        return check.expecting("not exceeded").fail("SRAM error threshold exceeded", remedy)
+    if is_worn is Gap.UNREADABLE:
+        raise GapError(Gap.UNREADABLE)
+    try:
+        errors = gpu.total(*_UNCORRECTABLE)
+    except GapError as error:
+        # A GPU that counts errors and does not tell them is not known to be healthy.
+        is_hidden = error.gap is Gap.NOT_SUPPORTED and gpu.look(ECC_MODE) == "Enabled"
+        raise GapError(Gap.UNREADABLE if is_hidden else error.gap) from error
+    return check.fail(f"{errors:.0f} uncorrectable ECC errors since the driver loaded", _RESET) if errors else None
 
 
-def check_row_remap(check: Check, facts: NodeFacts) -> list[Finding]:
+@of_each_gpu("no repair of the memory waits")
+def check_row_remap(check: Check, gpu: Gpu) -> Finding | None:
     """Repairs of bad memory rows: one that waits needs a reset, one that failed a new board."""
     repairs = ("channel_repair_pending", "tpc_repair_pending", "unrepairable_memory")
-
-    def judge(gpu: Gpu, check: Check) -> Finding | None:
-        rows = {name: gpu.look(f"remapped_rows/remapped_row_{name}") for name in ("pending", "failure")}
-        if rows["failure"] == "Yes":
-            remedy = "replace the GPU: no spare rows are left where they are needed"
-            return check.expecting("no failure").fail("a row remapping failed", remedy)
-        # Before Ampere pages were retired instead.
-        pages = [gpu.look(f"retired_pages/{name}") for name in ("pending_retirement", "pending_blacklist")]
-        open_repairs = [name for name in repairs if gpu.look(f"ecc_errors/{name}") == "Yes"]
-        if open_repairs or "Yes" in (rows["pending"], *pages):
-            words = "; ".join(f"{name.replace('_', ' ')}: Yes" for name in open_repairs)
-            check = check.expecting("nothing pending")
-            return check.fail(words or "a row remapping waits for a reset", _RESET)
-        if rows["pending"] is Gap.MISSING and pages[0] == "No":
-            return None
-        for word in rows.values():
-            if isinstance(word, Gap):
-                raise GapError(word)
-            if word != "No":
-                return check.unknown(f"row remapping: {word}")
-        remapped = gpu.total(*(f"remapped_rows/remapped_row_{kind}" for kind in ("corr", "unc")))
-        if remapped < REMAPPED_ROWS_WARN:
-            return None
-        remedy = "plan to replace the GPU: its spare rows run out"
-        return check.expecting(f"below {REMAPPED_ROWS_WARN}").warn(f"{remapped:.0f} rows remapped", remedy)
-
-    return each_gpu(facts, check, "row remapping", judge, "no repair of the memory waits")
+    rows = {name: gpu.look(f"remapped_rows/remapped_row_{name}") for name in ("pending", "failure")}
+    if rows["failure"] == "Yes":
+        remedy = "replace the GPU: no spare rows are left where they are needed"
+        return check.expecting("no failure").fail("a row remapping failed", remedy)
+    # Before Ampere pages were retired instead.
+    pages = [gpu.look(f"retired_pages/{name}") for name in ("pending_retirement", "pending_blacklist")]
+    open_repairs = [name for name in repairs if gpu.look(f"ecc_errors/{name}") == "Yes"]
+    if open_repairs or "Yes" in (rows["pending"], *pages):
+        words = "; ".join(f"{name.replace('_', ' ')}: Yes" for name in open_repairs)
+        check = check.expecting("nothing pending")
+        return check.fail(words or "a row remapping waits for a reset", _RESET)
+    if rows["pending"] is Gap.MISSING and pages[0] == "No":
+        return None
+    for word in rows.values():
+        if isinstance(word, Gap):
+            raise GapError(word)
+        if word != "No":
+            return check.unknown(f"row remapping: {word}")
+    remapped = gpu.total(*(f"remapped_rows/remapped_row_{kind}" for kind in ("corr", "unc")))
+    if remapped < REMAPPED_ROWS_WARN:
+        return None
+    remedy = "plan to replace the GPU: its spare rows run out"
+    return check.expecting(f"below {REMAPPED_ROWS_WARN}").warn(f"{remapped:.0f} rows remapped", remedy)
 
 
-def check_throttle(check: Check, facts: NodeFacts) -> list[Finding]:
+@of_each_gpu("nothing slows a GPU down", expected="full clocks")
+def check_throttle(check: Check, gpu: Gpu) -> Finding | None:
     """Nothing holds the clocks down: heat, power brake or the power supply."""
-
-    def judge(gpu: Gpu, check: Check) -> Finding | None:
-        active = _throttle_reasons(gpu)
-        if not active:
-            return None
-        text = f"slowed down: {', '.join(name.replace('_', ' ') for name in active)}"
-        severity = Verdict.FAIL if any(name.startswith("hw_") for name in active) else Verdict.WARN
-        return check.finding(
-            severity, text, "check fans, air flow and power supplies of the node (BMC: sensors, event log)"
-        )
-
-    return each_gpu(facts, check.expecting("full clocks"), "throttle reasons", judge, "nothing slows a GPU down")
+    active = _throttle_reasons(gpu)
+    if not active:
+        return None
+    text = f"slowed down: {', '.join(name.replace('_', ' ') for name in active)}"
+    severity = Verdict.FAIL if any(name.startswith("hw_") for name in active) else Verdict.WARN
+    return check.finding(
+        severity, text, "check fans, air flow and power supplies of the node (BMC: sensors, event log)"
+    )
 
 
 def _throttle_reasons(gpu: Gpu) -> list[str]:
@@ -323,17 +321,14 @@ def _throttle_reasons(gpu: Gpu) -> list[str]:
     raise GapError(Gap.MISSING)
 
 
-def check_power_limit(check: Check, facts: NodeFacts) -> list[Finding]:
+@of_each_gpu("the default power limit")
+def check_power_limit(check: Check, gpu: Gpu) -> Finding | None:
     """Nobody lowered the power limit: ranks of one job wait for the slowest GPU."""
-
-    def judge(gpu: Gpu, check: Check) -> Finding | None:
-        limit, default = gpu.number(*_POWER_LIMIT), gpu.number(*_POWER_DEFAULT)
-        if limit < default:
-            check = check.expecting(f"{default:g} W, the default")
-            return check.warn(f"limited to {limit:g} W", f"`nvidia-smi -pl {default:g}`")
-        return None
-
-    return each_gpu(facts, check, "power limit", judge, "the default power limit")
+    limit, default = gpu.number(*_POWER_LIMIT), gpu.number(*_POWER_DEFAULT)
+    if limit < default:
+        check = check.expecting(f"{default:g} W, the default")
+        return check.warn(f"limited to {limit:g} W", f"`nvidia-smi -pl {default:g}`")
+    return None
 
 
 def check_clocks(check: Check, facts: NodeFacts) -> list[Finding]:
@@ -344,7 +339,7 @@ def check_clocks(check: Check, facts: NodeFacts) -> list[Finding]:
         with contextlib.suppress(GapError):
             reach.add(gpu.number(_SM_MAX))
 
-    def judge(gpu: Gpu, check: Check) -> Finding | None:
+    def judge(check: Check, gpu: Gpu) -> Finding | None:
         most, highest = gpu.number(_SM_MAX), max(reach)
         if most < highest:
             return check.expecting(f"{highest:g} MHz, as other GPUs here").warn(f"at most {most:g} MHz", remedy)
@@ -359,7 +354,7 @@ def check_clocks(check: Check, facts: NodeFacts) -> list[Finding]:
         check = check.expecting(f"{default:g} MHz, the default")
         return check.warn(f"clocks set to {set_to:g} MHz", remedy) if set_to < default else None
 
-    return each_gpu(facts, check, "clocks", judge, f"up to {spread(reach)} MHz")
+    return each_gpu(facts, check, judge, f"up to {spread(reach)} MHz")
 
 
 def _traits(facts: NodeFacts) -> Mapping[str, str | None]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from cluster.checks.finding import Check, Finding, Verdict
 from cluster.checks.group import CheckGroup
-from cluster.checks.groups.gpu import each_gpu, look_at_gpus
+from cluster.checks.groups.gpu import each_gpu, look_at_gpus, of_each_gpu
 from cluster.survey.facts import NodeFacts
 from cluster.survey.nvidia_smi import LSPCI, SMI, Gap, GapError, Gpu, NvidiaDevice
 from cluster.survey.section import Question, Section, UnreadableError
@@ -56,24 +56,21 @@ print(json.dumps([tell(file) for file in root.glob("proc/[0-9]*/comm")]))
 )
 
 
-def check_pcie(check: Check, facts: NodeFacts) -> list[Finding]:
+@of_each_gpu("PCIe links at full width")
+def check_pcie(check: Check, gpu: Gpu) -> Finding | None:
     """All PCIe lanes are up, and at full clocks the full generation. Fewer lanes slow copies to the host."""
-
-    def judge(gpu: Gpu, check: Check) -> Finding | None:
-        width, most = (gpu.number(f"{_PCIE}/link_widths/{name}") for name in ("current_link_width", "max_link_width"))
-        if width < most:
-            return check.expecting(f"{most:g} lanes").fail(f"{width:g} PCIe lanes", _RESEAT)
-        state = gpu.look("performance_state")
-        if isinstance(state, Gap):
-            return check.unknown("performance state: not told")
-        if state != "P0":  # idle links slow down to save power
-            return None
-        now, best = (gpu.number(f"{_PCIE}/pcie_gen/{name}") for name in ("current_link_gen", "max_link_gen"))
-        if now < best:
-            return check.expecting(f"generation {best:g}").fail(f"PCIe generation {now:g} at P0", _RESEAT)
+    width, most = (gpu.number(f"{_PCIE}/link_widths/{name}") for name in ("current_link_width", "max_link_width"))
+    if width < most:
+        return check.expecting(f"{most:g} lanes").fail(f"{width:g} PCIe lanes", _RESEAT)
+    state = gpu.look("performance_state")
+    if isinstance(state, Gap):
+        return check.unknown("performance state: not told")
+    if state != "P0":  # idle links slow down to save power
         return None
-
-    return each_gpu(facts, check, "PCIe lanes or generation", judge, "PCIe links at full width")
+    now, best = (gpu.number(f"{_PCIE}/pcie_gen/{name}") for name in ("current_link_gen", "max_link_gen"))
+    if now < best:
+        return check.expecting(f"generation {best:g}").fail(f"PCIe generation {now:g} at P0", _RESEAT)
+    return None
 
 
 def check_nvlink(check: Check, facts: NodeFacts) -> list[Finding]:
@@ -88,14 +85,14 @@ def check_nvlink(check: Check, facts: NodeFacts) -> list[Finding]:
     counts = Counter(len(gpu or {}) for gpu in links.values())
     usual, speed = (found.most_common(1)[0][0] if found else 0 for found in (counts, speeds))
 
-    def judge(gpu: Gpu, check: Check) -> Finding | None:
+    def judge(check: Check, gpu: Gpu) -> Finding | None:
         if gpu.index not in links:
             return check.unknown("not in the answer of `nvidia-smi nvlink --status`")
         model = gpu.look("product_name")
         wanted = NVLINKS_OF_MODEL.get(model, int(usual)) if isinstance(model, str) else int(usual)
         return _judge_links(check, links[gpu.index], wanted, speed)
 
-    return each_gpu(facts, check, "", judge, f"{usual} NVLinks of {speed} GB/s per GPU", gpus=gpus)
+    return each_gpu(facts, check, judge, f"{usual} NVLinks of {speed} GB/s per GPU", gpus=gpus)
 
 
 def _judge_links(check: Check, links: Links | None, wanted: int, speed: float) -> Finding | None:
@@ -144,7 +141,7 @@ def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
 
 def check_fabric_manager(check: Check, facts: NodeFacts) -> list[Finding]:
     """The daemon that sets up NVSwitches runs; without it CUDA fails."""
-    states = each_gpu(facts, check, "fabric state", _judge_fabric, "the NVLink fabric is set up")
+    states = each_gpu(facts, check, _judge_fabric, "the NVLink fabric is set up")
     bad = [finding for finding in states if finding.severity in (Verdict.FAIL, Verdict.UNKNOWN)]
     if bad:
         return bad
@@ -155,7 +152,7 @@ def check_fabric_manager(check: Check, facts: NodeFacts) -> list[Finding]:
     return [_judge_manager(check, facts, facts.pci.nvswitches)]
 
 
-def _judge_fabric(gpu: Gpu, check: Check) -> Finding | None:
+def _judge_fabric(check: Check, gpu: Gpu) -> Finding | None:
     """From Hopper on a GPU says itself whether it was let into the fabric; older ones say N/A or nothing."""
     state, status = gpu.look("fabric/state"), gpu.look("fabric/status")
     if Gap.UNREADABLE in (state, status):
@@ -163,13 +160,13 @@ def _judge_fabric(gpu: Gpu, check: Check) -> Finding | None:
     if isinstance(state, Gap):
         raise GapError(Gap.NOT_SUPPORTED)
     if state == "Completed" and status in ("Success", Gap.MISSING):
-        return _judge_fabric_health(gpu, check)
+        return _judge_fabric_health(check, gpu)
     text = f"fabric state {state}" + ("" if isinstance(status, Gap) else f", {status}")
     remedy = "`systemctl restart nvidia-fabricmanager` while no program uses a GPU; see /var/log/fabricmanager.log"
     return check.expecting("Completed, Success").fail(text, remedy)
 
 
-def _judge_fabric_health(gpu: Gpu, check: Check) -> Finding | None:
+def _judge_fabric_health(check: Check, gpu: Gpu) -> Finding | None:
     """What newer drivers know of the GPU's links into the fabric."""
     fields = ("summary", "bandwidth", "route_unhealthy", "route_recovery_in_progress", "incorrect_configuration")
     told = {name: gpu.look(f"fabric/health/{name}") for name in fields}

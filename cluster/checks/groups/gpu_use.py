@@ -82,7 +82,7 @@ def check_busy(check: Check, facts: NodeFacts) -> list[Finding]:
     # Behind the answer of nvidia-smi.
     owners = {found[1]: found for found in map(_OWNER.fullmatch, again.notes) if found}
 
-    def judge(gpu: Gpu, check: Check) -> Finding | None:
+    def judge(check: Check, gpu: Gpu) -> Finding | None:
         compute = [process for process in gpu.processes if process.kind != "G"]
         used_mib = gpu.number("fb_memory_usage/used")
         if not compute and used_mib <= IDLE_MEMORY_MIB:
@@ -92,10 +92,8 @@ def check_busy(check: Check, facts: NodeFacts) -> list[Finding]:
         remedy = "wait, or ask the owner; only then stop it" if compute else hidden
         return check.fail(f"{used_mib:.0f} MiB in use: {who}", remedy)
 
-    what = "memory in use or processes"
-    return each_gpu(
-        facts, check.expecting("a free GPU"), what, judge, "no GPU is in use", gpus=again.gpus, is_optional=False
-    )
+    check = check.expecting("a free GPU")
+    return each_gpu(facts, check, judge, "no GPU is in use", gpus=again.gpus, is_optional=False)
 
 
 def _describe(process: GpuProcess, owners: Mapping[str, re.Match[str]]) -> str:

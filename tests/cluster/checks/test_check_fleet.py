@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from testkit.check_fakes import FAKE_GROUP, GONE, GROUPS, HEALTHY, SILENCE, FakeConnection, FakeFleet, answer
 from testkit.machine_clock import machine_time
 
-from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
+from cluster.checks.finding import Check, Finding, FleetReport, NodeReport, Verdict
 from cluster.checks.group import AbsentError, CheckGroup
 from cluster.checks.run import CheckObserver, CheckOptions, check_nodes, check_this_machine
 from cluster.checks.selection import Selection, read_selection
 from cluster.errors import SshError, SshFailure
+from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import Host
+from cluster.survey.facts import NodeFacts
 from engine.config.cluster import ClusterConfig
 
 CONFIG = ClusterConfig(interface="prod")
@@ -162,9 +164,30 @@ def test_a_check_that_breaks_or_says_nothing_is_unknown_and_one_that_does_not_ap
     assert finding.observed.startswith(text)
 
 
-def test_a_comparison_that_breaks_is_unknown_on_all_nodes() -> None:
-    report = check(FakeFleet({"n1": HEALTHY, "n2": HEALTHY}), all_groups=(replace(FAKE_GROUP, compare=breaks),))
-    assert verdicts(report) == {"n1": "UNKNOWN", "n2": "UNKNOWN"}
+def test_a_comparison_or_a_test_between_nodes_that_breaks_is_unknown_on_all_of_them() -> None:
+    for group in (replace(FAKE_GROUP, compare=breaks), replace(FAKE_GROUP, between=lambda config: {"host.x": breaks})):
+        report = check(FakeFleet({"n1": HEALTHY, "n2": HEALTHY}), all_groups=(group,))
+        assert verdicts(report) == {"n1": "UNKNOWN", "n2": "UNKNOWN"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tested"),
+    [({"n1": HEALTHY, "n2": HEALTHY, "n3": half}, ["n1", "n2", "n3"]), ({"n1": HEALTHY, "n2": refused("n2")}, [])],
+)
+def test_nodes_are_tested_with_each_other_over_their_open_connections(nodes: Any, tested: list[str]) -> None:
+    def test(connections: Mapping[str, Connection], facts: Mapping[str, NodeFacts]) -> list[Finding]:
+        assert connections.keys() == facts.keys()
+        assert not any(cast(FakeConnection, connection).closed for connection in connections.values())
+        return [Check(node, "host.x").fail("seen", "") for node in connections]
+
+    report = check(FakeFleet(nodes), all_groups=(replace(FAKE_GROUP, between=lambda config: {"host.x": test}),))
+    assert [name for name in nodes if findings(report, name, "host.x")] == tested
+    skipped = check(
+        FakeFleet(nodes),
+        selection=Selection(skip=("host.x",)),
+        all_groups=(replace(FAKE_GROUP, between=lambda config: {"host.x": test}),),
+    )
+    assert not any(findings(skipped, name, "host.x") for name in nodes)
 
 
 def test_a_library_that_stumbles_over_one_server_spoils_one_node() -> None:

@@ -45,10 +45,10 @@ def test_an_h100_with_driver_550_in_trouble() -> None:
 
 def test_an_a100_with_driver_470_uses_the_old_names() -> None:
     assert judged("a100_470.xml") == {
-        "gpu.recovery": (SKIP, "recovery action: not supported by this GPU"),
+        "gpu.recovery": (SKIP, "not supported by this GPU"),
         "gpu.ecc_mode": (WARN, "ECC pending: Disabled"),
         "gpu.ecc": (FAIL, "1 uncorrectable ECC errors since the driver loaded"),
-        "gpu.row_remap": (SKIP, "row remapping: not supported by this GPU"),  # a literal N/A
+        "gpu.row_remap": (SKIP, "not supported by this GPU"),  # a literal N/A
         "gpu.throttle": (WARN, "slowed down: sw thermal slowdown"),
         "gpu.power_limit": (WARN, "limited to 350 W"),  # the enforced limit, not the one asked for
         "gpu.clocks": (OK, "up to 1410 MHz"),
