@@ -133,7 +133,7 @@ class NodesBuilder:
         if site.python_path:
             yield EnvironmentVariable("PYTHONPATH", site.python_path, "where the ranks find the engine")
         if (threads := self.config.cluster.threads_per_rank) is not None:
-            why = "cluster.threads_per_rank, or a share of the cores"
+            why = "cluster.threads_per_rank; null: the cores of the node over its ranks"
             yield EnvironmentVariable("OMP_NUM_THREADS", str(threads), why)
 
     def _of_the_backend(self) -> Iterator[EnvironmentVariable]:

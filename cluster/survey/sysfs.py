@@ -9,7 +9,7 @@ from typing import Any
 from cluster.survey.section import Question
 
 _HEAD = r"""
-import json, os, pathlib, sys, time
+import json, os, pathlib, re, sys, time
 
 root = pathlib.Path(os.environ["root"] or "/")
 
@@ -37,8 +37,10 @@ def place(path):
 
 
 def mount(folder):
-    # Device, place and kind of the file system that holds a folder.
-    found = {line.split()[1]: line.split()[:3] for line in lines(pathlib.Path("/proc/self/mounts"))}
+    # Device, place and kind of the file system that holds a folder; the kernel writes blanks in names as \\040.
+    plain = lambda word: re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), word)
+    told = [[plain(word) for word in line.split()] for line in lines(pathlib.Path("/proc/self/mounts"))]
+    found = {words[1]: words[:3] for words in told}
     real = pathlib.Path(folder).resolve()
     return next((found[str(one)] for one in (real, *real.parents) if str(one) in found), ["?", "?", "?"])
 

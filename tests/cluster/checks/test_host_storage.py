@@ -207,14 +207,14 @@ def test_an_answer_that_makes_no_sense_is_none(tmp_path: Path, told: str) -> Non
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (lambda folder: f"mount -t tmpfs none {folder}", "mounted at"),
-        (lambda folder: f"mount --bind {folder} {folder} && mount -o remount,ro,bind {folder}", "Read-only"),
+        (lambda folder: f"mount -t tmpfs none '{folder}'", "none, mounted at {}"),
+        (lambda folder: f"mount --bind '{folder}' '{folder}' && mount -o remount,ro,bind '{folder}'", "Read-only"),
     ],
 )
 def test_one_node_of_a_testbed_with_a_mount_of_its_own_is_named(
     make_testbed: MakeTestbed, command: Callable[[str], str], words: str
 ) -> None:
-    shared = Path(tempfile.mkdtemp(prefix="burst-test-", dir="/var/tmp"))
+    shared = Path(tempfile.mkdtemp(prefix="burst test-", dir="/var/tmp"))
     try:
         testbed = make_testbed(nodes=3)
         odd = testbed.node_names[1]
@@ -226,7 +226,7 @@ def test_one_node_of_a_testbed_with_a_mount_of_its_own_is_named(
             for connection in connections.values():
                 connection.close()
         assert [name for name, verdict in verdicts(found).items() if verdict is not OK] == [odd]
-        assert words in of(found, odd).observed
+        assert words.format(shared) in of(found, odd).observed
         assert list(shared.iterdir()) == []
     finally:
         shutil.rmtree(shared)
