@@ -6,7 +6,6 @@ import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 
 from cluster.checks.finding import Check, Finding, Verdict
 from cluster.checks.group import AbsentError, CheckGroup, Judge
@@ -61,19 +60,13 @@ def each_gpu(
 ) -> list[Finding]:
     """A finding for every GPU that `judge` says something of; one OK with `fine` when it says nothing at all.
 
-    A field that is not there makes a GPU UNKNOWN, or SKIP where the GPU does not have it and `is_optional`. The same
-    SKIP or UNKNOWN of all GPUs becomes one finding of the node.
+    A field that is not there makes a GPU UNKNOWN, or SKIP where the GPU does not have it and `is_optional`.
     """
     listed = facts.smi_log.gpus if gpus is None else tuple(gpus)
     if not listed:
         return [check.unknown("nvidia-smi lists no GPU")]
     told = [_judge(check.on(gpu.device), gpu, judge, is_optional) for gpu in listed]
-    given = [finding for finding in told if finding is not None]
-    if not given:
-        return [check.ok(fine)]
-    whole = {replace(finding, device=None) for finding in given}
-    is_vague = given[0].severity in (Verdict.SKIP, Verdict.UNKNOWN)
-    return list(whole) if is_vague and len(whole) == 1 and len(given) == len(listed) else given
+    return [finding for finding in told if finding is not None] or [check.ok(fine)]
 
 
 def look_at_gpus(facts: NodeFacts) -> NodeFacts:

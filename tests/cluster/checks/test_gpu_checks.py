@@ -10,6 +10,7 @@ import pytest
 from rehearsal import GPU as GROUP
 from rehearsal import check, healthy, with_text
 from testkit.check_fakes import bad, changed_section, ended, only
+from testkit.check_fakes import told as in_words
 
 from cluster.checks.finding import Verdict
 from cluster.checks.groups.gpu_use import SMOKE_SECTION, cuda_smoke_question
@@ -164,48 +165,69 @@ def test_pages_to_retire_count_where_rows_are_not_remapped() -> None:
 
 NVLINKS = healthy().section("gpu.nvlink").output
 DEAD = "".join(f"\t Link {link}: <inactive>\n" for link in range(18))
+DOWN = "NVML: Unable to retrieve NVLink information as all links are inActive\n"
 TITLES = "\n".join(line for line in NVLINKS.splitlines() if line.startswith("GPU"))
+UNREAD = "UNKNOWN gpu.nvlink: NVLinks cannot be read"
+
+
+def first_link(text: str) -> str:
+    return NVLINKS.replace("Link 3: 26.562 GB/s", text, 1)
+
+
+def of_gpu_1(text: str) -> str:
+    return re.sub(r"(GPU 1:[^\n]*\n).*?(?=GPU 2:)", rf"\1{text}", NVLINKS, flags=re.DOTALL)
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (NVLINKS.replace("Link 3: 26.562 GB/s", "Link 3: <inactive>", 1), {(GPU0, FAIL)}),
-        (NVLINKS.replace("Link 3: 26.562 GB/s", "Link 3: 25 GB/s", 1), {(GPU0, FAIL)}),
-        (NVLINKS.replace("\t Link 17: 26.562 GB/s\n", "", 1), {(GPU0, FAIL)}),
-        (NVLINKS.replace("Link 3: 26.562 GB/s", "Link 3: a lot", 1), {(None, UNKNOWN)}),
-        (re.sub(r"(GPU 1:[^\n]*\n).*?(?=GPU 2:)", rf"\1{DEAD}", NVLINKS, flags=re.DOTALL), {("GPU 1", FAIL)}),
-        (re.sub(r"\t Link 17: .*\n?", "", NVLINKS), {(device, FAIL) for device in ALL_GPUS}),  # the model has 18
-        (TITLES, {(device, FAIL) for device in ALL_GPUS}),
-        ("", {(None, UNKNOWN)}),
-        ("Link 0: 25 GB/s", {(None, UNKNOWN)}),
+        (first_link("Link 3: <inactive>"), ["FAIL gpu.nvlink (GPU 0): NVLink 3 inactive; expected: 18 links up"]),
+        (
+            first_link("Link 3: 25 GB/s"),
+            ["FAIL gpu.nvlink (GPU 0): NVLink 3 at 25 GB/s; expected: 26.562 GB/s, as other links here"],
+        ),
+        (first_link("Link 3: a lot"), [UNREAD]),
+        (
+            NVLINKS.replace("\t Link 17: 26.562 GB/s\n", "", 1),
+            ["FAIL gpu.nvlink (GPU 0): 17 NVLinks; expected: 18 links up"],
+        ),
+        *(
+            (of_gpu_1(down), ["FAIL gpu.nvlink (GPU 1): no NVLink is up; expected: 18 links up"])
+            for down in (DEAD, DOWN)
+        ),
+        (
+            re.sub(r"\t Link 17: .*\n?", "", NVLINKS),
+            [f"FAIL gpu.nvlink ({device}): 17 NVLinks; expected: 18 links up" for device in ALL_GPUS],  # by its model
+        ),
+        (
+            re.sub("GPU 7.*", "", NVLINKS, flags=re.DOTALL),
+            ["UNKNOWN gpu.nvlink (GPU 7): not in the answer of `nvidia-smi nvlink --status`"],
+        ),
+        (TITLES, [f"FAIL gpu.nvlink ({device}): no NVLink is up; expected: 18 links up" for device in ALL_GPUS]),
+        (
+            "",
+            [
+                f"UNKNOWN gpu.nvlink ({device}): not in the answer of `nvidia-smi nvlink --status`"
+                for device in ALL_GPUS
+            ],
+        ),
+        ("Link 0: 25 GB/s", [UNREAD]),
     ],
 )
-def test_nvlinks(text: str, expected: set[tuple[str | None, Verdict]]) -> None:
-    findings = check(changed_section(healthy(), "gpu.nvlink", output=text))
-    found = {(device, severity) for name, device, severity in bad(findings) if name == "gpu.nvlink"}
-    assert found == expected
-
-
-def test_all_links_down_has_words_of_its_own() -> None:
-    down = "NVML: Unable to retrieve NVLink information as all links are inActive"
-    text = re.sub(r"(GPU 1:[^\n]*\n).*?(?=GPU 2:)", rf"\1{down}\n", NVLINKS, flags=re.DOTALL)
-    found = only(
-        [one for one in check(changed_section(healthy(), "gpu.nvlink", output=text)) if one.device], "gpu.nvlink"
-    )
-    assert (found.device, found.observed) == ("GPU 1", "no NVLink is up")
+def test_nvlinks(text: str, expected: list[str]) -> None:
+    assert in_words(check(changed_section(healthy(), "gpu.nvlink", output=text))) == expected
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ('["init", "nv-fabricmanage"]', OK),
-        ('["init"]', FAIL),
-        ("[]", UNKNOWN),
+        ('["init", "nv-fabricmanage"]', []),
+        ('["init"]', ["FAIL gpu.fabric_manager: fabric manager does not run; expected: running, for 4 NVSwitches"]),
+        ("[]", ["UNKNOWN gpu.fabric_manager: the fabric manager cannot be looked for: no process was seen"]),
     ],
 )
-def test_fabric_manager(text: str, expected: Verdict) -> None:
-    assert verdict(changed_section(healthy(), "gpu.fabric_manager", output=text), "gpu.fabric_manager") is expected
+def test_fabric_manager(text: str, expected: list[str]) -> None:
+    assert in_words(check(changed_section(healthy(), "gpu.fabric_manager", output=text))) == expected
 
 
 def without_switches(probe: NodeProbe) -> NodeProbe:
@@ -407,7 +429,7 @@ def test_a_field_that_never_exists_is_not_no_throttling() -> None:
     """The mask was renamed at driver 535: who asks for the old name only sees nothing, and that is not health."""
     text = healthy().section("gpu.smi").output
     probe = changed_section(healthy(), "gpu.smi", output=text.replace("clocks_event_reason", "clocks_new_name"))
-    assert verdict(probe, "gpu.throttle") is UNKNOWN
+    assert in_words(check(probe)) == [f"UNKNOWN gpu.throttle ({device}): not in the answer" for device in ALL_GPUS]
 
 
 def test_fewer_gpus_that_are_all_fine_are_not_fine() -> None:

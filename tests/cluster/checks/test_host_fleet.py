@@ -2,74 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
-from host_sections import BARE, DOCKER, HEALTHY, healthy, room
-from testkit.check_fakes import Groups
+from host_sections import BARE, DOCKER, GROUP, HEALTHY, healthy, room
+from testkit.check_fakes import changed_section, told
 
-from cluster.checks.finding import Finding, Verdict
-from cluster.survey.section import NodeProbe, Section, SectionState
+from cluster.checks.finding import Verdict
+from cluster.survey.section import NodeProbe
 
-GROUP = Groups("host")
-
-ABSENT = Section("host.image", "Error: No such image: burst:cuda", 1, SectionState.ENDED)
-IMAGE_GIB = 18
+ABSENT = "Error: No such image: burst:cuda"
+GIB, OK, WARN, UNKNOWN = 1 << 30, Verdict.OK, Verdict.WARN, Verdict.UNKNOWN
 
 
-def nodes_with_memory(*totals: int) -> dict[str, NodeProbe]:
-    names = [f"node{at}" for at in range(1, len(totals) + 1)]
-    told = [{**HEALTHY["host.system"], "memory": [total, total]} for total in totals]
-    return {name: healthy(name, system=one) for name, one in zip(names, told, strict=True)}
+@pytest.mark.parametrize(
+    ("totals", "expected"),
+    [
+        ((1000, 1000, 1000, 970), [(OK, "970.0 GiB")] * 4),
+        ((1000, 1000, 1000, 969), [(OK, "")] * 3 + [(WARN, "969.0 GiB, the usual node has 1000.0 GiB")]),
+        ((1000, 1000, 1000, 1031), [(OK, "")] * 3 + [(WARN, "1031.0 GiB, the usual node has 1000.0 GiB")]),
+        # Who tells nothing does not count.
+        ((1000, 1000, None), [(OK, ""), (OK, ""), (UNKNOWN, "the node did not tell how much memory it has")]),
+        ((), []),
+    ],
+)
+def test_memory_may_differ_by_three_percent(
+    totals: tuple[int | None, ...], expected: list[tuple[Verdict, str]]
+) -> None:
+    nodes = {}
+    for at, total in enumerate(totals):
+        told = {**HEALTHY["host.system"], "memory": [(total or 0) * GIB, 0]}
+        nodes[f"n{at}"] = healthy(f"n{at}", system=told) if total else NodeProbe(f"n{at}")
+    found = GROUP.compare(nodes, BARE)
+    assert [finding.severity for finding in found] == [severity for severity, _ in expected]
+    assert all(text in ("", finding.observed) for finding, (_, text) in list(zip(found, expected, strict=True))[-1:])
+    usual = "" if len(totals) < 2 else "1000.0 GiB within 3%"
+    assert all(finding.expected == usual for finding in found)
 
 
 def node(name: str, free_gib: int, *, has_image: bool) -> NodeProbe:
     probe = healthy(name, docker={**HEALTHY["host.docker"], "room": room(free_gib << 30)})
-    return probe if has_image else NodeProbe(name, {**probe.sections, "host.image": ABSENT})
+    return probe if has_image else changed_section(probe, "host.image", output=ABSENT, exit_code=1)
 
 
-def failed(probes: Mapping[str, NodeProbe], check: str) -> dict[str, Finding]:
-    return {
-        one.node: one for one in GROUP.compare(probes, DOCKER) if (one.check, one.severity) == (check, Verdict.FAIL)
-    }
+FULL = "FAIL host.docker_disk (/var/lib/docker): {}.0 GiB free; expected: at least {}.0 GiB free for burst:cuda"
+LACKS = "FAIL host.image: burst:cuda is on {} of {} nodes and not on this one"
 
 
-@pytest.mark.parametrize(("odd", "expected"), [(970, Verdict.OK), (969, Verdict.WARN), (1031, Verdict.WARN)])
-def test_memory_may_differ_by_three_percent(odd: int, expected: Verdict) -> None:
-    found = GROUP.compare(nodes_with_memory(1000, 1000, 1000, odd), BARE)
-    assert [one.severity for one in found] == [Verdict.OK, Verdict.OK, Verdict.OK, expected]
-
-
-def test_a_node_that_tells_no_memory_is_unknown_and_does_not_count() -> None:
-    probes = {**nodes_with_memory(1000, 1000), "node9": NodeProbe("node9")}
-    assert [one.severity for one in GROUP.compare(probes, BARE)] == [Verdict.OK, Verdict.OK, Verdict.UNKNOWN]
-    assert GROUP.compare({}, BARE) == []
-
-
-@pytest.mark.parametrize(("free", "fails"), [(2 * IMAGE_GIB - 1, True), (2 * IMAGE_GIB, False)])
-def test_a_node_without_the_image_must_hold_it_twice(free: int, fails: bool) -> None:
-    probes = {"node1": node("node1", 100, has_image=True), "node2": node("node2", free, has_image=False)}
-    assert ("node2" in failed(probes, "host.docker_disk")) is fails
-    assert "node1" not in failed(probes, "host.docker_disk")
-
-
-@pytest.mark.parametrize(("free", "fails"), [(IMAGE_GIB - 1, True), (IMAGE_GIB, False)])
-def test_a_node_with_the_image_must_hold_it_once_more(free: int, fails: bool) -> None:
-    assert ("node1" in failed({"node1": node("node1", free, has_image=True)}, "host.docker_disk")) is fails
-
-
-def test_who_lacks_the_image_that_others_have_fails() -> None:
-    probes = {name: node(name, 100, has_image=name != "node2") for name in ("node1", "node2", "node3")}
-    found = failed(probes, "host.image")
-    assert list(found) == ["node2"]
-    assert "2 of 3 nodes" in found["node2"].observed
-
-
-def test_an_image_that_nobody_has_is_no_difference() -> None:
-    probes = {name: node(name, 100, has_image=False) for name in ("node1", "node2")}
-    assert not failed(probes, "host.image")
-
-
-def test_without_containers_the_image_is_nobody_s_matter() -> None:
-    probes = {"node1": node("node1", 0, has_image=True), "node2": node("node2", 0, has_image=False)}
-    assert {one.check for one in GROUP.compare(probes, BARE)} == {"host.memory"}
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ([(18, True)], []),  # its image is of 18 GiB: it must hold it once more
+        ([(17, True)], [FULL.format(17, 18)]),
+        ([(100, True), (36, False)], [LACKS.format(1, 2)]),  # without it twice
+        ([(100, True), (35, False), (100, True)], [FULL.format(35, 36), LACKS.format(2, 3)]),
+        ([(100, False), (0, False)], []),  # that nobody has it is no difference
+    ],
+)
+def test_the_image_is_on_all_nodes_or_has_room(nodes: list[tuple[int, bool]], expected: list[str]) -> None:
+    probes = {f"n{at}": node(f"n{at}", free, has_image=has) for at, (free, has) in enumerate(nodes)}
+    assert told(GROUP.compare(probes, DOCKER)) == expected
+    assert {one.check for one in GROUP.compare(probes, BARE)} == {"host.memory"}  # without containers nobody's matter
