@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 import shlex
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from cluster.checks.finding import GIB, Check, Finding
 from cluster.checks.group import CheckGroup, TestBetween
@@ -14,7 +14,7 @@ from cluster.checks.groups.host import judge_room
 from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
-from cluster.ssh.hosts import Host, fan_out
+from cluster.ssh.hosts import fan_out
 from cluster.survey.facts import NodeFacts
 from cluster.survey.script import build_script, new_fence, read_sections
 from cluster.survey.section import Question, Section, SectionState, UnreadableError
@@ -44,14 +44,14 @@ print(json.dumps(told))
 """,
 )
 
-# The steps of the test. Every node's file has a name of its own: the common one and the number of the node.
+# The steps of the test. Every node's file has a name of its own: the common one and the node's.
 _FILES = r"""
-folder, name, number = (os.environ["BURST_" + word] for word in ("FOLDER", "FILE", "NUMBER"))
+folder, name, node = (os.environ["BURST_" + word] for word in ("FOLDER", "FILE", "NODE"))
 others = os.environ["BURST_WRITERS"].split()
 
 
-def path(number):
-    return os.path.join(folder, "%s.%s" % (name, number))
+def path(node):
+    return os.path.join(folder, "%s.%s" % (name, node))
 
 
 """
@@ -64,8 +64,8 @@ told = {"end": "absent", "said": ""}
 try:
     os.stat(os.path.join(folder, "."))
     told["end"] = "refused"
-    with open(path(number), "x") as file:  # a new file is made, or none
-        file.write(os.path.basename(path(number)))
+    with open(path(node), "x") as file:  # a new file is made, or none
+        file.write(os.path.basename(path(node)))
     told["end"] = "written"
 except OSError as error:
     told["said"] = error.strerror
@@ -86,7 +86,7 @@ for one in others:
     try:
         with open(path(one), errors="replace") as file:
             if file.read() == os.path.basename(path(one)):
-                told["saw"].append(int(one))
+                told["saw"].append(one)
     except FileNotFoundError:
         pass
     except OSError as error:
@@ -100,7 +100,7 @@ CLEAN_UP = python_question(
     _FILES
     + r"""
 told = {"end": "clean", "said": ""}
-for file in {path(number), *map(path, others), *map(str, pathlib.Path(folder).glob(name + ".*"))}:
+for file in {path(node), *map(path, others), *map(str, pathlib.Path(folder).glob(name + ".*"))}:
     try:
         os.unlink(file)
     except (FileNotFoundError, NotADirectoryError):
@@ -129,32 +129,31 @@ def check_shared(check: Check, facts: NodeFacts) -> list[Finding]:
 @dataclass(frozen=True)
 class Answer:
     """What a node said in one step. end: written, refused or absent; looked or denied; clean or left; late or none
-    where it did not answer. said: what the system said of a failure, or where the folder lies. saw: the nodes, as
-    they are counted here, whose files it read."""
+    where it did not answer. said: what the system said of a failure, or where the folder lies. saw: the nodes whose
+    files it read."""
 
     end: str
     said: str = ""
-    saw: frozenset[int] = frozenset()
+    saw: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class FolderTest:
-    """What all nodes said. `nodes` are counted in this order."""
+    """What all nodes said, by node."""
 
     folder: str
-    nodes: tuple[str, ...]
     written: Mapping[str, Answer] = field(default_factory=dict)
     looked: Mapping[str, Answer] = field(default_factory=dict)
 
-    def writers(self) -> list[int]:
+    def writers(self) -> list[str]:
         """Who made its file."""
-        return [at for at, node in enumerate(self.nodes) if self.written[node].end == "written"]
+        return [node for node, answer in self.written.items() if answer.end == "written"]
 
-    def shared_view(self) -> frozenset[int]:
+    def shared_view(self) -> frozenset[str]:
         """The files that more than half of the nodes see: there is the shared folder. Empty: it is nowhere."""
         views = Counter(answer.saw for answer in self.looked.values() if answer.end == "looked")
-        facts, count = max(views.items(), key=lambda pair: pair[1], default=(frozenset[int](), 0))
-        return facts if 2 * count > views.total() else frozenset()
+        view, count = max(views.items(), key=lambda pair: pair[1], default=(frozenset[str](), 0))
+        return view if 2 * count > views.total() else frozenset()
 
 
 def check_shared_folder(
@@ -167,16 +166,14 @@ def check_shared_folder(
     """
     if not folder.startswith("/") or "\0" in folder:
         raise ConfigError(f"cluster.shared_folder={folder!r} is no absolute path: it must begin with '/'.")
-    nodes = tuple(connections)
     settings = {"BURST_FOLDER": folder, "BURST_FILE": f".burst-check-{secrets.token_hex(16)}"}
     settings |= {"BURST_WRITERS": "", "BURST_PATIENCE": str(patience_s)}
-    test = FolderTest(folder, nodes)
+    test = FolderTest(folder)
     try:
-        test = FolderTest(folder, nodes, _ask_all(connections, WRITE, settings, nodes))
-        settings["BURST_WRITERS"] = " ".join(map(str, test.writers()))
-        there = {node: connections[node] for node in nodes if test.written[node].end in ("written", "refused")}
-        looked = _ask_all(there, READ, settings, nodes)
-        test = FolderTest(folder, nodes, test.written, looked)
+        test = replace(test, written=_ask_all(connections, WRITE, settings))
+        settings["BURST_WRITERS"] = " ".join(test.writers())
+        there = {node: connections[node] for node, told in test.written.items() if told.end in ("written", "refused")}
+        test = replace(test, looked=_ask_all(there, READ, settings))
     finally:
         left = _clean_up(connections, test, settings)
     return [*judge_folder(test), *left]
@@ -189,7 +186,7 @@ def _clean_up(connections: Mapping[str, Connection], test: FolderTest, settings:
         for node, connection in connections.items()
         if not test.written or test.written[node].end not in ("absent", "none", "late")
     }
-    answers = _ask_all(asked, CLEAN_UP, settings, list(connections))
+    answers = _ask_all(asked, CLEAN_UP, settings)
     path = f"{settings['BURST_FOLDER']}/{settings['BURST_FILE']}"
     stuck = [node for node, answer in answers.items() if answer.end == "left"]
     if answers and not any(answer.end == "clean" for answer in answers.values()) and not stuck:
@@ -200,17 +197,10 @@ def _clean_up(connections: Mapping[str, Connection], test: FolderTest, settings:
     ]
 
 
-def _ask_all(
-    connections: Mapping[str, Connection], step: Question, settings: Mapping[str, str], nodes: Sequence[str]
-) -> dict[str, Answer]:
-    """The answers of all nodes to one step; a node's number is its place in `nodes`."""
+def _ask_all(connections: Mapping[str, Connection], step: Question, settings: Mapping[str, str]) -> dict[str, Answer]:
+    """The answers of all nodes to one step."""
     hosts = [connection.host.with_name(node) for node, connection in connections.items()]
-
-    def ask(host: Host) -> Answer:
-        own = {**settings, "BURST_NUMBER": str(nodes.index(host.name))}
-        return _ask(connections[host.name], step, own)
-
-    outcomes = fan_out(hosts, ask)
+    outcomes = fan_out(hosts, lambda host: _ask(connections[host.name], step, {**settings, "BURST_NODE": host.name}))
     return {node: outcome.value or Answer("none", one_line(str(outcome.error))) for node, outcome in outcomes.items()}
 
 
@@ -224,7 +214,7 @@ def _ask(connection: Connection, step: Question, settings: Mapping[str, str]) ->
         if section.state is SectionState.TIMED_OUT:
             return Answer("late")
         return section.read(
-            lambda told: Answer(str(told["end"]), one_line(told["said"]), frozenset(map(int, told.get("saw", ()))))
+            lambda told: Answer(str(told["end"]), one_line(told["said"]), frozenset(map(str, told.get("saw", ()))))
         )
     except SshError as error:
         return Answer("late" if error.kind is SshFailure.COMMAND_TIMEOUT else "none", error.detail)
@@ -234,10 +224,10 @@ def _ask(connection: Connection, step: Question, settings: Mapping[str, str]) ->
 
 def judge_folder(test: FolderTest) -> list[Finding]:
     """One finding per node."""
-    return [_judge(test, at, node) for at, node in enumerate(test.nodes)]
+    return [_judge(test, node) for node in test.written]
 
 
-def _judge(test: FolderTest, at: int, node: str) -> Finding:
+def _judge(test: FolderTest, node: str) -> Finding:
     check = Check(node, CHECK, "one folder for all nodes, writable on all", test.folder)
     written, looked = test.written[node], test.looked.get(node)
     mend = f"mount the shared folder at {test.folder} on {node}, as on the others"
@@ -249,29 +239,27 @@ def _judge(test: FolderTest, at: int, node: str) -> Finding:
     if looked is None or looked.end not in ("looked", "denied") or written.end not in ("written", "refused"):
         why = written.said if looked is None else looked.said
         return check.unknown(f"no answer: {why}", "run the check again", why)
-    bad = _judge_view(check, test, node, looked, mend)
+    bad = _judge_view(check, test, looked, mend)
     if bad is not None:
         return bad
     if written.end == "refused":
         return check.fail(f"sees the folder and cannot write: {written.said}", _MAY)
-    return check.ok(f"sees what all {len(test.shared_view())} wrote" if len(test.nodes) > 1 else "can write and read")
+    return check.ok(f"sees what all {len(test.shared_view())} wrote" if len(test.written) > 1 else "can write and read")
 
 
-def _judge_view(check: Check, test: FolderTest, node: str, looked: Answer, mend: str) -> Finding | None:
+def _judge_view(check: Check, test: FolderTest, looked: Answer, mend: str) -> Finding | None:
     """What is wrong with what the node sees; None when it sees what most see."""
     shared, seen = test.shared_view(), looked.saw
     if looked.end == "denied":
         return check.fail(f"may not read what others wrote: {looked.said}", _MAY)
-    if not test.writers():
-        return None
-    if shared and seen == shared:
+    if not test.writers() or (shared and seen == shared):
         return None
     place = f"here it lies on {looked.said}"
     if not shared:
         return check.fail(
             f"the nodes do not share it: no folder is seen by more than half of them; {place}", mend, looked.said
         )
-    others = [test.nodes[number] for number in sorted(shared - seen)]
+    others = [node for node in test.written if node in shared - seen]
     names = ", ".join(others[:_NAMED]) + (f" and {len(others) - _NAMED} more" if len(others) > _NAMED else "")
     text = f"does not see what {names} wrote" if others else "sees files that most nodes do not"
     return check.fail(f"another folder than on most nodes: {text}; {place}", mend, looked.said)

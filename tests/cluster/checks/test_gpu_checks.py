@@ -429,7 +429,9 @@ def test_a_field_that_never_exists_is_not_no_throttling() -> None:
     """The mask was renamed at driver 535: who asks for the old name only sees nothing, and that is not health."""
     text = healthy().section("gpu.smi").output
     probe = changed_section(healthy(), "gpu.smi", output=text.replace("clocks_event_reason", "clocks_new_name"))
-    assert in_words(check(probe)) == [f"UNKNOWN gpu.throttle ({device}): not in the answer" for device in ALL_GPUS]
+    assert in_words(check(probe)) == [
+        f"UNKNOWN gpu.throttle ({device}): not in the answer; expected: full clocks" for device in ALL_GPUS
+    ]
 
 
 def test_fewer_gpus_that_are_all_fine_are_not_fine() -> None:
