@@ -93,7 +93,7 @@ class FabricView:
         found = [finding for finding in told if finding is not None]
         if found:
             return found
-        return [check.ok(fine)] if ports else [check.unknown("no port is up to look at", "see ib.state")]
+        return [check.ok(fine) if ports else check.expecting("").unknown("no port is up to look at", "see ib.count")]
 
 
 def _ports_for_training(adapters: Adapters, gpu_paths: Paths, expected: ExpectedHardware) -> tuple[list[HcaPort], bool]:
@@ -234,7 +234,9 @@ def check_mtu(check: Check, view: FabricView) -> list[Finding]:
     found = view.each(check, judge, f"{most:g} on all", ports)
     if found[0].severity is Verdict.OK and most < _ROCE_MTU and any(port.link_layer == ETHERNET for port in ports):
         text = f"{most:g} on all: packets of RoCE are cut to 1024 bytes or less"
-        return [check.warn(text, "an MTU of 9000 on interfaces and switches is usual")]
+        return [
+            check.expecting(f"at least {_ROCE_MTU}").warn(text, "an MTU of 9000 on interfaces and switches is usual")
+        ]
     return found
 
 
@@ -260,8 +262,10 @@ def check_pcie(check: Check, view: FabricView) -> list[Finding]:
         carried = port.pcie_gts * width * _PCIE_EFFICIENCY.get(port.pcie_gts, _PCIE_NEWER_EFFICIENCY)
         if port.rate_gbps is None or carried >= port.rate_gbps:
             return None
-        text = f"x{width} at {port.pcie_gts:g} GT/s carries {carried:.0f} Gb/s, its port {port.rate_gbps:g} Gb/s"
-        return check.fail(text, f"look at the speed of the slot in the BIOS ({port.pci_address})")
+        text = f"x{width} at {port.pcie_gts:g} GT/s carries {carried:.0f} Gb/s"
+        return check.expecting(f"{port.rate_gbps:g} Gb/s, as its port").fail(
+            text, f"look at the speed of the slot in the BIOS ({port.pci_address})"
+        )
 
     return view.each(check, judge, "all lanes are there", devices.values())
 
@@ -292,8 +296,8 @@ def check_gid(check: Check, view: FabricView) -> list[Finding]:
 
 
 def _shown(port: HcaPort) -> str:
-    rate = "?" if port.rate_gbps is None else f"{port.rate_gbps:g} Gb/s"
-    return f"state {port.state}, phys_state {port.phys_state}, rate {rate}, {port.link_layer}, {port.pci_address}"
+    told = f"state {port.state}, phys_state {port.phys_state}, rate {port.rate_gbps} Gb/s, {port.link_layer}"
+    return f"{told}, {port.pci_address}"
 
 
 def look_at_adapters(facts: NodeFacts) -> FabricView:

@@ -71,7 +71,7 @@ def check_counters(check: Check, view: FabricView) -> list[Finding]:
     samples = read_counters(view.facts.section(COUNTERS))
     found = [one for port in view.ports for one in _judge_counters(check.on(port.name), port, samples)]
     if not view.ports:
-        return [check.unknown("no port to look at", "see ib.count")]
+        return [check.unknown("no port is up to look at", "see ib.count")]
     return found or [check.ok("no errors were counted in a second")]
 
 

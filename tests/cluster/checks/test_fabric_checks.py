@@ -108,49 +108,76 @@ def test_second_ports_of_another_kind_are_left_out_while_they_are_down(node: Fab
 
 # One port of a healthy node.
 
-ONE_PORT: list[tuple[Mapping[str, object], str, Verdict]] = [
-    (DOWN, "state", FAIL),
-    ({"state": "1: DOWN", "phys_state": "2: Polling"}, "state", FAIL),
-    ({"state": "2: INIT"}, "state", FAIL),
-    ({"state": "3: ARMED"}, "state", FAIL),
-    ({"state": "5: ACTIVE_DEFER"}, "state", FAIL),
-    ({"phys_state": "6: LinkErrorRecovery"}, "state", FAIL),
-    *(({"state": text}, "state", UNKNOWN) for text in ("", "?", "ACTIVE", "4 ACTIVE", "4:")),
-    *(({"phys_state": text}, "state", UNKNOWN) for text in ("", "N/A", "LinkUp")),
-    ({**DOWN, "rate": "800 Gb/sec (4X XDR)"}, "state", FAIL),  # the rate of a port that is down does not count
-    ({"rate": "500 Gb/sec (4X)"}, "rate", OK),
-    ({"rate": "399 Gb/sec (4X)"}, "rate", FAIL),
-    ({"rate": "2.5 Gb/sec (1X SDR)"}, "rate", FAIL),
-    *(({"rate": text}, "rate", UNKNOWN) for text in ("", "fast", "1e9 Gb/sec", "4")),
-    ({"netdev_mtu": 2044}, "mtu", WARN),
-    *(({"netdev_mtu": text}, "mtu", UNKNOWN) for text in ("", "N/A")),
-    ({"current_link_width": 8}, "pcie", FAIL),
-    ({"max_link_width": 4}, "pcie", UNKNOWN),
-    *(({"current_link_width": text}, "pcie", UNKNOWN) for text in (15, "", "0", "63", "255", "Unknown", "-16")),
-    (GEN4, "pcie", FAIL),
-    *(({"current_link_speed": text}, "pcie", UNKNOWN) for text in ("", "Unknown")),
+STATE, RATE, MTU = (f"ib.{name} (mlx5_5:1): {{}}; expected: {{}}" for name in ("state", "rate", "mtu"))
+UP_STATE = "ACTIVE, LinkUp"
+NO_WIDTH = "UNKNOWN ib.pcie (mlx5_5): its PCIe width makes no sense or is not readable"
+# What a healthy node says with these fields in one port.
+ONE_PORT: list[tuple[Mapping[str, object], str]] = [
+    (DOWN, "FAIL " + STATE.format("DOWN, Disabled", UP_STATE)),
+    ({"state": "1: DOWN", "phys_state": "2: Polling"}, "FAIL " + STATE.format("DOWN, Polling", UP_STATE)),
+    *(
+        ({"state": f"{number}: {word}"}, "FAIL " + STATE.format(f"{word}, LinkUp", UP_STATE))
+        for number, word in ((2, "INIT"), (3, "ARMED"), (5, "ACTIVE_DEFER"))
+    ),
+    ({"phys_state": "6: LinkErrorRecovery"}, "FAIL " + STATE.format("ACTIVE, LinkErrorRecovery", UP_STATE)),
+    *(
+        ({"state": text}, "UNKNOWN " + STATE.format("state not readable, LinkUp", UP_STATE))
+        for text in ("", "?", "ACTIVE", "4 ACTIVE", "4:")
+    ),
+    *(
+        ({"phys_state": text}, "UNKNOWN " + STATE.format("ACTIVE, physical state not readable", UP_STATE))
+        for text in ("", "N/A", "LinkUp")
+    ),
+    # The rate of a port that is down does not count.
+    ({**DOWN, "rate": "800 Gb/sec (4X XDR)"}, "FAIL " + STATE.format("DOWN, Disabled", UP_STATE)),
+    ({"rate": "500 Gb/sec (4X)"}, ""),
+    ({"rate": "399 Gb/sec (4X)"}, "FAIL " + RATE.format("399 Gb/s", "400 Gb/s")),
+    ({"rate": "2.5 Gb/sec (1X SDR)"}, "FAIL " + RATE.format("2.5 Gb/s", "400 Gb/s")),
+    *(
+        ({"rate": text}, "UNKNOWN " + RATE.format("its rate is not readable", "400 Gb/s"))
+        for text in ("", "fast", "1e9 Gb/sec", "4")
+    ),
+    ({"netdev_mtu": 2044}, "WARN " + MTU.format("ib3: 2044", 4092)),
+    *(({"netdev_mtu": text}, "UNKNOWN " + MTU.format("ib3: MTU not readable", 4092)) for text in ("", "N/A")),
+    ({"netdev": ""}, ""),
+    ({"current_link_width": 8}, "FAIL ib.pcie (mlx5_5): x8 at 32 GT/s; expected: x16"),
+    ({"current_link_width": 8, "current_link_speed": ""}, "FAIL ib.pcie (mlx5_5): x8; expected: x16"),
+    ({"max_link_width": 4}, NO_WIDTH),
+    *(({"current_link_width": text}, NO_WIDTH) for text in (15, "", "0", "63", "255", "Unknown", "-16")),
+    (GEN4, "FAIL ib.pcie (mlx5_5): x16 at 16 GT/s carries 252 Gb/s; expected: 400 Gb/s, as its port"),
+    *(
+        (
+            {"current_link_speed": text},
+            "UNKNOWN ib.pcie (mlx5_5): the speed of its PCIe lanes is not readable; expected: x16",
+        )
+        for text in ("", "Unknown")
+    ),
 ]
 
 
-@pytest.mark.parametrize(("changes", "name", "severity"), ONE_PORT)
-def test_one_port_decides(node: FabricNode, changes: Mapping[str, object], name: str, severity: Verdict):
+@pytest.mark.parametrize(("changes", "expected"), ONE_PORT)
+def test_one_port_decides(node: FabricNode, changes: Mapping[str, object], expected: str):
     node.ports[ONE] |= changes
-    device = ONE if name == "pcie" else f"{ONE}:1"
-    assert node.complaints() == ([] if severity is OK else [(f"ib.{name}", device, severity)])
+    assert node.told() == [expected] * bool(expected)
 
 
 def test_a_port_without_subnet_manager_says_so(node: FabricNode):
     node.ports[ONE] |= {"state": "2: INIT"}
-    assert "subnet manager" in only([f for f in node.check() if f.device], "ib.state").remedy
+    found = only([one for one in node.check() if one.device], "ib.state")
+    assert "subnet manager" in found.remedy
+    assert found.evidence == "state INIT, phys_state LinkUp, rate 400.0 Gb/s, InfiniBand, 0000:34:00.0"
 
 
 def test_rates_against_the_configuration_and_each_other(node: FabricNode):
+    def slow(*names: str) -> list[str]:
+        return [f"FAIL ib.rate ({name}:1): 200 Gb/s; expected: 400 Gb/s" for name in names]
+
     for name in COMPUTE[:4]:  # of two rates that as many ports have the higher is right
         node.ports[name] |= HDR
-    assert [device for _, device, _ in node.complaints()] == [f"{name}:1" for name in COMPUTE[:4]]
+    assert node.told() == slow(*COMPUTE[:4])
     node.all_compute(**HDR)
-    assert len(node.complaints(hca_rate_gbps=400.0)) == 8
-    assert not node.complaints(hca_rate_gbps=200.0)
+    assert node.told(hca_rate_gbps=400.0) == slow(*COMPUTE)
+    assert not node.told(hca_rate_gbps=200.0)
 
 
 def test_the_usual_rate_is_that_of_ports_that_are_up(node: FabricNode):
@@ -168,40 +195,60 @@ def test_pcie_lanes_and_speed(node: FabricNode):
     assert only(node.check(), "ib.pcie").severity is SKIP
 
 
+NO_GID = "FAIL ib.gid (mlx5_5:1): no GID of RoCE v2 over IPv4"
+OTHERS = ", ".join(f"{name}:1" for name in COMPUTE if name != ONE)
+
+
 @pytest.mark.parametrize(
-    ("changes", "complaint"),
+    ("changes", "expected"),
     [
-        ({"netdev_mtu": 2044}, ("ib.mtu", f"{ONE}:1", FAIL)),
-        ({"gid.3": ""}, ("ib.gid", f"{ONE}:1", FAIL)),
-        ({"gid.3": "0000:0000:0000:0000:0000:ffff:0a00:0001 "}, ("ib.gid", f"{ONE}:1", FAIL)),  # no readable type
-        ({"gid.3": "", **roce_gids("0a00:0009", first=4)}, ("ib.gid", None, WARN)),  # at another index
+        ({"netdev_mtu": 2044}, "FAIL ib.mtu (mlx5_5:1): ib3: 2044; expected: 9000"),
+        ({"gid.3": ""}, NO_GID),
+        ({"gid.3": "0000:0000:0000:0000:0000:ffff:0a00:0001 "}, NO_GID),  # no readable type
+        (
+            {"gid.3": "", **roce_gids("0a00:0009", first=4)},
+            f"WARN ib.gid: index 3: {OTHERS}; index 7: mlx5_5:1",
+        ),
     ],
 )
-def test_one_roce_port_decides(node: FabricNode, changes: Mapping[str, object], complaint: tuple[object, ...]):
+def test_one_roce_port_decides(node: FabricNode, changes: Mapping[str, object], expected: str):
     roce(node).ports[ONE] |= changes
-    assert node.complaints() == [complaint]
+    assert node.told() == [expected]
 
 
 @pytest.mark.parametrize(("mtu", "bad"), [(9000, False), (4200, False), (4199, True), (1500, True)])
 def test_roce_wants_an_mtu_for_its_packets(node: FabricNode, mtu: int, bad: bool):
     roce(node).all_compute(netdev_mtu=mtu)
-    assert node.complaints() == ([("ib.mtu", None, WARN)] if bad else [])
+    text = f"WARN ib.mtu: {mtu} on all: packets of RoCE are cut to 1024 bytes or less; expected: at least 4200"
+    assert node.told() == [text] * bad
+
+
+def test_ports_without_ip_need_no_mtu(node: FabricNode):
+    node.all_compute(netdev="")
+    found = only(node.check(), "ib.mtu")
+    assert (found.severity, found.observed) == (SKIP, "no port carries IP")
 
 
 # How many there are.
 
 
 def test_ports_are_counted(node: FabricNode):
-    assert ("ib.count", None, FAIL) in node.complaints(hcas=9)
-    assert not node.complaints(hcas=8)
+    spare, down = (f"FAIL ib.state ({name}:1): DOWN, Disabled; expected: ACTIVE, LinkUp" for name in ("mlx5_4", ONE))
+    count = "FAIL ib.count: {} ports for training are up; expected: {} (cluster.expected.hcas)"
+    assert node.told(hcas=9) == [count.format("8 of 9", 9), spare]
+    assert not node.told(hcas=8)
     node.ports[ONE] |= DOWN
-    assert ("ib.count", None, FAIL) in node.complaints(hcas=8)
+    assert node.told(hcas=8) == [count.format("7 of 8", 8), down]
+    assert node.told() == [down]
     node.ports["mlx5_4"] |= UP  # which ranks then use
-    assert node.complaints(hcas=8) == [("ib.state", f"{ONE}:1", FAIL)]
+    assert node.told(hcas=8) == [down]
+    node.gpus = []  # nobody knows which ports ought to be up, but how many
+    assert not node.told(hcas=8)
 
 
 def test_a_lost_adapter_is_missed_beside_its_gpu(node: FabricNode):
-    assert lose(node, ONE).complaints() == [("ib.count", "GPU at 0000:33:00.0", FAIL)]
+    text = "FAIL ib.count (GPU at 0000:33:00.0): no adapter is beside this GPU, while the others have one"
+    assert lose(node, ONE).told() == [text]
 
 
 def test_where_many_gpus_have_no_adapter_that_is_how_the_node_is_built(node: FabricNode):
@@ -221,7 +268,7 @@ def test_adapters_without_driver_or_ports_are_told_one_by_one(node: FabricNode):
 def test_a_node_without_adapters_is_skipped_unless_they_are_expected():
     node = bare()
     assert {one.check: one.severity for one in node.check()} == dict.fromkeys(GROUP.checks, SKIP)
-    assert ("ib.count", None, FAIL) in node.complaints(hcas=8)
+    assert node.told(hcas=8)[0] == "FAIL ib.count: 0 ports for training are up; expected: 8 (cluster.expected.hcas)"
     node.ports["mlx5_0"] = port("mlx5_0", 0xE0, link_layer="Ethernet", netdev="eth0", default_route=True, **DOWN)
     reason = "its link is not up: state DOWN, Disabled"
     assert {one.observed for one in node.check()} == {f"no adapter for training: mlx5_0:1 {reason}"}
