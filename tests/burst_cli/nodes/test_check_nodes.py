@@ -36,9 +36,9 @@ def check(nodes: dict[str, Any], output: Output | None = None, pause: Callable[[
     return run_check(fleet.hosts, RunConfig(), options, output or Output(), pause)
 
 
-def text_of(print_to: Callable[[Console], None]) -> str:
+def text_of(print_to: Callable[[Console], None], **console: Any) -> str:
     stream = io.StringIO()
-    print_to(Console(file=stream, width=200, highlight=False, emoji=False))
+    print_to(Console(file=stream, **{"width": 200, "highlight": False, "emoji": False, **console}))
     return stream.getvalue()
 
 
@@ -170,6 +170,24 @@ def test_text_of_nodes_is_no_markup() -> None:
     shown = text_of(lambda console: print_report(console, fleet_report(n1=(hostile,))))
     assert "[bold]x[/] [link=http://x]y[/link] :smile:" in shown
     assert "[red]do[/red]" in shown
+
+
+def test_on_a_terminal_long_findings_are_wrapped_beside_their_verdict() -> None:
+    told = finding("n1", Verdict.FAIL, "2 uncorrectable errors", expected="0", remedy="drain the node and reset it")
+    shown = text_of(
+        lambda console: print_report(console, fleet_report(n1=(told,))),
+        width=40,
+        force_terminal=True,
+        color_system=None,
+    )
+    assert shown.splitlines()[:6] == [
+        "n1: FAIL",
+        "  FAIL    gpu.ecc: 2 uncorrectable      ",
+        "          errors; expected: 0           ",
+        "          → drain the node and reset it ",
+        "",
+        "not usable: n1",
+    ]
 
 
 def test_what_is_ok_is_shown_when_asked_for() -> None:

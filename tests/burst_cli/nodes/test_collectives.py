@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable, Mapping
 from itertools import product
@@ -12,9 +13,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from testkit.testbed_fixture import MakeTestbed, Testbeds
 
-from burst_cli.nodes.collectives import judged
+from burst_cli.nodes.collectives import collectives_view, judged
 from cluster.testbed.build import Testbed
 from cluster.testbed.faults import set_fault
 from engine.bench.collectives import SIZES, exchange_pairs, plan_rounds, sweep
@@ -69,6 +71,25 @@ def test_a_node_is_slow_that_is_with_most_others_and_a_pair_that_is_slow_without
     pairs = [{"nodes": [nodes.index(node) for node in pair], "gbps": rate} for pair, rate in rates.items()]
     found = judged({"collectives": [], "pairs": pairs}, nodes)
     assert (found["slow_nodes"], [pair["nodes"] for pair in found["slow_pairs"]]) == (slow_nodes, slow_pairs)
+
+
+def test_the_table_ends_with_the_usual_rate_and_who_is_slow() -> None:
+    pairs = [{"nodes": pair, "gbps": 10} for pair in ([0, 1], [0, 2], [0, 3], [1, 2], [1, 3])]
+    pairs += [{"nodes": [2, 3], "gbps": 4}, *({"nodes": [at, 4], "gbps": 2} for at in range(4))]
+    row = {"operation": "all_reduce", "bytes": 1 << 16, "seconds": 0.0082, "busbw_gbps": 0.0959}
+    stream = io.StringIO()
+    for measured in (pairs, []):
+        found = judged({"collectives": [row], "pairs": measured}, ["a", "b", "c", "d", "e"])
+        Console(file=stream, width=100).print(collectives_view(found))
+    table = ["operation     size    time  busbw Gbit/s", "all_reduce  64 KiB  8.2 ms        0.0959"]
+    assert [line.rstrip() for line in stream.getvalue().splitlines()] == [
+        *table,
+        "between two nodes, both ways at once: 10 Gbit/s is usual",
+        "e is slow with most others: 2 Gbit/s",
+        "c and d: 4 Gbit/s",
+        "compare cable, switch port, negotiated speed and MTU with those of the others",
+        *table,
+    ]
 
 
 def test_a_dry_run_shows_the_launch_and_creates_nothing(
