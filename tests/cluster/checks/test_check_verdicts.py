@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
 from cluster.checks.fold import find_changed
 from cluster.checks.run import CheckOptions
-from cluster.checks.selection import EXPLANATIONS, GROUP_NAMES, Selection, read_selection
+from cluster.checks.selection import EXPLANATIONS, GROUP_NAMES, read_selection
 from engine.config.errors import ConfigError
 
 SEVERITIES = st.lists(st.sampled_from(list(Verdict)), max_size=5)
@@ -52,14 +52,6 @@ def test_exit_codes(nodes: dict[str, list[Verdict]]) -> None:
     else:
         assert checked.exit_code == 0
         assert checked.usable == tuple(nodes)
-
-
-def test_the_document_names_verdict_findings_and_usable_nodes() -> None:
-    document = fleet(n1=[Verdict.OK], n2=[Verdict.FAIL]).to_dict()
-    assert document["usable"] == ["n1"]
-    assert document["nodes"]["n2"]["verdict"] == "FAIL"
-    assert document["nodes"]["n2"]["findings"][0]["check"] == "gpu.ecc"
-    assert set(document) >= {"nodes", "usable", "elapsed_s"}
 
 
 # What is wanted.
@@ -105,29 +97,22 @@ def test_a_check_that_is_asked_for_and_gives_nothing_is_unknown() -> None:
     assert [(f.check, f.severity) for f in selection.apply("n1", ALL[1:])[-1:]] == [("gpu.xid", Verdict.UNKNOWN)]
 
 
-@pytest.mark.parametrize("words", [["gpus"], ["gpu.busy;id"], ["GPU"], ["-x"], ["gpu."], [".gpu"], ["gpu.bsy"]])
-def test_words_that_are_no_checks_are_refused(words: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"expected a group \(ssh, gpu, ib, net, host\)"):
-        read_selection(words)
-    with pytest.raises(ConfigError):
-        read_selection([], words)
+NO_CHECK = r"expected a group \(ssh, gpu, ib, net, host\)"
 
 
-@pytest.mark.parametrize("word", ["ssh", "ssh.reach", "ssh.probe"])
-def test_reaching_a_node_cannot_be_skipped(word: str) -> None:
-    with pytest.raises(ConfigError, match="is not usable"):
-        read_selection([], [word])
-    assert Selection(skip=(word,)).wants("ssh.reach")
-
-
-def test_leaving_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="takes away everything"):
-        read_selection(["gpu"], ["gpu"])
-
-
-def test_a_near_miss_is_told_what_was_meant() -> None:
-    with pytest.raises(ConfigError, match=r"did you mean gpu\.busy\?"):
-        read_selection(["gpu.bsy"])
+@pytest.mark.parametrize(
+    ("only", "skip", "text"),
+    [
+        *(([word], [], NO_CHECK) for word in ("gpus", "gpu.busy;id", "GPU", "-x", "gpu.", ".gpu")),
+        ([], ["gpus"], NO_CHECK),
+        (["gpu.bsy"], [], r"did you mean gpu\.busy\?"),
+        *(([], [word], "is not usable") for word in ("ssh", "ssh.reach", "ssh.probe")),
+        (["gpu"], ["gpu"], "takes away everything"),
+    ],
+)
+def test_words_that_make_no_sense_are_refused(only: list[str], skip: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        read_selection(only, skip)
 
 
 def test_every_check_is_explained_and_has_a_name_of_its_group() -> None:

@@ -79,34 +79,30 @@ def test_what_is_in_the_folder_already_is_not_touched(tmp_path: Path) -> None:
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(".burst-check-0", "mine")]
 
 
-def test_a_node_with_another_folder_at_that_place_is_named(tmp_path: Path) -> None:
-    shared, own = tmp_path / "shared", tmp_path / "own"
-    shared.mkdir()
-    own.mkdir()
-    nodes = {**local("b", "c"), "a": elsewhere("a", shared, own)}
-    found = check_shared_folder({name: nodes[name] for name in ("a", "b", "c")}, str(shared), patience_s=0)
-    assert verdicts(found) == {"a": FAIL, "b": OK, "c": OK}
-    assert "does not see what b, c wrote" in of(found, "a").observed
-    assert "mounted at" in of(found, "a").observed
-    assert list(shared.iterdir()) == list(own.iterdir()) == []
-
-
-def test_when_nobody_shares_nobody_is_ok(tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    places = {name: tmp_path / name for name in ("a", "b")}
-    for place in (shared, *places.values()):
-        place.mkdir()
-    nodes = {name: elsewhere(name, shared, place) for name, place in places.items()}
-    assert verdicts(check_shared_folder(nodes, str(shared), patience_s=0)) == {"a": FAIL, "b": FAIL}
-
-
-def test_a_folder_that_is_missing_on_one_node_is_named(tmp_path: Path) -> None:
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    nodes = {**local("a", "b"), "c": elsewhere("c", shared, tmp_path / "nowhere")}
-    found = check_shared_folder(nodes, str(shared))
-    assert verdicts(found) == {"a": OK, "b": OK, "c": FAIL}
-    assert "No such file" in of(found, "c").observed
+@pytest.mark.parametrize(
+    ("own", "expected", "words"),
+    [
+        (
+            {"a": "own"},
+            {"a": FAIL, "b": OK, "c": OK},
+            ("another folder than on most nodes: does not see what b, c wrote; here it lies on", ", mounted at"),
+        ),
+        ({"a": "own", "b": "other"}, {"a": FAIL, "b": FAIL, "c": FAIL}, ("the nodes do not share it", "half of them")),
+        ({"c": "nowhere"}, {"a": OK, "b": OK, "c": FAIL}, ("not a folder that can be looked into: ", "No such file")),
+    ],
+)
+def test_nodes_with_other_folders_at_that_place_are_named(
+    tmp_path: Path, own: dict[str, str], expected: dict[str, Verdict], words: tuple[str, ...]
+) -> None:
+    for name in ("shared", "own", "other"):
+        (tmp_path / name).mkdir()
+    places = {name: tmp_path / own.get(name, "shared") for name in "abc"}
+    nodes = {name: elsewhere(name, tmp_path / "shared", place) for name, place in places.items()}
+    found = check_shared_folder(nodes, str(tmp_path / "shared"), patience_s=0)
+    assert verdicts(found) == expected
+    odd = next(finding for finding in found if finding.severity is FAIL)
+    assert all(word in odd.observed for word in words)
+    assert not list(tmp_path.glob("*/*")) + list(tmp_path.glob("*/.*"))
 
 
 def test_a_file_in_place_of_the_folder_fails(tmp_path: Path) -> None:
@@ -117,18 +113,17 @@ def test_a_file_in_place_of_the_folder_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_node_that_is_lost_midway_is_unknown_and_leaves_nothing(tmp_path: Path, at: int) -> None:
-    nodes = {**local("a", "b"), "c": failing("c", SshFailure.LOST, at)}
-    assert verdicts(check_shared_folder(nodes, str(tmp_path))) == {"a": OK, "b": OK, "c": UNKNOWN}
+@pytest.mark.parametrize(
+    ("error", "severity", "words"),
+    [(SshFailure.LOST, UNKNOWN, "no answer: gone"), (SshFailure.COMMAND_TIMEOUT, FAIL, "did not answer within 20 s")],
+)
+def test_a_node_that_is_lost_or_hangs_midway_leaves_nothing(
+    tmp_path: Path, at: int, error: SshFailure, severity: Verdict, words: str
+) -> None:
+    found = check_shared_folder({**local("a", "b"), "c": failing("c", error, at)}, str(tmp_path))
+    assert verdicts(found) == {"a": OK, "b": OK, "c": severity}
+    assert of(found, "c").observed == words
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("at", [0, 1])
-def test_a_node_on_which_the_folder_hangs_fails(tmp_path: Path, at: int) -> None:
-    nodes = {**local("a", "b"), "c": failing("c", SshFailure.COMMAND_TIMEOUT, at)}
-    found = check_shared_folder(nodes, str(tmp_path))
-    assert verdicts(found) == {"a": OK, "b": OK, "c": FAIL}
-    assert "did not answer" in of(found, "c").observed
 
 
 def test_a_file_that_could_not_be_removed_is_named(tmp_path: Path) -> None:
