@@ -198,7 +198,8 @@ def check_mig(check: Check, facts: NodeFacts) -> list[Finding]:
             check = check.expecting("MIG Disabled on every GPU")
             return check.warn(f"MIG {mode}", remedy) if is_uniform else check.fail(f"MIG {mode}", remedy)
         if pending not in (mode, Gap.NOT_SUPPORTED, Gap.MISSING):
-            return check.expecting("MIG Disabled").warn(f"MIG will be {_said(pending)} after a reset", remedy)
+            text = f"MIG will be {gpu.word('mig_mode/pending_mig')} after a reset"
+            return check.expecting("MIG Disabled").warn(text, remedy)
         return None
 
     return each_gpu(facts, check, judge, "MIG is off")
@@ -234,7 +235,7 @@ def check_ecc_mode(check: Check, gpu: Gpu) -> Finding | None:
     if mode != "Enabled":
         return check.warn(f"ECC {mode}", remedy)
     if pending not in ("Enabled", Gap.NOT_SUPPORTED, Gap.MISSING):
-        return check.warn(f"ECC pending: {_said(pending)}", remedy)
+        return check.warn(f"ECC pending: {gpu.word('ecc_mode/pending_ecc')}", remedy)
     return None
 
 
@@ -381,10 +382,6 @@ def _common(read: Callable[[Gpu], str], gpus: Iterable[Gpu]) -> str | None:
         return spread(read(gpu) for gpu in gpus)
     except GapError:
         return None
-
-
-def _said(word: str | Gap) -> str:
-    return word.value if isinstance(word, Gap) else word
 
 
 GROUP = CheckGroup(

@@ -64,7 +64,6 @@ _SLOW_START = "persistence mode"
 _LINES = 4
 SMOKE_SECTION = "gpu.smoke"
 _SECONDS = 120
-_WORD = re.compile(r"[A-Za-z0-9_./:@%+=-]+")
 _PROGRAM = (
     "import torch; n = torch.cuda.device_count(); "
     "s = [float((torch.ones(256, 256, device=f'cuda:{i}') @ torch.ones(256, 256, device=f'cuda:{i}')).sum()) "
@@ -207,16 +206,12 @@ def _unreadable(section: Section, command: str, why: str) -> UnreadableError:
 def cuda_smoke_question(container: ContainerConfig) -> Question:
     """Multiplies a matrix on every GPU inside the image of the ranks, which must be on the node already.
 
-    Raises ConfigError when they run in none, and for an image or a command that is no plain word: the text goes through
-    a shell.
+    Raises ConfigError when they run in none.
     """
     if container.runtime != "docker" or not container.image:
         raise ConfigError("CUDA is tried inside an image: set cluster.container.runtime=docker and .image=NAME:TAG")
     words = [*container.command.split(), "run", "--rm", "--gpus", "all", "--network", "none", "--pull", "never"]
     words += ["--entrypoint", "python", container.image]
-    for word in words:
-        if not _WORD.fullmatch(word) or word == "END":
-            raise ConfigError(f"cluster.container cannot be used for trying CUDA: not a word for a shell: {word!r}")
     return Question(SMOKE_SECTION, _SECONDS, f"{shlex.join(words)} -c {shlex.quote(_PROGRAM)}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testkit.check_fakes import told
 
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.ssh import answer_findings, clock_findings, reach_finding
@@ -36,41 +37,37 @@ def test_a_node_that_was_not_reached_fails_and_the_error_says_what_to_do(
 
 
 def test_an_answer_that_is_not_whole_is_unknown() -> None:
-    found = {f.check: f for f in answer_findings(NodeProbe("n1", {}, trouble="it broke off"))}
-    assert found["ssh.probe"].severity is Verdict.UNKNOWN
-    assert found["ssh.reach"].severity is Verdict.OK
+    reached, probe = answer_findings(NodeProbe("n1", {}, trouble="it broke\noff"))
+    assert (reached.check, reached.severity) == ("ssh.reach", Verdict.OK)
+    assert (probe.check, probe.severity, probe.observed) == ("ssh.probe", Verdict.UNKNOWN, "it broke off")
 
 
 @pytest.mark.parametrize(
-    ("offset_s", "severity"),
+    ("offset_s", "error_s", "severity", "observed"),
     [
-        (0.9, Verdict.OK),
-        (-1.2, Verdict.WARN),
-        (1.2, Verdict.WARN),
-        (4.9, Verdict.WARN),
-        (5.2, Verdict.FAIL),
-        (-60, Verdict.FAIL),
+        (0.9, 0.01, Verdict.OK, "within 1 s"),
+        (-1.2, 0.01, Verdict.WARN, "its clock is 1.2 s behind this machine"),
+        (1.2, 0.01, Verdict.WARN, "its clock is 1.2 s ahead of this machine"),
+        (4.9, 0.01, Verdict.WARN, "its clock is 4.9 s ahead of this machine"),
+        (5.2, 0.01, Verdict.FAIL, "its clock is 5.2 s ahead of this machine"),
+        (-60, 0.01, Verdict.FAIL, "its clock is 60 s behind this machine"),
+        # What the measurement cannot be sure of passes.
+        (1.4, 0.5, Verdict.OK, "within 1 s"),
+        (5.4, 0.5, Verdict.WARN, "its clock is 5.4 s ahead of this machine"),
+        (None, 0.0, Verdict.UNKNOWN, "the node told no time that makes sense"),
     ],
 )
-def test_skew_against_this_machine(offset_s: float, severity: Verdict) -> None:
-    (finding,), note = clock_findings([clock("n1", offset_s)])
-    assert finding.severity is severity
-    assert note == ""
-
-
-def test_skew_that_the_measurement_cannot_be_sure_of_passes() -> None:
-    assert clock_findings([clock("n1", 1.4, error_s=0.5)])[0][0].severity is Verdict.OK
-    assert clock_findings([clock("n1", 5.4, error_s=0.5)])[0][0].severity is Verdict.WARN
-
-
-def test_a_node_without_time_is_unknown() -> None:
-    assert clock_findings([clock("n1", None)])[0][0].severity is Verdict.UNKNOWN
+def test_skew_against_this_machine(offset_s: float | None, error_s: float, severity: Verdict, observed: str) -> None:
+    (finding,), note = clock_findings([clock("n1", offset_s, error_s)])
+    assert (finding.check, finding.severity, finding.observed) == ("ssh.clock", severity, observed)
+    assert (finding.expected, note) == ("within 1 s of this machine", "")
 
 
 def test_a_wrong_clock_of_this_machine_does_not_condemn_the_nodes() -> None:
     findings, note = clock_findings([clock(f"n{n}", 100.0) for n in range(3)] + [clock("odd", 0.0)])
-    assert [finding.severity for finding in findings] == [Verdict.OK] * 3 + [Verdict.FAIL]
-    assert "behind most nodes" in findings[3].observed
+    assert told(findings) == [
+        "FAIL ssh.clock: its clock is 100 s behind most nodes; expected: within 1 s of most nodes"
+    ]
     assert note == "the clock of this machine is 100 s behind those of the nodes"
 
 
