@@ -36,7 +36,8 @@ def launch(function: Any, programs: int, *args: Any, cells: int, **constants: An
         return
     warps = max(4, min(16, power_of_two(cells) // (32 * 16)))
     with torch.cuda.device_of(on):  # type: ignore[no-untyped-call]
-        function[(programs,)](*args, **constants, num_warps=warps)
+        # As always until Triton 3.9, which warns that the default will change.
+        function[(programs,)](*args, **constants, num_warps=warps, enable_fp_fusion=True)
 
 
 def as_rows(x: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ def compiled(kernel: Any, constants: dict[str, Any], warps: int, element: str) -
     numbers = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n not in constants}
     source = ASTSource(fn=kernel, signature=signature, constexprs=numbers, attrs=aligned)
-    return triton.compile(source, target=HOPPER, options={"num_warps": warps})
+    return triton.compile(source, target=HOPPER, options={"num_warps": warps, "enable_fp_fusion": True})
 
 
 def stack_bytes(cubin: bytes, folder: Path) -> int:
