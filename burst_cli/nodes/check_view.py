@@ -88,7 +88,6 @@ def print_usable(report: FleetReport, *, one_per_line: bool) -> None:
     names = report.usable
     lines = names if one_per_line else (fold_nodes(names),) if names else ()
     sys.stdout.write("".join(f"{line}\n" for line in lines))
-    sys.stdout.flush()
 
 
 def print_changes(console: Console, before: FleetReport, after: FleetReport, at: str) -> None:

@@ -7,8 +7,7 @@ import io
 import json
 import tarfile
 
-from host_sections import DOCKER
-from testkit.check_fakes import Groups
+from host_sections import DOCKER, GROUP
 from testkit.connecting import connect
 from testkit.testbed_fixture import MakeTestbed
 
@@ -18,8 +17,6 @@ from cluster.ssh.pool import SshConnection
 from cluster.survey.ask import survey_node
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import NodeProbe
-
-GROUP = Groups("host")
 
 PAYLOAD = b"x" * 100_000
 

@@ -10,20 +10,18 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
-from host_sections import BARE, DOCKER
-from testkit.check_fakes import Groups
-from testkit.local_connection import AT_HAND
+from host_sections import BARE, DOCKER, GROUP
+from testkit.check_fakes import ask_here
 
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.groups.host import read_runs, read_system
 from cluster.checks.groups.software import read_software
 from cluster.survey.facts import NodeFacts
-from cluster.survey.script import build_script, new_fence, read_sections
 from cluster.survey.section import NodeProbe, SectionState
-
-GROUP = Groups("host")
+from engine.config.cluster import ClusterConfig
 
 RUN_ID = "20260105-101010-abcdef"
 HOSTILE_IMAGE = "$(touch pwned);`touch pwned`' \" --help *"
@@ -51,27 +49,15 @@ def _tool(name: str) -> str:
 
 
 def ask(
-    tools: Path, folder: Path, *sections: str, settings: Mapping[str, str] | None = None, **environment: str
+    tools: Path, folder: Path, *sections: str, settings: Mapping[str, str] = MappingProxyType({}), **environment: str
 ) -> NodeProbe:
     """The answer to these questions (none: to all) when the shell and the first tools are those in `tools`."""
-    fence = new_fence()
-    path = f"{tools}:{AT_HAND}:{os.environ['PATH']}"
     questions = [one for one in GROUP.questions if not sections or one.name.removeprefix("host.") in sections]
-    result = subprocess.run(
-        [str(tools / "sh"), "-s"],
-        input=build_script(questions, fence, settings or {}),
-        capture_output=True,
-        cwd=folder,
-        env={"PATH": path, "HOME": str(folder), **environment},
-        timeout=200,
-        check=False,
-    )
-    return NodeProbe("node1", read_sections(result.stdout, fence))
+    return ask_here(questions, folder, tools=tools, settings=settings, **environment)
 
 
-def only(probe: NodeProbe, check: str, config: object = BARE) -> Finding:
-    assert config in (BARE, DOCKER)
-    (finding,) = [one for one in GROUP.check(probe, DOCKER if config == DOCKER else BARE) if one.check == check]
+def only(probe: NodeProbe, check: str, config: ClusterConfig = BARE) -> Finding:
+    (finding,) = [one for one in GROUP.check(probe, config) if one.check == check]
     return finding
 
 

@@ -67,21 +67,22 @@ def test_who_is_to_blame(nodes: str, broken: list[tuple[str, str]], failed: str)
 
 
 def test_directions_and_cut_off_nodes_are_told() -> None:
-    found = judge([("b", "d")], kind="refused")
-    assert "b → d refused" in found["d"].observed
-    assert "d → b" not in found["d"].observed
+    def said(found: dict[str, Finding]) -> list[str]:
+        return [f"{finding.severity} {finding.observed}" for finding in found.values()]
+
+    fine = "OK reaches 3 of 3 others, slowest in 0.5 ms"
+    assert said(judge([("b", "d")], kind="refused")) == [fine, "FAIL b → d refused", fine, "FAIL b → d refused"]
+    seen = "OK reaches 2 of 3 others, slowest in 0.5 ms; c cut off"
+    ways = "c → a timeout, a → c timeout, c → b timeout, b → c timeout, c → d timeout, d → c timeout"
     lost = judge(between("c", "abd"))
-    assert "cut off from 3 of 3 others" in lost["c"].observed
-    assert "reaches 2 of 3" in lost["a"].observed
-    assert "c cut off" in lost["a"].observed
-    assert "cut off" not in judge(between("ab", "cd"))["a"].observed
-
-
-def test_a_node_without_agent_is_unknown_and_no_part_of_pairs() -> None:
-    found = judge([], absent="b")
-    assert severities(found) == [OK, UNKNOWN, OK, OK]
-    assert "reaches 2 of 2" in found["a"].observed
-    assert severities(judge([], nodes="ab", absent="b")) == [UNKNOWN, UNKNOWN]
+    assert said(lost) == [seen, seen, f"FAIL cut off from 3 of 3 others: {ways}", seen]
+    assert {finding.expected for finding in lost.values()} == {"TCP to and from all 3 others"}
+    # A node without agent is no part of any pair.
+    fine, absent = "OK reaches 2 of 2 others, slowest in 0.5 ms", "UNKNOWN not tested: python3 is not installed"
+    assert said(judge([], absent="b")) == [fine, absent, fine, fine]
+    assert said(judge([], nodes="ab", absent="b")) == ["UNKNOWN no other node could be tested", absent]
+    many = judge(between("abcdef", "abcdef"), nodes="abcdef")["a"].observed
+    assert (many.count("timeout"), many.endswith(" and 2 more")) == (8, True)
 
 
 @pytest.mark.parametrize(
