@@ -180,9 +180,11 @@ def storage_id(root: Path) -> str:
     fresh = path.with_name(f"{STORAGE_FILE}.tmp-{secrets.token_hex(8)}")
     if not path.exists():
         fresh.write_text(secrets.token_hex(16), encoding="ascii")
+        sync(fresh)
         with contextlib.suppress(FileExistsError):
             os.link(fresh, path)  # appears whole, and only if there is none
         fresh.unlink()
+        sync(root)
     return path.read_text(encoding="ascii")
 
 

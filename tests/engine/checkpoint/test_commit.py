@@ -251,28 +251,31 @@ def test_a_run_whose_checkpoints_lie_elsewhere_is_a_source(tmp_path: Path) -> No
 SYNCED = """
 import os, sys
 from pathlib import Path
-from engine.runs.commit import commit, new_folder
+from engine.runs.commit import commit, new_folder, storage_id
 from engine.runs.manifest import Manifest
 
 def note(event, arguments):
-    if event == "os.rename":
-        print("rename", os.path.basename(arguments[1]), flush=True)
-    if event == "open" and isinstance(arguments[2], int):
-        print("open", os.path.basename(str(arguments[0])), flush=True)
+    if event in ("os.rename", "os.link"):
+        print("name", os.path.basename(arguments[1]), flush=True)
+    if event == "open" and arguments[1] is None:
+        print("sync", os.path.basename(str(arguments[0])).partition(".tmp")[0], flush=True)
 
 root = Path(sys.argv[1])
 folder = new_folder(root, 7, "ab")
 sys.addaudithook(note)
 commit(folder, Manifest(7, "ab", "now", {}, {}, {}, {}))
+print("---", flush=True)
+storage_id(root)
 """
 
 
-def test_the_name_of_a_commit_is_synced_before_anybody_is_told(tmp_path: Path) -> None:
-    """Without it a crash may undo the rename. A folder is opened for nothing else."""
+def test_what_is_named_is_synced_and_its_name_before_anybody_is_told(tmp_path: Path) -> None:
+    """Without it a crash may undo the naming, or leave a name without content. To sync is to open by descriptor."""
     root = tmp_path / "checkpoints"
     command = [sys.executable, "-c", SYNCED, str(root)]
     environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines.index("open checkpoints") > lines.index("rename step-00000007")
+    of_commit, of_storage = (part.split("\n")[:-1] for part in done.stdout.split("---\n"))
+    assert of_commit[1:] == ["name MANIFEST.json", "sync step-00000007", "name step-00000007", "sync checkpoints"]
+    assert of_storage == ["sync storage", "name storage", "sync checkpoints"]
