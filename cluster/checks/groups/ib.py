@@ -23,16 +23,13 @@ Paths = Sequence[Sequence[str]]
 INFINIBAND, ETHERNET = "InfiniBand", "Ethernet"
 # Ports beside GPUs stand for the network of the node when at most this part of the GPUs has none.
 _MAX_GPUS_WITHOUT_PORT = 0.25
-# 8b/10b up to 5 GT/s, 128b/130b from 8 GT/s on.
-_PCIE_EFFICIENCY = {2.5: 0.8, 5.0: 0.8}
-_PCIE_NEWER_EFFICIENCY = 128 / 130
+_PCIE_EFFICIENCY = 128 / 130  # of its encoding, from 8 GT/s on; what is slower than that feeds no port anyway
 # A packet of RoCE must fit one of 256, 512, 1024, 2048 and 4096 bytes and its headers into the MTU.
 _ROCE_MTU = 4200
 _STATE_REMEDIES = {
     "Polling": "nobody answers at the other end: look at the cable, its transceivers and the switch port",
     "Disabled": "the port is switched off: enable it (ibportstate, mlxlink --port_state UP) or its cable is missing",
     "LinkUp": "the link is there and no subnet manager has set up the port: look at opensm or the switch",
-    "Sleep": "the port sleeps: wake it from the switch",
     "LinkErrorRecovery": "the link recovers from errors over and over: look at the cable and its transceivers",
 }
 
@@ -259,7 +256,7 @@ def check_pcie(check: Check, view: FabricView) -> list[Finding]:
             return None
         if port.pcie_gts is None:
             return check.unknown("the speed of its PCIe lanes is not readable", look)
-        carried = port.pcie_gts * width * _PCIE_EFFICIENCY.get(port.pcie_gts, _PCIE_NEWER_EFFICIENCY)
+        carried = port.pcie_gts * width * _PCIE_EFFICIENCY
         if port.rate_gbps is None or carried >= port.rate_gbps:
             return None
         text = f"x{width} at {port.pcie_gts:g} GT/s carries {carried:.0f} Gb/s"
