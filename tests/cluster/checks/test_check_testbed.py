@@ -25,7 +25,6 @@ FAULTS = (
     (3, "sshd_stop", None),
     (4, "sshd_hang", None),
     (5, "key_swap", None),
-    (6, "slow_shell", "1.5"),
     (6, "hardware", "busy:0"),
     (7, "hardware", "driver:535.104.05"),
 )
