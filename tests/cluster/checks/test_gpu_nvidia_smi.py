@@ -64,6 +64,14 @@ def test_an_h200_with_driver_570_uses_the_new_names() -> None:
     assert found["gpu.clocks"][0] is OK  # application clocks: "Requested functionality has been deprecated"
 
 
+@pytest.mark.parametrize("repair", ["channel_repair_pending", "tpc_repair_pending", "unrepairable_memory"])
+def test_a_repair_that_waits_is_named(repair: str) -> None:
+    text = fixture_text("h200_570.xml").replace("<channel_repair_pending>No</channel_repair_pending>", "")
+    text = text.replace("tpc_repair_pending", repair)
+    (found,) = [one for one in check(NodeProbe("n1", {"gpu.smi": ended(text)})) if one.check == "gpu.row_remap"]
+    assert (found.severity, found.observed) == (FAIL, f"{repair.replace('_', ' ')}: Yes")
+
+
 def test_fields_that_say_an_error_are_unreadable_never_zero() -> None:
     found = judged("h100_broken.xml")
     unknown = {"gpu.ecc", "gpu.row_remap", "gpu.throttle", "gpu.power_limit"}
