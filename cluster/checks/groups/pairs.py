@@ -164,7 +164,7 @@ def check_pairs(
             agent.close()
     links: list[Link] = []
     for node, outcome in asked.items():
-        why = one_line(str(outcome.error)) if outcome.error else ""
+        why = one_line(str(outcome.error))
         links += outcome.value or [Link(node, other, _UNTRIED, why) for other in ready if other != node]
     return judge_pairs(nodes, links, absent)
 
