@@ -279,11 +279,6 @@ class ContextParallel:
         return self.run_context().layout
 
     @property
-    def runtime(self) -> AttentionRuntime:
-        """Plans of the first layer."""
-        return self.run_context().runtimes[0]
-
-    @property
     def padded_seq_len(self) -> int:
         """Length that the layout shards; positions past the mask's length are padding."""
         return self.layout.seq_len

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, RunConfig
 from engine.planning.memory.capacity import Capacity
 from engine.planning.memory.cost import PolicyCost, layers_on_host, own_parameters, state_bytes
 from engine.planning.memory.predictor import MemoryPrediction
 from engine.planning.methods.presets import AttentionMethod, legal_attention
-from engine.planning.methods.topology import Topology
+from engine.planning.methods.topology import Topology, place_ranks
 
 
 @dataclass(frozen=True)
@@ -42,15 +41,9 @@ def predicted_fit(prediction: MemoryPrediction, capacity: Capacity) -> Fit:
 
 
 def sequence_topology(config: RunConfig, world: Topology) -> Topology:
-    """Where the ranks of one sequence lie: of a node's ranks every tp_size-th. Raises ConfigError where none can."""
-    parallel = config.parallel
-    others = parallel.dp_replicate_size * parallel.dp_shard_size * parallel.tp_size
-    if world.size % others or world.local_ranks % parallel.tp_size:
-        raise ConfigError(
-            f"parallel: {others} x cp_size does not divide {world.size} ranks, {world.local_ranks} a node"
-        )
-    cp_size = parallel.cp_size or world.size // others
-    return Topology(world.nodes, world.local_ranks // parallel.tp_size).group(cp_size)
+    """Where the ranks of one sequence lie. Raises ConfigError where none can."""
+    degrees, topology = place_ranks(config.parallel, world.size, world.nodes)
+    return degrees.cp_topology(topology)
 
 
 def method_on(config: RunConfig, world: Topology) -> AttentionMethod:

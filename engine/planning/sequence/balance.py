@@ -88,25 +88,10 @@ def _candidates(costs: Costs, size: int) -> Iterator[tuple[Costs, Assignment]]:
     halves = np.arange(2 * size, dtype=np.int64)
     yield cuts[0], halves.reshape(size, 2)  # contiguous
     yield cuts[0], np.stack([halves[:size], halves[: size - 1 : -1]], axis=1)  # zigzag
-    for cut in reversed(cuts):  # the smaller the dealt chunks, the less is moved
-        yield cut, _cheapest_dealt(cut, size)
     for cut in cuts:
         contiguous = np.arange(len(cut), dtype=np.int64).reshape(size, -1)
         yield cut, _swapped(cut, contiguous, size)
         yield cut, _swapped(cut, _largest_first(cut, size), 4 * size)
-
-
-def _cheapest_dealt(costs: Costs, size: int) -> Assignment:
-    """Contiguous blocks of all but the `size` cheapest chunks, of which every rank gets one, the cheapest the busiest.
-
-    A window is so balanced by sharing out the first tokens, which see few keys, and still reads one neighbour only.
-    """
-    by_cost = np.argsort(costs, kind="stable")
-    cheapest, rest = by_cost[:size], np.sort(by_cost[size:]).reshape(size, -1)
-    busiest_first = np.argsort(-costs[rest].sum(axis=1), kind="stable")
-    dealt = np.empty(size, dtype=np.int64)
-    dealt[busiest_first] = cheapest
-    return np.concatenate([dealt[:, None], rest], axis=1)
 
 
 def _largest_first(costs: Costs, size: int) -> Assignment:

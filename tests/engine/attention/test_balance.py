@@ -58,6 +58,9 @@ MASKS: dict[str, tuple[Mask, ...]] = {
 }
 
 
+FRAGMENTS = {"causal": 2, "full": 1, "short window": 1, "many documents": 5}  # of a rank, in the mean, at most
+
+
 def loads(layout: Layout, masks: tuple[Mask, ...]) -> list[int]:
     """Visible pairs per rank by the areas of bands, which do not use the sums that the layout was solved from."""
     total = [0] * layout.size
@@ -76,6 +79,7 @@ def test_no_rank_has_more_than_five_percent_above_an_equal_share(name: str, size
     per_rank = loads(layout, masks)
     assert sum(per_rank) == sum(num_pairs(mask) for mask in masks)
     assert max(per_rank) <= (1 + TOLERANCE) * sum(per_rank) / size
+    assert sum(map(len, layout.segments)) <= FRAGMENTS.get(name, 1000) * size
     longest_chunk = max(segment.count for segments in layout.segments for segment in segments)
     assert max(layout.row_counts) - min(layout.row_counts) <= min(64, longest_chunk)
 

@@ -236,15 +236,6 @@ def test_nodes_are_found_by_host_name(hosts: str, topology: Topology) -> None:
     assert _find_topology(hosts, None) == topology
 
 
-def test_the_package_is_torch_free_until_a_name_is_used() -> None:
-    program = (
-        "import sys, engine.attention, engine.planning.methods.presets; assert 'torch' not in sys.modules;"
-        "from engine.attention import Mask; assert 'torch' not in sys.modules;"
-        "from engine.attention import attention; assert 'torch' in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
-
-
 @pytest.mark.thorough
 def test_the_example_runs_on_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
