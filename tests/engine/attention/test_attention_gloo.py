@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from attention_oracle import causal, errors, gather, oracle, random_inputs
 
 from engine.attention.arithmetic import AttentionShape
@@ -195,52 +194,6 @@ def two_micro_batches(seq_len: int) -> list[float]:
 def test_two_micro_batches_in_flight_and_an_evaluation_between_leave_no_trace(ranks) -> None:
     for differences in ranks(4).run(two_micro_batches, 35):
         assert differences == [0.0] * 6
-
-
-def batch_of_two(seq_len: int) -> float:
-    """A batch of two sequences against the two alone: largest difference of outputs and gradients."""
-    layer = build(seq_len, 2, {"preset": "burst"}, 2)
-    samples = [random_inputs(seq_len, HEADS, 2, HEAD_DIM, seed=seed) for seed in range(2)]
-    joined = [
-        torch.cat([local_rows(layer, getattr(sample, name)) for sample in samples]).requires_grad_() for name in "qkv"
-    ]
-    dout = torch.cat([local_rows(layer, sample.dout) for sample in samples])
-    out = layer(*joined)
-    together = (out, *torch.autograd.grad(out, joined, dout))
-    worst = 0.0
-    for number, sample in enumerate(samples):
-        args = [local_rows(layer, getattr(sample, name)).requires_grad_() for name in "qkv"]
-        single = layer(*args)
-        alone = (single, *torch.autograd.grad(single, args, local_rows(layer, sample.dout)))
-        worst = max(
-            worst, *(float((a[number] - b[0]).detach().abs().max()) for a, b in zip(together, alone, strict=True))
-        )
-    return worst
-
-
-def test_a_batch_equals_its_sequences_one_by_one(ranks) -> None:
-    assert max(ranks(4).run(batch_of_two, 37)) < 1e-12
-
-
-def half_the_ring() -> int:
-    """Every group of two of four ranks works on its own sequence: cp_groups beside each other."""
-    config = RunConfig(
-        model=ModelConfig(num_heads=HEADS, num_kv_heads=HEADS, head_dim=HEAD_DIM),
-        attention=AttentionConfig(preset="burst"),
-        parallel=ParallelConfig(cp_size=2, dp_shard_size=2),
-        train=TrainConfig(seq_len=16, compute_dtype="float32"),
-    )
-    mesh = build_mesh(config.parallel, config.cluster)
-    layer = ContextParallel.of_run(config, mesh)
-    inputs = random_inputs(16, HEADS, HEADS, HEAD_DIM, seed=mesh.dp_rank)
-    out = layer(*(local_rows(layer, x) for x in (inputs.q, inputs.k, inputs.v)))
-    want = oracle(inputs, causal(16))["out"][torch.from_numpy(layer.layout.positions(layer.rank))]
-    assert (out[0] - want).abs().max() < 1e-10
-    return dist.get_rank() // 2
-
-
-def test_context_groups_beside_each_other_do_not_mix(ranks) -> None:
-    assert ranks(4).run(half_the_ring) == [0, 0, 1, 1]
 
 
 def blocks_per_step() -> tuple[list[int], int]:

@@ -60,45 +60,12 @@ def test_per_document_gives_every_rank_equal_work_of_every_document() -> None:
     assert len({sum(pairs_between(visibility, q, k) for k in range(4)) for q in range(4)}) == 1
 
 
-def test_per_document_of_one_document_is_zigzag() -> None:
-    assert build_layout("per_document", 64, 4).segments == build_layout("zigzag", 64, 4).segments
-
-
 @given(layouts(), st.integers(0, 210))
 @settings(deadline=None)
 def test_rows_before_a_position_are_the_first_ones(layout: Layout, position: int) -> None:
     for rank in range(layout.size):
         first = layout.rows_before(rank, position)
         assert (layout.positions(rank) < position).tolist() == [row < first for row in range(layout.rows(rank))]
-
-
-def test_a_zigzag_split_at_an_end_is_whole() -> None:
-    for split_at in (0, 64):
-        split = build_layout("split_zigzag", 64, 4, split_at=split_at)
-        assert split.segments == build_layout("zigzag", 64, 4).segments
-
-
-def test_a_split_zigzag_is_two_zigzags() -> None:
-    layout = build_layout("split_zigzag", 16, 2, split_at=8)
-    assert [layout.positions(rank).tolist() for rank in range(2)] == [
-        [0, 1, 6, 7, 8, 9, 14, 15],
-        [2, 3, 4, 5, 10, 11, 12, 13],
-    ]
-
-
-@given(st.integers(1, 300), st.integers(1, 8), st.integers(1, 6))
-def test_chunk_cyclic_chunks_join_to_contiguous_chunks(seq_len: int, size: int, chunks: int) -> None:
-    layout = build_layout("chunk_cyclic", seq_len, size, chunks=chunks)
-    edges = [i * seq_len // (chunks * size) for i in range(chunks * size + 1)]
-    for rank in range(size):
-        expected = [x for i in range(chunks) for x in range(edges[i * size + rank], edges[i * size + rank + 1])]
-        assert layout.positions(rank).tolist() == expected
-
-
-def test_zigzag_gives_every_rank_equal_causal_work() -> None:
-    layout = build_layout("zigzag", 64, 4)
-    work = [int((layout.positions(rank) + 1).sum()) for rank in range(4)]
-    assert len(set(work)) == 1
 
 
 def test_drawn_examples_of_the_docstring_hold() -> None:
@@ -108,10 +75,14 @@ def test_drawn_examples_of_the_docstring_hold() -> None:
         "striped": [[0, 2, 4, 6], [1, 3, 5, 7]],
         "chunk_cyclic": [[0, 1, 4, 5], [2, 3, 6, 7]],
         "per_document": [[0, 3, 4, 7], [1, 2, 5, 6]],
+        "balanced": [[0, 1, 2, 3], [4, 5, 6, 7]],
+        "split_zigzag": [[0, 3, 4, 7], [1, 2, 5, 6]],
     }
     for name, blocks in expected.items():
         mask = Mask(8, documents=(0, 4))
-        layout = build_layout(name, 8, 2, masks=(mask,), chunks=2 if name == "chunk_cyclic" else 1)
+        layout = build_layout(
+            name, 8, 2, masks=(mask,), chunks=1 + (name == "chunk_cyclic"), split_at=4 * (name == "split_zigzag")
+        )
         assert [layout.positions(rank).tolist() for rank in range(2)] == blocks
 
 
@@ -130,8 +101,3 @@ def test_pieces_differ_by_at_most_one_row_inside_a_chunk_and_cover_all_rows(rows
     for of_chunk in pieces:
         sizes = [stop - start for start, stop in of_chunk]
         assert max(sizes) - min(sizes) <= 1
-
-
-def test_the_drawn_example_of_piece_rows_holds() -> None:
-    assert [piece_rows(10, 2, 2, 0, chunk) for chunk in (0, 1)] == [(0, 2), (5, 7)]
-    assert [piece_rows(10, 2, 2, 1, chunk) for chunk in (0, 1)] == [(2, 5), (7, 10)]

@@ -95,9 +95,6 @@ def pairs_of(band: Band) -> list[tuple[int, int]]:
     ]
 
 
-OFFSET = st.none() | st.integers(-20, 20)
-
-
 def test_strips_of_a_window_are_little_more_than_the_window() -> None:
     window = Band(0, 1 << 16, 0, 1 << 16, 0, 4095)
     strips = row_strips(window, 512)

@@ -214,6 +214,16 @@ def test_travelling_blocks_need_few_buffers(inner: int, outer: int, slots: int) 
     assert travelling(plans_of(ring, Mask(4 * ring.cp_size)).forward, Kind.KV) <= slots
 
 
+@pytest.mark.parametrize("circulates", ["kv", "q"])
+def test_a_causal_ring_sets_nothing_to_zero(circulates: Any) -> None:
+    """Every sum's first tile covers its rows, and stores."""
+    plans = plans_of(ring_method(4, backward_circulates=circulates), Mask(32))
+    both = (plans.forward, plans.backward)
+    ops = [o.op for plan in both for r in plan.ranks.values() for step in r.steps for o in (*step.pre, *step.after)]
+    assert "init" not in ops
+    assert "add" in ops
+
+
 def test_gathered_blocks_are_held_no_longer_than_they_must() -> None:
     plans = plans_of(ring_method(4, 2, kv_transport="all_gather"))
     assert travelling(plans.forward, Kind.KV) == 6

@@ -8,9 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
-import numpy as np
 import pytest
-from attention_oracle import pairs_between
 
 from engine.config.settings import (
     AttentionConfig,
@@ -28,9 +26,7 @@ from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.schedule.plan import AttentionPlan
 from engine.planning.sequence.layers import attention_layers
-from engine.planning.sequence.layout import build_layout
 from engine.planning.sequence.mask import Mask
-from engine.planning.sequence.visibility import Visibility
 
 ROWS = 48
 DISTRIBUTED = [name for name in PRESETS if name not in ("single", "megatron_tp")]
@@ -66,25 +62,6 @@ def case_of(
 # ---- what it costs ---------------------------------------------------------------------------------------------------
 
 
-LONG = 4096
-
-
-def balance(mask: Mask, layout: LayoutName, split_at: int = 0, size: int = 8) -> float:
-    """Pairs of the busiest rank over the mean."""
-    visibility = Visibility(mask, build_layout(layout, LONG, size, split_at=split_at))
-    pairs = [sum(pairs_between(visibility, rank, other) for other in range(size)) for rank in range(size)]
-    return max(pairs) / float(np.mean(pairs))
-
-
-def test_a_zigzag_on_either_side_of_the_cut_balances_both_passes() -> None:
-    mask, cut = Mask(LONG), LONG // 2
-    assert balance(mask.queries_before(cut), "zigzag") == pytest.approx(1.875, abs=0.01)
-    assert balance(mask, "zigzag") == pytest.approx(1.0, abs=0.001)
-    for kept_from in (cut, LONG // 4, 3 * LONG // 4):
-        assert balance(mask.queries_before(kept_from), "split_zigzag", kept_from) == pytest.approx(1.0, abs=0.001)
-        assert balance(mask, "split_zigzag", kept_from) == pytest.approx(1.0, abs=0.001)
-
-
 def sent_rows(plan: AttentionPlan) -> int:
     """Rows that all ranks send."""
     sends = [t for ranks in plan.ranks.values() for t in ranks.transfers() if t.op == "send"]
@@ -104,18 +81,6 @@ def test_only_keys_that_are_attended_again_travel(preset: str, layout: LayoutNam
     assert sent_rows(plans.recompute) < sent_rows(plans.forward)
     if layout == "contiguous":
         assert hops(plans.recompute) < hops(plans.forward)
-
-
-def test_accumulators_have_only_the_rows_that_ask() -> None:
-    for preset in ("burst", "usp"):
-        case = case_of(preset, (2, 4), Mask(ROWS))
-        again = case.plans(ROWS // 2).recompute
-        assert again is not None
-        for rank, plan in again.ranks.items():
-            rows = {slot.rows for slot in plan.slots if slot.kind == "acc"}
-            assert rows == {case.blocks.recomputed_rows(ROWS // 2, rank)}
-            ring_rows = case.blocks.ring.rows(case.blocks.grid.place(rank)[0])
-            assert rows == {ring_rows // 2}
 
 
 def device_rows(plan: AttentionPlan) -> int:

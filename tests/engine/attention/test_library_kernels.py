@@ -1,0 +1,90 @@
+"""Without a GPU: kernels call torch's operators and FlashAttention's packages by their contracts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+
+import flash_signatures
+import operator_stand_in
+import pytest
+import torch
+from attention_oracle import random_inputs
+
+from engine.attention.kernels.base import BandSpec, KernelRequest, TileGradients
+from engine.attention.kernels.choice import KERNELS, problem_of
+from engine.attention.kernels.flash_packages import package_problem
+from engine.attention.kernels.reference import ReferenceKernel
+from engine.planning.sequence.mask import Band, normalise
+from engine.training.determinism import deterministic_algorithms
+
+PACKAGES = [(name, version) for name, (versions, *_) in flash_signatures.PACKAGES.items() for version in versions]
+# A kernel, what stands in for its library on a CPU, and the numbers that this computes with.
+LIBRARIES: dict[str, tuple[str, Callable[[], AbstractContextManager[None]], torch.dtype]] = {
+    **{
+        name: (name, operator_stand_in.on_cpu, torch.float32) for name in ("aten_flash", "aten_cudnn", "aten_efficient")
+    },
+    **{f"{one[0]} {one[1]}": (one[0], partial(flash_signatures.installed, *one), torch.float64) for one in PACKAGES},
+}
+TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
+TILES = {
+    "full": (9, 9, None, None),
+    "causal": (9, 9, 0, None),
+    "more keys": (5, 40, None, None),
+    "more queries": (40, 5, None, None),
+    "one key": (7, 1, None, None),
+    "one query": (1, 7, None, None),
+    "window": (9, 9, 0, 3),
+    "window of a later block": (9, 14, -8, -2),
+    "lower bound": (12, 7, -2, None),
+    "upper bound": (7, 12, None, 3),
+    "more queries than a window's keys": (20, 8, 0, 12),
+    "upper bound, many queries": (30, 4, None, 6),
+    "several strips": (1100, 30, None, 1090),
+}
+
+
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_forward_and_backward_equal_the_reference(library: str, kv_heads: int, tile: tuple) -> None:
+    """From strided views of one buffer, the lse of more keys than the tile's, and deterministic where asked."""
+    name, stand_in, dtype = LIBRARIES[library]
+    tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    for band in normalise(Band(0, tile[0], 0, tile[1], tile[2], tile[3])):
+        queries = random_inputs(band.num_queries, 4, kv_heads, 16, dtype)
+        keys = random_inputs(band.num_keys, 4, kv_heads, 16, dtype, seed=1)
+        q, dout = torch.cat([queries.q, queries.dout], dim=1).split([4, 4], dim=1)
+        k, v = torch.stack([keys.k, keys.v], dim=1).unbind(1)
+        spec = BandSpec(band.low, band.high)
+        out, lse = want = ReferenceKernel().forward(q, k, v, spec)
+        spread = torch.stack([0.6 * out, out], dim=2)[:, :, 0]
+        grads = TileGradients(dout, spread, lse + 0.5)
+        expected = ReferenceKernel().backward(grads, q, k, v, spec)
+        with stand_in():
+            kernel = KERNELS[name]()  # type: ignore[index]
+            torch.testing.assert_close(kernel.forward(q, k, v, spec), want, **tolerance)
+            with deterministic_algorithms(kv_heads == 1):
+                got = kernel.backward(grads, q, k, v, spec)
+        torch.testing.assert_close(tuple(got), tuple(expected), **tolerance)
+
+
+@pytest.mark.parametrize(("name", "version"), PACKAGES)
+def test_a_package_is_needed_and_enough(name: str, version: str) -> None:
+    request = KernelRequest("cuda", torch.bfloat16, 128, (9, 0))
+    can = KERNELS[name].capabilities  # type: ignore[index]
+    assert "is not installed (no module " in (problem_of(can, request) or "")
+    with flash_signatures.installed(name, version):
+        assert problem_of(can, request) is None
+
+
+def test_a_package_that_cannot_be_loaded_is_a_reason_not_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_flash.py").write_text("raise RuntimeError('undefined symbol: _ZN3c10')", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    problem = package_problem("broken_flash", "a package")
+    assert problem == "a package is installed, but cannot be loaded (RuntimeError: undefined symbol: _ZN3c10)"
+    assert package_problem("json.flash", "a package") == "a package is not installed (no module json.flash)"
