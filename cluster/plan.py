@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,13 @@ NODE_FILES = (CONFIG_FILE, "memory_plan.json")
 
 @dataclass(frozen=True)
 class Backend:
-    """How the ranks talk, why, and what one node has of them."""
+    """How the ranks talk, why, and what one node has of them. threads_reason: on disk only beside the variable."""
 
     name: str  # nccl or gloo
     reason: str
     local_ranks: int
     threads_per_rank: int
+    threads_reason: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,10 @@ def choose_backend(config: RunConfig, facts: MachineFacts) -> Backend:
     """NCCL if every local rank has a GPU of its own, else gloo on the CPU; the reason says which facts decided."""
     asked = config.cluster.backend
     ranks = config.cluster.ranks_per_node or (facts.gpus if facts.gpus and asked != "gloo" else 1)
-    threads = config.cluster.threads_per_rank or max(1, facts.cores // ranks)
+    asked_threads = config.cluster.threads_per_rank
+    threads = asked_threads or max(1, facts.cores // ranks)
+    for_ranks = f"{ranks} rank{'' if ranks == 1 else 's'}"
+    why_threads = f"cluster.threads_per_rank={threads}" if asked_threads else f"{facts.cores} cores for {for_ranks}"
     gpus = f"{facts.gpus} visible GPU{'' if facts.gpus == 1 else 's'}"
     enough = facts.gpus >= ranks
     if asked == "nccl" and not enough:
@@ -220,7 +224,8 @@ def choose_backend(config: RunConfig, facts: MachineFacts) -> Backend:
     if asked != "auto":
         reason = f"cluster.backend={asked}"
     elif enough:
-        reason = f"{gpus} for {ranks} rank{'' if ranks == 1 else 's'}"
+        reason = f"{gpus} for {for_ranks}"
     else:
-        reason = f"on the CPU: {gpus} for {ranks} rank{'' if ranks == 1 else 's'}"
-    return Backend(asked if asked != "auto" else "nccl" if enough else "gloo", reason, ranks, threads)
+        reason = f"on the CPU: {gpus} for {for_ranks}"
+    name = asked if asked != "auto" else "nccl" if enough else "gloo"
+    return Backend(name, reason, ranks, threads, why_threads)

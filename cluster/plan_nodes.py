@@ -114,6 +114,8 @@ class NodesBuilder:
             variables += recorder_variables(log_dir)
         else:
             variables += plan_environment(site.facts, cluster, log_dir=log_dir).variables
+        if (threads := cluster.threads_per_rank) is not None:
+            variables.append(EnvironmentVariable("OMP_NUM_THREADS", str(threads), self.backend.threads_reason))
         if cluster.container.runtime != "bare":
             variables += user_variables(site.home, site.user, cache_folder(self.config, site.home))
         for setting in cluster.environment:
@@ -122,7 +124,7 @@ class NodesBuilder:
         return tuple({variable.name: variable for variable in variables}.values())
 
     def _of_the_run(self, site: Site, log_dir: str) -> Iterator[EnvironmentVariable]:
-        """What marks the processes of a run on a node, tells them where to write, and bounds their threads."""
+        """What marks the processes of a run on a node and tells them where to write."""
         marks = "marks every process of this run, so that all can be found"
         yield EnvironmentVariable(RUN_ID_VARIABLE, self.run_id, marks)
         yield EnvironmentVariable(NODE_VARIABLE, site.name, "the node, as processes and files of the run are known by")
@@ -132,9 +134,6 @@ class NodesBuilder:
         yield EnvironmentVariable("PYTHONFAULTHANDLER", "1", "a crash in native code leaves Python stacks in the log")
         if site.python_path:
             yield EnvironmentVariable("PYTHONPATH", site.python_path, "where the ranks find the engine")
-        if (threads := self.config.cluster.threads_per_rank) is not None:
-            why = "cluster.threads_per_rank; null: the cores of the node over its ranks"
-            yield EnvironmentVariable("OMP_NUM_THREADS", str(threads), why)
 
     def _of_the_backend(self) -> Iterator[EnvironmentVariable]:
         """What the transport of the ranks needs anywhere."""

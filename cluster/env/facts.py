@@ -21,20 +21,13 @@ class StorageRoute:
 
 
 @dataclass(frozen=True)
-class DriverFacts:
-    """What lets an adapter read GPU memory itself (GPUDirect RDMA); None: the node did not tell."""
-
-    peer_memory: bool | None = None  # nvidia_peermem, or nv_peer_mem before it, is loaded
-    dma_buf: bool | None = None  # the open kernel modules, which need neither
-
-
-@dataclass(frozen=True)
 class NodeEnvironmentFacts:
     """One node, as far as its environment depends on it.
 
     gateways: interfaces with a router behind them; None when routes could not be read. lower_interfaces: what lies
     below a bond, bridge or VLAN: `bond0` -> (`eth0`, `eth1`). interface: the one for sockets and rendezvous, if any;
-    interface_reason: why it, or none. cores: CPUs of a login. notes: what could not be read, in words.
+    interface_reason: why it, or none. cores: CPUs of a login. has_gpudirect: whether adapters can read GPU memory
+    themselves; None: the node did not tell. notes: what could not be read, in words.
     """
 
     node: str
@@ -47,7 +40,7 @@ class NodeEnvironmentFacts:
     storage: tuple[StorageRoute, ...] = ()
     lower_interfaces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     cores: int | None = None
-    driver: DriverFacts = DriverFacts()
+    has_gpudirect: bool | None = None
     notes: tuple[str, ...] = ()
 
     def carriers(self, interface: str) -> frozenset[str]:

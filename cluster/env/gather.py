@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from cluster.env.facts import DriverFacts, NodeEnvironmentFacts, StorageRoute
+from cluster.env.facts import NodeEnvironmentFacts, StorageRoute
 from cluster.errors import ClusterError
 from cluster.remote_text import one_line
 from cluster.ssh.hosts import node_command
@@ -15,10 +16,10 @@ from cluster.survey.adapters import GPUDIRECT, PORTS
 from cluster.survey.facts import NodeFacts
 from cluster.survey.interfaces import LINKS, ROUTE, SYSFS, NetInterface
 from cluster.survey.nvidia_smi import LSPCI, SMI
-from cluster.survey.section import NodeProbe, Question, Section, UnreadableError
+from cluster.survey.section import NodeProbe, Question, Section, UnreadableError, listed
+from cluster.survey.sysfs import python_question
 from engine.config.cluster import ClusterConfig
 
-_DEVICE = re.compile(r"\bdev (\S+)")
 _GATEWAY = re.compile(r"\bvia .*?\bdev (\S+)")
 
 CORES = Question(
@@ -38,43 +39,30 @@ ip -4 route show table all
 )
 
 # Servers of mounted network file systems, and the interface that leads to each.
-STORAGE = Question(
+STORAGE = python_question(
     "env.storage",
     20,
     r"""
-[ -r "$root/proc/mounts" ] || exit 0
-count=0
-while read -r source folder type options rest; do
-    case $type in
-        nfs | nfs4 | lustre | ceph | cifs | smb3 | beegfs* | glusterfs | fuse.glusterfs) ;;
-        *) continue ;;
-    esac
-    [ "$count" -lt 32 ] || break
-    count=$((count + 1))
-    listed=",$options,"
-    address=${listed##*,addr=}
-    if [ "$address" = "$listed" ]; then
-        address=${source#//}
-        address=${address%%[:@/,]*}
-    else
-        address=${address%%,*}
-    fi
-    route=$(ip -o -4 route get "$address" 2>/dev/null | head -n 1)
-    printf 'storage\t%s\t%s\t%s\n' "$folder" "$address" "$route"
-done <"$root/proc/mounts"
+import subprocess
+
+networked = re.compile(r"nfs4?|lustre|ceph|cifs|smb3|beegfs.*|(fuse\.)?glusterfs")
+told = []
+for source, folder, kind, options, *_ in mounts(root / "proc/mounts"):
+    if networked.fullmatch(kind) and len(told) < 32:
+        given = re.search(r"(?:^|,)addr=([^,]*)", options)
+        server = given[1] if given else re.split("[:@/,]", source.lstrip("/"))[0]
+        route = subprocess.run(["ip", "-o", "-4", "route", "get", server], capture_output=True).stdout.decode()
+        told += [[folder, server, way] for way in re.findall(r"\bdev (\S+)", route)[:1] if way != "lo"]
+print(json.dumps(told))
 """,
 )
 
 # What lies below bonds, bridges and VLANs.
-LOWER = Question(
+LOWER = python_question(
     "env.lower",
     10,
     r"""
-for link in "$root"/sys/class/net/*/lower_*; do
-    [ -e "$link" ] || [ -L "$link" ] || continue
-    upper=${link%/*}
-    printf 'lower\t%s\t%s\n' "${upper##*/}" "${link##*/lower_}"
-done
+print(json.dumps([[link.parent.name, link.name[6:]] for link in root.glob("sys/class/net/*/lower_*")]))
 """,
 )
 
@@ -97,8 +85,6 @@ def read_facts(probe: NodeProbe, config: ClusterConfig, reached_by: Sequence[str
             f"{probe.node}: cannot tell what network it has: {error}{f' ({probe.trouble})' if probe.trouble else ''}. "
             f"Look at it with `{look}`"
         ) from error
-    storage = facts.section(STORAGE)
-    untold = f"ports that lead to storage servers are not known: {storage.trouble()}"
     return replace(
         adapter_facts(facts, interfaces),
         interfaces=interfaces,
@@ -106,19 +92,27 @@ def read_facts(probe: NodeProbe, config: ClusterConfig, reached_by: Sequence[str
         interface_reason=facts.interface.reason,
         gateways=_gateways(facts.section(ROUTES)),
         cores=_cores(facts.section(CORES)),
-        driver=_driver(facts),
-        notes=() if storage.ok else (untold,),
+        has_gpudirect=_has_gpudirect(facts),
     )
 
 
 def adapter_facts(facts: NodeFacts, interfaces: Sequence[NetInterface] = ()) -> NodeEnvironmentFacts:
     """What decides which adapters ranks use, and no more; from `ADAPTER_QUESTIONS`. Raises UnreadableError."""
+    storage: tuple[StorageRoute, ...] = ()
+    notes: tuple[str, ...] = ()
+    try:
+        storage = facts.section(STORAGE).read(
+            lambda told: tuple(StorageRoute(*(one_line(word, 200) for word in row)) for row in listed(told))
+        )
+    except UnreadableError as error:
+        notes = (f"ports that lead to storage servers are not known: {error}",)
     return NodeEnvironmentFacts(
         facts.node,
         facts.adapters.ports,
         gpus=facts.gpu_addresses,
-        storage=_storage(facts.section(STORAGE)),
+        storage=storage,
         lower_interfaces=_lower(facts.section(LOWER), interfaces),
+        notes=notes,
     )
 
 
@@ -127,23 +121,14 @@ def _gateways(section: Section) -> frozenset[str] | None:
     return frozenset(_GATEWAY.findall(section.output)) if section.ok else None
 
 
-def _storage(section: Section) -> tuple[StorageRoute, ...]:
-    found = []
-    for folder, server, route in _fields(section, "storage", 3):
-        device = _DEVICE.search(route)
-        if device is not None and device[1] != "lo":
-            found.append(StorageRoute(one_line(folder), one_line(server, 80), device[1]))
-    return tuple(found)
-
-
 def _lower(section: Section, interfaces: Sequence[NetInterface]) -> Mapping[str, tuple[str, ...]]:
-    below: dict[str, set[str]] = defaultdict(set)
-    for upper, lower in _fields(section, "lower", 2):
-        below[upper].add(lower)
-    for interface in interfaces:
-        if interface.master:
-            below[interface.master].add(interface.name)
-    return {upper: tuple(sorted(names)) for upper, names in below.items()}
+    pairs = {(interface.master, interface.name) for interface in interfaces if interface.master}
+    with contextlib.suppress(UnreadableError):
+        pairs |= section.read(lambda told: {(str(upper), str(lower)) for upper, lower in listed(told)})
+    below: dict[str, tuple[str, ...]] = defaultdict(tuple)
+    for upper, lower in sorted(pairs):
+        below[upper] += (lower,)
+    return below
 
 
 def _cores(section: Section) -> int | None:
@@ -151,20 +136,9 @@ def _cores(section: Section) -> int | None:
     return int(text) if section.ok and re.fullmatch(r"[1-9]\d{0,5}", text) else None
 
 
-def _driver(facts: NodeFacts) -> DriverFacts:
+def _has_gpudirect(facts: NodeFacts) -> bool | None:
     try:
         found = facts.gpudirect
     except UnreadableError:
-        return DriverFacts()
-    dma_buf = (
-        found.has_open_driver if found.kernel_has_dmabuf is None else found.has_open_driver and found.kernel_has_dmabuf
-    )
-    return DriverFacts(peer_memory=found.peer_memory is not None, dma_buf=dma_buf)
-
-
-def _fields(section: Section, word: str, count: int) -> Iterator[list[str]]:
-    """The tab-separated fields of every line of a good section that begins with `word`."""
-    for line in section.output.splitlines() if section.ok else ():
-        first, *rest = line.split("\t")
-        if first == word and len(rest) == count:
-            yield rest
+        return None
+    return found.peer_memory is not None or (found.has_open_driver and found.kernel_has_dmabuf is not False)

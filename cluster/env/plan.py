@@ -184,7 +184,8 @@ def recorder_variables(log_dir: str) -> list[EnvironmentVariable]:
 def _threads(facts: NodeEnvironmentFacts, config: ClusterConfig) -> _Choice:
     name = "OMP_NUM_THREADS"
     if config.threads_per_rank is not None:
-        return EnvironmentVariable(name, str(config.threads_per_rank), "cluster.threads_per_rank")
+        why = f"cluster.threads_per_rank={config.threads_per_rank}"
+        return EnvironmentVariable(name, str(config.threads_per_rank), why)
     ranks = config.ranks_per_node or len(facts.gpus) or 1
     if facts.cores is None:
         return LeftOut(name, "the number of cores is not known")
@@ -203,7 +204,7 @@ def _network_warnings(facts: NodeEnvironmentFacts, config: ClusterConfig, ordere
         yield f"{len(ordered)} ports kept, cluster.expected.hcas={expected}"
     if not ordered or not uses_nccl(facts, config):
         return
-    if facts.gpus and facts.driver.peer_memory is False and facts.driver.dma_buf is False:
+    if facts.gpus and facts.has_gpudirect is False:
         yield "no GPUDirect RDMA (neither nvidia_peermem nor DMA-BUF): NCCL copies through host memory"
     if ordered[0].link_layer != INFINIBAND:
         for port in ordered:

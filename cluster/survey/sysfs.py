@@ -36,11 +36,15 @@ def place(path):
     return "/" + os.path.relpath(os.path.realpath(path), os.path.realpath(root)) if path.exists() else ""
 
 
-def mount(folder):
-    # Device, place and kind of the file system that holds a folder; the kernel writes blanks in names as \\040.
+def mounts(path):
+    # Device, place, kind, options, ... of every mount; the kernel writes blanks in names as \\040.
     plain = lambda word: re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), word)
-    told = [[plain(word) for word in line.split()] for line in lines(pathlib.Path("/proc/self/mounts"))]
-    found = {words[1]: words[:3] for words in told}
+    return [[plain(word) for word in line.split()] for line in lines(path)]
+
+
+def mount(folder):
+    # Device, place and kind of the file system that holds a folder.
+    found = {words[1]: words[:3] for words in mounts(pathlib.Path("/proc/self/mounts"))}
     real = pathlib.Path(folder).resolve()
     return next((found[str(one)] for one in (real, *real.parents) if str(one) in found), ["?", "?", "?"])
 

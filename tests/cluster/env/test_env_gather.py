@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,15 +85,21 @@ def test_storage_is_found_in_mounts_with_the_way_to_it(answer: NodeProbe, h100: 
     (h100 / "proc").mkdir(exist_ok=True)
     (h100 / "proc" / "mounts").write_text(
         "/dev/sda1 / ext4 rw 0 0\n"
-        "nas:/export /data nfs4 rw,vers=4.2,clientaddr=192.0.2.2,local_lock=none,addr=198.51.100.7 0 0\n"
+        "nas:/export /my\\040data nfs4 rw,vers=4.2,clientaddr=192.0.2.2,local_lock=none,addr=198.51.100.7 0 0\n"
         "198.51.100.9@tcp:/lustre /scratch lustre rw 0 0\n"
         "//198.51.100.11/share /win cifs rw 0 0\n"
         "bad$(touch\\040/tmp/x):/e /odd nfs rw 0 0\n"
+        "127.0.0.1:/e /own nfs rw 0 0\n"
+        "198.51.100.12:/e /volume fuse.glusterfs rw 0 0\n"
     )
     facts = read_facts(asked_again(answer, "env"), CONFIG)
-    servers = {one.mount_point: one.server for one in facts.storage}
-    assert servers == {"/data": "198.51.100.7", "/scratch": "198.51.100.9", "/win": "198.51.100.11"}
-    assert {one.interface for one in facts.storage} == {facts.interface.name if facts.interface else None}
+    assert facts.interface is not None
+    assert [(one.mount_point, one.server, one.interface) for one in facts.storage] == [
+        ("/my data", "198.51.100.7", facts.interface.name),
+        ("/scratch", "198.51.100.9", facts.interface.name),
+        ("/win", "198.51.100.11", facts.interface.name),
+        ("/volume", "198.51.100.12", facts.interface.name),
+    ]
 
 
 def test_what_lies_below_a_bond_is_followed(answer: NodeProbe, h100: Path) -> None:
@@ -115,12 +122,25 @@ def test_interfaces_with_a_gateway_are_found_in_every_kind_of_route(answer: Node
 
 def test_unknown_ways_to_storage_are_a_note(answer: NodeProbe) -> None:
     late = with_sections(answer, section("env.storage", "", None, SectionState.TIMED_OUT))
-    assert any("storage servers are not known" in note for note in read_facts(late, CONFIG).notes)
+    told = "ports that lead to storage servers are not known: env.storage: timed out"
+    assert read_facts(late, CONFIG).notes == (told,)
 
 
-@pytest.mark.parametrize("faults", [(), ("no_peermem",)])
+@pytest.mark.parametrize(
+    ("peers", "driver", "symbols", "expected"),
+    [
+        (["/sys/module/nvidia_peermem/version"], "NVIDIA", False, True),
+        ([], "NVIDIA UNIX Open Kernel Module", True, True),
+        ([], "NVIDIA UNIX Open Kernel Module", None, True),  # the kernel hides its symbols
+        ([], "NVIDIA UNIX Open Kernel Module", False, False),
+        ([], "NVIDIA UNIX x86_64 Kernel Module", True, False),
+    ],
+)
 def test_gpudirect_is_known_from_modules(
-    answer: NodeProbe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: tuple[str, ...]
+    answer: NodeProbe, peers: list[str], driver: str, symbols: bool | None, expected: bool
 ) -> None:
-    furnish(tmp_path, monkeypatch, "h100x8", faults=faults)
-    assert read_facts(asked_again(answer, "ib"), CONFIG).driver.peer_memory is not bool(faults)
+    told = {"peers": peers, "module": True, "driver": driver, "kernel": "6.1", "dmabuf": symbols}
+    facts = read_facts(with_sections(answer, section("ib.gpudirect", json.dumps(told))), CONFIG)
+    assert facts.has_gpudirect is expected
+    late = with_sections(answer, section("ib.gpudirect", "", None, SectionState.TIMED_OUT))
+    assert read_facts(late, CONFIG).has_gpudirect is None

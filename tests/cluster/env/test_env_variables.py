@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from env_topologies import MACHINES, interface, machine, node, port
 
-from cluster.env.facts import DriverFacts, NodeEnvironment
+from cluster.env.facts import NodeEnvironment
 from cluster.env.plan import plan_environment
 from cluster.survey.nvidia_smi import GpuAddress
 from engine.config.cluster import ClusterConfig
@@ -98,12 +98,17 @@ def test_debug_files_go_into_the_run_folder_and_nowhere_without_one() -> None:
 
 
 def test_threads_are_cores_over_ranks_unless_configured() -> None:
-    gpus = tuple(GpuAddress(index) for index in range(4))
-    assert node(gpus=gpus, cores=30).value("OMP_NUM_THREADS") == "7"
-    assert node(gpus=gpus, cores=2).value("OMP_NUM_THREADS") == "1"
-    assert node(gpus=gpus, cores=30, config=ClusterConfig(ranks_per_node=2)).value("OMP_NUM_THREADS") == "15"
-    assert node(gpus=gpus, cores=30, config=ClusterConfig(threads_per_rank=3)).value("OMP_NUM_THREADS") == "3"
-    assert node(gpus=gpus, cores=None).value("OMP_NUM_THREADS") is None
+    def threads(cores: int, gpus: int = 4, **cluster: int) -> tuple[str, str]:
+        places = tuple(GpuAddress(index) for index in range(gpus))
+        found = node(gpus=places, cores=cores, config=ClusterConfig(**cluster)).variables[-1]
+        return f"{found.name}={found.value}", found.reason
+
+    assert threads(30) == ("OMP_NUM_THREADS=7", "30 cores for 4 ranks")
+    assert threads(2) == ("OMP_NUM_THREADS=1", "2 cores for 4 ranks")
+    assert threads(6, gpus=0) == ("OMP_NUM_THREADS=6", "6 cores for 1 rank")
+    assert threads(30, ranks_per_node=2) == ("OMP_NUM_THREADS=15", "30 cores for 2 ranks")
+    assert threads(30, threads_per_rank=3) == ("OMP_NUM_THREADS=3", "cluster.threads_per_rank=3")
+    assert left_out(node(cores=None), "OMP_NUM_THREADS") == "the number of cores is not known"
 
 
 @pytest.mark.parametrize("config", [ClusterConfig(backend="gloo"), ClusterConfig()])
@@ -122,10 +127,5 @@ def test_without_an_interface_none_is_named_and_a_warning_says_why() -> None:
 
 
 def test_no_way_into_gpu_memory_is_a_warning_only_when_certain() -> None:
-    def warned(driver: DriverFacts) -> bool:
-        return any("no GPUDirect RDMA" in one for one in node(port("mlx5_0"), driver=driver).warnings)
-
-    assert warned(DriverFacts(peer_memory=False, dma_buf=False))
-    assert not warned(DriverFacts(peer_memory=True, dma_buf=False))
-    assert not warned(DriverFacts(peer_memory=False, dma_buf=True))
-    assert not warned(DriverFacts())
+    text = "no GPUDirect RDMA (neither nvidia_peermem nor DMA-BUF): NCCL copies through host memory"
+    assert [node(port("mlx5_0"), has_gpudirect=known).warnings for known in (False, True, None)] == [(text,), (), ()]

@@ -77,11 +77,18 @@ def test_nccl_without_enough_gpus_is_refused_with_the_remedy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cores", "ranks", "threads", "expected"), [(8, 4, None, "2"), (2, 4, None, "1"), (8, 4, 3, "3"), (7, 2, None, "3")]
+    ("cores", "ranks", "threads", "expected"),
+    [
+        (8, 4, None, ("2", "8 cores for 4 ranks")),
+        (2, 4, None, ("1", "2 cores for 4 ranks")),
+        (7, 1, None, ("7", "7 cores for 1 rank")),
+        (8, 4, 3, ("3", "cluster.threads_per_rank=3")),
+    ],
 )
-def test_threads_share_the_cores(cores: int, ranks: int, threads: int | None, expected: str) -> None:
+def test_threads_share_the_cores(cores: int, ranks: int, threads: int | None, expected: tuple[str, str]) -> None:
     plan = build_local_plan(config(ranks_per_node=ranks, threads_per_rank=threads), node_facts(cores=cores), RUN)
-    assert environment(plan)["OMP_NUM_THREADS"] == expected
+    found = {variable.name: (variable.value, variable.reason) for variable in plan.nodes[0].environment}
+    assert found["OMP_NUM_THREADS"] == expected
 
 
 def test_cpu_run_hides_gpus_and_stays_on_the_loopback() -> None:
