@@ -24,7 +24,7 @@ from cluster.testbed.folder import (
     standing_folders,
     state_root,
 )
-from cluster.testbed.hardware.files import hardware_files, lay_hardware
+from cluster.testbed.hardware.files import lay_hardware
 from cluster.testbed.machine import check_machine, run_command
 from cluster.testbed.network import BLOCKS, Command, block_network
 from cluster.testbed.node import Node, make_key, sshd_options
@@ -88,10 +88,6 @@ class Testbed:
         """All nodes."""
         return tuple(self.host(name, connect_timeout_s) for name in self.node_names)
 
-    def reload(self) -> Testbed:
-        """The same with the state that is on disk now."""
-        return open_testbed(self.name)
-
 
 @dataclass(frozen=True)
 class TestbedPlan:
@@ -109,11 +105,7 @@ class TestbedPlan:
 
 
 def build_plan(spec: TestbedSpec, config_file: Path) -> TestbedPlan:
-    """What `up(spec, config_file)` would do on this machine now, in the first free block of addresses.
-
-    Raises ConfigError for unknown hardware.
-    """
-    hardware_files(spec.hardware, spec.node_names[0], 1, ())
+    """What `up(spec, config_file)` would do on this machine now, in the first free block of addresses."""
     folder = folder_of(spec.name)
     testbed = Testbed(folder, TestbedState(spec, _free_block(), python_folder=_python_folder()))
     passwd = Path("/etc/passwd").read_text(encoding="utf-8")
@@ -137,7 +129,6 @@ def up(spec: TestbedSpec, config_file: Path, *, on_step: OnStep = lambda step: N
     when `config_file` is somebody else's. `on_step` is told what is done now.
     """
     check_machine(docker=spec.docker, slurm=spec.slurm)
-    hardware_files(spec.hardware, spec.node_names[0], 1, ())
     if config_file.exists() and not is_cluster_config(config_file.read_text(encoding="utf-8", errors="replace")):
         raise TestbedError(f"{config_file} is not ours; choose another --name, or move that file away")
     folder, begun = folder_of(spec.name), False
@@ -160,7 +151,7 @@ def up(spec: TestbedSpec, config_file: Path, *, on_step: OnStep = lambda step: N
             on_step("taking it down again")
             tear_down(spec.name, config_file)
         raise
-    return testbed.reload()
+    return open_testbed(spec.name)
 
 
 def open_testbed(name: str) -> Testbed:
@@ -229,23 +220,14 @@ def _write_files(testbed: Testbed) -> None:
     make_key(folder.client_key, f"burst testbed {spec.name}")
     client_key = folder.client_key.with_suffix(".pub").read_text(encoding="utf-8")
     passwd = Path("/etc/passwd").read_text(encoding="utf-8")
-    options: tuple[str, ...] | None = None
+    options = sshd_options(folder.client_key)
     for node in testbed.nodes:
-        _write_node(node, client_key, passwd, options or ())
-        if options is None:
-            options = sshd_options(node.folder.ssh / "sshd_config")
-            if options:
-                _write_node(node, client_key, passwd, options)
-    folder.known_hosts.write_text("".join(node.host_key() for node in testbed.nodes))
-
-
-def _write_node(node: Node, client_key: str, passwd: str, options: tuple[str, ...]) -> None:
-    for path, text in node.files(client_key, passwd, options).items():
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.write_text(text, encoding="utf-8")
-    (node.folder.docker / "data").mkdir(parents=True, exist_ok=True, mode=0o711)
-    if not (node.folder.ssh / "host_key").exists():
+        for path, text in node.files(client_key, passwd, options).items():
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.write_text(text, encoding="utf-8")
+        (node.folder.docker / "data").mkdir(parents=True, exist_ok=True, mode=0o711)
         make_key(node.folder.ssh / "host_key", node.name)
+    folder.known_hosts.write_text("".join(node.host_key() for node in testbed.nodes))
 
 
 def _shared_files(testbed: Testbed, config_file: Path) -> dict[Path, str]:

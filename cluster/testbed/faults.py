@@ -7,6 +7,7 @@ before. So every fault can be taken back, in any order, also after a failure in 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cluster.testbed.build import Testbed
+from cluster.testbed.build import Testbed, open_testbed
 from cluster.testbed.folder import Fault, TestbedError, locked
 from cluster.testbed.hardware.files import hardware_files, lay_hardware
 from cluster.testbed.machine import run_command, try_command
@@ -23,7 +24,7 @@ from cluster.testbed.spec import parse_rate
 from cluster.testbed.texts import SSH_USER, login_shell, passwd_text, slow_shell_text
 from engine.config.errors import ConfigError
 
-_DISK_SOURCE = "burst-fault"  # names our mounts in /proc/PID/mountinfo
+_DISK_SOURCE = "burst-fault"  # names our mounts
 _DISK = re.compile(r"(/[^\0\n]*?)(?::([0-9]+[kmg]))?")
 _FULL_KIB = 64
 
@@ -40,15 +41,10 @@ class FaultKind:
 
 def _links(node: Node, faults: Sequence[Fault]) -> None:
     network, interfaces = node.state.network, node.state.spec.interfaces
-    cut = {
-        interface
-        for fault in faults
-        if fault.kind == "link_down"
-        for interface in ((fault.value,) if fault.value else interfaces)
-    }
+    values = {fault.value for fault in faults if fault.kind == "link_down"}
+    cut = interfaces if None in values else values
     for interface in interfaces:
-        for command in network.link_commands(node.name, (interface,), up=interface not in cut):
-            run_command(command)
+        run_command(network.link_command(node.name, interface, up=interface not in cut))
 
 
 def _rates(node: Node, faults: Sequence[Fault]) -> None:
@@ -127,12 +123,8 @@ def _disks(node: Node, faults: Sequence[Fault]) -> None:
 
 def _fault_mounts(node: Node) -> list[str]:
     """Folders of the node on which a full disk of ours is mounted."""
-    paths = []
-    for line in Path(f"/proc/{node.holder()}/mountinfo").read_text(encoding="utf-8").splitlines():
-        fields, _, origin = line.partition(" - ")
-        if origin.split()[1] == _DISK_SOURCE:
-            paths.append(fields.split()[4].encode().decode("unicode_escape"))
-    return paths
+    listing = try_command(node.inside("findmnt", "--json", "--list", "--source", _DISK_SOURCE, "--output", "TARGET"))
+    return [mount["target"] for mount in json.loads(listing.stdout or '{"filesystems": []}')["filesystems"]]
 
 
 def _hardware(node: Node, faults: Sequence[Fault]) -> None:
@@ -199,7 +191,7 @@ def enforce(node: Node, faults: Sequence[Fault], kinds: Sequence[str]) -> None:
 
 def _change(testbed: Testbed, node: str, change: Callable[[tuple[Fault, ...]], tuple[Fault, ...]]) -> Testbed:
     with locked(testbed.folder.path):
-        standing = testbed.reload()
+        standing = open_testbed(testbed.name)
         before = standing.state.faults.get(node, ())
         after = change(before)
         # Written down first: what fails half-way is then known, and can be cleared.

@@ -23,6 +23,7 @@ _TOOLS = {
     "unshare": "util-linux",
     "setsid": "util-linux",
     "mount": "mount",
+    "findmnt": "util-linux",
     "hostname": "hostname",
     "ssh-keygen": "openssh-client",
     "sshd": "openssh-server",

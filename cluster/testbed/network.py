@@ -78,10 +78,9 @@ class Network:
             ):
                 yield shape_command(namespace, link, rate_bits_per_s)
 
-    def link_commands(self, node: str, interfaces: tuple[str, ...], *, up: bool) -> Iterator[Command]:
-        """Cut or mend the switch's end of a node's links: the node keeps its carrier's address and is silent."""
-        for interface in interfaces:
-            yield ("ip", "-n", self.switch, "link", "set", self.port(node, interface), "up" if up else "down")
+    def link_command(self, node: str, interface: str, *, up: bool) -> Command:
+        """Cut or mend the switch's end of a node's link: the node keeps its carrier's address and is silent."""
+        return ("ip", "-n", self.switch, "link", "set", self.port(node, interface), "up" if up else "down")
 
     def port(self, node: str, interface: str) -> str:
         """The switch's end of a node's link."""

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from cluster.image import rate
+from cluster.testbed.hardware.devices import NO_HARDWARE, models
 from engine.config.errors import ConfigError
 
 DEFAULT_NAME = "testbed"
@@ -33,7 +34,7 @@ class TestbedSpec:
     rate_bits_per_s: int | None = None
     docker: bool = False
     docker_in_memory: bool = False
-    hardware: str = "none"
+    hardware: str = NO_HARDWARE
     slurm: bool = False
 
     def __post_init__(self) -> None:
@@ -46,6 +47,8 @@ class TestbedSpec:
             problems.append(f"{self.nodes} nodes: expected 1 to {MAX_NODES}")
         if not 0 <= self.rails <= MAX_RAILS:
             problems.append(f"{self.rails} rails: expected 0 to {MAX_RAILS}")
+        if self.hardware not in (NO_HARDWARE, *models()):
+            problems.append(f"no hardware profile {self.hardware!r}; there are {', '.join(models())} and {NO_HARDWARE}")
         if self.docker_in_memory and not self.docker:
             problems.append("Docker's data in memory, but no Docker: add --docker")
         if problems:

@@ -168,11 +168,9 @@ def faults() -> dict[str, Fault]:
 
 def build_hardware(profile: str, node: str, number: int, wrong: Iterable[str]) -> Hardware:
     """What `node`, the testbed's `number`-th from 1, has; `wrong` are `NAME` or `NAME:VALUE` of `faults`, and `railN`
-    stands for the compute adapter number N from 0. Raises ConfigError for a profile or fault that makes no sense.
+    stands for the compute adapter number N from 0. Raises ConfigError for a fault that makes no sense.
     """
-    model = models().get(profile)
-    if model is None:
-        raise ConfigError(f"no hardware profile {profile!r}; there are {', '.join(models())} and none")
+    model = models()[profile]
     hardware = Hardware(model, _healthy_gpus(model, node), _healthy_adapters(profile, number), model.driver)
     for fault in wrong:
         _apply(hardware, fault)

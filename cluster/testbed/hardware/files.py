@@ -69,7 +69,7 @@ class FakeFile:
 def hardware_files(profile: str, node: str, number: int, faults: Iterable[str] = ()) -> dict[str, FakeFile]:
     """Every file of `node`, the testbed's `number`-th from 1, by its path below `root/` or `bin/`; see hardware.yaml.
 
-    Raises ConfigError that names what is unknown: the profile or a fault.
+    Raises ConfigError that names an unknown fault.
     """
     faults = tuple(faults)
     if profile == NO_HARDWARE:

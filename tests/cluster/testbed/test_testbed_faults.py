@@ -91,11 +91,11 @@ def test_a_slow_link_carries_less(testbed, node):
 
 def test_a_full_disk_is_full_for_new_sessions_of_that_node_only(testbed, node):
     other = testbed.node_names[1]
-    run(testbed, node, "sh", "-c", "mkdir -p ~/data; echo kept >~/data/file")
-    folder = str(testbed.node(node).folder.home / "data")
+    run(testbed, node, "sh", "-c", "mkdir -p ~/'my däta'; echo kept >~/'my däta/file'")
+    folder = str(testbed.node(node).folder.home / "my däta")
     set_fault(testbed, node, "disk_full", folder)
 
-    assert run(testbed, node, "sh", "-c", f"echo text >{folder}/new")[0] != 0
+    assert run(testbed, node, "sh", "-c", f"echo text >'{folder}/new'")[0] != 0
     assert run(testbed, other, "cat", f"{folder}/file") == (0, "kept")
     clear_faults(testbed, node, "disk_full")
     assert run(testbed, node, "cat", f"{folder}/file") == (0, "kept")
