@@ -104,8 +104,11 @@ NO_CHECK = r"expected a group \(ssh, gpu, ib, net, host\)"
 @pytest.mark.parametrize(
     ("only", "skip", "text"),
     [
-        *(([word], [], NO_CHECK) for word in ("gpus", "gpu.busy;id", "GPU", "-x", "gpu.", ".gpu")),
-        ([], ["gpus"], NO_CHECK),
+        *(
+            ([word], [], f"--only '{word}': {NO_CHECK}")
+            for word in ("gpus", "gpu.busy;id", "GPU", "-x", "gpu.", ".gpu")
+        ),
+        ([], ["gpus"], f"--skip 'gpus': {NO_CHECK}"),
         (["gpu.bsy"], [], r"did you mean gpu\.busy\?"),
         *(([], [word], "is not usable") for word in ("ssh", "ssh.reach", "ssh.probe")),
         (["gpu"], ["gpu"], "takes away everything"),
