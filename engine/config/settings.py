@@ -7,8 +7,6 @@ Rules between fields are in `engine.config.rules`.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +17,7 @@ import yaml
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 from engine.config.schema import Problem, read_dataclass, setting, to_plain
+from engine.runs.files import hash_json
 
 # In C where PyYAML was built with libyaml: eight times faster.
 _YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -472,5 +471,4 @@ def dump_config(config: RunConfig) -> str:
 
 def config_fingerprint(config: RunConfig) -> str:
     """64 hex digits (SHA-256 over canonical JSON): equal exactly when every field is equal."""
-    canonical = json.dumps(config_to_dict(config), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(canonical.encode("ascii")).hexdigest()
+    return hash_json(config_to_dict(config))

@@ -120,9 +120,6 @@ class _Scene:
         device = _total([(step.device.phase_peaks, times) for step, times in steps])
         host = _total([(step.host.phase_peaks, times) for step, times in steps])
         peak, host_peak = (max(peaks.values(), key=lambda peak: peak.total_bytes) for peaks in (device, host))
-        phases = dict.fromkeys(PHASES, 0)
-        for peak_of_place in device.values():
-            phases[peak_of_place.phase] = max(phases[peak_of_place.phase], peak_of_place.total_bytes)
         return MemoryPrediction(
             device=self._kind,
             world_size=self._topology.size,
@@ -131,7 +128,9 @@ class _Scene:
             host_peak_bytes=host_peak.total_bytes,
             phase=peak.phase,
             components={"device": by_component(peak.components), "host": by_component(host_peak.components)},
-            phase_peaks=phases,
+            phase_peaks={
+                phase: max(peak.total_bytes for peak in device.values() if peak.phase == phase) for phase in PHASES
+            },
             reserve_bytes=self._reserve(peak.total_bytes),
             seconds=0.0,
         )

@@ -16,7 +16,7 @@ from engine.attention.library import ContextParallel
 from engine.checkpoint.progress import Position, RunCheckpoints
 from engine.config.errors import ConfigError, DataError
 from engine.config.rules import check_config
-from engine.config.settings import RunConfig, config_fingerprint
+from engine.config.settings import RunConfig
 from engine.data.needles import needle_tasks
 from engine.data.prepare import TrainingData, open_training_data, prepare
 from engine.data.tokenizers import TOKENIZER_FILE
@@ -35,12 +35,11 @@ from engine.parallel.mesh import (
 )
 from engine.parallel.waiting import count_waits
 from engine.planning.memory.cost import recomputed_matrices
-from engine.planning.memory.policy import policy_name
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.time.flops import count_parameters
 from engine.planning.time.machine import Peak
 from engine.runs.folder import RunFolder
-from engine.runs.summary import WARMUP_STEPS, predicted_facts, summarise
+from engine.runs.summary import WARMUP_STEPS, config_facts, predicted_facts, summarise
 from engine.training.batches import StepBatches
 from engine.training.determinism import deterministic_algorithms
 from engine.training.guard import Verdict
@@ -294,17 +293,13 @@ def run_facts(config: RunConfig, mesh: Mesh, attention: ContextParallel) -> dict
     """What a report says about a run beside its figures: shape, method, ranks, device."""
     is_cuda = mesh.device.type == "cuda"
     return {
-        "config_fingerprint": config_fingerprint(config),
-        "model": config.model.name,
+        **config_facts(config),
         "parameters": count_parameters(config.model).total,
         "attention_preset": attention.method.preset,
         "attention": asdict(attention.method),
         "attention_kernel": attention.group.kernel.name,
         "attention_kernel_reason": None if attention.kernel_choice is None else attention.kernel_choice.reason,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "memory_policy": policy_name(config.memory),
-        "seq_len": config.train.seq_len,
-        "compute_dtype": config.train.compute_dtype,
         "world_size": mesh.world_size,
         "parallel": asdict(mesh.degrees),
         "topology": asdict(mesh.topology),

@@ -16,8 +16,6 @@ from typing import Any
 
 from engine.parallel.waits import WaitClock
 
-BUFFER_VARIABLE = "TORCH_FR_BUFFER_SIZE"  # read when the first process group is made
-BUFFER_ENTRIES = 2000  # torch 2.13's own; collectives between two steps must fit
 MAX_ENTRIES = 50
 MAX_TENSORS = 4
 _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from engine.config.errors import BurstError
 from engine.runs.folder import RANK_LOGS_VARIABLE, RunFolder, node_name
 from engine.runs.process import die_with_parent, redirect_output
-from engine.training.rank.flight import BUFFER_ENTRIES, BUFFER_VARIABLE
 from engine.training.rank.report import RankPlace, RankStatus
 
 __all__ = ["RankStatus", "leave", "run_rank"]
@@ -35,7 +34,6 @@ def run_rank(run: RunFolder, body: Callable[[RankStatus], None]) -> int:
         redirect_output(log)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent(signal.SIGKILL)
-    os.environ.setdefault(BUFFER_VARIABLE, str(BUFFER_ENTRIES))
     faulthandler.enable(2)  # a crash in native code leaves its stacks in the log
     status = RankStatus()
     status.report_to(RankPlace(rank, node_name(), log))

@@ -37,9 +37,18 @@ def test_a_line_names_every_figure_it_has() -> None:
     assert progress_line(ROW, 10) == (
         "step 3/10  loss 2.5000  grad_norm 1.000  lr 1.00e-03  12,346 tokens/s  mfu 42.1%  memory 3.00 GiB"
     )
-    line = progress_line({**ROW, "mfu": None, "validation_loss": 2.0, "validation_bits_per_byte": 1.5}, 10)
-    assert "mfu" not in line
-    assert line.endswith("validation_loss 2.0000  bits_per_byte 1.5000")
+    measured = {
+        "validation_loss": 2.0,
+        "validation_bits_per_byte": 1.5,
+        "validation_loss_by_position": [{"first": 0, "last": 1999, "loss": None}],
+        "needle_accuracy": 0.5,
+        "needle_gain": 0.25,
+        "needle_by_depth": [{"depth": 1.0, "gain": -0.125}],
+    }
+    assert progress_line({**ROW, "mfu": None, "peak_memory_bytes": None, **measured}, 10) == (
+        "step 3/10  loss 2.5000  grad_norm 1.000  lr 1.00e-03  12,346 tokens/s  validation_loss 2.0000  "
+        "bits_per_byte 1.5000  [0 to 1,999] none  needle_accuracy 0.50  needle_gain 0.2500  [depth 100%] -0.1250"
+    )
 
 
 def test_rank_0_writes_and_other_ranks_only_keep_their_phase(

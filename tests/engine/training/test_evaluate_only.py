@@ -11,7 +11,9 @@ from testkit.ranks import Pools
 from testkit.whole_runs import create_run_of, small_corpus, train_until_error, trained, whole_config
 
 from engine.config.settings import AttentionConfig, CheckpointConfig, RunConfig
+from engine.pretrained.export import ExportOrder, export
 from engine.runs.folder import RunFolder
+from engine.runs.manifest import read_manifest
 from engine.training.rank.process import RankStatus
 from engine.training.trainer import Trainer
 
@@ -97,6 +99,18 @@ def test_length_and_step_may_be_others(source: RunFolder, folder: Path, config: 
     (row,) = run.read_metrics()
     assert row["needle_by_depth"][1]["position"] > 8000
     assert row["validation_loss_by_position"][-1]["first"] == 4500
+
+
+def test_weights_of_a_hugging_face_folder_have_the_figures_of_the_run_that_they_are_of(
+    source: RunFolder, folder: Path, config: RunConfig, ranks: Pools
+) -> None:
+    saved, exported = source.path / "checkpoints" / "step-00000003", folder / "exported"
+    export(ExportOrder(saved, config, exported, dtype="float32"), read_manifest(saved))
+    own = evaluation_of(replace(config, model=replace(config.model, init_from=str(exported))), saved)
+    own = replace(own, train=replace(own.train, checkpoint=CheckpointConfig()))
+    (row,) = trained(ranks, 1, own, folder / "runs", "abcdab").read_metrics()
+    expected = source.read_metrics()[-1]["validation_loss"]
+    assert (row["step"], row["validation_loss"]) == (0, pytest.approx(expected, rel=RELATIVE))
 
 
 def optimizer_entries(path: str, config: RunConfig) -> tuple[int, bool]:
