@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from cluster.env.facts import NodeEnvironment, NodeEnvironmentFacts
 from cluster.env.gather import FACT_QUESTIONS, read_facts
-from cluster.env.live import LIVE_QUESTIONS, LiveSource, read_live
+from cluster.env.live import LIVE, LiveSource, read_live
 from cluster.env.plan import plan_fleet
 from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.pool import SshPool
@@ -31,7 +31,7 @@ def ask_fleet(
     hosts: Sequence[Host], config: ClusterConfig, *, with_live: bool = False, log_dir: str | None = None
 ) -> FleetEnvironment:
     """The environments of `hosts`, asked at the same time, planned together; of this machine when there are none."""
-    questions = (*FACT_QUESTIONS, *(LIVE_QUESTIONS if with_live else ()))
+    questions = (*FACT_QUESTIONS, LIVE) if with_live else FACT_QUESTIONS
 
     def read(probe: NodeProbe, host: Host | None = None) -> tuple[NodeEnvironmentFacts, tuple[LiveSource, ...]]:
         facts = read_facts(probe, config, host.reached_by if host is not None else ())

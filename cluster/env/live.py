@@ -6,78 +6,56 @@ Only variables of the families below are read and shown: an environment also hol
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from cluster.env.facts import NodeEnvironment
 from cluster.errors import ClusterError
 from cluster.remote_text import one_line
-from cluster.survey.section import NodeProbe, Question, Section
+from cluster.survey.section import NodeProbe, UnreadableError
+from cluster.survey.sysfs import python_question
 
 SESSION = "login"  # what a command over ssh inherits; of this machine: what burst itself inherited
 _OURS = re.compile(r"(NCCL|GLOO|TORCH)_[A-Za-z0-9_]{1,120}|OMP_NUM_THREADS")
-_RUN_ID, _RANK = "BURST_RUN_ID", "RANK"
 # NCCL_CONF_FILE and the file that it names are where the others come from; they decide nothing themselves.
 _HARMLESS = frozenset({"NCCL_CONF_FILE", "NCCL_VERSION"})
 # A launch sets these for its run folder, which a plan made without that folder does not know.
 _OF_A_RUN = frozenset({"NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS"})
 
-SESSION_VARIABLES = Question(
-    "env_live.session",
-    10,
-    r"""
-awk 'BEGIN {
-    for (name in ENVIRON) {
-        if (name !~ /^((NCCL|GLOO|TORCH)_[A-Za-z0-9_]*|OMP_NUM_THREADS)$/) continue
-        value = substr(ENVIRON[name], 1, 4096)
-        gsub(/\n/, "\\n", value)
-        printf "set\t%s=%s\n", name, value
-    }
-}'
-""",
-)
-
-CONF_FILES = Question(
-    "env_live.files",
-    10,
-    r"""
-for file in "$root/etc/nccl.conf" "${NCCL_CONF_FILE:-$HOME/.nccl.conf}"; do
-    [ -e "$file" ] || continue
-    case $file in
-        "$root/etc/nccl.conf") name=/etc/nccl.conf ;;
-        "$HOME/.nccl.conf") name='~/.nccl.conf' ;;
-        *) name=$file ;;
-    esac
-    printf 'file\t%s\n' "$name"
-    lines=$(grep -E '^[[:space:]]*((NCCL|GLOO|TORCH)_[A-Za-z0-9_]*|OMP_NUM_THREADS)[[:space:]]*=' "$file")
-    [ $? -le 1 ] || printf 'unreadable\n'
-    printf '%s\n' "$lines" | head -n 200 | cut -c -4096 | sed -n "s/^[[:space:]]*\([^[:space:]]\)/set$(printf '\t')\1/p"
-done
-""",
-)
-
-# Processes of runs of burst, of this network namespace only: a rehearsal node shares its processes with the machine.
-RUNNING = Question(
-    "env_live.processes",
+# Ranks of runs of burst, of this network namespace only: a rehearsal node shares its processes with the machine.
+# torchrun and supervisors are no ranks: what they lack says nothing.
+LIVE = python_question(
+    "env_live",
     30,
+    f"ours = re.compile({_OURS.pattern!r})\n"
     r"""
-here=$(readlink /proc/self/ns/net)
-found=$(grep -l BURST_RUN_ID= /proc/[0-9]*/environ 2>/dev/null)
-[ "$(printf '%s\n' "$found" | wc -l)" -le 2048 ] || echo unreadable
-printf '%s\n' "$found" | head -n 2048 | while read -r path; do
-    [ -n "$path" ] || continue
-    process=${path%/environ}
-    [ "$(readlink "$process/ns/net" 2>/dev/null)" = "$here" ] || continue
-    printf 'process\t%s\n' "${process#/proc/}"
-    tr '\n\000' ' \n' <"$path" 2>/dev/null |
-        grep -E '^((NCCL|GLOO|TORCH)_[A-Za-z0-9_]*|OMP_NUM_THREADS|BURST_RUN_ID|RANK)=' |
-        cut -c -4096 | sed "s/^/set$(printf '\t')/"
-done
-exit 0
+def pick(settings):
+    return {name.strip(): value[:4096] for name, value in settings if ours.fullmatch(name.strip())}
+
+
+def split(lines):
+    return [line.partition("=")[::2] for line in lines]
+
+
+own_file = os.environ.get("NCCL_CONF_FILE") or "~/.nccl.conf"
+files = {}
+for name, path in (("/etc/nccl.conf", root / "etc/nccl.conf"), (own_file, pathlib.Path(own_file).expanduser())):
+    if path.exists():
+        files[name] = pick(split(path.read_text(errors="replace").splitlines()))
+here = os.readlink("/proc/self/ns/net")
+ranks = []
+for process in pathlib.Path("/proc").glob("[0-9]*"):
+    try:
+        found = (process / "environ").read_bytes() if os.readlink(process / "ns/net") == here else b""
+    except OSError:
+        continue
+    settings = dict(split(found.decode(errors="replace").split("\0")))
+    if "BURST_RUN_ID" in settings and "RANK" in settings:
+        ranks.append([process.name, settings["BURST_RUN_ID"], settings["RANK"], pick(settings.items())])
+print(json.dumps({"login": pick(os.environ.items()), "files": files, "ranks": ranks}))
 """,
 )
-LIVE_QUESTIONS = (SESSION_VARIABLES, CONF_FILES, RUNNING)
 
 
 @dataclass(frozen=True)
@@ -113,23 +91,11 @@ class Difference:
 
 def read_live(probe: NodeProbe) -> tuple[LiveSource, ...]:
     """Every place where the node sets variables of ours. Raises ClusterError when one could not be looked at."""
-    sections = [probe.section(question.name) for question in LIVE_QUESTIONS]
-    trouble = [section.trouble() for section in sections if not section.ok]
-    if "unreadable" in sections[1].output.splitlines():
-        trouble.append("nccl.conf is unreadable")
-    if "unreadable" in sections[2].output.splitlines():
-        trouble.append("more processes of runs than are looked at")
-    if trouble:
-        raise ClusterError(f"{probe.node}: cannot see all that is set: {'; '.join(trouble)}")
-    session, files, processes = sections
-    found = [LiveSource(SESSION, _values(_settings(session.output.splitlines())))]
-    found += [LiveSource(one_line(name, 120), _values(lines)) for name, lines in _blocks(files, "file")]
-    for pid, lines in _blocks(processes, "process"):
-        settings = dict(lines)
-        run, rank = one_line(settings.get(_RUN_ID, "?"), 60), one_line(settings.get(_RANK, ""), 12)
-        if rank:  # torchrun and supervisors are no ranks: what they lack says nothing
-            found.append(LiveSource(f"rank {rank} of run {run} (process {pid})", _values(lines), is_process=True))
-    return tuple(found)
+    try:
+        return probe.section(LIVE.name).read(_sources)
+    except UnreadableError as error:
+        why = f"{error}: {error.evidence}" if error.evidence else str(error)
+        raise ClusterError(f"{probe.node}: cannot see all that is set: {why}") from error
 
 
 def compare_live(environment: NodeEnvironment, live: Iterable[LiveSource]) -> tuple[Difference, ...]:
@@ -157,30 +123,14 @@ def _matters(name: str, source: LiveSource) -> bool:
     return name.startswith(("NCCL_", "GLOO_"))
 
 
-def _settings(lines: Iterable[str]) -> list[tuple[str, str]]:
-    """(name, value) of the lines `set<tab>NAME=VALUE`."""
-    found = []
-    for line in lines:
-        word, _, setting = line.partition("\t")
-        name, equals, value = setting.partition("=")
-        if word == "set" and equals:
-            found.append((name.strip(), value))
-    return found
+def _sources(told: Any) -> tuple[LiveSource, ...]:
+    found = [LiveSource(SESSION, _values(told["login"]))]
+    found += [LiveSource(one_line(name, 120), _values(values)) for name, values in told["files"].items()]
+    for pid, run, rank, values in told["ranks"]:
+        place = f"rank {one_line(rank, 12)} of run {one_line(run, 60)} (process {int(pid)})"
+        found.append(LiveSource(place, _values(values), is_process=True))
+    return tuple(found)
 
 
-def _blocks(section: Section, word: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """(what follows `word`, the settings below it)."""
-    name: str | None = None
-    lines: list[str] = []
-    for line in [*section.output.splitlines(), f"{word}\t"]:
-        first, _, rest = line.partition("\t")
-        if first == word:
-            if name is not None:
-                yield name, _settings(lines)
-            name, lines = rest, []
-        else:
-            lines.append(line)
-
-
-def _values(settings: Iterable[tuple[str, str]]) -> dict[str, str]:
-    return {name: one_line(value, 4096) for name, value in settings if _OURS.fullmatch(name)}
+def _values(settings: Mapping[str, str]) -> dict[str, str]:
+    return {name: one_line(value, 4096) for name, value in settings.items() if _OURS.fullmatch(name)}

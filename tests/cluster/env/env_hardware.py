@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.env.gather import FACT_QUESTIONS
-from cluster.env.live import LIVE_QUESTIONS
+from cluster.env.live import LIVE
 from cluster.survey.ask import survey_here
 from cluster.survey.section import NodeProbe
 from cluster.testbed.hardware.files import hardware_files
@@ -32,5 +32,5 @@ def furnish(
 
 def probe(*groups: str) -> NodeProbe:
     """The answer of the very script that nodes get, of these groups; none: of all that facts are read from."""
-    questions = (*FACT_QUESTIONS, *LIVE_QUESTIONS) if groups else FACT_QUESTIONS
+    questions = (*FACT_QUESTIONS, LIVE) if groups else FACT_QUESTIONS
     return survey_here(one for one in questions if not groups or one.name.partition(".")[0] in groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 from env_hardware import furnish, probe
 
 from cluster.env.facts import EnvironmentVariable, NodeEnvironment
-from cluster.env.live import LIVE_QUESTIONS, SESSION, Difference, LiveSource, compare_live, read_live
+from cluster.env.live import LIVE, SESSION, Difference, LiveSource, compare_live, read_live
 from cluster.errors import ClusterError
 from cluster.survey.section import NodeProbe, Section, SectionState
 
@@ -26,7 +27,6 @@ PLAN = NodeEnvironment(
         EnvironmentVariable("OMP_NUM_THREADS", "8", "why"),
     ),
 )
-LIVE_SECTIONS = [question.name for question in LIVE_QUESTIONS]
 
 
 def differences(*live: LiveSource) -> set[tuple[str, str, str]]:
@@ -77,34 +77,28 @@ def test_a_file_that_nccl_is_told_to_read_is_compared(root: Path, monkeypatch: p
 
 def test_a_file_that_cannot_be_read_is_not_as_planned(root: Path) -> None:
     (root / "etc/nccl.conf").mkdir()
-    with pytest.raises(ClusterError, match=r"nccl\.conf is unreadable"):
+    with pytest.raises(ClusterError, match=r"cannot see all that is set: .*Is a directory: '.*/etc/nccl\.conf'"):
         live()
 
 
-def answered(**outputs: str) -> NodeProbe:
-    """The answer of a node that was looked at everywhere: `session`, `files`, `processes`."""
-    sections = {
-        name: Section(name, outputs.get(name.split(".")[1], ""), 0, SectionState.ENDED) for name in LIVE_SECTIONS
-    }
-    return NodeProbe("node1", sections)
+def answered(**told: object) -> NodeProbe:
+    """The answer of a node that was looked at everywhere: `login`, `files`, `ranks`."""
+    output = json.dumps({"login": {}, "files": {}, "ranks": [], **told})
+    return NodeProbe("node1", {LIVE.name: Section(LIVE.name, output, 0, SectionState.ENDED)})
 
 
-def test_more_processes_than_are_looked_at_is_an_error() -> None:
-    with pytest.raises(ClusterError, match="more processes of runs than are looked at"):
-        read_live(answered(processes="unreadable"))
-
-
-@pytest.mark.parametrize("name", LIVE_SECTIONS)
-def test_a_place_that_could_not_be_looked_at_is_an_error(name: str) -> None:
-    late = {**answered().sections, name: Section(name, "", None, SectionState.TIMED_OUT)}
-    with pytest.raises(ClusterError, match=f"{name}: timed out"):
-        read_live(NodeProbe("node1", late))
+def test_a_node_that_could_not_be_looked_at_is_an_error() -> None:
+    late = NodeProbe("node1", {LIVE.name: Section(LIVE.name, "", None, SectionState.TIMED_OUT)})
+    with pytest.raises(ClusterError, match=r"node1: cannot see all that is set: env_live: timed out$"):
+        read_live(late)
+    with pytest.raises(ClusterError, match="not what was asked for"):
+        read_live(answered(ranks=[["7", "a run", 0, {}]]))
 
 
 @pytest.fixture
-def rank() -> Iterator[subprocess.Popen[bytes]]:
+def rank(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
     """A process that looks like rank 3 of a run, with one variable of the plan, one other, and a secret."""
-    environment = os.environ | {
+    of_rank = {
         "BURST_RUN_ID": RUN,
         "RANK": "3",
         "NCCL_SOCKET_IFNAME": "=eth0",
@@ -112,6 +106,7 @@ def rank() -> Iterator[subprocess.Popen[bytes]]:
         "NCCL_P2P_DISABLE": "1",
         "API_TOKEN": CANARY,
     }
+    environment = os.environ | getattr(request, "param", of_rank)
     command = [sys.executable, "-c", "print(flush=True); input()"]
     process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -138,17 +133,18 @@ def test_a_secret_never_leaves_the_node(
     monkeypatch.setenv("HARMLESS", f"x\nset\tNCCL_DEBUG={CANARY}\nNCCL_DEBUG={CANARY}")
     (root / "etc/nccl.conf").write_text(f"TOKEN={CANARY}\n#NCCL_X={CANARY}\nNCCL_DEBUG=INFO\n")
     answer = probe("env_live")
-    assert "NCCL_DEBUG=INFO" in answer.section("env_live.files").output
-    assert f"process\t{rank.pid}" in answer.section("env_live.processes").output
+    told = json.loads(answer.section(LIVE.name).output)
+    assert told["files"] == {"/etc/nccl.conf": {"NCCL_DEBUG": "INFO"}}
+    assert [str(rank.pid), RUN, "3"] in [one[:3] for one in told["ranks"]]
     assert not [name for name, section in answer.sections.items() if CANARY in section.output]
 
 
 def test_other_names_are_thrown_away_even_if_a_node_sends_them() -> None:
     sources = read_live(
         answered(
-            session=f"set\tTOKEN={CANARY}\nset\tNCCL_DEBUG=INFO\nset\tNCCL_A B={CANARY}\nNCCL_X={CANARY}",
-            files=f"file\t/etc/nccl.conf\nset\tTOKEN={CANARY}",
-            processes=f"process\t7\nset\tRANK=0\nset\tBURST_RUN_ID=x\nset\tTOKEN={CANARY}",
+            login={"TOKEN": CANARY, "NCCL_DEBUG": "INFO", "NCCL_A B": CANARY},
+            files={"/etc/nccl.conf": {"TOKEN": CANARY}},
+            ranks=[["7", "x", "0", {"TOKEN": CANARY}]],
         )
     )
     assert CANARY not in repr(sources)
@@ -157,15 +153,14 @@ def test_other_names_are_thrown_away_even_if_a_node_sends_them() -> None:
 
 
 def test_values_of_strangers_come_out_on_one_line_without_escapes() -> None:
-    value = read_live(answered(session="set\tNCCL_DEBUG=\x1b[2J" + "A" * 10_000))[0].values["NCCL_DEBUG"]
+    value = read_live(answered(login={"NCCL_DEBUG": "\x1b[2J" + "A" * 10_000}))[0].values["NCCL_DEBUG"]
     assert "\x1b" not in value
     assert len(value) <= 4097
 
 
-def test_launchers_and_supervisors_are_no_ranks() -> None:
-    processes = "process\t7\nset\tBURST_RUN_ID=x\nprocess\t8\nset\tBURST_RUN_ID=x\nset\tRANK=0"
-    places = [source.place for source in read_live(answered(processes=processes)) if source.is_process]
-    assert places == ["rank 0 of run x (process 8)"]
+@pytest.mark.parametrize("rank", [{"BURST_RUN_ID": RUN, "NCCL_P2P_DISABLE": "1"}], indirect=True)
+def test_launchers_and_supervisors_are_no_ranks(root: Path, rank: subprocess.Popen[bytes]) -> None:
+    assert not [place for place in live() if str(rank.pid) in place]
 
 
 def test_names_with_other_users_are_not_called_unknown() -> None:
