@@ -22,13 +22,8 @@ from engine.config.cluster import ClusterConfig
 
 _GATEWAY = re.compile(r"\bvia .*?\bdev (\S+)")
 
-CORES = Question(
-    "env.cores",
-    10,
-    r"""
-nproc 2>/dev/null || getconf _NPROCESSORS_ONLN
-""",
-)
+# Not nproc: that tells OMP_NUM_THREADS where a login sets it.
+CORES = python_question("env.cores", 10, "print(json.dumps(len(os.sched_getaffinity(0))))\n")
 
 ROUTES = Question(
     "env.routes",
@@ -132,8 +127,9 @@ def _lower(section: Section, interfaces: Sequence[NetInterface]) -> Mapping[str,
 
 
 def _cores(section: Section) -> int | None:
-    text = section.output.strip()
-    return int(text) if section.ok and re.fullmatch(r"[1-9]\d{0,5}", text) else None
+    with contextlib.suppress(UnreadableError):
+        return section.read(int)
+    return None
 
 
 def _has_gpudirect(facts: NodeFacts) -> bool | None:

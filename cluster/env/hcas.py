@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cluster.env.facts import HcaDecision, NodeEnvironmentFacts
-from cluster.survey.adapters import HcaPort
+from cluster.survey.adapters import HcaPort, natural
 from engine.config.cluster import ClusterConfig
 
 INFINIBAND = "InfiniBand"
@@ -23,7 +22,7 @@ def choose_hcas(facts: NodeEnvironmentFacts, config: ClusterConfig) -> tuple[tup
     fastest (or at least cluster.expected.hca_rate_gbps). Virtual functions stay where a node has nothing else, as in a
     virtual machine, and bonds where they are most of the network.
     """
-    sieve = _Sieve(sorted(facts.ports, key=port_order))
+    sieve = _Sieve(sorted(facts.ports, key=lambda port: natural(port.name)))
     sieve.drop(_link_trouble, is_fault=True)
     _drop_virtual_functions(sieve)
     _drop_bonds(sieve)
@@ -31,12 +30,6 @@ def choose_hcas(facts: NodeEnvironmentFacts, config: ClusterConfig) -> tuple[tup
     _drop_other_layers(sieve)
     _drop_slow(sieve, config)
     return sieve.decisions(), tuple(sieve.warnings)
-
-
-def port_order(port: HcaPort) -> tuple[tuple[str | int, ...], int]:
-    """Sorts ports as people count: mlx5_2 before mlx5_10."""
-    words = re.split(r"(\d+)", port.device)
-    return tuple(int(word) if word.isdecimal() else word for word in words), port.port
 
 
 class _Sieve:

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from cluster.env.facts import NodeEnvironment, Rail
-from cluster.env.hcas import port_order
-from cluster.survey.adapters import HcaPort
+from cluster.survey.adapters import HcaPort, natural
 from cluster.survey.nvidia_smi import GpuAddress
 
 _T = TypeVar("_T")
@@ -27,7 +26,7 @@ def map_rails(gpus: Sequence[GpuAddress], ports: Sequence[HcaPort]) -> tuple[Rai
     for gpu in sorted(gpus, key=lambda gpu: gpu.index) if ports else ():
         best = max(_nearness(gpu, port) for port in ports)
         nearest = [port for port in ports if _nearness(gpu, port) == best]
-        port = min(nearest, key=lambda port: (used[port.name], port_order(port)))
+        port = min(nearest, key=lambda port: (used[port.name], natural(port.name)))
         used[port.name] += 1
         rails.append(Rail(gpu.index, port, _found_by(best)))
     return tuple(rails)
@@ -39,7 +38,7 @@ def rail_order(rails: Sequence[Rail], ports: Sequence[HcaPort]) -> tuple[HcaPort
     for rail in rails:
         first.setdefault(rail.port.name, rail.gpu)
     last = len(rails) + max(first.values(), default=0)
-    return tuple(sorted(ports, key=lambda port: (first.get(port.name, last + 1), port_order(port))))
+    return tuple(sorted(ports, key=lambda port: (first.get(port.name, last + 1), natural(port.name))))
 
 
 def align_rails(environments: Mapping[str, NodeEnvironment]) -> dict[str, tuple[str, ...]]:

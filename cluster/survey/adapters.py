@@ -183,8 +183,8 @@ def parse_adapters(section: Section) -> Adapters:
             portless.append(_device(fields, section.name))
         elif word == "driverless":
             driverless.append(pci_path(fields.get("path", "")))
-    ordered = sorted(ports.values(), key=lambda port: _natural(port.name))
-    return Adapters(tuple(ordered), tuple(sorted(portless, key=_natural)), tuple(driverless))
+    ordered = sorted(ports.values(), key=lambda port: natural(port.name))
+    return Adapters(tuple(ordered), tuple(sorted(portless, key=natural)), tuple(driverless))
 
 
 def parse_gpudirect(section: Section) -> GpuDirect:
@@ -243,7 +243,7 @@ def _port(fields: Mapping[str, str], section: str) -> HcaPort:
         rate_gbps=_number(_RATE, fields.get("rate", "")),
         pci_path=pci_path(fields.get("path", "")),
         netdev=_interface(fields.get("netdev", "")),
-        numa_node=_integer(fields.get("numa_node", "")),
+        numa_node=integer(fields.get("numa_node", "")),
         is_virtual_function=fields.get("physfn") == "True",
         is_bond="bond" in device or fields.get("bonded") == "True",
         pcie_width=_width(fields.get("current_link_width", "")),
@@ -251,7 +251,7 @@ def _port(fields: Mapping[str, str], section: str) -> HcaPort:
         gids=dict(_gids(fields)),
         netdev_is_up={"up": True, "down": False}.get(fields.get("netdev_state", "")),
         has_default_route=fields.get("default_route") == "True",
-        netdev_mtu=_integer(fields.get("netdev_mtu", "")),
+        netdev_mtu=integer(fields.get("netdev_mtu", "")),
         pcie_gts=_number(_SPEED, fields.get("current_link_speed", "")),
     )
 
@@ -276,7 +276,7 @@ def _device(fields: Mapping[str, str], section: str) -> str:
 
 
 def _port_number(fields: Mapping[str, str], section: str) -> int:
-    number = _integer(fields.get("port", ""))
+    number = integer(fields.get("port", ""))
     if number is None or number < 1:
         raise UnreadableError(f"{section}: {one_line(fields.get('port', ''), 20)!r} is no number of a port")
     return number
@@ -292,13 +292,13 @@ def _number(pattern: re.Pattern[str], text: str) -> float | None:
     return float(found) if found is not None and len(found) < 12 else None
 
 
-def _integer(text: str) -> int | None:
+def integer(text: str) -> int | None:
     return int(text) if re.fullmatch(r"-?[0-9]{1,9}", text) else None
 
 
 def _width(text: str) -> int | None:
     """Lanes; None for what says nothing: 0, 63 and 255 are how the kernel and adapters write `unknown`."""
-    lanes = _integer(text)
+    lanes = integer(text)
     return lanes if lanes in _WIDTHS else None
 
 
@@ -306,6 +306,6 @@ def _interface(text: str) -> str | None:
     return text if re.fullmatch(r"[^\s/\x00]{1,15}", text) else None
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def natural(name: str) -> list[tuple[int, str]]:
     """A sort key under which mlx5_2 comes before mlx5_10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]

@@ -6,17 +6,13 @@ import ipaddress
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from cluster.remote_text import one_line
-from cluster.survey.adapters import pci_path
+from cluster.survey.adapters import integer, pci_path
 from cluster.survey.section import NodeProbe, Question, UnreadableError, listed
 from cluster.survey.sysfs import python_question
 
-T = TypeVar("T")
-
-_MAX_INTERFACES = 4096
-_MAX_ADDRESSES = 64
 # What container engines and hypervisors make for themselves; other machines cannot be reached over it.
 _INTERNAL_NAME = re.compile(
     r"(docker|virbr|veth|cni|flannel|cali|cilium|lxc|lxd|podman|kube|tun|tap|vnet|dummy|ifb|br-[0-9a-f]{12})"
@@ -129,7 +125,7 @@ def read_interfaces(probe: NodeProbe) -> tuple[NetInterface, ...]:
         raise UnreadableError("net.links: no interface at all, not even lo")
     best = min((metric for metric, _ in routes), default=0)
     default = {name for metric, name in routes if metric == best}
-    return tuple(_completed(link, details.get(link.name, {}), link.name in default) for link in links[:_MAX_INTERFACES])
+    return tuple(_completed(link, details.get(link.name, {}), link.name in default) for link in links)
 
 
 def explain_interface(interfaces: Iterable[NetInterface], wanted: str | None = None) -> InterfaceChoice:
@@ -186,7 +182,6 @@ def _completed(interface: NetInterface, details: Mapping[str, str], is_default_r
         interface,
         # ip does not tell kinds without linkinfo; /sys does.
         kind=details["kind"] if interface.kind == "ether" and details.get("kind") else interface.kind,
-        addresses=interface.addresses[:_MAX_ADDRESSES],
         is_default_route=is_default_route,
         pci_path=pci_path(details.get("path", "")),
         master=interface.master or details.get("master") or None,
@@ -210,7 +205,7 @@ def _links(document: Any) -> list[NetInterface]:
             NetInterface(
                 name=_name(item["ifname"]),
                 is_up="UP" in flags and "LOWER_UP" in flags,
-                mtu=_integer(str(item.get("mtu", ""))),
+                mtu=integer(str(item.get("mtu", ""))),
                 kind=one_line(str(kind), 32),
                 addresses=tuple(addresses),
                 master=_name(item["master"]) if item.get("master") else None,
@@ -239,7 +234,3 @@ def _name(text: object) -> str:
     if not isinstance(text, str) or not re.fullmatch(r"[^\s/]{1,15}", text):
         raise ValueError(f"{one_line(str(text), 40)!r} is no name of an interface")
     return text
-
-
-def _integer(text: str) -> int | None:
-    return int(text) if re.fullmatch(r"-?[0-9]{1,9}", text) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,7 +49,6 @@ def h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_node_is_planned_from_one_answer(answer: NodeProbe) -> None:
     facts = read_facts(answer, CONFIG)
     assert len(facts.gpus) == 8
-    assert facts.cores is not None
     assert facts.interface is not None
     assert facts.gateways is not None
     assert facts.notes == ()
@@ -100,6 +100,16 @@ def test_storage_is_found_in_mounts_with_the_way_to_it(answer: NodeProbe, h100: 
         ("/win", "198.51.100.11", facts.interface.name),
         ("/volume", "198.51.100.12", facts.interface.name),
     ]
+
+
+def test_cores_are_those_of_the_machine_whatever_a_login_sets(
+    answer: NodeProbe, h100: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0)) + 1))
+    monkeypatch.setenv("OMP_THREAD_LIMIT", "1")
+    assert read_facts(asked_again(answer, "env"), CONFIG).cores == len(os.sched_getaffinity(0))
+    late = with_sections(answer, section("env.cores", "", None, SectionState.TIMED_OUT))
+    assert read_facts(late, CONFIG).cores is None
 
 
 def test_what_lies_below_a_bond_is_followed(answer: NodeProbe, h100: Path) -> None:
