@@ -155,7 +155,6 @@ class MemoryCheck:
             **(self.capacity.to_dict() if self.capacity else {}),
             "fits": self.fit and self.fit.fits,
             "headroom_bytes": self.fit and self.fit.headroom_bytes,
-            "by": "fake_step",
             "source": "the prediction",
             "policy": self.policy,
             "reason": self.choice.reason,

@@ -93,7 +93,6 @@ class MemoryCandidate:
             "fits": self.fits,
             "fits_device": self.fit and self.fit.device,
             "fits_host": self.fit and self.fit.host,
-            "by": found and "fake_step",
         }
 
 

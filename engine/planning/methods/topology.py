@@ -35,10 +35,6 @@ class Topology:
     nodes: int
     local_ranks: int
 
-    def __post_init__(self) -> None:
-        if self.nodes < 1 or self.local_ranks < 1:
-            raise ConfigError(f"topology: got {self.nodes} nodes x {self.local_ranks} ranks; both must be at least 1")
-
     @property
     def size(self) -> int:
         """Number of ranks."""

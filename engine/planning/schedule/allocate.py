@@ -69,7 +69,7 @@ class Value(NamedTuple):
 
     def on(self, rank: int) -> Value:
         """The same value as one who numbers ranks otherwise calls it."""
-        return Value(self.number, rank, *self[2:])
+        return self if rank == self.rank else Value(self.number, rank, *self[2:])
 
     def view(self, rows: Rows | None = None) -> View:
         """View of some rows of the block (all by default); slot numbers are value numbers until allocation."""

@@ -177,7 +177,7 @@ def test_memory_is_part_of_the_document(burst) -> None:
     arguments = ["exp=tiny", "memory=full", "train.seq_len=512", "--device", "cpu"]
     memory = document(burst("plan", *arguments, "--json"))["memory"]
     assert memory.keys() >= {"host_peak_bytes", "device_capacity_bytes", "host_capacity_bytes", "headroom_bytes"}
-    assert (memory["fits"], memory["by"], memory["policy"]) == (True, "fake_step", "full")
+    assert (memory["fits"], memory["policy"]) == (True, "full")
     assert sum(memory["components"]["device"].values()) == memory["device_peak_bytes"]
     assert (memory["candidates"], memory["advice"]) == ([], [])
 
@@ -202,7 +202,7 @@ def test_memory_auto_shows_what_it_chose_from(burst) -> None:
     arguments = ["exp=tiny", "memory=auto", "train.seq_len=512", "--device", "cpu"]
     plan = document(burst("plan", *arguments, "--json"))
     first = plan["memory"]["candidates"][0]
-    assert (first["fits"], first["by"]) == (True, "fake_step")
+    assert first["fits"]
     assert plan["memory"]["policy"].startswith(first["activation_checkpoint"])
     kinds = {one["activation_checkpoint"] for one in plan["memory"]["candidates"]}
     assert kinds == {"none", "full", "attn_out", "seq_fraction", "attn_out_every"}
@@ -214,7 +214,7 @@ def test_memory_auto_shows_what_it_chose_from(burst) -> None:
 def test_a_comparison_shows_memory(burst) -> None:
     arguments = ["exp=tiny", "memory=full", "train.seq_len=512", "--compare", "ring,burst"]
     plans = document(burst("plan", *arguments, "--json"))["plans"]
-    assert [plan["memory"]["by"] for plan in plans] == ["fake_step", "fake_step"]
+    assert all(plan["memory"]["needed_bytes"] for plan in plans)
     assert "memory of a rank" in burst("plan", *arguments).out
 
 
