@@ -214,14 +214,14 @@ class Checkpointer:
     def restore_from(self, source: Path, target: TrainingTensors, accept: Accept) -> Manifest:
         """As `restore`, from a run, its folder of checkpoints or one checkpoint, in which nothing is changed.
 
-        Of one that is named, damage is an error; else damaged ones are passed over and told. A node without the folder
-        is sent what it needs.
+        Damaged ones are passed over and told; of the last, or of one that is named, damage is an error. A node without
+        the folder is sent what it needs.
         """
         root, named = self._find_source(source)
-        steps, damaged = (self._common_steps(root), "passed over") if named is None else ([named], "refused")
-        manifest = self._newest(root, steps, self._find_disk(read_storage_id(root)), damaged)
+        steps = self._common_steps(root) if named is None else [named]
+        manifest = self._newest(root, steps, self._find_disk(read_storage_id(root)), "passed over")
         if manifest is None:
-            raise CheckpointError(f"{source}: no checkpoint that all ranks see is undamaged")
+            raise CheckpointError(f"{source} has no checkpoint that all ranks see")
         self._read(root, manifest, target, accept)
         return manifest
 
@@ -232,7 +232,7 @@ class Checkpointer:
             manifest, problem = self._verified(checkpoint, disk)
             if manifest is not None:
                 return manifest
-            if damaged == "refused":
+            if damaged == "passed over" and step == steps[-1]:
                 raise CheckpointError(problem)
             if damaged == "put aside":
                 with self._agreeing(f"put the damaged checkpoint of step {step} aside"):

@@ -59,6 +59,9 @@ def test_another_runs_folder_is_read_and_left_as_it_is(
     with pytest.raises(RankFailedError, match=f"holds step {STEPS}"):
         ranks(2).run(restore_from, one.config, str(tmp_path / "own"), str(newest))
     assert contents(source) == before
+    shutil.rmtree(source / "checkpoints" / f"step-{STEPS:08d}")
+    with pytest.raises(RankFailedError, match=f"holds step {STEPS}"):  # nor is any left
+        ranks(2).run(restore_from, one.config, str(tmp_path / "own"), str(source))
 
 
 def test_a_checkpoint_that_was_copied_elsewhere_is_read_there(
