@@ -1,6 +1,6 @@
 """Fault switches: what can go wrong with a node, put in force and taken back.
 
-The faults of a node are a list in the testbed's state; `enforce` makes the node be as the list says, whatever it was
+The faults of a node are a list in the testbed's state; each kind makes the node be as the list says, whatever it was
 before. So every fault can be taken back, in any order, also after a failure in between.
 """
 
@@ -31,11 +31,13 @@ _FULL_KIB = 64
 
 @dataclass(frozen=True)
 class FaultKind:
-    """One switch. value: what its value is called, None without; several may be in force with different values."""
+    """One switch. value: what its value is called, in brackets where it may be left out; None without.
+
+    several: they may be in force with different values.
+    """
 
     enforce: Callable[[Node, Sequence[Fault]], None]
     value: str | None = None
-    value_needed: bool = False
     several: bool = False
 
 
@@ -141,16 +143,16 @@ def _docker(node: Node, faults: Sequence[Fault]) -> None:
 
 
 FAULT_KINDS = {
-    "link_down": FaultKind(_links, "INTERFACE", several=True),
-    "link_slow": FaultKind(_rates, "RATE", value_needed=True),
+    "link_down": FaultKind(_links, "[INTERFACE]", several=True),
+    "link_slow": FaultKind(_rates, "RATE"),
     "sshd_stop": FaultKind(_sshd),
     "sshd_hang": FaultKind(_sshd),
     "key_swap": FaultKind(_sshd),
     "login_refused": FaultKind(_login),
-    "slow_shell": FaultKind(_shell, "SECONDS", value_needed=True),
-    "disk_full": FaultKind(_disks, "PATH[:FREE]", True, True),
+    "slow_shell": FaultKind(_shell, "SECONDS"),
+    "disk_full": FaultKind(_disks, "PATH[:FREE]", several=True),
     "docker_stop": FaultKind(_docker),
-    "hardware": FaultKind(_hardware, "FAULT", True, True),
+    "hardware": FaultKind(_hardware, "FAULT", several=True),
 }
 
 
@@ -183,12 +185,6 @@ def clear_faults(testbed: Testbed, node: str, kind: str | None = None, value: st
     return _change(testbed, node, keep)
 
 
-def enforce(node: Node, faults: Sequence[Fault], kinds: Sequence[str]) -> None:
-    """Make the node be as `faults` says, in what concerns `kinds`."""
-    for step in dict.fromkeys(FAULT_KINDS[kind].enforce for kind in kinds):
-        step(node, faults)
-
-
 def _change(testbed: Testbed, node: str, change: Callable[[tuple[Fault, ...]], tuple[Fault, ...]]) -> Testbed:
     with locked(testbed.folder.path):
         standing = open_testbed(testbed.name)
@@ -197,9 +193,8 @@ def _change(testbed: Testbed, node: str, change: Callable[[tuple[Fault, ...]], t
         # Written down first: what fails half-way is then known, and can be cleared.
         state = standing.state.with_faults(node, after)
         testbed.folder.save(state)
-        kinds = tuple(dict.fromkeys(fault.kind for fault in (*before, *after) if (fault in before) != (fault in after)))
-        touched = kinds or tuple(dict.fromkeys(fault.kind for fault in after))
-        enforce(standing.node(node), after, touched)
+        for enforce in dict.fromkeys(FAULT_KINDS[fault.kind].enforce for fault in (*before, *after)):
+            enforce(standing.node(node), after)
         return replace(standing, state=state)
 
 
@@ -207,7 +202,7 @@ def _check(node: Node, fault: Fault) -> None:
     kind, spec = _kind(fault.kind), node.state.spec
     if kind.value is None and fault.value is not None:
         raise ConfigError(f"fault {fault.kind} takes no value, got {fault.value!r}")
-    if kind.value_needed and not fault.value:
+    if kind.value is not None and not kind.value.startswith("[") and not fault.value:
         raise ConfigError(f"fault {fault.kind} needs a value: {fault.kind} {kind.value}")
     if fault.kind == "link_down" and fault.value not in (None, *spec.interfaces):
         raise ConfigError(f"link_down {fault.value!r}: {node.name} has the interfaces {', '.join(spec.interfaces)}")

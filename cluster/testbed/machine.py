@@ -8,7 +8,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cluster.remote_text import one_line
@@ -31,6 +32,7 @@ _TOOLS = {
 _DOCKER_TOOLS = {"dockerd": "docker.io", "docker": "docker.io", "iptables": "iptables"}
 _SLURM_TOOLS = {"slurmctld": "slurmctld", "slurmd": "slurmd", "sbatch": "slurm-client", "munged": "munge"}
 _COMMAND_TIMEOUT_S = 60.0
+_READY_S = 60.0  # seconds even where many start at once; more only on a machine that is busy elsewhere
 
 
 def missing_requirements(*, docker: bool, platform: str, root: bool, path: str, slurm: bool = False) -> list[str]:
@@ -100,6 +102,15 @@ def run_command(argv: Sequence[str], *, environment: dict[str, str] | None = Non
         said = one_line(done.stderr or done.stdout, 400) or f"exit code {done.returncode}"
         raise TestbedError(f"{shlex.join(argv)}: {said}")
     return done.stdout
+
+
+def wait_until(ready: Callable[[], bool], what: str, log: Path) -> None:
+    """Return as soon as `ready` says so; TestbedError with the end of `log` when it takes too long."""
+    deadline = time.monotonic() + _READY_S
+    while not ready():
+        if time.monotonic() > deadline:
+            raise TestbedError(f"{what} not there after {_READY_S:g} s; its log says: {last_lines(log)}")
+        time.sleep(0.01)
 
 
 def last_lines(log: Path, count: int = 5) -> str:

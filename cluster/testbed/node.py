@@ -8,18 +8,16 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.testbed.folder import NodeFolder, TestbedError, TestbedState
-from cluster.testbed.machine import last_lines, run_command, tool_path, try_command
+from cluster.testbed.machine import last_lines, run_command, tool_path, try_command, wait_until
 from cluster.testbed.templates import render
 from cluster.testbed.texts import MARK_VARIABLE, SSH_USER, control_group, passwd_text, session_environment
 from engine.runs.process import process_start
 
 NAMESPACES = Path("/run/netns")
-_READY_S = 60.0  # seconds even where many start at once; more only on a machine that is busy elsewhere
 _DOCKER_STOP_S = 20.0
 _HOLD = Path(__file__).with_name("hold.sh")
 # No password, but not locked either: sshd lets nobody into a locked account.
@@ -111,7 +109,7 @@ class Node:
                 raise TestbedError(f"{self.name}: cannot set up its namespaces: {last_lines(self.folder.holder_log)}")
             return self.folder.holder_pid.exists()
 
-        self._wait(complete, "its namespaces", self.folder.holder_log)
+        wait_until(complete, f"{self.name}: its namespaces", self.folder.holder_log)
 
     def inside(self, *argv: str) -> tuple[str, ...]:
         """`argv` as it runs inside the node."""
@@ -131,7 +129,7 @@ class Node:
 
     def wait_for_sshd(self) -> None:
         """Return as soon as sshd answers."""
-        self._wait(lambda: self.sshd_service(0.5) is Service.UP, "sshd", self.folder.sshd_log)
+        wait_until(lambda: self.sshd_service(0.5) is Service.UP, f"{self.name}: sshd", self.folder.sshd_log)
 
     def stop_sshd(self) -> None:
         """End the listener; sessions go on."""
@@ -163,7 +161,7 @@ class Node:
 
     def wait_for_docker(self) -> None:
         """Return as soon as the Docker engine answers."""
-        self._wait(self.docker_answers, "the Docker engine", self.folder.docker_log)
+        wait_until(self.docker_answers, f"{self.name}: the Docker engine", self.folder.docker_log)
 
     def stop_docker(self) -> None:
         """End the Docker engine and its containers in good order; its images stay."""
@@ -207,15 +205,6 @@ class Node:
     @property
     def _environment(self) -> dict[str, str]:
         return {MARK_VARIABLE: self._testbed, "HOME": str(self.folder.home)}
-
-    def _wait(self, ready: Callable[[], bool], what: str, log: Path) -> None:
-        deadline = time.monotonic() + _READY_S
-        while not ready():
-            if time.monotonic() > deadline:
-                raise TestbedError(
-                    f"{self.name}: {what} not there after {_READY_S:g} s; its log says: {last_lines(log)}"
-                )
-            time.sleep(0.01)
 
 
 def make_key(path: Path, comment: str) -> None:

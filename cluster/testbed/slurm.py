@@ -12,13 +12,12 @@ import os
 import secrets
 import socket
 import stat
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.testbed.folder import TestbedError, TestbedFolder, TestbedState
-from cluster.testbed.machine import last_lines, run_command, tool_path, try_command
+from cluster.testbed.folder import TestbedFolder, TestbedState
+from cluster.testbed.machine import run_command, tool_path, try_command, wait_until
 from cluster.testbed.node import Node
 from cluster.testbed.spec import MAX_NODES, TestbedSpec
 from cluster.testbed.templates import render
@@ -26,7 +25,6 @@ from cluster.testbed.texts import MARK_VARIABLE, session_environment
 
 CONF_VARIABLE = "SLURM_CONF"
 _CONTROLLER_PORT = 6817
-_READY_S = 60.0  # seconds even where many start at once; more only on a machine that is busy elsewhere
 _ANSWER_S = 1.0
 _MIN_CPUS = 4  # so that several ranks fit on a node of a small machine
 _HEAD = Path(__file__).with_name("head.sh")
@@ -97,13 +95,9 @@ class SlurmRig:
 
     def wait(self) -> None:
         """Return as soon as every node takes jobs."""
-        deadline = time.monotonic() + _READY_S
-        while set((states := self.node_states()).values()) != {"idle"} or len(states) < self.state.spec.nodes:
-            if time.monotonic() > deadline:
-                found = ", ".join(f"{node} {state}" for node, state in states.items()) or "no answer of slurmctld"
-                said = last_lines(self._path / "log" / "slurmctld.log")
-                raise TestbedError(f"Slurm not ready after {_READY_S:g} s: {found}; its log says: {said}")
-            time.sleep(0.05)
+        idle = ["idle"] * self.state.spec.nodes
+        log = self._path / "log" / "slurmctld.log"
+        wait_until(lambda: [*self.node_states().values()] == idle, "Slurm with all nodes idle", log)
 
     def node_states(self) -> dict[str, str]:
         """What Slurm says of every node: idle, allocated, down*, ...; empty when its controller does not answer."""

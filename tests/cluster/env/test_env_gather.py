@@ -57,20 +57,6 @@ def test_a_node_is_planned_from_one_answer(answer: NodeProbe) -> None:
     assert [rail.port.device for rail in environment.rails] == [f"mlx5_{index}" for index in range(8)]
 
 
-def test_two_gpus_share_the_adapter_of_their_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    furnish(tmp_path, monkeypatch, "a100x8")
-    environment = plan_environment(read_facts(probe(), CONFIG), CONFIG)
-    shared = [rail.port.name for rail in environment.rails]
-    assert shared[0::2] == shared[1::2]
-    assert len(set(shared)) == 4
-
-
-def test_a_machine_without_hardware_talks_by_gloo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    furnish(tmp_path, monkeypatch, "none")
-    facts = read_facts(probe(), CONFIG)
-    assert (facts.ports, facts.gpus) == ((), ())
-
-
 @pytest.mark.parametrize("name", ["ib.ports", "net.links", "net.route"])
 @pytest.mark.parametrize("state", [SectionState.TIMED_OUT, SectionState.CUT_OFF, SectionState.MISSING])
 def test_what_cannot_be_read_is_no_machine_without_infiniband(

@@ -39,14 +39,6 @@ def _nccl_takes(value: str, port_name: str) -> bool:
     return port_name in wanted if value.startswith("=") else any(port_name.startswith(one) for one in wanted)
 
 
-@pytest.mark.parametrize("name", MACHINES)
-def test_what_belongs_elsewhere_is_never_set(name: str) -> None:
-    environment = plan_environment(machine(name), ClusterConfig(), log_dir="/run/logs")
-    names = {one.name for one in environment.variables}
-    assert names.isdisjoint({"NCCL_IGNORE_NET_MISMATCH", "NCCL_IB_GID_INDEX", "CUDA_DEVICE_MAX_CONNECTIONS"})
-    assert len(names) <= 12
-
-
 def test_communicators_of_a_rank_run_in_one_order_wherever_nccl_carries_them() -> None:
     assert node(port("mlx5_0")).value("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
     assert node().value("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"

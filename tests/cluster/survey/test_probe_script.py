@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from testkit.check_fakes import done, frame, run_script
 
 from cluster.checks.selection import GROUPS
+from cluster.env.gather import FACT_QUESTIONS
+from cluster.env.live import LIVE
 from cluster.survey.script import (
     SECTION_BYTES,
     build_script,
@@ -95,7 +97,8 @@ def test_probes_write_no_files(tmp_path: Path) -> None:
 
 
 def test_what_python_runs_on_nodes_is_python_3_9() -> None:
-    programs = [one.script.partition("<<'PYTHON'")[2] for group in GROUPS for one in group.questions]
+    questions = [*(one for group in GROUPS for one in group.questions), *FACT_QUESTIONS, LIVE]
+    programs = [one.script.partition("<<'PYTHON'")[2] for one in questions]
     for program in filter(None, programs):
         body = program.partition("\n")[2].partition("\nPYTHON\n")[0]
         imports = [one for one in ast.walk(ast.parse(body, feature_version=(3, 9))) if isinstance(one, ast.Import)]

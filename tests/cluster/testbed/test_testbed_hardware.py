@@ -6,7 +6,6 @@ import pytest
 from testkit.connecting import connect
 
 from cluster.testbed.faults import clear_faults, set_fault
-from engine.config.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +61,6 @@ def test_a_fault_of_an_adapter_shows(testbed):
     clear_faults(testbed, node)
 
     assert after == before - 1
-
-
-def test_an_unknown_hardware_fault_is_refused(testbed):
-    with pytest.raises(ConfigError, match="coffee"):
-        set_fault(testbed, testbed.node_names[0], "hardware", "coffee:3")
 
 
 def test_a_node_with_adapters_may_lock_memory(testbed):
