@@ -82,6 +82,7 @@ def test_yaml_text_comes_back_unchanged(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
     assert load_config(path) == config
+    assert path.read_text(encoding="utf-8").startswith("exp: tiny\nseed: 0\nmodel:\n  name: tiny\n")  # as declared
 
 
 @given(

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testkit.corpora import record_corpus
 from tokenizer_families import CHATML, CHATML_MARKED, LLAMA3, LLAMA3_MARKED, write_tokenizer
+from tokenizers import Tokenizer, processors
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
@@ -59,6 +60,10 @@ def test_ids_are_those_of_transformers(tmp_path: Path, template: str) -> None:
     from transformers import PreTrainedTokenizerFast
 
     path = write_tokenizer(tmp_path / "model", template)
+    inner = Tokenizer.from_file(str(path))  # one that begins texts, but not conversations, with a token
+    start = [("<|bos|>", inner.token_to_id("<|bos|>"))]
+    inner.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=start)
+    inner.save(str(path))
     theirs = PreTrainedTokenizerFast.from_pretrained(str(path.parent))
     found, ours = find_template(DataConfig(tokenizer=str(path), messages_field="messages")), load_tokenizer_file(path)
     marks = {"return_assistant_tokens_mask": template in (CHATML_MARKED, LLAMA3_MARKED)}
