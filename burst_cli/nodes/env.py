@@ -38,11 +38,6 @@ RunOption = Annotated[
 ]
 
 
-@app.callback()
-def _env() -> None:
-    """Show, write or check the NCCL environment of every node, with reasons."""
-
-
 @app.command()
 def show(
     context: typer.Context,

@@ -102,8 +102,7 @@ class HcaPort:
     device, port: `mlx5_0`, 1. link_layer: InfiniBand or Ethernet. state: ACTIVE, DOWN, INIT, ... phys_state: LinkUp,
     Polling, Disabled, ... rate_gbps: what is set up now. pci_path: PCI addresses from the root complex to the adapter
     (`0000:00:01.0`, ..., the adapter last). netdev: its network interface. gids: index -> (type, address).
-    pcie_gts: GT/s per lane. None, or "" for a state: the node did not
-    tell.
+    pcie_gts: GT/s per lane. None, or "" for a state: the node did not tell.
     """
 
     device: str

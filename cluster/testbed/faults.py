@@ -6,7 +6,6 @@ before. So every fault can be taken back, in any order, also after a failure in 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -88,10 +87,9 @@ def _swap_host_key(ssh: Path, *, swapped: bool) -> bool:
 
 
 def _login(node: Node, faults: Sequence[Fault]) -> None:
-    keys, away = node.folder.authorized_keys, node.folder.authorized_keys.with_suffix(".away")
     refused = any(fault.kind == "login_refused" for fault in faults)
-    with contextlib.suppress(FileNotFoundError):
-        (keys if refused else away).rename(away if refused else keys)
+    key = node.folder.testbed.client_key.with_suffix(".pub").read_text(encoding="utf-8")
+    node.folder.authorized_keys.write_text("" if refused else key, encoding="utf-8")
 
 
 def _shell(node: Node, faults: Sequence[Fault]) -> None:
