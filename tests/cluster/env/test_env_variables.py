@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from env_topologies import MACHINES, interface, machine, node, port
+from env_topologies import interface, machine, node, port
 
 from cluster.env.facts import NodeEnvironment
 from cluster.env.plan import plan_environment
@@ -37,13 +37,6 @@ def test_a_name_that_begins_like_another_does_not_bring_it_in() -> None:
 def _nccl_takes(value: str, port_name: str) -> bool:
     wanted = value.removeprefix("=").split(",")
     return port_name in wanted if value.startswith("=") else any(port_name.startswith(one) for one in wanted)
-
-
-def test_communicators_of_a_rank_run_in_one_order_wherever_nccl_carries_them() -> None:
-    assert node(port("mlx5_0")).value("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
-    assert node().value("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
-    on_cpu = plan_environment(machine(next(iter(MACHINES))), ClusterConfig(backend="gloo"))
-    assert on_cpu.value("NCCL_LAUNCH_ORDER_IMPLICIT") is None
 
 
 def test_roce_without_an_ipv4_address_is_a_warning() -> None:
