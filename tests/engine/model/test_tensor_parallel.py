@@ -73,7 +73,7 @@ def messages_of_the_layers(policy: str, dtype: str) -> list[Sent]:
     forward, backward = Sent(), Sent()
     with Operations(forward.see):
         for layer in run.model.layers:
-            hidden = layer(hidden, cos, sin, run.attention)
+            hidden = layer(hidden, cos, sin, run.attention.run_context())
     with Operations(backward.see):
         hidden.sum().backward()
     return [forward, backward]
@@ -97,7 +97,7 @@ def layer_input_rows(tp_size: int) -> int:
     rows = []
     run.model.layers[1].input_layernorm.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
     local = local_rows(run, own_batch(run, sequences=1))
-    sequence_loss(run.model, local, run.attention)
+    sequence_loss(run.model, local, run.attention.run_context())
     return rows[0]
 
 
