@@ -152,6 +152,12 @@ def test_files_stay_short() -> None:
     assert not {name: length for name, length in lengths.items() if length > MAX_FILE_LINES}
 
 
+def test_names_of_test_files_are_unique() -> None:
+    """pytest takes two of one name for the same module."""
+    names = collections.Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
 def test_tests_patch_nothing_of_the_product() -> None:
     """What a test wants otherwise is an argument; the environment and the working folder may be set."""
     patching = [
