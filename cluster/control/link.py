@@ -72,7 +72,8 @@ class NodeStatus:
             case "start_failed":
                 text = "could not start"
             case "stop":
-                text = f"stopped ({word(self.outcome, 'stop_cause') or 'by nobody knows whom'})"
+                by = word(self.outcome, "stop_cause")
+                text = f"stopped ({by})" if by else "stopped"
         error = word(self.outcome, "error")
         return f"{text}: {error}" if error else text
 

@@ -3,6 +3,8 @@
 For other people's models (docs/library.md):
 
     from engine.attention import ContextParallel, Mask, attention
+
+This package needs torch anyway; what must not, lies in `engine.planning`.
 """
 
 from engine.attention.context import SequenceContext, attention

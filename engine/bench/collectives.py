@@ -12,7 +12,7 @@ import torch.distributed as dist
 from engine.bench.measure import exchange, slowest_rank, synchronize
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
-from engine.parallel.mesh import choose_device, read_placement, start_process_group
+from engine.parallel.mesh import check_world, choose_device, read_placement, start_process_group
 from engine.runs.folder import RunFolder
 from engine.training.rank.lifecycle import run_states
 from engine.training.rank.process import RankStatus
@@ -28,6 +28,7 @@ def measure_collectives(config: RunConfig, run: RunFolder, status: RankStatus) -
     placement = read_placement()
     with run_states(run, status, rank=placement.rank):
         status.phase = "start"
+        check_world(config.cluster, placement)  # of fewer ranks than were asked for a figure would be of something else
         if placement.world_size < 2:
             raise ConfigError("collectives need two ranks: name two nodes or more, or set cluster.ranks_per_node=2")
         device = choose_device(config.cluster, placement)

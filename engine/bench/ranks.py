@@ -54,7 +54,7 @@ def measure_cell(cell: Any, program: RankProgram, told: Callable[[str], None] = 
     RunError says which rank failed and its last words. `told` gets what rank 0 printed last, now and then. Whatever
     happens, Ctrl-C included, no rank is alive afterwards.
     """
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory(prefix="burst-bench-") as name:
         folder = Path(name)
         write_cell(cell, folder)
         run_ranks(program, cell.setup, folder, told)

@@ -48,9 +48,7 @@ def ask_here(
 ) -> NodeProbe:
     """The answer of this machine in `folder`, with `tools` first in PATH and nothing else of our environment."""
     path = ":".join(map(str, filter(None, (tools, AT_HAND, os.environ["PATH"]))))
-    program = shutil.which(shell[0], path=path)
-    if program is None:
-        pytest.skip(f"{shell[0]} is not installed")  # where CI is set, a skip fails the session
+    program = installed(shell[0], path)
     fence = new_fence()
     # Not a pipe: what a killed section leaves behind would hold it open.
     with tempfile.TemporaryFile() as output:
@@ -67,6 +65,11 @@ def ask_here(
         answer = output.read()
     assert is_complete(answer, fence)
     return NodeProbe("node1", read_sections(answer, fence))
+
+
+def installed(tool: str, path: str | None = None) -> str:
+    """Where the tool is; without it the test is skipped, which fails the session where CI is set."""
+    return shutil.which(tool, path=path) or pytest.skip(f"{tool} is not installed")
 
 
 def ended(name: str, output: str, code: int = 0) -> Section:

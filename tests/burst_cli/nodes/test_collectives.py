@@ -19,7 +19,11 @@ from testkit.testbed_fixture import MakeTestbed, Testbeds
 from burst_cli.nodes.collectives import collectives_view, judged
 from cluster.testbed.build import Testbed
 from cluster.testbed.faults import set_fault
-from engine.bench.collectives import SIZES, exchange_pairs, plan_rounds, sweep
+from engine.bench.collectives import SIZES, exchange_pairs, measure_collectives, plan_rounds, sweep
+from engine.config.errors import ConfigError
+from engine.config.settings import RunConfig, config_from_dict
+from engine.runs.folder import RunFolder, create_run
+from engine.training.rank.process import RankStatus
 
 Burst = Callable[..., Any]
 CPU = torch.device("cpu")
@@ -40,6 +44,23 @@ def test_nodes_are_paired_whatever_ranks_they_have(ranks: Any) -> None:
     of_one, *_ = ranks(4).run(exchange_pairs, CPU, 1)
     assert sorted(pair["nodes"] for pair in of_one) == [[0, 1], [0, 2], [0, 3], [1, 2], [1, 3], [2, 3]]
     assert all(pair["gbps"] > 0 for pair in (*of_one, *of_two))
+
+
+def measured(path: str, config: RunConfig) -> str:
+    """What the error says that a rank ends with, or nothing."""
+    try:
+        measure_collectives(config, RunFolder(Path(path)), RankStatus())
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_fewer_ranks_than_configured_measure_nothing(ranks: Any, tmp_path: Path) -> None:
+    run = create_run(tmp_path / "run", {})
+    run.transition("starting")
+    config = config_from_dict({"cluster": {"ranks_per_node": 4}})
+    for error in ranks(2).run(measured, str(run.path), config):
+        assert "= 4 ranks, but 2 ranks were started" in error
 
 
 @given(count=st.integers(1, 40))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from rehearsal import GPU, IB, ask, check, healthy, program, rehearse, write_files
-from testkit.check_fakes import bad, only, told
+from testkit.check_fakes import bad, installed, only, told
 
 from cluster.checks.finding import Verdict
 from cluster.checks.groups.ib import FabricView
@@ -142,9 +142,7 @@ def _environment_names(pid: str, folder: str) -> bool:
 
 @pytest.mark.parametrize("shell", [("dash",), ("bash", "--posix"), ("busybox", "sh")], ids=lambda shell: shell[0])
 def test_every_shell_tells_the_same(tmp_path: Path, shell: tuple[str, ...]) -> None:
-    found = shutil.which(shell[0])
-    if found is None:
-        pytest.skip(f"{shell[0]} is not installed")  # where CI is set, a skip fails the session
+    found = installed(shell[0])
     write_files(tmp_path, "h100x8", "ecc:2", "roce", "growing:rail4")
     # Sections start `sh`: it has to be the same shell, too, and with busybox so do the tools.
     program(

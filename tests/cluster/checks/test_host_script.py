@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import resource
-import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +13,7 @@ from types import MappingProxyType
 
 import pytest
 from host_sections import BARE, DOCKER, GROUP
-from testkit.check_fakes import ask_here
+from testkit.check_fakes import ask_here, installed
 
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.groups.host import read_runs, read_system
@@ -35,17 +34,10 @@ def tools(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """A folder that goes first in PATH: `sh` and, for busybox, all of its tools."""
     folder = tmp_path_factory.mktemp("tools")
     if request.param == "dash":
-        (folder / "sh").symlink_to(_tool("dash"))
+        (folder / "sh").symlink_to(installed("dash"))
     else:
-        subprocess.run([_tool("busybox"), "--install", "-s", str(folder)], check=True)
+        subprocess.run([installed("busybox"), "--install", "-s", str(folder)], check=True)
     return folder
-
-
-def _tool(name: str) -> str:
-    found = shutil.which(name)
-    if found is None:
-        pytest.skip(f"{name} is not installed")  # where CI is set, a skip fails the session
-    return found
 
 
 def ask(
@@ -222,7 +214,7 @@ def test_a_shared_folder_that_is_there_tells_its_room(tools: Path, tmp_path: Pat
 
 
 def test_a_node_without_the_tools_is_unknown_and_not_fine(tmp_path: Path) -> None:
-    (tmp_path / "sh").symlink_to(_tool("dash"))  # busybox is never without its tools
+    (tmp_path / "sh").symlink_to(installed("dash"))  # busybox is never without its tools
     write(tmp_path / "python3", "#!/bin/sh\nexit 127\n")
     (tmp_path / "python3").chmod(0o755)
     probe = ask(tmp_path, tmp_path, "disk", "runs")

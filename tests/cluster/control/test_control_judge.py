@@ -147,7 +147,7 @@ def test_error_files_may_hold_anything(document: dict[str, Any]) -> None:
         ({"cause": "lease", "exit_code": 0}, "stopped by itself, because it heard nothing of its launcher"),
         ({"cause": "start_failed", "exit_code": None, "error": "no python"}, "could not start: no python"),
         ({"cause": "stop", "exit_code": -15, "stop_cause": "Ctrl-C"}, "stopped (Ctrl-C)"),
-        ({"cause": "stop", "exit_code": 0}, "stopped (by nobody knows whom)"),
+        ({"cause": "stop", "exit_code": 0}, "stopped"),
     ],
 )
 def test_end_of_a_node_is_said_in_a_few_words(outcome: dict[str, Any] | None, end: str | None) -> None:
