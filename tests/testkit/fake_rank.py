@@ -18,7 +18,6 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -72,9 +71,10 @@ def train(run: RunFolder, mode: str, rank: int, status: RankStatus) -> None:
 
 def wait_and_save(run: RunFolder, rank: int) -> None:
     """As the trainer ends when it is asked to stop."""
-    asked = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: asked.set())
-    asked.wait(FOREVER_S)
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))  # which takes no lock: the signal comes twice
+    while not asked:
+        time.sleep(0.01)
     if rank == 0:
         run.append_event("checkpoint", step=STEPS)
     while not any(event["kind"] == "checkpoint" for event in run.read_events()):

@@ -104,14 +104,15 @@ class StopRequest:
         """Listens until the block ends; outside of it SIGTERM ends the process at once, as before.
 
         A rank may sit in a collective whose peer is gone, where no Python handler runs. So the signal is read from a
-        wakeup descriptor by a thread, which ends the process after the grace period.
+        wakeup descriptor by a thread, which ends the process after the grace period. The handler itself does nothing:
+        launcher and torchrun both send the signal, and a handler that takes a lock would wait for itself in the second.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
-        old_handler = signal.signal(signal.SIGTERM, lambda *_: self._event.set())
+        old_handler = signal.signal(signal.SIGTERM, lambda *_: None)
         old_descriptor = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         thread = threading.Thread(target=self._wait_for_signal, args=(reader,), name="stop-request", daemon=True)
         thread.start()

@@ -20,6 +20,27 @@ with StopRequest(grace_s=0.2).watch():
 """
 
 
+# The launcher and torchrun both send it: the second may come at any line of what the first one's handler does.
+TWICE = """
+import signal, sys
+from engine.training.rank.lifecycle import StopRequest
+def again_at(number):
+    left = [number]
+    def trace(frame, event, _):
+        left[0] -= event == "line"
+        if left[0] == 0:
+            left[0] -= 1
+            signal.raise_signal(signal.SIGTERM)
+        return trace
+    return trace
+with StopRequest(grace_s=10).watch():
+    for number in range(1, 30):
+        sys.settrace(again_at(number))
+        signal.raise_signal(signal.SIGTERM)
+        sys.settrace(None)
+"""
+
+
 def test_sigterm_inside_the_watch_is_a_request() -> None:
     stop = StopRequest()
     with stop.watch():
@@ -42,3 +63,7 @@ def test_a_process_that_never_reaches_an_edge_is_ended_after_the_grace() -> None
     process.terminate()
     assert process.wait(timeout=200) == TERMINATED_EXIT_CODE
     process.stdout.close()
+
+
+def test_a_second_signal_finds_no_lock_that_the_first_one_holds() -> None:
+    assert subprocess.run([sys.executable, "-c", TWICE], timeout=60).returncode == 0
