@@ -155,7 +155,7 @@ class NodesBuilder:
             env_file=f"{bare.folder}/{bare.env_file}",
             mounts=self._mounts(site),
             has_gpus=self.backend.name == "nccl",
-            has_infiniband=bool(site.facts and site.facts.ports) and site.has_infiniband_devices,
+            has_infiniband=site.has_infiniband_devices,
         )
         return replace(bare, argv=container.argv(bare.argv), container=container.name)
 

@@ -11,7 +11,7 @@ import subprocess
 import time
 from typing import Any, Callable, Optional
 
-from cluster.agent.code import check_tree, expand
+from cluster.agent.code import expand
 from cluster.agent.folder import safe_name
 from cluster.agent.memory import memory_limit_bytes
 from cluster.agent.processes import NODE_VARIABLE, RUN_ID_VARIABLE, Helpers, all_pids, read_environ
@@ -50,7 +50,6 @@ def survey(question: dict[str, Any]) -> dict[str, Any]:
     root = expand(question["root"], home) or os.path.join(home, ".burst")
     code_root = expand(question["code_root"], home) or os.path.join(root, "code")
     found: dict[str, Any] = {
-        "hostname": socket.gethostname(),
         "home": home,
         "user": _user(),
         "uid": os.getuid(),
@@ -68,7 +67,6 @@ def survey(question: dict[str, Any]) -> dict[str, Any]:
         "cores": find_cores,
         "disk": lambda: find_disk(root),
         "port": lambda: find_port(question["port"]),
-        "code": lambda: check_tree(os.path.join(code_root, question["code_id"]), question["code_id"]),
         "lock": lambda: find_lock(question["node"]),
         "runs": lambda: find_runs(question["node"]),
         "data": lambda: find_data(question["data"], home),
@@ -145,23 +143,19 @@ def find_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def find_disk(root: str) -> dict[str, Any]:
-    """Free bytes where `root` is or will be, and whether we may write there."""
-    folder = root
+def find_disk(root: str) -> int:
+    """Free bytes where `root` is or will be, and we may write."""
+    folder = os.path.abspath(root)
     while not os.path.isdir(folder):
         if os.path.lexists(folder):
-            return {"free_bytes": 0, "problem": f"{folder} is not a folder"}
-        above = os.path.dirname(folder)
-        if above == folder:
-            raise Problem(f"{root} has no folder above it")
-        folder = above
+            raise Problem(f"{folder} is not a folder")
+        folder = os.path.dirname(folder)
     found = os.statvfs(folder)
-    problem = ""
     if found.f_flag & os.ST_RDONLY or not os.access(folder, os.W_OK | os.X_OK):
-        problem = f"{folder} is not writable"
-    elif not found.f_favail and found.f_files:
-        problem = f"{folder} has no free inodes"
-    return {"free_bytes": found.f_bavail * found.f_frsize, "problem": problem}
+        raise Problem(f"{folder} is not writable")
+    if not found.f_favail and found.f_files:
+        raise Problem(f"{folder} has no free inodes")
+    return found.f_bavail * found.f_frsize
 
 
 def find_port(wanted: Optional[int]) -> int:
@@ -204,7 +198,7 @@ def find_runs(node: str) -> list[dict[str, Any]]:
         environ = read_environ(pid) or {}
         run_id = environ.get(RUN_ID_VARIABLE.encode())
         if run_id and environ.get(NODE_VARIABLE.encode()) == node.encode():
-            found.append({"pid": pid, "run_id": run_id.decode("utf-8", "replace"), "user": _owner(pid)})
+            found.append({"pid": pid, "run_id": run_id.decode("utf-8", "replace")})
     return found[:_MAX_LISTED]
 
 
@@ -262,10 +256,10 @@ def _edges(path: str, size: int) -> bytes:
     return digest.digest()
 
 
-def find_engine(command: list[str]) -> Optional[dict[str, Any]]:
-    """Version of the container engine; None when none is asked for."""
+def find_engine(command: list[str]) -> bool:
+    """Whether a container engine is asked for, and answers."""
     if not command:
-        return None
+        return False
     status, out, said = run([*command, "version", "--format", "{{json .}}"])
     try:
         server = json.loads(out).get("Server") if not status else None
@@ -273,10 +267,10 @@ def find_engine(command: list[str]) -> Optional[dict[str, Any]]:
         server = None
     if not server:
         raise Problem(said or f"{command[0]} ended with {status}")
-    return {"version": str(server.get("Version") or "?")}
+    return True
 
 
-def find_image(command: list[str], image: Optional[str]) -> Optional[dict[str, Any]]:
+def find_image(command: list[str], image: Optional[str]) -> Optional[str]:
     """The identity of the run's image; None when the node has no such image, or none is asked for."""
     if not command or not image:
         return None
@@ -287,7 +281,7 @@ def find_image(command: list[str], image: Optional[str]) -> Optional[dict[str, A
         if "no such image" in said.lower():
             return None
         raise Problem(said or f"{command[0]} ended with {status}")
-    return {"identity": image_identity(json.loads(out)[0])}
+    return image_identity(json.loads(out)[0])
 
 
 def run(argv: list[str]) -> tuple[int, str, str]:

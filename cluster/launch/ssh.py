@@ -18,7 +18,6 @@ from cluster.errors import ClusterError
 from cluster.facts import MachineFacts
 from cluster.launch.runner import Asked, NamedNodes
 from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, assemble_plan, with_ranks
-from cluster.plan_container import engine_words
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, node_folders
 from cluster.preflight.judge import check_survey
 from cluster.preflight.survey import Question, RemoteFacts, survey_fleet
@@ -92,7 +91,7 @@ class SshRunner(NamedNodes):
         config = with_shared_checkpoints(config, hosts[0].user)
         archive = build_archive()
         place = code_place(config.cluster.node_folder, config.cluster.shared_folder, hosts[0].user)
-        question = Question(config, archive.code_id, place.root if place.is_shared else None, _engine(config))
+        question = Question(config, place.root if place.is_shared else None)
         with SshPool() as pool, asked.busy(f"asking {len(hosts)} nodes"):
             found = survey_fleet(hosts, question, pool.connect)
         warnings = check_survey(found, config, force=asked.force)
@@ -242,11 +241,6 @@ def least_hardware(nodes: Sequence[RemoteFacts]) -> Hardware:
         return Hardware(gpus, None, "unknown")
     size, node = min(known)
     return Hardware(gpus, round(size * (1 - HOST_RESERVE_SHARE)), f"memory of {node}")
-
-
-def _engine(config: RunConfig) -> tuple[str, ...]:
-    container = config.cluster.container
-    return () if container.runtime == "bare" else engine_words(container.command)
 
 
 def _absolute_ssh(ssh: SshConfig) -> SshConfig:

@@ -43,7 +43,7 @@ def judge_health(report: FleetReport, *, force: bool = False) -> tuple[str, ...]
     for fold in fold_reports(report.nodes.values()):
         for finding in fold.findings:
             if finding.severity is Verdict.FAIL:
-                failures.append(NodeProblem(f"health.{finding.check}", fold.names, _text(finding), is_risk=True))
+                failures.append(NodeProblem(fold.names, _text(finding), is_risk=True))
             elif finding.severity in (Verdict.WARN, Verdict.UNKNOWN):
                 warnings.append(f"{fold.nodes}: {_text(finding)}")
     if failures and not force:

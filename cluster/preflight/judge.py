@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.code.program import OLD_PYTHON, NoAnswerError
-from cluster.errors import ClusterError, SshError
+from cluster.errors import ClusterError
 from cluster.preflight.survey import DataFacts, RemoteFacts, Survey, needed_modules
 from cluster.ssh.nodes import fold_nodes
 from engine.config.errors import BurstError
@@ -23,9 +22,8 @@ _NUMBERS = re.compile(r"[0-9][0-9.]*")
 
 @dataclass(frozen=True)
 class NodeProblem:
-    """What keeps nodes from carrying the run. kind: what sort it is, for programs. is_risk: --force may take it."""
+    """What keeps nodes from carrying the run. is_risk: --force may take it."""
 
-    kind: str
     nodes: tuple[str, ...]
     text: str
     is_risk: bool = False
@@ -73,85 +71,76 @@ def _folded(problems: Iterable[NodeProblem]) -> tuple[NodeProblem, ...]:
     """Problems with the same text told once."""
     nodes: dict[NodeProblem, list[str]] = {}
     for problem in problems:
-        nodes.setdefault(NodeProblem(problem.kind, (), problem.text, problem.is_risk), []).extend(problem.nodes)
-    return tuple(
-        NodeProblem(key.kind, tuple(dict.fromkeys(names)), key.text, key.is_risk) for key, names in nodes.items()
-    )
+        nodes.setdefault(replace(problem, nodes=()), []).extend(problem.nodes)
+    return tuple(replace(problem, nodes=tuple(dict.fromkeys(names))) for problem, names in nodes.items())
 
 
 def _unreachable(problems: Mapping[str, NodeProblem]) -> list[NodeProblem]:
     """Nodes that fail alike get the words of the first: those of the others differ in names and addresses alone."""
-    first: dict[tuple[str, str], str] = {}
+    first: dict[str, str] = {}
     found = []
     for node, problem in problems.items():
-        alike = (problem.kind, _NUMBERS.sub("#", problem.text.replace(node, "#")))
+        alike = _NUMBERS.sub("#", problem.text.replace(node, "#"))
         found.append(replace(problem, text=first.setdefault(alike, problem.text)))
     return found
 
 
 def _unanswered(node: str, error: BurstError) -> NodeProblem:
-    if isinstance(error, SshError):
-        text = f"{error.detail}{f'; {error.remedy}' if error.remedy else ''}"
-        return NodeProblem(f"ssh.{error.kind}", (node,), text)
-    if isinstance(error, NoAnswerError) and error.is_python_missing:
-        return NodeProblem("tools", (node,), f"no usable python3 for the supervisor of the run: {OLD_PYTHON}")
-    return NodeProblem("answer", (node,), str(error).removeprefix(f"{node}: "))
+    return NodeProblem((node,), str(error).removeprefix(f"{node}: "))
 
 
 def _busy(facts: RemoteFacts, config: RunConfig) -> Iterator[NodeProblem]:
     if facts.lock is not None:
         text = f"run {facts.lock} holds it; wait for its end, end it with `burst cancel {facts.lock}`, or take others"
-        yield NodeProblem("busy", (facts.node,), text, is_risk=True)
+        yield NodeProblem((facts.node,), text, is_risk=True)
 
 
 def _processes(facts: RemoteFacts, config: RunConfig) -> Iterator[NodeProblem]:
     """What earlier runs left; processes of the run that holds the node are its own matter."""
     left: dict[str, list[str]] = {}
-    for process in facts.runs:
-        if process.run_id is not None and process.run_id != facts.lock:
-            left.setdefault(process.run_id, []).append(str(process.pid))
+    for pid, run_id in facts.runs.items():
+        if run_id != facts.lock:
+            left.setdefault(run_id, []).append(str(pid))
     for run_id, pids in left.items():
         left_over = "1 process is" if len(pids) == 1 else f"{len(pids)} processes are"
         shown = " ".join(pids[:_SHOWN]) + (" ..." if len(pids) > _SHOWN else "")
         text = f"{left_over} left of run {run_id} (pid {shown}); `burst cancel {run_id}` ends what is left"
-        yield NodeProblem("leftover", (facts.node,), text, is_risk=True)
+        yield NodeProblem((facts.node,), text, is_risk=True)
 
 
 def _gpus_in_use(facts: RemoteFacts, config: RunConfig) -> Iterator[NodeProblem]:
-    others = [one for one in facts.gpu_processes if one.pid not in {process.pid for process in facts.runs}]
+    others = [one for one in facts.gpu_processes if one.pid not in facts.runs]
     if not others or config.cluster.backend == "gloo":
         return
     shown = "; ".join(f"{one.text} (pid {one.pid}, {one.user})" for one in others[:_SHOWN])
     more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
     text = f"its GPUs are in use: {shown}{more}; wait for their end, or take other nodes"
-    yield NodeProblem("gpu.busy", (facts.node,), text, is_risk=True)
+    yield NodeProblem((facts.node,), text, is_risk=True)
 
 
 def _network(facts: RemoteFacts, config: RunConfig) -> Iterator[NodeProblem]:
     if facts.address is None:
         text = f"no address for the other nodes: {facts.interface_problem}; set cluster.interface"
-        yield NodeProblem("interface", (facts.node,), text)
+        yield NodeProblem((facts.node,), text)
 
 
 def _disk(facts: RemoteFacts, config: RunConfig) -> Iterator[NodeProblem]:
     free, where = facts.disk_free_bytes, "cluster.node_folder"
-    if facts.disk_problem:
-        yield NodeProblem("disk", (facts.node,), f"{facts.disk_problem}; set {where} to a folder of yours")
-    elif free is None:
-        why = facts.problems.get("disk", "it did not tell")
-        yield NodeProblem("disk", (facts.node,), f"free space under {facts.root} is not known: {why}", is_risk=True)
+    if free is None:
+        why = facts.problems.get("disk", "its free space is not known")
+        yield NodeProblem((facts.node,), f"{why}; set {where} to a folder of yours")
     elif free < WANTED_DISK_BYTES:
         text = (
             f"{free >> 20} MiB free under {facts.root}, expected {WANTED_DISK_BYTES >> 20}; make room, or set {where}"
         )
-        yield NodeProblem("disk", (facts.node,), text, is_risk=free >= LEAST_DISK_BYTES)
+        yield NodeProblem((facts.node,), text, is_risk=free >= LEAST_DISK_BYTES)
 
 
 def _clock(facts: RemoteFacts, config: RunConfig) -> Iterator[NodeProblem]:
     offset = facts.clock_offset_s
     if offset is not None and abs(offset) - facts.clock_error_s > CLOCK_SKEW_S:
         text = f"its clock is {abs(offset):.0f} s {'ahead' if offset > 0 else 'behind'}; set it (chrony, ntp)"
-        yield NodeProblem("clock", (facts.node,), text, is_risk=True)
+        yield NodeProblem((facts.node,), text, is_risk=True)
 
 
 def _python(facts: RemoteFacts, config: RunConfig) -> Iterator[NodeProblem]:
@@ -159,10 +148,10 @@ def _python(facts: RemoteFacts, config: RunConfig) -> Iterator[NodeProblem]:
     oldest = ".".join(map(str, OLDEST_PYTHON))
     if python is None:
         why = facts.problems.get("python", "it did not tell")
-        yield NodeProblem("python", (facts.node,), f"no Python for the ranks: {why}; {remedy}")
+        yield NodeProblem((facts.node,), f"no Python for the ranks: {why}; {remedy}")
     elif python.version[:2] < OLDEST_PYTHON:
         text = f"{python.executable} is Python {python.version_text}, ranks need {oldest} or newer; {remedy}"
-        yield NodeProblem("python", (facts.node,), text)
+        yield NodeProblem((facts.node,), text)
 
 
 def _modules(facts: RemoteFacts, config: RunConfig) -> Iterator[NodeProblem]:
@@ -172,24 +161,23 @@ def _modules(facts: RemoteFacts, config: RunConfig) -> Iterator[NodeProblem]:
         text = (
             f"{python.executable} has no {', '.join(missing)}; install it there, or set cluster.python to one that has"
         )
-        yield NodeProblem("torch" if "torch" in missing else "module", (facts.node,), text)
+        yield NodeProblem((facts.node,), text)
 
 
 def _engine(facts: RemoteFacts, config: RunConfig) -> Iterator[NodeProblem]:
-    if facts.engine_version is None:
-        why = facts.problems.get("engine", "it did not answer")
-        text = f"the container engine cannot be used: {why} (cluster.container.command)"
-        yield NodeProblem("engine", (facts.node,), text)
+    if "engine" in facts.problems:
+        text = f"the container engine cannot be used: {facts.problems['engine']} (cluster.container.command)"
+        yield NodeProblem((facts.node,), text)
 
 
 def _image(facts: RemoteFacts, config: RunConfig) -> Iterator[NodeProblem]:
     image = config.cluster.container.image
-    if facts.engine_version is not None and facts.image is None:
+    if "engine" not in facts.problems and facts.image is None:
         why = facts.problems.get("image")
         text = (
             f"image {image} cannot be looked at: {why}" if why else f"it has no image {image}; run `burst image push`"
         )
-        yield NodeProblem("image", (facts.node,), text)
+        yield NodeProblem((facts.node,), text)
 
 
 def _port(survey: Survey, config: RunConfig) -> Iterator[NodeProblem]:
@@ -198,27 +186,25 @@ def _port(survey: Survey, config: RunConfig) -> Iterator[NodeProblem]:
     if first is not None and first.port is None:
         why = first.problems.get("port", "it did not tell")
         text = f"no port for the rendezvous: {why}; free it, or set cluster.master_port to another one (null: any)"
-        yield NodeProblem("port", (first.node,), text)
+        yield NodeProblem((first.node,), text)
 
 
 def _data(facts: Sequence[RemoteFacts], config: RunConfig) -> Iterator[NodeProblem]:
     """Data that a node lacks; data that is there and not the same everywhere."""
     for one in facts:
         if "data" in one.problems:
-            yield NodeProblem(
-                "data", (one.node,), f"its data files are not known: {one.problems['data']}", is_risk=True
-            )
+            yield NodeProblem((one.node,), f"its data files are not known: {one.problems['data']}", is_risk=True)
         for entry in one.data:
             if entry.problem:
                 text = f"data {entry.path}: {entry.problem}; bring it there under this name"
-                yield NodeProblem("data", (one.node,), text)
+                yield NodeProblem((one.node,), text)
     for index in range(max((len(one.data) for one in facts), default=0)):
         column = {one.node: one.data[index] for one in facts if index < len(one.data) and not one.data[index].problem}
         kinds = _by_value({node: _sameness(entry) for node, entry in column.items() if entry.digest})
         if len(kinds) > 1:
             path = next(iter(column.values())).path
             text = f"data {path} differs: {_spread(kinds)}; give all nodes the same files"
-            yield NodeProblem("data.differs", tuple(column), text, is_risk=True)
+            yield NodeProblem(tuple(column), text, is_risk=True)
 
 
 def _sameness(entry: DataFacts) -> str:
@@ -233,13 +219,13 @@ def _gpu_counts(facts: Sequence[RemoteFacts], config: RunConfig) -> Iterator[Nod
         return
     for one in facts:
         if "gpus" in one.problems:
-            yield NodeProblem("gpu", (one.node,), f"its GPUs are not known: {one.problems['gpus']}")
+            yield NodeProblem((one.node,), f"its GPUs are not known: {one.problems['gpus']}")
     if any("gpus" in one.problems for one in facts):
         return
     if cluster.ranks_per_node is None and len(set(counts.values())) > 1:
         kinds = _by_value({node: _gpus(count) for node, count in counts.items()})
         text = f"{_spread(kinds)}; set cluster.ranks_per_node, or take nodes that are alike"
-        yield NodeProblem("gpu.count", tuple(counts), text)
+        yield NodeProblem(tuple(counts), text)
         return
     needed = cluster.ranks_per_node or max(counts.values())
     short = [node for node, count in counts.items() if count < needed or not count]
@@ -249,10 +235,10 @@ def _gpu_counts(facts: Sequence[RemoteFacts], config: RunConfig) -> Iterator[Nod
     for node in short:
         if counts[node]:
             fewer = "set cluster.ranks_per_node to fewer, or cluster.backend=gloo to run on the CPU"
-            yield NodeProblem("gpu.count", (node,), f"{_gpus(counts[node])} for {needed} ranks; {fewer}")
+            yield NodeProblem((node,), f"{_gpus(counts[node])} for {needed} ranks; {fewer}")
         else:
             asked = "cluster.backend=nccl needs one per rank" if cluster.backend == "nccl" else "other nodes have some"
-            yield NodeProblem("gpu.count", (node,), f"no GPU, but {asked}; {on_cpu}")
+            yield NodeProblem((node,), f"no GPU, but {asked}; {on_cpu}")
 
 
 def _gpus(count: int) -> str:
@@ -264,21 +250,21 @@ def _differences(facts: Sequence[RemoteFacts], config: RunConfig) -> Iterator[No
     if config.cluster.container.runtime != "bare":
         image = config.cluster.container.image
         identities = {one.node: one.image[:12] for one in facts if one.image is not None}
-        yield from _differing("image.differs", f"image {image}", identities, "run `burst image push`")
+        yield from _differing(f"image {image}", identities, "run `burst image push`")
         return
     pythons = {one.node: one.python for one in facts if one.python is not None}
     # The corpus stdlib is the source code of the Python that reads it.
     digits = 3 if config.data.format == "stdlib" else 2
     versions = {node: ".".join(map(str, python.version[:digits])) for node, python in pythons.items()}
-    yield from _differing("python.differs", "Python", versions, "set cluster.python to the same one")
+    yield from _differing("Python", versions, "set cluster.python to the same one")
     versions = {node: found for node, python in pythons.items() if (found := python.modules.get("torch"))}
-    yield from _differing("torch.differs", "torch", versions, "install the same version")
+    yield from _differing("torch", versions, "install the same version")
 
 
-def _differing(kind: str, what: str, values: Mapping[str, str], remedy: str) -> Iterator[NodeProblem]:
+def _differing(what: str, values: Mapping[str, str], remedy: str) -> Iterator[NodeProblem]:
     kinds = _by_value(values)
     if len(kinds) > 1:
-        yield NodeProblem(kind, tuple(values), f"{what} differs: {_spread(kinds)}; {remedy} on all", is_risk=True)
+        yield NodeProblem(tuple(values), f"{what} differs: {_spread(kinds)}; {remedy} on all", is_risk=True)
 
 
 def _by_value(values: Mapping[str, str]) -> dict[str, list[str]]:

@@ -14,7 +14,7 @@ from cluster.code.program import ask_program
 from cluster.env.facts import NodeEnvironmentFacts
 from cluster.env.gather import FACT_QUESTIONS, read_facts
 from cluster.errors import ClusterError
-from cluster.plan_container import text_files
+from cluster.plan_container import engine_words, text_files
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import Host, Outcome, fan_out
@@ -49,12 +49,11 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class ProcessFacts:
-    """A process on a node; run_id: of the run that it belongs to, if any."""
+    """A process on the GPUs of a node."""
 
     pid: int
     user: str
     text: str
-    run_id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -72,12 +71,11 @@ class DataFacts:
 class RemoteFacts:
     """One node that answered. What is not known has an entry in `problems`, by the name of the survey.
 
-    root: where the node keeps runs. code: "good", "missing" or what is wrong. lock: id of the run that holds the node.
-    clock_offset_s: its clock minus ours; clock_error_s: how wrong that may be.
+    root: where the node keeps runs. lock: id of the run that holds the node. runs: processes of runs, pid -> run id.
+    image: its identity. clock_offset_s: its clock minus ours; clock_error_s: how wrong that may be.
     """
 
     node: str
-    hostname: str
     home: str
     user: str
     uid: int
@@ -91,13 +89,10 @@ class RemoteFacts:
     memory_bytes: int | None = None
     cores: int = 1
     disk_free_bytes: int | None = None
-    disk_problem: str = ""
     port: int | None = None
-    code: str = "missing"
     lock: str | None = None
-    runs: tuple[ProcessFacts, ...] = ()
+    runs: Mapping[int, str] = field(default_factory=dict)
     data: tuple[DataFacts, ...] = ()
-    engine_version: str | None = None
     image: str | None = None
     has_infiniband_devices: bool = False
     environment: NodeEnvironmentFacts | None = None
@@ -126,11 +121,10 @@ class StrangeAnswerError(ValueError):
 
 def read_remote_facts(node: str, answer: Mapping[str, Any]) -> RemoteFacts:
     """The facts in `answer`. Raises StrangeAnswerError when it is no answer to the survey."""
-    problems = {key.removesuffix("_problem"): _text(value) for key, value in answer.items() if key.endswith("_problem")}
+    told = {key.removesuffix("_problem"): value for key, value in answer.items() if key.endswith("_problem")}
     try:
         return RemoteFacts(
             node=node,
-            hostname=_text(answer["hostname"]),
             home=_path(answer["home"]),
             user=_text(answer["user"]),
             uid=_whole(answer["uid"]),
@@ -143,17 +137,14 @@ def read_remote_facts(node: str, answer: Mapping[str, Any]) -> RemoteFacts:
             gpu_processes=tuple(_gpu_process(one) for one in _items(answer, "gpu_processes")),
             memory_bytes=_optional(answer.get("memory_bytes")),
             cores=max(1, _whole(answer.get("cores", 1))),
-            disk_free_bytes=_optional((answer.get("disk") or {}).get("free_bytes")),
-            disk_problem=_text((answer.get("disk") or {}).get("problem", "")),
+            disk_free_bytes=_optional(answer.get("disk")),
             port=_optional(answer.get("port")),
-            code=_text(answer.get("code", "missing")),
             lock=_run_id(answer["lock"]) if answer.get("lock") else None,
-            runs=tuple(_run_process(one) for one in _items(answer, "runs")),
+            runs={_whole(one["pid"]): _run_id(one) for one in _items(answer, "runs")},
             data=tuple(_data(one) for one in _items(answer, "data")),
-            engine_version=_text(answer["engine"]["version"]) if answer.get("engine") else None,
-            image=_text(answer["image"]["identity"]) if answer.get("image") else None,
+            image=_text(answer["image"]) if answer.get("image") else None,
             has_infiniband_devices=answer.get("has_infiniband_devices") is True,
-            problems=problems,
+            problems={name: _text(value) for name, value in told.items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise StrangeAnswerError(one_line(f"{type(error).__name__}: {error}", 200)) from None
@@ -172,10 +163,6 @@ def _python(found: Any) -> PythonFacts | None:
 def _gpu_process(found: Any) -> ProcessFacts:
     text = f"{_text(found['name'])}, {_text(found['mib'])} MiB"
     return ProcessFacts(_whole(found["pid"]), _text(found["user"]), text)
-
-
-def _run_process(found: Any) -> ProcessFacts:
-    return ProcessFacts(_whole(found["pid"]), _text(found["user"]), "", _run_id(found))
 
 
 def _run_id(found: Any) -> str:
@@ -239,12 +226,10 @@ class Survey:
 
 @dataclass(frozen=True)
 class Question:
-    """What nodes are asked about beside themselves. engine: empty without containers. code_root: null: below `root`."""
+    """What nodes are asked about beside themselves. code_root: None: below the folder where a node keeps runs."""
 
     config: RunConfig
-    code_id: str
     code_root: str | None = None
-    engine: tuple[str, ...] = ()
 
     def to_dict(self, node: str) -> dict[str, Any]:
         """Plain JSON values, for one node."""
@@ -256,11 +241,10 @@ class Question:
             "modules": list(needed_modules(self.config)) if is_bare else [],
             "root": cluster.node_folder,
             "code_root": self.code_root,
-            "code_id": self.code_id,
             "port": cluster.master_port,
             "data": [{"path": path, "suffixes": list(suffixes)} for path, suffixes in _read_by_all(self.config)],
-            "engine": list(self.engine),
-            "image": cluster.container.image if self.engine else None,
+            "engine": [] if is_bare else list(engine_words(cluster.container.command)),
+            "image": cluster.container.image,
         }
 
 

@@ -27,7 +27,6 @@ def node(name: str, number: int = 1, *, gpus: int = 0, **changes: Any) -> Remote
     )
     facts = RemoteFacts(
         node=name,
-        hostname=f"host-of-{name}",
         home="/home/me",
         user="me",
         uid=1000,

@@ -10,7 +10,6 @@ from testkit.plan_fleet import CODE, node, nodes, run_config
 from cluster.launch.ssh import build_ssh_plan, fleet_warnings
 from cluster.plan import LaunchPlan, node_spec, with_files
 from cluster.plan_nodes import node_folders
-from cluster.survey.adapters import HcaPort
 from engine.config.errors import ConfigError
 from engine.config.settings import config_from_dict
 
@@ -138,15 +137,7 @@ def test_command_of_a_container_word_for_word() -> None:
 
 
 def test_a_container_gets_gpus_only_with_nccl_and_infiniband_only_where_it_is() -> None:
-    port = HcaPort("mlx5_0", 1, "InfiniBand", "ACTIVE", "LinkUp")
-    with_ib = [
-        dataclasses.replace(
-            one,
-            has_infiniband_devices=True,
-            environment=dataclasses.replace(one.environment, ports=(port,)),  # type: ignore[type-var]
-        )
-        for one in nodes(2, gpus=8)
-    ]
+    with_ib = nodes(2, gpus=8, has_infiniband_devices=True)
     fabric = build_ssh_plan(run_config(cluster=DOCKER), with_ib, CODE, RUN).nodes[0].argv
     assert {"--gpus=all", "--device=/dev/infiniband", "--cap-add=IPC_LOCK"} <= set(fabric)
     plain = plan(gpus=8, cluster=DOCKER).nodes[0].argv

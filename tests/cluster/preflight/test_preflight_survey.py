@@ -22,14 +22,23 @@ from cluster.agent.survey import find_data
 from cluster.code.program import NoAnswerError, ask_program
 from cluster.errors import SshError, SshFailure
 from cluster.preflight.judge import find_problems
-from cluster.preflight.survey import Question, RemoteFacts, StrangeAnswerError, read_remote_facts, survey_fleet
+from cluster.preflight.survey import (
+    DataFacts,
+    GpuFacts,
+    ProcessFacts,
+    PythonFacts,
+    Question,
+    RemoteFacts,
+    StrangeAnswerError,
+    read_remote_facts,
+    survey_fleet,
+)
 from cluster.ssh.connection import CommandResult
 from cluster.ssh.hosts import Host
 from cluster.ssh.pool import SshPool
 from cluster.testbed.build import Testbed
 from engine.data.files import list_files
 
-CODE = "c0de" * 16
 Ask = Callable[..., dict[str, Any]]
 
 
@@ -47,9 +56,7 @@ def ask(tmp_path: Path, tools: Path) -> Ask:
 
     def run(data: dict[str, Any] | None = None, **cluster: Any) -> dict[str, Any]:
         sections = {} if data is None else {"data": data}
-        question = Question(
-            run_config(cluster=cluster, **sections), CODE, engine=("docker",) if cluster.get("container") else ()
-        )
+        question = Question(run_config(cluster=cluster, **sections))
         environment = {"HOME": str(tmp_path), "PATH": f"{tools}:{os.environ['PATH']}"}
         with LocalConnection("n1", environment) as connection:
             return ask_program(connection, {"survey": question.to_dict("n1")}, timeout_s=60)
@@ -67,11 +74,9 @@ def facts(answer: dict[str, Any]) -> RemoteFacts:
 
 
 def test_a_machine_tells_who_and_what_it_is(ask: Ask, tmp_path: Path) -> None:
-    answer = ask(python=sys.executable)
-    found = facts(answer)
-    assert (found.hostname, found.home, found.uid) == (socket.gethostname(), str(tmp_path), os.getuid())
-    assert answer["groups"] == sorted(os.getgroups())
-    assert facts({**answer, "groups": [4, 20]}).groups == (4, 20)
+    found = facts(ask(python=sys.executable))
+    assert (found.home, found.uid, found.gid) == (str(tmp_path), os.getuid(), os.getgid())
+    assert found.groups == tuple(sorted(os.getgroups()))
     assert (found.root, found.code_root) == (f"{tmp_path}/.burst", f"{tmp_path}/.burst/code")
     assert found.python is not None
     assert found.python.version == sys.version_info[:3]
@@ -80,8 +85,28 @@ def test_a_machine_tells_who_and_what_it_is(ask: Ask, tmp_path: Path) -> None:
     assert found.memory_bytes is not None
     assert found.memory_bytes > 1 << 28
     assert found.disk_free_bytes is not None
-    assert found.code == "missing"
     assert found.problems == {}
+
+
+def test_nodes_are_asked_for_what_the_configuration_needs_of_them() -> None:
+    asked = {
+        "node": "n1",
+        "python": "/py",
+        "modules": ["torch", "numpy", "yaml", "safetensors"],
+        "root": "/scratch",
+        "code_root": "/shared/code",
+        "port": 29500,
+        "data": [{"path": "/init", "suffixes": [".safetensors", ".json"]}],
+        "engine": [],
+        "image": "b:1",
+    }
+    cluster = {"python": "/py", "node_folder": "/scratch", "master_port": 29500, "container": {"image": "b:1"}}
+    bare = run_config(cluster=cluster, model={"init_from": "/init"})
+    assert Question(bare, "/shared/code").to_dict("n1") == asked
+    cluster["container"] = {"image": "b:1", "runtime": "docker", "command": "sudo podman"}
+    docker = run_config(cluster=cluster, model={"init_from": "/init"})
+    contained = {"python": None, "modules": [], "engine": ["sudo", "podman"]}
+    assert Question(docker, "/shared/code").to_dict("n1") == {**asked, **contained}
 
 
 def test_asking_changes_nothing(ask: Ask, tmp_path: Path) -> None:
@@ -165,7 +190,7 @@ def test_processes_of_runs_are_told_only_if_both_marks_are_theirs(ask: Ask) -> N
         finally:
             ours.kill()
             other.kill()
-    assert [(one.pid, one.run_id) for one in found] == [(ours.pid, "run-of-n1")]
+    assert found == {ours.pid: "run-of-n1"}
 
 
 def data_facts(folder: Path, paths: Sequence[str | Path], suffixes: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -198,7 +223,7 @@ def test_data_are_listed_as_the_trainer_will_list_them(ask: Ask, tmp_path: Path)
 )
 def test_nodes_are_asked_for_what_turns_text_into_tokens(settings: dict[str, str], files: list[str]) -> None:
     config = run_config(data={"format": "jsonl", "paths": ["/chats.jsonl"], **settings})
-    asked = Question(config, CODE).to_dict("n1")["data"]
+    asked = Question(config).to_dict("n1")["data"]
     assert [entry["path"] for entry in asked] == ["/chats.jsonl", *files]
 
 
@@ -238,9 +263,8 @@ def test_an_engine_and_its_image_are_told(ask: Ask, tools: Path) -> None:
         f"""case "$1" in version) echo '{{"Client":{{}},"Server":{{"Version":"28.2"}}}}';; *) echo '{image}';; esac""",
     )
     found = facts(ask(container=container))
-    assert found.engine_version == "28.2"
     assert found.image is not None
-    assert len(found.image) == 64
+    assert (len(found.image), found.problems) == (64, {})
     missing = "echo 'Error: No such image: x' >&2; exit 1"
     tool(tools, "docker", f"""[ "$1" = version ] && echo '{{"Server":{{"Version":"1"}}}}' && exit; {missing}""")
     assert facts(ask(container=container)).image is None
@@ -252,7 +276,7 @@ def test_a_login_that_talks_does_not_spoil_the_answer(tmp_path: Path, tools: Pat
     real = subprocess.run(["sh", "-c", "command -v python3"], capture_output=True, text=True).stdout.strip()
     tool(tools, "python3", f'echo "Welcome to n1!"; {real} "$@"; code=$?; echo bye; exit $code')
     with LocalConnection("n1", {"PATH": f"{tools}:{os.environ['PATH']}"}) as connection:
-        answer = ask_program(connection, {"survey": Question(run_config(), CODE).to_dict("n1")}, timeout_s=60)
+        answer = ask_program(connection, {"survey": Question(run_config()).to_dict("n1")}, timeout_s=60)
     assert facts(answer).node == "n1"
 
 
@@ -286,19 +310,55 @@ class Ending(LocalConnection):
 
 
 GOOD: dict[str, Any] = {
-    "hostname": "h",
     "home": "/home/me",
     "user": "me",
     "uid": 1,
-    "gid": 1,
+    "gid": 2,
+    "groups": [4, 20],
     "root": "/home/me/.burst",
     "code_root": "/home/me/.burst/code",
-    "python": {"executable": "/usr/bin/python3", "version": "3.11.2", "modules": {"torch": "2.13"}},
-    "gpus": [{"name": "H100", "memory_mib": 1}],
-    "disk": {"free_bytes": 1, "problem": ""},
+    "python": {"executable": "/usr/bin/python3", "version": "3.11.2", "modules": {"torch": "2.13", "numpy": None}},
+    "gpus": [{"name": "H100", "memory_mib": 3}],
+    "gpu_processes": [{"pid": 5, "mib": "6", "name": "python3", "user": "bob"}],
+    "memory_bytes": 7,
+    "cores": 8,
+    "disk": 9,
+    "port": 10,
     "lock": {"run_id": "r"},
-    "data": [{"path": "/a", "files": 1, "bytes": 1, "digest": "d"}],
+    "runs": [{"pid": 11, "run_id": "s"}],
+    "data": [{"path": "/a", "files": 12, "bytes": 13, "digest": "d"}, {"path": "/b", "problem": "none"}],
+    "image": "1d",
+    "has_infiniband_devices": True,
+    "engine_problem": "dead",
 }
+
+
+def test_a_whole_answer_is_facts() -> None:
+    assert facts(GOOD) == RemoteFacts(
+        node="n1",
+        home="/home/me",
+        user="me",
+        uid=1,
+        gid=2,
+        root="/home/me/.burst",
+        code_root="/home/me/.burst/code",
+        groups=(4, 20),
+        python=PythonFacts("/usr/bin/python3", (3, 11, 2), {"torch": "2.13", "numpy": None}),
+        gpus=(GpuFacts("H100", 3),),
+        gpu_processes=(ProcessFacts(5, "bob", "python3, 6 MiB"),),
+        memory_bytes=7,
+        cores=8,
+        disk_free_bytes=9,
+        port=10,
+        lock="r",
+        runs={11: "s"},
+        data=(DataFacts("/a", 12, 13, "d"), DataFacts("/b", problem="none")),
+        image="1d",
+        has_infiniband_devices=True,
+        problems={"engine": "dead"},
+    )
+
+
 ODD = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers(), max_size=2)
 )
@@ -325,11 +385,11 @@ def test_nodes_of_a_testbed_are_fit_and_one_that_is_silent_does_not_hide_them(te
     gone = Host("gone", "127.0.0.1", port=1, connect_timeout_s=3.0)
     config = run_config(cluster={"interface": "eth0"})
     with SshPool() as pool:
-        found = survey_fleet([*testbed4.hosts(), gone], Question(config, CODE), pool.connect)
+        found = survey_fleet([*testbed4.hosts(), gone], Question(config), pool.connect)
     assert list(found.facts) == list(testbed4.node_names)
     error = found.errors["gone"]
     assert isinstance(error, SshError)
     assert error.kind is SshFailure.REFUSED
     assert {facts.address for facts in found.facts.values()} == {node.address for node in testbed4.nodes}
     assert len({facts.root for facts in found.facts.values()}) == 4
-    assert [problem.kind for problem in find_problems(found, config)] == ["ssh.refused"]
+    assert [problem.nodes for problem in find_problems(found, config)] == [("gone",)]
