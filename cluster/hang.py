@@ -69,11 +69,10 @@ class RankEvidence:
 class Culprit:
     """Who makes the others wait, why that is believed, and the lines of the stack that show it.
 
-    `host` is that of the first rank. Where `certain` is False the sentence is a guess that a person should check.
+    Where `certain` is False the sentence is a guess that a person should check.
     """
 
     ranks: tuple[int, ...]
-    host: str
     reason: str
     lines: tuple[str, ...]
     certain: bool
@@ -246,10 +245,7 @@ def _all_wait(ranks: Sequence[_Rank]) -> Culprit | None:
 
 
 def _culprit(found: Sequence[_Rank], reason: str, *, certain: bool) -> Culprit:
-    first = found[0]
-    return Culprit(
-        tuple(rank.number for rank in found), first.evidence.host, one_line(reason, 600), first.lines, certain
-    )
+    return Culprit(tuple(rank.number for rank in found), one_line(reason, 600), found[0].lines, certain)
 
 
 def _progress(status: Mapping[str, Any] | None) -> tuple[int, int, int] | None:

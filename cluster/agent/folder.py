@@ -21,6 +21,8 @@ from typing import Any, Optional
 from cluster.agent.processes import process_start
 
 MAX_JSON_BYTES = 4 << 20
+LEAD_LOGS = ("metrics.jsonl", "events.jsonl")  # of the node with rank 0, as the next
+LEAD_WHOLE = ("run.json", "summary.json", "tokenizer.json")
 Document = dict[str, Any]
 
 
@@ -127,8 +129,7 @@ def beat(folder: str, node: str) -> None:
 
 def request_stop(folder: str, node: str, cause: str, grace_s: float) -> None:
     """Ask for the end of the run on this node; a later request may shorten the grace. Raises OSError."""
-    document = {"cause": cause, "grace_s": grace_s, "at": now_text(), "at_ns": time.time_ns()}
-    write_json(NodeFiles(folder, node).stop, document)
+    write_json(NodeFiles(folder, node).stop, {"cause": cause, "grace_s": grace_s})
 
 
 def request_stacks(folder: str, node: str, nonce: str) -> None:

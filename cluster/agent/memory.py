@@ -1,13 +1,12 @@
 """Host memory of a run while it lives: what its processes hold, and whether the kernel killed one for lack of it.
 
-Only the kernel's own count (of control groups, v1 and v2) or log is evidence. What the processes held is a hint: it is
-sampled, and counts shared pages once per process. Functions take the folder of procfs, so that tests can show them
-another machine.
+Only the kernel's own count (of control groups, v1 and v2, or of the machine) is evidence. What the processes held is a
+hint: it is sampled, and counts shared pages once per process. Functions take the folder of procfs, so that tests can
+show them another machine.
 """
 
 import contextlib
 import os
-import re
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -106,21 +105,16 @@ def _read(path: str) -> str:
         return file.read(_MAX_BYTES).decode("utf-8", "replace")
 
 
-KERNEL_LOG = "/dev/kmsg"
 SAMPLE_INTERVAL_S = 1.0
 NEARLY_FULL = 0.9
 _LAST_SAMPLES = 10  # a death is known within a few seconds; what was held before that explains nothing
-_FIRST_PID_NAMESPACE = "pid:[4026531836]"  # a fixed number of the kernel: PROC_PID_INIT_INO
-_RECORD_BYTES = 8192  # a record of the kernel's log is never longer
-_KILLED = re.compile(r"(?:Out of memory|oom).*Killed process (\d+)", re.IGNORECASE)
 
 
 class MemoryWatch:
     """Watches processes; `sample` is called often and does little."""
 
-    def __init__(self, proc: str = PROC, kernel_log: str = KERNEL_LOG) -> None:
-        self._proc, self._kernel_log = proc, kernel_log
-        self._started = time.monotonic()
+    def __init__(self, proc: str = PROC) -> None:
+        self._proc = proc
         self._next_sample = 0.0
         self._held: deque[int] = deque(maxlen=_LAST_SAMPLES)
         self._peaks: dict[int, int] = {}
@@ -151,8 +145,6 @@ class MemoryWatch:
 
     def oom_evidence(self, pid: Optional[int]) -> Optional[str]:
         """Why it is certain that the kernel killed process `pid` (None: any of the run) for lack of memory, or None."""
-        if pid is not None and has_kernel_numbers(self._proc) and log_names(self._kernel_log, pid, self._started):
-            return f"the kernel's log says that it killed process {pid}"
         own = self._counters.get(pid) if pid is not None else None
         for counter in [own] if own is not None else list(self._before):
             before, after = self._before[counter], self._read(counter)
@@ -198,51 +190,3 @@ class MemoryWatch:
         if kills is not None:
             self._now[counter] = kills
         return self._now.get(counter, self._before[counter])
-
-
-def has_kernel_numbers(proc: str) -> bool:
-    """Whether process numbers here are those of the kernel's log, as they are outside of containers."""
-    try:
-        return os.readlink(os.path.join(proc, "self", "ns", "pid")) == _FIRST_PID_NAMESPACE
-    except OSError:
-        return False
-
-
-def log_names(path: str, pid: int, since: float) -> bool:
-    """Whether the kernel's log says since `since` (monotonic seconds) that process `pid` was killed for lack of memory.
-
-    A record is "priority,number,microseconds,-;text". Most users may not read the log: then it says nothing.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        return any(_tells_of(line, pid, since) for line in _records(descriptor))
-    finally:
-        os.close(descriptor)
-
-
-def _records(descriptor: int) -> list[str]:
-    lines: list[str] = []
-    while True:
-        try:
-            block = os.read(descriptor, _RECORD_BYTES)
-        except BrokenPipeError:
-            continue  # records were overwritten while we read
-        except OSError:
-            block = b""  # as at the end of the kernel's log, which would block
-        if not block:
-            return lines
-        lines += block.decode("utf-8", "replace").splitlines()
-
-
-def _tells_of(line: str, pid: int, since: float) -> bool:
-    head, _, text = line.partition(";")
-    found = _KILLED.search(text)
-    if found is None or int(found.group(1)) != pid:
-        return False
-    fields = head.split(",")
-    with contextlib.suppress(ValueError):
-        return len(fields) > 2 and int(fields[2]) / 1e6 >= since - 1.0
-    return False

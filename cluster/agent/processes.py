@@ -385,7 +385,7 @@ class Ends:
 
     def watch(self, pid: int, start: str) -> None:
         """Watch process `pid`; where the kernel cannot, nothing happens."""
-        descriptor = open_pidfd(pid, start) if pid not in self._descriptors else None
+        descriptor = open_pidfd(pid, start)
         if descriptor is not None:
             self._descriptors[pid] = descriptor
             self._poll.register(descriptor, select.POLLIN)

@@ -24,7 +24,16 @@ from collections import deque
 from typing import Any, Callable, Optional, Union
 
 from cluster.agent.code import install_code
-from cluster.agent.folder import NodeFiles, beat, read_json, read_status, request_stacks, request_stop
+from cluster.agent.folder import (
+    LEAD_LOGS,
+    LEAD_WHOLE,
+    NodeFiles,
+    beat,
+    read_json,
+    read_status,
+    request_stacks,
+    request_stop,
+)
 from cluster.agent.messages import Message, SpecError, checked_folder, checked_node, checked_run_id, seconds
 from cluster.agent.start import start, sweep
 from cluster.agent.survey import survey
@@ -163,8 +172,6 @@ PIECE_BYTES = 64 << 10
 _MAX_FILES = 4096
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _LOGS = (".log", ".stacks")
-_LEAD_LOGS = ("metrics.jsonl", "events.jsonl")
-_LEAD_WHOLE = ("run.json", "summary.json", "tokenizer.json")
 _TRACES, _CURVES = "profile/", "tensorboard/"
 _STATE_WHOLE = ("supervisor.json", "health.json", "stacks_done.json", "outcome.json")
 
@@ -280,7 +287,7 @@ class NodeTail:
         replaced += [_TRACES + name for name in _names(os.path.join(files.folder, _TRACES))]
         if self._lead:
             growing += [_CURVES + name for name in _names(os.path.join(files.folder, _CURVES))]
-            growing, replaced = [*_LEAD_LOGS, *growing], [*_LEAD_WHOLE, *replaced]
+            growing, replaced = [*LEAD_LOGS, *growing], [*LEAD_WHOLE, *replaced]
         for path in replaced:
             if path not in self._known and len(self._known) < _MAX_FILES:
                 self._known[path] = ReplacedFile(files.folder, path)

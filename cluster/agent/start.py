@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from typing import Any, Callable, Optional
 
 from cluster.agent.folder import (
+    LEAD_LOGS,
     NodeFiles,
     beat,
     is_alive,
@@ -243,9 +244,6 @@ def _container(run_id: str, spec: Optional[dict[str, Any]]) -> Optional[Containe
     return Container(parsed.engine, parsed.container, run_id) if parsed.container and parsed.run_id == run_id else None
 
 
-_RECORDS = ("metrics.jsonl", "events.jsonl", "summary.json")
-
-
 def put_aside(spec: Spec) -> None:
     """Make room for another attempt of `spec`'s run. Raises OSError."""
     files = NodeFiles(spec.folder, spec.node)
@@ -266,7 +264,7 @@ def _left_files(files: NodeFiles, is_lead: bool) -> Iterator[tuple[str, str]]:
     for name in sorted(os.listdir(files.log_dir)):
         if name.startswith("rank") and name.endswith(".json"):
             yield os.path.join(files.log_dir, name), name
-    for name in _RECORDS:
+    for name in (*LEAD_LOGS, "summary.json"):
         path = os.path.join(files.folder, name)
         if is_lead and os.path.isfile(path):
             yield path, name

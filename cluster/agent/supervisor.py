@@ -81,7 +81,7 @@ class Supervisor:
         self.health = Health(self.files, self.helpers)
         self.stacks = Stacks(self.files)
         self._inquests: list[Optional[Document]] = []
-        self._phase, self._started_at = "starting", now_text()
+        self._phase = "starting"
         self._signals: list[int] = []
         self._stop_stamp: Any = None
         self._lease_stamp: Any = None
@@ -216,7 +216,6 @@ class Supervisor:
 
     def _finish(self, code: Optional[int], problem: Optional[str], cause: str = "start_failed") -> Document:
         """The outcome, once nothing of the run is left; `problem`: why there is no regular end, of kind `cause`."""
-        ended_at, ended_ns = now_text(), time.time_ns()
         self.health.close()
         if code is not None:
             self.family.forget_child()
@@ -231,9 +230,6 @@ class Supervisor:
             "cause": cause if problem is not None else self.stop.cause or "exit",
             "stop_cause": self.stop.by,
             "stop_at_ns": self.stop.asked_ns,
-            "started_at": self._started_at,
-            "ended_at": ended_at,
-            "ended_ns": ended_ns,
             "error": problem or container_problem or None,
             "deaths": self._deaths(),
             "memory": self._kill_facts(),
@@ -276,11 +272,8 @@ class Supervisor:
         """Write supervisor.json when something in it changed, and every two seconds."""
         document = {
             "run_id": self.spec.run_id,
-            "node": self.spec.node,
             **self._identity,
             "phase": self._phase,
-            "child_pid": self.family.child or None,
-            "started_at": self._started_at,
             "ranks": {str(rank.rank): rank.pid for rank in self.family.living_ranks()},
             "deaths": [death._asdict() for death in self.family.deaths],
             "stop_cause": self.stop.by,
@@ -303,11 +296,9 @@ class Supervisor:
 
 def refusal(text: str) -> Document:
     """The outcome of a run that was never started here, in the form of every other."""
-    now, now_is = time.time_ns(), now_text()
     nothing = {"evidence": None, "hint": None, "memory": None}
     return {
         **{"exit_code": None, "cause": "start_failed", "stop_cause": None, "stop_at_ns": None, "error": text},
-        **{"started_at": now_is, "ended_at": now_is, "ended_ns": now},
         **{"deaths": [], "memory": nothing, "leftover_pids": []},
     }
 

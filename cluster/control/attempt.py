@@ -22,6 +22,7 @@ from cluster.control.outcome import LaunchOutcome, clear_cancel
 from cluster.errors import ClusterError
 from cluster.plan import LaunchPlan
 from cluster.remote_text import one_line
+from cluster.values import number
 from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError
 from engine.runs.process import process_start
 from engine.runs.records import read_json_object, utc_now
@@ -77,8 +78,7 @@ def read_log_starts(run: RunFolder) -> dict[str, int]:
 
 def lease_of(run: RunFolder) -> float | None:
     """How long the nodes of this attempt go on without a launcher; None: for ever."""
-    lease_s = run.read_state().get("lease_s")
-    return float(lease_s) if isinstance(lease_s, int | float) and not isinstance(lease_s, bool) else None
+    return number(run.read_state(), "lease_s")
 
 
 def follow_first_node(plan: LaunchPlan, run: RunFolder) -> str:

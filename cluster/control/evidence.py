@@ -144,13 +144,12 @@ def _of_node(found: NodeFindings, run: RunFolder) -> NodeEvidence:
     if order is not None and (death is None or death.rank not in {seen.rank for seen in vanished}):
         death = order.death  # what it says after it was asked to stop may be our doing
     death = _timed(death, vanished)
-    exit_code = integer(outcome, "exit_code") if word(outcome, "cause") == "exit" else None
     return NodeEvidence(
         node.name,
         [_marked(error, order) for error in rank_errors(node, run, found.status.clock_offset_ns)],
         death,
         vanished,
-        None if order is not None and exit_code is not None and exit_code < 0 else exit_code,
+        integer(outcome, "exit_code") if word(outcome, "cause") == "exit" else None,
         _kill_facts(table(outcome, "memory")) or KillFacts(),
         None if loss is None else loss.reason,
         None if loss is None else loss.since_ns,

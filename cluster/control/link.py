@@ -241,12 +241,6 @@ def as_status(said: Any) -> dict[str, Any]:
     return {**cleaned, "phase": said["phase"], "supervisor": cleaned["supervisor"] or {}}
 
 
-def as_integer(value: Any) -> int:
-    """`value` as a number of at most 64 bits; -1 for anything else."""
-    is_integer = isinstance(value, int) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 63
-    return int(value) if is_integer else -1
-
-
 def as_pids(value: Any) -> tuple[int, ...]:
     """The process ids in a list."""
-    return tuple(pid for pid in map(as_integer, value if isinstance(value, list) else ()) if pid > 0)[:4096]
+    return tuple(pid for pid in value if isinstance(pid, int))[:4096] if isinstance(value, list) else ()

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.agent.folder import LEAD_LOGS, LEAD_WHOLE
 from cluster.control.link import StrangeAnswerError
 from cluster.remote_text import one_line
 from engine.runs.folder import RunFolder
@@ -29,8 +30,6 @@ from engine.runs.records import utc_now
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _TRACE = re.compile(r"profile/rank\d{4,9}\.json")
 _ASIDE = re.compile(r".*\.before-\d+")
-_LEAD_LOGS = ("metrics.jsonl", "events.jsonl")
-_LEAD_FILES = (*_LEAD_LOGS, "summary.json", "tokenizer.json")
 _OWN_LOG = "mirror.log"
 _IN_THE_WAY = (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.ENXIO)
 
@@ -80,7 +79,7 @@ class NodeCopy:
         """How far every log is here."""
         places = [self._logs, self._facts, *(["tensorboard"] if self._lead else [])]
         paths = [f"{place}/{path.name}" for place in places for path in _files_in(self._run / place)]
-        paths += [path for path in _LEAD_LOGS if self._lead and (self._run / path).is_file()]
+        paths += [path for path in LEAD_LOGS if self._lead and (self._run / path).is_file()]
         return {path: (self._run / path).stat().st_size for path in paths if self._is_log(path)}
 
     def take(self, heads: Any, data: bytes) -> bool:
@@ -208,9 +207,9 @@ class NodeCopy:
         if path in self._known:
             return True
         folder, _, name = path.rpartition("/")
-        is_own = folder in (self._logs, self._facts) and _NAME.fullmatch(name) and not _is_ours(name)
-        is_own = is_own or _TRACE.fullmatch(path) is not None
-        is_leads = path in _LEAD_FILES or (folder == "tensorboard" and _NAME.fullmatch(name) and not _is_ours(name))
+        is_name = _NAME.fullmatch(name) is not None and not _is_ours(name)
+        is_own = (is_name and folder in (self._logs, self._facts)) or _TRACE.fullmatch(path) is not None
+        is_leads = (is_name and folder == "tensorboard") or path in (*LEAD_LOGS, *LEAD_WHOLE)
         if not is_own and not (self._lead and is_leads):
             self._note(f"refused, for a node may not write it: {one_line(path, 200)!r}")
             return False

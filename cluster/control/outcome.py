@@ -18,6 +18,7 @@ from types import FrameType
 from cluster.agent.messages import STOP_GRACE_S
 from cluster.control.link import NodeStatus
 from cluster.failure import Failure
+from cluster.values import number, word
 from engine.runs.folder import RunFolder
 from engine.runs.records import read_json_object, replace_json, utc_now
 
@@ -101,7 +102,6 @@ class Clock:
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CANCEL_FILE = "cancel.json"
 _MAX_CAUSE = 100
-_MAX_GRACE_S = 86400.0
 
 
 class StopRequests:
@@ -184,10 +184,7 @@ def read_cancel(run: RunFolder) -> CancelFile | None:
         return CancelFile("burst cancel", None)
     if document is None:
         return None
-    grace_s = document.get("grace_s")
-    if isinstance(grace_s, bool) or not isinstance(grace_s, int | float) or not 0 <= grace_s <= _MAX_GRACE_S:
-        grace_s = None
-    return CancelFile(str(document.get("cause") or "burst cancel")[:_MAX_CAUSE], grace_s)
+    return CancelFile(word(document, "cause", _MAX_CAUSE) or "burst cancel", number(document, "grace_s"))
 
 
 def clear_cancel(run: RunFolder) -> None:

@@ -17,19 +17,19 @@ from typing import Protocol
 
 from cluster.agent.messages import Message, Spec
 from cluster.code.program import NoAnswerError, NodeProgram
-from cluster.control.link import AskedLink, NodeStatus, StrangeAnswerError, as_integer
+from cluster.control.link import AskedLink, NodeStatus, StrangeAnswerError
 from cluster.control.node_copy import NodeCopy
 from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import Host
+from cluster.values import integer
 
 # No use in trying again: a person must do something first.
 _LASTING = (SshFailure.AUTH, SshFailure.HOST_KEY_CHANGED, SshFailure.HOST_KEY_UNKNOWN, SshFailure.DNS)
 _CLOSE_S = 2.0
 _WAIT_S = 0.5  # an answer waits so long for news: what is asked for meanwhile is late by as much
-_LEAST_BYTES, _MOST_BYTES = 64 << 10, 1 << 20  # of files in one answer
-_FAST_S, _SLOW_S = 0.25, 1.0
+_BUDGET_BYTES = 256 << 10  # of files in one answer: on a slow link what is asked for meanwhile is late by its way
 _KEPT_ANSWERS = 64
 _PAUSE_S = 0.02  # between two questions, should an agent never wait
 
@@ -86,7 +86,6 @@ class SshLink(AskedLink):
         # Of the thread alone.
         self._copy = NodeCopy(place.run, place.node, lead=place.lead)
         self._clocks: deque[tuple[int, int]] = deque(maxlen=_KEPT_ANSWERS)  # round trip, offset
-        self._budget = _LEAST_BYTES
         self._is_following = False
 
     def start(self, spec: Spec) -> None:
@@ -110,10 +109,10 @@ class SshLink(AskedLink):
     def poll(self) -> NodeStatus:
         """What is known now. A problem is set as long as the node is not heard, or what it says cannot be kept."""
         with self._changed:
-            heard_s = max(0.0, time.monotonic() - self._heard_at)
             offset_ns = min(self._clocks)[1] if self._clocks else 0
             status = super().poll()
             problem = status.problem or self._copy.problem
+            heard_s = time.monotonic() - self._heard_at
             return replace(status, heard_s=heard_s, problem=problem, clock_offset_ns=offset_ns)
 
     def close(self) -> None:
@@ -201,13 +200,13 @@ class SshLink(AskedLink):
         if not self._is_following and self._copy.can_go_on():
             question["follow"] = {"lead": self._place.lead, "offsets": self._copy.offsets()}
             self._is_following = True
-        question["budget"] = self._budget if self._is_following else 0
+        question["budget"] = _BUDGET_BYTES if self._is_following else 0
         return question
 
     def _heed(self, question: Message, answer: Message, data: bytes) -> None:
         """The files first: what is final has all of them. Raises StrangeAnswerError."""
         if "files" in answer and not self._copy.take(answer["files"], data):
-            self._is_following, self._budget = False, _LEAST_BYTES
+            self._is_following = False
         errors = self._take(question, answer)
         self._is_following = self._is_following and "follow" not in errors
         if answer.get("all") is True and self._is_following:
@@ -215,16 +214,14 @@ class SshLink(AskedLink):
                 self._status = replace(self._status, is_synced=self._status.outcome is not None)
 
     def _note_clock(self, sent_ns: int, heard_ns: int, answer: Message) -> None:
-        """By the way there and back of the fastest answer, and by how fast files come, how many to ask for."""
-        got_ns, now_ns = as_integer(answer.get("got_ns")), as_integer(answer.get("now_ns"))
+        """The node's clock is told by the fastest answer."""
+        got_ns, now_ns = integer(answer, "got_ns"), integer(answer, "now_ns")
+        if got_ns is None or now_ns is None:
+            return
         way_ns = heard_ns - sent_ns - (now_ns - got_ns)
-        if got_ns > 0 and way_ns >= 0:
+        if way_ns >= 0:
             with self._changed:
                 self._clocks.append((way_ns, (got_ns - sent_ns + now_ns - heard_ns) // 2))
-        if way_ns < _FAST_S * 1e9:
-            self._budget = min(2 * self._budget, _MOST_BYTES)
-        elif way_ns > _SLOW_S * 1e9:
-            self._budget = max(self._budget // 2, _LEAST_BYTES)
 
     def _note_heard(self) -> None:
         with self._changed:

@@ -81,6 +81,10 @@ class Rig:
         """Rank -> pid, as the supervisor says."""
         return dict(self.status(node)["supervisor"].get("ranks", {}))
 
+    def command(self) -> int:
+        """The pid of what the supervisor started."""
+        return int(psutil.Process(self.status()["supervisor"]["pid"]).children()[0].pid)
+
     def outcome(self, node: str = "alpha") -> dict[str, Any]:
         """The outcome, once there is one."""
         return dict(wait_for(lambda: self.status(node)["outcome"], "an outcome"))

@@ -54,6 +54,7 @@ def test_leases_are_renewed_every_second_until_a_node_ends(world: World) -> None
     for link in world.links:
         gaps = [after - before for before, after in zip(link.beats, link.beats[1:], strict=False)]
         assert len(link.beats) >= 9
+        assert min(gaps) > 0.9
         assert max(gaps) < 1.3
 
 

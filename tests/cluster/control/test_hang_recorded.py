@@ -47,7 +47,7 @@ def culprit(evidence: list[RankEvidence]) -> Culprit:
 def test_the_culprit_of_a_recorded_hang_is_named(name: str) -> None:
     ranks, certain, words, function = EXPECTED[name]
     found = culprit(recorded(name))
-    assert (found.ranks, found.host, found.certain) == (ranks, "node1", certain), found
+    assert (found.ranks, found.certain) == (ranks, certain), found
     assert words in found.reason
     assert function is None or any(line.startswith(function) for line in found.lines), found.lines
 
@@ -121,7 +121,8 @@ def test_the_state_of_a_process_comes_before_everything_else(state: str, words: 
     evidence = recorded("sleep_in_forward")
     evidence[3] = replace(evidence[3], process_state=state, host="node2", stacks=None)
     found = culprit(evidence)
-    assert (found.ranks, found.host, found.certain) == ((3,), "node2", True)
+    assert (found.ranks, found.certain) == ((3,), True)
+    assert "rank 3 on node2" in found.reason
     assert words in found.reason
 
 
@@ -141,8 +142,8 @@ def test_a_node_without_an_answer_is_a_guess() -> None:
     evidence = recorded("sleep_in_forward")
     evidence[2] = RankEvidence(2, "node7", None)
     found = culprit(evidence)
-    assert (found.ranks, found.host, found.certain) == ((2,), "node7", False)
-    assert "gives no answer" in found.reason
+    assert (found.ranks, found.certain) == ((2,), False)
+    assert "rank 2 on node7 gives no answer" in found.reason
 
 
 def test_a_collective_started_ahead_of_time_does_not_hide_who_hangs_elsewhere() -> None:

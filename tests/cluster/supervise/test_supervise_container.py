@@ -87,7 +87,7 @@ def test_container_that_ignores_the_stop_is_killed_after_the_grace(rig: Rig, eng
 
 def test_container_ends_with_its_killed_client(rig: Rig, engine: LauncherEngine) -> None:
     launch(rig, engine, STUBBORN)
-    kill(rig.status()["supervisor"]["child_pid"])
+    kill(rig.command())
     assert rig.outcome()["exit_code"] == -9
     assert names(engine) == []
 

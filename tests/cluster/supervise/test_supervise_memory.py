@@ -1,11 +1,10 @@
-"""Control groups and counters of machines that are only folders here, and a kernel log that is a file."""
+"""Control groups and counters of machines that are only folders here."""
 
 from __future__ import annotations
 
 import multiprocessing
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from cluster.agent.processes import read_entry
 from cluster.agent.supervisor import Supervisor
 
 GIB = 2**30
-FIRST_NAMESPACE = "pid:[4026531836]"
 
 
 def resident_bytes(pid: int) -> int:
@@ -59,8 +57,8 @@ class Machine:
         name = "memory.max" if self.version == 2 else "memory.limit_in_bytes"
         self.write(self.groups / group.strip("/") / name, text)
 
-    def watch(self, log: Path = Path("/nowhere")) -> MemoryWatch:
-        return MemoryWatch(proc=str(self.proc), kernel_log=str(log))
+    def watch(self) -> MemoryWatch:
+        return MemoryWatch(str(self.proc))
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -140,33 +138,6 @@ def test_group_of_the_rank_itself_decides(tmp_path: Path) -> None:
     assert "ranks" in str(facts["evidence"])
 
 
-def kernel_log(path: Path, pid: int, *, age_s: float = 0.0) -> Path:
-    microseconds = int((time.monotonic() - age_s) * 1e6)
-    words = f"Memory cgroup out of memory: Killed process {pid} (python) total-vm:1kB"
-    path.write_text(f"6,339,5140900,-;NET: Registered\n SUBSYSTEM=net\n3,400,{microseconds},-;{words}\n")
-    return path
-
-
-@pytest.mark.parametrize(
-    ("logged", "age_s", "namespace", "certain"),
-    [
-        (55, 0.0, FIRST_NAMESPACE, True),
-        (56, 0.0, FIRST_NAMESPACE, False),
-        (55, 3600.0, FIRST_NAMESPACE, False),
-        (55, 0.0, "pid:[4026532000]", False),
-    ],
-    ids=["this process", "another", "long ago", "numbers of another namespace"],
-)
-def test_kernel_log_is_evidence_when_it_names_the_process(
-    tmp_path: Path, logged: int, age_s: float, namespace: str, certain: bool
-) -> None:
-    machine = Machine(tmp_path)
-    (machine.proc / "self" / "ns").mkdir()
-    (machine.proc / "self" / "ns" / "pid").symlink_to(namespace)
-    watch = machine.watch(kernel_log(tmp_path / "kmsg", logged, age_s=age_s))
-    assert (watch.oom_evidence(55) is not None) == certain
-
-
 def test_count_of_a_group_that_is_gone_is_remembered(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.place("self", "/job")
@@ -217,4 +188,4 @@ def test_killed_rank_that_was_counted_is_in_the_outcome(tmp_path: Path) -> None:
 
 def supervise(spec: Spec, proc: str) -> None:
     """A supervisor in a process of its own, on a machine that is a folder."""
-    Supervisor(spec, MemoryWatch(proc=proc, kernel_log="/nowhere")).run()
+    Supervisor(spec, MemoryWatch(proc)).run()

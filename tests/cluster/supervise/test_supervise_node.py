@@ -279,7 +279,9 @@ def test_foreground_ends_the_run_when_it_is_told_to(rig: Rig) -> None:
 def test_foreground_that_is_refused_leaves_word_in_the_run_folder(rig: Rig, tmp_path: Path) -> None:
     rig.start()
     other = Rig(tmp_path)
-    process = foreground(other.spec() | {"node": rig.name()})
+    process, again = foreground(other.spec() | {"node": rig.name()}), foreground(rig.spec())
+    assert "this run has a supervisor here already" in again.communicate(timeout=200)[1]
+    assert (again.returncode, rig.status()["outcome"]) == (1, None)  # it goes on
     _, said = process.communicate(timeout=200)
     assert process.returncode == 1
     assert rig.run_id in said

@@ -16,10 +16,6 @@ from cluster.agent.folder import read_json
 from cluster.agent.start import sweep
 
 
-def children_of(rig: Rig) -> int:
-    return int(rig.status()["supervisor"]["child_pid"])
-
-
 def test_death_of_a_rank_is_known_with_its_signal_and_moment(rig: Rig) -> None:
     rig.start(environment=UNHURRIED)
     rank = rig.ranks()["1"]
@@ -36,7 +32,7 @@ def test_death_of_a_rank_is_known_with_its_signal_and_moment(rig: Rig) -> None:
 
 def test_killed_torchrun_takes_ranks_and_their_children_along(rig: Rig) -> None:
     rig.start("children")
-    kill(children_of(rig))
+    kill(rig.command())
     outcome = rig.outcome()
     assert (outcome["cause"], outcome["exit_code"]) == ("exit", -9)
     assert {death["exit_code"] for death in outcome["deaths"]} == {-9}  # orphans fall to the supervisor
