@@ -2,7 +2,7 @@
 
 python -m fake_rank RUN/config.yaml    in the frame of a real rank, five steps; its conduct is FAKE_MODE: ok, wait, gate
     (does its last step once there is a file `gate` in the run folder), saves (waits to be asked to stop, which saves;
-    an attempt after that completes), incomplete, ignore (whoever asks it to stop), sleep (with a grandchild), one of
+    an attempt after that completes), ignore (whoever asks it to stop), sleep (with a grandchild), one of
     FAULTS below or of engine.training.rank.faults. Faults strike rank FAKE_RANK (1) in step 3, while the others wait as
     in a collective. FAKE_LEAD is the run folder of rank 0 where that is another one.
 python -m fake_rank MODE [WORDS]       without a frame, for tests of the supervisor: ok, wait, stubborn, polite,
@@ -64,7 +64,7 @@ def train(run: RunFolder, mode: str, rank: int, status: RankStatus) -> None:
         wait_and_save(run, rank)
     if mode in ("ignore", "sleep", "wait"):
         time.sleep(FOREVER_S)
-    if rank == 0 and mode != "incomplete":
+    if rank == 0:
         run.write_summary({**summarise(run.read_metrics(), 1), "attention_preset": "ring", "world_size": 2})
         run.transition("completed")
 
@@ -88,11 +88,11 @@ def row(step: int) -> dict[str, float | int | None]:
 
 def act(mode: str, rank: int, step: int, status: RankStatus) -> None:
     """Misbehave on one rank; the others go on where ranks do not wait for each other, else they wait."""
-    if mode == "ignore" or (mode == "raise_stubborn" and rank == 0):
+    if mode == "ignore":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if mode == "sleep" and step == 1:
         subprocess.Popen(["sleep", str(FOREVER_S)], start_new_session=True)
-    if step != FAULT_STEP or mode in ("ok", "gate", "saves", "ignore", "sleep", "wait", "incomplete"):
+    if step != FAULT_STEP or mode in ("ok", "gate", "saves", "ignore", "sleep", "wait"):
         return
     if rank == int(os.environ.get("FAKE_RANK", "1")):
         strike(mode, status)
@@ -173,7 +173,6 @@ def print_garbage() -> None:
 
 FAULTS: Mapping[str, Callable[[], None]] = {
     "raise": raise_in_colours,
-    "raise_stubborn": raise_in_colours,
     "config": find_mistakes,
     "hoard": hoard,
     "counted": die_counted,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from testkit.testbed_fixture import Testbeds
 
@@ -31,22 +28,12 @@ FAULTS = (
 
 
 @pytest.fixture(scope="module")
-def config_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """XDG_CONFIG_HOME of the testbed."""
-    return tmp_path_factory.mktemp("broken")
-
-
-@pytest.fixture(scope="module")
-def broken(testbed_machine: None, config_dir: Path) -> Iterator[Testbed]:
+def broken(module_testbeds: Testbeds) -> Testbed:
     """Seven nodes with fake GPUs, six of them with faults."""
-    testbeds = Testbeds(config_dir)
-    try:
-        testbed = testbeds.make(nodes=7, hardware="h100x8")
-        for number, kind, value in FAULTS:
-            set_fault(testbed, testbed.node_names[number - 1], kind, value)
-        yield testbed
-    finally:
-        testbeds.close()
+    testbed = module_testbeds.make(nodes=7, hardware="h100x8")
+    for number, kind, value in FAULTS:
+        set_fault(testbed, testbed.node_names[number - 1], kind, value)
+    return testbed
 
 
 @pytest.fixture(scope="module")
@@ -115,11 +102,11 @@ def test_healthy_nodes_can_talk_to_each_other(broken: Testbed) -> None:
 
 def test_the_verb_lists_the_usable_nodes_and_nothing_else(
     broken: Testbed,
-    config_dir: Path,
+    module_testbeds: Testbeds,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(config_dir))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(module_testbeds.config_dir))
     timeout = f"cluster.ssh.connect_timeout_s={CONNECT_TIMEOUT_S}"
     names = broken.node_names
     hosts = fold_nodes([names[number - 1] for number in (1, 3, 6)])  # the others take as long as the timeout

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from testkit.connecting import connect
 from testkit.image_rig import PushRig, Watcher, launcher_engine, noise
-from testkit.testbed_fixture import Testbeds
 from testkit.waiting import wait_for
 
 from burst_cli.app import main
@@ -24,17 +23,8 @@ MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def testbeds(testbed_machine, tmp_path_factory):
-    made = Testbeds(tmp_path_factory.mktemp("image"))
-    try:
-        yield made
-    finally:
-        made.close()
-
-
-@pytest.fixture(scope="module")
-def rig(testbeds):
-    testbed = testbeds.make(nodes=4, docker=True, docker_in_memory=True, rate="200mbit")
+def rig(module_testbeds):
+    testbed = module_testbeds.make(nodes=4, docker=True, docker_in_memory=True, rate="200mbit")
     with launcher_engine() as engine:
         yield PushRig(testbed, engine)
 
@@ -96,10 +86,10 @@ def test_the_limit_holds_for_the_launcher(rig):
     assert pushed.elapsed_s > 2 * 2 / 4
 
 
-def test_a_killed_launcher_leaves_no_relay_and_the_next_push_succeeds(rig, testbeds, tmp_path):
+def test_a_killed_launcher_leaves_no_relay_and_the_next_push_succeeds(rig, module_testbeds, tmp_path):
     image, node = rig.image(3), rig.names[0]
     words = ["image", "push", f"cluster={rig.testbed.name}", "--hosts", node, "--image", image.name, "--limit", "1MB/s"]
-    environment = {**os.environ, "DOCKER_HOST": rig.engine.host, "XDG_CONFIG_HOME": str(testbeds.config_dir)}
+    environment = {**os.environ, "DOCKER_HOST": rig.engine.host, "XDG_CONFIG_HOME": str(module_testbeds.config_dir)}
     with (tmp_path / "log").open("wb") as log:
         command = [sys.executable, "-m", "burst_cli", *words]
         launcher = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
@@ -143,10 +133,10 @@ def test_an_image_goes_under_its_whole_name_however_it_is_named(rig):
         rig.find("rig/none:1")
 
 
-def test_push_and_status_as_a_person_types_them(rig, testbeds, monkeypatch, capsys):
+def test_push_and_status_as_a_person_types_them(rig, module_testbeds, monkeypatch, capsys):
     image = rig.image(0.5)
     monkeypatch.setenv("DOCKER_HOST", rig.engine.host)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(testbeds.config_dir))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(module_testbeds.config_dir))
     cluster = (f"cluster={rig.testbed.name}", "--image", image.name, "--json", "--hosts", ",".join(rig.names[:2]))
 
     def burst(*words: str) -> tuple[int, dict[str, Any]]:

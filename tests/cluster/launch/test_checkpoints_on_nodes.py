@@ -33,13 +33,8 @@ WORDS = (
 
 
 @pytest.fixture(scope="module")
-def rig(testbed_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRig]:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    testbeds = Testbeds(folder / "config")
-    try:
-        yield FaultRig(testbeds.make(nodes=2), folder / "config", folder)
-    finally:
-        testbeds.close()
+def rig(module_testbeds: Testbeds, tmp_path_factory: pytest.TempPathFactory) -> FaultRig:
+    return FaultRig(module_testbeds.make(nodes=2), module_testbeds.config_dir, tmp_path_factory.mktemp("checkpoints"))
 
 
 @pytest.fixture(scope="module")

@@ -132,12 +132,8 @@ ROWS = [row for row in AROUND_RANKS if row.do in ACTIONS]
 
 
 @pytest.fixture(scope="module")
-def testbed(testbed_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Testbed]:
-    testbeds = Testbeds(tmp_path_factory.mktemp("faults") / "config")
-    try:
-        yield testbeds.make(nodes=2)
-    finally:
-        testbeds.close()
+def testbed(module_testbeds: Testbeds) -> Testbed:
+    return module_testbeds.make(nodes=2)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,16 +31,11 @@ INJURED = [row for row in INJURIES if row.is_real and row != STRAGGLER]
 
 
 @pytest.fixture(scope="module")
-def rig(testbed_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRig]:
-    folder = tmp_path_factory.mktemp("faults")
-    testbeds = Testbeds(folder / "config")
-    try:
-        rig = FaultRig(testbeds.make(nodes=2), folder / "config", folder)
-        done = rig.burst("launch", *rig.words("train.steps=2"))
-        assert done.returncode == 0, done.stderr  # and from here on code and tokens lie on the nodes
-        yield rig
-    finally:
-        testbeds.close()
+def rig(module_testbeds: Testbeds, tmp_path_factory: pytest.TempPathFactory) -> FaultRig:
+    rig = FaultRig(module_testbeds.make(nodes=2), module_testbeds.config_dir, tmp_path_factory.mktemp("faults"))
+    done = rig.burst("launch", *rig.words("train.steps=2"))
+    assert done.returncode == 0, done.stderr  # and from here on code and tokens lie on the nodes
+    return rig
 
 
 @pytest.mark.parametrize("row", INJURED, ids=lambda row: row.do)

@@ -26,21 +26,17 @@ SPECIAL = ("hold the port", "put a file there", "run another")
 
 
 @pytest.fixture(scope="module")
-def testbeds(testbed_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Testbeds]:
-    made = Testbeds(tmp_path_factory.mktemp("refused") / "config")
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def testbed(testbeds: Testbeds) -> Testbed:
-    return testbeds.make(nodes=2)
+def testbed(module_testbeds: Testbeds) -> Testbed:
+    return module_testbeds.make(nodes=2)
 
 
 @pytest.fixture
-def words(testbeds: Testbeds, testbed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def words(
+    module_testbeds: Testbeds, testbed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[str]]:
     """The settings of a small run on the testbed, whose nodes are healthy again afterwards."""
-    for name, folder in (("CONFIG", testbeds.config_dir), ("STATE", tmp_path / "state"), ("CACHE", tmp_path / "cache")):
+    homes = {"CONFIG": module_testbeds.config_dir, "STATE": tmp_path / "state", "CACHE": tmp_path / "cache"}
+    for name, folder in homes.items():
         monkeypatch.setenv(f"XDG_{name}_HOME", str(folder))
     monkeypatch.setenv("BURST_RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.setenv("COLUMNS", "1000")

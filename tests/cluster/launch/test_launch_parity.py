@@ -20,13 +20,9 @@ SHAPES = {"2x2": (2, 2), "4x1": (4, 1)}
 
 
 @pytest.fixture(scope="module")
-def rig(testbed_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRig]:
-    folder = tmp_path_factory.mktemp("parity")
-    testbeds = Testbeds(folder / "config")
-    try:
-        yield FaultRig(testbeds.make(nodes=4, docker=True, docker_in_memory=True), folder / "config", folder)
-    finally:
-        testbeds.close()
+def rig(module_testbeds: Testbeds, tmp_path_factory: pytest.TempPathFactory) -> FaultRig:
+    testbed = module_testbeds.make(nodes=4, docker=True, docker_in_memory=True)
+    return FaultRig(testbed, module_testbeds.config_dir, tmp_path_factory.mktemp("parity"))
 
 
 @pytest.fixture(scope="module")

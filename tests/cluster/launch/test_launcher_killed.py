@@ -6,7 +6,6 @@ import contextlib
 import random
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
@@ -24,19 +23,10 @@ TIMES = 4
 
 
 @pytest.fixture(scope="module")
-def rigs(testbed_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[FaultRig]]:
-    """One-node views of a testbed of four nodes, so that four launches can be killed at the same time."""
-    folder = tmp_path_factory.mktemp("killed")
-    testbeds = Testbeds(folder / "config")
-    try:
-        testbed = testbeds.make(nodes=LANES)
-        made = []
-        for lane in range(LANES):
-            (folder / str(lane)).mkdir()
-            made.append(FaultRig(testbed, folder / "config", folder / str(lane)))
-        yield made
-    finally:
-        testbeds.close()
+def rigs(module_testbeds: Testbeds, tmp_path_factory: pytest.TempPathFactory) -> list[FaultRig]:
+    """One-node views of a testbed, so that several launches can be killed at the same time."""
+    testbed, config_dir = module_testbeds.make(nodes=LANES), module_testbeds.config_dir
+    return [FaultRig(testbed, config_dir, tmp_path_factory.mktemp("lane")) for _ in range(LANES)]
 
 
 def test_run_of_a_launcher_killed_at_any_moment_is_found_cancelled_and_complete(rigs: list[FaultRig]) -> None:
