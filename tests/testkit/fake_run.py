@@ -9,10 +9,12 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from cluster.control.controller import Manner, control
 from cluster.control.link import NodeLink, NodeStatus
@@ -38,6 +40,8 @@ HURRIED = LaunchTiming(
     poll_s=0.02, stop_grace_s=0.5, evidence_s=0.2, failure_grace_s=0.5, early_exit_s=0.5, vanish_s=0.5, kill_s=3.0
 )
 
+CALM = LaunchTiming(stop_grace_s=3.0)
+
 
 class Observer:
     """Remembers what it was told; `act` is called at every tick."""
@@ -59,6 +63,47 @@ class Observer:
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+
+class Led:
+    """A run that is led in a thread of this process: a new one of `plan`, or `run`, which is there."""
+
+    def __init__(self, plan: LaunchPlan, run: RunFolder | None = None) -> None:
+        self.plan = plan
+        self.run = run or create_run(Path(plan.run_path), dict(plan.files), world_size=plan.world_size)
+        self.observer, self.stop, self._outcome = Observer(), StopRequests(), Future[LaunchOutcome]()
+
+    def begin(self, *, start: bool = True, timing: LaunchTiming = CALM) -> Self:
+        """Begin to lead it."""
+
+        def work() -> None:
+            manner = Manner(start=start, timing=timing)
+            try:
+                links = open_links(self.plan, self.run)
+                self._outcome.set_result(control(self.plan, self.run, links, self.observer, self.stop, manner))
+            except BaseException as error:
+                self._outcome.set_exception(error)
+
+        threading.Thread(target=work, daemon=True).start()
+        return self
+
+    def wait(self, timeout_s: float = 200.0) -> LaunchOutcome:
+        """Its outcome, or what leading it raised."""
+        wait_for(self._outcome.done, self.describe, timeout_s)
+        return self._outcome.result()
+
+    def wait_for_step(self, step: int = 3) -> None:
+        """Return once rank 0 is that far, which waits for nobody, and every other rank has begun to work."""
+        wait_for(lambda: len(self.run.read_metrics()) >= step and self._has_begun(), self.describe)
+
+    def _has_begun(self) -> bool:
+        logs = self.run.path.glob("logs/*/rank*.log")
+        return len([log for log in logs if " in mode " in log.read_text()]) == self.plan.world_size
+
+    def describe(self) -> str:
+        """What is known, for a test that waits in vain."""
+        logs = [path.read_text(errors="replace")[-2000:] for path in self.run.path.rglob("*.log")]
+        return "\n".join([*self.observer.notes, str(self.observer.stops), str(self.observer.statuses), *logs])
 
 
 class LocalRun:

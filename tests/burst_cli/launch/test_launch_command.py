@@ -175,11 +175,6 @@ def test_failing_rank_gives_one_readable_block(failed: Launch) -> None:
     assert failed.stdout == ""
 
 
-def test_failure_is_recorded_in_the_run_folder(failed: Launch) -> None:
-    state = failed.run.read_state()
-    assert (state["state"], state["exit_code"], state["failure"]["rank"]) == ("failed", 1, 1)
-
-
 def test_block_holds_no_terminal_escapes_of_the_ranks(failed: Launch) -> None:
     assert "\x1b" in failed.run.log_path(failed.run.read_state()["host"], 1).read_text()
     assert "\x1b" not in failed.stderr
@@ -202,13 +197,6 @@ def test_ctrl_c_cancels_and_leaves_no_process(interrupted: Launch) -> None:
     assert "Ctrl-C: stopping the ranks" in interrupted.stderr
     assert "Traceback" not in interrupted.stderr
     assert interrupted.stdout.startswith("cancelled tiny/")
-
-
-def test_ranks_that_ignore_ctrl_c_are_killed(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, "ignore")
-    launch.wait_until(all_steps_done)
-    launch.process.send_signal(signal.SIGINT)
-    assert launch.end() == 130
 
 
 def test_terminal_that_is_closed_does_not_hurt_the_run(tmp_path: Path) -> None:
@@ -284,12 +272,6 @@ def test_runs_dir_that_cannot_be_written_is_refused_before_any_work(
     assert "is not a folder" in captured.err
     assert "--runs-dir" in captured.err
     assert "Traceback" not in captured.err
-
-
-def test_bad_override_exits_2_and_leaves_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "exp=tiny", "train.stepz=1", "--runs-dir", str(tmp_path / "runs")]) == 2
-    assert "train.steps" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []
 
 
 def small_data(tmp_path: Path) -> DataConfig:

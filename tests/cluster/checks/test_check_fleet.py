@@ -15,7 +15,7 @@ from testkit.machine_clock import machine_time
 from cluster.checks.finding import Check, Finding, FleetReport, NodeReport, Verdict
 from cluster.checks.group import AbsentError, CheckGroup
 from cluster.checks.run import CheckObserver, CheckOptions, check_nodes, check_this_machine
-from cluster.checks.selection import Selection, read_selection
+from cluster.checks.selection import Selection
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import Host
@@ -225,11 +225,6 @@ def test_a_clock_that_is_off_fails_its_node() -> None:
 def test_skipped_findings_do_not_count() -> None:
     report = check(FakeFleet({"n1": answer({"host.disk": "fail"})}), selection=Selection(skip=("host.disk",)))
     assert report.usable == ("n1",)
-
-
-def test_a_check_asked_for_that_nobody_made_is_unknown() -> None:
-    report = check(FakeFleet({"n1": HEALTHY}), selection=read_selection(["host.inodes"]))
-    assert report.nodes["n1"].verdict is Verdict.UNKNOWN
 
 
 def test_settings_of_a_group_reach_its_probe() -> None:

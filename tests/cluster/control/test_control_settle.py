@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from control_fakes import FakeLink, Observer, World
 
-from cluster.control.attempt import ControllerBusyError, RunState, controlling
+from cluster.control.attempt import RunState, controlling
 from cluster.control.controller import Manner, control
 from cluster.control.link import NodeLink
 from cluster.control.outcome import CANCEL_FILE, StopRequests, read_cancel
@@ -174,11 +174,6 @@ def test_run_is_taken_over_and_led_to_its_end(world: World) -> None:
     outcome = control(world.plan, world.run, world.links, Observer(), StopRequests(), manner)
     assert (outcome.status, world.state["attempt"], world.state["pid"]) == ("completed", 1, os.getpid())
     assert all(link.beats and not link.specs for link in world.links)
-
-
-def test_run_with_a_controller_is_not_taken_over(world: World) -> None:
-    with controlling(world.run), pytest.raises(ControllerBusyError):
-        control(world.plan, world.run, world.links, Observer(), StopRequests(), Manner(start=False))
 
 
 def test_request_that_a_beginning_controller_forgot_is_made_again(world: World) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from agent_rig import FAST, RUN_ID
 from testkit.fake_plan import node_facts
+from testkit.link_rig import swept
 
 from cluster.errors import HostsError
-from cluster.launch.local import build_local_plan
+from cluster.launch.local import LocalLink, build_local_plan
 from cluster.launch.runner import open_links
 from cluster.launch.ssh import SharedPool
 from cluster.plan import LaunchPlan
@@ -77,3 +78,13 @@ def test_the_pool_ends_with_the_last_link():
     assert not ended
     shared.leave()
     assert ended == [1]
+
+
+def test_a_folder_that_is_gone_is_a_problem_in_words_and_raises_nothing(tmp_path):
+    link = LocalLink(tmp_path / "gone", "node1")
+    for ask in (link.beat, lambda: link.stop("x", 0.0), lambda: link.request_stacks("n")):
+        ask()
+        assert "No such file" in (link.poll().problem or "")
+
+    assert link.poll().phase == "none"
+    assert swept(link) == ()

@@ -5,24 +5,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from testkit import FAKE_PYTHON_PATH, KIT
-from testkit.fake_run import Observer
-from testkit.waiting import wait_for
 
-from cluster.control.controller import Manner, control
-from cluster.control.outcome import LaunchOutcome, LaunchTiming, StopRequests
 from cluster.launch.kubernetes import KubernetesSurvey
-from cluster.launch.runner import open_links
 from cluster.plan import LaunchPlan
 from engine.config.cluster import ClusterConfig, ContainerConfig, KubernetesConfig
 from engine.config.settings import CheckpointConfig, RunConfig, TrainConfig
-from engine.runs.folder import RunFolder, create_run, new_run_path
+from engine.runs.folder import new_run_path
 
 
 @dataclass(frozen=True)
@@ -94,40 +88,3 @@ def with_container(index: int, phase: str, **state: Any) -> dict[str, Any]:
 
 
 JOB = {"kind": "JobSet", "metadata": {"name": "burst-run"}, "status": {}}
-
-
-@dataclass
-class Led:
-    """A run that is led in a thread."""
-
-    plan: LaunchPlan
-    run: RunFolder
-    observer: Observer = field(default_factory=Observer)
-    stop: StopRequests = field(default_factory=StopRequests)
-    outcome: LaunchOutcome | None = None
-
-    def begin(self, *, start: bool = True) -> Led:
-        def work() -> None:
-            manner = Manner(start=start, timing=LaunchTiming(stop_grace_s=3.0))
-            self.outcome = control(
-                self.plan, self.run, open_links(self.plan, self.run), self.observer, self.stop, manner
-            )
-
-        self.thread = threading.Thread(target=work, daemon=True)
-        self.thread.start()
-        return self
-
-    def wait(self) -> LaunchOutcome:
-        """Its outcome."""
-        self.thread.join(200.0)
-        assert self.outcome is not None
-        return self.outcome
-
-    def wait_for_step(self, step: int) -> None:
-        wait_for(lambda: len(self.run.read_metrics()) >= step)
-
-
-def lead(plan: LaunchPlan) -> Led:
-    """Begin to lead a new run of `plan`."""
-    run = create_run(Path(plan.run_path), dict(plan.files), world_size=plan.world_size)
-    return Led(plan, run).begin()

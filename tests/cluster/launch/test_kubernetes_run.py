@@ -14,16 +14,14 @@ import pytest
 from kubernetes_rig import (
     JOB,
     FakeCluster,
-    Led,
     fake_cluster,
     kubernetes_config,
     kubernetes_plan,
-    lead,
     pod,
     with_container,
 )
 from testkit import ROOT
-from testkit.fake_run import Observer
+from testkit.fake_run import Led, Observer
 from testkit.tiny_training import TINY_MODEL
 from testkit.waiting import wait_for
 
@@ -48,7 +46,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClu
 
 
 def started(tmp_path: Path, mode: str) -> Led:
-    return lead(kubernetes_plan(tmp_path / "runs", kubernetes_config(str(tmp_path / "shared"), mode)))
+    return Led(kubernetes_plan(tmp_path / "runs", kubernetes_config(str(tmp_path / "shared"), mode))).begin()
 
 
 @pytest.mark.thorough
@@ -67,7 +65,7 @@ def test_the_real_trainer_runs_in_two_pods_and_its_figures_come_here(tmp_path: P
         train=TrainConfig(steps=3, seq_len=64, eval_samples=1, checkpoint=SAVED),
         cluster=replace(config.cluster, master_port=port, environment=environment),
     )
-    led = lead(kubernetes_plan(tmp_path / "runs", config, "engine.train"))
+    led = Led(kubernetes_plan(tmp_path / "runs", config, "engine.train")).begin()
     outcome = led.wait()
     assert outcome.status == "completed", (outcome.failure, cluster.said())
     assert [row["step"] for row in led.run.read_metrics()] == [1, 2, 3]

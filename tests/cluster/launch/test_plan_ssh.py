@@ -199,10 +199,6 @@ def test_a_supervisor_is_told_all_it_needs() -> None:
     assert (state["state"], state["host"], state["pid"]) == ("starting", None, None)
 
 
-def test_a_plan_is_a_pure_function_of_its_arguments() -> None:
-    assert plan(4, gpus=8) == plan(4, gpus=8)
-
-
 def test_no_two_files_of_a_plan_have_one_name() -> None:
     names = [name for name, _ in plan(4).files]
     assert len(set(names)) == len(names)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from slurm_rig import SlurmBench
+from slurm_rig import SlurmBench, job_id
 from testkit import KIT
+from testkit.fake_run import Led
 from testkit.image_rig import busybox_tree
 from testkit.waiting import wait_for
 
@@ -57,7 +58,7 @@ def plan(bench: SlurmBench, mode: str):
 
 
 def test_ranks_run_in_containers_that_are_gone_afterwards(bench):
-    led = bench.lead(plan(bench, "ok"))
+    led = Led(plan(bench, "ok")).begin()
     outcome = led.wait()
 
     assert outcome.status == "completed", led.describe()
@@ -67,10 +68,10 @@ def test_ranks_run_in_containers_that_are_gone_afterwards(bench):
 
 @pytest.mark.thorough
 def test_containers_of_ranks_that_ignore_everything_end_with_the_job(bench):
-    led = bench.lead(plan(bench, "ignore"))
+    led = Led(plan(bench, "ignore")).begin()
     led.wait_for_step(5)
     assert all(containers(bench))
-    bench.client("scancel", led.job_id)
+    bench.client("scancel", job_id(led.run))
     outcome = led.wait()
 
     assert outcome.status == "cancelled"
@@ -79,7 +80,7 @@ def test_containers_of_ranks_that_ignore_everything_end_with_the_job(bench):
 
 @pytest.mark.thorough
 def test_the_container_of_a_supervisor_that_was_killed_is_swept(bench):
-    led = bench.lead(plan(bench, "wait"))
+    led = Led(plan(bench, "wait")).begin()
     led.wait_for_step(5)
     # Who leads looks at the nodes now and then: the ranks may be there before it has heard of their supervisors.
     wait_for(lambda: [status.supervisor.get("pid") is not None for status in led.observer.statuses] == [True] * 2)

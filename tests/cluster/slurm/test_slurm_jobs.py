@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
-from slurm_rig import Led, SlurmBench
+from slurm_rig import SlurmBench, job_id
+from testkit.fake_run import Led
+from testkit.process_table import run_processes
 from testkit.waiting import wait_for
 
 from cluster.control.outcome import LaunchTiming
@@ -21,7 +23,7 @@ def names(bench: SlurmBench) -> tuple[str, ...]:
 
 
 def test_a_run_completes_and_the_run_folder_tells_it_under_the_names_of_the_nodes(bench):
-    led = bench.lead(bench.plan("ok"))
+    led = Led(bench.plan("ok")).begin()
     outcome = led.wait()
     first, second = names(bench)[:2]
 
@@ -31,10 +33,10 @@ def test_a_run_completes_and_the_run_folder_tells_it_under_the_names_of_the_node
     assert led.run.read_state()["nodes"] == [first, second]
     assert led.run.read_state()["lease_s"] is None  # a job outlives its launcher
     assert [node.name for node in read_launch_plan(led.run.path).nodes] == [first, second]
-    assert f"Slurm job {led.job_id} runs on {first}, {second}" in led.observer.notes
-    assert bench.processes(led.run) == []
+    assert f"Slurm job {job_id(led.run)} runs on {first}, {second}" in led.observer.notes
+    assert run_processes(led.run.run_id) == []
     check_commands(bench, led)
-    wait_for(lambda: "JobState=COMPLETED" in bench.client("scontrol", "show", "job", led.job_id))
+    wait_for(lambda: "JobState=COMPLETED" in bench.client("scontrol", "show", "job", job_id(led.run)))
 
 
 def check_commands(bench: SlurmBench, led: Led) -> None:
@@ -49,20 +51,20 @@ def check_commands(bench: SlurmBench, led: Led) -> None:
 
 
 def test_the_rank_that_failed_is_blamed_and_not_those_that_srun_stops(bench):
-    led = bench.lead(bench.plan("kill"))
+    led = Led(bench.plan("kill")).begin()
     failure = led.wait().failure
 
     assert failure is not None
     assert (failure.kind, failure.type, failure.rank, failure.host) == ("signal", "SIGKILL", 1, names(bench)[1])
     assert led.run.read_state()["state"] == "failed"
-    wait_for(lambda: not bench.processes(led.run), timeout_s=15)
+    wait_for(lambda: not run_processes(led.run.run_id), timeout_s=15)
 
 
 @pytest.mark.thorough
 def test_a_second_attempt_keeps_the_records_of_the_first(bench):
-    first = bench.lead(bench.plan("raise"))
+    first = Led(bench.plan("raise")).begin()
     first.wait()
-    again = bench.lead(read_launch_plan(first.run.path), folder=first.run)
+    again = Led(read_launch_plan(first.run.path), first.run).begin()
     outcome = again.wait()
 
     assert outcome.failure is not None
@@ -73,31 +75,20 @@ def test_a_second_attempt_keeps_the_records_of_the_first(bench):
 
 def test_scancel_from_outside_is_a_cancelled_run(bench):
     # Impatient, so that the controller stops what it believes to have failed before the nodes say who asked them.
-    led = bench.lead(bench.plan("wait"), timing=LaunchTiming(evidence_s=0.0, failure_grace_s=0.0))
+    led = Led(bench.plan("wait")).begin(timing=LaunchTiming(evidence_s=0.0, failure_grace_s=0.0))
     led.wait_for_step(5)
-    bench.client("scancel", led.job_id)
+    bench.client("scancel", job_id(led.run))
     outcome = led.wait()
 
     assert (outcome.status, outcome.exit_code, outcome.failure) == ("cancelled", 130, None)
-    assert bench.processes(led.run) == []
-
-
-@pytest.mark.thorough
-def test_ranks_that_ignore_a_request_to_stop_are_killed_by_their_supervisors(bench):
-    led = bench.lead(bench.plan("ignore"), timing=LaunchTiming(stop_grace_s=1.0))
-    led.wait_for_step(5)
-    led.stop.count, led.stop.cause = 1, "Ctrl-C"
-    outcome = led.wait(30)
-
-    assert outcome.status == "cancelled"
-    assert bench.processes(led.run) == []
+    assert run_processes(led.run.run_id) == []
 
 
 def test_without_slurms_controller_a_launch_says_so_with_exit_code_3(make_testbed, tmp_path, monkeypatch):
     bench = SlurmBench(make_testbed(nodes=1, slurm=True), tmp_path)
     monkeypatch.setenv("SLURM_CONF", bench.environment["SLURM_CONF"])
     bench.kill_controller()
-    outcome = bench.lead(bench.plan("ok", nodes=1)).wait(200)
+    outcome = Led(bench.plan("ok", nodes=1)).begin().wait(200)
 
     assert outcome.failure is not None
     assert outcome.exit_code == 3
@@ -110,7 +101,7 @@ def test_a_node_that_does_not_see_the_run_folder_is_named(bench):
     second = bench.testbed.nodes[1]
     bench.on_node(second, "mount", "-t", "tmpfs", "tmpfs", str(tmp := bench.folder / "runs"), make=tmp)
     try:
-        failure = bench.lead(plan).wait().failure
+        failure = Led(plan).begin().wait().failure
     finally:
         bench.on_node(second, "umount", str(tmp))
 
@@ -123,7 +114,7 @@ def test_the_first_node_that_does_not_see_the_run_folder_is_noticed_by_slurm(ben
     first = bench.testbed.nodes[0]
     bench.on_node(first, "mount", "-t", "tmpfs", "tmpfs", str(tmp := bench.folder / "runs"), make=tmp)
     try:
-        failure = bench.lead(plan).wait().failure
+        failure = Led(plan).begin().wait().failure
     finally:
         bench.on_node(first, "umount", str(tmp))
 
@@ -133,7 +124,7 @@ def test_the_first_node_that_does_not_see_the_run_folder_is_noticed_by_slurm(ben
 
 @pytest.mark.thorough
 def test_a_node_that_is_lost_is_named(bench):
-    led = bench.lead(bench.plan("wait"))
+    led = Led(bench.plan("wait")).begin()
     led.wait_for_step(5)
     lost = bench.testbed.nodes[1]
     try:
@@ -145,16 +136,16 @@ def test_a_node_that_is_lost_is_named(bench):
 
     assert failure is not None
     assert (failure.kind, failure.host) == ("node_lost", lost.name)
-    wait_for(lambda: not bench.processes(led.run), timeout_s=30)
+    wait_for(lambda: not run_processes(led.run.run_id), timeout_s=30)
 
 
 @pytest.mark.thorough
 def test_the_time_limit_is_told_as_such(bench):
-    led = bench.lead(bench.plan("wait"))
+    led = Led(bench.plan("wait")).begin()
     led.wait_for_step(5)
     # Slurm refuses an end that is over when it reads of it, and looks for such ends only every half a minute.
     soon = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 10))
-    bench.client("scontrol", "update", f"JobId={led.job_id}", f"EndTime={soon}")
+    bench.client("scontrol", "update", f"JobId={job_id(led.run)}", f"EndTime={soon}")
     outcome = led.wait(120)
 
     assert outcome.failure is not None
@@ -166,15 +157,15 @@ def test_the_time_limit_is_told_as_such(bench):
 def test_a_job_that_may_restart_saves_before_its_time_limit_and_goes_on_by_itself(bench):
     saving = CheckpointConfig(every_steps=5, stop_grace_s=12)
     plan = bench.plan("saves", checkpoint=saving, max_restarts=1, slurm=SlurmConfig(time_limit="00:02:00"))
-    led = bench.lead(plan)
+    led = Led(plan).begin()
     led.wait_for_step(5)
-    wait_for(lambda: "Reason=BeginTime" in bench.client("scontrol", "show", "job", led.job_id), timeout_s=150)
+    wait_for(lambda: "Reason=BeginTime" in bench.client("scontrol", "show", "job", job_id(led.run)), timeout_s=150)
     waiting = led.run.read_state()
     outcome = led.wait(300)  # Slurm lets two minutes pass
 
     assert outcome.status == "completed", led.describe()
     assert (waiting["state"], waiting["attempt"]) == ("starting", 2)
-    assert "Restarts=1 " in bench.client("scontrol", "show", "job", led.job_id)
+    assert "Restarts=1 " in bench.client("scontrol", "show", "job", job_id(led.run))
     assert led.run.read_state()["attempt"] == 2
     (saved,) = [row for row in RunFolder(led.run.path / "attempts" / "1").read_events() if row["kind"] == "checkpoint"]
     assert saved["step"] == 5
@@ -185,7 +176,7 @@ def test_a_job_that_may_restart_saves_before_its_time_limit_and_goes_on_by_itsel
 @pytest.mark.parametrize("is_led", [True, False], ids=["marked down", "dead, without a launcher"])
 def test_a_job_that_may_restart_and_lost_a_node_goes_on_with_another(bench, is_led):
     plan = bench.plan("saves", max_restarts=1)
-    led = bench.lead(plan) if is_led else None
+    led = Led(plan).begin() if is_led else None
     run = led.run if led is not None else bench.leave_in_queue(plan)
     wait_for(lambda: len(run.read_metrics()) == 5)
     lost = bench.testbed.nodes[1]
@@ -204,9 +195,9 @@ def test_a_job_that_may_restart_and_lost_a_node_goes_on_with_another(bench, is_l
 
 
 def test_a_job_that_may_not_restart_saves_when_slurm_warns_of_its_time_limit(bench):
-    led = bench.lead(bench.plan("saves", checkpoint=CheckpointConfig(every_steps=5, stop_grace_s=12)))
+    led = Led(bench.plan("saves", checkpoint=CheckpointConfig(every_steps=5, stop_grace_s=12))).begin()
     led.wait_for_step(5)
-    bench.client("scancel", "--signal=USR1", "--batch", led.job_id)  # as Slurm does at --signal=B:USR1@72
+    bench.client("scancel", "--signal=USR1", "--batch", job_id(led.run))  # as Slurm does at --signal=B:USR1@72
     failure = led.wait(60).failure
 
     assert failure is not None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from slurm_rig import job_id
+from testkit.fake_run import Led
+from testkit.process_table import run_processes
 from testkit.waiting import wait_for
 
 from cluster.control.settle import settle
@@ -11,13 +14,13 @@ from cluster.plan_record import read_launch_plan
 def test_a_job_without_nodes_says_why_it_waits_and_can_be_cancelled(bench):
     blocker = bench.client("sbatch", "--parsable", "-N3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
     wait_for(lambda: "RUNNING" in bench.client("scontrol", "show", "job", blocker))
-    led = bench.lead(bench.plan("ok"))
+    led = Led(bench.plan("ok")).begin()
     wait_for(lambda: any("nodes that are free" in event["phase"] for event in led.run.read_events()), led.describe)
     led.stop.count, led.stop.cause = 1, "Ctrl-C"
     outcome = led.wait(30)
 
     assert (outcome.status, outcome.leftover) == ("cancelled", ())
-    assert "CANCELLED" in bench.client("scontrol", "show", "job", led.job_id)
+    assert "CANCELLED" in bench.client("scontrol", "show", "job", job_id(led.run))
     assert led.run.read_state()["state"] == "cancelled"
 
 
@@ -28,7 +31,7 @@ def test_a_run_that_waits_is_known_to_other_processes_and_led_on_by_them(bench):
     run = bench.leave_in_queue(plan)
     settled = settle(run)
     bench.client("scancel", blocker)
-    outcome = bench.lead(read_launch_plan(run.path), start=False, folder=run).wait()
+    outcome = Led(read_launch_plan(run.path), run).begin(start=False).wait()
 
     assert settled.state == "starting"
     assert outcome.status == "completed"
@@ -47,12 +50,12 @@ def test_inside_of_an_allocation_its_nodes_are_used_and_a_cancelled_run_leaves_i
     allocation = bench.client("sbatch", "--parsable", "-N2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
     wait_for(lambda: "RUNNING" in bench.client("scontrol", "show", "job", allocation))
     monkeypatch.setenv("SLURM_JOB_ID", allocation)
-    led = bench.lead(bench.plan("wait"))
+    led = Led(bench.plan("wait")).begin()
     led.wait_for_step(5)
-    assert led.job_id == allocation
+    assert job_id(led.run) == allocation
     led.stop.count, led.stop.cause = 1, "Ctrl-C"
     outcome = led.wait(40)
 
     assert outcome.status == "cancelled"
-    assert bench.processes(led.run) == []
+    assert run_processes(led.run.run_id) == []
     assert "RUNNING" in bench.client("scontrol", "show", "job", allocation)

@@ -41,6 +41,7 @@ def test_a_loss_that_is_nan_on_one_rank_ends_all_and_names_the_step(
     assert [row["step"] for row in run.read_metrics()] == [1, 2]
     for error in run.rank_errors():
         assert "the loss of step 3 is nan: training has diverged" in error["message"]
+        assert "Lower optimizer.learning_rate" in error["message"]
         assert (error["kind"], error["step"]) == ("user", 3)
     assert run.read_state()["state"] == "failed"
     assert [event["fault"] for event in run.read_events() if event["kind"] == "fault_injected"] == [
