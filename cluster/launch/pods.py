@@ -192,7 +192,7 @@ class KubernetesJob(WatchedJob):
 
 
 def _outcome(cause: str, stop_cause: str | None, exit_code: int | None) -> Mapping[str, Any]:
-    return {"cause": cause, "stop_cause": stop_cause, "exit_code": exit_code, "deaths": [], "leftover_pids": []}
+    return {"cause": cause, "stop_cause": stop_cause, "exit_code": exit_code}
 
 
 class PodLink:

@@ -11,6 +11,7 @@ from pathlib import Path
 from cluster.launch.scheduler import SchedulerError, run_client
 from cluster.remote_text import one_line
 from cluster.slurm.states import GONE, JobStatus, parse_job
+from engine.config.cluster import SlurmConfig
 
 TIMEOUT_S = 20.0
 CONF_VARIABLE = "SLURM_CONF"
@@ -128,24 +129,29 @@ def gres_gpus(gres: str) -> int:
     return sum(int(found[1]) if found[1] else 1 for found in _GPUS.finditer(gres))
 
 
-def client_environment(environment: Mapping[str, str], overridden: Sequence[str] = ()) -> dict[str, str]:
+def client_environment(environment: Mapping[str, str], settings: SlurmConfig | None = None) -> dict[str, str]:
     """What Slurm's commands, and by sbatch every process of a job, get of `environment`.
 
-    SBATCH_* would quietly win over the batch file, so those in `overridden`, which the file sets itself, go.
+    SBATCH_* would quietly win over the batch file, so those of options that `settings` have go.
     """
+    settings = settings or SlurmConfig()
+    defaults = {variable for variable, option in _SBATCH_DEFAULTS.items() if settings.option(option) is None}
+    defaults -= set() if settings.time_limit is None else {"SBATCH_TIMELIMIT"}
     return {
         name: value
         for name, value in environment.items()
-        if name in _KEPT
-        or name.startswith("LC_")
-        or (name.startswith("SBATCH_") and name in _SBATCH_DEFAULTS and name not in overridden)
+        if name in _KEPT or name.startswith("LC_") or name in defaults
     }
 
 
 # Defaults that a site or a user may have put into the environment, and that the batch file sets only when asked to.
-_SBATCH_DEFAULTS = frozenset(
-    {"SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_TIMELIMIT", "SBATCH_CONSTRAINT"}
-)
+_SBATCH_DEFAULTS = {
+    "SBATCH_ACCOUNT": "account",
+    "SBATCH_PARTITION": "partition",
+    "SBATCH_QOS": "qos",
+    "SBATCH_CONSTRAINT": "constraint",
+    "SBATCH_TIMELIMIT": "time",
+}
 
 
 def _cluster(cluster: str | None) -> tuple[str, ...]:

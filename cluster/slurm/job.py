@@ -9,9 +9,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from cluster.control.evidence import tail_text
 from cluster.control.link import TIME_LIMIT
 from cluster.failure import Failure
 from cluster.launch.scheduler import SchedulerError, WatchedJob
+from cluster.remote_text import one_line
 from cluster.slurm.client import SlurmClient
 from cluster.slurm.sbatch import LOG_PREFIX, NO_RESTARTS_LEFT, NOT_SHARED, TIME_IS_UP
 from cluster.slurm.states import AGAIN, JobRecord, JobStatus, describe_end, read_record, write_record
@@ -27,15 +29,19 @@ _EXIT_FILE_S = 3.0  # between the end of a step's process and the file that says
 
 
 class SlurmJob(WatchedJob):
-    """One attempt of a run as Slurm knows it; `status` never waits. Several links share it, each closes it once."""
+    """One attempt of a run as Slurm knows it. Several links share it, each closes it once.
+
+    status: what Slurm said last; None before its first answer. is_cancelled_here: it was this process that had Slurm
+    end the job.
+    """
 
     def __init__(self, run: RunFolder, record: JobRecord, client: SlurmClient | None = None, poll_s: float = POLL_S):
         super().__init__(job_name(run), poll_s)
         self.run, self.record, self._client = run, record, client or SlurmClient()
-        self._status: JobStatus | None = record.ended
+        self.status: JobStatus | None = record.ended
+        self.is_cancelled_here = False
         self._ended_at = time.monotonic() if record.ended is not None else None
         self._lost: tuple[str, ...] = ()
-        self._is_cancelled_here = False
         self._process_gone_at: float | None = None
 
     @property
@@ -49,19 +55,9 @@ class SlurmJob(WatchedJob):
         return self.run.path / f"{LOG_PREFIX}{self.job_id}.log"
 
     @property
-    def status(self) -> JobStatus | None:
-        """What Slurm said last; None before its first answer."""
-        return self._status
-
-    @property
-    def is_cancelled_here(self) -> bool:
-        """Whether it was this process that had Slurm end the job."""
-        return self._is_cancelled_here
-
-    @property
     def is_begun_again(self) -> bool:
         """Whether Slurm has requeued the job, so that this start of it is over."""
-        return self._status is not None and self._status.state == AGAIN
+        return self.status is not None and self.status.state == AGAIN
 
     @property
     def ended_s(self) -> float | None:
@@ -70,7 +66,7 @@ class SlurmJob(WatchedJob):
 
     def describe_end(self) -> str:
         """Why the job ended, in words, with the last of what srun said where that helps."""
-        status = self._status or JobStatus("GONE")
+        status = self.status or JobStatus("GONE")
         if status.signal == 53:  # Slurm's code for "cannot open the job's output"
             return f"Slurm job {self.job_id} could not write into the run folder: {_SHARED}"
         if status.exit_code == NOT_SHARED:
@@ -87,9 +83,6 @@ class SlurmJob(WatchedJob):
 
     def last_words(self) -> str:
         """What burst said last in the job's log, else what srun complained of first, else its last line."""
-        from cluster.control.evidence import tail_text
-        from cluster.remote_text import one_line
-
         lines = [line for line in tail_text(self.log, 8192).splitlines() if line.strip()]
         own = [line[line.index("burst: ") :] for line in lines if "burst: " in line]
         tasks = [line for line in lines if _TASK_ERROR.search(line)]
@@ -97,7 +90,7 @@ class SlurmJob(WatchedJob):
 
     def failure(self) -> Failure | None:
         """Why Slurm itself ended the run; None when the run ended by itself, on request, or is not over."""
-        status = self._status
+        status = self.status
         if status is None:
             return None
         if status.state in ("TIMEOUT", "PREEMPTED", "DEADLINE", "BOOT_FAIL"):
@@ -123,13 +116,13 @@ class SlurmJob(WatchedJob):
 
     def again(self) -> SlurmJob:
         """The same job as Slurm has begun it since."""
-        restarts = self._status.restarts if self._status is not None else 0
+        restarts = self.status.restarts if self.status is not None else 0
         return SlurmJob(self.run, self.record.again(restarts), self._client, self._poll_s)
 
     def look(self) -> bool:
         try:
             if self._is_end_due(_CANCEL_MARGIN_S):
-                self._is_cancelled_here = True
+                self.is_cancelled_here = True
                 self._cancel_now()
             status = self._ask()
             if status.phase == "ended" and status.state == "NODE_FAIL":
@@ -138,7 +131,7 @@ class SlurmJob(WatchedJob):
         except SchedulerError as error:
             self.problem = str(error)
             return True
-        self._status = status
+        self.status = status
         if status.phase == "ended":
             self._ended_at = time.monotonic()
         if status.phase == "ended" and status.state != AGAIN:

@@ -21,14 +21,8 @@ from engine.runs.folder import RunFolder
 _START_S = 60.0
 _SETTLE_S = 3.0  # between the end of the job and the last files of its nodes
 # Of a supervisor that Slurm killed before it could say so.
-_CANCELLED: Mapping[str, Any] = {
-    "cause": "stop",
-    "stop_cause": "scancel",
-    "exit_code": None,
-    "deaths": [],
-    "leftover_pids": [],
-}
-_AT_LIMIT: Mapping[str, Any] = {**_CANCELLED, "stop_cause": TIME_LIMIT}
+_CANCELLED: Mapping[str, Any] = {"cause": "stop", "stop_cause": "scancel"}
+_AT_LIMIT: Mapping[str, Any] = {"cause": "stop", "stop_cause": TIME_LIMIT}
 _SIGNALS = frozenset(number.name for number in signal.Signals)
 
 

@@ -13,11 +13,12 @@ import pwd
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from cluster.agent.start import run_foreground, sweep
+from cluster.agent.survey import find_port
 from cluster.env.facts import NodeEnvironmentFacts
 from cluster.env.gather import FACT_QUESTIONS, read_facts
 from cluster.errors import ClusterError
@@ -90,7 +91,7 @@ def read_place(environment: Mapping[str, str]) -> Place:
 def prepare(plan: LaunchPlan, place: Place, token: str, site: Site, module: str) -> NodePlan:
     """The plan of this node, written down with its files. Raises ClusterError, OSError."""
     run_path = Path(plan.run_path)
-    meeting = _agree(run_path, place, token, lambda: Rendezvous(site.address, _port(plan, site.address)))
+    meeting = _agree(plan, place, token, site.address)
     builder = NodesBuilder(plan.config, plan.backend, run_path.name, place.num_nodes, module)
     node = builder.node(place.rank, site, meeting)
     run = RunFolder(run_path)
@@ -134,16 +135,11 @@ def node_address(place: Place, facts: NodeEnvironmentFacts) -> str:
     return facts.interface.addresses[0].partition("/")[0]
 
 
-def free_port(address: str) -> int:
-    """A port of `address` that nobody listens on now."""
-    with socket.create_server((address, 0)) as server:
-        return int(server.getsockname()[1])
-
-
-def _agree(run_path: Path, place: Place, token: str, offer: Callable[[], Rendezvous]) -> Rendezvous:
-    """Where the ranks meet: the first node offers a place, the others read it. Raises ClusterError when none comes."""
+def _agree(plan: LaunchPlan, place: Place, token: str, address: str) -> Rendezvous:
+    """Where the ranks meet: at the address of the first node, as the others read. Raises ClusterError in the end."""
+    run_path = Path(plan.run_path)
     if place.rank == 0:
-        meeting = offer()
+        meeting = Rendezvous(address, plan.config.cluster.master_port or find_port(None))
         replace_json(run_path / MEETING_FILE, {"token": token, **asdict(meeting)})
         return meeting
     deadline = time.monotonic() + _MEETING_S
@@ -157,10 +153,6 @@ def _agree(run_path: Path, place: Place, token: str, offer: Callable[[], Rendezv
     raise ClusterError(f"the first node did not say within {_MEETING_S:g} s where the ranks meet")
 
 
-def _port(plan: LaunchPlan, address: str) -> int:
-    return plan.config.cluster.master_port or free_port(address)
-
-
 def _clear(folder: Path) -> None:
     """Remove what a supervisor of an earlier attempt left: this one must not be taken for it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -171,7 +163,7 @@ def _clear(folder: Path) -> None:
 def _read_token(run_path: Path) -> str | None:
     look_again(run_path)
     try:
-        return (run_path / TOKEN_FILE).read_text(encoding="ascii").strip()
+        return (run_path / TOKEN_FILE).read_text().strip()
     except (OSError, ValueError):
         return None
 

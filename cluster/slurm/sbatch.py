@@ -148,7 +148,7 @@ def _steps(config: RunConfig, python: str, run: str, run_id: str, module: str) -
         yield "code=$?"
     else:
         yield "# Slurm warns of the time limit: the ranks save and stop."
-        yield f"stop() {{ is_up=1; {restart} stop; }}"
+        yield f"stop() {{ trap '' USR1; is_up=1; {restart} stop; }}"
         yield "trap stop USR1"
         yield f"{srun} &"
         yield "wait $!; code=$?"

@@ -11,13 +11,10 @@ from cluster.errors import ClusterError
 from cluster.remote_text import one_line
 from engine.runs.records import read_json_object, replace_json
 
-JobPhase = Literal["pending", "running", "ended", "unknown"]
+JobPhase = Literal["pending", "running", "ended"]
 
 _PENDING = frozenset(
     {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
-)
-_RUNNING = frozenset(
-    {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT", "POWER_UP_NODE"}
 )
 _ENDED = frozenset(
     {
@@ -29,7 +26,7 @@ GONE = "GONE"  # our word: Slurm has forgotten the job, which it does some minut
 AGAIN = "AGAIN"  # our word: this start of the job is over, and Slurm begins the job once more under the same number
 # Not worth a word: how every job begins, and what its exit code says already.
 _NO_REASON = frozenset({"None", "(null)", "NonZeroExitCode", ""})
-_FIELDS = ("JobState", "Reason", "NodeList", "ExitCode", "TimeLimit", "NumNodes", "Restarts")
+_FIELDS = ("JobState", "Reason", "NodeList", "ExitCode", "TimeLimit", "Restarts")
 
 
 @dataclass(frozen=True)
@@ -53,9 +50,7 @@ class JobStatus:
         """Whether it still waits, runs, or is over; a state that is not known counts as running."""
         if self.state in _PENDING:
             return "pending"
-        if self.state in _ENDED or self.state in (GONE, AGAIN):
-            return "ended"
-        return "running" if self.state in _RUNNING else "unknown"
+        return "ended" if self.state in _ENDED or self.state in (GONE, AGAIN) else "running"
 
     @property
     def waits_for(self) -> str:
@@ -150,7 +145,6 @@ class JobRecord:
     mode: Mode
     job_id: str | None = None
     cluster: str | None = None
-    submitted_at: str | None = None
     host: str | None = None
     pid: int | None = None
     pid_start: str | None = None
@@ -182,10 +176,6 @@ def read_record(run_path: Path) -> JobRecord | None:
 def _record(document: dict[str, Any]) -> JobRecord:
     ended = document.pop("ended")
     record = JobRecord(**document, ended=None if ended is None else JobStatus(**ended))
-    if not isinstance(record.token, str) or record.mode not in ("batch", "step"):
-        raise ValueError("token or mode")
-    if record.job_id is not None and not (isinstance(record.job_id, str) and record.job_id.isdecimal()):
-        raise ValueError("job_id")
-    if record.cluster is not None and not str(record.cluster).replace("_", "").replace("-", "").isalnum():
-        raise ValueError("cluster")
+    if not isinstance(record.token, str) or not str(record.job_id or 0).isdecimal():
+        raise ValueError("token or job_id")
     return record

@@ -21,9 +21,6 @@ from engine.config.cluster import SlurmConfig
 from engine.runs.files import replace_file
 from engine.runs.folder import RunFolder
 from engine.runs.process import process_start
-from engine.runs.records import utc_now
-
-_VARIABLES = {name: f"SBATCH_{name.upper()}" for name in ("partition", "account", "qos", "constraint")}
 
 
 def submit_job(run: RunFolder, settings: SlurmConfig, environment: Mapping[str, str] | None = None) -> SlurmJob:
@@ -34,7 +31,7 @@ def submit_job(run: RunFolder, settings: SlurmConfig, environment: Mapping[str, 
     environment = os.environ if environment is None else environment
     allocation = environment.get("SLURM_JOB_ID")
     mode: Mode = "step" if allocation else "batch"
-    record = JobRecord(secrets.token_hex(8), mode, allocation, submitted_at=utc_now(), host=socket.gethostname())
+    record = JobRecord(secrets.token_hex(8), mode, allocation, host=socket.gethostname())
     try:
         lay_token(run.path, record.token)
         write_record(run.path, record)
@@ -42,9 +39,7 @@ def submit_job(run: RunFolder, settings: SlurmConfig, environment: Mapping[str, 
         raise ClusterError(
             f"{error.filename or run.path}: {error.strerror}; the job's token cannot be written"
         ) from error
-    set_here = [variable for name, variable in _VARIABLES.items() if settings.option(name) is not None]
-    set_here += ["SBATCH_TIMELIMIT"] if settings.time_limit is not None else []
-    client = SlurmClient(client_environment(environment, set_here))
+    client = SlurmClient(client_environment(environment, settings))
     if mode == "batch":
         job_id, cluster = client.submit(run.path / SCRIPT_FILE, record.token)
         record = replace(record, job_id=job_id, cluster=cluster)

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kubernetes_rig import (
@@ -132,6 +133,31 @@ def test_an_image_that_cannot_be_pulled_ends_the_run_and_an_unschedulable_pod_is
     assert (refusal.kind, refusal.type, refusal.host) == ("start", "ImagePullBackOff", "pod-1")
     assert "Back-off pulling image" in refusal.message
     assert any(words[:2] == ["delete", "jobsets.jobset.x-k8s.io"] for words in cluster.calls)
+
+
+FAILED = {"type": "Failed", "status": "True", "message": "maximum restarts exceeded"}
+
+
+@pytest.mark.parametrize(
+    ("left", "phase", "cause"),
+    [
+        ([JOB, with_container(0, "Failed", terminated={"exitCode": 1})], "ended", "failure"),
+        ([{**JOB, "status": {"conditions": [FAILED]}}], "ended", "failure"),
+        ([JOB, with_container(0, "Succeeded", terminated={"exitCode": 0})], "lost", None),
+        ([], "ended", "kubectl delete"),
+    ],
+)
+def test_a_pod_that_is_gone_was_ended_by_its_job_or_by_somebody_or_is_lost(
+    tmp_path: Path, cluster: FakeCluster, left: list[dict[str, Any]], phase: str, cause: str | None
+) -> None:
+    plan = kubernetes_plan(tmp_path / "runs", kubernetes_config())
+    job = KubernetesJob(plan, create_run(Path(plan.run_path), dict(plan.files)))
+    cluster.answer(JOB, *(with_container(index, "Running", running={}) for index in (0, 1)))
+    job.look()
+    cluster.answer(*left)
+    job.look()
+    status = job.status(plan.nodes[1])
+    assert (status.phase, (status.outcome or {}).get("stop_cause")) == (phase, cause)
 
 
 def test_a_stop_asked_for_before_anything_is_known_of_the_pods_reaches_them_all_the_same(

@@ -16,7 +16,7 @@ from cluster.slurm.plan import build_slurm_plan
 from cluster.slurm.restart import begin
 from cluster.slurm.sbatch import NO_RESTARTS_LEFT, TOKEN_FILE
 from cluster.slurm.states import JobRecord, JobStatus, describe_end, parse_job, read_record, write_record
-from engine.config.cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig, SlurmConfig
 from engine.config.errors import BurstError
 from engine.config.settings import DataConfig, RunConfig
 from engine.runs.folder import RunFolder, create_run, new_run_path
@@ -61,7 +61,7 @@ def test_what_a_user_can_choose_does_not_change_the_state():
         ("COMPLETED", "ended"),
         ("OUT_OF_MEMORY", "ended"),
         ("GONE", "ended"),
-        ("A_NEW_STATE", "unknown"),
+        ("A_NEW_STATE", "running"),
     ],
 )
 def test_every_state_has_a_phase(state, phase):
@@ -180,9 +180,11 @@ def test_a_job_sees_no_secret_of_its_submitter():
 
 
 def test_defaults_of_a_site_stay_unless_the_configuration_says_otherwise():
-    given = {"SBATCH_ACCOUNT": "site", "SBATCH_PARTITION": "site", "SBATCH_NODES": "9"}
+    site = {f"SBATCH_{name}": "site" for name in ("ACCOUNT", "PARTITION", "QOS", "CONSTRAINT", "TIMELIMIT")}
+    said = SlurmConfig(time_limit="1:00", options=("--partition=mine", "--qos=mine", "--contiguous"))
 
-    assert client_environment(given, ["SBATCH_PARTITION"]) == {"SBATCH_ACCOUNT": "site"}
+    assert client_environment({**site, "SBATCH_NODES": "9"}) == site
+    assert client_environment(site, said) == {"SBATCH_ACCOUNT": "site", "SBATCH_CONSTRAINT": "site"}
 
 
 def test_a_record_comes_back_from_disk_and_a_damaged_one_is_told(tmp_path):

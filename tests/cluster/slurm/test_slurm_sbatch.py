@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from testkit.fake_plan import node_facts
+from testkit.waiting import wait_for
 
 from cluster.slurm.plan import build_slurm_plan
 from cluster.slurm.sbatch import TOKEN_FILE, check_slurm_settings, sbatch_text
@@ -178,6 +181,28 @@ def test_a_node_with_another_run_folder_starts_nothing(tmp_path, there, said):
     assert "does not see the run folder" in done.stderr
 
 
+def test_ranks_that_save_are_left_to_it_however_often_slurm_warns_of_the_time_limit(tmp_path):
+    said, saved = tmp_path / "said", tmp_path / "saved"
+    ranks = f"echo begun >>{said}; while [ ! -e {saved} ]; do sleep 0.05; done; echo saved >>{said}"
+    tools = {"srun": ranks, "py": f'echo "$5" >>{said}'}
+    for name, script in tools.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    config = replace(config_of(num_nodes=2), train=TrainConfig(checkpoint=CheckpointConfig(every_steps=5)))
+    text = sbatch_text(config, node_facts(cwd=str(tmp_path)), tmp_path, python=str(tmp_path / "py"))
+    (tmp_path / "job").write_text(text)
+    (tmp_path / TOKEN_FILE).write_text("t\n")
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    with subprocess.Popen(["bash", str(tmp_path / "job"), "t"], env=environment) as job:
+        wait_for(said.exists)
+        for _ in range(2):
+            job.send_signal(signal.SIGUSR1)
+            time.sleep(0.3)  # for what would be wrong to happen
+        saved.touch()
+
+    assert said.read_text().split() == ["begun", "stop", "saved", "requeue"]
+
+
 def config_of(**cluster) -> RunConfig:
     return RunConfig(data=DataConfig(format="text", paths=("/data/x.txt",)), cluster=ClusterConfig(**cluster))
 
@@ -192,8 +217,14 @@ def plan_with(config: RunConfig, environment: dict[str, str] | None = None, part
 
 
 def test_the_plan_says_how_many_ranks_before_there_are_nodes():
-    plan = plan_of(num_nodes=4, slurm=SlurmConfig(gpus_per_node=8))
+    plan = plan_of(num_nodes=4, master_port=29500, slurm=SlurmConfig(gpus_per_node=8))
 
+    assert plan.nodes[3].argv == (
+        *("/opt/venv/bin/python", "-m", "torch.distributed.run", "--nnodes=4", "--nproc-per-node=8", "--node-rank=3"),
+        *("--rdzv-backend=static", "--master-addr=FIRST_ADDRESS", "--master-port=29500", "--local-addr=ITS_ADDRESS"),
+        *(f"--log-dir={RUN}/logs/slurm-node3/torchrun", "--max-restarts=0", f"--rdzv-id={RUN.name}"),
+        *("-m", "engine.train", f"{RUN}/config.yaml"),
+    )
     assert (plan.world_size, plan.backend.name, plan.launcher) == (32, "nccl", "slurm")
     assert [node.first_rank for node in plan.nodes] == [0, 8, 16, 24]
     assert (plan.config.cluster.num_nodes, plan.config.cluster.ranks_per_node) == (4, 8)

@@ -1,0 +1,57 @@
+"""Waiting for a scheduler: whatever happens meanwhile, no job is left in the queue."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.control.outcome import LaunchObserver, StopRequests
+from cluster.failure import Failure
+from cluster.launch.queue import Granted, await_granted
+from engine.runs.folder import create_run
+
+
+class Waiting:
+    """A job that never gets nodes, and needs some looks to end."""
+
+    looks_left: int | None = None
+
+    def granted(self) -> Granted | None:
+        return None
+
+    def refusal(self) -> Failure | None:
+        return None
+
+    def waits_for(self) -> str:
+        return "its turn"
+
+    def cancel(self) -> None:
+        self.looks_left = 3
+
+    def has_ended(self) -> bool:
+        if self.looks_left:
+            self.looks_left -= 1
+        return self.looks_left == 0
+
+    def leftover(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        pass
+
+
+class Leaving(LaunchObserver):
+    def tick(self) -> None:
+        raise BrokenPipeError("the reader left")
+
+
+def test_a_job_that_nobody_waits_for_any_more_has_ended_when_the_launcher_leaves(tmp_path: Path) -> None:
+    job, run = Waiting(), create_run(tmp_path / "run", {})
+    run.transition("starting")
+    with pytest.raises(BrokenPipeError):
+        await_granted(job, run, Leaving(), StopRequests())
+    assert job.looks_left == 0
+    failure = run.read_state()["failure"]
+    assert (failure["kind"], failure["type"], failure["message"]) == ("launcher", "BrokenPipeError", "the reader left")
+    assert [event["phase"] for event in run.read_events() if event["kind"] == "phase"] == ["its turn"]
