@@ -255,7 +255,7 @@ from engine.runs.commit import commit, new_folder, storage_id
 from engine.runs.manifest import Manifest
 
 def note(event, arguments):
-    if event in ("os.rename", "os.link"):
+    if event in ("os.rename", "os.link") and str(root) in arguments[1]:
         print("name", os.path.basename(arguments[1]), flush=True)
     if event == "open" and arguments[1] is None:
         print("sync", os.path.basename(str(arguments[0])).partition(".tmp")[0], flush=True)
