@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from burst_cli.tables import listing
 from cluster.ssh.hosts import Host, Outcome, fan_out
 from cluster.ssh.known_hosts import trust_file
 from cluster.ssh.pool import SshPool
-from cluster.ssh.trust import ShownKey, add_keys, fetch_keys
+from cluster.ssh.trust import ShownKey, add_keys, fetch_key
 
 _STYLES = {"known": "green", "new": "yellow"}
 
@@ -35,59 +35,44 @@ class TrustSession:
 
     @property
     def all_trusted(self) -> bool:
-        """Whether every host shows at least one key that is trusted now, and none that has changed."""
+        """Whether every host shows a key that is trusted now."""
         return all(row["trusted"] for row in self.rows)
 
     def trust(self, hosts: Sequence[Host]) -> None:
         """Go through `hosts`, the jump hosts before what lies behind them: their keys decide who is asked next."""
         for level in _by_depth(hosts):
             with SshPool() as pool:
-                answers = fan_out(level, lambda host, pool=pool: fetch_keys(host, pool))  # type: ignore[misc]
+                answers = fan_out(level, lambda host, pool=pool: fetch_key(host, pool))  # type: ignore[misc]
             self._settle(list(answers.values()))
 
-    def _settle(self, answers: Sequence[Outcome[tuple[ShownKey, ...]]]) -> None:
-        shown = [key for answer in answers for key in answer.value or ()]
+    def _settle(self, answers: Sequence[Outcome[ShownKey]]) -> None:
+        shown = [answer.value for answer in answers if answer.value is not None]
         fresh = [key for key in shown if key.state == "new" and (not self.wanted or key.fingerprint in self.wanted)]
-        # One changed or revoked key spoils the others of that host.
-        spoilt = {key.host.name: key.host for key in shown if key.state in ("changed", "revoked")}
-        fresh = [key for key in fresh if key.host.name not in spoilt]
-        self._show(answers, shown, spoilt)
+        self._show(answers, shown)
         accepted = fresh if fresh and self._accept(fresh) else []
         add_keys(accepted)
-        for answer in answers:
-            self.rows.append(self._row(answer, accepted, answer.host.name in spoilt))
+        self.rows += [_row(answer, accepted) for answer in answers]
         if not self.quiet and accepted:
             text = f"{count_of('key', len(accepted))} added to {trust_file()}"
             render.stdout().print(Text(text), soft_wrap=True)
 
-    def _row(
-        self, answer: Outcome[tuple[ShownKey, ...]], accepted: Sequence[ShownKey], is_spoilt: bool
-    ) -> dict[str, Any]:
-        keys = [_described(key, added=key in accepted) for key in answer.value or ()]
-        trusted = not is_spoilt and any(key["state"] in ("known", "added") for key in keys)
-        error = str(answer.error) if answer.error is not None else None
-        names = {"name": answer.host.name, "key_name": answer.host.key_name}
-        return {**names, "trusted": trusted, "keys": keys, "error": error}
-
-    def _show(
-        self, answers: Sequence[Outcome[tuple[ShownKey, ...]]], shown: Sequence[ShownKey], spoilt: Mapping[str, Host]
-    ) -> None:
+    def _show(self, answers: Sequence[Outcome[ShownKey]], shown: Sequence[ShownKey]) -> None:
         console = render.stderr()
         if not self.quiet and shown:
             render.stdout().print(_key_table(shown))
         for answer in answers:
             if answer.error is not None:
                 console.print(render.told("error", str(answer.error)), soft_wrap=True)
-        for name, host in sorted(spoilt.items()):
-            text = (
-                f"{name}: shows a key that contradicts what is known. Either the node was installed anew, or somebody "
-                f"answers in its place. When you are sure of the first: `{host.command('hosts', 'forget')}`"
-            )
-            console.print(render.told("warning", text), soft_wrap=True)
-        missed = [key for key in shown if key.state == "new" and self.wanted and key.fingerprint not in self.wanted]
-        for name in dict.fromkeys(key.host.name for key in missed):
-            if not any(key.fingerprint in self.wanted for key in shown if key.host.name == name):
-                text = f"{name}: shows none of the fingerprints that were given; it stays untrusted"
+        for key in shown:
+            if key.state in ("changed", "revoked"):
+                text = (
+                    f"{key.host.name}: shows a key that contradicts what is known. Either the node was installed anew, "
+                    f"or somebody answers in its place. When you are sure of the first: "
+                    f"`{key.host.command('hosts', 'forget')}`"
+                )
+                console.print(render.told("warning", text), soft_wrap=True)
+            if key.state == "new" and self.wanted and key.fingerprint not in self.wanted:
+                text = f"{key.host.name}: shows none of the fingerprints that were given; it stays untrusted"
                 console.print(render.told("warning", text), soft_wrap=True)
 
     def _accept(self, keys: Sequence[ShownKey]) -> bool:
@@ -113,9 +98,19 @@ def _depth(host: Host) -> int:
     return 0 if host.jump is None else 1 + _depth(host.jump)
 
 
-def _described(key: ShownKey, *, added: bool = False) -> dict[str, Any]:
-    """A key that a server showed, as plain values."""
-    return {"type": key.kind, "fingerprint": key.fingerprint, "state": "added" if added else key.state}
+def _row(answer: Outcome[ShownKey], accepted: Sequence[ShownKey]) -> dict[str, Any]:
+    """What came of one host, as plain values."""
+    keys = []
+    if (key := answer.value) is not None:
+        state = "added" if key in accepted else key.state
+        keys = [{"type": key.kind, "fingerprint": key.fingerprint, "state": state}]
+    return {
+        "name": answer.host.name,
+        "key_name": answer.host.key_name,
+        "trusted": any(one["state"] in ("known", "added") for one in keys),
+        "keys": keys,
+        "error": str(answer.error) if answer.error is not None else None,
+    }
 
 
 def _key_table(keys: Sequence[ShownKey]) -> Table:

@@ -119,14 +119,13 @@ def forget_hosts(
     """
     targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
     own = HostKeys.load([str(trust_file())])
-    rows: list[dict[str, Any]] = [
-        {"name": host.name, "forgotten": len(own.find(host.key_name)), "still_known_in": []} for host in targets.hosts
-    ]
     forget_names([host.key_name for host in targets.hosts])
     after = {files: HostKeys.load(files) for files in {host.known_hosts for host in targets.hosts}}
-    for row, host in zip(rows, targets.hosts, strict=True):
-        left = after[host.known_hosts].find(host.key_name)
-        row["still_known_in"] = sorted({key.file for key in left})
+    rows: list[dict[str, Any]] = []
+    for host in targets.hosts:
+        files = [key.file for key in after[host.known_hosts].find(host.key_name)]
+        forgotten = len(own.find(host.key_name)) - files.count(str(trust_file()))
+        rows.append({"name": host.name, "forgotten": forgotten, "still_known_in": sorted(set(files))})
     if as_json:
         render.emit_json({"file": str(trust_file()), "hosts": rows})
     else:

@@ -29,7 +29,7 @@ class Host:
     keys; only these count.
     jump: the host to go through. proxy_command: instead of a socket, what a shell runs (OpenSSH's ProxyCommand, its
     %-words filled in). identities_only: of the agent's keys offer those that identity_files name, too.
-    agent_socket: of the SSH agent; None: that of SSH_AUTH_SOCK, empty: none.
+    agent_socket: of the SSH agent; empty: none.
     reached_by: the overrides with which a command reaches it: the name alone may mean nothing.
     """
 
@@ -45,7 +45,7 @@ class Host:
     proxy_command: str | None = None
     connect_timeout_s: float = 10.0
     identities_only: bool = False
-    agent_socket: str | None = None
+    agent_socket: str = ""
     reached_by: tuple[str, ...] = ()
 
     def command(self, *verb: str) -> str:

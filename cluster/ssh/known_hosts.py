@@ -19,7 +19,6 @@ from cluster.errors import SshError, SshFailure
 from cluster.ssh.certificates import fingerprint, fits, key_type, objection, signer
 from cluster.ssh.hosts import Host
 
-KNOWN_HOSTS_BYTES = 64 << 20
 _MARKERS = ("", "@revoked", "@cert-authority")
 _WITH_PORT = re.compile(r"\[(.*)\]:\d+")
 
@@ -110,15 +109,9 @@ def parse_line(line: str, file: str) -> KnownKey | None:
     return KnownKey(tuple(words[0].split(",")), words[1], blob, file, marker) if key_type(blob) == words[1] else None
 
 
-def is_name(pattern: str, name: str) -> bool:
-    """Whether a pattern is this very name, plain or hashed."""
-    return _is_hash_of(pattern, name.lower()) if pattern.startswith("|1|") else pattern.lower() == name.lower()
-
-
 def _read(file: str) -> list[KnownKey]:
     try:
-        with Path(file).expanduser().open("rb") as stream:
-            text = stream.read(KNOWN_HOSTS_BYTES).decode("utf-8", errors="replace")
+        text = Path(file).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return []
     return [key for line in text.split("\n") if (key := parse_line(line, file)) is not None]
@@ -131,9 +124,7 @@ def _bare(name: str) -> str:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    if not pattern.startswith("|1|") and ("*" in pattern or "?" in pattern):
-        return fits(pattern, name)
-    return is_name(pattern, name)
+    return _is_hash_of(pattern, name.lower()) if pattern.startswith("|1|") else fits(pattern, name)
 
 
 def _is_hash_of(pattern: str, name: str) -> bool:
@@ -145,7 +136,7 @@ def _is_hash_of(pattern: str, name: str) -> bool:
 
 
 def _way_to_forget(host: Host, key: KnownKey) -> str:
-    if Path(key.file).expanduser() == trust_file():
+    if key.file == str(trust_file()):
         return host.command("hosts", "forget")
     return f"ssh-keygen -R {shlex.quote(host.key_name)} -f {shlex.quote(key.file)}"
 

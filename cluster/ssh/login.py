@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import paramiko
 from paramiko.agent import AgentKey, AgentSSH
@@ -24,46 +25,19 @@ _AGENT_TIMEOUT_S = 5.0
 _KEY_FILE_BYTES = 1 << 16
 
 
-class Agent(AgentSSH):
-    """The keys of an SSH agent that answers within seconds; its socket closes with it."""
-
-    # paramiko's own, unknown to its type stubs.
-    _connect: Callable[[socket.socket], None]
-    _close: Callable[[], None]
-
-    def __init__(self, path: str, timeout_s: float) -> None:
-        super().__init__()
-        connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(max(timeout_s, 0.01))
-        try:
-            connection.connect(path)
-            self._connect(connection)
-        except BaseException:
-            connection.close()
-            raise
-
-    def close(self) -> None:
-        """Leave the agent."""
-        self._close()
-
-
 def log_in(host: Host, transport: SshTransport, deadline: Deadline) -> None:
     """Offer key after key until the server takes one. Raises SshError (AUTH, TIMEOUT, PROTOCOL)."""
-    agent = _open_agent(host, deadline.left_s)
-    try:
-        offers, skipped = offered_keys(host, agent)
+    with _agent_of(host, deadline.left_s) as held:
+        offers, skipped = _offered_keys(host, held)
         if any(_accepts(host, transport, deadline, key) for key in offers.values()):
             return
-    finally:
-        if agent is not None:
-            agent.close()
     text = f"accepts none of our keys for user {host.user} (tried: {', '.join(offers) or 'none'}"
     text += f"; skipped: {', '.join(skipped)})" if skipped else ")"
     remedy = "add your public key to its authorized_keys, or set cluster.ssh.user or cluster.ssh.identity_file"
     raise SshError(host.name, SshFailure.AUTH, text, remedy)
 
 
-def offered_keys(host: Host, agent: Agent | None) -> tuple[dict[str, paramiko.PKey], list[str]]:
+def _offered_keys(host: Host, held: Sequence[AgentKey]) -> tuple[dict[str, paramiko.PKey], list[str]]:
     """(keys for `host` by what messages call them, in the order of trial: what is certified first, then its identity
     files, then the agent's; what cannot be offered, each with the reason).
     """
@@ -76,10 +50,10 @@ def offered_keys(host: Host, agent: Agent | None) -> tuple[dict[str, paramiko.PK
             plain[path] = found
         elif found:
             skipped.append(f"{path} ({found})")
-    for held in _agent_keys(host, agent):
-        place, name = (plain, "") if held.blob == certified_key(held.blob) else (certified, "certificate ")
-        if all(offer.asbytes() != held.asbytes() for offer in place.values()):
-            place[f"agent's {name}{fingerprint(held.blob)}"] = held
+    for key in _allowed(host, held):
+        place, name = (plain, "") if key.blob == certified_key(key.blob) else (certified, "certificate ")
+        if all(offer.asbytes() != key.asbytes() for offer in place.values()):
+            place[f"agent's {name}{fingerprint(key.blob)}"] = key
     for path in _certificate_files(host):
         blob = _public_blob(path) or b""
         certificate = read_certificate(blob)
@@ -87,10 +61,10 @@ def offered_keys(host: Host, agent: Agent | None) -> tuple[dict[str, paramiko.PK
             continue
         if fault := out_of_date(certificate):
             skipped.append(f"{path} ({fault})")
-            continue
-        for key in plain.values():
-            if key.asbytes() == certified_key(blob):
-                certified[path] = _with_certificate(key, blob)
+        else:
+            certified.update(
+                (path, _with_certificate(key, blob)) for key in plain.values() if key.asbytes() == certified_key(blob)
+            )
     return certified | plain, skipped
 
 
@@ -116,27 +90,24 @@ def _accepts(host: Host, transport: SshTransport, deadline: Deadline, key: param
     return True
 
 
-def _open_agent(host: Host, timeout_s: float) -> Agent | None:
-    """A connection to the agent that `host` names; None when there is none or it does not answer."""
-    path = os.environ.get("SSH_AUTH_SOCK", "") if host.agent_socket is None else host.agent_socket
-    if not path:
-        return None
-    try:
-        return Agent(path, min(timeout_s, _AGENT_TIMEOUT_S))
-    except (OSError, paramiko.SSHException, ValueError):
-        return None
+@contextlib.contextmanager
+def _agent_of(host: Host, timeout_s: float) -> Iterator[Sequence[AgentKey]]:
+    """The keys of the agent of `host`, which sign until the end; none when there is no agent or it does not answer."""
+    agent: Any = AgentSSH()
+    with socket.socket(socket.AF_UNIX) as connection:
+        with contextlib.suppress(OSError, paramiko.SSHException, ValueError):
+            connection.settimeout(max(0.01, min(timeout_s, _AGENT_TIMEOUT_S)))
+            connection.connect(host.agent_socket)
+            agent._connect(connection)
+        yield agent.get_keys()
 
 
-def _agent_keys(host: Host, agent: Agent | None) -> Iterator[AgentKey]:
-    """The agent's keys that may be offered. One that is a certificate is sent and signed with as such."""
-    if agent is None:
-        return
-    named: set[bytes] | None = None
-    if host.identities_only:
-        files = [name for path in host.identity_files for name in (f"{path}.pub", path)]
-        named = {certified_key(blob) for path in [*files, *_certificate_files(host)] if (blob := _public_blob(path))}
-    for key in agent.get_keys():
-        if named is None or certified_key(key.blob) in named:
+def _allowed(host: Host, held: Sequence[AgentKey]) -> Iterator[AgentKey]:
+    """Those of the agent's keys that may be offered. One that is a certificate is sent and signed with as such."""
+    files = [*host.identity_files, *(f"{path}.pub" for path in host.identity_files), *_certificate_files(host)]
+    named = {certified_key(blob) for path in files if host.identities_only and (blob := _public_blob(path))}
+    for key in held:
+        if not host.identities_only or certified_key(key.blob) in named:
             if key.blob != certified_key(key.blob):
                 key.inner_key = None  # type: ignore[attr-defined]  # paramiko would send the plain key in place of an RSA certificate
             yield key

@@ -20,7 +20,6 @@ from cluster.remote_text import one_line
 from cluster.ssh.hosts import is_host_name
 
 MAX_NODES = 16384
-HOSTFILE_BYTES = 1 << 20
 _SLURM_VARIABLES = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
 # What MPI launchers allow after a name. It says how many ranks a node takes, which is cluster.ranks_per_node here.
 _SLOTS = re.compile(r"(slots|max[-_]slots)=\d+")
@@ -77,8 +76,6 @@ def read_hostfile(path: Path) -> NodeList:
             given = one_line(" ".join(odd), 60)
             raise HostsError(f"{where}: {given!r} after the name; expected one entry per line, at most with slots=N")
         found.update(dict.fromkeys(parse_nodes(words[0], where).names))
-        if len(found) > MAX_NODES:
-            raise HostsError(f"{source}: more than the {MAX_NODES} nodes that burst handles")
     if not found:
         raise HostsError(f"{source}: names no node; expected one name per line, such as node1 or node[1-4]")
     return NodeList(tuple(found), source)
@@ -99,14 +96,9 @@ def fold_nodes(names: Iterable[str]) -> str:
 
 def _hostfile_lines(path: Path, source: str) -> list[str]:
     try:
-        with path.expanduser().open("rb") as stream:
-            raw = stream.read(HOSTFILE_BYTES + 1)
+        return path.expanduser().read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
         raise HostsError(f"{source}: {error.strerror or error}; expected a file with one node per line") from error
-    if len(raw) > HOSTFILE_BYTES:
-        raise HostsError(f"{source}: larger than {HOSTFILE_BYTES >> 20} MiB; is it a hostfile?")
-    try:
-        return raw.decode("utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
         raise HostsError(f"{source}: not UTF-8 text; expected one node per line") from error
 

@@ -29,8 +29,7 @@ from cluster.ssh.login import log_in
 from cluster.ssh.session import STALL_S, SshConnection
 from cluster.ssh.transport import KEEPALIVE_S, DroppedError, SshTransport, shake_hands
 
-# One sshd lets few strangers in at the same time (MaxStartups 10:30:100) and drops the others.
-STRANGERS = 8
+# A server with many strangers at its door (MaxStartups 10:30:100) drops some: these come again.
 _ATTEMPTS = 5
 _FIRST_PAUSE_S = 0.2
 # Of several addresses that fail differently, the answer that says most.
@@ -48,12 +47,11 @@ JUMP_RETRY_S = 30.0
 
 @dataclass
 class _Jump:
-    """A jump host of a pool: its one connection, or why there is none."""
+    """A jump host of a pool. found: its one connection, or why there is none, as it was at `tried_at`."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    transport: SshTransport | None = None
-    error: SshError | None = None
-    failed_at: float = 0.0
+    found: SshTransport | SshError | None = None
+    tried_at: float = 0.0
 
 
 class SshPool:
@@ -71,22 +69,17 @@ class SshPool:
         self._lock = threading.Lock()
         self._jumps: dict[Host, _Jump] = {}
         self._known: dict[tuple[str, ...], HostKeys] = {}
-        self._doors: dict[tuple[str, int], threading.BoundedSemaphore] = {}
 
     def connect(self, host: Host) -> SshConnection:
         """A logged-in connection to `host`. Raises SshError with the kind that says which step failed."""
+        transport = self._log_in(host, Deadline.after(host.connect_timeout_s))
+        return SshConnection(host, transport, self._stall_s)
+
+    def show_key(self, host: Host) -> bytes:
+        """The key that the server at `host` shows, trusted or not, without logging in."""
         deadline = Deadline.after(host.connect_timeout_s)
-        transport = self._open(host, deadline, lambda transport: self._enter(host, transport, deadline))
-        return SshConnection(host, transport, stall_s=self._stall_s)
-
-    def show_key(self, host: Host, types: Sequence[str]) -> bytes:
-        """The key of one of `types` that the server at `host` shows, trusted or not, without logging in."""
-        deadline = Deadline.after(host.connect_timeout_s)
-
-        def look(transport: SshTransport) -> None:
-            shake_hands(host, transport, deadline, types, only_these=True)
-
-        transport = self._open(host, deadline, look)
+        types = self._known_types(host)
+        transport = self._open(host, deadline, lambda transport: shake_hands(host, transport, deadline, types))
         try:
             return transport.host_key_shown()[0]
         finally:
@@ -94,11 +87,9 @@ class SshPool:
 
     def close(self) -> None:
         """End the connections to jump hosts, and with them all that go through."""
-        with self._lock:
-            jumps, self._jumps = list(self._jumps.values()), {}
-        for jump in jumps:
-            if jump.transport is not None:
-                jump.transport.close()
+        for jump in self._jumps.values():
+            if isinstance(jump.found, SshTransport):
+                jump.found.close()
 
     def __enter__(self) -> Self:
         return self
@@ -106,55 +97,52 @@ class SshPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _log_in(self, host: Host, deadline: Deadline) -> SshTransport:
+        """A transport whose server has proven its key and has let us in."""
+        known = self.known_keys(host)
+        types = self._known_types(host)
+
+        def enter(transport: SshTransport) -> None:
+            shake_hands(host, transport, deadline, types, wants_certificate=bool(known.authorities(host)))
+            known.check(host, *transport.host_key_shown())
+            log_in(host, transport, deadline)
+            transport.watch()
+
+        return self._open(host, deadline, enter)
+
     def _open(self, host: Host, deadline: Deadline, use: Callable[[SshTransport], None]) -> SshTransport:
         """A transport to `host` on which `use` succeeded. A server that drops us at its door is asked again."""
-        pause_s = _FIRST_PAUSE_S
         for attempt in range(1, _ATTEMPTS + 1):
-            try:
-                return self._open_once(host, deadline, use)
-            except DroppedError as dropped:
-                wait_s = pause_s * random.uniform(0.5, 1.5)
-                if attempt == _ATTEMPTS or wait_s >= deadline.left_s:
-                    raise dropped.as_error(host, attempt) from dropped
-                time.sleep(wait_s)
-                pause_s *= 2
-        raise AssertionError("unreachable")
-
-    def _open_once(self, host: Host, deadline: Deadline, use: Callable[[SshTransport], None]) -> SshTransport:
-        jump = self._jump(host, deadline) if host.jump is not None else None
-        door = self._door(host) if jump is None else None
-        if door is not None and not door.acquire(timeout=deadline.left_s):
-            text = f"{STRANGERS} other log-ins to {host.address} port {host.port} did not end in time"
-            raise SshError(host.name, SshFailure.TIMEOUT, text)
-        try:
-            if jump is None:
-                sock = self._open_socket(host, deadline)
-                keep_alive(sock, 3 * self._keepalive_s)
-                transport = SshTransport(sock, keepalive_s=self._keepalive_s)
-            else:
-                transport = SshTransport(open_tunnel(host, jump, deadline), keepalive_s=self._keepalive_s)
+            transport = SshTransport(self._open_socket(host, deadline), keepalive_s=self._keepalive_s)
             try:
                 use(transport)
+                return transport
+            except DroppedError as dropped:
+                transport.close()
+                wait_s = _FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
+                if attempt == _ATTEMPTS or wait_s >= deadline.left_s:
+                    text = f"no SSH handshake: {dropped}, tried {attempt} times"
+                    remedy = "is it an SSH server? too many log-ins at once are dropped by its MaxStartups"
+                    if host.proxy_command is not None:
+                        remedy = "your SSH configuration reaches it by a ProxyCommand: does plain `ssh` reach it?"
+                    raise SshError(host.name, SshFailure.PROTOCOL, text, remedy) from dropped
+                time.sleep(wait_s)
             except BaseException:
                 transport.close()
                 raise
-            return transport
-        finally:
-            if door is not None:
-                door.release()
+        raise AssertionError("unreachable")
 
-    def _open_socket(self, host: Host, deadline: Deadline) -> socket.socket:
+    def _open_socket(self, host: Host, deadline: Deadline) -> socket.socket | paramiko.Channel:
         """A connection to the host itself, over which nothing has been said."""
-        return open_socket(host, deadline)
-
-    def _enter(self, host: Host, transport: SshTransport, deadline: Deadline) -> None:
-        """Prove the server's key, log in."""
-        known = self.known_keys(host)
-        types = [key.kind for key in known.find(host.key_name)]
-        shake_hands(host, transport, deadline, types, wants_certificate=bool(known.authorities(host)))
-        known.check(host, *transport.host_key_shown())
-        log_in(host, transport, deadline)
-        transport.watch()
+        if host.jump is not None:
+            return open_tunnel(host, host.jump, self._jump(host.jump, host.name, deadline), deadline)
+        if host.proxy_command is not None:
+            return CommandSocket(host.proxy_command)
+        sock = open_socket(host, deadline)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # The kernel ends it when what was sent is not acknowledged for so long: a keepalive waits behind that.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(3000 * self._keepalive_s))
+        return sock
 
     def known_keys(self, host: Host) -> HostKeys:
         """What the files of `host` say of its key; each set of files is read once."""
@@ -163,37 +151,30 @@ class SshPool:
             self._known[host.known_hosts] = HostKeys.load(host.known_hosts)
         return self._known[host.known_hosts]
 
-    def _door(self, host: Host) -> threading.BoundedSemaphore:
-        with self._lock:
-            return self._doors.setdefault((host.address, host.port), threading.BoundedSemaphore(STRANGERS))
+    def _known_types(self, host: Host) -> list[str]:
+        return [key.kind for key in self.known_keys(host).find(host.key_name)]
 
-    def _jump(self, host: Host, deadline: Deadline) -> SshTransport:
-        """The connection to the jump host of `host`, made by whoever needs it first."""
-        assert host.jump is not None
+    def _jump(self, gate: Host, target: str, deadline: Deadline) -> SshTransport:
+        """The connection to jump host `gate`, made by whoever needs it first."""
         with self._lock:
-            jump = self._jumps.setdefault(host.jump, _Jump())
+            jump = self._jumps.setdefault(gate, _Jump())
         if not jump.lock.acquire(timeout=deadline.left_s):
-            raise SshError(host.name, SshFailure.TIMEOUT, f"jump host {host.jump.name} cannot be reached in time")
+            raise SshError(target, SshFailure.TIMEOUT, f"jump host {gate.name} cannot be reached in time")
         try:
-            if jump.transport is not None and jump.transport.is_active():
-                return jump.transport
-            if jump.error is None or time.monotonic() - jump.failed_at > self._jump_retry_s:
-                self._log_in_to_jump(jump, host.jump, deadline)
-            if jump.error is None and jump.transport is not None:
-                return jump.transport
-            error = jump.error
+            if isinstance(jump.found, SshTransport) and jump.found.is_active():
+                return jump.found
+            if not isinstance(jump.found, SshError) or time.monotonic() - jump.tried_at > self._jump_retry_s:
+                try:
+                    jump.found = self._log_in(gate, deadline.at_most(gate.connect_timeout_s))
+                except SshError as error:
+                    jump.found = error
+                jump.tried_at = time.monotonic()
+            found = jump.found
         finally:
             jump.lock.release()
-        assert error is not None
-        raise SshError(host.name, error.kind, f"jump host {error.host}: {error.detail}", error.remedy)
-
-    def _log_in_to_jump(self, jump: _Jump, host: Host, deadline: Deadline) -> None:
-        limit = deadline.at_most(host.connect_timeout_s)
-        try:
-            jump.transport = self._open(host, limit, lambda transport: self._enter(host, transport, limit))
-            jump.error = None
-        except SshError as error:
-            jump.error, jump.failed_at = error, time.monotonic()
+        if isinstance(found, SshTransport):
+            return found
+        raise SshError(target, found.kind, f"jump host {found.host}: {found.detail}", found.remedy)
 
 
 class CommandSocket(socket.socket):
@@ -222,8 +203,6 @@ class CommandSocket(socket.socket):
 
 def open_socket(host: Host, deadline: Deadline, ask: NameService | None = None) -> socket.socket:
     """A connected socket. Raises SshError: DNS, REFUSED, TIMEOUT or UNREACHABLE. ask: the name service."""
-    if host.proxy_command is not None:
-        return CommandSocket(host.proxy_command)
     addresses = _look_up(host, deadline, ask or _ask_system)
     failures: list[SshError] = []
     for number, (family, kind, protocol, _, address) in enumerate(addresses):
@@ -246,12 +225,6 @@ def _ask_system(name: str, port: int) -> Sequence[tuple[Any, ...]]:
 
 def _look_up(host: Host, deadline: Deadline, ask: NameService) -> list[tuple[Any, ...]]:
     """Addresses in the system's order of preference, without waiting longer than the deadline for a name server."""
-    try:
-        return socket.getaddrinfo(
-            host.address, host.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-        )
-    except (OSError, UnicodeError):
-        pass
     answers: queue.SimpleQueue[list[tuple[Any, ...]] | Exception] = queue.SimpleQueue()
 
     def wait() -> None:
@@ -281,9 +254,9 @@ def _failure(host: Host, address: str, error: OSError) -> SshError:
     return SshError(host.name, SshFailure.UNREACHABLE, f"{where}: {error.strerror or error}", "is the network up?")
 
 
-def open_tunnel(host: Host, jump: SshTransport, deadline: Deadline) -> paramiko.Channel:
-    """A channel through `jump` to the port of `host`."""
-    name = host.jump.name if host.jump is not None else "the jump host"
+def open_tunnel(host: Host, gate: Host, jump: SshTransport, deadline: Deadline) -> paramiko.Channel:
+    """A channel through `jump`, the connection to `gate`, to the port of `host`."""
+    name = gate.name
     try:
         return jump.open("direct-tcpip", deadline.left_s, (host.address, host.port))
     except paramiko.ChannelException as error:
@@ -301,13 +274,3 @@ def open_tunnel(host: Host, jump: SshTransport, deadline: Deadline) -> paramiko.
             raise SshError(host.name, SshFailure.LOST, text) from error
         text = f"jump host {name} gets no answer from {host.address} port {host.port}"
         raise SshError(host.name, SshFailure.TIMEOUT, text, "is the node up?") from error
-
-
-def keep_alive(sock: socket.socket, silent_s: float) -> None:
-    """Let the kernel end a connection when what was sent is not acknowledged for `silent_s`."""
-    if sock.family == socket.AF_UNIX:
-        return  # a ProxyCommand has the connection
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silent_s * 1000))

@@ -52,7 +52,7 @@ def resolve_hosts(names: Sequence[str], ssh: SshConfig, overrides: Iterable[str]
 
 @dataclass(frozen=True)
 class Resolver:
-    """Names to hosts. program: OpenSSH's client with the words that choose its configuration; empty where none is."""
+    """Names to hosts. program: OpenSSH's client with the words that choose its configuration."""
 
     ssh: SshConfig
     program: Sequence[str]
@@ -104,7 +104,7 @@ class Resolver:
         return shlex.join([*self.program, *rules, "-S", path, "-W", f"[{target.address}]:{target.port}", *jump])
 
     def _options(self, name: str, user: str | None, port: int | None) -> Options:
-        return _ask([*self.program, "-G", *_login_words(user, port), "--", name]) if self.program else {}
+        return _ask([*self.program, "-G", *_login_words(user, port), "--", name])
 
     def _host(self, name: str, options: Options, user: str | None, port: int | None) -> Host:
         address = (_first(options, "hostname") or name).lower()
@@ -121,8 +121,8 @@ class Resolver:
             number,
             login,
             key_name=alias or key_name(address, number),
-            identity_files=tuple(self._path(text, words) for text in self._identities(options)),
-            certificate_files=tuple(self._path(text, words) for text in options.get("certificatefile", ())),
+            identity_files=self._paths(options, "identityfile", words),
+            certificate_files=self._paths(options, "certificatefile", words),
             known_hosts=self._known_hosts(options),
             connect_timeout_s=self._timeout_s(options),
             identities_only=_first(options, "identitiesonly") == "yes",
@@ -143,16 +143,12 @@ class Resolver:
         words = {"h": host.address, "n": host.name, "p": str(host.port), "r": host.user, "k": host.key_name}
         return replace(host, proxy_command=self._words(command, {k: shlex.quote(w) for k, w in words.items()}))
 
-    def _identities(self, options: Options) -> Sequence[str]:
-        if not self.program:
-            return [f"~/.ssh/{name}" for name in ("id_ed25519", "id_ecdsa", "id_rsa")]
-        return [text for text in options.get("identityfile", ()) if text != "none"]
+    def _paths(self, options: Options, key: str, words: Mapping[str, str]) -> tuple[str, ...]:
+        return tuple(self._path(text, words) for text in options.get(key, ()) if text != "none")
 
     def _known_hosts(self, options: Options) -> tuple[str, ...]:
         if self.ssh.known_hosts is not None:
-            given: list[str] = [self.ssh.known_hosts]
-        elif not self.program:
-            given = ["~/.ssh/known_hosts", "/etc/ssh/ssh_known_hosts"]
+            given = [self.ssh.known_hosts]
         else:
             lists = [*options.get("userknownhostsfile", ()), *options.get("globalknownhostsfile", ())]
             # Absolute paths, parted by spaces and not quoted.
@@ -167,13 +163,11 @@ class Resolver:
             return float(text)
         return self.ssh.connect_timeout_s
 
-    def _agent(self, options: Options, words: Mapping[str, str]) -> str | None:
-        text = _first(options, "identityagent")
-        if text is None or text == "SSH_AUTH_SOCK":
-            return None
-        if text == "none":
-            return ""
-        return os.environ.get(text[1:], "") if re.fullmatch(r"\$\w+", text) else self._path(text, words)
+    def _agent(self, options: Options, words: Mapping[str, str]) -> str:
+        text = _first(options, "identityagent") or "SSH_AUTH_SOCK"
+        if text == "SSH_AUTH_SOCK" or re.fullmatch(r"\$\w+", text):
+            return os.environ.get(text.removeprefix("$"), "")
+        return self._path(text, words) if text != "none" else ""
 
     def _own_key(self, text: str) -> str:
         path = self._path(text, {})
@@ -222,19 +216,14 @@ def read_options(text: str) -> Options:
 def _openssh(ssh: SshConfig) -> Sequence[str]:
     """See `Resolver`."""
     program = shutil.which("ssh")
-    config: list[str] = []
-    if ssh.config_file is not None:
-        path = Path(ssh.config_file).expanduser()
-        if not path.is_file():
-            raise HostsError(
-                f"cluster.ssh.config_file={ssh.config_file}: no such file; expected an OpenSSH configuration"
-            )
-        if program is None:
-            raise HostsError(
-                f"cluster.ssh.config_file={ssh.config_file}: reading it takes OpenSSH's client (openssh-client)"
-            )
-        config = ["-F", str(path)]
-    return [program, *config] if program is not None else []
+    if program is None:
+        raise HostsError("how nodes are reached is what `ssh` says, which is not installed; install openssh-client")
+    if ssh.config_file is None:
+        return [program]
+    path = Path(ssh.config_file).expanduser()
+    if not path.is_file():
+        raise HostsError(f"cluster.ssh.config_file={ssh.config_file}: no such file; expected an OpenSSH configuration")
+    return [program, "-F", str(path)]
 
 
 def _ask(command: Sequence[str]) -> Options:
@@ -276,8 +265,5 @@ def _given(options: Options, key: str) -> str | None:
 
 def _me() -> tuple[str, str]:
     """(name, home) of this user as OpenSSH has them: by the entry in passwd, whatever HOME says."""
-    try:
-        entry = pwd.getpwuid(os.getuid())
-    except KeyError:
-        return os.environ.get("USER", "root"), str(Path.home())
+    entry = pwd.getpwuid(os.getuid())
     return entry.pw_name, entry.pw_dir

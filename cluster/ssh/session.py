@@ -28,9 +28,7 @@ class SshProcess:
     stall_s: writing fails when the command reads nothing for so long.
     """
 
-    def __init__(
-        self, host: Host, channel: paramiko.Channel, max_output_bytes: int, *, stall_s: float = STALL_S
-    ) -> None:
+    def __init__(self, host: Host, channel: paramiko.Channel, max_output_bytes: int, stall_s: float) -> None:
         self._host, self._channel, self._limit, self._stall_s = host, channel, max_output_bytes, stall_s
         self._stderr = bytearray()
         self._stderr_cut = False
@@ -157,7 +155,7 @@ class SshProcess:
 class SshConnection:
     """See `cluster.ssh.connection.Connection`; made by `cluster.ssh.pool.SshPool`."""
 
-    def __init__(self, host: Host, transport: SshTransport, *, stall_s: float = STALL_S) -> None:
+    def __init__(self, host: Host, transport: SshTransport, stall_s: float) -> None:
         self._host, self._transport, self._stall_s = host, transport, stall_s
 
     @property
@@ -191,9 +189,9 @@ class SshConnection:
         finally:
             process.close()
 
-    def start(self, argv: Sequence[str], *, max_output_bytes: int = DEFAULT_OUTPUT_BYTES) -> SshProcess:
+    def start(self, argv: Sequence[str]) -> SshProcess:
         """Start a command; see `Connection.start`."""
-        return self._start(argv, max_output_bytes, Deadline.after(self._host.connect_timeout_s))
+        return self._start(argv, DEFAULT_OUTPUT_BYTES, Deadline.after(self._host.connect_timeout_s))
 
     def forward(self, serve: Callable[[paramiko.Channel], None]) -> int:
         """A port on the loopback of the host; `serve` gets what connects to it there, each in a thread of its own."""
@@ -202,7 +200,7 @@ class SshConnection:
             threading.Thread(target=serve, args=(channel,), name=f"port of {self._host.name}", daemon=True).start()
 
         try:
-            return self._transport.forward_port(handle)
+            return self._transport.forward_port(handle, self._host.connect_timeout_s)
         except (paramiko.SSHException, OSError, EOFError) as error:
             text = f"cannot forward a port: {words(error)}"
             raise SshError(
@@ -230,7 +228,7 @@ class SshConnection:
             if channel is not None:
                 channel.close()
             raise self._cannot_start(error, deadline, limit_s) from error
-        return SshProcess(self._host, channel, max_output_bytes, stall_s=self._stall_s)
+        return SshProcess(self._host, channel, max_output_bytes, self._stall_s)
 
     def _cannot_start(self, error: Exception, deadline: Deadline, limit_s: float) -> SshError:
         if not self._transport.is_active():

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
@@ -52,20 +51,10 @@ _SIGNATURES = {"rsa-sha2-512": "ssh-rsa", "rsa-sha2-256": "ssh-rsa"}
 class DroppedError(Exception):
     """The server ended the connection before it knew who we are, as one with too many strangers at its door does."""
 
-    def as_error(self, host: Host, attempts: int) -> SshError:
-        """What to tell when no attempt got further."""
-        tried = f", {attempts} times" if attempts > 1 else ""
-        text = f"no SSH handshake: {self}{tried}"
-        remedy = "is it an SSH server? too many log-ins at once are dropped by its MaxStartups"
-        if host.proxy_command is not None:
-            remedy = "your SSH configuration reaches it by a ProxyCommand: does plain `ssh` reach it?"
-        return SshError(host.name, SshFailure.PROTOCOL, text, remedy)
-
 
 class BoundedPacketizer(Packetizer):
-    """Reads lines and packets of bounded size and notes when the other side was heard last."""
+    """Reads lines and packets of bounded size. first_line: what the other side said first."""
 
-    heard_at = 0.0
     first_line = ""
     _line_bytes = 0
 
@@ -75,12 +64,6 @@ class BoundedPacketizer(Packetizer):
             raise paramiko.SSHException(f"a packet of {n} bytes is not SSH")
         data: bytes = super().read_all(n, check_rekey)
         return data
-
-    def read_message(self) -> Any:
-        """The next packet."""
-        message = super().read_message()
-        self.heard_at = time.monotonic()
-        return message
 
     def readline(self, timeout: float) -> str:
         """The next line before the handshake."""
@@ -119,7 +102,7 @@ class SshTransport(paramiko.Transport):
     def __init__(self, sock: socket.socket | paramiko.Channel, *, keepalive_s: float = KEEPALIVE_S) -> None:
         super().__init__(sock, default_window_size=WINDOW_BYTES, packetizer_class=BoundedPacketizer)
         self.goodbye = ""
-        self._keepalive_s, self._asked_at, self._unanswered = keepalive_s, 0.0, 0
+        self._keepalive_s = keepalive_s
         self._opening = threading.local()
         self._open_failures: dict[int, paramiko.ChannelException] = {}
         self._handler_table[MSG_CHANNEL_OPEN_FAILURE] = self._note_open_failure
@@ -180,10 +163,12 @@ class SshTransport(paramiko.Transport):
         if not channel.event_ready:
             raise paramiko.SSHException("the server refuses to run commands" if self.is_active() else "it ended")
 
-    def forward_port(self, handler: Callable[[paramiko.Channel, tuple[str, int], tuple[str, int]], None]) -> int:
+    def forward_port(
+        self, handler: Callable[[paramiko.Channel, tuple[str, int], tuple[str, int]], None], timeout_s: float
+    ) -> int:
         """A port that the server opened on its loopback for us; `handler` gets every connection to it.
 
-        Raises SSHException where it is refused, or the connection has ended.
+        Raises SSHException where it is refused, TimeoutError without an answer.
         """
         message = paramiko.Message()
         message.add_byte(cMSG_GLOBAL_REQUEST)
@@ -196,12 +181,10 @@ class SshTransport(paramiko.Transport):
         with self._asking:
             self._asked.append(answers.put)
             self._send_user_message(message)
-        while True:
-            with contextlib.suppress(Empty):
-                answer = answers.get(timeout=0.1)
-                break
-            if not self.is_active():
-                raise paramiko.SSHException("it ended")
+        try:
+            answer = answers.get(timeout=timeout_s)
+        except Empty:
+            raise TimeoutError("the server does not answer") from None
         if answer is None:
             raise paramiko.SSHException("TCP forwarding request denied")
         return answer.get_int()
@@ -242,31 +225,25 @@ class SshTransport(paramiko.Transport):
         message.get_int()
         self.goodbye = one_line(message.get_binary())
 
-    def _ask_for_life(self) -> None:
-        """Called by the reading thread when nothing moved for keepalive_s."""
-        if not self._asking.acquire(blocking=False):
-            return  # something else is just being asked for, and that has an answer, too
-        try:
-            self._ask_or_give_up()
-        finally:
-            self._asking.release()
-
     def _answered(self, message: paramiko.Message | None) -> None:
         """Servers answer requests in their order."""
         if self._asked:
             self._asked.popleft()(message)
 
-    def _ask_or_give_up(self) -> None:
-        self._unanswered = self._unanswered + 1 if self.packetizer.heard_at < self._asked_at else 0
-        self._asked_at = time.monotonic()
-        if self._unanswered >= _SILENT_INTERVALS:
+    def _ask_for_life(self) -> None:
+        """Called by the reading thread when nothing moved for keepalive_s."""
+        if len(self._asked) >= _SILENT_INTERVALS:
             raise EOFError("no sign of life")
         message = paramiko.Message()
         message.add_byte(cMSG_GLOBAL_REQUEST)
         message.add_string("keepalive@openssh.com")
         message.add_boolean(True)
-        self._asked.append(lambda _: None)
-        self._send_message(message)
+        if self._asking.acquire(blocking=False):  # else something is just being asked for, and that has an answer, too
+            try:
+                self._asked.append(lambda _: None)
+                self._send_message(message)
+            finally:
+                self._asking.release()
 
 
 def _within_window(
@@ -289,19 +266,17 @@ def shake_hands(
     types: Sequence[str],
     *,
     wants_certificate: bool = False,
-    only_these: bool = False,
 ) -> None:
     """Exchange keys, so that the server's host key can be looked at.
 
     types: of the keys that are known: they are asked for first, or a server with several may show one that nobody has
-    seen; wants_certificate: certificates even before these. only_these: no other type will do. Raises SshError
-    (TIMEOUT, PROTOCOL) or DroppedError.
+    seen; wants_certificate: certificates even before these. Raises SshError (TIMEOUT, PROTOCOL) or DroppedError.
     """
     options = transport.get_security_options()
     known = [kind for kind in options.key_types if _SIGNATURES.get(kind, kind) in types]
     others = [kind for kind in options.key_types if kind not in known]
     certified = [f"{kind}{SUFFIX}" for kind in options.key_types] if wants_certificate else []
-    options.key_types = tuple(known if only_these else [*certified, *known, *others])
+    options.key_types = (*certified, *known, *others)
     transport.banner_timeout = deadline.left_s + 1  # paramiko's own ends after 15 s, whatever the deadline is
     done = threading.Event()
     transport.start_client(event=done)

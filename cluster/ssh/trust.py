@@ -7,17 +7,12 @@ import contextlib
 import fcntl
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from cluster.errors import ClusterError, SshError, SshFailure
 from cluster.ssh.certificates import fingerprint, key_type
 from cluster.ssh.hosts import Host
-from cluster.ssh.known_hosts import HostKeys, is_name, parse_line, trust_file
+from cluster.ssh.known_hosts import HostKeys, trust_file
 from cluster.ssh.pool import SshPool
 from engine.runs.files import replace_file
-
-# What is asked for in turn; a server shows one key at a time, the first that it has of what is asked for.
-_FAMILIES = (("ssh-ed25519",), ("ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521"), ("ssh-rsa",))
 
 
 @dataclass(frozen=True)
@@ -47,115 +42,48 @@ class ShownKey:
         return f"{self.host.key_name} {self.kind} {base64.b64encode(self.blob).decode()}"
 
 
-def fetch_keys(host: Host, pool: SshPool) -> tuple[ShownKey, ...]:
-    """Every key that the server shows, at least one, compared with what is known. Raises SshError if it shows none."""
-    known = pool.known_keys(host)
-    shown: list[bytes] = []
-    failure: SshError | None = None
-    for family in _FAMILIES:
-        try:
-            key = pool.show_key(host, family)
-        except SshError as error:
-            if error.kind is not SshFailure.PROTOCOL:
-                raise
-            failure = error
-            continue
-        shown.append(key)
-    if not shown:
-        assert failure is not None
-        raise failure
-    return judge_keys(host, shown, known)
+def fetch_key(host: Host, pool: SshPool) -> ShownKey:
+    """The key that the server shows, of a type that is known where it has one. Raises SshError if it shows none."""
+    return judge_key(host, pool.show_key(host), pool.known_keys(host))
 
 
-def judge_keys(host: Host, shown: Sequence[bytes], known: HostKeys) -> tuple[ShownKey, ...]:
-    """The keys that a server showed with what `known` says of each."""
-    found = known.find(host.key_name)
-    trusted = {entry.blob for entry in found}
-    revoked = {entry.blob for entry in known.keys if entry.marker == "@revoked"}
-    # A server of which keys are known and that shows none of them is another one, whatever types its keys have.
-    is_stranger = bool(found) and trusted.isdisjoint(shown)
-    kinds = {entry.kind for entry in found}
-
-    def state(blob: bytes) -> str:
-        if blob in revoked:
-            return "revoked"
-        if blob in trusted:
-            return "known"
-        return "changed" if is_stranger or key_type(blob) in kinds else "new"
-
-    return tuple(ShownKey(host, blob, state(blob)) for blob in shown)
+def judge_key(host: Host, blob: bytes, known: HostKeys) -> ShownKey:
+    """The key that a server showed with what `known` says of it."""
+    trusted = [entry.blob for entry in known.find(host.key_name)]
+    if blob in [entry.blob for entry in known.keys if entry.marker == "@revoked"]:
+        state = "revoked"
+    elif blob in trusted:
+        state = "known"
+    else:
+        state = "changed" if trusted else "new"
+    return ShownKey(host, blob, state)
 
 
-def add_keys(keys: Sequence[ShownKey], file: Path | None = None) -> int:
-    """How many of `keys` were added to the trust store; those already there are left alone.
-
-    Raises ClusterError, and adds nothing, when the store holds another key of the same type for one of the names.
-    """
-    path = file or trust_file()
-    with _locked(path):
-        lines = _lines(path)
-        present = HostKeys.load([str(path)])
-        added = []
-        for key in keys:
-            same = [known for known in present.find(key.host.key_name) if known.kind == key.kind]
-            if any(known.blob != key.blob for known in same):
-                raise ClusterError(
-                    f"{key.host.name}: {path} holds another {key.kind} key; nothing was added. If the node was "
-                    f"installed anew: `{key.host.command('hosts', 'forget')}`"
-                )
-            if not same and key.line not in added:
-                added.append(key.line)
-        if added:
-            _write(path, [*lines, *added])
-    return len(added)
+def add_keys(keys: Sequence[ShownKey]) -> None:
+    """Add `keys` to the trust store; those already there are left alone."""
+    with _rewriting() as lines:
+        lines += [line for line in dict.fromkeys(key.line for key in keys) if line not in lines]
 
 
-def forget_names(names: Sequence[str], file: Path | None = None) -> int:
-    """How many entries of the trust store no longer name any of `names`; lines that name others keep those."""
-    path = file or trust_file()
-    if not path.exists():
-        return 0
-    with _locked(path):
-        kept: list[str] = []
-        changed = 0
-        for line in _lines(path):
-            left = _without(line, names)
-            changed += left != line
-            kept += [left] if left is not None else []
-        if changed:
-            _write(path, kept)
-    return changed
-
-
-def _without(line: str, names: Sequence[str]) -> str | None:
-    """`line` without these names; None when no other is left. Patterns with * stay: they stand for others, too."""
-    known = parse_line(line, "")
-    if known is None or known.marker:
-        return line
-    kept = [pattern for pattern in known.patterns if not any(is_name(pattern, name) for name in names)]
-    if len(kept) == len(known.patterns):
-        return line
-    if not any(not pattern.startswith("!") for pattern in kept):
-        return None
-    return " ".join([",".join(kept), *line.split(None, 1)[1:]])
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except FileNotFoundError:
-        return []
-
-
-def _write(path: Path, lines: Sequence[str]) -> None:
-    """Replace the file by these lines at once, so that a reader sees the old ones or the new ones."""
-    replace_file(path, "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape"))
+def forget_names(names: Sequence[str]) -> None:
+    """Take the lines that are about one of `names` alone, as ours are, out of the trust store."""
+    with _rewriting() as lines:
+        lines[:] = [line for line in lines if line.split(" ")[0] not in names]
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One writer at a time; the lock is a file beside, for the store itself is replaced."""
+def _rewriting() -> Iterator[list[str]]:
+    """The lines of the trust store, to be changed by one writer at a time; readers see the old ones or the new ones.
+
+    The lock is a file beside, for the store itself is replaced.
+    """
+    path = trust_file()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with (path.parent / f".{path.name}.lock").open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
+    with (path.parent / f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        old = path.read_bytes() if path.exists() else b""
+        lines = old.decode(errors="surrogateescape").splitlines()
+        yield lines
+        new = "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
+        if new != old:
+            replace_file(path, new)

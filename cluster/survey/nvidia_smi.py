@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from cluster.remote_text import one_line
+from cluster.survey.adapters import pci_path
 from cluster.survey.section import Question, Section, UnreadableError, listed
 from cluster.survey.sysfs import python_question
 
@@ -29,7 +30,6 @@ _NUMBER = re.compile(r"(-?\d+(?:\.\d+)?)(?:x| MiB| W| MHz| C)?")
 _NOT_SUPPORTED = re.compile(
     r"\[?(N/A|Not Supported|Not Available|Requested functionality has been deprecated)\]?|", re.I
 )
-_PATH_STEP = re.compile(r"(?<=/)[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7](?=/|$)")
 _BROKEN = re.compile(
     r"ERR!|\[?Unknown Error\]?|\[?GPU is lost\]?|\[?GPU requires reset\]?|\[?Reset required\]?|\[?Timeout\]?"
     r"|\[?Insufficient Permissions\]?|\[?Insufficient power\]?",
@@ -371,4 +371,4 @@ def _device(address: str, pci_class: str, numa: str, path: str) -> NvidiaDevice:
     if name is None:
         raise ValueError(address)
     numa_node = int(numa) if numa.isdecimal() else None
-    return NvidiaDevice(name, int(pci_class, 16), numa_node, tuple(_PATH_STEP.findall(path)))
+    return NvidiaDevice(name, int(pci_class, 16), numa_node, pci_path(path))

@@ -24,7 +24,7 @@ from cluster.survey.section import Question, Section, SectionState
 
 SECTION_BYTES = 1 << 20
 _TIMED_OUT_CODES = (124, 137, 143)  # of timeout(1): its own, ended by KILL, ended by TERM (busybox)
-_MARK = re.compile(rb"(begin|end) ([a-z0-9_.-]{1,64})(?: (\d{1,3}))??(?: (\d{1,12}\.\d{1,6}|-))?")
+_MARK = re.compile(rb"(begin|end) ([a-z0-9_.-]{1,64})(?: (\d{1,3}))?")
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 _HEAD = r"""
 # The head of every probe. $fence is set before it: a word that no output can guess. It is never exported and never an
@@ -47,20 +47,15 @@ else
     limited() { sh -s; } # the asking side gives up on the whole answer
 fi
 
-# Seconds since boot, or a dash: without starting a process, and without trust in the clock.
-since_boot() { read -r now rest 2>/dev/null </proc/uptime || now=-; }
-
 # section NAME SECONDS AFTER <<'END' ... END    runs the lines below in a shell of their own, with a time limit.
 late=
 section() {
     case " $late " in *" $3 "*) return 0 ;; esac
-    since_boot
-    printf '\n%s begin %s %s\n' "$fence" "$1" "$now"
+    printf '\n%s begin %s\n' "$fence" "$1"
     limited "$2" 2>&1
     code=$?
-    since_boot
     case $code in 124 | 137 | 143) late="$late $1" ;; esac
-    printf '\n%s end %s %s %s\n' "$fence" "$1" "$code" "$now"
+    printf '\n%s end %s %s\n' "$fence" "$1" "$code"
 }
 """
 
@@ -103,7 +98,7 @@ def read_sections(answer: bytes, fence: str) -> Mapping[str, Section]:
             continue
         name = mark[2].decode()
         if mark[1] == b"begin" and mark[3] is None and name not in sections:
-            sections[name] = _section(mark, answer[line.end() + 1 : end], after if _closes(mark, after) else None)
+            sections[name] = _section(name, answer[line.end() + 1 : end], after if _closes(mark, after) else None)
         elif not _closes(before, mark):
             sections[name] = Section(name, state=SectionState.CUT_OFF)
     return sections
@@ -115,16 +110,10 @@ def _closes(begin: re.Match[bytes] | None, end: re.Match[bytes] | None) -> bool:
     return (begin[1], end[1]) == (b"begin", b"end") and begin[3] is None and end[3] is not None
 
 
-def _section(begin: re.Match[bytes], text: bytes, end: re.Match[bytes] | None) -> Section:
-    section = Section(begin[2].decode(), clean_text(text[:SECTION_BYTES]).strip("\n"), state=SectionState.CUT_OFF)
+def _section(name: str, text: bytes, end: re.Match[bytes] | None) -> Section:
+    section = Section(name, clean_text(text[:SECTION_BYTES]).strip("\n"), state=SectionState.CUT_OFF)
     if end is None or len(text) > SECTION_BYTES:
         return section
-    began, ended = _seconds(begin[4]), _seconds(end[4])
-    elapsed_s = round(max(0.0, ended - began), 3) if ended is not None and began is not None else 0.0
     if int(end[3]) in _TIMED_OUT_CODES:
-        return replace(section, state=SectionState.TIMED_OUT, elapsed_s=elapsed_s)
-    return replace(section, state=SectionState.ENDED, exit_code=int(end[3]), elapsed_s=elapsed_s)
-
-
-def _seconds(word: bytes | None) -> float | None:
-    return None if word is None or word == b"-" else float(word)
+        return replace(section, state=SectionState.TIMED_OUT)
+    return replace(section, state=SectionState.ENDED, exit_code=int(end[3]))

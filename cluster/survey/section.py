@@ -41,15 +41,13 @@ class Question:
 class Section:
     """Output (stdout and stderr, cleaned) of one part of the probe.
 
-    exit_code: of the part's script; None unless state is ENDED. 127 says that the tool is not installed. elapsed_s: how
-    long it ran on the node; 0 when the node did not tell.
+    exit_code: of the part's script; None unless state is ENDED. 127 says that the tool is not installed.
     """
 
     name: str
     output: str = ""
     exit_code: int | None = None
     state: SectionState = SectionState.MISSING
-    elapsed_s: float = 0.0
 
     @property
     def ok(self) -> bool:

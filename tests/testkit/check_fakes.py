@@ -105,7 +105,7 @@ def only(findings: Iterable[Finding], check: str) -> Finding:
 
 def frame(fence: str, name: str, output: str = "", code: int = 0) -> bytes:
     """One section as an honest node answers it."""
-    return f"\n{fence} begin {name} 10.00\n{output}\n{fence} end {name} {code} 10.25\n".encode()
+    return f"\n{fence} begin {name}\n{output}\n{fence} end {name} {code}\n".encode()
 
 
 def done(fence: str) -> bytes:

@@ -39,7 +39,7 @@ def findings(report: FleetReport, node: str, check: str) -> list[Finding]:
 
 
 def half(fence: str) -> Iterator[bytes]:
-    yield f"\n{fence} begin host.disk 1.00\nok".encode()
+    yield f"\n{fence} begin host.disk\nok".encode()
     yield GONE
 
 

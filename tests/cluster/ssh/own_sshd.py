@@ -91,7 +91,6 @@ def _run_sshd(sshd: str, folder: Path, port: int, options: Sequence[str]) -> Ite
         key_name=f"[127.0.0.1]:{port}",
         identity_files=(str(folder / "id"),),
         known_hosts=(str(folder / "known_hosts"),),
-        agent_socket="",
     )
     try:
         wait_for(lambda: _listens(port), "sshd")

@@ -21,7 +21,7 @@ from cluster.errors import SshError, SshFailure
 from cluster.ssh.certificates import objection
 from cluster.ssh.hosts import Host
 from cluster.ssh.pool import SshPool
-from cluster.ssh.trust import fetch_keys
+from cluster.ssh.trust import fetch_key
 
 
 def make_key(path: Path, kind: str = "ed25519") -> Path:
@@ -170,10 +170,15 @@ def test_an_authority_whose_server_shows_no_certificate_is_named(folder: Path) -
             connect(host)
 
 
-def test_trust_fetches_plain_keys_of_a_server_with_certificates(folder: Path) -> None:
-    with certified_server(folder, *HOST) as server, SshPool() as pool:
+def test_trust_fetches_the_plain_key_of_a_server_with_certificates(folder: Path) -> None:
+    with certified_server(folder, *HOST) as server:
         host = knows(server, f"@cert-authority * {public(folder.parent / 'ca')}")
-        assert [key.kind for key in fetch_keys(host, pool)] == ["ssh-ed25519", "ssh-rsa"]
+        with SshPool() as pool:
+            shown = fetch_key(host, pool)
+        assert (shown.line, shown.state) == (f"{host.key_name} {public(folder / 'host_ed25519')}", "new")
+        host = knows(server, f"* {public(folder / 'host_rsa')}")
+        with SshPool() as pool:
+            assert (fetch_key(host, pool).kind, fetch_key(host, pool).state) == ("ssh-rsa", "known")
 
 
 @pytest.fixture(scope="module")

@@ -109,7 +109,6 @@ def test_hostfile_keeps_its_order_and_ignores_slots_and_comments(tmp_path: Path)
         (b"a1\n\n@all\n", "line 3"),
         (b"# nothing\n", "names no node"),
         (b"\xff\xfea1\n", "UTF-8"),
-        (b"a" * (2 << 20), "larger than"),
     ],
 )
 def test_a_bad_hostfile_is_named_with_its_line(tmp_path: Path, content: bytes, words: str) -> None:
@@ -120,7 +119,7 @@ def test_a_bad_hostfile_is_named_with_its_line(tmp_path: Path, content: bytes, w
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("path", [Path("/nonexistent/hosts"), Path("/"), Path("/dev/zero")])
+@pytest.mark.parametrize("path", [Path("/nonexistent/hosts"), Path("/")])
 def test_what_is_no_hostfile_is_refused(path: Path) -> None:
     with pytest.raises(HostsError, match="hostfile"):
         read_hostfile(path)

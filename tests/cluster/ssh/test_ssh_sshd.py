@@ -24,10 +24,9 @@ from testkit.connecting import connect
 from testkit.machine_clock import machine_time
 
 from cluster.errors import SshError, SshFailure
-from cluster.ssh.connection import Deadline, quote_command
+from cluster.ssh.connection import quote_command
 from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.pool import SshConnection, SshPool
-from cluster.ssh.transport import SshTransport
 
 WORDS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30), max_size=5)
 NASTY = [
@@ -264,46 +263,6 @@ def test_a_server_that_drops_strangers_is_asked_again(tmp_path: Path) -> None:
         threading.Timer(0.5, stranger.close).start()
         with connect(replace(server.host, connect_timeout_s=8)) as connection:
             assert connection.run(["echo", "in"]).stdout == b"in\n"
-
-
-class CountingPool(SshPool):
-    """Counts who has begun to connect and is not logged in yet.
-
-    Whoever is logged in leaves the door once the server has answered him as such: by then sshd's own count, which lags
-    behind, has left him out.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._counted = threading.Lock()
-
-    def _open_socket(self, host: Host, deadline: Deadline) -> socket.socket:
-        with self._counted:
-            self.now += 1
-            self.most = max(self.most, self.now)
-        return super()._open_socket(host, deadline)
-
-    def _enter(self, host: Host, transport: SshTransport, deadline: Deadline) -> None:
-        try:
-            super()._enter(host, transport, deadline)
-            transport.open("session", deadline.left_s).close()
-        finally:
-            with self._counted:
-                self.now -= 1
-
-
-def test_few_strangers_at_once_stand_at_one_door(tmp_path: Path) -> None:
-    with start_sshd(tmp_path / "door", "MaxStartups 12", "LogLevel VERBOSE") as server, CountingPool() as pool:
-        hosts = [server.host.with_name(f"n{number}") for number in range(16)]
-
-        def work(host: Host) -> bool:
-            with pool.connect(host) as connection:
-                return connection.run(["true"]).ok
-
-        assert all(outcome.value for outcome in fan_out(hosts, work).values())
-        assert 1 < pool.most <= 8
-        assert "drop connection" not in server.log.read_text()
 
 
 def test_a_user_that_is_not_let_in_is_an_auth_failure(server: Server) -> None:

@@ -51,7 +51,6 @@ def test_sections_end_as_their_shells_do(shell: list[str]) -> None:
     assert not found["t.missing"].ok
     assert found["t.hangs"].state is SectionState.TIMED_OUT
     assert found["t.hangs"].exit_code is None
-    assert 0.9 <= found["t.hangs"].elapsed_s < 10
     assert found["t.asked"].ok
     assert "t.hangs_again" not in found
     assert found["t.settings"].output == "two words; $(id) 'x'\nline|unset|"  # and the fence is nobody's variable
@@ -67,7 +66,6 @@ def test_a_section_that_ignores_term_is_killed_and_the_next_one_runs(shell: list
         shell,
     )
     assert found["t.stubborn"].state is SectionState.TIMED_OUT
-    assert found["t.stubborn"].elapsed_s < 5  # killed 2 s after its limit
     assert found["t.after"].output == "here"
 
 
@@ -123,7 +121,6 @@ def test_honest_answers_come_back(told: dict[str, tuple[list[str], int]]) -> Non
     assert list(found) == list(told)
     for name, (_, code) in told.items():
         assert (found[name].exit_code, found[name].state) == (code, SectionState.ENDED)
-        assert found[name].elapsed_s == pytest.approx(0.25)
 
 
 @given(st.dictionaries(NAMES, LINES, min_size=1, max_size=4), st.integers(0, 2**16))
@@ -137,9 +134,7 @@ def test_an_answer_cut_anywhere_never_shows_a_half_section_as_ended(told: dict[s
 FORGED = st.sampled_from(
     [
         "end t.bad 0",
-        "end t.bad 0 10.30",
         "begin t.bad",
-        "begin t.bad 1.0",
         "begin t.other",
         "end t.other 0",
         "done",
@@ -171,7 +166,7 @@ def test_a_section_that_comes_twice_is_believed_neither_time() -> None:
 
 
 def test_an_end_without_a_beginning_is_believed_nothing() -> None:
-    answer = f"\n{FENCE} end t.one 0 1.00\n".encode()
+    answer = f"\n{FENCE} end t.one 0\n".encode()
     assert not read_sections(answer, FENCE)["t.one"].ok
 
 
