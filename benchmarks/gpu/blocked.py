@@ -21,12 +21,12 @@ from benchmarks.gpu.ring import Gradients, Inputs, NoiseTransport, RingCase, Rin
 from benchmarks.gpu.tiles import BACKWARD_OVER_FORWARD, device_inputs, forward_flops
 from benchmarks.gpu.timing import time_call
 from engine.attention.kernels import choose_kernel
-from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel
+from engine.attention.kernels.base import TileGradients, TileKernel
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.bench.measure import Timing
 from engine.bench.spec import HeadShape
+from engine.planning.sequence.mask import Band
 
-CAUSAL = BandSpec(0, None)
 CALLS = 4  # some that do not count, and two or three that do
 FIRST_RINGS = 4
 ASSUMED_FLOPS = 4.5e14  # of the device's fastest kernel
@@ -204,8 +204,8 @@ def _blocked_seconds(members: Sequence[RingRank], parts: Sequence[Inputs], devic
 
 def _whole_seconds(kernel: TileKernel, x: Inputs, whole: tuple[Tensor, Tensor, Gradients], device: torch.device) -> Row:
     grads = TileGradients(x.dout, whole[0], whole[1])
-    forward = time_call(lambda: kernel.forward(x.q, x.k, x.v, CAUSAL), device)
-    backward = time_call(lambda: kernel.backward(grads, x.q, x.k, x.v, CAUSAL), device)
+    forward = time_call(lambda: kernel.forward(x.q, x.k, x.v, _causal(x)), device)
+    backward = time_call(lambda: kernel.backward(grads, x.q, x.k, x.v, _causal(x)), device)
     return _seconds("whole", forward, backward)
 
 
@@ -217,10 +217,14 @@ def _seconds(side: str, forward: Timing, backward: Timing) -> Row:
     }
 
 
+def _causal(x: Inputs) -> Band:
+    return Band(0, x.q.shape[0], 0, x.q.shape[0], low=0)
+
+
 def _run_whole(kernel: TileKernel, x: Inputs) -> tuple[Tensor, Tensor, Gradients]:
     """(out, lse, gradients) of one call over the whole sequence."""
-    out, lse = kernel.forward(x.q, x.k, x.v, CAUSAL)
-    return out, lse, Gradients(*kernel.backward(TileGradients(x.dout, out, lse), x.q, x.k, x.v, CAUSAL))
+    out, lse = kernel.forward(x.q, x.k, x.v, _causal(x))
+    return out, lse, Gradients(*kernel.backward(TileGradients(x.dout, out, lse), x.q, x.k, x.v, _causal(x)))
 
 
 def _gathered(
@@ -240,7 +244,8 @@ def _errors(x: Inputs, got: tuple[Tensor, Tensor | None, Gradients], side: str) 
     a tile of these rows, however long the sequence is.
     """
     rows, group = min(CHECKED_ROWS, x.q.shape[0]), x.q.shape[1] // x.k.shape[1]
-    band = BandSpec(rows - x.q.shape[0], None)
+    tokens = x.q.shape[0]
+    band = Band(0, rows, 0, tokens, low=rows - tokens)
     q, dout = (t[-rows:, :group].double() for t in (x.q, x.dout))
     k, v = (t[:, :1].double() for t in (x.k, x.v))
     reference = ReferenceKernel()

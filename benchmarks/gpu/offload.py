@@ -18,7 +18,6 @@ from torch import Tensor
 
 from benchmarks.turns import measure_in_turn
 from engine.attention.kernels import choose_kernel
-from engine.attention.kernels.base import BandSpec
 from engine.attention.stream_times import Times
 from engine.attention.streams import CudaStreams, NoStreams
 from engine.bench.measure import synchronize
@@ -27,6 +26,7 @@ from engine.config.settings import OptimizerConfig
 from engine.memory.host import host_empty
 from engine.memory.store import ActivationStore, DeviceStore, HostStore, Kept, host_store
 from engine.planning.schedule.plan import Channel
+from engine.planning.sequence.mask import Band
 from engine.training.optim import build_optimizer
 
 Row = dict[str, Any]
@@ -160,7 +160,8 @@ def attention_work(device: torch.device, sizes: OffloadSizes) -> Callable[[], ob
     """The forward pass of one causal tile with the kernel that a run would take."""
     kernel = choose_kernel("auto", device, torch.bfloat16, 128)
     q, k, v = (torch.randn(sizes.attention_rows, 8, 128, device=device).to(torch.bfloat16) for _ in range(3))
-    return lambda: kernel.forward(q, k, v, BandSpec(0, None))
+    rows = sizes.attention_rows
+    return lambda: kernel.forward(q, k, v, Band(0, rows, 0, rows, low=0))
 
 
 def bench_store(device: torch.device, sizes: OffloadSizes) -> list[Row]:

@@ -21,7 +21,7 @@ from benchmarks.gpu.plan import Measurement, Part, Row
 from benchmarks.gpu.tiles import device_inputs
 from benchmarks.gpu.timing import time_call
 from engine.attention.kernels import choose_kernel
-from engine.attention.kernels.base import BandSpec, TileGradients
+from engine.attention.kernels.base import TileGradients
 from engine.attention.library import leave_multiprocessors
 from engine.attention.streams import CudaStreams, StreamTransport
 from engine.attention.transport import (
@@ -36,8 +36,8 @@ from engine.bench.spec import HeadShape
 from engine.parallel.mesh import read_placement, start_process_group
 from engine.planning.methods.topology import Topology
 from engine.planning.schedule.plan import Channel
+from engine.planning.sequence.mask import Band
 
-CAUSAL = BandSpec(0, None)
 TIMEOUT = timedelta(seconds=60)
 
 
@@ -116,9 +116,10 @@ def _tile(device: torch.device, rows: int, shape: HeadShape) -> tuple[Callable[[
     """(forward and backward of a causal tile, its kernel's name)."""
     kernel = choose_kernel("auto", device, torch.bfloat16, shape.head_dim)
     q, k, v, dout = device_inputs(shape, rows, device)
-    out, lse = kernel.forward(q, k, v, CAUSAL)
+    band = Band(0, rows, 0, rows, low=0)
+    out, lse = kernel.forward(q, k, v, band)
     grads = TileGradients(dout, out, lse)
-    return lambda: (kernel.forward(q, k, v, CAUSAL), kernel.backward(grads, q, k, v, CAUSAL)), kernel.name
+    return lambda: (kernel.forward(q, k, v, band), kernel.backward(grads, q, k, v, band)), kernel.name
 
 
 def _transport(device: torch.device, message_sms: int | None) -> Transport:

@@ -13,14 +13,15 @@ from benchmarks.gpu.checks import skipped_row
 from benchmarks.gpu.plan import Measurement, Part, Row
 from benchmarks.gpu.timing import time_call
 from engine.attention.kernels import KERNELS, choose_kernel
-from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel
+from engine.attention.kernels.base import TileGradients, TileKernel
 from engine.bench.attention import global_inputs
 from engine.bench.spec import HeadShape
 from engine.config.errors import ConfigError
+from engine.planning.sequence.mask import Band
 from engine.planning.time.flops import attention_pairs
 
 BACKWARD_OVER_FORWARD = 2.5  # five products of the forward's size and shape for its two
-BANDS = {"causal": BandSpec(0, None), "full": BandSpec()}
+BANDS = {"causal": Band(0, 0, 0, 0, low=0), "full": Band(0, 0, 0, 0)}
 # FLOP/s that estimates assume; what is measured corrects them.
 ASSUMED_FLOPS = 3e14
 MAX_REFERENCE_TOKENS = 4096  # its memory is quadratic
@@ -115,7 +116,7 @@ def device_inputs(shape: HeadShape, rows: int, device: torch.device) -> list[Ten
 
 def _measure_band(kernel: TileKernel, mask: str, inputs: Sequence[Tensor], device: torch.device) -> Row:
     q, k, v, dout = inputs
-    band = BANDS[mask]
+    band = BANDS[mask]._replace(q_stop=len(q), k_stop=len(k))
     out, lse = kernel.forward(q, k, v, band)
     grads = TileGradients(dout, out, lse)
     forward = time_call(lambda: kernel.forward(q, k, v, band), device)

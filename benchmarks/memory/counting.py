@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel, TileResult
+from engine.attention.kernels.base import TileGradients, TileKernel, TileResult
 from engine.attention.library import ContextParallel
 from engine.model.llama import LlamaModel
 from engine.planning.sequence.mask import Band
@@ -58,16 +58,16 @@ class CountingKernel:
         self._kernel = kernel
         self._log = log
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
         """As the other kernel's."""
         start = time.perf_counter()
         result = self._kernel.forward(q, k, v, band)
         seconds = time.perf_counter() - start
-        pairs = Band(0, q.shape[0], 0, k.shape[0], band.low, band.high).area()
+        pairs = band.area()
         self._log.add(4 * q.shape[1] * q.shape[2] * pairs, seconds)
         return result
 
-    def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
+    def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: Band) -> TileResult:
         """As the other kernel's, not counted: every policy runs it once."""
         return self._kernel.backward(grads, q, k, v, band)
 

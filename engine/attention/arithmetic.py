@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.attention.buffers import Lease, allocate_tensor, compute_place
 from engine.attention.executor import Fields, Operand
-from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel
+from engine.attention.kernels.base import TileGradients, TileKernel
 from engine.attention.kernels.heads import HeadSlices, split_heads
 from engine.attention.merge import add_kv, backward_stats, merge_tile, surrogate_out
 from engine.planning.schedule.plan import FIELDS, Slot, Tile, TokenBytes
@@ -82,7 +82,7 @@ class TensorArithmetic:
 
     def _run_forward(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
         q, kv, acc = fields["q"], fields["kv"], fields["acc"]
-        block_out, block_lse = self.kernel.forward(q["q"], kv["k"], kv["v"], BandSpec(tile.low, tile.high))
+        block_out, block_lse = self.kernel.forward(q["q"], kv["k"], kv["v"], tile.band)
         if tile.stores:
             acc["out"].copy_(block_out)
             acc["lse"].copy_(block_lse)
@@ -98,7 +98,7 @@ class TensorArithmetic:
             grads = TileGradients(dout, surrogate_out(dout, q["stats"]), q["stats"][..., 0])
         if self._late is not None:  # the gradients of two tiles are never held at once
             self.finish_step()
-        dq, dk, dv = self.kernel.backward(grads, q["q"], kv["k"], kv["v"], BandSpec(tile.low, tile.high))
+        dq, dk, dv = self.kernel.backward(grads, q["q"], kv["k"], kv["v"], tile.band)
         if tile.stores:
             sums.copy_(dq)
         else:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel
+from engine.attention.kernels.base import TileGradients, TileKernel
 from engine.attention.library import ContextParallel
 from engine.bench.environment import environment
 from engine.bench.measure import exchange, run_rank, slowest_rank, synchronize
@@ -33,6 +33,7 @@ from engine.model.rope import rope_table
 from engine.parallel.mesh import build_mesh
 from engine.planning.memory.capacity import find_hardware
 from engine.planning.methods.topology import Topology
+from engine.planning.sequence.mask import Band
 from engine.planning.time.costs import FLOPS_PER_PAIR, layer_numbers
 from engine.planning.time.devices import find_device
 from engine.planning.time.flops import count_parameters
@@ -181,23 +182,21 @@ def _tiles(watch: Stopwatch, cell: MachineCell) -> tuple[Series, Series, float]:
     tiny = cell.run_config(layers=1)
     kernel = ContextParallel.of_run(tiny, build_mesh(tiny.parallel, tiny.cluster)).group.kernel
     for rows in _ROWS[watch.device.type]:
-        seconds = _tile_seconds(watch, kernel, cell, rows, BandSpec())
+        seconds = _tile_seconds(watch, kernel, cell, Band(0, rows, 0, rows))
         flops = rows * rows * shape.num_heads * shape.head_dim
         forward.append((float(rows), FLOPS_PER_PAIR["forward"] * flops / seconds[0]))
         backward.append((float(rows), FLOPS_PER_PAIR["backward"] * flops / seconds[1]))
         if watch.is_long(sum(seconds)):
             break
     # Half of the pairs of a causal tile, and half of a block along its edge.
-    causal = sum(_tile_seconds(watch, kernel, cell, rows, BandSpec(0, None))) / sum(seconds)
+    causal = sum(_tile_seconds(watch, kernel, cell, Band(0, rows, 0, rows, low=0))) / sum(seconds)
     return forward, backward, max(0.0, (2 * causal - 1) * rows)
 
 
-def _tile_seconds(
-    watch: Stopwatch, kernel: TileKernel, cell: MachineCell, rows: int, band: BandSpec
-) -> tuple[float, float]:
+def _tile_seconds(watch: Stopwatch, kernel: TileKernel, cell: MachineCell, band: Band) -> tuple[float, float]:
     """(forward, backward) of a square tile."""
     heads = (cell.shape.num_heads, cell.shape.num_kv_heads, cell.shape.num_kv_heads)
-    q, k, v = (_noise(watch.device, cell, rows, count, cell.shape.head_dim).detach() for count in heads)
+    q, k, v = (_noise(watch.device, cell, band.num_queries, count, cell.shape.head_dim).detach() for count in heads)
     out, lse = kernel.forward(q, k, v, band)
     grads = TileGradients(torch.randn_like(out), out, lse)
     return (

@@ -13,10 +13,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from engine.attention.kernels.base import BandSpec, Capabilities, TileGradients, TileResult
+from engine.attention.kernels.base import Capabilities, TileGradients, TileResult
 from engine.attention.kernels.heads import CUDA_CALL_ELEMENTS
 from engine.attention.runtime import AttentionRuntime
 from engine.planning.schedule.plan import LocalOp, RankPlan, Step, Tile
+from engine.planning.sequence.mask import Band
 
 Item = TypeVar("Item")
 _ROUNDED_ROWS = 128  # FlashAttention-2 rounds rows up to this
@@ -47,8 +48,7 @@ def _largest_tiles(plan: RankPlan) -> list[Tile]:
     """A tile's temporaries are those of its queries and of its keys, and a general band needs a bias besides."""
 
     def kind(tile: Tile) -> Hashable:
-        band = BandSpec(tile.low, tile.high)
-        return plan.slots[tile.q.slot].heads, tile.acc_kv is None, band.is_full, band.is_causal
+        return plan.slots[tile.q.slot].heads, tile.acc_kv is None, tile.band.kind
 
     def queries(tile: Tile) -> int:
         return tile.q.stop - tile.q.start
@@ -90,12 +90,12 @@ class StandInFlashKernel:
         max_call_elements=CUDA_CALL_ELEMENTS,
     )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
         """Memory for (out, lse)."""
         lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
         return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse.transpose(0, 1)
 
-    def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
+    def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: Band) -> TileResult:
         """Memory for (dq, dk, dv)."""
         return _backward(grads, q, k)
 

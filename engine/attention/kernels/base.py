@@ -11,26 +11,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.kernels.heads import CUDA_CALL_ELEMENTS
-from engine.planning.sequence.mask import Band, row_strips
+from engine.planning.sequence.mask import Band
 from engine.row_blocks import accumulate_dtype, ends
-
-
-class BandSpec(NamedTuple):
-    """Row i sees key j iff low <= i - j <= high; None means unbounded."""
-
-    low: int | None = None
-    high: int | None = None
-
-    @property
-    def is_full(self) -> bool:
-        """Every query sees every key."""
-        return self.low is None and self.high is None
-
-    @property
-    def is_causal(self) -> bool:
-        """Row i sees keys 0..i (planners make such tiles square)."""
-        return self.low == 0 and self.high is None
-
 
 ComputeCapability = tuple[int, int]  # of a GPU, such as (9, 0)
 
@@ -99,7 +81,7 @@ ON_CUDA = Capabilities(
 
 
 class TileKernel(Protocol):
-    """Attention of one tile, softmax scale 1/sqrt(head_dim), grouped kv heads native.
+    """Attention of one tile, softmax scale 1/sqrt(head_dim), grouped kv heads native; bands count from row and key 0.
 
     Shapes: q, out, dout [num_queries, num_heads, head_dim]; k, v [num_keys, num_kv_heads, head_dim] with query head h
     using kv head h // (num_heads // num_kv_heads); lse [num_queries, num_heads], natural logarithm, fp32 (float64 for
@@ -109,10 +91,10 @@ class TileKernel(Protocol):
     name: str
     capabilities: Capabilities
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
         """(out in q's dtype, lse) of this tile alone."""
 
-    def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
+    def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: Band) -> TileResult:
         """(dq, dk, dv) of this tile, given the lse over ALL keys and an `out` with the right rowsum(dout * out)."""
 
 
@@ -132,45 +114,27 @@ class TileResult(NamedTuple):
     dv: Tensor
 
 
-class Call(NamedTuple):
-    """A part of a tile for one call of a library: rows of queries, keys, and what these see of each other."""
-
-    rows: slice
-    keys: slice
-    band: BandSpec
-
-
-def strips(num_queries: int, num_keys: int, band: BandSpec, rows: int) -> list[Call]:
-    """A tile in strips of so many queries, each with the keys that they see: a bias stays small, hidden keys are free.
-
-    A full or a causal tile, which needs no bias, stays whole.
-    """
-    if band.is_full or band.is_causal:
-        return [Call(slice(0, num_queries), slice(0, num_keys), band)]
-    parts = row_strips(Band(0, num_queries, 0, num_keys, band.low, band.high), rows)
-    return [Call(slice(s.q_start, s.q_stop), slice(s.k_start, s.k_stop), BandSpec(s.low, s.high)) for s in parts]
-
-
 class LibraryKernel(ABC):
     """A TileKernel that computes a tile with one call of a library, or several."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
         """(out, lse) of the tile."""
-        parts = [self._forward(q[c.rows], k[c.keys], v[c.keys], c.band) for c in self._calls(q, k, band)]
+        parts = [self._forward(q[c.queries], k[c.keys], v[c.keys], c) for c in self._calls(band)]
         if len(parts) == 1:
             return parts[0]
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
-    def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
+    def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: Band) -> TileResult:
         """(dq, dk, dv); dk and dv in the dtype of the lse if several calls are summed."""
-        calls = self._backward_calls(q, k, band)
+        calls = self._backward_calls(band, q.dtype)
         if len(calls) == 1:
-            return self._backward(grads, q, k, v, calls[0].band)
+            return self._backward(grads, q, k, v, calls[0])
         dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         dk, dv = (torch.zeros(x.shape, dtype=accumulate_dtype(x.dtype), device=x.device) for x in (k, v))
         written = 0  # rows of dq that hold something
         # The one before the last ends where it does: of one result the next call still finds the memory taken.
-        for rows, keys, part in (*ends(calls[:-1]), calls[-1]):
+        for part in (*ends(calls[:-1]), calls[-1]):
+            rows, keys = part.queries, part.keys
             result = self._backward(TileGradients(*(x[rows] for x in grads)), q[rows], k[keys], v[keys], part)
             dk[keys] += result.dk
             dv[keys] += result.dv
@@ -178,18 +142,18 @@ class LibraryKernel(ABC):
             written = rows.stop
         return TileResult(dq, dk, dv)
 
-    def _calls(self, q: Tensor, k: Tensor, band: BandSpec) -> Sequence[Call]:
+    def _calls(self, band: Band) -> Sequence[Band]:
         """The calls of a forward tile: all rows, each once, in order."""
-        return [Call(slice(0, q.shape[0]), slice(0, k.shape[0]), band)]
+        return [band]
 
-    def _backward_calls(self, q: Tensor, k: Tensor, band: BandSpec) -> Sequence[Call]:
+    def _backward_calls(self, band: Band, dtype: torch.dtype) -> Sequence[Band]:
         """The calls of a backward tile; several of the same rows come after each other."""
-        return self._calls(q, k, band)
+        return self._calls(band)
 
     @abstractmethod
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
         """One call of the library: (out, lse) of a tile that it can take whole."""
 
     @abstractmethod
-    def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
+    def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: Band) -> TileResult:
         """One call of the library: (dq, dk, dv)."""

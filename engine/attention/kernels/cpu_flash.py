@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 
 from engine.attention.kernels.base import (
-    BandSpec,
-    Call,
     Capabilities,
     LibraryKernel,
     TileGradients,
     TileResult,
-    strips,
 )
 from engine.attention.kernels.reference import band_bias
+from engine.planning.sequence.mask import Band, row_strips
 
 STRIP_ROWS = 512
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -33,30 +31,26 @@ class CpuFlashKernel(LibraryKernel):
         max_head_dim=1 << 16,
     )
 
-    def _calls(self, q: Tensor, k: Tensor, band: BandSpec) -> list[Call]:
-        return strips(q.shape[0], k.shape[0], band, STRIP_ROWS)
+    def _calls(self, band: Band) -> list[Band]:
+        return row_strips(band, STRIP_ROWS)
 
-    def _backward_calls(self, q: Tensor, k: Tensor, band: BandSpec) -> list[Call]:
+    def _backward_calls(self, band: Band, dtype: torch.dtype) -> list[Band]:
         """For 16-bit inputs a few blocks of queries each: the op sums dk and dv over blocks in the inputs' dtype, so
         long tiles are summed here (half the error at 2K rows, a third at 8K).
         """
-        if not (band.is_full or band.is_causal) or q.dtype in (torch.float32, torch.float64):
-            return self._calls(q, k, band)
-        return [
-            Call(slice(start, stop), keys, kind)
-            for start, stop in _query_calls(q.shape[0])
-            for keys, kind in _visible_keys(start, stop, band, k.shape[0])
-        ]
+        if band.kind == "band" or dtype in (torch.float32, torch.float64):
+            return self._calls(band)
+        return [call for rows in _query_calls(band.num_queries) for call in _visible_keys(*rows, band)]
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
         views = [_heads_first(x) for x in (q, k, v)]
-        out, lse = _FORWARD(*views, 0.0, band.is_causal, attn_mask=_bias(q, k, band))
+        out, lse = _FORWARD(*views, 0.0, band.is_causal, attn_mask=_bias(q, band))
         return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
-    def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
+    def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: Band) -> TileResult:
         views = [_heads_first(x) for x in (grads.dout, q, k, v, grads.out)]
         lse = grads.lse.transpose(0, 1)[None]
-        results = _BACKWARD(*views, lse, 0.0, band.is_causal, attn_mask=_bias(q, k, band))
+        results = _BACKWARD(*views, lse, 0.0, band.is_causal, attn_mask=_bias(q, band))
         return TileResult(*(grad[0].transpose(0, 1) for grad in results))
 
 
@@ -72,12 +66,12 @@ def _query_calls(rows: int) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def _visible_keys(start: int, stop: int, band: BandSpec, num_keys: int) -> list[tuple[slice, BandSpec]]:
-    """Keys that query rows [start, stop) of a full or causal tile see: the causal square first, then all before it."""
+def _visible_keys(start: int, stop: int, band: Band) -> list[Band]:
+    """What query rows [start, stop) of a full or causal tile see: the causal square first, then all keys before it."""
     if band.is_full:
-        return [(slice(0, num_keys), band)]
-    square = (slice(start, stop), band)
-    return [square, (slice(0, start), BandSpec())] if start else [square]
+        return [Band(start, stop, 0, band.num_keys)]
+    square = Band(start, stop, start, stop, low=0)
+    return [square, Band(start, stop, 0, start)] if start else [square]
 
 
 def _heads_first(x: Tensor) -> Tensor:
@@ -85,7 +79,5 @@ def _heads_first(x: Tensor) -> Tensor:
     return x.transpose(0, 1)[None]
 
 
-def _bias(q: Tensor, k: Tensor, band: BandSpec) -> Tensor | None:
-    if band.is_full or band.is_causal:
-        return None
-    return band_bias(q.shape[0], k.shape[0], band, q.dtype, q.device)[None, None]
+def _bias(q: Tensor, band: Band) -> Tensor | None:
+    return band_bias(band, q.dtype, q.device)[None, None] if band.kind == "band" else None

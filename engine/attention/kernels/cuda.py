@@ -18,14 +18,12 @@ from torch import Tensor
 
 from engine.attention.kernels.base import (
     ON_CUDA,
-    BandSpec,
-    Call,
     KernelRequest,
     LibraryKernel,
     TileGradients,
     TileResult,
-    strips,
 )
+from engine.planning.sequence.mask import Band, row_strips
 
 _CUDNN_VERSION = 90000  # the first whose attention torch uses
 
@@ -37,15 +35,15 @@ class Window(NamedTuple):
     right: int
 
 
-def window_of(band: BandSpec, num_queries: int, num_keys: int) -> Window:
+def window_of(band: Band) -> Window:
     """The window that a band (without empty rows or columns) is: i + nk - nq - left <= j <= i + nk - nq + right."""
+    shift = band.num_keys - band.num_queries
     if band.is_causal:
+        assert shift == 0, band
         return Window(-1, -1)  # said by the causal flag
-    shift = num_keys - num_queries
-    window = Window(-1 if band.high is None else band.high + shift, -1 if band.low is None else -shift - band.low)
-    assert band.high is None or window.left >= 0, (band, num_queries, num_keys)
-    assert band.low is None or window.right >= 0, (band, num_queries, num_keys)
-    return window
+    left, right = band.high + shift, -shift - band.low
+    assert min(left, right) >= 0, band
+    return Window(left if band.hides_earlier else -1, right if band.hides_later else -1)
 
 
 def understood(window: Window, num_queries: int, num_keys: int) -> bool:
@@ -69,24 +67,14 @@ def understood(window: Window, num_queries: int, num_keys: int) -> bool:
     return wanted == meant
 
 
-def window_calls(num_queries: int, num_keys: int, band: BandSpec) -> list[Call]:
+def window_calls(band: Band) -> list[Band]:
     """Calls whose windows FlashAttention understands; together all rows, each once. One, unless queries outnumber keys.
 
     At most as many queries as keys are always understood, so the rest is cut into strips of so many.
     """
-    if band.is_full or band.is_causal or understood(window_of(band, num_queries, num_keys), num_queries, num_keys):
-        return [Call(slice(0, num_queries), slice(0, num_keys), band)]
-    calls: list[Call] = []
-    for strip in strips(num_queries, num_keys, band, num_keys):
-        assert strip.band.high is not None, strip  # else it might be causal and not square
-        shape = strip.rows.stop - strip.rows.start, strip.keys.stop - strip.keys.start
-        for rows, keys, part in window_calls(*shape, strip.band):
-            calls.append(Call(_moved(rows, strip.rows.start), _moved(keys, strip.keys.start), part))
-    return calls
-
-
-def _moved(part: slice, start: int) -> slice:
-    return slice(part.start + start, part.stop + start)
+    if band.kind != "band" or understood(window_of(band), band.num_queries, band.num_keys):
+        return [band]
+    return [call for strip in row_strips(band, band.num_keys) for call in window_calls(strip)]
 
 
 def flash2_problem(request: KernelRequest) -> str | None:
@@ -103,10 +91,10 @@ class AtenFlashKernel(LibraryKernel):
     name = "aten_flash"
     capabilities = replace(ON_CUDA, problem=flash2_problem)
 
-    def _calls(self, q: Tensor, k: Tensor, band: BandSpec) -> list[Call]:
-        return window_calls(q.shape[0], k.shape[0], band)
+    def _calls(self, band: Band) -> list[Band]:
+        return window_calls(band)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q[None],
             k[None],
@@ -118,11 +106,11 @@ class AtenFlashKernel(LibraryKernel):
             0.0,
             band.is_causal,
             False,
-            **_aten_flash_options(q, k, band),
+            **_aten_flash_options(q, band),
         )
         return out[0], lse[0].transpose(0, 1)
 
-    def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
+    def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: Band) -> TileResult:
         # The dropout state is empty because there is no dropout.
         state = torch.zeros(2, dtype=torch.uint64, device=q.device)
         unused = torch.zeros((), dtype=torch.uint64, device=q.device)
@@ -141,7 +129,7 @@ class AtenFlashKernel(LibraryKernel):
             band.is_causal,
             state,
             unused,
-            **_aten_flash_options(q, k, band),
+            **_aten_flash_options(q, band),
         )
         return TileResult(*(grad[0] for grad in results))
 
@@ -173,16 +161,16 @@ class AtenCudnnKernel(LibraryKernel):
         problem=_cudnn_problem,
     )
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
-        if not _is_for_cudnn(k, band):
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
+        if not _is_for_cudnn(band):
             return AtenFlashKernel().forward(q, k, v, band)
         views = [x.transpose(0, 1)[None] for x in (q, k, v)]
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*views, None, True, 0.0, band.is_causal)
         lse = lse.reshape(lse.shape[1], -1)  # [H, rows], with or without a last dimension of 1
         return out[0].transpose(0, 1), lse.transpose(0, 1)
 
-    def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
-        if not _is_for_cudnn(k, band):
+    def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: Band) -> TileResult:
+        if not _is_for_cudnn(band):
             return AtenFlashKernel().backward(grads, q, k, v, band)
         # dout and out must have the same strides.
         views = [x.transpose(0, 1)[None] for x in (grads.dout.contiguous(), q, k, v, grads.out.contiguous())]
@@ -194,11 +182,11 @@ class AtenCudnnKernel(LibraryKernel):
         return TileResult(*(grad[0].transpose(0, 1) for grad in results))
 
 
-def _is_for_cudnn(k: Tensor, band: BandSpec) -> bool:
-    return (band.is_full or band.is_causal) and k.shape[0] > 1
+def _is_for_cudnn(band: Band) -> bool:
+    return band.kind != "band" and band.num_keys > 1
 
 
-def _aten_flash_options(q: Tensor, k: Tensor, band: BandSpec) -> dict[str, Any]:
+def _aten_flash_options(q: Tensor, band: Band) -> dict[str, Any]:
     """What both directions of torch's FlashAttention operators are told by name."""
-    window = window_of(band, q.shape[0], k.shape[0])
+    window = window_of(band)
     return {"scale": q.shape[-1] ** -0.5, "window_size_left": window.left, "window_size_right": window.right}

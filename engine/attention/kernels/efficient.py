@@ -10,14 +10,12 @@ from torch import Tensor
 
 from engine.attention.kernels.base import (
     ON_CUDA,
-    BandSpec,
-    Call,
     LibraryKernel,
     TileGradients,
     TileResult,
-    strips,
 )
 from engine.attention.kernels.reference import band_bias
+from engine.planning.sequence.mask import Band, row_strips
 
 STRIP_ROWS = 512  # of queries whose bias exists at once
 _ALIGNED_ROWS = 32  # the operator's lse has a multiple of them, the rest +inf
@@ -41,16 +39,16 @@ class AtenEfficientKernel(LibraryKernel):
         bfloat16_from=(8, 0),
     )
 
-    def _calls(self, q: Tensor, k: Tensor, band: BandSpec) -> list[Call]:
-        return strips(q.shape[0], k.shape[0], band, STRIP_ROWS)
+    def _calls(self, band: Band) -> list[Band]:
+        return row_strips(band, STRIP_ROWS)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
         group = q.shape[1] // k.shape[1]
         out, lse, *_ = torch.ops.aten._efficient_attention_forward(
             q[None],
             _expanded(k, group),
             _expanded(v, group),
-            _bias(q, k, band),
+            _bias(q, band),
             None,
             None,
             None,
@@ -61,7 +59,7 @@ class AtenEfficientKernel(LibraryKernel):
         )
         return out[0], lse[0, :, : q.shape[0]].transpose(0, 1)
 
-    def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
+    def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: Band) -> TileResult:
         rows, num_heads = grads.lse.shape
         group = num_heads // k.shape[1]
         lse = torch.full(
@@ -74,7 +72,7 @@ class AtenEfficientKernel(LibraryKernel):
             q[None],
             _expanded(k, group),
             _expanded(v, group),
-            _bias(q, k, band),
+            _bias(q, band),
             grads.out.contiguous()[None],
             None,
             None,
@@ -103,15 +101,15 @@ def _summed(x: Tensor, num_kv_heads: int) -> Tensor:
     return grouped.sum(dim=2, dtype=torch.float32)
 
 
-def _mask_type(band: BandSpec) -> int:
+def _mask_type(band: Band) -> int:
     return _CAUSAL_FROM_TOP_LEFT if band.is_causal else _NO_MASK
 
 
-def _bias(q: Tensor, k: Tensor, band: BandSpec) -> Tensor | None:
+def _bias(q: Tensor, band: Band) -> Tensor | None:
     """[1, H, num_queries, num_keys], the same for all heads, its rows aligned; None where the flag says it."""
-    if band.is_full or band.is_causal:
+    if band.kind != "band":
         return None
-    rows, keys = q.shape[0], k.shape[0]
+    rows, keys = band.num_queries, band.num_keys
     bias = torch.empty(rows, -(-keys // _ALIGNED_KEYS) * _ALIGNED_KEYS, dtype=q.dtype, device=q.device)[:, :keys]
-    bias.copy_(band_bias(rows, keys, band, q.dtype, q.device))
+    bias.copy_(band_bias(band, q.dtype, q.device))
     return bias.expand(1, q.shape[1], rows, keys)

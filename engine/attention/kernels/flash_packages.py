@@ -15,14 +15,13 @@ from torch import Tensor
 
 from engine.attention.kernels.base import (
     ON_CUDA,
-    BandSpec,
-    Call,
     KernelRequest,
     LibraryKernel,
     TileGradients,
     TileResult,
 )
 from engine.attention.kernels.cuda import flash2_problem, window_calls, window_of
+from engine.planning.sequence.mask import Band
 
 
 def package_problem(module: str, package: str) -> str | None:
@@ -58,29 +57,29 @@ class FlashAttnKernel(PackageKernel):
     module = "flash_attn.flash_attn_interface"
     capabilities = replace(ON_CUDA, problem=_flash_attn_problem)
 
-    def _calls(self, q: Tensor, k: Tensor, band: BandSpec) -> list[Call]:
-        return window_calls(q.shape[0], k.shape[0], band)
+    def _calls(self, band: Band) -> list[Band]:
+        return window_calls(band)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self.library._flash_attn_forward(
-            q[None], k[None], v[None], **_flash_attn_options(q, k, band), return_softmax=False
+            q[None], k[None], v[None], **_flash_attn_options(q, band), return_softmax=False
         )
         return out[0], lse[0].transpose(0, 1)
 
-    def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
+    def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: Band) -> TileResult:
         result = TileResult(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)))
         self.library._flash_attn_backward(
             *_rows_first(grads, q, k, v),
             *(x[None] for x in result),
-            **_flash_attn_options(q, k, band),
+            **_flash_attn_options(q, band),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return result
 
 
-def _flash_attn_options(q: Tensor, k: Tensor, band: BandSpec) -> dict[str, Any]:
+def _flash_attn_options(q: Tensor, band: Band) -> dict[str, Any]:
     """What both directions are told: no dropout, soft cap or ALiBi."""
-    window = window_of(band, q.shape[0], k.shape[0])
+    window = window_of(band)
     return {
         "dropout_p": 0.0,
         "softmax_scale": q.shape[-1] ** -0.5,
@@ -112,16 +111,16 @@ class Flash3Kernel(PackageKernel):
         problem=_flash3_problem,
     )
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._operators.fwd(q[None], k[None], v[None], **_flash3_options(q, k, band), num_splits=1)
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self._operators.fwd(q[None], k[None], v[None], **_flash3_options(q, band), num_splits=1)
         return out[0], lse[0].transpose(0, 1)
 
-    def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
+    def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: Band) -> TileResult:
         result = TileResult(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)))
         self._operators.bwd(  # what it returns has changed; what it writes has not
             *_rows_first(grads, q, k, v),
             *(x[None] for x in result),
-            **_flash3_options(q, k, band),
+            **_flash3_options(q, band),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return result
@@ -132,9 +131,9 @@ class Flash3Kernel(PackageKernel):
         return torch.ops.flash_attn_3
 
 
-def _flash3_options(q: Tensor, k: Tensor, band: BandSpec) -> dict[str, Any]:
+def _flash3_options(q: Tensor, band: Band) -> dict[str, Any]:
     """`sm_margin`: multiprocessors that torch is told to leave to messages, which matrix products leave, too."""
-    window = window_of(band, q.shape[0], k.shape[0])
+    window = window_of(band)
     return {
         "softmax_scale": q.shape[-1] ** -0.5,
         "is_causal": band.is_causal,
@@ -161,27 +160,27 @@ class Flash4Kernel(PackageKernel):
         problem=_flash4_problem,
     )
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
-        options = _flash4_options(q, k, band)
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
+        options = _flash4_options(q, band)
         out, lse, *_ = self.library._flash_attn_fwd(q[None], k[None], v[None], **options, return_lse=True)
         return out[0], lse[0].transpose(0, 1)
 
-    def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
+    def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: Band) -> TileResult:
         dout, *operands, out, lse = _rows_first(grads, q, k, v)
         dq, dk, dv, *_ = self.library._flash_attn_bwd(
             *operands,
             out,
             dout,
             lse,
-            **_flash4_options(q, k, band),
+            **_flash4_options(q, band),
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
         return TileResult(dq[0], dk[0], dv[0])
 
 
-def _flash4_options(q: Tensor, k: Tensor, band: BandSpec) -> dict[str, Any]:
+def _flash4_options(q: Tensor, band: Band) -> dict[str, Any]:
     """No bound is None here, not -1."""
-    left, right = (None if bound < 0 else bound for bound in window_of(band, q.shape[0], k.shape[0]))
+    left, right = (None if bound < 0 else bound for bound in window_of(band))
     scale = q.shape[-1] ** -0.5
     return {"softmax_scale": scale, "causal": band.is_causal, "window_size_left": left, "window_size_right": right}
 

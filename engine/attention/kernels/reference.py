@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from engine.attention.kernels.base import BandSpec, Capabilities, TileGradients, TileResult
+from engine.attention.kernels.base import Capabilities, TileGradients, TileResult
+from engine.planning.sequence.mask import Band
 from engine.row_blocks import accumulate_dtype
 
 
@@ -21,14 +22,14 @@ class ReferenceKernel:
         max_head_dim=1 << 16,
     )
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
         """(out, lse): softmax(q k^T / sqrt(D)) v and the log of the softmax's denominator."""
         scores = _scores(q, k, band)
         lse = torch.logsumexp(scores, dim=-1)  # [K, g, nq]
         out = torch.einsum("kgij,jkd->ikgd", torch.exp(scores - lse[..., None]), v.double())
         return out.reshape(q.shape).to(q.dtype), _merge_heads(lse).to(accumulate_dtype(q.dtype))
 
-    def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
+    def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: Band) -> TileResult:
         """Gradients from p = exp(s - lse), ds = p * (dout v^T - rowsum(dout * out))."""
         group = q.shape[1] // k.shape[1]
         scale = 1 / math.sqrt(q.shape[-1])
@@ -54,21 +55,16 @@ def _merge_heads(x: Tensor) -> Tensor:
     return x.flatten(0, 1).transpose(0, 1).contiguous()
 
 
-def _scores(q: Tensor, k: Tensor, band: BandSpec) -> Tensor:
+def _scores(q: Tensor, k: Tensor, band: Band) -> Tensor:
     """Masked scores [K, g, nq, nk] in float64."""
     group = q.shape[1] // k.shape[1]
     scores = torch.einsum("ikgd,jkd->kgij", _split_heads(q.double(), group), k.double()) / math.sqrt(q.shape[-1])
-    if band.is_full:
-        return scores
-    return scores + band_bias(q.shape[0], k.shape[0], band, torch.float64, q.device)
+    return scores if band.is_full else scores + band_bias(band, torch.float64, q.device)
 
 
-def band_bias(num_queries: int, num_keys: int, band: BandSpec, dtype: torch.dtype, device: torch.device) -> Tensor:
+def band_bias(band: Band, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Additive mask [num_queries, num_keys]: 0 where visible, -inf elsewhere."""
-    difference = torch.arange(num_queries, device=device)[:, None] - torch.arange(num_keys, device=device)[None, :]
-    hidden = torch.zeros(num_queries, num_keys, dtype=torch.bool, device=device)
-    if band.low is not None:
-        hidden |= difference < band.low
-    if band.high is not None:
-        hidden |= difference > band.high
-    return torch.zeros(num_queries, num_keys, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)
+    queries, keys = (torch.arange(count, device=device) for count in (band.num_queries, band.num_keys))
+    difference = queries[:, None] - keys
+    hidden = (difference < band.low) | (difference > band.high)
+    return torch.zeros(difference.shape, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)

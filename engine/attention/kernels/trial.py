@@ -11,8 +11,9 @@ import functools
 import torch
 from torch import Tensor
 
-from engine.attention.kernels.base import BandSpec, KernelRequest, TileGradients, TileKernel
+from engine.attention.kernels.base import KernelRequest, TileGradients, TileKernel
 from engine.attention.kernels.reference import ReferenceKernel
+from engine.planning.sequence.mask import Band
 from engine.row_blocks import accumulate_dtype
 
 ROWS, NUM_HEADS, NUM_KV_HEADS = 256, 4, 2
@@ -23,14 +24,15 @@ LIMITS = {torch.bfloat16: 0.02, torch.float16: 0.02, torch.float32: 1e-4, torch.
 @functools.cache
 def trial_problem(kind: type[TileKernel], request: KernelRequest, device: torch.device) -> str | None:
     """What is wrong with what a kernel computes on `device`, in words; None: nothing. Tried once per process."""
-    bands = [BandSpec(0, None), BandSpec(), *([BandSpec(0, ROWS // 3)] if request.windows else [])]
+    full = Band(0, ROWS, 0, ROWS)
+    bands = [full._replace(low=0), full, *([full._replace(low=0, high=ROWS // 3)] if request.windows else [])]
     try:
         return next(filter(None, (_band_problem(kind(), band, request, device) for band in bands)), None)
     except Exception as error:  # a library may raise anything; what is not a kernel's fault, the run meets again
         return f"failed its trial: {type(error).__name__}: {error}"
 
 
-def _band_problem(kernel: TileKernel, band: BandSpec, request: KernelRequest, device: torch.device) -> str | None:
+def _band_problem(kernel: TileKernel, band: Band, request: KernelRequest, device: torch.device) -> str | None:
     generator = torch.Generator().manual_seed(0)
 
     def numbers(heads: int) -> Tensor:
@@ -50,7 +52,7 @@ def _band_problem(kernel: TileKernel, band: BandSpec, request: KernelRequest, de
     got = (*kernel.forward(q, k, v, band), *kernel.backward(grads, q, k, v, band))
     for name, mine, theirs in zip(("out", "lse", "dq", "dk", "dv"), got, want, strict=True):
         error = float((mine.double() - theirs).norm() / theirs.norm())
-        if not error <= LIMITS[q.dtype]:  # nan is not
-            shape = "full" if band.is_full else "causal" if band.is_causal else "windowed"
-            return f"failed its trial: {name} of a {shape} tile is off by {error:.2g}, more than {LIMITS[q.dtype]:.2g}"
+        limit = LIMITS[q.dtype]
+        if not error <= limit:  # nan is not
+            return f"failed its trial: {name} of a {band.kind} tile is off by {error:.2g}, more than {limit:.2g}"
     return None

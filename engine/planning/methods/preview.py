@@ -19,7 +19,7 @@ from engine.planning.schedule.plan import AttentionPlan, Kind, LinkBytes, RankPl
 from engine.planning.sequence.balance import member_pairs
 from engine.planning.sequence.layers import LayerAttention, attention_layers
 from engine.planning.sequence.mask import Mask
-from engine.planning.time.costs import query_heads, visible_pairs
+from engine.planning.time.costs import query_heads
 from engine.planning.time.machine import Machine
 from engine.planning.time.replay import Timeline, replay
 
@@ -302,7 +302,7 @@ def _preview_pass(plan: AttentionPlan, name: PassName, place: _Place, pairs: tup
 
 def _preview_rank(plan: RankPlan, token_bytes: TokenBytes, sent: LinkBytes) -> RankPreview:
     tiles = list(plan.tiles())
-    pairs = sum(visible_pairs(tile) * query_heads(plan.slots[tile.q.slot], token_bytes) for tile in tiles)
+    pairs = sum(tile.band.area() * query_heads(plan.slots[tile.q.slot], token_bytes) for tile in tiles)
     return RankPreview(
         rank=plan.rank,
         steps=len(plan.steps),

@@ -18,6 +18,8 @@ from enum import StrEnum
 from typing import Literal, NamedTuple
 
 from engine.planning.methods.topology import Topology
+from engine.planning.sequence.mask import Band
+from engine.planning.sequence.rectangles import UNBOUNDED
 
 Direction = Literal["forward", "backward"]
 OpName = Literal["init", "add", "copy", "stats"]
@@ -148,13 +150,9 @@ class View(NamedTuple):
     start: int
     stop: int
 
-    def overlaps(self, other: View) -> bool:
-        """Whether the two views share a row."""
-        return self.slot == other.slot and self.start < other.stop and other.start < self.stop
-
 
 class Tile(NamedTuple):
-    """One kernel call: `q` against `kv`, row i sees key j iff low <= i - j <= high.
+    """One kernel call: `q` against `kv`, row i sees key j iff low <= i - j <= high (see `Band`).
 
     Forward merges into `acc` (kind ACC). Backward adds to `acc` (kind DQ) and `acc_kv` (kind DKV). Where it is the
     first to do so it `stores` instead: these rows hold nothing yet.
@@ -164,10 +162,15 @@ class Tile(NamedTuple):
     kv: View
     acc: View
     acc_kv: View | None = None
-    low: int | None = None
-    high: int | None = None
+    low: int = -UNBOUNDED
+    high: int = UNBOUNDED
     stores: bool = False  # to acc
     stores_kv: bool = False  # to acc_kv
+
+    @property
+    def band(self) -> Band:
+        """What its rows see of its keys, both counted from 0."""
+        return Band(0, self.q.stop - self.q.start, 0, self.kv.stop - self.kv.start, self.low, self.high)
 
 
 class Transfer(NamedTuple):

@@ -434,8 +434,7 @@ def clip(band: Band, q: Rows, keys: Rows) -> list[Band]:
     if q_start >= q_stop or k_start >= k_stop:
         return []
     shift = (k_start - band.k_start) - (q_start - band.q_start)
-    low, high = (None if end is None else end + shift for end in (band.low, band.high))
-    return normalise(Band(q_start, q_stop, k_start, k_stop, low, high))
+    return normalise(Band(q_start, q_stop, k_start, k_stop, band.low + shift, band.high + shift))
 
 
 def halves(bands: Sequence[Band]) -> tuple[list[Band], list[Band]]:
@@ -446,9 +445,7 @@ def halves(bands: Sequence[Band]) -> tuple[list[Band], list[Band]]:
     per_row = np.zeros(last_row, dtype=np.int64)
     for band in bands:
         row = np.arange(band.num_queries)
-        stop = row + 1 - band.low if band.low is not None else band.num_keys
-        start = row - band.high if band.high is not None else 0
-        per_row[band.q_start : band.q_stop] += np.minimum(band.num_keys, stop) - np.maximum(0, start)
+        per_row[band.queries] += np.minimum(band.num_keys, row + 1 - band.low) - np.maximum(0, row - band.high)
     pairs = np.cumsum(per_row)
     cut = int(np.searchsorted(pairs, pairs[-1] / 2)) + 1
     first, rest = (

@@ -11,12 +11,14 @@ import itertools
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.config.errors import ConfigError
 from engine.planning.sequence.rectangles import (
+    UNBOUNDED,
     BandRule,
     BlockList,
     build_rectangles,
@@ -27,11 +29,10 @@ from engine.planning.sequence.rectangles import (
 __all__ = ["Band", "BlockList", "Mask", "normalise", "row_strips"]
 
 
-@dataclass(frozen=True)
-class Band:
+class Band(NamedTuple):
     """Rows [q_start, q_stop) against keys [k_start, k_stop); low <= i - j <= high in rows counted from the two starts.
 
-    None means unbounded. Three kinds leave `normalise`: full (None, None), causal (0, None) which is square, and a
+    Without bounds every query sees every key. Three kinds leave `normalise`: full, causal, which is square, and a
     general band.
     """
 
@@ -39,8 +40,8 @@ class Band:
     q_stop: int
     k_start: int
     k_stop: int
-    low: int | None = None
-    high: int | None = None
+    low: int = -UNBOUNDED
+    high: int = UNBOUNDED
 
     @property
     def num_queries(self) -> int:
@@ -53,19 +54,43 @@ class Band:
         return self.k_stop - self.k_start
 
     @property
+    def queries(self) -> slice:
+        """The query rows of a tensor of all."""
+        return slice(self.q_start, self.q_stop)
+
+    @property
+    def keys(self) -> slice:
+        """The key rows of a tensor of all."""
+        return slice(self.k_start, self.k_stop)
+
+    @property
+    def hides_later(self) -> bool:
+        """Whether some query does not see a key because it comes too late."""
+        return self.low > 1 - self.num_keys
+
+    @property
+    def hides_earlier(self) -> bool:
+        """Whether some query does not see a key because it lies too far back."""
+        return self.high < self.num_queries - 1
+
+    @property
     def is_full(self) -> bool:
         """Whether every query sees every key."""
-        return self.low is None and self.high is None
+        return not (self.hides_later or self.hides_earlier)
 
     @property
     def is_causal(self) -> bool:
-        """Whether row i sees exactly keys 0..i."""
-        return self.low == 0 and self.high is None
+        """Whether row i sees exactly keys 0..i, of which some see more than one."""
+        return self.low == 0 and self.hides_later and not self.hides_earlier
+
+    @property
+    def kind(self) -> Literal["full", "causal", "band"]:
+        """What it is called."""
+        return "full" if self.is_full else "causal" if self.is_causal else "band"
 
     def area(self) -> int:
         """Number of visible pairs."""
-        above_low = self.num_queries * self.num_keys if self.low is None else self._pairs_from(self.low)
-        return above_low - (0 if self.high is None else self._pairs_from(self.high + 1))
+        return max(0, self._pairs_from(self.low) - self._pairs_from(self.high + 1))
 
     def _pairs_from(self, difference: int) -> int:
         """Pairs with i - j >= difference: row i has clamp(i - difference + 1, 0, num_keys) of them."""
@@ -164,58 +189,39 @@ def normalise(band: Band) -> list[Band]:
     trimmed = _trim(band)
     if trimmed is None:
         return []
-    low, high = trimmed.low, trimmed.high
-    low = None if low is not None and low <= 1 - trimmed.num_keys else low
-    high = None if high is not None and high >= trimmed.num_queries - 1 else high
-    if (low, high) != (trimmed.low, trimmed.high):
-        trimmed = replace(trimmed, low=low, high=high)
-    if low is None or high is not None:
-        return [trimmed]
+    low = trimmed.low if trimmed.hides_later else -UNBOUNDED
+    high = trimmed.high if trimmed.hides_earlier else UNBOUNDED
+    if low == -UNBOUNDED or high < UNBOUNDED:
+        return [trimmed._replace(low=low, high=high)]
     return _split_causal(trimmed, -low)
 
 
 def _trim(band: Band) -> Band | None:
     """The band cut to rows and columns that see something; None when nothing does."""
     rows, keys, low, high = band.num_queries, band.num_keys, band.low, band.high
-    first_row = max(0, low) if low is not None else 0
-    last_row = min(rows, high + keys) if high is not None else rows
-    first_key = max(0, first_row - high) if high is not None else 0
-    last_key = min(keys, last_row - low) if low is not None else keys
-    if first_row >= last_row or first_key >= last_key or (low is not None and high is not None and low > high):
+    first_row, last_row = max(0, low), min(rows, high + keys)
+    first_key, last_key = max(0, first_row - high), min(keys, last_row - low)
+    if first_row >= last_row or first_key >= last_key or low > high:
         return None
-    if (first_row, last_row, first_key, last_key) == (0, rows, 0, keys):
-        return band
-    shift = first_key - first_row
-    return Band(
-        band.q_start + first_row,
-        band.q_start + last_row,
-        band.k_start + first_key,
-        band.k_start + last_key,
-        None if low is None else low + shift,
-        None if high is None else high + shift,
-    )
+    (q_start, _, k_start, *_), shift = band, first_key - first_row
+    rows_kept, keys_kept = (q_start + first_row, q_start + last_row), (k_start + first_key, k_start + last_key)
+    return Band(*rows_kept, *keys_kept, low + shift, high + shift)
 
 
 def row_strips(band: Band, rows: int) -> list[Band]:
-    """The band in strips of at most `rows` queries, each with all keys that these see and no others.
+    """A general band in strips of at most `rows` queries, each with all keys that these see and no others.
 
     For kernels that compute a band as a rectangle with a bias: a window of w keys then costs rows + w - 1 keys per
-    query instead of all, and every query's result is complete after its strip.
+    query instead of all, and every query's result is complete after its strip. A full or a causal band, which needs no
+    bias, stays whole.
     """
+    if band.kind != "band":
+        return [band]
     strips = []
-    for start in range(0, band.num_queries, rows):
-        strip = _trim(
-            Band(
-                band.q_start + start,
-                min(band.q_start + start + rows, band.q_stop),
-                band.k_start,
-                band.k_stop,
-                None if band.low is None else band.low - start,
-                None if band.high is None else band.high - start,
-            )
-        )
-        strips += [strip] if strip else []
-    return strips
+    for done in range(0, band.num_queries, rows):
+        start, stop = band.q_start + done, min(band.q_start + done + rows, band.q_stop)
+        strips.append(_trim(Band(start, stop, band.k_start, band.k_stop, band.low - done, band.high - done)))
+    return [strip for strip in strips if strip is not None]
 
 
 def _split_causal(band: Band, prefix: int) -> list[Band]:

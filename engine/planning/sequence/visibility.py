@@ -135,7 +135,7 @@ class Visibility:
         # Rows behind the mask's query_stop ask nothing, and no earlier one sees them.
         ends = stops[which] if mask.query_stop is None else np.minimum(stops[which], mask.query_stop)
         pairs = zip(own.rows_before(starts[which]).tolist(), own.rows_before(ends).tolist(), strict=True)
-        squares = [Band(a, b, a, b, low=0 if b - a > 1 else None) for a, b in pairs if a < b]
+        squares = [Band(a, b, a, b, low=0 if b - a > 1 else -UNBOUNDED) for a, b in pairs if a < b]
         return bands.taken(np.flatnonzero(~whole)), squares
 
     def _shared(self, of: Operand, own: Collection[int], others: Collection[int]) -> Iterator[_Bands]:

@@ -28,22 +28,16 @@ def layer_numbers(model: ModelConfig) -> int:
     return 10 * model.hidden_size + 2 * rotated + 3 * model.ffn_hidden_size
 
 
-def visible_pairs(tile: Tile) -> int:
-    """Number of (query, key) pairs that the tile lets through, per head."""
-    return max(0, Band(tile.q.start, tile.q.stop, tile.kv.start, tile.kv.stop, tile.low, tile.high).area())
-
-
 def query_heads(slot: Slot, token_bytes: TokenBytes) -> int:
     """Query heads that the rows of a slot hold."""
     counts = token_bytes.num_heads, token_bytes.num_kv_heads
     return slot.heads.counts(*counts)[0] if slot.heads else counts[0]
 
 
-def computed_pairs(tile: Tile, block_rows: float) -> float:
+def computed_pairs(band: Band, block_rows: float) -> float:
     """Pairs that a kernel computes which works on square blocks: along the edge of a band half of a block is wasted."""
-    rows, keys = tile.q.stop - tile.q.start, tile.kv.stop - tile.kv.start
-    edges = (tile.low is not None) + (tile.high is not None)
-    return min(rows * keys, visible_pairs(tile) + edges * min(rows, keys) * block_rows / 2)
+    rows, keys, edges = band.num_queries, band.num_keys, band.hides_later + band.hides_earlier
+    return min(rows * keys, band.area() + edges * min(rows, keys) * block_rows / 2)
 
 
 def tile_flops(
@@ -51,7 +45,7 @@ def tile_flops(
 ) -> float:
     """FLOPs of one kernel call over all heads of its query slot, wasted parts of blocks included."""
     heads = query_heads(slots[tile.q.slot], token_bytes)
-    return FLOPS_PER_PAIR[direction] * token_bytes.head_dim * heads * computed_pairs(tile, block_rows)
+    return FLOPS_PER_PAIR[direction] * token_bytes.head_dim * heads * computed_pairs(tile.band, block_rows)
 
 
 class ViewBytes:

@@ -173,12 +173,14 @@ class _Replay:
     def _tiles(self, rank: int, tiles: Iterable[Tile], step: int) -> None:
         machine, slots, direction = self.machine, self.plan.ranks[rank].slots, self.plan.direction
         for tile in tiles:
-            rows, keys = tile.q.stop - tile.q.start, tile.kv.stop - tile.kv.start
+            band = tile.band
             flops = tile_flops(tile, slots, self.token_bytes, direction, machine.kernel_block_rows)
-            seconds = flops / machine.tile_flops_per_s(direction, min(rows, keys)) + machine.tile_overhead_s
+            seconds = (
+                flops / machine.tile_flops_per_s(direction, min(band.num_queries, band.num_keys))
+                + machine.tile_overhead_s
+            )
             seconds += self.bytes[rank].moved_by_tile(tile) / machine.elementwise_bytes_per_s
-            label = f"{rows} x {keys}"
-            self._busy(rank, _tile_kind(tile), seconds, label, step)
+            self._busy(rank, band.kind, seconds, f"{band.num_queries} x {band.num_keys}", step)
 
     def _wait(self, rank: int, step: Step) -> None:
         if not step.wait:
@@ -249,12 +251,6 @@ class _Network:
 def _label(message: _Message, kind: str) -> str:
     peer = {"send": f"to {message.dst}", "recv": f"from {message.src}"}.get(kind, kind)
     return f"{peer}, {message.size} B"
-
-
-def _tile_kind(tile: Tile) -> str:
-    if tile.low is None and tile.high is None:
-        return "full"
-    return "causal" if tile.low == 0 and tile.high is None else "band"
 
 
 def _steps_by_index(plans: Iterable[RankPlan]) -> dict[int, list[tuple[int, Step]]]:

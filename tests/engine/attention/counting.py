@@ -19,7 +19,7 @@ from engine.attention.executor import Execution, Fields, Operand
 from engine.planning.methods.blocks import Blocks
 from engine.planning.methods.methods import PlanPair
 from engine.planning.schedule.plan import AttentionPlan, HeadPart, Kind, RankPlan, Slot, Tile
-from engine.planning.sequence.mask import Mask
+from engine.planning.sequence.mask import Band, Mask
 
 PAYLOAD: dict[Kind, tuple[str, ...]] = {
     Kind.Q: ("q",),
@@ -57,7 +57,7 @@ class CountingArithmetic:
     def run_tile(self, tile: Tile, fields: Mapping[str, Fields]) -> None:
         """Count every visible pair of the tile at the query (and in backward at the key)."""
         queries, keys = _positions(fields["q"]), _positions(fields["kv"])
-        visible = band_mask(len(queries), len(keys), tile.low, tile.high)
+        visible = band_mask(tile.band)
         if not bool(visible.any(1).all()) or not bool(visible.any(0).all()):
             raise PlanError("a tile has a row or column that sees nothing")
         for name, stores in (("acc", tile.stores), ("acc_kv", tile.stores_kv)):
@@ -135,15 +135,10 @@ def _take_stats(query: Fields, saved: Fields) -> None:
     query["stats"].copy_(query["dout"])
 
 
-def band_mask(num_queries: int, num_keys: int, low: int | None, high: int | None) -> Tensor:
-    """Boolean [num_queries, num_keys]: low <= i - j <= high, None meaning unbounded."""
-    difference = torch.arange(num_queries)[:, None] - torch.arange(num_keys)[None, :]
-    visible = torch.ones(num_queries, num_keys, dtype=torch.bool)
-    if low is not None:
-        visible &= difference >= low
-    if high is not None:
-        visible &= difference <= high
-    return visible
+def band_mask(band: Band) -> Tensor:
+    """Boolean [num_queries, num_keys]: low <= i - j <= high."""
+    difference = torch.arange(band.num_queries)[:, None] - torch.arange(band.num_keys)[None, :]
+    return (difference >= band.low) & (difference <= band.high)
 
 
 def _count(accumulator: Fields, part: int, owners: Tensor, others: Tensor, visible: Tensor) -> None:

@@ -9,7 +9,7 @@ from attention_oracle import Group, dense_visibility, errors, oracle, random_inp
 from counting import band_mask, prove_pair
 from plan_rules import check_rules
 
-from engine.attention.kernels.base import BandSpec, TileKernel
+from engine.attention.kernels.base import TileKernel
 from engine.attention.kernels.cuda import window_of
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.planning.methods.blocks import Blocks
@@ -76,23 +76,21 @@ def check_tiles(plans: PlanPair, blocks: Blocks, visible: torch.Tensor, before: 
 
 def check_tile(tile: Tile) -> int:
     """Visible pairs of a tile that is full, square and causal, or a window, and has no blind row."""
-    queries, keys = tile.q.stop - tile.q.start, tile.kv.stop - tile.kv.start
-    band = BandSpec(tile.low, tile.high)
-    seen = band_mask(queries, keys, tile.low, tile.high)
+    band = tile.band
+    seen = band_mask(band)
     assert seen.any(0).all(), f"a key that nobody sees: {tile}"
     assert seen.any(1).all(), f"a query that sees nothing: {tile}"
     if band.is_causal:
-        assert queries == keys, f"causal, but not square: {tile}"
+        assert band.num_queries == band.num_keys, f"causal, but not square: {tile}"
     elif not band.is_full:
-        window_of(band, queries, keys)  # asserts that it is one
+        window_of(band)  # asserts that it is one
     return int(seen.sum())
 
 
 def windows(plans: PlanPair) -> int:
     """Tiles that only a kernel with windows can compute."""
     tiles = chain.from_iterable(r.tiles() for plan in (plans.forward, plans.backward) for r in plan.ranks.values())
-    bands = [BandSpec(tile.low, tile.high) for tile in tiles]
-    return sum(not (band.is_full or band.is_causal) for band in bands)
+    return sum(tile.band.kind == "band" for tile in tiles)
 
 
 def same_but_for_step_numbers(alone: RankPlan, of_all: RankPlan) -> bool:

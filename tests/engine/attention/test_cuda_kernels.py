@@ -12,7 +12,7 @@ from counting import band_mask
 from torch import Tensor
 
 from engine.attention.arithmetic import AttentionShape, TensorArithmetic
-from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel, TileResult
+from engine.attention.kernels.base import TileGradients, TileKernel, TileResult
 from engine.attention.kernels.cuda import (
     AtenCudnnKernel,
     AtenFlashKernel,
@@ -25,6 +25,7 @@ from engine.attention.kernels.heads import CUDA_CALL_ELEMENTS
 from engine.attention.merge import backward_stats
 from engine.planning.schedule.plan import Tile, View
 from engine.planning.sequence.mask import Band, normalise
+from engine.planning.sequence.rectangles import UNBOUNDED
 
 ANY = View(0, 0, 1)  # of which slot and rows an operand is was settled when its fields were cut
 TILE = Tile(ANY, ANY, ANY, ANY, low=0)
@@ -56,11 +57,11 @@ def test_real_operators_are_given_parts_of_the_heads_of_large_tiles(
     shapes: list[torch.Size] = []
 
     class Noting(kind):  # type: ignore[valid-type,misc]
-        def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
+        def _forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
             shapes.append(q.shape)
             return super()._forward(q, k, v, band)
 
-        def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
+        def _backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: Band) -> TileResult:
             shapes.append(q.shape)
             return super()._backward(grads, q, k, v, band)
 
@@ -102,19 +103,19 @@ def test_windows_that_flash_attention_2_would_mistake_are_cut_into_ones_that_it_
     """Every band of up to 8 queries and keys; with more queries than keys some windows mean something else to it."""
     cut = 0
     for rows, keys in itertools.product(range(1, 9), repeat=2):
-        for low, high in itertools.product([None, *range(-8, 9)], repeat=2):
-            bands = normalise(Band(0, rows, 0, keys, low, high)) if low is None or high is None or low <= high else []
-            for band in bands:
-                if BandSpec(band.low, band.high).is_causal:
+        for low, high in itertools.product([-UNBOUNDED, *range(-8, 9), UNBOUNDED], repeat=2):
+            for found in normalise(Band(0, rows, 0, keys, low, high)):
+                if found.is_causal:
                     continue
-                nq, nk = band.num_queries, band.num_keys
+                nq, nk = found.num_queries, found.num_keys
+                band = Band(0, nq, 0, nk, found.low, found.high)
                 seen = torch.zeros(nq, nk, dtype=torch.bool)
-                calls = window_calls(nq, nk, BandSpec(band.low, band.high))
-                for part_rows, part_keys, part in calls:
-                    size = (part_rows.stop - part_rows.start, part_keys.stop - part_keys.start)
-                    seen[part_rows, part_keys] = flash_attention_2_sees(*size, window_of(part, *size))
-                assert torch.equal(seen, band_mask(nq, nk, band.low, band.high).expand(nq, nk)), band
-                assert [call[0].start for call in calls[1:]] == [call[0].stop for call in calls[:-1]]
+                calls = window_calls(band)
+                for part in calls:
+                    size = (part.num_queries, part.num_keys)
+                    seen[part.queries, part.keys] = flash_attention_2_sees(*size, window_of(part))
+                assert torch.equal(seen, band_mask(band)), band
+                assert [call.q_start for call in calls[1:]] == [call.q_stop for call in calls[:-1]]
                 cut += len(calls) > 1
                 assert len(calls) == 1 or nq > nk
     assert cut > 100

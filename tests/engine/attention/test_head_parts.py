@@ -9,10 +9,10 @@ import torch
 from attention_oracle import build_group, dense_visibility, errors, oracle, random_inputs, relative_errors, ring_method
 from torch import Tensor
 
-from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel, TileResult
+from engine.attention.kernels.base import TileGradients, TileKernel, TileResult
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
 from engine.attention.kernels.reference import ReferenceKernel
-from engine.planning.sequence.mask import Mask
+from engine.planning.sequence.mask import Band, Mask
 from engine.row_blocks import Rehearsal, rehearse
 
 ROWS, HEADS, HEAD_DIM = 24, 12, 8
@@ -28,11 +28,11 @@ class LimitedKernel:
         self.capabilities = replace(kernel.capabilities, max_call_elements=max_elements)
         self.calls: list[tuple[int, int]] = []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
         self._note(q, k, v)
         return self.kernel.forward(q, k, v, band)
 
-    def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
+    def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: Band) -> TileResult:
         self._note(grads.dout, grads.out, q, k, v)
         return self.kernel.backward(grads, q, k, v, band)
 

@@ -14,7 +14,7 @@ from testkit.operations import Operations
 from torch import Tensor
 
 from engine.attention.context import AttentionGroup, build_context
-from engine.attention.kernels.base import BandSpec, TileGradients, TileResult
+from engine.attention.kernels.base import TileGradients, TileResult
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
 from engine.attention.runtime import AttentionRuntime
 from engine.attention.streams import StreamTransport
@@ -22,7 +22,7 @@ from engine.attention.transport import Meter
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Topology
 from engine.planning.sequence.layers import LayerAttention
-from engine.planning.sequence.mask import Mask
+from engine.planning.sequence.mask import Band, Mask
 
 RANKS, ROWS = 64, 64  # a tile per step
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
@@ -38,10 +38,10 @@ class IdleKernel:
         x = random_inputs(ROWS, HEADS, KV_HEADS, HEAD_DIM, torch.float32)
         self._out, self._lse, self._k, self._v = x.q, torch.zeros(ROWS, HEADS), x.k, x.v
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
         return self._out[: len(q)], self._lse[: len(q)]
 
-    def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
+    def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: Band) -> TileResult:
         return TileResult(self._out[: len(q)], self._k[: len(k)], self._v[: len(k)])
 
 

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.attention.kernels import choose_kernel
-from engine.attention.kernels.base import BandSpec, KernelRequest, TileGradients, TileKernel, TileResult
+from engine.attention.kernels.base import KernelRequest, TileGradients, TileKernel, TileResult
 from engine.attention.kernels.choice import KERNELS, KernelChoice, choose, preference, problem_of
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
 from engine.attention.kernels.trial import trial_problem
 from engine.config.errors import ConfigError
+from engine.planning.sequence.mask import Band
 
 BF16, FP32 = torch.bfloat16, torch.float32
 AMPERE, ADA, HOPPER, BLACKWELL, TURING = (8, 0), (8, 9), (9, 0), (10, 0), (7, 5)
@@ -148,7 +149,7 @@ class Crashing(CpuFlashKernel):
 
     capabilities = KERNELS["aten_flash"].capabilities
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
         raise ValueError("too many values to unpack (expected 2)")
 
 
@@ -160,16 +161,16 @@ def wrong(result: str, change: Callable[[Tensor], Tensor], *, windows_only: bool
     """A kernel one of whose results is changed."""
 
     class Wrong(Sound):
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> tuple[Tensor, Tensor]:
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, band: Band) -> tuple[Tensor, Tensor]:
             found = dict(zip(("out", "lse"), super().forward(q, k, v, band), strict=True))
             return tuple(self.changed(found, band))  # type: ignore[return-value]
 
-        def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: BandSpec) -> TileResult:
+        def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: Band) -> TileResult:
             return TileResult(*self.changed(super().backward(grads, q, k, v, band)._asdict(), band))
 
         @staticmethod
-        def changed(found: dict[str, Tensor], band: BandSpec) -> Iterable[Tensor]:
-            hit = not windows_only or not (band.is_full or band.is_causal)
+        def changed(found: dict[str, Tensor], band: Band) -> Iterable[Tensor]:
+            hit = not windows_only or band.kind == "band"
             return [change(x) if hit and name == result else x for name, x in found.items()]
 
     return Wrong
@@ -224,7 +225,7 @@ def test_a_trial_finds_wrong_numbers(result: str, change: Callable[[Tensor], Ten
 def test_a_trial_has_windows_where_the_run_has() -> None:
     kind = wrong("out", torch.zeros_like, windows_only=True)
     assert not on_cpu(ask(AMPERE), aten_flash=kind).failed
-    assert "of a windowed tile" in on_cpu(ask(AMPERE, windows=True), aten_flash=kind).failed["aten_flash"]
+    assert "of a band tile" in on_cpu(ask(AMPERE, windows=True), aten_flash=kind).failed["aten_flash"]
 
 
 def test_a_named_kernel_that_fails_its_trial_is_an_error_and_not_replaced() -> None:

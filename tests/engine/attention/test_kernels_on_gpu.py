@@ -10,7 +10,7 @@ from attention_oracle import random_inputs
 from torch import Tensor
 
 from engine.attention.kernels import KERNELS, settle_kernel
-from engine.attention.kernels.base import BandSpec, TileGradients, TileKernel
+from engine.attention.kernels.base import TileGradients, TileKernel
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.merge import backward_stats, surrogate_out
 from engine.config.errors import ConfigError
@@ -21,17 +21,17 @@ pytestmark = pytest.mark.gpu
 
 NAMES = [name for name, kind in KERNELS.items() if "cuda" in kind.capabilities.devices and name != "reference"]
 TILES = {
-    "full": (384, 384, None, None),
-    "causal": (384, 384, 0, None),
-    "more keys": (200, 700, None, None),
-    "more queries": (700, 200, None, None),
-    "one query": (1, 300, None, None),
-    "one key": (300, 1, None, None),
-    "window": (512, 512, 0, 99),
-    "window of a later block": (300, 700, -650, 20),
-    "window of an earlier block": (700, 300, -10, 500),
-    "more queries than a window's keys": (600, 128, 0, 400),
-    "upper bound, many queries": (700, 128, None, 300),
+    "full": Band(0, 384, 0, 384),
+    "causal": Band(0, 384, 0, 384, low=0),
+    "more keys": Band(0, 200, 0, 700),
+    "more queries": Band(0, 700, 0, 200),
+    "one query": Band(0, 1, 0, 300),
+    "one key": Band(0, 300, 0, 1),
+    "window": Band(0, 512, 0, 512, low=0, high=99),
+    "window of a later block": Band(0, 300, 0, 700, low=-650, high=20),
+    "window of an earlier block": Band(0, 700, 0, 300, low=-10, high=500),
+    "more queries than a window's keys": Band(0, 600, 0, 128, low=0, high=400),
+    "upper bound, many queries": Band(0, 700, 0, 128, high=300),
 }
 LIMITS = {torch.bfloat16: 0.02, torch.float32: 1e-4}  # relative norms; bf16 rounds to 0.004, and p too
 
@@ -43,7 +43,7 @@ class Case:
     q: Tensor
     k: Tensor
     v: Tensor
-    band: BandSpec
+    band: Band
     grads: TileGradients
     want: tuple[Tensor, ...]  # out, lse, dq, dk, dv
 
@@ -71,17 +71,17 @@ def test_kernels_of_torch_itself_are_there_for_every_gpu_since_ampere(name: str)
     assert settle_kernel(name, device, dtype_of(name), 128).kernel.name == name  # type: ignore[arg-type]
 
 
-def make_case(tile: tuple[int, int, int | None, int | None], kv_heads: int, head_dim: int, dtype: torch.dtype) -> Case:
-    (band, *_) = normalise(Band(0, tile[0], 0, tile[1], tile[2], tile[3]))
+def make_case(tile: Band, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Case:
+    (found, *_) = normalise(tile)
+    band = Band(0, found.num_queries, 0, found.num_keys, found.low, found.high)
     queries = random_inputs(band.num_queries, 8, kv_heads, head_dim, dtype)
     others = random_inputs(band.num_keys, 8, kv_heads, head_dim, dtype, seed=1)
     q, dout, k, v = (x.cuda() for x in (queries.q, queries.dout, others.k, others.v))
-    spec = BandSpec(band.low, band.high)
-    out, lse = ReferenceKernel().forward(q, k, v, spec)
+    out, lse = ReferenceKernel().forward(q, k, v, band)
     row_out, row_lse = 0.6 * out, lse + 0.5
     grads = TileGradients(dout, surrogate_out(dout, backward_stats(dout, row_out, row_lse)), row_lse)
-    want = ReferenceKernel().backward(TileGradients(dout, row_out, row_lse), q, k, v, spec)
-    return Case(q, k, v, spec, grads, (out, lse, *want))
+    want = ReferenceKernel().backward(TileGradients(dout, row_out, row_lse), q, k, v, band)
+    return Case(q, k, v, band, grads, (out, lse, *want))
 
 
 def results(kernel: TileKernel, case: Case) -> tuple[Tensor, ...]:
@@ -98,7 +98,7 @@ def assert_near(got: tuple[Tensor, ...], case: Case) -> None:
 
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_tile_equals_the_reference(name: str, tile: tuple[int, int, int | None, int | None]) -> None:
+def test_every_tile_equals_the_reference(name: str, tile: Band) -> None:
     kernel = kernel_of(name, 128)
     case = make_case(tile, 2, 128, dtype_of(name))
     assert_near(results(kernel, case), case)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from attention_oracle import random_inputs
 
-from engine.attention.kernels.base import BandSpec, KernelRequest, TileGradients
+from engine.attention.kernels.base import KernelRequest, TileGradients
 from engine.attention.kernels.choice import KERNELS, problem_of
 from engine.attention.kernels.flash_packages import package_problem
 from engine.attention.kernels.reference import ReferenceKernel
@@ -30,44 +30,44 @@ LIBRARIES: dict[str, tuple[str, Callable[[], AbstractContextManager[None]], torc
 }
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
 TILES = {
-    "full": (9, 9, None, None),
-    "causal": (9, 9, 0, None),
-    "more keys": (5, 40, None, None),
-    "more queries": (40, 5, None, None),
-    "one key": (7, 1, None, None),
-    "one query": (1, 7, None, None),
-    "window": (9, 9, 0, 3),
-    "window of a later block": (9, 14, -8, -2),
-    "lower bound": (12, 7, -2, None),
-    "upper bound": (7, 12, None, 3),
-    "more queries than a window's keys": (20, 8, 0, 12),
-    "upper bound, many queries": (30, 4, None, 6),
-    "several strips": (1100, 30, None, 1090),
+    "full": Band(0, 9, 0, 9),
+    "causal": Band(0, 9, 0, 9, low=0),
+    "more keys": Band(0, 5, 0, 40),
+    "more queries": Band(0, 40, 0, 5),
+    "one key": Band(0, 7, 0, 1),
+    "one query": Band(0, 1, 0, 7),
+    "window": Band(0, 9, 0, 9, low=0, high=3),
+    "window of a later block": Band(0, 9, 0, 14, low=-8, high=-2),
+    "lower bound": Band(0, 12, 0, 7, low=-2),
+    "upper bound": Band(0, 7, 0, 12, high=3),
+    "more queries than a window's keys": Band(0, 20, 0, 8, low=0, high=12),
+    "upper bound, many queries": Band(0, 30, 0, 4, high=6),
+    "several strips": Band(0, 1100, 0, 30, high=1090),
 }
 
 
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_forward_and_backward_equal_the_reference(library: str, kv_heads: int, tile: tuple) -> None:
+def test_forward_and_backward_equal_the_reference(library: str, kv_heads: int, tile: Band) -> None:
     """From strided views of one buffer, the lse of more keys than the tile's, and deterministic where asked."""
     name, stand_in, dtype = LIBRARIES[library]
     tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
-    for band in normalise(Band(0, tile[0], 0, tile[1], tile[2], tile[3])):
+    for found in normalise(tile):
+        band = Band(0, found.num_queries, 0, found.num_keys, found.low, found.high)
         queries = random_inputs(band.num_queries, 4, kv_heads, 16, dtype)
         keys = random_inputs(band.num_keys, 4, kv_heads, 16, dtype, seed=1)
         q, dout = torch.cat([queries.q, queries.dout], dim=1).split([4, 4], dim=1)
         k, v = torch.stack([keys.k, keys.v], dim=1).unbind(1)
-        spec = BandSpec(band.low, band.high)
-        out, lse = want = ReferenceKernel().forward(q, k, v, spec)
+        out, lse = want = ReferenceKernel().forward(q, k, v, band)
         spread = torch.stack([0.6 * out, out], dim=2)[:, :, 0]
         grads = TileGradients(dout, spread, lse + 0.5)
-        expected = ReferenceKernel().backward(grads, q, k, v, spec)
+        expected = ReferenceKernel().backward(grads, q, k, v, band)
         with stand_in():
             kernel = KERNELS[name]()  # type: ignore[index]
-            torch.testing.assert_close(kernel.forward(q, k, v, spec), want, **tolerance)
+            torch.testing.assert_close(kernel.forward(q, k, v, band), want, **tolerance)
             with deterministic_algorithms(kv_heads == 1):
-                got = kernel.backward(grads, q, k, v, spec)
+                got = kernel.backward(grads, q, k, v, band)
         torch.testing.assert_close(tuple(got), tuple(expected), **tolerance)
 
 

@@ -13,10 +13,10 @@ from benchmarks.bench_memory import main
 from benchmarks.memory.cell import MemoryCell
 from benchmarks.memory.counting import AttentionLog, CountingKernel
 from benchmarks.memory.report import claims, complete_rows, loss_spread
-from engine.attention.kernels.base import BandSpec
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.config.settings import ModelConfig
 from engine.model.llama import LlamaModel
+from engine.planning.sequence.mask import Band
 
 LENGTH, RANKS, HEADS, WIDTH, LAYERS = 64, 2, 2, 16, 4
 POLICIES = (
@@ -130,7 +130,7 @@ def test_tiles_outside_of_the_model_s_forward_count_as_recomputed() -> None:
     log.watch(model)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return kernel.forward(q[0], k[0], v[0], BandSpec(0, None))[0][None]
+        return kernel.forward(q[0], k[0], v[0], Band(0, 8, 0, 8, low=0))[0][None]
 
     model(torch.zeros(1, 8, dtype=torch.int64), torch.arange(8), attention)
     tile = 4 * HEADS * WIDTH * (8 * 9 // 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.attention.kernels.base import BandSpec, TileGradients
+from engine.attention.kernels.base import TileGradients
 from engine.config.settings import AttentionConfig, ModelConfig, RunConfig
 from engine.memory.rehearsal import StandInFlashKernel, rehearsed
 from engine.memory.tracker import LiveTensorTracker
@@ -14,7 +14,7 @@ from engine.planning.methods.methods import plan_method
 from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.schedule.plan import RankPlan, Tile
-from engine.planning.sequence.mask import Mask
+from engine.planning.sequence.mask import Band, Mask
 
 MODEL = ModelConfig(num_heads=8, num_kv_heads=8, head_dim=16, hidden_size=128)
 
@@ -61,15 +61,16 @@ def kernel_peak(rows: int, heads: int, kv_heads: int, head_dim: int) -> tuple[in
     q = torch.zeros(rows, heads, head_dim, dtype=torch.bfloat16)
     k, v = (torch.zeros(rows, kv_heads, head_dim, dtype=torch.bfloat16) for _ in range(2))
     lse = torch.zeros(rows, heads)
+    band = Band(0, rows, 0, rows)
     grads = TileGradients(torch.zeros_like(q), torch.zeros_like(q), lse)
     inputs = (*grads, q, k, v)
     with LiveTensorTracker() as tracker:
         tracker.watch(inputs)
         before = tracker.live_bytes
-        kernel.forward(q, k, v, BandSpec())
+        kernel.forward(q, k, v, band)
         forward = tracker.peak_bytes - before
         tracker.reset_peak()
-        kernel.backward(grads, q, k, v, BandSpec())
+        kernel.backward(grads, q, k, v, band)
     return forward, tracker.peak_bytes - before
 
 

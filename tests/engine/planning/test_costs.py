@@ -7,19 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.planning.schedule.plan import HeadPart, Kind, LocalOp, Slot, Tile, TokenBytes, View
-from engine.planning.time.costs import ViewBytes, computed_pairs, query_heads, tile_flops, visible_pairs
+from engine.planning.sequence.mask import Band
+from engine.planning.sequence.rectangles import UNBOUNDED
+from engine.planning.time.costs import ViewBytes, computed_pairs, query_heads, tile_flops
 
-BOUND = st.none() | st.integers(-15, 15)
+LOW, HIGH = st.just(-UNBOUNDED) | st.integers(-15, 15), st.just(UNBOUNDED) | st.integers(-15, 15)
 
 
 @settings(deadline=None)
-@given(st.integers(1, 12), st.integers(1, 12), BOUND, BOUND)
-def test_visible_pairs_are_those_inside_the_band(rows: int, keys: int, low: int | None, high: int | None) -> None:
+@given(st.integers(1, 12), st.integers(1, 12), LOW, HIGH)
+def test_visible_pairs_are_those_inside_the_band(rows: int, keys: int, low: int, high: int) -> None:
     tile = Tile(View(0, 3, 3 + rows), View(1, 5, 5 + keys), View(2, 0, rows), low=low, high=high)
-    inside = [
-        (low is None or i - j >= low) and (high is None or i - j <= high) for i in range(rows) for j in range(keys)
-    ]
-    assert visible_pairs(tile) == sum(inside)
+    assert tile.band.area() == sum(low <= i - j <= high for i in range(rows) for j in range(keys))
 
 
 def test_a_tile_costs_its_own_heads_only() -> None:
@@ -48,11 +47,11 @@ def test_a_cast_moves_both_widths_of_the_heads_in_common() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "keys", "low", "high"), [(8, 8, 0, None), (8, 8, 0, 3), (8, 12, None, 2), (5, 9, None, None)]
+    ("band", "edges"),
+    [(Band(0, 8, 0, 8, 0), 1), (Band(0, 8, 0, 8, 0, 3), 2), (Band(0, 8, 0, 12, high=2), 1), (Band(0, 5, 0, 9), 0)],
 )
-def test_blocks_waste_half_of_one_along_every_edge(rows: int, keys: int, low: int | None, high: int | None) -> None:
-    tile = Tile(View(0, 0, rows), View(1, 0, keys), View(2, 0, rows), None, low, high)
-    edges = (low is not None) + (high is not None)
-    assert computed_pairs(tile, 0) == visible_pairs(tile)
-    assert computed_pairs(tile, 1) == min(rows * keys, visible_pairs(tile) + edges * min(rows, keys) / 2)
-    assert computed_pairs(tile, 1000) == (rows * keys if edges else visible_pairs(tile))
+def test_blocks_waste_half_of_one_along_every_edge(band: Band, edges: int) -> None:
+    whole, side = band.num_queries * band.num_keys, min(band.num_queries, band.num_keys)
+    assert computed_pairs(band, 0) == band.area()
+    assert computed_pairs(band, 1) == min(whole, band.area() + edges * side / 2)
+    assert computed_pairs(band, 1000) == (whole if edges else band.area())

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.kernels.base import BandSpec, TileGradients
+from engine.attention.kernels.base import TileGradients
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
+from engine.planning.sequence.mask import Band
 
 _KERNEL = CpuFlashKernel()
-_FULL, _CAUSAL = BandSpec(), BandSpec(low=0)
 
 
 def _flash_attn_forward(
@@ -167,26 +167,30 @@ class _FlashAttention(torch.autograd.Function):
 def _forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
     """(out [rows, heads, D] in q's dtype, lse [rows, heads]) of one sequence."""
     if not causal:
-        return _KERNEL.forward(q, k, v, _FULL)
+        return _KERNEL.forward(q, k, v, _full(q, k))
     before = _keys_before(q, k)
-    out, lse = _KERNEL.forward(q, k[before:], v[before:], _CAUSAL)
+    out, lse = _KERNEL.forward(q, k[before:], v[before:], _full(q, q)._replace(low=0))
     if before == 0:
         return out, lse
-    earlier_out, earlier_lse = _KERNEL.forward(q, k[:before], v[:before], _FULL)
+    earlier_out, earlier_lse = _KERNEL.forward(q, k[:before], v[:before], _full(q, k[:before]))
     weight = torch.sigmoid(earlier_lse - lse)[..., None]
     merged = torch.lerp(out.to(lse.dtype), earlier_out.to(lse.dtype), weight).to(q.dtype)
     return merged, torch.logaddexp(lse, earlier_lse)
 
 
+def _full(q: Tensor, k: Tensor) -> Band:
+    return Band(0, q.shape[0], 0, k.shape[0])
+
+
 def _backward(rows: TileGradients, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) of one sequence."""
     if not causal:
-        return tuple(_KERNEL.backward(rows, q, k, v, _FULL))
+        return tuple(_KERNEL.backward(rows, q, k, v, _full(q, k)))
     before = _keys_before(q, k)
-    square = _KERNEL.backward(rows, q, k[before:], v[before:], _CAUSAL)
+    square = _KERNEL.backward(rows, q, k[before:], v[before:], _full(q, q)._replace(low=0))
     if before == 0:
         return tuple(square)
-    earlier = _KERNEL.backward(rows, q, k[:before], v[:before], _FULL)
+    earlier = _KERNEL.backward(rows, q, k[:before], v[:before], _full(q, k[:before]))
     dk, dv = (torch.cat(parts) for parts in zip(earlier[1:], square[1:], strict=True))
     return square.dq.to(rows.lse.dtype) + earlier.dq, dk, dv
 
