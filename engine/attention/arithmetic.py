@@ -147,13 +147,11 @@ class TensorArithmetic:
     def _same_heads(self, name: str, dst: Operand, src: Operand) -> tuple[Tensor, Tensor]:
         """The two tensors, the one with more heads cut to the heads of the other."""
         target, source = dst.fields[name], src.fields[name]
-        wide, narrow = (dst, src) if dst.slot.heads is None else (src, dst)
         if dst.slot.heads == src.slot.heads:
             return target, source
-        assert wide.slot.heads is None, "of two different parts of the heads, neither holds the other"
-        part = narrow.slot.heads
-        assert part is not None
-        shape = self.shape
+        wide, narrow = (dst, src) if dst.slot.heads.count == 1 else (src, dst)
+        assert wide.slot.heads.count == 1, "of two different parts of the heads, neither holds the other"
+        part, shape = narrow.slot.heads, self.shape
         if name in KV_FIELDS:
             first, last = part.keys(shape.num_heads, shape.num_kv_heads)
         else:
@@ -165,8 +163,7 @@ class TensorArithmetic:
 
     def _field_shapes(self, slot: Slot) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         shape = self.shape
-        counts = shape.num_heads, shape.num_kv_heads
-        counts = slot.heads.counts(*counts) if slot.heads else counts
+        counts = slot.heads.counts(shape.num_heads, shape.num_kv_heads)
         dtypes = {"element": shape.dtype, "sum": accumulate_dtype(shape.dtype), "wire": shape.wire_gradient_dtype}
         return {f.name: (f.row(counts, shape.head_dim), dtypes[f.dtype]) for f in FIELDS[slot.kind]}
 

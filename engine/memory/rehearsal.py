@@ -50,13 +50,11 @@ def _largest_tiles(plan: RankPlan) -> list[Tile]:
     def kind(tile: Tile) -> Hashable:
         return plan.slots[tile.q.slot].heads, tile.acc_kv is None, tile.band.kind
 
-    def queries(tile: Tile) -> int:
-        return tile.q.stop - tile.q.start
-
-    def keys(tile: Tile) -> int:
-        return tile.kv.stop - tile.kv.start
-
-    measures = (queries, keys, lambda tile: queries(tile) + keys(tile))
+    measures: list[Callable[[Tile], int]] = [
+        lambda tile: tile.band.num_queries,
+        lambda tile: tile.band.num_keys,
+        lambda tile: tile.band.num_queries + tile.band.num_keys,
+    ]
     tiles = list(plan.tiles())
     found = [tile for measure in measures for tile in _largest(tiles, kind, measure)]
     return list(dict.fromkeys(found))

@@ -317,8 +317,7 @@ def _buffers(plan: RankPlan, token_bytes: TokenBytes) -> tuple[Buffers, ...]:
     """Slots of one kind, share of heads, memory and use together, in order of appearance."""
     groups: defaultdict[tuple[Kind, int, Literal["device", "host"], bool], list[Slot]] = defaultdict(list)
     for slot in plan.slots:
-        head_parts = slot.heads.count if slot.heads else 1
-        groups[slot.kind, head_parts, slot.where, slot.pin is not None].append(slot)
+        groups[slot.kind, slot.heads.count, slot.where, slot.pin is not None].append(slot)
     return tuple(
         Buffers(
             kind=kind.value,

@@ -47,7 +47,7 @@ class Home(NamedTuple):
     """Kind, heads and memory of values that may share a buffer."""
 
     kind: Kind
-    heads: HeadPart | None = None
+    heads: HeadPart = HeadPart()
     where: Literal["device", "host"] = "device"
 
 
@@ -56,16 +56,14 @@ class Value(NamedTuple):
 
     number: int
     rank: int
-    kind: Kind
+    home: Home
     rows: Rows
     pin: str | None = None
-    heads: HeadPart | None = None
-    where: Literal["device", "host"] = "device"
 
     @property
-    def home(self) -> Home:
-        """What a slot must have in common with this value."""
-        return Home(self.kind, self.heads, self.where)
+    def kind(self) -> Kind:
+        """What its rows hold."""
+        return self.home.kind
 
     def on(self, rank: int) -> Value:
         """The same value as one who numbers ranks otherwise calls it."""
@@ -106,11 +104,11 @@ class PlanBuilder:
         """A new value (of all heads on the device, if only its kind is given); on ranks that are not kept it only
         carries its rows.
         """
-        kind, heads, where = home if isinstance(home, Home) else Home(home)
-        values = self._values.get(rank)
-        value = Value(len(values) if values is not None else -1, rank, kind, rows, pin, heads, where)
-        if values is not None:
-            values.append(value)
+        home = home if isinstance(home, Home) else Home(home)
+        if rank not in self.kept:
+            return Value(-1, rank, home, rows, pin)
+        value = Value(len(self._values[rank]), rank, home, rows, pin)
+        self._values[rank].append(value)
         return value
 
     def tile(self, step: int, rank: int, tile: Tile) -> None:
@@ -134,7 +132,7 @@ class PlanBuilder:
         """As `message`, between rows that are numbered differently at both ends."""
         (src, src_rows), (dst, dst_rows) = source, target
         assert post <= wait, (post, wait)
-        assert (src.rank != dst.rank, src.kind, src.heads) == (True, dst.kind, dst.heads), (src, dst)
+        assert (src.rank != dst.rank, src.home) == (True, dst.home), (src, dst)
         assert src_rows.stop - src_rows.start == dst_rows.stop - dst_rows.start, (src_rows, dst_rows)
         if src.rank not in self.kept and dst.rank not in self.kept:
             return
@@ -145,11 +143,11 @@ class PlanBuilder:
     def move(self, post: int, wait: int, src: Value, dst: Value, rows: Rows) -> None:
         """Load (host to device) or store (device to host) `rows` of one rank's block."""
         assert post <= wait, (post, wait)
-        assert (src.rank, src.kind, src.heads) == (dst.rank, dst.kind, dst.heads), (src, dst)
+        assert (src.rank, src.home[:2]) == (dst.rank, dst.home[:2]), (src, dst)
         if src.rank not in self.kept:
             return
-        assert {src.where, dst.where} == {"device", "host"}, (src, dst)
-        op: Literal["load", "store"] = "load" if src.where == "host" else "store"
+        assert {src.home.where, dst.home.where} == {"device", "host"}, (src, dst)
+        op: Literal["load", "store"] = "load" if src.home.where == "host" else "store"
         channel = Channel.TO_DEVICE if op == "load" else Channel.TO_HOST
         number = self._number(src.rank, dst.rank)
         self._end(post, wait, dst, Transfer(number, op, channel, dst.rank, dst.view(rows), src.view(rows)))
@@ -188,7 +186,7 @@ class Span(NamedTuple):
 
 
 class Lane:
-    """The builder as one ring inside a larger group sees it.
+    """The builder as one ring sees it, which may be one of several.
 
     Members are numbered from 0, steps from `first_step`; values are of some of the heads. With `spans` each of the
     ring's steps takes several, given by its number; what comes after the last takes one.
@@ -198,9 +196,9 @@ class Lane:
         self,
         builder: PlanBuilder,
         members: Sequence[int],
+        heads: HeadPart,
         *,
         first_step: int = 0,
-        heads: HeadPart | None = None,
         spans: Sequence[Span] = (),
     ) -> None:
         self.direction = builder.direction
@@ -244,7 +242,8 @@ class Lane:
 
 
 def _slot_of(value: Value) -> Slot:
-    return Slot(value.kind, value.rows.stop - value.rows.start, value.pin, value.heads, value.where)
+    kind, heads, where = value.home
+    return Slot(kind, value.rows.stop - value.rows.start, value.pin, heads, where)
 
 
 def _allocate(rank: int, values: list[Value], steps: tuple[Step, ...]) -> RankPlan:

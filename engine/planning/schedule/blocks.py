@@ -102,14 +102,11 @@ class _Blocks:
         kv_last: list[list[Value]] | None = None,
     ) -> int:
         """Attention of every ring, from step 1 on around an exchange; the first step after it."""
-        heads, last = self.exchange.grid.heads, 1
+        grid, last = self.exchange.grid, 1
         blocks = (query, kv, sums, kv_sums, kv_last)
-        if heads == 1:
-            alone = Operands(*([value for (value,) in of_ring or []] for of_ring in blocks))
-            circulate(self.visibility, self.method, self.builder, alone)
-            return last
-        for head in range(heads):
-            lane = Lane(self.builder, self.exchange.grid.ring(head), first_step=1, heads=HeadPart(head, heads))
+        for head in range(grid.heads):
+            part = HeadPart(head, grid.heads)
+            lane = Lane(self.builder, grid.ring(head), part, first_step=int(grid.heads > 1))
             given = Operands(*(_ring_of(of_ring or [], head) if lane.ranks else [] for of_ring in blocks))
             circulate(self.visibility, self.method, lane, given)
             last = max(last, lane.last_step)

@@ -147,8 +147,7 @@ class _Work:
         """One trip of a key chunk of every member, of which the planned ones are given."""
         heads = self.exchange.grid.heads
         for head in range(heads):
-            part = HeadPart(head, heads) if heads > 1 else None
-            lane = Lane(self.builder, self.exchange.grid.ring(head), heads=part, spans=spans)
+            lane = Lane(self.builder, self.exchange.grid.ring(head), HeadPart(head, heads), spans=spans)
             if lane.ranks:
                 values = [self._of(lane, *given, chunk, head) for given in ((Kind.KV, kv), (Kind.DKV, sums))]
                 _Trip(self, lane, chunk, spans, values).travel()
@@ -185,10 +184,10 @@ class _Trip(Circulation):
         work, home, member = self.work, journey.home, int(self.rank[journey.home, *place])
         sums = self._started(journey, place) or (self.operands.kv_sums[home] if self.backward else None)
         seers = np.flatnonzero(work.sees[home, self.chunk, member]).tolist()
-        step, head = self.spans[self.step[place]].post, journey.held[place].heads
+        step, head = self.spans[self.step[place]].post, journey.held[place].home.heads.index
         for query in seers[::-1] if self.chunk % 2 else seers:
             bands = work.bands(member, query, home, self.chunk)
-            work.visits.append(_Visit(step, member, query, head.index if head else 0, bands, journey.held[place], sums))
+            work.visits.append(_Visit(step, member, query, head, bands, journey.held[place], sums))
             step += work.chunking.pace
 
 

@@ -94,13 +94,13 @@ class HeadGroup:
         self.is_planned = bool(self.planned_heads)
 
     def parts(self, kind: Kind, rows: Rows, where: Where = "device", pin: str | None = None) -> list[Value]:
-        """Values of the ranks' parts of the heads (of all heads if one rank has them).
+        """Values of the ranks' parts of the heads.
 
         Sums of out and lse (ACC) have only those of the rows that ask.
         """
         count, rows = len(self.ranks), self.rows_of(kind, rows)
         return [
-            self.builder.value(rank, Home(kind, HeadPart(head, count) if count > 1 else None, where), rows, pin)
+            self.builder.value(rank, Home(kind, HeadPart(head, count), where), rows, pin)
             for head, rank in enumerate(self.ranks)
         ]
 
@@ -118,7 +118,7 @@ class HeadGroup:
     def homes(self, kind: Kind, pin: str, where: Where = "device") -> list[Value]:
         """Pinned values of all heads and all rows that each rank holds between the layers."""
         ends = [self.home_chunk(head, self.exchange.chunks - 1).stop for head in range(len(self.ranks))]
-        home = Home(kind, None, where)
+        home = Home(kind, where=where)
         return [self.builder.value(r, home, Rows(0, end), pin) for r, end in zip(self.ranks, ends, strict=True)]
 
     def home_chunk(self, head: int, chunk: int) -> Rows:
@@ -160,7 +160,7 @@ class HeadGroup:
             if source == head:
                 self.op(*(copied or (span.post, "pre")), "copy", target, home)
                 continue
-            narrow = Home(homes[source].kind, targets[head].heads)
+            narrow = Home(homes[source].kind, targets[head].home.heads)
             packed = self.builder.value(self.ranks[source], narrow, home[1])
             self.op(span.post, "pre", "copy", (packed, packed.rows), home)
             if copied is None:

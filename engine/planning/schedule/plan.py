@@ -19,7 +19,6 @@ from typing import Literal, NamedTuple
 
 from engine.planning.methods.topology import Topology
 from engine.planning.sequence.mask import Band
-from engine.planning.sequence.rectangles import UNBOUNDED
 
 Direction = Literal["forward", "backward"]
 OpName = Literal["init", "add", "copy", "stats"]
@@ -108,10 +107,12 @@ HOST_CHANNELS = frozenset({Channel.TO_DEVICE, Channel.TO_HOST})
 
 @dataclass(frozen=True)
 class HeadPart:
-    """Part `index` of `count` nearly equal parts of the query heads, with the kv heads that these use."""
+    """Part `index` of `count` nearly equal parts of the query heads, with the kv heads that these use; the one of one
+    is all of them.
+    """
 
-    index: int
-    count: int
+    index: int = 0
+    count: int = 1
 
     def queries(self, num_heads: int) -> tuple[int, int]:
         """[first, last) query heads."""
@@ -133,13 +134,13 @@ class HeadPart:
 class Slot:
     """A buffer of `rows` tokens; `pin` names an input or output of the plan that lives as long as the plan runs.
 
-    `heads` None: all heads. `where`: device memory, or host memory (pinned pages, for a GPU).
+    `where`: device memory, or host memory (pinned pages, for a GPU).
     """
 
     kind: Kind
     rows: int
     pin: str | None = None
-    heads: HeadPart | None = None
+    heads: HeadPart = HeadPart()
     where: Literal["device", "host"] = "device"
 
 
@@ -152,7 +153,7 @@ class View(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One kernel call: `q` against `kv`, row i sees key j iff low <= i - j <= high (see `Band`).
+    """One kernel call: `q` against `kv`, of which the rows see what `band` says; it counts both from 0.
 
     Forward merges into `acc` (kind ACC). Backward adds to `acc` (kind DQ) and `acc_kv` (kind DKV). Where it is the
     first to do so it `stores` instead: these rows hold nothing yet.
@@ -161,16 +162,10 @@ class Tile(NamedTuple):
     q: View
     kv: View
     acc: View
+    band: Band
     acc_kv: View | None = None
-    low: int = -UNBOUNDED
-    high: int = UNBOUNDED
     stores: bool = False  # to acc
     stores_kv: bool = False  # to acc_kv
-
-    @property
-    def band(self) -> Band:
-        """What its rows see of its keys, both counted from 0."""
-        return Band(0, self.q.stop - self.q.start, 0, self.kv.stop - self.kv.start, self.low, self.high)
 
 
 class Transfer(NamedTuple):
@@ -257,10 +252,9 @@ class TokenBytes:
     gradient_bytes: int = 4  # fp32 accumulators; also the wire when no narrower dtype is asked for
     wire_gradient_bytes: int = 4
 
-    def of(self, kind: Kind, heads: HeadPart | None = None) -> int:
-        """Bytes of one token of `kind`, of some heads (None: of all)."""
-        counts = self.num_heads, self.num_kv_heads
-        counts = heads.counts(*counts) if heads else counts
+    def of(self, kind: Kind, heads: HeadPart = HeadPart()) -> int:
+        """Bytes of one token of `kind`, of some heads."""
+        counts = heads.counts(self.num_heads, self.num_kv_heads)
         size = {"element": self.element_bytes, "sum": self.gradient_bytes, "wire": self.wire_gradient_bytes}
         return sum(math.prod(f.row(counts, self.head_dim)) * size[f.dtype] for f in FIELDS[kind] if f.own)
 

@@ -44,7 +44,7 @@ from typing import Literal, NamedTuple, TypeVar
 import numpy as np
 
 from engine.planning.methods.presets import AttentionMethod
-from engine.planning.schedule.allocate import Lane, PlanBuilder, Rows, Value
+from engine.planning.schedule.allocate import Lane, Rows, Value
 from engine.planning.schedule.plan import Channel, Direction, Kind, LocalOp, Tile
 from engine.planning.sequence.mask import Band, normalise
 from engine.planning.sequence.visibility import Flags, Integers, RowTable, Visibility
@@ -109,14 +109,14 @@ class Operands:
     kv_last: list[Value] = field(default_factory=list)
 
 
-def circulate(visibility: Visibility, method: AttentionMethod, builder: PlanBuilder | Lane, operands: Operands) -> None:
-    """Emit one pass of attention over a ring into the builder; its `direction` says which pass. Operands of a ring of
-    which no rank is planned are not looked at.
+def circulate(visibility: Visibility, method: AttentionMethod, lane: Lane, operands: Operands) -> None:
+    """Emit one pass of attention over a ring; the lane's `direction` says which pass. Operands of a ring of which no
+    rank is planned are not looked at.
     """
-    if builder.ranks:
-        Circulation(visibility, method, builder, operands, route_of(method, builder.direction)).emit()
-    if isinstance(builder, Lane):  # the same for all members, whatever they have to do: gradients come home last
-        builder.reach(route_of(method, builder.direction).size + 1)
+    route = route_of(method, lane.direction)
+    if lane.ranks:
+        Circulation(visibility, method, lane, operands, route).emit()
+    lane.reach(route.size + 1)  # the same for all members, whatever they have to do: gradients come home last
 
 
 class Place(NamedTuple):
@@ -149,15 +149,15 @@ class Circulation:
         self,
         visibility: Visibility,
         method: AttentionMethod,
-        builder: PlanBuilder | Lane,
+        lane: Lane,
         operands: Operands,
         route: Route,
     ) -> None:
         self.visibility = visibility
-        self.builder = builder
+        self.lane = lane
         self.route = route
-        self.kept = frozenset(builder.ranks)
-        self.backward = builder.direction == "backward"
+        self.kept = frozenset(lane.ranks)
+        self.backward = lane.direction == "backward"
         self.gathers = method.kv_transport == "all_gather"
         self.straight = self.straight or self.gathers
         self.circulates = method.backward_circulates if self.backward and not self.gathers else "kv"
@@ -175,8 +175,8 @@ class Circulation:
         self.shortcut = self.leaves_last and visibility.mask.query_stop is not None
         self.step = self._steps()
         self.rank = self._ranks()
-        self.planned = np.isin(self.rank, builder.ranks)
-        nodes = np.isin(range(self.route.size), builder.ranks).reshape(self.route.outer, -1).any(axis=1)
+        self.planned = np.isin(self.rank, lane.ranks)
+        nodes = np.isin(range(self.route.size), lane.ranks).reshape(self.route.outer, -1).any(axis=1)
         self.at_planned_node = np.repeat(nodes, self.route.inner)
         self.needed = self._needed()
         self._find_messages()
@@ -187,7 +187,7 @@ class Circulation:
         """Emit every block's journey, after all accumulators were set to zero."""
         for value in (*self.operands.sums, *self.operands.kv_sums):
             if value.rows.stop:
-                self.builder.op(0, "pre", value.rank, LocalOp("init", value.view()))
+                self.lane.op(0, "pre", value.rank, LocalOp("init", value.view()))
         self.travel()
 
     def travel(self) -> None:
@@ -302,10 +302,10 @@ class Circulation:
         sender, receiver = (int(self.rank[journey.home, *place]) for place in (before, after))
         kind = self.payload[sender].kind
         if before not in journey.held:  # on a rank that is not planned
-            journey.held[before] = self.builder.value(sender, kind, journey.held[_START].rows)
+            journey.held[before] = self.lane.value(sender, kind, journey.held[_START].rows)
         stays = self.leaves_last and self.step[after] == self.route.size - 1
-        arrived = self.operands.kv_last[receiver] if stays else self.builder.value(receiver, kind, rows)
-        self.builder.message(*when, journey.held[before], arrived, rows)
+        arrived = self.operands.kv_last[receiver] if stays else self.lane.value(receiver, kind, rows)
+        self.lane.message(*when, journey.held[before], arrived, rows)
         journey.held[after] = arrived
 
     # ---- tiles --------------------------------------------------------------------------------------------------
@@ -327,14 +327,14 @@ class Circulation:
         if not (self.backward and self.adds[journey.home, *place]):
             return None
         found = self._sum(journey, place)
-        self.builder.op(self.step[place], "pre", found.rank, LocalOp("init", found.view()))
+        self.lane.op(self.step[place], "pre", found.rank, LocalOp("init", found.view()))
         return found
 
     def _sum(self, journey: Journey, place: Place) -> Value:
         """The gradient sum that a visit adds to."""
         if place not in journey.sums:
             rank, rows = int(self.rank[journey.home, *place]), _rows(self.summed, journey.home, place)
-            journey.sums[place] = self.builder.value(rank, self.gradient_kind, rows)
+            journey.sums[place] = self.lane.value(rank, self.gradient_kind, rows)
         return journey.sums[place]
 
     def _tile(self, step: int, rank: int, band: Band, payload: Value, travelling: Value | None) -> None:
@@ -345,7 +345,7 @@ class Circulation:
             kv_sums = travelling or kv_sums
         else:
             q, kv, sums = payload, operands.kv[rank], travelling or sums
-        self.builder.tile(step, rank, tile_of(band, q, kv, sums, kv_sums))
+        self.lane.tile(step, rank, tile_of(band, q, kv, sums, kv_sums))
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -399,8 +399,8 @@ class Circulation:
             total = self._hop(post, done, Channel.GRADIENT_OUTER, tail, relay)
         else:
             rows = Rows(min(tail.rows.start for *_, tail in tails), max(tail.rows.stop for *_, tail in tails))
-            total = self.builder.value(relay, self.gradient_kind, rows)
-            self.builder.op(tails[0][1], "after", relay, LocalOp("init", total.view()))
+            total = self.lane.value(relay, self.gradient_kind, rows)
+            self.lane.op(tails[0][1], "after", relay, LocalOp("init", total.view()))
             for post, wait, tail in tails:
                 self._add(wait, total, self._hop(post, wait, Channel.GRADIENT_OUTER, tail, relay))
             done = max(wait for _, wait, _ in tails)
@@ -409,22 +409,22 @@ class Circulation:
     def _hop(self, post: int, wait: int, channel: Channel, src: Value, to: int) -> Value:
         """Value that arrives on rank `to`; cast to the wire's dtype first where that is narrower."""
         if src.kind != self.wire_kind:
-            narrow = self.builder.value(src.rank, self.wire_kind, src.rows)
-            self.builder.op(post, "pre", src.rank, LocalOp("copy", narrow.view(), src.view()))
+            narrow = self.lane.value(src.rank, self.wire_kind, src.rows)
+            self.lane.op(post, "pre", src.rank, LocalOp("copy", narrow.view(), src.view()))
             src = narrow
-        arrived = self.builder.value(to, self.wire_kind, src.rows)
-        self.builder.message(post, wait, channel, src, arrived, src.rows)
+        arrived = self.lane.value(to, self.wire_kind, src.rows)
+        self.lane.message(post, wait, channel, src, arrived, src.rows)
         return arrived
 
     def _add(self, step: int, dst: Value, src: Value) -> None:
-        self.builder.op(step, "after", dst.rank, LocalOp("add", dst.view(src.rows), src.view()))
+        self.lane.op(step, "after", dst.rank, LocalOp("add", dst.view(src.rows), src.view()))
 
 
 def tile_of(band: Band, q: Value, kv: Value, sums: Value, kv_sums: Value | None) -> Tile:
     """The kernel call for a band between a block's queries and keys."""
     q_rows, k_rows = Rows(band.q_start, band.q_stop), Rows(band.k_start, band.k_stop)
     acc_kv = kv_sums.view(k_rows) if kv_sums else None
-    return Tile(q.view(q_rows), kv.view(k_rows), sums.view(q_rows), acc_kv, band.low, band.high)
+    return Tile(q.view(q_rows), kv.view(k_rows), sums.view(q_rows), band.from_0(), acc_kv)
 
 
 def clip(band: Band, q: Rows, keys: Rows) -> list[Band]:

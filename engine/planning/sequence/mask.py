@@ -53,6 +53,10 @@ class Band(NamedTuple):
         """Key rows."""
         return self.k_stop - self.k_start
 
+    def from_0(self) -> Band:
+        """The same for rows that are numbered from its own first ones."""
+        return Band(0, self.num_queries, 0, self.num_keys, self.low, self.high)
+
     @property
     def queries(self) -> slice:
         """The query rows of a tensor of all."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.config.settings import ModelConfig
-from engine.planning.schedule.plan import Direction, HeadPart, LocalOp, Slot, Tile, TokenBytes, View
+from engine.planning.schedule.plan import Direction, LocalOp, Slot, Tile, TokenBytes, View
 from engine.planning.sequence.mask import Band
 
 # FLOPs per visible pair and per channel of a query head, a multiplication and an addition counting as two.
@@ -30,8 +30,7 @@ def layer_numbers(model: ModelConfig) -> int:
 
 def query_heads(slot: Slot, token_bytes: TokenBytes) -> int:
     """Query heads that the rows of a slot hold."""
-    counts = token_bytes.num_heads, token_bytes.num_kv_heads
-    return slot.heads.counts(*counts)[0] if slot.heads else counts[0]
+    return slot.heads.counts(token_bytes.num_heads, token_bytes.num_kv_heads)[0]
 
 
 def computed_pairs(band: Band, block_rows: float) -> float:
@@ -70,15 +69,9 @@ class ViewBytes:
         """Bytes read and written by a local operation, on the heads of the narrower side."""
         if op.src is None:
             return self.of(op.dst)
-        heads = _narrower(self._slots[op.dst.slot].heads, self._slots[op.src.slot].heads)
+        heads = max((self._slots[view.slot].heads for view in (op.dst, op.src)), key=lambda part: part.count)
         dst, src = (
             (view.stop - view.start) * self._token_bytes.of(self._slots[view.slot].kind, heads)
             for view in (op.dst, op.src)
         )
         return (2 * dst if op.op == "add" else dst) + src
-
-
-def _narrower(first: HeadPart | None, second: HeadPart | None) -> HeadPart | None:
-    if first is None or second is None:
-        return first or second
-    return first if first.count >= second.count else second

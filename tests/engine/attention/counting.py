@@ -46,7 +46,7 @@ class CountingArithmetic:
 
     def allocate(self, slot: Slot) -> Fields:
         """Poisoned records."""
-        parts = self.head_parts if slot.heads is None else 1
+        parts = self.head_parts if slot.heads.count == 1 else 1
         if slot.kind in PAYLOAD:
             return {name: poison(torch.empty(slot.rows, parts, dtype=torch.int64)) for name in PAYLOAD[slot.kind]}
         return {
@@ -116,14 +116,14 @@ def _positions(payload: Fields) -> Tensor:
 def _same_parts(dst: Operand, src: Operand) -> tuple[Fields, Fields]:
     """Fields of both, those of the wider one cut to the part that the narrower one holds."""
 
-    def cut(fields: Fields, heads: HeadPart | None) -> Fields:
-        return fields if heads is None else {name: x[:, heads.index : heads.index + 1] for name, x in fields.items()}
+    def cut(fields: Fields, heads: HeadPart) -> Fields:
+        return {name: x[:, heads.index : heads.index + 1] for name, x in fields.items()}
 
     if dst.slot.heads == src.slot.heads:
         return dst.fields, src.fields
-    if dst.slot.heads is None:
+    if dst.slot.heads.count == 1:
         return cut(dst.fields, src.slot.heads), src.fields
-    if src.slot.heads is not None:
+    if src.slot.heads.count > 1:
         raise PlanError("an op mixes two different parts of the heads")
     return dst.fields, cut(src.fields, dst.slot.heads)
 
@@ -257,7 +257,7 @@ def _inputs(plan: RankPlan, blocks: Blocks, rank: int, arithmetic: CountingArith
 
 def _positions_of(blocks: Blocks, rank: int, slot: Slot) -> Tensor:
     """Positions of the rows of a pinned slot: slots of some heads hold the rows of the ring."""
-    if slot.heads is None:
+    if slot.heads.count == 1:
         return torch.from_numpy(blocks.home.positions(rank))
     return torch.from_numpy(blocks.ring.positions(blocks.grid.place(rank)[0]))
 

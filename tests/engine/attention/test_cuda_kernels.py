@@ -28,22 +28,22 @@ from engine.planning.sequence.mask import Band, normalise
 from engine.planning.sequence.rectangles import UNBOUNDED
 
 ANY = View(0, 0, 1)  # of which slot and rows an operand is was settled when its fields were cut
-TILE = Tile(ANY, ANY, ANY, ANY, low=0)
 
 
 def run_causal_tile(kernel: TileKernel, inputs: Inputs) -> dict[str, Tensor]:
     """out, lse, dq and dkv [rows, 2, K, D] of a causal tile as plans run it, in parts of its heads if it is large."""
     q, device = inputs.q, inputs.q.device
+    tile = Tile(ANY, ANY, ANY, Band(0, len(q), 0, len(q), low=0))
     shape = AttentionShape(q.shape[1], inputs.k.shape[1], q.shape[2], q.dtype, device)
     arithmetic = TensorArithmetic(shape, kernel)
     acc = {"out": torch.zeros(q.shape, device=device), "lse": torch.full(q.shape[:2], -torch.inf, device=device)}
     kv = {"k": inputs.k, "v": inputs.v}
-    arithmetic.run_tile(TILE, {"q": {"q": q}, "kv": kv, "acc": acc})
+    arithmetic.run_tile(tile, {"q": {"q": q}, "kv": kv, "acc": acc})
     stats = backward_stats(inputs.dout, acc["out"].to(q.dtype), acc["lse"])
     dq = torch.zeros(q.shape, device=device)
     dkv = torch.zeros(inputs.k.shape[0], 2, *inputs.k.shape[1:], device=device)
     qx = {"q": q, "dout": inputs.dout, "stats": stats}
-    arithmetic.run_tile(TILE, {"q": qx, "kv": kv, "acc": {"dq": dq}, "acc_kv": {"dkv": dkv}})
+    arithmetic.run_tile(tile, {"q": qx, "kv": kv, "acc": {"dq": dq}, "acc_kv": {"dkv": dkv}})
     arithmetic.finish_step()
     return {**acc, "dq": dq, "dkv": dkv}
 
@@ -105,15 +105,13 @@ def test_windows_that_flash_attention_2_would_mistake_are_cut_into_ones_that_it_
     for rows, keys in itertools.product(range(1, 9), repeat=2):
         for low, high in itertools.product([-UNBOUNDED, *range(-8, 9), UNBOUNDED], repeat=2):
             for found in normalise(Band(0, rows, 0, keys, low, high)):
-                if found.is_causal:
-                    continue
                 nq, nk = found.num_queries, found.num_keys
-                band = Band(0, nq, 0, nk, found.low, found.high)
+                band = found.from_0()
                 seen = torch.zeros(nq, nk, dtype=torch.bool)
                 calls = window_calls(band)
                 for part in calls:
-                    size = (part.num_queries, part.num_keys)
-                    seen[part.queries, part.keys] = flash_attention_2_sees(*size, window_of(part))
+                    window = Window(-1, 0) if part.is_causal else window_of(part)  # the flag becomes this one
+                    seen[part.queries, part.keys] = flash_attention_2_sees(part.num_queries, part.num_keys, window)
                 assert torch.equal(seen, band_mask(band)), band
                 assert [call.q_start for call in calls[1:]] == [call.q_stop for call in calls[:-1]]
                 cut += len(calls) > 1

@@ -53,8 +53,7 @@ def test_forward_and_backward_equal_the_reference(library: str, kv_heads: int, t
     """From strided views of one buffer, the lse of more keys than the tile's, and deterministic where asked."""
     name, stand_in, dtype = LIBRARIES[library]
     tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
-    for found in normalise(tile):
-        band = Band(0, found.num_queries, 0, found.num_keys, found.low, found.high)
+    for band in [found.from_0() for found in normalise(tile)]:
         queries = random_inputs(band.num_queries, 4, kv_heads, 16, dtype)
         keys = random_inputs(band.num_keys, 4, kv_heads, 16, dtype, seed=1)
         q, dout = torch.cat([queries.q, queries.dout], dim=1).split([4, 4], dim=1)

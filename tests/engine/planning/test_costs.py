@@ -17,13 +17,14 @@ LOW, HIGH = st.just(-UNBOUNDED) | st.integers(-15, 15), st.just(UNBOUNDED) | st.
 @settings(deadline=None)
 @given(st.integers(1, 12), st.integers(1, 12), LOW, HIGH)
 def test_visible_pairs_are_those_inside_the_band(rows: int, keys: int, low: int, high: int) -> None:
-    tile = Tile(View(0, 3, 3 + rows), View(1, 5, 5 + keys), View(2, 0, rows), low=low, high=high)
-    assert tile.band.area() == sum(low <= i - j <= high for i in range(rows) for j in range(keys))
+    assert Band(3, 3 + rows, 5, 5 + keys, low, high).area() == sum(
+        low <= i - j <= high for i in range(rows) for j in range(keys)
+    )
 
 
 def test_a_tile_costs_its_own_heads_only() -> None:
     shape = TokenBytes(num_heads=12, num_kv_heads=4, head_dim=64)
-    tile = Tile(View(0, 0, 8), View(1, 0, 8), View(2, 0, 8), low=0)
+    tile = Tile(View(0, 0, 8), View(1, 0, 8), View(2, 0, 8), Band(0, 8, 0, 8, low=0))
     for count in (1, 2, 3, 5):
         parts = [HeadPart(index, count) for index in range(count)]
         slots = [(Slot(Kind.Q, 8, heads=part), Slot(Kind.KV, 8), Slot(Kind.ACC, 8)) for part in parts]

@@ -29,7 +29,7 @@ from engine.planning.schedule.plan import (
     Transfer,
     View,
 )
-from engine.planning.sequence.mask import Mask
+from engine.planning.sequence.mask import Band, Mask
 from engine.planning.time.devices import find_machine
 from engine.planning.time.machine import Machine
 from engine.planning.time.replay import COMPUTE_LANE, replay
@@ -69,7 +69,7 @@ def exchange(message: int, rank: int, peer: int, src: int, dst: int, channel: Ch
 
 def ring_of_two(rank: int) -> RankPlan:
     slots = (Slot(Kind.Q, 4, "q"), Slot(Kind.KV, 4, "kv"), Slot(Kind.ACC, 4, "acc"), Slot(Kind.KV, 4))
-    own, other = (Tile(block(0), block(kv), block(2)) for kv in (1, 3))
+    own, other = (Tile(block(0), block(kv), block(2), Band(0, 4, 0, 4)) for kv in (1, 3))
     posts = exchange(0, rank, 1 - rank, 1, 3, Channel.PAYLOAD_INNER)
     return RankPlan(rank, slots, (Step(0, post=posts, tiles=(own,), wait=(0, 1)), Step(1, tiles=(other,))))
 
@@ -129,7 +129,7 @@ def test_host_pipeline_by_hand() -> None:
         Slot(Kind.DKV, 4, where="host"),
     )
     machine = replace(SLOW, elementwise_bytes_per_s=64.0, tile_overhead_s=0.25)
-    tile = Tile(block(0), block(2), block(3), block(4), low=0)
+    tile = Tile(block(0), block(2), block(3), Band(0, 4, 0, 4, low=0), block(4))
     loads = (
         Transfer(0, "load", Channel.TO_DEVICE, 0, block(2), block(1)),
         Transfer(1, "load", Channel.TO_DEVICE, 0, block(5), block(6)),
