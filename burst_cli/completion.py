@@ -141,7 +141,7 @@ def run_completion(run: Callable[[], int]) -> int:
     """
     if os.environ.get("_BURST_COMPLETE") != "complete_bash":
         return _exit_code(run)
-    words, cut = join_bash_words(_bash_words(os.environ.get("COMP_WORDS", "")), int(os.environ.get("COMP_CWORD", "0")))
+    words, cut = join_bash_words(os.environ["COMP_WORDS"].split("\n"), int(os.environ["COMP_CWORD"]))
     os.environ.update(COMP_WORDS="\n".join(words), COMP_CWORD=str(len(words) - 1))
     answer = io.StringIO()
     with contextlib.redirect_stdout(answer):
@@ -155,11 +155,6 @@ def _exit_code(run: Callable[[], int]) -> int:
         return run()
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0
-
-
-def _bash_words(text: str) -> list[str]:
-    """Typer's bash function joins words with newlines; words joined with blanks are understood too."""
-    return text.split("\n") if "\n" in text else text.split(" ")
 
 
 def join_bash_words(words: Iterable[str], cursor: int) -> tuple[list[str], int]:

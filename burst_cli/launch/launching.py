@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +42,8 @@ from engine.runs.records import json_text
 class LaunchManner:
     """How a launch talks: plain lines, or one JSON document on stdout; and how patient it is.
 
-    detach: return once the nodes run, and leave the run to a process in the background. form: of a rehearsal: only the
-    job as another program takes it.
+    detach: leave the run to a process in the background once the nodes run, or be that process. form: of a rehearsal:
+    only the job as another program takes it.
     """
 
     plain_lines: bool = False
@@ -97,14 +96,13 @@ def lead_run(
 ) -> int:
     """The exit code of `run`, shown while it lives and told of at its end. start: False takes over what runs."""
     progress = RunProgress(run, plan.config.train.steps)
-    with contextlib.ExitStack() as stack:
-        view = stack.enter_context(open_view(console, progress))
+    with open_view(console, progress, is_log=manner.detach) as view:
         outcome = lead_attempts(
             plan,
             run,
             (view, stop),
             lambda plan, led: control(plan, run, open_links(plan, run), view, stop, led),
-            Manner(start=start, timing=manner.timing),
+            Manner(start=start, timing=manner.timing, detached=manner.detach),
         )
     conclude(run, outcome, progress.elapsed_s(), as_json=manner.as_json)
     return outcome.exit_code

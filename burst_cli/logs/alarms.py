@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import deque
 from collections.abc import Callable
 
 from burst_cli.logs.files import LogFile, LogRequest, find_logs, visible_text
@@ -38,8 +39,8 @@ class AlarmWatch:
         self._looks += 1
         for log, follower in self._followers.items():
             lines, _ = follower.poll(_MOST_BYTES)
-            if lines:
-                text = one_line(visible_text(lines[-1].text), _LINE_CHARACTERS)
+            for line in deque(lines, maxlen=1):
+                text = one_line(visible_text(line.text), _LINE_CHARACTERS)
                 self._line, self._seen_at = f"{label([log])} | {text}", self._clock()
 
     def newest(self) -> str | None:

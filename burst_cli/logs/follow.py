@@ -43,11 +43,14 @@ def present_lines(log: LogFile, request: LogRequest, end: int | None = None) -> 
     return filter(request.matches, lines) if request.grep is not None else lines
 
 
-def show_folded(streams: Sequence[Iterable[Line]], printer: LogPrinter) -> None:
-    """Print the lines of logs, equal ones of several ranks as one."""
+def show_folded(streams: Sequence[Iterable[Line]], printer: LogPrinter) -> bool:
+    """Print the lines of logs, equal ones of several ranks as one; whether there was any."""
+    is_any = False
     for line, positions in merge_folded(streams):
         printer.line(line, positions)
+        is_any = True
     printer.flush()
+    return is_any
 
 
 def copy_raw(logs: Sequence[LogFile], request: LogRequest) -> None:
@@ -87,21 +90,20 @@ def json_lines(logs: Sequence[LogFile], request: LogRequest) -> dict[str, Any]:
 
 
 class LogFollow:
-    """Prints what the logs of a run hold and then what arrives in them, by arrival; `logs` grows as files appear."""
+    """Prints what the logs of a run hold and then what arrives in them, by arrival.
 
-    def __init__(
-        self, run: RunFolder, request: LogRequest, printer: LogPrinter, logs: list[LogFile], *, most: int
-    ) -> None:
-        self._run, self._request, self._printer, self._logs = run, request, printer, logs
-        self._most = most
+    The logs are those of the printer, to which files are added as they appear. most: bytes at a look.
+    """
+
+    def __init__(self, run: RunFolder, request: LogRequest, printer: LogPrinter, *, most: int) -> None:
+        self._run, self._request, self._printer, self._most = run, request, printer, most
         self._followers: list[LogFollower] = []
-        self._known = {log.path for log in logs}
+        self._known = {log.path for log in printer.logs}
         self._next_scan = 0.0
 
     def begin(self) -> None:
         """Print what is there, whole lines only, and stand behind it."""
-        ends = [complete_end(log.path) for log in self._logs]
-        pairs = list(zip(self._logs, ends, strict=True))
+        pairs = [(log, complete_end(log.path)) for log in self._printer.logs]
         show_folded([present_lines(log, self._request, end) for log, end in pairs], self._printer)
         self._followers = [LogFollower(log.path, end, self._request.matches) for log, end in pairs]
 
@@ -113,11 +115,11 @@ class LogFollow:
         for position, (_, skipped) in enumerate(arrived):
             if skipped:
                 self._printer.skipped(skipped, position)
-        return self._print([lines for lines, _ in arrived])
+        return show_folded([lines for lines, _ in arrived], self._printer)
 
     def finish(self) -> None:
         """Print last lines that have no end."""
-        self._print([follower.flush() for follower in self._followers])
+        show_folded([follower.flush() for follower in self._followers], self._printer)
 
     def until(self, ended: Callable[[], int | None]) -> int:
         """Follow until `ended` gives an exit code and the logs are quiet; that code."""
@@ -141,12 +143,8 @@ class LogFollow:
         for log in find_logs(self._run, self._request):
             if log.path not in self._known:
                 self._known.add(log.path)
-                self._logs.append(log)
+                self._printer.logs.append(log)
                 self._followers.append(LogFollower(log.path, 0, self._request.matches))
-
-    def _print(self, batches: Sequence[Sequence[Line]]) -> bool:
-        show_folded(batches, self._printer)
-        return any(batches)
 
 
 def _modified(log: LogFile) -> float:

@@ -165,7 +165,7 @@ def _show(run: RunFolder, found: list[LogFile], request: LogRequest, *, follow: 
             show_folded([present_lines(log, request) for log in found], printer)
         return 0
     most = SCREEN_BYTES if is_terminal else PIPE_BYTES
-    code = LogFollow(run, request, printer, found, most=most).until(RunWatch(run).ended)
+    code = LogFollow(run, request, printer, most=most).until(RunWatch(run).ended)
     state, why = run.read_state()["state"], ": its nodes cannot be asked" if code == UNKNOWN else ""
     text = f"{run.exp}/{run.run_id} {state}{why}; more: burst status {run.run_id}"
     render.stderr().print(text, style="dim", markup=False, soft_wrap=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,18 +105,19 @@ class LogFollower:
         self._inode: int | None = None
         self._is_torn = False  # the place is within a line whose beginning was passed over
 
-    def poll(self, most: int) -> tuple[list[Line], int]:
+    def poll(self, most: int) -> tuple[Iterator[Line], int]:
         """(the lines that are new, the bytes before them that were passed over): the last `most` bytes are read.
 
-        Reads nothing while nothing has changed.
+        Reads nothing while nothing has changed. All lines must be taken before the next call: a flood of short ones is
+        cut as it is taken, because as a list it would need fifty times its bytes.
         """
         try:
             facts = self.path.stat()
         except OSError:
-            return [], 0
-        lines: list[Line] = []
+            return iter(()), 0
+        before: list[Line] = []
         if (self._inode is not None and facts.st_ino != self._inode) or facts.st_size < self.offset:
-            lines += self.flush()
+            before = self.flush()
             self.offset, self._is_torn = 0, False
         self._inode = facts.st_ino
         skipped = max(0, facts.st_size - most - self.offset)
@@ -124,16 +125,14 @@ class LogFollower:
             self.offset += skipped
             skipped += self._cutter.held_bytes
             self._cutter, self._is_torn = LineCutter(), True
-        for block in _blocks(self.path, self.offset, facts.st_size):
-            self.offset += len(block)
-            begin = 0
-            if self._is_torn:
-                begin = block.find(b"\n") + 1
-                self._is_torn = begin == 0
-                skipped += begin or len(block)
-            if not self._is_torn:
-                lines += filter(self._matches, self._cutter.feed(block[begin:]))
-        return lines, skipped
+        new = b"".join(_blocks(self.path, self.offset, facts.st_size))
+        self.offset += len(new)
+        if self._is_torn:
+            end = new.find(b"\n") + 1
+            self._is_torn = end == 0
+            skipped += end or len(new)
+            new = new[end:] if end else b""
+        return filter(self._matches, chain(before, self._cutter.feed(new))), skipped
 
     def flush(self) -> list[Line]:
         """The last line, when the file ended without a line end."""

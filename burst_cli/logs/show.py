@@ -28,7 +28,7 @@ class LogPrinter:
     def __init__(
         self, out: TextIO, logs: list[LogFile], *, is_terminal: bool, has_colour: bool, is_raw: bool = False
     ) -> None:
-        self._out, self._logs = out, logs
+        self._out, self.logs = out, logs
         self._is_terminal, self._has_colour, self._is_raw = is_terminal, has_colour, is_raw
         self._labels: dict[tuple[int, ...], str] = {}
         self._width = max((len(label([log])) for log in logs), default=0)
@@ -49,7 +49,7 @@ class LogPrinter:
 
     def skipped(self, size: int, position: int) -> None:
         """Say how much of a log was left out, and where it is."""
-        text = f"... {binary_bytes(size)} not shown, see {self._logs[position].path}"
+        text = f"... {binary_bytes(size)} not shown, see {self.logs[position].path}"
         self._out.write(f"{self._prefix((position,))} {f'{_DIM}{text}{_RESET}' if self._has_colour else text}\n")
 
     def flush(self) -> None:
@@ -66,7 +66,7 @@ class LogPrinter:
         return self._labels[positions]
 
     def _painted(self, positions: tuple[int, ...]) -> str:
-        logs = [self._logs[position] for position in positions]
+        logs = [self.logs[position] for position in positions]
         text = label(logs)
         text = f"{text:<{self._width}} |"
         if not self._has_colour:

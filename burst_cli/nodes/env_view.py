@@ -14,6 +14,7 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.figures import count_of
+from burst_cli.nodes.check_view import STYLES
 from burst_cli.tables import listing
 from cluster.checks.finding import Finding, Verdict
 from cluster.env.facts import NodeEnvironment, Rail
@@ -25,8 +26,6 @@ from engine.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from cluster.env.ask import FleetEnvironment
-
-_STYLES = {Verdict.OK: "green", Verdict.WARN: "yellow", Verdict.UNKNOWN: "magenta", Verdict.FAIL: "red"}
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def report_view(report: CheckReport) -> RenderableType:
     """Findings, or differences, as a table; a line when all is as planned."""
     if report.findings is not None:
         rows = [
-            (one.node, Text(one.severity.value, _STYLES.get(one.severity, "")), one.observed, one.expected, one.remedy)
+            (one.node, Text(one.severity.value, STYLES[one.severity]), one.observed, one.expected, one.remedy)
             for one in report.findings
         ]
         return listing(("node", "", "observed", "expected", "what to do"), rows, ruled=True)

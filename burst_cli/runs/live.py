@@ -33,9 +33,10 @@ from cluster.control.hang import TRAINING_PHASE
 from cluster.control.link import NodeStatus
 from cluster.control.outcome import LaunchObserver
 from cluster.values import number
+from engine.runs.records import utc_now
 
 REFRESH_S = 0.2
-PLAIN_INTERVAL_S = 2.0
+PLAIN_INTERVAL_S, LOG_INTERVAL_S = 2.0, 60.0
 NARROW = 70
 TINY = 36  # no room for a bar
 _LOG_LOOK_S = _NODES_S = 1.0
@@ -51,10 +52,10 @@ _SHARE = 20  # drawing takes at most this part of the time of the controller, wh
 
 
 @contextlib.contextmanager
-def open_view(console: Console, progress: RunProgress) -> Iterator[LaunchObserver]:
-    """The view for this console: live on a terminal, lines on anything else."""
-    if not console.is_terminal:
-        yield PlainView(console, progress)
+def open_view(console: Console, progress: RunProgress, *, is_log: bool = False) -> Iterator[LaunchObserver]:
+    """The view for this console: live on a terminal, lines on anything else; with their times for a log."""
+    if is_log or not console.is_terminal:
+        yield PlainView(console, progress, is_log=is_log)
         return
     with Live(console=console, auto_refresh=False, transient=True) as live:  # no thread: `tick` refreshes
         yield LiveView(console, progress, live)
@@ -129,22 +130,31 @@ class LiveView(_View):
 class PlainView(_View):
     """Lines: phases, figures every few seconds and at the last step, nodes whose state changes or that are not well."""
 
-    def __init__(self, console: Console, progress: RunProgress, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        console: Console,
+        progress: RunProgress,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        is_log: bool = False,
+    ) -> None:
         super().__init__(console, progress, clock)
+        self._is_log = is_log
         self._next_nodes = 0.0
         self._shown_step = 0
         self._shown_phase = ""
         self._node_news = NodeNews()
 
     def tick(self) -> None:
-        """Print what is new, figures at most every PLAIN_INTERVAL_S."""
+        """Print what is new, figures at most every PLAIN_INTERVAL_S, in a log every LOG_INTERVAL_S."""
         progress = self._progress
         self._poll()
         if progress.phase != self._shown_phase:
             self._shown_phase = progress.phase
             self._say("", "", progress.phase)
-        if progress.step > self._shown_step and self._is_due():
-            self._next = self._clock() + PLAIN_INTERVAL_S
+        is_due = self._clock() >= self._next or progress.step == progress.total_steps
+        if progress.step > self._shown_step and is_due:
+            self._next = self._clock() + (LOG_INTERVAL_S if self._is_log else PLAIN_INTERVAL_S)
             self._shown_step = progress.step
             self._say("", "", plain_line(progress))
 
@@ -160,10 +170,8 @@ class PlainView(_View):
         """One line."""
         self._say("", "", _stop_text(cause, grace_s))
 
-    def _is_due(self) -> bool:
-        progress = self._progress
-        is_last = progress.step == progress.total_steps
-        return is_last or (self._clock() >= self._next and progress.step > self._shown_step)
+    def _say(self, label: str, style: str, text: str) -> None:
+        super()._say(f"{utc_now()} {label}" if self._is_log else label, style, text)
 
 
 class NodeNews:

@@ -197,7 +197,7 @@ def _controller(seen: RunState) -> dict[str, Any] | None:
     if found is None:
         return None
     detached = _is_detached(found.pid)
-    return {"pid": found.pid, "host": found.host, "since": found.since, "alive": True, "detached": detached}
+    return {"pid": found.pid, "host": found.host, "since": found.since, "detached": detached}
 
 
 def _node(status: NodeStatus, row: NodeRow) -> dict[str, Any]:

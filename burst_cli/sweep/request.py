@@ -1,19 +1,27 @@
-"""From the words after `burst sweep` to its plan and its lanes."""
+"""From the words after `burst sweep` to its plan and its lanes, and to the table at its end."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from rich.text import Text
+
+from burst_cli import render
+from burst_cli.app import EXIT_INTERRUPTED
 from burst_cli.compose import compose, sweep_axes
 from burst_cli.plan.memory_check import MemoryPlanner
 from burst_cli.runs.read import run_record
 from burst_cli.sweep.estimate import LaunchJudge, measured_runs
 from burst_cli.sweep.grammar import Axis, cells_of, check_axes
 from burst_cli.sweep.plan import SweepPlan, build_sweep, check_legal
-from burst_cli.sweep.runner import Lane
-from burst_cli.sweep.store import SweepFolder, sweeps_dir
+from burst_cli.sweep.runner import Lane, SweepManner, SweepRunner
+from burst_cli.sweep.store import SweepFolder, open_sweep, sweeps_dir
+from burst_cli.sweep.view import SweepView, cells_table, expectation, plan_view, tally
+from cluster.control.outcome import StopRequests
 from cluster.facts import probe_local_node
 from cluster.launch.runner import runner_for
 from cluster.ssh.nodes import parse_nodes
@@ -24,7 +32,10 @@ from engine.runs.folder import list_runs
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """What was typed. force: also cells that are expected not to fit. name: begins the id of the sweep."""
+    """What was typed. force: also cells that are expected not to fit. name: begins the id of the sweep.
+
+    price: of a device hour, for the estimate.
+    """
 
     overrides: tuple[str, ...]
     config_dirs: tuple[Path, ...]
@@ -33,16 +44,50 @@ class SweepRequest:
     force: bool = False
     skip_illegal: bool = False
     name: str | None = None
+    max_failures: int | None = None
+    retry: frozenset[str] = frozenset()
+    price: float | None = None
 
-    @property
-    def launch_arguments(self) -> tuple[str, ...]:
-        """Options that every launch of a cell gets."""
-        folders = [word for folder in self.config_dirs for word in ("--config-dir", str(folder.absolute()))]
-        return (*folders, *(("--force",) if self.force else ()))
+
+def sweep_request(request: SweepRequest, *, dry_run: bool, as_json: bool) -> int:
+    """The exit code of the sweep that `request` means, or 0 once a rehearsal has shown it."""
+    console = render.stderr()
+    with console.status("composing and checking the cells"):
+        plan, lanes = plan_sweep(request)
+    if dry_run:
+        if as_json:
+            render.emit_json(plan.to_dict())
+        else:
+            render.stdout().print(plan_view(plan, request.parallel, request.price))
+        return 0
+    console.print(expectation(plan, request.parallel, request.price), soft_wrap=True)
+    folder, was_there = open_sweep(request.runs_dir, plan)
+    how = "goes on in" if was_there else "is recorded in"
+    console.print(f"sweep {folder.sweep_id} {how} {folder.path}", style="dim", markup=False, soft_wrap=True)
+    folders = [word for one in request.config_dirs for word in ("--config-dir", str(one.absolute()))]
+    arguments = (*folders, *(("--force",) if request.force else ()))
+    manner = SweepManner(request.runs_dir, lanes, arguments, request.max_failures, request.retry)
+    stop = StopRequests()
+    with stop.listening(), SweepView(console).shown() as view:
+        cells = SweepRunner(folder, manner, view, stop).run()
+    _show_end(cells, folder, as_json=as_json)
+    failed = any(cell["state"] in ("failed", "pending", "running") for cell in cells)
+    return EXIT_INTERRUPTED if stop.count else int(failed)
+
+
+def _show_end(cells: list[dict[str, Any]], folder: SweepFolder, *, as_json: bool) -> None:
+    if as_json:
+        render.emit_json({"sweep_id": folder.sweep_id, "path": str(folder.path), "cells": cells})
+        return
+    console = render.stdout()
+    console.print(cells_table(cells, {}, console.width))
+    console.print(Text(f"{tally(cells)}\nmore: burst report --sweep {folder.sweep_id}"), soft_wrap=True)
 
 
 def plan_sweep(request: SweepRequest) -> tuple[SweepPlan, tuple[Lane, ...]]:
     """The checked plan and where its cells run. Raises ConfigError that names every mistake; nothing was created."""
+    if request.name is not None and not re.fullmatch(r"\w[\w.-]*", request.name, re.ASCII):
+        raise ConfigError(f"--name {request.name!r}: expected letters, digits, dots and dashes; it names a folder")
     axes = sweep_axes(request.overrides, request.config_dirs)
     check_axes(axes)
     facts = probe_local_node()

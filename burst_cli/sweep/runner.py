@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from burst_cli.app import EXIT_INTERRUPTED
 from burst_cli.sweep.store import SweepFolder, cell_now
 from burst_cli.sweep.view import SweepView
 from cluster.control.evidence import tail_text
@@ -28,7 +29,6 @@ from engine.runs.process import die_with_parent
 POLL_S = 0.2
 # A launch that is killed again and again without leaving a result is not tried for ever.
 MOST_LAUNCHES = 3
-EXIT_INTERRUPTED = 130
 _MESSAGE_BYTES = 4096
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+import enum
+from typing import Annotated
 
 import typer
 
-from burst_cli.app import EXIT_INTERRUPTED, new_verb
+from burst_cli.app import new_verb
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument, RunsDirOption
-
-if TYPE_CHECKING:
-    from burst_cli.sweep.plan import SweepPlan
-    from burst_cli.sweep.runner import Lane
-    from burst_cli.sweep.store import SweepFolder
+from engine.runs.folder import default_runs_dir
 
 app = new_verb()
+
+Retry = enum.StrEnum("Retry", "failed oom")
 
 
 @app.command()
@@ -33,8 +31,7 @@ def sweep(
         int | None, typer.Option("--max-failures", min=1, help="Start no more cells after so many failed ones.")
     ] = None,
     retry: Annotated[
-        list[str] | None,
-        typer.Option("--retry", metavar="RESULT", help="Run cells with this result again: failed, oom. Repeatable."),
+        list[Retry] | None, typer.Option("--retry", help="Run cells with this result again. May be repeated.")
     ] = None,
     skip_illegal: Annotated[
         bool, typer.Option("--skip-illegal", help="Record cells that cannot run as such, and run the others.")
@@ -66,80 +63,18 @@ def sweep(
     Ctrl-C once stops the running cells at the end of their step; twice kills them. Exit codes: 0 every cell has a
     result and none failed, 1 some failed, 2 usage or configuration, 130 interrupted.
     """
-    from burst_cli import render
-    from burst_cli.sweep.request import SweepRequest, plan_sweep
-    from burst_cli.sweep.view import expectation, plan_view
+    from burst_cli.sweep.request import SweepRequest, sweep_request
 
     request = SweepRequest(
-        tuple(overrides or ()), tuple(config_dir or ()), _root(runs_dir), parallel, force, skip_illegal, name
+        tuple(overrides or ()),
+        tuple(config_dir or ()),
+        (runs_dir or default_runs_dir()).absolute(),
+        parallel=parallel,
+        force=force,
+        skip_illegal=skip_illegal,
+        name=name,
+        max_failures=max_failures,
+        retry=frozenset(retry or ()),
+        price=price,
     )
-    retried = _retried(retry or [])
-    with render.stderr().status("composing and checking the cells"):
-        plan, lanes = plan_sweep(request)
-    if dry_run:
-        if as_json:
-            render.emit_json(plan.to_dict())
-        else:
-            render.stdout().print(plan_view(plan, parallel, price))
-        return
-    render.stderr().print(expectation(plan, parallel, price), soft_wrap=True)
-    cells, folder, interrupted = _run(plan, request.runs_dir, lanes, max_failures, retried, request.launch_arguments)
-    _conclude(cells, folder, as_json=as_json)
-    failed = any(cell["state"] in ("failed", "pending", "running") for cell in cells)
-    raise typer.Exit(EXIT_INTERRUPTED if interrupted else 1 if failed else 0)
-
-
-def _run(
-    plan: SweepPlan,
-    runs_dir: Path,
-    lanes: tuple[Lane, ...],
-    max_failures: int | None,
-    retry: frozenset[str],
-    arguments: tuple[str, ...],
-) -> tuple[list[dict[str, Any]], SweepFolder, bool]:
-    """(the cells at the end, the sweep's folder, whether it was interrupted)."""
-    from burst_cli import render
-    from burst_cli.sweep.runner import SweepManner, SweepRunner
-    from burst_cli.sweep.store import open_sweep
-    from burst_cli.sweep.view import SweepView
-    from cluster.control.outcome import StopRequests
-
-    folder, was_there = open_sweep(runs_dir, plan)
-    console = render.stderr()
-    how = "goes on in" if was_there else "is recorded in"
-    console.print(f"sweep {folder.sweep_id} {how} {folder.path}", style="dim", markup=False, soft_wrap=True)
-    manner = SweepManner(runs_dir, lanes, arguments, max_failures, retry)
-    stop = StopRequests()
-    with stop.listening(), SweepView(console).shown() as view:
-        cells = SweepRunner(folder, manner, view, stop).run()
-    return cells, folder, stop.count > 0
-
-
-def _conclude(cells: list[dict[str, Any]], folder: SweepFolder, *, as_json: bool) -> None:
-    from rich.text import Text
-
-    from burst_cli import render
-    from burst_cli.sweep.view import cells_table, tally
-
-    if as_json:
-        render.emit_json({"sweep_id": folder.sweep_id, "path": str(folder.path), "cells": cells})
-        return
-    console = render.stdout()
-    console.print(cells_table(cells, {}, console.width))
-    console.print(Text(tally(cells)))
-    console.print(Text(f"more: burst report --sweep {folder.sweep_id}"), soft_wrap=True)
-
-
-def _root(runs_dir: Path | None) -> Path:
-    from engine.runs.folder import default_runs_dir
-
-    return (runs_dir or default_runs_dir()).absolute()
-
-
-def _retried(names: list[str]) -> frozenset[str]:
-    from engine.config.errors import ConfigError
-
-    unknown = sorted(set(names) - {"failed", "oom"})
-    if unknown:
-        raise ConfigError(f"--retry {unknown[0]}: expected failed or oom")
-    return frozenset(names)
+    raise typer.Exit(sweep_request(request, dry_run=dry_run, as_json=as_json))

@@ -113,11 +113,12 @@ def check_nodes(
             return _judge(NodeFacts(probe, config), answer_findings(probe), options.groups)
 
         def tell(outcome: Outcome[_Node]) -> None:
-            observer.finished(report(outcome, _node(outcome).findings))
+            found = tuple(one for one in _node(outcome).findings if options.selection.wants(one.check))
+            observer.finished(NodeReport(outcome.host.name, found, outcome.elapsed_s))
 
         def report(outcome: Outcome[_Node], findings: Sequence[Finding]) -> NodeReport:
             name = outcome.host.name
-            return NodeReport(name, options.selection.apply(name, findings), outcome.elapsed_s)
+            return NodeReport(name, options.selection.apply(name, findings, tests), outcome.elapsed_s)
 
         outcomes = fan_out(hosts, work, on_outcome=tell)
         nodes = {name: _node(outcome) for name, outcome in outcomes.items()}
@@ -139,8 +140,8 @@ def check_this_machine(config: ClusterConfig, options: CheckOptions) -> FleetRep
     node = _judge(NodeFacts(probe, config), answer_findings(probe)[1:], options.groups)
     findings, notes = _compare({probe.node: node}, options.groups, clocks=False)
     elapsed_s = time.monotonic() - begin
-    report = NodeReport(probe.node, options.selection.apply(probe.node, findings[probe.node]), elapsed_s)
-    return FleetReport({probe.node: report}, elapsed_s, notes)
+    found = options.selection.apply(probe.node, findings[probe.node], options.tests_between(config))
+    return FleetReport({probe.node: NodeReport(probe.node, found, elapsed_s)}, elapsed_s, notes)
 
 
 class _Connections:

@@ -39,16 +39,18 @@ class Selection:
             return True
         return (not self.only or _covers(self.only, check)) and not _covers(self.skip, check)
 
-    def apply(self, node: str, findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    def apply(self, node: str, findings: Iterable[Finding], between: Iterable[str] = ()) -> tuple[Finding, ...]:
         """The findings of a node that are wanted, with UNKNOWN for every check that --only names and that gave nothing.
 
-        What nobody looked at does not pass; of a node that was not reached that is said already.
+        What nobody looked at does not pass; of a node that was not reached that is said already. between: checks that
+        need other nodes.
         """
         found = tuple(finding for finding in findings if self.wants(finding.check))
         if any(finding.check == ssh.REACH and finding.severity is not Verdict.OK for finding in found):
             return found
+        why = dict.fromkeys(between, "it is made between nodes, and no other was reached")
         missing = (
-            Finding(word, node, Verdict.UNKNOWN, "this check gave no result", "a result")
+            Finding(word, node, Verdict.UNKNOWN, why.get(word, "this check gave no result"), "a result")
             for word in self.only
             if _group(word) != SSH_GROUP and not any(_covers((word,), finding.check) for finding in found)
         )

@@ -39,6 +39,7 @@ def test_help_lists_every_verb_with_its_line(burst) -> None:
     for verb in VERBS:
         assert verb.name in result.out
         assert verb.help in result.out
+    assert "<bool>" not in result.out
 
 
 def test_no_verb_shows_the_help_and_is_a_usage_error(burst) -> None:

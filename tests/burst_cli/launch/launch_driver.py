@@ -21,8 +21,8 @@ from engine.config.settings import DataConfig, RunConfig, TrainConfig
 from engine.runs.folder import new_run_path
 
 
-def main() -> int:
-    runs_dir, flags = Path(sys.argv[1]), sys.argv[2:]
+def launch(runs_dir: Path, *flags: str) -> int:
+    """The exit code of a launch into a new run folder below `runs_dir`."""
     corpus = runs_dir.parent / "corpus.txt"
     if not corpus.exists():
         corpus.write_text("to be or not to be\n" * 500)
@@ -42,4 +42,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch(Path(sys.argv[1]), *sys.argv[2:]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from rich.console import Console
+from launch_driver import launch
 from testkit import PYTHON_PATH
 from testkit.fault_rig import confirm
 from testkit.fault_table import AROUND_RANKS
@@ -25,9 +24,10 @@ from testkit.waiting import wait_for
 
 from burst_cli.app import main
 from burst_cli.compose import compose
-from burst_cli.launch.launching import prepare_data, saved_line
-from engine.config.errors import ConfigError, DataError
-from engine.config.settings import DataConfig, ModelConfig, RunConfig, TrainConfig, dump_config
+from burst_cli.launch.launching import conclude, saved_line
+from cluster.control.outcome import LaunchOutcome, Leftover
+from engine.config.settings import RunConfig, dump_config
+from engine.data.tokenizers import train_bpe
 from engine.runs.folder import RunFolder, create_run, list_runs
 
 ROOT = Path(__file__).parents[3]
@@ -152,13 +152,30 @@ def test_plan_script_runs_the_same_ranks_again(completed: Launch) -> None:
     assert (run.path / "attempts" / "1" / "metrics.jsonl").exists()
 
 
-def test_json_is_the_only_thing_on_stdout(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, "ok", "--json")
-    assert launch.end() == 0
-    document = json.loads(launch.stdout)
-    assert document["status"] == "completed"
-    assert (document["run_id"], document["path"]) == (launch.run.run_id, str(launch.run.path))
-    assert (document["steps"], document["step_time_s"], document["mfu"]) == (5, 0.5, None)
+def launched_here(folder: Path, monkeypatch: pytest.MonkeyPatch, mode: str, *flags: str) -> int:
+    """The exit code of a launch by this very process."""
+    monkeypatch.setenv("FAKE_MODE", mode)
+    monkeypatch.setenv("PYTHONPATH", PYTHON_PATH)
+    return launch(folder / "runs", *flags)
+
+
+def test_json_is_the_only_thing_on_stdout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launched_here(tmp_path, monkeypatch, "ok", "--json") == 0
+    out, err = capsys.readouterr()
+    document, (run,) = json.loads(out), list_runs(tmp_path / "runs")
+    assert (
+        document.items()
+        >= {
+            **{"run_id": run.run_id, "exp": "tiny", "path": str(run.path), "status": "completed", "lost": False},
+            **{"steps": 5, "step_time_s": 0.5, "mfu": None, "exit_code": 0, "failure": None},
+        }.items()
+    )
+    assert (document["leftover"], document["socket_fallback"]) == ([], [])
+    assert err.splitlines()[-1].startswith("step 5/5  loss 0.8000 ")
+    heading = f"tiny/{run.run_id}  2 ranks, gloo (on the CPU: 0 visible GPUs for 2 ranks)"
+    assert [heading, str(run.path)] == [line for line in err.splitlines() if run.run_id in line]
 
 
 # --- a run that fails -------------------------------------------------------------------------------------------------
@@ -180,10 +197,11 @@ def test_block_holds_no_terminal_escapes_of_the_ranks(failed: Launch) -> None:
     assert "\x1b" not in failed.stderr
 
 
-def test_failed_run_with_json_still_prints_one_document(tmp_path: Path) -> None:
-    launch = Launch(tmp_path, "config", "--json")
-    assert launch.end() == 2
-    document = json.loads(launch.stdout)
+def test_failed_run_with_json_still_prints_one_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launched_here(tmp_path, monkeypatch, "config", "--json") == 2
+    document = json.loads(capsys.readouterr().out)
     assert (document["status"], document["exit_code"]) == ("failed", 2)
     assert "train.seq_len is odd" in document["failure"]["message"]
 
@@ -274,22 +292,23 @@ def test_runs_dir_that_cannot_be_written_is_refused_before_any_work(
     assert "Traceback" not in captured.err
 
 
-def small_data(tmp_path: Path) -> DataConfig:
+@pytest.mark.parametrize(
+    ("settings", "code", "said"),
+    [
+        (("model.vocab_size=270",), 2, "model.vocab_size=270 is too small: the data has tokens up to 279"),
+        (("train.seq_len=100000", "--force"), 1, "train.seq_len"),
+    ],
+)
+def test_data_that_does_not_suit_the_model_leaves_no_run(
+    burst: Any, tmp_path: Path, settings: tuple[str, ...], code: int, said: str
+) -> None:
     (tmp_path / "corpus.txt").write_text("to be or not to be\n" * 500)
-    paths = (str(tmp_path / "corpus.txt"),)
-    return DataConfig(format="text", paths=paths, prepared_dir=str(tmp_path / "ready"), validation_fraction=0.2)
-
-
-def test_model_that_does_not_know_every_token_is_refused(tmp_path: Path) -> None:
-    config = RunConfig(data=small_data(tmp_path), model=ModelConfig(vocab_size=10), train=TrainConfig(seq_len=64))
-    with pytest.raises(ConfigError, match=r"model\.vocab_size=10 is too small"):
-        prepare_data(config, Console(file=io.StringIO()))
-
-
-def test_data_shorter_than_one_sequence_is_refused(tmp_path: Path) -> None:
-    config = RunConfig(data=small_data(tmp_path), model=ModelConfig(vocab_size=512), train=TrainConfig(seq_len=10**6))
-    with pytest.raises(DataError, match=r"train\.seq_len"):
-        prepare_data(config, Console(file=io.StringIO()))
+    train_bpe(["the quick brown fox jumps over the lazy dog " * 20], 280).save(tmp_path)
+    paths = (f"data.paths=[{tmp_path}/corpus.txt]", f"data.tokenizer={tmp_path}/tokenizer.json")
+    data = ("data=text", *paths, f"data.prepared_dir={tmp_path}/ready")
+    result = burst("launch", "exp=tiny", *data, "data.validation_fraction=0.2", *settings)
+    assert (result.code, said in result.err) == (code, True), result.err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_data_that_cannot_be_read_leaves_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -297,6 +316,53 @@ def test_data_that_cannot_be_read_leaves_no_run(tmp_path: Path, capsys: pytest.C
     assert main(["launch", "exp=tiny", *overrides, "--runs-dir", str(tmp_path / "runs")]) in (1, 2)
     assert "missing.txt" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+EVALUATED = {
+    **{"evaluated_run": "20260101-000000-bbbbbb", "evaluated_step": 80, "seq_len": 8192},
+    **{"final_validation_loss": 2.5, "final_validation_bits_per_byte": 1.25},
+}
+
+
+@pytest.mark.parametrize(
+    ("state", "summary", "told"),
+    [
+        (
+            "completed",
+            {
+                **{"steps": 120, "dropped_steps": 3, "final_train_loss": 2.0, "tokens_per_s_per_device": 12345.0},
+                **{"final_validation_loss": 2.5, "mfu": 0.25, "peak_memory_bytes": 2**30},
+            },
+            [
+                "120 steps (3 dropped)  train loss 2.0000  validation loss 2.5000  tokens/s per device 12.3K  MFU 25%"
+                "  peak memory 1 GiB",
+                "more: burst report 20260101-000000-abcdef",
+                "weights: nothing was saved; train.checkpoint.at_end=true saves them",
+            ],
+        ),
+        (
+            "cancelled",
+            EVALUATED,
+            [
+                "weights of 20260101-000000-bbbbbb after step 80",
+                "validation loss 2.5000  bits/byte 1.2500 on sequences of 8,192 tokens",
+                "more: burst report 20260101-000000-abcdef",
+            ],
+        ),
+    ],
+)
+def test_the_end_tells_figures_of_a_training_and_findings_of_an_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str, summary: dict[str, Any], told: list[str]
+) -> None:
+    run = create_run(tmp_path / "tiny" / "20260101-000000-abcdef", {"config.yaml": dump_config(RunConfig())})
+    for step in ("starting", "running"):
+        run.transition(step)
+    run.write_summary(summary)
+    run.transition(state)
+    conclude(run, LaunchOutcome(state, 0, leftover=(Leftover("tb1", (4711,)),)), 65.0, as_json=False)
+    out, err = capsys.readouterr()
+    assert [line.rstrip() for line in out.splitlines()] == [f"{state} tiny/{run.run_id} in 1:05", *told]
+    assert err == "warning: may still run: tb1: processes 4711\n"
 
 
 def test_the_last_line_says_where_the_weights_are_or_that_there_are_none(tmp_path: Path) -> None:

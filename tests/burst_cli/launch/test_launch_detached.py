@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,6 @@ from cluster.control.settle import request_cancel, settle
 from engine.runs.folder import RunFolder, list_runs
 from engine.runs.process import process_start
 
-ROOT = Path(__file__).parents[3]
 DRIVER = Path(__file__).parent / "launch_driver.py"
 END_S = 60.0
 GONE_S = 10.0
@@ -62,10 +62,11 @@ def ended(run: RunFolder) -> str:
 
 def test_launcher_returns_once_the_ranks_run_and_names_the_verbs(folder: Path) -> None:
     done = detach(folder, "wait")
-    run = the_run(folder)
+    run, controller = the_run(folder), find_controller(the_run(folder))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"burst {verb} {run.run_id}" for verb in ("status", "logs", "cancel")]
-    assert find_controller(run) is not None
+    assert controller is not None
+    assert done.stderr.splitlines()[-1] == f"it goes on in the background, led by process {controller.pid}"
     assert run.read_state()["lease_s"] is None
     assert request_cancel(run).state == "cancelled"
     assert run_processes(run.run_id) == []
@@ -79,17 +80,18 @@ def test_detached_run_comes_to_its_end_alone(folder: Path) -> None:
     assert ended(run) == "completed"
     wait_for(lambda: process_start(document["controller_pid"]) is None)  # it says how it went once it leads no more
     log = (run.path / CONTROLLER_LOG).read_text()
-    assert "completed tiny/" in log
+    assert re.search(r"^20\S+Z starting the ranks$", log, re.MULTILINE)
+    assert re.search(r"^20\S+Z step 5/5  loss 0\.8000 ", log, re.MULTILINE)
+    assert "\ncompleted tiny/" in log
     assert "\x1b" not in log
 
 
 def test_failure_of_the_start_is_shown_in_the_foreground(folder: Path) -> None:
     done = detach(folder, "ok", "--broken")
     run = the_run(folder)
-    assert done.returncode == 1
+    assert (done.returncode, done.stdout, run.read_state()["state"]) == (1, "", "failed")
     assert "FAILED" in done.stderr
     assert "/no/such/python" in done.stderr
-    assert (run.read_state()["state"], done.stdout) == ("failed", "")
 
 
 def test_ranks_outlive_a_controller_in_the_background_and_can_still_be_stopped(folder: Path) -> None:

@@ -88,30 +88,34 @@ def test_long_line_is_kept_in_part_and_the_rest_counted(tmp_path: Path) -> None:
 # --- following --------------------------------------------------------------------------------------------------------
 
 
+def new_lines(follower: LogFollower) -> list[bytes]:
+    return [line.text for line in follower.poll(AMPLE)[0]]
+
+
 def test_follower_gives_each_line_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
     path = write(tmp_path, b"old\none\ntw")
     follower = LogFollower(path, 4)
-    assert [line.text for line in follower.poll(AMPLE)[0]] == [b"one"]
+    assert new_lines(follower) == [b"one"]
     with path.open("ab") as file:
         file.write(b"o\n")
-    assert [line.text for line in follower.poll(AMPLE)[0]] == [b"two"]
-    assert follower.poll(AMPLE)[0] == []
+    assert new_lines(follower) == [b"two"]
+    assert new_lines(follower) == []
     with path.open("ab") as file:
         file.write(b"torn")
-    assert follower.poll(AMPLE)[0] == []
+    assert new_lines(follower) == []
     assert [line.text for line in follower.flush()] == [b"torn"]
 
 
 def test_follower_begins_anew_when_the_file_is_replaced_or_shrinks(tmp_path: Path) -> None:
     path = write(tmp_path, b"first attempt\nand more of it\n")
     follower = LogFollower(path)
-    follower.poll(AMPLE)
+    new_lines(follower)
     write(tmp_path, b"short\n")
-    assert [line.text for line in follower.poll(AMPLE)[0]] == [b"short"]
+    assert new_lines(follower) == [b"short"]
     path.rename(tmp_path / "rank0000.log.1")
-    assert follower.poll(AMPLE)[0] == []
+    assert new_lines(follower) == []
     write(tmp_path, b"a new file\n")
-    assert [line.text for line in follower.poll(AMPLE)[0]] == [b"a new file"]
+    assert new_lines(follower) == [b"a new file"]
 
 
 @given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=20), most=st.integers(1, 50))
@@ -136,7 +140,8 @@ def test_line_whose_beginning_was_passed_over_is_not_shown_as_a_line(tmp_path: P
     path = write(tmp_path, b"")
     follower = LogFollower(path)
     path.write_bytes(b"x" * 100_000)
-    assert follower.poll(1000) == ([], 100_000)
+    lines, skipped = follower.poll(1000)
+    assert (list(lines), skipped) == ([], 100_000)
     with path.open("ab") as file:
         file.write(b"the end of it\nwhole\n")
     lines, skipped = follower.poll(1000)
@@ -217,3 +222,13 @@ def test_memory_is_bounded_whatever_the_size_of_files_and_lines(tmp_path: Path) 
     tracemalloc.stop()
     assert count == 64 * 50
     assert peak < 16 * MIB
+
+
+def test_a_flood_of_short_lines_needs_little_more_than_its_bytes(tmp_path: Path) -> None:
+    follower = LogFollower(write(tmp_path, b"\n" * (MIB // 8)))
+    tracemalloc.start()
+    count = sum(1 for _ in follower.poll(AMPLE)[0])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert count == MIB // 8
+    assert peak < MIB  # as a list: 8 MiB

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from testkit.run_maker import make_run, write_log
 from testkit.terminal import on_terminal
-from testkit.waiting import wait_for
 
 from burst_cli.figures import fold_numbers
-from burst_cli.logs.files import parse_ranks, visible_text
+from burst_cli.logs.files import LogRequest, find_logs, parse_ranks, visible_text
+from burst_cli.logs.follow import LogFollow
 from burst_cli.logs.read import KEEP_BYTES
-from burst_cli.logs.show import SCREEN_CHARACTERS
+from burst_cli.logs.show import SCREEN_CHARACTERS, LogPrinter
 from engine.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -124,16 +124,22 @@ def test_raw_is_the_bytes_as_they_stand(capfdbinary, run: RunFolder, monkeypatch
     kept, told = capfdbinary.readouterr()
     assert kept == content[: content.index(b"x") + KEEP_BYTES] + b"\n"
     assert b"long lines, 1 of them, end after 16384 bytes" in told
+    assert main(["logs", "--raw", "--ranks", "0", "--grep", "red", "-f"]) == 0
+    assert capfdbinary.readouterr().out == content[: content.index(b"x")]
 
 
 def test_json_is_one_document_with_every_line_of_every_rank(burst, run: RunFolder) -> None:
-    document = json.loads(burst("logs", "--json", "--ranks", "1-2").out)
-    assert (document["run_id"], document["status"], document["left_out"]) == (run.run_id, "completed", 0)
-    assert [(line["node"], line["rank"], line["text"]) for line in document["lines"]] == [
-        (node, rank, text)
-        for node, rank in (("tb1", 1), ("tb2", 2))
-        for text in ("importing", f"rank {rank} is here", "step 1")
-    ]
+    write_log(run, "tb2", 2, b"x" * (KEEP_BYTES + 5))
+    assert json.loads(burst("logs", "--json", "--ranks", "1-2").out) == {
+        **{"run_id": run.run_id, "exp": "tiny", "path": str(run.path), "status": "completed", "left_out": 0},
+        "lines": [
+            *(
+                {"node": "tb1", "rank": 1, "log": "rank0001", "text": text}
+                for text in ("importing", "rank 1 is here", "step 1")
+            ),
+            {"node": "tb2", "rank": 2, "log": "rank0002", "text": "x" * KEEP_BYTES, "cut_bytes": 5},
+        ],
+    }
 
 
 # --- what logs may hold -----------------------------------------------------------------------------------------------
@@ -217,84 +223,57 @@ def test_ranks_are_folded_as_they_are_parsed() -> None:
 # --- following --------------------------------------------------------------------------------------------------------
 
 
-class Reader:
-    """Reads a pipe in a thread, so that nothing blocks."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.process, self.lines = process, list[str]()
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip("\n"))
-
-    def wait_for(self, part: str) -> None:
-        wait_for(lambda: any(part in line for line in self.lines), lambda: f"{part!r} in {self.lines[-5:]}", END_S)
-
-    def end(self) -> int:
-        code = self.process.wait(END_S)
-        self.close()
-        return code
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._thread.join(END_S)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-
-@pytest.fixture
-def reader(living: RunFolder) -> Iterator[Reader]:
-    """`burst logs -f` of a living run whose rank 0 has said `one` and, without a line end, `tw`."""
-    write_log(living, "tb1", 0, "one\ntw")
-    process = start_logs(runs_dir(living), "-f")
-    reading = Reader(process)
-    yield reading
-    reading.close()
-
-
 def append(path: Path, text: str) -> None:
     with path.open("a") as file:
         file.write(text)
 
 
 @pytest.mark.parametrize(("state", "code"), [("completed", 0), ("failed", 1), ("cancelled", 130)])
-def test_follows_files_old_new_and_replaced_to_the_end(
-    living: RunFolder, reader: Reader, state: str, code: int
-) -> None:
-    reader.wait_for("one")
-    first = living.log_path("tb1", 0)
-    append(first, "o\n")
-    reader.wait_for("tb1:0 | two")
-    write_log(living, "tb1", 1, "a new file\n")
-    reader.wait_for("tb1:1 | a new file")
-    first.rename(first.with_suffix(".log.1"))
-    write_log(living, "tb1", 0, "after rotation\n")
-    reader.wait_for("tb1:0 | after rotation")
-    append(first, "last words")
+def test_following_ends_with_the_run_and_says_how_it_ended(burst, living: RunFolder, state: str, code: int) -> None:
+    write_log(living, "tb1", 0, "one\nlast words")
     living.transition(state)
-    assert reader.end() == code
-    texts = [line.partition("| ")[2] for line in reader.lines]
-    assert texts == ["one", "two", "a new file", "after rotation", "last words"]
+    result = burst("logs", "-f")
+    assert (result.code, result.out) == (code, "tb1:0 | one\ntb1:0 | last words\n")
+    assert result.err == f"tiny/{living.run_id} {state}; more: burst status {living.run_id}\n"
 
 
-def test_of_a_flood_it_is_said_what_is_left_out_and_where_it_is(living: RunFolder, reader: Reader) -> None:
-    reader.wait_for("one")
-    path = living.log_path("tb1", 0)
-    append(path, "o\n" + "a step of a loop that nobody meant to log\n" * 250_000 + "the end of it\n")
-    reader.wait_for("the end of it")
-    living.transition("completed")
-    assert reader.end() == 0
-    assert [str(path) in line for line in reader.lines if "not shown, see" in line] == [True]
+def test_files_are_followed_from_when_they_appear_through_rotation_to_their_last_words(living: RunFolder) -> None:
+    first = living.log_path("tb1", 0)
+    story: list[tuple[Callable[[], object], str]] = [
+        (lambda: write_log(living, "tb1", 0, "one\ntw"), "tb1:0 | one"),
+        (lambda: append(first, "o\n"), "tb1:0 | two"),
+        (lambda: write_log(living, "tb1", 1, "a new file\n"), "tb1:1 | a new file"),
+        (lambda: first.rename(first.with_suffix(".log.1")), ""),
+        (lambda: write_log(living, "tb1", 0, "after rotation\n"), "tb1:0 | after rotation"),
+        (lambda: append(first, "last words"), ""),
+    ]
+    told = [text for _, text in story if text] + ["tb1:0 | last words"]
+    stream, awaited = io.StringIO(), [""]
+
+    def ended() -> int | None:
+        """What happens next, once what happened before is told; then the run has ended."""
+        if awaited[0] not in stream.getvalue():
+            return None
+        if not story:
+            return 7
+        happens, awaited[0] = story.pop(0)
+        happens()
+        return None
+
+    printer = LogPrinter(stream, [], is_terminal=False, has_colour=False)
+    assert LogFollow(living, LogRequest(), printer, most=10_000).until(ended) == 7
+    assert stream.getvalue().splitlines() == told
 
 
-def test_follow_without_any_log_yet_waits(living: RunFolder) -> None:
-    reading = Reader(start_logs(runs_dir(living), "-f"))
-    time.sleep(1.0)
-    write_log(living, "tb1", 0, "here I am\n")
-    reading.wait_for("here I am")
-    living.transition("completed")
-    assert reading.end() == 0
+def test_of_a_flood_it_is_said_what_is_left_out_and_where_it_is(living: RunFolder) -> None:
+    path = write_log(living, "tb1", 0, "one\n")
+    stream, calls = io.StringIO(), iter([lambda: append(path, "0123456\n" * 2000 + "the end\n")])
+
+    def ended() -> int | None:
+        return 0 if (flood := next(calls, None)) is None else flood()
+
+    printer = LogPrinter(stream, find_logs(living, LogRequest()), is_terminal=False, has_colour=False)
+    assert LogFollow(living, LogRequest(), printer, most=10_000).until(ended) == 0
+    lines = [line.removeprefix("tb1:0 | ") for line in stream.getvalue().splitlines()]
+    # Of 16,008 bytes 10,000 are read, and the line at their beginning may be the end of a longer one.
+    assert lines == ["one", f"... 5.88 KiB not shown, see {path}", *["0123456"] * 1248, "the end"]

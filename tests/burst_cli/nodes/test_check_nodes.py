@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from burst_cli.nodes.check_nodes import Output, run_check
 from burst_cli.nodes.check_view import CheckView, print_changes, print_report
 from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
 from cluster.checks.run import CheckOptions
+from cluster.checks.selection import Selection
 from cluster.errors import SshError, SshFailure
 from engine.config.settings import RunConfig
 
@@ -132,6 +134,24 @@ def test_without_nodes_or_when_asked_to_this_machine_is_checked(
     (node,) = document["nodes"].values()
     assert {finding["check"] for finding in node["findings"]} <= {"host.memory", "host.nofile"}
     assert "ssh.reach" not in str(node)
+
+
+def test_a_check_between_nodes_says_that_it_needs_another(burst: Burst) -> None:
+    result = burst("check-nodes", "--local", "--only", "net.pairs")
+    assert (result.code, "net.pairs: it is made between nodes, and no other was reached" in result.out) == (3, True)
+
+
+def test_what_is_found_between_nodes_is_not_missed_before_it_is_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    def look(connections: Any, nodes: Any) -> list[Finding]:
+        return [Finding("host.pair", name, Verdict.WARN, "slow") for name in nodes]
+
+    fleet = FakeFleet({"n1": HEALTHY, "n2": HEALTHY})
+    group = replace(GROUPS[0], compared={"host.pair": ""}, between=lambda config: {"host.pair": look})
+    options = CheckOptions(Selection(only=("host.pair",)), all_groups=(group,), connect=fleet.connect)
+    assert run_check(fleet.hosts, RunConfig(), options, Output()) == 0
+    out, err = capsys.readouterr()
+    assert sorted(line.partition(" ")[2] for line in err.splitlines()) == ["n1: OK", "n2: OK"]
+    assert out.splitlines()[:2] == ["n[1-2]: WARN", "  WARN    host.pair: slow"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from testkit.run_maker import make_run, write_node
 from testkit.waiting import wait_for
 
 from burst_cli.runs.cancel import cancelled_text, result_of
-from burst_cli.runs.choose import living_runs
 from cluster.control.attempt import RunState
 
 
@@ -65,20 +64,22 @@ def test_run_that_never_began_is_cancelled(burst, root: Path) -> None:
     assert run.read_state()["state"] == "cancelled"
 
 
-def test_all_means_those_that_have_not_ended(burst, root: Path) -> None:
+def test_all_means_those_that_have_begun_and_not_ended(burst, root: Path) -> None:
     make_run(root, state="completed")
+    make_run(root, "tiny/20260102-000000-bbbbbb", state="planned")
     result = burst("cancel", "--all")
     assert (result.code, result.out) == (0, "All runs have ended.\n")
     assert json.loads(burst("cancel", "--all", "--json").out) == {"runs": [], "exit_code": 0}
 
 
 def test_mistakes_are_named(burst, root: Path) -> None:
-    make_run(root, state="running")
+    make_run(root, state="starting")
     make_run(root, "tiny/20260102-000000-bbbbbb", state="running")
     assert burst("cancel", "--all", "aaaaaa").code == 2
     several = burst("cancel")
     assert several.code == 2
-    assert "2 runs have not ended" in several.err
+    names = "tiny/20260102-000000-bbbbbb, tiny/20260101-000000-aaaaaa"
+    assert f"2 runs have not ended: {names}. Say which one" in several.err
     assert burst("cancel", "cccccc").code == 2
 
 
@@ -91,25 +92,35 @@ def test_run_that_no_launcher_started_cannot_be_stopped_from_here(burst, root: P
 
 
 def test_nodes_that_cannot_be_reached_are_named_and_the_end_is_unknown(root: Path) -> None:
-    run = make_run(root, state="cancelled", nodes={"tb1": 2, "tb2": 2, "tb3": 2})
+    run = make_run(root, state="cancelled", nodes={"tb1": 2, "tb2": 2, "tb3": 2}, steps=7)
     for node in ("tb1", "tb2"):
         write_node(run, node, outcome={"exit_code": 1, "cause": "stop", "stop_cause": "burst cancel"})
     text = "tb3: no route to host; its ranks end by themselves 60 s after it last heard of a launcher"
     result = result_of(run, "running", RunState({"state": "cancelled", "leftover": [text]}))
-    assert result.exit_code == 3
-    shown = cancelled_text(result).plain
-    assert "tb[1-2]: stopped (burst cancel)" in shown
-    assert "tb3: never started" in shown
-    assert f"may still run: {text}" in shown
+    assert result.to_dict() == {
+        **{"run_id": run.run_id, "exp": "tiny", "path": str(run.path), "step": 7},
+        **{"status": "cancelled", "status_before": "running", "problem": None, "exit_code": 3},
+        **{"nodes": {"stopped (burst cancel)": ["tb1", "tb2"], "never started": ["tb3"]}, "leftover": [text]},
+    }
+    assert cancelled_text(result).plain.splitlines() == [
+        f"cancelled tiny/{run.run_id} after step 7",
+        "  tb[1-2]: stopped (burst cancel)",
+        "  tb3: never started",
+        f"  may still run: {text}",
+    ]
 
 
 def test_run_that_does_not_end_in_time_is_unknown(root: Path) -> None:
     run = make_run(root, state="running")
-    result = result_of(
-        run, "running", RunState({"state": "running"}, problem="it was asked to stop, but has not ended")
-    )
-    assert (result.exit_code, result.to_dict()["problem"]) == (3, "it was asked to stop, but has not ended")
-    assert cancelled_text(result).plain.startswith("not stopped tiny/")
+    write_node(run, "tb1", supervisor={"phase": "running"})
+    problem = "it was asked to stop, but has not ended"
+    result = result_of(run, "running", RunState({"state": "running"}, problem=problem))
+    assert result.exit_code == 3
+    assert cancelled_text(result).plain.splitlines() == [
+        f"not stopped tiny/{run.run_id}",
+        "  tb1: nothing was heard of its end",
+        f"  {problem}",
+    ]
 
 
 def test_handlers_of_signals_are_restored(burst, root: Path) -> None:
@@ -117,11 +128,3 @@ def test_handlers_of_signals_are_restored(burst, root: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
     burst("cancel")
     assert signal.getsignal(signal.SIGINT) == before
-
-
-def test_every_run_that_has_begun_and_not_ended_is_one_that_lives(tmp_path: Path) -> None:
-    runs = [
-        make_run(tmp_path, f"tiny/20260101-000000-{state}", state=state)
-        for state in ("planned", "starting", "running", "completed", "failed")
-    ]
-    assert [run.run_id.rpartition("-")[2] for run in living_runs(runs)] == ["starting", "running"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,86 +31,143 @@ def status_of(burst, *argv: str) -> dict:
     return json.loads(burst("status", "--json", *argv).out)
 
 
+ID = "20260101-000000-aaaaaa"
+RESUME = f"burst resume {ID}"
+FOLLOW_OR_STOP = [f"burst logs -f {ID}", f"burst cancel {ID}"]
+
+
 @pytest.mark.parametrize(
-    ("state", "code"),
-    [("planned", 0), ("starting", 0), ("running", 0), ("completed", 0), ("failed", 1), ("oom", 1), ("cancelled", 130)],
+    ("state", "code", "commands"),
+    [
+        ("planned", 0, [RESUME]),
+        ("starting", 0, FOLLOW_OR_STOP),
+        ("running", 0, FOLLOW_OR_STOP),
+        ("completed", 0, [f"burst report {ID}"]),
+        ("failed", 1, [f"burst logs {ID}", RESUME]),
+        ("oom", 1, [f"burst logs {ID}", RESUME]),
+        ("cancelled", 130, [RESUME]),
+    ],
 )
-def test_exit_code_tells_the_state(burst, root: Path, state: str, code: int) -> None:
+def test_exit_code_and_what_to_type_follow_the_state(
+    burst, root: Path, state: str, code: int, commands: list[str]
+) -> None:
     make_run(root, state=state)
     result = burst("status")
-    assert result.code == code
-    assert state in result.out
+    assert (result.code, result.out.splitlines()[1].split()[0]) == (code, state)
     document = status_of(burst)
-    assert (document["status"], document["exit_code"]) == (state, code)
+    assert (document["status"], document["exit_code"], document["next"]) == (state, code, commands)
 
 
-def test_everything_a_person_asks_for_is_there(burst, root: Path) -> None:
-    run = make_run(root, nodes={"tb1": 2, "tb2": 2}, steps=10)
+@pytest.fixture
+def busy(root: Path) -> RunFolder:
+    """A run on two nodes that were heard of just now, one of them in trouble."""
+    run = make_run(root, nodes={"tb2": 2, "tb1": 2}, steps=10)
     run.append_event("phase", phase="train")
-    run.append_event("warning", message="mfu [b]above[/b] 1")
-    write_node(run, "tb1", supervisor={"phase": "running"}, health=health())
-    stopped = {"2": {"pid": 1, "state": "R"}, "3": {"pid": 2, "state": "T"}}
-    write_node(run, "tb2", supervisor={"phase": "running"}, health=health(ranks=stopped, disk_free_bytes=2**20))
-    with controlling(run):
-        out = burst("status").out
-    for part in (
-        "tiny/20260101-000000-aaaaaa  ring, 4 ranks on tb[1-2], seq 4,096",
-        "attempt 1",
-        f"process {os.getpid()} on ",
-        "step 10/200 (5%), 6:20 left, phase train",
-        "tokens/s 512",
-        "MFU 25%",
-        "rank 3 stopped; disk nearly full: 1 MiB free",
-        "1 R 1 T",
-        "97%",
+    for text in ("first", "second", "third", "mfu [b]above[/b] 1", "fifth"):
+        run.append_event("warning", message=text)
+    write_node(run, "tb2", supervisor={"phase": "running"}, health=health())
+    stopped = {"0": {"pid": 1, "state": "R"}, "1": {"pid": 2, "state": "T"}}
+    write_node(run, "tb1", supervisor={"phase": "running"}, health=health(ranks=stopped, disk_free_bytes=2**20))
+    for path in run.path.glob("nodes/*/*"):
+        os.utime(path, (2**32, 2**32))  # no older than now, however slow the test is
+    return run
+
+
+def test_everything_a_person_asks_for_is_there(burst, busy: RunFolder) -> None:
+    with controlling(busy):
+        lines = [line.rstrip() for line in burst("status").out.splitlines()]
+    assert re.fullmatch(r"running  attempt 1  \d+:\d\d", lines.pop(1))
+    assert re.fullmatch(rf"controller  process {os.getpid()} on {socket.gethostname()}, since 20\S+Z", lines.pop(1))
+    assert lines == [
+        f"tiny/{ID}  ring, 4 ranks on tb[1-2], seq 4,096",
+        "progress  step 10/200 (5%), 6:20 left, phase train",
+        "loss 0.4000 █▄▃▂▂▂▁▁▁▁   tokens/s 512   MFU 25%   peak memory –",
+        "node state   heard ranks   GPU load memory",
+        "tb1  running   now 1 R 1 T 97%  1.5    25% rank 1 stopped; disk nearly full: 1 MiB free",
+        "tb2  running   now 1 R 1 S 97%  1.5    25%",
+        "warning: third",
         "warning: mfu [b]above[/b] 1",
-        f"burst logs -f {run.run_id}",
-        f"burst cancel {run.run_id}",
-    ):
-        assert part in out
+        "warning: fifth",
+        "and 2 earlier warnings",
+        f"burst logs -f {ID}  follows its ranks",
+        f"burst cancel {ID}   stops it",
+    ]
 
 
-def test_json_holds_every_node_in_the_order_of_the_plan(burst, root: Path) -> None:
-    run = make_run(root, nodes={"tb2": 2, "tb1": 2}, steps=3)
-    write_node(run, "tb1", supervisor={"phase": "running"}, health=health())
-    write_node(run, "tb2", supervisor={"phase": "running"}, outcome={"exit_code": -9, "cause": "exit"})
-    document = status_of(burst)
-    first, second = document["nodes"]
-    assert (first["node"], first["phase"], first["notes"]) == ("tb2", "ended", ["ended by signal 9"])
-    assert (second["node"], second["phase"], second["mark"]) == ("tb1", "running", "ok")
-    assert second["health"]["ranks"]["1"] == {"pid": 11, "state": "S"}
-    assert (document["step"], document["steps"], document["loss"], document["remaining_s"]) == (3, 200, 4 / 3, 394.0)
-    assert document["controller"] is None
+def test_the_document_has_all_of_it_and_nodes_in_the_order_of_the_plan(burst, busy: RunFolder) -> None:
+    with controlling(busy):
+        document = status_of(burst)
+    assert all(document.pop(name) for name in ("started_at", "elapsed_s", "silence_s"))
+    assert document["controller"].pop("since").startswith("20")
+    stopped = {"0": {"pid": 1, "state": "R"}, "1": {"pid": 2, "state": "T"}}
+    of_all = {"phase": "running", "heard_s": 0.0, "problem": None, "outcome": None}
+    assert document == {
+        **{"run_id": ID, "exp": "tiny", "path": str(busy.path), "status": "running", "lost": False, "problem": None},
+        **{"exit_code": 0, "attempt": 1, "ended_at": None, "failure": None},
+        "controller": {"pid": os.getpid(), "host": socket.gethostname(), "detached": False},
+        **{"launcher": "ssh", "attention_preset": "ring", "seq_len": 4096, "world_size": 4},
+        **{"phase": "train", "step": 10, "steps": 200, "loss": 0.4, "tokens_per_s": 512.0, "mfu": 0.25},
+        **{"tokens_per_s_per_device": None, "peak_memory_bytes": None, "remaining_s": 380.0, "straggler_rank": None},
+        "warnings": ["first", "second", "third", "mfu [b]above[/b] 1", "fifth"],
+        "socket_fallback": [],
+        "nodes": [
+            {"node": "tb2", "mark": "ok", "notes": [], "health": health(), **of_all},
+            {
+                **{"node": "tb1", "mark": "bad", "notes": ["rank 1 stopped", "disk nearly full: 1 MiB free"]},
+                "health": health(ranks=stopped, disk_free_bytes=2**20),
+                **of_all,
+            },
+        ],
+        **{"leftover": [], "next": FOLLOW_OR_STOP},
+    }
 
 
 def test_failed_run_shows_who_failed_its_last_words_and_what_to_do(burst, root: Path) -> None:
     failure = {
-        "kind": "exception",
-        "type": "ValueError",
-        "message": "no head",
-        "rank": 1,
-        "host": "tb1",
-        "advice": "read on",
+        **{"kind": "exception", "type": "ValueError", "message": "no head"},
+        **{"rank": 1, "host": "tb1", "advice": "read on"},
     }
-    run = make_run(root, state="failed", leftover=["tb2: processes 4711"])
+    moments = {"started_at": "2026-01-01T00:00:00.000Z", "ended_at": "2026-01-01T00:02:05.000Z"}
+    run = make_run(root, state="failed", leftover=["tb2: processes 4711"], **moments)
+    write_node(run, "tb1", supervisor={"phase": "running"}, outcome={"exit_code": -9, "cause": "exit"})
     log = write_log(run, "tb1", 1, "importing\nValueError: no head\n")
     run.record(failure={**failure, "log": str(log)})
     result = burst("status")
     assert result.code == 1
-    for part in ("rank 1 on tb1", "ValueError: no head", "│ importing", "what to do: read on"):
-        assert part in result.out
-    assert "may still run: tb2: processes 4711" in result.out
-    assert f"burst logs {run.run_id} --ranks 1" in result.out
+    assert [line.rstrip() for line in result.out.splitlines()] == [
+        f"tiny/{ID}  ring, 2 ranks on tb1, seq 4,096",
+        "failed  attempt 1  2:05",
+        "controller  none",
+        "node state",
+        "tb1  ended ended by signal 9",
+        "may still run: tb2: processes 4711",
+        f"FAILED tiny/{ID}: rank 1 on tb1",
+        "  ValueError: no head",
+        f"  last lines of {log}",
+        "  │ importing",
+        "  │ ValueError: no head",
+        "  what to do: read on",
+        f"burst logs {ID} --ranks 1  shows what was said last",
+        f"{RESUME}          starts the next attempt",
+    ]
 
 
 def test_run_without_plan_whose_process_is_gone_is_unknown(burst, root: Path) -> None:
-    run = create_run(root / "tiny" / "20260101-000000-aaaaaa", {})
+    run = create_run(root / "tiny" / ID, {})
     run.transition("starting")
     assert burst("status").code == 0
     forget_process(run)
     result = burst("status")
     assert result.code == 3
-    assert "unknown: it was started without `burst launch`" in result.out
+    assert [line.rstrip() for line in result.out.splitlines()] == [
+        f"tiny/{ID}",
+        "lost (run.json says starting, and the process that controlled it is gone)  attempt 1",
+        "controller  none",
+        "progress  step 0/?, phase starting the ranks",
+        "unknown: it was started without `burst launch`, and the process that said so in run.json is gone",
+        f"{RESUME}  takes it over where it still runs, else starts its next attempt",
+        f"burst cancel {ID}  stops what may still run",
+    ]
 
 
 def test_newest_run_is_meant_unless_one_is_named(burst, root: Path) -> None:

@@ -92,6 +92,12 @@ def test_words_that_are_no_sweep_are_refused_with_what_to_do(words: list[str], t
     assert text in " ".join(refused.value.problems)
 
 
+@pytest.mark.parametrize("name", ["a/b", "..", "", "two words"])
+def test_a_name_that_no_folder_can_have_is_refused(burst, name: str) -> None:
+    result = burst("sweep", "exp=tiny", "train.steps=1,2", "--dry-run", "--name", name)
+    assert (result.code, "it names a folder" in result.err) == (2, True)
+
+
 def test_plan_judges_every_cell_before_any_runs() -> None:
     plan = build_sweep([], axes_of(train__seq_len=("512", "513", "8192")), compose, Judge())
     legal, odd, long = plan.cells

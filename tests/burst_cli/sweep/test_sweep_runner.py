@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
@@ -16,13 +15,11 @@ from typing import Any
 
 import psutil
 import pytest
-from rich.console import Console
 from sweep_driver import FAKE, Quiet, manner_of, plan_of
 from testkit.waiting import wait_for
 
 from burst_cli.sweep.runner import SweepRunner, last_words
 from burst_cli.sweep.store import SweepError, SweepFolder, find_sweep, open_sweep
-from burst_cli.sweep.view import cells_table
 from engine.config.errors import ConfigError
 from engine.runs.folder import RunFolder, create_run, list_runs
 
@@ -110,13 +107,22 @@ def test_as_many_cells_run_at_a_time_as_parallel_says(burst, ledger: Path, monke
     monkeypatch.chdir(ledger.parent)
     monkeypatch.setenv("FAKE_TOGETHER", "2")  # the first waits for another, however long that takes to start
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")  # cells must not share GPUs
-    result = burst("sweep", "exp=tiny", "train.seq_len=512,1024,1536,2048", "--parallel", "2", "--force", "--json")
+    words = ("sweep", "exp=tiny", "train.seq_len=512,1024,1536,2048", "--parallel", "2", "--force")
+    result = burst(*words, "--json")
     assert result.code == 0, result.err
-    cells = json.loads(result.out)["cells"]
+    document = json.loads(result.out)
+    folder, cells = ledger.parent / "runs/sweeps" / document["sweep_id"], document["cells"]
+    assert document == {"sweep_id": folder.name, "path": str(folder), "cells": SweepFolder(folder).cells()}
     assert {cell["lane"] for cell in cells} == {"this machine 1", "this machine 2"}
     moments = sorted((cell[key], change) for cell in cells for key, change in (("started_at", 1), ("ended_at", -1)))
     assert max(itertools.accumulate(change for _, change in moments)) == 2
-    assert starts(ledger) == 4
+    again = burst(*words)  # all is there already
+    assert (again.code, starts(ledger)) == (0, 4)
+    assert f"sweep {folder.name} goes on in {folder}\n" in again.err
+    assert again.out.splitlines()[-2:] == [
+        "4 of 4 cells done: 4 completed",
+        f"more: burst report --sweep {folder.name}",
+    ]
 
 
 def begun_cell(folder: SweepFolder, number: int, lane: str) -> RunFolder:
@@ -247,17 +253,3 @@ def _strays(runs_dir: Path) -> list[str]:
     """Launches that run."""
     found = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     return [line for line in found if "fake_sweep_launch" in line and str(runs_dir) in line]
-
-
-@pytest.mark.parametrize(
-    ("width", "kept"), [(40, "6.2K 3.5000"), (45, "6.2K 25% 3.5000"), (80, "6.2K 25% 2 GiB 3.5000")]
-)
-def test_narrow_table_of_cells_keeps_speed_loss_and_mfu_longest(width: int, kept: str) -> None:
-    figures = {"tokens_per_s_per_device": 6200.0, "mfu": 0.25, "peak_memory_bytes": 2**31, "final_train_loss": 3.5}
-    values = {"train.seq_len": "4096"}
-    cells = [{"id": "c1", "values": values, "state": "completed", "result": figures}]
-    console = Console(file=io.StringIO(), width=width)
-    console.print(cells_table(cells, {}, width))
-    assert isinstance(console.file, io.StringIO)
-    line = console.file.getvalue().rstrip().splitlines()[-1]
-    assert line.split() == ["4096", "completed", *kept.split()]

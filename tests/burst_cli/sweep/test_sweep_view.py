@@ -1,0 +1,155 @@
+"""A sweep as people see it: before it starts, while its table fills, on terminals of any width."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from testkit.run_maker import make_run
+
+from burst_cli.sweep.estimate import Estimate
+from burst_cli.sweep.grammar import Axis
+from burst_cli.sweep.plan import Cell, SweepPlan
+from burst_cli.sweep.view import SweepView, cells_table, expectation, plan_view, tally, window
+from engine.config.settings import RunConfig
+from engine.runs.summary import config_facts
+
+CONFIG = RunConfig(exp="tiny")
+CELLS = (
+    Cell("c1", ("train.seq_len=512",), {"train.seq_len": "512"}, CONFIG, estimate=Estimate(512.0, 4, "a guess")),
+    Cell("c2", ("train.seq_len=513",), {"train.seq_len": "513"}, problems=("it is odd", "it is [b]bad[/b]")),
+    Cell("c3", ("train.seq_len=8K",), {"train.seq_len": "8K"}, CONFIG, (), "too long", Estimate(9.0, 4, "another")),
+    Cell("c4", ("train.seq_len=64",), {"train.seq_len": "64"}, CONFIG, estimate=Estimate(64.0, 4, "hearsay", 2.0)),
+)
+AXES = (Axis("exp", ("exp=tiny",), ("tiny",), False), Axis("train.seq_len", (), ("512", "513", "8K", "64"), True))
+PLAN = SweepPlan("lab-1", ("exp=tiny", "train.seq_len=512,513,8K,64"), AXES, CELLS)
+
+
+def lines_of(*views: Any, width: int = 200) -> list[str]:
+    """What is printed, with single blanks."""
+    stream = io.StringIO()
+    for view in views:
+        Console(file=stream, width=width, highlight=False).print(view)
+    return [" ".join(line.split()) for line in stream.getvalue().splitlines()]
+
+
+def test_a_plan_is_its_cells_what_each_takes_and_all_of_them_together() -> None:
+    assert lines_of(plan_view(PLAN, 2, 0.5)) == [
+        "cell train.seq_len expected device hours",
+        "c1 512 8:32 0.569",
+        "c2 513 – – it is odd",
+        "c3 8K – – too long",
+        "c4 64 1:04 0.0711",
+        "2 of 4 cells will run, 2 at a time; about 8:32, 0.64 device hours, 0.32 at 0.5 per device hour",
+        "by a guess and 1 more",
+    ]
+    unknown = SweepPlan("lab-1", (), AXES, (CELLS[0], Cell("c5", (), {}, CONFIG)))
+    assert lines_of(expectation(unknown, 1, None), expectation(SweepPlan("", (), (), CELLS[1:3]), 1, None)) == [
+        "2 of 2 cells will run; no estimate of time: a step of 1 of them cannot be predicted from here",
+        "0 of 2 cells will run",
+    ]
+
+
+def test_the_document_of_a_plan_has_every_cell() -> None:
+    def entry(cell: Cell, value: str, **told: Any) -> dict[str, Any]:
+        words = {"id": cell.cell_id, "overrides": [f"train.seq_len={value}"], "values": {"train.seq_len": value}}
+        of_all = {"exp": "tiny", "facts": config_facts(CONFIG), "problems": [], "short_of_memory": None}
+        return {**words, **of_all, "estimate": None, **told}
+
+    def estimate(seconds: float, source: str, step_s: float = 0.0) -> dict[str, Any]:
+        hours = {"device_hours": seconds * 4 / 3600}
+        return {"seconds": seconds, "devices": 4, "source": source, "step_s": step_s, **hours}
+
+    assert PLAN.to_dict() == {
+        "sweep_id": "lab-1",
+        "overrides": ["exp=tiny", "train.seq_len=512,513,8K,64"],
+        "axes": [{"key": "train.seq_len", "values": ["512", "513", "8K", "64"]}],
+        "cells": [
+            entry(CELLS[0], "512", estimate=estimate(512.0, "a guess")),
+            entry(CELLS[1], "513", exp=None, facts={}, problems=["it is odd", "it is [b]bad[/b]"]),
+            entry(CELLS[2], "8K", short_of_memory="too long", estimate=estimate(9.0, "another")),
+            entry(CELLS[3], "64", estimate=estimate(64.0, "hearsay", 2.0)),
+        ],
+    }
+
+
+FIGURES = {"tokens_per_s_per_device": 6200.0, "mfu": 0.25, "peak_memory_bytes": 2**31, "final_train_loss": 3.5}
+
+
+def cells(*states: str, **last: Any) -> list[dict[str, Any]]:
+    """Recorded cells in these states."""
+    results = {
+        "completed": FIGURES,
+        "failed": {"message": "no \x1b[31mhead"},
+        "oom": {"predicted": True, "message": "big"},
+    }
+    found = [
+        {"id": f"c{at}", "values": {"n": str(at)}, "state": state, "result": results.get(state)}
+        for at, state in enumerate(states)
+    ]
+    return [*found[:-1], {**found[-1], **last}]
+
+
+def test_lines_tell_every_change_of_a_cell_once() -> None:
+    stream = io.StringIO()
+    with SweepView(Console(file=stream, width=100)).shown() as view:
+        view.tick(cells("pending", "pending", "pending", "oom"))
+        for _ in range(2):
+            view.tick(cells("running", "failed", "pending", "oom"))
+        view.tick(cells("completed", "failed", "illegal", "oom"))
+        view.note("c9 still runs")
+    assert stream.getvalue().splitlines() == [
+        "[4/4] n=3: oom (predicted)  big",
+        "[1/4] n=0: running",
+        "[2/4] n=1: failed  no head",
+        "[1/4] n=0: completed",
+        "[3/4] n=2: illegal",
+        "c9 still runs",
+    ]
+
+
+def test_a_terminal_shows_the_table_with_how_far_running_cells_are(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=2)
+    stream = io.StringIO()
+    console = Console(file=stream, width=100, height=9, force_terminal=True, color_system=None)
+    with SweepView(console).shown() as view:
+        view.tick(cells("completed", "failed", "oom", "running", "running", run_path=str(run.path)))
+    shown = [" ".join(line.split()) for line in stream.getvalue().splitlines()]
+    assert [line for line in shown if line[:1].isdigit()][:4] == [
+        "2 oom (predicted) – – – – big",
+        "3 running – – – – starting",
+        "4 running – – – – step 2, loss 2.0000, 512 tokens/s",
+        "3 of 5 cells done: 1 completed, 1 failed, 1 oom; 2 running 0:00",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("states", "rows", "first", "last"),
+    [
+        ("dddd", None, 0, 3),
+        ("dddd", 4, 0, 3),
+        ("dddrpp", 3, 2, 4),
+        ("ddddpp", 3, 2, 4),
+        ("pppppp", 3, 0, 2),
+        ("dddddr", 3, 3, 5),
+    ],
+)
+def test_a_table_of_few_rows_is_around_the_cells_that_run(states: str, rows: int | None, first: int, last: int) -> None:
+    words = {"d": "completed", "r": "running", "p": "pending"}
+    every = cells(*(words[state] for state in states))
+    assert list(window(every, rows)) == every[first : last + 1]
+
+
+def test_nothing_is_done_before_the_first_cell() -> None:
+    assert tally(cells("pending", "pending")) == "0 of 2 cells done"
+
+
+@pytest.mark.parametrize(
+    ("width", "kept"), [(40, "6.2K 3.5000"), (45, "6.2K 25% 3.5000"), (80, "6.2K 25% 2 GiB 3.5000")]
+)
+def test_narrow_table_of_cells_keeps_speed_loss_and_mfu_longest(width: int, kept: str) -> None:
+    every = [{"id": "c1", "values": {"train.seq_len": "4096"}, "state": "completed", "result": FIGURES}]
+    assert lines_of(cells_table(every, {}, width), width=width)[-1] == f"4096 completed {kept}"
