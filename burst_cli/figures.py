@@ -58,15 +58,18 @@ def seconds(value: float | None) -> str:
     """A short time: 250 ms, 1.25 s, 2,590 s."""
     if value is None:
         return DASH
-    if value < 0.9995:
-        return f"{1000 * value:.3g} ms"
-    return f"{value:.3g} s" if value < 999.5 else f"{value:,.0f} s"
+    return f"{_short(1000 * value)} ms" if value < 0.9995 else f"{_short(value)} s"
 
 
 def seconds_between(middle: float, low: float, high: float) -> str:
     """A short time and the interval around it, in one unit: 250 ms (240…260)."""
     factor, unit = (1000, "ms") if middle < 0.9995 else (1, "s")
-    return f"{factor * middle:.3g} {unit} ({factor * low:.3g}…{factor * high:.3g})"
+    return f"{_short(factor * middle)} {unit} ({_short(factor * low)}…{_short(factor * high)})"
+
+
+def _short(value: float) -> str:
+    """With three digits, or all of those before the point: 0.25, 1,000."""
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
 def duration(value: float | None) -> str:

@@ -48,16 +48,18 @@ MasksOption = Annotated[
     ),
 ]
 SeqLensOption = Annotated[str, typer.Option("--seq-lens", metavar="N,...", help="Lengths of the sequence in tokens.")]
-RanksOption = Annotated[int, typer.Option("--ranks", help="Processes that share the sequence.")]
-NodesOption = Annotated[int, typer.Option("--nodes", help="Nodes that the ranks are taken to lie on.")]
-HeadsOption = Annotated[int, typer.Option("--heads", help="Query heads.")]
-KvHeadsOption = Annotated[int | None, typer.Option("--kv-heads", help="Key and value heads; default: as --heads.")]
-HeadDimOption = Annotated[int, typer.Option("--head-dim", help="Width of a head.")]
+RanksOption = Annotated[int, typer.Option("--ranks", min=1, help="Processes that share the sequence.")]
+NodesOption = Annotated[int, typer.Option("--nodes", min=1, help="Nodes that the ranks are taken to lie on.")]
+HeadsOption = Annotated[int, typer.Option("--heads", min=1, help="Query heads.")]
+KvHeadsOption = Annotated[
+    int | None, typer.Option("--kv-heads", min=1, help="Key and value heads; default: as --heads.")
+]
+HeadDimOption = Annotated[int, typer.Option("--head-dim", min=2, help="Width of a head.")]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Number format of the inputs.")]
 BackendOption = Annotated[Backend, typer.Option("--backend", help="Transport; auto: nccl with GPUs, else gloo.")]
-RepeatsOption = Annotated[int, typer.Option("--repeats", help="Measured calls of each variant.")]
-WarmupOption = Annotated[int, typer.Option("--warmup", help="Calls of each variant before that.")]
-ThreadsOption = Annotated[int, typer.Option("--threads", help="CPU threads of a rank.")]
+RepeatsOption = Annotated[int, typer.Option("--repeats", min=1, help="Measured calls of each variant.")]
+WarmupOption = Annotated[int, typer.Option("--warmup", min=0, help="Calls of each variant before that.")]
+ThreadsOption = Annotated[int, typer.Option("--threads", min=1, help="CPU threads of a rank.")]
 RankCommandOption = Annotated[
     str,
     typer.Option(
@@ -103,7 +105,7 @@ def attention(
 ) -> None:
     """Seconds of attention forward and backward by preset, what communication adds, and bytes sent.
 
-    exposed is the time minus that of the same plan with a transport that moves nothing.
+    exposed is the time minus that of the same plan with a transport that moves nothing, where that was faster.
     """
     variants, mask_list = _variants(presets), _words(masks, "--masks")
     setup, rounds = RankSetup(ranks, nodes, threads, backend), Rounds(repeats, warmup)
@@ -116,8 +118,8 @@ def attention(
     ]
     check_output("--output", output)
     check_output("--plot", plot, *PICTURES)
-    program = RankProgram("engine.bench.attention", tuple(shlex.split(rank_command)))
-    _show(_measure_attention(cells, program), output=output, plot=plot, as_json=as_json)
+    document = _measure_attention(cells, _program("engine.bench.attention", rank_command))
+    _show(document, output=output, plot=plot, as_json=as_json)
 
 
 _WINDOWS = 400  # that a measurement of the machine consists of
@@ -143,7 +145,8 @@ def machine(
     ] = None,
     rank_command: RankCommandOption = "",
     for_seconds: Annotated[
-        float, typer.Option("--seconds", min=0.1, help="About how long to measure; a loaded machine takes longer.")
+        float,
+        typer.Option("--seconds", min=0.1, max=3600, help="About how long to measure; a loaded machine takes longer."),
     ] = 30.0,
     output: Annotated[
         Path, typer.Option("--output", metavar="FILE.json", help="The profile; an earlier one is replaced.")
@@ -175,17 +178,14 @@ def machine(
     setup = RankSetup(
         chosen,
         nodes,
-        threads or max(1, len(os.sched_getaffinity(0)) // (chosen // nodes)),
+        threads or max(1, len(os.sched_getaffinity(0)) * nodes // chosen),
         "gloo" if on_cpu else backend,
     )
     shape = HeadShape(heads, kv_heads or heads, head_dim, dtype or ("float32" if on_cpu else "bfloat16"))
-    program = RankProgram("engine.bench.machine", tuple(shlex.split(rank_command)))
+    program, cell = _program("engine.bench.machine", rank_command), MachineCell(setup, shape, for_seconds / _WINDOWS)
+    cell.run_config(1)  # what is wrong is said before ranks are there to say it
     with render.stderr().status("machine: starting ranks") as shown:
-        document = measure_cell(
-            MachineCell(setup, shape, for_seconds / _WINDOWS),
-            program,
-            lambda line: shown.update(f"machine: {line}"),
-        )
+        document = measure_cell(cell, program, lambda line: shown.update(f"machine: {line}"))
     write_output("--output", output, json.dumps(document, indent=2) + "\n")
     if as_json:
         render.emit_json(document)
@@ -194,6 +194,13 @@ def machine(
 
         render.stdout().print(machine_view(document))
     render.stderr().print(f"written: {output}; use it with --device {output}", style="dim", markup=False)
+
+
+def _program(module: str, rank_command: str) -> RankProgram:
+    try:
+        return RankProgram(module, tuple(shlex.split(rank_command)))
+    except ValueError as error:
+        raise ConfigError(f"--rank-command: got {rank_command!r}, which is no command line: {error}") from None
 
 
 def _measure_attention(cells: list[AttentionCell], program: RankProgram) -> dict[str, Any]:
@@ -268,6 +275,6 @@ def _numbers(text: str, option: str) -> list[int]:
     from engine.config.schema import tokens_of
 
     words = [str(tokens_of(word)) for word in _words(text, option)]
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
+    if not all(word.isdecimal() and len(word) < 19 and int(word) for word in words):
         raise ConfigError(f"{option}: got {text!r}; expected positive whole numbers, such as 4096,128K")
     return [int(word) for word in words]

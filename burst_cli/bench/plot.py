@@ -42,7 +42,7 @@ def _draw(axes: Axes, title: str, rows: Sequence[Row]) -> None:
     if any(exposed):
         left = [median - part for median, part in zip(medians, exposed, strict=True)]
         axes.barh(labels, exposed, left=left, color=_EXPOSED, label="exposed communication")
-        axes.legend(fontsize=7, frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0)
+        axes.legend(fontsize=7, frameon=False, loc="lower right", bbox_to_anchor=(1, 1))
     axes.invert_yaxis()
     axes.set_title(title, fontsize=9, loc="left")
     axes.tick_params(labelsize=8)

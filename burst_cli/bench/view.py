@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli.figures import binary_bytes, count, percent, plain, seconds, seconds_between
+from burst_cli.tables import listing
 
 Row = Mapping[str, Any]
 
@@ -32,52 +33,45 @@ def cells(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
     return found
 
 
-def spread(timing: Mapping[str, Any]) -> str:
+def _spread(name: str) -> Callable[[Row], str]:
     """Median and, in parentheses, fastest to slowest."""
-    return seconds_between(timing["median_s"], timing["min_s"], timing["max_s"])
-
-
-def _ratio(row: Row) -> str:
-    return f"{plain(row['time_over_first'], 2)}x"
+    return lambda row: seconds_between(*(row[name][figure] for figure in ("median_s", "min_s", "max_s")))
 
 
 def _sent(link: str) -> Callable[[Row], str]:
     return lambda row: binary_bytes(row["sent_bytes_all_ranks"][link])
 
 
-ATTENTION_COLUMNS: Sequence[tuple[str, Callable[[Row], str]]] = (
-    ("total", lambda row: spread(row["total"])),
-    ("time", _ratio),
-    ("forward", lambda row: spread(row["forward"])),
-    ("backward", lambda row: spread(row["backward"])),
-    ("exposed", lambda row: seconds(row["exposed_s"]) if row["exposed_s"] >= 0 else f"-{seconds(-row['exposed_s'])}"),
-    ("sent inside nodes", _sent("intra")),
-    ("sent between nodes", _sent("inter")),
-)
+_ATTENTION_COLUMNS: Mapping[str, Callable[[Row], str]] = {
+    "variant": lambda row: str(row["variant"]),
+    "total": _spread("total"),
+    "time": lambda row: f"{plain(row['time_over_first'], 2)}x",
+    "forward": _spread("forward"),
+    "backward": _spread("backward"),
+    # No communication takes less than no time: then the calls differ by more than it took.
+    "exposed": lambda row: seconds(row["exposed_s"]) if row["exposed_s"] > 0 else "not seen",
+    "sent inside nodes": _sent("intra"),
+    "sent between nodes": _sent("inter"),
+}
 
 
 def _table(title: str, rows: Sequence[Row]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", title=title, title_justify="left")
-    table.add_column("variant")
-    for heading, _ in ATTENTION_COLUMNS:
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(Text(row["variant"]), *(cell(row) for _, cell in ATTENTION_COLUMNS))
+    headings = list(_ATTENTION_COLUMNS)
+    cells_of_rows = [[cell(row) for cell in _ATTENTION_COLUMNS.values()] for row in rows]
+    table = listing(headings, cells_of_rows, headings[1:])
+    table.title, table.title_justify = title, "left"
     return table
 
 
 def machine_view(document: Mapping[str, Any]) -> RenderableType:
     """The figures of a profile, the share that smaller sizes reach beside each, and what was measured."""
-    machine, table = document["machine"], Table(box=None, pad_edge=False, header_style="bold", title_justify="left")
-    table.add_column("of a rank")
-    table.add_column("rate", justify="right")
-    table.add_column("share of it by size")
+    machine, rows = document["machine"], list[tuple[str, ...]]()
     for name, unit, what in _RATES:
         shares = machine.get(name.replace("flops_per_s", "shares").replace("bytes_per_s", "shares"), [])
         by_size = "  ".join(f"{count(size)}: {percent(share)}" for size, share in shares)
-        table.add_row(what, f"{count(machine[name])}{unit}", by_size)
-    for name, what in _TIMES:
-        table.add_row(what, seconds(machine[name]))
+        rows.append((what, f"{count(machine[name])}{unit}", by_size))
+    rows += [(what, seconds(machine[name])) for name, what in _TIMES]
+    table = listing(("of a rank", "rate", "share of it by size"), rows, ("rate",))
     measured = document["measured"]
     load, cores = measured["load"], measured["cores"]
     busy = f"load {load} on {cores} cores: other work took a part of every rate; measure again when it is quiet"

@@ -99,9 +99,15 @@ def test_attention_is_measured_and_written_with_what_was_skipped(attention: Meas
         (("--presets", "burst:circulates=q"), "no such setting"),
         (("--masks", "casual"), "did you mean causal"),
         (("--seq-lens", "4Q"), "--seq-lens: got '4Q'; expected positive whole numbers"),
+        (("--seq-lens", 20 * "9"), "expected positive whole numbers"),
+        (("--ranks", "0"), "--ranks"),
+        (("--kv-heads", "0"), "--kv-heads"),
+        (("--repeats", "0"), "--repeats"),
+        (("--presets", "ring:layout"), "got 'layout' after the name"),
         (("--ranks", "4", "--nodes", "3"), "legal numbers of nodes: 1, 2, 4"),
         (("--plot", "picture.gif"), "ends in .svg or .png"),
         (("--rank-command", "run {gpu}", "--presets", "ring"), "legal in braces"),
+        (("--rank-command", "run 'x", "--presets", "ring"), "which is no command line: No closing quotation"),
         (("--presets", "single"), "no variant is legal here"),
     ],
 )
@@ -132,14 +138,25 @@ def test_all_presets_are_measured_unless_some_are_named(burst: Burst) -> None:
     assert 1 <= count <= len(PRESETS)
 
 
-def test_tables_part_masks_and_lengths_and_join_reasons() -> None:
+def test_a_table_per_mask_and_length_then_what_was_skipped() -> None:
     reason = {"variant": "single", "reason": "alone"}
     skipped = [reason | {"mask": "causal", "seq_len": 4096}, reason | {"mask": "full", "seq_len": 4096}]
-    text = printed(document(row("ring", 2.0), row("burst", 1.0), row("ring", 3.0, mask="full"), skipped=skipped))
-    assert text.count("attention, ") == 2
-    assert "0.50x" in text
-    assert "skipped single (causal 4,096, full 4,096): alone" in text
-    assert "500 ms" in text  # exposed, a quarter of 2 s
+    faster = row("burst", 1.0) | {"exposed_s": -0.1}  # without communication it took longer, by chance
+    lines = printed(document(row("ring", 2.0), faster, row("ring", 3.0, mask="full"), skipped=skipped)).splitlines()
+    assert [line.rstrip() for line in lines] == [
+        "attention, causal, 4,096 tokens",
+        "variant          total   time             forward            backward   exposed  sent inside nodes  "
+        "sent between nodes",
+        "ring       2 s (1.8…3)  1.00x  667 ms (600…1,000)      1.33 s (1.2…2)    500 ms              3 MiB  "
+        "             1 MiB",
+        "burst    1 s (0.9…1.5)  0.50x    333 ms (300…500)  667 ms (600…1,000)  not seen              3 MiB  "
+        "             1 MiB",
+        "attention, full, 4,096 tokens",
+        "variant          total   time        forward     backward  exposed  sent inside nodes  sent between nodes",
+        "ring     3 s (2.7…4.5)  1.50x  1 s (0.9…1.5)  2 s (1.8…3)   750 ms              3 MiB               1 MiB",
+        "skipped single (causal 4,096, full 4,096): alone",
+        "device a processor, cores 2, load 0.5, torch 2, date 2026-11-20",
+    ]
 
 
 def test_bars_end_at_the_median_with_the_exposed_part_at_the_end() -> None:

@@ -90,6 +90,10 @@ def test_a_launch_predicts_what_the_plan_does_and_gives_ranks_the_figures(path: 
     [
         (["--output", "machine.txt"], "ends in .json"),
         (["--ranks", "3", "--nodes", "2"], "legal numbers of nodes: 1, 3"),
+        (["--ranks", "2", "--nodes", "4"], "legal numbers of nodes: 1, 2"),
+        (["--nodes", "0"], "'--nodes'"),
+        (["--head-dim", "7"], "model.head_dim: got 7, expected an even number"),
+        (["--seconds", "inf"], "'--seconds'"),
     ],
 )
 def test_what_cannot_be_measured_or_written_is_refused_first(argv: list[str], word: str) -> None:
