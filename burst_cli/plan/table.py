@@ -25,6 +25,9 @@ from engine.planning.time.recommend import LEAST_SAVING
 from engine.planning.time.step_time import StepTime
 
 _SHOWN_CANDIDATES = 12
+_BYTES_NOTE = (
+    "Bytes are those of the busiest rank, from the plan that would run. Seconds come from a model of the machine."
+)
 _CELL_PADDING = 3  # one blank on each side and the rule
 
 
@@ -48,9 +51,9 @@ def answer_view(plan: Plan, price: float | None = None, picture: Path | None = N
 def _fit_words(memory: MemoryCheck | None) -> str:
     if memory is None or memory.fit is None:
         return "not predicted"
-    room = binary_bytes(abs(memory.fit.headroom_bytes))
-    verdict, rest = ("fits", f"{room} free") if memory.fits else ("DOES NOT FIT", f"{room} short")
-    return f"{verdict}: {memory.needs}, {rest}; memory: {memory.policy}"
+    room, place = binary_bytes(abs(memory.fit.headroom_bytes)), "host memory" if memory.fit.device else "the device"
+    verdict, rest = ("fits", "free") if memory.fits else ("DOES NOT FIT", f"per rank are missing in {place}")
+    return f"{verdict}: {memory.needs}, {room} {rest}; memory: {memory.policy}"
 
 
 def _step_words(step: StepTime) -> str:
@@ -147,9 +150,7 @@ def comparison_table(candidates: Sequence[Plan | Illegal], width: int) -> Render
     for candidate in illegal:
         parts.append(Text.assemble((f"{candidate.name}: ", "bold"), ("not legal here", "yellow")))
         parts += [Text(f"  • {problem}") for problem in candidate.problems]
-    parts.append(Text("Two figures in a cell: forward / backward. Bytes and seconds are per layer.", style="dim"))
-    parts.append(_bytes_note())
-    return Group(*parts)
+    return Group(*parts, Text(f"Two figures in a cell: forward / backward, per layer.\n{_BYTES_NOTE}", style="dim"))
 
 
 def _headings(candidate: Plan) -> list[Text]:
@@ -255,16 +256,8 @@ def _footer(candidate: Plan) -> list[Text]:
         *lines,
         Text.assemble(("step        ", "bold"), f"{seconds(step.seconds)}: {', '.join(parts)}"),
         Text.assemble(("FLOPs/step  ", "bold"), flops + count(step.flops.model_full_attention)),
-        Text("Buffers of the rank that needs most; the working ones are what the method adds.", style="dim"),
-        _bytes_note(),
+        Text(f"Of buffers, the working ones are what the method adds.\n{_BYTES_NOTE}", style="dim"),
     ]
-
-
-def _bytes_note() -> Text:
-    return Text(
-        "Bytes are those of the busiest rank, from the plan that would run. Seconds come from a model of the machine.",
-        style="dim",
-    )
 
 
 def _comparison_columns(legal: Sequence[Plan]) -> list[tuple[str, Callable[[Plan], str]]]:
@@ -306,9 +299,9 @@ def _fastest(legal: Sequence[Plan]) -> int | None:
 
 
 def memory_view(memory: MemoryCheck) -> list[RenderableType]:
-    """Components, whether it fits, what it was chosen from."""
+    """Components, what would make it fit, what it was chosen from."""
     parts: list[RenderableType] = [] if memory.prediction is None else [_components_table(memory.prediction)]
-    parts += [_verdict(memory), *(Text.assemble(("  • ", "yellow"), text) for text in memory.advice)]
+    parts += [Text.assemble(("  • ", "yellow"), text) for text in memory.advice]
     if memory.choice.candidates:
         parts += [Text(), candidates_table(memory.choice), _candidates_note(memory.choice)]
     return parts
@@ -324,20 +317,9 @@ def _components_table(found: MemoryPrediction) -> Table:
     table.add_section()
     table.add_row("peak", *(binary_bytes(peaks[place]) for place in places), style="bold")
     table.add_row("in phase", found.phase, style="dim")
+    if found.reserve_bytes:
+        table.add_row("context, communicators, fragmentation", binary_bytes(found.reserve_bytes))
     return table
-
-
-def _verdict(memory: MemoryCheck) -> Text:
-    found, fit = memory.prediction, memory.fit
-    if found is None or fit is None:
-        return Text(memory.needs)
-    context = f" ({binary_bytes(found.reserve_bytes)} of it context, communicators and fragmentation)"
-    room = binary_bytes(abs(fit.headroom_bytes))
-    where = "host memory" if fit.device else "the device"
-    head = ("fits         ", "bold green") if fit.fits else ("does not fit ", "bold red")
-    tail = f"; {room} stay free" if fit.fits else f"; {room} per rank are missing in {where}"
-    needs = f"{memory.policy}: {memory.needs}{context if found.reserve_bytes else ''}"
-    return Text.assemble(head, f"{needs}{tail}; predicted by a rehearsal of the step")
 
 
 def candidates_table(choice: MemoryChoice) -> Table:

@@ -1,9 +1,8 @@
 """Whether two series of steps, or two sets of runs, differ by more than chance. Pure; numpy.
 
 Steps that follow one another are alike (a clock that throttles, a neighbour on the network), so their number alone says
-too much about how sure one can be. The block bootstrap draws whole stretches of steps instead of single ones; how long
-these are follows from the autocorrelation of the series (Politis and White 2004, as corrected in 2009, for the circular
-block bootstrap).
+too much about how sure one can be. The circular block bootstrap draws whole stretches of steps instead of single ones,
+here of the square root of their number.
 """
 
 from __future__ import annotations
@@ -19,54 +18,19 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 _DRAWS = 4000
-_MOST_NUMBERS = 20_000_000  # drawn per side
-_MOST_STEPS = 20_000
+_MOST_STEPS = 5000  # the last ones of a longer series
 _MOST_PERMUTATIONS = 20_000
 LEAST_STEPS = 10
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The difference b - a of two centres. low, high: its 95% interval. p: of a difference this large by chance."""
+    """Of a difference b - a of two centres: its 95% interval, and how often chance alone gives one as large."""
 
-    difference: float
     low: float
     high: float
     p: float
     method: str
-
-
-def block_length(values: Array) -> int:
-    """Steps per block for the circular block bootstrap of a mean, 1 for a series without autocorrelation."""
-    n = len(values)
-    centred = values - values.mean()
-    variance = float(centred @ centred) / n
-    if n < LEAST_STEPS or variance == 0.0:
-        return 1
-    most = min(n - 1, math.ceil(math.sqrt(n)) + max(5, math.ceil(math.log10(n))))
-    covariance = np.array([float(centred[: n - lag] @ centred[lag:]) / n for lag in range(most + 1)])
-    window = 2 * _last_correlated_lag(covariance / variance, n)
-    lags = np.arange(1, min(window, most) + 1)
-    if not len(lags):
-        return 1
-    taper = np.clip(2 * (1 - lags / window), 0, 1)
-    long_run = covariance[0] + 2 * float(taper @ covariance[lags])
-    slope = 2 * float((taper * lags) @ covariance[lags])
-    if long_run <= 0:
-        return 1
-    length = (2 * slope**2 / (4 / 3 * long_run**2)) ** (1 / 3) * n ** (1 / 3)
-    return max(1, min(round(float(length)), math.ceil(min(3 * math.sqrt(n), n / 3))))
-
-
-def _last_correlated_lag(correlation: Array, n: int) -> int:
-    """The lag after which several in a row are no greater than noise; 0 when the first ones already are."""
-    bound = 2 * math.sqrt(math.log10(n) / n)
-    run = max(5, math.ceil(math.sqrt(math.log10(n))))
-    small = np.abs(correlation[1:]) < bound
-    for lag in range(len(small)):
-        if small[lag : lag + run].all():
-            return lag
-    return len(small)
 
 
 def compare_steps(a: Sequence[float], b: Sequence[float]) -> Estimate | None:
@@ -75,15 +39,10 @@ def compare_steps(a: Sequence[float], b: Sequence[float]) -> Estimate | None:
         return None
     generator = np.random.default_rng(0)
     first, second = (np.asarray(side[-_MOST_STEPS:], dtype=np.float64) for side in (a, b))
-    lengths = block_length(first), block_length(second)
-    draws = _draws(max(len(first), len(second)))
-    drawn = [
-        np.median(_resample(side, length, draws, generator), axis=1)
-        for side, length in zip((first, second), lengths, strict=True)
-    ]
-    difference = float(np.median(second) - np.median(first))
-    words = f"circular block bootstrap of medians, blocks of {lengths[0]} and {lengths[1]} steps, {draws} draws"
-    return _estimate(difference, drawn[1] - drawn[0], words)
+    drawn = [np.median(_resample(side, generator), axis=1) for side in (first, second)]
+    lengths = f"{_block_length(first)} and {_block_length(second)}"
+    words = f"circular block bootstrap of medians, blocks of {lengths} steps, {_DRAWS} draws"
+    return _estimate(float(np.median(second) - np.median(first)), drawn[1] - drawn[0], words)
 
 
 def compare_paired(a: Sequence[float], b: Sequence[float]) -> Estimate | None:
@@ -91,25 +50,21 @@ def compare_paired(a: Sequence[float], b: Sequence[float]) -> Estimate | None:
     if len(a) < LEAST_STEPS:
         return None
     gaps = np.asarray(b[-_MOST_STEPS:], dtype=np.float64) - np.asarray(a[-_MOST_STEPS:], dtype=np.float64)
-    length, draws = block_length(gaps), _draws(len(gaps))
-    drawn = _resample(gaps, length, draws, np.random.default_rng(0)).mean(axis=1)
-    words = f"circular block bootstrap of the mean difference per step, blocks of {length} steps, {draws} draws"
+    drawn, length = _resample(gaps, np.random.default_rng(0)).mean(axis=1), _block_length(gaps)
+    words = f"circular block bootstrap of the mean difference per step, blocks of {length} steps, {_DRAWS} draws"
     return _estimate(float(gaps.mean()), drawn, words)
 
 
-def compare_runs(a: Sequence[float], b: Sequence[float]) -> Estimate | None:
-    """Means of one figure per run; the unit is the run, so it holds for further runs too. None below two a side."""
-    if min(len(a), len(b)) < 2:
-        return None
+def compare_runs(a: Sequence[float], b: Sequence[float]) -> Estimate:
+    """Means of one figure per run; the unit is the run, so it holds for further runs too."""
     generator = np.random.default_rng(0)
     first, second = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
-    difference = float(second.mean() - first.mean())
     p, exact = _permutation_p(first, second, generator)
     drawn = [side[generator.integers(0, len(side), (_DRAWS, len(side)))].mean(axis=1) for side in (first, second)]
     low, high = np.quantile(drawn[1] - drawn[0], (0.025, 0.975))
     kind = "all" if exact else f"{_MOST_PERMUTATIONS}"
     words = f"permutation test over {len(a)} and {len(b)} runs ({kind} permutations), interval by bootstrap over runs"
-    return Estimate(difference, float(low), float(high), p, words)
+    return Estimate(float(low), float(high), p, words)
 
 
 def smallest_p(a: int, b: int) -> float:
@@ -132,11 +87,15 @@ def _permutation_p(a: Array, b: Array, generator: np.random.Generator) -> tuple[
     return (hits / len(chosen) if exact else (1 + hits) / (1 + len(chosen))), exact
 
 
-def _resample(values: Array, length: int, draws: int, generator: np.random.Generator) -> Array:
-    """`draws` series as long as `values`, made of blocks of it that wrap around; shape (draws, n)."""
-    n = len(values)
-    starts = generator.integers(0, n, (draws, -(-n // length)))
-    places = (starts[:, :, None] + np.arange(length)).reshape(draws, -1)[:, :n] % n
+def _block_length(values: Array) -> int:
+    return round(math.sqrt(len(values)))
+
+
+def _resample(values: Array, generator: np.random.Generator) -> Array:
+    """Series as long as `values`, made of blocks of it that wrap around; shape (draws, n)."""
+    n, length = len(values), _block_length(values)
+    starts = generator.integers(0, n, (_DRAWS, -(-n // length)))
+    places = (starts[:, :, None] + np.arange(length)).reshape(_DRAWS, -1)[:, :n] % n
     found: Any = values[places]
     return np.asarray(found, dtype=np.float64)
 
@@ -145,8 +104,4 @@ def _estimate(difference: float, drawn: Array, method: str) -> Estimate:
     """Interval: percentiles of what was drawn. p: how often the drawn ones lie as far from their own centre."""
     low, high = np.quantile(drawn, (0.025, 0.975))
     far = np.abs(drawn - difference) >= abs(difference) * (1 - 1e-12)
-    return Estimate(difference, float(low), float(high), float((1 + far.sum()) / (1 + len(drawn))), method)
-
-
-def _draws(n: int) -> int:
-    return max(500, min(_DRAWS, _MOST_NUMBERS // n))
+    return Estimate(float(low), float(high), float((1 + far.sum()) / (1 + len(drawn))), method)

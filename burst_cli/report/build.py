@@ -28,14 +28,14 @@ from burst_cli.report.against import (
 from burst_cli.report.columns import (
     ALIASES,
     BY_KEY,
-    EFFECTIVE_KEYS,
+    UNASKED,
     Column,
     choose_columns,
-    default_columns,
+    filled,
     unknown_column,
 )
 from burst_cli.report.compare import Comparison, compare
-from burst_cli.report.records import Record, effective_time, read_record, with_hardware
+from burst_cli.report.records import EFFECTIVE_KEYS, Record, effective_time, read_record, with_hardware
 from burst_cli.runs.choose import select_runs
 from burst_cli.sweep.store import SweepError, cell_now, find_sweep
 from cluster.remote_text import one_line
@@ -92,6 +92,11 @@ class Group:
         return " · ".join(part for part in (self.exp, model, devices) if part)
 
     @property
+    def by_age(self) -> list[dict[str, Any]]:
+        """Its records, the oldest first, however they are sorted for people; cells without a run before them."""
+        return sorted(self.records, key=lambda record: str(record["run_id"] or ""))
+
+    @property
     def names(self) -> str:
         """Of its model and experiment."""
         return f"{self.model} {self.exp}"
@@ -120,6 +125,10 @@ class Report:
     def runs(self) -> list[dict[str, Any]]:
         """The records that are runs; cells of a sweep that have none are left out."""
         return [record for record in self.records if record.get("run_id") is not None]
+
+    def columns_of(self, records: Sequence[Record]) -> Sequence[Column]:
+        """Those to show of these records: but for chosen ones none that is empty in all of them."""
+        return self.columns if self.are_columns_chosen else filled(self.columns, records)
 
     @property
     def failed_gates(self) -> list[Verdict]:
@@ -153,8 +162,7 @@ def build_report(request: Request) -> Report:
     records = with_hardware(records)
     asked = {column.key for column in chosen or ()} | {(request.sort or "").removeprefix("-")}
     is_unasked = request.is_page and chosen is None and len(records) <= EFFECTIVE_UNASKED
-    is_effective = request.effective or is_unasked or not asked.isdisjoint(EFFECTIVE_KEYS)
-    if is_effective:
+    if request.effective or is_unasked or not asked.isdisjoint(EFFECTIVE_KEYS):
         records = [
             {**one, **effective_time(RunFolder(Path(one["path"])))} if one.get("path") else one for one in records
         ]
@@ -170,7 +178,7 @@ def build_report(request: Request) -> Report:
         runs_dir=request.runs_dir,
         records=tuple(records),
         groups=_groups(records),
-        columns=chosen or default_columns(baseline=baseline is not None, effective=is_effective, records=records),
+        columns=chosen or UNASKED,
         are_columns_chosen=chosen is not None,
         sweep=sweep,
         baseline=baseline,
@@ -304,7 +312,7 @@ def _cell_record(cell: Mapping[str, Any], runs_dir: Path) -> dict[str, Any]:
     for folder in (path, runs_dir.joinpath(*path.parts[-2:])):
         if (folder / "run.json").is_file():
             return {**read_record(RunFolder(folder.absolute())), "cell": str(cell.get("id"))}
-    now, overrides = cell_now(cell), cell.get("overrides")
+    now = cell_now(cell)
     state = {"pending": NOT_RUN, "running": MISSING}.get(now["state"], now["state"])
     return {
         **table(cell, "facts"),
@@ -314,7 +322,6 @@ def _cell_record(cell: Mapping[str, Any], runs_dir: Path) -> dict[str, Any]:
         "path": None,
         "exp": word(cell, "exp") or "?",
         "failure_text": word(now["result"], "message"),
-        "overrides": " ".join(map(str, overrides)) if isinstance(overrides, list) else None,
     }
 
 
@@ -362,8 +369,8 @@ def _with_value(by: str, wanted: str, records: Sequence[dict[str, Any]]) -> list
     known = {value for value, _ in values if value is not None}
     if not known:
         keys = sorted({key for record in records for key in record if text(record, key) is not None})
-        near = nearest(by, keys)
-        raise ConfigError(f"--by: no run has {by!r}; {f'did you mean {near}?' if near else ', '.join(keys)}")
+        near, known_keys = nearest(by, keys), ", ".join(keys) or "nothing, for there are no runs"
+        raise ConfigError(f"--by: no run has {by!r}; {f'did you mean {near}?' if near else f'they have {known_keys}'}")
     meant = {wanted} if wanted in known else {value for value in known if value.startswith(wanted)}
     found = [record for value, record in values if value in meant and record.get("path") is not None]
     if not found:

@@ -15,16 +15,16 @@ from engine.config.errors import ConfigError
 from engine.config.schema import nearest
 
 ABOVE_PEAK = " !"
-Kind = Literal["always", "baseline", "evaluation", "effective", "asked"]
 Show = Callable[[float | None], str]
 
 
 @dataclass(frozen=True)
 class Column:
-    """One figure. key: its name in --columns, --sort and, mostly, in summary.json. kind: in which tables it is unasked.
+    """One figure. key: its name in --columns, --sort and, mostly, in summary.json.
 
-    show: how its number reads; None: it is a text. cell: how the whole record reads, where that is more than the
-    number. better: the good end. rank: its place where a terminal is too narrow for all; last without.
+    show: how its number reads; None: it is a text. reads: how the whole record reads, where that is more than the
+    number. only_asked: not in tables that do not name it. better: the good end. rank: its place where a terminal is too
+    narrow for all; last without.
     """
 
     key: str
@@ -32,15 +32,14 @@ class Column:
     doc: str = ""
     show: Show | None = None
     reads: Callable[[Record], str] | None = None
-    kind: Kind = "asked"
+    only_asked: bool = False
     better: Literal["higher", "lower"] | None = None
     rank: int = 99
-    is_count: bool = False  # a text of digits, which stands to the right like a number
 
     @property
     def number(self) -> bool:
         """Whether it is aligned like a number."""
-        return self.show is not None or self.is_count
+        return self.show is not None
 
     def cell(self, record: Record) -> str:
         """The figure of `record` for people."""
@@ -127,90 +126,75 @@ def _rounded(value: float | None) -> str:
 
 _SPEED, _MEMORY = "tokens_per_s_per_device", "peak_memory_bytes"
 COLUMNS = (
-    Column("run", "run", "experiment and run id", reads=run_name, kind="always", rank=0),
-    Column("status", "status", "how it ended, or how far it is", reads=_status, kind="always", rank=8),
-    Column("attention_preset", "attention", "method of attention", kind="always", rank=6),
-    Column("memory_policy", "memory policy", "what is recomputed or moved", kind="always", rank=9),
-    Column("seq_len", "seq_len", "tokens per sequence", kind="always", rank=7, is_count=True),
-    Column("world_size", "ranks", "ranks of all nodes", kind="always", is_count=True),
-    Column("steps", "steps", "optimizer steps made", kind="always", is_count=True),
+    Column("run", "run", "experiment and run id", reads=run_name, rank=0),
+    Column("status", "status", "how it ended, or how far it is", reads=_status, rank=8),
+    Column("attention_preset", "attention", "method of attention", rank=6),
+    Column("memory_policy", "memory policy", "what is recomputed or moved", rank=9),
+    Column("seq_len", "seq_len", "tokens per sequence", _rounded, rank=7),
+    Column("world_size", "ranks", "ranks of all nodes", _rounded),
+    Column("steps", "steps", "optimizer steps made", _rounded),
     Column(
-        _SPEED, "tokens/s/device", "median after warm-up, with quartiles", count, _median(_SPEED), "always",
+        _SPEED, "tokens/s/device", "median after warm-up, with quartiles", count, _median(_SPEED),
         better="higher", rank=1,
     ),
     Column(
-        "step_time_s", "step time", "median of the slowest rank, with quartiles", seconds, _step_time, "always",
+        "step_time_s", "step time", "median of the slowest rank, with quartiles", seconds, _step_time,
         better="lower", rank=12,
     ),
+    Column("predicted_step_time_s", "predicted step", "what `burst plan` expected", seconds, _predicted_step),
+    Column("step_time_s_n", "n", "steps behind the medians", _rounded, rank=13),
     Column(
-        "predicted_step_time_s", "predicted step", "what `burst plan` expected of the machine", seconds,
-        _predicted_step, kind="always",
-    ),
-    Column("step_time_s_n", "n", "steps behind the medians", _rounded, kind="always", rank=13),
-    Column(
-        "mfu", "MFU (causal-aware)", "FLOPs that the mask leaves, against the peak", percent, _share("mfu"), "always",
+        "mfu", "MFU (causal-aware)", "FLOPs that the mask leaves, against the peak", percent, _share("mfu"),
         better="higher", rank=2,
     ),
     Column(
         "mfu_full_attention", "MFU (full attention)", "FLOPs as if nothing were masked", percent,
-        _share("mfu_full_attention"), "always", rank=10,
+        _share("mfu_full_attention"), rank=10,
     ),
-    Column("hfu", "HFU", "causal-aware, and what is recomputed", percent, _share("hfu"), "always", rank=15),
-    Column(_MEMORY, "peak memory", "largest over ranks", binary_bytes, kind="always", better="lower", rank=5),
-    Column(
-        "peak_tensor_bytes", "peak tensors", "live tensors, on a CPU", binary_bytes, kind="always", better="lower"
-    ),
-    Column("predicted_peak_bytes", "predicted peak", "what `burst plan` expected", binary_bytes, kind="always"),
-    Column(
-        "traffic", "sent intra / inter node", "attention bytes of the busiest rank in a step", binary_bytes, _traffic,
-        "always",
-    ),
-    Column("final_train_loss", "train loss", "of the last step", plain, kind="always", rank=3),
-    Column(
-        "final_validation_loss", "validation loss", "of the last one", plain, kind="always", better="lower", rank=14
-    ),
-    Column("final_validation_bits_per_byte", "bits/byte", "", plain, kind="always"),
-    Column("weights", "weights", "whose an evaluation is of", reads=_weights, kind="evaluation"),
-    Column("final_needle_accuracy", "needles right", "answers that greedy decoding writes", percent, kind="evaluation"),
-    Column(
-        "final_needle_gain", "needle gain", "nats per token of the answer that the needle saves", plain,
-        kind="evaluation",
-    ),
-    Column(
-        "peak_flops_per_device", "peak FLOP/s per device", "what MFU is measured against", reads=_peak, kind="always"
-    ),
-    Column("git_sha", "commit", "of the code that ran", reads=_commit, kind="always", rank=16),
+    Column("hfu", "HFU", "causal-aware, and what is recomputed", percent, _share("hfu"), rank=15),
+    Column(_MEMORY, "peak memory", "largest over ranks", binary_bytes, better="lower", rank=5),
+    Column("peak_tensor_bytes", "peak tensors", "live tensors, on a CPU", binary_bytes, better="lower"),
+    Column("predicted_peak_bytes", "predicted peak", "what `burst plan` expected", binary_bytes),
+    Column("traffic", "sent intra / inter node", "attention bytes of the busiest rank", binary_bytes, _traffic),
+    Column("final_train_loss", "train loss", "of the last step", plain, rank=3),
+    Column("final_validation_loss", "validation loss", "of the last one", plain, better="lower", rank=14),
+    Column("final_validation_bits_per_byte", "bits/byte", "", plain),
+    Column("weights", "weights", "whose an evaluation is of", reads=_weights),
+    Column("final_needle_accuracy", "needles right", "answers that greedy decoding writes", percent),
+    Column("final_needle_gain", "needle gain", "nats per token of the answer that the needle saves", plain),
+    Column("peak_flops_per_device", "peak FLOP/s per device", "what MFU is measured against", reads=_peak),
+    Column("git_sha", "commit", "of the code that ran", reads=_commit, rank=16),
     Column(
         "started_at", "started (UTC)",
-        reads=lambda record: (text(record, "started_at") or DASH)[:16].replace("T", " "), kind="always",
+        reads=lambda record: (text(record, "started_at") or DASH)[:16].replace("T", " "),
     ),
-    Column(f"ratio_{_SPEED}", "speed", "against --baseline", count, _ratio(f"ratio_{_SPEED}"), "baseline", rank=4),
-    Column(f"ratio_{_MEMORY}", "memory", "against --baseline", count, _ratio(f"ratio_{_MEMORY}"), "baseline", rank=11),
-    Column("model", "model"),
-    Column("hardware", "hardware", "device of the ranks"),
-    Column("compute_dtype", "dtype"),
-    Column("tokens_per_s", "tokens/s", "all devices together", count, _median("tokens_per_s")),
-    Column("peak_host_bytes", "host memory", "", binary_bytes),
+    Column(f"ratio_{_SPEED}", "speed", "against --baseline", count, _ratio(f"ratio_{_SPEED}"), rank=4),
+    Column(f"ratio_{_MEMORY}", "memory", "against --baseline", count, _ratio(f"ratio_{_MEMORY}"), rank=11),
+    Column("model", "model", only_asked=True),
+    Column("hardware", "hardware", "device of the ranks", only_asked=True),
+    Column("compute_dtype", "dtype", only_asked=True),
+    Column("tokens_per_s", "tokens/s", "all devices together", count, _median("tokens_per_s"), only_asked=True),
+    Column("peak_host_bytes", "host memory", "", binary_bytes, only_asked=True),
     Column(
         "config_fingerprint", "config", "fingerprint",
-        reads=lambda record: (text(record, "config_fingerprint") or DASH)[:12],
+        reads=lambda record: (text(record, "config_fingerprint") or DASH)[:12], only_asked=True,
     ),
-    Column("versions", "versions", reads=_versions),
-    Column("command", "command"),
-    Column("host", "host", "of the launcher"),
-    Column("failure_text", "failure"),
-    Column("attempts", "attempts", kind="effective", is_count=True),
-    Column("effective_fraction", "effective time", "productive / wall", percent, kind="effective"),
-    Column("wall_s", "wall", "from the first start on", duration, kind="effective"),
-    Column("productive_s", "productive", "steps that count", duration, kind="effective"),
-    Column("start_up_s", "start-up", "before the first step", duration, kind="effective"),
-    Column("evaluation_s", "evaluation", "", duration, kind="effective"),
-    Column("checkpoint_stall_s", "checkpoint stall", "", duration, kind="effective"),
-    Column("lost_work_s", "lost work", "steps made twice", duration, kind="effective"),
-    Column("restart_s", "restart", "end of an attempt to the next step", duration, kind="effective"),
+    Column("versions", "versions", reads=_versions, only_asked=True),
+    Column("command", "command", only_asked=True),
+    Column("host", "host", "of the launcher", only_asked=True),
+    Column("failure_text", "failure", only_asked=True),
+    Column("attempts", "attempts", "", _rounded),
+    Column("effective_fraction", "effective time", "productive / wall", percent),
+    Column("wall_s", "wall", "from the first start on", duration),
+    Column("productive_s", "productive", "steps that count", duration),
+    Column("start_up_s", "start-up", "before the first step", duration),
+    Column("evaluation_s", "evaluation", "", duration),
+    Column("checkpoint_stall_s", "checkpoint stall", "", duration),
+    Column("lost_work_s", "lost work", "steps made twice", duration),
+    Column("restart_s", "restart", "end of an attempt to the next step", duration),
 )  # fmt: skip
 BY_KEY = {column.key: column for column in COLUMNS}
-EFFECTIVE_KEYS = tuple(column.key for column in COLUMNS if column.kind == "effective")
+UNASKED = tuple(column for column in COLUMNS if not column.only_asked)
 PAPER_KEYS = (
     "attention_preset", "memory_policy", "seq_len", _SPEED, "mfu", "mfu_full_attention", _MEMORY,
     "final_needle_accuracy", "final_needle_gain", f"ratio_{_SPEED}", f"ratio_{_MEMORY}",
@@ -228,13 +212,6 @@ ABOVE_PEAK_NOTE = (
 )
 # Names that people type for keys that are longer.
 ALIASES = {"attention": "attention_preset", "policy": "memory_policy", "ranks": "world_size", "commit": "git_sha"}
-
-
-def default_columns(*, baseline: bool, effective: bool, records: Sequence[Record] = ()) -> tuple[Column, ...]:
-    """The columns of a report that was not asked for special ones; those of evaluations if `records` have any."""
-    kept = {"always", *(["baseline"] if baseline else []), *(["effective"] if effective else [])}
-    evaluation = filled([column for column in COLUMNS if column.kind == "evaluation"], records)
-    return tuple(column for column in COLUMNS if column.kind in kept or column in evaluation)
 
 
 def choose_columns(names: Sequence[str]) -> tuple[Column, ...]:

@@ -201,12 +201,12 @@ def _step_difference(metric: str, a: _Side, b: _Side) -> Difference:
 def _run_difference(metric: str, a: _Side, b: _Side) -> Difference:
     first, second = a.run_figures(metric), b.run_figures(metric)
     if min(len(first), len(second)) < 2:
-        return _difference(metric, _median(first), _median(second), None)
+        return _difference(metric, _mean(first), _mean(second), None)
     from burst_cli.report.bootstrap import compare_runs, smallest_p
 
     found = _difference(metric, _mean(first), _mean(second), lambda: compare_runs(first, second))
     least = smallest_p(len(first), len(second))
-    if least <= SIGNIFICANT or found.p is None:
+    if least <= SIGNIFICANT:
         return found
     return replace(found, verdict=f"too few runs to tell: even the clearest difference has p = {least:.2g}")
 

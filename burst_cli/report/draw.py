@@ -159,7 +159,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
 
 
 def _lines(axes: Axes, panel: Panel) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+    from matplotlib.ticker import FixedLocator, FuncFormatter
 
     for line in panel.lines:
         points = line.points
@@ -170,14 +170,14 @@ def _lines(axes: Axes, panel: Panel) -> None:
         )  # fmt: skip
     lengths = sorted({p.x for line in panel.lines for p in line.points} | {x for _, _, x in panel.missing})
     span = max(1.0, math.log2(lengths[-1] / lengths[0]))
-    axes.set_xscale("log", base=2)
+    axes.set_xscale("log")
     axes.set_xlim(lengths[0] * 2 ** (-0.07 * span), lengths[-1] * 2 ** (0.07 * span))
     while len(lengths) > 7:  # every second one where they would touch
         lengths = lengths[::-1][::2][::-1]
     axes.xaxis.set_major_locator(FixedLocator(lengths))
-    axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tokens(round(value))))
     _limit_y(axes, [point for line in panel.lines for point in line.points])
+    axes.minorticks_off()
     stacked: dict[int, int] = {}
     for _, style, length in panel.missing:
         # A cross where a method ran out of memory: above in a picture of memory, else below.
@@ -189,7 +189,7 @@ def _lines(axes: Axes, panel: Panel) -> None:
 
 def _limit_y(axes: Axes, points: Sequence[Point]) -> None:
     """From 0 where that leaves the points apart, else a logarithmic axis."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator
 
     values = [point.y for point in points if point.y > 0]
     if values and max(values) / min(values) > 12:
@@ -197,7 +197,6 @@ def _limit_y(axes: Axes, points: Sequence[Point]) -> None:
         axes.set_yscale("log")
         axes.set_ylim(low / 2.2, high * 1.6)
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 200 else (1.0,)))
-        axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}" if y >= 1 else f"{y:g}"))
         return
     axes.set_ylim(0, 1.18 * max((point.high for point in points), default=1.0) or 1.0)

@@ -24,7 +24,7 @@ from burst_cli.report.records import (
     thinned,
     tokens,
 )
-from cluster.values import number, rows, text, whole
+from cluster.values import number, rows, whole
 
 GIB = 2.0**30
 PUBLISHED = "published: "
@@ -157,7 +157,9 @@ def _length_panel(
     if not own and not others:
         return None
     lost = [(name, styles[name], length) for name, lengths in _cells(records).items() for length in _lost(lengths)]
-    factor, unit = {SPEED: (1.0, ""), MFU: (100.0, "")}.get(metric) or _memory_unit([*own, *others])
+    factor, unit = {SPEED: (1.0, ""), MFU: (100.0, "")}.get(metric) or _memory_unit(
+        point.high for line in (*own, *others) for point in line.points
+    )
     label = _LABELS[metric] + unit
     lengths = {whole(record, "seq_len") for record in records} - {None}
     systems = dict.fromkeys(f"{row['system']}, {row['gpus']} × {row['hardware']}" for row in published)
@@ -197,10 +199,9 @@ def _published_lines(metric: str, rows: Sequence[Record], first_style: int) -> l
     ]
 
 
-def _memory_unit(lines: Iterable[Line], *, is_scatter: bool = False) -> tuple[float, str]:
+def _memory_unit(sizes: Iterable[float]) -> tuple[float, str]:
     """(factor of bytes, unit in brackets): MiB when all lies below 1 GiB."""
-    most = max((max(point.high, point.x if is_scatter else 0) for line in lines for point in line.points), default=0)
-    return (1 / GIB, " (GiB)") if most >= GIB else (1024 / GIB, " (MiB)")
+    return (1 / GIB, " (GiB)") if max(sizes) >= GIB else (1024 / GIB, " (MiB)")
 
 
 def _scaled(lines: Iterable[Line], factor: float, x_factor: float = 1.0) -> Iterator[Line]:
@@ -247,7 +248,7 @@ def _prediction(records: Sequence[Record], styles: Mapping[str, int]) -> Panel |
     if len(ratios) < 2:
         return None
     lines = [Line(name, styles[name], tuple(found[name])) for name in sorted(found)]
-    factor, unit = _memory_unit(lines, is_scatter=True)
+    factor, unit = _memory_unit(size for line in lines for point in line.points for size in (point.x, point.y))
     return Panel(
         "prediction",
         "scatter",
@@ -262,12 +263,17 @@ def _prediction(records: Sequence[Record], styles: Mapping[str, int]) -> Panel |
 
 
 def run_panels(records: Iterable[Record]) -> Iterator[Panel]:
-    """Loss and step time of the newest run of every method and length, at most 8, where they have several steps."""
+    """Loss and step time of the newest run of every method and length, at most 8, where they have several steps.
+
+    records: the oldest first.
+    """
     newest: dict[tuple[str | None, str], Record] = {}
     for record in records:
         if record.get("path") is not None and record.get("steps"):
-            newest[method_of(record), str(record.get("seq_len"))] = record
-    chosen = sorted(newest.values(), key=lambda record: str(record.get("run_id")))[-MOST_CURVES:]
+            key = method_of(record), str(record.get("seq_len"))
+            newest.pop(key, None)
+            newest[key] = record
+    chosen = list(newest.values())[-MOST_CURVES:]
     rows = [run_rows(Path(record["path"])) for record in chosen]
     names = _curve_names(chosen)
     titles: tuple[tuple[str, str, str, Callable[[list[Line]], str]], ...] = (
@@ -312,7 +318,7 @@ def _curve_names(records: Sequence[Record]) -> list[str]:
         length = whole(record, "seq_len")
         method = method_of(record) or "?"
         names.append(f"{method} {tokens(length)}" if several and length else method)
-    ids = [(text(record, "run_id") or "?")[-6:] for record in records]
+    ids = [record["run_id"][-6:] for record in records]
     return [f"{name} {own}" if names.count(name) > 1 else name for name, own in zip(names, ids, strict=True)]
 
 
@@ -322,7 +328,8 @@ def _curve_names(records: Sequence[Record]) -> list[str]:
 def needle_panels(records: Sequence[Record]) -> list[Panel]:
     """The needles of the newest run of every length that looked for some, as a grid of depths over lengths.
 
-    A cell says the share of right answers and the gain; its colour is the gain, the fuller the larger.
+    A cell says the share of right answers and the gain; its colour is the gain, the fuller the larger. records: the
+    oldest first.
     """
     newest = {size: record for record in records if (size := whole(record, "seq_len")) and rows(record, NEEDLES)}
     found = [
@@ -367,7 +374,10 @@ class Matrix:
 
 
 def method_matrix(records: Sequence[Record]) -> Matrix | None:
-    """Lengths against methods, where there are two of each; else None, because the table says it all."""
+    """Lengths against methods, where there are two of each; else None, because the table says it all.
+
+    records: the oldest first.
+    """
     cells = _cells(records)
     lengths = sorted({length for found in cells.values() for length in found})
     if len(lengths) < 2 or len(cells) < 2:

@@ -205,6 +205,7 @@ def thinned(points: Sequence[tuple[int, float]], most: int) -> list[tuple[float,
 #     other              the rest: between steps, shutting down
 
 _SHARES = ("wall", "productive", "start_up", "evaluation", "checkpoint_stall", "lost_work", "restart", "other")
+EFFECTIVE_KEYS = ("attempts", "effective_fraction", *(f"{share}_s" for share in _SHARES))
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,7 @@ def effective_time(run: RunFolder) -> dict[str, Any]:
     except (RunFolderError, OSError, ValueError, TypeError, KeyError, AttributeError):
         attempts = []
     if not attempts:
-        return {"attempts": None, "effective_fraction": None, **{f"{key}_s": None for key in _SHARES}}
+        return dict.fromkeys(EFFECTIVE_KEYS)
     seconds: dict[str, float | None] = {**_shares(attempts)}
     wall, productive = seconds["wall"], seconds["productive"]
     if not any(attempt.phases["checkpoint"] for attempt in attempts) and _has_checkpoints(run.path):

@@ -144,11 +144,11 @@ def _grid(columns: Sequence[Column], records: Sequence[Record], *, may_choose: b
     return _Grid([column.heading for column in columns], rows, [column.number for column in columns], ranks)
 
 
-def _parts(report: Report, columns_of: Callable[[Group], Sequence[Column]]) -> Iterator[_Part]:
+def _parts(report: Report) -> Iterator[_Part]:
     if report.sweep:
         yield _Part(report.sweep_line)
     for group in report.groups:
-        grid = _grid(columns_of(group), group.records, may_choose=not report.are_columns_chosen)
+        grid = _grid(report.columns_of(group.records), group.records, may_choose=not report.are_columns_chosen)
         yield _Part(group.title if len(report.groups) > 1 else "", [grid])
         for record in [record for record in group.records if is_evaluation(record)][-_MOST_EVALUATIONS:]:
             grids = [_Grid(rows[0], rows[1:], [True] * len(rows[0])) for rows in evaluation_tables(record)]
@@ -198,10 +198,7 @@ def _ruled(grid: _Grid) -> Table:
 
 
 def _lines(report: Report, width: int) -> Iterator[RenderableType]:
-    def columns_of(group: Group) -> Sequence[Column]:
-        return report.columns if report.are_columns_chosen else filled(report.columns, group.records)
-
-    for part in _parts(report, columns_of):
+    for part in _parts(report):
         yield from [Text(f"\n{part.title}", style="bold")] if part.title else []
         yield from (_shown(grid, width) for grid in part.grids)
         yield from (Text(line, style="dim") for line in part.notes)
@@ -218,7 +215,7 @@ def _lines(report: Report, width: int) -> Iterator[RenderableType]:
 def report_markdown(report: Report) -> str:
     """GitHub tables: one per group with a run per row, then what else was asked for, and the notes."""
     blocks: list[str] = []
-    for part in _parts(report, lambda _: report.columns):
+    for part in _parts(report):
         blocks += [f"### {_plain(part.title)}"] if part.title else []
         blocks += [*map(_markdown, part.grids), "\n".join(map(_plain, part.notes))]
         blocks += [f"**Warning:** {_plain(warning)}" for warning in part.warnings]
@@ -260,8 +257,8 @@ def report_latex(report: Report) -> str:
     """A booktabs table per group, notes as comments; unless columns were chosen, those that fit on a page of paper."""
     parts = ["% burst report; needs \\usepackage{booktabs}", *(f"% {line}" for line in notes_for(report.records))]
     for group in report.groups:
-        columns = filled([c for c in report.columns if report.are_columns_chosen or c.key in PAPER_KEYS], group.records)
-        grid = _grid(columns, group.records)
+        columns = report.columns_of(group.records)
+        grid = _grid([c for c in columns if report.are_columns_chosen or c.key in PAPER_KEYS], group.records)
         headings, *lines = (f"{' & '.join(map(_latex, row))} \\\\" for row in [grid.headings, *grid.rows])
         kinds = "".join("r" if is_number else "l" for is_number in grid.numbers)
         parts += [f"% {_plain(group.title)}", f"\\begin{{tabular}}{{{kinds}}}", "\\toprule", headings, "\\midrule"]
@@ -341,8 +338,8 @@ def report_page(report: Report) -> tuple[str, int]:
 
 def _group(report: Report, group: Group, styles: Mapping[str, int], plots: _Plots) -> dict[str, object]:
     """What the page shows of a group."""
-    panels = [*group_panels(group.names, group.records, styles, report.published), *needle_panels(group.records)]
-    figures = [*plots.figures(panels), *(() if plots.is_full else plots.figures(run_panels(group.records)))]
+    panels = [*group_panels(group.names, group.records, styles, report.published), *needle_panels(group.by_age)]
+    figures = [*plots.figures(panels), *(() if plots.is_full else plots.figures(run_panels(group.by_age)))]
     evaluations = [
         (f"{run_name(record)}: {weights_text(record)}", tables)
         for record in group.records
@@ -351,9 +348,9 @@ def _group(report: Report, group: Group, styles: Mapping[str, int], plots: _Plot
     return {
         "title": group.title,
         "records": group.records,
-        "matrix": method_matrix(group.records),
+        "matrix": method_matrix(group.by_age),
         "figures": figures,
-        "columns": filled(report.columns, group.records),
+        "columns": report.columns_of(group.records),
         "evaluations": evaluations,
         "provenance": filled([BY_KEY[key] for key in PROVENANCE_KEYS], group.records),
     }
@@ -367,7 +364,7 @@ def report_picture(report: Report) -> bytes:
         yield "A against B", comparison_panels(report.comparison)
         for group in report.groups:
             panels = group_panels(group.names, group.records, styles, report.published)
-            yield group.title, [*panels, *needle_panels(group.records), *run_panels(group.records)]
+            yield group.title, [*panels, *needle_panels(group.by_age), *run_panels(group.by_age)]
 
     return report_png(rows())
 
@@ -377,9 +374,8 @@ def report_picture(report: Report) -> bytes:
 
 def check_targets(output: Path | None, png: Path | None, *, force: bool) -> None:
     """Raise ConfigError, before runs are read, when a file cannot or must not be written."""
-    check_output("--output", output)
-    check_output("--png", png, ".png")
-    for option, path in (("--output", output), ("--png", png)):
+    for option, path, ends in (("--output", output, ()), ("--png", png, (".png",))):
+        check_output(option, path, *ends)
         if path is not None and path.exists() and not force and not _is_ours(path):
             words = "exists and is no report that burst wrote; give another name, or --force to replace it"
             raise ConfigError(f"{option}: {path} {words}")

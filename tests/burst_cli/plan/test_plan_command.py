@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +24,60 @@ def document(result: Any) -> Any:
     return json.loads(result.out)
 
 
+def told(shown: str, hidden: str = r"[\d.]+(e-\d+)? (?:ms|s)\b|[\d.]+%") -> list[str]:
+    """The lines without rules and padding, with # for seconds and shares, which the model of the machine says."""
+    lines = (" ".join(re.sub(hidden, "#", line).split()) for line in shown.splitlines())
+    return [line.strip("│┃ ") for line in lines if line and line[0] not in "┏┡└"]
+
+
 def test_json_is_the_documented_one(burst) -> None:
     plan = document(burst("plan", *QUICK, "exp=tiny", "--json"))
-    assert (plan["preset"], plan["legal"], plan["world_size"]) == ("burst", True, 4)
-    assert plan["topology"] == {"nodes": 1, "local_ranks": 4}
-    attention = plan["attention"]
+    attention, flops = plan.pop("attention"), plan.pop("flops")
+    assert {name: plan.pop(name) and None for name in ("time", "step_time", "run")}
+    assert plan == {
+        "preset": "burst",
+        "legal": True,
+        "problems": [],
+        "warnings": [],
+        "exp": "tiny",
+        "seq_len": 2048,
+        "world_size": 4,
+        "cp_size": 4,
+        "topology": {"nodes": 1, "local_ranks": 4},
+        "planned_ranks": [0, 1, 2, 3],
+        "candidates": [],
+        "memory": None,
+        "recommendation": None,
+    }
     assert attention["backward_circulates"] in ("kv", "q")
     assert attention["reason"].startswith("auto: ")
     forward = attention["layers"][0]["passes"]["forward"]
     assert forward["bytes_per_layer"] == {"intra_bytes": 3 * 2**20, "inter_bytes": 0, "host_bytes": 0}
     model = compose(["exp=tiny"]).config.model
     expected = step_flops(model, seq_len=2048, visible_pairs=model.num_layers * attention_pairs("causal", 2048))
-    assert plan["flops"]["model"] == expected.model
+    assert flops == asdict(expected)
 
 
 def test_the_answer_is_six_lines(burst) -> None:
     """Fit, seconds, speed with the convention of MFU, hours with their price, and what would help."""
     arguments = ["exp=tiny", "memory=full", "train.seq_len=512", "--device", "h100", "--price", "2"]
-    shown = burst("plan", *arguments).out.splitlines()
-    assert [line.split()[0] for line in shown] == ["plan", "memory", "step", "speed", "run", "advice"]
-    words = ("512 tokens on 4 ranks", "fits: ", "on h100: ", "causal-aware", "GPU-hours", "saves")
-    assert all(word in line for word, line in zip(words, shown, strict=True))
+    shown = told(burst("plan", *arguments).out, r"(?<![a-z\d])[\d.]+(e-\d+)?( ms|%|K| GiB)?")
+    assert shown == [
+        "plan tiny, attention=burst: # tokens on # ranks",
+        "memory fits: # of # on h100, # free; memory: full",
+        "step # on h100: attention #, exposed #, weights #, elementwise #, gradients #, optimizer #, matrices #",
+        "speed # tokens/s per device, MFU # causal-aware (# as if nothing were masked; HFU #)",
+        "run # steps, # tokens: #, # GPU-hours, # at # each",
+        "advice --ranks # saves # of the GPU-hours: # a step",
+    ]
     plan = document(burst("plan", *arguments, "--json"))
     step, run = plan["step_time"], plan["run"]
     assert sum(step["parts"].values()) == pytest.approx(step["seconds"])
     assert step["tokens_per_s_per_device"] == pytest.approx(512 / step["seconds"] / 4)
     assert step["mfu"] == pytest.approx(plan["flops"]["model"] / step["seconds"] / 4 / 66.9e12)  # fp32, datasheet
-    assert (run["steps"], run["tokens"]) == (120, 120 * 512)
-    assert run["device_hours"] == pytest.approx(4 * 120 * step["seconds"] / 3600)
-    assert run["cost"] == pytest.approx(2 * run["device_hours"])
+    hours = 120 * step["seconds"] / 3600
+    figures = {"hours": hours, "device_hours": 4 * hours, "cost": 8 * hours}
+    assert run == pytest.approx({"steps": 120, "tokens": 120 * 512, **figures})
 
 
 def test_a_gpu_that_nothing_names_is_said_to_be_assumed(burst) -> None:
@@ -72,11 +99,42 @@ def test_a_recommended_change_takes_the_step_that_is_promised(burst) -> None:
 
 
 def test_details_show_every_pass(burst) -> None:
-    shown = burst("plan", *QUICK, "exp=tiny", "--details", "--device", "cpu").out
-    assert "2,048 tokens on 4 ranks on 1 node" in shown
-    for words in ("steps", "tiles", "balance", "sent inside the node", "buffers on the device", "v circulates"):
-        assert words in shown
-    assert "per layer and rank (cpu)" in shown
+    shown = told(burst("plan", *QUICK, "exp=tiny", "--details", "--device", "cpu", "attention=ring").out)
+    assert shown[5:] == [
+        "sequence 2,048 tokens on 4 ranks on 1 node; float32",
+        "method layout zigzag, 1 x 4 x 1 (heads x inner ring x outer ring)",
+        "backward kv circulates; as configured: kv circulates; multi-head attention, per token and hop: kv 4096 B, "
+        "q 3104 B",
+        "per layer and rank (cpu) ┃ forward ┃ backward",
+        "steps │ 4 │ 5",
+        "tiles │ 4 │ 4",
+        "visible pairs, all ranks │ 2.1M │ 2.1M",
+        "balance (busiest rank / mean) │ 1.000 │ 1.000",
+        "sent inside the node │ 3 MiB │ 5.5 MiB",
+        "sent between nodes │ 0 B │ 0 B",
+        "moved to and from host memory │ 0 B │ 0 B",
+        "buffers on the device │ 2 MiB │ 5 MiB",
+        "buffers in host memory │ 0 B │ 0 B",
+        "predicted seconds │ # │ #",
+        "computing (busiest rank) │ # │ #",
+        "exposed communication │ 0 │ # (#)",
+        "buffers ┃ what ┃ memory ┃ slots ┃ rows ┃ size",
+        "forward │ kv, input or output │ device │ 1 │ 512 │ 1 MiB",
+        "kv, working │ device │ 2 │ 1,024 │ 2 MiB",
+        "q, input or output │ device │ 1 │ 512 │ 512 KiB",
+        "acc, input or output │ device │ 1 │ 512 │ 520 KiB",
+        "backward │ kv, input or output │ device │ 1 │ 512 │ 1 MiB",
+        "kv, working │ device │ 2 │ 1,024 │ 2 MiB",
+        "qo, input or output │ device │ 1 │ 512 │ 1 MiB",
+        "dq, input or output │ device │ 1 │ 512 │ 512 KiB",
+        "dkv, input or output │ device │ 1 │ 512 │ 1 MiB",
+        "dkv, working │ device │ 3 │ 1,536 │ 3 MiB",
+        "step #: attention forward #, attention backward #, attention exposed #, matrices #, elementwise #, loss #, "
+        "weights #, gradients #, optimizer #",
+        "FLOPs/step model 71.1G, hardware 71.1G, as if nothing were masked 96.8G",
+        "Of buffers, the working ones are what the method adds.",
+        "Bytes are those of the busiest rank, from the plan that would run. Seconds come from a model of the machine.",
+    ]
 
 
 def test_fields_of_the_machine_can_be_changed(burst) -> None:
@@ -101,11 +159,19 @@ def test_data_parallel_ranks_are_counted_but_not_planned(burst) -> None:
 
 
 def test_compare_shows_the_named_options_side_by_side(burst) -> None:
-    plans = document(burst("plan", *QUICK, "exp=tiny", "--compare", "ring,striped", "--json"))["plans"]
-    assert [plan["preset"] for plan in plans] == ["ring", "striped"]
-    shown = burst("plan", *QUICK, "exp=tiny", "--compare", "ring,striped", "--device", "cpu").out
-    rows = [line.split("│")[1].strip() for line in shown.splitlines() if line.startswith("│")]
-    assert rows == ["ring", "striped"]
+    arguments = (*QUICK, "exp=tiny", "--compare", "ring,ulysses", "--device", "cpu")
+    assert [plan["preset"] for plan in document(burst("plan", *arguments, "--json"))["plans"]] == ["ring", "ulysses"]
+    assert told(burst("plan", *arguments).out.replace("│", "").replace("┃", "")) == [
+        "sequence 2,048 tokens on 4 ranks on 1 node; float32",
+        "attention layout heads x rings backward steps tiles balance intra node inter node device buffers seconds "
+        "exposed step MFU",
+        "ring zigzag 1 x 4 x 1 kv 4 / 5 4 / 4 1.000 / 1.000 3 MiB / 5.5 MiB 0 B / 0 B 2 MiB / 5 MiB "
+        "# / # 0 / # (#) # –",
+        "ulysses contiguous 4 x 1 x 1 kv 3 / 3 1 / 1 1.000 / 1.000 1.5 MiB / 1.5 MiB 0 B / 0 B 2.51 MiB / 4.88 MiB "
+        "# / # # (#) / # (#) # –",
+        "Two figures in a cell: forward / backward, per layer.",
+        "Bytes are those of the busiest rank, from the plan that would run. Seconds come from a model of the machine.",
+    ]
 
 
 def test_all_lists_the_illegal_ones_with_their_reasons(burst) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from report_samples import CONFIG, PROVENANCE, make_methods, make_run
 
 from burst_cli.report.build import Request, build_report, parse_since
-from burst_cli.report.columns import COLUMNS, choose_columns, default_columns
+from burst_cli.report.columns import COLUMNS, choose_columns
 from burst_cli.report.records import provenance_facts, with_hardware
 from burst_cli.report.write import report_csv, report_markdown
 from burst_cli.runs.choose import select_runs
@@ -27,8 +28,9 @@ ON_H100 = {**PROVENANCE, "hardware": {"gpus": ["NVIDIA H100, 81559 MiB, 570"]}}
 @pytest.fixture
 def runs_dir(tmp_path: Path) -> Path:
     folder = tmp_path / "runs"
-    predicted = {"predicted_step_time_s": 0.31, "predicted_step_machine": "h100"}
-    make_run(folder, "tiny/20260101-000000-aaaaaa", **predicted)
+    predicted = {"predicted_step_time_s": 0.31, "predicted_step_machine": "h100", "predicted_peak_bytes": 2**28}
+    losses = {"final_validation_loss": 1.5, "final_validation_bits_per_byte": 0.75, "peak_tensor_bytes": 2**27}
+    make_run(folder, "tiny/20260101-000000-aaaaaa", **predicted, **losses)
     make_run(folder, "tiny/20260102-000000-bbbbbb", final="failed")
     make_run(folder, "small/20260103-000000-cccccc", mfu=0.9)
     return folder
@@ -251,7 +253,8 @@ def test_markdown_of_two_runs(runs_dir: Path) -> None:
     )
     assert first == (
         "| tiny/20260101-000000-aaaaaa | completed | ring | full | 512 | 2 | 4 | 1.67K (1.46K…2.08K) "
-        "| 300 ms (250…350) | 310 ms on h100 | 3 | 50% | 60% | 70% | 1 GiB | – | – | 4 KiB / 0 B | 1.0000 | – | – "
+        "| 300 ms (250…350) | 310 ms on h100 | 3 | 50% | 60% | 70% | 1 GiB | 128 MiB | 256 MiB "
+        "| 4 KiB / 0 B | 1.0000 | 1.5000 | 0.7500 "
         f"| 1 TFLOP/s, measured | abcabcabca + changes | {found.records[0]['started_at'][:16].replace('T', ' ')} |"
     )
     assert second.startswith("| tiny/20260102-000000-bbbbbb | failed | ring |")
@@ -284,15 +287,16 @@ def test_latex_escapes_what_tex_would_run(burst, tmp_path: Path) -> None:
     assert output.count("\\begin{tabular}") == output.count("\\end{tabular}") == 1
 
 
-@pytest.mark.parametrize("width", [60, 500])
-def test_table_of_one_run_shows_every_figure_at_any_width(burst, runs_dir: Path, width: int, monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    output = burst("report", "aaaaaa").out
-    assert max(map(len, output.splitlines())) <= width
-    shown = default_columns(baseline=False, effective=False)
-    empty = {"peak tensors", "predicted peak", "validation loss", "bits/byte"}  # of this run nobody measured these
-    assert {column.heading for column in shown if column.heading not in output} == empty
-    assert "1.67K (1.46K…2.08K)" in output
+def test_table_of_one_run_shows_every_figure_at_any_width(burst, runs_dir: Path, monkeypatch) -> None:
+    shown: list[list[list[str]]] = []
+    for arguments, width in ((("--format", "md"), 60), ((), 500), ((), 60)):
+        monkeypatch.setenv("COLUMNS", str(width))
+        output = burst("report", "aaaaaa", *arguments).out
+        assert arguments or max(map(len, output.splitlines())) <= width
+        lines = [line for line in output.splitlines() if re.match("[|│┃] ", line) and "---" not in line]
+        shown.append([[cell.strip() for cell in re.split("[|│┃]", line)[1:-1]] for line in lines])
+    assert shown[1] == shown[0]
+    assert shown[2] == [list(pair) for pair in zip(*shown[0], strict=True)]
 
 
 def test_a_quartile_that_is_missing_is_no_zero() -> None:

@@ -219,7 +219,7 @@ def test_sweeps_that_cannot_be_shown_are_named(burst, runs_dir: Path, words: tup
 
 
 def test_damaged_cells_are_counted_and_the_rest_is_shown(burst, runs_dir: Path) -> None:
-    good = {"id": None, "overrides": "no list", "facts": [], "state": 3, "run_path": ["x"], "result": "y"}
+    good = {"id": None, "facts": [], "state": 3, "run_path": ["x"], "result": "y"}
     write(runs_dir, "odd", {"cells": [good, 7, None]})
     result = burst("report", "--sweep", "odd")
     assert (result.code, "2 cells are damaged" in result.err, "cell None" in result.out) == (0, True, True)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from report_samples import PROVENANCE, make_run, metrics, variant
 
-from burst_cli.report.bootstrap import block_length, compare_paired, compare_runs, compare_steps, smallest_p
+from burst_cli.report.bootstrap import compare_paired, compare_runs, compare_steps, smallest_p
 from burst_cli.report.build import Request, build_report
 from burst_cli.report.compare import Comparison, Difference, config_differences
 from burst_cli.report.records import provenance_facts
@@ -30,15 +30,6 @@ def correlated(n: int, phi: float, generator: np.random.Generator) -> list[float
 
 
 # --- the tests themselves ---------------------------------------------------------------------------------------------
-
-
-def test_independent_steps_need_no_blocks_and_correlated_ones_do() -> None:
-    generator = np.random.default_rng(1)
-    lengths = [block_length(np.asarray(correlated(400, phi, generator))) for phi in (0.0, 0.9)]
-    assert lengths[0] <= 3
-    assert lengths[1] >= 10
-    for odd in ([1.0] * 50, [1.0, 2.0], list(range(100)), [0.0, 1.0] * 40):
-        assert 1 <= block_length(np.asarray(odd, dtype=np.float64)) <= len(odd)
 
 
 @pytest.mark.parametrize("phi", [0.0, 0.7])
@@ -64,7 +55,6 @@ def test_real_difference_is_found_with_an_interval_around_it() -> None:
 def test_few_steps_are_no_ground_for_a_verdict() -> None:
     assert compare_steps([1.0] * 9, [2.0] * 100) is None
     assert compare_paired([1.0] * 9, [2.0] * 9) is None
-    assert compare_runs([1.0], [2.0, 3.0]) is None
 
 
 def test_paired_losses_show_what_their_common_noise_hides() -> None:
@@ -80,7 +70,6 @@ def test_paired_losses_show_what_their_common_noise_hides() -> None:
 
 def test_permutation_test_counts_every_split_of_few_runs() -> None:
     found = compare_runs([1.0, 2.0, 3.0, 4.0], [11.0, 12.0, 13.0, 14.0])
-    assert found is not None
     assert found.p == pytest.approx(2 / 70) == pytest.approx(smallest_p(4, 4))
     assert "all permutations" in found.method
 
@@ -89,7 +78,6 @@ def test_permutation_test_samples_the_splits_of_many_runs() -> None:
     generator = np.random.default_rng(6)
     a, b = generator.normal(0, 1, 15).tolist(), generator.normal(0, 1, 15).tolist()
     found = compare_runs(a, b)
-    assert found is not None
     assert found.p > 0.05
     assert smallest_p(2, 3) == 0.1
 

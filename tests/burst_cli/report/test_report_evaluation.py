@@ -87,13 +87,13 @@ def test_the_page_has_the_grid_and_the_tables(runs_dir: Path) -> None:
     assert "256 to 511" in page
 
 
-def test_the_grid_is_of_the_newest_run_of_every_length(runs_dir: Path) -> None:
-    records = [
-        {"seq_len": length, "final_needle_by_depth": _depths(gain)}
-        for length, gain in ((64, 9.0), (32, 1.0), (64, 2.0))
-    ]
-    (panel,) = needle_panels(records)
-    assert [(cell.column, cell.row, cell.strength) for cell in panel.cells] == [("32", "25%", 0.5), ("64", "25%", 1.0)]
+def test_the_grid_is_of_the_newest_run_of_every_length_however_they_are_sorted(runs_dir: Path) -> None:
+    for number, seq_len, gain in ((2, 512, 9.0), (3, 256, 1.0), (4, 512, 2.0)):
+        make_evaluation(runs_dir, number, seq_len, final_needle_by_depth=_depths(gain))
+    found = build_report(Request(runs_dir, ("tiny-eval",), sort="-run"))
+    assert "256 tokens, depth 25%: 100%, +1.00; 512 tokens, depth 25%: 100%, +2.00" in report_page(found)[0]
+    (panel,) = needle_panels(found.groups[0].by_age)
+    assert [cell.strength for cell in panel.cells] == [0.5, 1.0]
 
 
 def _depths(gain: float) -> list[Mapping[str, Any]]:
