@@ -171,21 +171,15 @@ def unpack(archive: bytes, folder: str) -> None:
 def put_in_place(part: str, target: str, code_id: str, nonce: str) -> None:
     """Rename `part` to `target`; what lies there and is not good goes away, what is good stays."""
     for attempt in range(5):
-        if _renamed(part, target) or check_tree(target, code_id) == "good":
-            return  # in the second case another one was faster
+        with contextlib.suppress(OSError):
+            os.rename(part, target)
+        if check_tree(target, code_id) == "good":
+            return  # ours, or that of another one who was faster
         aside = f"{target}.bad-{nonce}-{attempt}"
         with contextlib.suppress(FileNotFoundError):
             os.rename(target, aside)
         _remove(aside)
     raise InstallError(f"{target} cannot be replaced")
-
-
-def _renamed(part: str, target: str) -> bool:
-    try:
-        os.rename(part, target)
-    except OSError:
-        return False
-    return True
 
 
 def prune(root: str, keep: int, age_s: float, now: float) -> list[str]:

@@ -26,7 +26,6 @@ from cluster.agent.processes import Entry, Helpers, Rank, inner_pids, read_entry
 INTERVAL_S = 5.0
 _QUERY_S = 10.0
 _STALE_S = 30.0  # what nvidia-smi said so long ago is no news
-_MAX_GPUS = 64
 _QUERY = "index,utilization.gpu,memory.used,temperature.gpu,clocks.sm,{}"
 # The driver renamed the field at 535.54.03.
 _THROTTLE = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
@@ -117,7 +116,7 @@ class Gpus:
 def parse_gpus(text: str) -> list[Document]:
     """The rows of the query; what is no number ("[N/A]") is None."""
     gpus = []
-    for line in text.splitlines()[:_MAX_GPUS]:
+    for line in text.splitlines():
         fields = [field.strip() for field in line.split(",")]
         if len(fields) != 6 or not fields[0].isdigit():
             continue
@@ -129,7 +128,7 @@ def parse_gpus(text: str) -> list[Document]:
                 "memory_used_mib": used,
                 "temperature_c": temperature,
                 "sm_clock_mhz": clock,
-                "throttle": fields[5][:40] if fields[5].startswith("0x") else None,
+                "throttle": fields[5] if fields[5].startswith("0x") else None,
             }
         )
     return gpus
@@ -160,7 +159,6 @@ def _free_bytes(folder: str) -> Optional[int]:
 
 
 ANSWER_S = 3.0  # ranks look for the request every half second
-_MAX_NONCE = 128
 _MAX_STACKS_BYTES = 4 << 20
 _CANNOT_ANSWER = ("T", "t", "D", "gone")
 
@@ -179,7 +177,7 @@ class Stacks:
         """Begin or end a request. `stamp`: of stacks.json, as of now; `ranks`: those that are to be asked."""
         if stamp is not None and stamp != self._stamp:
             self._stamp = stamp
-            nonce = str((read_json(self._files.stacks) or {}).get("nonce", ""))[:_MAX_NONCE]
+            nonce = str((read_json(self._files.stacks) or {}).get("nonce", ""))
             if nonce and nonce != self._nonce:
                 self._ask(nonce, ranks)
         elif self._asked and (time.monotonic() > self._deadline or self._is_answered()):

@@ -137,7 +137,7 @@ class Spec(NamedTuple):
     lease_s: Optional[float] = 60.0
     stop_grace_s: float = STOP_GRACE_S
     exclusive: bool = True
-    start_id: str = "none"
+    start_id: str = ""
 
 
 def parse_spec(message: Any) -> Spec:
@@ -162,7 +162,6 @@ def parse_spec(message: Any) -> Spec:
         container=None if spec.container is None else _match(_CONTAINER, spec.container, "container"),
         lease_s=lease_s,
         stop_grace_s=seconds(spec.stop_grace_s, "stop_grace_s"),
-        start_id=checked_run_id(spec.start_id),
     )
 
 

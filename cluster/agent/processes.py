@@ -115,28 +115,21 @@ def exit_code(status: int) -> int:
     return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
-def send_signal(pid: int, start: str, number: int) -> bool:
-    """Send a signal to process `pid` if it is still the one that began at `start`; whether that was so."""
-    if process_start(pid) != start:
-        return False
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-        return True
-    return False
+def send_signal(pid: int, start: str, number: int) -> None:
+    """Send a signal to process `pid` if it is still the one that began at `start`."""
+    if process_start(pid) == start:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
-def die_with_parent(number: int) -> None:
-    """Ask the kernel to send this process signal `number` when its parent dies."""
-    _prctl(_PR_SET_PDEATHSIG, number)
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies."""
+    _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
 
 
-def become_subreaper() -> bool:
-    """From now on orphans below this process become its children; whether the kernel agreed."""
-    return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def _prctl(option: int, value: int) -> bool:
-    return int(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0)) == 0
+def become_subreaper() -> None:
+    """From now on orphans below this process become its children."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)
 
 
 _YOUNG_S = 10.0  # a process gets its environment by exec, some time after it was forked

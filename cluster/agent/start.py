@@ -335,8 +335,7 @@ def run_foreground(message: dict[str, Any]) -> int:
         if error.kind != "exists":
             _leave_refusal(message, str(error))
         return 1
-    code = _own(spec, locks)["exit_code"]
-    return 1 if code is None else code if code >= 0 else 128 - code
+    return int(_own(spec, locks)["exit_code"] != 0)
 
 
 def supervise(node: str, folder: str, locks: list[str]) -> None:

@@ -80,7 +80,7 @@ class Supervisor:
         self.memory = memory or MemoryWatch()
         self.health = Health(self.files, self.helpers)
         self.stacks = Stacks(self.files)
-        self._inquests: list[Optional[Document]] = []
+        self._inquests: list[Document] = []
         self._phase = "starting"
         self._signals: list[int] = []
         self._stop_stamp: Any = None
@@ -124,7 +124,7 @@ class Supervisor:
 
         def prepare() -> None:
             # Whoever kills this supervisor ends the command, and its ranks with it: nobody else would.
-            die_with_parent(signal.SIGKILL)
+            die_with_parent()
             if os.getppid() != me:
                 os._exit(1)
 
@@ -243,13 +243,12 @@ class Supervisor:
 
     def _deaths(self) -> list[Document]:
         """The ranks that ended, in that order, each with what is known should SIGKILL have done it."""
-        facts = self._inquests + [None] * len(self.family.deaths)
-        return [dict(death._asdict(), memory=fact) for death, fact in zip(self.family.deaths, facts)]
+        return [dict(death._asdict(), memory=facts) for death, facts in zip(self.family.deaths, self._inquests)]
 
     def _kill_facts(self) -> Document:
         """What is known of a rank that SIGKILL may have ended, the first with evidence, or of the command."""
         deaths = zip(self.family.deaths, self._inquests)
-        killed = [facts for death, facts in deaths if facts and death.exit_code in (None, -signal.SIGKILL)]
+        killed = [facts for death, facts in deaths if death.exit_code in (None, -signal.SIGKILL)]
         certain = [facts for facts in killed if facts["evidence"] is not None]
         return (certain or killed or [self.memory.facts(None)])[0]
 

@@ -120,7 +120,7 @@ LONG_DIAGNOSE_S = 15 * 60.0  # before the first step, after the last, and where 
 LONG_KILL_S = 60 * 60.0  # as long as the ranks wait for each other
 STOPPED_S = 10.0  # a rank that somebody stopped does not come back by itself
 TRAINING_PHASE = "train"
-_FLIGHT_S = 2.0  # ranks look for a request of their flight record every half second
+_FLIGHT_S = 3.0  # for flight records: ranks look for a request every half second, and what they write is copied
 
 
 class HangWatch:
@@ -187,18 +187,10 @@ class HangWatch:
                     self._stopped[name] = (count + 1, told_at)
 
     def _have_reported(self) -> bool:
-        """Whether every node says that its ranks have written their stacks, and those that can their flight record."""
-        answers = [self._answer(node) for node in self._plan.nodes]
-        if any(answer is None for answer in answers):
-            return False
+        """Whether every node says that its ranks have answered, and what they wrote has had time to come here."""
         assert self._asked_at is not None
-        if self._clock.monotonic() > self._asked_at + _FLIGHT_S + 1.0:
-            return True
-        return all(
-            self._state(answer, rank) in ("T", "t", "gone", "Z") or self._flight(node, rank) is not None
-            for node, answer in zip(self._plan.nodes, answers, strict=True)
-            for rank in node.ranks
-        )
+        has_come = self._clock.monotonic() > self._asked_at + _FLIGHT_S
+        return has_come and all(self._answer(node) is not None for node in self._plan.nodes)
 
     def _accuse(self, statuses: Sequence[NodeStatus]) -> Failure:
         evidence = [
@@ -228,7 +220,7 @@ class HangWatch:
         return RankEvidence(
             rank,
             node.name,
-            self._state(ranks, rank),
+            word(table(ranks, str(rank)), "state"),
             read_json(str(self._path(node.name, rank, ".status.json"))),
             self._stacks(node, rank, ranks),
             self._flight(node, rank),
@@ -249,9 +241,6 @@ class HangWatch:
     def _flight(self, node: NodePlan, rank: int) -> Mapping[str, Any] | None:
         document = read_json(str(self._path(node.name, rank, ".flight.json")))
         return document if word(document, "nonce") == self._nonce else None
-
-    def _state(self, ranks: Mapping[str, Any] | None, rank: int) -> str | None:
-        return word(table(ranks, str(rank)), "state")
 
     def _path(self, node: str, rank: int, suffix: str) -> Path:
         return self._run.log_path(node, rank).with_suffix(suffix)

@@ -13,7 +13,7 @@ from cluster.control.link import as_pids
 from cluster.control.outcome import INTERRUPTED, LaunchOutcome, Leftover
 from cluster.failure import Failure, find_failure
 from cluster.node_checkpoints import roots_of
-from cluster.plan import LaunchPlan, NodePlan
+from cluster.plan import LaunchPlan
 from cluster.ssh.nodes import fold_nodes
 from cluster.values import integer, table, word
 from engine.runs.commit import checkpoints_folder, list_checkpoints
@@ -108,8 +108,9 @@ def _leftovers(case: Case) -> Iterable[Leftover]:
 
 def _located(failure: Failure, case: Case) -> Failure:
     """`failure` with node, log and, where the rank could not say, the last step and phase the run recorded."""
-    node = next((node for node in case.plan.nodes if _is_on(failure, node)), case.plan.nodes[0])
-    host = failure.host or (node.name if failure.rank is not None or len(case.plan.nodes) == 1 else None)
+    nodes = case.plan.nodes
+    node = next((node for node in nodes if node.name == failure.host), nodes[0])
+    host = failure.host or (node.name if len(nodes) == 1 else None)
     log = torchrun_log(node, case.run)
     if failure.rank is not None and (rank_log := case.run.log_path(node.name, failure.rank)).exists():
         log = rank_log
@@ -122,12 +123,6 @@ def _located(failure: Failure, case: Case) -> Failure:
     return replace(failure, host=host, log=failure.log or str(log), step=step, phase=phase)
 
 
-def _is_on(failure: Failure, node: NodePlan) -> bool:
-    if failure.rank is not None:
-        return failure.rank in node.ranks
-    return failure.host == node.name
-
-
 def _compared(failure: Failure, case: Case) -> dict[str, Any]:
     """The memory of a failure beside the limit of the host and what memory_plan.json predicted for one rank."""
     memory = failure.memory or {}
@@ -135,9 +130,7 @@ def _compared(failure: Failure, case: Case) -> dict[str, Any]:
     plan = read_json(str(case.run.path / "memory_plan.json")) or {}
     # On a CPU run the device is the host: what is predicted there is the device's peak.
     on_device = where == "device" or case.plan.config.cluster.backend == "gloo"
-    capacity = memory.get("capacity_bytes")
-    if capacity is None and where == "host":
-        capacity = _host_limit(failure.host, case)
+    capacity = memory.get("capacity_bytes") or (_host_limit(failure.host, case) if where == "host" else None)
     predicted = plan.get("device_peak_bytes" if on_device else "host_peak_bytes")
     return {**memory, "where": where, "capacity_bytes": capacity, "predicted_peak_bytes": predicted}
 

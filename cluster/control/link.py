@@ -201,8 +201,8 @@ class AskedLink:
             question["beat"], self._has_beat = True, False
         return question
 
-    def _take(self, question: Message, answer: Message) -> dict[str, str]:
-        """Believe what makes sense of an answer; what the node could not do, by name. Raises StrangeAnswerError."""
+    def _take(self, question: Message, answer: Message) -> None:
+        """Believe what makes sense of an answer. Raises StrangeAnswerError."""
         said, refused = answer.get("errors"), answer.get("refused")
         errors = {str(name): one_line(str(text), 500) for name, text in said.items()} if isinstance(said, dict) else {}
         with self._changed:
@@ -224,7 +224,6 @@ class AskedLink:
             if "status" in answer:
                 self._status = replace(self._status, **as_status(answer["status"]))
             self._changed.notify_all()
-        return errors
 
 
 def as_status(said: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from cluster.control.link import NodeStatus
 from cluster.failure import Failure
 from cluster.values import number, word
 from engine.runs.folder import RunFolder
-from engine.runs.records import read_json_object, replace_json, utc_now
+from engine.runs.records import read_json_object, replace_json
 
 INTERRUPTED = 130
 
@@ -143,15 +143,13 @@ class CancelFile:
 class Requests:
     """Signals to this process and the request in the run folder, whichever is more urgent.
 
-    level: 0 none, 1 stop, 2 kill, 3 leave. cause: of the first request.
+    level: 0 none, 1 stop, 2 kill, 3 leave.
     """
 
     def __init__(self, stop: StopRequests, run: RunFolder) -> None:
         self._stop, self._run = stop, run
         self._cancel: CancelFile | None = None
-        self._signals = 0
-        self.level = 0
-        self.cause = ""
+        self._signals = self.level = 0
 
     def poll(self) -> list[CancelFile]:
         """What was asked for since the last call; a grace of 0 means to kill now."""
@@ -166,14 +164,12 @@ class Requests:
             news.append(CancelFile(self._stop.cause, 0.0 if count > 1 else None))
             self._signals = count
             self.level = max(self.level, count)
-        if news and not self.cause:
-            self.cause = news[0].cause
         return news
 
 
 def write_cancel(run: RunFolder, cause: str, grace_s: float | None) -> None:
     """Ask the controller of `run` to stop it; a later request may shorten the grace."""
-    replace_json(run.path / CANCEL_FILE, {"cause": cause, "grace_s": grace_s, "at": utc_now()})
+    replace_json(run.path / CANCEL_FILE, {"cause": cause, "grace_s": grace_s})
 
 
 def read_cancel(run: RunFolder) -> CancelFile | None:

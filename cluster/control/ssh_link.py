@@ -207,8 +207,7 @@ class SshLink(AskedLink):
         """The files first: what is final has all of them. Raises StrangeAnswerError."""
         if "files" in answer and not self._copy.take(answer["files"], data):
             self._is_following = False
-        errors = self._take(question, answer)
-        self._is_following = self._is_following and "follow" not in errors
+        self._take(question, answer)
         if answer.get("all") is True and self._is_following:
             with self._changed:
                 self._status = replace(self._status, is_synced=self._status.outcome is not None)

@@ -228,6 +228,7 @@ def test_failure_on_one_node_stops_the_others_after_time_for_evidence(world: Wor
     world.at(5, lambda: fail_on_second(world))
     failure = world.failure()
     assert (failure.rank, failure.host, failure.signal) == (3, "n2", "SIGKILL")
+    assert failure.log == str(world.run.log_dir("n2") / "torchrun.log")
     ((at, cause, grace_s),) = world.links[0].stops
     assert (cause, grace_s) == ("failure", TIMING.failure_grace_s)
     assert TIMING.evidence_s <= at - 1005.0 < TIMING.evidence_s + 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from control_fakes import FakeLink, Observer, World
 
-from cluster.control.attempt import RunState, controlling
+from cluster.control.attempt import LOCK_FILE, Controller, RunState, controlling
 from cluster.control.controller import Manner, control
 from cluster.control.link import NodeLink
 from cluster.control.outcome import CANCEL_FILE, StopRequests, read_cancel
@@ -111,6 +112,14 @@ def test_run_with_a_controller_is_only_reported(world: World) -> None:
     with controlling(world.run):
         settled = look(world)
     assert settled.controller is not None
+    assert not world.links[0].is_followed
+
+
+def test_run_that_gets_a_controller_meanwhile_is_only_reported(world: World) -> None:
+    with (world.run.path / LOCK_FILE).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)  # as seen by who looks, nobody's; as seen by who takes it, somebody's
+        settled = look(world)
+    assert (settled.state, settled.controller) == ("running", Controller(None, None, None))
     assert not world.links[0].is_followed
 
 

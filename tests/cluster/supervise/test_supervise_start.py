@@ -35,6 +35,7 @@ def test_supervisor_is_nobodys_child_and_holds_no_terminal(rig: Rig) -> None:
     assert int(fields[3]) != os.getsid(0)
     assert Path(f"/proc/{pid}/fd/0").readlink() == Path(os.devnull)
     assert Path(f"/proc/{pid}/fd/1").readlink() == Path(rig.files().own_log)
+    assert {path.stat().st_mode & 0o077 for path in Path(rig.files().log_dir).iterdir()} == {0}
 
 
 def test_command_gets_environment_folder_and_marks(rig: Rig) -> None:
