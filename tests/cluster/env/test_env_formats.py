@@ -1,23 +1,16 @@
-"""What is written is what comes out again, by a real shell and the real Docker client; files are private and whole."""
+"""What is written is what comes out again, by a real shell and a real container; files are private and whole."""
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import stat
 import subprocess
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from socketserver import ThreadingUnixStreamServer
-from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from testkit.image_rig import busybox_tree, launcher_engine
 
 from cluster.env.facts import EnvironmentVariable, NodeEnvironment
 from cluster.env.formats import Format, render_environment, write_environments
@@ -135,58 +128,10 @@ def test_writing_replaces_a_link_instead_of_following_it(tmp_path: Path) -> None
     assert not (tmp_path / "n1.env").is_symlink()
 
 
-class _Engine(BaseHTTPRequestHandler):
-    """Answers the Docker client just enough to see the body of `docker create`."""
-
-    bodies: list[dict[str, Any]]
-
-    def do_HEAD(self) -> None:
-        self._answer(200, b"")
-
-    def do_GET(self) -> None:
-        self._answer(200, b"OK")
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if "/containers/create" in self.path:
-            self.bodies.append(json.loads(body))
-        self._answer(201, b'{"Id": "0", "Warnings": []}')
-
-    def _answer(self, code: int, body: bytes) -> None:
-        self.send_response(code)
-        for name, value in (("Api-Version", "1.41"), ("Content-Length", str(len(body)))):
-            self.send_header(name, value)
-        self.end_headers()
-        self.wfile.write(body)
-
-    def address_string(self) -> str:
-        return "client"
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@contextmanager
-def docker_engine(folder: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """(DOCKER_HOST, bodies of `docker create`) of an engine that records and does nothing."""
-    bodies: list[dict[str, Any]] = []
-    handler = type("Engine", (_Engine,), {"bodies": bodies})
-    with ThreadingUnixStreamServer(str(folder / "docker.sock"), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield f"unix://{folder / 'docker.sock'}", bodies
-        finally:
-            server.shutdown()
-            thread.join()
-
-
-# Where CI is set, a skip fails the session.
-@pytest.mark.skipif(shutil.which("docker") is None, reason="needs the Docker client (package docker.io)")
-def test_dotenv_round_trips_through_the_docker_client(tmp_path: Path) -> None:
+def test_dotenv_round_trips_through_a_real_container(tmp_path: Path) -> None:
     (tmp_path / "node1.env").write_text(render_environment(environment(*HOSTILE), Format.dotenv), encoding="utf-8")
-    with docker_engine(tmp_path) as (host, bodies):
-        command = ["docker", "-H", host, "create", "--env-file", str(tmp_path / "node1.env"), "image"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert bodies, done.stderr
-    assert bodies[0]["Env"] == [f"V{index}={value}" for index, value in enumerate(HOSTILE)]
+    with launcher_engine() as engine:
+        engine.import_tree("rig/busybox:1", busybox_tree())
+        command = ["run", "--rm", "--network=none", "--env-file", str(tmp_path / "node1.env"), "rig/busybox:1"]
+        found = engine(*command, "/bin/busybox", "cat", "/proc/self/environ").split("\0")
+    assert {f"V{index}={value}" for index, value in enumerate(HOSTILE)} <= set(found)
