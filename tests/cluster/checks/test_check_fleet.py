@@ -76,14 +76,15 @@ def test_each_node_gets_its_own_verdict() -> None:
     assert report.usable == ("good", "warned")
     assert report.exit_code == 1
     assert findings(report, "refuses", "ssh.reach")[0].remedy == "is sshd running?"
+    assert all(connection.closed for connection in fleet.connections.values())
 
 
 def test_time_is_that_of_the_slowest_and_not_the_sum() -> None:
-    fleet = FakeFleet({f"n{n}": silent for n in range(8)})
+    fleet = FakeFleet({f"n{n}": silent for n in range(32)})
     begin, began = machine_time(), time.monotonic()
     report = check(fleet, timeout_s=0.6)
     assert time.monotonic() - began >= 0.6
-    assert machine_time() - begin < 2.0
+    assert machine_time() - begin < 6.0
     assert set(verdicts(report).values()) == {"UNKNOWN"}
 
 
@@ -102,12 +103,6 @@ def test_a_fast_node_is_told_before_a_slow_one_has_answered() -> None:
     fleet = FakeFleet({"slow": slow, "fast": HEALTHY})
     options = CheckOptions(all_groups=GROUPS, connect=fleet.connect, timeout_s=60)
     assert check_nodes(fleet.hosts, CONFIG, options, Observer()).usable == ("slow", "fast")
-
-
-def test_every_connection_is_closed() -> None:
-    fleet = FakeFleet({"a": HEALTHY, "b": half, "c": answer({"host.disk": "fail"})})
-    check(fleet)
-    assert all(connection.closed for connection in fleet.connections.values())
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.3])

@@ -22,7 +22,7 @@ from cluster.errors import SshError
 
 OK, FAIL, UNKNOWN = Verdict.OK, Verdict.FAIL, Verdict.UNKNOWN
 AGENT = files("cluster.survey") / "pair_agent.py"
-END_WAIT_S = 5.0
+END_WAIT_S = 200.0  # who had to be ended by its deadline has another exit code
 
 
 def judge(

@@ -355,19 +355,6 @@ def test_request_during_the_start_stops_what_began(world: World) -> None:
 # --- whatever happens -------------------------------------------------------------------------------------------------
 
 
-def test_failing_observer_has_everything_killed_and_is_passed_on(world: World) -> None:
-    def fail() -> None:
-        if world.clock.now > 1005.0:
-            raise BrokenPipeError("the reader left")
-
-    world.observer.act = fail
-    with pytest.raises(BrokenPipeError):
-        world.lead()
-    assert [[grace for _, _, grace in link.stops] for link in world.links] == [[0.0]] * 2
-    assert world.state["state"] == "failed"
-    assert find_controller(world.run) is None
-
-
 def test_node_that_is_just_being_started_when_its_launcher_breaks_is_killed_as_well(world: World) -> None:
     world.links[1].is_held = True
 
@@ -378,6 +365,8 @@ def test_node_that_is_just_being_started_when_its_launcher_breaks_is_killed_as_w
     with pytest.raises(BrokenPipeError):
         world.lead()
     assert [[(cause, grace) for _, cause, grace in link.stops] for link in world.links] == [[("exception", 0.0)]] * 2
+    assert world.state["state"] == "failed"
+    assert find_controller(world.run) is None
 
 
 def test_logs_that_do_not_arrive_are_waited_for_and_then_said_to_be_missing(world: World) -> None:

@@ -107,11 +107,9 @@ def test_hosts_that_nobody_planned_are_unknown() -> None:
     assert {one.node for one in check_nccl_log(GOOD, environments)} == {"a", "b", "node1"}
 
 
-def test_prefixes_of_launchers_and_escapes_do_not_hide_lines() -> None:
-    prefixed = "".join(f"[rank0]: \x1b[33m{line}\x1b[0m\n" for line in GOOD.splitlines())
-    assert verdicts(prefixed) == verdicts(GOOD)
-    piped = "".join(f"node1:0 | {line}\n" for line in GOOD.splitlines())
-    assert verdicts(piped) == verdicts(GOOD)
+@pytest.mark.parametrize("form", ["[rank0]: \x1b[33m{}\x1b[0m\n", "node1:0 | {}\n"])
+def test_prefixes_of_launchers_and_escapes_do_not_hide_lines(form: str) -> None:
+    assert verdicts("".join(form.format(line) for line in GOOD.splitlines())) == verdicts(GOOD)
 
 
 def test_the_plugin_of_hpcx_is_infiniband() -> None:

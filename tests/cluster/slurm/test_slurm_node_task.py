@@ -97,22 +97,17 @@ def test_a_node_alone_needs_no_network_and_several_need_one():
         node_address(Place("n1", 0, 2), facts)
 
 
-def test_a_meeting_of_an_earlier_attempt_is_not_heeded(plan):
+def test_the_meeting_of_an_earlier_attempt_is_not_heeded_and_what_its_supervisor_left_is_removed(plan):
     run = Path(plan.run_path)
+    folder = run / "nodes" / "n1"
+    folder.mkdir(parents=True)
+    (folder / "outcome.json").write_text("{}")
+    (folder / "supervisor.json").write_text("{}")
     (run / MEETING_FILE).write_text(json.dumps({"token": "old", "address": "10.0.0.1", "port": 1}))
     node = prepare(plan, Place("n1", 0, 2), "new", site(plan, 0), "engine.train")
 
     assert "--master-addr=127.0.0.1" in node.argv
     assert json.loads((run / MEETING_FILE).read_text())["token"] == "new"
-
-
-def test_what_an_earlier_supervisor_left_is_removed(plan):
-    folder = Path(plan.run_path) / "nodes" / "n1"
-    folder.mkdir(parents=True)
-    (folder / "outcome.json").write_text("{}")
-    (folder / "supervisor.json").write_text("{}")
-    prepare(plan, Place("n1", 0, 2), "t", site(plan, 0), "engine.train")
-
     assert sorted(path.name for path in folder.iterdir()) == ["granted.json"]
 
 

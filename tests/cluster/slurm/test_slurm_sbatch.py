@@ -59,13 +59,6 @@ def test_the_file_with_every_setting_is_as_it_was_agreed():
     assert text == (GOLDEN / "every_setting.sbatch").read_text()
 
 
-def test_a_job_is_never_run_twice_by_slurm_and_one_failed_task_ends_all():
-    text = text_of()
-
-    assert "--no-requeue" in directives(text)
-    assert "--kill-on-bad-exit=1" in text
-
-
 def test_a_job_that_may_restart_is_requeued_and_warned_in_time_to_save():
     saving = RunConfig(
         data=DataConfig(format="text", paths=("/data/x.txt",)),

@@ -10,7 +10,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from typing import get_args
 
@@ -84,7 +83,7 @@ def hosts_of(fleet: Fleet, *names: str, connect_timeout_s: float = CONNECT_S) ->
 @pytest.fixture(scope="module")
 def checked(fleet: Fleet) -> tuple[Mapping[str, Outcome[CommandResult]], float]:
     """One command on every node at once: (outcomes, seconds)."""
-    begin = time.monotonic()
+    begin = machine_time()
     with SshPool() as pool:
 
         def work(host: Host) -> CommandResult:
@@ -92,7 +91,7 @@ def checked(fleet: Fleet) -> tuple[Mapping[str, Outcome[CommandResult]], float]:
                 return connection.run(["cat"], stdin=b"hello", timeout_s=COMMAND_S, max_output_bytes=1 << 20)
 
         outcomes = fan_out(hosts_of(fleet, *NODES), work)
-    return outcomes, time.monotonic() - begin
+    return outcomes, machine_time() - begin
 
 
 @pytest.mark.parametrize("name", FAILURES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 
 import pytest
@@ -130,14 +129,6 @@ def test_only_the_ssh_user_gets_another_home():
     assert passwd_text(passwd, "/h", "/slow").startswith("root:x:0:0:root:/h:/slow\n")
 
 
-def test_docker_engines_share_nothing():
-    one, other = (json.loads(file_of(node, "daemon.json")) for node in ("lab1", "lab2"))
-
-    for key in ("data-root", "exec-root", "pidfile", "hosts", "deprecated-key-path"):
-        assert one[key] != other[key]
-    assert (one["bridge"], one["iptables"]) == ("none", False)
-
-
 def test_the_configuration_names_nodes_and_how_to_reach_them(tmp_path):
     plan = build_plan(TestbedSpec("lab", nodes=3, rails=2), tmp_path / "lab.yaml")
     text = plan.files[plan.config_file]
@@ -188,12 +179,3 @@ def test_other_systems_are_told_that_they_cannot():
     (problem,) = missing_requirements(docker=False, platform="darwin", root=True, path="")
 
     assert "Linux" in problem
-
-
-def test_the_plan_holds_every_command_and_file_and_touches_nothing(tmp_path):
-    plan = build_plan(TestbedSpec("lab", nodes=2, docker=True), tmp_path / "lab.yaml")
-
-    starts = [word for command in plan.commands for word in command if word.endswith(("/sshd", "/dockerd"))]
-    assert len(starts) == 4
-    assert str(tmp_path / "lab.yaml") in plan.files
-    assert list(tmp_path.iterdir()) == []

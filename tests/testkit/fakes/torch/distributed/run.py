@@ -23,7 +23,20 @@ def main() -> int:
     )
     first = node * count
     ranks = [start(first + number, number, sys.argv[len(words) + 1 :]) for number in range(count)]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(stop(ranks)))
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        return watch(ranks)
+    except SystemExit:
+        return stop(ranks)
+
+
+def leave(*_: object) -> None:
+    """Out of whatever holds a lock, once: SIGTERM may come twice."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise SystemExit
+
+
+def watch(ranks: list[subprocess.Popen[bytes]]) -> int:
     while True:
         codes = [rank.poll() for rank in ranks]
         if all(code == 0 for code in codes):
