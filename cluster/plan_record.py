@@ -18,7 +18,6 @@ from engine.config.errors import ConfigError
 from engine.config.settings import config_from_dict
 from engine.runs.files import replace_file
 from engine.runs.folder import RunFolder
-from engine.runs.records import replace_json
 
 MAX_BYTES = 64 << 20
 MAX_NODES = 16384
@@ -44,14 +43,6 @@ def read_launch_plan(run_path: Path) -> LaunchPlan:
         raise PlanFileError(f"{path}: not a launch plan: {one_line(str(error), 300)}") from error
     plan = _moved(plan, run_path.absolute())
     return runner_of(plan).with_nodes(plan)
-
-
-def write_launch_plan(plan: LaunchPlan, run: RunFolder) -> None:
-    """Replace RUN/launch.json at once: others may read it meanwhile. Raises ClusterError."""
-    try:
-        replace_json(run.path / PLAN_FILE, {key: value for key, value in plan.to_dict().items() if key != "files"})
-    except OSError as error:
-        raise ClusterError(f"{run.path / PLAN_FILE}: {error.strerror}") from error
 
 
 def write_plan_files(plan: LaunchPlan, run: RunFolder) -> None:

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.text import Text
 
 from burst_cli import render
-from burst_cli.data.progress import show_progress
 from burst_cli.eval.request import weights_of
 from burst_cli.eval.view import evaluation_view, is_evaluation
 from burst_cli.figures import DASH, binary_bytes, clean, count, duration, percent, plain
@@ -29,9 +28,6 @@ from cluster.control.outcome import LaunchOutcome, LaunchTiming, StopRequests
 from cluster.launch.runner import open_links, runner_of
 from cluster.plan import LaunchPlan
 from engine.config.errors import ConfigError
-from engine.config.settings import RunConfig
-from engine.data.needles import needle_tasks
-from engine.data.prepare import open_training_data, prepare
 from engine.runs.folder import OVERRIDES_FILE, RunFolder, check_writable, create_run
 from engine.runs.manifest import CheckpointError
 from engine.runs.provenance import collect_provenance
@@ -81,6 +77,8 @@ def run_plan(plan: LaunchPlan, overrides: Sequence[str], manner: LaunchManner) -
     check_writable(Path(plan.run_path))
     console = render.plain_stderr() if manner.plain_lines else render.stderr()
     if runner_of(plan).is_here:
+        from burst_cli.launch.data import prepare_data  # nodes prepare theirs, and who asks them needs nothing for it
+
         prepare_data(plan.config, console)
     stop = StopRequests()
     with stop.listening():
@@ -106,24 +104,6 @@ def lead_run(
         )
     conclude(run, outcome, progress.elapsed_s(), as_json=manner.as_json)
     return outcome.exit_code
-
-
-def prepare_data(config: RunConfig, console: Console) -> None:
-    """Tokenise what is not tokenised yet; check that the model knows every token and that samples can be drawn.
-
-    Raises ConfigError or DataError before anything was started.
-    """
-    with show_progress(console) as report:
-        prepared = prepare(config.data, progress=report)
-    vocab_size = prepared.train.vocab_size
-    if vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size={config.model.vocab_size} is too small: the data has tokens up to "
-            f"{vocab_size - 1}. Set model.vocab_size={vocab_size} or more."
-        )
-    if not config.train.evaluate_only:
-        open_training_data(config.data).sampler(config.train.seq_len, config.seed, grad_accum_steps=1)
-    needle_tasks(config, prepared)
 
 
 def _files(plan: LaunchPlan, overrides: Sequence[str]) -> dict[str, str]:

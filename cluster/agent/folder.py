@@ -21,6 +21,7 @@ from typing import Any, Optional
 from cluster.agent.processes import process_start
 
 MAX_JSON_BYTES = 4 << 20
+_MAX_HOLDER_BYTES = 4096
 LEAD_LOGS = ("metrics.jsonl", "events.jsonl")  # of the node with rank 0, as the next
 LEAD_WHOLE = ("run.json", "summary.json", "tokenizer.json")
 Document = dict[str, Any]
@@ -105,6 +106,19 @@ def make_folder(path: str) -> None:
             os.mkdir(path, 0o700)
         if not os.path.isdir(path):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
+
+
+def holder(path: str) -> dict[str, str]:
+    """What the holder of a lock says of itself; empty when it says nothing."""
+    try:
+        # Whoever made the folder before us may have put anything there.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            document = json.loads(file.read(_MAX_HOLDER_BYTES).decode("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(document, dict):
+        return {}
+    return {str(name): str(value)[:200] for name, value in document.items()}
 
 
 def lay_files(folder: str, files: Iterable[tuple[str, str]]) -> None:

@@ -25,6 +25,7 @@ from cluster.agent.folder import (
     LEAD_LOGS,
     NodeFiles,
     beat,
+    holder,
     is_alive,
     lay_files,
     make_folder,
@@ -41,7 +42,6 @@ from cluster.agent.supervisor import Container, Supervisor, refusal
 _WAIT_S = 1.0  # a supervisor that ends is about to let go
 _LEAVE_S = 5.0  # one that has written the outcome of this very run surely is, however busy its machine
 _POLL_S = 0.05
-_MAX_BYTES = 4096
 
 
 class RefusedError(Exception):
@@ -85,19 +85,6 @@ def take_lock(path: str, wait_s: float = _WAIT_S) -> Optional[Lock]:
         if lock is not None or time.monotonic() > deadline:
             return lock
         time.sleep(_POLL_S)
-
-
-def holder(path: str) -> dict[str, str]:
-    """What the holder of a lock says of itself; empty when it says nothing."""
-    try:
-        # Whoever made the folder before us may have put anything there.
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            document = json.loads(file.read(_MAX_BYTES).decode("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(document, dict):
-        return {}
-    return {str(name): str(value)[:200] for name, value in document.items()}
 
 
 def lock_folder(base: str = "/tmp") -> str:

@@ -12,10 +12,10 @@ import time
 from typing import Any, Callable, Optional
 
 from cluster.agent.code import expand
-from cluster.agent.folder import safe_name
+from cluster.agent.folder import holder, safe_name
 from cluster.agent.memory import memory_limit_bytes
 from cluster.agent.processes import NODE_VARIABLE, RUN_ID_VARIABLE, Helpers, all_pids, read_environ
-from cluster.agent.start import holder, lock_folder
+from cluster.agent.start import lock_folder
 
 _TOOL_S = 20.0
 _HASH_S = 10.0

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.agent.start import holder
+from cluster.agent.folder import holder
 from cluster.control.evidence import log_starts
 from cluster.control.link import NodeStatus
 from cluster.control.outcome import LaunchOutcome, clear_cancel

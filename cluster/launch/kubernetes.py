@@ -12,7 +12,6 @@ from pathlib import Path
 
 from cluster.control.link import NodeLink
 from cluster.control.outcome import LaunchObserver, LaunchOutcome, StopRequests
-from cluster.control.ssh_link import LinkTiming
 from cluster.facts import MachineFacts
 from cluster.failure import Failure
 from cluster.launch.kubectl import Kubectl
@@ -97,7 +96,7 @@ class KubernetesRunner:
     def with_nodes(self, plan: LaunchPlan) -> LaunchPlan:
         return plan
 
-    def links(self, plan: LaunchPlan, run: RunFolder, timing: LinkTiming | None) -> list[NodeLink]:
+    def links(self, plan: LaunchPlan, run: RunFolder) -> list[NodeLink]:
         job = KubernetesJob(plan, run)
         return [PodLink(job, node) for node in plan.nodes]
 

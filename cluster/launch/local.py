@@ -9,7 +9,6 @@ from typing import Any
 
 from cluster.agent.serve import Agent
 from cluster.control.link import AskedLink, NodeLink, NodeStatus
-from cluster.control.ssh_link import LinkTiming
 from cluster.facts import MachineFacts, probe_local_node
 from cluster.launch.runner import Asked, NamedNodes, PlainSurvey
 from cluster.plan import TRAINER_MODULE, LaunchPlan, NodePlan, assemble_plan, with_ranks
@@ -83,7 +82,7 @@ class LocalRunner(NamedNodes):
             )
         return LocalSurvey(config, local_facts(config), asked.module)
 
-    def links(self, plan: LaunchPlan, run: RunFolder, timing: LinkTiming | None) -> list[NodeLink]:
+    def links(self, plan: LaunchPlan, run: RunFolder) -> list[NodeLink]:
         return [LocalLink(run.path, node.name) for node in plan.nodes]
 
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 if TYPE_CHECKING:
     from cluster.control.link import NodeLink
     from cluster.control.outcome import LaunchObserver, LaunchOutcome, StopRequests
-    from cluster.control.ssh_link import LinkTiming
     from cluster.plan import LaunchPlan
     from engine.config.cluster import ClusterConfig
     from engine.config.settings import RunConfig
@@ -97,7 +96,7 @@ class Runner(Protocol):
     def with_nodes(self, plan: LaunchPlan) -> LaunchPlan:
         """`plan` with the nodes that it got, as far as they are known by now. Raises PlanFileError."""
 
-    def links(self, plan: LaunchPlan, run: RunFolder, timing: LinkTiming | None) -> list[NodeLink]:
+    def links(self, plan: LaunchPlan, run: RunFolder) -> list[NodeLink]:
         """See `open_links`."""
 
     def await_nodes(
@@ -156,9 +155,9 @@ def runner_of(plan: LaunchPlan) -> Runner:
     return runner_named(plan.launcher)
 
 
-def open_links(plan: LaunchPlan, run: RunFolder, timing: LinkTiming | None = None) -> list[NodeLink]:
+def open_links(plan: LaunchPlan, run: RunFolder) -> list[NodeLink]:
     """A link per node of `plan`, in its order; nothing is connected yet. Their user closes every one of them.
 
     Raises HostsError when SSH no longer knows a node, ClusterError when Slurm does not answer.
     """
-    return runner_of(plan).links(plan, run, timing)
+    return runner_of(plan).links(plan, run)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from cluster.control.link import NodeLink
 from cluster.control.outcome import LaunchObserver, LaunchOutcome, StopRequests
-from cluster.control.ssh_link import LinkTiming
 from cluster.errors import ClusterError
 from cluster.facts import MachineFacts
 from cluster.failure import Failure
@@ -18,7 +17,7 @@ from cluster.launch.queue import Granted, await_granted
 from cluster.launch.runner import Asked, PlainSurvey
 from cluster.launch.scheduler import SchedulerError
 from cluster.plan import LaunchPlan
-from cluster.plan_record import write_launch_plan
+from cluster.plan_record import write_plan_files
 from cluster.slurm.client import SlurmClient
 from cluster.slurm.granted import granted_plan, log_starts
 from cluster.slurm.job import REQUEUED, SlurmJob, find_job
@@ -75,7 +74,7 @@ class SlurmRunner:
             return plan
         return plan if record is None else granted_plan(plan, run, record.token) or plan
 
-    def links(self, plan: LaunchPlan, run: RunFolder, timing: LinkTiming | None) -> list[NodeLink]:
+    def links(self, plan: LaunchPlan, run: RunFolder) -> list[NodeLink]:
         """Over the job that run.json's neighbour slurm.json names."""
         job = find_job(run)
         return [SlurmLink(run, node.name, job) for node in plan.nodes]
@@ -115,7 +114,7 @@ class _Waiting:
         granted = granted_plan(self.plan, self.run, token)
         if granted is None:
             return None
-        write_launch_plan(granted, self.run)
+        write_plan_files(granted, self.run)
         names = [node.name for node in granted.nodes]
         self.run.record(nodes=names, log_starts=log_starts(self.run, token))
         self.observer.note(f"Slurm job {self.job.job_id} runs on {', '.join(names)}")

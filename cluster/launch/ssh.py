@@ -99,7 +99,7 @@ class SshRunner(NamedNodes):
         warnings += fleet_warnings(nodes, resolve_fleet(config, nodes)[0])
         return SshSurvey(config, nodes, hosts, Delivery(archive, place), warnings, asked)
 
-    def links(self, plan: LaunchPlan, run: RunFolder, timing: LinkTiming | None) -> list[NodeLink]:
+    def links(self, plan: LaunchPlan, run: RunFolder, timing: LinkTiming | None = None) -> list[NodeLink]:
         hosts = resolve_hosts([node.name for node in plan.nodes], plan.config.cluster.ssh, typed_overrides(run.path))
         pool = SshPool(keepalive_s=_KEEPALIVE_S, stall_s=_STALL_S, jump_retry_s=_JUMP_RETRY_S)
         shared = SharedPool(pool, len(hosts))

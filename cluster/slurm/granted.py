@@ -25,7 +25,7 @@ def write_granted(run: RunFolder, node: NodePlan, token: str) -> None:
 
 
 def granted_plan(plan: LaunchPlan, run: RunFolder, token: str) -> LaunchPlan | None:
-    """`plan` with the nodes that it got in the attempt `token`; None until all have written themselves down.
+    """`plan` with the nodes that it got in the attempt `token`, its file launch.json alone; None until all are there.
 
     Raises PlanFileError when what they wrote makes no plan.
     """
@@ -33,8 +33,7 @@ def granted_plan(plan: LaunchPlan, run: RunFolder, token: str) -> LaunchPlan | N
     if len(found) < len(plan.nodes):
         return None
     nodes = sorted((entry["node"] for entry in found), key=lambda node: str(node.get("node_rank")).zfill(9))
-    granted = plan_from_dict({**plan.to_dict(), "nodes": nodes})
-    return with_files(granted)
+    return with_files(plan_from_dict({**plan.to_dict(), "nodes": nodes, "files": {}}))
 
 
 def log_starts(run: RunFolder, token: str) -> dict[str, int]:

@@ -23,6 +23,7 @@ from cluster.control.ssh_link import LinkTiming
 from cluster.env.facts import EnvironmentVariable
 from cluster.launch.local import LocalLink, build_local_plan
 from cluster.launch.runner import open_links
+from cluster.launch.ssh import RUNNER
 from cluster.plan import LaunchPlan, NodePlan, with_files
 from cluster.plan_record import read_launch_plan
 from cluster.testbed.build import Testbed
@@ -226,7 +227,7 @@ class TestbedRun(LocalRun):
         super().__init__(base, mode, names=testbed.node_names, launcher="ssh", ssh=ssh, **settings)
 
     def links(self) -> list[NodeLink]:
-        return open_links(self.plan, self.run, LINKS)
+        return RUNNER.links(self.plan, self.run, LINKS)
 
     def folder(self, name: str, path: Path) -> Path:
         return self.testbed.node(name).folder.home / ".burst" / "runs" / path.name
@@ -236,7 +237,7 @@ def main(path: str, *flags: str) -> int:
     """Lead the run in folder `path` from a process of its own, which can be told to stop, and killed."""
     run = open_run(Path(path))
     plan = read_launch_plan(run.path)
-    links, manner = open_links(plan, run, LINKS), Manner(detached="--detached" in flags, timing=HURRIED)
+    links, manner = open_links(plan, run), Manner(detached="--detached" in flags, timing=HURRIED)
     with StopRequests().listening() as stop:
         return control(plan, run, links, LaunchObserver(), stop, manner).exit_code
 

@@ -110,7 +110,7 @@ def test_nodes_that_do_not_answer_are_asked_again(tmp_path: Path) -> None:
 def test_spare_nodes_take_the_place_of_those_that_are_not_fit(dead: str, spares: str, taken: str | None) -> None:
     def prepare(names: tuple[str, ...]) -> PreparedLaunch:
         if unfit := tuple(name for name in names if name in dead.split()):
-            raise UnfitNodesError([NodeProblem("ssh.refused", unfit, "it does not answer")])
+            raise UnfitNodesError([NodeProblem(unfit, "it does not answer")])
         return PreparedLaunch(None, None, names, None)  # type: ignore[arg-type]
 
     if taken is None:

@@ -14,7 +14,7 @@ from testkit.link_rig import swept
 from cluster.errors import HostsError
 from cluster.launch.local import LocalLink, build_local_plan
 from cluster.launch.runner import open_links
-from cluster.launch.ssh import SharedPool
+from cluster.launch.ssh import RUNNER, SharedPool
 from cluster.plan import LaunchPlan
 from cluster.ssh.pool import SshPool
 from engine.config.cluster import ClusterConfig, SshConfig
@@ -49,7 +49,7 @@ def test_a_local_launch_does_not_load_what_ssh_takes():
 def test_hosts_are_found_as_the_configuration_says_and_why_they_cannot_be_reached_is_told(run, tmp_path):
     config_file = tmp_path / "ssh_config"
     config_file.write_text("Host node1\n  HostName 127.0.0.1\n  Port 1\n")
-    (link,) = open_links(ssh_plan(run, "node1", config_file=str(config_file)), run, FAST)
+    (link,) = RUNNER.links(ssh_plan(run, "node1", config_file=str(config_file)), run, FAST)
     try:
         link.follow()
         deadline = time.monotonic() + 200
