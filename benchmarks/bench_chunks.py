@@ -28,7 +28,7 @@ from benchmarks.turns import measure_in_turn
 from engine.attention.arithmetic import AttentionShape
 from engine.attention.context import AttentionGroup, SequenceContext, build_context
 from engine.attention.executor import Execution
-from engine.attention.kernels import choose_kernel
+from engine.attention.kernels import settle_kernel
 from engine.attention.runtime import SavedAttention
 from engine.attention.transport import LocalTransport
 from engine.bench.environment import environment
@@ -64,7 +64,7 @@ class Case:
     def context(self, tokens: int, *, chunked: bool) -> SequenceContext:
         """Causal attention of one rank over the whole sequence."""
         chunks = replace(CHUNKED, chunk_tokens=self.chunk_tokens, prefetch_chunks=self.prefetch_chunks)
-        kernel = choose_kernel("auto", CPU, self.dtype, self.model.head_dim)
+        kernel = settle_kernel("auto", CPU, self.dtype, self.model.head_dim).kernel
         group = AttentionGroup(0, Topology(1, 1), LocalTransport(), kernel)
         return build_context(group, [LayerAttention(Mask(tokens), chunks if chunked else WHOLE)], tokens)
 

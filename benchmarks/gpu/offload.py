@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.turns import measure_in_turn
-from engine.attention.kernels import choose_kernel
+from engine.attention.kernels import settle_kernel
 from engine.attention.stream_times import Times
 from engine.attention.streams import CudaStreams, NoStreams
 from engine.bench.measure import synchronize
@@ -158,7 +158,7 @@ def matmul_work(device: torch.device, sizes: OffloadSizes) -> Callable[[], objec
 
 def attention_work(device: torch.device, sizes: OffloadSizes) -> Callable[[], object]:
     """The forward pass of one causal tile with the kernel that a run would take."""
-    kernel = choose_kernel("auto", device, torch.bfloat16, 128)
+    kernel = settle_kernel("auto", device, torch.bfloat16, 128).kernel
     q, k, v = (torch.randn(sizes.attention_rows, 8, 128, device=device).to(torch.bfloat16) for _ in range(3))
     rows = sizes.attention_rows
     return lambda: kernel.forward(q, k, v, Band(0, rows, 0, rows, low=0))

@@ -20,7 +20,7 @@ import torch
 from benchmarks.gpu.plan import Measurement, Part, Row
 from benchmarks.gpu.tiles import device_inputs
 from benchmarks.gpu.timing import time_call
-from engine.attention.kernels import choose_kernel
+from engine.attention.kernels import settle_kernel
 from engine.attention.kernels.base import TileGradients
 from engine.attention.library import leave_multiprocessors
 from engine.attention.streams import CudaStreams, StreamTransport
@@ -114,7 +114,7 @@ def measure(
 
 def _tile(device: torch.device, rows: int, shape: HeadShape) -> tuple[Callable[[], object], str]:
     """(forward and backward of a causal tile, its kernel's name)."""
-    kernel = choose_kernel("auto", device, torch.bfloat16, shape.head_dim)
+    kernel = settle_kernel("auto", device, torch.bfloat16, shape.head_dim).kernel
     q, k, v, dout = device_inputs(shape, rows, device)
     band = Band(0, rows, 0, rows, low=0)
     out, lse = kernel.forward(q, k, v, band)

@@ -33,7 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from engine.attention.context import AttentionGroup
-from engine.attention.kernels import choose_kernel
+from engine.attention.kernels import settle_kernel
 from engine.attention.library import ContextParallel
 from engine.attention.runtime import run_attention
 from engine.attention.transport import SilentTransport
@@ -188,7 +188,9 @@ class _Scene:
         if self._kind == "cuda":
             return StandInFlashKernel()
         dtype = getattr(torch, self._config.train.compute_dtype)
-        return choose_kernel(self._config.attention.kernel, torch.device("cpu"), dtype, self._config.model.head_dim)
+        return settle_kernel(
+            self._config.attention.kernel, torch.device("cpu"), dtype, self._config.model.head_dim
+        ).kernel
 
     def _reserve(self, peak_bytes: int) -> int:
         if self._kind == "cpu":

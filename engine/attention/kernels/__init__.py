@@ -9,12 +9,7 @@ from engine.attention.kernels.choice import KERNELS, KernelChoice, choose
 from engine.attention.kernels.trial import trial_problem
 from engine.config.settings import KernelName
 
-__all__ = ["KERNELS", "KernelChoice", "TileKernel", "choose_kernel", "settle_kernel"]
-
-
-def choose_kernel(name: KernelName, device: torch.device, dtype: torch.dtype, head_dim: int) -> TileKernel:
-    """The named kernel, or for `auto` the fastest that can run here; ConfigError says what would be legal."""
-    return settle_kernel(name, device, dtype, head_dim).kernel
+__all__ = ["KERNELS", "KernelChoice", "TileKernel", "settle_kernel"]
 
 
 def settle_kernel(
@@ -27,7 +22,8 @@ def settle_kernel(
     deterministic: bool = False,
     documents: bool = False,
 ) -> KernelChoice:
-    """As `choose_kernel`, with the reasons; see KernelRequest. torch's deterministic mode asks for it, too.
+    """The named kernel, or for `auto` the fastest that can run here, with the reasons; ConfigError says what would be
+    legal. See KernelRequest; torch's deterministic mode asks for it, too.
 
     What is taken has passed its trial on `device`: the first time that takes up to a second, and compiling.
     """

@@ -81,17 +81,3 @@ def layer_policies(memory: MemoryConfig, num_layers: int) -> tuple[LayerPolicy, 
             first = index - index % size
             policies.append(LayerPolicy(kind, index % size, min(size, count - first)))
     return tuple(policies)
-
-
-def recompute_before(kind: CheckpointKind, memory: MemoryConfig, seq_len: int, multiple: int = 1) -> int | None:
-    """Queries at positions before this one are attended again in backward; None: the layer keeps everything.
-
-    0: nobody is; seq_len: all are. Under seq_fraction the cut is rounded to a multiple of `multiple` tokens.
-    """
-    if kind == "none":
-        return None
-    if kind in ("attn_out", "attn_out_every"):
-        return 0
-    if kind == "full":
-        return seq_len
-    return min(seq_len, multiple * round((1.0 - memory.kept_fraction) * seq_len / multiple))

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -48,12 +47,6 @@ class Segment:
         """Rows [first, stop) of this segment."""
         return Segment(self.start + self.stride * first, self.stride, stop - first)
 
-    def rows_between(self, low: int, high: int) -> tuple[int, int]:
-        """Rows [first, last) of this segment whose positions lie in [low, high)."""
-        first = max(0, -((self.start - low) // self.stride))
-        last = min(self.count, -((self.start - high) // self.stride))
-        return first, max(first, last)
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -79,9 +72,7 @@ class Layout:
 
     def rows_before(self, rank: int, position: int) -> int:
         """How many rows of `rank` lie before a position; they are its first rows, because rows ascend in position."""
-        segments = self.segments[rank]
-        assert all(a.last < b.start for a, b in pairwise(segments)), (self.name, rank, segments)
-        return sum(segment.rows_between(segment.start, position)[1] for segment in segments)
+        return int(np.searchsorted(self.positions(rank), position))
 
     def positions(self, rank: int) -> npt.NDArray[np.int64]:
         """Global positions [rows] of `rank`, in local order."""

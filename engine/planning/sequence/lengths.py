@@ -9,7 +9,7 @@ import math
 from dataclasses import replace
 
 from engine.config.settings import CheckpointKind, MemoryConfig, RunConfig
-from engine.planning.memory.policy import policy_kinds, recompute_before
+from engine.planning.memory.policy import policy_kinds
 
 
 def length_multiple(cp_size: int, tp_size: int = 1) -> int:
@@ -32,11 +32,14 @@ def checkpoint_kinds(memory: MemoryConfig) -> tuple[CheckpointKind, ...]:
 
 
 def recompute_cut(kind: CheckpointKind, config: RunConfig, cp_size: int) -> int | None:
-    """Queries at positions before this one are attended again in backward; None: nothing is.
+    """Queries at positions before this one are attended again in backward; None: the layer keeps everything.
 
-    Counted in the padded sequence: its whole length, padding included, where all rows are computed again. Every other
-    cut gives all ranks equally many rows on its two sides under a zigzag that has it as its border.
+    Counted in the padded sequence: its whole length, padding included, where all rows are computed again, 0 where none
+    are. Every other cut gives all ranks equally many rows on its two sides under a zigzag that has it as its border.
     """
+    if kind == "none":
+        return None
     tp_size = config.parallel.tp_size
-    padded = padded_length(config.train.seq_len, cp_size, tp_size)
-    return recompute_before(kind, config.memory, padded, length_multiple(cp_size, tp_size))
+    padded, multiple = padded_length(config.train.seq_len, cp_size, tp_size), length_multiple(cp_size, tp_size)
+    again = {"full": 1.0, "seq_fraction": 1.0 - config.memory.kept_fraction}.get(kind, 0.0)
+    return multiple * round(again * padded / multiple)

@@ -9,7 +9,7 @@ from attention_oracle import pairs_between
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.planning.sequence.layout import Layout, Segment, build_layout, piece_rows
+from engine.planning.sequence.layout import Layout, build_layout, piece_rows
 from engine.planning.sequence.mask import Mask
 from engine.planning.sequence.visibility import Visibility
 
@@ -84,12 +84,6 @@ def test_drawn_examples_of_the_docstring_hold() -> None:
             name, 8, 2, masks=(mask,), chunks=1 + (name == "chunk_cyclic"), split_at=4 * (name == "split_zigzag")
         )
         assert [layout.positions(rank).tolist() for rank in range(2)] == blocks
-
-
-@given(st.integers(0, 50), st.integers(1, 7), st.integers(0, 20), st.integers(-5, 200), st.integers(-5, 200))
-def test_rows_between_agrees_with_enumeration(start: int, stride: int, count: int, low: int, high: int) -> None:
-    rows = range(*Segment(start, stride, count).rows_between(low, high))
-    assert list(rows) == [i for i in range(count) if low <= start + stride * i < high]
 
 
 @given(st.integers(0, 100), st.integers(1, 9), st.integers(1, 5))

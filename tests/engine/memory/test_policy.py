@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from engine.config.errors import ConfigError
-from engine.config.settings import MemoryConfig
-from engine.planning.memory.policy import layer_policies, recompute_before
+from engine.config.settings import MemoryConfig, RunConfig, TrainConfig
+from engine.planning.memory.policy import layer_policies
+from engine.planning.sequence.lengths import recompute_cut
 
 
 def test_policies_take_turns() -> None:
@@ -27,17 +28,9 @@ def test_another_policy_ends_a_group() -> None:
 
 @pytest.mark.parametrize(("kept", "cut"), [(0.0, 96), (0.25, 72), (0.5, 48), (0.9, 8), (1.0, 0)])
 def test_the_cut_of_seq_fraction_is_rounded_to_a_multiple(kept: float, cut: int) -> None:
-    assert recompute_before("seq_fraction", MemoryConfig(kept_fraction=kept), 96, 8) == cut
-
-
-def test_the_cut_of_the_other_policies() -> None:
-    memory = MemoryConfig()
-    assert [recompute_before(kind, memory, 96) for kind in ("none", "full", "attn_out", "attn_out_every")] == [
-        None,
-        96,
-        0,
-        0,
-    ]
+    config = RunConfig(memory=MemoryConfig(kept_fraction=kept), train=TrainConfig(seq_len=95))
+    kinds = ("none", "attn_out", "attn_out_every", "full", "seq_fraction")
+    assert [recompute_cut(kind, config, cp_size=4) for kind in kinds] == [None, 0, 0, 96, cut]
 
 
 def test_ranks_do_not_resolve_auto() -> None:
