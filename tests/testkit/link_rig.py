@@ -25,7 +25,7 @@ from testkit.process_table import living
 from testkit.supervise_rig import PYTHON_PATH, new_run_id
 from testkit.waiting import WAIT_S, wait_for
 
-PATIENT = LinkTiming(first_pause_s=0.2, longest_pause_s=0.5, silence_s=3.0, start_s=30.0)
+PATIENT = LinkTiming(first_pause_s=0.2, longest_pause_s=0.5, silence_s=3.0, start_s=120.0)
 
 
 @dataclass(frozen=True)

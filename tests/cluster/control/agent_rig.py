@@ -28,7 +28,7 @@ from engine.runs.process import process_start
 
 HOST = Host("node1", "127.0.0.1")
 NODE = HOST.name
-FAST = LinkTiming(first_pause_s=0.01, longest_pause_s=0.05, silence_s=5.0, start_s=10.0)
+FAST = LinkTiming(first_pause_s=0.01, longest_pause_s=0.05, silence_s=60.0, start_s=60.0)
 RUN_ID = "20260101-000000-abcdef"
 WINDOW_BYTES = 1 << 20
 
@@ -283,7 +283,7 @@ class FakeNode:
 
     def end(self, **facts: Any) -> None:
         """The supervisor left an outcome."""
-        self.write("outcome.json", {"exit_code": 0, "cause": "exit", "ended_ns": now_ns(), **facts})
+        self.write("outcome.json", {"exit_code": 0, "cause": "exit", **facts})
 
     def write(self, name: str, document: Message) -> None:
         """A file of the supervisor."""
@@ -318,7 +318,7 @@ def closing(*links: SshLink) -> Iterator[None]:
         for link in links:
             link.close()
         for link in links:
-            assert link.join(5.0)
+            assert link.join(60.0)
 
 
 def _lost() -> SshError:

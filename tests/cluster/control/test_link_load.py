@@ -46,7 +46,7 @@ def sweep(run: RemoteRun, pool: SshPool) -> None:
     link.follow()
     assert swept(link) == ()
     link.close()
-    assert link.join(10.0)
+    assert link.join(60.0)
 
 
 def test_a_flood_and_a_line_without_end_pass_in_bounded_memory(testbed4: Testbed, tmp_path: Path, pool: SshPool):
@@ -59,7 +59,7 @@ def test_a_flood_and_a_line_without_end_pass_in_bounded_memory(testbed4: Testbed
         link = run.link(pool)
         begin(link, run.spec("sh", "-c", f"{endless} & {flood}; wait"))
         link.close()
-        assert link.join(10.0)
+        assert link.join(60.0)
         copied = 1_000_000 * 100 + size
         peaks: list[int] = []
         while sum(run.log(rank).stat().st_size for rank in (0, 1) if run.log(rank).exists()) < copied:

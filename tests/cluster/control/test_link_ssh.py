@@ -159,7 +159,7 @@ def test_the_clock_of_the_node_is_told_by_the_fastest_answer_however_long_it_wai
 
     def script(stream: Stream) -> None:
         # The slow ones are late on the way back only, so they mislead by half of that; one waits there for news.
-        for way_s, waits_s in ((0.2, 0.0), (0.0, 0.3), (0.2, 0.0)):
+        for way_s, waits_s in ((0.2, 0.0), (0.0, 0.3), *[(0.0, 0.0)] * 8, (0.2, 0.0)):
             stream.next()
             got_ns = now_ns() + ahead_ns
             time.sleep(waits_s)
@@ -173,7 +173,7 @@ def test_the_clock_of_the_node_is_told_by_the_fastest_answer_however_long_it_wai
     link = node.link(run)
     with closing(link):
         link.follow()
-        wait_for(lambda: len(answered) == 3)
+        wait_for(lambda: len(answered) == 11)
         offset_ns = link.poll().clock_offset_ns
 
     assert abs(offset_ns - ahead_ns) < 80_000_000
@@ -192,7 +192,7 @@ def test_no_call_waits_for_a_node_that_says_nothing(run, node):
     link.close()
 
     assert elapsed < 0.5
-    assert link.join(5.0)
+    assert link.join(20.0)
 
 
 def test_a_silent_node_is_reconnected_to_and_how_long_it_was_silent_is_told(run, node):
@@ -207,8 +207,7 @@ def test_a_silent_node_is_reconnected_to_and_how_long_it_was_silent_is_told(run,
         assert told[0].problem == "not connected yet"
         assert told[1].problem == "nothing was heard for 0.5 s"
         assert told[1].heard_s >= 0.5
-
-    assert link.poll().heard_s < 3
+        wait_for(lambda: link.poll().heard_s < 0.4)
 
 
 def test_every_way_to_fail_is_a_problem_in_words_and_none_is_the_end(run, node):
@@ -281,7 +280,7 @@ def test_wherever_the_line_is_cut_and_whenever_the_launcher_dies_the_copy_is_the
         if kill is not None:
             time.sleep(kill / 300)
             link.close()
-            link.join(5.0)
+            link.join(60.0)
     with closing(*links):
         wait_for(lambda: links[-1].poll().is_synced)
     writer.join()

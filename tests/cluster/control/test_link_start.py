@@ -151,7 +151,7 @@ def test_a_start_ends_when_its_link_is_closed(run, node):
 
     with pytest.raises(StartRefusedError, match="given up"):
         begin(link, spec_of(node))
-    assert link.join(5.0)
+    assert link.join(60.0)
     link.follow(), link.beat(), link.stop("x", 0.0), link.request_stacks("n"), link.close()
     with pytest.raises(StartRefusedError):
         begin(link, spec_of(node))
@@ -165,6 +165,6 @@ def test_the_end_of_a_link_is_told_once_also_when_it_never_began(run, node):
             link.follow()
         link.close()
         link.close()
-        assert link.join(5.0)
+        assert link.join(60.0)
 
     assert len(told) == 2

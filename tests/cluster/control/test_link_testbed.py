@@ -65,14 +65,14 @@ class Led:
         for link in self.links:
             link.close()
         for link in self.links:
-            assert link.join(10.0)
+            assert link.join(60.0)
         last = self.run.link(self.pool)
         last.follow()
         try:
             assert swept(last) == ()
         finally:
             last.close()
-            last.join(10.0)
+            last.join(60.0)
             self.pool.close()
         assert self.processes() == []
 

@@ -21,9 +21,9 @@ def test_death_of_a_rank_is_known_with_its_signal_and_moment(rig: Rig) -> None:
     rank = rig.ranks()["1"]
     before = time.time_ns()
     kill(rank)
-    deaths = wait_for(lambda: rig.status()["supervisor"]["deaths"], "the death", 2.0)
+    deaths = wait_for(lambda: rig.status()["supervisor"]["deaths"], "the death")
     assert (deaths[0]["rank"], deaths[0]["exit_code"]) == (1, -9)
-    assert 0 <= deaths[0]["at_ns"] - before < 2e9
+    assert before <= deaths[0]["at_ns"] < time.time_ns()
     outcome = rig.outcome()
     assert (outcome["exit_code"], outcome["cause"]) == (1, "exit")
     assert outcome["memory"]["evidence"] is None
@@ -41,7 +41,7 @@ def test_killed_torchrun_takes_ranks_and_their_children_along(rig: Rig) -> None:
 
 def test_killed_supervisor_takes_all_along_and_counts_as_lost(rig: Rig) -> None:
     kill(rig.start("stubborn"))
-    wait_for(lambda: not rig.processes(), "the end of the ranks", 5.0)
+    wait_for(lambda: not rig.processes(), "the end of the ranks")
     assert rig.status()["phase"] == "lost"
 
 

@@ -13,7 +13,8 @@ from testkit import KIT
 from testkit.supervise_rig import Rig, is_gone
 from testkit.waiting import wait_for
 
-from cluster.agent.start import RefusedError, node_lock_path, start, sweep
+from cluster.agent.folder import make_folder, write_json
+from cluster.agent.start import RefusedError, node_lock_path, start, sweep, take_lock
 
 
 def test_run_that_completes_leaves_a_truthful_outcome(rig: Rig) -> None:
@@ -119,6 +120,16 @@ def test_same_run_is_not_started_twice(rig: Rig) -> None:
     rig.start()
     assert start(rig.spec())["refused"]["kind"] == "exists"
     assert start(rig.spec(exclusive=False))["refused"]["kind"] == "exists"
+
+
+def test_supervisor_that_has_written_its_outcome_is_about_to_go_and_waited_for(rig: Rig) -> None:
+    make_folder(rig.files().state_dir)
+    write_json(rig.files().outcome, {})
+    lock = take_lock(rig.files().lock)
+    assert lock is not None
+    threading.Timer(0.5, lock.release).start()
+    rig.start("ok", ranks=0, exclusive=False)
+    assert rig.outcome()["exit_code"] == 0
 
 
 def test_next_attempt_starts_in_a_clean_place_and_the_earlier_one_is_kept(rig: Rig) -> None:
