@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from testkit.fake_plan import TWO_RANKS, fake_plan
 from testkit.run_maker import make_run
 from testkit.saved_checkpoints import FILE, save_checkpoint
 
+from burst_cli.figures import binary_bytes
+from cluster.plan import with_files
+from engine.config.cluster import SshConfig
+from engine.config.settings import CheckpointConfig, RunConfig, TrainConfig
 from engine.runs.commit import list_checkpoints
-from engine.runs.folder import RunFolder
+from engine.runs.folder import RunFolder, create_run
 
 
 @pytest.fixture
@@ -25,14 +31,21 @@ def steps(run: RunFolder) -> list[int]:
     return [checkpoint.step for checkpoint in list_checkpoints(run.path / "checkpoints")]
 
 
+def entry(run: RunFolder, step: int, **changes: object) -> dict[str, object]:
+    """A checkpoint as it is listed for programs."""
+    facts = {"step": step, "path": f"{run.path}/checkpoints/step-{step:08d}", "nodes": None, "saved_at": "now"}
+    return {**facts, "bytes": 1000, "tokens": 1000 * step, "ranks": 1, "verified": False, "problem": None, **changes}
+
+
 def test_checkpoints_are_listed_newest_first(burst, run: RunFolder) -> None:
     result = burst("checkpoint", "list", run.run_id)
-    rows = [line.split() for line in result.out.splitlines()[1:]]
-    assert result.code == 0
-    assert [row[:2] for row in rows] == [["40", "40K"], ["30", "30K"], ["20", "20K"], ["10", "10K"]]
+    assert (result.code, result.err) == (0, "")
+    assert [line.split() for line in result.out.splitlines()] == [
+        ["step", "tokens", "size", "ranks", "saved", "where"],
+        *([str(step), f"{step}K", "1000", "B", "1", "now", "here"] for step in (40, 30, 20, 10)),
+    ]
     document = json.loads(burst("checkpoint", "list", "--json").out)
-    newest = document["checkpoints"][0]
-    assert (newest["step"], newest["bytes"], newest["ranks"]) == (40, 1000, 1)
+    assert document == {"run_id": run.run_id, "checkpoints": [entry(run, step) for step in (40, 30, 20, 10)]}
 
 
 def test_a_run_without_any_says_so(burst, tmp_path: Path) -> None:
@@ -43,25 +56,60 @@ def test_a_run_without_any_says_so(burst, tmp_path: Path) -> None:
 
 def test_damage_is_found_and_named(burst, run: RunFolder) -> None:
     (run.path / "checkpoints/step-00000030" / FILE).write_bytes(b"y" * 1000)
-    assert burst("checkpoint", "list").code == 0
+    (run.path / "checkpoints/step-00000010/MANIFEST.json").write_text("{")
     result = burst("checkpoint", "verify", "--json")
-    found = {one["step"]: (one["verified"], one["problem"]) for one in json.loads(result.out)["checkpoints"]}
+    sound, damaged, other, unreadable = json.loads(result.out)["checkpoints"]
     assert result.code == 1
-    assert found[40] == (True, None)
-    assert found[30][0] is False
-    assert "SHA-256" in found[30][1]
+    assert [sound, other] == [entry(run, 40, verified=True), entry(run, 20, verified=True)]
+    assert "SHA-256" in damaged["problem"]
+    assert damaged == entry(run, 30, problem=damaged["problem"])
+    unknown = dict.fromkeys(("saved_at", "bytes", "tokens", "ranks"))
+    assert unreadable == entry(run, 10, problem=unreadable["problem"], **unknown)
+    shown = burst("checkpoint", "verify").out.splitlines()[1:]
+    assert [" ".join(line.split()) for line in shown] == [
+        "40 40K 1000 B 1 now here as it was written",
+        f"30 30K 1000 B 1 now here {damaged['problem']}",
+        "20 20K 1000 B 1 now here as it was written",
+        f"10 – – – – here {unreadable['problem']}",
+    ]
     assert steps(run) == [40, 30, 20, 10]
 
 
 def test_old_ones_go_and_a_rehearsal_changes_nothing(burst, run: RunFolder) -> None:
-    rehearsed = burst("checkpoint", "prune", "--keep-every", "20", "--dry-run", "--json")
-    assert json.loads(rehearsed.out)["removed"] == [10]
+    freed = sum(path.stat().st_size for path in (run.path / "checkpoints/step-00000010").iterdir())
+    done = {"run_id": run.run_id, "removed": [10], "kept": [40, 30, 20], "freed_bytes": freed}
+    words = ("checkpoint", "prune", "--keep-every", "20")
+    assert json.loads(burst(*words, "--dry-run", "--json").out) == {**done, "dry_run": True}
+    told = f"step 10, {binary_bytes(freed)}; kept: step 20, 30, 40\n"
+    assert burst(*words, "--dry-run").out == f"would delete {told}"
     assert steps(run) == [40, 30, 20, 10]
-    result = burst("checkpoint", "prune", "--keep-every", "20")
-    assert result.code == 0
-    assert "deleted step 10" in result.out
+    result = burst(*words)
+    assert (result.code, result.out) == (0, f"deleted {told}")
     assert steps(run) == [40, 30, 20]
-    assert "nothing to delete" in burst("checkpoint", "prune", "--keep-last", "3").out
+    assert burst("checkpoint", "prune", "--keep-last", "3").out == "nothing to delete; kept: step 20, 30, 40\n"
+
+
+def test_what_is_here_is_fetched_from_nowhere(burst, run: RunFolder) -> None:
+    path = run.path / "checkpoints/step-00000020"
+    assert burst("checkpoint", "fetch", "--step", "20").out == f"step 20 is in {path}\n"
+    newest = {"run_id": run.run_id, "step": 40, "path": f"{run.path}/checkpoints/step-00000040"}
+    assert json.loads(burst("checkpoint", "fetch", "--json").out) == newest
+
+
+def test_nodes_are_asked_unless_their_folder_is_seen_here(burst, tmp_path: Path) -> None:
+    settings = TrainConfig(checkpoint=CheckpointConfig(folder=str(tmp_path / "shared")))
+    cluster = replace(TWO_RANKS.cluster, ssh=SshConfig(port=1))  # where nobody listens
+    plan = fake_plan(tmp_path / "runs/tiny/20260101-000000-aaaaaa", RunConfig(train=settings, cluster=cluster))
+    nodes = tuple(replace(node, name="127.0.0.1", folder="/of/the/node") for node in plan.nodes)
+    plan = with_files(replace(plan, launcher="ssh", nodes=nodes))
+    made = create_run(Path(plan.run_path), dict(plan.files))
+    asked = burst("checkpoint", "list")
+    assert (asked.code, asked.out) == (0, f"tiny/{made.run_id} has no checkpoints.\n")
+    assert "not asked for checkpoints: 127.0.0.1" in asked.err
+    save_checkpoint(tmp_path / "shared" / made.run_id, 30)
+    seen = burst("checkpoint", "list", "--json")
+    assert [one["step"] for one in json.loads(seen.out)["checkpoints"]] == [30]
+    assert seen.err == ""
 
 
 def test_the_newest_undamaged_one_stays(burst, run: RunFolder) -> None:

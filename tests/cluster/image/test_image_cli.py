@@ -32,6 +32,11 @@ def shown(view) -> str:
     return stream.getvalue()
 
 
+def lines_of(view) -> list[str]:
+    """What is shown, with single blanks."""
+    return [" ".join(line.split()) for line in shown(view).splitlines()]
+
+
 APP = ["--image", "app:1"]
 UNNAMED = "give --image NAME:TAG, or set cluster.container.image"
 
@@ -73,26 +78,30 @@ def plan_of(*nodes: NodePlan) -> ImagePlan:
 def test_a_plan_folds_equal_nodes_and_shows_the_chain():
     nodes = [EMPTY[name] for name in "abc"] + [NodePlan(f"dead{k}", Route.REFUSED, problem="dead") for k in (1, 2)]
     nodes += [NodePlan("has", Route.NONE), NodePlan("e", Route.NONE, same="sha256:x")]
-    text = shown(plan_view(plan_of(*nodes)))
-
-    assert "chain: launcher → a → b → c" in text
-    assert [" ".join(line.split()) for line in text.splitlines()[2:-2]] == [
+    assert lines_of(plan_view(plan_of(*nodes))) == [
+        f"app:1 identity {IDENTITY[:12]} 2 layers, 6 MiB",
+        "nodes route",
         "a direct",
         "b,c chain",
         "dead[1-2] refused dead",
         "has none up to date",
         "e none there under another name",
+        "chain: launcher → a → b → c",
+        "to send: layers that a node lacks, packed with zstd",
     ]
-    assert "2 layers, 6 MiB" in text
+    assert lines_of(plan_view(plan_of(NodePlan("has", Route.NONE))))[-1] == "nothing to send"
 
 
 def test_results_tell_failed_nodes_and_that_the_same_command_sends_the_rest():
-    good = NodeResult("node1", True, "direct", 3 * MIB, identity=IDENTITY)
-    text = shown(results_view([good, NodeResult("node2", False, "chain", error="disk full")], 3.0))
-
-    assert f"{IDENTITY[:12]} verified" in text
-    assert "1 of 2 nodes hold the image" in text
-    assert "failed: node2. The same command sends what they lack." in text
+    good = NodeResult("node1", True, "direct", 3 * MIB, 2.5, IDENTITY, notes=["slow", "alone"])
+    hold = "nodes hold the image, 0:03"
+    assert lines_of(results_view([good, NodeResult("node2", False, "chain", error="disk full")], 3.0)) == [
+        "node result received time identity",
+        f"node1 OK 3 MiB 2.5 s {IDENTITY[:12]} verified slow; alone",
+        "node2 FAILED 0 B 0 ms – disk full",
+        f"1 of 2 {hold}; failed: node2. The same command sends what they lack.",
+    ]
+    assert lines_of(results_view([good], 3.0))[-1] == f"1 of 1 {hold}"
 
 
 def test_words_of_nodes_are_never_markup():
@@ -111,14 +120,28 @@ def test_status_marks_what_differs_and_what_is_missing():
         NodeImage("node3"),
         NodeImage("node4", "a" * 64),
     ]
-    text = shown(status_view(build_status("app:1", found, "a" * 64)))
-
-    assert [line.split()[:2] for line in text.splitlines()[2:]] == [
-        ["node[1,4]", "a" * 12],
-        ["node2", "b" * 12],
-        ["node3", "missing"],
+    assert lines_of(status_view(build_status("app:1", found, "a" * 64))) == [
+        f"app:1 should be {'a' * 12} (as this machine)",
+        "nodes image id created",
+        f"node[1,4] {'a' * 12}",
+        f"node2 {'b' * 12} differs",
+        "node3 missing",
     ]
-    assert "differs" in text
+    unseen = [NodeImage("node1"), NodeImage("node2", problem="no answer")]
+    assert lines_of(status_view(build_status("app:1", unseen, None))) == [
+        "app:1 was seen nowhere, but not all could be asked",
+        "nodes image id created",
+        "node1 missing",
+        "node2 unknown no answer",
+    ]
+    assert lines_of(status_view(build_status("app:1", unseen[:1], None)))[0] == "app:1 nobody has it"
+
+
+def test_what_is_removed_is_told_by_node():
+    nodes = [Pruned("node1", ("app:2", "app:3")), Pruned("node2"), Pruned("node3", problem="no answer")]
+    told = ["node1: removed app:2, app:3", "node2: removed nothing", "node3: no answer"]
+    assert lines_of(prune_view(nodes, dry_run=False)) == told
+    assert lines_of(prune_view(nodes, dry_run=True))[0] == "node1: would remove app:2, app:3"
 
 
 def test_lines_are_printed_where_there_is_no_terminal():
