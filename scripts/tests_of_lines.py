@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import functools
 import math
+import os
 import re
 import shutil
 import sqlite3
@@ -36,9 +37,12 @@ def record() -> None:
     shutil.rmtree(RECORD, ignore_errors=True)
     RECORD.mkdir()
     words = ["--cov", "--cov-context=test", "--cov-report=", f"--junitxml={RECORD / 'junit.xml'}", "-q"]
+    # Processes that tests start read the settings anew, wherever they work: the context is the test that started them.
+    own = {"COVERAGE_PROCESS_START": str(ROOT / "pyproject.toml"), "BURST_RECORD": str(RECORD)}
     subprocess.run(
         [sys.executable, "-m", "pytest", "-n", "3", "--dist", "loadfile", "-m", "not thorough and not gpu", *words],
         cwd=ROOT,
+        env={**os.environ, **own},
         check=False,  # a test that fails, or is slow beside the tracer, still tells its lines
     )
     for name in product_files():

@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -200,31 +201,37 @@ def test_plain_view_shows_phases_warnings_and_stops_without_escapes(bare: RunFol
     assert "killing what is left after 12 s; press Ctrl-C again" in text
 
 
-def test_live_block_shows_bar_figures_and_sparkline(bare: RunFolder) -> None:
+def test_live_view_draws_and_says_warnings_above(bare: RunFolder) -> None:
     target = console(terminal=True)
-    for number in range(1, 4):
-        step(
-            bare, number, peak_memory_bytes=2**30, loss=5.0 - number, validation_bits_per_byte=1.5, validation_loss=1.0
-        )
+    step(bare, 3, loss=2.0)
     bare.append_event("warning", message="clocks are odd")
-    bare.append_event("phase", phase="evaluate")
     with open_view(target, RunProgress(bare, 4)) as view:
         view.tick()
-        view.stopping("SIGTERM", 12.0)
+        view.stopping("SIGTERM", 0.0)
     text = written(target)
-    for part in (
-        "step 3/4",
-        "2.0000",
-        "█▅▁",
-        "12.3K",
-        "25%",
-        "1 GiB",
-        "1.5000",
-        "evaluate",
-        "clocks are odd",
-        "SIGTERM: stopping",
-    ):
+    for part in ("step 3/4", "warning: ", "clocks are odd", "SIGTERM: killing the ranks now"):
         assert part in text
+
+
+def test_an_evaluation_is_told_by_what_it_found(bare: RunFolder) -> None:
+    target = console(terminal=False)
+    view = PlainView(target, RunProgress(bare, 40))
+    bare.append_metrics({"step": 40, "validation_loss": 3.125, "needle_accuracy": 0.5})
+    view.tick()
+    assert written(target).splitlines()[-1] == "weights of step 40  validation loss 3.1250  needles right 0.5000"
+
+
+def test_a_log_has_the_time_of_every_line_and_figures_once_a_minute(bare: RunFolder) -> None:
+    clock, target = Clock(), console(terminal=False)
+    view = PlainView(target, RunProgress(bare, 9, clock), clock, is_log=True)
+    for number in (1, 2, 3):
+        step(bare, number)
+        view.tick()
+        clock.now += 59.0 if number == 1 else 1.0
+    view.note("a \x1b[31mword")
+    moments, texts = zip(*(line.split(" ", 1) for line in written(target).splitlines()), strict=True)
+    assert all(datetime.fromisoformat(moment) for moment in moments)
+    assert [text.split("  ")[0] for text in texts] == ["starting the ranks", "step 1/9", "step 3/9", "note: a word"]
 
 
 # --- the screen -------------------------------------------------------------------------------------------------------
@@ -238,6 +245,82 @@ def busy_progress(run: RunFolder) -> RunProgress:
     progress = RunProgress(run, 200)
     progress.poll()
     return progress
+
+
+@pytest.mark.parametrize(
+    ("size", "lines"),
+    [
+        (
+            (100, 30),
+            [
+                "tiny/20260101-000000-aaaaaa ring, 6 ranks on tb[1-3], seq 4,096",
+                "━ step 10/200 1:05 elapsed, 6:20 left evaluate",
+                "loss 0.5000 █▄▃▂▂▂▁▁▁▁ tokens/s/device 7.72K MFU 25% peak memory 1 GiB validation 2.0000",
+                "bits/byte 1.5000",
+                "node state heard ranks GPU load memory",
+                "tb2 running 12 s – 97% 1.5 25% not heard for 12 s",
+                "tb3 running now 1 R 97% 3.0 25% straggler: rank 4",
+                "tb1 running now – 97% 1.5 25%",
+                "tb1:0 | warn",
+                "Ctrl-C: stopping the ranks, killing what is left",
+            ],
+        ),
+        (
+            (60, 11),
+            [
+                "tiny/aaaaaa ring, 3 x 2 ranks, seq 4,096",
+                "╸ step 10/200 6:20 left",
+                "evaluate",
+                "loss 0.5000 █▄▃▂▂▂▁▁▁▁ tokens/s/device 7.72K MFU 25%",
+                "peak memory 1 GiB validation 2.0000 bits/byte 1.5000",
+                "node state heard GPU load memory",
+                "tb1 running now 97% 1.5 25%",
+                "and 2 more nodes: burst status",
+                "tb1:0 | warn",
+                "Ctrl-C: stopping the ranks, killing what is left",
+            ],
+        ),
+        (
+            (34, 7),
+            [
+                "tiny/aaaaaa ring, 3 x 2 ranks, s…",
+                "step 10/200 evaluate",
+                "loss 0.5000 █▄▃▂▂▂▁▁▁▁",
+                "tb1:0 | warn",
+                "Ctrl-C: stopping the ranks,",
+                "killing what is left",
+            ],
+        ),
+    ],
+)
+def test_a_block_holds_what_has_room_and_what_matters_most(
+    tmp_path: Path, size: tuple[int, int], lines: list[str]
+) -> None:
+    run, clock = make_run(tmp_path, nodes={"tb1": 2, "tb2": 2, "tb3": 2}), Clock()
+    figures = {"step_time_s": 2.0, "tokens_per_s": 9000.0, "tokens_per_s_per_device": 7716.0, "mfu": 0.25}
+    evaluated = {"validation_loss": 2.0, "validation_bits_per_byte": 1.5}
+    for number in range(1, 11):
+        row = {"step": number, "loss": 5.0 / number, "peak_memory_bytes": 2**30, **figures}
+        run.append_metrics({**row, **(evaluated if number == 8 else {})})
+    run.append_event("phase", phase="evaluate")
+    progress = RunProgress(run, 200, clock, ran_s=65.0)
+    progress.poll()
+    odd = status("tb3", health=health(load1=3.0, ranks={"4": {"state": "R"}}))
+    rows = node_rows([status("tb1"), status("tb2", heard_s=12.0), odd], progress.facts, straggler=4)
+    drawing = drawn(progress, *size, rows, "tb1:0 | warn", "Ctrl-C: stopping the ranks, killing what is left")
+    assert [" ".join(line.split()) for line in drawing] == lines
+
+
+def test_before_the_first_step_a_block_shows_that_something_goes_on(bare: RunFolder) -> None:
+    clock = Clock()
+    progress = RunProgress(bare, 10, clock)
+    progress.poll()
+    clock.now += 500.0
+    assert [line.rstrip() for line in drawn(progress, 100, 20)] == [
+        "bare/20260101-000000-aaaaaa",
+        f"{'━' * 25} starting the ranks 8:20",
+        "no first step for 500 s; stacks will be taken at 900 s",
+    ]
 
 
 @pytest.mark.parametrize(("width", "height"), [(100, 30), (80, 24), (40, 20), (40, 12), (20, 6)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 
@@ -16,8 +16,6 @@ from cluster.env.live import LiveSource
 from cluster.env.plan import plan_fleet
 from engine.config.cluster import ClusterConfig
 
-MARKUP = "[red]x[/red][/] \x1b[31m"
-
 
 def shown(view: RenderableType) -> str:
     console = Console(file=StringIO(), width=200, highlight=False, emoji=False)
@@ -25,15 +23,14 @@ def shown(view: RenderableType) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def rows_of(text: str) -> list[list[str]]:
+    """The cells of all tables in a text."""
+    lines = (line.replace("┃", "│") for line in text.splitlines())
+    return [[cell.strip() for cell in line[1:-1].split("│")] for line in lines if line.startswith("│")]
+
+
 def equal_nodes(*names: str) -> FleetEnvironment:
     return FleetEnvironment(plan_fleet([machine("h100_12nics", node=name) for name in names], ClusterConfig()))
-
-
-def test_equal_nodes_are_shown_once_under_a_folded_name() -> None:
-    text = shown(fleet_view(equal_nodes("tb1", "tb2", "tb3", "tb4"), "--hosts"))
-    assert "tb[1-4]  (4 nodes)" in text
-    assert text.count("NCCL_IB_HCA") == 1
-    assert "4 nodes from --hosts" in text
 
 
 def test_other_addresses_do_not_make_another_class() -> None:
@@ -49,24 +46,44 @@ def test_sisters_are_classes_of_their_own() -> None:
     assert [names for names, _ in fold_environments(environments)] == [[name] for name in SISTERS]
 
 
-def test_foreign_text_is_text_and_not_markup() -> None:
-    environment = node(port("mlx5_0", netdev="[bold]ib0[/bold]"), notes=(MARKUP.replace("\x1b[31m", ""),))
-    text = shown(fleet_view(FleetEnvironment({"node1": environment}), "--hosts"))
-    assert "[bold]ib0[/bold]" in text
-    assert "[red]x[/red][/]" in text
-    finding = Finding("env.nccl_log", "[b]n[/b]", Verdict.FAIL, "[red]x[/]", remedy="[/]")
-    assert "[red]x[/]" in shown(report_view(CheckReport(findings=(finding,))))
+def test_equal_nodes_are_shown_once_and_foreign_text_is_text_and_not_markup() -> None:
+    one = node(port("mlx5_0", netdev="[bold]ib0[/bold]"), notes=("[red]x[/red][/]",))
+    text = shown(fleet_view(FleetEnvironment({"node1": one, "node2": replace(one, node="node2")}), "--hosts"))
+    why = "up, InfiniBand, 400 Gbit/s; GPU 0 by taking turns, for no port is nearer than another"
+    assert rows_of(text) == [
+        ["variable", "value", "why"],
+        *([told.name, told.value, told.reason.strip()] for told in one.variables),
+        *([told.name, "not set", told.reason] for told in one.left_out),
+        ["port", "interface", "GPU", "", "why"],
+        ["mlx5_0:1", "[bold]ib0[/bold]", "0", "kept", why],
+    ]
+    others = [line for line in text.splitlines() if line[:1] not in "┏┡└│┃"]
+    assert others == ["node[1-2]  (2 nodes)", "warning: [red]x[/red][/]", "2 nodes from --hosts"]
+
+
+def test_findings_about_a_log_are_a_table_and_a_document() -> None:
+    finding = Finding("env.nccl_log", "[b]n[/b]", Verdict.FAIL, "[red]x[/]", "y", remedy="[/]")
+    report = CheckReport(findings=(finding,))
+    assert rows_of(shown(report_view(report))) == [
+        ["node", "", "observed", "expected", "what to do"],
+        ["[b]n[/b]", "FAIL", "[red]x[/]", "y", "[/]"],
+    ]
+    assert report.to_dict() == {"nodes": {}, "errors": {}, "exit_code": 1, "nccl_log": [asdict(finding)]}
 
 
 def test_the_same_difference_on_many_nodes_is_one_line() -> None:
     fleet = equal_nodes("tb1", "tb2", "tb3")
     live = {name: (LiveSource("login", {"NCCL_DEBUG": "[b]TRACE"}),) for name in fleet.environments}
-    report = check_report(replace(fleet, live=live), None)
+    report = check_report(replace(fleet, live=live, errors={"tb4": "refused"}), None)
     text = shown(report_view(report))
-    assert report.exit_code == 1
-    assert text.count("[b]TRACE") == 1
-    assert "tb[1-3]" in text
-    assert "1 difference on 3 nodes" in text
+    assert rows_of(text) == [
+        ["nodes", "where", "variable", "", "set", "planned"],
+        ["tb[1-3]", "login", "NCCL_DEBUG", "unknown", "[b]TRACE", "-"],
+    ]
+    assert text.splitlines()[-1] == "1 difference on 3 nodes"
+    told = {"place": "login", "name": "NCCL_DEBUG", "planned": None, "live": "[b]TRACE", "kind": "unknown"}
+    nodes = {name: {"differences": [told]} for name in live}
+    assert report.to_dict() == {"nodes": nodes, "errors": {"tb4": "refused"}, "exit_code": 1}
 
 
 def test_exit_codes_tell_differences_from_the_unknown() -> None:
@@ -81,14 +98,19 @@ def test_exit_codes_tell_differences_from_the_unknown() -> None:
 def test_nothing_to_complain_of_says_what_was_looked_at() -> None:
     rank = LiveSource("rank 0", {one.name: one.value for one in equal_nodes("tb1").environments["tb1"].variables}, True)
     fleet = replace(equal_nodes("tb1"), live={"tb1": (rank,)})
-    assert "looked at: login, nccl.conf, 1 running rank" in shown(report_view(check_report(fleet, None)))
-    assert "no node could be looked at" in shown(report_view(CheckReport()))
+    told = "tb1: nothing differs from the plan (looked at: login, nccl.conf, 1 running rank)\n"
+    assert shown(report_view(check_report(fleet, None))) == told
+    assert shown(report_view(CheckReport())) == "no node could be looked at\n"
 
 
 def test_written_files_are_listed_with_warnings_once() -> None:
     fleet = equal_nodes("tb1", "tb2")
     warned = {name: replace(one, warnings=("beware",)) for name, one in fleet.environments.items()}
     text = shown(files_view({name: Path(f"/x/{name}.env") for name in warned}, replace(fleet, environments=warned)))
-    assert "/x/tb2.env" in text
-    assert text.count("beware") == 1
-    assert "tb[1-2]: beware" in text
+    count = str(len(fleet.environments["tb1"].variables))
+    assert [line.split() for line in text.splitlines()] == [
+        ["node", "file", "variables"],
+        ["tb1", "/x/tb1.env", count],
+        ["tb2", "/x/tb2.env", count],
+        ["warning:", "tb[1-2]:", "beware"],
+    ]

@@ -91,19 +91,32 @@ def test_two_lists_or_none_are_refused(tmp_path: Path) -> None:
 
 def test_list_shows_each_way_and_which_keys_are_known(burst: Burst, fleet: Fleet) -> None:
     code, out, _ = burst("list", "--hosts", "known,behind", "--json")
-    assert code == 0
-    behind, known = json.loads(out)["hosts"]
-    assert known["port"] == fleet.ports["known"]
-    assert known["user"] == "tester"
-    assert known["keys"][0]["file"] == str(fleet.known_hosts)
-    assert behind["keys"] == []
-    assert behind["jump"] == [f"tester@127.77.0.1:{fleet.ports['n1']}"]
+    document = json.loads(out)
+    key = document["hosts"][1]["keys"][0]["fingerprint"]
+    through = f"tester@127.77.0.1:{fleet.ports['n1']}"
+
+    def way(name: str, address: str, jump: list[str], keys: list[dict[str, str]]) -> dict[str, Any]:
+        port = fleet.ports[name]
+        where = {"name": name, "address": address, "port": port, "user": "tester", "key_name": f"[{address}]:{port}"}
+        files = [str(fleet.config_file.with_name("id_ed25519"))]
+        return {**where, "jump": jump, "proxy_command": None, "identity_files": files, "keys": keys}
+
+    known = {"type": "ssh-ed25519", "fingerprint": key, "file": str(fleet.known_hosts)}
+    ways = [way("behind", "127.77.0.7", [through], []), way("known", "127.77.0.4", [], [known])]
+    assert (code, document) == (0, {"source": "--hosts", "hosts": ways})
     code, out, _ = burst("list", "--hosts", "known,behind")
-    assert code == 0
-    assert "1 without a known host key" in out
+    assert (code, [" ".join(line.split()) for line in out.splitlines()]) == (
+        0,
+        [
+            "node address port user through host key known in",
+            f"behind 127.77.0.7 {fleet.ports['behind']} tester {through} unknown –",
+            f"known 127.77.0.4 {fleet.ports['known']} tester – ssh-ed25519 {key} {fleet.known_hosts}",
+            "2 nodes from --hosts; 1 without a known host key: compare and accept with `burst hosts trust`",
+        ],
+    )
 
 
-def test_trust_adds_what_is_new_and_names_what_is_not(burst: Burst) -> None:
+def test_trust_adds_what_is_new_and_names_what_is_not(burst: Burst, fleet: Fleet) -> None:
     code, out, err = burst("trust", "--hosts", "n[1-3],known,changed,down", "--yes")
     assert code == 1
     assert "3 keys added" in out
@@ -112,7 +125,16 @@ def test_trust_adds_what_is_new_and_names_what_is_not(burst: Burst) -> None:
     assert trust_file().read_text().count("\n") == 3
     code, out, _ = burst("trust", "--hosts", "n[1-3],known", "--yes", "--json")
     assert code == 0
-    assert [host["keys"][0]["state"] for host in json.loads(out)["hosts"]] == ["known"] * 4
+    document = json.loads(out)
+    assert document["file"] == str(trust_file())
+    assert [host["keys"][0]["state"] for host in document["hosts"]] == ["known"] * 4
+    code, out, err = burst("trust", "--hosts", "n1,down", "--yes", "--json")
+    down, n1 = json.loads(out)["hosts"]
+    assert (code, err) == (1, f"error: {down['error']}\n")
+    assert down.items() >= {"name": "down", "trusted": False, "keys": []}.items()
+    key = {"type": "ssh-ed25519", "state": "known", "fingerprint": n1["keys"][0]["fingerprint"]}
+    name = f"[127.77.0.1]:{fleet.ports['n1']}"
+    assert n1 == {"name": "n1", "key_name": name, "trusted": True, "keys": [key], "error": None}
 
 
 def test_the_key_of_a_jump_host_is_trusted_before_what_lies_behind(burst: Burst) -> None:
@@ -145,13 +167,17 @@ def test_a_changed_key_in_the_store_is_not_replaced(burst: Burst, fleet: Fleet) 
 def test_forget_takes_back_and_tells_what_it_cannot(burst: Burst, fleet: Fleet) -> None:
     burst("trust", "--hosts", "n[1-2]", "--yes")
     code, out, _ = burst("forget", "--hosts", "n1,known", "--json")
-    assert code == 0
-    known, n1 = json.loads(out)["hosts"]
-    assert (n1["forgotten"], n1["still_known_in"]) == (1, [])
-    assert (known["forgotten"], known["still_known_in"]) == (0, [str(fleet.known_hosts)])
+    known = {"name": "known", "forgotten": 0, "still_known_in": [str(fleet.known_hosts)]}
+    gone = {"name": "n1", "forgotten": 1, "still_known_in": []}
+    assert (code, json.loads(out)) == (0, {"file": str(trust_file()), "hosts": [known, gone]})
     assert trust_file().read_text().count("\n") == 1
-    code, out, _ = burst("forget", "--hosts", "n1,known")
-    assert "ssh-keygen -R" in out
+    code, out, _ = burst("forget", "--hosts", "n[1-2],known")
+    name = f"[127.77.0.4]:{fleet.ports['known']}"
+    assert out.splitlines() == [
+        f"known: was not remembered; still known in {fleet.known_hosts}: ssh-keygen -R '{name}' -f {fleet.known_hosts}",
+        "n1: was not remembered",
+        "n2: 1 key forgotten",
+    ]
 
 
 @pytest.mark.parametrize(
