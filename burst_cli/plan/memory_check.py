@@ -155,7 +155,6 @@ class MemoryCheck:
             **(self.capacity.to_dict() if self.capacity else {}),
             "fits": self.fit and self.fit.fits,
             "headroom_bytes": self.fit and self.fit.headroom_bytes,
-            "source": "the prediction",
             "policy": self.policy,
             "reason": self.choice.reason,
             "candidates": [candidate.to_dict() for candidate in self.choice.candidates],

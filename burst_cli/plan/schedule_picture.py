@@ -6,7 +6,7 @@ has arrived. What lies under a box is hidden; a red gap in the row is not.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from matplotlib.axes import Axes
@@ -80,7 +80,7 @@ def schedule_figure(candidate: Plan, shown: str) -> Figure:
     intervals = [[i for i in timeline.intervals if i.rank in ranks] for timeline in timelines]
     used = {i.lane for group in intervals for i in group if i.kind in _ARRIVALS}
     rows = _Rows(ranks, tuple(lane for lane in _CHANNELS if lane in used))
-    figure = Figure(figsize=(_WIDTH_INCHES, rows.height * _INCHES_PER_UNIT + 2.25))
+    figure = Figure(figsize=(_WIDTH_INCHES, rows.height * _INCHES_PER_UNIT + 2.25), layout="constrained")
     widths = [max(timeline.total_s, 0.2 * max(t.total_s for t in timelines)) for timeline in timelines]
     axes = figure.subplots(1, len(timelines), sharey=True, squeeze=False, width_ratios=widths)[0]
     for index, (axis, one, group) in enumerate(zip(axes, passes, intervals, strict=True)):
@@ -88,7 +88,10 @@ def schedule_figure(candidate: Plan, shown: str) -> Figure:
         _head_pass(axis, one.direction, one.timeline)
         _name_rows(axis, rows, topology, first=index == 0)
     kinds = {i.kind for group in intervals for i in group if i.lane == COMPUTE_LANE}
-    _decorate(figure, _title(candidate, ranks), kinds, rows.lanes)
+    styles = [*(style for kind, style in _TILES.items() if kind in kinds), *(_CHANNELS[lane] for lane in rows.lanes)]
+    handles = [Patch(facecolor=color, label=label) for color, label in styles]
+    figure.legend(handles=handles, loc="outside lower left", ncols=5, fontsize=8.5, frameon=False)
+    figure.suptitle(_title(candidate, ranks), fontsize=9.5, x=0.01, ha="left")
     return figure
 
 
@@ -137,33 +140,7 @@ def _name_rows(axis: Axes, rows: _Rows, topology: Topology, *, first: bool) -> N
             axis.axhline(position * rows.pitch - _ROW_GAP / 2, color="#555555", linewidth=0.8, linestyle=(0, (6, 3)))
 
 
-def _decorate(figure: Figure, title: tuple[str, str], kinds: Collection[str], lanes: Sequence[str]) -> None:
-    """Titles above, legends below: the tiles in one line, the channels in another."""
-    heading, subtitle = title
-    height = figure.get_figheight()
-    figure.text(0.012, 1 - 0.27 / height, heading, fontsize=12.5, fontweight="bold", va="center")
-    figure.text(0.012, 1 - 0.53 / height, subtitle, fontsize=9, color="#444444", va="center")
-    figure.subplots_adjust(left=0.065, right=0.988, top=1 - 1.15 / height, bottom=1.05 / height, wspace=0.04)
-    _legend(figure, {kind: style for kind, style in _TILES.items() if kind in kinds}, 0.30 / height)
-    _legend(figure, {lane: _CHANNELS[lane] for lane in lanes}, 0.04 / height)
-
-
-def _legend(figure: Figure, styles: Mapping[str, tuple[str, str]], bottom: float) -> None:
-    if styles:
-        handles = [Patch(facecolor=color, label=label) for color, label in styles.values()]
-        figure.legend(
-            handles=handles,
-            loc="lower left",
-            bbox_to_anchor=(0.055, bottom),
-            ncols=len(handles),
-            fontsize=8.5,
-            frameon=False,
-            handlelength=1.3,
-            borderpad=0.2,
-        )
-
-
-def _title(candidate: Plan, ranks: Sequence[int]) -> tuple[str, str]:
+def _title(candidate: Plan, ranks: Sequence[int]) -> str:
     preview, config = candidate.preview, candidate.config
     topology, method = preview.topology, preview.method
     total = sum(one.timeline.total_s for one in preview.every_pass)
@@ -176,7 +153,7 @@ def _title(candidate: Plan, ranks: Sequence[int]) -> tuple[str, str]:
     )
     if len(ranks) < topology.size:
         subtitle += f"; only ranks {', '.join(map(str, ranks))} are drawn"
-    return heading, subtitle
+    return f"{heading}\n{subtitle}"
 
 
 def _time_unit(total_s: float) -> tuple[str, float]:

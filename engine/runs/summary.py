@@ -97,7 +97,6 @@ def predicted_facts(memory_plan: Mapping[str, Any] | None) -> dict[str, Any]:
     plan, facts = memory_plan or {}, dict[str, Any]()
     if plan.get("device_peak_bytes") is not None:
         facts["predicted_peak_bytes"] = plan["device_peak_bytes"]
-        facts["predicted_peak_source"] = plan.get("source")
     step = plan.get("step_time")
     if isinstance(step, Mapping):
         facts["predicted_step_time_s"] = step.get("seconds")

@@ -171,15 +171,31 @@ def test_hardware_is_that_of_the_ranks_else_of_sister_runs_else_of_the_launcher(
 
 def test_record_joins_state_summary_and_where_the_run_comes_from(burst, runs_dir: Path) -> None:
     (record,) = json.loads(burst("report", "aaaaaa", "--json").out)["runs"]
-    assert (record["run_id"], record["exp"], record["status"]) == ("20260101-000000-aaaaaa", "tiny", "completed")
-    assert (record["attention_preset"], record["seq_len"], record["world_size"]) == ("ring", 512, 2)
+    run = RunFolder(runs_dir / "tiny/20260101-000000-aaaaaa")
+    summary, state = run.read_summary(), run.read_state()
+    assert summary is not None
+    assert record == {
+        **summary,
+        "run_id": "20260101-000000-aaaaaa",
+        "exp": "tiny",
+        "path": str(run.path),
+        "status": "completed",
+        "lost": False,
+        "started_at": state["started_at"],
+        "ended_at": state["ended_at"],
+        "exit_code": 0,
+        "failure": None,
+        "failure_text": None,
+        "git_sha": PROVENANCE["git"]["sha"],  # type: ignore[index]
+        "dirty": True,
+        "host": "node1",
+        "hardware": "cpu",
+        "launch_hardware": "cpu",
+        "versions": {"python": "3.11.7", "torch": "2.13.0"},
+        "command": "burst launch exp=tiny",
+        "image": None,
+    }
     assert (record["step_time_s"], record["step_time_s_n"]) == (pytest.approx(0.3), 3)
-    assert {"path", "mfu", "mfu_full_attention", "hfu"} <= set(record)
-    assert record["comm_exposed_s"] is None
-    assert record["git_sha"] == PROVENANCE["git"]["sha"]  # type: ignore[index]
-    assert (record["dirty"], record["hardware"], record["command"]) == (True, "cpu", "burst launch exp=tiny")
-    assert record["versions"] == {"python": "3.11.7", "torch": "2.13.0"}
-    assert len(record["config_fingerprint"]) == 64
 
 
 def test_failed_run_has_the_figures_of_the_steps_it_made(runs_dir: Path) -> None:

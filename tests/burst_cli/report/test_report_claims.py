@@ -9,7 +9,18 @@ import pytest
 from report_samples import make_run, metrics, variant
 
 from burst_cli.report.build import Request, build_report
-from burst_cli.report.panels import Matrix, Panel, group_panels, method_matrix, style_numbers
+from burst_cli.report.panels import (
+    MEMORY,
+    MFU,
+    SPEED,
+    Line,
+    Matrix,
+    Panel,
+    Point,
+    group_panels,
+    method_matrix,
+    style_numbers,
+)
 
 LENGTHS = (512, 1024)
 
@@ -82,3 +93,69 @@ def test_matrix_and_plot_pool_runs_by_one_rule(tmp_path: Path) -> None:
     assert (cell.figure, cell.best) == ("3K", True)
     assert cell.details.endswith("2 runs")
     assert (point.y, point.low, point.high) == (3000.0, 2000.0, 4000.0)
+
+
+def methods(metric: str, ring: float, burst: float) -> list[dict[str, Any]]:
+    """Runs of two methods; only `ring` was also run at the longest length."""
+    return [
+        {
+            **{"attention_preset": preset, "seq_len": seq_len, "status": "completed", "step_time_s_n": 9},
+            **{metric: value, f"{metric}_p25": 0.9 * value, f"{metric}_p75": 1.1 * value},
+        }
+        for preset, seq_len, value in (("ring", 1024, ring), ("burst", 1024, burst), ("ring", 2048, ring))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("metric", "ring", "burst", "title"),
+    [
+        (SPEED, 100, 200, "burst is fastest at 1K: 200 tokens/s, 2× ring"),
+        (SPEED, 100, 120, "Tokens/s per device: burst and ring lie within their spread at 1K"),
+        (SPEED, 100, 0, "Tokens/s per device"),
+        (MFU, 0.5, 0.4, "MFU at 1K: 50% with ring, 40% with burst"),
+        (MEMORY, 2**30, 2**31, "ring needs least memory at 1K: 1 GiB, burst 2 GiB"),
+        (MEMORY, 100, 101, "ring and burst need the same memory at 1K: 100 B"),
+    ],
+)
+def test_a_title_says_who_is_best_where_two_were_measured(metric: str, ring: float, burst: float, title: str) -> None:
+    records = methods(metric, ring, burst)
+    (panel,) = group_panels("tiny", records, style_numbers(records))
+    assert panel.title == title
+
+
+def test_a_panel_of_memory_as_a_whole() -> None:
+    records = methods(MEMORY, 2**28, 2**29)
+    records.append({"attention_preset": "burst", "seq_len": 2048, "status": "oom"})
+    assert group_panels("tiny", records, style_numbers(records)) == [
+        Panel(
+            MEMORY,
+            "lines",
+            "ring needs least memory at 1K: 256 MiB, burst 512 MiB",
+            "sequence length (tokens)",
+            "peak memory (MiB)",
+            (
+                Line("burst", 0, (Point(1024, 512, 0.9 * 512, 1.1 * 512),)),
+                Line("ring", 1, (Point(1024, 256, 0.9 * 256, 1.1 * 256), Point(2048, 256, 0.9 * 256, 1.1 * 256))),
+            ),
+            (("burst", 0, 2048),),
+        )
+    ]
+
+
+def test_predictions_are_held_against_what_was_measured() -> None:
+    records = [
+        {"attention_preset": preset, "seq_len": 512, "predicted_peak_bytes": 2**30, **measured}
+        for preset, measured in (
+            ("ring", {"peak_tensor_bytes": 2**29, "peak_memory_bytes": 2**33}),  # on a CPU: live tensors
+            ("burst", {"peak_memory_bytes": 2**31}),
+        )
+    ]
+    (panel,) = [one for one in group_panels("tiny", records, style_numbers(records)) if one.key == "prediction"]
+    assert panel == Panel(
+        "prediction",
+        "scatter",
+        "Memory predictions are -50% to +100% off what was measured",
+        "predicted peak (GiB)",
+        "measured peak (GiB)",
+        (Line("burst", 0, (Point(1, 2, 2, 2),)), Line("ring", 1, (Point(1, 0.5, 0.5, 0.5),))),
+    )

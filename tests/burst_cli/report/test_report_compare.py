@@ -114,22 +114,59 @@ def figure(comparison: Comparison, metric: str) -> Difference:
     return next(one for one in comparison.differences if one.metric == metric)
 
 
-def test_faster_run_is_called_better_in_both_of_its_figures(two_runs: Path) -> None:
+def test_a_comparison_as_a_whole(two_runs: Path) -> None:
+    """The second run is a tenth faster; their losses are equal, and of their memory there is one value each."""
     found = compared(two_runs, "aaaaaa", "bbbbbb")
-    speed, seconds = figure(found, "tokens_per_s_per_device"), figure(found, "step_time_s")
-    assert (speed.verdict, seconds.verdict) == ("B is better", "B is better")
+    speed = figure(found, "tokens_per_s_per_device")
     assert speed.low is not None
     assert speed.high is not None
     assert speed.change is not None
     assert speed.change == pytest.approx(0.1, abs=0.01)
     assert speed.low < speed.change < speed.high < speed.low + 0.02
-    assert "blocks of" in (speed.method or "")
+    document = found.to_dict()
+    of_steps, of_losses = "of medians, blocks of 6 and 6 steps", "of the mean difference per step, blocks of 3 steps"
+    bootstrap = "circular block bootstrap {}, 4000 draws"
+    untested = ("one value per side: not tested", None)
+    assert {row["metric"]: (row["verdict"], row["method"]) for row in document.pop("differences")} == {
+        "tokens_per_s_per_device": ("B is better", bootstrap.format(of_steps)),
+        "step_time_s": ("B is better", bootstrap.format(of_steps)),
+        "mfu": ("equal", bootstrap.format(of_steps)),
+        "loss, last quarter": ("equal", bootstrap.format(of_losses)),
+        "peak_memory_bytes": untested,
+    }
+    assert document == {
+        "a": "aaaaaa",
+        "b": "bbbbbb",
+        "runs_a": ("tiny/20260101-000000-aaaaaa",),
+        "runs_b": ("tiny/20260102-000000-bbbbbb",),
+        "config": ({"key": "attention.preset", "a": '"ring"', "b": '"burst"', "matters": True},),
+        "warnings": (
+            "the configurations differ in what matters: attention.preset",
+            "one run on a side: the test tells whether the steps of these runs differ; how much a run differs from its "
+            "own repetition is not in it",
+        ),
+    }
 
 
-def test_equal_losses_and_figures_of_one_value_claim_nothing(two_runs: Path) -> None:
-    found = compared(two_runs, "aaaaaa", "bbbbbb")
-    assert figure(found, "loss, last quarter").verdict == "equal"
-    assert figure(found, "peak_memory_bytes").verdict == "one value per side: not tested"
+@pytest.mark.parametrize(
+    ("difference", "cells"),
+    [
+        (
+            Difference("mfu", 0.5, 0.55, 0.1, 0.05, 0.15, 0.0004, "B is better"),
+            ("MFU (causal-aware)", "50%", "55%", "+10.0%", "+5.00% … +15.0%", "< 0.001", "B is better"),
+        ),
+        (
+            Difference("tokens_per_s_per_device", 12345, 12346, 1 / 12345, -0.001, 0.001, 0.5, "no difference shown"),
+            ("tokens/s/device", "12.35K", "12.35K", "+0.01%", "-0.10% … +0.10%", "0.500", "no difference shown"),
+        ),
+        (
+            Difference("loss, last quarter", 2.5, None),
+            ("loss, last quarter", "2.5000", "–", "–", "–", "–", "not measured on both sides"),
+        ),
+    ],
+)
+def test_a_difference_as_people_read_it(difference: Difference, cells: tuple[str, ...]) -> None:
+    assert difference.cells == cells
 
 
 def test_a_damaged_step_of_impossible_size_is_no_step(two_runs: Path) -> None:

@@ -62,8 +62,8 @@ STEP = {"seconds": 1.5, "machine": "h100", "parts": {}}
     ("plan", "facts"),
     [
         (
-            {"device_peak_bytes": 5, "source": "the prediction", "fits": True},
-            {"predicted_peak_bytes": 5, "predicted_peak_source": "the prediction"},
+            {"device_peak_bytes": 5, "fits": True},
+            {"predicted_peak_bytes": 5},
         ),
         (
             {"device_peak_bytes": None, "step_time": STEP},
