@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from testkit.image_rig import LauncherEngine, busybox_tree, launcher_engine, noise, prose  # noqa: E402
+from testkit.image_rig import LauncherEngine, launcher_engine, noise, prose, tar_of  # noqa: E402
 
 from cluster.testbed.build import Testbed, up  # noqa: E402
 from cluster.testbed.spec import TestbedSpec, parse_rate  # noqa: E402
@@ -60,11 +60,11 @@ class Rig:
 
     def build(self, layer_mib: int, last_seed: int = 0) -> int:
         """Bytes of the new image: half of its layers do not pack, half pack to about a quarter."""
-        files = {
-            f"layer{k}": (noise if k % 2 else prose)(layer_mib * MIB, last_seed if k == LAYERS - 1 else -k - 1)
-            for k in range(LAYERS)
-        }
-        self.engine.build(IMAGE, "bench/base:1", files)
+        seeds = [*range(1, LAYERS), -last_seed]
+        layers = [
+            tar_of({f"layer{k}": (noise if k % 2 else prose)(layer_mib * MIB, seed)}) for k, seed in enumerate(seeds)
+        ]
+        self.engine.load(IMAGE, *layers)
         return int(self.engine("image", "inspect", "--format", "{{.Size}}", IMAGE))
 
     def push(self, what: str, *options: str) -> Turn:
@@ -97,7 +97,6 @@ class Rig:
 
 def measure(rig: Rig, layer_mib: int, repeats: int) -> tuple[int, list[Turn]]:
     """The size of the image, and all turns."""
-    rig.engine.import_tree("bench/base:1", busybox_tree())
     turns: list[Turn] = []
     size = rig.build(layer_mib)
     for _ in range(repeats):

@@ -65,10 +65,9 @@ class LauncherEngine:
         """An image of one layer, from a tar."""
         self("import", "-", name, stdin=tree)
 
-    def build(self, name: str, base: str, layers: Mapping[str, bytes], labels: Mapping[str, str] = {}) -> None:
-        """An image with one layer upon `base` for each file of `layers`."""
-        context = tar_of({**layers, "Dockerfile": dockerfile(base, layers, labels).encode()})
-        self("build", "--quiet", "--tag", name, "-", stdin=context)
+    def load(self, name: str, *layers: bytes) -> None:
+        """An image of these layers, each a tar, as `docker save` wrote it elsewhere."""
+        self("load", "--quiet", stdin=saved_image(*layers, name=name)[0])
 
     def close(self) -> None:
         """Stop it and remove what it wrote."""
@@ -102,13 +101,6 @@ def launcher_engine() -> Iterator[LauncherEngine]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def dockerfile(base: str, layers: Mapping[str, bytes], labels: Mapping[str, str]) -> str:
-    """Copies every file in a layer of its own; into /, so that no layer depends on those below."""
-    lines = [f"FROM {base}", *(f"COPY {name} /{name}" for name in layers)]
-    lines += [f'LABEL {name}="{value}"' for name, value in labels.items()]
-    return "\n".join([*lines, "ENV RIG=1", 'CMD ["/bin/busybox", "true"]', ""])
-
-
 def tar_of(files: Mapping[str, bytes], links: Mapping[str, str] = {}) -> bytes:
     """A tar of `files`, the same bytes every time, with symbolic links before them."""
     stream = io.BytesIO()
@@ -135,6 +127,11 @@ def noise(size: int, seed: int) -> bytes:
     return random.Random(seed).randbytes(size)
 
 
+def layer(size: int, seed: int) -> bytes:
+    """A layer that is one file of noise."""
+    return tar_of({f"file{seed}": noise(size, seed)})
+
+
 def prose(size: int, seed: int) -> bytes:
     """Text that packs to roughly a quarter."""
     rng = random.Random(seed)
@@ -143,16 +140,16 @@ def prose(size: int, seed: int) -> bytes:
     return (text * (size // len(text) + 1))[:size]
 
 
-def saved_image(*layers: bytes, links: Mapping[int, int] = {}) -> tuple[bytes, bytes]:
+def saved_image(*layers: bytes, name: str = "a:1", links: Mapping[int, int] = {}) -> tuple[bytes, bytes]:
     """What the classic store saves of an image with these layers, and its settings. links: layers that are links."""
     diff_ids = [f"sha256:{hashlib.sha256(layer).hexdigest()}" for layer in layers]
     facts = {"architecture": "amd64", "os": "linux", "created": "2026-01-01T00:00:00Z", "config": {"Env": ["A=1"]}}
     config = json.dumps({**facts, "rootfs": {"type": "layers", "diff_ids": diff_ids}}).encode()
-    names, name = [f"{k:064x}/layer.tar" for k in range(len(layers))], f"{hashlib.sha256(config).hexdigest()}.json"
-    manifest = json.dumps([{"Config": name, "RepoTags": ["a:1"], "Layers": names}]).encode()
+    names, settings = [f"{k:064x}/layer.tar" for k in range(len(layers))], f"{hashlib.sha256(config).hexdigest()}.json"
+    manifest = json.dumps([{"Config": settings, "RepoTags": [name], "Layers": names}]).encode()
     files = {names[k]: layer for k, layer in enumerate(layers) if k not in links}
     targets = {names[k]: f"../{names[other]}" for k, other in links.items()}
-    return tar_of({**files, name: config, "manifest.json": manifest, "repositories": b"{}"}, targets), config
+    return tar_of({**files, settings: config, "manifest.json": manifest, "repositories": b"{}"}, targets), config
 
 
 @dataclass(frozen=True)
@@ -193,19 +190,17 @@ class PushRig:
     def __init__(self, testbed: Testbed, engine: LauncherEngine) -> None:
         self.testbed, self.engine = testbed, engine
         self.names = testbed.node_names
-        engine.import_tree("rig/base:1", busybox_tree())
         self._images = itertools.count(1)
 
-    def image(self, *mib: float, name: str | None = None, seed: int | None = None, **build: Any) -> LocalImage:
-        """A new image with a layer of so many MiB of noise each; the same seed gives the same layers."""
+    def image(self, *mib: float, name: str | None = None) -> LocalImage:
+        """A new image with a layer of so many MiB of noise each."""
         number = next(self._images)
-        start = 1000 * (number if seed is None else seed)
-        files = {f"layer{k}": noise(int(size * (1 << 20)), start + k) for k, size in enumerate(mib)}
-        return self.build(name or f"rig/app:{number}", files, **build)
+        layers = [layer(int(size * (1 << 20)), 1000 * number + k) for k, size in enumerate(mib)]
+        return self.load(name or f"rig/app:{number}", *layers)
 
-    def build(self, name: str, files: Mapping[str, bytes], labels: Mapping[str, str] = {}) -> LocalImage:
-        """An image of these files upon one busybox."""
-        self.engine.build(name, "rig/base:1", files, labels)
+    def load(self, name: str, *layers: bytes) -> LocalImage:
+        """An image of these layers."""
+        self.engine.load(name, *layers)
         return self.find(name)
 
     def find(self, name: str) -> LocalImage:
