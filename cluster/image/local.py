@@ -49,7 +49,7 @@ class LocalImage:
     def __init__(self, command: tuple[str, ...], name: str) -> None:
         self._command = command
         if name.startswith("-") or not name.strip() or any(char.isspace() for char in name):
-            raise ConfigError(f"{one_line(name, 60)!r} is no image name; expected NAME:TAG")
+            raise ConfigError(f"{one_line(name)!r} is no image name; expected NAME:TAG")
         found = _inspect(command, name)
         if found is None:
             raise ClusterError(

@@ -41,7 +41,7 @@ def prune_node(connection: Connection, engine: Sequence[str], image: str, *, dry
         if _call(connection, engine, "ps", "--all", "--quiet", "--filter", f"ancestor={image_id}").strip():
             continue
         if dry_run or connection.run([*engine, "image", "rm", "--", name]).ok:
-            removed.append(one_line(name, 120))
+            removed.append(one_line(name))
     return Pruned(connection.host.name, tuple(removed))
 
 

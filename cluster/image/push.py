@@ -126,7 +126,7 @@ class Push:
         working = [node for node in plan.nodes if node.route is not Route.REFUSED and not node.is_up_to_date]
         by_name = {node.node: node for node in working}
         hosts = [host for host in self._hosts if host.name in by_name]
-        with self._shown(plan, packed, observer):
+        with self._shown(packed, observer):
             if packed is not None:
                 self._open_feeds(plan, packed)
             outcomes = fan_out(hosts, lambda host: self._bring(by_name[host.name], packed), width=len(hosts))
@@ -200,7 +200,7 @@ class Push:
             except ClusterError as error:
                 if port == feed.ports[-1] or "no space left" in str(error).lower() or isinstance(error, SshError):
                     raise
-                why = one_line(str(error), 200)
+                why = one_line(str(error))
                 self.results[node.node].notes.append(f"its relay failed ({why}): pulled from here")
         self._call(node.node, "tag", reference, self._image.name)
         self._call(node.node, "image", "rm", reference)
@@ -234,9 +234,9 @@ class Push:
         self.results[node].error = self.results[node].error or one_line(text, 400)
 
     @contextlib.contextmanager
-    def _shown(self, plan: ImagePlan, packed: PackedImage | None, observer: PushObserver) -> Iterator[None]:
+    def _shown(self, packed: PackedImage | None, observer: PushObserver) -> Iterator[None]:
         """Tell `observer` how far all nodes are for as long as the block lasts, and once more at its end."""
-        total, over, noted = packed.size_bytes if packed else 0, threading.Event(), set[tuple[str, str]]()
+        over, noted = threading.Event(), set[tuple[str, str]]()
 
         def look() -> None:
             for name, result in self.results.items():
@@ -246,7 +246,7 @@ class Push:
                     if (name, text) not in noted:
                         noted.add((name, text))
                         observer.note(name, text)
-            observer.progress(list(self.results.values()), total)
+            observer.progress(list(self.results.values()), packed.size_bytes if packed else 0)
 
         def watch() -> None:
             while not over.wait(_TICK_S):

@@ -87,7 +87,7 @@ class Feed:
             port, peer = int(said["port"]), said["peer"]
             self._peer = None if peer is None else (str(peer[0]), int(peer[1]))
         except (SshError, ValueError, KeyError, TypeError, IndexError) as error:
-            self.problem = f"no relay there ({self._last_words() or one_line(str(error), 200)}): it pulls from here"
+            self.problem = f"no relay there ({self._last_words() or one_line(str(error))}): it pulls from here"
             return
         self.ports.insert(0, port)
 
@@ -165,7 +165,7 @@ class Feed:
             return ""
         try:
             self._process.close_stdin()
-            return one_line(self._process.wait(2.0).stderr, 200)
+            return one_line(self._process.wait(2.0).stderr)
         except SshError:
             return ""
 

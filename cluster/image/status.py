@@ -66,9 +66,7 @@ def read_node_image(connection: Connection, engine: Sequence[str], image: str) -
         return NodeImage(node, problem=str(error))
     if found is None:
         return NodeImage(node)
-    return NodeImage(
-        node, image_identity(found), one_line(str(found["Id"]), 80), one_line(str(found.get("Created")), 40)
-    )
+    return NodeImage(node, image_identity(found), one_line(str(found["Id"])), one_line(str(found.get("Created"))))
 
 
 def read_inspected(exit_code: int | None, stdout: bytes, stderr: bytes) -> dict[str, Any] | None:

@@ -83,7 +83,7 @@ def objection(blob: bytes, name: str, authorities: Sequence[bytes]) -> str:
     if not any(fits(pattern, name) for pattern in names):
         return f"it is for {one_line(', '.join(names))}, not for {name}" if names else "it names no host"
     if certificate.critical_options:
-        return f"it demands {one_line(b', '.join(certificate.critical_options), 80)}, which is unknown here"
+        return f"it demands {one_line(b', '.join(certificate.critical_options))}, which is unknown here"
     return out_of_date(certificate)
 
 

@@ -142,6 +142,4 @@ def _way_to_forget(host: Host, key: KnownKey) -> str:
 
 
 def _known_in_words(keys: Sequence[KnownKey]) -> str:
-    first = keys[0]
-    more = f" or {len(keys) - 1} more" if len(keys) > 1 else ""
-    return f"{first.kind} {fingerprint(first.blob)}{more} (in {first.file})"
+    return " or ".join(f"{key.kind} {fingerprint(key.blob)} (in {key.file})" for key in keys)

@@ -21,13 +21,12 @@ from cluster.ssh.connection import Deadline
 from cluster.ssh.hosts import Host
 from cluster.ssh.transport import SshTransport, words
 
-_AGENT_TIMEOUT_S = 5.0
 _KEY_FILE_BYTES = 1 << 16
 
 
 def log_in(host: Host, transport: SshTransport, deadline: Deadline) -> None:
     """Offer key after key until the server takes one. Raises SshError (AUTH, TIMEOUT, PROTOCOL)."""
-    with _agent_of(host, deadline.left_s) as held:
+    with _agent_of(host, deadline.left_s / 2) as held:
         offers, skipped = _offered_keys(host, held)
         if any(_accepts(host, transport, deadline, key) for key in offers.values()):
             return
@@ -85,7 +84,7 @@ def _accepts(host: Host, transport: SshTransport, deadline: Deadline, key: param
         text = f"the connection ended during the log-in: {transport.goodbye or words(error)}"
         raise SshError(host.name, SshFailure.PROTOCOL, text) from error
     if missing:
-        text = f"wants more than a key from user {host.user}: {one_line(', '.join(missing), 80)}"
+        text = f"wants more than a key from user {host.user}: {one_line(', '.join(missing))}"
         raise SshError(host.name, SshFailure.AUTH, text, "burst logs in by key alone")
     return True
 
@@ -96,7 +95,7 @@ def _agent_of(host: Host, timeout_s: float) -> Iterator[Sequence[AgentKey]]:
     agent: Any = AgentSSH()
     with socket.socket(socket.AF_UNIX) as connection:
         with contextlib.suppress(OSError, paramiko.SSHException, ValueError):
-            connection.settimeout(max(0.01, min(timeout_s, _AGENT_TIMEOUT_S)))
+            connection.settimeout(max(0.01, timeout_s))
             connection.connect(host.agent_socket)
             agent._connect(connection)
         yield agent.get_keys()

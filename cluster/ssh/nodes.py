@@ -40,7 +40,7 @@ def parse_nodes(text: str, source: str) -> NodeList:
 
     `source` says in messages where the text was given.
     """
-    where = f"{source}: {one_line(text, 80)!r}"
+    where = f"{source}: {one_line(text)!r}"
     if not text.strip():
         raise HostsError(f"{source}: no node is named; expected names such as node1 or node[1-4]")
     if "@" in text:
@@ -73,7 +73,7 @@ def read_hostfile(path: Path) -> NodeList:
         where = f"{source}, line {number}"
         odd = [word for word in words[1:] if _SLOTS.fullmatch(word) is None]
         if odd:
-            given = one_line(" ".join(odd), 60)
+            given = one_line(" ".join(odd))
             raise HostsError(f"{where}: {given!r} after the name; expected one entry per line, at most with slots=N")
         found.update(dict.fromkeys(parse_nodes(words[0], where).names))
     if not found:
@@ -120,7 +120,7 @@ def _expand(text: str, where: str) -> list[str]:
     try:
         return [str(name) for name in NodeSet(text, resolver=RESOLVER_NOGROUP)]
     except (NodeSetException, AssertionError, ValueError) as error:
-        detail = one_line(str(error), 80)
+        detail = one_line(str(error))
         raise HostsError(
             f"{where}: not in the grammar of node lists ({detail}); expected such as node[1-4,7]"
         ) from error
@@ -129,7 +129,7 @@ def _expand(text: str, where: str) -> list[str]:
 def _check_name(name: str, where: str) -> None:
     if not is_host_name(name):
         raise HostsError(
-            f"{where}: {one_line(name, 60)!r} is no host name; expected letters, digits and . _ - with no dash in front"
+            f"{where}: {one_line(name)!r} is no host name; expected letters, digits and . _ - with no dash in front"
         )
     try:
         ipaddress.ip_address(name if ":" in name else "::")

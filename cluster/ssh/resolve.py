@@ -60,7 +60,7 @@ class Resolver:
     def node(self, name: str) -> Host:
         """The host of a node, `cluster.ssh` applied."""
         if not is_host_name(name):
-            raise HostsError(f"{one_line(name, 60)!r} is no host name")
+            raise HostsError(f"{one_line(name)!r} is no host name")
         options = self._options(name, self.ssh.user, self.ssh.port)
         host = self._host(name, options, self.ssh.user, self.ssh.port)
         if self.ssh.identity_file is not None:
@@ -112,7 +112,7 @@ class Resolver:
         number = port or int(_first(options, "port") or 22)
         for text, what in ((address, "HostName"), (login, "user")):
             if not (is_host_name(text) if what == "HostName" else _USER.fullmatch(text)):
-                raise HostsError(f"{name}: {one_line(text, 60)!r} cannot be a {what}")
+                raise HostsError(f"{name}: {one_line(text)!r} cannot be a {what}")
         alias = _first(options, "hostkeyalias")
         words = {"h": address, "n": name, "r": login, "p": str(number), "k": alias or name}
         return Host(
@@ -195,7 +195,7 @@ def parse_jump(text: str, source: str) -> tuple[str, str | None, int | None]:
     port = int(found["port"]) if found and found["port"] else None
     is_port = port is None or 1 <= port <= 65535
     if not found or not is_host_name(name) or (user and not _USER.fullmatch(user)) or not is_port:
-        raise HostsError(f"{source} {one_line(text, 80)!r}: expected [USER@]HOST[:PORT]")
+        raise HostsError(f"{source} {one_line(text)!r}: expected [USER@]HOST[:PORT]")
     return name, user, port
 
 

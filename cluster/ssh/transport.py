@@ -34,7 +34,6 @@ from cluster.ssh.hosts import Host
 
 WINDOW_BYTES = 1 << 20
 KEEPALIVE_S = 10.0
-_PACKET_BYTES = 1 << 20
 _LINE_BYTES = 1 << 14
 _SILENT_INTERVALS = 3  # so many keepalives without an answer, and the link is dead
 # A counter mode with a separate checksum costs twice the time of AES-GCM on machines with AES instructions.
@@ -60,7 +59,7 @@ class BoundedPacketizer(Packetizer):
 
     def read_all(self, n: int, check_rekey: bool = False) -> bytes:
         """`n` bytes of a packet."""
-        if n > _PACKET_BYTES:
+        if n > WINDOW_BYTES:
             raise paramiko.SSHException(f"a packet of {n} bytes is not SSH")
         data: bytes = super().read_all(n, check_rekey)
         return data
@@ -289,7 +288,7 @@ def shake_hands(
     error: BaseException | None = transport.get_exception()
     if str(error).startswith("Error reading SSH protocol banner") and error is not None:
         error = error.__context__  # what paramiko makes its text of
-    spoken = one_line(transport.packetizer.first_line, 60)
+    spoken = one_line(transport.packetizer.first_line)
     if spoken and not spoken.startswith("SSH-"):
         detail = f"it says {spoken!r}"
     else:

@@ -195,7 +195,7 @@ def parse_gpudirect(section: Section) -> GpuDirect:
             peer_memory=next(map(str, told["peers"]), None),
             has_driver=told["module"] is True or bool(driver),
             has_open_driver="Open Kernel Module" in driver,
-            kernel=one_line(str(told["kernel"]), 64),
+            kernel=one_line(str(told["kernel"])),
             kernel_has_dmabuf=told["dmabuf"] if isinstance(told["dmabuf"], bool) else None,
         )
 
@@ -236,7 +236,7 @@ def _port(fields: Mapping[str, str], section: str) -> HcaPort:
     return HcaPort(
         device=device,
         port=_port_number(fields, section),
-        link_layer=one_line(fields.get("link_layer", ""), 32),
+        link_layer=one_line(fields.get("link_layer", "")),
         state=_matched(_STATE, fields.get("state", "")) or "",
         phys_state=_matched(_STATE, fields.get("phys_state", "")) or "",
         rate_gbps=_number(_RATE, fields.get("rate", "")),
@@ -259,7 +259,7 @@ def _gids(fields: Mapping[str, str]) -> Iterator[tuple[int, tuple[str, str]]]:
     for key, value in fields.items():
         address, _, kind = value.partition(" ")
         if re.fullmatch(r"gid\.\d{1,3}", key) and _GID.fullmatch(address):
-            yield int(key[4:]), (one_line(kind, 32), address)
+            yield int(key[4:]), (one_line(kind), address)
 
 
 def port_name(fields: Mapping[str, str], section: str) -> str:
@@ -270,14 +270,14 @@ def port_name(fields: Mapping[str, str], section: str) -> str:
 def _device(fields: Mapping[str, str], section: str) -> str:
     name = fields.get("dev", "")
     if not _DEVICE.fullmatch(name):
-        raise UnreadableError(f"{section}: {one_line(name, 40)!r} is no name of an adapter")
+        raise UnreadableError(f"{section}: {one_line(name)!r} is no name of an adapter")
     return name
 
 
 def _port_number(fields: Mapping[str, str], section: str) -> int:
     number = integer(fields.get("port", ""))
     if number is None or number < 1:
-        raise UnreadableError(f"{section}: {one_line(fields.get('port', ''), 20)!r} is no number of a port")
+        raise UnreadableError(f"{section}: {one_line(fields.get('port', ''))!r} is no number of a port")
     return number
 
 

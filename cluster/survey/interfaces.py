@@ -206,7 +206,7 @@ def _links(document: Any) -> list[NetInterface]:
                 name=_name(item["ifname"]),
                 is_up="UP" in flags and "LOWER_UP" in flags,
                 mtu=integer(str(item.get("mtu", ""))),
-                kind=one_line(str(kind), 32),
+                kind=one_line(str(kind)),
                 addresses=tuple(addresses),
                 master=_name(item["master"]) if item.get("master") else None,
             )
@@ -232,5 +232,5 @@ def _address(text: str) -> str:
 def _name(text: object) -> str:
     """`text` as name of an interface. Raises ValueError."""
     if not isinstance(text, str) or not re.fullmatch(r"[^\s/]{1,15}", text):
-        raise ValueError(f"{one_line(str(text), 40)!r} is no name of an interface")
+        raise ValueError(f"{one_line(str(text))!r} is no name of an interface")
     return text

@@ -92,7 +92,7 @@ def read_kernel_log(probe: NodeProbe) -> KernelLog:
         elif kind == "uptime" and words and re.fullmatch(r"\d{1,12}(\.\d{1,6})?", words[0]):
             log.uptime_s = float(words[0])
         elif kind == "log" and len(words) == 3 and words[1].isdigit() and words[2] in ("since boot", "cut"):
-            log.reader, log.total, log.reaches_boot = one_line(words[0], 20), int(words[1]), words[2] == "since boot"
+            log.reader, log.total, log.reaches_boot = one_line(words[0]), int(words[1]), words[2] == "since boot"
     if log.total == 0:
         said = section.output.strip().splitlines()[-1:]
         raise UnreadableError("the kernel log cannot be read", said[0][:200] if said else section.trouble(), _ALLOW)

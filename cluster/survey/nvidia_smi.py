@@ -151,7 +151,7 @@ class Fields:
             parent, _, _ = path.rpartition("/")
             outer = self._word(parent) if parent else Gap.MISSING
             return outer if outer in (Gap.NOT_SUPPORTED, Gap.UNREADABLE) else Gap.MISSING
-        text = one_line(found.text or "", 100)
+        text = one_line(found.text or "")
         if not text and len(found):
             return Gap.MISSING
         if _NOT_SUPPORTED.fullmatch(text):
@@ -186,7 +186,7 @@ class Gpu(Fields):
             text = (element.text or "").strip()
             # People choose the names of processes.
             if element.tag != "process_name" and text and _BROKEN.fullmatch(text):
-                yield f"{element.tag}: {one_line(text, 60)}"
+                yield f"{element.tag}: {one_line(text)}"
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,7 @@ class SmiLog(Fields):
         """All GPUs, in the order of nvidia-smi."""
         named = ((element, element.get("id", "")) for element in self.element.findall("gpu"))
         return tuple(
-            Gpu(element, index, normal_address(name) or one_line(name, 40))
-            for index, (element, name) in enumerate(named)
+            Gpu(element, index, normal_address(name) or one_line(name)) for index, (element, name) in enumerate(named)
         )
 
 

@@ -84,7 +84,7 @@ class Section:
         except UnreadableError:
             raise
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
-            text = f"{self.name}: not what was asked for: {one_line(str(error), 120)}"
+            text = f"{self.name}: not what was asked for: {one_line(str(error))}"
             raise UnreadableError(text, one_line(self.output)) from None
 
 

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from own_sshd import Server, start_sshd, write_keys
 from ssh_agents import agent_with
 from testkit.connecting import connect
+from testkit.waiting import wait_for
 
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.certificates import objection
@@ -171,6 +173,7 @@ def test_an_authority_whose_server_shows_no_certificate_is_named(folder: Path) -
 
 
 def test_trust_fetches_the_plain_key_of_a_server_with_certificates(folder: Path) -> None:
+    before = set(threading.enumerate())
     with certified_server(folder, *HOST) as server:
         host = knows(server, f"@cert-authority * {public(folder.parent / 'ca')}")
         with SshPool() as pool:
@@ -179,6 +182,7 @@ def test_trust_fetches_the_plain_key_of_a_server_with_certificates(folder: Path)
         host = knows(server, f"* {public(folder / 'host_rsa')}")
         with SshPool() as pool:
             assert (fetch_key(host, pool).kind, fetch_key(host, pool).state) == ("ssh-rsa", "known")
+        wait_for(lambda: set(threading.enumerate()) <= before, "the end of the connections")
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import pytest
 from own_sshd import Server, start_sshd
 from testkit.connecting import connect
 from testkit.machine_clock import machine_time
+from testkit.waiting import wait_for
 
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import quote_command
@@ -41,6 +42,25 @@ def test_targets_share_one_log_in_at_their_jump_host(server: Server, tmp_path: P
         found = fan_out(hosts, work)
         assert [outcome.value for outcome in found.values()] == [f"n{number}\n".encode() for number in range(4)]
         assert gate.log.read_text().count("Accepted publickey") == 1
+
+
+def test_a_jump_host_that_failed_is_tried_again_after_a_while_and_ends_with_the_pool(
+    server: Server, tmp_path: Path
+) -> None:
+    with start_sshd(tmp_path / "gate") as gate, SshPool() as patient:
+        host = replace(server.host, jump=gate.host)
+        keys = gate.log.parent / "authorized_keys"
+        kept = keys.rename(tmp_path / "kept")
+        with SshPool(jump_retry_s=0.0) as eager:
+            for pool in (patient, eager):
+                with pytest.raises(SshError, match="jump host node1: accepts none of our keys"):
+                    pool.connect(host)
+            kept.rename(keys)
+            with pytest.raises(SshError, match="jump host node1: accepts none of our keys"):
+                patient.connect(host)
+            connection = eager.connect(host)
+            assert connection.run(["echo", "in"]).stdout == b"in\n"
+        wait_for(lambda: not connection.transport.is_active(), "the end of what goes through the jump host")
 
 
 @pytest.mark.parametrize(

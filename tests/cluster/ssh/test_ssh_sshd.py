@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import example, given, settings
@@ -64,6 +65,16 @@ def test_a_command_gives_its_streams_and_its_exit_code(connection: SshConnection
     result = connection.run(["sh", "-c", "cat; echo err >&2; exit 3"], stdin=b"in\xff\0put")
     assert (result.stdout, result.stderr, result.exit_code) == (b"in\xff\0put", b"err\n", 3)
     assert not result.ok
+
+
+def test_a_connection_has_a_fast_cipher_and_the_kernel_ends_it_when_nothing_is_acknowledged(
+    server: Server,
+) -> None:
+    with SshPool(keepalive_s=7.0) as pool, pool.connect(server.host) as connection:
+        transport, tcp = connection.transport, socket.IPPROTO_TCP
+        assert (transport.local_cipher, transport.remote_cipher) == ("aes128-gcm@openssh.com",) * 2
+        assert transport.sock.getsockopt(tcp, socket.TCP_USER_TIMEOUT) == 21_000
+        assert transport.sock.getsockopt(tcp, socket.TCP_NODELAY)
 
 
 def test_a_killed_command_has_no_exit_code(connection: SshConnection) -> None:
@@ -247,9 +258,12 @@ def test_the_agents_keys_are_offered_unless_only_named_ones_may_be(server: Serve
             pass
 
 
-def test_an_agent_that_does_not_answer_is_done_without(server: Server, tmp_path: Path) -> None:
-    with connect(replace(server.host, agent_socket=str(tmp_path / "none"))):
-        pass
+def test_an_agent_that_does_not_answer_is_done_without(server: Server) -> None:
+    with TemporaryDirectory(dir="/tmp") as folder, socket.socket(socket.AF_UNIX) as mute:  # tests' paths are too long
+        mute.bind(f"{folder}/agent")
+        mute.listen()
+        for name, limit_s in (("none", 10.0), ("agent", 4.0)):
+            connect(replace(server.host, agent_socket=f"{folder}/{name}", connect_timeout_s=limit_s)).close()
 
 
 def test_a_server_that_drops_strangers_is_asked_again(tmp_path: Path) -> None:
