@@ -68,13 +68,6 @@ def rank_batch(batch: Batch, model: LlamaModel, attention: ContextParallel, mesh
     return RankBatch(rows, context.functions(len(model.layers)), pairs, batch.samples)
 
 
-def sequence_loss(model: LlamaModel, batch: LocalBatch, attention: AttentionFn | Sequence[AttentionFn]) -> Tensor:
-    """Sum of the loss over this rank's labels, fp32 scalar."""
-    hidden = model(batch.tokens, batch.positions, attention)
-    loss: Tensor = model.head(hidden, batch.labels)
-    return loss
-
-
 def count_labels(batches: Sequence[LocalBatch], device: torch.device) -> int:
     """Labels that count, over all ranks and all of `batches`; raises RunError when there are none."""
     counts = [(batch.labels != IGNORE_INDEX).sum() for batch in batches]

@@ -25,7 +25,7 @@ from engine.data.sampler import IGNORE_INDEX, Batch
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import build_model
 from engine.parallel.mesh import Mesh, build_mesh
-from engine.training.train_step import TrainStep
+from engine.training.train_step import RankBatch, TrainStep
 from testkit.sections import changed
 
 TINY_MODEL = ModelConfig(
@@ -118,6 +118,12 @@ def train_losses(config: RunConfig, sequences: int, steps: int, micro_steps: int
         run.train_step(step, own_part(batch, run.mesh, micro_steps=micro_steps)).loss
         for step, batch in enumerate(batches)
     ]
+
+
+def loss_of(model: LlamaModel, batch: RankBatch) -> torch.Tensor:
+    """Sum of the loss over this rank's labels."""
+    loss: torch.Tensor = model.head(model(batch.rows.tokens, batch.rows.positions, batch.attention), batch.rows.labels)
+    return loss
 
 
 def full_weights(model: LlamaModel) -> dict[str, torch.Tensor]:

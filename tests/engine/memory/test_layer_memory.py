@@ -10,7 +10,7 @@ import pytest
 import torch
 from testkit.operations import Operations
 from testkit.ranks import Pools
-from testkit.tiny_training import mesh_of, own_part, random_batches, start_run, tiny_config
+from testkit.tiny_training import loss_of, mesh_of, own_part, random_batches, start_run, tiny_config
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
@@ -25,7 +25,7 @@ from engine.planning.memory.cost import policy_cost, recomputed_matrices, recomp
 from engine.planning.memory.policy import LayerPolicy
 from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
-from engine.training.train_step import rank_batch, sequence_loss
+from engine.training.train_step import rank_batch
 
 MODEL = ModelConfig(
     name="test",
@@ -83,7 +83,7 @@ def kept_bytes(config: RunConfig) -> int:
     apply_policies(model, manners)
     (batch,) = own_part(random_batches(0, sequences=1, seq_len=config.train.seq_len), mesh)
     local = rank_batch(batch, model, attention, mesh)
-    sequence_loss(model, local.rows, local.attention).backward()
+    loss_of(model, local).backward()
     return store.kept_bytes
 
 
@@ -142,7 +142,7 @@ def matmul_flops(config: RunConfig) -> int:
     (batch,) = own_part(random_batches(0, sequences=1, seq_len=SEQ_LEN), run.mesh)
     local = rank_batch(batch, run.model, run.attention, run.mesh)
     with Operations(see):
-        sequence_loss(run.model, local.rows, local.attention).backward()
+        loss_of(run.model, local).backward()
     return sum(counted)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from testkit.ranks import Pools
-from testkit.tiny_training import mesh_of, own_part, random_batches, tiny_config, whole
+from testkit.tiny_training import loss_of, mesh_of, own_part, random_batches, tiny_config, whole
 
 from engine.attention.library import ContextParallel, open_channels
 from engine.attention.transport import Transport
@@ -23,7 +23,7 @@ from engine.parallel.collectives import sum_over_ranks
 from engine.parallel.mesh import Mesh
 from engine.planning.methods.presets import PRESETS
 from engine.planning.methods.resolve import resolve_attention
-from engine.training.train_step import rank_batch, sequence_loss
+from engine.training.train_step import rank_batch
 
 STARTS = (0, 1, 6, 7, 20)
 MASKS: dict[str, dict[str, Any]] = {
@@ -123,9 +123,9 @@ def gradients_of(config: RunConfig, dtype: torch.dtype, channels: Transport) -> 
     model, attention = (whole_in_float64 if dtype == torch.float64 else sharded)(config, mesh, channels)
     batches = [part for step in (0, 1) for part in own_part(batch_of(step, config), mesh)]
     local = [rank_batch(batch, model, attention, mesh) for batch in batches]
-    losses = [sequence_loss(model, batch.rows, batch.attention) for batch in local]
+    losses = [loss_of(model, batch) for batch in local]
     with torch.no_grad():
-        assert not sequence_loss(model, local[0].rows, local[0].attention).requires_grad
+        assert not loss_of(model, local[0]).requires_grad
     for loss in losses:
         loss.backward()  # type: ignore[no-untyped-call]
     found = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}

@@ -18,7 +18,7 @@ from engine.config.settings import RunConfig
 from engine.data.sampler import Batch
 from engine.model.rope import rope_table
 from engine.parallel.shard import LocalBatch
-from engine.training.train_step import rank_batch, sequence_loss
+from engine.training.train_step import rank_batch
 
 SEQ_LEN = 32
 SEQUENCES = 2
@@ -97,7 +97,7 @@ def layer_input_rows(tp_size: int) -> int:
     rows = []
     run.model.layers[1].input_layernorm.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
     local = local_rows(run, own_batch(run, sequences=1))
-    sequence_loss(run.model, local, run.attention.run_context())
+    run.model(local.tokens, local.positions, run.attention.run_context())
     return rows[0]
 
 

@@ -15,7 +15,6 @@ from engine.config.settings import AttentionConfig, RunConfig
 from engine.parallel.shard import shard_batch
 from engine.pretrained.names import hugging_face_name
 from engine.pretrained.shape import read_pretrained
-from engine.training.train_step import sequence_loss
 
 TOKENS = 30
 
@@ -36,10 +35,10 @@ def facts(config: RunConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     batch = own_part(random_batches(0, sequences=1), run.mesh)[0]
     local = shard_batch(batch.tokens, batch.labels, layout=run.attention.layout, cp_rank=0, device=run.mesh.device)
     functions = run.attention.run_context().functions(config.model.num_layers)
+    hidden = run.model(local.tokens, local.positions, functions)
     with torch.no_grad():
-        hidden = run.model(local.tokens, local.positions, functions)
         logits = F.linear(hidden, whole(run.model.head.weight))
-    (sequence_loss(run.model, local, functions) / TOKENS).backward()
+    (run.model.head(hidden, local.labels) / TOKENS).backward()
     gradients = {
         hugging_face_name(name): p.grad.full_tensor() for name, p in run.model.named_parameters() if p.grad is not None
     }
