@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -68,7 +67,8 @@ class RunCheckpoints:
         if manifest is None:
             return None
         position = Position(manifest.whole("step"), manifest.whole("samples"), manifest.whole("tokens"))
-        self._train_step.guard.load(_table(manifest.state.get("guard")))
+        if guard := manifest.state.get("guard"):  # none in those of earlier versions
+            self._train_step.guard.load(guard)
         self._recorder.restored(position.step, str(manifest.facts.get("run_id")))
         return position
 
@@ -98,7 +98,7 @@ class RunCheckpoints:
                 f"step {position.step} is to be undone, but there is no checkpoint yet to go back to; "
                 "lower train.checkpoint.every_steps or optimizer.learning_rate"
             )
-        self._train_step.guard.rewound(_table(manifest.state.get("guard")))
+        self._train_step.guard.rewound(manifest.state["guard"])
         self._recorder.restored(manifest.step, str(manifest.facts.get("run_id")))
         self._recorder.phase("train")
         return Position(manifest.step, position.samples, position.tokens)
@@ -143,7 +143,3 @@ class RunCheckpoints:
                 f"the checkpoint of step {manifest.step} is of other data: {listed}. "
                 "Go on with the same data, seed and train.seq_len"
             )
-
-
-def _table(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

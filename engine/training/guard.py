@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
@@ -99,18 +99,10 @@ class Guard:
         return {"losses": list(self._losses), "in_a_row": self._in_a_row, "last_dropped": self._last_dropped}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Takes up a state; one that is none leaves the guard as new."""
-        losses, in_a_row, last = (state.get(name) for name in ("losses", "in_a_row", "last_dropped"))
-        if isinstance(losses, list) and isinstance(in_a_row, int) and isinstance(last, int):
-            self._losses = deque(_numbers(losses), maxlen=WINDOW_STEPS)
-            self._in_a_row, self._last_dropped = in_a_row, last
+        """Takes up what `state` gave."""
+        self.rewound(state)
+        self._in_a_row, self._last_dropped = state["in_a_row"], state["last_dropped"]
 
     def rewound(self, state: Mapping[str, Any]) -> None:
         """Takes up the losses of the checkpoint that training is back at; what was dropped stays counted."""
-        in_a_row, last = self._in_a_row, self._last_dropped
-        self.load(state)
-        self._in_a_row, self._last_dropped = in_a_row, last
-
-
-def _numbers(values: Iterable[Any]) -> list[float]:
-    return [float(value) for value in values if isinstance(value, int | float)]
+        self._losses = deque(state["losses"], maxlen=WINDOW_STEPS)

@@ -104,10 +104,3 @@ def test_its_state_makes_the_same_guard() -> None:
     copy.load(json.loads(json.dumps(guard.state())))
     assert copy.state() == guard.state()
     assert copy.limit() == guard.limit()
-
-
-@pytest.mark.parametrize("state", [{}, {"losses": 3}, {"losses": ["x"], "in_a_row": None, "last_dropped": 1}])
-def test_a_state_that_is_none_leaves_it_new(state: dict[str, Any]) -> None:
-    guard = Guard(GuardConfig())
-    guard.load(state)
-    assert guard.state() == Guard(GuardConfig()).state()

@@ -101,7 +101,8 @@ class StopRequest:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Listens until the block ends; outside of it SIGTERM ends the process at once, as before.
+        """Listens until the block ends; outside of it SIGTERM ends the process at once, as before, but a request that
+        came is the last: torchrun's echo of it may be late, and what a stopped rank writes would be cut off.
 
         A rank may sit in a collective whose peer is gone, where no Python handler runs. So the signal is read from a
         wakeup descriptor by a thread, which ends the process after the grace period. The handler itself does nothing:
@@ -121,10 +122,11 @@ class StopRequest:
         finally:
             self._done.set()
             signal.set_wakeup_fd(old_descriptor)
-            signal.signal(signal.SIGTERM, old_handler)
             os.close(writer)
             thread.join()
             os.close(reader)
+            if not self.requested:
+                signal.signal(signal.SIGTERM, old_handler)
 
     def _wait_for_signal(self, reader: int) -> None:
         while number := os.read(reader, 1):

@@ -6,6 +6,7 @@ Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -57,8 +58,9 @@ def leave(exit_code: int) -> None:
     A rank that did well returns, to run what is registered for the exit; but what torch has made by then is not looked
     through once more for cycles, which took 0.8 of a second.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a full disk
+        sys.stdout.flush()
+        sys.stderr.flush()
     if exit_code:
         os._exit(exit_code)
     gc.disable()
@@ -66,8 +68,10 @@ def leave(exit_code: int) -> None:
 
 
 def _say(error: Exception) -> int:
-    if isinstance(error, BurstError):
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return error.exit_code
-    traceback.print_exception(error)
-    return 1
+    """The exit code of `error`; where even the log is on a full disk, nothing but that."""
+    with contextlib.suppress(OSError):
+        if isinstance(error, BurstError):
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exception(error)
+    return error.exit_code if isinstance(error, BurstError) else 1

@@ -38,6 +38,19 @@ def wait_here():
     time.sleep(60)
 sys.exit(run_rank(RunFolder(Path(sys.argv[1])), body))
 """
+# A rank that ends with an error, and waits in the destructor of a process group if it may.
+FAILING = """
+import sys, threading, time
+from pathlib import Path
+from engine.config.errors import ConfigError
+from engine.runs.folder import RunFolder
+from engine.training.rank.process import leave, run_rank
+def body(status):
+    threading.Thread(target=time.sleep, args=(600,)).start()
+    print("without an end", end="")
+    raise ConfigError("no")
+leave(run_rank(RunFolder(Path(sys.argv[1])), body))
+"""
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -164,6 +177,16 @@ def test_a_rank_shows_its_stacks_and_lives_on(tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_rank_whose_log_is_on_a_full_disk_leaves_with_its_exit_code(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "n" / "rank0000.log"
+    log.parent.mkdir(parents=True)
+    log.symlink_to("/dev/full")
+    environment = {**os.environ, "RANK": "0", "BURST_NODE": "n", "BURST_RANK_LOGS": "1"}
+    command = [sys.executable, "-c", FAILING, str(tmp_path)]
+    assert subprocess.run(command, cwd=ROOT, env=environment, timeout=200).returncode == 2
+    assert read(log.with_suffix(".error.json"))["message"] == "no"
 
 
 def test_waits_add_up_and_are_taken_once() -> None:

@@ -41,12 +41,17 @@ with StopRequest(grace_s=10).watch():
 """
 
 
-def test_sigterm_inside_the_watch_is_a_request() -> None:
-    stop = StopRequest()
-    with stop.watch():
-        assert not stop.requested
-        os.kill(os.getpid(), signal.SIGTERM)
-        wait_for(lambda: stop.requested)
+def test_sigterm_inside_the_watch_is_a_request_whose_echo_after_it_ends_nothing() -> None:
+    before, stop = signal.getsignal(signal.SIGTERM), StopRequest()
+    try:
+        with stop.watch():
+            assert not stop.requested
+            os.kill(os.getpid(), signal.SIGTERM)
+            wait_for(lambda: stop.requested)
+        assert signal.getsignal(signal.SIGTERM) not in (before, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_the_former_handler_returns_after_the_watch() -> None:

@@ -164,13 +164,15 @@ def start(*args: str) -> subprocess.Popen[str]:
     )
 
 
-def test_sigterm_stops_at_a_step_edge_with_a_summary(corpus: DataConfig, tmp_path: Path) -> None:
+def test_sigterm_however_often_stops_at_a_step_edge_with_a_summary(corpus: DataConfig, tmp_path: Path) -> None:
     run = create_run_of(run_config(corpus, steps=100_000, eval_interval_steps=None), tmp_path)
     with start("-m", "engine.train", str(run.path / "config.yaml")) as process:
         deadline = time.monotonic() + 200
         while len(run.read_metrics()) < 2 and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
+        while process.poll() is None and time.monotonic() < deadline:
+            process.send_signal(signal.SIGTERM)  # torchrun's comes after the launcher's, sooner or later
+            time.sleep(0.01)
         output, _ = process.communicate(timeout=200)
     assert process.returncode == 130, output
     assert run.read_state()["state"] == "cancelled"
