@@ -73,15 +73,15 @@ class TensorMemory:
     """
 
     def __init__(self, device: torch.device, steps: int) -> None:
-        self._tracker = LiveTensorTracker() if device.type == "cpu" and steps else None
-        self._steps_left = steps
+        self._tracker = LiveTensorTracker()
+        self._steps_left = steps if device.type == "cpu" else 0
         self._tracked = False
 
     @contextlib.contextmanager
     def count(self) -> Iterator[None]:
         """Around one step; counts in its body, if it is one of the first."""
-        self._tracked = self._tracker is not None and self._steps_left > 0
-        if not self._tracked or self._tracker is None:
+        self._tracked = self._steps_left > 0
+        if not self._tracked:
             yield
             return
         self._steps_left -= 1
@@ -91,7 +91,7 @@ class TensorMemory:
 
     def read(self) -> tuple[int | None, int | None]:
         """(device, host) peak of the last step in bytes."""
-        if self._tracked and self._tracker is not None:
+        if self._tracked:
             return self._tracker.peak_bytes, self._tracker.peak_host_bytes
         return None, peak_pinned_bytes()
 

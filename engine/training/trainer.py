@@ -239,15 +239,13 @@ def run_training(config: RunConfig, run: RunFolder, status: RankStatus, find_fau
 
 
 def set_threads(config: RunConfig, device: torch.device, placement: Placement) -> None:
-    """Gives a rank that computes or updates weights on the CPU its share of the cores: torchrun would leave it one."""
+    """Gives a rank that computes or updates weights on the CPU its share of the cores: torchrun would leave it one.
+
+    Of those that it may run on: a container or `taskset` may leave it fewer than the machine has.
+    """
     if device.type == "cpu" or config.memory.optimizer_store == "host":
-        share = max(1, usable_cores() // placement.local_world_size)
+        share = max(1, len(os.sched_getaffinity(0)) // placement.local_world_size)
         torch.set_num_threads(config.cluster.threads_per_rank or share)
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on: a container or `taskset` may leave it fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def seed_everything(seed: int) -> None:

@@ -96,10 +96,15 @@ def test_version_is_that_of_the_package(burst) -> None:
         *((("config", flag), {"torch", "numpy", "hydra", "omegaconf"}) for flag in ("--groups", "--fields")),
         (("config",), {"torch"}),
         (("report",), {"torch", "hydra", "omegaconf"}),
+        (("data", "prepare", "data=text", "data.paths=[README.md]", "data.bpe_vocab_size=300"), {"torch"}),
     ],
 )
-def test_a_verb_imports_nothing_heavy_that_it_does_not_need(argv: tuple[str, ...], heavy: set[str]) -> None:
+def test_a_verb_imports_nothing_heavy_that_it_does_not_need(
+    argv: tuple[str, ...], heavy: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BURST_CACHE_DIR", str(tmp_path))
     assert modules_after(*argv).isdisjoint(heavy)
+    assert ("data" in argv) == any(tmp_path.glob("data/*/prepared.json"))
 
 
 def test_help_appears_at_once() -> None:
