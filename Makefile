@@ -72,7 +72,6 @@ bench: $(READY)  ## Run the benchmarks with their default sizes
 	$(PY) -m benchmarks.bench_checkpoint
 	$(PY) -m benchmarks.bench_fleet
 	$(PY) -m benchmarks.bench_image
-	$(PY) -m benchmarks.bench_report
 	$(PY) -m benchmarks.bench_logs
 
 gpu: $(READY)  ## Run the tests and benchmarks that need a CUDA device, within 9 minutes

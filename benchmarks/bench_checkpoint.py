@@ -20,8 +20,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from engine.bench.ranks import RankProgram, run_ranks
-from engine.bench.spec import RESULT_FILE, RankSetup
+from benchmarks.checkpoint.rank import CheckpointCell
+from engine.bench.ranks import RankProgram, measure_cell
+from engine.bench.spec import RankSetup, Rounds
 from engine.config.errors import BurstError
 
 LARGEST_STALL = 0.1  # of a synchronous save
@@ -56,13 +57,9 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """What rank 0 of the started ranks wrote."""
-    with tempfile.TemporaryDirectory(prefix="burst-bench-", dir=args.target) as name:
-        folder = Path(name)
-        order = {"mib": args.mib, "repeats": args.repeats, "target": str(folder / "saves")}
-        (folder / "order.json").write_text(json.dumps(order), encoding="utf-8")
-        run_ranks(RankProgram("benchmarks.checkpoint.rank"), RankSetup(ranks=args.ranks), folder)
-        document: dict[str, Any] = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
-        return document
+    with tempfile.TemporaryDirectory(prefix="burst-bench-", dir=args.target) as target:
+        cell = CheckpointCell(RankSetup(args.ranks), Rounds(args.repeats), args.mib, target)
+        return measure_cell(cell, RankProgram("benchmarks.checkpoint.rank"))
 
 
 def stall_share(document: dict[str, Any]) -> float:

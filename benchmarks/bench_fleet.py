@@ -27,8 +27,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.rig.host import machine
-
 if TYPE_CHECKING:
     from cluster.survey.section import Question
 
@@ -217,7 +215,11 @@ def main() -> None:
     parser.add_argument("--connect-timeout", type=float, default=5.0)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    before = machine()
+    import torch  # not in a client, whose memory is measured
+
+    from engine.bench.environment import environment
+
+    before = environment(torch.device("cpu"))
     with_clush = shutil.which("clush") is not None
     figures = measure(args.nodes, args.repeats, args.connect_timeout, with_clush=with_clush)
     show(figures)

@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
+import torch
 
-from benchmarks.rig.host import machine
+from engine.bench.environment import environment
 
 if TYPE_CHECKING:
     from cluster.testbed.build import Testbed
@@ -213,7 +214,7 @@ def main() -> None:
     args = parser.parse_args()
     from testkit.testbed_fixture import Testbeds
 
-    before = machine()
+    before = environment(torch.device("cpu"))
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         testbeds = Testbeds(Path(folder))

@@ -4,8 +4,7 @@ Every policy trains the same model on the same tokens in the same processes; ste
 the machine does meets all policies alike. Peak and kept bytes are counted exactly on one more step that is not timed.
 Attention's time in recomputation is that inside the kernel. Run it on a quiet machine:
 
-    python -m benchmarks.bench_memory --output benchmarks/results/memory_HARDWARE_YYYYMM.json \\
-        --plot benchmarks/results/memory_HARDWARE_YYYYMM.svg
+    python -m benchmarks.bench_memory --output benchmarks/results/memory_HARDWARE_YYYYMM.json
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.memory.cell import MemoryCell
-from benchmarks.memory.plot import write_memory_plot
 from benchmarks.memory.report import claims, complete_rows, loss_spread, markdown
-from burst_cli.outputs import PICTURES, check_output
 from engine.bench.ranks import RankProgram, measure_cell
 from engine.bench.spec import RankSetup, Rounds
 from engine.config.errors import BurstError
@@ -36,7 +33,6 @@ def main(argv: Sequence[str]) -> int:
     """The exit code: 0 ok, 1 a rank failed, 2 usage. A promise that did not hold is printed, and is no failure."""
     args = parse_arguments(argv)
     try:
-        check_output("--plot", args.plot, *PICTURES)
         document = compare(args)
     except BurstError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -45,9 +41,6 @@ def main(argv: Sequence[str]) -> int:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
         print(f"written: {args.output}")
-    if args.plot is not None:
-        write_memory_plot(document, args.plot)
-        print(f"written: {args.plot}")
     return 0
 
 
@@ -69,7 +62,6 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5, help="timed steps of each policy")
     parser.add_argument("--warmup", type=int, default=1, help="steps of each policy before that")
     parser.add_argument("--output", type=Path, default=None, metavar="FILE.json")
-    parser.add_argument("--plot", type=Path, default=None, metavar="FILE.svg|png")
     return parser.parse_args(argv)
 
 

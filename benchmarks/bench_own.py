@@ -26,8 +26,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rig.host import machine
+import torch
+
 from cluster.testbed.network import namespace_prefix
+from engine.bench.environment import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTBED, RATE = "own", "400mbit"
@@ -83,7 +85,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="where the results go, as JSON")
     options = parser.parse_args()
     cases = [case for number, case in enumerate(CASES, 1) if options.only is None or number in options.only]
-    begin_s, facts, rows = time.monotonic(), machine(), list[dict[str, Any]]()
+    begin_s, facts, rows = time.monotonic(), environment(torch.device("cpu")), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory(prefix="burst-own-") as name:
         folder = Path(name)
         for place in dict.fromkeys((case.ranks, case.nodes) for case in cases):

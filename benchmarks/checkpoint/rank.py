@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from engine.bench.environment import environment
-from engine.bench.measure import slowest_rank, summarise, turns
-from engine.bench.spec import RESULT_FILE, Rounds
+from engine.bench.measure import run_rank, slowest_rank, summarise, turns
+from engine.bench.spec import RankSetup, Rounds
 from engine.checkpoint.checkpointer import Checkpointer, Snapshot
 from engine.config.settings import CheckpointConfig
-from engine.parallel.mesh import read_placement
 from engine.training.rank.process import leave
 
 TENSORS = 12  # of about equal size, fp32, sharded over the ranks
+
+
+@dataclass(frozen=True)
+class CheckpointCell:
+    """A state of `mib` over all ranks, saved in the folder `target`."""
+
+    setup: RankSetup
+    rounds: Rounds
+    mib: int
+    target: str
 
 
 class Saves:
@@ -87,13 +95,13 @@ def sharded(total_bytes: int) -> dict[str, Tensor]:
     }
 
 
-def measure(order: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def measure(cell: CheckpointCell, device: torch.device) -> dict[str, Any]:
     """The document of the benchmark, alike on all ranks."""
-    tensors = sharded(order["mib"] << 20)
-    saves = Saves(Path(order["target"]), tensors)
+    tensors = sharded(cell.mib << 20)
+    saves = Saves(Path(cell.target), tensors)
     variants = saves.all()
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
-    for counts, name in turns(list(variants), Rounds(repeats=order["repeats"], warmup=1)):
+    for counts, name in turns(list(variants), cell.rounds):
         dist.barrier()
         stall, seconds = slowest_rank(list(variants[name]()))
         if counts:
@@ -103,7 +111,7 @@ def measure(order: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return {
         "bytes": size,
         "ranks": dist.get_world_size(),
-        "environment": environment(torch.device("cpu")),
+        "environment": environment(device),
         "saves": {
             name: {
                 "stall": asdict(summarise([stall for stall, _ in pairs])),
@@ -114,17 +122,5 @@ def measure(order: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
-def main(folder: Path) -> None:
-    """Rank 0 writes the document."""
-    place = read_placement()
-    store = dist.FileStore(str(folder / "store"), place.world_size)
-    dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.world_size)
-    document = measure(json.loads((folder / "order.json").read_text(encoding="utf-8")), folder)
-    if dist.get_rank() == 0:
-        (folder / RESULT_FILE).write_text(json.dumps(document), encoding="utf-8")
-    dist.barrier()
-    leave(0)
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    leave(run_rank(CheckpointCell, sys.argv[1:], measure))

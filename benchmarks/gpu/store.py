@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +9,8 @@ from typing import Any
 
 from benchmarks.gpu.report import markdown
 from benchmarks.gpu.worker import error_text
+from engine.runs.files import replace_file
+from engine.runs.records import replace_json
 
 
 def result_stem(device_name: str, date: str, only: Sequence[str] = ()) -> str:
@@ -29,8 +28,8 @@ def write_document(document: Mapping[str, Any], folder: Path) -> tuple[Path, Pat
     folder.mkdir(parents=True, exist_ok=True)
     stem = document["name"]
     json_path, text_path = folder / f"{stem}.json", folder / f"{stem}.md"
-    _replace(json_path, json.dumps(finite(document), indent=1, allow_nan=False) + "\n")
-    _replace(text_path, page(document))
+    replace_json(json_path, document)
+    replace_file(text_path, page(document))
     return json_path, text_path
 
 
@@ -40,18 +39,3 @@ def page(document: Mapping[str, Any]) -> str:
         return markdown(document)
     except Exception as error:
         return f"The figures of {document['name']}.json could not be shown: {error_text(error)}\n"
-
-
-def finite(value: Any) -> Any:
-    """The same plain value with null for every number that JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: finite(one) for key, one in value.items()}
-    return [finite(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
