@@ -184,8 +184,8 @@ def machine(
     shape = HeadShape(heads, kv_heads or heads, head_dim, dtype or ("float32" if on_cpu else "bfloat16"))
     program, cell = _program("engine.bench.machine", rank_command), MachineCell(setup, shape, for_seconds / _WINDOWS)
     cell.run_config(1)  # what is wrong is said before ranks are there to say it
-    with render.stderr().status("machine: starting ranks") as shown:
-        document = measure_cell(cell, program, lambda line: shown.update(f"machine: {line}"))
+    with render.stderr().status(f"machine: {chosen} ranks measure it, for about {for_seconds:.0f} s"):
+        document = measure_cell(cell, program)
     write_output("--output", output, json.dumps(document, indent=2) + "\n")
     if as_json:
         render.emit_json(document)

@@ -30,28 +30,17 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-_SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
-
-
 def gpu_facts(device: torch.device) -> dict[str, Any]:
     """What torch and nvidia-smi say about the GPU, and versions of what the kernels come from."""
     properties = torch.cuda.get_device_properties(device)
     cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     # nvidia-smi's numbers ignore CUDA_VISIBLE_DEVICES, UUIDs do not lie.
-    query, uuid = ",".join(_SMI_FIELDS), f"GPU-{getattr(properties, 'uuid', '')}"
+    query, uuid = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu", properties.uuid
     return {
         "gpu": str(properties),
         "cuda": torch.version.cuda,
         "cudnn": cudnn,
         "triton": version_of("triton"),
         "flash_attn": version_of("flash-attn"),
-        **parse_smi(output_of("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", f"--id={uuid}") or ""),
+        "nvidia_smi": output_of("nvidia-smi", f"--query-gpu={query}", "--format=csv", f"--id=GPU-{uuid}"),
     }
-
-
-def parse_smi(line: str) -> dict[str, str]:
-    """The facts in one line of nvidia-smi's CSV, as it calls them; nothing for an answer of another shape."""
-    values = [value.strip() for value in line.split(",")]
-    if len(values) != len(_SMI_FIELDS):
-        return {}
-    return {name: value for name, value in zip(_SMI_FIELDS, values, strict=True) if "N/A" not in value}

@@ -7,11 +7,9 @@ an update, and whole steps of a model so small that nothing else takes time.
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,7 @@ from torch import Tensor
 from engine.attention.kernels.base import TileGradients, TileKernel
 from engine.attention.library import ContextParallel
 from engine.bench.environment import environment
-from engine.bench.measure import exchange, run_rank, slowest_rank, synchronize
+from engine.bench.measure import Series, Stopwatch, exchange, run_rank
 from engine.bench.spec import MachineCell, RankSetup
 from engine.config.settings import RunConfig
 from engine.data.sampler import Batch
@@ -43,62 +41,14 @@ from engine.planning.time.step_time import UPDATE_BYTES, predict_step
 from engine.training.rank.process import leave
 from engine.training.train_step import TrainStep
 
-_WINDOWS = 3  # that a median is of
-_LONG_WINDOWS = 10  # a size whose call takes so many windows is the last one
 _SIDES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192)}
 _ROWS = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)}
 _MESSAGES = {"cpu": (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22), "cuda": tuple(1 << b for b in (12, 16, 20, 24, 27))}
 _HIDDEN = {"cpu": 256, "cuda": 4096}  # width of the layer that is measured
 _LAYERS = (1, 5)  # of the tiny models whose steps tell what the host adds
-_UPDATED = {"cpu": (4, 512), "cuda": (2, 4096)}  # layers and width of the model whose weights are updated
-_COPIES = {"cpu": (1 << 12, 1 << 20, 1 << 24), "cuda": (1 << 12, 1 << 20, 1 << 27)}
-_LAYER_ROWS = {"cpu": (128, 512, 2048), "cuda": (512, 2048, 8192)}
+_WIDE = {"cpu": 512, "cuda": 4096}  # of the two layers that are updated, and of products beside a message
 _SHARED = 1.5  # a rank that sends alone is so much faster: then its node has one link
-_NO_LINK = [(1.0, 1e-6), (1e6, 1e-4)]  # of a rank that has nobody to send to
-Series = list[tuple[float, float]]  # (size, seconds) or (size, rate), sizes ascending
-
-
-@dataclass(frozen=True)
-class Stopwatch:
-    """Seconds of a call that all ranks make at the same time: of the slowest rank, the median of a few windows."""
-
-    device: torch.device
-    window_s: float
-
-    def is_long(self, seconds: float) -> bool:
-        """Whether no larger size shall be measured after a call of so many."""
-        return seconds > _LONG_WINDOWS * self.window_s
-
-    def seconds(self, call: Callable[[], object]) -> float:
-        """Collective."""
-        call()
-        once = self._window(call, 1)
-        repeats = max(1, int(self.window_s / once))
-        return statistics.median(self._window(call, repeats) for _ in range(_WINDOWS))
-
-    def by_size(
-        self,
-        sizes: tuple[int, ...],
-        prepare: Callable[[int], Callable[[], object]],
-        figure: Callable[[int, float], float] = lambda size, seconds: seconds,
-    ) -> Series:
-        """The figure that a size and the seconds of its call give, by size, up to one that takes long. Collective."""
-        found: Series = []
-        for size in sizes:
-            seconds = self.seconds(prepare(size))
-            found.append((float(size), figure(size, seconds)))
-            if self.is_long(seconds):
-                break
-        return found
-
-    def _window(self, call: Callable[[], object], repeats: int) -> float:
-        dist.barrier()
-        synchronize(self.device)
-        start = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        synchronize(self.device)
-        return slowest_rank([time.perf_counter() - start])[0] / repeats
+_NO_LINK = (1e-6, 1e10)  # seconds, bytes per second: of a rank that has nobody to send to
 
 
 def measure(cell: MachineCell, device: torch.device) -> dict[str, Any]:
@@ -112,20 +62,16 @@ def measure(cell: MachineCell, device: torch.device) -> dict[str, Any]:
 def measure_machine(cell: MachineCell, watch: Stopwatch) -> tuple[Machine, dict[str, Series]]:
     """(the machine, what was measured by size); collective over all ranks."""
     device = watch.device
-    _say("products of matrices")
     products = _products(watch, cell)
-    _say("attention tiles")
     forward, backward, block_rows = _tiles(watch, cell)
     matmul, matmul_shares = _by_share(products)
-    _say("a layer")
     layer = _layer(watch, cell, lambda side: matmul * share_at(matmul_shares, side))
-    _say("links")
     intra, inter = (_messages(watch, cell, kind) for kind in ("intra", "inter"))
     inter_alone = _messages(watch, cell, "inter", one_per_node=True)
     shared_nic = bool(inter) and _affine(inter_alone)[1] > _SHARED * _affine(inter)[1]
     inter = inter_alone if shared_nic else inter
-    inter_latency_s, inter_rate = _affine(inter or intra or _NO_LINK)
-    intra_latency_s, intra_rate = _affine(intra or inter or _NO_LINK)
+    inter_latency_s, inter_rate = _affine(inter or intra)
+    intra_latency_s, intra_rate = _affine(intra or inter)
     host_latency_s, host_rate = _affine(_host_copies(watch))
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     known = find_device(device_name)
@@ -158,7 +104,6 @@ def measure_machine(cell: MachineCell, watch: Stopwatch) -> tuple[Machine, dict[
         fp32_peak=known.fp32_peak if known else None,
         source=f"burst bench machine, {cell.setup.ranks} ranks on {cell.setup.nodes} nodes",
     )
-    _say("training steps")
     series = {"product_flops_per_s": products, "forward_flops_per_s": forward, "backward_flops_per_s": backward}
     series |= {"elementwise_bytes_per_s": layer, "intra_message_s": intra, "inter_message_s": inter}
     return with_overheads(watch, cell, machine), series
@@ -238,7 +183,7 @@ def _layer(watch: Stopwatch, cell: MachineCell, rate: Callable[[float], float]) 
         # Under noise the products alone may seem to take all of it.
         return moved / max(seconds - products_s, products_s / 20)
 
-    by_rows = watch.by_size(_LAYER_ROWS[watch.device.type], prepare, figure)
+    by_rows = watch.by_size(_ROWS[watch.device.type][1:6:2], prepare, figure)
     return [(rows * model.hidden_size * dtype.itemsize, moved) for rows, moved in by_rows]
 
 
@@ -250,20 +195,16 @@ def _messages(watch: Stopwatch, cell: MachineCell, kind: str, *, one_per_node: b
 
     def prepare(size: int) -> Callable[[], object]:
         ring = _neighbours(cell.setup, kind, torch.zeros(size, dtype=torch.uint8, device=watch.device))
-        return (lambda: None) if idles or ring is None else ring
+        return (lambda: None) if idles else ring
 
     if (cell.setup.local_ranks if kind == "intra" else cell.setup.nodes) == 1:
         return []
     return watch.by_size(_MESSAGES[watch.device.type], prepare)
 
 
-def _neighbours(setup: RankSetup, kind: str, sent: Tensor) -> Callable[..., None] | None:
-    """An exchange with the next rank of the node, or the one in this place of the next node, and the one before; None:
-    there is no other rank, or no other node.
-    """
+def _neighbours(setup: RankSetup, kind: str, sent: Tensor) -> Callable[..., None]:
+    """An exchange with the next rank of the node, or the one in this place of the next node, and the one before."""
     local_ranks, rank, size = setup.local_ranks, dist.get_rank(), dist.get_world_size()
-    if (local_ranks if kind == "intra" else setup.nodes) == 1:
-        return None
     place = rank - rank % local_ranks
     after, before = (
         place + (rank + way) % local_ranks if kind == "intra" else (rank + way * local_ranks) % size for way in (1, -1)
@@ -273,10 +214,10 @@ def _neighbours(setup: RankSetup, kind: str, sent: Tensor) -> Callable[..., None
 
 def _message_share(watch: Stopwatch, cell: MachineCell) -> float:
     """Of the seconds of a message, what products that run meanwhile lose: its copies take cores, or multiprocessors."""
-    ring = _neighbours(cell.setup, "intra", torch.zeros(1 << 21, dtype=torch.uint8, device=watch.device))
-    if ring is None:
+    if cell.setup.local_ranks == 1:
         return 0.0
-    side = 512 if watch.device.type == "cpu" else 4096
+    ring = _neighbours(cell.setup, "intra", torch.zeros(1 << 21, dtype=torch.uint8, device=watch.device))
+    side = _WIDE[watch.device.type]
     left, right = (_noise(watch.device, cell, side, side).detach() for _ in range(2))
     out = torch.empty_like(left)
 
@@ -296,6 +237,8 @@ def _message_share(watch: Stopwatch, cell: MachineCell) -> float:
 
 def _affine(times: Series) -> tuple[float, float]:
     """(seconds of a message without bytes, bytes per second after that): least squares of relative errors."""
+    if not times:
+        return _NO_LINK
     sizes, seconds = np.array(times).T
     (latency_s, per_byte), *_ = np.linalg.lstsq(np.stack([1 / seconds, sizes / seconds], 1), np.ones(len(times)))
     return max(float(latency_s), 0.0), 1 / max(float(per_byte), 1e-15)
@@ -319,8 +262,7 @@ def _beyond_prediction(watch: Stopwatch, config: RunConfig, machine: Machine) ->
 
 def _update(watch: Stopwatch, cell: MachineCell) -> float:
     """Bytes per second of clipping and AdamW over this rank's shards."""
-    layers, hidden_size = _UPDATED[watch.device.type]
-    config = cell.run_config(layers, hidden_size)
+    config = cell.run_config(2, _WIDE[watch.device.type])
     step = _train_step(config)
     weights = [weight for weight in step.model.parameters() if weight.requires_grad]
     gradients = [torch.zeros_like(weight) for weight in weights]
@@ -347,7 +289,7 @@ def _host_copies(watch: Stopwatch) -> Series:
         target = torch.zeros(size, dtype=torch.uint8, device=watch.device)
         return lambda: target.copy_(source, non_blocking=True)
 
-    return watch.by_size(_COPIES[watch.device.type], prepare)
+    return watch.by_size(_MESSAGES[watch.device.type], prepare)
 
 
 def _by_share(series: Series) -> tuple[float, Shares]:
@@ -358,12 +300,6 @@ def _by_share(series: Series) -> tuple[float, Shares]:
 
 def _noise(device: torch.device, cell: MachineCell, *shape: int) -> Tensor:
     return torch.randn(shape, device=device).to(getattr(torch, cell.shape.dtype)).requires_grad_()
-
-
-def _say(what: str) -> None:
-    """One line of progress; what starts the ranks reads that of rank 0."""
-    if dist.get_rank() == 0:
-        print(what, flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,8 +20,11 @@ from engine.bench.spec import RESULT_FILE, Rounds, read_cell
 from engine.parallel.mesh import choose_device, read_placement, start_process_group
 
 _TIMEOUT = timedelta(minutes=10)
+_WINDOWS = 3  # that a median is of
+_LONG_WINDOWS = 10  # a call that takes so many windows is measured once, and no larger one is
 
 Item = TypeVar("Item")
+Series = list[tuple[float, float]]  # (size, seconds) or (size, rate), sizes ascending
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,58 @@ def synchronize(device: torch.device) -> None:
     """Wait for the device; nothing to do on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True)
+class Stopwatch:
+    """Seconds of a call that all ranks make at the same time, the median of a few windows in which it is repeated."""
+
+    device: torch.device
+    window_s: float
+
+    def is_long(self, seconds: float) -> bool:
+        """Whether no larger size shall be measured after a call of so many."""
+        return seconds > _LONG_WINDOWS * self.window_s
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Of the slowest rank; collective."""
+        return max(self.by_rank(call))
+
+    def by_rank(self, call: Callable[[], object]) -> list[float]:
+        """Of every rank; collective."""
+        self._window(call, 1)  # connections are made, and kernels chosen, at the first use
+        once = self._window(call, 1)
+        if self.is_long(max(once)):
+            return once
+        repeats = max(1, int(self.window_s / max(once)))
+        windows = [self._window(call, repeats) for _ in range(_WINDOWS)]
+        return [statistics.median(of_rank) for of_rank in zip(*windows, strict=True)]
+
+    def by_size(
+        self,
+        sizes: Sequence[int],
+        prepare: Callable[[int], Callable[[], object]],
+        figure: Callable[[int, float], float] = lambda size, seconds: seconds,
+    ) -> Series:
+        """The figure that a size and the seconds of its call give, by size, up to one that takes long. Collective."""
+        found: Series = []
+        for size in sizes:
+            seconds = self.seconds(prepare(size))
+            found.append((float(size), figure(size, seconds)))
+            if self.is_long(seconds):
+                break
+        return found
+
+    def _window(self, call: Callable[[], object], repeats: int) -> list[float]:
+        seconds = [0.0] * dist.get_world_size()
+        dist.barrier()
+        synchronize(self.device)
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        synchronize(self.device)
+        seconds[dist.get_rank()] = (time.perf_counter() - start) / repeats
+        return slowest_rank(seconds)
 
 
 def run_rank(kind: type[Item], argv: Sequence[str], measure: Callable[[Item, torch.device], dict[str, Any]]) -> int:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,30 +48,27 @@ class RankProgram:
         return [*prefix, sys.executable, "-m", self.module, str(folder)]
 
 
-def measure_cell(cell: Any, program: RankProgram, told: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+def measure_cell(cell: Any, program: RankProgram) -> dict[str, Any]:
     """What rank 0 of the ranks of the cell's `setup` wrote about it.
 
-    RunError says which rank failed and its last words. `told` gets what rank 0 printed last, now and then. Whatever
-    happens, Ctrl-C included, no rank is alive afterwards.
+    RunError says which rank failed and its last words. Whatever happens, Ctrl-C included, no rank is alive afterwards.
     """
     with tempfile.TemporaryDirectory(prefix="burst-bench-") as name:
         folder = Path(name)
         write_cell(cell, folder)
-        run_ranks(program, cell.setup, folder, told)
+        run_ranks(program, cell.setup, folder)
         result: dict[str, Any] = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
         return result
 
 
-def run_ranks(
-    program: RankProgram, setup: RankSetup, folder: Path, told: Callable[[str], None] = lambda line: None
-) -> None:
+def run_ranks(program: RankProgram, setup: RankSetup, folder: Path) -> None:
     """Run the program on all ranks until all have ended well; else kill what is left and raise RunError."""
     commands = [program.argv(rank, setup, folder) for rank in range(setup.ranks)]
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for rank, command in enumerate(commands):
             processes.append(_start(command, rank_environment(rank, setup), log_path(folder, rank)))
-        _wait(processes, commands, folder, told)
+        _wait(processes, commands, folder)
     finally:
         _kill(processes)
 
@@ -112,12 +109,7 @@ def _start(command: Sequence[str], environment: dict[str, str], log: Path) -> su
             raise RunError(f"bench: {command[0]} cannot be started: {error.strerror or error}") from error
 
 
-def _wait(
-    processes: Sequence[subprocess.Popen[bytes]],
-    commands: Sequence[Sequence[str]],
-    folder: Path,
-    told: Callable[[str], None],
-) -> None:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], commands: Sequence[Sequence[str]], folder: Path) -> None:
     failed: int | None = None
     deadline = 0.0
     while True:
@@ -127,8 +119,6 @@ def _wait(
             deadline = time.monotonic() + _FAILURE_GRACE_S
         if None not in codes or (failed is not None and time.monotonic() > deadline):
             break
-        for line in log_path(folder, 0).read_text(encoding="utf-8", errors="replace").splitlines()[-1:]:
-            told(line)
         time.sleep(_POLL_S)
     if failed is not None:
         raise RunError(_failure_text(failed, codes, commands[failed], folder))
@@ -139,13 +129,12 @@ def _failure_text(rank: int, codes: Sequence[int | None], command: Sequence[str]
     tail = log_path(folder, rank).read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
     after = f"; ranks {', '.join(others)} failed after it" if others else ""
     lines = [f"bench: rank {rank} failed first, exit code {codes[rank]}{after}. Its last words:"]
-    lines += [f"    {line}" for line in tail or ["(none)"]]
+    lines += [f"    {line}" for line in tail]
     return "\n".join([*lines, f"Its command: {' '.join(command)}"])
 
 
 def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in processes:
-        if process.poll() is None:
-            process.kill()
+        process.kill()
     for process in processes:
         process.wait()

@@ -186,8 +186,6 @@ def write_cell(cell: object, folder: Path) -> None:
 
 def read_cell(cls: type[CellT], folder: Path) -> CellT:
     """The cell that `write_cell` wrote."""
-    cell, problems = read_dataclass(cls, json.loads((folder / CELL_FILE).read_text(encoding="utf-8")))
-    if problems:
-        raise ConfigError([problem.text for problem in problems])
+    cell, _ = read_dataclass(cls, json.loads((folder / CELL_FILE).read_text(encoding="utf-8")))
     assert isinstance(cell, cls)
     return cell

@@ -63,6 +63,18 @@ def test_fewer_ranks_than_configured_measure_nothing(ranks: Any, tmp_path: Path)
         assert "= 4 ranks, but 2 ranks were started" in error
 
 
+@pytest.mark.parametrize(("count", "problem"), [(1, "collectives need two ranks"), (2, "")])
+def test_ranks_leave_what_they_measured_in_the_summary(ranks: Any, tmp_path: Path, count: int, problem: str) -> None:
+    run = create_run(tmp_path / "run", {})
+    run.transition("starting")
+    config = config_from_dict({"cluster": {"ranks_per_node": count}})
+    assert [found.partition(":")[0] for found in ranks(count).run(measured, str(run.path), config)] == [problem] * count
+    summary = run.read_summary() or {"collectives": [], "pairs": []}
+    assert list(summary) == ["collectives", "pairs"]
+    assert {row["operation"] for row in summary["collectives"]} == (set() if problem else set(SHARES))
+    assert (summary["pairs"], run.read_state()["state"]) == ([], "running" if problem else "completed")
+
+
 @given(count=st.integers(1, 40))
 def test_every_pair_is_measured_once_and_no_node_twice_in_a_round(count: int) -> None:
     rounds = plan_rounds(count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -13,11 +14,15 @@ from engine.bench.spec import RESULT_FILE
 folder = Path(sys.argv[1])
 rank = int(os.environ["RANK"])
 mode = os.environ.get("FAKE_MODE", "")
-place = [os.environ[name] for name in ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")]
+place = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")]
+place += [str(os.getsid(0) == os.getpid()), os.environ["PYTHONPATH"].rpartition(os.pathsep)[2]]
 Path(os.environ.get("FAKE_PIDS", str(folder)), f"pid{rank}").write_text(str(os.getpid()))
 if mode == "fail" and rank == 1:
     print("the pressure fell")
-    sys.exit(7)
+    os.kill(os.getpid(), signal.SIGKILL)
+if mode == "fail" and rank == 2:
+    time.sleep(0.5)
+    sys.exit("rank 1 is silent")
 if mode in ("fail", "hang"):
     time.sleep(600)
 (folder / f"place{rank}.json").write_text(json.dumps(place))

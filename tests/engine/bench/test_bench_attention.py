@@ -15,7 +15,7 @@ from engine.bench.spec import AttentionCell, HeadShape, RankSetup, Rounds
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 16
 CELL = AttentionCell(
-    ("ring", "fpdt:chunk_tokens=8", "ring:kernel=aten_flash"),
+    ("ring", "ring:kernel=aten_flash", "fpdt:chunk_tokens=8"),
     "full",
     ROWS,
     RankSetup(2, 2),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from engine.bench.spec import AttentionCell, HeadShape, RankSetup, Rounds
+from engine.bench.spec import AttentionCell, HeadShape, MachineCell, RankSetup, Rounds, check_points
+from engine.config.errors import ConfigError
 from engine.planning.methods.presets import PRESETS
 
 
@@ -27,3 +30,25 @@ def test_every_preset_is_legal_or_says_why_not(ranks: int, nodes: int) -> None:
     assert sorted([*legal, *skipped]) == sorted(PRESETS)
     assert all(skipped.values())
     assert "single" in (legal if ranks == 1 else skipped)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: RankSetup(0), "got 0 ranks of 1 threads; both must be at least 1"),
+        (lambda: RankSetup(1, threads=0), "got 1 ranks of 0 threads; both must be at least 1"),
+        (lambda: RankSetup(6, 4), "got 4 nodes for 6 ranks; legal numbers of nodes: 1, 2, 3, 6"),
+        (lambda: RankSetup(2, 0), "got 0 nodes for 2 ranks; legal numbers of nodes: 1, 2"),
+        (lambda: Rounds(0), "got 0 repeats after 1 warm-up calls; expected >= 1, >= 0"),
+        (lambda: Rounds(1, -1), "got 1 repeats after -1 warm-up calls; expected >= 1, >= 0"),
+        *(
+            (lambda part=part: check_points([f"ring:{part}"], ["causal"]), f"got {part!r} after the name")
+            for part in ("", "layout", "=striped")
+        ),
+        (lambda: MachineCell(RankSetup(1), HeadShape(1, 1, 7), 1.0).run_config(1), "head_dim"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(make: Callable[[], object], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert problem in str(caught.value)

@@ -17,7 +17,6 @@ from benchmarks.gpu.session import SIZES, plan_parts
 from benchmarks.gpu.targets import judge
 from benchmarks.gpu.worker import MeasurementError, Workers
 from engine.attention.kernels import KERNELS
-from engine.bench.environment import parse_smi
 from engine.config.rules import check_config
 from engine.config.settings import RunConfig
 from engine.planning.memory.capacity import Gpu, Hardware
@@ -289,14 +288,3 @@ def test_workers_survive_what_raises_dies_or_hangs(make_workers: Callable[..., W
     with pytest.raises(MeasurementError, match="stopped after 1 s"):
         call(workers, "hangs", timeout_s=1.0)
     assert call(workers, "works", value=4)[0]["value"] == 4
-
-
-def test_what_nvidia_smi_says_is_read_and_what_it_does_not_know_left_out() -> None:
-    assert parse_smi("550.127.05, [N/A], 1980 MHz, 2619 MHz, 700.00 W, 31") == {
-        "driver_version": "550.127.05",
-        "clocks.max.sm": "1980 MHz",
-        "clocks.mem": "2619 MHz",
-        "power.limit": "700.00 W",
-        "temperature.gpu": "31",
-    }
-    assert parse_smi("No devices were found") == {}

@@ -1,8 +1,12 @@
-"""A machine of known rates is measured to have them: seconds are counted from what calls do, not from a clock."""
+"""A machine of known rates is measured to have them: seconds are counted from what calls do, not from a clock.
+
+And what the clock says of calls of known length.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +16,8 @@ import torch.distributed as dist
 from testkit.ranks import Pools
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.bench.machine import Stopwatch, measure_machine
+from engine.bench.machine import measure_machine
+from engine.bench.measure import Stopwatch
 from engine.bench.spec import HeadShape, MachineCell, RankSetup
 from engine.planning.memory.capacity import find_hardware
 from engine.planning.methods.topology import Topology
@@ -21,8 +26,7 @@ from engine.planning.time.flops import count_parameters
 from engine.planning.time.machine import Machine
 from engine.planning.time.step_time import UPDATE_BYTES, predict_step
 
-NODES, LOCAL_RANKS, HEADS, HEAD_DIM = 2, 2, 2, 16
-CELL = MachineCell(RankSetup(NODES * LOCAL_RANKS, NODES), HeadShape(HEADS, HEADS, HEAD_DIM, "float32"), window_s=0.02)
+SHAPE = HeadShape(2, 2, 16, "float32")
 MATMUL, FORWARD, BACKWARD, BLOCK_ROWS = 1e9, 2e9, 1e9, 96
 LATENCY_S, INTRA, INTER, SHARE = 1e-3, 1e8, 2e7, 0.25
 COPY_S, COPY, ROW_S, UPDATE_S, STEP_S, LAYER_S = 1e-4, 1e9, 1e-3, 0.5, 3.0, 2.0
@@ -63,6 +67,8 @@ class Work(TorchDispatchMode):
 class Counted(Stopwatch):
     """Seconds of a machine of these rates, on which ranks of a node share one link to others."""
 
+    setup: RankSetup
+
     def seconds(self, call: Callable[[], object]) -> float:
         """Collective, as that of a clock."""
         with Work() as work:
@@ -79,35 +85,38 @@ class Counted(Stopwatch):
         return message_s or UPDATE_S
 
     def _message_s(self, sent: dict[int, int]) -> float:
-        here = dist.get_rank() // LOCAL_RANKS
-        found = torch.zeros(NODES + 1, dtype=torch.float64)
+        nodes, local_ranks = self.setup.nodes, self.setup.local_ranks
+        here = dist.get_rank() // local_ranks
+        found = torch.zeros(nodes + 1, dtype=torch.float64)
         for peer, size in sent.items():
-            inside = peer // LOCAL_RANKS == here
-            found[NODES if inside else here] += size / (INTRA * NODES * LOCAL_RANKS if inside else INTER)
+            inside = peer // local_ranks == here
+            found[nodes if inside else here] += size / (INTRA * nodes * local_ranks if inside else INTER)
         dist.all_reduce(found)  # a node's messages to others take turns
         seconds = float(found.max())
         return LATENCY_S + seconds if seconds else 0.0
 
 
-def measured() -> tuple[Machine, dict[str, Any]]:
-    return measure_machine(CELL, Counted(torch.device("cpu"), CELL.window_s))
+def measured(cell: MachineCell) -> tuple[Machine, dict[str, Any]]:
+    return measure_machine(cell, Counted(torch.device("cpu"), cell.window_s, cell.setup))
 
 
-def overheads(machine: Machine) -> tuple[float, float]:
+def overheads(cell: MachineCell, machine: Machine) -> tuple[float, float]:
     """(per layer, per step) of steps of one and of five layers, beyond what is predicted."""
-    world = Topology(NODES, LOCAL_RANKS)
+    world = Topology(cell.setup.nodes, cell.setup.local_ranks)
     plain = replace(machine, layer_overhead_s=0.0, step_overhead_s=0.0)
     one, five = (
-        STEP_S + layers * LAYER_S - predict_step(CELL.run_config(layers), world, plain).seconds for layers in (1, 5)
+        STEP_S + layers * LAYER_S - predict_step(cell.run_config(layers), world, plain).seconds for layers in (1, 5)
     )
     return (five - one) / 4, one - (five - one) / 4
 
 
-def test_a_machine_of_known_rates_is_measured_to_have_them(ranks: Pools) -> None:
-    machine, series = ranks(NODES * LOCAL_RANKS).run(measured)[0]
-    rate = 3 * layer_numbers(CELL.model(256, 1)) * 4 / ROW_S
-    update = UPDATE_BYTES * count_parameters(CELL.run_config(4, 512).model).total / 4 / UPDATE_S
-    layer_s, step_s = overheads(machine)
+@pytest.mark.parametrize("setup", [RankSetup(4, 2), RankSetup(1)], ids=["2 nodes of 2", "alone"])
+def test_a_machine_of_known_rates_is_measured_to_have_them(ranks: Pools, setup: RankSetup) -> None:
+    cell, is_alone = MachineCell(setup, SHAPE, window_s=0.02), setup.ranks == 1
+    machine, series = ranks(setup.ranks).run(measured, cell)[0]
+    rate = 3 * layer_numbers(cell.model(256, 1)) * 4 / ROW_S
+    update = UPDATE_BYTES * count_parameters(cell.run_config(2, 512).model).total / setup.ranks / UPDATE_S
+    layer_s, step_s = overheads(cell, machine)
     expected = Machine(
         name="measured",
         forward_flops_per_s=FORWARD,
@@ -117,20 +126,20 @@ def test_a_machine_of_known_rates_is_measured_to_have_them(ranks: Pools) -> None
         tile_overhead_s=0.0,
         elementwise_bytes_per_s=rate,
         update_bytes_per_s=update,
-        intra_bytes_per_s=INTRA,
-        intra_latency_s=LATENCY_S,
-        inter_bytes_per_s=INTER,
-        inter_latency_s=LATENCY_S,
-        shared_nic=True,
-        message_compute_share=SHARE,
+        intra_bytes_per_s=1e10 if is_alone else INTRA,
+        intra_latency_s=1e-6 if is_alone else LATENCY_S,
+        inter_bytes_per_s=1e10 if is_alone else INTER,
+        inter_latency_s=1e-6 if is_alone else LATENCY_S,
+        shared_nic=not is_alone,
+        message_compute_share=0.0 if is_alone else SHARE,
         host_bytes_per_s=COPY,
         host_latency_s=COPY_S,
         is_cpu=True,
-        local_ranks=LOCAL_RANKS,
+        local_ranks=setup.local_ranks,
         layer_overhead_s=layer_s,
         step_overhead_s=step_s,
         host_memory_bytes=find_hardware().host_bytes,
-        source="burst bench machine, 4 ranks on 2 nodes",
+        source=f"burst bench machine, {setup.ranks} ranks on {setup.nodes} nodes",
     )
     figures = {name: value for name, value in vars(expected).items() if not name.endswith("_shares")}
     assert {name: getattr(machine, name) for name in figures} == pytest.approx(figures)
@@ -140,12 +149,39 @@ def test_a_machine_of_known_rates_is_measured_to_have_them(ranks: Pools) -> None
     )
     layer_bytes = 128 * 256 * 4
     assert [n for point in machine.elementwise_shares for n in point] == pytest.approx([layer_bytes, 1.0])
-    tiles = [64, 128, 256, 512, 1024]
+    tiles, messages = [64, 128, 256, 512, 1024], [] if is_alone else [1 << bits for bits in (12, 16, 18, 20, 22)]
     assert {name: [size for size, _ in points] for name, points in series.items()} == {
         "product_flops_per_s": [size for size, _ in shares],
         "forward_flops_per_s": tiles,
         "backward_flops_per_s": tiles,
         "elementwise_bytes_per_s": [layer_bytes],
-        "intra_message_s": [1 << bits for bits in (12, 16, 18, 20, 22)],
-        "inter_message_s": [1 << bits for bits in (12, 16, 18, 20, 22)],
+        "intra_message_s": messages,
+        "inter_message_s": messages,
     }
+    largest = {name: max(rate for _, rate in series[f"{name}_flops_per_s"]) for name in ("forward", "backward")}
+    assert {
+        name: [(size, share * largest[name]) for size, share in getattr(machine, f"{name}_shares")] for name in largest
+    } == {name: pytest.approx(series[f"{name}_flops_per_s"]) for name in largest}
+
+
+def timed(window_s: float, call_s: float) -> tuple[list[float], int]:
+    """(seconds by rank, how often it was called here) of a call that is long on rank 1."""
+    calls = []
+
+    def call() -> None:
+        calls.append(dist.get_rank())
+        time.sleep(call_s * dist.get_rank())
+
+    return Stopwatch(torch.device("cpu"), window_s).by_rank(call), len(calls)
+
+
+@pytest.mark.parametrize(
+    ("window_s", "call_s", "repeats"), [(0.05, 0.1, [1]), (0.01, 0.11, []), (0.5, 0.03, range(2, 17))]
+)
+def test_calls_are_repeated_until_a_window_is_full_and_long_ones_are_not(
+    ranks: Pools, window_s: float, call_s: float, repeats: Sequence[int]
+) -> None:
+    """Three windows after the first call and the one that tells how often."""
+    for seconds, calls in ranks(2).run(timed, window_s, call_s):
+        assert seconds[0] < call_s <= seconds[1] < 10 * call_s
+        assert calls in [2 + 3 * times for times in repeats or [0]]
