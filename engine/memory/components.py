@@ -64,7 +64,6 @@ _OPERATIONS = {"aten::embedding_dense_backward": "embedding"}
 
 def component_of(path: str, function: str) -> str | None:
     """The component of what `function` in the file `path` allocates; None: its caller decides."""
-    path = path.replace("\\", "/")
     return next((component for part, name, component in PLACES if part in path and name in (None, function)), None)
 
 

@@ -17,7 +17,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from engine.model.llama import LlamaModel
 
 _BLOCK_ELEMENTS = 2**20  # part of the definition of the weights: another value gives other weights
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, checkpoint_wrapper
 
 
 @torch.no_grad()
@@ -30,20 +29,12 @@ def init_weights(model: LlamaModel, seed: int) -> None:
     """
     model.tie_weights()
     for name, parameter in model.named_parameters():
-        name = canonical_name(name)
         std = _standard_deviation(name, model)
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if std is None:
             local.fill_(0.0 if name.endswith(".bias") else 1.0)
         else:
             _draw_block(local, std, f"{seed}/{name}", starts=local_block(parameter)[0], shape=parameter.shape)
-
-
-def canonical_name(name: str) -> str:
-    """The parameter's name without what wrappers put into it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def _standard_deviation(name: str, model: LlamaModel) -> float | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from engine.config.errors import ConfigError
-from engine.model.init import canonical_name, local_block
+from engine.model.init import local_block
 from engine.model.llama import LlamaModel
 from engine.pretrained.names import check_names, hugging_face_name, weight_files
 from engine.pretrained.shape import differences, read_pretrained
@@ -27,7 +27,7 @@ def load_weights(model: LlamaModel, folder: Path) -> None:
     if found := differences(model.config, read_pretrained(folder).model):
         raise ConfigError(f"model.init_from={folder} holds another model: {'; '.join(found)}")
     model.tie_weights()
-    parameters = {hugging_face_name(canonical_name(name)): value for name, value in model.named_parameters()}
+    parameters = {hugging_face_name(name): value for name, value in model.named_parameters()}
     by_file = _files_of(folder, parameters)
     for path, names in by_file.items():
         try:
