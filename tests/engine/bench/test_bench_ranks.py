@@ -46,6 +46,7 @@ def test_a_failed_rank_is_named_with_its_last_words_and_the_others_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_MODE", "fail")
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     with pytest.raises(RunError) as caught:
         run_ranks(RankProgram(FAKE), RankSetup(ranks=3), tmp_path)
     assert str(caught.value).splitlines() == [

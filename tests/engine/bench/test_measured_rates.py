@@ -158,10 +158,12 @@ def test_a_machine_of_known_rates_is_measured_to_have_them(ranks: Pools, setup: 
         "intra_message_s": messages,
         "inter_message_s": messages,
     }
-    largest = {name: max(rate for _, rate in series[f"{name}_flops_per_s"]) for name in ("forward", "backward")}
-    assert {
-        name: [(size, share * largest[name]) for size, share in getattr(machine, f"{name}_shares")] for name in largest
-    } == {name: pytest.approx(series[f"{name}_flops_per_s"]) for name in largest}
+    for name in ("forward", "backward"):
+        rates, shares = series[f"{name}_flops_per_s"], getattr(machine, f"{name}_shares")
+        largest = max(rate for _, rate in rates)
+        assert [n for size, share in shares for n in (size, share * largest)] == pytest.approx(
+            [n for point in rates for n in point]
+        )
 
 
 def timed(window_s: float, call_s: float) -> tuple[list[float], int]:

@@ -183,7 +183,7 @@ def test_a_rank_whose_log_is_on_a_full_disk_leaves_with_its_exit_code(tmp_path: 
     log = tmp_path / "logs" / "n" / "rank0000.log"
     log.parent.mkdir(parents=True)
     log.symlink_to("/dev/full")
-    environment = {**os.environ, "RANK": "0", "BURST_NODE": "n", "BURST_RANK_LOGS": "1"}
+    environment = {**os.environ, "RANK": "0", "BURST_NODE": "n", "BURST_RANK_LOGS": "1", "PYTHONUNBUFFERED": ""}
     command = [sys.executable, "-c", FAILING, str(tmp_path)]
     assert subprocess.run(command, cwd=ROOT, env=environment, timeout=200).returncode == 2
     assert read(log.with_suffix(".error.json"))["message"] == "no"
