@@ -147,7 +147,7 @@ def test_tiles_outside_of_the_model_s_forward_count_as_recomputed() -> None:
     [
         (["--policies", "most"], "activation_checkpoint"),
         (["--preset", "brust"], "is no preset"),
-        (["--ranks", "0"], "must be at least 1"),
+        (["--ranks", "0"], "expected 1 or more ranks"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
