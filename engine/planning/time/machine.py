@@ -5,10 +5,12 @@ from __future__ import annotations
 import bisect
 import math
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from engine.config.errors import ConfigError
-from engine.planning.schedule.plan import Direction, LinkBytes
+
+if TYPE_CHECKING:  # it loads numpy, and every verb reads machines
+    from engine.planning.schedule.plan import Direction, LinkBytes
 
 LinkKind = Literal["intra", "inter", "host"]
 # (size, share of the rate that something of this size reaches), sizes ascending; empty: all sizes reach it.
