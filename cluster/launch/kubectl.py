@@ -16,13 +16,8 @@ from engine.config.cluster import KubernetesConfig
 
 TIMEOUT_S = 30.0
 _INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
-# What a container waits for that does not come by itself.
-_CANNOT_START = frozenset(
-    {
-        *("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "RunContainerError"),
-        *("CreateContainerConfigError", "CreateContainerError", "CrashLoopBackOff"),
-    }
-)
+# What a container waits for that comes by itself.
+_STARTS = ("ContainerCreating", "PodInitializing")
 _SILENT = re.compile(r"was refused|Unable to connect|timed? ?out|no such host|connection reset|TLS handshake", re.I)
 _NO_CONTEXT = re.compile(r"context was not found|current-context is not set|localhost:8080")
 _NO_KIND = re.compile(r"doesn't have a resource type|no matches for kind|could not find the requested resource")
@@ -153,7 +148,7 @@ def _pod(index: int, item: Mapping[str, Any]) -> Pod:
     if "running" in state:
         return Pod(index, name, "running", host)
     waiting = state.get("waiting", {})
-    if waiting.get("reason") in _CANNOT_START:
+    if (waiting.get("reason") or _STARTS[0]) not in _STARTS:
         trouble = f"{waiting['reason']}: {waiting.get('message', 'no more is said')}"
         return Pod(index, name, "waiting", host, trouble=one_line(trouble, 500), is_stuck=True)
     unmet = [each for each in status.get("conditions", ()) if each.get("status") == "False"]

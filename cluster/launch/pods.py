@@ -199,7 +199,7 @@ class PodLink:
     """`NodeLink` for one pod."""
 
     def __init__(self, job: KubernetesJob, node: NodePlan) -> None:
-        self._job, self._node, self._is_sweeping = job, node, False
+        self._job, self._node = job, node
 
     @property
     def node(self) -> str:
@@ -212,7 +212,7 @@ class PodLink:
         self._job.watch()
 
     def poll(self) -> NodeStatus:
-        swept = () if self._is_sweeping and self._job.has_ended() else None
+        swept = () if self._job.has_ended() else None
         return replace(self._job.status(self._node), is_begun=True, swept=swept)
 
     def beat(self) -> None:
@@ -226,7 +226,6 @@ class PodLink:
 
     def sweep(self) -> None:
         """Have the whole job deleted."""
-        self._is_sweeping = True
         self._job.cancel()
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ class SlurmLink(LocalLink):
         self._run, self._job = run, job
         self._news: Any = None
         self._heard_at = time.monotonic()
-        self._is_at_limit = self._is_begun = self._is_sweeping = False
+        self._is_at_limit = self._is_begun = False
         self._due: float | None = None  # of a start
         self._refusal: StartRefusedError | None = None
 
@@ -52,7 +52,7 @@ class SlurmLink(LocalLink):
         if self._due is not None and not self._is_begun and self._refusal is None:
             self._begin(self._read())
         status = self._look()
-        is_swept = self._is_sweeping and (self._job is None or self._job.ended_s is not None)
+        is_swept = self._job is None or self._job.ended_s is not None
         return replace(status, is_begun=self._is_begun, refusal=self._refusal, swept=() if is_swept else None)
 
     def _begin(self, seen: NodeStatus) -> None:
@@ -106,7 +106,6 @@ class SlurmLink(LocalLink):
 
     def sweep(self) -> None:
         """Have Slurm end the whole job, which ends every process of it."""
-        self._is_sweeping = True
         if self._job is not None:
             self._job.cancel()
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kubernetes_rig import JOB, fake_cluster, kubernetes_config, kubernetes_plan, pod
+from kubernetes_rig import JOB, fake_cluster, kubernetes_config, kubernetes_plan, pod, with_container
 from testkit import ROOT
 
-from cluster.launch.kubectl import Kubectl, read_answer
+from cluster.launch.kubectl import Kubectl, Pod, read_answer
 from cluster.launch.kubernetes import RUNNER
 from cluster.launch.pod_files import PodFiles
 from cluster.launch.runner import Asked
@@ -25,6 +25,7 @@ from cluster.launch.scheduler import SchedulerError
 from engine.config.cluster import KubernetesConfig
 from engine.runs.folder import create_run
 
+NAME = "burst-run-node-0-1-abcde"
 KILLED = {"exitCode": 137, "reason": "OOMKilled"}
 
 
@@ -110,6 +111,25 @@ def test_why_kubernetes_ended_a_pod_is_the_failure(status: dict[str, Any], kind:
     assert (found.failure.kind, told in found.failure.message) == (kind, True)
 
 
+@pytest.mark.parametrize(
+    ("waiting", "pod"),
+    [
+        ({}, Pod(1, NAME, "waiting", "gpu-7")),
+        ({"reason": "PodInitializing"}, Pod(1, NAME, "waiting", "gpu-7", trouble="PodInitializing")),
+        ({"reason": "ContainerCreating"}, Pod(1, NAME, "waiting", "gpu-7", trouble="ContainerCreating")),
+        (
+            {"reason": "CreateContainerError", "message": "no such device"},
+            Pod(1, NAME, "waiting", "gpu-7", trouble="CreateContainerError: no such device", is_stuck=True),
+        ),
+    ],
+)
+def test_a_container_that_is_being_made_is_waited_for_and_any_other_trouble_told(
+    waiting: dict[str, str], pod: Pod
+) -> None:
+    shown = with_container(1, "Pending", waiting=waiting)
+    assert read_answer(json.dumps({"items": [JOB, shown]})).pods == {1: pod}
+
+
 def keyed(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     names = ("items", "kind", "metadata", "labels", "status", "containerStatuses", "state", "terminated", "conditions")
     return st.dictionaries(st.sampled_from(names), inner, max_size=4)
@@ -133,6 +153,36 @@ def test_what_pods_print_writes_no_other_file(tmp_path: Path) -> None:
         path.relative_to(run.path).as_posix() for path in before
     }
     assert written == {"logs/pod-1/torchrun.log", "nodes/pod-1/fetched.json"}
+
+
+_SPEAKS = """
+import sys, time
+from pathlib import Path
+
+run, log = Path(sys.argv[1]), Path(sys.argv[1]) / "logs" / "pod-0" / "rank0000.log"
+for log_text, row in ("one\\ntw", {"step": 1}), ("o\\nlast", {"step": 2}):
+    with log.open("a") as file:
+        file.write(log_text)
+    with (run / "metrics.jsonl").open("a") as file:
+        print(str(row).replace("'", '"'), file=file)
+    time.sleep(1.2)  # for a look between
+(log.parent / "rank0000.error.json").write_text('{"type": "E"}')
+sys.exit(3)
+"""
+
+
+def test_a_pod_prints_every_line_of_its_ranks_once_and_what_they_left(tmp_path: Path) -> None:
+    run = create_run(Path(kubernetes_plan(tmp_path, kubernetes_config()).run_path), {})
+    words = (sys.executable, "-m", "cluster.launch.pod", str(run.path), sys.executable, "-c", _SPEAKS, str(run.path))
+    environment = {**os.environ, "PET_NODE_RANK": "0", "BURST_CONFIG": "exp: tiny\n"}
+    done = subprocess.run(words, env=environment, cwd=ROOT, timeout=100, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if "run.json" not in line]
+    assert [line for line in lines if line.startswith("rank")] == ["rank0000| one", "rank0000| two", "rank0000| last"]
+    metrics = [f'@burst metrics.jsonl {{"step": {step}}}' for step in (1, 2)]
+    assert [line for line in lines if line.startswith("@")] == [*metrics, '@burst rank0000.error.json {"type": "E"}']
+    states = [json.loads(line.split(" ", 2)[2])["state"] for line in done.stdout.splitlines() if "run.json" in line]
+    assert (states, done.returncode) == (["starting", "failed"], 3)
+    assert (run.path / "config.yaml").read_text() == "exp: tiny\n"
 
 
 _STOPPED = """

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from testkit.waiting import wait_for
 
-from cluster.control.outcome import LaunchObserver, StopRequests
+from cluster.control.outcome import LaunchObserver, LaunchOutcome, StopRequests
 from cluster.failure import Failure
 from cluster.launch.queue import Granted, await_granted
+from cluster.launch.scheduler import WatchedJob
 from engine.runs.folder import create_run
 
 
@@ -44,6 +46,36 @@ class Waiting:
 class Leaving(LaunchObserver):
     def tick(self) -> None:
         raise BrokenPipeError("the reader left")
+
+
+class Counting(LaunchObserver):
+    ticks = 0
+
+    def tick(self) -> None:
+        self.ticks += 1
+
+
+def test_whoever_cancels_a_job_that_waits_is_kept_alive_until_it_has_ended(tmp_path: Path) -> None:
+    job, run, stop, observer = Waiting(), create_run(tmp_path / "run", {}), StopRequests(), Counting()
+    stop.count = 1
+    assert await_granted(job, run, observer, stop) == LaunchOutcome("cancelled", 130)
+    assert (job.looks_left, observer.ticks) == (0, 2)
+
+
+class Idle(WatchedJob):
+    looks = 0
+
+    def look(self) -> bool:
+        self.looks += 1
+        return True
+
+
+def test_a_scheduler_is_asked_now_and_then_also_while_an_end_is_to_come() -> None:
+    job = Idle("idle", poll_s=0.2)
+    job.end_after(60.0)
+    wait_for(lambda: job.looks >= 3)
+    job.close()
+    assert job.looks < 20
 
 
 def test_a_job_that_nobody_waits_for_any_more_has_ended_when_the_launcher_leaves(tmp_path: Path) -> None:

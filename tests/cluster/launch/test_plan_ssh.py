@@ -7,11 +7,13 @@ import pytest
 import yaml
 from testkit.plan_fleet import CODE, node, nodes, run_config
 
-from cluster.launch.ssh import build_ssh_plan, fleet_warnings
+from cluster.launch.ssh import build_ssh_plan, fleet_warnings, least_hardware
 from cluster.plan import LaunchPlan, node_spec, with_files
 from cluster.plan_nodes import node_folders
+from cluster.preflight.survey import GpuFacts
 from engine.config.errors import ConfigError
 from engine.config.settings import config_from_dict
+from engine.planning.memory.capacity import Gpu, Hardware
 
 RUN = Path("/runs/my exp/20260101-000000-abcdef")
 FOLDER = f"/home/me/.burst/runs/{RUN.name}"
@@ -107,6 +109,15 @@ def test_a_fleet_uses_the_backend_that_its_weakest_node_can() -> None:
     assert found.backend.name == "gloo"
     with pytest.raises(ConfigError, match="n\\[1-2\\] has 0 visible GPUs for 2 ranks"):
         build_ssh_plan(run_config(cluster={"ranks_per_node": 2, "backend": "nccl"}), mixed, CODE, RUN)
+
+
+def test_memory_is_planned_for_the_node_that_has_least_of_it() -> None:
+    small = GpuFacts("L4", 23034)
+    third = dataclasses.replace(node("n3", 3, memory_bytes=None), gpus=(small, small))
+    mixed = (node("n1", gpus=2), node("n2", 2, memory_bytes=1000), third)
+    assert least_hardware(mixed[::2]) == Hardware((Gpu("L4", 23034 << 20),) * 2, 66657892434, "memory of n1")
+    assert least_hardware(mixed) == Hardware((), 970, "memory of n2")
+    assert least_hardware(mixed[2:]).host_bytes is None
 
 
 def test_a_fixed_port_is_used_as_it_is() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 from dataclasses import replace
@@ -16,7 +17,7 @@ from cluster.facts import probe_local_node
 from cluster.plan import LaunchPlan
 from cluster.plan_nodes import Site
 from cluster.plan_record import PlanFileError, read_launch_plan
-from cluster.slurm.granted import granted_plan, write_granted
+from cluster.slurm.granted import granted_plan, log_starts, write_granted
 from cluster.slurm.node_task import MEETING_FILE, Place, main, node_address, prepare, read_place
 from cluster.slurm.plan import build_slurm_plan, slurm_site
 from cluster.slurm.states import JobRecord, write_record
@@ -57,7 +58,9 @@ def test_what_makes_no_sense_is_no_place(change):
 def test_outside_of_srun_a_task_says_so(plan, capsys):
     (Path(plan.run_path) / "slurm.token").write_text("t\n")
 
+    before = os.umask(0o022)
     assert main([plan.run_path, "t", "engine.train"], {}) == 1
+    assert os.umask(before) == 0o077
     assert "not a task of srun" in capsys.readouterr().err
 
 
@@ -118,8 +121,14 @@ def test_a_plan_is_granted_only_when_all_nodes_of_this_attempt_are_there(plan):
         write_granted(run, node, token)
 
     assert granted_plan(plan, run, "t") is None
+    log = run.log_dir(plan.nodes[1].name) / "torchrun.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("of the attempt before\n")
     write_granted(run, plan.nodes[1], "t")
-    assert granted_plan(plan, run, "t") is not None
+    granted = granted_plan(plan, run, "t")
+    assert granted is not None
+    assert (granted.nodes, dict(granted.files)) == (plan.nodes, {"launch.json": dict(plan.files)["launch.json"]})
+    assert log_starts(run, "t") == {"slurm-node0": 0, "slurm-node1": 22}
 
 
 @pytest.mark.parametrize("change", [{"first_rank": 1}, {"local_ranks": 3}, {"folder": "../x"}, {"name": "slurm-node0"}])
