@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from engine.attention.executor import Fields, Operand
@@ -317,3 +318,13 @@ class DeferredArithmetic:
 
     def release(self) -> None:
         self._inner.release()
+
+
+@contextlib.contextmanager
+def host_waits_are_errors() -> Iterator[None]:
+    """On a real GPU: torch raises when an operation makes the host wait for it."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

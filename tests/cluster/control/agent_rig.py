@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,70 +28,20 @@ from engine.runs.process import process_start
 
 HOST = Host("node1", "127.0.0.1")
 NODE = HOST.name
+LOG = f"logs/{NODE}/rank0000.log"
 FAST = LinkTiming(first_pause_s=0.01, longest_pause_s=0.05, silence_s=60.0, start_s=60.0)
 RUN_ID = "20260101-000000-abcdef"
-WINDOW_BYTES = 1 << 20
 
 Script = Callable[["Stream"], None]
-
-
-class Pipe:
-    """Bytes in one direction, in bounded memory; `end` is the end of file, `cut` an error for both sides."""
-
-    def __init__(self) -> None:
-        self._data: deque[bytes] = deque()
-        self._size = 0
-        self._changed = threading.Condition()
-        self._ended = self._broken = False
-
-    def write(self, data: bytes) -> None:
-        with self._changed:
-            while self._size > WINDOW_BYTES and not self._broken:
-                self._changed.wait(1.0)
-            if self._broken or self._ended:
-                raise BrokenPipeError
-            if data:
-                self._data.append(bytes(data))
-                self._size += len(data)
-                self._changed.notify_all()
-
-    def read(self, size: int, timeout_s: float | None = None) -> bytes:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        with self._changed:
-            while not self._data and not self._ended and not self._broken:
-                if deadline is not None and time.monotonic() >= deadline:
-                    raise TimeoutError
-                self._changed.wait(0.05 if deadline is None else max(0.0, deadline - time.monotonic()))
-            if self._broken:
-                raise BrokenPipeError
-            if not self._data:
-                return b""
-            data = self._data.popleft()
-            if len(data) > size:
-                self._data.appendleft(data[size:])
-                data = data[:size]
-            self._size -= len(data)
-            self._changed.notify_all()
-            return data
-
-    def end(self) -> None:
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-
-    def cut(self) -> None:
-        with self._changed:
-            self._broken = True
-            self._changed.notify_all()
 
 
 class Stream:
     """What an agent sees: `next` gives the launcher's questions (after the code), `write` sends bytes."""
 
-    def __init__(self, stdin: Pipe, stdout: Pipe) -> None:
-        self._stdin = stdin
-        self._reader = MessageReader(stdin.read, 1 << 20)
-        self.write = stdout.write
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self._reader = MessageReader(line.recv, 1 << 20)
+        self.write = line.sendall
 
     def skip_code(self) -> None:
         """Read what the launcher sends first, the agent's own modules; answer that it is here."""
@@ -125,7 +75,7 @@ class Stream:
     def _exactly(self, size: int) -> bytes:
         data = b""
         while len(data) < size:
-            piece = self._stdin.read(size - len(data))
+            piece = self._line.recv(size - len(data))
             if not piece:
                 raise BrokenPipeError
             data += piece
@@ -136,36 +86,37 @@ class FakeProcess:
     """A `RemoteProcess` that is a thread. cut_after: bytes that come out of it before the line is cut."""
 
     def __init__(self, script: Script, cut_after: int | None, result: CommandResult | None) -> None:
-        self._stdin, self._stdout = Pipe(), Pipe()
-        self._left, self._result = cut_after, result
-        stream = Stream(self._stdin, self._stdout)
+        self._line, there = socket.socketpair()
+        self._left, self._result, self._is_cut = cut_after, result, False
 
         def serve() -> None:
-            with contextlib.suppress(OSError):
+            with there, contextlib.suppress(OSError):
+                stream = Stream(there)
                 stream.skip_code()
                 script(stream)
-            self._stdout.end()
 
         threading.Thread(target=serve, name="fake agent", daemon=True).start()
 
     def write(self, data: bytes) -> None:
         try:
-            self._stdin.write(data)
-        except BrokenPipeError:
+            self._line.sendall(data)
+        except OSError:
             raise _lost() from None
 
     def close_stdin(self) -> None:
-        self._stdin.end()
+        with contextlib.suppress(OSError):
+            self._line.shutdown(socket.SHUT_WR)
 
     def read(self, max_bytes: int, timeout_s: float | None = None) -> bytes:
         if self._left == 0:
             self.cut()
-        try:
-            data = self._stdout.read(max_bytes if self._left is None else min(max_bytes, self._left), timeout_s)
-        except TimeoutError:
-            raise SshError(NODE, SshFailure.COMMAND_TIMEOUT, "silent") from None
-        except BrokenPipeError:
-            raise _lost() from None
+        if not select.select([self._line], [], [], timeout_s)[0]:
+            raise SshError(NODE, SshFailure.COMMAND_TIMEOUT, "silent")
+        data = b""
+        with contextlib.suppress(ConnectionResetError):  # the agent ended before it had read all
+            data = self._line.recv(max_bytes if self._left is None else min(max_bytes, self._left))
+        if self._is_cut:
+            raise _lost()
         if self._left is not None:
             self._left -= len(data)
         return data
@@ -173,14 +124,16 @@ class FakeProcess:
     def wait(self, timeout_s: float) -> CommandResult:
         return self._result or CommandResult(1, b"", b"Traceback: the agent\x1b[31m fell")
 
-    def close(self) -> None:
-        self._stdin.end()
-        self._stdout.cut()
-
     def cut(self) -> None:
-        """The network is gone: both sides see errors."""
-        self._stdin.cut()
-        self._stdout.cut()
+        """The network is gone: both sides see it."""
+        self._is_cut = True
+        with contextlib.suppress(OSError):
+            self._line.shutdown(socket.SHUT_RDWR)
+
+    close = cut
+
+    def __del__(self) -> None:
+        self._line.close()
 
 
 class FakeConnection:

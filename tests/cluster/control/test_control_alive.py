@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from control_fakes import World
 
 from cluster.control.outcome import LaunchTiming
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
 
 
 def go_silent_all(world: World) -> None:

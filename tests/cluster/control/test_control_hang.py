@@ -16,11 +16,6 @@ MINUTE_S = 60.0
 SELDOM = LaunchTiming(poll_s=2.0)  # for what takes hours
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
-
-
 def train(world: World, steps: int, seconds: float = 1.0) -> None:
     """So many steps, one every `seconds`, then nothing more."""
     world.at(0.5, lambda: (world.first_node_says("running"), world.phase("train")))

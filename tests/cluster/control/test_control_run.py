@@ -20,11 +20,6 @@ from engine.config.settings import CheckpointConfig
 TIMING = LaunchTiming()
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
-
-
 # --- start and a good end ---------------------------------------------------------------------------------------------
 
 

@@ -20,13 +20,6 @@ LOG = "logs/node1/rank0000.log"
 ERROR = "logs/node1/rank0000.error.json"
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    return folder
-
-
 def copy_of(run: Path, *, lead: bool = True, **limits: float) -> NodeCopy:
     return NodeCopy(run, "node1", lead=lead, limits=CopyLimits(reserve_bytes=0, **limits))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from time import time_ns as now_ns
 
 import pytest
-from agent_rig import NODE, RUN_ID, FakeConnection, FakeNode, Stream, closing, spec_of, status
+from agent_rig import LOG, NODE, RUN_ID, FakeConnection, FakeNode, Stream, closing, spec_of, status
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from testkit.link_rig import begin, swept
@@ -28,20 +28,6 @@ from cluster.control.ssh_link import LinkTiming
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import CommandResult
 from cluster.ssh.hosts import Host
-
-LOG = f"logs/{NODE}/rank0000.log"
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    folder = tmp_path / "here" / RUN_ID
-    folder.mkdir(parents=True)
-    return folder
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> FakeNode:
-    return FakeNode(tmp_path / "there" / RUN_ID)
 
 
 def note_before_connecting(node: FakeNode, note: Callable[[], object]) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 import pytest
-from agent_rig import FAST, HOST, NODE, RUN_ID, FakeNode, Stream, closing, spec_of, status
+from agent_rig import FAST, HOST, LOG, NODE, FakeNode, Stream, closing, spec_of, status
 from testkit.link_rig import begin
 from testkit.machine_clock import machine_time
 from testkit.waiting import wait_for
@@ -14,20 +13,6 @@ from testkit.waiting import wait_for
 from cluster.control.link import StartRefusedError
 from cluster.control.ssh_link import LinkTiming, SshLink
 from cluster.errors import SshError, SshFailure
-
-LOG = f"logs/{NODE}/rank0000.log"
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    folder = tmp_path / "here" / RUN_ID
-    folder.mkdir(parents=True)
-    return folder
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> FakeNode:
-    return FakeNode(tmp_path / "there" / RUN_ID)
 
 
 class Supervisors:

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from datetime import timedelta
 
 import pytest
 import torch
+from testkit.stream_machine import host_waits_are_errors
 
 from engine.attention.streams import CudaStreams, StreamTransport
 from engine.attention.transport import GroupMessenger, Meter, Parcel, make_channel_groups
 from engine.planning.methods.topology import Topology
 from engine.planning.schedule.plan import Channel
-
-
-@contextlib.contextmanager
-def host_waits_are_errors():
-    """torch raises when an operation makes the host wait for the GPU."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def delay() -> None:

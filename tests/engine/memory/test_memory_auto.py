@@ -61,12 +61,6 @@ def auto(device_gb: float, host_gb: float | None = 2000, *, length: int = 2**20,
     return settle_memory(config, WORLD, capacity(device_gb, host_gb), PREDICT, H100)
 
 
-def test_with_plenty_of_memory_everything_is_kept() -> None:
-    chosen = auto(2000).config.memory
-    assert (chosen.activation_checkpoint, chosen.activation_store) == ("none", "device")
-    assert (chosen.tile_tokens, chosen.optimizer_store) == (None, "device")
-
-
 def test_less_memory_never_makes_a_step_faster() -> None:
     steps = [auto(size).candidates[0].step_s for size in (2000, 400, 200, 100, 60, 40)]
     assert steps[0] < steps[-1]
@@ -150,9 +144,12 @@ def test_no_fewer_layers_on_the_host_would_leave_the_device_room(device_gb: floa
 AUTO = seven_b(memory={"activation_checkpoint": "auto"}, train={"seq_len": 2**20})
 
 
-def test_one_prediction_is_enough_where_the_fastest_fits() -> None:
+def test_with_plenty_of_memory_everything_is_kept_and_one_prediction_is_enough() -> None:
     predict = Predictor()
     choice = settle_memory(AUTO, WORLD, capacity(2000), predict, H100)
+    chosen = choice.config.memory
+    assert (chosen.activation_checkpoint, chosen.activation_store) == ("none", "device")
+    assert (chosen.tile_tokens, chosen.optimizer_store) == (None, "device")
     assert predict.asked == ["none"]
     first, second, *_ = [candidate.to_dict() for candidate in choice.candidates]
     assert first["fits"]

@@ -42,20 +42,16 @@ def small_config(seq_len: int = 512, **changes: Any) -> RunConfig:
 # (world size, configuration). A row per way to train; every one is measured.
 CASES: dict[str, tuple[int, RunConfig]] = {
     "none": (1, small_config(memory={"activation_checkpoint": "none"})),
-    "full": (1, small_config(memory={"activation_checkpoint": "full"})),
-    "attn_out, long": (1, small_config(1024, memory={"activation_checkpoint": "attn_out"})),
     "bfloat16, tiles": (
         1,
         small_config(memory={"activation_checkpoint": "full", "tile_tokens": 64}, train={"compute_dtype": "bfloat16"}),
     ),
     "two micro-steps of two sequences": (1, small_config(train={"grad_accum_steps": 2, "micro_batch_size": 2})),
     "4 ranks, two micro-steps": (4, small_config(1024, attention={"preset": "burst"}, train={"grad_accum_steps": 2})),
-    "host store": (1, small_config(memory={"activation_checkpoint": "attn_out", "activation_store": "host"})),
     "host store of two layers": (
         1,
         small_config(memory={"activation_checkpoint": "attn_out", "activation_store": "host", "host_layers": 2}),
     ),
-    "4 ranks, burst": (4, small_config(1024, attention={"preset": "burst"}, memory={"activation_checkpoint": "none"})),
     "4 ranks, ring": (4, small_config(1024, attention={"preset": "ring"}, memory={"activation_checkpoint": "full"})),
     "4 ranks, two of them slicing matrices": (
         4,
@@ -138,10 +134,6 @@ def predicted(config: RunConfig, world_size: int = 1) -> MemoryPrediction:
     "4 ranks, window and two sequences",
     "4 ranks, two of them slicing matrices",
     "bfloat16, tiles",
-    "full",
-    "attn_out, long",
-    "host store",
-    "4 ranks, burst",
 )
 def test_the_peak_is_that_of_a_measured_run(name: str, ranks: Pools) -> None:
     world_size, config = CASES[name]

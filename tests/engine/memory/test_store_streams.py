@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from testkit.stream_machine import Access, Machine, MachineStreams, access
+from testkit.stream_machine import Access, Machine, MachineStreams, access, host_waits_are_errors
 from torch import Tensor
 
 from engine.memory.host import HostPool
@@ -215,16 +215,6 @@ def test_no_more_is_loaded_ahead_than_allowed() -> None:
     store.settle()
     entries[2].fetch()
     assert loaded == [7, 6, 5, 4, 3, 3, 2]
-
-
-@contextlib.contextmanager
-def host_waits_are_errors() -> Iterator[None]:
-    """torch raises when an operation makes the host wait for the GPU."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -101,11 +101,10 @@ TABLE: dict[str, Row] = {
     "2 dp x 2 cp": Row(4, {"attention": BURST, "parallel": {"dp_shard_size": 2}}),
     "2 tp, 2 micro-steps": Row(2, {"parallel": {"tp_size": 2}}, TP_MODEL, micro_steps=2),
     "4 tp, as many kv heads": Row(4, {"parallel": {"tp_size": 4}}, {"model": {"num_kv_heads": 4}}),
-    "2 cp x 2 tp, tied": Row(4, {"attention": BURST, "parallel": {"tp_size": 2}}, TIED),
-    "2 cp x 2 tp, biases and norms of heads": Row(
+    "2 cp x 2 tp, tied, biases and norms of heads": Row(
         4,
         {"attention": BURST, "parallel": {"tp_size": 2}},
-        {"model": {**GQA, "qkv_bias": True, "qk_norm": True}},
+        {"model": {**TIED["model"], "qkv_bias": True, "qk_norm": True}},
     ),
     "2 dp x 2 tp": Row(4, {"parallel": {"tp_size": 2, "dp_shard_size": 2}}, TP_MODEL),
 }
