@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cluster.remote_text import one_line
+from cluster.values import integer, word
 
 MAX_ENTRIES = 1000
 _SAME_SIZES = ("all_reduce", "allreduce", "reduce_scatter", "all_gather", "allgather")
@@ -102,14 +103,13 @@ def read_flight(rank: int, document: Mapping[str, Any] | None) -> Flight | None:
         if entry.key not in newest or entry.seq > newest[entry.key].seq:
             newest[entry.key] = entry
     waiting = document.get("waiting")
-    peer, what = (waiting.get("peer"), waiting.get("what")) if isinstance(waiting, Mapping) else (None, None)
     return Flight(
         rank,
         {(entry.key, entry.seq): entry for entry in found},
         newest,
         _read_groups(document.get("groups")),
-        peer if _is_whole(peer) else None,
-        one_line(str(what), 40) if _is_whole(peer) else "",
+        integer(waiting, "peer"),
+        word(waiting, "what", 40) or "",
     )
 
 
@@ -168,8 +168,8 @@ def _signature(collective: Collective) -> tuple[str, str]:
 
 
 def _read_entry(entry: Mapping[str, Any]) -> Collective | None:
-    seq = entry.get("seq")
-    if not isinstance(seq, int) or not _is_whole(seq) or entry.get("p2p"):
+    seq = integer(entry, "seq")
+    if seq is None or entry.get("p2p"):
         return None
     backend, _, op = str(entry.get("op", ""))[:200].rpartition(":")
     key = GroupKey(backend, str(entry.get("group", ""))[:200])
@@ -181,11 +181,7 @@ def _read_groups(value: Any) -> dict[str, tuple[int, ...]]:
     if not isinstance(value, Mapping):
         return {}
     return {
-        str(name): tuple(rank for rank in members if _is_whole(rank))
+        str(name): tuple(rank for rank in members if isinstance(rank, int))
         for name, members in value.items()
         if isinstance(members, list)
     }
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -215,7 +215,7 @@ def _check(node: Node, fault: Fault) -> None:
     if fault.kind == "docker_stop" and not spec.docker:
         raise ConfigError("docker_stop: the nodes of this testbed have no Docker engine; build one with up --docker")
     if fault.kind == "hardware":
-        hardware_files(spec.hardware, node.name, node.number, (fault.value or "",))
+        hardware_files(spec.hardware, node.name, node.state.network.number(node.name), (fault.value or "",))
 
 
 def _kind(name: str) -> FaultKind:

@@ -57,7 +57,7 @@ class Network:
 
     def address(self, node: str, interface: str = MANAGEMENT) -> str:
         """Address of a node's interface."""
-        return self._address(self._network_of(interface), self._number(node))
+        return self._address(self._network_of(interface), self.number(node))
 
     def commands(self) -> Iterator[Command]:
         """All commands that build the network, in order."""
@@ -84,13 +84,14 @@ class Network:
 
     def port(self, node: str, interface: str) -> str:
         """The switch's end of a node's link."""
-        return f"{interface}.{self._number(node)}"
+        return f"{interface}.{self.number(node)}"
 
     def mac(self, node: str, interface: str = MANAGEMENT) -> str:
         """The hardware address of a node's interface."""
-        return f"02:b7:00:{self.block:02x}:{self._network_of(interface):02x}:{self._number(node):02x}"
+        return f"02:b7:00:{self.block:02x}:{self._network_of(interface):02x}:{self.number(node):02x}"
 
-    def _number(self, node: str) -> int:
+    def number(self, node: str) -> int:
+        """Which of the nodes it is, from 1."""
         return self.spec.node_names.index(node) + 1
 
     def _network_of(self, interface: str) -> int:

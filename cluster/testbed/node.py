@@ -48,11 +48,6 @@ class Node:
         """Its address in the management network."""
         return self.state.network.address(self.name)
 
-    @property
-    def number(self) -> int:
-        """Which of the nodes it is, from 1."""
-        return self.state.spec.node_names.index(self.name) + 1
-
     def files(self, client_key: str, passwd: str, sshd_options: tuple[str, ...] = ()) -> dict[Path, str]:
         """The text of every file of the node but its host key. `passwd`: this machine's /etc/passwd."""
         folder, spec = self.folder, self.state.spec

@@ -117,7 +117,7 @@ def pci_folder(path: tuple[str, ...]) -> str:
 def lay_hardware(node: Node, faults: Iterable[str] = ()) -> None:
     """Put the files of the node's hardware, with these faults, in the place of those that are there."""
     spec = node.state.spec
-    files = hardware_files(spec.hardware, node.name, node.number, faults)
+    files = hardware_files(spec.hardware, node.name, node.state.network.number(node.name), faults)
     places = {"root": node.fake, "bin": node.folder.bin}
     node.folder.bin.mkdir(exist_ok=True)
     for old in [old for path in places.values() for old in path.iterdir()]:

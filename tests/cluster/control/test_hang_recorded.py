@@ -92,10 +92,22 @@ def test_a_collective_that_everybody_entered_names_nobody_in_particular() -> Non
 
 
 def test_ranks_that_each_entered_another_operation_are_told_but_no_minority_is_sure() -> None:
-    entries = [{"seq": 1, "op": f"nccl:{op}", "group": "0", "state": "started"} for op in ("a", "b", "c")]
-    found = culprit([RankEvidence(rank, "node1", "S", flight={"entries": [entries[rank]]}) for rank in range(3)])
+    found = culprit([entered(rank, op) for rank, op in enumerate("abc")])
     assert (found.ranks, found.certain) == ((1, 2), False)
     assert "entered b number 1 of group 0 where the others entered a" in found.reason
+
+
+def entered(rank: int, op: str, sizes: object = None) -> RankEvidence:
+    """A rank in its first collective, and in a message, which is numbered by itself."""
+    entry = {"seq": 1, "op": f"nccl:{op}", "group": "0", "state": "started", "sizes": sizes}
+    return RankEvidence(rank, "node1", "S", flight={"entries": [entry, {**entry, "op": "nccl:send", "p2p": True}]})
+
+
+def test_other_sizes_are_told_of_operations_that_need_the_same() -> None:
+    found = culprit([entered(rank, "all_reduce", [[4 if rank == 2 else 2]]) for rank in range(3)])
+    assert (found.ranks, found.certain) == ((2,), True)
+    assert found.reason.endswith("entered all_reduce number 1 of group 0 with sizes [[4]], the others with [[2]]")
+    assert find_culprit([entered(rank, "alltoall_base", [[rank]]) for rank in range(3)]) is None
 
 
 def test_a_ring_of_messages_that_stands_still_is_no_circle_of_culprits() -> None:
