@@ -77,10 +77,10 @@ def serve(answer: Callable[[Message, bytes], tuple[Message, bytes]]) -> None:
     os.dup2(2, 1)  # what anything prints must not get between messages
     reader = MessageReader(_read_stdin, _QUESTION_BYTES)
     try:
-        _write(out, READY)
+        write_all(out, READY)
         asked = reader.next()
         while asked is not None:
-            _write(out, pack(*answer(*asked)))
+            write_all(out, pack(*answer(*asked)))
             asked = reader.next()
     except (MessageError, BrokenPipeError):
         return
@@ -90,7 +90,8 @@ def _read_stdin(size: int) -> bytes:
     return os.read(0, min(size, 1 << 20)) if select.select([0], [], [], _SILENCE_S)[0] else b""
 
 
-def _write(descriptor: int, data: bytes) -> None:
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write every byte; after an error of a file, it is longer by what had been written."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]

@@ -22,7 +22,7 @@ from cluster.control.outcome import LaunchOutcome, clear_cancel
 from cluster.errors import ClusterError
 from cluster.plan import LaunchPlan
 from cluster.remote_text import one_line
-from cluster.values import number
+from cluster.values import number, table
 from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError
 from engine.runs.process import process_start
 from engine.runs.records import read_json_object, utc_now
@@ -70,9 +70,7 @@ def begin_attempt(plan: LaunchPlan, run: RunFolder, lease_s: float | None) -> No
 
 def read_log_starts(run: RunFolder) -> dict[str, int]:
     """How long every torchrun.log was when the attempt began, as `begin_attempt` recorded it."""
-    starts = run.read_state().get(_LOG_STARTS)
-    if not isinstance(starts, dict):
-        return {}
+    starts = table(run.read_state(), _LOG_STARTS)
     return {name: start for name, start in starts.items() if isinstance(start, int)}
 
 

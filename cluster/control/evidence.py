@@ -67,7 +67,7 @@ class NodeFindings:
             rank, at_ns = integer(entry, "rank"), integer(entry, "at_ns")
             if rank is not None and rank in self.node.ranks:
                 time_ns = None if at_ns is None else at_ns - self.status.clock_offset_ns
-                facts = _kill_facts(entry.get("memory"))
+                facts = _kill_facts(table(entry, "memory"))
                 deaths.append(Death(rank, integer(entry, "exit_code"), integer(entry, "pid"), time_ns, facts))
         return deaths
 
@@ -150,7 +150,7 @@ def _of_node(found: NodeFindings, run: RunFolder) -> NodeEvidence:
         death,
         vanished,
         integer(outcome, "exit_code") if word(outcome, "cause") == "exit" else None,
-        _kill_facts(table(outcome, "memory")) or KillFacts(),
+        _kill_facts(table(outcome, "memory")),
         None if loss is None else loss.reason,
         None if loss is None else loss.since_ns,
         tail_text(torchrun_log(node, run), start=found.log_start),
@@ -182,15 +182,8 @@ def _marked(error: Mapping[str, Any], order: StopOrder | None) -> Mapping[str, A
     return {**error, "is_echo": is_late or error.get("kind") == "peer_lost"}
 
 
-def _kill_facts(facts: Any) -> KillFacts | None:
-    if not isinstance(facts, Mapping):
-        return None
-    evidence, hint, memory = (facts.get(name) for name in ("evidence", "hint", "memory"))
-    return KillFacts(
-        evidence if isinstance(evidence, str) and evidence else None,
-        hint if isinstance(hint, str) and hint else None,
-        memory if isinstance(memory, Mapping) else None,
-    )
+def _kill_facts(facts: Mapping[str, Any]) -> KillFacts:
+    return KillFacts(word(facts, "evidence", 500), word(facts, "hint", 500), table(facts, "memory") or None)
 
 
 _STOPS_RANKS = re.compile(r"failed \(exitcode: |closing signal SIG")

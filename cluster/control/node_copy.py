@@ -16,14 +16,16 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cluster.agent.folder import LEAD_LOGS, LEAD_WHOLE
+from cluster.agent.messages import write_all
 from cluster.control.link import StrangeAnswerError
 from cluster.remote_text import one_line
+from cluster.values import integer
 from engine.runs.folder import RunFolder
 from engine.runs.records import utc_now
 
@@ -131,7 +133,7 @@ class NodeCopy:
             if os.fstat(descriptor).st_size != head.offset:
                 return False
             self._need_room(len(piece))
-            _write_all(descriptor, piece)
+            write_all(descriptor, piece)
         return True
 
     def _replace(self, path: str, head: _Head, piece: bytes) -> bool:
@@ -150,7 +152,7 @@ class NodeCopy:
             if os.fstat(descriptor).st_size != head.offset:
                 return False
             self._need_room(len(piece))
-            _write_all(descriptor, piece)
+            write_all(descriptor, piece)
         if head.offset + len(piece) == head.size:
             (self._run / temporary).rename(self._run / path)
         return True
@@ -238,19 +240,10 @@ def _read_heads(heads: Any) -> Iterator[_Head]:
     if not isinstance(heads, list):
         raise StrangeAnswerError("its list of files makes no sense")
     for head in heads:
-        if not isinstance(head, Mapping) or not isinstance(head.get("path"), str):
-            raise StrangeAnswerError("it sends a file that makes no sense")
-        numbers = [head.get(name) for name in ("offset", "bytes", "size")]
-        if not all(_is_count(number) for number in numbers if number is not None) or None in numbers[:2]:
+        offset, count = integer(head, "offset"), integer(head, "bytes")
+        if offset is None or count is None or not isinstance(head.get("path"), str):
             raise StrangeAnswerError("it sends a piece that makes no sense")
-        offset, count, size = numbers
-        assert offset is not None
-        assert count is not None
-        yield _Head(head["path"], offset, count, size, head.get("anew") is True)
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 50
+        yield _Head(head["path"], offset, count, integer(head, "size"), head.get("anew") is True)
 
 
 def _is_ours(name: str) -> bool:
@@ -262,10 +255,3 @@ def _files_in(folder: Path) -> list[Path]:
     if folder.is_symlink() or not folder.is_dir():
         return []
     return [path for path in folder.iterdir() if path.is_file() and not path.is_symlink()]
-
-
-def _write_all(descriptor: int, data: bytes) -> None:
-    """Write every byte; after an error the file is longer by what had been written."""
-    view = memoryview(data)
-    while view:
-        view = view[os.write(descriptor, view) :]
