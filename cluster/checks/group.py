@@ -100,8 +100,8 @@ def known(read: Callable[[Any], T], view: Any) -> T | None:
 
 def broken(check: Check, error: BaseException) -> Finding:
     """UNKNOWN: a bug of ours, or an answer that nobody thought of; the place in the code is the evidence."""
-    last = traceback.extract_tb(error.__traceback__)[-1:]
-    place = f"{Path(last[0].filename).name}:{last[0].lineno}" if last else ""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    place = f"{Path(last.filename).name}:{last.lineno}"
     text = one_line(f"the check broke: {type(error).__name__}: {error}", 300)
     return check.expecting("a result").unknown(text, "report this with the output of --json", place)
 

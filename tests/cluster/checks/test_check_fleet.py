@@ -157,6 +157,7 @@ def test_a_check_that_breaks_or_says_nothing_is_unknown_and_one_that_does_not_ap
     (finding,) = findings(check(FakeFleet({"n1": HEALTHY}), all_groups=(group,)), "n1", name)
     assert finding.severity is severity
     assert finding.observed.startswith(text)
+    assert ("test_check_fleet.py:" in finding.evidence) == ("broke" in text)
 
 
 def test_a_comparison_or_a_test_between_nodes_that_breaks_is_unknown_on_all_of_them() -> None:

@@ -156,6 +156,10 @@ def test_a_compute_process_makes_a_gpu_busy_however_little_it_holds(kind: str, e
     assert verdict(probe, "gpu.busy") is expected
 
 
+def test_a_gpu_that_the_second_look_does_not_show_is_not_known_to_be_free() -> None:
+    assert verdict(with_text(healthy(), "gpu.again", "00000000:1B:00.0", "00000000:1C:00.0"), "gpu.busy") is UNKNOWN
+
+
 def test_pages_to_retire_count_where_rows_are_not_remapped() -> None:
     """Before Ampere."""
     text = re.sub(r"<remapped_rows>.*?</remapped_rows>", "@", healthy().section("gpu.smi").output, flags=re.DOTALL)
