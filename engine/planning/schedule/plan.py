@@ -15,10 +15,12 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from engine.planning.methods.topology import Topology
-from engine.planning.sequence.mask import Band
+
+if TYPE_CHECKING:  # it loads numpy, and every verb reads machines and presets
+    from engine.planning.sequence.mask import Band
 
 Direction = Literal["forward", "backward"]
 OpName = Literal["init", "add", "copy", "stats"]

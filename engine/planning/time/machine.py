@@ -5,12 +5,10 @@ from __future__ import annotations
 import bisect
 import math
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from engine.config.errors import ConfigError
-
-if TYPE_CHECKING:  # it loads numpy, and every verb reads machines
-    from engine.planning.schedule.plan import Direction, LinkBytes
+from engine.planning.schedule.plan import Direction, LinkBytes
 
 LinkKind = Literal["intra", "inter", "host"]
 # (size, share of the rate that something of this size reaches), sizes ascending; empty: all sizes reach it.
