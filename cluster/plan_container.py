@@ -1,11 +1,9 @@
-"""The command that starts the ranks of a node in a container."""
+"""Containers of ranks: what their command line says of users, machines and mounts."""
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from cluster.env.facts import EnvironmentVariable
@@ -15,7 +13,6 @@ from engine.config.settings import DataConfig, RunConfig
 
 RUN_LABEL = "burst.run"
 CACHE_VARIABLE = "BURST_CACHE_DIR"  # where ranks in a container keep prepared data
-_UNFIT = re.compile(r"[^A-Za-z0-9_.-]")
 SHARED_MEMORY = ("--ipc=host",)
 STACK = ("--ulimit", "stack=67108864")
 LOCKED_MEMORY = ("--ulimit", "memlock=-1")
@@ -34,56 +31,23 @@ def engine_words(command: str) -> tuple[str, ...]:
     return words
 
 
-@dataclass(frozen=True)
-class ContainerRun:
-    """One container. mounts: (path, is writable), at the same path inside. owner: `UID:GID` of the ranks.
+def user_options(config: ContainerConfig, owner: str, groups: Sequence[int]) -> list[str]:
+    """Who the ranks are in there: `owner`, UID:GID, and its other groups, which `--user` drops: they open shared data.
 
-    groups: numbers of the other groups of the user, which `--user` drops: what lets the ranks into shared data.
+    Unless the configuration names groups itself, such as podman's keep-groups, which allows no others.
     """
+    if any(option.startswith("--group-add") for option in config.run_options or ()):
+        groups = ()
+    others = [f"--group-add={group}" for group in groups if group != int(owner.partition(":")[2])]
+    return ["--user", owner, *others]
 
-    run_id: str
-    node: str
-    config: ContainerConfig
-    owner: str
-    folder: str
-    env_file: str
-    mounts: tuple[tuple[str, bool], ...]
-    groups: tuple[int, ...] = ()
-    has_gpus: bool = False
-    has_infiniband: bool = False
 
-    @property
-    def name(self) -> str:
-        """Of the container; no other one of the node has it."""
-        return f"burst-{self.run_id}-{_UNFIT.sub('_', self.node)}"
-
-    def argv(self, inside: Sequence[str]) -> tuple[str, ...]:
-        """`docker run ... IMAGE`, with `inside` as what runs in it: a program and its arguments."""
-        program, *arguments = inside
-        options = [
-            *("run", "--rm", "--init", "--name", self.name, "--label", f"{RUN_LABEL}={self.run_id}"),
-            *("--network=host", "--user", self.owner, "--workdir", self.folder, "--env-file", self.env_file),
-            *self._group_options(),
-            *self._machine_options(),
-        ]
-        for path, is_writable in self.mounts:
-            options += ["--volume", f"{path}:{path}{'' if is_writable else ':ro'}"]
-        # The image's own entry point is for people; torchrun needs none.
-        command = (*engine_words(self.config.command), *options, "--entrypoint", program, self.config.image or "")
-        return (*command, *arguments)
-
-    def _group_options(self) -> list[str]:
-        """Unless the configuration names groups itself, such as podman's keep-groups, which allows no others."""
-        if any(option.startswith("--group-add") for option in self.config.run_options or ()):
-            return []
-        return [f"--group-add={group}" for group in self.groups if group != int(self.owner.partition(":")[2])]
-
-    def _machine_options(self) -> tuple[str, ...]:
-        """What the ranks may use of the machine, unless the configuration says it."""
-        if self.config.run_options is not None:
-            return self.config.run_options
-        gpus = GPUS if self.has_gpus else ()
-        return (*SHARED_MEMORY, *LOCKED_MEMORY, *STACK, *gpus, *(INFINIBAND if self.has_infiniband else ()))
+def machine_options(config: ContainerConfig, *, has_gpus: bool, has_infiniband: bool) -> tuple[str, ...]:
+    """What the ranks may use of the machine, unless the configuration says it."""
+    if config.run_options is not None:
+        return config.run_options
+    gpus = GPUS if has_gpus else ()
+    return (*SHARED_MEMORY, *LOCKED_MEMORY, *STACK, *gpus, *(INFINIBAND if has_infiniband else ()))
 
 
 def user_variables(home: str, user: str, cache: str) -> list[EnvironmentVariable]:

@@ -6,6 +6,7 @@ The rendezvous is static because that of c10d numbers nodes as they come, and pl
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,17 +16,22 @@ from cluster.env.formats import Format, render_environment
 from cluster.env.plan import communicator_order, plan_environment, recorder_variables
 from cluster.plan import Backend, NodePlan
 from cluster.plan_container import (
-    ContainerRun,
+    RUN_LABEL,
     at_home,
+    engine_words,
     fixed_part,
+    machine_options,
     merge_mounts,
     read_mounts,
     state_mounts,
     text_files,
+    user_options,
     user_variables,
 )
 from engine.config.settings import RunConfig
 from engine.runs.folder import NODE_VARIABLE, RANK_LOGS_VARIABLE, RUN_ID_VARIABLE, RunFolder
+
+_UNFIT = re.compile(r"[^A-Za-z0-9_.-]")
 
 
 @dataclass(frozen=True)
@@ -145,19 +151,21 @@ class NodesBuilder:
             yield EnvironmentVariable("CUDA_VISIBLE_DEVICES", "", "the ranks of this run compute on the CPU")
 
     def _contained(self, bare: NodePlan, site: Site) -> NodePlan:
-        container = ContainerRun(
-            run_id=self.run_id,
-            node=site.name,
-            config=self.config.cluster.container,
-            owner=site.owner,
-            groups=site.groups,
-            folder=bare.folder,
-            env_file=f"{bare.folder}/{bare.env_file}",
-            mounts=self._mounts(site),
-            has_gpus=self.backend.name == "nccl",
-            has_infiniband=site.has_infiniband_devices,
-        )
-        return replace(bare, argv=container.argv(bare.argv), container=container.name)
+        """`bare` in a container of a name that no other one of the node has."""
+        config, has_gpus = self.config.cluster.container, self.backend.name == "nccl"
+        name = f"burst-{self.run_id}-{_UNFIT.sub('_', site.name)}"
+        options = [
+            *("run", "--rm", "--init", "--name", name, "--label", f"{RUN_LABEL}={self.run_id}", "--network=host"),
+            *user_options(config, site.owner, site.groups),
+            *("--workdir", bare.folder, "--env-file", f"{bare.folder}/{bare.env_file}"),
+            *machine_options(config, has_gpus=has_gpus, has_infiniband=site.has_infiniband_devices),
+        ]
+        for path, is_writable in self._mounts(site):
+            options += ["--volume", f"{path}:{path}{'' if is_writable else ':ro'}"]
+        # The image's own entry point is for people; torchrun needs none.
+        program, *arguments = bare.argv
+        command = (*engine_words(config.command), *options, "--entrypoint", program, config.image or "", *arguments)
+        return replace(bare, argv=command, container=name)
 
     def _mounts(self, site: Site) -> tuple[tuple[str, bool], ...]:
         data = self.config.data

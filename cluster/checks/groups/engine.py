@@ -62,8 +62,8 @@ version, folder, driver, runtimes = ask("info", "--format", "[%s]" % fields)
 ways = ["runtime " + name for name in sorted(runtimes or ()) if "nvidia" in name]
 hook = "nvidia-container-runtime-hook"
 ways += ["hook " + hook] if shutil.which(hook) else []
-for place in (root / "etc", pathlib.Path("/var/run")):
-    ways += ["CDI " + file.name for file in place.glob("cdi/*nvidia*")]
+for place in ("etc", "var/run"):
+    ways += ["CDI " + file.name for file in (root / place).glob("cdi/*nvidia*")]
 told = {"version": version, "folder": folder, "driver": driver, "ways": ways, "room": None}
 told["has_gpus"] = (root / "dev/nvidiactl").exists() or own("proc/driver/nvidia/version").exists()
 try:

@@ -16,6 +16,7 @@ from host_sections import BARE, DOCKER, GROUP
 from testkit.check_fakes import ask_here, installed
 
 from cluster.checks.finding import Finding, Verdict
+from cluster.checks.groups.engine import read_engine
 from cluster.checks.groups.host import read_runs, read_system
 from cluster.checks.groups.software import read_software
 from cluster.survey.facts import NodeFacts
@@ -191,6 +192,19 @@ def test_an_engine_with_several_words_is_called_with_all_of_them(tools: Path, tm
     with_docker = fake_docker(tools, tmp_path, ENGINE)
     probe = ask(with_docker, tmp_path, "docker", settings={"BURST_ENGINE": "env X=* docker"})
     assert only(probe, "host.docker", DOCKER).severity is Verdict.OK
+
+
+def test_every_way_in_which_gpus_reach_containers_is_found(tools: Path, tmp_path: Path) -> None:
+    with_docker = fake_docker(tools, tmp_path, ENGINE)
+    (with_docker / "nvidia-container-runtime-hook").symlink_to("docker")
+    for name in ("etc/cdi/nvidia.yaml", "etc/cdi/other.yaml", "var/run/cdi/k8s.device-plugin.nvidia.json"):
+        write(tmp_path / "root" / name, "")
+    root = str(tmp_path / "root")
+    probe = ask(with_docker, tmp_path, "docker", settings=GROUP.settings(DOCKER), BURST_PROBE_ROOT=root)
+    assert read_engine(NodeFacts(probe, DOCKER)).ways == (
+        *("runtime nvidia", "hook nvidia-container-runtime-hook"),
+        *("CDI nvidia.yaml", "CDI k8s.device-plugin.nvidia.json"),
+    )
 
 
 def test_an_engine_without_a_daemon_is_silent_although_it_ends_well(tools: Path, tmp_path: Path) -> None:
