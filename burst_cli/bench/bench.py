@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.options import JsonOption
 from burst_cli.outputs import PICTURES, check_output, write_figure, write_output
@@ -26,7 +27,9 @@ from engine.bench.spec import (
     check_points,
 )
 from engine.config.errors import ConfigError
+from engine.config.schema import tokens_of
 from engine.config.settings import Dtype
+from engine.planning.methods.presets import PRESETS
 
 app = new_verb(help="Measure attention, or this machine for predictions.")
 
@@ -107,7 +110,8 @@ def attention(
 
     exposed is the time minus that of the same plan with a transport that moves nothing, where that was faster.
     """
-    variants, mask_list = _variants(presets), _words(masks, "--masks")
+    variants = tuple(PRESETS if presets is None else _words(presets, "--presets"))
+    mask_list = _words(masks, "--masks")
     setup, rounds = RankSetup(ranks, nodes, threads, backend), Rounds(repeats, warmup)
     shape = HeadShape(heads, kv_heads or heads, head_dim, dtype)
     check_points(variants, mask_list)
@@ -168,7 +172,6 @@ def machine(
     share (cores, memory, links) each has a part of in both. A plan for other
     numbers of ranks shares the cores out anew.
     """
-    from burst_cli import render
     from engine.planning.memory.capacity import read_nvidia_smi
 
     check_output("--output", output, ".json")
@@ -205,8 +208,6 @@ def _program(module: str, rank_command: str) -> RankProgram:
 
 def _measure_attention(cells: list[AttentionCell], program: RankProgram) -> dict[str, Any]:
     """The document of all cells, measured one after the other; progress on stderr."""
-    from burst_cli import render
-
     first = cells[0]
     settings = {
         **dataclasses.asdict(first.setup),
@@ -238,8 +239,6 @@ def _document(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _show(document: dict[str, Any], *, output: Path | None, plot: Path | None, as_json: bool) -> None:
-    from burst_cli import render
-
     if as_json:
         render.emit_json(document)
     else:
@@ -256,14 +255,6 @@ def _show(document: dict[str, Any], *, output: Path | None, plot: Path | None, a
         render.stderr().print(f"written: {path}", style="dim", markup=False)
 
 
-def _variants(presets: str | None) -> tuple[str, ...]:
-    if presets is None:
-        from engine.planning.methods.presets import PRESETS
-
-        return tuple(PRESETS)
-    return tuple(_words(presets, "--presets"))
-
-
 def _words(text: str, option: str) -> list[str]:
     words = [word.strip() for word in text.split(",")]
     if not all(words) or len(set(words)) != len(words):
@@ -272,8 +263,6 @@ def _words(text: str, option: str) -> list[str]:
 
 
 def _numbers(text: str, option: str) -> list[int]:
-    from engine.config.schema import tokens_of
-
     words = [str(tokens_of(word)) for word in _words(text, option)]
     if not all(word.isdecimal() and len(word) < 19 and int(word) for word in words):
         raise ConfigError(f"{option}: got {text!r}; expected positive whole numbers, such as 4096,128K")

@@ -74,13 +74,6 @@ def test_utilisations_of_two_peaks_stand_in_no_comparison(tmp_path: Path) -> Non
     assert (verdict.passed, verdict.limit) == (False, None)
 
 
-def test_one_peak_is_compared(tmp_path: Path) -> None:
-    add_methods(tmp_path)
-    matrix, panels = shown(tmp_path)
-    assert "mfu" in panels
-    assert all("%" in cell.details for _, cells in matrix.rows for cell in cells)
-
-
 def test_matrix_and_plot_pool_runs_by_one_rule(tmp_path: Path) -> None:
     add_methods(tmp_path)
     add_run(tmp_path, 10, "burst", 512, 4000.0)
@@ -120,7 +113,9 @@ def methods(metric: str, ring: float, burst: float) -> list[dict[str, Any]]:
 def test_a_title_says_who_is_best_where_two_were_measured(metric: str, ring: float, burst: float, title: str) -> None:
     records = methods(metric, ring, burst)
     (panel,) = group_panels("tiny", records, style_numbers(records))
-    assert panel.title == title
+    assert (panel.title, panel.kind) == (title, "lines")
+    (panel,) = group_panels("tiny", records[:2], style_numbers(records))  # at one length
+    assert (panel.title, panel.kind) == (title, "dots")
 
 
 def test_a_panel_of_memory_as_a_whole() -> None:

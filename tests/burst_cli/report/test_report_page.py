@@ -12,11 +12,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from report_samples import make_run, metrics, variant
+from report_samples import make_run, variant
 
 from burst_cli.report.build import Request, build_report
 from burst_cli.report.draw import panel_svg
-from burst_cli.report.panels import Line, Panel, Point, group_panels, style_numbers
+from burst_cli.report.panels import Line, Panel, Point
 from burst_cli.report.write import report_page
 
 _VOID = {"meta", "link", "br", "use", "path"}
@@ -76,11 +76,6 @@ def page(methods_dir: Path) -> Structure:
 # --- what is on the page ----------------------------------------------------------------------------------------------
 
 
-def panels_of(runs_dir: Path) -> list[Panel]:
-    found = build_report(Request(runs_dir))
-    return group_panels(found.groups[0].names, found.groups[0].records, style_numbers(found.records))
-
-
 def test_page_has_every_section_once_and_titles_that_say_what_is_seen(page: Structure) -> None:
     assert page.of("h1") == ["burst report: tiny"]
     assert page.of("h2") == ["tiny · 2 × cpu", "How to read this"]
@@ -104,31 +99,6 @@ def test_cell_that_nobody_ran_is_visible_and_a_figure_above_the_peak_is_flagged(
     assert page.of("span").count("not run") == 1
     assert "120% !" in page.of("td")
     assert any("cannot be" in text for text in page.of("p"))
-
-
-def test_bars_are_the_quartiles_and_out_of_memory_is_marked_at_its_length(methods_dir: Path) -> None:
-    panels = panels_of(methods_dir)
-    assert [panel.key for panel in panels] == ["tokens_per_s_per_device", "mfu", "peak_memory_bytes", "prediction"]
-    assert all(panel.missing == (("ulysses/full", 2, 1024),) for panel in panels[:3])
-    assert "OOM" in panel_svg(panels[0], "x-")
-    (ring,) = [line for line in panels[0].lines if line.name == "ring/full"]
-    assert [(point.x, point.low, point.y, point.high) for point in ring.points] == [
-        (512, 1003.5, 1005, 1006.5),
-        (1024, 503.5, 505, 506.5),
-    ]
-
-
-def test_methods_at_one_length_are_a_row_each_and_not_ranked_within_their_spread(tmp_path: Path) -> None:
-    for place, preset in enumerate(("ring", "burst")):
-
-        def row(step: int, shift: int = place) -> dict[str, object]:
-            return {**metrics(step), "tokens_per_s_per_device": 1000 + 50 * (step % 4) + shift}
-
-        make_run(tmp_path, f"tiny/20260101-00000{place}-aaaaaa", config=variant(preset), steps=12, row=row)
-    panels = panels_of(tmp_path)
-    assert {panel.kind for panel in panels} == {"dots"}
-    assert "ring" in panel_svg(panels[0], "x-")
-    assert "lie within their spread" in panels[0].title
 
 
 def test_one_run_has_its_curves_and_no_comparison(tmp_path: Path) -> None:
