@@ -59,11 +59,12 @@ def of(found: Sequence[Finding], node: str) -> Finding:
 
 
 @pytest.mark.parametrize("name", ["plain", "with space", "it's $(touch pwned)", "-rf", "new\nline", "ünï"])
-def test_a_shared_folder_passes_and_is_left_empty(tmp_path: Path, name: str) -> None:
+def test_a_shared_folder_passes_and_is_left_as_it_was(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     folder.mkdir()
+    (folder / ".burst-check-0").write_text("mine")
     assert verdicts(check_shared_folder(local("a", "b", "c"), str(folder))) == {"a": OK, "b": OK, "c": OK}
-    assert list(folder.iterdir()) == []
+    assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(".burst-check-0", "mine")]
     assert not list(tmp_path.rglob("pwned"))
 
 
@@ -71,12 +72,6 @@ def test_the_folder_of_the_configuration_is_tried_by_all_nodes(tmp_path: Path) -
     tests = GROUP.between(ClusterConfig(shared_folder=str(tmp_path)))
     assert verdicts(tests["host.shared"](local("a", "b"), {})) == {"a": OK, "b": OK}
     assert GROUP.between(ClusterConfig()) == {}
-
-
-def test_what_is_in_the_folder_already_is_not_touched(tmp_path: Path) -> None:
-    (tmp_path / ".burst-check-0").write_text("mine")
-    check_shared_folder(local("a", "b"), str(tmp_path))
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(".burst-check-0", "mine")]
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,6 @@ def _wait_until_asleep(pid: int) -> None:
     """Until the process waits for an answer. A Ctrl-C between its question and its read would be lost on Python."""
     process, asleep, deadline = psutil.Process(pid), 0, time.monotonic() + 200
     while asleep < 5:
-        assert time.monotonic() < deadline, "still busy 30 s after its question"
+        assert time.monotonic() < deadline, "still busy long after its question"
         time.sleep(0.05)
         asleep = asleep + 1 if process.status() == psutil.STATUS_SLEEPING else 0

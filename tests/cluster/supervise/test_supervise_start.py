@@ -17,7 +17,8 @@ from cluster.agent.folder import make_folder, write_json
 from cluster.agent.start import RefusedError, node_lock_path, start, sweep, take_lock
 
 
-def test_run_that_completes_leaves_a_truthful_outcome(rig: Rig) -> None:
+def test_run_that_completes_leaves_a_truthful_outcome_and_a_lock_left_behind_is_no_obstacle(rig: Rig) -> None:
+    Path(node_lock_path(rig.name())).write_text('{"run_id": "another", "pid": 1, "since": "long ago"}')
     pid = rig.start("ok", ranks=0)
     outcome = rig.outcome()
     assert {death["exit_code"] for death in outcome.pop("deaths")} <= {0, None}  # None: torchrun reaped it first
@@ -39,26 +40,20 @@ def test_supervisor_is_nobodys_child_and_holds_no_terminal(rig: Rig) -> None:
     assert {path.stat().st_mode & 0o077 for path in Path(rig.files().log_dir).iterdir()} == {0}
 
 
-def test_command_gets_environment_folder_and_marks(rig: Rig) -> None:
+def test_command_gets_environment_folder_marks_and_files_that_are_for_this_user_alone(rig: Rig) -> None:
     code = "import os, json; print(json.dumps([os.getcwd(), dict(os.environ)]))"
-    environment = {"ASKED": "yes", "RANK": "5"}
-    start(rig.spec(argv=[sys.executable, "-c", code], environment=environment))
+    files = [["config.yaml", "a: é\n"], ["env/alpha.env", "A=1\n"]]
+    start(rig.spec(argv=[sys.executable, "-c", code], environment={"ASKED": "yes", "RANK": "5"}, files=files))
     rig.outcome()
+    laid = rig.folder / "alpha" / "env" / "alpha.env"
+    assert (rig.folder / "alpha" / "config.yaml").read_text() == "a: é\n"
+    assert (laid.stat().st_mode & 0o777, laid.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert "A=1" not in Path(rig.files().spec).read_text()
     cwd, seen = json.loads(Path(rig.files().torchrun_log).read_text())
     assert cwd == str(KIT)
     assert (seen["ASKED"], seen["RANK"], seen["PATH"]) == ("yes", "5", os.environ["PATH"])
     assert (seen["BURST_RUN_ID"], seen["BURST_NODE"]) == (rig.run_id, rig.name())
     assert seen["BURST_RANK_LOGS"] == rig.files().log_dir
-
-
-def test_files_are_laid_for_this_user_alone(rig: Rig) -> None:
-    files = [["config.yaml", "a: é\n"], ["env/alpha.env", "A=1\n"]]
-    start(rig.spec("ok", files=files))
-    laid = rig.folder / "alpha" / "env" / "alpha.env"
-    assert (rig.folder / "alpha" / "config.yaml").read_text() == "a: é\n"
-    assert (laid.stat().st_mode & 0o777, laid.parent.stat().st_mode & 0o777) == (0o600, 0o700)
-    assert "A=1" not in Path(rig.files().spec).read_text()
-    rig.outcome()
 
 
 @pytest.mark.parametrize(
@@ -104,7 +99,7 @@ def test_folder_that_cannot_be_written_is_refused(rig: Rig, tmp_path: Path) -> N
 # --- who holds the node -----------------------------------------------------------------------------------------------
 
 
-def test_busy_node_is_refused_and_the_holder_is_named(rig: Rig, tmp_path: Path) -> None:
+def test_busy_node_is_refused_with_its_holder_and_the_same_run_is_not_started_twice(rig: Rig, tmp_path: Path) -> None:
     pid = rig.start()
     other = Rig(tmp_path)
     answer = start(other.spec() | {"node": rig.name()})
@@ -114,10 +109,6 @@ def test_busy_node_is_refused_and_the_holder_is_named(rig: Rig, tmp_path: Path) 
     assert not other.folder.exists()
     assert start(other.spec() | {"node": rig.name(), "exclusive": False})["started"]
     assert sweep(str(other.folder / "alpha"), rig.name(), other.run_id) == []
-
-
-def test_same_run_is_not_started_twice(rig: Rig) -> None:
-    rig.start()
     assert start(rig.spec())["refused"]["kind"] == "exists"
     assert start(rig.spec(exclusive=False))["refused"]["kind"] == "exists"
 
@@ -171,13 +162,6 @@ def test_of_many_that_start_at_once_one_wins(tmp_path: Path) -> None:
     finally:
         for rig in rigs:
             assert sweep(str(rig.folder / "alpha"), node, rig.run_id) == []
-
-
-def test_lock_left_behind_is_no_obstacle(rig: Rig) -> None:
-    path = Path(node_lock_path(rig.name()))
-    path.write_text('{"run_id": "another", "pid": 1, "since": "long ago"}')
-    rig.start("ok", ranks=0)
-    assert rig.outcome()["exit_code"] == 0
 
 
 def test_lock_folder_of_somebody_else_is_refused(rig: Rig, tmp_path: Path) -> None:
