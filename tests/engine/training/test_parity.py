@@ -160,7 +160,7 @@ def one_rank(ranks: Pools) -> Any:
 
 # Rows that others stand for: attention of every preset is compared over gloo, too, and each pair of axes trains below.
 ALIKE = ("ring", "striped", "megatron_cp", "megatron_hierarchical", "loongtrain", "burst_ulysses", "alst", "ulysses",
-         "usp", "megatron_allgather", "2 dp x 2 cp", "2 dp x 2 tp")  # fmt: skip
+         "usp", "megatron_allgather", "2 dp x 2 cp", "2 dp x 2 tp", "4 shards")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TABLE)
