@@ -32,7 +32,6 @@ class CodeArchive:
 
     code_id: str
     data: bytes
-    num_files: int
 
 
 class CodeError(ClusterError):
@@ -51,7 +50,7 @@ def build_archive(root: Path = _ROOT, packages: tuple[str, ...] = PACKAGES) -> C
     if not files:
         raise CodeError(f"{root}: no code of {', '.join(packages)} lies there")
     code_id = tree_id({name: hashlib.sha256(data).hexdigest() for name, data in files.items()})
-    return CodeArchive(code_id, _pack(files), len(files))
+    return CodeArchive(code_id, _pack(files))
 
 
 def _pack(files: dict[str, bytes]) -> bytes:
@@ -108,7 +107,7 @@ def upload_code(hosts: Sequence[Host], delivery: Delivery, connect: Connect) -> 
     first, others = (hosts[:1], hosts[1:]) if delivery.place.is_shared else (hosts, [])
     states = _on_all(first, delivery, connect)
     # Sharing is proven, not believed: every other node must see what the first one wrote.
-    seen = replace(delivery, archive=CodeArchive(delivery.archive.code_id, b"", 0))
+    seen = replace(delivery, archive=CodeArchive(delivery.archive.code_id, b""))
     return states | _on_all(others, seen, connect)
 
 

@@ -181,4 +181,4 @@ def test_a_job_that_is_refused_is_deleted_and_not_asked_about_any_more(tmp_path:
     assert outcome.failure is not None
     assert "forbidden" in outcome.failure.message
     assert any(words[0] == "delete" for words in cluster.calls)
-    wait_for(lambda: f"burst-{plan.run_id}" not in [thread.name for thread in threading.enumerate()], timeout_s=5.0)
+    wait_for(lambda: f"burst-{plan.run_id}" not in [thread.name for thread in threading.enumerate()])

@@ -124,7 +124,7 @@ def launch(
     link = LocalLink(path, name) if proc is None else OtherMachine(path, name, proc)
     outcome = control(plan, run, [link], LaunchObserver(), StopRequests(), Manner(timing=TIMING))
     if isinstance(link, OtherMachine):
-        link.process.wait(10.0)
+        link.process.wait(200)
     return outcome, run
 
 

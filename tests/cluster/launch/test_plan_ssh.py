@@ -31,10 +31,10 @@ def environment(plan: LaunchPlan, index: int = 0) -> dict[str, str]:
 def test_every_node_gets_one_torchrun_and_its_ranks_in_order() -> None:
     found = plan(3, cluster={"ranks_per_node": 2})
     assert found.world_size == 6
-    assert [(one.name, one.node_rank, one.first_rank, one.local_ranks) for one in found.nodes] == [
-        ("n1", 0, 0, 2),
-        ("n2", 1, 2, 2),
-        ("n3", 2, 4, 2),
+    assert [(one.name, one.node_rank, one.ranks) for one in found.nodes] == [
+        ("n1", 0, range(0, 2)),
+        ("n2", 1, range(2, 4)),
+        ("n3", 2, range(4, 6)),
     ]
 
 

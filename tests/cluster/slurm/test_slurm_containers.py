@@ -75,7 +75,7 @@ def test_containers_of_ranks_that_ignore_everything_end_with_the_job(bench):
     outcome = led.wait()
 
     assert outcome.status == "cancelled"
-    wait_for(lambda: containers(bench) == ["", ""], timeout_s=10)
+    wait_for(lambda: containers(bench) == ["", ""])
 
 
 @pytest.mark.thorough
@@ -90,4 +90,4 @@ def test_the_container_of_a_supervisor_that_was_killed_is_swept(bench):
     outcome = led.wait()
 
     assert outcome.status == "failed"
-    wait_for(lambda: containers(bench) == ["", ""], timeout_s=15)
+    wait_for(lambda: containers(bench) == ["", ""])

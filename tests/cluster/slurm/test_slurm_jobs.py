@@ -57,7 +57,7 @@ def test_the_rank_that_failed_is_blamed_and_not_those_that_srun_stops(bench):
     assert failure is not None
     assert (failure.kind, failure.type, failure.rank, failure.host) == ("signal", "SIGKILL", 1, names(bench)[1])
     assert led.run.read_state()["state"] == "failed"
-    wait_for(lambda: not run_processes(led.run.run_id), timeout_s=15)
+    wait_for(lambda: not run_processes(led.run.run_id))
 
 
 @pytest.mark.thorough
@@ -136,7 +136,7 @@ def test_a_node_that_is_lost_is_named(bench):
 
     assert failure is not None
     assert (failure.kind, failure.host) == ("node_lost", lost.name)
-    wait_for(lambda: not run_processes(led.run.run_id), timeout_s=30)
+    wait_for(lambda: not run_processes(led.run.run_id))
 
 
 @pytest.mark.thorough
@@ -159,7 +159,7 @@ def test_a_job_that_may_restart_saves_before_its_time_limit_and_goes_on_by_itsel
     plan = bench.plan("saves", checkpoint=saving, max_restarts=1, slurm=SlurmConfig(time_limit="00:02:00"))
     led = Led(plan).begin()
     led.wait_for_step(5)
-    wait_for(lambda: "Reason=BeginTime" in bench.client("scontrol", "show", "job", job_id(led.run)), timeout_s=150)
+    wait_for(lambda: "Reason=BeginTime" in bench.client("scontrol", "show", "job", job_id(led.run)))
     waiting = led.run.read_state()
     outcome = led.wait(300)  # Slurm lets two minutes pass
 
@@ -198,7 +198,7 @@ def test_a_job_that_may_not_restart_saves_when_slurm_warns_of_its_time_limit(ben
     led = Led(bench.plan("saves", checkpoint=CheckpointConfig(every_steps=5, stop_grace_s=12))).begin()
     led.wait_for_step(5)
     bench.client("scancel", "--signal=USR1", "--batch", job_id(led.run))  # as Slurm does at --signal=B:USR1@72
-    failure = led.wait(60).failure
+    failure = led.wait().failure
 
     assert failure is not None
     assert "near its time limit" in failure.message

@@ -17,7 +17,7 @@ def test_a_job_without_nodes_says_why_it_waits_and_can_be_cancelled(bench):
     led = Led(bench.plan("ok")).begin()
     wait_for(lambda: any("nodes that are free" in event["phase"] for event in led.run.read_events()), led.describe)
     led.stop.count, led.stop.cause = 1, "Ctrl-C"
-    outcome = led.wait(30)
+    outcome = led.wait()
 
     assert (outcome.status, outcome.leftover) == ("cancelled", ())
     assert "CANCELLED" in bench.client("scontrol", "show", "job", job_id(led.run))
@@ -54,7 +54,7 @@ def test_inside_of_an_allocation_its_nodes_are_used_and_a_cancelled_run_leaves_i
     led.wait_for_step(5)
     assert job_id(led.run) == allocation
     led.stop.count, led.stop.cause = 1, "Ctrl-C"
-    outcome = led.wait(40)
+    outcome = led.wait()
 
     assert outcome.status == "cancelled"
     assert run_processes(led.run.run_id) == []
