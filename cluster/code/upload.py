@@ -22,7 +22,6 @@ from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.nodes import fold_nodes
 
-PACKAGES = ("engine",)  # what ranks import of us
 _ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -38,17 +37,9 @@ class CodeError(ClusterError):
     """The code cannot be brought to a node."""
 
 
-def build_archive(root: Path = _ROOT, packages: tuple[str, ...] = PACKAGES) -> CodeArchive:
-    """The archive of `packages` below `root`, this installation. Raises CodeError when a file cannot be read."""
-    files: dict[str, bytes] = {}
-    for package in packages:
-        for path in sorted((root / package).rglob("*.py")):
-            try:
-                files[path.relative_to(root).as_posix()] = path.read_bytes()
-            except OSError as error:
-                raise CodeError(f"cannot read the code of the ranks: {path}: {error.strerror}") from error
-    if not files:
-        raise CodeError(f"{root}: no code of {', '.join(packages)} lies there")
+def build_archive(root: Path = _ROOT) -> CodeArchive:
+    """The archive of the engine below `root`, this installation: what ranks import of us."""
+    files = {path.relative_to(root).as_posix(): path.read_bytes() for path in (root / "engine").rglob("*.py")}
     code_id = tree_id({name: hashlib.sha256(data).hexdigest() for name, data in files.items()})
     return CodeArchive(code_id, _pack(files))
 

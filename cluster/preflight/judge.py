@@ -182,7 +182,7 @@ def _image(facts: RemoteFacts, config: RunConfig) -> Iterator[NodeProblem]:
 
 def _port(survey: Survey, config: RunConfig) -> Iterator[NodeProblem]:
     """Only the first node listens."""
-    first = survey.facts.get(survey.nodes[0]) if survey.nodes else None
+    first = survey.facts.get(survey.nodes[0])
     if first is not None and first.port is None:
         why = first.problems.get("port", "it did not tell")
         text = f"no port for the rendezvous: {why}; free it, or set cluster.master_port to another one (null: any)"

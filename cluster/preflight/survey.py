@@ -17,7 +17,7 @@ from cluster.errors import ClusterError
 from cluster.plan_container import engine_words, text_files
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
-from cluster.ssh.hosts import Host, Outcome, fan_out
+from cluster.ssh.hosts import Host, fan_out
 from cluster.survey.ask import survey_node
 from engine.config.errors import BurstError
 from engine.config.settings import RunConfig
@@ -115,12 +115,8 @@ class RemoteFacts:
         return self.environment.interface_reason or "it has no interface with an IPv4 address"
 
 
-class StrangeAnswerError(ValueError):
-    """An answer lacks what every node can tell."""
-
-
 def read_remote_facts(node: str, answer: Mapping[str, Any]) -> RemoteFacts:
-    """The facts in `answer`. Raises StrangeAnswerError when it is no answer to the survey."""
+    """The facts in `answer`. Raises ClusterError when it is no answer to the survey."""
     told = {key.removesuffix("_problem"): value for key, value in answer.items() if key.endswith("_problem")}
     try:
         return RemoteFacts(
@@ -147,7 +143,8 @@ def read_remote_facts(node: str, answer: Mapping[str, Any]) -> RemoteFacts:
             problems={name: _text(value) for name, value in told.items()},
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-        raise StrangeAnswerError(one_line(f"{type(error).__name__}: {error}", 200)) from None
+        said = one_line(f"{type(error).__name__}: {error}", 200)
+        raise ClusterError(f"{node}: its answer makes no sense: {said}") from None
 
 
 def _python(found: Any) -> PythonFacts | None:
@@ -276,11 +273,9 @@ def survey_fleet(
     hosts: Sequence[Host],
     question: Question,
     connect: Connect,
-    *,
-    on_outcome: Callable[[Outcome[RemoteFacts]], None] | None = None,
 ) -> Survey:
     """The survey of `hosts`. Changes nothing on them."""
-    outcomes = fan_out(hosts, lambda host: _ask(host, question, connect), on_outcome=on_outcome)
+    outcomes = fan_out(hosts, lambda host: _ask(host, question, connect))
     return Survey(
         tuple(host.name for host in hosts),
         {name: outcome.value for name, outcome in outcomes.items() if outcome.value is not None},
@@ -292,10 +287,7 @@ def _ask(host: Host, question: Question, connect: Connect) -> RemoteFacts:
     with connect(host) as connection:
         probe = survey_node(connection, FACT_QUESTIONS, timeout_s=_PROBE_S)
         answer = ask_program(connection, {"survey": question.to_dict(host.name)}, timeout_s=_SURVEY_S)
-    try:
-        facts = read_remote_facts(host.name, answer)
-    except StrangeAnswerError as error:
-        raise ClusterError(f"{host.name}: its answer makes no sense: {error}") from error
+    facts = read_remote_facts(host.name, answer)
     facts = replace(facts, clock_offset_s=probe.clock_offset_s, clock_error_s=probe.clock_error_s)
     try:
         return replace(facts, environment=read_facts(probe, question.config.cluster, host.reached_by))

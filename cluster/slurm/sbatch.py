@@ -25,7 +25,6 @@ SCRIPT_FILE = "job.sbatch"
 TOKEN_FILE = "slurm.token"
 LOG_PREFIX = "slurm-"
 NOT_SHARED = 66  # exit code: a node does not see the launcher's run folder
-NO_FOLDER = 67  # exit code: a node does not have the folder that burst was started in
 TIME_IS_UP = 68  # exit code: the time limit was near, the ranks have stopped, and the job is not requeued
 NO_RESTARTS_LEFT = 69  # exit code: Slurm began the job once more than it may
 WARNING_S = 60  # before the time limit, beside what the ranks may take to save: Slurm looks twice a minute
@@ -119,7 +118,7 @@ def _body(config: RunConfig, facts: MachineFacts, run_path: Path, module: str, p
     yield '    echo "burst: $(hostname) does not see the run folder: Slurm needs one that all nodes share" >&2'
     yield f"    exit {NOT_SHARED}"
     yield "fi"
-    yield f"cd {shlex.quote(facts.cwd)} || exit {NO_FOLDER}"
+    yield f"cd {shlex.quote(facts.cwd)} || exit"
     if facts.python_path is not None:
         yield f"export PYTHONPATH={shlex.quote(facts.python_path)}"
     yield "export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1"
