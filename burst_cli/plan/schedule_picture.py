@@ -13,8 +13,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from burst_cli.figures import percent, seconds
+from burst_cli.figures import seconds
 from burst_cli.plan.candidates import Plan
+from burst_cli.plan.table import exposed_words
 from engine.planning.methods.topology import Topology
 from engine.planning.time.replay import COMPUTE_LANE, Interval, Timeline
 
@@ -85,7 +86,8 @@ def schedule_figure(candidate: Plan, shown: str) -> Figure:
     axes = figure.subplots(1, len(timelines), sharey=True, squeeze=False, width_ratios=widths)[0]
     for index, (axis, one, group) in enumerate(zip(axes, passes, intervals, strict=True)):
         _draw_pass(axis, one.timeline, group, rows)
-        _head_pass(axis, one.direction, one.timeline)
+        title = f"{one.direction}: {seconds(one.timeline.total_s)}\nexposed: {exposed_words(one)}"
+        axis.set_title(title, fontsize=9.5, loc="left")
         _name_rows(axis, rows, topology, first=index == 0)
     kinds = {i.kind for group in intervals for i in group if i.lane == COMPUTE_LANE}
     styles = [*(style for kind, style in _TILES.items() if kind in kinds), *(_CHANNELS[lane] for lane in rows.lanes)]
@@ -121,12 +123,6 @@ def _draw_pass(axis: Axes, timeline: Timeline, intervals: Sequence[Interval], ro
     axis.set_ylim(rows.height + 0.15, -0.15)
     axis.set_xlabel(unit, fontsize=9)
     axis.tick_params(labelsize=8)
-
-
-def _head_pass(axis: Axes, name: str, timeline: Timeline) -> None:
-    share = f" ({percent(timeline.exposed_s / timeline.total_s)})" if timeline.total_s else ""
-    exposed = f"{seconds(timeline.exposed_s)}{share}" if timeline.exposed_s > 0 else "nothing"
-    axis.set_title(f"{name}: {seconds(timeline.total_s)}\nexposed: {exposed}", fontsize=9.5, loc="left")
 
 
 def _name_rows(axis: Axes, rows: _Rows, topology: Topology, *, first: bool) -> None:

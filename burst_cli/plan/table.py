@@ -179,7 +179,8 @@ def _extra_buffers(where: Store) -> Callable[[PassPreview], str]:
     return lambda one: binary_bytes(max(rank.buffer_bytes(where, pinned=False) for rank in one.ranks))
 
 
-def _exposed(one: PassPreview) -> str:
+def exposed_words(one: PassPreview) -> str:
+    """Seconds that communication adds, and their share of the pass."""
     if one.timeline.total_s == 0:
         return seconds(None)
     exposed = one.timeline.exposed_s
@@ -199,7 +200,7 @@ _FIGURES: tuple[tuple[str, str | None, Callable[[PassPreview], str]], ...] = (
     ("buffers in host memory", None, _extra_buffers("host")),
     ("predicted seconds", "seconds", lambda one: seconds(one.timeline.total_s)),
     ("  computing (busiest rank)", None, lambda one: seconds(one.timeline.busiest_s)),
-    ("  exposed communication", "exposed", _exposed),
+    ("  exposed communication", "exposed", exposed_words),
 )
 
 

@@ -48,12 +48,12 @@ class Column:
         return self.show(number(record, self.key)) if self.show else text(record, self.key) or DASH
 
 
-def _median(name: str) -> Callable[[Record], str]:
-    """The median, and the quartiles where the steps differ."""
+def _spread(name: str, show: Show, ends: tuple[str, str] = ("_p25", "_p75")) -> Callable[[Record], str]:
+    """The figure, and the interval around it where its ends are known and differ."""
 
     def cell(record: Record) -> str:
-        middle, low, high = (count(number(record, f"{name}{suffix}")) for suffix in ("", "_p25", "_p75"))
-        return middle if middle == DASH or DASH in (low, high) or low == high else f"{middle} ({low}…{high})"
+        middle, low, high = (show(number(record, f"{name}{end}")) for end in ("", *ends))
+        return middle if DASH in (middle, low, high) or low == high else f"{middle} ({low}…{high})"
 
     return cell
 
@@ -81,16 +81,13 @@ def _share(name: str) -> Callable[[Record], str]:
     return cell
 
 
-def _ratio(name: str) -> Callable[[Record], str]:
-    """A ratio with the interval that its quartiles span."""
+def _times(value: float | None) -> str:
+    return DASH if value is None else f"{value:.3g}×"
 
-    def cell(record: Record) -> str:
-        middle, low, high = (number(record, f"{name}{suffix}") for suffix in ("", "_low", "_high"))
-        if middle is None:
-            return DASH
-        return f"{middle:.3g}×" if low is None or high is None else f"{middle:.3g}× ({low:.3g}…{high:.3g})"
 
-    return cell
+def _ratio(metric: str, heading: str, rank: int) -> Column:
+    key = f"ratio_{metric}"
+    return Column(key, heading, "against --baseline", _times, _spread(key, _times, ("_low", "_high")), rank=rank)
 
 
 def _status(record: Record) -> str:
@@ -134,7 +131,7 @@ COLUMNS = (
     Column("world_size", "ranks", "ranks of all nodes", _rounded),
     Column("steps", "steps", "optimizer steps made", _rounded),
     Column(
-        _SPEED, "tokens/s/device", "median after warm-up, with quartiles", count, _median(_SPEED),
+        _SPEED, "tokens/s/device", "median after warm-up, with quartiles", count, _spread(_SPEED, count),
         better="higher", rank=1,
     ),
     Column(
@@ -168,12 +165,12 @@ COLUMNS = (
         "started_at", "started (UTC)",
         reads=lambda record: (text(record, "started_at") or DASH)[:16].replace("T", " "),
     ),
-    Column(f"ratio_{_SPEED}", "speed", "against --baseline", count, _ratio(f"ratio_{_SPEED}"), rank=4),
-    Column(f"ratio_{_MEMORY}", "memory", "against --baseline", count, _ratio(f"ratio_{_MEMORY}"), rank=11),
+    _ratio(_SPEED, "speed", rank=4),
+    _ratio(_MEMORY, "memory", rank=11),
     Column("model", "model", only_asked=True),
     Column("hardware", "hardware", "device of the ranks", only_asked=True),
     Column("compute_dtype", "dtype", only_asked=True),
-    Column("tokens_per_s", "tokens/s", "all devices together", count, _median("tokens_per_s"), only_asked=True),
+    Column("tokens_per_s", "tokens/s", "all devices together", count, _spread("tokens_per_s", count), only_asked=True),
     Column("peak_host_bytes", "host memory", "", binary_bytes, only_asked=True),
     Column(
         "config_fingerprint", "config", "fingerprint",

@@ -241,20 +241,6 @@ def _masks(config: RunConfig) -> Iterator[str]:
         yield "attention.layout=per_document divides every document over the ranks; set attention.documents=true"
 
 
-_METHOD_SETTINGS = (
-    "layout",
-    "head_parallel_size",
-    "ring_inner_size",
-    "ring_outer_size",
-    "kv_transport",
-    "backward_circulates",
-    "backward_order",
-    "chunk_tokens",
-    "chunk_store",
-    "prefetch_chunks",
-)
-
-
 def _attention(config: RunConfig) -> Iterator[Problem]:
     """What `legal_attention` refuses, as soon as the number of ranks that share a sequence is known."""
     cp_size = known_cp_size(config.parallel, config.cluster.world_size)
@@ -267,7 +253,7 @@ def _attention(config: RunConfig) -> Iterator[Problem]:
     try:
         tile_tokens_of(config, legal_attention(config, _topology(config, cp_size)))
     except ConfigError as error:
-        keys = tuple(f"attention.{name}" for name in ("preset", *_METHOD_SETTINGS))
+        keys = (f"attention.{item.name}" for item in fields(attention))
         for text in error.problems:
             yield Problem((*keys, "parallel.cp_size", "cluster.ranks_per_node"), text)
 

@@ -243,6 +243,8 @@ LEGAL = [
     {"model": {"vocab_size": 4096}, "data": {"tokenizer": "bpe"}},
     {"model": {"vocab_size": 2}, "data": SHARDS},  # the shards name their own vocabulary
     {"model": {"require_init_from": True}, "train": {"checkpoint": {"resume_from": "/run"}}},
+    {"memory": {"activation_store": "host", "host_layers": 1}},
+    {"train": {"guard": {"on_nonfinite": "rewind"}, "checkpoint": {"every_minutes": 5.0}}},
     {"optimizer": {"warmup_steps": 100}},
     {"optimizer": {"schedule": "wsd", "warmup_steps": 50, "decay_steps": 50}},
     {"optimizer": {"max_grad_norm": None, "beta1": 0.0, "weight_decay": 0.0}},

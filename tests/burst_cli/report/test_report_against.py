@@ -56,7 +56,11 @@ def test_baselines_that_give_nothing_say_so(methods) -> None:
 
 
 def test_baseline_columns_are_in_the_table_only_then(methods) -> None:
-    assert "| speed | memory |" in methods("--format", "md", "--baseline", "ring").out
+    shown = methods("--format", "md", "--columns", "attention,ratio_tokens_per_s_per_device,ratio_peak_memory_bytes")
+    assert "| ring | – | – |" in shown.out
+    shown = methods("20260101-000002", "--format", "md", "--baseline", "20260101-000001")
+    assert "| speed | memory |" in shown.out
+    assert "| 2× (1.99×…2×) | 1× |" in shown.out
     assert "| speed |" not in methods("--format", "md").out
 
 
