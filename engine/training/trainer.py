@@ -152,7 +152,6 @@ class Trainer:
         self._recorder.phase("evaluate")
         row = {"step": step, **measured(self.mesh, lambda: validate(self.train_step, self.data.main, self._needles))}
         self._recorder.evaluated(row)
-        self._checkpoints.close()
         evaluated_run = None if evaluated is None else str(evaluated.facts.get("run_id"))
         self._end("completed", evaluated_run=evaluated_run, evaluated_step=step, steps=0)
 

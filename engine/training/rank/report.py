@@ -21,14 +21,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from engine.parallel.waits import WaitClock
 from engine.runs.oom import RESERVE_BYTES
 from engine.training.rank.flight import flight_record
 
 STATUS_INTERVAL_S = 0.2
-REQUEST_INTERVAL_S = 0.5
 REQUEST_NAME = "flight.request"
 MAX_NONCE_BYTES = 200
 _FACTS = ("step", "phase", "micro_step", "phase_since_ns", "advances", "steps_done", "step_time_s", "ended")
@@ -131,7 +130,6 @@ class RankReport:
         self._written: dict[str, Any] = {}
         self._fixed = {"rank": place.rank, "pid": os.getpid(), "node": place.node}
         self._stop = threading.Event()
-        self._stacks: TextIO | None = None
         self._answered: str | None = None
         self._thread = threading.Thread(target=self._watch, name="rank-report", daemon=True)
 
@@ -139,7 +137,7 @@ class RankReport:
         """Listens for SIGUSR1, writes the first status and starts the thread."""
         with contextlib.suppress(OSError):
             self._place.log.parent.mkdir(parents=True, exist_ok=True)
-            self._stacks = _listen_for_stacks(self._place)
+            _listen_for_stacks(self._place)
         with contextlib.suppress(OSError):
             self._place.flight.unlink(missing_ok=True)  # of an earlier attempt
         self._answered = _read_nonce(self._request)
@@ -148,17 +146,12 @@ class RankReport:
             self._thread.start()
 
     def close(self) -> None:
-        """Writes the last status; stacks go to standard error from here on."""
+        """Writes the last status."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=1.0)
         if not self._thread.is_alive():
             self._write()
-        if self._stacks is not None:
-            with contextlib.suppress(OSError, ValueError):
-                faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=False)
-            self._stacks.close()
-            self._stacks = None
 
     @property
     def _request(self) -> Path:
@@ -166,13 +159,10 @@ class RankReport:
 
     def _watch(self) -> None:
         """Life of the thread."""
-        next_request = 0.0
         while not self._stop.wait(STATUS_INTERVAL_S):
             if self._status.facts() != self._written:
                 self._write()
-            if time.monotonic() >= next_request:
-                next_request = time.monotonic() + REQUEST_INTERVAL_S
-                self._answer()
+            self._answer()
 
     def _write(self) -> None:
         self._written = self._status.facts()
@@ -188,15 +178,11 @@ class RankReport:
         _replace(self._place.flight, {"nonce": nonce, **self._fixed, "at_ns": time.time_ns(), **record})
 
 
-def _listen_for_stacks(place: RankPlace) -> TextIO:
-    """The open .stacks file, into which SIGUSR1 now writes."""
-    stream = place.stacks.open("a", encoding="utf-8", errors="replace")
-    with contextlib.suppress(OSError):
-        place.stacks.chmod(0o600)
-    faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True, chain=False)
-    stream.write(f"# rank {place.rank}, pid {os.getpid()}\n")
-    stream.flush()
-    return stream
+def _listen_for_stacks(place: RankPlace) -> None:
+    """From now on SIGUSR1 writes into the .stacks file, which stays open as long as the process lives."""
+    descriptor = os.open(place.stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True, chain=False)
+    os.write(descriptor, f"# rank {place.rank}, pid {os.getpid()}\n".encode())
 
 
 def _read_nonce(path: Path) -> str | None:

@@ -38,18 +38,16 @@ def wait_here():
     time.sleep(60)
 sys.exit(run_rank(RunFolder(Path(sys.argv[1])), body))
 """
-# A rank that ends with an error, and waits in the destructor of a process group if it may.
-FAILING = """
-import sys, threading, time
-from pathlib import Path
+# The target of torchrun around a rank that works so; of one that fails a thread would never end.
+TARGET = """
+import threading, time
 from engine.config.errors import ConfigError
-from engine.runs.folder import RunFolder
-from engine.training.rank.process import leave, run_rank
-def body(status):
+from engine.train import main
+def fail(error):
     threading.Thread(target=time.sleep, args=(600,)).start()
     print("without an end", end="")
-    raise ConfigError("no")
-leave(run_rank(RunFolder(Path(sys.argv[1])), body))
+    raise error
+main(lambda run, status: {})
 """
 
 
@@ -179,14 +177,26 @@ def test_a_rank_shows_its_stacks_and_lives_on(tmp_path: Path) -> None:
         process.wait()
 
 
-def test_a_rank_whose_log_is_on_a_full_disk_leaves_with_its_exit_code(tmp_path: Path) -> None:
-    log = tmp_path / "logs" / "n" / "rank0000.log"
+@pytest.mark.parametrize(
+    ("work", "code", "ended"),
+    [
+        ("fail(ConfigError('no'))", 2, "ConfigError"),
+        ("fail(KeyboardInterrupt())", 130, "KeyboardInterrupt"),
+        ("None", 0, "ok"),
+    ],
+)
+def test_a_rank_leaves_with_its_exit_code_although_its_log_is_on_a_full_disk(
+    tmp_path: Path, work: str, code: int, ended: str
+) -> None:
+    run = create_run(tmp_path / "test" / "20260101-000000-abcdef", {"config.yaml": ""})
+    log = run.log_path("n", 0)
     log.parent.mkdir(parents=True)
     log.symlink_to("/dev/full")
-    environment = {**os.environ, "RANK": "0", "BURST_NODE": "n", "BURST_RANK_LOGS": "1", "PYTHONUNBUFFERED": ""}
-    command = [sys.executable, "-c", FAILING, str(tmp_path)]
-    assert subprocess.run(command, cwd=ROOT, env=environment, timeout=200).returncode == 2
-    assert read(log.with_suffix(".error.json"))["message"] == "no"
+    surroundings = {"RANK": "0", "BURST_NODE": "n", "BURST_RANK_LOGS": "1", "PYTHONUNBUFFERED": ""}
+    command = [sys.executable, "-c", TARGET.replace("{}", work), str(run.path / "config.yaml")]
+    assert subprocess.run(command, cwd=ROOT, env=os.environ | surroundings, timeout=200).returncode == code
+    assert read(log.with_suffix(".status.json"))["ended"] == ended
+    assert [error["message"] for error in run.rank_errors()] == ["no"] * (code == 2)
 
 
 def test_waits_add_up_and_are_taken_once() -> None:

@@ -95,6 +95,8 @@ def test_a_run_leaves_rows_states_and_a_summary_and_no_rank_keeps_the_rows(
         "deterministic": False,
         "peak_flops_per_device": 1e12,
         "peak_flops_source": "config: train.peak_flops_per_device",
+        "peak_memory_source": "resident set of the process, peak since its start",
+        "peak_memory_bytes": max(row["peak_memory_bytes"] for row in rows),
         "final_train_loss": rows[-1]["loss"],
         "final_validation_loss": rows[-1]["validation_loss"],
         "final_validation_bits_per_byte": rows[-1]["validation_bits_per_byte"],
