@@ -10,6 +10,7 @@ import pytest
 from engine.config.errors import ConfigError
 from engine.data.build import Progress
 from engine.runs.folder import RunFolder, create_run
+from engine.training.guard import Verdict
 from engine.training.rank.process import RankStatus
 from engine.training.rank.recorder import Recorder, open_tensorboard, progress_line
 
@@ -63,6 +64,49 @@ def test_rank_0_writes_and_other_ranks_only_keep_their_phase(
     recorder(run).step(ROW, 10)
     assert run.read_metrics() == [ROW]
     assert capsys.readouterr().out.count("step 3/10") == 1
+
+
+def test_what_happens_is_an_event_for_programs_and_a_line_for_people(
+    run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = recorder(run)
+    writer.phase("train")
+    writer.announce_faults(["nan on rank 1 at step 3"])
+    writer.preparing(Progress("survey", 1))
+    writer.preparing(Progress("survey", 2))
+    writer.note("a disk is slow")
+    writer.kernel_chosen("cpu_flash", "auto", {"fa3": "runs on cuda only"})
+    writer.restored(4, "a run")
+    writer.saved(5, 3 << 19, 0.25, 1.5)
+    writer.dropped(6, Verdict("skip", "the loss is nan"), range(8, 12))
+    writer.evaluated({"step": 5, "validation_loss": 2.0})
+    assert [{key: value for key, value in event.items() if key != "at"} for event in run.read_events()] == [
+        {"kind": "phase", "phase": "train"},
+        {"kind": "fault_injected", "fault": "nan on rank 1 at step 3"},
+        {"kind": "note", "message": "a disk is slow"},
+        {"kind": "attention_kernel", "name": "cpu_flash", "reason": "auto", "others": {"fa3": "runs on cuda only"}},
+        {"kind": "restored", "step": 4, "run_id": "a run"},
+        {"kind": "checkpoint", "step": 5, "bytes": 3 << 19, "stall_s": 0.25, "seconds": 1.5},
+        {
+            "kind": "dropped",
+            "step": 6,
+            "reason": "the loss is nan",
+            "reaction": "skip",
+            "first_sample": 8,
+            "last_sample": 11,
+        },
+    ]
+    assert run.read_metrics() == [{"step": 5, "validation_loss": 2.0}]
+    assert capsys.readouterr().out.splitlines() == [
+        "warning: BURST_FAULT is set: nan on rank 1 at step 3",
+        "prepare data: survey",
+        "note: a disk is slow",
+        "attention kernel cpu_flash (auto)",
+        "going on after step 4, from a checkpoint of a run",
+        "checkpoint of step 5: 1.5 MiB in 1.50 s, training stood 0.25 s",
+        "step 6 is dropped (skip): the loss is nan; samples 8 to 11",
+        "step 5  validation_loss 2.0000",
+    ]
 
 
 def test_every_report_of_a_preparation_shows_that_it_goes_on(run: RunFolder) -> None:

@@ -21,6 +21,7 @@ from testkit.whole_runs import create_run_of, train_on_rank, trained, whole_conf
 from engine.config.errors import ConfigError
 from engine.config.settings import DataConfig, RunConfig
 from engine.parallel.mesh import build_mesh
+from engine.planning.time.flops import count_parameters
 from engine.runs.folder import RunFolder
 from engine.runs.summary import MAXIMA, MEDIANS, config_facts
 from engine.training.rank.process import RankStatus
@@ -89,6 +90,9 @@ def test_a_run_leaves_rows_states_and_a_summary_and_no_rank_keeps_the_rows(
         "step_time_s_n": 3,
         **config_facts(config),
         "world_size": 2,
+        "parameters": count_parameters(config.model).total,
+        "topology": {"nodes": 1, "local_ranks": 2},
+        "device": "cpu",
         "attention_preset": "burst",
         "attention_kernel": "cpu_flash",
         "attention_kernel_reason": "auto: the first that can of cpu_flash on cpu",
@@ -105,6 +109,8 @@ def test_a_run_leaves_rows_states_and_a_summary_and_no_rank_keeps_the_rows(
     }
     assert {key: summary[key] for key in expected} == expected
     assert summary["attention"]["layout"] == "zigzag"
+    of_a_rank = rows[0]["model_tflops_per_device"] * rows[0]["step_time_s"] * 1e12
+    assert summary["flops_per_step"]["model"] == pytest.approx(2 * of_a_rank)
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
