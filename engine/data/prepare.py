@@ -38,7 +38,6 @@ from engine.data.tokenizers import (
 from engine.runs.files import cache_folder, hash_json, new_folder, remove_folder
 from engine.runs.records import json_text, require_json_object
 
-PREPARED_FORMAT = "burst-prepared"
 PREPARED_FILE = "prepared.json"
 VERSION = 1  # raise it when the same text would give other tokens
 _WORDS = {"version": "burst's data format", "files_hash": "source files", "tokenizer_hash": "tokenizer"}
@@ -158,7 +157,7 @@ def _check_same(folder: Path, wanted: dict[str, Any]) -> None:
     facts = require_json_object(path, "facts about prepared data", DataError)
     made = facts.get("identity")
     before = made.get("config") if isinstance(made, dict) else None
-    if facts.get("format") != PREPARED_FORMAT or not isinstance(made, dict) or not isinstance(before, dict):
+    if not isinstance(made, dict) or not isinstance(before, dict):
         raise DataError(f"{path} was not written by burst. Name another data.prepared_dir, or remove this folder.")
     now = wanted["config"]
     changed = [
@@ -201,8 +200,8 @@ def _build_folder(
             tokenizer = build(work, config, source, progress)
             if make_identity(config, open_source(config)) != identity:
                 raise DataError("the source files changed while they were read. Run again when nothing writes to them.")
-            facts = {"format": PREPARED_FORMAT, "identity": identity, "tokenizer": tokenizer.name}
-            (work / PREPARED_FILE).write_text(json_text(facts | {"source": source.description}))
+            facts = {"identity": identity, "tokenizer": tokenizer.name, "source": source.description}
+            (work / PREPARED_FILE).write_text(json_text(facts))
     except OSError as error:
         # Another process was faster (on a file system without locks): its data is as good as ours.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):

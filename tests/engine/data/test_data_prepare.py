@@ -179,7 +179,7 @@ def test_damaged_cache_is_made_again_and_a_damaged_chosen_folder_named(corpus: P
     (prepare(chosen).path / "train" / "manifest.json").unlink()
     with pytest.raises(DataError, match="no manifest at"):
         prepare(chosen)
-    (tmp_path / "out/prepared.json").write_text('{"format": "burst-prepared", "identity": {"config": []}}')
+    (tmp_path / "out/prepared.json").write_text('{"identity": {"config": []}}')
     with pytest.raises(DataError, match="was not written by burst"):
         prepare(chosen)
 
