@@ -19,7 +19,7 @@ from cluster.launch.manifest import JOB_FILE, job_text
 from cluster.launch.pod import pod_node
 from cluster.launch.pods import KubernetesJob, PodLink
 from cluster.launch.queue import Granted, await_granted
-from cluster.launch.runner import Asked, PlainSurvey
+from cluster.launch.runner import Asked, NamedNodes, PlainSurvey
 from cluster.launch.scheduler import SchedulerError
 from cluster.plan import LaunchPlan, assemble_plan, with_files, with_ranks
 from cluster.plan_nodes import NodesBuilder, Site, socket_variable
@@ -80,10 +80,9 @@ def quantity_bytes(text: str) -> int:
     return int(float(found[1]) * (1024 if found[3] else 1000) ** _UNITS[found[2]])
 
 
-class KubernetesRunner:
-    """See `Runner`."""
+class KubernetesRunner(NamedNodes):
+    """See `Runner`. Pods have the names that the plan gives them."""
 
-    is_here = takes_nodes = False
     is_queued = True
 
     def survey(self, config: RunConfig, asked: Asked) -> KubernetesSurvey:
@@ -92,9 +91,6 @@ class KubernetesRunner:
             with asked.busy("asking the cluster"):
                 Kubectl(config.cluster.kubernetes).check()
         return KubernetesSurvey(config, asked.module)
-
-    def with_nodes(self, plan: LaunchPlan) -> LaunchPlan:
-        return plan
 
     def links(self, plan: LaunchPlan, run: RunFolder) -> list[NodeLink]:
         job = KubernetesJob(plan, run)
@@ -117,9 +113,6 @@ class KubernetesRunner:
             return LaunchOutcome("failed", error.exit_code, failure)
         run.record(job=job.name)
         return await_granted(job.watch(), run, observer, stop)
-
-    def goes_on(self, outcome: LaunchOutcome) -> bool:
-        return False
 
 
 RUNNER = KubernetesRunner()

@@ -124,10 +124,9 @@ class Voice:
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
             file.seek(self._offsets.get(path, 0))
             for line in file:
-                if not (final or line.endswith(b"\n")):
-                    break
-                self._offsets[path] = self._offsets.get(path, 0) + len(line)
-                _print(prefix.encode() + line.rstrip(b"\n"))
+                if final or line.endswith(b"\n"):
+                    self._offsets[path] = self._offsets.get(path, 0) + len(line)
+                    _print(prefix.encode() + line.rstrip(b"\n"))
 
     def _say_document(self, path: Path, name: str) -> None:
         with contextlib.suppress(OSError, ValueError):

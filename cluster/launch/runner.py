@@ -117,7 +117,9 @@ class NamedNodes:
     def with_nodes(self, plan: LaunchPlan) -> LaunchPlan:
         return plan
 
-    def await_nodes(self, *_: object, start: bool) -> tuple[LaunchPlan, Sequence[NodeLink]] | LaunchOutcome | None:
+    def await_nodes(
+        self, plan: LaunchPlan, run: RunFolder, observer: LaunchObserver, stop: StopRequests, *, start: bool
+    ) -> tuple[LaunchPlan, Sequence[NodeLink]] | LaunchOutcome | None:
         return None
 
     def goes_on(self, outcome: LaunchOutcome) -> bool:

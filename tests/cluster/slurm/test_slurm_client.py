@@ -9,7 +9,9 @@ from testkit.fake_plan import node_facts
 from testkit.machine_clock import machine_time
 from testkit.waiting import wait_for
 
+from cluster.launch.runner import Asked
 from cluster.launch.scheduler import SchedulerError
+from cluster.launch.slurm import RUNNER
 from cluster.slurm.client import SlurmClient, client_environment, gres_gpus
 from cluster.slurm.job import SlurmJob
 from cluster.slurm.plan import build_slurm_plan
@@ -292,6 +294,21 @@ def test_without_a_partition_the_default_counts_or_that_of_the_environment(fake)
 
     assert client.partition_gpus() == 8
     assert SlurmClient({**client.environment, "SBATCH_PARTITION": "small"}).partition_gpus() == 2
+
+
+def test_a_launch_asks_slurm_for_gpus_only_where_the_settings_do_not_tell(fake, tmp_path, monkeypatch):
+    asked = tmp_path / "asked"
+    fake("sinfo", f'echo "$2" >>{asked}; echo "gpu* gpu:8"')
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    configs = [RunConfig(cluster=ClusterConfig(num_nodes=1, backend=backend)) for backend in ("auto", "gloo")]
+
+    assert [RUNNER.survey(config, Asked()).partition_gpus for config in configs] == [8, 0]
+    assert asked.read_text().splitlines() == ["--format=%P %G", "--format=%P"]
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert RUNNER.survey(configs[0], Asked(dry_run=True)).partition_gpus == 0
+    for config in configs:
+        with pytest.raises(SchedulerError, match="sinfo not found"):
+            RUNNER.survey(config, Asked())
 
 
 def test_restarts_in_a_row_are_limited_and_a_further_checkpoint_counts_them_anew(tmp_path):
