@@ -126,7 +126,7 @@ def run_rank(kind: type[Item], argv: Sequence[str], measure: Callable[[Item, tor
     start_process_group(device, placement, store=store, timeout=_TIMEOUT)
     found = measure(cell, device)
     if placement.rank == 0:
-        (folder / RESULT_FILE).write_text(json.dumps(found), encoding="utf-8")
+        (folder / RESULT_FILE).write_text(json.dumps(found))
     dist.barrier()  # rank 0 holds the store that the others' watchdogs ask until they leave
     dist.destroy_process_group()
     return 0

@@ -57,7 +57,7 @@ def measure_cell(cell: Any, program: RankProgram) -> dict[str, Any]:
         folder = Path(name)
         write_cell(cell, folder)
         run_ranks(program, cell.setup, folder)
-        result: dict[str, Any] = json.loads((folder / RESULT_FILE).read_text(encoding="utf-8"))
+        result: dict[str, Any] = json.loads((folder / RESULT_FILE).read_text())
         return result
 
 

@@ -181,11 +181,11 @@ def check_points(variants: Iterable[str], masks: Iterable[str]) -> None:
 
 def write_cell(cell: object, folder: Path) -> None:
     """Write a cell, a dataclass with a `setup`, where the ranks look for it."""
-    (folder / CELL_FILE).write_text(json.dumps(to_plain(cell)), encoding="utf-8")
+    (folder / CELL_FILE).write_text(json.dumps(to_plain(cell)))
 
 
 def read_cell(cls: type[CellT], folder: Path) -> CellT:
     """The cell that `write_cell` wrote."""
-    cell, _ = read_dataclass(cls, json.loads((folder / CELL_FILE).read_text(encoding="utf-8")))
+    cell, _ = read_dataclass(cls, json.loads((folder / CELL_FILE).read_text()))
     assert isinstance(cell, cls)
     return cell
