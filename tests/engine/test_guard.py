@@ -71,12 +71,12 @@ def test_a_dropped_loss_does_not_move_the_limit() -> None:
     assert guard.limit() == before
 
 
-def test_too_many_in_a_row_stop_the_run() -> None:
-    guard = settled()
-    for step in range(50, 50 + MOST_IN_A_ROW):
-        assert guard.judge(step, 9.0, 1.0).action == "skip"
+def test_too_many_in_a_row_stop_the_run_from_its_first_step_on() -> None:
+    guard = Guard(GuardConfig(on_nonfinite="skip"))
+    for step in range(MOST_IN_A_ROW):
+        assert guard.judge(step, math.nan, 1.0).action == "skip"
     with pytest.raises(RunError, match="5 steps before it were dropped without progress"):
-        guard.judge(50 + MOST_IN_A_ROW, 9.0, 1.0)
+        guard.judge(MOST_IN_A_ROW, math.nan, 1.0)
 
 
 def test_a_step_that_is_taken_begins_the_count_anew() -> None:
