@@ -22,7 +22,6 @@ from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.sequence.layers import attention_layers
 from engine.planning.sequence.layout import Layout
-from engine.planning.time.costs import visible_pairs
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
@@ -107,7 +106,7 @@ class RingRank:
     @property
     def pairs(self) -> int:
         """Visible pairs of its forward plan, per head."""
-        return sum(visible_pairs(tile) for tile in self.runtime.forward.tiles())
+        return sum(tile.band.area() for tile in self.runtime.forward.tiles())
 
     def forward(self, x: Inputs) -> tuple[Tensor, SavedAttention]:
         """(out, what backward needs), as a layer calls it."""
