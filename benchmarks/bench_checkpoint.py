@@ -20,6 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.arguments import at_least_1
 from benchmarks.checkpoint.rank import CheckpointCell
 from engine.bench.ranks import RankProgram, measure_cell
 from engine.bench.spec import RankSetup, Rounds
@@ -47,9 +48,9 @@ def main(argv: Sequence[str]) -> int:
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mib", type=int, default=400, help="size of the state over all ranks")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5, help="saves of each kind, after one that does not count")
+    parser.add_argument("--mib", type=at_least_1, default=400, help="size of the state over all ranks")
+    parser.add_argument("--ranks", type=at_least_1, default=2)
+    parser.add_argument("--repeats", type=at_least_1, default=5, help="saves of each kind, but one that does not count")
     parser.add_argument("--target", type=Path, default=None, help="a folder to save under; default: a temporary one")
     parser.add_argument("--output", type=Path, default=None, metavar="FILE.json")
     return parser.parse_args(argv)

@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from testkit.image_rig import LauncherEngine, launcher_engine, noise, prose, tar_of  # noqa: E402
 
+from benchmarks.arguments import at_least_1  # noqa: E402
 from cluster.testbed.build import Testbed, up  # noqa: E402
 from cluster.testbed.spec import TestbedSpec, parse_rate  # noqa: E402
 from cluster.testbed.teardown import tear_down  # noqa: E402
@@ -139,10 +140,10 @@ def verdicts(size: int, rate_bytes: float, turns: Sequence[Turn]) -> dict[str, A
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--nodes", type=at_least_1, default=4)
     parser.add_argument("--rate", default="200mbit")
-    parser.add_argument("--layer-mib", type=int, default=55, help=f"of each of {LAYERS} layers")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--layer-mib", type=at_least_1, default=55, help=f"of each of {LAYERS} layers")
+    parser.add_argument("--repeats", type=at_least_1, default=2)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     rate = parse_rate(arguments.rate)

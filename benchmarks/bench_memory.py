@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import at_least_1
 from benchmarks.memory.cell import MemoryCell
 from benchmarks.memory.report import claims, complete_rows, loss_spread, markdown
 from engine.bench.ranks import RankProgram, measure_cell
@@ -50,16 +51,16 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seq-lens", default="4096,8192,16384")
     parser.add_argument("--policies", default=POLICIES, help="points of the configuration group memory")
     parser.add_argument("--preset", default="burst", help="a point of attention, as for burst bench")
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--nodes", type=int, default=1, help="nodes that the ranks are taken to lie on")
-    parser.add_argument("--threads", type=int, default=1, help="threads of every rank")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=4, help="query heads; the model's width is heads * head-dim")
-    parser.add_argument("--kv-heads", type=int, default=None, help="default: as many as heads")
+    parser.add_argument("--ranks", type=at_least_1, default=4)
+    parser.add_argument("--nodes", type=at_least_1, default=1, help="nodes that the ranks are taken to lie on")
+    parser.add_argument("--threads", type=at_least_1, default=1, help="threads of every rank")
+    parser.add_argument("--layers", type=at_least_1, default=4)
+    parser.add_argument("--heads", type=at_least_1, default=4, help="query heads; the width is heads * head-dim")
+    parser.add_argument("--kv-heads", type=at_least_1, default=None, help="default: as many as heads")
     parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--vocab-size", type=int, default=1024)
+    parser.add_argument("--vocab-size", type=at_least_1, default=1024)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each policy")
+    parser.add_argument("--repeats", type=at_least_1, default=5, help="timed steps of each policy")
     parser.add_argument("--warmup", type=int, default=1, help="steps of each policy before that")
     parser.add_argument("--output", type=Path, default=None, metavar="FILE.json")
     return parser.parse_args(argv)

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.arguments import at_least_1
 from cluster.testbed.network import namespace_prefix
 from engine.bench.environment import environment
 
@@ -79,9 +80,9 @@ CASES = (
 def main() -> int:
     """The exit code: 1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8, help="of every run; the first three do not count")
+    parser.add_argument("--steps", type=at_least_1, default=8, help="of every run; the first three do not count")
     parser.add_argument("--seconds", type=float, default=12.0, help="of every measurement of the machine")
-    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="these runs, counted from 1")
+    parser.add_argument("--only", type=at_least_1, nargs="+", metavar="N", help="these runs, counted from 1")
     parser.add_argument("--output", type=Path, help="where the results go, as JSON")
     options = parser.parse_args()
     cases = [case for number, case in enumerate(CASES, 1) if options.only is None or number in options.only]

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.arguments import at_least_1
 from benchmarks.peers.methods import COUNTERPARTS, PEERS
 from engine.bench.ranks import RankProgram, measure_cell
 from engine.bench.spec import AttentionCell, HeadShape, RankSetup, Rounds, check_points
@@ -35,12 +36,12 @@ def main(argv: Sequence[str]) -> int:
     """The exit code: 0 ok, 1 a rank failed, 2 usage."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq-lens", default="4096")
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--nodes", type=int, default=1, help="nodes that our presets take the ranks to lie on")
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--ranks", type=at_least_1, default=4)
+    parser.add_argument("--nodes", type=at_least_1, default=1, help="nodes that our presets take the ranks to lie on")
+    parser.add_argument("--heads", type=at_least_1, default=8)
+    parser.add_argument("--kv-heads", type=at_least_1, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=at_least_1, default=5)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--ours", default=None, help="presets as for burst bench; default: all, and what peers do")
     parser.add_argument("--peers", default=",".join(PEERS), help="default: all")

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.arguments import at_least_1
 from benchmarks.step.variants import (
     CHECKPOINT_REFERENCE,
     PEERS,
@@ -193,17 +194,17 @@ def print_best(best: dict[str, Any]) -> None:
 def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each variant")
+    parser.add_argument("--repeats", type=at_least_1, default=5, help="timed steps of each variant")
     parser.add_argument("--warmup", type=int, default=1, help="steps of each variant before that")
-    parser.add_argument("--threads", type=int, default=None, help="threads of torch; default: as torch chooses")
+    parser.add_argument("--threads", type=at_least_1, default=None, help="threads of torch; default: as torch chooses")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--output", type=Path, default=None, metavar="FILE.json", help="write the results here")
-    parser.add_argument("--seq-len", type=int, default=8192)
-    parser.add_argument("--vocab-size", type=int, default=32768)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--heads", type=int, default=8, help="query heads; the model's width is heads * head-dim")
-    parser.add_argument("--kv-heads", type=int, default=None, help="default: as many as heads")
+    parser.add_argument("--seq-len", type=at_least_1, default=8192)
+    parser.add_argument("--vocab-size", type=at_least_1, default=32768)
+    parser.add_argument("--layers", type=at_least_1, default=8)
+    parser.add_argument("--heads", type=at_least_1, default=8, help="query heads; the width is heads * head-dim")
+    parser.add_argument("--kv-heads", type=at_least_1, default=None, help="default: as many as heads")
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument(
         "--variants", default=DEFAULT_VARIANTS, help=f"burst, burst:POLICY[:FIELD=VALUE]..., {', '.join(PEERS)}"

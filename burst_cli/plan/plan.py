@@ -53,7 +53,7 @@ CompareOption = Annotated[
     str | None, typer.Option("--compare", metavar="NAME,NAME", help="Plan these options of attention= side by side.")
 ]
 PriceOption = Annotated[
-    float | None, typer.Option("--price", min=0, help="Of one device hour, for the cost of the run.")
+    float | None, typer.Option("--price", min=0, max=1e9, help="Of one device hour, for the cost of the run.")
 ]
 DetailsOption = Annotated[
     bool, typer.Option("--details", help="All of it: steps, bytes, buffers, memory by component, what was chosen from.")

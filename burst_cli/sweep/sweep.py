@@ -43,7 +43,7 @@ def sweep(
         str | None, typer.Option("--name", help="Begins the sweep's id; another name runs the same cells anew.")
     ] = None,
     price: Annotated[
-        float | None, typer.Option("--price", min=0, help="Cost of one device hour, for the estimate.")
+        float | None, typer.Option("--price", min=0, max=1e9, help="Cost of one device hour, for the estimate.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

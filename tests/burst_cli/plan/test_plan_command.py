@@ -209,6 +209,7 @@ MISTAKES = [
     (["exp=tiny", "--device", "cpu", "--picture", "/etc/passwd/plan.svg"], "/etc/passwd is no folder", "--picture"),
     (["exp=tiny", "--device", "cpu", "--picture", "plan.svg", "--all"], "shows one plan", "attention=NAME"),
     (["exp=tiny", "--compare", "ring", "--price", "2"], "--price tells of one plan", "leave out --compare"),
+    (["exp=tiny", "--price", "inf"], "--price", "burst plan --help"),
     (["exp=tiny", "--all", "--details"], "--details tells of one plan", "leave out --compare and --all"),
     (["exp=tiny", "--device", "h10"], "got 'h10'", "bytes such as 80e9"),
     (["exp=tiny", "--device", "inf"], "got 'inf'", "bytes such as 80e9"),
