@@ -108,8 +108,8 @@ def strike(mode: str, status: RankStatus) -> None:
     if mode in FAULTS:
         FAULTS[mode]()
         return
-    if mode in ("hang_gil", "stop"):
-        time.sleep(0.5)  # a thread says where the rank is, and after this nobody lets it
+    if mode in ("hang_gil", "stop", "exit0"):
+        time.sleep(0.5)  # a thread says where the rank is, and then nobody lets it; less of a life is not seen
     step = status.step or 0
     faults = Faults([Fault(mode, 0, step, seconds=0.3)])
     faults.at_forward(step)
