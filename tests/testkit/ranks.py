@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import gc
 import importlib
 import multiprocessing
@@ -270,6 +271,7 @@ def _worker(rank: int, world_size: int, pipe: Connection, log: str) -> None:
             call = _receive(pipe)
         except (EOFError, ConnectionResetError, KeyboardInterrupt):
             os._exit(0)
+        faulthandler.register(signal.SIGUSR1, all_threads=True)  # again: the frame of a rank takes the signal
         with _lines_belong_to(call.test):
             reply = _guarded(_execute, call)
         _send(pipe, reply)
@@ -300,8 +302,6 @@ def _guarded(function: Callable[..., Any], *args: Any) -> _Reply:
 
 def _redirect_output(log: str) -> None:
     """Sends stdout and stderr (also of C++ code) to `log`; SIGUSR1 writes all Python stacks there."""
-    import faulthandler
-
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
