@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -20,6 +19,7 @@ from cluster.control.outcome import StopRequests
 from cluster.failure import failure_from_dict
 from engine.config.errors import RunError
 from engine.runs.folder import FINAL_STATES, RunFolder
+from engine.runs.provenance import python_path
 
 CONTROLLER_LOG = "controller.log"
 START, TAKE_OVER = "start", "take-over"  # what the process in the background is to do
@@ -61,8 +61,7 @@ def launch_detached(run: RunFolder, stop: StopRequests, console: Console, *, as_
 def _spawn(run: RunFolder, way: str) -> subprocess.Popen[bytes]:
     """The process in the background, in a session of its own, so that a closed terminal does not reach it."""
     # Where it is started there may be a folder of the name of a package: it must not be imported.
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     descriptor = os.open(run.path / CONTROLLER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "ab") as log:
         return subprocess.Popen(

@@ -17,12 +17,12 @@ from typing import Any
 from engine.bench.spec import RESULT_FILE, RankSetup, write_cell
 from engine.config.errors import ConfigError, RunError
 from engine.runs.process import die_with_parent
+from engine.runs.provenance import python_path
 
 _POLL_S = 0.05
 # Peers of a failed rank fail too, a moment later; what they say is an echo.
 _FAILURE_GRACE_S = 2.0
 _TAIL_LINES = 15
-_CODE_ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 @dataclass(frozen=True)
@@ -75,14 +75,13 @@ def run_ranks(program: RankProgram, setup: RankSetup, folder: Path) -> None:
 
 def rank_environment(rank: int, setup: RankSetup) -> dict[str, str]:
     """This process's environment with what a rank needs: its place, its threads and the code."""
-    path = [str(_CODE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return os.environ | {
         "RANK": str(rank),
         "WORLD_SIZE": str(setup.ranks),
         "LOCAL_RANK": str(rank % setup.local_ranks),
         "LOCAL_WORLD_SIZE": str(setup.local_ranks),
         "OMP_NUM_THREADS": str(setup.threads),
-        "PYTHONPATH": os.pathsep.join(path),
+        "PYTHONPATH": python_path(),
         "PYTHONUNBUFFERED": "1",
     }
 

@@ -82,7 +82,7 @@ def merge_kernel(
     new = tl.load(block_lse + row * block_lse_row + head * block_lse_head, mask=live, other=0.0).to(old.dtype)
     top = tl.maximum(old, new)
     top = tl.where(top == float("-inf"), 0.0, top)  # neither has a key: the sum of no exponentials is 0
-    tl.store(lse_at, top + tl.log(tl.exp(old - top) + tl.exp(new - top)), mask=live)
+    total = top + tl.log(tl.exp(old - top) + tl.exp(new - top))
     # 1 where nothing was merged yet (old is -inf), 0 where the tile has no key either.
     weight = tl.where(new == float("-inf"), 0.0, 1.0 / (1.0 + tl.exp(old - new)))
     out_at = out + (row * out_row + head * out_head)[:, None] + column[None, :]
@@ -90,6 +90,8 @@ def merge_kernel(
     merged = tl.load(out_at, mask=cell, other=0.0)
     block = tl.load(block_at, mask=cell, other=0.0).to(merged.dtype)
     tl.store(out_at, merged + weight[:, None] * (block - merged), mask=cell)
+    tl.debug_barrier()  # several threads have read each lse: none of them may find the new one
+    tl.store(lse_at, total, mask=live)
 
 
 @kernel

@@ -20,6 +20,11 @@ CODE_ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 10.0
 
 
+def python_path() -> str:
+    """PYTHONPATH of a process that runs this code, installed or not: the code before what is there already."""
+    return os.pathsep.join(filter(None, [str(CODE_ROOT), os.environ.get("PYTHONPATH")]))
+
+
 def collect_provenance() -> dict[str, Any]:
     """{collected_at, command, cwd, git, versions, hardware, image}; what cannot be found out is null.
 

@@ -16,17 +16,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import IO, Any, Literal
 
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import DataConfig, RunConfig, dump_config
 from engine.planning.methods.topology import Topology
+from engine.runs.provenance import python_path
 
 SERVER_MODULE = "engine.memory.predict"
 IDLE_S = 30.0  # for which the process waits for another request
 TIMEOUT_S = 600.0
-_CODE_ROOT = Path(__file__).resolve().parents[2]
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -95,8 +94,7 @@ class Predictor:
             return
         self.close()  # the files of one that has ended
         # Tensors have no values there, and a GPU is not needed: it must not be touched while it is in use.
-        path = os.pathsep.join([str(_CODE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment = {**os.environ, "PYTHONPATH": python_path(), "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-m", self._module]
         pipe = subprocess.PIPE
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 it lives as long as the process

@@ -88,6 +88,17 @@ def test_kernels_read_16_bytes_at_once_round_to_nearest_and_spill_nothing(
     assert stack_bytes(kernel.asm["cubin"], tmp_path) == 0
 
 
+def test_no_thread_writes_an_lse_that_another_still_has_to_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Merging overwrites lse, each of which several warps read: one store, behind a barrier behind all loads."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    ptx = compiled(*KERNELS["merge"], "bf16").asm["ptx"]
+    order = "".join(re.findall(r"ld\.global|st\.global|bar(?=\.sync)", ptx))
+    *_, stores = re.sub(r"ld\.global", "L", order).replace("st.global", "S").split("bar")
+    assert stores == "S"
+
+
 @pytest.mark.parametrize(
     "name", ["gradient", "statistics", "swiglu backward", "rotate", "merge", "add kv", "norm backward 4096"]
 )

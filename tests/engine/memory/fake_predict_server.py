@@ -30,7 +30,7 @@ for number, line in enumerate(sys.stdin, start=1):
                 "rank": number,
                 "device_peak_bytes": os.getpid(),
                 "host_peak_bytes": 0,
-                "phase": "loss",
+                "phase": os.environ["PYTHONPATH"].split(os.pathsep)[0],
                 "components": {"device": {"loss": 7}, "host": {}},
                 "phase_peaks": {},
                 "reserve_bytes": 5,
