@@ -3,8 +3,8 @@
 Parts: tiles (kernels beside published figures), blocked (a ring's work on one device against one kernel), loss,
 elementwise, offload, parity (several ranks on one device), steps (training steps of a Llama-8B shape, memory against
 its prediction). Results are written after every measurement: gpu_DEVICE_YYYYMM.json and .md, with --only
-gpu_DEVICE_YYYYMM_WHAT. What fails is a row with
-its error; the exit code is 1 when a part gave nothing but failures.
+with the parts' names added. What fails is a row with its error; the exit code is 1 when a part gave nothing but
+failures.
 
     python -m benchmarks.bench_gpu
     python -m benchmarks.bench_gpu --device cpu --size small --budget-s 60 --output-dir /tmp/gpu

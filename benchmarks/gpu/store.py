@@ -14,13 +14,13 @@ from engine.runs.records import replace_json
 
 
 def result_stem(device_name: str, date: str, only: Sequence[str] = ()) -> str:
-    """gpu_DEVICE_YYYYMM: of a device as its driver names it, and an ISO date; with _WHAT for a session of some parts,
+    """gpu_DEVICE_YYYYMM: of a device as its driver names it, and an ISO date; _PART of each part of a session of some,
     which must not replace one of all.
     """
     words = re.sub(r"\([^)]*\)|\b(NVIDIA|Intel|AMD|CPU|Processor|\d+-Core)\b|@.*", " ", device_name)
     short = re.sub(r"[^a-z0-9]+", "", words.lower()) or "unknown"
-    what = "_".join(re.sub(r"[^a-z0-9]+", "", entry.lower()) for entry in only)
-    return "_".join(filter(None, ("gpu", short, f"{date[:4]}{date[5:7]}", what)))
+    parts = dict.fromkeys(entry.partition(":")[0] for entry in only)
+    return "_".join(("gpu", short, f"{date[:4]}{date[5:7]}", *parts))
 
 
 def write_document(document: Mapping[str, Any], folder: Path) -> tuple[Path, Path]:
