@@ -22,7 +22,6 @@ LITTLE_DISK_BYTES = 2**30
 MUCH_MEMORY = 0.95
 HOT_C = 90.0
 _RANK_STATES = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead", "gone": "gone"}
-_NOT_THROTTLED = ("none", "not active", "0x0000000000000000")
 _COLUMNS = (
     Column("node", 0, is_number=False),
     Column("state", 1, is_number=False),
@@ -150,8 +149,8 @@ def _warn_notes(status: NodeStatus, health: Mapping[str, Any]) -> list[str]:
         notes.append(f"disk nearly full: {binary_bytes(free)} free")
     for gpu in rows(health, "gpus"):
         name = f"GPU {number(gpu, 'index') or 0:.0f}"
-        heat, throttle = number(gpu, "temperature_c"), word(gpu, "throttle", 40)
-        if throttle and throttle.lower() not in _NOT_THROTTLED:
+        heat, throttle = number(gpu, "temperature_c"), word(gpu, "throttle", 80)
+        if throttle:
             notes.append(f"{name} is throttled: {throttle}")
         elif heat is not None and heat >= HOT_C:
             notes.append(f"{name} has {heat:.0f} °C")

@@ -12,6 +12,7 @@ line "# rank N, pid P" with the number that the rank itself knows.
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,13 @@ from cluster.agent.processes import Entry, Helpers, Rank, inner_pids, read_entry
 INTERVAL_S = 5.0
 _QUERY_S = 10.0
 _STALE_S = 30.0  # what nvidia-smi said so long ago is no news
+# What holds clocks down that ought to be full, by its bit (NVML): idling, set clocks and the power limit are normal.
+SLOWDOWNS = {
+    0x08: "hw slowdown",
+    0x20: "sw thermal slowdown",
+    0x40: "hw thermal slowdown",
+    0x80: "hw power brake slowdown",
+}
 _QUERY = "index,utilization.gpu,memory.used,temperature.gpu,clocks.sm,{}"
 # The driver renamed the field at 535.54.03.
 _THROTTLE = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
@@ -128,10 +136,15 @@ def parse_gpus(text: str) -> list[Document]:
                 "memory_used_mib": used,
                 "temperature_c": temperature,
                 "sm_clock_mhz": clock,
-                "throttle": fields[5] if fields[5].startswith("0x") else None,
+                "throttle": _slowdowns(fields[5]),
             }
         )
     return gpus
+
+
+def _slowdowns(mask: str) -> Optional[str]:
+    active = int(mask, 16) if re.fullmatch("0x[0-9a-fA-F]{1,16}", mask) else 0
+    return ", ".join(name for bit, name in SLOWDOWNS.items() if active & bit) or None
 
 
 def _number(text: str) -> Optional[int]:

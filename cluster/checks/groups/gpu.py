@@ -7,18 +7,13 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
+from cluster.agent.health import SLOWDOWNS
 from cluster.checks.finding import Check, Finding, Verdict
 from cluster.checks.group import AbsentError, CheckGroup, Judge
 from cluster.survey.facts import NodeFacts
 from cluster.survey.nvidia_smi import LSPCI, SMI, Gap, GapError, Gpu, SmiFailure, SmiLog
 
 REMAPPED_ROWS_WARN = 512  # rows replaced; the spare ones run out
-# The ends of elements' names; their beginning changed with driver 535. Idle, clocks as set and at the power limit are
-# normal; the others warn, and what the hardware does to save itself fails.
-_THROTTLE_REASONS = (
-    *("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"),
-    *("sw_thermal_slowdown", "sync_boost", "display_clocks_setting"),
-)
 _DMESG = "look for NVRM and Xid in `dmesg` on the node"
 _RESET = "drain the node and reset the GPU (`nvidia-smi --gpu-reset -i N`) or reboot"
 _REMEDIES = {
@@ -107,7 +102,7 @@ def check_nvidia_smi(check: Check, facts: NodeFacts) -> list[Finding]:
     """nvidia-smi answers, whole and in time. A driver that hangs here hangs in training, too."""
     if isinstance(facts.smi, SmiLog):
         if not facts.smi.notes:
-            return [check.ok(f"{len(facts.gpus)} GPUs answer")]
+            return [check.ok("nvidia-smi answers")]
         note = facts.smi.notes[0]
         return [check.expecting("no warnings").warn(f"nvidia-smi warns: {note}", _DMESG, note)]
     trouble = facts.smi
@@ -149,7 +144,7 @@ def check_count(check: Check, facts: NodeFacts) -> list[Finding]:
     expected = facts.config.expected.gpus
     wanted = max(counts.values()) if expected is None else expected
     if set(counts.values()) == {wanted} and wanted:
-        return [check.ok(f"{wanted} GPUs")]
+        return [check.ok(str(wanted))]
     observed = ", ".join(f"{count} by {source}" for source, count in counts.items())
     seen = {gpu.address for gpu in log.gpus}
     missing = [gpu.address for gpu in facts.pci.gpus if gpu.address not in seen]
@@ -290,29 +285,26 @@ def check_row_remap(check: Check, gpu: Gpu) -> Finding | None:
 @of_each_gpu("nothing slows a GPU down", expected="full clocks")
 def check_throttle(check: Check, gpu: Gpu) -> Finding | None:
     """Nothing holds the clocks down: heat, power brake or the power supply."""
-    active = _throttle_reasons(gpu)
+    active = _slowdowns(gpu)
     if not active:
         return None
-    text = f"slowed down: {', '.join(name.replace('_', ' ') for name in active)}"
-    severity = Verdict.FAIL if any(name.startswith("hw_") for name in active) else Verdict.WARN
-    return check.finding(
-        severity, text, "check fans, air flow and power supplies of the node (BMC: sensors, event log)"
-    )
+    # What the hardware does to save itself fails.
+    severity = Verdict.FAIL if any(name.startswith("hw") for name in active) else Verdict.WARN
+    remedy = "check fans, air flow and power supplies of the node (BMC: sensors, event log)"
+    return check.finding(severity, f"slowed down: {', '.join(active)}", remedy)
 
 
-def _throttle_reasons(gpu: Gpu) -> list[str]:
-    for word in ("event", "throttle"):
-        parent = f"clocks_{word}_reasons"
-        if gpu.element.find(parent) is None:
-            continue
-        states = {name: gpu.look(f"{parent}/clocks_{word}_reason_{name}") for name in _THROTTLE_REASONS}
-        if Gap.UNREADABLE in states.values():
-            raise GapError(Gap.UNREADABLE)
-        if states["hw_slowdown"] not in ("Active", "Not Active"):
-            is_absent = states["hw_slowdown"] is Gap.NOT_SUPPORTED
-            raise GapError(Gap.NOT_SUPPORTED if is_absent else Gap.UNREADABLE)
-        return [name for name, state in states.items() if state == "Active"]
-    raise GapError(Gap.MISSING)
+def _slowdowns(gpu: Gpu) -> list[str]:
+    """Those of SLOWDOWNS that are active. Raises GapError."""
+    states = {}
+    for name in SLOWDOWNS.values():
+        end = name.replace(" ", "_")
+        # The beginning of the names changed with driver 535.
+        states[name] = gpu.look(*(f"clocks_{one}_reasons/clocks_{one}_reason_{end}" for one in ("event", "throttle")))
+    told = states["hw slowdown"]
+    if Gap.UNREADABLE in states.values() or told not in ("Active", "Not Active"):
+        raise GapError(told if told in (Gap.MISSING, Gap.NOT_SUPPORTED) else Gap.UNREADABLE)
+    return [name for name, state in states.items() if state == "Active"]
 
 
 @of_each_gpu("the default power limit")

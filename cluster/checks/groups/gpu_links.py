@@ -76,6 +76,8 @@ def check_pcie(check: Check, gpu: Gpu) -> Finding | None:
 def check_nvlink(check: Check, facts: NodeFacts) -> list[Finding]:
     """Every NVLink is up, as many per GPU as on the others, at the same speed."""
     gpus, links = facts.smi_log.gpus, read_nvlinks(facts.section(NVLINK))
+    if len(gpus) == 1:
+        return [check.skip("one GPU: there is no other to link it with")]
     if links is None:
         why = facts.section(NVLINK).trouble() or "the answer is incomplete or of an unknown form"
         raise UnreadableError("NVLinks cannot be read", why)

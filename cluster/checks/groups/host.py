@@ -168,7 +168,7 @@ def check_memlock(check: Check, facts: NodeFacts) -> list[Finding]:
     system, check = read_system(facts), check.expecting("unlimited where RDMA adapters are")
     if math.isinf(system.locked_bytes):
         return [check.ok("unlimited")]
-    text = f"{gib(system.locked_bytes)} in an SSH session"
+    text = f"{gib(system.locked_bytes)} for a session"
     if facts.in_containers:
         return [check.ok(f"{text}; containers get a limit of their own")]
     remedy = "set `* - memlock unlimited` in /etc/security/limits.d and LimitMEMLOCK=infinity for sshd"
@@ -210,8 +210,7 @@ def check_runs(check: Check, facts: NodeFacts) -> list[Finding]:
     check = check.expecting("no run is under way")
     processes, unread = read_runs(facts.section(RUNS))
     if not processes:
-        others = f" among those of this user ({unread} of others: only root may look into them)" if unread else ""
-        return [check.ok(f"none{others}")]
+        return [check.ok(f"none, but {unread} processes may not be looked into" if unread else "none")]
     runs = sorted({process.run_id for process in processes})
     return [_run(check.on(one_line(run, 100)), [one for one in processes if one.run_id == run]) for run in runs]
 

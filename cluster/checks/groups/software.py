@@ -56,10 +56,11 @@ NCCL_SETTINGS = python_question(
     "host.nccl",
     5,
     r"""
-# Nothing but NCCL_* is read out: other variables and lines may hold secrets.
+# Nothing but NCCL_* is read out: other variables and lines may hold secrets. Images of CUDA leave NCCL_VERSION behind,
+# which is no setting.
 def settings(found):
     pairs = (one.split("\n")[0].partition("=") for one in found)
-    return dict((name, value[:300]) for name, _, value in pairs if name.startswith("NCCL_"))
+    return dict((name, value[:300]) for name, _, value in pairs if name[:5] == "NCCL_" and name != "NCCL_VERSION")
 
 
 user = pathlib.Path(os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf"))

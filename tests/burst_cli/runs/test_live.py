@@ -88,7 +88,11 @@ def test_nodes_that_are_well_share_a_row_with_the_span_of_their_figures() -> Non
         ({"health": health(ranks={"6": {"state": "T"}, "7": {"state": "Z"}})}, "rank 6 stopped; rank 7 dead", "bad"),
         ({"health": health(ranks={}, memory_used_bytes=4 * 2**30)}, "memory 100% full", "warn"),
         ({"health": health(ranks={}, disk_free_bytes=2**20)}, "disk nearly full: 1 MiB free", "warn"),
-        ({"health": health(ranks={}, gpus=[{"index": 3, "throttle": "hw"}])}, "GPU 3 is throttled: hw", "warn"),
+        (
+            {"health": health(ranks={}, gpus=[{"index": 3, "throttle": "hw slowdown"}])},
+            "GPU 3 is throttled: hw slowdown",
+            "warn",
+        ),
         ({"health": health(ranks={}, gpus=[{"index": 3, "temperature_c": 95}])}, "GPU 3 has 95 °C", "warn"),
         ({"phase": "ended", "outcome": {"cause": "exit", "exit_code": -9}}, "ended by signal 9", "bad"),
         ({"phase": "ended", "outcome": {"cause": "lease"}}, "it heard nothing of its launcher", "bad"),

@@ -82,7 +82,7 @@ CASES: list[tuple[NodeProbe, str, Verdict, str]] = [
     (changed("system", files=[8192, 8192]), "nofile", OK, ""),
     (changed("system", files=["unlimited", "unlimited"]), "nofile", OK, "inf open files"),
     (changed("system", files=["lots", 1]), "nofile", UNKNOWN, ""),
-    (changed("system", locked="65536"), "memlock", OK, "0 MiB in an SSH session; containers get a limit of their own"),
+    (changed("system", locked="65536"), "memlock", OK, "0 MiB for a session; containers get a limit of their own"),
     (changed("system", locked=None), "memlock", UNKNOWN, ""),
     (changed("system", memory=[0, 0]), "memory_free", UNKNOWN, ""),
     *(
@@ -90,8 +90,8 @@ CASES: list[tuple[NodeProbe, str, Verdict, str]] = [
         for left, level in ((49, FAIL), (50, WARN), (199, WARN), (200, OK))
     ),
     (healthy(), "runs", OK, "none"),
-    (changed("runs", read=12, unread=3444), "runs", OK, "none among those of this user (3444 of others: only root"),
-    (changed("runs", read=0, unread=9), "runs", OK, "none among those of this user (9 of others"),
+    (changed("runs", read=12, unread=3444), "runs", OK, "none, but 3444 processes may not be looked into"),
+    (changed("runs", read=0, unread=9), "runs", OK, "none, but 9 processes"),
     (changed("runs", read=0), "runs", UNKNOWN, ""),  # no process at all is no proof of none
     (changed("runs", runs=[[77, "ada", 64.0, "python3"]]), "runs", UNKNOWN, ""),
     (changed("runs", runs=RUNS), "runs", WARN, "2 processes of ada: 77 python3 (60 min), 78 pt_main_thread (60 min)"),
@@ -154,8 +154,8 @@ CASES: list[tuple[NodeProbe, str, Verdict, str]] = [
     (healthy(), "torch", SKIP, "ranks use that of the image"),
 ]
 BARE_CASES: list[tuple[NodeProbe, str, Verdict, str]] = [
-    (changed("system", locked="65536"), "memlock", FAIL, "0 MiB in an SSH session, and 2 RDMA adapters must lock"),
-    (changed("system", locked="65536", adapters=0), "memlock", OK, "0 MiB in an SSH session; only RDMA adapters need"),
+    (changed("system", locked="65536"), "memlock", FAIL, "0 MiB for a session, and 2 RDMA adapters must lock"),
+    (changed("system", locked="65536", adapters=0), "memlock", OK, "0 MiB for a session; only RDMA adapters need"),
     *(
         (python(version), "python", level, version)
         for version, level in (("3.12.1", OK), ("3.11.0", OK), ("3.10.14", WARN), ("3.9.0", WARN), ("3.8.20", FAIL))

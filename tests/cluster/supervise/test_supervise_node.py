@@ -219,13 +219,19 @@ def test_health_says_gone_for_a_rank_whose_number_is_anothers_now(tmp_path: Path
 
 
 def test_gpus_are_read_and_what_is_no_number_is_null() -> None:
-    text = "0, 97, 61234, 64, 1980, 0x0000000000000004\n1, [N/A], ERR!, 30, 345, [N/A]\nUnable to determine\n"
+    text = "0, 97, 61234, 64, 1980, 0x00000000000000C8\n1, [N/A], ERR!, 30, 345, [N/A]\nUnable to determine\n"
     first = {"index": 0, "utilization": 97, "memory_used_mib": 61234, "temperature_c": 64, "sm_clock_mhz": 1980}
     assert parse_gpus(text) == [
-        {**first, "throttle": "0x0000000000000004"},
+        {**first, "throttle": "hw slowdown, hw thermal slowdown, hw power brake slowdown"},
         {**first, "index": 1, "utilization": None, "memory_used_mib": None, "temperature_c": 30, "sm_clock_mhz": 345}
         | {"throttle": None},
     ]
+
+
+def test_clocks_that_are_low_because_of_idling_settings_or_the_power_limit_are_no_news() -> None:
+    normal = ("0x0", "0x0000000000000001", "0x2", "0x4", "0x10", "0x100", "0x117", "0x")
+    rows = "".join(f"0, 97, 61234, 64, 1980, {mask}\n" for mask in (*normal, "0x24"))
+    assert [gpu["throttle"] for gpu in parse_gpus(rows)] == [None] * len(normal) + ["sw thermal slowdown"]
 
 
 @pytest.mark.parametrize(
