@@ -132,7 +132,7 @@ class SequenceContext:
     @property
     def local_len(self) -> int:
         """Rows T of this rank, padding included."""
-        return self.layout.rows(self.group.rank)
+        return self.layout.row_counts[self.group.rank]
 
     @cached_property
     def positions(self) -> Tensor:

@@ -36,7 +36,7 @@ class Blocks:
     def ring_rows_from(self, cut: int) -> list[int]:
         """How many rows of every ring member's block lie at a position or after it."""
         ring = self.ring
-        return [ring.rows(member) - ring.rows_before(member, cut) for member in range(ring.size)]
+        return [rows - ring.rows_before(member, cut) for member, rows in enumerate(ring.row_counts)]
 
 
 def divide_sequence(method: AttentionMethod, seq_len: int, masks: Sequence[Mask] = ()) -> Blocks:
@@ -49,7 +49,7 @@ def divide_sequence(method: AttentionMethod, seq_len: int, masks: Sequence[Mask]
         return Blocks(grid, ring, ring)
     pieces = split_for_heads(ring, grid.heads, chunks)
     segments = tuple(pieces[index][head] for index, head in map(grid.place, range(grid.size)))
-    return Blocks(grid, Layout(ring.name, seq_len, segments), ring)
+    return Blocks(grid, Layout(segments), ring)
 
 
 def divide_run(config: RunConfig, method: AttentionMethod, layers: Sequence[LayerAttention]) -> Blocks:

@@ -67,7 +67,7 @@ class Exchange:
 
     def rows(self, ring_index: int) -> int:
         """Rows of a ring member's block."""
-        return self.blocks.ring.rows(ring_index)
+        return self.blocks.ring.row_counts[ring_index]
 
     def chunk(self, ring_index: int, chunk: int) -> Rows:
         """Rows of one chunk of a ring member's block."""

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from engine.planning.sequence.layout import Layout, Segment
+    from engine.planning.sequence.layout import Layout
     from engine.planning.sequence.mask import Mask
 
 Costs = npt.NDArray[np.int64]  # visible pairs per chunk
@@ -26,8 +26,8 @@ TOLERANCE = 0.05  # pairs that the busiest rank may have above an equal share
 FINEST_CUT = 32  # k of the finest cut tried
 
 
-def balanced_ranges(masks: Sequence[Mask], seq_len: int, size: int) -> list[list[tuple[int, int]]]:
-    """Ascending ranges [start, stop) of positions for every rank; token counts differ by at most one chunk.
+def balanced_ranges(masks: Sequence[Mask], seq_len: int, size: int) -> list[list[range]]:
+    """Ascending ranges of positions for every rank; token counts differ by at most one chunk.
 
     masks    one per layer, repetitions welcome (pairs are summed over the layers)
     """
@@ -39,7 +39,7 @@ def balanced_ranges(masks: Sequence[Mask], seq_len: int, size: int) -> list[list
     edges = np.arange(total + 1, dtype=np.int64) * seq_len // total
     assignment = _solve(np.diff(_pairs_before(masks, edges)), size)
     edges = edges[:: total // assignment.size]
-    return [[(int(edges[c]), int(edges[c + 1])) for c in row] for row in np.sort(assignment, axis=1).tolist()]
+    return [[range(int(edges[c]), int(edges[c + 1])) for c in row] for row in np.sort(assignment, axis=1).tolist()]
 
 
 def member_pairs(mask: Mask, layout: Layout) -> tuple[int, ...]:
@@ -47,11 +47,11 @@ def member_pairs(mask: Mask, layout: Layout) -> tuple[int, ...]:
     return tuple(sum(_segment_pairs(mask, segment) for segment in own) for own in layout.segments)
 
 
-def _segment_pairs(mask: Mask, segment: Segment) -> int:
-    if segment.stride == 1:
-        before, after = mask.pairs_before(np.array([segment.start, segment.last + 1], dtype=np.int64))
+def _segment_pairs(mask: Mask, segment: range) -> int:
+    if segment.step == 1:
+        before, after = mask.pairs_before(np.array([segment.start, segment.stop]))
         return int(after - before)
-    positions = np.arange(segment.start, segment.last + 1, segment.stride, dtype=np.int64)
+    positions = np.arange(segment.start, segment.stop, segment.step)
     return int((mask.pairs_before(positions + 1) - mask.pairs_before(positions)).sum())
 
 

@@ -31,30 +31,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Positions start, start + stride, ... (`count` of them)."""
-
-    start: int
-    stride: int
-    count: int
-
-    @property
-    def last(self) -> int:
-        """Its last position."""
-        return self.start + self.stride * (self.count - 1)
-
-    def part(self, first: int, stop: int) -> Segment:
-        """Rows [first, stop) of this segment."""
-        return Segment(self.start + self.stride * first, self.stride, stop - first)
-
-
-@dataclass(frozen=True)
 class Layout:
-    """Assignment of positions 0 .. seq_len-1 to `size` ranks; blocks may differ in length."""
+    """Assignment of positions 0 .. seq_len-1 to `size` ranks; blocks may differ in length.
 
-    name: LayoutName
-    seq_len: int
-    segments: tuple[tuple[Segment, ...], ...]
+    All segments have the same step.
+    """
+
+    segments: tuple[tuple[range, ...], ...]
 
     @property
     def size(self) -> int:
@@ -64,11 +47,12 @@ class Layout:
     @cached_property
     def row_counts(self) -> tuple[int, ...]:
         """Number of tokens on every rank."""
-        return tuple(sum(segment.count for segment in segments) for segments in self.segments)
+        return tuple(sum(map(len, of_rank)) for of_rank in self.segments)
 
-    def rows(self, rank: int) -> int:
-        """Number of tokens on `rank`."""
-        return self.row_counts[rank]
+    @property
+    def seq_len(self) -> int:
+        """Number of positions."""
+        return sum(self.row_counts)
 
     def rows_before(self, rank: int, position: int) -> int:
         """How many rows of `rank` lie before a position; they are its first rows, because rows ascend in position."""
@@ -76,8 +60,7 @@ class Layout:
 
     def positions(self, rank: int) -> npt.NDArray[np.int64]:
         """Global positions [rows] of `rank`, in local order."""
-        parts = [s.start + s.stride * np.arange(s.count, dtype=np.int64) for s in self.segments[rank]]
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        return np.concatenate([np.arange(0), *(np.arange(s.start, s.stop, s.step) for s in self.segments[rank])])
 
 
 def build_layout(
@@ -90,7 +73,7 @@ def build_layout(
     split_at   border between the two zigzags of split_zigzag: causal attention is balanced, and so is that of the
                queries before the border alone. 0 or seq_len: one zigzag
     """
-    segments: Sequence[Sequence[Segment]]
+    segments: Sequence[Sequence[range]]
     if name in ("contiguous", "chunk_cyclic"):
         segments = [
             [_chunk(index * size + rank, seq_len, chunks * size) for index in range(chunks)] for rank in range(size)
@@ -100,13 +83,12 @@ def build_layout(
             [*_zigzag(rank, 0, split_at, size), *_zigzag(rank, split_at, seq_len, size)] for rank in range(size)
         ]
     elif name == "striped":
-        segments = [[Segment(rank, size, max(0, (seq_len - rank + size - 1) // size))] for rank in range(size)]
+        segments = [[range(rank, seq_len, size)] for rank in range(size)]
     elif name == "per_document":
         segments = _per_document(seq_len, size, masks)
     else:
-        ranges = balanced_ranges(masks, seq_len, size)
-        segments = [[Segment(start, 1, stop - start) for start, stop in of_rank] for of_rank in ranges]
-    return Layout(name, seq_len, tuple(_merged(of_rank) for of_rank in segments))
+        segments = balanced_ranges(masks, seq_len, size)
+    return Layout(tuple(_merged(of_rank) for of_rank in segments))
 
 
 def piece_rows(total_rows: int, heads: int, chunks: int, head_rank: int, chunk: int) -> tuple[int, int]:
@@ -119,7 +101,7 @@ def piece_rows(total_rows: int, heads: int, chunks: int, head_rank: int, chunk: 
     return first + head_rank * rows // heads, first + (head_rank + 1) * rows // heads
 
 
-def split_for_heads(layout: Layout, heads: int, chunks: int = 1) -> tuple[tuple[tuple[Segment, ...], ...], ...]:
+def split_for_heads(layout: Layout, heads: int, chunks: int = 1) -> tuple[tuple[tuple[range, ...], ...], ...]:
     """Segments [ring rank][head rank] that each rank holds outside attention, when `heads` ranks share a ring rank.
 
     Every ring rank's rows are cut into `chunks` pieces and each of these into `heads` pieces (`piece_rows`); a head
@@ -132,57 +114,44 @@ def split_for_heads(layout: Layout, heads: int, chunks: int = 1) -> tuple[tuple[
                 [
                     part
                     for chunk in range(chunks)
-                    for part in _rows_of(segments, *piece_rows(layout.rows(rank), heads, chunks, head_rank, chunk))
+                    for part in _rows_of(segments, *piece_rows(rows, heads, chunks, head_rank, chunk))
                 ]
             )
             for head_rank in range(heads)
         )
-        for rank, segments in enumerate(layout.segments)
+        for rows, segments in zip(layout.row_counts, layout.segments, strict=True)
     )
 
 
-def chunk_layout(layout: Layout, chunks: int) -> Layout:
-    """Every chunk of every rank's rows as a block of its own: that of rank r and chunk c is number r * chunks + c."""
-    segments = tuple(
-        tuple(_rows_of(own, *piece_rows(layout.rows(rank), 1, chunks, 0, chunk)))
-        for rank, own in enumerate(layout.segments)
-        for chunk in range(chunks)
-    )
-    return Layout(layout.name, layout.seq_len, segments)
-
-
-def _rows_of(segments: Sequence[Segment], first: int, stop: int) -> list[Segment]:
+def _rows_of(segments: Sequence[range], first: int, stop: int) -> list[range]:
     """Rows [first, stop) of a list of segments."""
     parts = []
     for segment in segments:
-        low, high = max(0, first), min(segment.count, stop)
-        if low < high:
-            parts.append(segment.part(low, high))
-        first, stop = first - segment.count, stop - segment.count
+        parts.append(segment[max(0, first) : max(0, stop)])
+        first, stop = first - len(segment), stop - len(segment)
     return parts
 
 
-def _chunk(index: int, seq_len: int, chunks: int, first: int = 0) -> Segment:
+def _chunk(index: int, seq_len: int, chunks: int, first: int = 0) -> range:
     """Number `index` of the chunks of positions [first, first + seq_len)."""
-    start, stop = index * seq_len // chunks, (index + 1) * seq_len // chunks
-    return Segment(first + start, 1, stop - start)
+    return range(first + index * seq_len // chunks, first + (index + 1) * seq_len // chunks)
 
 
-def _zigzag(rank: int, first: int, stop: int, size: int) -> list[Segment]:
+def _zigzag(rank: int, first: int, stop: int, size: int) -> list[range]:
     """Chunk `rank` and its mirror image among the 2*size of positions [first, stop): every rank gets the same causal
     work.
     """
     return [_chunk(index, stop - first, 2 * size, first) for index in (rank, 2 * size - 1 - rank)]
 
 
-def _per_document(seq_len: int, size: int, masks: Sequence[Mask]) -> list[list[Segment]]:
+def _per_document(seq_len: int, size: int, masks: Sequence[Mask]) -> list[list[range]]:
     """Every document in zigzag over all ranks; tokens left over go to the ranks that have fewest, so that blocks differ
     by at most one row. Padding counts as one more document.
     """
     starts = list(masks[0].documents or (0,)) if masks else [0]
     if masks and masks[0].seq_len < seq_len:
         starts.append(masks[0].seq_len)
-    segments: list[list[Segment]] = [[] for _ in range(size)]
+    segments: list[list[range]] = [[] for _ in range(size)]
     rows = np.zeros(size, dtype=np.int64)
     for start, stop in zip(starts, [*starts[1:], seq_len], strict=True):
         base, extra = divmod(stop - start, 2 * size)
@@ -194,20 +163,17 @@ def _per_document(seq_len: int, size: int, masks: Sequence[Mask]) -> list[list[S
         edges = (start + np.concatenate([[0], np.cumsum(counts)])).tolist()
         for chunk in np.flatnonzero(counts).tolist():
             rank = min(chunk, 2 * size - 1 - chunk)
-            segments[rank].append(Segment(edges[chunk], 1, edges[chunk + 1] - edges[chunk]))
+            segments[rank].append(range(edges[chunk], edges[chunk + 1]))
         rows += counts[:size] + counts[: size - 1 : -1]
     return segments
 
 
-def _merged(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+def _merged(segments: Sequence[range]) -> tuple[range, ...]:
     """The same positions with empty segments dropped and neighbours joined."""
-    merged: list[Segment] = []
-    for segment in segments:
-        if segment.count == 0:
-            continue
-        last = merged[-1] if merged else None
-        if last and last.stride == segment.stride and last.start + last.stride * last.count == segment.start:
-            merged[-1] = Segment(last.start, last.stride, last.count + segment.count)
+    merged: list[range] = []
+    for segment in filter(len, segments):
+        if merged and merged[-1][-1] + segment.step == segment.start:
+            merged[-1] = range(merged[-1].start, segment.stop, segment.step)
         else:
             merged.append(segment)
     return tuple(merged)

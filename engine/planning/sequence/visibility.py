@@ -7,6 +7,7 @@ itself alone must know how far every block travels, hence what every pair of ran
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from typing import Literal, NamedTuple
@@ -14,7 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engine.planning.sequence.layout import Layout, chunk_layout
+from engine.planning.sequence.layout import Layout, split_for_heads
 from engine.planning.sequence.mask import Band, Mask, normalise
 from engine.planning.sequence.rectangles import UNBOUNDED
 
@@ -69,9 +70,10 @@ class Visibility:
         self._of_chunks: dict[int, Visibility] = {}
 
     def of_chunks(self, chunks: int) -> Visibility:
-        """What chunks of the blocks see of each other; see `chunk_layout`."""
+        """What chunks of the blocks see of each other: that of rank r and chunk c is block number r * chunks + c."""
         if chunks not in self._of_chunks:
-            self._of_chunks[chunks] = Visibility(self.mask, chunk_layout(self.layout, chunks))
+            segments = tuple(itertools.chain(*split_for_heads(self.layout, chunks)))
+            self._of_chunks[chunks] = Visibility(self.mask, Layout(segments))
         return self._of_chunks[chunks]
 
     def bands(self, q_rank: int, kv_rank: int, *, of: Operand = "q") -> tuple[Band, ...]:
@@ -142,21 +144,23 @@ class Visibility:
     def _shared(self, of: Operand, own: Collection[int], others: Collection[int]) -> Iterator[_Bands]:
         """Bands between the queries (of="q") or keys of some ranks and the other operand of others, in batches."""
         ours, theirs = self._segments.of_ranks(own), self._segments.of_ranks(others)
-        rules, (keys, queries) = self.mask.rectangles, ((2, 3), (0, 1))
-        bounds, (low, high) = (queries, keys) if of == "q" else (keys, queries)
-        rule, met = _listed(*ours.meeting(*rules[:, bounds].T))
-        ours, cut = ours.taken(met), rules[rule]
+        columns = self.mask.rectangles.T
+        bounds, others_bounds = (columns[:2], columns[2:4]) if of == "q" else (columns[2:4], columns[:2])
+        rule, met = _listed(*ours.meeting(*bounds))
+        ours = ours.taken(met).between(*bounds[:, rule])
+        start, stop, low, high = (column[rule] for column in (*others_bounds, *columns[4:]))
         # A segment sees, or is seen from, no further than the band reaches from its ends.
-        before, behind = (-cut[:, 5], -cut[:, 4]) if of == "q" else (cut[:, 4], cut[:, 5])
-        cut[:, low] = np.maximum(cut[:, low], ours.start + before)
-        cut[:, high] = np.minimum(cut[:, high], ours.start + ours.stride * (ours.length - 1) + behind + 1)
-        first, count = theirs.meeting(cut[:, low], cut[:, high])
+        before, behind = (-high, -low) if of == "q" else (low, high)
+        start = np.maximum(start, ours.start + before)
+        stop = np.minimum(stop, ours.start + ours.stride * (ours.length - 1) + behind + 1)
+        first, count = theirs.meeting(start, stop)
         batch = np.where(count > 0, np.cumsum(count) // LARGEST_BATCH, -1)
         for number in range(int(batch.max(initial=-1)) + 1):
             part = np.flatnonzero(batch == number)
             which, met = _listed(first[part], count[part])
-            pair = ours.taken(part[which]), theirs.taken(met)
-            yield _bands_between(*(pair if of == "q" else pair[::-1]), rule[part[which]], cut[part[which]])
+            entry = part[which]
+            pair = ours.taken(entry), theirs.taken(met).between(start[entry], stop[entry])
+            yield _bands_between(*(pair if of == "q" else pair[::-1]), rule[entry], low[entry], high[entry])
 
 
 class _Bands(NamedTuple):
@@ -180,20 +184,20 @@ class _Bands(NamedTuple):
 class _Segments(NamedTuple):
     """Segments in ascending order of their first position, one array entry each."""
 
+    stride: int  # of all
     start: Integers
-    stride: Integers
     length: Integers
     owner: Integers  # rank
     offset: Integers  # row of the rank's block at which it begins
 
     @classmethod
     def of(cls, layout: Layout) -> _Segments:
-        entries = [(s.start, s.stride, s.count) for own in layout.segments for s in own]
-        start, stride, length = np.array(entries, dtype=np.int64).reshape(-1, 3).T
+        entries = [(s.start, len(s), s.step) for own in layout.segments for s in own]
+        start, length, steps = np.array(entries, dtype=np.int64).reshape(-1, 3).T
         owner = np.repeat(np.arange(layout.size), [len(own) for own in layout.segments])
         rows = np.array(layout.row_counts, dtype=np.int64)
         offset = np.cumsum(length) - length - (np.cumsum(rows) - rows)[owner]
-        return cls(start, stride, length, owner, offset).taken(np.argsort(start, kind="stable"))
+        return cls(int(steps.max(initial=1)), start, length, owner, offset).taken(np.argsort(start, kind="stable"))
 
     def of_ranks(self, ranks: Collection[int]) -> _Segments:
         """Those of some ranks."""
@@ -201,51 +205,47 @@ class _Segments(NamedTuple):
 
     def taken(self, index: Integers) -> _Segments:
         """Some of the segments."""
-        return _Segments(*(column[index] for column in self))
+        return _Segments(self.stride, *(column[index] for column in self[1:]))
 
     def rows_before(self, positions: Integers) -> Integers:
         """How many rows of that rank lie before each position."""
         which = np.maximum(0, np.searchsorted(self.start, positions) - 1)
-        inside = -((self.start[which] - positions) // self.stride[which])
+        inside = -((self.start[which] - positions) // self.stride)
         before: Integers = self.offset[which] + np.clip(inside, 0, self.length[which])
         return before
 
-    def rows_between(self, low: Integers, high: Integers) -> tuple[Integers, Integers]:
-        """Rows [first, last) of each segment whose positions lie in [low, high)."""
+    def between(self, low: Integers, high: Integers) -> _Segments:
+        """What of each segment lies at positions [low, high); it may have less than no length."""
         first = np.maximum(0, -_divided(self.start - low, self.stride))
-        return first, np.maximum(0, np.minimum(self.length, -_divided(self.start - high, self.stride)))
+        length = np.minimum(self.length, -_divided(self.start - high, self.stride)) - first
+        return _Segments(self.stride, self.start + self.stride * first, length, self.owner, self.offset + first)
 
     def meeting(self, low: Integers, high: Integers) -> tuple[Integers, Integers]:
         """Of the segments that may share a position with each range: the first, and how many."""
-        if bool((self.stride != 1).any()):
+        if self.stride != 1:
             return np.zeros(len(low), dtype=np.int64), np.full(len(low), len(self.start))
         first = np.maximum(0, np.searchsorted(self.start, low, side="right") - 1)
         return first, np.maximum(0, np.searchsorted(self.start, high, side="left") - first)
 
 
-def _bands_between(q: _Segments, k: _Segments, rule: Integers, cut: Integers) -> _Bands:
-    """What each pair of segments sees in its rectangle, cut to rows that see something; pairs without any dropped.
+def _bands_between(q: _Segments, k: _Segments, rule: Integers, low: Integers, high: Integers) -> _Bands:
+    """What each pair of segments of a rectangle sees, cut to rows that see something; pairs without any dropped.
 
     Between progressions of one stride a rectangle's band is a band over rows.
     """
-    q_first, q_last = q.rows_between(cut[:, 0], cut[:, 1])
-    k_first, k_last = k.rows_between(cut[:, 2], cut[:, 3])
-    queries, keys = q_last - q_first, k_last - k_first
-    stride = np.where(queries > 1, q.stride, k.stride)
-    base = (q.start + q.stride * q_first) - (k.start + k.stride * k_first)
-    low, high = -_divided(base - cut[:, 4], stride), _divided(cut[:, 5] - base, stride)
-    first_row, last_row = np.maximum(0, low), np.minimum(queries, high + keys)
-    first_key, last_key = np.maximum(0, first_row - high), np.minimum(keys, last_row - low)
-    sees = (queries > 0) & (keys > 0) & (first_row < last_row) & (first_key < last_key) & (low <= high)
+    base = q.start - k.start
+    low, high = -_divided(base - low, q.stride), _divided(high - base, q.stride)
+    first_row, last_row = np.maximum(0, low), np.minimum(q.length, high + k.length)
+    first_key, last_key = np.maximum(0, first_row - high), np.minimum(k.length, last_row - low)
+    sees = (first_row < last_row) & (first_key < last_key) & (low <= high)
     shift = first_key - first_row
-    q_row, k_row = q.offset + q_first, k.offset + k_first
-    rows = (q_row + first_row, q_row + last_row, k_row + first_key, k_row + last_key)
+    rows = (q.offset + first_row, q.offset + last_row, k.offset + first_key, k.offset + last_key)
     return _Bands(q.owner, k.owner, rule, *rows, low + shift, high + shift).taken(np.flatnonzero(sees))
 
 
-def _divided(positions: Integers, stride: Integers) -> Integers:
-    """positions // stride; where every stride is 1, without the division, which takes ten times as long as a sum."""
-    return positions // stride if bool((stride != 1).any()) else positions
+def _divided(positions: Integers, stride: int) -> Integers:
+    """positions // stride; where that is 1, without the division, which takes ten times as long as a sum."""
+    return positions if stride == 1 else positions // stride
 
 
 def _listed(first: Integers, count: Integers) -> tuple[Integers, Integers]:

@@ -80,7 +80,7 @@ def test_no_rank_has_more_than_five_percent_above_an_equal_share(name: str, size
     assert sum(per_rank) == sum(num_pairs(mask) for mask in masks)
     assert max(per_rank) <= (1 + TOLERANCE) * sum(per_rank) / size
     assert sum(map(len, layout.segments)) <= FRAGMENTS.get(name, 1000) * size
-    longest_chunk = max(segment.count for segments in layout.segments for segment in segments)
+    longest_chunk = max(len(segment) for segments in layout.segments for segment in segments)
     assert max(layout.row_counts) - min(layout.row_counts) <= min(64, longest_chunk)
 
 

@@ -34,7 +34,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 def test_every_position_lies_on_exactly_one_rank(layout: Layout) -> None:
     positions = [layout.positions(rank) for rank in range(layout.size)]
     assert sorted(np.concatenate(positions).tolist()) == list(range(layout.seq_len))
-    assert [len(p) for p in positions] == [layout.rows(rank) for rank in range(layout.size)]
+    assert [len(p) for p in positions] == list(layout.row_counts)
 
 
 @given(st.sampled_from(["contiguous", "zigzag", "striped"]), st.integers(1, 200), st.integers(1, 16))
@@ -63,9 +63,9 @@ def test_per_document_gives_every_rank_equal_work_of_every_document() -> None:
 @given(layouts(), st.integers(0, 210))
 @settings(deadline=None)
 def test_rows_before_a_position_are_the_first_ones(layout: Layout, position: int) -> None:
-    for rank in range(layout.size):
+    for rank, rows in enumerate(layout.row_counts):
         first = layout.rows_before(rank, position)
-        assert (layout.positions(rank) < position).tolist() == [row < first for row in range(layout.rows(rank))]
+        assert (layout.positions(rank) < position).tolist() == [row < first for row in range(rows)]
 
 
 def test_drawn_examples_of_the_docstring_hold() -> None:
