@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,15 +19,18 @@ from cluster.control.link import TIME_LIMIT
 from cluster.control.outcome import read_cancel
 from cluster.errors import ClusterError
 from cluster.failure import Failure
-from cluster.plan import LaunchPlan
+from cluster.plan import LaunchPlan, NodePlan
 from cluster.plan_record import read_launch_plan
 from cluster.slurm.client import SlurmClient
+from cluster.slurm.granted import granted_plan
 from cluster.slurm.job import REQUEUED
-from cluster.slurm.sbatch import NO_RESTARTS_LEFT, TIME_IS_UP
+from cluster.slurm.sbatch import NO_RESTARTS_LEFT, TIME_IS_UP, WARNING_S
 from cluster.slurm.states import JobRecord, read_record, write_record
 from cluster.slurm.submit import lay_token
 from engine.config.errors import BurstError
 from engine.runs.folder import FINAL_STATES, RunFolder
+
+_BEGIN_S = WARNING_S / 2
 
 
 def main(arguments: list[str], environment: Mapping[str, str]) -> int:
@@ -38,7 +42,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         if record is None or record.token.partition("-")[0] != token.partition("-")[0]:
             raise ClusterError(f"{run.path} has been given to another job since")
         if word == "stop":
-            for node in plan.nodes:
+            for node in _begun_nodes(plan, run, token):
                 request_stop(str(run.path), node.name, TIME_LIMIT, plan.config.train.checkpoint.stop_grace_s)
             return 0
         restarts = int(environment.get("SLURM_RESTART_COUNT") or 0)
@@ -48,6 +52,16 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     except (BurstError, OSError) as error:
         print(f"burst: {word}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+
+
+def _begun_nodes(plan: LaunchPlan, run: RunFolder, token: str) -> tuple[NodePlan, ...]:
+    """The nodes of this attempt, for which it waits: before they have begun they hear nothing. Raises ClusterError."""
+    deadline = time.monotonic() + _BEGIN_S
+    while (granted := granted_plan(plan, run, token)) is None:
+        if time.monotonic() > deadline:
+            raise ClusterError(f"not all nodes have begun within {_BEGIN_S:g} s")
+        time.sleep(0.1)
+    return granted.nodes
 
 
 def begin(plan: LaunchPlan, run: RunFolder, record: JobRecord, restarts: int) -> int:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from testkit import PYTHON_PATH
 
 from cluster.env.facts import NodeEnvironmentFacts
 from cluster.errors import ClusterError
@@ -71,16 +75,7 @@ def test_a_task_that_does_not_find_the_token_starts_nothing(plan, capsys):
 
 
 def test_all_nodes_get_the_address_and_port_of_the_first(plan):
-    made = {}
-
-    def work(place: Place) -> None:
-        made[place.rank] = prepare(plan, place, "t", site(plan, place.rank), "engine.train")
-
-    threads = [threading.Thread(target=work, args=(Place(f"n{rank + 1}", rank, 2),)) for rank in (1, 0)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    prepare_both(plan)
     granted = granted_plan(plan, RunFolder(Path(plan.run_path)), "t")
 
     assert granted is not None
@@ -90,6 +85,29 @@ def test_all_nodes_get_the_address_and_port_of_the_first(plan):
     assert address == "--master-addr=127.0.0.1"
     with socket.create_server(("127.0.0.1", int(port.removeprefix("--master-port=")))):
         pass  # it is free
+
+
+def prepare_both(plan: LaunchPlan) -> None:
+    def work(place: Place) -> None:
+        prepare(plan, place, "t", site(plan, place.rank), "engine.train")
+
+    threads = [threading.Thread(target=work, args=(Place(f"n{rank + 1}", rank, 2),)) for rank in (1, 0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+
+
+def test_slurms_warning_of_the_time_limit_is_kept_for_nodes_that_have_not_begun(plan):
+    run = Path(plan.run_path)
+    write_record(run, JobRecord("t", "batch", "5"))
+    restart = [sys.executable, "-m", "cluster.slurm.restart", plan.run_path, "t", "stop"]
+    with subprocess.Popen(restart, env={**os.environ, "PYTHONPATH": PYTHON_PATH}) as warning:
+        time.sleep(1)
+        prepare_both(plan)
+        assert warning.wait(200) == 0
+    stops = [json.loads((run / "nodes" / name / "stop.json").read_text()) for name in ("n1", "n2")]
+    assert stops == [{"cause": "time limit", "grace_s": plan.config.train.checkpoint.stop_grace_s}] * 2
 
 
 def test_a_node_alone_needs_no_network_and_several_need_one():
