@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import subprocess
 import tarfile
 import threading
@@ -39,6 +40,9 @@ CONTEXT = (
     "Dockerfile",
 )
 WHEELS_FOLDER = "docker/wheels"
+_NAME = r"[a-z0-9]+(?:(?:\.|__?|-+)[a-z0-9]+)*"
+_REGISTRY = r"(?:[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\])(?::\d+)?"
+_TAG = re.compile(rf"(?:{_REGISTRY}/)?{_NAME}(?:/{_NAME})*(?::\w[\w.-]{{0,127}})?", re.ASCII)
 _LEFT_OUT = frozenset({"__pycache__", "wheels"})
 _LAST_LINES = 20
 _READ_BYTES = 1 << 20
@@ -86,9 +90,10 @@ def build_build_plan(root: Path, settings: BuildSettings, git: Mapping[str, Any]
 
     Raises ConfigError when `root` is no checkout of burst or the folder of wheels has none.
     """
-    for option, value in (("--tag", settings.tag), ("--command", command)):
-        if not value:
-            raise ConfigError(f"{option}: empty")
+    if not _TAG.fullmatch(settings.tag):
+        raise ConfigError(f"--tag {settings.tag!r}: expected NAME:TAG, the name in small letters, such as burst:1")
+    if not command:
+        raise ConfigError("--command: empty")
     missing = [name for name in CONTEXT if not (root / name).exists()]
     if missing:
         raise ConfigError(
