@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -60,7 +61,7 @@ class Lock:
 
     def say(self, run_id: str, pid: int) -> None:
         """Write who holds it; a full disk is no reason to give up."""
-        text = json.dumps({"run_id": run_id, "pid": pid, "since": now_text()})
+        text = json.dumps({"run_id": run_id, "pid": pid, "host": socket.gethostname(), "since": now_text()})
         with contextlib.suppress(OSError):
             os.ftruncate(self.descriptor, 0)
             os.pwrite(self.descriptor, text.encode("ascii"), 0)
@@ -77,11 +78,14 @@ class Lock:
             os.close(self.descriptor)
 
 
-def take_lock(path: str, wait_s: float = _WAIT_S) -> Optional[Lock]:
-    """The lock on `path`; None while somebody else holds it. Raises OSError."""
+def take_lock(path: str, wait_s: float = _WAIT_S, *, is_vital: bool = False) -> Optional[Lock]:
+    """The lock on `path`; None while somebody else holds it. Raises OSError.
+
+    is_vital: a file system without locks is an error; else all hold its locks at once.
+    """
     deadline = time.monotonic() + wait_s
     while True:
-        lock = _try(path)
+        lock = _try(path, is_vital)
         if lock is not None or time.monotonic() > deadline:
             return lock
         time.sleep(_POLL_S)
@@ -156,14 +160,18 @@ def take_run(spec: Spec) -> list[Lock]:
     return [lock]
 
 
-def _try(path: str) -> Optional[Lock]:
+def _try(path: str, is_vital: bool) -> Optional[Lock]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
+        is_held = error.errno in (errno.EAGAIN, errno.EACCES)
+        if is_held or is_vital:
             os.close(descriptor)
+        if is_held:
             return None
+        if is_vital:
+            raise
         # A file system without locks: what follows looks for the supervisor itself.
     try:
         is_same = os.path.samestat(os.fstat(descriptor), os.stat(path))

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import socket
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.agent.folder import holder
+from cluster.agent.start import take_lock
 from cluster.control.evidence import log_starts
 from cluster.control.link import NodeStatus
 from cluster.control.outcome import LaunchOutcome, clear_cancel
@@ -25,7 +24,7 @@ from cluster.remote_text import one_line
 from cluster.values import number, table
 from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError
 from engine.runs.process import process_start
-from engine.runs.records import read_json_object, utc_now
+from engine.runs.records import read_json_object
 
 _LOG_STARTS = "log_starts"
 
@@ -152,20 +151,25 @@ class ControllerBusyError(ClusterError):
 
 @contextlib.contextmanager
 def controlling(run: RunFolder) -> Iterator[None]:
-    """Hold the lock of `run`; it falls when this process ends, however that happens. Raises ControllerBusyError."""
-    descriptor = _open(run)
+    """Hold the lock of `run`; it falls when this process ends, however that happens.
+
+    Raises ControllerBusyError, RunFolderError.
+    """
+    path = run.path / LOCK_FILE
     try:
-        deadline = time.monotonic() + _PATIENCE_S
-        while not _locked(run, descriptor):
-            if time.monotonic() > deadline:
-                raise ControllerBusyError(run, _holder(run))
-            time.sleep(0.02)
-        facts = {"pid": os.getpid(), "host": socket.gethostname(), "since": utc_now()}
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(facts).encode(), 0)
+        lock = take_lock(str(path), _PATIENCE_S, is_vital=True)
+    except OSError as error:
+        raise RunFolderError(
+            f"{path} cannot be locked: {error.strerror}; a run needs a folder that may be written, on a file system "
+            "that has locks (give another one by --runs-dir)."
+        ) from error
+    if lock is None:
+        raise ControllerBusyError(run, _holder(run))
+    try:
+        lock.say(run.run_id, os.getpid())
         yield
     finally:
-        os.close(descriptor)
+        lock.close()
 
 
 def find_controller(run: RunFolder) -> Controller | None:
@@ -175,9 +179,13 @@ def find_controller(run: RunFolder) -> Controller | None:
     except OSError:
         return None
     try:
-        return None if _try_lock(descriptor, fcntl.LOCK_SH) else _holder(run)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _holder(run)
     except OSError:
         return None  # a file system without locks: nobody can hold one
+    else:
+        return None
     finally:
         os.close(descriptor)
 
@@ -252,32 +260,6 @@ def own_facts() -> dict[str, Any]:
     """This process as run.json names the launcher of a run."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "pid": pid, "pid_start": process_start(pid)}
-
-
-def _open(run: RunFolder) -> int:
-    path = run.path / LOCK_FILE
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise RunFolderError(f"{path} cannot be opened: {error.strerror}; control of the run needs it.") from error
-
-
-def _locked(run: RunFolder, descriptor: int) -> bool:
-    try:
-        return _try_lock(descriptor, fcntl.LOCK_EX)
-    except OSError as error:
-        raise RunFolderError(
-            f"{run.path / LOCK_FILE} cannot be locked: {error.strerror}; a run needs a folder whose file system has "
-            "locks (give another one by --runs-dir)."
-        ) from error
-
-
-def _try_lock(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _holder(run: RunFolder) -> Controller:

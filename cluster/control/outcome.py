@@ -19,7 +19,7 @@ from cluster.agent.messages import STOP_GRACE_S
 from cluster.control.link import NodeStatus
 from cluster.failure import Failure
 from cluster.values import number, word
-from engine.runs.folder import RunFolder
+from engine.runs.folder import RunFolder, RunFolderError
 from engine.runs.records import read_json_object, replace_json
 
 INTERRUPTED = 130
@@ -168,8 +168,12 @@ class Requests:
 
 
 def write_cancel(run: RunFolder, cause: str, grace_s: float | None) -> None:
-    """Ask the controller of `run` to stop it; a later request may shorten the grace."""
-    replace_json(run.path / CANCEL_FILE, {"cause": cause, "grace_s": grace_s})
+    """Ask the controller of `run` to stop it; a later request may shorten the grace. Raises RunFolderError."""
+    path = run.path / CANCEL_FILE
+    try:
+        replace_json(path, {"cause": cause, "grace_s": grace_s})
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be written, so nobody is asked to stop: {error.strerror}.") from error
 
 
 def read_cancel(run: RunFolder) -> CancelFile | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from control_fakes import FakeLink, Observer, World
+from testkit import PYTHON_PATH
 
 from cluster.control.attempt import LOCK_FILE, Controller, RunState, controlling
 from cluster.control.controller import Manner, control
@@ -121,6 +124,32 @@ def test_run_that_gets_a_controller_meanwhile_is_only_reported(world: World) -> 
         settled = look(world)
     assert (settled.state, settled.controller) == ("running", Controller(None, None, None))
     assert not world.links[0].is_followed
+
+
+_ON_A_FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from cluster.control.attempt import controlling, find_controller
+from cluster.control.settle import request_cancel
+from engine.runs.folder import RunFolder, RunFolderError
+run = RunFolder(Path(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+with controlling(run):
+    print(find_controller(run))
+    try:
+        request_cancel(run)
+    except RunFolderError as error:
+        print(error)
+"""
+
+
+def test_a_full_disk_hinders_nobody_from_leading_a_run_and_who_cannot_ask_for_its_end_is_told(world: World) -> None:
+    words = [sys.executable, "-c", _ON_A_FULL_DISK, str(world.run.path)]
+    done = subprocess.run(words, env={**os.environ, "PYTHONPATH": PYTHON_PATH}, capture_output=True, timeout=200)
+    assert done.stdout.decode().splitlines() == [
+        "process ? on an unknown host, since an unknown time",
+        f"{world.run.path / CANCEL_FILE} cannot be written, so nobody is asked to stop: File too large.",
+    ]
 
 
 def test_run_that_no_launcher_started_is_told_apart(tmp_path: Path) -> None:
