@@ -75,7 +75,7 @@ class _VerbGroup(TyperGroup):
             return name, command, rest
         loaded = typer.main.get_command(importlib.import_module(module).app)
         loaded.name = name
-        _fill_help(loaded)
+        _dress(loaded)
         return name, loaded, rest
 
 
@@ -89,11 +89,21 @@ class _Parts(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-def _fill_help(command: Any) -> None:
+class _Context(typer.Context):
+    """Of one command: a mistake that does not say on whose line it was found is of this one."""
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
+        if getattr(error, "ctx", self) is None:
+            error.ctx = self
+        return super().__exit__(kind, error, trace)
+
+
+def _dress(command: Any) -> None:
     """Lets the terminal, not the source, decide where the lines of a help text end; `\\b` marks what stays as it is.
 
     Flags lose their type, which would read as if `--json true` could be written.
     """
+    command.context_class = _Context
     for parameter in command.get_params(typer.Context(command, **_HELP)):
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""
@@ -102,7 +112,7 @@ def _fill_help(command: Any) -> None:
         text if text.startswith("\b") else re.sub(r"\n(?![\s-])", " ", text) for text in paragraphs
     )
     for part in getattr(command, "commands", {}).values():
-        _fill_help(part)
+        _dress(part)
 
 
 app = typer.Typer(
@@ -192,7 +202,7 @@ def _run(arguments: list[str]) -> int:
 
 def _run_verb(arguments: list[str]) -> int:
     command: Any = typer.main.get_command(app)
-    _fill_help(command)
+    _dress(command)
     try:
         code: object = command.main(arguments, prog_name="burst", standalone_mode=False)
     except SystemExit as stop:

@@ -23,13 +23,13 @@ def count(value: float | None, digits: int = 3) -> str:
     raise AssertionError("unreachable")
 
 
-def flops_per_s(value: float | None) -> str:
-    """FLOP/s with a decimal prefix: 61.4 GFLOP/s."""
+def rate(value: float | None, unit: str) -> str:
+    """A number of this unit with a decimal prefix: 61.4 GFLOP/s."""
     if value is None:
         return DASH
     text = count(value)
     number = text.rstrip("KMGTP")
-    return f"{number} {text[len(number) :]}FLOP/s"
+    return f"{number} {text[len(number) :]}{unit}"
 
 
 def binary_bytes(value: float | None) -> str:

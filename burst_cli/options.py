@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from burst_cli.completion import complete_override, complete_run
+from engine.runs.folder import RUNS_DIR_VARIABLE
 
 OverridesArgument = Annotated[
     list[str] | None,
@@ -36,8 +37,9 @@ ConfigDirOption = Annotated[
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
 
+RUNS_DIR = Path("runs")
 RunsDirOption = Annotated[
-    Path | None, typer.Option("--runs-dir", envvar="BURST_RUNS_DIR", help="Folder of all runs; default: ./runs.")
+    Path, typer.Option("--runs-dir", envvar=RUNS_DIR_VARIABLE, file_okay=False, help="Folder of all runs.")
 ]
 
 DetachOption = Annotated[

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from burst_cli.figures import binary_bytes, count, percent, plain, seconds, seconds_between
+from burst_cli.figures import binary_bytes, plain, rate, seconds, seconds_between
 from burst_cli.tables import listing
 
 Row = Mapping[str, Any]
@@ -64,14 +64,15 @@ def _table(title: str, rows: Sequence[Row]) -> Table:
 
 
 def machine_view(document: Mapping[str, Any]) -> RenderableType:
-    """The figures of a profile, the share that smaller sizes reach beside each, and what was measured."""
+    """The figures of a profile, by size where it matters, and what was measured."""
     machine, rows = document["machine"], list[tuple[str, ...]]()
     for name, unit, what in _RATES:
-        shares = machine.get(name.replace("flops_per_s", "shares").replace("bytes_per_s", "shares"), [])
-        by_size = "  ".join(f"{count(size)}: {percent(share)}" for size, share in shares)
-        rows.append((what, f"{count(machine[name])}{unit}", by_size))
-    rows += [(what, seconds(machine[name])) for name, what in _TIMES]
-    table = listing(("of a rank", "rate", "share of it by size"), rows, ("rate",))
+        shares = machine.get(name.replace("flops_per_s", "shares").replace("bytes_per_s", "shares"))
+        for place, (size, share) in enumerate(shares or [(None, 1.0)]):
+            shown = "" if size is None else f"{size:,.0f}"
+            rows.append(("" if place else what, shown, rate(share * machine[name], unit)))
+    rows += [(what, "", seconds(machine[name])) for name, what in _TIMES]
+    table = listing(("of a rank", "size", "rate"), rows, ("size", "rate"))
     measured = document["measured"]
     load, cores = measured["load"], measured["cores"]
     busy = f"load {load} on {cores} cores: other work took a part of every rate; measure again when it is quiet"

@@ -26,7 +26,7 @@ from burst_cli.checkpoint.view import (
 )
 from burst_cli.completion import complete_run
 from burst_cli.figures import binary_bytes
-from burst_cli.options import JsonOption, NewestRunArgument, RunsDirOption
+from burst_cli.options import RUNS_DIR, JsonOption, NewestRunArgument, RunsDirOption
 from burst_cli.runs.choose import choose_run
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig, load_config
@@ -51,7 +51,7 @@ def _checkpoint() -> None:
 
 
 @app.command("list")
-def list_all(run: NewestRunArgument = None, runs_dir: RunsDirOption = None, as_json: JsonOption = False) -> None:
+def list_all(run: NewestRunArgument = None, runs_dir: RunsDirOption = RUNS_DIR, as_json: JsonOption = False) -> None:
     """Show the checkpoints of a run, newest first; nothing is read but their manifests.
 
     The nodes of a run over SSH are asked for theirs.
@@ -62,7 +62,7 @@ def list_all(run: NewestRunArgument = None, runs_dir: RunsDirOption = None, as_j
 
 
 @app.command()
-def verify(run: NewestRunArgument = None, runs_dir: RunsDirOption = None, as_json: JsonOption = False) -> None:
+def verify(run: NewestRunArgument = None, runs_dir: RunsDirOption = RUNS_DIR, as_json: JsonOption = False) -> None:
     """Read every checkpoint of a run whole, where it lies, and compare it with what was written. Changes nothing.
 
     Exit codes: 0 all are as they were written, 1 one is damaged.
@@ -76,7 +76,7 @@ def fetch(
     step: Annotated[
         int | None, typer.Option("--step", min=1, help="The checkpoint of this step; else the newest whole one.")
     ] = None,
-    runs_dir: RunsDirOption = None,
+    runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
 ) -> None:
     """Bring a checkpoint from the nodes of a run into its run folder on this machine, and compare what came.
@@ -101,7 +101,7 @@ def prune(
         int | None, typer.Option("--keep-every", min=1, help="Those of multiples of this many steps stay, too.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-    runs_dir: RunsDirOption = None,
+    runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
 ) -> None:
     """Delete old checkpoints of a run that has ended, here and on its nodes. The newest undamaged one always stays.
@@ -135,7 +135,7 @@ def export_run(
     file_gib: Annotated[
         float, typer.Option("--file-gib", min=0.001, max=2**20, help="Size of one file at most, in GiB.")
     ] = 5.0,
-    runs_dir: RunsDirOption = None,
+    runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
 ) -> None:
     """Write the weights of a checkpoint as a folder that transformers loads.

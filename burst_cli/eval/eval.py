@@ -12,6 +12,7 @@ from burst_cli.eval.request import evaluation_request
 from burst_cli.launch.launching import LaunchManner, launch_request
 from burst_cli.launch.request import LaunchRequest
 from burst_cli.options import (
+    RUNS_DIR,
     ConfigDirOption,
     DetachOption,
     DryRunOption,
@@ -42,7 +43,7 @@ def evaluate(
     hosts: HostsOption = None,
     hostfile: HostfileOption = None,
     config_dir: ConfigDirOption = None,
-    runs_dir: RunsDirOption = None,
+    runs_dir: RunsDirOption = RUNS_DIR,
     detach: DetachOption = False,
     dry_run: DryRunOption = False,
     force: ForceOption = False,

@@ -9,6 +9,7 @@ import typer
 
 from burst_cli.app import new_verb
 from burst_cli.options import (
+    RUNS_DIR,
     AsOption,
     ConfigDirOption,
     DetachOption,
@@ -31,7 +32,7 @@ def launch(
     hosts: HostsOption = None,
     hostfile: HostfileOption = None,
     config_dir: ConfigDirOption = None,
-    runs_dir: RunsDirOption = None,
+    runs_dir: RunsDirOption = RUNS_DIR,
     run_path: Annotated[Path | None, typer.Option("--run-path", hidden=True)] = None,
     detach: DetachOption = False,
     dry_run: DryRunOption = False,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from burst_cli import render
 from burst_cli.compose import compose
+from burst_cli.options import RUNS_DIR
 from burst_cli.plan.memory_check import MemoryCheck, MemoryPlanner, check_memory, group_topology, with_memory
 from cluster.facts import probe_local_node
 from cluster.launch.runner import Asked, Survey, runner_for
@@ -17,7 +18,7 @@ from engine.planning.memory.capacity import Hardware
 from engine.planning.methods.auto import check_attention
 from engine.planning.time.devices import find_machine
 from engine.planning.time.machine import machine_fields
-from engine.runs.folder import default_runs_dir, new_run_path
+from engine.runs.folder import new_run_path
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class LaunchRequest:
 
     overrides: tuple[str, ...] = ()
     config_dirs: tuple[Path, ...] = ()
-    runs_dir: Path | None = None
+    runs_dir: Path = RUNS_DIR
     run_path: Path | None = None
     hosts: str | None = None
     hostfile: Path | None = None
@@ -108,13 +109,13 @@ def time_notes(request: LaunchRequest, config: RunConfig, hardware: Hardware | N
     from burst_cli.sweep.estimate import LaunchJudge
 
     planner = MemoryPlanner(hardware)
-    measured = newest_measured(request.runs_dir or default_runs_dir())
+    measured = newest_measured(request.runs_dir)
     return expected_time(config, LaunchJudge(probe_local_node(), planner, measured, request.force or request.dry_run))
 
 
 def _run_path(request: LaunchRequest, exp: str) -> Path:
     if request.run_path is None:
-        return new_run_path(request.runs_dir or default_runs_dir(), exp)
+        return new_run_path(request.runs_dir, exp)
     return request.run_path.absolute()
 
 

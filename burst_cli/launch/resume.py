@@ -6,6 +6,7 @@ import typer
 
 from burst_cli.app import new_verb
 from burst_cli.options import (
+    RUNS_DIR,
     DetachOption,
     ForceOption,
     JsonOption,
@@ -28,7 +29,7 @@ def resume(
     skip_checks: SkipChecksOption = False,
     detach: DetachOption = False,
     plain: PlainOption = False,
-    runs_dir: RunsDirOption = None,
+    runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
 ) -> None:
     """Go on with a run: take it over where it still runs, else start its next attempt.

@@ -25,7 +25,7 @@ from burst_cli.logs.follow import (
     show_folded,
 )
 from burst_cli.logs.show import LogPrinter
-from burst_cli.options import JsonOption, LivingRunArgument, RunsDirOption
+from burst_cli.options import RUNS_DIR, JsonOption, LivingRunArgument, RunsDirOption
 from burst_cli.runs.choose import choose_run
 from burst_cli.runs.state import RunWatch, look_at
 from cluster.control.attempt import UNKNOWN
@@ -67,7 +67,7 @@ def logs(
     raw: Annotated[
         bool, typer.Option("--raw", help="Bytes as they stand in the logs: no names, nothing folded, escapes kept.")
     ] = False,
-    runs_dir: RunsDirOption = None,
+    runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
 ) -> None:
     """Show what the ranks say as `host:rank | line`; lines that several ranks say alike appear once, `tb[1-4]:0-7 |`.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from burst_cli.eval.view import is_evaluation, weights_text
-from burst_cli.figures import DASH, binary_bytes, count, duration, flops_per_s, percent, plain, seconds, seconds_between
+from burst_cli.figures import DASH, binary_bytes, count, duration, percent, plain, rate, seconds, seconds_between
 from burst_cli.report.records import Record, is_above_peak, run_name
 from cluster.remote_text import one_line
 from cluster.values import number, table, text
@@ -100,7 +100,7 @@ def _traffic(record: Record) -> str:
 
 
 def _peak(record: Record) -> str:
-    figure, source = flops_per_s(number(record, "peak_flops_per_device")), text(record, "peak_flops_source")
+    figure, source = rate(number(record, "peak_flops_per_device"), "FLOP/s"), text(record, "peak_flops_source")
     return figure if figure == DASH or not source else f"{figure}, {source}"
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burst_cli.figures import DASH, count, count_of, flops_per_s, plain
+from burst_cli.figures import DASH, count, count_of, plain, rate
 from burst_cli.report.columns import BY_KEY
 from burst_cli.report.records import PEAK_FIGURES, Record, run_name, run_rows, series, share_a_peak, status_of
 from cluster.remote_text import one_line
@@ -254,7 +254,7 @@ def _warnings(a: _Side, b: _Side, config: Sequence[ConfigDifference], *, one_pea
     if not one_peak:
         peaks = [value for record in records if (value := number(record, "peak_flops_per_device")) is not None]
         found.append(
-            f"MFU is against different peaks, {flops_per_s(min(peaks))} to {flops_per_s(max(peaks))} per device, so "
+            f"MFU is against different peaks, {rate(min(peaks), "FLOP/s")} to {rate(max(peaks), "FLOP/s")} per device, so "
             "it is not compared; set train.peak_flops_per_device"
         )
     if min(len(a.records), len(b.records)) < 2:

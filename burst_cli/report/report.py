@@ -13,13 +13,12 @@ import typer
 from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.completion import complete_run
-from burst_cli.options import JsonOption, RunsDirOption
+from burst_cli.options import RUNS_DIR, JsonOption, RunsDirOption
 from burst_cli.outputs import write_output
 from burst_cli.report import write
 from burst_cli.report.build import Request, build_report
 from burst_cli.report.columns import COLUMNS, column_help
 from engine.config.errors import ConfigError
-from engine.runs.folder import default_runs_dir
 
 app = new_verb()
 
@@ -53,7 +52,7 @@ def report(
             autocompletion=complete_run,
         ),
     ] = None,
-    runs_dir: RunsDirOption = None,
+    runs_dir: RunsDirOption = RUNS_DIR,
     latest: Annotated[bool, _which("--latest", help="Only the newest run of each experiment.")] = False,
     exps: Annotated[list[str] | None, _which("--exp", help="Experiments by glob: 'llama*'. May be repeated.")] = None,
     statuses: Annotated[list[str] | None, _which("--status", help="Only these: completed,oom,failed,...")] = None,
@@ -130,7 +129,7 @@ def _report(typed: Mapping[str, Any]) -> None:
     chosen, output = _where(typed["format"], as_json, typed["output"])
     write.check_targets(output, png, force=typed["force"])
     given = {name: typed[name] for name in Request.__dataclass_fields__ if typed.get(name) is not None}
-    found = build_report(Request(**{"runs_dir": default_runs_dir(), **given, "is_page": chosen == "html"}))
+    found = build_report(Request(**given, is_page=chosen == "html"))
     console = render.stderr()
     write.print_warnings(found, console)
     if output is not None:

@@ -14,7 +14,7 @@ from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.completion import complete_run
 from burst_cli.figures import fold_names
-from burst_cli.options import JsonOption, RunsDirOption
+from burst_cli.options import RUNS_DIR, JsonOption, RunsDirOption
 from burst_cli.runs.choose import choose_runs, living_runs
 from burst_cli.runs.progress import RunProgress
 from burst_cli.runs.read import read_facts, read_nodes
@@ -22,7 +22,7 @@ from cluster.control.attempt import UNKNOWN, RunState
 from cluster.control.outcome import StopRequests
 from cluster.control.settle import request_cancel
 from engine.config.errors import BurstError, ConfigError
-from engine.runs.folder import FINAL_STATES, RunFolder, default_runs_dir, list_runs
+from engine.runs.folder import FINAL_STATES, RunFolder, list_runs
 
 app = new_verb()
 
@@ -41,7 +41,7 @@ def cancel(
     ] = None,
     now: Annotated[bool, typer.Option("--now", help="Kill at once instead of waiting for the end of a step.")] = False,
     all_runs: Annotated[bool, typer.Option("--all", help="Every run that has not ended.")] = False,
-    runs_dir: RunsDirOption = None,
+    runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
 ) -> None:
     """Stop runs and wait for their end: ranks are asked first and killed after 12 s (longer where
@@ -56,7 +56,7 @@ def cancel(
     """
     if all_runs and run:
         raise ConfigError(f"--all means every run that has not ended; leave out {' '.join(run)}")
-    chosen = living_runs(list_runs(runs_dir or default_runs_dir())) if all_runs else choose_runs(run or [], runs_dir)
+    chosen = living_runs(list_runs(runs_dir)) if all_runs else choose_runs(run or [], runs_dir)
     console = render.stderr()
     results = cancel_runs(chosen, now=now, say=lambda text: console.print(text, markup=False, soft_wrap=True))
     code = max((result.exit_code for result in results), default=0)

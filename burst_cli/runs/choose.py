@@ -7,7 +7,7 @@ from pathlib import Path
 
 from engine.config.errors import ConfigError
 from engine.config.schema import nearest
-from engine.runs.folder import RunFolder, RunFolderError, default_runs_dir, list_runs
+from engine.runs.folder import RunFolder, RunFolderError, list_runs
 
 SWEEPS = "sweeps"  # a folder beside the experiments that holds sweeps, whatever they are called
 _NAMED = 8
@@ -36,19 +36,18 @@ def select_runs(runs_dir: Path, names: Sequence[str]) -> list[RunFolder]:
     return sorted(chosen.values(), key=lambda run: (run.run_id, str(run.path)))
 
 
-def choose_run(name: str | None, runs_dir: Path | None, *, living: bool = False) -> RunFolder:
+def choose_run(name: str | None, runs_dir: Path, *, living: bool = False) -> RunFolder:
     """The run of that name (of an experiment: its newest); without a name the newest of all.
 
     living: without a name, the one run that has not ended; if all have ended, the newest. Raises ConfigError when
     there is none, and when several live.
     """
-    root = runs_dir or default_runs_dir()
     if name is not None:
-        return _named(name, root)
-    runs = select_runs(root, ())
+        return _named(name, runs_dir)
+    runs = select_runs(runs_dir, ())
     if not runs:
         raise ConfigError(
-            f"{root.absolute()} holds no runs. Start one with `burst launch exp=tiny`, or give --runs-dir."
+            f"{runs_dir.absolute()} holds no runs. Start one with `burst launch exp=tiny`, or give --runs-dir."
         )
     alive = living_runs(runs) if living else []
     if len(alive) > 1:
@@ -58,7 +57,7 @@ def choose_run(name: str | None, runs_dir: Path | None, *, living: bool = False)
     return (alive or runs)[-1]
 
 
-def choose_runs(names: Sequence[str], runs_dir: Path | None) -> list[RunFolder]:
+def choose_runs(names: Sequence[str], runs_dir: Path) -> list[RunFolder]:
     """The newest run that each name means; without names the one that lives, or the newest."""
     if not names:
         return [choose_run(None, runs_dir, living=True)]
@@ -99,10 +98,10 @@ def _means(name: str, run: RunFolder) -> bool:
 def _unknown(name: str, runs: Sequence[RunFolder], runs_dir: Path) -> str:
     known = sorted({run.exp for run in runs})
     if not known:
-        return f"{name}: no such run or experiment; {Path(runs_dir).absolute()} holds no runs at all (--runs-dir)"
+        return f"{name}: no such run or experiment; {runs_dir.absolute()} holds no runs at all (--runs-dir)"
     near = nearest(name, [*known, *(run.run_id for run in runs)])
     advice = f"did you mean {near}? " if near else ""
-    return f"{name}: no such run or experiment in {Path(runs_dir).absolute()}; {advice}Experiments: {', '.join(known)}"
+    return f"{name}: no such run or experiment in {runs_dir.absolute()}; {advice}Experiments: {', '.join(known)}"
 
 
 def _listed(runs: Sequence[RunFolder]) -> str:

@@ -13,7 +13,7 @@ from rich.text import Text
 from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.figures import DASH, count, duration, percent, plain
-from burst_cli.options import JsonOption, RunsDirOption
+from burst_cli.options import RUNS_DIR, JsonOption, RunsDirOption
 from burst_cli.runs.choose import select_runs
 from burst_cli.runs.failure import failure_line
 from burst_cli.runs.progress import RunProgress
@@ -22,7 +22,7 @@ from burst_cli.runs.state import STATE_STYLES, glance_at
 from burst_cli.tables import Column, fitted_table, is_too_wide
 from cluster.control.attempt import RunState
 from cluster.values import seconds_between
-from engine.runs.folder import RunFolder, default_runs_dir
+from engine.runs.folder import RunFolder
 
 app = new_verb()
 
@@ -58,7 +58,7 @@ def runs(
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, help=f"The newest N only; default: {TABLE_RUNS}, with --json all.")
     ] = None,
-    runs_dir: RunsDirOption = None,
+    runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
 ) -> None:
     """List runs, newest first: state, step, speed, MFU, loss, duration, nodes x ranks, and why one failed.
@@ -66,8 +66,7 @@ def runs(
     Exit code 0, also when there are none. A run marked `lost` says that it runs, but the process that controlled it is
     gone: `burst status RUN` finds out what became of it, `burst resume RUN` takes it over.
     """
-    root = runs_dir or default_runs_dir()
-    runs = [run for run in reversed(select_runs(root, ())) if not exp or run.exp in exp]
+    runs = [run for run in reversed(select_runs(runs_dir, ())) if not exp or run.exp in exp]
     glances = ((run, glance_at(run)) for run in runs)
     found = [(run, seen) for run, seen in glances if not state or {seen.shown, seen.state} & set(state)]
     shown = found[: limit or (None if as_json else TABLE_RUNS)]
@@ -77,7 +76,7 @@ def runs(
     console = render.stdout()
     if not shown:
         of = " of this kind" if state or exp else ""
-        console.print(f"No runs{of} in {root.absolute()}. Start one with `burst launch exp=tiny`.", markup=False)
+        console.print(f"No runs{of} in {runs_dir.absolute()}. Start one with `burst launch exp=tiny`.", markup=False)
         return
     console.print(runs_table(shown, console.width))
     if len(shown) < len(found):

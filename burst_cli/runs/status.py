@@ -17,7 +17,7 @@ from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.figures import clean, duration
 from burst_cli.launch.nccl_network import fallback_rows, fallback_text, socket_fallbacks
-from burst_cli.options import JsonOption, NewestRunArgument, RunsDirOption
+from burst_cli.options import RUNS_DIR, JsonOption, NewestRunArgument, RunsDirOption
 from burst_cli.runs.choose import choose_run
 from burst_cli.runs.failure import failure_block
 from burst_cli.runs.live import NARROW, figure_lines, hang_text, heading, open_view
@@ -45,7 +45,7 @@ def status(
     run: NewestRunArgument = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep showing it until it ends.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="With --watch: lines, also on a terminal.")] = False,
-    runs_dir: RunsDirOption = None,
+    runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
 ) -> None:
     """Show how a run is: state, progress, every node and its ranks, what went wrong, and what to type next.

@@ -8,8 +8,7 @@ from typing import Annotated
 import typer
 
 from burst_cli.app import new_verb
-from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument, RunsDirOption
-from engine.runs.folder import default_runs_dir
+from burst_cli.options import RUNS_DIR, ConfigDirOption, JsonOption, OverridesArgument, RunsDirOption
 
 app = new_verb()
 
@@ -20,7 +19,7 @@ Retry = enum.StrEnum("Retry", "failed oom")
 def sweep(
     overrides: OverridesArgument = None,
     config_dir: ConfigDirOption = None,
-    runs_dir: RunsDirOption = None,
+    runs_dir: RunsDirOption = RUNS_DIR,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show and check every cell, with the time it takes; start nothing.")
     ] = False,
@@ -68,7 +67,7 @@ def sweep(
     request = SweepRequest(
         tuple(overrides or ()),
         tuple(config_dir or ()),
-        (runs_dir or default_runs_dir()).absolute(),
+        runs_dir.absolute(),
         parallel=parallel,
         force=force,
         skip_illegal=skip_illegal,

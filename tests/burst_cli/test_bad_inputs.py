@@ -102,7 +102,10 @@ BAD_ARGUMENTS = [
         "--config-dir /no/such/folder: no such folder",
         "give one that holds",
     ),
-    (["config", "--config-dir"], "Option '--config-dir' requires an argument", "See `burst --help`."),
+    (["config", "--config-dir"], "Option '--config-dir' requires an argument", "See `burst config --help`."),
+    (["report", "--compare", "a"], "Option '--compare' requires 2 arguments", "See `burst report --help`."),
+    (["hosts", "trust", "-w"], "Option '-w' requires an argument", "See `burst hosts trust --help`."),
+    (["report", "--runs-dir", __file__], "--runs-dir", f"{__file__!r} is a file"),
     (["config", "--groups", "exp=tiny"], "--groups lists what there is", "leave out exp=tiny"),
 ]
 

@@ -112,17 +112,18 @@ def test_a_profile_as_people_read_it() -> None:
     shares = {"matmul_shares": [(64, 0.5), (1024, 1.0)], "elementwise_shares": [(1000, 0.25)]}
     measured = {"load": 3.5, "cores": 2, "setup": {"ranks": 2}, "device": "a processor"}
     lines = io.StringIO()
-    Console(width=200, file=lines).print(machine_view({"machine": machine | shares, "measured": measured}))
+    Console(width=100, file=lines).print(machine_view({"machine": machine | shares, "measured": measured}))
     assert [" ".join(line.split()) for line in lines.getvalue().splitlines()] == [
-        "of a rank rate share of it by size",
-        "products of matrices, by their smallest side 1GFLOP/s 64: 50% 1.02K: 100%",
-        "attention forward, by rows of a tile 2GFLOP/s",
-        "attention backward, by rows of a tile 3GFLOP/s",
-        "the rest of a layer, by bytes of its input 1MB/s 1K: 25%",
-        "the optimizer 2MB/s",
-        "to a rank of the same node 3MB/s",
-        "to a rank of another node 4MB/s",
-        "to host memory 5MB/s",
+        "of a rank size rate",
+        "products of matrices, by their smallest side 64 500 MFLOP/s",
+        "1,024 1 GFLOP/s",
+        "attention forward, by rows of a tile 2 GFLOP/s",
+        "attention backward, by rows of a tile 3 GFLOP/s",
+        "the rest of a layer, by bytes of its input 1,000 250 KB/s",
+        "the optimizer 2 MB/s",
+        "to a rank of the same node 3 MB/s",
+        "to a rank of another node 4 MB/s",
+        "to host memory 5 MB/s",
         "a message without bytes, same node 1 ms",
         "a message without bytes, another node 2 ms",
         "the host, per layer and step 3 ms",

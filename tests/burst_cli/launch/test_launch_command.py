@@ -285,7 +285,7 @@ def test_runs_dir_that_cannot_be_written_is_refused_before_any_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "runs").write_text("a file")
-    assert main(["launch", "exp=tiny", "--runs-dir", str(tmp_path / "runs")]) == 1
+    assert main(["launch", "exp=tiny", "--runs-dir", str(tmp_path / "runs" / "mine")]) == 1
     captured = capsys.readouterr()
     assert "is not a folder" in captured.err
     assert "--runs-dir" in captured.err
