@@ -46,6 +46,7 @@ class Plan:
     """A configuration that can run, settled; `world`: all its ranks, `name`: of its method, as it was asked for.
 
     ranking   what attention=auto chose from, best first
+    as_measured   nobody says how many ranks a node has: as many as the machine was measured with
     advice    what would cost less; None: nothing does, or nobody looked
     """
 
@@ -56,6 +57,7 @@ class Plan:
     step: StepTime
     memory: MemoryCheck | None = None
     ranking: tuple[RankedMethod, ...] = ()
+    as_measured: bool = False
     advice: Recommendation | None = None
 
     @property
@@ -154,6 +156,9 @@ def plan_one(overrides: Sequence[str], config_dirs: Sequence[Path], request: Req
     from burst_cli.compose import compose  # loads Hydra, which `--help` need not
 
     asked = compose(overrides, config_dirs).config
+    as_measured = _ranks_as_measured(asked, request.machine)
+    if as_measured:
+        asked = compose([*overrides, *as_measured], config_dirs).config
     world = world_topology(asked)
     capacity = capacity_of(asked, world.local_ranks, device=request.device)
     asked = _computing_on(asked, capacity)
@@ -166,6 +171,7 @@ def plan_one(overrides: Sequence[str], config_dirs: Sequence[Path], request: Req
     attention, choice = settle_run(asked, world, capacity, predict, machine)
     step = predict_step(choice.config, world, machine)
     plan = Plan(choice.config.attention.preset, choice.config, world, machine, step, ranking=attention.candidates)
+    plan = replace(plan, as_measured=bool(as_measured))
     if not request.memory:
         return plan
     memory = MemoryCheck(choice.config, capacity, choice.prediction or predict(choice.config, world), choice)
@@ -173,6 +179,13 @@ def plan_one(overrides: Sequence[str], config_dirs: Sequence[Path], request: Req
     if request.advised and memory.fits:
         plan = replace(plan, advice=Adviser(capacity, machine, predict).recommend(asked, choice.config, world))
     return plan
+
+
+def _ranks_as_measured(config: RunConfig, machine: Machine | None) -> list[str]:
+    """The setting that makes as many ranks of a node as a profile was measured with, where nothing says how many."""
+    ranks = (machine or machine_of(config)).local_ranks
+    is_said = config.cluster.ranks_per_node or config.cluster.topology_nodes or config.parallel.cp_size
+    return [] if is_said or ranks is None else placement_overrides(ranks, None)
 
 
 def _computing_on(config: RunConfig, capacity: Capacity) -> RunConfig:

@@ -37,7 +37,7 @@ def answer_view(plan: Plan, price: float | None = None, picture: Path | None = N
     nodes = f" on {world.nodes} nodes" if world.nodes > 1 else ""
     what = f"{plan.config.exp}, attention={plan.name}: {plan.config.train.seq_len:,} tokens on "
     lines = [
-        ("plan", f"{what}{count_of('rank', world.size)}{nodes}"),
+        ("plan", f"{what}{count_of('rank', world.size)}{nodes}{_as_measured(plan)}"),
         ("memory", _fit_words(plan.memory)),
         ("step", _step_words(step)),
         ("speed", _speed_words(step)),
@@ -168,7 +168,12 @@ def _placement(candidate: Plan) -> Text:
     where = f"{count_of('rank', topology.size)} on {count_of('node', topology.nodes)}"
     groups = candidate.world.size // topology.size
     times = f", {groups} such groups" if groups > 1 else ""
-    return Text.assemble(("sequence    ", "bold"), f"{train.seq_len:,} tokens on {where}{times}; {train.compute_dtype}")
+    what = f"{train.seq_len:,} tokens on {where}{times}{_as_measured(candidate)}; {train.compute_dtype}"
+    return Text.assemble(("sequence    ", "bold"), what)
+
+
+def _as_measured(plan: Plan) -> str:
+    return " (as many per node as the profile was measured with)" if plan.as_measured else ""
 
 
 def _link(name: str) -> Callable[[PassPreview], str]:

@@ -97,7 +97,7 @@ def measure_machine(cell: MachineCell, watch: Stopwatch) -> tuple[Machine, dict[
         matmul_shares=matmul_shares,
         elementwise_shares=_by_share(layer)[1],
         is_cpu=device.type == "cpu",
-        local_ranks=cell.setup.local_ranks if device.type == "cpu" else None,
+        local_ranks=cell.setup.local_ranks,
         memory_bytes=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
         host_memory_bytes=find_hardware().host_bytes,
         bf16_peak=known.bf16_peak if known else None,

@@ -138,11 +138,11 @@ def settle_memory(
     if best.fit.fits:
         reason = (
             f"auto: {best.name} is predicted at {best.step_s:.3g} s a step, and no policy that fits saves more than "
-            f"{INDIFFERENCE:.0%} of that; it leaves {best.fit.headroom_bytes / 1e9:.3g} GB free"
+            f"{INDIFFERENCE:.0%} of that; it leaves {best.fit.headroom_bytes / 2**30:.3g} GiB free"
         )
         return MemoryChoice(chosen, search.candidates(best), reason)
-    missing = -best.fit.headroom_bytes / 1e9
-    reason = f"no policy fits on {capacity.device_name}; the nearest, {best.name}, lacks {missing:.3g} GB"
+    missing = -best.fit.headroom_bytes / 2**30
+    reason = f"no policy fits on {capacity.device_name}; the nearest, {best.name}, lacks {missing:.3g} GiB"
     return MemoryChoice(chosen, search.candidates(best), reason, fits=False)
 
 

@@ -36,8 +36,8 @@ class Machine:
     memory_bytes                as the driver reports it; of a CPU: None, it is the host's
     host_memory_bytes           of a node; None: not known
     is_cpu                      ranks compute on the cores of their node
-    local_ranks                 of a node that shared its cores when the rates were measured, which are those of one of
-                                them; None: a rank has its device to itself
+    local_ranks                 of a node when the rates were measured, which on cores that they shared are those of one
+                                of them; None: not measured, of a rank that has its device to itself
     forward, backward           attention kernels on a large tile, in the FLOPs of `tile_flops`
     matmul                      large products of matrices
     kernel_block_rows           side of the blocks in which a kernel works; half of one is wasted per row along the edge

@@ -119,7 +119,7 @@ class Adviser:
         )
         best = choice.candidates[0]
         if choice.fits and choice.prediction is not None:
-            needs = f"{choice.prediction.needed_bytes / 1e9:.3g} GB on the device"
+            needs = f"{choice.prediction.needed_bytes / 2**30:.3g} GiB on the device"
             return [f"memory=auto would fit with {needs}, at {best.step_s:.3g} s a step: {best.settings}"]
         nearest = choice.config
         directions = [self._more_ranks(nearest, world), _more_tp(nearest, world), _small_moments(nearest, world)]

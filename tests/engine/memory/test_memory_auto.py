@@ -192,7 +192,7 @@ def test_when_nothing_fits_the_reason_says_what_is_missing() -> None:
     choice = auto(SHORT, length=2**22)
     assert not choice.fits
     assert "no policy fits on test device" in choice.reason
-    assert re.search(r"lacks [\d.]+ GB", choice.reason)
+    assert re.search(r"lacks [\d.]+ GiB", choice.reason)
 
 
 def test_the_number_of_ranks_advised_fits_and_half_of_it_does_not() -> None:
