@@ -253,9 +253,10 @@ def _warnings(a: _Side, b: _Side, config: Sequence[ConfigDifference], *, one_pea
             found.append(f"different {words}: {', '.join(values[0])} against {', '.join(values[1])}")
     if not one_peak:
         peaks = [value for record in records if (value := number(record, "peak_flops_per_device")) is not None]
+        least, most = rate(min(peaks), "FLOP/s"), rate(max(peaks), "FLOP/s")
         found.append(
-            f"MFU is against different peaks, {rate(min(peaks), "FLOP/s")} to {rate(max(peaks), "FLOP/s")} per device, so "
-            "it is not compared; set train.peak_flops_per_device"
+            f"MFU is against different peaks, {least} to {most} per device, so it is not compared; "
+            "set train.peak_flops_per_device"
         )
     if min(len(a.records), len(b.records)) < 2:
         found.append(

@@ -19,10 +19,12 @@ CACHE_VARIABLE = "BURST_CACHE_DIR"
 
 
 def cache_folder() -> Path:
-    """$BURST_CACHE_DIR, or ~/.cache/burst."""
-    given = os.environ.get(CACHE_VARIABLE)
+    """$BURST_CACHE_DIR, $XDG_CACHE_HOME/burst, or ~/.cache/burst."""
+    given, base = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME", "")
     if given:
         return home_path(given).absolute()
+    if base.startswith("/"):  # a relative one counts for nothing, says the XDG Base Directory Specification
+        return Path(base) / "burst"
     try:
         return Path.home() / ".cache" / "burst"
     except RuntimeError:

@@ -8,11 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from engine.runs.files import new_folder, replace_file
+from engine.runs.files import cache_folder, new_folder, replace_file
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("own", "base", "found"),
+    [("", "", "/h/.cache/burst"), ("", "/c", "/c/burst"), ("", "c", "/h/.cache/burst"), ("~/o", "/c", "/h/o")],
+)
+def test_the_cache_lies_where_the_user_keeps_caches(
+    monkeypatch: pytest.MonkeyPatch, own: str, base: str, found: str
+) -> None:
+    for name, value in (("HOME", "/h"), ("BURST_CACHE_DIR", own), ("XDG_CACHE_HOME", base)):
+        monkeypatch.setenv(name, value)
+    assert cache_folder() == Path(found)
 
 
 def test_a_failed_replacement_keeps_the_old_content_and_leaves_no_part(tmp_path: Path) -> None:
