@@ -24,7 +24,8 @@ MESSAGE_CHARACTERS = 4_000
 _FIRST_DEATH = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 _PORT = re.compile(r"\bport:? (\d{1,5})\b")
-_ECHO_SIGNALS = (signal.SIGABRT, signal.SIGTERM)  # NCCL aborts ranks that lost a peer; torchrun terminates the rest
+# NCCL aborts ranks that lost a peer; torchrun terminates the rest, which may end as if interrupted.
+_ECHO_SIGNALS = (signal.SIGABRT, signal.SIGTERM, signal.SIGINT)
 _NO_TIME = 2**63
 
 
@@ -101,9 +102,10 @@ class Death:
 
     @property
     def signal(self) -> signal.Signals | None:
-        """What ended it, if a signal did."""
+        """What ended it, if a signal did, or made it end itself: 128 and the signal's number, as with shells."""
+        code = self.exit_code or 0
         try:
-            return signal.Signals(-self.exit_code) if self.exit_code is not None and self.exit_code < 0 else None
+            return signal.Signals(-code if code < 0 else code - 128)
         except ValueError:
             return None
 

@@ -136,7 +136,7 @@ _YOUNG_S = 10.0  # a process gets its environment by exec, some time after it wa
 _LOOK_S = 0.2  # how often new processes are looked for
 _FULL_LOOK_S = 10.0  # how often all are looked at again: a number may belong to another process by now
 _POLL_S = 0.05
-_ECHOES = {None: 1, 0: 2, -signal.SIGTERM: 2}  # ends that mostly follow another's; None: nobody saw how
+_ECHOES = {None: 1, 0: 2, -signal.SIGTERM: 2, 130: 2, 143: 2}  # ends that mostly follow another's; None: nobody saw how
 
 
 class Helpers:

@@ -46,11 +46,12 @@ from engine.training.guard import Verdict
 from engine.training.metrics import StepCost, StepMeter, StepProfiler
 from engine.training.peak import find_peak
 from engine.training.rank.faults import NO_FAULTS, Faults, FindFaults, read_faults
-from engine.training.rank.lifecycle import GRACE_S, KILL_MARGIN_S, StopRequest, run_states
+from engine.training.rank.lifecycle import run_states
 from engine.training.rank.process import RankStatus
 from engine.training.rank.recorder import Recorder
+from engine.training.rank.stop import GRACE_S, KILL_MARGIN_S
 from engine.training.train_step import TrainStep
-from engine.training.validation import measured, validate
+from engine.training.validation import Stopped, measured, pause, validate
 
 
 class Trainer:
@@ -70,8 +71,6 @@ class Trainer:
         self._run_folder = run
         self._recorder = recorder
         self._status = status
-        checkpoint = config.train.checkpoint
-        self._stop = StopRequest(checkpoint.stop_grace_s - KILL_MARGIN_S if checkpoint.is_on else GRACE_S)
         self.data = load_data(config, mesh, recorder)
         if not config.train.evaluate_only:  # which trains on no sample, so a short corpus will do
             sampler = self.data.sampler(
@@ -104,7 +103,7 @@ class Trainer:
         self._checkpoints = RunCheckpoints(config, run, mesh, self.train_step, self.data.content_hash, recorder)
 
     def run(self) -> None:
-        """Trains to the last step and writes the summary. SIGTERM ends it at a step edge.
+        """Trains to the last step and writes the summary. A request to stop ends training at an edge.
 
         With train.evaluate_only it evaluates instead.
         """
@@ -116,26 +115,27 @@ class Trainer:
         self._batches.start_at(position.step, position.samples)
         self._recorder.phase("train")
         limit_waits(self.mesh, step_timeout(self.config.cluster))
+        checkpoint = self.config.train.checkpoint
+        self._status.stop.defer(checkpoint.stop_grace_s - KILL_MARGIN_S if checkpoint.is_on else GRACE_S)
         stopped = False
-        with self._stop.watch():
-            while position.step < total and not stopped:
-                row, verdict, stopped = self._run_step(position.step)
-                if not verdict.taken:
-                    row["dropped"] = verdict.action
-                if self._validation_is_due(row["step"]) and not stopped:
-                    row.update(self._validate())
-                self._status.step_done(row["step_time_s"])
-                self._recorder.step(row, total)
-                self._recorder.warn(self._meter.warning(row))
-                before, position = position, self._after(position)
-                if not verdict.taken:
-                    self._recorder.dropped(row["step"], verdict, range(before.samples, position.samples))
-                if verdict.action == "rewind" and not stopped:
-                    position = self._checkpoints.rewind(position)
-                    self._batches.start_at(position.step, position.samples)
-                else:
-                    self._checkpoints.after_step(position, is_last=stopped or position.step == total)
-            self._checkpoints.close()
+        while position.step < total and not stopped:
+            row, verdict, stopped = self._run_step(position.step)
+            if not verdict.taken:
+                row["dropped"] = verdict.action
+            if self._validation_is_due(row["step"]) and not stopped:
+                stopped = self._validate(row)
+            self._status.step_done(row["step_time_s"])
+            self._recorder.step(row, total)
+            self._recorder.warn(self._meter.warning(row))
+            before, position = position, self._after(position)
+            if not verdict.taken:
+                self._recorder.dropped(row["step"], verdict, range(before.samples, position.samples))
+            if verdict.action == "rewind" and not stopped:
+                position = self._checkpoints.rewind(position)
+                self._batches.start_at(position.step, position.samples)
+            else:
+                self._checkpoints.after_step(position, is_last=stopped or position.step == total)
+        self._checkpoints.close()
         self._batches.close()
         self._profiler.close()
         # A run that had nothing left to do has no rows, and its steps all the same.
@@ -151,6 +151,7 @@ class Trainer:
         step = 0 if evaluated is None else evaluated.step
         self._recorder.phase("evaluate")
         row = {"step": step, **measured(self.mesh, lambda: validate(self.train_step, self.data.main, self._needles))}
+        self._status.stop.defer(GRACE_S)  # what is known is written down
         self._recorder.evaluated(row)
         evaluated_run = None if evaluated is None else str(evaluated.facts.get("run_id"))
         self._end("completed", evaluated_run=evaluated_run, evaluated_step=step, steps=0)
@@ -176,7 +177,7 @@ class Trainer:
             self._meter.have_batches()
             with self._meter.count_tensors():
                 result = self.train_step.run(step, batches)
-            row, stopped = self._meter.finish(step + 1, result, stop=self._stop.requested)
+            row, stopped = self._meter.finish(step + 1, result, stop=self._status.stop.requested)
             return row, result.verdict, stopped
 
     def _after(self, position: Position) -> Position:
@@ -189,11 +190,16 @@ class Trainer:
         interval = self.config.train.eval_interval_steps
         return step == self.config.train.steps or (interval is not None and step % interval == 0)
 
-    def _validate(self) -> dict[str, Any]:
+    def _validate(self, row: dict[str, Any]) -> bool:
+        """Adds what was measured to `row`; whether any rank was asked to stop, which ends it between two samples."""
         self._recorder.phase("evaluate")
-        row = validate(self.train_step, self.data.main, self._needles)
+        try:
+            row.update(validate(self.train_step, self.data.main, self._needles))
+            pause(self.train_step)
+        except Stopped:
+            return True
         self._recorder.phase("train")
-        return row
+        return False
 
     def _summarise(self, rows: list[dict[str, Any]], status: str) -> dict[str, Any]:
         # What was predicted is a training step, which an evaluation does not make.
@@ -213,7 +219,7 @@ class Trainer:
 def run_training(config: RunConfig, run: RunFolder, status: RankStatus, find_faults: FindFaults = read_faults) -> None:
     """Everything a rank does, from its process group to the last line of its summary; called by engine.train."""
     placement = read_placement()
-    with run_states(run, status, rank=placement.rank), ExitStack() as stack:
+    with status.stop.watch(), run_states(run, status, rank=placement.rank), ExitStack() as stack:
         status.phase = "start"
         check_config(config)
         check_world(config.cluster, placement)

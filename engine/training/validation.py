@@ -38,10 +38,21 @@ Row = dict[str, Any]  # of metrics.jsonl
 def validate(train_step: TrainStep, data: PreparedData, needles: NeedleTasks | None) -> Row:
     """{validation_loss, ...} and, with `needles`, {needle_accuracy, ...}; what could not be measured is left out.
 
-    All ranks must call; the model is afterwards as before.
+    All ranks must call; the model is afterwards as before. Raises Stopped.
     """
     losses = _losses(train_step, data)
     return losses if needles is None else losses | needle_figures(score_tasks(train_step, needles), needles)
+
+
+class Stopped(KeyboardInterrupt):
+    """A validation has ended between two samples, on all ranks alike, as one of them was asked to stop."""
+
+
+def pause(train_step: TrainStep) -> None:
+    """Between two samples: raises Stopped on all ranks if any was asked to stop. All ranks must call."""
+    train_step.status.advance()
+    if any(max_over_ranks([train_step.status.stop.requested], train_step.mesh.device)):
+        raise Stopped
 
 
 def measured(mesh: Mesh, work: Callable[[], Row]) -> Row:
@@ -107,7 +118,7 @@ def evaluate(
     totals = torch.zeros(2 * buckets + 1, dtype=torch.float64, device=mesh.device)  # nats, labels of each; bytes
     with evaluating(model):
         for batch in batches:
-            train_step.status.advance()
+            pause(train_step)
             losses, labels = _losses_of(train_step, batch, edges)
             totals[:buckets] += losses
             for bucket, own in enumerate(labels):
@@ -171,7 +182,7 @@ def score_tasks(train_step: TrainStep, tasks: Tasks) -> Table:
     table = torch.zeros(len(tasks), 3, dtype=torch.float64, device=mesh.device)
     with evaluating(train_step.model):
         for first in range(mesh.dp_rank * size, _rounded_up(len(tasks), mesh.dp_size * size), mesh.dp_size * size):
-            train_step.status.advance()
+            pause(train_step)
             numbers = range(first, min(first + size, len(tasks)))
             rows, scores = _scored(train_step, [tasks.task(number) for number in numbers], size)
             table.index_add_(0, rows + first, scores)

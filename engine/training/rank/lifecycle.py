@@ -1,4 +1,4 @@
-"""How a run begins and ends on a rank: the moves of run.json, and a request to stop at the next step edge.
+"""How a run begins and ends on a rank: the moves of run.json.
 
 Rank 0 says running and completed; without a launcher ranks say the rest.
 
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,10 +18,6 @@ from engine.config.settings import load_config
 from engine.runs.folder import FINAL_STATES, RUN_ID_VARIABLE, RunFolder, RunFolderError, describe_error
 from engine.runs.oom import less_memory_text
 from engine.training.rank.process import RankStatus
-
-KILL_MARGIN_S = 4.0  # before the launcher kills
-GRACE_S = 12.0 - KILL_MARGIN_S
-TERMINATED_EXIT_CODE = 128 + signal.SIGTERM
 
 
 @contextlib.contextmanager
@@ -84,54 +78,3 @@ def _advice(run: RunFolder, memory: Mapping[str, Any] | None) -> str | None:
         return less_memory_text(load_config(run.path / "config.yaml"), memory["where"])
     except BurstError:
         return None
-
-
-class StopRequest:
-    """Whether this process was asked to stop; `with stop.watch():` listens for SIGTERM (main thread only)."""
-
-    def __init__(self, grace_s: float = GRACE_S) -> None:
-        self._grace_s = grace_s
-        self._event = threading.Event()
-        self._done = threading.Event()
-
-    @property
-    def requested(self) -> bool:
-        """Whether SIGTERM has arrived."""
-        return self._event.is_set()
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Listens until the block ends; outside of it SIGTERM ends the process at once, as before, but a request that
-        came is the last: torchrun's echo of it may be late, and what a stopped rank writes would be cut off.
-
-        A rank may sit in a collective whose peer is gone, where no Python handler runs. So the signal is read from a
-        wakeup descriptor by a thread, which ends the process after the grace period. The handler itself does nothing:
-        launcher and torchrun both send the signal, and a handler that takes a lock would wait for itself in the second.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        old_handler = signal.signal(signal.SIGTERM, lambda *_: None)
-        old_descriptor = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        thread = threading.Thread(target=self._wait_for_signal, args=(reader,), name="stop-request", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            self._done.set()
-            signal.set_wakeup_fd(old_descriptor)
-            os.close(writer)
-            thread.join()
-            os.close(reader)
-            if not self.requested:
-                signal.signal(signal.SIGTERM, old_handler)
-
-    def _wait_for_signal(self, reader: int) -> None:
-        while number := os.read(reader, 1):
-            if number[0] == signal.SIGTERM:
-                self._event.set()
-                if not self._done.wait(self._grace_s):
-                    os._exit(TERMINATED_EXIT_CODE)
-                return

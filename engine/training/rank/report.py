@@ -26,6 +26,7 @@ from typing import Any
 from engine.parallel.waits import WaitClock
 from engine.runs.oom import RESERVE_BYTES
 from engine.training.rank.flight import flight_record
+from engine.training.rank.stop import StopRequest
 
 STATUS_INTERVAL_S = 0.2
 REQUEST_NAME = "flight.request"
@@ -67,11 +68,13 @@ class RankStatus:
     step_time_s   of the last step, on the slowest rank
     ended         ok, or the type of the error
     waits         knows for whom the rank waits
+    stop          whether it was asked to stop
     reserve       address space (untouched, so no memory) for saying what went wrong after memory ran out
     """
 
     def __init__(self, step: int | None = None, phase: str | None = None) -> None:
         self.waits = WaitClock()
+        self.stop = StopRequest()
         self.reserve: bytearray | None = bytearray(RESERVE_BYTES)
         self.step = step
         self.micro_step = 0

@@ -115,6 +115,13 @@ def test_rank_that_torchrun_reaped_before_anybody_saw_its_code_ended_as_torchrun
     assert (failure.kind, failure.type, failure.rank, failure.host) == ("exit", "EarlyExit", 1, "n2")
 
 
+@pytest.mark.parametrize("code", [-15, 130, 143])
+def test_rank_that_was_told_to_end_is_blamed_only_when_nobody_else_is(code: int) -> None:
+    told = Death(0, code, at_ns=2)
+    assert find_failure([NodeEvidence("", (), None, (Death(1, None, at_ns=1), told), 1)]).rank == 1
+    assert find_failure([NodeEvidence("", (), None, (told,), 1)]).rank == 0
+
+
 def test_strange_exit_codes_are_no_signal() -> None:
     assert Death(0, -200).signal is None
     assert find([], Death(0, -200)).kind == "exit"

@@ -9,12 +9,14 @@ import sys
 
 from testkit.waiting import wait_for
 
-from engine.training.rank.lifecycle import TERMINATED_EXIT_CODE, StopRequest
+from engine.training.rank.stop import TERMINATED_EXIT_CODE, StopRequest
 
 STUCK = """
 import time, threading
-from engine.training.rank.lifecycle import StopRequest
-with StopRequest(grace_s=0.2).watch():
+from engine.training.rank.stop import StopRequest
+stop = StopRequest()
+stop.defer(0.2)
+with stop.watch():
     print("ready", flush=True)
     threading.Lock().acquire(); time.sleep(30)
 """
@@ -23,7 +25,7 @@ with StopRequest(grace_s=0.2).watch():
 # The launcher and torchrun both send it: the second may come at any line of what the first one's handler does.
 TWICE = """
 import signal, sys
-from engine.training.rank.lifecycle import StopRequest
+from engine.training.rank.stop import StopRequest
 def again_at(number):
     left = [number]
     def trace(frame, event, _):
@@ -33,18 +35,33 @@ def again_at(number):
             signal.raise_signal(signal.SIGTERM)
         return trace
     return trace
-with StopRequest(grace_s=10).watch():
+interrupted = 0
+for number in range(1, 30):
+    stop = StopRequest()
+    with stop.watch():
+        try:
+            sys.settrace(again_at(number))
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            interrupted += 1
+        sys.settrace(None)
+        signal.raise_signal(signal.SIGTERM)
+stop = StopRequest()
+with stop.watch():
+    stop.defer(10.0)
     for number in range(1, 30):
         sys.settrace(again_at(number))
         signal.raise_signal(signal.SIGTERM)
         sys.settrace(None)
+assert interrupted == 29
 """
 
 
-def test_sigterm_inside_the_watch_is_a_request_whose_echo_after_it_ends_nothing() -> None:
+def test_deferred_sigterm_inside_the_watch_is_a_request_whose_echo_after_it_ends_nothing() -> None:
     before, stop = signal.getsignal(signal.SIGTERM), StopRequest()
     try:
         with stop.watch():
+            stop.defer(10.0)
             assert not stop.requested
             os.kill(os.getpid(), signal.SIGTERM)
             wait_for(lambda: stop.requested)
@@ -70,5 +87,5 @@ def test_a_process_that_never_reaches_an_edge_is_ended_after_the_grace() -> None
     process.stdout.close()
 
 
-def test_a_second_signal_finds_no_lock_that_the_first_one_holds() -> None:
+def test_a_second_signal_interrupts_nothing_and_finds_no_lock_that_the_first_one_holds() -> None:
     assert subprocess.run([sys.executable, "-c", TWICE], timeout=60).returncode == 0
