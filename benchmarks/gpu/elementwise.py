@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.turns import measure_in_turn
+from benchmarks.gpu.timing import time_call
 from engine.attention.merge import add_kv, backward_stats, merge_tile, surrogate_out
-from engine.bench.spec import Rounds
 from engine.config.settings import LossConfig
 from engine.kernels.dispatch import uses_triton
 from engine.loss.fused import losses_of_logits
@@ -56,26 +55,23 @@ class Contest:
     torch: Callable[[], object]
 
 
-def bench_elementwise(
-    device: torch.device, shape: Shape | None = None, rounds: Rounds | None = None
-) -> list[dict[str, Any]]:
+def bench_elementwise(device: torch.device, shape: Shape | None = None) -> list[dict[str, Any]]:
     """A row per kernel and direction: seconds, gb_per_s (both by side, "triton" and "torch"), speedup, or its error.
 
     On a CPU, and on a GPU without Triton, there is the side of torch alone, by default at a tiny size.
     """
     shape = shape or (LLAMA_8B if device.type == "cuda" else TINY)
-    rounds = rounds or Rounds(warmup=3, repeats=10)
-    return [_row(contest, shape, device, rounds) for build in CONTESTS for contest in build(shape, device)]
+    return [_row(contest, shape, device) for build in CONTESTS for contest in build(shape, device)]
 
 
-def _row(contest: Contest, shape: Shape, device: torch.device, rounds: Rounds) -> dict[str, Any]:
+def _row(contest: Contest, shape: Shape, device: torch.device) -> dict[str, Any]:
     calls = {"torch": contest.torch}
     if uses_triton(torch.empty(0, device=device)):
         calls["triton"] = contest.ours
     row: dict[str, Any] = {"kernel": contest.name, "dtype": str(shape.dtype).removeprefix("torch.")}
     row["moved_bytes"] = contest.moved_bytes
     try:
-        seconds = {name: timing.median_s for name, timing in measure_in_turn(calls, device, rounds).items()}
+        seconds = {name: time_call(call, device).median_s for name, call in calls.items()}
     except Exception as error:  # Triton's compiler has errors of its own; the other kernels are measured all the same
         return row | {"error": f"{type(error).__name__}: {error}"}
     row["seconds"] = seconds

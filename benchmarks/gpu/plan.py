@@ -61,7 +61,7 @@ def share_s(left_s: float, parts: Sequence[Part]) -> float:
 
 
 def select(parts: Sequence[Part], only: Sequence[str]) -> tuple[Part, ...]:
-    """The parts that are wanted: NAME, or NAME:TEXT for the measurements whose label has TEXT; nothing: all.
+    """The parts that are wanted: NAME, or NAME:TEXT for the measurement of that label, else all that have it.
 
     Raises ConfigError for what names no part or no measurement.
     """
@@ -78,7 +78,8 @@ def select(parts: Sequence[Part], only: Sequence[str]) -> tuple[Part, ...]:
         texts = wanted.get(part.name)
         if texts is None:
             continue
-        chosen = tuple(m for m in part.measurements if any(text in m.label for text in texts))
+        exact = {m.label for m in part.measurements}.intersection(texts)
+        chosen = tuple(m for m in part.measurements if any(m.label == t if t in exact else t in m.label for t in texts))
         if not chosen and "" not in texts:
             labels = "; ".join(m.label for m in part.measurements)
             problems.append(f"--only {part.name}:{texts[0]}: no such measurement; there are: {labels}")

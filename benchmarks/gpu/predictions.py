@@ -1,4 +1,4 @@
-"""Peaks of the planned steps, predicted on the CPU as `burst plan` does while the device measures other things."""
+"""Memory policies and peaks of the planned steps, found on the CPU as `burst plan` does while the device measures."""
 
 from __future__ import annotations
 
@@ -7,22 +7,41 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from benchmarks.gpu.plan import Measurement, Row
 from benchmarks.gpu.runner import Budget
-from benchmarks.gpu.steps import ALONE, read_config
+from benchmarks.gpu.steps import ALONE, Policy, choose_policy, config_of, read_config, settled
+from benchmarks.gpu.worker import MeasurementError, error_text
 from engine.planning.memory.predictor import MemoryPrediction, Predictor
 
 LEAST_S = 5.0
 
 
 class Predictions:
-    """Starts a prediction for every measurement that asks for one; none outlives the budget by more than seconds."""
+    """Starts the choice of a policy for every whole model, and a prediction for every measurement that asks for one.
 
-    def __init__(self, measurements: Sequence[Measurement], budget: Budget) -> None:
-        self._budget = budget
+    None outlives the budget by more than seconds.
+    """
+
+    def __init__(self, measurements: Sequence[Measurement], device_name: str, budget: Budget) -> None:
+        self._device_name, self._budget = device_name, budget
         self._pool = ThreadPoolExecutor(1)  # one process answers all
         self._predictor = Predictor(timeout_s=max(LEAST_S, budget.left_s))
+        wholes = dict.fromkeys(m.settings["config"] for m in measurements)
+        self._policies = {whole: self._pool.submit(self._choose, whole) for whole in wholes}
         self._futures: dict[str, Future[MemoryPrediction]] = {
             m.label: self._pool.submit(self._predict, m) for m in measurements if m.settings["about"]["predicts"]
         }
+
+    def ready(self, measurement: Measurement) -> Measurement:
+        """A step with the policy of its whole model, as soon as it is known; others as they are.
+
+        Raises MeasurementError when there is none within the budget.
+        """
+        policy = self._policies.get(measurement.settings.get("config"))
+        if policy is None:
+            return measurement
+        try:
+            return settled(measurement, policy.result(timeout=max(LEAST_S, self._budget.left_s)))
+        except Exception as error:
+            raise MeasurementError(f"no memory policy: {error_text(error)}") from error
 
     def amend(self, rows: Sequence[Row]) -> list[Row]:
         """The rows with what has been predicted by now, and measured over predicted."""
@@ -38,9 +57,12 @@ class Predictions:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._predictor.close()
 
+    def _choose(self, whole: str) -> Policy:
+        return choose_policy(read_config(whole), self._device_name, self._predictor.predict)
+
     def _predict(self, measurement: Measurement) -> MemoryPrediction:
-        config = read_config(measurement.settings["config"])
-        return self._predictor.predict(config, ALONE)
+        policy = self._policies[measurement.settings["config"]].result()  # chosen before, by the same thread
+        return self._predictor.predict(config_of(settled(measurement, policy)), ALONE)
 
     def _amend(self, row: Row) -> Row:
         future = self._futures.get(row["label"])

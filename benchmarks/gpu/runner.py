@@ -52,6 +52,7 @@ class Budget:
 class Runner:
     """Runs parts in turn; `save` gets the parts as plain values after every measurement, `say` a line for people.
 
+    ready      a measurement as it is to be called, perhaps after waiting for what it needs
     complete   by part: its rows -> (the same with what is known besides, rows that follow from them)
     """
 
@@ -60,6 +61,7 @@ class Runner:
     peak: Peak
     save: Callable[[Sequence[PartDocument]], None]
     say: Callable[[str], None]
+    ready: Callable[[Measurement], Measurement] = lambda measurement: measurement
     complete: Mapping[str, Callable[[Sequence[Row]], tuple[list[Row], list[Row]]]] = field(default_factory=dict)
 
     def run(self, parts: Sequence[Part]) -> list[PartDocument]:
@@ -85,9 +87,11 @@ class Runner:
                 document["rows"].append(skipped_row(measurement.label, reason))
                 continue
             before = self.budget.clock()
-            document["rows"] += self._measure(measurement, pace)
+            rows = self._measure(measurement, pace)
+            document["rows"] += rows
             took = self.budget.clock() - before
-            if max(took, measurement.expected_s) >= LEAST_NOTED_S:
+            measured = any(row["status"] == "measured" for row in rows)
+            if measured and max(took, measurement.expected_s) >= LEAST_NOTED_S:
                 pace = min(MOST_PACE, max(LEAST_PACE, took / measurement.expected_s))
             document["seconds"] = self.budget.clock() - started
             self.refresh(document)
@@ -102,7 +106,7 @@ class Runner:
         timeout_s = min(self.budget.left_s + GRACE_S, 4 * measurement.expected_s * max(1.0, pace) + 60.0)
         before = self.budget.clock()
         try:
-            rows = complete_rows(self.measures.call(measurement, timeout_s), measurement.label, self.peak)
+            rows = complete_rows(self.measures.call(self.ready(measurement), timeout_s), measurement.label, self.peak)
         except MeasurementError as error:
             rows = [failed_row(measurement.label, str(error))]
         words = "; ".join(dict.fromkeys(row["error"] for row in rows if row["error"]))

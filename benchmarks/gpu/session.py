@@ -17,7 +17,6 @@ from benchmarks.gpu.store import result_stem, write_document
 from benchmarks.gpu.targets import judge
 from benchmarks.gpu.worker import MeasurementError, Workers, error_text
 from engine.config.errors import RunError
-from engine.planning.memory.predictor import Predict
 from engine.planning.time.machine import Peak
 from engine.training.peak import above_peak_warning
 
@@ -66,9 +65,9 @@ SIZES: dict[Size, Sizes] = {
 }
 
 
-def plan_parts(sizes: Sizes, device: str, facts: Row, predict: Predict | None = None) -> tuple[Part, ...]:
+def plan_parts(sizes: Sizes, device: str, facts: Row) -> tuple[Part, ...]:
     """All parts in the order in which they run, their weights about minutes of a session of 45; `facts` is the probe's
-    row; `predict`: see `steps.choose_policy`.
+    row.
     """
     return (
         overlap.plan(sizes.overlap),
@@ -76,7 +75,7 @@ def plan_parts(sizes: Sizes, device: str, facts: Row, predict: Predict | None = 
         blocked.plan(sizes.blocked),
         *others.plan(small=sizes.small),
         loss.plan(sizes.loss),
-        steps.plan(sizes.steps, device, facts["environment"]["device"] if device == "cuda" else "cpu", predict),
+        steps.plan(sizes.steps, device),
         parity.plan(sizes.parity),
     )
 
@@ -88,7 +87,9 @@ def run_session(request: Request) -> int:
         workers, facts = open_device(request.device, SIZES[request.size])
         stack.callback(workers.close)
         parts = select(plan_parts(SIZES[request.size], request.device, facts), request.only)
-        predictions = Predictions([m for part in parts if part.name == "steps" for m in part.measurements], budget)
+        name = facts["environment"]["device"] if request.device == "cuda" else "cpu"
+        planned = [m for part in parts if part.name == "steps" for m in part.measurements]
+        predictions = Predictions(planned, name, budget)
         stack.callback(predictions.close)
         return measure(request, budget, workers, parts, predictions, facts)
 
@@ -110,7 +111,7 @@ def measure(
         amended = predictions.amend(rows)
         return amended, steps.extrapolated(amended)
 
-    runner = Runner(workers, budget, Peak(**facts["peak"]), save, say, {"steps": complete_steps})
+    runner = Runner(workers, budget, Peak(**facts["peak"]), save, say, predictions.ready, {"steps": complete_steps})
     done = runner.run(parts)
     for part in (part for part in done if part["name"] == "steps"):
         predictions.wait([row for row in part["rows"] if row["status"] == "measured"])

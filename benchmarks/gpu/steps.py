@@ -10,8 +10,6 @@ import gc
 import importlib.util
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 
@@ -19,7 +17,6 @@ import numpy as np
 import torch
 import yaml
 
-from benchmarks.gpu.checks import skipped_row
 from benchmarks.gpu.plan import Measurement, Part, Row
 from benchmarks.tensors import local_tensors
 from engine.bench.measure import synchronize
@@ -37,7 +34,7 @@ from engine.planning.memory.auto import settle_memory
 from engine.planning.memory.capacity import Hardware, capacity_of
 from engine.planning.memory.cost import planned_flops
 from engine.planning.memory.policy import policy_name
-from engine.planning.memory.predictor import Predict, Predictor, shared_predictor
+from engine.planning.memory.predictor import Predict
 from engine.planning.methods.topology import Topology
 from engine.planning.time.flops import attention_pairs, count_parameters, step_flops
 from engine.training.metrics import peak_pinned_bytes
@@ -118,30 +115,14 @@ class Policy:
     reason: str
 
 
-def plan(sizes: StepSizes, device: str, device_name: str, predict: Predict | None = None) -> Part:
-    """A measurement per point, each in a process of its own.
-
-    The whole model is tried only where it is to fit: what runs out of host memory may take the machine with it.
-    """
-    lengths = list(dict.fromkeys(seq_len for _, seq_len in sizes.points))
-
-    def choose(seq_len: int) -> Policy:
-        with closing(Predictor()) as own:
-            config = run_config(sizes.model, seq_len, device)
-            return choose_policy(config, device_name, predict=predict or own.predict)
-
-    with ThreadPoolExecutor(len(lengths)) as pool:  # the device waits for it
-        policies = dict(zip(lengths, pool.map(choose, lengths), strict=True))
-    measurements, known = [], []
+def plan(sizes: StepSizes, device: str) -> Part:
+    """A measurement per point, each in a process of its own, whose memory policy is still to be chosen: `settled`."""
+    measurements = []
     for layers, seq_len in sizes.points:
-        measurement, policy = _measurement(sizes, layers, policies[seq_len]), policies[seq_len]
-        if layers < sizes.model.num_layers or policy.fits:
-            measurements.append(measurement)
-            if (layers, seq_len) in sizes.plain:
-                measurements.append(_without_segments(measurement))
-        else:
-            known.append(skipped_row(measurement.label, policy.reason))
-    return Part("steps", "Training steps", sizes.weight, tuple(measurements), tuple(known))
+        measurements.append(_measurement(sizes, layers, run_config(sizes.model, seq_len, device)))
+        if (layers, seq_len) in sizes.plain:
+            measurements.append(_without_segments(measurements[-1]))
+    return Part("steps", "Training steps", sizes.weight, tuple(measurements))
 
 
 def _without_segments(measurement: Measurement) -> Measurement:
@@ -151,15 +132,13 @@ def _without_segments(measurement: Measurement) -> Measurement:
     return replace(measurement, label=f"{measurement.label} without expandable segments", settings=settings)
 
 
-def _measurement(sizes: StepSizes, layers: int, policy: Policy) -> Measurement:
-    config = replace(policy.config, model=replace(sizes.model, num_layers=layers))
-    seq_len = config.train.seq_len
-    flops = step_flops(config.model, seq_len=seq_len, visible_pairs=layers * attention_pairs("causal", seq_len))
+def _measurement(sizes: StepSizes, layers: int, whole: RunConfig) -> Measurement:
+    seq_len, model = whole.train.seq_len, replace(sizes.model, num_layers=layers)
+    flops = step_flops(model, seq_len=seq_len, visible_pairs=layers * attention_pairs("causal", seq_len))
     step_s = flops.model / ASSUMED_FLOPS
     repeats = 2 if step_s < 5 else 1  # after a first step, which pins memory and compiles, and never counts
     about: Row = {"whole_layers": sizes.model.num_layers, "predicts": layers in (sizes.predicted or (layers,))}
-    about |= {"policy_fits_whole_model": policy.fits, "policy_reason": policy.reason}
-    settings: Row = {"config": dump_config(config), "repeats": repeats, "about": about}
+    settings: Row = {"config": dump_config(whole), "layers": layers, "repeats": repeats, "about": about}
     settings |= {"expandable_segments": True, "profiled": (layers, seq_len) in sizes.profiled}
     return Measurement(
         f"{layers} layers at {seq_len} tokens",
@@ -168,6 +147,13 @@ def _measurement(sizes: StepSizes, layers: int, policy: Policy) -> Measurement:
         expected_s=sizes.setup_s + (1 + repeats) * step_s + layers * 0.3,
         fresh=True,
     )
+
+
+def settled(measurement: Measurement, policy: Policy) -> Measurement:
+    """The measurement under the policy of the whole model."""
+    settings = measurement.settings
+    about = settings["about"] | {"policy_fits_whole_model": policy.fits, "policy_reason": policy.reason}
+    return replace(measurement, settings={**settings, "config": dump_config(policy.config), "about": about})
 
 
 def run_config(model: ModelConfig, seq_len: int, device: str) -> RunConfig:
@@ -183,15 +169,13 @@ def run_config(model: ModelConfig, seq_len: int, device: str) -> RunConfig:
     return config
 
 
-def choose_policy(
-    whole: RunConfig, device_name: str, hardware: Hardware | None = None, predict: Predict | None = None
-) -> Policy:
+def choose_policy(whole: RunConfig, device_name: str, predict: Predict, hardware: Hardware | None = None) -> Policy:
     """What `memory=auto` chooses for the whole model on this device, and where nothing fits, what it chooses with the
     optimizer on the host inside the backward pass, which frees all gradients at once and cannot clip; then with its
     moments in 8 bits as well, where torchao is there.
 
     Where nothing fits then either: the nearest; fewer layers run with it all the same. `hardware`: None asks this
-    machine. `predict`: None asks a process of its own.
+    machine.
     """
     within = replace(
         whole,
@@ -205,7 +189,7 @@ def choose_policy(
     for config in configs:
         try:
             capacity = capacity_of(config, 1, device=device_name, hardware=hardware)
-            choice = settle_memory(config, ALONE, capacity, predict or shared_predictor().predict)
+            choice = settle_memory(config, ALONE, capacity, predict)
         except ConfigError as error:  # a device that nobody knows
             full = replace(whole, memory=replace(whole.memory, activation_checkpoint="full"))
             return Policy(full, fits=False, reason="; ".join(error.problems))
@@ -216,18 +200,38 @@ def choose_policy(
 
 
 def read_config(text: str) -> RunConfig:
-    """The configuration that a measurement's settings hold."""
+    """The configuration of the whole model that a measurement's settings hold."""
     return config_from_dict(yaml.safe_load(text))
 
 
+def config_of(measurement: Measurement) -> RunConfig:
+    """What it runs: the configuration with its number of layers."""
+    return _with_layers(read_config(measurement.settings["config"]), measurement.settings["layers"])
+
+
+def _with_layers(whole: RunConfig, layers: int) -> RunConfig:
+    return replace(whole, model=replace(whole.model, num_layers=layers))
+
+
 def measure(
-    device: torch.device, config: str, repeats: int, expandable_segments: bool, profiled: bool, about: Row
+    device: torch.device,
+    config: str,
+    layers: int,
+    repeats: int,
+    expandable_segments: bool,
+    profiled: bool,
+    about: Row,
 ) -> list[Row]:
-    """One row: seconds, FLOPs of this depth and of the whole model, measured peaks. `about`: what the plan knows."""
+    """One row: seconds, FLOPs of this depth and of the whole model, measured peaks. `about`: what the plan knows.
+
+    The whole model is tried only where it is to fit: what runs out of host memory may take the machine with it.
+    """
+    if layers == about["whole_layers"] and not about["policy_fits_whole_model"]:
+        return [{"status": "skipped", "error": about["policy_reason"]}]
     if device.type == "cuda" and not expandable_segments:
         torch.cuda.memory._set_allocator_settings("expandable_segments:False")
-    settings = read_config(config)
-    whole = replace(settings, model=replace(settings.model, num_layers=about["whole_layers"]))
+    whole = read_config(config)
+    settings = _with_layers(whole, layers)
     run = _Run(settings, device)
     warm_s = run.step()
     seconds = [run.step() for _ in range(repeats)]

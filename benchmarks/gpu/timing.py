@@ -12,6 +12,7 @@ from engine.bench.measure import Timing, summarise, synchronize
 
 LEAST_REPEATS = 3
 LEAST_REPEATS_OF_LONG = 2  # of calls that take half of `enough_s` and more
+LAUNCH_CYCLES = 1_000_000  # half a millisecond, which a call of few kernels takes the host
 WARM_S = 0.05  # an idle GPU needs so long to reach its clock
 
 
@@ -21,8 +22,8 @@ def time_call(
     """Timing of `call`, repeated until `enough_s` are measured, at least three times (two if it is long).
 
     The first call, which may compile or choose algorithms, never counts, nor do those that warm the device. The device
-    is waited for before the first and after the last repeat only, so that a launch's time on the host hides behind the
-    call before.
+    is waited for before the first and after the last repeat only, and sleeps while the host starts the first calls, so
+    that the time of launches hides behind the calls before.
     """
     call()
     synchronize(device)
@@ -37,6 +38,7 @@ def time_call(
 
 def _on_cuda(call: Callable[[], object], repeats: int) -> list[float]:
     edges = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    torch.cuda._sleep(repeats * LAUNCH_CYCLES)  # type: ignore[no-untyped-call]
     edges[0].record()
     for edge in edges[1:]:
         call()

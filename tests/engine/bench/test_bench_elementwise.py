@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from benchmarks.gpu.elementwise import TINY, bench_elementwise
-from engine.bench.spec import Rounds
 
 CPU = torch.device("cpu")
 KERNELS = {
@@ -19,7 +18,7 @@ KERNELS = {
 
 
 def test_a_cpu_measures_torch_alone() -> None:
-    rows = bench_elementwise(CPU, rounds=Rounds(warmup=1, repeats=1))
+    rows = bench_elementwise(CPU)
     assert {row["kernel"] for row in rows} == KERNELS
     for row in rows:
         assert set(row["seconds"]) == {"torch"}
@@ -28,6 +27,6 @@ def test_a_cpu_measures_torch_alone() -> None:
 
 
 def test_a_size_that_cannot_be_had_is_a_row_with_its_error() -> None:
-    rows = bench_elementwise(CPU, replace(TINY, head_dim=7), Rounds(warmup=0, repeats=1))
+    rows = bench_elementwise(CPU, replace(TINY, head_dim=7))
     failed = {row["kernel"] for row in rows if "error" in row}
     assert failed == {"rope", "rope backward"}

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from testkit.clock import Clock
 
 from benchmarks.gpu import steps
 from benchmarks.gpu.plan import Measurement, Part, Row, select
+from benchmarks.gpu.predictions import Predictions
 from benchmarks.gpu.report import markdown
 from benchmarks.gpu.runner import Budget, Runner
 from benchmarks.gpu.session import SIZES, plan_parts
@@ -116,7 +119,7 @@ ENOUGH = {
 @pytest.mark.parametrize("seconds", ENOUGH)
 def test_a_session_of_nine_minutes_and_of_45_has_what_matters_in_its_order_and_names_the_rest(seconds: int) -> None:
     absent = dict.fromkeys(("cpu_flash", "flash_attn", "fa3", "fa4"), "not here")
-    parts = plan_parts(SIZES["full"], "cuda", FACTS | {"kernels": dict.fromkeys(KERNELS) | absent}, predict)
+    parts = plan_parts(SIZES["full"], "cuda", FACTS | {"kernels": dict.fromkeys(KERNELS) | absent})
     budget_s = seconds - min(seconds // 4, 360) - 50  # as scripts/gpu.sh leaves it, less the start
     documents, measures, _ = run(list(parts), budget_s)
     assert [document["name"] for document in documents] == list(ORDER)
@@ -153,12 +156,24 @@ def test_a_figure_above_the_peak_is_an_error_and_no_measurement() -> None:
 
 def test_every_kernel_of_the_registry_is_measured_or_has_a_reason() -> None:
     reasons = dict.fromkeys(KERNELS) | {"flash_attn": "the flash-attn package is not installed"}
-    (tiles,) = select(plan_parts(SIZES["full"], "cuda", FACTS | {"kernels": reasons}, predict), ["tiles"])
+    (tiles,) = select(plan_parts(SIZES["full"], "cuda", FACTS | {"kernels": reasons}), ["tiles"])
     measured = {measurement.settings["kernel"] for measurement in tiles.measurements}
     assert measured == set(KERNELS) - {"flash_attn"}
     assert {"label": "flash_attn", "status": "not available", "error": reasons["flash_attn"]} in tiles.known
     lengths = {m.settings["seq_len"] for m in tiles.measurements if m.settings["kernel"] == "reference"}
     assert lengths == {4096}  # its memory is quadratic
+
+
+def test_a_text_that_is_a_label_means_that_measurement_alone() -> None:
+    parts = [part("a", "4 layers", "4 layers without", "2 layers")]
+    labels = {
+        text: [m.label for m in select(parts, [f"a:{text}"])[0].measurements] for text in ("4 layers", "4 l", "layers")
+    }
+    assert labels == {
+        "4 layers": ["4 layers"],
+        "4 l": ["4 layers", "4 layers without"],
+        "layers": ["4 layers", "4 layers without", "2 layers"],
+    }
 
 
 def step_row(layers: int, step_s: float, seq_len: int = 1024, **others: Any) -> Row:
@@ -180,16 +195,28 @@ def test_the_slope_between_two_depths_gives_the_whole_model() -> None:
 
 def test_where_nothing_fits_the_nearest_policy_is_named_and_the_whole_model_left_out() -> None:
     whole = steps.run_config(steps.LLAMA_8B, 1048576, "cuda")
-    policy = steps.choose_policy(whole, "NVIDIA H200", HARDWARE, predict)
+    policy = steps.choose_policy(whole, "NVIDIA H200", predict, HARDWARE)
     assert not policy.fits
     assert "no policy fits" in policy.reason
     check_config(policy.config)
-    unknown = steps.choose_policy(whole, "Imaginary 9000", HARDWARE, predict)
+    unknown = steps.choose_policy(whole, "Imaginary 9000", predict, HARDWARE)
     assert (unknown.fits, unknown.config.memory.activation_checkpoint) == (False, "full")
-    sizes = steps.StepSizes(points=((2, 1048576), (32, 1048576)))
-    part = steps.plan(sizes, "cuda", "Imaginary 9000")
-    assert [measurement.label for measurement in part.measurements] == ["2 layers at 1048576 tokens"]
-    assert [(row["label"], row["status"]) for row in part.known] == [("32 layers at 1048576 tokens", "skipped")]
+    few, all_layers = steps.plan(steps.StepSizes(points=((2, 1048576), (32, 1048576))), "cuda").measurements
+    config = steps.config_of(steps.settled(few, policy))
+    assert config == replace(policy.config, model=replace(policy.config.model, num_layers=2))
+    rows = steps.measure(torch.device("cpu"), **steps.settled(all_layers, policy).settings)
+    assert rows == [{"status": "skipped", "error": policy.reason}]
+
+
+def test_a_step_without_a_policy_fails_alone() -> None:
+    (planned,) = steps.plan(steps.StepSizes(points=((2, 256),), model=steps.TINY), "cpu").measurements
+    broken = replace(planned, settings={**planned.settings, "config": "train: 1"})
+    predictions = Predictions([broken], "cpu", Budget(60.0))
+    with pytest.raises(MeasurementError, match="no memory policy: ConfigError"):
+        predictions.ready(broken)
+    other = Measurement("another", "module:function", {"kernel": "reference"})
+    assert predictions.ready(other) is other
+    predictions.close()
 
 
 def document_of(**rows: list[Row]) -> Row:
