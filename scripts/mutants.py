@@ -39,6 +39,8 @@ from tests_of_lines import ROOT, product_files, record, recorded
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.yaml")
 LIMIT_S = 300.0  # for these; no failure until then counts as survival
 TEST_LIMIT_S = 60.0  # a test that hangs has noticed
+OPEN = 100  # exit code of tests that neither pass nor fail
+MAYBE_OPEN = (pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.USAGE_ERROR, pytest.ExitCode.NO_TESTS_COLLECTED)
 SMALL = 8  # a number up to this grows by one, a larger one becomes 0
 SLOW_IMPORTS = ["pytest", "numpy", "torch", "torch.distributed.fsdp", "paramiko", "typer", "rich", "jinja2"]
 FORKSERVER = multiprocessing.get_context("forkserver")
@@ -241,8 +243,9 @@ def _equivalents() -> list[dict[str, str]]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant: "failed" (a test did, or none could be collected), "survived", "late" (no end), "unseen"
-    (no test runs anything of its file)."""
+    """What became of a mutant: "failed" (a test did, or could not be imported), "survived", "late" (no end), "unseen"
+    (no test runs anything of its file), "open" (no test failed, yet they do not pass: too slow, or gone since they were
+    recorded), which says nothing."""
 
     mutant: Mutant
     how: str
@@ -283,13 +286,13 @@ def judge(mutant: Mutant, copy: Path) -> Outcome:
 
 
 def run(tests: list[str], copy: Path) -> str:
-    """What these tests say of a copy: survived, failed or late."""
+    """What these tests say of a copy: survived, failed, open or late."""
     process = FORKSERVER.Process(target=_run_tests, args=(str(copy), tests))
     process.start()
     process.join(LIMIT_S)
     try:
         if not process.is_alive():
-            return "survived" if process.exitcode == 0 else "failed"
+            return {0: "survived", OPEN: "open"}.get(process.exitcode or 0, "failed")
         os.kill(process.pid or 0, signal.SIGINT)  # fixtures end what they began
         process.join(20)
         return "late"
@@ -314,6 +317,22 @@ def _log_of(copy: Path) -> Path:
     return copy.with_suffix(".log")
 
 
+class Reports:
+    """Whether anything failed in a session of pytest, if one began."""
+
+    def __init__(self) -> None:
+        self.began = self.failed = False
+
+    def pytest_sessionstart(self) -> None:
+        self.began = True
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self.failed |= report.failed
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.failed |= report.failed
+
+
 def _run_tests(copy: str, tests: list[str]) -> NoReturn:
     """In a fork of a process that has what is slow to import: the tests of one copy."""
     os.setsid()
@@ -324,7 +343,9 @@ def _run_tests(copy: str, tests: list[str]) -> NoReturn:
     log = os.open(_log_of(Path(copy)), os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(log, stream)
-    sys.exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--timeout", str(TEST_LIMIT_S), *tests]))
+    reports = Reports()
+    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--timeout", str(TEST_LIMIT_S), *tests], [reports])
+    sys.exit(OPEN if code in MAYBE_OPEN and reports.began and not reports.failed else code)
 
 
 def package_of(path: str) -> str:
@@ -334,17 +355,19 @@ def package_of(path: str) -> str:
 
 
 def show(outcomes: Sequence[Outcome]) -> None:
-    """Survivors by package, then the rates."""
+    """Survivors by package, then the rates, which leave out those of which nothing was decided."""
     for outcome in sorted((o for o in outcomes if not o.caught), key=lambda o: (o.mutant.path, o.mutant.line)):
         print(f"{outcome.how:8} {outcome.mutant}")
     print()
     for depth, of in ((2, package_of), (1, lambda path: path.split("/")[0])):
-        total, caught = Counter[str](), Counter[str]()
+        counts: dict[str, Counter[str]] = defaultdict(Counter)
         for outcome in outcomes:
-            total[of(outcome.mutant.path)] += 1
-            caught[of(outcome.mutant.path)] += outcome.caught
-        for name in sorted(total):
-            print(f"{name:24} {caught[name]:4} of {total[name]:4} caught  {100 * caught[name] / total[name]:5.1f}%")
+            counts[of(outcome.mutant.path)][outcome.how] += 1
+        for name, count in sorted(counts.items()):
+            decided = count.total() - count["open"]
+            share = f"{100 * count['failed'] / decided:5.1f}%" if decided else "     –"
+            rest = f"  {count['open']} not decided" if count["open"] else ""
+            print(f"{name:24} {count['failed']:4} of {decided:4} caught  {share}{rest}")
         if depth == 2:
             print()
 
