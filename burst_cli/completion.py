@@ -98,10 +98,10 @@ def _keys(start: str, groups: Mapping[str, Any], fields: Mapping[str, FieldSpec]
     near = [name for name in sections if name.startswith(start)]
     tops = [key for key in fields if "." not in key and key not in groups]
     if "." not in start:
-        shown = [group for group in groups if group.startswith(start)]
+        shown = (group for group in groups if group.startswith(start))
         yield from ((f"{group}=", f"group: {', '.join(groups[group])}") for group in shown)
         yield from ((f"{key}=", fields[key].note.doc) for key in tops if key.startswith(start))
-        if len(near) != 1 or (shown and shown != near):
+        if len(near) != 1:
             yield from ((f"{name}.", sections[name]) for name in near)
             return
         start = f"{near[0]}."

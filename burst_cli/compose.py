@@ -10,10 +10,10 @@ import contextlib
 import itertools
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra import version as hydra_version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
@@ -39,6 +39,7 @@ from engine.config.settings import RunConfig, config_to_dict, read_config
 ROOT_CONFIG = "config"
 EVALUATION = "-eval"  # ends the name of an experiment whose runs only evaluate
 _LONGEST_NAME = 100
+T = TypeVar("T")
 _SIGNS = {OverrideType.CHANGE: "", OverrideType.ADD: "+", OverrideType.FORCE_ADD: "++", OverrideType.DEL: "~"}
 
 
@@ -142,17 +143,8 @@ def sweep_axes(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> li
     Values are not checked here: every cell is composed by itself. Raises ConfigError with every text that is none.
     """
     folders = search_path(config_dirs)
-    parser, loader = OverridesParser.create(), _config_loader(folders)
-    groups = list_options(folders)
-    axes: list[Axis] = []
-    problems: list[Problem] = []
-    for given in overrides:
-        try:
-            parsed = parser.parse_override(given)
-            parsed.config_loader = loader  # glob() asks it for the options of a group
-            axes.append(_axis(parsed, given))
-        except HydraException as error:
-            problems.append(grammar_problem(given, str(error).splitlines()[-1].strip()))
+    groups, loader = list_options(folders), _config_loader(folders)
+    axes, problems = _parsed(overrides, lambda parsed, key, given: _axis(parsed, key, given, loader))
     known = [axis for axis in axes if axis.key.lstrip("+~").partition("@")[0] not in groups]
     problems += [problem for axis in known if (problem := _unknown_axis(axis, groups)) is not None]
     if problems:
@@ -160,14 +152,12 @@ def sweep_axes(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> li
     return axes
 
 
-def _axis(parsed: HydraOverride, given: str) -> Axis:
-    key = str(parsed.get_key_element())
-    if not key.lstrip("+~"):
-        raise HydraException("there is nothing before the =")
+def _axis(parsed: HydraOverride, key: str, given: str, loader: ConfigLoaderImpl) -> Axis:
     if not parsed.is_sweep_override():
         return Axis(key.lstrip("+"), (given,), (given.partition("=")[2],), is_sweep=False)
     if not parsed.is_discrete_sweep():
         raise HydraException("interval() has no steps; give a list or range(FROM,TO,STEP)")
+    parsed.config_loader = loader  # glob() asks it for the options of a group
     values = tuple(itertools.islice(parsed.sweep_string_iterator(), MOST_CELLS + 1))
     plain = tuple(value.strip("'\"") for value in values)
     return Axis(key.lstrip("+"), tuple(f"{key}={value}" for value in values), plain, is_sweep=True)
@@ -231,7 +221,7 @@ def _fit_to_steps(config: RunConfig, sources: dict[str, str]) -> tuple[RunConfig
     optimizer = config.optimizer
     warmup = at_most("optimizer.warmup_steps", optimizer.warmup_steps, steps)
     decay = optimizer.decay_steps
-    if decay is not None and optimizer.schedule == "wsd":
+    if decay is not None:
         decay = at_most("optimizer.decay_steps", decay, max(0, steps - warmup))
     return replace(config, optimizer=replace(optimizer, warmup_steps=warmup, decay_steps=decay)), tuple(notes)
 
@@ -301,15 +291,9 @@ def _with_file(problem: Problem, sources: Mapping[str, str]) -> Problem:
 
 def _read_overrides(overrides: Sequence[str], groups: Groups) -> tuple[list[Override], list[Problem]]:
     """(the overrides that may be composed, the problems of all others)."""
-    parser = OverridesParser.create()
     accepted: list[Override] = []
-    problems: list[Problem] = []
-    for given in overrides:
-        try:
-            override = _convert(parser.parse_override(given), given)
-        except HydraException as error:
-            problems.append(grammar_problem(given, str(error).splitlines()[-1].strip()))
-            continue
+    read, problems = _parsed(overrides, _override)
+    for override in read:
         problem = override_problem(override, groups)
         if problem is None:
             accepted.append(override)
@@ -318,12 +302,27 @@ def _read_overrides(overrides: Sequence[str], groups: Groups) -> tuple[list[Over
     return accepted, problems
 
 
-def _convert(parsed: HydraOverride, given: str) -> Override:
-    key = str(parsed.get_key_element()).lstrip("+~")
-    if not key:
-        raise HydraException("there is nothing before the =")
+def _override(parsed: HydraOverride, key: str, given: str) -> Override:
     is_sweep = parsed.is_sweep_override()
-    return Override(given, _SIGNS.get(parsed.type, ""), key, None if is_sweep else parsed.value(), is_sweep)
+    value = None if is_sweep else parsed.value()
+    return Override(given, _SIGNS.get(parsed.type, ""), key.lstrip("+~"), value, is_sweep)
+
+
+def _parsed(overrides: Sequence[str], read: Callable[[HydraOverride, str, str], T]) -> tuple[list[T], list[Problem]]:
+    """(what `read` makes of each, its key and its text; the problems of those that Hydra's grammar does not know)."""
+    parser = OverridesParser.create()
+    found: list[T] = []
+    problems: list[Problem] = []
+    for given in overrides:
+        try:
+            parsed = parser.parse_override(given)
+            key = str(parsed.get_key_element())
+            if not key.lstrip("+~"):
+                raise HydraException("there is nothing before the =")
+            found.append(read(parsed, key, given))
+        except HydraException as error:
+            problems.append(grammar_problem(given, str(error).splitlines()[-1].strip()))
+    return found, problems
 
 
 def _run_hydra(folders: Sequence[Path], overrides: Sequence[Override], groups: Groups) -> _Raw:

@@ -53,6 +53,7 @@ def test_verb_with_parts_alone_shows_its_help(burst, verb: str) -> None:
     result = burst(verb)
     assert (result.code, result.err) == (2, "")
     assert f"Usage: burst {verb} [OPTIONS] COMMAND" in result.out
+    assert "<bool>" not in burst("hosts", "trust", "--help").out  # also of parts
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)

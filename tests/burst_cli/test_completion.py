@@ -92,6 +92,7 @@ ATTENTION = [f"attention={name}" for name in sorted(get_args(PresetName))]
         ("burst config train.seq_len=", ["train.seq_len=4096"]),
         ("burst config attention.preset=s", ["attention.preset=single", "attention.preset=striped"]),
         ("burst config train.profile=1:", []),
+        ("burst config lo", ["loss.chunk_tokens=", "loss.z_loss="]),
         ("burst config train.compile=", ["train.compile=true", "train.compile=false"]),
         ("burst config attention.gradient_wire_dtype=n", ["attention.gradient_wire_dtype=null"]),
         ("burst config ++train.compi", ["++train.compile=true", "++train.compile=false"]),
