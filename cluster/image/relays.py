@@ -24,7 +24,6 @@ from cluster.ssh.connection import RemoteProcess
 from cluster.ssh.session import SshConnection
 
 _START_S = 30.0
-_LIFE_S = 5.0
 _LAST_WORDS_S = 2.0
 _MAX_LINE_BYTES = 1 << 16
 
@@ -133,13 +132,13 @@ class Feed:
         assert self._process is not None
         while True:
             try:
-                self._relayed = int(self._next_line(time.monotonic() + _LIFE_S)["received"])
+                self._relayed = int(self._next_line(time.monotonic() + self._stall_s)["received"])
             except SshError as error:
                 if error.kind is not SshFailure.COMMAND_TIMEOUT:
                     return
             except (ValueError, KeyError, TypeError):
                 return
-            if time.monotonic() - alive_at >= _LIFE_S:
+            if time.monotonic() - alive_at >= self._stall_s:
                 alive_at = time.monotonic()
                 with contextlib.suppress(SshError):
                     self._process.write(b"\n")

@@ -96,6 +96,7 @@ def test_version_is_that_of_the_package(burst) -> None:
         (("--help",), {"torch", "numpy", "hydra", "omegaconf", "tokenizers", "paramiko"}),
         *((("config", flag), {"torch", "numpy", "hydra", "omegaconf"}) for flag in ("--groups", "--fields")),
         (("config",), {"torch"}),
+        (("env", "check", "-h"), {"paramiko"}),
         (("report",), {"torch", "hydra", "omegaconf"}),
         (("data", "prepare", "data=text", "data.paths=[README.md]", "data.bpe_vocab_size=300"), {"torch"}),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from testkit.process_table import kill_run, run_processes
-from testkit.waiting import wait_for
+from testkit.process_table import kill_run
 
 from burst_cli.app import main
 from engine.config.settings import load_config
@@ -126,43 +124,3 @@ def test_report_shows_the_run(document: dict[str, Any], folder: Path, capsys: py
     assert {key: record[key] for key in record if key in document} == {
         key: value for key, value in document.items() if key in record
     }
-
-
-@pytest.mark.thorough  # test_journey_of_weights evaluates over SSH
-def test_its_weights_are_evaluated_by_a_run_of_their_own(
-    document: dict[str, Any], folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    words = [document["run_id"], "train.seq_len=128", "train.eval_needle_depths=2", "--runs-dir", str(folder / "runs")]
-    assert main(["eval", *words]) == 0
-    shown = capfd.readouterr().out
-    (run,) = [run for run in list_runs(folder / "runs") if run.exp == "tiny-eval"]
-    summary = run.read_summary()
-    assert summary is not None
-    assert (summary["evaluated_run"], summary["evaluated_step"], summary["seq_len"]) == (document["run_id"], STEPS, 128)
-    assert f"weights of {document['run_id']} after step {STEPS}" in shown
-    assert "needle at depth" in shown
-    assert main(["report", run.run_id, "--runs-dir", str(folder / "runs")]) == 0
-    assert "needle at depth" in capfd.readouterr().out
-    assert run_processes(run.run_id) == []
-
-
-@pytest.mark.thorough  # in test_launch_command with fake ranks, in engine/run/test_stopping without a launch
-def test_ctrl_c_stops_training_at_the_end_of_a_step(folder: Path, document: dict[str, Any]) -> None:
-    process = start(folder, 1_000_000)
-    run = wait_for_steps(folder, document["run_id"], process)
-    process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=END_S)
-    assert process.returncode == 130, stderr
-    assert json.loads(stdout)["status"] == run.read_state()["state"] == "cancelled"
-    assert run_processes(run.run_id) == []
-
-
-def wait_for_steps(folder: Path, other_run_id: str, process: subprocess.Popen[str]) -> RunFolder:
-    """The run that is not `other_run_id`, once it trains."""
-
-    def trained() -> list[RunFolder]:
-        assert process.poll() is None, process.communicate()
-        runs = [run for run in list_runs(folder / "runs") if run.run_id != other_run_id]
-        return [run for run in runs if len(run.read_metrics()) >= 3]
-
-    return wait_for(trained, "three steps")[0]

@@ -6,7 +6,6 @@ import json
 import os
 import stat
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,16 +132,6 @@ def test_mistakes_end_with_code_2_and_words(burst_env: Burst, argv: tuple[str, .
     assert (result.code, result.out) == (2, "")
     assert words in result.err
     assert "Traceback" not in result.err
-
-
-@pytest.mark.parametrize("verb", ["show", "write", "check"])
-def test_help_teaches_and_loads_no_ssh(verb: str) -> None:
-    program = (
-        f"import sys; from burst_cli.app import main; main(['env', '{verb}', '-h']); print('paramiko' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=True)
-    assert done.stdout.splitlines()[-1] == "False"
-    assert "Exit codes" in " ".join(done.stdout.split())
 
 
 # A virtual cluster of four sisters
