@@ -9,9 +9,9 @@ the old one.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from engine.planning.schedule.first_writes import store_first
 from engine.planning.schedule.plan import (
@@ -21,6 +21,7 @@ from engine.planning.schedule.plan import (
     HeadPart,
     Kind,
     LocalOp,
+    OpName,
     RankPlan,
     Slot,
     Step,
@@ -28,6 +29,11 @@ from engine.planning.schedule.plan import (
     Transfer,
     View,
 )
+
+if TYPE_CHECKING:
+    from engine.planning.sequence.mask import Band
+
+Phase = Literal["pre", "after"]
 
 PHASES = {"pre": 0, "post": 1, "tiles": 2, "wait": 3, "after": 4}
 
@@ -65,15 +71,18 @@ class Value(NamedTuple):
         """What its rows hold."""
         return self.home.kind
 
-    def on(self, rank: int) -> Value:
-        """The same value as one who numbers ranks otherwise calls it."""
-        return self if rank == self.rank else Value(self.number, rank, *self[2:])
+    @property
+    def whole(self) -> Part:
+        """All its rows."""
+        return self, self.rows
 
-    def view(self, rows: Rows | None = None) -> View:
-        """View of some rows of the block (all by default); slot numbers are value numbers until allocation."""
-        rows = rows or self.rows
+    def view(self, rows: Rows) -> View:
+        """View of some rows of the block; slot numbers are value numbers until allocation."""
         assert self.rows.start <= rows.start <= rows.stop <= self.rows.stop, (self, rows)
         return View(self.number, rows.start - self.rows.start, rows.stop - self.rows.start)
+
+
+Part = tuple[Value, Rows]  # some rows of a value
 
 
 @dataclass
@@ -101,8 +110,8 @@ class PlanBuilder:
         self._messages: defaultdict[tuple[int, int], int] = defaultdict(int)
 
     def value(self, rank: int, home: Home | Kind, rows: Rows, pin: str | None = None) -> Value:
-        """A new value (of all heads on the device, if only its kind is given); on ranks that are not kept it only
-        carries its rows.
+        """A new value (of all heads on the device, if only its kind is given); on ranks that are not kept it stands for
+        what they have.
         """
         home = home if isinstance(home, Home) else Home(home)
         if rank not in self.kept:
@@ -111,34 +120,36 @@ class PlanBuilder:
         self._values[rank].append(value)
         return value
 
-    def tile(self, step: int, rank: int, tile: Tile) -> None:
-        """Compute `tile` on `rank` at `step`."""
-        if rank in self.kept:
-            self._drafts[rank][step].tiles.append(tile)
+    def tile(self, step: int, band: Band, q: Value, kv: Value, sums: Value, kv_sums: Value | None) -> None:
+        """Compute a band between a block's queries and keys on the rank of `q` at `step`."""
+        if q.rank in self.kept:
+            q_rows, k_rows = Rows(band.q_start, band.q_stop), Rows(band.k_start, band.k_stop)
+            acc_kv = kv_sums.view(k_rows) if kv_sums else None
+            tile = Tile(q.view(q_rows), kv.view(k_rows), sums.view(q_rows), band.from_0(), acc_kv)
+            self._drafts[q.rank][step].tiles.append(tile)
 
-    def op(self, step: int, phase: Literal["pre", "after"], rank: int, op: LocalOp) -> None:
-        """Run a local op on `rank` before the posts or after the waits of `step`."""
-        if rank in self.kept:
-            draft = self._drafts[rank][step]
-            (draft.pre if phase == "pre" else draft.after).append(op)
+    def op(self, step: int, phase: Phase, op: OpName, dst: Part, src: Part | None = None) -> None:
+        """Run a local op on the rank of `dst` before the posts or after the waits of a step; none without rows."""
+        value, rows = dst
+        if value.rank in self.kept and rows.start < rows.stop:
+            draft = self._drafts[value.rank][step]
+            found = LocalOp(op, value.view(rows), src[0].view(src[1]) if src else None)
+            (draft.pre if phase == "pre" else draft.after).append(found)
 
-    def message(self, post: int, wait: int, channel: Channel, src: Value, dst: Value, rows: Rows) -> None:
-        """Move `rows` from `src` to `dst` on another rank: both ends at once. Rows count from each block's start."""
-        self.message_between(post, wait, channel, (src, rows), (dst, rows))
-
-    def message_between(
-        self, post: int, wait: int, channel: Channel, source: tuple[Value, Rows], target: tuple[Value, Rows]
-    ) -> None:
-        """As `message`, between rows that are numbered differently at both ends."""
-        (src, src_rows), (dst, dst_rows) = source, target
+    def message(self, post: int, wait: int, channel: Channel, src: Part, dst: Part) -> None:
+        """Move rows to as many on another rank: both ends at once."""
+        (source, src_rows), (target, dst_rows) = src, dst
         assert post <= wait, (post, wait)
-        assert (src.rank != dst.rank, src.home) == (True, dst.home), (src, dst)
-        assert src_rows.stop - src_rows.start == dst_rows.stop - dst_rows.start, (src_rows, dst_rows)
-        if src.rank not in self.kept and dst.rank not in self.kept:
-            return
-        number = self._number(src.rank, dst.rank)
-        self._end(post, wait, src, Transfer(number, "send", channel, dst.rank, src.view(src_rows)))
-        self._end(post, wait, dst, Transfer(number, "recv", channel, src.rank, dst.view(dst_rows)))
+        assert (source.rank != target.rank, source.home) == (True, target.home), (src, dst)
+        assert src_rows.stop - src_rows.start == dst_rows.stop - dst_rows.start, (src, dst)
+        if source.rank in self.kept or target.rank in self.kept:
+            number = self._number(source.rank, target.rank)
+            if source.rank in self.kept:
+                send = Transfer(number, "send", channel, target.rank, source.view(src_rows))
+                self._end(post, wait, source.rank, send)
+            if target.rank in self.kept:
+                recv = Transfer(number, "recv", channel, source.rank, target.view(dst_rows))
+                self._end(post, wait, target.rank, recv)
 
     def move(self, post: int, wait: int, src: Value, dst: Value, rows: Rows) -> None:
         """Load (host to device) or store (device to host) `rows` of one rank's block."""
@@ -150,7 +161,8 @@ class PlanBuilder:
         op: Literal["load", "store"] = "load" if src.home.where == "host" else "store"
         channel = Channel.TO_DEVICE if op == "load" else Channel.TO_HOST
         number = self._number(src.rank, dst.rank)
-        self._end(post, wait, dst, Transfer(number, op, channel, dst.rank, dst.view(rows), src.view(rows)))
+        transfer = Transfer(number, op, channel, dst.rank, dst.view(rows), src.view(rows))
+        self._end(post, wait, dst.rank, transfer)
 
     def _number(self, src: int, dst: int) -> int:
         """A number of its own for every message; one that depends on earlier messages of the same two ranks only, so
@@ -160,10 +172,9 @@ class PlanBuilder:
         self._messages[src, dst] += 1
         return (before * self.size + src) * self.size + dst
 
-    def _end(self, post: int, wait: int, value: Value, transfer: Transfer) -> None:
-        if value.rank in self.kept:
-            self._drafts[value.rank][post].post.append(transfer)
-            self._drafts[value.rank][wait].wait.append(transfer.message)
+    def _end(self, post: int, wait: int, rank: int, transfer: Transfer) -> None:
+        self._drafts[rank][post].post.append(transfer)
+        self._drafts[rank][wait].wait.append(transfer.message)
 
     def build(self) -> AttentionPlan:
         """The plan with values mapped to slots; steps at which no rank does anything are dropped."""
@@ -171,10 +182,9 @@ class PlanBuilder:
         index = {step: position for position, step in enumerate(used)}
         plans = {}
         for rank in self.ranks:
-            drafts = self._drafts[rank]
+            drafts, values = self._drafts[rank], self._values[rank]
             steps = tuple(draft.frozen(index[step]) for step, draft in sorted(drafts.items()))
-            values = self._values[rank]
-            plans[rank] = _allocate(rank, values, store_first(steps, {v.number: _slot_of(v) for v in values}))
+            plans[rank] = _allocate(rank, values, store_first(steps, list(map(_slot_of, values))))
         return AttentionPlan(self.direction, self.size, plans)
 
 
@@ -183,62 +193,6 @@ class Span(NamedTuple):
 
     post: int
     wait: int
-
-
-class Lane:
-    """The builder as one ring sees it, which may be one of several.
-
-    Members are numbered from 0, steps from `first_step`; values are of some of the heads. With `spans` each of the
-    ring's steps takes several, given by its number; what comes after the last takes one.
-    """
-
-    def __init__(
-        self,
-        builder: PlanBuilder,
-        members: Sequence[int],
-        heads: HeadPart,
-        *,
-        first_step: int = 0,
-        spans: Sequence[Span] = (),
-    ) -> None:
-        self.direction = builder.direction
-        self.ranks = tuple(index for index, rank in enumerate(members) if rank in builder.ranks)
-        self.last_step = first_step  # of all members, kept or not
-        self._builder = builder
-        self._members = tuple(members)
-        self._first_step = first_step
-        self._heads = heads
-        self._spans = spans
-
-    def value(self, rank: int, home: Home | Kind, rows: Rows, pin: str | None = None) -> Value:
-        """As PlanBuilder.value, of this lane's heads unless `home` says otherwise."""
-        home = home if isinstance(home, Home) else Home(home, self._heads)
-        return self._builder.value(self._members[rank], home, rows, pin).on(rank)
-
-    def tile(self, step: int, rank: int, tile: Tile) -> None:
-        """As PlanBuilder.tile."""
-        self._builder.tile(self._at(step).post, self._members[rank], tile)
-
-    def op(self, step: int, phase: Literal["pre", "after"], rank: int, op: LocalOp) -> None:
-        """As PlanBuilder.op."""
-        span = self._at(step)
-        self._builder.op(span.post if phase == "pre" else span.wait, phase, self._members[rank], op)
-
-    def message(self, post: int, wait: int, channel: Channel, src: Value, dst: Value, rows: Rows) -> None:
-        """As PlanBuilder.message."""
-        outside = (src.on(self._members[src.rank]), dst.on(self._members[dst.rank]))
-        self._builder.message(self._at(post).post, self._at(wait).wait, channel, *outside, rows)
-
-    def reach(self, step: int) -> None:
-        """Count `step` as used, for planners that skip what touches no planned rank."""
-        self._at(step)
-
-    def _at(self, step: int) -> Span:
-        if not self._spans:
-            self.last_step = max(self.last_step, self._first_step + step)
-            return Span(self._first_step + step, self._first_step + step)
-        late = step - len(self._spans)
-        return self._spans[step] if late < 0 else Span(*[self._spans[-1].wait + 1 + late] * 2)
 
 
 def _slot_of(value: Value) -> Slot:
@@ -307,20 +261,12 @@ def _renumbered(step: Step, slot_of: dict[int, int]) -> Step:
     def moved(view: View) -> View:
         return View(slot_of[view.slot], view.start, view.stop)
 
-    def moved_op(op: LocalOp) -> LocalOp:
-        return LocalOp(op.op, moved(op.dst), moved(op.src) if op.src else None)
+    def moved_ops(ops: Iterable[LocalOp]) -> tuple[LocalOp, ...]:
+        return tuple(LocalOp(op, moved(dst), moved(src) if src else None) for op, dst, src in ops)
 
-    return Step(
-        step.index,
-        tuple(moved_op(op) for op in step.pre),
-        tuple(
-            Transfer(t.message, t.op, t.channel, t.peer, moved(t.view), moved(t.source) if t.source else None)
-            for t in step.post
-        ),
-        tuple(
-            t._replace(q=moved(t.q), kv=moved(t.kv), acc=moved(t.acc), acc_kv=moved(t.acc_kv) if t.acc_kv else None)
-            for t in step.tiles
-        ),
-        step.wait,
-        tuple(moved_op(op) for op in step.after),
+    posted = tuple(Transfer(*t[:4], moved(t.view), moved(t.source) if t.source else None) for t in step.post)
+    tiles = tuple(
+        Tile(moved(t.q), moved(t.kv), moved(t.acc), t.band, moved(t.acc_kv) if t.acc_kv else None, *t[5:])
+        for t in step.tiles
     )
+    return Step(step.index, moved_ops(step.pre), posted, tiles, step.wait, moved_ops(step.after))

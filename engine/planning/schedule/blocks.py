@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from engine.planning.schedule.allocate import Lane, PlanBuilder, Rows, Span, Value
-from engine.planning.schedule.exchange import Exchange, HeadGroup, kv_gradient_kind, return_kv
-from engine.planning.schedule.plan import AttentionPlan, HeadPart, Kind
-from engine.planning.schedule.ring import Operands, circulate, keeps_last, last_home
+from engine.planning.schedule.allocate import PlanBuilder, Rows, Span, Value
+from engine.planning.schedule.exchange import Exchange, kv_gradient_kind, planned_groups, return_kv, rings
+from engine.planning.schedule.plan import AttentionPlan, Kind
+from engine.planning.schedule.ring import Circulation, Lane, Operands, keeps_last, last_home, of_heads, route_of
 from engine.planning.sequence.visibility import Visibility
 
 
@@ -28,6 +28,9 @@ def plan_whole_blocks(visibility: Visibility, exchange: Exchange, builder: PlanB
     return builder.build()
 
 
+_Values = dict[int, list[Value]]  # by planned ring member, one per part of the heads
+
+
 class _Blocks:
     """One plan: its head groups, and the rings between them."""
 
@@ -38,7 +41,7 @@ class _Blocks:
         self.method = exchange.method
         self.keeps_last = keeps_last(self.method)
         self.query_kind = Kind.QX if self.method.backward_circulates == "q" else Kind.QO  # `out` need not travel
-        self.groups = [HeadGroup(exchange, builder, index) for index in range(exchange.grid.ring_size)]
+        self.groups = planned_groups(exchange, builder)
 
     def alone(self) -> None:
         """A ring, and nothing else."""
@@ -55,64 +58,51 @@ class _Blocks:
         """q, k and v come, out goes."""
         query, sums = self._blocks(Kind.Q, "ring_q"), self._blocks(Kind.ACC)
         kv = self._blocks(Kind.KV, None if self.keeps_last else "ring_kv")
-        for group, ring_q, ring_kv in zip(self.groups, query, kv, strict=True):
-            group.gather(Span(0, 0), group.homes(Kind.Q, "q"), ring_q)
-            group.gather(Span(0, 0), group.homes(Kind.KV, "kv"), ring_kv)
+        for member, group in self.groups.items():
+            group.gather(Span(0, 0), group.homes(Kind.Q, "q"), query[member])
+            group.gather(Span(0, 0), group.homes(Kind.KV, "kv"), kv[member])
         last = self._attend(query, kv, sums, kv_last=self._last_blocks() if self.keeps_last else None)
-        for group, acc, saved in zip(self.groups, sums, self._blocks(Kind.SAVED, "saved"), strict=True):
-            group.each(last, "copy", saved, acc, acc[0].rows)
+        saved = self._blocks(Kind.SAVED, "saved")
+        for member, group in self.groups.items():
+            group.each(last, "copy", saved[member], sums[member], sums[member][0].rows)
             out = group.block(Kind.OUT)
-            group.each(last, "copy", out, saved)
+            group.each(last, "copy", out, saved[member])
             group.scatter(Span(last, last), out, group.homes(Kind.OUT, "out"), "copy")
 
     def backward(self) -> None:
         """dout comes, the gradients go."""
         query = self._blocks(self.query_kind, "qx")
         kv = self._last_blocks() if self.keeps_last else self._blocks(Kind.KV, "ring_kv")
-        for group, ring_q, saved in zip(self.groups, query, self._blocks(Kind.SAVED, "saved"), strict=True):
-            group.gather(Span(0, 0), group.homes(Kind.DOUT, "dout"), ring_q, copied=(0, "after"))
+        saved = self._blocks(Kind.SAVED, "saved")
+        for member, group in self.groups.items():
+            group.gather(Span(0, 0), group.homes(Kind.DOUT, "dout"), query[member], copied=(0, "after"))
             if self.query_kind == Kind.QX:
-                group.each(1, "stats", ring_q, saved)
+                group.each(1, "stats", query[member], saved[member])
         sums, kv_sums = self._blocks(Kind.DQ), self._blocks(Kind.DKV)
         last = self._attend(query, kv, sums, kv_sums)
-        for group, ring_dq, ring_dkv in zip(self.groups, sums, kv_sums, strict=True):
+        for member, group in self.groups.items():
             dq = group.block(Kind.DQ_CAST)
-            group.each(last, "copy", dq, ring_dq)
+            group.each(last, "copy", dq, sums[member])
             group.scatter(Span(last, last), dq, group.homes(Kind.DQ_CAST, "dq"), "copy")
-            return_kv(group, Span(last, last), ring_dkv, group.homes(kv_gradient_kind(self.exchange), "dkv"))
+            return_kv(group, Span(last, last), kv_sums[member], group.homes(kv_gradient_kind(self.exchange), "dkv"))
 
-    def _blocks(self, kind: Kind, pin: str | None = None) -> list[list[Value]]:
-        """One value per [ring index][head], of the whole block and part of the heads."""
-        return [group.block(kind, pin=pin) for group in self.groups]
+    def _blocks(self, kind: Kind, pin: str | None = None) -> _Values:
+        """Values of whole blocks."""
+        return {member: group.block(kind, pin=pin) for member, group in self.groups.items()}
 
-    def _last_blocks(self) -> list[list[Value]]:
-        """K,V of the block that every ring member holds last, for a reversed backward."""
-        homes = [last_home(self.method, index) for index in range(len(self.groups))]
-        return [
-            group.parts(Kind.KV, Rows(0, self.exchange.rows(home)), pin="kv_last")
-            for group, home in zip(self.groups, homes, strict=True)
-        ]
+    def _last_blocks(self) -> _Values:
+        """K,V of the block that a ring member holds last, for a reversed backward."""
+        rows = {member: self.exchange.rows(last_home(self.method, member)) for member in self.groups}
+        return {m: group.parts(Kind.KV, Rows(0, rows[m]), pin="kv_last") for m, group in self.groups.items()}
 
     def _attend(
-        self,
-        query: list[list[Value]],
-        kv: list[list[Value]],
-        sums: list[list[Value]],
-        kv_sums: list[list[Value]] | None = None,
-        kv_last: list[list[Value]] | None = None,
+        self, query: _Values, kv: _Values, sums: _Values, kv_sums: _Values | None = None, kv_last: _Values | None = None
     ) -> int:
         """Attention of every ring, from step 1 on around an exchange; the first step after it."""
-        grid, last = self.exchange.grid, 1
-        blocks = (query, kv, sums, kv_sums, kv_last)
-        for head in range(grid.heads):
-            part = HeadPart(head, grid.heads)
-            lane = Lane(self.builder, grid.ring(head), part, first_step=int(grid.heads > 1))
-            given = Operands(*(_ring_of(of_ring or [], head) if lane.ranks else [] for of_ring in blocks))
-            circulate(self.visibility, self.method, lane, given)
-            last = max(last, lane.last_step)
-        return last + 1
-
-
-def _ring_of(blocks: list[list[Value]], head: int) -> list[Value]:
-    """One part of the heads of every block, each with its index in the ring as rank."""
-    return [values[head].on(index) for index, values in enumerate(blocks)]
+        route, first = route_of(self.method, self.builder.direction), int(self.exchange.grid.heads > 1)
+        spans = [Span(step, step) for step in range(first, first + route.size + 2)]
+        for heads, ranks in rings(self.exchange, self.builder):
+            given = Operands(*(of_heads(values or {}, heads.index) for values in (query, kv, sums, kv_sums, kv_last)))
+            lane = Lane(ranks, heads, spans)
+            Circulation(self.visibility, self.method, self.builder, lane, given, route).emit()
+        return spans[-1].wait + 1

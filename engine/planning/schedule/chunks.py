@@ -23,11 +23,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engine.planning.schedule.allocate import Lane, PlanBuilder, Rows, Span, Value
-from engine.planning.schedule.exchange import Exchange, HeadGroup, kv_gradient_kind, return_kv
-from engine.planning.schedule.plan import AttentionPlan, HeadPart, Kind
+from engine.planning.schedule.allocate import PlanBuilder, Rows, Span, Value
+from engine.planning.schedule.exchange import Exchange, kv_gradient_kind, planned_groups, return_kv, rings
+from engine.planning.schedule.plan import AttentionPlan, Kind
 from engine.planning.schedule.residency import Arrive, Block, Chunking, Finish, Held, Residency, residencies
-from engine.planning.schedule.ring import Circulation, Journey, Operands, Place, Route, tile_of
+from engine.planning.schedule.ring import Circulation, Journey, Lane, Operands, Place, Route, of_heads
 from engine.planning.sequence.mask import Band
 from engine.planning.sequence.visibility import Flags, RowTable, Visibility
 
@@ -74,7 +74,8 @@ class _Work:
         self.ring = Route(method.ring_inner_size, method.ring_outer_size)
         self.builder = builder
         self.backward = builder.direction == "backward"
-        self.blocks = [Block(HeadGroup(exchange, builder, i), self.chunking) for i in range(exchange.grid.ring_size)]
+        groups = planned_groups(exchange, builder)
+        self.blocks = {member: Block(group, self.chunking) for member, group in groups.items()}
         self.mask, self.fine = visibility.mask, visibility.of_chunks(exchange.chunks)
         self.needed = self._needed(self.fine)  # keys [home, key chunk, member, query chunk], counted in the chunk
         self.sees = self.needed.exists
@@ -95,14 +96,10 @@ class _Work:
 
     def bands(self, member: int, query: int, home: int, key: int) -> list[Band]:
         """What a query chunk of a member sees of a key chunk of `home`, in rows of their blocks."""
-        q, k = self.blocks[member].rows(query).start, self.blocks[home].rows(key).start
+        q, k = self.exchange.chunk(member, query).start, self.exchange.chunk(home, key).start
         count = self.exchange.chunks
         found = self.fine.bands(member * count + query, home * count + key)
         return [Band(b.q_start + q, b.q_stop + q, b.k_start + k, b.k_stop + k, b.low, b.high) for b in found]
-
-    def planned_blocks(self) -> Iterator[tuple[int, Block]]:
-        """Ring members with a planned rank: what stays on others is their affair."""
-        return ((member, block) for member, block in enumerate(self.blocks) if block.group.is_planned)
 
     def uses(self, member: int) -> list[tuple[int, int]]:
         """(step, chunk) of the queries of a member, steps ascending."""
@@ -121,7 +118,7 @@ class _Work:
             if visit.member == member:
                 q, acc = (held.at(visit.chunk, visit.step)[visit.head] for held in (queries, sums))
                 for band in visit.bands:
-                    self.builder.tile(visit.step, q.rank, tile_of(band, q, visit.kv, acc, visit.kv_sums))
+                    self.builder.tile(visit.step, band, q, visit.kv, acc, visit.kv_sums)
 
     def planned(self, uses: Iterable[tuple[int, int]]) -> list[Residency]:
         """Residencies for some uses."""
@@ -145,19 +142,10 @@ class _Work:
 
     def travel(self, chunk: int, spans: list[Span], kv: dict[int, list[Value]], sums: dict[int, list[Value]]) -> None:
         """One trip of a key chunk of every member, of which the planned ones are given."""
-        heads = self.exchange.grid.heads
-        for head in range(heads):
-            lane = Lane(self.builder, self.exchange.grid.ring(head), HeadPart(head, heads), spans=spans)
-            if lane.ranks:
-                values = [self._of(lane, *given, chunk, head) for given in ((Kind.KV, kv), (Kind.DKV, sums))]
-                _Trip(self, lane, chunk, spans, values).travel()
-
-    def _of(self, lane: Lane, kind: Kind, held: dict[int, list[Value]], chunk: int, head: int) -> list[Value]:
-        """A value of every member, numbered as in the ring; on ranks that are not planned it only has its rows."""
-        return [
-            held[home][head].on(home) if home in held else lane.value(home, kind, block.rows(chunk))
-            for home, block in enumerate(self.blocks)
-        ]
+        end = spans[-1].wait + 1
+        for heads, ranks in rings(self.exchange, self.builder):
+            operands = Operands({}, of_heads(kv, heads.index), {}, of_heads(sums, heads.index))
+            _Trip(self, Lane(ranks, heads, [*spans, Span(end, end)]), chunk, operands).travel()
 
 
 class _Trip(Circulation):
@@ -165,16 +153,15 @@ class _Trip(Circulation):
 
     straight = True
 
-    def __init__(self, work: _Work, lane: Lane, chunk: int, spans: list[Span], values: list[list[Value]]) -> None:
-        self.work, self.chunk, self.spans = work, chunk, spans
-        operands = Operands([], values[0], [], values[1])
-        super().__init__(work.fine, work.exchange.method, lane, operands, work.ring)
+    def __init__(self, work: _Work, lane: Lane, chunk: int, operands: Operands) -> None:
+        self.work, self.chunk = work, chunk
+        super().__init__(work.fine, work.exchange.method, work.builder, lane, operands, work.ring)
 
     def _needed(self) -> RowTable:
         """Keys of the chunk that each stop needs."""
         work = self.work
         hull = RowTable(*(rows[:, self.chunk] for rows in work.needed)).hull(axis=2)
-        first = np.array([block.rows(self.chunk).start for block in work.blocks])[:, None]
+        first = np.array([work.exchange.chunk(home, self.chunk).start for home in range(self.route.size)])[:, None]
         rows = RowTable(hull.start + first, hull.stop + first).where(hull.exists)
         index = np.arange(self.route.size)[:, None, None], self.rank
         return RowTable(rows.start[index], rows.stop[index])
@@ -182,9 +169,9 @@ class _Trip(Circulation):
     def _compute(self, journey: Journey, place: Place) -> None:
         """Visits of the query chunks that see the keys, in turn from either end."""
         work, home, member = self.work, journey.home, int(self.rank[journey.home, *place])
-        sums = self._started(journey, place) or (self.operands.kv_sums[home] if self.backward else None)
+        sums = self._started(journey, place) or self.operands.kv_sums.get(home)
         seers = np.flatnonzero(work.sees[home, self.chunk, member]).tolist()
-        step, head = self.spans[self.step[place]].post, journey.held[place].home.heads.index
+        step, head = self.lane.spans[self.step[place]].post, self.lane.heads.index
         for query in seers[::-1] if self.chunk % 2 else seers:
             bands = work.bands(member, query, home, self.chunk)
             work.visits.append(_Visit(step, member, query, head, bands, journey.held[place], sums))
@@ -209,7 +196,7 @@ class _Forward(_Work):
     def emit(self) -> None:
         """Emit everything."""
         (self._stream_keys if self.ring.size == 1 else self._send_keys)()
-        for member, block in self.planned_blocks():
+        for member, block in self.blocks.items():
             passing = self._passing(member)
             uses = sorted([*self.uses(member), *((step, chunk) for chunk, step in passing.queries.items())])
             queries = block.read(self.planned(uses), *self._operand(block, Kind.Q, "q", "ring_q"))
@@ -258,7 +245,7 @@ class _Forward(_Work):
 
     def _send_keys(self) -> None:
         """Keys in the outer loop, each chunk once around the ring."""
-        operands = {home: self._operand(block, Kind.KV, "kv", "ring_kv") for home, block in self.planned_blocks()}
+        operands = {home: self._operand(block, Kind.KV, "kv", "ring_kv") for home, block in self.blocks.items()}
         for chunk, spans in self.trips():
             stay = Residency(chunk, spans[0].post, spans[-1].wait)
             kv = {
@@ -303,12 +290,12 @@ class _Backward(_Work):
     def emit(self) -> None:
         """Emit everything."""
         self._send_keys()
-        for member, block in self.planned_blocks():
+        for member, block in self.blocks.items():
             queries = self._queries(block, self.planned(self.uses(member)))
             self.tiles(member, queries, self._query_sums(block, self.planned(self.all_uses(member))))
 
     def _send_keys(self) -> None:
-        blocks = dict(self.planned_blocks())
+        blocks = self.blocks
         whole = {home: block.whole(Kind.KV, "ring_kv" if block.exchanged else "kv") for home, block in blocks.items()}
         finishes = {home: self._kv_finish(block) for home, block in blocks.items()}
         for chunk, spans in self.trips():

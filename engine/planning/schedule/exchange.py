@@ -26,11 +26,10 @@ from typing import Literal
 from engine.planning.methods.blocks import Blocks, chunk_count
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Grid
-from engine.planning.schedule.allocate import Home, PlanBuilder, Rows, Span, Value
-from engine.planning.schedule.plan import Channel, HeadPart, Kind, LocalOp, OpName
+from engine.planning.schedule.allocate import Home, Phase, PlanBuilder, Rows, Span, Value
+from engine.planning.schedule.plan import Channel, HeadPart, Kind, OpName
 from engine.planning.sequence.layout import piece_rows
 
-Phase = Literal["pre", "after"]
 Where = Literal["device", "host"]
 
 
@@ -91,7 +90,6 @@ class HeadGroup:
         self._home_chunks: dict[tuple[int, int], Rows] = {}
         self.ranks = exchange.grid.head_group(ring_index)
         self.planned_heads = [head for head, rank in enumerate(self.ranks) if rank in builder.kept]
-        self.is_planned = bool(self.planned_heads)
 
     def parts(self, kind: Kind, rows: Rows, where: Where = "device", pin: str | None = None) -> list[Value]:
         """Values of the ranks' parts of the heads.
@@ -130,19 +128,13 @@ class HeadGroup:
             self._home_chunks[key] = Rows(start, start + stop - first)
         return self._home_chunks[key]
 
-    def op(self, step: int, phase: Phase, op: OpName, dst: tuple[Value, Rows], src: tuple[Value, Rows] | None) -> None:
-        """One op between some rows of two values; nothing if there are no rows."""
-        (target, rows), source = dst, src and src[0].view(src[1])
-        if rows.start < rows.stop:
-            self.builder.op(step, phase, target.rank, LocalOp(op, target.view(rows), source))
-
     def each(
         self, step: int, op: OpName, dst: Sequence[Value], src: Sequence[Value] | None = None, rows: Rows | None = None
     ) -> None:
         """The same op at the start of a step on every rank, on all rows of dst by default."""
         for index, target in enumerate(dst):
             chosen = rows or target.rows
-            self.op(step, "pre", op, (target, chosen), (src[index], chosen) if src else None)
+            self.builder.op(step, "pre", op, (target, chosen), (src[index], chosen) if src else None)
 
     def gather(
         self,
@@ -158,39 +150,51 @@ class HeadGroup:
         for head, source, piece in self._pieces(chunk):
             home, target = (homes[source], self.home_chunk(source, chunk)), (targets[head], piece)
             if source == head:
-                self.op(*(copied or (span.post, "pre")), "copy", target, home)
+                self.builder.op(*(copied or (span.post, "pre")), "copy", target, home)
                 continue
             narrow = Home(homes[source].kind, targets[head].home.heads)
             packed = self.builder.value(self.ranks[source], narrow, home[1])
-            self.op(span.post, "pre", "copy", (packed, packed.rows), home)
+            self.builder.op(span.post, "pre", "copy", packed.whole, home)
             if copied is None:
-                self.builder.message_between(*span, Channel.HEADS, (packed, packed.rows), target)
+                self.builder.message(*span, Channel.HEADS, packed.whole, target)
                 continue
             arrived = self.builder.value(self.ranks[head], narrow, home[1])
-            self.builder.message(*span, Channel.HEADS, packed, arrived, packed.rows)
-            self.op(*copied, "copy", target, (arrived, arrived.rows))
+            self.builder.message(*span, Channel.HEADS, packed.whole, arrived.whole)
+            self.builder.op(*copied, "copy", target, arrived.whole)
 
     def scatter(self, span: Span, sources: Sequence[Value], homes: Sequence[Value], op: OpName, chunk: int = 0) -> None:
         """Pieces of a chunk go home, where `op` (copy or add) puts their heads in place after the wait."""
         for head, target, piece in self._pieces(chunk):
             home, source = (homes[target], self.home_chunk(target, chunk)), (sources[head], piece)
             if target == head:
-                self.op(span.wait, "after", op, home, source)
+                self.builder.op(span.wait, "after", op, home, source)
                 continue
             arrived = self.builder.value(self.ranks[target], sources[head].home, home[1])
-            self.builder.message_between(*span, Channel.HEADS, source, (arrived, arrived.rows))
-            self.op(span.wait, "after", op, home, (arrived, arrived.rows))
+            self.builder.message(*span, Channel.HEADS, source, arrived.whole)
+            self.builder.op(span.wait, "after", op, home, arrived.whole)
 
     def _pieces(self, chunk: int) -> Iterator[tuple[int, int, Rows]]:
         """(a member, a member that holds a piece with rows, that piece), one of them planned; peers are staggered."""
         heads = len(self.ranks)
-        everybody, planned = range(heads), [h for h in range(heads) if self.ranks[h] in self.builder.kept]
-        for head in everybody if planned else ():
-            met = everybody if head in planned else planned
+        for head in range(heads):
+            met = range(heads) if head in self.planned_heads else self.planned_heads
             for other in sorted(met, key=lambda other, head=head: (other - head) % heads):
                 piece = self.exchange.piece(self.ring_index, other, chunk)
                 if piece.start < piece.stop:
                     yield head, other, piece
+
+
+def planned_groups(exchange: Exchange, builder: PlanBuilder) -> dict[int, HeadGroup]:
+    """The groups with a planned rank, by ring index: what stays on others is their affair."""
+    members = sorted({exchange.grid.place(rank)[0] for rank in builder.kept})
+    return {member: HeadGroup(exchange, builder, member) for member in members}
+
+
+def rings(exchange: Exchange, builder: PlanBuilder) -> Iterator[tuple[HeadPart, tuple[int, ...]]]:
+    """The rings with a planned rank, each with its part of the heads."""
+    grid = exchange.grid
+    for head in sorted({grid.place(rank)[1] for rank in builder.kept}):
+        yield HeadPart(head, grid.heads), grid.ring(head)
 
 
 def kv_gradient_kind(exchange: Exchange) -> Kind:
@@ -202,7 +206,7 @@ def return_kv(group: HeadGroup, span: Span, sums: Sequence[Value], homes: Sequen
     """dK and dV of a chunk go home, cast if they are complete; partial ones of replicated heads are summed there."""
     if group.exchange.replicated:
         for head, home in enumerate(homes):
-            group.op(span.post, "pre", "init", (home, group.home_chunk(head, chunk)), None)
+            group.builder.op(span.post, "pre", "init", (home, group.home_chunk(head, chunk)))
         travelling = Kind.DKV_WIRE if group.exchange.narrow_gradients else Kind.DKV
     else:
         travelling = Kind.DKV_CAST

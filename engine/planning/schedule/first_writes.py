@@ -7,7 +7,7 @@ something else reads first, and those of results that nothing reaches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from engine.planning.schedule.plan import LocalOp, OpName, Slot, Step, Tile, Tra
 Flags = npt.NDArray[np.bool_]
 
 
-def store_first(steps: Iterable[Step], slots: Mapping[int, Slot]) -> tuple[Step, ...]:
+def store_first(steps: Iterable[Step], slots: Sequence[Slot]) -> tuple[Step, ...]:
     """The same steps with as few `init` as possible; `slots` by the number that views have."""
     rows = _Rows(slots)
     changed = [
@@ -38,7 +38,7 @@ def store_first(steps: Iterable[Step], slots: Mapping[int, Slot]) -> tuple[Step,
 class _Rows:
     """Which rows were set by `init` and touched by nothing since, and which must be."""
 
-    def __init__(self, slots: Mapping[int, Slot]) -> None:
+    def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
         self._fresh: dict[int, Flags] = {}
         self._kept: dict[int, Flags] = {}
@@ -72,7 +72,7 @@ class _Rows:
     def tile(self, tile: Tile) -> Tile:
         """A tile in its turn, which stores what is fresh."""
         stores, stores_kv = self._take(tile.acc), tile.acc_kv is not None and self._take(tile.acc_kv)
-        return tile._replace(stores=stores, stores_kv=stores_kv) if stores or stores_kv else tile
+        return Tile(*tile[:5], stores, stores_kv) if stores or stores_kv else tile
 
     def finish(self) -> None:
         """Results that nothing reached are what `init` made of them."""

@@ -37,15 +37,15 @@ Sun et al. 2024 (BurstAttention: circulating Q in backward); reversed and gather
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from engine.planning.methods.presets import AttentionMethod
-from engine.planning.schedule.allocate import Lane, Rows, Value
-from engine.planning.schedule.plan import Channel, Direction, Kind, LocalOp, Tile
+from engine.planning.schedule.allocate import Home, Part, PlanBuilder, Rows, Span, Value
+from engine.planning.schedule.plan import Channel, Direction, HeadPart, Kind
 from engine.planning.sequence.mask import Band, normalise
 from engine.planning.sequence.visibility import Flags, Integers, RowTable, Visibility
 
@@ -93,30 +93,33 @@ def last_home(method: AttentionMethod, member: int) -> int:
     return route_of(method, "forward").visitor(member, 1, 1)
 
 
+Members = dict[int, Value]
+
+
 @dataclass(frozen=True)
 class Operands:
-    """What a circulation works on, one value per ring rank: query (Q; backward QX or QO), kv, sums (ACC; backward DQ)
-    and in backward kv_sums (DKV). It initialises the sums.
+    """What a circulation works on, one value per planned member of the ring: query (Q; backward QX or QO), kv, sums
+    (ACC; backward DQ) and in backward kv_sums (DKV). It initialises the sums.
 
     Where the method `keeps_last`, forward writes kv_last, and backward is given the same as its `kv`: that of rank r
     has the rows of the block of `last_home(r)`. Backward then never touches a rank's own K and V.
     """
 
-    query: list[Value]
-    kv: list[Value]
-    sums: list[Value]
-    kv_sums: list[Value] = field(default_factory=list)
-    kv_last: list[Value] = field(default_factory=list)
+    query: Members
+    kv: Members
+    sums: Members
+    kv_sums: Members = field(default_factory=dict)
+    kv_last: Members = field(default_factory=dict)
 
 
-def circulate(visibility: Visibility, method: AttentionMethod, lane: Lane, operands: Operands) -> None:
-    """Emit one pass of attention over a ring; the lane's `direction` says which pass. Operands of a ring of which no
-    rank is planned are not looked at.
+class Lane(NamedTuple):
+    """One ring of `ranks`, which has a part of the heads, and when its steps are: one for each of its ranks, and two in
+    which gradients come home.
     """
-    route = route_of(method, lane.direction)
-    if lane.ranks:
-        Circulation(visibility, method, lane, operands, route).emit()
-    lane.reach(route.size + 1)  # the same for all members, whatever they have to do: gradients come home last
+
+    ranks: tuple[int, ...]
+    heads: HeadPart
+    spans: list[Span]
 
 
 class Place(NamedTuple):
@@ -139,8 +142,10 @@ class Journey:
 
 
 class Circulation:
-    """Emits one pass; all methods write into the builder. What touches no planned rank is skipped: arrays over all
-    visits [home, cycle, inner step] say what does, and only that is emitted one by one.
+    """Emits one pass over a ring with a planned rank; all methods write into the builder, whose direction says which.
+
+    What touches no planned rank is skipped: arrays over all visits [home, cycle, inner step] say what does, and only
+    that is emitted one by one.
     """
 
     straight = False  # whether gradients go home from every visit by themselves
@@ -149,15 +154,17 @@ class Circulation:
         self,
         visibility: Visibility,
         method: AttentionMethod,
+        builder: PlanBuilder,
         lane: Lane,
         operands: Operands,
         route: Route,
     ) -> None:
         self.visibility = visibility
+        self.builder = builder
         self.lane = lane
         self.route = route
-        self.kept = frozenset(lane.ranks)
-        self.backward = lane.direction == "backward"
+        self.kept = frozenset(member for member, rank in enumerate(lane.ranks) if rank in builder.kept)
+        self.backward = builder.direction == "backward"
         self.gathers = method.kv_transport == "all_gather"
         self.straight = self.straight or self.gathers
         self.circulates = method.backward_circulates if self.backward and not self.gathers else "kv"
@@ -167,7 +174,9 @@ class Circulation:
         tails = self.backward and not self.reversed and not self.straight and visibility.mask.window is None
         self.tail = min(method.deferred_local_tiles, self.route.inner) if tails else 0
         self.operands = operands
-        self.payload = operands.kv if self.circulates == "kv" else operands.query
+        self.payload, self.payload_kind = (
+            (operands.kv, Kind.KV) if self.circulates == "kv" else (operands.query, Kind.QX)
+        )
         self.gradient_kind = Kind.DKV if self.circulates == "kv" else Kind.DQ
         narrow = {Kind.DKV: Kind.DKV_WIRE, Kind.DQ: Kind.DQ_WIRE}[self.gradient_kind]
         self.wire_kind = self.gradient_kind if method.gradient_wire_dtype == "float32" else narrow
@@ -175,8 +184,9 @@ class Circulation:
         self.shortcut = self.leaves_last and visibility.mask.query_stop is not None
         self.step = self._steps()
         self.rank = self._ranks()
-        self.planned = np.isin(self.rank, lane.ranks)
-        nodes = np.isin(range(self.route.size), lane.ranks).reshape(self.route.outer, -1).any(axis=1)
+        planned = np.isin(range(self.route.size), list(self.kept))
+        self.planned = planned[self.rank]
+        nodes = planned.reshape(self.route.outer, -1).any(axis=1)
         self.at_planned_node = np.repeat(nodes, self.route.inner)
         self.needed = self._needed()
         self._find_messages()
@@ -185,9 +195,8 @@ class Circulation:
 
     def emit(self) -> None:
         """Emit every block's journey, after all accumulators were set to zero."""
-        for value in (*self.operands.sums, *self.operands.kv_sums):
-            if value.rows.stop:
-                self.lane.op(0, "pre", value.rank, LocalOp("init", value.view()))
+        for value in (*self.operands.sums.values(), *self.operands.kv_sums.values()):
+            self.builder.op(self.lane.spans[0].post, "pre", "init", value.whole)
         self.travel()
 
     def travel(self) -> None:
@@ -196,7 +205,8 @@ class Circulation:
         if self.backward:
             sums, ends = _by_home(self.chained), _by_home(self.ends)
         for home in range(self.route.size):
-            journey = Journey(home)
+            start = int(self.rank[home, 0, 0])
+            journey = Journey(home, {_START: self.payload[start]} if start in self.payload else {})
             self._send_payload(journey, messages[home])
             for place in tiles[home]:
                 self._compute(journey, place)
@@ -266,7 +276,6 @@ class Circulation:
 
     def _send_payload(self, journey: Journey, received: list[Place]) -> None:
         """Messages that bring the block to all who need it."""
-        journey.held[_START] = self.payload[int(self.rank[journey.home, 0, 0])]
         if self.shortcut:
             self._send_last(journey)
         for place in received:
@@ -299,14 +308,19 @@ class Circulation:
         self, journey: Journey, when: tuple[int, int, Channel], before: Place, after: Place, rows: Rows
     ) -> None:
         """Send rows of the block from one visit to another."""
-        sender, receiver = (int(self.rank[journey.home, *place]) for place in (before, after))
-        kind = self.payload[sender].kind
-        if before not in journey.held:  # on a rank that is not planned
-            journey.held[before] = self.lane.value(sender, kind, journey.held[_START].rows)
+        held, receiver = journey.held.get(before), int(self.rank[journey.home, *after])
+        if held is None:  # on a rank that is not planned
+            held = self._value(int(self.rank[journey.home, *before]), self.payload_kind, rows)
         stays = self.leaves_last and self.step[after] == self.route.size - 1
-        arrived = self.operands.kv_last[receiver] if stays else self.lane.value(receiver, kind, rows)
-        self.lane.message(*when, journey.held[before], arrived, rows)
-        journey.held[after] = arrived
+        last = self.operands.kv_last.get(receiver) if stays else None
+        journey.held[after] = last or self._value(receiver, self.payload_kind, rows)
+        self._message(*when, (held, rows), (journey.held[after], rows))
+
+    def _value(self, member: int, kind: Kind, rows: Rows) -> Value:
+        return self.builder.value(self.lane.ranks[member], Home(kind, self.lane.heads), rows)
+
+    def _message(self, post: int, wait: int, channel: Channel, src: Part, dst: Part) -> None:
+        self.builder.message(self.lane.spans[post].post, self.lane.spans[wait].wait, channel, src, dst)
 
     # ---- tiles --------------------------------------------------------------------------------------------------
 
@@ -327,14 +341,14 @@ class Circulation:
         if not (self.backward and self.adds[journey.home, *place]):
             return None
         found = self._sum(journey, place)
-        self.lane.op(self.step[place], "pre", found.rank, LocalOp("init", found.view()))
+        self.builder.op(self.lane.spans[self.step[place]].post, "pre", "init", found.whole)
         return found
 
     def _sum(self, journey: Journey, place: Place) -> Value:
         """The gradient sum that a visit adds to."""
         if place not in journey.sums:
             rank, rows = int(self.rank[journey.home, *place]), _rows(self.summed, journey.home, place)
-            journey.sums[place] = self.lane.value(rank, self.gradient_kind, rows)
+            journey.sums[place] = self._value(rank, self.gradient_kind, rows)
         return journey.sums[place]
 
     def _tile(self, step: int, rank: int, band: Band, payload: Value, travelling: Value | None) -> None:
@@ -345,7 +359,7 @@ class Circulation:
             kv_sums = travelling or kv_sums
         else:
             q, kv, sums = payload, operands.kv[rank], travelling or sums
-        self.lane.tile(step, rank, tile_of(band, q, kv, sums, kv_sums))
+        self.builder.tile(self.lane.spans[step].post, band, q, kv, sums, kv_sums)
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
@@ -367,7 +381,8 @@ class Circulation:
 
     def _return_gradients(self, journey: Journey, ends: list[Place]) -> None:
         """The sums of all cycles come home: straight inside the node, over a relay from others."""
-        target = (self.operands.kv_sums if self.circulates == "kv" else self.operands.sums)[journey.home]
+        targets = self.operands.kv_sums if self.circulates == "kv" else self.operands.sums
+        target = targets.get(journey.home) or self._value(journey.home, self.gradient_kind, Rows(0, 0))
         home_cycle = self.route.outer - 1 if self.reversed else 0
         deadline = self.route.size - (self.tail > 1)
         arrivals: defaultdict[int, list[tuple[int, int, Value]]] = defaultdict(list)  # relay -> (post, wait, tail)
@@ -375,22 +390,23 @@ class Circulation:
             post, tail = self.step[place] + 1, self._sum(journey, place)
             if self.straight or place.cycle == home_cycle:
                 channel = Channel.GRADIENT_INNER if place.cycle == home_cycle else Channel.GRADIENT_OUTER
-                self._add(post, target, self._hop(post, post, channel, tail, target.rank))
+                self._add(post, target, self._hop(post, post, channel, tail, journey.home))
             else:
                 wait = max(post, min(post + self.route.inner - 1, deadline))
                 arrivals[int(self.rank[journey.home, home_cycle, place.inner_step])].append((post, wait, tail))
         for relay, tails in arrivals.items():
-            self._collect(relay, tails, target)
+            self._collect(relay, tails, target, journey.home)
 
     def _pass_sum_on(self, journey: Journey, place: Place) -> None:
         """Add the sum of the visit before to this one's, one step late so that the hop hides behind the tile."""
         before = Place(place.cycle, int(self.added_before[journey.home, *place]))
         source, target, step = self._sum(journey, before), self._sum(journey, place), self.step[place]
-        self._add(step, target, self._hop(step, step, Channel.GRADIENT_INNER, source, target.rank))
+        rank = int(self.rank[journey.home, *place])
+        self._add(step, target, self._hop(step, step, Channel.GRADIENT_INNER, source, rank))
 
-    def _collect(self, relay: int, tails: list[tuple[int, int, Value]], target: Value) -> None:
+    def _collect(self, relay: int, tails: list[tuple[int, int, Value]], target: Value, home: int) -> None:
         """Bring the sums of far cycles to the home node's rank `relay`, then home."""
-        if relay == target.rank:
+        if relay == home:
             for post, wait, tail in tails:
                 self._add(wait, target, self._hop(post, wait, Channel.GRADIENT_OUTER, tail, relay))
             return
@@ -399,32 +415,25 @@ class Circulation:
             total = self._hop(post, done, Channel.GRADIENT_OUTER, tail, relay)
         else:
             rows = Rows(min(tail.rows.start for *_, tail in tails), max(tail.rows.stop for *_, tail in tails))
-            total = self.lane.value(relay, self.gradient_kind, rows)
-            self.lane.op(tails[0][1], "after", relay, LocalOp("init", total.view()))
+            total = self._value(relay, self.gradient_kind, rows)
+            self.builder.op(self.lane.spans[tails[0][1]].wait, "after", "init", total.whole)
             for post, wait, tail in tails:
                 self._add(wait, total, self._hop(post, wait, Channel.GRADIENT_OUTER, tail, relay))
             done = max(wait for _, wait, _ in tails)
-        self._add(done + 1, target, self._hop(done + 1, done + 1, Channel.GRADIENT_INNER, total, target.rank))
+        self._add(done + 1, target, self._hop(done + 1, done + 1, Channel.GRADIENT_INNER, total, home))
 
     def _hop(self, post: int, wait: int, channel: Channel, src: Value, to: int) -> Value:
         """Value that arrives on rank `to`; cast to the wire's dtype first where that is narrower."""
         if src.kind != self.wire_kind:
-            narrow = self.lane.value(src.rank, self.wire_kind, src.rows)
-            self.lane.op(post, "pre", src.rank, LocalOp("copy", narrow.view(), src.view()))
+            narrow = self.builder.value(src.rank, src.home._replace(kind=self.wire_kind), src.rows)
+            self.builder.op(self.lane.spans[post].post, "pre", "copy", narrow.whole, src.whole)
             src = narrow
-        arrived = self.lane.value(to, self.wire_kind, src.rows)
-        self.lane.message(post, wait, channel, src, arrived, src.rows)
+        arrived = self._value(to, self.wire_kind, src.rows)
+        self._message(post, wait, channel, src.whole, arrived.whole)
         return arrived
 
     def _add(self, step: int, dst: Value, src: Value) -> None:
-        self.lane.op(step, "after", dst.rank, LocalOp("add", dst.view(src.rows), src.view()))
-
-
-def tile_of(band: Band, q: Value, kv: Value, sums: Value, kv_sums: Value | None) -> Tile:
-    """The kernel call for a band between a block's queries and keys."""
-    q_rows, k_rows = Rows(band.q_start, band.q_stop), Rows(band.k_start, band.k_stop)
-    acc_kv = kv_sums.view(k_rows) if kv_sums else None
-    return Tile(q.view(q_rows), kv.view(k_rows), sums.view(q_rows), band.from_0(), acc_kv)
+        self.builder.op(self.lane.spans[step].wait, "after", "add", (dst, src.rows), src.whole)
 
 
 def clip(band: Band, q: Rows, keys: Rows) -> list[Band]:
@@ -435,6 +444,11 @@ def clip(band: Band, q: Rows, keys: Rows) -> list[Band]:
         return []
     shift = (k_start - band.k_start) - (q_start - band.q_start)
     return normalise(Band(q_start, q_stop, k_start, k_stop, band.low + shift, band.high + shift))
+
+
+def of_heads(values: Mapping[int, list[Value]], index: int) -> Members:
+    """One part of the heads of every block."""
+    return {member: parts[index] for member, parts in values.items()}
 
 
 def halves(bands: Sequence[Band]) -> tuple[list[Band], list[Band]]:

@@ -196,7 +196,7 @@ def normalise(band: Band) -> list[Band]:
     low = trimmed.low if trimmed.hides_later else -UNBOUNDED
     high = trimmed.high if trimmed.hides_earlier else UNBOUNDED
     if low == -UNBOUNDED or high < UNBOUNDED:
-        return [trimmed._replace(low=low, high=high)]
+        return [Band(*trimmed[:4], low, high)]
     return _split_causal(trimmed, -low)
 
 
