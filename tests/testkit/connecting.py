@@ -8,5 +8,6 @@ from cluster.ssh.session import SshConnection
 
 
 def connect(host: Host) -> SshConnection:
-    """A logged-in connection to `host`, with a way of its own through its jump host. Raises SshError."""
+    """A logged-in connection to `host`, which needs no jump host. Raises SshError."""
+    assert host.jump is None, "a pool has to close the way through it"
     return SshPool().connect(host)

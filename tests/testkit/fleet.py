@@ -41,7 +41,7 @@ Mode = Literal[
     "deny",  # no key is accepted
     "malformed",  # a message that makes no sense, once keys are exchanged
     "mute_login",  # never answers the log-in
-    "mute_exec",  # opens a session, never answers the command
+    "mute_exec",  # opens a session, never answers the command, nor a wish for a port
     "die",  # breaks off after half of its answer
     "flood",  # FLOOD_BYTES of output
     "greedy",  # FLOOD_BYTES of output, whatever the client's window
@@ -166,6 +166,11 @@ class _Server(asyncssh.SSHServer):
 
     def connection_requested(self, dest_host: str, dest_port: int, orig_host: str, orig_port: int) -> bool:
         return True
+
+    async def server_requested(self, listen_host: str, listen_port: int) -> bool:
+        if self._mode == "mute_exec":
+            await asyncio.Event().wait()
+        return False
 
     def session_requested(self) -> Any:
         return _NeverStarts()

@@ -196,8 +196,8 @@ def test_a_server_that_ignores_the_window_is_left(fleet: Fleet) -> None:
 def test_connecting_never_takes_longer_than_its_limit(fleet: Fleet, name: str) -> None:
     (host,) = hosts_of(fleet, name, connect_timeout_s=0.5)
     begin = machine_time()
-    with pytest.raises(SshError) as caught:
-        connect(host)
+    with SshPool() as pool, pytest.raises(SshError) as caught:
+        pool.connect(host)
     assert caught.value.kind is SshFailure.TIMEOUT
     assert machine_time() - begin < 1.5
 
@@ -209,6 +209,17 @@ def test_a_command_never_takes_longer_than_its_limit(fleet: Fleet) -> None:
         with pytest.raises(SshError, match=r"within 0\.4 s"):
             connection.run(["cat"], stdin=b"x" * (8 << 20), timeout_s=0.4)
         assert machine_time() - begin < 1.5
+
+
+def test_a_wish_for_a_port_never_takes_longer_than_its_limit_and_is_told_when_refused(fleet: Fleet) -> None:
+    for name, words in (("mute-exec", "the server does not answer"), ("ok", "TCP forwarding request denied")):
+        (host,) = hosts_of(fleet, name, connect_timeout_s=0.5)
+        with connect(host) as connection:
+            begin = machine_time()
+            with pytest.raises(SshError, match=f"cannot forward a port: {words}") as caught:
+                connection.forward(lambda channel: None)
+            assert caught.value.kind is SshFailure.PROTOCOL
+            assert machine_time() - begin < 1.5
 
 
 def test_writing_to_a_command_that_never_reads_fails(fleet: Fleet) -> None:

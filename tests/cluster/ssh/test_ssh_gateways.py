@@ -76,8 +76,8 @@ def test_what_a_jump_host_cannot_reach_is_told_in_its_words(
     with start_sshd(tmp_path / "gate", option) as gate, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         target = replace(gate.host, name="behind", port=closed.getsockname()[1], jump=gate.host)
-        with pytest.raises(SshError) as caught:
-            connect(target)
+        with SshPool() as pool, pytest.raises(SshError) as caught:
+            pool.connect(target)
     assert caught.value.kind is kind
     assert words in str(caught.value)
 
@@ -145,8 +145,8 @@ def test_a_log_in_of_ssh_at_a_gateway_is_shared(server: Server, tmp_path: Path) 
             (host,) = resolve_hosts(["node1"], ssh)
             with connect(host) as connection:
                 assert connection.run(["echo", "in"]).stdout == b"in\n"
-            with pytest.raises(SshError, match="jump host gate: accepts none of our keys"):
-                connect(before)
+            with SshPool() as pool, pytest.raises(SshError, match="jump host gate: accepts none of our keys"):
+                pool.connect(before)
             assert gate.log.read_text().count("Accepted publickey") == 1
         finally:
             subprocess.run([*command, "-O", "exit", "gate"], check=True, stderr=subprocess.DEVNULL)
