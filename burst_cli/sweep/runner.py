@@ -25,6 +25,7 @@ from cluster.control.outcome import StopRequests
 from engine.config.errors import BurstError
 from engine.runs.folder import FINAL_STATES, RunFolder, new_run_path
 from engine.runs.process import die_with_parent
+from engine.runs.provenance import python_path
 
 POLL_S = 0.2
 # A launch that is killed again and again without leaving a result is not tried for ever.
@@ -49,7 +50,7 @@ class SweepManner:
     arguments: tuple[str, ...] = ()
     max_failures: int | None = None
     retry: frozenset[str] = frozenset()
-    command: tuple[str, ...] = (sys.executable, "-m", "burst_cli")
+    command: tuple[str, ...] = (sys.executable, "-P", "-m", "burst_cli")
 
 
 @dataclass
@@ -164,6 +165,7 @@ class SweepRunner:
         with self.folder.output_path(cell_id).open("ab") as output:
             return subprocess.Popen(
                 command,
+                env={**os.environ, "PYTHONPATH": python_path()},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

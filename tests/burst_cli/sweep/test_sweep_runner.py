@@ -18,7 +18,7 @@ import pytest
 from sweep_driver import FAKE, Quiet, manner_of, plan_of
 from testkit.waiting import wait_for
 
-from burst_cli.sweep.runner import SweepRunner, last_words
+from burst_cli.sweep.runner import SweepManner, SweepRunner, last_words
 from burst_cli.sweep.store import SweepError, SweepFolder, find_sweep, open_sweep
 from engine.config.errors import ConfigError
 from engine.runs.folder import RunFolder, create_run, list_runs
@@ -99,12 +99,19 @@ def test_run_that_the_launch_of_a_killed_sweep_cancels_on_its_way_out_is_taken_u
     assert (starts(ledger), list_runs(tmp_path)) == (1, [run])
 
 
+_INSTEAD_OF_LAUNCHES = f"""
+import os, runpy, sys
+if sys.orig_argv[1:5] == ["-P", "-m", "burst_cli", "launch"]:
+    try:
+        runpy.run_path({str(FAKE[1])!r}, run_name="__main__")
+    except SystemExit as end:
+        os._exit(end.code)
+"""
+
+
 def test_as_many_cells_run_at_a_time_as_parallel_says(burst, ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = ledger.parent / "burst_cli"  # `python -m burst_cli` takes what lies in the working folder
-    launcher.mkdir()
-    (launcher / "__init__.py").touch()
-    (launcher / "__main__.py").write_text(f"import runpy\nrunpy.run_path({str(FAKE[1])!r}, run_name='__main__')\n")
-    monkeypatch.chdir(ledger.parent)
+    (ledger.parent / "sitecustomize.py").write_text(_INSTEAD_OF_LAUNCHES)  # which every Python runs first
+    monkeypatch.setenv("PYTHONPATH", f"{ledger.parent}:{os.environ['PYTHONPATH']}")
     monkeypatch.setenv("FAKE_TOGETHER", "2")  # the first waits for another, however long that takes to start
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")  # cells must not share GPUs
     words = ("sweep", "exp=tiny", "train.seq_len=512,1024,1536,2048", "--parallel", "2", "--force")
@@ -202,6 +209,18 @@ def test_launch_that_is_always_lost_becomes_a_failed_cell(tmp_path: Path, ledger
     (cell,) = runner.run()
     assert (cell["state"], cell["launches"]) == ("failed", 3)
     assert "lost 3 times" in cell["result"]["message"]
+
+
+def test_launches_are_of_this_code_whatever_lies_where_the_sweep_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "burst_cli").mkdir()
+    (tmp_path / "burst_cli" / "__init__.py").write_text("raise SystemExit('another program')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    folder, _ = open_sweep(tmp_path, plan_of(1))
+    (cell,) = SweepRunner(folder, SweepManner(tmp_path), Quiet(), Stops()).run()
+    assert cell["result"]["message"] == "2 problems in the configuration"
 
 
 def test_damaged_sweep_is_named(tmp_path: Path) -> None:
