@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-
 from engine.checkpoint.checkpointer import Checkpointer, Saved, Snapshot
 from engine.checkpoint.state import training_tensors, weight_tensors
 from engine.config.errors import RunError
-from engine.config.settings import RunConfig, config_fingerprint
-from engine.parallel.mesh import Mesh
+from engine.config.settings import RunConfig
 from engine.runs.commit import checkpoints_folder
 from engine.runs.folder import RunFolder
 from engine.runs.manifest import CheckpointError, Manifest
@@ -34,7 +30,7 @@ class RunCheckpoints:
     """Checkpoints of one run; every rank calls everything. Where they are off, nothing is written or read."""
 
     def __init__(
-        self, config: RunConfig, run: RunFolder, mesh: Mesh, train_step: TrainStep, data_hash: str, recorder: Recorder
+        self, config: RunConfig, run: RunFolder, train_step: TrainStep, data_hash: str, recorder: Recorder
     ) -> None:
         self._config, self._train_step, self._recorder = config, train_step, recorder
         self._data_hash = data_hash
@@ -42,13 +38,9 @@ class RunCheckpoints:
         self._root = checkpoints_folder(settings, run.path)
         self._checkpointer: Checkpointer | None = None
         if settings.is_on or settings.resume_from is not None:
-            facts = {
-                "run_id": run.run_id,
-                "config_fingerprint": config_fingerprint(config),
-                "mesh": asdict(mesh.degrees),
-                "versions": {"torch": torch.__version__, "python": platform.python_version()},
-            }
-            self._checkpointer = Checkpointer(settings, self._root, facts, recorder.note, recorder.advance)
+            self._checkpointer = Checkpointer(
+                settings, self._root, {"run_id": run.run_id}, recorder.note, recorder.advance
+            )
 
     def restore(self) -> Position | None:
         """Where to go on from: this run's newest checkpoint, else that of `resume_from`, else None.

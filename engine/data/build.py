@@ -51,8 +51,8 @@ class Progress:
 ProgressCallback = Callable[[Progress], None]
 
 
-def build(work: Path, config: DataConfig, source: Source, progress: ProgressCallback) -> Tokenizer:
-    """Fill the empty folder `work` with the token sets of both splits and their tokenizer, which is returned."""
+def build(work: Path, config: DataConfig, source: Source, progress: ProgressCallback) -> None:
+    """Fill the empty folder `work` with the token sets of both splits and their tokenizer."""
     tokenizer: Tokenizer | None = None
     if config.tokenizer != "bpe":
         is_bytes = config.tokenizer == ByteTokenizer.name
@@ -73,7 +73,6 @@ def build(work: Path, config: DataConfig, source: Source, progress: ProgressCall
                 "Give more text (data.paths, data.max_bytes)."
             )
         writer.close(source.description)
-    return tokenizer
 
 
 def _survey(config: DataConfig, source: Source, progress: ProgressCallback) -> Survey:

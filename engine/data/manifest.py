@@ -17,9 +17,9 @@ manifest.json, all that must be there:
 
 dtype is uint8, uint16, uint32, int32 or int64. May be added: eod_id (the id that ends every document), bos_ids (those
 that begin every text), tokenizer (a name; "bytes" is known), documents_file and document_count, prompts_file and
-prompt_count, token_bytes_file, text_bytes, max_token_id, source, writer, and in each entry of files its sha256. Names
-are plain: the files lie in the manifest's own folder. A manifest may also lie beside a single file under its name:
-corpus.bin (or corpus.npy) and corpus.json. Unknown keys are ignored.
+prompt_count, token_bytes_file, text_bytes, source, writer, and in each entry of files its sha256. Names are plain: the
+files lie in the manifest's own folder. A manifest may also lie beside a single file under its name: corpus.bin (or
+corpus.npy) and corpus.json. Unknown keys are ignored.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ class Manifest:
     prompt_count: int | None = setting(None, "ranges in prompts_file", at_least=1)
     token_bytes_file: str | None = None
     text_bytes: int | None = setting(None, "bytes of text behind the tokens", at_least=0)
-    max_token_id: int | None = setting(None, "greatest id in the files", at_least=0)
     source: str | None = None
     writer: str | None = None
 
@@ -138,8 +137,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         if name in ("", ".", "..") or set(name) & {"/", "\\"} or not name.isprintable():
             yield f"{key} is {name!r}; expected the plain name of a file in the manifest's folder"
     ids = {f"bos_ids[{index}]": token for index, token in enumerate(manifest.bos_ids)}
-    ids |= {"max_token_id": manifest.max_token_id or 0, "eod_id": manifest.eod_id or 0}
-    for key, token in ids.items():
+    for key, token in {**ids, "eod_id": manifest.eod_id or 0}.items():
         if not 0 <= token < manifest.vocab_size:
             yield f"{key} {token} is not an id below vocab_size {manifest.vocab_size}"
 
@@ -175,7 +173,6 @@ class TokenSetWriter:
         self._prompts = (folder / PROMPTS_FILE).open("wb")
         self._prompt_count = 0
         self._inside_document = False
-        self._max_token_id = 0
         self.token_count = 0
         self.document_count = 0
         self.text_bytes = 0
@@ -226,7 +223,6 @@ class TokenSetWriter:
             prompt_count=self._prompt_count or None,
             token_bytes_file=TOKEN_BYTES_FILE,
             text_bytes=self.text_bytes,
-            max_token_id=self._max_token_id,
             source=source,
             writer=WRITER,
         )
@@ -244,7 +240,6 @@ class TokenSetWriter:
     def _write(self, ids: npt.NDArray[np.int64]) -> None:
         if ids.size == 0:
             return
-        self._max_token_id = max(self._max_token_id, int(ids.max()))
         self.token_count += ids.size
         while ids.size:
             room = self._file_tokens - self._in_file

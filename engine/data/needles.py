@@ -54,16 +54,10 @@ class Needle:
 
 @dataclass(frozen=True)
 class NeedleTask:
-    """One sequence to ask: tokens and labels, int64 [seq_len]; labels are -100 but for those of the answer.
-
-    depth: which of the depths the needle lies at, None for the control. position: of the needle's first token.
-    """
+    """One sequence to ask: tokens and labels, int64 [seq_len]; labels are -100 but for those of the answer."""
 
     tokens: Ids
     labels: Ids
-    sample: int
-    depth: int | None
-    position: int | None
 
 
 @dataclass(frozen=True)
@@ -91,18 +85,17 @@ class NeedleTasks:
     def task(self, number: int) -> NeedleTask:
         """Task `number` of len(self)."""
         sample, place = divmod(number, self.depths + 1)
-        depth = place if place < self.depths else None
         needle = self.needles[sample]
-        position = None if depth is None else self.position(sample, depth)
-        hidden = needle.sentence[: None if depth is not None else 0]
+        first = np.array(self.shards.bos_ids, dtype=np.int64)
+        is_control = place == self.depths
+        hidden = needle.sentence[: 0 if is_control else None]
+        cut = 0 if is_control else self.position(sample, place) - first.size
         count = self._haystack_tokens(needle) - hidden.size
         text = haystack(self.shards, sample * self.shards.token_count // self.samples, count)
-        cut = 0 if position is None else position - len(self.shards.bos_ids)
-        first = np.array(self.shards.bos_ids, dtype=np.int64)
         ids = np.concatenate([first, text[:cut], hidden, text[cut:], needle.question, needle.answer])
         labels = np.full(self.seq_len, IGNORE_INDEX, dtype=np.int64)
         labels[-needle.answer.size :] = needle.answer
-        return NeedleTask(ids[:-1], labels, sample, depth, position)
+        return NeedleTask(ids[:-1], labels)
 
     def position(self, sample: int, depth: int) -> int:
         """At which token the needle of a sample begins, from 0."""

@@ -197,11 +197,10 @@ def _build_folder(
 ) -> None:
     try:
         with new_folder(folder) as work:
-            tokenizer = build(work, config, source, progress)
+            build(work, config, source, progress)
             if make_identity(config, open_source(config)) != identity:
                 raise DataError("the source files changed while they were read. Run again when nothing writes to them.")
-            facts = {"identity": identity, "tokenizer": tokenizer.name, "source": source.description}
-            (work / PREPARED_FILE).write_text(json_text(facts))
+            (work / PREPARED_FILE).write_text(json_text({"identity": identity}))
     except OSError as error:
         # Another process was faster (on a file system without locks): its data is as good as ours.
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):

@@ -22,11 +22,6 @@ class Wait(NamedTuple):
     peer: int | None
     since_ns: int  # of time.perf_counter_ns
 
-    @property
-    def age_s(self) -> float:
-        """Seconds since it began."""
-        return (time.perf_counter_ns() - self.since_ns) / 1e9
-
 
 class WaitClock:
     """Adds up the seconds that the main thread spends blocked on other ranks; another thread may look at `current`.

@@ -4,7 +4,7 @@
      "files":   {"rank00000.safetensors": {"bytes": ..., "sha256": "...", "storage": "..."}},
      "tensors": {"model.norm.weight": {"dtype": "float32", "shape": [64],
                                        "chunks": [{"offsets": [0], "sizes": [32], "file": "...", "key": "..."}]}},
-     "state":   {"position": {...}, ...}, "facts": {"config_fingerprint": ..., "versions": {...}, "mesh": {...}},
+     "state":   {"samples": ..., ...}, "facts": {"run_id": ...},
      "sha256":  of all the above as JSON without spaces, keys sorted}
 
 Everything about tensors is here and nothing is pickled, so reading a checkpoint never runs code that it holds.

@@ -100,7 +100,7 @@ class Trainer:
             store=self.model.activation_store,
         )
         self._profiler = StepProfiler(config.train.profile, run.path / "profile", mesh.rank)
-        self._checkpoints = RunCheckpoints(config, run, mesh, self.train_step, self.data.content_hash, recorder)
+        self._checkpoints = RunCheckpoints(config, run, self.train_step, self.data.content_hash, recorder)
 
     def run(self) -> None:
         """Trains to the last step and writes the summary. A request to stop ends training at an edge.
@@ -124,7 +124,6 @@ class Trainer:
                 row["dropped"] = verdict.action
             if self._validation_is_due(row["step"]) and not stopped:
                 stopped = self._validate(row)
-            self._status.step_done(row["step_time_s"])
             self._recorder.step(row, total)
             self._recorder.warn(self._meter.warning(row))
             before, position = position, self._after(position)

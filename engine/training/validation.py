@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -162,17 +162,8 @@ def _only(batch: Batch, first: int, after: int) -> Batch:
     return replace(batch, labels=labels)
 
 
-class Tasks(Protocol):
-    """What is asked: `NeedleTasks`, or others of the same form."""
-
-    def __len__(self) -> int: ...
-
-    def task(self, number: int) -> NeedleTask:
-        """Task `number` of len(self)."""
-
-
 @torch.no_grad()
-def score_tasks(train_step: TrainStep, tasks: Tasks) -> Table:
+def score_tasks(train_step: TrainStep, tasks: NeedleTasks) -> Table:
     """[len(tasks), 3]: sums over the labels of each task of nats, wrong tokens and tokens; alike on all ranks.
 
     The data-parallel ranks divide the tasks; all ranks must call. Parameters, gradients, optimizer and mode of the

@@ -22,45 +22,34 @@ _DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
 def flight_record(waits: WaitClock) -> dict[str, Any]:
-    """{waiting, groups, last_enqueued, last_completed, entries}: where this rank's communication stands.
+    """{waiting, groups, entries}: where this rank's communication stands.
 
-    waiting         {what, peer, age_s} of a blocking wait, or null
-    groups          name of a process group -> its global ranks
-    last_enqueued   BACKEND:NAME -> number of the last collective that this rank has entered, from 1; last_completed:
-                    that is done. A group of two backends numbers the collectives of each by themselves
-    entries         the last collectives, oldest first: {group, desc, seq, op, state, p2p, sizes, created_ns}
+    waiting   {what, peer} of a blocking wait, or null
+    groups    name of a process group -> its global ranks
+    entries   the last collectives, oldest first: {group, desc, seq, op, state, p2p, sizes}
     """
     current = waits.current
-    waiting = None if current is None else {"what": current.what, "peer": current.peer, "age_s": current.age_s}
+    waiting = None if current is None else {"what": current.what, "peer": current.peer}
     torch = sys.modules.get("torch")
     if torch is None:
-        return {"waiting": waiting, "groups": {}, **reduce_trace([])}
-    return {"waiting": waiting, "groups": _group_ranks(), **reduce_trace(_entries(torch))}
+        return {"waiting": waiting, "groups": {}, "entries": []}
+    return {"waiting": waiting, "groups": _group_ranks(), "entries": reduce_trace(_entries(torch))}
 
 
-def reduce_trace(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """{last_enqueued, last_completed, entries} of a trace's entries, oldest first: the newest of all and of each group.
+def reduce_trace(entries: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A trace's newest entries of all and of each group, oldest first.
 
-    Messages have numbers of their own and do not count as collectives.
+    Messages have numbers of their own and do not count as collectives. A group of two backends numbers the collectives
+    of each by themselves.
     """
-    enqueued: dict[str, int] = {}
-    completed: dict[str, int] = {}
-    newest: dict[str, int] = {}
     reduced = [_reduce_entry(entry) for entry in entries]
-    for index, entry in enumerate(reduced):
-        if entry["p2p"]:
-            continue
-        group, seq = f"{entry['op'].partition(':')[0]}:{entry['group']}", entry["seq"]
-        newest[group] = index
-        enqueued[group] = max(seq, enqueued.get(group, 0))
-        if entry["state"] == "completed":
-            completed[group] = max(seq, completed.get(group, 0))
-    kept = sorted({*range(len(reduced) - MAX_ENTRIES, len(reduced)), *newest.values()})
-    return {
-        "last_enqueued": enqueued,
-        "last_completed": completed,
-        "entries": [reduced[index] for index in kept if index >= 0],
+    newest = {
+        (entry["op"].partition(":")[0], entry["group"]): index
+        for index, entry in enumerate(reduced)
+        if not entry["p2p"]
     }
+    kept = sorted({*range(len(reduced) - MAX_ENTRIES, len(reduced)), *newest.values()})
+    return [reduced[index] for index in kept if index >= 0]
 
 
 def _reduce_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,7 +64,6 @@ def _reduce_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
         "state": "completed" if is_done else str(entry.get("state", "")),
         "p2p": is_message,
         "sizes": list(entry.get("input_sizes") or ())[:MAX_TENSORS],
-        "created_ns": entry.get("time_created_ns"),
     }
 
 

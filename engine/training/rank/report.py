@@ -1,6 +1,6 @@
 """What a rank tells the outside while it runs, even while it hangs: its place, its stacks, its collectives.
 
-    logs/<node>/rank<NNNN>.status.json   {rank, pid, node, step, phase, steps_done, step_time_s, at_ns, ...}, replaced
+    logs/<node>/rank<NNNN>.status.json   {rank, pid, node, step, phase, micro_step, advances, ended}, replaced
     logs/<node>/rank<NNNN>.stacks        on SIGUSR1 faulthandler appends the stacks of all threads; written by a signal
                                          handler in C, so also while something holds the interpreter
     logs/<node>/rank<NNNN>.flight.json   answer to logs/<node>/flight.request, whose content is a nonce
@@ -17,7 +17,6 @@ import json
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from engine.training.rank.stop import StopRequest
 STATUS_INTERVAL_S = 0.2
 REQUEST_NAME = "flight.request"
 MAX_NONCE_BYTES = 200
-_FACTS = ("step", "phase", "micro_step", "phase_since_ns", "advances", "steps_done", "step_time_s", "ended")
+_FACTS = ("step", "phase", "micro_step", "advances", "ended")
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,6 @@ class RankStatus:
     phase         import torch, start, prepare data, build model, measure peak, restore, first weights; in a step load
                   batch, count labels, forward, loss, backward, optimizer; evaluate; train when it is none of these
     advances      how often a phase said that it goes on: data, batches of an evaluation, parts of a save
-    step_time_s   of the last step, on the slowest rank
     ended         ok, or the type of the error
     waits         knows for whom the rank waits
     stop          whether it was asked to stop
@@ -80,31 +78,16 @@ class RankStatus:
         self.micro_step = 0
         self.phase = phase
         self.advances = 0
-        self.steps_done = 0
-        self.step_time_s: float | None = None
         self.ended: str | None = None
         self._report: RankReport | None = None
 
-    @property
-    def phase(self) -> str | None:
-        """What the rank does."""
-        return self._phase
-
-    @phase.setter
-    def phase(self, value: str | None) -> None:
-        self._phase, self.phase_since_ns = value, time.time_ns()
-
     def facts(self) -> dict[str, Any]:
-        """What the status file says of it; times are of time.time_ns."""
+        """What the status file says of it."""
         return {name: getattr(self, name) for name in _FACTS}
 
     def advance(self) -> None:
         """The phase goes on: whoever watches shall not take a long one for a hang."""
         self.advances += 1
-
-    def step_done(self, step_time_s: float) -> None:
-        """A step has ended, after so long on the slowest rank."""
-        self.steps_done, self.step_time_s = self.steps_done + 1, step_time_s
 
     def report_to(self, place: RankPlace) -> None:
         """From now on the files of `place` say where the rank is."""
@@ -169,7 +152,7 @@ class RankReport:
 
     def _write(self) -> None:
         self._written = self._status.facts()
-        _replace(self._place.status, {**self._fixed, **self._written, "at_ns": time.time_ns()})
+        _replace(self._place.status, self._fixed | self._written)
 
     def _answer(self) -> None:
         """Writes the flight record when somebody asks with a new nonce."""
@@ -178,7 +161,7 @@ class RankReport:
             return
         self._answered = nonce
         record = _guarded(lambda: flight_record(self._status.waits))
-        _replace(self._place.flight, {"nonce": nonce, **self._fixed, "at_ns": time.time_ns(), **record})
+        _replace(self._place.flight, {"nonce": nonce, **self._fixed, **record})
 
 
 def _listen_for_stacks(place: RankPlace) -> None:

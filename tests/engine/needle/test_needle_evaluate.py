@@ -83,7 +83,7 @@ class Scripted:
         return len(self.tokens)
 
     def task(self, number: int) -> NeedleTask:
-        return NeedleTask(self.tokens[number], self.labels[number], 0, None, None)
+        return NeedleTask(self.tokens[number], self.labels[number])
 
 
 def scored(config: RunConfig, tasks: Scripted) -> Array:

@@ -68,14 +68,15 @@ def test_a_task_is_a_sequence_with_its_sentence_where_it_should_be(
     tokenizer = TOKENIZERS[name]
     tasks = make_tasks(splits[name], tokenizer, seq_len, depths=depths, samples=samples, seed=seed)
     for number in range(len(tasks)):
-        task, needle = tasks.task(number), tasks.needles[number // (depths + 1)]
+        (sample, depth), task = divmod(number, depths + 1), tasks.task(number)
+        needle = tasks.needles[sample]
         assert task.tokens.shape == task.labels.shape == (seq_len,)
         ids = all_ids(task)
         asked = np.concatenate([needle.question, needle.answer])
         assert (ids[-asked.size :] == asked).all()
         assert tokenizer.eod_id not in ids
         hidden = places(ids[: -asked.size], needle.sentence)
-        assert hidden == ([] if task.depth is None else [task.position])
+        assert hidden == ([] if depth == depths else [tasks.position(sample, depth)])
         counted = task.labels != -100
         assert counted.sum() == needle.answer.size
         assert (task.labels[counted] == needle.answer).all()
@@ -87,7 +88,7 @@ def test_depths_go_evenly_from_the_start_of_the_text_to_the_question(splits: dic
     tasks = make_tasks(splits[name], TOKENIZERS[name], 1000, depths=5, samples=1)
     asked = tasks.needles[0].question.size + tasks.needles[0].answer.size
     last = 1001 - asked - tasks.needles[0].sentence.size
-    positions = [tasks.task(depth).position for depth in range(5)]
+    positions = [tasks.position(0, depth) for depth in range(5)]
     assert positions[0] == 0
     assert positions[-1] == last  # right before the question
     assert np.abs(np.diff(positions) - last / 4).max() <= 1
@@ -112,9 +113,8 @@ def test_a_sample_is_the_same_text_at_every_depth_and_without_its_sentence(split
     needle = tasks.needles[0]
     control = tasks.task(3).tokens
     for depth in range(3):
-        task = tasks.task(depth)
-        assert task.position is not None
-        without = np.delete(task.tokens, np.arange(task.position, task.position + needle.sentence.size))
+        position = tasks.position(0, depth)
+        without = np.delete(tasks.task(depth).tokens, np.arange(position, position + needle.sentence.size))
         asked = needle.question.size + needle.answer.size - 1
         assert (without[:-asked] == control[: without.size - asked]).all()
 

@@ -29,7 +29,6 @@ from engine.training.rank.process import run_rank
 from engine.runs.folder import RunFolder
 def body(status):
     status.step, status.phase = 1, "forward"
-    status.step_done(0.25)
     status.step, status.phase = 2, "backward"
     status.waits.begin("recv", 3)
     wait_here()
@@ -80,12 +79,9 @@ def test_the_first_status_is_there_before_anything_happens(reporting: RankStatus
 def test_a_place_that_does_not_change_any_more_is_in_the_file_soon(reporting: RankStatus, place: RankPlace) -> None:
     for step in range(1, 200):
         reporting.step, reporting.phase = step, "forward"
-        reporting.step_done(0.5)
     reporting.step, reporting.micro_step, reporting.phase = 200, 1, "backward"
     document = wait_for(lambda: (found := read(place.status))["step"] == 200 and found)
-    facts = ("phase", "micro_step", "steps_done", "step_time_s")
-    assert tuple(document[name] for name in facts) == ("backward", 1, 199, 0.5)
-    assert document["at_ns"] >= document["phase_since_ns"] > 0
+    assert (document["phase"], document["micro_step"]) == ("backward", 1)
 
 
 def test_a_rank_that_ends_says_how(place: RankPlace) -> None:
@@ -171,7 +167,7 @@ def test_a_rank_shows_its_stacks_and_lives_on(tmp_path: Path) -> None:
             wait_for(lambda count=count: stacks.read_text().count("in wait_here") == count)
         assert process.poll() is None
         document = wait_for(lambda: (found := read(folder / "rank0002.status.json"))["step"] == 2 and found)
-        assert (document["phase"], document["steps_done"], document["step_time_s"]) == ("backward", 1, 0.25)
+        assert document["phase"] == "backward"
     finally:
         process.kill()
         process.wait()
@@ -205,7 +201,7 @@ def test_waits_add_up_and_are_taken_once() -> None:
         clock.begin("recv", 1)
         time.sleep(0.01)
         assert clock.current is not None
-        assert clock.current.age_s >= 0.01
+        assert (clock.current.what, clock.current.peer) == ("recv", 1)
         clock.end()
     with clock.waiting("all_reduce"):
         time.sleep(0.01)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ from engine.parallel.mesh import build_mesh
 from engine.planning.time.flops import count_parameters
 from engine.runs.folder import RunFolder
 from engine.runs.summary import MAXIMA, MEDIANS, config_facts
+from engine.training.rank.lifecycle import run_states
 from engine.training.rank.process import RankStatus
 from engine.training.rank.recorder import Recorder
-from engine.training.trainer import load_data, run_training
+from engine.training.trainer import Trainer, load_data
 
 ROOT = Path(__file__).parents[3]
 
@@ -43,27 +45,27 @@ def run_config(corpus: DataConfig, **train: Any) -> RunConfig:
     return whole_config(corpus, train=settings, attention={"preset": "burst"})
 
 
-class RowWatch(RankStatus):
-    """Counts references to the time of every step before the last, but its own and that of the call that counts."""
+class RowWatch(Recorder):
+    """Counts references to the row of every step before the last, but its own and that of the call that counts."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.times: list[float] = []
-        self.kept = 0
+    rows: Sequence[dict[str, Any]] = ()
+    kept = 0
 
-    def step_done(self, seconds: float) -> None:
-        """As `RankStatus`, and looks at the steps before."""
-        super().step_done(seconds)
-        for index in range(len(self.times) - 1):
-            self.kept = max(self.kept, sys.getrefcount(self.times[index]) - 2)
-        self.times.append(seconds)
+    def step(self, row: dict[str, Any], total_steps: int) -> None:
+        """As `Recorder`, and looks at the steps before."""
+        super().step(row, total_steps)
+        for index in range(len(self.rows) - 1):
+            self.kept = max(self.kept, sys.getrefcount(self.rows[index]) - 2)
+        self.rows = (*self.rows, row)
 
 
 def rows_kept(path: str, config: RunConfig) -> int:
     """References to steps that are over, at the end of a run on this rank."""
-    watch = RowWatch()
-    run_training(config, RunFolder(Path(path)), watch)
-    assert len(watch.times) == config.train.steps
+    run, status, mesh = RunFolder(Path(path)), RankStatus(), build_mesh(config.parallel, config.cluster)
+    watch = RowWatch(run, status, rank=mesh.rank, tensorboard=False)
+    with run_states(run, status, rank=mesh.rank, environment={}):
+        Trainer(config, run, mesh, watch, status).run()
+    assert len(watch.rows) == config.train.steps
     return watch.kept
 
 
