@@ -67,21 +67,22 @@ def plan_method(
     only = (rank,) if isinstance(rank, int) else rank
     visibility = Visibility(mask, blocks.ring)
     whole = Exchange(method, blocks)
-    forward, backward = (_plan(visibility, whole, direction, only) for direction in ("forward", "backward"))
+    forward, backward = (plan_pass(visibility, whole, direction, only) for direction in ("forward", "backward"))
     again = None
     if recompute_before is not None:
         asking = tuple(blocks.ring.rows_before(member, recompute_before) for member in range(blocks.ring.size))
         restricted = Visibility(mask.queries_before(recompute_before), blocks.ring)
         some = asking != blocks.ring.row_counts
-        again = _plan(restricted, replace(whole, asking=asking), "forward", only) if some else forward
+        again = plan_pass(restricted, replace(whole, asking=asking), "forward", only) if some else forward
     return PlanPair(forward, backward, again)
 
 
 def plan_pass(
-    method: AttentionMethod, mask: Mask, blocks: Blocks, direction: Direction, only: Collection[int] | None = None
+    visibility: Visibility, exchange: Exchange, direction: Direction, only: Collection[int] | None = None
 ) -> AttentionPlan:
-    """The plan of one pass, for some ranks or (None) for all."""
-    return _plan(Visibility(mask, blocks.ring), Exchange(method, blocks), direction, only)
+    """The plan of one pass, for some ranks or (None) for all; `visibility` of the blocks of rings."""
+    plan = plan_whole_blocks if exchange.method.chunk_tokens is None else plan_chunks
+    return plan(visibility, exchange, PlanBuilder(direction, exchange.grid.size, only))
 
 
 def token_bytes_of(config: RunConfig, method: AttentionMethod) -> TokenBytes:
@@ -94,10 +95,3 @@ def token_bytes_of(config: RunConfig, method: AttentionMethod) -> TokenBytes:
         element_bytes=BYTES_OF[train.compute_dtype],
         wire_gradient_bytes=BYTES_OF[method.gradient_wire_dtype],
     )
-
-
-def _plan(
-    visibility: Visibility, exchange: Exchange, direction: Direction, only: Collection[int] | None
-) -> AttentionPlan:
-    plan = plan_whole_blocks if exchange.method.chunk_tokens is None else plan_chunks
-    return plan(visibility, exchange, PlanBuilder(direction, exchange.grid.size, only))

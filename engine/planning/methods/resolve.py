@@ -29,7 +29,9 @@ from engine.planning.methods.presets import (
     legal_attention,
 )
 from engine.planning.methods.topology import Topology
+from engine.planning.schedule.exchange import Exchange
 from engine.planning.sequence.layers import attention_layers
+from engine.planning.sequence.visibility import Visibility
 from engine.planning.time.devices import DEFAULT_DEVICE, find_device, find_machine, read_rates
 from engine.planning.time.machine import Machine
 from engine.planning.time.replay import replay
@@ -101,14 +103,27 @@ def _choices(attention: AttentionConfig, method: AttentionMethod, topology: Topo
 
 @functools.lru_cache(maxsize=64)
 def _fastest(config: RunConfig, topology: Topology, machine: Machine, choices: tuple[_Choice, ...]) -> AttentionMethod:
-    """The first choice that no other one beats by more than INDIFFERENCE."""
+    """The first choice that no other one beats by more than INDIFFERENCE in the backward passes of all layers.
+
+    Documents, which only the data know, are one sequence.
+    """
     method = legal_attention(config, topology)
     small, group = stand_in_group(config, topology, STAND_IN_RANKS)
     try:
         stand_in = legal_attention(replace(small, attention=fitted(config.attention, method, topology, group)), group)
     except ConfigError:  # what only the whole group can be
         small, group, stand_in = config, topology, method
-    seconds = {choice: _backward_s(small, _with(stand_in, choice), group, machine) for choice in choices}
+    turn = attention_layers(small, stand_in)
+    blocks, token_bytes = divide_run(small, stand_in, turn), token_bytes_of(small, stand_in)
+    layers = Counter(turn[index % len(turn)].mask for index in range(small.model.num_layers))
+    seen = [(count, Visibility(mask, blocks.ring)) for mask, count in layers.items()]
+
+    def backward_s(choice: _Choice) -> float:
+        exchange = Exchange(_with(stand_in, choice), blocks)
+        plans = ((count, plan_pass(visibility, exchange, "backward")) for count, visibility in seen)
+        return sum(count * replay(plan, machine, token_bytes, group).total_s for count, plan in plans)
+
+    seconds = {choice: backward_s(choice) for choice in choices}
     least = min(seconds.values())
     best = next(choice for choice in choices if seconds[choice] <= least * (1 + INDIFFERENCE))
     told = ", ".join(f"{c}{f' with {n} deferred' if n else ''} {s:.3g} s" for (c, n), s in seconds.items())
@@ -118,15 +133,3 @@ def _fastest(config: RunConfig, topology: Topology, machine: Machine, choices: t
 def _with(method: AttentionMethod, choice: _Choice) -> AttentionMethod:
     circulates, deferred = choice
     return replace(method, backward_circulates=circulates, deferred_local_tiles=deferred)
-
-
-def _backward_s(config: RunConfig, method: AttentionMethod, topology: Topology, machine: Machine) -> float:
-    """Predicted seconds of the backward passes of all layers; documents, which only the data know, are one sequence."""
-    turn = attention_layers(config, method)
-    blocks = divide_run(config, method, turn)
-    counts = Counter(turn[index % len(turn)].mask for index in range(config.model.num_layers))
-    token_bytes = token_bytes_of(config, method)
-    return sum(
-        count * replay(plan_pass(method, mask, blocks, "backward"), machine, token_bytes, topology).total_s
-        for mask, count in counts.items()
-    )

@@ -11,6 +11,7 @@ communicator, one stream). A slot is reused only strictly after its last use; se
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -241,8 +242,7 @@ class RankPlan:
         return next(index for index, slot in enumerate(self.slots) if slot.pin == name)
 
 
-@dataclass(frozen=True)
-class TokenBytes:
+class TokenBytes(NamedTuple):
     """Bytes that one token of each kind occupies on the wire, and in buffers of its own (a QO's out and lse are those
     that forward left).
     """
@@ -254,6 +254,7 @@ class TokenBytes:
     gradient_bytes: int = 4  # fp32 accumulators; also the wire when no narrower dtype is asked for
     wire_gradient_bytes: int = 4
 
+    @functools.cache  # noqa: B019  # instances are few and small
     def of(self, kind: Kind, heads: HeadPart = HeadPart()) -> int:
         """Bytes of one token of `kind`, of some heads."""
         counts = heads.counts(self.num_heads, self.num_kv_heads)

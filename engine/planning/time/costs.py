@@ -53,8 +53,7 @@ class ViewBytes:
     def __init__(self, slots: Sequence[Slot], token_bytes: TokenBytes) -> None:
         self._slots = slots
         self._token_bytes = token_bytes
-        widths = {(slot.kind, slot.heads): token_bytes.of(slot.kind, slot.heads) for slot in slots}
-        self._widths = [widths[slot.kind, slot.heads] for slot in slots]
+        self._widths = [token_bytes.of(slot.kind, slot.heads) for slot in slots]
 
     def of(self, view: View) -> int:
         """Bytes of the rows of a view."""

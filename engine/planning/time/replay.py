@@ -61,7 +61,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a replay found: intervals in order of start per rank and lane, and sums per rank."""
+    """What a replay found: intervals in order of steps, and sums per rank."""
 
     direction: Direction
     intervals: tuple[Interval, ...]
@@ -132,8 +132,7 @@ class _Replay:
                 self._tiles(rank, step.tiles, index)
                 self._wait(rank, step)
                 self._ops(rank, step.after, index)
-        intervals = tuple(sorted(self.intervals, key=lambda i: (i.rank, i.lane, i.start_s, i.stop_s)))
-        return Timeline(self.plan.direction, intervals, self.clock, self.compute, self.waited)
+        return Timeline(self.plan.direction, tuple(self.intervals), self.clock, self.compute, self.waited)
 
     def _messages(self, posted: Sequence[tuple[int, Transfer]]) -> list[_Message]:
         messages = []
