@@ -105,13 +105,9 @@ def count_of(word: str, number: int) -> str:
 
 def fold_numbers(numbers: Iterable[int]) -> str:
     """0,3-5 for 0 3 4 5."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    from ClusterShell.RangeSet import RangeSet
+
+    return str(RangeSet.fromlist(map(str, numbers)))
 
 
 def fold_names(names: Sequence[str]) -> str:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import IO, Any, Literal
 
 from rich.console import Console
 from rich.text import Text
 
 from engine.config.errors import BurstError, ConfigError
+from engine.runs.records import json_text
 
 # Nobody reads a pipe through a window 80 columns wide: tables keep their cells whole there.
 PIPE_WIDTH = 320
@@ -94,12 +92,9 @@ def told(kind: Literal["error", "warning", "note"], text: str) -> Text:
 
 def json_document(document: Mapping[str, Any]) -> str:
     """`document` as text; paths become text, figures that are no number null."""
-    plain = _plain(document)
-    text = json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False)
-    if not text.isascii() and not text.replace("\n", "").isprintable():
-        # What a terminal would obey, or a file name that is no text: escaped, it can be written and read back.
-        text = json.dumps(plain, indent=2, allow_nan=False)
-    return text + "\n"
+    text = json_text(document, is_ascii=False)
+    # What a terminal would obey, or a file name that is no text: escaped, it can be written and read back.
+    return text if text.isascii() or text.replace("\n", "").isprintable() else json_text(document)
 
 
 def emit_json(document: Mapping[str, Any]) -> None:
@@ -112,16 +107,6 @@ def emit_json(document: Mapping[str, Any]) -> None:
         raise
     except OSError as error:
         raise BurstError(f"cannot write the result to standard output: {error.strerror}") from error
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return str(value) if isinstance(value, Path) else value
 
 
 def fail(error: BaseException, *, as_json: bool = False, debug: bool = False) -> int:

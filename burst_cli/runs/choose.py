@@ -66,12 +66,13 @@ def choose_runs(names: Sequence[str], runs_dir: Path) -> list[RunFolder]:
 
 def living_runs(runs: Sequence[RunFolder]) -> list[RunFolder]:
     """Those that have begun and not ended, as far as their run.json says."""
-    return [run for run in runs if _state(run) in ("starting", "running")]
+    return [run for run in runs if state_of(run) in ("starting", "running")]
 
 
-def _state(run: RunFolder) -> str | None:
+def state_of(run: RunFolder) -> str | None:
+    """What run.json says; None as long as there is none, or it cannot be read."""
     try:
-        return str(run.read_state()["state"])
+        return str(run.read_state()["state"]) if (run.path / "run.json").exists() else None
     except RunFolderError:
         return None
 

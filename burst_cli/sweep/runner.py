@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from burst_cli.app import EXIT_INTERRUPTED
+from burst_cli.runs.choose import state_of
 from burst_cli.sweep.store import SweepFolder, cell_now
 from burst_cli.sweep.view import SweepView
 from cluster.control.evidence import tail_text
 from cluster.control.outcome import StopRequests
-from engine.config.errors import BurstError
 from engine.runs.folder import FINAL_STATES, RunFolder, new_run_path
 from engine.runs.process import die_with_parent
 from engine.runs.provenance import python_path
@@ -136,7 +136,7 @@ class SweepRunner:
         """Launch a cell, or its next attempt where its run is there; wait for a run that another launcher leads."""
         stays = cell["run_path"] and cell["lane"] == lane.name
         run = RunFolder(Path(cell["run_path"]) if stays else new_run_path(self.manner.runs_dir, cell["exp"]))
-        state = _state(run)
+        state = state_of(run)
         job = _Job(cell["id"], lane, run)
         self._jobs.append(job)
         if state in ("starting", "running") and run.is_alive() is not False:
@@ -176,12 +176,12 @@ class SweepRunner:
     def _is_over(self, job: _Job) -> bool:
         if job.process is not None:
             return job.process.poll() is not None
-        return _state(job.run) in FINAL_STATES or job.run.is_alive() is False
+        return state_of(job.run) in FINAL_STATES or job.run.is_alive() is False
 
     def _conclude(self, job: _Job) -> None:
         """See what came of a cell: what run.json says, or, where no run was created, what the launch said."""
         cell, code = self._cells[job.cell_id], None if job.process is None else job.process.returncode
-        state = _state(job.run)
+        state = state_of(job.run)
         # The launch of a killed sweep may have cancelled its run on its way out.
         is_left = state == "cancelled" and job.process is None and self.stop.count == 0
         if state not in FINAL_STATES or is_left:
@@ -220,13 +220,3 @@ def last_words(log: Path) -> str:
     lines = [line.strip() for line in tail_text(log, _MESSAGE_BYTES).splitlines() if line.strip()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return (errors or lines or ["it said nothing"])[-1]
-
-
-def _state(run: RunFolder) -> str | None:
-    """The state of a run; None as long as there is none, or its record cannot be read."""
-    if not (run.path / "run.json").exists():
-        return None
-    try:
-        return str(run.read_state()["state"])
-    except BurstError:
-        return None

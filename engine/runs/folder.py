@@ -209,7 +209,7 @@ class RunFolder:
     # --- records ---------------------------------------------------------------------------------------------------
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
-        """Add one line to metrics.jsonl; figures that are not finite become null and are named under `not_finite`."""
+        """Add one line to metrics.jsonl; figures that are not finite become null."""
         append_json_line(self.path / "metrics.jsonl", row)
 
     def read_metrics(self) -> list[dict[str, Any]]:

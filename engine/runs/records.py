@@ -52,9 +52,9 @@ def require_json_object(path: Path, what: str, kind: type[BurstError]) -> dict[s
     return document
 
 
-def json_text(document: Mapping[str, Any]) -> str:
-    """`document` as the text of a JSON file."""
-    return json.dumps(finite(document), indent=2, allow_nan=False, default=str) + "\n"
+def json_text(document: Mapping[str, Any], *, is_ascii: bool = True) -> str:
+    """`document` as the text of a JSON file; paths become text."""
+    return json.dumps(finite(document), indent=2, ensure_ascii=is_ascii, allow_nan=False, default=str) + "\n"
 
 
 def replace_json(path: Path, document: Mapping[str, Any]) -> None:
@@ -64,9 +64,7 @@ def replace_json(path: Path, document: Mapping[str, Any]) -> None:
 
 def append_json_line(path: Path, row: Mapping[str, Any]) -> None:
     """Append `row` as one line with a single write; a line torn by an earlier crash is closed first."""
-    lost = sorted(key for key, value in row.items() if isinstance(value, float) and not math.isfinite(value))
-    document = finite({**row, "not_finite": lost} if lost else row)
-    line = json.dumps(document, allow_nan=False, default=str) + "\n"
+    line = json.dumps(finite(row), allow_nan=False, default=str) + "\n"
     with path.open("ab+", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         if end:
