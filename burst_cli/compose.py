@@ -320,7 +320,7 @@ def _parsed(overrides: Sequence[str], read: Callable[[HydraOverride, str, str], 
             if not key.lstrip("+~"):
                 raise HydraException("there is nothing before the =")
             found.append(read(parsed, key, given))
-        except HydraException as error:
+        except (HydraException, ValueError, ArithmeticError) as error:  # the last two of a range without steps or end
             problems.append(grammar_problem(given, str(error).splitlines()[-1].strip()))
     return found, problems
 

@@ -35,7 +35,7 @@ from typing import Any
 
 from engine.config.errors import BurstError, ConfigError
 from engine.runs.files import new_folder
-from engine.runs.oom import is_out_of_memory, measure_out_of_memory
+from engine.runs.oom import measure_out_of_memory
 from engine.runs.process import process_start
 from engine.runs.records import append_json_line, read_json_lines, read_json_object, replace_json, utc_now
 
@@ -378,7 +378,7 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     text = str(error)[:MESSAGE_CHARACTERS]
     lines = "".join(traceback.format_exception(error))
     return {
-        "kind": _kind(error, text),
+        "kind": "oom" if measured is not None else _kind(error, text),  # an error of ours may have been raised from it
         "type": _type_name(error),
         "message": text,
         "traceback": lines[-TRACEBACK_CHARACTERS:],
@@ -391,8 +391,6 @@ def describe_error(error: BaseException) -> dict[str, Any]:
 
 def _kind(error: BaseException, text: str) -> str:
     name = type(error).__name__
-    if is_out_of_memory(error):  # first: an error of ours may have been raised from it
-        return "oom"
     if isinstance(error, BurstError):
         return "config" if error.exit_code == 2 else "user"
     if name in _ECHO_TYPES or any(s in text for s in _ECHO_TEXTS):

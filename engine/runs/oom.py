@@ -59,11 +59,6 @@ class OutOfMemory:
         return dict(vars(self))
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error`, or what it was raised from, says that memory ran out on the device or on the host."""
-    return _origin(error) is not None
-
-
 def measure_out_of_memory(error: BaseException) -> OutOfMemory | None:
     """What this process knows about the lack of memory that ended in `error`; None for any other error.
 

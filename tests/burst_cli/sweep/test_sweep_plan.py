@@ -78,6 +78,8 @@ def test_every_list_of_the_grammar_is_an_axis(word: str, values: tuple[str, ...]
     [
         (["train.seqlen=1,2"], "did you mean train.seq_len?"),
         (["train.seq_len=interval(1,2)"], "interval() has no steps"),
+        (["train.seq_len=range(1,2,0)"], "range() arg 3 must not be zero"),
+        (["train.seq_len=range(1,nan)"], "not in the grammar of overrides"),
         (["x"], "expected KEY=VALUE"),
         (["=1,2"], "expected KEY=VALUE"),
         (["exp=tiny"], "this is one run: use `burst launch`"),

@@ -11,7 +11,7 @@ import torch
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import LossConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
 from engine.runs.folder import describe_error
-from engine.runs.oom import is_out_of_memory, less_memory, measure_out_of_memory
+from engine.runs.oom import less_memory, measure_out_of_memory
 
 MORE_THAN_ANY_MACHINE = 2**50
 CUDA_TEXT = "CUDA out of memory. Tried to allocate 20.50 GiB. GPU 0 has a total capacity of 79.15 GiB"
@@ -45,7 +45,7 @@ def test_failure_inside_backward_is_still_found() -> None:
             return torch.empty(MORE_THAN_ANY_MACHINE, dtype=torch.uint8)
 
     x = torch.ones(1, requires_grad=True)
-    assert is_out_of_memory(raised(lambda: Greedy.apply(x).backward()))  # type: ignore[no-untyped-call]
+    assert measure_out_of_memory(raised(lambda: Greedy.apply(x).backward()))  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize(
