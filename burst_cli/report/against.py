@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from burst_cli.figures import DASH, count, percent
 from burst_cli.report.records import PEAK_FIGURES, Record, method_of, pooled, run_name, share_a_peak
 from cluster.values import number, text
 from engine.config.errors import ConfigError
@@ -238,37 +237,6 @@ def load_published(name: str) -> tuple[Record, ...]:
 def _published(row: Mapping[str, str]) -> Record:
     known = {key: _NUMBERS.get(key, str)(value) if value else None for key, value in row.items()}
     return {**known, "caveats": [line for name in row["caveats"].split() for line in _CAVEATS[name]]}
-
-
-def published_table(rows: Iterable[Record]) -> list[tuple[str, ...]]:
-    """Headings, then the rows."""
-    headings = (
-        "system",
-        "method",
-        "model",
-        "hardware",
-        "seq_len",
-        "tokens/s/device",
-        "MFU (causal-aware)",
-        "peak (GB)",
-    )
-    return [(*headings, "figure", "source"), *map(_published_cells, rows)]
-
-
-def _published_cells(row: Record) -> tuple[str, ...]:
-    lost, memory = row["status"] == "oom", row["peak_memory_gb"]
-    return (
-        row["system"],
-        row["method"] or DASH,
-        row["model"] or DASH,
-        f"{row['gpus']} × {row['hardware']}" if row["gpus"] else row["hardware"],
-        str(row["seq_len"] or DASH),
-        "OOM" if lost else count(row["tokens_per_s_per_device"]),
-        percent(row["mfu"]),
-        "OOM" if lost else DASH if memory is None else f"{memory:g}",
-        f"{row['metric']}: {row['value']}" if row["metric"] else DASH,
-        row["source"],
-    )
 
 
 def caveats_of(rows: Iterable[Record]) -> list[str]:

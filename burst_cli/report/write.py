@@ -22,9 +22,9 @@ from burst_cli.eval.view import evaluation_lines, evaluation_tables, is_evaluati
 from burst_cli.figures import count_of
 from burst_cli.outputs import check_output, has_matplotlib
 from burst_cli.render import PIPE_WIDTH, json_document, told
-from burst_cli.report.against import caveats_of, published_table
+from burst_cli.report.against import caveats_of
 from burst_cli.report.build import Group, Report
-from burst_cli.report.columns import BY_KEY, PAPER_KEYS, PROVENANCE_KEYS, Column, filled, notes_for
+from burst_cli.report.columns import BY_KEY, PAPER_KEYS, PROVENANCE_KEYS, PUBLISHED, Column, filled, notes_for
 from burst_cli.report.draw import panel_svg, report_png
 from burst_cli.report.panels import (
     Panel,
@@ -162,8 +162,8 @@ def _parts(report: Report) -> Iterator[_Part]:
         grids = [_Grid(rows[0], rows[1:]) for rows in tables]
         yield _Part(f"A = {found.sides[0]}, B = {found.sides[1]}", grids, found.tests, found.warnings)
     if report.published:
-        headings, *rows = published_table(report.published)
-        yield _Part("Published by others, not measured here", [_Grid(headings, rows)], caveats_of(report.published))
+        grid = _grid(filled(PUBLISHED, report.published), report.published, may_choose=True)
+        yield _Part("Published by others, not measured here", [grid], caveats_of(report.published))
 
 
 def _shown(grid: _Grid, width: int) -> RenderableType:
@@ -327,7 +327,7 @@ def report_page(report: Report) -> tuple[str, int]:
         counts=Counter(map(status_of, report.records)),
         groups=groups,
         comparison_figures=compared,
-        published=published_table(report.published),
+        published_columns=filled(PUBLISHED, report.published),
         caveats=caveats_of(report.published),
         plots_note=plots.note,
         notes=notes_for(report.records),

@@ -245,13 +245,16 @@ def test_published_rows_carry_hardware_source_and_caveats() -> None:
 
 
 @pytest.mark.parametrize("format", ["table", "md", "json"])
-def test_published_rows_are_apart_from_runs(burst, runs_dir: Path, format: str) -> None:
+def test_published_rows_are_apart_from_runs(burst, runs_dir: Path, format: str, monkeypatch) -> None:
     output = burst("report", "--published", "torchtitan", "--format", format).out
     assert "torchtitan benchmark notes" in output
     if format == "json":
         document = json.loads(output)
         assert len(document["runs"]) == 4
         assert [row["tokens_per_s_per_device"] for row in document["published"]] == [548, 1071]
+    monkeypatch.setenv("COLUMNS", "100")
+    narrow = burst("report", "--published", "BurstEngine").out
+    assert "│ BurstEngine │ loongtrain_double_ring/attn_out          │ 2097152 │            77.4 │    41.9% │" in narrow
     unknown = burst("report", "--published", "burstengin")
     assert (unknown.code, "did you mean burstengine?" in unknown.err) == (2, True)
 
