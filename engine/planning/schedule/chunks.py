@@ -77,7 +77,7 @@ class _Work:
         groups = planned_groups(exchange, builder)
         self.blocks = {member: Block(group, self.chunking) for member, group in groups.items()}
         self.mask, self.fine = visibility.mask, visibility.of_chunks(exchange.chunks)
-        self.needed = self._needed(self.fine)  # keys [home, key chunk, member, query chunk], counted in the chunk
+        self.needed = self._needed(self.fine)  # keys [query chunk, home, key chunk, member], counted in the chunk
         self.sees = self.needed.exists
         self.visits: list[_Visit] = []
         self.last_step = 0
@@ -85,7 +85,7 @@ class _Work:
     def _needed(self, fine: Visibility) -> RowTable:
         shape = (self.ring.size, self.exchange.chunks) * 2
         table = fine.needed("kv", blocks=range(fine.layout.size), readers=())
-        return RowTable(table.start.reshape(shape), table.stop.reshape(shape))
+        return RowTable(*(np.moveaxis(rows.reshape(shape), 3, 0).copy() for rows in table))
 
     @functools.cached_property
     def seen_at_all(self) -> Flags:
@@ -130,7 +130,7 @@ class _Work:
         """(key chunk, steps of its stops on the way around the ring), one after the other; no message."""
         homes, stops = np.ogrid[: self.ring.size, : self.ring.size]
         visitors = self.ring.visitor(homes, *np.divmod(stops, self.ring.inner))
-        tiles = np.take_along_axis(self.sees.sum(axis=3), visitors[:, None], axis=2).max(axis=0)  # [chunk, stop]
+        tiles = np.take_along_axis(self.sees.sum(axis=0), visitors[:, None], axis=2).max(axis=0)  # [chunk, stop]
         start = 0
         for chunk in range(self.exchange.chunks):
             spans = []
@@ -160,7 +160,7 @@ class _Trip(Circulation):
     def _needed(self) -> RowTable:
         """Keys of the chunk that each stop needs."""
         work = self.work
-        hull = RowTable(*(rows[:, self.chunk] for rows in work.needed)).hull(axis=2)
+        hull = RowTable(*(rows[:, :, self.chunk] for rows in work.needed)).hull(axis=0)
         first = np.array([work.exchange.chunk(home, self.chunk).start for home in range(self.route.size)])[:, None]
         rows = RowTable(hull.start + first, hull.stop + first).where(hull.exists)
         index = np.arange(self.route.size)[:, None, None], self.rank
@@ -170,7 +170,7 @@ class _Trip(Circulation):
         """Visits of the query chunks that see the keys, in turn from either end."""
         work, home, member = self.work, journey.home, int(self.rank[journey.home, *place])
         sums = self._started(journey, place) or self.operands.kv_sums.get(home)
-        seers = np.flatnonzero(work.sees[home, self.chunk, member]).tolist()
+        seers = np.flatnonzero(work.sees[:, home, self.chunk, member]).tolist()
         step, head = self.lane.spans[self.step[place]].post, self.lane.heads.index
         for query in seers[::-1] if self.chunk % 2 else seers:
             bands = work.bands(member, query, home, self.chunk)
@@ -213,8 +213,8 @@ class _Forward(_Work):
         block = self.blocks[member]
         if self.mask.query_stop is None or not block.exchanged:
             return _Passing({}, {}, {})
-        queries = _chunks(self.seen_at_all[:, :, member].any(axis=(0, 1)) & ~self.sees[:, :, member].any(axis=(0, 1)))
-        keys = _chunks(self.seen_at_all[member].any(axis=(1, 2)) & ~self.sees[member].any(axis=(1, 2)))
+        queries = _chunks(self.seen_at_all[..., member].any(axis=(1, 2)) & ~self.sees[..., member].any(axis=(1, 2)))
+        keys = _chunks(self.seen_at_all[:, member].any(axis=(0, 2)) & ~self.sees[:, member].any(axis=(0, 2)))
         every = [chunk for chunk in range(block.count) if _has_rows(block.rows(chunk))]
         kept = {chunk for chunk in every if not _has_rows(block.asking_rows(chunk))}
         passing = _Passing({}, {}, {})
@@ -230,7 +230,7 @@ class _Forward(_Work):
     def _stream_keys(self) -> None:
         """Queries in the outer loop: every row of chunks is walked to its end."""
         rows: list[list[tuple[int, int]]] = [[] for _ in range(self.exchange.chunks)]
-        for j, i in np.argwhere(self.sees[0, :, 0]).tolist():
+        for i, j in np.argwhere(self.sees[:, 0, :, 0]).tolist():
             rows[i].append((i, j))
         order = [pair for i, row in enumerate(rows) for pair in (row[::-1] if i % 2 else row)]
         steps = {pair: self.chunking.pace * n for n, pair in enumerate(order)}
@@ -251,7 +251,7 @@ class _Forward(_Work):
             kv = {
                 home: self.blocks[home].read([stay], *operand).at(chunk, stay.first)
                 for home, operand in operands.items()
-                if self.sees[home, chunk].any()
+                if self.sees[:, home, chunk].any()
             }
             self.travel(chunk, spans, kv, {})
             self.last_step = stay.last
@@ -305,7 +305,7 @@ class _Backward(_Work):
             for home, block in blocks.items():
                 if _has_rows(block.rows(chunk)):
                     sums[home] = block.sum([stay], block.whole(Kind.DKV), finishes[home]).at(chunk, stay.first)
-                    if self.sees[home, chunk].any():
+                    if self.sees[:, home, chunk].any():
                         kv[home] = block.read([stay], whole[home]).at(chunk, stay.first)
             self.travel(chunk, spans, kv, sums)
             self.last_step = stay.last

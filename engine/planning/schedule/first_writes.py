@@ -57,7 +57,7 @@ class _Rows:
             if fresh is not None and op.op == "add" and self._slots[dst.slot].heads == self._slots[src.slot].heads:
                 rows = fresh[dst.start : dst.stop]
                 parts = [*_runs(~rows, "add"), *_runs(rows, "copy")]
-                rows[:] = False
+                self._written(dst)
                 return [LocalOp(what, _part(dst, *run), _part(src, *run)) for what, *run in parts]
         self._touch(dst)
         return [op]
@@ -94,7 +94,7 @@ class _Rows:
         if fresh is None:
             return False
         if fresh[view.start : view.stop].all():
-            fresh[view.start : view.stop] = False
+            self._written(view)
             return True
         self._touch(view)
         return False
@@ -103,7 +103,13 @@ class _Rows:
         fresh = self._fresh.get(view.slot)
         if fresh is not None:
             self._kept[view.slot][view.start : view.stop] |= fresh[view.start : view.stop]
-            fresh[view.start : view.stop] = False
+            self._written(view)
+
+    def _written(self, view: View) -> None:
+        fresh = self._fresh[view.slot]
+        fresh[view.start : view.stop] = False
+        if not fresh.any():
+            del self._fresh[view.slot]
 
 
 def _runs(flags: Flags, what: OpName) -> Iterator[tuple[OpName, int, int]]:

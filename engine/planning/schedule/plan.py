@@ -242,7 +242,8 @@ class RankPlan:
         return next(index for index, slot in enumerate(self.slots) if slot.pin == name)
 
 
-class TokenBytes(NamedTuple):
+@dataclass(frozen=True)
+class TokenBytes:
     """Bytes that one token of each kind occupies on the wire, and in buffers of its own (a QO's out and lse are those
     that forward left).
     """
