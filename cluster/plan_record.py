@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.env.facts import EnvironmentVariable
 from cluster.errors import ClusterError
@@ -22,6 +21,8 @@ from engine.runs.folder import RunFolder
 MAX_BYTES = 64 << 20
 MAX_NODES = 16384
 _BACKENDS = ("nccl", "gloo")
+_KINDS = {int: "a whole number", str: "a text", bool: "true or false", dict: "a table", list: "a list"}
+T = TypeVar("T")
 
 
 class PlanFileError(ClusterError):
@@ -84,59 +85,59 @@ def _text(folder: Path, name: str) -> str | None:
         raise PlanFileError(f"{folder / name}: cannot be read, but the nodes of the run need it: {text}") from error
 
 
-def plan_from_dict(document: Mapping[str, Any]) -> LaunchPlan:
+def plan_from_dict(document: Any) -> LaunchPlan:
     """The plan that `LaunchPlan.to_dict` wrote, `files` included if they are there.
 
-    Raises PlanFileError, naming the first thing that is wrong.
+    Raises PlanFileError, naming what is wrong.
     """
-    table = _Table(document, "")
-    if table.whole("format") != PLAN_FORMAT:
-        raise PlanFileError(f"format: got {table.whole('format')}, expected {PLAN_FORMAT}; made by another burst?")
+    if _value(document, "format", int) != PLAN_FORMAT:
+        raise PlanFileError(f"format: got {document['format']}, expected {PLAN_FORMAT}; made by another burst?")
     try:
-        config = config_from_dict(table.table("config").values)
+        config = config_from_dict(_value(document, "config", dict))
     except ConfigError as error:
         raise PlanFileError(f"config: {error}") from error
-    nodes = tuple(_node(entry) for entry in table.tables("nodes"))
-    _check_ranks(nodes, table.whole("world_size"))
-    cluster = config.cluster
-    backend = Backend(
-        table.choice("backend", _BACKENDS),
-        table.text("backend_reason"),
-        cluster.ranks_per_node or 1,
-        cluster.threads_per_rank or 1,
-    )
-    files = table.texts_by_name("files") if "files" in table.values else {}
+    cluster, backend, launcher = config.cluster, _value(document, "backend", str), _value(document, "launcher", str)
+    if backend not in _BACKENDS or launcher not in RUNNERS:
+        raise PlanFileError(f"backend, launcher: {one_line(f'{backend}, {launcher}', 80)}: not known here")
+    nodes = tuple(map(_node, _value(document, "nodes", list)))
+    _check_ranks(nodes, _value(document, "world_size", int))
     return LaunchPlan(
-        run_path=table.path("path"),
+        run_path=_path(document, "path"),
         config=config,
-        world_size=table.whole("world_size"),
-        backend=backend,
+        world_size=document["world_size"],
+        backend=Backend(
+            backend,
+            _value(document, "backend_reason", str),
+            cluster.ranks_per_node or 1,
+            cluster.threads_per_rank or 1,
+        ),
         nodes=nodes,
-        files=tuple(files.items()),
-        launcher=table.choice("launcher", tuple(RUNNERS)),
-        is_exclusive=table.truth("exclusive"),
+        files=tuple(_texts(document, "files").items()) if "files" in document else (),
+        launcher=launcher,
+        is_exclusive=_value(document, "exclusive", bool),
     )
 
 
-def _node(table: _Table) -> NodePlan:
-    name = table.text("name")
+def _node(entry: Any) -> NodePlan:
+    name, argv = _value(entry, "name", str), _value(entry, "command", list)
     if not is_host_name(name):
-        raise PlanFileError(f"{table.place}name: {one_line(name, 60)!r} is no name of a node")
-    reasons = table.texts_by_name("reasons")
-    environment = table.texts_by_name("environment")
-    variables = tuple(EnvironmentVariable(key, value, reasons.get(key, "")) for key, value in environment.items())
-    container = table.values.get("container")
+        raise PlanFileError(f"name: {one_line(name, 60)!r} is no name of a node")
+    if not argv or not all(isinstance(word, str) for word in argv):
+        raise PlanFileError(f"command of {name}: expected a list of texts, with one at least")
+    reasons = _texts(entry, "reasons")
     return NodePlan(
         name=name,
-        node_rank=table.whole("node_rank"),
-        first_rank=table.whole("first_rank"),
-        local_ranks=table.whole("local_ranks"),
-        argv=table.texts("command"),
-        environment=variables,
-        cwd=table.path("cwd"),
-        folder=table.path("folder"),
-        log_dir=table.path("log_dir"),
-        container=None if container is None else table.text("container"),
+        node_rank=_value(entry, "node_rank", int),
+        first_rank=_value(entry, "first_rank", int),
+        local_ranks=_value(entry, "local_ranks", int),
+        argv=tuple(argv),
+        environment=tuple(
+            EnvironmentVariable(key, value, reasons.get(key, "")) for key, value in _texts(entry, "environment").items()
+        ),
+        cwd=_path(entry, "cwd"),
+        folder=_path(entry, "folder"),
+        log_dir=_path(entry, "log_dir"),
+        container=None if entry.get("container") is None else _value(entry, "container", str),
     )
 
 
@@ -169,67 +170,24 @@ def _moved(plan: LaunchPlan, run_path: Path) -> LaunchPlan:
     return replace(plan, run_path=str(run_path), nodes=tuple(nodes))
 
 
-class _Table:
-    """A JSON object whose values are taken by name and kind; `place` leads to it, such as `nodes[0].`."""
-
-    def __init__(self, values: Any, place: str) -> None:
-        if not isinstance(values, Mapping):
-            raise PlanFileError(f"{place.rstrip('.') or 'the plan'}: expected a table, got {_kind(values)}")
-        self.values, self.place = values, place
-
-    def text(self, name: str) -> str:
-        value = self._get(name, str, "a text")
-        assert isinstance(value, str)
-        return value
-
-    def whole(self, name: str) -> int:
-        value = self._get(name, int, "a whole number")
-        if isinstance(value, bool) or not 0 <= value < 2**31:
-            raise PlanFileError(f"{self.place}{name}: got {value}, expected a whole number from 0")
-        return int(value)
-
-    def truth(self, name: str) -> bool:
-        return bool(self._get(name, bool, "true or false"))
-
-    def choice(self, name: str, legal: tuple[str, ...]) -> str:
-        if self.text(name) not in legal:
-            found = one_line(self.text(name), 40)
-            raise PlanFileError(f"{self.place}{name}: got {found!r}, expected one of {', '.join(legal)}")
-        return self.text(name)
-
-    def path(self, name: str) -> str:
-        """An absolute path without `..`."""
-        path = PurePosixPath(self.text(name))
-        if not path.is_absolute() or ".." in path.parts or "\0" in str(path):
-            raise PlanFileError(f"{self.place}{name}: {one_line(str(path), 100)!r} is no absolute path")
-        return self.text(name)
-
-    def texts(self, name: str) -> tuple[str, ...]:
-        values = self._get(name, list, "a list of texts")
-        if not values or not all(isinstance(value, str) and "\0" not in value for value in values):
-            raise PlanFileError(f"{self.place}{name}: expected a list of texts, with one at least")
-        return tuple(values)
-
-    def texts_by_name(self, name: str) -> dict[str, str]:
-        values = self.table(name).values
-        if not all(isinstance(key, str) and isinstance(value, str) for key, value in values.items()):
-            raise PlanFileError(f"{self.place}{name}: expected a table of texts")
-        return dict(values)
-
-    def table(self, name: str) -> _Table:
-        return _Table(self._get(name, Mapping, "a table"), f"{self.place}{name}.")
-
-    def tables(self, name: str) -> list[_Table]:
-        values = self._get(name, list, "a list of tables")
-        return [_Table(value, f"{self.place}{name}[{index}].") for index, value in enumerate(values)]
-
-    def _get(self, name: str, kind: type[Any], words: str) -> Any:
-        if name not in self.values:
-            raise PlanFileError(f"{self.place}{name}: is missing")
-        if not isinstance(self.values[name], kind):
-            raise PlanFileError(f"{self.place}{name}: expected {words}, got {_kind(self.values[name])}")
-        return self.values[name]
+def _value(table: Any, name: str, kind: type[T]) -> T:
+    """The value of that name, which must be of that kind."""
+    value = table.get(name) if isinstance(table, dict) else None
+    if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
+        raise PlanFileError(f"{name}: expected {_KINDS[kind]}, got {one_line(repr(value), 40)}")
+    return value
 
 
-def _kind(value: Any) -> str:
-    return {dict: "a table", list: "a list", str: "a text", type(None): "null"}.get(type(value), str(value)[:40])
+def _path(table: Any, name: str) -> str:
+    """An absolute path without `..`."""
+    path = PurePosixPath(_value(table, name, str))
+    if not path.is_absolute() or ".." in path.parts or "\0" in str(path):
+        raise PlanFileError(f"{name}: {one_line(str(path), 100)!r} is no absolute path")
+    return str(table[name])
+
+
+def _texts(table: Any, name: str) -> dict[str, str]:
+    values = _value(table, name, dict)
+    if not all(isinstance(value, str) for value in values.values()):
+        raise PlanFileError(f"{name}: expected a table of texts")
+    return values
