@@ -5,7 +5,6 @@ and writes nothing twice. What a node sends is believed only inside its own fold
 
     logs/<node>/NAME   nodes/<node>/NAME   run.json -> nodes/<node>/run.json   profile/rank<NNNN>.json
     metrics.jsonl events.jsonl summary.json tokenizer.json tensorboard/NAME    of the node with rank 0
-    nodes/<node>/mirror.log                                                    ours: what was strange
 """
 
 from __future__ import annotations
@@ -24,15 +23,13 @@ from typing import Any
 from cluster.agent.folder import LEAD_LOGS, LEAD_WHOLE
 from cluster.agent.messages import write_all
 from cluster.control.link import StrangeAnswerError
-from cluster.remote_text import one_line
 from cluster.values import integer
 from engine.runs.folder import RunFolder
-from engine.runs.records import utc_now
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 _TRACE = re.compile(r"profile/rank\d{4,9}\.json")
+# What only the copy itself makes: a log that was begun anew on its node.
 _ASIDE = re.compile(r".*\.before-\d+")
-_OWN_LOG = "mirror.log"
 _IN_THE_WAY = (errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.ENXIO)
 
 
@@ -46,7 +43,6 @@ class CopyLimits:
     files: int = 4096
     file_bytes: int = 64 << 20  # of one that is replaced; logs have no limit but the disk
     replaced_logs: int = 9
-    own_log_bytes: int = 64 << 10
     reserve_bytes: int = 32 << 20
     retry_s: float = 2.0
 
@@ -73,7 +69,6 @@ class NodeCopy:
         self._run, self._logs, self._facts = run, f"logs/{name}", f"nodes/{name}"
         self._lead, self._limits = lead, limits
         self._known: set[str] = set()
-        self._refused: set[str] = set()
         self._retry_at = 0.0
         self.problem: str | None = None
 
@@ -113,15 +108,13 @@ class NodeCopy:
 
     def _put(self, head: _Head, piece: bytes) -> bool:
         path = f"{self._facts}/run.json" if head.path == "run.json" else head.path
-        if not self._is_allowed(path) or path in self._refused:
+        if not self._is_allowed(path):
             return True
         try:
             self._make_folders(path)
             return self._append(path, head, piece) if self._is_log(path) else self._replace(path, head, piece)
         except OSError as error:
-            if error.errno in _IN_THE_WAY:
-                self._refused.add(path)
-                self._note(f"{path} cannot be copied, for something else has its name here: {error.strerror}")
+            if error.errno in _IN_THE_WAY:  # something else has its name here
                 return True
             self._pause(error)
             return False
@@ -143,8 +136,6 @@ class NodeCopy:
         if head.size is None or head.offset + len(piece) > head.size:
             raise StrangeAnswerError(f"{path} is longer than announced")
         if head.size > self._limits.file_bytes:
-            self._refused.add(path)
-            self._note(f"{path}: too large to copy")
             return True
         if not head.offset:
             (self._run / temporary).unlink(missing_ok=True)
@@ -165,7 +156,6 @@ class NodeCopy:
         names = [f"{path}.before-{number}" for number in range(1, self._limits.replaced_logs + 1)]
         free = next((name for name in names if not (self._run / name).exists()), names[-1])
         here.rename(self._run / free)
-        self._note(f"{path} was replaced or became shorter on the node; what was here until then is {free}")
 
     def _make_folders(self, path: str) -> None:
         """Those above `path`. OSError where one is a link, whoever put it there."""
@@ -205,18 +195,14 @@ class NodeCopy:
     # --- what may be written ---------------------------------------------------------------------------------------
 
     def _is_allowed(self, path: str) -> bool:
-        """Whether the node may write `path`; what it may not is noted once and never written."""
+        """Whether the node may write `path`."""
         if path in self._known:
             return True
         folder, _, name = path.rpartition("/")
-        is_name = _NAME.fullmatch(name) is not None and not _is_ours(name)
+        is_name = _NAME.fullmatch(name) is not None and not _ASIDE.fullmatch(name)
         is_own = (is_name and folder in (self._logs, self._facts)) or _TRACE.fullmatch(path) is not None
         is_leads = (is_name and folder == "tensorboard") or path in (*LEAD_LOGS, *LEAD_WHOLE)
-        if not is_own and not (self._lead and is_leads):
-            self._note(f"refused, for a node may not write it: {one_line(path, 200)!r}")
-            return False
-        if len(self._known) >= self._limits.files:
-            self._note(f"refused, for there are {self._limits.files} files already: {path}")
+        if not (is_own or (self._lead and is_leads)) or len(self._known) >= self._limits.files:
             return False
         self._known.add(path)
         return True
@@ -224,16 +210,7 @@ class NodeCopy:
     def _is_log(self, path: str) -> bool:
         """Whether `path` grows by offset; JSON files are replaced whole."""
         name = path.rpartition("/")[2]
-        return not (name.endswith((".json", ".part")) or _is_ours(name))
-
-    def _note(self, text: str) -> None:
-        """Leave a line in our own log, as long as that is short."""
-        path = f"{self._facts}/{_OWN_LOG}"
-        with contextlib.suppress(OSError):
-            self._make_folders(path)
-            with self._opened(path, os.O_APPEND | os.O_CREAT) as log:
-                if os.fstat(log).st_size <= self._limits.own_log_bytes:
-                    os.write(log, f"{utc_now()} {text}\n".encode())
+        return not (name.endswith((".json", ".part")) or _ASIDE.fullmatch(name))
 
 
 def _read_heads(heads: Any) -> Iterator[_Head]:
@@ -244,11 +221,6 @@ def _read_heads(heads: Any) -> Iterator[_Head]:
         if offset is None or count is None or not isinstance(head.get("path"), str):
             raise StrangeAnswerError("it sends a piece that makes no sense")
         yield _Head(head["path"], offset, count, integer(head, "size"), head.get("anew") is True)
-
-
-def _is_ours(name: str) -> bool:
-    """Whether only the copy itself makes files of this name."""
-    return name == _OWN_LOG or _ASIDE.fullmatch(name) is not None
 
 
 def _files_in(folder: Path) -> list[Path]:
