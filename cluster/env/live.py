@@ -19,7 +19,7 @@ from cluster.survey.sysfs import python_question
 SESSION = "login"  # what a command over ssh inherits; of this machine: what burst itself inherited
 _OURS = re.compile(r"(NCCL|GLOO|TORCH)_[A-Za-z0-9_]{1,120}|OMP_NUM_THREADS")
 # NCCL_CONF_FILE and the file that it names are where the others come from; they decide nothing themselves.
-_HARMLESS = frozenset({"NCCL_CONF_FILE", "NCCL_VERSION"})
+HARMLESS = frozenset({"NCCL_CONF_FILE", "NCCL_VERSION"})
 # A launch sets these for its run folder, which a plan made without that folder does not know.
 _OF_A_RUN = frozenset({"NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS"})
 
@@ -92,7 +92,7 @@ class Difference:
 def read_live(probe: NodeProbe) -> tuple[LiveSource, ...]:
     """Every place where the node sets variables of ours. Raises ClusterError when one could not be looked at."""
     try:
-        return probe.section(LIVE.name).read(_sources)
+        return probe.section(LIVE.name).read(live_sources)
     except UnreadableError as error:
         why = f"{error}: {error.evidence}" if error.evidence else str(error)
         raise ClusterError(f"{probe.node}: cannot see all that is set: {why}") from error
@@ -118,12 +118,13 @@ def compare_live(environment: NodeEnvironment, live: Iterable[LiveSource]) -> tu
 
 def _matters(name: str, source: LiveSource) -> bool:
     """Whether a variable that the plan does not set decides on the network: TORCH_ and OMP_ ones have other users."""
-    if name in _HARMLESS or (source.is_process and name in _OF_A_RUN):
+    if name in HARMLESS or (source.is_process and name in _OF_A_RUN):
         return False
     return name.startswith(("NCCL_", "GLOO_"))
 
 
-def _sources(told: Any) -> tuple[LiveSource, ...]:
+def live_sources(told: Any) -> tuple[LiveSource, ...]:
+    """Every place, in the answer to LIVE. Raises what `Section.read` makes an UnreadableError of."""
     found = [LiveSource(SESSION, _values(told["login"]))]
     found += [LiveSource(one_line(name, 120), _values(values)) for name, values in told["files"].items()]
     for pid, run, rank, values in told["ranks"]:

@@ -9,10 +9,10 @@ from typing import Any
 
 from cluster.checks.finding import Check, Finding
 from cluster.checks.group import AbsentError, CheckGroup, known
+from cluster.env.live import HARMLESS, LIVE, live_sources
 from cluster.remote_text import one_line
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import Question, UnreadableError
-from cluster.survey.sysfs import python_question
 from engine.config.cluster import ClusterConfig
 
 OLDEST_PYTHON = (3, 11)  # of ranks
@@ -49,25 +49,6 @@ except Exception:
     found = None
 print(json.dumps({"python": "%d.%d.%d" % sys.version_info[:3], "packages": found}))
 PYTHON
-""",
-)
-
-NCCL_SETTINGS = python_question(
-    "host.nccl",
-    5,
-    r"""
-# Nothing but NCCL_* is read out: other variables and lines may hold secrets. Images of CUDA leave NCCL_VERSION behind,
-# which is no setting.
-def settings(found):
-    pairs = (one.split("\n")[0].partition("=") for one in found)
-    return dict((name, value[:300]) for name, _, value in pairs if name[:5] == "NCCL_" and name != "NCCL_VERSION")
-
-
-user = pathlib.Path(os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf"))
-files = {"/etc/nccl.conf": own("etc/nccl.conf"), "~/.nccl.conf": user}
-texts = [(name, file.read_text(errors="replace")) for name, file in files.items() if file.exists()]
-told = [[name, settings(text.splitlines())] for name, text in texts]
-print(json.dumps([*told, ["session", settings("=".join(item) for item in os.environ.items())]]))
 """,
 )
 
@@ -165,14 +146,13 @@ def nccl_trait(facts: NodeFacts) -> str:
 
 
 def _read_settings(facts: NodeFacts) -> list[tuple[str, str, str]]:
-    """(place, name, value) of every NCCL_*. Raises UnreadableError."""
-
-    def take(told: Any) -> list[tuple[str, str, str]]:
-        if [place for place, _ in told][-1] != "session":
-            raise ValueError("no settings of the session")
-        return [(str(place), name, str(value)) for place, found in told for name, value in sorted(found.items())]
-
-    return facts.section(NCCL_SETTINGS).read(take)
+    """(place, name, value) of every setting of NCCL. Raises UnreadableError."""
+    return [
+        (source.place, name, value)
+        for source in facts.section(LIVE).read(live_sources)
+        for name, value in sorted(source.values.items())
+        if not source.is_process and name.startswith("NCCL_") and name not in HARMLESS
+    ]
 
 
 def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
@@ -193,7 +173,7 @@ def _settings(config: ClusterConfig) -> Mapping[str, str | None]:
 GROUP = CheckGroup(
     "host",
     (check_python, check_torch, check_nccl, check_nccl_conf),
-    questions=(SOFTWARE, NCCL_SETTINGS),
+    questions=(SOFTWARE, LIVE),
     settings=_settings,
     traits=_traits,
 )

@@ -33,7 +33,7 @@ HEALTHY: Mapping[str, Any] = {
     "host.shared": {"room": room(inodes=0, of=0, kind="nfs4"), "trouble": ""},
     "host.runs": {"read": 3456, "unread": 0, "runs": []},
     "host.software": {"python": "3.10.12", "packages": {}},
-    "host.nccl": [["session", {}]],
+    "env_live": {"login": {}, "files": {}, "ranks": []},
     "host.docker": {
         "version": "26.1.3",
         "folder": "/var/lib/docker",
@@ -49,10 +49,10 @@ BARE_SOFTWARE = {"python": "3.11.9", "packages": {"nvidia-nccl-cu12": "2.27.5", 
 
 def healthy(node: str = "node1", **changes: object) -> NodeProbe:
     """A healthy node; `disk=...` replaces the answer of section host.disk."""
-    told = {**HEALTHY, **{f"host.{name}": value for name, value in changes.items()}}
+    told = {**HEALTHY, **{"env_live" if name == "live" else f"host.{name}": one for name, one in changes.items()}}
     return NodeProbe(node, {name: ended(name, json.dumps(one)) for name, one in told.items()})
 
 
 def changed(section: str, **changes: object) -> NodeProbe:
     """A healthy node with other values in one section."""
-    return healthy(**{section: {**HEALTHY[f"host.{section}"], **changes}})
+    return healthy(**{section: {**HEALTHY["env_live" if section == "live" else f"host.{section}"], **changes}})

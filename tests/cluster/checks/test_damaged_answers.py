@@ -29,7 +29,7 @@ HOST = {
     "host.shared": {"host.shared"},
     "host.runs": {"host.runs"},
     "host.software": {"host.python", "host.torch", "host.nccl"},
-    "host.nccl": {"host.nccl_conf"},
+    "env_live": {"host.nccl_conf"},
     "host.docker": {"host.docker", "host.docker_gpu", "host.docker_disk", "host.image"},
     "host.image": {"host.image"},
 }

@@ -108,19 +108,23 @@ CASES: list[tuple[NodeProbe, str, Verdict, str]] = [
         "7 processes of a: 0 b (9 s), 1 b (8 s), 2 b (7 s), 3 b (6 s), 4 b (5 s) and 2 more",
     ),
     (
-        healthy(nccl=[[NCCL_CONF, {"NCCL_P2P_DISABLE": "1"}], ["session", {}]]),
+        changed("live", files={NCCL_CONF: {"NCCL_P2P_DISABLE": "1"}}),
         "nccl_conf",
         WARN,
         "NCCL_P2P_DISABLE=1 (/etc",
     ),
-    (healthy(nccl=[["~/.nccl.conf", {"NCCL_DEBUG": "TRACE"}], ["session", {}]]), "nccl_conf", WARN, ""),
-    (healthy(nccl=[["session", {"NCCL_P2P_DISABLE": "0"}]]), "nccl_conf", OK, "NCCL_P2P_DISABLE=0 (session)"),
+    (changed("live", files={"~/.nccl.conf": {"NCCL_DEBUG": "TRACE"}}), "nccl_conf", WARN, ""),
+    (changed("live", login={"NCCL_P2P_DISABLE": "0"}), "nccl_conf", OK, "NCCL_P2P_DISABLE=0 (login)"),
     (
-        healthy(nccl=[[NCCL_CONF, {"NCCL_DEBUG": "WARN"}], ["session", {"NCCL_SOCKET_IFNAME": "=bond0"}]]),
-        *("nccl_conf", OK, "NCCL_DEBUG=WARN (/etc/nccl.conf), NCCL_SOCKET_IFNAME==bond0 (session)"),
+        changed("live", login={"NCCL_SOCKET_IFNAME": "=bond0"}, files={NCCL_CONF: {"NCCL_DEBUG": "WARN"}}),
+        *("nccl_conf", OK, "NCCL_SOCKET_IFNAME==bond0 (login), NCCL_DEBUG=WARN (/etc/nccl.conf)"),
     ),
-    (healthy(nccl=[[NCCL_CONF, {}]]), "nccl_conf", UNKNOWN, ""),
-    (said("host.nccl", "PermissionError: [Errno 13] Permission denied: '/etc/nccl.conf'"), "nccl_conf", UNKNOWN, ""),
+    (
+        changed("live", login={"NCCL_VERSION": "2"}, ranks=[["7", "run", "3", {"NCCL_P2P_DISABLE": "1"}]]),
+        *("nccl_conf", OK, "no NCCL_* is set"),
+    ),
+    (healthy(live={"login": {}}), "nccl_conf", UNKNOWN, ""),
+    (said("env_live", "PermissionError: [Errno 13] Permission denied: '/etc/nccl.conf'"), "nccl_conf", UNKNOWN, ""),
     (healthy(), "docker", OK, "26.1.3, images in /var/lib/docker (overlay2)"),
     *(
         (said("host.docker", output, code), "docker", level, words)
