@@ -42,6 +42,7 @@ from engine.config.settings import RunConfig, config_from_dict
 from engine.data.sampler import Batch
 from engine.memory.components import FrameClassifier, StepObserver, by_component
 from engine.memory.rehearsal import StandInFlashKernel, rehearsed_runtime
+from engine.memory.store import COPIES_IN_FLIGHT
 from engine.memory.tracker import LiveTensorTracker, Peak
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import parallelize
@@ -144,12 +145,14 @@ class _Scene:
         attention = self._attention(mesh.cp_rank)
         with torch.device("meta"):
             model = LlamaModel(config.model, config.loss)
-        parallelize(model, config, mesh, attention)  # FSDP makes meshes, which hold real tensors
+        rehearsal = Rehearsal(self._kind == "cuda")
+        with rehearse(rehearsal):  # a store in host memory is a GPU's
+            parallelize(model, config, mesh, attention)  # FSDP makes meshes, which hold real tensors
         _fill_library_caches(config)
         offloaded = self._kind == "cuda" and config.memory.optimizer_store == "host"
         classifier = FrameClassifier(("parameters", "gradients", "optimizer") if offloaded else ())
         tracker = LiveTensorTracker(classifier)
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, rehearse(Rehearsal(self._kind == "cuda")):
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, rehearse(rehearsal):
             model.to_empty(device=mesh.device)
             step = TrainStep(config, mesh, model, attention)
             batches = [
@@ -211,7 +214,8 @@ def shortened(config: RunConfig, method: AttentionMethod) -> list[tuple[RunConfi
         turn = math.lcm(turn, config.memory.every_layers)
     # The first and the last may need more than those in between, of which one turn of each stretch is run at least.
     least = turn + (1 if all(stretches) else 2)
-    short = [least + (count - least) % turn if count > least else count for count in stretches]
+    leasts = (least + COPIES_IN_FLIGHT, least)
+    short = [few + (count - few) % turn if count > few else count for few, count in zip(leasts, stretches, strict=True)]
     runs, once = [], 1
     for index, count in enumerate(stretches):
         times = (count - short[index]) // turn

@@ -39,6 +39,7 @@ from engine.planning.schedule.plan import Channel
 from engine.row_blocks import rehearses_accelerator
 
 Event = TypeVar("Event")
+COPIES_IN_FLIGHT = 2  # the layer that compute is at, and the one before
 
 
 class ReleasedError(RunError, RuntimeError):
@@ -149,7 +150,7 @@ class HostStore(Generic[Event]):
         streams: StreamOps[Event],
         pool: HostPool,
         *,
-        copies_in_flight: int = 2,
+        copies_in_flight: int = COPIES_IN_FLIGHT,
         loads_ahead: int = 1,
         times: TransferTimes[Any] | None = None,
     ) -> None:

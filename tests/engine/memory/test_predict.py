@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from testkit.ranks import Pools
 from testkit.tiny_training import own_part, random_batches, start_run, tiny_config
 
-from engine.config.settings import AttentionConfig, ModelConfig, RunConfig, TrainConfig
+from benchmarks.gpu import steps
+from engine.config.settings import AttentionConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
 from engine.memory.predict import fake_ranks, predict_memory, shortened
 from engine.memory.tracker import LiveTensorTracker
 from engine.planning.memory.predictor import MemoryPrediction
@@ -20,6 +22,7 @@ from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.time.flops import count_parameters
 
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
 TOLERANCE = 0.05  # target of the project; where nothing but row padding differs, the figures are equal
 MODEL = ModelConfig(
     name="test",
@@ -171,7 +174,7 @@ DEEP: dict[str, tuple[int, int, RunConfig, list[tuple[int, int]]]] = {
         1,
         15,
         small_config(256, memory={"activation_store": "host", "host_layers": 4}),
-        [(5, 2), (5, 9), (4, -10)],
+        [(7, 9), (6, -8)],
     ),
     "weights outweigh activations": (
         4,
@@ -195,6 +198,27 @@ def test_few_layers_say_what_all_of_them_would(name: str) -> None:
     config = replace(config, model=replace(config.model, num_layers=num_layers))
     few, whole = (predict_memory(config, Topology(1, world_size), whole=whole) for whole in (False, True))
     assert replace(few, seconds=0.0) == replace(whole, seconds=0.0)
+
+
+def test_few_layers_say_so_of_a_gpu_whose_copies_to_the_host_are_still_under_way() -> None:
+    config = small_config(256, memory={"activation_store": "host"})
+    config = replace(config, model=replace(config.model, num_layers=9))
+    few, whole = (predict_memory(config, Topology(1, 1), device="cuda", whole=whole) for whole in (False, True))
+    assert replace(few, seconds=0.0) == replace(whole, seconds=0.0)
+
+
+def steps_of_gpus() -> list[dict[str, Any]]:
+    """Training steps of a Llama-8B shape that were measured on one GPU, with the peak of the allocator."""
+    documents = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("gpu_*.json"))]
+    parts = [part for document in documents for part in document["parts"] if part["name"] == "steps"]
+    return [row for part in parts for row in part["rows"] if row["status"] == "measured"]
+
+
+@pytest.mark.parametrize("row", steps_of_gpus(), ids=lambda row: row["label"])
+def test_the_peak_is_that_of_a_gpu(row: dict[str, Any]) -> None:
+    config = steps.run_config(replace(steps.LLAMA_8B, num_layers=row["layers"]), row["seq_len"], "cuda")
+    config = replace(config, memory=MemoryConfig(**row["memory"]))
+    assert predict_memory(config, Topology(1, 1)).device_peak_bytes == pytest.approx(row["peak_bytes"], rel=0.005)
 
 
 @pytest.mark.parametrize(
