@@ -74,7 +74,7 @@ class _Rows:
 
 def schedule_figure(candidate: Plan, shown: str) -> Figure:
     """The schedule of the pass that is `shown`, or of `all`, of one layer, side by side on one scale of time."""
-    passes = [one for one in candidate.preview.every_pass if shown in ("all", one.direction)]
+    passes = [one for one in candidate.preview.passes if shown in ("all", one.direction)]
     timelines = [one.timeline for one in passes]
     topology = candidate.preview.topology
     ranks = shown_ranks(topology, candidate.preview.planned_ranks)
@@ -139,7 +139,7 @@ def _name_rows(axis: Axes, rows: _Rows, topology: Topology, *, first: bool) -> N
 def _title(candidate: Plan, ranks: Sequence[int]) -> str:
     preview, config = candidate.preview, candidate.config
     topology, method = preview.topology, preview.method
-    total = sum(one.timeline.total_s for one in preview.every_pass)
+    total = sum(one.timeline.total_s for one in preview.passes)
     heading = f"{method.preset} on {topology.size} ranks ({topology.nodes} x {topology.local_ranks}), "
     heading += f"{preview.machine.name}: {seconds(total)} per layer"
     subtitle = (

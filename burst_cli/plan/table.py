@@ -210,15 +210,15 @@ _FIGURES: tuple[tuple[str, str | None, Callable[[PassPreview], str]], ...] = (
 
 
 def _passes_table(layer: LayerPreview, machine: Machine) -> Table:
-    directions = [one.direction for one in layer.every_pass]
-    rows = [[name, *map(cell, layer.every_pass)] for name, _, cell in _FIGURES]
+    directions = [one.direction for one in layer.passes]
+    rows = [[name, *map(cell, layer.passes)] for name, _, cell in _FIGURES]
     return listing((f"per layer and rank ({machine.name})", *directions), rows, directions, ruled=True)
 
 
 def _buffers_table(preview: AttentionPreview) -> Table:
     rows = [
         [one.direction if index == 0 else "", *_buffer_cells(buffers)]
-        for one in preview.every_pass
+        for one in preview.passes
         for index, buffers in enumerate(one.largest_buffers.buffers)
     ]
     figures = ("slots", "rows", "size")
@@ -270,9 +270,9 @@ def _comparison_columns(legal: Sequence[Plan]) -> list[tuple[str, Callable[[Plan
     """Host memory is told of where somebody uses it."""
 
     def both(cell: Callable[[PassPreview], str]) -> Callable[[Plan], str]:
-        return lambda candidate: " / ".join(cell(one) for one in candidate.preview.passes)
+        return lambda plan: " / ".join(cell(one) for one in plan.preview.passes if one.direction != "recompute")
 
-    uses_host = any(one.busiest_links.host_bytes for candidate in legal for one in candidate.preview.every_pass)
+    uses_host = any(one.busiest_links.host_bytes for candidate in legal for one in candidate.preview.passes)
     has_memory = all(candidate.memory for candidate in legal)
     return [
         ("attention", lambda candidate: candidate.name),

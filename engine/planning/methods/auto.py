@@ -169,5 +169,5 @@ def _points(config: RunConfig, topology: Topology) -> Iterator[AttentionConfig]:
 
 
 def _candidate(attention: AttentionConfig, method: AttentionMethod, preview: AttentionPreview) -> Candidate:
-    buffers = max(one.largest_buffers.buffer_bytes("device") for layer in preview.layers for one in layer.every_pass)
+    buffers = max(one.largest_buffers.buffer_bytes("device") for layer in preview.layers for one in layer.passes)
     return Candidate(attention, method, preview.time.seconds, preview.time.exposed_s, buffers)

@@ -6,6 +6,7 @@ The plans that are counted here are those that would be run.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -123,28 +124,16 @@ class PassPreview:
 
 @dataclass(frozen=True)
 class LayerPreview:
-    """Passes of layer `first` and of the others, `count` with it, that have the same mask, method and policy.
+    """All that a step runs of layer `first` and of the others, `count` with it, that have the same mask, method and
+    policy, in its order.
 
-    `recompute`: the forward pass as it runs again in backward, for queries whose results were not kept; None: the layer
-    keeps all that its backward needs.
+    A pass "recompute" is the forward pass as it runs again in backward, for queries whose results were not kept.
     """
 
     attention: LayerAttention
     first: int
     count: int
-    forward: PassPreview
-    backward: PassPreview
-    recompute: PassPreview | None = None
-
-    @property
-    def passes(self) -> tuple[PassPreview, PassPreview]:
-        """Forward, backward."""
-        return self.forward, self.backward
-
-    @property
-    def every_pass(self) -> tuple[PassPreview, ...]:
-        """All that a step runs, in its order."""
-        return tuple(one for one in (self.forward, self.recompute, self.backward) if one is not None)
+    passes: tuple[PassPreview, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `queries_before`: the position before which queries are attended again."""
@@ -152,7 +141,7 @@ class LayerPreview:
             "layer": self.first,
             "count": self.count,
             "queries_before": self.attention.recompute_before,
-            "passes": {one.direction: one.to_dict() for one in self.every_pass},
+            "passes": {one.direction: one.to_dict() for one in self.passes},
         }
 
 
@@ -186,8 +175,8 @@ class AttentionPreview:
     layers: tuple[LayerPreview, ...]
 
     @property
-    def passes(self) -> tuple[PassPreview, PassPreview]:
-        """Forward and backward pass of layer 0."""
+    def passes(self) -> tuple[PassPreview, ...]:
+        """Those of layer 0."""
         return self.layers[0].passes
 
     @property
@@ -196,17 +185,12 @@ class AttentionPreview:
         return tuple(rank.rank for rank in self.passes[0].ranks)
 
     @property
-    def every_pass(self) -> tuple[PassPreview, ...]:
-        """Passes of layer 0, the recompute pass too if it has one."""
-        return self.layers[0].every_pass
-
-    @property
     def time(self) -> AttentionTime:
         """Predicted for all layers, each pass once."""
         computing: dict[PassName, float] = {"forward": 0.0, "recompute": 0.0, "backward": 0.0}
         exposed_s = 0.0
         for layer in self.layers:
-            for one in layer.every_pass:
+            for one in layer.passes:
                 computing[one.direction] += layer.count * one.timeline.busiest_s
                 exposed_s += layer.count * one.timeline.exposed_s
         return AttentionTime(computing["forward"], computing["recompute"], computing["backward"], exposed_s)
@@ -224,7 +208,7 @@ class AttentionPreview:
         """Predicted seconds of layer 0 by pass and of all layers."""
         return {
             "machine": self.machine.name,
-            "per_layer": {one.direction: _time_to_dict(one.timeline) for one in self.every_pass},
+            "per_layer": {one.direction: _time_to_dict(one.timeline) for one in self.passes},
             "layers": sum(layer.count for layer in self.layers),
             "seconds": self.time.seconds,
             "exposed_s": self.time.exposed_s,
@@ -247,7 +231,7 @@ def preview_attention(
     ranks = planned_ranks(topology, blocks, turn[0].mask) if ranks is None else ranks
     place = _Place(token_bytes_of(config, method), topology, machine, ranks)
     layers = [
-        LayerPreview(attention, turn.index(attention), count, **_preview_layer(attention, blocks, place))
+        LayerPreview(attention, turn.index(attention), count, tuple(_preview_layer(attention, blocks, place)))
         for attention, count in counts.items()
     ]
     return AttentionPreview(method, topology, machine, tuple(layers))
@@ -278,19 +262,19 @@ class _Place(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def _preview_layer(attention: LayerAttention, blocks: Blocks, place: _Place) -> dict[PassName, PassPreview]:
-    """Every pass of a layer by its name."""
+def _preview_layer(attention: LayerAttention, blocks: Blocks, place: _Place) -> Iterator[PassPreview]:
+    """Every pass of a layer."""
     cut = attention.recompute_before
     plans = plan_method(attention.method, attention.mask, blocks, place.ranks, recompute_before=cut)
     pairs = member_pairs(attention.mask, blocks.ring)
-    passes: dict[PassName, PassPreview] = {"forward": _preview_pass(plans.forward, "forward", place, pairs)}
+    yield (forward := _preview_pass(plans.forward, "forward", place, pairs))
     again = plans.recompute
-    if again is not None and again.ranks is plans.forward.ranks:  # all of it: counted and replayed already
-        passes["recompute"] = replace(passes["forward"], direction="recompute")
+    if again is plans.forward:  # all of it: counted and replayed already
+        yield replace(forward, direction="recompute")
     elif again is not None:
         fewer = member_pairs(attention.mask.queries_before(cut or 0), blocks.ring)
-        passes["recompute"] = _preview_pass(again, "recompute", place, fewer)
-    return {**passes, "backward": _preview_pass(plans.backward, "backward", place, pairs)}
+        yield _preview_pass(again, "recompute", place, fewer)
+    yield _preview_pass(plans.backward, "backward", place, pairs)
 
 
 def _preview_pass(plan: AttentionPlan, name: PassName, place: _Place, pairs: tuple[int, ...]) -> PassPreview:

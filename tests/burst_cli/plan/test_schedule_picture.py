@@ -35,7 +35,7 @@ def test_every_word_of_the_picture() -> None:
         "gradients, inner ring",
         "head exchange",
     ]
-    for axes, one in zip(figure.axes, plan.preview.every_pass, strict=True):
+    for axes, one in zip(figure.axes, plan.preview.passes, strict=True):
         (line,) = axes.lines  # between the nodes
         first, *_, last = (axes.get_yticks()[rank] for rank in range(4))
         assert first < line.get_ydata()[0] < last

@@ -67,7 +67,7 @@ def predicted(preset: str, model: ModelConfig, topology: Topology, machine: Mach
         train=TrainConfig(seq_len=seq_len),
     )
     preview = preview_attention(config, topology, machine)
-    return sum(one.timeline.total_s for one in preview.every_pass), sum(one.tiles for one in preview.passes)
+    return sum(one.timeline.total_s for one in preview.passes), sum(one.tiles for one in preview.passes)
 
 
 SLOW_RAILS = find_machine("cpu", {"inter_bytes_per_s": 25e6})

@@ -37,7 +37,7 @@ def preview_of(preset: str, size: int = 4, nodes: int = 1, **settings: object) -
 
 
 def test_a_double_ring_sends_one_block_per_cycle_to_the_other_node() -> None:
-    forward, _ = preview_of("burst", 8, nodes=2, mask="full", layout="contiguous").passes
+    forward, *_ = preview_of("burst", 8, nodes=2, mask="full", layout="contiguous").passes
     block = TOKENS // 8 * KV_WIDTH * 2
     assert forward.busiest_links == LinkBytes(intra_bytes=2 * (4 - 1) * block, inter_bytes=block)
 
@@ -54,7 +54,7 @@ def test_sequences_of_a_micro_batch_travel_together() -> None:
 def test_padding_is_no_work() -> None:
     config = config_of("ring")
     odd = replace(config, train=replace(config.train, seq_len=1001))
-    (forward, _) = preview_attention(odd, Topology(1, 4), CPU).passes
+    forward, *_ = preview_attention(odd, Topology(1, 4), CPU).passes
     assert padded_length(1001, 4) == 1008
     assert forward.visible_pairs == attention_pairs("causal", 1001)
 
@@ -90,7 +90,7 @@ def test_buffers_of_head_groups_count_their_own_heads() -> None:
 def test_layers_that_differ_are_planned_each() -> None:
     preview = preview_of("ring", mask_layers=("causal", "full", "full", "full"))
     assert [(layer.first, layer.count) for layer in preview.layers] == [(0, 2), (1, 6)]
-    causal, full = (layer.forward.visible_pairs for layer in preview.layers)
+    causal, full = (layer.passes[0].visible_pairs for layer in preview.layers)
     assert (causal, full) == (attention_pairs("causal", TOKENS), attention_pairs("full", TOKENS))
 
 
@@ -180,8 +180,7 @@ def test_the_document_of_a_ring_of_two_by_hand() -> None:
 
 def test_a_pass_of_no_queries_costs_nothing() -> None:
     config = replace(config_of("ring"), memory=MemoryConfig(activation_checkpoint="attn_out"))
-    again = preview_attention(config, Topology(1, 4), CPU).layers[0].recompute
-    assert again is not None
+    _, again, _ = preview_attention(config, Topology(1, 4), CPU).passes
     assert (again.steps, again.tiles, again.visible_pairs, again.balance) == (0, 0, 0, 1.0)
     assert (again.busiest_links, again.timeline.total_s) == (LinkBytes(), 0.0)
 
@@ -210,7 +209,7 @@ def test_the_planned_ranks_of_a_large_group_show_the_largest_figures_of_all(pres
     whole = preview_attention(config, topology, machine, ranks=tuple(range(40)))
     assert len(shown.planned_ranks) < len(whole.planned_ranks) == 40
     bytes_apart, time_apart = LARGE[preset]
-    for some, every in zip(shown.every_pass, whole.every_pass, strict=True):
+    for some, every in zip(shown.passes, whole.passes, strict=True):
         assert some.visible_pairs == every.visible_pairs == round(sum(rank.pairs for rank in every.ranks))
         assert (some.balance, some.steps, some.tiles) == (every.balance, every.steps, every.tiles)
         assert tuple(some.busiest_links) == pytest.approx(tuple(every.busiest_links), rel=bytes_apart)
