@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from cluster.remote_text import clean_text
 
 DASH = "–"
+K = TypeVar("K")
+V = TypeVar("V")
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -96,6 +99,14 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def clean(text: str) -> str:
     """`text` without terminal escapes and control characters (output of ranks may hold any bytes)."""
     return clean_text(text.replace("\t", "    "))
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """The values of every key, both in the order in which they come."""
+    found: dict[K, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def count_of(word: str, number: int) -> str:

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from burst_cli.figures import binary_bytes, plain, rate, seconds, seconds_between
+from burst_cli.figures import binary_bytes, grouped, plain, rate, seconds, seconds_between
 from burst_cli.tables import listing
 
 Row = Mapping[str, Any]
@@ -27,10 +27,7 @@ def bench_view(document: Mapping[str, Any]) -> RenderableType:
 
 def cells(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
     """Rows by (mask, length), in the order in which they were measured."""
-    found: dict[tuple[str, int], list[Row]] = {}
-    for row in rows:
-        found.setdefault((row["mask"], row["seq_len"]), []).append(row)
-    return found
+    return grouped(((row["mask"], row["seq_len"]), row) for row in rows)
 
 
 def _spread(name: str) -> Callable[[Row], str]:
@@ -100,9 +97,7 @@ _TIMES = (
 
 def skipped_lines(entries: Sequence[Row]) -> list[str]:
     """A line per variant and reason, with the masks and lengths for which it was skipped."""
-    places: dict[tuple[str, str], list[str]] = {}
-    for entry in entries:
-        places.setdefault((entry["variant"], entry["reason"]), []).append(f"{entry['mask']} {entry['seq_len']:,}")
+    places = grouped(((one["variant"], one["reason"]), f"{one['mask']} {one['seq_len']:,}") for one in entries)
     return [f"skipped {variant} ({', '.join(where)}): {reason}" for (variant, reason), where in places.items()]
 
 

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from burst_cli.figures import DASH, binary_bytes, duration, seconds
+from burst_cli.figures import DASH, binary_bytes, duration, grouped, seconds
 from burst_cli.render import told
 from burst_cli.tables import listing
 from cluster.ssh.nodes import fold_nodes
@@ -100,9 +100,7 @@ def plan_view(plan: ImagePlan) -> RenderableType:
         (plan.image, "bold"),
         f"  identity {plan.identity[:_SHORT_ID]}  {plan.layers} layers, {binary_bytes(plan.unpacked_bytes)}",
     )
-    rows: dict[tuple[str, str], list[str]] = {}
-    for node in plan.nodes:
-        rows.setdefault((node.route.value, _what(node)), []).append(node.node)
+    rows = grouped(((node.route.value, _what(node)), node.node) for node in plan.nodes)
     table = listing(("nodes", "route", ""), ((fold_nodes(names), *cells) for cells, names in rows.items()))
     names = [node.node for node in plan.pulling]
     lines: list[RenderableType] = [head, table]

@@ -13,7 +13,7 @@ from rich.text import Text
 from burst_cli import render
 from burst_cli.eval.request import weights_of
 from burst_cli.eval.view import evaluation_view, is_evaluation
-from burst_cli.figures import DASH, binary_bytes, clean, count, duration, percent, plain
+from burst_cli.figures import DASH, binary_bytes, clean, count, count_of, duration, percent, plain
 from burst_cli.launch.detach import launch_detached
 from burst_cli.launch.nccl_network import fallback_rows, fallback_text, socket_fallbacks
 from burst_cli.launch.next_attempt import lead_attempts
@@ -115,11 +115,10 @@ def _files(plan: LaunchPlan, overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _heading(plan: LaunchPlan, run: RunFolder) -> Text:
-    ranks = f"{plan.world_size} rank{'' if plan.world_size == 1 else 's'}"
-    nodes = "" if runner_of(plan).is_here else f" on {len(plan.nodes)} node{'' if len(plan.nodes) == 1 else 's'}"
+    nodes = "" if runner_of(plan).is_here else f" on {count_of('node', len(plan.nodes))}"
     return Text.assemble(
         (f"{run.exp}/{run.run_id}", "bold"),
-        f"  {ranks}{nodes}, {plan.backend.name} ({plan.backend.reason})\n",
+        f"  {count_of('rank', plan.world_size)}{nodes}, {plan.backend.name} ({plan.backend.reason})\n",
         (f"{run.path}", "dim"),
     )
 

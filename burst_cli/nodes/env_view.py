@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli import render
-from burst_cli.figures import count_of
+from burst_cli.figures import count_of, grouped
 from burst_cli.nodes.check_view import STYLES
 from burst_cli.tables import listing
 from cluster.checks.finding import Finding, Verdict
@@ -109,10 +109,7 @@ def print_text(fleet: FleetEnvironment, form: Format) -> None:
 def files_view(files: Mapping[str, Path], fleet: FleetEnvironment) -> RenderableType:
     """Where the files are, and what to beware of."""
     rows = ((node, str(path), str(len(fleet.environments[node].variables))) for node, path in files.items())
-    folded: dict[str, list[str]] = {}
-    for node, environment in fleet.environments.items():
-        for warning in environment.warnings:
-            folded.setdefault(warning, []).append(node)
+    folded = grouped((text, node) for node, one in fleet.environments.items() for text in one.warnings)
     warnings = (render.told("warning", f"{fold_nodes(nodes)}: {warning}") for warning, nodes in folded.items())
     return Group(listing(("node", "file", "variables"), rows), *warnings)
 
@@ -125,10 +122,7 @@ def report_view(report: CheckReport) -> RenderableType:
             for one in report.findings
         ]
         return listing(("node", "", "observed", "expected", "what to do"), rows, ruled=True)
-    folded: dict[Difference, list[str]] = {}
-    for node, differences in report.differences.items():
-        for difference in differences:
-            folded.setdefault(difference, []).append(node)
+    folded = grouped((one, node) for node, differences in report.differences.items() for one in differences)
     if not folded:
         return Text(_as_planned(report))
     table = listing(
@@ -189,7 +183,5 @@ def _hcas_table(environment: NodeEnvironment) -> Table:
 
 def _rail_texts(rails: Sequence[Rail]) -> list[str]:
     """How GPUs found their way to one port: `GPU 0, 1 by the same NUMA node`."""
-    by_reason: dict[str, list[str]] = {}
-    for rail in rails:
-        by_reason.setdefault(rail.found_by, []).append(str(rail.gpu))
+    by_reason = grouped((rail.found_by, str(rail.gpu)) for rail in rails)
     return [f"GPU {', '.join(gpus)} by {reason}" for reason, gpus in by_reason.items()]

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from burst_cli.figures import seconds
+from burst_cli.figures import grouped, seconds
 from burst_cli.plan.candidates import Plan
 from burst_cli.plan.table import exposed_words
 from engine.planning.methods.topology import Topology
@@ -109,10 +109,8 @@ def _draw_pass(axis: Axes, timeline: Timeline, intervals: Sequence[Interval], ro
         for lane in rows.lanes:
             top, height = rows.span(rank, lane)
             axis.axhspan(top, top + height, color="#f3f3f3", linewidth=0, zorder=0)
-    groups: dict[tuple[int, str, str], list[tuple[float, float]]] = {}
-    for i in intervals:
-        if i.lane == COMPUTE_LANE or i.kind in _ARRIVALS:
-            groups.setdefault((i.rank, i.lane, i.kind), []).append((i.start_s * scale, i.seconds * scale))
+    shown = [i for i in intervals if i.lane == COMPUTE_LANE or i.kind in _ARRIVALS]
+    groups = grouped(((i.rank, i.lane, i.kind), (i.start_s * scale, i.seconds * scale)) for i in shown)
     for (rank, lane, kind), spans in groups.items():
         color = _TILES[kind][0] if lane == COMPUTE_LANE else _CHANNELS[lane][0]
         is_tile = lane == COMPUTE_LANE and kind not in ("op", "copy", "wait")

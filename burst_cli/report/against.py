@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from burst_cli.figures import grouped
 from burst_cli.report.records import PEAK_FIGURES, Record, method_of, pooled, run_name, share_a_peak
 from cluster.values import number, text
 from engine.config.errors import ConfigError
@@ -85,10 +86,7 @@ def find_baseline(name: str, records: Sequence[Record], runs: Callable[[str], li
                 f"{f'did you mean {near}? ' if near else ''}Methods: {', '.join(sorted(methods)) or 'none'}"
             ) from None
         shown = run_name(found[0]) if len(found) == 1 else name
-    cells: dict[tuple[str | None, ...], list[Record]] = {}
-    for record in found:
-        cells.setdefault(_like(record), []).append(record)
-    return Baseline(shown, cells)
+    return Baseline(shown, grouped((_like(record), record) for record in found))
 
 
 def with_ratios(records: Sequence[dict[str, Any]], baseline: Baseline) -> tuple[list[dict[str, Any]], list[str]]:

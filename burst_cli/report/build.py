@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from burst_cli.figures import grouped
 from burst_cli.report.against import (
     OWN_BASELINE,
     Baseline,
@@ -279,10 +280,8 @@ def _sorted(records: list[dict[str, Any]], key: str | None) -> list[dict[str, An
 
 def _groups(records: Iterable[dict[str, Any]]) -> tuple[Group, ...]:
     """Groups in the order of their first runs, which keep their order."""
-    found: dict[tuple[str | None, ...], list[dict[str, Any]]] = {}
-    for record in records:
-        key = tuple(text(record, name) for name in ("exp", "model", "world_size", "hardware"))
-        found.setdefault(key, []).append(record)
+    names = ("exp", "model", "world_size", "hardware")
+    found = grouped((tuple(text(record, name) for name in names), record) for record in records)
     return tuple(
         Group(exp or "?", model, ranks, hardware, tuple(rows)) for (exp, model, ranks, hardware), rows in found.items()
     )

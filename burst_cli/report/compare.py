@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burst_cli.figures import DASH, count, count_of, plain, rate
+from burst_cli.figures import DASH, count, count_of, grouped, plain, rate
 from burst_cli.report.columns import BY_KEY
 from burst_cli.report.records import PEAK_FIGURES, Record, run_name, run_rows, series, share_a_peak, status_of
 from cluster.remote_text import one_line
@@ -124,10 +124,7 @@ class Comparison:
     @property
     def tests(self) -> list[str]:
         """How the p values came about, each method once, and how to read them."""
-        methods: dict[str, list[str]] = {}
-        for one in self.differences:
-            if one.method is not None:
-                methods.setdefault(one.method, []).append(one.name)
+        methods = grouped((one.method, one.name) for one in self.differences if one.method is not None)
         lines = [f"{', '.join(names)}: {method}." for method, names in methods.items()]
         return [*lines, _P_NOTE] if lines else lines
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from burst_cli.figures import binary_bytes, count, percent, plain
+from burst_cli.figures import binary_bytes, count, grouped, percent, plain
 from burst_cli.report.columns import BY_KEY
 from burst_cli.report.compare import MOST_CURVES, Comparison
 from burst_cli.report.records import (
@@ -208,11 +208,7 @@ def _scaled(lines: Iterable[Line], factor: float, x_factor: float = 1.0) -> Iter
 
 def _best_title(metric: str, otherwise: str, lines: Sequence[Line]) -> str:
     """Who is best at the longest length that two methods reached, and by how much; silent within the spread."""
-    by_length: dict[float, list[tuple[str, Point]]] = {}
-    for line in lines:
-        for point in line.points:
-            if point.may_rank:
-                by_length.setdefault(point.x, []).append((line.name, point))
+    by_length = grouped((point.x, (line.name, point)) for line in lines for point in line.points if point.may_rank)
     length = max((length for length, points in by_length.items() if len(points) > 1), default=0)
     if not length:
         return otherwise

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from burst_cli.figures import DASH, binary_bytes, fold_names, fold_numbers, percent
+from burst_cli.figures import DASH, binary_bytes, fold_names, fold_numbers, grouped, percent
 from burst_cli.runs.read import RunFacts
 from burst_cli.tables import Column, fitted_table
 from cluster.control.link import NodeStatus
@@ -96,9 +96,7 @@ def node_rows(
 
 def fold_rows(rows: Sequence[NodeRow]) -> list[NodeRow]:
     """`rows` with those that are alike but for figures folded; worst first, those that are well last."""
-    alike: dict[tuple[str, ...], list[NodeRow]] = {}
-    for row in rows:
-        alike.setdefault((row.mark, row.phase, *map(without_figures, row.notes)), []).append(row)
+    alike = grouped(((row.mark, row.phase, *map(without_figures, row.notes)), row) for row in rows)
     folded = [replace(group[0], **_joined(group)) for group in alike.values()]
     return sorted(folded, key=lambda row: ("bad", "warn", "ok").index(row.mark))
 

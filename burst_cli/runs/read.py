@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from burst_cli.figures import count_of
 from burst_cli.runs.state import glance_at
 from cluster.agent.folder import read_status
 from cluster.control.link import NodeStatus, StrangeAnswerError, as_status
@@ -60,7 +61,7 @@ class RunFacts:
     def shape(self) -> str:
         """`2 x 4` for two nodes of four ranks; `8 ranks` where nodes are not known."""
         if not self.nodes:
-            return "" if self.world_size is None else f"{self.world_size} rank{'' if self.world_size == 1 else 's'}"
+            return "" if self.world_size is None else count_of("rank", self.world_size)
         sizes = sorted({node.local_ranks for node in self.nodes})
         return f"{len(self.nodes)} x {sizes[0] if len(sizes) == 1 else f'{sizes[0]}-{sizes[-1]}'}"
 

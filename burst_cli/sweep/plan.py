@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from burst_cli.figures import grouped
 from burst_cli.sweep.grammar import Axis, cells_of, check_axes
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig, config_fingerprint
@@ -111,10 +112,7 @@ def check_legal(plan: SweepPlan, *, skip_illegal: bool) -> None:
     illegal = [cell for cell in plan.cells if cell.problems]
     if not illegal or (skip_illegal and len(illegal) < len(plan.cells)):
         return
-    whose: dict[str, list[str]] = {}
-    for cell in illegal:
-        for problem in cell.problems:
-            whose.setdefault(problem, []).append(cell.title)
+    whose = grouped((problem, cell.title) for cell in illegal for problem in cell.problems)
     texts = []
     for problem, titles in whose.items():
         more = len(titles) - _MOST_TITLES
