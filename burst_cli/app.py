@@ -70,11 +70,11 @@ class _VerbGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
-        module = next((verb.module for verb in VERBS if verb.name == name), None)
-        if module is None:
+        verb = next((verb for verb in VERBS if verb.name == name), None)
+        if verb is None:
             return name, command, rest
-        loaded = typer.main.get_command(importlib.import_module(module).app)
-        loaded.name = name
+        loaded = typer.main.get_command(importlib.import_module(verb.module).app)
+        loaded.name, loaded.help = name, loaded.help or verb.help
         _dress(loaded)
         return name, loaded, rest
 
@@ -211,12 +211,6 @@ def _run_verb(arguments: list[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
-def new_verb(**settings: Any) -> typer.Typer:
+def new_verb() -> typer.Typer:
     """An empty Typer application with the settings that every verb shares; its module must call it `app`."""
-    return typer.Typer(
-        cls=_Parts,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        context_settings=_HELP,
-        **settings,
-    )
+    return typer.Typer(cls=_Parts, add_completion=False, pretty_exceptions_enable=False, context_settings=_HELP)

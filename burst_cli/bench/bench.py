@@ -31,7 +31,7 @@ from engine.config.schema import tokens_of
 from engine.config.settings import Dtype
 from engine.planning.methods.presets import PRESETS
 
-app = new_verb(help="Measure attention, or this machine for predictions.")
+app = new_verb()
 
 PresetsOption = Annotated[
     str | None,

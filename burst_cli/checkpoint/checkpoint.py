@@ -38,7 +38,7 @@ from engine.runs.files import home_path
 from engine.runs.folder import RunFolder
 from engine.runs.manifest import CheckpointError
 
-app = new_verb(help="List, verify, fetch, export and prune the checkpoints of a run.")
+app = new_verb()
 
 
 @app.callback()

@@ -19,12 +19,12 @@ from engine.data.prepare import PreparedData, prepare
 from engine.data.sampler import LengthClass, length_classes
 from engine.data.shards import TokenShards
 
-app = new_verb(help="Prepare training data.")
+app = new_verb()
 
 
 @app.callback()
 def _data() -> None:
-    """Prepare training data."""
+    """Prepare training data."""  # with this function `prepare` is a word of its own
 
 
 @app.command("prepare")

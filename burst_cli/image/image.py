@@ -35,7 +35,7 @@ from engine.runs.provenance import git_facts
 T = TypeVar("T")
 DEFAULT_TAG = "burst:latest"
 
-app = new_verb(help="Build the container image, bring it to every node over plain SSH, see which node holds which.")
+app = new_verb()
 
 ImageOption = Annotated[
     str | None, typer.Option("--image", metavar="NAME:TAG", help="Default: cluster.container.image.")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cluster.env.ask import FleetEnvironment
 
 LOG_BYTES = 64 << 20
-app = new_verb(help="Show, write or check the NCCL environment of every node, with reasons.")
+app = new_verb()
 
 
 NodeOption = Annotated[

@@ -24,7 +24,7 @@ from cluster.ssh.hosts import Host
 from cluster.ssh.known_hosts import HostKeys, trust_file
 from cluster.ssh.trust import forget_names
 
-app = new_verb(help="List the nodes; trust or forget their host keys.")
+app = new_verb()
 
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Trust every new key without asking.")]
 FingerprintOption = Annotated[

@@ -27,7 +27,7 @@ from cluster.testbed.status import read_all, read_status
 from cluster.testbed.teardown import standing_names, tear_down
 from engine.config.errors import ConfigError
 
-app = new_verb(help="A virtual cluster on this machine: nodes with an sshd each, to rehearse every verb on.")
+app = new_verb()
 
 NameOption = Annotated[str, typer.Option("--name", help="Which testbed; several can stand at once.")]
 

@@ -56,6 +56,10 @@ def test_verb_with_parts_alone_shows_its_help(burst, verb: str) -> None:
     assert "<bool>" not in burst("hosts", "trust", "--help").out  # also of parts
 
 
+def test_a_verb_with_parts_says_what_holds_of_all_of_them(burst) -> None:
+    assert "Variants take turns in every round" in burst("bench", "--help").out
+
+
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
 def test_every_verb_explains_itself(burst, verb) -> None:
     result = burst(verb.name, "--help")
