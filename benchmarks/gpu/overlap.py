@@ -25,8 +25,8 @@ from engine.attention.kernels.base import TileGradients
 from engine.attention.library import leave_multiprocessors
 from engine.attention.streams import CudaStreams, StreamTransport
 from engine.attention.transport import (
+    DistributedTransport,
     GroupMessenger,
-    LocalTransport,
     Meter,
     Parcel,
     Transport,
@@ -124,7 +124,7 @@ def _tile(device: torch.device, rows: int, shape: HeadShape) -> tuple[Callable[[
 
 def _transport(device: torch.device, message_sms: int | None) -> Transport:
     if device.type == "cpu":
-        return LocalTransport()
+        return DistributedTransport({}, (0,), Topology(1, 1), 0)
     channels = (Channel.PAYLOAD_INNER,)
     groups = make_channel_groups([(0,)], 0, channels, TIMEOUT, device, message_sms)
     return StreamTransport(CudaStreams(device), GroupMessenger(groups, (0,)), Meter(Topology(1, 1), 0))

@@ -25,7 +25,6 @@ from engine.attention.streams import CudaStreams, StreamTransport
 from engine.attention.transport import (
     DistributedTransport,
     GroupMessenger,
-    LocalTransport,
     Meter,
     Transport,
     make_channel_groups,
@@ -79,7 +78,7 @@ def open_transport(
     shared = [ranks for ranks in cp_groups if len(ranks) > 1]
     groups = make_channel_groups(shared, world_rank, channels, timeout, messages_on, message_sms)
     if on_cpu:
-        return LocalTransport() if len(own) == 1 else DistributedTransport(groups, own, topology, rank)
+        return DistributedTransport(groups, own, topology, rank)
     streams = CudaStreams(device)
     if len(own) == 1:
         return StreamTransport(streams, None, Meter(topology, 0), streams)

@@ -186,13 +186,6 @@ class DistributedTransport(Transport):
             self.waits.end()
 
 
-class LocalTransport(DistributedTransport):
-    """For a group of one rank on a CPU: there is nobody to send to."""
-
-    def __init__(self) -> None:
-        super().__init__({}, (0,), Topology(1, 1), 0)
-
-
 def _copy(parcel: Parcel) -> None:
     for source, target in zip(parcel.tensors, parcel.into, strict=True):
         target.copy_(source)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from engine.config.settings import RunConfig
+from engine.config.settings import RunConfig, Store
 from engine.planning.methods.blocks import Blocks, divide_run
 from engine.planning.methods.methods import plan_method, token_bytes_of
 from engine.planning.methods.presets import AttentionMethod, warnings_of
@@ -36,7 +36,7 @@ class Buffers(NamedTuple):
 
     kind: str
     head_parts: int
-    where: Literal["device", "host"]
+    where: Store
     pinned: bool
     slots: int
     rows: int
@@ -54,7 +54,7 @@ class RankPreview:
     sent: LinkBytes
     buffers: tuple[Buffers, ...]
 
-    def buffer_bytes(self, where: Literal["device", "host"], *, pinned: bool | None = None) -> int:
+    def buffer_bytes(self, where: Store, *, pinned: bool | None = None) -> int:
         """Bytes of the buffers in one memory; all of them, or only inputs and outputs, or only the others."""
         return sum(b.size_bytes for b in self.buffers if b.where == where and pinned in (None, b.pinned))
 
@@ -299,7 +299,7 @@ def _preview_rank(plan: RankPlan, token_bytes: TokenBytes, sent: LinkBytes) -> R
 
 def _buffers(plan: RankPlan, token_bytes: TokenBytes) -> tuple[Buffers, ...]:
     """Slots of one kind, share of heads, memory and use together, in order of appearance."""
-    groups: defaultdict[tuple[Kind, int, Literal["device", "host"], bool], list[Slot]] = defaultdict(list)
+    groups: defaultdict[tuple[Kind, int, Store, bool], list[Slot]] = defaultdict(list)
     for slot in plan.slots:
         groups[slot.kind, slot.heads.count, slot.where, slot.pin is not None].append(slot)
     return tuple(

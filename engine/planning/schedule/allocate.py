@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from engine.config.settings import Store
 from engine.planning.schedule.first_writes import store_first
 from engine.planning.schedule.plan import (
     AttentionPlan,
@@ -54,7 +55,7 @@ class Home(NamedTuple):
 
     kind: Kind
     heads: HeadPart = HeadPart()
-    where: Literal["device", "host"] = "device"
+    where: Store = "device"
 
 
 class Value(NamedTuple):

@@ -84,7 +84,7 @@ class _Blocks:
             dq = group.block(Kind.DQ_CAST)
             group.each(last, "copy", dq, sums[member])
             group.scatter(Span(last, last), dq, group.homes(Kind.DQ_CAST, "dq"), "copy")
-            return_kv(group, Span(last, last), kv_sums[member], group.homes(kv_gradient_kind(self.exchange), "dkv"))
+            return_kv(group, Span(last, last), kv_sums[member], group.homes(kv_gradient_kind(self.method), "dkv"))
 
     def _blocks(self, kind: Kind, pin: str | None = None) -> _Values:
         """Values of whole blocks."""

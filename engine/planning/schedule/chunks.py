@@ -17,7 +17,7 @@ Sources: Yao et al. 2024 (FPDT); turning around, value forwarding and the combin
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +26,7 @@ import numpy.typing as npt
 from engine.planning.schedule.allocate import PlanBuilder, Rows, Span, Value
 from engine.planning.schedule.exchange import Exchange, kv_gradient_kind, planned_groups, return_kv, rings
 from engine.planning.schedule.plan import AttentionPlan, Kind
-from engine.planning.schedule.residency import Arrive, Block, Chunking, Finish, Held, Residency, residencies
+from engine.planning.schedule.residency import Arrive, Block, Finish, Held, Residency, residencies
 from engine.planning.schedule.ring import Circulation, Journey, Lane, Operands, Place, Route, of_heads
 from engine.planning.sequence.mask import Band
 from engine.planning.sequence.visibility import Flags, RowTable, Visibility
@@ -70,12 +70,12 @@ class _Work:
     def __init__(self, visibility: Visibility, exchange: Exchange, builder: PlanBuilder) -> None:
         method = exchange.method
         self.exchange = exchange
-        self.chunking = Chunking(method.chunk_store, method.prefetch_chunks)
+        # Steps from one tile to the next: what is not prefetched is fetched in a step without tiles.
+        self.pace = 1 if method.prefetch_chunks else 2
         self.ring = Route(method.ring_inner_size, method.ring_outer_size)
         self.builder = builder
         self.backward = builder.direction == "backward"
-        groups = planned_groups(exchange, builder)
-        self.blocks = {member: Block(group, self.chunking) for member, group in groups.items()}
+        self.blocks = {member: Block(group) for member, group in planned_groups(exchange, builder).items()}
         self.mask, self.fine = visibility.mask, visibility.of_chunks(exchange.chunks)
         self.needed = self._needed(self.fine)  # keys [query chunk, home, key chunk, member], counted in the chunk
         self.sees = self.needed.exists
@@ -110,7 +110,7 @@ class _Work:
         uses, block = self.uses(member), self.blocks[member]
         seen = {chunk for _, chunk in uses}
         rest = [c for c in range(block.count) if c not in seen and _has_rows(block.asking_rows(c))]
-        return [*uses, *((self.last_step + self.chunking.pace * n, c) for n, c in enumerate(rest, 1))]
+        return [*uses, *((self.last_step + self.pace * n, c) for n, c in enumerate(rest, 1))]
 
     def tiles(self, member: int, queries: Held, sums: Held) -> None:
         """Tiles of all visits, over the residencies of queries and sums."""
@@ -119,10 +119,6 @@ class _Work:
                 q, acc = (held.at(visit.chunk, visit.step)[visit.head] for held in (queries, sums))
                 for band in visit.bands:
                     self.builder.tile(visit.step, band, q, visit.kv, acc, visit.kv_sums)
-
-    def planned(self, uses: Iterable[tuple[int, int]]) -> list[Residency]:
-        """Residencies for some uses."""
-        return residencies(uses, self.chunking.lead)
 
     # ---- keys in the outer loop -----------------------------------------------------------------------------------
 
@@ -135,7 +131,7 @@ class _Work:
         for chunk in range(self.exchange.chunks):
             spans = []
             for count in tiles[chunk].tolist():
-                steps = self.chunking.pace * max(1, count)
+                steps = self.pace * max(1, count)
                 spans.append(Span(start, start + steps - 1))
                 start += steps
             yield chunk, spans
@@ -175,7 +171,7 @@ class _Trip(Circulation):
         for query in seers[::-1] if self.chunk % 2 else seers:
             bands = work.bands(member, query, home, self.chunk)
             work.visits.append(_Visit(step, member, query, head, bands, journey.held[place], sums))
-            step += work.chunking.pace
+            step += work.pace
 
 
 class _Passing(NamedTuple):
@@ -199,11 +195,11 @@ class _Forward(_Work):
         for member, block in self.blocks.items():
             passing = self._passing(member)
             uses = sorted([*self.uses(member), *((step, chunk) for chunk, step in passing.queries.items())])
-            queries = block.read(self.planned(uses), *self._operand(block, Kind.Q, "q", "ring_q"))
+            queries = block.read(residencies(uses, block.lead), *self._operand(block, Kind.Q, "q", "ring_q"))
             saved = block.whole(Kind.SAVED, "saved")
-            out = block.group.homes(Kind.OUT, "out", self.chunking.store) if block.exchanged else None
+            out = block.group.homes(Kind.OUT, "out", block.store) if block.exchanged else None
             finish = functools.partial(self._finish, block, saved, out)
-            sums = block.sum(self.planned(self.all_uses(member)), block.whole(Kind.ACC), finish)
+            sums = block.sum(residencies(self.all_uses(member), block.lead), block.whole(Kind.ACC), finish)
             self.tiles(member, queries, sums)
             for chunk, step in passing.kept.items():
                 self._send_home(block, block.load(step, saved, Kind.SAVED, chunk), out, chunk, step)
@@ -219,12 +215,12 @@ class _Forward(_Work):
         kept = {chunk for chunk in every if not _has_rows(block.asking_rows(chunk))}
         passing = _Passing({}, {}, {})
         waiting = sorted(queries | keys | kept)
-        tiles = self.last_step // self.chunking.pace
+        tiles = self.last_step // self.pace
         gap = max(1, tiles // (len(waiting) + 1))  # in tiles; one after another where there are enough of them
         for turn, chunk in enumerate(waiting, 1):
             for index, chunks in enumerate((queries, keys, kept)):
                 if chunk in chunks:
-                    passing[index][chunk] = self.chunking.pace * (gap * turn + gap * index // 3)
+                    passing[index][chunk] = self.pace * (gap * turn + gap * index // 3)
         return passing
 
     def _stream_keys(self) -> None:
@@ -233,14 +229,15 @@ class _Forward(_Work):
         for i, j in np.argwhere(self.sees[:, 0, :, 0]).tolist():
             rows[i].append((i, j))
         order = [pair for i, row in enumerate(rows) for pair in (row[::-1] if i % 2 else row)]
-        steps = {pair: self.chunking.pace * n for n, pair in enumerate(order)}
+        steps = {pair: self.pace * n for n, pair in enumerate(order)}
         self.last_step = max(steps.values(), default=0)
         uses = [(step, j) for (_, j), step in steps.items()]
         uses += [(step, j) for j, step in self._passing(0).keys.items()]
-        keys = self.blocks[0].read(self.planned(sorted(uses)), *self._operand(self.blocks[0], Kind.KV, "kv", "ring_kv"))
+        block = self.blocks[0]
+        keys = block.read(residencies(sorted(uses), block.lead), *self._operand(block, Kind.KV, "kv", "ring_kv"))
         for (i, j), step in steps.items():
             bands = self.bands(0, i, 0, j)
-            for head in self.blocks[0].group.planned_heads:
+            for head in block.group.planned_heads:
                 self.visits.append(_Visit(step, 0, i, head, bands, keys.at(j, step)[head], None))
 
     def _send_keys(self) -> None:
@@ -263,7 +260,7 @@ class _Forward(_Work):
         """Where an input lies, and how its chunks get there if that takes an exchange."""
         if not block.exchanged:
             return block.whole(kind, pin), None
-        homes = block.group.homes(kind, pin, self.chunking.store)
+        homes = block.group.homes(kind, pin, block.store)
 
         def arrive(chunk: int, step: int, values: list[Value]) -> None:
             block.gather(kind, homes, chunk, step, values)
@@ -291,8 +288,8 @@ class _Backward(_Work):
         """Emit everything."""
         self._send_keys()
         for member, block in self.blocks.items():
-            queries = self._queries(block, self.planned(self.uses(member)))
-            self.tiles(member, queries, self._query_sums(block, self.planned(self.all_uses(member))))
+            queries = self._queries(block, residencies(self.uses(member), block.lead))
+            self.tiles(member, queries, self._query_sums(block, residencies(self.all_uses(member), block.lead)))
 
     def _send_keys(self) -> None:
         blocks = self.blocks
@@ -314,7 +311,7 @@ class _Backward(_Work):
         if not block.exchanged:
             whole = block.whole(Kind.DKV_CAST, "dkv")
             return lambda chunk, step, sums: block.put(step + 1, sums, whole, chunk)
-        homes = block.group.homes(kv_gradient_kind(self.exchange), "dkv", self.chunking.store)
+        homes = block.group.homes(kv_gradient_kind(self.exchange.method), "dkv", block.store)
 
         def finish(chunk: int, step: int, sums: list[Value]) -> None:
             block.scatter(step + 1, homes, chunk, lambda span, to: return_kv(block.group, span, sums, to, chunk))
@@ -326,12 +323,12 @@ class _Backward(_Work):
         whole = block.whole(Kind.QX if block.host else Kind.QO, "qx")  # `out` does not come along
         if not block.exchanged:
             return block.read(planned, whole)
-        homes = block.group.homes(Kind.DOUT, "dout", self.chunking.store)
+        homes = block.group.homes(Kind.DOUT, "dout", block.store)
         saved = block.whole(Kind.SAVED, "saved")
 
         def arrive(chunk: int, step: int, values: list[Value]) -> None:
             if block.host:
-                block.move(Span(step - self.chunking.lead, step - 1), whole, values, block.rows(chunk))
+                block.move(Span(step - block.lead, step - 1), whole, values, block.rows(chunk))
             block.gather(Kind.DOUT, homes, chunk, step, values, copied=True)
             if block.host:
                 results = block.load(step, saved, Kind.SAVED, chunk)
@@ -348,7 +345,7 @@ class _Backward(_Work):
                     block.move(Span(step + 1, step + 1), values, whole, block.rows(chunk))
 
             return block.sum(planned, whole, store, in_place=True)
-        homes = block.group.homes(Kind.DQ_CAST, "dq", self.chunking.store)
+        homes = block.group.homes(Kind.DQ_CAST, "dq", block.store)
 
         def send(chunk: int, step: int, values: list[Value]) -> None:
             cast = block.part(Kind.DQ_CAST, chunk)

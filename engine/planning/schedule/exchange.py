@@ -21,16 +21,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
+from engine.config.settings import Store
 from engine.planning.methods.blocks import Blocks, chunk_count
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Grid
 from engine.planning.schedule.allocate import Home, Phase, PlanBuilder, Rows, Span, Value
 from engine.planning.schedule.plan import Channel, HeadPart, Kind, OpName
 from engine.planning.sequence.layout import piece_rows
-
-Where = Literal["device", "host"]
 
 
 @dataclass(frozen=True)
@@ -48,16 +46,6 @@ class Exchange:
     def grid(self) -> Grid:
         """Places of the ranks."""
         return self.blocks.grid
-
-    @property
-    def replicated(self) -> bool:
-        """Whether several ranks have the same kv heads."""
-        return self.method.kv_replicated
-
-    @property
-    def narrow_gradients(self) -> bool:
-        """Whether gradients travel in less than fp32; sums are fp32 all the same."""
-        return self.method.gradient_wire_dtype != "float32"
 
     @cached_property
     def chunks(self) -> int:
@@ -91,7 +79,7 @@ class HeadGroup:
         self.ranks = exchange.grid.head_group(ring_index)
         self.planned_heads = [head for head, rank in enumerate(self.ranks) if rank in builder.kept]
 
-    def parts(self, kind: Kind, rows: Rows, where: Where = "device", pin: str | None = None) -> list[Value]:
+    def parts(self, kind: Kind, rows: Rows, where: Store = "device", pin: str | None = None) -> list[Value]:
         """Values of the ranks' parts of the heads.
 
         Sums of out and lse (ACC) have only those of the rows that ask.
@@ -109,11 +97,11 @@ class HeadGroup:
         asking = self.exchange.asking[self.ring_index]
         return Rows(min(rows.start, asking), min(rows.stop, asking))
 
-    def block(self, kind: Kind, where: Where = "device", pin: str | None = None) -> list[Value]:
+    def block(self, kind: Kind, where: Store = "device", pin: str | None = None) -> list[Value]:
         """As `parts`, of the whole block."""
         return self.parts(kind, Rows(0, self.exchange.rows(self.ring_index)), where, pin)
 
-    def homes(self, kind: Kind, pin: str, where: Where = "device") -> list[Value]:
+    def homes(self, kind: Kind, pin: str, where: Store = "device") -> list[Value]:
         """Pinned values of all heads and all rows that each rank holds between the layers."""
         ends = [self.home_chunk(head, self.exchange.chunks - 1).stop for head in range(len(self.ranks))]
         home = Home(kind, where=where)
@@ -197,17 +185,18 @@ def rings(exchange: Exchange, builder: PlanBuilder) -> Iterator[tuple[HeadPart, 
         yield HeadPart(head, grid.heads), grid.ring(head)
 
 
-def kv_gradient_kind(exchange: Exchange) -> Kind:
+def kv_gradient_kind(method: AttentionMethod) -> Kind:
     """Kind of dK and dV at home: complete ones arrive cast, partial ones of replicated heads are summed in fp32."""
-    return Kind.DKV if exchange.replicated else Kind.DKV_CAST
+    return Kind.DKV if method.kv_replicated else Kind.DKV_CAST
 
 
 def return_kv(group: HeadGroup, span: Span, sums: Sequence[Value], homes: Sequence[Value], chunk: int = 0) -> None:
     """dK and dV of a chunk go home, cast if they are complete; partial ones of replicated heads are summed there."""
-    if group.exchange.replicated:
+    method = group.exchange.method
+    if method.kv_replicated:
         for head, home in enumerate(homes):
             group.builder.op(span.post, "pre", "init", (home, group.home_chunk(head, chunk)))
-        travelling = Kind.DKV_WIRE if group.exchange.narrow_gradients else Kind.DKV
+        travelling = Kind.DKV if method.gradient_wire_dtype == "float32" else Kind.DKV_WIRE
     else:
         travelling = Kind.DKV_CAST
     if travelling != Kind.DKV:
@@ -215,4 +204,4 @@ def return_kv(group: HeadGroup, span: Span, sums: Sequence[Value], homes: Sequen
         cast = group.parts(travelling, rows)
         group.each(span.post, "copy", cast, sums)
         sums = cast
-    group.scatter(span, sums, homes, "add" if group.exchange.replicated else "copy", chunk)
+    group.scatter(span, sums, homes, "add" if method.kv_replicated else "copy", chunk)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from engine.config.settings import Store
 from engine.planning.methods.topology import Topology
 
 if TYPE_CHECKING:  # it loads numpy, and every verb reads machines and presets
@@ -144,7 +145,7 @@ class Slot:
     rows: int
     pin: str | None = None
     heads: HeadPart = HeadPart()
-    where: Literal["device", "host"] = "device"
+    where: Store = "device"
 
 
 class View(NamedTuple):

@@ -11,37 +11,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from engine.planning.schedule.allocate import Rows, Span, Value
-from engine.planning.schedule.exchange import HeadGroup, Where
+from engine.planning.schedule.exchange import HeadGroup
 from engine.planning.schedule.plan import Kind
 
 Arrive = Callable[[int, int, list[Value]], object]  # (chunk, step, values): fill a chunk before `step`
 Finish = Callable[[int, int, list[Value]], object]  # (chunk, step, values): a sum is complete after `step`
-
-
-@dataclass(frozen=True)
-class Chunking:
-    """Where chunks that are not worked on lie, and how many tiles ahead of its use one is fetched.
-
-    prefetch 0: a chunk is fetched when it is needed, in a step without tiles.
-    """
-
-    store: Where = "host"
-    prefetch: int = 1
-
-    @property
-    def lead(self) -> int:
-        """Steps that a fetch takes."""
-        return max(1, self.prefetch)
-
-    @property
-    def pace(self) -> int:
-        """Steps from one tile to the next."""
-        return 1 if self.prefetch else 2
 
 
 class Residency(NamedTuple):
@@ -88,10 +66,12 @@ class Held:
 class Block:
     """One ring member's chunks on all ranks of its head group: where they lie, and how they come and go."""
 
-    def __init__(self, group: HeadGroup, chunking: Chunking) -> None:
+    def __init__(self, group: HeadGroup) -> None:
+        method = group.exchange.method
         self.group = group
-        self.chunking = chunking
-        self.host = chunking.store == "host"
+        self.store = method.chunk_store  # of chunks that are not worked on
+        self.host = self.store == "host"
+        self.lead = max(1, method.prefetch_chunks)  # steps that a fetch takes
         self.exchanged = len(group.ranks) > 1
         self._rows = [group.exchange.chunk(group.ring_index, chunk) for chunk in range(self.count)]
 
@@ -110,7 +90,7 @@ class Block:
 
     def whole(self, kind: Kind, pin: str | None = None) -> list[Value]:
         """Values of the whole block where chunks are stored."""
-        return self.group.block(kind, self.chunking.store, pin)
+        return self.group.block(kind, self.store, pin)
 
     def part(self, kind: Kind, chunk: int) -> list[Value]:
         """Values of one chunk on the device."""
@@ -127,7 +107,7 @@ class Block:
         if not self.host:
             return list(source)
         values = self.part(kind, chunk)
-        self.move(Span(step - self.chunking.lead, step - 1), source, values, self.rows(chunk))
+        self.move(Span(step - self.lead, step - 1), source, values, self.rows(chunk))
         return values
 
     def read(
@@ -163,7 +143,7 @@ class Block:
             if stay.opens:
                 self.group.each(stay.first, "init", values, rows=rows)
             elif self.host:
-                self.move(Span(stay.first - self.chunking.lead, stay.first - 1), whole, values, rows)
+                self.move(Span(stay.first - self.lead, stay.first - 1), whole, values, rows)
             if stay.closes:
                 finish(stay.chunk, stay.last, values)
             elif self.host:
@@ -179,7 +159,7 @@ class Block:
         values = self.part(whole[0].kind, chunk) if self.host else whole
         every, rows = self.rows(chunk), self.group.rows_of(source[0].kind, self.rows(chunk))
         if self.host and self.exchanged:
-            self.move(Span(step - self.chunking.lead, step - 1), whole, values, Rows(rows.stop, every.stop))
+            self.move(Span(step - self.lead, step - 1), whole, values, Rows(rows.stop, every.stop))
         self.group.each(step, "copy", values, source, rows)
         if self.host:
             self.move(Span(step, step), values, whole, rows)
@@ -191,7 +171,7 @@ class Block:
         self, kind: Kind, homes: list[Value], chunk: int, step: int, targets: list[Value], *, copied: bool = False
     ) -> None:
         """All pieces of a chunk, own heads, are in the targets at `step`."""
-        lead = self.chunking.lead
+        lead = self.lead
         if self.host:
             homes = self._home_chunks(kind, chunk, homes, Span(step - 2 * lead, step - lead - 1))
         when = (step, "pre") if copied else None
@@ -199,7 +179,7 @@ class Block:
 
     def scatter(self, step: int, homes: list[Value], chunk: int, send: Callable[[Span, list[Value]], None]) -> None:
         """`send` brings a chunk home from `step` on; from there it goes to where it is stored."""
-        done = step + self.chunking.lead - 1
+        done = step + self.lead - 1
         if not self.host:
             send(Span(step, done), homes)
             return

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.attention.context import AttentionGroup, build_context
 from engine.attention.kernels.reference import ReferenceKernel
-from engine.attention.transport import LocalTransport
+from engine.attention.transport import DistributedTransport
 from engine.config.settings import LossConfig, ModelConfig
 from engine.memory.store import DeviceStore
 from engine.model.checkpointed import apply_policies
@@ -44,7 +44,7 @@ def loss_and_gradients(device: str, tile_tokens: int | None, dropout: float) -> 
     if tile_tokens is not None:
         manner = LayerManner(LayerPolicy("attn_out"), DeviceStore(), tile_tokens)
         apply_policies(model, [manner] * MODEL.num_layers)
-    group = AttentionGroup(0, Topology(1, 1), LocalTransport(), ReferenceKernel())
+    group = AttentionGroup(0, Topology(1, 1), DistributedTransport({}, (0,), Topology(1, 1), 0), ReferenceKernel())
     context = build_context(group, [LayerAttention(Mask(TOKENS), METHOD)], TOKENS)
     positions = torch.from_numpy(context.layout.positions(0)).to(device)
     tokens = torch.arange(2 * TOKENS, device=device).view(2, TOKENS) * 37 % MODEL.vocab_size

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.attention.context import AttentionGroup, SequenceContext, build_context, open_transport
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
 from engine.attention.kernels.reference import ReferenceKernel
-from engine.attention.transport import LocalTransport
+from engine.attention.transport import DistributedTransport
 from engine.config.errors import ConfigError
 from engine.config.settings import ModelConfig
 from engine.memory.store import DeviceStore
@@ -48,7 +48,7 @@ def tile_layers(model: LlamaModel, tile_tokens: int, *, keep: bool) -> None:
 def context_of(method: AttentionMethod, mask: Mask = CAUSAL, rank: int = 0) -> SequenceContext:
     size = method.cp_size
     topology = Topology(1, size)
-    transport = LocalTransport()
+    transport = DistributedTransport({}, (0,), Topology(1, 1), 0)
     if size > 1:
         transport = open_transport(
             [list(range(size))], rank, topology, torch.device("cpu"), timeout=timedelta(seconds=30)
@@ -140,7 +140,7 @@ def peak_of_a_layer(tokens: int, tile: int | None) -> int:
     if tile:
         tile_layers(model, tile, keep=True)
     hidden = torch.randn(1, tokens, config.hidden_size, requires_grad=True)
-    group = AttentionGroup(0, Topology(1, 1), LocalTransport(), CpuFlashKernel())
+    group = AttentionGroup(0, Topology(1, 1), DistributedTransport({}, (0,), Topology(1, 1), 0), CpuFlashKernel())
     context = build_context(group, [LayerAttention(Mask(tokens), AttentionMethod())], tokens)
     angles = torch.zeros(tokens, config.head_dim // 2)
     with LiveTensorTracker() as tracker:
