@@ -37,6 +37,7 @@ from engine.attention.kernels import settle_kernel
 from engine.attention.library import ContextParallel
 from engine.attention.runtime import run_attention
 from engine.attention.transport import SilentTransport
+from engine.checkpoint.state import training_tensors
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig, config_from_dict
 from engine.data.sampler import Batch
@@ -162,7 +163,7 @@ class _Scene:
             with tracker:
                 observer = StepObserver(tracker, classifier, layers_on_host(config, self._method))
                 observer.attach(model, list(model.layers), model.head)
-                _make_optimizer_state(step)
+                training_tensors(model, step.optimizer)
                 for _ in range(2):  # the first run of a plan learns how much memory it takes, the next has it in one
                     self._make_buffers(attention, batches[0].rows.positions.shape[0])
                 tracker.enter("forward")
@@ -260,14 +261,6 @@ def _fill_library_caches(config: RunConfig) -> None:
     layer = nn.Linear(64, 64)
     layer.weight.grad = torch.zeros_like(layer.weight)
     build_optimizer(layer, config.optimizer, config.memory.moments_dtype).step()
-
-
-def _make_optimizer_state(step: TrainStep) -> None:
-    """An update without a backward pass."""
-    for parameter in step.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    step.optimizer.step()
-    step.optimizer.zero_grad(set_to_none=True)
 
 
 def _batch(config: RunConfig) -> Batch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from engine.memory.host import lies_in_host_memory
 
@@ -165,8 +166,8 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the operation, then counts."""
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors((args, kwargs, result) if kwargs else (args, result)):
-            for part in _parts(tensor):
+        for tensor in tree_leaves((args, kwargs, result)):
+            for part in _parts(tensor) if isinstance(tensor, Tensor) else ():
                 self._see(func, part)
         self._note_peaks()
         return result
@@ -229,15 +230,3 @@ def _parts(tensor: Tensor) -> Sequence[Tensor]:
     if not is_traceable_wrapper_subclass(wrapper):
         return (tensor,)
     return [part for name in wrapper.__tensor_flatten__()[0] for part in _parts(getattr(wrapper, name))]
-
-
-def _tensors(values: Any) -> Iterator[Tensor]:
-    """Every tensor in nested arguments."""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, Mapping):
-        for value in values.values():
-            yield from _tensors(value)
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from _tensors(value)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
 from engine.model.llama import LlamaModel
 
@@ -47,29 +47,15 @@ def _standard_deviation(name: str, model: LlamaModel) -> float | None:
     return std
 
 
-def local_block(parameter: Tensor) -> tuple[list[int], list[int]]:
+def local_block(parameter: Tensor) -> tuple[Sequence[int], Sequence[int]]:
     """(first index, length) per dimension of the part of the whole parameter that this rank holds."""
-    starts, lengths = [0] * parameter.dim(), list(parameter.shape)
     if not isinstance(parameter, DTensor):
-        return starts, lengths
-    # FSDP2 divides what tensor parallelism left it, though its mesh dimension comes first: it then calls its shards
-    # strided. Divided in the order of division, every part is one block.
-    placements = list(enumerate(parameter.placements))
-    placements.sort(key=lambda entry: isinstance(entry[1], _StridedShard))
-    for mesh_dim, placement in placements:
-        if isinstance(placement, Replicate):
-            continue
-        assert isinstance(placement, Shard | _StridedShard), f"weights are not placed as {placement}"
-        # Divided as torch.chunk does: equal parts, the last ones shorter or empty.
-        dim = placement.dim
-        part = -(-lengths[dim] // parameter.device_mesh.size(mesh_dim))
-        skipped = min(parameter.device_mesh.get_local_rank(mesh_dim) * part, lengths[dim])
-        starts[dim], lengths[dim] = starts[dim] + skipped, min(part, lengths[dim] - skipped)
-    assert list(parameter.to_local().shape) == lengths
-    return starts, lengths
+        return [0] * parameter.dim(), parameter.shape
+    (chunk,) = parameter.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return chunk.offsets, chunk.sizes
 
 
-def _draw_block(local: Tensor, std: float, stream: str, *, starts: list[int], shape: torch.Size) -> None:
+def _draw_block(local: Tensor, std: float, stream: str, *, starts: Sequence[int], shape: torch.Size) -> None:
     """Fills `local`, the part from index `starts` on of a parameter of `shape`, from the random stream `stream`."""
     block_rows = max(1, _BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
     offset, end = starts[0], starts[0] + local.shape[0]
