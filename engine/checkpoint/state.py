@@ -113,10 +113,10 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _make_moments(optimizer: torch.optim.Optimizer) -> None:
-    """A step without gradient and rate, which does not count: it changes no weight, and makes every moment."""
-    rates = [
-        group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"] for group in optimizer.param_groups
-    ]
+    """A step without gradient and rate, which does not count: it changes no weight, and makes every moment.
+
+    Every later step has its rate set first.
+    """
     set_learning_rate(optimizer, 0.0)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -125,11 +125,6 @@ def _make_moments(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
     for state in optimizer.state.values():
         state["step"].zero_()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
 
 
 def _is_packed(moment: Tensor) -> bool:

@@ -65,13 +65,10 @@ from engine.training.train_step import RankBatch, TrainStep, rank_batch
 PHASES = ("forward", "loss", "backward", "optimizer")
 
 
-def predict_memory(
-    config: RunConfig, world: Topology, *, device: DeviceKind | None = None, whole: bool = False
-) -> MemoryPrediction:
-    """The prediction for the ranks of `world`; needs no GPU, sends nothing.
+def predict_memory(config: RunConfig, world: Topology, *, whole: bool = False) -> MemoryPrediction:
+    """The prediction for the ranks of `world`, on the CPU under cluster.backend=gloo, else CUDA; sends nothing.
 
-    device   what the ranks compute on; None: the CPU under cluster.backend=gloo, else CUDA
-    whole    runs all layers, where a few layers say the same (`shortened`)
+    whole   runs all layers, where a few layers say the same (`shortened`)
 
     Makes a default process group of its own for a while, so none may exist: call it in a process that is no rank.
     Raises RuntimeError if one does, ConfigError where the configuration cannot run on so many ranks.
@@ -82,7 +79,7 @@ def predict_memory(
             "process of its own"
         )
     started = time.perf_counter()
-    kind = device or ("cpu" if config.cluster.backend == "gloo" else "cuda")
+    kind: DeviceKind = "cpu" if config.cluster.backend == "gloo" else "cuda"
     # Without a limit: what does not fit is to be predicted, too.
     config = replace(config, train=replace(config.train, compile=False), memory=replace(config.memory, host_bytes=None))
     scene = _Scene(config, world, kind)

@@ -104,9 +104,8 @@ def _seconds(text: str) -> float:
 class Faults:
     """The faults of this rank, each at its time; the calls do nothing when there is none."""
 
-    def __init__(self, faults: Sequence[Fault] = (), write: Callable[[str], None] = print) -> None:
+    def __init__(self, faults: Sequence[Fault] = ()) -> None:
         self._faults = tuple(faults)
-        self._write = write
 
     def at_forward(self, step: int | None) -> None:
         """Called in the forward pass of step `step`, from 1; may not return."""
@@ -133,8 +132,7 @@ class Faults:
                 raise OSError(errno.ENOSPC, "No space left on device (injected)", "metrics.jsonl")
 
     def _announce(self, fault: Fault) -> None:
-        self._write(f"{FAULT_VARIABLE}: now {fault}")
-        sys.stdout.flush()
+        print(f"{FAULT_VARIABLE}: now {fault}", flush=True)
 
 
 NO_FAULTS = Faults()

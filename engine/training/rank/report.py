@@ -70,13 +70,13 @@ class RankStatus:
     reserve       address space (untouched, so no memory) for saying what went wrong after memory ran out
     """
 
-    def __init__(self, step: int | None = None, phase: str | None = None) -> None:
+    def __init__(self) -> None:
         self.waits = WaitClock()
         self.stop = StopRequest()
         self.reserve: bytearray | None = bytearray(RESERVE_BYTES)
-        self.step = step
+        self.step: int | None = None
         self.micro_step = 0
-        self.phase = phase
+        self.phase: str | None = None
         self.advances = 0
         self.ended: str | None = None
         self._report: RankReport | None = None

@@ -247,10 +247,10 @@ def test_components_and_phases_add_up_and_a_second_prediction_is_the_same() -> N
 
 
 def test_on_cuda_weights_that_lie_on_the_host_count_there() -> None:
-    config = small_config(train={"compute_dtype": "bfloat16"})
-    on_device = predict_memory(config, Topology(1, 1), device="cuda")
+    config = small_config(train={"compute_dtype": "bfloat16"}, cluster={"backend": "nccl"})
+    on_device = predicted(config)
     moved = replace(config, memory=replace(config.memory, optimizer_store="host"))
-    on_host = predict_memory(moved, Topology(1, 1), device="cuda")
+    on_host = predicted(moved)
     for component in ("parameters", "optimizer"):
         assert on_host.components["device"][component] == 0
         # The two peaks are moments apart: the norm of the gradients may be there or not.
@@ -289,7 +289,7 @@ def test_70b_with_a_million_tokens_on_1024_ranks_takes_about_a_minute() -> None:
     )
     config = RunConfig(model=model, attention=AttentionConfig(preset="burst"), train=TrainConfig(seq_len=1 << 20))
     before = time.process_time()  # what else the machine does is not counted
-    prediction = predict_memory(config, Topology(128, 8), device="cuda")
+    prediction = predict_memory(config, Topology(128, 8))
     assert time.process_time() - before < 120  # 40 s on a core of 2024
     layer_inputs = 80 * 1024 * 8192 * 2  # bytes, bf16
     assert prediction.components["device"]["checkpoints"] == pytest.approx(layer_inputs, rel=0.05)

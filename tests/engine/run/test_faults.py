@@ -131,16 +131,16 @@ def test_without_the_variable_nothing_ever_happens() -> None:
     assert NO_FAULTS.at_loss(1, loss) is loss
 
 
-def test_a_fault_strikes_at_its_step_only_and_says_so() -> None:
-    said: list[str] = []
-    faults = Faults(parse_faults("nan;0;3,raise;0;5,disk;0;2", 1), said.append)
+def test_a_fault_strikes_at_its_step_only_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    faults = Faults(parse_faults("nan;0;3,raise;0;5,disk;0;2", 1))
     for step in (None, 1, 2, 4):
         faults.at_forward(step)
         assert faults.at_loss(step, 2.0) == 2.0
     assert math.isnan(faults.at_loss(3, 2.0))
     with pytest.raises(OSError, match="No space left on device"):
         faults.at_metrics(2)
-    assert said == ["BURST_FAULT: now nan on rank 0 at step 3", "BURST_FAULT: now disk on rank 0 at step 2"]
+    said = ["BURST_FAULT: now nan on rank 0 at step 3", "BURST_FAULT: now disk on rank 0 at step 2"]
+    assert capsys.readouterr().out.splitlines() == said
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,9 @@ def states(run: RunFolder) -> list[str]:
 
 
 def fail(run: RunFolder, error: BaseException, *, rank: int = 0, environment: dict[str, str] | None = None) -> None:
-    with (
-        pytest.raises(type(error)),
-        run_states(run, RankStatus(step=3, phase="train"), rank=rank, environment=environment or {}),
-    ):
+    status = RankStatus()
+    status.step, status.phase = 3, "train"
+    with pytest.raises(type(error)), run_states(run, status, rank=rank, environment=environment or {}):
         raise error
 
 
