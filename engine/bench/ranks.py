@@ -83,6 +83,7 @@ def rank_environment(rank: int, setup: RankSetup) -> dict[str, str]:
         "OMP_NUM_THREADS": str(setup.threads),
         "PYTHONPATH": python_path(),
         "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",  # a crash in native code leaves Python stacks in the log
     }
 
 

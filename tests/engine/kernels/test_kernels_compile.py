@@ -42,7 +42,7 @@ for columns in (128, 4096, 8192, 16384):
     forward = {**tiles.constants, "eps": 1e-5, "adds": columns != 128}
     backward = {**tiles.constants, "steps": tiles.steps, "adds": columns != 128}
     KERNELS[f"norm {columns}"] = (rms_norm.forward_kernel, forward, warps)
-    KERNELS[f"norm backward {columns}"] = (rms_norm.backward_kernel, backward, warps)
+    KERNELS[f"norm backward {columns}"] = (rms_norm.backward_kernel, backward, max(4, warps // 2))
 
 
 def compiled(kernel: Any, constants: dict[str, Any], warps: int, element: str) -> Any:
