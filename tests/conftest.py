@@ -32,7 +32,8 @@ with contextlib.suppress(ImportError):
     settings.register_profile("patient", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("patient")
 
-pytest_plugins = ("testkit.skip_rule", "testkit.pace", "testkit.covering", "testkit.testbed_fixture")
+_PLUGINS = ("skip_rule", "pace", "covering", "testbed_fixture", "command_line")
+pytest_plugins = tuple(f"testkit.{name}" for name in _PLUGINS)
 
 
 @pytest.fixture(scope="session")

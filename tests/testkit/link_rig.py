@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,11 @@ from typing import Any
 import psutil
 
 from cluster.agent.messages import Spec
-from cluster.control.link import NodeLink, NodeStatus
+from cluster.control.link import NodeLink
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
 from cluster.ssh.hosts import Host
 from cluster.ssh.pool import SshPool
 from cluster.testbed.build import Testbed, open_testbed
-from testkit import KIT
 from testkit.process_table import living
 from testkit.supervise_rig import PYTHON_PATH, new_run_id
 from testkit.waiting import WAIT_S, wait_for
@@ -49,8 +48,8 @@ class RemoteRun:
     def node(self) -> str:
         return self.host.name
 
-    def link(self, pool: SshPool, timing: LinkTiming = PATIENT) -> SshLink:
-        return SshLink(self.host, pool, NodePlace(self.run, self.node, str(self.there), lead=True), timing)
+    def link(self, pool: SshPool) -> SshLink:
+        return SshLink(self.host, pool, NodePlace(self.run, self.node, str(self.there), lead=True), PATIENT)
 
     def spec(self, *argv: str, **changes: Any) -> Spec:
         """`argv` as the whole of this node's part."""
@@ -72,16 +71,11 @@ class RemoteRun:
         }
         return Spec(**{**values, **changes})
 
-    def chatty(self, files: int, lines: int, per_second: float, end_s: float = 0.0, **changes: Any) -> Spec:
-        """Ranks that only write logs."""
-        words = (str(files), str(lines), str(per_second), str(end_s))
-        return self.spec(sys.executable, "-S", str(KIT / "fake_rank.py"), "lines", *words, **changes)
-
     def log(self, rank: int = 0) -> Path:
         """The copy of a rank's log."""
         return self.run / "logs" / self.node / f"rank{rank:04}.log"
 
-    def check_logs(self, files: int = 1) -> int:
+    def check_logs(self, files: int) -> int:
         """The bytes of all ranks' logs, each the same on both sides."""
         total = 0
         for rank in range(files):
@@ -89,16 +83,6 @@ class RemoteRun:
             assert here == (self.there / "logs" / self.node / self.log(rank).name).read_bytes()
             total += len(here)
         return total
-
-
-def led_until(link: NodeLink, is_so: Callable[[NodeStatus], Any], timeout_s: float = WAIT_S) -> Any:
-    """What `is_so` says of a poll as soon as it is true; meanwhile the lease is renewed, as a controller would."""
-
-    def look() -> Any:
-        link.beat()
-        return is_so(link.poll())
-
-    return wait_for(look, lambda: f"the node: {link.poll()}", timeout_s, pause_s=0.2)
 
 
 def begin(link: NodeLink, spec: Spec, timeout_s: float = WAIT_S) -> None:

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Self
 
-from cluster.launch.runner import open_links
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig, TrainConfig
 from engine.runs.folder import create_run, new_run_path
 from testkit import KIT, PYTHON_PATH
 from testkit.fake_plan import fake_plan
-from testkit.link_rig import swept
+from testkit.process_table import kill_run
 from testkit.waiting import wait_for
-
-WAIT_S = 200.0
 
 
 class LivingRun:
@@ -27,8 +23,8 @@ class LivingRun:
     def __init__(self, runs_dir: Path, mode: str = "wait", *flags: str) -> None:
         path = new_run_path(runs_dir, "tiny")
         config = RunConfig(train=TrainConfig(steps=5, seq_len=64), cluster=ClusterConfig(ranks_per_node=2))
-        self._plan = fake_plan(path, config)
-        self.run = create_run(path, dict(self._plan.files), world_size=self._plan.world_size)
+        plan = fake_plan(path, config)
+        self.run = create_run(path, dict(plan.files), world_size=plan.world_size)
         environment = {**os.environ, "FAKE_MODE": mode, "PYTHONPATH": PYTHON_PATH}
         command = [sys.executable, str(KIT / "fake_run.py"), str(path), *flags]
         self.controller = subprocess.Popen(command, env=environment, start_new_session=True)
@@ -50,13 +46,5 @@ class LivingRun:
 
     def clear(self) -> None:
         """Nothing of the run is left."""
-        if self.controller.poll() is None:
-            self.controller.send_signal(signal.SIGINT)
-            try:
-                self.controller.wait(WAIT_S / 2)
-            except subprocess.TimeoutExpired:
-                self.kill()
-        for link in open_links(self._plan, self.run):
-            link.stop("test", 0.0)
-            swept(link)
-            link.close()
+        self.kill()
+        kill_run(self.run.run_id)

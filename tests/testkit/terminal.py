@@ -1,11 +1,14 @@
-"""What a terminal receives."""
+"""What a terminal receives, and what people read."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pty
 from collections.abc import Callable
+
+from rich.console import Console, RenderableType
 
 
 def on_terminal(start: Callable[[int], object]) -> str:
@@ -19,3 +22,16 @@ def on_terminal(start: Callable[[int], object]) -> str:
             received += block
     os.close(leader)
     return received.decode()
+
+
+def text_of(*views: RenderableType, width: int = 200) -> str:
+    """What is printed where there is no terminal."""
+    stream = io.StringIO()
+    for view in views:
+        Console(file=stream, width=width, highlight=False, emoji=False).print(view)
+    return stream.getvalue()
+
+
+def lines_of(*views: RenderableType, width: int = 200) -> list[str]:
+    """What is printed, line by line, with single blanks."""
+    return [" ".join(line.split()) for line in text_of(*views, width=width).splitlines()]

@@ -7,20 +7,19 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
+from testkit.command_line import Burst
+from testkit.terminal import text_of
 
 from burst_cli.app import main
 from burst_cli.bench.plot import bench_figure
 from burst_cli.bench.view import bench_view
 from engine.planning.methods.presets import PRESETS
 
-Burst = Callable[..., Any]
 ROWS, HEADS, KV_HEADS, WIDTH = 64, 4, 2, 16
 VARIANTS = ("ring", "ring:layout=striped", "burst:backward_circulates=q", "ring:kernel=aten_flash", "single")
 SMALL = (
@@ -44,13 +43,6 @@ def row(variant: str, total_s: float, *, mask: str = "causal", seq_len: int = 40
 def document(*rows: dict[str, Any], skipped: list[dict[str, Any]] | None = None) -> dict[str, Any]:
     facts = {"device": "a processor", "cores": 2, "torch": "2", "load": 0.5, "date": "2026-11-20"}
     return {"benchmark": "attention", "environment": facts, "results": list(rows), "skipped": skipped or []}
-
-
-def printed(shown: dict[str, Any]) -> str:
-    console = Console(width=300, file=io.StringIO())
-    with console.capture() as text:
-        console.print(bench_view(shown))
-    return text.get()
 
 
 @dataclass(frozen=True)
@@ -142,7 +134,9 @@ def test_a_table_per_mask_and_length_then_what_was_skipped() -> None:
     reason = {"variant": "single", "reason": "alone"}
     skipped = [reason | {"mask": "causal", "seq_len": 4096}, reason | {"mask": "full", "seq_len": 4096}]
     faster = row("burst", 1.0) | {"exposed_s": -0.1}  # without communication it took longer, by chance
-    lines = printed(document(row("ring", 2.0), faster, row("ring", 3.0, mask="full"), skipped=skipped)).splitlines()
+    lines = text_of(
+        bench_view(document(row("ring", 2.0), faster, row("ring", 3.0, mask="full"), skipped=skipped)), width=300
+    ).splitlines()
     assert [line.rstrip() for line in lines] == [
         "attention, causal, 4,096 tokens",
         "variant          total   time             forward            backward   exposed  sent inside nodes  "

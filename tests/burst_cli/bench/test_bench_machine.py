@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from rich.console import Console
+from testkit.terminal import lines_of
 
 from burst_cli.app import main
 from burst_cli.bench.view import machine_view
@@ -128,9 +128,7 @@ def test_a_profile_as_people_read_it() -> None:
     machine |= {name: 0.001 * place for place, name in enumerate(times, 1)}
     shares = {"matmul_shares": [(64, 0.5), (1024, 1.0)], "elementwise_shares": [(1000, 0.25)]}
     measured = {"load": 3.5, "cores": 2, "setup": {"ranks": 2}, "device": "a processor"}
-    lines = io.StringIO()
-    Console(width=100, file=lines).print(machine_view({"machine": machine | shares, "measured": measured}))
-    assert [" ".join(line.split()) for line in lines.getvalue().splitlines()] == [
+    assert lines_of(machine_view({"machine": machine | shares, "measured": measured}), width=100) == [
         "of a rank size rate",
         "products of matrices, by their smallest side 64 500 MFLOP/s",
         "1,024 1 GFLOP/s",

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
+from testkit.command_line import Burst
 
-from burst_cli.app import main
 from burst_cli.data.progress import show_progress
 from engine.data.build import Progress
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +33,9 @@ def overrides(corpus: Path) -> list[str]:
     return ["data=text", f"data.paths=[{corpus}]", "data.tokenizer=bytes", "data.validation_fraction=0.1"]
 
 
-def test_prepare_shows_a_table_with_exact_counts(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "prepare", *overrides(corpus)]) == 0
-    out, err = capsys.readouterr()
+def test_prepare_shows_a_table_with_exact_counts(corpus: Path, burst: Burst) -> None:
+    code, out, err = burst("data", "prepare", *overrides(corpus))
+    assert code == 0, err
     lines = [line.split() for line in out.splitlines()]
     assert lines[0] == ["split", "documents", "text", "tokens", "bytes", "per", "token", "shards"]
     assert [(line[0], line[1]) for line in lines[1:3]] == [("train", "18"), ("validation", "2")]
@@ -47,15 +43,9 @@ def test_prepare_shows_a_table_with_exact_counts(corpus: Path, capsys: pytest.Ca
     assert "writing tokens" in err
 
 
-def test_json_is_one_document_and_the_second_call_finds_the_data(
-    corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    documents = []
-    for _ in range(2):
-        assert main(["data", "prepare", "--json", *overrides(corpus)]) == 0
-        out, err = capsys.readouterr()
-        documents.append(json.loads(out))
-    first, second = documents
+def test_json_is_one_document_and_the_second_call_finds_the_data(corpus: Path, burst: Burst) -> None:
+    calls = [burst("data", "prepare", "--json", *overrides(corpus)) for _ in range(2)]
+    first, second = (call.document for call in calls)
     text_bytes = sum(path.stat().st_size for path in corpus.iterdir())
     splits = first["splits"]
     assert splits["train"]["text_bytes"] + splits["validation"]["text_bytes"] == text_bytes
@@ -63,16 +53,15 @@ def test_json_is_one_document_and_the_second_call_finds_the_data(
     assert (first["vocab_size"], first["tokenizer"], first["format"]) == (256, "bytes", "text")
     assert Path(first["path"]).is_dir()
     assert {**first, "elapsed_s": 0} == {**second, "elapsed_s": 0}
-    assert err == ""
+    assert calls[1].err == ""
 
 
-def test_lengths_of_documents_are_shown_when_classes_are_set(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lengths_of_documents_are_shown_when_classes_are_set(corpus: Path, burst: Burst) -> None:
     (corpus / "long.txt").write_text("z" * 9000)
     given = [*overrides(corpus), "data.validation_fraction=0.01", "train.seq_len=100"]
     given += ["data.length_buckets=[1000,100000]", "data.length_weights=[0.5,0.4,0.1]"]
-    assert main(["data", "prepare", *given]) == 0
-    out, err = capsys.readouterr()
-    tokens = json_of(["data", "prepare", "--json", *given], capsys)
+    _, out, err = burst("data", "prepare", *given)
+    tokens = burst("data", "prepare", "--json", *given).document
     samples = (tokens["splits"]["train"]["tokens"] - 1) // 100
     classes = tokens["length_classes"]
     assert sum(one["samples"] for one in classes) == samples
@@ -87,13 +76,9 @@ def test_lengths_of_documents_are_shown_when_classes_are_set(corpus: Path, capsy
     seen = 0.4 / (classes[1]["samples"] / samples)
     assert row[3:] == [str(classes[1]["samples"]), f"{classes[1]['tokens']:,}", row[5], "40%", "x", f"{seen:.3g}"]
     assert "warning: no sample is of documents of 100,000 and more tokens" in err
-    assert main(["launch", *given, "cluster=local", "cluster.ranks_per_node=1", "attention=single"]) == 1
-    assert "no sample of 100 tokens lies mostly in a document of 100,000 and more tokens" in capsys.readouterr().err
-
-
-def json_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
-    assert main(words) == 0
-    return json.loads(capsys.readouterr().out)
+    refused = burst("launch", *given, "cluster=local", "cluster.ranks_per_node=1", "attention=single")
+    assert refused.code == 1
+    assert "no sample of 100 tokens lies mostly in a document of 100,000 and more tokens" in refused.err
 
 
 @pytest.mark.parametrize(
@@ -115,17 +100,16 @@ def json_of(words: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
     ],
 )
 def test_mistakes_are_one_message_and_an_exit_code(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+    tmp_path: Path, burst: Burst, arguments: list[str], code: int, message: str
 ) -> None:
     (tmp_path / "bad.jsonl").write_text("{nonsense\n")
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "robot", "content": "x"}]}\n')
     files = {"BAD": str(tmp_path / "bad.jsonl"), "CHATS": str(tmp_path / "chats.jsonl")}
     given = [argument.replace("BAD", files["BAD"]).replace("CHATS", files["CHATS"]) for argument in arguments]
-    assert main(["data", "prepare", *given]) == code
-    out, err = capsys.readouterr()
-    assert message in err
-    assert "Traceback" not in err
-    assert out == ""
+    told = burst("data", "prepare", *given)
+    assert (told.code, told.out) == (code, "")
+    assert message in told.err
+    assert "Traceback" not in told.err
     assert not list(tmp_path.glob("cache/data/*"))
 
 

@@ -16,13 +16,13 @@ import pytest
 import yaml
 from launch_driver import launch
 from testkit import PYTHON_PATH
+from testkit.command_line import Burst
 from testkit.fault_rig import confirm
 from testkit.fault_table import AROUND_RANKS
 from testkit.process_table import kill_run, run_processes, wait_until_gone
 from testkit.terminal import on_terminal
 from testkit.waiting import wait_for
 
-from burst_cli.app import main
 from burst_cli.compose import compose
 from burst_cli.launch.launching import conclude, saved_line
 from cluster.control.outcome import LaunchOutcome, Leftover
@@ -254,9 +254,9 @@ def test_plain_never_redraws_on_a_terminal(tmp_path: Path) -> None:
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
-def test_dry_run_prints_the_plan_and_creates_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "exp=tiny", "train.steps=3", "--dry-run", "--runs-dir", str(tmp_path / "runs")]) == 0
-    output = capsys.readouterr().out
+def test_dry_run_prints_the_plan_and_creates_nothing(tmp_path: Path, burst: Burst) -> None:
+    code, output, _ = burst("launch", "exp=tiny", "train.steps=3", "--dry-run")
+    assert code == 0
     assert "optimizer.warmup_steps is 3, not 10: the run has 3 steps" in output
     assert "torch.distributed.run" in output
     assert "OMP_NUM_THREADS=" in output
@@ -264,16 +264,15 @@ def test_dry_run_prints_the_plan_and_creates_nothing(tmp_path: Path, capsys: pyt
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dry_run_as_json_is_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "exp=tiny", "--dry-run", "--json", "--runs-dir", str(tmp_path)]) == 0
-    document = json.loads(capsys.readouterr().out)
+def test_dry_run_as_json_is_the_plan(tmp_path: Path, burst: Burst) -> None:
+    document = burst("launch", "exp=tiny", "--dry-run", "--json", "--runs-dir", str(tmp_path)).document
     (node,) = document["nodes"]
     assert node["command"][-1] == f"{document['path']}/config.yaml"
     assert document["files"]["plan.sh"].rstrip().endswith("config.yaml")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_job_of_kubernetes_is_printed_alone_and_creates_nothing(tmp_path: Path, burst: Any) -> None:
+def test_a_job_of_kubernetes_is_printed_alone_and_creates_nothing(tmp_path: Path, burst: Burst) -> None:
     pods = ("cluster=k8s", "cluster.kubernetes.claim=runs", "cluster.container.image=registry.example/burst:1")
     result = burst("launch", "exp=tiny", *pods, "--as", "kubernetes", "--dry-run")
     assert (result.code, yaml.safe_load(result.out)["kind"]) == (0, "JobSet")
@@ -289,7 +288,7 @@ def test_a_job_of_kubernetes_is_printed_alone_and_creates_nothing(tmp_path: Path
     ],
 )
 def test_data_that_does_not_suit_the_model_leaves_no_run(
-    burst: Any, tmp_path: Path, settings: tuple[str, ...], code: int, said: str
+    burst: Burst, tmp_path: Path, settings: tuple[str, ...], code: int, said: str
 ) -> None:
     (tmp_path / "corpus.txt").write_text("to be or not to be\n" * 500)
     train_bpe(["the quick brown fox jumps over the lazy dog " * 20], 280).save(tmp_path)
@@ -357,7 +356,7 @@ def test_the_last_line_says_where_the_weights_are_or_that_there_are_none(tmp_pat
 
 
 @pytest.mark.parametrize("exp", ["extend_128k", "extend_1m", "sft_128k", "toy_8k"])
-def test_recipes_that_go_on_with_a_model_do_not_start_without_one(burst: Any, exp: str) -> None:
+def test_recipes_that_go_on_with_a_model_do_not_start_without_one(burst: Burst, exp: str) -> None:
     small = ["model=tiny", "memory=none", "cluster=local4", "train=tiny", "train.seq_len=64", "data=stdlib"]
     assert burst("config", f"exp={exp}", *small).code == 0
     result = burst("launch", f"exp={exp}", *small, "--dry-run")

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testkit.command_line import Burst
 from testkit.process_table import kill_run
 
-from burst_cli.app import main
 from engine.config.settings import load_config
 from engine.runs.folder import RunFolder, list_runs
 
@@ -117,9 +117,8 @@ def test_run_folder_keeps_what_was_asked_and_what_was_run(document: dict[str, An
     assert (config.train.steps, config.cluster.backend) == (STEPS, "gloo")
 
 
-def test_report_shows_the_run(document: dict[str, Any], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", document["run_id"], "--json", "--runs-dir", str(folder / "runs")]) == 0
-    (record,) = json.loads(capsys.readouterr().out)["runs"]
+def test_report_shows_the_run(document: dict[str, Any], folder: Path, burst: Burst) -> None:
+    (record,) = burst("report", document["run_id"], "--json", "--runs-dir", str(folder / "runs")).document["runs"]
     # The report adds where the run comes from; what both say is the same.
     assert {key: record[key] for key in record if key in document} == {
         key: value for key, value in document.items() if key in record

@@ -6,25 +6,28 @@ import json
 from pathlib import Path
 
 import pytest
+from testkit.command_line import Burst, Result
 
-from burst_cli.app import main
 from cluster.testbed.build import Testbed
 
 SHORT = ("exp=tiny", "train.steps=5", "optimizer.warmup_steps=1")
 
 
-def launch(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of `burst launch WORDS`."""
-    code = main(["launch", *SHORT, *words])
-    said = capsys.readouterr()
-    return code, said.out, " ".join(said.err.split())
+@pytest.fixture
+def launch(burst: Burst) -> Burst:
+    """`burst launch WORDS`; what it says on stderr is one line."""
+
+    def run(*words: str) -> Result:
+        result = burst("launch", *SHORT, *words)
+        return result._replace(err=" ".join(result.err.split()))
+
+    return run
 
 
 @pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def runs(clean_home: Path) -> Path:
     """Where runs would go, were there any."""
-    monkeypatch.setenv("BURST_RUNS_DIR", str(tmp_path / "runs"))
-    return tmp_path / "runs"
+    return clean_home / "runs"
 
 
 @pytest.mark.parametrize(
@@ -49,24 +52,24 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_contradictions_are_refused_before_any_node_is_asked(
-    runs: Path, capsys: pytest.CaptureFixture[str], words: list[str], text: str
+    runs: Path, launch: Burst, words: list[str], text: str
 ) -> None:
-    code, out, err = launch(capsys, *words)
+    code, out, err = launch(*words)
     assert (code, out) == (2, "")
     assert text in err
     assert not runs.exists()
 
 
-def test_nodes_that_cannot_be_reached_are_all_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = launch(capsys, "--hosts", "127.0.0.[1-3]", "cluster.ssh.port=1")
+def test_nodes_that_cannot_be_reached_are_all_named(runs: Path, launch: Burst) -> None:
+    code, out, err = launch("--hosts", "127.0.0.[1-3]", "cluster.ssh.port=1")
     assert (code, out) == (1, "")
     assert "127.0.0.[1-3]: " in err
     assert "refuses connections" in err
     assert not runs.exists()
 
 
-def test_errors_of_nodes_are_one_document_with_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = launch(capsys, "--hosts", "127.0.0.1", "cluster.ssh.port=1", "--json")
+def test_errors_of_nodes_are_one_document_with_json(runs: Path, launch: Burst) -> None:
+    code, out, _ = launch("--hosts", "127.0.0.1", "cluster.ssh.port=1", "--json")
     assert code == 1
     assert "127.0.0.1" in json.dumps(json.loads(out))
 
@@ -86,11 +89,11 @@ def traces(testbed: Testbed) -> set[Path]:
 
 
 def test_a_dry_run_asks_the_nodes_and_leaves_no_trace(
-    testbed: Testbed, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    testbed: Testbed, runs: Path, tmp_path: Path, launch: Burst, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BURST_CACHE_DIR", str(tmp_path / "cache"))
     before = traces(testbed)
-    code, out, err = launch(capsys, f"cluster={testbed.name}", "--dry-run", "--json")
+    code, out, err = launch(f"cluster={testbed.name}", "--dry-run", "--json")
     assert code == 0, err
     document = json.loads(out)
     assert (document["launcher"], document["world_size"], document["backend"]) == ("ssh", 4, "gloo")
@@ -102,13 +105,11 @@ def test_a_dry_run_asks_the_nodes_and_leaves_no_trace(
     assert not (tmp_path / "cache").exists()
 
 
-def test_ranks_follow_the_order_of_a_hostfile(
-    testbed: Testbed, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_follow_the_order_of_a_hostfile(testbed: Testbed, runs: Path, tmp_path: Path, launch: Burst) -> None:
     names = [testbed.node_names[2], testbed.node_names[0]]
     (tmp_path / "hosts").write_text("\n".join(names))
     words = (f"cluster={testbed.name}", "--hostfile", str(tmp_path / "hosts"), "--run-path", str(tmp_path / "mine"))
-    code, out, err = launch(capsys, *words, "--dry-run", "--json")
+    code, out, err = launch(*words, "--dry-run", "--json")
     assert code == 0, err
     document = json.loads(out)
     assert [(node["name"], node["first_rank"]) for node in document["nodes"]] == [(names[0], 0), (names[1], 1)]
@@ -116,19 +117,17 @@ def test_ranks_follow_the_order_of_a_hostfile(
     assert document["path"] == str(tmp_path / "mine")
 
 
-def test_people_see_the_plan_and_what_is_odd(testbed: Testbed, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = launch(capsys, f"cluster={testbed.name}", "--dry-run", "cluster.master_port=29500")
+def test_people_see_the_plan_and_what_is_odd(testbed: Testbed, runs: Path, launch: Burst) -> None:
+    code, out, err = launch(f"cluster={testbed.name}", "--dry-run", "cluster.master_port=29500")
     assert code == 0, err
     assert "4 ranks on 4 nodes" in out
     assert "--master-port=29500" in out
     assert "2 more files like env/" in out
 
 
-def test_every_problem_of_real_nodes_is_told_at_once(
-    testbed: Testbed, runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_problem_of_real_nodes_is_told_at_once(testbed: Testbed, runs: Path, launch: Burst) -> None:
     settings = ("cluster.python=/opt/none", "cluster.interface=ib7", "data=text", "data.paths=[/none/corpus.txt]")
-    code, _, err = launch(capsys, f"cluster={testbed.name}", *settings)
+    code, _, err = launch(f"cluster={testbed.name}", *settings)
     assert code == 1
     for text in ("no Python for the ranks", "there is no interface ib7", "data /none/corpus.txt: no such file"):
         assert text in err

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from testkit.check_fakes import GROUPS, HEALTHY, FakeFleet, answer
+from testkit.command_line import Burst
 
 from burst_cli.nodes.check_nodes import Output, run_check
 from burst_cli.nodes.check_view import CheckView, print_changes, print_report
@@ -20,7 +21,6 @@ from cluster.checks.selection import Selection
 from cluster.errors import SshError, SshFailure
 from engine.config.settings import RunConfig
 
-Burst = Callable[..., Any]
 REFUSED = SshError("n3", SshFailure.REFUSED, "192.0.2.1 port 22 refuses connections", "is sshd running?")
 FLEET = {"n1": HEALTHY, "n2": HEALTHY, "n3": REFUSED, "n4": answer({"host.disk": "warn"})}
 

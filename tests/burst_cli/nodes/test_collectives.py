@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
+from testkit.command_line import Burst
+from testkit.terminal import text_of
 from testkit.testbed_fixture import MakeTestbed, Testbeds
 
 from burst_cli.nodes.collectives import collectives_view, judged
@@ -25,7 +25,6 @@ from engine.config.settings import RunConfig, config_from_dict
 from engine.runs.folder import RunFolder, create_run
 from engine.training.rank.process import RankStatus
 
-Burst = Callable[..., Any]
 CPU = torch.device("cpu")
 SHARES = {"all_reduce": 6 / 4, "all_to_all": 3 / 4}  # of four ranks, by PERFORMANCE.md of nccl-tests
 
@@ -110,12 +109,10 @@ def test_the_table_ends_with_the_usual_rate_and_who_is_slow() -> None:
     pairs = [{"nodes": pair, "gbps": 10} for pair in ([0, 1], [0, 2], [0, 3], [1, 2], [1, 3])]
     pairs += [{"nodes": [2, 3], "gbps": 4}, *({"nodes": [at, 4], "gbps": 2} for at in range(4))]
     row = {"operation": "all_reduce", "bytes": 1 << 16, "seconds": 0.0082, "busbw_gbps": 0.0959}
-    stream = io.StringIO()
-    for measured in (pairs, []):
-        found = judged({"collectives": [row], "pairs": measured}, ["a", "b", "c", "d", "e"])
-        Console(file=stream, width=100).print(collectives_view(found))
+    documents = ({"collectives": [row], "pairs": measured} for measured in (pairs, []))
+    views = (collectives_view(judged(document, ["a", "b", "c", "d", "e"])) for document in documents)
     table = ["operation     size    time  busbw Gbit/s", "all_reduce  64 KiB  8.2 ms        0.0959"]
-    assert [line.rstrip() for line in stream.getvalue().splitlines()] == [
+    assert [line.rstrip() for line in text_of(*views, width=100).splitlines()] == [
         *table,
         "between two nodes, both ways at once: 10 Gbit/s is usual",
         "e is slow with most others: 2 Gbit/s",

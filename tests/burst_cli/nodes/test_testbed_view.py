@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 
 import pytest
-from rich.console import Console, RenderableType
+from testkit.terminal import lines_of
 
 from burst_cli.nodes.testbed_view import next_steps, status_table
 from cluster.testbed.node import Service
 from cluster.testbed.status import NodeStatus, TestbedStatus
-
-
-def lines_of(view: RenderableType) -> list[str]:
-    stream = io.StringIO()
-    Console(file=stream, width=200, highlight=False).print(view)
-    return [" ".join(line.split()) for line in stream.getvalue().splitlines()]
 
 
 def node(number: int, **changes: object) -> NodeStatus:

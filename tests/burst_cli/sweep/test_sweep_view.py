@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from testkit.run_maker import make_run
+from testkit.terminal import lines_of
 
 from burst_cli.sweep.estimate import Estimate
 from burst_cli.sweep.grammar import Axis
@@ -26,14 +27,6 @@ CELLS = (
 )
 AXES = (Axis("exp", ("exp=tiny",), ("tiny",), False), Axis("train.seq_len", (), ("512", "513", "8K", "64"), True))
 PLAN = SweepPlan("lab-1", ("exp=tiny", "train.seq_len=512,513,8K,64"), AXES, CELLS)
-
-
-def lines_of(*views: Any, width: int = 200) -> list[str]:
-    """What is printed, with single blanks."""
-    stream = io.StringIO()
-    for view in views:
-        Console(file=stream, width=width, highlight=False).print(view)
-    return [" ".join(line.split()) for line in stream.getvalue().splitlines()]
 
 
 def test_a_plan_is_its_cells_what_each_takes_and_all_of_them_together() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from testkit.command_line import Burst
 from testkit.testbed_fixture import Testbeds
 
-from burst_cli.app import main
 from cluster.checks.finding import Finding, FleetReport, Verdict
 from cluster.checks.run import CheckOptions, check_nodes
 from cluster.checks.selection import read_selection
@@ -103,12 +103,11 @@ def test_the_verb_lists_the_usable_nodes_and_nothing_else(
     broken: Testbed,
     module_testbeds: Testbeds,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    burst: Burst,
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(module_testbeds.config_dir))
     timeout = f"cluster.ssh.connect_timeout_s={CONNECT_TIMEOUT_S}"
     names = broken.node_names
     hosts = fold_nodes([names[number - 1] for number in (1, 3, 6)])  # the others take as long as the timeout
-    code = main(["check-nodes", f"cluster={broken.name}", timeout, "--hosts", hosts, "--only", "gpu", "--list"])
-    assert capsys.readouterr().out == names[0] + "\n"
-    assert code == 1
+    listed = burst("check-nodes", f"cluster={broken.name}", timeout, "--hosts", hosts, "--only", "gpu", "--list")
+    assert (listed.code, listed.out) == (1, f"{names[0]}\n")

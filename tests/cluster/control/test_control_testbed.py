@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 from testkit.fake_run import TestbedRun
-from testkit.link_rig import agents_on
-from testkit.process_table import run_processes, wait_until_gone
+from testkit.process_table import wait_until_gone
 from testkit.testbed_fixture import Testbeds
-from testkit.waiting import wait_for
 
-from cluster.control.settle import request_cancel
 from cluster.testbed.build import Testbed
 from cluster.testbed.faults import clear_faults
 
@@ -64,13 +61,3 @@ def test_rank_that_fails_on_the_second_node_is_blamed_and_the_next_attempt_compl
     logs = [sorted(path.name for path in one.run.log_dir(node).glob("rank*.log")) for node in (first, second)]
     assert logs == [["rank0000.log", "rank0001.log"], ["rank0002.log", "rank0003.log"]]
     assert one.run.log_path(second, 3).read_text().endswith("rank 3 in mode ok\n")
-
-
-def test_run_of_a_killed_launcher_is_cancelled_from_elsewhere(start: Callable[..., TestbedRun]) -> None:
-    one = start("wait")
-    one.orphan()
-    settled = request_cancel(one.run)
-    assert (settled.state, settled.leftover) == ("cancelled", [])
-    assert run_processes(one.run.run_id) == []
-    # A bridge ends once it sees that nobody is on the other side.
-    wait_for(lambda: not any(agents_on(one.testbed, node) for node in one.testbed.node_names), "the ends of bridges")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import subprocess
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from env_hardware import furnish
+from testkit.command_line import Burst
 from testkit.testbed_fixture import Testbeds
 
-from burst_cli.app import main
 from cluster.testbed.build import Testbed
 from cluster.testbed.faults import set_fault
 
@@ -23,37 +20,14 @@ CANARY = "s3cret-canary-4712"
 GOOD = ("0 1 2 5 6 7 8 11", "0 3 4 5 6 9 10 11", "0 1 2 3 4 5 6 7", "0 1 2 3 6 7 8 9")
 
 
-@dataclass(frozen=True)
-class Result:
-    """What one call of `burst env` did."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def document(self) -> dict[str, Any]:
-        return json.loads(self.out)
-
-
-Burst = Callable[..., Result]
-
-
 @pytest.fixture
-def burst_env(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Burst:
+def burst_env(burst: Burst, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Burst:
     """`burst_env("show", "--json")`, with no configuration of the person who runs the tests."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("COLUMNS", "200")
     for name in [name for name in os.environ if name.startswith(("NCCL_", "GLOO_", "TORCH_", "SLURM_"))]:
         monkeypatch.delenv(name)
-
-    def run(*argv: str) -> Result:
-        capsys.readouterr()
-        code = main(["env", *argv])
-        captured = capsys.readouterr()
-        return Result(code, captured.out, captured.err)
-
-    return run
+    return partial(burst, "env")
 
 
 @pytest.fixture

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from io import StringIO
 from pathlib import Path
 
 from env_topologies import SISTERS, machine, node, port
-from rich.console import Console, RenderableType
+from testkit.terminal import text_of
 
 from burst_cli.nodes.env_view import CheckReport, check_report, files_view, fleet_view, fold_environments, report_view
 from cluster.checks.finding import Finding, Verdict
@@ -15,12 +14,6 @@ from cluster.env.ask import FleetEnvironment
 from cluster.env.live import LiveSource
 from cluster.env.plan import plan_fleet
 from engine.config.cluster import ClusterConfig
-
-
-def shown(view: RenderableType) -> str:
-    console = Console(file=StringIO(), width=200, highlight=False, emoji=False)
-    console.print(view)
-    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def rows_of(text: str) -> list[list[str]]:
@@ -48,7 +41,7 @@ def test_sisters_are_classes_of_their_own() -> None:
 
 def test_equal_nodes_are_shown_once_and_foreign_text_is_text_and_not_markup() -> None:
     one = node(port("mlx5_0", netdev="[bold]ib0[/bold]"), notes=("[red]x[/red][/]",))
-    text = shown(fleet_view(FleetEnvironment({"node1": one, "node2": replace(one, node="node2")}), "--hosts"))
+    text = text_of(fleet_view(FleetEnvironment({"node1": one, "node2": replace(one, node="node2")}), "--hosts"))
     why = "up, InfiniBand, 400 Gbit/s; GPU 0 by taking turns, for no port is nearer than another"
     assert rows_of(text) == [
         ["variable", "value", "why"],
@@ -64,7 +57,7 @@ def test_equal_nodes_are_shown_once_and_foreign_text_is_text_and_not_markup() ->
 def test_findings_about_a_log_are_a_table_and_a_document() -> None:
     finding = Finding("env.nccl_log", "[b]n[/b]", Verdict.FAIL, "[red]x[/]", "y", remedy="[/]")
     report = CheckReport(findings=(finding,))
-    assert rows_of(shown(report_view(report))) == [
+    assert rows_of(text_of(report_view(report))) == [
         ["node", "", "observed", "expected", "what to do"],
         ["[b]n[/b]", "FAIL", "[red]x[/]", "y", "[/]"],
     ]
@@ -75,7 +68,7 @@ def test_the_same_difference_on_many_nodes_is_one_line() -> None:
     fleet = equal_nodes("tb1", "tb2", "tb3")
     live = {name: (LiveSource("login", {"NCCL_DEBUG": "[b]TRACE"}),) for name in fleet.environments}
     report = check_report(replace(fleet, live=live, errors={"tb4": "refused"}), None)
-    text = shown(report_view(report))
+    text = text_of(report_view(report))
     assert rows_of(text) == [
         ["nodes", "where", "variable", "", "set", "planned"],
         ["tb[1-3]", "login", "NCCL_DEBUG", "unknown", "[b]TRACE", "-"],
@@ -99,14 +92,14 @@ def test_nothing_to_complain_of_says_what_was_looked_at() -> None:
     rank = LiveSource("rank 0", {one.name: one.value for one in equal_nodes("tb1").environments["tb1"].variables}, True)
     fleet = replace(equal_nodes("tb1"), live={"tb1": (rank,)})
     told = "tb1: nothing differs from the plan (looked at: login, nccl.conf, 1 running rank)\n"
-    assert shown(report_view(check_report(fleet, None))) == told
-    assert shown(report_view(CheckReport())) == "no node could be looked at\n"
+    assert text_of(report_view(check_report(fleet, None))) == told
+    assert text_of(report_view(CheckReport())) == "no node could be looked at\n"
 
 
 def test_written_files_are_listed_with_warnings_once() -> None:
     fleet = equal_nodes("tb1", "tb2")
     warned = {name: replace(one, warnings=("beware",)) for name, one in fleet.environments.items()}
-    text = shown(files_view({name: Path(f"/x/{name}.env") for name in warned}, replace(fleet, environments=warned)))
+    text = text_of(files_view({name: Path(f"/x/{name}.env") for name in warned}, replace(fleet, environments=warned)))
     count = str(len(fleet.environments["tb1"].variables))
     assert [line.split() for line in text.splitlines()] == [
         ["node", "file", "variables"],

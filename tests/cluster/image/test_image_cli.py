@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
 
 import pytest
 from rich.console import Console
 from test_image_plan import EMPTY, IDENTITY, MIB
+from testkit.terminal import lines_of, text_of
 
-from burst_cli.app import main
 from burst_cli.image.view import (
     PlainPushView,
     open_push_view,
@@ -24,17 +23,6 @@ from cluster.image.push import NodeResult
 from cluster.image.status import NodeImage, build_status
 
 HOSTILE = "[red]x[/red] \x1b[2J"
-
-
-def shown(view) -> str:
-    stream = io.StringIO()
-    Console(file=stream, width=200, highlight=False, emoji=False).print(view)
-    return stream.getvalue()
-
-
-def lines_of(view) -> list[str]:
-    """What is shown, with single blanks."""
-    return [" ".join(line.split()) for line in shown(view).splitlines()]
 
 
 APP = ["--image", "app:1"]
@@ -55,20 +43,21 @@ UNNAMED = "give --image NAME:TAG, or set cluster.container.image"
         ),
     ],
 )
-def test_a_mistake_is_told_before_anything_is_reached(words, expected, capsys):
-    assert main(["image", *words, "--hosts", "node1"]) == 2
-    assert expected in " ".join(capsys.readouterr().err.split())
+def test_a_mistake_is_told_before_anything_is_reached(words, expected, burst):
+    result = burst("image", *words, "--hosts", "node1")
+    assert result.code == 2
+    assert expected in " ".join(result.err.split())
 
 
-def test_an_engine_that_is_not_there_is_told_in_words(capsys):
-    override = "cluster.container.command=/nowhere/docker"
-    assert main(["image", "push", "--hosts", "node1", "--image", "app:1", override]) == 1
-    assert "the local engine (/nowhere/docker): cannot run /nowhere/docker" in capsys.readouterr().err
+def test_an_engine_that_is_not_there_is_told_in_words(burst):
+    result = burst("image", "push", "--hosts", "node1", *APP, "cluster.container.command=/nowhere/docker")
+    assert result.code == 1
+    assert "the local engine (/nowhere/docker): cannot run /nowhere/docker" in result.err
 
 
-def test_no_nodes_is_a_mistake_with_a_json_document(capsys):
-    assert main(["image", "prune", "--json"]) == 2
-    assert json.loads(capsys.readouterr().out)["error"]["exit_code"] == 2
+def test_no_nodes_is_a_mistake_with_a_json_document(burst):
+    result = burst("image", "prune", "--json")
+    assert (result.code, result.document["error"]["exit_code"]) == (2, 2)
 
 
 def plan_of(*nodes: NodePlan) -> ImagePlan:
@@ -108,9 +97,9 @@ def test_words_of_nodes_are_never_markup():
     result = NodeResult("node1", False, "direct", error=HOSTILE.replace("\x1b[2J", ""))
     status = build_status("app", [NodeImage("node1", problem="[red]x[/red]")], None)
 
-    assert "[red]x[/red]" in shown(results_view([result], 1.0))
-    assert "[red]x[/red]" in shown(status_view(status))
-    assert "[red]x[/red]" in shown(prune_view([Pruned("node1", problem="[red]x[/red]")], dry_run=True))
+    assert "[red]x[/red]" in text_of(results_view([result], 1.0))
+    assert "[red]x[/red]" in text_of(status_view(status))
+    assert "[red]x[/red]" in text_of(prune_view([Pruned("node1", problem="[red]x[/red]")], dry_run=True))
 
 
 def test_status_marks_what_differs_and_what_is_missing():

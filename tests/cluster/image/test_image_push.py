@@ -13,7 +13,6 @@ from testkit.connecting import connect
 from testkit.image_rig import PushRig, Watcher, launcher_engine, layer
 from testkit.waiting import wait_for
 
-from burst_cli.app import main
 from cluster.errors import ClusterError
 from cluster.image.local import LocalImage
 from cluster.image.prune import prune_node
@@ -133,20 +132,20 @@ def test_an_image_goes_under_its_whole_name_however_it_is_named(rig):
         rig.find("rig/none:1")
 
 
-def test_push_and_status_as_a_person_types_them(rig, module_testbeds, monkeypatch, capsys):
+def test_push_and_status_as_a_person_types_them(rig, module_testbeds, monkeypatch, burst):
     image = rig.image(0.5)
     monkeypatch.setenv("DOCKER_HOST", rig.engine.host)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(module_testbeds.config_dir))
     cluster = (f"cluster={rig.testbed.name}", "--image", image.name, "--json", "--hosts", ",".join(rig.names[:2]))
 
-    def burst(*words: str) -> tuple[int, dict[str, Any]]:
-        code = main(["image", *words, *cluster])
-        return code, json.loads(capsys.readouterr().out)
+    def asked(*words: str) -> tuple[int, dict[str, Any]]:
+        result = burst("image", *words, *cluster)
+        return result.code, result.document
 
-    code, plan = burst("push", "--dry-run", "--route", "chain")
+    code, plan = asked("push", "--dry-run", "--route", "chain")
     assert (code, [node["route"] for node in plan["nodes"]]) == (0, ["direct", "chain"])
-    assert [group["identity"] for group in burst("status")[1]["groups"]] == [None]
-    code, pushed = burst("push")
+    assert [group["identity"] for group in asked("status")[1]["groups"]] == [None]
+    code, pushed = asked("push")
     assert (code, pushed["ok"], pushed["identity"]) == (0, True, image.identity)
-    code, status = burst("status")
+    code, status = asked("status")
     assert (code, status["groups"][0]["nodes"]) == (0, list(rig.names[:2]))

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from testkit.command_line import Burst
 from testkit.fake_run import HURRIED, TestbedRun
 from testkit.fault_rig import SMALL
 from testkit.fault_table import REFUSED, Row
 from testkit.testbed_fixture import Testbeds
 
-from burst_cli.app import main
 from cluster.control.outcome import StopRequests
 from cluster.plan import with_exclusive
 from cluster.testbed.build import Testbed
@@ -46,11 +46,9 @@ def words(
         clear_faults(testbed, node)
 
 
-def check(row: Row, words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def check(row: Row, words: list[str], burst: Burst) -> str:
     """What the refused launch says."""
-    capsys.readouterr()
-    code = main(["launch", *words, *row.words])
-    said = capsys.readouterr().err
+    code, _, said = burst("launch", *words, *row.words)
     assert code == row.exit_code, said
     assert row.blamed in said
     assert "Traceback" not in said
@@ -59,7 +57,7 @@ def check(row: Row, words: list[str], capsys: pytest.CaptureFixture[str]) -> str
 
 @pytest.mark.parametrize("row", [row for row in REFUSED if row.do not in SPECIAL], ids=lambda row: row.fault)
 def test_launch_that_cannot_work_is_refused_with_its_reason_and_starts_nothing(
-    testbed: Testbed, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], row: Row
+    testbed: Testbed, words: list[str], tmp_path: Path, burst: Burst, row: Row
 ) -> None:
     node = testbed.node_names[1]
     if row.do:
@@ -67,13 +65,13 @@ def test_launch_that_cannot_work_is_refused_with_its_reason_and_starts_nothing(
         folder.mkdir(exist_ok=True)
         set_fault(testbed, node, row.do, str(folder) if row.do == "disk_full" else None)
         words = [*words, "cluster.ssh.connect_timeout_s=2"]  # a healthy node may be slow
-    said = check(row, words, capsys)
+    said = check(row, words, burst)
     assert node in said or not row.do
     assert list_runs(tmp_path / "runs") == []
 
 
 def test_port_that_somebody_uses_is_refused_before_anything_starts(
-    testbed: Testbed, words: list[str], capsys: pytest.CaptureFixture[str]
+    testbed: Testbed, words: list[str], burst: Burst
 ) -> None:
     (row,) = (row for row in REFUSED if row.do == "hold the port")
     command = testbed.node(testbed.node_names[0]).inside(sys.executable, "-c", PORT_HOLDER)
@@ -83,19 +81,17 @@ def test_port_that_somebody_uses_is_refused_before_anything_starts(
         stack.callback(holder.kill)
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"ready\n"
-        check(row, words, capsys)
+        check(row, words, burst)
 
 
-def test_runs_folder_that_cannot_be_written_is_named(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_folder_that_cannot_be_written_is_named(words: list[str], tmp_path: Path, burst: Burst) -> None:
     (row,) = (row for row in REFUSED if row.do == "put a file there")
     (tmp_path / "file").write_text("")
-    check(row, [*words, "--runs-dir", str(tmp_path / "file" / "runs")], capsys)
+    check(row, [*words, "--runs-dir", str(tmp_path / "file" / "runs")], burst)
 
 
 def test_second_launch_on_busy_nodes_is_refused_and_the_first_goes_on(
-    testbed: Testbed, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    testbed: Testbed, words: list[str], tmp_path: Path, burst: Burst
 ) -> None:
     (row,) = (row for row in REFUSED if row.do == "run another")
     first, stop, said = TestbedRun(testbed, tmp_path / "first", "wait"), StopRequests(), []
@@ -103,7 +99,7 @@ def test_second_launch_on_busy_nodes_is_refused_and_the_first_goes_on(
 
     def launch_another() -> None:
         if first.is_under_way and not said:
-            said.append(check(row, words, capsys))
+            said.append(check(row, words, burst))
             stop.count, stop.cause = 1, "Ctrl-C"
 
     outcome, _ = first.lead(launch_another, stop, HURRIED)

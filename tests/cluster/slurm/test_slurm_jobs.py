@@ -60,19 +60,6 @@ def test_the_rank_that_failed_is_blamed_and_not_those_that_srun_stops(bench):
     wait_for(lambda: not run_processes(led.run.run_id))
 
 
-@pytest.mark.thorough
-def test_a_second_attempt_keeps_the_records_of_the_first(bench):
-    first = Led(bench.plan("raise")).begin()
-    first.wait()
-    again = Led(read_launch_plan(first.run.path), first.run).begin()
-    outcome = again.wait()
-
-    assert outcome.failure is not None
-    assert (outcome.failure.rank, again.run.read_state()["attempt"]) == (1, 2)
-    assert (again.run.path / "attempts" / "1" / "nodes" / names(bench)[1] / "outcome.json").exists()
-    assert len(list(again.run.path.glob("slurm-*.log"))) == 2
-
-
 def test_scancel_from_outside_is_a_cancelled_run(bench):
     # Impatient, so that the controller stops what it believes to have failed before the nodes say who asked them.
     led = Led(bench.plan("wait")).begin(timing=LaunchTiming(evidence_s=0.0, failure_grace_s=0.0))
@@ -93,20 +80,6 @@ def test_without_slurms_controller_a_launch_says_so_with_exit_code_3(make_testbe
     assert outcome.failure is not None
     assert outcome.exit_code == 3
     assert "controller does not answer" in outcome.failure.message
-
-
-@pytest.mark.thorough
-def test_a_node_that_does_not_see_the_run_folder_is_named(bench):
-    plan = bench.plan("ok")
-    second = bench.testbed.nodes[1]
-    bench.on_node(second, "mount", "-t", "tmpfs", "tmpfs", str(tmp := bench.folder / "runs"), make=tmp)
-    try:
-        failure = Led(plan).begin().wait().failure
-    finally:
-        bench.on_node(second, "umount", str(tmp))
-
-    assert failure is not None
-    assert f"{second.name} does not see the run folder" in failure.message
 
 
 def test_the_first_node_that_does_not_see_the_run_folder_is_noticed_by_slurm(bench):

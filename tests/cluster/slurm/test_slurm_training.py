@@ -8,9 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from slurm_rig import SlurmBench
 from testkit.fault_rig import SMALL
-from testkit.waiting import wait_for
 
 from engine.runs.folder import RunFolder
 
@@ -52,28 +50,3 @@ def test_a_job_on_two_nodes_computes_the_losses_of_two_ranks_on_this_machine(slu
     # The same tiles in the same order: only the order of two summands in a reduction may differ.
     assert losses == pytest.approx([row["loss"] for row in here.read_metrics()], abs=1e-5)
     assert far.read_state()["nodes"] == list(slurm_testbed.node_names[:2])
-
-
-def test_a_job_that_lost_a_node_goes_on_from_its_checkpoint(slurm_testbed, tmp_path):
-    bench, steps, every = SlurmBench(slurm_testbed, tmp_path), 24, 4
-    saves = (f"train.steps={steps}", f"train.checkpoint.every_steps={every}", "cluster.max_restarts=1")
-    slow = 'cluster.environment=["BURST_FAULT=slow:0.5;1;1"]'  # or it would end before it loses the node
-    with (tmp_path / "said").open("w") as said:
-        command = words(tmp_path, "far", *_ON_TWO_NODES, *saves, slow)
-        launcher = subprocess.Popen(command, env=bench.environment, stdout=said, stderr=said)
-    try:
-        wait_for(lambda: list(tmp_path.glob("far/tiny/2*/metrics.jsonl")), (tmp_path / "said").read_text)
-        run = run_in(tmp_path / "far")
-        wait_for(lambda: len(run.read_metrics()) > 2 * every)
-        bench.mark_down(slurm_testbed.nodes[1])
-        assert launcher.wait(500) == 0, (tmp_path / "said").read_text()
-    finally:
-        launcher.kill()
-        launcher.wait()
-
-    (restored,) = [event["step"] for event in run.read_events() if event["kind"] == "restored"]
-    assert restored >= 2 * every
-    before = {row["step"]: row["loss"] for row in RunFolder(run.path / "attempts" / "1").read_metrics()}
-    again = {row["step"]: row["loss"] for row in run.read_metrics()}
-    assert list(again) == list(range(restored + 1, steps + 1))
-    assert all(again[step].hex() == before[step].hex() for step in again.keys() & before.keys())

@@ -8,21 +8,19 @@ import pty
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from testkit import ROOT
+from testkit.command_line import Burst
 from testkit.fleet import Fleet, start_fleet
 
-from burst_cli.app import main
 from burst_cli.targets import select_targets
 from cluster.errors import HostsError
 from cluster.ssh.known_hosts import trust_file
-
-Burst = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -42,17 +40,10 @@ def clean_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def burst(capsys: pytest.CaptureFixture[str], fleet: Fleet) -> Burst:
-    """`burst hosts WORD ...` on the fleet: (exit code, stdout, stderr)."""
-
-    def run(word: str, *argv: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        ssh = [f"cluster.ssh.config_file={fleet.config_file}", "cluster.ssh.connect_timeout_s=5"]
-        code = main(["hosts", word, *ssh, *argv])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+def burst(burst: Burst, fleet: Fleet) -> Burst:
+    """`burst hosts WORD ...` on the fleet."""
+    ssh = (f"cluster.ssh.config_file={fleet.config_file}", "cluster.ssh.connect_timeout_s=5")
+    return lambda word, *argv: burst("hosts", word, *ssh, *argv)
 
 
 def fingerprint_of(burst: Burst, name: str) -> str:

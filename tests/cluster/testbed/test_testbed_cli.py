@@ -11,23 +11,16 @@ import time
 import pytest
 from testkit.testbed_fixture import next_name
 
-from burst_cli.app import main
 from cluster.testbed.faults import FAULT_KINDS
 from cluster.testbed.folder import folder_of
 from cluster.testbed.teardown import leftovers
 
 
 @pytest.fixture
-def burst(testbeds, monkeypatch, capsys):
-    """Runs a command line; its exit code and output."""
+def burst(burst, testbeds, monkeypatch):
+    """Knows the testbeds of the test."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(testbeds.config_dir))
-
-    def run(*argv: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = main(argv)
-        return (code, *capsys.readouterr())
-
-    return run
+    return burst
 
 
 @pytest.fixture

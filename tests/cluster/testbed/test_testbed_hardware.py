@@ -52,17 +52,6 @@ def test_hardware_faults_show_on_their_node_and_are_taken_back(testbed):
     assert run(testbed, other, "nvidia-smi -L").count("GPU ") == 8
 
 
-def test_a_fault_of_an_adapter_shows(testbed):
-    node = testbed.node_names[1]
-    script = "cat $BURST_PROBE_ROOT/sys/class/infiniband/*/ports/1/state"
-    before = run(testbed, node, script).count("ACTIVE")
-    set_fault(testbed, node, "hardware", "port_down:rail0")
-    after = run(testbed, node, script).count("ACTIVE")
-    clear_faults(testbed, node)
-
-    assert after == before - 1
-
-
 def test_a_node_with_adapters_may_lock_memory(testbed):
     limits = run(testbed, testbed.node_names[0], "cat $BURST_PROBE_ROOT/proc/self/limits")
 

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
-import yaml
 
 from cluster.ssh.hosts import is_host_name
-from cluster.testbed.build import build_plan
-from cluster.testbed.folder import Fault, TestbedFolder, TestbedState, state_root
+from cluster.testbed.folder import TestbedFolder, state_root
 from cluster.testbed.machine import missing_requirements
-from cluster.testbed.network import BLOCKS, Network, block_network
-from cluster.testbed.node import Node
+from cluster.testbed.network import BLOCKS, block_network
 from cluster.testbed.spec import TestbedSpec, format_rate, parse_rate
-from cluster.testbed.texts import is_cluster_config, passwd_text
-from engine.config.cluster import ClusterConfig
+from cluster.testbed.texts import passwd_text
 from engine.config.errors import ConfigError
-
-STATE = TestbedState(TestbedSpec("lab", nodes=3, rails=2, rate_bits_per_s=100_000_000, docker=True), block=5)
-FOLDER = TestbedFolder(Path("/x/lab"))
-
-
-def file_of(node: str, name: str) -> str:
-    """The text of a file of a node."""
-    files = Node(STATE, node, FOLDER.node(node)).files("a key\n", "root:x:0:0::/root:/bin/sh\n")
-    return next(text for path, text in files.items() if path.name == name)
 
 
 @pytest.mark.parametrize(
@@ -77,77 +63,11 @@ def test_blocks_of_addresses_do_not_overlap():
     assert len(set(networks)) == BLOCKS
 
 
-def test_every_interface_has_its_own_address_and_rails_are_networks_of_their_own():
-    network = STATE.network
-    addresses = [network.address(node, name) for node in STATE.spec.node_names for name in STATE.spec.interfaces]
-
-    assert len({*addresses, network.head_address}) == 10
-    assert len({network.mac(node, name) for node in STATE.spec.node_names for name in STATE.spec.interfaces}) == 9
-    assert network.address("lab2") == "10.100.80.2"
-    assert network.address("lab2", "rail1") == "10.100.82.2"
-
-
-def test_what_a_testbed_adds_to_this_machine_bears_its_name_and_fits():
-    commands = list(STATE.network.commands())
-    namespaces = [command[3] for command in commands if command[:3] == ("ip", "netns", "add")]
-    links = [command[3] for command in commands if command[:3] == ("ip", "link", "add")]
-
-    assert namespaces == ["btb.lab.switch", "btb.lab.lab1", "btb.lab.lab2", "btb.lab.lab3"]
-    assert links[0] == "btblab"
-    assert len(Network(TestbedSpec("a" * 12), 0).head_link) <= 15
-
-
-def test_every_link_is_shaped_at_both_ends():
-    shaped = [command for command in STATE.network.commands() if "tbf" in command]
-
-    assert len(shaped) == 2 + 3 * 3 * 2
-    assert all("100000000bit" in command for command in shaped)
-    assert not [command for command in Network(TestbedSpec("lab"), 5).commands() if command[0] == "tc"]
-
-
-def test_every_node_knows_every_other_by_name():
-    hosts = file_of("lab1", "hosts")
-
-    assert "10.100.80.3 lab3\n" in hosts
-    assert "10.100.81.3 lab3-rail0\n" in hosts
-
-
-def test_sshd_takes_keys_only_and_has_one_line_of_environment():
-    lines = file_of("lab1", "sshd_config").splitlines()
-
-    assert {"PasswordAuthentication no", "KbdInteractiveAuthentication no", "UsePAM no"} <= set(lines)
-    (environment,) = [line for line in lines if line.startswith("SetEnv")]
-    assert 'PATH="/x/lab/nodes/lab1/bin:' in environment
-    assert 'DOCKER_HOST="unix:///x/lab/nodes/lab1/docker/docker.sock"' in environment
-    assert "BURST_PROBE_ROOT" not in environment
-
-
 def test_only_the_ssh_user_gets_another_home():
     passwd = "root:x:0:0:root:/root:/usr/sbin/nologin\nme:x:1000:1000::/home/me:/bin/zsh\n"
 
     assert passwd_text(passwd, "/h") == "root:x:0:0:root:/h:/bin/sh\nme:x:1000:1000::/home/me:/bin/zsh\n"
     assert passwd_text(passwd, "/h", "/slow").startswith("root:x:0:0:root:/h:/slow\n")
-
-
-def test_the_configuration_names_nodes_and_how_to_reach_them(tmp_path):
-    plan = build_plan(TestbedSpec("lab", nodes=3, rails=2), tmp_path / "lab.yaml")
-    text = plan.files[plan.config_file]
-    config = yaml.safe_load(text)
-
-    assert config["nodes"] == "lab[1-3]"
-    assert config["interface"] == "rail0"
-    assert config["ssh"]["config_file"] == f"{plan.folder}/ssh_config"
-    assert set(config) <= set(ClusterConfig.__dataclass_fields__)
-    assert is_cluster_config(text)
-    assert not is_cluster_config("name: lab\nnodes: lab[1-3]\n")
-
-
-def test_the_state_survives_the_disk(tmp_path):
-    folder = TestbedFolder(tmp_path)
-    state = STATE.with_faults("lab2", (Fault("disk_full", "/data"), Fault("sshd_stop")))
-    folder.save(state)
-
-    assert folder.load() == state
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"spec": {"name": "../x"}, "block": 0, "faults": {}}'])
