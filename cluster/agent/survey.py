@@ -64,7 +64,6 @@ def survey(question: dict[str, Any]) -> dict[str, Any]:
         "gpus": find_gpus,
         "gpu_processes": find_gpu_processes,
         "memory_bytes": find_memory,
-        "cores": find_cores,
         "disk": lambda: find_disk(root),
         "port": lambda: find_port(question["port"]),
         "lock": lambda: find_lock(question["node"]),
@@ -136,11 +135,6 @@ def find_memory() -> int:
     if limit is None:
         raise Problem("/proc/meminfo does not tell")
     return limit
-
-
-def find_cores() -> int:
-    """CPU cores that a login may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def find_disk(root: str) -> int:

@@ -87,7 +87,6 @@ class RemoteFacts:
     gpus: tuple[GpuFacts, ...] = ()
     gpu_processes: tuple[ProcessFacts, ...] = ()
     memory_bytes: int | None = None
-    cores: int = 1
     disk_free_bytes: int | None = None
     port: int | None = None
     lock: str | None = None
@@ -100,6 +99,11 @@ class RemoteFacts:
     clock_offset_s: float | None = None
     clock_error_s: float = 0.0
     problems: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def cores(self) -> int:
+        """CPUs of a login."""
+        return (self.environment.cores if self.environment is not None else None) or 1
 
     @property
     def address(self) -> str | None:
@@ -132,7 +136,6 @@ def read_remote_facts(node: str, answer: Mapping[str, Any]) -> RemoteFacts:
             gpus=tuple(GpuFacts(_text(one["name"]), _whole(one["memory_mib"])) for one in _items(answer, "gpus")),
             gpu_processes=tuple(_gpu_process(one) for one in _items(answer, "gpu_processes")),
             memory_bytes=_optional(answer.get("memory_bytes")),
-            cores=max(1, _whole(answer.get("cores", 1))),
             disk_free_bytes=_optional(answer.get("disk")),
             port=_optional(answer.get("port")),
             lock=_run_id(answer["lock"]) if answer.get("lock") else None,

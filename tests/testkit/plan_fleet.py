@@ -36,7 +36,6 @@ def node(name: str, number: int = 1, *, gpus: int = 0, **changes: Any) -> Remote
         python=PYTHON,
         gpus=(H100,) * gpus,
         memory_bytes=64 << 30,
-        cores=16,
         disk_free_bytes=100 << 30,
         port=23456,
         environment=environment,
