@@ -5,16 +5,14 @@ Brings the code of the ranks to the nodes that lack it; where all share a folder
 
 from __future__ import annotations
 
-import gzip
-import hashlib
 import io
 import secrets
-import tarfile
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from cluster.agent.code import tree_id
+from cluster.agent.code import code_id_of
 from cluster.code.program import NoAnswerError, ask_program
 from cluster.errors import ClusterError
 from cluster.remote_text import one_line
@@ -27,7 +25,7 @@ _ROOT = Path(__file__).resolve().parent.parent.parent
 
 @dataclass(frozen=True)
 class CodeArchive:
-    """code_id: of its files, see `cluster.agent.code`. data: a packed tar of them."""
+    """code_id: see `cluster.agent.code`. data: a zip that Python imports from."""
 
     code_id: str
     data: bytes
@@ -38,21 +36,13 @@ class CodeError(ClusterError):
 
 
 def build_archive(root: Path = _ROOT) -> CodeArchive:
-    """The archive of the engine below `root`, this installation: what ranks import of us."""
-    files = {path.relative_to(root).as_posix(): path.read_bytes() for path in (root / "engine").rglob("*.py")}
-    code_id = tree_id({name: hashlib.sha256(data).hexdigest() for name, data in files.items()})
-    return CodeArchive(code_id, _pack(files))
-
-
-def _pack(files: dict[str, bytes]) -> bytes:
-    """A packed tar without dates and owners."""
+    """The archive of the engine below `root`, this installation: what ranks import of us. No dates, no owners."""
     stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT) as archive:
-        for name, data in sorted(files.items()):
-            member = tarfile.TarInfo(name)
-            member.size, member.mode = len(data), 0o600
-            archive.addfile(member, io.BytesIO(data))
-    return gzip.compress(stream.getvalue(), compresslevel=6, mtime=0)
+    with zipfile.ZipFile(stream, "w") as archive:
+        for path in sorted((root / "engine").rglob("*.py")):
+            member = zipfile.ZipInfo(path.relative_to(root).as_posix())
+            archive.writestr(member, path.read_bytes(), zipfile.ZIP_DEFLATED)
+    return CodeArchive(code_id_of(stream.getvalue()), stream.getvalue())
 
 
 KEEP = 5

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from cluster.agent.code import code_path
 from cluster.code.upload import Delivery, build_archive, code_place, shared_place, upload_code
 from cluster.control.link import NodeLink
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
@@ -160,7 +161,7 @@ def _site(facts: RemoteFacts, config: RunConfig, run_id: str, code_id: str) -> S
         address=_address(facts),
         folder=folder,
         python=_python(facts, config),
-        python_path=f"{facts.code_root}/{code_id}",
+        python_path=code_path(facts.code_root, code_id),
         cwd=folder,
         facts=facts.environment,
         owner=f"{facts.uid}:{facts.gid}",
