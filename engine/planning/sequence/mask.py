@@ -8,7 +8,6 @@ are more tiles, never another kind of tile.
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -17,14 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.config.errors import ConfigError
-from engine.planning.sequence.rectangles import (
-    UNBOUNDED,
-    BandRule,
-    BlockList,
-    build_rectangles,
-    pairs_before,
-    with_queries_before,
-)
+from engine.planning.sequence.rectangles import UNBOUNDED, BlockList, build_rectangles, pairs_before
 
 __all__ = ["Band", "BlockList", "Mask", "normalise", "row_strips"]
 
@@ -145,28 +137,10 @@ class Mask:
         if problems:
             raise ConfigError(problems)
 
-    def visible(self, query: int, key: int) -> bool:
-        """Whether the query at one position sees the key at another: the definition all else is tested against."""
-        if max(query, key) >= self.seq_len or (self.causal and key > query):
-            return False
-        if self.query_stop is not None and query >= self.query_stop:
-            return False
-        starts = self.documents or (0,)
-        document = bisect_right(starts, key)
-        if document != bisect_right(starts, query):
-            return False
-        if self.window is not None and abs(query - key) >= self.window and key - starts[document - 1] >= self.sink:
-            return False
-        size = self.blocks.block_size if self.blocks else 1
-        return self.blocks is None or (query // size, key // size) in self.blocks.pairs
-
     @cached_property
     def rectangles(self) -> npt.NDArray[np.int64]:
         """Every rectangle of the mask, [n, 6]; see `engine.planning.sequence.rectangles`."""
-        starts = np.array(self.documents or (0,), dtype=np.int64)
-        rule = BandRule(self.causal, self.window, self.sink)
-        table = build_rectangles(starts, self.seq_len, rule, self.blocks)
-        return table if self.query_stop is None else with_queries_before(table, self.query_stop)
+        return build_rectangles(self)
 
     def queries_before(self, position: int) -> Mask:
         """The same mask for queries at positions before this one only; the others see nothing, their keys stay.

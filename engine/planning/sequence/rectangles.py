@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from engine.planning.sequence.mask import Mask
 
 Table = npt.NDArray[np.int64]
 
@@ -67,43 +69,35 @@ class BlockList:
         table = np.stack([rows[top], rows[bottom] + 1, first[top], stop[top]], axis=1)
         return cls(block_size, tuple(BlockRectangle(*row) for row in sorted(table.tolist())))
 
-    @cached_property
-    def pairs(self) -> frozenset[tuple[int, int]]:
-        """Every (query block, key block); for definitions and small lists, not for planning."""
-        return frozenset((a, b) for r in self.rectangles for a in range(r[0], r[1]) for b in range(r[2], r[3]))
 
-
-class BandRule(NamedTuple):
-    """Conditions inside one document: causality, window (None: none) and number of always visible first keys."""
-
-    causal: bool
-    window: int | None
-    sink: int
-
-
-def build_rectangles(starts: Table, seq_len: int, rule: BandRule, blocks: BlockList | None) -> Table:
-    """All rectangles [n, 6] of a mask, sorted by q_low; documents begin at `starts`, the last ends at seq_len."""
-    tables = _document_rectangles(starts, np.append(starts[1:], seq_len), rule)
-    if blocks is not None:
-        tables = [_within_blocks(table, blocks) for table in tables]
-    table: Table = trimmed(np.concatenate(tables))
+def build_rectangles(mask: Mask) -> Table:
+    """All rectangles [n, 6] of a mask, sorted by q_low."""
+    tables = _document_rectangles(mask)
+    if mask.blocks is not None:
+        tables = [_within_blocks(table, mask.blocks) for table in tables]
+    table: Table = np.concatenate(tables)
+    if mask.query_stop is not None:
+        table[:, 1] = np.minimum(table[:, 1], mask.query_stop)
+    table = _trimmed(table)
     order = np.argsort(table[:, 0], kind="stable")
     result: Table = table[order]
     return result
 
 
-def _document_rectangles(starts: Table, stops: Table, rule: BandRule) -> list[Table]:
+def _document_rectangles(mask: Mask) -> list[Table]:
     """Tables whose query and key ranges are each ascending and disjoint: whole documents, sinks, windows."""
-    causal_low = 0 if rule.causal else -UNBOUNDED
-    if rule.window is None:
+    starts = np.array(mask.documents or (0,), dtype=np.int64)
+    stops = np.append(starts[1:], mask.seq_len)
+    causal_low = 0 if mask.causal else -UNBOUNDED
+    if mask.window is None:
         return [_table(starts, stops, starts, stops, causal_low, UNBOUNDED)]
-    short = stops - starts <= rule.window
+    short = stops - starts <= mask.window
     tables = [_table(starts[short], stops[short], starts[short], stops[short], causal_low, UNBOUNDED)]
     starts, stops = starts[~short], stops[~short]
-    first_windowed = np.minimum(starts + rule.sink, stops)
-    window_low = 0 if rule.causal else 1 - rule.window
+    first_windowed = np.minimum(starts + mask.sink, stops)
+    window_low = 0 if mask.causal else 1 - mask.window
     sinks = _table(starts, stops, starts, first_windowed, causal_low, UNBOUNDED)
-    windows = _table(starts, stops, first_windowed, stops, window_low, rule.window - 1)
+    windows = _table(starts, stops, first_windowed, stops, window_low, mask.window - 1)
     return [*tables, sinks, windows]
 
 
@@ -120,15 +114,20 @@ def _within_blocks(table: Table, blocks: BlockList) -> Table:
     after_keys = np.searchsorted(table[:, 3], k_low, "right"), np.searchsorted(table[:, 2], k_high, "left")
     first, stop = np.maximum(after_queries[0], after_keys[0]), np.minimum(after_queries[1], after_keys[1])
     counts = np.maximum(0, stop - first)
-    rectangle = np.repeat(np.arange(len(rectangles)), counts)
-    met = np.arange(len(rectangle)) - np.repeat(np.cumsum(counts) - counts - first, counts)
+    rectangle, met = listed(first, counts)
     cut: Table = table[met]
     cut[:, [0, 2]] = np.maximum(cut[:, [0, 2]], rectangles[rectangle][:, [0, 2]])
     cut[:, [1, 3]] = np.minimum(cut[:, [1, 3]], rectangles[rectangle][:, [1, 3]])
     return cut
 
 
-def trimmed(table: Table) -> Table:
+def listed(first: Table, count: Table) -> tuple[Table, Table]:
+    """(i, n) for every n of first[i], first[i] + 1, ... (count[i] of them)."""
+    which = np.repeat(np.arange(len(count)), count)
+    return which, np.arange(len(which)) - (np.cumsum(count) - count - first)[which]
+
+
+def _trimmed(table: Table) -> Table:
     """The same visibility with ranges cut to queries and keys that see something; rectangles without any dropped."""
     q_low, q_high, k_low, k_high, low, high = table.T
     q_first, q_stop = np.maximum(q_low, k_low + low), np.minimum(q_high, k_high + high)
@@ -136,13 +135,6 @@ def trimmed(table: Table) -> Table:
     sees = (q_low < q_high) & (k_low < k_high) & (q_first < q_stop)
     kept: Table = np.stack([q_first, q_stop, k_first, k_stop, low, high], axis=1)[sees]
     return kept
-
-
-def with_queries_before(table: Table, position: int) -> Table:
-    """The same visibility for queries before a position only; stays sorted by q_low."""
-    cut = table.copy()
-    cut[:, 1] = np.minimum(cut[:, 1], position)
-    return trimmed(cut)
 
 
 def pairs_before(table: Table, positions: Table) -> Table:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from engine.planning.sequence.layout import Layout, split_for_heads
 from engine.planning.sequence.mask import Band, Mask, normalise
-from engine.planning.sequence.rectangles import UNBOUNDED
+from engine.planning.sequence.rectangles import UNBOUNDED, listed
 
 Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -146,7 +146,7 @@ class Visibility:
         ours, theirs = self._segments.of_ranks(own), self._segments.of_ranks(others)
         columns = self.mask.rectangles.T
         bounds, others_bounds = (columns[:2], columns[2:4]) if of == "q" else (columns[2:4], columns[:2])
-        rule, met = _listed(*ours.meeting(*bounds))
+        rule, met = listed(*ours.meeting(*bounds))
         ours = ours.taken(met).between(*bounds[:, rule])
         start, stop, low, high = (column[rule] for column in (*others_bounds, *columns[4:]))
         # A segment sees, or is seen from, no further than the band reaches from its ends.
@@ -157,7 +157,7 @@ class Visibility:
         batch = np.where(count > 0, np.cumsum(count) // LARGEST_BATCH, -1)
         for number in range(int(batch.max(initial=-1)) + 1):
             part = np.flatnonzero(batch == number)
-            which, met = _listed(first[part], count[part])
+            which, met = listed(first[part], count[part])
             entry = part[which]
             pair = ours.taken(entry), theirs.taken(met).between(start[entry], stop[entry])
             yield _bands_between(*(pair if of == "q" else pair[::-1]), rule[entry], low[entry], high[entry])
@@ -246,12 +246,6 @@ def _bands_between(q: _Segments, k: _Segments, rule: Integers, low: Integers, hi
 def _divided(positions: Integers, stride: int) -> Integers:
     """positions // stride; where that is 1, without the division, which takes ten times as long as a sum."""
     return positions if stride == 1 else positions // stride
-
-
-def _listed(first: Integers, count: Integers) -> tuple[Integers, Integers]:
-    """(i, n) for every n of first[i], first[i] + 1, ... (count[i] of them)."""
-    which = np.repeat(np.arange(len(count)), count)
-    return which, np.arange(len(which)) - (np.cumsum(count) - count - first)[which]
 
 
 def _joined(bands: list[Band]) -> list[Band]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,7 @@ from engine.planning.methods.methods import PlanPair, plan_method
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Topology
 from engine.planning.schedule.plan import AttentionPlan, HeadPart, LinkBytes, Slot
-from engine.planning.sequence.mask import Mask
+from engine.planning.sequence.mask import BlockList, Mask
 from engine.planning.sequence.visibility import Visibility
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -47,8 +49,30 @@ def random_inputs(
     return Inputs(draw(heads), draw(kv_heads), draw(kv_heads), draw(heads))
 
 
+def visible(mask: Mask, query: int, key: int) -> bool:
+    """Whether the query at one position sees the key at another: the definition all else is tested against."""
+    if max(query, key) >= mask.seq_len or (mask.causal and key > query):
+        return False
+    if mask.query_stop is not None and query >= mask.query_stop:
+        return False
+    starts = mask.documents or (0,)
+    document = bisect_right(starts, key)
+    if document != bisect_right(starts, query):
+        return False
+    if mask.window is not None and abs(query - key) >= mask.window and key - starts[document - 1] >= mask.sink:
+        return False
+    size = mask.blocks.block_size if mask.blocks else 1
+    return mask.blocks is None or (query // size, key // size) in block_pairs(mask.blocks)
+
+
+@functools.cache
+def block_pairs(blocks: BlockList) -> set[tuple[int, int]]:
+    """Every (query block, key block)."""
+    return {(a, b) for r in blocks.rectangles for a in range(r.q_first, r.q_stop) for b in range(r.k_first, r.k_stop)}
+
+
 def dense_visibility(mask: Mask, rows: int) -> Tensor:
-    return torch.tensor([[mask.visible(i, j) for j in range(rows)] for i in range(rows)])
+    return torch.tensor([[visible(mask, i, j) for j in range(rows)] for i in range(rows)])
 
 
 def oracle(inputs: Inputs, visible: Tensor) -> dict[str, Tensor]:

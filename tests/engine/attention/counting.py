@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
+from attention_oracle import dense_visibility
 from testkit.hub import Hub, PlanError, lockstep, poison
 from torch import Tensor
 
@@ -163,7 +164,7 @@ Records = list[dict[str, Fields]]  # of every rank's pinned slots, by name
 class _Expected:
     """What sums must hold: the mask, and how many first rows of every rank's ring block have one (None: all)."""
 
-    dense: Tensor  # as `dense_mask`
+    dense: Tensor  # int32 [size, size]: 1 where the query (row) sees the key (column)
     blocks: Blocks
     asking: Mapping[int, int] | None = None
 
@@ -178,7 +179,7 @@ def prove_pair(plans: PlanPair, mask: Mask, blocks: Blocks, *, late: bool, befor
 
     Backward starts from what forward left, or the recompute pass, in which queries at positions `before` one ask.
     """
-    expected = _Expected(dense_mask(mask, blocks.home.seq_len), blocks)
+    expected = _Expected(dense_visibility(mask, blocks.home.seq_len).int(), blocks)
     given = _given(plans.forward, blocks)
     left = _run_on_records(plans.forward, blocks, given, late=late)
     _check_counts(plans.forward, expected, left, given)
@@ -260,12 +261,6 @@ def _positions_of(blocks: Blocks, rank: int, slot: Slot) -> Tensor:
     if slot.heads.count == 1:
         return torch.from_numpy(blocks.home.positions(rank))
     return torch.from_numpy(blocks.ring.positions(blocks.grid.place(rank)[0]))
-
-
-def dense_mask(mask: Mask, size: int) -> Tensor:
-    """int32 [size, size]: 1 where the query (row) sees the key (column)."""
-    rows = [[mask.visible(q, k) for k in range(size)] for q in range(size)]
-    return torch.tensor(rows, dtype=torch.int32)
 
 
 def _compare(rank: int, slot: Slot, records: Fields, positions: Tensor, dense: Tensor) -> None:
