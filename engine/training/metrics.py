@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,13 +38,6 @@ class PeakMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    @property
-    def source(self) -> str:
-        """What the figure counts, for people."""
-        if self._device.type == "cuda":
-            return "CUDA caching allocator, peak of a step"
-        return "resident set of the process, peak since its start"
-
     def reset(self) -> None:
         """Begins a new peak, where that can be done."""
         if self._device.type == "cuda":
@@ -58,11 +51,8 @@ class PeakMemory:
 
 
 def peak_pinned_bytes() -> int | None:
-    """Most pinned host memory of this process so far, or None where torch does not say (before 2.7) or has no GPU."""
-    stats = getattr(torch.cuda, "host_memory_stats", None)
-    if stats is None or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return None
-    peak = stats().get("allocated_bytes.peak")
+    """Most pinned host memory of this process so far, or None where it has no GPU."""
+    peak = torch.cuda.host_memory_stats().get("allocated_bytes.peak")
     return None if peak is None else int(peak)
 
 
@@ -173,21 +163,10 @@ class StepMeter:
         self._waits = waits
         self._waited_before = 0.0
 
-    @property
-    def peak_memory_source(self) -> str:
-        """What peak_memory_bytes counts."""
-        return self._memory.source
-
     def warning(self, row: dict[str, Any]) -> str | None:
         """A sentence when the step of a row is faster than the device can be: then no figure of it can be trusted."""
         peak = self._cost.peak
         return above_peak_warning("hardware FLOPs", (row["hfu"] or 0.0) * (peak.flops_per_s or 0.0), peak)
-
-    def mean_flops(self, rows: Sequence[dict[str, Any]]) -> Flops | None:
-        """FLOPs of the mean step of `rows`, over all ranks; None without one."""
-        pairs = [(row["visible_pairs"], row["recomputed_pairs"]) for row in rows if "visible_pairs" in row]
-        means = (round(sum(counts) / len(pairs)) for counts in zip(*pairs, strict=True))
-        return self._cost.flops(AttendedPairs(*means)) if pairs else None
 
     def start(self) -> None:
         """The edge before a step."""

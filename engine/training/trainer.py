@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import random
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -207,10 +205,8 @@ class Trainer:
             "status": status,
             **run_facts(self.config, self.mesh, self.attention),
             **predicted_facts(plan),
-            "flops_per_step": asdict(flops) if (flops := self._meter.mean_flops(rows)) else None,
             "peak_flops_per_device": self.peak.flops_per_s,
             "peak_flops_source": self.peak.source,
-            "peak_memory_source": self._meter.peak_memory_source,
             **summarise(rows),
         }
 
@@ -225,7 +221,6 @@ def run_training(config: RunConfig, run: RunFolder, status: RankStatus, find_fau
         faults, announced = find_faults(placement.rank, placement.world_size)
         device = choose_device(config.cluster, placement)
         set_threads(config, device, placement)
-        seed_everything(config.seed)
         stack.enter_context(deterministic_algorithms(config.train.deterministic))
         started = start_process_group(device, placement)
         mesh = build_mesh(config.parallel, config.cluster)
@@ -250,13 +245,6 @@ def set_threads(config: RunConfig, device: torch.device, placement: Placement) -
     if device.type == "cpu" or config.memory.optimizer_store == "host":
         share = max(1, len(os.sched_getaffinity(0)) // placement.local_world_size)
         torch.set_num_threads(config.cluster.threads_per_rank or share)
-
-
-def seed_everything(seed: int) -> None:
-    """Seeds Python, NumPy and torch, on all ranks alike: nothing in the model or the data is random otherwise."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def load_data(config: RunConfig, mesh: Mesh, recorder: Recorder) -> TrainingData:
@@ -300,7 +288,6 @@ def run_facts(config: RunConfig, mesh: Mesh, attention: ContextParallel) -> dict
         "attention_preset": attention.method.preset,
         "attention": asdict(attention.method),
         "attention_kernel": attention.group.kernel.name,
-        "attention_kernel_reason": None if attention.kernel_choice is None else attention.kernel_choice.reason,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "world_size": mesh.world_size,
         "parallel": asdict(mesh.degrees),

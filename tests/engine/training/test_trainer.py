@@ -85,6 +85,7 @@ def test_a_run_leaves_rows_states_and_a_summary_and_no_rank_keeps_the_rows(
     assert phases[:6] == ["prepare data", "build model", "measure peak", "first weights", "train", "evaluate"]
     (choice,) = (event for event in run.read_events() if event["kind"] == "attention_kernel")
     assert (choice["name"], choice["others"]["aten_cudnn"]) == ("cpu_flash", "runs on cuda only")
+    assert choice["reason"] == "auto: the first that can of cpu_flash on cpu"
     summary = run.read_summary()
     expected = {
         "status": "completed",
@@ -97,11 +98,9 @@ def test_a_run_leaves_rows_states_and_a_summary_and_no_rank_keeps_the_rows(
         "device": "cpu",
         "attention_preset": "burst",
         "attention_kernel": "cpu_flash",
-        "attention_kernel_reason": "auto: the first that can of cpu_flash on cpu",
         "deterministic": False,
         "peak_flops_per_device": 1e12,
         "peak_flops_source": "config: train.peak_flops_per_device",
-        "peak_memory_source": "resident set of the process, peak since its start",
         "peak_memory_bytes": max(row["peak_memory_bytes"] for row in rows),
         "final_train_loss": rows[-1]["loss"],
         "final_validation_loss": rows[-1]["validation_loss"],
@@ -111,8 +110,6 @@ def test_a_run_leaves_rows_states_and_a_summary_and_no_rank_keeps_the_rows(
     }
     assert {key: summary[key] for key in expected} == expected
     assert summary["attention"]["layout"] == "zigzag"
-    of_a_rank = rows[0]["model_tflops_per_device"] * rows[0]["step_time_s"] * 1e12
-    assert summary["flops_per_step"]["model"] == pytest.approx(2 * of_a_rank)
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
