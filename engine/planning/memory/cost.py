@@ -13,6 +13,7 @@ Of what else a rank needs nothing is reckoned here: `engine.memory.predict` runs
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.config.errors import ConfigError
@@ -20,7 +21,7 @@ from engine.config.settings import MemoryConfig, ModelConfig, RunConfig, Store
 from engine.planning.memory.policy import LayerPolicy, layer_policies
 from engine.planning.methods.blocks import divide_run
 from engine.planning.methods.presets import BYTES_OF, AttentionMethod, tile_tokens_of
-from engine.planning.sequence.layers import LayerAttention, attended_pairs, attention_layers
+from engine.planning.sequence.layers import attended_pairs, attention_layers
 from engine.planning.sequence.lengths import padded_length
 from engine.planning.time.flops import Flops, Recomputed, count_parameters, step_flops
 
@@ -37,7 +38,6 @@ class LayerCost:
     attention_flops    of attention that is computed again, over all ranks of one sequence: the mask's pairs
     """
 
-    policy: LayerPolicy
     kept_bytes: int
     linear_flops: int
     attention_flops: int
@@ -136,59 +136,43 @@ def state_bytes(memory: MemoryConfig, parameters: int, *, gradients: bool = True
 
 def policy_cost(config: RunConfig, method: AttentionMethod) -> PolicyCost:
     """The cost of the configured policy. `memory=auto` must have been settled."""
-    memory = config.memory
-    work = _Recomputation(config, method)
-    layers = tuple(
-        work.layer_cost(index, policy) for index, policy in enumerate(layer_policies(memory, config.model.num_layers))
-    )
-    kept = sum(layer.kept_bytes for layer in layers)
+    layers = tuple(_layer_costs(config, method))
     micro_steps = config.train.grad_accum_steps
     on_host = sum(layer.kept_bytes for layer in layers[: layers_on_host(config, method)])
-    moved = 2 * on_host * micro_steps
     sequences = config.train.micro_batch_size * micro_steps
     sequences *= config.parallel.dp_replicate_size * config.parallel.dp_shard_size
     return PolicyCost(
         layers=layers,
-        kept_bytes=kept,
+        kept_bytes=sum(layer.kept_bytes for layer in layers),
         linear_flops=sequences * sum(layer.linear_flops for layer in layers),
         attention_flops=sequences * sum(layer.attention_flops for layer in layers),
-        moved_bytes=moved + moved_by_optimizer(config, method),
+        moved_bytes=2 * on_host * micro_steps + _moved_by_optimizer(config, method),
     )
 
 
-def moved_by_optimizer(config: RunConfig, method: AttentionMethod) -> int:
+def _layer_costs(config: RunConfig, method: AttentionMethod) -> Iterator[LayerCost]:
+    """Of every layer of the model."""
+    model, train = config.model, config.train
+    tiled, exchanged = tile_tokens_of(config, method) is not None, method.head_parallel_size > 1
+    turn = attention_layers(config, method)
+    blocks = divide_run(config, method, turn)
+    # Head parallel ranks keep an equal part each.
+    kept = {one: max(blocks.ring_rows_from(one.recompute_before or 0)) / blocks.grid.heads for one in set(turn)}
+    for index, policy in enumerate(layer_policies(config.memory, model.num_layers)):
+        attention = turn[index % len(turn)]
+        matrices = recomputed_parameters(policy, model, tiled=tiled, exchanged=exchanged)
+        yield LayerCost(
+            kept_bytes(policy, config, method, train.micro_batch_size * kept[attention], tiled=tiled),
+            linear_flops=2 * matrices * train.seq_len,
+            attention_flops=4 * model.num_heads * model.head_dim * attention.pairs.again,
+        )
+
+
+def _moved_by_optimizer(config: RunConfig, method: AttentionMethod) -> int:
     """Bytes between device and host per step when the shards live on the host: up for every pass, gradients down."""
     if config.memory.optimizer_store == "device":
         return 0
     return 3 * config.train.grad_accum_steps * _WIDE_BYTES * own_parameters(config, method)
-
-
-class _Recomputation:
-    """Masks, cuts and rows of a run, from which each layer's share is counted."""
-
-    def __init__(self, config: RunConfig, method: AttentionMethod) -> None:
-        self._config, self._method = config, method
-        self._exchanged = method.head_parallel_size > 1
-        self._tiled = tile_tokens_of(config, method) is not None
-        self._turn = attention_layers(config, method)
-        self._blocks = divide_run(config, method, self._turn)
-        self._most_kept: dict[LayerAttention, float] = {}
-
-    def layer_cost(self, index: int, policy: LayerPolicy) -> LayerCost:
-        """One layer of the model."""
-        model, train = self._config.model, self._config.train
-        attention = self._turn[index % len(self._turn)]
-        if attention not in self._most_kept:
-            most = max(self._blocks.ring_rows_from(attention.recompute_before or 0))
-            self._most_kept[attention] = most / self._blocks.grid.heads  # head parallel ranks keep an equal part each
-        rows = train.micro_batch_size * self._most_kept[attention]
-        matrices = recomputed_parameters(policy, model, tiled=self._tiled, exchanged=self._exchanged)
-        return LayerCost(
-            policy=policy,
-            kept_bytes=kept_bytes(policy, self._config, self._method, rows, tiled=self._tiled),
-            linear_flops=2 * matrices * train.seq_len,
-            attention_flops=4 * model.num_heads * model.head_dim * attention.pairs.again,
-        )
 
 
 def recomputed_matrices(config: RunConfig, method: AttentionMethod) -> int:
