@@ -172,7 +172,7 @@ def node_spec(plan: LaunchPlan, node: NodePlan, *, lease_s: float | None) -> Spe
 def _node_files(plan: LaunchPlan, node: NodePlan) -> tuple[tuple[str, str], ...]:
     """The files of a run folder that is not the launcher's. Its run.json says that a launcher has begun this run."""
     wanted = {*NODE_FILES, node.env_file}
-    state = {**initial_state(Path(plan.run_path)), "state": "starting", "world_size": plan.world_size}
+    state = {**initial_state(), "state": "starting", "world_size": plan.world_size}
     return (*(file for file in plan.files if file[0] in wanted), ("run.json", json_text(state)))
 
 

@@ -26,7 +26,7 @@ from cluster.values import table
 from engine.config.errors import BurstError, ConfigError
 from engine.config.schema import nearest
 from engine.runs.folder import FINAL_STATES, RunFolder
-from engine.runs.records import read_json_object, replace_json, utc_now
+from engine.runs.records import read_json_object, replace_json
 
 FORMAT = 1
 # Of a run, for the table of cells.
@@ -171,4 +171,4 @@ def cell_now(cell: Mapping[str, Any]) -> dict[str, Any]:
 def _document(plan: SweepPlan) -> dict[str, Any]:
     begun = {"run_path": None, "lane": None, "launches": 0, "refused": None}
     cells = [{**cell.to_dict(), **begun} for cell in plan.cells]
-    return {**plan.to_dict(), "format": FORMAT, "created_at": utc_now(), "cells": cells}
+    return {**plan.to_dict(), "format": FORMAT, "cells": cells}

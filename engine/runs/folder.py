@@ -116,7 +116,7 @@ def create_run(path: Path, files: Mapping[str, str], **facts: Any) -> RunFolder:
                 target.chmod(0o700 if name.endswith(".sh") else 0o600)
             for name in ("logs", "checkpoints"):
                 (work / name).mkdir(exist_ok=True)
-            replace_json(work / "run.json", initial_state(path, facts))
+            replace_json(work / "run.json", initial_state(facts))
     except OSError as error:
         raise _cannot_create(path, error.strerror or str(error)) from error
     return RunFolder(path)
@@ -164,7 +164,7 @@ class RunFolder:
 
     def read_state(self) -> dict[str, Any]:
         """The content of run.json; a missing file means planned. Raises RunFolderError when it is damaged."""
-        document = initial_state(self.path) | (self._read("run.json") or {})
+        document = initial_state() | (self._read("run.json") or {})
         for name, (is_right, expected) in _STATE_RULES.items():
             if not is_right(document[name]):
                 raise RunFolderError(
@@ -335,24 +335,19 @@ def _process_facts() -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": pid, "pid_start": process_start(pid)}
 
 
-def initial_state(path: Path, facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What run.json holds of a planned run in folder `path`, with `facts` beside it."""
-    now = utc_now()
+def initial_state(facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What run.json holds of a planned run, with `facts` beside it."""
     return {
-        "format": 1,
-        "run_id": path.name,
-        "exp": path.parent.name,
         "state": "planned",
         "attempt": 1,
         "host": None,
         "pid": None,
         "pid_start": None,
-        "created_at": now,
         "started_at": None,
         "ended_at": None,
         "exit_code": None,
         "failure": None,
-        "history": [{"state": "planned", "at": now}],
+        "history": [{"state": "planned", "at": utc_now()}],
         **(facts or {}),
     }
 
