@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import glob
 import os
 import time
@@ -102,24 +103,13 @@ def json_type(value: object) -> str:
 def exclusive_lock(path: Path, on_wait: Callable[[], None]) -> Iterator[bool]:
     """Hold the lock file `path`; yields False where the file system knows no locks (then nothing is excluded).
 
-    The kernel frees the lock when a process dies, however it dies. The file is removed before the lock is released, so
-    whoever waited for it must look whether it locked the file that still has this name.
+    The kernel frees the lock when a process dies, however it dies. The file stays: whoever waits for it holds it open.
     """
-    while True:
-        with path.open("ab") as file:
-            is_known = _locked(file.fileno(), on_wait)
-            if not is_known or _is_named(file.fileno(), path):
-                try:
-                    yield is_known
-                finally:
-                    if is_known:
-                        path.unlink(missing_ok=True)
-                return
+    with path.open("ab") as file:
+        yield _locked(file.fileno(), on_wait)
 
 
 def _locked(file: int, on_wait: Callable[[], None]) -> bool:
-    import fcntl
-
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -130,10 +120,3 @@ def _locked(file: int, on_wait: Callable[[], None]) -> bool:
             return False
         else:
             return True
-
-
-def _is_named(file: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file), path.stat())
-    except FileNotFoundError:
-        return False

@@ -80,7 +80,7 @@ def prepare(config: DataConfig, *, progress: ProgressCallback = lambda _: None) 
     folder = prepared_folder(config, source)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with exclusive_lock(folder.parent / f"{folder.name}.lock", lambda: progress(Progress("waiting"))) as locked:
+        with exclusive_lock(folder.parent / f".{folder.name}.lock", lambda: progress(Progress("waiting"))) as locked:
             if locked:
                 for path in folder.parent.iterdir():  # left by processes that were killed
                     if re.fullmatch(rf"{re.escape(folder.name)}\.(tmp|gone)-[0-9a-f]{{16}}", path.name):

@@ -110,7 +110,7 @@ def test_mistakes_are_one_message_and_an_exit_code(
     assert (told.code, told.out) == (code, "")
     assert message in told.err
     assert "Traceback" not in told.err
-    assert not list(tmp_path.glob("cache/data/*"))
+    assert not list(tmp_path.glob("cache/data/[!.]*"))
 
 
 STAGES = [Progress("waiting"), Progress("survey", 1, 1 << 20), Progress("encode", 2, 1 << 20, 5000, 1 << 21)]

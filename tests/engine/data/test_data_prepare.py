@@ -98,6 +98,11 @@ def _documents(prepared: PreparedData) -> list[Any]:
     return np.split(tokens, prepared.train.document_offsets(0, tokens)[1:])
 
 
+def prepared_in(cache: Path) -> list[Path]:
+    """All that lies there but locks."""
+    return list((cache / "data").glob("[!.]*"))
+
+
 def test_a_second_call_writes_nothing(corpus: Path, cache: Path) -> None:
     config = text_config(corpus)
     first = prepare(config)
@@ -106,7 +111,7 @@ def test_a_second_call_writes_nothing(corpus: Path, cache: Path) -> None:
     second = prepare(config, progress=seen.append)
     assert (second.path, second.content_hash, seen) == (first.path, first.content_hash, [])
     assert (first.path / "prepared.json").stat() == facts
-    assert [path.name for path in (cache / "data").iterdir()] == [first.path.name]
+    assert prepared_in(cache) == [first.path]
 
 
 OF_ALL: dict[str, Any] = {"format": "jsonl", "paths": ("a",), "text_field": "t", "prompt_field": "p", "max_bytes": 9}
@@ -200,7 +205,7 @@ def test_a_killed_process_leaves_no_data_and_blocks_nobody(corpus: Path, cache: 
     assert process.exitcode == -signal.SIGKILL
     assert [path.name for path in (cache / "data").iterdir() if ".tmp-" in path.name]
     path = prepare(config).path
-    assert list((cache / "data").iterdir()) == [path]
+    assert prepared_in(cache) == [path]
 
 
 def test_only_what_killed_processes_left_of_this_very_folder_is_cleared(corpus: Path, tmp_path: Path) -> None:
@@ -218,7 +223,7 @@ def test_source_files_that_change_meanwhile_are_noticed(corpus: Path, cache: Pat
 
     with pytest.raises(DataError, match="source files changed while they were read"):
         prepare(text_config(corpus), progress=meddle)
-    assert list((cache / "data").iterdir()) == []
+    assert prepared_in(cache) == []
 
 
 def test_progress_adds_up(corpus: Path) -> None:
@@ -237,7 +242,7 @@ def test_a_corpus_without_text_for_both_splits_is_an_error(tmp_path: Path, cache
     (tmp_path / "a.txt").write_text(content)
     with pytest.raises(DataError, match=r"the corpus is empty: 1 files .*a\.txt|leaves no text for train"):
         prepare(text_config(tmp_path / "a.txt"))
-    assert list((cache / "data").iterdir()) == []
+    assert prepared_in(cache) == []
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
@@ -275,7 +280,7 @@ def test_processes_that_prepare_at_once_share_one_result(corpus: Path, cache: Pa
         process.join(timeout=200)
     assert len({answer[:2] for answer in answers}) == 1
     assert sum(built for *_, built in answers) == 1
-    assert len(list((cache / "data").iterdir())) == 1
+    assert len(prepared_in(cache)) == 1
 
 
 def test_a_waiting_process_says_so_again_and_again(tmp_path: Path) -> None:
@@ -291,8 +296,6 @@ def test_a_waiting_process_says_so_again_and_again(tmp_path: Path) -> None:
     with exclusive_lock(tmp_path / "lock", give_way) as locked:
         assert locked
         assert len(waits) == 2
-        assert (tmp_path / "lock").exists()  # that of the holder before is gone, and guarded nothing any more
-    assert not (tmp_path / "lock").exists()
 
 
 def test_a_read_only_place_is_named(corpus: Path, tmp_path: Path) -> None:

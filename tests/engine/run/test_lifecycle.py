@@ -67,11 +67,6 @@ def test_lack_of_memory_is_recorded_with_what_was_measured_and_advice(run: RunFo
     assert "cluster.ranks_per_node" in failure["advice"]
 
 
-def test_a_stop_has_a_state_of_its_own(run: RunFolder) -> None:
-    fail(run, KeyboardInterrupt())
-    assert states(run)[-1] == "cancelled"
-
-
 def test_under_a_launcher_failures_are_left_to_it(run: RunFolder) -> None:
     run.transition("starting")
     fail(run, RuntimeError("broken"), environment=LAUNCHED)
