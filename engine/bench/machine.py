@@ -43,6 +43,8 @@ from engine.training.train_step import TrainStep
 
 _SIDES = {"cpu": (32, 64, 128, 256, 512, 1024), "cuda": (128, 256, 512, 1024, 2048, 4096, 8192)}
 _ROWS = {"cpu": (64, 128, 256, 512, 1024, 2048), "cuda": (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)}
+_PRODUCT_ROWS = {"cpu": 512, "cuda": 8192}  # at least: with 1,024 a product of that side shows an H200's launches
+_LAYER_ROWS = {"cpu": (128, 512, 2048), "cuda": (2048, 8192, 32768)}
 _MESSAGES = {"cpu": (1 << 12, 1 << 16, 1 << 18, 1 << 20, 1 << 22), "cuda": tuple(1 << b for b in (12, 16, 20, 24, 27))}
 _HIDDEN = {"cpu": 256, "cuda": 4096}  # width of the layer that is measured
 _LAYERS = (1, 5)  # of the tiny models whose steps tell what the host adds
@@ -113,12 +115,12 @@ def _products(watch: Stopwatch, cell: MachineCell) -> Series:
     """FLOP/s of a linear layer of [side, side], forward and both gradients, by its side."""
 
     def prepare(side: int) -> Callable[[], object]:
-        x, weight = _noise(watch.device, cell, max(side, 512), side), _noise(watch.device, cell, side, side)
+        x, weight = _noise(watch.device, cell, max(side, least), side), _noise(watch.device, cell, side, side)
         dy = torch.randn_like(x)
         return lambda: torch.autograd.grad(F.linear(x, weight), (x, weight), dy)
 
-    sides = _SIDES[watch.device.type]
-    return watch.by_size(sides, prepare, lambda side, seconds: 6 * max(side, 512) * side * side / seconds)
+    sides, least = _SIDES[watch.device.type], _PRODUCT_ROWS[watch.device.type]
+    return watch.by_size(sides, prepare, lambda side, seconds: 6 * max(side, least) * side * side / seconds)
 
 
 def _tiles(watch: Stopwatch, cell: MachineCell) -> tuple[Series, Series, float]:
@@ -183,7 +185,7 @@ def _layer(watch: Stopwatch, cell: MachineCell, rate: Callable[[float], float]) 
         # Under noise the products alone may seem to take all of it.
         return moved / max(seconds - products_s, products_s / 20)
 
-    by_rows = watch.by_size(_ROWS[watch.device.type][1:6:2], prepare, figure)
+    by_rows = watch.by_size(_LAYER_ROWS[watch.device.type], prepare, figure)
     return [(rows * model.hidden_size * dtype.itemsize, moved) for rows, moved in by_rows]
 
 
