@@ -45,10 +45,6 @@ class Rows(NamedTuple):
     start: int
     stop: int
 
-    def hull(self, other: Rows | None) -> Rows:
-        """Smallest range that contains both."""
-        return self if other is None else Rows(min(self.start, other.start), max(self.stop, other.stop))
-
 
 class Home(NamedTuple):
     """Kind, heads and memory of values that may share a buffer."""

@@ -22,7 +22,6 @@ from engine.planning.methods.topology import Topology
 from engine.planning.schedule.plan import (
     AttentionPlan,
     Channel,
-    Direction,
     LocalOp,
     RankPlan,
     Step,
@@ -50,8 +49,6 @@ class Interval(NamedTuple):
     kind: str
     start_s: float
     stop_s: float
-    label: str
-    step: int
 
     @property
     def seconds(self) -> float:
@@ -63,7 +60,6 @@ class Interval(NamedTuple):
 class Timeline:
     """What a replay found: intervals in order of steps, and sums per rank."""
 
-    direction: Direction
     intervals: tuple[Interval, ...]
     finish_s: Mapping[int, float]
     compute_s: Mapping[int, float]  # tiles and local operations
@@ -122,17 +118,17 @@ class _Replay:
 
     def run(self) -> Timeline:
         """Every step of every rank."""
-        for index, group in sorted(_steps_by_index(self.plan.ranks.values()).items()):
+        for _, group in sorted(_steps_by_index(self.plan.ranks.values()).items()):
             for rank, step in group:
-                self._ops(rank, step.pre, index)
+                self._ops(rank, step.pre)
             posted = [(rank, transfer) for rank, step in group for transfer in step.post]
-            self.intervals += self.network.serve(self._messages(posted), self.clock, index)
-            self._copy(posted, index)
+            self.intervals += self.network.serve(self._messages(posted), self.clock)
+            self._copy(posted)
             for rank, step in group:
-                self._tiles(rank, step.tiles, index)
+                self._tiles(rank, step.tiles)
                 self._wait(rank, step)
-                self._ops(rank, step.after, index)
-        return Timeline(self.plan.direction, tuple(self.intervals), self.clock, self.compute, self.waited)
+                self._ops(rank, step.after)
+        return Timeline(tuple(self.intervals), self.clock, self.compute, self.waited)
 
     def _messages(self, posted: Sequence[tuple[int, Transfer]]) -> list[_Message]:
         messages = []
@@ -146,7 +142,7 @@ class _Replay:
             messages.append(_Message(order, transfer.message, transfer.channel, op, src, dst, size))
         return sorted(messages)
 
-    def _copy(self, posted: Iterable[tuple[int, Transfer]], step: int) -> None:
+    def _copy(self, posted: Iterable[tuple[int, Transfer]]) -> None:
         """What a rank's own computing loses to the messages that it sends and, as many, receives."""
         machine = self.machine
         for rank, transfer in posted if machine.message_compute_share else ():
@@ -155,21 +151,19 @@ class _Replay:
                 lost_s = machine.message_compute_share * size / machine.intra_bytes_per_s
                 self.clock[rank] += lost_s
                 self.waited[rank] += lost_s
-                interval = Interval(rank, COMPUTE_LANE, "copy", start, self.clock[rank], f"{size} B", step)
-                self.intervals.append(interval)
+                self.intervals.append(Interval(rank, COMPUTE_LANE, "copy", start, self.clock[rank]))
 
-    def _busy(self, rank: int, kind: str, seconds: float, label: str, step: int) -> None:
+    def _busy(self, rank: int, kind: str, seconds: float) -> None:
         start = self.clock[rank]
         self.clock[rank] = start + seconds
         self.compute[rank] += seconds
-        self.intervals.append(Interval(rank, COMPUTE_LANE, kind, start, self.clock[rank], label, step))
+        self.intervals.append(Interval(rank, COMPUTE_LANE, kind, start, self.clock[rank]))
 
-    def _ops(self, rank: int, ops: Iterable[LocalOp], step: int) -> None:
+    def _ops(self, rank: int, ops: Iterable[LocalOp]) -> None:
         for op in ops:
-            seconds = self.bytes[rank].moved_by_op(op) / self.machine.elementwise_bytes_per_s
-            self._busy(rank, "op", seconds, op.op, step)
+            self._busy(rank, "op", self.bytes[rank].moved_by_op(op) / self.machine.elementwise_bytes_per_s)
 
-    def _tiles(self, rank: int, tiles: Iterable[Tile], step: int) -> None:
+    def _tiles(self, rank: int, tiles: Iterable[Tile]) -> None:
         machine, slots, direction = self.machine, self.plan.ranks[rank].slots, self.plan.direction
         for tile in tiles:
             band = tile.band
@@ -179,7 +173,7 @@ class _Replay:
                 + machine.tile_overhead_s
             )
             seconds += self.bytes[rank].moved_by_tile(tile) / machine.elementwise_bytes_per_s
-            self._busy(rank, band.kind, seconds, f"{band.num_queries} x {band.num_keys}", step)
+            self._busy(rank, band.kind, seconds)
 
     def _wait(self, rank: int, step: Step) -> None:
         if not step.wait:
@@ -189,7 +183,7 @@ class _Replay:
         if stop > start:
             self.clock[rank] = stop
             self.waited[rank] += stop - start
-            self.intervals.append(Interval(rank, COMPUTE_LANE, "wait", start, stop, "wait", step.index))
+            self.intervals.append(Interval(rank, COMPUTE_LANE, "wait", start, stop))
 
 
 class _Network:
@@ -202,7 +196,7 @@ class _Network:
         self._link_free: defaultdict[tuple[LinkKind, str, int], float] = defaultdict(float)
         self._channel_free: defaultdict[tuple[Channel, int], float] = defaultdict(float)
 
-    def serve(self, messages: Iterable[_Message], posted: Mapping[int, float], step: int) -> list[Interval]:
+    def serve(self, messages: Iterable[_Message], posted: Mapping[int, float]) -> list[Interval]:
         """Both ends of all messages of one step as intervals; `posted` is when each rank posts."""
         intervals: list[Interval] = []
         done: dict[tuple[Channel, int], float] = {}
@@ -216,7 +210,7 @@ class _Network:
                 if rank not in posted:
                     continue
                 done[channel, rank] = max(stop, done.get((channel, rank), 0.0))
-                intervals.append(Interval(rank, channel.value, kind, start, stop, _label(message, kind), step))
+                intervals.append(Interval(rank, channel.value, kind, start, stop))
         # Only now: messages of one channel and step are one group and start together.
         self._channel_free.update(done)
         return intervals
@@ -245,11 +239,6 @@ class _Network:
         if link == "inter" and self.machine.shared_nic:
             src, dst = self.topology.node_of(src), self.topology.node_of(dst)
         return link, (link, "out", src), (link, "in", dst)
-
-
-def _label(message: _Message, kind: str) -> str:
-    peer = {"send": f"to {message.dst}", "recv": f"from {message.src}"}.get(kind, kind)
-    return f"{peer}, {message.size} B"
 
 
 def _steps_by_index(plans: Iterable[RankPlan]) -> dict[int, list[tuple[int, Step]]]:
