@@ -81,7 +81,7 @@ def _write(
     rows = [] if status == "oom" else _rows(shape, steps if status == "completed" else steps // 3, chance)
     (folder / "config.yaml").write_text(config[0])
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    _json(folder / "run.json", _state(folder, shape, status, made, sum(row["step_time_s"] for row in rows)))
+    _json(folder / "run.json", _state(shape, status, made, sum(row["step_time_s"] for row in rows)))
     _json(folder / "provenance.json", _provenance(made, shape))
     if status == "completed":
         predicted = {"device_peak_bytes": shape.memory_gib * 2**30 * chance.uniform(0.96, 1.03), "source": "synthetic"}
@@ -121,21 +121,17 @@ def _rows(shape: _Shape, steps: int, chance: random.Random) -> list[dict[str, An
     return rows
 
 
-def _state(folder: Path, shape: _Shape, status: str, made: datetime, seconds: float) -> dict[str, Any]:
+def _state(shape: _Shape, status: str, made: datetime, seconds: float) -> dict[str, Any]:
     moments = [made, made + timedelta(seconds=20), made + timedelta(seconds=50), made + timedelta(seconds=55 + seconds)]
     texts = [f"{moment:%Y-%m-%dT%H:%M:%S}.000Z" for moment in moments]
     states = ("planned", "starting", "running", status)
     failure = {"kind": status, "message": "synthetic: CUDA out of memory"} if status != "completed" else None
     return {
-        "format": 1,
-        "run_id": folder.name,
-        "exp": shape.exp,
         "state": status,
         "attempt": 1,
         "host": "synthetic",
         "pid": 1,
         "pid_start": "1",
-        "created_at": texts[0],
         "started_at": texts[1],
         "ended_at": texts[3],
         "exit_code": 0 if status == "completed" else 1,

@@ -91,8 +91,7 @@ class Panel:
     @property
     def legend(self) -> tuple[Line, ...]:
         """The lines whose names are told nowhere else."""
-        is_alone = self.kind == "curves" and len(self.lines) == 1
-        return () if self.kind in ("dots", "grid") or is_alone else self.lines
+        return () if self.kind in ("dots", "grid") else self.lines
 
     @property
     def described(self) -> str:

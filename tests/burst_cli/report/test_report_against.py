@@ -60,6 +60,7 @@ def test_baseline_columns_are_in_the_table_only_then(methods) -> None:
     assert "| ring | – | – |" in shown.out
     shown = methods("20260101-000002", "--format", "md", "--baseline", "20260101-000001")
     assert "| speed | memory |" in shown.out
+    assert "\nspeed, memory: against tiny/20260101-000001-000001 at the same length, with" in shown.out
     assert "| 2× (1.99×…2×) | 1× |" in shown.out
     assert "| speed |" not in methods("--format", "md").out
 
