@@ -330,12 +330,12 @@ def _components_table(found: MemoryPrediction) -> Table:
 
 def candidates_table(choice: MemoryChoice) -> Table:
     """What memory=auto chose from: bytes of one rank, of those that were predicted; seconds that a policy adds."""
-    headings = ("device", "host", "kept per rank", "moved per step", "FLOPs again: linear", "attention", "step")
+    headings = ("device", "host", "kept", "moved", "FLOPs again", "step")
     rows = [
         styled(_candidate_cells(one), "bold" if one.memory == choice.config.memory else "")
         for one in choice.candidates[:_SHOWN_CANDIDATES]
     ]
-    return listing(("memory=auto, best first", "fits", *headings), rows, headings, ruled=True)
+    return listing(("memory=auto, best first", "fits", *headings), rows, headings)
 
 
 def _candidate_cells(candidate: MemoryCandidate) -> tuple[str, ...]:
@@ -348,8 +348,7 @@ def _candidate_cells(candidate: MemoryCandidate) -> tuple[str, ...]:
         binary_bytes(found.host_peak_bytes) if found and found.host_peak_bytes else "",
         binary_bytes(cost.kept_bytes),
         binary_bytes(cost.moved_bytes) if cost.moved_bytes else "",
-        count(cost.linear_flops) if cost.linear_flops else "",
-        count(cost.attention_flops) if cost.attention_flops else "",
+        count(again) if (again := cost.linear_flops + cost.attention_flops) else "",
         seconds(candidate.step_s) if candidate.step_s else "",
     )
 
@@ -358,6 +357,7 @@ def _candidates_note(choice: MemoryChoice) -> Text:
     hidden = len(choice.candidates) - _SHOWN_CANDIDATES
     more = f" {hidden} more in --json." if hidden > 0 else ""
     return Text(
-        f"{choice.reason}. Not tried: slower ones, and those that keep too much for the memory there is.{more}",
+        f"{choice.reason}. Kept and moved: of a rank, per step. Not tried: slower ones, and those that keep too much "
+        f"for the memory there is.{more}",
         style="dim",
     )

@@ -262,7 +262,7 @@ def test_memory_auto_shows_what_it_chose_from(burst) -> None:
     kinds = {one["activation_checkpoint"] for one in plan["memory"]["candidates"]}
     assert kinds == {"none", "full", "attn_out", "seq_fraction", "attn_out_every"}
     shown = burst("plan", *arguments, "--details").out
-    for words in ("memory=auto, best first", "kept per rank", "moved per step", "not tried", "saves more than 1%"):
+    for words in ("memory=auto, best first", "FLOPs again", "Kept and moved", "not tried", "saves more than 1%"):
         assert words in shown
 
 
