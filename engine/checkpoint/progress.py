@@ -59,8 +59,7 @@ class RunCheckpoints:
         if manifest is None:
             return None
         position = Position(manifest.whole("step"), manifest.whole("samples"), manifest.whole("tokens"))
-        if guard := manifest.state.get("guard"):  # none in those of earlier versions
-            self._train_step.guard.load(guard)
+        self._train_step.guard.load(manifest.state["guard"])
         self._recorder.restored(position.step, str(manifest.facts.get("run_id")))
         return position
 

@@ -7,7 +7,6 @@ A figure that cannot be had is None, never 0.
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -199,8 +198,8 @@ class StepMeter:
         assert slowest is not None
         row = {
             "step": step,
-            "loss": _finite(result.loss),
-            "grad_norm": _finite(result.grad_norm),
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
             "lr": result.learning_rate,
             "tokens": self._cost.tokens,
             "step_time_s": slowest,
@@ -249,11 +248,6 @@ class StepMeter:
     def _synchronize(self) -> None:
         if self._mesh.device.type == "cuda":
             torch.cuda.synchronize(self._mesh.device)
-
-
-def _finite(value: float) -> float | None:
-    """JSON has no other numbers."""
-    return value if math.isfinite(value) else None
 
 
 def _whole(value: float | None) -> int | None:

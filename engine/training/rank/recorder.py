@@ -146,8 +146,8 @@ def progress_line(row: dict[str, Any], total_steps: int) -> str:
     """One line for logs: step, loss, gradient norm, speed, MFU, memory and, where measured, validation."""
     parts = [
         f"step {row['step']}/{total_steps}",
-        f"loss {_figure(row['loss'], '.4f')}",
-        f"grad_norm {_figure(row['grad_norm'], '.3f')}",
+        f"loss {row['loss']:.4f}",
+        f"grad_norm {row['grad_norm']:.3f}",
         f"lr {row['lr']:.2e}",
         f"{row['tokens_per_s']:,.0f} tokens/s",
     ]
