@@ -17,9 +17,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor
-
-from engine.kernels.dispatch import uses_triton
 
 Item = TypeVar("Item")
 
@@ -103,23 +100,3 @@ def row_blocks(rows: int, row_elements: int, device: torch.device) -> Iterator[s
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of statistics and sums over values of `dtype`: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def scaled(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`values` [rows, ...] times the scalar tensor `scale`, rounded once, to `dtype`; a new tensor.
-
-    A plain product of a bf16 tensor and a scalar tensor rounds the scalar to bf16 first.
-    """
-    if uses_triton(values):
-        from engine.kernels import elementwise as kernels
-
-        return kernels.scaled(values, scale, dtype)
-    out = torch.empty(values.shape, dtype=dtype, device=values.device)
-    if rehearses_accelerator():  # of that kernel, which has no temporaries
-        return out
-    wide = accumulate_dtype(values.dtype)
-    factor = scale.to(wide)
-    row_elements = values[0].numel() if values.shape[0] else 1
-    for rows in row_blocks(values.shape[0], row_elements, values.device):
-        out[rows].copy_(values[rows].to(wide) * factor)
-    return out

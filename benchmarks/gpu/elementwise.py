@@ -22,7 +22,6 @@ from engine.kernels.dispatch import uses_triton
 from engine.loss.fused import losses_of_logits
 from engine.model.elementwise import add_rms_norm, rms_norm, swiglu
 from engine.model.rope import apply_rope
-from engine.row_blocks import scaled
 
 EPS = 1e-5
 
@@ -212,12 +211,4 @@ def _merge(shape: Shape, device: torch.device) -> Iterator[Contest]:
     )
 
 
-def _scaled(shape: Shape, device: torch.device) -> Iterator[Contest]:
-    """The head's gradient, saved in fp32, times the loss's, in the activations' dtype."""
-    values = _draw(shape, device, shape.vocab, shape.hidden, dtype=torch.float32)
-    scale = torch.tensor(1 / 3, device=device)
-    moved = values.nbytes + values.numel() * shape.dtype.itemsize
-    yield Contest("scaled", moved, lambda: scaled(values, scale, shape.dtype), lambda: (values * scale).to(shape.dtype))
-
-
-CONTESTS = (_norms, _rope, _swiglu, _loss, _merge, _scaled)
+CONTESTS = (_norms, _rope, _swiglu, _loss, _merge)

@@ -1,4 +1,4 @@
-"""SwiGLU, RoPE and scaling in one pass each: every element is read once and written once, sums and products in fp32.
+"""SwiGLU and RoPE in one pass each: every element is read once and written once, sums and products in fp32.
 
 Inputs of more than 2^31 elements are addressed with 64-bit offsets.
 """
@@ -29,14 +29,6 @@ def swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Ten
     dgate, dup = (torch.empty(gate.shape, dtype=x.dtype, device=x.device) for x in (gate, up))
     _launch_flat(swiglu_backward_kernel, dout, gate, up, dgate, dup)
     return dgate, dup
-
-
-def scaled(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """See `engine.row_blocks.scaled`."""
-    values = values.contiguous()
-    out = torch.empty(values.shape, dtype=dtype, device=values.device)
-    _launch_flat(scaled_kernel, values, scale, out)
-    return out
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, direction: int) -> Tensor:
@@ -89,15 +81,6 @@ def swiglu_backward_kernel(
     tl.store(dup + at, (flow * x * share).to(dup.dtype.element_ty), mask=live)
     slope = share * (1.0 + x * (1.0 - share))  # of silu
     tl.store(dgate + at, (flow * other * slope).to(dgate.dtype.element_ty), mask=live)
-
-
-@kernel
-def scaled_kernel(values: tl.tensor, scale: tl.tensor, out: tl.tensor, count: tl.tensor, width: tl.constexpr) -> None:
-    wide: tl.constexpr = tl.float64 if values.dtype.element_ty == tl.float64 else tl.float32
-    at = tl.program_id(0).to(tl.int64) * width + tl.arange(0, width)
-    live = at < count
-    result = tl.load(values + at, mask=live, other=0.0).to(wide) * tl.load(scale).to(wide)
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=live)
 
 
 @kernel

@@ -2,10 +2,11 @@
 
 The gradient of a summed loss with respect to a chunk's logits, softmax - onehot, is known as soon as the logits are.
 So the forward pass also makes both gradients, chunk by chunk with three matmuls, and the backward pass only multiplies
-them by the incoming scalar: no logits are kept and none are computed twice. Extra memory is, for chunks of C rows,
+them by the incoming scalar, where they lie: no logits are kept, none are computed twice, and there is one backward pass
+for a call. Extra memory is, for chunks of C rows,
 
-    C * V            logits of one chunk, later their gradient (compute dtype)
-    V * d            gradient of the weight (fp32; + one in the compute dtype on a CPU)
+    C * V            logits of one chunk, later their gradient (compute dtype); gone before backward
+    V * d            gradient of the weight in fp32; backward leaves it in the dtype of the weight, in as much memory
     2 blocks         fp32 softmax, of a size fixed in engine.row_blocks; none on a GPU (engine.kernels)
 
 independent of the number of rows, plus the gradient of `hidden` itself.
@@ -25,7 +26,7 @@ the labels once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +37,7 @@ from torch.autograd.function import once_differentiable
 from engine.config.settings import LossConfig
 from engine.data.sampler import IGNORE_INDEX
 from engine.kernels.dispatch import uses_triton
-from engine.row_blocks import (
-    accumulate_dtype,
-    acts_as_accelerator,
-    rehearses_accelerator,
-    row_blocks,
-    scaled,
-    spans,
-)
+from engine.row_blocks import accumulate_dtype, acts_as_accelerator, rehearses_accelerator, row_blocks, spans
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,7 @@ def linear_cross_entropy(
 
     hidden [T, d], weight [V, d], labels [T] int64. Matmuls run in the dtype of `hidden`, softmax and sums in fp32
     (float64 for float64). Where no gradient is wanted (evaluation, frozen inputs) none is computed. The host never
-    waits for the device.
+    waits for the device. A second backward of the same loss raises RuntimeError.
 
     Of several `ranks` each has its slice [V / t, d] of the weight and rows of its own, as many as the others. The loss
     is that of own rows, labels are global ids. All ranks must call, run the backward and scale the loss alike:
@@ -85,45 +79,77 @@ def linear_cross_entropy(
 
 @dataclass
 class _Gradients:
-    """Where the gradients of the loss sum go: hidden [T, d] in its dtype, weight [V, d] fp32; None where not wanted."""
+    """Where the gradients of the loss sum go.
+
+    hidden   [T, d] in its dtype; None where not wanted
+    weight   [V, d] in fp32, in slices of as many rows (the last maybe fewer); none where not wanted
+    """
 
     hidden: Tensor | None = None
-    weight: Tensor | None = None
+    weight: Sequence[Tensor] = ()
 
     @property
     def are_wanted(self) -> bool:
         """Whether either is."""
-        return self.hidden is not None or self.weight is not None
+        return self.hidden is not None or bool(self.weight)
 
 
 class _SummedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, walk: _Walk) -> Tensor:
-        """The loss sum; both gradients are saved."""
+        """The loss sum; both gradients are kept."""
         wide = accumulate_dtype(hidden.dtype)
         gradients = _Gradients(
             hidden=torch.empty_like(hidden) if ctx.needs_input_grad[0] else None,
-            weight=torch.zeros(weight.shape, dtype=wide, device=weight.device) if ctx.needs_input_grad[1] else None,
+            weight=_zero_sums(weight, torch.promote_types(wide, weight.dtype)) if ctx.needs_input_grad[1] else (),
         )
         loss = walk(hidden.detach(), weight.detach().to(hidden.dtype), labels, gradients)
-        ctx.save_for_backward(gradients.hidden, gradients.weight)
-        ctx.weight_dtype = weight.dtype
+        ctx.gradients, ctx.weight_dtype = gradients, weight.dtype
         return loss.to(wide)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        """The saved gradients times `dloss`, as new tensors: a retained graph may come here again.
+        """The kept gradients times `dloss`, in their own memory.
 
         Always multiplied: to look whether the scalar is 1 would make the host wait for the device.
         """
-        dhidden, dweight = ctx.saved_tensors
+        kept, ctx.gradients = ctx.gradients, None
+        if kept is None:
+            raise RuntimeError(
+                "linear_cross_entropy gave its gradients away in its first backward pass; for another one call it again"
+            )
         return (
-            None if dhidden is None else scaled(dhidden, dloss, dhidden.dtype),
-            None if dweight is None else scaled(dweight, dloss, ctx.weight_dtype),
+            None if kept.hidden is None else _scaled_in_place([kept.hidden], dloss, kept.hidden.dtype),
+            _scaled_in_place(kept.weight, dloss, ctx.weight_dtype) if kept.weight else None,
             None,
             None,
         )
+
+
+def _zero_sums(weight: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
+    """Zeros [V, d] in `dtype`, in so few slices of rows that the first has room for all rows in the weight's own.
+
+    A multiple of 8 rows: fast products want the second slice's logits to begin at a multiple of 16 bytes.
+    """
+    narrower = dtype.itemsize // weight.dtype.itemsize
+    rows = -(-weight.shape[0] // (8 * narrower)) * 8
+    return [torch.zeros(part.shape, dtype=dtype, device=part.device) for part in torch.split(weight.detach(), rows)]
+
+
+def _scaled_in_place(parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """[rows, d] in `dtype`: all rows of `parts` times the scalar, rounded once, in the memory of the first part."""
+    out = parts[0].view(dtype).view(-1, parts[0].shape[1])
+    factor = scale.view(1, 1)  # a GPU rounds a tensor without dimensions to the dtype of the other first
+    done = 0
+    for part in parts:
+        for rows in row_blocks(part.shape[0], part.shape[1], part.device):
+            place = out[done + rows.start : done + rows.stop]
+            # Narrower rows lie before all that is still to be read, but for the first block's, which lie in it.
+            target = place if done + rows.start else torch.empty_like(place)
+            place.copy_(torch.mul(part[rows], factor, out=target))
+        done += part.shape[0]
+    return out[:done]
 
 
 @dataclass(frozen=True)
@@ -140,7 +166,6 @@ class _Walk:
         own_rows = max(1, self.options.chunk_tokens // ranks.count)
         chunk_rows = min(own_rows, hidden.shape[0]) * ranks.count
         buffer = torch.empty(chunk_rows, weight.shape[0], dtype=hidden.dtype, device=hidden.device)
-        scratch: Tensor | None = None
         all_labels = ranks.gather(labels).view(ranks.count, -1)
         for own in spans(hidden.shape[0], own_rows):
             chunk = ranks.gather(hidden[own])
@@ -152,8 +177,8 @@ class _Walk:
                 torch.mm(logits, weight, out=gradients.hidden[own])
             elif gradients.hidden is not None:
                 ranks.scatter(torch.mm(logits, weight), out=gradients.hidden[own])
-            if gradients.weight is not None:
-                scratch = add_weight_gradient(gradients.weight, logits, chunk, scratch)
+            if gradients.weight:
+                _add_weight_gradient(gradients.weight, logits, chunk)
         return total
 
 
@@ -250,19 +275,17 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
     return iter(()) if rehearses_accelerator() else row_blocks(logits.shape[0], logits.shape[1], logits.device)
 
 
-def add_weight_gradient(total: Tensor, dlogits: Tensor, hidden: Tensor, scratch: Tensor | None) -> Tensor | None:
-    """Adds dlogits.T @ hidden to `total` [V, d] in its dtype; returns the scratch buffer to pass again next time."""
-    if dlogits.dtype == total.dtype:
-        torch.addmm(total, dlogits.t(), hidden, out=total)  # FlopCounterMode does not know addmm_
-        return None
-    if acts_as_accelerator(dlogits.device):
-        # The library's product adds to `total` as it is written: no product of its own in memory, none in a rehearsal.
-        if not rehearses_accelerator():  # torch 2.11 cannot make it without values
-            torch.addmm(total, dlogits.t(), hidden, out_dtype=total.dtype, out=total)
-        return None
-    # The CPU has no bf16 matmul with an fp32 result: each chunk's product is rounded once, the sum never.
-    scratch = torch.empty(total.shape, dtype=dlogits.dtype, device=total.device) if scratch is None else scratch
-    torch.mm(dlogits.t(), hidden, out=scratch)
-    for rows in row_blocks(total.shape[0], total.shape[1], total.device):
-        total[rows] += scratch[rows].to(total.dtype)
-    return scratch
+def _add_weight_gradient(sums: Sequence[Tensor], dlogits: Tensor, hidden: Tensor) -> None:
+    """Adds dlogits.T @ hidden to `sums`, slices of a [V, d], in their dtype."""
+    for total, columns in zip(sums, torch.split(dlogits, sums[0].shape[0], dim=1), strict=True):
+        if columns.dtype == total.dtype:
+            torch.addmm(total, columns.t(), hidden, out=total)  # FlopCounterMode does not know addmm_
+        elif acts_as_accelerator(columns.device):
+            # The library's product adds to `total` as it is written: no product of its own in memory, none in a
+            # rehearsal.
+            if not rehearses_accelerator():  # torch 2.11 cannot make it without values
+                torch.addmm(total, columns.t(), hidden, out_dtype=total.dtype, out=total)
+        else:
+            # The CPU has no bf16 matmul with an fp32 result: each chunk's product is rounded once, the sum never.
+            for rows in row_blocks(total.shape[0], total.shape[1], total.device):
+                total[rows] += torch.mm(columns[:, rows].t(), hidden)

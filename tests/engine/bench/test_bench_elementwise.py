@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 KERNELS = {
     *("rms_norm", "rms_norm backward", "add_rms_norm", "add_rms_norm backward", "rope", "rope backward"),
     *("swiglu", "swiglu backward", "cross_entropy", "cross_entropy with gradient"),
-    *("merge_tile", "add_kv", "backward_stats", "surrogate_out", "scaled"),
+    *("merge_tile", "add_kv", "backward_stats", "surrogate_out"),
 }
 
 

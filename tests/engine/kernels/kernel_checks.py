@@ -17,7 +17,7 @@ from engine.kernels.dispatch import uses_triton
 from engine.loss.fused import linear_cross_entropy, losses_of_logits
 from engine.model.elementwise import add_rms_norm, rms_norm, swiglu
 from engine.model.rope import apply_rope
-from engine.row_blocks import accumulate_dtype, scaled
+from engine.row_blocks import accumulate_dtype
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 EPS = 1e-5
@@ -178,12 +178,6 @@ def check_rope(device: str, dtype: str, batch: int, tokens: int, heads: int, hea
     assert_near(dx, wanted)
 
 
-def check_scaled(device: str, dtype: str, result: str, *shape: int) -> None:
-    """The product is rounded once, to the dtype asked for."""
-    values, scale = draw(device, dtype, *shape), torch.tensor(1 / 3, device=device)
-    assert_near(scaled(values, scale, DTYPES[result]), values.double() * scale.double())
-
-
 def formula_of_loss(logits: Tensor, labels: Tensor, options: LossConfig) -> Tensor:
     """Loss of every row in float64."""
     lse = torch.logsumexp(logits, -1)
@@ -278,6 +272,17 @@ def check_head_with_loss(device: str, dtype: str, rows: int, vocab: int, size: i
     torch.testing.assert_close(loss.detach().double(), want.detach(), rtol=1e-10, atol=1e-10)
     for got, reference in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(got.double(), reference, rtol=1e-10, atol=1e-10)
+
+
+def check_gradient_of_hidden_is_scaled_in_fp32(device: str) -> None:
+    """Neither the scalar nor the product is rounded to bf16 but the result."""
+    hidden, weight = draw(device, "bfloat16", 6, 64).requires_grad_(), draw(device, "bfloat16", 40, 64, seed=1)
+    labels, scale = torch.arange(6, device=device), torch.tensor(1 / 7, device=device)
+    alone, scaled = (
+        torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, options=LossConfig()) * factor, hidden)[0]
+        for factor in (torch.ones_like(scale), scale)
+    )
+    assert torch.equal(scaled, (alone.float() * scale).bfloat16())
 
 
 def check_merge(device: str, dtype: str, wide: str, rows: int, heads: int, head_dim: int) -> None:

@@ -27,7 +27,6 @@ LARGE: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
     (checks.check_add_rms_norm, ("float32", 2, 500, 8192)),
     (checks.check_swiglu, ("bfloat16", 1500, 14336)),
     (checks.check_rope, ("bfloat16", 1, 5000, 32, 128)),
-    (checks.check_scaled, ("float32", "bfloat16", 5000, 4096)),
     (checks.check_loss, ("bfloat16", 256, 128256, 0.0001)),
     (checks.check_loss, ("float32", 300, 50257, 0.0)),
     (checks.check_sliced_loss, ("bfloat16", 64, 16032, 8)),
@@ -100,8 +99,8 @@ def test_long_loss_fits_where_the_plain_one_cannot() -> None:
     before = torch.cuda.memory_allocated()
     linear_cross_entropy(hidden, weight, labels, options=LossConfig()).backward()
     chunk_bytes, weight_bytes = 2048 * vocab * 2, vocab * size * 4
-    extra = torch.cuda.max_memory_allocated() - before - 2 * hidden.nbytes
-    assert extra <= chunk_bytes + 2 * weight_bytes + 2**26  # no copy of a block, no product beside its sum
+    extra = torch.cuda.max_memory_allocated() - before - hidden.nbytes  # whose gradient is there once
+    assert extra <= chunk_bytes + weight_bytes + 2**26  # no copy of a block, no product or gradient beside its sum
 
 
 def test_no_kernel_is_slower_than_the_operations_of_torch() -> None:

@@ -45,8 +45,8 @@ CASES: dict[str, tuple[Callable[..., Any], list[Tensor], int, int]] = {
     ),
     "swiglu": (swiglu, [ones(1, ROWS, WIDTH), ones(1, ROWS, WIDTH)], 1, 3 * BYTES),
     "rope": (lambda x: apply_rope(x, table(), table()), [ones(1, ROWS, 4, WIDTH // 4)], 1, 2 * BYTES),
-    # Gradients as saved (the weight's in fp32) and as given; the chunk of logits is gone by then.
-    "loss": (loss, [ones(ROWS, WIDTH), ones(VOCAB, WIDTH)], 0, 2 * BYTES + (4 + 2) * VOCAB * WIDTH),
+    # Both gradients (the weight's in fp32) and a chunk of logits, which is gone before what backward needs for a block.
+    "loss": (loss, [ones(ROWS, WIDTH), ones(VOCAB, WIDTH)], 0, BYTES + 4 * VOCAB * WIDTH + 2 * CHUNK * VOCAB),
 }
 
 

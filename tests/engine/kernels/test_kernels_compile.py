@@ -29,7 +29,6 @@ KERNELS: dict[str, tuple[Any, dict[str, Any], int]] = {
     "gradient": (cross_entropy.gradient_kernel, {**CHUNK, "z_loss": 1e-4}, 8),
     "swiglu": (elementwise.swiglu_kernel, {"width": CELLS}, 8),
     "swiglu backward": (elementwise.swiglu_backward_kernel, {"width": CELLS}, 8),
-    "scaled": (elementwise.scaled_kernel, {"width": CELLS}, 8),
     "rotate": (elementwise.rotate_kernel, {"half": 64, "width": 64, "per_program": 64, "direction": 1}, 16),
     "merge": (merge.merge_kernel, HEADS, 8),
     "add kv": (merge.add_kv_kernel, {**HEADS, "stores": False, "arrives": True}, 8),

@@ -74,13 +74,12 @@ def test_large_logits_stay_finite_and_exact() -> None:
         torch.testing.assert_close(ours, theirs, **EXACT)
 
 
-def test_retained_graph_gives_the_same_gradients_twice() -> None:
-    hidden, weight, labels = make_inputs(8, 9, 4)
-    loss = linear_cross_entropy(hidden, weight, labels, options=LossConfig())
-    first = [g.clone() for g in torch.autograd.grad(loss, (hidden, weight), retain_graph=True)]
-    torch.autograd.grad(loss * 5.0, (hidden, weight), retain_graph=True)
-    again = torch.autograd.grad(loss, (hidden, weight))
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_a_second_backward_is_refused(retain_graph: bool) -> None:
+    loss = linear_cross_entropy(*make_inputs(8, 9, 4), options=LossConfig())
+    loss.backward(retain_graph=retain_graph)
+    with pytest.raises(RuntimeError, match="gave its gradients away in its first backward pass"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
@@ -154,15 +153,27 @@ def test_bfloat16_errors_do_not_exceed_those_of_the_plain_loss() -> None:
         assert relative_error(ours, reference) <= 1.3 * relative_error(theirs, reference) + 1e-6
 
 
-def test_weight_of_a_wider_dtype_gets_its_gradient_in_that_dtype() -> None:
+@pytest.mark.parametrize("wider", [torch.float32, torch.float64])
+def test_weight_of_a_wider_dtype_gets_its_gradient_in_that_dtype(wider: torch.dtype) -> None:
     hidden, weight, labels = make_inputs(40, 30, 8)
-    low, master = hidden.detach().bfloat16().requires_grad_(), weight.detach().float().requires_grad_()
+    low, master = hidden.detach().bfloat16().requires_grad_(), weight.detach().to(wider).requires_grad_()
     linear_cross_entropy(low, master, labels, options=LossConfig()).backward()
     exact = value_and_gradients(cross_entropy_plain, (hidden, weight, labels), 1.0)
     assert master.grad is not None
     assert low.grad is not None
-    assert (master.grad.dtype, low.grad.dtype) == (torch.float32, torch.bfloat16)
+    assert (master.grad.dtype, low.grad.dtype) == (wider, torch.bfloat16)
     assert relative_error(master.grad, exact[2]) < 2e-2  # bf16 logits: 2**-8 of values up to 4
+
+
+@pytest.mark.parametrize("vocab", [3, 3001])  # one slice; two of several blocks each
+def test_gradient_of_a_narrow_weight_is_that_of_a_wide_one_rounded_once(vocab: int) -> None:
+    hidden, weight, labels = make_inputs(12, vocab, 1024)
+    low = weight.detach().bfloat16()
+    narrow, wide = (
+        value_and_gradients(linear_cross_entropy, (hidden.bfloat16(), of_dtype, labels), 1 / 3)[2]
+        for of_dtype in (low.requires_grad_(), low.detach().float().requires_grad_())
+    )
+    assert torch.equal(narrow, wide.bfloat16())
 
 
 def test_labels_of_another_shape_are_refused() -> None:

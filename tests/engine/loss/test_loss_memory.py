@@ -10,6 +10,7 @@ import torch
 from engine.config.settings import LossConfig
 from engine.loss.fused import linear_cross_entropy
 from engine.memory.tracker import LiveTensorTracker
+from engine.row_blocks import CPU_BLOCK_ELEMENTS
 
 VOCAB, SIZE, CHUNK = 2000, 16, 128
 
@@ -36,8 +37,8 @@ def growth_per_row(function: Any, *, train: bool, dtype: torch.dtype = torch.flo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_training_takes_only_hidden_label_and_gradient_per_row(dtype: torch.dtype) -> None:
-    # hidden, its gradient as saved and as scaled; one int64 label. Nothing else may grow with the rows.
-    allowed = 3 * SIZE * dtype.itemsize + 8
+    # hidden and its gradient; one int64 label. Nothing else may grow with the rows.
+    allowed = 2 * SIZE * dtype.itemsize + 8
     assert growth_per_row(linear_cross_entropy, train=True, dtype=dtype) <= allowed
 
 
@@ -47,6 +48,23 @@ def test_evaluation_takes_only_hidden_and_label_per_row() -> None:
 
 def test_extra_memory_is_a_few_chunks() -> None:
     rows = 8 * CHUNK
-    inputs = rows * SIZE * 4 * 3 + rows * 8 + 3 * VOCAB * SIZE * 4  # with gradients, the weight's also as a scaled copy
+    inputs = rows * SIZE * 4 * 2 + rows * 8 + 2 * VOCAB * SIZE * 4  # with gradients
     block_bytes = 4 * CHUNK * VOCAB  # the softmax blocks are not smaller than this chunk
     assert peak_bytes(linear_cross_entropy, rows, train=True) - inputs <= 4 * block_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_backward_scales_both_gradients_in_their_own_memory(dtype: torch.dtype) -> None:
+    hidden, weight = (torch.randn(4096, 256, dtype=dtype).requires_grad_() for _ in range(2))
+    labels = torch.arange(4096)
+    with LiveTensorTracker() as tracker:
+        tracker.watch([hidden, weight, labels])
+        loss = linear_cross_entropy(hidden, weight, labels, options=LossConfig())
+        tracker.enter("backward")
+        loss.backward()
+    inputs = hidden.nbytes + weight.nbytes + labels.nbytes
+    sums, block, scalars = 4 * weight.numel(), dtype.itemsize * CPU_BLOCK_ELEMENTS, 64
+    peak = tracker.device.phase_peaks["backward"].total_bytes
+    assert peak <= inputs + hidden.nbytes + sums + block + scalars
+    assert weight.grad is not None
+    assert weight.grad.untyped_storage().nbytes() == weight.nbytes
