@@ -24,7 +24,7 @@ from engine.parallel.collectives import max_over_ranks
 from engine.parallel.mesh import Mesh
 from engine.parallel.waits import WaitClock, find_straggler
 from engine.planning.sequence.layers import AttendedPairs
-from engine.planning.time.flops import Flops, Recomputed, mfu, step_flops
+from engine.planning.time.flops import Flops, mfu, step_flops
 from engine.planning.time.machine import Peak
 from engine.runs.oom import peak_resident_bytes
 from engine.training.peak import above_peak_warning
@@ -110,7 +110,8 @@ class StepCost:
             seq_len=self.seq_len,
             visible_pairs=pairs.visible,
             sequences=self.sequences,
-            recomputed=Recomputed(self.recomputed_matrices, pairs.again),
+            recomputed_matrices=self.recomputed_matrices,
+            recomputed_pairs=pairs.again,
         )
 
     def rates(self, flops: Flops, seconds: float, devices: int) -> dict[str, float | None]:

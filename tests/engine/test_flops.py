@@ -13,7 +13,7 @@ from engine.config.settings import LossConfig, ModelConfig
 from engine.model.llama import LlamaModel
 from engine.planning.memory.cost import recomputed_parameters
 from engine.planning.memory.policy import LayerPolicy
-from engine.planning.time.flops import Recomputed, attention_pairs, count_parameters, forward_flops, mfu, step_flops
+from engine.planning.time.flops import attention_pairs, count_parameters, forward_flops, mfu, step_flops
 
 SHAPE = ModelConfig(
     vocab_size=50, hidden_size=24, ffn_hidden_size=40, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
@@ -43,8 +43,8 @@ def counted_flops(config: ModelConfig, *, is_checkpointed: bool) -> int:
 
 def test_hardware_flops_with_recomputation_are_what_torch_counts() -> None:
     parameters = recomputed_parameters(LayerPolicy("full"), SHAPE, tiled=False, exchanged=False)
-    again = Recomputed(SHAPE.num_layers * parameters, EVERY_PAIR)
-    flops = step_flops(SHAPE, seq_len=TOKENS, visible_pairs=EVERY_PAIR, sequences=BATCH, recomputed=again)
+    again = {"recomputed_matrices": SHAPE.num_layers * parameters, "recomputed_pairs": EVERY_PAIR}
+    flops = step_flops(SHAPE, seq_len=TOKENS, visible_pairs=EVERY_PAIR, sequences=BATCH, **again)
     assert flops.hardware == counted_flops(SHAPE, is_checkpointed=True)
     assert flops.model == flops.model_full_attention == counted_flops(SHAPE, is_checkpointed=False)
 

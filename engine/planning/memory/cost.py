@@ -23,7 +23,7 @@ from engine.planning.methods.blocks import divide_run
 from engine.planning.methods.presets import BYTES_OF, AttentionMethod, tile_tokens_of
 from engine.planning.sequence.layers import attended_pairs, attention_layers
 from engine.planning.sequence.lengths import padded_length
-from engine.planning.time.flops import Flops, Recomputed, count_parameters, step_flops
+from engine.planning.time.flops import Flops, count_parameters, step_flops
 
 _WIDE_BYTES = 4  # master weights, gradients, attention's log-sum-exp
 _INT8_MOMENT_BYTES = 1  # and a scale per 256 of them
@@ -192,7 +192,8 @@ def planned_flops(config: RunConfig, method: AttentionMethod, dp_size: int) -> F
         seq_len=train.seq_len,
         visible_pairs=pairs.visible,
         sequences=sequences,
-        recomputed=Recomputed(recomputed_matrices(config, method), pairs.again),
+        recomputed_matrices=recomputed_matrices(config, method),
+        recomputed_pairs=pairs.again,
     )
 
 

@@ -25,16 +25,6 @@ from engine.config.settings import ModelConfig
 
 
 @dataclass(frozen=True)
-class Recomputed:
-    """What backward computes again: parameters of matmuls per token, pairs; both summed over layers, pairs over
-    sequences too.
-    """
-
-    matmul_parameters: int = 0
-    attention_pairs: int = 0
-
-
-@dataclass(frozen=True)
 class ParameterCount:
     """Parameters by what they do; a tied head counts under `head`, and its embedding is 0."""
 
@@ -100,18 +90,19 @@ def step_flops(
     seq_len: int,
     visible_pairs: int,
     sequences: int = 1,
-    recomputed: Recomputed = Recomputed(),
+    recomputed_matrices: int = 0,
+    recomputed_pairs: int = 0,
 ) -> Flops:
     """FLOPs of one optimizer step over `sequences` sequences of `seq_len` tokens (all ranks, all micro-steps).
 
-    `visible_pairs` are those that masks and documents let through, summed over layers and sequences. What is
-    `recomputed` depends on the checkpoint policies (`engine.planning.memory.cost`); of the head nothing: the loss
-    computes its logits once.
+    `visible_pairs` are those that masks and documents let through, summed over layers and sequences. What backward
+    computes again, parameters of matmuls (summed over layers) and pairs, depends on the checkpoint policies
+    (`engine.planning.memory.cost`); of the head nothing: the loss computes its logits once.
     """
     tokens = seq_len * sequences
     forward = forward_flops(model, tokens=tokens, pairs=visible_pairs)
     every_pair = model.num_layers * sequences * attention_pairs("full", seq_len)
-    again = 2 * recomputed.matmul_parameters * tokens + _attention_forward(model, recomputed.attention_pairs)
+    again = 2 * recomputed_matrices * tokens + _attention_forward(model, recomputed_pairs)
     return Flops(
         model=3 * forward,
         model_full_attention=3 * forward_flops(model, tokens=tokens, pairs=every_pair),
