@@ -26,8 +26,6 @@ from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError
 from engine.runs.process import process_start
 from engine.runs.records import read_json_object
 
-_LOG_STARTS = "log_starts"
-
 
 @dataclass(frozen=True)
 class Restarts:
@@ -57,7 +55,7 @@ def begin_attempt(plan: LaunchPlan, run: RunFolder, lease_s: float | None) -> No
         job=None,
         lease_s=lease_s,
         leftover=[],
-        **{_LOG_STARTS: log_starts(plan, run)},
+        log_starts=log_starts(run),
     )
     try:
         clear_cancel(run)
@@ -68,8 +66,8 @@ def begin_attempt(plan: LaunchPlan, run: RunFolder, lease_s: float | None) -> No
 
 
 def read_log_starts(run: RunFolder) -> dict[str, int]:
-    """How long every torchrun.log was when the attempt began, as `begin_attempt` recorded it."""
-    starts = table(run.read_state(), _LOG_STARTS)
+    """How long every log was when the attempt began, as `begin_attempt` recorded it: by its path in the run."""
+    starts = table(run.read_state(), "log_starts")
     return {name: start for name, start in starts.items() if isinstance(start, int)}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from cluster.control.link import NodeStatus
 from cluster.failure import Death, KillFacts, NodeEvidence, first_death
-from cluster.plan import LaunchPlan, NodePlan
+from cluster.plan import NodePlan
 from cluster.values import integer, rows, table, word
 from engine.runs.folder import RunFolder
 from engine.runs.records import read_json_object
@@ -104,16 +104,13 @@ def torchrun_log(node: NodePlan, run: RunFolder) -> Path:
     return run.log_dir(node.name) / TORCHRUN_LOG
 
 
-def log_starts(plan: LaunchPlan, run: RunFolder) -> dict[str, int]:
-    """How long every log is now, before a new attempt appends to it: torchrun.log by node, all by path in the run."""
+def log_starts(run: RunFolder) -> dict[str, int]:
+    """How long every log is now, by its path in the run, before a new attempt appends to it."""
     sizes = {}
-    for node in plan.nodes:
-        for name in _names(run.log_dir(node.name)):
-            path = run.log_dir(node.name) / name
-            if name.endswith(".log"):
-                sizes[path.relative_to(run.path).as_posix()] = path.stat().st_size
-        with contextlib.suppress(OSError):
-            sizes[node.name] = torchrun_log(node, run).stat().st_size
+    for path in (run.path / "logs").glob("*/*.log"):
+        # Opened, not asked for by stat: on a network file system only that shows what another machine wrote.
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            sizes[path.relative_to(run.path).as_posix()] = file.seek(0, os.SEEK_END)
     return sizes
 
 

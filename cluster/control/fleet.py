@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.control.attempt import read_log_starts
-from cluster.control.evidence import Loss, NodeFindings, StopOrder, torchrun_death
+from cluster.control.evidence import Loss, NodeFindings, StopOrder, torchrun_death, torchrun_log
 from cluster.control.link import TIME_LIMIT, NodeLink, NodeStatus
 from cluster.control.outcome import Clock, LaunchTiming, Leftover
 from cluster.plan import LaunchPlan
@@ -114,11 +114,10 @@ class Fleet:
     def __init__(
         self, plan: LaunchPlan, run: RunFolder, links: Sequence[NodeLink], lease_s: float | None, clock: Clock
     ) -> None:
-        starts = read_log_starts(run)
-        self.parts = [
-            Part(node=node, link=link, status=NodeStatus(node.name), log_start=starts.get(node.name, 0))
-            for node, link in zip(plan.nodes, links, strict=True)
-        ]
+        starts, self.parts = read_log_starts(run), list[Part]()
+        for node, link in zip(plan.nodes, links, strict=True):
+            start = starts.get(torchrun_log(node, run).relative_to(run.path).as_posix(), 0)
+            self.parts.append(Part(node=node, link=link, status=NodeStatus(node.name), log_start=start))
         self.lease_s = lease_s
         self._run, self._clock = run, clock
         self._next_beat = 0.0

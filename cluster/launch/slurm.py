@@ -19,7 +19,7 @@ from cluster.launch.scheduler import SchedulerError
 from cluster.plan import LaunchPlan
 from cluster.plan_record import write_plan_files
 from cluster.slurm.client import SlurmClient
-from cluster.slurm.granted import granted_plan, log_starts
+from cluster.slurm.granted import granted_plan
 from cluster.slurm.job import REQUEUED, SlurmJob, find_job
 from cluster.slurm.link import SlurmLink
 from cluster.slurm.plan import asks_partition, build_slurm_plan
@@ -110,13 +110,12 @@ class _Waiting:
         if self.job.is_begun_again:
             self.job = self.job.again().watch()
             self.cancel, self.close = self.job.cancel, self.job.close
-        token = self.job.record.token
-        granted = granted_plan(self.plan, self.run, token)
+        granted = granted_plan(self.plan, self.run, self.job.record.token)
         if granted is None:
             return None
         write_plan_files(granted, self.run)
         names = [node.name for node in granted.nodes]
-        self.run.record(nodes=names, log_starts=log_starts(self.run, token))
+        self.run.record(nodes=names)
         self.observer.note(f"Slurm job {self.job.job_id} runs on {', '.join(names)}")
         return granted, [SlurmLink(self.run, name, self.job) for name in names]
 

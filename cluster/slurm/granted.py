@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from cluster.control.evidence import torchrun_log
 from cluster.plan import LaunchPlan, NodePlan, with_files
 from cluster.plan_record import plan_from_dict
 from engine.runs.folder import RunFolder
@@ -18,10 +17,8 @@ _MAX_BYTES = 1 << 20
 
 
 def write_granted(run: RunFolder, node: NodePlan, token: str) -> None:
-    """Leave the plan of a node in its folder, and how long its torchrun.log is before this attempt. Raises OSError."""
-    log = torchrun_log(node, run)
-    document = {"token": token, "log_start": log.stat().st_size if log.exists() else 0, "node": node.to_dict()}
-    replace_json(node_folder(run, node.name) / GRANTED_FILE, document)
+    """Leave the plan of a node in its folder. Raises OSError."""
+    replace_json(node_folder(run, node.name) / GRANTED_FILE, {"token": token, "node": node.to_dict()})
 
 
 def granted_plan(plan: LaunchPlan, run: RunFolder, token: str) -> LaunchPlan | None:
@@ -32,14 +29,8 @@ def granted_plan(plan: LaunchPlan, run: RunFolder, token: str) -> LaunchPlan | N
     found = _read_all(run, token)
     if len(found) < len(plan.nodes):
         return None
-    nodes = sorted((entry["node"] for entry in found), key=lambda node: str(node.get("node_rank")).zfill(9))
+    nodes = sorted(found, key=lambda node: str(node.get("node_rank")).zfill(9))
     return with_files(plan_from_dict({**plan.to_dict(), "nodes": nodes, "files": {}}))
-
-
-def log_starts(run: RunFolder, token: str) -> dict[str, int]:
-    """How long every torchrun.log was when the attempt began."""
-    starts = {str(entry["node"].get("name")): entry.get("log_start") for entry in _read_all(run, token)}
-    return {name: start for name, start in starts.items() if isinstance(start, int)}
 
 
 def node_folder(run: RunFolder, name: str) -> Path:
@@ -54,11 +45,12 @@ def look_again(folder: Path) -> None:
 
 
 def _read_all(run: RunFolder, token: str) -> list[dict[str, Any]]:
+    """The nodes of this attempt, as they wrote themselves down."""
     look_again(run.path / "nodes")
     found = []
     for path in sorted((run.path / "nodes").glob(f"*/{GRANTED_FILE}")):
         with contextlib.suppress(OSError, ValueError, RecursionError):
             document = read_json_object(path) if path.stat().st_size <= _MAX_BYTES else None
             if document and document.get("token") == token and isinstance(document.get("node"), dict):
-                found.append(document)
+                found.append(document["node"])
     return found

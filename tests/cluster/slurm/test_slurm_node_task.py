@@ -21,7 +21,7 @@ from cluster.facts import probe_local_node
 from cluster.plan import LaunchPlan
 from cluster.plan_nodes import Site
 from cluster.plan_record import PlanFileError, read_launch_plan
-from cluster.slurm.granted import granted_plan, log_starts, write_granted
+from cluster.slurm.granted import granted_plan, write_granted
 from cluster.slurm.node_task import MEETING_FILE, Place, main, node_address, prepare, read_place
 from cluster.slurm.plan import build_slurm_plan, slurm_site
 from cluster.slurm.states import JobRecord, write_record
@@ -139,14 +139,10 @@ def test_a_plan_is_granted_only_when_all_nodes_of_this_attempt_are_there(plan):
         write_granted(run, node, token)
 
     assert granted_plan(plan, run, "t") is None
-    log = run.log_dir(plan.nodes[1].name) / "torchrun.log"
-    log.parent.mkdir(parents=True)
-    log.write_text("of the attempt before\n")
     write_granted(run, plan.nodes[1], "t")
     granted = granted_plan(plan, run, "t")
     assert granted is not None
     assert (granted.nodes, dict(granted.files)) == (plan.nodes, {"launch.json": dict(plan.files)["launch.json"]})
-    assert log_starts(run, "t") == {"slurm-node0": 0, "slurm-node1": 22}
 
 
 @pytest.mark.parametrize("change", [{"first_rank": 1}, {"local_ranks": 3}, {"folder": "../x"}, {"name": "slurm-node0"}])
