@@ -159,11 +159,6 @@ class LocalRun:
             launcher.kill()
             launcher.wait()
 
-    def orphan(self) -> None:
-        """Another process leads it, and is killed when it is under way."""
-        with self.led_elsewhere():
-            pass
-
     def mend(self) -> None:
         """From the next attempt on no rank misbehaves."""
         nodes = []

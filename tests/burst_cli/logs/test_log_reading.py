@@ -162,12 +162,6 @@ def test_every_log_keeps_all_its_lines_in_its_order(logs: list[list[bytes]]) -> 
     assert all(group == tuple(sorted(set(group))) and group for _, group in merged)
 
 
-@given(log=FEW_WORDS, count=st.integers(1, 6))
-def test_ranks_that_say_the_same_are_one(log: list[bytes], count: int) -> None:
-    merged = list(merge_folded([[Line(text) for text in log]] * count))
-    assert [(line.text, group) for line, group in merged] == [(text, tuple(range(count))) for text in log]
-
-
 def test_a_line_waits_for_ranks_that_say_it_later() -> None:
     first = [b"start", b"step 1", b"step 2"]
     second = [b"start", b"warning", b"step 1", b"trace", b"back", b"step 2"]

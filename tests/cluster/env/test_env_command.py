@@ -124,14 +124,6 @@ def on_sisters(sisters: tuple[Testbed, Path], burst_env: Burst, monkeypatch: pyt
     return lambda verb, *argv: burst_env(verb, f"cluster={testbed.name}", *argv)
 
 
-def test_every_sister_gets_her_own_adapters(sisters: tuple[Testbed, Path], on_sisters: Burst) -> None:
-    nodes = on_sisters("show", "--json").document["nodes"]
-    assert list(nodes) == list(sisters[0].node_names)
-    for node, numbers in zip(nodes.values(), GOOD, strict=True):
-        assert node["variables"]["NCCL_IB_HCA"] == "=" + ",".join(f"mlx5_{number}:1" for number in numbers.split())
-        assert [rail["port"] for rail in node["rails"]] == [f"mlx5_{number}:1" for number in numbers.split()]
-
-
 def test_write_makes_a_private_file_per_node(sisters: tuple[Testbed, Path], on_sisters: Burst, tmp_path: Path) -> None:
     files = on_sisters("write", "--out", str(tmp_path / "env"), "--format", "sh", "--json").document["files"]
     assert list(files) == list(sisters[0].node_names)

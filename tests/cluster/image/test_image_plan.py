@@ -7,7 +7,7 @@ from testkit.local_connection import LocalConnection
 
 from cluster.errors import ClusterError
 from cluster.image.node.identity import image_identity
-from cluster.image.plan import NodePlan, Route, choose_feeders, choose_packing, is_podman
+from cluster.image.plan import NodePlan, Route, choose_feeders, choose_packing
 from cluster.image.prune import prune_node
 from cluster.image.rate import parse_rate
 from cluster.image.status import NodeImage, build_status, read_inspected
@@ -99,10 +99,6 @@ def test_an_engine_that_does_not_answer_is_no_engine_without_the_image(code, out
 def test_an_engine_that_lists_nonsense_is_told_when_images_are_pruned():
     with LocalConnection("node1") as node, pytest.raises(ClusterError, match="makes no sense"):
         prune_node(node, ["sh", "-c", "echo '{half'"], "app:1", dry_run=True)
-
-
-def test_podman_is_known_by_what_it_says_of_itself():
-    assert [is_podman(engine) for engine in (PODMAN, DOCKER)] == [True, False]
 
 
 @pytest.mark.parametrize(

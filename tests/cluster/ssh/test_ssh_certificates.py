@@ -165,13 +165,6 @@ def test_a_signature_with_sha1_is_no_signature(tmp_path: Path) -> None:
     assert "SHA-1" in objection(old, "127.0.0.1", authorities)
 
 
-def test_an_authority_whose_server_shows_no_certificate_is_named(folder: Path) -> None:
-    with start_sshd(folder) as server:
-        host = knows(server, f"@cert-authority * {public(folder.parent / 'ca')}")
-        with pytest.raises(SshError, match="has a @cert-authority for it, but it shows no certificate"):
-            connect(host)
-
-
 def test_trust_fetches_the_plain_key_of_a_server_with_certificates(folder: Path) -> None:
     before = set(threading.enumerate())
     with certified_server(folder, *HOST) as server:
