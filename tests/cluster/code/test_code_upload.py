@@ -84,9 +84,11 @@ def test_ranks_can_import_the_engine_from_it_alone(tmp_path: Path) -> None:
 
 
 def test_code_is_installed_once_and_then_found(archive: CodeArchive, place: CodePlace) -> None:
-    assert upload(archive, place, 1) == {"n1": "installed"}
-    assert upload(archive, place, 1) == {"n1": "present"}
     code = Path(code_path(place.root, archive.code_id))
+    assert upload(archive, place, 1) == {"n1": "installed"}
+    os.utime(code, (1, 1))
+    assert upload(archive, place, 1) == {"n1": "present"}
+    assert time.time() - code.stat().st_mtime < 600  # it was used just now
     assert check_code(str(code), archive.code_id) == "good"
     assert (code.stat().st_mode & 0o777, Path(place.root).stat().st_mode & 0o777) == (0o600, 0o700)
     assert list(Path(place.root).iterdir()) == [code]
