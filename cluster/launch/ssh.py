@@ -183,14 +183,15 @@ def _python(facts: RemoteFacts, config: RunConfig) -> str:
 def resolve_fleet(config: RunConfig, nodes: Sequence[RemoteFacts]) -> tuple[RunConfig, Backend]:
     """(the configuration with all that follows from the nodes, the backend). Raises ConfigError."""
     names = fold_nodes(node.node for node in nodes)
-    weakest = MachineFacts(names, min(node.cores for node in nodes), min(len(node.gpus) for node in nodes))
+    weakest = MachineFacts(
+        names, min(node.environment.cores or 1 for node in nodes), min(len(node.gpus) for node in nodes)
+    )
     return with_ranks(config, weakest, launcher="ssh", nodes=names, num_nodes=len(nodes))
 
 
 def fleet_warnings(nodes: Sequence[RemoteFacts], config: RunConfig) -> tuple[str, ...]:
     """What is odd about the network of the nodes, each said once."""
-    known = [facts.environment for facts in nodes if facts.environment is not None]
-    planned = plan_fleet(known, config.cluster)
+    planned = plan_fleet([facts.environment for facts in nodes], config.cluster)
     by_text: dict[str, list[str]] = {}
     for node, environment in planned.items():
         for text in environment.warnings:
@@ -199,9 +200,8 @@ def fleet_warnings(nodes: Sequence[RemoteFacts], config: RunConfig) -> tuple[str
 
 
 def _address(facts: RemoteFacts) -> str:
-    if facts.address is None:
-        raise ClusterError(f"{facts.node}: no address for the other nodes: {facts.interface_problem}")
-    return facts.address
+    assert facts.environment.address is not None, "refused by cluster.preflight.judge"
+    return facts.environment.address
 
 
 def at_home(config: RunConfig) -> RunConfig:

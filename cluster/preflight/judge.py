@@ -119,9 +119,8 @@ def _gpus_in_use(facts: RemoteFacts, config: RunConfig) -> Iterator[NodeProblem]
 
 
 def _network(facts: RemoteFacts, config: RunConfig) -> Iterator[NodeProblem]:
-    if facts.address is None:
-        text = f"no address for the other nodes: {facts.interface_problem}; set cluster.interface"
-        yield NodeProblem((facts.node,), text)
+    if facts.environment.address is None:
+        yield NodeProblem((facts.node,), facts.environment.no_address)
 
 
 def _disk(facts: RemoteFacts, config: RunConfig) -> Iterator[NodeProblem]:

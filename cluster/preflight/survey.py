@@ -82,6 +82,7 @@ class RemoteFacts:
     gid: int
     root: str
     code_root: str
+    environment: NodeEnvironmentFacts
     groups: tuple[int, ...] = ()
     python: PythonFacts | None = None
     gpus: tuple[GpuFacts, ...] = ()
@@ -94,32 +95,12 @@ class RemoteFacts:
     data: tuple[DataFacts, ...] = ()
     image: str | None = None
     has_infiniband_devices: bool = False
-    environment: NodeEnvironmentFacts | None = None
-    environment_problem: str = ""
     clock_offset_s: float | None = None
     clock_error_s: float = 0.0
     problems: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def cores(self) -> int:
-        """CPUs of a login."""
-        return (self.environment.cores if self.environment is not None else None) or 1
 
-    @property
-    def address(self) -> str | None:
-        """The IPv4 address of the interface that nodes talk over."""
-        interface = self.environment.interface if self.environment is not None else None
-        return interface.addresses[0].partition("/")[0] if interface is not None and interface.addresses else None
-
-    @property
-    def interface_problem(self) -> str:
-        """Why there is no such address."""
-        if self.environment is None:
-            return self.environment_problem or "its network could not be read"
-        return self.environment.interface_reason or "it has no interface with an IPv4 address"
-
-
-def read_remote_facts(node: str, answer: Mapping[str, Any]) -> RemoteFacts:
+def read_remote_facts(node: str, answer: Mapping[str, Any], environment: NodeEnvironmentFacts) -> RemoteFacts:
     """The facts in `answer`. Raises ClusterError when it is no answer to the survey."""
     told = {key.removesuffix("_problem"): value for key, value in answer.items() if key.endswith("_problem")}
     try:
@@ -131,6 +112,7 @@ def read_remote_facts(node: str, answer: Mapping[str, Any]) -> RemoteFacts:
             gid=_whole(answer["gid"]),
             root=_path(answer["root"]),
             code_root=_path(answer["code_root"]),
+            environment=environment,
             groups=tuple(_whole(one) for one in _items(answer, "groups")),
             python=_python(answer.get("python")),
             gpus=tuple(GpuFacts(_text(one["name"]), _whole(one["memory_mib"])) for one in _items(answer, "gpus")),
@@ -290,9 +272,6 @@ def _ask(host: Host, question: Question, connect: Connect) -> RemoteFacts:
     with connect(host) as connection:
         probe = survey_node(connection, FACT_QUESTIONS, timeout_s=_PROBE_S)
         answer = ask_program(connection, {"survey": question.to_dict(host.name)}, timeout_s=_SURVEY_S)
-    facts = read_remote_facts(host.name, answer)
-    facts = replace(facts, clock_offset_s=probe.clock_offset_s, clock_error_s=probe.clock_error_s)
-    try:
-        return replace(facts, environment=read_facts(probe, question.config.cluster, host.reached_by))
-    except ClusterError as error:
-        return replace(facts, environment_problem=str(error).removeprefix(f"{host.name}: "))
+    environment = read_facts(probe, question.config.cluster, host.reached_by)
+    facts = read_remote_facts(host.name, answer, environment)
+    return replace(facts, clock_offset_s=probe.clock_offset_s, clock_error_s=probe.clock_error_s)

@@ -129,10 +129,9 @@ def node_address(place: Place, facts: NodeEnvironmentFacts) -> str:
     """The IPv4 address at which other nodes reach this one. Raises ClusterError when there is none."""
     if place.num_nodes == 1:
         return LOOPBACK
-    if facts.interface is None or not facts.interface.addresses:
-        why = facts.interface_reason or "it has no interface with an IPv4 address"
-        raise ClusterError(f"no address for the other nodes: {why}; set cluster.interface")
-    return facts.interface.addresses[0].partition("/")[0]
+    if facts.address is None:
+        raise ClusterError(facts.no_address)
+    return facts.address
 
 
 def _agree(plan: LaunchPlan, place: Place, token: str, address: str) -> Rendezvous:

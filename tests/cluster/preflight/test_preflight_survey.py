@@ -20,6 +20,7 @@ from testkit.plan_fleet import run_config
 
 from cluster.agent.survey import find_data
 from cluster.code.program import NoAnswerError, ask_program
+from cluster.env.facts import NodeEnvironmentFacts
 from cluster.errors import ClusterError, SshError, SshFailure
 from cluster.preflight.judge import find_problems
 from cluster.preflight.survey import (
@@ -39,6 +40,7 @@ from cluster.testbed.build import Testbed
 from engine.data.files import list_files
 
 Ask = Callable[..., dict[str, Any]]
+ENVIRONMENT = NodeEnvironmentFacts("n1")
 
 
 @pytest.fixture
@@ -69,7 +71,7 @@ def tool(folder: Path, name: str, script: str) -> None:
 
 
 def facts(answer: dict[str, Any]) -> RemoteFacts:
-    return read_remote_facts("n1", answer)
+    return read_remote_facts("n1", answer, ENVIRONMENT)
 
 
 def test_a_machine_tells_who_and_what_it_is(ask: Ask, tmp_path: Path) -> None:
@@ -339,6 +341,7 @@ def test_a_whole_answer_is_facts() -> None:
         gid=2,
         root="/home/me/.burst",
         code_root="/home/me/.burst/code",
+        environment=ENVIRONMENT,
         groups=(4, 20),
         python=PythonFacts("/usr/bin/python3", (3, 11, 2), {"torch": "2.13", "numpy": None}),
         gpus=(GpuFacts("H100", 3),),
@@ -364,7 +367,7 @@ ODD = st.one_of(
 @given(key=st.sampled_from(sorted(GOOD)), value=ODD | st.dictionaries(st.sampled_from(["run_id", "name", "path"]), ODD))
 def test_an_answer_that_lies_is_facts_or_a_strange_answer(key: str, value: Any) -> None:
     try:
-        found = read_remote_facts("n1", {**GOOD, key: value})
+        found = facts({**GOOD, key: value})
     except ClusterError:
         return
     assert "\x1b" not in repr(found)
@@ -374,7 +377,7 @@ def test_an_answer_that_lies_is_facts_or_a_strange_answer(key: str, value: Any) 
 def test_paths_that_would_leave_their_folder_are_no_answer() -> None:
     for root in ("relative", "/home/../etc", "/home/\x1b[31mme", "/a\nb"):
         with pytest.raises(ClusterError, match=r"n1: its answer makes no sense: .*no absolute path"):
-            read_remote_facts("n1", {**GOOD, "root": root})
+            facts({**GOOD, "root": root})
 
 
 def test_nodes_of_a_testbed_are_fit_and_one_that_is_silent_does_not_hide_them(testbed4: Testbed) -> None:
@@ -386,6 +389,6 @@ def test_nodes_of_a_testbed_are_fit_and_one_that_is_silent_does_not_hide_them(te
     error = found.errors["gone"]
     assert isinstance(error, SshError)
     assert error.kind is SshFailure.REFUSED
-    assert {facts.address for facts in found.facts.values()} == {node.address for node in testbed4.nodes}
+    assert {facts.environment.address for facts in found.facts.values()} == {node.address for node in testbed4.nodes}
     assert len({facts.root for facts in found.facts.values()}) == 4
     assert [problem.nodes for problem in find_problems(found, config)] == [("gone",)]
