@@ -203,13 +203,13 @@ def with_remedies(check: MemoryCheck, world: Topology, predict: Predict, machine
 
 def world_topology(config: RunConfig) -> Topology:
     """Where all ranks of the run lie. Raises ConfigError while their number is unknown."""
-    cp_size, cluster = known_cp_size(config.parallel, config.cluster.world_size), config.cluster
+    cp_size, nodes = known_cp_size(config.parallel, config.cluster.world_size), config.cluster.topology_groups
     if cp_size is None:
         raise ConfigError(
             "the number of ranks is unknown: cluster.ranks_per_node is null, which means one per GPU of the machine "
             "that trains; add --ranks N (and --nodes M), such as --ranks 16 --nodes 2"
         )
-    world_size, nodes = cluster.world_size or cp_size * _model_copies(config), cluster.topology_groups
+    world_size = cp_size * _model_copies(config)
     if world_size % nodes:
         raise ConfigError(f"cluster.topology_nodes: {nodes} nodes cannot share {world_size} ranks evenly; see --nodes")
     return Topology(nodes, world_size // nodes)

@@ -62,15 +62,18 @@ class SweepPlan:
 
     sweep_id: str
     overrides: tuple[str, ...]
-    axes: tuple[Axis, ...]
     cells: tuple[Cell, ...]
+
+    @property
+    def keys(self) -> list[str]:
+        """The swept settings."""
+        return list(dict.fromkeys(key for cell in self.cells for key in cell.values))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values: what --dry-run --json prints."""
         return {
             "sweep_id": self.sweep_id,
             "overrides": list(self.overrides),
-            "axes": [{"key": axis.key, "values": list(axis.values)} for axis in self.axes if axis.is_sweep],
             "cells": [cell.to_dict() for cell in self.cells],
         }
 
@@ -101,7 +104,7 @@ def build_sweep(
     sweep_id = _sweep_id(cells, name)
     known = recorded(sweep_id)
     judged = tuple(_judged(cell, judge, known) for cell in cells.values())
-    return SweepPlan(sweep_id, tuple(overrides), tuple(axes), judged)
+    return SweepPlan(sweep_id, tuple(overrides), judged)
 
 
 def check_legal(plan: SweepPlan, *, skip_illegal: bool) -> None:

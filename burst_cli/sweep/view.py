@@ -31,7 +31,6 @@ _MESSAGE = 70
 
 def plan_view(plan: SweepPlan, parallel: int, price: float | None) -> Group:
     """What a sweep will do: its cells, what each is expected to take, and all of them together."""
-    keys = [axis.key for axis in plan.axes if axis.is_sweep]
     rows: list[list[str | Text]] = []
     for cell in plan.cells:
         known = cell.estimate if not cell.problems and not cell.short_of_memory else None
@@ -39,14 +38,14 @@ def plan_view(plan: SweepPlan, parallel: int, price: float | None) -> Group:
         rows.append(
             [
                 cell.cell_id,
-                *(cell.values.get(key, "") for key in keys),
+                *(cell.values.get(key, "") for key in plan.keys),
                 duration(known.seconds if known else None),
                 f"{known.device_hours:.3g}" if known else DASH,
                 Text(one_line(why, _MESSAGE), style),
             ]
         )
     numbers = ("expected", "device hours")
-    return Group(listing(("cell", *keys, *numbers, ""), rows, numbers), expectation(plan, parallel, price))
+    return Group(listing(("cell", *plan.keys, *numbers, ""), rows, numbers), expectation(plan, parallel, price))
 
 
 def expectation(plan: SweepPlan, parallel: int, price: float | None) -> Text:

@@ -32,7 +32,7 @@ def plan_of(count: int, modes: Mapping[int, str] = {}) -> SweepPlan:
         Cell(f"cell{k:02d}", (f"number={k}", f"mode={modes.get(k, 'ok')}"), {"number": str(k)}, RunConfig(exp="fake"))
         for k in range(count)
     )
-    return SweepPlan("fake-0", (), (), cells)
+    return SweepPlan("fake-0", (), cells)
 
 
 def manner_of(runs_dir: Path, lanes: int = 1, **settings: Any) -> SweepManner:

@@ -12,7 +12,6 @@ from testkit.run_maker import make_run
 from testkit.terminal import lines_of
 
 from burst_cli.sweep.estimate import Estimate
-from burst_cli.sweep.grammar import Axis
 from burst_cli.sweep.plan import Cell, SweepPlan
 from burst_cli.sweep.view import SweepView, cells_table, expectation, plan_view, tally, window
 from engine.config.settings import RunConfig
@@ -25,8 +24,7 @@ CELLS = (
     Cell("c3", ("train.seq_len=8K",), {"train.seq_len": "8K"}, CONFIG, (), "too long", Estimate(9.0, 4, "another")),
     Cell("c4", ("train.seq_len=64",), {"train.seq_len": "64"}, CONFIG, estimate=Estimate(64.0, 4, "hearsay", 2.0)),
 )
-AXES = (Axis("exp", ("exp=tiny",), ("tiny",), False), Axis("train.seq_len", (), ("512", "513", "8K", "64"), True))
-PLAN = SweepPlan("lab-1", ("exp=tiny", "train.seq_len=512,513,8K,64"), AXES, CELLS)
+PLAN = SweepPlan("lab-1", ("exp=tiny", "train.seq_len=512,513,8K,64"), CELLS)
 
 
 def test_a_plan_is_its_cells_what_each_takes_and_all_of_them_together() -> None:
@@ -39,8 +37,8 @@ def test_a_plan_is_its_cells_what_each_takes_and_all_of_them_together() -> None:
         "2 of 4 cells will run, 2 at a time; about 8:32, 0.64 device hours, 0.32 at 0.5 per device hour",
         "by a guess and 1 more",
     ]
-    unknown = SweepPlan("lab-1", (), AXES, (CELLS[0], Cell("c5", (), {}, CONFIG)))
-    assert lines_of(expectation(unknown, 1, None), expectation(SweepPlan("", (), (), CELLS[1:3]), 1, None)) == [
+    unknown = SweepPlan("lab-1", (), (CELLS[0], Cell("c5", (), {}, CONFIG)))
+    assert lines_of(expectation(unknown, 1, None), expectation(SweepPlan("", (), CELLS[1:3]), 1, None)) == [
         "2 of 2 cells will run; no estimate of time: a step of 1 of them cannot be predicted from here",
         "0 of 2 cells will run",
     ]
@@ -59,7 +57,6 @@ def test_the_document_of_a_plan_has_every_cell() -> None:
     assert PLAN.to_dict() == {
         "sweep_id": "lab-1",
         "overrides": ["exp=tiny", "train.seq_len=512,513,8K,64"],
-        "axes": [{"key": "train.seq_len", "values": ["512", "513", "8K", "64"]}],
         "cells": [
             entry(CELLS[0], "512", estimate=estimate(512.0, "a guess")),
             entry(CELLS[1], "513", exp=None, facts={}, problems=["it is odd", "it is [b]bad[/b]"]),
