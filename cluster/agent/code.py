@@ -70,13 +70,13 @@ class InstallError(Exception):
     """The code cannot be brought into its place."""
 
 
-def install(root: str, code_id: str, archive: bytes, nonce: str) -> str:
-    """ "present" or "installed". What is damaged is replaced; of two that install at once either one's is good."""
+def install(root: str, code_id: str, archive: bytes, nonce: str) -> None:
+    """Put it into its place, unless it is there. Of two that install at once either one's is good."""
     make_root(root)
     target = code_path(root, code_id)
     if check_code(target, code_id) == "good":
         os.utime(target, None)
-        return "present"
+        return
     if code_id_of(archive) != code_id:
         raise InstallError("the archive did not arrive whole")
     part = f"{target}.part-{nonce}"
@@ -90,7 +90,6 @@ def install(root: str, code_id: str, archive: bytes, nonce: str) -> str:
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(part)
-    return "installed"
 
 
 def make_root(root: str) -> None:
@@ -120,19 +119,18 @@ def prune(root: str, keep: int, age_s: float, now: float) -> None:
 
 
 def install_code(question: dict[str, Any], archive: bytes) -> dict[str, Any]:
-    """Answer the launcher, which brings the code in `archive`; without one: whether it is there."""
+    """Answer the launcher, which brings the code in `archive`, or nothing: {"state": "good", or why it is not}."""
     home = os.path.expanduser("~")
     root = expand(str(question["root"]), home) or ""
     code_id = str(question["code_id"])
     try:
         for folder in question["folders"]:
             os.makedirs(expand(str(folder), home) or "", 0o700, exist_ok=True)
-        if not archive:
-            return {"state": check_code(code_path(root, code_id), code_id)}
-        state = install(root, code_id, archive, str(question["nonce"]))
-        prune(root, int(question["keep"]), float(question["age_s"]), time.time())
-        return {"state": state}
+        if archive:
+            install(root, code_id, archive, str(question["nonce"]))
+            prune(root, int(question["keep"]), float(question["age_s"]), time.time())
+        return {"state": check_code(code_path(root, code_id), code_id)}
     except InstallError as error:
-        return {"error": str(error)}
+        return {"state": str(error)}
     except OSError as error:
-        return {"error": f"{error.filename or root}: {error.strerror or error}"}
+        return {"state": f"{error.filename or root}: {error.strerror or error}"}

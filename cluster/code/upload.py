@@ -83,19 +83,18 @@ class Delivery:
     folders: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-def upload_code(hosts: Sequence[Host], delivery: Delivery, connect: Connect) -> dict[str, str]:
-    """What was done by node, "present" or "installed". Raises CodeError with all nodes that do not have it now."""
+def upload_code(hosts: Sequence[Host], delivery: Delivery, connect: Connect) -> None:
+    """Raises CodeError with all nodes that do not have it now."""
     first, others = (hosts[:1], hosts[1:]) if delivery.place.is_shared else (hosts, [])
-    states = _on_all(first, delivery, connect)
+    _on_all(first, delivery, connect)
     # Sharing is proven, not believed: every other node must see what the first one wrote.
-    seen = replace(delivery, archive=CodeArchive(delivery.archive.code_id, b""))
-    return states | _on_all(others, seen, connect)
+    _on_all(others, replace(delivery, archive=CodeArchive(delivery.archive.code_id, b"")), connect)
 
 
-def _on_all(hosts: Sequence[Host], delivery: Delivery, connect: Connect) -> dict[str, str]:
-    def work(host: Host) -> str:
+def _on_all(hosts: Sequence[Host], delivery: Delivery, connect: Connect) -> None:
+    def work(host: Host) -> None:
         with connect(host) as connection:
-            return _install(connection, delivery)
+            _install(connection, delivery)
 
     outcomes = fan_out(hosts, work)
     failed: dict[str, list[str]] = {}
@@ -104,10 +103,9 @@ def _on_all(hosts: Sequence[Host], delivery: Delivery, connect: Connect) -> dict
             failed.setdefault(_without_name(str(outcome.error), name), []).append(name)
     if failed:
         raise CodeError("\n".join(f"{fold_nodes(names)}: {text}" for text, names in failed.items()))
-    return {name: outcome.value or "" for name, outcome in outcomes.items()}
 
 
-def _install(connection: Connection, delivery: Delivery) -> str:
+def _install(connection: Connection, delivery: Delivery) -> None:
     archive, place = delivery.archive, delivery.place
     question = {
         "folders": list(delivery.folders.get(connection.host.name, ())),
@@ -123,16 +121,11 @@ def _install(connection: Connection, delivery: Delivery) -> str:
     except NoAnswerError as error:
         raise CodeError(f"{name}: cannot lay the code of the ranks: {error}") from error
     state = one_line(str(answer.get("state", "")), 300)
-    if answer.get("error"):
-        raise CodeError(f"{name}: cannot lay the code of the ranks: {one_line(str(answer['error']), 300)}")
-    if not archive.data:
-        if state != "good":
-            text = f"{place.root} on it does not hold the code that the first node wrote there ({state})"
-            raise CodeError(f"{name}: {text}; is cluster.shared_folder shared by all nodes?")
-        return "present"
-    if state not in ("present", "installed"):
-        raise CodeError(f"{name}: cannot lay the code of the ranks: it answered {state!r}")
-    return state
+    if state != "good" and archive.data:
+        raise CodeError(f"{name}: cannot lay the code of the ranks: {state}")
+    if state != "good":
+        text = f"{place.root} on it does not hold the code that the first node wrote there ({state})"
+        raise CodeError(f"{name}: {text}; is cluster.shared_folder shared by all nodes?")
 
 
 def _without_name(text: str, name: str) -> str:
