@@ -28,7 +28,11 @@ def load_weights(model: LlamaModel, folder: Path) -> None:
         raise ConfigError(f"model.init_from={folder} holds another model: {'; '.join(found)}")
     model.tie_weights()
     parameters = {hugging_face_name(name): value for name, value in model.named_parameters()}
-    by_file = _files_of(folder, parameters)
+    files = weight_files(folder)
+    check_names(files, parameters, folder)
+    by_file: dict[Path, list[str]] = defaultdict(list)
+    for name in parameters:
+        by_file[files[name]].append(name)
     for path, names in by_file.items():
         try:
             with safe_open(path, framework="pt") as file:
@@ -36,24 +40,6 @@ def load_weights(model: LlamaModel, folder: Path) -> None:
                     _read(file, name, parameters[name], path)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
-
-
-def _files_of(folder: Path, parameters: dict[str, Any]) -> dict[Path, list[str]]:
-    """Names to read, by file."""
-    files = weight_files(folder)
-    if isinstance(files, Path):
-        try:
-            with safe_open(files, framework="pt") as file:
-                held = list(file.keys())
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{files} cannot be read: {error}") from error
-        check_names(held, parameters, folder)
-        return {files: list(parameters)}
-    check_names(files, parameters, folder)
-    by_file: dict[Path, list[str]] = defaultdict(list)
-    for name in parameters:
-        by_file[files[name]].append(name)
-    return by_file
 
 
 def _read(file: Any, name: str, parameter: Tensor, path: Path) -> None:

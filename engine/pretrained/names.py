@@ -1,10 +1,12 @@
-"""Names of parameters here and in transformers, and the files that hold them. Standard library only."""
+"""Names of parameters here and in transformers, and the files that hold them; without torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from engine.config.errors import ConfigError
 from engine.runs.records import require_json_object
@@ -20,13 +22,17 @@ def hugging_face_name(name: str) -> str:
     return _OUTER.get(name, f"model.{name}")
 
 
-def weight_files(folder: Path) -> dict[str, Path] | Path:
-    """The file of every weight by its name there, or the one file of all. Raises ConfigError when there is none."""
-    index = folder / INDEX_FILE
+def weight_files(folder: Path) -> dict[str, Path]:
+    """The file of every weight by its name there. Raises ConfigError when there is none, or it cannot be read."""
+    index, single = folder / INDEX_FILE, folder / SINGLE_FILE
     if not index.exists():
-        if (folder / SINGLE_FILE).is_file():
-            return folder / SINGLE_FILE
-        raise ConfigError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; pickled weights are not read")
+        if not single.is_file():
+            raise ConfigError(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}; pickled weights are not read")
+        try:
+            with safe_open(single, framework="numpy") as file:
+                return dict.fromkeys(file.keys(), single)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{single} cannot be read: {error}") from error
     table = require_json_object(index, "the file of each weight", ConfigError).get("weight_map")
     if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
         raise ConfigError(f"{index} cannot be read: weight_map is no table of file names")
