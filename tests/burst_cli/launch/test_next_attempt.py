@@ -26,18 +26,8 @@ from engine.config.settings import RunConfig
 from engine.runs.folder import RunFolder, create_run, new_run_path
 
 
-class Listener(LaunchObserver):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        self.notes: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-
-
-class Story:
-    """A run whose attempts end as `ends` tells, one after the other, each with so many steps saved."""
+class Story(LaunchObserver):
+    """A run whose attempts end as `ends` tells, one after the other, each with so many steps saved; what is said."""
 
     def __init__(self, base: Path, *ends: tuple[str | None, int], allowed: int = 2) -> None:
         config = RunConfig(cluster=ClusterConfig(max_restarts=allowed))
@@ -45,8 +35,11 @@ class Story:
         self.run = create_run(Path(self.plan.run_path), dict(self.plan.files))
         self.ends, self.stop, self.clock = list(ends), StopRequests(), Clock(0.0)
         self.starts: list[bool] = []
-        self.listener = Listener()
+        self.notes: list[str] = []
         self.deaf = 0  # so often the nodes cannot be asked
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
     def lead(self, plan: LaunchPlan, manner: Manner) -> LaunchOutcome:
         self.starts.append(manner.start)
@@ -65,7 +58,7 @@ class Story:
 
     def tell(self) -> str:
         manner = Manner(clock=self.clock)
-        watchers = (self.listener, self.stop)
+        watchers = (self, self.stop)
         return lead_attempts(self.plan, self.run, watchers, self.lead, manner, self.renew).status
 
 
@@ -74,7 +67,7 @@ def test_a_run_that_fails_begins_again_until_it_is_complete(tmp_path: Path) -> N
     assert story.tell() == "completed"
     assert story.starts == [True, True, True]
     assert 6.0 <= story.clock.now < 7.0  # two seconds, then four
-    assert story.listener.notes == [
+    assert story.notes == [
         "signal: restart 1 of 2 without progress, from the beginning",
         "hang: restart 2 of 2 without progress, from the beginning",
     ]
@@ -86,7 +79,7 @@ def test_restarts_are_counted_from_the_last_progress(tmp_path: Path) -> None:
     assert story.tell() == "failed"
     assert len(story.starts) == 7  # the last one of which there were two without a further checkpoint
     step = "without progress, from the checkpoint of step"
-    assert story.listener.notes[2:] == [f"signal: restart {at} of 2 {step} {of}" for of in (10, 20) for at in (1, 2)]
+    assert story.notes[2:] == [f"signal: restart {at} of 2 {step} {of}" for of in (10, 20) for at in (1, 2)]
 
 
 @pytest.mark.parametrize("kind", ["config", "user", "start", "oom"])

@@ -15,8 +15,7 @@ import pytest
 from testkit.run_maker import make_run, write_log
 from testkit.terminal import on_terminal
 
-from burst_cli.figures import fold_numbers
-from burst_cli.logs.files import LogRequest, find_logs, parse_ranks, visible_text
+from burst_cli.logs.files import LogRequest, find_logs, visible_text
 from burst_cli.logs.follow import LogFollow
 from burst_cli.logs.read import KEEP_BYTES
 from burst_cli.logs.show import SCREEN_CHARACTERS, LogPrinter
@@ -214,10 +213,6 @@ def test_ranks_that_are_not_there_are_said_not_to_be(burst, run: RunFolder) -> N
     result = burst("logs", "--ranks", "9")
     assert (result.code, result.out) == (0, "")
     assert "it has ranks 0-3 on tb[1-2]" in result.err
-
-
-def test_ranks_are_folded_as_they_are_parsed() -> None:
-    assert fold_numbers(parse_ranks("7,0,3-5,4")) == "0,3-5,7"
 
 
 # --- following --------------------------------------------------------------------------------------------------------
