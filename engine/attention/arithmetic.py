@@ -14,7 +14,7 @@ from engine.attention.executor import Fields, Operand
 from engine.attention.kernels.base import TileGradients, TileKernel
 from engine.attention.kernels.heads import HeadSlices, split_heads
 from engine.attention.merge import add_kv, backward_stats, merge_tile, surrogate_out
-from engine.planning.schedule.plan import FIELDS, Slot, Tile, TokenBytes
+from engine.planning.schedule.plan import FIELDS, Slot, Tile
 from engine.row_blocks import accumulate_dtype, ends
 
 KV_FIELDS = frozenset({field.name for fields in FIELDS.values() for field in fields if field.of_keys})
@@ -31,17 +31,6 @@ class AttentionShape:
     dtype: torch.dtype
     device: torch.device
     wire_gradient_dtype: torch.dtype = torch.float32
-
-    def token_bytes(self) -> TokenBytes:
-        """Bytes per token of each kind, as the transport will count them."""
-        return TokenBytes(
-            self.num_heads,
-            self.num_kv_heads,
-            self.head_dim,
-            element_bytes=self.dtype.itemsize,
-            gradient_bytes=accumulate_dtype(self.dtype).itemsize,
-            wire_gradient_bytes=self.wire_gradient_dtype.itemsize,
-        )
 
 
 class TensorArithmetic:

@@ -35,7 +35,6 @@ from engine.planning.methods.topology import Topology
 from engine.planning.schedule.plan import Channel
 from engine.planning.sequence.layers import LayerAttention
 from engine.planning.sequence.layout import Layout
-from engine.planning.sequence.mask import Mask
 
 if TYPE_CHECKING:
     from engine.attention.library import ContextParallel
@@ -142,10 +141,6 @@ class SequenceContext:
     def runtime(self) -> AttentionRuntime:
         """Plans of the first layer."""
         return self.runtimes[0]
-
-    def mask(self, layer: int) -> Mask:
-        """Who sees whom in a layer."""
-        return self.layers[layer % len(self.layers)].mask
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int = 0) -> Tensor:
         """`attention` of a layer without its checks: out [B, T, H, D] of q [B, T, H, D], k and v [B, T, K, D]."""

@@ -37,12 +37,6 @@ class KernelChoice:
     others: Mapping[str, str]
     failed: Mapping[str, str]
 
-    @property
-    def text(self) -> str:
-        """One line for people."""
-        others = "; ".join(f"{name}: {reason}" for name, reason in self.others.items())
-        return f"attention kernel {self.kernel.name} ({self.reason}); others: {others}"
-
 
 def choose(
     name: KernelName,

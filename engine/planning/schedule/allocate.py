@@ -106,11 +106,8 @@ class PlanBuilder:
         self._drafts: dict[int, defaultdict[int, _Draft]] = {rank: defaultdict(_Draft) for rank in self.ranks}
         self._messages: defaultdict[tuple[int, int], int] = defaultdict(int)
 
-    def value(self, rank: int, home: Home | Kind, rows: Rows, pin: str | None = None) -> Value:
-        """A new value (of all heads on the device, if only its kind is given); on ranks that are not kept it stands for
-        what they have.
-        """
-        home = home if isinstance(home, Home) else Home(home)
+    def value(self, rank: int, home: Home, rows: Rows, pin: str | None = None) -> Value:
+        """A new value; on ranks that are not kept it stands for what they have."""
         if rank not in self.kept:
             return Value(-1, rank, home, rows, pin)
         value = Value(len(self._values[rank]), rank, home, rows, pin)

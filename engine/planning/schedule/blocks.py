@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from engine.planning.schedule.allocate import PlanBuilder, Rows, Span, Value
-from engine.planning.schedule.exchange import Exchange, kv_gradient_kind, planned_groups, return_kv, rings
+from engine.planning.schedule.exchange import Exchange, kv_gradient_kind, planned_groups, return_kv
 from engine.planning.schedule.plan import AttentionPlan, Kind
-from engine.planning.schedule.ring import Circulation, Lane, Operands, keeps_last, last_home, of_heads, route_of
+from engine.planning.schedule.ring import Circulation, Operands, keeps_last, lanes, last_home, of_heads, route_of
 from engine.planning.sequence.visibility import Visibility
 
 
@@ -101,8 +101,8 @@ class _Blocks:
         """Attention of every ring, from step 1 on around an exchange; the first step after it."""
         route, first = route_of(self.method, self.builder.direction), int(self.exchange.grid.heads > 1)
         spans = [Span(step, step) for step in range(first, first + route.size + 2)]
-        for heads, ranks in rings(self.exchange, self.builder):
-            given = Operands(*(of_heads(values or {}, heads.index) for values in (query, kv, sums, kv_sums, kv_last)))
-            lane = Lane(ranks, heads, spans)
+        for lane in lanes(self.method, self.builder, spans):
+            blocks = (query, kv, sums, kv_sums, kv_last)
+            given = Operands(*(of_heads(values or {}, lane.heads.index) for values in blocks))
             Circulation(self.visibility, self.method, self.builder, lane, given, route).emit()
         return spans[-1].wait + 1

@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.planning.schedule.allocate import PlanBuilder, Rows, Span, Value
-from engine.planning.schedule.exchange import Exchange, kv_gradient_kind, planned_groups, return_kv, rings
+from engine.planning.schedule.exchange import Exchange, kv_gradient_kind, planned_groups, return_kv
 from engine.planning.schedule.plan import AttentionPlan, Kind
 from engine.planning.schedule.residency import Arrive, Block, Finish, Held, Residency, residencies
-from engine.planning.schedule.ring import Circulation, Journey, Lane, Operands, Place, Route, of_heads
+from engine.planning.schedule.ring import Circulation, Journey, Lane, Operands, Place, Route, lanes, of_heads
 from engine.planning.sequence.mask import Band
 from engine.planning.sequence.visibility import Flags, RowTable, Visibility
 
@@ -139,9 +139,9 @@ class _Work:
     def travel(self, chunk: int, spans: list[Span], kv: dict[int, list[Value]], sums: dict[int, list[Value]]) -> None:
         """One trip of a key chunk of every member, of which the planned ones are given."""
         end = spans[-1].wait + 1
-        for heads, ranks in rings(self.exchange, self.builder):
-            operands = Operands({}, of_heads(kv, heads.index), {}, of_heads(sums, heads.index))
-            _Trip(self, Lane(ranks, heads, [*spans, Span(end, end)]), chunk, operands).travel()
+        for lane in lanes(self.exchange.method, self.builder, [*spans, Span(end, end)]):
+            operands = Operands({}, of_heads(kv, lane.heads.index), {}, of_heads(sums, lane.heads.index))
+            _Trip(self, lane, chunk, operands).travel()
 
 
 class _Trip(Circulation):

@@ -178,13 +178,6 @@ def planned_groups(exchange: Exchange, builder: PlanBuilder) -> dict[int, HeadGr
     return {member: HeadGroup(exchange, builder, member) for member in members}
 
 
-def rings(exchange: Exchange, builder: PlanBuilder) -> Iterator[tuple[HeadPart, tuple[int, ...]]]:
-    """The rings with a planned rank, each with its part of the heads."""
-    grid = exchange.grid
-    for head in sorted({grid.place(rank)[1] for rank in builder.kept}):
-        yield HeadPart(head, grid.heads), grid.ring(head)
-
-
 def kv_gradient_kind(method: AttentionMethod) -> Kind:
     """Kind of dK and dV at home: complete ones arrive cast, partial ones of replicated heads are summed in fp32."""
     return Kind.DKV if method.kv_replicated else Kind.DKV_CAST

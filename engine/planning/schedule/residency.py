@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from engine.planning.schedule.allocate import Rows, Span, Value
+from engine.planning.schedule.allocate import Home, Rows, Span, Value
 from engine.planning.schedule.exchange import HeadGroup
 from engine.planning.schedule.plan import Kind
 
@@ -196,7 +196,7 @@ class Block:
         values = []
         for head, rank in enumerate(self.group.ranks):
             rows = self.group.home_chunk(head, chunk)
-            values.append(self.group.builder.value(rank, kind, rows))
+            values.append(self.group.builder.value(rank, Home(kind), rows))
             if homes and span and rows.start < rows.stop:
                 self.group.builder.move(*span, homes[head], values[-1], rows)
         return values

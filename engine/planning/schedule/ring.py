@@ -37,7 +37,7 @@ Sun et al. 2024 (BurstAttention: circulating Q in backward); reversed and gather
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
@@ -444,6 +444,13 @@ def clip(band: Band, q: Rows, keys: Rows) -> list[Band]:
         return []
     shift = (k_start - band.k_start) - (q_start - band.q_start)
     return normalise(Band(q_start, q_stop, k_start, k_stop, band.low + shift, band.high + shift))
+
+
+def lanes(method: AttentionMethod, builder: PlanBuilder, spans: list[Span]) -> Iterator[Lane]:
+    """The rings with a planned rank."""
+    grid = method.grid
+    for head in sorted({grid.place(rank)[1] for rank in builder.kept}):
+        yield Lane(grid.ring(head), HeadPart(head, grid.heads), spans)
 
 
 def of_heads(values: Mapping[int, list[Value]], index: int) -> Members:

@@ -56,7 +56,7 @@ class Layout:
 
     def rows_before(self, rank: int, position: int) -> int:
         """How many rows of `rank` lie before a position; they are its first rows, because rows ascend in position."""
-        return int(np.searchsorted(self.positions(rank), position))
+        return sum(len(range(s.start, min(s.stop, position), s.step)) for s in self.segments[rank])
 
     def positions(self, rank: int) -> npt.NDArray[np.int64]:
         """Global positions [rows] of `rank`, in local order."""

@@ -10,7 +10,6 @@ import pytest
 import torch
 from attention_oracle import causal, errors, gather, oracle, random_inputs
 
-from engine.attention.arithmetic import AttentionShape
 from engine.attention.buffers import BufferPool, Place, allocate_bytes
 from engine.attention.library import ContextParallel, open_channels
 from engine.attention.transport import Parcel, Transport
@@ -19,7 +18,7 @@ from engine.config.settings import AttentionConfig, ModelConfig, ParallelConfig,
 from engine.parallel.mesh import build_mesh
 from engine.planning.methods.methods import plan_method
 from engine.planning.methods.presets import PRESETS
-from engine.planning.schedule.plan import LinkBytes
+from engine.planning.schedule.plan import LinkBytes, TokenBytes
 from engine.planning.sequence.mask import Mask
 
 HEADS, HEAD_DIM = 4, 8
@@ -102,8 +101,7 @@ def run_rank(seq_len: int, kv_heads: int, attention: dict[str, Any], nodes: int)
 
 
 def planned_bytes(layer: ContextParallel, seq_len: int, kv_heads: int) -> tuple[LinkBytes, LinkBytes]:
-    shape = AttentionShape(HEADS, kv_heads, HEAD_DIM, torch.float64, torch.device("cpu"), torch.float64)
-    rank, tokens = layer.rank, shape.token_bytes()
+    rank, tokens = layer.rank, TokenBytes(HEADS, kv_heads, HEAD_DIM, 8, 8, 8)  # float64
     plans = plan_method(layer.method, Mask(seq_len), layer.run_context().blocks, rank)
     forward, backward = (plan.bytes_by_link(tokens, layer.topology)[rank] for plan in (plans.forward, plans.backward))
     return forward, backward

@@ -122,11 +122,10 @@ def test_whatever_is_chosen_can_do_what_is_asked_and_nothing_better_could(reques
         assert choice.others[better] == problem_of(KERNELS[better].capabilities, request_)
 
 
-def test_the_choice_is_one_line_for_people() -> None:
-    text = chosen(ask(AMPERE)).text
-    assert text.startswith("attention kernel aten_flash (auto: the first that can of aten_flash, flash_attn")
-    assert "fa3: needs compute capability 9.0, this GPU has 8.0" in text
-    assert "\n" not in text
+def test_the_choice_says_why() -> None:
+    choice = chosen(ask(AMPERE))
+    assert choice.reason.startswith("auto: the first that can of aten_flash, flash_attn")
+    assert choice.others["fa3"] == "needs compute capability 9.0, this GPU has 8.0"
     assert chosen(ask(AMPERE), "aten_flash").reason == "attention.kernel=aten_flash"
 
 
