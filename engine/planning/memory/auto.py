@@ -1,9 +1,9 @@
 """memory=auto: the fastest checkpoint policy that fits, and what it was chosen from. No torch.
 
-Every policy may keep on the device or in host memory, with projections and MLP whole and in tiles; if none fits, with
-the optimizer on the host. Their memory is predicted (`engine.memory.predict`) in the order of a step's seconds
-(`engine.planning.time.step_time`) until one fits. What one keeps is known without either, so that those that are
-hopeless, or slower for certain than one that is not, need neither.
+Every policy may keep on the device or in host memory, with projections and MLP whole and in tiles; with the optimizer
+on the host where none fits, or a faster one then does. Their memory is predicted (`engine.memory.predict`) in the order
+of a step's seconds (`engine.planning.time.step_time`) until one fits. What one keeps is known without either, so that
+those that are hopeless, or slower for certain than one that is not, need neither.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from engine.planning.time.step_time import predict_step
 
 # Nearer than this share of a step, times say nothing: then the policy is taken that moves and divides least.
 INDIFFERENCE = 0.01
+MOST_GUESSES = 2  # of how many layers of a policy keep on the host
 MOST_PREDICTED = 12  # candidates in a round, about a second each
 KEPT_FRACTIONS = (0.75, 0.5, 0.25)
 GROUP_SIZES = (2, 4)
@@ -163,6 +164,7 @@ class _Search:
     def best(self) -> MemoryCandidate:
         """The fastest that fits, else the one of those predicted that lacks least."""
         problems: list[str] = []
+        found: MemoryCandidate | None = None
         for memories in _rounds(self._config, self._world, self._capacity):
             legal = []
             for memory in memories:
@@ -171,9 +173,10 @@ class _Search:
                     legal.append(memory)
                 except ConfigError as error:  # tiles under tensor parallelism
                     problems += error.problems
-            found = self._first_that_fits(legal) or self._leanest_that_fits(legal)
-            if found is not None:
-                return found
+            faster = self._first_that_fits(legal, than=found)
+            found = faster or found or self._leanest_that_fits(legal)
+        if found is not None:
+            return found
         if not self._shown:
             raise ConfigError(list(dict.fromkeys(problems)))
         predicted = [one for one in self._known.values() if one.fit is not None]
@@ -191,7 +194,11 @@ class _Search:
         others.sort(key=lambda one: (not self._may_fit(one), one.step_s or math.inf))
         return best, *others, *refuted
 
-    def _first_that_fits(self, memories: Sequence[MemoryConfig]) -> MemoryCandidate | None:
+    def _first_that_fits(
+        self, memories: Sequence[MemoryConfig], *, than: MemoryCandidate | None = None
+    ) -> MemoryCandidate | None:
+        """The fastest that fits, if it is faster than another one."""
+        within_s = math.inf if than is None else self._timed(than)[0] * (1 - INDIFFERENCE)
         earlier = self._shown
         for _ in range(MOST_PREDICTED):
             placed = [self._with_fewest_on_host(memory) for memory in memories]
@@ -199,7 +206,10 @@ class _Search:
             hopeful = [one for one in placed if self._may_fit(one)]
             if not hopeful:
                 return None
-            found = self._predicted(self._fastest(hopeful))
+            fastest = self._fastest(hopeful)
+            if self._timed(fastest)[0] > within_s:
+                return None
+            found = self._predicted(fastest)
             if found.fits:
                 return found
         return None
@@ -267,11 +277,15 @@ class _Search:
         """The candidate with as few layers on the host as leave the others room on the device.
 
         As it is where nothing lies on the host, where not even all layers there are enough, where it is settled, and
-        where none need be there: that is a candidate of its own.
+        where none need be there: that is a candidate of its own. And where two guesses were wrong: the peak then hardly
+        depends on the layers, and a step of one at a time would use up all predictions.
         """
         candidate = self._candidate(memory)
         is_free = memory.activation_store == "host" and memory.host_layers is None
         if not is_free or self._keeps_chunks_on_host() or not self._expected(candidate).device:
+            return candidate
+        refuted = [one for one in self._known.values() if one.fit and replace(one.memory, host_layers=None) == memory]
+        if len(refuted) >= MOST_GUESSES:
             return candidate
         if self._expected(self._candidate(replace(memory, activation_store="device"))).device:
             return candidate

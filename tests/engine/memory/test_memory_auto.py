@@ -14,6 +14,7 @@ from memory_cases import EIGHT_B, WORLD, prediction_of, seven_b
 from engine.config.settings import RunConfig
 from engine.planning.memory.auto import (
     INDIFFERENCE,
+    MOST_GUESSES,
     MOST_PREDICTED,
     MemoryChoice,
     settle_memory,
@@ -115,6 +116,29 @@ def test_the_optimizer_leaves_the_device_when_nothing_else_fits() -> None:
     assert choice.fits
     assert choice.config.memory.optimizer_store == "host"
     assert any(candidate.memory.optimizer_store == "device" for candidate in choice.candidates)
+
+
+def test_the_optimizer_leaves_the_device_where_that_saves_more_than_it_costs() -> None:
+    choice = auto(20, length=2**18, activation_store="device")
+    best = choice.candidates[0]
+    assert (best.memory.activation_checkpoint, best.memory.optimizer_store) == ("attn_out", "host")
+    (on_device,) = (one for one in choice.candidates if one.fits and one.memory.optimizer_store == "device")
+    assert best.step_s < on_device.step_s * (1 - INDIFFERENCE)
+
+
+def test_a_peak_that_layers_on_the_host_do_not_lower_takes_few_predictions() -> None:
+    asked = []
+
+    def predict(config: RunConfig, world: Topology) -> MemoryPrediction:
+        found = PREDICT(config, world)
+        if config.memory.activation_checkpoint != "none":
+            return found
+        asked.append(config.memory)
+        return prediction_of(max(found.device_peak_bytes, 41 * GB), found.host_peak_bytes)
+
+    config = seven_b(memory={"activation_checkpoint": "auto", "tile_tokens": 4096}, train={"seq_len": 2**20})
+    assert settle_memory(config, WORLD, capacity(40), predict, H100).fits
+    assert len(asked) == MOST_GUESSES + 1
 
 
 def test_on_a_cpu_nothing_is_moved_to_the_host() -> None:
