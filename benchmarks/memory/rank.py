@@ -108,7 +108,7 @@ def measure(cell: MemoryCell, device: torch.device) -> dict[str, Any]:
     for counts, run in turns(runs, cell.rounds):
         run.step(batch, counts=counts)
     rows = [run.row() | run.count_bytes(batch) for run in runs]
-    local_tokens = runs[0].train_step.attention.padded_seq_len // mesh.cp_size
+    local_tokens = runs[0].train_step.attention.padded_seq_len // mesh.degrees.cp_size
     return {"environment": environment(device), "local_tokens": local_tokens, "results": rows}
 
 

@@ -56,11 +56,6 @@ class Mesh:
         return self.degrees.world_size
 
     @property
-    def cp_size(self) -> int:
-        """Ranks that share one sequence."""
-        return self.degrees.cp_size
-
-    @property
     def cp_rank(self) -> int:
         """Place of this rank among those that share its sequence."""
         return self.rank // self.degrees.tp_size % self.degrees.cp_size

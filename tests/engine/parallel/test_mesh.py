@@ -105,7 +105,7 @@ def mesh_facts(parallel: ParallelConfig, cluster: ClusterConfig) -> dict[str, An
         "tp_mesh": mesh.tp_mesh.mesh.tolist() if mesh.tp_mesh is not None else None,
         "cp_topology": mesh.cp_topology,
         "own_group": next(group for group in mesh.cp_groups if mesh.rank in group),
-        "cp": (mesh.cp_rank, mesh.cp_size),
+        "cp": (mesh.cp_rank, mesh.degrees.cp_size),
         "dp": (mesh.dp_rank, mesh.dp_size),
         "groups": mesh.cp_groups,
         "fsdp": mesh.fsdp_mesh.mesh.tolist(),
