@@ -51,6 +51,14 @@ def apply_policies(model: LlamaModel, manners: Sequence[LayerManner]) -> None:
         if run is not None:
             # On the instance, inside FSDP's hooks: weights are gathered before forward and before backward.
             layer.forward = run  # type: ignore[method-assign]
+    for layer, before, manner in zip(model.layers[1:], manners, manners[1:], strict=False):
+        if isinstance(before.store, HostStore) and manner.store is not before.store:
+            layer.register_forward_hook(functools.partial(_settle, before.store))
+
+
+def _settle(store: HostStore[Any], *_: Any) -> None:
+    """After the first layer that keeps on the device: copies of those before had its time, and need no memory more."""
+    store.settle()
 
 
 def run_of(layer: TransformerBlock, manner: LayerManner) -> Callable[..., Tensor] | None:

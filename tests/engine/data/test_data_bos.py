@@ -146,9 +146,10 @@ def check_needles(tasks: NeedleTasks) -> None:
         task, sentence = tasks.task(number), tasks.needles[0].sentence
         assert task.tokens.size == 300
         assert np.flatnonzero(task.tokens == tasks.shards.bos_ids[0]).tolist() == [0]
-        if task.position is not None:
-            positions.append(task.position)
-            assert (task.tokens[task.position : task.position + sentence.size] == sentence).all()
+        sample, place = divmod(number, tasks.depths + 1)
+        if place < tasks.depths:
+            positions.append(tasks.position(sample, place))
+            assert (task.tokens[positions[-1] : positions[-1] + sentence.size] == sentence).all()
     assert positions[0] == 1
     assert all(low < high for low, high in pairwise(positions))
 

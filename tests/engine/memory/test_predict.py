@@ -201,10 +201,20 @@ def test_few_layers_say_what_all_of_them_would(name: str) -> None:
 
 
 def test_few_layers_say_so_of_a_gpu_whose_copies_to_the_host_are_still_under_way() -> None:
-    config = small_config(256, memory={"activation_store": "host"})
-    config = replace(config, model=replace(config.model, num_layers=9))
-    few, whole = (predict_memory(config, Topology(1, 1), device="cuda", whole=whole) for whole in (False, True))
+    config = small_config(256, memory={"activation_store": "host"}, cluster={"backend": "nccl"})
+    config = replace(
+        config, model=replace(config.model, num_layers=9), train=replace(config.train, compute_dtype="bfloat16")
+    )
+    few, whole = (predict_memory(config, Topology(1, 1), whole=whole) for whole in (False, True))
     assert replace(few, seconds=0.0) == replace(whole, seconds=0.0)
+
+
+def test_copies_to_the_host_hold_no_memory_while_later_layers_keep_on_the_device() -> None:
+    config = small_config(2048, memory={"activation_checkpoint": "full"}, cluster={"backend": "nccl"})
+    config = replace(config, train=replace(config.train, compute_dtype="bfloat16"))
+    on_host = replace(config, memory=replace(config.memory, activation_store="host", host_layers=3))
+    peaks = [predict_memory(one, Topology(1, 1)).phase_peaks["loss"] for one in (config, on_host)]
+    assert peaks[0] - peaks[1] == 3 * 2048 * MODEL.hidden_size * 2
 
 
 def steps_of_gpus() -> list[dict[str, Any]]:
