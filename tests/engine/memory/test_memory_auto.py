@@ -126,6 +126,12 @@ def test_the_optimizer_leaves_the_device_where_that_saves_more_than_it_costs() -
     assert best.step_s < on_device.step_s * (1 - INDIFFERENCE)
 
 
+def test_beside_a_policy_that_costs_nothing_the_optimizer_on_the_host_is_not_weighed() -> None:
+    choice = auto(2000)
+    assert choice.config.memory.activation_checkpoint == "none"
+    assert {one.memory.optimizer_store for one in choice.candidates} == {"device"}
+
+
 def test_a_peak_that_layers_on_the_host_do_not_lower_takes_few_predictions() -> None:
     asked = []
 
