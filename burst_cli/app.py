@@ -53,7 +53,7 @@ VERBS = (
     Verb("config", "burst_cli.config.config", "Show the composed configuration and where each value comes from."),
     Verb("data", "burst_cli.data.data", "Prepare training data."),
     Verb("check-nodes", "burst_cli.nodes.check_nodes", "Check GPUs, network, disks and software of every node."),
-    Verb("env", "burst_cli.nodes.env", "Show, write or check the NCCL environment of every node, with reasons."),
+    Verb("env", "burst_cli.nodes.env", "Show or check the NCCL environment of every node, with reasons."),
     Verb("image", "burst_cli.image.image", "Build the container image and bring it to every node over SSH."),
     Verb("hosts", "burst_cli.nodes.hosts", "List the nodes; trust or forget their host keys."),
     Verb("testbed", "burst_cli.nodes.testbed", "A virtual cluster on this machine, to rehearse every verb on."),

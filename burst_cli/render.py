@@ -26,6 +26,11 @@ GONE = {
     "burst check-nodes --bandwidth": "--collectives measures what training does, through a launch",
     "burst image push --via-shared": "from three nodes on they feed each other; leave it out",
     "burst image prune --images": "images are all that prune removes; leave it out",
+    "burst check-nodes --watch": "`watch -n 60 burst check-nodes ...` repeats it",
+    "burst env write": "`burst env show --node NODE --format dotenv` prints what belongs into a file",
+    "burst logs --raw": "the files in RUN/logs are the bytes as they came",
+    "burst logs --since": "--tail and --grep choose lines",
+    "burst model --write": "send what `burst model FOLDER` prints into a file",
     "burst bench exchange": "`burst bench attention` tells what communication adds and moves",
     "burst bench loss": "`make gpu` measures the loss, `burst plan` predicts its time and memory",
 }

@@ -39,7 +39,7 @@ class LogRequest:
     """What is wanted of which logs; None: all.
 
     ranks, nodes: what belongs to no rank or node is left out for none. launcher: what started the ranks says, in place
-    of the ranks. tail: the last lines of each log. since: a time.time().
+    of the ranks. tail: the last lines of each log.
     """
 
     ranks: frozenset[int] | None = None
@@ -47,8 +47,6 @@ class LogRequest:
     launcher: bool = False
     grep: re.Pattern[str] | None = None
     tail: int | None = None
-    since: float | None = None
-    raw: bool = False
 
     def wants(self, log: LogFile) -> bool:
         """Whether the log is one of these."""

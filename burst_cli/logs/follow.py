@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
-from burst_cli import render
 from burst_cli.logs.files import LogFile, LogRequest, find_logs, visible_text
 from burst_cli.logs.merge import merge_folded
-from burst_cli.logs.read import KEEP_BYTES, Line, LogFollower, complete_end, match_offset, read_lines, tail_offset
+from burst_cli.logs.read import Line, LogFollower, complete_end, match_offset, read_lines, tail_offset
 from burst_cli.logs.show import LogPrinter
 from engine.runs.folder import RunFolder
 
@@ -24,23 +19,17 @@ QUIET_S = 1.0  # after the end: nothing new for so long, and all has been said
 SCREEN_BYTES, PIPE_BYTES = 128 * 1024, 4 * 2**20
 JSON_LINES = 100_000
 _LEAST_BYTES = 4 * 1024  # of one file
-_ISO = re.compile(r"\W?(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,]\d+)?(Z|[+-]\d\d:?\d\d)?")
 
 
 def present_lines(log: LogFile, request: LogRequest, end: int | None = None) -> Iterator[Line]:
     """The lines of one log, up to offset `end`, that `request` wants."""
-    if request.since is not None and _modified(log) < request.since:
-        return iter(())
     offset = 0
     if request.tail is not None:
         is_plain = request.grep is None
         offset = (
             tail_offset(log.path, request.tail) if is_plain else match_offset(log.path, request.tail, request.matches)
         )
-    lines = read_lines(log.path, offset, end)
-    if request.since is not None:
-        lines = _lines_since(lines, request.since)
-    return filter(request.matches, lines) if request.grep is not None else lines
+    return filter(request.matches, read_lines(log.path, offset, end))
 
 
 def show_folded(streams: Sequence[Iterable[Line]], printer: LogPrinter) -> bool:
@@ -51,28 +40,6 @@ def show_folded(streams: Sequence[Iterable[Line]], printer: LogPrinter) -> bool:
         is_any = True
     printer.flush()
     return is_any
-
-
-def copy_raw(logs: Sequence[LogFile], request: LogRequest) -> None:
-    """Write the bytes of the logs as they stand, one file after the other; lines that were too long are told."""
-    sys.stdout.flush()
-    out, cut = sys.stdout.buffer, 0
-    for log in logs:
-        if request.grep is None and request.since is None:
-            try:
-                with log.path.open("rb") as file:
-                    file.seek(tail_offset(log.path, request.tail) if request.tail is not None else 0)
-                    shutil.copyfileobj(file, out)
-            except OSError:
-                continue
-        else:
-            for line in present_lines(log, request):
-                out.write(line.text + b"\n")
-                cut += line.cut_bytes > 0
-    out.flush()
-    if cut:
-        words = f"long lines, {cut} of them, end after {KEEP_BYTES} bytes; --raw alone copies all of a log"
-        render.stderr().print(f"note: {words}", markup=False, soft_wrap=True)
 
 
 def json_lines(logs: Sequence[LogFile], request: LogRequest) -> dict[str, Any]:
@@ -145,33 +112,3 @@ class LogFollow:
                 self._known.add(log.path)
                 self._printer.logs.append(log)
                 self._followers.append(LogFollower(log.path, 0, self._request.matches))
-
-
-def _modified(log: LogFile) -> float:
-    try:
-        return log.path.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def _lines_since(lines: Iterator[Line], since: float) -> Iterator[Line]:
-    """Lines whose time is not before `since`; a line without a time belongs to the one before it."""
-    is_wanted = True
-    for line in lines:
-        time_s = _line_time(line)
-        if time_s is not None:
-            is_wanted = time_s >= since
-        if is_wanted:
-            yield line
-
-
-def _line_time(line: Line) -> float | None:
-    """The time that a line begins with, by the clock of its node; without a zone it is read as this machine's."""
-    found = _ISO.match(line.text[:48].decode("ascii", errors="replace"))
-    if found is None:
-        return None
-    try:
-        moment = datetime.fromisoformat(f"{found[1]}{found[2] or ''}")
-    except ValueError:
-        return None
-    return (moment if moment.tzinfo is not None else moment.astimezone()).astimezone(UTC).timestamp()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import time
 from dataclasses import replace
 from typing import Annotated
 
@@ -19,7 +18,6 @@ from burst_cli.logs.follow import (
     PIPE_BYTES,
     SCREEN_BYTES,
     LogFollow,
-    copy_raw,
     json_lines,
     present_lines,
     show_folded,
@@ -29,7 +27,6 @@ from burst_cli.options import RUNS_DIR, JsonOption, LivingRunArgument, RunsDirOp
 from burst_cli.runs.choose import choose_run
 from burst_cli.runs.state import RunWatch, look_at
 from cluster.control.attempt import UNKNOWN
-from cluster.values import age_s
 from engine.config.errors import ConfigError
 from engine.runs.folder import RunFolder, RunFolderError
 
@@ -50,22 +47,11 @@ def logs(
         typer.Option(
             "--tail",
             metavar="N|all",
-            help=f"The last N lines of each log; default: {DEFAULT_TAIL}, with --grep or --raw all.",
-        ),
-    ] = None,
-    since: Annotated[
-        str | None,
-        typer.Option(
-            "--since",
-            metavar="DURATION",
-            help="Nothing older than 90s, 15m, 2h, 1d: logs by their last line, lines by the time they begin with.",
+            help=f"The last N lines of each log; default: {DEFAULT_TAIL}, with --grep all.",
         ),
     ] = None,
     launcher: Annotated[
         bool, typer.Option("--launcher", help="What torchrun, the supervisors and the controller say, not the ranks.")
-    ] = False,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Bytes as they stand in the logs: no names, nothing folded, escapes kept.")
     ] = False,
     runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
@@ -78,14 +64,11 @@ def logs(
 
     -f ends with the run, with the exit code of `burst status`: 0 completed, 1 failed, 130 cancelled, 3 unknown.
     """
-
-    if as_json and (follow or raw):
-        raise ConfigError(
-            f"--json is one document, which {'-f never ends' if follow else '--raw is not'}; leave one of them out"
-        )
+    if as_json and follow:
+        raise ConfigError("--json is one document, which -f never ends; leave one of them out")
     chosen = choose_run(run, runs_dir, living=True)
-    wanted = LogRequest(parse_ranks(ranks) if ranks else None, _node_folders(chosen, nodes), launcher, raw=raw)
-    request = _of_lines(wanted, grep=grep, tail=tail, since=since)
+    wanted = LogRequest(parse_ranks(ranks) if ranks else None, _node_folders(chosen, nodes), launcher)
+    request = _of_lines(wanted, grep=grep, tail=tail)
     if not follow:
         _ask_if_lost(chosen)
     found = find_logs(chosen, request)
@@ -98,25 +81,17 @@ def logs(
         raise typer.Exit(_show(chosen, found, request, follow=follow))
 
 
-def _of_lines(wanted: LogRequest, *, grep: str | None, tail: str | None, since: str | None) -> LogRequest:
+def _of_lines(wanted: LogRequest, *, grep: str | None, tail: str | None) -> LogRequest:
     """`wanted` of these lines only. Raises ConfigError for what makes no sense."""
-    age = age_s(since) if since is not None else 0.0
-    if age is None:
-        raise ConfigError(f"--since {since}: expected a duration such as 90s, 15m, 2h or 1d")
     if tail is not None and tail != "all" and not (tail.isascii() and tail.isdigit() and len(tail) < 10):
         raise ConfigError(f"--tail {tail}: expected a number of lines, or all")
-    every = tail == "all" or (tail is None and (grep is not None or wanted.raw))
+    every = tail == "all" or (tail is None and grep is not None)
     try:
         pattern = re.compile(grep) if grep is not None else None
     except (re.error, OverflowError, RecursionError) as error:
         hint = r"Behind a \ characters such as ( [ * + stand for themselves."
         raise ConfigError(f"--grep {grep!r} is no regular expression: {error}. {hint}") from error
-    return replace(
-        wanted,
-        grep=pattern,
-        tail=None if every else DEFAULT_TAIL if tail is None else int(tail),
-        since=time.time() - age if since is not None else None,
-    )
+    return replace(wanted, grep=pattern, tail=None if every else DEFAULT_TAIL if tail is None else int(tail))
 
 
 def _node_folders(run: RunFolder, nodes: str | None) -> frozenset[str] | None:
@@ -157,12 +132,9 @@ def _show(run: RunFolder, found: list[LogFile], request: LogRequest, *, follow: 
     """The exit code after the logs were printed, and followed."""
     is_terminal = sys.stdout.isatty()
     has_colour = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    printer = LogPrinter(sys.stdout, found, is_terminal=is_terminal, has_colour=has_colour, is_raw=request.raw)
+    printer = LogPrinter(sys.stdout, found, is_terminal=is_terminal, has_colour=has_colour)
     if not follow:
-        if request.raw:
-            copy_raw(found, request)
-        else:
-            show_folded([present_lines(log, request) for log in found], printer)
+        show_folded([present_lines(log, request) for log in found], printer)
         return 0
     most = SCREEN_BYTES if is_terminal else PIPE_BYTES
     code = LogFollow(run, request, printer, most=most).until(RunWatch(run).ended)

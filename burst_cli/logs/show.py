@@ -25,20 +25,14 @@ def label(logs: Sequence[LogFile]) -> str:
 class LogPrinter:
     """Writes folded lines of `logs`, which may grow while it lives; positions in it are what `line` is given."""
 
-    def __init__(
-        self, out: TextIO, logs: list[LogFile], *, is_terminal: bool, has_colour: bool, is_raw: bool = False
-    ) -> None:
+    def __init__(self, out: TextIO, logs: list[LogFile], *, is_terminal: bool, has_colour: bool) -> None:
         self._out, self.logs = out, logs
-        self._is_terminal, self._has_colour, self._is_raw = is_terminal, has_colour, is_raw
+        self._is_terminal, self._has_colour = is_terminal, has_colour
         self._labels: dict[tuple[int, ...], str] = {}
         self._width = max((len(label([log])) for log in logs), default=0)
 
     def line(self, line: Line, positions: tuple[int, ...]) -> None:
-        """One line that the logs at `positions` say; raw: its bytes, once for each."""
-        if self._is_raw:
-            self._out.flush()
-            self._out.buffer.write((line.text + b"\n") * len(positions))
-            return
+        """One line that the logs at `positions` say."""
         text, cut_bytes = visible_text(line.text), line.cut_bytes
         if self._is_terminal and len(text) > SCREEN_CHARACTERS:
             more = len(text) - SCREEN_CHARACTERS + cut_bytes
@@ -54,8 +48,6 @@ class LogPrinter:
 
     def flush(self) -> None:
         """Have all of it reach the reader."""
-        if self._is_raw:
-            self._out.buffer.flush()
         self._out.flush()
 
     def _prefix(self, positions: tuple[int, ...]) -> str:

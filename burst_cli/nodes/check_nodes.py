@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Annotated
 
 import typer
@@ -13,7 +11,7 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.app import new_verb
-from burst_cli.nodes.check_view import open_check_view, print_changes, print_report, print_usable
+from burst_cli.nodes.check_view import open_check_view, print_report, print_usable
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 from burst_cli.targets import HostfileOption, HostsOption, select_targets
 from cluster.checks import run
@@ -34,19 +32,16 @@ LocalOption = Annotated[
 
 @dataclass(frozen=True)
 class Output:
-    """How the result is given. watch_s: repeat after so many seconds; None: once. Raises ConfigError for nonsense."""
+    """How the result is given. Raises ConfigError for nonsense."""
 
     as_json: bool = False
     names_only: bool = False
     one_per_line: bool = False
     all_findings: bool = False
-    watch_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.as_json and self.names_only:
             raise ConfigError("--json and --list are two ways to print the result; give one of them")
-        if self.watch_s is not None and (self.as_json or self.names_only):
-            raise ConfigError("--watch prints changes for people; leave out --json and --list, or repeat the command")
         if self.one_per_line and not self.names_only:
             raise ConfigError("--expand says how --list prints names; give --list, too")
 
@@ -80,10 +75,6 @@ def check_nodes(
     timeout: Annotated[
         float, typer.Option("--timeout", min=1.0, help="Seconds that one node may take to answer.")
     ] = 60,
-    watch: Annotated[
-        float | None,
-        typer.Option("--watch", metavar="SECONDS", min=0.1, help="Repeat, and show what changes. End with Ctrl-C."),
-    ] = None,
     show_all: Annotated[bool, typer.Option("--all", "-a", help="Show what is OK or was skipped, too.")] = False,
     explain: Annotated[
         str | None, typer.Option("--explain", metavar="CHECK", help="Say what a check means, and check nothing.")
@@ -114,11 +105,9 @@ def check_nodes(
         raise ConfigError("--dry-run shows the launch of --collectives; checks change nothing on nodes")
     if local and (hosts is not None or hostfile is not None):
         raise ConfigError("--local checks this machine, so it takes no --hosts or --hostfile")
-    if collectives and (only or skip or names_only or watch is not None or show_all or cuda_smoke):
-        raise ConfigError(
-            "--collectives makes no checks, so it takes no --only, --skip, --list, --all, --watch or --cuda-smoke"
-        )
-    output = Output(as_json, names_only, expand, show_all, watch)
+    if collectives and (only or skip or names_only or show_all or cuda_smoke):
+        raise ConfigError("--collectives makes no checks, so it takes no --only, --skip, --list, --all or --cuda-smoke")
+    output = Output(as_json, names_only, expand, show_all)
     options = CheckOptions(read_selection(only or (), skip or ()), timeout_s=timeout, cuda_smoke=cuda_smoke)
     targets = select_targets(
         overrides or (), config_dir or (), hosts=hosts, hostfile=hostfile, or_here=True, local=local
@@ -130,14 +119,8 @@ def check_nodes(
     raise typer.Exit(run_check(targets.hosts, targets.config, options, output))
 
 
-def run_check(
-    hosts: Sequence[Host],
-    config: RunConfig,
-    options: CheckOptions,
-    output: Output,
-    pause: Callable[[float], None] | None = None,
-) -> int:
-    """Check `hosts` (none: this machine) and show the result; the exit code. `pause` waits between repeated checks."""
+def run_check(hosts: Sequence[Host], config: RunConfig, options: CheckOptions, output: Output) -> int:
+    """Check `hosts` (none: this machine) and show the result; the exit code."""
     report = _check(hosts, config, options)
     if output.as_json:
         render.emit_json(report.to_dict())
@@ -145,10 +128,6 @@ def run_check(
         print_usable(report, one_per_line=output.one_per_line)
     else:
         print_report(render.stdout(), report, all_findings=output.all_findings)
-    while output.watch_s is not None:
-        (pause or time.sleep)(output.watch_s)
-        before, report = report, _check(hosts, config, options)
-        print_changes(render.stdout(), before, report, datetime.now().strftime("%H:%M:%S"))
     return report.exit_code
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
-from cluster.checks.fold import NodeFold, find_changed, fold_reports
+from cluster.checks.fold import fold_reports
 from cluster.checks.run import CheckObserver
 from cluster.ssh.nodes import fold_nodes
 
@@ -68,7 +68,9 @@ class CheckView(CheckObserver):
 def print_report(console: Console, report: FleetReport, *, all_findings: bool = False) -> None:
     """Folded nodes with what is wrong with them and what to do; the last lines say which nodes are usable."""
     for fold in fold_reports(report.nodes.values(), all_findings=all_findings):
-        _print_fold(console, fold)
+        console.print(Text.assemble((fold.nodes, "bold"), ": ", _verdict(fold.verdict)), soft_wrap=True)
+        for finding in fold.findings:
+            _print_finding(console, finding)
     console.print()
     lost = [name for name, node in report.nodes.items() if not node.usable]
     if lost:
@@ -88,22 +90,6 @@ def print_usable(report: FleetReport, *, one_per_line: bool) -> None:
     names = report.usable
     lines = names if one_per_line else (fold_nodes(names),) if names else ()
     sys.stdout.write("".join(f"{line}\n" for line in lines))
-
-
-def print_changes(console: Console, before: FleetReport, after: FleetReport, at: str) -> None:
-    """The nodes that a repeated check found to be different, folded, or that nothing is."""
-    for fold in fold_reports(find_changed(before, after)):
-        known = {before.nodes[name].verdict for name in fold.names if name in before.nodes}
-        was = Text(", ").join(_verdict(verdict) for verdict in sorted(known)) if known else Text("new", style="dim")
-        _print_fold(console, fold, Text(f"{at} ", "dim"), Text.assemble(was, " → "))
-    quiet = "" if find_changed(before, after) else "no change; "
-    console.print(Text.assemble((f"{at} ", "dim"), quiet, usable_line(after)), soft_wrap=True)
-
-
-def _print_fold(console: Console, fold: NodeFold, at: Text | str = "", was: Text | str = "") -> None:
-    console.print(Text.assemble(at, (fold.nodes, "bold"), ": ", was, _verdict(fold.verdict)), soft_wrap=True)
-    for finding in fold.findings:
-        _print_finding(console, finding)
 
 
 def _print_finding(console: Console, finding: Finding) -> None:

@@ -15,7 +15,7 @@ from burst_cli.figures import count_of
 from burst_cli.nodes import env_view
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 from burst_cli.targets import HostfileOption, HostsOption, select_targets
-from cluster.env.formats import Format, write_environments
+from cluster.env.formats import Format
 from cluster.errors import HostsError
 from cluster.ssh.nodes import fold_nodes, parse_nodes
 from engine.config.errors import ConfigError
@@ -77,43 +77,6 @@ def show(
         render.emit_json({"nodes": nodes, "errors": fleet.errors, "source": source})
     else:
         render.stdout().print(env_view.fleet_view(fleet, source))
-    env_view.print_errors(fleet)
-    raise typer.Exit(1 if fleet.errors else 0)
-
-
-@app.command()
-def write(
-    context: typer.Context,
-    overrides: OverridesArgument = None,
-    hosts: HostsOption = None,
-    hostfile: HostfileOption = None,
-    node: NodeOption = None,
-    run: RunOption = None,
-    form: Annotated[Format, typer.Option("--format", help="How to write it.")] = Format.dotenv,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the files; made if needed.")] = Path(
-        "env"
-    ),
-    config_dir: ConfigDirOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Write one file per node, mode 0600: NODE.env or NODE.sh.
-
-    \b
-    dotenv   for docker run --env-file (nothing is quoted there)
-    sh       to source in a shell
-
-    Give the file to a container when it starts; do not bake it into an image,
-    where nobody sees it.
-
-    Exit codes: 0 all written, 1 some nodes have no plan, 2 usage or
-    configuration.
-    """
-    fleet, source = _ask(context.params)
-    files = write_environments(fleet.environments, out, form)
-    if as_json:
-        render.emit_json({"format": form.value, "files": files, "errors": fleet.errors, "source": source})
-    else:
-        render.stdout().print(env_view.files_view(files, fleet))
     env_view.print_errors(fleet)
     raise typer.Exit(1 if fleet.errors else 0)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -100,18 +99,10 @@ def print_text(fleet: FleetEnvironment, form: Format) -> None:
         names = fold_nodes(fleet.environments)
         raise ConfigError(
             f"--format {form}: the environment of one node, but there are {len(fleet.environments)} ({names}); "
-            f"name one with --node, or write a file for each with `burst env write --format {form}`"
+            "name one with --node"
         )
     for environment in fleet.environments.values():
         sys.stdout.write(render_environment(environment, form))
-
-
-def files_view(files: Mapping[str, Path], fleet: FleetEnvironment) -> RenderableType:
-    """Where the files are, and what to beware of."""
-    rows = ((node, str(path), str(len(fleet.environments[node].variables))) for node, path in files.items())
-    folded = grouped((text, node) for node, one in fleet.environments.items() for text in one.warnings)
-    warnings = (render.told("warning", f"{fold_nodes(nodes)}: {warning}") for warning, nodes in folded.items())
-    return Group(listing(("node", "file", "variables"), rows), *warnings)
 
 
 def report_view(report: CheckReport) -> RenderableType:

@@ -26,7 +26,6 @@ from burst_cli.figures import (
     plain,
     sparkline,
 )
-from burst_cli.logs.alarms import AlarmWatch
 from burst_cli.runs.nodes import NodeRow, node_rows, nodes_table, without_figures
 from burst_cli.runs.progress import RunProgress
 from cluster.control.hang import TRAINING_PHASE
@@ -39,7 +38,7 @@ REFRESH_S = 0.2
 PLAIN_INTERVAL_S, LOG_INTERVAL_S = 2.0, 60.0
 NARROW = 70
 TINY = 36  # no room for a bar
-_LOG_LOOK_S = _NODES_S = 1.0
+_NODES_S = 1.0
 _SPARKLINE_WIDTH = 24
 _MANY_NODES = 16
 _EVALUATED = {
@@ -94,8 +93,6 @@ class LiveView(_View):
         self._live = live
         self._stop_line: str | None = None
         self._statuses: Sequence[NodeStatus] = ()
-        self._alarms = AlarmWatch(progress.run)
-        self._next_log_look = 0.0
 
     def tick(self) -> None:
         """Redraw, at most five times a second; less often where drawing takes long."""
@@ -103,9 +100,6 @@ class LiveView(_View):
         if now < self._next:
             return
         self._poll()
-        if now >= self._next_log_look:
-            self._next_log_look = now + _LOG_LOOK_S
-            self._alarms.look()
         self._live.update(self._block(), refresh=True)
         self._next = now + max(REFRESH_S, _SHARE * (self._clock() - now))
 
@@ -124,7 +118,7 @@ class LiveView(_View):
             self._console.size = ConsoleDimensions(*os.get_terminal_size(self._console.file.fileno()))
         progress, size = self._progress, self._console.size
         rows = node_rows(self._statuses, progress.facts, progress.straggler)
-        return draw(progress, rows, (self._alarms.newest(), self._stop_line), size)
+        return draw(progress, rows, self._stop_line, size)
 
 
 class PlainView(_View):
@@ -225,20 +219,17 @@ def _stop_text(cause: str, grace_s: float) -> str:
 
 
 def draw(
-    progress: RunProgress, rows: Sequence[NodeRow], last: tuple[str | None, str | None], size: tuple[int, int]
+    progress: RunProgress, rows: Sequence[NodeRow], stop_line: str | None, size: tuple[int, int]
 ) -> RenderableType:
     """The block in at most `height - 1` lines of `width` columns; the cursor needs the last line.
 
-    last: the last alarm in the logs, and how the run is being stopped. 40 columns and 10 lines are enough for what
-    matters.
+    stop_line: how the run is being stopped. 40 columns and 10 lines are enough for what matters.
     """
     width, height = size
     lines: list[RenderableType] = [heading(progress, width), *_progress_lines(progress, width)]
     lines += figure_lines(progress, width) if progress.latest is not None else []
-    alarm, stop_line = last
-    urgent = stop_line or hang_text(progress)
-    below = [Text(alarm, style="dim", no_wrap=True, overflow="ellipsis")] if alarm else []
-    below += [Text(line, style="yellow") for line in textwrap.wrap(urgent or "", max(10, width))]
+    urgent = stop_line or hang_text(progress) or ""
+    below = [Text(line, style="yellow") for line in textwrap.wrap(urgent, max(10, width))]
     room = height - 1 - len(below)
     lines = lines[: max(2, room)]
     nodes = nodes_table(rows, width, room - len(lines))

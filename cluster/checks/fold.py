@@ -1,4 +1,4 @@
-"""Nodes that have the same things to say, said once: `node[1-3]: OK`; and those that say other things than before."""
+"""Nodes that have the same things to say, said once: `node[1-3]: OK`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
+from cluster.checks.finding import Finding, NodeReport, Verdict
 from cluster.ssh.nodes import fold_nodes
 
 _PLACE = "\0"  # where the node's name stood; no cleaned text holds this character
@@ -102,19 +102,3 @@ def _anonymous(finding: Finding) -> Finding:
 
 def _with_nodes(finding: Finding, nodes: str) -> Finding:
     return replace(finding, node=nodes, **{name: getattr(finding, name).replace(_PLACE, nodes) for name in _TEXTS})
-
-
-def find_changed(before: FleetReport, after: FleetReport) -> list[NodeReport]:
-    """The nodes of `after` that are not as they were: another verdict, or other checks that are not OK.
-
-    Values that move while the check stays the same are no change.
-    """
-    return [
-        report
-        for name, report in after.nodes.items()
-        if name not in before.nodes or _state(before.nodes[name]) != _state(report)
-    ]
-
-
-def _state(report: NodeReport) -> tuple[Verdict, set[tuple[str, str | None, Verdict]]]:
-    return report.verdict, {(one.check, one.device, one.severity) for one in _shown(report, all_findings=False)}

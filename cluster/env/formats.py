@@ -1,4 +1,4 @@
-"""An environment as text and in files: for a shell, or for `docker run --env-file`.
+"""An environment as text: for a shell, or for `docker run --env-file`.
 
 A value that a format cannot say is refused, never changed: a variable that silently differs on one node is worse than
 an error.
@@ -9,14 +9,10 @@ from __future__ import annotations
 import enum
 import re
 import shlex
-from collections.abc import Mapping
-from pathlib import Path
 
 from cluster.env.facts import EnvironmentVariable, NodeEnvironment
 from cluster.errors import ClusterError
 from cluster.remote_text import one_line
-from cluster.ssh.hosts import is_host_name
-from engine.runs.files import replace_file
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -26,28 +22,6 @@ class Format(enum.StrEnum):
 
     sh = "sh"
     dotenv = "dotenv"
-
-    @property
-    def suffix(self) -> str:
-        """What file names end in."""
-        return ".sh" if self is Format.sh else ".env"
-
-
-def write_environments(environments: Mapping[str, NodeEnvironment], folder: Path, form: Format) -> dict[str, Path]:
-    """The file of every node, by its name. All texts are made before the first file is, so a refusal leaves nothing.
-
-    The folder is made with mode 0700; one that is there already keeps its own. Raises ClusterError.
-    """
-    texts = {node: render_environment(environment, form) for node, environment in environments.items()}
-    odd = next((node for node in texts if not is_host_name(node)), None)
-    if odd is not None:
-        raise ClusterError(f"{odd!r} cannot be the name of a file; expected a host name")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # A host name may hold a colon (an IPv6 address), which is no good in a file name that goes into a bind mount.
-    written = {node: folder / f"{node.replace(':', '_')}{form.suffix}" for node in texts}
-    for node, text in texts.items():
-        replace_file(written[node], text)
-    return written
 
 
 def render_environment(environment: NodeEnvironment, form: Format) -> str:

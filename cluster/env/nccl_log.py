@@ -121,7 +121,7 @@ def _judge(node: str, environment: NodeEnvironment, seen: _Seen) -> list[Finding
         *_judge_interface(node, environment, seen),
     ]
     if not findings:
-        advice = "run with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,NET (`burst env write --run DIR` sets both)"
+        advice = "run with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=INIT,NET (`burst env show --run DIR` plans both)"
         findings.append(Finding(_CHECK, node, Verdict.UNKNOWN, "the log does not say what NCCL uses", remedy=advice))
     return findings
 

@@ -47,7 +47,6 @@ ROWS: dict[str, tuple[tuple[str, ...], int]] = {
     "data prepare": (TEXT, 0),
     "check-nodes": (("--only", "host.memory_free", *NODE), 1),
     "env show": ((), 0),
-    "env write": (("--out", "env"), 0),
     "env check": (("--nccl-log", "nccl.log"), 0),  # not of what else runs on this machine
     "image build": (("--dry-run",), 0),
     "image push": ((*NODE, *NO_ENGINE), 1),

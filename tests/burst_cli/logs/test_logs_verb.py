@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -95,36 +94,11 @@ def test_tail_counts_lines_of_each_log_and_of_what_matches(burst, run: RunFolder
     assert len(burst("logs", "--ranks", "0", "--tail", "all").out.splitlines()) == 2000
 
 
-def test_since_leaves_out_old_logs_and_old_lines(burst, run: RunFolder) -> None:
-    old = write_log(run, "tb1", 0, "long ago\n")
-    os.utime(old, (1e9, 1e9))
-    now = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
-    write_log(run, "tb1", 1, f"2020-01-01T00:00:00Z first\n  and more\n[{now}] now\n  and its trace\n")
-    lines = burst("logs", "--since", "1h", "--nodes", "tb1").out.splitlines()
-    assert [line.partition("| ")[2] for line in lines] == [f"[{now}] now", "  and its trace"]
-
-
 def test_launcher_shows_what_started_the_ranks(burst, run: RunFolder) -> None:
     (run.log_dir("tb1") / "torchrun.log").write_text("rank 1 died\n")
     (run.path / "controller.log").write_text("taking over\n")
     lines = burst("logs", "--launcher").out.splitlines()
     assert [line.replace(" ", "") for line in lines] == ["controller|takingover", "tb1:torchrun|rank1died"]
-
-
-def test_raw_is_the_bytes_as_they_stand(capfdbinary, run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    from burst_cli.app import main
-
-    content = b"\x1b[31mred\x00\xff\n" + b"x" * 100_000
-    write_log(run, "tb1", 0, content)
-    monkeypatch.setenv("BURST_RUNS_DIR", str(runs_dir(run)))
-    assert main(["logs", "--raw", "--ranks", "0"]) == 0
-    assert capfdbinary.readouterr() == (content, b"")
-    assert main(["logs", "--raw", "--ranks", "0", "--grep", "red|xxx"]) == 0
-    kept, told = capfdbinary.readouterr()
-    assert kept == content[: content.index(b"x") + KEEP_BYTES] + b"\n"
-    assert b"long lines, 1 of them, end after 16384 bytes" in told
-    assert main(["logs", "--raw", "--ranks", "0", "--grep", "red", "-f"]) == 0
-    assert capfdbinary.readouterr().out == content[: content.index(b"x")]
 
 
 def test_json_is_one_document_with_every_line_of_every_rank(burst, run: RunFolder) -> None:
@@ -198,9 +172,7 @@ def test_colours_are_for_terminals(run: RunFolder) -> None:
         (["--ranks", "0,,1"], "is no rank"),
         (["--nodes", "tb[1-"], "not in the grammar of node lists"),
         (["--tail", "-3"], "--tail -3: expected a number of lines, or all"),
-        (["--since", "soon"], "--since soon: expected a duration such as"),
         (["-f", "--json"], "-f never ends"),
-        (["--raw", "--json"], "--raw is not"),
     ],
 )
 def test_mistakes_are_named(burst, run: RunFolder, options: list[str], said: str) -> None:

@@ -14,7 +14,7 @@ from testkit.check_fakes import GROUPS, HEALTHY, FakeFleet, answer
 from testkit.command_line import Burst
 
 from burst_cli.nodes.check_nodes import Output, run_check
-from burst_cli.nodes.check_view import CheckView, print_changes, print_report
+from burst_cli.nodes.check_view import CheckView, print_report
 from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
 from cluster.checks.run import CheckOptions
 from cluster.checks.selection import Selection
@@ -32,10 +32,10 @@ def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def check(nodes: dict[str, Any], output: Output | None = None, pause: Callable[[float], None] | None = None) -> int:
+def check(nodes: dict[str, Any], output: Output | None = None) -> int:
     fleet = FakeFleet(nodes)
     options = CheckOptions(all_groups=GROUPS, connect=fleet.connect)
-    return run_check(fleet.hosts, RunConfig(), options, output or Output(), pause)
+    return run_check(fleet.hosts, RunConfig(), options, output or Output())
 
 
 def text_of(print_to: Callable[[Console], None], **console: Any) -> str:
@@ -103,26 +103,6 @@ def test_exit_codes(output: str, code: int) -> None:
     assert check({"n1": HEALTHY, "n2": answer({"host.disk": output})}) == code
 
 
-def test_watching_shows_everything_once_and_then_changes(capsys: pytest.CaptureFixture[str]) -> None:
-    rounds: list[float] = []
-    nodes = {"n1": HEALTHY, "n2": HEALTHY}
-
-    def pause(seconds: float) -> None:
-        rounds.append(seconds)
-        if len(rounds) == 1:
-            nodes["n2"] = answer({"host.disk": "fail"})
-        if len(rounds) == 3:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        check(nodes, Output(watch_s=30), pause)
-    out = capsys.readouterr().out
-    assert rounds == [30, 30, 30]
-    assert out.count("n[1-2]: OK") == 1
-    assert out.count("n2: OK → FAIL") == 1
-    assert out.count("no change; usable: n1 (1 of 2 nodes") == 1
-
-
 @pytest.mark.parametrize("words", [(), ("--local", "cluster.nodes=n9")])
 def test_without_nodes_or_when_asked_to_this_machine_is_checked(
     burst: Burst, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
@@ -158,7 +138,6 @@ def test_what_is_found_between_nodes_is_not_missed_before_it_is_looked_for(capsy
     ("argv", "text"),
     [
         (["--json", "--list"], "give one of them"),
-        (["--watch", "5", "--list"], "--watch prints changes"),
         (["--expand"], "give --list"),
         (["--local", "--hosts", "n1"], "takes no --hosts"),
         (["--only", "gpus"], "expected a group"),
@@ -168,10 +147,7 @@ def test_what_is_found_between_nodes_is_not_missed_before_it_is_looked_for(capsy
         (["--explain", "gpu.nonsense"], "lists the checks of a group"),
         (["--timeout", "0"], "--timeout"),
         (["--dry-run"], "the launch of --collectives"),
-        *(
-            (["--collectives", *words], "makes no checks")
-            for words in (["--only", "gpu"], ["--list"], ["--watch", "5"])
-        ),
+        *((["--collectives", *words], "makes no checks") for words in (["--only", "gpu"], ["--list"])),
         (["--cuda-smoke"], "cluster.container.runtime=docker"),
         (["--cuda-smoke", "cluster.container.runtime=docker", "cluster.container.image='x;id'"], "expected NAME:TAG"),
     ],
@@ -226,13 +202,6 @@ def test_what_is_ok_is_shown_when_asked_for() -> None:
 def test_no_usable_node_is_said_plainly() -> None:
     shown = text_of(lambda console: print_report(console, fleet_report(n1=(finding("n1", Verdict.UNKNOWN),))))
     assert shown.splitlines()[-1] == "usable: none (0 of 1 nodes, 1.2 s)"
-
-
-def test_a_new_node_is_a_change() -> None:
-    before, after = fleet_report(), fleet_report(n1=(finding("n1", Verdict.WARN, "odd"),))
-    shown = text_of(lambda console: print_changes(console, before, after, "12:00:00"))
-    assert shown.splitlines()[0] == "12:00:00 n1: new → WARN"
-    assert "odd" in shown
 
 
 def view_of(nodes: int, *, terminal: bool) -> tuple[list[str], str]:

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.live import Live
 from testkit.clock import Clock
-from testkit.run_maker import health, make_run, plan_document, write_log
+from testkit.run_maker import health, make_run, plan_document
 
-from burst_cli.logs.alarms import FRESH_S, AlarmWatch
 from burst_cli.runs.live import PLAIN_INTERVAL_S, LiveView, PlainView, draw, hang_text, open_view
 from burst_cli.runs.nodes import NodeRow, fit_rows, fold_rows, heard_text, node_rows, nodes_table
 from burst_cli.runs.progress import RunProgress
@@ -62,10 +61,11 @@ def rows_of(statuses: list[NodeStatus], **changes: Any) -> list[NodeRow]:
     return fold_rows(node_rows(statuses, RunFacts(), **changes))
 
 
-def drawn(progress: RunProgress, width: int, height: int, rows: Sequence[NodeRow] = (), *last: str) -> list[str]:
+def drawn(
+    progress: RunProgress, width: int, height: int, rows: Sequence[NodeRow] = (), stop_line: str = ""
+) -> list[str]:
     console = Console(file=io.StringIO(), width=width, height=height, highlight=False)
-    alarm, stop_line = last or (None, None)
-    console.print(draw(progress, rows, (alarm, stop_line), (width, height)))
+    console.print(draw(progress, rows, stop_line, (width, height)))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
 
@@ -265,12 +265,11 @@ def busy_progress(run: RunFolder) -> RunProgress:
                 "tb2 running 12 s – 97% 1.5 25% not heard for 12 s",
                 "tb3 running now 1 R 97% 3.0 25% straggler: rank 4",
                 "tb1 running now – 97% 1.5 25%",
-                "tb1:0 | warn",
                 "Ctrl-C: stopping the ranks, killing what is left",
             ],
         ),
         (
-            (60, 11),
+            (60, 10),
             [
                 "tiny/aaaaaa ring, 3 x 2 ranks, seq 4,096",
                 "╸ step 10/200 6:20 left",
@@ -280,17 +279,15 @@ def busy_progress(run: RunFolder) -> RunProgress:
                 "node state heard GPU load memory",
                 "tb1 running now 97% 1.5 25%",
                 "and 2 more nodes: burst status",
-                "tb1:0 | warn",
                 "Ctrl-C: stopping the ranks, killing what is left",
             ],
         ),
         (
-            (34, 7),
+            (34, 6),
             [
                 "tiny/aaaaaa ring, 3 x 2 ranks, s…",
                 "step 10/200 evaluate",
                 "loss 0.5000 █▄▃▂▂▂▁▁▁▁",
-                "tb1:0 | warn",
                 "Ctrl-C: stopping the ranks,",
                 "killing what is left",
             ],
@@ -311,7 +308,7 @@ def test_a_block_holds_what_has_room_and_what_matters_most(
     progress.poll()
     odd = status("tb3", health=health(load1=3.0, ranks={"4": {"state": "R"}}))
     rows = node_rows([status("tb1"), status("tb2", heard_s=12.0), odd], progress.facts, straggler=4)
-    drawing = drawn(progress, *size, rows, "tb1:0 | warn", "Ctrl-C: stopping the ranks, killing what is left")
+    drawing = drawn(progress, *size, rows, "Ctrl-C: stopping the ranks, killing what is left")
     assert [" ".join(line.split()) for line in drawing] == lines
 
 
@@ -332,7 +329,7 @@ def test_block_fits_the_screen_whatever_happens(run: RunFolder, width: int, heig
     trouble = {name: status(name, problem=f"{name}: {'x' * number}") for number, name in enumerate(list(NODES)[:50])}
     progress = busy_progress(run)
     rows = node_rows(fleet(**trouble), progress.facts)
-    lines = drawn(progress, width, height, rows, "tb1:0 | warn", "Ctrl-C: stopping the ranks")
+    lines = drawn(progress, width, height, rows, "Ctrl-C: stopping the ranks")
     assert len(lines) < height
     assert all(len(line.rstrip()) <= width for line in lines)
     text = "\n".join(lines)
@@ -412,8 +409,7 @@ def test_table_without_room_is_left_out() -> None:
 # --- what is said -----------------------------------------------------------------------------------------------------
 
 
-def test_live_view_shows_nodes_notes_and_the_last_alarm_of_the_logs(run: RunFolder) -> None:
-    write_log(run, "tb1", 0, "fine\nUserWarning: slow [bold]clock\x1b[31m\nfine again\n")
+def test_live_view_shows_nodes_and_notes(run: RunFolder) -> None:
     target = console(terminal=True)
     with Live(console=target, auto_refresh=False) as live:
         view = LiveView(target, RunProgress(run, 200), live)
@@ -421,22 +417,8 @@ def test_live_view_shows_nodes_notes_and_the_last_alarm_of_the_logs(run: RunFold
         view.note("tb2 was slow \x1b[31mto answer")
         view.tick()
     text = written(target)
-    for part in ("connection lost", "tb[1,3-64]", "tb2 was slow to answer", "tb1:0 | UserWarning: slow [bold]clock"):
+    for part in ("connection lost", "tb[1,3-64]", "tb2 was slow to answer"):
         assert part in text
-
-
-def test_alarm_fades(run: RunFolder) -> None:
-    clock = Clock()
-    watch = AlarmWatch(run, clock)
-    log = write_log(run, "tb1", 0, "RuntimeError: out\n")
-    watch.look()
-    assert watch.newest() == "tb1:0 | RuntimeError: out"
-    with log.open("a") as file:
-        file.write("no alarm at all\n" * 100_000)
-    watch.look()
-    assert watch.newest() == "tb1:0 | RuntimeError: out"
-    clock.now += FRESH_S
-    assert watch.newest() is None
 
 
 def test_plain_lines_tell_changes_of_nodes_once(run: RunFolder) -> None:

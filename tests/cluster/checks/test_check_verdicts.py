@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
-from cluster.checks.fold import find_changed
 from cluster.checks.run import CheckOptions
 from cluster.checks.selection import EXPLANATIONS, GROUP_NAMES, GROUPS, read_selection
 from cluster.checks.ssh import EXPLANATIONS as SSH
@@ -126,16 +125,3 @@ def test_every_check_is_explained_and_has_a_name_of_its_group() -> None:
     assert compared == EXPLANATIONS.keys() - {name for group in GROUPS for name in group.checks} - SSH.keys()
     page = Path(__file__).parents[3] / "docs" / "cluster.md"
     assert f"There are {len(EXPLANATIONS)} checks in the" in page.read_text()
-
-
-# What changed between two checks.
-
-
-def test_what_changed_is_a_verdict_or_a_check_that_is_not_ok() -> None:
-    before = fleet(n1=[Verdict.OK], n2=[Verdict.FAIL], n3=[Verdict.WARN], n4=[Verdict.WARN])
-    same = fleet(n1=[Verdict.OK], n2=[Verdict.FAIL], n3=[Verdict.WARN], n4=[Verdict.WARN, Verdict.OK])
-    assert find_changed(before, same) == []
-    after = fleet(n1=[Verdict.FAIL], n2=[Verdict.OK], n3=[Verdict.FAIL], n5=[Verdict.OK])
-    assert [node.node for node in find_changed(before, after)] == ["n1", "n2", "n3", "n5"]
-    other = FleetReport({"n2": report("n2", Verdict.FAIL, check="gpu.xid")})
-    assert len(find_changed(before, other)) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -98,7 +97,7 @@ def test_a_log_of_nccl_is_compared_with_the_plan(
         (("show", "--hosts", "-oProxyCommand=x"), "-oProxyCommand"),
         (("show", "--hosts", "a", "--hostfile", "b"), "give one of them"),
         (("show", "cluster.no_such=1"), "no_such"),
-        (("write", "--format", "hydra"), "not one of 'sh', 'dotenv'"),
+        (("show", "--format", "hydra"), "not one of 'sh', 'dotenv'"),
     ],
 )
 def test_mistakes_end_with_code_2_and_words(burst_env: Burst, argv: tuple[str, ...], words: str) -> None:
@@ -124,12 +123,11 @@ def on_sisters(sisters: tuple[Testbed, Path], burst_env: Burst, monkeypatch: pyt
     return lambda verb, *argv: burst_env(verb, f"cluster={testbed.name}", *argv)
 
 
-def test_write_makes_a_private_file_per_node(sisters: tuple[Testbed, Path], on_sisters: Burst, tmp_path: Path) -> None:
-    files = on_sisters("write", "--out", str(tmp_path / "env"), "--format", "sh", "--json").document["files"]
-    assert list(files) == list(sisters[0].node_names)
-    for path, numbers in zip(map(Path, files.values()), GOOD, strict=True):
-        assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        assert sourced(path, "NCCL_IB_HCA") == "=" + ",".join(f"mlx5_{number}:1" for number in numbers.split())
+def test_every_node_gets_its_own_adapters(sisters: tuple[Testbed, Path], on_sisters: Burst) -> None:
+    nodes = on_sisters("show", "--json").document["nodes"]
+    assert list(nodes) == list(sisters[0].node_names)
+    for node, numbers in zip(nodes.values(), GOOD, strict=True):
+        assert node["variables"]["NCCL_IB_HCA"] == "=" + ",".join(f"mlx5_{number}:1" for number in numbers.split())
 
 
 def test_text_of_several_nodes_needs_a_choice(sisters: tuple[Testbed, Path], on_sisters: Burst) -> None:

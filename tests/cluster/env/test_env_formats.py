@@ -1,9 +1,7 @@
-"""What is written is what comes out again, by a real shell and a real container; files are private and whole."""
+"""What is written is what comes out again, by a real shell and a real container."""
 
 from __future__ import annotations
 
-import os
-import stat
 import subprocess
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 from testkit.image_rig import busybox_tree, launcher_engine
 
 from cluster.env.facts import EnvironmentVariable, NodeEnvironment
-from cluster.env.formats import Format, render_environment, write_environments
+from cluster.env.formats import Format, render_environment
 from cluster.errors import ClusterError
 
 HOSTILE = (
@@ -81,51 +79,6 @@ def test_a_hostile_reason_or_node_stays_within_its_comment(form: Format) -> None
     odd = NodeEnvironment("node1\nEVIL=1", environment("x", reason="because\nEVIL=1\r\nexport EVIL=1").variables)
     lines = render_environment(odd, form).splitlines()
     assert not [line for line in lines if line.strip().startswith(("EVIL", "export EVIL"))]
-
-
-def mode(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
-
-
-@pytest.mark.parametrize(("form", "name"), [(Format.sh, "n1.sh"), (Format.dotenv, "n1.env")])
-def test_each_node_gets_a_file_of_its_own_for_its_owner_only(tmp_path: Path, form: Format, name: str) -> None:
-    before = os.umask(0)
-    try:
-        files = write_environments({"n1": environment("x"), "n2": environment("x")}, tmp_path / "a" / "env", form)
-    finally:
-        os.umask(before)
-    assert files["n1"] == tmp_path / "a" / "env" / name
-    assert len(list(files["n1"].parent.iterdir())) == 2
-    assert {mode(path) for path in files.values()} == {0o600}
-    assert mode(tmp_path / "a" / "env") == 0o700
-
-
-def test_a_folder_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)
-    write_environments({"n1": environment("x")}, tmp_path, Format.dotenv)
-    assert mode(tmp_path) == 0o755
-
-
-def test_a_value_that_cannot_be_said_leaves_no_file_at_all(tmp_path: Path) -> None:
-    environments = {"n1": environment("x"), "n2": environment("a\nb")}
-    with pytest.raises(ClusterError):
-        write_environments(environments, tmp_path / "env", Format.dotenv)
-    assert not (tmp_path / "env").exists()
-
-
-@pytest.mark.parametrize("node", ["../n1", "-n1", "a/b", "", "a b", "a\nb"])
-def test_a_name_that_leads_elsewhere_is_refused(tmp_path: Path, node: str) -> None:
-    with pytest.raises(ClusterError, match="cannot be the name of a file"):
-        write_environments({node: environment("x")}, tmp_path / "env", Format.sh)
-    assert not (tmp_path / "env").exists()
-
-
-def test_writing_replaces_a_link_instead_of_following_it(tmp_path: Path) -> None:
-    (tmp_path / "precious").write_text("mine")
-    (tmp_path / "n1.env").symlink_to(tmp_path / "precious")
-    write_environments({"n1": environment("x")}, tmp_path, Format.dotenv)
-    assert (tmp_path / "precious").read_text() == "mine"
-    assert not (tmp_path / "n1.env").is_symlink()
 
 
 def test_dotenv_round_trips_through_a_real_container(tmp_path: Path) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from env_topologies import SISTERS, machine, node, port
 from testkit.terminal import text_of
 
-from burst_cli.nodes.env_view import CheckReport, check_report, files_view, fleet_view, fold_environments, report_view
+from burst_cli.nodes.env_view import CheckReport, check_report, fleet_view, fold_environments, report_view
 from cluster.checks.finding import Finding, Verdict
 from cluster.env.ask import FleetEnvironment
 from cluster.env.live import LiveSource
@@ -94,16 +93,3 @@ def test_nothing_to_complain_of_says_what_was_looked_at() -> None:
     told = "tb1: nothing differs from the plan (looked at: login, nccl.conf, 1 running rank)\n"
     assert text_of(report_view(check_report(fleet, None))) == told
     assert text_of(report_view(CheckReport())) == "no node could be looked at\n"
-
-
-def test_written_files_are_listed_with_warnings_once() -> None:
-    fleet = equal_nodes("tb1", "tb2")
-    warned = {name: replace(one, warnings=("beware",)) for name, one in fleet.environments.items()}
-    text = text_of(files_view({name: Path(f"/x/{name}.env") for name in warned}, replace(fleet, environments=warned)))
-    count = str(len(fleet.environments["tb1"].variables))
-    assert [line.split() for line in text.splitlines()] == [
-        ["node", "file", "variables"],
-        ["tb1", "/x/tb1.env", count],
-        ["tb2", "/x/tb2.env", count],
-        ["warning:", "tb[1-2]:", "beware"],
-    ]
