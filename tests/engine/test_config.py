@@ -46,31 +46,18 @@ def problems_of(values: dict[str, object]) -> tuple[str, ...]:
     return caught.value.problems
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_every_setting_is_documented(spec) -> None:
-    assert spec.note.doc, f"{spec.key} has no doc"
-    name_says_so = {
-        "_s": "seconds",
-        "_bytes": "bytes",
-        "_tokens": "tokens",
-        "interval_steps": "steps",
-        "seq_len": "tokens",
-    }
-    for ending, unit in name_says_so.items():
-        if spec.key.endswith(ending) and not spec.key.endswith("_per_s"):
-            assert spec.note.unit == unit
+UNITS = {"_s": "seconds", "_bytes": "bytes", "_tokens": "tokens", "interval_steps": "steps", "seq_len": "tokens"}
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_every_default_is_legal_for_its_own_note(spec) -> None:
-    if isinstance(spec.default, (int, float)) and not isinstance(spec.default, bool):
-        assert spec.note.admits(spec.default)
-    if spec.choices is not None:
-        assert spec.default is None or spec.default in spec.choices
-
-
-def test_an_empty_table_gives_the_defaults() -> None:
-    assert config_from_dict({}) == config_from_dict({"train": None}) == RunConfig()
+def test_every_setting_is_documented_and_its_default_legal() -> None:
+    for spec in SPECS.values():
+        assert spec.note.doc, f"{spec.key} has no doc"
+        for ending, unit in UNITS.items():
+            if spec.key.endswith(ending) and not spec.key.endswith("_per_s"):
+                assert spec.note.unit == unit, spec.key
+        if isinstance(spec.default, (int, float)) and not isinstance(spec.default, bool):
+            assert spec.note.admits(spec.default), spec.key
+        assert spec.choices is None or spec.default is None or spec.default in spec.choices, spec.key
 
 
 def test_yaml_text_comes_back_unchanged(tmp_path: Path) -> None:
@@ -79,6 +66,7 @@ def test_yaml_text_comes_back_unchanged(tmp_path: Path) -> None:
         train=replace(RunConfig().train, profile="2:4", peak_flops_per_device=1e12),
         data=replace(RunConfig().data, format="text", paths=("a b.txt", "ü: #*.txt"), text_field="no"),
     )
+    assert config_from_dict({}) == config_from_dict({"train": None}) == RunConfig()
     path = tmp_path / "config.yaml"
     path.write_text(dump_config(config), encoding="utf-8")
     assert load_config(path) == config
@@ -132,11 +120,9 @@ def test_values_are_read_as_people_write_them(key: str, value: object, read: obj
         ("train.steps", 1.5, "train.steps: expected a whole number, got the number 1.5"),
         ("train.steps", True, "train.steps: expected a whole number, got the truth value true"),
         ("train.steps", None, "train.steps: expected a whole number, got null"),
-        ("train.steps", [3], "train.steps: expected a whole number, got the list [3]"),
         ("train.steps", {"a": 3}, "train.steps: expected a whole number, got a table with a"),
         ("train.steps", 2**63, f"train.steps: expected a whole number, got the number {2**63}"),
         ("train.compile", "yes", "train.compile: expected true or false, got the text 'yes'"),
-        ("train.compile", 1, "train.compile: expected true or false, got the number 1"),
         ("model.name", 7, "model.name: expected text, got the number 7; put it in quotes: \"model.name='7'\""),
         ("train.profile", 185, "train.profile: expected text or null, got the number 185; put it in quotes: "),
         ("data.paths", "a", "data.paths: expected a list, each item text, got the text 'a'; put it in brackets: "),
@@ -158,7 +144,6 @@ def test_values_are_read_as_people_write_them(key: str, value: object, read: obj
             "x",
             f"attention.layout: 'x' is not a legal value; legal: {', '.join(get_args(LayoutName))}, null",
         ),
-        ("attention.preset", 3, f"attention.preset: expected one of {PRESET_NAMES}, got the number 3"),
     ],
 )
 def test_a_mistake_is_named_with_what_was_expected(key: str, value: object, text: str) -> None:
@@ -192,6 +177,8 @@ def test_all_mistakes_are_told_at_once() -> None:
         (b"", "expected a table of settings"),
         (b"train: {steps: x}", "train.steps: expected a whole number"),
         (b"!!python/object/apply:os.getcwd []", "not readable as YAML"),
+        (b"[" * 100_000, "not readable as YAML"),
+        (b"- " * 100_000, "not readable as YAML"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, content: bytes | None, words: str) -> None:
@@ -217,27 +204,16 @@ def test_fingerprint_is_equal_exactly_for_equal_configurations() -> None:
     assert config_fingerprint(config_from_dict(config_to_dict(RunConfig()))) in prints
 
 
-def test_fingerprint_does_not_change_between_processes() -> None:
-    code = "from engine.config.settings import *; print(config_fingerprint(RunConfig()))"
-    root = Path(__file__).resolve().parents[2]
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root, timeout=200
-    )
-    assert result.stdout.strip() == config_fingerprint(RunConfig())
-
-
 def test_ranks_need_neither_hydra_nor_torch_to_read_a_configuration() -> None:
-    code = "import sys, engine.config.settings, engine.config.rules; print(*sys.modules)"
+    code = (
+        "import sys, engine.config.rules; from engine.config.settings import *;"
+        "print(config_fingerprint(RunConfig()), *sys.modules)"
+    )
     root = Path(__file__).resolve().parents[2]
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root, timeout=200
     )
-    loaded = {name.partition(".")[0] for name in result.stdout.split()}
+    fingerprint, *modules = result.stdout.split()
+    assert fingerprint == config_fingerprint(RunConfig())  # the same in every process
+    loaded = {name.partition(".")[0] for name in modules}
     assert loaded.isdisjoint({"torch", "numpy", "hydra", "omegaconf", "typer", "rich", "paramiko"})
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, "- " * 100_000])
-def test_endless_nesting_is_a_mistake_and_no_crash(tmp_path: Path, text: str) -> None:
-    (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(ConfigError, match="not readable as YAML"):
-        load_config(tmp_path / "config.yaml")

@@ -127,8 +127,6 @@ BROKEN = {
     "data.mix_weights: got [], expected one positive number for data.paths and one for each of the 1": {
         "data": {"mix_paths": ("/tmp",)}
     },
-    "data.mix_weights: got [1.0], expected one positive": {"data": {"mix_weights": (1.0,)}},
-    "data.mix_weights: got [1.0, -1.0]": {"data": {"mix_paths": ("/tmp",), "mix_weights": (1.0, -1.0)}},
     "data.mix_weights: got [1.0, 0.0]": {"data": {"mix_paths": ("/tmp",), "mix_weights": (1.0, 0.0)}},
     "data.mix_paths: no such folder: '/no/such'": {"data": {"mix_paths": ("/no/such",), "mix_weights": (1.0, 1.0)}},
     "data.length_buckets: got [4, 4], expected lengths": {
@@ -138,7 +136,6 @@ BROKEN = {
     "data.length_weights: got 1 numbers, expected 2: one more than the 1": {
         "data": {"length_buckets": (4,), "length_weights": (1.0,)}
     },
-    "data.length_weights: got 0 numbers, expected 2": {"data": {"length_buckets": (4,)}},
     "data.length_weights: got 1 numbers, expected 0": {"data": {"length_weights": (1.0,)}},
     "data.length_weights: got [0.5, 0.6], expected shares of 0 or more that add up to 1": {
         "data": {"length_buckets": (4,), "length_weights": (0.5, 0.6)}
@@ -184,15 +181,11 @@ BROKEN = {
     'cluster.container.command: got "\'docker", expected a command line': {
         "cluster": {"container": {"command": "'docker"}}
     },
-    "cluster.container.command: got '  ', expected a command line": {"cluster": {"container": {"command": "  "}}},
     "cluster.container.run_options: got 'all' first, expected options": {
         "cluster": {"container": {"run_options": ("all",)}}
     },
     "cluster.container.mounts[0]: got 'data', expected an absolute path": {
         "cluster": {"container": {"mounts": ("data",)}}
-    },
-    "cluster.container.mounts[0]: got '/a:/b', expected an absolute path": {
-        "cluster": {"container": {"mounts": ("/a:/b",)}}
     },
     "cluster.ssh.user: got '-x', expected a name without dash in front": {"cluster": {"ssh": {"user": "-x"}}},
     "cluster.ranks_per_node: got 0": {"cluster": {"ranks_per_node": 0}},

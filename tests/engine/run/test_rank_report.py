@@ -60,37 +60,19 @@ def place(tmp_path: Path) -> RankPlace:
     return RankPlace(3, "node1", tmp_path / "logs" / "node1" / "rank0003.log")
 
 
-@pytest.fixture
-def reporting(place: RankPlace) -> Any:
-    """A status that reports to `place`; the report ends with the test."""
+def test_the_file_says_at_once_who_and_soon_where_a_rank_is_and_how_it_ended(place: RankPlace) -> None:
     status = RankStatus()
     status.report_to(place)
-    yield status
-    status.end_report("ok")
-
-
-def test_the_first_status_is_there_before_anything_happens(reporting: RankStatus, place: RankPlace) -> None:
-    document = read(place.status)
-    assert (document["rank"], document["pid"], document["node"]) == (3, os.getpid(), "node1")
-    assert (document["step"], document["phase"], document["ended"]) == (None, None, None)
-
-
-def test_a_place_that_does_not_change_any_more_is_in_the_file_soon(reporting: RankStatus, place: RankPlace) -> None:
-    for step in range(1, 200):
-        reporting.step, reporting.phase = step, "forward"
-    reporting.step, reporting.micro_step, reporting.phase = 200, 1, "backward"
-    document = wait_for(lambda: (found := read(place.status))["step"] == 200 and found)
-    assert (document["phase"], document["micro_step"]) == ("backward", 1)
-
-
-def test_a_rank_that_ends_says_how(place: RankPlace) -> None:
-    status = RankStatus()
-    status.report_to(place)
-    status.step = 7
+    who = {"rank": 3, "pid": os.getpid(), "node": "node1"}
+    nowhere = {"step": None, "phase": None, "micro_step": 0, "advances": 0, "ended": None}
+    assert read(place.status) == who | nowhere
+    for step in range(1, 201):
+        status.step, status.micro_step, status.phase = step, 1, "backward"
+    here = who | nowhere | {"step": 200, "phase": "backward", "micro_step": 1}
+    assert wait_for(lambda: (found := read(place.status))["step"] == 200 and found) == here
     status.end_report("DataError")
-    assert (read(place.status)["ended"], read(place.status)["step"]) == ("DataError", 7)
-    status.step = 8  # nobody is told any more
-    assert read(place.status)["step"] == 7
+    status.step = 201  # nobody is told any more
+    assert read(place.status) == here | {"ended": "DataError"}
 
 
 def test_a_folder_that_cannot_be_made_costs_the_report_only(tmp_path: Path) -> None:
@@ -102,25 +84,25 @@ def test_a_folder_that_cannot_be_made_costs_the_report_only(tmp_path: Path) -> N
     assert (tmp_path / "logs").read_text() == "a file in the way"
 
 
-def test_a_folder_that_vanishes_costs_the_report_only(reporting: RankStatus, place: RankPlace) -> None:
-    place.log.parent.rename(place.log.parent.with_name("elsewhere"))
-    time.sleep(0.25)
-    reporting.step = 5
-    assert not place.status.exists()
-
-
-def test_every_state_of_the_status_file_is_whole(reporting: RankStatus, place: RankPlace) -> None:
-    deadline = time.monotonic() + 1.0
-    while time.monotonic() < deadline:
-        reporting.phase = "forward"
+def test_every_state_of_the_status_file_is_whole(place: RankPlace) -> None:
+    status = RankStatus()
+    status.report_to(place)
+    for advances in range(3000):
+        status.advances = advances
         assert read(place.status)["rank"] == 3
-    reporting.end_report("ok")  # else a next state may just be on its way
+    status.end_report("ok")  # else a next state may just be on its way
     assert [path.name for path in place.log.parent.iterdir() if path.name.endswith(".new")] == []
 
 
-def test_a_request_is_answered_once_per_nonce(reporting: RankStatus, place: RankPlace) -> None:
-    request = place.log.with_name(REQUEST_NAME)
-    reporting.waits.begin("recv", 2)
+def test_a_request_is_answered_once_per_nonce_and_that_of_an_earlier_attempt_is_none(place: RankPlace) -> None:
+    request, status = place.log.with_name(REQUEST_NAME), RankStatus()
+    place.log.parent.mkdir(parents=True)
+    request.write_text("old")
+    place.flight.write_text("{}")
+    status.report_to(place)
+    time.sleep(1.0)
+    assert not place.flight.exists()
+    status.waits.begin("recv", 2)
     request.write_text("first\n")
     document = wait_for(lambda: place.flight.exists() and read(place.flight))
     assert (document["nonce"], document["rank"]) == ("first", 3)
@@ -131,17 +113,7 @@ def test_a_request_is_answered_once_per_nonce(reporting: RankStatus, place: Rank
     assert not place.flight.exists()
     request.write_text("second")
     assert wait_for(lambda: place.flight.exists() and read(place.flight))["nonce"] == "second"
-
-
-def test_a_request_of_an_earlier_attempt_is_none(place: RankPlace) -> None:
-    place.log.parent.mkdir(parents=True)
-    place.log.with_name(REQUEST_NAME).write_text("old")
-    place.flight.write_text("{}")
-    status = RankStatus()
-    status.report_to(place)
-    time.sleep(1.0)
     status.end_report("ok")
-    assert not place.flight.exists()
 
 
 def test_a_rank_shows_its_stacks_and_lives_on(tmp_path: Path) -> None:
@@ -197,13 +169,9 @@ def test_waits_add_up_and_are_taken_once() -> None:
         time.sleep(0.01)
     assert 0.04 <= clock.take() <= time.monotonic() - started
     assert (clock.take(), clock.current) == (0.0, None)
-
-
-def test_a_wait_that_fails_stays_in_sight() -> None:
-    clock = WaitClock()
     with pytest.raises(RuntimeError), clock.waiting("all_gather"):
         raise RuntimeError("connection closed")
-    assert clock.current is not None
+    assert clock.current is not None  # what fails stays in sight
     assert clock.current.what == "all_gather"
 
 
