@@ -181,11 +181,15 @@ BROKEN = {
     'cluster.container.command: got "\'docker", expected a command line': {
         "cluster": {"container": {"command": "'docker"}}
     },
+    "cluster.container.command: got '  ', expected a command line": {"cluster": {"container": {"command": "  "}}},
     "cluster.container.run_options: got 'all' first, expected options": {
         "cluster": {"container": {"run_options": ("all",)}}
     },
     "cluster.container.mounts[0]: got 'data', expected an absolute path": {
         "cluster": {"container": {"mounts": ("data",)}}
+    },
+    "cluster.container.mounts[0]: got '/a:/b', expected an absolute path": {
+        "cluster": {"container": {"mounts": ("/a:/b",)}}
     },
     "cluster.ssh.user: got '-x', expected a name without dash in front": {"cluster": {"ssh": {"user": "-x"}}},
     "cluster.ranks_per_node: got 0": {"cluster": {"ranks_per_node": 0}},

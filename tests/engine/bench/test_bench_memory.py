@@ -152,10 +152,3 @@ def test_tiles_outside_of_the_model_s_forward_count_as_recomputed() -> None:
 def test_what_cannot_be_measured_is_refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
     assert words in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("option", ["--ranks", "--repeats"])
-def test_counts_below_one_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main([option, "0"])
-    assert f"{option}: expected a whole number of at least 1, got '0'" in capsys.readouterr().err

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from benchmarks.rig.network import PREFIX, RAIL_INTERFACE, Rig, namespace
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,15 +27,10 @@ def test_every_rail_is_shaped_both_ways_and_nothing_else_is() -> None:
     assert set(rates.values()) == {"50mbit"}
 
 
-def run_rig(*words: str, path: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.rig", *words]
-    environment = os.environ | {"PATH": path}
-    return subprocess.run(command, env=environment, cwd=ROOT, text=True, capture_output=True, timeout=200)
-
-
-@pytest.mark.parametrize("verb", ["up", "down", "verify", "bench"])
-def test_a_machine_without_the_tools_is_told_so(verb: str, tmp_path: Path) -> None:
-    result = run_rig(verb, path=str(tmp_path))
+def test_a_machine_without_the_tools_is_told_so(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.rig", "up"]
+    environment = os.environ | {"PATH": str(tmp_path)}
+    result = subprocess.run(command, env=environment, cwd=ROOT, text=True, capture_output=True, timeout=200)
     assert result.returncode == 2
     assert "missing here: ip, tc" in result.stderr
 

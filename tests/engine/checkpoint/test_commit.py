@@ -40,24 +40,16 @@ def steps(root: Path) -> list[int]:
     return [checkpoint.step for checkpoint in list_checkpoints(root)]
 
 
-def test_what_is_committed_is_read_back(tmp_path: Path) -> None:
-    path = write(tmp_path, 1200)
-    assert path.name == "step-00001200"
-    found = newest_verified(tmp_path)
-    assert found is not None
-    assert found == (Checkpoint(1200, path), read_manifest(path))
-    assert found[1].bytes == 8
-
-
-def test_a_figure_that_is_no_number_is_no_damage(tmp_path: Path) -> None:
-    path = write(tmp_path, 3, loss=float("nan"))
-    assert read_manifest(path).state == {"loss": None}
-
-
-def test_newest_comes_first_whatever_the_number_of_digits(tmp_path: Path) -> None:
+def test_what_is_committed_is_read_back_and_the_newest_comes_first_whatever_the_number_of_digits(
+    tmp_path: Path,
+) -> None:
     for step in (5, 123456789, 99999999):
-        write(tmp_path, step)
+        path = write(tmp_path, step, loss=float("nan"))
+    assert (path.name, read_manifest(path).state) == ("step-99999999", {"loss": None})  # no number, and no damage
     assert steps(tmp_path) == [123456789, 99999999, 5]
+    newest = tmp_path / "step-123456789"
+    assert newest_verified(tmp_path) == (Checkpoint(123456789, newest), read_manifest(newest))
+    assert read_manifest(newest).bytes == 8
 
 
 @pytest.mark.parametrize("removed", ["", ".gone-cd"])
@@ -75,36 +67,16 @@ def test_a_second_save_of_a_step_replaces_the_first(tmp_path: Path) -> None:
     path = write(tmp_path, 3, content=b"second")
     assert (path / FILE).read_bytes() == b"second"
     assert [child.name for child in tmp_path.iterdir()] == ["step-00000003"]
-
-
-def test_a_replaced_one_comes_back_when_its_successor_never_came(tmp_path: Path) -> None:
-    path = write(tmp_path, 3)
-    path.rename(tmp_path / "step-00000003.old-ab")
+    path.rename(tmp_path / "step-00000003.old-ab")  # its successor never came
     recover(tmp_path)
     assert steps(tmp_path) == [3]
 
 
-def _truncate(path: Path) -> None:
-    (path / FILE).write_bytes((path / FILE).read_bytes()[:-1])
+def _rewrite(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        (path / name).write_bytes(change((path / name).read_bytes()))
 
-
-def _flip(path: Path) -> None:
-    content = bytearray((path / FILE).read_bytes())
-    content[3] ^= 1
-    (path / FILE).write_bytes(bytes(content))
-
-
-def _lose_file(path: Path) -> None:
-    (path / FILE).unlink()
-
-
-def _lose_manifest(path: Path) -> None:
-    (path / MANIFEST_FILE).unlink()
-
-
-def _tear_manifest(path: Path) -> None:
-    text = (path / MANIFEST_FILE).read_text()
-    (path / MANIFEST_FILE).write_text(text[: len(text) // 2])
+    return damage
 
 
 def _edit(change: Callable[[dict], None]) -> Callable[[Path], None]:  # type: ignore[type-arg]
@@ -119,11 +91,11 @@ def _edit(change: Callable[[dict], None]) -> Callable[[Path], None]:  # type: ig
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "truncated": (_truncate, "has 7 bytes, 8 were written"),
-    "bit flipped": (_flip, "SHA-256 is another"),
-    "file missing": (_lose_file, "cannot be read"),
-    "manifest missing": (_lose_manifest, "expected the manifest of a whole save"),
-    "manifest torn": (_tear_manifest, "cannot be read"),
+    "truncated": (_rewrite(FILE, lambda content: content[:-1]), "has 7 bytes, 8 were written"),
+    "bit flipped": (_rewrite(FILE, lambda content: b"0" + content[1:]), "SHA-256 is another"),
+    "file missing": (lambda path: (path / FILE).unlink(), "cannot be read"),
+    "manifest missing": (lambda path: (path / MANIFEST_FILE).unlink(), "expected the manifest of a whole save"),
+    "manifest torn": (_rewrite(MANIFEST_FILE, lambda content: content[: len(content) // 2]), "cannot be read"),
     "another step": (_edit(lambda document: document.update(step=7)), "holds step 7"),
     "another format": (_edit(lambda document: document.update(format=99)), "of format 99"),
     "no tensors": (_edit(lambda document: document.pop("tensors")), "is damaged"),
@@ -215,37 +187,22 @@ def test_a_disk_is_known_by_what_lies_on_it(tmp_path: Path) -> None:
     assert [child.name for child in (tmp_path / "one").iterdir()] == ["storage"]
 
 
-@pytest.mark.parametrize("named", ["", "checkpoints", "checkpoints/step-00000020"])
-def test_a_run_its_folder_and_one_of_its_checkpoints_can_be_named(tmp_path: Path, named: str) -> None:
-    root = tmp_path / "checkpoints"
-    write(root, 10)
-    write(root, 20)
-    assert find_source(tmp_path / named) == (root, 20 if "step" in named else None)
-
-
-@pytest.mark.parametrize("named", ["missing", "empty", "file"])
-def test_a_source_without_checkpoints_is_refused(tmp_path: Path, named: str) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=f"{named} holds no checkpoint"):
-        find_source(tmp_path / named)
-
-
-def test_a_run_whose_checkpoints_lie_with_a_user_of_another_machine_has_none_here(tmp_path: Path) -> None:
-    settings = CheckpointConfig(folder="~no such user/saved")
-    (tmp_path / "config.yaml").write_text(dump_config(RunConfig(train=TrainConfig(checkpoint=settings))))
-    with pytest.raises(CheckpointError, match="holds no checkpoint"):
-        find_source(tmp_path)
-
-
-def test_a_run_whose_checkpoints_lie_elsewhere_is_a_source(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", [None, "shared", "~no such user/saved"])
+def test_a_run_its_folder_and_one_of_its_checkpoints_can_be_named(tmp_path: Path, folder: str | None) -> None:
+    """Also where they lie elsewhere; but where this machine has none, there is no source."""
     run = tmp_path / "runs" / "20260101-000000-abcdef"
     run.mkdir(parents=True)
-    settings = CheckpointConfig(folder=str(tmp_path / "shared"))
+    chosen = str(tmp_path / folder) if folder == "shared" else folder
+    settings = CheckpointConfig(folder=chosen)
     (run / "config.yaml").write_text(dump_config(RunConfig(train=TrainConfig(checkpoint=settings))))
-    root = tmp_path / "shared" / run.name
-    (root / "step-00000020").mkdir(parents=True)
-    assert find_source(run) == (root, None)
+    for source in (run, run / "config.yaml", tmp_path / "nowhere"):
+        with pytest.raises(CheckpointError, match=f"{source.name} holds no checkpoint"):
+            find_source(source)
+    root = tmp_path / "shared" / run.name if folder == "shared" else run / "checkpoints"
+    write(root, 10)
+    newest = write(root, 20)
+    assert find_source(run) == find_source(root) == (root, None)
+    assert find_source(newest) == (root, 20)
 
 
 SYNCED = """

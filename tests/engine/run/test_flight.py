@@ -33,20 +33,15 @@ def test_the_last_collective_of_every_group_is_kept_however_old() -> None:
     assert {each["state"] for each in last} == {"completed"}
 
 
-def test_messages_do_not_count_as_collectives() -> None:
+def test_messages_and_another_backend_of_a_group_count_by_themselves() -> None:
+    """And entries of an unknown form do no harm."""
     messages = [entry("a", 0, "nccl:recv 1<-0", is_p2p=True, p2p_seq_id=seq) for seq in range(1, 100)]
-    first, *last = reduce_trace([entry("a", 4, "nccl:all_gather"), *messages])
-    assert (first["op"], first["p2p"], first["seq"]) == ("nccl:all_gather", False, 4)
-    assert [(each["p2p"], each["seq"]) for each in last] == [(True, seq) for seq in range(100 - MAX_ENTRIES, 100)]
-
-
-def test_a_group_of_two_backends_counts_twice() -> None:
-    kept = reduce_trace([entry("0", 2, "nccl:all_reduce"), *(entry("0", seq) for seq in range(1, 100))])
-    assert [(each["op"], each["seq"]) for each in kept[:2]] == [("nccl:all_reduce", 2), ("gloo:all_reduce", 50)]
-
-
-def test_entries_of_an_unknown_form_do_no_harm() -> None:
-    assert [each["seq"] for each in reduce_trace([{}, {"process_group": []}, {"collective_seq_id": None}])] == [0] * 3
+    trace = [{}, {"process_group": []}, entry("a", 4, "nccl:all_gather"), entry("a", 3), *messages]
+    nothing, *kept = reduce_trace(trace)
+    assert [(each["op"], each["p2p"], each["seq"]) for each in (nothing, *kept[:2])] == [
+        *(("", False, 0), ("nccl:all_gather", False, 4), ("gloo:all_reduce", False, 3))
+    ]
+    assert [(each["p2p"], each["seq"]) for each in kept[2:]] == [(True, seq) for seq in range(100 - MAX_ENTRIES, 100)]
 
 
 def last_of_test(record: dict[str, Any]) -> dict[str, Any]:

@@ -27,8 +27,15 @@ def states(run: RunFolder) -> list[str]:
 def fail(run: RunFolder, error: BaseException, *, rank: int = 0, environment: dict[str, str] | None = None) -> None:
     status = RankStatus()
     status.step, status.phase = 3, "train"
-    with pytest.raises(type(error)), run_states(run, status, rank=rank, environment=environment or {}):
-        raise error
+
+    def work() -> None:
+        with run_states(run, status, rank=rank, environment=environment or {}):
+            assert status.reserve is not None
+            raise error
+
+    with pytest.raises(type(error)):
+        work()
+    assert environment or status.reserve is None  # given back, to say what went wrong
 
 
 @pytest.mark.parametrize(
@@ -55,7 +62,10 @@ def test_an_error_becomes_failed_with_rank_step_and_phase(run: RunFolder) -> Non
     fail(run, ConfigError("no"), rank=1)
     state = run.read_state()
     assert (state["state"], state["exit_code"]) == ("failed", 2)
-    assert {"rank": 1, "step": 3, "phase": "train", "kind": "config"}.items() <= state["failure"].items()
+    assert state["failure"] == {
+        **{"kind": "config", "type": "engine.config.errors.ConfigError", "message": "no", "exit_code": 2},
+        **{"memory": None, "rank": 1, "step": 3, "phase": "train", "advice": None},
+    }
 
 
 def test_lack_of_memory_is_recorded_with_what_was_measured_and_advice(run: RunFolder) -> None:
@@ -67,18 +77,6 @@ def test_lack_of_memory_is_recorded_with_what_was_measured_and_advice(run: RunFo
     assert "cluster.ranks_per_node" in failure["advice"]
 
 
-def test_under_a_launcher_failures_are_left_to_it(run: RunFolder) -> None:
-    run.transition("starting")
-    fail(run, RuntimeError("broken"), environment=LAUNCHED)
-    assert states(run)[-1] == "running"
-
-
-def test_the_first_failure_stays(run: RunFolder) -> None:
-    fail(run, ConfigError("first"))
-    fail(run, RuntimeError("echo"), rank=1)
-    assert run.read_state()["failure"]["message"] == "first"
-
-
 class OvertakenRun(RunFolder):
     """A run that another rank ends just before rank 0 says running."""
 
@@ -88,21 +86,13 @@ class OvertakenRun(RunFolder):
         return super().transition(state, **facts)
 
 
-def test_rank_0_meets_its_own_error_when_another_rank_failed_before_it_ran(run: RunFolder) -> None:
-    fail(OvertakenRun(run.path), ConfigError("mine"))
+def test_the_first_failure_stays(run: RunFolder) -> None:
+    fail(OvertakenRun(run.path), ConfigError("mine"))  # its own error, not one of the move
+    fail(run, RuntimeError("echo"), rank=1)
     assert run.read_state()["failure"]["message"] == "first"
 
 
-def test_reserve_is_there_while_a_rank_works_and_given_back_when_it_fails(run: RunFolder) -> None:
-    status = RankStatus()
-    seen = []
-
-    def work() -> None:
-        with run_states(run, status, rank=0, environment={}):
-            seen.append(status.reserve)
-            raise MemoryError
-
-    with pytest.raises(MemoryError):
-        work()
-    assert seen != [None]
-    assert status.reserve is None
+def test_under_a_launcher_failures_are_left_to_it(run: RunFolder) -> None:
+    run.transition("starting")
+    fail(run, RuntimeError("broken"), environment=LAUNCHED)
+    assert states(run)[-1] == "running"

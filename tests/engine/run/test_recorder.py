@@ -60,7 +60,9 @@ def test_rank_0_writes_and_other_ranks_only_keep_their_phase(
     other.phase("train")
     other.step(ROW, 10)
     other.warn("odd")
-    assert (status.phase, run.read_metrics(), run.read_events()) == ("train", [], [])
+    for documents in (1, 2, 3):
+        other.preparing(Progress("encode", documents))
+    assert (status.phase, status.advances, run.read_metrics(), run.read_events()) == ("train", 3, [], [])
     recorder(run).step(ROW, 10)
     assert run.read_metrics() == [ROW]
     assert capsys.readouterr().out.count("step 3/10") == 1
@@ -107,14 +109,6 @@ def test_what_happens_is_an_event_for_programs_and_a_line_for_people(
         "step 6 is dropped (skip): the loss is nan; samples 8 to 11",
         "step 5  validation_loss 2.0000",
     ]
-
-
-def test_every_report_of_a_preparation_shows_that_it_goes_on(run: RunFolder) -> None:
-    status = RankStatus()
-    other = Recorder(run, status, rank=1, tensorboard=False)
-    for documents in (1, 2, 3):
-        other.preparing(Progress("encode", documents))
-    assert status.advances == 3
 
 
 def test_rank_0_keeps_the_tokenizer_in_the_run_folder(run: RunFolder, tmp_path: Path) -> None:
