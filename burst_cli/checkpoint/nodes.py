@@ -11,8 +11,7 @@ from rich.text import Text
 
 from cluster.launch.runner import runner_of
 from cluster.node_checkpoints import Connect, NodeCheckpoints, ask_nodes, roots_of
-from cluster.plan import LaunchPlan
-from cluster.plan_record import PlanFileError, read_launch_plan
+from cluster.plan import LaunchPlan, PlanFileError, read_launch_plan
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import Host
 from cluster.ssh.nodes import fold_nodes

@@ -25,7 +25,7 @@ from cluster.image.prune import Pruned, prune_node
 from cluster.image.push import Push
 from cluster.image.rate import parse_rate
 from cluster.image.status import NodeImage, build_status, read_node_image
-from cluster.plan_container import engine_words
+from cluster.plan_nodes import engine_words
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import Host, Outcome, fan_out
 from cluster.ssh.pool import SshPool

@@ -14,8 +14,7 @@ from rich.text import Text
 from burst_cli import render
 from burst_cli.runs.failure import failure_block, last_lines
 from burst_cli.runs.read import run_record
-from cluster.control.attempt import find_controller
-from cluster.control.outcome import StopRequests
+from cluster.control.attempt import StopRequests, find_controller
 from cluster.failure import failure_from_dict
 from engine.config.errors import RunError
 from engine.runs.folder import FINAL_STATES, RunFolder

@@ -8,8 +8,8 @@ from pathlib import Path
 from burst_cli import render
 from burst_cli.launch.detach import START
 from burst_cli.launch.launching import LaunchManner, lead_run
-from cluster.control.outcome import StopRequests
-from cluster.plan_record import read_launch_plan
+from cluster.control.attempt import StopRequests
+from cluster.plan import read_launch_plan
 from engine.config.errors import BurstError
 from engine.runs.folder import open_run
 

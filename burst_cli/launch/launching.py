@@ -23,8 +23,9 @@ from burst_cli.runs.failure import failure_block
 from burst_cli.runs.live import open_view
 from burst_cli.runs.progress import RunProgress
 from burst_cli.runs.read import run_record
+from cluster.control.attempt import StopRequests
 from cluster.control.controller import Manner, control
-from cluster.control.outcome import LaunchOutcome, LaunchTiming, StopRequests
+from cluster.control.link import LaunchOutcome, LaunchTiming
 from cluster.launch.runner import open_links, runner_of
 from cluster.plan import LaunchPlan
 from engine.config.errors import ConfigError

@@ -15,11 +15,10 @@ from burst_cli.launch.next_attempt import renewed_plan
 from burst_cli.launch.request import LaunchRequest
 from burst_cli.runs.failure import failure_line
 from burst_cli.runs.read import run_record
-from cluster.control.attempt import ControllerBusyError, RunState, find_controller
-from cluster.control.outcome import StopRequests
+from cluster.control.attempt import ControllerBusyError, RunState, StopRequests, find_controller
 from cluster.control.settle import settle
 from cluster.errors import ClusterError
-from cluster.plan_record import read_launch_plan
+from cluster.plan import read_launch_plan
 from engine.config.errors import ConfigError
 from engine.runs.folder import FINAL_STATES, RunFolder
 

@@ -17,8 +17,9 @@ from burst_cli.plan.launch_view import show_plan
 from burst_cli.runs.failure import failure_block
 from burst_cli.tables import listing
 from burst_cli.targets import Targets
+from cluster.control.attempt import StopRequests
 from cluster.control.controller import control
-from cluster.control.outcome import LaunchObserver, StopRequests
+from cluster.control.link import LaunchObserver
 from cluster.launch.runner import Asked, open_links, runner_for
 from cluster.plan import LaunchPlan
 from cluster.ssh.nodes import fold_nodes

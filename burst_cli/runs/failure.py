@@ -11,7 +11,7 @@ from rich.text import Text
 
 from burst_cli.figures import binary_bytes, clean
 from cluster.control.attempt import read_log_starts
-from cluster.control.evidence import tail_text
+from cluster.control.judge import tail_text
 from cluster.failure import Failure
 from cluster.values import number, word
 from engine.runs.folder import RunFolder, RunFolderError

@@ -29,8 +29,7 @@ from burst_cli.figures import (
 from burst_cli.runs.nodes import NodeRow, node_rows, nodes_table, without_figures
 from burst_cli.runs.progress import RunProgress
 from cluster.control.hang import TRAINING_PHASE
-from cluster.control.link import NodeStatus
-from cluster.control.outcome import LaunchObserver
+from cluster.control.link import LaunchObserver, NodeStatus
 from cluster.values import number
 from engine.runs.records import utc_now
 

@@ -21,7 +21,7 @@ from burst_cli.sweep.plan import SweepPlan, build_sweep, check_legal
 from burst_cli.sweep.runner import Lane, SweepManner, SweepRunner
 from burst_cli.sweep.store import SweepFolder, open_sweep, sweeps_dir
 from burst_cli.sweep.view import SweepView, cells_table, expectation, plan_view, tally
-from cluster.control.outcome import StopRequests
+from cluster.control.attempt import StopRequests
 from cluster.facts import probe_local_node
 from cluster.launch.runner import runner_for
 from cluster.ssh.nodes import parse_nodes

@@ -9,6 +9,7 @@ Every JSON file is replaced as a whole; a reader sees the old or the new one.
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
@@ -22,6 +23,8 @@ from cluster.agent.processes import process_start
 
 MAX_JSON_BYTES = 4 << 20
 _MAX_HOLDER_BYTES = 4096
+_LOCK_WAIT_S = 1.0  # a supervisor that ends is about to let go
+_LOCK_POLL_S = 0.05
 LEAD_LOGS = ("metrics.jsonl", "events.jsonl")  # of the node with rank 0, as the next
 LEAD_WHOLE = ("run.json", "summary.json", "tokenizer.json")
 Document = dict[str, Any]
@@ -119,6 +122,67 @@ def holder(path: str) -> dict[str, str]:
     if not isinstance(document, dict):
         return {}
     return {str(name): str(value)[:200] for name, value in document.items()}
+
+
+class Lock:
+    """A locked file; its content says who holds it. The lock belongs to the descriptor, wherever that is inherited."""
+
+    def __init__(self, path: str, descriptor: int) -> None:
+        self.path, self.descriptor = path, descriptor
+
+    def say(self, run_id: str, pid: int) -> None:
+        """Write who holds it; a full disk is no reason to give up."""
+        text = json.dumps({"run_id": run_id, "pid": pid, "host": socket.gethostname(), "since": now_text()})
+        with contextlib.suppress(OSError):
+            os.ftruncate(self.descriptor, 0)
+            os.pwrite(self.descriptor, text.encode("ascii"), 0)
+
+    def release(self) -> None:
+        """Remove the file and let go; only its holder may."""
+        with contextlib.suppress(OSError):
+            os.unlink(self.path)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of this descriptor; the lock stays while another process holds it."""
+        with contextlib.suppress(OSError):
+            os.close(self.descriptor)
+
+
+def take_lock(path: str, wait_s: float = _LOCK_WAIT_S, *, is_vital: bool = False) -> Optional[Lock]:
+    """The lock on `path`; None while somebody else holds it. Raises OSError.
+
+    is_vital: a file system without locks is an error; else all hold its locks at once.
+    """
+    deadline = time.monotonic() + wait_s
+    while True:
+        lock = _try_lock(path, is_vital)
+        if lock is not None or time.monotonic() > deadline:
+            return lock
+        time.sleep(_LOCK_POLL_S)
+
+
+def _try_lock(path: str, is_vital: bool) -> Optional[Lock]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        is_held = error.errno in (errno.EAGAIN, errno.EACCES)
+        if is_held or is_vital:
+            os.close(descriptor)
+        if is_held:
+            return None
+        if is_vital:
+            raise
+        # A file system without locks: what follows looks for the supervisor itself.
+    try:
+        is_same = os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except OSError:
+        is_same = False
+    if not is_same:  # its holder removed it between our open and our lock
+        os.close(descriptor)
+        return None
+    return Lock(path, descriptor)
 
 
 def lay_files(folder: str, files: Iterable[tuple[str, str]]) -> None:

@@ -9,11 +9,8 @@ metrics.jsonl events.jsonl summary.json   of the node with rank 0: several nodes
 
 import contextlib
 import errno
-import fcntl
-import json
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -24,23 +21,23 @@ from typing import Any, Callable, Optional
 
 from cluster.agent.folder import (
     LEAD_LOGS,
+    Lock,
     NodeFiles,
     beat,
     holder,
     is_alive,
     lay_files,
     make_folder,
-    now_text,
     read_json,
     request_stop,
     safe_name,
+    take_lock,
     write_json,
 )
 from cluster.agent.messages import RANK_LOGS_VARIABLE, Spec, SpecError, checked_folder, checked_node, parse_spec
 from cluster.agent.processes import NODE_VARIABLE, RUN_ID_VARIABLE, Family, Marks, send_signal
 from cluster.agent.supervisor import Container, Supervisor, refusal
 
-_WAIT_S = 1.0  # a supervisor that ends is about to let go
 _LEAVE_S = 5.0  # one that has written the outcome of this very run surely is, however busy its machine
 _POLL_S = 0.05
 
@@ -51,44 +48,6 @@ class RefusedError(Exception):
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
         self.kind = kind
-
-
-class Lock:
-    """A locked file; its content says who holds it. The lock belongs to the descriptor, wherever that is inherited."""
-
-    def __init__(self, path: str, descriptor: int) -> None:
-        self.path, self.descriptor = path, descriptor
-
-    def say(self, run_id: str, pid: int) -> None:
-        """Write who holds it; a full disk is no reason to give up."""
-        text = json.dumps({"run_id": run_id, "pid": pid, "host": socket.gethostname(), "since": now_text()})
-        with contextlib.suppress(OSError):
-            os.ftruncate(self.descriptor, 0)
-            os.pwrite(self.descriptor, text.encode("ascii"), 0)
-
-    def release(self) -> None:
-        """Remove the file and let go; only its holder may."""
-        with contextlib.suppress(OSError):
-            os.unlink(self.path)
-        self.close()
-
-    def close(self) -> None:
-        """Let go of this descriptor; the lock stays while another process holds it."""
-        with contextlib.suppress(OSError):
-            os.close(self.descriptor)
-
-
-def take_lock(path: str, wait_s: float = _WAIT_S, *, is_vital: bool = False) -> Optional[Lock]:
-    """The lock on `path`; None while somebody else holds it. Raises OSError.
-
-    is_vital: a file system without locks is an error; else all hold its locks at once.
-    """
-    deadline = time.monotonic() + wait_s
-    while True:
-        lock = _try(path, is_vital)
-        if lock is not None or time.monotonic() > deadline:
-            return lock
-        time.sleep(_POLL_S)
 
 
 def lock_folder(base: str = "/tmp") -> str:
@@ -158,29 +117,6 @@ def take_run(spec: Spec) -> list[Lock]:
         lock.close()
         raise RefusedError("exists", f"this run has a supervisor here already (pid {(supervisor or {}).get('pid')})")
     return [lock]
-
-
-def _try(path: str, is_vital: bool) -> Optional[Lock]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        is_held = error.errno in (errno.EAGAIN, errno.EACCES)
-        if is_held or is_vital:
-            os.close(descriptor)
-        if is_held:
-            return None
-        if is_vital:
-            raise
-        # A file system without locks: what follows looks for the supervisor itself.
-    try:
-        is_same = os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except OSError:
-        is_same = False
-    if not is_same:  # its holder removed it between our open and our lock
-        os.close(descriptor)
-        return None
-    return Lock(path, descriptor)
 
 
 _ASK_S = 5.0
@@ -398,7 +334,7 @@ def _spawn(spec: Spec, locks: list[Lock]) -> int:
         for name, value in os.environ.items()
         if name not in (RUN_ID_VARIABLE, NODE_VARIABLE, RANK_LOGS_VARIABLE)
     }
-    # Code that was sent lies in an open file without a name, see `cluster.code.program`.
+    # Code that was sent lies in an open file without a name, see `cluster.code`.
     sent = [int(os.path.basename(root))] if root.startswith("/proc/self/fd/") else []
     try:
         with open(NodeFiles(spec.folder, spec.node).own_log, "ab") as log:

@@ -1,6 +1,7 @@
 """What run.json and the run folder go through: a new attempt, news from a node far away, and the end.
 
-The lock that makes a run have one controller at a time: whoever starts, watches, copies and judges it.
+The lock that makes a run have one controller at a time: whoever starts, watches, copies and judges it. Requests to stop
+a run: signals that this process gets, and the file that another terminal writes.
 """
 
 from __future__ import annotations
@@ -8,23 +9,24 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import signal
 import socket
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
-from cluster.agent.folder import holder
-from cluster.agent.start import take_lock
-from cluster.control.evidence import log_starts
-from cluster.control.link import NodeStatus
-from cluster.control.outcome import LaunchOutcome, clear_cancel
+from cluster.agent.folder import holder, take_lock
+from cluster.control.judge import log_starts
+from cluster.control.link import LaunchOutcome, NodeStatus
 from cluster.errors import ClusterError
 from cluster.plan import LaunchPlan
 from cluster.remote_text import one_line
-from cluster.values import number, table
+from cluster.values import number, table, word
 from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError
 from engine.runs.process import process_start
-from engine.runs.records import read_json_object
+from engine.runs.records import read_json_object, replace_json
 
 
 @dataclass(frozen=True)
@@ -264,3 +266,96 @@ def _holder(run: RunFolder) -> Controller:
     said = holder(str(run.path / LOCK_FILE))
     pid = said.get("pid", "")
     return Controller(int(pid) if pid.isdecimal() else None, said.get("host"), said.get("since"))
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+CANCEL_FILE = "cancel.json"
+_MAX_CAUSE = 100
+
+
+class StopRequests:
+    """Counts the stop signals this process received while `listening()`; the first one's name is kept.
+
+    Once: stop with patience. Twice: kill now. Three times: leave, and say what may remain.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.cause = ""
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[StopRequests]:
+        """Collect SIGINT, SIGTERM and SIGHUP instead of dying of them; the former handlers return at the end."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self  # only the main thread may set handlers
+            return
+        former = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+        try:
+            yield self
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.count += 1
+        self.cause = self.cause or ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+
+
+@dataclass(frozen=True)
+class CancelFile:
+    """A request that another process left in the run folder: who asks, and how patiently (None: as usual)."""
+
+    cause: str
+    grace_s: float | None
+
+
+class Requests:
+    """Signals to this process and the request in the run folder, whichever is more urgent.
+
+    level: 0 none, 1 stop, 2 kill, 3 leave.
+    """
+
+    def __init__(self, stop: StopRequests, run: RunFolder) -> None:
+        self._stop, self._run = stop, run
+        self._cancel: CancelFile | None = None
+        self._signals = self.level = 0
+
+    def poll(self) -> list[CancelFile]:
+        """What was asked for since the last call; a grace of 0 means to kill now."""
+        news = []
+        cancel = read_cancel(self._run)
+        if cancel is not None and cancel != self._cancel:
+            self._cancel = cancel
+            news.append(cancel)
+            self.level = max(self.level, 2 if cancel.grace_s == 0 else 1)
+        count = min(self._stop.count, 3)
+        if count > self._signals:
+            news.append(CancelFile(self._stop.cause, 0.0 if count > 1 else None))
+            self._signals = count
+            self.level = max(self.level, count)
+        return news
+
+
+def write_cancel(run: RunFolder, cause: str, grace_s: float | None) -> None:
+    """Ask the controller of `run` to stop it; a later request may shorten the grace. Raises RunFolderError."""
+    path = run.path / CANCEL_FILE
+    try:
+        replace_json(path, {"cause": cause, "grace_s": grace_s})
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be written, so nobody is asked to stop: {error.strerror}.") from error
+
+
+def read_cancel(run: RunFolder) -> CancelFile | None:
+    """The request that lies in the run folder, or None. A damaged one counts: somebody wanted the run to stop."""
+    try:
+        document = read_json_object(run.path / CANCEL_FILE)
+    except (OSError, ValueError):
+        return CancelFile("burst cancel", None)
+    if document is None:
+        return None
+    return CancelFile(word(document, "cause", _MAX_CAUSE) or "burst cancel", number(document, "grace_s"))
+
+
+def clear_cancel(run: RunFolder) -> None:
+    """Forget a request: it was for an attempt that has ended."""
+    (run.path / CANCEL_FILE).unlink(missing_ok=True)

@@ -10,25 +10,30 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.control.attempt import begin_attempt, controlling, finish, follow_first_node, own_facts
-from cluster.control.evidence import Signs
+from cluster.control.attempt import (
+    Requests,
+    StopRequests,
+    begin_attempt,
+    controlling,
+    finish,
+    follow_first_node,
+    own_facts,
+)
 from cluster.control.fleet import Fleet
 from cluster.control.hang import KILL_S, HangWatch, StepWatch
-from cluster.control.judge import Case, complete, judge
-from cluster.control.link import NodeLink, StartRefusedError
-from cluster.control.outcome import (
+from cluster.control.judge import Case, Signs, complete, judge
+from cluster.control.link import (
     INTERRUPTED,
     Clock,
     LaunchObserver,
     LaunchOutcome,
     LaunchTiming,
-    Requests,
-    StopRequests,
+    NodeLink,
+    StartRefusedError,
 )
 from cluster.failure import Failure
 from cluster.launch.runner import runner_of
-from cluster.plan import LaunchPlan, node_spec
-from cluster.plan_record import with_texts
+from cluster.plan import LaunchPlan, node_spec, with_texts
 from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError
 from engine.runs.records import utc_now
 

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.control.attempt import read_log_starts
-from cluster.control.evidence import Loss, NodeFindings, StopOrder, torchrun_death, torchrun_log
-from cluster.control.link import TIME_LIMIT, NodeLink, NodeStatus
-from cluster.control.outcome import Clock, LaunchTiming, Leftover
+from cluster.control.judge import Loss, NodeFindings, StopOrder, torchrun_death, torchrun_log
+from cluster.control.link import TIME_LIMIT, Clock, LaunchTiming, Leftover, NodeLink, NodeStatus
 from cluster.plan import LaunchPlan
 from cluster.values import word
 from engine.runs.folder import RunFolder

@@ -1,4 +1,4 @@
-"""The seam between a controller and one node of its run: what it may ask for, and what it is told.
+"""The seams of a controller: to a node of its run, to whoever watches, to time; and what it returns.
 
 `LocalLink` asks the agent of this machine, `SshLink` one on a node whose files it copies, `SlurmLink` looks at a shared
 run folder; tests have a fake of a few lines.
@@ -9,16 +9,17 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, get_args
 
-from cluster.agent.messages import Message, MessageError, Spec, pack
+from cluster.agent.messages import STOP_GRACE_S, Message, MessageError, Spec, pack
 from cluster.errors import ClusterError
 from cluster.failure import Failure
 from cluster.remote_text import clean_value, one_line
 from cluster.values import integer, word
 
+INTERRUPTED = 130
 TIME_LIMIT = "time limit"  # why ranks stop that save before a scheduler ends them
 
 Phase = Literal["none", "starting", "running", "stopping", "ended", "lost"]
@@ -108,6 +109,80 @@ class NodeLink(Protocol):
 
     def close(self) -> None:
         """Let go of the node; what runs there goes on until its lease ends."""
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """What may still run on `node`: processes that would not die, or, without pids, all that cannot be seen there."""
+
+    node: str
+    pids: tuple[int, ...] = ()
+    reason: str = ""
+
+    def __str__(self) -> str:
+        pids = f"processes {' '.join(map(str, self.pids))}" if self.pids else ""
+        return f"{self.node}: {'; '.join(filter(None, [pids, self.reason])) or 'not known'}"
+
+
+@dataclass(frozen=True)
+class LaunchOutcome:
+    """How a run ended: final state, exit code for the shell, the first failure, and what could not be cleared away."""
+
+    status: str
+    exit_code: int
+    failure: Failure | None = None
+    leftover: tuple[Leftover, ...] = ()
+
+
+class LaunchObserver:
+    """Whoever shows a launch to a person; this one shows nothing to nobody."""
+
+    def tick(self) -> None:
+        """Called several times a second while the run lives."""
+
+    def nodes(self, statuses: Sequence[NodeStatus]) -> None:
+        """What is known of every node, in their order; called before every `tick`."""
+
+    def stopping(self, cause: str, grace_s: float) -> None:
+        """The run is being stopped; after `grace_s` seconds what remains is killed."""
+
+    def note(self, text: str) -> None:
+        """Something that a person should know, in one line."""
+
+
+@dataclass(frozen=True)
+class LaunchTiming:
+    """How long things may take, in seconds; `lost_s` None: half of what a node's lease lasts."""
+
+    poll_s: float = 0.1
+    beat_s: float = 1.0
+    stop_grace_s: float = STOP_GRACE_S  # between asking the ranks to stop and killing them, without checkpoints
+    evidence_s: float = 1.0  # between the first sign of a failure and stopping the nodes that know nothing of it
+    failure_grace_s: float = 3.0  # between the first sign of a failure and killing the ranks that go on
+    early_exit_s: float = 30.0  # for rank 0 to say that training is complete, once the ranks of a node ended well
+    finish_s: float = 60.0  # for all ranks to end, once training is complete
+    lost_s: float | None = None  # a node that says nothing for so long is lost
+    vanish_s: float = 3.0  # for news of the last step to arrive, once a rank has ended well
+    kill_s: float = 15.0  # for a node to end once all of its processes were to be killed; then it is given up
+    mute_s: float = 8.0  # at once if nothing was heard of it for so long
+    sync_s: float = 30.0  # for the last lines of logs to arrive from a node that has ended
+    stacks_s: float = 10.0  # for the ranks of a run that hangs to write their stacks
+
+
+class Clock:
+    """Time as the controller sees it: that of this machine; tests have one that they move."""
+
+    def monotonic(self) -> float:
+        """Seconds that only go forward."""
+        return time.monotonic()
+
+    def time_ns(self) -> int:
+        """Nanoseconds since the epoch."""
+        return time.time_ns()
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
+        time.sleep(seconds)
 
 
 class StrangeAnswerError(ClusterError):

@@ -7,31 +7,24 @@ import time
 from collections.abc import Callable, Sequence
 
 from cluster.control.attempt import (
+    CANCEL_FILE,
     ControllerBusyError,
     RunState,
+    StopRequests,
     controlling,
     find_controller,
     finish,
     follow_first_node,
     glance,
     lease_of,
+    write_cancel,
 )
 from cluster.control.controller import Manner, control
 from cluster.control.fleet import Fleet
 from cluster.control.judge import Case, judge
-from cluster.control.link import NodeLink
-from cluster.control.outcome import (
-    CANCEL_FILE,
-    INTERRUPTED,
-    Clock,
-    LaunchObserver,
-    LaunchOutcome,
-    StopRequests,
-    write_cancel,
-)
+from cluster.control.link import INTERRUPTED, Clock, LaunchObserver, LaunchOutcome, NodeLink
 from cluster.launch.runner import open_links, runner_of
-from cluster.plan import LaunchPlan
-from cluster.plan_record import read_launch_plan
+from cluster.plan import LaunchPlan, read_launch_plan
 from engine.runs.folder import FINAL_STATES, RunFolder
 
 Opener = Callable[[LaunchPlan, RunFolder], Sequence[NodeLink]]

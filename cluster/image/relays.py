@@ -15,7 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from cluster.code.program import node_code, program_words
+from cluster.code import node_code, program_words
 from cluster.errors import SshError, SshFailure
 from cluster.image.archive import PackedImage
 from cluster.image.node.registry import Door, Handler, Limiter

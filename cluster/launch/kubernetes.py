@@ -1,6 +1,6 @@
 """`Runner` for Kubernetes: one job of one pod per node, followed by kubectl alone.
 
-What the pods print is all that is known of them: `pod` prints what the ranks say and record, `pod_files` writes it down
+What the pods print is all that is known of them: `pod` prints what the ranks say and record, `pods` writes it down
 here. The job belongs to the cluster: it does not end with the launcher.
 """
 
@@ -10,17 +10,16 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cluster.control.link import NodeLink
-from cluster.control.outcome import LaunchObserver, LaunchOutcome, StopRequests
+from cluster.control.attempt import StopRequests
+from cluster.control.link import LaunchObserver, LaunchOutcome, NodeLink
 from cluster.facts import MachineFacts
 from cluster.failure import Failure
 from cluster.launch.kubectl import Kubectl
 from cluster.launch.manifest import JOB_FILE, job_text
 from cluster.launch.pod import pod_node
 from cluster.launch.pods import KubernetesJob, PodLink
-from cluster.launch.queue import Granted, await_granted
 from cluster.launch.runner import Asked, NamedNodes, PlainSurvey
-from cluster.launch.scheduler import SchedulerError
+from cluster.launch.scheduler import Granted, SchedulerError, await_granted
 from cluster.plan import LaunchPlan, assemble_plan, with_files, with_ranks
 from cluster.plan_nodes import NodesBuilder, Site, socket_variable
 from engine.config.settings import RunConfig

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
-    from cluster.control.link import NodeLink
-    from cluster.control.outcome import LaunchObserver, LaunchOutcome, StopRequests
+    from cluster.control.attempt import StopRequests
+    from cluster.control.link import LaunchObserver, LaunchOutcome, NodeLink
     from cluster.plan import LaunchPlan
     from engine.config.cluster import ClusterConfig
     from engine.config.settings import RunConfig

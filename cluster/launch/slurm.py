@@ -7,24 +7,20 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.control.link import NodeLink
-from cluster.control.outcome import LaunchObserver, LaunchOutcome, StopRequests
+from cluster.control.attempt import StopRequests
+from cluster.control.link import LaunchObserver, LaunchOutcome, NodeLink
 from cluster.errors import ClusterError
 from cluster.facts import MachineFacts
 from cluster.failure import Failure
 from cluster.launch.local import local_facts
-from cluster.launch.queue import Granted, await_granted
 from cluster.launch.runner import Asked, PlainSurvey
-from cluster.launch.scheduler import SchedulerError
-from cluster.plan import LaunchPlan
-from cluster.plan_record import write_plan_files
+from cluster.launch.scheduler import Granted, SchedulerError, await_granted
+from cluster.plan import LaunchPlan, write_plan_files
 from cluster.slurm.client import SlurmClient
-from cluster.slurm.granted import granted_plan
-from cluster.slurm.job import REQUEUED, SlurmJob, find_job
+from cluster.slurm.job import REQUEUED, SlurmJob, find_job, submit_job
 from cluster.slurm.link import SlurmLink
-from cluster.slurm.plan import asks_partition, build_slurm_plan
+from cluster.slurm.plan import asks_partition, build_slurm_plan, granted_plan
 from cluster.slurm.states import read_record
-from cluster.slurm.submit import submit_job
 from engine.config.settings import RunConfig
 from engine.runs.folder import RunFolder
 
@@ -82,7 +78,7 @@ class SlurmRunner:
     def await_nodes(
         self, plan: LaunchPlan, run: RunFolder, observer: LaunchObserver, stop: StopRequests, *, start: bool
     ) -> Granted | LaunchOutcome:
-        """See `cluster.launch.queue`. start: submit a new job; else go on with the one of the run."""
+        """See `cluster.launch.scheduler`. start: submit a new job; else go on with the one of the run."""
         try:
             job = submit_job(run, plan.config.cluster.slurm) if start else find_job(run)
         except SchedulerError as error:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.agent.code import code_path
-from cluster.code.upload import Delivery, build_archive, code_place, shared_place, upload_code
+from cluster.code import CodeArchive, CodePlace, build_archive, code_place, shared_place, upload_code
 from cluster.control.link import NodeLink
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
 from cluster.env.plan import plan_fleet
@@ -46,7 +46,8 @@ class SshSurvey:
     config: RunConfig
     nodes: tuple[RemoteFacts, ...]
     hosts: tuple[Host, ...]
-    delivery: Delivery
+    archive: CodeArchive
+    place: CodePlace
     warnings: tuple[str, ...]
     asked: Asked
 
@@ -56,7 +57,7 @@ class SshSurvey:
         return least_hardware(self.nodes)
 
     def plan(self, config: RunConfig, run_path: Path) -> LaunchPlan:
-        return build_ssh_plan(config, self.nodes, self.delivery.archive.code_id, run_path, module=self.asked.module)
+        return build_ssh_plan(config, self.nodes, self.archive.code_id, run_path, module=self.asked.module)
 
     def complete(self, plan: LaunchPlan) -> LaunchPlan:
         return plan
@@ -71,7 +72,7 @@ class SshSurvey:
         """The code of the ranks on every node. Raises CodeError."""
         folders = {facts.node: node_folders(plan.config, facts.home) for facts in self.nodes}
         with SshPool() as pool, self.asked.busy(f"code of the ranks to {len(self.hosts)} nodes"):
-            upload_code(self.hosts, replace(self.delivery, folders=folders), pool.connect)
+            upload_code(self.hosts, self.archive, self.place, pool.connect, folders)
 
 
 class SshRunner(NamedNodes):
@@ -98,7 +99,7 @@ class SshRunner(NamedNodes):
         warnings = check_survey(found, config, force=asked.force)
         nodes = tuple(found.facts[host.name] for host in hosts)
         warnings += fleet_warnings(nodes, resolve_fleet(config, nodes)[0])
-        return SshSurvey(config, nodes, hosts, Delivery(archive, place), warnings, asked)
+        return SshSurvey(config, nodes, hosts, archive, place, warnings, asked)
 
     def links(self, plan: LaunchPlan, run: RunFolder, timing: LinkTiming | None = None) -> list[NodeLink]:
         hosts = resolve_hosts([node.name for node in plan.nodes], plan.config.cluster.ssh, typed_overrides(run.path))

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cluster.code.program import ask_program
+from cluster.code import ask_program
 from cluster.env.facts import NodeEnvironmentFacts
 from cluster.env.gather import FACT_QUESTIONS, read_facts
 from cluster.errors import ClusterError
-from cluster.plan_container import engine_words, text_files
+from cluster.plan_nodes import engine_words, text_files
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import Host, fan_out

@@ -14,8 +14,8 @@ from typing import Any
 from cluster.agent.messages import Spec
 from cluster.control.link import TIME_LIMIT, NodeStatus, StartRefusedError
 from cluster.launch.local import LocalLink
-from cluster.slurm.granted import look_again, node_folder
 from cluster.slurm.job import SlurmJob
+from cluster.slurm.plan import look_again, node_folder
 from engine.runs.folder import RunFolder
 
 _START_S = 60.0

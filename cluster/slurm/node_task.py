@@ -23,11 +23,9 @@ from cluster.env.facts import NodeEnvironmentFacts
 from cluster.env.gather import FACT_QUESTIONS, read_facts
 from cluster.errors import ClusterError
 from cluster.launch.local import local_facts
-from cluster.plan import LaunchPlan, NodePlan, node_spec
+from cluster.plan import LaunchPlan, NodePlan, node_spec, read_launch_plan
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, node_folders
-from cluster.plan_record import read_launch_plan
-from cluster.slurm.granted import look_again, node_folder, write_granted
-from cluster.slurm.plan import slurm_site
+from cluster.slurm.plan import look_again, node_folder, slurm_site, write_granted
 from cluster.slurm.sbatch import NOT_SHARED, TOKEN_FILE
 from cluster.ssh.hosts import is_host_name
 from cluster.survey.ask import survey_here

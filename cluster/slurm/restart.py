@@ -14,19 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from cluster.agent.folder import request_stop
-from cluster.control.attempt import Restarts, begin_attempt
+from cluster.control.attempt import Restarts, begin_attempt, read_cancel
 from cluster.control.link import TIME_LIMIT
-from cluster.control.outcome import read_cancel
 from cluster.errors import ClusterError
 from cluster.failure import Failure
-from cluster.plan import LaunchPlan, NodePlan
-from cluster.plan_record import read_launch_plan
+from cluster.plan import LaunchPlan, NodePlan, read_launch_plan
 from cluster.slurm.client import SlurmClient
-from cluster.slurm.granted import granted_plan
-from cluster.slurm.job import REQUEUED
+from cluster.slurm.job import REQUEUED, lay_token
+from cluster.slurm.plan import granted_plan
 from cluster.slurm.sbatch import NO_RESTARTS_LEFT, TIME_IS_UP, WARNING_S
 from cluster.slurm.states import JobRecord, read_record, write_record
-from cluster.slurm.submit import lay_token
 from engine.config.errors import BurstError
 from engine.runs.folder import FINAL_STATES, RunFolder
 

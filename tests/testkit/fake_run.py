@@ -16,16 +16,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
+from cluster.control.attempt import StopRequests
 from cluster.control.controller import Manner, control
-from cluster.control.link import NodeLink, NodeStatus
-from cluster.control.outcome import LaunchObserver, LaunchOutcome, LaunchTiming, StopRequests
+from cluster.control.link import LaunchObserver, LaunchOutcome, LaunchTiming, NodeLink, NodeStatus
 from cluster.control.ssh_link import LinkTiming
 from cluster.env.facts import EnvironmentVariable
 from cluster.launch.local import LocalLink, build_local_plan
 from cluster.launch.runner import open_links
 from cluster.launch.ssh import RUNNER
-from cluster.plan import LaunchPlan, NodePlan, with_files
-from cluster.plan_record import read_launch_plan
+from cluster.plan import LaunchPlan, NodePlan, read_launch_plan, with_files
 from cluster.testbed.build import Testbed
 from engine.config.cluster import ClusterConfig, SshConfig
 from engine.config.settings import RunConfig, TrainConfig

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from cluster.agent.start import holder
+from cluster.agent.folder import holder
 from cluster.testbed.build import Testbed
 from cluster.testbed.faults import set_fault
 from engine.runs.folder import RunFolder, list_runs

@@ -14,7 +14,7 @@ from pathlib import Path
 from testkit.fake_plan import fake_plan
 
 from burst_cli.launch.launching import LaunchManner, run_plan
-from cluster.control.outcome import LaunchTiming
+from cluster.control.link import LaunchTiming
 from cluster.plan import with_files
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import DataConfig, RunConfig, TrainConfig

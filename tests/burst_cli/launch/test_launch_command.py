@@ -25,7 +25,7 @@ from testkit.waiting import wait_for
 
 from burst_cli.compose import compose
 from burst_cli.launch.launching import conclude, saved_line
-from cluster.control.outcome import LaunchOutcome, Leftover
+from cluster.control.link import LaunchOutcome, Leftover
 from engine.config.settings import RunConfig, dump_config
 from engine.data.tokenizers import train_bpe
 from engine.runs.folder import RunFolder, create_run, list_runs

@@ -11,7 +11,7 @@ from testkit.run_maker import make_run, plan_adapters
 
 from burst_cli.launch.launching import conclude
 from burst_cli.launch.nccl_network import socket_fallbacks
-from cluster.control.outcome import LaunchOutcome
+from cluster.control.link import LaunchOutcome
 from engine.runs.folder import RunFolder
 
 HEAD = "gpu-a:4711:4790 [0] NCCL INFO "

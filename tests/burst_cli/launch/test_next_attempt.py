@@ -12,9 +12,9 @@ from testkit.fake_plan import node_facts
 from burst_cli.launch.next_attempt import lead_attempts, renewed_plan, with_spares
 from burst_cli.launch.request import LaunchRequest, PreparedLaunch
 from burst_cli.runs.failure import failure_block
-from cluster.control.attempt import begin_attempt, finish
+from cluster.control.attempt import StopRequests, begin_attempt, finish
 from cluster.control.controller import Manner
-from cluster.control.outcome import LaunchObserver, LaunchOutcome, StopRequests
+from cluster.control.link import LaunchObserver, LaunchOutcome
 from cluster.errors import ClusterError
 from cluster.failure import Failure
 from cluster.launch.local import build_local_plan

@@ -10,7 +10,7 @@ from typing import Any
 from burst_cli.sweep.plan import Cell, SweepPlan
 from burst_cli.sweep.runner import Lane, SweepManner, SweepRunner
 from burst_cli.sweep.store import open_sweep
-from cluster.control.outcome import StopRequests
+from cluster.control.attempt import StopRequests
 from engine.config.settings import RunConfig
 
 FAKE = (sys.executable, str(Path(__file__).parent / "fake_sweep_launch.py"))

@@ -18,7 +18,7 @@ from testkit.local_connection import LocalConnection
 from testkit.waiting import wait_for
 
 from cluster.agent.code import check_code, code_path, install, prune
-from cluster.code.upload import CodeArchive, CodeError, CodePlace, Delivery, build_archive, code_place, upload_code
+from cluster.code import CodeArchive, CodeError, CodePlace, build_archive, code_place, upload_code
 from cluster.ssh.hosts import Host
 
 Connect = Callable[[Host], LocalConnection]
@@ -52,7 +52,7 @@ def hosts(count: int = 1) -> list[Host]:
 
 
 def upload(archive: CodeArchive, place: CodePlace, count: int = 1) -> None:
-    upload_code(hosts(count), Delivery(archive, place), connect)
+    upload_code(hosts(count), archive, place, connect)
 
 
 def test_equal_sources_give_equal_archives_whatever_their_dates(sources: Path, archive: CodeArchive) -> None:
@@ -200,10 +200,10 @@ def test_a_folder_that_is_not_shared_is_found_out(archive: CodeArchive, tmp_path
         return LocalConnection(host.name, {"HOME": str(homes[host.name])})
 
     with pytest.raises(CodeError, match="n2: ~/code on it does not hold the code that the first node wrote"):
-        upload_code(hosts(2), Delivery(archive, place), own_home)
+        upload_code(hosts(2), archive, place, own_home)
 
 
 def test_folders_for_containers_are_made_first(archive: CodeArchive, place: CodePlace, tmp_path: Path) -> None:
     wanted = str(tmp_path / "cache" / "deep")
-    upload_code(hosts(), Delivery(archive, place, {"n1": (wanted,)}), connect)
+    upload_code(hosts(), archive, place, connect, {"n1": (wanted,)})
     assert Path(wanted).is_dir()

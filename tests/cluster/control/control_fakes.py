@@ -14,9 +14,9 @@ from testkit.fake_plan import node_facts
 from testkit.fake_run import Observer
 
 from cluster.agent.messages import Spec
+from cluster.control.attempt import StopRequests
 from cluster.control.controller import Manner, control
-from cluster.control.link import NodeLink, NodeStatus, Phase, StartRefusedError
-from cluster.control.outcome import LaunchOutcome, LaunchTiming, StopRequests
+from cluster.control.link import LaunchOutcome, LaunchTiming, NodeLink, NodeStatus, Phase, StartRefusedError
 from cluster.failure import Failure
 from cluster.launch.local import build_local_plan
 from cluster.plan import LaunchPlan, with_files

@@ -7,7 +7,7 @@ import json
 import pytest
 from control_fakes import World
 
-from cluster.control.outcome import LaunchTiming
+from cluster.control.link import LaunchTiming
 
 
 def go_silent_all(world: World) -> None:

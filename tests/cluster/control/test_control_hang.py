@@ -10,7 +10,7 @@ import pytest
 from control_fakes import STEPS, FakeLink, World
 
 from cluster.control.hang import DIAGNOSE_S, KILL_S, LONG_DIAGNOSE_S, LONG_KILL_S, STOPPED_S
-from cluster.control.outcome import LaunchTiming
+from cluster.control.link import LaunchTiming
 
 MINUTE_S = 60.0
 SELDOM = LaunchTiming(poll_s=2.0)  # for what takes hours

@@ -12,9 +12,8 @@ import pytest
 from control_fakes import STEPS, World
 
 from cluster.agent.messages import Spec
-from cluster.control.attempt import ControllerBusyError, controlling, find_controller
-from cluster.control.link import StartRefusedError
-from cluster.control.outcome import LaunchTiming, write_cancel
+from cluster.control.attempt import ControllerBusyError, controlling, find_controller, write_cancel
+from cluster.control.link import LaunchTiming, StartRefusedError
 from engine.config.settings import CheckpointConfig
 
 TIMING = LaunchTiming()

@@ -15,13 +15,11 @@ import pytest
 from control_fakes import FakeLink, Observer, World
 from testkit import PYTHON_PATH
 
-from cluster.control.attempt import LOCK_FILE, Controller, RunState, controlling
+from cluster.control.attempt import CANCEL_FILE, LOCK_FILE, Controller, RunState, StopRequests, controlling, read_cancel
 from cluster.control.controller import Manner, control
 from cluster.control.link import NodeLink
-from cluster.control.outcome import CANCEL_FILE, StopRequests, read_cancel
 from cluster.control.settle import Opener, request_cancel, settle
-from cluster.plan import LaunchPlan
-from cluster.plan_record import PlanFileError
+from cluster.plan import LaunchPlan, PlanFileError
 from engine.runs.folder import RunFolder, create_run
 
 

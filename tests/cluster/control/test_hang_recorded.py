@@ -13,7 +13,7 @@ from hang_rig import load_recording, on_hosts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.hang import Culprit, RankEvidence, find_culprit
+from cluster.control.hang import Culprit, RankEvidence, find_culprit
 
 HANGS = Path(__file__).parent / "hangs"
 # Recording -> the ranks to name, whether that is certain, words of the reason, a function among the decisive lines.

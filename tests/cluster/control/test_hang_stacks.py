@@ -10,7 +10,7 @@ from hang_rig import load_recording
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.hang_stacks import Frame, main_thread, parse_stacks, short_path, waits_in
+from cluster.control.hang_records import Frame, main_thread, parse_stacks, short_path, waits_in
 
 HANGS = Path(__file__).parent / "hangs"
 DUMP = """\

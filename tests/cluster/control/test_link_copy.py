@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cluster.agent.serve import NodeTail
 from cluster.control.link import StrangeAnswerError
-from cluster.control.node_copy import CopyLimits, NodeCopy
+from cluster.control.ssh_link import CopyLimits, NodeCopy
 
 LOG = "logs/node1/rank0000.log"
 ERROR = "logs/node1/rank0000.error.json"

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from testkit.image_rig import noise, saved_image, tar_of
 from testkit.local_connection import LocalConnection
 
-from cluster.code.program import node_code, program_words
+from cluster.code import node_code, program_words
 from cluster.image.archive import ArchiveError, PackedImage, pack_archive
 from cluster.image.node.registry import Blob, Door, Handler, Limiter
 from cluster.image.node.relay import Relay

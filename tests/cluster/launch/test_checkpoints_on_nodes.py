@@ -15,7 +15,7 @@ import pytest
 from testkit.fault_rig import FaultRig
 from testkit.testbed_fixture import Testbeds
 
-from cluster.plan_record import read_launch_plan
+from cluster.plan import read_launch_plan
 from engine.runs.folder import RunFolder
 from engine.runs.manifest import read_manifest
 

@@ -19,7 +19,7 @@ from testkit.fault_table import AROUND_RANKS, DETACHED, LEASE, Row
 from testkit.process_table import run_processes, supervisors, wait_until_gone
 from testkit.testbed_fixture import Testbeds
 
-from cluster.control.outcome import StopRequests
+from cluster.control.attempt import StopRequests
 from cluster.testbed.build import Testbed
 from cluster.testbed.faults import clear_faults, set_fault
 

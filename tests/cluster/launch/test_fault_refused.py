@@ -15,7 +15,7 @@ from testkit.fault_rig import SMALL
 from testkit.fault_table import REFUSED, Row
 from testkit.testbed_fixture import Testbeds
 
-from cluster.control.outcome import StopRequests
+from cluster.control.attempt import StopRequests
 from cluster.plan import with_exclusive
 from cluster.testbed.build import Testbed
 from cluster.testbed.faults import clear_faults, set_fault

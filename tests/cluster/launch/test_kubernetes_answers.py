@@ -19,7 +19,7 @@ from testkit import ROOT
 
 from cluster.launch.kubectl import Kubectl, Pod, read_answer
 from cluster.launch.kubernetes import RUNNER
-from cluster.launch.pod_files import PodFiles
+from cluster.launch.pods import PodFiles
 from cluster.launch.runner import Asked
 from cluster.launch.scheduler import SchedulerError
 from engine.config.cluster import KubernetesConfig

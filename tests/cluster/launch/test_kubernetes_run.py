@@ -26,8 +26,8 @@ from testkit.fake_run import Led, Observer
 from testkit.tiny_training import TINY_MODEL
 from testkit.waiting import wait_for
 
-from cluster.control.attempt import begin_attempt
-from cluster.control.outcome import LaunchOutcome, StopRequests
+from cluster.control.attempt import StopRequests, begin_attempt
+from cluster.control.link import LaunchOutcome
 from cluster.control.settle import request_cancel
 from cluster.launch.kubernetes import RUNNER
 from cluster.launch.pods import KubernetesJob

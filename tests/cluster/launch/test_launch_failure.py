@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import pytest
 
-from cluster.advice import advice
+from cluster.control.judge import advice
 from cluster.failure import Death, Failure, KillFacts, Kind, NodeEvidence, find_failure, first_death
 from engine.config.settings import RunConfig
 

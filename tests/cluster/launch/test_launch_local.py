@@ -16,8 +16,9 @@ from testkit.machine_clock import machine_time
 from testkit.process_table import run_processes, supervisors
 from testkit.waiting import wait_for
 
+from cluster.control.attempt import StopRequests
 from cluster.control.controller import Manner, control
-from cluster.control.outcome import LaunchOutcome, LaunchTiming, StopRequests
+from cluster.control.link import LaunchOutcome, LaunchTiming
 from cluster.launch.local import LocalLink
 from cluster.plan import LaunchPlan
 from engine.runs.folder import RunFolder, create_run, new_run_path

@@ -20,9 +20,9 @@ from testkit.process_table import run_processes
 
 from cluster.agent.memory import memory_groups
 from cluster.agent.messages import Spec
+from cluster.control.attempt import StopRequests
 from cluster.control.controller import Manner, control
-from cluster.control.link import NodeStatus
-from cluster.control.outcome import LaunchObserver, LaunchOutcome, LaunchTiming, StopRequests
+from cluster.control.link import LaunchObserver, LaunchOutcome, LaunchTiming, NodeStatus
 from cluster.launch.local import LocalLink
 from engine.runs.folder import RunFolder, create_run, new_run_path
 from engine.runs.records import json_text

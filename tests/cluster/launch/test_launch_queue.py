@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from testkit.waiting import wait_for
 
-from cluster.control.outcome import LaunchObserver, LaunchOutcome, StopRequests
+from cluster.control.attempt import StopRequests
+from cluster.control.link import LaunchObserver, LaunchOutcome
 from cluster.failure import Failure
-from cluster.launch.queue import Granted, await_granted
-from cluster.launch.scheduler import WatchedJob
+from cluster.launch.scheduler import Granted, WatchedJob, await_granted
 from engine.runs.folder import create_run
 
 

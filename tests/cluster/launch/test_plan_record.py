@@ -14,8 +14,16 @@ from testkit.plan_fleet import CODE, nodes, run_config
 
 from cluster.launch.local import build_local_plan
 from cluster.launch.ssh import build_ssh_plan
-from cluster.plan import PLAN_FILE, LaunchPlan, node_spec, plan_text
-from cluster.plan_record import PlanFileError, plan_from_dict, read_launch_plan, with_texts
+from cluster.plan import (
+    PLAN_FILE,
+    LaunchPlan,
+    PlanFileError,
+    node_spec,
+    plan_from_dict,
+    plan_text,
+    read_launch_plan,
+    with_texts,
+)
 from engine.config.settings import RunConfig
 from engine.runs.folder import create_run
 

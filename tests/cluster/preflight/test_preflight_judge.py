@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from testkit.plan_fleet import PYTHON, node, nodes, run_config, survey
 
-from cluster.code.program import NoAnswerError
+from cluster.code import NoAnswerError
 from cluster.env.facts import NodeEnvironmentFacts
 from cluster.errors import SshError, SshFailure
 from cluster.preflight.judge import NodeProblem, UnfitNodesError, check_survey, find_problems

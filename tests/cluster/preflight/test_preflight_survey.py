@@ -19,7 +19,7 @@ from testkit.local_connection import LocalConnection, LocalProcess
 from testkit.plan_fleet import run_config
 
 from cluster.agent.survey import find_data
-from cluster.code.program import NoAnswerError, ask_program
+from cluster.code import NoAnswerError, ask_program
 from cluster.env.facts import NodeEnvironmentFacts
 from cluster.errors import ClusterError, SshError, SshFailure
 from cluster.preflight.judge import find_problems

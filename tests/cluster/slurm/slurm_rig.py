@@ -19,8 +19,8 @@ from cluster.control.attempt import begin_attempt
 from cluster.facts import probe_local_node
 from cluster.plan import LaunchPlan
 from cluster.slurm.client import CONF_VARIABLE, client_environment
+from cluster.slurm.job import submit_job
 from cluster.slurm.plan import build_slurm_plan
-from cluster.slurm.submit import submit_job
 from cluster.testbed.build import Testbed
 from cluster.testbed.node import Node
 from engine.config.cluster import ClusterConfig

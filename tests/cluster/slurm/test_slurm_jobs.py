@@ -10,9 +10,9 @@ from testkit.fake_run import Led
 from testkit.process_table import run_processes
 from testkit.waiting import wait_for
 
-from cluster.control.outcome import LaunchTiming
+from cluster.control.link import LaunchTiming
 from cluster.control.settle import settle
-from cluster.plan_record import read_launch_plan
+from cluster.plan import read_launch_plan
 from engine.config.cluster import SlurmConfig
 from engine.config.settings import CheckpointConfig
 from engine.runs.folder import RunFolder

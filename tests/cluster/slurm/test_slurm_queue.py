@@ -8,7 +8,7 @@ from testkit.process_table import run_processes
 from testkit.waiting import wait_for
 
 from cluster.control.settle import settle
-from cluster.plan_record import read_launch_plan
+from cluster.plan import read_launch_plan
 
 
 def test_a_job_without_nodes_says_why_it_waits_and_can_be_cancelled(bench):

@@ -17,7 +17,7 @@ from testkit.waiting import wait_for
 
 from cluster.agent.folder import NodeFiles, write_json
 from cluster.agent.serve import PIECE_BYTES
-from cluster.code.program import NoAnswerError, NodeProgram
+from cluster.code import NoAnswerError, NodeProgram
 
 NODE = "alpha"
 MIB = 1 << 20

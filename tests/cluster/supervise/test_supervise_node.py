@@ -19,11 +19,10 @@ from testkit.supervise_rig import PYTHON_PATH, UNHURRIED, Rig, is_gone, kill
 from testkit.waiting import wait_for
 
 from cluster.agent import processes
-from cluster.agent.folder import read_json, safe_name, write_json, write_text
+from cluster.agent.folder import holder, read_json, safe_name, take_lock, write_json, write_text
 from cluster.agent.health import Gpus, parse_gpus, read_health
 from cluster.agent.processes import Family, Helpers, Marks, Rank
-from cluster.agent.start import holder, take_lock
-from cluster.code.program import node_code
+from cluster.code import node_code
 from engine.runs.folder import RunFolder
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(100)"]
@@ -155,7 +154,7 @@ def test_of_ranks_that_ended_between_two_looks_the_one_that_was_not_told_to_come
 def test_lock_dies_with_its_holder(tmp_path: Path) -> None:
     path = str(tmp_path / "lock")
     code = (
-        "import sys, time; from cluster.agent.start import take_lock\n"
+        "import sys, time; from cluster.agent.folder import take_lock\n"
         "lock = take_lock(sys.argv[1]); lock.say('run', 5); print('held', flush=True); time.sleep(100)"
     )
     environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}

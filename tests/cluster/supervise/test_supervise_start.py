@@ -13,8 +13,8 @@ from testkit import KIT
 from testkit.supervise_rig import Rig, is_gone
 from testkit.waiting import wait_for
 
-from cluster.agent.folder import make_folder, write_json
-from cluster.agent.start import RefusedError, node_lock_path, start, sweep, take_lock
+from cluster.agent.folder import make_folder, take_lock, write_json
+from cluster.agent.start import RefusedError, node_lock_path, start, sweep
 
 
 def test_run_that_completes_leaves_a_truthful_outcome_and_a_lock_left_behind_is_no_obstacle(rig: Rig) -> None:

@@ -1,23 +1,32 @@
-"""Programs for nodes: their code is one zip for the stdin of a command. Nothing is installed there, nothing stays."""
+"""Code on its way to nodes: that of the agent, which leaves nothing there, and that of the ranks, which stays.
+
+The agent's is one zip for the stdin of a command. The ranks' is an archive named by its content (equal sources give
+equal names and equal bytes) for the nodes that lack it; where all share a folder, for the first one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import io
+import secrets
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.agent.code import code_id_of
 from cluster.agent.messages import READY, Message, MessageError, MessageReader, pack
 from cluster.errors import ClusterError, SshError
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
+from cluster.ssh.hosts import Host, fan_out
+from cluster.ssh.nodes import fold_nodes
 
 OLD_PYTHON = "burst needs Python 3.9 or newer as python3"
 _NODE_FILES = ("cluster/__init__.py", "cluster/agent/*.py", "cluster/image/__init__.py", "cluster/image/node/*.py")
-_ROOT = Path(__file__).resolve().parent.parent.parent
+_ROOT = Path(__file__).resolve().parent.parent
 # The code lies in a file without a name, which Python imports from and other processes may inherit.
 _BOOT = f"""
 import importlib, os, sys, tempfile
@@ -130,3 +139,106 @@ def ask_program(connection: Connection, question: Mapping[str, Any], data: bytes
         return program.ask(dict(question), data, silence_s=timeout_s)[0]
     finally:
         program.close()
+
+
+@dataclass(frozen=True)
+class CodeArchive:
+    """code_id: see `cluster.agent.code`. data: a zip that Python imports from."""
+
+    code_id: str
+    data: bytes
+
+
+class CodeError(ClusterError):
+    """The code cannot be brought to a node."""
+
+
+def build_archive(root: Path = _ROOT) -> CodeArchive:
+    """The archive of the engine below `root`, this installation: what ranks import of us. No dates, no owners."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        for path in sorted((root / "engine").rglob("*.py")):
+            member = zipfile.ZipInfo(path.relative_to(root).as_posix())
+            archive.writestr(member, path.read_bytes(), zipfile.ZIP_DEFLATED)
+    return CodeArchive(code_id_of(stream.getvalue()), stream.getvalue())
+
+
+KEEP = 5
+_DAY_S = 86400.0
+_SHARED_AGE_S = 30 * _DAY_S  # who else uses a shared folder cannot be seen from one node
+_TIMEOUT_S = 120.0
+
+Connect = Callable[[Host], Connection]
+
+
+@dataclass(frozen=True)
+class CodePlace:
+    """Where the code of a run lies. root: the folder of all code on a node, which may begin with ~/. is_shared: all
+    nodes see one folder there."""
+
+    root: str
+    is_shared: bool
+
+
+def code_place(node_folder: str | None, shared_folder: str | None, user: str) -> CodePlace:
+    """The place that the configuration means. user: tells users of a shared folder apart."""
+    if shared_folder is not None:
+        return CodePlace(shared_place(shared_folder, user, "code"), True)
+    return CodePlace(f"{(node_folder or '~/.burst').rstrip('/')}/code", False)
+
+
+def shared_place(shared_folder: str, user: str, what: str) -> str:
+    """The folder of a user's `what` in the folder that all nodes share."""
+    return f"{shared_folder.rstrip('/')}/.burst-{user}/{what}"
+
+
+def upload_code(
+    hosts: Sequence[Host],
+    archive: CodeArchive,
+    place: CodePlace,
+    connect: Connect,
+    folders: Mapping[str, Sequence[str]] = {},
+) -> None:
+    """Raises CodeError with all nodes that do not have it now. folders: more of them to be made, by node."""
+
+    def on_all(hosts: Sequence[Host], data: bytes) -> None:
+        def work(host: Host) -> None:
+            with connect(host) as connection:
+                _install(connection, CodeArchive(archive.code_id, data), place, folders.get(host.name, ()))
+
+        failed: dict[str, list[str]] = {}
+        for name, outcome in fan_out(hosts, work).items():
+            if outcome.error is not None:
+                failed.setdefault(_without_name(str(outcome.error), name), []).append(name)
+        if failed:
+            raise CodeError("\n".join(f"{fold_nodes(names)}: {text}" for text, names in failed.items()))
+
+    first, others = (hosts[:1], hosts[1:]) if place.is_shared else (hosts, [])
+    on_all(first, archive.data)
+    on_all(others, b"")  # sharing is proven, not believed: every other node must see what the first one wrote
+
+
+def _install(connection: Connection, archive: CodeArchive, place: CodePlace, folders: Sequence[str]) -> None:
+    name = connection.host.name
+    question = {
+        "folders": list(folders),
+        "root": place.root,
+        "code_id": archive.code_id,
+        "nonce": secrets.token_hex(8),
+        "keep": KEEP,
+        "age_s": _SHARED_AGE_S if place.is_shared else _DAY_S,
+    }
+    try:
+        answer = ask_program(connection, {"install": question}, archive.data, timeout_s=_TIMEOUT_S)
+    except NoAnswerError as error:
+        raise CodeError(f"{name}: cannot lay the code of the ranks: {error}") from error
+    state = one_line(str(answer.get("state", "")), 300)
+    if state != "good" and archive.data:
+        raise CodeError(f"{name}: cannot lay the code of the ranks: {state}")
+    if state != "good":
+        text = f"{place.root} on it does not hold the code that the first node wrote there ({state})"
+        raise CodeError(f"{name}: {text}; is cluster.shared_folder shared by all nodes?")
+
+
+def _without_name(text: str, name: str) -> str:
+    return text.removeprefix(f"{name}: ")
