@@ -42,7 +42,6 @@ from burst_cli.sweep.store import SweepError, cell_now, find_sweep
 from cluster.remote_text import one_line
 from cluster.values import age_s, number, table, text, word
 from engine.config.errors import ConfigError
-from engine.config.schema import nearest
 from engine.runs.folder import STATES, RunFolder
 
 EFFECTIVE_UNASKED = 40  # runs; every file of each is read for it
@@ -67,7 +66,6 @@ class Request:
     sweep: str | None = None
     baseline: str | None = None
     compare: tuple[str, str] | None = None
-    by: str | None = None
     fail_below: Sequence[str] = ()
     fail_above: Sequence[str] = ()
     published: str | None = None
@@ -96,11 +94,6 @@ class Group:
     def by_age(self) -> list[dict[str, Any]]:
         """Its records, the oldest first, however they are sorted for people; cells without a run before them."""
         return sorted(self.records, key=lambda record: str(record["run_id"] or ""))
-
-    @property
-    def names(self) -> str:
-        """Of its model and experiment."""
-        return f"{self.model} {self.exp}"
 
 
 @dataclass(frozen=True)
@@ -203,7 +196,7 @@ def _records(request: Request) -> tuple[list[dict[str, Any]], dict[str, Any], li
             )
         records, sweep, problems = _read_sweep(request.runs_dir, request.sweep)
         return [record for record in records if not statuses or record["status"] in statuses], sweep, problems
-    compared = request.compare if request.compare is not None and request.by is None else ()
+    compared = () if any("=" in name for name in request.compare or ()) else request.compare or ()
     runs = [
         run
         for run in select_runs(request.runs_dir, request.names or compared)
@@ -348,33 +341,25 @@ def _reader(request: Request) -> Callable[[str], list[dict[str, Any]]]:
 
 
 def _comparison(request: Request, records: Sequence[dict[str, Any]]) -> Comparison | None:
+    """Between the runs that two names mean, or those of the report in which a figure is, or begins with, a value."""
     if request.compare is None:
-        if request.by is not None:
-            raise ConfigError("--by names what two groups differ in: give their values with --compare A B")
         return None
-    read = _reader(request) if request.by is None else lambda value: _with_value(request.by or "", value, records)
-    first, second = (read(name) for name in request.compare)
-    same = {str(record["path"]) for record in first} & {str(record["path"]) for record in second}
+    read = _reader(request)
+    a, b = ((name, _with_value(name, records) if "=" in name else read(name)) for name in request.compare)
+    same = {str(record["path"]) for record in a[1]} & {str(record["path"]) for record in b[1]}
     if same:
-        raise ConfigError(f"--compare: {request.compare[0]} and {request.compare[1]} both mean {min(same)}")
-    names = [name if request.by is None else f"{request.by} {name}" for name in request.compare]
-    return compare((names[0], first), (names[1], second))
+        raise ConfigError(f"--compare: {a[0]} and {b[0]} both mean {min(same)}")
+    return compare(a, b)
 
 
-def _with_value(by: str, wanted: str, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The runs of the report whose figure `by` is, or begins with, `wanted`."""
+def _with_value(given: str, records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    by, _, wanted = given.partition("=")
     key = ALIASES.get(by, by)
-    values = [(text(record, key), record) for record in records]
-    known = {value for value, _ in values if value is not None}
-    if not known:
-        keys = sorted({key for record in records for key in record if text(record, key) is not None})
-        near, known_keys = nearest(by, keys), ", ".join(keys) or "nothing, for there are no runs"
-        raise ConfigError(f"--by: no run has {by!r}; {f'did you mean {near}?' if near else f'they have {known_keys}'}")
-    meant = {wanted} if wanted in known else {value for value in known if value.startswith(wanted)}
-    found = [record for value, record in values if value in meant and record.get("path") is not None]
-    if not found:
-        raise ConfigError(f"--compare: no run has {by} {wanted!r}; there are: {', '.join(sorted(known)[:12])}")
-    return found
+    known = sorted({value for record in records if record.get("path") and (value := text(record, key)) is not None})
+    meant = [value for value in known if value == wanted] or [value for value in known if value.startswith(wanted)]
+    if not meant:
+        raise ConfigError(f"--compare: no run has {given}; values of {by}: {', '.join(known[:12]) or 'none'}")
+    return [record for record in records if record.get("path") and text(record, key) in meant]
 
 
 def _warnings(records: Iterable[dict[str, Any]]) -> list[str]:

@@ -1,25 +1,17 @@
-"""Panels drawn with matplotlib, one function per kind: as an <svg> for a page, or all of a report as one PNG.
-
-Colours are those of a light page; an SVG has them replaced by variables of the page.
-"""
+"""Panels drawn with matplotlib, one function per kind, on a light page; the page turns them over for a dark one."""
 
 from __future__ import annotations
 
+import base64
 import io
-import itertools
 import math
-import re
-import textwrap
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from html import escape
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from burst_cli.report.panels import MEMORY, Panel, Point
 from burst_cli.report.records import tokens
 from cluster.remote_text import one_line
-from engine.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,10 +19,8 @@ if TYPE_CHECKING:
 # Eight hues that people with any colour vision tell apart; each is also told by its marker.
 METHOD_COLOURS = ("#0072b2", "#d55e00", "#00866a", "#a8468f", "#8a6d00", "#3f8fc4", "#b3243b", "#59626e")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-INK, QUIET, GRID, PAPER = "#1b1f25", "#5c6672", "#dfe3e8", "#fefefe"
-SIZE = WIDTH, HEIGHT = 4.1, 3.1  # inches: text of 9 points is readable on a page as wide as a phone
-_COLUMNS, _MOST_ROWS, _DPI = 3, 10, 130  # of a PNG
-_GRID_COLUMNS, _GRID_ROWS = 5, 16  # of a grid whose cells have room for text
+INK, QUIET, GRID = "#1b1f25", "#5c6672", "#dfe3e8"
+SIZE = 4.1, 3.1  # inches: text of 9 points is readable on a page as wide as a phone
 _LONGEST_NAME = 32
 _DASHES = (0, (4, 3))
 _SETTINGS = {
@@ -47,114 +37,49 @@ _SETTINGS = {
     "ytick.color": QUIET,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "path.simplify": True,
 }
-_VARIABLES = {
-    **{colour: f"var(--m{index})" for index, colour in enumerate(METHOD_COLOURS)},
-    INK: "var(--ink)",
-    QUIET: "var(--quiet)",
-    GRID: "var(--grid)",
-    PAPER: "var(--card)",
-}
-_TAG = re.compile(r"<[^<>]+>")  # matplotlib escapes both letters in all text and attributes
-_METADATA = re.compile(r"<metadata>.*?</metadata>", re.DOTALL)
-_COLOUR = re.compile("|".join(_VARIABLES))
-_ID = re.compile(r'( id="|url\(#|href="#)')
 
 
-def panel_svg(panel: Panel, prefix: str) -> str:
-    """The <svg> of `panel`; ids begin with `prefix`, because a page has one set of ids for all its pictures."""
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-    from matplotlib.figure import Figure
-
-    with _drawing():
-        figure = Figure(figsize=SIZE, layout="constrained")
-        FigureCanvasSVG(figure)
-        axes = figure.add_subplot()
-        _draw(axes, panel)
-        figure.patch.set_visible(False)
-        axes.patch.set_visible(False)
-        stream = io.StringIO()
-        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
-    text = _METADATA.sub("", stream.getvalue())
-    view_box = text.partition('viewBox="')[2].partition('"')[0]
-    body = _TAG.sub(lambda tag: _for_page(tag[0], prefix), text[text.index("<svg") :].partition(">")[2])
-    return f'<svg viewBox="{view_box}" role="img" aria-label="{escape(f"{panel.title}. {panel.described}")}">{body}'
-
-
-def _for_page(tag: str, prefix: str) -> str:
-    """Colours become variables, ids and links to them get the prefix, xlink:href becomes href."""
-    tag = _COLOUR.sub(lambda found: _VARIABLES[found[0]], tag.replace("xlink:href", "href"))
-    return _ID.sub(lambda found: found[1] + prefix, tag)
-
-
-def report_png(rows: Iterable[tuple[str, Sequence[Panel]]]) -> bytes:
-    """Titles and their panels below each other; the metadata names `burst report`.
-
-    Raises ConfigError when there is nothing to draw.
-    """
-    every = (
-        (title if start == 0 else "", panels[start : start + _COLUMNS])
-        for title, panels in rows
-        for start in range(0, len(panels), _COLUMNS)
-    )
-    parts = list(itertools.islice(every, _MOST_ROWS))
-    if not parts:
-        raise ConfigError("--png: there is nothing to draw; name runs with several lengths, methods or steps")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    with _drawing():
-        figure = Figure(figsize=(WIDTH * _COLUMNS, (HEIGHT + 0.5) * len(parts)), facecolor=PAPER, layout="constrained")
-        FigureCanvasAgg(figure)
-        for row, (title, panels) in zip(figure.subfigures(len(parts), squeeze=False)[:, 0], parts, strict=True):
-            row.suptitle(title, fontsize=11, weight="bold", color=INK, x=0.012, ha="left")
-            for place, axes in enumerate(row.subplots(1, _COLUMNS)):
-                if place < len(panels):
-                    _draw(axes, panels[place])
-                    wrapped = "\n".join(textwrap.wrap(panels[place].title, 54)[:2])
-                    axes.set_title(wrapped, fontsize=9, loc="left", color=INK)
-                else:
-                    axes.set_visible(False)
-        content = io.BytesIO()
-        figure.savefig(content, format="png", dpi=_DPI, metadata={"Software": "burst report"})
-    return content.getvalue()
-
-
-@contextmanager
-def _drawing() -> Iterator[None]:
-    """Around everything that is drawn: our settings, and silence about letters that the font lacks."""
+def panel_svg(panel: Panel) -> str:
+    """`panel` as an SVG document."""
     import matplotlib as mpl
+    from matplotlib.figure import Figure
 
     with mpl.rc_context(_SETTINGS), warnings.catch_warnings():  # type: ignore[arg-type]
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        yield
+        figure = Figure(figsize=SIZE, layout="constrained")
+        _draw(figure.add_subplot(), panel)
+        stream = io.StringIO()
+        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return stream.getvalue()
 
 
-def _look(style: int, *, hollow: bool = False, dashed: bool = False) -> dict[str, Any]:
+def panel_link(panel: Panel) -> str:
+    """`panel` as the source of an <img>: ids and styles of one picture cannot meet those of another there."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(panel_svg(panel).encode()).decode()}"
+
+
+def _look(style: int, *, dashed: bool = False) -> dict[str, Any]:
     """Colour, marker and stroke; styles beyond the eighth have another pair of colour and marker."""
-    colour = METHOD_COLOURS[style % len(METHOD_COLOURS)]
     return {
-        "color": colour,
+        "color": METHOD_COLOURS[style % len(METHOD_COLOURS)],
         "marker": MARKERS[(style + style // len(METHOD_COLOURS)) % len(MARKERS)],
         "markersize": 6,
-        "markerfacecolor": PAPER if hollow else colour,
-        "linestyle": _DASHES if hollow or dashed else "-",
+        "linestyle": _DASHES if dashed else "-",
         "linewidth": 1.5,
     }
 
 
 def _draw(axes: Axes, panel: Panel) -> None:
     """Everything of a panel but its title."""
-    if panel.kind != "grid":
-        axes.grid(visible=True, color=GRID, linewidth=0.7)
+    axes.grid(visible=True, color=GRID, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.tick_params(length=0, labelsize=8.5)
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
-    kinds = {"lines": _lines, "dots": _dots, "scatter": _scatter, "curves": _curves, "grid": _grid}
+    kinds = {"lines": _lines, "dots": _dots, "scatter": _scatter, "curves": _curves}
     kinds[panel.kind](axes, panel)
-    if panel.legend:
+    if panel.kind != "dots":  # whose axis names them
         _legend(axes, panel)
 
 
@@ -166,7 +91,7 @@ def _lines(axes: Axes, panel: Panel) -> None:
         spread = [[p.y - p.low for p in points], [p.high - p.y for p in points]]
         axes.errorbar(
             [p.x for p in points], [p.y for p in points], yerr=spread if any(map(any, spread)) else None,
-            elinewidth=1.1, capsize=2.5, **_look(line.style, hollow=line.is_published),
+            elinewidth=1.1, capsize=2.5, **_look(line.style),
         )  # fmt: skip
     lengths = sorted({p.x for line in panel.lines for p in line.points} | {x for _, _, x in panel.missing})
     span = max(1.0, math.log2(lengths[-1] / lengths[0]))
@@ -262,36 +187,16 @@ def _curves(axes: Axes, panel: Panel) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
 
 
-def _grid(axes: Axes, panel: Panel) -> None:
-    """A rectangle per cell, one hue that is fuller the stronger it is, with its text where there is room for it."""
-    from matplotlib.patches import Rectangle
-
-    columns = list(dict.fromkeys(cell.column for cell in panel.cells))
-    rows = list(dict.fromkeys(cell.row for cell in panel.cells))
-    for cell in panel.cells:
-        x, y = columns.index(cell.column), rows.index(cell.row)
-        fill = 0.06 + 0.6 * min(1.0, max(0.0, cell.strength))  # pale enough for text in the ink of either scheme
-        axes.add_patch(
-            Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, facecolor=METHOD_COLOURS[0], alpha=fill, linewidth=0)
-        )
-        if len(columns) <= _GRID_COLUMNS and len(rows) <= _GRID_ROWS:
-            axes.text(x, y, cell.text, ha="center", va="center", fontsize=7.5, color=INK)
-    axes.set_xlim(-0.5, len(columns) - 0.5)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xticks(range(len(columns)), columns)
-    axes.set_yticks(range(len(rows)), rows)
-
-
 def _legend(axes: Axes, panel: Panel) -> None:
     """Below the panel. Names go in by hand: matplotlib leaves out those that begin with an underscore."""
     from matplotlib.lines import Line2D
 
-    looks = [_look(line.style, hollow=line.is_published, dashed=line.is_dashed) for line in panel.legend]
-    names = [one_line(line.name, _LONGEST_NAME) for line in panel.legend]
+    looks = [_look(line.style, dashed=line.is_dashed) for line in panel.lines]
+    names = [one_line(line.name, _LONGEST_NAME) for line in panel.lines]
     legend = axes.legend(
         [Line2D([], [], **look) for look in looks], ["." for _ in looks], loc="upper center",
         bbox_to_anchor=(0.5, -0.15), ncols=max(1, min(3, 62 // (6 + max(map(len, names))))), frameon=False, fontsize=8,
-        borderaxespad=0, handlelength=3.2, title=panel.note, title_fontsize=8,
+        borderaxespad=0, handlelength=3.2,
     )  # fmt: skip
     for label, name in zip(legend.get_texts(), names, strict=True):
         label.set_text(name)

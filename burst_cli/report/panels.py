@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from burst_cli.figures import binary_bytes, count, grouped, percent, plain
 from burst_cli.report.columns import BY_KEY
@@ -24,7 +23,6 @@ from burst_cli.report.records import (
 from cluster.values import number, rows, whole
 
 GIB = 2.0**30
-PUBLISHED = "published: "
 NEEDLES = "final_needle_by_depth"
 SPEED, MFU, MEMORY = "tokens_per_s_per_device", "mfu", "peak_memory_bytes"
 _LABELS = {SPEED: "tokens/s per device", MFU: "MFU, causal-aware (%)", MEMORY: "peak memory"}
@@ -56,51 +54,29 @@ class Line:
     name: str
     style: int
     points: tuple[Point, ...]
-    is_published: bool = False
     is_dashed: bool = False
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One cell of a grid. strength: how full its colour is, 0 to 1."""
-
-    column: str
-    row: str
-    strength: float
-    text: str
-
-
-@dataclass(frozen=True)
 class Panel:
-    """One picture. kind: lines over lengths, dots per method, a scatter with its diagonal, curves over steps, or a
-    grid of `cells`, whose columns and rows come in the order in which they are first named.
+    """One picture. kind: lines over lengths, dots per method, a scatter with its diagonal, or curves over steps.
 
-    missing: (name, style, length) of what ran out of memory. note: where published figures in it come from.
+    missing: (name, style, length) of what ran out of memory.
     """
 
     key: str
-    kind: Literal["lines", "dots", "scatter", "curves", "grid"]
+    kind: Literal["lines", "dots", "scatter", "curves"]
     title: str
     x_label: str
     y_label: str
     lines: tuple[Line, ...] = ()
     missing: tuple[tuple[str, int, int], ...] = ()
-    note: str | None = None
-    cells: tuple[Cell, ...] = ()
-
-    @property
-    def legend(self) -> tuple[Line, ...]:
-        """The lines whose names are told nowhere else."""
-        return () if self.kind in ("dots", "grid") else self.lines
 
     @property
     def described(self) -> str:
         """What a picture holds, for people who do not see it; the figures are in the table below it."""
-        lost = ", ".join(f"{name} ran out of memory at {length} tokens" for name, _, length in self.missing)
-        if self.kind == "grid":
-            return "; ".join(f"{cell.column} tokens, depth {cell.row}: {cell.text}" for cell in self.cells)
-        names = ", ".join(line.name for line in self.lines)
-        return f"{self.y_label} over {self.x_label} of {names}" + (f"; {lost}" if lost else "")
+        lost = "".join(f"; {name} ran out of memory at {length} tokens" for name, _, length in self.missing)
+        return f"{self.title}. {self.y_label} over {self.x_label} of {', '.join(one.name for one in self.lines)}{lost}"
 
 
 def style_numbers(records: Iterable[Record]) -> dict[str, int]:
@@ -121,52 +97,39 @@ def _cells(records: Iterable[Record]) -> dict[str, dict[int, list[Record]]]:
 # --- figures over lengths ---------------------------------------------------------------------------------------------
 
 
-def group_panels(
-    name: str, records: Sequence[Record], styles: Mapping[str, int], published: Sequence[Record] = ()
-) -> list[Panel]:
-    """The panels that compare methods; none when there is nothing to compare. name: of model and experiment."""
+def group_panels(records: Sequence[Record], styles: Mapping[str, int]) -> list[Panel]:
+    """The panels that compare methods; none when there is nothing to compare."""
     lengths = {whole(record, "seq_len") for record in records} - {None}
     if len(lengths) < 2 and len({method_of(record) for record in records} - {None}) < 2:
         return []
-    # Published rows of a model of the same size, named like it: `7b` in llama7b, not in 17b.
-    alike = [
-        row
-        for row in published
-        if row["seq_len"] and row["method"] and row["model"]
-        if re.search(rf"(?<!\d){re.escape(row['model'].lower())}", name.lower())
-    ]
     metrics = (SPEED, MFU, MEMORY) if share_a_peak(records) else (SPEED, MEMORY)
-    panels = [_length_panel(metric, records, styles, alike) for metric in metrics]
+    panels = [_length_panel(metric, records, styles) for metric in metrics]
     return [panel for panel in (*panels, _prediction(records, styles)) if panel is not None]
 
 
-def _length_panel(
-    metric: str, records: Sequence[Record], styles: Mapping[str, int], published: Sequence[Record]
-) -> Panel | None:
+def _length_panel(metric: str, records: Sequence[Record], styles: Mapping[str, int]) -> Panel | None:
+    cells = _cells(records)
     own = [
         Line(name, styles[name], points)
-        for name, lengths in _cells(records).items()
+        for name, lengths in cells.items()
         if (points := tuple(_points(metric, lengths)))
     ]
-    others = _published_lines(metric, published, len(styles))
-    if not own and not others:
+    if not own:
         return None
-    lost = [(name, styles[name], length) for name, lengths in _cells(records).items() for length in _lost(lengths)]
+    lost = [(name, styles[name], length) for name, lengths in cells.items() for length in _lost(lengths)]
     factor, unit = {SPEED: (1.0, ""), MFU: (100.0, "")}.get(metric) or _memory_unit(
-        point.high for line in (*own, *others) for point in line.points
+        point.high for line in own for point in line.points
     )
     label = _LABELS[metric] + unit
-    lengths = {whole(record, "seq_len") for record in records} - {None}
-    systems = dict.fromkeys(f"{row['system']}, {row['gpus']} × {row['hardware']}" for row in published)
+    several = len({length for lengths in cells.values() for length in lengths}) > 1
     return Panel(
         metric,
-        "lines" if len(lengths) > 1 or others else "dots",
+        "lines" if several else "dots",
         _best_title(metric, label[0].upper() + label[1:], own),
         "sequence length (tokens)",
         label,
-        tuple(_scaled([*own, *others], factor)),
+        tuple(_scaled(own, factor)),
         tuple(lost),
-        f"published (hollow): {'; '.join(systems)}" if others else None,
     )
 
 
@@ -180,20 +143,6 @@ def _lost(lengths: Mapping[int, Sequence[Record]]) -> list[int]:
     return [length for length, runs in lengths.items() if any(run.get("status") == "oom" for run in runs)]
 
 
-def _published_lines(metric: str, rows: Sequence[Record], first_style: int) -> list[Line]:
-    """Points of others, each method with a style of its own that no run has."""
-    found: dict[str, list[Point]] = {row["method"]: [] for row in rows}
-    for row in rows:
-        memory = None if row["peak_memory_gb"] is None else row["peak_memory_gb"] * GIB
-        if (value := memory if metric == MEMORY else row[metric]) is not None:
-            found[row["method"]].append(Point(row["seq_len"], value, value, value))
-    return [
-        Line(f"{PUBLISHED}{name}", first_style + index, tuple(points), is_published=True)
-        for index, (name, points) in enumerate(found.items())
-        if points
-    ]
-
-
 def _memory_unit(sizes: Iterable[float]) -> tuple[float, str]:
     """(factor of bytes, unit in brackets): MiB when all lies below 1 GiB."""
     return (1 / GIB, " (GiB)") if max(sizes) >= GIB else (1024 / GIB, " (MiB)")
@@ -202,7 +151,7 @@ def _memory_unit(sizes: Iterable[float]) -> tuple[float, str]:
 def _scaled(lines: Iterable[Line], factor: float, x_factor: float = 1.0) -> Iterator[Line]:
     for line in lines:
         points = (Point(p.x * x_factor, p.y * factor, p.low * factor, p.high * factor, p.may_rank) for p in line.points)
-        yield Line(line.name, line.style, tuple(points), line.is_published)
+        yield Line(line.name, line.style, tuple(points))
 
 
 def _best_title(metric: str, otherwise: str, lines: Sequence[Line]) -> str:
@@ -316,31 +265,42 @@ def _curve_names(records: Sequence[Record]) -> list[str]:
 # --- needles ----------------------------------------------------------------------------------------------------------
 
 
-def needle_panels(records: Sequence[Record]) -> list[Panel]:
-    """The needles of the newest run of every length that looked for some, as a grid of depths over lengths.
+@dataclass(frozen=True)
+class NeedleGrid:
+    """Depths over lengths. rows: of a depth its cells (text, how full the colour is in percent), None: not measured."""
 
-    A cell says the share of right answers and the gain; its colour is the gain, the fuller the larger. records: the
-    oldest first.
+    title: str
+    lengths: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[tuple[str, float] | None, ...]], ...]
+
+
+def needle_grid(records: Sequence[Record]) -> NeedleGrid | None:
+    """The needles of the newest run of every length that looked for some. records: the oldest first.
+
+    A cell says the share of right answers and the gain; its colour is the gain, the fuller the larger.
     """
     newest = {size: record for record in records if (size := whole(record, "seq_len")) and rows(record, NEEDLES)}
-    found = [
-        (tokens(length), row)
-        for length, record in sorted(newest.items())
-        for row in sorted(
-            (row for row in rows(record, NEEDLES) if number(row, "depth") is not None),
-            key=lambda row: number(row, "depth") or 0.0,
-        )
-    ]
+    found = {
+        (depth, length): row
+        for length, record in newest.items()
+        for row in rows(record, NEEDLES)
+        if (depth := number(row, "depth")) is not None
+    }
     if not found:
-        return []
-    most = max(0.0, *(number(row, "gain") or 0.0 for _, row in found))
-    cells = []
-    for label, row in found:
+        return None
+    lengths, depths = sorted(newest), sorted({depth for depth, _ in found})
+    most = max(0.0, *(number(row, "gain") or 0.0 for row in found.values()))
+
+    def cell(row: Mapping[str, Any] | None) -> tuple[str, float] | None:
+        if row is None:
+            return None
         gain, share = number(row, "gain"), percent(number(row, "accuracy"))
-        words = share if gain is None else f"{share}, {gain:+.2f}"
-        strength = (gain or 0.0) / most if most > 0 else 0.0
-        cells.append(Cell(label, percent(number(row, "depth")), strength, words))
-    right = sum(number(row, "accuracy") or 0.0 for _, row in found) / len(found)
-    title = f"Needles: {percent(right)} found; what one saves at most: {most:.3g} nats per token"
-    x_label, y_label = "sequence length (tokens)", "depth of the needle"
-    return [Panel("needles", "grid", title, x_label, y_label, cells=tuple(cells))]
+        fullness = 60 * max(0.0, gain / most) if gain is not None and most else 0.0
+        return (share if gain is None else f"{share}, {gain:+.2f}"), fullness
+
+    right = sum(number(row, "accuracy") or 0.0 for row in found.values()) / len(found)
+    return NeedleGrid(
+        f"Needles: {percent(right)} found; what one saves at most: {most:.3g} nats per token",
+        tuple(map(tokens, lengths)),
+        tuple((percent(depth), tuple(cell(found.get((depth, length))) for length in lengths)) for depth in depths),
+    )

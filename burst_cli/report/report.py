@@ -14,7 +14,7 @@ from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.completion import complete_run
 from burst_cli.options import RUNS_DIR, JsonOption, RunsDirOption
-from burst_cli.outputs import write_output
+from burst_cli.outputs import check_output, write_output
 from burst_cli.report import write
 from burst_cli.report.build import Request, build_report
 from burst_cli.report.columns import COLUMNS, column_help
@@ -68,8 +68,6 @@ def report(
     output: Annotated[
         Path | None, _how("--output", "-o", metavar="FILE", help="Write there; html without it: report.html.")
     ] = None,
-    force: Annotated[bool, _how("--force", help="Replace a file that is no report of ours too.")] = False,
-    png: Annotated[Path | None, _how("--png", metavar="FILE", help="Also the plots, as one picture.")] = None,
     columns: Annotated[
         list[str] | None, _how("--columns", metavar="A,B,...", help="Only these; `--columns help` lists all.")
     ] = None,
@@ -82,10 +80,7 @@ def report(
     ] = None,
     compare: Annotated[
         tuple[str, str] | None,
-        _against("--compare", metavar="A B", help="Two runs or experiments: is the difference chance?"),
-    ] = None,
-    by: Annotated[
-        str | None, _against("--by", metavar="KEY", help="A and B are values of this: git_sha, policy.")
+        _against("--compare", metavar="A B", help="Two runs, experiments or KEY=VALUE: is the difference chance?"),
     ] = None,
     fail_below: Annotated[
         list[str] | None,
@@ -111,7 +106,7 @@ def report(
     burst report --format html                       a page with plots
     burst report llama7b --baseline ring             ratios against a method
     burst report --compare 1e6c0d 9f597e             two runs: is the difference more than chance?
-    burst report llama7b --by git_sha --compare 2182b04 139fdee
+    burst report llama7b --compare git_sha=2182b04 git_sha=139fdee
     burst report tiny --latest --fail-below mfu=40%  exit code 1 for CI
     """
     if columns and "help" in columns:
@@ -125,13 +120,12 @@ def report(
 
 def _report(typed: Mapping[str, Any]) -> None:
     """Build what was typed, and write it where it is wanted; exit code 1 when a gate fails."""
-    png, as_json = typed["png"], typed["as_json"]
+    as_json = typed["as_json"]
     chosen, output = _where(typed["format"], as_json, typed["output"])
-    write.check_targets(output, png, force=typed["force"])
+    check_output("--output", output)
     given = {name: typed[name] for name in Request.__dataclass_fields__ if typed.get(name) is not None}
     found = build_report(Request(**given, is_page=chosen == "html"))
-    console = render.stderr()
-    write.print_warnings(found, console)
+    write.print_warnings(found, render.stderr())
     if output is not None:
         text, words = write.written(found, chosen)
         write_output("--output", output, text.encode("utf-8", "replace"))
@@ -143,9 +137,6 @@ def _report(typed: Mapping[str, Any]) -> None:
         render.stdout().print(write.report_view(found, render.stdout().width))
     else:
         sys.stdout.write(write.written(found, chosen)[0].encode("utf-8", "replace").decode("utf-8"))
-    if png is not None:
-        write_output("--png", png, write.report_picture(found))
-        console.print(f"wrote {png}", markup=False, soft_wrap=True)
     if found.failed_gates:
         raise typer.Exit(1)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import resources
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console, RenderableType
@@ -20,24 +20,23 @@ from rich.text import Text
 from burst_cli import __version__
 from burst_cli.eval.view import evaluation_lines, evaluation_tables, is_evaluation, weights_text
 from burst_cli.figures import count_of
-from burst_cli.outputs import check_output, has_matplotlib
+from burst_cli.outputs import has_matplotlib
 from burst_cli.render import PIPE_WIDTH, json_document, told
 from burst_cli.report.against import caveats_of
 from burst_cli.report.build import Group, Report
 from burst_cli.report.columns import BY_KEY, PAPER_KEYS, PROVENANCE_KEYS, PUBLISHED, Column, filled, notes_for
-from burst_cli.report.draw import panel_svg, report_png
+from burst_cli.report.draw import panel_link
 from burst_cli.report.panels import (
     Panel,
     comparison_panels,
     group_panels,
-    needle_panels,
+    needle_grid,
     run_panels,
     style_numbers,
 )
 from burst_cli.report.records import Record, first_of, run_name, status_of
 from burst_cli.tables import fitting, listing
 from cluster.remote_text import one_line
-from engine.config.errors import ConfigError
 from engine.runs.folder import STATES, list_runs
 
 MOST_PANELS = 30  # a page with more is neither read nor quick
@@ -62,13 +61,6 @@ _LATEX = {
     "|": r"\textbar{}",
     '"': "''",
 }
-_SIGNS = (
-    b'name="generator" content="burst report',
-    b"burst report",  # the Software entry of a PNG, the first line of LaTeX
-    b'{\n  "runs": [',
-    b"run_id,exp,status,path",
-)
-_TEXT_SIGNS = ("tokens/s and step time: median (p25", "MFU (causal-aware) counts")  # the notes of tables and Markdown
 
 
 # --- terminals --------------------------------------------------------------------------------------------------------
@@ -269,41 +261,33 @@ def _latex(text: str) -> str:
     return "".join(_LATEX.get(char, char) for char in text)
 
 
-# --- the page and the picture -----------------------------------------------------------------------------------------
+# --- the page ----------------------------------------------------------------------------------------------------
 
 
 class _Plots:
-    """Draws the panels of a page, as many as a page may have, each with ids of its own."""
+    """Draws the panels of a page, as many as a page may have."""
 
     def __init__(self) -> None:
-        self.drawn = self.left_out = 0
-        self._most = MOST_PANELS if has_matplotlib() else 0
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no further picture will be drawn, so that nothing need be read for one."""
-        return self.drawn >= self._most
+        self.drawn = 0
+        self.most = MOST_PANELS if has_matplotlib() else 0
 
     @property
     def note(self) -> str | None:
         """What a reader must know about pictures that are not there."""
-        words = f"{self.left_out} plots beyond the first {MOST_PANELS} are left out; name fewer runs to see them"
-        return _NO_PLOTS if not self._most else words if self.left_out else None
+        words = f"No more than {self.most} plots are drawn; name fewer runs to see others"
+        return _NO_PLOTS if not self.most else words if self.drawn == self.most else None
 
     def figures(self, panels: Iterable[Panel]) -> Iterator[tuple[Panel, str]]:
-        """Each panel with its <svg>."""
-        for panel in panels:
-            if self.is_full:
-                self.left_out += 1
-            else:
-                self.drawn += 1
-                yield panel, panel_svg(panel, f"p{self.drawn}-")
+        """Each panel with its picture; of a page that is full nothing more is read."""
+        for panel in itertools.islice(panels, self.most - self.drawn):
+            self.drawn += 1
+            yield panel, panel_link(panel)
 
 
 def report_page(report: Report) -> tuple[str, int]:
     """(one HTML file, how many plots are in it). Reads metrics.jsonl of the runs whose curves are shown.
 
-    Plots are inline, colours follow prefers-color-scheme; there is no script and nothing is fetched.
+    Everything is inline; there is no script and nothing is fetched.
     """
     import jinja2
 
@@ -337,8 +321,7 @@ def report_page(report: Report) -> tuple[str, int]:
 
 def _group(report: Report, group: Group, styles: Mapping[str, int], plots: _Plots) -> dict[str, object]:
     """What the page shows of a group."""
-    panels = [*group_panels(group.names, group.records, styles, report.published), *needle_panels(group.by_age)]
-    figures = [*plots.figures(panels), *(() if plots.is_full else plots.figures(run_panels(group.by_age)))]
+    figures = [*plots.figures(group_panels(group.records, styles)), *plots.figures(run_panels(group.by_age))]
     evaluations = [
         (f"{run_name(record)}: {weights_text(record)}", tables)
         for record in group.records
@@ -348,42 +331,8 @@ def _group(report: Report, group: Group, styles: Mapping[str, int], plots: _Plot
         "title": group.title,
         "records": group.records,
         "figures": figures,
+        "needles": needle_grid(group.by_age),
         "columns": report.columns_of(group.records),
         "evaluations": evaluations,
         "provenance": filled([BY_KEY[key] for key in PROVENANCE_KEYS], group.records),
     }
-
-
-def report_picture(report: Report) -> bytes:
-    """The plots as one PNG, a row of panels per group. Raises ConfigError when there is nothing to draw."""
-
-    def rows() -> Iterator[tuple[str, list[Panel]]]:
-        styles = style_numbers(report.records)
-        yield "A against B", comparison_panels(report.comparison)
-        for group in report.groups:
-            panels = group_panels(group.names, group.records, styles, report.published)
-            yield group.title, [*panels, *needle_panels(group.by_age), *run_panels(group.by_age)]
-
-    return report_png(rows())
-
-
-# --- files: nothing that is no report of ours is overwritten unasked --------------------------------------------------
-
-
-def check_targets(output: Path | None, png: Path | None, *, force: bool) -> None:
-    """Raise ConfigError, before runs are read, when a file cannot or must not be written."""
-    for option, path, ends in (("--output", output, ()), ("--png", png, (".png",))):
-        check_output(option, path, *ends)
-        if path is not None and path.exists() and not force and not _is_ours(path):
-            words = "exists and is no report that burst wrote; give another name, or --force to replace it"
-            raise ConfigError(f"{option}: {path} {words}")
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether an earlier report lies there; an empty file may be replaced as well."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return False
-    text = content.decode("utf-8", "replace") if path.suffix in (".md", ".txt") else ""
-    return not content or any(sign in content[:4096] for sign in _SIGNS) or any(sign in text for sign in _TEXT_SIGNS)

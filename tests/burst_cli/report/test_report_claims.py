@@ -42,7 +42,7 @@ def shown(runs_dir: Path) -> dict[str, Panel]:
     """The panels of all runs."""
     found = build_report(Request(runs_dir))
     (group,) = found.groups
-    panels = group_panels(group.names, group.records, style_numbers(found.records))
+    panels = group_panels(group.records, style_numbers(found.records))
     return {panel.key: panel for panel in panels}
 
 
@@ -102,16 +102,16 @@ def methods(metric: str, ring: float, burst: float) -> list[dict[str, Any]]:
 )
 def test_a_title_says_who_is_best_where_two_were_measured(metric: str, ring: float, burst: float, title: str) -> None:
     records = methods(metric, ring, burst)
-    (panel,) = group_panels("tiny", records, style_numbers(records))
+    (panel,) = group_panels(records, style_numbers(records))
     assert (panel.title, panel.kind) == (title, "lines")
-    (panel,) = group_panels("tiny", records[:2], style_numbers(records))  # at one length
+    (panel,) = group_panels(records[:2], style_numbers(records))  # at one length
     assert (panel.title, panel.kind) == (title, "dots")
 
 
 def test_a_panel_of_memory_as_a_whole() -> None:
     records = methods(MEMORY, 2**28, 2**29)
     records.append({"attention_preset": "burst", "seq_len": 2048, "status": "oom"})
-    assert group_panels("tiny", records, style_numbers(records)) == [
+    assert group_panels(records, style_numbers(records)) == [
         Panel(
             MEMORY,
             "lines",
@@ -135,7 +135,7 @@ def test_predictions_are_held_against_what_was_measured() -> None:
             ("burst", {"peak_memory_bytes": 2**31}),
         )
     ]
-    (panel,) = [one for one in group_panels("tiny", records, style_numbers(records)) if one.key == "prediction"]
+    (panel,) = [one for one in group_panels(records, style_numbers(records)) if one.key == "prediction"]
     assert panel == Panel(
         "prediction",
         "scatter",

@@ -227,7 +227,7 @@ def test_runs_that_are_not_compared_are_not_shown(two_runs: Path, tmp_path: Path
 
 def test_two_commits_are_compared_over_their_runs(tmp_path: Path) -> None:
     groups(tmp_path, 4)
-    found = compared(tmp_path, "aaaa", "bbbb", by="git_sha")
+    found = compared(tmp_path, "git_sha=aaaa", "git_sha=bbbb")
     assert (len(found.runs_a), len(found.runs_b)) == (4, 4)
     speed = figure(found, "tokens_per_s_per_device")
     assert speed.verdict == "B is better"
@@ -237,7 +237,7 @@ def test_two_commits_are_compared_over_their_runs(tmp_path: Path) -> None:
 
 def test_too_few_runs_are_told_so_instead_of_a_verdict(tmp_path: Path) -> None:
     groups(tmp_path, 3)
-    verdict = figure(compared(tmp_path, "a", "b", by="commit"), "tokens_per_s_per_device").verdict
+    verdict = figure(compared(tmp_path, "commit=a", "commit=b"), "tokens_per_s_per_device").verdict
     assert verdict == "too few runs to tell: even the clearest difference has p = 0.1"
 
 
@@ -246,9 +246,9 @@ def test_too_few_runs_are_told_so_instead_of_a_verdict(tmp_path: Path) -> None:
     [
         ({"compare": ("tiny", "tiny")}, "both mean"),
         ({"compare": ("aaaaaa", "nobody")}, "no such run"),
-        ({"compare": ("a", "zzz"), "by": "git_sha"}, "there are: abcabc"),
-        ({"compare": ("a", "b"), "by": "git_shaa"}, "did you mean git_sha?"),
-        ({"by": "git_sha"}, "--compare A B"),
+        ({"compare": ("git_sha=a", "git_sha=zzz")}, "no run has git_sha=zzz; values of git_sha: abcabc"),
+        ({"compare": ("aaaaaa", "policy=a")}, "values of policy: full"),
+        ({"compare": ("git_sha=a", "git_sha=ab")}, "both mean"),
     ],
 )
 def test_comparisons_that_cannot_be_are_refused(two_runs: Path, request_: dict[str, Any], words: str) -> None:

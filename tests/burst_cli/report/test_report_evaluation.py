@@ -12,8 +12,7 @@ from report_samples import make_run, variant
 
 from burst_cli.eval.view import evaluation_tables
 from burst_cli.report.build import Request, build_report
-from burst_cli.report.draw import panel_svg
-from burst_cli.report.panels import needle_panels
+from burst_cli.report.panels import needle_grid
 from burst_cli.report.records import effective_time
 from burst_cli.report.write import report_page
 from engine.runs.folder import RunFolder
@@ -82,7 +81,8 @@ def test_the_page_has_the_grid_and_the_tables(runs_dir: Path) -> None:
     make_evaluation(runs_dir, 2, seq_len=1024)
     page, _ = report_page(build_report(Request(runs_dir, ("tiny-eval",))))
     assert "Needles: 50% found; what one saves at most: 3 nats per token" in page
-    assert "1K tokens, depth 50%: 50%, +1.50" in page
+    assert "<th>512 tokens</th><th>1K tokens</th>" in page
+    assert 'var(--link) 30.0%, transparent)">50%, +1.50</td>' in page
     assert "<th>needle at depth</th>" in page
     assert "256 to 511" in page
 
@@ -91,9 +91,9 @@ def test_the_grid_is_of_the_newest_run_of_every_length_however_they_are_sorted(r
     for number, seq_len, gain in ((2, 512, 9.0), (3, 256, 1.0), (4, 512, 2.0)):
         make_evaluation(runs_dir, number, seq_len, final_needle_by_depth=_depths(gain))
     found = build_report(Request(runs_dir, ("tiny-eval",), sort="-run"))
-    assert "256 tokens, depth 25%: 100%, +1.00; 512 tokens, depth 25%: 100%, +2.00" in report_page(found)[0]
-    (panel,) = needle_panels(found.groups[0].by_age)
-    assert [cell.strength for cell in panel.cells] == [0.5, 1.0]
+    grid = needle_grid(found.groups[0].by_age)
+    assert grid is not None
+    assert (grid.lengths, grid.rows) == (("256", "512"), (("25%", (("100%, +1.00", 30.0), ("100%, +2.00", 60.0))),))
 
 
 def _depths(gain: float) -> list[Mapping[str, Any]]:
@@ -107,7 +107,7 @@ def _depths(gain: float) -> list[Mapping[str, Any]]:
 )
 def test_damaged_tables_are_shown_as_far_as_they_go(runs_dir: Path, table: Any) -> None:
     record = {"seq_len": 64, "evaluated_step": table, "final_needle_by_depth": table}
-    assert not any("<b>" in panel_svg(panel, "p") for panel in needle_panels([record]))
+    needle_grid([record])
     evaluation_tables(record)
     make_evaluation(runs_dir, 3, final_needle_by_depth=table, evaluated_step=table)
     assert "tiny-eval" in report_page(build_report(Request(runs_dir, ("tiny-eval",))))[0]
