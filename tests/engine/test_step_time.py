@@ -63,6 +63,14 @@ def test_matrices_are_six_flops_per_parameter_and_token_and_two_more_where_compu
     assert again * 4 * 1e9 == pytest.approx(2 * 2 * (LAYER - 64 * 128) * TOKENS)  # all but the layer's last product
 
 
+def test_tiles_add_their_gradients_of_all_weights_in_fp32() -> None:
+    machine, full = only(elementwise_bytes_per_s=1e9), "memory.activation_checkpoint=full"
+    whole = step_on(machine, *SMALL, full, "train.compute_dtype=bfloat16").parts.elementwise
+    tiled = step_on(machine, *SMALL, full, "train.compute_dtype=bfloat16", "memory.tile_tokens=64").parts.elementwise
+    tiles = TOKENS / 4 / 64
+    assert (tiled - whole) * 1e9 == pytest.approx((tiles - 1) * 2 * LAYER * (2 + 4 + 4))
+
+
 def test_fsdp_gathers_all_weights_twice_and_reduces_their_gradients_in_fp32() -> None:
     """Where nothing is computed nothing hides a byte."""
     parts = step_on(only(intra_bytes_per_s=1e6), *SMALL, "train.compute_dtype=bfloat16").parts

@@ -21,6 +21,7 @@ from engine.planning.memory.fit import Fit, fit_of, least_bytes, method_on, pred
 from engine.planning.memory.policy import policy_name
 from engine.planning.memory.predictor import MemoryPrediction, Predict
 from engine.planning.methods.auto import Choice, resolve_auto
+from engine.planning.methods.presets import BYTES_OF
 from engine.planning.methods.resolve import machine_of
 from engine.planning.methods.topology import Topology
 from engine.planning.time.machine import Machine
@@ -33,6 +34,7 @@ MOST_PREDICTED = 12  # candidates in a round, about a second each
 KEPT_FRACTIONS = (0.75, 0.5, 0.25)
 GROUP_SIZES = (2, 4)
 LEAST_TILE_TOKENS = 1024
+TILE_SHARE = 0.01  # of the device, for what a tile computes
 
 
 @dataclass(frozen=True)
@@ -329,12 +331,26 @@ def _rounds(config: RunConfig, world: Topology, capacity: Capacity) -> Iterator[
         stores = (memory.activation_store,)
     first = [_kept_in(store, policy) for store in stores for policy in _policies(memory)]
     rows = config.train.seq_len // sequence_topology(config, world).size
-    tile_tokens = max(LEAST_TILE_TOKENS, config.model.hidden_size)
+    tile_tokens = _tile_tokens(config, rows, capacity)
     tiled = [replace(policy, tile_tokens=tile_tokens) for policy in first]
     tileable = memory.tile_tokens is None and config.attention.chunk_tokens is None and rows > tile_tokens
     yield [*first, *tiled] if tileable else first
     if memory.optimizer_store == "device" and has_host:
         yield [replace(policy, optimizer_store="host") for policy in (tiled if tileable else first)]
+
+
+def _tile_tokens(config: RunConfig, rows: int, capacity: Capacity) -> int:
+    """Rows of a tile: as many as a matrix of the layer is wide, for fast products, and more where there is room.
+
+    For every tile adds its gradients to those of all weights. Room: an eighth of the rows, and of the device a little
+    for gate, up, their product and the gradients of these.
+    """
+    model = config.model
+    row_bytes = 6 * model.ffn_hidden_size * BYTES_OF[config.train.compute_dtype]
+    tile_tokens = max(LEAST_TILE_TOKENS, model.hidden_size)
+    while 16 * tile_tokens <= rows and 2 * tile_tokens * row_bytes <= TILE_SHARE * capacity.device_bytes:
+        tile_tokens *= 2
+    return tile_tokens
 
 
 def _kept_in(store: Store, memory: MemoryConfig) -> MemoryConfig:

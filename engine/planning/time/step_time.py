@@ -34,7 +34,8 @@ class StepParts:
 
     attention_*        plans replayed: kernels and sums of the busiest rank; what messages add is `attention_exposed`
     matrices           projections and MLP, what a policy computes again too
-    elementwise        norms, RoPE, SwiGLU and residual sums, by the bytes that they read and write
+    elementwise        norms, RoPE, SwiGLU, residual sums and those of weights' gradients over tiles, by the bytes that
+                       they read and write
     loss               LM head and loss: the head's three products, and four passes over its logits
     weights            FSDP's gathers, two per micro-step
     gradients          their reduction, and between copies of the model (HSDP) one more
@@ -217,7 +218,16 @@ class _Step:
         """Forward, backward with twice the numbers, and once more where a policy computes the layer again."""
         model = self.config.model
         again = sum(one.linear_flops > 0 for one in self.cost.layers)
-        return self._moved_s((3 * model.num_layers + again) * layer_numbers(model), model.hidden_size)
+        rows_s = self._moved_s((3 * model.num_layers + again) * layer_numbers(model), model.hidden_size)
+        return rows_s + self._weight_sums_s()
+
+    def _weight_sums_s(self) -> float:
+        """Gradients of the layers' weights, added in fp32 to those of the tiles before."""
+        if self.tile_tokens is None:
+            return 0.0
+        tiles = math.ceil(self.rows / self.micro_steps / self.tile_tokens)
+        numbers = self.micro_steps * (tiles - 1) * self.parameters.layer_matmuls
+        return numbers * (self.element + 2 * GRADIENT_BYTES) / self.machine.elementwise_bytes_per_s
 
     def _loss_s(self) -> float:
         model = self.config.model

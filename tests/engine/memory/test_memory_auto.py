@@ -111,6 +111,18 @@ def test_what_the_configuration_says_is_kept() -> None:
     assert settle_memory(configured, WORLD, capacity(1), PREDICT, H100) == MemoryChoice(configured, (), "as configured")
 
 
+@pytest.mark.parametrize(
+    ("device_gb", "length", "tile_tokens"),
+    # 7B layers are 4,096 wide, and a row takes 6 * 11,008 * 2 bytes of a tile: 8,192 rows 1.08 GB; there are 8 ranks.
+    [(100, 2**20, 4096), (110, 2**20, 8192), (110, 2**18, 4096), (220, 2**20, 16384), (2000, 2**20, 16384)],
+)
+def test_tiles_are_larger_where_a_hundredth_of_the_device_and_an_eighth_of_the_rows_allow(
+    device_gb: float, length: int, tile_tokens: int
+) -> None:
+    tiled = {one.memory.tile_tokens for one in auto(device_gb, length=length).candidates}
+    assert tiled == {None, tile_tokens}
+
+
 def test_the_optimizer_leaves_the_device_when_nothing_else_fits() -> None:
     choice = auto(9, length=2**17)
     assert choice.fits
