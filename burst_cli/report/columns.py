@@ -215,7 +215,9 @@ PUBLISHED = (
     Column("metric", "figure", reads=lambda row: f"{row['metric']}: {row['value']}" if row["metric"] else DASH, rank=5),
     Column("source", "source", rank=9),
 )  # fmt: skip
-PROVENANCE_KEYS = ("run", "started_at", "git_sha", "config_fingerprint", "hardware", "host", "versions", "command")
+PROVENANCE_KEYS = (
+    "run", "started_at", "git_sha", "config_fingerprint", "hardware", "host", "versions", "command", "failure_text",
+)  # fmt: skip
 NOTES = (
     "tokens/s and step time: median (p25…p75) over the n optimizer steps after warm-up. Sent bytes: attention messages "
     "of the busiest rank in one step.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from burst_cli.figures import binary_bytes, count, grouped, percent, plain
 from burst_cli.report.columns import BY_KEY
@@ -265,19 +265,11 @@ def _curve_names(records: Sequence[Record]) -> list[str]:
 # --- needles ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class NeedleGrid:
-    """Depths over lengths. rows: of a depth its cells (text, how full the colour is in percent), None: not measured."""
+def needle_tables(records: Sequence[Record]) -> list[list[list[str]]]:
+    """Depths against lengths, headings first: the share of right answers and the gain, of the newest run of every
+    length that looked for needles. Empty where no two lengths did, whose own tables say it all.
 
-    title: str
-    lengths: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[tuple[str, float] | None, ...]], ...]
-
-
-def needle_grid(records: Sequence[Record]) -> NeedleGrid | None:
-    """The needles of the newest run of every length that looked for some. records: the oldest first.
-
-    A cell says the share of right answers and the gain; its colour is the gain, the fuller the larger.
+    records: the oldest first.
     """
     newest = {size: record for record in records if (size := whole(record, "seq_len")) and rows(record, NEEDLES)}
     found = {
@@ -286,21 +278,14 @@ def needle_grid(records: Sequence[Record]) -> NeedleGrid | None:
         for row in rows(record, NEEDLES)
         if (depth := number(row, "depth")) is not None
     }
-    if not found:
-        return None
-    lengths, depths = sorted(newest), sorted({depth for depth, _ in found})
-    most = max(0.0, *(number(row, "gain") or 0.0 for row in found.values()))
+    lengths = sorted({length for _, length in found})
+    if len(lengths) < 2:
+        return []
 
-    def cell(row: Mapping[str, Any] | None) -> tuple[str, float] | None:
-        if row is None:
-            return None
-        gain, share = number(row, "gain"), percent(number(row, "accuracy"))
-        fullness = 60 * max(0.0, gain / most) if gain is not None and most else 0.0
-        return (share if gain is None else f"{share}, {gain:+.2f}"), fullness
+    def cell(row: Record | None) -> str:
+        gain, share = (None, None) if row is None else (number(row, "gain"), number(row, "accuracy"))
+        return percent(share) if gain is None else f"{percent(share)}, {gain:+.2f}"
 
-    right = sum(number(row, "accuracy") or 0.0 for row in found.values()) / len(found)
-    return NeedleGrid(
-        f"Needles: {percent(right)} found; what one saves at most: {most:.3g} nats per token",
-        tuple(map(tokens, lengths)),
-        tuple((percent(depth), tuple(cell(found.get((depth, length))) for length in lengths)) for depth in depths),
-    )
+    headings = ["needles: right, gain", *(f"{tokens(length)} tokens" for length in lengths)]
+    depths = sorted({depth for depth, _ in found})
+    return [[headings, *([percent(one), *(cell(found.get((one, size))) for size in lengths)] for one in depths)]]

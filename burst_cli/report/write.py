@@ -7,7 +7,7 @@ import io
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from importlib import resources
 from typing import NamedTuple
@@ -18,32 +18,31 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli import __version__
-from burst_cli.eval.view import evaluation_lines, evaluation_tables, is_evaluation, weights_text
+from burst_cli.eval.view import evaluation_lines, evaluation_tables, is_evaluation
 from burst_cli.figures import count_of
 from burst_cli.outputs import has_matplotlib
 from burst_cli.render import PIPE_WIDTH, json_document, told
 from burst_cli.report.against import caveats_of
-from burst_cli.report.build import Group, Report
+from burst_cli.report.build import Report
 from burst_cli.report.columns import BY_KEY, PAPER_KEYS, PROVENANCE_KEYS, PUBLISHED, Column, filled, notes_for
 from burst_cli.report.draw import panel_link
 from burst_cli.report.panels import (
     Panel,
     comparison_panels,
     group_panels,
-    needle_grid,
+    needle_tables,
     run_panels,
     style_numbers,
 )
 from burst_cli.report.records import Record, first_of, run_name, status_of
 from burst_cli.tables import fitting, listing
 from cluster.remote_text import one_line
-from engine.runs.folder import STATES, list_runs
+from engine.runs.folder import list_runs
 
 MOST_PANELS = 30  # a page with more is neither read nor quick
 _MOST_EVALUATIONS = 4
 _CELL_PADDING = 3  # one blank on each side and the rule
 _NO_PLOTS = "There are no plots, because matplotlib is not installed: pip install 'burst-train[picture]'"
-_STATUSES = frozenset({*STATES, "unreadable", "lost", "illegal"})
 _RUN_ID = re.compile(r"(?<=/)\d{8}-\d{6}-([0-9a-f]{6})$")  # of which its last digits are enough
 _FORMULA = frozenset("=+-@\t\r")
 _CSV_FIRST = ("run_id", "exp", "status", "path")
@@ -107,10 +106,10 @@ def report_text(report: Report) -> str:
     return stream.getvalue()
 
 
-# --- what a report consists of, for terminals and Markdown ------------------------------------------------------------
+# --- what a report consists of, however it is written -----------------------------------------------------------------
 
 
-class _Grid(NamedTuple):
+class Grid(NamedTuple):
     """A table. numbers: which columns stand right; ranks: of the columns where not all have room, none: all stay."""
 
     headings: Sequence[str]
@@ -119,46 +118,59 @@ class _Grid(NamedTuple):
     ranks: Sequence[int] = ()
 
 
-class _Part(NamedTuple):
-    """A stretch of a report; below its tables what must be read beside them."""
+class Part(NamedTuple):
+    """A stretch of a report; below its tables what must be read beside them.
+
+    panels: what a page draws above them. is_aside: folded on a page.
+    """
 
     title: str = ""
-    grids: Sequence[_Grid] = ()
+    grids: Sequence[Grid] = ()
     notes: Sequence[str] = ()
     warnings: Sequence[str] = ()
+    panels: Iterable[Panel] = ()
+    is_aside: bool = False
 
 
-def _grid(columns: Sequence[Column], records: Sequence[Record], *, may_choose: bool = False) -> _Grid:
+def _grid(columns: Sequence[Column], records: Sequence[Record], *, may_choose: bool = False) -> Grid:
     """A run per row."""
     rows = [[column.cell(record) for column in columns] for record in records]
     ranks = [column.rank for column in columns] if may_choose else []
-    return _Grid([column.heading for column in columns], rows, [column.number for column in columns], ranks)
+    return Grid([column.heading for column in columns], rows, [column.number for column in columns], ranks)
 
 
-def _parts(report: Report) -> Iterator[_Part]:
+def parts_of(report: Report, *, is_page: bool = False) -> Iterator[Part]:
+    """Everything of a report in the order in which it is read; a page has panels, and where runs come from."""
     if report.sweep:
-        yield _Part(report.sweep_line)
+        yield Part(report.sweep_line)
+    styles = style_numbers(report.records)
     for group in report.groups:
-        grid = _grid(report.columns_of(group.records), group.records, may_choose=not report.are_columns_chosen)
-        yield _Part(group.title if len(report.groups) > 1 else "", [grid])
+        grids = [_grid(report.columns_of(group.records), group.records, may_choose=not report.are_columns_chosen)]
+        grids += [Grid(rows[0], rows[1:], [True] * len(rows[0])) for rows in needle_tables(group.by_age)]
+        panels = itertools.chain(group_panels(group.records, styles), run_panels(group.by_age)) if is_page else ()
+        yield Part(group.title if is_page or len(report.groups) > 1 else "", grids, panels=panels)
         for record in [record for record in group.records if is_evaluation(record)][-_MOST_EVALUATIONS:]:
-            grids = [_Grid(rows[0], rows[1:], [True] * len(rows[0])) for rows in evaluation_tables(record)]
-            yield _Part(run_name(record), grids, evaluation_lines(record))
+            grids = [Grid(rows[0], rows[1:], [True] * len(rows[0])) for rows in evaluation_tables(record)]
+            yield Part(run_name(record), grids, evaluation_lines(record), is_aside=True)
+        if is_page:
+            provenance = filled([BY_KEY[key] for key in PROVENANCE_KEYS], group.records)
+            yield Part("Where these runs come from", [_grid(provenance, group.records)], is_aside=True)
+    if (found := report.comparison) is not None:
+        tables = [found.rows, *([found.config_rows] if found.config_rows else [])]
+        grids = [Grid(rows[0], rows[1:]) for rows in tables]
+        sides = f"A = {found.sides[0]}, B = {found.sides[1]}"
+        yield Part(sides, grids, found.tests, found.warnings, comparison_panels(found) if is_page else ())
+    if report.published:
+        grid = _grid(filled(PUBLISHED, report.published), report.published, may_choose=True)
+        yield Part("Published by others, not measured here", [grid], caveats_of(report.published))
     notes = list(notes_for(report.records))
     if report.baseline is not None:
         against = f"against {report.baseline.name} at the same length, with the interval of the quartiles"
         notes.append(f"speed, memory: {against}")
-    yield _Part(notes=notes)
-    if (found := report.comparison) is not None:
-        tables = [found.rows, *([found.config_rows] if found.config_rows else [])]
-        grids = [_Grid(rows[0], rows[1:]) for rows in tables]
-        yield _Part(f"A = {found.sides[0]}, B = {found.sides[1]}", grids, found.tests, found.warnings)
-    if report.published:
-        grid = _grid(filled(PUBLISHED, report.published), report.published, may_choose=True)
-        yield _Part("Published by others, not measured here", [grid], caveats_of(report.published))
+    yield Part("How to read this", notes=notes)
 
 
-def _shown(grid: _Grid, width: int) -> RenderableType:
+def _shown(grid: Grid, width: int) -> RenderableType:
     """A run per row when that fits, with ranks at least with the columns that matter most.
 
     A single run, and what may leave out nothing, is a table of headings and figures per run.
@@ -169,7 +181,7 @@ def _shown(grid: _Grid, width: int) -> RenderableType:
         return _ruled(grid)
     if not grid.ranks or len(grid.rows) == 1:
         (name, *headings), runs = grid.headings, grid.rows
-        return Lines(*(_ruled(_Grid((name, run), list(zip(headings, cells, strict=True)))) for run, *cells in runs))
+        return Lines(*(_ruled(Grid((name, run), list(zip(headings, cells, strict=True)))) for run, *cells in runs))
     # Headings word below word, and runs by their last digits, which every verb takes for them.
     headings = ["\n".join(re.split(r" |(?<=-)", heading)) for heading in grid.headings]
     columns = [[re.sub(_RUN_ID, r"\1", cell) for cell in column[1:]] for column in columns]
@@ -177,19 +189,19 @@ def _shown(grid: _Grid, width: int) -> RenderableType:
     widths = [max(map(len, (*heading.split("\n"), *cells))) + _CELL_PADDING for heading, cells in pairs]
     kept = fitting(grid.ranks, widths, width - 1)
     rows = list(zip(*(columns[place] for place in kept), strict=True))
-    table = _ruled(_Grid([headings[place] for place in kept], rows, [grid.numbers[place] for place in kept]))
+    table = _ruled(Grid([headings[place] for place in kept], rows, [grid.numbers[place] for place in kept]))
     left_out = ", ".join(heading for place, heading in enumerate(grid.headings) if place not in kept)
     note = f"Too narrow for: {left_out}. See --columns, --format html or md." if left_out else ""
     return Lines(table, Text(note, style="dim"))
 
 
-def _ruled(grid: _Grid) -> Table:
+def _ruled(grid: Grid) -> Table:
     numbers = [heading for heading, is_number in zip(grid.headings, grid.numbers, strict=False) if is_number]
     return listing(grid.headings, grid.rows, numbers, ruled=True)
 
 
 def _lines(report: Report, width: int) -> Iterator[RenderableType]:
-    for part in _parts(report):
+    for part in parts_of(report):
         yield from [Text(f"\n{part.title}", style="bold")] if part.title else []
         yield from (_shown(grid, width) for grid in part.grids)
         yield from (Text(line, style="dim") for line in part.notes)
@@ -206,7 +218,7 @@ def _lines(report: Report, width: int) -> Iterator[RenderableType]:
 def report_markdown(report: Report) -> str:
     """GitHub tables: one per group with a run per row, then what else was asked for, and the notes."""
     blocks: list[str] = []
-    for part in _parts(report):
+    for part in parts_of(report):
         blocks += [f"### {_plain(part.title)}"] if part.title else []
         blocks += [*map(_markdown, part.grids), "\n".join(map(_plain, part.notes))]
         blocks += [f"**Warning:** {_plain(warning)}" for warning in part.warnings]
@@ -214,7 +226,7 @@ def report_markdown(report: Report) -> str:
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 
-def _markdown(grid: _Grid) -> str:
+def _markdown(grid: Grid) -> str:
     numbers = grid.numbers or [False] * len(grid.headings)
     rule = ["---:" if is_number else "---" for is_number in numbers]
     return "\n".join(f"| {' | '.join(map(_plain, row))} |" for row in [grid.headings, rule, *grid.rows])
@@ -261,7 +273,7 @@ def _latex(text: str) -> str:
     return "".join(_LATEX.get(char, char) for char in text)
 
 
-# --- the page ----------------------------------------------------------------------------------------------------
+# --- the page ---------------------------------------------------------------------------------------------------------
 
 
 class _Plots:
@@ -278,7 +290,7 @@ class _Plots:
         return _NO_PLOTS if not self.most else words if self.drawn == self.most else None
 
     def figures(self, panels: Iterable[Panel]) -> Iterator[tuple[Panel, str]]:
-        """Each panel with its picture; of a page that is full nothing more is read."""
+        """Each panel with its picture; for a page that is full nothing more is read."""
         for panel in itertools.islice(panels, self.most - self.drawn):
             self.drawn += 1
             yield panel, panel_link(panel)
@@ -291,17 +303,11 @@ def report_page(report: Report) -> tuple[str, int]:
     """
     import jinja2
 
-    plots, styles = _Plots(), style_numbers(report.records)
+    plots = _Plots()
     names = list(dict.fromkeys(group.exp for group in report.groups))
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    compared = list(plots.figures(comparison_panels(report.comparison)))
-    groups = [_group(report, group, styles, plots) for group in report.groups]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.globals |= {"count_of": count_of, "status_of": status_of}
-    environment.filters |= {
-        "first_of": first_of,
-        "status_class": lambda name: name if name in _STATUSES else "missing",
-    }
+    environment.globals["count_of"], environment.filters["first_of"] = count_of, first_of
     template = (resources.files("burst_cli.report") / "page.html").read_text(encoding="utf-8")
     page = environment.from_string(template).render(
         report=report,
@@ -309,30 +315,7 @@ def report_page(report: Report) -> tuple[str, int]:
         now=datetime.now(UTC),
         title=f"burst report: {shown or 'no runs'}",
         counts=Counter(map(status_of, report.records)),
-        groups=groups,
-        comparison_figures=compared,
-        published_columns=filled(PUBLISHED, report.published),
-        caveats=caveats_of(report.published),
+        parts=[(part, list(plots.figures(part.panels))) for part in parts_of(report, is_page=True)],
         plots_note=plots.note,
-        notes=notes_for(report.records),
     )
     return page, plots.drawn
-
-
-def _group(report: Report, group: Group, styles: Mapping[str, int], plots: _Plots) -> dict[str, object]:
-    """What the page shows of a group."""
-    figures = [*plots.figures(group_panels(group.records, styles)), *plots.figures(run_panels(group.by_age))]
-    evaluations = [
-        (f"{run_name(record)}: {weights_text(record)}", tables)
-        for record in group.records
-        if is_evaluation(record) and (tables := evaluation_tables(record))
-    ]
-    return {
-        "title": group.title,
-        "records": group.records,
-        "figures": figures,
-        "needles": needle_grid(group.by_age),
-        "columns": report.columns_of(group.records),
-        "evaluations": evaluations,
-        "provenance": filled([BY_KEY[key] for key in PROVENANCE_KEYS], group.records),
-    }

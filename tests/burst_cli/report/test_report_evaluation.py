@@ -1,4 +1,4 @@
-"""Evaluations in reports: their figures, tables and grid, and nothing about steps that they did not make."""
+"""Evaluations in reports: their figures and tables, and nothing about steps that they did not make."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from report_samples import make_run, variant
 
 from burst_cli.eval.view import evaluation_tables
 from burst_cli.report.build import Request, build_report
-from burst_cli.report.panels import needle_grid
+from burst_cli.report.panels import needle_tables
 from burst_cli.report.records import effective_time
 from burst_cli.report.write import report_page
 from engine.runs.folder import RunFolder
@@ -77,23 +77,27 @@ def test_every_format_shows_what_was_evaluated_and_needs_no_steps(burst, runs_di
         assert "| needle at depth |" in text
 
 
-def test_the_page_has_the_grid_and_the_tables(runs_dir: Path) -> None:
+def test_the_page_has_the_tables_and_lengths_side_by_side(runs_dir: Path) -> None:
     make_evaluation(runs_dir, 2, seq_len=1024)
     page, _ = report_page(build_report(Request(runs_dir, ("tiny-eval",))))
-    assert "Needles: 50% found; what one saves at most: 3 nats per token" in page
-    assert "<th>512 tokens</th><th>1K tokens</th>" in page
-    assert 'var(--link) 30.0%, transparent)">50%, +1.50</td>' in page
-    assert "<th>needle at depth</th>" in page
+    assert '<th class="n">512 tokens</th><th class="n">1K tokens</th>' in page
+    assert page.count(">50%, +1.50</td>") == 2
+    assert '<th class="n">needle at depth</th>' in page
     assert "256 to 511" in page
 
 
-def test_the_grid_is_of_the_newest_run_of_every_length_however_they_are_sorted(runs_dir: Path) -> None:
+def test_needles_are_of_the_newest_run_of_every_length_however_they_are_sorted(runs_dir: Path) -> None:
     for number, seq_len, gain in ((2, 512, 9.0), (3, 256, 1.0), (4, 512, 2.0)):
         make_evaluation(runs_dir, number, seq_len, final_needle_by_depth=_depths(gain))
     found = build_report(Request(runs_dir, ("tiny-eval",), sort="-run"))
-    grid = needle_grid(found.groups[0].by_age)
-    assert grid is not None
-    assert (grid.lengths, grid.rows) == (("256", "512"), (("25%", (("100%, +1.00", 30.0), ("100%, +2.00", 60.0))),))
+    assert needle_tables(found.groups[0].by_age) == [
+        [["needles: right, gain", "256 tokens", "512 tokens"], ["25%", "100%, +1.00", "100%, +2.00"]]
+    ]
+    record = {"seq_len": 1024, "final_needle_by_depth": [{"depth": 0.5}]}
+    assert needle_tables([*found.groups[0].by_age, record])[0][1:] == [
+        ["25%", "100%, +1.00", "100%, +2.00", "–"],
+        ["50%", "–", "–", "–"],
+    ]
 
 
 def _depths(gain: float) -> list[Mapping[str, Any]]:
@@ -107,7 +111,7 @@ def _depths(gain: float) -> list[Mapping[str, Any]]:
 )
 def test_damaged_tables_are_shown_as_far_as_they_go(runs_dir: Path, table: Any) -> None:
     record = {"seq_len": 64, "evaluated_step": table, "final_needle_by_depth": table}
-    needle_grid([record])
+    needle_tables([record, {**record, "seq_len": 128}])
     evaluation_tables(record)
     make_evaluation(runs_dir, 3, final_needle_by_depth=table, evaluated_step=table)
     assert "tiny-eval" in report_page(build_report(Request(runs_dir, ("tiny-eval",))))[0]
