@@ -43,15 +43,11 @@ os.write(code, take(int(take(10))))
 sys.path.insert(0, f"/proc/self/fd/{{code}}")
 importlib.import_module(sys.argv.pop(1)).main()
 """.strip()
+_AGENT = ("cluster.agent.__main__", "burst-agent")
 _EPITAPH_S = 3.0
 _NOISE_BYTES = 64 << 10  # of a login shell
 _READ_BYTES = 1 << 18
 MAX_ANSWER_BYTES = 4 << 20
-
-
-def program_words(module: str, name: str) -> tuple[str, ...]:
-    """The command that reads `node_code` from its stdin and calls `main` of `module`; `name` is for process lists."""
-    return ("python3", "-I", "-c", _BOOT, module, name)
 
 
 @functools.cache
@@ -73,11 +69,16 @@ class NoAnswerError(ClusterError):
 
 
 class NodeProgram:
-    """The agent on the node of `connection`, for one thread. on_bytes: told whenever something came."""
+    """The agent, or another program, on the node of `connection`, for one thread; it ends when it is let go of.
 
-    def __init__(self, connection: Connection, on_bytes: Callable[[], None] = lambda: None) -> None:
+    on_bytes: told whenever something came. words: its module, and its name in lists of processes.
+    """
+
+    def __init__(
+        self, connection: Connection, on_bytes: Callable[[], None] = lambda: None, words: Sequence[str] = _AGENT
+    ) -> None:
         self._text = node_code()
-        self._process = connection.start(program_words("cluster.agent.__main__", "burst-agent"))
+        self._process = connection.start(("python3", "-I", "-c", _BOOT, *words))
         self._reader = MessageReader(self._read, MAX_ANSWER_BYTES)
         self._on_bytes, self._silence_s = on_bytes, 0.0
         self._rest = b""  # came with what was read before

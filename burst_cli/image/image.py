@@ -20,7 +20,6 @@ from burst_cli.targets import HostfileOption, HostsOption, Targets, select_targe
 from cluster.errors import ClusterError
 from cluster.image.build import BuildPlan, BuildSettings, build_build_plan, run_build
 from cluster.image.local import LocalImage
-from cluster.image.plan import PushOptions
 from cluster.image.prune import Pruned, prune_node
 from cluster.image.push import Push
 from cluster.image.rate import parse_rate
@@ -133,9 +132,9 @@ def push(
     burst image push cluster=mycluster --image burst:latest
     """
     targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
-    options = PushOptions(route, None if limit is None else parse_rate(limit))
+    way = (route, None if limit is None else parse_rate(limit))
     try:
-        code = _push(targets, _image_name(targets, image), options, dry_run=dry_run, as_json=as_json)
+        code = _push(targets, _image_name(targets, image), way, dry_run=dry_run, as_json=as_json)
     except KeyboardInterrupt:
         text = "interrupted: layers that are whole stay on the nodes; the same command sends the others"
         render.stderr().print(text, markup=False)
@@ -205,14 +204,17 @@ def prune(
     raise typer.Exit(1 if any(node.problem for node in nodes) else 0)
 
 
-def _push(targets: Targets, name: str, options: PushOptions, *, dry_run: bool, as_json: bool) -> int:
-    """The exit code of a push, everything shown. Raises ClusterError when this machine has no such image."""
+def _push(targets: Targets, name: str, way: tuple[str, float | None], *, dry_run: bool, as_json: bool) -> int:
+    """The exit code of a push, everything shown. Raises ClusterError when this machine has no such image.
+
+    way: its route and its limit in bytes/s.
+    """
     begin = time.monotonic()
     cluster = targets.config.cluster
     engine = engine_words(cluster.container.command)
     image, console = LocalImage(engine, name), render.stderr()
     with SshPool() as pool, Push(image, engine, targets.hosts, pool.connect) as push:
-        plan = push.plan(options)
+        plan = push.plan(*way)
         if dry_run:
             if as_json:
                 render.emit_json(asdict(plan))

@@ -19,7 +19,7 @@ from burst_cli.tables import listing
 from cluster.ssh.nodes import fold_nodes
 
 if TYPE_CHECKING:
-    from cluster.image.plan import ImagePlan, NodePlan
+    from cluster.image.plan import ImagePlan
     from cluster.image.prune import Pruned
     from cluster.image.push import NodeResult, PushObserver
     from cluster.image.status import ImageStatus
@@ -100,7 +100,10 @@ def plan_view(plan: ImagePlan) -> RenderableType:
         (plan.image, "bold"),
         f"  identity {plan.identity[:_SHORT_ID]}  {plan.layers} layers, {binary_bytes(plan.unpacked_bytes)}",
     )
-    rows = grouped(((node.route.value, _what(node)), node.node) for node in plan.nodes)
+    rows = grouped(
+        ((node.route.value, node.problem or ("" if node.is_pulling else "up to date")), node.node)
+        for node in plan.nodes
+    )
     table = listing(("nodes", "route", ""), ((fold_nodes(names), *cells) for cells, names in rows.items()))
     names = [node.node for node in plan.pulling]
     lines: list[RenderableType] = [head, table]
@@ -108,10 +111,6 @@ def plan_view(plan: ImagePlan) -> RenderableType:
         lines.append(Text("chain: launcher → " + " → ".join(names)))
     packed = ", packed with zstd" if plan.packing == "zstd" else ""
     return Group(*lines, Text(f"to send: layers that a node lacks{packed}" if names else "nothing to send"))
-
-
-def _what(node: NodePlan) -> str:
-    return node.problem or ("up to date" if node.is_up_to_date else "there under another name" if node.same else "")
 
 
 def results_view(results: Sequence[NodeResult], elapsed_s: float) -> RenderableType:

@@ -6,11 +6,13 @@ OCI       blobs/sha256/HASH for everything, layers perhaps packed already, index
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import itertools
 import json
 import posixpath
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any, Literal
 
@@ -92,7 +94,7 @@ def _image(documents: dict[str, bytes]) -> tuple[bytes, list[str]]:
 def _packed(head: bytes, reader: IO[bytes], packing: Packing) -> tuple[str, Blob]:
     """A layer in `packing`; one that is gzip already stays as it is, as every engine takes it."""
     there = "gzip" if head[:2] == b"\x1f\x8b" else "zstd" if head[:4] == b"\x28\xb5\x2f\xfd" else "none"
-    pieces = _pieces(head, reader)
+    pieces: Iterable[bytes] = itertools.chain([head], iter(functools.partial(reader.read, _READ_BYTES), b""))
     if there == "zstd" and packing == "none":
         pieces, there = map(zstandard.ZstdDecompressor().decompressobj().decompress, pieces), "none"
     if there == "none" and packing == "zstd":
@@ -100,7 +102,7 @@ def _packed(head: bytes, reader: IO[bytes], packing: Packing) -> tuple[str, Blob
     return _blob(_LAYER + ("" if there == "none" else f"+{there}"), pieces)
 
 
-def _pack(pieces: Iterator[bytes]) -> Iterator[bytes]:
+def _pack(pieces: Iterable[bytes]) -> Iterator[bytes]:
     # Without the size in its head: the same layer gives the same bytes, however the engine hands it over.
     packer = zstandard.ZstdCompressor(level=_LEVEL, threads=-1).compressobj()
     for piece in pieces:
@@ -109,10 +111,10 @@ def _pack(pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _document(media_type: str, body: bytes) -> tuple[str, Blob]:
-    return _blob(media_type, iter([body]))
+    return _blob(media_type, [body])
 
 
-def _blob(media_type: str, pieces: Iterator[bytes]) -> tuple[str, Blob]:
+def _blob(media_type: str, pieces: Iterable[bytes]) -> tuple[str, Blob]:
     blob, digest = Blob(media_type), hashlib.sha256()
     for piece in pieces:
         digest.update(piece)
@@ -129,9 +131,3 @@ def _add(blobs: dict[str, Blob], named: tuple[str, Blob]) -> str:
 
 def _row(blobs: dict[str, Blob], digest: str) -> dict[str, Any]:
     return {"mediaType": blobs[digest].media_type, "digest": digest, "size": blobs[digest].size}
-
-
-def _pieces(head: bytes, reader: IO[bytes]) -> Iterator[bytes]:
-    yield head
-    while piece := reader.read(_READ_BYTES):
-        yield piece

@@ -7,12 +7,10 @@ beside them, and wheels from anywhere can be put into it for machines without ne
 from __future__ import annotations
 
 import hashlib
-import io
 import os
-import re
 import subprocess
 import tarfile
-import threading
+import tempfile
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,12 +38,8 @@ CONTEXT = (
     "Dockerfile",
 )
 WHEELS_FOLDER = "docker/wheels"
-_NAME = r"[a-z0-9]+(?:(?:\.|__?|-+)[a-z0-9]+)*"
-_REGISTRY = r"(?:[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\])(?::\d+)?"
-_TAG = re.compile(rf"(?:{_REGISTRY}/)?{_NAME}(?:/{_NAME})*(?::\w[\w.-]{{0,127}})?", re.ASCII)
 _LEFT_OUT = frozenset({"__pycache__", "wheels"})
 _LAST_LINES = 20
-_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -90,10 +84,6 @@ def build_build_plan(root: Path, settings: BuildSettings, git: Mapping[str, Any]
 
     Raises ConfigError when `root` is no checkout of burst or the folder of wheels has none.
     """
-    if not _TAG.fullmatch(settings.tag):
-        raise ConfigError(f"--tag {settings.tag!r}: expected NAME:TAG, the name in small letters, such as burst:1")
-    if not command:
-        raise ConfigError("--command: empty")
     missing = [name for name in CONTEXT if not (root / name).exists()]
     if missing:
         raise ConfigError(
@@ -120,19 +110,18 @@ def run_build(plan: BuildPlan, tag: str, on_line: Callable[[str], None]) -> Loca
     """The image, built; `on_line` is told every line that the engine prints. Raises ClusterError with the last ones."""
     environment = os.environ | {"BUILDKIT_PROGRESS": "plain"}
     last: deque[str] = deque(maxlen=_LAST_LINES)
-    try:
-        process = subprocess.Popen(
-            plan.argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
-        )
-    except OSError as error:
-        raise ClusterError(
-            f"{plan.argv[0]}: cannot be started ({error.strerror}); install Docker, or name another engine by --command"
-        ) from error
-    assert process.stdin is not None
+    with tempfile.TemporaryFile() as context:
+        write_context(plan.files, context)
+        context.seek(0)
+        try:
+            process = subprocess.Popen(
+                plan.argv, stdin=context, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
+            )
+        except OSError as error:
+            text = f"{plan.argv[0]}: cannot be started ({error.strerror}); install Docker, or name another engine"
+            raise ClusterError(f"{text} by --command") from error
     assert process.stdout is not None
     with process:
-        sender = threading.Thread(target=_send, args=(plan.files, process.stdin), daemon=True)
-        sender.start()
         try:
             for raw in process.stdout:
                 line = clean_text(raw, limit=2000).rstrip()
@@ -141,14 +130,13 @@ def run_build(plan: BuildPlan, tag: str, on_line: Callable[[str], None]) -> Loca
         except BaseException:
             process.terminate()
             raise
-        sender.join()
     if process.returncode != 0:
         shown = "\n  ".join(line for line in last if line.strip())
         raise ClusterError(f"{plan.argv[0]} build ended with exit code {process.returncode}:\n  {shown}")
     return LocalImage(plan.argv[:1], tag)
 
 
-def context_digest(files: Files) -> str:
+def _context_digest(files: Files) -> str:
     """SHA-256 over names, modes and contents of the files: equal exactly when the build context is."""
     total = hashlib.sha256()
     for name, source in files.items():
@@ -164,15 +152,6 @@ def write_context(files: Files, stream: IO[bytes]) -> None:
             entry.size, entry.mode = source.stat().st_size, 0o755 if _is_executable(source) else 0o644
             with source.open("rb") as content:
                 archive.addfile(entry, content)
-
-
-def _send(files: Files, stream: IO[bytes]) -> None:
-    # An engine that fails early closes the pipe; its own text says why.
-    try:
-        with io.BufferedWriter(stream, _READ_BYTES) as buffered:
-            write_context(files, buffered)
-    except (BrokenPipeError, ValueError):
-        return
 
 
 def _source_files(root: Path) -> Files:
@@ -207,7 +186,7 @@ def _labels(files: Files, settings: BuildSettings, git: Mapping[str, Any] | None
         "org.opencontainers.image.title": "burst",
         "org.burst.image": "1",
         "org.burst.device": settings.device,
-        "org.burst.context-sha256": context_digest(files),
+        "org.burst.context-sha256": _context_digest(files),
     }
     if git is not None:
         labels["org.opencontainers.image.revision"] = str(git["sha"])

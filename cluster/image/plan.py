@@ -24,50 +24,40 @@ class Route(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class PushOptions:
-    """What a person asked for. route: "auto", "direct" or "chain"; limit: bytes/s of each sender."""
-
-    route: str = "auto"
-    limit: float | None = None
-
-
-@dataclass(frozen=True)
 class NodePlan:
     """What happens on one node. feeders: nodes to ask for layers, one after the other; last of all the launcher.
 
-    same: an image there that is this one and lacks its name; engine: what its `version` says; problem: why it cannot
-    get the image at all.
+    engine: what its `version` says; problem: why it cannot get the image at all.
     """
 
     node: str
     route: Route
     feeders: tuple[str, ...] = ()
-    same: str | None = None
     engine: str = ""
     problem: str = ""
 
     @property
-    def is_up_to_date(self) -> bool:
-        """Whether nothing is to be done."""
-        return self.route is Route.NONE and self.same is None
+    def is_pulling(self) -> bool:
+        """Whether it gets layers."""
+        return self.route in (Route.DIRECT, Route.CHAIN)
 
 
 @dataclass(frozen=True)
 class ImagePlan:
-    """One push. nodes: in the order that they were given."""
+    """One push. limit: bytes/s of each sender. nodes: in the order that they were given."""
 
     image: str
     identity: str
     layers: int
     unpacked_bytes: int
     packing: Packing
-    options: PushOptions
+    limit: float | None
     nodes: tuple[NodePlan, ...]
 
     @property
     def pulling(self) -> tuple[NodePlan, ...]:
         """Nodes that get layers."""
-        return tuple(node for node in self.nodes if node.route in (Route.DIRECT, Route.CHAIN))
+        return tuple(node for node in self.nodes if node.is_pulling)
 
 
 def choose_feeders(nodes: Sequence[NodePlan], route: str) -> tuple[NodePlan, ...]:

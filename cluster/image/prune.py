@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,28 +26,19 @@ def prune_node(connection: Connection, engine: Sequence[str], image: str, *, dry
 
     The label alone is not enough: whatever somebody builds upon our image inherits it. Raises ClusterError.
     """
-    repository = repository_of(image)
-    listed = _call(connection, engine, "image", "ls", "--filter", f"label={LABEL}=1", "--format", "{{json .}}")
-    try:
-        rows = [json.loads(line) for line in listed.splitlines() if line.startswith("{")]
-    except ValueError as error:
-        raise ClusterError("its container engine answered something that makes no sense") from error
-    names = {f"{row.get('Repository')}:{row.get('Tag')}": str(row.get("ID")) for row in rows}
+    head, slash, last = image.rpartition("/")
+    repository = head + slash + last.partition(":")[0]  # the port of a registry is no tag
+    words = ("--filter", f"label={LABEL}=1", "--format", "{{.Repository}}:{{.Tag}} {{.ID}}", repository)
     removed = []
-    for name, image_id in sorted(names.items()):
-        if repository_of(name) != repository or name in (image, f"{image}:latest") or name.endswith(":<none>"):
+    for line in sorted(_call(connection, engine, "image", "ls", *words).splitlines()):
+        name, _, image_id = line.partition(" ")
+        if name in (image, f"{image}:latest") or name.endswith(":<none>"):
             continue
         if _call(connection, engine, "ps", "--all", "--quiet", "--filter", f"ancestor={image_id}").strip():
             continue
         if dry_run or connection.run([*engine, "image", "rm", "--", name]).ok:
             removed.append(one_line(name))
     return Pruned(connection.host.name, tuple(removed))
-
-
-def repository_of(name: str) -> str:
-    """The name without its tag; a port of a registry is no tag."""
-    head, _, last = name.rpartition("/")
-    return f"{head}/{last.partition(':')[0]}".lstrip("/")
 
 
 def _call(connection: Connection, engine: Sequence[str], *words: str) -> str:

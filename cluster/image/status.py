@@ -92,18 +92,9 @@ def build_status(image: str, found: Sequence[NodeImage], local: str | None) -> I
     members: dict[tuple[str | None, str], list[NodeImage]] = {}
     for node in found:
         members.setdefault((node.identity, node.problem), []).append(node)
-    groups = [_group(key, nodes, reference) for key, nodes in members.items()]
-    return ImageStatus(image, reference, source, tuple(sorted(groups, key=lambda group: -len(group.nodes))))
-
-
-def _group(key: tuple[str | None, str], nodes: Sequence[NodeImage], reference: str | None) -> ImageGroup:
-    identity, problem = key
-    first = nodes[0]
-    return ImageGroup(
-        nodes=tuple(node.node for node in nodes),
-        identity=identity,
-        image_id=first.image_id,
-        created=first.created,
-        problem=problem,
-        differs=identity is None or identity != reference,
-    )
+    groups = []
+    for nodes in sorted(members.values(), key=len, reverse=True):
+        names, one = tuple(node.node for node in nodes), nodes[0]
+        differs = one.identity is None or one.identity != reference
+        groups.append(ImageGroup(names, one.identity, one.image_id, one.created, one.problem, differs))
+    return ImageStatus(image, reference, source, tuple(groups))

@@ -5,7 +5,6 @@ Python 3.9, standard library only: it runs on the nodes, too.
 
 from __future__ import annotations
 
-import functools
 import hmac
 import os
 import re
@@ -58,24 +57,19 @@ class Blob:
         """Everything from `offset` to `size`. Raises BlobError when no more of it will come."""
         while offset < size:
             with self._changed:
-                self._changed.wait_for(functools.partial(self._is_settled, offset))
-                if self.have <= offset:
-                    raise BlobError("the rest of a layer will not come")
+                while self.have <= offset:
+                    if self._failed:
+                        raise BlobError("the rest of a layer will not come")
+                    self._changed.wait()
                 ready = self.have - offset
-            data = os.pread(self._descriptor(), min(ready, PIECE_BYTES), offset)
+            assert self._file is not None
+            data = os.pread(self._file, min(ready, PIECE_BYTES), offset)
             yield data
             offset += len(data)
 
     def __del__(self) -> None:
         if self._file is not None:
             os.close(self._file)
-
-    def _descriptor(self) -> int:
-        assert self._file is not None
-        return self._file
-
-    def _is_settled(self, offset: int) -> bool:
-        return self.have > offset or self._failed
 
 
 class Limiter:
@@ -107,22 +101,19 @@ class Door:
         limiter: Limiter,
         on_request: Callable[[str], None] = lambda digest: None,
     ) -> None:
-        self._blobs, self._token, self._on_request = blobs, token, on_request
-        self.limiter, self.sent, self._lock = limiter, 0, threading.Lock()
+        self._blobs, self._token, self.on_request = blobs, token, on_request
+        self._limiter, self.sent, self._lock = limiter, 0, threading.Lock()
 
-    def find(self, path: str, *, read: bool) -> tuple[str, Blob] | None:
-        """The blob that a path names, with its digest."""
+    def find(self, path: str) -> tuple[str, Blob | None]:
+        """(digest, blob) that a path names."""
         match = _PATH.fullmatch(path)
         if match is None or not hmac.compare_digest(match[1], self._token):
-            return None
-        blob = self._blobs.get(match[2])
-        if blob is not None and read:
-            self._on_request(match[2])
-        return None if blob is None else (match[2], blob)
+            return "", None
+        return match[2], self._blobs.get(match[2])
 
     def count(self, size: int) -> None:
         """Wait for the limit; `size` bytes go out."""
-        self.limiter.take(size)
+        self._limiter.take(size)
         with self._lock:
             self.sent += size
 
@@ -146,24 +137,22 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, *, read: bool) -> None:
         door: Door = getattr(self.server, "door", self.server)
-        found = door.find(self.path, read=read)
-        if found is None:
+        digest, blob = door.find(self.path)
+        if blob is None:
             is_root = self.path in ("/v2/", "/v2")
             body = b"{}" if is_root else b'{"errors":[{"code":"NAME_UNKNOWN"}]}'
             self._head(200 if is_root else 404, "application/json", len(body))
             if read:
                 self.wfile.write(body)
             return
-        digest, blob = found
         size = blob.size or 0
         part = _RANGE.fullmatch(self.headers.get("Range", ""))
         begin = min(int(part[1]), size) if part else 0
         extra = {"Content-Range": f"bytes {begin}-{size - 1}/{size}"} if part else {}
         self._head(206 if part else 200, blob.media_type, size - begin, {"Docker-Content-Digest": digest, **extra})
-        if read:
-            self._send(door, blob, begin, size)
-
-    def _send(self, door: Door, blob: Blob, begin: int, size: int) -> None:
+        if not read:
+            return
+        door.on_request(digest)
         try:
             for data in blob.pieces(begin, size):
                 door.count(len(data))

@@ -1,7 +1,7 @@
 """A pull-through cache on a node: its engine and the next node read from it what it fetches from the node before it.
 
-Bytes go out while they arrive (cut-through). A node before it that no longer answers is left out, the launcher is the
-last one asked. Started over SSH, told what to do by two lines of JSON on stdin, gone when stdin ends or is silent.
+Bytes go out while they arrive (cut-through). A node before it that breaks off is left out, the launcher is the last one
+asked. Started over SSH, told what to do by messages on stdin, gone when stdin ends or is silent.
 Python 3.9, standard library only.
 """
 
@@ -9,82 +9,52 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import json
 import os
-import select
 import socket
 import socketserver
 import ssl
-import sys
 import threading
 import time
 from typing import Any
 
+from cluster.agent.messages import Message, serve
 from cluster.image.node.registry import PIECE_BYTES, Blob, Door, Handler, Limiter
 
-_BEAT_S = 0.5
 _TOGETHER_S = 0.05  # for the other requests that an engine makes at the same time
-_SILENCE_S = 40.0  # the launcher says something every few seconds
+_DEAD_S = 4  # a node before this one that does not even acknowledge for so long
 
 
 class Upstream:
-    """Where blobs come from; `certificate` (PEM) makes it TLS with nobody else.
+    """Where blobs come from; `certificate` (PEM) makes it TLS with nobody else."""
 
-    After `stall_s` without a byte it is asked whether it lives.
-    """
-
-    def __init__(self, facts: dict[str, Any], stall_s: float) -> None:
-        self._stall_s = stall_s
-        self.address, self.port, self._token = str(facts["address"]), int(facts["port"]), str(facts["token"])
+    def __init__(self, facts: dict[str, Any]) -> None:
+        self._where, self._token = (str(facts["address"]), int(facts["port"])), str(facts["token"])
         self._context: ssl.SSLContext | None = None
         if facts.get("certificate"):
             self._context = ssl.create_default_context(cadata=facts["certificate"])
             self._context.check_hostname = False
 
-    def read(self, digest: str, blob: Blob) -> bool:
-        """Append what is missing of a blob, as far as it comes; False if it broke off before the first byte of it."""
-        before, is_silent = blob.have, False
-        connection = self._connect()
-        try:
+    def read(self, digest: str, blob: Blob) -> None:
+        """Append what is missing of a blob, as far as it comes, and as there is room for it here."""
+        connection = self._connection()
+        with contextlib.suppress(OSError, http.client.HTTPException), contextlib.closing(connection):
+            connection.connect()
+            # It may have nothing to send for long: then its kernel says whether it is still there.
+            connection.sock.settimeout(None)
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1)):
+                connection.sock.setsockopt(socket.IPPROTO_TCP, option, value)
+            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _DEAD_S)
             path = f"/v2/{self._token}/burst/blobs/{digest}"
             connection.request("GET", path, headers={"Range": f"bytes={blob.have}-"})
             response = connection.getresponse()
             while response.status == 206 and (data := response.read1(PIECE_BYTES)):
-                _append(blob, data)
-        except socket.timeout:  # before Python 3.10 no TimeoutError
-            is_silent = True
-        except (OSError, http.client.HTTPException):
-            pass
-        finally:
-            connection.close()
-        return is_silent or blob.have > before
+                blob.append(data)
 
-    def answers(self) -> bool:
-        """Whether it is alive."""
-        connection = self._connect()
-        try:
-            connection.request("GET", "/v2/")
-            return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
-
-    def _connect(self) -> http.client.HTTPConnection:
+    def _connection(self) -> http.client.HTTPConnection:
         if self._context is None:
-            return http.client.HTTPConnection(self.address, self.port, timeout=self._stall_s)
-        return http.client.HTTPSConnection(self.address, self.port, timeout=self._stall_s, context=self._context)
-
-
-class NoRoomError(Exception):
-    """This node cannot keep what comes."""
-
-
-def _append(blob: Blob, data: bytes) -> None:
-    try:
-        blob.append(data)
-    except OSError as error:
-        raise NoRoomError(str(error)) from error
+            return http.client.HTTPConnection(*self._where, timeout=_DEAD_S)
+        return http.client.HTTPSConnection(*self._where, timeout=_DEAD_S, context=self._context)
 
 
 class Relay:
@@ -120,10 +90,13 @@ class Relay:
         while True:
             digest = self._next()
             blob = self.blobs[digest]
-            with contextlib.suppress(NoRoomError):
-                self._fetch(digest, blob)
-            if blob.have != blob.size:
-                blob.set_failed(True)
+            while blob.have != blob.size:
+                self._upstreams[0].read(digest, blob)
+                if blob.have != blob.size and len(self._upstreams) == 1:
+                    blob.set_failed(True)
+                    break
+                if blob.have != blob.size:
+                    del self._upstreams[0]
 
     def _next(self) -> str:
         with self._asked:
@@ -136,20 +109,11 @@ class Relay:
             self._wanted.remove(digest)
             return digest
 
-    def _fetch(self, digest: str, blob: Blob) -> None:
-        for upstream in list(self._upstreams):
-            while blob.have != blob.size and upstream.read(digest, blob):
-                if blob.have != blob.size and not upstream.answers():
-                    break
-            if blob.have != blob.size and not upstream.answers():
-                self._upstreams.remove(upstream)
-
 
 class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     """A door on a socket, with TLS where a context is given."""
 
     daemon_threads = True
-    allow_reuse_address = True
     request_queue_size = 64
 
     def __init__(self, address: str, door: Door, context: ssl.SSLContext | None = None) -> None:
@@ -167,6 +131,29 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Nothing: whoever broke off asks again."""
+
+
+class _Answers:
+    """What a relay answers: first, where its doors are; then it learns whom to ask; then, how much came."""
+
+    def __init__(self) -> None:
+        self._relay = Relay({})
+
+    def __call__(self, asked: Message, data: bytes) -> tuple[Message, bytes]:
+        if "blobs" in asked:
+            return self._open_doors(asked), b""
+        if "upstreams" in asked:
+            self._relay.start([Upstream(facts) for facts in asked["upstreams"]])
+        return {"received": self._relay.received()}, b""
+
+    def _open_doors(self, asked: Message) -> Message:
+        relay = self._relay = Relay({digest: Blob(kind, size) for digest, (kind, size) in asked["blobs"].items()})
+        engine = _Server("127.0.0.1", Door(relay.blobs, asked["token"], Limiter(None), relay.want))
+        peer, address = None, _own_address() if asked["certificate"] else None
+        if address is not None:
+            door = Door(relay.blobs, asked["peer_token"], Limiter(asked["limit"]), relay.want)
+            peer = [address, _Server(address, door, _tls(asked["certificate"])).server_address[1]]
+        return {"port": engine.server_address[1], "peer": peer}
 
 
 def _tls(certificate: str) -> ssl.SSLContext:
@@ -191,48 +178,7 @@ def _thread(target: Any) -> None:
     threading.Thread(target=target, daemon=True).start()
 
 
-def _read_line(buffered: bytearray) -> bytes:
-    """The next line of stdin; b"" when it ended, or nobody said anything for too long."""
-    while b"\n" not in buffered:
-        data = os.read(0, 1 << 16) if select.select([0], [], [], _SILENCE_S)[0] else b""
-        if not data:
-            return b""
-        buffered += data
-    line, _, rest = bytes(buffered).partition(b"\n")
-    buffered[:] = rest
-    return line + b"\n"
-
-
-def _say(message: dict[str, Any]) -> None:
-    os.write(1, json.dumps(message).encode("ascii") + b"\n")
-
-
 def main() -> None:
-    """See the module. Line 1: the blobs and the doors; line 2: upstreams; then anything, as a sign of life."""
-    buffered = bytearray()
-    setup = json.loads(_read_line(buffered))
-    relay = Relay({digest: Blob(kind, size) for digest, (kind, size) in setup["blobs"].items()})
-    engine = _Server("127.0.0.1", Door(relay.blobs, setup["token"], Limiter(None), relay.want))
-    peer, address = None, _own_address() if setup["certificate"] else None
-    if address is not None:
-        door = Door(relay.blobs, setup["peer_token"], Limiter(setup["limit"]), relay.want)
-        peer = [address, _Server(address, door, _tls(setup["certificate"])).server_address[1]]
-    _say({"port": engine.server_address[1], "peer": peer})
-    relay.start([Upstream(facts, setup["stall_s"]) for facts in json.loads(_read_line(buffered))])
-
-    def beat() -> None:
-        said, ticker = -1, threading.Event()
-        try:
-            while not ticker.wait(_BEAT_S):
-                if said != relay.received():
-                    said = relay.received()
-                    _say({"received": said})
-        except OSError:
-            os._exit(0)
-
-    _thread(beat)
-    while _read_line(buffered):
-        pass
-    _say({"received": relay.received()})
-    sys.stdout.flush()
+    """See the module."""
+    serve(_Answers())
     os._exit(0)

@@ -116,19 +116,6 @@ def test_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
         plan_of(tmp_path)
 
 
-@pytest.mark.parametrize("tag", ["", "A B", "Burst:1", "burst:", "burst:a/b", "-t", "burst@sha256:00", "a//b", "b\n"])
-def test_a_tag_that_engines_refuse_is_refused_before(checkout: Path, tag: str) -> None:
-    with pytest.raises(ConfigError, match=f"--tag {re.escape(repr(tag))}: expected NAME:TAG"):
-        build_build_plan(checkout, BuildSettings(tag), COMMIT, "docker")
-
-
-@pytest.mark.parametrize("tag", ["burst", "me/burst_2:v1.0_A-b", "Host.org:5000/a/b--c:1", "[::1]:5000/b__c.d"])
-def test_a_tag_that_engines_take_is_taken(checkout: Path, tag: str) -> None:
-    assert tag in build_build_plan(checkout, BuildSettings(tag), COMMIT, "docker").argv
-    with pytest.raises(ConfigError, match="--command: empty"):
-        build_build_plan(checkout, BuildSettings(tag), COMMIT, "")
-
-
 def test_engine_gets_the_context_on_its_stdin(checkout: Path, tmp_path: Path) -> None:
     (checkout / "engine/__init__.py").chmod(0o755)
     plan = plan_of(checkout, command=fake_engine(tmp_path))

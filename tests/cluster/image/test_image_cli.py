@@ -17,7 +17,7 @@ from burst_cli.image.view import (
     results_view,
     status_view,
 )
-from cluster.image.plan import ImagePlan, NodePlan, PushOptions, Route, choose_feeders
+from cluster.image.plan import ImagePlan, NodePlan, Route, choose_feeders
 from cluster.image.prune import Pruned
 from cluster.image.push import NodeResult
 from cluster.image.status import NodeImage, build_status
@@ -61,12 +61,12 @@ def test_no_nodes_is_a_mistake_with_a_json_document(burst):
 
 
 def plan_of(*nodes: NodePlan) -> ImagePlan:
-    return ImagePlan("app:1", IDENTITY, 2, 6 * MIB, "zstd", PushOptions(), choose_feeders(nodes, "auto"))
+    return ImagePlan("app:1", IDENTITY, 2, 6 * MIB, "zstd", None, choose_feeders(nodes, "auto"))
 
 
 def test_a_plan_folds_equal_nodes_and_shows_the_chain():
     nodes = [EMPTY[name] for name in "abc"] + [NodePlan(f"dead{k}", Route.REFUSED, problem="dead") for k in (1, 2)]
-    nodes += [NodePlan("has", Route.NONE), NodePlan("e", Route.NONE, same="sha256:x")]
+    nodes.append(NodePlan("has", Route.NONE))
     assert lines_of(plan_view(plan_of(*nodes))) == [
         f"app:1 identity {IDENTITY[:12]} 2 layers, 6 MiB",
         "nodes route",
@@ -74,7 +74,6 @@ def test_a_plan_folds_equal_nodes_and_shows_the_chain():
         "b,c chain",
         "dead[1-2] refused dead",
         "has none up to date",
-        "e none there under another name",
         "chain: launcher → a → b → c",
         "to send: layers that a node lacks, packed with zstd",
     ]

@@ -171,7 +171,7 @@ def test_a_node_that_breaks_midway_stops_no_other(case, rig):
     victim = rig.names[case.position]
     watcher = Watcher(victim, HALF, lambda: case.act(rig, victim))
     with SshPool(keepalive_s=0.5) as pool:
-        pushed = rig.push(rig.image_here, observer=watcher, limit=SLOW, connect=pool.connect, stall_s=1.5)
+        pushed = rig.push(rig.image_here, observer=watcher, limit=SLOW, connect=pool.connect)
     result = pushed.nodes[victim]
 
     assert pushed.failed == ({victim} if case.error else set()), pushed.nodes
@@ -186,7 +186,7 @@ def test_what_nodes_lack_from_the_start_is_told_of_each(rig):
     forbid_forwarding(rig, no_port)
     fill_disk(rig, full)
     remove_python(rig, no_python)
-    pushed = rig.push(rig.image_here, stall_s=1.5)
+    pushed = rig.push(rig.image_here)
 
     assert pushed.failed == {no_engine, no_port, full}
     assert rig.holding() == {no_python}
@@ -194,13 +194,13 @@ def test_what_nodes_lack_from_the_start_is_told_of_each(rig):
     assert "its container engine" in pushed.nodes[no_engine].error
     assert "cannot forward a port" in pushed.nodes[no_port].error
     assert "no space left on device" in pushed.nodes[full].error
-    assert re.search("no relay there .*no such thing", " ".join(pushed.nodes[no_python].notes))
+    assert re.search("no relay there .*there is no python3", " ".join(pushed.nodes[no_python].notes))
 
 
 @pytest.mark.thorough  # it fails as a relay that is killed
 def test_a_relay_without_room_is_done_without(rig):
     fill_relay_disk(rig, rig.names[1])
-    pushed = rig.push(rig.image_here, stall_s=1.5)
+    pushed = rig.push(rig.image_here)
 
     assert rig.holding() == set(rig.names)
     assert pushed.sent_bytes <= 3.1 * (SIZE + 10_000)

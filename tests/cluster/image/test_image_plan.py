@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from testkit.local_connection import LocalConnection
 
 from cluster.errors import ClusterError
 from cluster.image.node.identity import image_identity
 from cluster.image.plan import NodePlan, Route, choose_feeders, choose_packing
-from cluster.image.prune import prune_node
 from cluster.image.rate import parse_rate
 from cluster.image.status import NodeImage, build_status, read_inspected
 from engine.config.errors import ConfigError
@@ -41,18 +39,15 @@ def test_two_nodes_are_fed_from_here_and_three_feed_each_other(names, route, exp
 
 
 def test_nodes_that_have_the_image_or_cannot_get_it_are_no_part_of_the_chain():
-    has, named = NodePlan("a", Route.NONE), NodePlan("b", Route.NONE, same="sha256:x")
-    dead = NodePlan("c", Route.REFUSED, problem="dead")
+    has, dead = NodePlan("a", Route.NONE), NodePlan("c", Route.REFUSED, problem="dead")
 
-    assert routes(has, named, dead, EMPTY["d"], EMPTY["e"], EMPTY["f"]) == [
+    assert routes(has, dead, EMPTY["d"], EMPTY["e"], EMPTY["f"]) == [
         ("a", "none", ""),
-        ("b", "none", ""),
         ("c", "refused", ""),
         ("d", "direct", ""),
         ("e", "chain", "d"),
         ("f", "chain", "ed"),
     ]
-    assert [node.is_up_to_date for node in (has, named)] == [True, False]
 
 
 DOCKER = (
@@ -94,11 +89,6 @@ def test_an_engine_without_the_image_has_none(said):
 def test_an_engine_that_does_not_answer_is_no_engine_without_the_image(code, out, said, words):
     with pytest.raises(ClusterError, match=words):
         read_inspected(code, out, said)
-
-
-def test_an_engine_that_lists_nonsense_is_told_when_images_are_pruned():
-    with LocalConnection("node1") as node, pytest.raises(ClusterError, match="makes no sense"):
-        prune_node(node, ["sh", "-c", "echo '{half'"], "app:1", dry_run=True)
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,8 @@ def test_an_image_that_is_there_under_another_name_is_only_named(rig):
     rig.engine("tag", image.name, "rig/other:name")
     pushed = rig.push(rig.find("rig/other:name"), rig.names[:1])
 
-    assert (pushed.failed, pushed.sent_bytes) == (set(), 0)
+    assert pushed.failed == set()
+    assert pushed.sent_bytes < 10_000  # its manifest and its settings
     assert "rig/other:name" in rig.run(rig.names[0], "docker", "image", "ls", "--format", "{{.Repository}}:{{.Tag}}")
 
 

@@ -11,8 +11,6 @@ import json
 import os
 import socket
 import socketserver
-import subprocess
-import sys
 import tarfile
 import threading
 from collections.abc import Iterator
@@ -25,7 +23,6 @@ from hypothesis import strategies as st
 from testkit.image_rig import noise, saved_image, tar_of
 from testkit.local_connection import LocalConnection
 
-from cluster.code import node_code, program_words
 from cluster.image.archive import ArchiveError, PackedImage, pack_archive
 from cluster.image.node.registry import Blob, Door, Handler, Limiter
 from cluster.image.node.relay import Relay
@@ -215,117 +212,11 @@ def test_a_range_is_the_rest_of_a_blob(begin):
     assert headers["Content-Range"] == f"bytes {begin}-{len(BODY) - 1}/{len(BODY)}"
 
 
-class RelayProcess:
-    """A relay as a node runs it, told to ask `upstreams`."""
-
-    def __init__(self, blobs: dict[str, int], upstreams: list[dict[str, object]], made: PushSecrets) -> None:
-        command = [sys.executable, *program_words("cluster.image.node.relay", "burst-image-relay")[1:]]
-        environment = {**os.environ, "SSH_CONNECTION": "127.0.0.1 1 127.0.0.1 2"}
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
-        setup = {"blobs": {digest: ["application/x", size] for digest, size in blobs.items()}, "limit": None}
-        setup |= {"token": TOKEN, "peer_token": PEER, "certificate": made.certificate + made.key, "stall_s": 0.5}
-        self._write(node_code() + json.dumps(setup).encode() + b"\n")
-        assert self.process.stdout is not None
-        said = json.loads(self.process.stdout.readline())
-        self.port = said["port"]
-        address, port = said["peer"]
-        self.as_upstream = {"address": address, "port": port, "token": PEER, "certificate": made.certificate}
-        self._write(json.dumps(upstreams).encode() + b"\n")
-
-    def _write(self, data: bytes) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(data)
-        self.process.stdin.flush()
-
-
-@pytest.fixture
-def relay():
-    """Starts relays in a row, each asking those before it and then the `last` upstream; ends them."""
-    made, started = PushSecrets(), []
-
-    def start(last: int, *before: RelayProcess, body: bytes = BODY) -> RelayProcess:
-        launcher = {"address": "127.0.0.1", "port": last, "token": TOKEN}
-        started.append(RelayProcess({sha(body): len(body)}, [*(one.as_upstream for one in before), launcher], made))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.process.stdin.close()
-        assert one.process.wait(20) in (0, -9)
-        one.process.stdout.close()
-
-
-@pytest.mark.parametrize("dies", [False, True])
-def test_relays_pass_on_bytes_while_they_arrive_fetch_each_once_and_leave_out_the_dead(relay, dies):
-    blob, half = Blob("application/x", len(BODY)), len(BODY) // 2
-    blob.append(BODY[:half])
-    door = Door({sha(BODY): blob}, TOKEN, Limiter(None))
-    with serving(door) as server:
-        first = relay(server.port)
-        second = relay(server.port, first)
-        third = relay(server.port, second, first)
-        connection = http.client.HTTPConnection("127.0.0.1", third.port, timeout=20)
-        connection.request("GET", path_of(BODY))
-        answer = connection.getresponse()
-        begin = answer.read(half)
-        if dies:
-            second.process.kill()
-        blob.append(BODY[half:])
-        whole = begin + answer.read()
-        connection.close()
-        others = [ask(one.port, path_of(BODY))[1] for one in (first, *([] if dies else [second]), third)]
-
-    assert whole == BODY
-    assert set(others) == {BODY}
-    assert door.sent == len(BODY)
-
-
-def test_what_is_asked_for_at_once_is_fetched_in_the_same_order_on_every_node():
-    fetched, is_over = [], threading.Event()
-
-    class Before:
-        """A node before this one; it has everything."""
-
-        def read(self, digest, blob):
-            fetched.append(digest)
-            blob.append(bytes(blob.size))
-            if len(fetched) == 3:
-                is_over.set()
-            return True
-
-    one = Relay({digest: Blob("application/x", 10) for digest in ("a", "b", "c", "d")})
-    one.start([Before()])
-    for digest in ("d", "c", "a"):
-        one.want(digest)
-    assert is_over.wait(20)
-    assert fetched == ["a", "c", "d"]
-
-
-def test_a_relay_whose_upstreams_all_are_dead_breaks_off_and_ends_with_its_stdin(relay):
-    with serving(Door({}, TOKEN, Limiter(None))) as server:
-        port = server.port
-    alone = relay(port)
-    with pytest.raises(http.client.IncompleteRead):
-        ask(alone.port, path_of(BODY))
-
-
-def test_a_peer_needs_the_certificate_and_the_token_of_the_push(relay):
-    with serving(Door({sha(BODY): blob_of(BODY)}, TOKEN, Limiter(None))) as server:
-        first = relay(server.port)
-        with pytest.raises((http.client.BadStatusLine, ConnectionError)):
-            ask(first.as_upstream["port"], path_of(BODY, PEER))
-        other = {**first.as_upstream, "certificate": PushSecrets().certificate}
-        strange = RelayProcess({sha(BODY): len(BODY)}, [other], PushSecrets())
-        with pytest.raises(http.client.IncompleteRead):
-            ask(strange.port, path_of(BODY))
-        strange.process.stdin.close()
-        strange.process.wait(20)
-        strange.process.stdout.close()
-
-
 class LocalNode(LocalConnection):
     """A node whose forwarded port is one of this machine."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, {"SSH_CONNECTION": "127.0.0.1 1 127.0.0.1 2"})
 
     def forward(self, serve) -> int:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -339,22 +230,92 @@ class LocalNode(LocalConnection):
         return int(listener.getsockname()[1])
 
 
-def test_what_a_node_received_is_known_whole_when_its_relay_ends():
-    blobs = {sha(BODY): blob_of(BODY)}
-    image, made = PackedImage(blobs, sha(BODY)), PushSecrets()
-    node = {"SSH_CONNECTION": "127.0.0.1 1 127.0.0.1 2"}
-    feeds = [Feed(LocalNode(name, node), image, made, Limiter(None), 5.0) for name in ("one", "two")]
-    try:
-        for feed in feeds:
-            feed.start_relay({sha(BODY): ("application/x", len(BODY))}, None, feeds_others=True)
-        feeds[0].link([])
-        feeds[1].link(feeds[:1])
-        assert ask(feeds[1].ports[0], path_of(BODY, made.token))[1] == BODY
-        feeds[1].close()
-        assert (feeds[1].received_bytes, feeds[1].sent_bytes) == (len(BODY), 0)
-    finally:
-        for feed in feeds:
-            feed.close()
+@pytest.fixture
+def feed():
+    """Starts relays, each with a way to the launcher, which serves `blob`; ends them."""
+    nodes: list[LocalNode] = []
+    feeds: list[Feed] = []
+
+    def start(blob: Blob, made: PushSecrets, *before: Feed, body: bytes = BODY) -> Feed:
+        nodes.append(LocalNode(f"node{len(nodes)}"))
+        feeds.append(Feed(nodes[-1], PackedImage({sha(body): blob}, sha(body)), made, Limiter(None)))
+        assert feeds[-1].start_relay({sha(body): ("application/x", len(body))}, None, feeds_others=True) == ""
+        feeds[-1].link(before)
+        return feeds[-1]
+
+    yield start
+    for one, node in zip(feeds, nodes, strict=True):
+        one.end_relay()
+        assert node.processes[0].popen.wait(20) in (0, -9)
+        node.close()
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_relays_pass_on_bytes_while_they_arrive_fetch_each_once_and_leave_out_the_dead(feed, dies):
+    blob, half, made = Blob("application/x", len(BODY)), len(BODY) // 2, PushSecrets()
+    blob.append(BODY[:half])
+    first = feed(blob, made)
+    second = feed(blob, made, first)
+    third = feed(blob, made, second, first)
+    connection = http.client.HTTPConnection("127.0.0.1", third.ports[0], timeout=20)
+    connection.request("GET", path_of(BODY, made.token))
+    answer = connection.getresponse()
+    begin = answer.read(half)
+    if dies:
+        second.connection.processes[0].popen.kill()
+    blob.append(BODY[half:])
+    whole = begin + answer.read()
+    connection.close()
+    others = [ask(one.ports[0], path_of(BODY, made.token))[1] for one in (first, *([] if dies else [second]), third)]
+    for one in (first, second, third):
+        one.end_relay()
+
+    assert whole == BODY
+    assert set(others) == {BODY}
+    assert [one.sent_bytes for one in (first, second, third)] == [len(BODY), 0, 0]
+    assert [one.received_bytes for one in (first, third)] == [len(BODY)] * 2  # known whole when a relay ends
+
+
+def test_what_is_asked_for_at_once_is_fetched_in_the_same_order_on_every_node():
+    fetched, is_over = [], threading.Event()
+
+    class Before:
+        """A node before this one; it has everything."""
+
+        def read(self, digest, blob):
+            fetched.append(digest)
+            blob.append(bytes(blob.size))
+            if len(fetched) == 3:
+                is_over.set()
+
+    one = Relay({digest: Blob("application/x", 10) for digest in ("a", "b", "c", "d")})
+    one.start([Before()])
+    for digest in ("d", "c", "a"):
+        one.want(digest)
+    assert is_over.wait(20)
+    assert fetched == ["a", "c", "d"]
+
+
+def test_a_relay_whose_upstreams_all_break_off_does_so_too(feed):
+    blob = Blob("application/x", len(BODY))
+    blob.set_failed(True)
+    made = PushSecrets()
+    alone = feed(blob, made)
+    with pytest.raises(http.client.IncompleteRead):
+        ask(alone.ports[0], path_of(BODY, made.token))
+
+
+def test_a_peer_needs_the_certificate_and_the_token_of_the_push(feed):
+    made, failed = PushSecrets(), Blob("application/x", len(BODY))
+    failed.set_failed(True)
+    first = feed(blob_of(BODY), made)
+    where = first._peer
+    with pytest.raises((http.client.BadStatusLine, ConnectionError)):
+        ask(where["port"], path_of(BODY, made.peer_token))
+    first._peer = {**where, "certificate": PushSecrets().certificate}
+    strange = feed(failed, made, first)
+    with pytest.raises(http.client.IncompleteRead):
+        ask(strange.ports[0], path_of(BODY, made.token))
 
 
 def test_the_limit_holds_over_all_who_read():
