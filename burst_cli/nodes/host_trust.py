@@ -14,9 +14,8 @@ from burst_cli import render
 from burst_cli.figures import count_of
 from burst_cli.tables import listing
 from cluster.ssh.hosts import Host, Outcome, fan_out
-from cluster.ssh.known_hosts import trust_file
+from cluster.ssh.known_hosts import ShownKey, add_keys, trust_file
 from cluster.ssh.pool import SshPool
-from cluster.ssh.trust import ShownKey, add_keys, fetch_key
 
 _STYLES = {"known": "green", "new": "yellow"}
 
@@ -42,7 +41,7 @@ class TrustSession:
         """Go through `hosts`, the jump hosts before what lies behind them: their keys decide who is asked next."""
         for level in _by_depth(hosts):
             with SshPool() as pool:
-                answers = fan_out(level, lambda host, pool=pool: fetch_key(host, pool))  # type: ignore[misc]
+                answers = fan_out(level, pool.show_key)
             self._settle(list(answers.values()))
 
     def _settle(self, answers: Sequence[Outcome[ShownKey]]) -> None:

@@ -21,8 +21,7 @@ from burst_cli.targets import HostfileOption, HostsOption, select_targets
 from cluster.errors import HostsError
 from cluster.ssh.certificates import fingerprint
 from cluster.ssh.hosts import Host
-from cluster.ssh.known_hosts import HostKeys, trust_file
-from cluster.ssh.trust import forget_names
+from cluster.ssh.known_hosts import HostKeys, forget_names, trust_file
 
 app = new_verb()
 

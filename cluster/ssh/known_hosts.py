@@ -1,23 +1,27 @@
 """Which host keys are trusted: known_hosts files, read line by line so that one damaged line spoils nothing.
 
 A key counts when a line has it for one of the host's names, or when an authority that a line has for them certified it.
+burst's own file has what `burst hosts trust` accepted; it is written whole or not at all.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
+import fcntl
 import hmac
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.certificates import fingerprint, fits, key_type, objection, signer
 from cluster.ssh.hosts import Host
+from engine.runs.files import replace_file
 
 _MARKERS = ("", "@revoked", "@cert-authority")
 _WITH_PORT = re.compile(r"\[(.*)\]:\d+")
@@ -32,10 +36,14 @@ class KnownKey:
     """
 
     patterns: tuple[str, ...]
-    kind: str
     blob: bytes
     file: str
     marker: str = ""
+
+    @property
+    def kind(self) -> str:
+        """Its type, such as ssh-ed25519."""
+        return key_type(self.blob)
 
     def matches(self, name: str) -> bool:
         """Whether the line speaks of `name`."""
@@ -66,9 +74,8 @@ class HostKeys:
     def check(self, host: Host, blob: bytes, certificate: bytes = b"") -> None:
         """Raise SshError unless the key `blob` is trusted: by itself, or by the certificate that was shown with it."""
         shown = f"{key_type(blob)} {fingerprint(blob)}"
-        revoked = [key.blob for key in self.keys if key.marker == "@revoked"]
-        if blob in revoked or signer(certificate) in revoked:
-            whose = "host key" if blob in revoked else "certificate's authority"
+        if self._is_revoked(blob) or self._is_revoked(signer(certificate)):
+            whose = "host key" if self._is_revoked(blob) else "certificate's authority"
             text, remedy = f"its {whose} is marked as revoked: it shows {shown}", "the node needs a new host key"
             raise SshError(host.name, SshFailure.HOST_KEY_CHANGED, text, remedy)
         authorities = self.authorities(host)
@@ -89,6 +96,40 @@ class HostKeys:
             remedy = f"let the authority certify the key anew; or {remedy}"
         raise SshError(host.name, SshFailure.HOST_KEY_UNKNOWN, f"its host key is unknown: {shown}{reason}", remedy)
 
+    def state_of(self, host: Host, blob: bytes) -> str:
+        """What a key is to us that `host` shows: `known`, `new`, `changed` or `revoked`."""
+        found = [key.blob for key in self.find(host.key_name)]
+        if self._is_revoked(blob):
+            return "revoked"
+        return "known" if blob in found else "changed" if found else "new"
+
+    def _is_revoked(self, blob: bytes) -> bool:
+        return any(key.blob == blob for key in self.keys if key.marker == "@revoked")
+
+
+@dataclass(frozen=True)
+class ShownKey:
+    """A key that the server of `host` showed, by nothing proven yet; `state` as `HostKeys.state_of` has it."""
+
+    host: Host
+    blob: bytes
+    state: str
+
+    @property
+    def kind(self) -> str:
+        """Its type, such as ssh-ed25519."""
+        return key_type(self.blob)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA256:..., as ssh-keygen -l prints it."""
+        return fingerprint(self.blob)
+
+    @property
+    def line(self) -> str:
+        """The line of known_hosts that trusts it."""
+        return f"{self.host.key_name} {self.kind} {base64.b64encode(self.blob).decode()}"
+
 
 def trust_file() -> Path:
     """burst's own known_hosts: ~/.config/burst/known_hosts, or below XDG_CONFIG_HOME."""
@@ -106,7 +147,19 @@ def parse_line(line: str, file: str) -> KnownKey | None:
         blob = base64.b64decode(words[2].encode(), validate=True)
     except (binascii.Error, ValueError):
         return None
-    return KnownKey(tuple(words[0].split(",")), words[1], blob, file, marker) if key_type(blob) == words[1] else None
+    return KnownKey(tuple(words[0].split(",")), blob, file, marker) if key_type(blob) == words[1] else None
+
+
+def add_keys(keys: Sequence[ShownKey]) -> None:
+    """Add `keys` to the trust store; those already there are left alone."""
+    with _rewriting() as lines:
+        lines += [line for line in dict.fromkeys(key.line for key in keys) if line not in lines]
+
+
+def forget_names(names: Sequence[str]) -> None:
+    """Take the lines that are about one of `names` alone, as ours are, out of the trust store."""
+    with _rewriting() as lines:
+        lines[:] = [line for line in lines if line.split(" ")[0] not in names]
 
 
 def _read(file: str) -> list[KnownKey]:
@@ -143,3 +196,21 @@ def _way_to_forget(host: Host, key: KnownKey) -> str:
 
 def _known_in_words(keys: Sequence[KnownKey]) -> str:
     return " or ".join(f"{key.kind} {fingerprint(key.blob)} (in {key.file})" for key in keys)
+
+
+@contextlib.contextmanager
+def _rewriting() -> Iterator[list[str]]:
+    """The lines of the trust store, to be changed by one writer at a time; readers see the old ones or the new ones.
+
+    The lock is a file beside, for the store itself is replaced.
+    """
+    path = trust_file()
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with (path.parent / f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        old = path.read_bytes() if path.exists() else b""
+        lines = old.decode(errors="surrogateescape").splitlines()
+        yield lines
+        new = "".join(f"{line}\n" for line in lines).encode(errors="surrogateescape")
+        if new != old:
+            replace_file(path, new)

@@ -24,7 +24,7 @@ from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Deadline
 from cluster.ssh.hosts import Host
-from cluster.ssh.known_hosts import HostKeys
+from cluster.ssh.known_hosts import HostKeys, ShownKey
 from cluster.ssh.login import log_in
 from cluster.ssh.session import STALL_S, SshConnection
 from cluster.ssh.transport import KEEPALIVE_S, DroppedError, SshTransport, shake_hands
@@ -75,13 +75,14 @@ class SshPool:
         transport = self._log_in(host, Deadline.after(host.connect_timeout_s))
         return SshConnection(host, transport, self._stall_s)
 
-    def show_key(self, host: Host) -> bytes:
-        """The key that the server at `host` shows, trusted or not, without logging in."""
+    def show_key(self, host: Host) -> ShownKey:
+        """The key that the server at `host` shows, of a type that is known where it has one, without logging in."""
         deadline = Deadline.after(host.connect_timeout_s)
         types = self._known_types(host)
         transport = self._open(host, deadline, lambda transport: shake_hands(host, transport, deadline, types))
         try:
-            return transport.host_key_shown()[0]
+            blob, _ = transport.host_key_shown()
+            return ShownKey(host, blob, self.known_keys(host).state_of(host, blob))
         finally:
             transport.close()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Self
 
@@ -13,13 +12,12 @@ import paramiko
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import DEFAULT_OUTPUT_BYTES, CommandResult, Deadline, quote_command
 from cluster.ssh.hosts import Host
-from cluster.ssh.transport import WINDOW_BYTES, SshTransport, words
+from cluster.ssh.transport import WINDOW_BYTES, Answer, SshTransport, said_at_last, words
 
 STALL_S = 120.0
 _WRITE_BYTES = 1 << 15
 _STDERR_BYTES = 1 << 20
-# The timeout of a channel is shared by its readers and writers: each looks at its own deadline this often.
-_POLL_S = 0.25
+_BROKEN = (OSError, EOFError, paramiko.SSHException)
 
 
 class SshProcess:
@@ -30,9 +28,11 @@ class SshProcess:
 
     def __init__(self, host: Host, channel: paramiko.Channel, max_output_bytes: int, stall_s: float) -> None:
         self._host, self._channel, self._limit, self._stall_s = host, channel, max_output_bytes, stall_s
-        self._stderr = bytearray()
-        self._stderr_cut = False
-        channel.settimeout(_POLL_S)
+        self._stderr, self._is_cut = bytearray(), False
+        # The timeout of a channel is its writer's; its reader waits for this.
+        channel.settimeout(stall_s)
+        self._is_readable = threading.Event()
+        channel.in_buffer.set_event(self._is_readable)
         # stderr has its own reader: both streams share one window, and a full one would stop the other.
         self._drain = threading.Thread(target=self._read_stderr, name=f"stderr {host.name}", daemon=True)
         self._drain.start()
@@ -46,32 +46,27 @@ class SshProcess:
 
     def write(self, data: bytes) -> None:
         """Send all of `data` to stdin. Raises SshError: LOST when nobody reads or nothing moves for stall_s."""
-        view, moved = memoryview(data), time.monotonic()
-        while view:
-            try:
+        view = memoryview(data)
+        try:
+            while view:
                 sent = self._channel.send(bytes(view[:_WRITE_BYTES]))
-            except TimeoutError as error:
-                if time.monotonic() - moved > self._stall_s:
-                    text = f"the command has read nothing for {self._stall_s:.3g} s"
-                    raise SshError(self._host.name, SshFailure.LOST, text) from error
-                continue
-            except (OSError, EOFError, paramiko.SSHException) as error:
-                raise self._reads_no_more() from error
-            if sent == 0:
-                raise self._reads_no_more()
-            view, moved = view[sent:], time.monotonic()
+                if sent == 0:
+                    raise EOFError
+                view = view[sent:]
+        except TimeoutError as error:
+            text = f"the command has read nothing for {self._stall_s:.3g} s"
+            raise SshError(self._host.name, SshFailure.LOST, text) from error
+        except _BROKEN as error:
+            raise SshError(self._host.name, SshFailure.LOST, "the command no longer reads its input") from error
 
     def close_stdin(self) -> None:
         """Send end of file."""
-        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+        with contextlib.suppress(*_BROKEN):
             self._channel.shutdown_write()
 
     def read(self, max_bytes: int, timeout_s: float | None = None) -> bytes:
         """Up to `max_bytes` of stdout; b"" at its end. SshError: COMMAND_TIMEOUT, or LOST with the connection."""
-        deadline = Deadline.after(timeout_s) if timeout_s is not None else None
-        data = self._receive(max_bytes, deadline)
-        if data is None:
-            raise _command_timeout(self._host, timeout_s or 0.0)
+        data = self._receive(max_bytes, timeout_s, timeout_s)
         if not data and self._is_lost():
             raise self._lost()
         return data
@@ -79,40 +74,36 @@ class SshProcess:
     def wait(self, timeout_s: float) -> CommandResult:
         """The end of the command; reads both streams until then."""
         deadline = Deadline.after(timeout_s)
-        stdout, cut = bytearray(), False
-        while (data := self._receive(WINDOW_BYTES, deadline)) != b"":
-            if data is None:
-                raise _command_timeout(self._host, timeout_s)
-            room = self._limit - len(stdout)
-            cut = cut or len(data) > room
-            stdout += data[: max(0, room)]
+        stdout = bytearray()
+        while data := self._receive(WINDOW_BYTES, deadline.left_s, timeout_s):
+            self._keep(stdout, data, self._limit)
         if not self._channel.status_event.wait(deadline.left_s):
             raise _command_timeout(self._host, timeout_s)
         self._drain.join(deadline.left_s)
         if self._is_lost():
             raise self._lost()
         code = self._channel.exit_status
-        is_cut = cut or self._stderr_cut
-        return CommandResult(None if code == -1 else code, bytes(stdout), bytes(self._stderr), is_cut)
+        return CommandResult(None if code == -1 else code, bytes(stdout), bytes(self._stderr), self._is_cut)
 
     def close(self) -> None:
         """Drop the channel; from any thread, which ends reads and writes of others."""
-        with contextlib.suppress(OSError, EOFError, paramiko.SSHException):
+        with contextlib.suppress(*_BROKEN):
             self._channel.close()
 
-    def _receive(self, max_bytes: int, deadline: Deadline | None) -> bytes | None:
-        """Some of stdout, b"" at its end, None when the deadline is over."""
-        while True:
-            left_s = _POLL_S if deadline is None else min(_POLL_S, deadline.left_s)
-            self._channel.settimeout(max(left_s, 0.001))
-            try:
-                return self._channel.recv(max_bytes)
-            except TimeoutError:
-                if deadline is not None and deadline.is_over:
-                    return None
-            except (OSError, EOFError, paramiko.SSHException) as error:
-                # paramiko tells the server what was read, on a connection that has ended meanwhile.
-                raise self._lost() from error
+    def _receive(self, max_bytes: int, wait_s: float | None, limit_s: float | None) -> bytes:
+        """Some of stdout, b"" at its end; within wait_s, which are what is left of limit_s."""
+        if not self._is_readable.wait(wait_s):
+            raise _command_timeout(self._host, limit_s or 0.0)
+        try:
+            return self._channel.recv(max_bytes)
+        except _BROKEN as error:
+            # paramiko tells the server what was read, on a connection that has ended meanwhile.
+            raise self._lost() from error
+
+    def _keep(self, kept: bytearray, data: bytes, limit: int) -> None:
+        room = max(0, limit - len(kept))
+        self._is_cut = self._is_cut or len(data) > room
+        kept += data[:room]
 
     def _is_lost(self) -> bool:
         """Whether the connection, and not the command, ended the output: then it may be cut anywhere."""
@@ -130,43 +121,26 @@ class SshProcess:
         self.close_stdin()
 
     def _read_stderr(self) -> None:
-        while True:
+        data = b"."
+        while data:
             try:
                 data = self._channel.recv_stderr(_WRITE_BYTES)
             except TimeoutError:
                 continue
-            except (OSError, EOFError, paramiko.SSHException):
+            except _BROKEN:
                 return
-            if not data:
-                return
-            room = _STDERR_BYTES - len(self._stderr)
-            self._stderr_cut = self._stderr_cut or len(data) > room
-            self._stderr += data[: max(0, room)]
+            self._keep(self._stderr, data, _STDERR_BYTES)
 
     def _lost(self) -> SshError:
-        transport = self._channel.get_transport()
-        said = f" ({transport.goodbye})" if isinstance(transport, SshTransport) and transport.goodbye else ""
-        return SshError(self._host.name, SshFailure.LOST, f"the connection ended while a command ran{said}")
-
-    def _reads_no_more(self) -> SshError:
-        return SshError(self._host.name, SshFailure.LOST, "the command no longer reads its input")
+        text = f"the connection ended while a command ran{said_at_last(self._channel.get_transport())}"
+        return SshError(self._host.name, SshFailure.LOST, text)
 
 
 class SshConnection:
-    """See `cluster.ssh.connection.Connection`; made by `cluster.ssh.pool.SshPool`."""
+    """See `cluster.ssh.connection.Connection`; made by `cluster.ssh.pool.SshPool`. transport: paramiko's."""
 
     def __init__(self, host: Host, transport: SshTransport, stall_s: float) -> None:
-        self._host, self._transport, self._stall_s = host, transport, stall_s
-
-    @property
-    def host(self) -> Host:
-        """The host that this connection leads to."""
-        return self._host
-
-    @property
-    def transport(self) -> SshTransport:
-        """paramiko's transport, for channels of other kinds."""
-        return self._transport
+        self.host, self.transport, self._stall_s = host, transport, stall_s
 
     def run(
         self,
@@ -184,32 +158,30 @@ class SshConnection:
             return process.wait(deadline.left_s)
         except SshError as error:
             if error.kind is SshFailure.COMMAND_TIMEOUT:
-                raise _command_timeout(self._host, timeout_s) from error
+                raise _command_timeout(self.host, timeout_s) from error
             raise
         finally:
             process.close()
 
     def start(self, argv: Sequence[str]) -> SshProcess:
         """Start a command; see `Connection.start`."""
-        return self._start(argv, DEFAULT_OUTPUT_BYTES, Deadline.after(self._host.connect_timeout_s))
+        return self._start(argv, DEFAULT_OUTPUT_BYTES, Deadline.after(self.host.connect_timeout_s))
 
     def forward(self, serve: Callable[[paramiko.Channel], None]) -> int:
         """A port on the loopback of the host; `serve` gets what connects to it there, each in a thread of its own."""
 
         def handle(channel: paramiko.Channel, origin: tuple[str, int], server: tuple[str, int]) -> None:
-            threading.Thread(target=serve, args=(channel,), name=f"port of {self._host.name}", daemon=True).start()
+            threading.Thread(target=serve, args=(channel,), name=f"port of {self.host.name}", daemon=True).start()
 
         try:
-            return self._transport.forward_port(handle, self._host.connect_timeout_s)
-        except (paramiko.SSHException, OSError, EOFError) as error:
-            text = f"cannot forward a port: {words(error)}"
-            raise SshError(
-                self._host.name, SshFailure.PROTOCOL, text, "AllowTcpForwarding in its sshd_config?"
-            ) from error
+            return self.transport.forward_port(handle, self.host.connect_timeout_s)
+        except _BROKEN as error:
+            text, remedy = f"cannot forward a port: {words(error)}", "AllowTcpForwarding in its sshd_config?"
+            raise SshError(self.host.name, SshFailure.PROTOCOL, text, remedy) from error
 
     def close(self) -> None:
         """End the connection."""
-        self._transport.close()
+        self.transport.close()
 
     def __enter__(self) -> Self:
         return self
@@ -218,26 +190,26 @@ class SshConnection:
         self.close()
 
     def _start(self, argv: Sequence[str], max_output_bytes: int, deadline: Deadline) -> SshProcess:
-        command = quote_command(argv)
-        limit_s = deadline.left_s
+        command, limit_s = quote_command(argv).encode("utf-8", errors="surrogateescape"), deadline.left_s
         channel: paramiko.Channel | None = None
         try:
-            channel = self._transport.open("session", limit_s)
-            self._transport.exec(channel, command, deadline.left_s)
-        except (paramiko.SSHException, OSError, EOFError) as error:
+            channel = self.transport.open("session", limit_s)
+            channel.event = Answer(deadline.left_s)  # to what follows: paramiko waits for it without an end
+            channel.exec_command(command)
+        except _BROKEN as error:
             if channel is not None:
                 channel.close()
             raise self._cannot_start(error, deadline, limit_s) from error
-        return SshProcess(self._host, channel, max_output_bytes, self._stall_s)
+        return SshProcess(self.host, channel, max_output_bytes, self._stall_s)
 
     def _cannot_start(self, error: Exception, deadline: Deadline, limit_s: float) -> SshError:
-        if not self._transport.is_active():
-            said = f" ({self._transport.goodbye})" if self._transport.goodbye else ""
-            return SshError(self._host.name, SshFailure.LOST, f"the connection has ended{said}")
+        if not self.transport.is_active():
+            text = f"the connection has ended{said_at_last(self.transport)}"
+            return SshError(self.host.name, SshFailure.LOST, text)
         if deadline.is_over or isinstance(error, TimeoutError):
-            return _command_timeout(self._host, limit_s)
+            return _command_timeout(self.host, limit_s)
         text, remedy = f"cannot start a command: {words(error)}", "too many at once (MaxSessions of its sshd)?"
-        return SshError(self._host.name, SshFailure.PROTOCOL, text, remedy)
+        return SshError(self.host.name, SshFailure.PROTOCOL, text, remedy)
 
 
 def _command_timeout(host: Host, timeout_s: float) -> SshError:

@@ -11,7 +11,6 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import paramiko
@@ -21,7 +20,6 @@ from paramiko.common import (
     MSG_CHANNEL_OPEN_FAILURE,
     MSG_REQUEST_FAILURE,
     MSG_REQUEST_SUCCESS,
-    cMSG_CHANNEL_REQUEST,
     cMSG_GLOBAL_REQUEST,
 )
 from paramiko.packet import Packetizer
@@ -34,7 +32,6 @@ from cluster.ssh.hosts import Host
 
 WINDOW_BYTES = 1 << 20
 KEEPALIVE_S = 10.0
-_LINE_BYTES = 1 << 14
 _SILENT_INTERVALS = 3  # so many keepalives without an answer, and the link is dead
 # A counter mode with a separate checksum costs twice the time of AES-GCM on machines with AES instructions.
 _FAST_CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com")
@@ -52,10 +49,9 @@ class DroppedError(Exception):
 
 
 class BoundedPacketizer(Packetizer):
-    """Reads lines and packets of bounded size. first_line: what the other side said first."""
+    """Reads packets of bounded size. first_line: what the other side said first."""
 
     first_line = ""
-    _line_bytes = 0
 
     def read_all(self, n: int, check_rekey: bool = False) -> bytes:
         """`n` bytes of a packet."""
@@ -70,16 +66,22 @@ class BoundedPacketizer(Packetizer):
         self.first_line = self.first_line or line
         return line
 
-    def _read_timeout(self, timeout: float) -> bytes:
-        # Only lines before the handshake come through here; a server that never ends one must not fill memory.
-        data: bytes = super()._read_timeout(timeout)  # type: ignore[misc]
-        self._line_bytes += len(data)
-        if self._line_bytes > _LINE_BYTES:
-            raise paramiko.SSHException("too much text before the SSH handshake")
-        return data
-
     def start_handshake(self, timeout: float) -> None:
         """No timer: paramiko's is a thread that outlives a failed handshake and delays the end of the process."""
+
+
+class Answer(threading.Event):
+    """An answer that may not come: TimeoutError after `timeout_s`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__()
+        self._timeout_s = timeout_s
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """True."""
+        if not super().wait(self._timeout_s):
+            raise TimeoutError("the server does not answer")
+        return True
 
 
 class SshTransport(paramiko.Transport):
@@ -144,24 +146,6 @@ class SshTransport(paramiko.Transport):
                 raise failure from None
             raise
 
-    def exec(self, channel: paramiko.Channel, command: str, timeout_s: float) -> None:
-        """Start `command` on a session channel. paramiko's exec_command waits for the answer without an end."""
-        message = paramiko.Message()
-        message.add_byte(cMSG_CHANNEL_REQUEST)
-        message.add_int(channel.remote_chanid)
-        message.add_string("exec")
-        message.add_boolean(True)
-        message.add_string(command.encode("utf-8", errors="surrogateescape"))
-        channel.event.clear()
-        channel.event_ready = False
-        if channel.closed:
-            raise paramiko.SSHException("it ended")
-        self._send_user_message(message)
-        if not channel.event.wait(timeout_s):
-            raise TimeoutError("the server does not answer")
-        if not channel.event_ready:
-            raise paramiko.SSHException("the server refuses to run commands" if self.is_active() else "it ended")
-
     def forward_port(
         self, handler: Callable[[paramiko.Channel, tuple[str, int], tuple[str, int]], None], timeout_s: float
     ) -> int:
@@ -175,18 +159,20 @@ class SshTransport(paramiko.Transport):
         message.add_boolean(True)
         message.add_string("127.0.0.1")
         message.add_int(0)
-        answers: SimpleQueue[paramiko.Message | None] = SimpleQueue()
+        came, answers = Answer(timeout_s), list[paramiko.Message | None]()
+
+        def note(answer: paramiko.Message | None) -> None:
+            answers.append(answer)
+            came.set()
+
         self._tcp_handler = handler
         with self._asking:
-            self._asked.append(answers.put)
+            self._asked.append(note)
             self._send_user_message(message)
-        try:
-            answer = answers.get(timeout=timeout_s)
-        except Empty:
-            raise TimeoutError("the server does not answer") from None
-        if answer is None:
+        came.wait()
+        if answers[0] is None:
             raise paramiko.SSHException("TCP forwarding request denied")
-        return answer.get_int()
+        return answers[0].get_int()
 
     def get_exception(self) -> Exception | None:
         """Why the connection ended; what a malformed message made of paramiko is an SSHException, too."""
@@ -297,6 +283,12 @@ def shake_hands(
     if transport.goodbye or error is None or isinstance(error, EOFError | OSError):
         raise DroppedError(detail)
     raise SshError(host.name, SshFailure.PROTOCOL, f"no SSH handshake: {detail}", "is it an SSH server?")
+
+
+def said_at_last(transport: paramiko.Transport) -> str:
+    """What the server of a connection that ended said, for the end of a sentence."""
+    goodbye = transport.goodbye if isinstance(transport, SshTransport) else ""
+    return f" ({goodbye})" if goodbye else ""
 
 
 def words(error: BaseException) -> str:

@@ -23,7 +23,6 @@ from cluster.errors import SshError, SshFailure
 from cluster.ssh.certificates import objection
 from cluster.ssh.hosts import Host
 from cluster.ssh.pool import SshPool
-from cluster.ssh.trust import fetch_key
 
 
 def make_key(path: Path, kind: str = "ed25519") -> Path:
@@ -170,11 +169,11 @@ def test_trust_fetches_the_plain_key_of_a_server_with_certificates(folder: Path)
     with certified_server(folder, *HOST) as server:
         host = knows(server, f"@cert-authority * {public(folder.parent / 'ca')}")
         with SshPool() as pool:
-            shown = fetch_key(host, pool)
+            shown = pool.show_key(host)
         assert (shown.line, shown.state) == (f"{host.key_name} {public(folder / 'host_ed25519')}", "new")
         host = knows(server, f"* {public(folder / 'host_rsa')}")
         with SshPool() as pool:
-            assert (fetch_key(host, pool).kind, fetch_key(host, pool).state) == ("ssh-rsa", "known")
+            assert (pool.show_key(host).kind, pool.show_key(host).state) == ("ssh-rsa", "known")
         wait_for(lambda: set(threading.enumerate()) <= before, "the end of the connections")
 
 

@@ -51,7 +51,7 @@ FAILURES = {
     "refuse": SshFailure.REFUSED,
     "silent": SshFailure.TIMEOUT,
     "stall": SshFailure.TIMEOUT,
-    "endless-banner": SshFailure.PROTOCOL,
+    "endless-banner": SshFailure.TIMEOUT,
     "not-ssh": SshFailure.PROTOCOL,
     "hang-up": SshFailure.PROTOCOL,
     "wrong-key": SshFailure.HOST_KEY_CHANGED,

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.certificates import fingerprint
 from cluster.ssh.hosts import Host
-from cluster.ssh.known_hosts import HostKeys, parse_line
-from cluster.ssh.trust import ShownKey, add_keys, forget_names, judge_key
+from cluster.ssh.known_hosts import HostKeys, ShownKey, add_keys, forget_names, parse_line
 
 KEY = paramiko.ECDSAKey.generate()
 OTHER = paramiko.ECDSAKey.generate()
@@ -187,7 +186,7 @@ def test_many_writers_at_once_lose_nothing(store: Path) -> None:
 
 def test_a_key_that_a_server_shows_is_judged_by_what_is_known(tmp_path: Path) -> None:
     def state(known: str, key: paramiko.PKey) -> str:
-        return judge_key(host(), key.asbytes(), load(tmp_path, known)).state
+        return load(tmp_path, known).state_of(host(), key.asbytes())
 
     assert state("", KEY) == "new"
     assert state(line("10.0.0.1") + line("10.0.0.1", RSA), RSA) == "known"
