@@ -141,17 +141,14 @@ def _load(path: str) -> paramiko.PKey | str:
         return ""
     except OSError as error:
         return str(error.strerror or error)
+    except (TypeError, paramiko.PasswordRequiredException):
+        return "encrypted; burst asks for no passphrase: ssh-add it"
+    except Exception:  # a damaged or foreign file makes the libraries below stumble in many ways
+        return "not a private key that can be read here"
 
 
 @lru_cache(maxsize=64)  # hundreds of nodes take the same few
-def _read(path: str, changed_ns: int) -> paramiko.PKey | str:
-    try:
-        key = paramiko.PKey.from_path(path)
-    except (TypeError, paramiko.PasswordRequiredException):
-        return "encrypted; burst asks for no passphrase: ssh-add it"
-    except OSError:
-        raise
-    except Exception:  # a damaged or foreign file makes the libraries below stumble in many ways
-        return "not a private key that can be read here"
+def _read(path: str, changed_ns: int) -> paramiko.PKey:
+    key = paramiko.PKey.from_path(path)
     key.public_blob = None  # the certificate beside it: it is renewed more often than the key, and the key counts, too
     return key

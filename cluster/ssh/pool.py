@@ -77,12 +77,15 @@ class SshPool:
 
     def show_key(self, host: Host) -> ShownKey:
         """The key that the server at `host` shows, of a type that is known where it has one, without logging in."""
-        deadline = Deadline.after(host.connect_timeout_s)
-        types = self._known_types(host)
-        transport = self._open(host, deadline, lambda transport: shake_hands(host, transport, deadline, types))
+        deadline, known = Deadline.after(host.connect_timeout_s), self._known_keys(host)
+
+        def look(transport: SshTransport) -> None:
+            shake_hands(host, transport, deadline, known, wants_certificate=False)
+
+        transport = self._open(host, deadline, look)
         try:
             blob, _ = transport.host_key_shown()
-            return ShownKey(host, blob, self.known_keys(host).state_of(host, blob))
+            return ShownKey(host, blob, known.state_of(host, blob))
         finally:
             transport.close()
 
@@ -100,11 +103,10 @@ class SshPool:
 
     def _log_in(self, host: Host, deadline: Deadline) -> SshTransport:
         """A transport whose server has proven its key and has let us in."""
-        known = self.known_keys(host)
-        types = self._known_types(host)
+        known = self._known_keys(host)
 
         def enter(transport: SshTransport) -> None:
-            shake_hands(host, transport, deadline, types, wants_certificate=bool(known.authorities(host)))
+            shake_hands(host, transport, deadline, known, wants_certificate=bool(known.authorities(host)))
             known.check(host, *transport.host_key_shown())
             log_in(host, transport, deadline)
             transport.watch()
@@ -145,15 +147,12 @@ class SshPool:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(3000 * self._keepalive_s))
         return sock
 
-    def known_keys(self, host: Host) -> HostKeys:
+    def _known_keys(self, host: Host) -> HostKeys:
         """What the files of `host` say of its key; each set of files is read once."""
         # Two threads may read the same files at the same time; both get the same keys.
         if host.known_hosts not in self._known:
             self._known[host.known_hosts] = HostKeys.load(host.known_hosts)
         return self._known[host.known_hosts]
-
-    def _known_types(self, host: Host) -> list[str]:
-        return [key.kind for key in self.known_keys(host).find(host.key_name)]
 
     def _jump(self, gate: Host, target: str, deadline: Deadline) -> SshTransport:
         """The connection to jump host `gate`, made by whoever needs it first."""
@@ -224,15 +223,15 @@ def _ask_system(name: str, port: int) -> Sequence[tuple[Any, ...]]:
     return socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
 
 
-def _look_up(host: Host, deadline: Deadline, ask: NameService) -> list[tuple[Any, ...]]:
+def _look_up(host: Host, deadline: Deadline, ask: NameService) -> Sequence[tuple[Any, ...]]:
     """Addresses in the system's order of preference, without waiting longer than the deadline for a name server."""
-    answers: queue.SimpleQueue[list[tuple[Any, ...]] | Exception] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[Sequence[tuple[Any, ...]]] = queue.SimpleQueue()
 
     def wait() -> None:
         try:
-            answers.put(list(ask(host.address, host.port)))
-        except (OSError, UnicodeError) as error:
-            answers.put(error)
+            answers.put(ask(host.address, host.port))
+        except (OSError, UnicodeError):
+            answers.put(())
 
     threading.Thread(target=wait, name=f"look up {host.address}", daemon=True).start()
     try:
@@ -240,7 +239,7 @@ def _look_up(host: Host, deadline: Deadline, ask: NameService) -> list[tuple[Any
     except queue.Empty:
         text = f"no name server told the address of {host.address} in time"
         raise SshError(host.name, SshFailure.DNS, text, "check /etc/resolv.conf of this machine") from None
-    if isinstance(answer, Exception) or not answer:
+    if not answer:
         text = f"{host.address} has no address"
         raise SshError(host.name, SshFailure.DNS, text, "check the name, /etc/hosts and your SSH configuration")
     return answer

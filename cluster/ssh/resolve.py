@@ -24,14 +24,14 @@ from cluster.ssh.hosts import Host, is_host_name, reaching
 from cluster.ssh.known_hosts import trust_file
 from engine.config.cluster import SshConfig
 
-Options = Mapping[str, tuple[str, ...]]
+Options = Mapping[str, Sequence[str]]  # what `ssh -G` says: values in order by keys in small letters
 
 MAX_JUMPS = 8
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\+-]{0,127}\$?")
 _ASK_TIMEOUT_S = 15.0
 _ASK_AT_ONCE = min(16, 2 * (os.cpu_count() or 1))
 _DEFAULT_TIMEOUT_S = SshConfig().connect_timeout_s
 _JUMP = re.compile(r"(?:ssh://)?(?:(?P<user>[^@\s]+)@)?(?:\[(?P<v6>[^\]\s]+)\]|(?P<host>[^:\s]+))(?::(?P<port>\d+))?/?")
-_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@\\+-]{0,127}\$?")
 
 
 def resolve_hosts(names: Sequence[str], ssh: SshConfig, overrides: Iterable[str] = ()) -> tuple[Host, ...]:
@@ -61,8 +61,7 @@ class Resolver:
         """The host of a node, `cluster.ssh` applied."""
         if not is_host_name(name):
             raise HostsError(f"{one_line(name)!r} is no host name")
-        options = self._options(name, self.ssh.user, self.ssh.port)
-        host = self._host(name, options, self.ssh.user, self.ssh.port)
+        host, options = self._host(name, _login_words(self.ssh.user, self.ssh.port))
         if self.ssh.identity_file is not None:
             host = replace(host, identity_files=(self._own_key(self.ssh.identity_file),), identities_only=True)
         return self._through(self.ssh.jump, host, options, depth=0)
@@ -72,20 +71,20 @@ class Resolver:
 
         The last of the chain is the nearest; only the first may have its own.
         """
-        chain = chain if chain is not None else _given(options, "proxyjump")
+        chain = chain if chain is not None else _given(options, "proxyjump") or None
         if chain is None:
             return self._behind_command(target, options)
-        if chain == "none" or not chain.strip():
+        if chain.strip() in ("", "none"):
             return target
         if depth >= MAX_JUMPS:
             raise HostsError(f"{target.name}: more than {MAX_JUMPS} jump hosts in a row; do they point at each other?")
         *before, last = chain.split(",")
         name, user, port = parse_jump(last, f"{target.name}: jump host")
-        options = self._options(name, user, port)
-        host = self._host(name, options, user, port)
+        login = _login_words(user, port)
+        host, options = self._host(name, login)
         if (host.address, host.port) == (target.address, target.port):
             return target  # a jump host that a pattern of the configuration sends through itself
-        if shared := self._shared_login([*_login_words(user, port), "--", name], options, target):
+        if shared := self._shared_login([*login, "--", name], options, target):
             return replace(target, proxy_command=shared)
         if self.ssh.identity_file is not None:
             key = self._own_key(self.ssh.identity_file)
@@ -97,44 +96,39 @@ class Resolver:
         (ControlMaster), if there is one: it may have taken a password, which burst never asks for.
         """
         path = _given(options, "controlpath")
-        if path is None or not Path(path).is_socket():
+        if not Path(path).is_socket():
             return None
         # Should that log-in end meanwhile, ssh makes one of its own, under the same rules.
         rules = ["-o", "ControlMaster=no", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes"]
         return shlex.join([*self.program, *rules, "-S", path, "-W", f"[{target.address}]:{target.port}", *jump])
 
-    def _options(self, name: str, user: str | None, port: int | None) -> Options:
-        return _ask([*self.program, "-G", *_login_words(user, port), "--", name])
-
-    def _host(self, name: str, options: Options, user: str | None, port: int | None) -> Host:
-        address = (_first(options, "hostname") or name).lower()
-        login = user or _first(options, "user") or _me()[0]
-        number = port or int(_first(options, "port") or 22)
-        for text, what in ((address, "HostName"), (login, "user")):
-            if not (is_host_name(text) if what == "HostName" else _USER.fullmatch(text)):
-                raise HostsError(f"{name}: {one_line(text)!r} cannot be a {what}")
-        alias = _first(options, "hostkeyalias")
-        words = {"h": address, "n": name, "r": login, "p": str(number), "k": alias or name}
-        return Host(
+    def _host(self, name: str, login: Sequence[str]) -> tuple[Host, Options]:
+        """A host as `ssh LOGIN NAME` has it, and all that `ssh -G` says of it."""
+        options = _ask([*self.program, "-G", *login, "--", name])
+        address, user = (_given(options, "hostname") or name).lower(), _given(options, "user")
+        port, alias = int(_given(options, "port")), _given(options, "hostkeyalias")
+        words = {"h": address, "n": name, "r": user, "p": str(port), "k": alias or name}
+        host = Host(
             name,
             address,
-            number,
-            login,
-            key_name=alias or key_name(address, number),
+            port,
+            user,
+            key_name=alias or key_name(address, port),
             identity_files=self._paths(options, "identityfile", words),
             certificate_files=self._paths(options, "certificatefile", words),
             known_hosts=self._known_hosts(options),
             connect_timeout_s=self._timeout_s(options),
-            identities_only=_first(options, "identitiesonly") == "yes",
+            identities_only=_given(options, "identitiesonly") == "yes",
             agent_socket=self._agent(options, words),
         )
+        return host, options
 
     def _behind_command(self, host: Host, options: Options) -> Host:
         """`host` with its ProxyCommand, if it has one."""
         command = _given(options, "proxycommand")
-        if command is None:
+        if not command:
             return host
-        if _first(options, "proxyusefdpass") == "yes":
+        if _given(options, "proxyusefdpass") == "yes":
             raise HostsError(
                 f"{host.name}: its ProxyCommand hands a socket over (ProxyUseFdpass yes), which burst does not take; "
                 f"let the command carry the bytes itself"
@@ -158,13 +152,13 @@ class Resolver:
 
     def _timeout_s(self, options: Options) -> float:
         """That of cluster.ssh; where it has its default, ConnectTimeout of OpenSSH's configuration counts."""
-        text = _first(options, "connecttimeout") or ""
+        text = _given(options, "connecttimeout")
         if self.ssh.connect_timeout_s == _DEFAULT_TIMEOUT_S and text.isdecimal() and int(text) > 0:
             return float(text)
         return self.ssh.connect_timeout_s
 
     def _agent(self, options: Options, words: Mapping[str, str]) -> str:
-        text = _first(options, "identityagent") or "SSH_AUTH_SOCK"
+        text = options.get("identityagent", ["SSH_AUTH_SOCK"])[0]
         if text == "SSH_AUTH_SOCK" or re.fullmatch(r"\$\w+", text):
             return os.environ.get(text.removeprefix("$"), "")
         return self._path(text, words) if text != "none" else ""
@@ -191,26 +185,15 @@ def parse_jump(text: str, source: str) -> tuple[str, str | None, int | None]:
     """(host, user, port) of [USER@]HOST[:PORT], or of an ssh:// address. Raises HostsError."""
     found = _JUMP.fullmatch(text.strip())
     name = (found["v6"] or found["host"]) if found else ""
-    user = found["user"] if found else None
     port = int(found["port"]) if found and found["port"] else None
-    is_port = port is None or 1 <= port <= 65535
-    if not found or not is_host_name(name) or (user and not _USER.fullmatch(user)) or not is_port:
+    if found is None or not is_host_name(name) or not (port is None or 1 <= port <= 65535):
         raise HostsError(f"{source} {one_line(text)!r}: expected [USER@]HOST[:PORT]")
-    return name, user, port
+    return name, found["user"], port
 
 
 def key_name(address: str, port: int) -> str:
     """How known_hosts spells a server: the address, or `[address]:port` where the port is not 22."""
     return address if port == 22 else f"[{address}]:{port}"
-
-
-def read_options(text: str) -> Options:
-    """The output of `ssh -G`: key, in small letters, to its values in order."""
-    options: dict[str, list[str]] = {}
-    for line in text.splitlines():
-        key, _, value = line.partition(" ")
-        options.setdefault(key.lower(), []).append(value)
-    return {key: tuple(values) for key, values in options.items()}
 
 
 def _openssh(ssh: SshConfig) -> Sequence[str]:
@@ -239,7 +222,11 @@ def _ask(command: Sequence[str]) -> Options:
         lines = answer.stderr.decode(errors="replace").splitlines()
         detail = one_line("; ".join(line for line in lines if "Pseudo-terminal" not in line))
         raise HostsError(f"your SSH configuration cannot be used: {detail or f'exit code {answer.returncode}'}")
-    return read_options(answer.stdout.decode(errors="replace"))
+    options: dict[str, list[str]] = {}
+    for line in answer.stdout.decode(errors="replace").splitlines():
+        key, _, value = line.partition(" ")
+        options.setdefault(key.lower(), []).append(value)
+    return options
 
 
 def _attempt(resolver: Resolver, name: str) -> Host | HostsError:
@@ -250,17 +237,15 @@ def _attempt(resolver: Resolver, name: str) -> Host | HostsError:
 
 
 def _login_words(user: str | None, port: int | None) -> list[str]:
+    if user and not _USER.fullmatch(user):
+        raise HostsError(f"{one_line(user)!r} cannot be a user")
     return [*(("-l", user) if user else ()), *(("-p", str(port)) if port else ())]
 
 
-def _first(options: Options, key: str) -> str | None:
-    values = options.get(key)
-    return values[0] if values and values[0] else None
-
-
-def _given(options: Options, key: str) -> str | None:
-    text = _first(options, key)
-    return None if text == "none" else text
+def _given(options: Options, key: str) -> str:
+    """The first value; empty for none."""
+    text = options.get(key, [""])[0]
+    return "" if text == "none" else text
 
 
 def _me() -> tuple[str, str]:

@@ -12,7 +12,7 @@ import paramiko
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import DEFAULT_OUTPUT_BYTES, CommandResult, Deadline, quote_command
 from cluster.ssh.hosts import Host
-from cluster.ssh.transport import WINDOW_BYTES, Answer, SshTransport, said_at_last, words
+from cluster.ssh.transport import WINDOW_BYTES, Answer, SshTransport, words
 
 STALL_S = 120.0
 _WRITE_BYTES = 1 << 15
@@ -26,8 +26,11 @@ class SshProcess:
     stall_s: writing fails when the command reads nothing for so long.
     """
 
-    def __init__(self, host: Host, channel: paramiko.Channel, max_output_bytes: int, stall_s: float) -> None:
-        self._host, self._channel, self._limit, self._stall_s = host, channel, max_output_bytes, stall_s
+    def __init__(
+        self, host: Host, transport: SshTransport, channel: paramiko.Channel, max_output_bytes: int, stall_s: float
+    ) -> None:
+        self._host, self._transport, self._channel = host, transport, channel
+        self._limit, self._stall_s = max_output_bytes, stall_s
         self._stderr, self._is_cut = bytearray(), False
         # The timeout of a channel is its writer's; its reader waits for this.
         channel.settimeout(stall_s)
@@ -109,11 +112,10 @@ class SshProcess:
         """Whether the connection, and not the command, ended the output: then it may be cut anywhere."""
         if self._channel.eof_received and self._channel.exit_status != -1:
             return False
-        transport = self._channel.get_transport()
-        if self._channel.exit_status == -1 and transport.is_active() and not self._channel.eof_received:
+        if self._channel.exit_status == -1 and self._transport.is_active() and not self._channel.eof_received:
             # A dying connection closes its channels first and says a moment later that it is dead.
-            transport.join(0.05)
-        return not transport.is_active()
+            self._transport.join(0.05)
+        return not self._transport.is_active()
 
     def _feed(self, data: bytes) -> None:
         with contextlib.suppress(SshError):
@@ -132,7 +134,7 @@ class SshProcess:
             self._keep(self._stderr, data, _STDERR_BYTES)
 
     def _lost(self) -> SshError:
-        text = f"the connection ended while a command ran{said_at_last(self._channel.get_transport())}"
+        text = f"the connection ended while a command ran{self._transport.last_words}"
         return SshError(self._host.name, SshFailure.LOST, text)
 
 
@@ -200,12 +202,11 @@ class SshConnection:
             if channel is not None:
                 channel.close()
             raise self._cannot_start(error, deadline, limit_s) from error
-        return SshProcess(self.host, channel, max_output_bytes, self._stall_s)
+        return SshProcess(self.host, self.transport, channel, max_output_bytes, self._stall_s)
 
     def _cannot_start(self, error: Exception, deadline: Deadline, limit_s: float) -> SshError:
         if not self.transport.is_active():
-            text = f"the connection has ended{said_at_last(self.transport)}"
-            return SshError(self.host.name, SshFailure.LOST, text)
+            return SshError(self.host.name, SshFailure.LOST, f"the connection has ended{self.transport.last_words}")
         if deadline.is_over or isinstance(error, TimeoutError):
             return _command_timeout(self.host, limit_s)
         text, remedy = f"cannot start a command: {words(error)}", "too many at once (MaxSessions of its sshd)?"

@@ -29,6 +29,7 @@ from cluster.remote_text import one_line
 from cluster.ssh.certificates import SUFFIX
 from cluster.ssh.connection import Deadline
 from cluster.ssh.hosts import Host
+from cluster.ssh.known_hosts import HostKeys
 
 WINDOW_BYTES = 1 << 20
 KEEPALIVE_S = 10.0
@@ -39,7 +40,8 @@ _FAST_CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com")
 # Without a handler Python prints paramiko's tracebacks of failed handshakes on stderr; ours are errors with a text.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
-
+# Is told the answer to a question: what comes with it, or None where it is refused.
+_Note = Callable[[paramiko.Message | None], None]
 # The names of an RSA key's signatures, of which known_hosts knows nothing.
 _SIGNATURES = {"rsa-sha2-512": "ssh-rsa", "rsa-sha2-256": "ssh-rsa"}
 
@@ -108,7 +110,7 @@ class SshTransport(paramiko.Transport):
         self._open_failures: dict[int, paramiko.ChannelException] = {}
         self._handler_table[MSG_CHANNEL_OPEN_FAILURE] = self._note_open_failure
         # paramiko takes any answer for that to its last request: a sign of life, which OpenSSH refuses, for a port's.
-        self._asking, self._asked = threading.Lock(), deque[Callable[[paramiko.Message | None], object]]()
+        self._asking, self._asked = threading.Lock(), deque[_Note]()
         self._handler_table[MSG_REQUEST_SUCCESS] = self._answered
         self._handler_table[MSG_REQUEST_FAILURE] = lambda _: self._answered(None)
         self._channel_handler_table = {
@@ -129,6 +131,11 @@ class SshTransport(paramiko.Transport):
         """(the server's key, proven; the certificate that it showed with it, or nothing)."""
         key = self.host_key  # paramiko's own question fails where the server has left since
         return key.asbytes(), key.public_blob.key_blob if key.public_blob is not None else b""
+
+    @property
+    def last_words(self) -> str:
+        """What the server said when it disconnected, for the end of a sentence."""
+        return f" ({self.goodbye})" if self.goodbye else ""
 
     def watch(self) -> None:
         """Begin to send keepalives; call it once logged in."""
@@ -153,12 +160,6 @@ class SshTransport(paramiko.Transport):
 
         Raises SSHException where it is refused, TimeoutError without an answer.
         """
-        message = paramiko.Message()
-        message.add_byte(cMSG_GLOBAL_REQUEST)
-        message.add_string("tcpip-forward")
-        message.add_boolean(True)
-        message.add_string("127.0.0.1")
-        message.add_int(0)
         came, answers = Answer(timeout_s), list[paramiko.Message | None]()
 
         def note(answer: paramiko.Message | None) -> None:
@@ -167,8 +168,7 @@ class SshTransport(paramiko.Transport):
 
         self._tcp_handler = handler
         with self._asking:
-            self._asked.append(note)
-            self._send_user_message(message)
+            self._ask(self._send_user_message, note, "tcpip-forward", "127.0.0.1", 0)
         came.wait()
         if answers[0] is None:
             raise paramiko.SSHException("TCP forwarding request denied")
@@ -198,12 +198,11 @@ class SshTransport(paramiko.Transport):
         number, code = message.get_int(), message.get_int()
         reason = message.get_binary().decode(errors="replace")
         with self.lock:
-            if number not in self.channel_events:
+            event = self.channel_events.pop(number, None)
+            if event is None:
                 return  # about a channel that nobody asked for: a server could fill our memory with those
             self._open_failures[number] = paramiko.ChannelException(code, one_line(reason))
-            event = self.channel_events.pop(number, None)
             self._channels.delete(number)
-        if event is not None:
             event.set()
 
     def _parse_disconnect(self, message: paramiko.Message) -> None:
@@ -219,16 +218,18 @@ class SshTransport(paramiko.Transport):
         """Called by the reading thread when nothing moved for keepalive_s."""
         if len(self._asked) >= _SILENT_INTERVALS:
             raise EOFError("no sign of life")
-        message = paramiko.Message()
-        message.add_byte(cMSG_GLOBAL_REQUEST)
-        message.add_string("keepalive@openssh.com")
-        message.add_boolean(True)
         if self._asking.acquire(blocking=False):  # else something is just being asked for, and that has an answer, too
             try:
-                self._asked.append(lambda _: None)
-                self._send_message(message)
+                self._ask(self._send_message, lambda _: None, "keepalive@openssh.com")
             finally:
                 self._asking.release()
+
+    def _ask(self, send: Callable[[paramiko.Message], None], note: _Note, kind: str, *facts: object) -> None:
+        message = paramiko.Message()
+        message.add_byte(cMSG_GLOBAL_REQUEST)
+        message.add(kind, True, *facts)
+        self._asked.append(note)
+        send(message)
 
 
 def _within_window(
@@ -245,23 +246,18 @@ def _within_window(
 
 
 def shake_hands(
-    host: Host,
-    transport: SshTransport,
-    deadline: Deadline,
-    types: Sequence[str],
-    *,
-    wants_certificate: bool = False,
+    host: Host, transport: SshTransport, deadline: Deadline, known: HostKeys, *, wants_certificate: bool
 ) -> None:
     """Exchange keys, so that the server's host key can be looked at.
 
-    types: of the keys that are known: they are asked for first, or a server with several may show one that nobody has
-    seen; wants_certificate: certificates even before these. Raises SshError (TIMEOUT, PROTOCOL) or DroppedError.
+    Types of keys that are known are asked for first, or a server with several may show one that nobody has seen;
+    certificates even before these where they are wanted. Raises SshError (TIMEOUT, PROTOCOL) or DroppedError.
     """
-    options = transport.get_security_options()
-    known = [kind for kind in options.key_types if _SIGNATURES.get(kind, kind) in types]
-    others = [kind for kind in options.key_types if kind not in known]
+    options, types = transport.get_security_options(), [key.kind for key in known.find(host.key_name)]
+    first = [kind for kind in options.key_types if _SIGNATURES.get(kind, kind) in types]
+    others = [kind for kind in options.key_types if kind not in first]
     certified = [f"{kind}{SUFFIX}" for kind in options.key_types] if wants_certificate else []
-    options.key_types = (*certified, *known, *others)
+    options.key_types = (*certified, *first, *others)
     transport.banner_timeout = deadline.left_s + 1  # paramiko's own ends after 15 s, whatever the deadline is
     done = threading.Event()
     transport.start_client(event=done)
@@ -283,12 +279,6 @@ def shake_hands(
     if transport.goodbye or error is None or isinstance(error, EOFError | OSError):
         raise DroppedError(detail)
     raise SshError(host.name, SshFailure.PROTOCOL, f"no SSH handshake: {detail}", "is it an SSH server?")
-
-
-def said_at_last(transport: paramiko.Transport) -> str:
-    """What the server of a connection that ended said, for the end of a sentence."""
-    goodbye = transport.goodbye if isinstance(transport, SshTransport) else ""
-    return f" ({goodbye})" if goodbye else ""
 
 
 def words(error: BaseException) -> str:
