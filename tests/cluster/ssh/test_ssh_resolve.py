@@ -134,7 +134,7 @@ def test_a_proxy_command_that_hands_a_socket_over_is_refused(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("jump", ["-oProxyCommand=x", "a b", "a:0", "a:99999", "$(x)@gate", "u@", "a;b", "-l@gate"])
 def test_a_jump_host_that_is_no_host_is_refused(tmp_path: Path, jump: str) -> None:
-    with pytest.raises(HostsError, match="jump|cannot be a user"):
+    with pytest.raises(HostsError, match=r"jump|cannot be a user"):
         resolve(tmp_path, "", "n1", jump=jump)
 
 
