@@ -6,9 +6,11 @@ equal names and equal bytes) for the nodes that lack it; where all share a folde
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import io
+import json
 import secrets
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
@@ -23,14 +25,20 @@ from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.nodes import fold_nodes
+from cluster.survey.section import Question
+from cluster.survey.sysfs import program_question
 
 OLD_PYTHON = "burst needs Python 3.9 or newer as python3"
 _NODE_FILES = ("cluster/__init__.py", "cluster/agent/*.py", "cluster/image/__init__.py", "cluster/image/node/*.py")
 _ROOT = Path(__file__).resolve().parent.parent
 # The code lies in a file without a name, which Python imports from and other processes may inherit.
-_BOOT = f"""
-import importlib, os, sys, tempfile
+_BEGIN = f"""
+import base64, importlib, json, os, sys, tempfile
 if sys.version_info < (3, 9): sys.exit("{OLD_PYTHON}")
+code = os.memfd_create("burst") if hasattr(os, "memfd_create") else os.dup(tempfile.TemporaryFile().fileno())
+sys.path.insert(0, f"/proc/self/fd/{{code}}")
+""".lstrip()
+_BOOT = f"""{_BEGIN}
 def take(size):
     parts = b""
     while len(parts) < size:
@@ -38,9 +46,7 @@ def take(size):
         if not data: sys.exit(1)
         parts += data
     return parts
-code = os.memfd_create("burst") if hasattr(os, "memfd_create") else os.dup(tempfile.TemporaryFile().fileno())
 os.write(code, take(int(take(10))))
-sys.path.insert(0, f"/proc/self/fd/{{code}}")
 importlib.import_module(sys.argv.pop(1)).main()
 """.strip()
 _AGENT = ("cluster.agent.__main__", "burst-agent")
@@ -58,6 +64,14 @@ def node_code() -> bytes:
         for path in (path for pattern in _NODE_FILES for path in sorted(_ROOT.glob(pattern))):
             code.writestr(str(path.relative_to(_ROOT)), path.read_bytes())
     return f"{stream.tell():010d}".encode("ascii") + stream.getvalue()
+
+
+def agent_question(name: str, limit_s: int, module: str, function: str, given: Mapping[str, Any]) -> Question:
+    """What `function` of a module of the agent returns of `given`, as one JSON value; its code travels along."""
+    code = base64.b64encode(node_code()[10:]).decode("ascii")
+    answer = f"importlib.import_module({module!r}).{function}(json.loads({json.dumps(given)!r}))"
+    program = f"{_BEGIN}os.write(code, base64.b64decode({code!r}))\nprint(json.dumps({answer}))\n"
+    return program_question(name, limit_s, program)
 
 
 class NoAnswerError(ClusterError):

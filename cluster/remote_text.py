@@ -34,6 +34,18 @@ def one_line(raw: bytes | str, limit: int = 200) -> str:
     return clean_text(" ".join(clean_text(raw, limit=20 * limit).split()), limit=limit)
 
 
+def plain_path(value: Any) -> str:
+    """An absolute path that a command line and a file of ours can hold. Raises ValueError for anything else."""
+    if (
+        not isinstance(value, str)
+        or not value.startswith("/")
+        or one_line(value, 400) != value
+        or ".." in value.split("/")
+    ):
+        raise ValueError(f"no absolute path: {value!r:.200}")
+    return value
+
+
 def clean_value(value: Any, depth: int = 12) -> Any:
     """A JSON value with its texts cleaned and its numbers finite. Raises ValueError when it nests deeper than that."""
     if not depth:

@@ -62,9 +62,11 @@ def launch_request(request: LaunchRequest, manner: LaunchManner) -> int:
         show_job(prepared.plan, manner.form)
         return 0
     if request.dry_run:
-        show_plan(prepared.plan, prepared.memory, prepared.warnings, prepared.notes, as_json=manner.as_json)
+        show_plan(prepared.plan, prepared.memory, prepared.survey.warnings, prepared.notes, as_json=manner.as_json)
         return 0
-    render.stderr().print(launch_notes(prepared.memory, prepared.warnings, prepared.notes), soft_wrap=True, end="")
+    render.stderr().print(
+        launch_notes(prepared.memory, prepared.survey.warnings, prepared.notes), soft_wrap=True, end=""
+    )
     prepared.survey.prepare(prepared.plan)
     return run_plan(prepared.plan, prepared.overrides, manner)
 

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from burst_cli.launch.request import LaunchRequest, PreparedLaunch, prepare_launch
+from cluster.checks.launch import UnfitNodesError
 from cluster.control.attempt import Restarts, StopRequests
 from cluster.control.controller import Manner
 from cluster.control.link import LaunchObserver, LaunchOutcome
 from cluster.launch.runner import runner_of
 from cluster.plan import LaunchPlan, write_plan_files
-from cluster.preflight.judge import UnfitNodesError
 from cluster.ssh.nodes import parse_nodes
 from engine.config.errors import BurstError, ConfigError
 from engine.runs.folder import RunFolder

@@ -49,7 +49,6 @@ class PreparedLaunch:
     memory: MemoryCheck
     overrides: tuple[str, ...]
     survey: Survey
-    warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -62,19 +61,17 @@ def prepare_launch(request: LaunchRequest) -> PreparedLaunch:
     composed = compose((*request.overrides, *_node_overrides(nodes)), request.config_dirs, request.base)
     run_path = _run_path(request, composed.config.exp)
     runner = runner_for(composed.config.cluster)
-    asked = Asked(nodes, request.overrides, request.force, request.dry_run, render.stderr().status)
+    health = not (request.skip_checks or request.dry_run)
+    asked = Asked(nodes, request.overrides, request.force, request.dry_run, health, render.stderr().status)
     survey = runner.survey(composed.config, asked)
     resolved = survey.plan(survey.config, run_path).config
     memory = settle_memory(request, resolved, survey.hardware)
-    warnings = survey.warnings
-    if not request.skip_checks and not request.dry_run:
-        warnings += survey.check_health(resolved.cluster)
     plan = with_memory(survey.plan(with_policy(survey.config, memory), run_path), memory)
     if request.force:
         plan = with_exclusive(plan, exclusive=False)
     # Of a scheduler's nodes nothing is known yet that would tell how fast they are.
     notes = () if runner.is_queued else time_notes(request, memory.config, survey.hardware)
-    return PreparedLaunch(survey.complete(plan), memory, composed.overrides, survey, warnings, composed.notes + notes)
+    return PreparedLaunch(survey.complete(plan), memory, composed.overrides, survey, composed.notes + notes)
 
 
 def settle_memory(request: LaunchRequest, config: RunConfig, hardware: Hardware | None = None) -> MemoryCheck:

@@ -36,7 +36,6 @@ from cluster.agent.folder import (
 )
 from cluster.agent.messages import Message, SpecError, checked_folder, checked_node
 from cluster.agent.start import start, sweep
-from cluster.agent.survey import survey
 
 _POLL_S = 0.1
 _IDLE_AFTER_S = 10.0  # without news files are looked at once per question
@@ -56,8 +55,6 @@ class Agent:
 
     def answer(self, asked: Message, data: bytes = b"") -> tuple[Message, bytes]:
         """The answer and the bytes of its files: at once if there is news, else after a while."""
-        if "survey" in asked:
-            return survey(asked["survey"]), b""
         if "install" in asked:
             return install_code(asked["install"], data), b""
         got_ns, deadline = time.time_ns(), time.monotonic() + asked["wait_s"]

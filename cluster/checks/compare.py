@@ -12,12 +12,7 @@ from cluster.ssh.nodes import fold_nodes
 # Of these 0 is never right where another node has some.
 COUNTS = frozenset({"gpu.count", "ib.count"})
 # A difference in these is worth a look, and no reason to leave the node out.
-SOFT_CHECKS = frozenset(
-    {
-        *("gpu.power_limit", "gpu.clocks", "gpu.ecc_mode"),
-        *("host.python", "host.docker", "host.nccl_conf"),
-    }
-)
+SOFT_CHECKS = frozenset({"gpu.power_limit", "gpu.clocks", "gpu.ecc_mode", "host.nccl_conf"})
 _VALUE_LIMIT = 120
 
 
@@ -93,7 +88,7 @@ def _sides(values: Mapping[str, str | None]) -> str:
 
 def _remedy(check: str) -> str:
     name = check.partition(".")[2].replace("_", " ")
-    return f"make {name} the same on all nodes, leave the node out, or skip this check: --skip {check}"
+    return f"make {name} the same on all nodes, or leave the odd ones out"
 
 
 def _short(value: str) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from cluster.survey.facts import NodeFacts
 
 GIB = 1 << 30
 _TEXT_CHARACTERS = 400
@@ -135,11 +137,13 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class FleetReport:
-    """All nodes, in the order in which they were named. notes: what is wrong here, not on a node."""
+    """All nodes, in the order in which they were named. notes: what is wrong here, not on a node. facts: of the nodes
+    that answered."""
 
     nodes: Mapping[str, NodeReport]
     elapsed_s: float = 0.0
     notes: tuple[str, ...] = ()
+    facts: Mapping[str, NodeFacts] = field(default_factory=dict)
 
     @property
     def usable(self) -> tuple[str, ...]:

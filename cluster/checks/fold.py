@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.checks.finding import Finding, NodeReport, Verdict
+from cluster.checks.ssh import REACH
 from cluster.ssh.nodes import fold_nodes
 
 _PLACE = "\0"  # where the node's name stood; no cleaned text holds this character
@@ -46,6 +47,8 @@ def _shown(report: NodeReport, all_findings: bool) -> list[Finding]:
 
 
 def _key(finding: Finding) -> Finding:
+    if finding.check == REACH:  # addresses and ports of nodes that fail alike: those of the first are told
+        return replace(finding, observed=re.sub(r"\d+", _GAP, finding.observed))
     if finding.severity is not Verdict.WARN:
         return finding
     return replace(finding, observed=_NUMBER.sub(_GAP, finding.observed))
@@ -79,7 +82,7 @@ def _listed(words: Iterable[str]) -> str:
 def _join(findings: list[Finding]) -> Finding:
     """The same finding of several nodes; where their numbers differ, the smallest and the largest are told."""
     texts = [finding.observed for finding in findings]
-    if len(set(texts)) == 1:
+    if len(set(texts)) == 1 or findings[0].check == REACH:
         return findings[0]
     parts = _NUMBER.split(texts[0])
     spans = [_span(numbers) for numbers in zip(*map(_NUMBER.findall, texts), strict=True)]

@@ -129,7 +129,8 @@ def check_nodes(
         for finding in _test_between(tests, connections.opened, nodes):
             findings[finding.node].append(finding)
     reports = {name: report(outcome, findings[name]) for name, outcome in outcomes.items()}
-    return FleetReport(reports, time.monotonic() - begin, notes)
+    facts = {name: node.facts for name, node in nodes.items() if node.facts is not None}
+    return FleetReport(reports, time.monotonic() - begin, notes, facts)
 
 
 def check_this_machine(config: ClusterConfig, options: CheckOptions) -> FleetReport:

@@ -15,7 +15,7 @@ from engine.config.errors import ConfigError
 _FILES = (gpu, gpu_log, gpu_links, ib, ib_health, net, host, software, engine, storage, gpu_use)
 GROUPS: tuple[CheckGroup, ...] = (
     *(file.GROUP for file in _FILES),
-    *(gpu_use.DCGM_MONITOR, gpu_use.DCGM_DIAGNOSTIC),
+    *(host.OWN_RUNS, software.NCCL_SETTINGS, gpu_use.DCGM_MONITOR, gpu_use.DCGM_DIAGNOSTIC),
 )
 GROUP_NAMES = tuple(dict.fromkeys(group.name for group in GROUPS))
 EXPLANATIONS: Mapping[str, str] = {

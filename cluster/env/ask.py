@@ -12,6 +12,7 @@ from cluster.env.plan import plan_fleet
 from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.pool import SshPool
 from cluster.survey.ask import survey_here, survey_node
+from cluster.survey.facts import NodeFacts
 from cluster.survey.section import NodeProbe
 from engine.config.cluster import ClusterConfig
 
@@ -34,7 +35,7 @@ def ask_fleet(
     questions = (*FACT_QUESTIONS, LIVE) if with_live else FACT_QUESTIONS
 
     def read(probe: NodeProbe, host: Host | None = None) -> tuple[NodeEnvironmentFacts, tuple[LiveSource, ...]]:
-        facts = read_facts(probe, config, host.reached_by if host is not None else ())
+        facts = read_facts(NodeFacts(probe, config), host.reached_by if host is not None else ())
         return facts, read_live(probe) if with_live else ()
 
     def ask(host: Host) -> tuple[NodeEnvironmentFacts, tuple[LiveSource, ...]]:

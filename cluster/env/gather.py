@@ -16,9 +16,8 @@ from cluster.survey.adapters import GPUDIRECT, PORTS
 from cluster.survey.facts import NodeFacts
 from cluster.survey.interfaces import LINKS, ROUTE, SYSFS, NetInterface
 from cluster.survey.nvidia_smi import LSPCI, SMI
-from cluster.survey.section import NodeProbe, Question, Section, UnreadableError, listed
+from cluster.survey.section import Question, Section, UnreadableError, listed
 from cluster.survey.sysfs import python_question
-from engine.config.cluster import ClusterConfig
 
 _GATEWAY = re.compile(r"\bvia .*?\bdev (\S+)")
 
@@ -65,13 +64,13 @@ ADAPTER_QUESTIONS = (PORTS, LSPCI, STORAGE, LOWER)
 FACT_QUESTIONS = (*ADAPTER_QUESTIONS, GPUDIRECT, LINKS, ROUTE, SYSFS, SMI, CORES, ROUTES)
 
 
-def read_facts(probe: NodeProbe, config: ClusterConfig, reached_by: Sequence[str] = ()) -> NodeEnvironmentFacts:
+def read_facts(facts: NodeFacts, reached_by: Sequence[str] = ()) -> NodeEnvironmentFacts:
     """What the node's environment depends on. reached_by: the overrides with which a command reaches it.
 
     Raises ClusterError when adapters or interfaces cannot be read: a plan made without them would switch InfiniBand off
     on a node that has it.
     """
-    facts = NodeFacts(probe, config)
+    probe = facts.probe
     try:
         _, interfaces = facts.adapters, facts.interfaces
     except UnreadableError as error:

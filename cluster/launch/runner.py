@@ -40,14 +40,15 @@ RUNNERS = {
 class Asked:
     """What was typed beside the configuration.
 
-    nodes: in the order of their ranks; None: those of cluster.nodes. busy: shows what is waited for. module: what every
-    rank runs.
+    nodes: in the order of their ranks; None: those of cluster.nodes. health: that of the machines is looked at. busy:
+    shows what is waited for. module: what every rank runs.
     """
 
     nodes: tuple[str, ...] | None = None
     overrides: tuple[str, ...] = ()
     force: bool = False
     dry_run: bool = False
+    health: bool = False
     busy: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext
     module: str = "engine.train"
 
@@ -71,9 +72,6 @@ class Survey(Protocol):
 
     def complete(self, plan: LaunchPlan) -> LaunchPlan:
         """`plan`, which nothing is added to any more, with the files that follow from all of it."""
-
-    def check_health(self, cluster: ClusterConfig) -> tuple[str, ...]:
-        """Warnings. Raises UnfitNodesError for machines that cannot be trusted with a run."""
 
     def prepare(self, plan: LaunchPlan) -> None:
         """Bring to the machines what they lack for `plan`."""
@@ -134,9 +132,6 @@ class PlainSurvey:
 
     def complete(self, plan: LaunchPlan) -> LaunchPlan:
         return plan
-
-    def check_health(self, cluster: ClusterConfig) -> tuple[str, ...]:
-        return ()
 
     def prepare(self, plan: LaunchPlan) -> None:
         pass

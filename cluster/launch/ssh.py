@@ -11,23 +11,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.agent.code import code_path
+from cluster.checks.groups.launch import Offer, read_offer
+from cluster.checks.groups.software import read_software
+from cluster.checks.launch import check_launch
 from cluster.code import CodeArchive, CodePlace, build_archive, code_place, shared_place, upload_code
 from cluster.control.link import NodeLink
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
+from cluster.env.facts import NodeEnvironmentFacts
+from cluster.env.gather import read_facts
 from cluster.env.plan import plan_fleet
-from cluster.errors import ClusterError
 from cluster.facts import MachineFacts
 from cluster.launch.runner import Asked, NamedNodes
 from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, assemble_plan, with_ranks
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, node_folders
-from cluster.preflight.judge import check_survey
-from cluster.preflight.survey import Question, RemoteFacts, survey_fleet
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import DEFAULT_WIDTH, Host
 from cluster.ssh.nodes import fold_nodes, parse_nodes
 from cluster.ssh.pool import SshPool
 from cluster.ssh.resolve import resolve_hosts
-from engine.config.cluster import ClusterConfig, SshConfig
+from cluster.survey.facts import NodeFacts
+from cluster.survey.nvidia_smi import Gap, GapError
+from cluster.survey.nvidia_smi import Gpu as SmiGpu
+from engine.config.cluster import SshConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 from engine.planning.memory.capacity import HOST_RESERVE_SHARE, MIB, Gpu, Hardware
@@ -40,11 +45,22 @@ _JUMP_RETRY_S = 5.0
 
 
 @dataclass(frozen=True)
+class SshNode:
+    """A node as plans read it. python: of ranks that run on it itself."""
+
+    name: str
+    offer: Offer
+    environment: NodeEnvironmentFacts
+    python: str
+    gpus: tuple[Gpu, ...]
+
+
+@dataclass(frozen=True)
 class SshSurvey:
     """Nodes that can carry the run, and what they must get before anything starts."""
 
     config: RunConfig
-    nodes: tuple[RemoteFacts, ...]
+    nodes: tuple[SshNode, ...]
     hosts: tuple[Host, ...]
     archive: CodeArchive
     place: CodePlace
@@ -62,15 +78,9 @@ class SshSurvey:
     def complete(self, plan: LaunchPlan) -> LaunchPlan:
         return plan
 
-    def check_health(self, cluster: ClusterConfig) -> tuple[str, ...]:
-        from cluster.preflight.gate import check_health  # who leads a run that has begun checks nothing
-
-        with self.asked.busy(f"checking {len(self.hosts)} nodes"):
-            return check_health(self.hosts, cluster, force=self.asked.force)
-
     def prepare(self, plan: LaunchPlan) -> None:
         """The code of the ranks on every node. Raises CodeError."""
-        folders = {facts.node: node_folders(plan.config, facts.home) for facts in self.nodes}
+        folders = {node.name: node_folders(plan.config, node.offer.home) for node in self.nodes}
         with SshPool() as pool, self.asked.busy(f"code of the ranks to {len(self.hosts)} nodes"):
             upload_code(self.hosts, self.archive, self.place, pool.connect, folders)
 
@@ -93,12 +103,11 @@ class SshRunner(NamedNodes):
         config = with_shared_checkpoints(config, hosts[0].user)
         archive = build_archive()
         place = code_place(config.cluster.node_folder, config.cluster.shared_folder, hosts[0].user)
-        question = Question(config, place.root if place.is_shared else None)
-        with SshPool() as pool, asked.busy(f"asking {len(hosts)} nodes"):
-            found = survey_fleet(hosts, question, pool.connect)
-        warnings = check_survey(found, config, force=asked.force)
-        nodes = tuple(found.facts[host.name] for host in hosts)
-        warnings += fleet_warnings(nodes, resolve_fleet(config, nodes)[0])
+        with asked.busy(f"asking {len(hosts)} nodes"):
+            code_root = place.root if place.is_shared else None
+            fit = check_launch(hosts, config, code_root, health=asked.health, force=asked.force)
+        nodes = tuple(map(read_node, fit.nodes))
+        warnings = fit.warnings + fleet_warnings(nodes, resolve_fleet(config, nodes)[0])
         return SshSurvey(config, nodes, hosts, archive, place, warnings, asked)
 
     def links(self, plan: LaunchPlan, run: RunFolder, timing: LinkTiming | None = None) -> list[NodeLink]:
@@ -137,62 +146,69 @@ RUNNER = SshRunner()
 
 
 def build_ssh_plan(
-    config: RunConfig, nodes: Sequence[RemoteFacts], code_id: str, run_path: Path, *, module: str = TRAINER_MODULE
+    config: RunConfig, nodes: Sequence[SshNode], code_id: str, run_path: Path, *, module: str = TRAINER_MODULE
 ) -> LaunchPlan:
     """The plan to run `config` on `nodes` in the order of their ranks, which have the code `code_id`.
 
-    run_path: the run folder of this machine, not yet there. The nodes have passed `cluster.preflight.judge`. Raises
-    ConfigError when the backend does not fit them.
+    run_path: the run folder of this machine, not yet there. The nodes have passed `check_launch`. Raises ConfigError
+    when the backend does not fit them.
     """
     resolved, backend = resolve_fleet(config, nodes)
     builder = NodesBuilder(resolved, backend, run_path.name, len(nodes), module)
-    port = config.cluster.master_port or nodes[0].port
-    assert port is not None, "refused by cluster.preflight.judge"
-    meeting = Rendezvous(_address(nodes[0]), port)
-    sites = [_site(facts, resolved, run_path.name, code_id) for facts in nodes]
+    meeting = Rendezvous(_address(nodes[0]), config.cluster.master_port or nodes[0].offer.port[0])
+    sites = [_site(node, resolved, run_path.name, code_id) for node in nodes]
     planned = [builder.node(rank, site, meeting) for rank, site in enumerate(sites)]
     texts = [(node.env_file, builder.environment_text(node)) for node in planned]
     return assemble_plan("ssh", resolved, run_path, planned, backend, *texts)
 
 
-def _site(facts: RemoteFacts, config: RunConfig, run_id: str, code_id: str) -> Site:
-    folder = f"{facts.root}/runs/{run_id}"
+def read_node(facts: NodeFacts) -> SshNode:
+    """What plans need of a node that has passed `check_launch`."""
+    software = None if facts.in_containers else read_software(facts)
+    python = "" if software is None else software.executable
+    return SshNode(facts.node, read_offer(facts), read_facts(facts), python, tuple(map(_gpu, facts.gpus)))
+
+
+def _gpu(gpu: SmiGpu) -> Gpu:
+    name = gpu.look("product_name")
+    try:
+        size_mib = int(gpu.number("fb_memory_usage/total"))
+    except GapError:
+        size_mib = 0
+    return Gpu("" if isinstance(name, Gap) else name, size_mib * MIB)
+
+
+def _site(node: SshNode, config: RunConfig, run_id: str, code_id: str) -> Site:
+    offer = node.offer
+    folder = f"{offer.root}/runs/{run_id}"
     return Site(
-        name=facts.node,
-        address=_address(facts),
+        name=node.name,
+        address=_address(node),
         folder=folder,
-        python=_python(facts, config),
-        python_path=code_path(facts.code_root, code_id),
+        python=node.python if config.cluster.container.runtime == "bare" else config.cluster.python or "python3",
+        python_path=code_path(offer.code_root, code_id),
         cwd=folder,
-        facts=facts.environment,
-        owner=f"{facts.uid}:{facts.gid}",
-        groups=facts.groups,
-        home=facts.home,
-        user=facts.user,
-        has_infiniband_devices=facts.has_infiniband_devices,
+        facts=node.environment,
+        owner=f"{offer.uid}:{offer.gid}",
+        groups=offer.groups,
+        home=offer.home,
+        user=offer.user,
+        has_infiniband_devices=offer.has_infiniband_devices,
     )
 
 
-def _python(facts: RemoteFacts, config: RunConfig) -> str:
-    if config.cluster.container.runtime != "bare":
-        return config.cluster.python or "python3"
-    if facts.python is None:
-        raise ClusterError(f"{facts.node}: it has no Python for the ranks")
-    return facts.python.executable
-
-
-def resolve_fleet(config: RunConfig, nodes: Sequence[RemoteFacts]) -> tuple[RunConfig, Backend]:
+def resolve_fleet(config: RunConfig, nodes: Sequence[SshNode]) -> tuple[RunConfig, Backend]:
     """(the configuration with all that follows from the nodes, the backend). Raises ConfigError."""
-    names = fold_nodes(node.node for node in nodes)
+    names = fold_nodes(node.name for node in nodes)
     weakest = MachineFacts(
         names, min(node.environment.cores or 1 for node in nodes), min(len(node.gpus) for node in nodes)
     )
     return with_ranks(config, weakest, launcher="ssh", nodes=names, num_nodes=len(nodes))
 
 
-def fleet_warnings(nodes: Sequence[RemoteFacts], config: RunConfig) -> tuple[str, ...]:
+def fleet_warnings(nodes: Sequence[SshNode], config: RunConfig) -> tuple[str, ...]:
     """What is odd about the network of the nodes, each said once."""
-    planned = plan_fleet([facts.environment for facts in nodes], config.cluster)
+    planned = plan_fleet([node.environment for node in nodes], config.cluster)
     by_text: dict[str, list[str]] = {}
     for node, environment in planned.items():
         for text in environment.warnings:
@@ -200,9 +216,9 @@ def fleet_warnings(nodes: Sequence[RemoteFacts], config: RunConfig) -> tuple[str
     return tuple(f"{fold_nodes(names)}: {text}" for text, names in by_text.items())
 
 
-def _address(facts: RemoteFacts) -> str:
-    assert facts.environment.address is not None, "refused by cluster.preflight.judge"
-    return facts.environment.address
+def _address(node: SshNode) -> str:
+    assert node.environment.address is not None, "refused by `check_launch`"
+    return node.environment.address
 
 
 def at_home(config: RunConfig) -> RunConfig:
@@ -234,15 +250,14 @@ def with_shared_checkpoints(config: RunConfig, user: str) -> RunConfig:
     return replace(config, train=replace(config.train, checkpoint=settings))
 
 
-def least_hardware(nodes: Sequence[RemoteFacts]) -> Hardware:
+def least_hardware(nodes: Sequence[SshNode]) -> Hardware:
     """What every node has at least: the GPUs of the one with the smallest, the least host memory."""
-    smallest = min(nodes, key=lambda facts: min((gpu.memory_mib for gpu in facts.gpus), default=0))
-    gpus = tuple(Gpu(gpu.name, gpu.memory_mib * MIB) for gpu in smallest.gpus)
-    known = [(facts.memory_bytes, facts.node) for facts in nodes if facts.memory_bytes is not None]
+    smallest = min(nodes, key=lambda node: min((gpu.total_bytes for gpu in node.gpus), default=0))
+    known = [(node.offer.memory_bytes, node.name) for node in nodes if node.offer.memory_bytes is not None]
     if not known:
-        return Hardware(gpus, None, "unknown")
+        return Hardware(smallest.gpus, None, "unknown")
     size, node = min(known)
-    return Hardware(gpus, round(size * (1 - HOST_RESERVE_SHARE)), f"memory of {node}")
+    return Hardware(smallest.gpus, round(size * (1 - HOST_RESERVE_SHARE)), f"memory of {node}")
 
 
 def _absolute_ssh(ssh: SshConfig) -> SshConfig:

@@ -29,6 +29,7 @@ from cluster.slurm.plan import look_again, node_folder, slurm_site, write_grante
 from cluster.slurm.sbatch import NOT_SHARED, TOKEN_FILE
 from cluster.ssh.hosts import is_host_name
 from cluster.survey.ask import survey_here
+from cluster.survey.facts import NodeFacts
 from engine.config.errors import BurstError
 from engine.runs.files import replace_file
 from engine.runs.folder import RunFolder
@@ -104,7 +105,7 @@ def prepare(plan: LaunchPlan, place: Place, token: str, site: Site, module: str)
 
 def look_around(plan: LaunchPlan, place: Place) -> Site:
     """The facts of this machine. Raises ClusterError when its network cannot be told."""
-    facts = read_facts(survey_here(FACT_QUESTIONS, timeout_s=_PROBE_S), plan.config.cluster)
+    facts = read_facts(NodeFacts(survey_here(FACT_QUESTIONS, timeout_s=_PROBE_S), plan.config.cluster))
     home = Path("~").expanduser()
     try:
         user = pwd.getpwuid(os.getuid()).pw_name

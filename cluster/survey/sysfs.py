@@ -77,5 +77,11 @@ class Filesystem:
 
 def python_question(name: str, limit_s: int, program: str) -> Question:
     """`program` prints the answer; it has `root`, below which all files lie, and the functions above."""
-    script = f"command -v python3 >/dev/null || exit 127\npython3 -I -S - <<'PYTHON'\n{_HEAD}{program}PYTHON\n"
-    return Question(name, limit_s, script)
+    return program_question(name, limit_s, _HEAD + program)
+
+
+def program_question(name: str, limit_s: int, program: str) -> Question:
+    """A whole program, ended by a line end, prints the answer."""
+    return Question(
+        name, limit_s, f"command -v python3 >/dev/null || exit 127\npython3 -I -S - <<'PYTHON'\n{program}PYTHON\n"
+    )

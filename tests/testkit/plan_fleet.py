@@ -1,59 +1,50 @@
-"""Nodes as a survey finds them, for tests of plans and of judgements: healthy ones, of which tests change a fact."""
+"""Nodes as plans read them, for tests: healthy ones, of which tests change a fact."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
+from cluster.checks.groups.launch import Offer
 from cluster.env.facts import NodeEnvironmentFacts
-from cluster.preflight.survey import GpuFacts, PythonFacts, RemoteFacts, Survey
+from cluster.launch.ssh import SshNode
 from cluster.survey.interfaces import NetInterface
-from engine.config.errors import BurstError
 from engine.config.settings import RunConfig, config_from_dict
+from engine.planning.memory.capacity import Gpu
 
 CODE = "c0de" * 16
-MODULES = {"torch": "2.13.0", "numpy": "2.1.0", "yaml": "6.0", "safetensors": "0.8"}
-PYTHON = PythonFacts("/opt/venv/bin/python", (3, 11, 7), MODULES)
-H100 = GpuFacts("NVIDIA H100 80GB HBM3", 81559)
+H100 = Gpu("NVIDIA H100 80GB HBM3", 81559 << 20)
+OFFER = Offer(
+    home="/home/me",
+    user="me",
+    uid=1000,
+    gid=100,
+    groups=(),
+    root="/home/me/.burst",
+    code_root="/home/me/.burst/code",
+    has_infiniband_devices=False,
+    memory_bytes=64 << 30,
+    room=(100 << 30, ""),
+    port=(23456, ""),
+    locks={},
+    data=(),
+)
 
 
-def node(name: str, number: int = 1, *, gpus: int = 0, **changes: Any) -> RemoteFacts:
-    """A healthy node with address 10.0.0.NUMBER and so many H100."""
+def node(name: str, number: int = 1, *, gpus: int = 0, **offer: Any) -> SshNode:
+    """A node with address 10.0.0.NUMBER, so many H100 and `offer` changed."""
     interface = NetInterface(
         name="eth0", is_up=True, mtu=1500, kind="ether", addresses=(f"10.0.0.{number}/24",), is_default_route=True
     )
     environment = NodeEnvironmentFacts(
         name, interfaces=(interface,), interface=interface, interface_reason="the default route leaves here", cores=16
     )
-    facts = RemoteFacts(
-        node=name,
-        home="/home/me",
-        user="me",
-        uid=1000,
-        gid=100,
-        root="/home/me/.burst",
-        code_root="/home/me/.burst/code",
-        python=PYTHON,
-        gpus=(H100,) * gpus,
-        memory_bytes=64 << 30,
-        disk_free_bytes=100 << 30,
-        port=23456,
-        environment=environment,
-        clock_offset_s=0.1,
-        clock_error_s=0.05,
-    )
-    return replace(facts, **changes)
+    return SshNode(name, replace(OFFER, **offer), environment, "/opt/venv/bin/python", (H100,) * gpus)
 
 
-def nodes(count: int, **facts: Any) -> tuple[RemoteFacts, ...]:
+def nodes(count: int, **changes: Any) -> tuple[SshNode, ...]:
     """n1, n2, ..., all alike."""
-    return tuple(node(f"n{number}", number, **facts) for number in range(1, count + 1))
-
-
-def survey(*found: RemoteFacts, **errors: BurstError) -> Survey:
-    """The survey of these nodes, and of those that did not answer."""
-    names = (*(one.node for one in found), *errors)
-    return Survey(names, {one.node: one for one in found}, errors)
+    return tuple(node(f"n{number}", number, **changes) for number in range(1, count + 1))
 
 
 def run_config(**sections: Any) -> RunConfig:

@@ -12,6 +12,7 @@ from typing import Any
 from cluster.checks.finding import GIB, Check, Finding, gib
 from cluster.checks.group import AbsentError, CheckGroup, known
 from cluster.checks.groups.host import judge_room
+from cluster.checks.groups.software import VERSIONS
 from cluster.remote_text import one_line
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import UnreadableError
@@ -230,9 +231,8 @@ def _settings(config: ClusterConfig) -> Mapping[str, str | None]:
 
 
 def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
-    engine, image = known(read_engine, facts), known(read_image, facts)
-    traits = {"host.docker": engine.version if engine is not None else None}
-    return {**traits, "host.image": image.identity if image is not None else None}
+    image = known(read_image, facts) if facts.in_containers else None
+    return {} if image is None else {VERSIONS: f"image {image.identity[:12]}"}
 
 
 GROUP = CheckGroup(

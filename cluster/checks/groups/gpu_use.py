@@ -20,19 +20,25 @@ from engine.config.cluster import ContainerConfig
 from engine.config.errors import ConfigError
 
 IDLE_MEMORY_MIB = 15  # what an idle driver holds at most
-# A second look, seconds after the first: GPUs that are still in use, then owner and age of each process on them. One
-# that /proc does not show belongs to another PID namespace.
+# A second look, and seconds later a third where something is in use: GPUs that still are, then owner and age of each
+# process on them. One that /proc does not show belongs to another PID namespace.
 AGAIN = Question(
     "gpu.again",
     35,
     r"""
 command -v nvidia-smi >/dev/null || exit 127
-sleep "${BURST_SMI_PAUSE_S:-2}"
-answer=$({ nvidia-smi -q -x 2>&1; printf '\n@@ended %s\n' "$?"; } |
-    sed -n -e '/<mig_devices>.*<\/mig_devices>/d' -e '/<mig_devices>/,/<\/mig_devices>/d' \
+look() {
+    { nvidia-smi -q -x 2>&1; printf '\n@@ended %s\n' "$?"; } | sed -n \
+        -e '/<mig_devices>.*<\/mig_devices>/d' -e '/<mig_devices>/,/<\/mig_devices>/d' \
         -e '/<processes *\/>/{p;d;}' -e '/<processes>.*<\/processes>/{p;d;}' -e '/^@@ended /p' \
         -e '/<?xml/p; /<\/\{0,1\}nvidia_smi_log>/p; /<gpu id=/p; /<\/gpu>/p; /<uuid>/p; /<attached_gpus>/p' \
-        -e '/<fb_memory_usage>/,/<\/fb_memory_usage>/p' -e '/<processes>/,/<\/processes>/p')
+        -e '/<fb_memory_usage>/,/<\/fb_memory_usage>/p' -e '/<processes>/,/<\/processes>/p'
+}
+answer=$(look)
+if printf '%s\n' "$answer" | grep -Eq '<pid>|<used>(1[6-9]|[2-9][0-9]|[0-9]{3,}) MiB'; then
+    sleep "${BURST_SMI_PAUSE_S:-2}"
+    answer=$(look)
+fi
 printf '%s\n' "${answer%@@ended *}"
 hertz=$(getconf CLK_TCK 2>/dev/null || echo 100)
 uptime=

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.checks.finding import GIB, Check, Finding, age, gib
+from cluster.checks.finding import GIB, Check, Finding, Verdict, age, gib
 from cluster.checks.group import CheckGroup, known
 from cluster.remote_text import one_line
 from cluster.survey.facts import NodeFacts
@@ -70,7 +70,9 @@ for folder in proc.glob("[0-9]*"):
     try:
         environ = (folder / "environ").read_bytes().split(b"\0")
         read += 1
-        run_id = next((one[13:113].decode(errors="replace") for one in environ if one[:13] == b"BURST_RUN_ID="), "")
+        marks = dict(one.partition(b"=")[::2] for one in environ if one.startswith((b"BURST_RUN_ID=", b"BURST_NODE=")))
+        found = (marks.get(name, b"")[:100] for name in (b"BURST_RUN_ID", b"BURST_NODE"))
+        run_id, node = (one.decode(errors="replace") for one in found)
         if not run_id:
             continue
         # The name, in brackets, may hold blanks and brackets itself.
@@ -82,7 +84,7 @@ for folder in proc.glob("[0-9]*"):
         except KeyError:
             owner = "uid %d" % uid
         if rest.split()[0] != "Z":
-            runs.append([int(folder.name), owner, max(0.0, age_s), name, run_id])
+            runs.append([int(folder.name), owner, max(0.0, age_s), name, run_id, node])
     except PermissionError:
         unread += 1
     except OSError:
@@ -196,13 +198,15 @@ def check_memory_free(check: Check, facts: NodeFacts) -> list[Finding]:
 
 @dataclass(frozen=True)
 class Process:
-    """One process of a run. owner: a user name or `uid 1000`. name: as it calls itself, whatever that is."""
+    """One process of a run. owner: a user name or `uid 1000`. name: as it calls itself, whatever that is. node: as the
+    run calls this machine, which may have several names, or be several nodes of a rehearsal."""
 
     pid: int
     owner: str
     age_s: float
     name: str
     run_id: str
+    node: str
 
 
 def check_runs(check: Check, facts: NodeFacts) -> list[Finding]:
@@ -221,7 +225,9 @@ def _run(check: Check, processes: Sequence[Process]) -> Finding:
     oldest = sorted(processes, key=lambda one: -one.age_s)[:_NAMED]
     shown = ", ".join(f"{one.pid} {one_line(one.name, 40) or '(no name)'} ({age(one.age_s)})" for one in oldest)
     shown += f" and {len(processes) - _NAMED} more" if len(processes) > _NAMED else ""
-    return check.warn(f"{many} of {owners}: {shown}", "if nobody waits for it, kill these processes")
+    remedy = f"wait for the run's end, or end it with `burst cancel {check.device}`; else kill these processes"
+    is_here = any(process.node == check.node for process in processes)
+    return check.finding(Verdict.FAIL if is_here else Verdict.WARN, f"{many} of {owners}: {shown}", remedy)
 
 
 def read_runs(section: Section) -> tuple[list[Process], int]:
@@ -231,8 +237,8 @@ def read_runs(section: Section) -> tuple[list[Process], int]:
         if int(told["read"]) + int(told["unread"]) <= 0:
             raise ValueError("not one process was seen")
         rows = [
-            Process(int(pid), str(owner), float(age_s), str(name), str(run))
-            for pid, owner, age_s, name, run in listed(told["runs"])
+            Process(int(pid), str(owner), float(age_s), str(name), str(run), str(node))
+            for pid, owner, age_s, name, run, node in listed(told["runs"])
         ]
         return rows, int(told["unread"])
 
@@ -263,8 +269,9 @@ def _memory(check: Check, total: int | None, usual: float) -> Finding:
 
 GROUP = CheckGroup(
     "host",
-    (check_disk, check_inodes, check_shm, check_memlock, check_nofile, check_memory_free, check_runs),
-    questions=(SYSTEM, DISK, RUNS),
+    (check_disk, check_inodes, check_shm, check_memlock, check_nofile, check_memory_free),
+    questions=(SYSTEM, DISK),
     compare=compare_memory,
     compared={"host.memory": "The same main memory on all nodes, within 3%: a module may have failed."},
 )
+OWN_RUNS = CheckGroup("host", (check_runs,), questions=(RUNS,))

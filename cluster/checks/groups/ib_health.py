@@ -59,7 +59,7 @@ for sample in ("sample1", "sample2"):
             if text.isdecimal():
                 told[file.name] = text
         rows.append([sample, told])
-    if sample == "sample1":
+    if sample == "sample1" and rows:
         time.sleep(1)
 print(json.dumps(rows))
 """,

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.checks.finding import Check, Finding
-from cluster.checks.group import AbsentError, CheckGroup, known
+from cluster.checks.group import CheckGroup, known
 from cluster.env.live import HARMLESS, LIVE, live_sources
-from cluster.remote_text import one_line
+from cluster.remote_text import one_line, plain_path
 from cluster.survey.facts import NodeFacts
-from cluster.survey.section import Question, UnreadableError
+from cluster.survey.section import Question
 from engine.config.cluster import ClusterConfig
 
+VERSIONS = "host.versions"
 OLDEST_PYTHON = (3, 11)  # of ranks
 OLDEST_NODE_PYTHON = (3, 9)  # of what supervises them
 # Left behind after debugging, each of these makes a run slow without a word.
@@ -37,17 +38,22 @@ case $python in "~/"*) python=$HOME/${python#"~/"} ;; esac
 command -v "$python" >/dev/null 2>&1 || { echo null; exit 0; }
 # The versions are in the packages' metadata: importing torch would take seconds.
 "$python" - <<'PYTHON' 2>/dev/null
-import json, sys
-try:
-    from importlib.metadata import distributions
-    found = {}
-    for one in distributions():
-        name = (one.metadata["Name"] or "").lower().replace("_", "-")
-        if name == "torch" or name.startswith("nvidia-nccl-cu"):
-            found.setdefault(name, one.version)
-except Exception:
-    found = None
-print(json.dumps({"python": "%d.%d.%d" % sys.version_info[:3], "packages": found}))
+import json, os, sys
+from importlib.metadata import distributions, version
+from importlib.util import find_spec
+
+def tell(name):
+    # None: not there; "": there, and does not say.
+    try:
+        return version(name)
+    except Exception:
+        return "" if find_spec(name) else None
+
+names = (os.environ.get("BURST_MODULES") or "torch").split()
+packages = (one.metadata["Name"] or "" for one in distributions())
+nccl = [name for name in packages if name.lower().replace("_", "-").startswith("nvidia-nccl-cu")]
+told = {"python": "%d.%d.%d" % sys.version_info[:3], "executable": sys.executable}
+print(json.dumps(dict(told, modules={name: tell(name) for name in names}, nccl=version(nccl[0]) if nccl else None)))
 PYTHON
 """,
 )
@@ -55,78 +61,59 @@ PYTHON
 
 @dataclass(frozen=True)
 class Software:
-    """Versions on the node itself. python: None when there is none. packages: None when Python cannot list them."""
+    """The Python of the ranks. modules: version by name, "" if it does not say; None: not installed. nccl: of the
+    package that PyTorch wheels bring."""
 
-    python: str | None = None
-    packages: Mapping[str, str] | None = None
-
-    @property
-    def torch(self) -> str | None:
-        """Version of PyTorch; None when there is none."""
-        return (self.packages or {}).get("torch")
+    executable: str
+    version: tuple[int, ...]
+    modules: Mapping[str, str | None]
+    nccl: str | None
 
     @property
-    def nccl(self) -> str | None:
-        """Version of the NCCL package that PyTorch wheels bring; None when there is none."""
-        return next((found for name, found in sorted((self.packages or {}).items()) if name != "torch"), None)
+    def text(self) -> str:
+        """`3.11.2`."""
+        return ".".join(map(str, self.version))
 
 
-def read_software(facts: NodeFacts) -> Software:
-    """Raises UnreadableError."""
+def read_software(facts: NodeFacts) -> Software | None:
+    """None where there is no such Python. Raises UnreadableError."""
 
-    def take(told: Any) -> Software:
+    def take(told: Any) -> Software | None:
         if told is None:
-            return Software()
-        python, packages = told["python"], told["packages"]
-        if re.fullmatch(r"\d{1,3}\.\d{1,3}\.\d{1,3}", python) is None:
+            return None
+        version = re.fullmatch(r"(\d{1,3})\.(\d{1,3})\.(\d{1,3})", told["python"])
+        if version is None:
             raise ValueError("no version of Python")
-        found = None if packages is None else {name: str(version) for name, version in packages.items()}
-        return Software(python, found)
+        modules = {name: None if one is None else one_line(one) for name, one in told["modules"].items()}
+        nccl = None if told["nccl"] is None else one_line(told["nccl"])
+        return Software(plain_path(told["executable"]), tuple(map(int, version.groups())), modules, nccl)
 
     return facts.section(SOFTWARE).read(take)
 
 
 def check_python(check: Check, facts: NodeFacts) -> list[Finding]:
-    """Python on the node is new enough for ranks; where they run in containers, for their supervisor."""
-    software = read_software(facts)
+    """Python on the node can run ranks, is new enough and has what they import; where they run in containers, it is
+    new enough for what supervises them."""
+    software, name = read_software(facts), facts.config.python or "python3"
     oldest = ".".join(map(str, OLDEST_NODE_PYTHON if facts.in_containers else OLDEST_PYTHON))
-    bare = ", or set cluster.container.runtime=docker"
-    remedy = f"install Python {oldest} or newer{' as python3: it supervises ranks' if facts.in_containers else bare}"
-    if software.python is None:
-        return [check.fail("no python3", remedy)]
-    version = tuple(int(part) for part in software.python.split(".")[:2])
-    if version < OLDEST_NODE_PYTHON:
-        return [check.fail(f"{software.python} is older than {oldest}", remedy)]
-    if version < OLDEST_PYTHON and not facts.in_containers:
-        return [check.warn(f"{software.python} is older than {oldest}", remedy)]
-    return [check.ok(software.python)]
-
-
-def check_torch(check: Check, facts: NodeFacts) -> list[Finding]:
-    """PyTorch is installed in the same version everywhere, where ranks run without a container."""
-    torch = _software_of_ranks(facts).torch
-    if torch is None:
-        text = f"{facts.config.python or 'python3'}, the Python of the ranks, has no PyTorch"
-        return [check.warn(text, "install burst there, or name another by cluster.python")]
-    return [check.ok(torch)]
-
-
-def check_nccl(check: Check, facts: NodeFacts) -> list[Finding]:
-    """NCCL has the same version everywhere; different ones do not talk to each other."""
-    nccl = _software_of_ranks(facts).nccl
-    return [check.ok(nccl) if nccl else check.skip("not a package of its own")]
-
-
-def _software_of_ranks(facts: NodeFacts) -> Software:
-    """Software with packages. Raises UnreadableError, and AbsentError where the node has nothing to do with it."""
-    software = read_software(facts)
+    remedy = "set cluster.python to one, or use cluster.container.runtime=docker"
+    check = check.expecting(f"Python {oldest} or newer")
     if facts.in_containers:
-        raise AbsentError("ranks use that of the image")
-    if software.python is None:
-        raise AbsentError("no python3")
-    if software.packages is None:
-        raise UnreadableError(f"Python {software.python} cannot list its packages")
-    return software
+        remedy = f"install Python {oldest} or newer as python3: it supervises ranks"
+    if software is None:
+        return [check.fail(f"cannot run {name}", remedy)]
+    text = f"{software.executable} is Python {software.text}"
+    if software.version < OLDEST_NODE_PYTHON:
+        return [check.fail(text, remedy)]
+    if facts.in_containers:
+        return [check.ok(software.text)]
+    if software.version < OLDEST_PYTHON:
+        return [check.warn(text, remedy)]
+    missing = ", ".join(name for name, version in software.modules.items() if version is None)
+    if missing:
+        remedy = "install it there, or set cluster.python to one that has it"
+        return [check.expecting("").warn(f"{software.executable} has no {missing}", remedy)]
+    return [check.ok(software.text)]
 
 
 def check_nccl_conf(check: Check, facts: NodeFacts) -> list[Finding]:
@@ -157,13 +144,15 @@ def _read_settings(facts: NodeFacts) -> list[tuple[str, str, str]]:
 
 def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
     """What all nodes must have alike: where ranks run in containers, nothing of Python, for the image has its own."""
-    software = Software() if facts.in_containers else known(read_software, facts) or Software()
-    return {
-        "host.python": software.python,
-        "host.torch": software.torch,
-        "host.nccl": software.nccl,
-        "host.nccl_conf": known(nccl_trait, facts),
-    }
+    software = None if facts.in_containers else known(read_software, facts)
+    return {} if software is None else {VERSIONS: _versions(software)}
+
+
+def _versions(software: Software) -> str:
+    """`Python 3.11, torch 2.13.0, NCCL 2.29.3`; the last figure of Python's version harms nobody."""
+    found = {"torch": software.modules.get("torch"), "NCCL": software.nccl}
+    said = (f"{name} {version}" for name, version in found.items() if version)
+    return ", ".join((f"Python {software.version[0]}.{software.version[1]}", *said))
 
 
 def _settings(config: ClusterConfig) -> Mapping[str, str | None]:
@@ -172,8 +161,12 @@ def _settings(config: ClusterConfig) -> Mapping[str, str | None]:
 
 GROUP = CheckGroup(
     "host",
-    (check_python, check_torch, check_nccl, check_nccl_conf),
-    questions=(SOFTWARE, LIVE),
+    (check_python,),
+    questions=(SOFTWARE,),
     settings=_settings,
     traits=_traits,
+    compared={VERSIONS: "Ranks run with the same on all nodes: Python, PyTorch and NCCL, or the image."},
+)
+NCCL_SETTINGS = CheckGroup(
+    "host", (check_nccl_conf,), questions=(LIVE,), traits=lambda facts: {"host.nccl_conf": known(nccl_trait, facts)}
 )

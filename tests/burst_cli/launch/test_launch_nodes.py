@@ -129,6 +129,6 @@ def test_every_problem_of_real_nodes_is_told_at_once(testbed: Testbed, runs: Pat
     settings = ("cluster.python=/opt/none", "cluster.interface=ib7", "data=text", "data.paths=[/none/corpus.txt]")
     code, _, err = launch(f"cluster={testbed.name}", *settings)
     assert code == 1
-    for text in ("no Python for the ranks", "there is no interface ib7", "data /none/corpus.txt: no such file"):
+    for text in ("cannot run /opt/none", "there is no interface ib7", "data /none/corpus.txt: no such file"):
         assert text in err
     assert not runs.exists()

@@ -12,6 +12,7 @@ from testkit.fake_plan import node_facts
 from burst_cli.launch.next_attempt import lead_attempts, renewed_plan, with_spares
 from burst_cli.launch.request import LaunchRequest, PreparedLaunch
 from burst_cli.runs.failure import failure_block
+from cluster.checks.launch import NodeProblem, UnfitNodesError
 from cluster.control.attempt import StopRequests, begin_attempt, finish
 from cluster.control.controller import Manner
 from cluster.control.link import LaunchObserver, LaunchOutcome
@@ -19,7 +20,6 @@ from cluster.errors import ClusterError
 from cluster.failure import Failure
 from cluster.launch.local import build_local_plan
 from cluster.plan import LaunchPlan
-from cluster.preflight.judge import NodeProblem, UnfitNodesError
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig

@@ -32,7 +32,7 @@ HEALTHY: Mapping[str, Any] = {
     "host.disk": {"/": room(), "/tmp": room(), "shm": room(kind="tmpfs")},
     "host.shared": {"room": room(inodes=0, of=0, kind="nfs4"), "trouble": ""},
     "host.runs": {"read": 3456, "unread": 0, "runs": []},
-    "host.software": {"python": "3.10.12", "packages": {}},
+    "host.software": {"python": "3.10.12", "executable": "/usr/bin/python3", "modules": {"torch": None}, "nccl": None},
     "env_live": {"login": {}, "files": {}, "ranks": []},
     "host.docker": {
         "version": "26.1.3",
@@ -44,7 +44,12 @@ HEALTHY: Mapping[str, Any] = {
     },
     "host.image": ["amd64", "linux", "2026-01-05T10:00:00.123456789Z", ["sha256:aa", "sha256:bb"], 19327352832],
 }
-BARE_SOFTWARE = {"python": "3.11.9", "packages": {"nvidia-nccl-cu12": "2.27.5", "torch": "2.9.1+cu128"}}
+BARE_SOFTWARE = {
+    "python": "3.11.9",
+    "executable": "/usr/bin/python3",
+    "modules": {"torch": "2.9.1+cu128"},
+    "nccl": "2.27.5",
+}
 
 
 def healthy(node: str = "node1", **changes: object) -> NodeProbe:

@@ -233,5 +233,5 @@ def test_this_machine_alone_has_no_ssh_and_nobody_to_compare_with() -> None:
     report = check_this_machine(CONFIG, CheckOptions(selection=Selection(only=("host",)), timeout_s=60))
     (node,) = report.nodes.values()
     assert {finding.check.partition(".")[0] for finding in node.findings} == {"host"}
-    (torch,) = findings(report, node.node, "host.torch")
-    assert torch.severity is Verdict.OK  # of this Python, which launches here take
+    (python,) = findings(report, node.node, "host.python")
+    assert python.severity is Verdict.OK  # of this Python, which launches here take

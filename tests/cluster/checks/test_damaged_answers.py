@@ -28,7 +28,7 @@ HOST = {
     "host.disk": {"host.disk", "host.inodes", "host.shm"},
     "host.shared": {"host.shared"},
     "host.runs": {"host.runs"},
-    "host.software": {"host.python", "host.torch", "host.nccl"},
+    "host.software": {"host.python"},
     "env_live": {"host.nccl_conf"},
     "host.docker": {"host.docker", "host.docker_gpu", "host.docker_disk", "host.image"},
     "host.image": {"host.image"},
@@ -67,7 +67,10 @@ TRAITS: Mapping[str, Set[str]] = {
     "ib.ports": {"ib.link_layer", "ib.mtu", "ib.rate", "ib.count"},
     "gpu.lspci": {"ib.link_layer", "ib.mtu", "ib.rate", "ib.count"},
     "gpu.smi": GPU["gpu.smi"] - {"gpu.nvlink"},
-    "host.docker": {"host.docker"},
+    "host.software": set(),
+    "bare host.software": {"host.versions"},
+    "host.docker": set(),
+    "host.image": {"host.versions"},
 }
 
 
@@ -171,7 +174,7 @@ def test_a_damaged_section_leaves_no_ok_behind_and_the_others_as_they_were(name:
     }
     left = healthy - one.rests_on[section]
     assert {damage: one.ok(probe) for damage, probe in probes.items()} == dict.fromkeys(DAMAGES, left)
-    lost, traits = TRAITS.get(section, one.rests_on[section]), one.traits(one.probe)
+    lost, traits = TRAITS.get(f"{name} {section}", TRAITS.get(section, one.rests_on[section])), one.traits(one.probe)
     for damage, probe in probes.items():
         told = one.traits(probe)
         assert {trait for trait in lost & told.keys() if told[trait] == traits[trait]} == set(), damage

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -18,8 +19,8 @@ NO_IMAGE = ClusterConfig(container=ContainerConfig(runtime="docker"))
 DENIED = "permission denied while trying to connect to the Docker daemon socket"
 UNNEEDED = "not needed: cluster.container.runtime is bare"
 RUNS = [
-    [77, "ada", 3600.0, "python3", "20260105-101010-abcdef"],
-    [78, "ada", 3600.0, "pt_main_thread", "20260105-101010-abcdef"],
+    [77, "ada", 3600.0, "python3", "20260105-101010-abcdef", "node1"],
+    [78, "ada", 3600.0, "pt_main_thread", "20260105-101010-abcdef", "node1"],
 ]
 NCCL_CONF = "/etc/nccl.conf"
 
@@ -94,15 +95,15 @@ CASES: list[tuple[NodeProbe, str, Verdict, str]] = [
     (changed("runs", read=0, unread=9), "runs", OK, "none, but 9 processes"),
     (changed("runs", read=0), "runs", UNKNOWN, ""),  # no process at all is no proof of none
     (changed("runs", runs=[[77, "ada", 64.0, "python3"]]), "runs", UNKNOWN, ""),
-    (changed("runs", runs=RUNS), "runs", WARN, "2 processes of ada: 77 python3 (60 min), 78 pt_main_thread (60 min)"),
+    (changed("runs", runs=RUNS), "runs", FAIL, "2 processes of ada: 77 python3 (60 min), 78 pt_main_thread (60 min)"),
     (
-        changed("runs", runs=[[99, "uid 1001", 100.0, " ", "x"]]),
+        changed("runs", runs=[[99, "uid 1001", 100.0, " ", "x", "another"]]),
         "runs",
         WARN,
         "1 process of uid 1001: 99 (no name) (100 s)",
     ),
     (
-        changed("runs", runs=[[pid, "a", 9.0 - pid, "b", "x"] for pid in range(7)]),
+        changed("runs", runs=[[pid, "a", 9.0 - pid, "b", "x", ""] for pid in range(7)]),
         "runs",
         WARN,
         "7 processes of a: 0 b (9 s), 1 b (8 s), 2 b (7 s), 3 b (6 s), 4 b (5 s) and 2 more",
@@ -154,28 +155,21 @@ CASES: list[tuple[NodeProbe, str, Verdict, str]] = [
     *((healthy(image=told), "image", UNKNOWN, "") for told in (["amd64", "linux", "x", [], 1], ["amd64", 1], {})),
     # In containers Python supervises ranks, which have that of the image.
     *((python(version), "python", level, "") for version, level in (("3.9.0", OK), ("3.8.20", FAIL))),
-    (healthy(software=None), "python", FAIL, "no python3"),
-    (healthy(), "torch", SKIP, "ranks use that of the image"),
+    (healthy(software=None), "python", FAIL, "cannot run python3"),
 ]
 BARE_CASES: list[tuple[NodeProbe, str, Verdict, str]] = [
     (changed("system", locked="65536"), "memlock", FAIL, "0 MiB for a session, and 2 RDMA adapters must lock"),
     (changed("system", locked="65536", adapters=0), "memlock", OK, "0 MiB for a session; only RDMA adapters need"),
     *(
-        (python(version), "python", level, version)
+        (python(version), "python", level, "3.1" if level is OK else f"/usr/bin/python3 is Python {version}")
         for version, level in (("3.12.1", OK), ("3.11.0", OK), ("3.10.14", WARN), ("3.9.0", WARN), ("3.8.20", FAIL))
     ),
-    (healthy(software=None), "python", FAIL, "no python3"),
-    (healthy(software=None), "torch", SKIP, "no python3"),
-    (healthy(software=BARE_SOFTWARE), "torch", OK, "2.9.1+cu128"),
-    (healthy(software=BARE_SOFTWARE), "nccl", OK, "2.27.5"),
+    (healthy(software=None), "python", FAIL, "cannot run python3"),
     (
-        healthy(software={"python": "3.11.2", "packages": None}),
-        "torch",
-        UNKNOWN,
-        "Python 3.11.2 cannot list its packages",
+        healthy(software={**BARE_SOFTWARE, "modules": {"torch": None, "numpy": "", "yaml": None}}),
+        *("python", WARN, "/usr/bin/python3 has no torch, yaml"),
     ),
-    (healthy(software={"python": "3.11.2", "packages": {}}), "torch", WARN, "python3, the Python of the ranks, has no"),
-    (healthy(software={"python": "3.11.2", "packages": {}}), "nccl", SKIP, "not a package of its own"),
+    *((healthy(software={**BARE_SOFTWARE, "executable": path}), "python", UNKNOWN, "") for path in ("", "/a/../b")),
     *(
         (said("host.docker", DENIED), check, SKIP, f"no container engine answers; {UNNEEDED}")
         for check in ("docker", "docker_gpu", "docker_disk")
@@ -203,10 +197,10 @@ def test_one_answer_decides(config: ClusterConfig, probe: NodeProbe, name: str, 
     assert all(finding.remedy for finding in found if finding.severity in (WARN, FAIL))
 
 
-def test_a_healthy_node_has_an_answer_to_every_check_and_nothing_worse_than_skip() -> None:
+def test_a_healthy_node_has_an_answer_to_every_check_and_all_are_ok() -> None:
     found = GROUP.check(healthy(), DOCKER)
     assert {finding.check for finding in found} == set(GROUP.checks)
-    assert {finding.severity for finding in found} == {OK, SKIP}
+    assert {finding.severity for finding in found} == {OK}
 
 
 def test_a_node_that_answered_nothing_has_every_check_and_none_is_ok() -> None:
@@ -216,7 +210,7 @@ def test_a_node_that_answered_nothing_has_every_check_and_none_is_ok() -> None:
 
 def test_the_identity_of_an_image_is_what_it_is_made_of() -> None:
     def identity(probe: NodeProbe) -> str:
-        return GROUP.traits(probe, ClusterConfig())["host.image"]
+        return GROUP.traits(probe, DOCKER)["host.versions"]
 
     *told, _ = HEALTHY["host.image"]
     assert identity(healthy(image=[*told, 1])) == identity(healthy())
@@ -226,9 +220,9 @@ def test_the_identity_of_an_image_is_what_it_is_made_of() -> None:
 
 def test_traits_leave_out_what_the_image_brings() -> None:
     told = GROUP.traits(healthy(), DOCKER)
-    assert {"host.docker", "host.image", "host.nccl_conf"} == set(told)
-    bare = GROUP.traits(healthy(software=BARE_SOFTWARE), ClusterConfig())
-    assert (bare["host.python"], bare["host.torch"], bare["host.nccl"]) == ("3.11.9", "2.9.1+cu128", "2.27.5")
+    assert re.fullmatch("image [0-9a-f]{12}", told["host.versions"])
+    bare = GROUP.traits(healthy(software=BARE_SOFTWARE), BARE)
+    assert bare["host.versions"] == "Python 3.11, torch 2.9.1+cu128, NCCL 2.27.5"
 
 
 def test_the_probe_is_told_what_it_must_know() -> None:

@@ -18,7 +18,7 @@ from testkit.check_fakes import ask_here, installed
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.groups.engine import read_engine
 from cluster.checks.groups.host import read_runs, read_system
-from cluster.checks.groups.software import read_software
+from cluster.checks.groups.software import Software, read_software
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import NodeProbe, SectionState
 from engine.config.cluster import ClusterConfig
@@ -110,12 +110,12 @@ def test_on_this_machine_every_section_ends_and_can_be_read(here: NodeProbe) -> 
 
 
 def test_python_that_is_asked_is_that_of_the_ranks(tools: Path, tmp_path: Path) -> None:
-    told = '{"python": "3.12.1", "packages": {"torch": "9.9.9"}}'
+    told = '{"python": "3.12.1", "executable": "/my/python", "modules": {"torch": "9.9.9"}, "nccl": null}'
     write(tmp_path / "my venv/bin/python", f"#!/bin/sh\necho '{told}'\n")
     (tmp_path / "my venv/bin/python").chmod(0o700)
     settings = GROUP.settings(replace(BARE, python="~/my venv/bin/python"))
     software = read_software(NodeFacts(ask(tools, tmp_path, "software", settings=settings), BARE))
-    assert (software.python, software.packages) == ("3.12.1", {"torch": "9.9.9"})
+    assert software == Software("/my/python", (3, 12, 1), {"torch": "9.9.9"}, None)
 
 
 def test_room_is_what_the_system_says(here: NodeProbe) -> None:

@@ -14,6 +14,7 @@ from env_topologies import kept
 from cluster.env.gather import read_facts
 from cluster.env.plan import plan_environment
 from cluster.errors import ClusterError
+from cluster.survey.facts import NodeFacts
 from cluster.survey.section import NodeProbe, Section, SectionState
 from engine.config.cluster import ClusterConfig
 
@@ -47,7 +48,7 @@ def h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_node_is_planned_from_one_answer(answer: NodeProbe) -> None:
-    facts = read_facts(answer, CONFIG)
+    facts = read_facts(NodeFacts(answer, CONFIG))
     assert len(facts.gpus) == 8
     assert facts.interface is not None
     assert facts.gateways is not None
@@ -64,7 +65,7 @@ def test_what_cannot_be_read_is_no_machine_without_infiniband(
 ) -> None:
     broken = with_sections(answer, section(name, "", None, state))
     with pytest.raises(ClusterError, match=f"{name}: {state.value}.*burst check-nodes --only ib,net"):
-        read_facts(broken, CONFIG)
+        read_facts(NodeFacts(broken, CONFIG))
 
 
 def test_storage_is_found_in_mounts_with_the_way_to_it(answer: NodeProbe, h100: Path) -> None:
@@ -78,7 +79,7 @@ def test_storage_is_found_in_mounts_with_the_way_to_it(answer: NodeProbe, h100: 
         "127.0.0.1:/e /own nfs rw 0 0\n"
         "198.51.100.12:/e /volume fuse.glusterfs rw 0 0\n"
     )
-    facts = read_facts(asked_again(answer, "env"), CONFIG)
+    facts = read_facts(NodeFacts(asked_again(answer, "env"), CONFIG))
     assert facts.interface is not None
     assert [(one.mount_point, one.server, one.interface) for one in facts.storage] == [
         ("/my data", "198.51.100.7", facts.interface.name),
@@ -93,15 +94,15 @@ def test_cores_are_those_of_the_machine_whatever_a_login_sets(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0)) + 1))
     monkeypatch.setenv("OMP_THREAD_LIMIT", "1")
-    assert read_facts(asked_again(answer, "env"), CONFIG).cores == len(os.sched_getaffinity(0))
+    assert read_facts(NodeFacts(asked_again(answer, "env"), CONFIG)).cores == len(os.sched_getaffinity(0))
     late = with_sections(answer, section("env.cores", "", None, SectionState.TIMED_OUT))
-    assert read_facts(late, CONFIG).cores is None
+    assert read_facts(NodeFacts(late, CONFIG)).cores is None
 
 
 def test_what_lies_below_a_bond_is_followed(answer: NodeProbe, h100: Path) -> None:
     (h100 / "sys/class/net/bond7").mkdir(parents=True)
     (h100 / "sys/class/net/bond7/lower_eth8").symlink_to("../eth8")
-    facts = read_facts(asked_again(answer, "env"), CONFIG)
+    facts = read_facts(NodeFacts(asked_again(answer, "env"), CONFIG))
     assert facts.carriers("bond7") == {"bond7", "eth8"}
 
 
@@ -111,15 +112,15 @@ def test_interfaces_with_a_gateway_are_found_in_every_kind_of_route(answer: Node
         "10.2.0.0/16 proto static\n\tnexthop via 10.3.0.1 dev eth2 weight 1\n\tnexthop via inet6 fe80::1 dev eth3\n"
     )
     told = with_sections(answer, section("env.routes", text))
-    assert read_facts(told, CONFIG).gateways == {"eth0", "eth2", "eth3"}
+    assert read_facts(NodeFacts(told, CONFIG)).gateways == {"eth0", "eth2", "eth3"}
     late = with_sections(answer, section("env.routes", "", None, SectionState.TIMED_OUT))
-    assert read_facts(late, CONFIG).gateways is None
+    assert read_facts(NodeFacts(late, CONFIG)).gateways is None
 
 
 def test_unknown_ways_to_storage_are_a_note(answer: NodeProbe) -> None:
     late = with_sections(answer, section("env.storage", "", None, SectionState.TIMED_OUT))
     told = "ports that lead to storage servers are not known: env.storage: timed out"
-    assert read_facts(late, CONFIG).notes == (told,)
+    assert read_facts(NodeFacts(late, CONFIG)).notes == (told,)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_gpudirect_is_known_from_modules(
     answer: NodeProbe, peers: list[str], driver: str, symbols: bool | None, expected: bool
 ) -> None:
     told = {"peers": peers, "module": True, "driver": driver, "kernel": "6.1", "dmabuf": symbols}
-    facts = read_facts(with_sections(answer, section("ib.gpudirect", json.dumps(told))), CONFIG)
+    facts = read_facts(NodeFacts(with_sections(answer, section("ib.gpudirect", json.dumps(told))), CONFIG))
     assert facts.has_gpudirect is expected
     late = with_sections(answer, section("ib.gpudirect", "", None, SectionState.TIMED_OUT))
-    assert read_facts(late, CONFIG).has_gpudirect is None
+    assert read_facts(NodeFacts(late, CONFIG)).has_gpudirect is None

@@ -10,7 +10,6 @@ from testkit.plan_fleet import CODE, node, nodes, run_config
 from cluster.launch.ssh import build_ssh_plan, fleet_warnings, least_hardware
 from cluster.plan import LaunchPlan, node_spec, with_files
 from cluster.plan_nodes import node_folders
-from cluster.preflight.survey import GpuFacts
 from engine.config.errors import ConfigError
 from engine.config.settings import config_from_dict
 from engine.planning.memory.capacity import Gpu, Hardware
@@ -112,10 +111,10 @@ def test_a_fleet_uses_the_backend_that_its_weakest_node_can() -> None:
 
 
 def test_memory_is_planned_for_the_node_that_has_least_of_it() -> None:
-    small = GpuFacts("L4", 23034)
+    small = Gpu("L4", 23034 << 20)
     third = dataclasses.replace(node("n3", 3, memory_bytes=None), gpus=(small, small))
     mixed = (node("n1", gpus=2), node("n2", 2, memory_bytes=1000), third)
-    assert least_hardware(mixed[::2]) == Hardware((Gpu("L4", 23034 << 20),) * 2, 66657892434, "memory of n1")
+    assert least_hardware(mixed[::2]) == Hardware((small, small), 66657892434, "memory of n1")
     assert least_hardware(mixed) == Hardware((), 970, "memory of n2")
     assert least_hardware(mixed[2:]).host_bytes is None
 
@@ -166,7 +165,7 @@ def test_options_of_the_configuration_take_the_place_of_those_for_the_machine() 
 
 
 def test_ranks_in_a_container_keep_the_groups_of_their_user_and_cache_kernels_where_they_may_write() -> None:
-    one = dataclasses.replace(nodes(1)[0], groups=(27, 100, 5001))
+    one = node("n1", groups=(27, 100, 5001))
     found = build_ssh_plan(run_config(cluster=DOCKER), (one,), CODE, RUN)
     argv = found.nodes[0].argv
     assert [word for word in argv if word.startswith("--group-add")] == ["--group-add=27", "--group-add=5001"]

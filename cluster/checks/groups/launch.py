@@ -1,0 +1,244 @@
+"""What only a launch asks of nodes: whose account it uses there, where runs lie, who holds the node, data, a port, GPUs
+for the ranks. Made for one configuration; everything else that a launch must know other groups ask and judge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.agent.folder import safe_name
+from cluster.checks.finding import Check, Finding, gib
+from cluster.checks.group import CheckGroup, known
+from cluster.checks.groups.software import read_software
+from cluster.code import agent_question
+from cluster.env.gather import FACT_QUESTIONS
+from cluster.plan_nodes import text_files
+from cluster.remote_text import one_line, plain_path
+from cluster.survey.facts import NodeFacts
+from cluster.survey.nvidia_smi import SmiFailure, SmiLog
+from cluster.survey.section import listed
+from engine.config.settings import RunConfig
+
+NAME = "launch.node"
+ROOM_BYTES = 1 << 30
+_LIMIT_S = 100
+_SUFFIXES = {"text": (), "jsonl": (".jsonl", ".ndjson"), "parquet": (".parquet",), "shards": ()}
+_TEXT_SUFFIXES = (".json", ".jinja")  # of what is read in a tokenizer's folder
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """What one entry of data.paths is on a node. content: None when there was no time to look into its files."""
+
+    path: str
+    problem: str
+    content: str | None
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a node offers a run. root: where it keeps runs. memory_bytes: None where it does not tell.
+
+    room, port: (how many bytes are free, which port is free; None, and why there is none). locks: the runs that hold
+    it, by the name that they know it by.
+    """
+
+    home: str
+    user: str
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
+    root: str
+    code_root: str
+    has_infiniband_devices: bool
+    memory_bytes: int | None
+    room: tuple[int | None, str]
+    port: tuple[int | None, str]
+    locks: Mapping[str, str]
+    data: tuple[DataFacts, ...]
+
+
+def read_offer(facts: NodeFacts) -> Offer:
+    """Raises UnreadableError."""
+
+    def maybe(told: Any) -> tuple[int | None, str]:
+        return None if told[0] is None else int(told[0]), one_line(told[1])
+
+    def take(told: Any) -> Offer:
+        return Offer(
+            home=plain_path(told["home"]),
+            user=one_line(told["user"]),
+            uid=int(told["uid"]),
+            gid=int(told["gid"]),
+            groups=tuple(map(int, listed(told["groups"]))),
+            root=plain_path(told["root"]),
+            code_root=plain_path(told["code_root"]),
+            has_infiniband_devices=told["has_infiniband_devices"] is True,
+            memory_bytes=None if told["memory_bytes"] is None else int(told["memory_bytes"]),
+            room=maybe(told["room"]),
+            port=maybe(told["port"]),
+            locks={str(name): one_line(run_id, 60) for name, run_id in told["locks"].items()},
+            data=tuple(map(_data, listed(told["data"]))),
+        )
+
+    return facts.probe.section(NAME).read(take)
+
+
+def _data(told: Any) -> DataFacts:
+    path, problem = one_line(told["path"]), one_line(told.get("problem", ""))
+    if problem or told["digest"] is None:
+        return DataFacts(path, problem, None)
+    count = int(told["files"])
+    return DataFacts(
+        path, "", f"{count} file{'' if count == 1 else 's'}, {int(told['bytes'])} bytes, {one_line(told['digest'], 8)}"
+    )
+
+
+def check_adapters(check: Check, facts: NodeFacts) -> list[Finding]:
+    """What adapters the node has: without knowing them its ranks would be told to do without."""
+    return [check.ok(f"{len(facts.adapters.ports)} ports")]
+
+
+def check_folder(check: Check, facts: NodeFacts) -> list[Finding]:
+    """Runs can be laid where cluster.node_folder says."""
+    offer = read_offer(facts)
+    if offer.room[0] is None:
+        return [check.fail(offer.room[1], "set cluster.node_folder to a folder of yours")]
+    return [check.ok(offer.root)]
+
+
+def check_room(check: Check, facts: NodeFacts) -> list[Finding]:
+    """There is room for a run where cluster.node_folder says."""
+    offer = read_offer(facts)
+    free = offer.room[0]
+    if free is None:
+        return [check.skip("see launch.folder")]
+    check, text = check.expecting(f"at least {gib(ROOM_BYTES)}"), f"{gib(free)} free under {offer.root}"
+    return [check.ok(text) if free >= ROOM_BYTES else check.fail(text, "make room, or set cluster.node_folder")]
+
+
+def check_holder(check: Check, facts: NodeFacts) -> list[Finding]:
+    """No run holds the node: two would share its GPUs."""
+    run_id = read_offer(facts).locks.get(safe_name(facts.node))
+    if run_id is None:
+        return [check.ok("no run holds it")]
+    remedy = f"wait for its end, end it with `burst cancel {run_id}`, or take others"
+    return [check.fail(f"run {run_id} holds it", remedy)]
+
+
+def check_data(check: Check, facts: NodeFacts) -> list[Finding]:
+    """Every file that ranks read is there."""
+    remedy = "bring it there under this name"
+    missing = [check.fail(f"data {one.path}: {one.problem}", remedy) for one in read_offer(facts).data if one.problem]
+    return missing or [check.ok("there")]
+
+
+def count_gpus(facts: NodeFacts) -> int | None:
+    """How many GPUs the node has for ranks; None while nvidia-smi is there and does not say."""
+    if isinstance(facts.smi, SmiLog):
+        return len(facts.gpus)
+    is_absent = facts.has_no_gpus or facts.smi.failure in (SmiFailure.NOT_INSTALLED, SmiFailure.NO_DEVICES)
+    return 0 if is_absent else None
+
+
+def check_gpus(check: Check, facts: NodeFacts) -> list[Finding]:
+    """How many GPUs the node has is known."""
+    count = count_gpus(facts)
+    if count is None and facts.config.backend != "gloo":
+        assert not isinstance(facts.smi, SmiLog)
+        return [check.unknown(f"nvidia-smi: {facts.smi.failure.value}: {facts.smi.evidence}", "see gpu.nvidia_smi")]
+    return [check.ok(_gpus(count or 0))]
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'' if count == 1 else 's'}"
+
+
+def _compare(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
+    return [*_port(nodes), *_ranks(nodes)]
+
+
+def _port(nodes: Mapping[str, NodeFacts]) -> Iterator[Finding]:
+    """Only the first node listens."""
+    for node, facts in list(nodes.items())[:1]:
+        offer = known(read_offer, facts)
+        if offer is not None and offer.port[0] is None:
+            remedy = "free it, or set cluster.master_port to another one (null: any)"
+            yield Check(node, "launch.port").fail(f"no port for the rendezvous: {offer.port[1]}", remedy)
+
+
+def _ranks(nodes: Mapping[str, NodeFacts]) -> Iterator[Finding]:
+    """Under NCCL every rank has a GPU of its own, on every node."""
+    known_counts = {node: count_gpus(facts) for node, facts in nodes.items()}
+    counts = {node: count for node, count in known_counts.items() if count is not None}
+    if not counts or counts != known_counts:
+        return
+    cluster = next(iter(nodes.values())).config
+    if cluster.backend == "gloo":
+        return
+    if cluster.ranks_per_node is None and len(set(counts.values())) > 1:
+        for node, count in counts.items():
+            check = Check(node, "launch.ranks", "as many on every node")
+            yield check.fail(_gpus(count), "set cluster.ranks_per_node, or take nodes that are alike")
+        return
+    needed = cluster.ranks_per_node or max(counts.values())
+    short = [node for node, count in counts.items() if count < needed or not count]
+    if cluster.backend == "auto" and len(short) == len(counts):
+        return  # nodes that all lack GPUs compute on the CPU
+    for node in short:
+        fewer = "set cluster.ranks_per_node to fewer, or " if counts[node] else ""
+        remedy = f"{fewer}set cluster.backend=gloo to run on the CPU"
+        yield Check(node, "launch.ranks", f"one for each of {max(1, needed)} ranks").fail(_gpus(counts[node]), remedy)
+
+
+def needed_modules(config: RunConfig) -> tuple[str, ...]:
+    """What ranks of this configuration import, torch first."""
+    data, is_tokenised = config.data, config.data.format == "shards"
+    conditions = {
+        "tokenizers": data.tokenizer != "bytes" and not is_tokenised,
+        "jinja2": data.messages_field is not None and not is_tokenised,
+        "pyarrow": data.format == "parquet",
+        "torchao": config.memory.moments_dtype == "int8",
+        "tensorboard": config.train.tensorboard,
+    }
+    return ("torch", "numpy", "yaml", "safetensors", *(name for name, is_needed in conditions.items() if is_needed))
+
+
+def _read_by_all(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """(path, endings of the files that count) of what every node reads and must find the same."""
+    data = config.data
+    if data.format != "stdlib":
+        yield from ((path, _SUFFIXES[data.format]) for path in data.paths)
+    yield from ((path, _TEXT_SUFFIXES) for path in text_files(data))
+    yield from ((path, ()) for path in data.mix_paths)
+    if config.model.init_from is not None:
+        yield config.model.init_from, (".safetensors", ".json")
+
+
+def launch_group(config: RunConfig, code_root: str | None = None) -> CheckGroup:
+    """The checks of nodes that are to run `config`. code_root: None: below the folder where a node keeps runs."""
+    cluster = config.cluster
+    asked = {
+        "root": cluster.node_folder,
+        "code_root": code_root,
+        "port": cluster.master_port,
+        "data": [{"path": path, "suffixes": list(suffixes)} for path, suffixes in _read_by_all(config)],
+    }
+
+    def traits(facts: NodeFacts) -> Mapping[str, str | None]:
+        found = {f"launch.data {one.path}": one.content for one in read_offer(facts).data if not one.problem}
+        if config.data.format != "stdlib" or facts.in_containers:
+            return found
+        # This corpus is the source code of the Python that reads it.
+        software = known(read_software, facts)
+        return {**found, "launch.python": None if software is None else f"Python {software.text}"}
+
+    return CheckGroup(
+        "launch",
+        (check_adapters, check_folder, check_room, check_holder, check_data, check_gpus),
+        questions=(*FACT_QUESTIONS, agent_question(NAME, _LIMIT_S, "cluster.agent.survey", "survey", asked)),
+        settings=lambda _: {"BURST_MODULES": " ".join(needed_modules(config))},
+        traits=traits,
+        compare=_compare,
+    )

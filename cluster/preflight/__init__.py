@@ -1,1 +1,0 @@
-"""Whether nodes can carry a run: asked once, judged here, all problems at once."""

@@ -1,0 +1,170 @@
+"""What nodes answer before a launch: by the real script in a real shell, and over real SSH."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from testkit.local_connection import LocalConnection
+from testkit.plan_fleet import run_config
+
+from cluster.agent.survey import find_data, find_room
+from cluster.checks.groups.launch import Offer, launch_group, read_offer
+from cluster.checks.groups.software import read_software
+from cluster.checks.launch import UnfitNodesError, check_launch
+from cluster.ssh.hosts import Host
+from cluster.survey.ask import survey_node
+from cluster.survey.facts import NodeFacts
+from cluster.testbed.build import Testbed
+from engine.data.files import list_files
+
+Ask = Callable[..., Offer]
+
+
+@pytest.fixture
+def ask(tmp_path: Path) -> Ask:
+    """What this machine offers as node n1, its home in `tmp_path`."""
+
+    def run(data: dict[str, Any] | None = None, **cluster: Any) -> Offer:
+        config = run_config(cluster=cluster, **({} if data is None else {"data": data}))
+        with LocalConnection("n1", {"HOME": str(tmp_path)}) as connection:
+            probe = survey_node(connection, launch_group(config).questions[-1:])
+        return read_offer(NodeFacts(probe, config.cluster))
+
+    return run
+
+
+def test_a_machine_tells_who_and_what_it_is_and_nothing_on_it_changes(ask: Ask, tmp_path: Path) -> None:
+    found = ask()
+    assert (found.home, found.uid, found.gid) == (str(tmp_path), os.getuid(), os.getgid())
+    assert found.groups == tuple(sorted(os.getgroups()))
+    assert (found.root, found.code_root) == (f"{tmp_path}/.burst", f"{tmp_path}/.burst/code")
+    assert found.memory_bytes is not None
+    assert found.memory_bytes > 1 << 28
+    assert found.room[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_of_the_configuration_are_those_of_the_nodes_user(ask: Ask, tmp_path: Path) -> None:
+    assert ask(node_folder="~/scratch").root == f"{tmp_path}/scratch"
+    assert ask(node_folder="/scratch/me").root == "/scratch/me"
+
+
+def test_a_file_where_runs_should_lie_is_no_folder(ask: Ask, tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    assert ask(node_folder=f"{tmp_path}/runs/mine").room == (None, f"{tmp_path}/runs is not a folder")
+    assert find_room(str(tmp_path / "not" / "there")) > 0
+
+
+def test_the_python_of_the_ranks_tells_which_packages_it_has(tmp_path: Path) -> None:
+    bare = tmp_path / "python-without-packages"
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    config = run_config(cluster={"python": sys.executable})
+    (facts,) = check_launch([Host("n1", "127.0.0.1")], config, connect=lambda _: LocalConnection("n1")).nodes
+    software = read_software(facts)
+    assert software is not None
+    assert software.modules["torch"]
+    lacking = run_config(cluster={"python": str(bare)})
+    with pytest.raises(UnfitNodesError, match="has no torch, numpy, yaml, safetensors"):
+        check_launch([Host("n1", "127.0.0.1")], lacking, connect=lambda _: LocalConnection("n1"))
+
+
+def test_a_port_in_use_is_told_and_a_free_one_can_be_bound(ask: Ask) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert ask(master_port=port).port == (None, f"port {port}: Address already in use")
+    free = ask().port[0]
+    assert free is not None
+    with socket.socket() as listener:
+        listener.bind(("", free))
+
+
+def test_the_holder_of_a_node_is_told_while_it_lives(ask: Ask) -> None:
+    folder = Path(f"/tmp/burst-{os.geteuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    path = folder / "asked-n1.lock"
+    try:
+        with path.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write('{"run_id": "20260101-000000-abcdef", "pid": 7, "since": "now"}')
+            file.flush()
+            assert ask().locks["asked-n1"] == "20260101-000000-abcdef"
+        assert "asked-n1" not in ask().locks
+    finally:
+        path.unlink()
+
+
+def data_facts(folder: Path, paths: Sequence[str | Path], suffixes: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """What the program says of these entries of data.paths, `folder` being the home."""
+    return find_data([{"path": str(path), "suffixes": list(suffixes)} for path in paths], str(folder))
+
+
+def test_data_are_listed_as_the_trainer_will_list_them(ask: Ask, tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    (folder / "sub").mkdir(parents=True)
+    for name in ("a.jsonl", "b.jsonl", ".hidden.jsonl", "readme.md", "sub/c.ndjson"):
+        (folder / name).write_text("12345678")
+    (entry,) = ask({"format": "jsonl", "paths": [str(folder)]}).data
+    assert (entry.problem, (entry.content or "").rpartition(",")[0]) == ("", "3 files, 24 bytes")
+    assert len(list_files([str(folder)], (".jsonl", ".ndjson"))) == 3
+    (pattern,) = data_facts(tmp_path, ["~/corpus/*.jsonl"])
+    assert (pattern["path"], pattern["files"]) == (f"{folder}/*.jsonl", 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "files"),
+    [
+        ({"data": {"tokenizer": "bpe"}}, []),
+        ({"data": {"tokenizer": "/m/tokenizer.json"}}, ["/m/tokenizer.json"]),
+        ({"data": {"tokenizer": "/m/tokenizer.json", "messages_field": "messages"}}, ["/m"]),
+        ({"data": {"messages_field": "messages", "chat_template": "/t/mine.jinja"}}, ["/t/mine.jinja"]),
+        ({"model": {"init_from": "/init"}}, ["/init"]),
+    ],
+)
+def test_nodes_are_asked_for_what_ranks_read(settings: dict[str, Any], files: list[str]) -> None:
+    data = {"format": "jsonl", "paths": ["/chats.jsonl"], **settings.get("data", {})}
+    script = launch_group(run_config(**{**settings, "data": data})).questions[-1].script
+    assert [path for path in ("/chats.jsonl", *files) if f'"path": "{path}"' in script] == ["/chats.jsonl", *files]
+    assert script.count('"path": ') == 1 + len(files)
+
+
+def test_data_that_are_missing_or_empty_are_told(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    found = data_facts(tmp_path, ["/none/a.txt", tmp_path / "empty", "/none/*.txt"])
+    absent = "no such file or folder"
+    assert [one["problem"] for one in found] == [absent, "holds no such files", absent]
+
+
+def test_a_file_that_differs_at_its_start_or_end_has_another_digest(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+
+    def digest(content: bytes) -> str:
+        path.write_bytes(content)
+        return str(data_facts(tmp_path, [path])[0]["digest"])
+
+    body = b"x" * (3 << 20)
+    same = digest(body)
+    assert digest(body) == same
+    assert digest(b"y" + body[1:]) != same
+    assert digest(body[:-1] + b"y") != same
+    assert digest(body + b"x") != same
+
+
+def test_nodes_of_a_testbed_are_fit_and_one_that_is_silent_does_not_hide_them(testbed4: Testbed) -> None:
+    gone = Host("gone", "127.0.0.1", port=1, connect_timeout_s=3.0)
+    config = run_config(cluster={"interface": "eth0", "python": sys.executable})
+    fit = check_launch(testbed4.hosts(), config)
+    assert [facts.node for facts in fit.nodes] == list(testbed4.node_names)
+    assert len({read_offer(facts).root for facts in fit.nodes}) == 4
+    with pytest.raises(UnfitNodesError, match=r"gone: ssh\.reach: 127\.0\.0\.1 port 1 refuses connections") as caught:
+        check_launch([*testbed4.hosts(), gone], config)
+    assert [problem.nodes for problem in caught.value.problems] == [("gone",)]
