@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine.config.errors import BurstError, ConfigError
 from engine.runs.files import replace_file
@@ -47,12 +47,12 @@ def write_output(option: str, path: Path, content: str | bytes) -> None:
         raise BurstError(f"{option}: cannot write {path}: {error.strerror}") from error
 
 
-def write_figure(option: str, path: Path, figure: Figure, **how: Any) -> None:
+def write_figure(option: str, path: Path, figure: Figure) -> None:
     """`figure` as `path`, in the format that its name ends in; text as text, the same bytes for the same picture."""
     import matplotlib as mpl
 
     stream, form = io.BytesIO(), path.suffix[1:].lower()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "burst"}):
         metadata = {"Date": None} if form == "svg" else None
-        figure.savefig(stream, format=form, dpi=150, metadata=metadata, **how)
+        figure.savefig(stream, format=form, dpi=150, metadata=metadata)
     write_output(option, path, stream.getvalue())

@@ -27,6 +27,7 @@ GONE = {
     "burst image push --via-shared": "from three nodes on they feed each other; leave it out",
     "burst image prune --images": "images are all that prune removes; leave it out",
     "burst check-nodes --watch": "`watch -n 60 burst check-nodes ...` repeats it",
+    "burst check-nodes --expand": "`nodeset --expand`, which came with burst, splits what --list prints",
     "burst env write": "`burst env show --node NODE --format dotenv` prints what belongs into a file",
     "burst logs --raw": "the files in RUN/logs are the bytes as they came",
     "burst logs --since": "--tail and --grep choose lines",
@@ -35,6 +36,7 @@ GONE = {
     "burst report --png": "the page of --format html has the plots; a browser prints them",
     "burst model --write": "send what `burst model FOLDER` prints into a file",
     "burst bench exchange": "`burst bench attention` tells what communication adds and moves",
+    "burst bench attention --plot": "--output FILE.json has the figures for any tool that plots",
     "burst bench loss": "`make gpu` measures the loss, `burst plan` predicts its time and memory",
 }
 

@@ -15,7 +15,7 @@ import typer
 from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.options import JsonOption
-from burst_cli.outputs import PICTURES, check_output, write_figure, write_output
+from burst_cli.outputs import check_output, write_output
 from engine.bench.ranks import RankProgram, measure_cell
 from engine.bench.spec import (
     AttentionCell,
@@ -72,9 +72,6 @@ RankCommandOption = Annotated[
     ),
 ]
 OutputOption = Annotated[Path | None, typer.Option("--output", metavar="FILE.json", help="Write the results here.")]
-PlotOption = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE.svg|png", help="Draw the results (needs matplotlib).")
-]
 
 
 @app.callback()
@@ -103,7 +100,6 @@ def attention(
     threads: ThreadsOption = 1,
     rank_command: RankCommandOption = "",
     output: OutputOption = None,
-    plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Seconds of attention forward and backward by preset, what communication adds, and bytes sent.
@@ -121,9 +117,8 @@ def attention(
         for length in _numbers(seq_lens, "--seq-lens")
     ]
     check_output("--output", output)
-    check_output("--plot", plot, *PICTURES)
     document = _measure_attention(cells, _program("engine.bench.attention", rank_command))
-    _show(document, output=output, plot=plot, as_json=as_json)
+    _show(document, output, as_json=as_json)
 
 
 _WINDOWS = 400  # that a measurement of the machine consists of
@@ -238,7 +233,7 @@ def _document(settings: dict[str, Any]) -> dict[str, Any]:
     return {"benchmark": "attention", "environment": environment, "settings": settings, "results": [], "skipped": []}
 
 
-def _show(document: dict[str, Any], *, output: Path | None, plot: Path | None, as_json: bool) -> None:
+def _show(document: dict[str, Any], output: Path | None, *, as_json: bool) -> None:
     if as_json:
         render.emit_json(document)
     else:
@@ -247,12 +242,7 @@ def _show(document: dict[str, Any], *, output: Path | None, plot: Path | None, a
         render.stdout().print(bench_view(document))
     if output is not None:
         write_output("--output", output, json.dumps(document, indent=2) + "\n")
-    if plot is not None:
-        from burst_cli.bench.plot import bench_figure
-
-        write_figure("--plot", plot, bench_figure(document), bbox_inches="tight")
-    for path in filter(None, (output, plot)):
-        render.stderr().print(f"written: {path}", style="dim", markup=False)
+        render.stderr().print(f"written: {output}", style="dim", markup=False)
 
 
 def _words(text: str, option: str) -> list[str]:

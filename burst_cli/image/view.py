@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from burst_cli.figures import DASH, binary_bytes, duration, grouped, seconds
@@ -21,73 +18,42 @@ from cluster.ssh.nodes import fold_nodes
 if TYPE_CHECKING:
     from cluster.image.plan import ImagePlan
     from cluster.image.prune import Pruned
-    from cluster.image.push import NodeResult, PushObserver
+    from cluster.image.push import NodeResult
     from cluster.image.status import ImageStatus
 
-_REFRESH_S = 0.2
 _PLAIN_INTERVAL_S = 2.0
+_SHOWN_NODES = 4
 _SHORT_ID = 12
 
 
 @contextlib.contextmanager
-def open_push_view(console: Console) -> Iterator[PushObserver]:
-    """The view of a push for this console: live on a terminal, lines on anything else."""
-    if not console.is_terminal:
-        yield PlainPushView(console)
-        return
-    with Live(console=console, auto_refresh=False, transient=True) as live:
-        yield LivePushView(console, live)
+def open_push_view(console: Console) -> Iterator[PushView]:
+    """What shows a push while it runs."""
+    with console.status("") as status:
+        yield PushView(console, status.update)
 
 
-class LivePushView:
-    """A bar per node, redrawn in place; nodes that are done make room for others."""
+class PushView:
+    """A line per node that is done; how far the others are stands below them on a terminal, elsewhere now and then."""
 
-    def __init__(self, console: Console, live: Live) -> None:
-        self._console, self._live = console, live
-        self._next = 0.0
-
-    def progress(self, nodes: Sequence[NodeResult], total_bytes: int) -> None:
-        """Redraw, at most five times a second."""
-        if time.monotonic() < self._next:
-            return
-        self._next = time.monotonic() + _REFRESH_S
-        room = max(3, self._console.height - 4)
-        shown = sorted(nodes, key=lambda node: node.phase in ("done", "failed", "up to date"))[:room]
-        grid = Table.grid(padding=(0, 2))
-        for node in shown:
-            grid.add_row(Text(node.node), *_bar(node, total_bytes))
-        lines: list[RenderableType] = [grid]
-        if len(shown) < len(nodes):
-            lines.append(Text(f"and {len(nodes) - len(shown)} more", style="dim"))
-        self._live.update(Group(*lines), refresh=True)
-
-    def note(self, node: str, text: str) -> None:
-        """Print above the bars."""
-        self._console.print(told("note", f"{node}: {text}"))
-
-
-class PlainPushView:
-    """A line every few seconds, and one per node that is done."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, console: Console, show: Callable[[Text], None]) -> None:
+        self._console, self._show = console, show
         self._next = time.monotonic() + _PLAIN_INTERVAL_S
-        self._phases: dict[str, str] = {}
-        self._last = ""
+        self._told: set[str] = set()
 
     def progress(self, nodes: Sequence[NodeResult], total_bytes: int) -> None:
-        """Print what is new."""
+        """Print and show what is new."""
         for node in nodes:
-            if node.phase in ("done", "failed") and self._phases.get(node.node) != node.phase:
-                self._phases[node.node] = node.phase
+            if node.phase in ("done", "failed") and node.node not in self._told:
+                self._told.add(node.node)
                 self._console.print(Text(f"{node.node}: {node.phase}"), soft_wrap=True)
-        if time.monotonic() >= self._next:
+        parts = [f"{node.node} {_amount(node, total_bytes)}" for node in nodes if node.phase == "receiving"]
+        more = [f"and {len(parts) - _SHOWN_NODES} more"] if len(parts) > _SHOWN_NODES else []
+        line = Text("  ".join([*parts[:_SHOWN_NODES], *more]))
+        self._show(line)
+        if not self._console.is_terminal and line and time.monotonic() >= self._next:
             self._next = time.monotonic() + _PLAIN_INTERVAL_S
-            parts = [f"{node.node} {_plain_amount(node, total_bytes)}" for node in nodes if node.phase == "receiving"]
-            line = "  ".join(parts)
-            if line and line != self._last:
-                self._last = line
-                self._console.print(Text(line), soft_wrap=True)
+            self._console.print(line, soft_wrap=True)
 
     def note(self, node: str, text: str) -> None:
         """One line."""
@@ -165,18 +131,8 @@ def prune_view(nodes: Sequence[Pruned], *, dry_run: bool) -> RenderableType:
     )
 
 
-def _bar(node: NodeResult, total_bytes: int) -> tuple[RenderableType, Text, Text]:
-    style = {"failed": "red", "done": "green", "up to date": "green"}.get(node.phase, "")
-    total = max(1, total_bytes)
-    done = total if node.ok else min(total, node.received_bytes)
-    bar = ProgressBar(total=total, completed=done, width=30)
-    return bar, Text(_amount(node, total_bytes)), Text(node.phase, style=style)
-
-
 def _amount(node: NodeResult, total_bytes: int) -> str:
-    return f"{binary_bytes(min(node.received_bytes, total_bytes))} of {binary_bytes(total_bytes)}"
-
-
-def _plain_amount(node: NodeResult, total_bytes: int) -> str:
     """Loading goes on in silence once everything is there."""
-    return "loading" if node.received_bytes >= total_bytes else _amount(node, total_bytes)
+    if node.received_bytes >= total_bytes:
+        return "loading"
+    return f"{binary_bytes(node.received_bytes)} of {binary_bytes(total_bytes)}"

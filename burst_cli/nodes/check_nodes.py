@@ -36,14 +36,11 @@ class Output:
 
     as_json: bool = False
     names_only: bool = False
-    one_per_line: bool = False
     all_findings: bool = False
 
     def __post_init__(self) -> None:
         if self.as_json and self.names_only:
             raise ConfigError("--json and --list are two ways to print the result; give one of them")
-        if self.one_per_line and not self.names_only:
-            raise ConfigError("--expand says how --list prints names; give --list, too")
 
 
 @app.command()
@@ -63,7 +60,6 @@ def check_nodes(
     names_only: Annotated[
         bool, typer.Option("--list", "-l", help="Print only the usable nodes: one line such as node[1-3].")
     ] = False,
-    expand: Annotated[bool, typer.Option("--expand", help="With --list: one name per line.")] = False,
     collectives: Annotated[
         bool,
         typer.Option("--collectives", help="Measure all-reduce, all-to-all and pairs of nodes by a launch instead."),
@@ -107,7 +103,7 @@ def check_nodes(
         raise ConfigError("--local checks this machine, so it takes no --hosts or --hostfile")
     if collectives and (only or skip or names_only or show_all or cuda_smoke):
         raise ConfigError("--collectives makes no checks, so it takes no --only, --skip, --list, --all or --cuda-smoke")
-    output = Output(as_json, names_only, expand, show_all)
+    output = Output(as_json, names_only, show_all)
     options = CheckOptions(read_selection(only or (), skip or ()), timeout_s=timeout, cuda_smoke=cuda_smoke)
     targets = select_targets(
         overrides or (), config_dir or (), hosts=hosts, hostfile=hostfile, or_here=True, local=local
@@ -125,7 +121,7 @@ def run_check(hosts: Sequence[Host], config: RunConfig, options: CheckOptions, o
     if output.as_json:
         render.emit_json(report.to_dict())
     elif output.names_only:
-        print_usable(report, one_per_line=output.one_per_line)
+        print_usable(report)
     else:
         print_report(render.stdout(), report, all_findings=output.all_findings)
     return report.exit_code

@@ -85,11 +85,9 @@ def usable_line(report: FleetReport) -> Text:
     return Text.assemble(("usable: ", "bold"), names, count)
 
 
-def print_usable(report: FleetReport, *, one_per_line: bool) -> None:
-    """The names of the usable nodes for a program: one NodeSet, or a name per line, and nothing else."""
-    names = report.usable
-    lines = names if one_per_line else (fold_nodes(names),) if names else ()
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
+def print_usable(report: FleetReport) -> None:
+    """The names of the usable nodes for a program: one NodeSet, and nothing else."""
+    sys.stdout.write(f"{fold_nodes(report.usable)}\n" if report.usable else "")
 
 
 def _print_finding(console: Console, finding: Finding) -> None:

@@ -70,8 +70,6 @@ def test_results_are_folded_and_the_last_line_names_the_usable_nodes(capsys: pyt
 def test_the_list_is_names_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     assert check(FLEET, Output(names_only=True)) == 1
     assert capsys.readouterr().out == "n[1-2,4]\n"
-    check(FLEET, Output(names_only=True, one_per_line=True))
-    assert capsys.readouterr().out == "n1\nn2\nn4\n"
     check({"n1": answer({"host.disk": "fail"})}, Output(names_only=True))
     assert capsys.readouterr().out == ""
 
@@ -138,7 +136,6 @@ def test_what_is_found_between_nodes_is_not_missed_before_it_is_looked_for(capsy
     ("argv", "text"),
     [
         (["--json", "--list"], "give one of them"),
-        (["--expand"], "give --list"),
         (["--local", "--hosts", "n1"], "takes no --hosts"),
         (["--only", "gpus"], "expected a group"),
         (["--skip", "ssh"], "is not usable"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -10,8 +11,7 @@ from test_image_plan import EMPTY, IDENTITY, MIB
 from testkit.terminal import lines_of, text_of
 
 from burst_cli.image.view import (
-    PlainPushView,
-    open_push_view,
+    PushView,
     plan_view,
     prune_view,
     results_view,
@@ -132,26 +132,15 @@ def test_what_is_removed_is_told_by_node():
     assert lines_of(prune_view(nodes, dry_run=True))[0] == "node1: would remove app:2, app:3"
 
 
-def test_lines_are_printed_where_there_is_no_terminal():
-    stream = io.StringIO()
+@pytest.mark.parametrize("terminal", [True, False])
+def test_nodes_that_are_done_get_a_line_and_a_terminal_shows_how_far_the_others_are(terminal: bool):
+    stream, shown = io.StringIO(), []
     nodes = [NodeResult("node1", True, "direct", MIB), NodeResult("node2", False, "chain", error="dead")]
-    with open_push_view(Console(file=stream, width=100)) as view:
-        assert isinstance(view, PlainPushView)
-        view.progress(nodes, MIB)
-        view.progress(nodes, MIB)
-        view.note("node2", "is lost")
-
-    assert stream.getvalue().splitlines() == ["node1: done", "node2: failed", "note: node2: is lost"]
-
-
-def test_a_terminal_shows_a_bar_per_node_that_fits_its_height():
-    stream = io.StringIO()
-    console = Console(file=stream, force_terminal=True, width=100, height=8)
-    nodes = [NodeResult(f"node{k}", True, "chain", MIB) for k in range(20)]
-    nodes.append(NodeResult("slow", False, "chain", MIB // 2))
-    with open_push_view(console) as view:
-        view.progress(nodes, MIB)
-
-    assert "slow" in stream.getvalue()
-    assert "512 KiB of 1 MiB" in stream.getvalue()
-    assert "and 17 more" in stream.getvalue()
+    nodes += [NodeResult(f"slow{k}", False, "chain", MIB // 2 * k) for k in range(6)]
+    view = PushView(Console(file=stream, force_terminal=terminal, width=100), lambda text: shown.append(str(text)))
+    view.progress(nodes, MIB)
+    view.progress(nodes, MIB)
+    view.note("node2", "is lost")
+    printed = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in stream.getvalue().splitlines()]
+    assert printed == ["node1: done", "node2: failed", "note: node2: is lost"]
+    assert shown[-1] == "slow0 0 B of 1 MiB  slow1 512 KiB of 1 MiB  slow2 loading  slow3 loading  and 2 more"
