@@ -71,11 +71,6 @@ class Deadline:
         """Seconds until then; never less than 0."""
         return max(0.0, self.at - time.monotonic())
 
-    @property
-    def is_over(self) -> bool:
-        """Whether it has passed."""
-        return self.left_s <= 0.0
-
     def at_most(self, seconds: float) -> Deadline:
         """This one, or `seconds` from now if that is earlier."""
         return Deadline(min(self.at, time.monotonic() + seconds))

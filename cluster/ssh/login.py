@@ -73,7 +73,7 @@ def _accepts(host: Host, transport: SshTransport, deadline: Deadline, key: param
     try:
         missing = transport.auth_publickey(host.user, key)
     except (paramiko.SSHException, OSError, EOFError) as error:
-        if deadline.is_over:
+        if not deadline.left_s:
             text = f"the SSH server does not finish the log-in of user {host.user}"
             raise SshError(host.name, SshFailure.TIMEOUT, text, "is the node overloaded?") from error
         if transport.is_active():

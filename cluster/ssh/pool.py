@@ -6,9 +6,11 @@ What several connections of a verb share lies in an `SshPool` that is handed aro
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -27,7 +29,7 @@ from cluster.ssh.hosts import Host
 from cluster.ssh.known_hosts import HostKeys, ShownKey
 from cluster.ssh.login import log_in
 from cluster.ssh.session import STALL_S, SshConnection
-from cluster.ssh.transport import KEEPALIVE_S, DroppedError, SshTransport, shake_hands
+from cluster.ssh.transport import KEEPALIVE_S, DroppedError, SshTransport, shake_hands, words
 
 # A server with many strangers at its door (MaxStartups 10:30:100) drops some: these come again.
 _ATTEMPTS = 5
@@ -39,8 +41,7 @@ NameService = Callable[[str, int], Sequence[tuple[Any, ...]]]
 _REFUSALS = (
     ("refused", SshFailure.REFUSED, "is sshd running there?"),
     ("timed out", SshFailure.TIMEOUT, "is the node up?"),
-    ("not known", SshFailure.DNS, "check the name; the jump host looks it up"),
-    ("resol", SshFailure.DNS, "check the name; the jump host looks it up"),
+    ("not known|resol", SshFailure.DNS, "check the name; the jump host looks it up"),
 )
 JUMP_RETRY_S = 30.0
 
@@ -77,17 +78,11 @@ class SshPool:
 
     def show_key(self, host: Host) -> ShownKey:
         """The key that the server at `host` shows, of a type that is known where it has one, without logging in."""
-        deadline, known = Deadline.after(host.connect_timeout_s), self._known_keys(host)
-
-        def look(transport: SshTransport) -> None:
-            shake_hands(host, transport, deadline, known, wants_certificate=False)
-
-        transport = self._open(host, deadline, look)
-        try:
+        known = self._known_keys(host)
+        transport = self._greet(host, Deadline.after(host.connect_timeout_s), wants_certificate=False)
+        with contextlib.closing(transport):
             blob, _ = transport.host_key_shown()
             return ShownKey(host, blob, known.state_of(host, blob))
-        finally:
-            transport.close()
 
     def close(self) -> None:
         """End the connections to jump hosts, and with them all that go through."""
@@ -104,22 +99,24 @@ class SshPool:
     def _log_in(self, host: Host, deadline: Deadline) -> SshTransport:
         """A transport whose server has proven its key and has let us in."""
         known = self._known_keys(host)
-
-        def enter(transport: SshTransport) -> None:
-            shake_hands(host, transport, deadline, known, wants_certificate=bool(known.authorities(host)))
+        transport = self._greet(host, deadline, wants_certificate=bool(known.authorities(host)))
+        try:
             known.check(host, *transport.host_key_shown())
             log_in(host, transport, deadline)
             transport.watch()
+        except BaseException:
+            transport.close()
+            raise
+        return transport
 
-        return self._open(host, deadline, enter)
-
-    def _open(self, host: Host, deadline: Deadline, use: Callable[[SshTransport], None]) -> SshTransport:
-        """A transport to `host` on which `use` succeeded. A server that drops us at its door is asked again."""
-        for attempt in range(1, _ATTEMPTS + 1):
+    def _greet(self, host: Host, deadline: Deadline, *, wants_certificate: bool) -> SshTransport:
+        """A transport whose server has proven the key that it shows. One that drops us at its door is asked again."""
+        known = self._known_keys(host)
+        for attempt in itertools.count(1):
             transport = SshTransport(self._open_socket(host, deadline), keepalive_s=self._keepalive_s)
             try:
-                use(transport)
-                return transport
+                shake_hands(host, transport, deadline, known, wants_certificate=wants_certificate)
+                break
             except DroppedError as dropped:
                 transport.close()
                 wait_s = _FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
@@ -133,7 +130,7 @@ class SshPool:
             except BaseException:
                 transport.close()
                 raise
-        raise AssertionError("unreachable")
+        return transport
 
     def _open_socket(self, host: Host, deadline: Deadline) -> socket.socket | paramiko.Channel:
         """A connection to the host itself, over which nothing has been said."""
@@ -172,9 +169,9 @@ class SshPool:
             found = jump.found
         finally:
             jump.lock.release()
-        if isinstance(found, SshTransport):
-            return found
-        raise SshError(target, found.kind, f"jump host {found.host}: {found.detail}", found.remedy)
+        if isinstance(found, SshError):
+            raise SshError(target, found.kind, f"jump host {found.host}: {found.detail}", found.remedy)
+        return found
 
 
 class CommandSocket(socket.socket):
@@ -251,7 +248,7 @@ def _failure(host: Host, address: str, error: OSError) -> SshError:
         return SshError(host.name, SshFailure.TIMEOUT, f"{where} does not answer", "is the node up?")
     if isinstance(error, ConnectionRefusedError):
         return SshError(host.name, SshFailure.REFUSED, f"{where} refuses connections", "is sshd running?")
-    return SshError(host.name, SshFailure.UNREACHABLE, f"{where}: {error.strerror or error}", "is the network up?")
+    return SshError(host.name, SshFailure.UNREACHABLE, f"{where}: {words(error)}", "is the network up?")
 
 
 def open_tunnel(host: Host, gate: Host, jump: SshTransport, deadline: Deadline) -> paramiko.Channel:
@@ -265,7 +262,7 @@ def open_tunnel(host: Host, gate: Host, jump: SshTransport, deadline: Deadline) 
         if error.code == 1:
             raise SshError(host.name, SshFailure.UNREACHABLE, text, "allow AllowTcpForwarding in its sshd") from error
         for word, kind, remedy in _REFUSALS:
-            if word in detail.lower():
+            if re.search(word, detail.lower()):
                 raise SshError(host.name, kind, text, remedy) from error
         raise SshError(host.name, SshFailure.UNREACHABLE, text) from error
     except (paramiko.SSHException, OSError, EOFError) as error:

@@ -207,7 +207,7 @@ class SshConnection:
     def _cannot_start(self, error: Exception, deadline: Deadline, limit_s: float) -> SshError:
         if not self.transport.is_active():
             return SshError(self.host.name, SshFailure.LOST, f"the connection has ended{self.transport.last_words}")
-        if deadline.is_over or isinstance(error, TimeoutError):
+        if not deadline.left_s or isinstance(error, TimeoutError):
             return _command_timeout(self.host, limit_s)
         text, remedy = f"cannot start a command: {words(error)}", "too many at once (MaxSessions of its sshd)?"
         return SshError(self.host.name, SshFailure.PROTOCOL, text, remedy)
