@@ -20,7 +20,7 @@ from cluster.remote_text import one_line
 from cluster.ssh.hosts import is_host_name
 
 MAX_NODES = 16384
-_SLURM_VARIABLES = ("SLURM_JOB_NODELIST", "SLURM_NODELIST")
+_SLURM_NODES = "SLURM_JOB_NODELIST"
 # What MPI launchers allow after a name. It says how many ranks a node takes, which is cluster.ranks_per_node here.
 _SLOTS = re.compile(r"(slots|max[-_]slots)=\d+")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
@@ -83,10 +83,8 @@ def read_hostfile(path: Path) -> NodeList:
 
 def slurm_nodes(environment: Mapping[str, str]) -> NodeList | None:
     """The nodes of the Slurm allocation that this process runs in; None outside of one."""
-    for variable in _SLURM_VARIABLES:
-        if environment.get(variable):
-            return parse_nodes(environment[variable], f"Slurm ({variable})")
-    return None
+    text = environment.get(_SLURM_NODES)
+    return parse_nodes(text, f"Slurm ({_SLURM_NODES})") if text else None
 
 
 def fold_nodes(names: Iterable[str]) -> str:

@@ -28,8 +28,7 @@ FLEET = {"n1": HEALTHY, "n2": HEALTHY, "n3": REFUSED, "n4": answer({"host.disk":
 @pytest.fixture(autouse=True)
 def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     """No Slurm around the tests."""
-    for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
 
 
 def check(nodes: dict[str, Any], output: Output | None = None) -> int:

@@ -22,7 +22,6 @@ from testkit.fleet import FLOOD_BYTES, GARBAGE, Fleet, Mode, start_fleet
 from testkit.machine_clock import machine_time
 
 from cluster.errors import SshError, SshFailure
-from cluster.remote_text import clean_text
 from cluster.ssh.connection import CommandResult, Deadline
 from cluster.ssh.hosts import Host, Outcome, fan_out
 from cluster.ssh.known_hosts import HostKeys
@@ -102,16 +101,17 @@ def test_every_fault_has_its_name(checked: tuple[Mapping[str, Outcome[CommandRes
     assert outcome.error.kind is FAILURES[name], str(outcome.error)
     assert outcome.error.host == name
     assert str(outcome.error).isprintable()
-    assert outcome.elapsed_s < CONNECT_S + COMMAND_S + 1
+    has_run = FAILURES[name] in (SshFailure.COMMAND_TIMEOUT, SshFailure.LOST)
+    assert outcome.elapsed_s < CONNECT_S + COMMAND_S * has_run + 1
 
 
-@pytest.mark.parametrize("name", ["ok", "busy-door", "slow", "gate", "behind"])
+@pytest.mark.parametrize("name", ["ok", "busy-door", "slow", "garbage", "gate", "behind"])
 def test_healthy_and_merely_slow_nodes_answer(
     checked: tuple[Mapping[str, Outcome[CommandResult]], float], name: str
 ) -> None:
     value = checked[0][name].value
     assert value is not None, str(checked[0][name].error)
-    assert (value.ok, value.stdout) == (True, b"hello")
+    assert (value.ok, value.stdout) == (True, GARBAGE if name == "garbage" else b"hello")
 
 
 def test_the_key_of_a_connection_that_ended_after_the_handshake_is_still_told(fleet: Fleet) -> None:
@@ -139,16 +139,6 @@ def test_a_flood_is_read_to_its_end_and_cut(checked: tuple[Mapping[str, Outcome[
     value = checked[0]["flood"].value
     assert value is not None
     assert (len(value.stdout), value.truncated, value.ok) == (1 << 20, True, False)
-
-
-def test_garbage_comes_raw_and_is_harmless_once_cleaned(
-    checked: tuple[Mapping[str, Outcome[CommandResult]], float],
-) -> None:
-    value = checked[0]["garbage"].value
-    assert value is not None
-    assert value.stdout == GARBAGE
-    assert all(character.isprintable() or character in "\t\n" for character in clean_text(value.stdout))
-    assert "red" in clean_text(value.stdout)
 
 
 def test_a_flooded_client_stays_small(fleet: Fleet) -> None:
@@ -191,16 +181,6 @@ def test_a_server_that_ignores_the_window_is_left(fleet: Fleet) -> None:
         with pytest.raises(SshError) as caught:
             process.wait(200)
         assert caught.value.kind is SshFailure.LOST
-
-
-@pytest.mark.parametrize("name", ["silent", "stall", "mute-login", "behind-silent-gate"])
-def test_connecting_never_takes_longer_than_its_limit(fleet: Fleet, name: str) -> None:
-    (host,) = hosts_of(fleet, name, connect_timeout_s=0.5)
-    begin = machine_time()
-    with SshPool() as pool, pytest.raises(SshError) as caught:
-        pool.connect(host)
-    assert caught.value.kind is SshFailure.TIMEOUT
-    assert machine_time() - begin < 1.5
 
 
 def test_a_command_never_takes_longer_than_its_limit(fleet: Fleet) -> None:

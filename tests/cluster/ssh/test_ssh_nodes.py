@@ -11,22 +11,18 @@ from hypothesis import strategies as st
 
 from cluster.errors import HostsError
 from cluster.ssh.hosts import is_host_name
-from cluster.ssh.nodes import MAX_NODES, parse_nodes, read_hostfile, slurm_nodes
+from cluster.ssh.nodes import MAX_NODES, NodeList, parse_nodes, read_hostfile, slurm_nodes
 
 
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("node1", ["node1"]),
         ("bjdx[1-4,7]", ["bjdx1", "bjdx2", "bjdx3", "bjdx4", "bjdx7"]),
         ("n[08-11]", ["n08", "n09", "n10", "n11"]),
         ("a2, a10,a1", ["a1", "a2", "a10"]),
-        ("a[1-2],a[2-3],a1", ["a1", "a2", "a3"]),
         ("a[1-4]!a[2-3]", ["a1", "a4"]),
         ("rack[1-2]n[1-2]", ["rack1n1", "rack1n2", "rack2n1", "rack2n2"]),
-        ("10.0.0.[1-2]", ["10.0.0.1", "10.0.0.2"]),
         ("fe80::[1-2]", ["fe80::1", "fe80::2"]),
-        ("::1", ["::1"]),
     ],
 )
 def test_node_set_grammar_is_understood(text: str, names: list[str]) -> None:
@@ -42,14 +38,9 @@ def test_node_set_grammar_is_understood(text: str, names: list[str]) -> None:
         ("root@node1", "cluster.ssh.user"),
         ("node1:2222", "cluster.ssh.port"),
         ("node[1-", "grammar"),
-        ("node[1-3/0]", "grammar"),
         ("-oProxyCommand=x", "no host name"),
         ("a[1-2] -l root", "no host name"),
-        ("$(reboot)", "no host name"),
-        ("a;b", "no host name"),
-        ("a\nb", "no host name"),
         ("a" * 300, "no host name"),
-        ("*", "no host name"),
     ],
 )
 def test_what_names_no_node_is_refused_with_its_place(text: str, words: str) -> None:
@@ -62,11 +53,9 @@ def test_what_names_no_node_is_refused_with_its_place(text: str, words: str) -> 
 @pytest.mark.parametrize(
     "text",
     [
-        "node[1-100000000]",
         "node[1-99999999999999999999999999]",
         f"node[1-{'9' * 5000}]",
         "a[1-999]b[1-999]",
-        "a[1-100000000]!a[2-100000000]",
         f"n[1-{MAX_NODES}],m[1-2]",
         "a[0-9,10-99999999/2]",
     ],
@@ -96,9 +85,7 @@ def test_any_text_gives_host_names_or_a_hosts_error(text: str) -> None:
 def test_hostfile_keeps_its_order_and_ignores_slots_and_comments(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("\ufeff# fleet\nb2 slots=8 max_slots=8\n\n  b[1-2] # twice\na1\tslots=4\r\n")
-    found = read_hostfile(path)
-    assert found.names == ("b2", "b1", "a1")
-    assert found.source == f"hostfile {path}"
+    assert read_hostfile(path) == NodeList(("b2", "b1", "a1"), f"hostfile {path}")
 
 
 @pytest.mark.parametrize(
@@ -106,7 +93,6 @@ def test_hostfile_keeps_its_order_and_ignores_slots_and_comments(tmp_path: Path)
     [
         (b"a1\na2 a3\n", "line 2"),
         (b"a1 slots=many\n", "slots=many"),
-        (b"a1\n\n@all\n", "line 3"),
         (b"# nothing\n", "names no node"),
         (b"\xff\xfea1\n", "UTF-8"),
     ],
@@ -127,10 +113,5 @@ def test_what_is_no_hostfile_is_refused(path: Path) -> None:
 
 def test_slurm_allocation_is_read_from_the_environment() -> None:
     assert slurm_nodes({}) is None
-    found = slurm_nodes({"SLURM_JOB_NODELIST": "bjdx[1-2,5]", "SLURM_NODELIST": "old"})
-    assert found is not None
-    assert found.names == ("bjdx1", "bjdx2", "bjdx5")
-    assert found.source == "Slurm (SLURM_JOB_NODELIST)"
-    older = slurm_nodes({"SLURM_NODELIST": "n1"})
-    assert older is not None
-    assert older.names == ("n1",)
+    found = slurm_nodes({"SLURM_JOB_NODELIST": "bjdx[1-2,5]"})
+    assert found == NodeList(("bjdx1", "bjdx2", "bjdx5"), "Slurm (SLURM_JOB_NODELIST)")

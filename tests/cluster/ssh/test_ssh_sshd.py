@@ -17,8 +17,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from own_sshd import Server, start_sshd
 from ssh_agents import agent_with
 from testkit.connecting import connect
@@ -29,23 +27,21 @@ from cluster.ssh.connection import quote_command
 from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.pool import SshConnection, SshPool
 
-WORDS = st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30), max_size=5)
 NASTY = [
-    "$(touch x)",
+    "$(id)",
     "`id`",
     "a'b\"c",
     "-n",
     "--",
     "",
-    "two\nlines",
+    "two\nlines\r",
     "\\",
     "*",
     "~",
     "!!",
-    "\x1b[2J",
-    "é\u202e",
-    "\r",
+    "\x1b[2Jé\u202e",
     "|&;<>",
+    "\udc80",
 ]
 
 
@@ -65,6 +61,7 @@ def test_a_command_gives_its_streams_and_its_exit_code(connection: SshConnection
     result = connection.run(["sh", "-c", "cat; echo err >&2; exit 3"], stdin=b"in\xff\0put")
     assert (result.stdout, result.stderr, result.exit_code) == (b"in\xff\0put", b"err\n", 3)
     assert not result.ok
+    assert connection.run(["sh", "-c", "kill -9 $$"]).exit_code is None
 
 
 def test_a_connection_has_a_fast_cipher_and_the_kernel_ends_it_when_nothing_is_acknowledged(
@@ -77,22 +74,9 @@ def test_a_connection_has_a_fast_cipher_and_the_kernel_ends_it_when_nothing_is_a
         assert transport.sock.getsockopt(tcp, socket.TCP_NODELAY)
 
 
-def test_a_killed_command_has_no_exit_code(connection: SshConnection) -> None:
-    assert connection.run(["sh", "-c", "kill -9 $$"]).exit_code is None
-
-
-@example(NASTY)
-@given(WORDS)
-@settings(max_examples=25, deadline=None)
-def test_no_word_is_interpreted_by_a_shell(words: list[str]) -> None:
-    line = quote_command(["printf", "%s\\0", "first", *words])
-    result = subprocess.run(["sh", "-c", line], capture_output=True, check=True, cwd="/")
-    assert result.stdout.split(b"\0")[1:-1] == [word.encode() for word in words]
-
-
 def test_no_word_is_interpreted_by_a_node(connection: SshConnection) -> None:
     result = connection.run(["printf", "%s\\0", "first", *NASTY])
-    assert result.stdout.split(b"\0")[1:-1] == [word.encode() for word in NASTY]
+    assert result.stdout.split(b"\0")[1:-1] == [word.encode("utf-8", "surrogateescape") for word in NASTY]
 
 
 @pytest.mark.parametrize("argv", [[], ["a\0b"]])
@@ -277,13 +261,6 @@ def test_a_server_that_drops_strangers_is_asked_again(tmp_path: Path) -> None:
         threading.Timer(0.5, stranger.close).start()
         with connect(replace(server.host, connect_timeout_s=8)) as connection:
             assert connection.run(["echo", "in"]).stdout == b"in\n"
-
-
-def test_a_user_that_is_not_let_in_is_an_auth_failure(server: Server) -> None:
-    with pytest.raises(SshError) as caught:
-        connect(replace(server.host, user="nobody-of-that-name"))
-    assert caught.value.kind is SshFailure.AUTH
-    assert "authorized_keys" in str(caught.value)
 
 
 def test_a_second_factor_is_not_a_log_in(tmp_path: Path) -> None:

@@ -35,8 +35,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 def clean_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("COLUMNS", "320")
-    for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
 
 
 @pytest.fixture
