@@ -61,9 +61,8 @@ class Blob:
                     if self._failed:
                         raise BlobError("the rest of a layer will not come")
                     self._changed.wait()
-                ready = self.have - offset
             assert self._file is not None
-            data = os.pread(self._file, min(ready, PIECE_BYTES), offset)
+            data = os.pread(self._file, PIECE_BYTES, offset)
             yield data
             offset += len(data)
 

@@ -1,4 +1,4 @@
-"""A real OpenSSH server of this user's own."""
+"""A real OpenSSH server of this user's own, and a real ssh-agent."""
 
 from __future__ import annotations
 
@@ -93,14 +93,42 @@ def _run_sshd(sshd: str, folder: Path, port: int, options: Sequence[str]) -> Ite
         known_hosts=(str(folder / "known_hosts"),),
     )
     try:
-        wait_for(lambda: _listens(port), "sshd")
+        wait_for(lambda: _answers(socket.AF_INET, ("127.0.0.1", port)), "sshd")
         yield Server(host, log, process.pid)
     finally:
         process.terminate()
         process.wait(200)
 
 
-def _listens(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+class Agent(str):
+    """The socket of a running agent."""
+
+    __slots__ = ()
+
+    def add(self, key: Path, *options: str) -> None:
+        """Hand it a key, with the certificate that lies beside; options: of ssh-add."""
+        command = ["ssh-add", "-q", *options, str(key)]
+        subprocess.run(command, env=os.environ | {"SSH_AUTH_SOCK": self}, check=True)
+
+
+@contextlib.contextmanager
+def agent_with(folder: Path, *keys: Path) -> Iterator[Agent]:
+    """An agent of this test's own that holds `keys`."""
+    agent = Agent(folder / "agent")
+    process = subprocess.Popen(["ssh-agent", "-D", "-a", agent], stdout=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: _answers(socket.AF_UNIX, agent), "ssh-agent")
+        for key in keys:
+            agent.add(key)
+        yield agent
+    finally:
+        process.terminate()
+        process.wait(200)
+
+
+def _answers(family: int, address: object) -> bool:
+    """Whether somebody does there; the name of a socket is there before anybody listens."""
+    with contextlib.suppress(OSError), socket.socket(family) as guest:
+        guest.connect(address)  # type: ignore[arg-type]
         return True
     return False

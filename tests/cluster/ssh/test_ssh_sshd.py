@@ -17,8 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from own_sshd import Server, start_sshd
-from ssh_agents import agent_with
+from own_sshd import Server, agent_with, start_sshd
 from testkit.connecting import connect
 from testkit.machine_clock import machine_time
 
