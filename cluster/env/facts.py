@@ -46,14 +46,12 @@ class NodeEnvironmentFacts:
     @property
     def address(self) -> str | None:
         """The IPv4 address at which other nodes reach this one."""
-        addresses = self.interface.addresses if self.interface is not None else ()
-        return addresses[0].partition("/")[0] if addresses else None
+        return self.interface.addresses[0].partition("/")[0] if self.interface is not None else None
 
     @property
     def no_address(self) -> str:
         """Why there is none, and what to do."""
-        why = self.interface_reason or "it has no interface with an IPv4 address"
-        return f"no address for the other nodes: {why}; set cluster.interface"
+        return f"no address for the other nodes: {self.interface_reason}; set cluster.interface"
 
     def carriers(self, interface: str) -> frozenset[str]:
         """`interface` and everything below it, down to the adapters' own interfaces."""

@@ -14,8 +14,6 @@ from cluster.env.facts import EnvironmentVariable, NodeEnvironment
 from cluster.errors import ClusterError
 from cluster.remote_text import one_line
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
 
 class Format(enum.StrEnum):
     """How an environment is written."""
@@ -42,8 +40,6 @@ def _line(variable: EnvironmentVariable, form: Format) -> str:
 
 def _check(variable: EnvironmentVariable, form: Format) -> None:
     shown = f"{one_line(variable.name)}={one_line(repr(variable.value), 60)}"
-    if not _NAME.fullmatch(variable.name):
-        raise ClusterError(f"{one_line(variable.name)!r} is no name of a variable")
     if re.search("[\0\ud800-\udfff]", variable.value):
         raise ClusterError(f"{shown}: NUL characters and broken Unicode cannot be in an environment file")
     if form is Format.dotenv and re.search(r"[\r\n]", variable.value):

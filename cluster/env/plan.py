@@ -93,8 +93,8 @@ def communicator_order() -> EnvironmentVariable:
 def _interface_choices(facts: NodeEnvironmentFacts, *, nccl: bool) -> list[_Choice]:
     interface = facts.interface
     if interface is None:
-        why = facts.interface_reason or "none was found"
-        return [LeftOut("NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME", f"no interface is chosen: {why}")]
+        reason = f"no interface is chosen: {facts.interface_reason}"
+        return [LeftOut("NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME", reason)]
     why = f"sockets and rendezvous: {facts.interface_reason}"
     exact = f"{why}; `=`: this name exactly, not all that begin with it"
     gloo = EnvironmentVariable("GLOO_SOCKET_IFNAME", interface.name, why)
@@ -151,10 +151,7 @@ def _rail_networks(facts: NodeEnvironmentFacts, ordered: Sequence[HcaPort]) -> M
         interface = by_name.get(port.netdev or "")
         if interface is None or not interface.addresses:
             return None
-        try:
-            found[interface.name] = str(ipaddress.ip_interface(interface.addresses[0]).network)
-        except ValueError:
-            return None
+        found[interface.name] = str(ipaddress.ip_interface(interface.addresses[0]).network)
     return found
 
 
@@ -197,8 +194,8 @@ def _threads(facts: NodeEnvironmentFacts, config: ClusterConfig) -> _Choice:
 
 def _network_warnings(facts: NodeEnvironmentFacts, config: ClusterConfig, ordered: Sequence[HcaPort]) -> Iterable[str]:
     if facts.interface is None:
-        why = facts.interface_reason or "none was found"
-        yield f"no network interface is chosen: {why}; set cluster.interface to the one that reaches the other nodes"
+        why = f"no network interface is chosen: {facts.interface_reason}"
+        yield f"{why}; set cluster.interface to the one that reaches the other nodes"
     expected = config.expected.hcas
     if expected is not None and len(ordered) != expected:
         yield f"{len(ordered)} ports kept, cluster.expected.hcas={expected}"

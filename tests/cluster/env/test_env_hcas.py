@@ -36,13 +36,6 @@ def test_an_odd_port_beside_a_good_one_is_dropped_and_told_why(fields: dict[str,
     assert environment.value("NCCL_IB_HCA") == "=mlx5_0:1"
 
 
-def test_a_port_on_the_way_to_storage_is_dropped() -> None:
-    storage = (StorageRoute("/data", "10.9.0.5", "ib1"),)
-    environment = node(GOOD, port("mlx5_1", netdev="ib1"), storage=storage)
-    assert kept(environment) == ["mlx5_0"]
-    assert "ib1 leads to the storage server 10.9.0.5" in reason(environment, "mlx5_1")
-
-
 @pytest.mark.parametrize("lower", [{"bond0": ("eth2", "eth3")}, {"vlan7": ("bond0",), "bond0": ("eth2",)}])
 def test_a_route_over_a_bond_or_vlan_counts_for_what_lies_below(lower: dict[str, tuple[str, ...]]) -> None:
     top = next(iter(lower))

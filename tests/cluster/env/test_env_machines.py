@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from env_topologies import MACHINES, SISTERS, kept, machine, recorded
+from env_topologies import MACHINES, machine, node, port, recorded
 
 from cluster.env.facts import NodeEnvironment
-from cluster.env.plan import plan_environment, plan_fleet
+from cluster.env.plan import plan_environment
 from engine.config.cluster import ClusterConfig
 
 
@@ -30,19 +30,27 @@ def test_a_machine_gets_exactly_what_is_stated(name: str) -> None:
     assert list(environment.warnings) == expected["warnings"]
 
 
-def test_sisters_get_lists_of_their_own_in_rail_order_and_no_warning() -> None:
-    fleet = plan_fleet([machine(name) for name in SISTERS], ClusterConfig())
-    lists = {name: [device.removeprefix("mlx5_") for device in kept(fleet[name])] for name in SISTERS}
-    assert lists == {
-        "sister1": ["0", "1", "2", "5", "6", "7", "8", "11"],
-        "sister2": ["0", "3", "4", "5", "6", "9", "10", "11"],
-        "sister3": ["0", "1", "2", "3", "4", "5", "6", "7"],
-        "sister4": ["1", "2", "3", "4", "7", "8", "9", "10"],
-    }
-    assert all(fleet[name].warnings == () for name in SISTERS)
-
-
 def test_a_plan_depends_on_nothing_but_its_facts() -> None:
     facts = machine("h100_12nics")
     shuffled = machine("h100_12nics", ports=facts.ports[::-1], gpus=facts.gpus[::-1])
     assert plan_environment(shuffled, ClusterConfig()) == plan_environment(facts, ClusterConfig())
+
+
+def test_an_environment_is_a_document() -> None:
+    environment = node(port("mlx5_0", netdev="ib0"), port("mlx5_1", phys_state="Disabled"), notes=("a note",))
+    assert [one.is_fault for one in environment.hcas] == [False, True]
+    layer = {"link_layer": "InfiniBand", "rate_gbps": 400.0}
+    dropped = "its physical link is not up: Disabled"
+    assert environment.to_dict() == {
+        "node": "node1",
+        "interface": "eth0",
+        "variables": {one.name: one.value for one in environment.variables},
+        "reasons": {one.name: one.reason for one in environment.variables},
+        "left_out": {"NCCL_CROSS_NIC": "one rail: there is nothing to cross"},
+        "hcas": [
+            {"port": "mlx5_0:1", "kept": True, "reason": "up, InfiniBand, 400 Gbit/s", "netdev": "ib0", **layer},
+            {"port": "mlx5_1:1", "kept": False, "reason": dropped, "netdev": None, **layer},
+        ],
+        "rails": [{"gpu": 0, "port": "mlx5_0:1", "found_by": "taking turns, for no port is nearer than another"}],
+        "warnings": ["a note"],
+    }

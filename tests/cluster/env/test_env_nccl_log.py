@@ -6,9 +6,10 @@ import time
 
 import pytest
 
-from cluster.checks.finding import Verdict
+from cluster.checks.finding import Finding
 from cluster.env.facts import HcaDecision, NodeEnvironment
 from cluster.env.nccl_log import check_nccl_log
+from cluster.remote_text import clean_text
 from cluster.survey.adapters import HcaPort
 
 
@@ -21,6 +22,7 @@ TWO = {"node1": planned("node1", "mlx5_0", "mlx5_3")}
 HEAD = "node1:4711:4790 [0] NCCL INFO "
 USING = f"{HEAD}NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_3:1/IB/SHARP [RO]; OOB eth0:10.0.0.1<0>\n"
 DIRECT = f"{HEAD}Channel 00/0 : 0[0] -> 8[0] [send] via NET/IB/0/GDRDMA\n"
+EXTERNAL = ("NET/IB", "NET/IBext_v10"), ("network IB", "network IBext_v10")  # the plugin of HPC-X
 GOOD = (
     "node1:4711:4711 [0] NCCL INFO Bootstrap: Using eth0:10.0.0.1<0>\n"
     "node1:4711:4711 [0] NCCL INFO NCCL version 2.27.5+cuda12.9\n"
@@ -29,97 +31,81 @@ GOOD = (
 )
 
 
-def verdicts(text: str, environments: dict[str, NodeEnvironment] = TWO) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for finding in check_nccl_log(text, environments):
-        found.setdefault(finding.severity.value, []).append(finding.observed)
-    return found
+FINE = ["OK .hcas: 2 ports, as planned", "OK .network: all 2 channels over NET/IB with GPUDirect RDMA"]
+STAGED = DIRECT.replace("/GDRDMA", "")
+SOCKET = f"{HEAD}Using network Socket\n"
+UNKNOWN = ["UNKNOWN : the log does not say what NCCL uses"]
 
 
-def test_a_log_as_planned_is_ok() -> None:
-    assert verdicts(GOOD) == {
-        "OK": ["2 ports, as planned", "all 2 channels over NET/IB with GPUDirect RDMA"],
-    }
+def said(text: str, environments: dict[str, NodeEnvironment] = TWO) -> list[str]:
+    def line(one: Finding) -> str:
+        return f"{one.severity} {one.check.removeprefix('env.nccl_log')} ({one.device}): {one.observed}".replace(
+            " (None)", ""
+        )
 
-
-def test_a_port_that_nccl_does_not_take_is_named() -> None:
-    found = check_nccl_log(GOOD.replace(" [1]mlx5_3:1/IB/SHARP", ""), TWO)
-    assert [(one.device, one.severity) for one in found if one.device] == [("mlx5_3:1", Verdict.FAIL)]
-    assert "NET/IB : Using" in next(one.evidence for one in found if one.device)
-
-
-def test_a_port_that_begins_like_a_planned_one_is_named() -> None:
-    assert "NCCL uses mlx5_30:1" in verdicts(GOOD.replace("[RO]", "[2]mlx5_30:1/RoCE [RO]"))["FAIL"]
+    found = check_nccl_log(text, environments)
+    assert all(one.evidence in clean_text(text) for one in found)
+    return [line(one) for one in found]
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("text", "expected"),
     [
-        f"{HEAD}Channel 00/0 : 0[0] -> 8[0] [send] via NET/Socket/0\n",
-        f"{HEAD}Using network Socket\n",
+        (GOOD, FINE),
+        (GOOD.replace(" [1]mlx5_3:1/IB/SHARP", ""), ["FAIL .hcas (mlx5_3:1): NCCL does not use mlx5_3:1", FINE[1]]),
+        (GOOD.replace("[RO]", "[2]mlx5_30:1/RoCE [RO]"), ["FAIL .hcas (mlx5_30:1): NCCL uses mlx5_30:1", FINE[1]]),
+        (
+            f"{USING}{HEAD}Channel 00/0 : 0[0] -> 8[0] [send] via NET/Socket/0\n",
+            [FINE[0], "FAIL .network: 1 channels go over NET/Socket"],
+        ),
+        (USING + SOCKET, [FINE[0], "FAIL .network: NCCL uses network Socket"]),
+        (
+            f"{HEAD}NET/IB : No device found.\n{SOCKET}",
+            [
+                *(f"FAIL .hcas ({port}): NCCL does not use {port}" for port in ("mlx5_0:1", "mlx5_3:1")),
+                "FAIL .network: NCCL uses network Socket",
+            ],
+        ),
+        (GOOD + STAGED, [FINE[0], "WARN .network: 1 of 3 channels over NET/IB without GPUDirect RDMA"]),
+        *(
+            (
+                GOOD.replace("Bootstrap: Using eth0", words),
+                [*FINE, "FAIL .interface: NCCL meets the other ranks over docker0"],
+            )
+            for words in ("Bootstrap : Using docker0", "Bootstrap : Using [0]docker0")
+        ),
+        *(
+            (text, UNKNOWN)
+            for text in ("", "hello\n", f"{HEAD}NCCL version 2.27.5\n", "node1:1:1 [0] NCCL WARN oops\n")
+        ),
+        (
+            f"{HEAD}Using network AWS Libfabric\n",
+            ["UNKNOWN .network: NCCL uses network AWS Libfabric, a plugin that is not compared"],
+        ),
+        (GOOD.replace(*EXTERNAL[0]).replace(*EXTERNAL[1]), FINE),
+        # What launchers put before a line, and escapes, hide nothing.
+        *(
+            ("".join(form.format(line) for line in GOOD.splitlines()), FINE)
+            for form in ("[rank0]: \x1b[33m{}\x1b[0m\n", "node1:0 | {}\n")
+        ),
     ],
 )
-def test_sockets_where_ports_were_planned_fail(line: str) -> None:
-    assert any("ocket" in text for text in verdicts(USING + line)["FAIL"])
-
-
-def test_no_device_found_is_a_failure_for_every_planned_port() -> None:
-    found = verdicts(f"{HEAD}NET/IB : No device found.\n{HEAD}Using network Socket\n")
-    assert found["FAIL"] == ["NCCL does not use mlx5_0:1", "NCCL does not use mlx5_3:1", "NCCL uses network Socket"]
-
-
-def test_channels_through_host_memory_are_a_warning_with_their_share() -> None:
-    staged = DIRECT.replace("/GDRDMA", "")
-    assert verdicts(GOOD + staged)["WARN"] == ["1 of 3 channels over NET/IB without GPUDirect RDMA"]
-    assert verdicts(USING + staged)["WARN"] == ["1 of 1 channels over NET/IB without GPUDirect RDMA"]
-
-
-def test_another_interface_than_planned_fails() -> None:
-    found = verdicts(GOOD.replace("Bootstrap: Using eth0", "Bootstrap : Using docker0"))
-    assert found["FAIL"] == ["NCCL meets the other ranks over docker0"]
-    indexed = verdicts(GOOD.replace("Bootstrap: Using eth0", "Bootstrap : Using [0]docker0"))
-    assert indexed == found
-
-
-@pytest.mark.parametrize("text", ["", "hello\n", f"{HEAD}NCCL version 2.27.5\n", "node1:1:1 [0] NCCL WARN oops\n"])
-def test_a_log_that_says_nothing_is_unknown_not_ok(text: str) -> None:
-    assert list(verdicts(text)) == ["UNKNOWN"]
+def test_a_log_against_the_plan_of_two_ports(text: str, expected: list[str]) -> None:
+    assert said(text) == expected
 
 
 def test_a_node_that_plans_sockets_is_content_with_sockets() -> None:
-    assert verdicts(f"{HEAD}Using network Socket\n", {"node1": planned("node1")}) == {"OK": ["sockets, as planned"]}
+    assert said(SOCKET, {"node1": planned("node1")}) == ["OK .network: sockets, as planned"]
 
 
-def test_lines_of_several_hosts_are_judged_apart() -> None:
+def test_hosts_are_matched_by_name_and_judged_apart() -> None:
     environments = {name: planned(name, "mlx5_0", "mlx5_3") for name in ("node1", "node2", "node3")}
-    other = GOOD.replace("node1:", "node2.cluster.example:").replace("[1]mlx5_3:1/IB/SHARP ", "")
-    by_node = {
-        node: {one.severity for one in check_nccl_log(GOOD + other, environments) if one.node == node}
-        for node in environments
-    }
-    assert by_node["node1"] == {Verdict.OK}
-    assert Verdict.FAIL in by_node["node2"]
-    assert by_node["node3"] == {Verdict.UNKNOWN}
-
-
-def test_hosts_that_nobody_planned_are_unknown() -> None:
-    environments = {name: planned(name, "mlx5_0") for name in ("a", "b")}
-    assert {one.node for one in check_nccl_log(GOOD, environments)} == {"a", "b", "node1"}
-
-
-@pytest.mark.parametrize("form", ["[rank0]: \x1b[33m{}\x1b[0m\n", "node1:0 | {}\n"])
-def test_prefixes_of_launchers_and_escapes_do_not_hide_lines(form: str) -> None:
-    assert verdicts("".join(form.format(line) for line in GOOD.splitlines())) == verdicts(GOOD)
-
-
-def test_the_plugin_of_hpcx_is_infiniband() -> None:
-    external = GOOD.replace("NET/IB", "NET/IBext_v10").replace("network IB", "network IBext_v10")
-    assert verdicts(external) == verdicts(GOOD)
-
-
-def test_a_network_that_is_not_compared_is_unknown() -> None:
-    found = verdicts(f"{HEAD}Using network AWS Libfabric\n")
-    assert found == {"UNKNOWN": ["NCCL uses network AWS Libfabric, a plugin that is not compared"]}
+    other = GOOD.replace("node1:", "NODE2.cluster.example:").replace("[1]mlx5_3:1/IB/SHARP ", "")
+    text = GOOD + other + GOOD.replace("node1:", "stranger:")
+    found = check_nccl_log(text, environments)
+    told = [("node1", "OK")] * 2 + [("node2", "FAIL"), ("node2", "OK"), ("node3", "UNKNOWN"), ("stranger", "UNKNOWN")]
+    assert [(one.node, str(one.severity)) for one in found] == told
+    assert found[2].evidence.startswith("NODE2.cluster.example:4711:4790 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB")
 
 
 def test_reading_takes_time_in_proportion_to_the_log() -> None:

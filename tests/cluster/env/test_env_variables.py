@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from env_topologies import interface, machine, node, port
 
 from cluster.env.facts import NodeEnvironment
 from cluster.env.plan import plan_environment
+from cluster.survey.adapters import HcaPort
+from cluster.survey.interfaces import NetInterface
 from cluster.survey.nvidia_smi import GpuAddress
 from engine.config.cluster import ClusterConfig
 
@@ -17,7 +20,7 @@ def roce(index: int) -> dict[str, object]:
     return {"link_layer": "Ethernet", "netdev": f"eth{index + 1}", "roce_v2": {3: f"10.{index}.0.1"}}
 
 
-def rails(*networks: str) -> tuple[object, ...]:
+def rails(*networks: str) -> tuple[NetInterface, ...]:
     return tuple(interface(f"eth{index + 1}", addresses=(network,)) for index, network in enumerate(networks))
 
 
@@ -39,37 +42,42 @@ def _nccl_takes(value: str, port_name: str) -> bool:
     return port_name in wanted if value.startswith("=") else any(port_name.startswith(one) for one in wanted)
 
 
-def test_roce_without_an_ipv4_address_is_a_warning() -> None:
-    environment = node(port("mlx5_0", link_layer="Ethernet", netdev="eth1"))
-    assert any("mlx5_0:1 has no GID of RoCE v2 over IPv4" in warning for warning in environment.warnings)
+ROCE = (port("mlx5_0", **roce(0)), port("mlx5_1", **roce(1)))
+APART, GID = rails("10.0.0.1/24", "10.1.0.1/24"), "{}:0000:0000:0001:0002:c903:0000:0001"
+CUT = "every rail is an IPv4 network of its own without a gateway: rails cannot cross"
+NOT_KNOWN = "whether rails reach each other is not known (no IPv4 addresses or routes); NCCL decides"
+ONE_SUBNET = "all ports lie in one InfiniBand subnet, as far as their GIDs tell: rails may cross"
 
 
-def test_rails_in_networks_of_their_own_without_gateway_cannot_cross() -> None:
-    ports = (port("mlx5_0", **roce(0)), port("mlx5_1", **roce(1)))
-    known = {"interfaces": rails("10.0.0.1/24", "10.1.0.1/24")}
-    assert node(*ports, gateways=frozenset(), **known).value("NCCL_CROSS_NIC") == "0"
-    assert "not known" in left_out(node(*ports, gateways=None, **known), "NCCL_CROSS_NIC")
-    there = left_out(node(*ports, gateways=frozenset({"eth1"}), **known), "NCCL_CROSS_NIC")
-    assert "rails have gateways (eth1)" in there
-    assert node(*ports, gateways=frozenset({"eth0"}), **known).value("NCCL_CROSS_NIC") == "0"
+def subnets(*prefixes: str) -> tuple[HcaPort, ...]:
+    gids = ({0: ("IB/RoCE v1", GID.format(prefix))} if prefix else {} for prefix in prefixes)
+    return tuple(replace(port(f"mlx5_{index}"), gids=told) for index, told in enumerate(gids))
 
 
-def test_rails_in_one_network_may_cross() -> None:
-    ports = (port("mlx5_0", **roce(0)), port("mlx5_1", **roce(1)))
-    environment = node(*ports, gateways=frozenset(), interfaces=rails("10.0.0.1/16", "10.0.1.1/16"))
-    assert "share IPv4 networks" in left_out(environment, "NCCL_CROSS_NIC")
-
-
-def test_infiniband_subnets_tell_whether_rails_cross() -> None:
-    default, other = "fe80:0000:0000:0000:0002:c903:0000:000{}", "fec0:0000:0000:0001:0002:c903:0000:000{}"
-    one = replace(port("mlx5_0"), gids={0: ("IB/RoCE v1", default.format(1))})
-    same = replace(port("mlx5_1"), gids={0: ("IB/RoCE v1", default.format(2))})
-    apart = replace(port("mlx5_1"), gids={0: ("IB/RoCE v1", other.format(2))})
-    assert node(one, apart).value("NCCL_CROSS_NIC") == "0"
-    near = replace(port("mlx5_0"), gids={0: ("IB/RoCE v1", other.replace("0001", "0002", 1).format(1))})
-    assert node(near, apart).value("NCCL_CROSS_NIC") == "0"
-    assert "one InfiniBand subnet" in left_out(node(one, same), "NCCL_CROSS_NIC")
-    assert node(one, port("mlx5_1")).value("NCCL_CROSS_NIC") is None
+@pytest.mark.parametrize(
+    ("ports", "gateways", "interfaces", "expected"),
+    [
+        (ROCE, frozenset(), APART, ("0", CUT)),
+        (ROCE, frozenset({"eth0"}), APART, ("0", CUT)),
+        (ROCE, frozenset({"eth1"}), APART, (None, "rails have gateways (eth1): they may cross")),
+        (ROCE, None, APART, (None, NOT_KNOWN)),
+        (ROCE, frozenset(), rails("10.0.0.1/24"), (None, NOT_KNOWN)),
+        (ROCE, frozenset(), rails("10.0.0.1/16", "10.0.1.1/16"), (None, "rails share IPv4 networks: they may cross")),
+        (subnets("fe80", "fec0"), None, (), ("0", "the ports lie in 2 InfiniBand subnets: rails cannot cross")),
+        (subnets("fe80", "fe80"), None, (), (None, ONE_SUBNET)),
+        (subnets("fe80", "fec0", ""), None, (), (None, ONE_SUBNET)),
+        (ROCE[:1], None, (), (None, "one rail: there is nothing to cross")),
+    ],
+)
+def test_rails_that_cannot_cross_are_told_to_nccl(
+    ports: tuple[HcaPort, ...],
+    gateways: frozenset[str] | None,
+    interfaces: tuple[NetInterface, ...],
+    expected: tuple[str | None, str],
+) -> None:
+    environment = node(*ports, gateways=gateways, interfaces=interfaces)
+    (why,) = (x.reason for x in (*environment.variables, *environment.left_out) if x.name == "NCCL_CROSS_NIC")
+    assert (environment.value("NCCL_CROSS_NIC"), why) == expected
 
 
 def test_debug_files_go_into_the_run_folder_and_nowhere_without_one() -> None:
@@ -96,21 +104,51 @@ def test_threads_are_cores_over_ranks_unless_configured() -> None:
     assert left_out(node(cores=None), "OMP_NUM_THREADS") == "the number of cores is not known"
 
 
-@pytest.mark.parametrize("config", [ClusterConfig(backend="gloo"), ClusterConfig()])
-def test_ranks_on_gloo_get_no_nccl_variables(config: ClusterConfig) -> None:
-    gpus = (GpuAddress(0),) if config.backend == "gloo" else ()
-    environment = node(port("mlx5_0"), gpus=gpus, config=config)
-    assert [one.name for one in environment.variables] == ["GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"]
-    assert "ranks talk by gloo" in left_out(environment, "NCCL_*")
+def test_ranks_on_gloo_get_no_nccl_variables_and_the_flight_recorder() -> None:
+    told = {}
+    for config, gpus in ((ClusterConfig(backend="gloo"), 8), (ClusterConfig(), 0)):
+        facts = machine("h100_12nics", gpus=machine("h100_12nics").gpus[:gpus])
+        environment = plan_environment(facts, config, log_dir="/l")
+        told[left_out(environment, "NCCL_*")] = [one.name for one in environment.variables]
+    names = ["GLOO_SOCKET_IFNAME", "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "OMP_NUM_THREADS"]
+    whys = ("cluster.backend=gloo", "the node has no GPU")
+    assert told == {f"{why}: ranks talk by gloo": names for why in whys}
 
 
-def test_without_an_interface_none_is_named_and_a_warning_says_why() -> None:
-    environment = node(interface=None, interface_reason="eth1, eth2 would do and none has the default route")
-    assert environment.value("NCCL_SOCKET_IFNAME") is None
-    assert environment.value("GLOO_SOCKET_IFNAME") is None
-    assert any("eth1, eth2 would do" in warning and "cluster.interface" in warning for warning in environment.warnings)
+def test_a_node_without_ports_has_infiniband_switched_off_and_says_why() -> None:
+    def why(*ports: HcaPort) -> str:
+        return next(one.reason for one in node(*ports).variables if one.name == "NCCL_IB_DISABLE")
+
+    assert why() == "the node has no InfiniBand or RoCE port; NCCL uses sockets"
+    reason = "mlx5_0:1: its link is not up: state INIT, LinkUp"
+    assert why(port("mlx5_0", state="INIT")) == f"none of its ports will do: {reason}; NCCL uses sockets"
 
 
-def test_no_way_into_gpu_memory_is_a_warning_only_when_certain() -> None:
-    text = "no GPUDirect RDMA (neither nvidia_peermem nor DMA-BUF): NCCL copies through host memory"
-    assert [node(port("mlx5_0"), has_gpudirect=known).warnings for known in (False, True, None)] == [(text,), (), ()]
+@pytest.mark.parametrize(
+    ("facts", "warnings"),
+    [
+        (
+            {"has_gpudirect": False},
+            ["no GPUDirect RDMA (neither nvidia_peermem nor DMA-BUF): NCCL copies through host memory"],
+        ),
+        ({"has_gpudirect": None}, []),
+        ({"has_gpudirect": True}, []),
+        (
+            {"interface": None, "interface_reason": "eth1, eth2 would do"},
+            [
+                "no network interface is chosen: eth1, eth2 would do; set cluster.interface to the one that reaches "
+                "the other nodes"
+            ],
+        ),
+        (
+            {"ports": (port("mlx5_0", link_layer="Ethernet", netdev="eth1"),)},
+            ["mlx5_0:1 has no GID of RoCE v2 over IPv4: give eth1 an address"],
+        ),
+    ],
+)
+def test_warnings(facts: dict[str, Any], warnings: list[str]) -> None:
+    environment = node(port("mlx5_0"), **facts)
+    assert list(environment.warnings) == warnings
+    names = [one.name for one in (*environment.variables, *environment.left_out) if "IFNAME" in one.name]
+    both = ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"]
+    assert names == (both if environment.interface else [", ".join(both)])
