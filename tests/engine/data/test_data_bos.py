@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig, RunConfig
-from engine.data.needles import NeedleTasks, needle_tasks
+from engine.data.needles import needle_tasks
 from engine.data.prepare import PreparedData, open_prepared, open_training_data, prepare
 from engine.data.sampler import sequential_batches
 from engine.data.shards import TokenShards
@@ -109,13 +109,6 @@ def test_a_first_token_that_nobody_names_is_asked_for(tmp_path: Path) -> None:
         prepare(config_of(tmp_path, path, bos="on", prepared_dir=str(tmp_path / "other")))
 
 
-def test_data_without_first_tokens_is_not_taken_for_data_with_them(tmp_path: Path) -> None:
-    config = config_of(tmp_path, tokenizer_of(tmp_path / "model", TEMPLATES["start"]), bos="off")
-    prepare(config)
-    with pytest.raises(DataError, match="bos: made with 'off', now 'auto'"):
-        open_prepared(replace(config, bos="auto"))
-
-
 def test_first_tokens_hold_no_text_and_are_read_not_learned_before_a_prompt(tmp_path: Path) -> None:
     path = tokenizer_of(tmp_path / "model", TEMPLATES["start"])
     data = prepare(config_of(tmp_path, path, prompt_field="ask"))
@@ -136,13 +129,8 @@ def test_validation_and_needles_begin_with_it_too(tmp_path: Path) -> None:
     run = replace(run, train=replace(run.train, seq_len=300, eval_needle_depths=3))
     tasks = needle_tasks(run, data)
     assert tasks is not None
-    check_needles(tasks)
-
-
-def check_needles(tasks: NeedleTasks) -> None:
-    """One first token, and the hidden sentence where it is said to be, at every depth and in the control."""
     positions = []
-    for number in range(4):
+    for number in range(4):  # at every depth, and in the control
         task, sentence = tasks.task(number), tasks.needles[0].sentence
         assert task.tokens.size == 300
         assert np.flatnonzero(task.tokens == tasks.shards.bos_ids[0]).tolist() == [0]
@@ -154,10 +142,11 @@ def check_needles(tasks: NeedleTasks) -> None:
     assert all(low < high for low, high in pairwise(positions))
 
 
-def test_corpora_with_and_without_it_do_not_mix(tmp_path: Path) -> None:
+def test_data_with_and_without_it_are_not_taken_for_each_other_and_do_not_mix(tmp_path: Path) -> None:
     config = config_of(tmp_path, tokenizer_of(tmp_path / "model", TEMPLATES["start"]))
-    other = replace(config, bos="off", prepared_dir=str(tmp_path / "other"))
     prepare(config)
-    prepare(other)
+    with pytest.raises(DataError, match="bos: made with 'auto', now 'off'"):
+        open_prepared(replace(config, bos="off"))
+    prepare(replace(config, bos="off", prepared_dir=str(tmp_path / "other")))
     with pytest.raises(DataError, match=r"and beginning \[3\].*same data\.tokenizer and data\.bos"):
         open_training_data(replace(config, mix_paths=(str(tmp_path / "other"),), mix_weights=(0.5, 0.5)))

@@ -87,7 +87,9 @@ def test_turns_found_by_rendering_are_those_that_blocks_mark(plain: str, marked:
     )
 
 
-PARTS = st.lists(st.sampled_from(["a", " ", "\n", "|>", "<|im_end|>", "assistant"]), max_size=6).map("".join)
+PARTS = st.lists(
+    st.sampled_from(["a", " ", "\n", "|>", "<|im_end|>", "assistant", "\ufdd0", "\ufdd1"]), max_size=6
+).map("".join)
 
 
 @given(contents=st.lists(PARTS, min_size=1, max_size=4))
@@ -191,13 +193,6 @@ def test_templates_have_what_those_of_hugging_face_use() -> None:
     assert rendered == '{"text": "<a> & ž"}1 20 True False'
 
 
-def test_marks_of_blocks_are_never_those_of_the_text() -> None:
-    said = "a\ufdd0b\ufdd1c"
-    assert learned_texts(ChatTemplate("t", CHATML_MARKED), talk("user: x", f"assistant: {said}")) == [
-        f"{said}<|im_end|>"
-    ]
-
-
 def test_a_turn_without_a_mark_ends_with_its_white_space() -> None:
     template = ChatTemplate(
         "t",
@@ -208,7 +203,6 @@ def test_a_turn_without_a_mark_ends_with_its_white_space() -> None:
 
 
 THINKS = CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
-LAST_ONLY = "{% for m in messages %}{{ m.content if loop.last else '-' }}{% endfor %}"
 CHANGED = "{% set said %}{% generation %}x{% endgeneration %}{% endset %}{{ said | length }}"
 
 
@@ -216,7 +210,6 @@ CHANGED = "{% set said %}{% generation %}x{% endgeneration %}{% endset %}{{ said
     ("source", "text"),
     [
         (THINKS, "renders earlier messages another way once message 1 is there.*generation"),
-        (LAST_ONLY, "renders earlier messages another way"),
         (
             "{{ raise_exception('roles must alternate.') }}",
             r"cannot render these messages: roles must alternate\. Mend",

@@ -22,6 +22,7 @@ from engine.config.settings import DataConfig
 from engine.data.build import Progress
 from engine.data.files import exclusive_lock
 from engine.data.prepare import PreparedData, config_facts, open_prepared, prepare
+from engine.data.shards import TokenShards
 from engine.data.tokenizers import train_bpe
 
 TEXTS = [f"document {index}: größe € {'words and more ' * (index % 7)}\n" for index in range(60)]
@@ -48,12 +49,12 @@ def text_config(folder: Path, **settings: Any) -> DataConfig:
 
 def texts_of(prepared: PreparedData) -> list[str]:
     """All documents of both splits, sorted."""
-    tokenizer, documents = prepared.load_tokenizer(), []
-    for shards in (prepared.train, prepared.validation):
-        tokens = shards.read(0, shards.token_count)
-        starts = shards.document_offsets(0, tokens)
-        documents += [tokenizer.decode(part) for part in np.split(tokens, starts[1:])]
-    return sorted(documents)
+    return sorted(texts_in(prepared, prepared.train) + texts_in(prepared, prepared.validation))
+
+
+def texts_in(prepared: PreparedData, shards: TokenShards) -> list[str]:
+    tokens, tokenizer = shards.read(0, shards.token_count), prepared.load_tokenizer()
+    return [tokenizer.decode(part) for part in np.split(tokens, shards.document_offsets(0, tokens)[1:])]
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
@@ -88,14 +89,8 @@ def test_a_tokenizer_file_is_used_and_kept(corpus: Path, tmp_path: Path) -> None
 
 def test_bpe_is_trained_on_training_text_only(corpus: Path, tmp_path: Path) -> None:
     first = prepare(text_config(corpus, tokenizer="bpe", bpe_vocab_size=400))
-    trained_on = [first.load_tokenizer().decode(part) for part in _documents(first)]
-    train_bpe(trained_on, 400).save(tmp_path)
+    train_bpe(texts_in(first, first.train), 400).save(tmp_path)
     assert (tmp_path / "tokenizer.json").read_bytes() == (first.path / "tokenizer.json").read_bytes()
-
-
-def _documents(prepared: PreparedData) -> list[Any]:
-    tokens = prepared.train.read(0, prepared.train.token_count)
-    return np.split(tokens, prepared.train.document_offsets(0, tokens)[1:])
 
 
 def prepared_in(cache: Path) -> list[Path]:
@@ -168,9 +163,6 @@ def test_prepared_dir_of_another_configuration_is_refused_and_kept(corpus: Path,
         with pytest.raises(DataError, match=r"(?s)tokenizer: made with 'bytes', now 'bpe'\n.*max_bytes: made"):
             call(changed)
     assert open_prepared(config).train.vocab_size == 256
-
-
-def test_prepared_dir_with_other_things_is_refused_and_kept(corpus: Path) -> None:
     with pytest.raises(DataError, match="holds other things"):
         prepare(text_config(corpus, prepared_dir=str(corpus)))
     assert len(list(corpus.iterdir())) == len(TEXTS)
@@ -329,20 +321,14 @@ def test_a_single_set_is_split_at_its_tail(tmp_path: Path) -> None:
         prepared.load_tokenizer()
 
 
-def test_prepare_reads_foreign_shards_through_and_ranks_do_not(tmp_path: Path) -> None:
+def test_foreign_shards_are_read_through_once_and_must_be_there_and_agree(tmp_path: Path) -> None:
     config = shards_config(write_token_set(tmp_path / "s", [1] * 39 + [100]))
-    open_prepared(config)
+    open_prepared(config)  # as ranks do
     with pytest.raises(DataError, match="token 39"):
         prepare(config)
-
-
-def test_train_and_validation_must_agree(tmp_path: Path) -> None:
-    write_token_set(tmp_path / "p" / "train", [1, 2], vocab_size=50)
-    write_token_set(tmp_path / "p" / "validation", [1, 2], vocab_size=60)
-    with pytest.raises(DataError, match="vocab_size of train is 50 but of validation 60"):
-        prepare(shards_config(tmp_path / "p"))
-
-
-def test_a_missing_shard_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere does not exist"):
         open_prepared(shards_config(tmp_path / "nowhere"))
+    for split, vocab_size in (("train", 50), ("validation", 60)):
+        write_token_set(tmp_path / "p" / split, [1, 2], vocab_size=vocab_size)
+    with pytest.raises(DataError, match="vocab_size of train is 50 but of validation 60"):
+        prepare(shards_config(tmp_path / "p"))

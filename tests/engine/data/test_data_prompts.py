@@ -59,22 +59,19 @@ def test_samples_label_the_same_tokens_wherever_they_are_cut(shards: TokenShards
     assert ((shifted == -1) | (shifted == batch.tokens[:, 1:])).all()
 
 
-def test_a_long_prompt_is_a_prompt_to_its_end(tmp_path: Path) -> None:
-    data = prepare(corpus(tmp_path, [("x" * 3_000_000, "yes"), ("a", "b"), ("c", "d"), ("e", "f")]))
-    masks = [one.is_prompt(0, one.token_count) for one in (data.train, data.validation)]
-    assert sum(int(mask.sum()) for mask in masks) == 3_000_003
-
-
-def test_without_prompts_there_is_no_file(tmp_path: Path) -> None:
+def test_without_prompts_there_is_no_file_and_a_record_without_one_is_named(tmp_path: Path) -> None:
     data = prepare(replace(corpus(tmp_path), prompt_field=None))
     assert data.train.manifest.prompts_file is None
     assert not (data.train.folder / "prompts.bin").exists()
     assert not data.train.is_prompt(0, data.train.token_count).any()
-
-
-def test_a_record_without_its_prompt_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no key 'asks'; keys present: ask, say\. Set data\.prompt_field"):
-        prepare(replace(corpus(tmp_path), prompt_field="asks"))
+        prepare(replace(corpus(tmp_path), prompt_field="asks", prepared_dir=str(tmp_path / "other")))
+
+
+def test_a_long_prompt_is_a_prompt_to_its_end(tmp_path: Path) -> None:
+    data = prepare(corpus(tmp_path, [("x" * 3_000_000, "yes"), ("a", "b"), ("c", "d"), ("e", "f")]))
+    masks = [one.is_prompt(0, one.token_count) for one in (data.train, data.validation)]
+    assert sum(int(mask.sum()) for mask in masks) == 3_000_003
 
 
 @pytest.mark.parametrize("edges", [[3, 3], [5, 2], [0, 10**9], [-1, 4], [0, 4, 3, 6]])

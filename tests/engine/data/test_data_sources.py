@@ -21,17 +21,12 @@ def read_all(kind: Any, *paths: Path | str, **settings: Any) -> list[str]:
     return ["".join(part.text for part in parts) for _, parts in open_source(config).documents()]
 
 
-def test_text_files_are_documents_sorted_by_path(tmp_path: Path) -> None:
+def test_text_files_are_documents_sorted_by_path_each_once(tmp_path: Path) -> None:
     for name, text in (("b.txt", "second\r\n"), ("a/z.txt", "\ufefffirst ü"), (".hidden", "no"), ("c.md", "third")):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(text.encode())
     assert read_all("text", tmp_path) == ["first ü", "second\r\n", "third"]
-
-
-def test_globs_and_files_named_twice_are_read_once(tmp_path: Path) -> None:
-    for name in ("a.txt", "b.txt", "c.log"):
-        (tmp_path / name).write_text(name)
-    assert read_all("text", tmp_path / "b.txt", tmp_path / "*.txt") == ["b.txt", "a.txt"]
+    assert read_all("text", tmp_path / "b.txt", tmp_path / "?.*") == ["second\r\n", "third"]
 
 
 @pytest.mark.parametrize("unit", ["ä€😀", "line ü\n", "x"])
@@ -71,16 +66,19 @@ def test_what_is_no_text_is_named(tmp_path: Path, content: bytes, message: str) 
         read_all("text", tmp_path / "bad.txt")
 
 
-def test_all_missing_paths_are_listed(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"no such file or folder: '.*nope1', '.*nope2'"):
-        read_all("text", tmp_path / "nope1", tmp_path, tmp_path / "nope2")
-
-
-@pytest.mark.parametrize(("kind", "ending"), [("jsonl", ".jsonl"), ("parquet", ".parquet")])
-def test_a_folder_without_matching_files_is_an_error(tmp_path: Path, kind: str, ending: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "names", "message"),
+    [
+        ("text", ["nope1", ".", "nope2"], r"no such file or folder: '.*nope1', '.*nope2'"),
+        ("text", ["/dev/null"], "/dev/null is not a regular file"),
+        ("jsonl", ["."], r"holds no files to read.*\.jsonl"),
+        ("parquet", ["."], r"holds no files to read.*\.parquet"),
+    ],
+)
+def test_paths_without_what_is_read_are_named(tmp_path: Path, kind: str, names: list[str], message: str) -> None:
     (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(DataError, match=rf"holds no files to read.*\{ending}"):
-        read_all(kind, tmp_path)
+    with pytest.raises(DataError, match=message):
+        read_all(kind, *(tmp_path / name for name in names))
 
 
 def test_jsonl_lines_are_documents_and_blank_lines_are_not(tmp_path: Path) -> None:
@@ -100,9 +98,7 @@ GOOD_LINE = b'{"text": "fine"}\n'
         (b'{"text": ' + b"1" * 5000 + b"}", r"a\.jsonl:2: bad JSON \(Exceeds the limit"),
         (b'["text"]', r"a\.jsonl:2: a JSON array; expected one JSON object"),
         (b'{"id": 1, "body": "x"}', r"a\.jsonl:2: no key 'text'; keys present: body, id\. Set data\.text_field"),
-        (b"{}", r"a\.jsonl:2: no key 'text'; keys present: none"),
         (b'{"text": 5}', r"a\.jsonl:2: 'text' is a JSON number; expected a string"),
-        (b'{"text": null}', r"a\.jsonl:2: 'text' is a JSON null"),
         (b'{"text": "\xe4"}', r"a\.jsonl:2: invalid UTF-8 at byte offset 27"),
     ],
 )
@@ -157,12 +153,8 @@ def test_stdlib_leaves_out_tests_packages_links_and_what_is_not_utf8(tmp_path: P
     source = open_source(DataConfig(), stdlib_folder=make_stdlib(tmp_path))
     texts = ["".join(part.text for part in parts) for _, parts in source.documents()]
     assert texts == ["# json/decoder.py\n", "# os.py\n"]
-
-
-def test_python_without_sources_says_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "os.pyc").write_bytes(b"\0")
     with pytest.raises(DataError, match=r"no source files of its standard library.*data\.format=text"):
-        find_stdlib_files(tmp_path)
+        find_stdlib_files(tmp_path / "nowhere")
 
 
 def test_a_folder_that_vanishes_is_named(tmp_path: Path) -> None:
@@ -172,8 +164,3 @@ def test_a_folder_that_vanishes_is_named(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(DataError, match=r"cannot read .*a\.txt: No such file"):
         [list(texts) for _, texts in source.documents()]
-
-
-def test_a_device_is_not_a_text_file() -> None:
-    with pytest.raises(DataError, match="/dev/null is not a regular file"):
-        read_all("text", "/dev/null")
