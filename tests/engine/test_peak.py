@@ -8,60 +8,55 @@ import pytest
 import torch
 
 from engine.config.settings import TrainConfig
-from engine.planning.time.devices import published_peak
+from engine.planning.time.devices import find_device, published_peak
 from engine.planning.time.machine import Peak
 from engine.training.peak import above_peak_warning, find_peak, machine_cpu_peak, measure_cpu_peak
 
-# Names as torch.cuda gives them, each beside one that is nearly alike; dense bf16 TFLOP/s of the datasheets.
-NAMES = {
-    "NVIDIA A100-PCIE-40GB": 312.0,
-    "NVIDIA H100 80GB HBM3": 989.4,
-    "NVIDIA H100 PCIe": 756.5,
-    "NVIDIA H200 NVL": 835.5,
-    "NVIDIA H20-3e": 148.0,
-    "NVIDIA GH200 480GB": 989.4,
-    "NVIDIA GB200": 2500.0,
-    "NVIDIA L40S": 362.1,
-    "NVIDIA L4": 121.0,
-    "AMD Instinct MI300X": 1307.4,
-}
+
+# Names as torch.cuda and people give them, each beside one that is nearly alike; dense bf16 TFLOP/s of the datasheets.
+@pytest.mark.parametrize(
+    ("name", "device", "tflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100", 312.0),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb", 312.0),
+        ("a100-40gb", "a100-40gb", 312.0),
+        ("NVIDIA A800-SXM4-80GB", "a800", 312.0),
+        ("NVIDIA H100 80GB HBM3", "h100", 989.4),
+        ("NVIDIA H100 PCIe", "h100-pcie", 756.5),
+        ("NVIDIA H100 NVL", "h100-nvl", 835.5),
+        ("NVIDIA H800", "h800", 989.4),
+        ("NVIDIA H200 NVL", "h200-nvl", 835.5),
+        ("NVIDIA H20-3e", "h20", 148.0),
+        ("NVIDIA GH200 480GB", "gh200", 989.4),
+        ("NVIDIA GB200", "gb200", 2500.0),
+        ("NVIDIA B200", "b200", 2250.0),
+        ("NVIDIA L40S", "l40s", 362.1),
+        ("NVIDIA L4", "l4", 121.0),
+        ("NVIDIA GeForce RTX 4090", "rtx4090", 165.2),
+        ("AMD Instinct MI300X", "mi300x", 1307.4),
+        *((name, None, None) for name in ("Some Accelerator 9", "NVIDIA A1000", "NVIDIA H100 80GB HBM3 MIG 1g", "")),
+    ],
+)
+def test_devices_are_known_by_their_names_and_slices_are_not(
+    name: str, device: str | None, tflops: float | None
+) -> None:
+    found, peak = find_device(name), published_peak(name, "bfloat16")
+    assert (found and found.name, peak and peak.flops_per_s) == (device, tflops and pytest.approx(tflops * 1e12))
+    assert peak is None or "bfloat16 dense" in peak.source
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_known_devices_have_their_dense_peak_and_its_source(name: str) -> None:
-    peak = published_peak(name, "bfloat16")
-    assert peak is not None
-    assert peak.flops_per_s == pytest.approx(NAMES[name] * 1e12)
-    assert "bfloat16 dense" in peak.source
-
-
-def test_float32_is_slower_and_labelled() -> None:
-    peak = published_peak("NVIDIA H200", "float32")
-    assert peak == Peak(67e12, "H200 SXM datasheet, float32 dense")
-
-
-@pytest.mark.parametrize("name", ["Some Accelerator 9", "NVIDIA A1000", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", ""])
-def test_unknown_devices_and_slices_have_none(name: str) -> None:
-    assert published_peak(name, "bfloat16") is None
-
-
-def test_measured_peak_is_reached_by_a_matmul_and_labelled() -> None:
-    peak = measure_cpu_peak("float32")
-    assert peak.flops_per_s is not None
-    assert 1e9 < peak.flops_per_s < 1e15
-    assert peak.source.startswith("measured: ")
+def test_a_peak_is_of_a_dtype_and_the_configurations_own_comes_first() -> None:
+    assert published_peak("NVIDIA H200", "float32") == Peak(67e12, "H200 SXM datasheet, float32 dense")
+    found = find_peak(TrainConfig(peak_flops_per_device=5e12), torch.device("cpu"))
+    assert found == Peak(5e12, "config: train.peak_flops_per_device")
 
 
 def test_bfloat16_on_a_cpu_is_at_least_as_fast_as_widened_to_float32() -> None:
     wide, narrow = (measure_cpu_peak(dtype).flops_per_s for dtype in ("float32", "bfloat16"))
     assert wide is not None
     assert narrow is not None
+    assert 1e9 < wide < 1e15
     assert narrow > wide / 10  # whatever else runs meanwhile; without bfloat16 units torch is 30 times slower
-
-
-def test_config_comes_before_measuring() -> None:
-    peak = find_peak(TrainConfig(peak_flops_per_device=5e12), torch.device("cpu"))
-    assert peak == Peak(5e12, "config: train.peak_flops_per_device")
 
 
 def test_a_cpu_is_measured_once_and_its_peak_kept_with_the_conditions(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from engine.planning.memory.capacity import (
     host_memory,
     parse_nvidia_smi,
 )
-from engine.planning.time.devices import find_device
 
 LAPTOP = Hardware((), 16 * 10**9, "test")
 SERVER = Hardware((Gpu("NVIDIA H200", 143771 * MIB),) * 8, 10**12, "test")
@@ -27,27 +26,6 @@ SERVER = Hardware((Gpu("NVIDIA H200", 143771 * MIB),) * 8, 10**12, "test")
 
 def config(**sections: dict[str, Any]) -> RunConfig:
     return changed(RunConfig(), **sections)
-
-
-@pytest.mark.parametrize(
-    ("name", "device"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
-        ("a100-40gb", "a100-40gb"),
-        ("NVIDIA A800-SXM4-80GB", "a800"),
-        ("NVIDIA H100 NVL", "h100-nvl"),
-        ("NVIDIA H800", "h800"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA B200", "b200"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("h100", "h100"),
-    ],
-)
-def test_devices_are_known_by_the_names_that_drivers_and_people_use(name: str, device: str) -> None:
-    found = find_device(name)
-    assert found is not None
-    assert found.name == device
 
 
 def test_an_h100_is_planned_for_where_nothing_says_otherwise() -> None:
@@ -62,15 +40,16 @@ def test_an_h100_is_planned_for_where_nothing_says_otherwise() -> None:
     assert capacity_of(config(), 8, device="80e9", hardware=LAPTOP) == given
 
 
-def test_the_gpus_of_this_machine_come_first() -> None:
+def test_the_gpus_of_this_machine_come_after_an_option_and_a_named_machine_alone() -> None:
     found = capacity_of(config(), 8, hardware=SERVER)
     assert found == Capacity("NVIDIA H200", 143771 * MIB, "nvidia-smi", 10**12, "test", 8)
-
-
-def test_a_named_machine_and_an_option_overrule_what_is_there() -> None:
     named = config(cluster={"machine": {"name": "a100"}})
     assert capacity_of(named, 8, hardware=SERVER).device_name == "a100"
     assert capacity_of(named, 8, device="h100", hardware=SERVER).device_name == "h100"
+    with pytest.raises(ConfigError, match=r"got 'h10'.*bytes such as 80e9.*h100"):
+        capacity_of(config(), 8, device="h10", hardware=LAPTOP)
+    text = "NVIDIA A100-SXM4-80GB, 81920\nNVIDIA GB10, [N/A]\n"
+    assert parse_nvidia_smi(text) == (Gpu("NVIDIA A100-SXM4-80GB", 81920 * MIB),)
 
 
 def test_on_a_cpu_the_ranks_share_the_host_memory() -> None:
@@ -87,16 +66,6 @@ def test_the_configuration_has_the_last_word() -> None:
         assert (found.device_source, found.host_source) == ("memory.device_bytes", "memory.host_bytes")
 
 
-def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"got 'h10'.*bytes such as 80e9.*h100"):
-        capacity_of(config(), 8, device="h10", hardware=LAPTOP)
-
-
-def test_lines_of_nvidia_smi_are_read() -> None:
-    text = "NVIDIA A100-SXM4-80GB, 81920\nNVIDIA GB10, [N/A]\n"
-    assert parse_nvidia_smi(text) == (Gpu("NVIDIA A100-SXM4-80GB", 81920 * MIB),)
-
-
 @pytest.fixture
 def machine(tmp_path: Path) -> tuple[Path, Path]:
     """(/proc, /sys/fs/cgroup) of a machine with 8 GiB."""
@@ -105,12 +74,6 @@ def machine(tmp_path: Path) -> tuple[Path, Path]:
     (proc / "meminfo").write_text("MemTotal:        8388608 kB\nMemFree:  1 kB\n")
     cgroup.mkdir()
     return proc, cgroup
-
-
-def test_memory_is_all_of_the_machine_but_a_reserve(machine: tuple[Path, Path]) -> None:
-    found, source = host_memory(*machine)
-    assert found == round(8 * 2**30 * 0.97)
-    assert source == "/proc/meminfo MemTotal"
 
 
 @pytest.mark.parametrize(
@@ -125,6 +88,7 @@ def test_memory_is_all_of_the_machine_but_a_reserve(machine: tuple[Path, Path]) 
 )
 def test_the_limit_of_the_control_group_binds(machine: tuple[Path, Path], group: str, file: str) -> None:
     proc, cgroup = machine
+    assert host_memory(proc, cgroup) == (round(8 * 2**30 * 0.97), "/proc/meminfo MemTotal")
     (proc / "self" / "cgroup").write_text(group)
     (cgroup / file).parent.mkdir(parents=True, exist_ok=True)
     (cgroup / file).write_text(f"{2**30}\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from testkit.ranks import Pools
@@ -17,19 +19,18 @@ from engine.planning.methods.topology import Topology
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 
-def test_gradients_take_no_part_where_layers_are_updated_inside_backward() -> None:
-    host = MemoryConfig(host_bytes=1000, optimizer_store="host", optimizer_in_backward=True)
-    assert activation_limit(host, GPU, 4, 10) == 250 - 10 * (4 + 8)
-
-
-def test_ranks_of_a_node_share_its_host_memory_and_the_optimizer_takes_its_part_first() -> None:
-    host = MemoryConfig(host_bytes=1000, optimizer_store="host")
-    assert activation_limit(MemoryConfig(host_bytes=1000), GPU, 4, 10) == 250
-    assert activation_limit(host, GPU, 4, 10) == 250 - 10 * 16
-    assert (
-        activation_limit(MemoryConfig(host_bytes=1000, optimizer_store="host", moments_dtype="int8"), GPU, 4, 10) == 150
-    )
-    assert activation_limit(host, GPU, 4, 1000) == 0
+@pytest.mark.parametrize(
+    ("memory", "parameters", "limit"),
+    [
+        ({}, 10, 250),
+        ({"optimizer_store": "host"}, 10, 250 - 10 * (4 + 4 + 8)),  # takes its part first
+        ({"optimizer_store": "host", "moments_dtype": "int8"}, 10, 250 - 10 * (4 + 4 + 2)),
+        ({"optimizer_store": "host", "optimizer_in_backward": True}, 10, 250 - 10 * (4 + 8)),  # without gradients
+        ({"optimizer_store": "host"}, 1000, 0),
+    ],
+)
+def test_ranks_of_a_node_share_its_host_memory(memory: dict[str, Any], parameters: int, limit: int) -> None:
+    assert activation_limit(MemoryConfig(host_bytes=1000, **memory), GPU, 4, parameters) == limit
 
 
 def test_without_a_setting_a_gpus_rank_is_bounded_by_its_machine_and_a_cpus_by_nothing() -> None:

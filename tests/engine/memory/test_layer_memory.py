@@ -21,8 +21,7 @@ from engine.model.checkpointed import apply_policies
 from engine.model.init import init_weights
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import layer_manners
-from engine.planning.memory.cost import policy_cost, recomputed_matrices, recomputed_parameters
-from engine.planning.memory.policy import LayerPolicy
+from engine.planning.memory.cost import policy_cost, recomputed_matrices
 from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.training.train_step import rank_batch
@@ -155,9 +154,3 @@ def test_products_done_again_are_those_that_are_counted_and_none_is_attention(ra
     (kept,) = ranks(1).run(matmul_flops, config_of("single", {"activation_checkpoint": "none"}))
     (found,) = ranks(1).run(matmul_flops, config)
     assert found - kept == 2 * again * SEQ_LEN
-
-
-def test_the_last_product_of_a_layer_is_not_done_again() -> None:
-    width, ffn = MODEL.hidden_size, MODEL.ffn_hidden_size
-    everything = width * (2 * 32 + 2 * 16) + 3 * width * ffn
-    assert recomputed_parameters(LayerPolicy("full"), MODEL, tiled=False, exchanged=False) == everything - width * ffn

@@ -134,6 +134,7 @@ def predicted(config: RunConfig, world_size: int = 1) -> MemoryPrediction:
     "4 ranks, heads",
     "4 ranks, ring",
     "4 ranks, half of the sequence, contiguous",
+    "4 ranks, half of the sequence, burst",
     "4 ranks, window and two sequences",
     "4 ranks, two of them slicing matrices",
     "bfloat16, tiles",
@@ -192,7 +193,7 @@ DEEP: dict[str, tuple[int, int, RunConfig, list[tuple[int, int]]]] = {
 
 
 @pytest.mark.parametrize("name", DEEP)
-@pytest.mark.thorough_for(*(name for name in DEEP if name != "both stores"))
+@pytest.mark.thorough
 def test_few_layers_say_what_all_of_them_would(name: str) -> None:
     world_size, num_layers, config, _ = DEEP[name]
     config = replace(config, model=replace(config.model, num_layers=num_layers))
@@ -203,7 +204,7 @@ def test_few_layers_say_what_all_of_them_would(name: str) -> None:
 def test_few_layers_say_so_of_a_gpu_whose_copies_to_the_host_are_still_under_way() -> None:
     config = small_config(256, memory={"activation_store": "host"}, cluster={"backend": "nccl"})
     config = replace(
-        config, model=replace(config.model, num_layers=9), train=replace(config.train, compute_dtype="bfloat16")
+        config, model=replace(config.model, num_layers=7), train=replace(config.train, compute_dtype="bfloat16")
     )
     few, whole = (predict_memory(config, Topology(1, 1), whole=whole) for whole in (False, True))
     assert replace(few, seconds=0.0) == replace(whole, seconds=0.0)
@@ -212,19 +213,22 @@ def test_few_layers_say_so_of_a_gpu_whose_copies_to_the_host_are_still_under_way
 def test_copies_to_the_host_hold_no_memory_while_later_layers_keep_on_the_device() -> None:
     config = small_config(2048, memory={"activation_checkpoint": "full"}, cluster={"backend": "nccl"})
     config = replace(config, train=replace(config.train, compute_dtype="bfloat16"))
-    on_host = replace(config, memory=replace(config.memory, activation_store="host", host_layers=3))
+    memory = replace(config.memory, activation_store="host", host_layers=3, host_bytes=1)  # no limit stops a prediction
+    on_host = replace(config, memory=memory)
     peaks = [predict_memory(one, Topology(1, 1)).phase_peaks["loss"] for one in (config, on_host)]
     assert peaks[0] - peaks[1] == 3 * 2048 * MODEL.hidden_size * 2
 
 
-def steps_of_gpus() -> list[dict[str, Any]]:
+def steps_of_gpus() -> list[Any]:
     """Training steps of a Llama-8B shape that were measured on one GPU, with the peak of the allocator."""
     documents = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("gpu_*.json"))]
     parts = [part for document in documents for part in document["parts"] if part["name"] == "steps"]
-    return [row for part in parts for row in part["rows"] if row["status"] == "measured"]
+    rows = [row for part in parts for row in part["rows"] if row["status"] == "measured"]
+    marks = {row["label"]: [] if row["layers"] <= 2 else pytest.mark.thorough for row in rows}
+    return [pytest.param(row, marks=marks[row["label"]], id=row["label"]) for row in rows]
 
 
-@pytest.mark.parametrize("row", steps_of_gpus(), ids=lambda row: row["label"])
+@pytest.mark.parametrize("row", steps_of_gpus())
 def test_the_peak_is_that_of_a_gpu(row: dict[str, Any]) -> None:
     config = steps.run_config(replace(steps.LLAMA_8B, num_layers=row["layers"]), row["seq_len"], "cuda")
     config = replace(config, memory=MemoryConfig(**row["memory"]))
@@ -257,7 +261,7 @@ def test_components_and_phases_add_up_and_a_second_prediction_is_the_same() -> N
 
 
 def test_on_cuda_weights_that_lie_on_the_host_count_there() -> None:
-    config = small_config(train={"compute_dtype": "bfloat16"}, cluster={"backend": "nccl"})
+    config = small_config(64, train={"compute_dtype": "bfloat16"}, cluster={"backend": "nccl"})
     on_device = predicted(config)
     moved = replace(config, memory=replace(config.memory, optimizer_store="host"))
     on_host = predicted(moved)
@@ -270,13 +274,8 @@ def test_on_cuda_weights_that_lie_on_the_host_count_there() -> None:
     assert on_host.reserve_bytes > 0
 
 
-def test_a_host_limit_does_not_stop_a_prediction() -> None:
-    memory = {"activation_checkpoint": "attn_out", "activation_store": "host", "host_bytes": 1}
-    assert predicted(small_config(memory=memory)).host_peak_bytes > 1
-
-
 def test_the_rank_that_sees_most_is_found() -> None:
-    config = small_config(1024, attention={"preset": "ring", "layout": "contiguous"})
+    config = small_config(128, attention={"preset": "ring", "layout": "contiguous"})
     assert predicted(config, 4).rank > 0
 
 
