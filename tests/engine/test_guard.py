@@ -35,10 +35,13 @@ def test_what_is_no_number_stops_the_run_unless_it_is_to_be_dropped(figures: tup
 def test_a_leap_is_dropped_and_noise_is_not() -> None:
     guard = settled()
     assert guard.judge(50, 2.1, 1.0).taken
+    before = guard.limit()
     verdict = guard.judge(51, 3.0, 1.0)
     assert verdict.action == "skip"
     assert verdict.reason.startswith("the loss is 3, above 2.")
+    assert guard.limit() == before
     assert guard.judge(52, 2.1, 1.0).taken
+    assert settled(spike_deviations=None).judge(50, 1e9, 1.0).taken
 
 
 def test_the_limit_is_that_of_normal_noise() -> None:
@@ -58,17 +61,6 @@ def test_too_few_losses_tell_nothing() -> None:
     for step in range(ENOUGH_LOSSES):
         assert guard.judge(step, 10.0**step, 1.0).taken
     assert not guard.judge(ENOUGH_LOSSES, 1e12, 1.0).taken
-
-
-def test_without_deviations_no_loss_is_a_spike() -> None:
-    assert settled(spike_deviations=None).judge(50, 1e9, 1.0).taken
-
-
-def test_a_dropped_loss_does_not_move_the_limit() -> None:
-    guard = settled()
-    before = guard.limit()
-    guard.judge(50, 100.0, 1.0)
-    assert guard.limit() == before
 
 
 def test_too_many_in_a_row_stop_the_run_from_its_first_step_on() -> None:

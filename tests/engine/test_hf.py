@@ -159,15 +159,10 @@ def test_a_window_is_felt() -> None:
     assert (windowed["logits"] - plain["logits"]).abs().max() > 0.01
 
 
-def test_documents_equal_separate_calls(ranks: Any) -> None:
+def test_documents_equal_separate_calls_and_gradient_checkpointing_changes_nothing(ranks: Any) -> None:
     documents = (0, 5, 6, 29)
-    got = ranks(2).run(divided, "llama", torch.float64, {"preset": "ring"}, documents)
+    got = ranks(2).run(divided, "llama", torch.float64, {"preset": "ring"}, documents, checkpoint=True)
     compare(got, stock("llama", torch.float64, documents), FP64)
-
-
-def test_gradient_checkpointing_changes_nothing(ranks: Any) -> None:
-    got = ranks(2).run(divided, "llama", torch.float64, {"preset": "burst"}, checkpoint=True)
-    compare(got, stock("llama", torch.float64), FP64)
 
 
 def wrapped(wrapper: str) -> dict[str, Any]:
@@ -248,14 +243,8 @@ def test_models_that_would_be_computed_wrongly_are_refused(
     with pytest.raises(ConfigError, match=text):
         enable_context_parallel(model, local_parallel(**settings))
     assert model.config._attn_implementation == before
-
-
-def test_a_mask_besides_the_models_own_windows_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"asks for sliding windows \[7\] of its own"):
         enable_context_parallel(build("mistral, window", torch.float32), local_parallel(), "full")
-
-
-def test_a_model_that_is_not_of_transformers_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"got Linear, expected a transformers\.PreTrainedModel"):
         enable_context_parallel(nn.Linear(2, 2), local_parallel())
 

@@ -10,7 +10,7 @@ import torch
 from engine.config.settings import TrainConfig
 from engine.planning.time.devices import find_device, published_peak
 from engine.planning.time.machine import Peak
-from engine.training.peak import above_peak_warning, find_peak, machine_cpu_peak, measure_cpu_peak
+from engine.training.peak import find_peak, machine_cpu_peak, measure_cpu_peak
 
 
 # Names as torch.cuda and people give them, each beside one that is nearly alike; dense bf16 TFLOP/s of the datasheets.
@@ -79,13 +79,3 @@ def test_other_conditions_have_a_peak_of_their_own(tmp_path: Path) -> None:
     finally:
         torch.set_num_threads(threads)
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_only_a_figure_above_the_peak_is_warned_of() -> None:
-    peak = Peak(100e12, "a datasheet")
-    assert above_peak_warning("step 3", 100e12, peak) is None
-    assert above_peak_warning("step 3", 1e20, Peak(None, "unknown")) is None
-    warning = above_peak_warning("step 3", 101e12, peak)
-    assert warning is not None
-    assert "step 3 is 101 TFLOP/s" in warning
-    assert "a datasheet" in warning

@@ -28,21 +28,15 @@ def test_blocks_of_a_rehearsed_accelerator_are_as_large_as_on_one() -> None:
     assert in_rehearsal.stop > on_cpu.stop
 
 
-def test_a_rehearsal_stays_in_its_thread() -> None:
+def test_a_rehearsal_stays_in_its_thread_and_body() -> None:
     seen: list[bool] = []
     with rehearse(Rehearsal(as_accelerator=True)):
         other = threading.Thread(target=lambda: seen.append(acts_as_accelerator(CPU)))
         other.start()
         other.join()
     assert seen == [False]
-
-
-def test_a_rehearsal_ends_with_its_body() -> None:
     with pytest.raises(ValueError, match="broken"), rehearse(Rehearsal(as_accelerator=True)):
         raise ValueError("broken")
     assert not acts_as_accelerator(CPU)
-
-
-def test_a_real_accelerator_is_no_rehearsal() -> None:
     assert acts_as_accelerator(torch.device("cuda"))
     assert not rehearses_accelerator()

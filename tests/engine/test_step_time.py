@@ -71,42 +71,33 @@ def test_tiles_add_their_gradients_of_all_weights_in_fp32() -> None:
     assert (tiled - whole) * 1e9 == pytest.approx((tiles - 1) * 2 * LAYER * (2 + 4 + 4))
 
 
-def test_fsdp_gathers_all_weights_twice_and_reduces_their_gradients_in_fp32() -> None:
-    """Where nothing is computed nothing hides a byte."""
-    parts = step_on(only(intra_bytes_per_s=1e6), *SMALL, "train.compute_dtype=bfloat16").parts
-    elsewhere = (2 * LAYER + 2 * HEAD + VECTORS) * 3 / 4
-    assert parts.weights * 1e6 == pytest.approx(2 * 2 * elsewhere)
-    assert parts.gradients * 1e6 == pytest.approx(4 * elsewhere)
+NUMBERS = 2 * LAYER + 2 * HEAD + VECTORS
+ELSEWHERE = NUMBERS * 3 / 4  # of four ranks
+BUSY = only(intra_bytes_per_s=1e9, forward_flops_per_s=1e6, backward_flops_per_s=1e6)  # hides what can be hidden
+REPLICAS = ["parallel.dp_replicate_size=2", "cluster.topology_nodes=2"]
 
 
-def test_what_compute_hides_of_fsdp_is_all_but_the_embeddings_part_of_it() -> None:
-    machine = only(intra_bytes_per_s=1e9, forward_flops_per_s=1e6, backward_flops_per_s=1e6)
-    parts = step_on(machine, *SMALL, "train.compute_dtype=bfloat16").parts
-    assert parts.weights * 1e9 == pytest.approx(2 * HEAD * 3 / 4)
-    assert parts.gradients * 1e9 == pytest.approx(4 * HEAD * 3 / 4)
-
-
-def test_cpus_wait_for_every_message_of_fsdp_and_reduce_by_an_all_reduce() -> None:
-    machine = only(intra_bytes_per_s=1e9, forward_flops_per_s=1e6, backward_flops_per_s=1e6)
-    parts = step_on(replace(machine, is_cpu=True), *SMALL, "train.compute_dtype=bfloat16").parts
-    elsewhere = (2 * LAYER + 2 * HEAD + VECTORS) * 3 / 4
-    assert parts.weights * 1e9 == pytest.approx(2 * 2 * elsewhere)
-    assert parts.gradients * 1e9 == pytest.approx(2 * 4 * elsewhere)
-
-
-def test_fsdp_packs_and_unpacks_what_its_messages_carry() -> None:
-    parts = step_on(only(elementwise_bytes_per_s=1e9), *SMALL, "train.compute_dtype=bfloat16").parts
-    numbers = 2 * LAYER + 2 * HEAD + VECTORS
-    assert parts.weights * 1e9 == pytest.approx(2 * (2 + 2) * numbers)  # two gathers, read and written
-    assert parts.gradients * 1e9 == pytest.approx((2 + 4) * numbers)
-
-
-def test_copies_of_the_model_sum_their_gradients_over_the_links_between_them() -> None:
-    two = ["parallel.dp_replicate_size=2", "cluster.topology_nodes=2", "train.compute_dtype=bfloat16"]
-    parts = step_on(only(inter_bytes_per_s=1e6), *SMALL, *two).parts
-    numbers = 2 * LAYER + 2 * HEAD + VECTORS
-    assert parts.gradients * 1e6 == pytest.approx(4 * numbers / 2)  # of half of the numbers, there and back, half each
-    assert parts.weights == 0  # inside a node
+@pytest.mark.parametrize(
+    ("machine", "settings", "weights", "gradients"),
+    [
+        # All weights are gathered twice, and their gradients are reduced in fp32.
+        pytest.param(only(intra_bytes_per_s=1e9), [], 2 * 2 * ELSEWHERE, 4 * ELSEWHERE, id="nothing to hide behind"),
+        pytest.param(BUSY, [], 2 * HEAD * 3 / 4, 4 * HEAD * 3 / 4, id="all but the embedding's part hides"),
+        pytest.param(
+            *(replace(BUSY, is_cpu=True), [], 2 * 2 * ELSEWHERE, 2 * 4 * ELSEWHERE),
+            id="CPUs wait for every message, and reduce by an all-reduce",
+        ),
+        pytest.param(
+            *(only(elementwise_bytes_per_s=1e9), [], 2 * (2 + 2) * NUMBERS, (2 + 4) * NUMBERS),
+            id="packed and unpacked: two gathers, read and written",
+        ),
+        # Of half of the numbers, there and back, half each; weights stay inside a node.
+        pytest.param(only(inter_bytes_per_s=1e9), REPLICAS, 0, 4 * NUMBERS / 2, id="replicas on two nodes"),
+    ],
+)
+def test_fsdp_moves_what_it_must(machine: Machine, settings: list[str], weights: float, gradients: float) -> None:
+    parts = step_on(machine, *SMALL, "train.compute_dtype=bfloat16", *settings).parts
+    assert [parts.weights * 1e9, parts.gradients * 1e9] == pytest.approx([weights, gradients])
 
 
 def test_tensor_parallel_ranks_move_rows_four_times_in_every_pass_of_a_layer() -> None:

@@ -9,7 +9,6 @@ import functools
 import math
 import re
 import subprocess
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,19 +111,16 @@ def capacity_of(
     )
 
 
-def find_hardware(
-    read_gpus: Callable[[], tuple[Gpu, ...]] | None = None, proc: Path = Path("/proc"), cgroup: Path | None = None
-) -> Hardware:
+def find_hardware() -> Hardware:
     """What this machine has: GPUs by nvidia-smi, host memory by /proc/meminfo within the limit of its control group."""
-    host_bytes, source = host_memory(proc, cgroup or Path("/sys/fs/cgroup"))
-    return Hardware((read_gpus or read_nvidia_smi)(), host_bytes, source)
+    return Hardware(read_nvidia_smi(), *host_memory(Path("/proc"), Path("/sys/fs/cgroup")))
 
 
-def read_nvidia_smi(timeout_s: float = 5.0) -> tuple[Gpu, ...]:
+def read_nvidia_smi() -> tuple[Gpu, ...]:
     """GPUs as nvidia-smi lists them; none without it, or when it does not answer in time."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=True)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=5.0, check=True)
     except (OSError, subprocess.SubprocessError):
         return ()
     return parse_nvidia_smi(answer.stdout)

@@ -59,19 +59,14 @@ def count_parameters(model: ModelConfig) -> ParameterCount:
     attention = model.hidden_size * (2 * query_size + 2 * kv_size)
     mlp = 3 * model.hidden_size * model.ffn_hidden_size
     vocabulary = model.vocab_size * model.hidden_size
+    gains = 2 * model.hidden_size + 2 * model.head_dim * model.qk_norm
+    biases = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * model.qkv_bias
     return ParameterCount(
         embedding=0 if model.tie_embeddings else vocabulary,
         layer_matmuls=model.num_layers * (attention + mlp),
-        vectors=model.num_layers * layer_vectors(model) + model.hidden_size,
+        vectors=model.num_layers * (gains + biases) + model.hidden_size,
         head=vocabulary,
     )
-
-
-def layer_vectors(model: ModelConfig, tp_size: int = 1) -> int:
-    """Norm gains and biases of one layer on one of `tp_size` ranks, which divide the biases only."""
-    widths = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    gains = 2 * model.hidden_size + (2 * model.head_dim if model.qk_norm else 0)
-    return gains + (widths // tp_size if model.qkv_bias else 0)
 
 
 def attention_pairs(mask: Literal["causal", "full"], seq_len: int) -> int:

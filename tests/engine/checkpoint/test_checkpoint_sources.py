@@ -64,21 +64,13 @@ def test_another_runs_folder_is_read_and_left_as_it_is(
         ranks(2).run(restore_from, one.config, str(tmp_path / "own"), str(source))
 
 
-def test_a_checkpoint_that_was_copied_elsewhere_is_read_there(
-    ranks: Pools, rings: tuple[str, dict[str, Any]], tmp_path: Path
-) -> None:
-    root, whole = rings
-    shutil.copytree(Path(root) / f"step-{STEPS:08d}", tmp_path / "copy" / f"step-{STEPS:08d}")  # without its storage id
-    answers = ranks(2).run(restore_from, CASES[1].config, str(tmp_path / "own"), str(tmp_path / "copy"))
-    assert [digest for _, digest, _ in answers] == [whole["hashes"][STEPS]] * 2
-
-
 @pytest.mark.parametrize("named", ["", "/checkpoints", f"/checkpoints/step-{STEPS:08d}"])
 def test_a_node_that_lacks_the_folder_is_sent_what_it_needs(
     ranks: Pools, rings: tuple[str, dict[str, Any]], tmp_path: Path, named: str
 ) -> None:
     root, whole = rings
-    shutil.copytree(root, tmp_path / "here/run/checkpoints")
+    copy = shutil.copytree(root, tmp_path / "here/run/checkpoints")
+    (copy / "storage").unlink()
     sources = [f"{tmp_path}/{node}/run{named}" for node in ("away", "here")]
     answers = ranks(2).run(restore_where_it_is, CASES[1].config, f"{tmp_path}/own", sources)
     assert [digest for _, digest, _ in answers] == [whole["hashes"][STEPS]] * 2
@@ -148,26 +140,13 @@ def restore_on_disks(config: RunConfig, roots: list[str]) -> int | None:
     return None if manifest is None else manifest.step
 
 
-def test_a_node_that_is_new_gets_all_it_needs_from_the_others(
+def test_a_new_node_gets_all_it_needs_from_the_others_unless_a_disk_is_lost(
     ranks: Pools, two_nodes: tuple[list[str], dict[str, Any]], tmp_path: Path
 ) -> None:
     copies = [str(shutil.copytree(folder, tmp_path / str(node))) for node, folder in enumerate(two_nodes[0])]
-    roots = [*copies, str(tmp_path / "new")]
-    assert ranks(3).run(restore_on_disks, CASES[3].config, roots) == [STEPS] * 3
-
-
-def test_a_new_node_in_the_place_of_a_lost_disk_is_an_error_and_no_new_beginning(
-    ranks: Pools, two_nodes: tuple[list[str], dict[str, Any]], tmp_path: Path
-) -> None:
-    copy = str(shutil.copytree(two_nodes[0][0], tmp_path / "copy"))
-    with pytest.raises(RankFailedError, match="lie on a disk that no rank sees"):
-        ranks(2).run(restore_on_disks, CASES[1].config, [copy, str(tmp_path / "new")])
-
-
-def test_a_first_save_that_did_not_reach_every_disk_is_none(
-    ranks: Pools, two_nodes: tuple[list[str], dict[str, Any]], tmp_path: Path
-) -> None:
-    copies = [shutil.copytree(folder, tmp_path / str(node)) for node, folder in enumerate(two_nodes[0])]
-    for step in copies[1].glob("step-*"):
+    assert ranks(3).run(restore_on_disks, CASES[3].config, [*copies, str(tmp_path / "new")]) == [STEPS] * 3
+    with pytest.raises(RankFailedError, match="lie on a disk that no rank sees"):  # and no new beginning
+        ranks(2).run(restore_on_disks, CASES[1].config, [copies[0], str(tmp_path / "newer")])
+    for step in Path(copies[1]).glob("step-*"):  # a first save that did not reach every disk is none
         shutil.rmtree(step)
-    assert ranks(2).run(restore_on_disks, CASES[1].config, [str(copy) for copy in copies]) == [None, None]
+    assert ranks(2).run(restore_on_disks, CASES[1].config, copies) == [None, None]

@@ -119,17 +119,17 @@ def test_within_a_class_every_sample_comes_once_per_epoch_in_another_order(corpu
     assert sorted(middle[number] for number in range(60)) == list(range(20, 80))
 
 
-def test_a_class_of_no_weight_is_left_out(corpus: Samples) -> None:
+def test_a_class_of_no_weight_is_left_out_and_one_without_samples_is_an_error(corpus: Samples, tmp_path: Path) -> None:
     sampler = mixed(corpus, rule((20, 50), (0.5, 0.5, 0.0)))
     assert {sampler.place_of(number)[1] < 80 for number in range(BLOCK)} == {True}
     unwanted = rule((20, 1000), (0.5, 0.5, 0.0))  # no document of 1,000 tokens, and none is wanted
     assert len(by_length(corpus, unwanted)[0]) == 2
-
-
-def test_a_class_without_samples_is_an_error_that_tells_what_there_is(corpus: Samples) -> None:
     text = r"document of 1,000 and more tokens, but .*gives such samples 0\.6.*1 to 19: 20; 20 to 999: 80; 1,000 and"
     with pytest.raises(DataError, match=text):
         by_length(corpus, rule((20, 1000), (0.2, 0.2, 0.6)))
+    shards = make_shards(tmp_path / "s", [1, 9] * 50, eod_id=9)
+    with pytest.raises(DataError, match="this token set has no index of them"):
+        length_classes(shards, SEQ_LEN, RULE)
 
 
 def test_classes_are_told_with_their_shares(corpus: Samples) -> None:
@@ -139,12 +139,6 @@ def test_classes_are_told_with_their_shares(corpus: Samples) -> None:
         ("20 to 49", 60, 600, 0.6, 0.15),
         ("50 and more", 20, 200, 0.2, 0.6),
     ]
-
-
-def test_sets_without_an_index_of_documents_are_refused(tmp_path: Path) -> None:
-    shards = make_shards(tmp_path / "s", [1, 9] * 50, eod_id=9)
-    with pytest.raises(DataError, match="this token set has no index of them"):
-        length_classes(shards, SEQ_LEN, RULE)
 
 
 # --- with a configuration ---------------------------------------------------------------------------------------------

@@ -28,27 +28,8 @@ def test_the_innermost_function_that_is_listed_decides() -> None:
     assert "attention" not in found
 
 
-def gradient_and_weight_bytes() -> tuple[int, int]:
-    """(bytes of gradients when backward is over, bytes of weights)."""
-    run = start_run(tiny_config())
-    batches = own_part(random_batches(0, sequences=1), run.mesh)
-    local = [rank_batch(batch, run.model, run.attention, run.mesh) for batch in batches]
-    classifier = FrameClassifier()
-    with LiveTensorTracker(classifier) as tracker:
-        StepObserver(tracker, classifier).attach(run.model, run.model.layers, run.model.head)
-        run.train_step.accumulate(local, label_tokens=30)
-        tracker.reset_peak()
-    found = by_component(tracker.device.peak.components)
-    return found["gradients"], found["parameters"]
-
-
-def test_gradients_of_a_step_are_known_as_such(ranks: Pools) -> None:
-    gradients, weights = ranks(1).run(gradient_and_weight_bytes)[0]
-    assert gradients == weights > 0
-
-
-def checkpoint_bytes(policy: str) -> int:
-    """Bytes of checkpoints when the loss begins."""
+def bytes_of_a_step(policy: str) -> tuple[int, int, int]:
+    """(bytes of checkpoints when the loss begins, of gradients and of weights when backward is over)."""
     run = start_run(tiny_config(memory={"activation_checkpoint": policy}))
     (own,) = own_part(random_batches(0, sequences=1), run.mesh)
     batch = rank_batch(own, run.model, run.attention, run.mesh)
@@ -57,13 +38,19 @@ def checkpoint_bytes(policy: str) -> int:
         StepObserver(tracker, classifier).attach(run.model, run.model.layers, run.model.head)
         hidden = run.model(batch.rows.tokens, batch.rows.positions, batch.attention)
         tracker.reset_peak()
+        checkpoints = by_component(tracker.device.peak.components)["checkpoints"]
         del hidden
-    return by_component(tracker.device.peak.components)["checkpoints"]
+        run.train_step.accumulate([batch], label_tokens=30)
+        tracker.reset_peak()
+    found = by_component(tracker.device.peak.components)
+    return checkpoints, found["gradients"], found["parameters"]
 
 
-def test_what_layers_leave_behind_are_checkpoints(ranks: Pools) -> None:
+def test_what_layers_leave_behind_are_checkpoints_and_gradients_are_known_as_such(ranks: Pools) -> None:
     residual = 30 * 32 * FLOAT
     layers = 2
-    full, attn_out = (ranks(1).run(checkpoint_bytes, policy)[0] for policy in ("full", "attn_out"))
+    (full, *of_full), (attn_out, *others) = (ranks(1).run(bytes_of_a_step, name)[0] for name in ("full", "attn_out"))
     assert full == (layers + 1) * residual  # inputs of both layers and the output of the last
     assert attn_out == full + layers * (residual + 30 * 4 * FLOAT)  # out, and lse of 4 heads
+    assert of_full == others
+    assert others[0] == others[1] > 0

@@ -86,19 +86,13 @@ def test_what_lies_on_the_host_is_moved_there_and_back() -> None:
     assert cost_of(seven_b(memory={"activation_checkpoint": "full"})).moved_bytes == 0
 
 
-def test_tensor_parallel_ranks_divide_heads_and_rows() -> None:
+def test_sequences_of_a_batch_are_more_rows_and_tensor_parallel_ranks_divide_heads_and_rows() -> None:
+    memory = {"activation_checkpoint": "seq_fraction"}
+    one, two = (cost_of(seven_b(memory=memory, train={"micro_batch_size": size})) for size in (1, 2))
+    assert (two.kept_bytes, two.recompute_flops) == (2 * one.kept_bytes, 2 * one.recompute_flops)
     config = seven_b(memory={"activation_checkpoint": "attn_out"}, parallel={"tp_size": 2})
-    (kept,) = {layer.kept_bytes for layer in cost_of(config).layers}
-    assert kept == TABLE["attn_out"]  # twice the rows inside attention, half of the heads
-
-
-def test_sequences_of_a_batch_are_more_rows() -> None:
-    one, two = (
-        cost_of(seven_b(memory={"activation_checkpoint": "seq_fraction"}, train={"micro_batch_size": size}))
-        for size in (1, 2)
-    )
-    assert two.kept_bytes == 2 * one.kept_bytes
-    assert two.recompute_flops == 2 * one.recompute_flops
+    # Twice the rows inside attention, half of the heads.
+    assert {layer.kept_bytes for layer in cost_of(config).layers} == {TABLE["attn_out"]}
 
 
 def test_layers_on_the_host_are_no_choice_where_attention_leaves_its_results_there() -> None:

@@ -16,7 +16,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FileFormat
 
 from engine.config.errors import ConfigError, DataError
-from engine.config.settings import DataConfig, RunConfig, TrainConfig
+from engine.config.settings import RunConfig, TrainConfig
 from engine.data.needles import NeedleTask, NeedleTasks, haystack, make_needle, needle_tasks, needle_text
 from engine.data.prepare import prepare
 from engine.data.shards import TokenShards
@@ -125,15 +125,12 @@ def test_samples_have_texts_keys_and_numbers_of_their_own(splits: dict[str, Toke
     assert len(starts) == 3
     assert len({needle_text(0, sample) for sample in range(200)}) > 150
     assert needle_text(0, 0) != needle_text(1, 0)
-    numbers = {needle_text(seed, 0)[1] for seed in range(200)}
-    assert all(re.fullmatch(r" [1-9]\d{4}", number) for number in numbers)
-
-
-def test_texts_are_the_same_everywhere() -> None:
-    assert [needle_text(7, sample) for sample in range(2)] == [
+    assert [needle_text(7, sample) for sample in range(2)] == [  # the same everywhere
         (" The secret number of fern is", " 41735"),
         (" The secret number of walnut is", " 41160"),
     ]
+    numbers = {needle_text(seed, 0)[1] for seed in range(200)}
+    assert all(re.fullmatch(r" [1-9]\d{4}", number) for number in numbers)
 
 
 @given(start=st.integers(0, 10**6), count=st.integers(0, 9000))
@@ -148,43 +145,29 @@ def test_a_haystack_goes_on_from_the_beginning_when_the_split_ends(
     assert (haystack(shards, start, count) == np.resize(text, count)).all()
 
 
-def test_a_split_without_text_is_an_error(tmp_path: Path) -> None:
-    shards = write_split(tmp_path, ByteTokenizer(), ("", "", ""))
+def test_a_split_without_text_and_a_tokenizer_that_cannot_spell_numbers_are_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds no text to hide a sentence in"):
-        haystack(shards, 0, 5)
-
-
-def test_a_tokenizer_that_cannot_spell_numbers_is_an_error() -> None:
+        haystack(write_split(tmp_path, ByteTokenizer(), ("", "", "")), 0, 5)
     inner = FileFormat(models.WordLevel({"[UNK]": 0, "</s>": 1, "the": 2}, unk_token="[UNK]"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     with pytest.raises(DataError, match=r"tokenizer words spells the number '48217' as"):
         make_needle(FileTokenizer(inner, "words"), " The secret number of amber is", " 48217")
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
-    config = text_corpus(tmp_path_factory.mktemp("prepared"), "".join(TEXTS) * 9)
-    prepare(config)
-    return config
-
-
-def tasks_of(data: DataConfig, **train: Any) -> NeedleTasks | None:
-    return needle_tasks(RunConfig(data=data, train=TrainConfig(**train)), prepare(data))
-
-
-def test_a_run_gets_the_tasks_that_it_asks_for(prepared: DataConfig) -> None:
-    assert tasks_of(prepared, seq_len=200) is None
-    tasks = tasks_of(prepared, seq_len=200, eval_needle_depths=3, eval_needle_samples=5)
-    assert tasks is not None
-    assert len(tasks) == 5 * (3 + 1)
-
-
-def test_a_sequence_too_short_for_the_sentence_is_an_error_and_the_length_named_is_enough(
-    prepared: DataConfig,
+def test_a_run_gets_the_tasks_that_it_asks_for_and_of_a_sequence_too_short_the_length_that_is_enough(
+    tmp_path: Path,
 ) -> None:
+    data = text_corpus(tmp_path, "".join(TEXTS) * 9)
+    prepared = prepare(data)
+
+    def tasks_of(seq_len: int, depths: int = 3) -> NeedleTasks | None:
+        train = TrainConfig(seq_len=seq_len, eval_needle_depths=depths, eval_needle_samples=5)
+        return needle_tasks(RunConfig(data=data, train=train), prepared)
+
+    assert tasks_of(200, depths=0) is None
     with pytest.raises(ConfigError, match=r"set train\.seq_len=\d+ or more") as caught:
-        tasks_of(prepared, seq_len=40, eval_needle_depths=3)
+        tasks_of(40)
     enough = int(re.findall(r"set train\.seq_len=(\d+)", str(caught.value))[0])
-    tasks = tasks_of(prepared, seq_len=enough, eval_needle_depths=3)
+    tasks = tasks_of(enough)
     assert tasks is not None
-    assert [tasks.task(number).tokens.size for number in range(4)] == [enough] * 4
+    assert [tasks.task(number).tokens.size for number in range(len(tasks))] == [enough] * 5 * (3 + 1)

@@ -76,21 +76,15 @@ def test_every_size_that_cannot_be_sliced_is_listed_with_the_legal_values() -> N
     assert [text.split("model.")[1].split("=")[0] for text in tensor_parallel_problems(model, 8)] == ["num_kv_heads"]
 
 
-def test_cp_groups_are_neighbours_and_cover_every_rank_once() -> None:
+def test_cp_groups_cover_every_rank_once_strided_by_the_tp_ranks_between_them() -> None:
     assert Degrees(2, 1, 2).cp_groups() == ((0, 1), (2, 3))
     assert Degrees(1, 1, 3).cp_groups() == ((0, 1, 2),)
-
-
-def test_cp_groups_are_strided_by_the_tp_ranks_between_them() -> None:
     assert Degrees(1, 2, 2, 2).cp_groups() == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert Degrees(1, 1, 1, 2).cp_groups() == ((0,), (1,))
 
 
-def test_placement_without_torchrun_is_one_rank() -> None:
+def test_gloo_trains_on_the_cpu_and_without_torchrun_there_is_one_rank() -> None:
     assert read_placement({}) == Placement(0, 1, 0, 1)
-
-
-def test_gloo_trains_on_the_cpu() -> None:
     assert choose_device(ClusterConfig(backend="gloo"), Placement(0, 64, 0, 64)).type == "cpu"
     gpus = torch.cuda.device_count()  # none on most machines that run this
     expected = f"GPUs visible: {gpus}; set cluster.ranks_per_node={gpus}" if gpus else "sees no GPU on this node"
@@ -98,54 +92,64 @@ def test_gloo_trains_on_the_cpu() -> None:
         choose_device(ClusterConfig(backend="nccl"), Placement(0, 64, 0, 64))
 
 
-def mesh_facts(parallel: ParallelConfig, cluster: ClusterConfig) -> dict[str, Any]:
+def mesh_facts(parallel: ParallelConfig, cluster: ClusterConfig) -> tuple[Any, ...]:
+    """(cp, dp and tp rank and size, own cp group, FSDP and tp mesh, topologies of all and of a cp group, rows)."""
     mesh = build_mesh(parallel, cluster)
-    return {
-        "tp": (mesh.tp_rank, mesh.tp_size, mesh.row_part),
-        "tp_mesh": mesh.tp_mesh.mesh.tolist() if mesh.tp_mesh is not None else None,
-        "cp_topology": mesh.cp_topology,
-        "own_group": next(group for group in mesh.cp_groups if mesh.rank in group),
-        "cp": (mesh.cp_rank, mesh.degrees.cp_size),
-        "dp": (mesh.dp_rank, mesh.dp_size),
-        "groups": mesh.cp_groups,
-        "fsdp": mesh.fsdp_mesh.mesh.tolist(),
-        "topology": mesh.topology,
-    }
+    own_group = next(group for group in mesh.cp_groups if mesh.rank in group)
+    return (
+        (mesh.cp_rank, mesh.degrees.cp_size, mesh.dp_rank, mesh.dp_size, mesh.tp_rank, mesh.tp_size),
+        own_group,
+        mesh.fsdp_mesh.mesh.tolist(),
+        mesh.tp_mesh.mesh.tolist() if mesh.tp_mesh is not None else None,
+        (mesh.topology, mesh.cp_topology),
+        mesh.row_part,
+    )
 
 
-def test_four_ranks_as_two_replicas_of_two_context_parallel_ranks(ranks: Pools) -> None:
-    facts = ranks(4).run(mesh_facts, ParallelConfig(dp_replicate_size=2, cp_size=2), ClusterConfig(topology_nodes=2))
-    assert [fact["cp"] for fact in facts] == [(0, 2), (1, 2), (0, 2), (1, 2)]
-    assert [fact["dp"] for fact in facts] == [(0, 2), (0, 2), (1, 2), (1, 2)]
-    assert facts[3]["groups"] == ((0, 1), (2, 3))
-    assert facts[0]["tp_mesh"] is None
-    assert facts[0]["fsdp"] == [[0, 1], [2, 3]]
-    assert facts[0]["topology"] == Topology(2, 2)
-
-
-def test_parameters_are_sharded_over_dp_and_cp_together(ranks: Pools) -> None:
-    facts = ranks(4).run(mesh_facts, ParallelConfig(dp_shard_size=2), ClusterConfig())
-    assert facts[0]["fsdp"] == [0, 1, 2, 3]
-    assert [fact["dp"] for fact in facts] == [(0, 2), (0, 2), (1, 2), (1, 2)]
-    assert facts[0]["topology"] == Topology(1, 4)  # as the processes lie
-
-
-def test_four_ranks_as_two_context_parallel_pairs_of_two_tensor_parallel_ranks(ranks: Pools) -> None:
-    facts = ranks(4).run(mesh_facts, ParallelConfig(tp_size=2), ClusterConfig(topology_nodes=2))
-    assert [fact["tp"] for fact in facts] == [(r, 2, RowPart(r, 2)) for r in (0, 1, 0, 1)]
-    assert [fact["tp_mesh"] for fact in facts] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [fact["cp"] for fact in facts] == [(0, 2), (0, 2), (1, 2), (1, 2)]
-    assert [fact["own_group"] for fact in facts] == [(0, 2), (1, 3), (0, 2), (1, 3)]
-    assert [fact["fsdp"] for fact in facts] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    assert [fact["dp"] for fact in facts] == [(0, 1)] * 4
-    assert facts[0]["cp_topology"] == Topology(2, 1)  # each of the two nodes has one rank of a cp group
-
-
-def test_data_parallel_ranks_do_not_count_tensor_parallel_ones(ranks: Pools) -> None:
-    facts = ranks(4).run(mesh_facts, ParallelConfig(tp_size=2, dp_replicate_size=2), ClusterConfig())
-    assert [fact["dp"] for fact in facts] == [(0, 2), (0, 2), (1, 2), (1, 2)]
-    assert facts[1]["fsdp"] == [[1], [3]]
-    assert facts[0]["cp_topology"] == Topology(1, 1)
+@pytest.mark.parametrize(
+    ("parallel", "nodes", "expected"),
+    [
+        pytest.param(
+            *(ParallelConfig(dp_replicate_size=2, cp_size=2), 2),
+            [
+                *(((r, 2, 0, 2, 0, 1), (0, 1), [[0, 1], [2, 3]], None, Topology(1, 2)) for r in (0, 1)),
+                *(((r, 2, 1, 2, 0, 1), (2, 3), [[0, 1], [2, 3]], None, Topology(1, 2)) for r in (0, 1)),
+            ],
+            id="2 replicas of 2 cp",
+        ),
+        pytest.param(
+            *(ParallelConfig(dp_shard_size=2), None),
+            [
+                *(((r, 2, 0, 2, 0, 1), (0, 1), [0, 1, 2, 3], None, Topology(1, 2)) for r in (0, 1)),
+                *(((r, 2, 1, 2, 0, 1), (2, 3), [0, 1, 2, 3], None, Topology(1, 2)) for r in (0, 1)),
+            ],
+            id="2 shards of 2 cp, sharded over both",
+        ),
+        pytest.param(
+            *(ParallelConfig(tp_size=2), 2),
+            [
+                ((cp, 2, 0, 1, tp, 2), (tp, tp + 2), [tp, tp + 2], [2 * cp, 2 * cp + 1], Topology(2, 1))
+                for cp in (0, 1)
+                for tp in (0, 1)
+            ],
+            id="2 cp x 2 tp",
+        ),
+        pytest.param(
+            *(ParallelConfig(tp_size=2, dp_replicate_size=2), None),
+            [
+                ((0, 1, dp, 2, tp, 2), (2 * dp + tp,), [[tp], [tp + 2]], [2 * dp, 2 * dp + 1], Topology(1, 1))
+                for dp in (0, 1)
+                for tp in (0, 1)
+            ],
+            id="2 replicas of 2 tp",
+        ),
+    ],
+)
+def test_four_ranks_find_their_places(ranks: Pools, parallel: ParallelConfig, nodes: int | None, expected: Any) -> None:
+    found = ranks(4).run(mesh_facts, parallel, ClusterConfig(topology_nodes=nodes))
+    whole = Topology(nodes or 1, 4 // (nodes or 1))  # as the processes lie
+    parts = [RowPart(place[4], place[5]) for place, *_ in expected]
+    assert found == [(*facts, (whole, of_cp), part) for (*facts, of_cp), part in zip(expected, parts, strict=True)]
 
 
 def wait_alone() -> None:

@@ -25,18 +25,17 @@ CPU = torch.device("cpu")
 COMPILERS = ("g++", "clang++")
 
 
-def unit_sizes(tied: bool) -> list[int]:
+def unit_sizes() -> list[int]:
     """Number of parameters that each FSDP unit gathers by itself, the root's first."""
-    run = start_run(tiny_config(model={"tie_embeddings": tied}))
+    run = start_run(TINY)
     units = [unit for unit in fsdp_modules(run.model) if isinstance(unit, torch.nn.Module)]
-    inner = {id(p) for unit in units[1:] for p in unit.parameters()}
-    root = sum(p.numel() for p in run.model.parameters() if id(p) not in inner)
-    return [root] + [sum(p.numel() for p in unit.parameters()) for unit in units[1:]]
+    sizes = [sum(p.numel() for p in unit.parameters()) for unit in units]
+    return [sizes[0] - sum(sizes[1:]), *sizes[1:]]
 
 
 def test_embedding_layers_and_head_are_gathered_one_at_a_time(ranks: Pools) -> None:
     vocabulary, layer, norm = 64 * 32, 9280, 32
-    assert ranks(1).run(unit_sizes, False) == [[norm, vocabulary, layer, layer, vocabulary]]
+    assert ranks(1).run(unit_sizes) == [[norm, vocabulary, layer, layer, vocabulary]]
 
 
 def losses_when_compiled() -> list[float]:
@@ -48,16 +47,12 @@ def losses_when_compiled() -> list[float]:
 def tracked_and_local_bytes() -> tuple[int, int]:
     """(bytes the tracker sees while sharded weights are scaled, bytes of this rank's shards)."""
     run = start_run(tiny_config(parallel={"dp_shard_size": 2}))
-    shards = sum(local_bytes(parameter) for parameter in run.model.parameters())
+    locals_ = [p.to_local() for p in run.model.parameters() if isinstance(p, DTensor)]
+    shards = sum(local.untyped_storage().nbytes() for local in locals_)
     with LiveTensorTracker() as tracker, torch.no_grad():
         for parameter in run.model.parameters():
             parameter.mul_(1.0)
     return tracker.live_bytes, shards
-
-
-def local_bytes(parameter: torch.Tensor) -> int:
-    assert isinstance(parameter, DTensor)
-    return parameter.to_local().untyped_storage().nbytes()
 
 
 def test_a_sharded_weight_counts_as_the_part_of_its_rank(ranks: Pools) -> None:

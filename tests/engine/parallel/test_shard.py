@@ -48,12 +48,9 @@ def test_labels_are_divided_among_tensor_parallel_ranks_and_tokens_are_not() -> 
     assert all(part.positions.tolist() == [0, 1, 6, 7] for part in parts)
 
 
-def test_rows_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="10 rows cannot be divided among 4 ranks"):
-        RowPart(0, 4).of(10)
-
-
 def test_a_batch_longer_than_the_layout_is_refused() -> None:
     tokens = np.zeros((1, 9), dtype=np.int64)
     with pytest.raises(ValueError, match="do not fit a layout of 8"):
         parts_of(tokens, tokens, "zigzag", padded=8, size=2)
+    with pytest.raises(ValueError, match="10 rows cannot be divided among 4 ranks"):
+        RowPart(0, 4).of(10)

@@ -20,12 +20,16 @@ TOKEN_BYTES = np.arange(64) % 5
 RELATIVE = 1e-6  # the same fp32 sums in another order
 
 
-def evaluation(config: RunConfig, sequences: int = 4) -> dict[str, Any]:
-    """Figures of an untrained model over two global batches whose first row has one label."""
+LARGE_WEIGHTS = {"init_std": 0.5}  # so that positions differ
+
+
+def evaluation(config: RunConfig, buckets: int = 1) -> dict[str, Any]:
+    """Figures of an untrained model over two global batches whose first two rows lack some labels."""
     run = start_run(config)
-    batches = [random_batches(step, sequences=sequences, ignored=(29,)) for step in range(2)]
+    assert evaluate(run.train_step, [], None) == {}
+    batches = [random_batches(step, sequences=4, ignored=(29, 3)) for step in range(2)]
     parts = [part for batch in batches for part in own_part(batch, run.mesh)]
-    return evaluate(run.train_step, parts, TOKEN_BYTES)
+    return evaluate(run.train_step, parts, TOKEN_BYTES, buckets)
 
 
 def losses_around_evaluation(config: RunConfig, evaluations: int) -> list[float]:
@@ -47,7 +51,7 @@ def test_bits_per_byte_is_nats_over_ln2_bytes() -> None:
 
 def test_bytes_are_those_of_the_labels_that_count(ranks: Pools) -> None:
     found = ranks(1).run(evaluation, TINY)[0]
-    labels = np.concatenate([random_batches(step, sequences=4, ignored=(29,)).labels.ravel() for step in range(2)])
+    labels = np.concatenate([random_batches(step, sequences=4, ignored=(29, 3)).labels.ravel() for step in range(2)])
     text_bytes = TOKEN_BYTES[labels[labels >= 0]].sum()
     nats = found["validation_loss"] * (labels >= 0).sum()
     assert found["validation_bits_per_byte"] == pytest.approx(nats / math.log(2) / text_bytes, rel=RELATIVE)
@@ -86,14 +90,6 @@ def test_validations_of_runs_with_other_ranks_and_batches_are_of_the_same_sample
         assert found[key] == pytest.approx(expected[key], rel=RELATIVE)
 
 
-def by_position(config: RunConfig, buckets: int) -> dict[str, Any]:
-    """As `evaluation`, in buckets; weights are large, so that positions differ."""
-    run = start_run(config)
-    batches = [random_batches(step, sequences=4, ignored=(29, 3)) for step in range(2)]
-    parts = [part for batch in batches for part in own_part(batch, run.mesh)]
-    return evaluate(run.train_step, parts, TOKEN_BYTES, buckets)
-
-
 @pytest.mark.parametrize(
     ("seq_len", "buckets", "expected"),
     [(1024, 1, (0, 1024)), (1024, 3, (0, 256, 512, 1024)), (30, 3, (0, 7, 15, 30)), (3, 9, (0, 1, 3)), (1, 2, (0, 1))],
@@ -102,12 +98,9 @@ def test_buckets_double(seq_len: int, buckets: int, expected: tuple[int, ...]) -
     assert position_edges(seq_len, buckets) == expected
 
 
-LARGE_WEIGHTS = {"init_std": 0.5}
-
-
 def test_the_loss_by_position_is_that_of_only_these_labels(ranks: Pools) -> None:
     config = tiny_config(model=LARGE_WEIGHTS)
-    whole, found = (ranks(1).run(by_position, config, buckets)[0] for buckets in (1, 3))
+    whole, found = (ranks(1).run(evaluation, config, buckets)[0] for buckets in (1, 3))
     assert "validation_loss_by_position" not in whole
     places = found["validation_loss_by_position"]
     assert [(bucket["first"], bucket["last"]) for bucket in places] == [(0, 6), (7, 14), (15, 29)]
@@ -129,8 +122,8 @@ def test_the_loss_by_position_is_that_of_only_these_labels(ranks: Pools) -> None
     ids=str,
 )
 def test_figures_and_those_by_position_do_not_depend_on_the_ranks(ranks: Pools, sections: dict[str, Any]) -> None:
-    expected = ranks(1).run(by_position, tiny_config(model=LARGE_WEIGHTS), 3)[0]
-    for found in ranks(2).run(by_position, tiny_config(model=LARGE_WEIGHTS, **sections), 3):
+    expected = ranks(1).run(evaluation, tiny_config(model=LARGE_WEIGHTS), 3)[0]
+    for found in ranks(2).run(evaluation, tiny_config(model=LARGE_WEIGHTS, **sections), 3):
         losses, others = (
             [bucket["loss"] for bucket in row.pop("validation_loss_by_position")] for row in (found, dict(expected))
         )
@@ -164,11 +157,3 @@ def test_weights_changed_after_an_evaluation_are_seen_by_the_next(ranks: Pools) 
     config = tiny_config(parallel={"dp_shard_size": 2})
     for loss in ranks(2).run(loss_after_weights_change, config):
         assert loss == pytest.approx(math.log(64), rel=RELATIVE)  # all logits are equal
-
-
-def test_nothing_to_evaluate_is_no_figure(ranks: Pools) -> None:
-    assert ranks(1).run(evaluation_of_nothing) == [{}]
-
-
-def evaluation_of_nothing() -> dict[str, Any]:
-    return evaluate(start_run(TINY).train_step, [], None)

@@ -46,21 +46,17 @@ def evaluation_of(config: RunConfig, source: Path, **train: Any) -> RunConfig:
     return replace(config, train=changed, attention=AttentionConfig(preset="single"))
 
 
-def test_a_run_measures_needles_beside_its_loss(source: RunFolder) -> None:
-    row, summary = source.read_metrics()[-1], source.read_summary()
-    assert summary is not None
-    assert [depth["depth"] for depth in row["needle_by_depth"]] == [0.0, 1.0]
-    assert summary["final_needle_by_depth"] == row["needle_by_depth"]
-    assert (summary["final_needle_accuracy"], summary["final_needle_gain"]) == (0.0, row["needle_gain"])
-    assert "needle_gain" not in source.read_metrics()[0]
-
-
 def test_on_the_same_ranks_every_figure_is_the_same_number(
     source: RunFolder, folder: Path, config: RunConfig, ranks: Pools
 ) -> None:
     same = replace(evaluation_of(config, source.path), attention=config.attention)
     run = trained(ranks, 2, same, folder / "runs", "abcabc")
-    (row,), expected = run.read_metrics(), source.read_metrics()[-1]
+    (row,), expected, summary = run.read_metrics(), source.read_metrics()[-1], source.read_summary()
+    assert summary is not None
+    assert [depth["depth"] for depth in expected["needle_by_depth"]] == [0.0, 1.0]
+    assert summary["final_needle_by_depth"] == expected["needle_by_depth"]
+    assert (summary["final_needle_accuracy"], summary["final_needle_gain"]) == (0.0, expected["needle_gain"])
+    assert "needle_gain" not in source.read_metrics()[0]
     names = (*FIGURES, "needle_gain", *TABLES)
     assert {name: row[name] for name in names} == {name: expected[name] for name in names}
 

@@ -34,9 +34,6 @@ def test_rates_are_per_second_per_device_and_against_the_peak() -> None:
         "mfu_full_attention": 0.375,
         "hfu": 0.3125,
     }
-
-
-def test_without_a_peak_utilisation_is_null_and_speed_is_not() -> None:
     rates = replace(COST, peak=Peak(None, "unknown device")).rates(FLOPS, 2.0, 4)
     assert (rates["mfu"], rates["mfu_full_attention"], rates["hfu"]) == (None, None, None)
     assert rates["tokens_per_s"] == 500.0
@@ -67,19 +64,15 @@ def measured_step(stop_rank: int) -> tuple[dict[str, Any], bool, tuple[int, int]
     return row, stop, (traffic.intra_bytes, traffic.inter_bytes)
 
 
-def test_a_measured_step_agrees_on_all_ranks(ranks: Pools) -> None:
-    results = ranks(2).run(measured_step, stop_rank=-1)
+def test_a_measured_step_agrees_on_all_ranks_and_so_does_a_stop_asked_of_one(ranks: Pools) -> None:
+    results = ranks(2).run(measured_step, stop_rank=1)
     rows = [row for row, _, _ in results]
     assert rows[0] == rows[1]
     assert rows[0]["step_time_s"] > 0
     assert rows[0]["comm_inter_bytes"] == max(sent[1] for _, _, sent in results) > 0
     assert rows[0]["comm_intra_bytes"] == 0  # one rank per node: measured, and nothing was sent
     assert rows[0]["comm_exposed_s"] is None
-    assert not any(stop for _, stop, _ in results)
-
-
-def test_a_stop_asked_of_one_rank_is_known_to_all(ranks: Pools) -> None:
-    assert [stop for _, stop, _ in ranks(2).run(measured_step, stop_rank=1)] == [True, True]
+    assert all(stop for _, stop, _ in results)
 
 
 def warnings(utilisations: list[float | None]) -> list[str | None]:

@@ -5,36 +5,26 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from engine.training.metrics import StepProfiler
 
 
-def run_steps(profiler: StepProfiler, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("profile", "steps", "traced"),
+    [("2:4", 5, ["step 2", "step 3"]), ("2:9", 3, ["step 2", "step 3"]), (None, 2, None)],
+    ids=["whole", "cut short", "none"],
+)
+def test_the_trace_holds_exactly_the_chosen_steps(
+    tmp_path: Path, profile: str | None, steps: int, traced: list[str] | None
+) -> None:
+    profiler, path = StepProfiler(profile, tmp_path / "profile", rank=3), tmp_path / "profile" / "rank0003.json"
     for step in range(1, steps + 1):
         with profiler.step(step):
             torch.ones(4).sum()
-
-
-def step_names(path: Path) -> list[str]:
-    events = json.loads(path.read_text())["traceEvents"]
-    return sorted({event["name"] for event in events if str(event.get("name")).startswith("step ")})
-
-
-def test_the_trace_holds_exactly_the_chosen_steps(tmp_path: Path) -> None:
-    run_steps(StepProfiler("2:4", tmp_path / "profile", rank=3), 5)
-    assert step_names(tmp_path / "profile" / "rank0003.json") == ["step 2", "step 3"]
-
-
-def test_a_trace_cut_short_is_written_at_close(tmp_path: Path) -> None:
-    profiler = StepProfiler("2:9", tmp_path, rank=0)
-    run_steps(profiler, 3)
+    assert path.exists() == (profile == "2:4")
     profiler.close()
-    assert step_names(tmp_path / "rank0000.json") == ["step 2", "step 3"]
-
-
-def test_no_profile_writes_nothing(tmp_path: Path) -> None:
-    profiler = StepProfiler(None, tmp_path / "profile", rank=0)
-    run_steps(profiler, 2)
-    profiler.close()
-    assert not (tmp_path / "profile").exists()
+    events = json.loads(path.read_text())["traceEvents"] if path.exists() else []
+    names = {event["name"] for event in events if str(event.get("name")).startswith("step ")}
+    assert (sorted(names) or None) == traced

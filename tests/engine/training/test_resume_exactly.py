@@ -19,17 +19,10 @@ def config_of(corpus: DataConfig, checkpoint: CheckpointConfig, *, steps: int = 
     return whole_config(corpus, train={"steps": steps, "checkpoint": checkpoint}, **changes)
 
 
-@pytest.fixture(scope="module")
-def begun(ranks: Pools, corpus: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of half of the steps, saved at its end."""
-    config = config_of(corpus, CheckpointConfig(every_steps=HALF), steps=HALF)
-    return trained(ranks, 1, config, tmp_path_factory.mktemp("begun")).path
-
-
 def test_another_seed_is_refused_with_both_values(
-    ranks: Pools, corpus: DataConfig, begun: Path, tmp_path: Path
+    ranks: Pools, corpus: DataConfig, untaught: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
-    config = config_of(corpus, CheckpointConfig(resume_from=str(begun)), seed=4)
+    config = config_of(corpus, CheckpointConfig(resume_from=str(untaught[0])), seed=4)
     run = create_run_of(config, tmp_path)
     (error,) = ranks(1).run(train_until_error, str(run.path), config)
     assert "is of other data: seed was 3, is 4" in error

@@ -29,20 +29,13 @@ def threads(device: torch.device, store: str, ranks: int = 1, asked: int | None 
     return torch.get_num_threads()
 
 
-def test_a_gpus_rank_with_its_optimizer_on_the_host_takes_its_share_of_the_cores() -> None:
-    cores = len(os.sched_getaffinity(0))
-    assert threads(GPU, "host") == cores
+def test_a_rank_that_computes_or_updates_on_the_cpu_takes_its_share_of_the_cores_it_may_use() -> None:
+    everything = os.sched_getaffinity(0)
+    cores = len(everything)
+    assert threads(GPU, "device") == 7  # as it was started
+    assert threads(GPU, "host") == threads(CPU, "device") == cores
     assert threads(GPU, "host", ranks=2 * cores) == 1
     assert threads(GPU, "host", asked=3) == 3
-    assert threads(CPU, "device") == cores
-
-
-def test_a_gpus_rank_with_its_optimizer_on_the_gpu_is_left_as_it_was_started() -> None:
-    assert threads(GPU, "device") == 7
-
-
-def test_cores_that_the_process_may_not_use_do_not_count() -> None:
-    everything = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(everything)})
     try:
         assert threads(CPU, "device") == 1
