@@ -1,6 +1,6 @@
 """What is predicted for runs that others published, over what they measured: time and memory, row by row.
 
-Every row of `burst_cli/report/published/figures.csv` that says enough is planned as this engine would run it, on a
+Every row of `published/figures.csv` that says enough is planned as this engine would run it, on a
 model of its machine. Rows in FITTED were looked at when constants of devices were chosen; all others were not.
 
     python -m benchmarks.bench_published --output benchmarks/results/published_YYYYMM.json
@@ -17,7 +17,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +163,7 @@ class Row:
 
 def published_rows() -> list[Row]:
     """All rows with a speed of a machine, a model and a method that are known here; each once."""
-    text = (resources.files("burst_cli.report.published") / "figures.csv").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("published").joinpath("figures.csv").read_text(encoding="utf-8")
     rows = dict[Row, None]()
     for record in csv.DictReader(text.splitlines()):
         kernel = record["metric"] == "TFLOP/s per GPU"

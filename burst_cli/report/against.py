@@ -1,13 +1,10 @@
-"""What runs are held against: a baseline, the limits of gates, and figures that others published."""
+"""What runs are held against: a baseline, and the limits of gates."""
 
 from __future__ import annotations
 
-import csv
-import io
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 from burst_cli.figures import grouped
@@ -26,17 +23,6 @@ _UNITS = {"%": 0.01, "B": 1} | {
     for unit, base in (("", 1000), ("B", 1000), ("i", 1024), ("iB", 1024))
 }
 _EXAMPLE = "such as mfu=40%, tokens_per_s_per_device=1.5K, peak_memory_bytes=70GiB or mfu=90%ofring"
-_CAVEATS = {
-    "one_step": (
-        "One timed iteration per row, so no spread is known.",
-        "MFU is causal-aware against 312 TFLOP/s, corrected for a factor 1.024 in the figures as they were published.",
-        "Peak memory leaves out the phases of the loss and the optimizer.",
-        "Micro-batch 1, parameters sharded over all GPUs, layers fully checkpointed with the policy named.",
-    ),
-    "unfused_loss": ("The 7b baseline of LoongTrain gathered the logits for an unfused loss.",),
-    "kernel": ("The burst kernel ran in fp16, the others in bf16.", "Attention alone, forward and backward."),
-    "others": ("As the source words it; what a figure counts differs from row to row.",),
-}
 
 
 # --- baselines --------------------------------------------------------------------------------------------------------
@@ -207,40 +193,3 @@ def _judge(gate: Gate, record: Record, baseline: Baseline | None) -> Verdict:
     value = number(record, gate.metric)
     passed = value is not None and limit is not None and (value >= limit if gate.below else value <= limit)
     return Verdict(gate.words, run_name(record), text(record, "status") or "?", value, limit, passed)
-
-
-# --- what others published: other hardware, other software, one timed iteration, other conventions --------------------
-
-
-_NUMBERS = {"gpus": int, "seq_len": int, "tokens_per_s_per_device": float, "peak_memory_gb": float, "mfu": float}
-
-
-def load_published(name: str) -> tuple[Record, ...]:
-    """The rows of one system, or of `all`; None is what was not published. Raises ConfigError that lists the systems.
-
-    metric and value: what is no tokens/s.
-    """
-    content = (resources.files("burst_cli.report") / "published" / "figures.csv").read_text(encoding="utf-8")
-    rows = [_published(row) for row in csv.DictReader(io.StringIO(content))]
-    systems = sorted({row["system"].lower() for row in rows})
-    if name != "all" and name.lower() not in systems:
-        near = nearest(name, ["all", *systems])
-        raise ConfigError(
-            f"--published: there is nothing of {name!r}; {f'did you mean {near}? ' if near else ''}"
-            f"legal: all, {', '.join(systems)}"
-        )
-    return tuple(row for row in rows if name.lower() in ("all", row["system"].lower()))
-
-
-def _published(row: Mapping[str, str]) -> Record:
-    known = {key: _NUMBERS.get(key, str)(value) if value else None for key, value in row.items()}
-    return {**known, "caveats": [line for name in row["caveats"].split() for line in _CAVEATS[name]]}
-
-
-def caveats_of(rows: Iterable[Record]) -> list[str]:
-    """Every caveat once, with whose it is."""
-    found: dict[str, dict[str, None]] = {}
-    for row in rows:
-        for caveat in row["caveats"]:
-            found.setdefault(caveat, {})[row["system"]] = None
-    return [f"{', '.join(systems)}: {caveat}" for caveat, systems in found.items()]

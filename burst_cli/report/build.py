@@ -22,7 +22,6 @@ from burst_cli.report.against import (
     check_metrics,
     find_baseline,
     judge,
-    load_published,
     parse_gates,
     with_ratios,
 )
@@ -68,7 +67,6 @@ class Request:
     compare: tuple[str, str] | None = None
     fail_below: Sequence[str] = ()
     fail_above: Sequence[str] = ()
-    published: str | None = None
     effective: bool = False
     is_page: bool = False  # which shows more than a table
 
@@ -111,7 +109,6 @@ class Report:
     sweep: Mapping[str, Any] = field(default_factory=dict)
     baseline: Baseline | None = None
     comparison: Comparison | None = None
-    published: tuple[Record, ...] = ()
     verdicts: tuple[Verdict, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -143,7 +140,6 @@ class Report:
             document["baseline"] = {"name": self.baseline.name}
         if self.comparison is not None:
             document["comparison"] = self.comparison.to_dict()
-        document |= {"published": self.published} if self.published else {}
         return document | ({"gates": [asdict(verdict) for verdict in self.verdicts]} if self.verdicts else {})
 
 
@@ -151,7 +147,6 @@ def build_report(request: Request) -> Report:
     """The whole report as a value. Raises ConfigError for what was typed; damaged runs only make warnings."""
     gates = parse_gates(request.fail_below, request.fail_above)
     chosen = choose_columns(request.columns) if request.columns else None
-    published = load_published(request.published) if request.published else ()
     records, sweep, problems = _records(request)
     records = with_hardware(records)
     asked = {column.key for column in chosen or ()} | {(request.sort or "").removeprefix("-")}
@@ -177,7 +172,6 @@ def build_report(request: Request) -> Report:
         sweep=sweep,
         baseline=baseline,
         comparison=_comparison(request, records),
-        published=published,
         verdicts=tuple(one for gate in gates for one in judge(gate, records, baselines.get(gate.of or ""))),
         warnings=tuple(warnings),
     )

@@ -196,25 +196,6 @@ PAPER_KEYS = (
     "attention_preset", "memory_policy", "seq_len", _SPEED, "mfu", "mfu_full_attention", _MEMORY,
     "final_needle_accuracy", "final_needle_gain", f"ratio_{_SPEED}", f"ratio_{_MEMORY}",
 )  # fmt: skip
-# Of rows that others published, see `against.load_published`.
-PUBLISHED = (
-    Column("system", "system", rank=0),
-    Column("method", "method", rank=1),
-    Column("model", "model", rank=4),
-    Column(
-        "hardware", "hardware",
-        reads=lambda row: f"{row['gpus']} × {row['hardware']}" if row["gpus"] else row["hardware"], rank=7,
-    ),
-    Column("seq_len", "seq_len", "", _rounded, rank=3),
-    Column(
-        _SPEED, "tokens/s/device", "", count,
-        lambda row: "OOM" if row["status"] == "oom" else count(row[_SPEED]), rank=2,
-    ),
-    Column("mfu", "MFU (causal-aware)", "", percent, rank=6),
-    Column("peak_memory_gb", "peak (GB)", rank=8),
-    Column("metric", "figure", reads=lambda row: f"{row['metric']}: {row['value']}" if row["metric"] else DASH, rank=5),
-    Column("source", "source", rank=9),
-)  # fmt: skip
 PROVENANCE_KEYS = (
     "run", "started_at", "git_sha", "config_fingerprint", "hardware", "host", "versions", "command", "failure_text",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`burst report`: runs side by side, against one another and against what others published."""
+"""`burst report`: runs side by side and against one another."""
 
 from __future__ import annotations
 
@@ -92,9 +92,6 @@ def report(
     ] = None,
     fail_above: Annotated[
         list[str] | None, _against("--fail-above", metavar="METRIC=VALUE", help="The same upwards.")
-    ] = None,
-    published: Annotated[
-        str | None, _against("--published", metavar="all|SYSTEM", help="Figures of others with caveats.")
     ] = None,
 ) -> None:
     """Show runs side by side, oldest first: speed, MFU, memory, traffic, losses, and where each run comes from.

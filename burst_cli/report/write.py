@@ -22,9 +22,8 @@ from burst_cli.eval.view import evaluation_lines, evaluation_tables, is_evaluati
 from burst_cli.figures import count_of
 from burst_cli.outputs import has_matplotlib
 from burst_cli.render import PIPE_WIDTH, json_document, told
-from burst_cli.report.against import caveats_of
 from burst_cli.report.build import Report
-from burst_cli.report.columns import BY_KEY, PAPER_KEYS, PROVENANCE_KEYS, PUBLISHED, Column, filled, notes_for
+from burst_cli.report.columns import BY_KEY, PAPER_KEYS, PROVENANCE_KEYS, Column, filled, notes_for
 from burst_cli.report.draw import panel_link
 from burst_cli.report.panels import (
     Panel,
@@ -67,7 +66,7 @@ _LATEX = {
 
 def report_view(report: Report, width: int) -> RenderableType:
     """Everything of the report, at most `width` columns wide: a table per group, and what else was asked for."""
-    if report.records or report.comparison or report.published or report.sweep:
+    if report.records or report.comparison or report.sweep:
         return Lines(*_lines(report, width))
     where = report.runs_dir.absolute()
     if list_runs(report.runs_dir):
@@ -160,9 +159,6 @@ def parts_of(report: Report, *, is_page: bool = False) -> Iterator[Part]:
         grids = [Grid(rows[0], rows[1:]) for rows in tables]
         sides = f"A = {found.sides[0]}, B = {found.sides[1]}"
         yield Part(sides, grids, found.tests, found.warnings, comparison_panels(found) if is_page else ())
-    if report.published:
-        grid = _grid(filled(PUBLISHED, report.published), report.published, may_choose=True)
-        yield Part("Published by others, not measured here", [grid], caveats_of(report.published))
     notes = list(notes_for(report.records))
     if report.baseline is not None:
         against = f"against {report.baseline.name} at the same length, with the interval of the quartiles"

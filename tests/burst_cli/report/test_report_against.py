@@ -1,4 +1,4 @@
-"""What runs are held against: a baseline, conditions that fail a report in CI, cells of a sweep, figures of others."""
+"""What runs are held against: a baseline, conditions that fail a report in CI, cells of a sweep."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from report_samples import make_run, variant
 
-from burst_cli.report.against import caveats_of, judge, load_published, parse_gates
+from burst_cli.report.against import judge, parse_gates
 from burst_cli.report.build import Request, build_report
 from burst_cli.report.panels import group_panels, style_numbers
 from burst_cli.report.write import report_page
@@ -228,35 +228,3 @@ def test_damaged_cells_are_counted_and_the_rest_is_shown(burst, runs_dir: Path) 
     write(runs_dir, "odd", {"cells": [good, 7, None]})
     result = burst("report", "--sweep", "odd")
     assert (result.code, "2 cells are damaged" in result.err, "cell None" in result.out) == (0, True, True)
-
-
-# --- published --------------------------------------------------------------------------------------------------------
-
-
-def test_published_rows_carry_hardware_source_and_caveats() -> None:
-    rows = load_published("all")
-    assert len(rows) == 50
-    assert all(row["hardware"] is not None and row["source"] and row["caveats"] for row in rows)
-    assert [row["tokens_per_s_per_device"] for row in rows if row["status"] == "oom"] == [None] * 3
-    best = next(
-        row for row in load_published("BurstEngine") if row["method"] == "burst/attn_out" and row["model"] == "7b"
-    )
-    assert (best["tokens_per_s_per_device"], best["peak_memory_gb"], best["mfu"]) == (100.1, 55.4, 0.542)
-    assert any("unfused loss" in caveat for caveat in caveats_of(load_published("burstengine")))
-
-
-@pytest.mark.parametrize("format", ["table", "md", "json", "html"])
-def test_published_rows_are_apart_from_runs(burst, runs_dir: Path, format: str, monkeypatch) -> None:
-    file = runs_dir / "r"
-    burst("report", "--published", "torchtitan", "--format", format, "--output", str(file))
-    output = file.read_text(encoding="utf-8")
-    assert "torchtitan benchmark notes" in output
-    if format == "json":
-        document = json.loads(output)
-        assert len(document["runs"]) == 4
-        assert [row["tokens_per_s_per_device"] for row in document["published"]] == [548, 1071]
-    monkeypatch.setenv("COLUMNS", "100")
-    narrow = burst("report", "--published", "BurstEngine").out
-    assert "│ BurstEngine │ loongtrain_double_ring/attn_out          │ 2097152 │            77.4 │    41.9% │" in narrow
-    unknown = burst("report", "--published", "burstengin")
-    assert (unknown.code, "did you mean burstengine?" in unknown.err) == (2, True)
