@@ -23,7 +23,6 @@ _NODE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,252}")
 _CONTAINER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,252}")
 _MAX_GRACE_S = 86400.0
 _QUESTION_BYTES = 256 << 20  # the code of the ranks comes as one
-_SILENCE_S = 60.0  # then the launcher is gone without anybody saying so
 _HEAD = struct.Struct(">II")
 
 Message = dict[str, Any]
@@ -71,11 +70,18 @@ class MessageReader:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def serve(answer: Callable[[Message, bytes], tuple[Message, bytes]]) -> None:
-    """Answer the launcher at the other end of stdin and stdout, one message after the other, until it is gone."""
+def serve(answer: Callable[[Message, bytes], tuple[Message, bytes]], silence_s: float = 60.0) -> None:
+    """Answer the launcher at the other end of stdin and stdout, one message after the other, until it is gone.
+
+    silence_s: then it is gone without anybody saying so.
+    """
     out = os.dup(1)
     os.dup2(2, 1)  # what anything prints must not get between messages
-    reader = MessageReader(_read_stdin, _QUESTION_BYTES)
+
+    def read(size: int) -> bytes:
+        return os.read(0, min(size, 1 << 20)) if select.select([0], [], [], silence_s)[0] else b""
+
+    reader = MessageReader(read, _QUESTION_BYTES)
     try:
         write_all(out, READY)
         asked = reader.next()
@@ -84,10 +90,6 @@ def serve(answer: Callable[[Message, bytes], tuple[Message, bytes]]) -> None:
             asked = reader.next()
     except (MessageError, BrokenPipeError):
         return
-
-
-def _read_stdin(size: int) -> bytes:
-    return os.read(0, min(size, 1 << 20)) if select.select([0], [], [], _SILENCE_S)[0] else b""
 
 
 def write_all(descriptor: int, data: bytes) -> None:

@@ -1,24 +1,21 @@
 """All nodes against all: does a TCP connection work from each to each other, in both directions?
 
-On every node runs an agent (`cluster/survey/pair_agent.py`), started over SSH, asked by JSON lines, gone when we are.
+On every node runs a program (`cluster.agent.pairs`), started over SSH, gone when we are.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 import secrets
-import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
-from typing import Any
 
+from cluster.agent.messages import Message
 from cluster.checks.finding import Check, Finding
+from cluster.code import NodeProgram
 from cluster.errors import ClusterError, SshError
 from cluster.remote_text import one_line
-from cluster.ssh.connection import Connection, RemoteProcess
+from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import fan_out
 from engine.config.errors import BurstError
 
@@ -27,20 +24,15 @@ START_TIMEOUT_S = 15.0
 CONNECT_TIMEOUT_S = 3.0
 # Connections that one node opens at the same time, and nodes that do so.
 WIDTH = 64
-# Reads the program from stdin by its length and runs it, so that nothing of it is in argv or on a disk. Isolated: no
-# module of the node's folders or of the user is imported.
-_BOOTSTRAP = "import sys;i=sys.stdin.buffer;exec(compile(i.read(int(i.readline())),'pair_agent','exec'))"
-AGENT_ARGV = ("python3", "-I", "-S", "-c", _BOOTSTRAP)
+_AGENT = ("cluster.agent.pairs", "burst-pairs")
 _SLACK_S = 15.0
-_END_WAIT_S = 2.0
-_ANSWER_BYTES = 4 << 20
 _NAMED = 8
 _OK, _UNTRIED = "ok", "not tried"
 _REMEDY = "look for a firewall between them, a cable or switch port, and the right cluster.interface"
 
 
-class AgentError(ClusterError):
-    """The agent of a node could not be started, or answered what it must not; `remedy` says what to do."""
+class UntestedError(ClusterError):
+    """A node that takes no part; `remedy` says what to do."""
 
     def __init__(self, text: str, remedy: str = "") -> None:
         self.remedy = remedy
@@ -63,67 +55,6 @@ class Link:
         return self.kind not in (_OK, _UNTRIED)
 
 
-class PairAgent:
-    """The agent of one node: started, it listens at `address`, `port`."""
-
-    def __init__(self, process: RemoteProcess, address: str) -> None:
-        self.address, self.port = address, 0
-        self._process, self._buffer, self._mark = process, b"", b""
-
-    def begin(self, token: str, deadline_s: int, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Send program and greeting; learn the port. token: hexadecimal."""
-        self._mark = f"{token} ".encode()
-        program = (files("cluster.survey") / "pair_agent.py").read_bytes()
-        greeting = {"token": token, "address": self.address, "deadline_s": deadline_s}
-        with contextlib.suppress(SshError):  # why it does not read is in what it says
-            self._process.write(b"%d\n%s%s\n" % (len(program), program, json.dumps(greeting).encode()))
-        answer = self._answer(timeout_s)
-        if "error" in answer:
-            remedy = "give the nodes addresses of their own: see cluster.interface"
-            raise AgentError(f"cannot listen on {self.address}: {one_line(str(answer['error']))}", remedy)
-        port = answer.get("port")
-        if not isinstance(port, int) or not 0 < port < 65536:
-            raise AgentError("the agent told no port")
-        self.port = port
-
-    def connect(self, targets: Sequence[tuple[str, str, int]], timeout_s: float, answer_s: float) -> Mapping[str, Any]:
-        """What came of connecting to (name, address, port) of each target. Raises AgentError or SshError."""
-        request = {"targets": targets, "timeout_s": timeout_s, "width": WIDTH}
-        self._process.write(json.dumps(request).encode() + b"\n")
-        return self._answer(answer_s)
-
-    def close(self) -> None:
-        """End it: its input ends."""
-        self._process.close_stdin()
-        self._process.close()
-
-    def _answer(self, timeout_s: float) -> dict[str, Any]:
-        """The next line of the agent; what else the login shell printed is passed over."""
-        line, until = b"", time.monotonic() + timeout_s
-        while not line.startswith(self._mark):
-            while b"\n" not in self._buffer:
-                more = self._process.read(1 << 16, max(0.01, until - time.monotonic()))
-                if not more:
-                    raise self._ended()
-                self._buffer += more
-                if len(self._buffer) > _ANSWER_BYTES:
-                    raise AgentError("the agent's answer is too long")
-            line, _, self._buffer = self._buffer.partition(b"\n")
-        try:
-            return dict(json.loads(line[len(self._mark) :]))
-        except (ValueError, TypeError) as error:
-            raise AgentError("the agent's answer is no JSON object") from error
-
-    def _ended(self) -> AgentError:
-        """Why there is no agent, by exit code and the words on stderr."""
-        result = self._process.wait(_END_WAIT_S)
-        if result.exit_code == 127:
-            return AgentError("python3 is not installed", "install python3 (3.9 or newer): the pair tests run in it")
-        said = one_line(result.stderr or self._buffer, 160)
-        code = "a signal, as at its deadline" if result.exit_code is None else f"exit code {result.exit_code}"
-        return AgentError(f"the agent ended with {code}{f': {said}' if said else ''}")
-
-
 def check_pairs(
     connections: Mapping[str, Connection],
     addresses: Mapping[str, str],
@@ -138,20 +69,29 @@ def check_pairs(
     """
     nodes, token = list(connections), secrets.token_hex(32)
     waves = math.ceil(len(nodes) / WIDTH)
-    one_node_s = timeout_s * waves + _SLACK_S
-    agents: dict[str, PairAgent] = {}
+    agents: dict[str, NodeProgram] = {}
+    places: dict[str, tuple[str, int]] = {}
 
     def start(node: str) -> None:
-        if not addresses.get(node):
-            raise AgentError("no address to test was chosen", "see the findings of group net, and cluster.interface")
-        agents[node] = PairAgent(connections[node].start(AGENT_ARGV), addresses[node].partition("/")[0])
-        agents[node].begin(token, math.ceil(one_node_s * waves + 2 * _SLACK_S), start_timeout_s)
+        address = addresses.get(node, "").partition("/")[0]
+        if not address:
+            raise UntestedError("no address to test was chosen", "see the findings of group net, and cluster.interface")
+        agents[node] = NodeProgram(connections[node], words=_AGENT)
+        told = agents[node].ask({"listen": {"address": address, "token": token}}, silence_s=start_timeout_s)[0]
+        port = told.get("port")
+        if not isinstance(port, int) or not 0 < port < 65536:
+            why = f"cannot listen on {address}: {one_line(str(told.get('error')))}"
+            raise UntestedError(why, "give the nodes addresses of their own: see cluster.interface")
+        places[node] = address, port
 
     def connect(node: str) -> list[Link]:
         # Each node begins with the one after it: else all would begin with the first.
         others = [*ready[ready.index(node) + 1 :], *ready[: ready.index(node)]]
-        targets = [(other, agents[other].address, agents[other].port) for other in others]
-        return read_links(node, others, agents[node].connect(targets, timeout_s, one_node_s)) if targets else []
+        if not others:
+            return []
+        targets = [(other, *places[other]) for other in others]
+        question: Message = {"greet": {"targets": targets, "timeout_s": timeout_s, "width": WIDTH}}
+        return read_links(node, others, agents[node].ask(question, silence_s=timeout_s * waves + _SLACK_S)[0])
 
     hosts = [connection.host.with_name(node) for node, connection in connections.items()]
     try:

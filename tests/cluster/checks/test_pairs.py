@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import os
-import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
 from testkit.local_connection import LocalConnection
 
+from cluster.agent.messages import READY, pack
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.groups.pairs import AGENT_ARGV, AgentError, Link, PairAgent, check_pairs, judge_pairs, read_links
-from cluster.errors import SshError
+from cluster.checks.groups.pairs import Link, UntestedError, check_pairs, judge_pairs, read_links
+from cluster.code import NodeProgram
 
 OK, FAIL, UNKNOWN = Verdict.OK, Verdict.FAIL, Verdict.UNKNOWN
-AGENT = files("cluster.survey") / "pair_agent.py"
 END_WAIT_S = 200.0  # who had to be ended by its deadline has another exit code
 
 
@@ -32,7 +29,7 @@ def judge(
     there, bad = [node for node in nodes if node != absent], set(broken)
     ways = [(one, other) for one in there for other in there if one != other]
     links = [Link(*way, kind if way in bad else "ok", delay_ms=0.5) for way in ways]
-    why = {absent: AgentError("python3 is not installed", "install python3")} if absent else {}
+    why = {absent: UntestedError("python3 is not installed", "install python3")} if absent else {}
     return {finding.node: finding for finding in judge_pairs(list(nodes), links, why)}
 
 
@@ -149,7 +146,7 @@ def test_no_python_no_address_and_an_address_of_others_are_unknown(
     found = check(nodes, n2="", n3="192.0.2.7")
     assert severities(found) == [UNKNOWN] * 3
     told = [f"{finding.observed} {finding.remedy}" for finding in found.values()]
-    for words, text in zip(("install python3", "no address", "cannot listen on 192.0.2.7"), told, strict=True):
+    for words, text in zip(("burst needs Python 3.9", "no address", "cannot listen on 192.0.2.7"), told, strict=True):
         assert words in text
 
 
@@ -169,73 +166,42 @@ def test_what_else_a_node_prints_spoils_nothing_but_itself(
     assert severities(check(nodes)) == [severity, OK, OK]
 
 
-IMPOSTOR = """
-import json, sys
-data = sys.stdin.buffer
-data.read(int(data.readline()))
-print(json.loads(data.readline())['token'], json.dumps({'port': 9}), flush=True)
-data.readline()
-sys.exit(5)
-"""
-
-
 def test_an_agent_that_ends_midway_takes_nobody_with_it(nodes: dict[str, LocalConnection], tmp_path: Path) -> None:
-    (tmp_path / "impostor.py").write_text(IMPOSTOR)
-    nodes["n1"] = LocalConnection("n1", python_that(tmp_path, f'exec "$REAL" {tmp_path / "impostor.py"}'))
+    (tmp_path / "told").write_bytes(READY + pack({"port": 9}))
+    nodes["n1"] = LocalConnection("n1", python_that(tmp_path, f"cat {tmp_path / 'told'}"))
     # It listens nowhere, so it is cut off from all; what it reaches it did not say.
     assert severities(check(nodes)) == [FAIL, OK, OK]
 
 
-def begin(connection: LocalConnection, token: str = "ab" * 32, deadline_s: int = 60) -> PairAgent:
-    agent = PairAgent(connection.start(AGENT_ARGV), "127.0.0.21")
-    agent.begin(token, deadline_s)
-    return agent
+class Agent:
+    """One that listens at an address of this machine."""
 
+    def __init__(self, connection: LocalConnection, token: str = "ab" * 32) -> None:
+        self._program = NodeProgram(connection, words=("cluster.agent.pairs", "burst-pairs"))
+        self.place = "127.0.0.21", self._ask(listen={"address": "127.0.0.21", "token": token})["port"]
 
-def test_an_agent_ends_with_its_input_and_at_its_deadline(nodes: dict[str, LocalConnection]) -> None:
-    first, second = begin(nodes["n1"]), begin(nodes["n2"], deadline_s=1)
-    with socket.create_server(("127.0.0.23", 0)) as silent, pytest.raises(SshError):
-        first.connect([("silent", *silent.getsockname())], timeout_s=60, answer_s=0.2)  # it is in a greeting now
-    first.close()
-    assert nodes["n1"].processes[0].popen.wait(END_WAIT_S) == 0
-    assert nodes["n2"].processes[0].popen.wait(END_WAIT_S) == -signal.SIGALRM
-    with pytest.raises((AgentError, SshError), match=r"deadline|no longer reads"):
-        second.connect([], 1.0, 5.0)
+    def greet(self, timeout_s: float, *targets: tuple[str, str, int]) -> dict[str, str]:
+        told = self._ask(greet={"targets": targets, "timeout_s": timeout_s, "width": 64})
+        return {row[0]: row[1] for row in told["results"]}
+
+    def _ask(self, **question: Any) -> dict[str, Any]:
+        return self._program.ask(question, silence_s=60)[0]
 
 
 def test_every_way_of_not_reaching_an_agent_has_its_name(nodes: dict[str, LocalConnection]) -> None:
-    agent, other = begin(nodes["n1"]), begin(nodes["n2"], token="cd" * 32)
+    agent, other = Agent(nodes["n1"]), Agent(nodes["n2"], token="cd" * 32)
     with socket.socket() as silent, socket.socket() as unused:
         silent.bind(("127.0.0.23", 0))
         silent.listen()
         unused.bind(("127.0.0.23", 0))
-        targets = [
-            *(("silent", *silent.getsockname()), ("nobody", *unused.getsockname())),
-            *(("another test", other.address, other.port), ("itself", agent.address, agent.port)),
-        ]
-        answer = agent.connect(targets, timeout_s=1.0, answer_s=10.0)
-    kinds = {row[0]: row[1] for row in answer["results"]}
+        targets = [("silent", *silent.getsockname()), ("nobody", *unused.getsockname())]
+        kinds = agent.greet(1.0, *targets, ("another test", *other.place), ("itself", *agent.place))
     assert kinds == {"silent": "timeout", "nobody": "refused", "another test": "stranger", "itself": "ok"}
 
 
 def test_idle_connections_do_not_keep_an_agent_busy(nodes: dict[str, LocalConnection]) -> None:
-    agent = begin(nodes["n1"])
+    agent = Agent(nodes["n1"])
     with contextlib.ExitStack() as idle:
         for _ in range(100):
-            idle.enter_context(socket.create_connection((agent.address, agent.port)))
-        (row,) = agent.connect([("itself", agent.address, agent.port)], 3.0, 10.0)["results"]
-    assert row[1] == "ok"
-
-
-def test_the_program_is_python_3_9_needs_nothing_installed_and_is_in_no_command_line(
-    nodes: dict[str, LocalConnection],
-) -> None:
-    tree = ast.parse(AGENT.read_text(encoding="utf-8"), feature_version=(3, 9))
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert {name.partition(".")[0] for name in imported} <= sys.stdlib_module_names
-    begin(nodes["n1"])
-    process: subprocess.Popen[bytes] = nodes["n1"].processes[0].popen
-    line = Path(f"/proc/{process.pid}/cmdline").read_bytes()
-    assert b"python3" in line
-    assert len(line) < 300
+            idle.enter_context(socket.create_connection(agent.place))
+        assert agent.greet(3.0, ("itself", *agent.place)) == {"itself": "ok"}
