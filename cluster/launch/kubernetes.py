@@ -111,7 +111,7 @@ class KubernetesRunner(NamedNodes):
             failure = Failure("start", "KubernetesError", str(error), exit_code=error.exit_code)
             return LaunchOutcome("failed", error.exit_code, failure)
         run.record(job=job.name)
-        return await_granted(job.watch(), run, observer, stop)
+        return await_granted(job.watch(), plan, run, observer, stop)
 
 
 RUNNER = KubernetesRunner()

@@ -137,14 +137,14 @@ class KubernetesJob(WatchedJob):
         with contextlib.suppress(OSError):
             self._note()  # what the links have told already may not be written down yet
 
-    # --- while it waits: see `QueuedJob` --------------------------------------------------------------------------
+    # --- while it waits: see `WatchedJob` -------------------------------------------------------------------------
 
-    def granted(self) -> Granted | None:
+    def granted(self, plan: LaunchPlan) -> Granted | None:
         """Once every pod has begun; with a pod that has ended already, the controller sees to the rest."""
         phases = [pod.phase for pod in self._pods.values()]
-        if "ended" not in phases and phases.count("running") < len(self.plan.nodes):
+        if "ended" not in phases and phases.count("running") < len(plan.nodes):
             return None
-        return self.plan, [PodLink(self, node) for node in self.plan.nodes]
+        return plan, [PodLink(self, node) for node in plan.nodes]
 
     def refusal(self) -> Failure | None:
         stuck = next((pod for pod in self._pods.values() if pod.is_stuck), None)

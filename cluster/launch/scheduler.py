@@ -10,7 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, Self
+from typing import Self
 
 from cluster.control.attempt import StopRequests, finish, read_cancel
 from cluster.control.link import INTERRUPTED, LaunchObserver, LaunchOutcome, Leftover, NodeLink
@@ -18,6 +18,10 @@ from cluster.errors import ClusterError
 from cluster.failure import Failure
 from cluster.plan import LaunchPlan
 from engine.runs.folder import RunFolder
+
+Granted = tuple[LaunchPlan, Sequence[NodeLink]]
+_TURN_S = 0.1
+_CANCEL_S = 15.0
 
 
 class SchedulerError(ClusterError):
@@ -71,9 +75,38 @@ class WatchedJob(ABC):
         self._is_closed = False
         self._end_at: float | None = None  # when the scheduler is to end the job
 
+    @property
+    def title(self) -> str:
+        """What people call it."""
+        return self.name
+
     @abstractmethod
     def look(self) -> bool:
         """Do what is due, and ask; whether there is more to be asked. The thread calls it again and again."""
+
+    @abstractmethod
+    def granted(self, plan: LaunchPlan) -> Granted | None:
+        """`plan` with the nodes that the job got, and links to them; None while it waits."""
+
+    @abstractmethod
+    def refusal(self) -> Failure | None:
+        """Why the job will never have nodes."""
+
+    @abstractmethod
+    def waits_for(self) -> str:
+        """What happens now, in words."""
+
+    @abstractmethod
+    def has_ended(self) -> bool:
+        """Whether the scheduler says so."""
+
+    @abstractmethod
+    def leftover(self) -> str:
+        """What to type where the job does not end."""
+
+    def cancel(self) -> None:
+        """Have the scheduler end the job."""
+        self.end_after(0.0)
 
     def watch(self) -> Self:
         """Begin to ask, if that has not begun."""
@@ -111,38 +144,8 @@ class WatchedJob(ABC):
             self._wake.clear()
 
 
-Granted = tuple[LaunchPlan, Sequence[NodeLink]]
-_TURN_S = 0.1
-_CANCEL_S = 15.0
-
-
-class QueuedJob(Protocol):
-    """A job that waits for nodes. No call waits for the scheduler."""
-
-    def granted(self) -> Granted | None:
-        """The plan with the nodes that the job got, and links to them; None while it waits."""
-
-    def refusal(self) -> Failure | None:
-        """Why the job will never have nodes."""
-
-    def waits_for(self) -> str:
-        """What happens now, in words."""
-
-    def cancel(self) -> None:
-        """Have the scheduler end the job."""
-
-    def has_ended(self) -> bool:
-        """Whether the scheduler says so."""
-
-    def leftover(self) -> str:
-        """What to type where the job does not end."""
-
-    def close(self) -> None:
-        """Ask no more."""
-
-
 def await_granted(
-    job: QueuedJob, run: RunFolder, observer: LaunchObserver, stop: StopRequests
+    job: WatchedJob, plan: LaunchPlan, run: RunFolder, observer: LaunchObserver, stop: StopRequests
 ) -> Granted | LaunchOutcome:
     """The plan with the nodes that `job` got; or the outcome of a run that got none.
 
@@ -152,7 +155,8 @@ def await_granted(
     told = ""
     try:
         while True:
-            if (granted := job.granted()) is not None:
+            if (granted := job.granted(plan)) is not None:
+                observer.note(f"{job.title} runs on {', '.join(node.name for node in granted[0].nodes)}")
                 run.append_event("phase", phase="starting the ranks")
                 return granted
             cancel = read_cancel(run)
@@ -175,7 +179,7 @@ def await_granted(
         raise
 
 
-def _cancelled(job: QueuedJob, observer: LaunchObserver, stop: StopRequests) -> LaunchOutcome:
+def _cancelled(job: WatchedJob, observer: LaunchObserver, stop: StopRequests) -> LaunchOutcome:
     job.cancel()
     _wait(lambda: job.has_ended() or stop.count >= 3, observer.tick)
     left = () if job.has_ended() else (Leftover("the scheduler", (), job.leftover()),)

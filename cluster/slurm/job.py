@@ -1,4 +1,8 @@
-"""The job of a run: submitted once, then watched by a thread, because Slurm's commands may take seconds to answer."""
+"""The job of a run: submitted once, then watched by a thread, because Slurm's commands may take seconds to answer.
+
+`SlurmLink` is `NodeLink` for one of its nodes: the files lie in the run folder, which all share, and its life is also
+Slurm's. A node can go without a word (power, time limit, scancel): then what Slurm says of the job is the answer.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import os
 import re
 import secrets
 import shlex
+import signal
 import socket
 import subprocess
 import threading
@@ -14,16 +19,21 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from cluster.agent.messages import Spec
 from cluster.control.judge import tail_text
-from cluster.control.link import TIME_LIMIT
+from cluster.control.link import TIME_LIMIT, NodeStatus, StartRefusedError
 from cluster.errors import ClusterError
 from cluster.failure import Failure
-from cluster.launch.scheduler import SchedulerError, WatchedJob
+from cluster.launch.local import LocalLink
+from cluster.launch.scheduler import Granted, SchedulerError, WatchedJob
+from cluster.plan import LaunchPlan, write_plan_files
 from cluster.remote_text import one_line
 from cluster.slurm.client import SlurmClient, client_environment
+from cluster.slurm.plan import granted_plan, look_again, node_folder
 from cluster.slurm.sbatch import LOG_PREFIX, NO_RESTARTS_LEFT, NOT_SHARED, SCRIPT_FILE, TIME_IS_UP, TOKEN_FILE
-from cluster.slurm.states import AGAIN, JobRecord, JobStatus, Mode, describe_end, read_record, write_record
+from cluster.slurm.states import AGAIN, GONE, JobRecord, JobStatus, Mode, describe_end, read_record, write_record
 from engine.config.cluster import SlurmConfig
 from engine.runs.files import replace_file
 from engine.runs.folder import RunFolder
@@ -33,6 +43,8 @@ _TASK_ERROR = re.compile(r"srun: error: \S+: task")
 REQUEUED = "Slurm: requeued"  # a type of failure after which the same job goes on
 EXIT_FILE = "slurm.exit"  # of a step: srun's exit code
 POLL_S = 2.0
+SETTLE_S = 3.0  # between the end of a job and the last files of its nodes
+_SILENT_S = 120.0
 _CANCEL_MARGIN_S = 10.0  # beyond the grace that supervisors were given to end by themselves
 _EXIT_FILE_S = 3.0  # between the end of a step's process and the file that says how it ended
 
@@ -41,14 +53,15 @@ class SlurmJob(WatchedJob):
     """One attempt of a run as Slurm knows it. Several links share it, each closes it once.
 
     status: what Slurm said last; None before its first answer. is_cancelled_here: it was this process that had Slurm
-    end the job.
+    end the job. has_nodes: links look at this start of the job; until then it is the newest one that Slurm has begun.
     """
 
     def __init__(self, run: RunFolder, record: JobRecord, client: SlurmClient | None = None, poll_s: float = POLL_S):
         super().__init__(job_name(run), poll_s)
         self.run, self.record, self._client = run, record, client or SlurmClient()
         self.status: JobStatus | None = record.ended
-        self.is_cancelled_here = False
+        self.is_cancelled_here = self.has_nodes = False
+        self._running_at: float | None = None
         self._ended_at = time.monotonic() if record.ended is not None else None
         self._lost: tuple[str, ...] = ()
         self._process_gone_at: float | None = None
@@ -59,14 +72,13 @@ class SlurmJob(WatchedJob):
         return self.record.job_id or "?"
 
     @property
+    def title(self) -> str:
+        return f"Slurm job {self.job_id}"
+
+    @property
     def log(self) -> Path:
         """What the batch script and srun said."""
         return self.run.path / f"{LOG_PREFIX}{self.job_id}.log"
-
-    @property
-    def is_begun_again(self) -> bool:
-        """Whether Slurm has requeued the job, so that this start of it is over."""
-        return self.status is not None and self.status.state == AGAIN
 
     @property
     def ended_s(self) -> float | None:
@@ -75,18 +87,18 @@ class SlurmJob(WatchedJob):
 
     def describe_end(self) -> str:
         """Why the job ended, in words, with the last of what srun said where that helps."""
-        status = self.status or JobStatus("GONE")
+        status = self.status or JobStatus(GONE)
         if status.signal == 53:  # Slurm's code for "cannot open the job's output"
-            return f"Slurm job {self.job_id} could not write into the run folder: {_SHARED}"
+            return f"{self.title} could not write into the run folder: {_SHARED}"
         if status.exit_code == NOT_SHARED:
-            return f"Slurm job {self.job_id}: a node does not see the run folder: {_SHARED}"
+            return f"{self.title}: a node does not see the run folder: {_SHARED}"
         if status.exit_code == TIME_IS_UP:
             return (
-                f"Slurm job {self.job_id} came near its time limit ({status.time_limit}), so its ranks saved and "
+                f"{self.title} came near its time limit ({status.time_limit}), so its ranks saved and "
                 "stopped: `burst resume` goes on from there, and with cluster.max_restarts the job does so by itself"
             )
         if status.exit_code == NO_RESTARTS_LEFT:
-            return f"Slurm job {self.job_id} has used up cluster.max_restarts in a row without a further checkpoint"
+            return f"{self.title} has used up cluster.max_restarts in a row without a further checkpoint"
         text = describe_end(self.job_id, status, self._lost)
         return text if status.state != "FAILED" or not (said := self.last_words()) else f"{text}: {said}"
 
@@ -113,22 +125,46 @@ class SlurmJob(WatchedJob):
             return Failure("node_lost", "Slurm: NODE_FAIL", self.describe_end(), host=host, log=str(self.log))
         return None
 
-    # --- requests ------------------------------------------------------------------------------------------------
+    # --- while it waits: see `WatchedJob` -------------------------------------------------------------------------
 
-    def cancel(self) -> None:
-        """Have Slurm end the job."""
-        self.end_after(0.0)
+    def granted(self, plan: LaunchPlan) -> Granted | None:
+        """Once all nodes have written themselves down."""
+        with self._lock:
+            found = granted_plan(plan, self.run, self.record.token)
+            if found is None:
+                return None
+            links = [SlurmLink(self.run, node.name, self) for node in found.nodes]
+        write_plan_files(found, self.run)
+        self.run.record(nodes=[node.name for node in found.nodes])
+        return found, links
 
-    def stop_later(self, grace_s: float) -> None:
-        """The supervisors were asked to end within `grace_s`: should any of them not, Slurm ends them all."""
-        self.end_after(grace_s + _CANCEL_MARGIN_S)
+    def refusal(self) -> Failure | None:
+        """The job has ended before."""
+        if (self.ended_s or 0.0) <= SETTLE_S:
+            return None
+        return self.failure() or Failure("start", "SlurmError", self.describe_end(), log=str(self.log))
 
-    def again(self) -> SlurmJob:
-        """The same job as Slurm has begun it since."""
-        restarts = self.status.restarts if self.status is not None else 0
-        return SlurmJob(self.run, self.record.again(restarts), self._client, self._poll_s)
+    def has_ended(self) -> bool:
+        return self._ended_at is not None
+
+    def leftover(self) -> str:
+        return f"{self.title} has not ended ({self.problem or 'no answer'}); `scancel {self.job_id}`"
+
+    def waits_for(self) -> str:
+        """What Slurm says that the job waits for; then what its nodes do."""
+        if self.problem is not None:
+            return f"{self.title}: {self.problem}"
+        if self.record.mode == "batch" and (self.status is None or self.status.phase == "pending"):
+            return f"{self.title} waits for {'its turn' if self.status is None else self.status.waits_for}"
+        self._running_at = self._running_at or time.monotonic()
+        is_late = time.monotonic() > self._running_at + _SILENT_S
+        return f"{self.title} runs; its nodes prepare" + (f", for long: see {self.log}" if is_late else "")
+
+    # --- asking ---------------------------------------------------------------------------------------------------
 
     def look(self) -> bool:
+        if self._ended_at is not None:  # it is known how; Slurm may have forgotten
+            return False
         try:
             if self._is_end_due(_CANCEL_MARGIN_S):
                 self.is_cancelled_here = True
@@ -152,10 +188,13 @@ class SlurmJob(WatchedJob):
     def _ask(self) -> JobStatus:
         record = self._with_id()
         if record.job_id is None:
-            return JobStatus("GONE", reason="it was never submitted")
+            return JobStatus(GONE, _NEVER)
         status = self._client.query(record.job_id, record.cluster)
         if record.mode == "batch" and status.restarts > record.restarts:
-            return replace(status, state=AGAIN)
+            with self._lock:
+                if self.has_nodes:
+                    return replace(status, state=AGAIN)
+                self.record = record.again(status.restarts)
         return status if record.mode == "batch" or status.phase == "ended" else self._step_status(status)
 
     def _with_id(self) -> JobRecord:
@@ -189,13 +228,13 @@ class SlurmJob(WatchedJob):
                 self._client.cancel(step, record.cluster)
 
 
+_NEVER = "the run was never given to Slurm"
 _SHARED = "runs of Slurm need a run folder that all nodes share; set --runs-dir or BURST_RUNS_DIR to such storage"
 
 
-def find_job(run: RunFolder) -> SlurmJob | None:
-    """The job of the run's present attempt; None when it was never submitted. Raises ClusterError."""
-    record = read_record(run.path)
-    return None if record is None else SlurmJob(run, record)
+def find_job(run: RunFolder) -> SlurmJob:
+    """The job of the run's present attempt, also where its launcher did not live to submit it. Raises ClusterError."""
+    return SlurmJob(run, read_record(run.path) or JobRecord("", "batch", ended=JobStatus(GONE, _NEVER)))
 
 
 def _read_exit(run_path: Path) -> int | None:
@@ -261,3 +300,110 @@ def _start_step(run_path: Path, record: JobRecord, environment: Mapping[str, str
 def lay_token(run_path: Path, token: str) -> None:
     """By this file nodes know that they see the run folder, and which attempt is meant. Raises OSError."""
     replace_file(run_path / TOKEN_FILE, f"{token}\n")
+
+
+_START_S = 60.0
+# Of a supervisor that Slurm killed before it could say so.
+_CANCELLED: Mapping[str, Any] = {"cause": "stop", "stop_cause": "scancel"}
+_AT_LIMIT: Mapping[str, Any] = {"cause": "stop", "stop_cause": TIME_LIMIT}
+_SIGNALS = frozenset(number.name for number in signal.Signals)
+
+
+class SlurmLink(LocalLink):
+    """One node of `run`."""
+
+    def __init__(self, run: RunFolder, node: str, job: SlurmJob) -> None:
+        super().__init__(run.path, node)
+        job.has_nodes = True
+        self._run, self._job = run, job
+        self._news: Any = None
+        self._heard_at = time.monotonic()
+        self._is_at_limit = self._is_begun = False
+        self._due: float | None = None  # of a start
+        self._refusal: StartRefusedError | None = None
+
+    def start(self, spec: Spec) -> None:
+        """Wait for the supervisor, which the job starts."""
+        self._due = time.monotonic() + _START_S
+
+    def follow(self) -> None:
+        """Begin to ask Slurm."""
+        self._job.watch()
+
+    def poll(self) -> NodeStatus:
+        """What the files say now, and what Slurm says where they are silent; what became of a start and of a sweep."""
+        if self._due is not None and not self._is_begun and self._refusal is None:
+            self._begin(self._read())
+        status = self._look()
+        swept = () if self._job.has_ended() else None
+        return replace(status, is_begun=self._is_begun, refusal=self._refusal, swept=swept)
+
+    def _begin(self, seen: NodeStatus) -> None:
+        """Note whether the supervisor has begun, or cannot own the run."""
+        outcome = seen.outcome or {}
+        if outcome.get("cause") == "start_failed":
+            self._refusal = StartRefusedError(self.node, "command", str(outcome.get("error")))
+        elif seen.phase != "none":
+            self._is_begun = True
+        elif (self._job.ended_s or 0.0) > SETTLE_S:
+            self._refusal = StartRefusedError(self.node, "command", self._job.describe_end())
+        elif time.monotonic() > (self._due or 0.0):
+            text = f"no supervisor began there within {_START_S:g} s"
+            self._refusal = StartRefusedError(self.node, "unreachable", text)
+
+    def _look(self) -> NodeStatus:
+        seen, job = self._read(), self._job
+        supervisor, outcome = seen.supervisor, seen.outcome
+        news = (supervisor.get("updated_at"), (seen.health or {}).get("at"), outcome is not None)
+        if news != self._news:
+            self._news, self._heard_at = news, time.monotonic()
+        has_job_ended = (job.ended_s or 0.0) > SETTLE_S
+        heard_s = 0.0 if outcome is not None else time.monotonic() - self._heard_at
+        status = replace(seen, heard_s=heard_s, failure=job.failure())
+        self._is_at_limit = self._is_at_limit or supervisor.get("stop_cause") == TIME_LIMIT
+        if job.status is not None and job.status.state == AGAIN:
+            return replace(status, phase="ended", heard_s=0.0, is_synced=True, outcome=_AT_LIMIT)
+        if self._is_at_limit and not job.has_ended():
+            # Its files may be put aside meanwhile; what comes of it is for the job to say.
+            stopping = {**supervisor, "stop_cause": TIME_LIMIT}
+            return replace(status, phase="stopping", heard_s=0.0, is_synced=False, outcome=None, supervisor=stopping)
+        if outcome is not None:
+            return self._explained(status, outcome)
+        if has_job_ended and job.status is not None and job.status.state == "CANCELLED":
+            return replace(status, phase="ended", heard_s=0.0, is_synced=True, outcome=_CANCELLED)
+        if has_job_ended:
+            return replace(status, phase="lost", heard_s=0.0, problem=job.describe_end())
+        if status.phase == "none" and (job.status is None or job.status.phase == "pending"):
+            return replace(status, phase="starting", heard_s=0.0, problem=job.problem)
+        return status
+
+    def beat(self) -> None:
+        """Nothing: a job does not end with its launcher."""
+
+    def stop(self, cause: str, grace_s: float) -> None:
+        """Ask the supervisor for the end; where it does not come, have Slurm end the job."""
+        super().stop(cause, grace_s)
+        self._job.end_after(grace_s + _CANCEL_MARGIN_S)
+
+    def sweep(self) -> None:
+        """Have Slurm end the whole job, which ends every process of it."""
+        self._job.cancel()
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._job.close()
+
+    def _explained(self, status: NodeStatus, outcome: Mapping[str, Any]) -> NodeStatus:
+        """An end by a signal that we did not send was Slurm's doing; why it did so shows once the job is over."""
+        if outcome.get("cause") != "stop" or outcome.get("stop_cause") not in _SIGNALS:
+            return status
+        job = self._job.status
+        if job is None or job.phase != "ended":
+            return replace(status, is_synced=False)
+        # After a failure srun stops the peers of the node that failed.
+        cause = "scancel" if job.state == "CANCELLED" and not self._job.is_cancelled_here else "failure"
+        return replace(status, outcome={**outcome, "stop_cause": cause})
+
+    def _read(self) -> NodeStatus:
+        look_again(node_folder(self._run, self.node))
+        return self._ask()

@@ -121,7 +121,7 @@ def describe_end(job_id: str, status: JobStatus, lost_nodes: tuple[str, ...] = (
         case "AGAIN":
             return f"{what} is requeued: it goes on from the newest checkpoint when Slurm has nodes for it"
         case "GONE":
-            return f"{what} has ended; Slurm no longer knows how"
+            return status.reason or f"{what} has ended; Slurm no longer knows how"
     reason = f", {status.reason}" if status.reason else ""
     if status.signal:
         return f"{what} ended: {status.state}, signal {status.signal}{reason}"

@@ -5,21 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from testkit.fake_plan import fake_plan
 from testkit.waiting import wait_for
 
 from cluster.control.attempt import StopRequests
 from cluster.control.link import LaunchObserver, LaunchOutcome
 from cluster.failure import Failure
 from cluster.launch.scheduler import Granted, WatchedJob, await_granted
+from cluster.plan import LaunchPlan
 from engine.runs.folder import create_run
 
 
-class Waiting:
+class Waiting(WatchedJob):
     """A job that never gets nodes, and needs some looks to end."""
 
     looks_left: int | None = None
+    asked = 0
 
-    def granted(self) -> Granted | None:
+    def __init__(self) -> None:
+        super().__init__("waiting", poll_s=0.2)
+
+    def look(self) -> bool:
+        self.asked += 1
+        return True
+
+    def granted(self, plan: LaunchPlan) -> Granted | None:
         return None
 
     def refusal(self) -> Failure | None:
@@ -39,8 +49,8 @@ class Waiting:
     def leftover(self) -> str:
         return ""
 
-    def close(self) -> None:
-        pass
+
+PLAN = fake_plan(Path("/runs/run"))
 
 
 class Leaving(LaunchObserver):
@@ -58,31 +68,23 @@ class Counting(LaunchObserver):
 def test_whoever_cancels_a_job_that_waits_is_kept_alive_until_it_has_ended(tmp_path: Path) -> None:
     job, run, stop, observer = Waiting(), create_run(tmp_path / "run", {}), StopRequests(), Counting()
     stop.count = 1
-    assert await_granted(job, run, observer, stop) == LaunchOutcome("cancelled", 130)
+    assert await_granted(job, PLAN, run, observer, stop) == LaunchOutcome("cancelled", 130)
     assert (job.looks_left, observer.ticks) == (0, 2)
 
 
-class Idle(WatchedJob):
-    looks = 0
-
-    def look(self) -> bool:
-        self.looks += 1
-        return True
-
-
 def test_a_scheduler_is_asked_now_and_then_also_while_an_end_is_to_come() -> None:
-    job = Idle("idle", poll_s=0.2)
+    job = Waiting()
     job.end_after(60.0)
-    wait_for(lambda: job.looks >= 3)
+    wait_for(lambda: job.asked >= 3)
     job.close()
-    assert job.looks < 20
+    assert job.asked < 20
 
 
 def test_a_job_that_nobody_waits_for_any_more_has_ended_when_the_launcher_leaves(tmp_path: Path) -> None:
     job, run = Waiting(), create_run(tmp_path / "run", {})
     run.transition("starting")
     with pytest.raises(BrokenPipeError):
-        await_granted(job, run, Leaving(), StopRequests())
+        await_granted(job, PLAN, run, Leaving(), StopRequests())
     assert job.looks_left == 0
     failure = run.read_state()["failure"]
     assert (failure["kind"], failure["type"], failure["message"]) == ("launcher", "BrokenPipeError", "the reader left")

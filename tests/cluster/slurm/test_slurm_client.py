@@ -221,9 +221,12 @@ def test_the_end_of_a_job_is_written_down_because_slurm_forgets(fake, tmp_path):
     record = wait_for(lambda: read_record(tmp_path))
     assert record is not None
     assert record.ended is not None
-    failure = SlurmJob(run, record, client).failure()
+    later = SlurmJob(run, record, fake("scontrol", "echo 'Invalid job id specified' >&2; exit 1"))
+    assert not later.look()
+    failure = later.failure()
     assert failure is not None
     assert "time limit (00:01:00)" in failure.message
+    assert read_record(tmp_path) == record
 
 
 def test_an_unreachable_controller_is_a_problem_and_not_the_end(fake, tmp_path):
