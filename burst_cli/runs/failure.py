@@ -10,8 +10,7 @@ from typing import Any
 from rich.text import Text
 
 from burst_cli.figures import binary_bytes, clean
-from cluster.control.attempt import read_log_starts
-from cluster.control.judge import tail_text
+from cluster.control.attempt import read_log_starts, tail_text
 from cluster.failure import Failure
 from cluster.values import number, word
 from engine.runs.folder import RunFolder, RunFolderError

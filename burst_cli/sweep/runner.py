@@ -21,8 +21,7 @@ from burst_cli.app import EXIT_INTERRUPTED
 from burst_cli.runs.choose import state_of
 from burst_cli.sweep.store import SweepFolder, cell_now
 from burst_cli.sweep.view import SweepView
-from cluster.control.attempt import StopRequests
-from cluster.control.judge import tail_text
+from cluster.control.attempt import StopRequests, tail_text
 from engine.runs.folder import FINAL_STATES, RunFolder, new_run_path
 from engine.runs.process import die_with_parent
 from engine.runs.provenance import python_path

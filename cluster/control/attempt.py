@@ -14,19 +14,22 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from cluster.agent.folder import holder, take_lock
-from cluster.control.judge import log_starts
 from cluster.control.link import LaunchOutcome, NodeStatus
 from cluster.errors import ClusterError
-from cluster.plan import LaunchPlan
+from cluster.plan import LaunchPlan, NodePlan
 from cluster.remote_text import one_line
 from cluster.values import number, table, word
 from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError
 from engine.runs.process import process_start
 from engine.runs.records import read_json_object, replace_json
+
+TORCHRUN_LOG = "torchrun.log"
+_LOG_TAIL_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,36 @@ def begin_attempt(plan: LaunchPlan, run: RunFolder, lease_s: float | None) -> No
         raise RunFolderError(f"Run {run.run_id} cannot begin another attempt: {error}.") from error
 
 
+def log_starts(run: RunFolder) -> dict[str, int]:
+    """How long every log is now, by its path in the run, before a new attempt appends to it."""
+    sizes = {}
+    for path in (run.path / "logs").glob("*/*.log"):
+        # Opened, not asked for by stat: on a network file system only that shows what another machine wrote.
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            sizes[path.relative_to(run.path).as_posix()] = file.seek(0, os.SEEK_END)
+    return sizes
+
+
 def read_log_starts(run: RunFolder) -> dict[str, int]:
     """How long every log was when the attempt began, as `begin_attempt` recorded it: by its path in the run."""
     starts = table(run.read_state(), "log_starts")
     return {name: start for name, start in starts.items() if isinstance(start, int)}
+
+
+def torchrun_log(node: NodePlan, run: RunFolder) -> Path:
+    """Where the output of torchrun of `node` lies in the run folder."""
+    return run.log_dir(node.name) / TORCHRUN_LOG
+
+
+def tail_text(path: Path, size: int = _LOG_TAIL_BYTES, start: int = 0) -> str:
+    """The last `size` bytes of a log, but none before byte `start`, as text; empty when there is none."""
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - size, start if start <= end else 0))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def lease_of(run: RunFolder) -> float | None:

@@ -21,7 +21,7 @@ from cluster.control.attempt import (
 )
 from cluster.control.fleet import Fleet
 from cluster.control.hang import KILL_S, HangWatch, StepWatch
-from cluster.control.judge import Case, Signs, complete, judge
+from cluster.control.judge import Signs, complete, judge
 from cluster.control.link import (
     INTERRUPTED,
     Clock,
@@ -135,7 +135,7 @@ class _Lead:
             if self.stop.count:
                 finish(self.run, LaunchOutcome("cancelled", INTERRUPTED, None, self.fleet.leftover))
             else:
-                failure = complete(Failure("launcher", type(error).__name__, str(error)), self._case())
+                failure = complete(Failure("launcher", type(error).__name__, str(error)), self.fleet)
                 finish(self.run, LaunchOutcome("failed", 1, failure, self.fleet.leftover))
             raise
 
@@ -164,10 +164,7 @@ class _Lead:
             return LaunchOutcome("cancelled", INTERRUPTED, None, self.fleet.leftover)
         if self.fleet.unsynced:
             self.observer.note(f"the last lines of the logs of {', '.join(self.fleet.unsynced)} did not arrive")
-        return judge(self._case())
-
-    def _case(self) -> Case:
-        return Case(self.plan, self.run, self.fleet.parts, self.failure, self.is_cancelled, self.fleet.leftover)
+        return judge(self.fleet, self.failure, cancelled=self.is_cancelled)
 
     @property
     def _stop_grace_s(self) -> float:

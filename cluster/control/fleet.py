@@ -3,34 +3,80 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from cluster.control.attempt import read_log_starts
-from cluster.control.judge import Loss, NodeFindings, StopOrder, torchrun_death, torchrun_log
+from cluster.control.attempt import read_log_starts, tail_text, torchrun_log
 from cluster.control.link import TIME_LIMIT, Clock, LaunchTiming, Leftover, NodeLink, NodeStatus
-from cluster.plan import LaunchPlan
-from cluster.values import word
+from cluster.failure import Death, KillFacts, first_death
+from cluster.plan import LaunchPlan, NodePlan
+from cluster.values import integer, rows, table, word
 from engine.runs.folder import RunFolder
 
 _SWEEP_S = 10.0
 
 
+@dataclass(frozen=True)
+class StopOrder:
+    """The first request to stop that a node got from us: when, in our clock, and what its torchrun had said by then."""
+
+    at_ns: int
+    death: Death | None = None
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Why a node was given up, and since when it said nothing, in our clock."""
+
+    reason: str
+    since_ns: int
+
+
 @dataclass(kw_only=True)
-class Part(NodeFindings):
+class Part:
     """One node of the run; times are those of the controller's monotonic clock.
 
+    log_start: bytes of torchrun.log that earlier attempts wrote.
     is_absent: nothing of the run was ever started there. kill_at: when its processes are killed. sweep_until: until
     when a lost node may clear up; None: it was not asked to.
     """
 
+    node: NodePlan
     link: NodeLink
+    status: NodeStatus
+    log_start: int = 0
+    order: StopOrder | None = None
+    loss: Loss | None = None
     sweep_until: float | None = None
     is_absent: bool = False
     was_alive: bool = False
     given_up: str | None = None
     kill_at: float | None = None
     ended_at: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The node's name."""
+        return self.node.name
+
+    @property
+    def deaths(self) -> list[Death]:
+        """How the supervisor saw ranks end, so far, in our clock; what makes no sense is left out."""
+        deaths = []
+        for entry in rows(self.status.outcome or self.status.supervisor, "deaths"):
+            rank, at_ns = integer(entry, "rank"), integer(entry, "at_ns")
+            if rank is not None and rank in self.node.ranks:
+                time_ns = None if at_ns is None else at_ns - self.status.clock_offset_ns
+                facts = kill_facts(table(entry, "memory"))
+                deaths.append(Death(rank, integer(entry, "exit_code"), integer(entry, "pid"), time_ns, facts))
+        return deaths
+
+    def torchrun_death(self, run: RunFolder) -> Death | None:
+        """The rank that its torchrun named first in this attempt."""
+        text = tail_text(torchrun_log(self.node, run), start=self.log_start)
+        death = first_death(text, self.node.first_rank)
+        return death if death is not None and death.rank in self.node.ranks else None
 
     @property
     def has_ended(self) -> bool:
@@ -107,6 +153,11 @@ class Part(NodeFindings):
         return Leftover(self.name, (), reason)
 
 
+def kill_facts(facts: Mapping[str, Any]) -> KillFacts:
+    """What a supervisor knows of a process that SIGKILL may have ended."""
+    return KillFacts(word(facts, "evidence", 500), word(facts, "hint", 500), table(facts, "memory") or None)
+
+
 class Fleet:
     """All nodes of one run. lease_s: how long they go on without a launcher; None: for ever."""
 
@@ -117,8 +168,7 @@ class Fleet:
         for node, link in zip(plan.nodes, links, strict=True):
             start = starts.get(torchrun_log(node, run).relative_to(run.path).as_posix(), 0)
             self.parts.append(Part(node=node, link=link, status=NodeStatus(node.name), log_start=start))
-        self.lease_s = lease_s
-        self._run, self._clock = run, clock
+        self.plan, self.run, self.lease_s, self._clock = plan, run, lease_s, clock
         self._next_beat = 0.0
 
     @property
@@ -203,8 +253,7 @@ class Fleet:
             if not part.is_open or (part.kill_at is not None and part.kill_at <= kill_at):
                 continue
             if part.order is None:
-                death = torchrun_death(part.node, self._run, part.log_start)
-                part.order = StopOrder(cause, self._clock.time_ns(), death)
+                part.order = StopOrder(self._clock.time_ns(), part.torchrun_death(self.run))
             part.kill_at = kill_at
             part.link.stop(cause, grace_s)
 

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.agent.folder import NodeFiles, read_json
+from cluster.control.attempt import tail_text
 from cluster.control.hang_records import (
     Edge,
     Flight,
@@ -40,7 +41,6 @@ from cluster.control.hang_records import (
     wait_edges,
     waits_in,
 )
-from cluster.control.judge import tail_text
 from cluster.control.link import Clock, LaunchTiming, NodeLink, NodeStatus
 from cluster.failure import Failure
 from cluster.plan import LaunchPlan, NodePlan

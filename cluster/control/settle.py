@@ -21,7 +21,7 @@ from cluster.control.attempt import (
 )
 from cluster.control.controller import Manner, control
 from cluster.control.fleet import Fleet
-from cluster.control.judge import Case, judge
+from cluster.control.judge import judge
 from cluster.control.link import INTERRUPTED, Clock, LaunchObserver, LaunchOutcome, NodeLink
 from cluster.launch.runner import open_links, runner_of
 from cluster.plan import LaunchPlan, read_launch_plan
@@ -112,12 +112,12 @@ def _settle(plan: LaunchPlan, run: RunFolder, timeout_s: float, opener: Opener, 
             fleet.find_lost(_NEVER_S)
             follow_first_node(plan, run)
             if fleet.is_over(timeout_s):
-                return _conclude(plan, run, fleet)
+                return _conclude(run, fleet)
             is_late = clock.monotonic() > deadline
             is_queued = runner_of(plan).is_queued
             if is_late and not is_queued and not any(part.is_running or part.is_mute for part in fleet.parts):
                 # Nothing of the run was ever begun on the nodes that know nothing of it.
-                return _conclude(plan, run, fleet)
+                return _conclude(run, fleet)
             if is_late or all(part.is_running for part in fleet.parts):
                 return RunState(run.read_state(), None, True, _why_unknown(fleet), tuple(fleet.statuses))
             clock.sleep(_POLL_S)
@@ -126,8 +126,8 @@ def _settle(plan: LaunchPlan, run: RunFolder, timeout_s: float, opener: Opener, 
             part.link.close()
 
 
-def _conclude(plan: LaunchPlan, run: RunFolder, fleet: Fleet) -> RunState:
-    finish(run, judge(Case(plan, run, fleet.parts, leftover=fleet.leftover, is_orphan=True)))
+def _conclude(run: RunFolder, fleet: Fleet) -> RunState:
+    finish(run, judge(fleet, is_orphan=True))
     return RunState(run.read_state(), nodes=tuple(fleet.statuses))
 
 

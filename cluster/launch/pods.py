@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.agent.messages import Spec
-from cluster.control.judge import torchrun_log
+from cluster.control.attempt import torchrun_log
 from cluster.control.link import NodeStatus, Phase
 from cluster.failure import Failure
 from cluster.launch.kubectl import Answer, Kubectl, Pod

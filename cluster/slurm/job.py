@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.agent.messages import Spec
-from cluster.control.judge import tail_text
+from cluster.control.attempt import tail_text
 from cluster.control.link import TIME_LIMIT, NodeStatus, StartRefusedError
 from cluster.errors import ClusterError
 from cluster.failure import Failure
