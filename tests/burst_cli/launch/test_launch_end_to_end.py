@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ import pytest
 from testkit.command_line import Burst
 from testkit.process_table import kill_run
 
+from burst_cli.app import main
 from engine.config.settings import load_config
 from engine.runs.folder import RunFolder, list_runs
 
-ROOT = Path(__file__).parents[3]
-END_S = 200.0  # two ranks that import torch on a machine that is busy with other tests
 STEPS = 3
 METRICS = [
     *("step", "loss", "grad_norm", "lr", "tokens", "step_time_s", "tokens_per_s", "tokens_per_s_per_device"),
@@ -56,18 +54,6 @@ def overrides(folder: Path, steps: int) -> list[str]:
     ]
 
 
-def start(folder: Path, steps: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "burst_cli", "launch", "--json", *overrides(folder, steps)]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "BURST_RUNS_DIR": str(folder / "runs"),
-        "BURST_CACHE_DIR": str(folder / "cache"),
-    }
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, cwd=folder, text=True, stdout=pipe, stderr=pipe)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("end_to_end")
@@ -77,13 +63,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def document(folder: Path) -> dict[str, Any]:
-    """The JSON document of a launch that completed."""
-    process = start(folder, STEPS)
-    stdout, stderr = process.communicate(timeout=END_S)
-    assert process.returncode == 0, stderr
-    result: dict[str, Any] = json.loads(stdout)
-    return result
+def launch(folder: Path) -> Iterator[Callable[..., dict[str, Any]]]:
+    """The document of `burst launch --json WORDS`: in this process, which predicts memory once."""
+    path = folder / "runs" / "tiny" / "20260101-000000-abcdef"
+
+    def run(*words: str) -> dict[str, Any]:
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            assert main(["launch", "--json", *overrides(folder, STEPS), "--run-path", str(path), *words]) == 0
+        document: dict[str, Any] = json.loads(said.getvalue())
+        return document
+
+    with pytest.MonkeyPatch.context() as patch:
+        for variable in ("BURST_RUNS_DIR", "BURST_CACHE_DIR", "XDG_CONFIG_HOME"):
+            patch.setenv(variable, str(folder / variable))
+        yield run
+
+
+@pytest.fixture(scope="module")
+def rehearsed(launch: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    return launch("--dry-run")
+
+
+@pytest.fixture(scope="module")
+def document(launch: Callable[..., dict[str, Any]], rehearsed: dict[str, Any]) -> dict[str, Any]:
+    """Of a launch that completed."""
+    return launch()
+
+
+def test_a_rehearsal_predicts_memory_and_leaves_no_trace(rehearsed: dict[str, Any]) -> None:
+    assert (rehearsed["memory"]["fits"], rehearsed["memory"]["device_peak_bytes"] > 0) == (True, True)
+    assert not Path(rehearsed["path"]).exists()
+
+
+def test_what_was_rehearsed_is_what_was_run(rehearsed: dict[str, Any], document: dict[str, Any]) -> None:
+    run = json.loads((Path(document["path"]) / "launch.json").read_text())
+    assert {name: rehearsed[name] for name in run} == run
 
 
 def test_launch_trains_and_prints_its_summary(document: dict[str, Any]) -> None:
