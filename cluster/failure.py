@@ -140,6 +140,9 @@ class NodeEvidence:
     log: str = ""
 
 
+_Candidate = tuple[int | None, Failure]  # when, and what
+
+
 def find_failure(nodes: Sequence[NodeEvidence]) -> Failure:
     """The failure that came first, whatever order `nodes` and their errors are in.
 
@@ -152,23 +155,17 @@ def find_failure(nodes: Sequence[NodeEvidence]) -> Failure:
         _vanished_first, _aborted, _errors_of_others,
     )  # fmt: skip
     for rule in rules:
-        found = min(rule(nodes), default=None, key=lambda candidate: candidate.order)
+        found = min(rule(nodes), default=None, key=_order)
         if found is not None:
-            return found.failure
+            return found[1]
     return _no_trace(nodes)
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    at_ns: int | None
-    failure: Failure
-
-    @property
-    def order(self) -> tuple[int, int, str]:
-        """Earliest first; without a time the lowest rank decides."""
-        failure = self.failure
-        rank = _NO_TIME if failure.rank is None else failure.rank
-        return (_NO_TIME if self.at_ns is None else self.at_ns, rank, failure.host or "")
+def _order(candidate: _Candidate) -> tuple[int, int, str]:
+    """Earliest first; without a time the lowest rank decides."""
+    at_ns, failure = candidate
+    rank = _NO_TIME if failure.rank is None else failure.rank
+    return (_NO_TIME if at_ns is None else at_ns, rank, failure.host or "")
 
 
 def _port_taken(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
@@ -185,14 +182,14 @@ def _port_taken(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
             port = _PORT.search(text, line_start) or _PORT.search(text)
             which = f"port {port[1]}" if port else "the port of the rendezvous"
             message = f"{which} of {node.node or 'the first node'} is taken: another process listens there"
-            yield _Candidate(None, Failure("port", "AddressInUse", message, host=node.node or None))
+            yield (None, Failure("port", "AddressInUse", message, host=node.node or None))
 
 
 def _killed_silently(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
     for node in nodes:
         for death in _silent_deaths(node):
             if death.signal not in (None, *_ECHO_SIGNALS) and (death is node.death or not _agent_died(node)):
-                yield _Candidate(death.at_ns, _from_death(death, node))
+                yield (death.at_ns, _from_death(death, node))
 
 
 def _own_errors(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
@@ -200,13 +197,13 @@ def _own_errors(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
     lost_at = min((node.lost_at_ns for node in nodes if node.lost is not None and node.lost_at_ns), default=_NO_TIME)
     for node, error in _errors(nodes):
         if not _is_echo(error) and _time(error, default=0) < lost_at:
-            yield _Candidate(_time(error), _from_error(error, node))
+            yield (_time(error), _from_error(error, node))
 
 
 def _lost_nodes(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
     for node in nodes:
         if node.lost is not None:
-            yield _Candidate(node.lost_at_ns, Failure("node_lost", "NodeLost", node.lost, host=node.node or None))
+            yield (node.lost_at_ns, Failure("node_lost", "NodeLost", node.lost, host=node.node or None))
 
 
 def _agent_killed(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
@@ -215,16 +212,16 @@ def _agent_killed(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
         if _agent_died(node):
             assert node.exit_code is not None
             if node.exit_code == -signal.SIGKILL:
-                yield _Candidate(None, _killed("torchrun", None, node.node or None, node.kill))
+                yield (None, _killed("torchrun", None, node.node or None, node.kill))
             else:
-                yield _Candidate(None, _launcher_died(node))
+                yield (None, _launcher_died(node))
 
 
 def _exited_silently(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
     for node in nodes:
         for death in _silent_deaths(node):
-            if death.exit_code is not None and death.exit_code and death.signal is None:
-                yield _Candidate(death.at_ns, _from_death(death, node))
+            if death.exit_code and death.signal is None:
+                yield (death.at_ns, _from_death(death, node))
 
 
 def _left_early(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
@@ -235,10 +232,10 @@ def _left_early(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
         host = node.node or None
         if node.exit_code == 0 and node.lost is None:
             text = "all its ranks ended with exit code 0 before training was complete"
-            yield _Candidate(None, Failure("exit", "EarlyExit", text, host=host))
+            yield (None, Failure("exit", "EarlyExit", text, host=host))
         for death in _ended_well(node):
             text = "the process ended with exit code 0 before training was complete"
-            yield _Candidate(death.at_ns, Failure("exit", "EarlyExit", text, rank=death.rank, host=host))
+            yield (death.at_ns, Failure("exit", "EarlyExit", text, rank=death.rank, host=host))
 
 
 def _ended_well(node: NodeEvidence) -> list[Death]:
@@ -259,7 +256,7 @@ def _vanished_first(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
     death, node = seen[0]
     if death.exit_code is None and _is_silent(death, node) and (node.death is None or node.death.rank == death.rank):
         text = "the process was the first to end, before training was complete and without leaving an error"
-        yield _Candidate(death.at_ns, Failure("exit", "Vanished", text, rank=death.rank, host=node.node or None))
+        yield (death.at_ns, Failure("exit", "Vanished", text, rank=death.rank, host=node.node or None))
 
 
 def _aborted(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
@@ -267,14 +264,14 @@ def _aborted(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
     for number in _ECHO_SIGNALS:
         found = [(death, node) for node in nodes for death in _silent_deaths(node) if death.signal is number]
         for death, node in found:
-            yield _Candidate(death.at_ns, _from_death(death, node))
+            yield (death.at_ns, _from_death(death, node))
         if found:
             return
 
 
 def _errors_of_others(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
     for node, error in _errors(nodes):
-        yield _Candidate(_time(error), _from_error(error, node))
+        yield (_time(error), _from_error(error, node))
 
 
 def _no_trace(nodes: Sequence[NodeEvidence]) -> Failure:

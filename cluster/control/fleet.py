@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.control.attempt import read_log_starts, tail_text, torchrun_log
-from cluster.control.link import TIME_LIMIT, Clock, LaunchTiming, Leftover, NodeLink, NodeStatus
+from cluster.control.link import TIME_LIMIT, Clock, LaunchTiming, Leftover, NodeLink, NodeStatus, as_pids
 from cluster.failure import Death, KillFacts, first_death
 from cluster.plan import LaunchPlan, NodePlan
 from cluster.values import integer, rows, table, word
@@ -139,11 +139,10 @@ class Part:
 
     def leftover(self, lease_s: float | None) -> Leftover | None:
         """What may still run there although it is no longer waited for."""
-        if (
-            self.is_absent
-            or self.has_ended
-            or (self.status.phase == "none" and not self.was_alive and self.loss is None)
-        ):
+        if self.status.outcome is not None:
+            pids = as_pids(self.status.outcome.get("leftover_pids"))
+            return Leftover(self.name, pids, "they did not end even when killed") if pids else None
+        if self.is_absent or (self.status.phase == "none" and not self.was_alive and self.loss is None):
             return None
         if self.sweep_until is not None and self.status.swept is not None:
             return Leftover(self.name, self.status.swept, "they would not die") if self.status.swept else None

@@ -9,7 +9,7 @@ import contextlib
 import re
 import shlex
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from cluster.agent.folder import read_json
 from cluster.control.attempt import tail_text, torchrun_log
 from cluster.control.fleet import Fleet, Part, StopOrder, kill_facts
-from cluster.control.link import INTERRUPTED, LaunchOutcome, Leftover, NodeStatus, as_pids
+from cluster.control.link import INTERRUPTED, LaunchOutcome, NodeStatus
 from cluster.failure import Death, Failure, NodeEvidence, find_failure
 from cluster.node_checkpoints import roots_of
 from cluster.plan import LaunchPlan, NodePlan
@@ -173,8 +173,7 @@ def judge(
 
     failure: what its controller itself found. cancelled: it was asked to stop the run. is_orphan: there was none.
     """
-    leftover = tuple({item.node: item for item in (*_leftovers(fleet), *fleet.leftover)}.values())
-    state = fleet.run.read_state()["state"]
+    leftover, state = fleet.leftover, fleet.run.read_state()["state"]
     if state == "completed":
         return LaunchOutcome("completed", 0, leftover=leftover)
     found = failure or next((one.status.failure for one in fleet.parts if one.status.failure), None)
@@ -231,12 +230,6 @@ def _was_cancelled(fleet: Fleet, state: str) -> bool:
         return True
     causes = {str(word(one.status.outcome, "stop_cause")) for one in _with_cause(fleet, "stop")}
     return bool(causes - OWN_CAUSES) and not fleet.run.rank_errors()
-
-
-def _leftovers(fleet: Fleet) -> Iterable[Leftover]:
-    for one in fleet.parts:
-        if pids := as_pids((one.status.outcome or {}).get("leftover_pids")):
-            yield Leftover(one.name, pids, "they did not end even when killed")
 
 
 def _located(failure: Failure, fleet: Fleet) -> Failure:

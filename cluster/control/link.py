@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, get_args
 
 from cluster.agent.messages import STOP_GRACE_S, Message, MessageError, Spec, pack
 from cluster.errors import ClusterError
@@ -79,12 +79,13 @@ class NodeStatus:
         return f"{text}: {error}" if error else text
 
 
-class NodeLink(Protocol):
-    """One node of one run. No call waits for the node; all are safe after `close`."""
+class NodeLink:
+    """One node of one run. No call waits for the node; all are safe after `close`. node: its name.
 
-    @property
-    def node(self) -> str:
-        """The node's name."""
+    Who inherits does nothing where it says nothing else.
+    """
+
+    node: str
 
     def start(self, spec: Spec) -> None:
         """Have the files laid and a supervisor started, never a second one of the same run; `poll` tells the answer."""
@@ -94,6 +95,7 @@ class NodeLink(Protocol):
 
     def poll(self) -> NodeStatus:
         """What is known now."""
+        raise NotImplementedError
 
     def beat(self) -> None:
         """Renew the lease; the controller calls it about every second."""
@@ -189,14 +191,14 @@ class StrangeAnswerError(ClusterError):
     """A node sent what makes no sense."""
 
 
-class AskedLink:
+class AskedLink(NodeLink):
     """The part of `NodeLink` that links share which ask an agent: wishes are kept until the node has answered.
 
     start_s: after how long a start that is not answered counts as refused.
     """
 
     def __init__(self, folder: str, node: str, start_s: float) -> None:
-        self._folder, self._node, self._start_s = folder, node, start_s
+        self._folder, self.node, self._start_s = folder, node, start_s
         # Guarded by `changed`, which is told of every change that somebody may wait for.
         self._changed = threading.Condition()
         self._status = NodeStatus(node)
@@ -205,13 +207,7 @@ class AskedLink:
         self._has_beat = self._was_start_sent = self._is_urgent = self._is_closed = False
         self._start_until = 0.0
 
-    @property
-    def node(self) -> str:
-        """The node's name."""
-        return self._node
-
     def start(self, spec: Spec) -> None:
-        """See `NodeLink`."""
         request = spec._replace(start_id=secrets.token_hex(8))._asdict()
         with self._changed:
             self._status, self._was_start_sent = NodeStatus(self.node), False
@@ -224,7 +220,6 @@ class AskedLink:
         return self._request("start", request)
 
     def poll(self) -> NodeStatus:
-        """See `NodeLink`."""
         with self._changed:
             if "start" in self._requests and (self._is_closed or time.monotonic() > self._start_until):
                 cause = "given up" if self._is_closed else f"no answer in {self._start_s:.3g} s"
@@ -232,20 +227,16 @@ class AskedLink:
             return replace(self._status, problem=self._problem)
 
     def beat(self) -> None:
-        """See `NodeLink`."""
         with self._changed:
             self._has_beat = True
 
     def stop(self, cause: str, grace_s: float) -> None:
-        """See `NodeLink`."""
         self._request("stop", {"cause": cause, "grace_s": grace_s})
 
     def request_stacks(self, nonce: str) -> None:
-        """See `NodeLink`."""
         self._request("stacks", nonce)
 
     def sweep(self) -> None:
-        """See `NodeLink`."""
         with self._changed:
             self._status = replace(self._status, swept=None)
         self._request("sweep", secrets.token_hex(8))

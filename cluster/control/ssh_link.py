@@ -100,13 +100,11 @@ class SshLink(AskedLink):
         self._is_following = False
 
     def start(self, spec: Spec) -> None:
-        """See `NodeLink`; whatever the connection does meanwhile."""
         super().start(spec)
         if self._status.refusal is None:
             self.follow()
 
     def sweep(self) -> None:
-        """See `NodeLink`."""
         super().sweep()
         self.follow()
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from cluster.failure import Failure
-from cluster.launch.manifest import CONTAINER, RUN_LABEL, job_name, resource_of
+from cluster.launch.manifest import CONTAINER, job_name, resource_of
 from cluster.launch.scheduler import SchedulerError, run_client
+from cluster.plan_nodes import RUN_LABEL
 from cluster.remote_text import one_line
 from engine.config.cluster import KubernetesConfig
 

@@ -18,7 +18,7 @@ from cluster.launch.kubectl import Kubectl
 from cluster.launch.manifest import JOB_FILE, job_text
 from cluster.launch.pod import pod_node
 from cluster.launch.pods import KubernetesJob, PodLink
-from cluster.launch.runner import Asked, NamedNodes, PlainSurvey
+from cluster.launch.runner import Asked, Runner, Survey
 from cluster.launch.scheduler import Granted, SchedulerError, await_granted
 from cluster.plan import LaunchPlan, assemble_plan, with_files, with_ranks
 from cluster.plan_nodes import NodesBuilder, Site, socket_variable
@@ -31,14 +31,14 @@ _UNITS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}
 
 
 @dataclass(frozen=True)
-class KubernetesSurvey(PlainSurvey):
+class KubernetesSurvey(Survey):
     """A cluster that takes jobs of the kind; of its nodes nothing is known."""
 
     config: RunConfig
     module: str
 
     @property
-    def hardware(self) -> Hardware:  # type: ignore[override]
+    def hardware(self) -> Hardware:
         """What the pods ask for."""
         asked = self.config.cluster.kubernetes.memory_per_pod
         return Hardware((), None if asked is None else quantity_bytes(asked), "cluster.kubernetes.memory_per_pod")
@@ -79,7 +79,7 @@ def quantity_bytes(text: str) -> int:
     return int(float(found[1]) * (1024 if found[3] else 1000) ** _UNITS[found[2]])
 
 
-class KubernetesRunner(NamedNodes):
+class KubernetesRunner(Runner):
     """See `Runner`. Pods have the names that the plan gives them."""
 
     is_queued = True

@@ -10,7 +10,7 @@ from typing import Any
 from cluster.agent.serve import Agent
 from cluster.control.link import AskedLink, NodeLink, NodeStatus
 from cluster.facts import MachineFacts, probe_local_node
-from cluster.launch.runner import Asked, NamedNodes, PlainSurvey
+from cluster.launch.runner import Asked, Runner, Survey
 from cluster.plan import TRAINER_MODULE, LaunchPlan, NodePlan, assemble_plan, with_ranks
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, socket_variable
 from engine.config.errors import ConfigError
@@ -27,9 +27,6 @@ class LocalLink(AskedLink):
         super().__init__(str(run), node, start_s=60.0)
         self._agent = Agent()
 
-    def follow(self) -> None:
-        """Nothing: the files are here."""
-
     def poll(self) -> NodeStatus:
         """What the files say now."""
         return self._ask()
@@ -44,12 +41,9 @@ class LocalLink(AskedLink):
         super()._request(name, wish)
         self._ask()
 
-    def close(self) -> None:
-        """Nothing is held."""
-
 
 @dataclass(frozen=True)
-class LocalSurvey(PlainSurvey):
+class LocalSurvey(Survey):
     """This machine."""
 
     config: RunConfig
@@ -60,7 +54,7 @@ class LocalSurvey(PlainSurvey):
         return build_local_plan(config, self.facts, run_path, module=self.module)
 
 
-class LocalRunner(NamedNodes):
+class LocalRunner(Runner):
     """Ranks of this machine."""
 
     is_here = True

@@ -14,10 +14,10 @@ import yaml
 
 from cluster.launch.pod import FILES, PER_POD
 from cluster.plan import LaunchPlan
+from cluster.plan_nodes import RUN_LABEL
 from engine.config.cluster import KubernetesConfig
 
 JOB_FILE = "job.yaml"
-RUN_LABEL = "burst.run"
 CONTAINER = "node"  # as Trainer's runtimes call it, and the job of the pods, too
 MASTER_PORT = 29500
 _API = {"JobSet": "jobset.x-k8s.io/v1alpha2", "TrainJob": "trainer.kubeflow.org/v1alpha1"}

@@ -14,15 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.agent.messages import Spec
 from cluster.control.attempt import torchrun_log
-from cluster.control.link import NodeStatus, Phase
+from cluster.control.link import NodeLink, NodeStatus, Phase
 from cluster.failure import Failure
 from cluster.launch.kubectl import Answer, Kubectl, Pod
-from cluster.launch.manifest import CONTAINER, JOB_FILE, RUN_LABEL, job_name, resource_of
+from cluster.launch.manifest import CONTAINER, JOB_FILE, job_name, resource_of
 from cluster.launch.pod import DOCUMENTS, MARK, RECORDS, pod_node
 from cluster.launch.scheduler import Granted, SchedulerError, WatchedJob
 from cluster.plan import LaunchPlan, NodePlan
+from cluster.plan_nodes import RUN_LABEL
 from engine.runs.folder import RunFolder
 from engine.runs.records import parse_line, read_json_object, replace_json
 
@@ -275,34 +275,21 @@ def _outcome(cause: str, stop_cause: str | None, exit_code: int | None) -> Mappi
     return {"cause": cause, "stop_cause": stop_cause, "exit_code": exit_code}
 
 
-class PodLink:
-    """`NodeLink` for one pod."""
+class PodLink(NodeLink):
+    """One pod. It began with the job, does not end with its launcher, and takes no questions."""
 
     def __init__(self, job: KubernetesJob, node: NodePlan) -> None:
-        self._job, self._node = job, node
-
-    @property
-    def node(self) -> str:
-        return self._node.name
-
-    def start(self, spec: Spec) -> None:
-        """Nothing: the pods began with the job."""
+        self._job, self._plan, self.node = job, node, node.name
 
     def follow(self) -> None:
         self._job.watch()
 
     def poll(self) -> NodeStatus:
         swept = () if self._job.has_ended() else None
-        return replace(self._job.status(self._node), is_begun=True, swept=swept)
-
-    def beat(self) -> None:
-        """Nothing: a job does not end with its launcher."""
+        return replace(self._job.status(self._plan), is_begun=True, swept=swept)
 
     def stop(self, cause: str, grace_s: float) -> None:
         self._job.stop(cause, grace_s)
-
-    def request_stacks(self, nonce: str) -> None:
-        """Nothing: the pods take no questions."""
 
     def sweep(self) -> None:
         """Have the whole job deleted."""

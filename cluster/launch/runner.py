@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from cluster.control.attempt import StopRequests
@@ -53,47 +54,51 @@ class Asked:
     module: str = "engine.train"
 
 
-class Survey(Protocol):
+class Survey(ABC):
     """What is known of the machines of one launch.
 
-    config: with paths as the ranks read them. warnings: what is odd. hardware: what every machine has at least; None:
-    as much as this one.
+    config: with paths as the ranks read them. warnings: what is odd. What is not abstract here is for launchers that
+    trust their machines and bring them nothing.
     """
 
-    @property
-    def config(self) -> RunConfig: ...
-    @property
-    def warnings(self) -> tuple[str, ...]: ...
-    @property
-    def hardware(self) -> Hardware | None: ...
+    config: RunConfig
+    warnings: tuple[str, ...] = ()
 
+    @property
+    def hardware(self) -> Hardware | None:
+        """What every machine has at least; None: as much as this one."""
+        return None
+
+    @abstractmethod
     def plan(self, config: RunConfig, run_path: Path) -> LaunchPlan:
         """What would be started for `config`, with all that follows from the machines. Raises ConfigError."""
 
     def complete(self, plan: LaunchPlan) -> LaunchPlan:
         """`plan`, which nothing is added to any more, with the files that follow from all of it."""
+        return plan
 
-    def prepare(self, plan: LaunchPlan) -> None:
+    def prepare(self, plan: LaunchPlan) -> None:  # noqa: B027 - not abstract
         """Bring to the machines what they lack for `plan`."""
 
 
-class Runner(Protocol):
-    """One launcher.
+class Runner(ABC):
+    """One launcher. What is not abstract here is for those whose plans name their nodes.
 
     is_here: ranks are processes of this machine. is_queued: nodes are waited for in the queue of a scheduler, which
     also ends them; else their leases do. takes_nodes: people name nodes, which are asked again before every attempt.
     """
 
-    is_here: bool
-    is_queued: bool
-    takes_nodes: bool
+    is_here = is_queued = takes_nodes = False
 
+    @abstractmethod
     def survey(self, config: RunConfig, asked: Asked) -> Survey:
         """What a launch must know; changes nothing anywhere. Raises ConfigError, UnfitNodesError, ClusterError."""
 
     def with_nodes(self, plan: LaunchPlan) -> LaunchPlan:
         """`plan` with the nodes that it got, as far as they are known by now. Raises PlanFileError."""
+        return plan
 
+    @abstractmethod
     def links(self, plan: LaunchPlan, run: RunFolder) -> list[NodeLink]:
         """See `open_links`."""
 
@@ -102,39 +107,11 @@ class Runner(Protocol):
     ) -> tuple[LaunchPlan, Sequence[NodeLink]] | LaunchOutcome | None:
         """The plan with its nodes and links to them, once there are some, or the outcome of a run that got none; None:
         the plan and its links are as they were. start: ask for nodes; else go on with what was asked for."""
-
-    def goes_on(self, outcome: LaunchOutcome) -> bool:
-        """Whether the next attempt of a run that ended so is begun by somebody else, and to be led from here."""
-
-
-class NamedNodes:
-    """The part of `Runner` that launchers share whose plans name their nodes."""
-
-    is_here = is_queued = takes_nodes = False
-
-    def with_nodes(self, plan: LaunchPlan) -> LaunchPlan:
-        return plan
-
-    def await_nodes(
-        self, plan: LaunchPlan, run: RunFolder, observer: LaunchObserver, stop: StopRequests, *, start: bool
-    ) -> tuple[LaunchPlan, Sequence[NodeLink]] | LaunchOutcome | None:
         return None
 
     def goes_on(self, outcome: LaunchOutcome) -> bool:
+        """Whether the next attempt of a run that ended so is begun by somebody else, and to be led from here."""
         return False
-
-
-class PlainSurvey:
-    """The part of `Survey` that launchers share which trust their machines and bring them nothing."""
-
-    warnings: tuple[str, ...] = ()
-    hardware: Hardware | None = None
-
-    def complete(self, plan: LaunchPlan) -> LaunchPlan:
-        return plan
-
-    def prepare(self, plan: LaunchPlan) -> None:
-        pass
 
 
 def runner_named(name: str) -> Runner:

@@ -64,7 +64,7 @@ def run_client(
 class WatchedJob(ABC):
     """A job of a scheduler, asked about by a thread, because the commands take seconds. No call but `look` waits.
 
-    Several links share it. problem: why the scheduler cannot be asked now.
+    Several links share it. name: by which it can be found. problem: why the scheduler cannot be asked now.
     """
 
     def __init__(self, name: str, poll_s: float) -> None:

@@ -12,7 +12,7 @@ from cluster.errors import ClusterError
 from cluster.facts import MachineFacts
 from cluster.failure import Failure
 from cluster.launch.local import local_facts
-from cluster.launch.runner import Asked, PlainSurvey
+from cluster.launch.runner import Asked, Runner, Survey
 from cluster.launch.scheduler import Granted, SchedulerError, await_granted
 from cluster.plan import LaunchPlan
 from cluster.slurm.client import SlurmClient
@@ -24,7 +24,7 @@ from engine.runs.folder import RunFolder
 
 
 @dataclass(frozen=True)
-class SlurmSurvey(PlainSurvey):
+class SlurmSurvey(Survey):
     """A cluster whose nodes share folders and Python with this machine. partition_gpus: of a node, where it counts."""
 
     config: RunConfig
@@ -37,10 +37,9 @@ class SlurmSurvey(PlainSurvey):
         return build_slurm_plan(config, self.facts, run_path, module=self.module, partition_gpus=self.partition_gpus)
 
 
-class SlurmRunner:
+class SlurmRunner(Runner):
     """See `Runner`."""
 
-    is_here = takes_nodes = False
     is_queued = True
 
     def survey(self, config: RunConfig, asked: Asked) -> SlurmSurvey:

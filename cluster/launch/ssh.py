@@ -21,7 +21,7 @@ from cluster.env.facts import NodeEnvironmentFacts
 from cluster.env.gather import read_facts
 from cluster.env.plan import plan_fleet
 from cluster.facts import MachineFacts
-from cluster.launch.runner import Asked, NamedNodes
+from cluster.launch.runner import Asked, Runner, Survey
 from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, assemble_plan, with_ranks
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, node_folders
 from cluster.ssh.connection import Connection
@@ -56,7 +56,7 @@ class SshNode:
 
 
 @dataclass(frozen=True)
-class SshSurvey:
+class SshSurvey(Survey):
     """Nodes that can carry the run, and what they must get before anything starts."""
 
     config: RunConfig
@@ -64,8 +64,8 @@ class SshSurvey:
     hosts: tuple[Host, ...]
     archive: CodeArchive
     place: CodePlace
-    warnings: tuple[str, ...]
     asked: Asked
+    warnings: tuple[str, ...] = ()
 
     @property
     def hardware(self) -> Hardware:
@@ -75,9 +75,6 @@ class SshSurvey:
     def plan(self, config: RunConfig, run_path: Path) -> LaunchPlan:
         return build_ssh_plan(config, self.nodes, self.archive.code_id, run_path, module=self.asked.module)
 
-    def complete(self, plan: LaunchPlan) -> LaunchPlan:
-        return plan
-
     def prepare(self, plan: LaunchPlan) -> None:
         """The code of the ranks on every node. Raises CodeError."""
         folders = {node.name: node_folders(plan.config, node.offer.home) for node in self.nodes}
@@ -85,7 +82,7 @@ class SshSurvey:
             upload_code(self.hosts, self.archive, self.place, pool.connect, folders)
 
 
-class SshRunner(NamedNodes):
+class SshRunner(Runner):
     """Ranks on nodes that are reached by SSH."""
 
     takes_nodes = True
@@ -108,7 +105,7 @@ class SshRunner(NamedNodes):
             fit = check_launch(hosts, config, code_root, health=asked.health, force=asked.force)
         nodes = tuple(map(read_node, fit.nodes))
         warnings = fit.warnings + fleet_warnings(nodes, resolve_fleet(config, nodes)[0])
-        return SshSurvey(config, nodes, hosts, archive, place, warnings, asked)
+        return SshSurvey(config, nodes, hosts, archive, place, asked, warnings)
 
     def links(self, plan: LaunchPlan, run: RunFolder, timing: LinkTiming | None = None) -> list[NodeLink]:
         hosts = resolve_hosts([node.name for node in plan.nodes], plan.config.cluster.ssh, typed_overrides(run.path))

@@ -16,7 +16,7 @@ from engine.config.cluster import SlurmConfig
 TIMEOUT_S = 20.0
 CONF_VARIABLE = "SLURM_CONF"
 _SUBMIT_TIMEOUT_S = 60.0
-_JOB_ID = re.compile(r"(\d{1,18})(?:;([A-Za-z0-9_.-]{1,64}))?")
+_JOB_ID = re.compile(r"\d{1,18}")
 _GPUS = re.compile(r"(?:^|,)\s*gpu(?::[^:,()]*[^:,()\d][^:,()]*)?(?::(\d{1,4}))?(?=[,(]|\s*$)")
 _STEP_ID = re.compile(r"\d{1,18}\.\d{1,9}")
 _BAD_NODE = re.compile(r"down|fail|drain|no_respond|unk|not_responding|\*")
@@ -39,18 +39,18 @@ class SlurmClient:
         """Raise SchedulerError unless Slurm can be used from here."""
         self._run(("sinfo", "--noheader", "--format=%P"))
 
-    def submit(self, script: Path, *arguments: str) -> tuple[str, str | None]:
-        """(id of the job, its cluster where there are several). Raises SchedulerError with sbatch's words."""
+    def submit(self, script: Path, *arguments: str) -> str:
+        """Number of the job. Raises SchedulerError with sbatch's words."""
         said = self._run(("sbatch", "--parsable", str(script), *arguments), timeout_s=_SUBMIT_TIMEOUT_S).strip()
         found = _JOB_ID.fullmatch(said.splitlines()[-1].strip()) if said else None
         if found is None:
             raise SchedulerError("refused", f"sbatch answered {one_line(said, 80)!r}; expected the number of a job")
-        return found[1], found[2]
+        return found[0]
 
-    def query(self, job_id: str, cluster: str | None = None) -> JobStatus:
+    def query(self, job_id: str) -> JobStatus:
         """The job as Slurm knows it now; state GONE when it does not. Raises SchedulerError."""
         try:
-            said = self._run(("scontrol", *_cluster(cluster), "--oneliner", "show", "job", job_id))
+            said = self._run(("scontrol", "--oneliner", "show", "job", job_id))
         except SchedulerError as error:
             if error.kind == "refused" and "Invalid job id" in str(error):
                 return JobStatus(GONE)
@@ -60,13 +60,13 @@ class SlurmClient:
             raise SchedulerError("refused", f"scontrol show job {job_id}: no state in {one_line(said, 80)!r}")
         return status
 
-    def cancel(self, job_or_step: str, cluster: str | None = None) -> None:
+    def cancel(self, job_or_step: str) -> None:
         """Have Slurm end the job or step: SIGTERM, some seconds later SIGKILL. Ended ones are no error."""
-        self._run(("scancel", *_cluster(cluster), job_or_step))
+        self._run(("scancel", job_or_step))
 
-    def requeue(self, job_id: str, cluster: str | None = None) -> None:
+    def requeue(self, job_id: str) -> None:
         """Have Slurm end this start of the job and put the job into the queue again."""
-        self._run(("scontrol", *_cluster(cluster), "requeue", job_id))
+        self._run(("scontrol", "requeue", job_id))
 
     def find(self, name: str) -> str | None:
         """Number of the job of this user that bears `name`, if it has not ended."""
@@ -152,7 +152,3 @@ _SBATCH_DEFAULTS = {
     "SBATCH_CONSTRAINT": "constraint",
     "SBATCH_TIMELIMIT": "time",
 }
-
-
-def _cluster(cluster: str | None) -> tuple[str, ...]:
-    return () if cluster is None else (f"--clusters={cluster}",)

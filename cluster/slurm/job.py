@@ -57,7 +57,7 @@ class SlurmJob(WatchedJob):
     """
 
     def __init__(self, run: RunFolder, record: JobRecord, client: SlurmClient | None = None, poll_s: float = POLL_S):
-        super().__init__(job_name(run), poll_s)
+        super().__init__(f"burst-{run.run_id}", poll_s)
         self.run, self.record, self._client = run, record, client or SlurmClient()
         self.status: JobStatus | None = record.ended
         self.is_cancelled_here = self.has_nodes = False
@@ -189,7 +189,7 @@ class SlurmJob(WatchedJob):
         record = self._with_id()
         if record.job_id is None:
             return JobStatus(GONE, _NEVER)
-        status = self._client.query(record.job_id, record.cluster)
+        status = self._client.query(record.job_id)
         if record.mode == "batch" and status.restarts > record.restarts:
             with self._lock:
                 if self.has_nodes:
@@ -199,7 +199,7 @@ class SlurmJob(WatchedJob):
 
     def _with_id(self) -> JobRecord:
         """A launcher that was killed while it submitted could not write the number down; the name finds it."""
-        if self.record.job_id is None and (found := self._client.find(job_name(self.run))) is not None:
+        if self.record.job_id is None and (found := self._client.find(self.name)) is not None:
             self.record = replace(self.record, job_id=found)
         return self.record
 
@@ -222,10 +222,10 @@ class SlurmJob(WatchedJob):
         if record.job_id is None:
             return
         if record.mode == "batch":
-            self._client.cancel(record.job_id, record.cluster)
+            self._client.cancel(record.job_id)
         else:
-            for step in self._client.steps(record.job_id, job_name(self.run)):
-                self._client.cancel(step, record.cluster)
+            for step in self._client.steps(record.job_id, self.name):
+                self._client.cancel(step)
 
 
 _NEVER = "the run was never given to Slurm"
@@ -242,11 +242,6 @@ def _read_exit(run_path: Path) -> int | None:
         return int((run_path / EXIT_FILE).read_text())
     except (OSError, ValueError):
         return None
-
-
-def job_name(run: RunFolder) -> str:
-    """The name of a run's job, by which it can be found."""
-    return f"burst-{run.run_id}"
 
 
 def submit_job(run: RunFolder, settings: SlurmConfig, environment: Mapping[str, str] | None = None) -> SlurmJob:
@@ -267,8 +262,7 @@ def submit_job(run: RunFolder, settings: SlurmConfig, environment: Mapping[str, 
         ) from error
     client = SlurmClient(client_environment(environment, settings))
     if mode == "batch":
-        job_id, cluster = client.submit(run.path / SCRIPT_FILE, record.token)
-        record = replace(record, job_id=job_id, cluster=cluster)
+        record = replace(record, job_id=client.submit(run.path / SCRIPT_FILE, record.token))
     else:
         pid = _start_step(run.path, record, environment)
         record = replace(record, pid=pid, pid_start=process_start(pid))

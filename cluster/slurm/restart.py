@@ -91,7 +91,7 @@ def _requeue(plan: LaunchPlan, run: RunFolder, record: JobRecord, restarts: int)
         return TIME_IS_UP
     refused = begin(plan, run, record, restarts)
     if not refused:
-        SlurmClient().requeue(record.job_id, record.cluster)
+        SlurmClient().requeue(record.job_id)
     return refused
 
 

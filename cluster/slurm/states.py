@@ -144,7 +144,6 @@ class JobRecord:
     token: str
     mode: Mode
     job_id: str | None = None
-    cluster: str | None = None
     host: str | None = None
     pid: int | None = None
     pid_start: str | None = None
@@ -175,6 +174,7 @@ def read_record(run_path: Path) -> JobRecord | None:
 
 def _record(document: dict[str, Any]) -> JobRecord:
     ended = document.pop("ended")
+    document.pop("cluster", None)  # of a run that an earlier version gave to Slurm
     record = JobRecord(**document, ended=None if ended is None else JobStatus(**ended))
     if not isinstance(record.token, str) or not str(record.job_id or 0).isdecimal():
         raise ValueError("token or job_id")

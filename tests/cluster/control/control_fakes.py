@@ -29,7 +29,7 @@ STEPS = 10
 
 
 @dataclass
-class FakeLink:
+class FakeLink(NodeLink):
     """One node. obeys_s: how long it takes to end once it is asked to; None: only when killed; deaf: not even then."""
 
     node: str
