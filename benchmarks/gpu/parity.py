@@ -10,13 +10,15 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from benchmarks.gpu.plan import Measurement, Part, Row
 from engine.bench.ranks import RankProgram, run_ranks
@@ -209,8 +211,17 @@ def _batch(case: ParityCase) -> Batch:
 
 
 def _whole(tensor: Any) -> Any:
-    gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return gathered.detach().double().cpu().numpy()
+    """Gathered in host memory: what torch 2.11 wraps gathered GPU tensors in crashes (SIGSEGV)."""
+    if isinstance(tensor, DTensor):
+        mesh, own = _host_mesh(tensor.device_mesh), tensor.to_local().cpu()
+        shape = {"shape": tensor.shape, "stride": tensor.stride()}
+        tensor = DTensor.from_local(own, mesh, tensor.placements, run_check=False, **shape).full_tensor()
+    return tensor.detach().double().cpu().numpy()
+
+
+@lru_cache
+def _host_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    return DeviceMesh("cpu", mesh.mesh)
 
 
 def compare(

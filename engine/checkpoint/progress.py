@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engine.checkpoint.checkpointer import Checkpointer, Saved, Snapshot
-from engine.checkpoint.state import training_tensors, weight_tensors
+from engine.checkpoint.state import TrainingTensors, training_tensors, weight_tensors
 from engine.config.errors import RunError
 from engine.config.settings import RunConfig
 from engine.runs.commit import checkpoints_folder
@@ -51,7 +51,7 @@ class RunCheckpoints:
             return None
         self._recorder.phase("restore")
         settings = self._config.train.checkpoint
-        tensors = training_tensors(self._train_step.model, self._train_step.optimizer)
+        tensors = self._tensors()
         manifest = self._checkpointer.restore(tensors, self._check_data)
         if manifest is None and settings.resume_from is not None:
             source = Path(settings.resume_from).expanduser()
@@ -82,7 +82,7 @@ class RunCheckpoints:
         assert self._checkpointer is not None
         self._recorder.phase("rewind")
         self._record(self._checkpointer.finish())
-        tensors = training_tensors(self._train_step.model, self._train_step.optimizer)
+        tensors = self._tensors()
         manifest = self._checkpointer.restore(tensors, self._check_data)
         if manifest is None:
             raise RunError(
@@ -102,7 +102,7 @@ class RunCheckpoints:
         if not (checkpointer.is_due(position.step) or is_last):
             return
         self._recorder.phase("checkpoint")
-        tensors = training_tensors(self._train_step.model, self._train_step.optimizer)
+        tensors = self._tensors()
         state = {
             **asdict(position),
             "updates": tensors.updates,
@@ -118,6 +118,10 @@ class RunCheckpoints:
         """Wait for a save in the background."""
         if self._checkpointer is not None:
             self._record(self._checkpointer.close())
+
+    def _tensors(self) -> TrainingTensors:
+        self._train_step.settle()  # updates on the host may be under way
+        return training_tensors(self._train_step.model, self._train_step.optimizer)
 
     def _record(self, saves: Sequence[Saved]) -> None:
         for saved in saves:

@@ -72,6 +72,13 @@ def fsdp_modules(model: nn.Module) -> Iterator[FSDPModule]:
             yield module
 
 
+def own_parameters(unit: nn.Module) -> list[nn.Parameter]:
+    """Those that are trained and gathered with `unit`, not with a unit inside it."""
+    inside = [module for module in unit.modules() if isinstance(module, FSDPModule) and module is not unit]
+    others = {parameter for module in inside for parameter in module.parameters()}
+    return [parameter for parameter in unit.parameters() if parameter.requires_grad and parameter not in others]
+
+
 def set_gradient_sync(model: nn.Module, *, is_last: bool) -> None:
     """Says what the next backward does with its gradients: that of the last micro-step sums them over all ranks.
 

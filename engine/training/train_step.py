@@ -186,7 +186,12 @@ class TrainStep:
     def update(self) -> Tensor:
         """Clips, updates the weights and frees the gradients; gives the gradient norm before clipping, fp32 scalar.
 
-        The learning rate must have been set before `accumulate`. All ranks must call.
+        The learning rate must have been set before `accumulate`. All ranks must call. Updates on the host may still be
+        under way when it returns: forward passes wait for them, and `settle` does.
         """
         self.status.phase = "optimizer"
         return self._updates.finish()
+
+    def settle(self) -> None:
+        """Returns when all weights are updated."""
+        self._updates.settle()

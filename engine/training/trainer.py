@@ -132,6 +132,7 @@ class Trainer:
                 self._batches.start_at(position.step, position.samples)
             else:
                 self._checkpoints.after_step(position, is_last=stopped or position.step == total)
+        self.train_step.settle()
         self._checkpoints.close()
         self._batches.close()
         self._profiler.close()

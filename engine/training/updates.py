@@ -1,6 +1,7 @@
 """When weights are updated: all after backward, or each inside it, as soon as its gradient is complete.
 
-    after backward   all gradients live at once (4 bytes per parameter of this rank's shards), so they can be clipped
+    after backward   all gradients live at once (4 bytes per parameter of this rank's shards), so they can be clipped;
+                     on the host beside the next forward pass, which waits for the weights of a unit when it comes there
     in backward      those of one FSDP unit do; each is used and freed before the next unit's are reduced
 
 On the device an update in backward runs from a hook that FSDP2 calls once a shard's gradient is reduced (pytorch pull
@@ -8,12 +9,12 @@ request 129450); on the host beside backward (below). By then the unit's backwar
 weights for the last time, and a weight of two modules (tied embeddings) has the gradients of both: FSDP2 reduces such a
 unit at the end of backward.
 
-Weights, gradients and moments on the host: the host adds up and updates while the device is in its backward pass.
+Weights, gradients and moments on the host: the host adds up and updates while the device computes.
 
-    compute stream   backward of n   backward of n-1        backward of n-2  ...
+    compute stream   backward of n   backward of n-1        backward of n-2  ...      forward of 0   forward of 1 ...
     reduce stream                 '-> sum n, copy n to pinned memory |C|  sum n-1, copy n-1 ...
     backward's thread                 gives n to the worker ---'
-    worker                                    |wait C| adds n up, or updates the weights of n ...
+    worker                                    |wait C| adds n up, or updates the weights of n ...  updates 0, 1, 2 ...
 
 FSDP2 copies a unit's reduced gradient to pinned memory without making anybody wait only where no hook hangs on it
 (since torch 2.13; before, it called a hook while the copy was under way) and nothing is there to add it to. So no hook
@@ -25,23 +26,24 @@ where the host is slower than the device, backward waits for it there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from engine.config.settings import RunConfig
-from engine.parallel.fsdp import fsdp_modules
+from engine.parallel.fsdp import fsdp_modules, own_parameters
 from engine.parallel.mesh import Mesh
 from engine.training.optim import clip_gradients, global_norm, square_sum
 
 UNITS_AHEAD = 2  # whose gradients wait, beside those that are used and those on their way
 
 Staged = list[tuple[Tensor, Tensor]]  # parameters with their gradients
+Groups = list[dict[str, Any]]  # an optimizer's
 Submit = Callable[[Callable[[], None]], "Future[None]"]  # runs calls in their order
 
 
@@ -56,11 +58,15 @@ class Updates(Protocol):
     """Brings gradients into the weights."""
 
     def finish(self, taken: Callable[[Tensor], bool] | None = None) -> Tensor:
-        """Ends a step after backward; no gradient is left. All ranks must call.
+        """Ends a step after backward; the parameters have no gradient any more. All ranks must call.
 
         Gives the global 2-norm of the gradients before clipping: fp32 scalar where the gradients lie, equal on all
         ranks. `taken` may refuse the update when it has seen that norm.
         """
+        ...
+
+    def settle(self) -> None:
+        """Returns when all weights are updated: forward passes wait by themselves. Raises what went wrong."""
         ...
 
 
@@ -91,6 +97,9 @@ class UpdateAfterBackward:
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
+    def settle(self) -> None:
+        """See `Updates`."""
+
 
 class UpdateInBackward:
     """Updates every weight from a hook on its gradient; only the sum of the gradients' squares outlives them.
@@ -111,7 +120,12 @@ class UpdateInBackward:
         """See `Updates`; by now all weights are updated."""
         assert taken is None
         self._updated.clear()
-        return _norm_of(self._squares)
+        norm = _norm_of(self._squares)
+        self._squares.clear()
+        return norm
+
+    def settle(self) -> None:
+        """See `Updates`."""
 
     @torch.no_grad()
     def _update(self, parameter: Tensor) -> None:
@@ -125,7 +139,10 @@ class UpdateInBackward:
 
 
 class HostUpdates:
-    """Adds gradients up on the host, or updates weights there, beside backward (see above)."""
+    """Adds gradients up on the host beside backward, and updates weights beside the next forward pass (see above).
+
+    in_backward   updates them instead of adding up, as soon as their gradients are there
+    """
 
     def __init__(
         self,
@@ -135,22 +152,33 @@ class HostUpdates:
         *,
         in_backward: bool,
     ) -> None:
-        self._after = after
-        self._in_backward = in_backward
-        self._squares: list[Tensor] = []  # of the gradients of this step, each a float64 scalar where it lies
+        self._after, self._submit, self._in_backward = after, submit, in_backward
+        self._squares: dict[Tensor, Tensor] = {}  # of a parameter's gradient in this step, float64 scalars
         self._sums: dict[Tensor, Tensor] = {}  # by parameter, over the micro-steps so far
+        self._running: dict[Tensor, Future[None]] = {}  # the update of a parameter that nobody has waited for
         self._gradients = HostGradients(after.model, self._update if in_backward else self._add, submit, arrival)
+        # In the order in which forward wants them: the root's own are gathered first.
+        self._units: list[list[nn.Parameter]] = []
+        for unit in fsdp_modules(after.model):
+            assert isinstance(unit, nn.Module)
+            self._units.append(own := own_parameters(unit))
+            unit.register_forward_pre_hook(partial(self._before_forward, own), prepend=True)  # before it is gathered
 
     def finish(self, taken: Callable[[Tensor], bool] | None = None) -> Tensor:
         """See `Updates`. Raises what went wrong beside backward."""
         self._gradients.finish()
+        norm = _norm_of(list(self._squares.values()))
+        self._squares.clear()
         if self._in_backward:
             assert taken is None
-            return _norm_of(self._squares)
-        for parameter, gradient in self._sums.items():
-            parameter.grad = gradient
+        elif taken is None or taken(norm):
+            self._update_beside_forward(norm)
         self._sums.clear()
-        return self._after.finish(taken)
+        return norm
+
+    def settle(self) -> None:
+        """See `Updates`."""
+        self._wait_for(list(self._running))
 
     def _add(self, staged: Staged) -> None:
         for parameter, gradient in staged:
@@ -158,23 +186,54 @@ class HostUpdates:
                 self._sums[parameter] += gradient
             else:
                 self._sums[parameter] = gradient
+            self._squares[parameter] = square_sum([self._sums[parameter]])
 
     def _update(self, staged: Staged) -> None:
-        """The optimizer sees these parameters alone: others may have gradients that have not arrived."""
         for parameter, gradient in staged:
-            self._squares.append(square_sum([gradient]))
-            parameter.grad = gradient
-        optimizer, chosen = self._after.optimizer, {parameter for parameter, _ in staged}
-        groups = optimizer.param_groups
-        optimizer.param_groups = [
-            {**group, "params": [member for member in group["params"] if member in chosen]} for group in groups
+            self._squares[parameter] = square_sum([gradient])
+        self._step(staged, self._after.optimizer.param_groups)
+
+    def _update_beside_forward(self, norm: Tensor) -> None:
+        """With the learning rate of now, which may be set anew meanwhile."""
+        groups = [
+            group | {"lr": group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]}
+            for group in self._after.optimizer.param_groups
         ]
-        try:
-            optimizer.step()
-        finally:
-            optimizer.param_groups = groups
+        for own in self._units:
+            staged: Staged = [(parameter, self._sums.pop(parameter)) for parameter in own if parameter in self._sums]
+            if staged:
+                done = self._submit(partial(self._clip_and_step, staged, norm, groups))
+                self._running |= dict.fromkeys((parameter for parameter, _ in staged), done)
+
+    @torch.no_grad()
+    def _clip_and_step(self, staged: Staged, norm: Tensor, groups: Groups) -> None:
+        for parameter, gradient in staged:
+            parameter.grad = gradient
+        if self._after.max_grad_norm is not None:
+            owners = [parameter for parameter, _ in staged]
+            torch.nn.utils.clip_grads_with_norm_(owners, self._after.max_grad_norm, norm, foreach=True)
+        self._step(staged, groups)
+
+    def _step(self, staged: Staged, groups: Groups) -> None:
+        """The optimizer sees these parameters alone: others may have gradients that have not arrived."""
+        chosen = {parameter for parameter, _ in staged}
+        own = [group | {"params": [member for member in group["params"] if member in chosen]} for group in groups]
+        whole = self._after.optimizer
+        optimizer = object.__new__(type(whole))  # with the same state; copy.copy leaves out what subclasses have
+        optimizer.__dict__ = vars(whole) | {"param_groups": own}
+        for parameter, gradient in staged:
+            parameter.grad = gradient
+        optimizer.step()
         for parameter, _ in staged:
             parameter.grad = None
+
+    def _before_forward(self, own: Sequence[Tensor], *_: object) -> None:
+        self._wait_for(own)
+
+    def _wait_for(self, parameters: Sequence[Tensor]) -> None:
+        for parameter in parameters:
+            if (done := self._running.pop(parameter, None)) is not None:
+                done.result()
 
 
 class HostGradients:
@@ -262,9 +321,7 @@ def blocking_event() -> Arrival:
     return event
 
 
-def _norm_of(squares: list[Tensor]) -> Tensor:
-    """The `global_norm` of gradients that gave these one after the other and need not outlive that; begins anew."""
+def _norm_of(squares: Sequence[Tensor]) -> Tensor:
+    """The `global_norm` of gradients that gave these `square_sum`s one after the other."""
     assert squares, "no gradient came"
-    norm = global_norm(torch.stack(squares).sum())
-    squares.clear()
-    return norm
+    return global_norm(torch.stack(list(squares)).sum())

@@ -41,7 +41,7 @@ class StepParts:
     gradients          their reduction, and between copies of the model (HSDP) one more
     tensor_parallel    gathers and scatters of rows inside layers
     offload            copies of activations and of weights on the host
-    optimizer          AdamW over a rank's shards; on the host inside backward, what backward does not hide
+    optimizer          AdamW over a rank's shards; of that on the host what computing does not hide
     overhead           of the host, per layer and step, beside starting kernels that a GPU is busy with
     """
 
@@ -189,7 +189,7 @@ class _Step:
             gradients=gradients_s,
             tensor_parallel=self._tensor_parallel_s(),
             offload=self._exposed_copies(forward_s, backward_s),
-            optimizer=self._update_s(backward_s),
+            optimizer=self._update_s(forward_s, backward_s),
             overhead=self._overhead_s(forward_s + backward_s),
         )
         groups = config.parallel.dp_replicate_size * config.parallel.dp_shard_size
@@ -291,19 +291,19 @@ class _Step:
         one_way_s = self.cost.moved_bytes / 2 / self.machine.host_bytes_per_s
         return max(0.0, one_way_s - forward_s) + max(0.0, one_way_s - backward_s)
 
-    def _update_s(self, backward_s: float) -> float:
-        """AdamW over the shards of one rank. On the host inside backward it is hidden, but for that of the embedding,
-        whose gradient is complete at its end.
+    def _update_s(self, forward_s: float, backward_s: float) -> float:
+        """AdamW over the shards of one rank. On the host a GPU hides it inside backward, else behind the next forward
+        pass, but for that of the embedding: its gradient is the last to come, and forward begins with it.
         """
         config, memory = self.config, self.config.memory
         numbers = self.parameters.total / (self.world.size // config.parallel.dp_replicate_size)
         if memory.optimizer_store != "host":
             return numbers * UPDATE_BYTES / self.machine.update_bytes_per_s
         update_s = numbers * UPDATE_BYTES / (HOST_BYTES_PER_S / self.world.local_ranks)
-        if not memory.optimizer_in_backward:
+        if self.machine.is_cpu:
             return update_s
-        last = config.model.vocab_size * config.model.hidden_size / self.parameters.total
-        return max(last * update_s, update_s - backward_s)
+        embedding = config.model.vocab_size * config.model.hidden_size / self.parameters.total
+        return max(embedding * update_s, update_s - (backward_s if memory.optimizer_in_backward else forward_s))
 
     def _overhead_s(self, compute_s: float) -> float:
         machine, layers = self.machine, self.config.model.num_layers * self.micro_steps

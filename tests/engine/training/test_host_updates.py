@@ -90,11 +90,12 @@ def beside(run: TinyRun, copies: LateCopies) -> HostUpdates:
 def weights_after(config: RunConfig, micro_steps: int, late: bool) -> tuple[list[float], dict[str, Tensor], int]:
     """(norms, weights, arrivals that were waited for) of STEPS steps."""
     run, copies = start_run(config), LateCopies()
-    finish = beside(run, copies).finish if late else run.train_step.update
+    updates = beside(run, copies) if late else run.train_step
     norms = []
     for step in range(STEPS):
         accumulate(run, step, micro_steps)
-        norms.append(float(finish()))
+        norms.append(float(updates.finish() if isinstance(updates, HostUpdates) else updates.update()))
+    updates.settle()
     return norms, full_weights(run.model), copies.waited
 
 
@@ -155,6 +156,33 @@ def test_backward_goes_on_while_a_gradient_is_used(ranks: Pools) -> None:
     assert events.index(f"layer {LAYERS - 1}") < events.index("use begins")  # not before its own backward
 
 
+def weights_of_lazy_updates() -> tuple[list[int], bool]:
+    """(updates that wait before each layer of the next forward pass and at its end, whether these left the weights of
+    updates at once), where an update runs when somebody waits for it."""
+    changes = {"optimizer": LATE, "model": replace(TINY_MODEL, num_layers=LAYERS)}
+    config = replace(on_host(changes), parallel=tiny_config().parallel)
+    at_once, run, worker, left = start_run(config), start_run(config), Lazy(), []
+    after = UpdateAfterBackward(run.model, run.train_step.optimizer, LATE["max_grad_norm"])
+    updates = HostUpdates(after, worker.submit, lambda: None, in_backward=False)
+    for layer in run.model.layers:
+        layer.register_forward_pre_hook(lambda *_: left.append(len(worker.waiting)))
+    for step in range(STEPS):
+        accumulate(at_once, step)
+        at_once.train_step.update()
+        left.clear()
+        accumulate(run, step)
+        updates.finish()
+    updates.settle()
+    pairs = zip(full_weights(at_once.model).values(), full_weights(run.model).values(), strict=True)
+    return left, all(torch.equal(expected, found) for expected, found in pairs)
+
+
+def test_forward_waits_for_the_update_of_the_unit_that_it_comes_to_and_no_other(ranks: Pools) -> None:
+    left, is_equal = ranks(1).run(weights_of_lazy_updates)[0]
+    assert left == [LAYERS - layer for layer in range(LAYERS)]  # those of the layers after it, and the head's
+    assert is_equal
+
+
 class Lazy:
     """A worker that runs nothing before somebody waits for it."""
 
@@ -169,7 +197,9 @@ class Lazy:
 
         class Awaited(Future[None]):
             def result(self, timeout: float | None = None) -> None:
-                lazy.waiting.pop(0)()
+                if not self.done():
+                    lazy.waiting.pop(0)()
+                    self.set_result(None)
 
         return Awaited()
 
