@@ -1,56 +1,39 @@
-"""Group host against a real container engine, on a node of a testbed."""
+"""Group host against a real container engine."""
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
-import tarfile
+from dataclasses import replace
+from pathlib import Path
 
 from host_sections import DOCKER, GROUP
-from testkit.connecting import connect
-from testkit.testbed_fixture import MakeTestbed
+from testkit.check_fakes import ask_here, only
+from testkit.image_rig import LauncherEngine, launcher_engine, tar_of
 
 from cluster.checks.finding import Verdict
 from cluster.checks.groups.engine import read_engine, read_image
-from cluster.ssh.pool import SshConnection
-from cluster.survey.ask import survey_node
 from cluster.survey.facts import NodeFacts
-from cluster.survey.section import NodeProbe
-
-PAYLOAD = b"x" * 100_000
 
 
-def tar_of_one_file() -> bytes:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        entry = tarfile.TarInfo("file")
-        entry.size = len(PAYLOAD)
-        archive.addfile(entry, io.BytesIO(PAYLOAD))
-    return packed.getvalue()
+def ask(engine: LauncherEngine, folder: Path) -> tuple[NodeFacts, list[Verdict]]:
+    """What a node with that engine tells, and of engine and image whether all is well."""
+    config = replace(DOCKER, container=replace(DOCKER.container, command=f"docker -H {engine.host}"))
+    questions = [one for one in GROUP.questions if one.name in ("host.docker", "host.image")]
+    probe = ask_here(questions, folder, settings=GROUP.settings(config))
+    found = GROUP.check(probe, config)
+    return NodeFacts(probe, config), [only(found, f"host.{name}").severity for name in ("docker", "image")]
 
 
-def ask(connection: SshConnection) -> tuple[NodeProbe, dict[str, Verdict]]:
-    probe = survey_node(connection, GROUP.questions, settings=GROUP.settings(DOCKER))
-    return probe, {one.check: one.severity for one in GROUP.check(probe, DOCKER)}
-
-
-def test_engine_and_image_of_a_real_daemon(make_testbed: MakeTestbed) -> None:
-    testbed = make_testbed(nodes=1, docker=True)
-    with connect(testbed.host(testbed.node_names[0])) as connection:
-        probe, without = ask(connection)
-        version = connection.run(["docker", "version", "-f", "{{.Server.Version}}"]).stdout.decode().strip()
-        assert version == read_engine(NodeFacts(probe, DOCKER)).version
-        assert without["host.docker_disk"] is not Verdict.UNKNOWN
-        assert (without["host.docker"], without["host.image"]) == (Verdict.OK, Verdict.WARN)
-        assert connection.run(["docker", "import", "-", "burst:cuda"], stdin=tar_of_one_file()).ok
-        probe, having = ask(connection)
-        image = read_image(NodeFacts(probe, DOCKER))
-        told = json.loads(connection.run(["docker", "inspect", "burst:cuda"]).stdout)[0]
-        assert having["host.image"] is Verdict.OK
-        assert image.size_bytes == told["Size"] >= len(PAYLOAD)
+def test_engine_and_image_of_a_real_daemon(tmp_path: Path) -> None:
+    with launcher_engine() as engine:
+        facts, verdicts = ask(engine, tmp_path)
+        assert read_engine(facts).version == engine("version", "-f", "{{.Server.Version}}")
+        assert (read_engine(facts).room is not None, verdicts) == (True, [Verdict.OK, Verdict.WARN])
+        engine.import_tree("burst:cuda", tar_of({"file": b"x" * 100_000}))
+        facts, verdicts = ask(engine, tmp_path)
+        (told,) = json.loads(engine("inspect", "burst:cuda"))
         made_of = [told["Architecture"], told["Os"], told["Created"], told["RootFS"]["Layers"]]
-        assert image.identity == hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
-        testbed.nodes[0].stop_docker()
-        _, dead = ask(connection)
-        assert (dead["host.docker"], dead["host.image"]) == (Verdict.FAIL, Verdict.UNKNOWN)
+        assert read_image(facts).identity == hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
+        assert (read_image(facts).size_bytes == told["Size"] >= 100_000, verdicts) == (True, [Verdict.OK] * 2)
+    assert ask(engine, tmp_path)[1] == [Verdict.FAIL, Verdict.UNKNOWN]

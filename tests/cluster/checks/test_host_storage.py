@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def of(found: Sequence[Finding], node: str) -> Finding:
     return next(finding for finding in found if finding.node == node)
 
 
-@pytest.mark.parametrize("name", ["plain", "with space", "it's $(touch pwned)", "-rf", "new\nline", "ünï"])
+@pytest.mark.parametrize("name", ["plain", "it's $(touch pwned)\nünï", "-rf"])
 def test_a_shared_folder_passes_and_is_left_as_it_was(tmp_path: Path, name: str) -> None:
     folder = tmp_path / name
     folder.mkdir()
@@ -84,6 +85,7 @@ def test_the_folder_of_the_configuration_is_tried_by_all_nodes(tmp_path: Path) -
         ),
         ({"a": "own", "b": "other"}, {"a": FAIL, "b": FAIL, "c": FAIL}, ("the nodes do not share it", "half of them")),
         ({"c": "nowhere"}, {"a": OK, "b": OK, "c": FAIL}, ("not a folder that can be looked into: ", "No such file")),
+        ({"c": "file"}, {"a": OK, "b": OK, "c": FAIL}, ("not a folder that can be looked into: ", "Not a directory")),
     ],
 )
 def test_nodes_with_other_folders_at_that_place_are_named(
@@ -91,6 +93,7 @@ def test_nodes_with_other_folders_at_that_place_are_named(
 ) -> None:
     for name in ("shared", "own", "other"):
         (tmp_path / name).mkdir()
+    (tmp_path / "file").write_text("")
     places = {name: tmp_path / own.get(name, "shared") for name in "abc"}
     nodes = {name: elsewhere(name, tmp_path / "shared", place) for name, place in places.items()}
     found = check_shared_folder(nodes, str(tmp_path / "shared"), patience_s=0)
@@ -98,13 +101,6 @@ def test_nodes_with_other_folders_at_that_place_are_named(
     odd = next(finding for finding in found if finding.severity is FAIL)
     assert all(word in odd.observed for word in words)
     assert not list(tmp_path.glob("*/*")) + list(tmp_path.glob("*/.*"))
-
-
-def test_a_file_in_place_of_the_folder_fails(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    (finding,) = check_shared_folder(local("a"), str(tmp_path / "file"))
-    assert finding.severity is FAIL
-    assert "Not a directory" in finding.observed
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -193,29 +189,15 @@ def test_an_answer_that_makes_no_sense_is_none(tmp_path: Path, told: str) -> Non
     assert verdicts(found) == {"a": UNKNOWN, "b": OK, "c": OK}
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        (lambda folder: f"mount -t tmpfs none '{folder}'", "none, mounted at {}"),
-        (lambda folder: f"mount --bind '{folder}' '{folder}' && mount -o remount,ro,bind '{folder}'", "Read-only"),
-    ],
-)
-def test_one_node_of_a_testbed_with_a_mount_of_its_own_is_named(
-    make_testbed: MakeTestbed, command: Callable[[str], str], words: str
-) -> None:
+def test_one_node_of_a_testbed_with_a_mount_of_its_own_is_named(make_testbed: MakeTestbed) -> None:
     shared = Path(tempfile.mkdtemp(prefix="burst test-", dir="/var/tmp"))
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, shared)
         testbed = make_testbed(nodes=3)
         odd = testbed.node_names[1]
-        connections = {name: connect(testbed.host(name)) for name in testbed.node_names}
-        try:
-            assert connections[odd].run(["sh", "-c", command(str(shared))]).ok
-            found = check_shared_folder(connections, str(shared), patience_s=0)
-        finally:
-            for connection in connections.values():
-                connection.close()
+        connections = {name: stack.enter_context(connect(testbed.host(name))) for name in testbed.node_names}
+        assert connections[odd].run(["mount", "-t", "tmpfs", "none", str(shared)]).ok
+        found = check_shared_folder(connections, str(shared), patience_s=0)
         assert [name for name, verdict in verdicts(found).items() if verdict is not OK] == [odd]
-        assert words.format(shared) in of(found, odd).observed
+        assert f"none, mounted at {shared}" in of(found, odd).observed
         assert list(shared.iterdir()) == []
-    finally:
-        shutil.rmtree(shared)

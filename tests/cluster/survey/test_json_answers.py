@@ -13,14 +13,28 @@ from hypothesis import strategies as st
 from cluster.checks.groups.host import read_runs
 from cluster.checks.groups.ib_health import read_counters
 from cluster.survey.adapters import parse_adapters, parse_gpudirect
-from cluster.survey.interfaces import read_interfaces
+from cluster.survey.interfaces import NetInterface, read_interfaces
 from cluster.survey.nvidia_smi import read_pci_devices
 from cluster.survey.section import NodeProbe, Section, SectionState, UnreadableError
 
 KEYS = st.sampled_from(
     [
         *("read", "unread", "runs", "peers", "module", "driver", "kernel", "dmabuf", "devices", "total", "dev", "port"),
-        *("eth0", "path", "kind", "master", "state", "rate", "link_layer", "gid.0", "counters", "metric", "dst"),
+        *(
+            "eth0",
+            "path",
+            "kind",
+            "master",
+            "state",
+            "rate",
+            "link_layer",
+            "gid.0",
+            "counters",
+            "metric",
+            "dst",
+            "ifname",
+        ),
+        *("addr_info", "flags", "mtu", "linkinfo", "nexthops", "dev", "local", "prefixlen", "family", "scope"),
     ]
 )
 WORDS = st.sampled_from(["port", "portless", "driverless", "mlx5_0", "1", "eth0", "0000:01:00.0", "0x030200"])
@@ -35,12 +49,22 @@ def told(name: str, value: Any) -> Section:
     return Section(name, json.dumps(value), 0, SectionState.ENDED)
 
 
+LINK = {"ifname": "eth0", "flags": ["UP", "LOWER_UP"], "mtu": 1500, "link_type": "ether", "addr_info": []}
+
+
+def of_links(links: Any, routes: Any, sysfs: Any = None) -> tuple[NetInterface, ...]:
+    answers = {"net.links": links, "net.route": routes, "net.sysfs": sysfs}
+    return read_interfaces(NodeProbe("n1", {name: told(name, answer) for name, answer in answers.items()}))
+
+
 PARSERS = {
     "runs": lambda value: read_runs(told("host.runs", value)),
     "counters": lambda value: read_counters(told("ib.counters", value)),
     "adapters": lambda value: parse_adapters(told("ib.ports", value)),
     "gpudirect": lambda value: parse_gpudirect(told("ib.gpudirect", value)),
     "devices": lambda value: read_pci_devices(told("gpu.lspci", value)),
+    "links": lambda value: of_links(value, []),
+    "routes": lambda value: of_links([LINK], value),
 }
 
 
@@ -51,16 +75,10 @@ def test_an_answer_of_any_shape_is_read_or_refused(name: str, value: Any) -> Non
         PARSERS[name](value)
 
 
-LINK = {"ifname": "eth0", "flags": ["UP", "LOWER_UP"], "mtu": 1500, "link_type": "ether", "addr_info": []}
-
-
 @given(value=VALUES, of_link=VALUES)
 def test_what_sysfs_tells_of_interfaces_may_be_anything(value: Any, of_link: Any) -> None:
     for sysfs in (value, {"eth0": of_link}):
-        answers = {"net.sysfs": sysfs, "net.route": [], "net.links": [LINK]}
-        probe = NodeProbe("n1", {name: told(name, answer) for name, answer in answers.items()})
-        (link,) = read_interfaces(probe)
-        assert link.name == "eth0"
+        assert [link.name for link in of_links([LINK], [], sysfs)] == ["eth0"]
 
 
 @pytest.mark.parametrize("name", ["counters", "adapters"])

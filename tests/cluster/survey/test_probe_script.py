@@ -131,16 +131,7 @@ def test_an_answer_cut_anywhere_never_shows_a_half_section_as_ended(told: dict[s
         assert section.state is SectionState.CUT_OFF or section.output == full[name].output
 
 
-FORGED = st.sampled_from(
-    [
-        "end t.bad 0",
-        "begin t.bad",
-        "begin t.other",
-        "end t.other 0",
-        "done",
-        "x",
-    ]
-)
+FORGED = st.sampled_from(["end t.bad 0", "begin t.bad", "begin t.other", "end t.other 0", "done", "x"])
 
 
 @given(st.lists(FORGED, min_size=1, max_size=4), st.integers(1, 255))
@@ -160,25 +151,21 @@ def test_words_of_strangers_without_the_fence_are_output(text: str, word: str) -
     assert list(found) == ["t.one"]
 
 
-def test_a_section_that_comes_twice_is_believed_neither_time() -> None:
-    answer = frame(FENCE, "t.one", "bad", 1) + frame(FENCE, "t.one", "good", 0)
-    assert read_sections(answer, FENCE)["t.one"].state is SectionState.CUT_OFF
-
-
-def test_an_end_without_a_beginning_is_believed_nothing() -> None:
-    answer = f"\n{FENCE} end t.one 0\n".encode()
-    assert not read_sections(answer, FENCE)["t.one"].ok
-
-
-@pytest.mark.parametrize("code", [124, 137, 143])
-def test_codes_of_timeout_are_no_exit_codes(code: int) -> None:
-    section = read_sections(frame(FENCE, "t.one", "", code), FENCE)["t.one"]
-    assert (section.state, section.exit_code) == (SectionState.TIMED_OUT, None)
-
-
-def test_a_section_that_is_too_long_is_cut_off() -> None:
-    assert read_sections(frame(FENCE, "t.one", "x" * SECTION_BYTES), FENCE)["t.one"].state is SectionState.CUT_OFF
-    assert read_sections(frame(FENCE, "t.one", "x" * (SECTION_BYTES - 10)), FENCE)["t.one"].ok
+@pytest.mark.parametrize(
+    ("answer", "state"),
+    [
+        (frame(FENCE, "t.one", "bad", 1) + frame(FENCE, "t.one", "good"), SectionState.CUT_OFF),  # told twice
+        (f"\n{FENCE} end t.one 0\n".encode(), SectionState.CUT_OFF),  # an end without a beginning
+        *((frame(FENCE, "t.one", "", code), SectionState.TIMED_OUT) for code in (124, 137, 143)),
+        (frame(FENCE, "t.one", "x" * SECTION_BYTES), SectionState.CUT_OFF),
+        (frame(FENCE, "t.one", "x" * (SECTION_BYTES - 10)), SectionState.ENDED),
+    ],
+    ids=range(7),
+)
+def test_a_section_has_ended_when_it_says_so_once_and_in_time(answer: bytes, state: SectionState) -> None:
+    section = read_sections(answer, FENCE)["t.one"]
+    assert (section.state, section.ok) == (state, state is SectionState.ENDED)
+    assert (section.exit_code is None) == (not section.ok)
 
 
 @given(st.binary(max_size=300))

@@ -31,19 +31,14 @@ def run(testbed, node: str, *argv: str, stdin: bytes = b"") -> str:
     return result.stdout.decode().strip()
 
 
-def test_an_image_is_on_the_node_that_got_it_and_its_containers_are_on_that_node(testbed):
+def test_an_image_lies_in_the_memory_of_the_node_that_got_it_and_its_containers_are_there(testbed):
     one, other = testbed.node_names
     run(testbed, one, "docker", "import", "-", IMAGE, stdin=busybox_tree())
 
     assert run(testbed, one, "docker", "run", "--rm", "--network", "host", IMAGE, "/bin/hostname") == one
     assert run(testbed, one, "docker", "images", "--quiet")
     assert run(testbed, other, "docker", "images", "--quiet") == ""
-
-
-def test_images_can_be_kept_in_memory(testbed):
-    node = testbed.nodes[0]
-
-    assert run(testbed, node.name, "stat", "-f", "-c", "%T", str(node.folder.docker / "data")) == "tmpfs"
+    assert run(testbed, one, "stat", "-f", "-c", "%T", str(testbed.nodes[0].folder.docker / "data")) == "tmpfs"
 
 
 def test_an_engine_stops_and_comes_back_with_its_images(testbed):
