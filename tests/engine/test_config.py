@@ -46,6 +46,47 @@ def problems_of(values: dict[str, object]) -> tuple[str, ...]:
     return caught.value.problems
 
 
+# Settings that are numbers within bounds, by those.
+BOUNDS = {
+    "0 or more": """
+        seed attention.prefetch_chunks loss.z_loss optimizer.warmup_steps optimizer.weight_decay
+        train.eval_needle_depths cluster.max_restarts cluster.slurm.gpus_per_node cluster.kubernetes.gpus_per_pod
+        cluster.expected.gpus cluster.expected.hcas
+    """,
+    "1 or more": """
+        model.hidden_size model.ffn_hidden_size model.num_layers model.num_heads model.num_kv_heads
+        model.rope_scaling.factor model.rope_scaling.original_seq_len attention.head_parallel_size
+        attention.ring_inner_size attention.ring_outer_size attention.chunk_tokens attention.window_tokens
+        attention.sink_tokens attention.block_tokens attention.block_stride attention.local_blocks
+        memory.every_layers memory.host_layers memory.tile_tokens memory.device_bytes memory.host_bytes
+        loss.chunk_tokens parallel.cp_size parallel.dp_shard_size parallel.tp_size parallel.dp_replicate_size
+        parallel.message_sms optimizer.decay_steps train.seq_len train.steps train.micro_batch_size
+        train.grad_accum_steps train.eval_interval_steps train.eval_samples train.eval_position_buckets
+        train.eval_needle_samples train.checkpoint.every_steps data.echo_tokens data.max_bytes cluster.num_nodes
+        cluster.ranks_per_node cluster.threads_per_rank cluster.topology_nodes cluster.kubernetes.cpus_per_pod
+    """,
+    "2 or more": "model.vocab_size model.head_dim train.checkpoint.keep_last",
+    "5 or more": "cluster.lease_s",
+    "12 or more": "train.checkpoint.stop_grace_s",
+    "257 or more": "data.bpe_vocab_size",
+    "more than 0": """
+        model.rope_theta model.norm_eps model.init_std optimizer.learning_rate optimizer.epsilon
+        optimizer.max_grad_norm train.peak_flops_per_device train.checkpoint.every_minutes
+        train.guard.spike_deviations cluster.hang_timeout_s cluster.ssh.connect_timeout_s
+        cluster.expected.hca_rate_gbps
+    """,
+    "0 or more, at most 1": "memory.kept_fraction optimizer.min_learning_rate_ratio",
+    "0 or more, below 1": "optimizer.beta1 optimizer.beta2 train.dropout",
+    "more than 0, below 1": "data.validation_fraction",
+    "1 or more, at most 65535": "cluster.master_port cluster.ssh.port",
+}
+
+
+def test_every_number_has_its_bounds() -> None:
+    found = {spec.key: spec.note.bounds() for spec in SPECS.values() if spec.note.bounds()}
+    assert found == {key: bounds for bounds, keys in BOUNDS.items() for key in keys.split()}
+
+
 UNITS = {"_s": "seconds", "_bytes": "bytes", "_tokens": "tokens", "interval_steps": "steps", "seq_len": "tokens"}
 
 

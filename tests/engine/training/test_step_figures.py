@@ -1,26 +1,4 @@
-"""Every figure that people see, against a count that shares nothing with it. What is not here has its oracle elsewhere:
-
-figure                                oracle                                      test
-visible_pairs, recomputed_pairs       dense boolean masks                         here
-model_tflops, mfu                     torch's FLOP counter, pair by pair          here, test_flops
-hfu                                   the same under checkpointing                test_flops, test_layer_memory
-parameters                            numbers in the module                       test_llama
-tokens, tokens_per_s, step_time_s     the batch's arrays, a clock outside         here
-comm_intra_bytes, comm_inter_bytes    what gloo is given to send                  here
-offload_*                             layers times sizes, streams with a clock    test_metrics, test_stream_times
-peak_memory_bytes                     the kernel's ru_maxrss                      here
-peak_tensor_bytes, peak_host_bytes    sizes of tensors made and freed             test_tracker, test_metrics
-rank_wait_s, straggler_rank           a rank made late                            test_faults_in_training
-summary: medians, maxima, sums        numpy over the rows                         here
-checkpoint: bytes                     sizes of the files                          here
-plan: memory, predicted_peak_bytes    a measured run                              test_predict
-plan: visible pairs, balance          tiles of all ranks, dense masks             test_preview, test_mask
-plan: steps, tiles, bytes, buffers    formulas, all ranks, real sends             test_preview
-plan: FLOPs                           as above, at other sizes                    test_flops, test_plan_command
-plan: seconds                         schedules by hand, a lower bound            test_replay, test_preview
-report: cells, ratios, times          sample runs of known figures                test_report*
-validation loss, needles              one rank, brute force                       test_evaluate, test_needle*
-"""
+"""Every figure that people see, against a count that shares nothing with it."""
 
 from __future__ import annotations
 
