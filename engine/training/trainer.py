@@ -282,17 +282,13 @@ def step_cost(config: RunConfig, dp_size: int, peak: Peak, method: AttentionMeth
 
 def run_facts(config: RunConfig, mesh: Mesh, attention: ContextParallel) -> dict[str, Any]:
     """What a report says about a run beside its figures: shape, method, ranks, device."""
-    is_cuda = mesh.device.type == "cuda"
     return {
         **config_facts(config),
         "parameters": count_parameters(config.model).total,
         "attention_preset": attention.method.preset,
         "attention": asdict(attention.method),
         "attention_kernel": attention.group.kernel.name,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
         "world_size": mesh.world_size,
-        "parallel": asdict(mesh.degrees),
         "topology": asdict(mesh.topology),
-        "device": torch.cuda.get_device_name(mesh.device) if is_cuda else "cpu",
-        "threads_per_rank": None if is_cuda else torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu",
     }

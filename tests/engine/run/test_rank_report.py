@@ -17,7 +17,7 @@ from testkit.waiting import wait_for
 from engine.parallel.waits import WaitClock, find_straggler
 from engine.runs.folder import create_run
 from engine.training.rank.process import RankStatus
-from engine.training.rank.report import REQUEST_NAME, RankPlace
+from engine.training.rank.report import RankPlace
 
 ROOT = Path(__file__).parents[3]
 # A rank of no torch: works, then waits in a named function until it is killed.
@@ -95,7 +95,7 @@ def test_every_state_of_the_status_file_is_whole(place: RankPlace) -> None:
 
 
 def test_a_request_is_answered_once_per_nonce_and_that_of_an_earlier_attempt_is_none(place: RankPlace) -> None:
-    request, status = place.log.with_name(REQUEST_NAME), RankStatus()
+    request, status = place.log.with_name("flight.request"), RankStatus()
     place.log.parent.mkdir(parents=True)
     request.write_text("old")
     place.flight.write_text("{}")

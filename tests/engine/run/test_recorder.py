@@ -132,10 +132,12 @@ def test_a_warning_is_said_once(run: RunFolder, capsys: pytest.CaptureFixture[st
 def test_tensorboard_gets_every_figure(run: RunFolder) -> None:
     writer = recorder(run, tensorboard=True)
     writer.step({**ROW, "mfu": None}, 10)
+    writer.evaluated({"step": 5, "validation_loss": 2.0})
     writer.close()
     (events,) = (run.path / "tensorboard").iterdir()
     content = events.read_bytes()
     assert b"tokens_per_s" in content
+    assert b"validation_loss" in content
     assert b"mfu" not in content
 
 

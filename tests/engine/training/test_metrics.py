@@ -99,7 +99,9 @@ def tracked_rows(policy: str, store: str) -> list[dict[str, Any]]:
         meter.start()
         with meter.count_tensors():
             result = run.train_step(step, batch)
-        rows.append(meter.finish(step + 1, result)[0])
+        row, stop = meter.finish(step + 1, result)
+        rows.append(row)
+        assert not stop
     return rows
 
 

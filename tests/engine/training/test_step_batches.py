@@ -52,9 +52,11 @@ def test_every_step_takes_its_own_samples_also_after_going_back() -> None:
             [(10, 11), (14, 15)],
             [(18, 19), (22, 23)],
         ]
-        made.start_at(1, 100)
-        assert made.take(1) == [(102, 103), (106, 107)]
-        assert made.take(2) == [(110, 111), (114, 115)]
+        made.start_at(3, 100)  # which was begun
+        assert made.take(3) == [(102, 103), (106, 107)]
+        made.start_at(1, 200)
+        assert made.take(1) == [(202, 203), (206, 207)]
+        assert made.take(2) == [(210, 211), (214, 215)]
 
 
 def test_the_next_batches_are_made_before_anybody_asks_for_them_but_none_after_the_last_step() -> None:

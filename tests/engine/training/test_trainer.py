@@ -98,7 +98,6 @@ def test_a_run_leaves_rows_states_and_a_summary_and_no_rank_keeps_the_rows(
         "device": "cpu",
         "attention_preset": "burst",
         "attention_kernel": "cpu_flash",
-        "deterministic": False,
         "peak_flops_per_device": 1e12,
         "peak_flops_source": "config: train.peak_flops_per_device",
         "peak_memory_bytes": max(row["peak_memory_bytes"] for row in rows),
