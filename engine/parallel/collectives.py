@@ -31,12 +31,13 @@ def all_gather_first(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     return gathered
 
 
-def reduce_scatter_first(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[n, ...]: this rank's part of the sum over the group's t ranks of `values` [t * n, ...]; a new tensor.
+def reduce_scatter_first(values: Tensor, group: dist.ProcessGroup, *, out: Tensor | None = None) -> Tensor:
+    """[n, ...]: this rank's part of the sum over the group's t ranks of `values` [t * n, ...]; `out` or a new tensor.
 
     Summed in the dtype of `values`. All ranks of the group must call.
     """
-    out = torch.empty(values.shape[0] // group.size(), *values.shape[1:], dtype=values.dtype, device=values.device)
+    if out is None:
+        out = torch.empty(values.shape[0] // group.size(), *values.shape[1:], dtype=values.dtype, device=values.device)
     reduce_scatter_into(out, values.contiguous(), group=group)
     return out
 

@@ -140,15 +140,3 @@ def test_tiles_outside_of_the_model_s_forward_count_as_recomputed() -> None:
     assert (log.recomputed.calls, log.recomputed.flops) == (1, tile)
     log.reset()
     assert log.forward.calls == log.recomputed.calls == 0
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--policies", "most"], "activation_checkpoint"),
-        (["--preset", "brust"], "is no preset"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(argv) == 2
-    assert words in capsys.readouterr().err

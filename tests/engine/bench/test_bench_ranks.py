@@ -14,8 +14,8 @@ import psutil
 import pytest
 from testkit.waiting import wait_for
 
-from engine.bench.ranks import RankProgram, run_ranks
-from engine.bench.spec import RankSetup
+from engine.bench.ranks import RankProgram, measure_cell, run_ranks
+from engine.bench.spec import HeadShape, MachineCell, RankSetup
 from engine.config.errors import RunError
 
 FAKE = "tests.engine.bench.fake_rank"
@@ -40,6 +40,8 @@ def test_ranks_learn_their_place_and_find_the_code_from_anywhere(
     run_ranks(RankProgram(FAKE), RankSetup(ranks=4, nodes=2, threads=3), tmp_path)
     places = [json.loads((tmp_path / f"place{rank}.json").read_text()) for rank in range(4)]
     assert places == [[str(rank), "4", str(rank % 2), "2", "3", "True", "own"] for rank in range(4)]
+    cell = MachineCell(RankSetup(1), HeadShape(1, 1, 8), 1.0)
+    assert measure_cell(cell, RankProgram(FAKE)) == {"results": ["measured"]}
 
 
 def test_a_failed_rank_is_named_with_its_last_words_and_the_others_end(

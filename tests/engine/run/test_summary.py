@@ -1,14 +1,10 @@
 from __future__ import annotations
 
-import math
-import statistics
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from engine.runs.summary import MEDIANS, predicted_facts, spread, summarise
+from engine.runs.summary import MEDIANS, predicted_facts, summarise
 
 
 def rows(*times: float) -> list[dict[str, Any]]:
@@ -41,18 +37,6 @@ NOTHING = dict.fromkeys((*MEDIANS, "peak_memory_bytes", "final_train_loss", "tok
 )
 def test_figures_of_a_run(table: list[dict[str, Any]], warmup: int, expected: dict[str, Any]) -> None:
     assert summarise(table, warmup).items() >= expected.items()
-
-
-@given(st.lists(st.floats(min_value=-1e9, max_value=1e9), min_size=1, max_size=30))
-def test_spread_agrees_with_the_statistics_library(values: list[float]) -> None:
-    figures = spread("x", values)
-    assert figures["x"] == pytest.approx(
-        statistics.median(values), rel=1e-12, abs=1e-9
-    )  # rounding of one interpolation
-    assert min(values) <= figures["x_p25"] <= figures["x"] + 1e-6
-    assert figures["x"] - 1e-6 <= figures["x_p75"] <= max(values)
-    assert figures["x_n"] == len(values)
-    assert all(math.isfinite(figures[key]) for key in ("x", "x_p25", "x_p75"))
 
 
 STEP = {"seconds": 1.5, "machine": "h100", "parts": {}}
