@@ -21,7 +21,7 @@ from cluster.agent.messages import Message, serve
 from cluster.image.node.registry import PIECE_BYTES, Blob, Door, Handler, Limiter
 
 _TOGETHER_S = 0.05  # for the other requests that an engine makes at the same time
-_DEAD_S = 4  # a node before this one that does not even acknowledge for so long
+_DEAD_S = 3  # a node before this one that does not even acknowledge for so long
 
 
 class Upstream:

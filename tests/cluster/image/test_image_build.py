@@ -1,6 +1,7 @@
+"""What goes into a build and what the engine is told; the engine is a shell script."""
+
 from __future__ import annotations
 
-import io
 import re
 import shutil
 import subprocess
@@ -12,14 +13,7 @@ import pytest
 from testkit import ROOT
 
 from cluster.errors import ClusterError
-from cluster.image.build import (
-    CONTEXT,
-    BuildPlan,
-    BuildSettings,
-    build_build_plan,
-    run_build,
-    write_context,
-)
+from cluster.image.build import CONTEXT, BuildPlan, BuildSettings, build_build_plan, run_build
 from engine.config.errors import ConfigError
 
 COMMIT = {"sha": "a" * 40, "dirty": False}
@@ -30,19 +24,16 @@ build) echo 'Step 1/1 : FROM nothing'; cat >"$(dirname "$0")/context.tar"; exit 
 image) echo '[{{"Id": "sha256:1234", "Size": 4096, "RepoTags": ["burst:test"]}}]' ;;
 esac
 """
+SOURCES = {name if "." in name or not name.islower() else f"{name}/__init__.py" for name in CONTEXT}
 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder that looks like a checkout."""
+    """A folder that looks like a checkout, with files in it that are no part of one."""
     root = tmp_path / "checkout"
-    for name in CONTEXT:
-        if "." in name or name.isupper() or name == "Dockerfile":
-            (root / name).parent.mkdir(parents=True, exist_ok=True)
-            (root / name).write_text(name)
-        else:
-            (root / name).mkdir(parents=True)
-            (root / name / "__init__.py").write_text("x = 1\n")
+    for name in (*SOURCES, "runs/secret", "engine/__pycache__/x.pyc", "docker/wheels/old.whl"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("x = 1\n")
     return root
 
 
@@ -57,61 +48,41 @@ def plan_of(root: Path, *, command: str = "docker", **settings: object) -> Build
     return build_build_plan(root, BuildSettings("burst:test", **settings), COMMIT, command)  # type: ignore[arg-type]
 
 
-def names_in(files: BuildPlan) -> list[str]:
-    stream = io.BytesIO()
-    write_context(files.files, stream)
-    stream.seek(0)
-    with tarfile.open(fileobj=stream) as archive:
-        return archive.getnames()
-
-
-def test_context_holds_the_sources_and_nothing_that_lies_beside_them(checkout: Path) -> None:
-    (checkout / "runs").mkdir()
-    (checkout / "runs/secret").write_text("secret")
-    (checkout / "engine/__pycache__").mkdir()
-    (checkout / "engine/__pycache__/x.pyc").write_text("x")
-    (checkout / "docker/wheels").mkdir()
-    (checkout / "docker/wheels/old.whl").write_text("x")
-    names = names_in(plan_of(checkout))
-    assert {"engine/__init__.py", "Dockerfile", "constraints.txt"} <= set(names)
-    assert not [name for name in names if "runs" in name or "pycache" in name or "wheels" in name]
+def test_the_context_holds_the_sources_and_wheels_which_keep_apt_out(checkout: Path, tmp_path: Path) -> None:
+    (tmp_path / "torch-2.whl").write_text("wheel")
+    assert set(plan_of(checkout).files) == SOURCES
+    plan = plan_of(checkout, wheels=tmp_path)
+    assert set(plan.files) == {*SOURCES, "docker/wheels/torch-2.whl"}
+    assert "APT_PACKAGES=" in plan.argv
+    assert "APT_PACKAGES=g++" in plan_of(checkout, wheels=tmp_path, apt_packages="g++").argv
 
 
 def test_same_files_give_the_same_command_and_any_change_another(checkout: Path) -> None:
-    before = plan_of(checkout)
-    (checkout / "engine/__init__.py").touch()
+    before, file = plan_of(checkout), checkout / "engine/__init__.py"
+    file.touch()
     assert plan_of(checkout).argv == before.argv
-    (checkout / "engine/__init__.py").write_text("x = 2\n")
+    file.write_text("x = 2\n")
     assert plan_of(checkout).argv != before.argv
-    (checkout / "engine/__init__.py").write_text("x = 1\n")
-    (checkout / "engine/__init__.py").chmod(0o755)
+    file.write_text("x = 1\n")
+    file.chmod(0o755)
     assert plan_of(checkout).argv != before.argv
 
 
 def test_labels_hold_commit_and_digest(checkout: Path) -> None:
-    labels = plan_of(checkout, device="cpu").labels
-    assert labels["org.opencontainers.image.revision"] == COMMIT["sha"]
-    assert labels["org.burst.dirty"] == "false"
-    assert labels["org.burst.device"] == "cpu"
-    assert re.fullmatch(r"[0-9a-f]{64}", labels["org.burst.context-sha256"])
+    labels = dict(plan_of(checkout, device="cpu").labels)
+    assert re.fullmatch(r"[0-9a-f]{64}", labels.pop("org.burst.context-sha256"))
+    assert labels == {
+        "org.opencontainers.image.title": "burst",
+        "org.opencontainers.image.revision": COMMIT["sha"],
+        "org.burst.image": "1",
+        "org.burst.dirty": "false",
+        "org.burst.device": "cpu",
+    }
 
 
-def test_wheels_lie_in_the_context_and_keep_apt_out(checkout: Path, tmp_path: Path) -> None:
-    wheels = tmp_path / "wheels"
-    wheels.mkdir()
-    (wheels / "torch-2.whl").write_text("wheel")
-    plan = plan_of(checkout, wheels=wheels)
-    assert "docker/wheels/torch-2.whl" in names_in(plan)
-    assert "APT_PACKAGES=" in plan.argv
-    assert "APT_PACKAGES=g++" in plan_of(checkout, wheels=wheels, apt_packages="g++").argv
-
-
-def test_folder_without_wheels_is_refused(checkout: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_built_is_told_before(checkout: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no \*\.whl file in it; fill it with `pip wheel"):
         plan_of(checkout, wheels=tmp_path)
-
-
-def test_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a checkout of burst, burst_cli, engine"):
         plan_of(tmp_path)
 
@@ -128,16 +99,11 @@ def test_engine_gets_the_context_on_its_stdin(checkout: Path, tmp_path: Path) ->
         assert {(entry.mtime, entry.uid, entry.mode | 0o111) for entry in archive} == {(0, 0, 0o755)}
 
 
-def test_failing_build_shows_what_the_engine_said(checkout: Path, tmp_path: Path) -> None:
-    plan = plan_of(checkout, command=fake_engine(tmp_path, code=7))
+def test_an_engine_that_fails_or_is_not_there_is_told(checkout: Path, tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match=r"exit code 7:\n  Step 1/1 : FROM nothing"):
-        run_build(plan, "burst:test", lambda line: None)
-
-
-def test_missing_engine_says_what_to_install(checkout: Path, tmp_path: Path) -> None:
-    plan = plan_of(checkout, command=str(tmp_path / "nothing"))
+        run_build(plan_of(checkout, command=fake_engine(tmp_path, code=7)), "burst:test", lambda line: None)
     with pytest.raises(ClusterError, match="install Docker, or name another engine by --command"):
-        run_build(plan, "burst:test", lambda line: None)
+        run_build(plan_of(checkout, command=str(tmp_path / "none")), "burst:test", lambda line: None)
 
 
 def test_dockerfile_is_pinned_and_ends_as_an_ordinary_user() -> None:

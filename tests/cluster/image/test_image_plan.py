@@ -25,7 +25,6 @@ def routes(*nodes: NodePlan, route: str = "auto") -> list[tuple[str, str, str]]:
     [
         ("a", "auto", ["direct"]),
         ("ab", "auto", ["direct", "direct"]),
-        ("abc", "auto", ["direct", "chain a", "chain ba"]),
         ("abcdef", "auto", ["direct", "chain a", "chain ba", "chain cba", "chain dcb", "chain edc"]),
         ("ab", "chain", ["direct", "chain a"]),
         ("abc", "direct", ["direct", "direct", "direct"]),
@@ -71,11 +70,6 @@ def test_layers_are_packed_as_every_engine_takes_them(engines, packing):
     assert choose_packing(nodes) == packing
 
 
-@pytest.mark.parametrize("said", ["Error: No such image: app:1", "Error: inspecting object: app:1: image not known"])
-def test_an_engine_without_the_image_has_none(said):
-    assert read_inspected(1, b"", said.encode()) is None
-
-
 @pytest.mark.parametrize(
     ("code", "out", "said", "words"),
     [
@@ -87,6 +81,8 @@ def test_an_engine_without_the_image_has_none(said):
     ],
 )
 def test_an_engine_that_does_not_answer_is_no_engine_without_the_image(code, out, said, words):
+    for none in (b"Error: No such image: app:1", b"Error: inspecting object: app:1: image not known"):
+        assert read_inspected(1, b"", none) is None
     with pytest.raises(ClusterError, match=words):
         read_inspected(code, out, said)
 

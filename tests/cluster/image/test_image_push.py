@@ -47,9 +47,13 @@ def verified(rig: PushRig, image: LocalImage, nodes: tuple[str, ...] | None = No
 def test_every_node_of_a_chain_gets_the_image_that_leaves_here_once_and_never_again(rig):
     image = rig.image(3, 2, 1)
     first, second = rig.push(image), rig.push(image)
+    rig.engine("tag", image.name, "rig/other:name")
+    named = rig.push(rig.find("rig/other:name"), rig.names[:1])
 
-    assert not first.failed
+    assert not first.failed | named.failed
     assert [node.route.value for node in first.plan.nodes] == ["direct", "chain", "chain"]
+    assert named.sent_bytes < 10_000  # what is there under another name is only named
+    rig.run(rig.names[0], "docker", "image", "rm", "rig/other:name")
     verified(rig, image)
     assert all(6 * MIB <= node.received_bytes < 8 * MIB for node in first.nodes.values())
     assert first.sent_bytes < 8 * MIB
@@ -66,24 +70,6 @@ def test_a_changed_last_layer_moves_alone(rig):
     assert not pushed.failed
     assert all(MIB <= node.received_bytes < 1.1 * MIB for node in pushed.nodes.values())
     verified(rig, image, rig.names[:2])
-
-
-def test_an_image_that_is_there_under_another_name_is_only_named(rig):
-    image = rig.image(1)
-    rig.push(image, rig.names[:1])
-    rig.engine("tag", image.name, "rig/other:name")
-    pushed = rig.push(rig.find("rig/other:name"), rig.names[:1])
-
-    assert pushed.failed == set()
-    assert pushed.sent_bytes < 10_000  # its manifest and its settings
-    assert "rig/other:name" in rig.run(rig.names[0], "docker", "image", "ls", "--format", "{{.Repository}}:{{.Tag}}")
-
-
-def test_the_limit_holds_for_the_launcher(rig):
-    pushed = rig.push(rig.image(2), rig.names[:2], limit=4 * MIB)
-
-    assert not pushed.failed
-    assert pushed.elapsed_s > 2 * 2 / 4
 
 
 def test_a_killed_launcher_leaves_no_relay_and_the_next_push_succeeds(rig, module_testbeds, tmp_path):
