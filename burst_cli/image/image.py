@@ -20,10 +20,9 @@ from burst_cli.targets import HostfileOption, HostsOption, Targets, select_targe
 from cluster.errors import ClusterError
 from cluster.image.build import BuildPlan, BuildSettings, build_build_plan, run_build
 from cluster.image.local import LocalImage
-from cluster.image.prune import Pruned, prune_node
 from cluster.image.push import Push
 from cluster.image.rate import parse_rate
-from cluster.image.status import NodeImage, build_status, read_node_image
+from cluster.image.status import NodeImage, Pruned, build_status, prune_node, read_node_image
 from cluster.plan_nodes import engine_words
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import Host, Outcome, fan_out

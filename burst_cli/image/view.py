@@ -17,9 +17,8 @@ from cluster.ssh.nodes import fold_nodes
 
 if TYPE_CHECKING:
     from cluster.image.plan import ImagePlan
-    from cluster.image.prune import Pruned
     from cluster.image.push import NodeResult
-    from cluster.image.status import ImageStatus
+    from cluster.image.status import ImageStatus, Pruned
 
 _PLAIN_INTERVAL_S = 2.0
 _SHOWN_NODES = 4

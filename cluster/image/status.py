@@ -1,4 +1,4 @@
-"""Which nodes hold which image, asked over plain SSH: nothing but the engine's command line is needed there."""
+"""Which nodes hold which image, and which they can do without, over plain SSH: the engine's command line is enough."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from cluster.image.node.identity import image_identity
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
 
+LABEL = "org.burst.image"  # of what burst built
 _TIMEOUT_S = 30.0
 
 
@@ -98,3 +99,39 @@ def build_status(image: str, found: Sequence[NodeImage], local: str | None) -> I
         differs = one.identity is None or one.identity != reference
         groups.append(ImageGroup(names, one.identity, one.image_id, one.created, one.problem, differs))
     return ImageStatus(image, reference, source, tuple(groups))
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What was (or would be) removed on one node, by name."""
+
+    node: str
+    images: tuple[str, ...] = ()
+    problem: str = ""
+
+
+def prune_node(connection: Connection, engine: Sequence[str], image: str, *, dry_run: bool) -> Pruned:
+    """Remove the other tags of `image`'s repository that carry our label and that no container was made from.
+
+    The label alone is not enough: whatever somebody builds upon our image inherits it. Raises ClusterError.
+    """
+    head, slash, last = image.rpartition("/")
+    repository = head + slash + last.partition(":")[0]  # the port of a registry is no tag
+    words = ("--filter", f"label={LABEL}=1", "--format", "{{.Repository}}:{{.Tag}} {{.ID}}", repository)
+    removed = []
+    for line in sorted(_call(connection, engine, "image", "ls", *words).splitlines()):
+        name, _, image_id = line.partition(" ")
+        if name in (image, f"{image}:latest") or name.endswith(":<none>"):
+            continue
+        if _call(connection, engine, "ps", "--all", "--quiet", "--filter", f"ancestor={image_id}").strip():
+            continue
+        if dry_run or connection.run([*engine, "image", "rm", "--", name]).ok:
+            removed.append(one_line(name))
+    return Pruned(connection.host.name, tuple(removed))
+
+
+def _call(connection: Connection, engine: Sequence[str], *words: str) -> str:
+    done = connection.run([*engine, *words])
+    if not done.ok:
+        raise ClusterError(f"its container engine: {one_line(done.stderr, 300)}")
+    return done.stdout.decode("utf-8", "replace")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import queue
 import re
 import shlex
@@ -16,7 +17,7 @@ from engine.config.errors import BurstError
 T = TypeVar("T")
 DEFAULT_WIDTH = 64
 
-_NAME = re.compile(r"(?:::|[A-Za-z0-9_])[A-Za-z0-9_.:-]{0,252}")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,13 @@ def reaching(overrides: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_host_name(text: str) -> bool:
-    """Whether `text` may name a host: letters, digits and `_ . : -`, never starting with a dash."""
-    return _NAME.fullmatch(text) is not None
+    """Whether `text` may name a host: letters, digits and `_ . -`, never starting with a dash, or an IPv6 address."""
+    if ":" not in text:
+        return _NAME.fullmatch(text) is not None
+    try:
+        return not ipaddress.IPv6Address(text).scope_id
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -112,10 +118,14 @@ def fan_out(
                 host = waiting.get_nowait()
             except queue.Empty:
                 return
+            begin, value, error = time.monotonic(), None, None
             try:
-                done.put(_outcome(host, work))
-            except BaseException as error:
-                done.put(error)
+                value = work(host)
+            except BurstError as failure:
+                error = failure
+            except BaseException as bug:
+                done.put(bug)
+            done.put(Outcome(host, value, error, time.monotonic() - begin))
 
     found: dict[str, Outcome[T]] = {}
     try:
@@ -131,12 +141,3 @@ def fan_out(
     finally:
         stop.set()
     return {host.name: found[host.name] for host in hosts}
-
-
-def _outcome(host: Host, work: Callable[[Host], T]) -> Outcome[T]:
-    begin = time.monotonic()
-    try:
-        value = work(host)
-    except BurstError as error:
-        return Outcome(host, None, error, time.monotonic() - begin)
-    return Outcome(host, value, None, time.monotonic() - begin)

@@ -6,7 +6,6 @@ All of these use ClusterShell's NodeSet grammar: `node[1-4,7]`, `node[1-9]!node3
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -51,7 +50,9 @@ def parse_nodes(text: str, source: str) -> NodeList:
     _refuse_many(text, where)
     names = tuple(_expand(text, where))
     for name in names:
-        _check_name(name, where)
+        if not is_host_name(name):
+            text = "expected letters, digits and . _ - with no dash in front; a port is set by cluster.ssh.port=N"
+            raise HostsError(f"{where}: {one_line(name)!r} is no host name; {text} or in your SSH configuration")
     if not names:
         raise HostsError(f"{where}: these operators leave no node")
     if len(names) > MAX_NODES:
@@ -122,15 +123,3 @@ def _expand(text: str, where: str) -> list[str]:
         raise HostsError(
             f"{where}: not in the grammar of node lists ({detail}); expected such as node[1-4,7]"
         ) from error
-
-
-def _check_name(name: str, where: str) -> None:
-    if not is_host_name(name):
-        raise HostsError(
-            f"{where}: {one_line(name)!r} is no host name; expected letters, digits and . _ - with no dash in front"
-        )
-    try:
-        ipaddress.ip_address(name if ":" in name else "::")
-    except ValueError:
-        text = f"{where}: {name!r}: a port is set by cluster.ssh.port=N or in your SSH configuration"
-        raise HostsError(text) from None

@@ -18,9 +18,8 @@ from burst_cli.image.view import (
     status_view,
 )
 from cluster.image.plan import ImagePlan, NodePlan, Route, choose_feeders
-from cluster.image.prune import Pruned
 from cluster.image.push import NodeResult
-from cluster.image.status import NodeImage, build_status
+from cluster.image.status import NodeImage, Pruned, build_status
 
 HOSTILE = "[red]x[/red] \x1b[2J"
 

@@ -15,8 +15,7 @@ from testkit.waiting import wait_for
 
 from cluster.errors import ClusterError
 from cluster.image.local import LocalImage
-from cluster.image.prune import prune_node
-from cluster.image.status import read_node_image
+from cluster.image.status import prune_node, read_node_image
 
 MIB = 1 << 20
 
