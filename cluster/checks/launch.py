@@ -29,9 +29,6 @@ REQUIRED = frozenset(
 # Of the others what fails is a risk that --force takes, and what is odd or unseen is said. What only makes a node slow
 # or untidy is for `burst check-nodes`.
 _ALWAYS = frozenset({"net.interface", "host.python", VERSIONS, "host.runs", "ssh.clock"})
-_IN_CONTAINERS = frozenset({"host.docker", "host.image"})
-_HEALTH = frozenset({"net.subnet", "net.mtu", "host.inodes", "host.shm"})
-_HEALTH_WITH_NCCL = frozenset({"host.memlock", "host.nccl_conf"})
 _GPU_LEFT_OUT = frozenset({"gpu.cuda_smoke", "gpu.dcgm_diag"})
 _TIMEOUT_S = 180.0
 
@@ -95,14 +92,17 @@ def check_launch(
 
 def launch_selection(cluster: ClusterConfig, *, health: bool, with_gpus: bool) -> Selection:
     """What is checked: GPUs and adapters where NCCL uses them; between nodes nothing, for that takes its time."""
-    wanted = _ALWAYS | (_IN_CONTAINERS if cluster.container.runtime == "docker" else frozenset())
-    if health:
-        wanted |= _HEALTH | (frozenset({"host.docker_gpu"}) if cluster.container.runtime == "docker" else frozenset())
-    if with_gpus:
-        wanted |= {"gpu.busy"}
-    if with_gpus and health:
-        names = {name for name in EXPLANATIONS if name.startswith(("gpu.", "ib."))}
-        wanted |= _HEALTH_WITH_NCCL | (names - _GPU_LEFT_OUT)
+    in_containers = cluster.container.runtime == "docker"
+    gpus = {name for name in EXPLANATIONS if name.startswith(("gpu.", "ib."))} - _GPU_LEFT_OUT
+    parts = (
+        (True, _ALWAYS),
+        (in_containers, {"host.docker", "host.image"}),
+        (with_gpus, {"gpu.busy"}),
+        (health, {"net.subnet", "net.mtu", "host.inodes", "host.shm"}),
+        (health and in_containers, {"host.docker_gpu"}),
+        (health and with_gpus, {"host.memlock", "host.nccl_conf", *gpus}),
+    )
+    wanted = {name for is_wanted, names in parts if is_wanted for name in names}
     return Selection(skip=tuple(name for name in EXPLANATIONS if name not in wanted))
 
 
@@ -132,7 +132,8 @@ def judge_report(report: FleetReport, selection: Selection, *, force: bool = Fal
 
 def _is_problem(finding: Finding) -> bool:
     """Whether it stops a launch. What differs between two nodes is odd on each of them, and stops them together."""
-    return finding.severity is Verdict.FAIL or finding.check == VERSIONS or finding.check.startswith("launch.")
+    is_shared = finding.check == VERSIONS or finding.check.startswith("launch.")
+    return finding.severity is Verdict.FAIL or (finding.severity is Verdict.WARN and is_shared)
 
 
 def _by_subject(report: FleetReport, selection: Selection) -> Iterator[NodeReport]:

@@ -91,7 +91,7 @@ def _data(told: Any) -> DataFacts:
         return DataFacts(path, problem, None)
     count = int(told["files"])
     return DataFacts(
-        path, "", f"{count} file{'' if count == 1 else 's'}, {int(told['bytes'])} bytes, {one_line(told['digest'], 8)}"
+        path, "", f"{count} file{'' if count == 1 else 's'}, {int(told['bytes'])} bytes, {one_line(told['digest'])[:8]}"
     )
 
 
