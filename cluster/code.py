@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.agent.code import code_id_of
-from cluster.agent.messages import READY, Message, MessageError, MessageReader, pack
+from cluster.agent.messages import READY, Message, MessageError, MessageReader, code_id_of, pack
 from cluster.errors import ClusterError, SshError
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cluster.errors import ClusterError
-from cluster.plan import LaunchPlan
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import Host, fan_out
@@ -178,14 +177,6 @@ class NodeCheckpoints:
 
     found: tuple[NodeCheckpoint, ...]
     errors: Mapping[str, str]
-
-
-def roots_of(plan: LaunchPlan) -> dict[str, str]:
-    """Where each node of a run over SSH keeps the checkpoints of the run; may begin with ~/."""
-    folder = plan.config.train.checkpoint.folder
-    if folder is not None:
-        return {node.name: f"{folder.rstrip('/')}/{plan.run_id}" for node in plan.nodes}
-    return {node.name: f"{node.folder}/checkpoints" for node in plan.nodes}
 
 
 def ask_nodes(hosts: Sequence[Host], roots: Mapping[str, str], connect: Connect) -> NodeCheckpoints:

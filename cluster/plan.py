@@ -152,6 +152,14 @@ def plan_text(plan: LaunchPlan) -> str:
     return json_text({key: value for key, value in plan.to_dict().items() if key != "files"})
 
 
+def roots_of(plan: LaunchPlan) -> dict[str, str]:
+    """Where each node of a run over SSH keeps the checkpoints of the run; may begin with ~/."""
+    folder = plan.config.train.checkpoint.folder
+    if folder is not None:
+        return {node.name: f"{folder.rstrip('/')}/{plan.run_id}" for node in plan.nodes}
+    return {node.name: f"{node.folder}/checkpoints" for node in plan.nodes}
+
+
 def node_spec(plan: LaunchPlan, node: NodePlan, *, lease_s: float | None) -> Spec:
     """What the supervisor of `node` is told. lease_s: None: the node goes on without a launcher."""
     container, checkpoint = plan.config.cluster.container, plan.config.train.checkpoint

@@ -10,8 +10,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.text import Text
 
 from cluster.launch.runner import runner_of
-from cluster.node_checkpoints import Connect, NodeCheckpoints, ask_nodes, roots_of
-from cluster.plan import LaunchPlan, PlanFileError, read_launch_plan
+from cluster.node_checkpoints import Connect, NodeCheckpoints, ask_nodes
+from cluster.plan import LaunchPlan, PlanFileError, read_launch_plan, roots_of
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import Host
 from cluster.ssh.nodes import fold_nodes

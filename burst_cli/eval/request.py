@@ -11,8 +11,7 @@ from burst_cli.compose import compose
 from burst_cli.launch.request import LaunchRequest
 from burst_cli.runs.choose import choose_run
 from cluster.launch.runner import runner_for, runner_of
-from cluster.node_checkpoints import roots_of
-from cluster.plan import PlanFileError, read_launch_plan
+from cluster.plan import PlanFileError, read_launch_plan, roots_of
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig, load_config
 from engine.runs.commit import checkpoints_of, list_checkpoints

@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.text import Text
 
 from burst_cli import render
-from burst_cli.eval.request import weights_of
 from burst_cli.eval.view import evaluation_view, is_evaluation
 from burst_cli.figures import DASH, binary_bytes, clean, count, count_of, duration, percent, plain
 from burst_cli.launch.detach import launch_detached
@@ -25,12 +24,12 @@ from burst_cli.runs.progress import RunProgress
 from burst_cli.runs.read import run_record
 from cluster.control.attempt import StopRequests
 from cluster.control.controller import Manner, control
+from cluster.control.judge import last_checkpoint
 from cluster.control.link import LaunchOutcome, LaunchTiming
 from cluster.launch.runner import open_links, runner_of
 from cluster.plan import LaunchPlan
 from engine.config.errors import ConfigError
-from engine.runs.folder import OVERRIDES_FILE, RunFolder, check_writable, create_run
-from engine.runs.manifest import CheckpointError
+from engine.runs.folder import OVERRIDES_FILE, RunFolder, create_run
 from engine.runs.provenance import collect_provenance
 from engine.runs.records import json_text
 
@@ -77,7 +76,6 @@ def run_plan(plan: LaunchPlan, overrides: Sequence[str], manner: LaunchManner) -
     Nothing is created when the data cannot be prepared; from then on every end is recorded in the run folder. Nodes
     other than this machine prepare their data themselves.
     """
-    check_writable(Path(plan.run_path))
     console = render.plain_stderr() if manner.plain_lines else render.stderr()
     if runner_of(plan).is_here:
         from burst_cli.launch.data import prepare_data  # nodes prepare theirs, and who asks them needs nothing for it
@@ -105,7 +103,7 @@ def lead_run(
             lambda plan, led: control(plan, run, open_links(plan, run), view, stop, led),
             Manner(start=start, timing=manner.timing, detached=manner.detach),
         )
-    conclude(run, outcome, progress.elapsed_s(), as_json=manner.as_json)
+    conclude(run, outcome, progress.elapsed_s(), last_checkpoint(run, plan), as_json=manner.as_json)
     return outcome.exit_code
 
 
@@ -126,8 +124,8 @@ def _heading(plan: LaunchPlan, run: RunFolder) -> Text:
     )
 
 
-def conclude(run: RunFolder, outcome: LaunchOutcome, elapsed_s: float, *, as_json: bool) -> None:
-    """Say how it ended: a failure on stderr, the result on stdout."""
+def conclude(run: RunFolder, outcome: LaunchOutcome, elapsed_s: float, saved: str | None, *, as_json: bool) -> None:
+    """Say how it ended: a failure on stderr, the result on stdout. saved: the last checkpoint."""
     console = render.stderr()
     name = f"{run.exp}/{run.run_id}"
     record = run_record(run)
@@ -151,18 +149,8 @@ def conclude(run: RunFolder, outcome: LaunchOutcome, elapsed_s: float, *, as_jso
                 render.stdout().print(Text(result_line(record)), soft_wrap=True)
             render.stdout().print(Text(f"more: burst report {run.run_id}"), soft_wrap=True)
             if not is_evaluation(record):
-                render.stdout().print(Text(saved_line(run)), soft_wrap=True)
-
-
-def saved_line(run: RunFolder) -> str:
-    """Where the newest weights of a run lie, or that there are none."""
-    steps = run.saved_steps()
-    if not steps:
-        return "weights: nothing was saved; train.checkpoint.at_end=true saves them"
-    try:
-        return f"weights: {weights_of(run, steps[-1])}"
-    except CheckpointError as error:
-        return f"weights: {clean(str(error))}"
+                weights = saved or "nothing was saved; train.checkpoint.at_end=true saves them"
+                render.stdout().print(Text(f"weights: {clean(weights)}"), soft_wrap=True)
 
 
 def result_line(record: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from engine.planning.memory.capacity import Hardware
 from engine.planning.methods.auto import check_attention
 from engine.planning.time.devices import find_machine
 from engine.planning.time.machine import machine_fields
-from engine.runs.folder import new_run_path
+from engine.runs.folder import check_writable, new_run_path
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ def prepare_launch(request: LaunchRequest) -> PreparedLaunch:
     nodes = _named_nodes(request)
     composed = compose((*request.overrides, *_node_overrides(nodes)), request.config_dirs, request.base)
     run_path = _run_path(request, composed.config.exp)
+    if not request.dry_run:
+        check_writable(run_path)  # before anybody is asked
     runner = runner_for(composed.config.cluster)
     health = not (request.skip_checks or request.dry_run)
     asked = Asked(nodes, request.overrides, request.force, request.dry_run, health, render.stderr().status)

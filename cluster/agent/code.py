@@ -5,7 +5,6 @@ ROOT/<code id>.zip.part-<nonce>    being written
 """
 
 import contextlib
-import hashlib
 import os
 import re
 import shutil
@@ -13,17 +12,8 @@ import stat
 import time
 from typing import Any, Optional
 
+from cluster.agent.messages import code_id_of, code_path
 from cluster.agent.processes import all_pids, read_environ
-
-
-def code_path(root: str, code_id: str) -> str:
-    """What PYTHONPATH names."""
-    return f"{root}/{code_id}.zip"
-
-
-def code_id_of(archive: bytes) -> str:
-    """64 hex digits."""
-    return hashlib.sha256(archive).hexdigest()
 
 
 def check_code(path: str, code_id: str) -> str:

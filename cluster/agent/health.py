@@ -22,18 +22,12 @@ from typing import Any, Optional
 
 from cluster.agent.folder import Document, NodeFiles, now_text, read_json, write_json, write_text
 from cluster.agent.memory import meminfo_bytes, memory_limit_bytes
+from cluster.agent.messages import SLOWDOWNS
 from cluster.agent.processes import Entry, Helpers, Rank, inner_pids, read_entry, send_signal
 
 INTERVAL_S = 5.0
 _QUERY_S = 10.0
 _STALE_S = 30.0  # what nvidia-smi said so long ago is no news
-# What holds clocks down that ought to be full, by its bit (NVML): idling, set clocks and the power limit are normal.
-SLOWDOWNS = {
-    0x08: "hw slowdown",
-    0x20: "sw thermal slowdown",
-    0x40: "hw thermal slowdown",
-    0x80: "hw power brake slowdown",
-}
 _QUERY = "index,utilization.gpu,memory.used,temperature.gpu,clocks.sm,{}"
 # The driver renamed the field at 535.54.03.
 _THROTTLE = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")

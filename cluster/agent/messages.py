@@ -1,4 +1,4 @@
-"""What a launcher says to a node: the part of a run that it is to own, and messages as they travel.
+"""What a launcher and a node both know: the part of a run that one is to own, and messages as they travel.
 
     READY                                          once, by the program: what a login shell said before is passed over
     bytes of the object (4), bytes of the data (4), a JSON object, data      one question, then its one answer
@@ -6,6 +6,7 @@
 Lengths are checked before anything is read: a peer that sends something else is refused, never believed.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -18,6 +19,13 @@ RANK_LOGS_VARIABLE = "BURST_RANK_LOGS"
 STOP_GRACE_S = 12.0  # between asking ranks to stop and killing them
 READY = b"\nburst is here\n"
 MAX_OBJECT_BYTES = 8 << 20
+# What holds clocks down that ought to be full, by its bit (NVML): idling, set clocks and the power limit are normal.
+SLOWDOWNS = {
+    0x08: "hw slowdown",
+    0x20: "sw thermal slowdown",
+    0x40: "hw thermal slowdown",
+    0x80: "hw power brake slowdown",
+}
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _NODE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,252}")
 _CONTAINER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,252}")
@@ -26,6 +34,16 @@ _QUESTION_BYTES = 256 << 20  # the code of the ranks comes as one
 _HEAD = struct.Struct(">II")
 
 Message = dict[str, Any]
+
+
+def code_path(root: str, code_id: str) -> str:
+    """What PYTHONPATH names."""
+    return f"{root}/{code_id}.zip"
+
+
+def code_id_of(archive: bytes) -> str:
+    """64 hex digits."""
+    return hashlib.sha256(archive).hexdigest()
 
 
 class MessageError(Exception):

@@ -19,8 +19,7 @@ from cluster.control.attempt import tail_text, torchrun_log
 from cluster.control.fleet import Fleet, Part, StopOrder, kill_facts
 from cluster.control.link import INTERRUPTED, LaunchOutcome, NodeStatus
 from cluster.failure import Death, Failure, NodeEvidence, find_failure
-from cluster.node_checkpoints import roots_of
-from cluster.plan import LaunchPlan, NodePlan
+from cluster.plan import LaunchPlan, NodePlan, roots_of
 from cluster.ssh.hosts import node_command, reaching
 from cluster.ssh.nodes import fold_nodes
 from cluster.values import integer, table, word

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cluster.agent.code import code_path
+from cluster.agent.messages import code_path
 from cluster.checks.groups.launch import Offer, read_offer
 from cluster.checks.groups.software import read_software
 from cluster.checks.launch import check_launch

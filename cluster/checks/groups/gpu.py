@@ -7,7 +7,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from cluster.agent.health import SLOWDOWNS
+from cluster.agent.messages import SLOWDOWNS
 from cluster.checks.finding import Check, Finding, Verdict
 from cluster.checks.group import AbsentError, CheckGroup, Judge
 from cluster.survey.facts import NodeFacts

@@ -24,7 +24,7 @@ from testkit.terminal import on_terminal
 from testkit.waiting import wait_for
 
 from burst_cli.compose import compose
-from burst_cli.launch.launching import conclude, saved_line
+from burst_cli.launch.launching import conclude
 from cluster.control.link import LaunchOutcome, Leftover
 from engine.config.settings import RunConfig, dump_config
 from engine.data.tokenizers import train_bpe
@@ -306,7 +306,7 @@ EVALUATED = {
 
 
 @pytest.mark.parametrize(
-    ("state", "summary", "told"),
+    ("state", "summary", "saved", "told"),
     [
         (
             "completed",
@@ -314,6 +314,7 @@ EVALUATED = {
                 **{"steps": 120, "dropped_steps": 3, "final_train_loss": 2.0, "tokens_per_s_per_device": 12345.0},
                 **{"final_validation_loss": 2.5, "mfu": 0.25, "peak_memory_bytes": 2**30},
             },
+            None,
             [
                 "120 steps (3 dropped)  train loss 2.0000  validation loss 2.5000  tokens/s per device 12.3K  MFU 25%"
                 "  peak memory 1 GiB",
@@ -324,35 +325,42 @@ EVALUATED = {
         (
             "cancelled",
             EVALUATED,
+            None,
             [
                 "weights of 20260101-000000-bbbbbb after step 80",
                 "validation loss 2.5000  bits/byte 1.2500 on sequences of 8,192 tokens",
                 "more: burst report 20260101-000000-abcdef",
             ],
         ),
+        (
+            "completed",
+            {"steps": 120},
+            "/shared/step-00000120",
+            [
+                "120 steps",
+                "more: burst report 20260101-000000-abcdef",
+                "weights: /shared/step-00000120",
+            ],
+        ),
     ],
 )
 def test_the_end_tells_figures_of_a_training_and_findings_of_an_evaluation(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], state: str, summary: dict[str, Any], told: list[str]
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    state: str,
+    summary: dict[str, Any],
+    saved: str | None,
+    told: list[str],
 ) -> None:
     run = create_run(tmp_path / "tiny" / "20260101-000000-abcdef", {"config.yaml": dump_config(RunConfig())})
     for step in ("starting", "running"):
         run.transition(step)
     run.write_summary(summary)
     run.transition(state)
-    conclude(run, LaunchOutcome(state, 0, leftover=(Leftover("tb1", (4711,)),)), 65.0, as_json=False)
+    conclude(run, LaunchOutcome(state, 0, leftover=(Leftover("tb1", (4711,)),)), 65.0, saved, as_json=False)
     out, err = capsys.readouterr()
     assert [line.rstrip() for line in out.splitlines()] == [f"{state} tiny/{run.run_id} in 1:05", *told]
     assert err == "warning: may still run: tb1: processes 4711\n"
-
-
-def test_the_last_line_says_where_the_weights_are_or_that_there_are_none(tmp_path: Path) -> None:
-    run = create_run(tmp_path / "tiny" / "20260101-000000-abcdef", {"config.yaml": dump_config(RunConfig())})
-    assert saved_line(run) == "weights: nothing was saved; train.checkpoint.at_end=true saves them"
-    for step in (3, 6):
-        (run.path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
-        run.append_event("checkpoint", step=step, bytes=1, stall_s=0.0, seconds=0.0)
-    assert saved_line(run) == f"weights: {run.path}/checkpoints/step-00000006"
 
 
 @pytest.mark.parametrize("exp", ["extend_128k", "extend_1m", "sft_128k", "toy_8k"])

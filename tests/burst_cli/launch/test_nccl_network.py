@@ -84,7 +84,7 @@ def test_status_says_it_to_people_and_to_programs(burst, run: RunFolder) -> None
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_launch_that_ends_says_it(run: RunFolder, capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
     write_nccl(run, "tb1", NETWORK)
-    conclude(run, LaunchOutcome("completed", 0), 1.0, as_json=as_json)
+    conclude(run, LaunchOutcome("completed", 0), 1.0, None, as_json=as_json)
     out, err = capsys.readouterr()
     assert "warning: NCCL fell back to sockets on tb1" in err
     if as_json:

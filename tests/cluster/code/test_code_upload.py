@@ -17,7 +17,8 @@ import pytest
 from testkit.local_connection import LocalConnection
 from testkit.waiting import wait_for
 
-from cluster.agent.code import check_code, code_path, install, prune
+from cluster.agent.code import check_code, install, prune
+from cluster.agent.messages import code_path
 from cluster.code import CodeArchive, CodeError, CodePlace, build_archive, code_place, upload_code
 from cluster.ssh.hosts import Host
 

@@ -84,10 +84,12 @@ def test_port_that_somebody_uses_is_refused_before_anything_starts(
         check(row, words, burst)
 
 
-def test_runs_folder_that_cannot_be_written_is_named(words: list[str], tmp_path: Path, burst: Burst) -> None:
+def test_runs_folder_that_cannot_be_written_is_named_before_any_node_is_asked(
+    words: list[str], tmp_path: Path, burst: Burst
+) -> None:
     (row,) = (row for row in REFUSED if row.do == "put a file there")
     (tmp_path / "file").write_text("")
-    check(row, [*words, "--runs-dir", str(tmp_path / "file" / "runs")], burst)
+    check(row, [*words, "cluster.ssh.port=1", "--runs-dir", str(tmp_path / "file" / "runs")], burst)
 
 
 def test_second_launch_on_busy_nodes_is_refused_and_the_first_goes_on(
