@@ -221,7 +221,7 @@ class FakeConnection:
 class FakeFleet:
     """`connect` for check_nodes: nodes by name, each an answer or the error that connecting ends with."""
 
-    nodes: Mapping[str, Answer | SshError]
+    nodes: Mapping[str, Answer | Exception]
     ahead_s: Mapping[str, float] = field(default_factory=dict)
     connections: dict[str, FakeConnection] = field(default_factory=dict)
 
@@ -231,7 +231,7 @@ class FakeFleet:
 
     def connect(self, host: Host) -> FakeConnection:
         node = self.nodes[host.name]
-        if isinstance(node, SshError):
+        if isinstance(node, Exception):
             raise node
         self.connections[host.name] = FakeConnection(host, node, ahead_s=self.ahead_s.get(host.name, 0.0))
         return self.connections[host.name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
@@ -14,44 +14,22 @@ from cluster.checks.selection import EXPLANATIONS, GROUP_NAMES, GROUPS, read_sel
 from cluster.checks.ssh import EXPLANATIONS as SSH
 from engine.config.errors import ConfigError
 
-SEVERITIES = st.lists(st.sampled_from(list(Verdict)), max_size=5)
-
-
-def report(node: str, *severities: Verdict, check: str = "gpu.ecc") -> NodeReport:
-    return NodeReport(node, tuple(Finding(check, node, severity, "") for severity in severities))
-
-
-def fleet(**nodes: list[Verdict] | tuple[Verdict, ...]) -> FleetReport:
-    return FleetReport({name: report(name, *severities) for name, severities in nodes.items()})
-
-
-@given(SEVERITIES)
-def test_only_what_was_seen_and_did_not_fail_is_usable(severities: list[Verdict]) -> None:
-    expected = bool(severities) and not {Verdict.FAIL, Verdict.UNKNOWN} & set(severities)
-    assert report("n1", *severities).usable is expected
-
-
-def test_a_skipped_check_does_not_colour_the_verdict() -> None:
-    assert report("n1", Verdict.OK, Verdict.SKIP).verdict is Verdict.OK
-    assert report("n1", Verdict.SKIP).verdict is Verdict.SKIP
-    assert report("n1", Verdict.SKIP, Verdict.UNKNOWN).verdict is Verdict.UNKNOWN
-
-
-def test_a_node_without_findings_is_unknown() -> None:
-    assert report("n1").verdict is Verdict.UNKNOWN
+ORDER = [Verdict.SKIP, Verdict.OK, Verdict.WARN, Verdict.UNKNOWN, Verdict.FAIL]  # nothing seen is UNKNOWN
+SEVERITIES = st.lists(st.sampled_from(ORDER), max_size=5)
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), SEVERITIES, max_size=5))
-def test_exit_codes(nodes: dict[str, list[Verdict]]) -> None:
-    checked = fleet(**nodes)
-    verdicts = {node.verdict for node in checked.nodes.values()}
-    if Verdict.FAIL in verdicts:
-        assert checked.exit_code == 1
-    elif Verdict.UNKNOWN in verdicts or not nodes:
-        assert checked.exit_code == 3
-    else:
-        assert checked.exit_code == 0
-        assert checked.usable == tuple(nodes)
+@example({})
+def test_the_worst_finding_is_the_verdict_and_decides_who_is_usable_and_the_exit_code(
+    nodes: dict[str, list[Verdict]],
+) -> None:
+    found = {name: [Finding("gpu.ecc", name, severity, "") for severity in told] for name, told in nodes.items()}
+    checked = FleetReport({name: NodeReport(name, tuple(findings)) for name, findings in found.items()})
+    worst = {name: max(told, key=ORDER.index) if told else Verdict.UNKNOWN for name, told in nodes.items()}
+    assert {name: node.verdict for name, node in checked.nodes.items()} == worst
+    assert checked.usable == tuple(name for name in nodes if worst[name] in ORDER[:3])
+    known = 3 if Verdict.UNKNOWN in worst.values() or not nodes else 0
+    assert checked.exit_code == (1 if Verdict.FAIL in worst.values() else known)
 
 
 # What is wanted.

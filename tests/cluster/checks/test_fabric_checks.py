@@ -8,12 +8,11 @@ import pytest
 from fabric_nodes import COMPUTE, FabricNode, lines, port, roce_gids, switch
 from testkit.check_fakes import Groups, changed_section, ended, only
 
-from cluster.checks.compare import profile_findings
 from cluster.checks.finding import Verdict
 from cluster.checks.groups.ib import FabricView
-from cluster.survey.adapters import ipv4_of_gid, parse_adapters, pci_path, roce_gid_index
+from cluster.survey.adapters import ipv4_of_gid, parse_adapters, roce_gid_index
 from cluster.survey.facts import NodeFacts
-from cluster.survey.section import Section, SectionState, UnreadableError
+from cluster.survey.section import Section, UnreadableError
 from engine.config.cluster import ClusterConfig, ExpectedHardware
 
 GROUP = Groups("ib")
@@ -75,13 +74,6 @@ def test_ports_that_are_left_out_have_a_reason(node: FabricNode):
     assert "mlx5_4:1: its link is not up" in only(node.check(), "ib.count").evidence
 
 
-def test_where_nothing_else_is_there_virtual_functions_and_bonds_are_used(node: FabricNode):
-    roce(node).all_compute(bonded=True)
-    assert len(chosen(node).active) == 8
-    node.ports = {name: {**node.ports[name], "physfn": True} for name in COMPUTE}
-    assert len(chosen(node).active) == 8
-
-
 def test_without_gpus_every_port_counts_that_no_configuration_excuses(node: FabricNode):
     node.gpus = []
     assert node.complaints() == [("ib.state", "mlx5_4:1", FAIL)]
@@ -97,13 +89,6 @@ def test_what_ranks_use_is_judged_wherever_it_sits_and_whatever_else_it_carries(
     assert not node.complaints()
     roce(node).ports = {ONE: node.ports[ONE]}
     assert [one.device for one in chosen(node).ports] == [ONE]
-
-
-def test_second_ports_of_another_kind_are_left_out_while_they_are_down(node: FabricNode):
-    for name in COMPUTE:
-        node.ports[f"{name}_b"] = {**node.ports[name], "dev": f"{name}_b", **DOWN}
-    assert {one.link_layer for one in chosen(roce(node)).ports} == {"Ethernet"}
-    assert len(chosen(node).active) == 8
 
 
 # One port of a healthy node.
@@ -293,34 +278,7 @@ def test_traits_are_what_all_nodes_must_have_alike(node: FabricNode):
     node.ports[ONE]["netdev_mtu"] = ""  # what one port does not tell is left out
     assert "ib.mtu" not in GROUP.traits(node.probe(), ClusterConfig())
     assert GROUP.traits(changed_section(node.probe(), "ib.ports", exit_code=1), ClusterConfig()) == {}
-
-
-def fleet(*nodes: FabricNode, **expected: object) -> set[tuple[str, str, Verdict]]:
-    """What comparing nodes says of who is odd."""
-    config = ClusterConfig(expected=ExpectedHardware(**expected))
-    traits = {f"n{at}": GROUP.traits(one.probe(f"n{at}"), config) for at, one in enumerate(nodes, start=1)}
-    found = profile_findings(traits)
-    return {(one.node, one.check, one.severity) for one in found if one.severity in (WARN, FAIL)}
-
-
-def test_the_node_with_another_number_or_rate_of_ports_is_named():
-    less, slow = FabricNode.healthy(), FabricNode.healthy()
-    less.ports[ONE]["state"] = "1: DOWN"
-    slow.all_compute(**HDR)
-    healthy = [FabricNode.healthy() for _ in range(3)]
-    assert fleet(*healthy) == set()
-    assert fleet(*healthy, less) == {("n4", "ib.count", FAIL)}
-    assert fleet(*healthy, less, hcas=7) == set()
-    assert fleet(*healthy, slow, hca_rate_gbps=200.0) == set()
-    assert fleet(*healthy, slow) == {("n4", "ib.rate", FAIL)}
-    assert fleet(*healthy, bare()) == {("n4", "ib.count", FAIL)}
-
-
-def test_unreadable_ports_make_every_check_unknown(node: FabricNode):
-    node.sections = {
-        "ib.ports": changed_section(node.probe(), "ib.ports", state=SectionState.TIMED_OUT).section("ib.ports")
-    }
-    assert node.complaints() == [(check, None, UNKNOWN) for check in GROUP.checks]
+    assert GROUP.traits(bare().probe(), ClusterConfig()) == {"ib.count": "0"}
 
 
 # From the lines of the probe to values.
@@ -341,12 +299,6 @@ def test_a_port_has_all_that_the_probe_told():
     assert (found.is_bond, found.is_virtual_function, found.has_default_route) == (False, False, False)
     assert found.link_layer == "a%25b"
     assert one_port(dev="mlx5_bond_0").is_bond
-
-
-def test_ports_are_ordered_as_people_count(node: FabricNode):
-    names = [found.device for found in parse_adapters(node.probe().section("ib.ports")).ports]
-    assert names.index("mlx5_11") > names.index("mlx5_8")
-    assert len(names) == len(COMPUTE) + 3
 
 
 @pytest.mark.parametrize(
@@ -370,10 +322,3 @@ def test_the_gid_index_is_that_of_roce_v2_over_ipv4():
     assert roce_gid_index(one_port()) is None
     assert ipv4_of_gid("0000:0000:0000:0000:0000:ffff:0a01:02ff") == "10.1.2.255"
     assert ipv4_of_gid("0000:0000:0000:0000:0000:ffff:0a01:zzzz") is None
-
-
-def test_pci_paths_keep_addresses_only():
-    path = "/sys/devices/pci0000:0c/0000:0c:01.0/0000:0D:00.0/infiniband/mlx5_0"
-    assert pci_path(path) == ("0000:0c:01.0", "0000:0d:00.0")
-    assert pci_path("/sys/devices/pci10000:00/10000:00:02.0") == ("10000:00:02.0",)
-    assert pci_path("") == ()

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import replace
 
 import pytest
-from rehearsal import check, fixture_text
-from testkit.check_fakes import bad
+from rehearsal import check, fixture_text, healthy
+from testkit.check_fakes import bad, changed_section
 from testkit.check_fakes import ended as section_ended
 
 from cluster.checks.finding import Verdict
-from cluster.survey.nvidia_smi import SmiFailure, SmiLog, SmiTrouble, normal_address, parse_xml, read_smi
+from cluster.survey.facts import NodeFacts
+from cluster.survey.nvidia_smi import (
+    GpuAddress,
+    SmiFailure,
+    SmiLog,
+    SmiTrouble,
+    normal_address,
+    parse_xml,
+    read_pci_devices,
+    read_smi,
+)
 from cluster.survey.section import NodeProbe, Section, SectionState
+from engine.config.cluster import ClusterConfig
 
 OK, WARN, FAIL, SKIP, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.SKIP, Verdict.UNKNOWN
 
@@ -176,3 +189,32 @@ def test_every_element_of_a_gpu_is_optional() -> None:
         assert isinstance(read_smi(smaller), SmiLog), tag
         broke = [one for one in check(NodeProbe("node1", {"gpu.smi": smaller})) if "broke" in one.observed]
         assert broke == [], tag
+
+
+# Where GPUs and NVSwitches sit, by sysfs and by nvidia-smi.
+
+
+def test_the_audio_function_of_a_gpu_is_no_gpu() -> None:
+    row = ["0000:01:00.1", "0x040300", "", "/sys/devices/pci0000:00/0000:01:00.1"]
+    devices = read_pci_devices(section_ended("gpu.lspci", json.dumps({"total": 5, "devices": [row]})))
+    assert devices is not None
+    assert devices.gpus == ()
+    assert len(devices.devices) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", '{"total": "x", "devices": []}', '{"total": 5, "devices": [["0000:01:00.0", "zz", "", "/"]]}', "7"],
+)
+def test_a_list_of_devices_that_breaks_off_is_none(text: str) -> None:
+    assert read_pci_devices(section_ended("gpu.lspci", text)) is None
+
+
+def test_gpu_addresses_come_from_sysfs_or_nvidia_smi_while_the_other_is_silent() -> None:
+    def addresses(probe: NodeProbe) -> tuple[GpuAddress, ...]:
+        return NodeFacts(probe, ClusterConfig()).gpu_addresses
+
+    whole = addresses(healthy())
+    assert addresses(changed_section(healthy(), "gpu.smi", exit_code=15)) == whole
+    bare = tuple(replace(gpu, pci_path=gpu.pci_path[-1:], numa_node=None) for gpu in whole)
+    assert addresses(changed_section(healthy(), "gpu.lspci", exit_code=1)) == bare
