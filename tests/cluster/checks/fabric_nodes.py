@@ -1,4 +1,4 @@
-"""Answers of a node to the probes `ib` and `net`, written by hand: `FabricNode` is healthy until a test changes it."""
+"""Answers of a node to the probes `ib` and `net`: `FabricNode` is a healthy h100x8 until a test changes it."""
 
 from __future__ import annotations
 
@@ -7,48 +7,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import rehearsal
 from testkit.check_fakes import Groups, bad, ended, told
 
 from cluster.checks.finding import Finding, Verdict
 from cluster.survey.section import NodeProbe, Section
+from cluster.testbed.hardware.devices import compute_adapters
 from engine.config.cluster import ClusterConfig, ExpectedHardware
 
 GROUP = Groups("ib")
 
-COMPUTE = tuple(f"mlx5_{number}" for number in (0, 1, 2, 5, 6, 7, 8, 11))
+COMPUTE = compute_adapters("h100x8", 1)
 
 
 def lines(words: Iterable[tuple[str, Mapping[str, object]]]) -> str:
     """The rows of an answer."""
     return json.dumps([*words])
-
-
-def switch(number: int) -> str:
-    """The path of a PCI switch."""
-    return f"/sys/devices/pci0000:{number:02x}/0000:{number:02x}:01.0/0000:{number + 1:02x}:00.0"
-
-
-def port(device: str, place: int, **changes: object) -> dict[str, object]:
-    """Fields of the port of an H100 node's adapter below switch `place`."""
-    return {
-        "dev": device,
-        "port": 1,
-        "state": "4: ACTIVE",
-        "phys_state": "5: LinkUp",
-        "rate": "400 Gb/sec (4X NDR)",
-        "link_layer": "InfiniBand",
-        "path": f"{switch(place)}/0000:{place + 2:02x}:01.0/0000:{place + 4:02x}:00.0",
-        "numa_node": 0,
-        "current_link_width": 16,
-        "max_link_width": 16,
-        "current_link_speed": "32.0 GT/s PCIe",
-        "physfn": False,
-        "netdev": f"ib{place // 16}",
-        "netdev_state": "up",
-        "netdev_mtu": 4092,
-        "gid.0": "fe80:0000:0000:0000:5200:0001:0010:0001 IB/RoCE v1",
-        **changes,
-    }
 
 
 def roce_gids(address: str, first: int = 0) -> dict[str, str]:
@@ -63,42 +37,27 @@ class FabricNode:
     """A node with eight GPUs, an adapter beside each, an Ethernet port, a spare port without cable and a bond."""
 
     ports: dict[str, dict[str, object]]
-    gpus: list[str]
-    counters: dict[str, dict[str, int]]
-    later: dict[str, dict[str, int]]  # what the second sample says otherwise
+    gpus: list[str]  # their places
+    counters: dict[str, dict[str, object]]
     kernel: list[str]
+    gpudirect: dict[str, object]
+    later: dict[str, dict[str, int]] = field(default_factory=dict)  # what the second sample says otherwise
     others: list[tuple[str, dict[str, object]]] = field(default_factory=list)
-    gpudirect: dict[str, str] = field(default_factory=dict)
     sections: dict[str, Section] = field(default_factory=dict)  # instead of what would be made of the rest
 
     @classmethod
     def healthy(cls) -> FabricNode:
         """Everything works."""
-        ports = {name: port(name, 16 * place) for place, name in enumerate(COMPUTE)}
-        gpus = [
-            f"{switch(16 * place)}/0000:{16 * place + 2:02x}:00.0/0000:{16 * place + 3:02x}:00.0" for place in range(8)
-        ]
-        ports |= {
-            "mlx5_3": port("mlx5_3", 0xE0, link_layer="Ethernet", rate="100 Gb/sec (4X EDR)", netdev="ens1"),
-            "mlx5_4": port("mlx5_4", 0xD0, state="1: DOWN", phys_state="3: Disabled", rate="10 Gb/sec (4X SDR)"),
-            "mlx5_bond_0": port(
-                "mlx5_bond_0",
-                0xF0,
-                link_layer="Ethernet",
-                rate="200 Gb/sec (2X NDR)",
-                netdev="bond0",
-                default_route=True,
-            ),
-        }
-        counters = {
-            name: {"link_downed": 0, "symbol_error": 0, "out_of_sequence": 0, "port_xmit_data": 7} for name in ports
-        }
-        kernel = ["[    0.000000] Linux version 5.15.0"]
-        kernel += [
-            f"[   12.000000] mlx5_core {str(fields['path'])[-12:]}: firmware version: 28.41.1000"
-            for fields in ports.values()
-        ]
-        return cls(ports, gpus, counters, {}, kernel, gpudirect={"peermem": "yes", "driver": "", "dmabuf": "no"})
+
+        def told(name: str) -> Any:
+            return rehearsal.healthy().section(name).document()
+
+        ports = {row["dev"]: row for _, row in told("ib.ports") if row["dev"] not in ("mlx5_4", "mlx5_10")}
+        counters = {row["dev"]: row for sample, row in told("ib.counters") if row["dev"] in ports}
+        gpus = [place for _, kind, _, place in told("gpu.lspci")["devices"] if kind.startswith("0x0302")]
+        log = rehearsal.healthy().section("kernel.log").output.splitlines()
+        kernel = [line.removeprefix("line\t") for line in log if line.startswith("line\t")]
+        return cls(ports, gpus, counters, kernel, told("ib.gpudirect"))
 
     def all_compute(self, **changes: object) -> None:
         """Change every port for training."""
@@ -107,24 +66,21 @@ class FabricNode:
 
     def probe(self, name: str = "n1") -> NodeProbe:
         """Its answer."""
-        listed = [("port", fields) for fields in self.ports.values()] + self.others
-        samples: list[tuple[str, Mapping[str, object]]] = []
-        for number in (1, 2):
-            for device, values in self.counters.items():
-                told = values | (self.later.get(device, {}) if number == 2 else {})
-                samples.append((f"sample{number}", {"dev": device, "port": 1, **told}))
+        samples = [
+            (f"sample{at}", {"dev": device, "port": 1, **values, **(self.later.get(device, {}) if at == 2 else {})})
+            for at in (1, 2)
+            for device, values in self.counters.items()
+        ]
         kernel = ["uptime\t900000.00", *(f"line\t{line}" for line in self.kernel), "log\tdmesg\t99\tsince boot"]
+        devices = [[place[-12:], "0x030200", "0", place] for place in self.gpus]
         made = {
-            "ib.ports": ended("ib.ports", lines(listed)),
-            "gpu.lspci": ended("gpu.lspci", self._pci()),
-            "ib.counters": ended("ib.counters", lines(samples)),
-            "kernel.log": ended("kernel.log", "\n".join(kernel)),
-            "ib.gpudirect": ended("ib.gpudirect", self._gpudirect()),
+            "ib.ports": lines([*(("port", fields) for fields in self.ports.values()), *self.others]),
+            "gpu.lspci": json.dumps({"total": 99, "devices": devices}),
+            "ib.counters": lines(samples),
+            "kernel.log": "\n".join(kernel),
+            "ib.gpudirect": json.dumps(self.gpudirect),
         }
-        return NodeProbe(name, made | self.sections)
-
-    def _pci(self) -> str:
-        return json.dumps({"total": 99, "devices": [[path[-12:], "0x030200", "0", path] for path in self.gpus]})
+        return NodeProbe(name, {each: ended(each, text) for each, text in made.items()} | self.sections)
 
     def check(self, **expected: Any) -> list[Finding]:
         """Findings of the group `ib`, with `expected` as cluster.expected."""
@@ -137,17 +93,6 @@ class FabricNode:
     def told(self, **expected: Any) -> list[str]:
         """The same in words."""
         return told(self.check(**expected))
-
-    def _gpudirect(self) -> str:
-        told = {"peermem": "no", "driver": "", "dmabuf": "no", "nvidia": "yes"} | self.gpudirect
-        document = {
-            "peers": ["/sys/module/nvidia_peermem/version"] if told["peermem"] == "yes" else [],
-            "module": told["nvidia"] == "yes",
-            "driver": told["driver"],
-            "kernel": "5.15.0-105-generic",
-            "dmabuf": {"yes": True, "no": False}.get(told["dmabuf"]),
-        }
-        return json.dumps(document)
 
 
 def link(name: str, *addresses: str, kind: str = "", state: str = "UP", **more: Any) -> dict[str, Any]:

@@ -126,31 +126,32 @@ def test_a_kernel_log_that_may_not_be_read_is_not_a_quiet_one(node: FabricNode, 
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build"
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15"
+PEERS = ["/sys/module/nvidia_peermem/version"]
 NO_WAY = (Verdict.FAIL, "adapters cannot reach GPU memory")
 
 
 @pytest.mark.parametrize(
     ("told", "expected"),
     [
-        ({"peermem": "yes"}, (Verdict.OK, "nvidia_peermem")),
-        ({"driver": OPEN, "dmabuf": "yes"}, (Verdict.OK, "DMA-BUF")),
-        ({"peermem": "yes", "driver": OPEN, "dmabuf": "yes"}, (Verdict.OK, "nvidia_peermem and DMA-BUF")),
-        ({"driver": OPEN, "dmabuf": "no"}, NO_WAY),
+        ({"peers": PEERS}, (Verdict.OK, "nvidia_peermem")),
+        ({"driver": OPEN, "dmabuf": True}, (Verdict.OK, "DMA-BUF")),
+        ({"peers": PEERS, "driver": OPEN, "dmabuf": True}, (Verdict.OK, "nvidia_peermem and DMA-BUF")),
+        ({"driver": OPEN}, NO_WAY),
         (
-            {"driver": OPEN, "dmabuf": "unreadable"},
+            {"driver": OPEN, "dmabuf": None},
             (UNKNOWN, "no module nvidia_peermem; whether the kernel has DMA-BUF cannot be read"),
         ),
-        ({"driver": CLOSED, "dmabuf": "yes"}, NO_WAY),
-        ({"driver": ""}, NO_WAY),
-        ({"driver": "", "nvidia": "no"}, NO_WAY),
+        ({"driver": CLOSED, "dmabuf": True}, NO_WAY),
+        ({}, NO_WAY),
+        ({"module": False}, NO_WAY),
     ],
 )
-def test_adapters_must_reach_gpu_memory(node: FabricNode, told: Mapping[str, str], expected: tuple[Verdict, str]):
-    node.gpudirect = {"peermem": "no", **told}
+def test_adapters_must_reach_gpu_memory(node: FabricNode, told: Mapping[str, object], expected: tuple[Verdict, str]):
+    node.gpudirect |= {"peers": [], "driver": "", "dmabuf": False, **told}
     found = only(node.check(), "ib.gpudirect")
     assert (found.severity, found.observed) == expected
 
 
 def test_a_node_without_gpus_needs_no_gpudirect(node: FabricNode):
-    node.gpus, node.gpudirect = [], {"peermem": "no", "nvidia": "no"}
+    node.gpus, node.gpudirect = [], {**node.gpudirect, "peers": [], "driver": "", "module": False}
     assert only(node.check(), "ib.gpudirect").severity is Verdict.SKIP
