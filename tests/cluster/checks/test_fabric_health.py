@@ -150,6 +150,7 @@ def test_adapters_must_reach_gpu_memory(node: FabricNode, told: Mapping[str, obj
     node.gpudirect |= {"peers": [], "driver": "", "dmabuf": False, **told}
     found = only(node.check(), "ib.gpudirect")
     assert (found.severity, found.observed) == expected
+    assert (found.evidence == PEERS[0]) == ("peers" in told)
 
 
 def test_a_node_without_gpus_needs_no_gpudirect(node: FabricNode):

@@ -202,10 +202,6 @@ def of_gpu_1(text: str) -> str:
             for down in (DEAD, DOWN)
         ),
         (
-            re.sub(r"\t Link 17: .*\n?", "", NVLINKS),
-            [f"FAIL gpu.nvlink ({device}): 17 NVLinks; expected: 18 links up" for device in ALL_GPUS],  # by its model
-        ),
-        (
             re.sub("GPU 7.*", "", NVLINKS, flags=re.DOTALL),
             ["UNKNOWN gpu.nvlink (GPU 7): not in the answer of `nvidia-smi nvlink --status`"],
         ),
@@ -222,6 +218,23 @@ def of_gpu_1(text: str) -> str:
 )
 def test_nvlinks(text: str, expected: list[str]) -> None:
     assert in_words(check(changed_section(healthy(), "gpu.nvlink", output=text))) == expected
+
+
+@pytest.mark.parametrize(
+    ("models", "links"),
+    [
+        (("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H20", "NVIDIA B200"), 18),
+        (("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"), 12),
+        (("NVIDIA A800-SXM4-80GB", "NVIDIA H800"), 8),
+    ],
+)
+def test_a_model_has_so_many_nvlinks_even_where_all_gpus_lack_one(models: tuple[str, ...], links: int) -> None:
+    lack = [f"FAIL gpu.nvlink ({device}): {links - 1} NVLinks; expected: {links} links up" for device in ALL_GPUS]
+    for model in models:
+        for there, expected in ((links, []), (links - 1, lack)):
+            text = re.sub(rf"\t Link (?:{'|'.join(map(str, range(there, 18)))}): .*\n?", "", NVLINKS)
+            probe = changed_section(told(healthy(), "product_name", model, count=0), "gpu.nvlink", output=text)
+            assert in_words(check(probe)) == expected
 
 
 @pytest.mark.parametrize(
