@@ -9,7 +9,6 @@ from burst_cli import render
 from burst_cli.compose import compose
 from burst_cli.options import RUNS_DIR
 from burst_cli.plan.memory_check import MemoryCheck, MemoryPlanner, check_memory, group_topology, with_memory
-from cluster.facts import probe_local_node
 from cluster.launch.runner import Asked, Survey, runner_for
 from cluster.plan import LaunchPlan, with_exclusive
 from engine.config.rules import check_config
@@ -104,12 +103,9 @@ def with_policy(config: RunConfig, memory: MemoryCheck) -> RunConfig:
 
 def time_notes(request: LaunchRequest, config: RunConfig, hardware: Hardware | None) -> tuple[str, ...]:
     """What to say of the time that the settled `config` takes. Raises ConfigError where it is hopeless on CPUs."""
-    from burst_cli.launch.timing import expected_time, newest_measured
-    from burst_cli.sweep.estimate import LaunchJudge
+    from burst_cli.launch.timing import expected_time
 
-    planner = MemoryPlanner(hardware)
-    measured = newest_measured(request.runs_dir)
-    return expected_time(config, LaunchJudge(probe_local_node(), planner, measured, request.force or request.dry_run))
+    return expected_time(config, MemoryPlanner(hardware), force=request.force or request.dry_run)
 
 
 def _run_path(request: LaunchRequest, exp: str) -> Path:

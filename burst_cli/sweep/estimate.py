@@ -1,13 +1,8 @@
-"""Whether a configuration can run, fits, and what it takes: what a launch would find out, for every cell beforehand.
-
-The time of a step is the engine's prediction, corrected by what a run that was measured took beside its own: that most
-like the cell. Same model, ranks and rates of prediction are a must; then the same method, then the nearest length.
-"""
+"""Whether a configuration can run, fits, and what it takes: what a launch would find out, for every cell beforehand."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +10,6 @@ from burst_cli.plan.memory_check import MemoryPlanner, check_memory, group_topol
 from cluster.facts import MachineFacts
 from cluster.launch.runner import runner_for
 from cluster.plan import with_ranks
-from cluster.values import number, seconds_between, text, whole
 from engine.config.errors import ConfigError, RunError
 from engine.config.rules import check_config
 from engine.config.settings import RunConfig
@@ -43,48 +37,24 @@ class Estimate:
         return {**asdict(self), "device_hours": self.device_hours}
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A run that ended well. slowness: its steps by their prediction, which was made by the rates of `machine`.
-
-    start_s: what it took beside its steps.
-    """
-
-    run_id: str
-    model: str
-    preset: str
-    seq_len: int
-    world_size: int
-    machine: str
-    slowness: float
-    start_s: float
+def estimate(config: RunConfig, planner: MemoryPlanner) -> Estimate | None:
+    """By the prediction; None where the ranks are not known, or a step cannot be predicted."""
+    ranks, settled = config.cluster.world_size, _with_attention(config, planner)
+    step = None if settled is None else planner.predict_time(settled)
+    if ranks is None or step is None:
+        return None
+    seconds = ASSUMED_START_S + config.train.steps * step.seconds
+    return Estimate(seconds, ranks, f"the prediction for {step.machine}", step.seconds)
 
 
-def measured_runs(records: Iterable[Mapping[str, Any]]) -> list[Measured]:
-    """The completed runs among `records` (see `burst_cli.runs.read.run_record`) that say enough."""
-    found = []
-    for record in records:
-        step_s, predicted_s = number(record, "step_time_s"), number(record, "predicted_step_time_s")
-        model, preset = text(record, "model"), text(record, "attention_preset")
-        machine = text(record, "predicted_step_machine")
-        seq_len, ranks = whole(record, "seq_len"), whole(record, "world_size")
-        if not (step_s and predicted_s and machine and model and preset and seq_len and ranks):
-            continue
-        if record.get("status") == "completed":
-            took_s = seconds_between(record.get("started_at"), record.get("ended_at") or "")
-            steps_s = step_s * (whole(record, "steps") or 0)
-            start_s = ASSUMED_START_S if took_s is None else max(0.0, took_s - steps_s)
-            slowness = step_s / predicted_s
-            found.append(Measured(str(record["run_id"]), model, preset, seq_len, ranks, machine, slowness, start_s))
-    return found
-
-
-def most_like(config: RunConfig, machine: str, measured: Sequence[Measured]) -> Measured | None:
-    """The run that says most of this configuration; None where no run has its model, ranks and rates."""
-    wanted = (config.model.name, config.cluster.world_size, machine)
-    like = [run for run in measured if (run.model, run.world_size, run.machine) == wanted]
-    preset, seq_len = config.attention.preset, config.train.seq_len
-    return min(like, key=lambda run: (run.preset != preset, abs(math.log(run.seq_len / seq_len))), default=None)
+def _with_attention(config: RunConfig, planner: MemoryPlanner) -> RunConfig | None:
+    """With attention=auto settled; None where the ranks are not known, or no method suits them."""
+    if config.cluster.world_size is None:
+        return None
+    try:
+        return planner.settle_attention(config)
+    except (ConfigError, RunError):
+        return None
 
 
 def total(estimates: Sequence[Estimate | None], parallel: int) -> tuple[float, float] | None:
@@ -104,7 +74,6 @@ class LaunchJudge:
 
     facts: MachineFacts
     planner: MemoryPlanner
-    measured: Sequence[Measured]
     force: bool = False
 
     def settle(self, config: RunConfig) -> RunConfig:
@@ -118,7 +87,9 @@ class LaunchJudge:
 
     def shortage(self, config: RunConfig) -> str | None:
         """The first sentence of what a launch would refuse with; None where machines are not known yet."""
-        settled = self._with_attention(config) if not self.force and runner_for(config.cluster).is_here else None
+        if self.force or not runner_for(config.cluster).is_here:
+            return None
+        settled = _with_attention(config, self.planner)
         if settled is None:
             return None
         try:
@@ -127,24 +98,6 @@ class LaunchJudge:
             return None  # the launch of the cell says it better, and it is that cell's result
         return problems[0] if problems else None
 
-    def _with_attention(self, config: RunConfig) -> RunConfig | None:
-        """With attention=auto settled; None where the ranks are not known, or no method suits them."""
-        if config.cluster.world_size is None:
-            return None
-        try:
-            return self.planner.settle_attention(config)
-        except (ConfigError, RunError):
-            return None
-
     def estimate(self, config: RunConfig) -> Estimate | None:
-        """None where the ranks are not known, or a step cannot be predicted."""
-        ranks, settled = config.cluster.world_size, self._with_attention(config)
-        step = None if settled is None else self.planner.predict_time(settled)
-        if ranks is None or settled is None or step is None:
-            return None
-        run, source = most_like(settled, step.machine, self.measured), f"the prediction for {step.machine}"
-        if run is None:
-            return Estimate(ASSUMED_START_S + config.train.steps * step.seconds, ranks, source, step.seconds)
-        step_s, source = step.seconds * run.slowness, f"{source}, corrected by run {run.run_id}"
-        source += f" ({run.preset}, {run.seq_len})"
-        return Estimate(run.start_s + config.train.steps * step_s, ranks, source, step_s)
+        """What it takes."""
+        return estimate(config, self.planner)

@@ -14,8 +14,7 @@ from burst_cli import render
 from burst_cli.app import EXIT_INTERRUPTED
 from burst_cli.compose import compose, sweep_axes
 from burst_cli.plan.memory_check import MemoryPlanner
-from burst_cli.runs.read import run_record
-from burst_cli.sweep.estimate import LaunchJudge, measured_runs
+from burst_cli.sweep.estimate import LaunchJudge
 from burst_cli.sweep.grammar import Axis, cells_of, check_axes
 from burst_cli.sweep.plan import SweepPlan, build_sweep, check_legal
 from burst_cli.sweep.runner import Lane, SweepManner, SweepRunner
@@ -27,7 +26,6 @@ from cluster.launch.runner import runner_for
 from cluster.ssh.nodes import parse_nodes
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
-from engine.runs.folder import list_runs
 
 
 @dataclass(frozen=True)
@@ -97,8 +95,7 @@ def plan_sweep(request: SweepRequest) -> tuple[SweepPlan, tuple[Lane, ...]]:
     def compose_cell(words: Sequence[str]) -> RunConfig:
         return compose([*words, *on_first_lane], request.config_dirs).config
 
-    measured = measured_runs(run_record(run) for run in list_runs(request.runs_dir))
-    judge = LaunchJudge(facts, MemoryPlanner(), measured, request.force)
+    judge = LaunchJudge(facts, MemoryPlanner(), request.force)
     plan = build_sweep(
         request.overrides, axes, compose_cell, judge, name=request.name, recorded=lambda name: _recorded(request, name)
     )

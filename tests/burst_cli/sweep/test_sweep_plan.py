@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from burst_cli.compose import sweep_axes
 from burst_cli.plan.memory_check import MemoryPlanner
-from burst_cli.sweep.estimate import Estimate, LaunchJudge, Measured, measured_runs, total
+from burst_cli.sweep.estimate import Estimate, LaunchJudge, total
 from burst_cli.sweep.grammar import Axis, cells_of, check_axes
 from burst_cli.sweep.plan import build_sweep, check_legal
 from burst_cli.sweep.request import choose_lanes
@@ -151,48 +151,22 @@ CONFIG = RunConfig(
     train=TrainConfig(seq_len=4096, steps=10),
     cluster=ClusterConfig(ranks_per_node=2, threads_per_rank=4, backend="gloo"),
 )
-RUN = Measured("far", CONFIG.model.name, "burst", 256, 2, "cpu", slowness=3.0, start_s=30.0)
 
 
-def estimated(*measured: Measured, config: RunConfig = CONFIG) -> Estimate | None:
-    return LaunchJudge(probe_local_node(), MemoryPlanner(), measured).estimate(config)
+def estimated(config: RunConfig = CONFIG) -> Estimate | None:
+    return LaunchJudge(probe_local_node(), MemoryPlanner()).estimate(config)
 
 
-def test_the_prediction_is_corrected_by_the_run_most_like_the_cell() -> None:
+def test_a_cell_takes_its_predicted_steps_and_a_minute_to_start() -> None:
     step = MemoryPlanner().predict_time(CONFIG)
     assert step is not None
-    other_method = replace(RUN, run_id="ring", preset="ring", seq_len=4096, slowness=9.0)
-    found = estimated(RUN, replace(RUN, run_id="near", seq_len=2048, slowness=2.0), other_method)
-    assert found is not None
-    assert (found.seconds, found.devices) == (pytest.approx(30.0 + 10 * 2.0 * step.seconds), 2)
-    assert "corrected by run near (burst, 2048)" in found.source
-
-
-def test_without_a_run_like_it_the_prediction_stands() -> None:
-    step = MemoryPlanner().predict_time(CONFIG)
-    assert step is not None
-    found = estimated(replace(RUN, world_size=4), replace(RUN, model="14b"), replace(RUN, machine="mine.json"))
-    assert found is not None
-    assert found.seconds == pytest.approx(60.0 + 10 * step.seconds)
-    assert found.source == "the prediction for cpu"
+    assert estimated() == Estimate(60.0 + 10 * step.seconds, 2, "the prediction for cpu", step.seconds)
 
 
 def test_of_unknown_ranks_or_a_method_that_cannot_be_settled_nothing_is_expected() -> None:
-    assert estimated(config=replace(CONFIG, cluster=ClusterConfig())) is None
+    assert estimated(replace(CONFIG, cluster=ClusterConfig())) is None
     unsettled = replace(CONFIG, attention=AttentionConfig(preset="auto", mask="blocks", blocks_file="none.npz"))
-    assert estimated(config=unsettled) is None
-
-
-def test_measured_runs_are_completed_ones_that_say_enough() -> None:
-    whole = {
-        "run_id": "r", "status": "completed", "model": "7b", "attention_preset": "ring", "seq_len": 8, "world_size": 2,
-        "predicted_step_time_s": 0.5, "predicted_step_machine": "h100", "step_time_s": 2.0, "steps": 5,
-        "started_at": "2026-01-01T00:00:00.000Z", "ended_at": "2026-01-01T00:00:30.000Z",
-    }  # fmt: skip
-    missing = ({"status": "failed"}, {"step_time_s": None}, {"predicted_step_time_s": None}, {"model": []})
-    assert measured_runs([whole, *({**whole, **one} for one in missing), {}]) == [
-        Measured("r", "7b", "ring", 8, 2, "h100", 4.0, 20.0)
-    ]
+    assert estimated(unsettled) is None
 
 
 def test_total_packs_cells_into_lanes_and_needs_every_estimate() -> None:
