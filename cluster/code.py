@@ -20,12 +20,14 @@ from typing import Any
 
 from cluster.agent.messages import READY, Message, MessageError, MessageReader, code_id_of, pack
 from cluster.errors import ClusterError, SshError
+from cluster.plan_nodes import node_root
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.nodes import fold_nodes
 from cluster.survey.section import Question
 from cluster.survey.sysfs import program_question
+from engine.config.cluster import ClusterConfig
 
 OLD_PYTHON = "burst needs Python 3.9 or newer as python3"
 _NODE_FILES = ("cluster/__init__.py", "cluster/agent/*.py", "cluster/image/__init__.py", "cluster/image/node/*.py")
@@ -194,11 +196,11 @@ class CodePlace:
     is_shared: bool
 
 
-def code_place(node_folder: str | None, shared_folder: str | None, user: str) -> CodePlace:
+def code_place(cluster: ClusterConfig, user: str) -> CodePlace:
     """The place that the configuration means. user: tells users of a shared folder apart."""
-    if shared_folder is not None:
-        return CodePlace(shared_place(shared_folder, user, "code"), True)
-    return CodePlace(f"{(node_folder or '~/.burst').rstrip('/')}/code", False)
+    if cluster.shared_folder is not None:
+        return CodePlace(shared_place(cluster.shared_folder, user, "code"), True)
+    return CodePlace(f"{node_root(cluster)}/code", False)
 
 
 def shared_place(shared_folder: str, user: str, what: str) -> str:

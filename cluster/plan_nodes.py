@@ -17,7 +17,7 @@ from cluster.env.facts import EnvironmentVariable, NodeEnvironment, NodeEnvironm
 from cluster.env.formats import Format, render_environment
 from cluster.env.plan import communicator_order, plan_environment, recorder_variables
 from cluster.plan import Backend, NodePlan
-from engine.config.cluster import ContainerConfig
+from engine.config.cluster import ClusterConfig, ContainerConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import DataConfig, RunConfig
 from engine.runs.folder import NODE_VARIABLE, RANK_LOGS_VARIABLE, RUN_ID_VARIABLE, RunFolder
@@ -280,4 +280,9 @@ def node_folders(config: RunConfig, home: str) -> tuple[str, ...]:
 
 def cache_folder(config: RunConfig, home: str) -> str:
     """Where ranks in containers keep prepared data on a node."""
-    return f"{at_home(config.cluster.node_folder or '~/.burst', home)}/cache"
+    return f"{at_home(node_root(config.cluster), home)}/cache"
+
+
+def node_root(cluster: ClusterConfig) -> str:
+    """Where a node keeps code and runs; it may begin with ~/."""
+    return (cluster.node_folder or "~/.burst").rstrip("/")

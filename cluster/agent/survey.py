@@ -22,20 +22,17 @@ _PORTS = (20000, 30000)  # below those that systems give to outgoing connections
 
 
 def survey(question: dict[str, Any]) -> dict[str, Any]:
-    """Facts by name. question: root and code_root, where a node keeps runs and code; port; data, see `find_data`."""
+    """Facts by name. question: root, where a node keeps runs; port; data, see `find_data`."""
     home = os.path.expanduser("~")
-    root = expand(question["root"], home) or os.path.join(home, ".burst")
     return {
         "home": home,
         "user": _user(),
         "uid": os.getuid(),
         "gid": os.getgid(),
         "groups": sorted(os.getgroups()),
-        "root": root,
-        "code_root": expand(question["code_root"], home) or os.path.join(root, "code"),
         "has_infiniband_devices": os.path.isdir("/dev/infiniband"),
         "memory_bytes": memory_limit_bytes(),
-        "room": attempt(lambda: find_room(root)),
+        "room": attempt(lambda: find_room(expand(question["root"], home) or home)),
         "port": attempt(lambda: find_port(question["port"])),
         "locks": find_locks(),
         "data": find_data(question["data"], home),

@@ -67,7 +67,6 @@ class Fit:
 def check_launch(
     hosts: Sequence[Host],
     config: RunConfig,
-    code_root: str | None = None,
     *,
     health: bool = False,
     force: bool = False,
@@ -75,14 +74,13 @@ def check_launch(
 ) -> Fit:
     """The nodes behind `hosts`, fit for `config`; nothing on them changes. Raises UnfitNodesError.
 
-    code_root: where code lies; None: below the folder where a node keeps runs. health: look at what a run survives at
-    first, too. force: take risks.
+    health: look at what a run survives at first, too. force: take risks.
     """
     cluster = config.cluster
     options = CheckOptions(
         launch_selection(cluster, health=health, with_gpus=cluster.backend != "gloo"),
         timeout_s=_TIMEOUT_S,
-        all_groups=(*GROUPS, launch_group(config, code_root)),
+        all_groups=(*GROUPS, launch_group(config)),
         connect=connect,
     )
     report = check_nodes(hosts, cluster, options)

@@ -23,7 +23,7 @@ from cluster.env.plan import plan_fleet
 from cluster.facts import MachineFacts
 from cluster.launch.runner import Asked, Runner, Survey
 from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, assemble_plan, with_ranks
-from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, node_folders
+from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, at_home, node_folders, node_root
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import DEFAULT_WIDTH, Host
 from cluster.ssh.nodes import fold_nodes, parse_nodes
@@ -73,7 +73,8 @@ class SshSurvey(Survey):
         return least_hardware(self.nodes)
 
     def plan(self, config: RunConfig, run_path: Path) -> LaunchPlan:
-        return build_ssh_plan(config, self.nodes, self.archive.code_id, run_path, module=self.asked.module)
+        code = code_path(self.place.root, self.archive.code_id)
+        return build_ssh_plan(config, self.nodes, code, run_path, module=self.asked.module)
 
     def prepare(self, plan: LaunchPlan) -> None:
         """The code of the ranks on every node. Raises CodeError."""
@@ -94,15 +95,14 @@ class SshRunner(Runner):
                 "cluster.launcher=ssh, but no nodes are named: give --hosts node[1-4], --hostfile FILE or cluster=NAME "
                 "(a file in conf/cluster/ with `nodes:`); `burst testbed up` makes nodes to try things on"
             )
-        config = at_home(config)
+        config = with_absolute_paths(config)
         names = asked.nodes or parse_nodes(named or "", "cluster.nodes").names
         hosts = resolve_hosts(names, config.cluster.ssh, asked.overrides)
         config = with_shared_checkpoints(config, hosts[0].user)
         archive = build_archive()
-        place = code_place(config.cluster.node_folder, config.cluster.shared_folder, hosts[0].user)
+        place = code_place(config.cluster, hosts[0].user)
         with asked.busy(f"asking {len(hosts)} nodes"):
-            code_root = place.root if place.is_shared else None
-            fit = check_launch(hosts, config, code_root, health=asked.health, force=asked.force)
+            fit = check_launch(hosts, config, health=asked.health, force=asked.force)
         nodes = tuple(map(read_node, fit.nodes))
         warnings = fit.warnings + fleet_warnings(nodes, resolve_fleet(config, nodes)[0])
         return SshSurvey(config, nodes, hosts, archive, place, asked, warnings)
@@ -143,9 +143,9 @@ RUNNER = SshRunner()
 
 
 def build_ssh_plan(
-    config: RunConfig, nodes: Sequence[SshNode], code_id: str, run_path: Path, *, module: str = TRAINER_MODULE
+    config: RunConfig, nodes: Sequence[SshNode], code: str, run_path: Path, *, module: str = TRAINER_MODULE
 ) -> LaunchPlan:
-    """The plan to run `config` on `nodes` in the order of their ranks, which have the code `code_id`.
+    """The plan to run `config` on `nodes` in the order of their ranks, which have their code at `code`.
 
     run_path: the run folder of this machine, not yet there. The nodes have passed `check_launch`. Raises ConfigError
     when the backend does not fit them.
@@ -153,7 +153,7 @@ def build_ssh_plan(
     resolved, backend = resolve_fleet(config, nodes)
     builder = NodesBuilder(resolved, backend, run_path.name, len(nodes), module)
     meeting = Rendezvous(_address(nodes[0]), config.cluster.master_port or nodes[0].offer.port[0])
-    sites = [_site(node, resolved, run_path.name, code_id) for node in nodes]
+    sites = [_site(node, resolved, run_path.name, code) for node in nodes]
     planned = [builder.node(rank, site, meeting) for rank, site in enumerate(sites)]
     texts = [(node.env_file, builder.environment_text(node)) for node in planned]
     return assemble_plan("ssh", resolved, run_path, planned, backend, *texts)
@@ -175,15 +175,15 @@ def _gpu(gpu: SmiGpu) -> Gpu:
     return Gpu("" if isinstance(name, Gap) else name, size_mib * MIB)
 
 
-def _site(node: SshNode, config: RunConfig, run_id: str, code_id: str) -> Site:
+def _site(node: SshNode, config: RunConfig, run_id: str, code: str) -> Site:
     offer = node.offer
-    folder = f"{offer.root}/runs/{run_id}"
+    folder = f"{at_home(node_root(config.cluster), offer.home)}/runs/{run_id}"
     return Site(
         name=node.name,
         address=_address(node),
         folder=folder,
         python=node.python if config.cluster.container.runtime == "bare" else config.cluster.python or "python3",
-        python_path=code_path(offer.code_root, code_id),
+        python_path=at_home(code, offer.home),
         cwd=folder,
         facts=node.environment,
         owner=f"{offer.uid}:{offer.gid}",
@@ -218,7 +218,7 @@ def _address(node: SshNode) -> str:
     return node.environment.address
 
 
-def at_home(config: RunConfig) -> RunConfig:
+def with_absolute_paths(config: RunConfig) -> RunConfig:
     """The configuration with absolute paths: neither nodes nor later commands know the working folder of this one.
 
     What begins with ~/ stays where a node reads it: its user has a home of its own.

@@ -12,7 +12,7 @@ from cluster.survey.interfaces import NetInterface
 from engine.config.settings import RunConfig, config_from_dict
 from engine.planning.memory.capacity import Gpu
 
-CODE = "c0de" * 16
+CODE = f"~/.burst/code/{'c0de' * 16}.zip"
 H100 = Gpu("NVIDIA H100 80GB HBM3", 81559 << 20)
 OFFER = Offer(
     home="/home/me",
@@ -20,8 +20,6 @@ OFFER = Offer(
     uid=1000,
     gid=100,
     groups=(),
-    root="/home/me/.burst",
-    code_root="/home/me/.burst/code",
     has_infiniband_devices=False,
     memory_bytes=64 << 30,
     room=(100 << 30, ""),

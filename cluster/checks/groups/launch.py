@@ -13,7 +13,7 @@ from cluster.checks.group import CheckGroup, known
 from cluster.checks.groups.software import read_software
 from cluster.code import agent_question
 from cluster.env.gather import FACT_QUESTIONS
-from cluster.plan_nodes import text_files
+from cluster.plan_nodes import node_root, text_files
 from cluster.remote_text import one_line, plain_path
 from cluster.survey.facts import NodeFacts
 from cluster.survey.nvidia_smi import SmiFailure, SmiLog
@@ -38,7 +38,7 @@ class DataFacts:
 
 @dataclass(frozen=True)
 class Offer:
-    """What a node offers a run. root: where it keeps runs. memory_bytes: None where it does not tell.
+    """What a node offers a run. memory_bytes: None where it does not tell.
 
     room, port: (how many bytes are free, which port is free; None, and why there is none). locks: the runs that hold
     it, by the name that they know it by.
@@ -49,8 +49,6 @@ class Offer:
     uid: int
     gid: int
     groups: tuple[int, ...]
-    root: str
-    code_root: str
     has_infiniband_devices: bool
     memory_bytes: int | None
     room: tuple[int | None, str]
@@ -72,8 +70,6 @@ def read_offer(facts: NodeFacts) -> Offer:
             uid=int(told["uid"]),
             gid=int(told["gid"]),
             groups=tuple(map(int, listed(told["groups"]))),
-            root=plain_path(told["root"]),
-            code_root=plain_path(told["code_root"]),
             has_infiniband_devices=told["has_infiniband_devices"] is True,
             memory_bytes=None if told["memory_bytes"] is None else int(told["memory_bytes"]),
             room=maybe(told["room"]),
@@ -105,7 +101,7 @@ def check_folder(check: Check, facts: NodeFacts) -> list[Finding]:
     offer = read_offer(facts)
     if offer.room[0] is None:
         return [check.fail(offer.room[1], "set cluster.node_folder to a folder of yours")]
-    return [check.ok(offer.root)]
+    return [check.ok(node_root(facts.config))]
 
 
 def check_room(check: Check, facts: NodeFacts) -> list[Finding]:
@@ -114,7 +110,7 @@ def check_room(check: Check, facts: NodeFacts) -> list[Finding]:
     free = offer.room[0]
     if free is None:
         return [check.skip("see launch.folder")]
-    check, text = check.expecting(f"at least {gib(ROOM_BYTES)}"), f"{gib(free)} free under {offer.root}"
+    check, text = check.expecting(f"at least {gib(ROOM_BYTES)}"), f"{gib(free)} free under {node_root(facts.config)}"
     return [check.ok(text) if free >= ROOM_BYTES else check.fail(text, "make room, or set cluster.node_folder")]
 
 
@@ -216,12 +212,11 @@ def _read_by_all(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield config.model.init_from, (".safetensors", ".json")
 
 
-def launch_group(config: RunConfig, code_root: str | None = None) -> CheckGroup:
-    """The checks of nodes that are to run `config`. code_root: None: below the folder where a node keeps runs."""
+def launch_group(config: RunConfig) -> CheckGroup:
+    """The checks of nodes that are to run `config`."""
     cluster = config.cluster
     asked = {
-        "root": cluster.node_folder,
-        "code_root": code_root,
+        "root": node_root(cluster),
         "port": cluster.master_port,
         "data": [{"path": path, "suffixes": list(suffixes)} for path, suffixes in _read_by_all(config)],
     }

@@ -44,21 +44,16 @@ def test_a_machine_tells_who_and_what_it_is_and_nothing_on_it_changes(ask: Ask, 
     found = ask()
     assert (found.home, found.uid, found.gid) == (str(tmp_path), os.getuid(), os.getgid())
     assert found.groups == tuple(sorted(os.getgroups()))
-    assert (found.root, found.code_root) == (f"{tmp_path}/.burst", f"{tmp_path}/.burst/code")
     assert found.memory_bytes is not None
     assert found.memory_bytes > 1 << 28
     assert found.room[0]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_folders_of_the_configuration_are_those_of_the_nodes_user(ask: Ask, tmp_path: Path) -> None:
-    assert ask(node_folder="~/scratch").root == f"{tmp_path}/scratch"
-    assert ask(node_folder="/scratch/me").root == "/scratch/me"
-
-
 def test_a_file_where_runs_should_lie_is_no_folder(ask: Ask, tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
-    assert ask(node_folder=f"{tmp_path}/runs/mine").room == (None, f"{tmp_path}/runs is not a folder")
+    for folder in (f"{tmp_path}/runs/mine", "~/runs/mine"):
+        assert ask(node_folder=folder).room == (None, f"{tmp_path}/runs is not a folder")
     assert find_room(str(tmp_path / "not" / "there")) > 0
 
 
@@ -164,7 +159,7 @@ def test_nodes_of_a_testbed_are_fit_and_one_that_is_silent_does_not_hide_them(te
     config = run_config(cluster={"interface": "eth0", "python": sys.executable})
     fit = check_launch(testbed4.hosts(), config)
     assert [facts.node for facts in fit.nodes] == list(testbed4.node_names)
-    assert len({read_offer(facts).root for facts in fit.nodes}) == 4
+    assert len({read_offer(facts).home for facts in fit.nodes}) == 4
     with pytest.raises(UnfitNodesError, match=r"gone: ssh\.reach: 127\.0\.0\.1 port 1 refuses connections") as caught:
         check_launch([*testbed4.hosts(), gone], config)
     assert [problem.nodes for problem in caught.value.problems] == [("gone",)]

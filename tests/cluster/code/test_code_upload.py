@@ -21,6 +21,7 @@ from cluster.agent.code import check_code, install, prune
 from cluster.agent.messages import code_path
 from cluster.code import CodeArchive, CodeError, CodePlace, build_archive, code_place, upload_code
 from cluster.ssh.hosts import Host
+from engine.config.cluster import ClusterConfig
 
 Connect = Callable[[Host], LocalConnection]
 
@@ -186,7 +187,7 @@ def test_old_code_goes_and_what_is_new_or_in_use_stays(tmp_path: Path) -> None:
 
 
 def test_a_shared_folder_gets_it_once_and_every_other_node_must_see_it(archive: CodeArchive, tmp_path: Path) -> None:
-    place = code_place(None, str(tmp_path), "me")
+    place = code_place(ClusterConfig(shared_folder=str(tmp_path)), "me")
     assert place == CodePlace(f"{tmp_path}/.burst-me/code", is_shared=True)
     upload(archive, place, 3)
     (code,) = Path(place.root).iterdir()

@@ -66,7 +66,7 @@ def test_environment_of_a_node_without_gpus_word_for_word() -> None:
         "OMP_NUM_THREADS": "8",
         "PYTHONSAFEPATH": "1",
         "PYTHONFAULTHANDLER": "1",
-        "PYTHONPATH": f"/home/me/.burst/code/{CODE}.zip",
+        "PYTHONPATH": f"/home/me{CODE[1:]}",
         "CUDA_VISIBLE_DEVICES": "",
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_FR_DUMP_TEMP_FILE": f"{FOLDER}/logs/n2/flight_recorder_rank",
@@ -139,7 +139,7 @@ def test_command_of_a_container_word_for_word() -> None:
         *("--network=host", "--user", "1000:100", "--workdir", FOLDER, "--env-file", f"{FOLDER}/env/n2.env"),
         *("--ipc=host", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864"),
         *("--volume", "/home/me/.burst/cache:/home/me/.burst/cache"),
-        *("--volume", f"/home/me/.burst/code/{CODE}.zip:/home/me/.burst/code/{CODE}.zip:ro"),
+        *("--volume", f"/home/me{CODE[1:]}:/home/me{CODE[1:]}:ro"),
         *("--volume", f"{FOLDER}:{FOLDER}"),
         *("--entrypoint", "python3", "burst:1", "-m", "torch.distributed.run", "--nnodes=2"),
     )
