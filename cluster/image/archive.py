@@ -31,10 +31,6 @@ _CONFIG = "application/vnd.oci.image.config.v1+json"
 _LAYER = "application/vnd.oci.image.layer.v1.tar"
 
 
-class ArchiveError(ClusterError):
-    """What the engine saved is no image archive that burst understands."""
-
-
 @dataclass(frozen=True)
 class PackedImage:
     """All that a registry needs: blobs by digest, one of them the manifest."""
@@ -49,7 +45,7 @@ class PackedImage:
 
 
 def pack_archive(stream: IO[bytes], packing: Packing) -> PackedImage:
-    """The image in the tar `stream`, its layers packed. Raises ArchiveError when it is damaged or incomplete."""
+    """The image in the tar `stream`, its layers packed. Raises ClusterError when it is damaged or incomplete."""
     documents: dict[str, bytes] = {}
     links: dict[str, str] = {}
     layers: dict[str, str] = {}
@@ -69,12 +65,12 @@ def pack_archive(stream: IO[bytes], packing: Packing) -> PackedImage:
                 elif member.name.endswith(".tar") or member.name.startswith("blobs/sha256/"):
                     layers[member.name] = _add(blobs, _packed(head, reader, packing))
     except (tarfile.TarError, EOFError, zstandard.ZstdError) as error:
-        raise ArchiveError(f"the archive that the engine wrote is damaged: {error}") from error
+        raise ClusterError(f"the archive that the engine wrote is damaged: {error}") from error
     config, names = _image(documents)
     try:
         digests = [layers[links.get(name, name)] for name in names]
     except KeyError as error:
-        raise ArchiveError(f"the engine left a layer out of its archive: {error}") from error
+        raise ClusterError(f"the engine left a layer out of its archive: {error}") from error
     config_digest = _add(blobs, _document(_CONFIG, config))
     rows = [_row(blobs, digest) for digest in (config_digest, *digests)]
     manifest = {"schemaVersion": 2, "mediaType": _MANIFEST, "config": rows[0], "layers": rows[1:]}
@@ -88,7 +84,7 @@ def _image(documents: dict[str, bytes]) -> tuple[bytes, list[str]]:
         (row,) = json.loads(documents["manifest.json"])
         return documents[row["Config"]], [str(name) for name in row["Layers"]]
     except (KeyError, TypeError, ValueError) as error:
-        raise ArchiveError("manifest.json in the engine's archive does not describe exactly one image") from error
+        raise ClusterError("manifest.json in the engine's archive does not describe exactly one image") from error
 
 
 def _packed(head: bytes, reader: IO[bytes], packing: Packing) -> tuple[str, Blob]:

@@ -59,7 +59,7 @@ class LocalImage:
         self.image_id = str(found["Id"])
         self.name = _full_name(name, [str(tag) for tag in found.get("RepoTags") or ()])
         self.identity = image_identity(found)
-        self.diff_ids = tuple(layers_of(found))
+        self.layers = len(layers_of(found))
         self.size_bytes = int(found.get("Size") or 0)
 
     def pack(self, packing: Packing) -> PackedImage:

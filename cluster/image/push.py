@@ -88,7 +88,7 @@ class Push:
         ]
         nodes, image = choose_feeders(found, route), self._image
         packing = choose_packing([node for node in nodes if node.is_pulling])
-        return ImagePlan(image.name, image.identity, len(image.diff_ids), image.size_bytes, packing, limit, nodes)
+        return ImagePlan(image.name, image.identity, image.layers, image.size_bytes, packing, limit, nodes)
 
     def run(self, plan: ImagePlan, observer: PushObserver) -> tuple[NodeResult, ...]:
         """The result of every node, in the order of the plan."""

@@ -159,7 +159,6 @@ class Pushed:
     plan: ImagePlan
     nodes: dict[str, NodeResult]
     sent_bytes: int
-    elapsed_s: float
     secrets: PushSecrets
 
     @property
@@ -217,14 +216,12 @@ class PushRig:
         **way: Any,
     ) -> Pushed:
         """The push of `image` to `nodes` (all): what `burst image push` does, without a screen."""
-        begin = time.monotonic()
         hosts = [self.testbed.host(name) for name in nodes or self.names]
         with Push(image, ["docker"], hosts, connect) as push:
             plan = push.plan(**way)
             results = push.run(plan, observer or Watcher())
             sent = push.sent_bytes
-        elapsed_s = time.monotonic() - begin
-        return Pushed(plan, {result.node: result for result in results}, sent, elapsed_s, push.secrets)
+        return Pushed(plan, {result.node: result for result in results}, sent, push.secrets)
 
     def run(self, node: str, *argv: str) -> str:
         """What a command on a node prints."""

@@ -32,7 +32,6 @@ UNNAMED = "give --image NAME:TAG, or set cluster.container.image"
     ("words", "expected"),
     [
         (["push"], UNNAMED),
-        (["status"], UNNAMED),
         (["push", *APP, "--limit", "fast"], "expected a rate such as 50MB/s"),
         (["push", *APP, "--route", "shared"], "is not one of"),
         (["push", "--image=--all"], "is no image name"),
@@ -52,11 +51,6 @@ def test_an_engine_that_is_not_there_is_told_in_words(burst):
     result = burst("image", "push", "--hosts", "node1", *APP, "cluster.container.command=/nowhere/docker")
     assert result.code == 1
     assert "the local engine (/nowhere/docker): cannot run /nowhere/docker" in result.err
-
-
-def test_no_nodes_is_a_mistake_with_a_json_document(burst):
-    result = burst("image", "prune", "--json")
-    assert (result.code, result.document["error"]["exit_code"]) == (2, 2)
 
 
 def plan_of(*nodes: NodePlan) -> ImagePlan:

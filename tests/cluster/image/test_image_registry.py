@@ -18,7 +18,8 @@ import zstandard
 from testkit.image_rig import noise, saved_image, tar_of
 from testkit.local_connection import LocalConnection
 
-from cluster.image.archive import ArchiveError, PackedImage, pack_archive
+from cluster.errors import ClusterError
+from cluster.image.archive import PackedImage, pack_archive
 from cluster.image.node.registry import Blob, Limiter
 from cluster.image.node.relay import Relay
 from cluster.image.relays import Feed, PushSecrets
@@ -95,7 +96,7 @@ def test_a_layer_that_is_a_link_is_the_layer_it_leads_to():
     ],
 )
 def test_an_archive_that_makes_no_sense_is_an_error_in_words(archive, text):
-    with pytest.raises(ArchiveError, match=text):
+    with pytest.raises(ClusterError, match=text):
         pack_archive(io.BytesIO(archive), "none")
 
 

@@ -227,18 +227,6 @@ def test_a_dead_jump_host_is_waited_for_once(fleet: Fleet) -> None:
     assert "jump host silent" in str(outcomes["node5"].error)
 
 
-def test_a_name_without_an_address_is_a_dns_failure() -> None:
-    with pytest.raises(SshError) as caught:
-        connect(Host("nowhere", "nowhere.invalid", connect_timeout_s=5))
-    assert caught.value.kind is SshFailure.DNS
-
-
-def test_an_address_without_a_route_is_not_a_timeout() -> None:
-    with pytest.raises(SshError) as caught:
-        connect(Host("here", "255.255.255.255", connect_timeout_s=5))
-    assert caught.value.kind is SshFailure.UNREACHABLE
-
-
 @contextlib.contextmanager
 def raw_server(answer: bytes) -> Iterator[Host]:
     """A server that sends `answer` to whoever connects, then nothing."""
@@ -314,28 +302,33 @@ def test_the_next_address_is_tried_when_one_fails(port: int, first: str) -> None
         assert sock.getpeername() == ("127.0.0.1", port)
 
 
-def test_an_address_that_hangs_leaves_time_for_the_next() -> None:
+def test_an_address_that_hangs_leaves_time_for_the_next_and_ends_with_the_deadline() -> None:
     with full_listener() as port, socket.create_server(("127.0.0.2", port)):
         host, deadline = Host("node1", "node1.example", port), Deadline.after(4)
         with open_socket(host, deadline, names("127.0.0.1", "127.0.0.2")) as sock:
             assert deadline.left_s
             assert sock.getpeername()[0] == "127.0.0.2"
-
-
-def test_when_all_fail_the_most_telling_failure_is_told(port: int) -> None:
-    with pytest.raises(SshError) as caught:
-        open_socket(Host("node1", "node1.example", port), Deadline.after(5), names("255.255.255.255", "127.0.0.2"))
-    assert caught.value.kind is SshFailure.REFUSED
-    assert "127.0.0.2" in str(caught.value)
-
-
-def test_an_address_that_hangs_ends_with_the_deadline() -> None:
-    with full_listener() as port:
         begin = machine_time()
         with pytest.raises(SshError) as caught:
             open_socket(Host("node1", "127.0.0.1", port), Deadline.after(0.3))
         assert caught.value.kind is SshFailure.TIMEOUT
         assert machine_time() - begin < 1.5
+
+
+@pytest.mark.parametrize(
+    ("address", "known", "kind", "words"),
+    [
+        ("nowhere.invalid", None, SshFailure.DNS, "has no address"),
+        ("255.255.255.255", None, SshFailure.UNREACHABLE, "255.255.255.255 port"),
+        ("node1.example", names("255.255.255.255", "127.0.0.2"), SshFailure.REFUSED, "127.0.0.2"),
+    ],
+)
+def test_the_most_telling_failure_of_a_socket_is_told(
+    port: int, address: str, known: NameService | None, kind: SshFailure, words: str
+) -> None:
+    with pytest.raises(SshError, match=words) as caught:
+        open_socket(Host("node1", address, port), Deadline.after(5), known)
+    assert caught.value.kind is kind
 
 
 def test_a_name_service_that_hangs_ends_with_the_deadline() -> None:
