@@ -48,7 +48,7 @@ def pack_archive(stream: IO[bytes], packing: Packing) -> PackedImage:
     """The image in the tar `stream`, its layers packed. Raises ClusterError when it is damaged or incomplete."""
     documents: dict[str, bytes] = {}
     links: dict[str, str] = {}
-    layers: dict[str, str] = {}
+    layers: dict[str, dict[str, Any]] = {}
     blobs: dict[str, Blob] = {}
     try:
         with tarfile.open(fileobj=stream, mode="r|") as archive:
@@ -63,19 +63,17 @@ def pack_archive(stream: IO[bytes], packing: Packing) -> PackedImage:
                 if member.size <= _MAX_DOCUMENT_BYTES and head[:1] in (b"{", b"[") and head[257:262] != b"ustar":
                     documents[member.name] = head + reader.read()
                 elif member.name.endswith(".tar") or member.name.startswith("blobs/sha256/"):
-                    layers[member.name] = _add(blobs, _packed(head, reader, packing))
+                    layers[member.name] = _add(blobs, *_packed(head, reader, packing))
     except (tarfile.TarError, EOFError, zstandard.ZstdError) as error:
         raise ClusterError(f"the archive that the engine wrote is damaged: {error}") from error
     config, names = _image(documents)
     try:
-        digests = [layers[links.get(name, name)] for name in names]
+        rows = [layers[links.get(name, name)] for name in names]
     except KeyError as error:
         raise ClusterError(f"the engine left a layer out of its archive: {error}") from error
-    config_digest = _add(blobs, _document(_CONFIG, config))
-    rows = [_row(blobs, digest) for digest in (config_digest, *digests)]
-    manifest = {"schemaVersion": 2, "mediaType": _MANIFEST, "config": rows[0], "layers": rows[1:]}
-    manifest_digest = _add(blobs, _document(_MANIFEST, json.dumps(manifest).encode()))
-    return PackedImage(blobs, manifest_digest)
+    settings = _add(blobs, _CONFIG, [config])
+    manifest = {"schemaVersion": 2, "mediaType": _MANIFEST, "config": settings, "layers": rows}
+    return PackedImage(blobs, _add(blobs, _MANIFEST, [json.dumps(manifest).encode()])["digest"])
 
 
 def _image(documents: dict[str, bytes]) -> tuple[bytes, list[str]]:
@@ -87,15 +85,15 @@ def _image(documents: dict[str, bytes]) -> tuple[bytes, list[str]]:
         raise ClusterError("manifest.json in the engine's archive does not describe exactly one image") from error
 
 
-def _packed(head: bytes, reader: IO[bytes], packing: Packing) -> tuple[str, Blob]:
-    """A layer in `packing`; one that is gzip already stays as it is, as every engine takes it."""
+def _packed(head: bytes, reader: IO[bytes], packing: Packing) -> tuple[str, Iterable[bytes]]:
+    """(media type, bytes) of a layer in `packing`; one that is gzip stays as it is, as every engine takes it."""
     there = "gzip" if head[:2] == b"\x1f\x8b" else "zstd" if head[:4] == b"\x28\xb5\x2f\xfd" else "none"
     pieces: Iterable[bytes] = itertools.chain([head], iter(functools.partial(reader.read, _READ_BYTES), b""))
     if there == "zstd" and packing == "none":
         pieces, there = map(zstandard.ZstdDecompressor().decompressobj().decompress, pieces), "none"
     if there == "none" and packing == "zstd":
         pieces, there = _pack(pieces), "zstd"
-    return _blob(_LAYER + ("" if there == "none" else f"+{there}"), pieces)
+    return _LAYER + ("" if there == "none" else f"+{there}"), pieces
 
 
 def _pack(pieces: Iterable[bytes]) -> Iterator[bytes]:
@@ -106,24 +104,13 @@ def _pack(pieces: Iterable[bytes]) -> Iterator[bytes]:
     yield packer.flush()
 
 
-def _document(media_type: str, body: bytes) -> tuple[str, Blob]:
-    return _blob(media_type, [body])
-
-
-def _blob(media_type: str, pieces: Iterable[bytes]) -> tuple[str, Blob]:
+def _add(blobs: dict[str, Blob], media_type: str, pieces: Iterable[bytes]) -> dict[str, Any]:
+    """What a manifest says of a blob, which is one of `blobs` now."""
     blob, digest = Blob(media_type), hashlib.sha256()
     for piece in pieces:
         digest.update(piece)
         blob.append(piece)
     blob.size = blob.have
-    return f"sha256:{digest.hexdigest()}", blob
-
-
-def _add(blobs: dict[str, Blob], named: tuple[str, Blob]) -> str:
-    digest, blob = named
-    blobs.setdefault(digest, blob)
-    return digest
-
-
-def _row(blobs: dict[str, Blob], digest: str) -> dict[str, Any]:
-    return {"mediaType": blobs[digest].media_type, "digest": digest, "size": blobs[digest].size}
+    name = f"sha256:{digest.hexdigest()}"
+    blobs.setdefault(name, blob)
+    return {"mediaType": media_type, "digest": name, "size": blob.size}

@@ -62,14 +62,14 @@ class HostKeys:
         """The keys in `files`; files that are not there are empty, lines that make no sense are passed over."""
         return cls(tuple(key for file in files for key in _read(file)))
 
-    def find(self, name: str, marker: str = "") -> tuple[KnownKey, ...]:
-        """Trusted keys that `name` is known by, or the lines with another marker that speak of it."""
-        return tuple(key for key in self.keys if key.marker == marker and key.matches(name))
+    def find(self, name: str) -> tuple[KnownKey, ...]:
+        """Trusted keys that `name` is known by."""
+        return tuple(key for key in self.keys if not key.marker and key.matches(name))
 
     def authorities(self, host: Host) -> tuple[KnownKey, ...]:
         """Whose certificates count for `host`; as in OpenSSH, patterns need not know of its port."""
-        found = (*self.find(host.key_name, "@cert-authority"), *self.find(_bare(host.key_name), "@cert-authority"))
-        return tuple(dict.fromkeys(found))
+        names = {host.key_name, _bare(host.key_name)}
+        return tuple(key for key in self.keys if key.marker == "@cert-authority" and any(map(key.matches, names)))
 
     def check(self, host: Host, blob: bytes, certificate: bytes = b"") -> None:
         """Raise SshError unless the key `blob` is trusted: by itself, or by the certificate that was shown with it."""

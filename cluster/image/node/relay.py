@@ -21,6 +21,7 @@ from cluster.agent.messages import Message, serve
 from cluster.image.node.registry import PIECE_BYTES, Blob, Door, Handler, Limiter
 
 _TOGETHER_S = 0.05  # for the other requests that an engine makes at the same time
+_CONNECT_S = 10.0
 _DEAD_S = 3  # a node before this one that does not even acknowledge for so long
 
 
@@ -53,8 +54,8 @@ class Upstream:
 
     def _connection(self) -> http.client.HTTPConnection:
         if self._context is None:
-            return http.client.HTTPConnection(*self._where, timeout=_DEAD_S)
-        return http.client.HTTPSConnection(*self._where, timeout=_DEAD_S, context=self._context)
+            return http.client.HTTPConnection(*self._where, timeout=_CONNECT_S)
+        return http.client.HTTPSConnection(*self._where, timeout=_CONNECT_S, context=self._context)
 
 
 class Relay:
