@@ -70,7 +70,7 @@ def measure_machine(cell: MachineCell, watch: Stopwatch) -> tuple[Machine, dict[
     layer = _layer(watch, cell, lambda side: matmul * share_at(matmul_shares, side))
     intra, inter = (_messages(watch, cell, kind) for kind in ("intra", "inter"))
     inter_alone = _messages(watch, cell, "inter", one_per_node=True)
-    shared_nic = bool(inter) and _affine(inter_alone)[1] > _SHARED * _affine(inter)[1]
+    shared_nic = _affine(inter_alone)[1] > _SHARED * _affine(inter)[1]
     inter = inter_alone if shared_nic else inter
     inter_latency_s, inter_rate = _affine(inter or intra)
     intra_latency_s, intra_rate = _affine(intra or inter)

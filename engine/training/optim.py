@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -80,28 +79,15 @@ def load_adamw_8bit(
     """
     module, name = ("engine.training.host_moments", "HostAdamW8bit") if is_on_host else ("torchao.optim", "AdamW8bit")
     try:
-        # Importing all of torchao logs which of its GPU kernels do not load here; none of them is used.
-        with _errors_only("torchao", "torch.utils._pytree"):
-            optimizer: Callable[..., torch.optim.Optimizer] = getattr(import_module(module), name)
+        for logger in ("torchao", "torch.utils._pytree"):  # would tell which GPU kernels, never used, do not load here
+            logging.getLogger(logger).setLevel(logging.ERROR)
+        optimizer: Callable[..., torch.optim.Optimizer] = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"memory.moments_dtype: int8 needs torchao.optim.AdamW8bit, which could not be imported ({error}); "
             "install it with `pip install 'burst-train[int8]'`, or set memory.moments_dtype=float32"
         ) from error
     return optimizer
-
-
-@contextmanager
-def _errors_only(*loggers: str) -> Iterator[None]:
-    """Loggers of these names drop warnings meanwhile."""
-    levels = {name: logging.getLogger(name).level for name in loggers}
-    for name in levels:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:

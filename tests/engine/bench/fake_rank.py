@@ -15,7 +15,7 @@ folder = Path(sys.argv[1])
 rank = int(os.environ["RANK"])
 mode = os.environ.get("FAKE_MODE", "")
 place = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")]
-place += [str(os.getsid(0) == os.getpid()), os.environ["PYTHONPATH"].rpartition(os.pathsep)[2]]
+place += [str(os.getsid(0) == os.getpid()), os.environ["PYTHONPATH"]]
 Path(os.environ.get("FAKE_PIDS", str(folder)), f"pid{rank}").write_text(str(os.getpid()))
 if mode == "fail" and rank == 1:
     print("the pressure fell")

@@ -17,6 +17,7 @@ from testkit.waiting import wait_for
 from engine.bench.ranks import RankProgram, measure_cell, run_ranks
 from engine.bench.spec import HeadShape, MachineCell, RankSetup
 from engine.config.errors import RunError
+from engine.runs.provenance import CODE_ROOT
 
 FAKE = "tests.engine.bench.fake_rank"
 GONE_S = 5.0
@@ -39,7 +40,8 @@ def test_ranks_learn_their_place_and_find_the_code_from_anywhere(
     monkeypatch.chdir(tmp_path)
     run_ranks(RankProgram(FAKE), RankSetup(ranks=4, nodes=2, threads=3), tmp_path)
     places = [json.loads((tmp_path / f"place{rank}.json").read_text()) for rank in range(4)]
-    assert places == [[str(rank), "4", str(rank % 2), "2", "3", "True", "own"] for rank in range(4)]
+    path = f"{CODE_ROOT}{os.pathsep}own"
+    assert places == [[str(rank), "4", str(rank % 2), "2", "3", "True", path] for rank in range(4)]
     cell = MachineCell(RankSetup(1), HeadShape(1, 1, 8), 1.0)
     assert measure_cell(cell, RankProgram(FAKE)) == {"results": ["measured"]}
 

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from testkit.ranks import Pools
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.bench import machine
 from engine.bench.machine import measure_machine
 from engine.bench.measure import Stopwatch
 from engine.bench.spec import HeadShape, MachineCell, RankSetup
 from engine.planning.memory.capacity import find_hardware
 from engine.planning.methods.topology import Topology
-from engine.planning.time.costs import layer_numbers
+from engine.planning.time.costs import FLOPS_PER_PAIR, layer_numbers
 from engine.planning.time.flops import count_parameters
 from engine.planning.time.machine import Machine
 from engine.planning.time.step_time import UPDATE_BYTES, predict_step
@@ -113,10 +114,10 @@ def overheads(cell: MachineCell, machine: Machine) -> tuple[float, float]:
 @pytest.mark.parametrize("setup", [RankSetup(4, 2), RankSetup(1)], ids=["2 nodes of 2", "alone"])
 def test_a_machine_of_known_rates_is_measured_to_have_them(ranks: Pools, setup: RankSetup) -> None:
     cell, is_alone = MachineCell(setup, SHAPE, window_s=0.02), setup.ranks == 1
-    machine, series = ranks(setup.ranks).run(measured, cell)[0]
+    found, series = ranks(setup.ranks).run(measured, cell)[0]
     rate = 3 * layer_numbers(cell.model(256, 1)) * 4 / ROW_S
     update = UPDATE_BYTES * count_parameters(cell.run_config(2, 512).model).total / setup.ranks / UPDATE_S
-    layer_s, step_s = overheads(cell, machine)
+    layer_s, step_s = overheads(cell, found)
     expected = Machine(
         name="measured",
         forward_flops_per_s=FORWARD,
@@ -142,13 +143,11 @@ def test_a_machine_of_known_rates_is_measured_to_have_them(ranks: Pools, setup: 
         source=f"burst bench machine, {setup.ranks} ranks on {setup.nodes} nodes",
     )
     figures = {name: value for name, value in vars(expected).items() if not name.endswith("_shares")}
-    assert {name: getattr(machine, name) for name in figures} == pytest.approx(figures)
+    assert {name: getattr(found, name) for name in figures} == pytest.approx(figures)
     shares = ((32.0, 0.5), (64.0, 0.5), (128.0, 1.0), (256.0, 1.0))
-    assert [n for point in machine.matmul_shares for n in point] == pytest.approx(
-        [n for point in shares for n in point]
-    )
+    assert [n for point in found.matmul_shares for n in point] == pytest.approx([n for point in shares for n in point])
     layer_bytes = 128 * 256 * 4
-    assert [n for point in machine.elementwise_shares for n in point] == pytest.approx([layer_bytes, 1.0])
+    assert [n for point in found.elementwise_shares for n in point] == pytest.approx([layer_bytes, 1.0])
     tiles, messages = [64, 128, 256, 512, 1024], [] if is_alone else [1 << bits for bits in (12, 16, 18, 20, 22)]
     assert {name: [size for size, _ in points] for name, points in series.items()} == {
         "product_flops_per_s": [size for size, _ in shares],
@@ -159,11 +158,17 @@ def test_a_machine_of_known_rates_is_measured_to_have_them(ranks: Pools, setup: 
         "inter_message_s": messages,
     }
     for name in ("forward", "backward"):
-        rates, shares = series[f"{name}_flops_per_s"], getattr(machine, f"{name}_shares")
+        rates, shares = series[f"{name}_flops_per_s"], getattr(found, f"{name}_shares")
         largest = max(rate for _, rate in rates)
         assert [n for size, share in shares for n in (size, share * largest)] == pytest.approx(
             [n for point in rates for n in point]
         )
+
+
+def test_every_size_is_chosen_for_cpus_and_gpus() -> None:
+    tables = [table for name, table in vars(machine).items() if name.isupper() and isinstance(table, dict)]
+    tables.remove(FLOPS_PER_PAIR)
+    assert all(table.keys() == {"cpu", "cuda"} for table in tables)
 
 
 def timed(window_s: float, call_s: float) -> tuple[list[float], int]:
