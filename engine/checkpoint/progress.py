@@ -38,9 +38,8 @@ class RunCheckpoints:
         self._root = checkpoints_folder(settings, run.path)
         self._checkpointer: Checkpointer | None = None
         if settings.is_on or settings.resume_from is not None:
-            self._checkpointer = Checkpointer(
-                settings, self._root, {"run_id": run.run_id}, recorder.note, recorder.advance
-            )
+            facts, advance = {"run_id": run.run_id}, train_step.status.advance
+            self._checkpointer = Checkpointer(settings, self._root, facts, recorder.note, advance)
 
     def restore(self) -> Position | None:
         """Where to go on from: this run's newest checkpoint, else that of `resume_from`, else None.

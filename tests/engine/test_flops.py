@@ -13,7 +13,7 @@ from engine.config.settings import LossConfig, ModelConfig
 from engine.model.llama import LlamaModel
 from engine.planning.memory.cost import recomputed_parameters
 from engine.planning.memory.policy import LayerPolicy
-from engine.planning.time.flops import attention_pairs, count_parameters, forward_flops, mfu, step_flops
+from engine.planning.time.flops import attention_pairs, count_parameters, forward_flops, step_flops
 
 SHAPE = ModelConfig(
     vocab_size=50, hidden_size=24, ffn_hidden_size=40, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
@@ -77,7 +77,3 @@ def test_visible_pairs_count_only_where_they_should() -> None:
     assert many.model - few.model == 12 * 4 * 8 * 10
     assert many.model_full_attention == few.model_full_attention
     assert forward_flops(SHAPE, tokens=64, pairs=10) * 3 == few.model
-
-
-def test_mfu_is_a_share_of_all_devices() -> None:
-    assert mfu(400.0, step_time_s=2.0, devices=4, peak_flops_per_s=100.0) == 0.5

@@ -47,10 +47,6 @@ class Recorder:
         if self._writes and path.is_file():
             shutil.copyfile(path, self._run.path / path.name)
 
-    def advance(self) -> None:
-        """The phase goes on."""
-        self._status.advance()
-
     def _tell(self, kind: str, line: str, **facts: Any) -> None:
         """An event, and a line for people."""
         if self._writes:
@@ -64,7 +60,7 @@ class Recorder:
 
     def preparing(self, progress: Progress) -> None:
         """What the preparation of data reports: one line per stage in the log."""
-        self.advance()
+        self._status.advance()
         if self._writes and progress.stage != self._stage:
             self._stage = progress.stage
             print(f"prepare data: {progress.stage}", flush=True)

@@ -12,13 +12,10 @@ def row(model: str, method: str, seq_len: int) -> Row:
     return found
 
 
-def test_every_published_speed_of_a_model_and_machine_known_here_is_compared_once() -> None:
+def test_every_published_speed_of_what_is_known_here_is_compared_once_and_planned_as_the_source_ran_it() -> None:
     rows = published_rows()
     assert len(rows) == len(set(rows)) == 36
     assert {one.hardware for one in rows} == {"A800-80GB", "8xH100"}
-
-
-def test_a_row_is_planned_as_the_source_ran_it() -> None:
     config = row("14b", "burst", 32768).config
     assert (config.attention.preset, config.memory.activation_checkpoint) == ("single", "attn_out")
     assert (config.memory.optimizer_store, config.train.compute_dtype) == ("host", "bfloat16")

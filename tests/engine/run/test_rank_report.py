@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from testkit.waiting import wait_for
 
+from engine.config.errors import ConfigError
 from engine.parallel.waits import WaitClock, find_straggler
-from engine.runs.folder import create_run
-from engine.training.rank.process import RankStatus
+from engine.runs.folder import RunFolder, create_run
+from engine.training.rank.process import RankStatus, run_rank
 from engine.training.rank.report import RankPlace
 
 ROOT = Path(__file__).parents[3]
@@ -155,6 +156,19 @@ def test_a_rank_leaves_with_its_exit_code_although_its_log_is_on_a_full_disk(
     assert subprocess.run(command, cwd=ROOT, env=os.environ | surroundings, timeout=200).returncode == code
     assert read(log.with_suffix(".status.json"))["ended"] == ended
     assert [error["message"] for error in run.rank_errors()] == ["no"] * (code == 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"), [(ConfigError("no"), 2, "error: no\n"), (ValueError("odd"), 1, "Traceback")]
+)
+def test_an_error_of_ours_is_a_sentence_and_any_other_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: Exception, code: int, said: str
+) -> None:
+    def fail(status: RankStatus) -> None:
+        raise error
+
+    assert run_rank(RunFolder(tmp_path), fail) == code
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_waits_add_up_and_are_taken_once() -> None:

@@ -118,7 +118,7 @@ def test_where_documents_are_apart_nobody_guesses_how_the_next_one_begins(ranks:
     tokens[::2] = np.random.default_rng(0).integers(0, 60, 2000)
     write_token_set(tmp_path, tokens.tolist(), vocab_size=64, eod_id=63)
     config = tiny_config(
-        train={"steps": 15, "peak_flops_per_device": 1e12},
+        train={"steps": 15, "peak_flops_per_device": 1e12, "deterministic": True},
         optimizer={"learning_rate": 3e-2},
         attention={"preset": "burst", "documents": True},
         data=DataConfig(format="shards", paths=(str(tmp_path),), validation_fraction=0.2),
@@ -128,6 +128,8 @@ def test_where_documents_are_apart_nobody_guesses_how_the_next_one_begins(ranks:
     # Half of the labels would be one of 60 numbers: at least log(60) / 2 = 2.05 nats.
     assert summary["final_train_loss"] < 0.5
     assert summary["final_validation_loss"] < 0.5
+    (choice,) = (event for event in run.read_events() if event["kind"] == "attention_kernel")
+    assert "deterministic" in choice["reason"]
 
 
 def test_a_config_error_ends_every_rank_with_exit_code_2(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
