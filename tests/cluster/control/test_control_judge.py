@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import signal
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.control.judge import advice
 from cluster.control.link import NodeStatus
-from cluster.failure import Death, Failure, NodeEvidence, failure_from_dict, find_failure, first_death
+from cluster.failure import Death, Failure, KillFacts, Kind, NodeEvidence, failure_from_dict, find_failure, first_death
+from engine.config.settings import RunConfig
 
 NODES, LOCAL_RANKS = 4, 2
 CULPRIT = 5  # on the third node
@@ -95,33 +99,110 @@ def test_errors_after_the_loss_of_a_node_are_its_echo_and_those_before_are_not()
     assert find_failure([lost, NodeEvidence("n0", [error(0, at_s=1.0)])]).host == "n0"
 
 
-def test_ranks_that_died_with_their_torchrun_are_not_blamed_for_it() -> None:
-    dead = tuple(Death(rank, -signal.SIGKILL, at_ns=START_NS) for rank in (0, 1))
-    failure = find_failure([NodeEvidence("n0", (), None, dead, -signal.SIGKILL)])
-    assert (failure.kind, failure.rank, failure.host) == ("launcher", None, "n0")
-    assert "torchrun" in failure.message
+KERNEL = KillFacts("the count rose", "Perhaps memory.", {"peak_bytes": 5})
+SOMEBODY = KillFacts(None, "Perhaps memory.", {"peak_bytes": 5})
 
 
-def test_error_marked_as_an_echo_is_one_whatever_its_kind() -> None:
-    late = error(0, is_echo=True, at_s=-1.0)
-    assert find_failure([NodeEvidence("n0", [late]), NodeEvidence("n1", (), Death(2, 7), exit_code=1)]).rank == 2
-    assert find_failure([NodeEvidence("n0", [late])]).rank == 0
+def alone(
+    errors: Sequence[dict[str, Any]] = (), death: Death | None = None, code: int = 1, **more: Any
+) -> NodeEvidence:
+    """The only node of a run, whose errors came in this order."""
+    timed = [{**error, "time_ns": START_NS + number} for number, error in enumerate(errors)]
+    return NodeEvidence("n0", timed, death, exit_code=code, **more)
 
 
-def test_first_to_vanish_is_named_when_nobody_knows_how() -> None:
-    seen = (Death(3, None, at_ns=START_NS), Death(2, None, at_ns=START_NS + SECOND_NS))
-    failure = find_failure([NodeEvidence("n1", (), None, seen, 1), NodeEvidence("n0", [error(0, "peer_lost", 0.2)])])
-    assert (failure.type, failure.rank) == ("Vanished", 3)
+def seen(*ends: tuple[int, int | None, int], node: str = "n1", **more: Any) -> NodeEvidence:
+    """What only a supervisor saw of its ranks: which one, how, when."""
+    vanished = tuple(Death(rank, code, at_ns=START_NS + at_ns) for rank, code, at_ns in ends)
+    return NodeEvidence(node, vanished=vanished, **{"exit_code": 1, **more})
 
 
-def test_two_that_vanished_together_are_not_told_apart() -> None:
-    seen = (Death(3, None, at_ns=START_NS), Death(2, None, at_ns=START_NS))
-    failure = find_failure([NodeEvidence("n1", (), None, seen, 1), NodeEvidence("n0", [error(0, "peer_lost", 0.2)])])
-    assert failure.kind == "peer_lost"
+LOST_PEER = NodeEvidence("n0", [error(0, "peer_lost", 0.2)])
 
 
-def test_rank_of_a_node_is_counted_from_its_first() -> None:
-    assert first_death("failed (exitcode: -9) local_rank: 1 (pid: 6) of binary", 4) == Death(5, -9, 6)
+@pytest.mark.parametrize(
+    ("nodes", "facts"),
+    [
+        ([alone([error(2, step=7), error(0)], Death(2, 1))], {"rank": 2, "step": 7, "status": "failed"}),
+        # Loud echoes of who says nothing.
+        ([alone([error(0, "peer_lost"), error(2)], Death(1, -9))], {"rank": 1, "kind": "signal"}),
+        ([alone([error(0, "peer_lost"), error(2)], Death(1, -4))], {"rank": 1, "kind": "signal"}),
+        ([alone([error(0, "peer_lost"), error(1)])], {"rank": 1}),
+        ([alone([error(0, "peer_lost")])], {"kind": "peer_lost"}),
+        ([alone([error(0, "peer_lost")], Death(1, 3))], {"rank": 1}),
+        ([alone([error(0)], Death(1, -6))], {"rank": 0}),
+        ([alone([], Death(1, -6))], {"signal": "SIGABRT"}),
+        ([alone([error(0, is_echo=True)]), seen((2, 7, 0))], {"rank": 2}),
+        ([alone([error(0, is_echo=True)])], {"rank": 0}),
+        # What a rank says of itself stays.
+        ([alone([error(1, "oom", memory={"where": "device"})], Death(1, 1))], {"status": "oom", "rank": 1}),
+        ([alone([error(1, "oom", memory={"where": "device"})])], {"memory": {"where": "device"}}),
+        ([alone([error(0, "config", exit_code=2)])], {"exit_code": 2}),
+        # Who was killed, and by whom.
+        ([alone([], Death(0, -9), -9, kill=KERNEL)], {"status": "oom", "rank": 0, "memory": {"peak_bytes": 5}}),
+        ([alone([], Death(0, -9), -9, kill=SOMEBODY)], {"status": "failed", "signal": "SIGKILL", "memory": None}),
+        ([alone([], None, -9, kill=KERNEL)], {"status": "oom", "rank": None, "memory": {"peak_bytes": 5}}),
+        ([alone([], None, -9, kill=SOMEBODY)], {"kind": "launcher", "signal": "SIGKILL", "memory": None}),
+        ([alone([error(1)], Death(1, 1), kill=KERNEL)], {"kind": "exception"}),
+        ([alone([], Death(1, -11), kill=KERNEL)], {"kind": "signal"}),
+        ([seen((0, -9, 0), (1, -9, 0), node="n0", exit_code=-9)], {"kind": "launcher", "rank": None, "host": "n0"}),
+        ([alone([], Death(0, -200))], {"kind": "exit"}),  # no signal has such a number
+        # Nobody knows how, or why.
+        ([seen((3, None, 0), (2, None, 9)), LOST_PEER], {"type": "Vanished", "rank": 3}),
+        ([seen((3, None, 0), (2, None, 0)), LOST_PEER], {"kind": "peer_lost"}),
+        ([seen((1, None, 5), exit_code=0), LOST_PEER], {"type": "EarlyExit", "rank": 1, "host": "n1"}),
+        ([alone([], None, 1)], {"kind": "launcher", "rank": None}),
+        ([alone([], None, 0)], {"kind": "launcher", "type": "Incomplete"}),
+        # Ends that mostly follow another's.
+        *(([seen((1, None, 1), (0, code, 2))], {"rank": 1}) for code in (-15, 130, 143)),
+        *(([seen((0, code, 2))], {"rank": 0}) for code in (-15, 130, 143)),
+    ],
+)
+def test_first_cause_is_found(nodes: list[NodeEvidence], facts: dict[str, Any]) -> None:
+    failure = find_failure(nodes)
+    assert {name: getattr(failure, name) for name in facts} == facts
+
+
+def test_words_say_how_a_process_ended() -> None:
+    told = [find_failure([alone([], None, code, kill=SOMEBODY)]).message for code in (-9, 3)]
+    assert told == [
+        "torchrun was ended by signal 9 (SIGKILL). Perhaps memory. No rank reported an error.",
+        "torchrun ended with exit code 3 and no rank reported an error",
+    ]
+    assert "the count rose" in find_failure([alone([], Death(0, -9), kill=KERNEL)]).message
+
+
+TORCHRUN_LOG = """\
+W1120 09:47:27.753000 6751 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 6755 closing signal SIGTERM
+E1120 09:47:27.761000 6751 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: -9) local_rank: 1 (pid: 6756) of binary: /venv/bin/python
+Traceback (most recent call last):
+Failures:
+[1]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 6755)  (SIGTERM)
+"""  # noqa: E501 - as torchrun wrote it
+
+
+def test_first_death_is_read_from_the_log_of_torchrun_and_counted_from_the_first_rank_of_the_node() -> None:
+    assert first_death(TORCHRUN_LOG, 4) == Death(rank=5, exit_code=-9, pid=6756)
+    assert first_death("all is well") is None
+
+
+RUN = Path("/runs/tiny/20260101-000000-abcdef")
+
+
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [
+        (Failure("oom", "T", "m", memory={"where": "device"}), "memory.optimizer_store=host"),
+        (Failure("oom", "T", "m"), "cluster.ranks_per_node"),
+        (Failure("signal", "SIGKILL", "m", signal="SIGKILL"), "If `dmesg` shows"),
+        (Failure("node_lost", "T", "m", host="n2"), f"`burst resume {RUN.name} --hosts NODES`"),
+        *((Failure(kind, "T", "m"), " ") for kind in get_args(Kind)),
+    ],
+)
+def test_every_kind_of_failure_has_advice(failure: Failure, words: str) -> None:
+    assert words in advice(failure, RUN, RunConfig())
 
 
 @given(
