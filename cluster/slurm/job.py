@@ -88,19 +88,14 @@ class SlurmJob(WatchedJob):
     def describe_end(self) -> str:
         """Why the job ended, in words, with the last of what srun said where that helps."""
         status = self.status or JobStatus(GONE)
+        if status.state == GONE and status.reason:
+            return status.reason
+        text = _CODES.get(status.exit_code or 0) or describe_end(status, self._lost)
         if status.signal == 53:  # Slurm's code for "cannot open the job's output"
-            return f"{self.title} could not write into the run folder: {_SHARED}"
-        if status.exit_code == NOT_SHARED:
-            return f"{self.title}: a node does not see the run folder: {_SHARED}"
-        if status.exit_code == TIME_IS_UP:
-            return (
-                f"{self.title} came near its time limit ({status.time_limit}), so its ranks saved and "
-                "stopped: `burst resume` goes on from there, and with cluster.max_restarts the job does so by itself"
-            )
-        if status.exit_code == NO_RESTARTS_LEFT:
-            return f"{self.title} has used up cluster.max_restarts in a row without a further checkpoint"
-        text = describe_end(self.job_id, status, self._lost)
-        return text if status.state != "FAILED" or not (said := self.last_words()) else f"{text}: {said}"
+            text = f"could not write into the run folder: {_SHARED}"
+        elif status.state == "FAILED" and status.exit_code not in _CODES and (said := self.last_words()):
+            text += f": {said}"
+        return f"{self.title} {text}"
 
     def last_words(self) -> str:
         """What burst said last in the job's log, else what srun complained of first, else its last line."""
@@ -228,8 +223,15 @@ class SlurmJob(WatchedJob):
                 self._client.cancel(step)
 
 
-_NEVER = "the run was never given to Slurm"
 _SHARED = "runs of Slurm need a run folder that all nodes share; set --runs-dir or BURST_RUNS_DIR to such storage"
+# What our own exit codes mean.
+_CODES = {
+    NOT_SHARED: f"has a node that does not see the run folder: {_SHARED}",
+    TIME_IS_UP: "came near its time limit, so its ranks saved and stopped: `burst resume` goes on from there, and with "
+    "cluster.max_restarts the job does so by itself",
+    NO_RESTARTS_LEFT: "has used up cluster.max_restarts in a row without a further checkpoint",
+}
+_NEVER = "the run was never given to Slurm"
 
 
 def find_job(run: RunFolder) -> SlurmJob:

@@ -94,40 +94,27 @@ def parse_job(text: str) -> JobStatus | None:
     )
 
 
-def describe_end(job_id: str, status: JobStatus, lost_nodes: tuple[str, ...] = ()) -> str:
-    """Why a job that has ended did so, and what to do. `lost_nodes`: those that Slurm no longer reaches."""
-    what = f"Slurm job {job_id}"
-    match status.state:
-        case "TIMEOUT":
-            return (
-                f"{what} reached its time limit ({status.time_limit or 'the default of its partition'}): "
-                "set cluster.slurm.time_limit to what the run needs"
-            )
-        case "CANCELLED":
-            return f"{what} was cancelled outside of burst (scancel, or an administrator)"
-        case "PREEMPTED":
-            return f"{what} was preempted by another job"
-        case "NODE_FAIL":
-            named = f": {', '.join(lost_nodes)}" if lost_nodes else f", one of {status.node_list or 'its nodes'}"
-            return f"{what} lost a node{named}: it no longer answered Slurm's controller (NODE_FAIL)"
-        case "OUT_OF_MEMORY":
-            return f"{what} used more memory than it was given: a node's kernel ended it (OUT_OF_MEMORY)"
-        case "BOOT_FAIL":
-            return f"{what}: a node did not start (BOOT_FAIL)"
-        case "DEADLINE":
-            return f"{what} was ended at its deadline (DEADLINE)"
-        case "COMPLETED":
-            return f"{what} completed"
-        case "AGAIN":
-            return f"{what} is requeued: it goes on from the newest checkpoint when Slurm has nodes for it"
-        case "GONE":
-            return status.reason or f"{what} has ended; Slurm no longer knows how"
-    reason = f", {status.reason}" if status.reason else ""
-    if status.signal:
-        return f"{what} ended: {status.state}, signal {status.signal}{reason}"
-    return (
-        f"{what} ended: {status.state}, exit code {status.exit_code if status.exit_code is not None else '?'}{reason}"
-    )
+_ENDS = {
+    "TIMEOUT": "reached its time limit ({limit}): set cluster.slurm.time_limit to what the run needs",
+    "CANCELLED": "was cancelled outside of burst (scancel, or an administrator)",
+    "PREEMPTED": "was preempted by another job",
+    "NODE_FAIL": "lost a node{nodes}: it no longer answered Slurm's controller (NODE_FAIL)",
+    "OUT_OF_MEMORY": "used more memory than it was given: a node's kernel ended it (OUT_OF_MEMORY)",
+    "BOOT_FAIL": "lost a node that did not start (BOOT_FAIL)",
+    "DEADLINE": "was ended at its deadline (DEADLINE)",
+    "COMPLETED": "completed",
+    AGAIN: "is requeued: it goes on from the newest checkpoint when Slurm has nodes for it",
+    GONE: "has ended; Slurm no longer knows how",
+}
+
+
+def describe_end(status: JobStatus, lost_nodes: tuple[str, ...] = ()) -> str:
+    """What became of a job that has ended, and what to do. `lost_nodes`: those that Slurm no longer reaches."""
+    if (end := _ENDS.get(status.state)) is not None:
+        nodes = f": {', '.join(lost_nodes)}" if lost_nodes else f", one of {status.node_list or 'its nodes'}"
+        return end.format(limit=status.time_limit or "the default of its partition", nodes=nodes)
+    how = f"signal {status.signal}" if status.signal else f"exit code {'?' if (c := status.exit_code) is None else c}"
+    return f"ended: {status.state}, {how}{f', {status.reason}' if status.reason else ''}"
 
 
 RECORD_FILE = "slurm.json"

@@ -97,7 +97,7 @@ def test_why_a_job_waits_is_said_in_words(reason, words):
     ],
 )
 def test_the_end_of_a_job_is_said_in_words(status, words):
-    assert words in describe_end("12", status)
+    assert words in describe_end(status)
 
 
 def test_a_submitted_job_has_a_number(fake):
