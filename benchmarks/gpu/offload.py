@@ -27,7 +27,7 @@ from engine.memory.host import host_empty
 from engine.memory.store import ActivationStore, DeviceStore, HostStore, Kept, host_store
 from engine.planning.schedule.plan import Channel
 from engine.planning.sequence.mask import Band
-from engine.training.optim import build_optimizer
+from engine.training.optim import build_optimizer, square_sum
 
 Row = dict[str, Any]
 ADAM_BYTES = 28  # per parameter: weight, two moments read and written, gradient read; fp32
@@ -65,7 +65,7 @@ def default_sizes(device: torch.device) -> OffloadSizes:
 
 
 def bench_offload(device: torch.device, sizes: OffloadSizes | None = None) -> list[Row]:
-    """Rows with a `case` each: copy, overlap, store, adam."""
+    """Rows with a `case` each: copy, overlap, store, adam, norm, clip."""
     chosen = sizes or default_sizes(device)
     rows: list[Row] = []
     for case in (bench_copies, bench_overlap, bench_store, bench_adam):
@@ -212,17 +212,32 @@ def _timed_step(store: HostStore[Any], step: Callable[[], None], device: torch.d
 
 
 def bench_adam(device: torch.device, sizes: OffloadSizes) -> list[Row]:
-    """AdamW's update of fp32 weights in host memory, as under memory.optimizer_store=host, by number of threads."""
-    matrix = torch.nn.Linear(1024, max(1, sizes.adam_parameters // 1024), bias=False)
-    matrix.weight.grad = torch.ones_like(matrix.weight)
-    optimizer = build_optimizer(matrix, OptimizerConfig())
+    """AdamW's update of fp32 weights in host memory and the passes over gradients before it, by number of threads.
+
+    Weights and gradients are pinned, as under memory.optimizer_store=host; with all threads also as they come.
+    """
+    pinned = device.type == "cuda"
+    rows = [row for threads in sizes.threads for row in _update_rows(threads, sizes, pinned=pinned)]
+    return rows + (_update_rows(sizes.threads[-1], sizes, pinned=False) if pinned else [])
+
+
+def _update_rows(threads: int, sizes: OffloadSizes, *, pinned: bool) -> list[Row]:
+    shape = (max(1, sizes.adam_parameters // 1024), 1024)
+    weight = torch.nn.Parameter(host_empty(shape, torch.float32, pinned=pinned).fill_(1.0))
+    gradient = weight.grad = host_empty(shape, torch.float32, pinned=pinned).fill_(1e-3)
+    module = torch.nn.ParameterList([weight])
+    passes: dict[str, tuple[int, Callable[[], object]]] = {
+        "adam": (ADAM_BYTES, build_optimizer(module, OptimizerConfig()).step),
+        "norm": (4, lambda: square_sum([gradient])),
+        "clip": (8, lambda: torch.nn.utils.clip_grads_with_norm_([weight], 1.0, torch.tensor(1.0), foreach=True)),
+    }
+    with _threads(threads):
+        timings = measure_in_turn({case: run for case, (_, run) in passes.items()}, torch.device("cpu"), sizes.rounds)
     rows = []
-    for threads in sizes.threads:
-        with _threads(threads):
-            timing = measure_in_turn({"step": optimizer.step}, torch.device("cpu"), sizes.rounds)["step"]
-        moved = ADAM_BYTES * matrix.weight.numel()
-        row = {"case": "adam", "threads": threads, "parameters": matrix.weight.numel(), "bytes": moved}
-        rows.append(row | asdict(timing) | {"gb_per_s": moved / timing.median_s / 1e9})
+    for case, (per_parameter, _) in passes.items():
+        moved = per_parameter * weight.numel()
+        row = {"case": case, "pinned": pinned, "threads": threads, "parameters": weight.numel(), "bytes": moved}
+        rows.append(row | asdict(timings[case]) | {"gb_per_s": moved / timings[case].median_s / 1e9})
     return rows
 
 

@@ -86,10 +86,8 @@ class Runner:
                 reason = f"about {needed:.0f} s, {max(0.0, left):.0f} s left of the part's {share:.0f} s"
                 document["rows"].append(skipped_row(measurement.label, reason))
                 continue
-            before = self.budget.clock()
-            rows = self._measure(measurement, pace)
+            rows, took = self._measure(measurement, pace)
             document["rows"] += rows
-            took = self.budget.clock() - before
             measured = any(row["status"] == "measured" for row in rows)
             if measured and max(took, measurement.expected_s) >= LEAST_NOTED_S:
                 pace = min(MOST_PACE, max(LEAST_PACE, took / measurement.expected_s))
@@ -102,16 +100,22 @@ class Runner:
         self.refresh(document)
         self.save(done)
 
-    def _measure(self, measurement: Measurement, pace: float) -> list[Row]:
+    def _measure(self, measurement: Measurement, pace: float) -> tuple[list[Row], float]:
+        """(rows, seconds without those that it waited until it was ready, which say nothing of the device)."""
         timeout_s = min(self.budget.left_s + GRACE_S, 4 * measurement.expected_s * max(1.0, pace) + 60.0)
         before = self.budget.clock()
         try:
-            rows = complete_rows(self.measures.call(self.ready(measurement), timeout_s), measurement.label, self.peak)
+            ready = self.ready(measurement)
+            before = self.budget.clock()
+            rows = complete_rows(self.measures.call(ready, timeout_s), measurement.label, self.peak)
         except MeasurementError as error:
             rows = [failed_row(measurement.label, str(error))]
-        words = "; ".join(dict.fromkeys(row["error"] for row in rows if row["error"]))
-        self.say(f"  {self.budget.used_s:4.0f} s  {measurement.label}: {self.budget.clock() - before:.1f} s  {words}")
-        return rows
+        words, took = (
+            "; ".join(dict.fromkeys(row["error"] for row in rows if row["error"])),
+            self.budget.clock() - before,
+        )
+        self.say(f"  {self.budget.used_s:4.0f} s  {measurement.label}: {took:.1f} s  {words}")
+        return rows, took
 
     def refresh(self, document: PartDocument) -> None:
         """Bring what follows from a part's rows up to date."""

@@ -136,7 +136,7 @@ def _measurement(sizes: StepSizes, layers: int, whole: RunConfig) -> Measurement
     seq_len, model = whole.train.seq_len, replace(sizes.model, num_layers=layers)
     flops = step_flops(model, seq_len=seq_len, visible_pairs=layers * attention_pairs("causal", seq_len))
     step_s = flops.model / ASSUMED_FLOPS
-    repeats = 2 if step_s < 5 else 1  # after a first step, which pins memory and compiles, and never counts
+    repeats = 2 if step_s < 5 else 1  # after the first steps, which pin memory, compile and make moments
     about: Row = {"whole_layers": sizes.model.num_layers, "predicts": layers in (sizes.predicted or (layers,))}
     settings: Row = {"config": dump_config(whole), "layers": layers, "repeats": repeats, "about": about}
     settings |= {"expandable_segments": True, "profiled": (layers, seq_len) in sizes.profiled}
@@ -234,6 +234,8 @@ def measure(
     settings = _with_layers(whole, layers)
     run = _Run(settings, device)
     warm_s = run.step()
+    if settings.memory.optimizer_store == "host" and not settings.memory.optimizer_in_backward:
+        run.step()  # whose forward pass waits for the first update, which makes the moments
     seconds = [run.step() for _ in range(repeats)]
     row: Row = {"layers": settings.model.num_layers, "seq_len": settings.train.seq_len, **about}
     row |= {"policy": describe_policy(settings), "memory": to_plain(settings.memory)}

@@ -36,9 +36,9 @@ def chosen(request: KernelRequest, name: str = "auto") -> KernelChoice:
 @pytest.mark.parametrize(
     ("request_", "order"),
     [
-        (ask(HOPPER), ["aten_cudnn", "fa3", "fa4", "aten_flash", "flash_attn"]),
-        (ask(HOPPER, windows=True), ["fa3", "fa4", "aten_cudnn", "aten_flash", "flash_attn"]),
-        (ask(HOPPER, documents=True), ["fa3", "fa4", "aten_flash", "flash_attn"]),
+        (ask(HOPPER), ["fa4", "aten_cudnn", "fa3", "aten_flash", "flash_attn"]),
+        (ask(HOPPER, windows=True), ["fa4", "fa3", "aten_cudnn", "aten_flash", "flash_attn"]),
+        (ask(HOPPER, documents=True), ["fa4", "fa3", "aten_flash", "flash_attn"]),
         (ask(BLACKWELL), ["fa4", "aten_cudnn", "aten_flash", "flash_attn"]),
         (ask(BLACKWELL, documents=True), ["fa4", "aten_flash", "flash_attn"]),
         (ask(AMPERE), ["aten_flash", "flash_attn", "aten_efficient"]),
@@ -192,10 +192,10 @@ def test_a_named_kernel_that_plans_every_shape_is_taken_for_documents_and_says_w
 
 
 def test_a_kernel_that_fails_its_trial_is_passed_over_with_the_reason() -> None:
-    choice = on_cpu(ask(HOPPER), aten_cudnn=Crashing, fa3=wrong("dk", lambda x: 1.1 * x))
+    choice = on_cpu(ask(HOPPER), fa4=Crashing, aten_cudnn=wrong("dk", lambda x: 1.1 * x))
     failed = {
-        "aten_cudnn": "failed its trial: ValueError: too many values to unpack (expected 2)",
-        "fa3": "failed its trial: dk of a causal tile is off by 0.1, more than 0.02",
+        "fa4": "failed its trial: ValueError: too many values to unpack (expected 2)",
+        "aten_cudnn": "failed its trial: dk of a causal tile is off by 0.1, more than 0.02",
     }
     assert choice.failed == failed
     assert {name: choice.others[name] for name in failed} == failed

@@ -95,6 +95,17 @@ def test_parts_stop_between_measurements_when_their_share_is_used() -> None:
     assert (statuses(second), second["share_s"]) == (["measured"], 80)  # what the first left is the second's
 
 
+def test_waiting_for_what_a_measurement_needs_does_not_make_the_device_look_slow() -> None:
+    clock = Clock(0.0)
+
+    def ready(measurement: Measurement) -> Measurement:
+        clock.now += 100.0 * (measurement.label == "1")
+        return measurement
+
+    runner = Runner(FakeMeasures(clock), Budget(140.0, clock), PEAK, lambda _: None, lambda _: None, ready)
+    assert statuses(runner.run([part("steps", "1", "2", "3", "4")])[0]) == ["measured"] * 4
+
+
 # What a session of so many seconds is worth, on a device as fast as expected.
 ENOUGH = {
     530: {

@@ -33,7 +33,8 @@ def test_a_rank_that_computes_or_updates_on_the_cpu_takes_its_share_of_the_cores
     everything = os.sched_getaffinity(0)
     cores = len(everything)
     assert threads(GPU, "device") == 7  # as it was started
-    assert threads(GPU, "host") == threads(CPU, "device") == cores
+    assert threads(CPU, "device") == cores
+    assert threads(GPU, "host") == max(1, cores * 3 // 4)  # the rest feeds the GPU
     assert threads(GPU, "host", ranks=2 * cores) == 1
     assert threads(GPU, "host", asked=3) == 3
     os.sched_setaffinity(0, {min(everything)})
