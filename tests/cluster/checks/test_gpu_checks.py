@@ -22,15 +22,16 @@ OK, WARN, FAIL, SKIP, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.
 GPU0, ALL_GPUS = "GPU 0", [f"GPU {index}" for index in range(8)]
 
 
-def told(
-    probe: NodeProbe, tag: str, value: str, *, count: int = 1, section: str = "gpu.smi", after: str = ""
-) -> NodeProbe:
-    """`probe` where the first elements `tag` (0: all) behind `after` say `value`."""
-    text = probe.section(section).output
-    start = text.index(after)
-    tail, changed = re.subn(rf"<{tag}>[^<]*</{tag}>", f"<{tag}>{value}</{tag}>", text[start:], count=count)
-    assert changed, tag
-    return changed_section(probe, section, output=text[:start] + tail)
+def told(probe: NodeProbe, field: str, value: str) -> NodeProbe:
+    """`probe` where the first element of `SECTION:AFTER>TAG` says `value`; TAG*: all of them."""
+    section, _, place = field.rpartition(":")
+    after, _, tag = place.rpartition(">")
+    name, count = tag.removesuffix("*"), 0 if tag.endswith("*") else 1
+    text = probe.section(section or "gpu.smi").output
+    start = text.index(f"<{after}>") if after else 0
+    tail, changed = re.subn(rf"<{name}>[^<]*</{name}>", f"<{name}>{value}</{name}>", text[start:], count=count)
+    assert changed, field
+    return changed_section(probe, section or "gpu.smi", output=text[:start] + tail)
 
 
 def verdict(probe: NodeProbe, name: str) -> Verdict:
@@ -91,6 +92,15 @@ FIELDS = [
     ("h100x8", "state", "Not Started", "fabric_manager", FAIL),
     ("h100x8", "status", "Failure", "fabric_manager", FAIL),
     ("h100x8", "state", "ERR!", "fabric_manager", UNKNOWN),
+    ("h100x8", "aggregate>sram_uncorrectable_parity", "1", "ecc", OK),
+    ("h100x8", "current_mig*", "Enabled", "mig", WARN),
+    ("h100x8", "current_power_limit*", "699.99 W", "power_limit", WARN),
+    ("h100x8", "applications_clocks>graphics_clock", "1979 MHz", "clocks", WARN),
+    ("h100x8", "max_clocks>sm_clock", "1965 MHz", "clocks", WARN),
+    ("h100x8", "used", "70000 MiB", "busy", OK),  # at the first look only
+    ("h100x8", "gpu.again:used", "15 MiB", "busy", OK),
+    ("h100x8", "gpu.again:used", "16 MiB", "busy", FAIL),
+    ("h100x8", "gpu.again:used", "ERR!", "busy", UNKNOWN),
     # every throttle reason, under both names; NVML has bits for more, which are settings and the power limit
     *(
         (profile, f"clocks_{word}_reason_{reason}", "Active", "throttle", severity)
@@ -110,37 +120,16 @@ FIELDS = [
 ]
 
 
-@pytest.mark.parametrize(("profile", "tag", "value", "name", "expected"), FIELDS)
-def test_one_field_of_one_gpu_decides(profile: str, tag: str, value: str, name: str, expected: Verdict) -> None:
-    found = only(check(told(healthy(profile), tag, value)), f"gpu.{name}")
-    assert found.severity is expected
-    assert found.device == (None if name == "count" or expected is OK else GPU0)
-    assert expected not in (WARN, FAIL) or found.remedy
-
-
-@pytest.mark.parametrize(
-    ("change", "name", "devices", "severity"),
-    [
-        ({"tag": "sram_uncorrectable_parity", "value": "1", "after": "<aggregate>"}, "ecc", [], OK),
-        ({"tag": "current_mig", "value": "Enabled", "count": 0}, "mig", ALL_GPUS, WARN),
-        ({"tag": "current_power_limit", "value": "699.99 W", "count": 0}, "power_limit", ALL_GPUS, WARN),
-        ({"tag": "graphics_clock", "value": "1979 MHz", "after": "<applications_clocks>"}, "clocks", [GPU0], WARN),
-        ({"tag": "sm_clock", "value": "1965 MHz", "after": "<max_clocks>"}, "clocks", [GPU0], WARN),
-        ({"tag": "used", "value": "70000 MiB"}, "busy", [], OK),  # at the first look only
-        ({"tag": "used", "value": "15 MiB", "section": "gpu.again"}, "busy", [], OK),
-        ({"tag": "used", "value": "16 MiB", "section": "gpu.again"}, "busy", [GPU0], FAIL),
-        ({"tag": "used", "value": "ERR!", "section": "gpu.again"}, "busy", [GPU0], UNKNOWN),
-    ],
-)
-def test_a_field_decides_and_changes_no_other_check(
-    change: dict[str, object], name: str, devices: list[str], severity: Verdict
+@pytest.mark.parametrize(("profile", "field", "value", "name", "expected"), FIELDS)
+def test_one_field_decides_and_changes_no_other_check(
+    profile: str, field: str, value: str, name: str, expected: Verdict
 ) -> None:
-    probe = told(healthy(), **change)  # type: ignore[arg-type]
-    others = {found for found in bad(check(probe)) if found[0] not in (f"gpu.{name}", "gpu.lost")}
-    assert others == set()
-    assert {found for found in bad(check(probe)) if found[0] == f"gpu.{name}"} == {
-        (f"gpu.{name}", device, severity) for device in devices
-    }
+    findings = check(told(healthy(profile), field, value))
+    devices = [None] if name == "count" or expected is OK else ALL_GPUS if field.endswith("*") else [GPU0]
+    found = [one for one in findings if one.check == f"gpu.{name}"]
+    assert [(one.device, one.severity) for one in found] == [(device, expected) for device in devices]
+    assert expected not in (WARN, FAIL) or all(one.remedy for one in found)
+    assert {one for one, _, _ in bad(findings)} <= {f"gpu.{name}", "gpu.lost"}
 
 
 def test_a_lower_generation_counts_only_at_full_clocks() -> None:
@@ -233,7 +222,7 @@ def test_a_model_has_so_many_nvlinks_even_where_all_gpus_lack_one(models: tuple[
     for model in models:
         for there, expected in ((links, []), (links - 1, lack)):
             text = re.sub(rf"\t Link (?:{'|'.join(map(str, range(there, 18)))}): .*\n?", "", NVLINKS)
-            probe = changed_section(told(healthy(), "product_name", model, count=0), "gpu.nvlink", output=text)
+            probe = changed_section(told(healthy(), "product_name*", model), "gpu.nvlink", output=text)
             assert in_words(check(probe)) == expected
 
 
@@ -261,7 +250,7 @@ def test_a_virtual_machine_without_switches_of_its_own_trusts_the_fabric_state()
 
 
 def test_cards_without_nvlink_are_no_fault() -> None:
-    probe = without_switches(told(healthy("a100x8"), "product_name", "NVIDIA L40S", count=0))
+    probe = without_switches(told(healthy("a100x8"), "product_name*", "NVIDIA L40S"))
     findings = check(changed_section(probe, "gpu.nvlink", output=""))
     skipped = {found.check for found in findings if found.severity is SKIP}
     assert not bad(findings)
