@@ -36,21 +36,14 @@ def broken(module_testbeds: Testbeds) -> Testbed:
     return testbed
 
 
-@pytest.fixture(scope="module")
-def report(broken: Testbed) -> FleetReport:
-    return check(broken, ["ssh", "gpu"])
-
-
-def check(testbed: Testbed, only: list[str], *names: str) -> FleetReport:
-    hosts = [host for host in testbed.hosts(CONNECT_TIMEOUT_S) if not names or host.name in names]
-    return check_nodes(hosts, ClusterConfig(), CheckOptions(read_selection(only)))
-
-
 def bad(report: FleetReport, name: str) -> list[Finding]:
     return [f for f in report.nodes[name].findings if f.severity not in (Verdict.OK, Verdict.SKIP)]
 
 
-def test_each_node_is_named_with_its_own_fault_and_no_other(report: FleetReport) -> None:
+def test_each_node_is_named_with_its_own_fault_and_no_other(broken: Testbed) -> None:
+    report = check_nodes(
+        broken.hosts(CONNECT_TIMEOUT_S), ClusterConfig(), CheckOptions(read_selection(["ssh", "gpu", "net"]))
+    )
     names = list(report.nodes)
     told = [[(f.check, f.severity, f.device, f.evidence) for f in bad(report, name)] for name in names]
     reach = ("ssh.reach", Verdict.FAIL, None)
@@ -70,6 +63,9 @@ def test_each_node_is_named_with_its_own_fault_and_no_other(report: FleetReport)
     assert "burst hosts" in key.remedy
     assert "root" in busy.observed
     assert (driver.observed, driver.expected) == ("535.104.05", "550.127.05, as 2 of 3 nodes have")
+    for name in (names[0], *names[5:]):  # which talk to each other
+        found = {f.check: f.severity for f in report.nodes[name].findings}
+        assert (found["net.pairs"], found["net.subnet"]) == (Verdict.OK, Verdict.OK)
 
 
 def test_a_node_that_hangs_after_the_login_is_given_up(broken: Testbed) -> None:
@@ -82,16 +78,6 @@ def test_a_node_that_hangs_after_the_login_is_given_up(broken: Testbed) -> None:
         clear_faults(broken, name)
     assert not report.nodes[name].usable
     assert report.elapsed_s < 60
-
-
-def test_healthy_nodes_can_talk_to_each_other(broken: Testbed) -> None:
-    names = broken.node_names[0], broken.node_names[5], broken.node_names[6]
-    report = check(broken, ["net", "host.runs"], *names)
-    for name in names:
-        found = {f.check: f.severity for f in report.nodes[name].findings}
-        assert found["net.pairs"] is Verdict.OK
-        assert found["net.subnet"] is Verdict.OK
-        assert found["host.runs"] in (Verdict.OK, Verdict.WARN)  # the fake hardware hides no process
 
 
 def test_the_verb_lists_the_usable_nodes_and_nothing_else(
