@@ -21,8 +21,7 @@ from cluster.survey.sysfs import python_question
 
 _GATEWAY = re.compile(r"\bvia .*?\bdev (\S+)")
 
-# Not nproc: that tells OMP_NUM_THREADS where a login sets it.
-CORES = python_question("env.cores", 10, "print(json.dumps(len(os.sched_getaffinity(0))))\n")
+CORES = Question("env.cores", 10, "unset OMP_NUM_THREADS OMP_THREAD_LIMIT\nnproc")  # where a login sets them
 
 ROUTES = Question(
     "env.routes",
@@ -32,35 +31,26 @@ ip -4 route show table all
 """,
 )
 
-# Servers of mounted network file systems, and the interface that leads to each.
-STORAGE = python_question(
-    "env.storage",
+# Servers of mounted network file systems, and the interface to each; what lies below bonds, bridges and VLANs.
+CARRIERS = python_question(
+    "env.carriers",
     20,
     r"""
 import subprocess
 
 networked = re.compile(r"nfs4?|lustre|ceph|cifs|smb3|beegfs.*|(fuse\.)?glusterfs")
-told = []
+told = {"storage": [], "lower": [[one.parent.name, one.name[6:]] for one in root.glob("sys/class/net/*/lower_*")]}
 for source, folder, kind, options, *_ in mounts(root / "proc/mounts"):
-    if networked.fullmatch(kind) and len(told) < 32:
+    if networked.fullmatch(kind) and len(told["storage"]) < 32:
         given = re.search(r"(?:^|,)addr=([^,]*)", options)
         server = given[1] if given else re.split("[:@/,]", source.lstrip("/"))[0]
         route = subprocess.run(["ip", "-o", "-4", "route", "get", server], capture_output=True).stdout.decode()
-        told += [[folder, server, way] for way in re.findall(r"\bdev (\S+)", route)[:1] if way != "lo"]
+        told["storage"] += [[folder, server, way] for way in re.findall(r"\bdev (\S+)", route)[:1] if way != "lo"]
 print(json.dumps(told))
 """,
 )
 
-# What lies below bonds, bridges and VLANs.
-LOWER = python_question(
-    "env.lower",
-    10,
-    r"""
-print(json.dumps([[link.parent.name, link.name[6:]] for link in root.glob("sys/class/net/*/lower_*")]))
-""",
-)
-
-ADAPTER_QUESTIONS = (PORTS, LSPCI, STORAGE, LOWER)
+ADAPTER_QUESTIONS = (PORTS, LSPCI, CARRIERS)
 FACT_QUESTIONS = (*ADAPTER_QUESTIONS, GPUDIRECT, LINKS, ROUTE, SYSFS, SMI, CORES, ROUTES)
 
 
@@ -95,8 +85,8 @@ def adapter_facts(facts: NodeFacts, interfaces: Sequence[NetInterface] = ()) -> 
     storage: tuple[StorageRoute, ...] = ()
     notes: tuple[str, ...] = ()
     try:
-        storage = facts.section(STORAGE).read(
-            lambda told: tuple(StorageRoute(*(one_line(word, 200) for word in row)) for row in listed(told))
+        storage = facts.section(CARRIERS).read(
+            lambda told: tuple(StorageRoute(*(one_line(word, 200) for word in row)) for row in listed(told["storage"]))
         )
     except UnreadableError as error:
         notes = (f"ports that lead to storage servers are not known: {error}",)
@@ -105,7 +95,7 @@ def adapter_facts(facts: NodeFacts, interfaces: Sequence[NetInterface] = ()) -> 
         facts.adapters.ports,
         gpus=facts.gpu_addresses,
         storage=storage,
-        lower_interfaces=_lower(facts.section(LOWER), interfaces),
+        lower_interfaces=_lower(facts.section(CARRIERS), interfaces),
         notes=notes,
     )
 
@@ -118,7 +108,7 @@ def _gateways(section: Section) -> frozenset[str] | None:
 def _lower(section: Section, interfaces: Sequence[NetInterface]) -> Mapping[str, tuple[str, ...]]:
     pairs = {(interface.master, interface.name) for interface in interfaces if interface.master}
     with contextlib.suppress(UnreadableError):
-        pairs |= section.read(lambda told: {(str(upper), str(lower)) for upper, lower in listed(told)})
+        pairs |= section.read(lambda told: {(str(upper), str(lower)) for upper, lower in listed(told["lower"])})
     below: dict[str, tuple[str, ...]] = defaultdict(tuple)
     for upper, lower in sorted(pairs):
         below[upper] += (lower,)

@@ -78,12 +78,13 @@ GPUDIRECT = python_question(
     r"""
 peers = ["sys/module/nvidia_peermem/version", "sys/kernel/mm/memory_peers/nv_mem/version"]
 peers.append("sys/kernel/mm/memory_peers/nv_mem_nc/version")
-symbols = lines(root / "proc/kallsyms")
+module = (root / "sys/module/nvidia").exists()
+symbols = lines(root / "proc/kallsyms") if module else []  # long
 print(
     json.dumps(
         {
             "peers": ["/" + name for name in peers if (root / name).exists()],
-            "module": (root / "sys/module/nvidia").exists(),
+            "module": module,
             # Only the open kernel modules of NVIDIA export DMA-BUF; its first line names them.
             "driver": tell(root / "proc/driver/nvidia/version"),
             "kernel": os.uname().release,

@@ -63,7 +63,7 @@ def test_what_cannot_be_read_is_no_machine_without_infiniband(answer: NodeProbe,
     [
         ("env.cores", {"cores": None}),
         ("env.routes", {"gateways": None}),
-        ("env.storage", {"notes": ("ports that lead to storage servers are not known: env.storage: timed out",)}),
+        ("env.carriers", {"notes": ("ports that lead to storage servers are not known: env.carriers: timed out",)}),
         ("env.lower", {}),
         ("ib.gpudirect", {"has_gpudirect": None}),
     ],
