@@ -10,8 +10,7 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.launch.detach import launch_detached
-from burst_cli.launch.launching import LaunchManner, lead_run
-from burst_cli.launch.next_attempt import renewed_plan
+from burst_cli.launch.launching import LaunchManner, lead_run, renewed_plan
 from burst_cli.launch.request import LaunchRequest
 from burst_cli.runs.failure import failure_line
 from burst_cli.runs.read import run_record

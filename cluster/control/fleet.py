@@ -45,7 +45,7 @@ class Part:
     node: NodePlan
     link: NodeLink
     status: NodeStatus
-    log_start: int = 0
+    log_start: int
     order: StopOrder | None = None
     loss: Loss | None = None
     sweep_until: float | None = None

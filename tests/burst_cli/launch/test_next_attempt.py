@@ -9,7 +9,7 @@ import pytest
 from testkit.clock import Clock
 from testkit.fake_plan import node_facts
 
-from burst_cli.launch.next_attempt import lead_attempts, renewed_plan, with_spares
+from burst_cli.launch.launching import lead_attempts, renewed_plan, with_spares
 from burst_cli.launch.request import LaunchRequest, PreparedLaunch
 from burst_cli.runs.failure import failure_block
 from cluster.checks.launch import NodeProblem, UnfitNodesError
