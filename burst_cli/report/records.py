@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 from burst_cli.runs.read import read_table, run_record
 from cluster.remote_text import one_line
 from cluster.values import number, table, text, whole
-from engine.config.errors import ConfigError
-from engine.runs.commit import checkpoints_of, list_checkpoints
 from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError
 from engine.runs.records import read_json_lines
 
@@ -221,13 +219,13 @@ def effective_time(run: RunFolder) -> dict[str, Any]:
         attempts = []
     if not attempts:
         return dict.fromkeys(EFFECTIVE_KEYS)
-    seconds: dict[str, float | None] = {**_shares(attempts)}
-    wall, productive = seconds["wall"], seconds["productive"]
-    if not any(attempt.phases["checkpoint"] for attempt in attempts) and _has_checkpoints(run.path):
-        seconds["checkpoint_stall"] = None  # some were written, nothing says how long that took
-    fraction = productive / wall if wall and productive is not None else None
-    known = {f"{key}_s": seconds[key] for key in _SHARES}
-    return {"attempts": len(attempts), "effective_fraction": fraction, **known}
+    seconds = _shares(attempts)
+    fraction = seconds["productive"] / seconds["wall"] if seconds["wall"] else None
+    return {
+        "attempts": len(attempts),
+        "effective_fraction": fraction,
+        **{f"{key}_s": seconds[key] for key in _SHARES},
+    }
 
 
 def _shares(attempts: Sequence[_Attempt]) -> dict[str, float]:
@@ -287,13 +285,6 @@ def _phases(events: Sequence[tuple[float, Mapping[str, Any]]], end: float) -> di
         if name is not None:
             found[name] += max(0.0, until - moment)
     return found
-
-
-def _has_checkpoints(path: Path) -> bool:
-    try:
-        return bool(list_checkpoints(checkpoints_of(path)))
-    except (ConfigError, OSError):
-        return False
 
 
 def _seconds(moment: Any) -> float:

@@ -69,16 +69,16 @@ class _View(LaunchObserver):
 
     def note(self, text: str) -> None:
         """One line."""
-        self._say("note: ", "cyan", text)
+        self._say(f"note: {text}")
 
-    def _say(self, label: str, style: str, text: str) -> None:
-        self._console.print(Text.assemble((label, style), clean(text)), soft_wrap=True)
+    def _say(self, text: str) -> None:
+        self._console.print(Text(clean(text)), soft_wrap=True)
 
     def _poll(self) -> None:
         """Take up what is new, and say new warnings."""
         self._progress.poll()
         for text in self._progress.warnings[self._shown_warnings :]:
-            self._say("warning: ", "yellow", text)
+            self._say(f"warning: {text}")
         self._shown_warnings = len(self._progress.warnings)
 
 
@@ -144,12 +144,12 @@ class PlainView(_View):
         self._poll()
         if progress.phase != self._shown_phase:
             self._shown_phase = progress.phase
-            self._say("", "", progress.phase)
+            self._say(progress.phase)
         is_due = self._clock() >= self._next or progress.step == progress.total_steps
         if progress.step > self._shown_step and is_due:
             self._next = self._clock() + (LOG_INTERVAL_S if self._is_log else PLAIN_INTERVAL_S)
             self._shown_step = progress.step
-            self._say("", "", plain_line(progress))
+            self._say(plain_line(progress))
 
     def nodes(self, statuses: Sequence[NodeStatus]) -> None:
         """A line for every change that a person should know; looked for once a second."""
@@ -157,14 +157,14 @@ class PlainView(_View):
             return
         self._next_nodes = self._clock() + _NODES_S
         for text in self._node_news.changes(node_rows(statuses, self._progress.facts, self._progress.straggler)):
-            self._say("", "", text)
+            self._say(text)
 
     def stopping(self, cause: str, grace_s: float) -> None:
         """One line."""
-        self._say("", "", _stop_text(cause, grace_s))
+        self._say(_stop_text(cause, grace_s))
 
-    def _say(self, label: str, style: str, text: str) -> None:
-        super()._say(f"{utc_now()} {label}" if self._is_log else label, style, text)
+    def _say(self, text: str) -> None:
+        super()._say(f"{utc_now()} {text}" if self._is_log else text)
 
 
 class NodeNews:

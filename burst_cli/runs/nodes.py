@@ -185,7 +185,7 @@ def nodes_table(rows: Sequence[NodeRow], width: int, height: int) -> RenderableT
     if not shown:
         return None
     table = _table(shown, width)
-    return Group(table, Text(f"and {left_out} more nodes: burst status", style="dim")) if left_out else table
+    return Group(table, Text(f"and {left_out} more nodes: burst status")) if left_out else table
 
 
 def _table(rows: Sequence[NodeRow], width: int) -> Table:

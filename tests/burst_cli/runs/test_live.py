@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from rich.live import Live
 from testkit.clock import Clock
 from testkit.run_maker import health, make_run, plan_document
 
-from burst_cli.runs.live import PLAIN_INTERVAL_S, LiveView, PlainView, draw, hang_text, open_view
-from burst_cli.runs.nodes import NodeRow, fit_rows, fold_rows, heard_text, node_rows, nodes_table
+from burst_cli.runs.live import PLAIN_INTERVAL_S, PlainView, draw, hang_text, open_view
+from burst_cli.runs.nodes import NodeRow, fit_rows, fold_rows, heard_text, node_rows
 from burst_cli.runs.progress import RunProgress
-from burst_cli.runs.read import RunFacts, read_facts
+from burst_cli.runs.read import RunFacts
 from cluster.control.link import NodeStatus
 from engine.runs.folder import RunFolder, create_run
 
@@ -107,15 +107,11 @@ def test_node_that_is_not_well_stands_out_above_the_others(changes: dict[str, An
 
 
 def test_silence_of_a_run_that_has_ended_is_no_news() -> None:
-    statuses = [status("tb1", phase="ended", outcome={"cause": "exit", "exit_code": 0}, heard_s=5000.0)]
-    (row,) = node_rows(statuses, RunFacts(), is_over=True)
-    assert (row.mark, row.notes, row.ranks) == ("ok", (), ())
-
-
-def test_straggler_marks_its_node(run: RunFolder) -> None:
-    rows = node_rows(fleet(), read_facts(run), straggler=7)
-    (slow,) = [row for row in rows if row.notes]
-    assert (slow.nodes, slow.notes) == (("tb4",), ("straggler: rank 7",))
+    ended = status("tb1", phase="ended", outcome={"cause": "exit", "exit_code": 0}, heard_s=5000.0)
+    stopped = status("tb2", health=health(ranks={"0": {"state": "T"}}), heard_s=5000.0)
+    rows = node_rows([ended, stopped], RunFacts(), straggler=0, is_over=True)
+    assert [(row.mark, row.notes, row.ranks) for row in rows] == [("ok", (), ()), ("ok", (), ("T",))]
+    assert [row.notes for row in node_rows([replace(stopped, phase="stopping", heard_s=1.0)], RunFacts())] == [()]
 
 
 def test_nodes_in_the_same_trouble_share_a_row() -> None:
@@ -205,24 +201,29 @@ def test_plain_view_shows_phases_warnings_and_stops_without_escapes(bare: RunFol
     assert "killing what is left after 12 s; press Ctrl-C again" in text
 
 
-def test_live_view_draws_and_says_warnings_above(bare: RunFolder) -> None:
+def test_live_view_redraws_its_block_and_says_warnings_and_notes_above(bare: RunFolder) -> None:
     target = console(terminal=True)
     step(bare, 3, loss=2.0)
     bare.append_event("warning", message="clocks are odd")
     with open_view(target, RunProgress(bare, 4)) as view:
+        view.nodes(fleet(tb2=status("tb2", problem="tb2: connection lost")))
         view.tick()
+        view.note("tb2 was slow \x1b[31mto answer")
         view.stopping("SIGTERM", 0.0)
     text = written(target)
-    for part in ("step 3/4", "warning: ", "clocks are odd", "SIGTERM: killing the ranks now"):
-        assert part in text
+    assert "\x1b[?25l" in text
+    lines = ("warning: clocks are odd", "step 3/4", "connection lost", "tb[1,3-64]", "note: tb2 was slow to answer")
+    assert [part for part in (*lines, "SIGTERM: killing the ranks now") if part not in text] == []
 
 
 def test_an_evaluation_is_told_by_what_it_found(bare: RunFolder) -> None:
     target = console(terminal=False)
     view = PlainView(target, RunProgress(bare, 40))
-    bare.append_metrics({"step": 40, "validation_loss": 3.125, "needle_accuracy": 0.5})
+    bare.append_metrics({"step": 40, "validation_loss": 3.125, "needle_accuracy": 0.5, "needle_gain": 1.5})
     view.tick()
-    assert written(target).splitlines()[-1] == "weights of step 40  validation loss 3.1250  needles right 0.5000"
+    assert written(target).splitlines()[-1] == (
+        "weights of step 40  validation loss 3.1250  needles right 0.5000  needle gain 1.5000"
+    )
 
 
 def test_a_log_has_the_time_of_every_line_and_figures_once_a_minute(bare: RunFolder) -> None:
@@ -401,24 +402,7 @@ def test_a_straggler_is_late_again_and_again_and_by_seconds_that_matter(
     assert progress.straggler is None
 
 
-def test_table_without_room_is_left_out() -> None:
-    assert nodes_table([NodeRow(("tb1",), "running")], 80, 1) is None
-    assert nodes_table([], 80, 10) is None
-
-
 # --- what is said -----------------------------------------------------------------------------------------------------
-
-
-def test_live_view_shows_nodes_and_notes(run: RunFolder) -> None:
-    target = console(terminal=True)
-    with Live(console=target, auto_refresh=False) as live:
-        view = LiveView(target, RunProgress(run, 200), live)
-        view.nodes(fleet(tb2=status("tb2", problem="tb2: connection lost")))
-        view.note("tb2 was slow \x1b[31mto answer")
-        view.tick()
-    text = written(target)
-    for part in ("connection lost", "tb[1,3-64]", "tb2 was slow to answer"):
-        assert part in text
 
 
 def test_plain_lines_tell_changes_of_nodes_once(run: RunFolder) -> None:
