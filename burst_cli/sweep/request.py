@@ -19,7 +19,7 @@ from burst_cli.sweep.grammar import Axis, cells_of, check_axes
 from burst_cli.sweep.plan import SweepPlan, build_sweep, check_legal
 from burst_cli.sweep.runner import Lane, SweepManner, SweepRunner
 from burst_cli.sweep.store import SweepFolder, open_sweep, sweeps_dir
-from burst_cli.sweep.view import SweepView, cells_table, expectation, plan_view, tally
+from burst_cli.sweep.view import cells_table, expectation, open_sweep_view, plan_view, tally
 from cluster.control.attempt import StopRequests
 from cluster.facts import probe_local_node
 from cluster.launch.runner import runner_for
@@ -66,7 +66,7 @@ def sweep_request(request: SweepRequest, *, dry_run: bool, as_json: bool) -> int
     arguments = (*folders, *(("--force",) if request.force else ()))
     manner = SweepManner(request.runs_dir, lanes, arguments, request.max_failures, request.retry)
     stop = StopRequests()
-    with stop.listening(), SweepView(console).shown() as view:
+    with stop.listening(), open_sweep_view(console) as view:
         cells = SweepRunner(folder, manner, view, stop).run()
     _show_end(cells, folder, as_json=as_json)
     failed = any(cell["state"] in ("failed", "pending", "running") for cell in cells)
@@ -78,7 +78,7 @@ def _show_end(cells: list[dict[str, Any]], folder: SweepFolder, *, as_json: bool
         render.emit_json({"sweep_id": folder.sweep_id, "path": str(folder.path), "cells": cells})
         return
     console = render.stdout()
-    console.print(cells_table(cells, {}, console.width))
+    console.print(cells_table(cells, console.width))
     console.print(Text(f"{tally(cells)}\nmore: burst report --sweep {folder.sweep_id}"), soft_wrap=True)
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
@@ -25,7 +23,6 @@ from engine.runs.folder import RunFolder
 _STYLES = {**STATE_STYLES, "illegal": "red", "pending": "dim"}
 # Speed, loss and MFU go last on a narrow terminal, after what tells the cells apart.
 _FIGURES = (Column("tokens/s\n/device", 1), Column("MFU", 3), Column("peak\nmemory", 4), Column("loss", 2))
-_REDRAW_S = 0.5
 _MESSAGE = 70
 
 
@@ -69,15 +66,12 @@ def expectation(plan: SweepPlan, parallel: int, price: float | None) -> Text:
     return text
 
 
-def cells_table(
-    cells: Sequence[Mapping[str, Any]], progress: Mapping[str, str], width: int, rows: int | None = None
-) -> Table:
-    """All cells with what is known of each; `rows`: at most so many, around those that run."""
-    shown = window(cells, rows)
+def cells_table(cells: Sequence[Mapping[str, Any]], width: int) -> Table:
+    """All cells with what is known of each."""
     keys = list(dict.fromkeys(key for cell in cells for key in cell["values"]))
     columns = [*(Column(key, is_number=False) for key in (*keys, "state")), *_FIGURES]
-    notes = [Text(progress.get(cell["id"]) or _note(cell), "dim") for cell in shown]
-    return fitted_table(columns, [_cells(cell, keys) for cell in shown], notes, width)
+    notes = [Text(_note(cell), "dim") for cell in cells]
+    return fitted_table(columns, [_cells(cell, keys) for cell in cells], notes, width)
 
 
 def _cells(cell: Mapping[str, Any], keys: Sequence[str]) -> list[Text]:
@@ -92,49 +86,28 @@ def _cells(cell: Mapping[str, Any], keys: Sequence[str]) -> list[Text]:
     ]
 
 
-def window(cells: Sequence[Mapping[str, Any]], rows: int | None) -> Sequence[Mapping[str, Any]]:
-    """At most `rows` cells in a row: the last that have a result, those that run, the next."""
-    if rows is None or len(cells) <= rows:
-        return cells
-    active = [index for index, cell in enumerate(cells) if cell["state"] == "running"]
-    done = [index for index, cell in enumerate(cells) if cell["state"] not in ("running", "pending")]
-    centre = active[0] if active else (done[-1] if done else 0)
-    first = max(0, min(centre - rows // 2, len(cells) - rows))
-    return cells[first : first + rows]
-
-
 def tally(cells: Sequence[Mapping[str, Any]]) -> str:
-    """`12 of 24 cells done: 10 completed, 1 oom, 1 failed; 2 running`."""
+    """`12 of 24 cells done: 10 completed, 1 oom, 1 failed`."""
     states = [cell["state"] for cell in cells]
     done = [state for state in states if state not in ("running", "pending")]
     parts = [f"{done.count(state)} {state}" for state in dict.fromkeys(done)]
-    running = states.count("running")
-    return (
-        f"{len(done)} of {len(cells)} cells done"
-        + (f": {', '.join(parts)}" if parts else "")
-        + (f"; {running} running" if running else "")
-    )
+    return f"{len(done)} of {len(cells)} cells done" + (f": {', '.join(parts)}" if parts else "")
+
+
+@contextlib.contextmanager
+def open_sweep_view(console: Console) -> Iterator[SweepView]:
+    """What shows a sweep while it runs."""
+    with console.status("") as status:
+        yield SweepView(console, status.update)
 
 
 class SweepView:
-    """Shows a sweep while it runs: a table that is redrawn on a terminal, a line per change elsewhere."""
+    """A line per change of a cell; on a terminal how far those are that run stands below."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._live: Live | None = None
+    def __init__(self, console: Console, show: Callable[[Text], None]) -> None:
+        self._console, self._show = console, show
         self._said: dict[str, str] = {}
         self._runs: dict[str, RunProgress] = {}
-        self._next = 0.0
-        self._began = time.monotonic()
-
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[Self]:
-        """The view while it is on the screen."""
-        if not self._console.is_terminal:
-            yield self
-            return
-        with Live(console=self._console, auto_refresh=False, transient=True) as self._live:
-            yield self
 
     def note(self, text: str) -> None:
         """Something that a person should know."""
@@ -142,20 +115,15 @@ class SweepView:
 
     def tick(self, cells: Sequence[Mapping[str, Any]]) -> None:
         """Show the cells as they are recorded; called several times a second."""
-        now = time.monotonic()
-        if self._live is None:
-            self._say_changes(cells)
-        elif now >= self._next:
-            self._next = now + _REDRAW_S
-            self._live.update(self._picture(cells), refresh=True)
-
-    def _picture(self, cells: Sequence[Mapping[str, Any]]) -> RenderableType:
-        progress = {cell["id"]: self._progress(cell) for cell in cells if cell["state"] == "running"}
-        rows = max(3, self._console.height - 6)
-        elapsed = duration(time.monotonic() - self._began)
-        return Group(
-            cells_table(cells, progress, self._console.width, rows), Text(f"{tally(cells)}   {elapsed}", "bold")
-        )
+        for number, cell in enumerate(cells, 1):
+            before, now = self._said.get(cell["id"]), cell["state"]
+            if now != before and not (before is None and now == "pending"):
+                note = _note(cell)
+                line = f"[{number}/{len(cells)}] {_title(cell)}: {_state_text(cell)}" + (f"  {note}" if note else "")
+                self._console.print(Text(clean(line)), soft_wrap=True)
+            self._said[cell["id"]] = now
+        running = [f"{_title(cell)}: {self._progress(cell)}" for cell in cells if cell["state"] == "running"]
+        self._show(Text("; ".join([tally(cells), *running])))
 
     def _progress(self, cell: Mapping[str, Any]) -> str:
         """`step 12, loss 4.21, 3.1K tokens/s`: how far the run of a cell is."""
@@ -170,15 +138,6 @@ class SweepView:
             return "starting"
         loss, speed = plain(progress.figure("loss")), count(progress.figure("tokens_per_s"))
         return f"step {progress.step}, loss {loss}, {speed} tokens/s"
-
-    def _say_changes(self, cells: Sequence[Mapping[str, Any]]) -> None:
-        for number, cell in enumerate(cells, 1):
-            before, now = self._said.get(cell["id"]), cell["state"]
-            if now != before and not (before is None and now == "pending"):
-                note = _note(cell)
-                line = f"[{number}/{len(cells)}] {_title(cell)}: {_state_text(cell)}" + (f"  {note}" if note else "")
-                self._console.print(Text(clean(line)), soft_wrap=True)
-            self._said[cell["id"]] = now
 
 
 def _state_text(cell: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from testkit.terminal import lines_of
 
 from burst_cli.sweep.estimate import Estimate
 from burst_cli.sweep.plan import Cell, SweepPlan
-from burst_cli.sweep.view import SweepView, cells_table, expectation, plan_view, tally, window
+from burst_cli.sweep.view import SweepView, cells_table, expectation, open_sweep_view, plan_view
 from engine.config.settings import RunConfig
 from engine.runs.summary import config_facts
 
@@ -83,14 +83,15 @@ def cells(*states: str, **last: Any) -> list[dict[str, Any]]:
     return [*found[:-1], {**found[-1], **last}]
 
 
-def test_lines_tell_every_change_of_a_cell_once() -> None:
-    stream = io.StringIO()
-    with SweepView(Console(file=stream, width=100)).shown() as view:
-        view.tick(cells("pending", "pending", "pending", "oom"))
-        for _ in range(2):
-            view.tick(cells("running", "failed", "pending", "oom"))
-        view.tick(cells("completed", "failed", "illegal", "oom"))
-        view.note("c9 still runs")
+def test_lines_tell_every_change_of_a_cell_once_and_a_terminal_how_far_running_cells_are(tmp_path: Path) -> None:
+    run, stream, shown = make_run(tmp_path, steps=2), io.StringIO(), list[str]()
+    view = SweepView(Console(file=stream, width=100), lambda text: shown.append(str(text)))
+    view.tick(cells("pending", "pending", "pending", "oom"))
+    for _ in range(2):
+        view.tick(cells("running", "failed", "pending", "oom"))
+    view.tick(cells("completed", "failed", "illegal", "oom"))
+    view.note("c9 still runs")
+    view.tick(cells("completed", "running", "running", "running", run_path=str(run.path)))
     assert stream.getvalue().splitlines() == [
         "[4/4] n=3: oom (predicted)  big",
         "[1/4] n=0: running",
@@ -98,43 +99,15 @@ def test_lines_tell_every_change_of_a_cell_once() -> None:
         "[1/4] n=0: completed",
         "[3/4] n=2: illegal",
         "c9 still runs",
+        *(f"[{number}/4] n={number - 1}: running" for number in (2, 3, 4)),
     ]
-
-
-def test_a_terminal_shows_the_table_with_how_far_running_cells_are(tmp_path: Path) -> None:
-    run = make_run(tmp_path, steps=2)
-    stream = io.StringIO()
-    console = Console(file=stream, width=100, height=9, force_terminal=True, color_system=None)
-    with SweepView(console).shown() as view:
-        view.tick(cells("completed", "failed", "oom", "running", "running", run_path=str(run.path)))
-    shown = [" ".join(line.split()) for line in stream.getvalue().splitlines()]
-    assert [line for line in shown if line[:1].isdigit()][:4] == [
-        "2 oom (predicted) – – – – big",
-        "3 running – – – – starting",
-        "4 running – – – – step 2, loss 2.0000, 512 tokens/s",
-        "3 of 5 cells done: 1 completed, 1 failed, 1 oom; 2 running 0:00",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("states", "rows", "first", "last"),
-    [
-        ("dddd", None, 0, 3),
-        ("dddd", 4, 0, 3),
-        ("dddrpp", 3, 2, 4),
-        ("ddddpp", 3, 2, 4),
-        ("pppppp", 3, 0, 2),
-        ("dddddr", 3, 3, 5),
-    ],
-)
-def test_a_table_of_few_rows_is_around_the_cells_that_run(states: str, rows: int | None, first: int, last: int) -> None:
-    words = {"d": "completed", "r": "running", "p": "pending"}
-    every = cells(*(words[state] for state in states))
-    assert list(window(every, rows)) == every[first : last + 1]
-
-
-def test_nothing_is_done_before_the_first_cell() -> None:
-    assert tally(cells("pending", "pending")) == "0 of 2 cells done"
+    assert shown[0] == "1 of 4 cells done: 1 oom"
+    assert shown[-1] == (
+        "1 of 4 cells done: 1 completed; n=1: starting; n=2: starting; n=3: step 2, loss 2.0000, 512 tokens/s"
+    )
+    with open_sweep_view(Console(file=stream)) as view:
+        view.tick(cells("pending"))
+    assert "0 of 1" not in stream.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -142,4 +115,4 @@ def test_nothing_is_done_before_the_first_cell() -> None:
 )
 def test_narrow_table_of_cells_keeps_speed_loss_and_mfu_longest(width: int, kept: str) -> None:
     every = [{"id": "c1", "values": {"train.seq_len": "4096"}, "state": "completed", "result": FIGURES}]
-    assert lines_of(cells_table(every, {}, width), width=width)[-1] == f"4096 completed {kept}"
+    assert lines_of(cells_table(every, width), width=width)[-1] == f"4096 completed {kept}"
