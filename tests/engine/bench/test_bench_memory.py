@@ -6,17 +6,11 @@ import json
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from benchmarks.bench_memory import main
 from benchmarks.memory.cell import MemoryCell
-from benchmarks.memory.counting import AttentionLog, CountingKernel
 from benchmarks.memory.report import claims, complete_rows, loss_spread
-from engine.attention.kernels.reference import ReferenceKernel
 from engine.config.settings import ModelConfig
-from engine.model.llama import LlamaModel
-from engine.planning.sequence.mask import Band
 
 LENGTH, RANKS, HEADS, WIDTH, LAYERS = 64, 2, 2, 16, 4
 POLICIES = (
@@ -120,23 +114,3 @@ def test_claims_say_what_held_and_what_did_not() -> None:
         ("attn_out", "bytes kept over bytes promised"): False,
         ("attn_out", "attention tiles computed again"): False,
     }
-
-
-def test_tiles_outside_of_the_model_s_forward_count_as_recomputed() -> None:
-    log = AttentionLog()
-    kernel = CountingKernel(ReferenceKernel(), log)
-    model = LlamaModel(MODEL)
-    log.watch(model)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return kernel.forward(q[0], k[0], v[0], Band(0, 8, 0, 8, low=0))[0][None]
-
-    model(torch.zeros(1, 8, dtype=torch.int64), torch.arange(8), attention)
-    tile = 4 * HEADS * WIDTH * (8 * 9 // 2)
-    assert (log.forward.calls, log.forward.flops) == (LAYERS, LAYERS * tile)
-    assert log.recomputed.calls == 0
-
-    attention(*(torch.zeros(1, 8, HEADS, WIDTH) for _ in range(3)))
-    assert (log.recomputed.calls, log.recomputed.flops) == (1, tile)
-    log.reset()
-    assert log.forward.calls == log.recomputed.calls == 0

@@ -11,8 +11,8 @@ import pytest
 
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError, RunError
-from engine.config.settings import AttentionConfig, DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
-from engine.planning.memory.predictor import MemoryPrediction, Predictor, shared_predictor
+from engine.config.settings import DataConfig, OptimizerConfig, RunConfig, TrainConfig
+from engine.planning.memory.predictor import MemoryPrediction, Predictor
 from engine.planning.methods.topology import Topology
 
 HERE = Path(__file__).parent
@@ -84,22 +84,3 @@ def test_silent_process_is_stopped(predictor: Predictor) -> None:
     hasty = Predictor("fake_predict_server", timeout_s=0.5)
     with pytest.raises(RunError, match="did not end within"):
         hasty.predict(run_of(3), WORLD)
-
-
-def test_real_prediction_grows_with_the_sequence() -> None:
-    def peak(seq_len: int) -> int:
-        config = RunConfig(
-            model=ModelConfig(
-                hidden_size=64, ffn_hidden_size=128, num_layers=2, num_heads=2, num_kv_heads=2, head_dim=32
-            ),
-            attention=AttentionConfig(preset="ring"),
-            train=TrainConfig(seq_len=seq_len, compute_dtype="float32"),
-            cluster=ClusterConfig(backend="gloo", ranks_per_node=2),
-        )
-        found = shared_predictor().predict(config, Topology(1, 2))
-        assert sum(found.components["device"].values()) == found.device_peak_bytes
-        return found.device_peak_bytes
-
-    assert peak(2048) > 1.5 * peak(512)
-    with pytest.raises(ConfigError, match="but there are 6 ranks"):
-        shared_predictor().predict(replace(RunConfig(), parallel=replace(RunConfig().parallel, cp_size=3)), WORLD)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import random
 import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -160,61 +158,47 @@ def test_compute_waits_for_the_oldest_copy_when_too_many_are_in_flight() -> None
     assert not [op for op in rig.machine.ops if op.what == "h2d copy"]  # still on the device
 
 
-class SizeStreams(MachineStreams):
-    """Notes the sizes of what is loaded."""
-
-    def __init__(self, machine: Machine, rank: int) -> None:
-        super().__init__(machine, rank)
-        self.loaded: list[int] = []
-        self._channel = ""
-
-    @contextlib.contextmanager
-    def under(self, stream: Channel) -> Iterator[None]:
-        self._channel = stream
-        with super().under(stream):
-            yield
-
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        super().copy(source, target)
-        if self._channel is Channel.TO_DEVICE:
-            self.loaded.append(target.numel())
+def entries_of_sizes(count: int, **bounds: int) -> tuple[list[Kept], Machine, HostStore]:
+    machine = Machine()
+    store = HostStore(CPU, MachineStreams(machine, 0), HostPool(), copies_in_flight=0, **bounds)
+    return [store.keep([torch.zeros(size, dtype=torch.uint8)]) for size in range(1, count + 1)], machine, store
 
 
-def entries_of_sizes(count: int, **bounds: int) -> tuple[list[Kept], list[int], HostStore]:
-    streams = SizeStreams(Machine(), 0)
-    store = HostStore(CPU, streams, HostPool(), copies_in_flight=0, **bounds)
-    return [store.keep([torch.zeros(size, dtype=torch.uint8)]) for size in range(1, count + 1)], streams.loaded, store
+def loaded(machine: Machine) -> list[int]:
+    """Sizes of what was loaded, in order."""
+    targets = [op.accesses[1] for op in machine.ops if op.what == "h2d copy"]
+    return [target.stop - target.start for target in targets]
 
 
 def test_the_entry_kept_before_is_loaded_one_ahead() -> None:
-    entries, loaded, _ = entries_of_sizes(4, loads_ahead=1)
+    entries, machine, _ = entries_of_sizes(4, loads_ahead=1)
     seen = []
     while entries:
         kept = entries.pop()
         kept.fetch()
-        seen.append(list(loaded))
+        seen.append(loaded(machine))
         kept.release()
     assert seen == [[4, 3], [4, 3, 2], [4, 3, 2, 1], [4, 3, 2, 1]]
 
 
 def test_entries_that_are_gone_are_not_loaded_and_do_not_hinder_others() -> None:
-    entries, loaded, store = entries_of_sizes(5, loads_ahead=1)
+    entries, machine, store = entries_of_sizes(5, loads_ahead=1)
     entries[4].fetch()
-    assert loaded == [5, 4]
+    assert loaded(machine) == [5, 4]
     del entries[3]
     entries[1].fetch()
-    assert loaded == [5, 4, 2, 1]
+    assert loaded(machine) == [5, 4, 2, 1]
     assert store.in_use_bytes == 5 + 3 + 2 + 1
 
 
 def test_no_more_is_loaded_ahead_than_allowed() -> None:
-    entries, loaded, store = entries_of_sizes(7, loads_ahead=2)
+    entries, machine, store = entries_of_sizes(7, loads_ahead=2)
     for place in (6, 4, 2):
         entries[place].fetch()
-    assert loaded == [7, 6, 5, 4, 3]
+    assert loaded(machine) == [7, 6, 5, 4, 3]
     store.settle()
     entries[2].fetch()
-    assert loaded == [7, 6, 5, 4, 3, 3, 2]
+    assert loaded(machine) == [7, 6, 5, 4, 3, 3, 2]
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchao.optim.subclass_8bit import OptimState8bit
 
 from engine.memory.host import host_empty
 from engine.memory.tracker import Label, LiveTensorTracker
@@ -84,31 +85,8 @@ def test_what_came_since_a_moment_and_lives_is_labelled_anew() -> None:
     assert tracker.device.peak.components == {"work": before.nbytes, "kept": kept.nbytes, "pool": pooled.nbytes}
 
 
-class Wrapper(Tensor):
-    """A tensor that wraps another one and shows another size, as a quantised one does."""
-
-    inner: Tensor
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Wrapper:
-        wrapper: Wrapper = Tensor._make_wrapper_subclass(cls, (1000,))  # type: ignore[attr-defined]
-        wrapper.inner = inner
-        return wrapper
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["inner"], None
-
-    @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], *_: object) -> Wrapper:
-        return Wrapper(inner["inner"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError  # torch asks for the method; an operation on the wrapper would be a mistake here
-
-
 def test_of_a_wrapper_what_it_wraps_counts() -> None:
-    wrapper = Wrapper(torch.zeros(8))
+    moment = OptimState8bit.zeros((4096,), signed=True)
     with LiveTensorTracker() as tracker:
-        tracker.watch([wrapper])
-    assert tracker.peak_bytes == 8 * FLOAT
+        tracker.watch([moment])
+    assert tracker.peak_bytes == moment.codes.nbytes + moment.scale.nbytes + moment.qmap.nbytes
