@@ -1,52 +1,17 @@
-"""FLOP formulas against torch's counter and against figures worked out by hand."""
+"""FLOP formulas against figures worked out by hand; test_step_figures has them against torch's counter."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from testkit.sections import LLAMA_7B
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
-from engine.config.settings import LossConfig, ModelConfig
-from engine.model.llama import LlamaModel
-from engine.planning.memory.cost import recomputed_parameters
-from engine.planning.memory.policy import LayerPolicy
+from engine.config.settings import ModelConfig
 from engine.planning.time.flops import attention_pairs, count_parameters, forward_flops, step_flops
 
 SHAPE = ModelConfig(
     vocab_size=50, hidden_size=24, ffn_hidden_size=40, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8
 )
-TOKENS, BATCH = 16, 3
-EVERY_PAIR = BATCH * SHAPE.num_layers * TOKENS**2
-
-
-def full_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Unmasked attention by two matmuls, as the counter can see."""
-    group = q.shape[2] // k.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
-    return ((q @ k.transpose(2, 3)).softmax(-1) @ v).transpose(1, 2)
-
-
-def counted_flops(config: ModelConfig, *, is_checkpointed: bool) -> int:
-    """What torch counts in one step of the real model with full attention."""
-    model = LlamaModel(config, LossConfig(chunk_tokens=7))
-    for layer in model.layers if is_checkpointed else ():
-        inner = layer.forward
-        layer.forward = lambda *args, inner=inner: checkpoint(inner, *args, use_reentrant=False)  # type: ignore[method-assign]
-    tokens = torch.randint(0, config.vocab_size, (BATCH, TOKENS))
-    with FlopCounterMode(display=False) as counter:
-        model.head(model(tokens, torch.arange(TOKENS), full_attention), tokens).backward()
-    return counter.get_total_flops()
-
-
-def test_hardware_flops_with_recomputation_are_what_torch_counts() -> None:
-    parameters = recomputed_parameters(LayerPolicy("full"), SHAPE, tiled=False, exchanged=False)
-    again = {"recomputed_matrices": SHAPE.num_layers * parameters, "recomputed_pairs": EVERY_PAIR}
-    flops = step_flops(SHAPE, seq_len=TOKENS, visible_pairs=EVERY_PAIR, sequences=BATCH, **again)
-    assert flops.hardware == counted_flops(SHAPE, is_checkpointed=True)
-    assert flops.model == flops.model_full_attention == counted_flops(SHAPE, is_checkpointed=False)
 
 
 @pytest.mark.parametrize("seq_len", [1, 2, 7, 64])

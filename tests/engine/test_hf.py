@@ -59,6 +59,11 @@ FP32 = {"rtol": 1e-5, "atol": 1e-5}
 FP64 = {"rtol": 1e-10, "atol": 1e-10}
 
 
+def local_parallel(**settings: Any) -> ContextParallel:
+    defaults = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": torch.float32}
+    return ContextParallel(**(defaults | settings))
+
+
 def build(name: str, dtype: torch.dtype, attn_implementation: str = "sdpa") -> Any:
     """The model with the same random weights in every process."""
     torch.manual_seed(1)
@@ -105,8 +110,7 @@ def divided(
     model, tokens = build(name, dtype), make_tokens()
     if checkpoint:
         model.activation_checkpointing_enable()
-    kv_heads = model.config.num_key_value_heads
-    parallel = ContextParallel(num_heads=HEADS, num_kv_heads=kv_heads, head_dim=HEAD_DIM, dtype=dtype, **settings)
+    parallel = local_parallel(num_kv_heads=model.config.num_key_value_heads, dtype=dtype, **settings)
     sharder = enable_context_parallel(model, parallel)
     inputs = sharder.shard_inputs(tokens, make_labels(tokens), documents=documents)
     out = model(**inputs)
@@ -168,8 +172,7 @@ def test_documents_equal_separate_calls_and_gradient_checkpointing_changes_nothi
 def wrapped(wrapper: str) -> dict[str, Any]:
     """Loss and gradients when DDP or FSDP reduces them over the ranks that share the sequence."""
     model, tokens, size = build("llama", torch.float32), make_tokens(), dist.get_world_size()
-    parallel = ContextParallel(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=torch.float32)
-    inputs = enable_context_parallel(model, parallel).shard_inputs(tokens, make_labels(tokens))
+    inputs = enable_context_parallel(model, local_parallel()).shard_inputs(tokens, make_labels(tokens))
     if wrapper == "ddp":
         replica = DistributedDataParallel(model)  # reduces as long as it lives
         loss = replica(**inputs).loss
@@ -190,7 +193,7 @@ def test_wrapped_models_reduce_their_gradients(ranks: Any, wrapper: str) -> None
 
 def run_autocast() -> float:
     model, tokens = build("llama", torch.float32), make_tokens()
-    parallel = ContextParallel(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)  # bfloat16
+    parallel = local_parallel(dtype=torch.bfloat16)
     inputs = enable_context_parallel(model, parallel).shard_inputs(tokens, make_labels(tokens))
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(**inputs).loss
@@ -201,11 +204,6 @@ def run_autocast() -> float:
 def test_autocast_gives_the_loss_of_stock_attention_to_its_precision(ranks: Any) -> None:
     found = sum(ranks(2).run(run_autocast))
     assert found == pytest.approx(stock("llama", torch.float32)["loss"], rel=0.02)  # 8 bits of mantissa
-
-
-def local_parallel(**settings: Any) -> ContextParallel:
-    defaults = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": torch.float32}
-    return ContextParallel(**(defaults | settings))
 
 
 def test_another_mask_is_used_by_every_layer() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from testkit.saved_checkpoints import checkpointing
-from testkit.tiny_training import full_weights, own_part, random_batches, start_run, tiny_config, whole
+from testkit.tiny_training import TinyRun, full_weights, own_part, random_batches, start_run, tiny_config, whole
 
 from engine.checkpoint.checkpointer import Snapshot
 from engine.config.settings import AttentionConfig, RunConfig
@@ -29,24 +29,30 @@ def config_of(folder: Path, **sections: Any) -> RunConfig:
     return tiny_config(model=model, attention=attention, **sections)
 
 
-def facts(config: RunConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """(logits [1, T, V], gradients of the mean loss by transformers' names) of an imported model on one rank."""
-    run = start_run(config)
-    batch = own_part(random_batches(0, sequences=1), run.mesh)[0]
+def imported_weights(config: RunConfig) -> dict[str, torch.Tensor]:
+    return {hugging_face_name(name): value for name, value in full_weights(start_run(config).model).items()}
+
+
+def logits_of(run: TinyRun) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logits [1, T, V] on the first batch, its mean loss) of a run on one rank, or on ranks that shard alone."""
+    batch = random_batches(0, sequences=1)
     local = shard_batch(batch.tokens, batch.labels, layout=run.attention.layout, cp_rank=0, device=run.mesh.device)
-    functions = run.attention.run_context().functions(config.model.num_layers)
+    functions = run.attention.run_context().functions(run.train_step.config.model.num_layers)
     hidden = run.model(local.tokens, local.positions, functions)
     with torch.no_grad():
         logits = F.linear(hidden, whole(run.model.head.weight))
-    (run.model.head(hidden, local.labels) / TOKENS).backward()
+    return logits, run.model.head(hidden, local.labels) / TOKENS
+
+
+def facts(config: RunConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """(logits [1, T, V], gradients of the mean loss by transformers' names) of an imported model on one rank."""
+    run = start_run(config)
+    logits, loss = logits_of(run)
+    loss.backward()
     gradients = {
         hugging_face_name(name): p.grad.full_tensor() for name, p in run.model.named_parameters() if p.grad is not None
     }
     return logits, gradients
-
-
-def imported_weights(config: RunConfig) -> dict[str, torch.Tensor]:
-    return {hugging_face_name(name): value for name, value in full_weights(start_run(config).model).items()}
 
 
 def train_and_save(config: RunConfig, root: str) -> torch.Tensor:
@@ -56,10 +62,5 @@ def train_and_save(config: RunConfig, root: str) -> torch.Tensor:
         run.train_step(step, own_part(random_batches(step, sequences=2), run.mesh))
     with checkpointing(run, root) as (checkpointer, training):
         checkpointer.save(Snapshot(5, training.tensors, {"updates": 5}))
-    batch = random_batches(0, sequences=1)
-    local = shard_batch(batch.tokens, batch.labels, layout=run.attention.layout, cp_rank=0, device=run.mesh.device)
     with torch.no_grad():
-        hidden = run.model(
-            local.tokens, local.positions, run.attention.run_context().functions(config.model.num_layers)
-        )
-        return F.linear(hidden, whole(run.model.head.weight))
+        return logits_of(run)[0]

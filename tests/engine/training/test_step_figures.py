@@ -17,11 +17,14 @@ from testkit.ranks import Pools
 from testkit.tiny_training import TINY_MODEL, own_part, random_batches, start_run, tiny_config
 from testkit.whole_runs import trained, whole_config
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from engine.config.settings import DataConfig, ModelConfig, ParallelConfig, RunConfig
 from engine.data.sampler import Batch
 from engine.model.llama import LlamaModel
+from engine.planning.memory.cost import recomputed_parameters
+from engine.planning.memory.policy import LayerPolicy
 from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.sequence.layers import attended_pairs, attention_layers
@@ -117,17 +120,35 @@ def attention_of_visible_pairs(mask: Tensor) -> Callable[[Tensor, Tensor, Tensor
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 4])
 @pytest.mark.parametrize("mask", MASKS)
-def test_model_flops_are_what_torch_counts_pair_by_pair(mask: str, kv_heads: int, tied: bool) -> None:
+def test_model_and_hardware_flops_are_what_torch_counts_pair_by_pair(mask: str, kv_heads: int, tied: bool) -> None:
     shape: ModelConfig = replace(TINY_MODEL, num_kv_heads=kv_heads, tie_embeddings=tied)
     config = tiny_config(model=shape, attention={"preset": "single", "documents": True, **MASKS[mask]})
     model, starts = LlamaModel(shape), DOCUMENTS[1]
     layers = [attention_of_visible_pairs(dense_mask(MASKS[mask], layer, starts)) for layer in range(shape.num_layers)]
     tokens = torch.randint(0, shape.vocab_size, (1, SEQ_LEN))
-    with FlopCounterMode(display=False) as counter:
-        model.head(model(tokens, torch.arange(SEQ_LEN), layers), tokens).backward()
+    counted = counted_flops(model, tokens, layers)
     turn = attention_layers(config, resolve_attention(config, Topology(1, 1)), starts)
     pairs = attended_pairs(turn, shape.num_layers)
-    assert step_flops(shape, seq_len=SEQ_LEN, visible_pairs=pairs.visible).model == counter.get_total_flops()
+    assert step_flops(shape, seq_len=SEQ_LEN, visible_pairs=pairs.visible).model == counted
+    for layer in model.layers:
+        inner = layer.forward
+        layer.forward = lambda *args, inner=inner: checkpoint(inner, *args, use_reentrant=False)  # type: ignore[method-assign]
+    again = recomputed_parameters(LayerPolicy("full"), shape, tiled=False, exchanged=False) * shape.num_layers
+    flops = step_flops(
+        shape,
+        seq_len=SEQ_LEN,
+        visible_pairs=pairs.visible,
+        recomputed_matrices=again,
+        recomputed_pairs=pairs.visible,
+    )
+    assert (flops.model, flops.hardware) == (counted, counted_flops(model, tokens, layers))
+
+
+def counted_flops(model: LlamaModel, tokens: Tensor, layers: list[Any]) -> int:
+    """What torch counts in one step."""
+    with FlopCounterMode(display=False) as counter:
+        model.head(model(tokens, torch.arange(SEQ_LEN), layers), tokens).backward()
+    return counter.get_total_flops()
 
 
 def sent_bytes(config: RunConfig) -> tuple[int, dict[str, Any]]:
