@@ -59,15 +59,19 @@ def test_bfloat16_on_a_cpu_is_at_least_as_fast_as_widened_to_float32() -> None:
     assert narrow > wide / 10  # whatever else runs meanwhile; without bfloat16 units torch is 30 times slower
 
 
-def test_a_cpu_is_measured_once_and_its_peak_kept_with_the_conditions(tmp_path: Path) -> None:
-    first = machine_cpu_peak("float32", tmp_path / "peaks")
+def test_a_cpu_is_measured_once_and_its_peak_kept_with_the_conditions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BURST_CACHE_DIR", str(tmp_path))
+    train, cpu = TrainConfig(compute_dtype="float32"), torch.device("cpu")
+    first = find_peak(train, cpu)
     assert first.source.startswith("measured: best float32 matmul of ")
     assert f"{torch.get_num_threads()} threads" in first.source
     (kept,) = (tmp_path / "peaks").iterdir()
     kept.write_text(kept.read_text().replace(str(first.flops_per_s), "1234.5"))
-    assert machine_cpu_peak("float32", tmp_path / "peaks") == Peak(1234.5, first.source)
+    assert find_peak(train, cpu) == Peak(1234.5, first.source)
     kept.write_text('{"flops_per_s": 1')  # cut off
-    assert machine_cpu_peak("float32", tmp_path / "peaks").flops_per_s not in (None, 1234.5)
+    assert find_peak(train, cpu).flops_per_s not in (None, 1234.5)
 
 
 def test_other_conditions_have_a_peak_of_their_own(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ def test_the_mode_ends_with_its_body_and_fills_no_memory() -> None:
         with deterministic_algorithms(True):
             assert torch.are_deterministic_algorithms_enabled()
             assert not torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
             raise ValueError("inside")
 
     with pytest.raises(ValueError, match="inside"):

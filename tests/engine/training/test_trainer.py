@@ -72,7 +72,7 @@ def rows_kept(path: str, config: RunConfig) -> int:
 def test_a_run_leaves_rows_states_and_a_summary_and_no_rank_keeps_the_rows(
     ranks: Pools, corpus: DataConfig, tmp_path: Path
 ) -> None:
-    config = run_config(corpus)
+    config = run_config(corpus, profile="5:6")
     run = create_run_of(config, tmp_path)
     assert ranks(2).run(rows_kept, str(run.path), config) == [0, 0]
     rows = run.read_metrics()
@@ -110,6 +110,8 @@ def test_a_run_leaves_rows_states_and_a_summary_and_no_rank_keeps_the_rows(
     assert {key: summary[key] for key in expected} == expected
     assert summary["attention"]["layout"] == "zigzag"
     assert rows[-1]["loss"] < rows[0]["loss"]
+    trace = (run.path / "profile" / "rank0001.json").read_text()
+    assert [f'"step {step}"' in trace for step in (4, 5, 6)] == [False, True, False]
 
 
 def test_where_documents_are_apart_nobody_guesses_how_the_next_one_begins(ranks: Pools, tmp_path: Path) -> None:
