@@ -71,15 +71,6 @@ def node(*ports: HcaPort, config: ClusterConfig | None = None, **facts: Any) -> 
     return plan_environment(NodeEnvironmentFacts(**known | facts), config or ClusterConfig())
 
 
-def reason(environment: NodeEnvironment, device: str) -> str:
-    """Why the port of `device` was kept or dropped."""
-    return next(decision.reason for decision in environment.hcas if decision.port.device == device)
-
-
-def kept(environment: NodeEnvironment) -> list[str]:
-    return [one.device for one in environment.kept]
-
-
 def _gid(address: str) -> str:
     numbers = [int(part) for part in address.split(".")]
     return "0000:0000:0000:0000:0000:ffff:{:02x}{:02x}:{:02x}{:02x}".format(*numbers)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from env_hardware import furnish, probe
-from env_topologies import kept
 from testkit.check_fakes import changed_section
 
 from cluster.env.facts import NodeEnvironmentFacts
@@ -47,7 +46,7 @@ def test_a_node_is_planned_from_one_answer(answer: NodeProbe) -> None:
     assert facts.gateways is not None
     assert facts.notes == ()
     environment = plan_environment(facts, CONFIG)
-    assert kept(environment) == [f"mlx5_{index}" for index in range(8)]
+    assert [one.device for one in environment.kept] == [f"mlx5_{index}" for index in range(8)]
     assert [rail.port.device for rail in environment.rails] == [f"mlx5_{index}" for index in range(8)]
 
 

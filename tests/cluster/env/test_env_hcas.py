@@ -1,157 +1,142 @@
-"""Which ports are kept, and the reason of each that is not."""
+"""Which ports are kept, and why: `+` kept with a remark, `-` dropped, `!` a warning."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from env_topologies import interface, kept, node, port, reason
+from env_topologies import interface, node, port
 
 from cluster.env.facts import StorageRoute
+from cluster.survey.adapters import HcaPort
 from cluster.survey.nvidia_smi import GpuAddress
 from engine.config.cluster import ClusterConfig, ExpectedHardware
 
 GOOD = port("mlx5_0", netdev="ib0")
+ETHERNET = {"link_layer": "Ethernet"}
+MOST = "most bandwidth of the node is"
+TO_STORAGE = "leads to the storage server 10.9.0.5 (/data)"
+SLOWER = "slower than the fastest of this node have 400 Gbit/s"
+
+
+def told(*ports: HcaPort, **facts: Any) -> list[str]:
+    """The kept ports, then what is said of any."""
+    environment = node(*ports, **facts)
+    lines = [f"{'+' if one.kept else '-'} {one.port.name}: {one.reason}" for one in environment.hcas]
+    kept = [one.port.name.removeprefix("mlx5_") for one in environment.hcas if one.kept]
+    warnings = [f"! {warning}" for warning in environment.warnings]
+    return [" ".join(kept), *(line for line in lines if line[0] == "-" or ";" in line), *warnings]
+
+
+def storage(way: str, **facts: Any) -> dict[str, Any]:
+    return {"storage": (StorageRoute("/data", "10.9.0.5", way),), **facts}
+
+
+def default_route(way: str, **lower: tuple[str, ...]) -> dict[str, Any]:
+    routed = interface(way, addresses=("10.0.0.1/24",), is_default_route=True)
+    return {"interfaces": (routed,), "lower_interfaces": lower}
+
+
+def expected(**hardware: Any) -> dict[str, Any]:
+    return {"config": ClusterConfig(expected=ExpectedHardware(**hardware))}
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "facts", "reason"),
     [
-        ({"state": "DOWN", "phys_state": "Polling"}, "state DOWN, Polling"),
-        ({"state": "INIT"}, "state INIT"),
-        ({"state": ""}, "state unknown"),
-        ({"phys_state": "Disabled"}, "physical link is not up: Disabled"),
-        ({"link_layer": "Ethernet"}, "link layer is Ethernet"),
-        ({"rate_gbps": 200.0}, "200 Gbit/s, slower than the fastest of this node have 400"),
-        ({"rate_gbps": None}, "a rate it does not tell, slower"),
-        ({"is_bond": True}, "a bond"),
-        ({"is_virtual_function": True}, "a virtual function"),
-        ({"netdev": "eth0"}, "carries the default route"),
+        ({"state": "DOWN", "phys_state": "Polling"}, {}, "its link is not up: state DOWN, Polling"),
+        ({"state": "", "phys_state": ""}, {}, "its link is not up: state unknown, unknown"),
+        ({"phys_state": "Disabled"}, {}, "its physical link is not up: Disabled"),
+        (ETHERNET, {}, f"its link layer is Ethernet; {MOST} InfiniBand (1 ports, 400 Gbit/s)"),  # of a tie
+        ({"rate_gbps": 200.0}, {}, f"200 Gbit/s, {SLOWER}"),
+        ({"rate_gbps": None}, {}, f"a rate it does not tell, {SLOWER}"),
+        ({"is_bond": True}, {}, "a bond of several ports"),
+        ({**ETHERNET, "rate_gbps": 800.0, "is_bond": True}, {}, "a bond of several ports"),
+        ({"is_virtual_function": True}, {}, "a virtual function"),
+        ({"netdev": "eth0"}, {}, "its interface eth0 carries the default route"),
+        ({"netdev": "ib1", "has_default_route": True}, {}, "its interface ib1 carries the default route"),
+        ({"netdev": "ib1"}, storage("ib1"), f"its interface ib1 {TO_STORAGE}"),
+        (
+            {"netdev": "ib2"},
+            storage("bond0", lower_interfaces={"bond0": ("ib2",)}),
+            f"its interface ib2 (as part of bond0) {TO_STORAGE}",
+        ),
+        (
+            {"netdev": "eth2"},
+            default_route("vlan7", vlan7=("bond0",), bond0=("eth2", "bond0")),
+            "its interface eth2 (as part of vlan7) carries the default route",
+        ),
     ],
 )
-def test_an_odd_port_beside_a_good_one_is_dropped_and_told_why(fields: dict[str, Any], words: str) -> None:
-    environment = node(GOOD, port("mlx5_1", **fields))
-    assert kept(environment) == ["mlx5_0"]
-    assert words in reason(environment, "mlx5_1")
-    assert environment.value("NCCL_IB_HCA") == "=mlx5_0:1"
+def test_an_odd_port_beside_a_good_one_is_dropped_and_told_why(
+    fields: dict[str, Any], facts: dict[str, Any], reason: str
+) -> None:
+    assert told(GOOD, port("mlx5_1", **fields), **facts) == ["0:1", f"- mlx5_1:1: {reason}"]
 
 
-@pytest.mark.parametrize("lower", [{"bond0": ("eth2", "eth3")}, {"vlan7": ("bond0",), "bond0": ("eth2",)}])
-def test_a_route_over_a_bond_or_vlan_counts_for_what_lies_below(lower: dict[str, tuple[str, ...]]) -> None:
-    top = next(iter(lower))
-    interfaces = (interface(top, addresses=("10.0.0.1/24",), is_default_route=True),)
-    environment = node(GOOD, port("mlx5_1", netdev="eth2"), interfaces=interfaces, lower_interfaces=lower)
-    assert f"(as part of {top}) carries the default route" in reason(environment, "mlx5_1")
+def many(count: int, **fields: Any) -> list[HcaPort]:
+    return [port(f"mlx5_{index}", netdev=f"ib{index}", **fields) for index in range(count)]
 
 
-def test_storage_over_a_bond_counts_for_what_lies_below() -> None:
-    storage = (StorageRoute("/data", "10.9.0.5", "bond0"),)
-    environment = node(GOOD, port("mlx5_1", netdev="eth2"), storage=storage, lower_interfaces={"bond0": ("eth2",)})
-    assert "eth2 (as part of bond0) leads to the storage server" in reason(environment, "mlx5_1")
+EIGHT = {"gpus": tuple(GpuAddress(index) for index in range(8))}
+ROCE = port("mlx5_0", netdev="eth0", rate_gbps=100.0, **ETHERNET)
+BOND, SLOW = port("mlx5_8", is_bond=True, **ETHERNET), port("mlx5_9", rate_gbps=25.0, **ETHERNET)
+SOME = [port("mlx5_1", rate_gbps=200.0), port("mlx5_2", rate_gbps=100.0)]
+NO_OTHER = "but the node has no other port as fast"
 
 
-def test_interfaces_that_lie_below_each_other_end() -> None:
-    environment = node(GOOD, lower_interfaces={"eth0": ("eth0",), "a": ("b",), "b": ("a",)})
-    assert kept(environment) == ["mlx5_0"]
-
-
-def test_one_fast_ethernet_port_does_not_outvote_four_of_infiniband() -> None:
-    ports = [port(f"mlx5_{index}", rate_gbps=200.0) for index in range(4)]
-    environment = node(*ports, port("mlx5_4", link_layer="Ethernet", rate_gbps=400.0))
-    assert len(kept(environment)) == 4
-    assert "most bandwidth of the node is InfiniBand (4 ports, 800 Gbit/s)" in reason(environment, "mlx5_4")
-
-
-def test_infiniband_for_storage_does_not_outvote_eight_of_roce() -> None:
-    ports = [port(f"mlx5_{index}", link_layer="Ethernet") for index in range(8)]
-    environment = node(*ports, port("mlx5_8"), port("mlx5_9"))
-    assert kept(environment) == [f"mlx5_{index}" for index in range(8)]
-
-
-def test_a_tie_of_link_layers_goes_to_infiniband() -> None:
-    assert kept(node(port("mlx5_0", link_layer="Ethernet"), port("mlx5_1"))) == ["mlx5_1"]
-
-
-def test_a_virtual_machine_keeps_its_virtual_functions_and_says_so() -> None:
-    environment = node(*(port(f"mlx5_{index}", is_virtual_function=True) for index in range(2)))
-    assert kept(environment) == ["mlx5_0", "mlx5_1"]
-    assert "the node has nothing else" in reason(environment, "mlx5_0")
-
-
-def test_a_network_built_of_bonds_is_used() -> None:
-    bonds = [port(f"mlx5_bond_{index}", link_layer="Ethernet", is_bond=True) for index in range(4)]
-    environment = node(*bonds, port("mlx5_0", link_layer="Ethernet", rate_gbps=25.0))
-    assert kept(environment) == [f"mlx5_bond_{index}" for index in range(4)]
-    assert "most of the network" in reason(environment, "mlx5_bond_0")
-    assert "25 Gbit/s, slower" in reason(environment, "mlx5_0")
-
-
-def test_a_bond_faster_than_the_only_infiniband_port_is_dropped_all_the_same() -> None:
-    bond = port("mlx5_bond_0", link_layer="Ethernet", rate_gbps=200.0, is_bond=True)
-    assert kept(node(port("mlx5_0", rate_gbps=100.0), bond)) == ["mlx5_0"]
-
-
-def test_the_only_infiniband_port_stays_though_storage_uses_it() -> None:
-    environment = node(GOOD, storage=(StorageRoute("/data", "10.9.0.5", "ib0"),))
-    assert kept(environment) == ["mlx5_0"]
-    assert "the node has no other port as fast" in reason(environment, "mlx5_0")
-
-
-@pytest.mark.parametrize("name", ["mlx5_0", "mlx5_bond_0"])
-def test_the_only_port_of_roce_stays_with_a_warning_though_it_carries_the_default_route(name: str) -> None:
-    ethernet = {"link_layer": "Ethernet", "netdev": "eth0", "is_bond": "bond" in name}
-    environment = node(port(name, rate_gbps=100.0, **ethernet), port("mlx5_9", link_layer="Ethernet", rate_gbps=25.0))
-    assert (kept(environment), environment.value("NCCL_IB_DISABLE")) == ([name], None)
-    (warning,) = [text for text in environment.warnings if "carries the default route" in text]
-    assert warning.endswith("but the node has no other port as fast")
-
-
-@pytest.mark.parametrize(("ports", "expected"), [(8, 8), (9, 8), (5, 4)])
-def test_a_port_of_storage_stays_only_where_gpus_would_have_to_share_more(ports: int, expected: int) -> None:
-    gpus = tuple(GpuAddress(index) for index in range(8))
-    names = [port(f"mlx5_{index}", netdev=f"ib{index}") for index in range(ports)]
-    environment = node(*names, gpus=gpus, storage=(StorageRoute("/home", "10.9.0.5", "ib0"),))
-    assert len(kept(environment)) == expected
-    told = [text for text in environment.warnings if "leads to the storage server" in text]
-    why = ["without it 8 GPUs would share 7 ports"] if expected == ports else []
-    assert [text.rpartition("but ")[2] for text in told] == why
-
-
-def test_the_expected_number_of_ports_brings_back_those_that_storage_shares() -> None:
-    config = ClusterConfig(expected=ExpectedHardware(hcas=2))
-    storage = (StorageRoute("/data", "10.9.0.5", "ib1"),)
-    environment = node(GOOD, port("mlx5_1", netdev="ib1"), storage=storage, config=config)
-    assert kept(environment) == ["mlx5_0", "mlx5_1"]
-    assert "cluster.expected.hcas=2 counts it" in reason(environment, "mlx5_1")
-    assert environment.warnings == ()
-
-
-def test_another_number_of_ports_than_expected_is_a_warning() -> None:
-    environment = node(GOOD, config=ClusterConfig(expected=ExpectedHardware(hcas=8)))
-    assert "1 ports kept, cluster.expected.hcas=8" in environment.warnings
-
-
-def test_the_expected_rate_is_the_floor() -> None:
-    config = ClusterConfig(expected=ExpectedHardware(hca_rate_gbps=200.0))
-    ports = (port("mlx5_0", rate_gbps=400.0), port("mlx5_1", rate_gbps=200.0), port("mlx5_2", rate_gbps=100.0))
-    environment = node(*ports, config=config)
-    assert kept(environment) == ["mlx5_0", "mlx5_1"]
-    assert "slower than cluster.expected.hca_rate_gbps is 200 Gbit/s" in reason(environment, "mlx5_2")
-
-
-def test_where_nothing_reaches_the_expected_rate_the_fastest_stay_with_a_warning() -> None:
-    config = ClusterConfig(expected=ExpectedHardware(hca_rate_gbps=400.0))
-    environment = node(port("mlx5_0", rate_gbps=200.0), config=config)
-    assert kept(environment) == ["mlx5_0"]
-    assert any("no port reaches cluster.expected.hca_rate_gbps=400" in warning for warning in environment.warnings)
-
-
-def test_both_ports_of_an_adapter_are_judged_by_themselves() -> None:
-    second = port("mlx5_0").__class__("mlx5_0", 2, "InfiniBand", "DOWN", "Polling")
-    environment = node(GOOD, second)
-    assert environment.value("NCCL_IB_HCA") == "=mlx5_0:1"
-
-
-def test_ports_are_listed_as_people_count() -> None:
-    environment = node(*(port(f"mlx5_{index}") for index in (10, 2, 1)), gpus=(), config=ClusterConfig(backend="nccl"))
-    assert environment.value("NCCL_IB_HCA") == "=mlx5_1:1,mlx5_2:1,mlx5_10:1"
+@pytest.mark.parametrize(
+    ("ports", "facts", "kept", "words"),
+    [
+        # The link layer with most bandwidth, neither that of one fast port nor InfiniBand for storage.
+        ([*many(4, rate_gbps=200.0), port("mlx5_4", **ETHERNET)], {}, "0 1 2 3", f"{MOST} InfiniBand (4 ports, 800"),
+        (
+            [*many(3, **ETHERNET), port("mlx5_8"), port("mlx5_9", rate_gbps=1.0)],
+            {},
+            "0 1 2",
+            f"{MOST} Ethernet (3 ports",
+        ),
+        # A virtual machine, and a network that is built of bonds.
+        (many(1, is_virtual_function=True), {}, "0", "; a virtual function, but the node has nothing else"),
+        ([BOND, SLOW], {}, "8", "; a bond, as most of the network of this node"),
+        # What carries other traffic stays where ranks would lose by it: nothing as fast is left, or GPUs share more.
+        ([GOOD], storage("ib0"), "0", f"! mlx5_0:1 is used for the ranks: its interface ib0 {TO_STORAGE}, {NO_OTHER}"),
+        (
+            [ROCE, SLOW],
+            {},
+            "0",
+            f"! mlx5_0:1 is used for the ranks: its interface eth0 carries the default route, {NO_OTHER}",
+        ),
+        (many(8), storage("ib0", **EIGHT), "0 1 2 3 4 5 6 7", "but without it 8 GPUs would share 7 ports"),
+        (many(9), storage("ib0", **EIGHT), "1 2 3 4 5 6 7 8", f"- mlx5_0:1: its interface ib0 {TO_STORAGE}"),
+        (many(5), storage("ib0", **EIGHT), "1 2 3 4", f"- mlx5_0:1: its interface ib0 {TO_STORAGE}"),
+        # What is expected brings back what storage shares, without a warning, is the floor, or is missed.
+        (many(2), storage("ib1", **expected(hcas=2)), "0 1", f"{TO_STORAGE}, but cluster.expected.hcas=2 counts it"),
+        ([GOOD], expected(hcas=8), "0", "! 1 ports kept, cluster.expected.hcas=8"),
+        (
+            [GOOD, *SOME],
+            expected(hca_rate_gbps=200.0),
+            "0 1",
+            "slower than cluster.expected.hca_rate_gbps is 200 Gbit/s",
+        ),
+        (
+            SOME,
+            expected(hca_rate_gbps=400.0),
+            "1",
+            "! no port reaches cluster.expected.hca_rate_gbps=400; the fastest have 200",
+        ),
+        # Both ports of an adapter are judged by themselves; people count 9, 10.
+        (
+            [port("mlx5_10"), HcaPort("mlx5_9", 2, "InfiniBand", "DOWN", ""), port("mlx5_9")],
+            {},
+            "9 10",
+            "- mlx5_9:2: its link",
+        ),
+    ],
+)
+def test_ports_of_a_node(ports: list[HcaPort], facts: dict[str, Any], kept: str, words: str) -> None:
+    found, *lines = told(*ports, **facts)
+    assert found == " ".join(f"{number}:1" for number in kept.split())
+    assert words in "\n".join(lines)
+    is_forced = "but without" in words or NO_OTHER in words
+    assert is_forced == any("is used for the ranks" in line for line in lines)
