@@ -9,7 +9,7 @@ import pytest
 from cluster.ssh.hosts import is_host_name
 from cluster.testbed.folder import TestbedFolder, state_root
 from cluster.testbed.machine import missing_requirements
-from cluster.testbed.network import BLOCKS, block_network
+from cluster.testbed.network import BLOCKS, Network, block_network
 from cluster.testbed.spec import TestbedSpec, format_rate, parse_rate
 from cluster.testbed.texts import passwd_text
 from engine.config.errors import ConfigError
@@ -61,6 +61,18 @@ def test_blocks_of_addresses_do_not_overlap():
 
     assert not any(one.overlaps(other) for one, other in itertools.pairwise(networks))
     assert len(set(networks)) == BLOCKS
+
+
+def test_every_link_is_shaped_at_both_of_its_ends():
+    network = Network(TestbedSpec("lab", nodes=2, rails=1, rate_bits_per_s=100_000_000), block=0)
+    shaped = [" ".join(command) for command in network.commands() if command[0] == "tc"]
+    ends = ["tc qdisc replace dev btblab", "tc -n btb.lab.switch qdisc replace dev head"]
+    for node in (1, 2):
+        for link in ("eth0", "rail0"):
+            ends.append(f"tc -n btb.lab.lab{node} qdisc replace dev {link}")
+            ends.append(f"tc -n btb.lab.switch qdisc replace dev {link}.{node}")
+
+    assert shaped == [f"{end} root tbf rate 100000000bit burst 262144b latency 50ms" for end in ends]
 
 
 def test_only_the_ssh_user_gets_another_home():

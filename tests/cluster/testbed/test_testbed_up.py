@@ -23,20 +23,7 @@ from cluster.testbed.spec import TestbedSpec
 from cluster.testbed.status import read_all, read_status
 from cluster.testbed.teardown import leftovers, standing_names, tear_down
 
-# Listens, says so, and times what one peer sends: bytes per second after the first 512 KiB, which buckets let through.
-# The median of tenths of a second: what comes while this process is held up is only read later.
-_RECEIVE = """
-import collections, socket, statistics, time
-server = socket.create_server(("", 5001)); print("ready", flush=True)
-peer, _ = server.accept(); seen = 0; begin = 0; tenths = collections.Counter()
-while data := peer.recv(1 << 16):
-    seen += len(data)
-    if begin: tenths[int((time.monotonic() - begin) * 10)] += len(data)
-    elif seen > 512 << 10: begin = time.monotonic()
-print(10 * statistics.median(tenths[at] for at in range(max(tenths))))
-"""
 _SECONDS = 2_000_000 + os.getpid()  # how long a process of a test sleeps: no other has this argument
-_SEND = "import socket, sys; s = socket.create_connection((sys.argv[1], 5001)); s.sendall(bytes(16 << 20)); s.close()"
 # It kills itself: another process could be held up until all is built.
 _UP = """
 import os, signal, sys, threading, time
@@ -203,27 +190,6 @@ def test_down_removes_what_a_killed_up_left(testbed_machine, tmp_path, moment):
     assert seen, "`up` came to its end before it was killed"
     assert leftovers(name) == []
     assert not config.exists()
-
-
-def test_links_carry_what_they_are_shaped_to(make_testbed):
-    testbed = make_testbed(nodes=2, rails=1, rate="100mbit")
-    one, two = testbed.nodes
-    wanted = 100e6 / 8
-
-    assert _throughput(two.inside(), (), two.address) == pytest.approx(wanted, rel=0.25)
-    assert _throughput((), two.inside(), testbed.state.network.head_address) == pytest.approx(wanted, rel=0.25)
-    rail = testbed.state.network.address(two.name, "rail0")
-    assert _throughput(two.inside(), one.inside(), rail) == pytest.approx(wanted, rel=0.25)
-
-
-def _throughput(receiver: tuple[str, ...], sender: tuple[str, ...], address: str) -> float:
-    """Bytes per second from where `sender` runs to where `receiver` runs."""
-    argv = (*receiver, sys.executable, "-c", _RECEIVE)
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as receiving:
-        assert receiving.stdout is not None
-        assert receiving.stdout.readline() == "ready\n"
-        subprocess.run((*sender, sys.executable, "-c", _SEND, address), check=True, timeout=200)
-        return float(receiving.stdout.readline())
 
 
 def test_what_a_restart_of_the_machine_leaves_is_told_and_removed(testbeds):
