@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 
 import pytest
 
 from cluster.ssh.hosts import is_host_name
 from cluster.testbed.folder import TestbedFolder, state_root
-from cluster.testbed.machine import missing_requirements
+from cluster.testbed.machine import missing_requirements, tool_path
 from cluster.testbed.network import BLOCKS, Network, block_network
 from cluster.testbed.spec import TestbedSpec, format_rate, parse_rate
 from cluster.testbed.texts import passwd_text
@@ -97,17 +98,24 @@ def test_a_folder_that_configuration_files_would_misread_is_refused(path, monkey
 
 
 def test_what_is_missing_is_named_with_the_package_that_brings_it(tmp_path):
-    problems = missing_requirements(docker=True, platform="linux", root=False, path=str(tmp_path))
+    needs = {
+        *("ip and tc: iproute2", "nsenter and unshare and setsid and findmnt: util-linux", "mount: mount"),
+        *("hostname: hostname", "ssh-keygen: openssh-client", "sshd: openssh-server"),
+    }
+    docker = {"dockerd and docker: docker.io", "iptables: iptables"}
+    slurm = {"slurmctld: slurmctld", "slurmd: slurmd", "sbatch: slurm-client", "munged: munge"}
 
-    assert "ip and tc not found: apt-get install iproute2" in problems
-    assert "sshd not found: apt-get install openssh-server" in problems
-    assert any("dockerd" in problem and "docker.io" in problem for problem in problems)
-    assert any("needs root" in problem for problem in problems)
-    bare = missing_requirements(docker=False, platform="linux", root=True, path=str(tmp_path))
-    assert not any("docker" in problem for problem in bare)
+    def missing(**wanted):
+        problems = missing_requirements(platform="linux", path=str(tmp_path), **wanted)
+        return {line.replace(" not found: apt-get install ", ": ") for line in problems}
+
+    assert missing(docker=False, root=True) == needs
+    no_root = "a testbed needs root (network namespaces, mounts, sshd): run it with sudo"
+    assert missing(docker=True, slurm=True, root=False) == {*needs, *docker, *slurm, no_root}
+    assert (tool_path("true"), tool_path("no-such-daemon")) == (shutil.which("true"), "/usr/sbin/no-such-daemon")
 
 
 def test_other_systems_are_told_that_they_cannot():
-    (problem,) = missing_requirements(docker=False, platform="darwin", root=True, path="")
+    told = missing_requirements(docker=False, platform="darwin", root=True, path="")
 
-    assert "Linux" in problem
+    assert told == ["a testbed is made of Linux network namespaces; this is darwin"]
