@@ -32,11 +32,6 @@ from testkit.local_connection import AT_HAND
 Answer = Callable[[str], Iterator[bytes]]  # from the fence of the probe to what arrives, piece by piece
 
 
-def run_script(questions: Iterable[Question], shell: Sequence[str], **settings: str) -> dict[str, Section]:
-    """The sections of a probe, as this shell answers it on this machine."""
-    return dict(ask_here(questions, Path.cwd(), shell=shell, settings=settings).sections)
-
-
 def ask_here(
     questions: Iterable[Question],
     folder: Path,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from testkit.check_fakes import done, frame, run_script
+from testkit.check_fakes import ask_here, done, frame
 
 from cluster.checks.selection import GROUPS
 from cluster.env.gather import FACT_QUESTIONS
@@ -42,8 +41,9 @@ QUESTIONS = (
 
 
 @pytest.mark.parametrize("shell", SHELLS, ids=lambda shell: shell[0])
-def test_sections_end_as_their_shells_do(shell: list[str]) -> None:
-    found = run_script(QUESTIONS, shell, BURST_WORD="two words; $(id) 'x'\nline")
+def test_sections_end_as_their_shells_do(shell: list[str], tmp_path: Path) -> None:
+    settings = {"BURST_WORD": "two words; $(id) 'x'\nline"}
+    found = ask_here(QUESTIONS, tmp_path, shell=shell, settings=settings).sections
     assert found["t.fine"].output == "a 'quoted' word\naside\nno line end"
     assert found["t.fine"].ok
     assert (found["t.fails"].exit_code, found["t.fails"].output, found["t.fails"].ok) == (3, "seen", False)
@@ -57,14 +57,9 @@ def test_sections_end_as_their_shells_do(shell: list[str]) -> None:
 
 
 @pytest.mark.parametrize("shell", SHELLS, ids=lambda shell: shell[0])
-def test_a_section_that_ignores_term_is_killed_and_the_next_one_runs(shell: list[str]) -> None:
-    found = run_script(
-        [
-            Question("t.stubborn", 1, "trap '' TERM; while :; do sleep 1; done"),
-            Question("t.after", 5, "echo here"),
-        ],
-        shell,
-    )
+def test_a_section_that_ignores_term_is_killed_and_the_next_one_runs(shell: list[str], tmp_path: Path) -> None:
+    stubborn = Question("t.stubborn", 1, "trap '' TERM; while :; do sleep 1; done")
+    found = ask_here([stubborn, Question("t.after", 5, "echo here")], tmp_path, shell=shell).sections
     assert found["t.stubborn"].state is SectionState.TIMED_OUT
     assert found["t.after"].output == "here"
 
@@ -86,11 +81,8 @@ def test_an_answer_is_complete_although_a_process_left_behind_holds_the_stream()
 
 
 def test_probes_write_no_files(tmp_path: Path) -> None:
-    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "TMPDIR": str(tmp_path)}
-    fence = new_fence()
-    script = build_script((one for group in GROUPS for one in group.questions), fence, {"BURST_SMI_PAUSE_S": "0"})
-    answer = subprocess.run(["sh", "-s"], input=script, capture_output=True, env=environment, cwd=tmp_path).stdout
-    assert is_complete(answer, fence)
+    questions = (one for group in GROUPS for one in group.questions)
+    ask_here(questions, tmp_path, settings={"BURST_SMI_PAUSE_S": "0"}, TMPDIR=str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
