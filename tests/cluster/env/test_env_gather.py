@@ -63,7 +63,6 @@ def test_what_cannot_be_read_is_no_machine_without_infiniband(answer: NodeProbe,
         ("env.cores", {"cores": None}),
         ("env.routes", {"gateways": None}),
         ("env.carriers", {"notes": ("ports that lead to storage servers are not known: env.carriers: timed out",)}),
-        ("env.lower", {}),
         ("ib.gpudirect", {"has_gpudirect": None}),
     ],
 )
