@@ -66,7 +66,7 @@ REFUSED = (
         "more ranks than the method can use", "leave parallel.cp_size=null", exit_code=2, words=("parallel.cp_size=3",)
     ),
     refused(
-        "no engine for containers", "host.docker",
+        "no engine for containers", "expected an engine that answers",
         words=("cluster.container.runtime=docker", "cluster.container.image=a:1"),
     ),
     refused("port in use", "29555", "hold the port", words=("cluster.master_port=29555",)),
