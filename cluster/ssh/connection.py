@@ -14,14 +14,14 @@ from typing import Protocol, Self
 
 from cluster.ssh.hosts import Host
 
-DEFAULT_OUTPUT_BYTES = 4 << 20
+OUTPUT_BYTES = 4 << 20  # so much of what a command says is kept
 
 
 @dataclass(frozen=True)
 class CommandResult:
     """What a command on a node did. Output is raw: pass it through `cluster.remote_text.clean_text`.
 
-    exit_code: None when the command was killed by a signal. truncated: more than `max_output_bytes` of one stream came;
+    exit_code: None when the command was killed by a signal. truncated: more than OUTPUT_BYTES of one stream came;
     the rest was read and thrown away.
     """
 
@@ -83,14 +83,7 @@ class Connection(Protocol):
     def host(self) -> Host:
         """The host that this connection leads to."""
 
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        timeout_s: float = 60.0,
-        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
-    ) -> CommandResult:
+    def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 60.0) -> CommandResult:
         """Run `argv` (quoted word by word, so nothing in it is interpreted) with `stdin`, and wait for its end.
 
         Raises SshError: COMMAND_TIMEOUT after `timeout_s`, LOST when the connection ends first.

@@ -10,7 +10,7 @@ from typing import Self
 import paramiko
 
 from cluster.errors import SshError, SshFailure
-from cluster.ssh.connection import DEFAULT_OUTPUT_BYTES, CommandResult, Deadline, quote_command
+from cluster.ssh.connection import OUTPUT_BYTES, CommandResult, Deadline, quote_command
 from cluster.ssh.hosts import Host
 from cluster.ssh.transport import WINDOW_BYTES, Answer, SshTransport, words
 
@@ -26,11 +26,8 @@ class SshProcess:
     stall_s: writing fails when the command reads nothing for so long.
     """
 
-    def __init__(
-        self, host: Host, transport: SshTransport, channel: paramiko.Channel, max_output_bytes: int, stall_s: float
-    ) -> None:
-        self._host, self._transport, self._channel = host, transport, channel
-        self._limit, self._stall_s = max_output_bytes, stall_s
+    def __init__(self, host: Host, transport: SshTransport, channel: paramiko.Channel, stall_s: float) -> None:
+        self._host, self._transport, self._channel, self._stall_s = host, transport, channel, stall_s
         self._stderr, self._is_cut = bytearray(), False
         # The timeout of a channel is its writer's; its reader waits for this.
         channel.settimeout(stall_s)
@@ -79,7 +76,7 @@ class SshProcess:
         deadline = Deadline.after(timeout_s)
         stdout = bytearray()
         while data := self._receive(WINDOW_BYTES, deadline.left_s, timeout_s):
-            self._keep(stdout, data, self._limit)
+            self._keep(stdout, data, OUTPUT_BYTES)
         if not self._channel.status_event.wait(deadline.left_s):
             raise _command_timeout(self._host, timeout_s)
         self._drain.join(deadline.left_s)
@@ -144,17 +141,10 @@ class SshConnection:
     def __init__(self, host: Host, transport: SshTransport, stall_s: float) -> None:
         self.host, self.transport, self._stall_s = host, transport, stall_s
 
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        timeout_s: float = 60.0,
-        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
-    ) -> CommandResult:
+    def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 60.0) -> CommandResult:
         """Run a command and wait for its end; see `Connection.run`."""
         deadline = Deadline.after(timeout_s)
-        process = self._start(argv, max_output_bytes, deadline)
+        process = self._start(argv, deadline)
         try:
             process.feed(stdin)
             return process.wait(deadline.left_s)
@@ -167,7 +157,7 @@ class SshConnection:
 
     def start(self, argv: Sequence[str]) -> SshProcess:
         """Start a command; see `Connection.start`."""
-        return self._start(argv, DEFAULT_OUTPUT_BYTES, Deadline.after(self.host.connect_timeout_s))
+        return self._start(argv, Deadline.after(self.host.connect_timeout_s))
 
     def forward(self, serve: Callable[[paramiko.Channel], None]) -> int:
         """A port on the loopback of the host; `serve` gets what connects to it there, each in a thread of its own."""
@@ -191,7 +181,7 @@ class SshConnection:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self, argv: Sequence[str], max_output_bytes: int, deadline: Deadline) -> SshProcess:
+    def _start(self, argv: Sequence[str], deadline: Deadline) -> SshProcess:
         command, limit_s = quote_command(argv).encode("utf-8", errors="surrogateescape"), deadline.left_s
         channel: paramiko.Channel | None = None
         try:
@@ -202,7 +192,7 @@ class SshConnection:
             if channel is not None:
                 channel.close()
             raise self._cannot_start(error, deadline, limit_s) from error
-        return SshProcess(self.host, self.transport, channel, max_output_bytes, self._stall_s)
+        return SshProcess(self.host, self.transport, channel, self._stall_s)
 
     def _cannot_start(self, error: Exception, deadline: Deadline, limit_s: float) -> SshError:
         if not self.transport.is_active():

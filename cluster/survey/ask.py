@@ -90,7 +90,7 @@ def _read_clock(connection: Connection, timeout_s: float) -> tuple[float | None,
     busybox tells whole seconds only.
     """
     sent_at, begin = time.time(), time.monotonic()
-    result = connection.run(["date", "+%s.%N"], timeout_s=timeout_s, max_output_bytes=100)
+    result = connection.run(["date", "+%s.%N"], timeout_s=timeout_s)
     round_trip = time.monotonic() - begin
     found = _CLOCK.match(result.stdout) if result.exit_code == 0 else None
     if found is None:

@@ -21,7 +21,7 @@ from cluster.checks.finding import Check, Finding, Verdict
 from cluster.checks.group import CheckGroup
 from cluster.checks.selection import GROUPS as ALL_GROUPS
 from cluster.errors import SshError, SshFailure
-from cluster.ssh.connection import DEFAULT_OUTPUT_BYTES, CommandResult
+from cluster.ssh.connection import CommandResult
 from cluster.ssh.hosts import Host
 from cluster.survey.facts import NodeFacts
 from cluster.survey.script import build_script, is_complete, new_fence, read_sections
@@ -183,14 +183,7 @@ class FakeConnection:
     processes: list[FakeProcess] = field(default_factory=list)
     closed: bool = False
 
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        timeout_s: float = 60.0,
-        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
-    ) -> CommandResult:
+    def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 60.0) -> CommandResult:
         self.commands.append(list(argv))
         clock = self.clock if self.clock is not None else f"{time.time() + self.ahead_s:.9f}\n".encode()
         return CommandResult(0, clock, b"")

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from cluster.errors import SshError, SshFailure
-from cluster.ssh.connection import DEFAULT_OUTPUT_BYTES, CommandResult
+from cluster.ssh.connection import CommandResult
 from cluster.ssh.hosts import Host
 
 # Of this very Python: one behind a version manager takes ten times as long to start.
@@ -41,14 +41,7 @@ class LocalConnection:
     def host(self) -> Host:
         return self._host
 
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: bytes = b"",
-        timeout_s: float = 60.0,
-        max_output_bytes: int = DEFAULT_OUTPUT_BYTES,
-    ) -> CommandResult:
+    def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 60.0) -> CommandResult:
         stdin = self._given(stdin)
         process = self.start(argv)
         try:

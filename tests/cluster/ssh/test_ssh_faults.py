@@ -24,7 +24,7 @@ from testkit.machine_clock import machine_time
 
 from benchmarks.bench_fleet import plan_modes, record_answer, run_verb
 from cluster.errors import SshError, SshFailure
-from cluster.ssh.connection import CommandResult, Deadline
+from cluster.ssh.connection import OUTPUT_BYTES, CommandResult, Deadline
 from cluster.ssh.hosts import Host, Outcome, fan_out
 from cluster.ssh.known_hosts import HostKeys
 from cluster.ssh.pool import NameService, SshPool, open_socket
@@ -90,7 +90,7 @@ def checked(fleet: Fleet) -> tuple[Mapping[str, Outcome[CommandResult]], float]:
 
         def work(host: Host) -> CommandResult:
             with pool.connect(host) as connection:
-                return connection.run(["cat"], stdin=b"hello", timeout_s=COMMAND_S, max_output_bytes=1 << 20)
+                return connection.run(["cat"], stdin=b"hello", timeout_s=COMMAND_S)
 
         outcomes = fan_out(hosts_of(fleet, *NODES), work)
     return outcomes, machine_time() - begin
@@ -140,7 +140,7 @@ def test_an_error_of_a_jump_host_names_both(checked: tuple[Mapping[str, Outcome[
 def test_a_flood_is_read_to_its_end_and_cut(checked: tuple[Mapping[str, Outcome[CommandResult]], float]) -> None:
     value = checked[0]["flood"].value
     assert value is not None
-    assert (len(value.stdout), value.truncated, value.ok) == (1 << 20, True, False)
+    assert (len(value.stdout), value.truncated, value.ok) == (OUTPUT_BYTES, True, False)
 
 
 def test_a_flooded_client_stays_small(fleet: Fleet) -> None:
@@ -158,7 +158,7 @@ def test_a_flooded_client_stays_small(fleet: Fleet) -> None:
         "    while data := process.read(1 << 16, 20):\n"
         "        total += len(data)\n"
         "    assert process.wait(200).exit_code == 0\n"
-        "    assert connection.run(['x'], max_output_bytes=1000).truncated\n"
+        "    assert connection.run(['x']).truncated\n"
         "print(json.dumps([total, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before]))\n"
     )
     answer = subprocess.run(
