@@ -6,7 +6,6 @@ implement it in a few lines.
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,7 +44,7 @@ class RemoteProcess(Protocol):
     def close_stdin(self) -> None:
         """Send end of file."""
 
-    def read(self, max_bytes: int, timeout_s: float | None = None) -> bytes:
+    def read(self, max_bytes: int, timeout_s: float) -> bytes:
         """Up to `max_bytes` of stdout as soon as there are any; b"" at its end. Raises SshError after `timeout_s`."""
 
     def wait(self, timeout_s: float) -> CommandResult:
@@ -100,10 +99,3 @@ class Connection(Protocol):
 
     def __exit__(self, *_: object) -> None:
         """Close it."""
-
-
-def quote_command(argv: Sequence[str]) -> str:
-    """`argv` as one line for the login shell of a node: every word quoted. ValueError for an empty command or NUL."""
-    if not argv or any("\0" in word for word in argv):
-        raise ValueError(f"not a command: {list(argv)!r}")
-    return shlex.join(argv)

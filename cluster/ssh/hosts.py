@@ -87,11 +87,6 @@ class Outcome(Generic[T]):
     error: BurstError | None
     elapsed_s: float
 
-    @property
-    def ok(self) -> bool:
-        """Whether the work was done."""
-        return self.error is None
-
 
 def fan_out(
     hosts: Sequence[Host],

@@ -79,8 +79,11 @@ class Resolver:
         if depth >= MAX_JUMPS:
             raise HostsError(f"{target.name}: more than {MAX_JUMPS} jump hosts in a row; do they point at each other?")
         *before, last = chain.split(",")
-        name, user, port = parse_jump(last, f"{target.name}: jump host")
-        login = _login_words(user, port)
+        found = _JUMP.fullmatch(last.strip())
+        name = (found["v6"] or found["host"]) if found else ""
+        if found is None or not is_host_name(name):
+            raise HostsError(f"{target.name}: jump host {one_line(last)!r}: expected [USER@]HOST[:PORT]")
+        login = _login_words(found["user"], found["port"])
         host, options = self._host(name, login)
         if (host.address, host.port) == (target.address, target.port):
             return target  # a jump host that a pattern of the configuration sends through itself
@@ -113,7 +116,7 @@ class Resolver:
             address,
             port,
             user,
-            key_name=alias or key_name(address, port),
+            key_name=alias or (address if port == 22 else f"[{address}]:{port}"),  # as known_hosts spells it
             identity_files=self._paths(options, "identityfile", words),
             certificate_files=self._paths(options, "certificatefile", words),
             known_hosts=self._known_hosts(options),
@@ -181,21 +184,6 @@ class Resolver:
         return re.sub(r"%(.)", lambda found: me.get(found[1], found[0]), text)
 
 
-def parse_jump(text: str, source: str) -> tuple[str, str | None, int | None]:
-    """(host, user, port) of [USER@]HOST[:PORT], or of an ssh:// address. Raises HostsError."""
-    found = _JUMP.fullmatch(text.strip())
-    name = (found["v6"] or found["host"]) if found else ""
-    port = int(found["port"]) if found and found["port"] else None
-    if found is None or not is_host_name(name) or not (port is None or 1 <= port <= 65535):
-        raise HostsError(f"{source} {one_line(text)!r}: expected [USER@]HOST[:PORT]")
-    return name, found["user"], port
-
-
-def key_name(address: str, port: int) -> str:
-    """How known_hosts spells a server: the address, or `[address]:port` where the port is not 22."""
-    return address if port == 22 else f"[{address}]:{port}"
-
-
 def _openssh(ssh: SshConfig) -> Sequence[str]:
     """See `Resolver`."""
     program = shutil.which("ssh")
@@ -236,7 +224,7 @@ def _attempt(resolver: Resolver, name: str) -> Host | HostsError:
         return error
 
 
-def _login_words(user: str | None, port: int | None) -> list[str]:
+def _login_words(user: str | None, port: int | str | None) -> list[str]:
     if user and not _USER.fullmatch(user):
         raise HostsError(f"{one_line(user)!r} cannot be a user")
     return [*(("-l", user) if user else ()), *(("-p", str(port)) if port else ())]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import threading
 from collections.abc import Callable, Sequence
 from typing import Self
@@ -10,7 +11,7 @@ from typing import Self
 import paramiko
 
 from cluster.errors import SshError, SshFailure
-from cluster.ssh.connection import OUTPUT_BYTES, CommandResult, Deadline, quote_command
+from cluster.ssh.connection import OUTPUT_BYTES, CommandResult, Deadline
 from cluster.ssh.hosts import Host
 from cluster.ssh.transport import WINDOW_BYTES, Answer, SshTransport, words
 
@@ -64,7 +65,7 @@ class SshProcess:
         with contextlib.suppress(*_BROKEN):
             self._channel.shutdown_write()
 
-    def read(self, max_bytes: int, timeout_s: float | None = None) -> bytes:
+    def read(self, max_bytes: int, timeout_s: float) -> bytes:
         """Up to `max_bytes` of stdout; b"" at its end. SshError: COMMAND_TIMEOUT, or LOST with the connection."""
         data = self._receive(max_bytes, timeout_s, timeout_s)
         if not data and self._is_lost():
@@ -90,10 +91,10 @@ class SshProcess:
         with contextlib.suppress(*_BROKEN):
             self._channel.close()
 
-    def _receive(self, max_bytes: int, wait_s: float | None, limit_s: float | None) -> bytes:
+    def _receive(self, max_bytes: int, wait_s: float, limit_s: float) -> bytes:
         """Some of stdout, b"" at its end; within wait_s, which are what is left of limit_s."""
         if not self._is_readable.wait(wait_s):
-            raise _command_timeout(self._host, limit_s or 0.0)
+            raise _command_timeout(self._host, limit_s)
         try:
             return self._channel.recv(max_bytes)
         except _BROKEN as error:
@@ -182,7 +183,7 @@ class SshConnection:
         self.close()
 
     def _start(self, argv: Sequence[str], deadline: Deadline) -> SshProcess:
-        command, limit_s = quote_command(argv).encode("utf-8", errors="surrogateescape"), deadline.left_s
+        command, limit_s = shlex.join(argv).encode("utf-8", errors="surrogateescape"), deadline.left_s
         channel: paramiko.Channel | None = None
         try:
             channel = self.transport.open("session", limit_s)

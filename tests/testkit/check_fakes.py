@@ -141,7 +141,7 @@ class FakeProcess:
     def close_stdin(self) -> None:
         self._complete.set()
 
-    def read(self, max_bytes: int, timeout_s: float | None = None) -> bytes:
+    def read(self, max_bytes: int, timeout_s: float) -> bytes:
         if self._pieces is None:
             assert self._complete.wait(200)
             found = re.search(r"fence='(@@[0-9a-f]{32})'", self.script)

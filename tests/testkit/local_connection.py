@@ -97,7 +97,7 @@ class LocalProcess:
         with contextlib.suppress(OSError):
             self.popen.stdin.close()
 
-    def read(self, max_bytes: int, timeout_s: float | None = None) -> bytes:
+    def read(self, max_bytes: int, timeout_s: float) -> bytes:
         assert self.popen.stdout is not None
         if not select.select([self.popen.stdout], [], [], timeout_s)[0]:
             raise SshError(self._name, SshFailure.COMMAND_TIMEOUT, f"no output within {timeout_s} s")

@@ -107,7 +107,7 @@ class FakeProcess:
         with contextlib.suppress(OSError):
             self._line.shutdown(socket.SHUT_WR)
 
-    def read(self, max_bytes: int, timeout_s: float | None = None) -> bytes:
+    def read(self, max_bytes: int, timeout_s: float) -> bytes:
         if self._left == 0:
             self.cut()
         if not select.select([self._line], [], [], timeout_s)[0]:

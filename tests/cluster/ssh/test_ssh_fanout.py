@@ -28,7 +28,7 @@ def test_outcomes_are_in_the_order_of_hosts_and_errors_stay_with_theirs() -> Non
 
     found = fan_out(HOSTS, work, width=4)
     assert list(found) == [host.name for host in HOSTS]
-    assert [name for name, outcome in found.items() if not outcome.ok] == ["n3"]
+    assert [name for name, outcome in found.items() if outcome.error] == ["n3"]
     assert found["n5"].value == "N5"
 
 

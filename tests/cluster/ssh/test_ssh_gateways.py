@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import socket
 import subprocess
@@ -18,7 +19,6 @@ from testkit.machine_clock import machine_time
 from testkit.waiting import wait_for
 
 from cluster.errors import SshError, SshFailure
-from cluster.ssh.connection import quote_command
 from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.pool import SshPool
 from cluster.ssh.resolve import resolve_hosts
@@ -88,7 +88,7 @@ def proxied(server: Server) -> Host:
     known = f"UserKnownHostsFile={folder}/known_hosts"
     words = ["ssh", "-F", "none", "-i", f"{folder}/id", "-o", known, "-p", str(host.port)]
     forward = ["-W", f"127.0.0.1:{host.port}", f"{host.user}@127.0.0.1"]
-    return replace(host, address="known.only.behind", proxy_command=quote_command([*words, *forward]))
+    return replace(host, address="known.only.behind", proxy_command=shlex.join([*words, *forward]))
 
 
 def test_a_proxy_command_carries_a_connection_and_ends_with_it(server: Server) -> None:

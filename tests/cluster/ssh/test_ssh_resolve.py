@@ -14,7 +14,7 @@ from cluster.errors import HostsError, SshError
 from cluster.ssh.hosts import Host
 from cluster.ssh.known_hosts import HostKeys, trust_file
 from cluster.ssh.nodes import parse_nodes
-from cluster.ssh.resolve import parse_jump, resolve_hosts
+from cluster.ssh.resolve import resolve_hosts
 from engine.config.cluster import SshConfig
 
 
@@ -126,14 +126,18 @@ def test_a_proxy_command_that_hands_a_socket_over_is_refused(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("jump", ["-oProxyCommand=x", "a b", "a:0", "a:99999", "$(x)@gate", "u@", "a;b", "-l@gate"])
 def test_a_jump_host_that_is_no_host_is_refused(tmp_path: Path, jump: str) -> None:
-    with pytest.raises(HostsError, match=r"jump|cannot be a user"):
+    with pytest.raises(HostsError, match=r"jump|cannot be a user|[Bb]ad port"):
         resolve(tmp_path, "", "n1", jump=jump)
 
 
-def test_jump_hosts_come_in_every_spelling() -> None:
-    assert parse_jump("ssh://u@h:22", "") == ("h", "u", 22)
-    assert parse_jump("[::1]:2200", "") == ("::1", None, 2200)
-    assert parse_jump("h", "") == ("h", None, None)
+@pytest.mark.parametrize(
+    ("jump", "found"),
+    [("ssh://u@h:22", ("h", "u", 22)), ("u@[::1]:2200", ("::1", "u", 2200)), ("u@h", ("h", "u", 22))],
+)
+def test_jump_hosts_come_in_every_spelling(tmp_path: Path, jump: str, found: tuple[str, str, int]) -> None:
+    (host,) = resolve(tmp_path, "", "n1", jump=jump)
+    assert host.jump is not None
+    assert (host.jump.name, host.jump.user, host.jump.port) == found
 
 
 def test_a_broken_configuration_is_quoted_with_its_line(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from testkit.connecting import connect
 from testkit.machine_clock import machine_time
 
 from cluster.errors import SshError, SshFailure
-from cluster.ssh.connection import quote_command
 from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.pool import SshConnection, SshPool
 
@@ -78,12 +77,6 @@ def test_no_word_is_interpreted_by_a_node(connection: SshConnection) -> None:
     assert result.stdout.split(b"\0")[1:-1] == [word.encode("utf-8", "surrogateescape") for word in NASTY]
 
 
-@pytest.mark.parametrize("argv", [[], ["a\0b"]])
-def test_what_is_no_command_is_refused(argv: list[str]) -> None:
-    with pytest.raises(ValueError, match="not a command"):
-        quote_command(argv)
-
-
 def test_large_streams_pass_in_both_directions_at_once(connection: SshConnection) -> None:
     data = os.urandom(1 << 20) * 4
     result = connection.run(["cat"], stdin=data)
@@ -136,7 +129,7 @@ def test_closing_from_another_thread_ends_a_read(connection: SshConnection) -> N
     process = connection.start(["sleep", "30"])
     threading.Timer(0.2, process.close).start()
     begin = machine_time()
-    assert process.read(100) == b""
+    assert process.read(100, 200) == b""
     assert machine_time() - begin < 5
 
 
