@@ -15,7 +15,7 @@ from burst_cli.launch.request import LaunchRequest
 from burst_cli.runs.failure import failure_line
 from burst_cli.runs.read import run_record
 from cluster.control.attempt import ControllerBusyError, RunState, StopRequests, find_controller
-from cluster.control.settle import settle
+from cluster.control.controller import settle
 from cluster.errors import ClusterError
 from cluster.plan import read_launch_plan
 from engine.config.errors import ConfigError

@@ -19,7 +19,7 @@ from burst_cli.runs.choose import choose_runs, living_runs
 from burst_cli.runs.progress import RunProgress
 from burst_cli.runs.read import read_facts, read_nodes
 from cluster.control.attempt import UNKNOWN, RunState, StopRequests
-from cluster.control.settle import request_cancel
+from cluster.control.controller import request_cancel
 from engine.config.errors import BurstError, ConfigError
 from engine.runs.folder import FINAL_STATES, RunFolder, list_runs
 

@@ -33,7 +33,7 @@ def look_at(run: RunFolder) -> RunState:
     if not (run.path / "launch.json").is_file():
         text = "it was started without `burst launch`, and the process that said so in run.json is gone"
         return replace(seen, problem=text)
-    from cluster.control.settle import settle
+    from cluster.control.controller import settle
 
     try:
         return settle(run)

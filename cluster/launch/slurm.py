@@ -15,10 +15,9 @@ from cluster.launch.local import local_facts
 from cluster.launch.runner import Asked, Runner, Survey
 from cluster.launch.scheduler import Granted, SchedulerError, await_granted
 from cluster.plan import LaunchPlan
-from cluster.slurm.client import SlurmClient
+from cluster.slurm.client import SlurmClient, read_record
 from cluster.slurm.job import REQUEUED, SlurmLink, find_job, submit_job
 from cluster.slurm.plan import asks_partition, build_slurm_plan, granted_plan
-from cluster.slurm.states import read_record
 from engine.config.settings import RunConfig
 from engine.runs.folder import RunFolder
 

@@ -30,10 +30,20 @@ from cluster.launch.local import LocalLink
 from cluster.launch.scheduler import Granted, SchedulerError, WatchedJob
 from cluster.plan import LaunchPlan, write_plan_files
 from cluster.remote_text import one_line
-from cluster.slurm.client import SlurmClient, client_environment
+from cluster.slurm.client import (
+    AGAIN,
+    GONE,
+    JobRecord,
+    JobStatus,
+    Mode,
+    SlurmClient,
+    client_environment,
+    describe_end,
+    read_record,
+    write_record,
+)
 from cluster.slurm.plan import granted_plan, look_again, node_folder
 from cluster.slurm.sbatch import LOG_PREFIX, NO_RESTARTS_LEFT, NOT_SHARED, SCRIPT_FILE, TIME_IS_UP, TOKEN_FILE
-from cluster.slurm.states import AGAIN, GONE, JobRecord, JobStatus, Mode, describe_end, read_record, write_record
 from engine.config.cluster import SlurmConfig
 from engine.runs.files import replace_file
 from engine.runs.folder import RunFolder

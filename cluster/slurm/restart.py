@@ -19,11 +19,10 @@ from cluster.control.link import TIME_LIMIT
 from cluster.errors import ClusterError
 from cluster.failure import Failure
 from cluster.plan import LaunchPlan, NodePlan, read_launch_plan
-from cluster.slurm.client import SlurmClient
+from cluster.slurm.client import JobRecord, SlurmClient, read_record, write_record
 from cluster.slurm.job import REQUEUED, lay_token
 from cluster.slurm.plan import granted_plan
 from cluster.slurm.sbatch import NO_RESTARTS_LEFT, TIME_IS_UP, WARNING_S
-from cluster.slurm.states import JobRecord, read_record, write_record
 from engine.config.errors import BurstError
 from engine.runs.folder import FINAL_STATES, RunFolder
 

@@ -19,7 +19,7 @@ from testkit.waiting import wait_for
 
 from burst_cli.launch.detach import CONTROLLER_LOG
 from cluster.control.attempt import find_controller
-from cluster.control.settle import request_cancel, settle
+from cluster.control.controller import request_cancel, settle
 from engine.runs.folder import RunFolder, list_runs
 from engine.runs.process import process_start
 

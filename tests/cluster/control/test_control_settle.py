@@ -16,9 +16,8 @@ from control_fakes import FakeLink, Observer, World
 from testkit import PYTHON_PATH
 
 from cluster.control.attempt import CANCEL_FILE, LOCK_FILE, Controller, RunState, StopRequests, controlling, read_cancel
-from cluster.control.controller import Manner, control
+from cluster.control.controller import Manner, Opener, control, request_cancel, settle
 from cluster.control.link import NodeLink
-from cluster.control.settle import Opener, request_cancel, settle
 from cluster.plan import LaunchPlan, PlanFileError
 from engine.runs.folder import RunFolder, create_run
 
@@ -128,7 +127,7 @@ _ON_A_FULL_DISK = """
 import resource, sys
 from pathlib import Path
 from cluster.control.attempt import controlling, find_controller
-from cluster.control.settle import request_cancel
+from cluster.control.controller import request_cancel
 from engine.runs.folder import RunFolder, RunFolderError
 run = RunFolder(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

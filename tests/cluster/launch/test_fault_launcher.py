@@ -21,9 +21,8 @@ from testkit.fault_table import AROUND_RANKS, LEASE, Row
 from testkit.process_table import run_processes, wait_until_gone
 
 from cluster.control.attempt import StopRequests
-from cluster.control.controller import Manner, control
+from cluster.control.controller import Manner, control, request_cancel, settle
 from cluster.control.link import LaunchObserver
-from cluster.control.settle import request_cancel, settle
 from cluster.launch.runner import open_links
 from cluster.plan import read_launch_plan
 from engine.runs.folder import RunFolder

@@ -27,8 +27,8 @@ from testkit.tiny_training import TINY_MODEL
 from testkit.waiting import wait_for
 
 from cluster.control.attempt import StopRequests, begin_attempt
+from cluster.control.controller import request_cancel
 from cluster.control.link import LaunchOutcome
-from cluster.control.settle import request_cancel
 from cluster.launch.kubernetes import RUNNER
 from cluster.launch.pods import KubernetesJob
 from engine.config.settings import AttentionConfig, CheckpointConfig, DataConfig, LossConfig, TrainConfig

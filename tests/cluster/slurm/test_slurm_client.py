@@ -12,12 +12,21 @@ from testkit.waiting import wait_for
 from cluster.launch.runner import Asked
 from cluster.launch.scheduler import SchedulerError
 from cluster.launch.slurm import RUNNER
-from cluster.slurm.client import SlurmClient, client_environment, gres_gpus
+from cluster.slurm.client import (
+    JobRecord,
+    JobStatus,
+    SlurmClient,
+    client_environment,
+    describe_end,
+    gres_gpus,
+    parse_job,
+    read_record,
+    write_record,
+)
 from cluster.slurm.job import SlurmJob
 from cluster.slurm.plan import build_slurm_plan
 from cluster.slurm.restart import begin
 from cluster.slurm.sbatch import NO_RESTARTS_LEFT, TOKEN_FILE
-from cluster.slurm.states import JobRecord, JobStatus, describe_end, parse_job, read_record, write_record
 from engine.config.cluster import ClusterConfig, SlurmConfig
 from engine.config.errors import BurstError
 from engine.config.settings import DataConfig, RunConfig

@@ -10,8 +10,8 @@ from testkit.fake_run import Led
 from testkit.process_table import run_processes
 from testkit.waiting import wait_for
 
+from cluster.control.controller import settle
 from cluster.control.link import LaunchTiming
-from cluster.control.settle import settle
 from cluster.plan import read_launch_plan
 from engine.config.cluster import SlurmConfig
 from engine.config.settings import CheckpointConfig

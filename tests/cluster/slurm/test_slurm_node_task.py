@@ -20,9 +20,9 @@ from cluster.errors import ClusterError
 from cluster.facts import probe_local_node
 from cluster.plan import LaunchPlan, PlanFileError, read_launch_plan
 from cluster.plan_nodes import Site
+from cluster.slurm.client import JobRecord, write_record
 from cluster.slurm.node_task import MEETING_FILE, Place, main, node_address, prepare, read_place
 from cluster.slurm.plan import build_slurm_plan, granted_plan, slurm_site, write_granted
-from cluster.slurm.states import JobRecord, write_record
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import DataConfig, RunConfig
 from engine.runs.folder import RunFolder, create_run

@@ -7,7 +7,7 @@ from testkit.fake_run import Led
 from testkit.process_table import run_processes
 from testkit.waiting import wait_for
 
-from cluster.control.settle import settle
+from cluster.control.controller import settle
 from cluster.plan import read_launch_plan
 
 
