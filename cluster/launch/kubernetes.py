@@ -14,10 +14,9 @@ from cluster.control.attempt import StopRequests
 from cluster.control.link import LaunchObserver, LaunchOutcome, NodeLink
 from cluster.facts import MachineFacts
 from cluster.failure import Failure
-from cluster.launch.kubectl import Kubectl
 from cluster.launch.manifest import JOB_FILE, job_text
 from cluster.launch.pod import pod_node
-from cluster.launch.pods import KubernetesJob, PodLink
+from cluster.launch.pods import Kubectl, KubernetesJob, PodLink
 from cluster.launch.runner import Asked, Runner, Survey
 from cluster.launch.scheduler import Granted, SchedulerError, await_granted
 from cluster.plan import LaunchPlan, assemble_plan, with_files, with_ranks

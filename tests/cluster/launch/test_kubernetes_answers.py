@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from kubernetes_rig import JOB, fake_cluster, kubernetes_config, kubernetes_plan, pod, with_container
 from testkit import ROOT
 
-from cluster.launch.kubectl import Kubectl, Pod, read_answer
 from cluster.launch.kubernetes import RUNNER
-from cluster.launch.pods import PodFiles
+from cluster.launch.pods import Kubectl, Pod, PodFiles, read_answer
 from cluster.launch.runner import Asked
 from cluster.launch.scheduler import SchedulerError
 from engine.config.cluster import KubernetesConfig
