@@ -1,4 +1,4 @@
-"""The preparation of data as a person watches it: a bar on a terminal, a line per stage anywhere else."""
+"""The preparation of data as a person watches it: a line per stage, and on a terminal how far it is."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
 from rich.text import Text
 
 from burst_cli.figures import binary_bytes, count
@@ -23,19 +21,17 @@ STAGES: dict[Stage, str] = {
 
 @contextlib.contextmanager
 def show_progress(console: Console) -> Iterator[ProgressCallback]:
-    """A callback for `engine.data.prepare` that draws on `console`; nothing appears if there is nothing to do."""
-    tasks: dict[Stage, TaskID] = {}
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[figures]}"))
-    with Bars(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal) as bars:
+    """A callback for `engine.data.prepare` that tells on `console`; nothing appears if there is nothing to do."""
+    begun: set[Stage] = set()
+    with console.status("") as status:
 
         def show(progress: Progress) -> None:
             stage, total = progress.stage, progress.total_text_bytes
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(STAGES[stage], total=total, figures="")
-                if not console.is_terminal:
-                    size = "" if total is None else f" ({binary_bytes(total)})"
-                    console.print(Text(STAGES[stage] + size), soft_wrap=True)
-            bars.update(tasks[stage], completed=progress.text_bytes, total=total, figures=figures(progress))
+            if stage not in begun:
+                begun.add(stage)
+                size = "" if total is None else f" ({binary_bytes(total)})"
+                console.print(Text(STAGES[stage] + size), soft_wrap=True)
+            status.update(Text(figures(progress)))
 
         yield show
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from cluster.image.push import NodeResult
     from cluster.image.status import ImageStatus, Pruned
 
-_PLAIN_INTERVAL_S = 2.0
 _SHOWN_NODES = 4
 _SHORT_ID = 12
 
@@ -33,11 +31,10 @@ def open_push_view(console: Console) -> Iterator[PushView]:
 
 
 class PushView:
-    """A line per node that is done; how far the others are stands below them on a terminal, elsewhere now and then."""
+    """A line per node that is done; on a terminal how far the others are stands below."""
 
     def __init__(self, console: Console, show: Callable[[Text], None]) -> None:
         self._console, self._show = console, show
-        self._next = time.monotonic() + _PLAIN_INTERVAL_S
         self._told: set[str] = set()
 
     def progress(self, nodes: Sequence[NodeResult], total_bytes: int) -> None:
@@ -48,11 +45,7 @@ class PushView:
                 self._console.print(Text(f"{node.node}: {node.phase}"), soft_wrap=True)
         parts = [f"{node.node} {_amount(node, total_bytes)}" for node in nodes if node.phase == "receiving"]
         more = [f"and {len(parts) - _SHOWN_NODES} more"] if len(parts) > _SHOWN_NODES else []
-        line = Text("  ".join([*parts[:_SHOWN_NODES], *more]))
-        self._show(line)
-        if not self._console.is_terminal and line and time.monotonic() >= self._next:
-            self._next = time.monotonic() + _PLAIN_INTERVAL_S
-            self._console.print(line, soft_wrap=True)
+        self._show(Text("  ".join([*parts[:_SHOWN_NODES], *more])))
 
     def note(self, node: str, text: str) -> None:
         """One line."""

@@ -93,14 +93,13 @@ class LogFollow:
         self.begin()
         code, quiet_since = None, 0.0
         while True:
-            begun = time.monotonic()
             if self.look() or code is None:
                 quiet_since = time.monotonic()
             code = code if code is not None else ended()
             if code is not None and time.monotonic() - quiet_since > QUIET_S:
                 self.finish()
                 return code
-            time.sleep(max(0.0, POLL_S - (time.monotonic() - begun)))
+            time.sleep(POLL_S)
 
     def _scan(self) -> None:
         """Take up files that are new, from their beginning."""

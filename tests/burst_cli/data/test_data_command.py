@@ -128,7 +128,7 @@ def test_pipes_get_one_line_per_stage() -> None:
     ]
 
 
-def test_terminals_get_bars_with_figures() -> None:
+def test_terminals_get_figures() -> None:
     stream = StringIO()
     with show_progress(Console(file=stream, force_terminal=True, width=80)) as progress:
         for stage in STAGES:

@@ -16,7 +16,10 @@ from burst_cli.sweep.request import choose_lanes
 from cluster.facts import probe_local_node
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
-from engine.config.settings import AttentionConfig, RunConfig, TrainConfig
+from engine.config.settings import AttentionConfig, ParallelConfig, RunConfig, TrainConfig
+from engine.planning.memory.capacity import Hardware
+from engine.planning.memory.predictor import MemoryPrediction
+from engine.planning.methods.topology import Topology
 
 
 class Judge:
@@ -92,6 +95,7 @@ def test_words_that_are_no_sweep_are_refused_with_what_to_do(words: list[str], t
     with pytest.raises(ConfigError) as refused:
         check_axes(sweep_axes(words))
     assert text in " ".join(refused.value.problems)
+    check_axes(sweep_axes(["train.steps=range(1,2001)"]))
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "", "two words"])
@@ -167,6 +171,22 @@ def test_of_unknown_ranks_or_a_method_that_cannot_be_settled_nothing_is_expected
     assert estimated(replace(CONFIG, cluster=ClusterConfig())) is None
     unsettled = replace(CONFIG, attention=AttentionConfig(preset="auto", mask="blocks", blocks_file="none.npz"))
     assert estimated(unsettled) is None
+
+
+def needs_a_gib(config: RunConfig, world: Topology) -> MemoryPrediction:
+    components = {"device": {"loss": 2**30}, "host": {}}
+    return MemoryPrediction("cpu", 2, 0, 2**30, 0, "loss", components, {}, reserve_bytes=0, seconds=0.0)
+
+
+def test_a_cell_is_judged_as_its_launch_would() -> None:
+    judge = LaunchJudge(probe_local_node(), MemoryPlanner(Hardware((), 2**29, "MemTotal"), needs_a_gib))
+    assert (judge.shortage(CONFIG) or "").startswith("does not fit: a rank needs 1 GiB, 768 MiB more than the 256 MiB")
+    elsewhere = replace(CONFIG, cluster=replace(CONFIG.cluster, launcher="ssh", nodes="n1"))
+    unknown, forced = replace(CONFIG, cluster=ClusterConfig()), replace(judge, force=True)
+    assert [judge.shortage(elsewhere), judge.shortage(unknown), forced.shortage(CONFIG)] == [None] * 3
+    assert judge.settle(unknown).cluster.world_size is not None
+    with pytest.raises(ConfigError, match="x cp_size 3 = 3, but there are 2 ranks"):
+        judge.settle(replace(CONFIG, parallel=ParallelConfig(cp_size=3)))
 
 
 def test_total_packs_cells_into_lanes_and_needs_every_estimate() -> None:
