@@ -66,8 +66,12 @@ def read_hostfile(path: Path) -> NodeList:
     `slots=8` after a name, as MPI has it, is passed over: cluster.ranks_per_node says how many ranks a node takes.
     """
     source = f"hostfile {path}"
+    try:
+        text = path.expanduser().read_text(encoding="utf-8-sig", errors="replace")
+    except OSError as error:
+        raise HostsError(f"{source}: {error.strerror or error}; expected a file with one node per line") from error
     found: dict[str, None] = {}
-    for number, line in enumerate(_hostfile_lines(path, source), start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
         if not words:
             continue
@@ -91,15 +95,6 @@ def slurm_nodes(environment: Mapping[str, str]) -> NodeList | None:
 def fold_nodes(names: Iterable[str]) -> str:
     """`names` in short: `node[1-3,7]`."""
     return str(NodeSet.fromlist(list(names), resolver=RESOLVER_NOGROUP))
-
-
-def _hostfile_lines(path: Path, source: str) -> list[str]:
-    try:
-        return path.expanduser().read_text(encoding="utf-8-sig").splitlines()
-    except OSError as error:
-        raise HostsError(f"{source}: {error.strerror or error}; expected a file with one node per line") from error
-    except UnicodeDecodeError as error:
-        raise HostsError(f"{source}: not UTF-8 text; expected one node per line") from error
 
 
 def _refuse_many(text: str, where: str) -> None:

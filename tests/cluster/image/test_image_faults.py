@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -146,43 +144,31 @@ def old_engine(rig: FakeRig, node: str) -> None:
     rig.home(node).joinpath("engine").write_text("not a folder")
 
 
-@dataclass(frozen=True)
-class Case:
-    """What `act` does to the node at `position` once it has half of the image.
-
-    error: what is said of this node, if it fails; note: what is said if it does not.
-    """
-
-    name: str
-    act: Callable[[FakeRig, str], None]
-    position: int = 1
-    error: str = ""
-    note: str = ""
+DEAD = "connection ended|no sign of life"
 
 
-CASES = (
-    Case("node-dies", cut_off, error="connection ended|no sign of life"),
-    Case("first-node-dies", cut_off, 0, error="connection ended|no sign of life"),
-    Case("relay-killed", kill_relay, note="its relay failed .*: pulled from here"),
-    Case("connection-lost", end_sessions, 2, error="connection ended"),
+# What happens to a node, the how-many-th, once it has half of the image, and what is said: of it, or of its way.
+@pytest.mark.parametrize(
+    ("act", "position", "error", "note"),
+    [
+        pytest.param(cut_off, 1, DEAD, "", id="node-dies"),
+        pytest.param(cut_off, 0, DEAD, "", id="first-node-dies", marks=pytest.mark.thorough),
+        pytest.param(kill_relay, 1, "", "its relay failed .*: pulled from here", id="relay-killed"),
+        pytest.param(end_sessions, 2, "connection ended", "", id="connection-lost"),
+    ],
 )
-
-
-# The first node is cut off as the second is.
-@pytest.mark.thorough_for("first-node-dies")
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_node_that_breaks_midway_stops_no_other(case, rig):
-    victim = rig.names[case.position]
-    watcher = Watcher(victim, HALF, lambda: case.act(rig, victim))
+def test_a_node_that_breaks_midway_stops_no_other(act, position, error, note, rig):
+    victim = rig.names[position]
+    watcher = Watcher(victim, HALF, lambda: act(rig, victim))
     with SshPool(keepalive_s=0.5) as pool:
         pushed = rig.push(rig.image_here, observer=watcher, limit=SLOW, connect=pool.connect)
     result = pushed.nodes[victim]
 
-    assert pushed.failed == ({victim} if case.error else set()), pushed.nodes
+    assert pushed.failed == ({victim} if error else set()), pushed.nodes
     assert rig.holding() >= set(rig.names) - pushed.failed
     assert pushed.sent_bytes <= 2.1 * (SIZE + 10_000)
-    assert re.search(case.error or case.note, result.error or " ".join(result.notes)), result
-    assert bool(rig.seen) == (case.act is kill_relay)
+    assert re.search(error or note, result.error or " ".join(result.notes)), result
+    assert bool(rig.seen) == (act is kill_relay)
     assert not [word for word in rig.seen if "PRIVATE KEY" in word or pushed.secrets.peer_token in word]
 
 
