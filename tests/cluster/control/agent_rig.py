@@ -18,8 +18,11 @@ from pathlib import Path
 from time import time_ns as now_ns
 from typing import Any
 
+from testkit.waiting import WAIT_S, wait_for
+
 from cluster.agent.messages import READY, Message, MessageReader, Spec, pack
 from cluster.agent.serve import Agent
+from cluster.control.link import NodeLink
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import CommandResult
@@ -276,3 +279,17 @@ def closing(*links: SshLink) -> Iterator[None]:
 
 def _lost() -> SshError:
     return SshError(NODE, SshFailure.LOST, "the connection ended")
+
+
+def begin(link: NodeLink, spec: Spec, timeout_s: float = WAIT_S) -> None:
+    """Return once what `spec` says has begun. Raises StartRefusedError."""
+    link.start(spec)
+    status = wait_for(lambda: (seen := link.poll()) and (seen.is_begun or seen.refusal) and seen, "start", timeout_s)
+    if status.refusal is not None:
+        raise status.refusal
+
+
+def swept(link: NodeLink, timeout_s: float = WAIT_S) -> tuple[int, ...]:
+    """What is left once the node is swept."""
+    link.sweep()
+    return tuple(wait_for(lambda: (seen := link.poll()).swept is not None and (seen.swept,), "sweep", timeout_s)[0])

@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from agent_rig import FAST, RUN_ID
+from agent_rig import FAST, RUN_ID, swept
 from testkit.fake_plan import node_facts
-from testkit.link_rig import swept
 
 from cluster.errors import HostsError
 from cluster.launch.local import LocalLink, build_local_plan

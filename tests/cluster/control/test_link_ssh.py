@@ -10,15 +10,15 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from time import time_ns as now_ns
 
 import pytest
-from agent_rig import LOG, NODE, RUN_ID, FakeConnection, FakeNode, Stream, closing, spec_of, status
+from agent_rig import LOG, NODE, RUN_ID, FakeConnection, FakeNode, Stream, begin, closing, spec_of, status, swept
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from testkit.link_rig import begin, swept
 from testkit.machine_clock import machine_time
 from testkit.waiting import wait_for
 
@@ -28,6 +28,8 @@ from cluster.control.ssh_link import LinkTiming
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import CommandResult
 from cluster.ssh.hosts import Host
+
+MIB = 1 << 20
 
 
 def note_before_connecting(node: FakeNode, note: Callable[[], object]) -> None:
@@ -72,6 +74,21 @@ def test_a_followed_node_is_copied_to_its_end(run, node):
     assert (run / LOG).read_bytes() == b"one\ntwo\n"
     assert (run / "metrics.jsonl").read_bytes() == b'{"step": 1}\n'
     assert json.loads((run / "nodes" / NODE / "outcome.json").read_text())["cause"] == "exit"
+
+
+def test_a_log_of_any_size_passes_in_bounded_memory(run, node):
+    node.run_on()
+    with (node.folder / LOG).open("wb") as file:
+        file.truncate(24 * MIB)
+    link = node.link(run)
+    tracemalloc.start()
+    with closing(link):
+        link.follow()
+        wait_for(lambda: (run / LOG).exists() and (run / LOG).stat().st_size == 24 * MIB)
+        peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert peak < 6 * MIB  # of both ends: the code of the agent, and some copies of what one answer carries
 
 
 def test_requests_reach_the_supervisor_as_files(run, node):

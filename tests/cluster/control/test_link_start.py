@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from agent_rig import FAST, HOST, LOG, NODE, FakeNode, Stream, closing, spec_of, status
-from testkit.link_rig import begin
+from agent_rig import FAST, HOST, LOG, NODE, FakeNode, Stream, begin, closing, spec_of, status
 from testkit.machine_clock import machine_time
 from testkit.waiting import wait_for
 

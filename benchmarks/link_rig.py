@@ -1,4 +1,4 @@
-"""Runs behind real links for tests: a spec for a command on a node, what both sides hold, a launcher."""
+"""Runs behind real links whose ranks write logs: on a node, and in a launcher of their own that copies them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
+from testkit import KIT
+from testkit.process_table import living
+from testkit.supervise_rig import PYTHON_PATH, new_run_id
 
 from cluster.agent.messages import Spec
-from cluster.control.link import NodeLink
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
 from cluster.ssh.hosts import Host
 from cluster.ssh.pool import SshPool
 from cluster.testbed.build import Testbed, open_testbed
-from testkit.process_table import living
-from testkit.supervise_rig import PYTHON_PATH, new_run_id
-from testkit.waiting import WAIT_S, wait_for
 
 PATIENT = LinkTiming(first_pause_s=0.2, longest_pause_s=0.5, silence_s=3.0, start_s=120.0)
 
@@ -51,52 +49,27 @@ class RemoteRun:
     def link(self, pool: SshPool) -> SshLink:
         return SshLink(self.host, pool, NodePlace(self.run, self.node, str(self.there), lead=True), PATIENT)
 
-    def spec(self, *argv: str, **changes: Any) -> Spec:
-        """`argv` as the whole of this node's part."""
-        logs = self.there / "logs" / self.node
-        values: dict[str, Any] = {
-            "run_id": self.run.name,
-            "node": self.node,
-            "node_rank": 0,
-            "num_nodes": 1,
-            "first_rank": 0,
-            "local_ranks": 2,
-            "folder": str(self.there),
-            "argv": argv,
-            "cwd": "/",
-            "environment": {"PYTHONPATH": PYTHON_PATH, "BURST_RANK_LOGS": str(logs)},
-            "files": (("config.yaml", "exp: test\n"), ("run.json", "{}\n")),
-            "lease_s": 60.0,
-            "stop_grace_s": 3.0,
-        }
-        return Spec(**{**values, **changes})
+    def chatty(self, ranks: int, lines: int, per_second: float) -> Spec:
+        """Ranks that only write logs."""
+        words = ("lines", str(ranks), str(lines), str(per_second))
+        return Spec(
+            run_id=self.run.name,
+            node=self.node,
+            node_rank=0,
+            num_nodes=1,
+            first_rank=0,
+            local_ranks=ranks,
+            folder=str(self.there),
+            argv=(sys.executable, "-S", f"{KIT}/fake_rank.py", *words),
+            cwd="/",
+            environment={"PYTHONPATH": PYTHON_PATH, "BURST_RANK_LOGS": f"{self.there}/logs/{self.node}"},
+            files=(("config.yaml", "exp: test\n"), ("run.json", "{}\n")),
+            stop_grace_s=3.0,
+        )
 
     def log(self, rank: int = 0) -> Path:
         """The copy of a rank's log."""
         return self.run / "logs" / self.node / f"rank{rank:04}.log"
-
-    def check_logs(self, files: int) -> int:
-        """The bytes of all ranks' logs, each the same on both sides."""
-        total = 0
-        for rank in range(files):
-            here = self.log(rank).read_bytes()
-            assert here == (self.there / "logs" / self.node / self.log(rank).name).read_bytes()
-            total += len(here)
-        return total
-
-
-def begin(link: NodeLink, spec: Spec, timeout_s: float = WAIT_S) -> None:
-    """Return once what `spec` says has begun. Raises StartRefusedError."""
-    link.start(spec)
-    status = wait_for(lambda: (seen := link.poll()) and (seen.is_begun or seen.refusal) and seen, "start", timeout_s)
-    if status.refusal is not None:
-        raise status.refusal
-
-
-def swept(link: NodeLink, timeout_s: float = WAIT_S) -> tuple[int, ...]:
-    """What is left once the node is swept."""
-    link.sweep()
-    return tuple(wait_for(lambda: (seen := link.poll()).swept is not None and (seen.swept,), "sweep", timeout_s)[0])
 
 
 def agents_on(testbed: Testbed, node: str) -> list[psutil.Process]:
