@@ -198,7 +198,6 @@ _BLOCKING_FUNCTIONS = {
     ("engine/attention/transport.py", "wait"): "a message of the attention",
     ("engine/attention/streams.py", "wait"): "a message of the attention",
     ("torch/distributed/rendezvous.py", "_create_c10d_store"): "the rendezvous",
-    ("torch/distributed/rendezvous.py", "_env_rendezvous_handler"): "the rendezvous",
 }
 _LEADING_FILES = (
     "torch/_ops.py",

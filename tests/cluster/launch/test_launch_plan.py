@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 from testkit.fake_plan import node_facts
 
 from cluster.launch.local import RUNNER, build_local_plan
@@ -115,13 +114,6 @@ def test_a_supervisor_of_this_machine_finds_all_files_in_the_run_folder() -> Non
     spec = node_spec(plan, plan.nodes[0], lease_s=60.0)
     assert (spec.node, spec.folder, spec.files, spec.container) == ("node1", str(RUN), (), None)
     assert (spec.environment["BURST_NODE"], spec.lease_s) == ("node1", 60.0)
-
-
-def test_ranks_read_the_resolved_configuration() -> None:
-    plan = build_local_plan(config(ranks_per_node=2), node_facts(cores=8), RUN)
-    written = config_from_dict(yaml.safe_load(dict(plan.files)["config.yaml"]))
-    assert written == plan.config
-    assert (written.cluster.backend, written.cluster.ranks_per_node, written.cluster.threads_per_rank) == ("gloo", 2, 4)
 
 
 def test_command_reads_the_run_folder_and_takes_no_fixed_port() -> None:

@@ -27,16 +27,6 @@ def environment(plan: LaunchPlan, index: int = 0) -> dict[str, str]:
     return {variable.name: variable.value for variable in plan.nodes[index].environment}
 
 
-def test_every_node_gets_one_torchrun_and_its_ranks_in_order() -> None:
-    found = plan(3, cluster={"ranks_per_node": 2})
-    assert found.world_size == 6
-    assert [(one.name, one.node_rank, one.ranks) for one in found.nodes] == [
-        ("n1", 0, range(0, 2)),
-        ("n2", 1, range(2, 4)),
-        ("n3", 2, range(4, 6)),
-    ]
-
-
 def test_command_of_a_bare_node_word_for_word() -> None:
     assert plan(cluster={"ranks_per_node": 2}).nodes[1].argv == (
         "/opt/venv/bin/python",
@@ -117,10 +107,6 @@ def test_memory_is_planned_for_the_node_that_has_least_of_it() -> None:
     assert least_hardware(mixed[::2]) == Hardware((small, small), 66657892434, "memory of n1")
     assert least_hardware(mixed) == Hardware((), 970, "memory of n2")
     assert least_hardware(mixed[2:]).host_bytes is None
-
-
-def test_a_fixed_port_is_used_as_it_is() -> None:
-    assert "--master-port=29500" in plan(cluster={"master_port": 29500}).nodes[1].argv
 
 
 def test_environment_values_never_stand_in_a_command() -> None:
@@ -207,11 +193,6 @@ def test_a_supervisor_is_told_all_it_needs() -> None:
     assert set(files) == {"config.yaml", "env/n2.env", "run.json", "memory_plan.json"}
     state = yaml.safe_load(files["run.json"])
     assert (state["state"], state["host"], state["pid"]) == ("starting", None, None)
-
-
-def test_no_two_files_of_a_plan_have_one_name() -> None:
-    names = [name for name, _ in plan(4).files]
-    assert len(set(names)) == len(names)
 
 
 def test_what_is_odd_about_the_network_is_said_once() -> None:
