@@ -30,12 +30,6 @@ def run(tmp_path: Path) -> RunFolder:
     return create_run(new_run_path(tmp_path / "runs", "tiny"), {"config.yaml": "seed: 0\n"})
 
 
-def dead_pid() -> int:
-    process = subprocess.Popen([sys.executable, "-c", "pass"])
-    process.wait()
-    return process.pid
-
-
 def test_a_created_run_is_private_planned_and_named_by_utc_time_and_id(tmp_path: Path) -> None:
     path = new_run_path(tmp_path, "tiny")
     run = create_run(path, {"plan.sh": "#!/bin/sh\n", "env/host.env": "A=1\n"}, world_size=3)
@@ -149,7 +143,8 @@ def test_running_run_can_only_start_again_when_its_process_is_gone(run: RunFolde
     assert run.is_alive() is None
     run.record(host=socket.gethostname(), pid_start="0")  # the number belongs to another process now
     assert run.is_alive() is False
-    run.record(pid=dead_pid())
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
+        run.record(pid=process.pid)
     assert run.is_alive() is False
     assert run.transition("starting")["attempt"] == 2
 

@@ -11,13 +11,10 @@ from engine.config.errors import ConfigError
 from engine.planning.methods.presets import PRESETS
 
 
-def cell_of(variants: tuple[str, ...], setup: RankSetup) -> AttentionCell:
-    return AttentionCell(variants, "causal", 4096, setup, HeadShape(8, 8, 64), Rounds(1))
-
-
 @pytest.mark.parametrize(("ranks", "nodes"), [(1, 1), (3, 1), (4, 2), (8, 2)])
 def test_every_preset_is_legal_or_says_why_not(ranks: int, nodes: int) -> None:
-    cell = cell_of((*PRESETS, "burst:ring_inner_size=5"), RankSetup(ranks, nodes))
+    variants, setup = (*PRESETS, "burst:ring_inner_size=5"), RankSetup(ranks, nodes)
+    cell = AttentionCell(variants, "causal", 4096, setup, HeadShape(8, 8, 64), Rounds(1))
     legal, skipped = cell.legal_variants()
     assert sorted([*legal, *skipped]) == sorted(cell.variants)
     assert all(skipped.values())

@@ -13,14 +13,9 @@ from benchmarks.rig.network import PREFIX, RAIL_INTERFACE, Rig, namespace
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def shaped(rig: Rig) -> dict[tuple[str, str], str]:
-    """Rate by (namespace, interface)."""
-    lines = [command for command in rig.commands() if command[0] == "tc"]
-    return {(line[2], line[6]): line[line.index("rate") + 1] for line in lines}
-
-
 def test_every_rail_is_shaped_both_ways_and_nothing_else_is() -> None:
-    rates = shaped(Rig(nodes=2, local_ranks=3, rate_mbit=50))
+    lines = [line for line in Rig(nodes=2, local_ranks=3, rate_mbit=50).commands() if line[0] == "tc"]
+    rates = {(line[2], line[6]): line[line.index("rate") + 1] for line in lines}  # by namespace and interface
     sent = {(namespace(rank), RAIL_INTERFACE) for rank in range(6)}
     received = {(f"{PREFIX}sw", f"r{rank}") for rank in range(6)}
     assert set(rates) == sent | received

@@ -65,10 +65,6 @@ def mount(*words: str) -> None:
     subprocess.run(["mount", *words], check=True, capture_output=True)
 
 
-def steps(root: Path) -> list[int]:
-    return [checkpoint.step for checkpoint in list_checkpoints(root)]
-
-
 @pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_fails_the_save_and_keeps_what_was_there(ranks: Pools, disk: Path, background: bool) -> None:
     root = disk / "checkpoints"
@@ -82,7 +78,7 @@ def test_a_full_disk_fails_the_save_and_keeps_what_was_there(ranks: Pools, disk:
     assert ranks(RANKS).run(restore, str(root))[0][0] == 1
     mount("-o", "remount,size=2m", str(disk))
     assert ranks(RANKS).run(save, str(root), 3) == [""] * RANKS
-    assert steps(root) == [3, 1]
+    assert [checkpoint.step for checkpoint in list_checkpoints(root)] == [3, 1]
 
 
 def test_a_read_only_disk_is_named_and_can_be_restored_from(ranks: Pools, disk: Path) -> None:

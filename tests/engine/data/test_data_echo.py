@@ -14,14 +14,7 @@ from testkit.corpora import text_corpus
 
 from engine.config.settings import DataConfig
 from engine.data.prepare import open_prepared, open_training_data, prepare
-from engine.data.shards import EchoedShards, TokenShards
-
-
-def text_of(folder: Path, count: int) -> TokenShards:
-    """Tokens 0, 1, 2, ...; every third is a prompt."""
-    prompts = np.array([[start, start + 1] for start in range(0, count, 3)], dtype="<i8")
-    prompts.tofile(folder / "p.bin")
-    return make_shards(folder, range(count), prompts_file="p.bin", prompt_count=len(prompts))
+from engine.data.shards import EchoedShards
 
 
 @given(count=st.integers(1, 60), piece=st.integers(1, 9), data=st.data())
@@ -29,7 +22,11 @@ def text_of(folder: Path, count: int) -> TokenShards:
 def test_every_piece_comes_twice(
     tmp_path_factory: pytest.TempPathFactory, count: int, piece: int, data: st.DataObject
 ) -> None:
-    shards = EchoedShards(text_of(tmp_path_factory.mktemp("text"), count), piece)
+    folder = tmp_path_factory.mktemp("text")
+    prompts = np.array([[start, start + 1] for start in range(0, count, 3)], dtype="<i8")  # every third
+    prompts.tofile(folder / "p.bin")
+    text = make_shards(folder, range(count), prompts_file="p.bin", prompt_count=len(prompts))
+    shards = EchoedShards(text, piece)
     pieces = [list(range(first, first + piece)) for first in range(0, count - piece + 1, piece)]
     expected = np.array([token for one in pieces for token in one + one], dtype=np.int64)
     assert shards.token_count == expected.size

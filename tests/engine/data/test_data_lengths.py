@@ -106,11 +106,6 @@ def corpus(tmp_path: Path) -> Samples:
     return corpus_of(tmp_path / "c", [*LENGTHS, 1])
 
 
-def mixed(corpus: Samples, config: DataConfig = RULE) -> Sampler:
-    samplers, weights = by_length(corpus, config)
-    return Sampler(samplers, weights, 1)
-
-
 def test_within_a_class_every_sample_comes_once_per_epoch_in_another_order(corpus: Samples) -> None:
     [short, middle, _], _ = by_length(corpus, RULE)
     epochs = [[short[epoch * 20 + number] for number in range(20)] for epoch in range(3)]
@@ -120,7 +115,7 @@ def test_within_a_class_every_sample_comes_once_per_epoch_in_another_order(corpu
 
 
 def test_a_class_of_no_weight_is_left_out_and_one_without_samples_is_an_error(corpus: Samples, tmp_path: Path) -> None:
-    sampler = mixed(corpus, rule((20, 50), (0.5, 0.5, 0.0)))
+    sampler = Sampler(*by_length(corpus, rule((20, 50), (0.5, 0.5, 0.0))), 1)
     assert {sampler.place_of(number)[1] < 80 for number in range(BLOCK)} == {True}
     unwanted = rule((20, 1000), (0.5, 0.5, 0.0))  # no document of 1,000 tokens, and none is wanted
     assert len(by_length(corpus, unwanted)[0]) == 2

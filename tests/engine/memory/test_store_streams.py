@@ -106,10 +106,6 @@ class FreeingStreams(MachineStreams):
         self.machine.enqueue(COMPUTE, "free", [memory], lambda: None)
 
 
-def frees(rig: Rig) -> int:
-    return sum(op.what == "free" for op in rig.machine.ops)
-
-
 class ComputeAtOnce(Rig):
     """A rig whose compute holds no tensor."""
 
@@ -122,7 +118,7 @@ class ComputeAtOnce(Rig):
 def test_device_memory_is_freed_only_after_the_copies_that_touch_it(copies: int, loads: int, leave: str) -> None:
     rig = ComputeAtOnce(FreeingStreams, copies_in_flight=copies, loads_ahead=loads)
     entries = [rig.keep(float(layer)) for layer in range(6)]
-    assert frees(rig) == 6 - copies
+    assert sum(op.what == "free" for op in rig.machine.ops) == 6 - copies
     rig.use(entries[3], 3.0)
     rig.use(entries[2], 2.0)
     if leave == "backward":

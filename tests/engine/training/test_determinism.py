@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 import torch
 import torch.utils.deterministic
 from testkit.ranks import Pools
-from testkit.tiny_training import TinyRun, full_weights, own_part, random_batches, start_run, tiny_config
+from testkit.tiny_training import full_weights, own_part, random_batches, start_run, tiny_config
 
 from engine.config.settings import RunConfig
 from engine.training.determinism import deterministic_algorithms
@@ -31,17 +30,12 @@ def test_the_mode_ends_with_its_body_and_fills_no_memory() -> None:
         assert not torch.are_deterministic_algorithms_enabled()
 
 
-def batch_of(step: int, run: TinyRun) -> Any:
-    config = run.train_step.config
-    batch = random_batches(step, sequences=2, seq_len=config.train.seq_len, vocab_size=config.model.vocab_size)
-    return own_part(batch, run.mesh)
-
-
 def steps_in_the_mode(config: RunConfig) -> tuple[list[float], dict[str, torch.Tensor], str]:
     """(losses, weights after three steps, kernel): an operation without a deterministic algorithm would raise."""
     with deterministic_algorithms(config.train.deterministic):
         run = start_run(config)
-        losses = [run.train_step(step, batch_of(step, run)).loss for step in range(3)]
+        batches = [own_part(random_batches(step, sequences=2), run.mesh) for step in range(3)]
+        losses = [run.train_step(step, batch).loss for step, batch in enumerate(batches)]
         kernel = run.train_step.attention.kernel_choice
     assert kernel is not None
     return losses, full_weights(run.model), kernel.reason

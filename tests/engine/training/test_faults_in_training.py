@@ -23,11 +23,6 @@ def train_with_fault(path: str, config: RunConfig, fault: str) -> int:
     return train_on_rank(path, config, partial(read_faults, environment={FAULT_VARIABLE: fault}))
 
 
-def train_until_fault(path: str, config: RunConfig, fault: str) -> str:
-    """The error of this rank, as text."""
-    return train_until_error(path, config, partial(read_faults, environment={FAULT_VARIABLE: fault}))
-
-
 # Of the slow rank, longer than a busy machine holds up any other: who is late by more is the straggler, and rightly so.
 SLOW_S = 2.0
 
@@ -92,6 +87,6 @@ def test_other_ranks_than_configured_are_refused_on_every_rank(
     ranks: Pools, corpus: DataConfig, tmp_path: Path, cluster: dict[str, int], words: str
 ) -> None:
     config = config_of(corpus, attention={"preset": "burst"}, cluster=cluster)
-    for error in ranks(2).run(train_until_fault, str(create_run_of(config, tmp_path).path), config, "nan;0;1"):
+    for error in ranks(2).run(train_until_error, str(create_run_of(config, tmp_path).path), config):
         assert error.startswith("ConfigError: ")
         assert words in error
