@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,19 +53,13 @@ def measured_row(policy: str, seconds: list[float], *, kept: int = 1, again: flo
     }
 
 
-@pytest.fixture(scope="module")
-def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a whole run writes, from real training steps of two ranks."""
-    folder = tmp_path_factory.mktemp("memory")
+@pytest.mark.thorough
+def test_a_run_measures_every_policy_as_it_promises(tmp_path: Path) -> None:
+    """Real training steps of two ranks."""
     sizes = ["--heads", str(HEADS), "--head-dim", str(WIDTH), "--layers", str(LAYERS), "--vocab-size", "256"]
     argv = ["--seq-lens", str(LENGTH), "--ranks", str(RANKS), "--repeats", "1", "--warmup", "1", *sizes]
-    assert main([*argv, "--output", str(folder / "memory.json")]) == 0
-    written: dict[str, Any] = json.loads((folder / "memory.json").read_text())
-    return written
-
-
-@pytest.mark.thorough
-def test_a_run_measures_every_policy_as_it_promises(document: dict[str, Any]) -> None:
+    assert main([*argv, "--output", str(tmp_path / "memory.json")]) == 0
+    document = json.loads((tmp_path / "memory.json").read_text())
     assert {"command", "date", "device", "cores", "torch", "python"} <= document["environment"].keys()
     rows, half = document["results"], LENGTH // 2
     assert tuple(row["policy"] for row in rows) == POLICIES

@@ -10,23 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config.errors import DataError
-from engine.data.build import Piece, SplitRule, Survey, iter_pieces, make_rule
+from engine.data.build import Piece, Survey, iter_pieces, make_rule
 
 parts = st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=40), min_size=1, max_size=3)
 texts = st.lists(parts, min_size=2, max_size=30)
 fractions = st.sampled_from([0.001, 0.01, 0.1, 0.5, 0.9, 0.999])
 
 
-def rule_of(pieces: Sequence[Piece], fraction: float) -> SplitRule:
-    survey = Survey()
+def split(pieces: Sequence[Piece], fraction: float) -> dict[str, list[Piece]]:
+    survey, sides = Survey(), dict[str, list[Piece]](train=[], validation=[])
     for piece in pieces:
         survey.add(piece)
-    return make_rule(survey, fraction)
-
-
-def split(pieces: Sequence[Piece], fraction: float) -> dict[str, list[Piece]]:
-    sides: dict[str, list[Piece]] = {"train": [], "validation": []}
-    for name, piece in rule_of(pieces, fraction).assign(pieces):
+    for name, piece in make_rule(survey, fraction).assign(pieces):
         sides[name].append(piece)
     return sides
 

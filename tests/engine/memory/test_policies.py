@@ -100,11 +100,6 @@ def batch_of(step: int, config: RunConfig) -> Batch:
     return Batch(batch.tokens, batch.labels, (starts,))
 
 
-def sharded(config: RunConfig, mesh: Mesh, channels: Transport) -> tuple[LlamaModel, ContextParallel]:
-    """The model as training builds it, in fp32."""
-    return build_model(config, mesh, ContextParallel.of_run(config, mesh, channels))
-
-
 def whole_in_float64(config: RunConfig, mesh: Mesh, channels: Transport) -> tuple[LlamaModel, ContextParallel]:
     """The whole model on every rank: FSDP reduces in fp32."""
     exact = replace(config, attention=replace(config.attention, kernel="reference"))
@@ -120,7 +115,10 @@ def gradients_of(config: RunConfig, dtype: torch.dtype, channels: Transport) -> 
     evaluation in between.
     """
     mesh = mesh_of(config.parallel, config.cluster)
-    model, attention = (whole_in_float64 if dtype == torch.float64 else sharded)(config, mesh, channels)
+    if dtype == torch.float64:
+        model, attention = whole_in_float64(config, mesh, channels)
+    else:  # as training builds it, in fp32
+        model, attention = build_model(config, mesh, ContextParallel.of_run(config, mesh, channels))
     batches = [part for step in (0, 1) for part in own_part(batch_of(step, config), mesh)]
     local = [rank_batch(batch, model, attention, mesh) for batch in batches]
     losses = [loss_of(model, batch) for batch in local]

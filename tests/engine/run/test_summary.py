@@ -45,10 +45,7 @@ STEP = {"seconds": 1.5, "machine": "h100", "parts": {}}
 @pytest.mark.parametrize(
     ("plan", "facts"),
     [
-        (
-            {"device_peak_bytes": 5, "fits": True},
-            {"predicted_peak_bytes": 5},
-        ),
+        ({"device_peak_bytes": 5, "fits": True}, {"predicted_peak_bytes": 5}),
         (
             {"device_peak_bytes": None, "step_time": STEP},
             {"predicted_step_time_s": 1.5, "predicted_step_machine": "h100"},
