@@ -130,6 +130,7 @@ def predicted(config: RunConfig, world_size: int = 1) -> MemoryPrediction:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.thorough_for(
+    "two micro-steps of two sequences",
     "4 ranks, two micro-steps",
     "4 ranks, heads",
     "4 ranks, ring",
@@ -224,8 +225,9 @@ def steps_of_gpus() -> list[Any]:
     documents = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("gpu_*.json"))]
     parts = [part for document in documents for part in document["parts"] if part["name"] == "steps"]
     rows = [row for part in parts for row in part["rows"] if row["status"] == "measured"]
-    marks = {row["label"]: [] if row["layers"] <= 2 else pytest.mark.thorough for row in rows}
-    return [pytest.param(row, marks=marks[row["label"]], id=row["label"]) for row in rows]
+    least = min((row["layers"], row["seq_len"]) for row in rows)
+    marks = [[] if (row["layers"], row["seq_len"]) == least else pytest.mark.thorough for row in rows]
+    return [pytest.param(row, marks=mark, id=row["label"]) for row, mark in zip(rows, marks, strict=True)]
 
 
 @pytest.mark.parametrize("row", steps_of_gpus())
@@ -249,7 +251,7 @@ def test_of_many_layers_few_are_run(
 
 
 def test_components_and_phases_add_up_and_a_second_prediction_is_the_same() -> None:
-    prediction, again = (predicted(small_config(attention={"preset": "burst"}), 2) for _ in range(2))
+    prediction, again = (predicted(small_config(64, attention={"preset": "burst"}), 2) for _ in range(2))
     assert replace(prediction, seconds=0.0) == replace(again, seconds=0.0)
     assert not dist.is_initialized()
     device = prediction.components["device"]
