@@ -64,21 +64,6 @@ class Layer:
     path: Path
     package: str
 
-    @classmethod
-    def find(cls, folders: Sequence[Path], name: str, package: str) -> Layer | None:
-        """The layer of `exp/tiny` in the first folder that has it; None for files that are not ours (Hydra's own)."""
-        path = find_file(folders, name)
-        return None if path is None else cls(path, package)
-
-
-@dataclass(frozen=True)
-class _Raw:
-    """What Hydra made of the files: plain values, the chosen option of each group, the files in order of merging."""
-
-    values: dict[str, Any]
-    choices: Mapping[str, str]
-    layers: tuple[Layer, ...]
-
 
 def compose(overrides: Sequence[str], config_dirs: Sequence[Path] = (), base: RunConfig | None = None) -> Composed:
     """The configuration that the files and these overrides spell, checked as a whole.
@@ -93,13 +78,13 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[Path] = (), base: Ru
     values = [override for override in accepted if not override.is_choice(groups)]
     try:
         with _begin_with(base, folders, groups) as searched:
-            raw = _run_hydra(searched, accepted, groups)
-            sources = _trace_sources(raw.layers, values)
+            composed, choices, layers = _run_hydra(searched, accepted, groups)
+            sources = _trace_sources(layers, values)
     except ConfigError as error:
         raise ConfigError([*(problem.text for problem in problems), *error.problems]) from error
-    config, mistakes = read_config(raw.values)
+    config, mistakes = read_config(composed)
     problems += [_with_file(problem, sources) for problem in mistakes]
-    config = _name_after_choice(config, raw.choices, sources)
+    config = _name_after_choice(config, choices, sources)
     if config.train.evaluate_only and not config.exp.endswith(EVALUATION):
         config = replace(config, exp=config.exp[: _LONGEST_NAME - len(EVALUATION)] + EVALUATION)
     config, contradictions = count_nodes(config, sources)
@@ -325,8 +310,12 @@ def _parsed(overrides: Sequence[str], read: Callable[[HydraOverride, str, str], 
     return found, problems
 
 
-def _run_hydra(folders: Sequence[Path], overrides: Sequence[Override], groups: Groups) -> _Raw:
-    """The composed values. Raises ConfigError for files that cannot be read or do not fit together.
+def _run_hydra(
+    folders: Sequence[Path], overrides: Sequence[Override], groups: Groups
+) -> tuple[dict[str, Any], Mapping[str, str], list[Layer]]:
+    """(plain values, the chosen option of each group, our files in order of merging).
+
+    Raises ConfigError for files that cannot be read or do not fit together.
 
     As `load_configuration` of Hydra goes, but once for values and their files, and without the forty settings of Hydra
     itself, which it would read from a dozen files of its own each time.
@@ -347,8 +336,8 @@ def _run_hydra(folders: Sequence[Path], overrides: Sequence[Override], groups: G
         raise ConfigError(_hydra_text(error, folders)) from error
     for key in deleted:
         _delete(values, key)
-    layers = (Layer.find(folders, item.config_path, item.package or "") for item in order.defaults if item.config_path)
-    return _Raw(values, choices, tuple(layer for layer in layers if layer is not None))
+    found = ((find_file(folders, item.config_path), item) for item in order.defaults if item.config_path)
+    return values, choices, [Layer(path, item.package or "") for path, item in found if path is not None]
 
 
 def _config_loader(folders: Sequence[Path]) -> ConfigLoaderImpl:

@@ -22,6 +22,7 @@ from cluster.env.live import Difference, compare_live
 from cluster.env.nccl_log import check_nccl_log
 from cluster.ssh.nodes import fold_nodes
 from engine.config.errors import ConfigError
+from engine.runs.records import json_text
 
 if TYPE_CHECKING:
     from cluster.env.ask import FleetEnvironment
@@ -81,16 +82,9 @@ def fleet_view(fleet: FleetEnvironment, source: str) -> RenderableType:
 
 def fold_environments(environments: Mapping[str, NodeEnvironment]) -> list[tuple[list[str], NodeEnvironment]]:
     """(names, environment) of every class of nodes that get the very same, in the order of their first node."""
-    classes: list[tuple[list[str], NodeEnvironment]] = []
-    for node, environment in environments.items():
-        plain = replace(environment, node="")
-        key = plain.to_dict()
-        same = next((names for names, other in classes if other.to_dict() == key), None)
-        if same is None:
-            classes.append(([node], plain))
-        else:
-            same.append(node)
-    return classes
+    plain = {node: replace(environment, node="") for node, environment in environments.items()}
+    classes = grouped((json_text(one.to_dict()), node) for node, one in plain.items())
+    return [(nodes, plain[nodes[0]]) for nodes in classes.values()]
 
 
 def print_text(fleet: FleetEnvironment, form: Format) -> None:

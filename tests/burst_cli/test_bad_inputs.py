@@ -12,13 +12,11 @@ import pytest
 BAD_OVERRIDES = [
     [
         ("train.seqlen=4096", "train.seqlen: no such setting", "did you mean train.seq_len?"),
-        ("trian.steps=4", "trian.steps: no such setting", "did you mean train.steps?"),
         ("steps=4", "steps: no such setting", "did you mean train.steps?"),
         ("Train.Steps=4", "Train.Steps: no such setting", "did you mean train.steps?"),
         ("qqqqqq=4", "qqqqqq: no such setting", "burst config --fields"),
         ("train.wheels=4", "train.wheels: no such setting", "train has checkpoint, guard, seq_len, steps,"),
         ("exp=tinny", "exp has no option 'tinny'", "did you mean exp=tiny?"),
-        ("model=llama3b", "model has no option 'llama3b'", "did you mean model=llama"),
         ("attention=ulyses", "attention has no option 'ulyses'", "did you mean attention=ulysses? Options: "),
         ("modle=tiny", "modle: no such setting", "did you mean model?"),
         ("model=null", "model is a group of files", "takes the name of one"),
@@ -30,8 +28,6 @@ BAD_OVERRIDES = [
         ("~train.steps=4", "take a setting back to its default", "write ~train.steps"),
         ("hydra.run.dir=/", "settings of Hydra itself have no effect", "leave it out"),
         ("train.seq_len=2048,4096", "a list of values is a sweep", "one run takes one value"),
-        ("attention=ring,burst", "a list of values is a sweep", "one run takes one value"),
-        ("train.seq_len=range(1,5)", "a list of values is a sweep", "one run takes one value"),
         ("data.paths=a,b", "a list of values is a sweep", "data.paths=[a,b]"),
         ("train.warmup_metric_steps=5", "no such setting any more", "leave the first 3 steps out"),
     ],
@@ -48,7 +44,6 @@ BAD_OVERRIDES = [
         ("model.num_kv_heads=3", "model.num_kv_heads: got 3", "a divisor of model.num_heads=4: 1, 2, 4"),
         ("model.head_dim=63", "model.head_dim: got 63", "expected an even number"),
         ("model.vocab_size=100", "data.tokenizer=bpe gives 2048 different tokens", "set model.vocab_size=2048 or more"),
-        ("train.profile=5", "train.profile: expected text", "put it in quotes"),
         ("parallel.cp_size=3", "x cp_size 3 = 3, but there are 4 ranks", "leave parallel.cp_size=null"),
         ("cluster.topology_nodes=3", "3 nodes cannot share 4 ranks", "choose a divisor: 1, 2, 4"),
     ],
@@ -60,7 +55,6 @@ BAD_OVERRIDES = [
             "did you mean cosine?",
         ),
         ("optimizer.learning_rate=0", "optimizer.learning_rate: got 0.0", "expected more than 0"),
-        ("optimizer.beta2=1", "optimizer.beta2: got 1.0", "expected 0 or more, below 1"),
         ("train.profile=8:5", "train.profile: got '8:5'", "expected START:STOP"),
         ("data=text", "data.format=text reads files, but none was given", "add data.paths=[FILE,FOLDER,GLOB]"),
         (

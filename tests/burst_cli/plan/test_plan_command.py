@@ -196,7 +196,6 @@ def test_a_picture_is_drawn(burst, tmp_path: Path, suffix: str, magic: bytes) ->
 
 MISTAKES = [
     (["exp=llama8b_1m"], "the number of ranks is unknown", "--ranks 16 --nodes 2"),
-    (["exp=tiny", "--device", "h10"], "'h10'", "did you mean h100?"),
     (["exp=tiny", "--device", "h100", "--with", "inter=fast"], "machine: inter=fast", "inter_bytes_per_s=25e9"),
     (["exp=tiny", "--device", "h100", "--with", "inter=5"], "no such field: inter", "inter_bytes_per_s"),
     (["exp=tiny", "--device", "h100", "--with", "inter_bytes_per_s=0"], "is 0.0", "more than 0"),
@@ -209,14 +208,9 @@ MISTAKES = [
     (["exp=tiny", "--device", "cpu", "--picture", "/etc/passwd/plan.svg"], "/etc/passwd is no folder", "--picture"),
     (["exp=tiny", "--device", "cpu", "--picture", "plan.svg", "--all"], "shows one plan", "attention=NAME"),
     (["exp=tiny", "--compare", "ring", "--price", "2"], "--price tells of one plan", "leave out --compare"),
-    (["exp=tiny", "--price", "inf"], "--price", "burst plan --help"),
     (["exp=tiny", "--all", "--details"], "--details tells of one plan", "leave out --compare and --all"),
-    (["exp=tiny", "--device", "h10"], "got 'h10'", "bytes such as 80e9"),
-    (["exp=tiny", "--device", "inf"], "got 'inf'", "bytes such as 80e9"),
-    (["exp=tiny", "--memory-by", "closed-form"], "'closed-form'", "'exact', 'none'"),
-    (["exp=tiny", "--ranks", "0"], "--ranks", "burst plan --help"),
+    (["exp=tiny", "--device", "h10"], "got 'h10'", "did you mean h100?"),
     (["exp=tiny", "--nodes", "3"], "3 nodes cannot share 4 ranks", "divisor"),
-    (["exp=tiny", "attention=single"], "4 ranks share it", "choose attention=burst"),
     (["exp=tiny", "--all", "model.head_dim=63"], "model.head_dim: got 63", "expected an even number"),
 ]
 
