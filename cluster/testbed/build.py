@@ -133,7 +133,8 @@ def up(spec: TestbedSpec, config_file: Path, *, on_step: OnStep = lambda step: N
         raise TestbedError(f"{config_file} is not ours; choose another --name, or move that file away")
     folder, begun = folder_of(spec.name), False
     try:
-        with locked(state_root(), create=True):
+        state_root().mkdir(mode=0o700, parents=True, exist_ok=True)
+        with locked(state_root()):
             if leftovers(spec.name):
                 raise TestbedError(
                     f"a testbed {spec.name} stands already, whole or in part. Look at it: burst testbed status "

@@ -175,12 +175,10 @@ def standing_folders() -> tuple[TestbedFolder, ...]:
 
 
 @contextlib.contextmanager
-def locked(folder: Path, *, create: bool = False) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Nobody else works on `folder` meanwhile. A process that is killed lets go by itself."""
     deadline = time.monotonic() + _LOCK_WAIT_S
     while True:
-        if create:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             if _try_lock(handle, folder):

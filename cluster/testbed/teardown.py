@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from cluster.testbed.folder import DEFAULT_ROOT, TestbedError, TestbedFolder, folder_of, locked, standing_folders
+from cluster.testbed.folder import TestbedError, TestbedFolder, folder_of, locked, standing_folders
 from cluster.testbed.machine import try_command
 from cluster.testbed.network import PREFIX, namespace_prefix
 from cluster.testbed.node import NAMESPACES
@@ -83,10 +83,6 @@ def _remove_parts(folder: TestbedFolder, config_file: Path) -> Removed:
     if folder.path.exists():
         _remove_tree(folder.path)
         removed.append(str(folder.path))
-    if folder.path.parent == DEFAULT_ROOT:
-        # The last one leaves nothing behind; a lock on the folder that goes is noticed by who waits for it.
-        with contextlib.suppress(OSError):
-            DEFAULT_ROOT.rmdir()
     return Removed(name, killed, namespaces, tuple(removed))
 
 

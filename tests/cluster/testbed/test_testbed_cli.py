@@ -68,6 +68,7 @@ def test_a_dry_run_shows_commands_and_builds_nothing(burst, name):
     assert code == 0
     assert f"ip netns add btb.{name}.{name}2" in out
     assert "tbf rate 200000000bit" in out
+    assert "\nnsenter '--target=$(cat " in out
     assert leftovers(name) == []
 
 

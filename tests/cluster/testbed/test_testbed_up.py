@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import signal
 import socket
@@ -18,7 +19,8 @@ from testkit.connecting import connect
 from testkit.testbed_fixture import next_name, owner_of, remove_abandoned
 
 from cluster.testbed.build import build_plan, open_testbed, up
-from cluster.testbed.folder import TestbedError, folder_of
+from cluster.testbed.folder import TestbedError, TestbedState, folder_of
+from cluster.testbed.network import BLOCKS, block_network
 from cluster.testbed.spec import TestbedSpec
 from cluster.testbed.status import read_all, read_status
 from cluster.testbed.teardown import leftovers, standing_names, tear_down
@@ -89,14 +91,24 @@ def test_the_status_of_a_testbed_shows_every_node_and_leaves_out_what_is_removed
     assert (status.name, status.complete) == (testbed4.name, True)
 
 
-def test_addresses_that_a_route_leads_to_are_not_taken(testbed4, tmp_path, monkeypatch):
+def test_addresses_that_a_route_leads_to_or_another_testbed_shall_have_are_not_taken(testbed4, tmp_path, monkeypatch):
     with tempfile.TemporaryDirectory(dir="/tmp") as elsewhere:
         monkeypatch.setenv("BURST_TESTBED_DIR", elsewhere)
-        plan = build_plan(TestbedSpec("lab", nodes=1), tmp_path / "lab.yaml")
+        first = planned_head(tmp_path)
+        block = next(at for at in range(BLOCKS) if ipaddress.ip_address(first) in block_network(at))
+        folder_of("other").path.mkdir(parents=True)
+        folder_of("other").save(TestbedState(TestbedSpec("other"), block))  # which is just being built
 
-    words = {word for command in plan.commands for word in command}
-    assert any(word.startswith("10.1") for word in words)
-    assert f"{testbed4.state.network.head_address}/24" not in words
+        assert len({first, planned_head(tmp_path), testbed4.state.network.head_address}) == 3
+
+
+def planned_head(folder: Path) -> str:
+    """The address that this machine would have in a testbed that is built now."""
+    words = {
+        word for command in build_plan(TestbedSpec("lab", nodes=1), folder / "lab.yaml").commands for word in command
+    }
+    (address,) = [word.removesuffix(".254/24") for word in words if word.endswith(".254/24")]
+    return f"{address}.254"
 
 
 def test_a_name_that_stands_is_not_built_again(testbed4, tmp_path):
@@ -182,7 +194,7 @@ def test_down_removes_what_a_killed_up_left(testbed_machine, tmp_path, moment):
     awaited = moment.format(folder=folder_of(name).path, name=name)
     building = subprocess.Popen([sys.executable, "-c", _UP, name, str(config), awaited])
     try:
-        seen = building.wait(200) == -signal.SIGKILL and bool(leftovers(name))
+        seen = building.wait(200) == -signal.SIGKILL and not read_status(name).complete
     finally:
         building.kill()
         tear_down(name, config)
