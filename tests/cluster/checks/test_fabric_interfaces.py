@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from fabric_nodes import LO, default_route, link, net_probe
+from rehearsal import program
 from testkit.check_fakes import Groups, ask_here, changed_section
 
 from cluster.survey.interfaces import explain_interface, read_interfaces
@@ -123,11 +124,10 @@ def test_every_shell_and_every_tool_gives_the_same_answer(tmp_path: Path) -> Non
     old = f'case "$1" in -json) echo "Option -json is unknown" >&2; exit 255;; esac; exec {real} "$@"'
     for name, text in (("old", old), ("none", "exit 127")):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "ip").write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name / "ip").chmod(0o755)
+        program(tmp_path / name, "ip", text)
 
     def ask(tools: str, *shell: str) -> NodeProbe:
-        return ask_here(GROUP.questions, tmp_path, tools=tmp_path / tools, shell=shell)
+        return ask_here(GROUP.questions, tmp_path, tools=tmp_path / tools / "bin", shell=shell)
 
     asked = [ask("", "sh"), ask("old", "sh"), ask("none", "sh"), ask("", "dash"), ask("", "busybox", "sh")]
     first, *others = [explain_interface(read_interfaces(probe)).interface for probe in asked]
@@ -135,7 +135,7 @@ def test_every_shell_and_every_tool_gives_the_same_answer(tmp_path: Path) -> Non
     assert [(one.name, one.addresses, one.mtu, one.is_default_route) for one in others if one] == 4 * [
         (first.name, first.addresses, first.mtu, first.is_default_route)
     ]
-    (tmp_path / "none/python3").symlink_to("ip")
+    (tmp_path / "none/bin/python3").symlink_to("ip")
     blind = ask("none", "sh")
     assert blind.section("net.links").tool_missing
     with pytest.raises(UnreadableError):

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 import pytest
 from host_sections import BARE, DOCKER, GROUP
+from rehearsal import program
 from testkit.check_fakes import ask_here, installed
 
 from cluster.checks.finding import Finding, Verdict
@@ -111,8 +112,8 @@ def test_on_this_machine_every_section_ends_and_can_be_read(here: NodeProbe) -> 
 
 def test_python_that_is_asked_is_that_of_the_ranks(tools: Path, tmp_path: Path) -> None:
     told = '{"python": "3.12.1", "executable": "/my/python", "modules": {"torch": "9.9.9"}, "nccl": null}'
-    write(tmp_path / "my venv/bin/python", f"#!/bin/sh\necho '{told}'\n")
-    (tmp_path / "my venv/bin/python").chmod(0o700)
+    (tmp_path / "my venv").mkdir()
+    program(tmp_path / "my venv", "python", f"echo '{told}'")
     settings = GROUP.settings(replace(BARE, python="~/my venv/bin/python"))
     software = read_software(NodeFacts(ask(tools, tmp_path, "software", settings=settings), BARE))
     assert software == Software("/my/python", (3, 12, 1), {"torch": "9.9.9"}, None)
@@ -150,13 +151,10 @@ def test_what_is_read_is_not_executed_and_secrets_beside_it_never_leave_the_node
 
 def fake_docker(tools: Path, folder: Path, body: str) -> Path:
     """The tools with a `docker` of our own in front, which first notes its words, one per line."""
-    with_docker = folder / "bin"
-    with_docker.mkdir()
+    program(folder, "docker", f'printf "%s\\n" "$@" >>"{folder}/words"\n{body}')
     for tool in tools.iterdir():
-        (with_docker / tool.name).symlink_to(tool)
-    write(with_docker / "docker", f'#!/bin/sh\nprintf "%s\\n" "$@" >>"{folder}/words"\n{body}\n')
-    (with_docker / "docker").chmod(0o755)
-    return with_docker
+        (folder / "bin" / tool.name).symlink_to(tool)
+    return folder / "bin"
 
 
 ENGINE = r"""
@@ -221,10 +219,9 @@ def test_a_shared_folder_that_is_there_tells_its_room(tools: Path, tmp_path: Pat
 
 
 def test_a_node_without_the_tools_is_unknown_and_not_fine(tmp_path: Path) -> None:
-    (tmp_path / "sh").symlink_to(installed("dash"))  # busybox is never without its tools
-    write(tmp_path / "python3", "#!/bin/sh\nexit 127\n")
-    (tmp_path / "python3").chmod(0o755)
-    probe = ask(tmp_path, tmp_path, "disk", "runs")
+    program(tmp_path, "python3", "exit 127")
+    (tmp_path / "bin/sh").symlink_to(installed("dash"))  # busybox is never without its tools
+    probe = ask(tmp_path / "bin", tmp_path, "disk", "runs")
     for check in ("host.disk", "host.shm", "host.runs"):
         found = {one.severity for one in GROUP.check(probe, BARE) if one.check == check}
         assert found == {Verdict.UNKNOWN}, check

@@ -1,3 +1,5 @@
+"""This machine as a launch finds it: its GPUs, its Python."""
+
 from __future__ import annotations
 
 import os
@@ -5,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rehearsal import program
 from testkit import ROOT
 
 from cluster.facts import probe_local_node, visible_gpus
@@ -32,18 +35,12 @@ def test_visible_gpus_are_those_that_cuda_would_use(listing: str, variable: str 
     assert visible_gpus(listing, {} if variable is None else {"CUDA_VISIBLE_DEVICES": variable}) == count
 
 
-def fake_tool(folder: Path, text: str) -> None:
-    tool = folder / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\n{text}\n")
-    tool.chmod(0o700)
-
-
 @pytest.mark.parametrize(("script", "gpus"), [(f"printf '{TWO}'", 2), (f"printf '{TWO}'; exit 9", 0), ("exit 127", 0)])
 def test_probe_counts_gpus_only_when_the_tool_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, gpus: int
 ) -> None:
-    fake_tool(tmp_path, script)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    program(tmp_path, "nvidia-smi", script)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert probe_local_node().gpus == gpus
 
