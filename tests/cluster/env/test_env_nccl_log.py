@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from cluster.checks.finding import Finding
+from cluster.checks.finding import Finding, Verdict
 from cluster.env.facts import HcaDecision, NodeEnvironment
 from cluster.env.nccl_log import check_nccl_log
 from cluster.remote_text import clean_text
@@ -45,6 +45,7 @@ def said(text: str, environments: dict[str, NodeEnvironment] = TWO) -> list[str]
 
     found = check_nccl_log(text, environments)
     assert all(one.evidence in clean_text(text) for one in found)
+    assert all(one.evidence for one in found if one.severity in (Verdict.WARN, Verdict.FAIL))
     return [line(one) for one in found]
 
 
