@@ -113,7 +113,6 @@ class Push:
         """A port here for every node that pulls and a relay there, then each relay's way to those before it."""
         limiter = Limiter(plan.limit)
         feeding = {feeder for node in plan.pulling for feeder in node.feeders}
-        blobs = {digest: (blob.media_type, blob.have) for digest, blob in packed.blobs.items()}
 
         def note(node: NodePlan, text: str) -> None:
             self.results[node.node].notes.append(text)
@@ -121,7 +120,7 @@ class Push:
 
         def open_feed(node: NodePlan) -> None:
             feed = self._feeds[node.node] = Feed(self._connections[node.node], packed, self.secrets, limiter)
-            if problem := feed.start_relay(blobs, plan.limit, feeds_others=node.node in feeding):
+            if problem := feed.start_relay(plan.limit, feeds_others=node.node in feeding):
                 note(node, problem)
 
         def bring(node: NodePlan) -> None:

@@ -51,7 +51,7 @@ class Feed:
     """What one node's engine pulls from: `ports` on its loopback, best first. Everything ends with `close`."""
 
     def __init__(self, connection: SshConnection, image: PackedImage, push: PushSecrets, limiter: Limiter) -> None:
-        self.connection, self._push = connection, push
+        self.connection, self._image, self._push = connection, image, push
         self._door = Door(image.blobs, push.token, limiter)
         self._relayed, self._peer = 0, dict[str, Any]()
         self._program: NodeProgram | None = None
@@ -71,9 +71,10 @@ class Feed:
         """What came to this node, from wherever."""
         return self._relayed or self._door.sent
 
-    def start_relay(self, blobs: dict[str, tuple[str, int]], limit: float | None, *, feeds_others: bool) -> str:
+    def start_relay(self, limit: float | None, *, feeds_others: bool) -> str:
         """Start it. Returns why there is none; empty when there is one, which the engine asks first then."""
         tls = self._push.certificate + self._push.key if feeds_others else None
+        blobs = {digest: (blob.media_type, blob.size) for digest, blob in self._image.blobs.items()}
         setup = {"blobs": blobs, "limit": limit, "certificate": tls, "token": self._push.token}
         try:
             self._program = NodeProgram(self.connection, words=_RELAY)

@@ -185,10 +185,10 @@ def feed():
     nodes: list[LocalNode] = []
     feeds: list[Feed] = []
 
-    def start(blob: Blob, made: PushSecrets, *before: Feed, body: bytes = BODY) -> Feed:
+    def start(blob: Blob, made: PushSecrets, *before: Feed) -> Feed:
         nodes.append(LocalNode(f"node{len(nodes)}"))
-        feeds.append(Feed(nodes[-1], PackedImage({sha(body): blob}, sha(body)), made, Limiter(None)))
-        assert feeds[-1].start_relay({sha(body): ("application/x", len(body))}, None, feeds_others=True) == ""
+        feeds.append(Feed(nodes[-1], PackedImage({sha(BODY): blob}, sha(BODY)), made, Limiter(None)))
+        assert feeds[-1].start_relay(None, feeds_others=True) == ""
         feeds[-1].link(before)
         return feeds[-1]
 
