@@ -110,6 +110,40 @@ def test_other_sizes_are_told_of_operations_that_need_the_same() -> None:
     assert find_culprit([entered(rank, "alltoall_base", [[rank]]) for rank in range(3)]) is None
 
 
+def recording(rank: int, seq: int, state: str = "started", peer: int | None = None) -> RankEvidence:
+    """A rank whose last collective was this one, or that waits for a message of `peer`."""
+    entry = {"seq": seq, "op": "nccl:all_gather", "group": "0", "state": state}
+    flight = {"entries": [entry], "groups": {"0": [0, 1, 3]}, "waiting": {"what": "recv", "peer": peer}}
+    return RankEvidence(rank, "node1", "S", flight=flight)
+
+
+@pytest.mark.parametrize(
+    ("evidence", "reason"),
+    [
+        ([recording(0, 2, "completed"), recording(1, 1, "completed")], None),  # nobody waits yet
+        (
+            [recording(0, 1, "completed", peer=1), RankEvidence(1, "node1", "S")],
+            "rank 1 on node1 gives no answer, while rank 0 waits in a message from rank 1",
+        ),
+        # Of two that are awaited the one of whom it is known.
+        (
+            [
+                recording(0, 1, "completed", peer=2),
+                recording(1, 1),
+                RankEvidence(2, "node1", "S"),
+                recording(3, 0, "completed"),
+            ],
+            "rank 3 on node1 has not entered all_gather number 1 of group 0, for which rank 1 waits",
+        ),
+    ],
+)
+def test_who_waits_and_for_whom_is_read_from_what_ranks_record(
+    evidence: list[RankEvidence], reason: str | None
+) -> None:
+    found = find_culprit(evidence)
+    assert (found and found.reason) == reason
+
+
 def test_a_ring_of_messages_that_stands_still_is_no_circle_of_culprits() -> None:
     evidence = recorded("no_message")
     stuck = [
