@@ -17,7 +17,6 @@ from testkit.waiting import wait_for
 from engine.config.errors import ConfigError
 from engine.runs.folder import describe_error
 from engine.training.rank.faults import (
-    FLOOD_LINES,
     LONG_LINE_BYTES,
     NO_FAULTS,
     STRIKES,
@@ -150,7 +149,7 @@ def struck(kind: str) -> subprocess.Popen[bytes]:
         ("abort", -6, b""),
         ("exit0", 0, b""),
         ("exit7", 7, b""),
-        ("flood", 0, b"".join(b"flood line %d\n" % number for number in range(FLOOD_LINES))),
+        ("flood", 0, b"".join(b"flood line %d\n" % number for number in range(1_000_000))),
     ],
 )
 def test_a_process_prints_and_ends_as_it_was_told(kind: str, code: int, printed: bytes) -> None:

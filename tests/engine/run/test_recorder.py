@@ -66,6 +66,7 @@ def test_rank_0_writes_and_other_ranks_only_keep_their_phase(
     recorder(run).step(ROW, 10)
     assert run.read_metrics() == [ROW]
     assert capsys.readouterr().out.count("step 3/10") == 1
+    assert not (run.path / "tensorboard").exists()
 
 
 def test_what_happens_is_an_event_for_programs_and_a_line_for_people(

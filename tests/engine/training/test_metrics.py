@@ -157,7 +157,7 @@ def test_bytes_of_the_offload_are_counted_and_its_seconds_are_of_a_gpu_only(rank
 
 
 def waits_in_steps() -> list[float]:
-    """What this rank waited in a step without waits, but with some before it; then in a step that has some."""
+    """What this rank waited in a step without waits, but with some before it; in a step that has some; for batches."""
     run, waits, found = start_run(tiny_config()), WaitClock(), []
 
     def wait() -> None:
@@ -170,11 +170,13 @@ def waits_in_steps() -> list[float]:
     found.append(meter.finish(1, StepResult(1.0, 1.0, 1e-3, AttendedPairs(0, 0)))[0]["rank_wait_s_max"])
     meter.start()
     wait()
-    found.append(meter.finish(2, StepResult(1.0, 1.0, 1e-3, AttendedPairs(0, 0)))[0]["rank_wait_s_max"])
-    return found
+    meter.have_batches()
+    row, _ = meter.finish(2, StepResult(1.0, 1.0, 1e-3, AttendedPairs(0, 0)))
+    return [*found, row["rank_wait_s_max"], row["batch_wait_s"]]
 
 
 def test_what_is_waited_between_steps_belongs_to_no_step(ranks: Pools) -> None:
-    ((before, inside),) = ranks(1).run(waits_in_steps)
+    ((before, inside, for_batches),) = ranks(1).run(waits_in_steps)
     assert before == 0.0
     assert inside >= 0.01
+    assert 0.01 <= for_batches < 60.0
