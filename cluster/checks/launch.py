@@ -29,7 +29,6 @@ REQUIRED = frozenset(
 # Of the others what fails is a risk that --force takes, and what is odd or unseen is said. What only makes a node slow
 # or untidy is for `burst check-nodes`.
 _ALWAYS = frozenset({"net.interface", "host.python", VERSIONS, "host.runs", "ssh.clock"})
-_GPU_LEFT_OUT = frozenset({"gpu.cuda_smoke", "gpu.dcgm_diag"})
 _TIMEOUT_S = 180.0
 
 
@@ -91,7 +90,7 @@ def check_launch(
 def launch_selection(cluster: ClusterConfig, *, health: bool, with_gpus: bool) -> Selection:
     """What is checked: GPUs and adapters where NCCL uses them; between nodes nothing, for that takes its time."""
     in_containers = cluster.container.runtime == "docker"
-    gpus = {name for name in EXPLANATIONS if name.startswith(("gpu.", "ib."))} - _GPU_LEFT_OUT
+    gpus = {name for name in EXPLANATIONS if name.startswith(("gpu.", "ib."))} - {"gpu.dcgm_diag"}  # takes long
     parts = (
         (True, _ALWAYS),
         (in_containers, {"host.docker", "host.image"}),
