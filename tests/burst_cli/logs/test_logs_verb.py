@@ -83,6 +83,12 @@ def test_ranks_nodes_and_patterns_select(burst, run: RunFolder, options: list[st
     assert [line[-len("0 is here")] for line in lines if "is here" in line] == list(ranks)
 
 
+def test_logs_come_in_the_order_of_ranks_whatever_their_nodes_are_called(living: RunFolder) -> None:
+    for node, rank in (("tb2", 0), ("tb1", 1)):
+        write_log(living, node, rank, "here\n")
+    assert [log.rank for log in find_logs(living, LogRequest())] == [0, 1]
+
+
 def test_tail_counts_lines_of_each_log_and_of_what_matches(burst, run: RunFolder) -> None:
     write_log(run, "tb1", 0, "".join(f"error {n}\nstep {n}\n" for n in range(1000)))
     assert burst("logs", "--ranks", "0", "--tail", "1").out == "tb1:0 | step 999\n"
