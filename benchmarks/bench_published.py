@@ -25,8 +25,9 @@ from engine.config.settings import RunConfig
 from engine.planning.memory.predictor import Predict, shared_predictor
 from engine.planning.methods.topology import Topology
 from engine.planning.time.devices import find_machine
+from engine.planning.time.flops import count_parameters
 from engine.planning.time.machine import Machine
-from engine.planning.time.step_time import predict_step, replayed_attention
+from engine.planning.time.step_time import HOST_BYTES_PER_S, UPDATE_BYTES, predict_step, replayed_attention
 
 NODE_RANKS = 8
 NOTEWORTHY = 1.1  # published figures that differ by more must be predicted in their order
@@ -110,9 +111,14 @@ class Row:
     @property
     def unlike(self) -> str | None:
         """Why its peak is another thing than what is predicted; None: it is the same."""
-        if self.system == "BurstEngine" and self.gpus <= 16:
+        if self.offloaded:
             return "16-bit weights and gradients stayed on the device"
         return UNLIKE.get(self.method.partition("/")[0])
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether its optimizer lay on the host, as the source says of its scaling rows."""
+        return self.system == "BurstEngine" and self.gpus <= 16
 
     @property
     def machine(self) -> Machine:
@@ -141,8 +147,7 @@ class Row:
                 "train.compute_dtype=bfloat16",
                 f"cluster.ranks_per_node={self.gpus}",
                 f"cluster.topology_nodes={self.world.nodes}",
-                # As the source says of its scaling rows.
-                *(["memory.optimizer_store=host"] if self.system == "BurstEngine" and self.gpus <= 16 else []),
+                *(["memory.optimizer_store=host"] if self.offloaded else []),
             ]
         ).config
 
@@ -150,7 +155,12 @@ class Row:
         """In the unit of the published one."""
         config = self.config
         if not self.is_kernel:
-            return predict_step(config, self.world, self.machine).tokens_per_s_per_device
+            step = predict_step(config, self.world, self.machine)
+            seconds = step.seconds
+            if self.offloaded:  # an update after backward, as offloading usually has it; ours hides behind forward
+                numbers = count_parameters(config.model).total / self.world.nodes
+                seconds += numbers * UPDATE_BYTES / HOST_BYTES_PER_S - step.parts.optimizer
+            return step.tokens / seconds / self.world.size
         pairs = self.seq_len * (self.seq_len + 1) / 2
         flops = 3.5 * 4 * config.model.num_heads * config.model.head_dim * pairs / self.gpus
         return flops / replayed_attention(config, self.world, self.machine).time.seconds / 1e12
