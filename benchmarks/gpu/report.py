@@ -69,7 +69,9 @@ def _part(part: Mapping[str, Any], columns: Mapping[str, Sequence[Column]]) -> l
     if name == "tiles":
         lines += _published()
     others = [row for row in (*rows, *part.get("derived", ())) if row["status"] != "measured"]
-    lines += [f"- {row['status']}: {row['label']}: {_cell(row['error'])}" for row in others]
+    lines += [f"- {row['status']}: {row['label']}: {_cell(row['error'])}" for row in others if "needed_s" not in row]
+    late = [f"{row['label']} ({row['needed_s']:.0f} s)" for row in others if "needed_s" in row]
+    lines += [f"- skipped, no time: {'; '.join(late)}"] if late else []
     return [*lines, ""] if others else lines
 
 

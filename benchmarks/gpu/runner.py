@@ -84,7 +84,7 @@ class Runner:
             if needed > left:
                 skipped.append(measurement.label)
                 reason = f"about {needed:.0f} s, {max(0.0, left):.0f} s left of the part's {share:.0f} s"
-                document["rows"].append(skipped_row(measurement.label, reason))
+                document["rows"].append(skipped_row(measurement.label, reason) | {"needed_s": needed})
                 continue
             rows, took = self._measure(measurement, pace)
             document["rows"] += rows
