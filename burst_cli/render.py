@@ -32,7 +32,7 @@ GONE = {
     "burst logs --raw": "the files in RUN/logs are the bytes as they came",
     "burst logs --since": "--tail and --grep choose lines",
     "burst report --by": "write it before the values: --compare git_sha=A git_sha=B",
-    "burst report --force": "--output replaces what was there",
+    "burst report --force": "remove the file, or give --output another name",
     "burst report --published": "benchmarks/published holds the figures of others, with what to bear in mind",
     "burst report --png": "the page of --format html has the plots; a browser prints them",
     "burst model --write": "send what `burst model FOLDER` prints into a file",

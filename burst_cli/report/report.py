@@ -120,6 +120,7 @@ def _report(typed: Mapping[str, Any]) -> None:
     as_json = typed["as_json"]
     chosen, output = _where(typed["format"], as_json, typed["output"])
     check_output("--output", output)
+    write.check_is_ours(output)
     given = {name: typed[name] for name in Request.__dataclass_fields__ if typed.get(name) is not None}
     found = build_report(Request(**given, is_page=chosen == "html"))
     write.print_warnings(found, render.stderr())

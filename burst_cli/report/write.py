@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from importlib import resources
+from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console, RenderableType
@@ -36,6 +37,7 @@ from burst_cli.report.panels import (
 from burst_cli.report.records import Record, first_of, run_name, status_of
 from burst_cli.tables import fitting, listing
 from cluster.remote_text import one_line
+from engine.config.errors import ConfigError
 from engine.runs.folder import list_runs
 
 MOST_PANELS = 30  # a page with more is neither read nor quick
@@ -59,6 +61,13 @@ _LATEX = {
     "|": r"\textbar{}",
     '"': "''",
 }
+_SIGNS = (  # of earlier reports, near their beginning
+    b'name="generator" content="burst report',
+    b"% burst report",
+    b'{\n  "runs": [',
+    ",".join(_CSV_FIRST).encode(),
+)
+_TEXT_SIGNS = ("tokens/s and step time: median (p25", "MFU (causal-aware) counts")  # the notes of tables and Markdown
 
 
 # --- terminals --------------------------------------------------------------------------------------------------------
@@ -315,3 +324,14 @@ def report_page(report: Report) -> tuple[str, int]:
         plots_note=plots.note,
     )
     return page, plots.drawn
+
+
+def check_is_ours(path: Path | None) -> None:
+    """Raise ConfigError for a file that an earlier report did not write; an empty one may be replaced as well."""
+    if path is not None and path.is_file() and not _is_ours(path.read_bytes(), path.suffix):
+        raise ConfigError(f"--output: {path} exists and is no report that burst wrote; give another name, or remove it")
+
+
+def _is_ours(content: bytes, suffix: str) -> bool:
+    text = content.decode("utf-8", "replace") if suffix in (".md", ".txt") else ""
+    return not content or any(sign in content[:4096] for sign in _SIGNS) or any(sign in text for sign in _TEXT_SIGNS)

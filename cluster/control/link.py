@@ -95,7 +95,7 @@ class NodeLink:
 
     def poll(self) -> NodeStatus:
         """What is known now."""
-        raise NotImplementedError
+        raise NotImplementedError  # the one thing that no link can leave out
 
     def beat(self) -> None:
         """Renew the lease; the controller calls it about every second."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cluster.errors import ClusterError, SshError
+from cluster.errors import ClusterError, SshError, SshFailure
 from cluster.image.archive import PackedImage
 from cluster.image.local import LocalImage
 from cluster.image.node.registry import Limiter
@@ -17,12 +17,13 @@ from cluster.image.plan import ImagePlan, NodePlan, Route, choose_feeders, choos
 from cluster.image.relays import Feed, PushSecrets
 from cluster.image.status import read_node_image
 from cluster.remote_text import one_line
+from cluster.ssh.connection import CommandResult
 from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.session import SshConnection
 
 Connect = Callable[[Host], SshConnection]
 _TICK_S = 0.25
-_PULL_S = 86400.0  # no more than a bound: an image may be large, and a line slow
+STALL_S = 900.0  # an engine that has not ended while nothing leaves here: a large layer may take so long to unpack
 
 
 @dataclass
@@ -57,10 +58,22 @@ class PushObserver(Protocol):
 
 
 class Push:
-    """One push of `image` to `hosts`; a context manager, at whose end all connections are closed."""
+    """One push of `image` to `hosts`; a context manager, at whose end all connections are closed.
 
-    def __init__(self, image: LocalImage, engine: Sequence[str], hosts: Sequence[Host], connect: Connect) -> None:
+    stall_s: what a pull may take in which nothing leaves this machine for any node.
+    """
+
+    def __init__(
+        self,
+        image: LocalImage,
+        engine: Sequence[str],
+        hosts: Sequence[Host],
+        connect: Connect,
+        *,
+        stall_s: float = STALL_S,
+    ) -> None:
         self._image, self._engine, self._hosts, self._connect = image, tuple(engine), hosts, connect
+        self._stall_s = stall_s
         self._connections: dict[str, SshConnection] = {}
         self._feeds: dict[str, Feed] = {}
         self.secrets = PushSecrets()
@@ -155,7 +168,7 @@ class Push:
         for port in ports:
             reference = f"127.0.0.1:{port}/{self.secrets.token}/burst@{manifest}"
             try:
-                self._call(node.node, "pull", *options, reference, timeout_s=_PULL_S)
+                self._told("pull", self._watched(node.node, ("pull", *options, reference)))
                 break
             except ClusterError as error:
                 if port == ports[-1] or "no space left" in str(error).lower() or isinstance(error, SshError):
@@ -164,11 +177,27 @@ class Push:
         self._call(node.node, "tag", reference, self._image.name)
         self._call(node.node, "image", "rm", reference)
 
-    def _call(self, node: str, *words: str, timeout_s: float = 60.0) -> None:
-        done = self._connections[node].run([*self._engine, *words], timeout_s=timeout_s)
+    def _watched(self, node: str, words: Sequence[str]) -> CommandResult:
+        """The end of a command of a node's engine, which is given up when nothing moves any more."""
+        process, sent = self._connections[node].start([*self._engine, *words]), -1
+        try:
+            while True:
+                try:
+                    return process.wait(self._stall_s)
+                except SshError as error:
+                    if error.kind is not SshFailure.COMMAND_TIMEOUT or sent == self.sent_bytes:
+                        raise
+                    sent = self.sent_bytes
+        finally:
+            process.close()
+
+    def _call(self, node: str, *words: str) -> None:
+        self._told(words[0], self._connections[node].run([*self._engine, *words]))
+
+    def _told(self, verb: str, done: CommandResult) -> None:
         if done.exit_code != 0:
             said = one_line(done.stderr, 400) or f"ended with {done.exit_code}"
-            raise ClusterError(f"{self._engine[0]} {words[0]}: {said}")
+            raise ClusterError(f"{self._engine[0]} {verb}: {said}")
 
     @contextlib.contextmanager
     def _shown(self, observer: PushObserver, total_bytes: int) -> Iterator[None]:

@@ -116,12 +116,10 @@ def global_norm(squares: Tensor) -> Tensor:
 
 def square_sum(gradients: Sequence[Tensor]) -> Tensor:
     """This rank's share of the squared 2-norm: what several ranks hold alike they share equally. float64 scalar."""
-    shares = []
-    for gradient in gradients:
-        part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        rows = torch.linalg.vector_norm(part, dim=-1)  # on a CPU the norm of the whole would be one core's work
-        shares.append(rows.double().square().sum() / _copies(gradient))
-    return torch.stack(shares).sum()
+    parts = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    norms = torch._foreach_norm(parts)
+    shares = torch._foreach_div(norms, [_copies(gradient) ** 0.5 for gradient in gradients])
+    return torch.stack(shares).double().square().sum()
 
 
 def _copies(gradient: Tensor) -> int:

@@ -25,7 +25,7 @@ import pytest
 
 from cluster.image.local import LocalImage
 from cluster.image.plan import ImagePlan
-from cluster.image.push import Connect, NodeResult, Push
+from cluster.image.push import STALL_S, Connect, NodeResult, Push
 from cluster.image.relays import PushSecrets
 from cluster.testbed.build import Testbed
 from testkit.connecting import connect
@@ -213,11 +213,12 @@ class PushRig:
         *,
         observer: Watcher | None = None,
         connect: Connect = connect,
+        stall_s: float = STALL_S,
         **way: Any,
     ) -> Pushed:
         """The push of `image` to `nodes` (all): what `burst image push` does, without a screen."""
         hosts = [self.testbed.host(name) for name in nodes or self.names]
-        with Push(image, ["docker"], hosts, connect) as push:
+        with Push(image, ["docker"], hosts, connect, stall_s=stall_s) as push:
             plan = push.plan(**way)
             results = push.run(plan, observer or Watcher())
             sent = push.sent_bytes

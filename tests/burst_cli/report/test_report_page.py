@@ -181,11 +181,16 @@ def test_name_that_means_no_format_is_refused_with_those_that_do(methods, tmp_pa
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_output_takes_its_format_from_its_name_and_replaces_what_was_there(methods, tmp_path: Path, name: str) -> None:
+def test_output_takes_its_format_from_its_name_and_replaces_its_own_kind_alone(
+    methods, tmp_path: Path, name: str
+) -> None:
     file = tmp_path / name
-    file.write_text("earlier")
-    assert methods("--output", str(file)).code == 0
+    assert [methods("--output", str(file)).code for _ in range(2)] == [0, 0]
     assert file.read_text(encoding="utf-8") == methods("--format", FORMATS[name]).out
+    file.write_text("my thesis")
+    refused = methods("--output", str(file))
+    assert (refused.code, "is no report that burst wrote" in refused.err) == (2, True)
+    assert file.read_text() == "my thesis"
 
 
 def test_html_goes_to_report_html_by_default_and_json_beside_it_is_one_document(

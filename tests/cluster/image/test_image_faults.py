@@ -189,6 +189,16 @@ def test_what_nodes_lack_from_the_start_is_told_of_each(rig):
     assert re.search("no relay there .*there is no python3", " ".join(pushed.nodes[no_python].notes))
 
 
+def test_an_engine_that_hangs_is_given_up_and_stops_no_other(rig):
+    hung, *others = rig.names[:2]
+    (rig.home(hung) / "engine").mkdir()
+    (rig.home(hung) / "engine/hung").touch()
+    pushed = rig.push(rig.image_here, rig.names[:2], stall_s=1.5)
+
+    assert (pushed.failed, rig.holding()) == ({hung}, set(others))
+    assert "within 1.5 s" in pushed.nodes[hung].error
+
+
 @pytest.mark.thorough  # it fails as a relay that is killed
 def test_a_relay_without_room_is_done_without(rig):
     fill_relay_disk(rig, rig.names[1])

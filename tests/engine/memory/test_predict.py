@@ -269,9 +269,9 @@ def test_on_cuda_weights_that_lie_on_the_host_count_there() -> None:
     on_host = predicted(moved)
     for component in ("parameters", "optimizer"):
         assert on_host.components["device"][component] == 0
-        # The two peaks are moments apart: the norm of the embedding's gradient may be taken in one, 20 bytes a row.
-        found, expected = on_host.components["host"][component], on_device.components["device"][component]
-        assert found == pytest.approx(expected, abs=0.001 * expected + 20 * MODEL.vocab_size)
+        # The two peaks are moments apart: the norm of the gradients may be there or not.
+        expected = on_device.components["device"][component]
+        assert on_host.components["host"][component] == pytest.approx(expected, rel=0.001)
     assert on_host.device_peak_bytes < on_device.device_peak_bytes
     assert on_host.reserve_bytes > 0
 

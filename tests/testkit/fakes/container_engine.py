@@ -1,12 +1,14 @@
 """A container engine in one folder ($FAKE_ENGINE, else ~/engine): it saves, pulls, checks digests, tags and removes.
 
-images.json   name -> what `image inspect` shows        layers/DIGEST   what it pulled        full   a full disk
+images.json   name -> what `image inspect` shows        layers/DIGEST   what it pulled
+full   a full disk                                      hung   it hangs when it pulls
 """
 
 import hashlib
 import json
 import os
 import sys
+import time
 import urllib.request
 from pathlib import Path
 
@@ -26,6 +28,8 @@ def pull(reference: str) -> dict:
     host, _, rest = reference.partition("/")
     name, _, digest = rest.partition("@")
     base = f"http://{host}/v2/{name}"
+    if (FOLDER / "hung").exists():
+        time.sleep(60)
     manifest = json.loads(fetch(base, "manifests", digest))
     config = json.loads(fetch(base, "blobs", manifest["config"]["digest"]))
     for row, diff_id in zip(manifest["layers"], config["rootfs"]["diff_ids"], strict=True):
