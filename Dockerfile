@@ -34,9 +34,9 @@ ARG APT_PACKAGES="g++ ibverbs-providers libibverbs1"
 RUN if [ -n "$APT_PACKAGES" ]; then \
         apt-get update && apt-get install -y --no-install-recommends $APT_PACKAGES && rm -rf /var/lib/apt/lists/*; \
     fi
-# World-writable, for user ids that are only known when the container starts.
-RUN useradd --create-home --uid 1000 burst && install -d -m 1777 /burst /cache
 COPY docker/entrypoint.sh /usr/local/bin/entrypoint.sh
+# World-writable, for user ids that are only known when the container starts. The script may be private in the checkout.
+RUN useradd --create-home --uid 1000 burst && install -d -m 1777 /burst /cache && chmod 755 /usr/local/bin/entrypoint.sh
 COPY --from=torch /opt/burst/venv /opt/burst/venv
 COPY --from=packages /opt/burst/packages /opt/burst/packages
 COPY --from=code /opt/burst/code /opt/burst/code

@@ -24,6 +24,11 @@ LEAST_WIDTH = 20
 GONE = {
     "burst plan --machine": "--device NAME predicts seconds, too",
     "burst check-nodes --bandwidth": "--collectives measures what training does, through a launch",
+    "burst image build --wheels": "put the wheels into docker/wheels of the checkout",
+    "burst image build --base": "`burst image build -- --build-arg BASE=NAME:TAG` tells the engine",
+    "burst image build --apt-packages": "`burst image build -- --build-arg APT_PACKAGES='NAME NAME'` tells the engine",
+    "burst image build --network": "`burst image build -- --network NAME` tells the engine",
+    "burst image build --no-cache": "`burst image build -- --no-cache` tells the engine",
     "burst image push --via-shared": "from three nodes on they feed each other; leave it out",
     "burst image prune --images": "images are all that prune removes; leave it out",
     "burst check-nodes --watch": "`watch -n 60 burst check-nodes ...` repeats it",

@@ -115,7 +115,6 @@ def conf_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{name}.yaml").write_text(text)
     for name in ("tokenizer.json", "chat_template.jinja"):
         (folder / name).write_text("")
-    (folder / "wheels").mkdir()
     return folder
 
 
