@@ -68,11 +68,11 @@ class Rig:
         self.engine.load(IMAGE, *layers)
         return int(self.engine("image", "inspect", "--format", "{{.Size}}", IMAGE))
 
-    def push(self, what: str, *options: str) -> Turn:
+    def push(self, what: str) -> Turn:
         """`burst image push`, as a process of its own."""
         command = [sys.executable, "-m", "burst_cli", "image", "push", f"cluster={NAME}", "--image", IMAGE, "--json"]
         begin = time.monotonic()
-        done = subprocess.run([*command, *options], env=self._environment, cwd=ROOT, capture_output=True)
+        done = subprocess.run(command, env=self._environment, cwd=ROOT, capture_output=True)
         elapsed = time.monotonic() - begin
         document: Mapping[str, Any] = json.loads(done.stdout or "{}")
         if done.returncode:
@@ -107,8 +107,6 @@ def measure(rig: Rig, layer_mib: int, repeats: int) -> tuple[int, list[Turn]]:
     rig.build(layer_mib, last_seed=1)
     turns.append(show(rig.push("push after one layer changed")))
     for _ in range(repeats):
-        rig.clean()
-        turns.append(show(rig.push("push, direct", "--route", "direct")))
         rig.clean()
         turns.append(show(rig.one_by_one()))
     return size, turns

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated
 
 import typer
 
 from burst_cli import render
 from burst_cli.app import EXIT_INTERRUPTED, new_verb
 from burst_cli.figures import binary_bytes
-from burst_cli.image.view import open_push_view, plan_view, prune_view, results_view, status_view
+from burst_cli.image.view import plan_view, push_view, results_view, status_view
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 from burst_cli.targets import HostfileOption, HostsOption, Targets, select_targets
 from cluster.errors import ClusterError
+from cluster.image.archive import pack_image
 from cluster.image.build import Device, build_command, run_build
-from cluster.image.local import LocalImage
+from cluster.image.engine import Engine, Image, build_status, engine_here
 from cluster.image.push import Push
-from cluster.image.rate import parse_rate
-from cluster.image.status import NodeImage, Pruned, build_status, prune_node, read_node_image
 from cluster.plan_nodes import engine_words
-from cluster.ssh.connection import Connection
-from cluster.ssh.hosts import Host, Outcome, fan_out
+from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.pool import SshPool
+from cluster.testbed.spec import parse_rate
 from engine.config.errors import ConfigError
 from engine.runs.provenance import git_facts
 
-T = TypeVar("T")
 DEFAULT_TAG = "burst:latest"
 
 app = new_verb()
@@ -72,7 +70,7 @@ def build(
     if dry_run:
         return
     run_build(argv)
-    image = LocalImage((command,), tag)
+    image = _image_here((command,), tag)
     if as_json:
         render.emit_json({"image": tag, "id": image.image_id, "size_bytes": image.size_bytes})
         return
@@ -88,15 +86,8 @@ def push(
     hosts: HostsOption = None,
     hostfile: HostfileOption = None,
     image: ImageOption = None,
-    route: Annotated[
-        Literal["auto", "direct", "chain"],
-        typer.Option(
-            "--route",
-            help="direct: everything from here; chain: every node passes on what it gets; auto: chain from 3 nodes on.",
-        ),
-    ] = "auto",
     limit: Annotated[
-        str | None, typer.Option("--limit", metavar="RATE", help="Of each sender, such as 50MB/s.")
+        str | None, typer.Option("--limit", metavar="RATE", help="Of what leaves this machine, such as 50MB/s.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go where; send nothing.")] = False,
     as_json: JsonOption = False,
@@ -114,14 +105,14 @@ def push(
     burst image push cluster=mycluster --image burst:latest
     """
     targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
-    way = (route, None if limit is None else parse_rate(limit))
+    rate = None if limit is None else parse_rate(limit) / 8
     try:
-        code = _push(targets, _image_name(targets, image), way, dry_run=dry_run, as_json=as_json)
+        is_ok = _push(targets, _image_name(targets, image), rate, dry_run=dry_run, as_json=as_json)
     except KeyboardInterrupt:
         text = "interrupted: layers that are whole stay on the nodes; the same command sends the others"
         render.stderr().print(text, markup=False)
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    raise typer.Exit(code)
+    raise typer.Exit(0 if is_ok else 1)
 
 
 @app.command()
@@ -144,13 +135,16 @@ def status(
     targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
     name, engine = _image_name(targets, image), engine_words(targets.config.cluster.container.command)
     try:
-        local = LocalImage(engine, name).identity
+        local = _image_here(engine, name).identity
     except ClusterError:
         local = None
 
-    outcomes = _on_every_node(targets, lambda connection: read_node_image(connection, engine, name))
-    found = [one.value or NodeImage(one.host.name, problem=str(one.error)) for one in outcomes]
-    result = build_status(name, found, local)
+    def find(host: Host) -> Image | None:
+        with pool.connect(host) as connection:
+            return Engine(connection.run, engine).find(name)
+
+    with SshPool() as pool:
+        result = build_status(name, list(fan_out(targets.hosts, find).values()), local)
     if as_json:
         render.emit_json(asdict(result))
     else:
@@ -158,55 +152,24 @@ def status(
     raise typer.Exit(result.exit_code)
 
 
-@app.command()
-def prune(
-    overrides: OverridesArgument = None,
-    config_dir: ConfigDirOption = None,
-    hosts: HostsOption = None,
-    hostfile: HostfileOption = None,
-    image: ImageOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go; remove nothing.")] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Remove other tags of the image (--image) that burst built, from the nodes.
-
-    Only those that carry our label and that no container was made from; the tag
-    that --image or cluster.container.image names stays. Containers and other
-    images are never touched, not even those that were built upon ours.
-    """
-    targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
-    engine, name = engine_words(targets.config.cluster.container.command), _image_name(targets, image)
-
-    outcomes = _on_every_node(targets, lambda connection: prune_node(connection, engine, name, dry_run=dry_run))
-    nodes = [one.value or Pruned(one.host.name, problem=str(one.error)) for one in outcomes]
-    if as_json:
-        render.emit_json({"dry_run": dry_run, "nodes": [asdict(node) for node in nodes]})
-    else:
-        render.stdout().print(prune_view(nodes, dry_run=dry_run))
-    raise typer.Exit(1 if any(node.problem for node in nodes) else 0)
-
-
-def _push(targets: Targets, name: str, way: tuple[str, float | None], *, dry_run: bool, as_json: bool) -> int:
-    """The exit code of a push, everything shown. Raises ClusterError when this machine has no such image.
-
-    way: its route and its limit in bytes/s.
-    """
-    begin = time.monotonic()
-    cluster = targets.config.cluster
-    engine = engine_words(cluster.container.command)
-    image, console = LocalImage(engine, name), render.stderr()
-    with SshPool() as pool, Push(image, engine, targets.hosts, pool.connect) as push:
-        plan = push.plan(*way)
+def _push(targets: Targets, name: str, limit: float | None, *, dry_run: bool, as_json: bool) -> bool:
+    """Whether a push did, or will do, what it is to do, everything shown. Raises ClusterError."""
+    begin, console = time.monotonic(), render.stderr()
+    engine = engine_words(targets.config.cluster.container.command)
+    image = _image_here(engine, name)
+    pack = functools.partial(pack_image, engine, image)
+    with SshPool() as pool, Push(image, pack, engine, targets.hosts, pool.connect) as push:
+        plan = push.plan(limit)
         if dry_run:
             if as_json:
                 render.emit_json(asdict(plan))
             else:
                 render.stdout().print(plan_view(plan))
-            return 1 if any(node.problem for node in plan.nodes) else 0
+            return not any(node.problem for node in plan.nodes)
         if plan.pulling:
             console.print(plan_view(plan))
-        with open_push_view(console) as view:
-            results = push.run(plan, view)
+        with push_view(console, push) as tell:
+            results = push.run(plan, tell)
         sent = push.sent_bytes
     elapsed_s, is_ok = time.monotonic() - begin, all(result.ok for result in results)
     if as_json:
@@ -216,18 +179,16 @@ def _push(targets: Targets, name: str, way: tuple[str, float | None], *, dry_run
         render.emit_json({**head, "sent_bytes": sent, "received_bytes": received, "nodes": nodes})
     else:
         render.stdout().print(results_view(results, elapsed_s))
-    return 0 if is_ok else 1
+    return is_ok
 
 
-def _on_every_node(targets: Targets, work: Callable[[Connection], T]) -> list[Outcome[T]]:
-    """What came of `work` on each node, in their order."""
-
-    def connected(host: Host) -> T:
-        with pool.connect(host) as connection:
-            return work(connection)
-
-    with SshPool() as pool:
-        return list(fan_out(targets.hosts, connected).values())
+def _image_here(engine: tuple[str, ...], name: str) -> Image:
+    """Raises ClusterError when this machine has none of that name."""
+    image = engine_here(engine).find(name)
+    if image is None:
+        words = f"{shlex.join(engine)} image ls"
+        raise ClusterError(f"this machine has no image {name!r}; build it with `burst image build`, or see `{words}`")
+    return image
 
 
 def _image_name(targets: Targets, given: str | None) -> str:

@@ -4,52 +4,55 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from burst_cli.figures import DASH, binary_bytes, duration, grouped, seconds
-from burst_cli.render import told
 from burst_cli.tables import listing
 from cluster.ssh.nodes import fold_nodes
 
 if TYPE_CHECKING:
+    from cluster.image.engine import ImageStatus
     from cluster.image.plan import ImagePlan
-    from cluster.image.push import NodeResult
-    from cluster.image.status import ImageStatus, Pruned
+    from cluster.image.push import NodeResult, Push
+    from cluster.ssh.hosts import Outcome
 
 _SHOWN_NODES = 4
 _SHORT_ID = 12
 
 
 @contextlib.contextmanager
-def open_push_view(console: Console) -> Iterator[PushView]:
-    """What shows a push while it runs."""
-    with console.status("") as status:
-        yield PushView(console, status.update)
+def push_view(console: Console, push: Push) -> Iterator[Callable[[Outcome[None]], None]]:
+    """What is told of every node that ends, for a line; how far the others are stands below on a terminal."""
+    amounts = Amounts(push)
+
+    def tell(outcome: Outcome[None]) -> None:
+        amounts.ended.add(outcome.host.name)
+        console.print(Text(f"{outcome.host.name}: {'failed' if outcome.error else 'done'}"), soft_wrap=True)
+
+    with console.status(amounts):
+        yield tell
 
 
-class PushView:
-    """A line per node that is done; on a terminal how far the others are stands below."""
+@dataclass
+class Amounts:
+    """How far the nodes are that have not ended, whenever a terminal draws it."""
 
-    def __init__(self, console: Console, show: Callable[[Text], None]) -> None:
-        self._console, self._show = console, show
-        self._told: set[str] = set()
+    push: Push
+    ended: set[str] = field(default_factory=set)
 
-    def progress(self, nodes: Sequence[NodeResult], total_bytes: int) -> None:
-        """Print and show what is new."""
-        for node in nodes:
-            if node.phase in ("done", "failed") and node.node not in self._told:
-                self._told.add(node.node)
-                self._console.print(Text(f"{node.node}: {node.phase}"), soft_wrap=True)
-        parts = [f"{node.node} {_amount(node, total_bytes)}" for node in nodes if node.phase == "receiving"]
-        more = [f"and {len(parts) - _SHOWN_NODES} more"] if len(parts) > _SHOWN_NODES else []
-        self._show(Text("  ".join([*parts[:_SHOWN_NODES], *more])))
-
-    def note(self, node: str, text: str) -> None:
-        """One line."""
-        self._console.print(told("note", f"{node}: {text}"), soft_wrap=True)
+    def __rich__(self) -> Text:
+        total = self.push.total_bytes
+        left = [(node, amount) for node, amount in self.push.received_bytes().items() if node not in self.ended]
+        parts = [
+            f"{node} {f'{binary_bytes(amount)} of {binary_bytes(total)}' if amount < total else 'loading'}"
+            for node, amount in left[:_SHOWN_NODES]
+        ]
+        more = [f"and {len(left) - _SHOWN_NODES} more"] if len(left) > _SHOWN_NODES else []
+        return Text("  ".join([*parts, *more]))
 
 
 def plan_view(plan: ImagePlan) -> RenderableType:
@@ -59,8 +62,7 @@ def plan_view(plan: ImagePlan) -> RenderableType:
         f"  identity {plan.identity[:_SHORT_ID]}  {plan.layers} layers, {binary_bytes(plan.unpacked_bytes)}",
     )
     rows = grouped(
-        ((node.route.value, node.problem or ("" if node.is_pulling else "up to date")), node.node)
-        for node in plan.nodes
+        ((node.route, node.problem or ("up to date" if node.route == "none" else "")), node.node) for node in plan.nodes
     )
     table = listing(("nodes", "route", ""), ((fold_nodes(names), *cells) for cells, names in rows.items()))
     names = [node.node for node in plan.pulling]
@@ -93,38 +95,19 @@ def results_view(results: Sequence[NodeResult], elapsed_s: float) -> RenderableT
 
 
 def status_view(status: ImageStatus) -> RenderableType:
-    """Which nodes hold which image."""
+    """Which nodes hold which image, the most first."""
+    held = grouped((there, node) for node, there in status.nodes.items())
     rows = []
-    for group in status.groups:
-        what = "unknown" if group.problem else "missing" if group.identity is None else group.identity[:_SHORT_ID]
-        mark = group.problem or ("differs" if group.differs and group.identity else "")
-        style = "red" if group.differs else "green"
-        image_id = group.image_id.removeprefix("sha256:")[:_SHORT_ID]
-        rows.append((fold_nodes(group.nodes), Text(what, style), image_id, group.created, Text(mark, style)))
+    for there, nodes in sorted(held.items(), key=lambda item: -len(item[1])):
+        is_right = there is not None and there.identity == status.reference
+        what, mark = (there.identity[:_SHORT_ID], "" if is_right else "differs") if there else ("missing", "")
+        about = (there.image_id.removeprefix("sha256:")[:_SHORT_ID], there.created) if there else ("", "")
+        style = "green" if is_right else "red"
+        rows.append((fold_nodes(nodes), Text(what, style), *about, Text(mark, style)))
+    rows += [(node, Text("unknown", "red"), "", "", Text(problem, "red")) for node, problem in status.problems.items()]
     table = listing(("nodes", "image", "id", "created", ""), rows)
     if status.reference:
         should = f"should be {status.reference[:_SHORT_ID]} (as {status.source})"
     else:
-        unseen = any(group.problem for group in status.groups)
-        should = "was seen nowhere, but not all could be asked" if unseen else "nobody has it"
+        should = "was seen nowhere, but not all could be asked" if status.problems else "nobody has it"
     return Group(Text.assemble((status.image, "bold"), f"  {should}"), table)
-
-
-def prune_view(nodes: Sequence[Pruned], *, dry_run: bool) -> RenderableType:
-    """What was removed where."""
-    verb = "would remove" if dry_run else "removed"
-    return Group(
-        *(
-            Text(f"{node.node}: {node.problem}", style="red")
-            if node.problem
-            else Text(f"{node.node}: {verb} {', '.join(node.images) or 'nothing'}")
-            for node in nodes
-        )
-    )
-
-
-def _amount(node: NodeResult, total_bytes: int) -> str:
-    """Loading goes on in silence once everything is there."""
-    if node.received_bytes >= total_bytes:
-        return "loading"
-    return f"{binary_bytes(node.received_bytes)} of {binary_bytes(total_bytes)}"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import enum
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from cluster.image.archive import Packing
 
@@ -14,37 +14,25 @@ _SPARE_FEEDERS = 3
 _FIRST_WITH_ZSTD = 23  # of Docker; for older ones unpacking gzip costs more than it saves on the way
 
 
-class Route(enum.StrEnum):
-    """How layers get to a node."""
-
-    NONE = "none"  # nothing has to get there
-    DIRECT = "direct"  # from the launcher
-    CHAIN = "chain"  # from another node
-    REFUSED = "refused"  # it cannot get the image; `problem` says why
-
-
 @dataclass(frozen=True)
 class NodePlan:
-    """What happens on one node. feeders: nodes to ask for layers, one after the other; last of all the launcher.
+    """What happens on one node.
 
-    engine: what its `version` says; problem: why it cannot get the image at all.
+    route: how layers get there; "none": it has the image, "direct": from the launcher, "chain": from `feeders`, nodes
+    that are asked one after the other, and last of all from the launcher, "refused": not at all, `problem` says why.
+    engine: what its `version` says.
     """
 
     node: str
-    route: Route
+    route: Literal["none", "direct", "chain", "refused"]
     feeders: tuple[str, ...] = ()
     engine: str = ""
     problem: str = ""
 
-    @property
-    def is_pulling(self) -> bool:
-        """Whether it gets layers."""
-        return self.route in (Route.DIRECT, Route.CHAIN)
-
 
 @dataclass(frozen=True)
 class ImagePlan:
-    """One push. limit: bytes/s of each sender. nodes: in the order that they were given."""
+    """One push. limit: of what leaves the launcher, in bytes/s. nodes: in the order that they were given."""
 
     image: str
     identity: str
@@ -57,20 +45,17 @@ class ImagePlan:
     @property
     def pulling(self) -> tuple[NodePlan, ...]:
         """Nodes that get layers."""
-        return tuple(node for node in self.nodes if node.is_pulling)
+        return tuple(node for node in self.nodes if node.route in ("direct", "chain"))
 
 
-def choose_feeders(nodes: Sequence[NodePlan], route: str) -> tuple[NodePlan, ...]:
-    """`nodes`, of which those on the way DIRECT may now be fed by others of these."""
-    lacking = [node.node for node in nodes if node.route is Route.DIRECT]
-    if route == "direct" or (route == "auto" and len(lacking) <= DIRECT_NODES):
-        return tuple(nodes)
-    found = []
-    for node in nodes:
-        place = lacking.index(node.node) if node.route is Route.DIRECT else 0
-        feeders = tuple(reversed(lacking[max(0, place - _SPARE_FEEDERS) : place]))
-        found.append(replace(node, route=Route.CHAIN, feeders=feeders) if feeders else node)
-    return tuple(found)
+def choose_feeders(nodes: Sequence[NodePlan]) -> tuple[NodePlan, ...]:
+    """`nodes`; where more than DIRECT_NODES lack the image, all of these but the first are fed by those before them."""
+    lacking = [node for node in nodes if node.route == "direct"]
+    fed = {}
+    for place, node in enumerate(lacking[1:] if len(lacking) > DIRECT_NODES else [], 1):
+        feeders = reversed(lacking[max(0, place - _SPARE_FEEDERS) : place])
+        fed[node] = replace(node, route="chain", feeders=tuple(feeder.node for feeder in feeders))
+    return tuple(fed.get(node, node) for node in nodes)
 
 
 def choose_packing(nodes: Sequence[NodePlan]) -> Packing:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from cluster.image import rate
 from cluster.testbed.hardware.devices import NO_HARDWARE, models
 from engine.config.errors import ConfigError
 
@@ -14,6 +13,8 @@ MAX_NODES = 64
 MAX_RAILS = 8
 MANAGEMENT = "eth0"  # the interface that SSH uses; rails are rail0, rail1, ...
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,11}")
+_RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kmg]?)(bit|b|ib)(?:/s)?")
+_UNITS = {"bit": (1000, 1), "b": (1000, 8), "ib": (1024, 8)}  # base of the prefixes, bits
 _UNIT_BITS = {"k": 10**3, "m": 10**6, "g": 10**9}
 
 
@@ -82,10 +83,13 @@ def is_testbed_name(text: str) -> bool:
 
 
 def parse_rate(text: str) -> int:
-    """Bits per second of `200mbit`, `1.5gbit` or `64kbit`; ConfigError for anything else and for less than 8 kbit/s."""
-    bits = round(8 * rate.parse_rate(text, "rate"))
+    """Bits per second of `200mbit`, `50MB/s` or `50MiB/s`; ConfigError for anything else and for less than 8 kbit/s."""
+    found, bits = _RATE.fullmatch(text.strip().lower()), 0
+    if found is not None:
+        base, unit_bits = _UNITS[found[3]]
+        bits = round(float(found[1]) * base ** " kmg".index(found[2] or " ") * unit_bits)
     if not 8_000 <= bits <= 10**12:
-        raise ConfigError(f"rate {text!r}: expected 8kbit to 1000gbit")
+        raise ConfigError(f"rate {text!r}: expected one such as 200mbit or 50MB/s, from 8kbit to 1000gbit")
     return bits
 
 

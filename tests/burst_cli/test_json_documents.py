@@ -51,7 +51,6 @@ ROWS: dict[str, tuple[tuple[str, ...], int]] = {
     "image build": (("--dry-run",), 0),
     "image push": ((*NODE, *NO_ENGINE), 1),
     "image status": ((*NODE, *NO_ENGINE), 3),
-    "image prune": ((*NODE, *NO_ENGINE), 1),
     "hosts list": (NODE, 0),
     "hosts trust": ((*NODE, "--yes"), 1),
     "hosts forget": (NODE, 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import itertools
@@ -14,19 +15,21 @@ import signal
 import subprocess
 import tarfile
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from cluster.image.local import LocalImage
+from cluster.image.archive import PackedImage, Packing, pack_image
+from cluster.image.engine import Image, engine_here
 from cluster.image.plan import ImagePlan
-from cluster.image.push import STALL_S, Connect, NodeResult, Push
-from cluster.image.relays import PushSecrets
+from cluster.image.push import STALL_S, NodeResult, Push
+from cluster.ssh.hosts import Host
+from cluster.ssh.session import SshConnection
 from cluster.testbed.build import Testbed
 from testkit.connecting import connect
 from testkit.process_table import living
@@ -159,7 +162,6 @@ class Pushed:
     plan: ImagePlan
     nodes: dict[str, NodeResult]
     sent_bytes: int
-    secrets: PushSecrets
 
     @property
     def failed(self) -> set[str]:
@@ -167,20 +169,19 @@ class Pushed:
         return {name for name, node in self.nodes.items() if not node.ok}
 
 
-class Watcher:
-    """An observer that calls `act` once, as soon as `node` received `after_bytes`."""
+@dataclass(frozen=True)
+class Midway:
+    """`act`, which is called once during a push, as soon as `node` received `after_bytes`."""
 
-    def __init__(self, node: str = "", after_bytes: int = 0, act: Callable[[], None] | None = None) -> None:
-        self._node, self._after_bytes, self._act = node, after_bytes, act
+    node: str
+    after_bytes: int
+    act: Callable[[], None]
 
-    def progress(self, nodes: Sequence[NodeResult], total_bytes: int) -> None:
-        here = next((node.received_bytes for node in nodes if node.node == self._node), 0)
-        if self._act is not None and here >= self._after_bytes:
-            act, self._act = self._act, None
-            act()
-
-    def note(self, node: str, text: str) -> None:
-        pass
+    def watch(self, push: Push, is_over: threading.Event) -> None:
+        while push.received_bytes().get(self.node, 0) < self.after_bytes:
+            if is_over.wait(0.02):
+                return
+        self.act()
 
 
 class PushRig:
@@ -188,41 +189,54 @@ class PushRig:
 
     def __init__(self, testbed: Testbed, engine: LauncherEngine) -> None:
         self.testbed, self.engine = testbed, engine
+        self.words = ("docker", "--host", engine.host)
         self.names = testbed.node_names
         self._images = itertools.count(1)
 
-    def image(self, *mib: float, name: str | None = None) -> LocalImage:
+    def image(self, *mib: float) -> Image:
         """A new image with a layer of so many MiB of noise each."""
         number = next(self._images)
         layers = [layer(int(size * (1 << 20)), 1000 * number + k) for k, size in enumerate(mib)]
-        return self.load(name or f"rig/app:{number}", *layers)
+        return self.load(f"rig/app:{number}", *layers)
 
-    def load(self, name: str, *layers: bytes) -> LocalImage:
+    def load(self, name: str, *layers: bytes) -> Image:
         """An image of these layers."""
         self.engine.load(name, *layers)
         return self.find(name)
 
-    def find(self, name: str) -> LocalImage:
+    def find(self, name: str) -> Image:
         """An image of the launcher's engine."""
-        return LocalImage(("docker", "--host", self.engine.host), name)
+        image = engine_here(self.words).find(name)
+        assert image is not None
+        return image
+
+    def pack(self, image: Image, packing: Packing) -> PackedImage:
+        return pack_image(self.words, image, packing)
 
     def push(
         self,
-        image: LocalImage,
+        image: Image,
         nodes: Sequence[str] | None = None,
         *,
-        observer: Watcher | None = None,
-        connect: Connect = connect,
+        midway: Midway | None = None,
+        connect: Callable[[Host], SshConnection] = connect,
         stall_s: float = STALL_S,
-        **way: Any,
+        limit: float | None = None,
     ) -> Pushed:
         """The push of `image` to `nodes` (all): what `burst image push` does, without a screen."""
         hosts = [self.testbed.host(name) for name in nodes or self.names]
-        with Push(image, ["docker"], hosts, connect, stall_s=stall_s) as push:
-            plan = push.plan(**way)
-            results = push.run(plan, observer or Watcher())
+        pack, is_over = functools.partial(self.pack, image), threading.Event()
+        with Push(image, pack, ["docker"], hosts, connect, stall_s=stall_s) as push:
+            watcher = threading.Thread(target=lambda: midway and midway.watch(push, is_over))
+            watcher.start()
+            try:
+                plan = push.plan(limit)
+                results = push.run(plan)
+            finally:
+                is_over.set()
+                watcher.join()
             sent = push.sent_bytes
-        return Pushed(plan, {result.node: result for result in results}, sent, push.secrets)
+        return Pushed(plan, {result.node: result for result in results}, sent)
 
     def run(self, node: str, *argv: str) -> str:
         """What a command on a node prints."""

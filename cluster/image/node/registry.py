@@ -5,162 +5,104 @@ Python 3.9, standard library only: it runs on the nodes, too.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import re
 import tempfile
-import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 PIECE_BYTES = 256 << 10
-_PATH = re.compile(r"/v2/([0-9a-f]{32})/burst/(?:blobs|manifests)/(sha256:[0-9a-f]{64})")
+POLL_S = 0.02
+MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+_KINDS = {"manifests": MANIFEST, "blobs": "application/octet-stream"}
+_PATH = re.compile(r"/v2/([0-9a-f]{32})/burst/(manifests|blobs)/(sha256:[0-9a-f]{64})")
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-")
-_SPACIOUS = "/var/tmp"  # what lies in /tmp may lie in memory
-
-
-class BlobError(Exception):
-    """The rest of a blob will not come."""
 
 
 class Blob:
-    """Bytes in a file without a name, which are read while they still arrive; nothing of it outlives the process."""
+    """Bytes in a file without a name, which are read while they still arrive; nothing of it outlives the process.
 
-    def __init__(self, media_type: str, size: int | None = None) -> None:
-        self.media_type, self.size, self.have = media_type, size, 0
-        self._file: int | None = None
-        self._failed = False
-        self._changed = threading.Condition()
+    size: what it is to have in the end. is_given_up: whether nobody is to wait for what it has not.
+    """
+
+    def __init__(self, size: int = 0) -> None:
+        self.size, self.have, self.is_given_up = size, 0, False
+        with tempfile.TemporaryFile(dir=os.environ.get("TMPDIR", "/var/tmp")) as file:  # /tmp may lie in memory
+            self.descriptor = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self.descriptor)
 
     def append(self, data: bytes) -> None:
         """Put `data` behind what is there. Raises OSError where there is no room."""
-        if self._file is None:
-            folder = os.environ.get("TMPDIR") or (_SPACIOUS if os.access(_SPACIOUS, os.W_OK) else None)
-            self._file, name = tempfile.mkstemp(prefix="burst-image-", dir=folder)
-            os.unlink(name)
         view = memoryview(data)
         while view:
-            view = view[os.write(self._file, view) :]
-        with self._changed:
-            self.have += len(data)
-            self._changed.notify_all()
+            written = os.pwrite(self.descriptor, view, self.have)
+            view, self.have = view[written:], self.have + written
 
-    def set_failed(self, failed: bool) -> None:
-        """Whether readers shall give up waiting for what is not there."""
-        with self._changed:
-            self._failed = failed
-            self._changed.notify_all()
-
-    def pieces(self, offset: int, size: int) -> Iterator[bytes]:
-        """Everything from `offset` to `size`. Raises BlobError when no more of it will come."""
-        while offset < size:
-            with self._changed:
-                while self.have <= offset:
-                    if self._failed:
-                        raise BlobError("the rest of a layer will not come")
-                    self._changed.wait()
-            assert self._file is not None
-            data = os.pread(self._file, PIECE_BYTES, offset)
-            yield data
-            offset += len(data)
-
-    def __del__(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
+    def pieces(self, begin: int) -> Iterator[bytes]:
+        """Everything from `begin` on. Raises EOFError when no more of it will come."""
+        while begin < self.size:
+            data = os.pread(self.descriptor, PIECE_BYTES, begin)
+            if data:
+                begin += len(data)
+                yield data
+            elif self.is_given_up:
+                raise EOFError
+            else:
+                time.sleep(POLL_S)
 
 
-class Limiter:
-    """At most `rate` bytes per second through `take`, shared by all threads that use it; None: as fast as it goes."""
-
-    def __init__(self, rate: float | None) -> None:
-        self._rate, self._free_at, self._lock = rate, 0.0, threading.Lock()
-
-    def take(self, size: int) -> None:
-        """Wait until `size` bytes may go."""
-        if not self._rate:
-            return
-        with self._lock:
-            start = max(time.monotonic(), self._free_at)
-            self._free_at = start + size / self._rate
-        time.sleep(max(0.0, start - time.monotonic()))
-
-
+@dataclass(frozen=True)
 class Door:
-    """One way in: who knows `token` gets `blobs`, and nothing can be written. sent: bytes that went out of it.
+    """One way in: who knows `token` gets `blobs`, and nothing can be written.
 
-    on_request(digest) is told what somebody is about to read.
+    on_request(digest) is told what somebody is about to read, on_bytes(size) what is about to go out.
     """
 
-    def __init__(
-        self,
-        blobs: Mapping[str, Blob],
-        token: str,
-        limiter: Limiter,
-        on_request: Callable[[str], None] = lambda digest: None,
-    ) -> None:
-        self._blobs, self._token, self.on_request = blobs, token, on_request
-        self._limiter, self.sent, self._lock = limiter, 0, threading.Lock()
+    blobs: Mapping[str, Blob]
+    token: str
+    on_request: Callable[[str], None] = lambda digest: None
+    on_bytes: Callable[[int], None] = lambda size: None
 
-    def find(self, path: str) -> tuple[str, Blob | None]:
-        """(digest, blob) that a path names."""
-        match = _PATH.fullmatch(path)
-        if match is None or not hmac.compare_digest(match[1], self._token):
-            return "", None
-        return match[2], self._blobs.get(match[2])
-
-    def count(self, size: int) -> None:
-        """Wait for the limit; `size` bytes go out."""
-        self._limiter.take(size)
-        with self._lock:
-            self.sent += size
+    def answer(self, connection: Any) -> None:
+        """Serve one connection, a socket or what is like one, until it ends: whoever broke off asks again."""
+        with contextlib.suppress(Exception), connection:
+            _Handler(connection, ("", 0), self)  # type: ignore[arg-type]  # a door is all that it needs of a server
 
 
-class Handler(BaseHTTPRequestHandler):
-    """One connection; `server` is a `Door`, or has one as its `door`."""
-
+class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Any
 
     def do_GET(self) -> None:
         """A blob, a manifest, or whether this is a registry."""
-        self._answer(read=True)
+        door: Door = self.server
+        path, part = _PATH.fullmatch(self.path), _RANGE.fullmatch(self.headers.get("Range", ""))
+        blob = door.blobs.get(path[3]) if path and hmac.compare_digest(path[1], door.token) else None
+        if path is None or blob is None:
+            self._head(200 if self.path == "/v2/" else 404, "application/json", 0)
+            return
+        begin = min(int(part[1]), blob.size) if part else 0
+        more = {"Content-Range": f"bytes {begin}-{blob.size - 1}/{blob.size}"} if part else {}
+        self._head(206 if part else 200, _KINDS[path[2]], blob.size - begin, {"Docker-Content-Digest": path[3], **more})
+        if self.command == "GET":
+            door.on_request(path[3])
+            for data in blob.pieces(begin):
+                door.on_bytes(len(data))
+                self.wfile.write(data)
 
-    def do_HEAD(self) -> None:
-        """The same without its body."""
-        self._answer(read=False)
+    do_HEAD = do_GET  # noqa: N815
 
     def log_message(self, format: str, *arguments: Any) -> None:
         """Nothing: paths hold the token."""
 
-    def _answer(self, *, read: bool) -> None:
-        door: Door = getattr(self.server, "door", self.server)
-        digest, blob = door.find(self.path)
-        if blob is None:
-            is_root = self.path in ("/v2/", "/v2")
-            body = b"{}" if is_root else b'{"errors":[{"code":"NAME_UNKNOWN"}]}'
-            self._head(200 if is_root else 404, "application/json", len(body))
-            if read:
-                self.wfile.write(body)
-            return
-        size = blob.size or 0
-        part = _RANGE.fullmatch(self.headers.get("Range", ""))
-        begin = min(int(part[1]), size) if part else 0
-        extra = {"Content-Range": f"bytes {begin}-{size - 1}/{size}"} if part else {}
-        self._head(206 if part else 200, blob.media_type, size - begin, {"Docker-Content-Digest": digest, **extra})
-        if not read:
-            return
-        door.on_request(digest)
-        try:
-            for data in blob.pieces(begin, size):
-                door.count(len(data))
-                self.wfile.write(data)
-        except (BlobError, OSError, EOFError):
-            self.close_connection = True  # too short: whoever reads sees it, and asks again or elsewhere
-
-    def _head(self, status: int, media_type: str, size: int, extra: Mapping[str, str] = {}) -> None:
+    def _head(self, status: int, kind: str, size: int, more: Mapping[str, str] = {}) -> None:
         self.send_response(status)
-        for name, value in {"Content-Type": media_type, "Content-Length": str(size), **extra}.items():
+        for name, value in {"Content-Type": kind, "Content-Length": str(size), **more}.items():
             self.send_header(name, value)
         self.end_headers()

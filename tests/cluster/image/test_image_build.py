@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_image_plan import INSPECTED
 from testkit import ROOT
 
 from cluster.errors import ClusterError
@@ -52,14 +54,13 @@ def test_what_cannot_be_built_is_told(tmp_path: Path, capfd: pytest.CaptureFixtu
 
 def test_build_as_a_person_types_it(checkout: Path, burst) -> None:
     engine = checkout / "engine"
-    engine.write_text(
-        '#!/bin/sh\n[ $1 = image ] && echo \'[{"Id": "sha256:12", "Size": 4096, "RepoTags": ["a:1"]}]\'\n:\n'
-    )
+    shown = {**INSPECTED, "Id": "sha256:12", "Size": 4096}
+    engine.write_text(f"#!/bin/sh\n[ $1 = build ] || echo '[{json.dumps(shown)}]'\n")
     engine.chmod(0o755)
     words = ("image", "build", "--tag", "a:1", "--context", str(checkout), "--command", str(engine))
     assert burst(*words, "--json").document == {"image": "a:1", "id": "sha256:12", "size_bytes": 4096}
-    shown = burst(*words, "--dry-run", "--", "--pull")
-    assert (shown.code, shown.out.split()[-2:]) == (0, ["--pull", str(checkout)])
+    planned = burst(*words, "--dry-run", "--", "--pull")
+    assert (planned.code, planned.out.split()[-2:]) == (0, ["--pull", str(checkout)])
 
 
 def test_what_lies_in_a_checkout_beside_the_sources_is_no_part_of_a_build() -> None:

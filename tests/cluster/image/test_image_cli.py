@@ -7,22 +7,13 @@ import re
 
 import pytest
 from rich.console import Console
-from test_image_plan import EMPTY, IDENTITY, MIB
+from test_image_plan import EMPTY, HAS, IDENTITY, MIB, nodes_with
 from testkit.terminal import lines_of, text_of
 
-from burst_cli.image.view import (
-    PushView,
-    plan_view,
-    prune_view,
-    results_view,
-    status_view,
-)
-from cluster.image.plan import ImagePlan, NodePlan, Route, choose_feeders
+from burst_cli.image.view import plan_view, push_view, results_view, status_view
+from cluster.image.engine import build_status
+from cluster.image.plan import ImagePlan, NodePlan, choose_feeders
 from cluster.image.push import NodeResult
-from cluster.image.status import NodeImage, Pruned, build_status
-
-HOSTILE = "[red]x[/red] \x1b[2J"
-
 
 APP = ["--image", "app:1"]
 UNNAMED = "give --image NAME:TAG, or set cluster.container.image"
@@ -32,9 +23,7 @@ UNNAMED = "give --image NAME:TAG, or set cluster.container.image"
     ("words", "expected"),
     [
         (["push"], UNNAMED),
-        (["push", *APP, "--limit", "fast"], "expected a rate such as 50MB/s"),
-        (["push", *APP, "--route", "shared"], "is not one of"),
-        (["push", "--image=--all"], "is no image name"),
+        (["push", *APP, "--limit", "fast"], "expected one such as 200mbit or 50MB/s"),
         (
             ["push", *APP, "cluster.container.command=''"],
             "cluster.container.command: got '', expected a command line such as docker",
@@ -50,17 +39,17 @@ def test_a_mistake_is_told_before_anything_is_reached(words, expected, burst):
 def test_an_engine_that_is_not_there_is_told_in_words(burst):
     result = burst("image", "push", "--hosts", "node1", *APP, "cluster.container.command=/nowhere/docker")
     assert result.code == 1
-    assert "the local engine (/nowhere/docker): cannot run /nowhere/docker" in result.err
+    assert "the engine of this machine cannot be asked" in result.err
+    assert "/nowhere/docker" in result.err
 
 
 def plan_of(*nodes: NodePlan) -> ImagePlan:
-    return ImagePlan("app:1", IDENTITY, 2, 6 * MIB, "zstd", None, choose_feeders(nodes, "auto"))
+    return ImagePlan("app:1", IDENTITY, 2, 6 * MIB, "zstd", None, choose_feeders(nodes))
 
 
 def test_a_plan_folds_equal_nodes_and_shows_the_chain():
-    nodes = [EMPTY[name] for name in "abc"] + [NodePlan(f"dead{k}", Route.REFUSED, problem="dead") for k in (1, 2)]
-    nodes.append(NodePlan("has", Route.NONE))
-    assert lines_of(plan_view(plan_of(*nodes))) == [
+    dead = [NodePlan(f"dead{k}", "refused", problem="dead") for k in (1, 2)]
+    assert lines_of(plan_view(plan_of(*(EMPTY[name] for name in "abc"), *dead, HAS))) == [
         f"app:1 identity {IDENTITY[:12]} 2 layers, 6 MiB",
         "nodes route",
         "a direct",
@@ -70,11 +59,11 @@ def test_a_plan_folds_equal_nodes_and_shows_the_chain():
         "chain: launcher → a → b → c",
         "to send: layers that a node lacks, packed with zstd",
     ]
-    assert lines_of(plan_view(plan_of(NodePlan("has", Route.NONE))))[-1] == "nothing to send"
+    assert lines_of(plan_view(plan_of(HAS)))[-1] == "nothing to send"
 
 
 def test_results_tell_failed_nodes_and_that_the_same_command_sends_the_rest():
-    good = NodeResult("node1", True, "direct", 3 * MIB, 2.5, IDENTITY, notes=["slow", "alone"])
+    good = NodeResult("node1", True, "direct", 3 * MIB, 2.5, IDENTITY, notes=("slow", "alone"))
     hold = "nodes hold the image, 0:03"
     assert lines_of(results_view([good, NodeResult("node2", False, "chain", error="disk full")], 3.0)) == [
         "node result received time identity",
@@ -86,54 +75,40 @@ def test_results_tell_failed_nodes_and_that_the_same_command_sends_the_rest():
 
 
 def test_words_of_nodes_are_never_markup():
-    result = NodeResult("node1", False, "direct", error=HOSTILE.replace("\x1b[2J", ""))
-    status = build_status("app", [NodeImage("node1", problem="[red]x[/red]")], None)
-
-    assert "[red]x[/red]" in text_of(results_view([result], 1.0))
-    assert "[red]x[/red]" in text_of(status_view(status))
-    assert "[red]x[/red]" in text_of(prune_view([Pruned("node1", problem="[red]x[/red]")], dry_run=True))
+    assert "[red]x[/red]" in text_of(results_view([NodeResult("node1", False, "direct", error="[red]x[/red]")], 1.0))
+    assert "[red]x[/red]" in text_of(status_view(build_status("app", nodes_with("", dead=["[red]x[/red]"]), None)))
 
 
 def test_status_marks_what_differs_and_what_is_missing():
-    found = [
-        NodeImage("node1", "a" * 64),
-        NodeImage("node2", "b" * 64),
-        NodeImage("node3"),
-        NodeImage("node4", "a" * 64),
-    ]
-    assert lines_of(status_view(build_status("app:1", found, "a" * 64))) == [
-        f"app:1 should be {'a' * 12} (as this machine)",
+    assert lines_of(status_view(build_status("app:1", nodes_with("xy x"), "x"))) == [
+        "app:1 should be x (as this machine)",
         "nodes image id created",
-        f"node[1,4] {'a' * 12}",
-        f"node2 {'b' * 12} differs",
-        "node3 missing",
+        "a,d x x today",
+        "b y y today differs",
+        "c missing",
     ]
-    unseen = [NodeImage("node1"), NodeImage("node2", problem="no answer")]
-    assert lines_of(status_view(build_status("app:1", unseen, None))) == [
+    assert lines_of(status_view(build_status("app:1", nodes_with(" ", dead="d"), None))) == [
         "app:1 was seen nowhere, but not all could be asked",
         "nodes image id created",
-        "node1 missing",
-        "node2 unknown no answer",
+        "a missing",
+        "d unknown d: dead",
     ]
-    assert lines_of(status_view(build_status("app:1", unseen[:1], None)))[0] == "app:1 nobody has it"
+    assert lines_of(status_view(build_status("app:1", nodes_with(" "), None)))[0] == "app:1 nobody has it"
 
 
-def test_what_is_removed_is_told_by_node():
-    nodes = [Pruned("node1", ("app:2", "app:3")), Pruned("node2"), Pruned("node3", problem="no answer")]
-    told = ["node1: removed app:2, app:3", "node2: removed nothing", "node3: no answer"]
-    assert lines_of(prune_view(nodes, dry_run=False)) == told
-    assert lines_of(prune_view(nodes, dry_run=True))[0] == "node1: would remove app:2, app:3"
+def test_nodes_that_ended_get_a_line_and_a_terminal_shows_how_far_the_others_are():
+    class Half:
+        """A push of which some nodes have something."""
 
+        total_bytes = MIB
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_nodes_that_are_done_get_a_line_and_a_terminal_shows_how_far_the_others_are(terminal: bool):
-    stream, shown = io.StringIO(), []
-    nodes = [NodeResult("node1", True, "direct", MIB), NodeResult("node2", False, "chain", error="dead")]
-    nodes += [NodeResult(f"slow{k}", False, "chain", MIB // 2 * k) for k in range(6)]
-    view = PushView(Console(file=stream, force_terminal=terminal, width=100), lambda text: shown.append(str(text)))
-    view.progress(nodes, MIB)
-    view.progress(nodes, MIB)
-    view.note("node2", "is lost")
-    printed = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in stream.getvalue().splitlines()]
-    assert printed == ["node1: done", "node2: failed", "note: node2: is lost"]
-    assert shown[-1] == "slow0 0 B of 1 MiB  slow1 512 KiB of 1 MiB  slow2 loading  slow3 loading  and 2 more"
+        def received_bytes(self) -> dict[str, int]:
+            return {"a": MIB, "d": 0, **{f"slow{k}": MIB // 2 * k for k in range(6)}}
+
+    stream = io.StringIO()
+    with push_view(Console(file=stream, force_terminal=True, width=100), Half()) as tell:
+        for outcome in (*nodes_with("x"), *nodes_with("", dead="d")):
+            tell(outcome)
+    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    assert [line for line in said.splitlines() if line[1:2] == ":"] == ["a: done", "d: failed"]
+    assert "slow0 0 B of 1 MiB  slow1 512 KiB of 1 MiB  slow2 loading  slow3 loading  and 2 more" in said

@@ -5,48 +5,31 @@ from __future__ import annotations
 import pytest
 
 from cluster.errors import ClusterError
-from cluster.image.node.identity import image_identity
-from cluster.image.plan import NodePlan, Route, choose_feeders, choose_packing
-from cluster.image.rate import parse_rate
-from cluster.image.status import NodeImage, build_status, read_inspected
-from engine.config.errors import ConfigError
+from cluster.image.engine import Engine, Image, build_status
+from cluster.image.plan import NodePlan, choose_feeders, choose_packing
+from cluster.ssh.connection import CommandResult
+from cluster.ssh.hosts import Host, Outcome
 
 MIB = 1 << 20
 IDENTITY = "1d" * 32
-EMPTY = {name: NodePlan(name, Route.DIRECT) for name in "abcdef"}
-
-
-def routes(*nodes: NodePlan, route: str = "auto") -> list[tuple[str, str, str]]:
-    return [(node.node, node.route.value, "".join(node.feeders)) for node in choose_feeders(nodes, route)]
+EMPTY = {name: NodePlan(name, "direct") for name in "abcdef"}
+HAS, DEAD = NodePlan("has", "none"), NodePlan("dead", "refused", problem="dead")
 
 
 @pytest.mark.parametrize(
-    ("names", "route", "expected"),
+    ("nodes", "expected"),
     [
-        ("a", "auto", ["direct"]),
-        ("ab", "auto", ["direct", "direct"]),
-        ("abcdef", "auto", ["direct", "chain a", "chain ba", "chain cba", "chain dcb", "chain edc"]),
-        ("ab", "chain", ["direct", "chain a"]),
-        ("abc", "direct", ["direct", "direct", "direct"]),
+        ([EMPTY["a"], HAS], ["direct", "none"]),
+        ([EMPTY["a"], DEAD, EMPTY["b"], HAS], ["direct", "refused", "direct", "none"]),
+        ([EMPTY["a"], DEAD, HAS, EMPTY["b"], EMPTY["c"]], ["direct", "refused", "none", "chain a", "chain ba"]),
+        (EMPTY.values(), ["direct", "chain a", "chain ba", "chain cba", "chain dcb", "chain edc"]),
     ],
 )
-def test_two_nodes_are_fed_from_here_and_three_feed_each_other(names, route, expected):
-    found = routes(*(EMPTY[name] for name in names), route=route)
+def test_two_nodes_are_fed_from_here_and_three_that_lack_the_image_feed_each_other(nodes, expected):
+    found = choose_feeders(list(nodes))
 
-    assert [f"{way} {feeders}".strip() for _, way, feeders in found] == expected
-    assert [name for name, _, _ in found] == list(names)
-
-
-def test_nodes_that_have_the_image_or_cannot_get_it_are_no_part_of_the_chain():
-    has, dead = NodePlan("a", Route.NONE), NodePlan("c", Route.REFUSED, problem="dead")
-
-    assert routes(has, dead, EMPTY["d"], EMPTY["e"], EMPTY["f"]) == [
-        ("a", "none", ""),
-        ("c", "refused", ""),
-        ("d", "direct", ""),
-        ("e", "chain", "d"),
-        ("f", "chain", "ed"),
-    ]
+    assert [f"{node.route} {''.join(node.feeders)}".strip() for node in found] == expected
+    assert [node.node for node in found] == [node.node for node in nodes]
 
 
 DOCKER = (
@@ -65,15 +48,20 @@ PODMAN = "Client: Podman Engine Version: 4.9.3 API Version: 4.9.3"
     ],
 )
 def test_layers_are_packed_as_every_engine_takes_them(engines, packing):
-    nodes = [NodePlan(f"n{k}", Route.DIRECT, engine=engine) for k, engine in enumerate(engines)]
+    nodes = [NodePlan(f"n{k}", "direct", engine=engine) for k, engine in enumerate(engines)]
 
     assert choose_packing(nodes) == packing
+
+
+def engine(code: int, out: bytes, said: bytes) -> Engine:
+    """One that always answers this."""
+    return Engine(lambda words: CommandResult(code, out, said), ("docker",))
 
 
 @pytest.mark.parametrize(
     ("code", "out", "said", "words"),
     [
-        (1, b"", b"Cannot connect to the Docker daemon", "Cannot connect"),
+        (1, b"", b"Cannot connect to the Docker daemon", "docker image: Cannot connect"),
         (137, b"", b"", "ended with 137"),
         (0, b"[]", b"", "makes no sense"),
         (0, b'[{"Id": 1, "RootFS": 7}]', b"", "makes no sense"),
@@ -82,25 +70,14 @@ def test_layers_are_packed_as_every_engine_takes_them(engines, packing):
 )
 def test_an_engine_that_does_not_answer_is_no_engine_without_the_image(code, out, said, words):
     for none in (b"Error: No such image: app:1", b"Error: inspecting object: app:1: image not known"):
-        assert read_inspected(1, b"", none) is None
+        assert engine(1, b"", none).find("app:1") is None
     with pytest.raises(ClusterError, match=words):
-        read_inspected(code, out, said)
-
-
-@pytest.mark.parametrize(
-    ("text", "rate"), [("50MB/s", 50e6), ("50MiB/s", 50 * MIB), ("400mbit", 50e6), ("1.5 GB/s", 1.5e9), ("9B", 9.0)]
-)
-def test_rates_are_read(text, rate):
-    assert parse_rate(text) == rate
-
-
-@pytest.mark.parametrize("text", ["", "fast", "0MB/s", "-1MB/s", "5", "5MB/h"])
-def test_rates_that_make_no_sense_are_refused(text):
-    with pytest.raises(ConfigError, match="50MB/s"):
-        parse_rate(text)
+        engine(code, out, said).find("app:1")
 
 
 INSPECTED = {
+    "Id": "sha256:1",
+    "Size": 1,
     "Architecture": "amd64",
     "Os": "linux",
     "Created": "2026-01-01T00:00:00Z",
@@ -116,7 +93,7 @@ def test_the_identity_does_not_depend_on_the_kind_of_engine():
         "RepoTags": ["a:1"],
         "Config": {**INSPECTED["Config"], "Hostname": "x", "Image": "sha256:parent", "User": "", "Volumes": None},
     }
-    assert image_identity(other) == image_identity(INSPECTED)
+    assert Image.of("a", other).identity == Image.of("a", INSPECTED).identity
 
 
 @pytest.mark.parametrize(
@@ -130,26 +107,29 @@ def test_the_identity_does_not_depend_on_the_kind_of_engine():
     ],
 )
 def test_whatever_a_container_could_notice_changes_the_identity(changes):
-    assert image_identity({**INSPECTED, **changes}) != image_identity(INSPECTED)
+    assert Image.of("a", {**INSPECTED, **changes}).identity != Image.of("a", INSPECTED).identity
 
 
-def test_status_compares_with_this_machine_and_else_with_most_nodes():
-    found = [NodeImage("a", "x"), NodeImage("b", "y"), NodeImage("c", "y")]
-    here, most = build_status("app", found, "x"), build_status("app", found, None)
-
-    assert [(group.nodes, group.differs) for group in here.groups] == [(("b", "c"), True), (("a",), False)]
-    assert [(group.nodes, group.differs) for group in most.groups] == [(("b", "c"), False), (("a",), True)]
+def nodes_with(identities: str, dead: str = "") -> list[Outcome[Image | None]]:
+    """What nodes a, b, ... hold: an image by a letter, or none; and one that is dead."""
+    images = [None if one == " " else Image("app", one, f"sha256:{one}", "today", 1, 1) for one in identities]
+    outcomes: list[Outcome[Image | None]] = [
+        Outcome(Host(name, name), image, None, 0.0) for name, image in zip("abcd", images, strict=False)
+    ]
+    return outcomes + [Outcome(Host(name, name), None, ClusterError(f"{name}: dead"), 0.0) for name in dead]
 
 
 @pytest.mark.parametrize(
-    ("found", "code"),
+    ("found", "local", "reference", "code"),
     [
-        ([NodeImage("a", "x")], 0),
-        ([NodeImage("a", "x"), NodeImage("b")], 1),
-        ([NodeImage("a", "x"), NodeImage("b", "y")], 1),
-        ([NodeImage("a", "x"), NodeImage("b", problem="dead")], 3),
-        ([NodeImage("a"), NodeImage("b", problem="dead")], 1),
+        (nodes_with("xyy"), "x", ("x", "this machine"), 1),
+        (nodes_with("xyy"), None, ("y", "most nodes"), 1),
+        (nodes_with("x"), "x", ("x", "this machine"), 0),
+        (nodes_with("x "), "x", ("x", "this machine"), 1),
+        (nodes_with("x", dead="d"), "x", ("x", "this machine"), 3),
+        (nodes_with(" ", dead="d"), None, (None, "nothing"), 1),
     ],
 )
-def test_status_says_by_its_exit_code_whether_all_nodes_hold_the_image(found, code):
-    assert build_status("app", found, "x").exit_code == code
+def test_status_compares_with_this_machine_and_else_with_most_nodes(found, local, reference, code):
+    status = build_status("app", found, local)
+    assert ((status.reference, status.source), status.exit_code) == (reference, code)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import hashlib
 import http.client
 import io
 import json
 import socket
+import ssl
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 import zstandard
@@ -19,13 +20,14 @@ from testkit.image_rig import noise, saved_image, tar_of
 from testkit.local_connection import LocalConnection
 
 from cluster.errors import ClusterError
-from cluster.image.archive import PackedImage, pack_archive
-from cluster.image.node.registry import Blob, Limiter
-from cluster.image.node.relay import Relay
-from cluster.image.relays import Feed, PushSecrets
+from cluster.image.archive import PackedImage, pack_archive, pack_image
+from cluster.image.engine import Image
+from cluster.image.feed import Feed, Limiter, new_certificate
+from cluster.image.node.registry import Blob
 
 LAYERS = (tar_of({"a": b"alpha" * 500_000}), tar_of({"b": noise(2 << 20, 1)}), tar_of({}))
 BODY = noise(700_000, 3)
+TOKEN = "c0" * 16
 
 
 def sha(body: bytes) -> str:
@@ -33,7 +35,7 @@ def sha(body: bytes) -> str:
 
 
 def body_of(blob: Blob) -> bytes:
-    return b"".join(blob.pieces(0, blob.have))
+    return b"".join(blob.pieces(0))
 
 
 def unpacked(image: PackedImage) -> list[tuple[str, bytes]]:
@@ -89,34 +91,37 @@ def test_a_layer_that_is_a_link_is_the_layer_it_leads_to():
 @pytest.mark.parametrize(
     ("archive", "text"),
     [
-        (saved_image(*LAYERS)[0][:200_000], "damaged|does not describe"),
-        (tar_of({"a": b"x"}), "does not describe"),
-        (tar_of({"manifest.json": b"[{}, {}]"}), "does not describe"),
-        (saved_image(*LAYERS, links={1: 1})[0], r"left a layer out of its archive: '0{63}1/layer.tar'"),
+        (saved_image(*LAYERS)[0][:200_000], "makes no sense"),
+        (tar_of({"a": b"x"}), "manifest.json"),
+        (tar_of({"manifest.json": b"[{}, {}]"}), "makes no sense"),
+        (saved_image(*LAYERS, links={1: 1})[0], "0{63}1/layer.tar"),
+        (b"", "no such daemon"),
     ],
 )
-def test_an_archive_that_makes_no_sense_is_an_error_in_words(archive, text):
-    with pytest.raises(ClusterError, match=text):
-        pack_archive(io.BytesIO(archive), "none")
+def test_an_archive_that_makes_no_sense_is_an_error_in_words(archive, text, tmp_path):
+    (tmp_path / "saved").write_bytes(archive)
+    engine = ("sh", "-c", f"cat {tmp_path}/saved; [ -s {tmp_path}/saved ] || echo no such daemon >&2")
+    with pytest.raises(ClusterError, match=f"cannot export a:1: .*{text}"):
+        pack_image(engine, Image("a:1", "", "", "", 1, 1), "none")
 
 
 def blob_of(body: bytes) -> Blob:
-    blob = Blob("application/x", len(body))
+    blob = Blob(len(body))
     blob.append(body)
     return blob
 
 
-def ask(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, bytes, dict[str, str]]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    try:
+def ask(
+    port: int, path: str, method: str = "GET", *, connect=http.client.HTTPConnection, **headers: str
+) -> tuple[int, bytes, dict[str, str]]:
+    connection = connect("127.0.0.1", port, timeout=20)
+    with contextlib.closing(connection):
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
         return answer.status, answer.read(), dict(answer.getheaders())
-    finally:
-        connection.close()
 
 
-def path_of(body: bytes, token: str, kind: str = "blobs") -> str:
+def path_of(body: bytes, kind: str = "blobs", token: str = TOKEN) -> str:
     return f"/v2/{token}/burst/{kind}/{sha(body)}"
 
 
@@ -138,31 +143,44 @@ class LocalNode(LocalConnection):
         return int(listener.getsockname()[1])
 
 
-@contextlib.contextmanager
-def launcher_port(made: PushSecrets, limit: float | None = None) -> Iterator[int]:
-    """The port of a node whose engine pulls from the launcher, which has `BODY`."""
-    with LocalNode("node") as node:
-        yield Feed(node, PackedImage({sha(BODY): blob_of(BODY)}, sha(BODY)), made, Limiter(limit)).ports[0]
+@pytest.fixture
+def feed():
+    """Feeds of nodes of this machine, whose launcher has `blob`; with a certificate there is a relay."""
+    nodes: list[LocalNode] = []
+    feeds: list[Feed] = []
+
+    def start(blob: Blob, *before: Feed, certificate: str = "", rate: float | None = None) -> Feed:
+        nodes.append(LocalNode(f"node{len(nodes)}"))
+        feeds.append(Feed(nodes[-1], {sha(BODY): blob}, TOKEN, Limiter(rate)))
+        if certificate:
+            feeds[-1].start_relay(certificate)
+            feeds[-1].follow_relay(before)
+        assert feeds[-1].notes == []
+        return feeds[-1]
+
+    yield start
+    for one, node in zip(feeds, nodes, strict=True):
+        one.end()
+        assert {process.popen.wait(20) for process in node.processes} <= {0, -9}
+        node.close()
 
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
         ("GET", "/v2/", 200),
-        ("GET", path_of(BODY, "{token}"), 200),
-        ("GET", path_of(BODY, "{token}", "manifests"), 200),
-        ("HEAD", path_of(BODY, "{token}"), 200),
-        ("GET", path_of(BODY, "0" * 32), 404),
-        ("GET", path_of(b"other", "{token}"), 404),
-        ("GET", path_of(BODY, "{token}") + "/../../../etc/passwd", 404),
-        ("PUT", path_of(BODY, "{token}"), 501),
+        ("GET", path_of(BODY), 200),
+        ("GET", path_of(BODY, "manifests"), 200),
+        ("HEAD", path_of(BODY), 200),
+        ("GET", path_of(BODY, token="0" * 32), 404),
+        ("GET", path_of(b"other"), 404),
+        ("GET", path_of(BODY) + "/../../../etc/passwd", 404),
+        ("PUT", path_of(BODY), 501),
         ("POST", "/v2/burst/blobs/uploads/", 501),
     ],
 )
-def test_only_who_knows_the_token_reads_and_nobody_writes(method, path, status):
-    made = PushSecrets()
-    with launcher_port(made) as port:
-        code, body, headers = ask(port, path.format(token=made.token), method)
+def test_only_who_knows_the_token_reads_and_nobody_writes(method, path, status, feed):
+    code, body, headers = ask(feed(blob_of(BODY)).ports[0], path, method)
 
     assert code == status
     assert (body == BODY) == (method == "GET" and status == 200 and path != "/v2/")
@@ -170,54 +188,44 @@ def test_only_who_knows_the_token_reads_and_nobody_writes(method, path, status):
 
 
 @pytest.mark.parametrize("begin", [0, 1, len(BODY) - 1])
-def test_a_range_is_the_rest_of_a_blob(begin):
-    made = PushSecrets()
-    with launcher_port(made) as port:
-        code, body, headers = ask(port, path_of(BODY, made.token), Range=f"bytes={begin}-")
+def test_a_range_is_the_rest_of_a_blob(begin, feed):
+    code, body, headers = ask(feed(blob_of(BODY)).ports[0], path_of(BODY), Range=f"bytes={begin}-")
 
     assert (code, body) == (206, BODY[begin:])
     assert headers["Content-Range"] == f"bytes {begin}-{len(BODY) - 1}/{len(BODY)}"
 
 
-@pytest.fixture
-def feed():
-    """Starts relays, each with a way to the launcher, which serves `blob`; ends them."""
-    nodes: list[LocalNode] = []
-    feeds: list[Feed] = []
+def test_the_limit_holds_over_all_who_read(feed):
+    port = feed(blob_of(BODY), rate=2e6).ports[0]
+    threads = [threading.Thread(target=ask, args=(port, path_of(BODY))) for _ in range(2)]
+    begin = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
-    def start(blob: Blob, made: PushSecrets, *before: Feed) -> Feed:
-        nodes.append(LocalNode(f"node{len(nodes)}"))
-        feeds.append(Feed(nodes[-1], PackedImage({sha(BODY): blob}, sha(BODY)), made, Limiter(None)))
-        assert feeds[-1].start_relay(None, feeds_others=True) == ""
-        feeds[-1].link(before)
-        return feeds[-1]
-
-    yield start
-    for one, node in zip(feeds, nodes, strict=True):
-        one.end_relay()
-        assert node.processes[0].popen.wait(20) in (0, -9)
-        node.close()
+    assert time.monotonic() - begin >= 0.5  # 0.7 s without what goes at once
 
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_relays_pass_on_bytes_while_they_arrive_fetch_each_once_and_leave_out_the_dead(feed, dies):
-    blob, half, made = Blob("application/x", len(BODY)), len(BODY) // 2, PushSecrets()
+    blob, half, certificate = Blob(len(BODY)), len(BODY) // 2, new_certificate()
     blob.append(BODY[:half])
-    first = feed(blob, made)
-    second = feed(blob, made, first)
-    third = feed(blob, made, second, first)
+    first = feed(blob, certificate=certificate)
+    second = feed(blob, first, certificate=certificate)
+    third = feed(blob, second, first, certificate=certificate)
     connection = http.client.HTTPConnection("127.0.0.1", third.ports[0], timeout=20)
-    connection.request("GET", path_of(BODY, made.token))
-    answer = connection.getresponse()
-    begin = answer.read(half)
-    if dies:
-        second.connection.processes[0].popen.kill()
-    blob.append(BODY[half:])
-    whole = begin + answer.read()
-    connection.close()
-    others = [ask(one.ports[0], path_of(BODY, made.token))[1] for one in (first, *([] if dies else [second]), third)]
+    with contextlib.closing(connection):
+        connection.request("GET", path_of(BODY))
+        answer = connection.getresponse()
+        begin = answer.read(half)
+        if dies:
+            second.connection.processes[0].popen.kill()
+        blob.append(BODY[half:])
+        whole = begin + answer.read()
+    others = [ask(one.ports[0], path_of(BODY))[1] for one in (first, *([] if dies else [second]), third)]
     for one in (first, second, third):
-        one.end_relay()
+        one.end()
 
     assert whole == BODY
     assert set(others) == {BODY}
@@ -225,56 +233,25 @@ def test_relays_pass_on_bytes_while_they_arrive_fetch_each_once_and_leave_out_th
     assert [one.received_bytes for one in (first, third)] == [len(BODY)] * 2  # known whole when a relay ends
 
 
-def test_what_is_asked_for_at_once_is_fetched_in_the_same_order_on_every_node():
-    fetched, is_over = [], threading.Event()
-
-    class Before:
-        """A node before this one; it has everything."""
-
-        def read(self, digest, blob):
-            fetched.append(digest)
-            blob.append(bytes(blob.size))
-            if len(fetched) == 3:
-                is_over.set()
-
-    one = Relay({digest: Blob("application/x", 10) for digest in ("a", "b", "c", "d")})
-    one.start([Before()])
-    for digest in ("d", "c", "a"):
-        one.want(digest)
-    assert is_over.wait(20)
-    assert fetched == ["a", "c", "d"]
+def given_up() -> Blob:
+    blob = Blob(len(BODY))
+    blob.is_given_up = True
+    return blob
 
 
 def test_a_relay_whose_upstreams_all_break_off_does_so_too(feed):
-    blob = Blob("application/x", len(BODY))
-    blob.set_failed(True)
-    made = PushSecrets()
-    alone = feed(blob, made)
     with pytest.raises(http.client.IncompleteRead):
-        ask(alone.ports[0], path_of(BODY, made.token))
+        ask(feed(given_up(), certificate=new_certificate()).ports[0], path_of(BODY))
 
 
-def test_a_peer_needs_the_certificate_and_the_token_of_the_push(feed):
-    made, failed = PushSecrets(), Blob("application/x", len(BODY))
-    failed.set_failed(True)
-    first = feed(blob_of(BODY), made)
-    where = first._peer
+def test_a_peer_needs_the_certificate_of_the_push(feed):
+    first = feed(blob_of(BODY), certificate=new_certificate())
     with pytest.raises((http.client.BadStatusLine, ConnectionError)):
-        ask(where["port"], path_of(BODY, made.peer_token))
-    first._peer = {**where, "certificate": PushSecrets().certificate}
-    strange = feed(failed, made, first)
+        ask(first._peer[1], path_of(BODY))
+    anybody = functools.partial(http.client.HTTPSConnection, context=ssl._create_unverified_context())
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        ask(first._peer[1], path_of(BODY), connect=anybody)
+    strange = feed(given_up(), first, certificate=new_certificate())
     with pytest.raises(http.client.IncompleteRead):
-        ask(strange.ports[0], path_of(BODY, made.token))
-
-
-def test_the_limit_holds_over_all_who_read():
-    made = PushSecrets()
-    with launcher_port(made, 2e6) as port:
-        threads = [threading.Thread(target=ask, args=(port, path_of(BODY, made.token))) for _ in range(2)]
-        begin = time.monotonic()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    assert time.monotonic() - begin >= 0.5  # 0.7 s without what goes at once
+        ask(strange.ports[0], path_of(BODY))
+    assert first.sent_bytes == 0

@@ -45,13 +45,22 @@ def test_all_mistakes_of_a_testbed_are_told_at_once():
     )
 
 
-@pytest.mark.parametrize(("text", "bits"), [("200mbit", 200_000_000), ("1.5Gbit", 1_500_000_000), ("64kbit", 64_000)])
+@pytest.mark.parametrize(
+    ("text", "bits"),
+    [
+        ("200mbit", 200_000_000),
+        ("1.5Gbit", 1_500_000_000),
+        ("64kbit", 64_000),
+        ("50MB/s", 400_000_000),
+        ("125 KiB/s", 1_024_000),
+    ],
+)
 def test_a_rate_reads_back_as_it_was_written(text, bits):
     assert parse_rate(text) == bits
     assert parse_rate(format_rate(bits)) == bits
 
 
-@pytest.mark.parametrize("text", ["", "200", "-1mbit", "1kbit", "9999999gbit", "1mbit; reboot"])
+@pytest.mark.parametrize("text", ["", "200", "5MB/h", "-1mbit", "1kbit", "9999999gbit", "1mbit; reboot"])
 def test_a_rate_without_sense_is_refused(text):
     with pytest.raises(ConfigError, match=r"rate .*expected"):
         parse_rate(text)

@@ -42,7 +42,13 @@ def pull(reference: str) -> dict:
         assert f"sha256:{hashlib.sha256(body).hexdigest()}" == diff_id
         path.write_bytes(body)
     facts = {key: config[key.lower()] for key in ("Architecture", "Os", "Created", "Config")}
-    return {**facts, "Id": manifest["config"]["digest"], "RootFS": {"Layers": config["rootfs"]["diff_ids"]}}
+    size = sum(row["size"] for row in manifest["layers"])
+    return {
+        **facts,
+        "Size": size,
+        "Id": manifest["config"]["digest"],
+        "RootFS": {"Layers": config["rootfs"]["diff_ids"]},
+    }
 
 
 def main(words: list[str]) -> None:

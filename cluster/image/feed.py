@@ -1,0 +1,122 @@
+"""What the launcher has of one node in a push: the port that feeds it, and perhaps a relay there."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import math
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from cluster.code import NodeProgram
+from cluster.errors import ClusterError
+from cluster.image.node.registry import Blob, Door
+from cluster.remote_text import one_line
+from cluster.ssh.session import SshConnection
+
+_RELAY = ("cluster.image.node.relay", "burst-image-relay")
+_SILENCE_S = 30.0
+_BEAT_S = 0.5
+_LAST_WORDS_S = 2.0
+Upstream = tuple[str, int, bool]  # address, port, whether by TLS
+_NO_ANSWER = (ClusterError, ValueError, LookupError, TypeError)
+
+
+def new_certificate() -> str:
+    """A certificate that names itself, and its key (PEM): those who have both believe each other, and nobody else."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "burst image push")])
+    now = datetime.datetime.now(datetime.UTC)
+    day = datetime.timedelta(days=400)  # clocks of nodes may be wrong; the key is gone when the push ends
+    certificate = x509.CertificateBuilder(
+        name, name, key.public_key(), x509.random_serial_number(), now - day, now + day
+    ).sign(key, hashes.SHA256())
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain)
+    return (certificate.public_bytes(pem) + private).decode()
+
+
+class Limiter:
+    """At most `rate` bytes per second through `take`, shared by all threads that use it."""
+
+    def __init__(self, rate: float | None) -> None:
+        self._rate, self._free_at, self._lock = rate or math.inf, 0.0, threading.Lock()
+
+    def take(self, size: int) -> None:
+        """Wait until `size` bytes may go."""
+        with self._lock:
+            start = max(time.monotonic(), self._free_at)
+            self._free_at = start + size / self._rate
+        time.sleep(max(0.0, start - time.monotonic()))
+
+
+class Feed:
+    """What one node's engine pulls from: `ports` on its loopback, best first.
+
+    sent_bytes: what left this machine for the node. notes: what did not go as planned.
+    """
+
+    def __init__(self, connection: SshConnection, blobs: Mapping[str, Blob], token: str, limiter: Limiter) -> None:
+        self.connection, self._limiter = connection, limiter
+        self._door = Door(blobs, token, on_bytes=self._count)
+        self.sent_bytes, self._relayed, self._lock = 0, 0, threading.Lock()
+        self.notes: list[str] = []
+        self.ports = [connection.forward(self._door.answer)]
+        self._launcher: Upstream = ("127.0.0.1", self.ports[0], False)
+        self._peer: Upstream | None = None
+        self._program: NodeProgram | None = None
+        self._follower: threading.Thread | None = None
+        self._is_over = threading.Event()
+
+    @property
+    def received_bytes(self) -> int:
+        """What came to this node, from wherever."""
+        return self._relayed or self.sent_bytes
+
+    def start_relay(self, certificate: str) -> None:
+        """Start it: then the engine asks it first, and peers with the certificate may. Why there is none is noted."""
+        blobs = {digest: blob.size for digest, blob in self._door.blobs.items()}
+        try:
+            self._program = NodeProgram(self.connection, words=_RELAY)
+            setup = {"blobs": blobs, "token": self._door.token, "certificate": certificate}
+            said, _ = self._program.ask(setup, silence_s=_SILENCE_S)
+            self.ports.insert(0, int(said["port"]))
+            self._peer = (str(said["peer"][0]), int(said["peer"][1]), True)
+        except _NO_ANSWER as error:
+            self.notes.append(f"no relay there ({one_line(str(error))}): it pulls from here")
+
+    def follow_relay(self, feeders: Iterable[Feed]) -> None:
+        """Tell the relay, if there is one, whom to ask, the first first, and from then on ask how much came."""
+        upstreams = [*(feeder._peer for feeder in feeders if feeder._peer), self._launcher]
+        if self._program is not None and self._peer is not None:
+            arguments = (self._program, {"upstreams": upstreams})
+            self._follower = threading.Thread(target=self._follow, args=arguments, name="relay", daemon=True)
+            self._follower.start()
+
+    def end(self) -> None:
+        """End the relay; `received_bytes` are final then. Who is fed by it goes on with those before it."""
+        self._is_over.set()
+        if self._follower is not None:
+            self._follower.join(_LAST_WORDS_S)
+        if self._program is not None:
+            self._program.close()
+
+    def _follow(self, program: NodeProgram, question: dict[str, Any]) -> None:
+        is_over = False
+        with contextlib.suppress(*_NO_ANSWER):
+            while not is_over:
+                is_over = self._is_over.is_set()
+                self._relayed = int(program.ask(question, silence_s=_SILENCE_S)[0]["received"])
+                question = {}
+                self._is_over.wait(_BEAT_S)
+
+    def _count(self, size: int) -> None:
+        self._limiter.take(size)
+        with self._lock:
+            self.sent_bytes += size
