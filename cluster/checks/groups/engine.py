@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from cluster.checks.finding import GIB, Check, Finding, gib
 from cluster.checks.group import AbsentError, CheckGroup, known
 from cluster.checks.groups.host import judge_room
 from cluster.checks.groups.software import VERSIONS
+from cluster.image.engine import Image
 from cluster.remote_text import one_line
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import UnreadableError
@@ -80,8 +79,8 @@ IMAGE = python_question(
     20,
     _ASKING
     + r"""
-fields = ",".join("{{json .%s}}" % name for name in ("Architecture", "Os", "Created", "RootFS.Layers", "Size"))
-print(json.dumps(ask("image", "inspect", "--format", "[%s]" % fields, "--", os.environ.get("BURST_IMAGE", ""))))
+(told,) = ask("image", "inspect", "--", os.environ.get("BURST_IMAGE", ""))
+print(json.dumps({key: told[key] for key in ("Id", "Architecture", "Os", "Created", "RootFS", "Config", "Size")}))
 """,
 )
 
@@ -99,14 +98,6 @@ class Engine:
     ways: tuple[str, ...]
     has_gpus: bool
     room: Filesystem | None
-
-
-@dataclass(frozen=True)
-class Image:
-    """The image of the configuration on a node; identity: sha256 over what it is, equal wherever it is the same."""
-
-    identity: str
-    size_bytes: int
 
 
 def check_docker(check: Check, facts: NodeFacts) -> list[Finding]:
@@ -184,17 +175,13 @@ def check_image(check: Check, facts: NodeFacts) -> list[Finding]:
 
 
 def read_image(facts: NodeFacts) -> Image:
-    """Raises UnreadableError when the node has no such image.
-
-    The identity is over architecture, system, time of creation and layers: an engine's own id differs between the two
-    ways in which Docker stores images.
-    """
+    """Raises UnreadableError when the node has no such image, or one without layers."""
 
     def take(told: Any) -> Image:
-        *values, size_bytes = told
-        if len(values) != 4 or not isinstance(values[3], list) or not values[3]:
+        image = Image.of(facts.config.container.image or "", told)
+        if image.layers == 0:
             raise ValueError("no layers")
-        return Image(hashlib.sha256(json.dumps(values).encode()).hexdigest(), int(size_bytes))
+        return image
 
     return facts.section(IMAGE).read(take)
 

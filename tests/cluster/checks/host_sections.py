@@ -42,7 +42,15 @@ HEALTHY: Mapping[str, Any] = {
         "has_gpus": True,
         "room": room(),
     },
-    "host.image": ["amd64", "linux", "2026-01-05T10:00:00.123456789Z", ["sha256:aa", "sha256:bb"], 19327352832],
+    "host.image": {
+        "Id": "sha256:cc",
+        "Architecture": "amd64",
+        "Os": "linux",
+        "Created": "2026-01-05T10:00:00.123456789Z",
+        "RootFS": {"Type": "layers", "Layers": ["sha256:aa", "sha256:bb"]},
+        "Config": {"User": "burst", "Env": ["A=1"]},
+        "Size": 19327352832,
+    },
 }
 BARE_SOFTWARE = {
     "python": "3.11.9",

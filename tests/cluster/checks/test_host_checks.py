@@ -152,7 +152,10 @@ CASES: list[tuple[NodeProbe, str, Verdict, str]] = [
         "burst:cuda is not on",
     ),
     (said("host.image", "Cannot connect to the Docker daemon"), "image", UNKNOWN, ""),
-    *((healthy(image=told), "image", UNKNOWN, "") for told in (["amd64", "linux", "x", [], 1], ["amd64", 1], {})),
+    *(
+        (healthy(image=told), "image", UNKNOWN, "")
+        for told in ({**HEALTHY["host.image"], "RootFS": {}}, ["amd64", 1], {})
+    ),
     # In containers Python supervises ranks, which have that of the image.
     *((python(version), "python", level, "") for version, level in (("3.9.0", OK), ("3.8.20", FAIL))),
     (healthy(software=None), "python", FAIL, "cannot run python3"),
@@ -206,16 +209,6 @@ def test_a_healthy_node_has_an_answer_to_every_check_and_all_are_ok() -> None:
 def test_a_node_that_answered_nothing_has_every_check_and_none_is_ok() -> None:
     found = GROUP.check(NodeProbe("node1"), DOCKER)
     assert {finding.check: finding.severity for finding in found} == dict.fromkeys(GROUP.checks, UNKNOWN)
-
-
-def test_the_identity_of_an_image_is_what_it_is_made_of() -> None:
-    def identity(probe: NodeProbe) -> str:
-        return GROUP.traits(probe, DOCKER)["host.versions"]
-
-    *told, _ = HEALTHY["host.image"]
-    assert identity(healthy(image=[*told, 1])) == identity(healthy())
-    for place, other in enumerate(("arm64", "freebsd", "2026-01-05T10:00:01Z", ["sha256:aa", "sha256:cc"])):
-        assert identity(healthy(image=[*told[:place], other, *told[place + 1 :], 1])) != identity(healthy())
 
 
 def test_traits_leave_out_what_the_image_brings() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +11,7 @@ from testkit.image_rig import LauncherEngine, launcher_engine, tar_of
 
 from cluster.checks.finding import Verdict
 from cluster.checks.groups.engine import read_engine, read_image
+from cluster.image.engine import engine_here
 from cluster.survey.facts import NodeFacts
 
 
@@ -32,8 +31,7 @@ def test_engine_and_image_of_a_real_daemon(tmp_path: Path) -> None:
         assert (read_engine(facts).room is not None, verdicts) == (True, [Verdict.OK, Verdict.WARN])
         engine.import_tree("burst:cuda", tar_of({"file": b"x" * 100_000}))
         facts, verdicts = ask(engine, tmp_path)
-        (told,) = json.loads(engine("inspect", "burst:cuda"))
-        made_of = [told["Architecture"], told["Os"], told["Created"], told["RootFS"]["Layers"]]
-        assert read_image(facts).identity == hashlib.sha256(json.dumps(made_of).encode()).hexdigest()
-        assert (read_image(facts).size_bytes == told["Size"] >= 100_000, verdicts) == (True, [Verdict.OK] * 2)
+        pushed = engine_here(("docker", "-H", engine.host)).find("burst:cuda")
+        assert (read_image(facts), verdicts) == (pushed, [Verdict.OK] * 2)
+        assert read_image(facts).size_bytes >= 100_000
     assert ask(engine, tmp_path)[1] == [Verdict.FAIL, Verdict.UNKNOWN]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import resource
@@ -12,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
-from host_sections import BARE, DOCKER, GROUP
+from host_sections import BARE, DOCKER, GROUP, HEALTHY
 from rehearsal import program
 from testkit.check_fakes import ask_here, installed
 
@@ -157,10 +158,10 @@ def fake_docker(tools: Path, folder: Path, body: str) -> Path:
     return folder / "bin"
 
 
-ENGINE = r"""
+ENGINE = f"""
 case "$1 $*" in
-    image*) echo '["amd64","linux","2026-01-05T10:00:00Z",["sha256:aa"],123]' ;;
-    *) echo '["26.1.3","/","overlay2",{"nvidia":{}}]'; echo a warning >&2 ;;
+    image*) echo '[{json.dumps(HEALTHY["host.image"])}]' ;;
+    *) echo '["26.1.3","/","overlay2",{{"nvidia":{{}}}}]'; echo a warning >&2 ;;
 esac
 """
 
