@@ -163,6 +163,7 @@ BROKEN = {
     },
     "cluster.environment[0]: MASTER_PORT is set by torchrun": {"cluster": {"environment": ("MASTER_PORT=1",)}},
     "cluster.slurm.time_limit: got 'soon', expected [DAYS-]HH:MM:SS": {"cluster": {"slurm": {"time_limit": "soon"}}},
+    "cluster.slurm.time_limit: got '43200', expected [DAYS-]HH:MM:SS": {"cluster": {"slurm": {"time_limit": "43200"}}},
     "cluster.slurm.options[0]: got '-p main', expected --NAME=VALUE": {"cluster": {"slurm": {"options": ("-p main",)}}},
     "cluster.container.image: got '-v /:/x', expected NAME:TAG": {"cluster": {"container": {"image": "-v /:/x"}}},
     'cluster.container.command: got "\'docker", expected a command line': {
