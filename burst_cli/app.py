@@ -41,7 +41,7 @@ VERBS = (
     Verb("sweep", "burst_cli.sweep.sweep", "Run every combination of listed values, resumable, and fill a table."),
     Verb("runs", "burst_cli.runs.runs", "List runs, newest first: state, speed, MFU, loss, why one failed."),
     Verb("status", "burst_cli.runs.status", "Show how a run is: progress, nodes, what went wrong, what to type."),
-    Verb("logs", "burst_cli.logs.logs", "Show what the ranks say, equal lines as one; -f follows to the end."),
+    Verb("logs", "burst_cli.logs.logs", "Show what the ranks say; -f follows to the end of the run."),
     Verb("cancel", "burst_cli.runs.cancel", "Stop runs and wait for their end, from any terminal."),
     Verb("resume", "burst_cli.launch.resume", "Take over a run whose launcher is gone, or start its next attempt."),
     Verb("checkpoint", "burst_cli.checkpoint.checkpoint", "List, verify, export and prune checkpoints of a run."),

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
+from burst_cli.figures import DASH
+
 _GAP = 1
 _LEAST_WITH_NOTES = 60  # columns of a terminal; on narrower ones notes get what is left
 
@@ -61,8 +63,16 @@ def fitted_table(
     width: int,
     *,
     notes_room: int | None = None,
+    short: Sequence[str] | None = None,
 ) -> Table:
-    """The cells of `rows` that have room, and the note of each row, for which `notes_room` is kept free."""
+    """The cells of `rows` that have room, and the note of each row, for which `notes_room` is kept free.
+
+    Columns that no row fills are left out. short: what stands in the first column where not all have room.
+    """
+    filled = [place for place in range(len(columns)) if any(row[place].plain != DASH for row in rows)]
+    columns, rows = [columns[place] for place in filled], [[row[place] for place in filled] for row in rows]
+    if short is not None and is_too_wide(columns, rows, notes, width):
+        rows = [[Text(name), *row[1:]] for name, row in zip(short, rows, strict=True)]
     has_notes = any(notes)
     room = width - (_notes_room(notes, width) if notes_room is None or not has_notes else notes_room)
     widths = [min(wide, width // 2) for wide in _widths(columns, rows)]  # names may be as long as one likes

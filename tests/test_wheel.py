@@ -57,7 +57,7 @@ def test_wheel_plans_a_launch_in_any_folder(installed: Path, tmp_path: Path) -> 
 
 
 def test_wheel_writes_a_report_page(installed: Path, tmp_path: Path) -> None:
-    result = burst(installed, tmp_path, "report", "--format", "html")
+    result = burst(installed, tmp_path, "report", "--output", "report.html")
     assert result.returncode == 0, result.stderr
     assert "burst report: no runs" in (tmp_path / "report.html").read_text()
 

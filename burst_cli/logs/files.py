@@ -33,6 +33,12 @@ class LogFile:
         """Ranks first, by number; then by node and name."""
         return (MAX_RANK + 1 if self.rank is None else self.rank, self.node, self.name)
 
+    @property
+    def label(self) -> str:
+        """tb1:0 for a rank; tb1:torchrun, controller for others."""
+        what = self.name if self.rank is None else str(self.rank)
+        return f"{self.node}:{what}" if self.node else what
+
 
 @dataclass(frozen=True)
 class LogRequest:

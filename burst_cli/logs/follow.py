@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from burst_cli.logs.files import LogFile, LogRequest, find_logs, visible_text
-from burst_cli.logs.merge import merge_folded
-from burst_cli.logs.read import Line, LogFollower, complete_end, match_offset, read_lines, tail_offset
+from burst_cli.logs.read import Line, LogFollower, complete_end, read_lines, tail_offset
 from burst_cli.logs.show import LogPrinter
 from engine.runs.folder import RunFolder
 
 POLL_S = 0.2
 SCAN_S = 1.0  # between looks for files that are new
 QUIET_S = 1.0  # after the end: nothing new for so long, and all has been said
-# Bytes that one look takes up of all files together. A person reads less; a pipe gets more, but not without bound.
-SCREEN_BYTES, PIPE_BYTES = 128 * 1024, 4 * 2**20
+MOST_BYTES = 2**20  # that one look takes up of all files together; nobody reads so much
 JSON_LINES = 100_000
 _LEAST_BYTES = 4 * 1024  # of one file
 
 
-def present_lines(log: LogFile, request: LogRequest, end: int | None = None) -> Iterator[Line]:
+def present_lines(log: LogFile, request: LogRequest, end: int | None = None) -> Iterable[Line]:
     """The lines of one log, up to offset `end`, that `request` wants."""
-    offset = 0
-    if request.tail is not None:
-        is_plain = request.grep is None
-        offset = (
-            tail_offset(log.path, request.tail) if is_plain else match_offset(log.path, request.tail, request.matches)
-        )
-    return filter(request.matches, read_lines(log.path, offset, end))
+    if request.tail is None or request.grep is None:
+        offset = 0 if request.tail is None else tail_offset(log.path, request.tail)
+        return filter(request.matches, read_lines(log.path, offset, end))
+    return deque(filter(request.matches, read_lines(log.path, 0, end)), maxlen=request.tail)
 
 
-def show_folded(streams: Sequence[Iterable[Line]], printer: LogPrinter) -> bool:
-    """Print the lines of logs, equal ones of several ranks as one; whether there was any."""
+def show(streams: Iterable[tuple[LogFile, Iterable[Line]]], printer: LogPrinter) -> bool:
+    """Print the lines of logs, one log after the other; whether there was any."""
     is_any = False
-    for line, positions in merge_folded(streams):
-        printer.line(line, positions)
-        is_any = True
+    for log, lines in streams:
+        for line in lines:
+            printer.line(log, line)
+            is_any = True
     printer.flush()
     return is_any
 
@@ -62,7 +59,7 @@ class LogFollow:
     The logs are those of the printer, to which files are added as they appear. most: bytes at a look.
     """
 
-    def __init__(self, run: RunFolder, request: LogRequest, printer: LogPrinter, *, most: int) -> None:
+    def __init__(self, run: RunFolder, request: LogRequest, printer: LogPrinter, *, most: int = MOST_BYTES) -> None:
         self._run, self._request, self._printer, self._most = run, request, printer, most
         self._followers: list[LogFollower] = []
         self._known = {log.path for log in printer.logs}
@@ -71,22 +68,25 @@ class LogFollow:
     def begin(self) -> None:
         """Print what is there, whole lines only, and stand behind it."""
         pairs = [(log, complete_end(log.path)) for log in self._printer.logs]
-        show_folded([present_lines(log, self._request, end) for log, end in pairs], self._printer)
+        show(((log, present_lines(log, self._request, end)) for log, end in pairs), self._printer)
         self._followers = [LogFollower(log.path, end, self._request.matches) for log, end in pairs]
 
     def look(self) -> bool:
         """Whether anything was new; it is printed."""
         self._scan()
         share = max(_LEAST_BYTES, self._most // max(1, len(self._followers)))
-        arrived = [follower.poll(share) for follower in self._followers]
-        for position, (_, skipped) in enumerate(arrived):
+        arrived = []
+        for log, follower in zip(self._printer.logs, self._followers, strict=True):
+            lines, skipped = follower.poll(share)
             if skipped:
-                self._printer.skipped(skipped, position)
-        return show_folded([lines for lines, _ in arrived], self._printer)
+                self._printer.skipped(log, skipped)
+            arrived.append((log, lines))
+        return show(arrived, self._printer)
 
     def finish(self) -> None:
         """Print last lines that have no end."""
-        show_folded([follower.flush() for follower in self._followers], self._printer)
+        last = ((log, one.flush()) for log, one in zip(self._printer.logs, self._followers, strict=True))
+        show(last, self._printer)
 
     def until(self, ended: Callable[[], int | None]) -> int:
         """Follow until `ended` gives an exit code and the logs are quiet; that code."""

@@ -14,14 +14,7 @@ from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.figures import fold_names, fold_numbers
 from burst_cli.logs.files import LogFile, LogRequest, find_logs, parse_ranks
-from burst_cli.logs.follow import (
-    PIPE_BYTES,
-    SCREEN_BYTES,
-    LogFollow,
-    json_lines,
-    present_lines,
-    show_folded,
-)
+from burst_cli.logs.follow import LogFollow, json_lines, present_lines, show
 from burst_cli.logs.show import LogPrinter
 from burst_cli.options import RUNS_DIR, JsonOption, LivingRunArgument, RunsDirOption
 from burst_cli.runs.choose import choose_run
@@ -56,10 +49,10 @@ def logs(
     runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what the ranks say as `host:rank | line`; lines that several ranks say alike appear once, `tb[1-4]:0-7 |`.
+    """Show what the ranks say as `host:rank | line`.
 
     Logs carry no common clock: without -f they come in the order of ranks, with -f as they arrive. Terminal escapes
-    are removed, bytes that are no text are shown as replacement marks, and long lines are cut on the screen. When
+    are removed, and bytes that are no text are shown as replacement marks. When
     more arrives than can be read, lines are left out, and it is said how much; the log itself has all of them.
 
     -f ends with the run, with the exit code of `burst status`: 0 completed, 1 failed, 130 cancelled, 3 unknown.
@@ -130,14 +123,12 @@ def _say_nothing_there(run: RunFolder, request: LogRequest) -> None:
 
 def _show(run: RunFolder, found: list[LogFile], request: LogRequest, *, follow: bool) -> int:
     """The exit code after the logs were printed, and followed."""
-    is_terminal = sys.stdout.isatty()
-    has_colour = is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    printer = LogPrinter(sys.stdout, found, is_terminal=is_terminal, has_colour=has_colour)
+    has_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    printer = LogPrinter(sys.stdout, found, has_colour=has_colour)
     if not follow:
-        show_folded([present_lines(log, request) for log in found], printer)
+        show(((log, present_lines(log, request)) for log in found), printer)
         return 0
-    most = SCREEN_BYTES if is_terminal else PIPE_BYTES
-    code = LogFollow(run, request, printer, most=most).until(RunWatch(run).ended)
+    code = LogFollow(run, request, printer).until(RunWatch(run).ended)
     state, why = run.read_state()["state"], ": its nodes cannot be asked" if code == UNKNOWN else ""
     text = f"{run.exp}/{run.run_id} {state}{why}; more: burst status {run.run_id}"
     render.stderr().print(text, style="dim", markup=False, soft_wrap=True)

@@ -7,7 +7,6 @@ line at most KEEP_BYTES are held; how much it has beyond is counted.
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
@@ -71,17 +70,6 @@ def tail_offset(path: Path, count: int) -> int:
 def complete_end(path: Path) -> int:
     """The offset behind the last line end; 0 when there is none."""
     return next(_line_ends(path), 0)
-
-
-def match_offset(path: Path, count: int, matches: Callable[[Line], bool]) -> int:
-    """Where the last `count` lines that match begin; the end of the file when none does."""
-    found: deque[int] = deque(maxlen=max(count, 1))
-    offset = 0
-    for line in read_lines(path):
-        if matches(line):
-            found.append(offset)
-        offset += len(line.text) + line.cut_bytes + 1
-    return found[0] if found and count > 0 else offset
 
 
 def read_lines(path: Path, offset: int = 0, end: int | None = None) -> Iterator[Line]:

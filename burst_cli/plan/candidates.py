@@ -1,4 +1,4 @@
-"""What `burst plan` plans: configurations, one per attention method, with what each will do or why it cannot."""
+"""What `burst plan` plans: a configuration, with what it will do."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from burst_cli.config.conf_dirs import list_options, search_path
 from burst_cli.plan.memory_check import MemoryCheck, with_remedies, world_topology
-from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 from engine.planning.memory.auto import settle_run
 from engine.planning.memory.capacity import Capacity, capacity_of, configured_device, find_hardware
@@ -20,37 +18,21 @@ from engine.planning.methods.auto import Candidate as RankedMethod
 from engine.planning.methods.preview import AttentionPreview, preview_attention
 from engine.planning.methods.resolve import machine_of
 from engine.planning.methods.topology import Topology
+from engine.planning.time.devices import find_machine
 from engine.planning.time.machine import Machine
 from engine.planning.time.recommend import Adviser, Recommendation
 from engine.planning.time.step_time import StepTime, predict_step
 
 
 @dataclass(frozen=True)
-class Request:
-    """How configurations are planned.
-
-    machine     None: that of the configuration, else this one's
-    device      as in `engine.planning.memory.capacity.capacity_of`
-    memory      False: memory is left out, and memory=auto counts as a policy that costs nothing
-    advised     look for what to change
-    """
-
-    machine: Machine | None = None
-    device: str | None = None
-    memory: bool = True
-    advised: bool = True
-
-
-@dataclass(frozen=True)
 class Plan:
-    """A configuration that can run, settled; `world`: all its ranks, `name`: of its method, as it was asked for.
+    """A configuration that can run, settled; `world`: all its ranks.
 
     ranking   what attention=auto chose from, best first
     as_measured   nobody says how many ranks a node has: as many as the machine was measured with
     advice    what would cost less; None: nothing does, or nobody looked
     """
 
-    name: str
     config: RunConfig
     world: Topology
     machine: Machine
@@ -88,8 +70,6 @@ class Plan:
         preview = self.preview
         return {
             "preset": preview.method.preset,
-            "legal": True,
-            "problems": [],
             "warnings": preview.warnings,
             "exp": self.config.exp,
             "seq_len": self.config.train.seq_len,
@@ -108,42 +88,10 @@ class Plan:
         }
 
 
-@dataclass(frozen=True)
-class Illegal:
-    """A method that cannot run here, and the rules that it violates."""
-
-    name: str
-    problems: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Its place in the document of `burst plan --json`."""
-        return {"preset": self.name, "legal": False, "problems": list(self.problems)}
-
-
 def placement_overrides(ranks: int | None, nodes: int | None) -> list[str]:
     """--ranks and --nodes as settings."""
     chosen = {"cluster.ranks_per_node": ranks, "cluster.topology_nodes": nodes}
     return [f"{key}={value}" for key, value in chosen.items() if value is not None]
-
-
-def names_to_compare(
-    compare: str | None, compare_all: bool, overrides: Sequence[str], config_dirs: Sequence[Path]
-) -> list[str]:
-    """Options of the group attention, as --compare lists them or (--all) all of them; empty without either."""
-    if compare is None and not compare_all:
-        return []
-    options = list(list_options(search_path(config_dirs)).get("attention", {}))
-    names = options if compare is None else list(dict.fromkeys(name.strip() for name in compare.split(",")))
-    problems = [f"--compare and --all exclude each other; leave out --all or --compare {compare}"] * (
-        compare is not None and compare_all
-    )
-    problems += [f"--compare: no option {name!r} of attention; there are {', '.join(options)}"
-                 for name in names if name not in options]  # fmt: skip
-    problems += [f"{override}: --compare and --all choose the attention themselves; leave it out"
-                 for override in overrides if override.startswith("attention=")]  # fmt: skip
-    if problems:
-        raise ConfigError(problems)
-    return names
 
 
 def assumes_device(config: RunConfig) -> bool:
@@ -151,32 +99,39 @@ def assumes_device(config: RunConfig) -> bool:
     return configured_device(config) is None and not find_hardware().gpus
 
 
-def plan_one(overrides: Sequence[str], config_dirs: Sequence[Path], request: Request) -> Plan:
-    """The plan of the configuration that these overrides spell. Raises ConfigError when it is not legal."""
+def plan_one(
+    overrides: Sequence[str], config_dirs: Sequence[Path], *, device: str | None = None, has_memory: bool = True
+) -> Plan:
+    """The plan of the configuration that these overrides spell. Raises ConfigError when it is not legal.
+
+    device: a machine, or a number of bytes, as in `engine.planning.memory.capacity.capacity_of`; None: as configured,
+    else this machine. has_memory: without it memory is left out, and memory=auto counts as a policy that costs nothing.
+    """
     from burst_cli.compose import compose  # loads Hydra, which `--help` need not
 
+    named = None if device is None or _is_number(device) else find_machine(device)
     asked = compose(overrides, config_dirs).config
-    as_measured = _ranks_as_measured(asked, request.machine)
+    as_measured = _ranks_as_measured(asked, named)
     if as_measured:
         asked = compose([*overrides, *as_measured], config_dirs).config
     world = world_topology(asked)
-    capacity = capacity_of(asked, world.local_ranks, device=request.device)
+    capacity = capacity_of(asked, world.local_ranks, device=device)
     asked = _computing_on(asked, capacity)
-    if not request.memory and asked.memory.activation_checkpoint == "auto":
+    if not has_memory and asked.memory.activation_checkpoint == "auto":
         asked = replace(asked, memory=replace(asked.memory, activation_checkpoint="none"))
-    machine = (request.machine or machine_of(asked, capacity.device_name)).shared_by(world.local_ranks)
-    if request.memory:
+    machine = (named or machine_of(asked, capacity.device_name)).shared_by(world.local_ranks)
+    if has_memory:
         shared_predictor().start()  # it loads torch meanwhile
     predict = shared_predictor().predict
     attention, choice = settle_run(asked, world, capacity, predict, machine)
     step = predict_step(choice.config, world, machine)
-    plan = Plan(choice.config.attention.preset, choice.config, world, machine, step, ranking=attention.candidates)
+    plan = Plan(choice.config, world, machine, step, ranking=attention.candidates)
     plan = replace(plan, as_measured=bool(as_measured))
-    if not request.memory:
+    if not has_memory:
         return plan
     memory = MemoryCheck(choice.config, capacity, choice.prediction or predict(choice.config, world), choice)
     plan = replace(plan, memory=with_remedies(memory, world, predict, machine))
-    if request.advised and memory.fits:
+    if memory.fits:
         plan = replace(plan, advice=Adviser(capacity, machine, predict).recommend(asked, choice.config, world))
     return plan
 
@@ -196,22 +151,9 @@ def _computing_on(config: RunConfig, capacity: Capacity) -> RunConfig:
     return replace(config, cluster=replace(config.cluster, backend="gloo" if capacity.host_is_device else "auto"))
 
 
-def plan_each(
-    names: Sequence[str], overrides: Sequence[str], config_dirs: Sequence[Path], request: Request
-) -> list[Plan | Illegal]:
-    """One plan per option of attention, in that order.
-
-    Raises ConfigError when none is legal: then the mistake is not in the method.
-    """
-    found: list[Plan | Illegal] = []
-    for name in names:
-        try:
-            planned = plan_one([*overrides, f"attention={name}"], config_dirs, replace(request, advised=False))
-            found.append(replace(planned, name=name))
-        except ConfigError as error:
-            found.append(Illegal(name, error.problems))
-    if all(isinstance(one, Illegal) for one in found):
-        raise ConfigError(
-            list(dict.fromkeys(text for one in found if isinstance(one, Illegal) for text in one.problems))
-        )
-    return found
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

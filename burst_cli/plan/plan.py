@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -15,23 +14,11 @@ from burst_cli.completion import complete_device
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 from burst_cli.outputs import PICTURES, check_output, write_figure
 from burst_cli.plan import candidates as planning
-from burst_cli.plan.table import answer_view, comparison_table, details_view
-from engine.config.errors import ConfigError
-from engine.planning.time.devices import find_machine, read_rates
-from engine.planning.time.machine import Machine
+from burst_cli.plan.table import answer_view, details_view
 
 app = new_verb()
 
 
-Pass = Literal["forward", "backward", "all"]
-MachineFieldsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--with",
-        metavar="FIELD=NUMBER",
-        help="Change a figure of the device, such as inter_bytes_per_s=25e9 or shared_nic=1. May be repeated.",
-    ),
-]
 DeviceOption = Annotated[
     str | None,
     typer.Option(
@@ -49,9 +36,6 @@ MemoryByOption = Annotated[
         help="exact: rehearse a step without data, some seconds; none: leave out, memory=auto then adds no time.",
     ),
 ]
-CompareOption = Annotated[
-    str | None, typer.Option("--compare", metavar="NAME,NAME", help="Plan these options of attention= side by side.")
-]
 PriceOption = Annotated[
     float | None, typer.Option("--price", min=0, max=1e9, help="Of one device hour, for the cost of the run.")
 ]
@@ -64,24 +48,18 @@ DetailsOption = Annotated[
 def plan(
     overrides: OverridesArgument = None,
     config_dir: ConfigDirOption = None,
-    compare: CompareOption = None,
-    compare_all: Annotated[bool, typer.Option("--all", help="Plan every option of attention= side by side.")] = False,
     ranks: Annotated[
         int | None, typer.Option("--ranks", min=1, help="Number of ranks, where the configuration does not say it.")
     ] = None,
     nodes: Annotated[
         int | None, typer.Option("--nodes", min=1, help="Nodes that these ranks lie on, evenly; default: 1.")
     ] = None,
-    machine_fields: MachineFieldsOption = None,
     picture: Annotated[
         Path | None,
         typer.Option("--picture", metavar="FILE", help="Draw the schedule into FILE.svg or FILE.png."),
     ] = None,
     device: DeviceOption = None,
     memory_by: MemoryByOption = "exact",
-    shown_pass: Annotated[
-        Pass, typer.Option("--pass", help="Which pass the picture shows; all: the one of recomputation too.")
-    ] = "all",
     price: PriceOption = None,
     details: DetailsOption = False,
     as_json: JsonOption = False,
@@ -96,38 +74,23 @@ def plan(
         the answer, in six lines
     burst plan exp=llama8b_1m --ranks 8 --device h200 memory=auto --details
         how it comes about, and the checkpoint policies it was chosen from
-    burst plan exp=llama8b_1m --ranks 16 --nodes 2 --all
-        which methods are legal there, and what each moves
+    burst plan exp=llama8b_1m --ranks 16 --nodes 2 attention=auto --details
+        which methods are legal there, and how long each takes
     burst plan exp=tiny --device cpu --picture plan.svg
         a picture of who computes and sends when
 
     In the details attention is shown per layer, of the ranks that share one sequence. Balance is the work of the
     busiest rank over the mean: 1 is perfect. Exposed is the time that communication adds to the computation.
     """
-    chosen = _machine(device, machine_fields or [])
     if picture is not None:
         check_output("--picture", picture, *PICTURES)
-        if compare is not None or compare_all:
-            raise ConfigError("--picture shows one plan; leave out --compare and --all, and give attention=NAME")
     settings, dirs = [*(overrides or []), *planning.placement_overrides(ranks, nodes)], config_dir or []
-    names = planning.names_to_compare(compare, compare_all, overrides or [], dirs)
-    request = planning.Request(chosen, device, memory=memory_by == "exact")
     console = render.stdout()
-    if names:
-        if price is not None or details:
-            option = "--details" if details else "--price"
-            raise ConfigError(f"{option} tells of one plan; leave out --compare and --all")
-        plans = planning.plan_each(names, settings, dirs, request)
-        if as_json:
-            render.emit_json({"plans": [one.to_dict() for one in plans]})
-        else:
-            console.print(comparison_table(plans, console.width))
-        return
-    found = planning.plan_one(settings, dirs, request)
+    found = planning.plan_one(settings, dirs, device=device, has_memory=memory_by == "exact")
     if picture is not None:
         from burst_cli.plan.schedule_picture import schedule_figure
 
-        write_figure("--picture", picture, schedule_figure(found, shown_pass))
+        write_figure("--picture", picture, schedule_figure(found))
     if as_json:
         render.emit_json(found.to_dict(price) | ({"picture": str(picture)} if picture else {}))
         return
@@ -137,20 +100,3 @@ def plan(
         render.stderr().print(f"note: {words}", markup=False, soft_wrap=True)
     if details:
         console.print(Text(), details_view(found))
-
-
-def _machine(device: str | None, changes: Sequence[str]) -> Machine | None:
-    """The device that is named, with changes; None where none is, or only a number of bytes."""
-    if device is None or _is_number(device):
-        if changes:
-            raise ConfigError(f"--with {changes[0]}: changes a device; name one with --device, such as --device h100")
-        return None
-    return find_machine(device, read_rates(changes))
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

@@ -72,9 +72,9 @@ class _Rows:
         return top + offset, _LANE_HEIGHT
 
 
-def schedule_figure(candidate: Plan, shown: str) -> Figure:
-    """The schedule of the pass that is `shown`, or of `all`, of one layer, side by side on one scale of time."""
-    passes = [one for one in candidate.preview.passes if shown in ("all", one.direction)]
+def schedule_figure(candidate: Plan) -> Figure:
+    """The schedule of the passes of one layer, side by side on one scale of time."""
+    passes = candidate.preview.passes
     timelines = [one.timeline for one in passes]
     topology = candidate.preview.topology
     ranks = shown_ranks(topology, candidate.preview.planned_ranks)

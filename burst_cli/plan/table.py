@@ -1,8 +1,8 @@
-"""Plans as people read them: the answer in six lines, the details, methods side by side. Pure: plans in, text out."""
+"""Plans as people read them: the answer in six lines, the details. Pure: plans in, text out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli.figures import binary_bytes, count, count_of, percent, seconds
-from burst_cli.plan.candidates import Illegal, Plan
+from burst_cli.plan.candidates import Plan
 from burst_cli.plan.memory_check import MemoryCheck
 from burst_cli.render import told
 from burst_cli.tables import listing, styled
@@ -28,14 +28,13 @@ _SHOWN_CANDIDATES = 12
 _BYTES_NOTE = (
     "Bytes are those of the busiest rank, from the plan that would run. Seconds come from a model of the machine."
 )
-_CELL_PADDING = 3  # one blank on each side and the rule
 
 
 def answer_view(plan: Plan, price: float | None = None, picture: Path | None = None) -> RenderableType:
     """What a run is decided by: does it fit, how fast, what does it cost, what would help."""
     step, world = plan.step, plan.world
     nodes = f" on {world.nodes} nodes" if world.nodes > 1 else ""
-    what = f"{plan.config.exp}, attention={plan.name}: {plan.config.train.seq_len:,} tokens on "
+    what = f"{plan.config.exp}, attention={plan.config.attention.preset}: {plan.config.train.seq_len:,} tokens on "
     lines = [
         ("plan", f"{what}{count_of('rank', world.size)}{nodes}{_as_measured(plan)}"),
         ("memory", _fit_words(plan.memory)),
@@ -130,29 +129,6 @@ def details_view(plan: Plan) -> RenderableType:
     return Group(*parts, *_footer(plan))
 
 
-def comparison_table(candidates: Sequence[Plan | Illegal], width: int) -> RenderableType:
-    """Legal candidates side by side, a row each if that fits into `width` columns, else a column; then the others."""
-    legal = [candidate for candidate in candidates if isinstance(candidate, Plan)]
-    illegal = [candidate for candidate in candidates if isinstance(candidate, Illegal)]
-    columns = _comparison_columns(legal)
-    cells = [[cell(candidate) for _, cell in columns] for candidate in legal]
-    headings = [heading for heading, _ in columns]
-    widths = [max(map(len, column)) for column in zip(headings, *cells, strict=True)]
-    fits = sum(widths) + _CELL_PADDING * len(widths) < width
-    best = _fastest(legal)
-    parts: list[RenderableType] = [_placement(legal[0]), Text()]
-    if fits:
-        rows = [styled(row, "green" if index == best else "") for index, row in enumerate(cells)]
-        parts.append(listing(headings, rows, headings[4:], ruled=True))
-    else:
-        turned = [[Text(heading, "bold"), *row] for heading, *row in zip(headings, *cells, strict=True)]
-        parts.append(listing([str(cell) for cell in turned[0]], turned[1:], ruled=True))
-    for candidate in illegal:
-        parts.append(Text.assemble((f"{candidate.name}: ", "bold"), ("not legal here", "yellow")))
-        parts += [Text(f"  • {problem}") for problem in candidate.problems]
-    return Group(*parts, Text(f"Two figures in a cell: forward / backward, per layer.\n{_BYTES_NOTE}", style="dim"))
-
-
 def _headings(candidate: Plan) -> list[Text]:
     method = candidate.preview.method
     heading = f"layout {method.layout}, {_degrees(method)} (heads x inner ring x outer ring)"
@@ -192,26 +168,25 @@ def exposed_words(one: PassPreview) -> str:
     return f"{seconds(exposed)} ({percent(exposed / one.timeline.total_s)})" if exposed > 0 else "0"
 
 
-# What is told of a pass: its name in the details, its name where methods stand side by side (None: not there).
-_FIGURES: tuple[tuple[str, str | None, Callable[[PassPreview], str]], ...] = (
-    ("steps", "steps", lambda one: str(one.steps)),
-    ("tiles", "tiles", lambda one: str(one.tiles)),
-    ("visible pairs, all ranks", None, lambda one: count(one.visible_pairs)),
-    ("balance (busiest rank / mean)", "balance", lambda one: f"{one.balance:.3f}"),
-    ("sent inside the node", "intra node", _link("intra_bytes")),
-    ("sent between nodes", "inter node", _link("inter_bytes")),
-    ("moved to and from host memory", "host", _link("host_bytes")),
-    ("buffers on the device", "device buffers", _extra_buffers("device")),
-    ("buffers in host memory", None, _extra_buffers("host")),
-    ("predicted seconds", "seconds", lambda one: seconds(one.timeline.total_s)),
-    ("  computing (busiest rank)", None, lambda one: seconds(one.timeline.busiest_s)),
-    ("  exposed communication", "exposed", exposed_words),
+_FIGURES: tuple[tuple[str, Callable[[PassPreview], str]], ...] = (
+    ("steps", lambda one: str(one.steps)),
+    ("tiles", lambda one: str(one.tiles)),
+    ("visible pairs, all ranks", lambda one: count(one.visible_pairs)),
+    ("balance (busiest rank / mean)", lambda one: f"{one.balance:.3f}"),
+    ("sent inside the node", _link("intra_bytes")),
+    ("sent between nodes", _link("inter_bytes")),
+    ("moved to and from host memory", _link("host_bytes")),
+    ("buffers on the device", _extra_buffers("device")),
+    ("buffers in host memory", _extra_buffers("host")),
+    ("predicted seconds", lambda one: seconds(one.timeline.total_s)),
+    ("  computing (busiest rank)", lambda one: seconds(one.timeline.busiest_s)),
+    ("  exposed communication", exposed_words),
 )
 
 
 def _passes_table(layer: LayerPreview, machine: Machine) -> Table:
     directions = [one.direction for one in layer.passes]
-    rows = [[name, *map(cell, layer.passes)] for name, _, cell in _FIGURES]
+    rows = [[name, *map(cell, layer.passes)] for name, cell in _FIGURES]
     return listing((f"per layer and rank ({machine.name})", *directions), rows, directions, ruled=True)
 
 
@@ -266,42 +241,8 @@ def _footer(candidate: Plan) -> list[Text]:
     ]
 
 
-def _comparison_columns(legal: Sequence[Plan]) -> list[tuple[str, Callable[[Plan], str]]]:
-    """Host memory is told of where somebody uses it."""
-
-    def both(cell: Callable[[PassPreview], str]) -> Callable[[Plan], str]:
-        return lambda plan: " / ".join(cell(one) for one in plan.preview.passes if one.direction != "recompute")
-
-    uses_host = any(one.busiest_links.host_bytes for candidate in legal for one in candidate.preview.passes)
-    has_memory = all(candidate.memory for candidate in legal)
-    return [
-        ("attention", lambda candidate: candidate.name),
-        ("layout", lambda candidate: candidate.preview.method.layout),
-        ("heads x rings", lambda candidate: _degrees(candidate.preview.method)),
-        ("backward", lambda candidate: candidate.preview.method.backward_circulates),
-        *((name, both(cell)) for _, name, cell in _FIGURES if name and (name != "host" or uses_host)),
-        *([("memory of a rank", _memory_cell)] if has_memory else []),
-        ("step", lambda candidate: seconds(candidate.step.seconds)),
-        ("MFU", lambda candidate: percent(candidate.step.mfu(candidate.step.flops.model))),
-    ]
-
-
-def _memory_cell(candidate: Plan) -> str:
-    memory = candidate.memory
-    assert memory is not None
-    assert memory.prediction is not None
-    needed = binary_bytes(memory.prediction.needed_bytes)
-    return needed if memory.fits else f"{needed}, does not fit"
-
-
 def _degrees(method: AttentionMethod) -> str:
     return f"{method.head_parallel_size} x {method.ring_inner_size} x {method.ring_outer_size}"
-
-
-def _fastest(legal: Sequence[Plan]) -> int | None:
-    """Index of the candidate with the shortest step; None without a choice."""
-    steps = [candidate.step.seconds for candidate in legal]
-    return steps.index(min(steps)) if len(steps) > 1 else None
 
 
 def memory_view(memory: MemoryCheck) -> list[RenderableType]:

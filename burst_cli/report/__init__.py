@@ -1,7 +1,6 @@
-"""What `burst report` shows: runs in groups, compared with one another and with a baseline.
+"""What `burst report` shows: runs in groups, and two compared with one another.
 
-report.py -> Request -> build.py -> Report -> write.py: tables, Markdown, CSV, LaTeX, page.html
-    records.py: what the files of a run say    columns.py: every figure, how it reads, which end of it is better
-    against.py: baselines, gates    compare.py, bootstrap.py: A against B
-    panels.py: what is drawn    draw.py: drawn with matplotlib
+report.py -> build.py -> Report -> write.py: tables, CSV, page.html
+    records.py, effective.py: what the files of a run say    columns.py: every figure, and how it reads
+    compare.py, bootstrap.py: A against B    plots.py: what is drawn, with matplotlib
 """

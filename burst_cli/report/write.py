@@ -1,4 +1,4 @@
-"""A report written: for terminals, as Markdown, CSV, LaTeX or an HTML page, and into files."""
+"""A report written: for terminals, as CSV with every figure, and as an HTML page with plots."""
 
 from __future__ import annotations
 
@@ -7,111 +7,60 @@ import io
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console, RenderableType
-from rich.console import Group as Lines
-from rich.table import Table
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from burst_cli import __version__
 from burst_cli.eval.view import evaluation_lines, evaluation_tables, is_evaluation
 from burst_cli.figures import count_of
 from burst_cli.outputs import has_matplotlib
-from burst_cli.render import PIPE_WIDTH, json_document, told
+from burst_cli.render import told
+from burst_cli.report import compare
 from burst_cli.report.build import Report
-from burst_cli.report.columns import BY_KEY, PAPER_KEYS, PROVENANCE_KEYS, Column, filled, notes_for
-from burst_cli.report.draw import panel_link
-from burst_cli.report.panels import (
-    Panel,
-    comparison_panels,
-    group_panels,
-    needle_tables,
-    run_panels,
-    style_numbers,
-)
-from burst_cli.report.records import Record, first_of, run_name, status_of
-from burst_cli.tables import fitting, listing
+from burst_cli.report.columns import COLUMNS, PROVENANCE, Column, filled, notes_for
+from burst_cli.report.plots import Panel, comparison_panels, group_panels, panel_link, run_panels, style_numbers
+from burst_cli.report.records import Record, run_name, status_of
+from burst_cli.tables import Column as TableColumn
+from burst_cli.tables import fitted_table, is_too_wide, listing
 from cluster.remote_text import one_line
 from engine.config.errors import ConfigError
-from engine.runs.folder import list_runs
 
 MOST_PANELS = 30  # a page with more is neither read nor quick
 _MOST_EVALUATIONS = 4
-_CELL_PADDING = 3  # one blank on each side and the rule
 _NO_PLOTS = "There are no plots, because matplotlib is not installed: pip install 'burst-train[picture]'"
 _RUN_ID = re.compile(r"(?<=/)\d{8}-\d{6}-([0-9a-f]{6})$")  # of which its last digits are enough
 _FORMULA = frozenset("=+-@\t\r")
 _CSV_FIRST = ("run_id", "exp", "status", "path")
-_LATEX = {
-    "\\": r"\textbackslash{}",
-    "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}",
-    **{char: f"\\{char}" for char in "&%$#_{}"},
-    "×": r"$\times$",
-    "…": r"\ldots{}",
-    "–": "--",
-    "·": r"$\cdot$",
-    "<": r"\textless{}",
-    ">": r"\textgreater{}",
-    "|": r"\textbar{}",
-    '"': "''",
-}
-_SIGNS = (  # of earlier reports, near their beginning
-    b'name="generator" content="burst report',
-    b"% burst report",
-    b'{\n  "runs": [',
-    ",".join(_CSV_FIRST).encode(),
-)
-_TEXT_SIGNS = ("tokens/s and step time: median (p25", "MFU (causal-aware) counts")  # the notes of tables and Markdown
-
-
-# --- terminals --------------------------------------------------------------------------------------------------------
-
-
-def report_view(report: Report, width: int) -> RenderableType:
-    """Everything of the report, at most `width` columns wide: a table per group, and what else was asked for."""
-    if report.records or report.comparison or report.sweep:
-        return Lines(*_lines(report, width))
-    where = report.runs_dir.absolute()
-    if list_runs(report.runs_dir):
-        return Text(f"No run in {where} passes these filters.", no_wrap=True, overflow="ignore")
-    return Text(f"No runs in {where}. Start one with `burst launch exp=tiny`.", no_wrap=True, overflow="ignore")
+# Of earlier reports, near their beginning.
+_SIGNS = (b'name="generator" content="burst report', ",".join(_CSV_FIRST).encode())
 
 
 def print_warnings(report: Report, console: Console) -> None:
-    """Name what is damaged, lost or failed."""
-    for warning in first_of(report.warnings):
+    """Name what is damaged or lost."""
+    for warning in report.warnings:
         console.print(told("warning", warning), soft_wrap=True)
-    for line in first_of([verdict.line for verdict in report.failed_gates]):
-        console.print(Text.assemble(("failed: ", "bold red"), line), soft_wrap=True)
 
 
-def written(report: Report, form: str) -> tuple[str, str]:
-    """(the report as a file of this format, what is in it)."""
+def written(report: Report, ending: str) -> tuple[str, str]:
+    """(the report as a file with this ending, what is in it)."""
     runs = count_of("run", len(report.runs))
-    if form == "html":
-        page, plots = report_page(report)
-        return page, f"{runs}, {count_of('plot', plots)}"
-    writers: dict[str, Callable[[Report], str]] = {
-        "md": report_markdown,
-        "csv": lambda report: report_csv(report.runs),
-        "latex": report_latex,
-        "json": lambda report: json_document(report.to_dict()),
-        "table": report_text,
-    }
-    return writers[form](report), runs
+    if ending == ".csv":
+        return report_csv(report.runs), runs
+    page, plots = report_page(report)
+    return page, f"{runs}, {count_of('plot', plots)}"
 
 
-def report_text(report: Report) -> str:
-    """The same as a file: as wide as it likes."""
-    stream = io.StringIO()
-    Console(file=stream, width=PIPE_WIDTH, highlight=False, emoji=False).print(report_view(report, PIPE_WIDTH))
-    return stream.getvalue()
+def check_is_ours(path: Path) -> None:
+    """Raise ConfigError for a file that an earlier report did not write; an empty one may be replaced as well."""
+    content = path.read_bytes() if path.is_file() else b""
+    if content and not any(sign in content[:4096] for sign in _SIGNS):
+        raise ConfigError(f"--output: {path} exists and is no report that burst wrote; give another name, or remove it")
 
 
 # --- what a report consists of, however it is written -----------------------------------------------------------------
@@ -122,7 +71,7 @@ class Grid(NamedTuple):
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
-    numbers: Sequence[bool] = ()
+    numbers: Sequence[bool]
     ranks: Sequence[int] = ()
 
 
@@ -140,11 +89,16 @@ class Part(NamedTuple):
     is_aside: bool = False
 
 
-def _grid(columns: Sequence[Column], records: Sequence[Record], *, may_choose: bool = False) -> Grid:
-    """A run per row."""
-    rows = [[column.cell(record) for column in columns] for record in records]
-    ranks = [column.rank for column in columns] if may_choose else []
-    return Grid([column.heading for column in columns], rows, [column.number for column in columns], ranks)
+def _runs_grid(columns: Sequence[Column], records: Sequence[Record]) -> Grid:
+    """A run per row, with the columns that any of them fills."""
+    chosen = filled(columns, records)
+    rows = [[column.cell(record) for column in chosen] for record in records]
+    numbers = [column.show is not None for column in chosen]
+    return Grid([column.heading for column in chosen], rows, numbers, [column.rank for column in chosen])
+
+
+def _plain_grid(table: Sequence[Sequence[str]], *, is_number: bool) -> Grid:
+    return Grid(table[0], table[1:], [is_number] * len(table[0]))
 
 
 def parts_of(report: Report, *, is_page: bool = False) -> Iterator[Part]:
@@ -153,56 +107,30 @@ def parts_of(report: Report, *, is_page: bool = False) -> Iterator[Part]:
         yield Part(report.sweep_line)
     styles = style_numbers(report.records)
     for group in report.groups:
-        grids = [_grid(report.columns_of(group.records), group.records, may_choose=not report.are_columns_chosen)]
-        grids += [Grid(rows[0], rows[1:], [True] * len(rows[0])) for rows in needle_tables(group.by_age)]
-        panels = itertools.chain(group_panels(group.records, styles), run_panels(group.by_age)) if is_page else ()
-        yield Part(group.title if is_page or len(report.groups) > 1 else "", grids, panels=panels)
-        for record in [record for record in group.records if is_evaluation(record)][-_MOST_EVALUATIONS:]:
-            grids = [Grid(rows[0], rows[1:], [True] * len(rows[0])) for rows in evaluation_tables(record)]
+        records = group.records
+        panels = itertools.chain(group_panels(records, styles), run_panels(records))
+        yield Part(group.title, [_runs_grid(COLUMNS, records)], panels=panels)
+        for record in [record for record in records if is_evaluation(record)][-_MOST_EVALUATIONS:]:
+            grids = [_plain_grid(table, is_number=True) for table in evaluation_tables(record)]
             yield Part(run_name(record), grids, evaluation_lines(record), is_aside=True)
         if is_page:
-            provenance = filled([BY_KEY[key] for key in PROVENANCE_KEYS], group.records)
-            yield Part("Where these runs come from", [_grid(provenance, group.records)], is_aside=True)
+            yield Part("Where these runs come from", [_runs_grid(PROVENANCE, records)], is_aside=True)
     if (found := report.comparison) is not None:
-        tables = [found.rows, *([found.config_rows] if found.config_rows else [])]
-        grids = [Grid(rows[0], rows[1:]) for rows in tables]
-        sides = f"A = {found.sides[0]}, B = {found.sides[1]}"
-        yield Part(sides, grids, found.tests, found.warnings, comparison_panels(found) if is_page else ())
-    notes = list(notes_for(report.records))
-    if report.baseline is not None:
-        against = f"against {report.baseline.name} at the same length, with the interval of the quartiles"
-        notes.append(f"speed, memory: {against}")
-    yield Part("How to read this", notes=notes)
+        grids = [_plain_grid(table, is_number=False) for table in found.tables]
+        sides = f"A = {run_name(found.a)}, B = {run_name(found.b)}"
+        yield Part(sides, grids, compare.NOTES, found.warnings, comparison_panels(found))
+    yield Part("How to read this", notes=notes_for(report.records))
 
 
-def _shown(grid: Grid, width: int) -> RenderableType:
-    """A run per row when that fits, with ranks at least with the columns that matter most.
-
-    A single run, and what may leave out nothing, is a table of headings and figures per run.
-    """
-    columns = [[heading, *cells] for heading, *cells in zip(grid.headings, *grid.rows, strict=True)]
-    wide = sum(max(map(len, column)) + _CELL_PADDING for column in columns)
-    if wide + 1 <= width or len(columns) == 1 or not grid.numbers:
-        return _ruled(grid)
-    if not grid.ranks or len(grid.rows) == 1:
-        (name, *headings), runs = grid.headings, grid.rows
-        return Lines(*(_ruled(Grid((name, run), list(zip(headings, cells, strict=True)))) for run, *cells in runs))
-    # Headings word below word, and runs by their last digits, which every verb takes for them.
-    headings = ["\n".join(re.split(r" |(?<=-)", heading)) for heading in grid.headings]
-    columns = [[re.sub(_RUN_ID, r"\1", cell) for cell in column[1:]] for column in columns]
-    pairs = zip(headings, columns, strict=True)
-    widths = [max(map(len, (*heading.split("\n"), *cells))) + _CELL_PADDING for heading, cells in pairs]
-    kept = fitting(grid.ranks, widths, width - 1)
-    rows = list(zip(*(columns[place] for place in kept), strict=True))
-    table = _ruled(Grid([headings[place] for place in kept], rows, [grid.numbers[place] for place in kept]))
-    left_out = ", ".join(heading for place, heading in enumerate(grid.headings) if place not in kept)
-    note = f"Too narrow for: {left_out}. See --columns, --format html or md." if left_out else ""
-    return Lines(table, Text(note, style="dim"))
+# --- terminals --------------------------------------------------------------------------------------------------------
 
 
-def _ruled(grid: Grid) -> Table:
-    numbers = [heading for heading, is_number in zip(grid.headings, grid.numbers, strict=False) if is_number]
-    return listing(grid.headings, grid.rows, numbers, ruled=True)
+def report_view(report: Report, width: int) -> RenderableType:
+    """Everything of the report, at most `width` columns wide: a table per group, and what else was asked for."""
+    if not report.records and not report.sweep:
+        text = f"No runs in {report.runs_dir.absolute()}. Start one with `burst launch exp=tiny`."
+        return Text(text, no_wrap=True, overflow="ignore")
+    return Group(*_lines(report, width))
 
 
 def _lines(report: Report, width: int) -> Iterator[RenderableType]:
@@ -211,35 +139,26 @@ def _lines(report: Report, width: int) -> Iterator[RenderableType]:
         yield from (_shown(grid, width) for grid in part.grids)
         yield from (Text(line, style="dim") for line in part.notes)
         yield from (Text(f"warning: {warning}", style="yellow") for warning in part.warnings)
-    if report.failed_gates:
-        yield Text(f"{len(report.failed_gates)} of {len(report.verdicts)} gate checks failed", style="bold red")
-    elif report.verdicts:
-        yield Text(f"all {len(report.verdicts)} gate checks passed", style="green")
 
 
-# --- Markdown, CSV, LaTeX ---------------------------------------------------------------------------------------------
+def _shown(grid: Grid, width: int) -> RenderableType:
+    """A single run as a list of its figures; of several the columns that matter most, where not all have room."""
+    if not grid.ranks:
+        numbers = [heading for heading, is_number in zip(grid.headings, grid.numbers, strict=True) if is_number]
+        return listing(grid.headings, grid.rows, numbers)
+    if len(grid.rows) == 1:
+        (name, *headings), (run, *cells) = grid.headings, grid.rows[0]
+        return listing((name, run), list(zip(headings, cells, strict=True)))
+    # Headings word below word, and runs by their last digits, which every verb takes for them.
+    titles = ["\n".join(re.split(r" |(?<=-)", heading)) for heading in grid.headings]
+    columns = [TableColumn(*told) for told in zip(titles, grid.ranks, grid.numbers, strict=True)]
+    rows, notes = [list(map(Text, row)) for row in grid.rows], [Text()] * len(grid.rows)
+    table = fitted_table(columns, rows, notes, width, short=[_RUN_ID.sub(r"\1", row[0]) for row in grid.rows])
+    more = "Where columns have no room: --output report.html has all, report.csv every figure."
+    return Group(table, Text(more, style="dim")) if is_too_wide(columns, rows, notes, width) else table
 
 
-def report_markdown(report: Report) -> str:
-    """GitHub tables: one per group with a run per row, then what else was asked for, and the notes."""
-    blocks: list[str] = []
-    for part in parts_of(report):
-        blocks += [f"### {_plain(part.title)}"] if part.title else []
-        blocks += [*map(_markdown, part.grids), "\n".join(map(_plain, part.notes))]
-        blocks += [f"**Warning:** {_plain(warning)}" for warning in part.warnings]
-    blocks += [f"**Gate failed:** {_plain(verdict.line)}" for verdict in report.failed_gates]
-    return "\n\n".join(filter(None, blocks)) + "\n"
-
-
-def _markdown(grid: Grid) -> str:
-    numbers = grid.numbers or [False] * len(grid.headings)
-    rule = ["---:" if is_number else "---" for is_number in numbers]
-    return "\n".join(f"| {' | '.join(map(_plain, row))} |" for row in [grid.headings, rule, *grid.rows])
-
-
-def _plain(text: str) -> str:
-    """`text` in a cell of a GitHub table: no bar ends the cell, no tag begins."""
-    return text.replace("|", "\\|").replace("<", "&lt;")
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
 def report_csv(records: Sequence[Record]) -> str:
@@ -261,46 +180,6 @@ def _inert(value: object) -> object:
     return f"'{text}" if text[:1] in _FORMULA else text
 
 
-def report_latex(report: Report) -> str:
-    """A booktabs table per group, notes as comments; unless columns were chosen, those that fit on a page of paper."""
-    parts = ["% burst report; needs \\usepackage{booktabs}", *(f"% {line}" for line in notes_for(report.records))]
-    for group in report.groups:
-        columns = report.columns_of(group.records)
-        grid = _grid([c for c in columns if report.are_columns_chosen or c.key in PAPER_KEYS], group.records)
-        headings, *lines = (f"{' & '.join(map(_latex, row))} \\\\" for row in [grid.headings, *grid.rows])
-        kinds = "".join("r" if is_number else "l" for is_number in grid.numbers)
-        parts += [f"% {_plain(group.title)}", f"\\begin{{tabular}}{{{kinds}}}", "\\toprule", headings, "\\midrule"]
-        parts += [*lines, "\\bottomrule", "\\end{tabular}"]
-    return "\n".join(parts) + "\n"
-
-
-def _latex(text: str) -> str:
-    return "".join(_LATEX.get(char, char) for char in text)
-
-
-# --- the page ---------------------------------------------------------------------------------------------------------
-
-
-class _Plots:
-    """Draws the panels of a page, as many as a page may have."""
-
-    def __init__(self) -> None:
-        self.drawn = 0
-        self.most = MOST_PANELS if has_matplotlib() else 0
-
-    @property
-    def note(self) -> str | None:
-        """What a reader must know about pictures that are not there."""
-        words = f"No more than {self.most} plots are drawn; name fewer runs to see others"
-        return _NO_PLOTS if not self.most else words if self.drawn == self.most else None
-
-    def figures(self, panels: Iterable[Panel]) -> Iterator[tuple[Panel, str]]:
-        """Each panel with its picture; for a page that is full nothing more is read."""
-        for panel in itertools.islice(panels, self.most - self.drawn):
-            self.drawn += 1
-            yield panel, panel_link(panel)
-
-
 def report_page(report: Report) -> tuple[str, int]:
     """(one HTML file, how many plots are in it). Reads metrics.jsonl of the runs whose curves are shown.
 
@@ -308,11 +187,18 @@ def report_page(report: Report) -> tuple[str, int]:
     """
     import jinja2
 
-    plots = _Plots()
+    most, drawn = MOST_PANELS if has_matplotlib() else 0, 0
+    parts = []
+    for part in parts_of(report, is_page=True):
+        # For a page that is full nothing more is read.
+        figures = [(panel, panel_link(panel)) for panel in itertools.islice(part.panels, most - drawn)]
+        drawn += len(figures)
+        parts.append((part, figures))
+    full = f"No more than {most} plots are drawn; name fewer runs to see others" if drawn == most else None
     names = list(dict.fromkeys(group.exp for group in report.groups))
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.globals["count_of"], environment.filters["first_of"] = count_of, first_of
+    environment.globals["count_of"] = count_of
     template = (resources.files("burst_cli.report") / "page.html").read_text(encoding="utf-8")
     page = environment.from_string(template).render(
         report=report,
@@ -320,18 +206,7 @@ def report_page(report: Report) -> tuple[str, int]:
         now=datetime.now(UTC),
         title=f"burst report: {shown or 'no runs'}",
         counts=Counter(map(status_of, report.records)),
-        parts=[(part, list(plots.figures(part.panels))) for part in parts_of(report, is_page=True)],
-        plots_note=plots.note,
+        parts=parts,
+        plots_note=full if most else _NO_PLOTS,
     )
-    return page, plots.drawn
-
-
-def check_is_ours(path: Path | None) -> None:
-    """Raise ConfigError for a file that an earlier report did not write; an empty one may be replaced as well."""
-    if path is not None and path.is_file() and not _is_ours(path.read_bytes(), path.suffix):
-        raise ConfigError(f"--output: {path} exists and is no report that burst wrote; give another name, or remove it")
-
-
-def _is_ours(content: bytes, suffix: str) -> bool:
-    text = content.decode("utf-8", "replace") if suffix in (".md", ".txt") else ""
-    return not content or any(sign in content[:4096] for sign in _SIGNS) or any(sign in text for sign in _TEXT_SIGNS)
+    return page, drawn

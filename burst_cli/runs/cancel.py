@@ -13,11 +13,9 @@ from rich.text import Text
 from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.completion import complete_run
-from burst_cli.figures import fold_names
 from burst_cli.options import RUNS_DIR, JsonOption, RunsDirOption
 from burst_cli.runs.choose import choose_runs, living_runs
 from burst_cli.runs.progress import RunProgress
-from burst_cli.runs.read import read_facts, read_nodes
 from cluster.control.attempt import UNKNOWN, RunState, StopRequests
 from cluster.control.controller import request_cancel
 from engine.config.errors import BurstError, ConfigError
@@ -77,7 +75,6 @@ class Cancelled:
     before: str
     seen: RunState
     step: int | None = None
-    nodes: tuple[tuple[str, tuple[str, ...]], ...] = ()  # how a part ended -> nodes
     is_failed: bool = False
 
     @property
@@ -100,7 +97,6 @@ class Cancelled:
             "status": self.seen.state,
             "status_before": self.before,
             "step": self.step,
-            "nodes": {how: list(names) for how, names in self.nodes},
             "leftover": self.seen.leftover,
             "problem": self.seen.problem,
             "exit_code": self.exit_code,
@@ -122,8 +118,6 @@ def cancelled_text(result: Cancelled) -> Text:
     text = Text.assemble((result.seen.state if result.seen.is_final else "not stopped", "bold yellow"), f" {name}")
     if result.step is not None:
         text.append(f" after step {result.step}")
-    for how, names in result.nodes:
-        text.append(f"\n  {fold_names(names)}: {how}", style="dim")
     for line in result.seen.leftover:
         text.append(f"\n  may still run: {line}", style="yellow")
     if result.seen.problem:
@@ -144,13 +138,7 @@ def _cancel(run: RunFolder, stop: StopRequests, *, now: bool, say: Callable[[str
 
 
 def result_of(run: RunFolder, before: str, seen: RunState) -> Cancelled:
-    """What became of a run that was in state `before`, by what is seen now and by what its nodes left."""
-    ends: dict[str, list[str]] = {}
-    for status in read_nodes(run, read_facts(run)):
-        unknown = "never started" if status.phase == "none" else "nothing was heard of its end"
-        ends.setdefault(status.end or unknown, []).append(status.node)
-    nodes = tuple((how, tuple(names)) for how, names in ends.items())
+    """What became of a run that was in state `before`, by what is seen now."""
     progress = RunProgress(run)
     progress.poll()
-    step = progress.step if progress.latest else None
-    return Cancelled(run, before, seen, step, nodes)
+    return Cancelled(run, before, seen, progress.step if progress.latest else None)

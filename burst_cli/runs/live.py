@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -19,7 +18,6 @@ from burst_cli.figures import (
     binary_bytes,
     clean,
     count,
-    count_of,
     duration,
     fold_names,
     percent,
@@ -35,11 +33,8 @@ from engine.runs.records import utc_now
 
 REFRESH_S = 0.2
 PLAIN_INTERVAL_S, LOG_INTERVAL_S = 2.0, 60.0
-NARROW = 70
-TINY = 36  # no room for a bar
 _NODES_S = 1.0
 _SPARKLINE_WIDTH = 24
-_MANY_NODES = 16
 _EVALUATED = {
     "validation_loss": "validation loss",
     "validation_bits_per_byte": "bits/byte",
@@ -115,9 +110,8 @@ class LiveView(_View):
     def _block(self) -> RenderableType:
         with contextlib.suppress(OSError, ValueError):  # our consoles are made with the size of their beginning
             self._console.size = ConsoleDimensions(*os.get_terminal_size(self._console.file.fileno()))
-        progress, size = self._progress, self._console.size
-        rows = node_rows(self._statuses, progress.facts, progress.straggler)
-        return draw(progress, rows, self._stop_line, size)
+        rows = node_rows(self._statuses, self._progress.facts, self._progress.straggler)
+        return draw(self._progress, rows, self._stop_line, self._console.width)
 
 
 class PlainView(_View):
@@ -217,87 +211,58 @@ def _stop_text(cause: str, grace_s: float) -> str:
 # --- the block --------------------------------------------------------------------------------------------------------
 
 
-def draw(
-    progress: RunProgress, rows: Sequence[NodeRow], stop_line: str | None, size: tuple[int, int]
-) -> RenderableType:
-    """The block in at most `height - 1` lines of `width` columns; the cursor needs the last line.
+def draw(progress: RunProgress, rows: Sequence[NodeRow], stop_line: str | None, width: int) -> RenderableType:
+    """The block, what matters most first: a terminal that is too low cuts its end off.
 
-    stop_line: how the run is being stopped. 40 columns and 10 lines are enough for what matters.
+    stop_line: how the run is being stopped.
     """
-    width, height = size
-    lines: list[RenderableType] = [heading(progress, width), *_progress_lines(progress, width)]
-    lines += figure_lines(progress, width) if progress.latest is not None else []
-    urgent = stop_line or hang_text(progress) or ""
-    below = [Text(line, style="yellow") for line in textwrap.wrap(urgent, max(10, width))]
-    room = height - 1 - len(below)
-    lines = lines[: max(2, room)]
-    nodes = nodes_table(rows, width, room - len(lines))
-    return Group(*lines, *([nodes] if nodes is not None else []), *below)
+    parts: list[RenderableType] = [heading(progress), _progress_line(progress, width)]
+    parts += [figures_text(progress)] if progress.latest is not None else []
+    urgent = stop_line or hang_text(progress)
+    parts += [Text(urgent, style="yellow")] if urgent else []
+    return Group(*parts, *([nodes_table(rows, width)] if rows else []))
 
 
-def heading(progress: RunProgress, width: int) -> Text:
+def heading(progress: RunProgress) -> Text:
     """Run, preset, length of sequences, ranks on nodes, in one line."""
     facts, run = progress.facts, progress.run
-    narrow = width < NARROW
-    text = Text(
-        f"{run.exp}/{run.run_id[-6:] if narrow else run.run_id}", style="bold", no_wrap=True, overflow="ellipsis"
-    )
     where = f"{facts.shape} ranks" if facts.nodes else facts.shape
-    if facts.nodes and len(facts.nodes) <= _MANY_NODES and not narrow:
-        ranks = sum(node.local_ranks for node in facts.nodes)
-        where = f"{count_of('rank', ranks)} on {fold_names([node.name for node in facts.nodes])}"
     parts = [facts.preset, where, f"seq {facts.seq_len:,}" if facts.seq_len else ""]
+    text = Text(f"{run.exp}/{run.run_id}", style="bold", no_wrap=True, overflow="ellipsis")
     return text.append(f"  {', '.join(filter(None, parts))}" if any(parts) else "", style="dim")
 
 
-def _progress_lines(progress: RunProgress, width: int) -> list[RenderableType]:
-    """Bar, step, phase and times."""
-    narrow = width < NARROW
-    # Training needs no mention, because the steps tell.
-    phase = "" if progress.phase == TRAINING_PHASE else clean(progress.phase)
-    if width < TINY:
-        return [Text(f"step {progress.step}/{progress.total_steps} {phase}", no_wrap=True, overflow="ellipsis")]
+def _progress_line(progress: RunProgress, width: int) -> RenderableType:
+    """Bar, step, times and phase."""
+    wide, elapsed = max(4, width // 4), duration(progress.elapsed_s())
+    step = f"step {progress.step}/{progress.total_steps}" if progress.latest is not None else clean(progress.phase)
     grid = Table.grid(padding=(0, 1))
-    for _ in range(3):
-        grid.add_column(no_wrap=True, overflow="ellipsis")
-    wide, elapsed = max(8, width // 4), duration(progress.elapsed_s())
+    for least in (wide, min(len(step), width // 2), None):
+        grid.add_column(no_wrap=True, overflow="ellipsis", min_width=least)
     if progress.latest is None:
-        grid.add_row(ProgressBar(total=None, width=wide, pulse=True), Text(phase), Text(elapsed, style="dim"))
-        return [grid]
-    total, left = max(1, progress.total_steps), f"{duration(progress.remaining_s())} left"
+        grid.add_row(ProgressBar(total=None, width=wide, pulse=True), Text(step), Text(elapsed, "dim"))
+        return grid
+    total = max(1, progress.total_steps)
+    # Training needs no mention, because the steps tell.
+    phase = "" if progress.phase == TRAINING_PHASE else f"  {clean(progress.phase)}"
+    times = Text(f"{duration(progress.remaining_s())} left, {elapsed} elapsed{phase}", style="dim")
     bar = ProgressBar(total=total, completed=min(progress.step, total), width=wide)
-    times = Text(left if narrow else f"{elapsed} elapsed, {left}", style="dim")
-    if phase and not narrow:
-        times.append(f"  {phase}", style="default")
-    grid.add_row(bar, Text(f"step {progress.step}/{progress.total_steps}", style="bold"), times)
-    return [grid, Text(phase)] if narrow and phase else [grid]
+    grid.add_row(bar, Text(step, style="bold"), times)
+    return grid
 
 
-def figure_lines(progress: RunProgress, width: int) -> list[Text]:
-    """Loss with its curve, speed, MFU, memory; validation when there was one. One line, or two, or three."""
-    speed = next(
-        (name for name in ("tokens_per_s_per_device", "tokens_per_s") if progress.figure(name) is not None),
-        "tokens_per_s",
-    )
+def figures_text(progress: RunProgress) -> Text:
+    """Loss with its curve, speed, MFU, memory; validation when there was one."""
     figures = {
-        "loss": plain(progress.figure("loss")),
-        "tokens/s/device" if speed.endswith("device") else "tokens/s": count(progress.figure(speed)),
+        "loss": f"{plain(progress.figure('loss'))} {sparkline(progress.losses, _SPARKLINE_WIDTH)}",
+        "tokens/s/device": count(progress.figure("tokens_per_s_per_device")),
         "MFU": percent(progress.figure("mfu")),
         "peak memory": binary_bytes(progress.figure("peak_memory_bytes")),
     }
     if (row := progress.validation) is not None:
         figures["validation"] = plain(number(row, "validation_loss"))
         figures["bits/byte"] = plain(number(row, "validation_bits_per_byte"))
-    lines: list[Text] = []
-    for name, value in figures.items():
-        figure = Text.assemble((f"{name} ", "dim"), (value, "bold"))
-        if name == "loss":
-            figure.append(f" {sparkline(progress.losses, _SPARKLINE_WIDTH)}", style="cyan")
-        if lines and lines[-1].cell_len + 3 + figure.cell_len <= width:
-            lines[-1].append("   ").append_text(figure)
-        else:
-            lines.append(Text(no_wrap=True, overflow="ellipsis").append_text(figure))
-    return lines
+    return Text("   ").join(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures.items())
 
 
 def hang_text(progress: RunProgress) -> str | None:

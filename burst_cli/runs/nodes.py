@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -25,7 +24,6 @@ _RANK_STATES = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead", "gone"
 _COLUMNS = (
     Column("node", 0, is_number=False),
     Column("state", 1, is_number=False),
-    Column("heard", 4),
     Column("ranks", 3, is_number=False),
     Column("GPU", 2),
     Column("load", 5),
@@ -39,14 +37,12 @@ _PHASE_STYLES = {"running": "green", "stopping": "yellow", "lost": "bold red", "
 class NodeRow:
     """One node, or several that are alike; then every figure has one value per node that says it.
 
-    heard_s: seconds since they last said something. ranks: the state of each in /proc/PID/stat. load, gpu: of all cores
-    and of each GPU, in percent. memory: the share that is used. notes: what a person should know, worst first; mark:
-    how bad the worst of it is.
+    ranks: the state of each in /proc/PID/stat. load, gpu: of all cores and of each GPU, in percent. memory: the share
+    that is used. notes: what a person should know, worst first; mark: how bad the worst of it is.
     """
 
     nodes: tuple[str, ...]
     phase: str
-    heard_s: tuple[float, ...] = ()
     ranks: tuple[str, ...] = ()
     load: tuple[float, ...] = ()
     gpu: tuple[float, ...] = ()
@@ -82,7 +78,6 @@ def node_rows(
             NodeRow(
                 nodes=(status.node,),
                 phase=status.phase,
-                heard_s=() if is_over or status.heard_s == float("inf") else (status.heard_s,),
                 ranks=tuple(states.values()),
                 load=_known(number(health, "load1")),
                 gpu=_known(*(number(gpu, "utilization") for gpu in rows(health, "gpus"))),
@@ -101,21 +96,13 @@ def fold_rows(rows: Sequence[NodeRow]) -> list[NodeRow]:
     return sorted(folded, key=lambda row: ("bad", "warn", "ok").index(row.mark))
 
 
-def fit_rows(rows: Sequence[NodeRow], count: int) -> tuple[list[NodeRow], int]:
-    """(at most `count` folded rows, how many nodes are left out); those that are well stay in sight."""
-    well = [row for row in rows if row.mark == "ok"]
-    odd = [row for row in rows if row.mark != "ok"]
-    shown = [*odd[: max(0, count - len(well))], *well][: max(count, 0)]
-    return shown, sum(len(row.nodes) for row in rows) - sum(len(row.nodes) for row in shown)
-
-
 def without_figures(note: str) -> str:
     """A note without its digits: `not heard for 12 s` is the same news every second."""
     return "".join(char for char in note if not char.isdigit())
 
 
 def _joined(group: Sequence[NodeRow]) -> dict[str, Any]:
-    names = ("nodes", "heard_s", "ranks", "load", "gpu", "memory")
+    names = ("nodes", "ranks", "load", "gpu", "memory")
     return {name: tuple(value for row in group for value in getattr(row, name)) for name in names}
 
 
@@ -176,26 +163,12 @@ def _known(*values: float | None) -> tuple[float, ...]:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def nodes_table(rows: Sequence[NodeRow], width: int, height: int) -> RenderableType | None:
-    """The nodes in at most `height` lines; None when not even one row has room."""
+def nodes_table(rows: Sequence[NodeRow], width: int) -> Table:
+    """Nodes that are alike in one row, the worst first; notes say more than the figures of nodes that are well."""
     folded = fold_rows(rows)
-    shown, left_out = fit_rows(folded, height - 1)
-    if left_out:
-        shown, left_out = fit_rows(folded, height - 2)
-    if not shown:
-        return None
-    table = _table(shown, width)
-    return Group(table, Text(f"and {left_out} more nodes: burst status")) if left_out else table
-
-
-def _table(rows: Sequence[NodeRow], width: int) -> Table:
-    cells = [_cells(row, max(8, width // 4)) for row in rows]
-    told = [place for place in range(len(_COLUMNS)) if any(row[place].plain != DASH for row in cells)]
-    columns = [_COLUMNS[place] for place in told]
-    texts = [[row[place] for place in told] for row in cells]
-    notes = [Text("; ".join(row.notes), style=_STYLES[row.mark]) for row in rows]
-    # Notes say more than the figures of nodes that are well.
-    return fitted_table(columns, texts, notes, width, notes_room=width // 2)
+    cells = [_cells(row, max(8, width // 4)) for row in folded]
+    notes = [Text("; ".join(row.notes), style=_STYLES[row.mark]) for row in folded]
+    return fitted_table(_COLUMNS, cells, notes, width, notes_room=width // 2)
 
 
 def _cells(row: NodeRow, room: int) -> list[Text]:
@@ -205,23 +178,11 @@ def _cells(row: NodeRow, room: int) -> list[Text]:
     return [
         Text(name, style=_STYLES[row.mark]),
         Text(unknown if row.phase == "none" else row.phase, style=_PHASE_STYLES.get(row.phase, "")),
-        Text(heard_text(max(row.heard_s, default=None))),
         Text(ranks or DASH),  # `3 R 1 T`: how many are in which state
         Text(_span(row.gpu, "%")),
         Text(_span(row.load, "", 1)),
         Text(_span([100 * share for share in row.memory], "%")),
     ]
-
-
-def heard_text(seconds: float | None) -> str:
-    """`now`, `7 s`, `3 min`: how long ago a node last said something."""
-    if seconds is None:
-        return DASH
-    if seconds < 1.5:
-        return "now"
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
 
 
 def _span(values: Sequence[float], unit: str, digits: int = 0) -> str:

@@ -19,7 +19,7 @@ from burst_cli.runs.failure import failure_line
 from burst_cli.runs.progress import RunProgress
 from burst_cli.runs.read import run_record
 from burst_cli.runs.state import STATE_STYLES, glance_at
-from burst_cli.tables import Column, fitted_table, is_too_wide
+from burst_cli.tables import Column, fitted_table
 from cluster.control.attempt import RunState
 from cluster.values import seconds_between
 from engine.runs.folder import RunFolder
@@ -85,16 +85,10 @@ def runs(
 
 def runs_table(entries: Sequence[tuple[RunFolder, RunState]], width: int) -> Table:
     """One row per run; on a narrow terminal ids are short, and the columns that matter least are left out."""
-    rows = [_cells(*entry) for entry in entries]
     reasons = (seen.problem or failure_line(seen.document.get("failure")) for _, seen in entries)
     notes = [Text(reason, style="dim") for reason in reasons]
-    told = [place for place in range(len(_COLUMNS)) if any(row[place].plain != DASH for row in rows)]
-    rows = [[row[place] for place in told] for row in rows]
-    columns = [_COLUMNS[place] for place in told]
-    if is_too_wide(columns, rows, notes, width):
-        short = [Text(f"{run.exp}/{run.run_id[-6:]}") for run, _ in entries]
-        rows = [[name, *row[1:]] for name, row in zip(short, rows, strict=True)]
-    return fitted_table(columns, rows, notes, width)
+    short = [f"{run.exp}/{run.run_id[-6:]}" for run, _ in entries]
+    return fitted_table(_COLUMNS, [_cells(*entry) for entry in entries], notes, width, short=short)
 
 
 def _cells(run: RunFolder, seen: RunState) -> list[Text]:

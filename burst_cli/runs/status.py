@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from burst_cli import render
@@ -20,7 +18,7 @@ from burst_cli.launch.nccl_network import fallback_rows, fallback_text, socket_f
 from burst_cli.options import RUNS_DIR, JsonOption, NewestRunArgument, RunsDirOption
 from burst_cli.runs.choose import choose_run
 from burst_cli.runs.failure import failure_block
-from burst_cli.runs.live import NARROW, figure_lines, hang_text, heading, open_view
+from burst_cli.runs.live import figures_text, hang_text, heading, open_view
 from burst_cli.runs.nodes import NodeRow, node_rows, nodes_table
 from burst_cli.runs.progress import RunProgress
 from burst_cli.runs.read import read_nodes
@@ -35,7 +33,6 @@ from engine.runs.folder import RunFolder
 app = new_verb()
 
 _FIGURES = ("loss", "tokens_per_s", "tokens_per_s_per_device", "mfu", "peak_memory_bytes")
-_MOST_NODE_LINES = 200
 _WARNINGS = 3
 _MOST_WIDTH = 140
 
@@ -163,7 +160,7 @@ def status_document(status: RunStatus) -> dict[str, Any]:
         "exit_code": seen.exit_code,
         **{name: seen.document.get(name) for name in ("attempt", "started_at", "ended_at", "failure")},
         "elapsed_s": status.elapsed_s,
-        "controller": _controller(seen),
+        "controller": asdict(seen.controller) if seen.controller is not None else None,
         "launcher": facts.launcher,
         "attention_preset": facts.preset,
         "seq_len": facts.seq_len,
@@ -181,23 +178,6 @@ def status_document(status: RunStatus) -> dict[str, Any]:
         "leftover": seen.leftover,
         "next": [command for command, _ in status.next_steps],
     }
-
-
-def _is_detached(pid: int | None) -> bool | None:
-    """Whether the controller is a process in the background; None when it cannot be seen."""
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") if pid else []
-    except OSError:
-        return None
-    return b"burst_cli.launch.follow" in words if words else None
-
-
-def _controller(seen: RunState) -> dict[str, Any] | None:
-    found = seen.controller
-    if found is None:
-        return None
-    detached = _is_detached(found.pid)
-    return {"pid": found.pid, "host": found.host, "since": found.since, "detached": detached}
 
 
 def _node(status: NodeStatus, row: NodeRow) -> dict[str, Any]:
@@ -219,26 +199,19 @@ def _node(status: NodeStatus, row: NodeRow) -> dict[str, Any]:
 def print_status(console: Console, status: RunStatus) -> None:
     """Heading, state, controller, progress, nodes, what went wrong, what to type."""
     seen, progress = status.seen, status.progress
-    width = min(console.width, _MOST_WIDTH)
-    gap = "  " if width >= NARROW else " "
-    parts: list[RenderableType] = [heading(progress, width), _state_line(status)]
-    parts.append(Text.assemble((f"controller{gap}", "dim"), _controller_text(seen)))
+    parts: list[RenderableType] = [heading(progress), _state_line(status)]
+    parts.append(Text.assemble(("controller  ", "dim"), _controller_text(seen)))
     if progress.latest is not None or not seen.is_final:
-        parts.append(Text.assemble((f"progress{gap}", "dim"), _progress_text(status)))
-    parts += figure_lines(progress, width) if progress.latest is not None else []
-    nodes = nodes_table(status.rows, width, _MOST_NODE_LINES)
-    console.print(Group(*parts, *([nodes] if nodes is not None else []), *_troubles(status)))
+        parts.append(Text.assemble(("progress  ", "dim"), _progress_text(status)))
+    parts += [figures_text(progress)] if progress.latest is not None else []
+    parts += [nodes_table(status.rows, min(console.width, _MOST_WIDTH))] if status.rows else []
+    console.print(Group(*parts, *_troubles(status)))
     failure = failure_from_dict(seen.document.get("failure"))
     if failure is not None:
         console.print(failure_block(status.run, failure), soft_wrap=True)
-    console.print(_next_steps(status, console.width))
-
-
-def _next_steps(status: RunStatus, width: int) -> RenderableType:
-    grid = Table.grid(padding=(0, 2))
-    for command, what in status.next_steps:
-        grid.add_row(Text(command, "bold", no_wrap=True), *([Text(what, style="dim")] if width >= NARROW else []))
-    return grid
+    console.print(
+        Text("\n").join(Text.assemble((command, "bold"), (f"  {what}", "dim")) for command, what in status.next_steps)
+    )
 
 
 def _state_line(status: RunStatus) -> Text:
@@ -267,7 +240,7 @@ def _controller_text(seen: RunState) -> str:
     found = seen.controller
     if found is None:
         return "none" if seen.is_final or seen.is_lost else "none (started without `burst launch`)"
-    return clean(f"{found}{' in the background' if _is_detached(found.pid) else ''}")
+    return clean(str(found))
 
 
 def _progress_text(status: RunStatus) -> str:

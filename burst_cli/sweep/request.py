@@ -19,7 +19,7 @@ from burst_cli.sweep.grammar import Axis, cells_of, check_axes
 from burst_cli.sweep.plan import SweepPlan, build_sweep, check_legal
 from burst_cli.sweep.runner import Lane, SweepManner, SweepRunner
 from burst_cli.sweep.store import SweepFolder, open_sweep, sweeps_dir
-from burst_cli.sweep.view import cells_table, expectation, open_sweep_view, plan_view, tally
+from burst_cli.sweep.view import expectation, open_sweep_view, plan_view, tally
 from cluster.control.attempt import StopRequests
 from cluster.facts import probe_local_node
 from cluster.launch.runner import runner_for
@@ -30,10 +30,7 @@ from engine.config.settings import RunConfig
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """What was typed. force: also cells that are expected not to fit. name: begins the id of the sweep.
-
-    price: of a device hour, for the estimate.
-    """
+    """What was typed. force: also cells that are expected not to fit. name: begins the id of the sweep."""
 
     overrides: tuple[str, ...]
     config_dirs: tuple[Path, ...]
@@ -44,7 +41,6 @@ class SweepRequest:
     name: str | None = None
     max_failures: int | None = None
     retry: frozenset[str] = frozenset()
-    price: float | None = None
 
 
 def sweep_request(request: SweepRequest, *, dry_run: bool, as_json: bool) -> int:
@@ -56,9 +52,9 @@ def sweep_request(request: SweepRequest, *, dry_run: bool, as_json: bool) -> int
         if as_json:
             render.emit_json(plan.to_dict())
         else:
-            render.stdout().print(plan_view(plan, request.parallel, request.price))
+            render.stdout().print(plan_view(plan, request.parallel))
         return 0
-    console.print(expectation(plan, request.parallel, request.price), soft_wrap=True)
+    console.print(expectation(plan, request.parallel), soft_wrap=True)
     folder, was_there = open_sweep(request.runs_dir, plan)
     how = "goes on in" if was_there else "is recorded in"
     console.print(f"sweep {folder.sweep_id} {how} {folder.path}", style="dim", markup=False, soft_wrap=True)
@@ -68,18 +64,22 @@ def sweep_request(request: SweepRequest, *, dry_run: bool, as_json: bool) -> int
     stop = StopRequests()
     with stop.listening(), open_sweep_view(console) as view:
         cells = SweepRunner(folder, manner, view, stop).run()
-    _show_end(cells, folder, as_json=as_json)
+    _show_end(cells, folder, request.runs_dir, as_json=as_json)
     failed = any(cell["state"] in ("failed", "pending", "running") for cell in cells)
     return EXIT_INTERRUPTED if stop.count else int(failed)
 
 
-def _show_end(cells: list[dict[str, Any]], folder: SweepFolder, *, as_json: bool) -> None:
+def _show_end(cells: list[dict[str, Any]], folder: SweepFolder, runs_dir: Path, *, as_json: bool) -> None:
     if as_json:
         render.emit_json({"sweep_id": folder.sweep_id, "path": str(folder.path), "cells": cells})
         return
+    from burst_cli.report.build import build_report
+    from burst_cli.report.write import report_view
+
     console = render.stdout()
-    console.print(cells_table(cells, console.width))
-    console.print(Text(f"{tally(cells)}\nmore: burst report --sweep {folder.sweep_id}"), soft_wrap=True)
+    console.print(report_view(build_report(runs_dir, sweep=folder.sweep_id), console.width))
+    more = f"{tally(cells)}\nmore: burst report --sweep {folder.sweep_id} --output report.html"
+    console.print(Text(more), soft_wrap=True)
 
 
 def plan_sweep(request: SweepRequest) -> tuple[SweepPlan, tuple[Lane, ...]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from burst_cli.app import EXIT_INTERRUPTED
 from burst_cli.runs.choose import state_of
-from burst_cli.sweep.store import SweepFolder, cell_now
+from burst_cli.sweep.store import SweepFolder
 from burst_cli.sweep.view import SweepView
 from cluster.control.attempt import StopRequests, tail_text
 from engine.runs.folder import FINAL_STATES, RunFolder, new_run_path
@@ -192,7 +192,7 @@ class SweepRunner:
             else:
                 log = self.folder.output_path(job.cell_id)
                 self._update(cell, refused=f"its launcher was lost {MOST_LAUNCHES} times; see {log}")
-        cell.update(cell_now(cell))
+        cell.update(self.folder.now(cell))
 
     # --- the end ----------------------------------------------------------------------------------------------------
 

@@ -22,22 +22,13 @@ from typing import Any
 from burst_cli.runs.choose import SWEEPS
 from burst_cli.runs.read import run_record
 from burst_cli.sweep.plan import SweepPlan
-from cluster.values import table
+from cluster.values import table, word
 from engine.config.errors import BurstError, ConfigError
 from engine.config.schema import nearest
 from engine.runs.folder import FINAL_STATES, RunFolder
 from engine.runs.records import read_json_object, replace_json
 
 FORMAT = 1
-# Of a run, for the table of cells.
-FIGURES = (
-    "tokens_per_s_per_device",
-    "mfu",
-    "peak_memory_bytes",
-    "final_train_loss",
-    "final_validation_loss",
-    "steps",
-)
 
 
 class SweepError(BurstError):
@@ -61,13 +52,44 @@ class SweepFolder:
             document = read_json_object(self.path / "sweep.json")
         except (OSError, ValueError) as error:
             raise SweepError(f"{self.path / 'sweep.json'} is damaged: {error}") from error
-        if document is None or document.get("format") != FORMAT or not isinstance(document.get("cells"), list):
+        cells = document.get("cells") if document is not None and document.get("format") == FORMAT else None
+        if document is None or not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
             raise SweepError(f"{self.path / 'sweep.json'} does not describe a sweep that this version knows")
         return document
 
     def cells(self) -> list[dict[str, Any]]:
         """The recorded cells with {state, started_at, ended_at, exit_code, result} of each. Raises SweepError."""
-        return [{**cell, **cell_now(cell)} for cell in self.read()["cells"] if isinstance(cell, dict)]
+        return [{**cell, **self.now(cell)} for cell in self.read()["cells"]]
+
+    def run_of(self, cell: Mapping[str, Any]) -> RunFolder | None:
+        """The run of a recorded cell, which may have moved with all others; None where it has none yet."""
+        path = Path(word(cell, "run_path", 4096) or "/")
+        found = (folder for folder in (path, self.path.parent.parent.joinpath(*path.parts[-2:])))
+        return next((RunFolder(folder.absolute()) for folder in found if (folder / "run.json").is_file()), None)
+
+    def now(self, cell: Mapping[str, Any]) -> dict[str, Any]:
+        """{state, started_at, ended_at, exit_code, result} of a cell, as its run tells them; None is not known."""
+        run, refused = self.run_of(cell), cell.get("refused")
+        record: Mapping[str, Any] = run_record(run) if run is not None else {}
+        result: dict[str, Any] | None = None
+        if record.get("status") in FINAL_STATES:
+            state = str(record["status"])
+            result = {"message": table(record, "failure").get("message")}
+        elif refused:
+            state, result = "failed", {"message": refused}
+        elif record:
+            state = "running"
+        elif cell.get("problems"):
+            state = "illegal"
+        elif cell.get("short_of_memory") and cell.get("run_path") is None:
+            state, result = "oom", {"predicted": True, "message": cell["short_of_memory"]}
+        else:
+            state = "pending"
+        return {
+            "state": state,
+            "result": result,
+            **{key: record.get(key) for key in ("started_at", "ended_at", "exit_code")},
+        }
 
     def update_cell(self, cell_id: str, **facts: Any) -> None:
         """Merge `facts` into one cell. Only the holder of `locked` calls this."""
@@ -120,7 +142,7 @@ def open_sweep(runs_dir: Path, plan: SweepPlan) -> tuple[SweepFolder, bool]:
                     return folder, False
     except OSError as error:
         raise SweepError(f"the sweep folder {folder.path} cannot be written: {error.strerror}") from error
-    recorded = {cell.get("id") if isinstance(cell, dict) else None for cell in folder.read()["cells"]}
+    recorded = {cell.get("id") for cell in folder.read()["cells"]}
     if recorded != {cell.cell_id for cell in plan.cells}:
         raise SweepError(f"{folder.path} holds another sweep of the same name; give this one a name with --name")
     return folder, True
@@ -139,33 +161,6 @@ def find_sweep(runs_dir: Path, name: str) -> SweepFolder:
     near = nearest(name, known)
     advice = f"did you mean {near}?" if near else f"there are: {', '.join(known) or 'none'}"
     raise ConfigError(f"sweep {name}: not in {sweeps_dir(runs_dir)}; {advice}")
-
-
-def cell_now(cell: Mapping[str, Any]) -> dict[str, Any]:
-    """{state, started_at, ended_at, exit_code, result} of a recorded cell, as its run tells them; None is not known."""
-    path, refused = cell.get("run_path"), cell.get("refused")
-    record: Mapping[str, Any] = {}
-    if isinstance(path, str) and (Path(path) / "run.json").exists():
-        record = run_record(RunFolder(Path(path)))
-    result: dict[str, Any] | None = None
-    if record.get("status") in FINAL_STATES:
-        state = str(record["status"])
-        result = {"message": table(record, "failure").get("message"), **{key: record.get(key) for key in FIGURES}}
-    elif refused:
-        state, result = "failed", {"message": refused}
-    elif record:
-        state = "running"
-    elif cell.get("problems"):
-        state = "illegal"
-    elif cell.get("short_of_memory") and path is None:
-        state, result = "oom", {"predicted": True, "message": cell["short_of_memory"]}
-    else:
-        state = "pending"
-    return {
-        "state": state,
-        "result": result,
-        **{key: record.get(key) for key in ("started_at", "ended_at", "exit_code")},
-    }
 
 
 def _document(plan: SweepPlan) -> dict[str, Any]:

@@ -41,9 +41,6 @@ def sweep(
     name: Annotated[
         str | None, typer.Option("--name", help="Begins the sweep's id; another name runs the same cells anew.")
     ] = None,
-    price: Annotated[
-        float | None, typer.Option("--price", min=0, max=1e9, help="Cost of one device hour, for the estimate.")
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run every combination of the listed values, one launch per cell, and fill a table.
@@ -74,6 +71,5 @@ def sweep(
         name=name,
         max_failures=max_failures,
         retry=frozenset(retry or ()),
-        price=price,
     )
     raise typer.Exit(sweep_request(request, dry_run=dry_run, as_json=as_json))

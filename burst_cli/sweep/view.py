@@ -1,4 +1,4 @@
-"""A sweep as people see it: before it starts, while its table fills, and at the end."""
+"""A sweep as people see it: before it starts, and while its cells run."""
 
 from __future__ import annotations
 
@@ -8,25 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
-from rich.table import Table
 from rich.text import Text
 
-from burst_cli.figures import DASH, binary_bytes, clean, count, duration, percent, plain
+from burst_cli.figures import DASH, clean, count, duration, plain
 from burst_cli.runs.progress import RunProgress
-from burst_cli.runs.state import STATE_STYLES
 from burst_cli.sweep.estimate import Estimate, total
 from burst_cli.sweep.plan import SweepPlan
-from burst_cli.tables import Column, fitted_table, listing
+from burst_cli.tables import listing
 from cluster.remote_text import one_line
 from engine.runs.folder import RunFolder
 
-_STYLES = {**STATE_STYLES, "illegal": "red", "pending": "dim"}
-# Speed, loss and MFU go last on a narrow terminal, after what tells the cells apart.
-_FIGURES = (Column("tokens/s\n/device", 1), Column("MFU", 3), Column("peak\nmemory", 4), Column("loss", 2))
 _MESSAGE = 70
 
 
-def plan_view(plan: SweepPlan, parallel: int, price: float | None) -> Group:
+def plan_view(plan: SweepPlan, parallel: int) -> Group:
     """What a sweep will do: its cells, what each is expected to take, and all of them together."""
     rows: list[list[str | Text]] = []
     for cell in plan.cells:
@@ -42,11 +37,11 @@ def plan_view(plan: SweepPlan, parallel: int, price: float | None) -> Group:
             ]
         )
     numbers = ("expected", "device hours")
-    return Group(listing(("cell", *plan.keys, *numbers, ""), rows, numbers), expectation(plan, parallel, price))
+    return Group(listing(("cell", *plan.keys, *numbers, ""), rows, numbers), expectation(plan, parallel))
 
 
-def expectation(plan: SweepPlan, parallel: int, price: float | None) -> Text:
-    """How long the cells that will run are expected to take together, what they cost, and what that rests on."""
+def expectation(plan: SweepPlan, parallel: int) -> Text:
+    """How long the cells that will run are expected to take together, and what that rests on."""
     runs = [cell for cell in plan.cells if not cell.problems and not cell.short_of_memory]
     lanes = f", {parallel} at a time" if parallel > 1 else ""
     text = Text(f"{len(runs)} of {len(plan.cells)} cells will run{lanes}")
@@ -59,31 +54,9 @@ def expectation(plan: SweepPlan, parallel: int, price: float | None) -> Text:
         return text
     seconds, hours = whole
     text.append(f"; about {duration(seconds)}, {hours:.3g} device hours")
-    if price is not None:
-        text.append(f", {hours * price:,.2f} at {price:g} per device hour")
     sources = list(dict.fromkeys(one.source for one in estimates if one is not None))
     text.append(f"\nby {sources[0]}" + (f" and {len(sources) - 1} more" if len(sources) > 1 else ""), "dim")
     return text
-
-
-def cells_table(cells: Sequence[Mapping[str, Any]], width: int) -> Table:
-    """All cells with what is known of each."""
-    keys = list(dict.fromkeys(key for cell in cells for key in cell["values"]))
-    columns = [*(Column(key, is_number=False) for key in (*keys, "state")), *_FIGURES]
-    notes = [Text(_note(cell), "dim") for cell in cells]
-    return fitted_table(columns, [_cells(cell, keys) for cell in cells], notes, width)
-
-
-def _cells(cell: Mapping[str, Any], keys: Sequence[str]) -> list[Text]:
-    result = cell.get("result") or {}
-    return [
-        *(Text(str(cell["values"].get(key, ""))) for key in keys),
-        Text(_state_text(cell), _STYLES.get(cell["state"], "")),
-        Text(count(result.get("tokens_per_s_per_device"))),
-        Text(percent(result.get("mfu"))),
-        Text(binary_bytes(result.get("peak_memory_bytes"))),
-        Text(plain(result.get("final_train_loss"))),
-    ]
 
 
 def tally(cells: Sequence[Mapping[str, Any]]) -> str:

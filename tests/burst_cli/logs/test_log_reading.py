@@ -1,4 +1,4 @@
-"""Lines of logs, read from the end, followed as they grow, and folded over ranks: properties, and bounds of memory."""
+"""Lines of logs, read from the end, and followed as they grow: properties, and bounds of memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from burst_cli.logs.merge import WINDOW_LINES, merge_folded
 from burst_cli.logs.read import (
     BLOCK_BYTES,
     KEEP_BYTES,
@@ -18,7 +17,6 @@ from burst_cli.logs.read import (
     LineCutter,
     LogFollower,
     complete_end,
-    match_offset,
     read_lines,
     tail_offset,
 )
@@ -71,13 +69,6 @@ def test_tail_of_what_is_not_there_is_nothing(tmp_path: Path) -> None:
     assert tail_offset(tmp_path / "no.log", 5) == 0
     assert texts(tmp_path / "no.log") == []
     assert complete_end(tmp_path / "no.log") == 0
-
-
-def test_last_matches_are_found_wherever_they_lie(tmp_path: Path) -> None:
-    path = write(tmp_path, b"".join(b"error %d\n" % i if i % 10 == 3 else b"step\n" for i in range(100)))
-    offset = match_offset(path, 2, lambda line: line.text.startswith(b"error"))
-    assert [text for text in texts(path, offset) if b"error" in text] == [b"error 83", b"error 93"]
-    assert match_offset(path, 2, lambda line: False) == path.stat().st_size
 
 
 def test_long_line_is_kept_in_part_and_the_rest_counted(tmp_path: Path) -> None:
@@ -148,54 +139,6 @@ def test_line_whose_beginning_was_passed_over_is_not_shown_as_a_line(tmp_path: P
     assert ([line.text for line in lines], skipped) == ([b"whole"], len(b"the end of it\n"))
 
 
-# --- folding ----------------------------------------------------------------------------------------------------------
-
-FEW_WORDS = st.lists(st.sampled_from([b"a", b"b", b"c", b"", b"step"]), max_size=12)
-
-
-@settings(max_examples=300)
-@given(logs=st.lists(FEW_WORDS, max_size=6))
-def test_every_log_keeps_all_its_lines_in_its_order(logs: list[list[bytes]]) -> None:
-    merged = list(merge_folded([[Line(text) for text in log] for log in logs]))
-    for index, log in enumerate(logs):
-        assert [line.text for line, group in merged if index in group] == log
-    assert all(group == tuple(sorted(set(group))) and group for _, group in merged)
-
-
-def test_a_line_waits_for_ranks_that_say_it_later() -> None:
-    first = [b"start", b"step 1", b"step 2"]
-    second = [b"start", b"warning", b"step 1", b"trace", b"back", b"step 2"]
-    merged = merge_folded([[Line(text) for text in log] for log in (first, second)])
-    assert [(line.text, group) for line, group in merged] == [
-        (b"start", (0, 1)),
-        (b"warning", (1,)),
-        (b"step 1", (0, 1)),
-        (b"trace", (1,)),
-        (b"back", (1,)),
-        (b"step 2", (0, 1)),
-    ]
-
-
-def test_lines_of_one_rank_stay_together() -> None:
-    logs = [[Line(b"rank %d line %d" % (rank, number)) for number in range(5)] for rank in range(3)]
-    assert [group[0] for _, group in merge_folded(logs)] == [0] * 5 + [1] * 5 + [2] * 5
-
-
-def test_only_a_window_of_each_log_is_read_ahead() -> None:
-    taken = 0
-
-    def endless():
-        nonlocal taken
-        while True:
-            taken += 1
-            yield Line(b"%d" % taken)
-
-    merged = merge_folded([endless()])
-    for _ in range(10):
-        next(merged)
-    assert taken <= 2 * WINDOW_LINES
-
-
 def test_memory_is_bounded_whatever_the_size_of_files_and_lines(tmp_path: Path) -> None:
     """64 files of 1 GiB that begin with a line of this size (sparse), and lines of 16 MiB at the end of four."""
     paths = []
@@ -210,8 +153,7 @@ def test_memory_is_bounded_whatever_the_size_of_files_and_lines(tmp_path: Path) 
                 file.write(b"\nlast\n")
         paths.append(path)
     tracemalloc.start()
-    merged = merge_folded([read_lines(path, tail_offset(path, 50)) for path in paths])
-    count = sum(len(group) for _, group in merged)
+    count = sum(1 for path in paths for _ in read_lines(path, tail_offset(path, 50)))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert count == 64 * 50

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 
-from burst_cli.plan.candidates import Plan, Request, plan_one
+from burst_cli.plan.candidates import Plan, plan_one
 from burst_cli.plan.schedule_picture import schedule_figure
-from engine.planning.time.devices import find_machine
 
 
 def planned(*overrides: str) -> Plan:
-    return plan_one(["exp=tiny", *overrides], [], Request(find_machine("cpu"), "cpu", memory=False))
+    return plan_one(["exp=tiny", *overrides], [], device="cpu", has_memory=False)
 
 
 def test_every_word_of_the_picture() -> None:
     plan = planned("attention=burst_ulysses", "cluster.topology_nodes=2")
-    figure = schedule_figure(plan, "all")
+    figure = schedule_figure(plan)
     seconds = r"[\d.]+ ms( \([\d.]+%\))?"
     assert re.sub(seconds, "#", figure.get_suptitle()) == (
         "burst_ulysses on 4 ranks (2 x 2), cpu: # per layer\n"
@@ -45,9 +44,9 @@ def test_every_word_of_the_picture() -> None:
         assert drawn == len(lanes)
 
 
-def test_of_many_ranks_those_of_the_first_node_are_drawn_in_one_pass() -> None:
-    figure = schedule_figure(planned("cluster.ranks_per_node=64", "cluster.topology_nodes=8"), "forward")
-    (axes,) = figure.axes
+def test_of_many_ranks_those_of_the_first_node_are_drawn() -> None:
+    figure = schedule_figure(planned("cluster.ranks_per_node=64", "cluster.topology_nodes=8"))
+    axes, _ = figure.axes
     shown = [label.get_text() for label in axes.get_yticklabels()]
     assert shown == ["rank 0", "rank 1", "rank 7"]  # of these plans were made
     assert figure.get_suptitle().endswith("; only ranks 0, 1, 7 are drawn")

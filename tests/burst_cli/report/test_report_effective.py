@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from report_samples import make_run
 
-from burst_cli.report.records import effective_time, metric_rows, run_rows, series, thinned
+from burst_cli.report.effective import effective_time
+from burst_cli.report.records import metric_rows, run_rows, series
 from engine.runs.folder import RunFolder
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -94,7 +95,7 @@ def test_run_that_never_started_has_no_time(tmp_path: Path) -> None:
 
 def test_it_is_read_only_when_asked_for(burst, tmp_path: Path) -> None:
     make_run(tmp_path / "runs", "tiny/20260101-000000-aaaaaa")
-    for arguments, expected in (((), False), (("--effective",), True), (("--columns", "run,wall_s"), True)):
+    for arguments, expected in (((), False), (("--effective",), True)):
         (run,) = json.loads(burst("report", "--json", *arguments).out)["runs"]
         assert ("wall_s" in run) is expected
 
@@ -111,15 +112,6 @@ def test_damaged_lines_are_left_out_and_the_later_row_of_a_step_counts(tmp_path:
     assert [row["step"] for row in rows] == [1, 2]
     assert series(rows, "loss") == [(2, 5)]
     assert metric_rows(tmp_path / "absent") == []
-
-
-def test_thinning_keeps_the_mean_and_the_number_of_points_small() -> None:
-    points = [(step, float(step)) for step in range(1, 1001)]
-    thin = thinned(points, 100)
-    assert len(thin) == 100
-    assert sum(y for _, y in thin) / 100 == pytest.approx(500.5)
-    assert thinned([], 100) == []
-    assert thinned(points[:50], 100) == [(float(x), y) for x, y in points[:50]]
 
 
 def test_rows_of_a_run_are_those_of_the_attempt_that_made_each_step_last(tmp_path: Path) -> None:

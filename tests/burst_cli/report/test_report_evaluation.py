@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from report_samples import make_run, variant
 
-from burst_cli.eval.view import evaluation_tables
-from burst_cli.report.build import Request, build_report
-from burst_cli.report.panels import needle_tables
-from burst_cli.report.records import effective_time
-from burst_cli.report.write import report_page
+from burst_cli.report.effective import effective_time
 from engine.runs.folder import RunFolder
 
 
@@ -61,47 +56,15 @@ def runs_dir(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-@pytest.mark.parametrize("format", ["md", "csv", "latex", "json", "table"])
-def test_every_format_shows_what_was_evaluated_and_needs_no_steps(burst, runs_dir: Path, format: str) -> None:
-    text = burst("report", "tiny-eval", "--format", format).out
-    assert ("50\\%" if format == "latex" else "3.125") in text
-    if format == "json":
-        (run,) = json.loads(text)["runs"]
-        assert (run["final_needle_by_depth"], run["tokens_per_s"]) == (figures(0)["needle_by_depth"], None)
-    if format == "table":
-        weights = "weights of 20260101-000000-aaaaaa after step 40"
-        wanted = ("needles right", "50%", weights, "256 to 511", "needle at depth")
+def test_table_page_and_document_show_what_was_evaluated(burst, runs_dir: Path, tmp_path: Path) -> None:
+    page = tmp_path / "r.html"
+    (run,) = json.loads(burst("report", "tiny-eval", "--json", "--output", str(page)).out)["runs"]
+    assert (run["final_needle_by_depth"], run["tokens_per_s"]) == (figures(0)["needle_by_depth"], None)
+    weights = "weights of 20260101-000000-aaaaaa after step 40"
+    wanted = ("3.125", "needles right", "50%", weights, "256 to 511", "needle at depth")
+    for text in (burst("report", "tiny-eval").out, page.read_text(encoding="utf-8")):
         assert [part for part in wanted if part not in text] == []
-        assert "needle" not in burst("report", "tiny").out
-    if format == "md":
-        assert "| needle at depth |" in text
-
-
-def test_the_page_has_the_tables_and_lengths_side_by_side(runs_dir: Path) -> None:
-    make_evaluation(runs_dir, 2, seq_len=1024)
-    page, _ = report_page(build_report(Request(runs_dir, ("tiny-eval",))))
-    assert '<th class="n">512 tokens</th><th class="n">1K tokens</th>' in page
-    assert page.count(">50%, +1.50</td>") == 2
-    assert '<th class="n">needle at depth</th>' in page
-    assert "256 to 511" in page
-
-
-def test_needles_are_of_the_newest_run_of_every_length_however_they_are_sorted(runs_dir: Path) -> None:
-    for number, seq_len, gain in ((2, 512, 9.0), (3, 256, 1.0), (4, 512, 2.0)):
-        make_evaluation(runs_dir, number, seq_len, final_needle_by_depth=_depths(gain))
-    found = build_report(Request(runs_dir, ("tiny-eval",), sort="-run"))
-    assert needle_tables(found.groups[0].by_age) == [
-        [["needles: right, gain", "256 tokens", "512 tokens"], ["25%", "100%, +1.00", "100%, +2.00"]]
-    ]
-    record = {"seq_len": 1024, "final_needle_by_depth": [{"depth": 0.5}]}
-    assert needle_tables([*found.groups[0].by_age, record])[0][1:] == [
-        ["25%", "100%, +1.00", "100%, +2.00", "–"],
-        ["50%", "–", "–", "–"],
-    ]
-
-
-def _depths(gain: float) -> list[Mapping[str, Any]]:
-    return [{"depth": 0.25, "accuracy": 1.0, "gain": gain}]
+    assert "needle" not in burst("report", "tiny").out
 
 
 @pytest.mark.parametrize(
@@ -109,12 +72,9 @@ def _depths(gain: float) -> list[Mapping[str, Any]]:
     [None, [], 7, "text", [3], [{}], [{"depth": "<b>", "gain": "x"}], [{"depth": 0.5, "gain": None, "accuracy": None}]],
     ids=str,
 )
-def test_damaged_tables_are_shown_as_far_as_they_go(runs_dir: Path, table: Any) -> None:
-    record = {"seq_len": 64, "evaluated_step": table, "final_needle_by_depth": table}
-    needle_tables([record, {**record, "seq_len": 128}])
-    evaluation_tables(record)
+def test_damaged_tables_are_shown_as_far_as_they_go(burst, runs_dir: Path, table: Any) -> None:
     make_evaluation(runs_dir, 3, final_needle_by_depth=table, evaluated_step=table)
-    assert "tiny-eval" in report_page(build_report(Request(runs_dir, ("tiny-eval",))))[0]
+    assert "tiny-eval/20260101-000003-000003" in burst("report", "000003").out
 
 
 def test_start_up_ends_where_evaluation_begins(runs_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""A report of 500 runs takes no more of the processor per run than one of 50."""
+"""A page of 200 runs takes no more of the processor per run than one of 20."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from benchmarks.report_runs import make_runs
 
 ROOT = Path(__file__).resolve().parents[3]
-FEW, MANY = 50, 500
+FEW, MANY = 20, 200
 
 
 @pytest.fixture(scope="module")
@@ -23,13 +23,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return made
 
 
-@pytest.mark.parametrize("format", ["json", "html"])
-def test_many_runs_take_no_longer_each_than_few(folders: dict[int, Path], tmp_path: Path, format: str) -> None:
+def test_many_runs_take_no_longer_each_than_few(folders: dict[int, Path], tmp_path: Path) -> None:
     seconds = {}
     for runs, folder in folders.items():
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        command = [sys.executable, "-m", "burst_cli", "report", "--runs-dir", str(folder), "--format", format]
-        output = tmp_path / f"{runs}.{format}"
+        command = [sys.executable, "-m", "burst_cli", "report", "--runs-dir", str(folder)]
+        output = tmp_path / f"{runs}.html"
         result = subprocess.run(
             [*command, "--output", str(output)], cwd=ROOT, capture_output=True, text=True, timeout=500
         )

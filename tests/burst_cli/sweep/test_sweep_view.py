@@ -1,4 +1,4 @@
-"""A sweep as people see it: before it starts, while its table fills, on terminals of any width."""
+"""A sweep as people see it: before it starts, while its cells run."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import io
 from pathlib import Path
 from typing import Any
 
-import pytest
 from rich.console import Console
 from testkit.run_maker import make_run
 from testkit.terminal import lines_of
 
 from burst_cli.sweep.estimate import Estimate
 from burst_cli.sweep.plan import Cell, SweepPlan
-from burst_cli.sweep.view import SweepView, cells_table, expectation, open_sweep_view, plan_view
+from burst_cli.sweep.view import SweepView, expectation, open_sweep_view, plan_view
 from engine.config.settings import RunConfig
 from engine.runs.summary import config_facts
 
@@ -28,17 +27,17 @@ PLAN = SweepPlan("lab-1", ("exp=tiny", "train.seq_len=512,513,8K,64"), CELLS)
 
 
 def test_a_plan_is_its_cells_what_each_takes_and_all_of_them_together() -> None:
-    assert lines_of(plan_view(PLAN, 2, 0.5)) == [
+    assert lines_of(plan_view(PLAN, 2)) == [
         "cell train.seq_len expected device hours",
         "c1 512 8:32 0.569",
         "c2 513 – – it is odd",
         "c3 8K – – too long",
         "c4 64 1:04 0.0711",
-        "2 of 4 cells will run, 2 at a time; about 8:32, 0.64 device hours, 0.32 at 0.5 per device hour",
+        "2 of 4 cells will run, 2 at a time; about 8:32, 0.64 device hours",
         "by a guess and 1 more",
     ]
     unknown = SweepPlan("lab-1", (), (CELLS[0], Cell("c5", (), {}, CONFIG)))
-    assert lines_of(expectation(unknown, 1, None), expectation(SweepPlan("", (), CELLS[1:3]), 1, None)) == [
+    assert lines_of(expectation(unknown, 1), expectation(SweepPlan("", (), CELLS[1:3]), 1)) == [
         "2 of 2 cells will run; no estimate of time: a step of 1 of them cannot be predicted from here",
         "0 of 2 cells will run",
     ]
@@ -66,13 +65,10 @@ def test_the_document_of_a_plan_has_every_cell() -> None:
     }
 
 
-FIGURES = {"tokens_per_s_per_device": 6200.0, "mfu": 0.25, "peak_memory_bytes": 2**31, "final_train_loss": 3.5}
-
-
 def cells(*states: str, **last: Any) -> list[dict[str, Any]]:
     """Recorded cells in these states."""
     results = {
-        "completed": FIGURES,
+        "completed": {"message": None},
         "failed": {"message": "no \x1b[31mhead"},
         "oom": {"predicted": True, "message": "big"},
     }
@@ -108,11 +104,3 @@ def test_lines_tell_every_change_of_a_cell_once_and_a_terminal_how_far_running_c
     with open_sweep_view(Console(file=stream)) as view:
         view.tick(cells("pending"))
     assert "0 of 1" not in stream.getvalue()
-
-
-@pytest.mark.parametrize(
-    ("width", "kept"), [(40, "6.2K 3.5000"), (45, "6.2K 25% 3.5000"), (80, "6.2K 25% 2 GiB 3.5000")]
-)
-def test_narrow_table_of_cells_keeps_speed_loss_and_mfu_longest(width: int, kept: str) -> None:
-    every = [{"id": "c1", "values": {"train.seq_len": "4096"}, "state": "completed", "result": FIGURES}]
-    assert lines_of(cells_table(every, width), width=width)[-1] == f"4096 completed {kept}"

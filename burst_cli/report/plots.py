@@ -1,0 +1,287 @@
+"""What a page draws: panels as plain values, and a picture of each, light; a dark page turns it over."""
+
+from __future__ import annotations
+
+import base64
+import io
+import itertools
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from burst_cli.figures import grouped
+from burst_cli.report.compare import Comparison
+from burst_cli.report.records import (
+    PEAK_FIGURES,
+    Record,
+    method_of,
+    pooled,
+    run_name,
+    run_rows,
+    series,
+    share_a_peak,
+    tokens,
+)
+from cluster.remote_text import one_line
+from cluster.values import number, whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Eight hues that people with any colour vision tell apart; each is also told by its marker.
+COLOURS = ("#0072b2", "#d55e00", "#00866a", "#a8468f", "#8a6d00", "#3f8fc4", "#b3243b", "#59626e")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_QUIET, _GRID = "#5c6672", "#dfe3e8"
+_SIZE = 4.1, 3.1  # inches: text of 9 points is readable on a page as wide as a phone
+_LONGEST_NAME = 32
+_SETTINGS: Mapping[Any, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,  # names come from runs: a dollar sign is a dollar sign
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9,
+    "axes.edgecolor": _QUIET,
+    "axes.unicode_minus": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": _GRID,
+    "xtick.color": _QUIET,
+    "ytick.color": _QUIET,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+}
+_GIB = 2.0**30
+_FIGURES = (  # key, what it is, factor
+    ("tokens_per_s_per_device", "tokens/s per device", 1.0),
+    ("mfu", "MFU, causal-aware (%)", 100.0),
+    ("peak_memory_bytes", "peak memory (GiB)", 1 / _GIB),
+)
+_MOST_CURVES = 8  # in one picture; more cannot be told apart
+_MOST_POINTS = 160
+
+
+class Point(NamedTuple):
+    """A figure at one place. low, high: quartiles of the steps; of several runs the widest of theirs."""
+
+    x: float
+    y: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Line:
+    """The points of one method or run. style: its colour and marker, the same in every panel of a group.
+
+    is_dashed: drawn so that an equal line below it is still seen.
+    """
+
+    name: str
+    style: int
+    points: tuple[Point, ...]
+    is_dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture: figures over lengths, predictions against measurements, or curves over steps.
+
+    lost: (name, style, length) of what ran out of memory.
+    """
+
+    kind: Literal["lengths", "predictions", "steps"]
+    title: str
+    x_label: str
+    y_label: str
+    lines: tuple[Line, ...]
+    lost: tuple[tuple[str, int, int], ...] = ()
+
+    @property
+    def described(self) -> str:
+        """What a picture holds, for people who do not see it; the figures are in the table below it."""
+        lost = "".join(f"; {name} ran out of memory at {length} tokens" for name, _, length in self.lost)
+        return f"{self.y_label} over {self.x_label} of {', '.join(line.name for line in self.lines)}{lost}"
+
+
+# --- what is drawn ----------------------------------------------------------------------------------------------------
+
+
+def style_numbers(records: Iterable[Record]) -> dict[str, int]:
+    """A number for every method of a report, for colours and markers that mean the same everywhere."""
+    names = {name for record in records if (name := method_of(record))}
+    return {name: index for index, name in enumerate(sorted(names))}
+
+
+def group_panels(records: Sequence[Record], styles: Mapping[str, int]) -> Iterator[Panel]:
+    """The panels that compare methods and lengths; none when there is nothing to compare."""
+    known = [(m, n, r) for r in records if (m := method_of(r)) is not None and (n := whole(r, "seq_len")) is not None]
+    cells = grouped(((method, length), record) for method, length, record in known)
+    if len(cells) < 2:
+        return
+    lost = tuple((m, styles[m], n) for (m, n), runs in sorted(cells.items()) if any(r["status"] == "oom" for r in runs))
+    for key, label, factor in _FIGURES:
+        if key in PEAK_FIGURES and not share_a_peak(records):
+            continue
+        points = grouped(
+            (method, Point(length, *(factor * value for value in found)))
+            for (method, length), runs in sorted(cells.items())
+            if (found := pooled(runs, key)) is not None
+        )
+        lines = tuple(Line(method, styles[method], tuple(own)) for method, own in points.items())
+        if lines:
+            title = label[0].upper() + label[1:]
+            yield Panel("lengths", title, "sequence length (tokens)", label, lines, lost)
+    yield from _predictions(records, styles)
+
+
+def _predictions(records: Iterable[Record], styles: Mapping[str, int]) -> Iterator[Panel]:
+    """Predicted against measured peak; on a CPU what was measured is live tensors, on CUDA the allocator's peak."""
+    points: list[tuple[str, Point]] = []
+    for record in records:
+        method, predicted = method_of(record), number(record, "predicted_peak_bytes")
+        measured = number(record, "peak_tensor_bytes") or number(record, "peak_memory_bytes")
+        if method and predicted and measured:
+            points.append((method, Point(predicted / _GIB, *[measured / _GIB] * 3)))
+    ratios = [100 * (point.x / point.y - 1) for _, point in points]
+    if len(ratios) > 1:
+        title = f"Memory predictions are {min(ratios):+.0f}% to {max(ratios):+.0f}% off what was measured"
+        lines = tuple(Line(name, styles[name], tuple(own)) for name, own in sorted(grouped(points).items()))
+        yield Panel("predictions", title, "predicted peak (GiB)", "measured peak (GiB)", lines)
+
+
+def run_panels(records: Iterable[Record]) -> Iterator[Panel]:
+    """Loss and step time of the newest run of every method and length, where they have several steps.
+
+    records: the oldest first.
+    """
+    newest: dict[tuple[str, str], Record] = {}
+    for record in records:
+        if record.get("path") is not None and record.get("steps"):
+            length = whole(record, "seq_len")
+            key = method_of(record) or "?", tokens(length) if length else "?"
+            newest.pop(key, None)
+            newest[key] = record
+    chosen = list(newest.items())[-_MOST_CURVES:]
+    rows = [(" ".join(key), run_rows(Path(record["path"]))) for key, record in chosen]
+    for metric, label in (("loss", "training loss"), ("step_time_s", "step time (s)")):
+        lines = tuple(_curves((name, series(run, metric)) for name, run in rows))
+        if lines:
+            yield Panel("steps", label[0].upper() + label[1:], "optimizer step", label, lines)
+
+
+def comparison_panels(comparison: Comparison) -> Iterator[Panel]:
+    """The losses of both sides of a comparison over each other, B dashed."""
+    sides = (("A", comparison.a), ("B", comparison.b))
+    named = ((f"{side} {run_name(record)}", series(run_rows(Path(record["path"])), "loss")) for side, record in sides)
+    lines = tuple(_curves(named))
+    if lines:
+        yield Panel("steps", "Training loss of both sides", "optimizer step", "training loss", lines)
+
+
+def _curves(named: Iterable[tuple[str, Sequence[tuple[int, float]]]]) -> Iterator[Line]:
+    """Those with more than one point; of many neighbours become their mean, so nothing that lasts is lost."""
+    for index, (name, points) in enumerate((name, points) for name, points in named if len(points) > 1):
+        size = -(-len(points) // _MOST_POINTS)
+        parts = (points[first : first + size] for first in range(0, len(points), size))
+        means = ([sum(values) / len(part) for values in zip(*part, strict=True)] for part in parts)
+        yield Line(name, index, tuple(Point(x, y, y, y) for x, y in means), is_dashed=name.startswith("B "))
+
+
+# --- how it is drawn --------------------------------------------------------------------------------------------------
+
+
+def panel_svg(panel: Panel) -> str:
+    """`panel` as an SVG document."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(dict(_SETTINGS)), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure = Figure(figsize=_SIZE, layout="constrained")
+        axes = figure.add_subplot()
+        axes.tick_params(length=0)
+        axes.set_xlabel(panel.x_label)
+        axes.set_ylabel(panel.y_label)
+        {"lengths": _draw_lengths, "predictions": _draw_predictions, "steps": _draw_steps}[panel.kind](axes, panel)
+        widest = max(len(line.name) for line in panel.lines)
+        axes.legend(
+            loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=max(1, min(3, 62 // (6 + widest))), frameon=False,
+            fontsize=8, borderaxespad=0, handlelength=3.2,
+        )  # fmt: skip
+        stream = io.StringIO()
+        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return stream.getvalue()
+
+
+def panel_link(panel: Panel) -> str:
+    """`panel` as the source of an <img>: ids and styles of one picture cannot meet those of another there."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(panel_svg(panel).encode()).decode()}"
+
+
+def _look(line: Line) -> dict[str, Any]:
+    """Colour, marker, stroke and name; styles beyond the eighth have another pair of colour and marker."""
+    return {
+        "color": COLOURS[line.style % len(COLOURS)],
+        "marker": MARKERS[(line.style + line.style // len(COLOURS)) % len(MARKERS)],
+        "linestyle": "--" if line.is_dashed else "-",
+        # matplotlib leaves names out that begin with an underscore
+        "label": one_line(line.name, _LONGEST_NAME).lstrip("_") or "?",
+    }
+
+
+def _draw_lengths(axes: Axes, panel: Panel) -> None:
+    """With the quartiles of every figure, and a cross where a method ran out of memory."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    for line in panel.lines:
+        x, y, low, high = map(list, zip(*line.points, strict=True))
+        spread = [[middle - end for middle, end in zip(y, low, strict=True)],
+                  [end - middle for middle, end in zip(y, high, strict=True)]]  # fmt: skip
+        axes.errorbar(x, y, yerr=spread, capsize=2.5, **_look(line))
+    for _, style, length in panel.lost:
+        place = 0.05 + 0.07 * (style % len(COLOURS))
+        where = axes.get_xaxis_transform()
+        axes.plot([length], [place], transform=where, marker="x", color=COLOURS[style % len(COLOURS)], linestyle="")
+        axes.annotate("OOM ", (length, place), xycoords=where, ha="right", va="center", fontsize=8)
+    lengths = sorted({point.x for line in panel.lines for point in line.points} | {length for *_, length in panel.lost})
+    while len(lengths) > 7:  # every second one where they would touch
+        lengths = lengths[::-1][::2][::-1]
+    axes.set_xscale("log")
+    axes.set_xticks(lengths, [tokens(round(length)) for length in lengths])
+    values = [point.y for line in panel.lines for point in line.points if point.y > 0]
+    if values and max(values) > 12 * min(values):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if max(values) < 200 * min(values) else (1.0,)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
+    else:
+        axes.set_ylim(0, 1.15 * max(point.high for line in panel.lines for point in line.points) or 1.0)
+    axes.minorticks_off()
+
+
+def _draw_predictions(axes: Axes, panel: Panel) -> None:
+    top = 1.12 * max(max(point.x, point.y) for line in panel.lines for point in line.points)
+    axes.plot([0, top], [0, top], color=_QUIET, linewidth=1, linestyle="--", label="as predicted")
+    for line in panel.lines:
+        axes.plot(*_places(line), **{**_look(line), "linestyle": ""})
+    axes.set_xlim(0, top)
+    axes.set_ylim(0, top)
+
+
+def _draw_steps(axes: Axes, panel: Panel) -> None:
+    """Lines of runs; a marker at the last point, so that colour is not all that tells them apart."""
+    from matplotlib.ticker import MaxNLocator
+
+    for line in panel.lines:
+        axes.plot(*_places(line), markevery=[-1], **_look(line))
+    values = sorted(itertools.chain.from_iterable(_places(line)[1] for line in panel.lines))
+    if panel.y_label.startswith("step time"):
+        # One slow step does not flatten the rest.
+        axes.set_ylim(0, 1.3 * values[math.floor(0.99 * (len(values) - 1))] or 1.0)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+
+
+def _places(line: Line) -> tuple[list[float], list[float]]:
+    return [point.x for point in line.points], [point.y for point in line.points]

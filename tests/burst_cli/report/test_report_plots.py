@@ -1,0 +1,126 @@
+"""What a page draws, and how: runs of several methods, lengths and attempts; its words, marks and dashed lines."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_samples import make_run, metrics, variant
+
+from burst_cli.report.build import build_report
+from burst_cli.report.plots import COLOURS, Line, Panel, Point, group_panels, panel_svg, style_numbers
+
+GIB = 2**30
+
+
+def add_run(runs_dir: Path, place: int, preset: str, seq_len: int, speed: float, **facts: Any) -> None:
+    def row(step: int) -> dict[str, Any]:
+        return {**metrics(step), "tokens_per_s_per_device": speed, "mfu": speed / 1e4}
+
+    name = f"tiny/20260101-0000{place:02d}-{place:06x}"
+    make_run(runs_dir, name, config=variant(preset, seq_len), row=row, **{"steps": 8, **facts})
+
+
+def shown(runs_dir: Path) -> dict[str, Panel]:
+    """The panels of all runs by what they are of."""
+    found = build_report(runs_dir)
+    (group,) = found.groups
+    return {panel.y_label: panel for panel in group_panels(group.records, style_numbers(found.records))}
+
+
+def test_runs_of_one_method_and_length_are_one_point_with_the_widest_quartiles(tmp_path: Path) -> None:
+    for place, (preset, seq_len, speed) in enumerate([("ring", 512, 1000), ("ring", 1024, 500), ("burst", 512, 2000)]):
+        add_run(tmp_path, place, preset, seq_len, speed)
+    add_run(tmp_path, 10, "burst", 512, 4000.0)
+    add_run(tmp_path, 11, "burst", 512, 100.0, final="failed")  # has no part in it
+    add_run(tmp_path, 12, "burst", 1024, 0.0, final="oom", steps=0)
+    assert shown(tmp_path)["tokens/s per device"] == Panel(
+        "lengths",
+        "Tokens/s per device",
+        "sequence length (tokens)",
+        "tokens/s per device",
+        (
+            Line("burst/full", 0, (Point(512, 3000.0, 2000.0, 4000.0),)),
+            Line("ring/full", 1, (Point(512, 1000.0, 1000.0, 1000.0), Point(1024, 500.0, 500.0, 500.0))),
+        ),
+        (("burst/full", 0, 1024),),
+    )
+
+
+def test_utilisations_of_two_peaks_stand_in_no_picture(tmp_path: Path) -> None:
+    add_run(tmp_path, 0, "ring", 512, 1000)
+    add_run(tmp_path, 1, "burst", 512, 1000, peak_flops_per_device=2e12)
+    assert list(shown(tmp_path)) == ["tokens/s per device", "peak memory (GiB)"]
+
+
+def test_predictions_are_held_against_what_was_measured(tmp_path: Path) -> None:
+    on_cpu = {"peak_tensor_bytes": GIB / 2, "peak_memory_bytes": 8 * GIB}  # there live tensors are what is predicted
+    for place, (preset, measured) in enumerate([("ring", on_cpu), ("burst", {"peak_memory_bytes": 2 * GIB})]):
+        add_run(tmp_path, place, preset, 512, 1000, predicted_peak_bytes=GIB, **measured)
+    panel = shown(tmp_path)["measured peak (GiB)"]
+    assert panel.title == "Memory predictions are -50% to +100% off what was measured"
+    assert panel.lines == (
+        Line("burst/full", 0, (Point(1, 2, 2, 2),)),
+        Line("ring/full", 1, (Point(1, 0.5, 0.5, 0.5),)),
+    )
+
+
+def line(name: str, style: int, points: dict[float, float], **how: bool) -> Line:
+    return Line(name, style, tuple(Point(x, y, 0.9 * y, 1.1 * y) for x, y in points.items()), **how)
+
+
+RING = line("ring", 0, {512: 1000, 1024: 2000, 4096: 30000})
+DRAWN = {
+    "over lengths, on a logarithmic axis": (
+        Panel("lengths", "t", "x", "y", (RING, line("burst", 9, {1024: 1000})), (("lost", 1, 2048),)),
+        "512 1K 2K 4K x 1,000 2,000 5,000 10,000 20,000 y OOM  ring burst",
+        [12, 7],
+        0,
+        "y over x of ring, burst; lost ran out of memory at 2048 tokens",
+    ),
+    "every second length where they would touch": (
+        Panel("lengths", "t", "x", "y", (line("ring", 0, {2.0**power: 1 for power in range(9, 18)}),)),
+        "512 2K 8K 32K 128K x 0.0 0.2 0.4 0.6 0.8 1.0 1.2 y ring",
+        [30],
+        0,
+        "y over x of ring",
+    ),
+    "predicted against measured": (
+        Panel("predictions", "t", "x", "y", (line("ring", 0, {1: 2, 3: 2}),)),
+        "0.0 0.5 1.0 1.5 2.0 2.5 3.0 x 0.0 0.5 1.0 1.5 2.0 2.5 3.0 y as predicted ring",
+        [3],
+        2,
+        "y over x of ring",
+    ),
+    "over steps, the second side dashed, names as they are": (
+        Panel(
+            "steps",
+            "t",
+            "x",
+            "step time (s)",
+            (
+                line("_$\\frac{$<b>", 0, dict.fromkeys(range(8), 1.0)),
+                line("漢字", 1, {**dict.fromkeys(range(200), 2.0), 200: 90.0}, is_dashed=True),
+            ),
+        ),
+        "0 40 80 120 160 200 x 0.0 0.5 1.0 1.5 2.0 2.5 step time (s) $\\frac{$<b> 漢字",
+        [2, 1],
+        2,
+        "step time (s) over x of _$\\frac{$<b>, 漢字",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_panel_as_it_is_drawn(name: str) -> None:
+    panel, words, marks, dashed, described = DRAWN[name]
+    svg = panel_svg(panel)
+    assert " ".join(html.unescape(text) for text in re.findall(r"<text[^>]*>([^<]*)</text>", svg)) == words
+    colours = Counter(re.findall(r'<use [^>]*style="fill: (#\w+)', svg))
+    assert [colours[colour] for colour in COLOURS if colour in colours] == marks
+    assert svg.count("stroke-dasharray") == dashed
+    assert panel.described == described
