@@ -14,7 +14,7 @@ from burst_cli import render
 from burst_cli.figures import count_of
 from burst_cli.tables import listing
 from cluster.ssh.hosts import Host, Outcome, fan_out
-from cluster.ssh.known_hosts import ShownKey, add_keys, trust_file
+from cluster.ssh.keys import ShownKey, add_keys, trust_file
 from cluster.ssh.pool import SshPool
 
 _STYLES = {"known": "green", "new": "yellow"}
@@ -46,7 +46,7 @@ class TrustSession:
 
     def _settle(self, answers: Sequence[Outcome[ShownKey]]) -> None:
         shown = [answer.value for answer in answers if answer.value is not None]
-        fresh = [key for key in shown if key.state == "new" and (not self.wanted or key.fingerprint in self.wanted)]
+        fresh = [key for key in shown if key.state == "new" and (not self.wanted or key.key.fingerprint in self.wanted)]
         self._show(answers, shown)
         accepted = fresh if fresh and self._accept(fresh) else []
         add_keys(accepted)
@@ -70,7 +70,7 @@ class TrustSession:
                     f"`{key.host.command('hosts', 'forget')}`"
                 )
                 console.print(render.told("warning", text), soft_wrap=True)
-            if key.state == "new" and self.wanted and key.fingerprint not in self.wanted:
+            if key.state == "new" and self.wanted and key.key.fingerprint not in self.wanted:
                 text = f"{key.host.name}: shows none of the fingerprints that were given; it stays untrusted"
                 console.print(render.told("warning", text), soft_wrap=True)
 
@@ -102,7 +102,7 @@ def _row(answer: Outcome[ShownKey], accepted: Sequence[ShownKey]) -> dict[str, A
     keys = []
     if (key := answer.value) is not None:
         state = "added" if key in accepted else key.state
-        keys = [{"type": key.kind, "fingerprint": key.fingerprint, "state": state}]
+        keys = [{"type": key.key.kind, "fingerprint": key.key.fingerprint, "state": state}]
     return {
         "name": answer.host.name,
         "key_name": answer.host.key_name,
@@ -115,6 +115,12 @@ def _row(answer: Outcome[ShownKey], accepted: Sequence[ShownKey]) -> dict[str, A
 def _key_table(keys: Sequence[ShownKey]) -> Table:
     """One line per key that a server showed."""
     rows = (
-        (key.host.name, key.kind, key.fingerprint, Text(key.state, _STYLES.get(key.state, "bold red"))) for key in keys
+        (
+            shown.host.name,
+            shown.key.kind,
+            shown.key.fingerprint,
+            Text(shown.state, _STYLES.get(shown.state, "bold red")),
+        )
+        for shown in keys
     )
     return listing(("node", "type", "fingerprint", "state"), rows)

@@ -19,9 +19,8 @@ from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 from burst_cli.tables import listing
 from burst_cli.targets import HostfileOption, HostsOption, select_targets
 from cluster.errors import HostsError
-from cluster.ssh.certificates import fingerprint
 from cluster.ssh.hosts import Host
-from cluster.ssh.known_hosts import HostKeys, forget_names, trust_file
+from cluster.ssh.keys import HostKeys, forget_names, trust_file
 
 app = new_verb()
 
@@ -154,7 +153,7 @@ def _describe(host: Host, known: HostKeys) -> dict[str, Any]:
     while outermost.jump is not None:
         outermost = outermost.jump
         jumps.insert(0, f"{outermost.user}@{outermost.address}:{outermost.port}")
-    keys = [*known.find(host.key_name), *known.authorities(host)]
+    lines = [*known.find(host.key_name), *known.authorities(host)]
     return {
         "name": host.name,
         "address": host.address,
@@ -165,8 +164,8 @@ def _describe(host: Host, known: HostKeys) -> dict[str, Any]:
         "identity_files": list(host.identity_files),
         "key_name": host.key_name,
         "keys": [
-            {"type": f"{key.marker} {key.kind}".strip(), "fingerprint": fingerprint(key.blob), "file": key.file}
-            for key in keys
+            {"type": f"{line.marker} {line.key.kind}".strip(), "fingerprint": line.key.fingerprint, "file": line.file}
+            for line in lines
         ],
     }
 

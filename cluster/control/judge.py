@@ -20,7 +20,7 @@ from cluster.control.fleet import Fleet, Part, StopOrder, kill_facts
 from cluster.control.link import INTERRUPTED, LaunchOutcome, NodeStatus
 from cluster.failure import Death, Failure, NodeEvidence, find_failure
 from cluster.plan import LaunchPlan, NodePlan, roots_of
-from cluster.ssh.hosts import node_command, reaching
+from cluster.ssh.hosts import node_command
 from cluster.ssh.nodes import fold_nodes
 from cluster.values import integer, table, word
 from engine.config.settings import RunConfig
@@ -287,7 +287,7 @@ def advice(failure: Failure, run_path: Path, config: RunConfig) -> str:
         case "hang":
             return f"Read where every rank was in {failure.stacks or log} and beside it; {again}"
         case "node_lost":
-            check = node_command(failure.host or "", "check-nodes", reached_by=reaching(typed_overrides(run_path)))
+            check = node_command(failure.host or "", "check-nodes", overrides=typed_overrides(run_path))
             return f"See what is left of the node with `{check}`; {again} On other nodes: `{resume} --hosts NODES`."
         case "port":
             chosen = "a free port is chosen, unless cluster.master_port names one"

@@ -35,7 +35,7 @@ def ask_fleet(
     questions = (*FACT_QUESTIONS, LIVE) if with_live else FACT_QUESTIONS
 
     def read(probe: NodeProbe, host: Host | None = None) -> tuple[NodeEnvironmentFacts, tuple[LiveSource, ...]]:
-        facts = read_facts(NodeFacts(probe, config), host.reached_by if host is not None else ())
+        facts = read_facts(NodeFacts(probe, config), host.overrides if host is not None else ())
         return facts, read_live(probe) if with_live else ()
 
     def ask(host: Host) -> tuple[NodeEnvironmentFacts, tuple[LiveSource, ...]]:

@@ -54,8 +54,8 @@ ADAPTER_QUESTIONS = (PORTS, LSPCI, CARRIERS)
 FACT_QUESTIONS = (*ADAPTER_QUESTIONS, GPUDIRECT, LINKS, ROUTE, SYSFS, SMI, CORES, ROUTES)
 
 
-def read_facts(facts: NodeFacts, reached_by: Sequence[str] = ()) -> NodeEnvironmentFacts:
-    """What the node's environment depends on. reached_by: the overrides with which a command reaches it.
+def read_facts(facts: NodeFacts, overrides: Sequence[str] = ()) -> NodeEnvironmentFacts:
+    """What the node's environment depends on. overrides: see `node_command`.
 
     Raises ClusterError when adapters or interfaces cannot be read: a plan made without them would switch InfiniBand off
     on a node that has it.
@@ -64,7 +64,7 @@ def read_facts(facts: NodeFacts, reached_by: Sequence[str] = ()) -> NodeEnvironm
     try:
         _, interfaces = facts.adapters, facts.interfaces
     except UnreadableError as error:
-        look = node_command(probe.node, "check-nodes", "--only", "ib,net", reached_by=reached_by)
+        look = node_command(probe.node, "check-nodes", "--only", "ib,net", overrides=overrides)
         raise ClusterError(
             f"{probe.node}: cannot tell what network it has: {error}{f' ({probe.trouble})' if probe.trouble else ''}. "
             f"Look at it with `{look}`"

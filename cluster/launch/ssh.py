@@ -38,10 +38,7 @@ from engine.config.settings import RunConfig
 from engine.planning.memory.capacity import HOST_RESERVE_SHARE, MIB, Gpu, Hardware
 from engine.runs.folder import RunFolder, typed_overrides
 
-# A connection that is silent for three of these is dead: long before a lease is over.
-_KEEPALIVE_S = 5.0
-_STALL_S = 15.0
-_JUMP_RETRY_S = 5.0
+_PATIENCE_S = 15.0  # a connection on which nothing moves for so long is dead: long before a lease is over
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ class SshRunner(Runner):
 
     def links(self, plan: LaunchPlan, run: RunFolder, timing: LinkTiming | None = None) -> list[NodeLink]:
         hosts = resolve_hosts([node.name for node in plan.nodes], plan.config.cluster.ssh, typed_overrides(run.path))
-        pool = SshPool(keepalive_s=_KEEPALIVE_S, stall_s=_STALL_S, jump_retry_s=_JUMP_RETRY_S)
+        pool = SshPool(patience_s=_PATIENCE_S)
         shared = SharedPool(pool, len(hosts))
         links: list[NodeLink] = []
         for host, node in zip(hosts, plan.nodes, strict=True):

@@ -1,18 +1,24 @@
 """The seam between what burst wants done on a node and how it gets there.
 
-`Connection` is what checks, image distribution and launches use. `cluster.ssh.pool` implements it over SSH; tests
+`Connection` is what checks, image distribution and launches use. `cluster.ssh.session` implements it over SSH; tests
 implement it in a few lines.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self, TypeVar
 
+from cluster.errors import SshError
 from cluster.ssh.hosts import Host
 
+T = TypeVar("T")
 OUTPUT_BYTES = 4 << 20  # so much of what a command says is kept
 
 
@@ -35,67 +41,110 @@ class CommandResult:
         return self.exit_code == 0 and not self.truncated
 
 
-class RemoteProcess(Protocol):
+class RemoteProcess(ABC):
     """A running command whose streams are used by hand; its user closes it. Safe for one reader and one writer."""
 
+    @abstractmethod
     def write(self, data: bytes) -> None:
         """Send all of `data` to stdin. Raises SshError (LOST) when the command no longer reads."""
 
+    @abstractmethod
     def close_stdin(self) -> None:
         """Send end of file."""
 
+    @abstractmethod
     def read(self, max_bytes: int, timeout_s: float) -> bytes:
-        """Up to `max_bytes` of stdout as soon as there are any; b"" at its end. Raises SshError after `timeout_s`."""
-
-    def wait(self, timeout_s: float) -> CommandResult:
-        """The end of the command: exit code, what was not yet read of stdout, and stderr (capped)."""
-
-    def close(self) -> None:
-        """Drop the channel. The remote command is not killed by that: it must end when stdin ends."""
-
-
-@dataclass(frozen=True)
-class Deadline:
-    """When something must be over, on the monotonic clock."""
-
-    at: float
-
-    @classmethod
-    def after(cls, seconds: float) -> Deadline:
-        """`seconds` from now."""
-        return cls(time.monotonic() + seconds)
-
-    @property
-    def left_s(self) -> float:
-        """Seconds until then; never less than 0."""
-        return max(0.0, self.at - time.monotonic())
-
-    def at_most(self, seconds: float) -> Deadline:
-        """This one, or `seconds` from now if that is earlier."""
-        return Deadline(min(self.at, time.monotonic() + seconds))
-
-
-class Connection(Protocol):
-    """A logged-in connection to one host; a context manager. Several commands may run at once, from several threads."""
-
-    @property
-    def host(self) -> Host:
-        """The host that this connection leads to."""
-
-    def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 60.0) -> CommandResult:
-        """Run `argv` (quoted word by word, so nothing in it is interpreted) with `stdin`, and wait for its end.
+        """Up to `max_bytes` of stdout as soon as there are any; b"" at its end.
 
         Raises SshError: COMMAND_TIMEOUT after `timeout_s`, LOST when the connection ends first.
         """
 
-    def start(self, argv: Sequence[str]) -> RemoteProcess:
-        """Start `argv`, quoted likewise, with open streams."""
+    @abstractmethod
+    def wait(self, timeout_s: float) -> CommandResult:
+        """The end of the command: exit code, what was not yet read of stdout, and stderr (capped). Raises as `read`."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Drop the channel. The remote command is not killed by that: it must end when stdin ends."""
+
+    def feed(self, data: bytes) -> None:
+        """Send `data` and end of file, as far as the command takes them, while the caller reads; returns at once."""
+
+        def send() -> None:
+            with contextlib.suppress(SshError):
+                self.write(data)
+            self.close_stdin()
+
+        threading.Thread(target=send, name="stdin", daemon=True).start()
+
+
+class Connection(ABC):
+    """A logged-in connection to `host`; a context manager. Several commands may run at once, from several threads."""
+
+    host: Host
+
+    @abstractmethod
+    def start(self, argv: Sequence[str]) -> RemoteProcess:
+        """Start `argv`, quoted word by word so that nothing in it is interpreted. Raises SshError."""
+
+    @abstractmethod
     def close(self) -> None:
         """End the connection; remote commands see end of file."""
 
+    def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 60.0) -> CommandResult:
+        """Run `argv` with `stdin`, and wait for its end at most `timeout_s`. Raises SshError as `RemoteProcess`."""
+        process = self.start(argv)
+        try:
+            process.feed(stdin)
+            return process.wait(timeout_s)
+        finally:
+            process.close()
+
     def __enter__(self) -> Self:
-        """This connection."""
+        return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
+        self.close()
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """When something must be over, on the monotonic clock, and after how many seconds that is."""
+
+    at: float
+    limit_s: float
+
+    @classmethod
+    def after(cls, seconds: float) -> Deadline:
+        """`seconds` from now."""
+        return cls(time.monotonic() + seconds, seconds)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until then; never 0, which would mean for ever to sockets."""
+        return max(0.001, self.at - time.monotonic())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it is later."""
+        return time.monotonic() >= self.at
+
+
+def within(deadline: Deadline, work: Callable[[], T]) -> T:
+    """What `work` returns or raises, in a thread of its own; TimeoutError when it does neither until `deadline`."""
+    answer = begin(work)
+    return answer.result(deadline.left_s)
+
+
+def begin(work: Callable[[], T]) -> Future[T]:
+    """What will come of `work`, which is done in a thread that nobody needs to wait for."""
+    future = Future[T]()
+
+    def serve() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=serve, daemon=True).start()
+    return future

@@ -1,15 +1,17 @@
-"""One node as SSH must know it, and how a name becomes that: OpenSSH's own configuration decides (`ssh -G`)."""
+"""One node as SSH must know it, and work on many of them at once. Nothing here connects."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import queue
 import re
 import shlex
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from engine.config.errors import BurstError
@@ -22,7 +24,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,252}")
 
 @dataclass(frozen=True)
 class Host:
-    """One node. Nothing here connects.
+    """One node.
 
     name: what people and reports call it. address: what the socket connects to (a name or an IP address).
     key_name: under which known_hosts lists its key (`[address]:port` where port is not 22).
@@ -30,8 +32,7 @@ class Host:
     keys; only these count.
     jump: the host to go through. proxy_command: instead of a socket, what a shell runs (OpenSSH's ProxyCommand, its
     %-words filled in). identities_only: of the agent's keys offer those that identity_files name, too.
-    agent_socket: of the SSH agent; empty: none.
-    reached_by: the overrides with which a command reaches it: the name alone may mean nothing.
+    agent_socket: of the SSH agent; empty: none. overrides: what was typed, see `node_command`.
     """
 
     name: str
@@ -47,25 +48,17 @@ class Host:
     connect_timeout_s: float = 10.0
     identities_only: bool = False
     agent_socket: str = ""
-    reached_by: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
 
     def command(self, *verb: str) -> str:
         """`burst VERB` for this node, as one types it."""
-        return node_command(self.name, *verb, reached_by=self.reached_by)
-
-    def with_name(self, name: str) -> Host:
-        """The same machine under another name."""
-        return replace(self, name=name)
+        return node_command(self.name, *verb, overrides=self.overrides)
 
 
-def node_command(node: str, *verb: str, reached_by: Sequence[str]) -> str:
-    """`burst VERB` for a node of which no more than the name is known, as one types it."""
-    return shlex.join(["burst", *verb, *reached_by, "--hosts", node])
-
-
-def reaching(overrides: Iterable[str]) -> tuple[str, ...]:
-    """Those of the overrides that say how nodes are reached."""
-    return tuple(word for word in overrides if word.startswith(("cluster=", "cluster.ssh.")))
+def node_command(node: str, *verb: str, overrides: Iterable[str]) -> str:
+    """`burst VERB` for a node, as one types it, with those of `overrides` that say how nodes are reached."""
+    words = [word for word in overrides if word.startswith(("cluster=", "cluster.ssh."))]
+    return shlex.join(["burst", *verb, *words, "--hosts", node])
 
 
 def is_host_name(text: str) -> bool:
@@ -93,7 +86,7 @@ def fan_out(
     work: Callable[[Host], T],
     *,
     width: int = DEFAULT_WIDTH,
-    on_outcome: Callable[[Outcome[T]], None] | None = None,
+    on_outcome: Callable[[Outcome[T]], None] = lambda outcome: None,
 ) -> dict[str, Outcome[T]]:
     """The outcome of `work(host)` by host name, in the order of `hosts`; at most `width` run at the same time.
 
@@ -101,26 +94,22 @@ def fan_out(
     other exception is a bug and is raised. Every `work` must end by its own timeouts: threads cannot be killed. After
     an interrupt nothing more begins, and what runs does not hold the process: its threads are daemons.
     """
-    waiting: queue.SimpleQueue[Host] = queue.SimpleQueue()
-    done: queue.SimpleQueue[Outcome[T] | BaseException] = queue.SimpleQueue()
-    stop = threading.Event()
-    for host in hosts:
-        waiting.put(host)
+    waiting, done = deque(hosts), queue.SimpleQueue[Outcome[T] | BaseException]()
+
+    def attempt(host: Host) -> Outcome[T] | BaseException:
+        begin, value, error = time.monotonic(), None, None
+        try:
+            value = work(host)
+        except BurstError as failure:
+            error = failure
+        except BaseException as bug:
+            return bug
+        return Outcome(host, value, error, time.monotonic() - begin)
 
     def serve() -> None:
-        while not stop.is_set():
-            try:
-                host = waiting.get_nowait()
-            except queue.Empty:
-                return
-            begin, value, error = time.monotonic(), None, None
-            try:
-                value = work(host)
-            except BurstError as failure:
-                error = failure
-            except BaseException as bug:
-                done.put(bug)
-            done.put(Outcome(host, value, error, time.monotonic() - begin))
+        with contextlib.suppress(IndexError):  # none is left
+            while True:
+                done.put(attempt(waiting.popleft()))
 
     found: dict[str, Outcome[T]] = {}
     try:
@@ -131,8 +120,7 @@ def fan_out(
             if isinstance(outcome, BaseException):
                 raise outcome
             found[outcome.host.name] = outcome
-            if on_outcome is not None:
-                on_outcome(outcome)
+            on_outcome(outcome)
     finally:
-        stop.set()
+        waiting.clear()
     return {host.name: found[host.name] for host in hosts}

@@ -20,10 +20,11 @@ from cluster.ssh.hosts import is_host_name
 
 MAX_NODES = 16384
 _SLURM_NODES = "SLURM_JOB_NODELIST"
-# What MPI launchers allow after a name. It says how many ranks a node takes, which is cluster.ranks_per_node here.
-_SLOTS = re.compile(r"(slots|max[-_]slots)=\d+")
+# An entry of a hostfile. What MPI launchers allow after a name says how many ranks a node takes, which is
+# cluster.ranks_per_node here.
+_ENTRY = re.compile(r"(\S+)(\s+(slots|max[-_]slots)=\d+)*")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
-_RANGE = re.compile(r"(\d{1,18})-(\d{1,18})(?:/(\d{1,18}))?")
+_RANGE = re.compile(r"(\d{1,18})-(\d{1,18})")
 
 
 @dataclass(frozen=True)
@@ -47,24 +48,30 @@ def parse_nodes(text: str, source: str) -> NodeList:
             f"{where}: groups (@NAME) are not known here, and a login is set by cluster.ssh.user=NAME; "
             f"expected names of nodes, such as node[1-4]"
         )
-    _refuse_many(text, where)
-    names = tuple(_expand(text, where))
+    for pattern in re.split(r"[,&!^\s]+(?![^\[]*\])", text):
+        # Before NodeSet makes the names: it holds every one of them in memory.
+        spans = (
+            sum(int(last) - int(first) + 1 for first, last in _RANGE.findall(ranges))
+            for ranges in _BRACKETS.findall(pattern)
+        )
+        if (count := math.prod(max(1, span) for span in spans)) > MAX_NODES:
+            raise HostsError(f"{where}: about {count} nodes, more than the {MAX_NODES} that burst handles")
+    try:
+        names = tuple(map(str, NodeSet(text, resolver=RESOLVER_NOGROUP)))
+    except (NodeSetException, AssertionError, ValueError) as error:
+        said = one_line(str(error))
+        raise HostsError(f"{where}: not in the grammar of node lists ({said}); expected such as node[1-4,7]") from error
     for name in names:
         if not is_host_name(name):
             text = "expected letters, digits and . _ - with no dash in front; a port is set by cluster.ssh.port=N"
             raise HostsError(f"{where}: {one_line(name)!r} is no host name; {text} or in your SSH configuration")
-    if not names:
-        raise HostsError(f"{where}: these operators leave no node")
-    if len(names) > MAX_NODES:
-        raise HostsError(f"{where}: {len(names)} nodes, more than the {MAX_NODES} that burst handles")
+    if not 0 < len(names) <= MAX_NODES:
+        raise HostsError(f"{where}: {len(names)} nodes; expected at least one and at most {MAX_NODES}")
     return NodeList(names, source)
 
 
 def read_hostfile(path: Path) -> NodeList:
-    """The nodes of a hostfile in its order: one entry per line, in NodeSet grammar; `#` begins a comment.
-
-    `slots=8` after a name, as MPI has it, is passed over: cluster.ranks_per_node says how many ranks a node takes.
-    """
+    """The nodes of a hostfile in its order: one entry per line, in NodeSet grammar; `#` begins a comment."""
     source = f"hostfile {path}"
     try:
         text = path.expanduser().read_text(encoding="utf-8-sig", errors="replace")
@@ -72,15 +79,13 @@ def read_hostfile(path: Path) -> NodeList:
         raise HostsError(f"{source}: {error.strerror or error}; expected a file with one node per line") from error
     found: dict[str, None] = {}
     for number, line in enumerate(text.splitlines(), start=1):
-        words = line.partition("#")[0].split()
-        if not words:
+        if not (given := line.partition("#")[0].strip()):
             continue
-        where = f"{source}, line {number}"
-        odd = [word for word in words[1:] if _SLOTS.fullmatch(word) is None]
-        if odd:
-            given = one_line(" ".join(odd))
-            raise HostsError(f"{where}: {given!r} after the name; expected one entry per line, at most with slots=N")
-        found.update(dict.fromkeys(parse_nodes(words[0], where).names))
+        entry = _ENTRY.fullmatch(given)
+        if entry is None:
+            told = one_line(given)
+            raise HostsError(f"{source}, line {number}: {told!r}: expected one entry per line, at most with slots=N")
+        found.update(dict.fromkeys(parse_nodes(entry[1], f"{source}, line {number}").names))
     if not found:
         raise HostsError(f"{source}: names no node; expected one name per line, such as node1 or node[1-4]")
     return NodeList(tuple(found), source)
@@ -95,26 +100,3 @@ def slurm_nodes(environment: Mapping[str, str]) -> NodeList | None:
 def fold_nodes(names: Iterable[str]) -> str:
     """`names` in short: `node[1-3,7]`."""
     return str(NodeSet.fromlist(list(names), resolver=RESOLVER_NOGROUP))
-
-
-def _refuse_many(text: str, where: str) -> None:
-    """Raise before NodeSet makes the names: it holds every one of a range in memory."""
-    for pattern in re.split(r"[,&!^\s]+(?![^\[]*\])", text):
-        spans = [sum(map(_span, _RANGE.findall(ranges))) for ranges in _BRACKETS.findall(pattern)]
-        if (count := math.prod(max(1, span) for span in spans)) > MAX_NODES:
-            raise HostsError(f"{where}: about {count} nodes, more than the {MAX_NODES} that burst handles")
-
-
-def _span(found: tuple[str, str, str]) -> int:
-    first, last, step = found
-    return max(1, (int(last) - int(first)) // max(1, int(step or 1)) + 1)
-
-
-def _expand(text: str, where: str) -> list[str]:
-    try:
-        return [str(name) for name in NodeSet(text, resolver=RESOLVER_NOGROUP)]
-    except (NodeSetException, AssertionError, ValueError) as error:
-        detail = one_line(str(error))
-        raise HostsError(
-            f"{where}: not in the grammar of node lists ({detail}); expected such as node[1-4,7]"
-        ) from error

@@ -1,283 +1,221 @@
-"""paramiko's transport with its gaps closed: endless banners and packets, dead links, timers, mixed up errors.
+"""One SSH connection up to the log-in: the server proves its key, we offer ours. Never a password, never a question.
 
-No timer threads: who waits has a deadline and closes the transport when it is over.
+paramiko's transport with its gaps closed: endless packets and windows, timers, words that get lost.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import socket
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import paramiko
-from paramiko.common import (
-    MSG_CHANNEL_DATA,
-    MSG_CHANNEL_EXTENDED_DATA,
-    MSG_CHANNEL_OPEN_FAILURE,
-    MSG_REQUEST_FAILURE,
-    MSG_REQUEST_SUCCESS,
-    cMSG_GLOBAL_REQUEST,
-)
+from paramiko.agent import AgentKey, AgentSSH
+from paramiko.buffered_pipe import BufferedPipe
 from paramiko.packet import Packetizer
+from paramiko.pkey import PublicBlob
 
 from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
-from cluster.ssh.certificates import SUFFIX
 from cluster.ssh.connection import Deadline
 from cluster.ssh.hosts import Host
-from cluster.ssh.known_hosts import HostKeys
+from cluster.ssh.keys import SUFFIX, HostKeys, PublicKey
 
 WINDOW_BYTES = 1 << 20
-KEEPALIVE_S = 10.0
-_SILENT_INTERVALS = 3  # so many keepalives without an answer, and the link is dead
 
 # Without a handler Python prints paramiko's tracebacks of failed handshakes on stderr; ours are errors with a text.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
-# Is told the answer to a question: what comes with it, or None where it is refused.
-_Note = Callable[[paramiko.Message | None], None]
 # The names of an RSA key's signatures, of which known_hosts knows nothing.
 _SIGNATURES = {"rsa-sha2-512": "ssh-rsa", "rsa-sha2-256": "ssh-rsa"}
 
 
-class DroppedError(Exception):
-    """The server ended the connection before it knew who we are, as one with too many strangers at its door does."""
-
-
 class BoundedPacketizer(Packetizer):
-    """Reads packets of bounded size. first_line: what the other side said first."""
-
-    first_line = ""
+    """Reads packets of bounded size."""
 
     def read_all(self, n: int, check_rekey: bool = False) -> bytes:
         """`n` bytes of a packet."""
         if n > WINDOW_BYTES:
             raise paramiko.SSHException(f"a packet of {n} bytes is not SSH")
-        data: bytes = super().read_all(n, check_rekey)
-        return data
-
-    def readline(self, timeout: float) -> str:
-        """The next line before the handshake."""
-        line: str = super().readline(timeout)
-        self.first_line = self.first_line or line
-        return line
+        return bytes(super().read_all(n, check_rekey))
 
     def start_handshake(self, timeout: float) -> None:
         """No timer: paramiko's is a thread that outlives a failed handshake and delays the end of the process."""
 
 
-class Answer(threading.Event):
-    """An answer that may not come: TimeoutError after `timeout_s`."""
+class BoundedPipe(BufferedPipe):  # type: ignore[type-arg]
+    """A stream of a server that keeps to the window; paramiko itself takes whatever comes into memory."""
 
-    def __init__(self, timeout_s: float) -> None:
-        super().__init__()
-        self._timeout_s = timeout_s
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """True."""
-        if not super().wait(self._timeout_s):
-            raise TimeoutError("the server does not answer")
-        return True
+    def feed(self, data: bytes) -> None:
+        """Take what came."""
+        if len(self) > 2 * WINDOW_BYTES:
+            raise paramiko.SSHException("the server sends more than it may")
+        super().feed(data)
 
 
 class SshTransport(paramiko.Transport):
-    """One SSH connection, not yet begun. goodbye: what the server said when it disconnected.
-
-    keepalive_s: after so long without traffic the server is asked for a sign of life; after three times that, the
-    connection ends.
-    """
+    """One SSH connection, not yet begun. goodbye: what the server said when it disconnected."""
 
     packetizer: BoundedPacketizer
     host_key: paramiko.PKey
-    # paramiko's own, unknown to its type stubs.
-    _handler_table: dict[int, Callable[[paramiko.Message], None]]
-    _send_message: Callable[[paramiko.Message], None]
-    _send_user_message: Callable[[paramiko.Message], None]
-    _channel_handler_table: dict[int, Callable[[paramiko.Channel, paramiko.Message], None]]
-    _channels: Any
+    goodbye = ""
 
-    def __init__(self, sock: socket.socket | paramiko.Channel, *, keepalive_s: float = KEEPALIVE_S) -> None:
+    def __init__(self, sock: socket.socket | paramiko.Channel) -> None:
         super().__init__(sock, default_window_size=WINDOW_BYTES, packetizer_class=BoundedPacketizer)
-        self.goodbye = ""
-        self._keepalive_s = keepalive_s
-        self._opening = threading.local()
-        self._open_failures: dict[int, paramiko.ChannelException] = {}
-        self._handler_table[MSG_CHANNEL_OPEN_FAILURE] = self._note_open_failure
-        # paramiko takes any answer for that to its last request: a sign of life, which OpenSSH refuses, for a port's.
-        self._asking, self._asked = threading.Lock(), deque[_Note]()
-        self._handler_table[MSG_REQUEST_SUCCESS] = self._answered
-        self._handler_table[MSG_REQUEST_FAILURE] = lambda _: self._answered(None)
-        self._channel_handler_table = {
-            **self._channel_handler_table,
-            MSG_CHANNEL_DATA: _within_window(paramiko.Channel._feed),  # type: ignore[attr-defined]
-            MSG_CHANNEL_EXTENDED_DATA: _within_window(paramiko.Channel._feed_extended),  # type: ignore[attr-defined]
-        }
         options = self.get_security_options()
         # A counter mode with a separate checksum costs twice the time of AES-GCM on machines with AES instructions.
         options.ciphers = sorted(options.ciphers, key=lambda cipher: "gcm" not in cipher)
 
-    @property
-    def preferred_keys(self) -> Sequence[str]:
-        """The types of host keys to ask for; paramiko adds certificates of all of them to what it is told."""
-        return self.get_security_options().key_types
+    def shake_hands(self, host: Host, known: HostKeys, deadline: Deadline) -> None:
+        """Exchange keys, so that the server's host key can be looked at.
 
-    def host_key_shown(self) -> tuple[bytes, bytes]:
-        """(the server's key, proven; the certificate that it showed with it, or nothing)."""
-        key = self.host_key  # paramiko's own question fails where the server has left since
-        return key.asbytes(), key.public_blob.key_blob if key.public_blob is not None else b""
-
-    @property
-    def last_words(self) -> str:
-        """What the server said when it disconnected, for the end of a sentence."""
-        return f" ({self.goodbye})" if self.goodbye else ""
-
-    def watch(self) -> None:
-        """Begin to send keepalives; call it once logged in."""
-        self.packetizer.set_keepalive(self._keepalive_s, self._ask_for_life)
-
-    def open(self, kind: str, timeout_s: float, address: tuple[str, int] | None = None) -> paramiko.Channel:
-        """An open channel. Raises ChannelException with the server's own words, or another SSHException."""
-        self._opening.number = None
-        try:
-            return self.open_channel(kind, address, ("127.0.0.1", 0) if address else None, timeout=timeout_s)
-        except (paramiko.SSHException, EOFError, OSError):
-            # paramiko keeps one exception per connection: of two channels that fail at once, one gets the other's.
-            failure = self._open_failures.pop(self._opening.number, None)
-            if failure is not None:
-                raise failure from None
-            raise
-
-    def forward_port(
-        self, handler: Callable[[paramiko.Channel, tuple[str, int], tuple[str, int]], None], timeout_s: float
-    ) -> int:
-        """A port that the server opened on its loopback for us; `handler` gets every connection to it.
-
-        Raises SSHException where it is refused, TimeoutError without an answer.
+        Types of keys that are known are asked for first, or a server with several may show one that nobody has seen;
+        certificates even before these where an authority may certify the host. Raises SshError (TIMEOUT, PROTOCOL).
         """
-        came, answers = Answer(timeout_s), list[paramiko.Message | None]()
+        options, types = self.get_security_options(), [line.key.kind for line in known.find(host.key_name)]
+        certified = [f"{kind}{SUFFIX}" for kind in options.key_types] if known.authorities(host) else []
+        plain = sorted(options.key_types, key=lambda kind: _SIGNATURES.get(kind, kind) not in types)
+        options.key_types = (*certified, *plain)
+        self.banner_timeout = deadline.left_s + 1  # paramiko's own ends after 15 s, whatever the deadline is
+        done = threading.Event()
+        self.start_client(event=done)
+        if not done.wait(deadline.left_s):
+            silent = "stays silent" if not self.remote_version else "does not finish its handshake"
+            text, remedy = f"connected, but the SSH server {silent}", "is the node overloaded or its sshd stopped?"
+            raise SshError(host.name, SshFailure.TIMEOUT, text, remedy)
+        if not (self.is_active() and self.initial_kex_done):
+            said = self.goodbye or words(self.get_exception() or EOFError("it closed the connection"))
+            remedy = (
+                "is it an SSH server? does plain `ssh` reach it? its MaxStartups drops log-ins when many come at once"
+            )
+            raise SshError(host.name, SshFailure.PROTOCOL, f"no SSH handshake: {said}", remedy)
 
-        def note(answer: paramiko.Message | None) -> None:
-            answers.append(answer)
-            came.set()
-
-        self._tcp_handler = handler
-        with self._asking:
-            self._ask(self._send_user_message, note, "tcpip-forward", "127.0.0.1", 0)
-        came.wait()
-        if answers[0] is None:
-            raise paramiko.SSHException("TCP forwarding request denied")
-        return answers[0].get_int()
-
-    def get_exception(self) -> Exception | None:
-        """Why the connection ended; what a malformed message made of paramiko is an SSHException, too."""
-        error = super().get_exception()
-        if error is None or isinstance(error, paramiko.SSHException | EOFError | OSError):
-            return error
-        return paramiko.SSHException(f"a message makes no sense ({type(error).__name__})")
-
-    def close(self) -> None:
-        """End the connection now; no waiting for the reader to look at its flag."""
-        if isinstance(self.sock, socket.socket):
-            with contextlib.suppress(OSError):
-                self.sock.shutdown(socket.SHUT_RDWR)
-        super().close()
-        with contextlib.suppress(OSError, EOFError):
-            self.sock.close()
-
-    def _next_channel(self) -> int:
-        self._opening.number = super()._next_channel()  # type: ignore[misc]
-        return int(self._opening.number)
-
-    def _note_open_failure(self, message: paramiko.Message) -> None:
-        number, code = message.get_int(), message.get_int()
-        reason = message.get_binary().decode(errors="replace")
-        with self.lock:
-            event = self.channel_events.pop(number, None)
-            if event is None:
-                return  # about a channel that nobody asked for: a server could fill our memory with those
-            self._open_failures[number] = paramiko.ChannelException(code, one_line(reason))
-            self._channels.delete(number)
-            event.set()
+    def key_shown(self) -> PublicKey:
+        """The server's key, proven, or its certificate of that key where it showed one."""
+        key = self.host_key  # paramiko's own question fails where the server has left since
+        shown = PublicKey(key.public_blob.key_blob) if key.public_blob is not None else PublicKey()
+        return shown if shown.plain == key.asbytes() else PublicKey(key.asbytes())
 
     def _parse_disconnect(self, message: paramiko.Message) -> None:
         message.get_int()
         self.goodbye = one_line(message.get_binary())
 
-    def _answered(self, message: paramiko.Message | None) -> None:
-        """Servers answer requests in their order."""
-        if self._asked:
-            self._asked.popleft()(message)
 
-    def _ask_for_life(self) -> None:
-        """Called by the reading thread when nothing moved for keepalive_s."""
-        if len(self._asked) >= _SILENT_INTERVALS:
-            raise EOFError("no sign of life")
-        if self._asking.acquire(blocking=False):  # else something is just being asked for, and that has an answer, too
-            try:
-                self._ask(self._send_message, lambda _: None, "keepalive@openssh.com")
-            finally:
-                self._asking.release()
+class KeyFiles:
+    """Private keys by file: hundreds of nodes take the same few, and reading a large one takes a second."""
 
-    def _ask(self, send: Callable[[paramiko.Message], None], note: _Note, kind: str, *facts: object) -> None:
-        message = paramiko.Message()
-        message.add_byte(cMSG_GLOBAL_REQUEST)
-        message.add(kind, True, *facts)
-        self._asked.append(note)
-        send(message)
+    def __init__(self) -> None:
+        self._lock, self._keys = threading.Lock(), dict[tuple[str, int], paramiko.PKey]()
+
+    def read(self, path: str) -> paramiko.PKey:
+        """The key in a file; raises whatever libraries below do where there is none."""
+        place = path, Path(path).stat().st_mtime_ns
+        with self._lock:
+            if place not in self._keys:
+                self._keys[place] = paramiko.PKey.from_path(path)
+                # The certificate beside it is renewed more often than the key, and the key counts, too.
+                self._keys[place].public_blob = None
+            return self._keys[place]
 
 
-def _within_window(
-    feed: Callable[[paramiko.Channel, paramiko.Message], None],
-) -> Callable[[paramiko.Channel, paramiko.Message], None]:
-    """`feed` for servers that keep to the window; paramiko itself takes whatever they send into memory."""
+def log_in(host: Host, transport: SshTransport, files: KeyFiles, deadline: Deadline) -> None:
+    """Offer key after key until the server takes one. Raises SshError (AUTH, TIMEOUT, PROTOCOL)."""
+    with _agent_of(host, deadline.left_s / 2) as held:
+        offers, skipped = _offered_keys(host, files, held)
+        if any(_accepts(host, transport, deadline, key) for _, key in offers):
+            return
+    text = f"accepts none of our keys for user {host.user} (tried: {', '.join(name for name, _ in offers) or 'none'}"
+    text += f"; skipped: {', '.join(skipped)})" if skipped else ")"
+    remedy = "add your public key to its authorized_keys, ssh-add one that has a passphrase, or set cluster.ssh.user"
+    raise SshError(host.name, SshFailure.AUTH, text, remedy)
 
-    def checked(channel: paramiko.Channel, message: paramiko.Message) -> None:
-        if len(channel.in_buffer) + len(channel.in_stderr_buffer) > 2 * WINDOW_BYTES:
-            raise paramiko.SSHException("the server sends more than it may")
-        feed(channel, message)
 
-    return checked
-
-
-def shake_hands(
-    host: Host, transport: SshTransport, deadline: Deadline, known: HostKeys, *, wants_certificate: bool
-) -> None:
-    """Exchange keys, so that the server's host key can be looked at.
-
-    Types of keys that are known are asked for first, or a server with several may show one that nobody has seen;
-    certificates even before these where they are wanted. Raises SshError (TIMEOUT, PROTOCOL) or DroppedError.
+def _offered_keys(
+    host: Host, files: KeyFiles, held: Sequence[AgentKey]
+) -> tuple[list[tuple[str, paramiko.PKey]], list[str]]:
+    """(keys for `host` with what messages call them, in the order of trial: what is certified first, then its identity
+    files, then the agent's; what cannot be offered, each with the reason).
     """
-    options, types = transport.get_security_options(), [key.kind for key in known.find(host.key_name)]
-    certified = [f"{kind}{SUFFIX}" for kind in options.key_types] if wants_certificate else []
-    plain = sorted(options.key_types, key=lambda kind: _SIGNATURES.get(kind, kind) not in types)
-    options.key_types = (*certified, *plain)
-    transport.banner_timeout = deadline.left_s + 1  # paramiko's own ends after 15 s, whatever the deadline is
-    done = threading.Event()
-    transport.start_client(event=done)
-    if not done.wait(deadline.left_s):
-        silent = "stays silent" if not transport.remote_version else "does not finish its handshake"
-        text, remedy = f"connected, but the SSH server {silent}", "is the node overloaded or its sshd stopped?"
-        raise SshError(host.name, SshFailure.TIMEOUT, text, remedy)
-    if transport.is_active() and transport.initial_kex_done:
-        return
-    error: BaseException | None = transport.get_exception()
-    if str(error).startswith("Error reading SSH protocol banner") and error is not None:
-        error = error.__context__  # what paramiko makes its text of
-    spoken = one_line(transport.packetizer.first_line)
-    if spoken and not spoken.startswith("SSH-"):
-        detail = f"it says {spoken!r}"
-    else:
-        said = "" if error is None or isinstance(error, EOFError) else words(error)
-        detail = one_line(transport.goodbye or said or "it closed the connection")
-    if transport.goodbye or error is None or isinstance(error, EOFError | OSError):
-        raise DroppedError(detail)
-    raise SshError(host.name, SshFailure.PROTOCOL, f"no SSH handshake: {detail}", "is it an SSH server?")
+    plain, certified = dict[PublicKey, tuple[str, paramiko.PKey]](), dict[PublicKey, tuple[str, paramiko.PKey]]()
+    skipped = list[str]()
+    for path in host.identity_files:
+        try:
+            key = files.read(path)
+            plain[PublicKey(key.asbytes())] = path, key
+        except FileNotFoundError:
+            continue
+        except Exception as error:  # a damaged or foreign file makes the libraries stumble in many ways
+            skipped.append(f"{path} ({words(error)})")
+    certificates = [*host.certificate_files, *(f"{path}-cert.pub" for path in host.identity_files)]
+    named = [*certificates, *host.identity_files, *(f"{path}.pub" for path in host.identity_files)]
+    allowed = {_public_key(path).plain for path in named}
+    for held_key in held:
+        shown = PublicKey(held_key.blob)
+        if host.identities_only and shown.plain not in allowed:
+            continue
+        if shown == shown.plain:
+            plain.setdefault(shown, (f"agent's {shown.fingerprint}", held_key))
+        else:
+            held_key.inner_key = None  # type: ignore[attr-defined]  # paramiko would send the plain key in place of an RSA certificate
+            certified[shown] = f"agent's certificate {shown.fingerprint}", held_key
+    for path in certificates:
+        shown = _public_key(path)
+        if shown != shown.plain and shown.plain in plain:
+            certified[shown] = path, _certified(plain[shown.plain][1], shown)
+    return [*certified.values(), *plain.values()], skipped
+
+
+def _accepts(host: Host, transport: SshTransport, deadline: Deadline, key: paramiko.PKey) -> bool:
+    """Whether the server lets us in with `key`."""
+    transport.auth_timeout = max(0.01, deadline.left_s)
+    try:
+        missing = transport.auth_publickey(host.user, key)
+    except Exception as error:  # whatever a message of the server makes of paramiko
+        if deadline.is_over:
+            text = f"the SSH server does not finish the log-in of user {host.user}"
+            raise SshError(host.name, SshFailure.TIMEOUT, text, "is the node overloaded?") from error
+        if transport.is_active():
+            return False
+        kind = SshFailure.AUTH if transport.goodbye else SshFailure.PROTOCOL
+        text = f"the connection ended during the log-in of user {host.user}: {transport.goodbye or words(error)}"
+        raise SshError(host.name, kind, text, "set cluster.ssh.identity_file") from error
+    if missing:
+        text = f"wants more than a key from user {host.user}: {one_line(', '.join(missing))}"
+        raise SshError(host.name, SshFailure.AUTH, text, "burst logs in by key alone")
+    return True
+
+
+@contextlib.contextmanager
+def _agent_of(host: Host, timeout_s: float) -> Iterator[Sequence[AgentKey]]:
+    """The keys of the agent of `host`, which sign until the end; none when there is no agent or it does not answer."""
+    agent: Any = AgentSSH()
+    with socket.socket(socket.AF_UNIX) as connection:
+        with contextlib.suppress(OSError, paramiko.SSHException, ValueError):
+            connection.settimeout(max(0.01, timeout_s))
+            connection.connect(host.agent_socket)
+            agent._connect(connection)
+        yield agent.get_keys()
+
+
+def _certified(key: paramiko.PKey, certificate: PublicKey) -> paramiko.PKey:
+    found = AgentKey(key.agent, key.blob) if isinstance(key, AgentKey) else copy.copy(key)
+    found.public_blob = PublicBlob(certificate.kind, certificate)
+    return found
+
+
+def _public_key(path: str) -> PublicKey:
+    """The public key or certificate in a file; empty where there is none."""
+    with contextlib.suppress(OSError, ValueError, paramiko.SSHException):
+        return PublicKey(PublicBlob.from_file(path).key_blob)
+    return PublicKey()
 
 
 def words(error: BaseException) -> str:
     """What an exception says, or its name when it says nothing."""
-    return one_line(getattr(error, "strerror", None) or str(error) or type(error).__name__)
+    said = getattr(error, "strerror", None) or getattr(error, "text", None) or str(error)
+    return one_line(said or type(error).__name__)

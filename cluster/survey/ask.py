@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
 import socket
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -106,8 +104,7 @@ def _converse(
     process: RemoteProcess, script: bytes, fence: str, deadline: float, timeout_s: float
 ) -> tuple[bytes, str]:
     """(what the script printed, what is wrong with it in words)."""
-    # From a thread: a node that does not read its input must not stop us from giving up.
-    threading.Thread(target=_feed, args=(process, script), name="probe script", daemon=True).start()
+    process.feed(script)
     answer = bytearray()
     while not is_complete(answer, fence):
         left = deadline - time.monotonic()
@@ -128,12 +125,6 @@ def _converse(
 
 def _late(timeout_s: float) -> str:
     return f"the answer was not complete within {timeout_s:.3g} s"
-
-
-def _feed(process: RemoteProcess, script: bytes) -> None:
-    with contextlib.suppress(SshError):
-        process.write(script)
-        process.close_stdin()
 
 
 def _why_ended(process: RemoteProcess, answer: bytes, fence: str) -> str:

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 
@@ -21,7 +21,7 @@ from cluster.checks.finding import Check, Finding, Verdict
 from cluster.checks.group import CheckGroup
 from cluster.checks.selection import GROUPS as ALL_GROUPS
 from cluster.errors import SshError, SshFailure
-from cluster.ssh.connection import CommandResult
+from cluster.ssh.connection import CommandResult, Connection, RemoteProcess
 from cluster.ssh.hosts import Host
 from cluster.survey.facts import NodeFacts
 from cluster.survey.script import build_script, is_complete, new_fence, read_sections
@@ -121,7 +121,7 @@ def answer(sections: Mapping[str, str | tuple[str, int]], delay_s: float = 0.0) 
     return tell
 
 
-class FakeProcess:
+class FakeProcess(RemoteProcess):
     """A shell that waits for the whole script and then gives `tell` its fence."""
 
     def __init__(self, host: Host, tell: Answer, stderr: bytes, exit_code: int | None) -> None:
@@ -170,7 +170,7 @@ GONE = b"(the connection breaks)"
 
 
 @dataclass
-class FakeConnection:
+class FakeConnection(Connection):
     """A node that is reached. clock: what `date +%s.%N` prints; None: its true output, now plus `ahead_s`."""
 
     host: Host
@@ -195,14 +195,6 @@ class FakeConnection:
 
     def close(self) -> None:
         self.closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 @dataclass

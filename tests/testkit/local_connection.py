@@ -10,18 +10,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from cluster.errors import SshError, SshFailure
-from cluster.ssh.connection import CommandResult
+from cluster.ssh.connection import CommandResult, Connection, RemoteProcess
 from cluster.ssh.hosts import Host
 
 # Of this very Python: one behind a version manager takes ten times as long to start.
 AT_HAND = Path(sys.executable).parent
 
 
-class LocalConnection:
+class LocalConnection(Connection):
     """Runs commands with `environment` on top of this one's; `processes` are all it started.
 
     given: what a command reads instead of what it was given, or an error.
@@ -33,26 +31,15 @@ class LocalConnection:
         environment: Mapping[str, str] | None = None,
         given: Callable[[bytes], bytes] = lambda stdin: stdin,
     ) -> None:
-        self._host, self._given = Host(name, "127.0.0.1"), given
+        self.host, self._given = Host(name, "127.0.0.1"), given
         self._environment = {**os.environ, "PATH": f"{AT_HAND}:{os.environ['PATH']}", **(environment or {})}
         self.processes: list[LocalProcess] = []
 
-    @property
-    def host(self) -> Host:
-        return self._host
-
     def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 60.0) -> CommandResult:
-        stdin = self._given(stdin)
-        process = self.start(argv)
-        try:
-            process.write(stdin)
-            process.close_stdin()
-            return process.wait(timeout_s)
-        finally:
-            process.close()
+        return super().run(argv, stdin=self._given(stdin), timeout_s=timeout_s)
 
     def start(self, argv: Sequence[str]) -> LocalProcess:
-        process = LocalProcess(self._host.name, argv, self._environment)
+        process = LocalProcess(self.host.name, argv, self._environment)
         self.processes.append(process)
         return process
 
@@ -62,16 +49,8 @@ class LocalConnection:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.popen.wait(5.0)
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class LocalProcess:
+class LocalProcess(RemoteProcess):
     """As over SSH: closing it closes the streams and kills nothing."""
 
     def __init__(self, name: str, argv: Sequence[str], environment: Mapping[str, str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.agent.messages import Message
 from cluster.checks.finding import Check, Finding
@@ -93,7 +93,7 @@ def check_pairs(
         question: Message = {"greet": {"targets": targets, "timeout_s": timeout_s, "width": WIDTH}}
         return read_links(node, others, agents[node].ask(question, silence_s=timeout_s * waves + _SLACK_S)[0])
 
-    hosts = [connection.host.with_name(node) for node, connection in connections.items()]
+    hosts = [replace(connection.host, name=node) for node, connection in connections.items()]
     try:
         started = fan_out(hosts, lambda host: start(host.name))
         absent = {node: outcome.error for node, outcome in started.items() if outcome.error is not None}

@@ -199,7 +199,7 @@ def _clean_up(connections: Mapping[str, Connection], test: FolderTest, settings:
 
 def _ask_all(connections: Mapping[str, Connection], step: Question, settings: Mapping[str, str]) -> dict[str, Answer]:
     """The answers of all nodes to one step."""
-    hosts = [connection.host.with_name(node) for node, connection in connections.items()]
+    hosts = [replace(connection.host, name=node) for node, connection in connections.items()]
     outcomes = fan_out(hosts, lambda host: _ask(connections[host.name], step, {**settings, "BURST_NODE": host.name}))
     return {node: outcome.value or Answer("none", one_line(str(outcome.error))) for node, outcome in outcomes.items()}
 

@@ -25,7 +25,7 @@ from cluster.agent.serve import Agent
 from cluster.control.link import NodeLink
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
 from cluster.errors import SshError, SshFailure
-from cluster.ssh.connection import CommandResult
+from cluster.ssh.connection import CommandResult, Connection, RemoteProcess
 from cluster.ssh.hosts import Host
 from engine.runs.process import process_start
 
@@ -85,7 +85,7 @@ class Stream:
         return data
 
 
-class FakeProcess:
+class FakeProcess(RemoteProcess):
     """A `RemoteProcess` that is a thread. cut_after: bytes that come out of it before the line is cut."""
 
     def __init__(self, script: Script, cut_after: int | None, result: CommandResult | None) -> None:
@@ -133,13 +133,14 @@ class FakeProcess:
         with contextlib.suppress(OSError):
             self._line.shutdown(socket.SHUT_RDWR)
 
-    close = cut
+    def close(self) -> None:
+        self.cut()
 
     def __del__(self) -> None:
         self._line.close()
 
 
-class FakeConnection:
+class FakeConnection(Connection):
     """A `Connection` whose only command is the agent."""
 
     host = HOST
@@ -161,12 +162,6 @@ class FakeConnection:
 
     def run(self, *_: Any, **__: Any) -> CommandResult:
         raise AssertionError("a link speaks with its node through the agent, and runs no commands")
-
-    def __enter__(self) -> FakeConnection:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class Wire:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import os
@@ -18,6 +19,7 @@ import pytest
 from testkit.waiting import wait_for
 
 from cluster.ssh.hosts import Host
+from cluster.ssh.keys import PublicKey
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,25 @@ def _run_sshd(sshd: str, folder: Path, port: int, options: Sequence[str]) -> Ite
     finally:
         process.terminate()
         process.wait(200)
+
+
+def make_key(path: Path, kind: str = "ed25519", passphrase: str = "") -> Path:
+    """A new key, its public half beside it."""
+    size = ["-b", "2048"] if kind == "rsa" else []
+    subprocess.run(["ssh-keygen", "-q", "-N", passphrase, "-t", kind, *size, "-f", str(path)], check=True)
+    return path
+
+
+def certify(authority: Path, key: Path, *options: str) -> Path:
+    """The certificate of `key`, beside it, made anew; options: of ssh-keygen."""
+    command = ["ssh-keygen", "-q", "-s", str(authority), "-I", "test", *options, f"{key}.pub"]
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    return key.with_name(f"{key.name}-cert.pub")
+
+
+def public_key(path: Path | str) -> PublicKey:
+    """What a file with a public key or a certificate holds."""
+    return PublicKey(base64.b64decode(Path(path).read_text().split()[1]))
 
 
 class Agent(str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import shutil
 import socket
@@ -22,6 +23,7 @@ from cluster.errors import SshError, SshFailure
 from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.pool import SshPool
 from cluster.ssh.resolve import resolve_hosts
+from cluster.ssh.session import SshConnection
 from engine.config.cluster import SshConfig
 
 
@@ -47,39 +49,37 @@ def test_targets_share_one_log_in_at_their_jump_host(server: Server, tmp_path: P
 def test_a_jump_host_that_failed_is_tried_again_after_a_while_and_ends_with_the_pool(
     server: Server, tmp_path: Path
 ) -> None:
-    with start_sshd(tmp_path / "gate") as gate, SshPool() as patient:
-        host = replace(server.host, jump=gate.host)
+    with start_sshd(tmp_path / "gate") as gate, SshPool() as pool:
+        host = replace(server.host, jump=replace(gate.host, connect_timeout_s=4.0))
         keys = gate.log.parent / "authorized_keys"
         kept = keys.rename(tmp_path / "kept")
-        with SshPool(jump_retry_s=0.0) as eager:
-            for pool in (patient, eager):
-                with pytest.raises(SshError, match="jump host node1: accepts none of our keys"):
-                    pool.connect(host)
-            kept.rename(keys)
-            with pytest.raises(SshError, match="jump host node1: accepts none of our keys"):
-                patient.connect(host)
-            connection = eager.connect(host)
-            assert connection.run(["echo", "in"]).stdout == b"in\n"
-        wait_for(lambda: not connection.transport.is_active(), "the end of what goes through the jump host")
+        for _ in range(2):
+            with pytest.raises(SshError, match="jump host node1: accepts none of our keys") as caught:
+                pool.connect(host)
+            assert caught.value.kind is SshFailure.AUTH
+            kept.rename(keys) if kept.exists() else None
+        connections: list[SshConnection] = []
+
+        def is_in() -> bool:
+            with contextlib.suppress(SshError):
+                connections.append(pool.connect(host))
+            return bool(connections)
+
+        wait_for(is_in, "another try")
+        assert connections[0].run(["echo", "in"]).stdout == b"in\n"
+        pool.close()
+        wait_for(lambda: not connections[0].transport.is_active(), "the end of what goes through the jump host")
 
 
-@pytest.mark.parametrize(
-    ("option", "kind", "words"),
-    [
-        ("AllowTcpForwarding yes", SshFailure.REFUSED, "Connection refused"),
-        ("AllowTcpForwarding no", SshFailure.UNREACHABLE, "AllowTcpForwarding"),
-    ],
-)
-def test_what_a_jump_host_cannot_reach_is_told_in_its_words(
-    tmp_path: Path, option: str, kind: SshFailure, words: str
-) -> None:
+@pytest.mark.parametrize("option", ["AllowTcpForwarding yes", "AllowTcpForwarding no"])
+def test_what_a_jump_host_cannot_reach_is_told(tmp_path: Path, option: str) -> None:
     with start_sshd(tmp_path / "gate", option) as gate, socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         target = replace(gate.host, name="behind", port=closed.getsockname()[1], jump=gate.host)
-        with SshPool() as pool, pytest.raises(SshError) as caught:
+        with SshPool() as pool, pytest.raises(SshError, match=r"jump host node1 gives no way to 127\.0") as caught:
             pool.connect(target)
-    assert caught.value.kind is kind
-    assert words in str(caught.value)
+    assert caught.value.kind is SshFailure.UNREACHABLE
+    assert ("prohibited" in str(caught.value)) == (option == "AllowTcpForwarding no")
 
 
 def proxied(server: Server) -> Host:
@@ -104,7 +104,7 @@ def test_a_proxy_command_that_ends_is_to_be_tried_by_hand(server: Server) -> Non
     with pytest.raises(SshError) as caught, connect(replace(server.host, proxy_command="echo 'no way' >&2; exit 3")):
         pass
     assert caught.value.kind is SshFailure.PROTOCOL
-    assert "ProxyCommand: does plain `ssh` reach it?" in str(caught.value)
+    assert "does plain `ssh` reach it?" in str(caught.value)
 
 
 def test_a_proxy_command_that_hangs_ends_with_the_deadline(server: Server) -> None:

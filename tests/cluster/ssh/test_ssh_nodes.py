@@ -33,7 +33,7 @@ def test_node_set_grammar_is_understood(text: str, names: list[str]) -> None:
     ("text", "words"),
     [
         ("", "no node is named"),
-        ("a&b", "leave no node"),
+        ("a&b", "0 nodes"),
         ("@all", "groups"),
         ("root@node1", "cluster.ssh.user"),
         ("node1:2222", "cluster.ssh.port"),
@@ -57,7 +57,7 @@ def test_what_names_no_node_is_refused_with_its_place(text: str, words: str) -> 
         f"node[1-{'9' * 5000}]",
         "a[1-999]b[1-999]",
         f"n[1-{MAX_NODES}],m[1-2]",
-        "a[0-9,10-99999999/2]",
+        "a[0-9,10-99999999]",
     ],
 )
 def test_lists_that_would_fill_memory_are_refused_at_once(text: str) -> None:
@@ -68,8 +68,7 @@ def test_lists_that_would_fill_memory_are_refused_at_once(text: str) -> None:
 
 
 def test_the_largest_list_is_accepted() -> None:
-    for text in (f"n[1-{MAX_NODES}]", f"n[1-{2 * MAX_NODES}/2]"):
-        assert len(parse_nodes(text, "--hosts").names) == MAX_NODES
+    assert len(parse_nodes(f"n[1-{MAX_NODES}]", "--hosts").names) == MAX_NODES
 
 
 @given(st.text(max_size=40))

@@ -12,7 +12,7 @@ from paramiko import RSAKey
 
 from cluster.errors import HostsError, SshError
 from cluster.ssh.hosts import Host
-from cluster.ssh.known_hosts import HostKeys, trust_file
+from cluster.ssh.keys import HostKeys, PublicKey, trust_file
 from cluster.ssh.nodes import parse_nodes
 from cluster.ssh.resolve import resolve_hosts
 from engine.config.cluster import SshConfig
@@ -67,10 +67,10 @@ def test_settings_override_openssh(tmp_path: Path) -> None:
     settings = {"user": "b", "port": 33, "identity_file": str(key), "jump": "u@gate:44", "known_hosts": "/k"}
     (host,) = resolve(tmp_path, config, "n1", connect_timeout_s=7.0, **settings)
     assert (host.user, host.port, host.identity_files, host.connect_timeout_s) == ("b", 33, (str(key),), 7.0)
-    assert host.identities_only
     assert host.known_hosts == (str(trust_file()), "/k")
     assert host.jump is not None
     assert (host.jump.name, host.jump.user, host.jump.port) == ("gate", "u", 44)
+    assert host.jump.identity_files == (str(key),)
 
 
 def test_jump_chains_are_followed_from_the_nearest_back(tmp_path: Path) -> None:
@@ -119,14 +119,9 @@ def test_a_proxy_command_is_what_leads_to_the_outermost_host(tmp_path: Path) -> 
     assert (through.proxy_command, through.jump.proxy_command) == (None, None)
 
 
-def test_a_proxy_command_that_hands_a_socket_over_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(HostsError, match=r"n1: .*ProxyUseFdpass"):
-        resolve(tmp_path, "Host *\n  ProxyCommand nc %h %p\n  ProxyUseFdpass yes\n", "n1")
-
-
 @pytest.mark.parametrize("jump", ["-oProxyCommand=x", "a b", "a:0", "a:99999", "$(x)@gate", "u@", "a;b", "-l@gate"])
 def test_a_jump_host_that_is_no_host_is_refused(tmp_path: Path, jump: str) -> None:
-    with pytest.raises(HostsError, match=r"jump|cannot be a user|[Bb]ad port"):
+    with pytest.raises(HostsError, match=r"jump host|no host name|invalid characters|[Bb]ad port"):
         resolve(tmp_path, "", "n1", jump=jump)
 
 
@@ -151,11 +146,11 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path, setting: str) -> None
         resolve_hosts(["n1"], SshConfig(**{setting: str(tmp_path / "none")}))
 
 
-def test_names_never_become_options_of_ssh_and_every_bad_one_is_told(tmp_path: Path) -> None:
+def test_names_never_become_options_of_ssh(tmp_path: Path) -> None:
     proof = tmp_path / "executed"
-    with pytest.raises(HostsError) as caught:
-        resolve_hosts([f"-oProxyCommand=touch {proof}", "ok", f"$(touch {proof})", f"`touch {proof}`"], SshConfig())
-    assert len(caught.value.problems) == 3
+    for name in (f"-oProxyCommand=touch {proof}", f"$(touch {proof})", f"`touch {proof}`"):
+        with pytest.raises(HostsError, match="no host name"):
+            resolve_hosts(["ok", name], SshConfig())
     assert not proof.exists()
 
 
@@ -176,7 +171,7 @@ def test_commands_for_a_node_say_how_it_is_reached(tmp_path: Path) -> None:
     ]
     assert host.jump is not None
     with pytest.raises(SshError, match="unknown") as caught:
-        HostKeys(()).check(host, RSAKey.generate(1024).asbytes())
+        HostKeys(()).check(host, PublicKey(RSAKey.generate(1024).asbytes()))
     assert command in caught.value.remedy
 
 

@@ -20,7 +20,7 @@ from testkit.fleet import Fleet, start_fleet
 
 from burst_cli.targets import select_targets
 from cluster.errors import HostsError
-from cluster.ssh.known_hosts import trust_file
+from cluster.ssh.keys import trust_file
 
 
 @pytest.fixture(scope="module")

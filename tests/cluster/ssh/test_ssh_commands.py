@@ -1,0 +1,198 @@
+"""Commands on a real OpenSSH server: quoting, streams, limits, dead links, crowded doors; and that nothing leaks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from own_sshd import Server, start_sshd
+from testkit.connecting import connect
+from testkit.machine_clock import machine_time
+
+from cluster.errors import SshError, SshFailure
+from cluster.ssh.hosts import Host, fan_out
+from cluster.ssh.pool import SshPool
+from cluster.ssh.session import SshConnection
+
+NASTY = [
+    *["$(id)", "`id`", "a'b\"c", "-n", "--", "", "two\nlines\r", "\\", "*", "~", "!!", "|&;<>"],
+    *["\x1b[2Jé\u202e", "\udc80"],
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with start_sshd(tmp_path_factory.mktemp("sshd"), "MaxStartups 200") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def connection(server: Server) -> Iterator[SshConnection]:
+    with connect(server.host) as connection:
+        yield connection
+
+
+def test_a_command_gives_its_streams_and_its_exit_code(connection: SshConnection) -> None:
+    result = connection.run(["sh", "-c", "cat; echo err >&2; exit 3"], stdin=b"in\xff\0put")
+    assert (result.stdout, result.stderr, result.exit_code) == (b"in\xff\0put", b"err\n", 3)
+    assert not result.ok
+    assert connection.run(["sh", "-c", "kill -9 $$"]).exit_code is None
+
+
+def test_a_connection_has_a_fast_cipher_and_the_kernel_ends_it_when_nothing_is_acknowledged(server: Server) -> None:
+    with SshPool(patience_s=21.0) as pool, pool.connect(server.host) as connection:
+        transport, tcp = connection.transport, socket.IPPROTO_TCP
+        assert (transport.local_cipher, transport.remote_cipher) == ("aes128-gcm@openssh.com",) * 2
+        assert transport.sock.getsockopt(tcp, socket.TCP_USER_TIMEOUT) == 21_000
+        assert transport.sock.getsockopt(tcp, socket.TCP_NODELAY)
+
+
+def test_no_word_is_interpreted_by_a_node(connection: SshConnection) -> None:
+    result = connection.run(["printf", "%s\\0", "first", *NASTY])
+    assert result.stdout.split(b"\0")[1:-1] == [word.encode("utf-8", "surrogateescape") for word in NASTY]
+
+
+def test_large_streams_pass_in_both_directions_at_once(connection: SshConnection) -> None:
+    data = os.urandom(1 << 20) * 4
+    result = connection.run(["cat"], stdin=data)
+    assert (result.ok, result.stdout) == (True, data)
+
+
+def test_a_flood_of_errors_is_cut_and_does_not_stop_the_output(connection: SshConnection) -> None:
+    result = connection.run(["sh", "-c", "head -c 10000000 /dev/zero >&2; echo done"])
+    assert (result.stdout, len(result.stderr), result.truncated) == (b"done\n", 1 << 20, True)
+
+
+def test_several_commands_share_a_connection(connection: SshConnection) -> None:
+    all_run = threading.Barrier(8)
+
+    def work(host: Host) -> bytes:
+        process = connection.start(["cat"])
+        all_run.wait(200)
+        process.write(host.name.encode())
+        process.close_stdin()
+        return process.wait(200).stdout
+
+    found = fan_out([replace(connection.host, name=f"n{number}") for number in range(8)], work)
+    assert [outcome.value for outcome in found.values()] == [f"n{number}".encode() for number in range(8)]
+
+
+def test_a_process_is_written_to_and_read_from_by_hand(connection: SshConnection) -> None:
+    process = connection.start(["cat"])
+    process.write(b"one\n")
+    assert process.read(100, 5) == b"one\n"
+    with pytest.raises(SshError, match=r"within 0\.2 s"):
+        process.read(100, 0.2)
+    process.write(b"two\n")
+    process.close_stdin()
+    with pytest.raises(SshError, match="no longer reads"):
+        process.write(b"x")
+    result = process.wait(200)
+    assert (result.stdout, result.exit_code) == (b"two\n", 0)
+    process.close()
+
+
+def test_closing_from_another_thread_ends_a_read(connection: SshConnection) -> None:
+    process = connection.start(["sleep", "30"])
+    threading.Timer(0.2, process.close).start()
+    begin = machine_time()
+    assert process.read(100, 200) == b""
+    assert machine_time() - begin < 5
+
+
+@pytest.mark.parametrize("seconds", ["0", "0.5"])
+def test_writing_to_a_command_that_ends_without_reading_is_told(connection: SshConnection, seconds: str) -> None:
+    process = connection.start(["sleep", seconds])
+    if seconds == "0":
+        assert process.read(1, 200) == b""
+    begin = machine_time()
+    with pytest.raises(SshError, match="no longer reads") as caught:
+        process.write(b"x" * (16 << 20))
+    assert caught.value.kind is SshFailure.LOST
+    assert machine_time() - begin < 5
+
+
+def test_a_command_ends_with_its_limit_and_the_connection_lives_on(connection: SshConnection) -> None:
+    begin = machine_time()
+    with pytest.raises(SshError, match=r"within 0\.3 s") as caught:
+        connection.run(["sleep", "20"], timeout_s=0.3)
+    assert caught.value.kind is SshFailure.COMMAND_TIMEOUT
+    assert machine_time() - begin < 2
+    assert connection.run(["echo", "on"]).stdout == b"on\n"
+
+
+def test_the_end_of_a_connection_is_noticed_while_a_command_runs(server: Server) -> None:
+    with connect(server.host) as connection:
+        # The parent of a command is the server process of this one connection.
+        session = int(connection.run(["sh", "-c", "echo $PPID"]).stdout)
+        process = connection.start(["sleep", "20"])
+        os.kill(session, signal.SIGKILL)
+        begin = machine_time()
+        for work in (lambda: process.wait(15), lambda: connection.run(["true"])):
+            with pytest.raises(SshError, match="the connection ended") as caught:
+                work()
+            assert caught.value.kind is SshFailure.LOST
+        assert machine_time() - begin < 2
+
+
+def test_a_server_that_stopped_is_waited_for_no_longer_than_allowed(server: Server) -> None:
+    with connect(replace(server.host, connect_timeout_s=2.0)) as connection:
+        session = int(connection.run(["sh", "-c", "echo $PPID"]).stdout)
+        process = connection.start(["cat"])
+        os.kill(session, signal.SIGSTOP)
+        try:
+            for work, limit_s in ((lambda: process.read(1, 0.5), 1.5), (lambda: connection.run(["true"]), 4.0)):
+                begin = machine_time()
+                with pytest.raises(SshError) as caught:
+                    work()
+                assert caught.value.kind is SshFailure.COMMAND_TIMEOUT
+                assert machine_time() - begin < limit_s
+        finally:
+            os.kill(session, signal.SIGCONT)
+
+
+def test_keepalives_keep_a_quiet_connection(server: Server) -> None:
+    with SshPool(patience_s=3.0) as pool, pool.connect(server.host) as connection:
+        assert connection.run(["sh", "-c", "sleep 1.5; echo still"]).stdout == b"still\n"
+        assert connection.forward(lambda channel: channel.close()) > 0  # no answer to one is taken for that
+
+
+def test_a_server_that_drops_strangers_is_asked_again(tmp_path: Path) -> None:
+    with start_sshd(tmp_path / "crowded", "MaxStartups 1") as server, contextlib.ExitStack() as stack:
+        place = (server.host.address, server.host.port)
+        stranger = stack.enter_context(socket.create_connection(place))
+        while stranger.recv(4) != b"SSH-":  # until the server has forgotten who came before
+            stranger = stack.enter_context(socket.create_connection(place))
+        with pytest.raises(SshError, match=r"no SSH handshake.*MaxStartups"):
+            connect(replace(server.host, connect_timeout_s=60))  # it gives up after some attempts, long before that
+        threading.Timer(0.5, stranger.close).start()
+        with connect(replace(server.host, connect_timeout_s=8)) as connection:
+            assert connection.run(["echo", "in"]).stdout == b"in\n"
+
+
+def test_a_secret_on_stdin_is_in_no_argument_and_no_error(connection: SshConnection) -> None:
+    canary = "canary-7c1f93ab"
+    process = connection.start(["sh", "-c", "read -r secret; sleep 5"])
+    process.write(f"{canary}\n".encode())
+    assert not any(canary.encode() in _command_line(path) for path in Path("/proc").glob("[0-9]*/cmdline"))
+    for work in (
+        lambda: process.wait(0.2),
+        lambda: connection.run(["sleep", "5"], stdin=canary.encode(), timeout_s=0.2),
+    ):
+        with pytest.raises(SshError) as caught:
+            work()
+        assert canary not in repr(caught.value)
+    process.close()
+
+
+def _command_line(path: Path) -> bytes:
+    with contextlib.suppress(OSError):  # a process that has just ended
+        return path.read_bytes()
+    return b""
