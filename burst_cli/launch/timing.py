@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from burst_cli.figures import duration, seconds
 from burst_cli.plan.memory_check import MemoryPlanner
 from burst_cli.sweep.estimate import estimate
@@ -11,7 +9,6 @@ from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 
 MOST_STEP_S = 300.0  # of a step on CPUs: longer ones are a configuration for GPUs that was started by mistake
-_LEAST_SEQ_LEN = 128
 
 
 def expected_time(config: RunConfig, planner: MemoryPlanner, *, force: bool) -> tuple[str, ...]:
@@ -28,21 +25,10 @@ def expected_time(config: RunConfig, planner: MemoryPlanner, *, force: bool) -> 
     if config.cluster.backend == "gloo" and found.step_s > MOST_STEP_S and not force:
         raise ConfigError(
             f"too slow: {step} is expected on the CPU, by {found.source}; expected at most {_time(MOST_STEP_S)}. "
-            f"Run it where GPUs are, choose a smaller model{_shorter(config, planner)}. To start it all the same, add "
+            f"Run it where GPUs are, choose a smaller model or a shorter sequence. To start it all the same, add "
             "--force."
         )
     return (told,)
-
-
-def _shorter(config: RunConfig, planner: MemoryPlanner) -> str:
-    """The longest sequence, by halves, whose step is short enough."""
-    length = config.train.seq_len // 2
-    while length >= _LEAST_SEQ_LEN:
-        found = estimate(replace(config, train=replace(config.train, seq_len=length)), planner)
-        if found is not None and found.step_s <= MOST_STEP_S:
-            return f", or train.seq_len={length} ({_time(found.step_s)} per step)"
-        length //= 2
-    return ""
 
 
 def _time(value: float) -> str:

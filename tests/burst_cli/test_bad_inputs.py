@@ -159,10 +159,10 @@ def test_run_that_cannot_fit_is_refused_before_anything_is_created(
 ONE_CORE = ("cluster.backend=gloo", "cluster.ranks_per_node=1", "cluster.threads_per_rank=1")
 
 
-def test_steps_of_minutes_on_the_cpu_are_refused_and_a_shorter_sequence_is_named(burst, tmp_path: Path) -> None:
+def test_steps_of_minutes_on_the_cpu_are_refused(burst, tmp_path: Path) -> None:
     result = burst("launch", "exp=small", *ONE_CORE)
     # 1.0e14 FLOPs by the counts of engine.planning.time.flops; a core of the table gives 55 to 80 GFLOP/s.
-    words = ("too slow: 28:21 min per step is expected on the CPU", "or train.seq_len=8192 (2:44 min per step)")
+    words = ("too slow: 28:21 min per step is expected on the CPU", "or a shorter sequence")
     assert_refused(result.code, result.err, *words)
     assert not (tmp_path / "runs").exists()
     shorter = burst("launch", "exp=small", *ONE_CORE, "train.seq_len=8192", "--dry-run")
