@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     flags = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    debug, as_json = "--debug" in flags, _wants_json(flags)
+    debug, as_json = "--debug" in flags, "--json" in flags  # one document, also when the verb never gets to run
     arguments = [argument for argument in arguments if argument != "--debug"]
     with _watched_reader() as reader_left:
         try:
@@ -184,11 +184,6 @@ def _watched_reader() -> Iterator[Callable[[], bool]]:
     finally:
         if own is not None:
             os.close(own)
-
-
-def _wants_json(flags: Sequence[str]) -> bool:
-    """Whether stdout must hold one JSON document, also when the verb never gets to run."""
-    return "--json" in flags or "--format=json" in flags or "--format json" in " ".join(flags)
 
 
 def _run(arguments: list[str]) -> int:

@@ -55,13 +55,6 @@ def complete_run(ctx: typer.Context, incomplete: str) -> list[Candidate]:
     return [*found, *((exp, "the newest run of this experiment") for exp in exps)]
 
 
-def complete_device(incomplete: str) -> list[Candidate]:
-    """(name, document) of devices that are known."""
-    from engine.planning.time.devices import DEVICES
-
-    return [(one.name, one.source) for one in DEVICES if one.name.startswith(incomplete)]
-
-
 def complete_run_or_override(ctx: typer.Context, incomplete: str) -> list[Candidate]:
     """Runs and overrides that begin so: what `burst eval` takes."""
     return [*complete_run(ctx, incomplete), *complete_override(ctx, incomplete)]

@@ -43,8 +43,8 @@ def test_wheel_composes_its_own_configuration_in_any_folder(installed: Path, tmp
     result = burst(installed, tmp_path, "config", "exp=tiny", "--json")
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["config"]["attention"]["preset"] == "burst"
-    folders = json.loads(burst(installed, tmp_path, "config", "--search-path", "--json").stdout)["search_path"]
-    assert folders[-1]["path"] == str(installed / "burst_cli" / "conf")
+    groups = json.loads(burst(installed, tmp_path, "config", "--groups", "--json").stdout)["groups"]
+    assert groups["exp"][0]["path"].startswith(str(installed / "burst_cli" / "conf"))
 
 
 def test_wheel_plans_a_launch_in_any_folder(installed: Path, tmp_path: Path) -> None:

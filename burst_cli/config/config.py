@@ -12,11 +12,11 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.app import new_verb
-from burst_cli.config.conf_dirs import Option, builtin_conf_dir, list_options, search_path, user_conf_dir
+from burst_cli.config.conf_dirs import Option, builtin_conf_dir, list_options, search_path
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 from burst_cli.tables import listing
 from engine.config.errors import ConfigError
-from engine.config.schema import FieldSpec, to_plain, walk_fields, walk_sections
+from engine.config.schema import to_plain, walk_fields, walk_sections
 from engine.config.settings import RunConfig, config_fingerprint, config_to_dict
 
 app = new_verb()
@@ -31,28 +31,23 @@ def config(
     config_dir: ConfigDirOption = None,
     groups: Annotated[bool, typer.Option("--groups", help="List the options of every group.")] = False,
     fields: Annotated[bool, typer.Option("--fields", help="List every setting with its meaning.")] = False,
-    folders: Annotated[bool, typer.Option("--search-path", help="List the folders that are searched.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show the composed configuration and where each value comes from.
 
-    The output is YAML; `default` means that neither a file nor an override sets the value.
+    The output is YAML; `default` means that neither a file nor an override sets the value. Files are looked for in the
+    folders of --config-dir, the last one first, then in ~/.config/burst/conf, then among the built-in ones.
     """
-    config_dirs = config_dir or []
-    asked = [
-        name for name, wanted in (("--groups", groups), ("--fields", fields), ("--search-path", folders)) if wanted
-    ]
+    asked = [name for name, wanted in (("--groups", groups), ("--fields", fields)) if wanted]
     if asked and overrides:
         raise ConfigError(f"{asked[0]} lists what there is, whatever the overrides; leave out {' '.join(overrides)}")
     document: dict[str, Any] = {}
     if groups:
-        document |= _show_groups(list_options(search_path(config_dirs)), as_json)
+        document |= _show_groups(list_options(search_path(config_dir or [])), as_json)
     if fields:
         document |= _show_fields(as_json)
-    if folders:
-        document |= _show_folders(search_path(config_dirs), as_json)
     if not asked:
-        document = _show_config(overrides or [], config_dirs, as_json)
+        document = _show_config(overrides or [], config_dir or [], as_json)
     if as_json:
         render.emit_json(document)
 
@@ -130,51 +125,33 @@ def _origin(path: Path) -> str:
 
 
 def _show_fields(as_json: bool) -> dict[str, Any]:
-    specs = list(walk_fields(RunConfig))
+    fields = [
+        {
+            "key": spec.key,
+            "type": spec.type_text,
+            "default": to_plain(spec.default),
+            "legal": spec.legal_values() or None,
+            "bounds": spec.note.bounds() or None,
+            "unit": spec.note.unit,
+            "doc": spec.note.doc,
+        }
+        for spec in walk_fields(RunConfig)
+    ]
     if not as_json:
         rows: list[tuple[str | Text, ...]] = []
         for section, doc in {"": "the run", **dict(walk_sections(RunConfig))}.items():
             rows.append((Text(section or "(top)", style="bold"), "", "", Text(doc, style="italic")))
             rows += [
-                (f"  {spec.key}", _yaml_value(to_plain(spec.default)), legal_text(spec), spec.note.doc)
-                for spec in specs
-                if spec.key.rpartition(".")[0] == section
+                (f"  {one['key']}", _yaml_value(one["default"]), _legal_text(one), str(one["doc"]))
+                for one in fields
+                if str(one["key"]).rpartition(".")[0] == section
             ]
         render.stdout().print(listing(("setting", "default", "legal", "meaning"), rows))
-    return {"fields": [_field_document(spec) for spec in specs]}
+    return {"fields": fields}
 
 
-def legal_text(spec: FieldSpec) -> str:
+def _legal_text(field: Mapping[str, Any]) -> str:
     """What may be written for a setting: its values, or its type with bounds and unit."""
-    values = spec.legal_values()
-    if values:
-        return " | ".join(values)
-    note = spec.note
-    return ", ".join(part for part in (spec.type_text, note.bounds(), f"in {note.unit}" if note.unit else "") if part)
-
-
-def _field_document(spec: FieldSpec) -> dict[str, Any]:
-    return {
-        "key": spec.key,
-        "type": spec.type_text,
-        "default": to_plain(spec.default),
-        "legal": spec.legal_values() or None,
-        "bounds": spec.note.bounds() or None,
-        "unit": spec.note.unit,
-        "doc": spec.note.doc,
-    }
-
-
-def _show_folders(folders: Sequence[Path], as_json: bool) -> dict[str, Any]:
-    """The folders in the order they are searched; the user's own is named even when it does not exist yet."""
-    own, builtin = user_conf_dir(), builtin_conf_dir()
-    origin = {own: "your own files", builtin: "built-in"}
-    listed = list(folders) if own in folders else [*folders[:-1], own, builtin]
-    rows = [(folder, origin.get(folder, "--config-dir"), folder.is_dir()) for folder in listed]
-    if not as_json:
-        cells = [
-            (str(index), str(folder), what if exists else f"{what} (does not exist yet)")
-            for index, (folder, what, exists) in enumerate(rows, start=1)
-        ]
-        render.stdout().print(listing(("searched", "folder", "what it is"), cells))
-    return {"search_path": [{"path": str(folder), "origin": what, "exists": exists} for folder, what, exists in rows]}
+    if field["legal"]:
+        return " | ".join(field["legal"])
+    return ", ".join(filter(None, (field["type"], field["bounds"], f"in {field['unit']}" if field["unit"] else "")))

@@ -10,7 +10,6 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.app import new_verb
-from burst_cli.completion import complete_device
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 from burst_cli.outputs import PICTURES, check_output, write_figure
 from burst_cli.plan import candidates as planning
@@ -26,7 +25,6 @@ DeviceOption = Annotated[
         metavar="NAME",
         help="The machine that is planned for: a100, h100, h200, b200, l40s, cpu, ..., or a profile (FILE.json) that "
         "`burst bench machine` measured. Bytes such as 80e9: memory alone. Default: as configured, else this machine.",
-        autocompletion=complete_device,
     ),
 ]
 MemoryByOption = Annotated[

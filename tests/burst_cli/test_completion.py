@@ -97,9 +97,8 @@ ATTENTION = [f"attention={name}" for name in sorted(get_args(PresetName))]
         ("burst config attention.gradient_wire_dtype=n", ["attention.gradient_wire_dtype=null"]),
         ("burst config ++train.compi", ["++train.compile=true", "++train.compile=false"]),
         ("burst config ~optimizer.beta", ["~optimizer.beta1=", "~optimizer.beta2="]),
-        ("burst config --sea", ["--search-path"]),
+        ("burst config --fie", ["--fields"]),
         ("burst config no.such.key=", []),
-        ("burst plan --device h2", ["h200-nvl", "h200", "h20"]),
     ],
 )
 def test_candidates_are_the_same_in_every_shell(complete, shell: str, line: str, expected: list[str]) -> None:

@@ -9,7 +9,6 @@ from typing import get_args
 import yaml
 
 from burst_cli.compose import compose
-from burst_cli.config.conf_dirs import builtin_conf_dir, user_conf_dir
 from engine.config.schema import walk_fields
 from engine.config.settings import LayoutName, PresetName, RunConfig, config_fingerprint, config_from_dict
 
@@ -58,12 +57,3 @@ def test_fields_documents_every_setting(burst) -> None:
     assert fields["train.seq_len"]["unit"] == "tokens"
     assert fields["optimizer.beta1"]["bounds"] == "0 or more, below 1"
     assert fields["attention.layout"]["legal"] == [*get_args(LayoutName), "null"]
-
-
-def test_search_path_names_the_users_folder_even_before_it_exists(burst, tmp_path: Path) -> None:
-    document = json.loads(burst("config", "--search-path", "--json", "--config-dir", str(tmp_path)).out)
-    assert [(entry["path"], entry["exists"]) for entry in document["search_path"]] == [
-        (str(tmp_path), True),
-        (str(user_conf_dir()), False),
-        (str(builtin_conf_dir()), True),
-    ]
