@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import shlex
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ from burst_cli.report.records import PEAK_FIGURES, Record, run_name, run_rows, s
 from cluster.remote_text import one_line
 from cluster.values import number, text, whole
 from engine.config.errors import ConfigError
-from engine.config.settings import config_to_dict, load_config
 
 if TYPE_CHECKING:
     from burst_cli.report.bootstrap import Estimate
@@ -32,17 +31,6 @@ NOTES = (
     "p: how often chance alone gives a difference as large, for each figure by itself, not corrected for their number; "
     "a difference counts as shown below 0.05.",
 )
-# Neither the arithmetic nor its speed follows from these, but for the four of the cluster; cluster.environment may hold
-# secrets, and reports are passed on.
-_HARMLESS = (
-    "exp",
-    "train.tensorboard",
-    "train.eval_interval_steps",
-    "train.eval_samples",
-    "data.prepared_dir",
-    "cluster.",
-)
-_TELLING = ("cluster.num_nodes", "cluster.ranks_per_node", "cluster.backend", "cluster.threads_per_rank")
 
 
 @dataclass(frozen=True)
@@ -73,15 +61,11 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A against B, two records. config: settings from which figures may follow, where they differ, with both values.
-
-    warnings: what makes the comparison mean less than it seems to.
-    """
+    """A against B, two records. warnings: what makes the comparison mean less than it seems to."""
 
     a: Record
     b: Record
     differences: tuple[Difference, ...]
-    config: Mapping[str, tuple[str, str]]
     warnings: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,32 +74,27 @@ class Comparison:
             "a": run_name(self.a),
             "b": run_name(self.b),
             "differences": [asdict(one) for one in self.differences],
-            "config": self.config,
             "warnings": list(self.warnings),
         }
 
     @property
-    def tables(self) -> list[list[tuple[str, ...]]]:
-        """Headings first: a row per figure, and one per setting that differs where one does."""
-        figures: list[tuple[str, ...]] = [("figure", "A", "B", "B against A", "95% interval", "p", "verdict")]
-        settings: list[tuple[str, ...]] = [("setting", "A", "B")]
-        figures += [one.cells for one in self.differences]
-        settings += [(key, *values) for key, values in self.config.items()]
-        return [figures, settings] if self.config else [figures]
+    def rows(self) -> list[tuple[str, ...]]:
+        """Headings, then a row per figure."""
+        headings = ("figure", "A", "B", "B against A", "95% interval", "p", "verdict")
+        return [headings, *(one.cells for one in self.differences)]
 
 
 def compare(a: Record, b: Record) -> Comparison:
-    """The comparison of two runs; reads their metrics.jsonl and config.yaml. Raises ConfigError for the same one."""
+    """The comparison of two runs; reads their metrics.jsonl. Raises ConfigError for the same one."""
     if a["path"] == b["path"]:
         raise ConfigError(f"--compare: A and B both mean {run_name(a)}")
-    config, problems = config_differences(Path(a["path"]), Path(b["path"]))
     one_peak = share_a_peak([a, b])
     rows = _measured(a), _measured(b)
     differences = [_step_difference(name, *rows) for name in STEP_METRICS if one_peak or name not in PEAK_FIGURES]
     differences.append(_loss_difference(*rows))
     differences += [_difference(name, number(a, name), number(b, name), None) for name in RUN_METRICS]
     shown = tuple(one for one in differences if one.a is not None or one.b is not None)
-    return Comparison(a, b, shown, config, (*problems, *_warnings(a, b, config, one_peak=one_peak)))
+    return Comparison(a, b, shown, tuple(_warnings(a, b, one_peak=one_peak)))
 
 
 def _measured(record: Record) -> Sequence[Record]:
@@ -165,8 +144,11 @@ def _difference(
     return Difference(metric, a, b, change, low, high, found.p, verdict)
 
 
-def _warnings(a: Record, b: Record, config: Mapping[str, Any], *, one_peak: bool) -> list[str]:
-    found = [f"the configurations differ in what matters: {', '.join(config)}"] if config else []
+def _warnings(a: Record, b: Record, *, one_peak: bool) -> list[str]:
+    found = []
+    if text(a, "config_fingerprint") != text(b, "config_fingerprint"):
+        command = shlex.join(["diff", *(f"{record['path']}/config.yaml" for record in (a, b))])
+        found.append(f"the configurations differ: {one_line(command, 4096)}")
     for name, words in (("hardware", "hardware"), ("world_size", "numbers of ranks")):
         values = [text(record, name) or DASH for record in (a, b)]
         if values[0] != values[1]:
@@ -188,33 +170,3 @@ def _change(value: float | None) -> str:
     if value is None:
         return DASH
     return f"{100 * value:+.2f}%" if abs(value) < 0.1 else f"{100 * value:+.1f}%"
-
-
-# --- settings ---------------------------------------------------------------------------------------------------------
-
-
-def config_differences(a: Path, b: Path) -> tuple[dict[str, tuple[str, str]], list[str]]:
-    """(settings from which figures may follow and whose values differ between two runs, what could not be read)."""
-    try:
-        old, new = (_values(config_to_dict(load_config(folder / "config.yaml")), "") for folder in (a, b))
-    except ConfigError as error:
-        return {}, list(error.problems)
-    differ = [key for key in {**old, **new} if old.get(key) != new.get(key) and _matters(key)]
-    return {key: (one_line(old.get(key, "absent")), one_line(new.get(key, "absent"))) for key in differ}, []
-
-
-def _matters(key: str) -> bool:
-    is_harmless = any(key == name or (name[-1] == "." and key.startswith(name)) for name in _HARMLESS)
-    return key in _TELLING or not is_harmless
-
-
-def _values(table: Mapping[str, Any], prefix: str) -> dict[str, str]:
-    """The value of every dotted key as JSON."""
-    found: dict[str, str] = {}
-    for name, value in table.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict):
-            found |= _values(value, f"{key}.")
-        else:
-            found[key] = json.dumps(value, sort_keys=True, default=str)
-    return found

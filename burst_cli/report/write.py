@@ -116,7 +116,7 @@ def parts_of(report: Report, *, is_page: bool = False) -> Iterator[Part]:
         if is_page:
             yield Part("Where these runs come from", [_runs_grid(PROVENANCE, records)], is_aside=True)
     if (found := report.comparison) is not None:
-        grids = [_plain_grid(table, is_number=False) for table in found.tables]
+        grids = [_plain_grid(found.rows, is_number=False)]
         sides = f"A = {run_name(found.a)}, B = {run_name(found.b)}"
         yield Part(sides, grids, compare.NOTES, found.warnings, comparison_panels(found))
     yield Part("How to read this", notes=notes_for(report.records))

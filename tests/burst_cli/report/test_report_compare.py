@@ -84,8 +84,7 @@ def two_runs(tmp_path: Path) -> Path:
     """The second is a tenth faster; their losses are equal, and of their memory there is one value each."""
     folder = tmp_path / "runs"
     make_run(folder, "tiny/20260101-000000-aaaaaa", steps=40, row=noisy(1000, 1))
-    other = variant("burst", eval_interval_steps=7)
-    make_run(folder, "tiny/20260102-000000-bbbbbb", steps=40, row=noisy(1100, 2), config=other)
+    make_run(folder, "tiny/20260102-000000-bbbbbb", steps=40, row=noisy(1100, 2), config=variant("burst"))
     return folder
 
 
@@ -114,8 +113,10 @@ def test_a_comparison_as_a_whole(compared, two_runs: Path) -> None:
     assert found == {
         "a": "tiny/20260101-000000-aaaaaa",
         "b": "tiny/20260102-000000-bbbbbb",
-        "config": {"attention.preset": ['"ring"', '"burst"']},  # not train.eval_interval_steps, which changes no figure
-        "warnings": ["the configurations differ in what matters: attention.preset"],
+        "warnings": [
+            f"the configurations differ: diff {two_runs}/tiny/20260101-000000-aaaaaa/config.yaml "
+            f"{two_runs}/tiny/20260102-000000-bbbbbb/config.yaml"
+        ],
     }
 
 
@@ -158,13 +159,11 @@ def test_what_weakens_a_comparison_is_said(compared, tmp_path: Path) -> None:
     odd: dict[str, Any] = {"peak_flops_per_device": 2e12, "device": "H100", "world_size": "9\x1b[2J"}
     make_run(tmp_path / "runs", "tiny/20260101-000000-aaaaaa", **odd)
     make_run(tmp_path / "runs", "tiny/20260102-000000-bbbbbb", final="failed")
-    (tmp_path / "runs/tiny/20260102-000000-bbbbbb/config.yaml").write_text("damaged: [")
     found = compared("aaaaaa", "bbbbbb")
     words = " ".join(found["warnings"])
     assert "different hardware: H100 against cpu" in words
     assert "different numbers of ranks: 9 against 2" in words  # and nothing that a terminal obeys
     assert "tiny/20260102-000000-bbbbbb is failed" in words
-    assert "not readable as YAML" in words
     assert figure(found, "tokens_per_s_per_device")["verdict"] == "too few steps to tell"
 
 
@@ -186,13 +185,5 @@ def test_comparison_is_in_table_and_page(burst, two_runs: Path, tmp_path: Path) 
     page = tmp_path / "r.html"
     assert burst("report", "--compare", "aaaaaa", "bbbbbb", "--output", str(page)).code == 0
     for text in (burst("report", "--compare", "aaaaaa", "bbbbbb").out, page.read_text(encoding="utf-8")):
-        assert ("B is better" in text, "attention.preset" in text) == (True, True)
+        assert "B is better" in text
     assert "Training loss of both sides" in text
-
-
-def test_values_of_the_environment_stay_out_of_comparisons(compared, two_runs: Path) -> None:
-    path = two_runs / "tiny/20260101-000000-aaaaaa/config.yaml"
-    path.write_text("exp: tiny\ncluster:\n  environment: [TOKEN=canary]\n")
-    found = compared("aaaaaa", "bbbbbb")
-    assert "canary" not in json.dumps(found)
-    assert "attention.preset" in found["config"]
