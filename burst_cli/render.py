@@ -37,6 +37,7 @@ GONE = {
     "burst image push --via-shared": "from three nodes on they feed each other; leave it out",
     "burst image push --route": "from three nodes on they feed each other; leave it out",
     "burst image prune": "`docker image prune --all --filter label=org.burst.image=1` on a node",
+    "burst check-nodes --cuda-smoke": "--collectives uses every GPU by ranks as a launch starts them, in the image",
     "burst check-nodes --watch": "`watch -n 60 burst check-nodes ...` repeats it",
     "burst check-nodes --expand": "`nodeset --expand`, which came with burst, splits what --list prints",
     "burst env write": "`burst env show --node NODE --format dotenv` prints what belongs into a file",

@@ -65,9 +65,6 @@ def check_nodes(
         typer.Option("--collectives", help="Measure all-reduce, all-to-all and pairs of nodes by a launch instead."),
     ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="With --collectives: print the launch.")] = False,
-    cuda_smoke: Annotated[
-        bool, typer.Option("--cuda-smoke", help="Use every GPU inside the run image, too; takes up to two minutes.")
-    ] = False,
     timeout: Annotated[
         float, typer.Option("--timeout", min=1.0, help="Seconds that one node may take to answer.")
     ] = 60,
@@ -101,10 +98,10 @@ def check_nodes(
         raise ConfigError("--dry-run shows the launch of --collectives; checks change nothing on nodes")
     if local and (hosts is not None or hostfile is not None):
         raise ConfigError("--local checks this machine, so it takes no --hosts or --hostfile")
-    if collectives and (only or skip or names_only or show_all or cuda_smoke):
-        raise ConfigError("--collectives makes no checks, so it takes no --only, --skip, --list, --all or --cuda-smoke")
+    if collectives and (only or skip or names_only or show_all):
+        raise ConfigError("--collectives makes no checks, so it takes no --only, --skip, --list or --all")
     output = Output(as_json, names_only, show_all)
-    options = CheckOptions(read_selection(only or (), skip or ()), timeout_s=timeout, cuda_smoke=cuda_smoke)
+    options = CheckOptions(read_selection(only or (), skip or ()), timeout_s=timeout)
     targets = select_targets(
         overrides or (), config_dir or (), hosts=hosts, hostfile=hostfile, or_here=True, local=local
     )

@@ -8,14 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.checks.finding import Finding, NodeReport, Verdict
-from cluster.checks.ssh import REACH
 from cluster.ssh.nodes import fold_nodes
 
 _PLACE = "\0"  # where the node's name stood; no cleaned text holds this character
 _TEXTS = ("observed", "expected", "remedy")
-_GAP = "\1"  # where a measured number stood
-# A number that stands alone: no version, address, date, name or count within a word.
-_NUMBER = re.compile(r"(?<![\w.:/+-])\d+(?:\.\d+)?(?!\.?\w|[:/])")
 
 
 @dataclass(frozen=True)
@@ -32,11 +28,11 @@ def fold_reports(reports: Iterable[NodeReport], *, all_findings: bool = False) -
     """The nodes folded, the healthy first, the worst last and so nearest to the reader's eye.
 
     What differs between nodes although nothing is wrong (times, versions that pass) does not keep them apart: findings
-    that are OK or skipped are left out, unless `all_findings`. Neither do numbers that only warn: they become a range.
+    that are OK or skipped are left out, unless `all_findings`.
     """
     folds: dict[tuple[object, ...], list[NodeReport]] = {}
     for report in reports:
-        told = tuple(_key(_anonymous(finding)) for finding in _shown(report, all_findings))
+        told = tuple(_anonymous(finding) for finding in _shown(report, all_findings))
         folds.setdefault((report.verdict, told), []).append(report)
     found = [_fold(members, all_findings) for members in folds.values()]
     return sorted(found, key=lambda fold: fold.verdict.rank)
@@ -46,19 +42,10 @@ def _shown(report: NodeReport, all_findings: bool) -> list[Finding]:
     return [finding for finding in report.findings if all_findings or not finding.severity.is_fine]
 
 
-def _key(finding: Finding) -> Finding:
-    if finding.check == REACH:  # addresses and ports of nodes that fail alike: those of the first are told
-        return replace(finding, observed=re.sub(r"\d+", _GAP, finding.observed))
-    if finding.severity is not Verdict.WARN:
-        return finding
-    return replace(finding, observed=_NUMBER.sub(_GAP, finding.observed))
-
-
 def _fold(members: list[NodeReport], all_findings: bool) -> NodeFold:
     names = tuple(report.node for report in members)
     nodes = fold_nodes(names)
-    columns = zip(*(_shown(report, all_findings) for report in members), strict=True)
-    findings = [_with_nodes(_join([_anonymous(finding) for finding in column]), nodes) for column in columns]
+    findings = [_with_nodes(_anonymous(finding), nodes) for finding in _shown(members[0], all_findings)]
     told = sorted(_said_once(findings), key=lambda finding: -finding.severity.rank)
     return NodeFold(nodes, names, members[0].verdict, tuple(told))
 
@@ -77,22 +64,6 @@ def _said_once(findings: Iterable[Finding]) -> list[Finding]:
 
 def _listed(words: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(filter(None, words)))
-
-
-def _join(findings: list[Finding]) -> Finding:
-    """The same finding of several nodes; where their numbers differ, the smallest and the largest are told."""
-    texts = [finding.observed for finding in findings]
-    if len(set(texts)) == 1 or findings[0].check == REACH:
-        return findings[0]
-    parts = _NUMBER.split(texts[0])
-    spans = [_span(numbers) for numbers in zip(*map(_NUMBER.findall, texts), strict=True)]
-    joined = "".join(part + span for part, span in zip(parts, [*spans, ""], strict=True))
-    return replace(findings[0], observed=joined)
-
-
-def _span(numbers: tuple[str, ...]) -> str:
-    low, high = min(numbers, key=float), max(numbers, key=float)
-    return low if float(low) == float(high) else f"{low} to {high}"
 
 
 def _anonymous(finding: Finding) -> Finding:

@@ -12,19 +12,16 @@ from cluster.checks.finding import Check, Finding
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
 from cluster.survey.facts import NodeFacts
-from cluster.survey.section import Question, UnreadableError
+from cluster.survey.section import AbsentError, Question, UnreadableError
 from engine.config.cluster import ClusterConfig
 
+D = TypeVar("D")
 T = TypeVar("T")
 # Findings of one check of what `look` gave: one for every device that is not as it should be, at least one.
 Judge = Callable[[Check, Any], Iterable[Finding]]
 # A test of nodes with each other, over their open connections, with their facts.
 TestBetween = Callable[[Mapping[str, Connection], Mapping[str, NodeFacts]], list[Finding]]
 Compare = Callable[[Mapping[str, NodeFacts]], list[Finding]]
-
-
-class AbsentError(Exception):
-    """What a check looks at is not on this node, which needs none: SKIP, with this text."""
 
 
 def _nothing(*_: Any) -> Mapping[str, Any]:
@@ -88,6 +85,26 @@ def run_check(check: Check, judge: Judge, view: Any) -> list[Finding]:
     except Exception as error:
         return [broken(check, error)]
     return found or [check.unknown("this check gave no result")]
+
+
+def each(
+    check: Check, devices: Mapping[str, D], judge: Callable[[Check, D], Finding | None], fine: str
+) -> list[Finding]:
+    """A finding for every device, by name, that `judge` says something of; one OK with `fine` when it says nothing.
+
+    UNKNOWN where there is no device to look at: all of none is no good news.
+    """
+    if not devices:
+        return [check.expecting("").unknown("there is none to look at", "see the other findings of the group")]
+    told = [_judge(check.on(name), judge, device) for name, device in devices.items()]
+    return [finding for finding in told if finding is not None] or [check.ok(fine)]
+
+
+def _judge(check: Check, judge: Callable[[Check, D], Finding | None], device: D) -> Finding | None:
+    try:
+        return judge(check, device)
+    except (UnreadableError, AbsentError) as error:
+        return _unseen(check, error)
 
 
 def known(read: Callable[[Any], T], view: Any) -> T | None:

@@ -9,14 +9,11 @@ from dataclasses import dataclass
 from cluster.checks import ssh
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.group import CheckGroup
-from cluster.checks.groups import engine, gpu, gpu_links, gpu_log, gpu_use, host, ib, ib_health, net, software, storage
+from cluster.checks.groups import dcgm, engine, gpu, gpu_links, gpu_log, host, ib, net, software, storage
 from engine.config.errors import ConfigError
 
-_FILES = (gpu, gpu_log, gpu_links, ib, ib_health, net, host, software, engine, storage, gpu_use)
-GROUPS: tuple[CheckGroup, ...] = (
-    *(file.GROUP for file in _FILES),
-    *(host.OWN_RUNS, software.NCCL_SETTINGS, gpu_use.DCGM_MONITOR, gpu_use.DCGM_DIAGNOSTIC),
-)
+_FILES = (gpu, gpu_log, gpu_links, ib, net, host, software, engine, storage)
+GROUPS: tuple[CheckGroup, ...] = (*(file.GROUP for file in _FILES), host.OWN_RUNS, dcgm.MONITOR, dcgm.DIAGNOSTIC)
 GROUP_NAMES = tuple(dict.fromkeys(group.name for group in GROUPS))
 EXPLANATIONS: Mapping[str, str] = {
     **ssh.EXPLANATIONS,

@@ -24,10 +24,10 @@ class StorageRoute:
 class NodeEnvironmentFacts:
     """One node, as far as its environment depends on it.
 
-    gateways: interfaces with a router behind them; None when routes could not be read. lower_interfaces: what lies
-    below a bond, bridge or VLAN: `bond0` -> (`eth0`, `eth1`). interface: the one for sockets and rendezvous, if any;
-    interface_reason: why it, or none. cores: CPUs of a login. has_gpudirect: whether adapters can read GPU memory
-    themselves; None: the node did not tell. notes: what could not be read, in words.
+    gateways: interfaces with a router behind them. lower_interfaces: what lies below a bond, bridge or VLAN: `bond0` ->
+    (`eth0`, `eth1`). interface: the one for sockets and rendezvous, if any; interface_reason: why it, or none. cores:
+    CPUs of a login. has_gpudirect: whether adapters can read GPU memory themselves; None: not known. notes: what could
+    not be read, in words.
     """
 
     node: str
@@ -36,7 +36,7 @@ class NodeEnvironmentFacts:
     gpus: tuple[GpuAddress, ...] = ()
     interface: NetInterface | None = None
     interface_reason: str = ""
-    gateways: frozenset[str] | None = None
+    gateways: frozenset[str] = frozenset()
     storage: tuple[StorageRoute, ...] = ()
     lower_interfaces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     cores: int | None = None

@@ -55,9 +55,8 @@ def plan_fleet(
     """The environment of every node by its name, with warnings where the rails of nodes do not fit together."""
     environments = {one.node: plan_environment(one, config, log_dir=log_dir) for one in facts}
     odd = align_rails(environments)
-    return {
-        node: replace(environment, warnings=(*environment.warnings, *odd[node]))
-        for node, environment in environments.items()
+    return environments | {
+        node: replace(environments[node], warnings=(*environments[node].warnings, text)) for node, text in odd.items()
     }
 
 
@@ -131,8 +130,8 @@ def _cross_nic_choice(facts: NodeEnvironmentFacts, ordered: Sequence[HcaPort]) -
             )
         return LeftOut(name, "all ports lie in one InfiniBand subnet, as far as their GIDs tell: rails may cross")
     networks = _rail_networks(facts, ordered)
-    if networks is None or facts.gateways is None:
-        return LeftOut(name, "whether rails reach each other is not known (no IPv4 addresses or routes); NCCL decides")
+    if networks is None:
+        return LeftOut(name, "whether rails reach each other is not known (no IPv4 addresses); NCCL decides")
     if len(set(networks.values())) < len(networks):
         return LeftOut(name, "rails share IPv4 networks: they may cross")
     gateways = sorted(facts.gateways & networks.keys())

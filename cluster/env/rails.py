@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
 
 from cluster.env.facts import NodeEnvironment, Rail
 from cluster.survey.adapters import HcaPort, natural
 from cluster.survey.nvidia_smi import GpuAddress
-
-_T = TypeVar("_T")
 
 
 def map_rails(gpus: Sequence[GpuAddress], ports: Sequence[HcaPort]) -> tuple[Rail, ...]:
@@ -41,32 +38,19 @@ def rail_order(rails: Sequence[Rail], ports: Sequence[HcaPort]) -> tuple[HcaPort
     return tuple(sorted(ports, key=lambda port: (first.get(port.name, last + 1), natural(port.name))))
 
 
-def align_rails(environments: Mapping[str, NodeEnvironment]) -> dict[str, tuple[str, ...]]:
-    """Warnings by node: whose rails differ from those of most nodes. NCCL joins rail k of one with rail k of the next.
-
-    Compared are the number of ports and, GPU by GPU, the rate of its port and how many GPUs share it; names may differ,
-    as they do on sister machines with another order of slots.
-    """
+def align_rails(environments: Mapping[str, NodeEnvironment]) -> dict[str, str]:
+    """Warnings by node whose number of rails differs from that of most. NCCL joins rail k of one with rail k of the
+    next; names may differ, as they do on sister machines with another order of slots."""
     counts = {node: len(environment.kept) for node, environment in environments.items()}
-    usual = _most(counts.values())
-    warnings: dict[str, list[str]] = {node: [] for node in environments}
-    every = ", ".join(str(count) for count in sorted(set(counts.values())))
-    for node, count in counts.items():
-        if count != usual:
-            others = f"{usual} on most nodes" if usual is not None else f"the nodes have {every}"
-            warnings[node].append(
-                f"{count} {'rail' if count == 1 else 'rails'}, {others}: a ring is as fast as its node with the fewest"
-            )
-    profiles = {node: _profile(environment) for node, environment in environments.items()}
-    for gpu in sorted({gpu for profile in profiles.values() for gpu in profile}):
-        usual_rail = _most(profile[gpu] for profile in profiles.values() if gpu in profile)
-        for node, profile in profiles.items():
-            # A node with another number of rails has other shares, which the line above already explains.
-            if counts[node] == usual and gpu in profile and profile[gpu] != usual_rail and usual_rail is not None:
-                warnings[node].append(
-                    f"the rail of GPU {gpu} is {_rail_text(profile[gpu])}; on most nodes {_rail_text(usual_rail)}"
-                )
-    return {node: tuple(lines) for node, lines in warnings.items()}
+    votes = Counter(counts.values())
+    usual = max(votes, key=lambda count: votes[count], default=0)
+    is_usual = 2 * votes[usual] > votes.total()
+    others = f"{usual} on most nodes" if is_usual else f"the nodes have {', '.join(map(str, sorted(votes)))}"
+    return {
+        node: f"{count} {'rail' if count == 1 else 'rails'}, {others}: a ring is as fast as its node with the fewest"
+        for node, count in counts.items()
+        if not is_usual or count != usual
+    }
 
 
 def _nearness(gpu: GpuAddress, port: HcaPort) -> tuple[int, bool, bool]:
@@ -85,22 +69,3 @@ def _found_by(nearness: tuple[int, bool, bool]) -> str:
     if same_root:
         return "the same PCI host bridge"
     return "the same NUMA node" if same_numa_node else "taking turns, for no port is nearer than another"
-
-
-def _profile(environment: NodeEnvironment) -> dict[int, tuple[float | None, int]]:
-    """GPU index -> (rate of its port, how many GPUs share that port)."""
-    shares = Counter(rail.port.name for rail in environment.rails)
-    return {rail.gpu: (rail.port.rate_gbps, shares[rail.port.name]) for rail in environment.rails}
-
-
-def _rail_text(rail: tuple[float | None, int]) -> str:
-    rate, shared_by = rail
-    speed = "of unknown rate" if rate is None else f"{rate:g} Gbit/s"
-    return speed if shared_by == 1 else f"{speed}, shared by {shared_by} GPUs"
-
-
-def _most(values: Iterable[_T]) -> _T | None:
-    """The value that more than half of `values` have; None when there is no such value."""
-    counts = Counter(values)
-    value, count = counts.most_common(1)[0] if counts else (None, 0)
-    return value if 2 * count > counts.total() else None

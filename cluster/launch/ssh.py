@@ -30,8 +30,9 @@ from cluster.ssh.nodes import fold_nodes, parse_nodes
 from cluster.ssh.pool import SshPool
 from cluster.ssh.resolve import resolve_hosts
 from cluster.survey.facts import NodeFacts
-from cluster.survey.nvidia_smi import Gap, GapError
+from cluster.survey.nvidia_smi import Gap
 from cluster.survey.nvidia_smi import Gpu as SmiGpu
+from cluster.survey.section import AbsentError, UnreadableError
 from engine.config.cluster import SshConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
@@ -167,7 +168,7 @@ def _gpu(gpu: SmiGpu) -> Gpu:
     name = gpu.look("product_name")
     try:
         size_mib = int(gpu.number("fb_memory_usage/total"))
-    except GapError:
+    except (AbsentError, UnreadableError):
         size_mib = 0
     return Gpu("" if isinstance(name, Gap) else name, size_mib * MIB)
 

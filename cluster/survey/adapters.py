@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.remote_text import one_line
-from cluster.survey.section import Section, UnreadableError, listed
+from cluster.survey.section import Section, listed
 from cluster.survey.sysfs import python_question
 
 _DEVICE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -26,11 +26,14 @@ _WIDTHS = frozenset({1, 2, 4, 8, 12, 16, 32})
 
 PORTS = python_question(
     "ib.ports",
-    20,
+    25,
     r"""
 routes = [line.split()[:2] for line in lines(root / "proc/net/route")]
 defaults = [route[0] for route in routes if route[1:] == ["00000000"]]
-rows = []
+told = {"ports": [], "broken": {}}
+# None of these grows on a sound link, not within a second.
+counters = ("link_downed", "link_error_recovery", "symbol_error", "local_link_integrity_errors", "port_rcv_errors")
+counters += ("port_rcv_remote_physical_errors", "excessive_buffer_overrun_errors")
 
 
 def find_netdev(device, number):
@@ -41,34 +44,42 @@ def find_netdev(device, number):
     return tied or next((one.name for one in folders if int(tell(one / "dev_port") or 0) == int(number) - 1), "")
 
 
+def count(port, tree="sys"):
+    # A rehearsal tree may hold what has grown meanwhile in a second tree beside sys.
+    files = {name: root / tree / port.relative_to(root / "sys") / "counters" / name for name in counters}
+    return {name: int(tell(file)) for name, file in files.items() if tell(file).isdecimal()}
+
+
 for device in sorted(root.glob("sys/class/infiniband/*")):
     ports = sorted(device.glob("ports/*"))
     for port in ports:
-        told = {"dev": device.name, "port": port.name, "path": place(device / "device")}
-        told.update((name, tell(port / name)) for name in ("state", "phys_state", "rate", "link_layer"))
+        one = {"dev": device.name, "port": port.name, "path": place(device / "device"), "counted": count(port)}
+        one.update((name, tell(port / name)) for name in ("state", "phys_state", "rate", "link_layer"))
         for name in ("numa_node", "current_link_width", "max_link_width", "current_link_speed"):
-            told[name] = tell(device / "device" / name)
-        told["physfn"] = (device / "device/physfn").exists()
-        netdev = find_netdev(device, port.name)
-        if netdev:
-            folder = root / "sys/class/net" / netdev
-            # An interface that is a part of a bond or a bridge has the routes of that one.
-            master = place(folder / "master").rpartition("/")[2]
-            told.update(netdev=netdev, netdev_state=tell(folder / "operstate"), netdev_mtu=tell(folder / "mtu"))
-            told["bonded"] = bool(master) or (folder / "bonding").exists()
-            told["default_route"] = netdev in defaults or master in defaults
-        for index in range(32):
-            address = tell(port / "gids" / str(index))
-            if address.strip("0:"):
-                told["gid.%d" % index] = address + " " + tell(port / "gid_attrs/types" / str(index))
-        rows.append(["port", told])
+            one[name] = tell(device / "device" / name)
+        one["physfn"] = (device / "device/physfn").exists()
+        one["netdev"] = netdev = find_netdev(device, port.name)
+        folder = root / "sys/class/net" / (netdev or "none")
+        # An interface that is a part of a bond or a bridge has the routes of that one.
+        master = place(folder / "master").rpartition("/")[2]
+        one["bonded"] = bool(master) or (folder / "bonding").exists()
+        one["default_route"] = netdev in defaults or master in defaults
+        gids = {str(index): tell(port / "gids" / str(index)) for index in range(32)}
+        types = port / "gid_attrs/types"
+        one["gids"] = {index: [tell(types / index), gid] for index, gid in gids.items() if gid.strip("0:")}
+        told["ports"].append(one)
     if not ports:
-        rows.append(["portless", {"dev": device.name}])
+        told["broken"][device.name] = "the adapter shows no port"
 for device in sorted(root.glob("sys/bus/pci/devices/*")):
     # An InfiniBand adapter; without that folder no driver offers it.
     if tell(device / "class").startswith("0x0207") and not (device / "infiniband").is_dir():
-        rows.append(["driverless", {"path": place(device)}])
-print(json.dumps(rows))
+        told["broken"][device.name] = "the InfiniBand adapter has no driver"
+time.sleep(float(os.environ.get("BURST_COUNT_S") or 0) if told["ports"] else 0)
+for one in told["ports"]:
+    port = root / "sys/class/infiniband" / one["dev"] / "ports" / one["port"]
+    later = {**count(port), **count(port, "sys-second")}
+    one["grown"] = {name: later[name] - value for name, value in one.pop("counted").items() if name in later}
+print(json.dumps(told))
 """,
 )
 
@@ -87,7 +98,6 @@ print(
             "module": module,
             # Only the open kernel modules of NVIDIA export DMA-BUF; its first line names them.
             "driver": tell(root / "proc/driver/nvidia/version"),
-            "kernel": os.uname().release,
             "dmabuf": any(" ib_umem_dmabuf_get" in one for one in symbols) if symbols else None,
         }
     )
@@ -103,7 +113,8 @@ class HcaPort:
     device, port: `mlx5_0`, 1. link_layer: InfiniBand or Ethernet. state: ACTIVE, DOWN, INIT, ... phys_state: LinkUp,
     Polling, Disabled, ... rate_gbps: what is set up now. pci_path: PCI addresses from the root complex to the adapter
     (`0000:00:01.0`, ..., the adapter last). netdev: its network interface. gids: index -> (type, address).
-    pcie_gts: GT/s per lane. None, or "" for a state: the node did not tell.
+    pcie_gts: GT/s per lane. errors: by how much each error counter that can be read grew in BURST_COUNT_S. None, or ""
+    for a state: the node did not tell.
     """
 
     device: str
@@ -120,10 +131,9 @@ class HcaPort:
     pcie_width: int | None = None
     pcie_width_max: int | None = None
     gids: Mapping[int, tuple[str, str]] = field(default_factory=dict)
-    netdev_is_up: bool | None = None
     has_default_route: bool = False
-    netdev_mtu: int | None = None
     pcie_gts: float | None = None
+    errors: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_active(self) -> bool:
@@ -143,14 +153,10 @@ class HcaPort:
 
 @dataclass(frozen=True)
 class Adapters:
-    """Section `ib.ports`.
-
-    portless: adapters that show no port. driverless_paths: `pci_path` of InfiniBand adapters that no driver offers.
-    """
+    """Section `ib.ports`. broken: adapters that show no port, or PCI addresses of those without driver -> which."""
 
     ports: tuple[HcaPort, ...] = ()
-    portless: tuple[str, ...] = ()
-    driverless_paths: tuple[tuple[str, ...], ...] = ()
+    broken: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -158,46 +164,41 @@ class GpuDirect:
     """Section `ib.gpudirect`: what NCCL looks at before it lets adapters reach GPU memory.
 
     peer_memory: the file of a peer memory module, None without one. has_driver: whether a driver of NVIDIA is loaded.
-    has_open_driver: whether it is made of the open modules, as DMA-BUF needs. kernel_has_dmabuf: None when hidden.
+    has_dmabuf: whether it is made of the open modules, and the kernel exports DMA-BUF; None: the kernel hides that.
     """
 
     peer_memory: str | None
     has_driver: bool
-    has_open_driver: bool
-    kernel: str
-    kernel_has_dmabuf: bool | None
+    has_dmabuf: bool | None
+
+    @property
+    def works(self) -> bool | None:
+        """Whether there is a way; None: not known."""
+        return True if self.peer_memory is not None else self.has_dmabuf
 
 
 def parse_adapters(section: Section) -> Adapters:
     """The adapters of section `ib.ports`. Raises UnreadableError."""
-    ports: dict[str, HcaPort] = {}
-    portless: list[str] = []
-    driverless: list[tuple[str, ...]] = []
-    for word, fields in read_rows(section):
-        if word == "port":
-            port = _port(fields, section.name)
-            if port.name in ports:
-                raise UnreadableError(f"{section.name}: {port.name} comes twice")
-            ports[port.name] = port
-        elif word == "portless":
-            portless.append(_device(fields, section.name))
-        elif word == "driverless":
-            driverless.append(pci_path(fields.get("path", "")))
-    ordered = sorted(ports.values(), key=lambda port: natural(port.name))
-    return Adapters(tuple(ordered), tuple(sorted(portless, key=natural)), tuple(driverless))
+
+    def take(told: Any) -> Adapters:
+        ports = [_port(row) for row in listed(told["ports"])]
+        if len({port.name for port in ports}) < len(ports):
+            raise ValueError("a port comes twice")
+        broken = {_device(name): one_line(text) for name, text in told["broken"].items()}
+        return Adapters(tuple(sorted(ports, key=lambda port: natural(port.name))), broken)
+
+    return section.read(take)
 
 
 def parse_gpudirect(section: Section) -> GpuDirect:
     """What section `ib.gpudirect` says. Raises UnreadableError."""
 
     def take(told: Any) -> GpuDirect:
-        driver = str(told["driver"])
+        driver, dmabuf = str(told["driver"]), told["dmabuf"]
         return GpuDirect(
             peer_memory=next(map(str, told["peers"]), None),
             has_driver=told["module"] is True or bool(driver),
-            has_open_driver="Open Kernel Module" in driver,
-            kernel=one_line(str(told["kernel"])),
-            kernel_has_dmabuf=told["dmabuf"] if isinstance(told["dmabuf"], bool) else None,
+            has_dmabuf=(dmabuf if dmabuf in (True, None) else False) if "Open Kernel Module" in driver else False,
         )
 
     return section.read(take)
@@ -220,66 +221,38 @@ def roce_gid_index(port: HcaPort) -> int | None:
     return min(fitting, default=None)
 
 
-def read_rows(section: Section) -> list[tuple[str, dict[str, str]]]:
-    """(word, fields) of every row of an answer. Raises UnreadableError."""
-
-    def rows(told: Any) -> list[tuple[str, dict[str, str]]]:
-        found = [(word, {key: str(value) for key, value in fields.items()}) for word, fields in listed(told)]
-        if not all(isinstance(word, str) for word, _ in found):
-            raise TypeError
-        return found
-
-    return section.read(rows)
-
-
-def _port(fields: Mapping[str, str], section: str) -> HcaPort:
-    device = _device(fields, section)
+def _port(row: Mapping[str, Any]) -> HcaPort:
+    """Raises ValueError, KeyError and TypeError."""
+    device, number = _device(row["dev"]), integer(str(row["port"])) or 0
+    if number < 1:
+        raise ValueError("no number of a port")
+    gids = {int(index): (one_line(kind), gid) for index, (kind, gid) in row["gids"].items() if _GID.fullmatch(gid)}
     return HcaPort(
         device=device,
-        port=_port_number(fields, section),
-        link_layer=one_line(fields.get("link_layer", "")),
-        state=_matched(_STATE, fields.get("state", "")) or "",
-        phys_state=_matched(_STATE, fields.get("phys_state", "")) or "",
-        rate_gbps=_number(_RATE, fields.get("rate", "")),
-        pci_path=pci_path(fields.get("path", "")),
-        netdev=_interface(fields.get("netdev", "")),
-        numa_node=integer(fields.get("numa_node", "")),
-        is_virtual_function=fields.get("physfn") == "True",
-        is_bond="bond" in device or fields.get("bonded") == "True",
-        pcie_width=_width(fields.get("current_link_width", "")),
-        pcie_width_max=_width(fields.get("max_link_width", "")),
-        gids=dict(_gids(fields)),
-        netdev_is_up={"up": True, "down": False}.get(fields.get("netdev_state", "")),
-        has_default_route=fields.get("default_route") == "True",
-        netdev_mtu=integer(fields.get("netdev_mtu", "")),
-        pcie_gts=_number(_SPEED, fields.get("current_link_speed", "")),
+        port=number,
+        link_layer=one_line(row["link_layer"]),
+        state=_matched(_STATE, row["state"]) or "",
+        phys_state=_matched(_STATE, row["phys_state"]) or "",
+        rate_gbps=_number(_RATE, row["rate"]),
+        pci_path=pci_path(row["path"]),
+        netdev=_interface(row["netdev"]),
+        numa_node=integer(row["numa_node"]),
+        is_virtual_function=row["physfn"] is True,
+        is_bond="bond" in device or row["bonded"] is True,
+        pcie_width=_width(row["current_link_width"]),
+        pcie_width_max=_width(row["max_link_width"]),
+        gids=gids,
+        has_default_route=row["default_route"] is True,
+        pcie_gts=_number(_SPEED, row["current_link_speed"]),
+        errors={one_line(name): int(by) for name, by in row["grown"].items()},
     )
 
 
-def _gids(fields: Mapping[str, str]) -> Iterator[tuple[int, tuple[str, str]]]:
-    for key, value in fields.items():
-        address, _, kind = value.partition(" ")
-        if re.fullmatch(r"gid\.\d{1,3}", key) and _GID.fullmatch(address):
-            yield int(key[4:]), (one_line(kind), address)
-
-
-def port_name(fields: Mapping[str, str], section: str) -> str:
-    """`mlx5_0:1`. Raises UnreadableError."""
-    return f"{_device(fields, section)}:{_port_number(fields, section)}"
-
-
-def _device(fields: Mapping[str, str], section: str) -> str:
-    name = fields.get("dev", "")
-    if not _DEVICE.fullmatch(name):
-        raise UnreadableError(f"{section}: {one_line(name)!r} is no name of an adapter")
+def _device(name: str) -> str:
+    """The name of an adapter, or the PCI address of one. Raises ValueError."""
+    if not _DEVICE.fullmatch(name) and not _ADDRESS.fullmatch(name):
+        raise ValueError(f"{one_line(name)!r} is no name of an adapter")
     return name
-
-
-def _port_number(fields: Mapping[str, str], section: str) -> int:
-    number = integer(fields.get("port", ""))
-    if number is None or number < 1:
-        raise UnreadableError(f"{section}: {one_line(fields.get('port', ''))!r} is no number of a port")
-    return number
 
 
 def _matched(pattern: re.Pattern[str], text: str) -> str | None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from cluster.survey.adapters import GPUDIRECT, PORTS, Adapters, GpuDirect, parse_adapters, parse_gpudirect
-from cluster.survey.interfaces import InterfaceChoice, NetInterface, explain_interface, read_interfaces
+from cluster.survey.interfaces import LINKS, InterfaceChoice, Network, explain_interface, read_network
+from cluster.survey.kernel_log import KERNEL_LOG, KernelLog, read_kernel_log
 from cluster.survey.nvidia_smi import (
     LSPCI,
     SMI,
@@ -55,14 +56,19 @@ class NodeFacts:
         return parse_gpudirect(self.section(GPUDIRECT))
 
     @cached_property
-    def interfaces(self) -> tuple[NetInterface, ...]:
+    def network(self) -> Network:
         """Every network interface."""
-        return read_interfaces(self.probe)
+        return read_network(self.section(LINKS))
 
     @cached_property
     def interface(self) -> InterfaceChoice:
         """The interface that nodes talk over."""
-        return explain_interface(self.interfaces, self.config.interface)
+        return explain_interface(self.network.interfaces, self.config.interface)
+
+    @cached_property
+    def kernel_log(self) -> KernelLog:
+        """What drivers complained of since boot."""
+        return read_kernel_log(self.section(KERNEL_LOG))
 
     @cached_property
     def smi(self) -> SmiLog | SmiTrouble:
@@ -74,8 +80,7 @@ class NodeFacts:
         """What nvidia-smi says."""
         if isinstance(self.smi, SmiLog):
             return self.smi
-        cause = "gpu.lost" if self.smi.failure is SmiFailure.GPU_LOST else "gpu.nvidia_smi"
-        raise UnreadableError(f"nvidia-smi: {self.smi.failure.value}", remedy=f"see {cause}")
+        raise UnreadableError(f"nvidia-smi: {self.smi.failure.value}", remedy="see gpu.nvidia_smi")
 
     @cached_property
     def pci(self) -> PciDevices | None:

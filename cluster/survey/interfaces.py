@@ -1,16 +1,16 @@
-"""Network interfaces of a node from the sections `net.*`, and which of them the nodes talk over."""
+"""Network interfaces of a node, and which of them the nodes talk over."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.remote_text import one_line
-from cluster.survey.adapters import integer, pci_path
-from cluster.survey.section import NodeProbe, Question, UnreadableError, listed
+from cluster.survey.adapters import integer
+from cluster.survey.section import Section, listed
 from cluster.survey.sysfs import python_question
 
 # What container engines and hypervisors make for themselves; other machines cannot be reached over it.
@@ -20,66 +20,56 @@ _INTERNAL_NAME = re.compile(
 _INTERNAL_KINDS = frozenset({"tun", "dummy", "ifb", "sit", "gre", "ipip", "vxlan", "wireguard", "can"})
 
 # Nothing but a JSON list is believed: an ip that does not know -json says so on stdout or with exit code 0, too.
-# A node without such an ip, as containers are, tells in the same form what Python finds.
-LINKS = Question(
+# A node without such an ip, as containers are, tells in the same form what the kernel shows.
+LINKS = python_question(
     "net.links",
-    10,
+    15,
     r"""
-answer=$(ip -json -details addr show 2>/dev/null) && case $answer in '['*) printf '%s\n' "$answer"; exit 0 ;; esac
-command -v python3 >/dev/null || exit 127
-python3 -I - <<'PYTHON'
-import fcntl, json, pathlib, socket
+import fcntl, socket, subprocess
 
-TYPES = {"1": "ether", "32": "infiniband", "772": "loopback"}  # ARPHRD_* of the kernel
-FLAGS = {1 << 0: "UP", 1 << 6: "LOWER_UP"}  # IFF_UP, IFF_RUNNING
-asking = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-links = []
-for _, name in socket.if_nameindex():
-    def ask(request):
-        return fcntl.ioctl(asking, request, name.encode().ljust(40, b"\0"))[16:]
-    def tell(file):
-        return pathlib.Path("/sys/class/net", name, file).read_text().strip()
-    flags = int.from_bytes(ask(0x8913)[:2], "little")  # SIOCGIFFLAGS
-    link = {"ifname": name, "flags": [word for bit, word in FLAGS.items() if flags & bit]}
-    link.update(mtu=int(tell("mtu")), link_type=TYPES.get(tell("type"), "other"), addr_info=[])
+types = {"1": "ether", "32": "infiniband", "772": "loopback"}  # ARPHRD_* of the kernel
+marks = {"bridge": "bridge", "bonding": "bond", "tun_flags": "tun"}
+
+
+def ip(*words):
     try:
-        address, mask = (socket.inet_ntoa(ask(request)[4:8]) for request in (0x8915, 0x891B))  # SIOCGIFADDR, NETMASK
-        prefix = bin(int.from_bytes(socket.inet_aton(mask), "big")).count("1")
-        link["addr_info"].append({"family": "inet", "local": address, "prefixlen": prefix})
+        asked = subprocess.run(["ip", "-json", *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        told = json.loads(asked.stdout)
+    except (OSError, ValueError):
+        return None
+    return told if asked.returncode == 0 and isinstance(told, list) else None
+
+
+def look(name):
+    folder = pathlib.Path("/sys/class/net", name)
+    asking = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    ask = lambda request: fcntl.ioctl(asking, request, name.encode().ljust(40, b"\0"))[16:]
+    flags = int.from_bytes(ask(0x8913)[:2], "little")  # SIOCGIFFLAGS: IFF_UP, IFF_RUNNING
+    link = {"ifname": name, "flags": [word for bit, word in ((1, "UP"), (64, "LOWER_UP")) if flags & bit]}
+    kind = next((kind for file, kind in marks.items() if (folder / file).exists()), types.get(tell(folder / "type")))
+    link.update(mtu=int(tell(folder / "mtu")), link_type=kind or "other", addr_info=[])
+    if (folder / "master").exists():
+        link["master"] = (folder / "master").resolve().name
+    try:
+        local, mask = (socket.inet_ntoa(ask(request)[4:8]) for request in (0x8915, 0x891B))  # SIOCGIFADDR, NETMASK
     except OSError:
-        pass  # it has no IPv4 address
-    links.append(link)
-print(json.dumps(links))
-PYTHON
-""",
-)
+        return link  # it has no IPv4 address
+    prefix = bin(int.from_bytes(socket.inet_aton(mask), "big")).count("1")
+    return dict(link, addr_info=[{"family": "inet", "local": local, "prefixlen": prefix}])
 
-ROUTE = Question(
-    "net.route",
-    10,
-    r"""
-answer=$(ip -json route show 2>/dev/null) && case $answer in '['*) printf '%s\n' "$answer"; exit 0 ;; esac
-[ -r /proc/net/route ] || exit 127
-awk 'BEGIN { printf "[" }
-    NR > 1 && $2 $8 == "0000000000000000" {
-        printf "%s{\"dst\": \"default\", \"dev\": \"%s\", \"metric\": %d}", comma, $1, $7
-        comma = ", "
-    }
-    END { print "]" }' /proc/net/route
-""",
-)
 
-SYSFS = python_question(
-    "net.sysfs",
-    10,
-    r"""
-told = {}
-for folder in root.glob("sys/class/net/*"):
-    marks = {"bridge": "bridge", "bonding": "bond", "tun_flags": "tun"}
-    kind = next((kind for file, kind in marks.items() if (folder / file).exists()), "")
-    master = place(folder / "master").rpartition("/")[2]
-    told[folder.name] = {"path": place(folder / "device"), "kind": kind, "master": master}
-print(json.dumps(told))
+def route(device, to, gateway, _, __, ___, metric, mask, *____):
+    told = {"dst": "default" if to == mask == "00000000" else to, "dev": device, "metric": int(metric)}
+    return told if gateway == "00000000" else dict(told, gateway=gateway)
+
+
+links, routes = ip("-details", "addr", "show"), ip("-4", "route", "show", "table", "all")
+if links is None:
+    links = [look(name) for _, name in socket.if_nameindex()]
+if routes is None:
+    rows = pathlib.Path("/proc/net/route").read_text().splitlines()[1:]
+    routes = [route(*row.split()) for row in rows]
+print(json.dumps({"links": links, "routes": routes}))
 """,
 )
 
@@ -96,7 +86,6 @@ class NetInterface:
     kind: str = "ether"
     addresses: tuple[str, ...] = ()
     is_default_route: bool = False
-    pci_path: tuple[str, ...] = ()
     master: str | None = None
 
 
@@ -108,24 +97,28 @@ class InterfaceChoice:
     reason: str
 
 
-def read_interfaces(probe: NodeProbe) -> tuple[NetInterface, ...]:
-    """Every interface of the node, in its order. Raises UnreadableError when links or routes cannot be believed.
+@dataclass(frozen=True)
+class Network:
+    """What section `net.links` says. gateways: interfaces by which an IPv4 route of any table leads to a gateway."""
 
-    What /sys adds (speed, where the adapter sits) may be missing without harm.
-    """
-    try:
-        details = probe.section("net.sysfs").read(
-            lambda told: {name: {key: str(fact) for key, fact in facts.items()} for name, facts in told.items()}
-        )
-    except UnreadableError:
-        details = {}
-    routes = probe.section("net.route").read(_default_routes)
-    links = probe.section("net.links").read(_links)
-    if not links:
-        raise UnreadableError("net.links: no interface at all, not even lo")
-    best = min((metric for metric, _ in routes), default=0)
-    default = {name for metric, name in routes if metric == best}
-    return tuple(_completed(link, details.get(link.name, {}), link.name in default) for link in links)
+    interfaces: tuple[NetInterface, ...]
+    gateways: frozenset[str]
+
+
+def read_network(section: Section) -> Network:
+    """Every interface of the node, in its order. Raises UnreadableError when links or routes cannot be believed."""
+
+    def take(told: Any) -> Network:
+        links, hops = _links(told["links"]), [*_hops(told["routes"])]
+        if not links:
+            raise ValueError("no interface at all, not even lo")
+        ways = [(metric, name) for metric, name, is_default, _ in hops if is_default]
+        best = min((metric for metric, _ in ways), default=0)
+        default = {name for metric, name in ways if metric == best}
+        interfaces = tuple(replace(link, is_default_route=link.name in default) for link in links)
+        return Network(interfaces, frozenset(name for _, name, _, has_gateway in hops if has_gateway))
+
+    return section.read(take)
 
 
 def explain_interface(interfaces: Iterable[NetInterface], wanted: str | None = None) -> InterfaceChoice:
@@ -176,18 +169,6 @@ def _names(interfaces: Sequence[NetInterface]) -> str:
     return f"{shown}, ..." if len(interfaces) > 12 else shown or "nothing"
 
 
-def _completed(interface: NetInterface, details: Mapping[str, str], is_default_route: bool) -> NetInterface:
-    """With what /sys and the routes tell."""
-    return replace(
-        interface,
-        # ip does not tell kinds without linkinfo; /sys does.
-        kind=details["kind"] if interface.kind == "ether" and details.get("kind") else interface.kind,
-        is_default_route=is_default_route,
-        pci_path=pci_path(details.get("path", "")),
-        master=interface.master or details.get("master") or None,
-    )
-
-
 def _links(document: Any) -> list[NetInterface]:
     """Interfaces of `ip -json -details addr show`."""
     found = []
@@ -214,14 +195,15 @@ def _links(document: Any) -> list[NetInterface]:
     return found
 
 
-def _default_routes(document: Any) -> list[tuple[int, str]]:
-    """(metric, interface) of every default route; a route with several next hops counts for each."""
-    found = []
+def _hops(document: Any) -> Iterator[tuple[int, str, bool, bool]]:
+    """(metric, interface, is a default route of the main table, has a gateway) of every next hop of every route."""
     for item in listed(document):
-        if item and item["dst"] == "default":
-            metric = int(item.get("metric", 0))
-            found += [(metric, _name(hop["dev"])) for hop in item.get("nexthops", ()) or (item,) if "dev" in hop]
-    return found
+        if item:
+            is_default = item["dst"] == "default" and item.get("table", "main") == "main"
+            for hop in item.get("nexthops", ()) or (item,):
+                if "dev" in hop:
+                    metric, has_gateway = int(item.get("metric", 0)), "gateway" in hop or "via" in hop
+                    yield metric, _name(hop["dev"]), is_default, has_gateway
 
 
 def _address(text: str) -> str:

@@ -1,99 +1,95 @@
-"""The kernel log since boot, as far as the drivers of GPUs and adapters wrote it."""
+"""The kernel log since boot, as far as the drivers of GPUs and adapters complained in it."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 from cluster.remote_text import one_line
-from cluster.survey.section import NodeProbe, Question, UnreadableError
+from cluster.survey.section import Section, UnreadableError, listed
+from cluster.survey.sysfs import python_question
 
-SECTION = "kernel.log"
 MAX_LINE = 2000  # characters; the patterns of those who read lines take time in the square of it
 _ALLOW = "let this user read the kernel log (group adm or systemd-journal, or sysctl kernel.dmesg_restrict=0)"
 
-# What the drivers of GPUs and adapters wrote since boot. The journal comes first, for the kernel's own buffer forgets.
-# A log without any line is no log: its reader may not see it.
-#
-# Lines of NVIDIA's drivers come one per kind and device with how often it came, `seen`: a flood of one hides no other.
-# Those of adapters come as they are, the last 2000, `line`. `log` comes last.
-KERNEL_LOG = Question(
+# The journal comes first, for the kernel's own buffer forgets. A log without any line is no log: its reader may not see
+# it. Of every kind of line by a device there is one row, how often it came and the last one: a flood of one hides no
+# other. Links come up in several tries while a node boots.
+KERNEL_LOG = python_question(
     "kernel.log",
     20,
     r"""
-pick() {
-    awk -v reader="$1" '
-        BEGIN { code = 1 }
-        # A pipe forgets the exit code of the reader, and then no permission looks like no trouble.
-        /^@@ended [0-9]+$/ { code = $2; next }
-        /^(-- |Hint: |No journal files)/ || /^ *$/ { next }
-        { lines++ }
-        /Linux version [0-9]/ { boot = 1 }
-        /mlx[45]|infiniband|PCIe bandwidth/ { kept[found++ % 2000] = $0 }
-        /NVRM|nvidia-nvswitch|fallen off the bus/ {
-            kind = $0
-            if (match($0, /S?Xid \([^)]*\): *[0-9]+/)) kind = substr($0, RSTART, RLENGTH)
-            else if (kinds[""]++ >= 200) next
-            else { sub(/^.*(NVRM|nvidia-nvswitch)/, "", kind); gsub(/[0-9]+/, "", kind) }
-            if (!(kind in count)) order[++total] = kind
-            count[kind]++
-            last[kind] = $0
-        }
-        END {
-            if (code != 0 || lines == 0) { print reader ": exit code " code ", " lines + 0 " lines"; exit 1 }
-            for (i = 1; i <= total; i++) printf "seen\t%s\t%s\n", count[order[i]], last[order[i]]
-            for (i = (found > 2000 ? found - 2000 : 0); i < found; i++) printf "line\t%s\n", kept[i % 2000]
-            printf "log\t%s\t%s\t%s\n", reader, lines, boot ? "since boot" : "cut"
-        }'
-}
-uptime=
-[ -r "$root/proc/uptime" ] && read -r uptime rest <"$root/proc/uptime"
-printf 'uptime\t%s\n' "$uptime"
-if [ -n "$root" ]; then
-    { cat "$root"/var/log/kernel-*.log 2>&1; printf '\n@@ended %s\n' "$?"; } | pick log
-    exit
-fi
-if command -v journalctl >/dev/null; then
-    { journalctl -k -b -q --no-pager -o short-monotonic 2>&1; printf '\n@@ended %s\n' "$?"; } | pick journalctl && exit
-fi
-{ dmesg 2>&1; printf '\n@@ended %s\n' "$?"; } | pick dmesg && exit
-dmesg 2>&1 >/dev/null
-exit 1
+import subprocess
+
+xid = re.compile(r"S?Xid \([^)]*\): *\d+")
+wanted = re.compile(r"\bS?Xid\b|fallen off the bus")
+adapter = re.compile(
+    r"^\[ *(\d+)\.\d+\].*?(mlx[45]_core [0-9a-f:.]+).*?"
+    r"(link down|cable (?:unplugged|error)|health compromised|fatal error|firmware internal error|device is in error)",
+    re.I,
+)
+ways = [["journalctl", "-k", "-b", "-q", "--no-pager", "-o", "short-monotonic"], ["dmesg"]]
+if (root / "var/log").is_dir() and root != pathlib.Path("/"):
+    ways = [["cat", *map(str, root.glob("var/log/kernel-*.log"))]]
+seen, said = {}, []
+for words in ways:
+    total, boot = 0, False
+    try:
+        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    except OSError:
+        continue
+    for raw in process.stdout:
+        line = raw.decode(errors="replace").strip()[:2000]
+        if not line or re.match("-- |Hint: |No journal files", line):
+            continue
+        total, last, boot = total + 1, line, boot or re.search(r"Linux version \d", line) is not None
+        found = adapter.match(line)
+        if found is not None and int(found[1]) > 600:
+            kind = found[2] + found[3].lower()
+        elif wanted.search(line):
+            kind = (xid.search(line) or [re.sub(r"\d+", "", line)])[0]
+        else:
+            continue
+        if kind in seen or len(seen) < 500:
+            seen[kind] = [seen.get(kind, [0])[0] + 1, line]
+    if process.wait() == 0 and total:
+        break
+    said += [last] if total else []
+    seen = {}
+else:
+    sys.exit("\n".join(said) or "no log")
+uptime = float((tell(root / "proc/uptime") or "0").split()[0])
+print(json.dumps({"reader": words[0], "total": total, "boot": boot, "uptime": uptime, "seen": list(seen.values())}))
 """,
 )
 
 
-@dataclass
+@dataclass(frozen=True)
 class KernelLog:
     """reader: journalctl or dmesg. total: all lines. reaches_boot: whether nothing since boot has been forgotten.
 
-    counted: of NVIDIA's drivers, how often a kind of line came and the last one. lines: of adapters' drivers, in order.
-    uptime_s: None when the node did not tell.
+    seen: how often a kind of complaint came, and its last line. uptime_s: of the node.
     """
 
-    reader: str = ""
-    total: int = 0
-    reaches_boot: bool = False
-    counted: list[tuple[int, str]] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)
-    uptime_s: float | None = None
+    reader: str
+    total: int
+    reaches_boot: bool
+    uptime_s: float
+    seen: tuple[tuple[int, str], ...]
 
 
-def read_kernel_log(probe: NodeProbe) -> KernelLog:
+def read_kernel_log(section: Section) -> KernelLog:
     """Raises UnreadableError: no permission, no log, a broken answer."""
-    section, log = probe.section(SECTION), KernelLog()
-    for whole in section.output.splitlines() if section.ok else ():
-        line = whole[:MAX_LINE]
-        kind, *words = line.split("\t", {"seen": 2, "line": 1}.get(line[:4], 3))
-        if kind == "seen" and len(words) == 2 and words[0].isdigit():
-            log.counted.append((int(words[0]), words[1]))
-        elif kind == "line" and words:
-            log.lines.append(one_line(words[0], 300))
-        elif kind == "uptime" and words and re.fullmatch(r"\d{1,12}(\.\d{1,6})?", words[0]):
-            log.uptime_s = float(words[0])
-        elif kind == "log" and len(words) == 3 and words[1].isdigit() and words[2] in ("since boot", "cut"):
-            log.reader, log.total, log.reaches_boot = one_line(words[0]), int(words[1]), words[2] == "since boot"
-    if log.total == 0:
-        said = section.output.strip().splitlines()[-1:]
-        raise UnreadableError("the kernel log cannot be read", said[0][:200] if said else section.trouble(), _ALLOW)
-    return log
+
+    def take(told: Any) -> KernelLog:
+        seen = tuple((int(count), str(line)[:MAX_LINE]) for count, line in listed(told["seen"]))
+        if int(told["total"]) <= 0:
+            raise ValueError("no line")
+        return KernelLog(
+            one_line(told["reader"]), int(told["total"]), told["boot"] is True, float(told["uptime"]), seen
+        )
+
+    try:
+        return section.read(take)
+    except UnreadableError as error:
+        raise UnreadableError("the kernel log cannot be read", error.evidence or str(error), _ALLOW) from None

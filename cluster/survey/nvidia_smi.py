@@ -11,14 +11,14 @@ import enum
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, TypeVar
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from cluster.remote_text import one_line
 from cluster.survey.adapters import pci_path
-from cluster.survey.section import Question, Section, UnreadableError, listed
+from cluster.survey.section import AbsentError, Section, SectionState, UnreadableError, listed
 from cluster.survey.sysfs import python_question
 
 T = TypeVar("T", str, float)
@@ -52,20 +52,41 @@ print(json.dumps(told))
 """,
 )
 
-# The table of supported clocks is most of the output and says nothing about health. An element may also open and close
-# on one line (`N/A`): a range of sed would then run on into the next GPU. Without persistence mode every call sets up
-# each GPU anew: eight of them can take 20 seconds.
-SMI = Question(
+# What uses a GPU at the first look may be about to end: then a second one counts. Behind the answer stands who owns the
+# processes on GPUs; one that /proc does not show belongs to another PID namespace. The table of supported clocks is
+# most of the answer and says nothing about health. Without persistence mode every call sets up each GPU anew: eight of
+# them can take 20 seconds.
+SMI = python_question(
     "gpu.smi",
-    30,
+    45,
     r"""
-command -v nvidia-smi >/dev/null || exit 127
-exec 4>&1
-code=$({ { nvidia-smi -q -x 2>&1; echo "$?" >&3; } |
-    sed -e '/<supported_clocks>.*<\/supported_clocks>/d' -e '/<supported_clocks>/,/<\/supported_clocks>/d' \
-        -e '/<accounted_processes>.*<\/accounted_processes>/d' \
-        -e '/<accounted_processes>/,/<\/accounted_processes>/d' >&4; } 3>&1)
-exit "$code"
+import pwd, shutil, subprocess
+
+
+def look():
+    asked = subprocess.run(["nvidia-smi", "-q", "-x"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    text = asked.stdout.decode(errors="replace")
+    return re.sub(r"<(supported_clocks|accounted_processes)>.*?</\1>", "", text, flags=re.DOTALL), asked.returncode
+
+
+if shutil.which("nvidia-smi") is None:
+    sys.exit(127)
+text, code = look()
+used = re.findall(r"<fb_memory_usage>.*?<used>(\d+) MiB", text, re.DOTALL)
+if "<pid>" in text or any(int(mib) > 15 for mib in used):
+    time.sleep(float(os.environ.get("BURST_SMI_PAUSE_S") or 2))
+    text, code = look()
+print(text)
+for pid in sorted(set(re.findall(r"<pid>(\d{1,10})</pid>", text))):
+    folder = root / "proc" / pid
+    try:
+        # The command, in brackets, may hold blanks and brackets itself; the start is the 20th word after it.
+        start = int((folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[19])
+        since = float(tell(root / "proc/uptime").split()[0]) - start / os.sysconf("SC_CLK_TCK")
+        print("owner %s %s %d" % (pid, pwd.getpwuid(folder.stat().st_uid).pw_name, since))
+    except (OSError, LookupError, ValueError):
+        pass
+sys.exit(code)
 """,
 )
 
@@ -78,14 +99,6 @@ class Gap(enum.Enum):
     UNREADABLE = "unreadable"
 
 
-class GapError(Exception):
-    """A value that is needed is not there."""
-
-    def __init__(self, gap: Gap) -> None:
-        self.gap = gap
-        super().__init__(gap.value)
-
-
 class SmiFailure(enum.Enum):
     """The different ways in which nvidia-smi does not answer; each has its own remedy."""
 
@@ -93,11 +106,8 @@ class SmiFailure(enum.Enum):
     NO_ANSWER = "no answer"  # it hangs, or was not asked because it hung before
     GPU_LOST = "a GPU is lost"
     NO_DRIVER = "no driver"
-    MISMATCH = "driver and library differ"
     NO_DEVICES = "no devices"
-    FAILED = "failed"
-    CUT_OFF = "cut off"
-    NOT_XML = "not XML"
+    FAILED = "no whole answer"
 
 
 @dataclass(frozen=True)
@@ -129,20 +139,19 @@ class Fields:
         return next((word for word in map(self._word, paths) if word is not Gap.MISSING), Gap.MISSING)
 
     def word(self, *paths: str) -> str:
-        """Like `look`. Raises GapError."""
-        return _needed(self.look(*paths))
+        """Like `look`. Raises AbsentError for what this GPU does not have, else UnreadableError."""
+        return needed(self.look(*paths))
 
     def number(self, *paths: str) -> float:
-        """The same as a number, in the unit that belongs there: `81559 MiB`, `16x`. Raises GapError."""
-        return _needed(_as_number(self.look(*paths)))
+        """The same as a number, in the unit that belongs there: `81559 MiB`, `16x`."""
+        return needed(_as_number(self.look(*paths)))
 
     def total(self, *paths: str) -> float:
-        """The sum of what is there of `paths`. Raises GapError where one cannot be read or none is there."""
+        """The sum of what is there of `paths`. Raises where one cannot be read or none is there."""
         found = [_as_number(self._word(path)) for path in paths]
         known = [value for value in found if not isinstance(value, Gap)]
-        if known and Gap.UNREADABLE not in found:
-            return sum(known)
-        raise GapError(next((gap for gap in (Gap.UNREADABLE, Gap.NOT_SUPPORTED) if gap in found), Gap.MISSING))
+        gap = next((gap for gap in (Gap.UNREADABLE, Gap.NOT_SUPPORTED) if gap in found), Gap.MISSING)
+        return needed(sum(known) if known and gap is not Gap.UNREADABLE else gap)
 
     def _word(self, path: str) -> str | Gap:
         """The text at `path`; `N/A` of a parent holds for its children, too."""
@@ -173,11 +182,10 @@ class Gpu(Fields):
 
     @property
     def processes(self) -> tuple[GpuProcess, ...]:
-        """The processes on it. Raises GapError."""
+        """The processes on it. Raises UnreadableError."""
         parent = self.element.find("processes")
         if parent is None or (not len(parent) and (parent.text or "").strip()):
-            self.word("processes")
-            return ()
+            raise UnreadableError("its processes are not told")
         return tuple(_process(Fields(info)) for info in parent.findall("process_info"))
 
     def broken(self) -> Iterator[str]:
@@ -204,27 +212,22 @@ class SmiLog(Fields):
         )
 
 
-@lru_cache(maxsize=64)  # checks and traits read the same answer; a long one takes 10 ms
 def read_smi(section: Section) -> SmiLog | SmiTrouble:
     """The answer in `section`, or why there is none that may be believed."""
+    text, silent = section.output, (SectionState.TIMED_OUT, SectionState.MISSING)
     if section.tool_missing:
-        return SmiTrouble(SmiFailure.NOT_INSTALLED, "nvidia-smi is not installed")
-    if not section.ok:
-        return _trouble(section)
-    text = section.output
-    begin, end = _DOCUMENT.search(text), text.rfind(_CLOSING)
-    if begin is None:
-        return _message(text) or SmiTrouble(SmiFailure.NOT_XML, one_line(text) or "an empty answer")
-    if end < 0:
-        return _message(text) or SmiTrouble(SmiFailure.CUT_OFF, f"the answer ends with: {one_line(text[-80:])}")
-    end += len(_CLOSING)
+        return SmiTrouble(SmiFailure.NOT_INSTALLED, "nvidia-smi, or the python3 to ask it, is not there")
+    if section.state in silent:
+        return SmiTrouble(SmiFailure.NO_ANSWER, section.trouble())
+    begin, end = _DOCUMENT.search(text), text.rfind(_CLOSING) + len(_CLOSING)
     try:
+        if not section.ok or begin is None or end < len(_CLOSING):
+            raise ValueError(f"{section.trouble() or 'no whole XML'}: {one_line(text[-200:])}")
         root = parse_xml(text[begin.start() : end])
+        if root.tag != "nvidia_smi_log" or len(root.findall("gpu")) > MAX_GPUS:
+            raise ValueError(f"element {one_line(root.tag)} with {len(root.findall('gpu'))} GPUs")
     except ValueError as error:
-        return SmiTrouble(SmiFailure.NOT_XML, one_line(str(error)))
-    count = len(root.findall("gpu"))
-    if root.tag != "nvidia_smi_log" or count > MAX_GPUS:
-        return SmiTrouble(SmiFailure.NOT_XML, f"element {one_line(root.tag)} with {count} GPUs")
+        return _message(text) or SmiTrouble(SmiFailure.FAILED, one_line(str(error)))
     around = f"{text[: begin.start()]}\n{text[end:]}"
     return SmiLog(root, tuple(one_line(line) for line in around.splitlines() if line.strip()))
 
@@ -255,22 +258,9 @@ _DOCUMENT = re.compile(r"<\?xml|<nvidia_smi_log>")
 _CLOSING = "</nvidia_smi_log>"
 _MESSAGES = (
     (SmiFailure.GPU_LOST, re.compile(r"unable to determine the device handle|GPU is lost|fallen off the bus", re.I)),
-    (SmiFailure.MISMATCH, re.compile(r"driver/library version mismatch", re.I)),
     (SmiFailure.NO_DRIVER, re.compile(r"couldn't communicate with the NVIDIA driver|driver is not loaded", re.I)),
     (SmiFailure.NO_DEVICES, re.compile(r"no devices were found", re.I)),
 )
-
-
-def _trouble(section: Section) -> SmiTrouble:
-    if section.exit_code is None and "cut" not in section.state.value:
-        return SmiTrouble(SmiFailure.NO_ANSWER, section.trouble())
-    said = _message(section.output)
-    if said is not None:
-        return said
-    if section.exit_code is None:
-        return SmiTrouble(SmiFailure.CUT_OFF, section.trouble())
-    words = one_line(section.output[-400:])
-    return SmiTrouble(SmiFailure.FAILED, f"exit code {section.exit_code}{f': {words}' if words else ''}")
 
 
 def _message(text: str) -> SmiTrouble | None:
@@ -298,9 +288,12 @@ def _as_number(word: str | Gap) -> float | Gap:
     return float(found[1]) if found else Gap.UNREADABLE
 
 
-def _needed(value: T | Gap) -> T:
+def needed(value: T | Gap) -> T:
+    """The value. Raises AbsentError for what this GPU does not have, UnreadableError for any other gap."""
+    if value is Gap.NOT_SUPPORTED:
+        raise AbsentError("not supported by this GPU")
     if isinstance(value, Gap):
-        raise GapError(value)
+        raise UnreadableError(value.value, remedy="compare with `nvidia-smi -q` on the node")
     return value
 
 

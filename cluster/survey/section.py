@@ -124,3 +124,7 @@ class UnreadableError(ValueError):
     def __init__(self, text: str, evidence: str = "", remedy: str = "") -> None:
         self.evidence, self.remedy = evidence, remedy
         super().__init__(text)
+
+
+class AbsentError(Exception):
+    """What was to be looked at is not on this node, which needs none; the text says so."""

@@ -239,14 +239,12 @@ class Groups:
         return {name: value for group in self.all for name, value in group.settings(config).items() if value}
 
     def check(self, probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
-        return [finding for group in self.all for finding in group.check(NodeFacts(probe, config))]
+        facts = NodeFacts(probe, config)
+        return [finding for group in self.all for finding in group.check(facts)]
 
     def traits(self, probe: NodeProbe, config: ClusterConfig) -> dict[str, str]:
-        return {trait: value for group in self.all for trait, value in group.told(NodeFacts(probe, config)).items()}
-
-    def compare(self, probes: Mapping[str, NodeProbe], config: ClusterConfig) -> list[Finding]:
-        nodes = {node: NodeFacts(probe, config) for node, probe in probes.items()}
-        return [finding for group in self.all for finding in group.compare(nodes)]
+        facts = NodeFacts(probe, config)
+        return {trait: value for group in self.all for trait, value in group.told(facts).items()}
 
 
 def check_disk(check: Check, facts: NodeFacts) -> list[Finding]:

@@ -1,4 +1,4 @@
-"""What is installed on a node for ranks: Python, its packages, NCCL settings that lie around."""
+"""What is installed on a node for ranks: Python and its packages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from cluster.checks.finding import Check, Finding
 from cluster.checks.group import CheckGroup, known
-from cluster.env.live import HARMLESS, LIVE, live_sources
 from cluster.remote_text import one_line, plain_path
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import Question
@@ -18,16 +17,6 @@ from engine.config.cluster import ClusterConfig
 VERSIONS = "host.versions"
 OLDEST_PYTHON = (3, 11)  # of ranks
 OLDEST_NODE_PYTHON = (3, 9)  # of what supervises them
-# Left behind after debugging, each of these makes a run slow without a word.
-CRIPPLING = {
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_NET_GDR_LEVEL": "LOC",
-    "NCCL_IGNORE_NET_MISMATCH": "1",
-    "NCCL_DEBUG": "TRACE",
-}
 
 SOFTWARE = Question(
     "host.software",
@@ -116,32 +105,6 @@ def check_python(check: Check, facts: NodeFacts) -> list[Finding]:
     return [check.ok(software.text)]
 
 
-def check_nccl_conf(check: Check, facts: NodeFacts) -> list[Finding]:
-    """NCCL settings that lie around on the node: /etc/nccl.conf, ~/.nccl.conf, the session."""
-    named = _read_settings(facts)
-    check = check.expecting("nothing that switches a fast path off")
-    if not named:
-        return [check.ok("no NCCL_* is set")]
-    text = ", ".join(f"{name}={one_line(value, 60)} ({place})" for place, name, value in named)
-    bad = sorted({name for _, name, value in named if CRIPPLING.get(name) == value.strip()})
-    return [check.warn(text, f"remove {', '.join(bad)}, or know why it is there") if bad else check.ok(text)]
-
-
-def nccl_trait(facts: NodeFacts) -> str:
-    """All settings as one text, for comparing nodes."""
-    return ", ".join(f"{place}: {name}={value}" for place, name, value in _read_settings(facts)) or "none"
-
-
-def _read_settings(facts: NodeFacts) -> list[tuple[str, str, str]]:
-    """(place, name, value) of every setting of NCCL. Raises UnreadableError."""
-    return [
-        (source.place, name, value)
-        for source in facts.section(LIVE).read(live_sources)
-        for name, value in sorted(source.values.items())
-        if not source.is_process and name.startswith("NCCL_") and name not in HARMLESS
-    ]
-
-
 def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
     """What all nodes must have alike: where ranks run in containers, nothing of Python, for the image has its own."""
     software = None if facts.in_containers else known(read_software, facts)
@@ -166,7 +129,4 @@ GROUP = CheckGroup(
     settings=_settings,
     traits=_traits,
     compared={VERSIONS: "Ranks run with the same on all nodes: Python, PyTorch and NCCL, or the image."},
-)
-NCCL_SETTINGS = CheckGroup(
-    "host", (check_nccl_conf,), questions=(LIVE,), traits=lambda facts: {"host.nccl_conf": known(nccl_trait, facts)}
 )

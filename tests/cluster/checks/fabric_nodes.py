@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import rehearsal
 from testkit.check_fakes import Groups, bad, ended, told
 
 from cluster.checks.finding import Finding, Verdict
-from cluster.survey.section import NodeProbe, Section
+from cluster.survey.section import NodeProbe
 from cluster.testbed.hardware.devices import compute_adapters
 from engine.config.cluster import ClusterConfig, ExpectedHardware
 
@@ -20,30 +20,22 @@ GROUP = Groups("ib")
 COMPUTE = compute_adapters("h100x8", 1)
 
 
-def lines(words: Iterable[tuple[str, Mapping[str, object]]]) -> str:
-    """The rows of an answer."""
-    return json.dumps([*words])
-
-
-def roce_gids(address: str, first: int = 0) -> dict[str, str]:
+def roce_gids(address: str, first: int = 0) -> dict[str, dict[str, list[str]]]:
     """The four GIDs of a RoCE port with that IPv4 address (as `0a00:0001`)."""
     local, mapped = "fe80:0000:0000:0000:5200:00ff:fe00:0001", f"0000:0000:0000:0000:0000:ffff:{address}"
-    values = [f"{gid} {kind}" for gid in (local, mapped) for kind in ("IB/RoCE v1", "RoCE v2")]
-    return {f"gid.{first + index}": value for index, value in enumerate(values)}
+    values = [[kind, gid] for gid in (local, mapped) for kind in ("IB/RoCE v1", "RoCE v2")]
+    return {"gids": {str(first + index): value for index, value in enumerate(values)}}
 
 
 @dataclass
 class FabricNode:
     """A node with eight GPUs, an adapter beside each, an Ethernet port, a spare port without cable and a bond."""
 
-    ports: dict[str, dict[str, object]]
+    ports: dict[str, dict[str, Any]]
     gpus: list[str]  # their places
-    counters: dict[str, dict[str, object]]
-    kernel: list[str]
     gpudirect: dict[str, object]
-    later: dict[str, dict[str, int]] = field(default_factory=dict)  # what the second sample says otherwise
-    others: list[tuple[str, dict[str, object]]] = field(default_factory=list)
-    sections: dict[str, Section] = field(default_factory=dict)  # instead of what would be made of the rest
+    kernel: list[tuple[int, str]] = field(default_factory=list)
+    broken: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def healthy(cls) -> FabricNode:
@@ -52,12 +44,9 @@ class FabricNode:
         def told(name: str) -> Any:
             return rehearsal.healthy().section(name).document()
 
-        ports = {row["dev"]: row for _, row in told("ib.ports") if row["dev"] not in ("mlx5_4", "mlx5_10")}
-        counters = {row["dev"]: row for sample, row in told("ib.counters") if row["dev"] in ports}
+        ports = {row["dev"]: row for row in told("ib.ports")["ports"] if row["dev"] not in ("mlx5_4", "mlx5_10")}
         gpus = [place for _, kind, _, place in told("gpu.lspci")["devices"] if kind.startswith("0x0302")]
-        log = rehearsal.healthy().section("kernel.log").output.splitlines()
-        kernel = [line.removeprefix("line\t") for line in log if line.startswith("line\t")]
-        return cls(ports, gpus, counters, kernel, told("ib.gpudirect"))
+        return cls(ports, gpus, told("ib.gpudirect"))
 
     def all_compute(self, **changes: object) -> None:
         """Change every port for training."""
@@ -66,21 +55,15 @@ class FabricNode:
 
     def probe(self, name: str = "n1") -> NodeProbe:
         """Its answer."""
-        samples = [
-            (f"sample{at}", {"dev": device, "port": 1, **values, **(self.later.get(device, {}) if at == 2 else {})})
-            for at in (1, 2)
-            for device, values in self.counters.items()
-        ]
-        kernel = ["uptime\t900000.00", *(f"line\t{line}" for line in self.kernel), "log\tdmesg\t99\tsince boot"]
         devices = [[place[-12:], "0x030200", "0", place] for place in self.gpus]
+        log = {"reader": "dmesg", "total": 99, "boot": True, "uptime": 900000.0, "seen": self.kernel}
         made = {
-            "ib.ports": lines([*(("port", fields) for fields in self.ports.values()), *self.others]),
-            "gpu.lspci": json.dumps({"total": 99, "devices": devices}),
-            "ib.counters": lines(samples),
-            "kernel.log": "\n".join(kernel),
-            "ib.gpudirect": json.dumps(self.gpudirect),
+            "ib.ports": {"ports": [*self.ports.values()], "broken": self.broken},
+            "gpu.lspci": {"total": 99, "devices": devices},
+            "kernel.log": log,
+            "ib.gpudirect": self.gpudirect,
         }
-        return NodeProbe(name, {each: ended(each, text) for each, text in made.items()} | self.sections)
+        return NodeProbe(name, {each: ended(each, json.dumps(document)) for each, document in made.items()})
 
     def check(self, **expected: Any) -> list[Finding]:
         """Findings of the group `ib`, with `expected` as cluster.expected."""
@@ -122,18 +105,11 @@ LO = {
 }
 
 
-def net_probe(links: object, routes: object = (), *, name: str = "n1", sysfs: str = "{}") -> NodeProbe:
+def net_probe(links: object, routes: object = (), *, name: str = "n1") -> NodeProbe:
     """A node that answers with these interfaces and routes."""
-    return NodeProbe(
-        name,
-        {
-            "net.links": ended("net.links", json.dumps(links)),
-            "net.route": ended("net.route", json.dumps(routes)),
-            "net.sysfs": ended("net.sysfs", sysfs),
-        },
-    )
+    return NodeProbe(name, {"net.links": ended("net.links", json.dumps({"links": links, "routes": routes}))})
 
 
-def default_route(device: str, **more: object) -> dict[str, object]:
+def default_route(device: str, **more: object) -> Mapping[str, object]:
     """A default route as `ip -json route` prints it."""
     return {"dst": "default", "gateway": "10.0.0.254", "dev": device, "flags": [], **more}

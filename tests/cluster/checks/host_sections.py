@@ -28,12 +28,12 @@ HEALTHY: Mapping[str, Any] = {
         "locked": "unlimited",
         "files": [1048576, 1048576],
         "memory": [2113513980 << 10, 2080000000 << 10],
+        "rooms": {"/": room(), "/tmp": room()},
+        "shm": room(kind="tmpfs"),
     },
-    "host.disk": {"/": room(), "/tmp": room(), "shm": room(kind="tmpfs")},
     "host.shared": {"room": room(inodes=0, of=0, kind="nfs4"), "trouble": ""},
     "host.runs": {"read": 3456, "unread": 0, "runs": []},
     "host.software": {"python": "3.10.12", "executable": "/usr/bin/python3", "modules": {"torch": None}, "nccl": None},
-    "env_live": {"login": {}, "files": {}, "ranks": []},
     "host.docker": {
         "version": "26.1.3",
         "folder": "/var/lib/docker",
@@ -61,11 +61,11 @@ BARE_SOFTWARE = {
 
 
 def healthy(node: str = "node1", **changes: object) -> NodeProbe:
-    """A healthy node; `disk=...` replaces the answer of section host.disk."""
-    told = {**HEALTHY, **{"env_live" if name == "live" else f"host.{name}": one for name, one in changes.items()}}
+    """A healthy node; `runs=...` replaces the answer of section host.runs."""
+    told = {**HEALTHY, **{f"host.{name}": one for name, one in changes.items()}}
     return NodeProbe(node, {name: ended(name, json.dumps(one)) for name, one in told.items()})
 
 
 def changed(section: str, **changes: object) -> NodeProbe:
     """A healthy node with other values in one section."""
-    return healthy(**{section: {**HEALTHY["env_live" if section == "live" else f"host.{section}"], **changes}})
+    return healthy(**{section: {**HEALTHY[f"host.{section}"], **changes}})

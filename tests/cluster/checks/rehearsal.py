@@ -11,14 +11,11 @@ from typing import Any
 from testkit.check_fakes import Groups, ask_here, changed_section
 
 from cluster.checks.finding import Finding
-from cluster.checks.groups.ib_health import COUNTERS
 from cluster.survey.section import NodeProbe
 from cluster.testbed.hardware.files import hardware_files
 from engine.config.cluster import ClusterConfig, ExpectedHardware
 
 GPU, IB = Groups("gpu"), Groups("ib")
-# Nothing grows here between two looks.
-AT_ONCE = replace(COUNTERS, script=COUNTERS.script.replace("time.sleep(1)", "pass"))
 
 
 def write_files(folder: Path, profile: str, *faults: str, number: int = 1) -> Path:
@@ -29,9 +26,9 @@ def write_files(folder: Path, profile: str, *faults: str, number: int = 1) -> Pa
     return folder / "root"
 
 
-def ask(folder: Path, *, shell: tuple[str, ...] = ("sh",), tools: Path | str = "", limit_s: int = 30) -> NodeProbe:
+def ask(folder: Path, *, shell: tuple[str, ...] = ("sh",), tools: Path | str = "", limit_s: int = 45) -> NodeProbe:
     """The answer of the node in `folder`. limit_s: of nvidia-smi and of the ports."""
-    asked = {one.name: one for one in (*GPU.questions, *IB.questions)} | {AT_ONCE.name: AT_ONCE}
+    asked = {one.name: one for one in (*GPU.questions, *IB.questions)}
     questions = [replace(one, limit_s=min(limit_s, one.limit_s)) for one in asked.values()]
     path, settings = f"{folder / 'bin'}:{tools}".strip(":"), {"BURST_SMI_PAUSE_S": "0"}
     return ask_here(
@@ -39,7 +36,7 @@ def ask(folder: Path, *, shell: tuple[str, ...] = ("sh",), tools: Path | str = "
     )
 
 
-def rehearse(folder: Path, profile: str, *faults: str, number: int = 1, limit_s: int = 30) -> NodeProbe:
+def rehearse(folder: Path, profile: str, *faults: str, number: int = 1, limit_s: int = 45) -> NodeProbe:
     """The answer of a node with that hardware and those faults."""
     write_files(folder, profile, *faults, number=number)
     return ask(folder, limit_s=limit_s)

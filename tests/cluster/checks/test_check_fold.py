@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -79,22 +78,6 @@ def test_a_name_within_another_name_stays() -> None:
     assert fold_reports(two)[0].findings[0].observed == "no n12 from n[1-2]"
 
 
-def test_numbers_that_only_warn_become_a_range() -> None:
-    loads = ((1, 9.5), (2, 10.25))
-    reports = [report(f"n{n}", ("host.memory_free", Verdict.WARN, f"{load} on 8 cores")) for n, load in loads]
-    (fold,) = fold_reports(reports)
-    assert fold.findings[0].observed == "9.5 to 10.25 on 8 cores"
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [("535.104.05", "550.54.15"), ("6.1.0-18", "6.1.0-21"), ("mlx5_0", "mlx5_1"), ("0000:0f:00.0", "0000:1f:00.0")],
-)
-def test_versions_and_names_are_no_ranges(one: str, other: str) -> None:
-    reports = [report("n1", ("gpu.x", Verdict.WARN, f"is {one}")), report("n2", ("gpu.x", Verdict.WARN, f"is {other}"))]
-    assert len(fold_reports(reports)) == 2
-
-
 @given(st.dictionaries(NODE_NAMES, TOLD, min_size=1, max_size=8))
 def test_every_node_is_in_exactly_one_fold_with_its_own_verdict(
     fleet: dict[str, list[tuple[str, Verdict, str]]],
@@ -108,5 +91,4 @@ def test_every_node_is_in_exactly_one_fold_with_its_own_verdict(
             assert reports[name].verdict is fold.verdict
             bad = [f for f in reports[name].findings if f.severity not in (Verdict.OK, Verdict.SKIP)]
             told = {(check, f.severity, f.observed) for f in fold.findings for check in f.check.split(", ")}
-            assert {(f.check, f.severity) for f in bad} == {(check, severity) for check, severity, _ in told}
-            assert {(f.check, f.severity, f.observed) for f in bad if f.severity is not Verdict.WARN} <= told
+            assert {(f.check, f.severity, f.observed) for f in bad} <= told

@@ -1,4 +1,4 @@
-"""Network interfaces, and the one that nodes talk over."""
+"""Network interfaces, the one that nodes talk over, and the group `net` about it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from fabric_nodes import LO, default_route, link, net_probe
 from rehearsal import program
 from testkit.check_fakes import Groups, ask_here, changed_section
 
-from cluster.survey.interfaces import explain_interface, read_interfaces
+from cluster.checks.finding import Verdict
+from cluster.survey.interfaces import LINKS, Network, explain_interface, read_network
 from cluster.survey.section import NodeProbe, SectionState, UnreadableError
+from engine.config.cluster import ClusterConfig
 
 GROUP = Groups("net")
 DOCKER = link("docker0", "172.17.0.1/16", kind="bridge", state="DOWN")
@@ -59,8 +61,12 @@ NODES = {
 }
 
 
+def read(probe: NodeProbe) -> Network:
+    return read_network(probe.section(LINKS.name))
+
+
 def interfaces(links: object, defaults: list[str]):
-    return read_interfaces(net_probe(links, [default_route(name) for name in defaults]))
+    return read(net_probe(links, [default_route(name) for name in defaults])).interfaces
 
 
 @pytest.mark.parametrize("node", NODES)
@@ -103,19 +109,23 @@ def test_addresses_that_only_the_node_itself_reaches_are_left_out():
     [
         [default_route("eth2", metric=200), default_route("eth1", metric=100), default_route("eth0", metric=100)],
         [{"dst": "default", "nexthops": [{"dev": "eth0"}, {"dev": "eth1"}], "flags": []}],
+        [default_route("eth0"), default_route("eth1"), default_route("eth2", table="100")],
     ],
 )
 def test_the_default_route_is_the_one_with_the_lowest_metric_and_counts_for_each_next_hop(routes: object):
-    found = read_interfaces(net_probe([LO, ETH0, ETH1, link("eth2", "10.2.0.1/24")], routes))
-    assert [one.name for one in found if one.is_default_route] == ["eth0", "eth1"]
+    found = read(net_probe([LO, ETH0, ETH1, link("eth2", "10.2.0.1/24")], routes))
+    assert [one.name for one in found.interfaces if one.is_default_route] == ["eth0", "eth1"]
 
 
-def test_what_sysfs_tells_is_added_and_may_be_missing():
-    row = {"eth0": {"path": "/sys/devices/pci0000:e0/0000:e0:01.0", "kind": "", "master": ""}}
-    probe = net_probe([LO, ETH0], sysfs=json.dumps(row))
-    late = changed_section(probe, "net.sysfs", state=SectionState.TIMED_OUT)
-    told = [[(one.name, one.pci_path, one.mtu) for one in read_interfaces(each)][1] for each in (probe, late)]
-    assert told == [("eth0", ("0000:e0:01.0",), 1500), ("eth0", (), 1500)]
+def test_interfaces_with_a_gateway_are_found_in_routes_of_every_table():
+    hops = [{"gateway": "10.3.0.1", "dev": "eth2"}, {"via": {"family": "inet6"}, "dev": "eth3"}, {"flags": ["dead"]}]
+    routes = [
+        {"dst": "10.1.0.0/16", "dev": "eth1"},
+        default_route("eth0", table="100"),
+        {"dst": "10.2.0.0/16", "nexthops": hops},
+        {},
+    ]
+    assert read(net_probe([LO], routes)).gateways == {"eth0", "eth2", "eth3"}
 
 
 def test_every_shell_and_every_tool_gives_the_same_answer(tmp_path: Path) -> None:
@@ -129,48 +139,54 @@ def test_every_shell_and_every_tool_gives_the_same_answer(tmp_path: Path) -> Non
     def ask(tools: str, *shell: str) -> NodeProbe:
         return ask_here(GROUP.questions, tmp_path, tools=tmp_path / tools / "bin", shell=shell)
 
-    asked = [ask("", "sh"), ask("old", "sh"), ask("none", "sh"), ask("", "dash"), ask("", "busybox", "sh")]
-    first, *others = [explain_interface(read_interfaces(probe)).interface for probe in asked]
+    networks = [read(ask(*words)) for words in (("", "sh"), ("old", "sh"), ("none", "dash"), ("", "busybox", "sh"))]
+    first, *others = [explain_interface(network.interfaces).interface for network in networks]
     assert first is not None
-    assert [(one.name, one.addresses, one.mtu, one.is_default_route) for one in others if one] == 4 * [
+    assert [(one.name, one.addresses, one.mtu, one.is_default_route) for one in others if one] == 3 * [
         (first.name, first.addresses, first.mtu, first.is_default_route)
     ]
+    assert all(first.name in network.gateways for network in networks)
     (tmp_path / "none/bin/python3").symlink_to("ip")
-    blind = ask("none", "sh")
-    assert blind.section("net.links").tool_missing
-    with pytest.raises(UnreadableError):
-        read_interfaces(blind)
+    assert ask("none", "sh").section("net.links").tool_missing
 
 
-@pytest.mark.parametrize("name", ["net.links", "net.route"])
 @pytest.mark.parametrize(
     "change",
     [
         {"state": SectionState.TIMED_OUT},
-        {"output": ""},
-        {"output": "[{"},
-        {"output": "{}"},
-        {"output": "[7]"},
-        {"output": '[{"dst": "default", "dev": "eth0", "metric": Infinity, "ifname": 1, "flags": []}]'},
-        {"output": "[" * 100000},
-        {"output": "RTNETLINK answers: Operation not permitted"},
-        {"output": 'Object "-json" is unknown, try "ip help".'},
+        *({"output": text} for text in ("", "[{", "{}", "[7]", '{"links": [], "routes": []}', "[" * 100000)),
+        *(
+            {"output": json.dumps({"links": [LO, {**ETH0, **odd}], "routes": [], **more})}
+            for odd, more in (
+                *(({"ifname": name}, {}) for name in ("a b", "eth0/../x", "", "x" * 16, None, "\x1b[1m")),
+                ({"addr_info": [{"family": "inet", "local": "10.0.0.999", "prefixlen": 24}]}, {}),
+                ({}, {"routes": [default_route("eth0", metric="x")]}),
+                ({}, {"routes": None}),
+            )
+        ),
     ],
 )
-def test_damaged_answers_are_unreadable(name: str, change: dict[str, object]):
-    probe = changed_section(net_probe([LO, ETH0], [default_route("eth0")]), name, **change)
+def test_what_makes_no_sense_is_unreadable(change: dict[str, object]):
+    probe = changed_section(net_probe([LO, ETH0], [default_route("eth0")]), "net.links", **change)
     with pytest.raises(UnreadableError):
-        read_interfaces(probe)
+        read(probe)
+
+
+# The group.
 
 
 @pytest.mark.parametrize(
-    "links",
+    ("wanted", "severity", "observed", "mtu"),
     [
-        [],  # not even lo
-        *([LO, {**ETH0, "ifname": name}] for name in ("a b", "eth0/../x", "", "x" * 16, None, "\x1b[1m")),
-        [LO, {**ETH0, "addr_info": [{"family": "inet", "local": "10.0.0.999", "prefixlen": 24}]}],
+        (None, Verdict.OK, "eth0, 10.0.0.1/24", {"net.mtu": "1500"}),
+        ("docker0", Verdict.FAIL, "docker0 (bridge) belongs to containers", {}),
+        ("eth9", Verdict.FAIL, "there is no interface eth9", {}),
     ],
 )
-def test_links_that_make_no_sense_are_unreadable(links: object):
-    with pytest.raises(UnreadableError):
-        read_interfaces(net_probe(links))
+def test_a_node_has_an_interface_whose_mtu_is_that_of_the_others(
+    wanted: str | None, severity: Verdict, observed: str, mtu: dict[str, str]
+) -> None:
+    probe, config = net_probe([LO, ETH0, DOCKER_BUSY], [default_route("eth0")]), ClusterConfig(interface=wanted)
+    (found,) = GROUP.check(probe, config)
+    assert (found.check, found.severity, found.observed.startswith(observed)) == ("net.interface", severity, True)
+    assert GROUP.traits(probe, config) == mtu

@@ -33,5 +33,4 @@ def test_engine_and_image_of_a_real_daemon(tmp_path: Path) -> None:
         facts, verdicts = ask(engine, tmp_path)
         pushed = engine_here(("docker", "-H", engine.host)).find("burst:cuda")
         assert (read_image(facts), verdicts) == (pushed, [Verdict.OK] * 2)
-        assert read_image(facts).size_bytes >= 100_000
     assert ask(engine, tmp_path)[1] == [Verdict.FAIL, Verdict.UNKNOWN]

@@ -19,7 +19,6 @@ from cluster.checks.finding import Finding, Verdict
 from cluster.checks.groups.storage import (
     GROUP,
     Answer,
-    FolderTest,
     check_shared_folder,
     judge_folder,
 )
@@ -83,9 +82,13 @@ def test_the_folder_of_the_configuration_is_tried_by_all_nodes(tmp_path: Path) -
             {"a": FAIL, "b": OK, "c": OK},
             ("another folder than on most nodes: does not see what b, c wrote; here it lies on", ", mounted at"),
         ),
-        ({"a": "own", "b": "other"}, {"a": FAIL, "b": FAIL, "c": FAIL}, ("the nodes do not share it", "half of them")),
-        ({"c": "nowhere"}, {"a": OK, "b": OK, "c": FAIL}, ("not a folder that can be looked into: ", "No such file")),
-        ({"c": "file"}, {"a": OK, "b": OK, "c": FAIL}, ("not a folder that can be looked into: ", "Not a directory")),
+        (
+            {"a": "own", "b": "other"},
+            {"a": FAIL, "b": FAIL, "c": FAIL},
+            ("no folder is seen by more than half of the nodes",),
+        ),
+        ({"c": "nowhere"}, {"a": OK, "b": OK, "c": FAIL}, ("cannot write or read there: ", "No such file")),
+        ({"c": "file"}, {"a": OK, "b": OK, "c": FAIL}, ("cannot write or read there: ", "Not a directory")),
     ],
 )
 def test_nodes_with_other_folders_at_that_place_are_named(
@@ -154,28 +157,25 @@ def test_an_existing_file_is_never_written(tmp_path: Path) -> None:
 
 
 ALL = frozenset("abc")
-SAW_ALL = Answer("looked", "/dev/sda1, mounted at /", ALL)
+SAW_ALL = Answer(saw=ALL, place="/dev/sda1, mounted at /")
+FINE = Answer()
 
 
 @pytest.mark.parametrize(
     ("written", "looked", "expected", "words"),
     [
-        (Answer("written"), SAW_ALL, OK, ""),
-        (Answer("refused", "Read-only file system"), SAW_ALL, FAIL, "Read-only"),
-        (Answer("refused", "Permission denied"), SAW_ALL, FAIL, "Permission denied"),
-        (Answer("refused", "No space left on device"), SAW_ALL, FAIL, "No space left"),
-        (Answer("absent", "Stale file handle"), None, FAIL, "Stale"),
-        (Answer("absent", "Permission denied"), None, FAIL, "Permission denied"),
-        (Answer("written"), Answer("denied", "Permission denied", ALL - {"b"}), FAIL, "may not read"),
-        (Answer("written"), Answer("looked", "", ALL - {"c"}), FAIL, "does not see what c wrote"),
-        (Answer("written"), Answer("none", "gone", ALL), UNKNOWN, "no answer: gone"),
-        (Answer("strange"), SAW_ALL, UNKNOWN, "no answer"),
+        (FINE, SAW_ALL, OK, "sees what all 3 wrote"),
+        (Answer(error="Read-only file system"), SAW_ALL, FAIL, "cannot write or read there: Read-only file system"),
+        (FINE, Answer(error="Permission denied", saw=ALL), FAIL, "cannot write or read there: Permission denied"),
+        (FINE, Answer(saw=ALL - {"c"}), FAIL, "does not see what c wrote"),
+        (FINE, Answer(saw=ALL | {"d"}), FAIL, "sees files that most nodes do not"),
+        (FINE, Answer(saw=ALL, trouble="gone"), UNKNOWN, "no answer: gone"),
+        (Answer(trouble="gone"), SAW_ALL, UNKNOWN, "no answer: gone"),
+        (FINE, Answer(is_late=True), FAIL, "did not answer within 20 s"),
     ],
 )
-def test_what_a_node_says_decides(written: Answer, looked: Answer | None, expected: Verdict, words: str) -> None:
-    all_written = {"a": written, "b": Answer("written"), "c": Answer("written")}
-    all_looked = {"b": SAW_ALL, "c": SAW_ALL} | ({"a": looked} if looked else {})
-    first = judge_folder(FolderTest("/s", all_written, all_looked))[0]
+def test_what_a_node_says_decides(written: Answer, looked: Answer, expected: Verdict, words: str) -> None:
+    first = judge_folder("/s", {"a": written, "b": FINE, "c": FINE}, {"a": looked, "b": SAW_ALL, "c": SAW_ALL})[0]
     assert first.severity is expected
     assert words in first.observed
 

@@ -42,7 +42,7 @@ OFFER: dict[str, Any] = {
     "data": [{"path": "/a", "files": 12, "bytes": 13, "digest": "d" * 64}],
 }
 LACKS = [{"path": "/a", "problem": "no such file or folder"}]
-RUN = [[7, "me", 60.0, "python3", "r1", "n1"]]
+RUN = [[7, "me", "r1", "n1"]]
 
 
 def smi(gpus: int, used_mib: int = 1, processes: str = "") -> str:
@@ -63,10 +63,9 @@ def sections(number: int = 1, *, gpus: int = 0, **changes: Any) -> dict[str, Any
     told: dict[str, Any] = {name: section.output for name, section in {**network, **host}.items()}
     devices = [[f"0000:{number:02x}:00.0", "0x030200", "0", "/x"] for number in range(1, gpus + 1)]
     told |= {
-        "ib.ports": "[]",
+        "ib.ports": '{"ports": [], "broken": {}}',
         "gpu.lspci": json.dumps({"total": 99, "devices": devices}),
         "gpu.smi": smi(gpus) if gpus else ("", 127),
-        "gpu.again": smi(gpus) if gpus else ("", 127),
         NAME: json.dumps({**OFFER, **changes.pop("launch", {})}),
     }
     for name, change in changes.items():
@@ -111,11 +110,11 @@ RISKS = [
     (
         BARE,
         {"runs": {"runs": RUN}},
-        "host.runs r1: 1 process of me: 7 python3 (60 s), expected no run is under way; wait",
+        "host.runs r1: 1 process of me: 7, expected no run is under way; wait",
     ),
     (
         NCCL,
-        {"gpus": 8, "again": smi(8, used_mib=4000)},
+        {"gpus": 8, "smi": smi(8, used_mib=4000)},
         "gpu.busy GPU 0, GPU 1, GPU 2, GPU 3, GPU 4, GPU 5, GPU 6, GPU 7",
     ),
     (
@@ -179,14 +178,16 @@ def test_a_node_whose_agent_cannot_answer_says_so_once() -> None:
 
 
 def test_an_engine_that_is_not_there_is_told_beside_the_image_that_nobody_can_look_at() -> None:
-    image, engine = problems(sections(docker=("no program docker", 1)), config=DOCKER)
-    assert engine.startswith("n1: host.docker: docker: not installed, expected an engine that answers; install it, or")
+    image, engine = problems(sections(docker=("not installed", 1)), config=DOCKER)
+    assert engine.startswith(
+        "n1: host.docker: docker: not installed, expected an engine that answers; install it, start"
+    )
     assert image.endswith("; see host.docker")
 
 
 def test_gpus_that_cannot_be_counted_do_not_pass() -> None:
     lost = ("Unable to determine the device handle for GPU0", 15)
-    texts = problems(sections(smi=lost, again=lost, gpus=8), config=NCCL)
+    texts = problems(sections(smi=lost, gpus=8), config=NCCL)
     assert any(
         "launch.gpus: nvidia-smi: a GPU is lost: Unable to determine the device handle" in text for text in texts
     )
@@ -283,7 +284,7 @@ def test_health_is_looked_at_where_it_is_asked_for_and_that_of_gpus_where_ranks_
     assert groups("nccl", health=False) == {"gpu", "net", "host"}
     selection = launch_selection(ClusterConfig(), health=True, with_gpus=True)
     assert selection.wants("gpu.xid")
-    assert not any(map(selection.wants, ("gpu.dcgm_diag", "host.image", "host.memory", "net.pairs")))
+    assert not any(map(selection.wants, ("gpu.dcgm_diag", "host.image", "host.memory_free", "net.pairs")))
     # Under auto nodes that all lack GPUs compute on the CPU: what nobody answered of adapters is no matter.
     too_few = run_config(cluster={"ranks_per_node": 4})
     assert fit(*nodes(2), sections(3, gpus=1), config=too_few, health=True).warnings == ()

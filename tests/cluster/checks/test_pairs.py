@@ -15,7 +15,7 @@ from testkit.local_connection import LocalConnection
 
 from cluster.agent.messages import READY, pack
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.groups.pairs import Link, UntestedError, check_pairs, judge_pairs, read_links
+from cluster.checks.groups.pairs import check_pairs, judge_pairs, read_ways
 from cluster.code import NodeProgram
 
 OK, FAIL, UNKNOWN = Verdict.OK, Verdict.FAIL, Verdict.UNKNOWN
@@ -27,10 +27,9 @@ def judge(
 ) -> dict[str, Finding]:
     """The findings when these directions are broken and all others work."""
     there, bad = [node for node in nodes if node != absent], set(broken)
-    ways = [(one, other) for one in there for other in there if one != other]
-    links = [Link(*way, kind if way in bad else "ok", delay_ms=0.5) for way in ways]
-    why = {absent: UntestedError("python3 is not installed", "install python3")} if absent else {}
-    return {finding.node: finding for finding in judge_pairs(list(nodes), links, why)}
+    ways = {(one, other): kind if (one, other) in bad else "ok" for one in there for other in there if one != other}
+    why = {absent: "python3 is not installed"} if absent else {}
+    return {finding.node: finding for finding in judge_pairs(list(nodes), ways, why)}
 
 
 def severities(found: dict[str, Finding]) -> list[Verdict]:
@@ -67,15 +66,15 @@ def test_directions_and_cut_off_nodes_are_told() -> None:
     def said(found: dict[str, Finding]) -> list[str]:
         return [f"{finding.severity} {finding.observed}" for finding in found.values()]
 
-    fine = "OK reaches 3 of 3 others, slowest in 0.5 ms"
+    fine = "OK reaches 3 of 3 others"
     assert said(judge([("b", "d")], kind="refused")) == [fine, "FAIL b → d refused", fine, "FAIL b → d refused"]
-    seen = "OK reaches 2 of 3 others, slowest in 0.5 ms; c cut off"
-    ways = "c → a timeout, a → c timeout, c → b timeout, b → c timeout, c → d timeout, d → c timeout"
+    seen = "OK reaches 2 of 3 others; c cut off"
+    ways = "a → c timeout, b → c timeout, c → a timeout, c → b timeout, c → d timeout, d → c timeout"
     lost = judge(between("c", "abd"))
     assert said(lost) == [seen, seen, f"FAIL cut off from 3 of 3 others: {ways}", seen]
     assert {finding.expected for finding in lost.values()} == {"TCP to and from all 3 others"}
     # A node without agent is no part of any pair.
-    fine, absent = "OK reaches 2 of 2 others, slowest in 0.5 ms", "UNKNOWN not tested: python3 is not installed"
+    fine, absent = "OK reaches 2 of 2 others", "UNKNOWN not tested: python3 is not installed"
     assert said(judge([], absent="b")) == [fine, absent, fine, fine]
     assert said(judge([], nodes="ab", absent="b")) == ["UNKNOWN no other node could be tested", absent]
     many = judge(between("abcdef", "abcdef"), nodes="abcdef")["a"].observed
@@ -88,21 +87,19 @@ def test_directions_and_cut_off_nodes_are_told() -> None:
         {},
         {"results": None},
         {"results": "ok"},
-        {"results": [["b", "ok", ""], ["c", "ok", "", "fast"], 7, ["d", "ok", "", 1.0]]},
+        {"results": [["b", "ok", ""], 7, ["d", "ok", "", 1.0]]},
         {"results": [["stranger", "ok", "", 1.0], [["b"], "ok", "", 1.0]]},
     ],
 )
 def test_what_an_agent_does_not_tell_was_not_tried(answer: dict[str, object]) -> None:
-    links = read_links("a", ["b", "c"], answer)
-    assert [(link.target, link.kind) for link in links] == [("b", "not tried"), ("c", "not tried")]
-    others = [Link(one, other, "ok") for one in "bc" for other in "abc" if one != other]
-    found = judge_pairs(list("abc"), [*links, *others], {})
+    ways = {(one, other): "ok" for one in "bc" for other in "abc" if one != other}
+    found = judge_pairs(list("abc"), {**ways, **read_ways("a", ["b", "c"], answer)}, {})
     assert [finding.severity for finding in found] == [UNKNOWN, OK, OK]
 
 
 def test_words_of_an_agent_are_cleaned() -> None:
-    (link,) = read_links("a", ["b"], {"results": [["b", "refused", "\x1b[31mred\nline", 1]]})
-    assert link.detail == "red line"
+    told = {"results": [["b", "\x1b[31mred\nline", "", 1]]}
+    assert read_ways("a", ["b"], told) == {("a", "b"): "red line"}
 
 
 # Agents.

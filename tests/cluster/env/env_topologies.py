@@ -37,7 +37,7 @@ def machine(name: str, **changes: Any) -> NodeEnvironmentFacts:
         ),
         "interface": next(one for one in interfaces if one.name == given["interface"]),
         "interface_reason": "the default route leaves here",
-        "gateways": frozenset(given["gateways"]) if "gateways" in given else None,
+        "gateways": frozenset(given.get("gateways", ())),
         "storage": tuple(StorageRoute(**entry) for entry in given.get("storage", ())),
         "lower_interfaces": {upper: tuple(names) for upper, names in given.get("lower", {}).items()},
         "cores": given["cores"],

@@ -67,18 +67,6 @@ SLOWEST = "a ring is as fast as its node with the fewest"
         ([machine(name) for name in SISTERS], {}),
         *(([machine("h100_12nics", node=f"n{index}") for index in range(count)], {}) for count in (1, 2)),
         ([machine("sister1"), DEAD, SISTER3], {"sister2": (f"7 rails, 8 on most nodes: {SLOWEST}",)}),
-        (
-            [machine("sister1"), machine("sister2"), changed("sister3", rate_gbps=200.0)],
-            {"sister3": tuple(f"the rail of GPU {n} is 200 Gbit/s; on most nodes 400 Gbit/s" for n in range(8))},
-        ),
-        (
-            [machine("sister1"), machine("sister2"), CROWDED],
-            {
-                "sister3": tuple(
-                    f"the rail of GPU {n} is 400 Gbit/s, shared by 8 GPUs; on most nodes 400 Gbit/s" for n in range(8)
-                )
-            },
-        ),
         (  # neither is the rule
             [machine("a100_4nics"), machine("h20_8nics")],
             {

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.checks.groups.host import read_runs
-from cluster.checks.groups.ib_health import read_counters
 from cluster.survey.adapters import parse_adapters, parse_gpudirect
-from cluster.survey.interfaces import NetInterface, read_interfaces
+from cluster.survey.interfaces import read_network
+from cluster.survey.kernel_log import read_kernel_log
 from cluster.survey.nvidia_smi import read_pci_devices
-from cluster.survey.section import NodeProbe, Section, SectionState, UnreadableError
+from cluster.survey.section import Section, SectionState, UnreadableError
 
 KEYS = st.sampled_from(
     [
@@ -28,8 +28,8 @@ KEYS = st.sampled_from(
             "state",
             "rate",
             "link_layer",
-            "gid.0",
-            "counters",
+            "gids",
+            "grown",
             "metric",
             "dst",
             "ifname",
@@ -37,7 +37,7 @@ KEYS = st.sampled_from(
         *("addr_info", "flags", "mtu", "linkinfo", "nexthops", "dev", "local", "prefixlen", "family", "scope"),
     ]
 )
-WORDS = st.sampled_from(["port", "portless", "driverless", "mlx5_0", "1", "eth0", "0000:01:00.0", "0x030200"])
+WORDS = st.sampled_from(["port", "broken", "mlx5_0", "1", "eth0", "0000:01:00.0", "0x030200"])
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 2**70) | st.floats() | WORDS | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(KEYS | st.text(max_size=2), inner, max_size=5),
@@ -52,19 +52,15 @@ def told(name: str, value: Any) -> Section:
 LINK = {"ifname": "eth0", "flags": ["UP", "LOWER_UP"], "mtu": 1500, "link_type": "ether", "addr_info": []}
 
 
-def of_links(links: Any, routes: Any, sysfs: Any = None) -> tuple[NetInterface, ...]:
-    answers = {"net.links": links, "net.route": routes, "net.sysfs": sysfs}
-    return read_interfaces(NodeProbe("n1", {name: told(name, answer) for name, answer in answers.items()}))
-
-
 PARSERS = {
     "runs": lambda value: read_runs(told("host.runs", value)),
-    "counters": lambda value: read_counters(told("ib.counters", value)),
     "adapters": lambda value: parse_adapters(told("ib.ports", value)),
+    "ports": lambda value: parse_adapters(told("ib.ports", {"ports": value, "broken": {}})),
     "gpudirect": lambda value: parse_gpudirect(told("ib.gpudirect", value)),
     "devices": lambda value: read_pci_devices(told("gpu.lspci", value)),
-    "links": lambda value: of_links(value, []),
-    "routes": lambda value: of_links([LINK], value),
+    "log": lambda value: read_kernel_log(told("kernel.log", value)),
+    "links": lambda value: read_network(told("net.links", {"links": value, "routes": []})),
+    "routes": lambda value: read_network(told("net.links", {"links": [LINK], "routes": value})),
 }
 
 
@@ -75,13 +71,7 @@ def test_an_answer_of_any_shape_is_read_or_refused(name: str, value: Any) -> Non
         PARSERS[name](value)
 
 
-@given(value=VALUES, of_link=VALUES)
-def test_what_sysfs_tells_of_interfaces_may_be_anything(value: Any, of_link: Any) -> None:
-    for sysfs in (value, {"eth0": of_link}):
-        assert [link.name for link in of_links([LINK], [], sysfs)] == ["eth0"]
-
-
-@pytest.mark.parametrize("name", ["counters", "adapters"])
+@pytest.mark.parametrize("name", ["ports", "links", "routes"])
 @pytest.mark.parametrize("value", [{}, "", None])
 def test_what_is_no_list_is_not_an_empty_one(name: str, value: Any) -> None:
     with pytest.raises(UnreadableError):
@@ -95,7 +85,7 @@ def test_what_is_no_list_is_not_an_empty_one(name: str, value: Any) -> None:
         {"read": "many", "unread": 0, "runs": []},
         {"peers": 5, "module": 1, "driver": [], "kernel": 0, "dmabuf": "?"},
         {"devices": 5, "total": None},
-        [["port", {"dev": "mlx5_0", "port": []}]],
+        [{"dev": "mlx5_0", "port": []}],
         [[[], {}]],
     ],
 )

@@ -1,0 +1,111 @@
+"""What NVIDIA's own tool says of GPUs: dcgmi of DCGM 3 and 4, its health monitor and its diagnostic of level 1."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cluster.checks.finding import Check, Finding, Verdict
+from cluster.checks.group import CheckGroup
+from cluster.checks.groups.gpu import look_at_gpus
+from cluster.remote_text import one_line
+from cluster.survey.facts import NodeFacts
+from cluster.survey.nvidia_smi import LSPCI, SMI
+from cluster.survey.section import AbsentError, Question, Section, SectionState, UnreadableError
+
+# Nothing is switched on for it: where no administrator has set watches, there is no report.
+HEALTH = Question("gpu.dcgm_health", 15, "command -v dcgmi >/dev/null || exit 127\ndcgmi health -c -j", "gpu.smi")
+# Level 1 looks at software and settings, in seconds, and puts no load on a GPU.
+DIAG = Question("gpu.dcgm_diag", 40, "command -v dcgmi >/dev/null || exit 127\ndcgmi diag -r 1 -j", "gpu.smi")
+_NO_WATCHES = "health watches not enabled"
+_NOT_READ = "run `dcgmi health -c -j` and `dcgmi diag -r 1 -j` on the node; does nv-hostengine run (nvidia-dcgm)?"
+_VERDICTS = {"healthy": Verdict.OK, "warning": Verdict.WARN, "failure": Verdict.FAIL}
+_RESULTS = {"pass": Verdict.OK, "skip": Verdict.SKIP, "warn": Verdict.WARN, "fail": Verdict.FAIL}
+# A driver that is set up anew for each program starts slowly, and trains as well as any.
+_SLOW_START = "persistence mode"
+_LINES = 4
+
+
+def check_dcgm_health(check: Check, facts: NodeFacts) -> list[Finding]:
+    """DCGM's health monitor has nothing to say of GPUs and NVSwitches, where it is installed and watches them."""
+    section = facts.section(HEALTH)
+    if section.state is SectionState.ENDED and _NO_WATCHES in section.output.lower():
+        raise AbsentError("DCGM watches nothing here: `dcgmi health -s a` switches it on")
+    body = _document(section)["body"]
+    overall = one_line(str(body["Overall Health"]["value"]), 40)
+    verdict, said = _VERDICTS.get(overall.lower()), list(_incidents("", body))
+    if not section.ok or verdict is None:
+        raise UnreadableError(f"dcgmi: {section.trouble()} overall health {overall!r}", remedy=_NOT_READ)
+    if verdict is Verdict.OK and said:
+        verdict = Verdict.UNKNOWN  # it says two things
+    text = f"{overall}, says DCGM{''.join(f'; {one}' for one in said[:_LINES])}"
+    return [check.expecting("Healthy").finding(verdict, text, "see gpu.xid, gpu.ecc and gpu.pcie")]
+
+
+def _incidents(name: str, part: Any) -> Iterator[str]:
+    """What the health monitor says below one name, with the way to it: `GPU 0 PCIe system: ...`."""
+    if isinstance(part, dict):
+        for text in part.get("overflow") or ():
+            yield f"{name}: {one_line(str(text))}"
+        for child, below in sorted(part.items()):
+            word = "" if child in ("children", "Errors") else one_line(child, 60)
+            yield from _incidents(f"{name} {word}".strip(), below)
+
+
+def check_dcgm_diag(check: Check, facts: NodeFacts) -> list[Finding]:
+    """DCGM's quick diagnostic (level 1) passes on every GPU, where it is installed."""
+    section = facts.section(DIAG)
+    results = [*_results(_document(section))]
+    check, found = check.expecting("every test passed"), []
+    for severity, name, device, why in dict.fromkeys(results):
+        if not severity.is_fine:
+            remedy = f"see what it says; `dcgmi diag -r 2` on the idle node looks closer at {device}"
+            found.append(check.on(device).finding(severity, f"{name}: {why}" if why else name, remedy))
+    passed = {name for severity, name, _, _ in results if severity is Verdict.OK}
+    if not found and (not passed or not section.ok):
+        raise UnreadableError(f"dcgmi: {len(passed)} tests passed, exit code {section.exit_code}", remedy=_NOT_READ)
+    return found or [check.ok(f"{len(passed)} tests of DCGM passed")]
+
+
+def _results(document: Mapping[str, Any]) -> Iterator[tuple[Verdict, str, str, str]]:
+    """(verdict, test, GPUs, why) of every result. DCGM 3 names GPUs by `gpu_ids`, DCGM 4 by `entity_id`."""
+    root = document.get("DCGM Diagnostic") or document["DCGM GPU Diagnostic"]
+    tests = [test for category in root["test_categories"] for test in category["tests"] if test]
+    for test, result in ((one, result) for one in tests for result in one["results"]):
+        told, warnings = str(result["status"]), result.get("warnings", result.get("warning")) or []
+        severity = _RESULTS.get(told.lower(), Verdict.UNKNOWN)
+        listed = warnings if isinstance(warnings, list) else [warnings]
+        words = [one_line(str(one["warning"] if isinstance(one, dict) else one)) for one in listed[:_LINES]]
+        name, gpus = one_line(str(test["name"]), 60), result.get("gpu_ids", result.get("entity_id"))
+        if severity is Verdict.UNKNOWN:
+            words.append(f"status {one_line(told, 40)!r}")
+        if severity is Verdict.FAIL and all(_SLOW_START in word.lower() for word in words or [name]):
+            severity = Verdict.WARN
+        yield severity, name, "all GPUs" if gpus is None else f"GPU {one_line(str(gpus), 40)}", "; ".join(words)
+
+
+class _Document(dict[str, Any]):
+    """An answer; what it lacks is an UnreadableError."""
+
+    def __missing__(self, name: str) -> Any:
+        raise UnreadableError(f"dcgmi: no {name!r} in the answer", remedy=_NOT_READ)
+
+
+def _document(section: Section) -> Mapping[str, Any]:
+    """The JSON object in the answer; other words may stand before it. Raises UnreadableError and AbsentError."""
+    if section.tool_missing:
+        raise AbsentError("dcgmi is not installed")
+    begin = section.output.find("{")
+    try:
+        if section.state is not SectionState.ENDED or begin < 0:
+            raise ValueError(section.trouble() or "no JSON")
+        return _Document(json.loads(section.output[begin:], object_hook=_Document))
+    except (ValueError, RecursionError) as error:
+        last = one_line((section.output.strip().splitlines() or [""])[-1])
+        raise UnreadableError(f"dcgmi cannot be read: {one_line(str(error))}", last, _NOT_READ) from None
+
+
+# Two: what takes seconds is not asked where nobody wants to know it.
+MONITOR = CheckGroup("gpu", (check_dcgm_health,), look=look_at_gpus, questions=(LSPCI, SMI, HEALTH))
+DIAGNOSTIC = CheckGroup("gpu", (check_dcgm_diag,), look=look_at_gpus, questions=(LSPCI, SMI, DIAG))
