@@ -61,20 +61,21 @@ class LocalProcess(RemoteProcess):
         self.popen = subprocess.Popen(
             command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, env=dict(environment), start_new_session=True
         )
+        assert self.popen.stdin is not None
+        # communicate() would flush it, while another thread may still write.
+        self._stdin, self.popen.stdin = self.popen.stdin, None
 
     def write(self, data: bytes) -> None:
-        assert self.popen.stdin is not None
         try:
             view = memoryview(data)
             while view:
-                view = view[self.popen.stdin.write(view) :]
+                view = view[self._stdin.write(view) :]
         except (OSError, ValueError) as error:
             raise SshError(self._name, SshFailure.LOST, "the command no longer reads its input") from error
 
     def close_stdin(self) -> None:
-        assert self.popen.stdin is not None
         with contextlib.suppress(OSError):
-            self.popen.stdin.close()
+            self._stdin.close()
 
     def read(self, max_bytes: int, timeout_s: float) -> bytes:
         assert self.popen.stdout is not None
@@ -83,14 +84,10 @@ class LocalProcess(RemoteProcess):
         return os.read(self.popen.stdout.fileno(), max_bytes)
 
     def wait(self, timeout_s: float) -> CommandResult:
-        assert self.popen.stdin is not None
-        stdin, self.popen.stdin = self.popen.stdin, None  # communicate() would flush it
         try:
             stdout, stderr = self.popen.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired as error:
             raise SshError(self._name, SshFailure.COMMAND_TIMEOUT, f"not done within {timeout_s} s") from error
-        finally:
-            self.popen.stdin = stdin
         code = self.popen.returncode
         return CommandResult(code if code >= 0 else None, stdout, stderr)
 
