@@ -1,10 +1,10 @@
 """What one GPU does with this engine, within a budget of seconds; `make gpu` runs it after the GPU tests.
 
-Parts: tiles (kernels beside published figures), blocked (a ring's work on one device against one kernel), loss,
-elementwise, offload, parity (several ranks on one device), steps (training steps of a Llama-8B shape, memory against
-its prediction). Results are written after every measurement: gpu_DEVICE_YYYYMM.json and .md, with --only
-with the parts' names added. What fails is a row with its error; the exit code is 1 when a part gave nothing but
-failures.
+Parts: overlap (a message beside a tile), tiles (kernels beside published figures), blocked (a ring's work on one device
+against one kernel), elementwise, offload, loss, steps (training steps of a Llama-8B shape, memory against its
+prediction), parity (several ranks on one device), in this order. Results are written after every measurement:
+gpu_DEVICE_YYYYMM.json and .md, with --only with the parts' names added. What fails is a row with its error; the exit
+code is 1 when a part gave nothing but failures.
 
     python -m benchmarks.bench_gpu
     python -m benchmarks.bench_gpu --device cpu --size small --budget-s 60 --output-dir /tmp/gpu

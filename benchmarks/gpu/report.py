@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from textwrap import shorten
 from typing import Any
 
 from benchmarks.gpu.plan import Row
 from benchmarks.gpu.published import PUBLISHED
 from benchmarks.gpu.tables import DASH, Column, columns_of, plain, table
 
+LONGEST_ERROR = 240  # characters; the document has all of it
 NOTES = {
     "tiles": "Backward FLOPs are counted as 2.5 times the forward's.",
     "blocked": "Shares of the speed of one kernel: of the same sequence (whole ring), or of a long one (one rank). "
@@ -69,7 +71,11 @@ def _part(part: Mapping[str, Any], columns: Mapping[str, Sequence[Column]]) -> l
     if name == "tiles":
         lines += _published()
     others = [row for row in (*rows, *part.get("derived", ())) if row["status"] != "measured"]
-    lines += [f"- {row['status']}: {row['label']}: {_cell(row['error'])}" for row in others if "needed_s" not in row]
+    alike: dict[tuple[str, str], list[str]] = {}
+    for row in others:
+        if "needed_s" not in row:
+            alike.setdefault((row["status"], shorten(_cell(row["error"]), LONGEST_ERROR)), []).append(row["label"])
+    lines += [f"- {status}: {'; '.join(labels)}: {error}" for (status, error), labels in alike.items()]
     late = [f"{row['label']} ({row['needed_s']:.0f} s)" for row in others if "needed_s" in row]
     lines += [f"- skipped, no time: {'; '.join(late)}"] if late else []
     return [*lines, ""] if others else lines

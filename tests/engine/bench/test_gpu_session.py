@@ -280,13 +280,13 @@ def test_goals_are_judged_by_their_limits(part_name: str, row: Row, words: str, 
 
 def test_the_page_shows_goals_failures_and_unknown_parts() -> None:
     other = [{"label": "x", "status": "measured", "error": None, "gb_per_s": 1234.567, "op": "merge"}]
-    failed = [{"label": "fa4, 4096 tokens", "status": "failed", "error": "RuntimeError: a | b\nc"}]
+    failed = [{"label": name, "status": "failed", "error": "RuntimeError: a | b\nc"} for name in ("fa3", "fa4")]
     failed += [{"label": name, "status": "skipped", "error": "", "needed_s": 6.2} for name in ("d", "e")]
     document = document_of(elementwise=other, tiles=failed)
     document["targets"] = [{"target": "goal", "verdict": "MISSED", "measured": "94%"}]
     text = markdown(document)
     assert "| goal | MISSED | 94% |" in text
-    assert "- failed: fa4, 4096 tokens: RuntimeError: a / b c\n- skipped, no time: d (6 s); e (6 s)\n" in text
+    assert "- failed: fa3; fa4: RuntimeError: a / b c\n- skipped, no time: d (6 s); e (6 s)\n" in text
     assert "| gb_per_s | op |" in text
     assert "| 1235 | merge |" in text
     cases = [{"label": "c", "status": "measured", "error": None, "case": case, case: 1} for case in ("copy", "adam")]
