@@ -47,7 +47,7 @@ class RemoteRun:
         return self.host.name
 
     def link(self, pool: SshPool) -> SshLink:
-        return SshLink(self.host, pool, NodePlace(self.run, self.node, str(self.there), lead=True), PATIENT)
+        return SshLink(self.host, pool.connect, NodePlace(self.run, self.node, str(self.there), lead=True), PATIENT)
 
     def chatty(self, ranks: int, lines: int, per_second: float) -> Spec:
         """Ranks that only write logs."""

@@ -22,7 +22,7 @@ from cluster.agent.messages import READY, Message, MessageError, MessageReader, 
 from cluster.errors import ClusterError, SshError
 from cluster.plan_nodes import node_root
 from cluster.remote_text import one_line
-from cluster.ssh.connection import Connection
+from cluster.ssh.connection import Connect, Connection
 from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.nodes import fold_nodes
 from cluster.survey.section import Question
@@ -183,8 +183,6 @@ KEEP = 5
 _DAY_S = 86400.0
 _SHARED_AGE_S = 30 * _DAY_S  # who else uses a shared folder cannot be seen from one node
 _TIMEOUT_S = 120.0
-
-Connect = Callable[[Host], Connection]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cluster.errors import ClusterError
 from cluster.remote_text import one_line
-from cluster.ssh.connection import Connection
+from cluster.ssh.connection import Connect, Connection
 from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.nodes import fold_nodes
 from engine.runs.commit import commit, new_folder, verify_files
@@ -25,7 +25,6 @@ from engine.runs.files import sync
 from engine.runs.manifest import MANIFEST_FILE, CheckpointError, Manifest, manifest_from_dict
 from engine.runs.records import parse_line
 
-Connect = Callable[[Host], Connection]
 Advance = Callable[[int], None]
 
 _AT = 'case $1 in "~/"*) cd -- "$HOME/${1#??}";; *) cd -- "$1";; esac'

@@ -10,10 +10,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.text import Text
 
 from cluster.launch.runner import runner_of
-from cluster.node_checkpoints import Connect, NodeCheckpoints, ask_nodes
+from cluster.node_checkpoints import NodeCheckpoints, ask_nodes
 from cluster.plan import LaunchPlan, PlanFileError, read_launch_plan, roots_of
-from cluster.ssh.connection import Connection
-from cluster.ssh.hosts import Host
 from cluster.ssh.nodes import fold_nodes
 from engine.runs.commit import Checkpoint, checkpoints_folder, list_checkpoints
 from engine.runs.folder import RunFolder, typed_overrides
@@ -42,10 +40,9 @@ def on_nodes(run: RunFolder, console: Console) -> Iterator[NodeCheckpoints]:
     from cluster.ssh.resolve import resolve_hosts
 
     hosts = resolve_hosts([node.name for node in plan.nodes], plan.config.cluster.ssh, typed_overrides(run.path))
-    with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(SshPool())
+    with SshPool() as pool:
         with console.status(f"asking {len(hosts)} nodes"):
-            answer = ask_nodes(hosts, roots_of(plan), _closed_by(stack, pool.connect))
+            answer = ask_nodes(hosts, roots_of(plan), pool.connect)
         for name, error in answer.errors.items():
             text = error if error.startswith(name) else f"{name}: {error}"
             console.print(Text(f"not asked for checkpoints: {text}", style="yellow"), soft_wrap=True)
@@ -89,12 +86,3 @@ def progress_bar(console: Console, title: str, total: int) -> Iterator[Callable[
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(title, total=total)
         yield lambda size: progress.advance(task, size)
-
-
-def _closed_by(stack: contextlib.ExitStack, connect: Connect) -> Connect:
-    def opened(host: Host) -> Connection:
-        connection = connect(host)
-        stack.callback(connection.close)
-        return connection
-
-    return opened

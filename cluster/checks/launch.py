@@ -10,9 +10,10 @@ from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
 from cluster.checks.fold import fold_reports
 from cluster.checks.groups.launch import count_gpus, launch_group
 from cluster.checks.groups.software import VERSIONS
-from cluster.checks.run import CheckOptions, Connect, check_nodes
+from cluster.checks.run import CheckOptions, check_nodes
 from cluster.checks.selection import EXPLANATIONS, GROUPS, Selection
 from cluster.errors import ClusterError
+from cluster.ssh.connection import Connect
 from cluster.ssh.hosts import Host
 from cluster.ssh.nodes import fold_nodes
 from cluster.survey.facts import NodeFacts

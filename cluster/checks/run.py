@@ -21,7 +21,7 @@ from cluster.checks.group import CheckGroup, TestBetween, broken
 from cluster.checks.selection import GROUPS, Selection
 from cluster.checks.ssh import REACH, answer_findings, clock_findings, reach_finding
 from cluster.errors import SshError
-from cluster.ssh.connection import Connection
+from cluster.ssh.connection import Connect, Connection
 from cluster.ssh.hosts import Host, Outcome, fan_out
 from cluster.survey.ask import DEFAULT_TIMEOUT_S, survey_here, survey_node
 from cluster.survey.facts import NodeFacts
@@ -30,8 +30,6 @@ from engine.config.errors import BurstError
 
 if TYPE_CHECKING:
     from cluster.ssh.pool import SshPool
-
-Connect = Callable[[Host], Connection]
 
 
 class CheckObserver:

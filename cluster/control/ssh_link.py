@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from cluster.agent.folder import LEAD_LOGS, LEAD_WHOLE
 from cluster.agent.messages import Message, Spec, write_all
@@ -31,7 +31,7 @@ from cluster.code import NoAnswerError, NodeProgram
 from cluster.control.link import AskedLink, NodeStatus, StrangeAnswerError
 from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
-from cluster.ssh.connection import Connection
+from cluster.ssh.connection import Connect, Connection
 from cluster.ssh.hosts import Host
 from cluster.values import integer
 from engine.runs.folder import RunFolder
@@ -43,13 +43,6 @@ _WAIT_S = 0.5  # an answer waits so long for news: what is asked for meanwhile i
 _BUDGET_BYTES = 256 << 10  # of files in one answer: on a slow link what is asked for meanwhile is late by its way
 _KEPT_ANSWERS = 64
 _PAUSE_S = 0.02  # between two questions, should an agent never wait
-
-
-class Connector(Protocol):
-    """Where connections come from; `SshPool` is one."""
-
-    def connect(self, host: Host) -> Connection:
-        """A logged-in connection. Raises SshError."""
 
 
 @dataclass(frozen=True)
@@ -81,14 +74,14 @@ class SshLink(AskedLink):
     def __init__(
         self,
         host: Host,
-        pool: Connector,
+        connect: Connect,
         place: NodePlace,
         timing: LinkTiming = LinkTiming(),
         *,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(place.folder, place.node, timing.start_s)
-        self._host, self._pool, self._place, self._timing = host, pool, place, timing
+        self._host, self._connect, self._place, self._timing = host, connect, place, timing
         self._on_end = on_end
         self._thread: threading.Thread | None = None
         self._connection: Connection | None = None
@@ -184,7 +177,7 @@ class SshLink(AskedLink):
     def _converse(self) -> None:
         """Ask one agent until the link is closed and has nothing more to ask for."""
         if self._connection is None:
-            self._connection = self._pool.connect(self._host)
+            self._connection = self._connect(self._host)
         program = NodeProgram(self._connection, self._note_heard)
         self._is_following = False
         try:

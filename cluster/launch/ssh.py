@@ -112,7 +112,7 @@ class SshRunner(Runner):
         links: list[NodeLink] = []
         for host, node in zip(hosts, plan.nodes, strict=True):
             place = NodePlace(run.path, node.name, node.folder, lead=node.node_rank == 0)
-            links.append(SshLink(host, shared, place, timing or LinkTiming(), on_end=shared.leave))
+            links.append(SshLink(host, shared.connect, place, timing or LinkTiming(), on_end=shared.leave))
         return links
 
 

@@ -107,6 +107,9 @@ class Connection(ABC):
         self.close()
 
 
+Connect = Callable[[Host], Connection]  # where connections come from; raises SshError
+
+
 @dataclass(frozen=True)
 class Deadline:
     """When something must be over, on the monotonic clock, and after how many seconds that is."""

@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Self
+from weakref import WeakSet
 
 import paramiko
 
@@ -34,7 +35,7 @@ _JUMP_RETRY_S = 5.0
 
 
 class SshPool:
-    """What the connections of one verb share. A context manager; its end closes the jump hosts, not the targets.
+    """The connections of one verb and what they share. A context manager; its end closes them all.
 
     Each jump host is logged in to once, whatever number of targets lies behind it; one that failed is tried again by
     who needs it _JUMP_RETRY_S later. patience_s: a link on which nothing is acknowledged for so long is dead, and so is
@@ -45,10 +46,14 @@ class SshPool:
         self._patience_s, self._lock, self._files = patience_s, threading.Lock(), KeyFiles()
         self._gates: dict[Host, tuple[float, Future[SshTransport]]] = {}
         self._known: dict[tuple[str, ...], HostKeys] = {}
+        self._opened = WeakSet[SshConnection]()
 
     def connect(self, host: Host) -> SshConnection:
         """A logged-in connection to `host`. Raises SshError with the kind that says which step failed."""
-        return SshConnection(host, self._log_in(host), self._patience_s)
+        connection = SshConnection(host, self._log_in(host), self._patience_s)
+        with self._lock:
+            self._opened.add(connection)
+        return connection
 
     def show_key(self, host: Host) -> ShownKey:
         """The key that the server at `host` shows, of a type that is known where it has one, without logging in."""
@@ -57,7 +62,11 @@ class SshPool:
             return ShownKey(host, shown.plain, self._known_keys(host).state_of(host, shown))
 
     def close(self) -> None:
-        """End the connections to jump hosts, and with them all that go through."""
+        """End all connections, those to jump hosts last."""
+        with self._lock:
+            opened = list(self._opened)
+        for connection in opened:
+            connection.close()
         for _, gate in self._gates.values():
             if gate.done() and gate.exception() is None:
                 gate.result().close()

@@ -219,7 +219,7 @@ class FakeNode:
 
     def link(self, run: Path, timing: LinkTiming = FAST) -> SshLink:
         """A link over the wire."""
-        return SshLink(HOST, self.wire, self.place(run), timing)
+        return SshLink(HOST, lambda host: self.wire.connect(host), self.place(run), timing)
 
     def append(self, path: str, data: bytes) -> None:
         """More of a log."""

@@ -144,7 +144,7 @@ def test_a_start_ends_when_its_link_is_closed(run, node):
 def test_the_end_of_a_link_is_told_once_also_when_it_never_began(run, node):
     told: list[int] = []
     for begins in (False, True):
-        link = SshLink(HOST, node.wire, node.place(run), FAST, on_end=lambda: told.append(1))
+        link = SshLink(HOST, node.wire.connect, node.place(run), FAST, on_end=lambda: told.append(1))
         if begins:
             link.follow()
         link.close()

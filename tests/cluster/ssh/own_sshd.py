@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import functools
 import os
 import pwd
 import shutil
 import socket
 import subprocess
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +26,6 @@ class Server:
 
     host: Host
     log: Path
-    pid: int
 
 
 @contextlib.contextmanager
@@ -45,61 +42,30 @@ def start_sshd(folder: Path, *options: str) -> Iterator[Server]:
         # Nobody else is given a port that is bound; sshd may share it with one who does not listen.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
-        with _run_sshd(sshd, folder, reserved.getsockname()[1], options) as server:
-            yield server
+        port, log, known = reserved.getsockname()[1], folder / "log", folder / "known_hosts"
+        lines = [
+            *[f"ListenAddress 127.0.0.1:{port}", f"HostKey {folder}/host_ed25519", f"HostKey {folder}/host_rsa"],
+            *[f"AuthorizedKeysFile {folder}/authorized_keys", f"PidFile {folder}/pid", "StrictModes no", "UsePAM no"],
+            *["PermitRootLogin yes", "MaxSessions 100", *options],
+        ]
+        (folder / "sshd_config").write_text("\n".join(lines) + "\n")
+        known.write_text(f"[127.0.0.1]:{port} {public_key(folder / 'host_ed25519.pub').text}\n")
+        user, files = pwd.getpwuid(os.geteuid()).pw_name, ((str(folder / "id"),), (), (str(known),))
+        process = subprocess.Popen([sshd, "-D", "-f", str(folder / "sshd_config"), "-E", str(log)])
+        try:
+            wait_for(lambda: _answers(socket.AF_INET, ("127.0.0.1", port)), "sshd")
+            yield Server(Host("node1", "127.0.0.1", port, user, f"[127.0.0.1]:{port}", *files), log)
+        finally:
+            process.terminate()
+            process.wait(200)
 
 
 def write_keys(folder: Path) -> None:
-    """Host keys (host_ed25519, host_rsa) and a client's (id) in `folder`, the same every time."""
+    """Host keys (host_ed25519, host_rsa) and a client's (id) in `folder`, unless they are there."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, text in _keys().items():
-        (folder / name).touch(mode=0o600)
-        (folder / name).write_text(text)
-
-
-@functools.cache
-def _keys() -> dict[str, str]:
-    """Host keys and a client's, by file name; made once, for that takes longer than all else of a server."""
-    with tempfile.TemporaryDirectory() as place:
-        for name, kind in (("host_ed25519", ["ed25519"]), ("host_rsa", ["rsa", "-b", "2048"]), ("id", ["ed25519"])):
-            subprocess.run(["ssh-keygen", "-q", "-N", "", "-f", f"{place}/{name}", "-t", *kind], check=True)
-        return {path.name: path.read_text() for path in Path(place).iterdir()}
-
-
-@contextlib.contextmanager
-def _run_sshd(sshd: str, folder: Path, port: int, options: Sequence[str]) -> Iterator[Server]:
-    lines = [
-        f"ListenAddress 127.0.0.1:{port}",
-        f"HostKey {folder}/host_ed25519",
-        f"HostKey {folder}/host_rsa",
-        f"AuthorizedKeysFile {folder}/authorized_keys",
-        f"PidFile {folder}/pid",
-        "StrictModes no",
-        "UsePAM no",
-        "PermitRootLogin yes",
-        "MaxSessions 100",
-        *options,
-    ]
-    (folder / "sshd_config").write_text("\n".join(lines) + "\n")
-    log = folder / "log"
-    process = subprocess.Popen([sshd, "-D", "-f", str(folder / "sshd_config"), "-E", str(log)])
-    kind, key = (folder / "host_ed25519.pub").read_text().split()[:2]
-    (folder / "known_hosts").write_text(f"[127.0.0.1]:{port} {kind} {key}\n")
-    host = Host(
-        "node1",
-        "127.0.0.1",
-        port,
-        user=pwd.getpwuid(os.geteuid()).pw_name,
-        key_name=f"[127.0.0.1]:{port}",
-        identity_files=(str(folder / "id"),),
-        known_hosts=(str(folder / "known_hosts"),),
-    )
-    try:
-        wait_for(lambda: _answers(socket.AF_INET, ("127.0.0.1", port)), "sshd")
-        yield Server(host, log, process.pid)
-    finally:
-        process.terminate()
-        process.wait(200)
+    for name, kind in (("host_ed25519", "ed25519"), ("host_rsa", "rsa"), ("id", "ed25519")):
+        if not (folder / name).exists():
+            make_key(folder / name, kind)
 
 
 def make_key(path: Path, kind: str = "ed25519", passphrase: str = "") -> Path:

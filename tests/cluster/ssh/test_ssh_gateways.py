@@ -50,7 +50,7 @@ def test_a_jump_host_that_failed_is_tried_again_after_a_while_and_ends_with_the_
     server: Server, tmp_path: Path
 ) -> None:
     with start_sshd(tmp_path / "gate") as gate, SshPool() as pool:
-        host = replace(server.host, jump=replace(gate.host, connect_timeout_s=4.0))
+        host = replace(server.host, jump=replace(gate.host, connect_timeout_s=3.0))
         keys = gate.log.parent / "authorized_keys"
         kept = keys.rename(tmp_path / "kept")
         for _ in range(2):
@@ -132,7 +132,7 @@ def test_a_log_in_of_ssh_at_a_gateway_is_shared(server: Server, tmp_path: Path) 
             f"Host gate\n  HostName 127.0.0.1\n  Port {host.port}\n  User {host.user}\n  IdentityFile {key}\n"
             f"  UserKnownHostsFile {folder}/known_hosts\n  ControlPath {sockets}/%C\n"
             f"Host node1\n  HostName 127.0.0.1\n  Port {server.host.port}\n  ProxyJump gate\n"
-            f"  IdentityFile {folder}/id\n  UserKnownHostsFile {server.log.parent}/known_hosts\n"
+            f"  IdentityFile {server.log.parent}/id\n  UserKnownHostsFile {server.log.parent}/known_hosts\n"
         )
         ssh = SshConfig(config_file=str(config))
         (before,) = resolve_hosts(["node1"], ssh)
