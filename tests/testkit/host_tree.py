@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
-COMMANDS = ("sh", "ls", "rm", "cat", "env", "id", "install", "mkdir", "mktemp", "sleep", "useradd", "uname")
+COMMANDS = ("sh", "ls", "rm", "cat", "chmod", "env", "id", "install", "mkdir", "mktemp", "sleep", "useradd", "uname")
 # Packages from wheels load these; they are no dependency of the interpreter itself.
 LIBRARIES = (
     "libstdc++.so.6",
