@@ -19,7 +19,7 @@ from engine.config.settings import Store
 from engine.planning.memory.auto import MemoryCandidate, MemoryChoice
 from engine.planning.memory.predictor import MemoryPrediction
 from engine.planning.methods.presets import AttentionMethod
-from engine.planning.methods.preview import AttentionPreview, Buffers, LayerPreview, PassPreview
+from engine.planning.methods.preview import LayerPreview, PassPreview
 from engine.planning.time.machine import Machine
 from engine.planning.time.recommend import LEAST_SAVING
 from engine.planning.time.step_time import StepTime
@@ -113,7 +113,7 @@ def _advice(plan: Plan) -> list[str]:
 
 
 def details_view(plan: Plan) -> RenderableType:
-    """Behind the answer: the method, every pass, the buffers, memory, what was chosen from, the FLOPs."""
+    """Behind the answer: the method, every pass, memory, what was chosen from, the FLOPs."""
     preview = plan.preview
     parts: list[RenderableType] = [*_headings(plan), Text()]
     for layer in preview.layers:
@@ -121,7 +121,6 @@ def details_view(plan: Plan) -> RenderableType:
             others = f" and {layer.count - 1} like it" if layer.count > 1 else ""
             parts.append(Text(f"layer {layer.first}{others}", style="bold"))
         parts += [_passes_table(layer, plan.machine), Text()]
-    parts += [_buffers_table(preview), Text()]
     if plan.ranking:
         parts += [_ranking_table(plan), Text()]
     if plan.memory is not None:
@@ -190,22 +189,6 @@ def _passes_table(layer: LayerPreview, machine: Machine) -> Table:
     return listing((f"per layer and rank ({machine.name})", *directions), rows, directions, ruled=True)
 
 
-def _buffers_table(preview: AttentionPreview) -> Table:
-    rows = [
-        [one.direction if index == 0 else "", *_buffer_cells(buffers)]
-        for one in preview.passes
-        for index, buffers in enumerate(one.largest_buffers.buffers)
-    ]
-    figures = ("slots", "rows", "size")
-    return listing(("buffers", "what", "memory", *figures), rows, figures, ruled=True)
-
-
-def _buffer_cells(buffers: Buffers) -> tuple[str, ...]:
-    heads = f" (1/{buffers.head_parts} of the heads)" if buffers.head_parts > 1 else ""
-    what = f"{buffers.kind}{heads}, {'input or output' if buffers.pinned else 'working'}"
-    return what, buffers.where, str(buffers.slots), f"{buffers.rows:,}", binary_bytes(buffers.size_bytes)
-
-
 def _ranking_table(candidate: Plan) -> Table:
     """What attention=auto chose from, best first."""
     rows = []
@@ -237,7 +220,7 @@ def _footer(candidate: Plan) -> list[Text]:
         *lines,
         Text.assemble(("step        ", "bold"), f"{seconds(step.seconds)}: {', '.join(parts)}"),
         Text.assemble(("FLOPs/step  ", "bold"), flops + count(step.flops.model_full_attention)),
-        Text(f"Of buffers, the working ones are what the method adds.\n{_BYTES_NOTE}", style="dim"),
+        Text(_BYTES_NOTE, style="dim"),
     ]
 
 

@@ -118,21 +118,9 @@ def test_details_show_every_pass(burst) -> None:
         "predicted seconds │ # │ #",
         "computing (busiest rank) │ # │ #",
         "exposed communication │ 0 │ # (#)",
-        "buffers ┃ what ┃ memory ┃ slots ┃ rows ┃ size",
-        "forward │ kv, input or output │ device │ 1 │ 512 │ 1 MiB",
-        "kv, working │ device │ 2 │ 1,024 │ 2 MiB",
-        "q, input or output │ device │ 1 │ 512 │ 512 KiB",
-        "acc, input or output │ device │ 1 │ 512 │ 520 KiB",
-        "backward │ kv, input or output │ device │ 1 │ 512 │ 1 MiB",
-        "kv, working │ device │ 2 │ 1,024 │ 2 MiB",
-        "qo, input or output │ device │ 1 │ 512 │ 1 MiB",
-        "dq, input or output │ device │ 1 │ 512 │ 512 KiB",
-        "dkv, input or output │ device │ 1 │ 512 │ 1 MiB",
-        "dkv, working │ device │ 3 │ 1,536 │ 3 MiB",
         "step #: attention forward #, attention backward #, attention exposed #, matrices #, elementwise #, loss #, "
         "weights #, gradients #, optimizer #",
         "FLOPs/step model 71.1G, hardware 71.1G, as if nothing were masked 96.8G",
-        "Of buffers, the working ones are what the method adds.",
         "Bytes are those of the busiest rank, from the plan that would run. Seconds come from a model of the machine.",
     ]
 
