@@ -60,7 +60,8 @@ GONE = {
     "burst sweep --price": "the device hours that it says, times the price; `burst plan --price` tells of one run",
     "burst model --write": "send what `burst model FOLDER` prints into a file",
     "burst bench exchange": "`burst bench attention` tells what communication adds and moves",
-    "burst bench attention --plot": "--output FILE.json has the figures for any tool that plots",
+    "burst bench attention --output": "`--json > FILE.json` writes the results",
+    "burst bench attention --plot": "`--json > FILE.json` has the figures for any tool that plots",
     "burst bench loss": "`make gpu` measures the loss, `burst plan` predicts its time and memory",
 }
 

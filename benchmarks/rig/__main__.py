@@ -2,7 +2,7 @@
 
     python -m benchmarks.rig up                        2 nodes x 4 ranks, one rail of 200 Mbit/s per rank
     python -m benchmarks.rig verify                    raw TCP throughput inside a node, of a rail, of all rails at once
-    python -m benchmarks.rig bench attention --seq-lens 4096,8192 --output FILE.json
+    python -m benchmarks.rig bench attention --seq-lens 4096,8192 --json > FILE.json
     python -m benchmarks.rig down                      also after a crash; removes namespaces by their prefix
 
 `bench` takes the options of `burst bench`, sets --ranks, --nodes and --rank-command, builds the rig when there is none

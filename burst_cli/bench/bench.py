@@ -71,7 +71,6 @@ RankCommandOption = Annotated[
         help="What starts each rank; {rank}, {node} and {local_rank} are replaced: 'ip netns exec bench{rank}'.",
     ),
 ]
-OutputOption = Annotated[Path | None, typer.Option("--output", metavar="FILE.json", help="Write the results here.")]
 
 
 @app.callback()
@@ -99,7 +98,6 @@ def attention(
     warmup: WarmupOption = 1,
     threads: ThreadsOption = 1,
     rank_command: RankCommandOption = "",
-    output: OutputOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Seconds of attention forward and backward by preset, what communication adds, and bytes sent.
@@ -116,9 +114,13 @@ def attention(
         for mask in mask_list
         for length in _numbers(seq_lens, "--seq-lens")
     ]
-    check_output("--output", output)
     document = _measure_attention(cells, _program("engine.bench.attention", rank_command))
-    _show(document, output, as_json=as_json)
+    if as_json:
+        render.emit_json(document)
+    else:
+        from burst_cli.bench.view import bench_view
+
+        render.stdout().print(bench_view(document))
 
 
 _WINDOWS = 400  # that a measurement of the machine consists of
@@ -231,18 +233,6 @@ def _document(settings: dict[str, Any]) -> dict[str, Any]:
     load = round(os.getloadavg()[0], 2)  # before our own ranks add to it
     environment = {"command": shlex.join(["burst", *sys.argv[1:]]), "load": load}
     return {"benchmark": "attention", "environment": environment, "settings": settings, "results": [], "skipped": []}
-
-
-def _show(document: dict[str, Any], output: Path | None, *, as_json: bool) -> None:
-    if as_json:
-        render.emit_json(document)
-    else:
-        from burst_cli.bench.view import bench_view
-
-        render.stdout().print(bench_view(document))
-    if output is not None:
-        write_output("--output", output, json.dumps(document, indent=2) + "\n")
-        render.stderr().print(f"written: {output}", style="dim", markup=False)
 
 
 def _words(text: str, option: str) -> list[str]:

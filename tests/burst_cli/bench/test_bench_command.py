@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import json
 import subprocess
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 from testkit.command_line import Burst
 from testkit.terminal import text_of
 
-from burst_cli.app import main
 from burst_cli.bench.view import bench_view
 from engine.planning.methods.presets import PRESETS
 
@@ -44,33 +38,11 @@ def document(*rows: dict[str, Any], skipped: list[dict[str, Any]] | None = None)
     return {"benchmark": "attention", "environment": facts, "results": list(rows), "skipped": skipped or []}
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What a measurement printed, and the document that it wrote."""
-
-    out: str
-    err: str
-    document: Any
-
-
-def measure(folder: Path, kind: str, *argv: str) -> Measured:
-    file = folder / "new" / f"{kind}.json"
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        code = main(["bench", kind, *argv, "--output", str(file)])
-    assert code == 0, err.getvalue()
-    assert f"written: {file}" in err.getvalue()
-    return Measured(out.getvalue(), err.getvalue(), json.loads(file.read_text()))
-
-
-@pytest.fixture(scope="module")
-def attention(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+def test_attention_is_measured_and_what_was_skipped_is_said(burst: Burst) -> None:
     """Over real processes."""
-    return measure(tmp_path_factory.mktemp("attention"), "attention", *SMALL, "--json")
-
-
-def test_attention_is_measured_and_written_with_what_was_skipped(attention: Measured) -> None:
-    shown = attention.document
-    assert json.loads(attention.out) == shown
+    result = burst("bench", "attention", *SMALL, "--json")
+    assert result.code == 0, result.err
+    shown = result.document
     assert [item["variant"] for item in shown["results"]] == list(VARIANTS[:3])
     reasons = {item["variant"]: item["reason"] for item in shown["skipped"]}
     assert set(reasons) == set(VARIANTS[3:])
