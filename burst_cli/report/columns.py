@@ -107,8 +107,8 @@ _COMMIT = Column("git_sha", "commit", reads=_commit, rank=16)
 _STARTED = Column("started_at", "started (UTC)", reads=_started)
 COLUMNS = (
     _RUN,
-    Column("cell_values", "swept", rank=4),
-    Column("status", "status", reads=_status, rank=8),
+    Column("cell_values", "swept", rank=0),
+    Column("status", "status", reads=_status, rank=4),
     Column("attention_preset", "attention", rank=6),
     Column("memory_policy", "memory policy", rank=9),
     Column("seq_len", "seq_len", _rounded, rank=7),
