@@ -24,7 +24,7 @@ from engine.config.settings import RunConfig
 REQUIRED = frozenset(
     {
         *("ssh.reach", "net.interface", "host.python", "host.docker", "host.image"),
-        *(f"launch.{name}" for name in ("adapters", "folder", "data", "gpus", "ranks", "port")),
+        *(f"launch.{name}" for name in ("adapters", "folder", "data", "ranks", "port")),
     }
 )
 # Of the others what fails is a risk that --force takes, and what is odd or unseen is said. What only makes a node slow

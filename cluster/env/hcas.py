@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from cluster.env.facts import HcaDecision, NodeEnvironmentFacts
@@ -103,13 +102,12 @@ def _drop_carriers(sieve: _Sieve, facts: NodeEnvironmentFacts, config: ClusterCo
 
     They would when none of that rate remained, or when more GPUs than before had to share one.
     """
-    reasons = _carrier_reasons(facts)
-    layer = _leading_layer(sieve.left)
-    best = max((port.rate_gbps or 0.0 for port in sieve.left if port.link_layer == layer), default=0.0)
-    leading = [p for p in sieve.left if p.link_layer == layer and (p.rate_gbps or 0.0) >= best - _RATE_TOLERANCE_GBPS]
+    reasons, expected = _carrier_reasons(facts), config.expected.hcas or 0
+    _, leading = _leading_layer(sieve.left)
+    best = max((port.rate_gbps or 0.0 for port in leading), default=0.0)
+    leading = [port for port in leading if (port.rate_gbps or 0.0) >= best - _RATE_TOLERANCE_GBPS]
     carrying = [port for port in leading if port.netdev in reasons]
-    spare, gpus, expected = len(leading) - len(carrying), max(1, len(facts.gpus)), config.expected.hcas or 0
-    why = ""
+    spare, gpus, why = len(leading) - len(carrying), max(1, len(facts.gpus)), ""
     is_expected = spare < expected <= len(leading)
     if is_expected:
         why = f"cluster.expected.hcas={expected} counts it"
@@ -117,48 +115,38 @@ def _drop_carriers(sieve: _Sieve, facts: NodeEnvironmentFacts, config: ClusterCo
         why = "the node has no other port as fast"
     elif -(-gpus // spare) > -(-gpus // len(leading)):
         why = f"without it {gpus} GPUs would share {spare} ports"
-    for port in carrying:
+    for port in carrying if why else ():
         told = f"{reasons[port.netdev or '']}, but {why}"
-        sieve.remark([port.name], told)  # of one that is dropped nobody reads it
-        if why and not is_expected:
+        sieve.remark([port.name], told)
+        if not is_expected:
             sieve.warnings.append(f"{port.name} is used for the ranks: {told}")
-    kept = {port.name for port in carrying if why}
-    sieve.drop(lambda port: None if port.name in kept else reasons.get(port.netdev or ""))
+    sieve.drop(lambda port: None if why and port in carrying else reasons.get(port.netdev or ""))
 
 
 def _carrier_reasons(facts: NodeEnvironmentFacts) -> Mapping[str, str]:
     """Interfaces that carry other traffic, and which."""
-    found: dict[str, str] = {}
-    for storage in facts.storage:
-        for name in facts.carriers(storage.interface):
-            way = "" if name == storage.interface else f" (as part of {storage.interface})"
-            found[name] = (
-                f"its interface {name}{way} leads to the storage server {storage.server} ({storage.mount_point})"
-            )
     routed = {interface.name for interface in facts.interfaces if interface.is_default_route}
-    for way in routed | {port.netdev for port in facts.ports if port.netdev and port.has_default_route}:
+    routed |= {port.netdev for port in facts.ports if port.netdev and port.has_default_route}
+    uses = [(one.interface, f"leads to the storage server {one.server} ({one.mount_point})") for one in facts.storage]
+    found: dict[str, str] = {}
+    for way, use in [*uses, *((name, "carries the default route") for name in routed)]:
         for name in facts.carriers(way):
-            part = "" if name == way else f" (as part of {way})"
-            found[name] = f"its interface {name}{part} carries the default route"
+            found[name] = f"its interface {name}{'' if name == way else f' (as part of {way})'} {use}"
     return found
 
 
 def _drop_other_layers(sieve: _Sieve) -> None:
     """Keep the link layer with most bandwidth: one fast Ethernet adapter must not outvote four InfiniBand ones."""
-    layer = _leading_layer(sieve.left)
-    ports = [port for port in sieve.left if port.link_layer == layer]
-    most = f"most bandwidth of the node is {layer} ({len(ports)} ports, {_bandwidth(ports):g} Gbit/s)"
-    sieve.drop(lambda port: f"its link layer is {port.link_layer}; {most}" if port.link_layer != layer else None)
+    best, ports = _leading_layer(sieve.left)
+    most = f"most bandwidth of the node is {best} ({len(ports)} ports, {_bandwidth(ports):g} Gbit/s)"
+    sieve.drop(lambda port: None if port in ports else f"its link layer is {port.link_layer}; {most}")
 
 
-def _leading_layer(ports: Sequence[HcaPort]) -> str | None:
-    """The link layer with most bandwidth; None without ports."""
-    counts = Counter(port.link_layer for port in ports)
-
-    def weight(layer: str) -> tuple[float, int, bool]:
-        return _bandwidth(port for port in ports if port.link_layer == layer), counts[layer], layer == INFINIBAND
-
-    return max(counts, key=weight, default=None)
+def _leading_layer(ports: Sequence[HcaPort]) -> tuple[str, list[HcaPort]]:
+    """The link layer with most bandwidth, and its ports."""
+    layers = {port.link_layer: [one for one in ports if one.link_layer == port.link_layer] for port in ports}
+    best = max(layers, key=lambda one: (_bandwidth(layers[one]), len(layers[one]), one == INFINIBAND), default="")
+    return best, layers.get(best, [])
 
 
 def _drop_slow(sieve: _Sieve, config: ClusterConfig) -> None:

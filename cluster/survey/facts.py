@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from cluster.survey.adapters import GPUDIRECT, PORTS, Adapters, GpuDirect, parse_adapters, parse_gpudirect
@@ -106,16 +106,12 @@ class NodeFacts:
 
     def device(self, address: str) -> str:
         """`GPU 3` for a PCI address that nvidia-smi or sysfs lists, else the address."""
-        known = [gpu.address for gpu in self.gpus or (self.pci.gpus if self.pci else ())]
-        return f"GPU {known.index(address)}" if address in known else address
+        index = next((gpu.index for gpu in self.gpu_addresses if gpu.pci_path[-1] == address), None)
+        return address if index is None else f"GPU {index}"
 
     @property
     def gpu_addresses(self) -> tuple[GpuAddress, ...]:
         """Where the GPUs sit, by index: in the order of nvidia-smi, or of the PCI bus while it does not answer."""
-        places = {device.address: device for device in self.pci.gpus} if self.pci is not None else {}
-        found = []
-        for index, address in enumerate([gpu.address for gpu in self.gpus] or places):
-            place = places.get(address)
-            path, numa_node = (place.pci_path, place.numa_node) if place is not None else ((), None)
-            found.append(GpuAddress(index, path or (address,), numa_node))
-        return tuple(found)
+        places = {gpu.pci_path[-1]: gpu for gpu in self.pci.gpus} if self.pci is not None else {}
+        told = [replace(places.get(gpu.address, GpuAddress(0, (gpu.address,))), index=gpu.index) for gpu in self.gpus]
+        return tuple(told or places.values())

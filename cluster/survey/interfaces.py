@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cluster.remote_text import one_line
@@ -17,59 +17,38 @@ from cluster.survey.sysfs import python_question
 _INTERNAL_NAME = re.compile(
     r"(docker|virbr|veth|cni|flannel|cali|cilium|lxc|lxd|podman|kube|tun|tap|vnet|dummy|ifb|br-[0-9a-f]{12})"
 )
-_INTERNAL_KINDS = frozenset({"tun", "dummy", "ifb", "sit", "gre", "ipip", "vxlan", "wireguard", "can"})
+_INTERNAL_KINDS = frozenset({"tun", "tunnel", "vxlan", "wireguard", "can"})
 
-# Nothing but a JSON list is believed: an ip that does not know -json says so on stdout or with exit code 0, too.
-# A node without such an ip, as containers are, tells in the same form what the kernel shows.
+# From the kernel itself, in the node's own network namespace. No tool is needed; of several addresses of an interface
+# the first one is told.
 LINKS = python_question(
     "net.links",
     15,
     r"""
-import fcntl, socket, subprocess
+import fcntl, socket
 
-types = {"1": "ether", "32": "infiniband", "772": "loopback"}  # ARPHRD_* of the kernel
+types = {"1": "ether", "32": "infiniband", "772": "loopback", "280": "can"}  # ARPHRD_* of the kernel
 marks = {"bridge": "bridge", "bonding": "bond", "tun_flags": "tun"}
-
-
-def ip(*words):
-    try:
-        asked = subprocess.run(["ip", "-json", *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-        told = json.loads(asked.stdout)
-    except (OSError, ValueError):
-        return None
-    return told if asked.returncode == 0 and isinstance(told, list) else None
-
-
-def look(name):
+asking = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+told = {"links": [], "routes": []}
+for _, name in socket.if_nameindex():
     folder = pathlib.Path("/sys/class/net", name)
-    asking = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     ask = lambda request: fcntl.ioctl(asking, request, name.encode().ljust(40, b"\0"))[16:]
-    flags = int.from_bytes(ask(0x8913)[:2], "little")  # SIOCGIFFLAGS: IFF_UP, IFF_RUNNING
-    link = {"ifname": name, "flags": [word for bit, word in ((1, "UP"), (64, "LOWER_UP")) if flags & bit]}
-    kind = next((kind for file, kind in marks.items() if (folder / file).exists()), types.get(tell(folder / "type")))
-    link.update(mtu=int(tell(folder / "mtu")), link_type=kind or "other", addr_info=[])
-    if (folder / "master").exists():
-        link["master"] = (folder / "master").resolve().name
+    kinds = [kind for file, kind in marks.items() if (folder / file).exists()]
+    kinds += [line[8:] for line in lines(folder / "uevent") if line.startswith("DEVTYPE=")]
+    link = {"name": name, "kind": [*kinds, types.get(tell(folder / "type"), "tunnel")][0], "mtu": tell(folder / "mtu")}
+    link["up"] = int.from_bytes(ask(0x8913)[:2], "little") & 65 == 65  # SIOCGIFFLAGS: IFF_UP, IFF_RUNNING
+    link["master"] = (folder / "master").resolve().name if (folder / "master").exists() else ""
     try:
-        local, mask = (socket.inet_ntoa(ask(request)[4:8]) for request in (0x8915, 0x891B))  # SIOCGIFADDR, NETMASK
+        address, mask = (socket.inet_ntoa(ask(request)[4:8]) for request in (0x8915, 0x891B))  # SIOCGIFADDR, NETMASK
+        link["addresses"] = [address + "/" + mask]
     except OSError:
-        return link  # it has no IPv4 address
-    prefix = bin(int.from_bytes(socket.inet_aton(mask), "big")).count("1")
-    return dict(link, addr_info=[{"family": "inet", "local": local, "prefixlen": prefix}])
-
-
-def route(device, to, gateway, _, __, ___, metric, mask, *____):
-    told = {"dst": "default" if to == mask == "00000000" else to, "dev": device, "metric": int(metric)}
-    return told if gateway == "00000000" else dict(told, gateway=gateway)
-
-
-links, routes = ip("-details", "addr", "show"), ip("-4", "route", "show", "table", "all")
-if links is None:
-    links = [look(name) for _, name in socket.if_nameindex()]
-if routes is None:
-    rows = pathlib.Path("/proc/net/route").read_text().splitlines()[1:]
-    routes = [route(*row.split()) for row in rows]
-print(json.dumps({"links": links, "routes": routes}))
+        link["addresses"] = []
+    told["links"].append(link)
+for row in pathlib.Path("/proc/net/route").read_text().splitlines()[1:]:
+    device, to, gateway, _, _, _, metric, mask = row.split()[:8]
+    told["routes"].append([device, to == mask == "00000000", gateway != "00000000", int(metric)])
+print(json.dumps(told))
 """,
 )
 
@@ -99,7 +78,7 @@ class InterfaceChoice:
 
 @dataclass(frozen=True)
 class Network:
-    """What section `net.links` says. gateways: interfaces by which an IPv4 route of any table leads to a gateway."""
+    """What section `net.links` says. gateways: interfaces by which an IPv4 route leads to a gateway."""
 
     interfaces: tuple[NetInterface, ...]
     gateways: frozenset[str]
@@ -109,16 +88,28 @@ def read_network(section: Section) -> Network:
     """Every interface of the node, in its order. Raises UnreadableError when links or routes cannot be believed."""
 
     def take(told: Any) -> Network:
-        links, hops = _links(told["links"]), [*_hops(told["routes"])]
-        if not links:
+        routes = [(_name(device), *rest) for device, *rest in listed(told["routes"])]
+        best = min((int(metric) for _, is_default, _, metric in routes if is_default), default=0)
+        default = {name for name, is_default, _, metric in routes if is_default and metric == best}
+        interfaces = tuple(_interface(row, default) for row in listed(told["links"]))
+        if not interfaces:
             raise ValueError("no interface at all, not even lo")
-        ways = [(metric, name) for metric, name, is_default, _ in hops if is_default]
-        best = min((metric for metric, _ in ways), default=0)
-        default = {name for metric, name in ways if metric == best}
-        interfaces = tuple(replace(link, is_default_route=link.name in default) for link in links)
-        return Network(interfaces, frozenset(name for _, name, _, has_gateway in hops if has_gateway))
+        return Network(interfaces, frozenset(name for name, _, has_gateway, _ in routes if has_gateway))
 
     return section.read(take)
+
+
+def _interface(row: Any, default: Collection[str]) -> NetInterface:
+    name = _name(row["name"])
+    return NetInterface(
+        name,
+        is_up=row["up"] is True,
+        mtu=integer(str(row["mtu"])),
+        kind=one_line(row["kind"]),
+        addresses=tuple(str(ipaddress.IPv4Interface(address)) for address in listed(row["addresses"])),
+        is_default_route=name in default,
+        master=_name(row["master"]) if row["master"] else None,
+    )
 
 
 def explain_interface(interfaces: Iterable[NetInterface], wanted: str | None = None) -> InterfaceChoice:
@@ -167,48 +158,6 @@ def unfit(interface: NetInterface) -> str:
 def _names(interfaces: Sequence[NetInterface]) -> str:
     shown = ", ".join(interface.name for interface in interfaces[:12])
     return f"{shown}, ..." if len(interfaces) > 12 else shown or "nothing"
-
-
-def _links(document: Any) -> list[NetInterface]:
-    """Interfaces of `ip -json -details addr show`."""
-    found = []
-    for item in listed(document):
-        if not item:  # iproute2 5.x prints {} for what a filter drops
-            continue
-        flags = item["flags"]
-        addresses = [
-            _address(f"{entry['local']}/{entry['prefixlen']}")
-            for entry in item.get("addr_info", [])
-            if entry.get("family") == "inet" and entry.get("scope") != "host"
-        ]
-        kind = item.get("linkinfo", {}).get("info_kind") or item.get("link_type") or "ether"
-        found.append(
-            NetInterface(
-                name=_name(item["ifname"]),
-                is_up="UP" in flags and "LOWER_UP" in flags,
-                mtu=integer(str(item.get("mtu", ""))),
-                kind=one_line(str(kind)),
-                addresses=tuple(addresses),
-                master=_name(item["master"]) if item.get("master") else None,
-            )
-        )
-    return found
-
-
-def _hops(document: Any) -> Iterator[tuple[int, str, bool, bool]]:
-    """(metric, interface, is a default route of the main table, has a gateway) of every next hop of every route."""
-    for item in listed(document):
-        if item:
-            is_default = item["dst"] == "default" and item.get("table", "main") == "main"
-            for hop in item.get("nexthops", ()) or (item,):
-                if "dev" in hop:
-                    metric, has_gateway = int(item.get("metric", 0)), "gateway" in hop or "via" in hop
-                    yield metric, _name(hop["dev"]), is_default, has_gateway
-
-
-def _address(text: str) -> str:
-    """`text` as IPv4 address with prefix length. Raises ValueError."""
-    return str(ipaddress.IPv4Interface(text))
 
 
 def _name(text: object) -> str:

@@ -18,7 +18,7 @@ from xml.etree.ElementTree import Element
 
 from cluster.remote_text import one_line
 from cluster.survey.adapters import pci_path
-from cluster.survey.section import AbsentError, Section, SectionState, UnreadableError, listed
+from cluster.survey.section import AbsentError, Section, SectionState, UnreadableError
 from cluster.survey.sysfs import python_question
 
 T = TypeVar("T", str, float)
@@ -299,7 +299,7 @@ def needed(value: T | Gap) -> T:
 
 @dataclass(frozen=True)
 class GpuAddress:
-    """Where a GPU sits: `index` as nvidia-smi counts, `pci_path` as in HcaPort."""
+    """Where a GPU sits: `index` as nvidia-smi counts, which is in the order of addresses; `pci_path` as in HcaPort."""
 
     index: int
     pci_path: tuple[str, ...] = ()
@@ -307,60 +307,31 @@ class GpuAddress:
 
 
 @dataclass(frozen=True)
-class NvidiaDevice:
-    """One PCI device of NVIDIA. pci_path: as in `HcaPort`."""
-
-    address: str
-    pci_class: int
-    numa_node: int | None = None
-    pci_path: tuple[str, ...] = ()
-
-    @property
-    def is_gpu(self) -> bool:
-        """Whether it is a 3D or display controller; a GPU's audio and USB functions are devices of their own."""
-        return self.pci_class >> 8 in (0x0300, 0x0302)
-
-    @property
-    def is_nvswitch(self) -> bool:
-        """Whether it is a bridge of class "other": NVSwitches are."""
-        return self.pci_class >> 8 == 0x0680
-
-
-@dataclass(frozen=True)
 class PciDevices:
-    """What sysfs lists. total: PCI devices of all vendors; 0 means that there is no PCI bus to look at."""
+    """What sysfs lists. total: PCI devices of all vendors; 0 means that there is no PCI bus to look at. nvswitches: how
+    many this machine can see; a virtual machine may see none and still use them."""
 
     total: int
-    devices: tuple[NvidiaDevice, ...]
-
-    @property
-    def gpus(self) -> tuple[NvidiaDevice, ...]:
-        """GPUs in the order of nvidia-smi, which is that of their addresses."""
-        return tuple(device for device in self.devices if device.is_gpu)
-
-    @property
-    def nvswitches(self) -> tuple[NvidiaDevice, ...]:
-        """The NVSwitches that this machine can see; a virtual machine may have none and still use them."""
-        return tuple(device for device in self.devices if device.is_nvswitch)
+    gpus: tuple[GpuAddress, ...]
+    nvswitches: int
 
 
 def read_pci_devices(section: Section) -> PciDevices | None:
     """The devices in `section`; None when it did not end properly or makes no sense."""
 
     def take(told: Any) -> PciDevices:
-        devices = [_device(*map(str, row)) for row in listed(told["devices"])]
-        return PciDevices(int(told["total"]), tuple(sorted(devices, key=lambda device: device.address)))
+        rows = sorted((str(address), int(kind, 16) >> 8, numa, path) for address, kind, numa, path in told["devices"])
+        # A GPU's audio and USB functions are devices of their own; NVSwitches are bridges of class "other".
+        gpus = [row for row in rows if row[1] in (0x0300, 0x0302)]
+        if None in [normal_address(row[0]) for row in rows]:
+            raise ValueError("no address")
+        places = (
+            GpuAddress(index, pci_path(path) or (address,), int(numa) if numa.isdecimal() else None)
+            for index, (address, _, numa, path) in enumerate(gpus)
+        )
+        return PciDevices(int(told["total"]), tuple(places), sum(row[1] == 0x0680 for row in rows))
 
     try:
         return section.read(take)
     except UnreadableError:
         return None
-
-
-def _device(address: str, pci_class: str, numa: str, path: str) -> NvidiaDevice:
-    """Raises ValueError for what is none."""
-    name = normal_address(address)
-    if name is None:
-        raise ValueError(address)
-    numa_node = int(numa) if numa.isdecimal() else None
-    return NvidiaDevice(name, int(pci_class, 16), numa_node, pci_path(path))

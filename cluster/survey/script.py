@@ -37,15 +37,9 @@ export root
 PATH=$PATH:/usr/sbin:/sbin:/usr/local/sbin:/usr/bin:/bin
 export PATH
 
-if timeout -k 1 9 true </dev/null >/dev/null 2>&1; then
-    # What ignores TERM is killed. A process stuck in the kernel (state D) cannot be, and timeout waits for it for ever:
-    # the outer one then kills the waiting one, and the probe goes on.
-    limited() { timeout -s KILL $(($1 + 5)) timeout -k 2 "$1" sh -s; }
-elif timeout -s KILL 9 true </dev/null >/dev/null 2>&1; then
-    limited() { timeout -s KILL "$1" sh -s; } # of older busybox
-else
-    limited() { sh -s; } # the asking side gives up on the whole answer
-fi
+# What ignores TERM is killed. A process stuck in the kernel (state D) cannot be, and timeout waits for it for ever: the
+# outer one then kills the waiting one, and the probe goes on.
+limited() { timeout -s KILL $(($1 + 5)) timeout -k 2 "$1" sh -s; }
 
 # section NAME SECONDS AFTER <<'END' ... END    runs the lines below in a shell of their own, with a time limit.
 late=

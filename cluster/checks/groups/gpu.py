@@ -97,7 +97,7 @@ def check_count(check: Check, facts: NodeFacts) -> list[Finding]:
     if set(counts.values()) == {wanted} and wanted:
         return [check.ok(str(wanted))]
     observed = ", ".join(f"{count} by {source}" for source, count in counts.items())
-    missing = {gpu.address for gpu in facts.pci.gpus} - {gpu.address for gpu in log.gpus}
+    missing = {gpu.pci_path[-1] for gpu in facts.pci.gpus} - {gpu.address for gpu in log.gpus}
     evidence = f"not in nvidia-smi: {', '.join(sorted(missing))}" if missing else ""
     remedy = f"{DMESG}; drain and reboot the node, and check what cluster.expected.gpus says"
     return [check.expecting(f"{wanted} GPUs" if wanted else "at least one GPU").fail(observed, remedy, evidence)]

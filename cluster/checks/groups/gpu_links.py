@@ -95,7 +95,7 @@ def check_fabric(check: Check, facts: NodeFacts) -> list[Finding]:
     gpus = gpus_by_name(facts)
     if facts.pci is None:
         raise UnreadableError("NVSwitches: PCI devices cannot be read from sysfs")
-    switches = len(facts.pci.nvswitches)
+    switches = facts.pci.nvswitches
     is_told = any(isinstance(gpu.look("fabric/state"), str) for gpu in gpus.values())
     states = each(check, gpus, _judge_fabric, f"{switches} NVSwitches" if switches else "the NVLink fabric is set up")
     if any(not one.severity.is_fine for one in states) or not switches:

@@ -28,20 +28,11 @@ _TEXT_SUFFIXES = (".json", ".jinja")  # of what is read in a tokenizer's folder
 
 
 @dataclass(frozen=True)
-class DataFacts:
-    """What one entry of data.paths is on a node. content: None when there was no time to look into its files."""
-
-    path: str
-    problem: str
-    content: str | None
-
-
-@dataclass(frozen=True)
 class Offer:
     """What a node offers a run. memory_bytes: None where it does not tell.
 
     room, port: (how many bytes are free, which port is free; None, and why there is none). locks: the runs that hold
-    it, by the name that they know it by.
+    it, by the name that they know it by. data: (path, what is wrong there, its content; None: no time to look).
     """
 
     home: str
@@ -54,7 +45,7 @@ class Offer:
     room: tuple[int | None, str]
     port: tuple[int | None, str]
     locks: Mapping[str, str]
-    data: tuple[DataFacts, ...]
+    data: tuple[tuple[str, str, str | None], ...]
 
 
 def read_offer(facts: NodeFacts) -> Offer:
@@ -81,14 +72,12 @@ def read_offer(facts: NodeFacts) -> Offer:
     return facts.probe.section(NAME).read(take)
 
 
-def _data(told: Any) -> DataFacts:
+def _data(told: Any) -> tuple[str, str, str | None]:
     path, problem = one_line(told["path"]), one_line(told.get("problem", ""))
     if problem or told["digest"] is None:
-        return DataFacts(path, problem, None)
-    count = int(told["files"])
-    return DataFacts(
-        path, "", f"{count} file{'' if count == 1 else 's'}, {int(told['bytes'])} bytes, {one_line(told['digest'])[:8]}"
-    )
+        return path, problem, None
+    count = f"{int(told['files'])} file{'' if told['files'] == 1 else 's'}"
+    return path, "", f"{count}, {int(told['bytes'])} bytes, {one_line(told['digest'])[:8]}"
 
 
 def check_adapters(check: Check, facts: NodeFacts) -> list[Finding]:
@@ -97,21 +86,14 @@ def check_adapters(check: Check, facts: NodeFacts) -> list[Finding]:
 
 
 def check_folder(check: Check, facts: NodeFacts) -> list[Finding]:
-    """Runs can be laid where cluster.node_folder says."""
-    offer = read_offer(facts)
-    if offer.room[0] is None:
-        return [check.fail(offer.room[1], "set cluster.node_folder to a folder of yours")]
-    return [check.ok(node_root(facts.config))]
-
-
-def check_room(check: Check, facts: NodeFacts) -> list[Finding]:
-    """There is room for a run where cluster.node_folder says."""
-    offer = read_offer(facts)
-    free = offer.room[0]
+    """Runs can be laid where cluster.node_folder says, and there is room for one."""
+    (free, problem), root = read_offer(facts).room, node_root(facts.config)
     if free is None:
-        return [check.skip("see launch.folder")]
-    check, text = check.expecting(f"at least {gib(ROOM_BYTES)}"), f"{gib(free)} free under {node_root(facts.config)}"
-    return [check.ok(text) if free >= ROOM_BYTES else check.fail(text, "make room, or set cluster.node_folder")]
+        return [check.fail(problem, "set cluster.node_folder to a folder of yours")]
+    text = f"{gib(free)} free under {root}"
+    if free >= ROOM_BYTES:
+        return [check.ok(text)]
+    return [check.expecting(f"at least {gib(ROOM_BYTES)}").fail(text, "make room, or set cluster.node_folder")]
 
 
 def check_holder(check: Check, facts: NodeFacts) -> list[Finding]:
@@ -126,7 +108,7 @@ def check_holder(check: Check, facts: NodeFacts) -> list[Finding]:
 def check_data(check: Check, facts: NodeFacts) -> list[Finding]:
     """Every file that ranks read is there."""
     remedy = "bring it there under this name"
-    missing = [check.fail(f"data {one.path}: {one.problem}", remedy) for one in read_offer(facts).data if one.problem]
+    missing = [check.fail(f"data {path}: {wrong}", remedy) for path, wrong, _ in read_offer(facts).data if wrong]
     return missing or [check.ok("there")]
 
 
@@ -138,21 +120,8 @@ def count_gpus(facts: NodeFacts) -> int | None:
     return 0 if is_absent else None
 
 
-def check_gpus(check: Check, facts: NodeFacts) -> list[Finding]:
-    """How many GPUs the node has is known."""
-    count = count_gpus(facts)
-    if count is None and facts.config.backend != "gloo":
-        assert not isinstance(facts.smi, SmiLog)
-        return [check.unknown(f"nvidia-smi: {facts.smi.failure.value}: {facts.smi.evidence}", "see gpu.nvidia_smi")]
-    return [check.ok(_gpus(count or 0))]
-
-
 def _gpus(count: int) -> str:
     return f"{count} GPU{'' if count == 1 else 's'}"
-
-
-def _compare(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
-    return [*_port(nodes), *_ranks(nodes)]
 
 
 def _port(nodes: Mapping[str, NodeFacts]) -> Iterator[Finding]:
@@ -166,12 +135,15 @@ def _port(nodes: Mapping[str, NodeFacts]) -> Iterator[Finding]:
 
 def _ranks(nodes: Mapping[str, NodeFacts]) -> Iterator[Finding]:
     """Under NCCL every rank has a GPU of its own, on every node."""
-    known_counts = {node: count_gpus(facts) for node, facts in nodes.items()}
-    counts = {node: count for node, count in known_counts.items() if count is not None}
-    if not counts or counts != known_counts:
-        return
     cluster = next(iter(nodes.values())).config
-    if cluster.backend == "gloo":
+    counts = {node: count_gpus(facts) or 0 for node, facts in nodes.items()}
+    unknown = [node for node, facts in nodes.items() if count_gpus(facts) is None]
+    for node in unknown if cluster.backend != "gloo" else ():
+        smi = nodes[node].smi
+        assert not isinstance(smi, SmiLog)
+        text = f"nvidia-smi: {smi.failure.value}: {smi.evidence}"
+        yield Check(node, "launch.ranks").unknown(text, "see gpu.nvidia_smi")
+    if unknown or cluster.backend == "gloo":
         return
     if cluster.ranks_per_node is None and len(set(counts.values())) > 1:
         for node, count in counts.items():
@@ -222,7 +194,7 @@ def launch_group(config: RunConfig) -> CheckGroup:
     }
 
     def traits(facts: NodeFacts) -> Mapping[str, str | None]:
-        found = {f"launch.data {one.path}": one.content for one in read_offer(facts).data if not one.problem}
+        found = {f"launch.data {path}": content for path, wrong, content in read_offer(facts).data if not wrong}
         if config.data.format != "stdlib" or facts.in_containers:
             return found
         # This corpus is the source code of the Python that reads it.
@@ -231,9 +203,9 @@ def launch_group(config: RunConfig) -> CheckGroup:
 
     return CheckGroup(
         "launch",
-        (check_adapters, check_folder, check_room, check_holder, check_data, check_gpus),
+        (check_adapters, check_folder, check_holder, check_data),
         questions=(*FACT_QUESTIONS, agent_question(NAME, _LIMIT_S, "cluster.agent.survey", "survey", asked)),
         settings=lambda _: {"BURST_MODULES": " ".join(needed_modules(config))},
         traits=traits,
-        compare=_compare,
+        compare=lambda nodes: [*_port(nodes), *_ranks(nodes)] if nodes else [],
     )

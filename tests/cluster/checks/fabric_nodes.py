@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,31 +77,13 @@ class FabricNode:
         return told(self.check(**expected))
 
 
-def link(name: str, *addresses: str, kind: str = "", state: str = "UP", **more: Any) -> dict[str, Any]:
-    """One interface as `ip -json -details addr` prints it."""
-    flags = ["BROADCAST", "MULTICAST", "UP", "LOWER_UP"] if state == "UP" else ["BROADCAST", "MULTICAST"]
-    return {
-        "ifindex": 1,
-        "ifname": name,
-        "flags": flags,
-        "mtu": 1500,
-        "operstate": state,
-        "link_type": "ether",
-        "addr_info": [
-            {"family": "inet", "local": local, "prefixlen": int(length), "scope": "global"}
-            for local, length in (address.split("/") for address in addresses)
-        ],
-        **({"linkinfo": {"info_kind": kind}} if kind else {}),
-        **more,
-    }
+def link(name: str, *addresses: str, kind: str = "ether", up: bool = True, master: str = "", mtu: Any = 1500) -> Any:
+    """One interface as a node tells it."""
+    told = {"name": name, "kind": kind, "mtu": str(mtu), "up": up, "master": master}
+    return {**told, "addresses": [*addresses]}
 
 
-LO = {
-    **link("lo"),
-    "flags": ["LOOPBACK", "UP", "LOWER_UP"],
-    "link_type": "loopback",
-    "addr_info": [{"family": "inet", "local": "127.0.0.1", "prefixlen": 8, "scope": "host"}],
-}
+LO = link("lo", "127.0.0.1/8", kind="loopback")
 
 
 def net_probe(links: object, routes: object = (), *, name: str = "n1") -> NodeProbe:
@@ -110,6 +91,6 @@ def net_probe(links: object, routes: object = (), *, name: str = "n1") -> NodePr
     return NodeProbe(name, {"net.links": ended("net.links", json.dumps({"links": links, "routes": routes}))})
 
 
-def default_route(device: str, **more: object) -> Mapping[str, object]:
-    """A default route as `ip -json route` prints it."""
-    return {"dst": "default", "gateway": "10.0.0.254", "dev": device, "flags": [], **more}
+def default_route(device: str, metric: int = 0) -> list[object]:
+    """A default route, by a gateway."""
+    return [device, True, True, metric]

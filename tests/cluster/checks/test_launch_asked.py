@@ -109,7 +109,7 @@ def test_data_are_listed_as_the_trainer_will_list_them(ask: Ask, tmp_path: Path)
     for name in ("a.jsonl", "b.jsonl", ".hidden.jsonl", "readme.md", "sub/c.ndjson"):
         (folder / name).write_text("12345678")
     (entry,) = ask({"format": "jsonl", "paths": [str(folder)]}).data
-    assert (entry.problem, (entry.content or "").rpartition(",")[0]) == ("", "3 files, 24 bytes")
+    assert (entry[1], (entry[2] or "").rpartition(",")[0]) == ("", "3 files, 24 bytes")
     assert len(list_files([str(folder)], (".jsonl", ".ndjson"))) == 3
     (pattern,) = data_facts(tmp_path, ["~/corpus/*.jsonl"])
     assert (pattern["path"], pattern["files"]) == (f"{folder}/*.jsonl", 2)

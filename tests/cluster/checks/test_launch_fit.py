@@ -117,13 +117,9 @@ RISKS = [
         {"gpus": 8, "smi": smi(8, used_mib=4000)},
         "gpu.busy GPU 0, GPU 1, GPU 2, GPU 3, GPU 4, GPU 5, GPU 6, GPU 7",
     ),
-    (
-        BARE,
-        {"launch": {"room": [500 << 20, ""]}},
-        "launch.room: 500 MiB free under ~/.burst, expected at least 1.0",
-    ),
 ]
 MUSTS = [
+    (BARE, {"launch": {"room": [500 << 20, ""]}}, "launch.folder: 500 MiB free under ~/.burst, expected at least 1.0"),
     (
         run_config(cluster={"python": "/opt/none"}),
         {"software": "null"},
@@ -189,7 +185,7 @@ def test_gpus_that_cannot_be_counted_do_not_pass() -> None:
     lost = ("Unable to determine the device handle for GPU0", 15)
     texts = problems(sections(smi=lost, gpus=8), config=NCCL)
     assert any(
-        "launch.gpus: nvidia-smi: a GPU is lost: Unable to determine the device handle" in text for text in texts
+        "launch.ranks: nvidia-smi: a GPU is lost: Unable to determine the device handle" in text for text in texts
     )
     assert fit(sections(smi=lost), config=run_config(cluster={"backend": "gloo"})).warnings == ()
 
@@ -207,7 +203,7 @@ def test_all_problems_are_told_at_once_and_once_for_all_nodes_that_have_them() -
         "n1: ssh.clock: its clock is 60 s ahead of most nodes, expected within 1 s of most nodes",
         "n4: launch.holder: run r9 holds it",
         "n5: ssh.reach: silent, expected a connection",
-        "n[1-3]: launch.room: 10 MiB free under ~/.burst, expected at least 1.0 GiB",
+        "n[1-3]: launch.folder: 10 MiB free under ~/.burst, expected at least 1.0 GiB",
     ]
 
 
