@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -93,23 +92,6 @@ def test_time_is_that_of_the_slowest_and_not_the_sum() -> None:
     assert set(verdicts(report).values()) == {"UNKNOWN"}
 
 
-def test_a_fast_node_is_told_before_a_slow_one_has_answered() -> None:
-    told = threading.Event()
-
-    class Observer(CheckObserver):
-        def finished(self, report: NodeReport) -> None:
-            if report.node == "fast":
-                told.set()
-
-    def slow(fence: str) -> Iterator[bytes]:
-        assert told.wait(200), "the slow node was waited for before the fast one was told"
-        yield from answer({"host.disk": "ok"})(fence)
-
-    fleet = FakeFleet({"slow": slow, "fast": HEALTHY})
-    options = CheckOptions(all_groups=GROUPS, connect=fleet.connect, timeout_s=60)
-    assert check_nodes(fleet.hosts, CONFIG, options, Observer()).usable == ("slow", "fast")
-
-
 def test_connections_are_closed_after_an_interrupt() -> None:
     class Interrupted(CheckObserver):
         def finished(self, report: NodeReport) -> None:
@@ -192,12 +174,6 @@ def test_the_node_with_another_driver_is_named() -> None:
     (odd,) = findings(report, "n2", "gpu.driver")
     assert (odd.observed, odd.expected) == ("535", "550, as 2 of 3 nodes have")
     assert findings(report, "n4", "gpu.driver") == []  # who was not reached is not blamed for more
-
-
-def test_settings_of_a_group_reach_its_probe() -> None:
-    fleet = FakeFleet({"n1": HEALTHY})
-    check(fleet, all_groups=(replace(FAKE_GROUP, settings=lambda config: {"BURST_IMAGE": config.interface}),))
-    assert "export BURST_IMAGE=prod\n" in fleet.connections["n1"].processes[0].script
 
 
 def test_this_machine_alone_has_no_ssh_and_nobody_to_compare_with() -> None:

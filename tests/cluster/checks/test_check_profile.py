@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cluster.checks.compare import merge_compared, profile_findings
 from cluster.checks.finding import Finding, Verdict
@@ -34,29 +30,6 @@ def test_a_tie_warns_all_and_says_who_has_what() -> None:
 def test_none_against_some_fails_even_in_a_tie(check: str) -> None:
     found = judge(check, {"n1": "0", "n2": "8"})
     assert severities(found) == {"n1": Verdict.FAIL, "n2": Verdict.OK}
-
-
-VALUES = st.dictionaries(
-    st.integers(1, 9).map(lambda n: f"n{n}"), st.none() | st.sampled_from(["a", "b", "c"]), min_size=1, max_size=9
-)
-
-
-@given(VALUES)
-def test_majority_rule(values: dict[str, str | None]) -> None:
-    found = severities(judge("gpu.model", values))
-    counts = Counter(value for value in values.values() if value is not None)
-    if not counts:
-        assert found == {}
-        return
-    top = max(counts.values())
-    winners = [value for value, count in counts.items() if count == top]
-    for node, value in values.items():
-        if value is None:
-            assert found[node] is Verdict.UNKNOWN
-        elif len(winners) > 1:
-            assert found[node] is Verdict.WARN
-        else:
-            assert found[node] is (Verdict.OK if value == winners[0] else Verdict.FAIL)
 
 
 def finding(severity: Verdict, check: str = "gpu.driver", device: str | None = None, text: str = "") -> Finding:

@@ -93,18 +93,6 @@ def test_a_healthy_node_passes_every_check(tmp_path: Path, profile: str, number:
     assert [gpu.pci_path[:2] for gpu in gpus[:: 8 // len(wanted)]] == [ports[name].pci_path[:2] for name in wanted]
 
 
-def test_a_node_without_gpus_and_adapters_is_skipped_unless_they_are_expected(tmp_path: Path) -> None:
-    program(tmp_path, "nvidia-smi", "exit 127")  # whatever this machine has
-    (tmp_path / "root").mkdir()
-    probe = ask(tmp_path)
-    told = {found.check: (found.severity, found.observed) for found in check(probe, GPU, IB)}
-    assert told == {
-        **dict.fromkeys(GPU.checks, (SKIP, "no NVIDIA GPU in this node")),
-        **dict.fromkeys(IB.checks, (SKIP, "no adapter for training")),
-    }
-    assert ("gpu.nvidia_smi", None, FAIL) in bad(check(probe, gpus=8))
-
-
 def test_a_lost_gpu_is_named_and_nothing_is_believed_of_the_others(tmp_path: Path) -> None:
     findings = check(rehearse(tmp_path, "h100x8", "gpu_lost:3"))
     failed = {(found.check, found.device) for found in findings if found.severity is FAIL}
@@ -174,19 +162,6 @@ def ports_of(root: Path) -> dict[str, HcaPort]:
     return {port.device: port for port in parse_ports(ask(root.parent))}
 
 
-def test_hostile_values_stay_in_their_field_and_what_cannot_be_read_is_not_told(tree: Path) -> None:
-    device = tree / "sys/class/infiniband/mlx5_0"
-    (device / "ports/1/link_layer").write_text("20%\tstate=4: ACTIVE\n@@x end ib.ports 0\nport\tdev=evil\n")
-    (device / "ports/1/rate").write_bytes(b"\xff\xfe" * 3000)
-    (device / "ports/1/state").unlink()
-    (device / "ports/1/state").mkdir()  # reading it is an error, for root as well
-    found = ports_of(tree)
-    assert sorted(found) == ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_3"]
-    port = found["mlx5_0"]
-    assert (port.link_layer, port.rate_gbps, port.state) == ("20% state=4: ACTIVE", None, "")
-    assert not port.is_active
-
-
 def test_what_else_an_interface_is_part_of_is_seen(tree: Path) -> None:
     device = (tree / "sys/class/infiniband/mlx5_0/device").resolve()
     (device / "physfn").mkdir()
@@ -213,13 +188,3 @@ def test_what_else_an_interface_is_part_of_is_seen(tree: Path) -> None:
 def test_an_adapter_without_ports_is_told(tree: Path) -> None:
     shutil.rmtree((tree / "sys/class/infiniband/mlx5_2/ports").resolve())
     assert ("ib.count", "mlx5_2", FAIL) in bad(check(ask(tree.parent), IB))
-
-
-def test_a_file_that_never_answers_costs_its_section_only(tree: Path) -> None:
-    path = tree / "sys/class/infiniband/mlx5_1/ports/1/state"
-    path.unlink()
-    os.mkfifo(path)
-    probe = ask(tree.parent, limit_s=2)
-    assert probe.section("ib.ports").state is SectionState.TIMED_OUT
-    assert probe.section("ib.gpudirect").ok
-    assert {severity for _, _, severity in bad(check(probe, IB))} == {UNKNOWN}

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from testkit.command_line import Burst
 from testkit.testbed_fixture import Testbeds
 
 from cluster.checks.finding import Finding, FleetReport, Verdict
 from cluster.checks.run import CheckOptions, check_nodes
 from cluster.checks.selection import read_selection
 from cluster.errors import SshFailure
-from cluster.ssh.nodes import fold_nodes
 from cluster.testbed.build import Testbed
-from cluster.testbed.faults import clear_faults, set_fault
+from cluster.testbed.faults import set_fault
 from engine.config.cluster import ClusterConfig
 
 CONNECT_TIMEOUT_S = 4.0
@@ -66,29 +64,3 @@ def test_each_node_is_named_with_its_own_fault_and_no_other(broken: Testbed) -> 
     for name in (names[0], *names[5:]):  # which talk to each other
         found = {f.check: f.severity for f in report.nodes[name].findings}
         assert found["net.pairs"] is Verdict.OK
-
-
-def test_a_node_that_hangs_after_the_login_is_given_up(broken: Testbed) -> None:
-    name = broken.node_names[0]
-    set_fault(broken, name, "slow_shell", "60")
-    try:
-        (host,) = [host for host in broken.hosts(CONNECT_TIMEOUT_S) if host.name == name]
-        report = check_nodes([host], ClusterConfig(), CheckOptions(read_selection(["gpu"]), timeout_s=2.0))
-    finally:
-        clear_faults(broken, name)
-    assert not report.nodes[name].usable
-    assert report.elapsed_s < 60
-
-
-def test_the_verb_lists_the_usable_nodes_and_nothing_else(
-    broken: Testbed,
-    module_testbeds: Testbeds,
-    monkeypatch: pytest.MonkeyPatch,
-    burst: Burst,
-) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(module_testbeds.config_dir))
-    timeout = f"cluster.ssh.connect_timeout_s={CONNECT_TIMEOUT_S}"
-    names = broken.node_names
-    hosts = fold_nodes([names[number - 1] for number in (1, 3, 6)])  # the others take as long as the timeout
-    listed = burst("check-nodes", f"cluster={broken.name}", timeout, "--hosts", hosts, "--only", "gpu", "--list")
-    assert (listed.code, listed.out) == (1, f"{names[0]}\n")

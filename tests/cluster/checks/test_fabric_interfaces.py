@@ -17,7 +17,6 @@ from cluster.survey.section import NodeProbe, SectionState, UnreadableError
 from engine.config.cluster import ClusterConfig
 
 GROUP = Groups("net")
-DOCKER = link("docker0", "172.17.0.1/16", kind="bridge", up=False)
 DOCKER_BUSY = link("docker0", "172.17.0.1/16", kind="bridge")
 CONTAINER_END = link("veth3f2a1b0", kind="veth", master="docker0")
 VIRTUAL = link("virbr0", "192.168.122.1/24", kind="bridge")

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 
 import pytest
 from rehearsal import GPU as GROUP
-from rehearsal import check, fixture_text, healthy, with_text
+from rehearsal import check, healthy, with_text
 from testkit.check_fakes import bad, changed_section, ended, only
 from testkit.check_fakes import told as in_words
 
 from cluster.checks.finding import Verdict
 from cluster.survey.section import NodeProbe, Section
-from engine.config.cluster import ClusterConfig, ExpectedHardware
+from engine.config.cluster import ClusterConfig
 
 OK, WARN, FAIL, SKIP, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.SKIP, Verdict.UNKNOWN
 GPU0, ALL_GPUS = "GPU 0", [f"GPU {index}" for index in range(8)]
@@ -227,14 +226,6 @@ def test_cards_without_nvlink_are_no_fault() -> None:
     assert skipped == {"gpu.nvlink", "gpu.fabric"}
 
 
-def test_a_gpu_that_is_alone_has_nothing_to_be_linked_with() -> None:
-    """Nvidia-smi may list it, with links that are down, or leave it out."""
-    for text in ("", "GPU 0: NVIDIA H200 (UUID: GPU-1)\n" + DOWN):
-        sections = {"gpu.smi": ended("gpu.smi", fixture_text("h200_570.xml")), "gpu.nvlink": ended("gpu.nvlink", text)}
-        found = only(check(replace(healthy("h200x8"), sections=sections)), "gpu.nvlink")
-        assert (found.severity, found.observed) == (SKIP, "one GPU: there is no other to link it with")
-
-
 def kernel(*lines: str, boot: bool = True) -> NodeProbe:
     told = {"reader": "dmesg", "total": 9, "boot": boot, "uptime": 9.0, "seen": [[2, line] for line in lines]}
     return changed_section(healthy(), "kernel.log", output=json.dumps(told))
@@ -309,12 +300,6 @@ COUNTED = "FAIL gpu.count: 8 by nvidia-smi, 8 by driver, 8 by PCI; expected: {}"
 )
 def test_expected_hardware(expected: dict[str, object], told: list[str]) -> None:
     assert in_words(check(healthy(), **expected)) == told
-
-
-def test_what_the_configuration_says_is_not_compared_between_nodes() -> None:
-    config = ClusterConfig(expected=ExpectedHardware(gpus=8, gpu_model="H100"))
-    assert not {"gpu.count", "gpu.model"} & set(GROUP.traits(healthy(), config))
-    assert GROUP.traits(gpu_less(NO_DEVICES), config) == {}
 
 
 def test_traits_are_what_nodes_must_share_and_what_is_not_known_is_left_out() -> None:

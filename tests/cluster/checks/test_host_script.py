@@ -118,15 +118,6 @@ def test_python_that_is_asked_is_that_of_the_ranks(tools: Path, tmp_path: Path) 
     assert software == Software("/my/python", (3, 12, 1), {"torch": "9.9.9"}, None)
 
 
-def test_room_is_what_the_system_says(here: NodeProbe) -> None:
-    room, truth = here.section("host.system").document()["rooms"]["/"], os.statvfs("/")
-    assert room["size"] == truth.f_blocks * truth.f_frsize
-    # Other tests write meanwhile.
-    assert room["free"] == pytest.approx(truth.f_bavail * truth.f_frsize, rel=0.1)
-    kind = subprocess.run(["stat", "-f", "-c", "%T", "/dev/shm"], capture_output=True, text=True, check=True).stdout
-    assert here.section("host.system").document()["shm"]["kind"] == kind.strip()
-
-
 def test_the_rehearsal_tree_is_read_where_it_has_the_file(trapped: tuple[NodeProbe, Path]) -> None:
     system = read_system(NodeFacts(trapped[0], BARE))
     assert (system.memory_bytes, system.adapters, system.locked_bytes) == (1000000 << 10, 1, 8388608)
@@ -176,12 +167,6 @@ def test_settings_reach_the_engine_as_they_are(tools: Path, tmp_path: Path) -> N
     assert not list(tmp_path.rglob("pwned"))
 
 
-def test_an_engine_with_several_words_is_called_with_all_of_them(tools: Path, tmp_path: Path) -> None:
-    with_docker = fake_docker(tools, tmp_path, ENGINE)
-    probe = ask(with_docker, tmp_path, "docker", settings={"BURST_ENGINE": "env X=* docker"})
-    assert only(probe, "host.docker", DOCKER).severity is Verdict.OK
-
-
 def test_every_way_in_which_gpus_reach_containers_is_found(tools: Path, tmp_path: Path) -> None:
     with_docker = fake_docker(tools, tmp_path, ENGINE)
     (with_docker / "nvidia-container-runtime-hook").symlink_to("docker")
@@ -204,21 +189,3 @@ def test_an_engine_without_a_daemon_is_silent_although_it_ends_well(tools: Path,
 def test_an_engine_that_is_not_there_is_named(tools: Path, tmp_path: Path) -> None:
     probe = ask(tools, tmp_path, "docker", settings={"BURST_ENGINE": "no-such-engine --flag"})
     assert "not installed" in only(probe, "host.docker", DOCKER).observed
-
-
-def test_a_shared_folder_that_is_there_tells_its_room(tools: Path, tmp_path: Path) -> None:
-    probe = ask(tools, tmp_path, "shared", settings={"BURST_SHARED_FOLDER": str(tmp_path)})
-    told = probe.section("host.shared").document()
-    assert (told["room"]["size"] > 0, told["trouble"]) == (True, "")
-    write(tmp_path / "file", "")
-    probe = ask(tools, tmp_path, "shared", settings={"BURST_SHARED_FOLDER": str(tmp_path / "file")})
-    assert "Not a directory" in only(probe, "host.shared", DOCKER).observed
-
-
-def test_a_node_without_the_tools_is_unknown_and_not_fine(tmp_path: Path) -> None:
-    program(tmp_path, "python3", "exit 127")
-    (tmp_path / "bin/sh").symlink_to(installed("dash"))  # busybox is never without its tools
-    probe = ask(tmp_path / "bin", tmp_path, "system", "runs")
-    for check in ("host.disk", "host.shm", "host.runs"):
-        found = {one.severity for one in GROUP.check(probe, BARE) if one.check == check}
-        assert found == {Verdict.UNKNOWN}, check

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from testkit.connecting import connect
 from testkit.local_connection import LocalConnection
-from testkit.testbed_fixture import MakeTestbed
 
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.groups.storage import (
-    GROUP,
     Answer,
     check_shared_folder,
     judge_folder,
 )
 from cluster.errors import SshError, SshFailure
-from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 
 OK, WARN, FAIL, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.UNKNOWN
@@ -66,12 +59,6 @@ def test_a_shared_folder_passes_and_is_left_as_it_was(tmp_path: Path, name: str)
     assert verdicts(check_shared_folder(local("a", "b", "c"), str(folder))) == {"a": OK, "b": OK, "c": OK}
     assert [(path.name, path.read_text()) for path in folder.iterdir()] == [(".burst-check-0", "mine")]
     assert not list(tmp_path.rglob("pwned"))
-
-
-def test_the_folder_of_the_configuration_is_tried_by_all_nodes(tmp_path: Path) -> None:
-    tests = GROUP.between(ClusterConfig(shared_folder=str(tmp_path)))
-    assert verdicts(tests["host.shared"](local("a", "b"), {})) == {"a": OK, "b": OK}
-    assert GROUP.between(ClusterConfig()) == {}
 
 
 @pytest.mark.parametrize(
@@ -178,26 +165,3 @@ def test_what_a_node_says_decides(written: Answer, looked: Answer, expected: Ver
     first = judge_folder("/s", {"a": written, "b": FINE, "c": FINE}, {"a": looked, "b": SAW_ALL, "c": SAW_ALL})[0]
     assert first.severity is expected
     assert words in first.observed
-
-
-@pytest.mark.parametrize("told", ["null", "{}", '{"end": "looked", "saw": 5}', "Welcome!"])
-def test_an_answer_that_makes_no_sense_is_none(tmp_path: Path, told: str) -> None:
-    node = LocalConnection(
-        "a", given=lambda stdin: re.sub(rb"print\(json.dumps\(told\)\)", f"print('{told}')".encode(), stdin)
-    )
-    found = check_shared_folder({"a": node, **local("b", "c")}, str(tmp_path))
-    assert verdicts(found) == {"a": UNKNOWN, "b": OK, "c": OK}
-
-
-def test_one_node_of_a_testbed_with_a_mount_of_its_own_is_named(make_testbed: MakeTestbed) -> None:
-    shared = Path(tempfile.mkdtemp(prefix="burst test-", dir="/var/tmp"))
-    with contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, shared)
-        testbed = make_testbed(nodes=3)
-        odd = testbed.node_names[1]
-        connections = {name: stack.enter_context(connect(testbed.host(name))) for name in testbed.node_names}
-        assert connections[odd].run(["mount", "-t", "tmpfs", "none", str(shared)]).ok
-        found = check_shared_folder(connections, str(shared), patience_s=0)
-        assert [name for name, verdict in verdicts(found).items() if verdict is not OK] == [odd]
-        assert f"none, mounted at {shared}" in of(found, odd).observed
-        assert list(shared.iterdir()) == []

@@ -21,7 +21,6 @@ from cluster.checks.launch import UnfitNodesError, check_launch
 from cluster.ssh.hosts import Host
 from cluster.survey.ask import survey_node
 from cluster.survey.facts import NodeFacts
-from cluster.testbed.build import Testbed
 from engine.data.files import list_files
 
 Ask = Callable[..., Offer]
@@ -132,13 +131,6 @@ def test_nodes_are_asked_for_what_ranks_read(settings: dict[str, Any], files: li
     assert script.count('"path": ') == 1 + len(files)
 
 
-def test_data_that_are_missing_or_empty_are_told(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    found = data_facts(tmp_path, ["/none/a.txt", tmp_path / "empty", "/none/*.txt"])
-    absent = "no such file or folder"
-    assert [one["problem"] for one in found] == [absent, "holds no such files", absent]
-
-
 def test_a_file_that_differs_at_its_start_or_end_has_another_digest(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
 
@@ -152,14 +144,3 @@ def test_a_file_that_differs_at_its_start_or_end_has_another_digest(tmp_path: Pa
     assert digest(b"y" + body[1:]) != same
     assert digest(body[:-1] + b"y") != same
     assert digest(body + b"x") != same
-
-
-def test_nodes_of_a_testbed_are_fit_and_one_that_is_silent_does_not_hide_them(testbed4: Testbed) -> None:
-    gone = Host("gone", "127.0.0.1", port=1, connect_timeout_s=3.0)
-    config = run_config(cluster={"interface": "eth0", "python": sys.executable})
-    fit = check_launch(testbed4.hosts(), config)
-    assert [facts.node for facts in fit.nodes] == list(testbed4.node_names)
-    assert len({read_offer(facts).home for facts in fit.nodes}) == 4
-    with pytest.raises(UnfitNodesError, match=r"gone: ssh\.reach: 127\.0\.0\.1 port 1 refuses connections") as caught:
-        check_launch([*testbed4.hosts(), gone], config)
-    assert [problem.nodes for problem in caught.value.problems] == [("gone",)]

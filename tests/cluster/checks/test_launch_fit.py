@@ -173,14 +173,6 @@ def test_a_node_whose_agent_cannot_answer_says_so_once() -> None:
     assert "(burst needs Python 3.9 or newer as python3)" in text
 
 
-def test_an_engine_that_is_not_there_is_told_beside_the_image_that_nobody_can_look_at() -> None:
-    image, engine = problems(sections(docker=("not installed", 1)), config=DOCKER)
-    assert engine.startswith(
-        "n1: host.docker: docker: not installed, expected an engine that answers; install it, start"
-    )
-    assert image.endswith("; see host.docker")
-
-
 def test_gpus_that_cannot_be_counted_do_not_pass() -> None:
     lost = ("Unable to determine the device handle for GPU0", 15)
     texts = problems(sections(smi=lost, gpus=8), config=NCCL)
@@ -229,14 +221,6 @@ def test_what_differs_is_a_risk_that_names_the_odd_node_also_of_two(
     both = problems(sections(1), sections(2, **changes), config=config)
     assert len(both) == 2
     assert all("no value has a majority" in one for one in both)
-
-
-def test_data_that_a_node_had_no_time_to_look_into_stop_nothing() -> None:
-    late = sections(2, launch={"data": [{**OFFER["data"][0], "digest": None}]})
-    assert fit(sections(1), late).warnings == (
-        "n2: launch.data /a: the node did not tell, expected 12 files, 13 bytes, "
-        "dddddddd, as 1 of 1 nodes have; see its other findings",
-    )
 
 
 def test_a_corpus_made_of_the_standard_library_needs_the_very_same_python() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import socket
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,6 @@ from typing import Any
 import pytest
 from testkit.local_connection import LocalConnection
 
-from cluster.agent.messages import READY, pack
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.groups.pairs import check_pairs, judge_pairs, read_ways
 from cluster.code import NodeProgram
@@ -121,14 +117,6 @@ def check(nodes: Mapping[str, LocalConnection], **addresses: str) -> dict[str, F
     return {finding.node: finding for finding in found}
 
 
-def python_that(folder: Path, script: str) -> dict[str, str]:
-    """An environment in which python3 is this shell script; $REAL is the true one."""
-    tool = folder / "python3"
-    tool.write_text(f'#!/bin/sh\nREAL="{sys.executable}"\n{script}\n')
-    tool.chmod(0o755)
-    return {"PATH": f"{folder}:{os.environ['PATH']}"}
-
-
 def test_nodes_that_reach_each_other_are_ok_and_all_agents_end(nodes: dict[str, LocalConnection]) -> None:
     found = check(nodes)
     assert severities(found) == [OK] * 3
@@ -145,29 +133,6 @@ def test_no_python_no_address_and_an_address_of_others_are_unknown(
     told = [f"{finding.observed} {finding.remedy}" for finding in found.values()]
     for words, text in zip(("burst needs Python 3.9", "no address", "cannot listen on 192.0.2.7"), told, strict=True):
         assert words in text
-
-
-@pytest.mark.parametrize(
-    ("script", "severity"),
-    [
-        (r"""printf 'Welcome!\n{"port": 1}\n@@0 {"port": 1}\n\377\n'; exec "$REAL" "$@" """, OK),  # a login shell
-        ("echo Traceback >&2; exit 1", UNKNOWN),
-        ("head -c 9000000 /dev/zero", UNKNOWN),
-        ("cat >/dev/null", UNKNOWN),
-    ],
-)
-def test_what_else_a_node_prints_spoils_nothing_but_itself(
-    nodes: dict[str, LocalConnection], tmp_path: Path, script: str, severity: Verdict
-) -> None:
-    nodes["n1"] = LocalConnection("n1", python_that(tmp_path, script))
-    assert severities(check(nodes)) == [severity, OK, OK]
-
-
-def test_an_agent_that_ends_midway_takes_nobody_with_it(nodes: dict[str, LocalConnection], tmp_path: Path) -> None:
-    (tmp_path / "told").write_bytes(READY + pack({"port": 9}))
-    nodes["n1"] = LocalConnection("n1", python_that(tmp_path, f"cat {tmp_path / 'told'}"))
-    # It listens nowhere, so it is cut off from all; what it reaches it did not say.
-    assert severities(check(nodes)) == [FAIL, OK, OK]
 
 
 class Agent:
@@ -194,11 +159,3 @@ def test_every_way_of_not_reaching_an_agent_has_its_name(nodes: dict[str, LocalC
         targets = [("silent", *silent.getsockname()), ("nobody", *unused.getsockname())]
         kinds = agent.greet(1.0, *targets, ("another test", *other.place), ("itself", *agent.place))
     assert kinds == {"silent": "timeout", "nobody": "refused", "another test": "stranger", "itself": "ok"}
-
-
-def test_idle_connections_do_not_keep_an_agent_busy(nodes: dict[str, LocalConnection]) -> None:
-    agent = Agent(nodes["n1"])
-    with contextlib.ExitStack() as idle:
-        for _ in range(100):
-            idle.enter_context(socket.create_connection(agent.place))
-        assert agent.greet(3.0, ("itself", *agent.place)) == {"itself": "ok"}

@@ -44,14 +44,6 @@ def sourced(path: Path, name: str) -> str:
 # This machine
 
 
-def test_show_explains_every_choice_of_this_machine(h100: Path, burst_env: Burst) -> None:
-    shown = burst_env("show")
-    assert shown.code == 0
-    for words in ("NCCL_IB_HCA", "=mlx5_0:1,mlx5_1:1", "longest common PCI path", "dropped", "a bond", "not set"):
-        assert words in shown.out
-    assert "from this machine" in shown.out
-
-
 def test_a_format_prints_nothing_else_on_stdout(h100: Path, burst_env: Burst, tmp_path: Path) -> None:
     shown = burst_env("show", "--format", "sh", "--run", "runs/a b")
     (tmp_path / "x.sh").write_text(shown.out)
@@ -68,13 +60,6 @@ def test_check_names_differences_and_no_secret(h100: Path, burst_env: Burst, mon
     named = {(one["place"], one["name"], one["kind"]) for one in node["differences"]}
     assert {("login", "NCCL_IB_HCA", "differs"), ("/etc/nccl.conf", "NCCL_IB_TIMEOUT", "unknown")} <= named
     assert (checked.code, CANARY in checked.out + checked.err) == (1, False)
-
-
-def test_a_log_of_nccl_is_compared_with_the_plan(h100: Path, burst_env: Burst, tmp_path: Path) -> None:
-    line = "NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_10:1/IB [RO]; OOB eth0:10.0.0.1<0>"
-    (tmp_path / "nccl.log").write_text(f"anyhost:1:2 [0] NCCL INFO {line}\n")
-    checked = burst_env("check", "--nccl-log", str(tmp_path / "nccl.log"))
-    assert (checked.code, "NCCL uses mlx5_10:1" in checked.out) == (1, True)
 
 
 @pytest.mark.parametrize(

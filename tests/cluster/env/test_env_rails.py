@@ -48,14 +48,6 @@ def test_ports_are_ordered_by_the_first_gpu_they_serve_and_idle_ones_last() -> N
     assert [one.device for one in rail_order(rails, ports)] == ["mlx5_1", "mlx5_0", "mlx5_2", "mlx5_9", "mlx5_10"]
 
 
-def changed(name: str, **fields: object) -> NodeEnvironmentFacts:
-    """A sister whose ports of 400 Gbit/s have other fields."""
-    ports = (replace(one, **fields) if one.rate_gbps == 400 else one for one in machine(name).ports)
-    return machine(name, ports=tuple(ports))
-
-
-SISTER3 = machine("sister3")
-CROWDED = replace(SISTER3, gpus=tuple(GpuAddress(one.index, SISTER3.gpus[0].pci_path, 0) for one in SISTER3.gpus))
 DEAD = machine("sister2", ports=tuple(replace(one, state="DOWN") if one.device == "mlx5_4" else one
                                       for one in machine("sister2").ports))  # fmt: skip
 SLOWEST = "a ring is as fast as its node with the fewest"
@@ -66,7 +58,7 @@ SLOWEST = "a ring is as fast as its node with the fewest"
     [
         ([machine(name) for name in SISTERS], {}),
         *(([machine("h100_12nics", node=f"n{index}") for index in range(count)], {}) for count in (1, 2)),
-        ([machine("sister1"), DEAD, SISTER3], {"sister2": (f"7 rails, 8 on most nodes: {SLOWEST}",)}),
+        ([machine("sister1"), DEAD, machine("sister3")], {"sister2": (f"7 rails, 8 on most nodes: {SLOWEST}",)}),
         (  # neither is the rule
             [machine("a100_4nics"), machine("h20_8nics")],
             {

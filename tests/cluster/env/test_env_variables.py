@@ -28,20 +28,6 @@ def left_out(environment: NodeEnvironment, name: str) -> str:
     return next(one.reason for one in environment.left_out if one.name == name)
 
 
-def test_a_name_that_begins_like_another_does_not_bring_it_in() -> None:
-    """As NCCL reads the list: without `=` it takes every name that begins so, and mlx5_1 brings in a dead mlx5_10."""
-    ports = [port("mlx5_1"), port("mlx5_10", state="DOWN")]
-    value = node(*ports).value("NCCL_IB_HCA")
-    assert value == "=mlx5_1:1"
-    assert [one.name for one in ports if _nccl_takes(value, one.name)] == ["mlx5_1:1"]
-    assert [one.device for one in ports if _nccl_takes("mlx5_1", one.device)] == ["mlx5_1", "mlx5_10"]
-
-
-def _nccl_takes(value: str, port_name: str) -> bool:
-    wanted = value.removeprefix("=").split(",")
-    return port_name in wanted if value.startswith("=") else any(port_name.startswith(one) for one in wanted)
-
-
 ROCE = (port("mlx5_0", **roce(0)), port("mlx5_1", **roce(1)))
 APART, GID = rails("10.0.0.1/24", "10.1.0.1/24"), "{}:0000:0000:0001:0002:c903:0000:0001"
 CUT = "every rail is an IPv4 network of its own without a gateway: rails cannot cross"

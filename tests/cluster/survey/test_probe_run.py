@@ -80,12 +80,6 @@ def test_half_an_answer_comes_in_time_and_says_why_it_is_half(
     assert machine_time() - begin < 2
 
 
-def test_an_account_without_a_shell_is_named() -> None:
-    probe = ask(lambda fence: iter([b"This account is currently not available.\n"]), exit_code=1)
-    assert not probe.sections
-    assert "This account is currently not available." in probe.trouble
-
-
 def test_drops_of_an_answer_do_not_stretch_the_limit() -> None:
     def drip(fence: str) -> Iterator[bytes]:
         while True:
@@ -114,17 +108,6 @@ def test_a_flood_is_cut_and_takes_bounded_memory() -> None:
     assert_half(probe)
     assert "longer than 4 MiB" in probe.trouble
     assert peak < 5 * ANSWER_BYTES
-
-
-def test_garbage_is_text_afterwards() -> None:
-    def garbage(fence: str) -> Iterator[bytes]:
-        yield f"\n{fence} begin host.disk\n".encode() + bytes(range(256)) + b"\x1b]0;owned\x07\x1b[2Jok"
-        yield f"\n{fence} end host.disk 0\n".encode() + done(fence)
-
-    output = ask(garbage).section("host.disk").output
-    assert output.endswith("ok")
-    assert "�" in output
-    assert not {"\x1b", "\x00", "\x07", "\r"} & set(output)
 
 
 def test_a_node_that_guesses_a_fence_is_not_believed() -> None:
