@@ -29,7 +29,7 @@ REQUIRED = frozenset(
 )
 # Of the others what fails is a risk that --force takes, and what is odd or unseen is said. What only makes a node slow
 # or untidy is for `burst check-nodes`.
-_ALWAYS = frozenset({"net.interface", "host.python", VERSIONS, "host.runs", "ssh.clock"})
+_ALWAYS = frozenset({"net.interface", "host.python", VERSIONS, "ssh.clock"})
 _TIMEOUT_S = 180.0
 
 
@@ -97,7 +97,6 @@ def launch_selection(cluster: ClusterConfig, *, health: bool, with_gpus: bool) -
         (in_containers, {"host.docker", "host.image"}),
         (with_gpus, {"gpu.busy"}),
         (health, {"net.mtu", "host.disk", "host.shm"}),
-        (health and in_containers, {"host.docker_gpu"}),
         (health and with_gpus, {"host.memlock", *gpus}),
     )
     wanted = {name for is_wanted, names in parts if is_wanted for name in names}

@@ -47,15 +47,9 @@ ENGINE = python_question(
     _ASKING
     + r"""
 # Field by field: the whole answer may hold the password of a proxy.
-fields = ",".join("{{json .%s}}" % name for name in ("ServerVersion", "DockerRootDir", "Driver", "Runtimes"))
-version, folder, driver, runtimes = ask("info", "--format", "[%s]" % fields)
-ways = ["runtime " + name for name in sorted(runtimes or ()) if "nvidia" in name]
-hook = "nvidia-container-runtime-hook"
-ways += ["hook " + hook] if shutil.which(hook) else []
-for folder_of_devices in ("etc", "var/run"):
-    ways += ["CDI " + file.name for file in (root / folder_of_devices).glob("cdi/*nvidia*")]
-told = {"version": version, "folder": folder, "driver": driver, "ways": ways, "room": None}
-told["has_gpus"] = (root / "dev/nvidiactl").exists() or own("proc/driver/nvidia/version").exists()
+fields = ",".join("{{json .%s}}" % name for name in ("ServerVersion", "DockerRootDir", "Driver"))
+version, folder, driver = ask("info", "--format", "[%s]" % fields)
+told = {"version": version, "folder": folder, "driver": driver, "room": None}
 try:
     told["room"] = room(folder)
 except OSError:
@@ -77,16 +71,11 @@ print(json.dumps({key: told[key] for key in ("Id", "Architecture", "Os", "Create
 
 @dataclass(frozen=True)
 class Engine:
-    """A container engine that answers. folder: of its images. ways: in which GPUs reach containers.
-
-    room: None where it could not be asked.
-    """
+    """A container engine that answers. folder: of its images. room: None where it could not be asked."""
 
     version: str
     folder: str
     driver: str
-    ways: tuple[str, ...]
-    has_gpus: bool
     room: Filesystem | None
 
 
@@ -113,17 +102,6 @@ def check_docker_disk(check: Check, facts: NodeFacts) -> list[Finding]:
     return [judge_room(check.on(engine.folder), engine.room, DOCKER_FREE_BYTES)]
 
 
-def check_docker_gpu(check: Check, facts: NodeFacts) -> list[Finding]:
-    """Containers can be given GPUs: the NVIDIA runtime or CDI is set up."""
-    engine = read_engine(facts)
-    if not engine.has_gpus:
-        return [check.skip("the NVIDIA driver is not loaded")]
-    if engine.ways:
-        return [check.ok(", ".join(one_line(way, 60) for way in engine.ways))]
-    text, remedy = "no NVIDIA runtime, hook or CDI device list", "install nvidia-container-toolkit, then restart docker"
-    return [check.fail(text, remedy) if facts.in_containers else check.skip(f"{text}; {_NOT_NEEDED}")]
-
-
 def read_engine(facts: NodeFacts) -> Engine:
     """Raises UnreadableError when no engine answers: a version of the server is the only proof. AbsentError where none
     has to."""
@@ -133,7 +111,7 @@ def read_engine(facts: NodeFacts) -> Engine:
         if not version:
             raise ValueError("no version")
         room = None if told["room"] is None else Filesystem.of(told["room"])
-        return Engine(version, folder, driver, tuple(map(str, told["ways"])), told["has_gpus"] is not False, room)
+        return Engine(version, folder, driver, room)
 
     try:
         return facts.section(ENGINE).read(take)
@@ -178,7 +156,7 @@ def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
 
 GROUP = CheckGroup(
     "host",
-    (check_docker, check_docker_disk, check_docker_gpu, check_image),
+    (check_docker, check_docker_disk, check_image),
     questions=(ENGINE, IMAGE),
     settings=_settings,
     traits=_traits,

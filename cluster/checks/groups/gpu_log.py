@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from cluster.checks.finding import Check, Finding, Verdict
-from cluster.checks.group import CheckGroup, known
+from cluster.checks.group import CheckGroup
 from cluster.checks.groups.gpu import REBOOT, RESET, look_at_gpus
 from cluster.remote_text import one_line
 from cluster.survey.facts import NodeFacts
@@ -72,14 +72,4 @@ def _read(line: str, count: int) -> list[tuple[str | None, Complaint]]:
     return [(place, (severity, f"Xid {code}{times}", remedy, line))]
 
 
-def _look(facts: NodeFacts) -> NodeFacts:
-    """The log may remember GPUs that fell off the bus, so that none is left."""
-    log = known(lambda facts: facts.kernel_log, facts) if facts.has_no_gpus else None
-    return facts if log is not None and log.seen and _has_failed(facts) else look_at_gpus(facts)
-
-
-def _has_failed(facts: NodeFacts) -> bool:
-    return any(found.severity is Verdict.FAIL for found in check_xid(Check(facts.node, ""), facts))
-
-
-GROUP = CheckGroup("gpu", (check_xid,), look=_look, questions=(LSPCI, SMI, KERNEL_LOG))
+GROUP = CheckGroup("gpu", (check_xid,), look=look_at_gpus, questions=(LSPCI, SMI, KERNEL_LOG))

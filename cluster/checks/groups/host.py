@@ -1,17 +1,14 @@
-"""Group `host`: the machine itself, without GPUs and networks: room, limits and what runs on it."""
+"""Group `host`: the machine itself, without GPUs and networks: room and limits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.checks.finding import GIB, Check, Finding, Verdict, gib
+from cluster.checks.finding import GIB, Check, Finding, gib
 from cluster.checks.group import CheckGroup
-from cluster.remote_text import one_line
 from cluster.survey.facts import NodeFacts
-from cluster.survey.section import Section, listed
 from cluster.survey.sysfs import Filesystem, python_question
 
 # Free bytes: below the first a run cannot work, below the second it may soon not.
@@ -22,7 +19,6 @@ INODES_FREE_SHARE = 0.01
 MEMORY_FREE_SHARE = (0.05, 0.20)
 # Sockets and files of eight ranks with their data loaders on many nodes; 1024 is what sessions often get.
 NOFILE = (1024, 8192)
-_NAMED = 5
 
 SYSTEM = python_question(
     "host.system",
@@ -44,33 +40,6 @@ told = {
     "shm": room(shm) if shm.is_dir() else None,
 }
 print(json.dumps(told))
-""",
-)
-
-RUNS = python_question(
-    "host.runs",
-    20,
-    r"""
-# Processes with BURST_RUN_ID in their environment, which a zombie has not. Only root may read those of other users.
-import pwd
-
-read, unread, runs = 0, 0, []
-for folder in own("proc/1/environ").parent.parent.glob("[0-9]*"):
-    try:
-        environ = (folder / "environ").read_bytes().split(b"\0")
-        marks = dict(one.partition(b"=")[::2] for one in environ if one.startswith(b"BURST_"))
-        names = (b"BURST_RUN_ID", b"BURST_NODE")
-        run_id, node = (marks.get(name, b"")[:100].decode(errors="replace") for name in names)
-        read += 1
-        if run_id:
-            runs.append([int(folder.name), pwd.getpwuid(folder.stat().st_uid).pw_name, run_id, node])
-    except PermissionError:
-        unread += 1
-    except KeyError:
-        runs.append([int(folder.name), "an unknown user", run_id, node])
-    except OSError:
-        pass  # it has ended meanwhile
-print(json.dumps({"read": read, "unread": unread, "runs": sorted(runs)}))
 """,
 )
 
@@ -169,48 +138,4 @@ def check_memory_free(check: Check, facts: NodeFacts) -> list[Finding]:
     return [check.above(share, MEMORY_FREE_SHARE, text, "look with `top -o %MEM` on the node for what holds it")]
 
 
-@dataclass(frozen=True)
-class Process:
-    """One process of a run. node: as the run calls this machine, which may have several names, or be several nodes of a
-    rehearsal."""
-
-    pid: int
-    owner: str
-    run_id: str
-    node: str
-
-
-def check_runs(check: Check, facts: NodeFacts) -> list[Finding]:
-    """Processes of earlier runs of ours that are still there."""
-    check = check.expecting("no run is under way")
-    processes, unread = read_runs(facts.section(RUNS))
-    if not processes:
-        return [check.ok(f"none, but {unread} processes may not be looked into" if unread else "none")]
-    runs = sorted({process.run_id for process in processes})
-    return [_run(check.on(run), [one for one in processes if one.run_id == run]) for run in runs]
-
-
-def _run(check: Check, processes: Sequence[Process]) -> Finding:
-    owners, count = ", ".join(sorted({process.owner for process in processes})), len(processes)
-    shown = ", ".join(str(one.pid) for one in processes[:_NAMED])
-    shown += f" and {count - _NAMED} more" if count > _NAMED else ""
-    remedy = f"wait for the run's end, or end it with `burst cancel {check.device}`; else kill these processes"
-    is_here = any(process.node == check.node for process in processes)
-    text = f"{count} {'process' if count == 1 else 'processes'} of {owners}: {shown}"
-    return check.finding(Verdict.FAIL if is_here else Verdict.WARN, text, remedy)
-
-
-def read_runs(section: Section) -> tuple[list[Process], int]:
-    """(processes with BURST_RUN_ID in their environment, processes that could not be looked into)."""
-
-    def take(told: Any) -> tuple[list[Process], int]:
-        if int(told["read"]) + int(told["unread"]) <= 0:
-            raise ValueError("not one process was seen")
-        rows = [(int(pid), [one_line(word, 100) for word in words]) for pid, *words in listed(told["runs"])]
-        return [Process(pid, owner, run_id, node) for pid, (owner, run_id, node) in rows], int(told["unread"])
-
-    return section.read(take)
-
-
 GROUP = CheckGroup("host", (check_disk, check_shm, check_memlock, check_nofile, check_memory_free), questions=(SYSTEM,))
-OWN_RUNS = CheckGroup("host", (check_runs,), questions=(RUNS,))

@@ -32,14 +32,11 @@ HEALTHY: Mapping[str, Any] = {
         "shm": room(kind="tmpfs"),
     },
     "host.shared": {"room": room(inodes=0, of=0, kind="nfs4"), "trouble": ""},
-    "host.runs": {"read": 3456, "unread": 0, "runs": []},
     "host.software": {"python": "3.10.12", "executable": "/usr/bin/python3", "modules": {"torch": None}, "nccl": None},
     "host.docker": {
         "version": "26.1.3",
         "folder": "/var/lib/docker",
         "driver": "overlay2",
-        "ways": ["runtime nvidia", "hook nvidia-container-runtime-hook"],
-        "has_gpus": True,
         "room": room(),
     },
     "host.image": {
@@ -61,7 +58,7 @@ BARE_SOFTWARE = {
 
 
 def healthy(node: str = "node1", **changes: object) -> NodeProbe:
-    """A healthy node; `runs=...` replaces the answer of section host.runs."""
+    """A healthy node; `docker=...` replaces the answer of section host.docker."""
     told = {**HEALTHY, **{f"host.{name}": one for name, one in changes.items()}}
     return NodeProbe(node, {name: ended(name, json.dumps(one)) for name, one in told.items()})
 

@@ -356,13 +356,6 @@ def test_a_node_that_may_have_gpus_is_not_skipped(devices: str, said: str, code:
     assert not [found for found in findings if found.severity is OK]
 
 
-def test_gpus_that_fell_off_the_bus_are_remembered_by_the_kernel() -> None:
-    """The PCI bus lists none any more, and no tool is there to ask."""
-    line = "[9.0] NVRM: Xid (PCI:0000:52:00): 79, pid=9, name=python3, GPU has fallen off the bus."
-    log = kernel(line).section("kernel.log")
-    assert bad(check(gpu_less(NO_DEVICES, log=log))) == [("gpu.xid", "0000:52:00.0", FAIL)]
-
-
 def test_a_field_that_never_exists_is_not_no_throttling() -> None:
     """The mask was renamed at driver 535: who asks for the old name only sees nothing, and that is not health."""
     text = healthy().section("gpu.smi").output

@@ -18,7 +18,6 @@ GIB, MIB = 1 << 30, 1 << 20
 NO_IMAGE = ClusterConfig(container=ContainerConfig(runtime="docker"))
 DENIED = "permission denied while trying to connect to the Docker daemon socket"
 UNNEEDED = "not needed: cluster.container.runtime is bare"
-RUNS = [[77, "ada", "20260105-101010-abcdef", "node1"], [78, "ada", "20260105-101010-abcdef", "node1"]]
 
 
 def disk(place: str, room: object) -> NodeProbe:
@@ -79,17 +78,6 @@ CASES: list[tuple[NodeProbe, str, Verdict, str]] = [
         (changed("system", memory=[1000, left]), "memory_free", level, f"0 MiB ({left / 1000:.0%}) available of 0 MiB")
         for left, level in ((49, FAIL), (50, WARN), (199, WARN), (200, OK))
     ),
-    (healthy(), "runs", OK, "none"),
-    (changed("runs", read=12, unread=3444), "runs", OK, "none, but 3444 processes may not be looked into"),
-    (changed("runs", read=0, unread=9), "runs", OK, "none, but 9 processes"),
-    (changed("runs", read=0), "runs", UNKNOWN, ""),  # no process at all is no proof of none
-    (changed("runs", runs=[[77, "ada", "x"]]), "runs", UNKNOWN, ""),
-    (changed("runs", runs=RUNS), "runs", FAIL, "2 processes of ada: 77, 78"),
-    (changed("runs", runs=[[99, "eve", "x", "another"]]), "runs", WARN, "1 process of eve: 99"),
-    (
-        changed("runs", runs=[[pid, "a", "x", ""] for pid in range(7)]),
-        *("runs", WARN, "7 processes of a: 0, 1, 2, 3, 4 and 2 more"),
-    ),
     (healthy(), "docker", OK, "26.1.3, images in /var/lib/docker (overlay2)"),
     (said("host.docker", "not installed"), "docker", FAIL, "docker: not installed"),
     (said("host.docker", "", 127), "docker", UNKNOWN, "no container engine answers (host.docker: exit code 127)"),
@@ -97,11 +85,8 @@ CASES: list[tuple[NodeProbe, str, Verdict, str]] = [
     (said("host.docker", "{}", 0), "docker", UNKNOWN, "no container engine answers"),
     *(
         (said("host.docker", DENIED), check, UNKNOWN, "no container engine answers (host.docker: exit code 1)")
-        for check in ("docker_gpu", "docker_disk", "image")
+        for check in ("docker_disk", "image")
     ),
-    (healthy(), "docker_gpu", OK, "runtime nvidia, hook nvidia-container-runtime-hook"),
-    (changed("docker", ways=[]), "docker_gpu", FAIL, "no NVIDIA runtime, hook or CDI device list"),
-    (changed("docker", ways=[], has_gpus=False), "docker_gpu", SKIP, "the NVIDIA driver is not loaded"),
     (healthy(), "image", OK, "burst:cuda: "),
     (
         said("host.image", "Error response from daemon: No such image: burst:cuda"),
@@ -133,9 +118,8 @@ BARE_CASES: list[tuple[NodeProbe, str, Verdict, str]] = [
     *((healthy(software={**BARE_SOFTWARE, "executable": path}), "python", UNKNOWN, "") for path in ("", "/a/../b")),
     *(
         (said("host.docker", DENIED), check, SKIP, f"no container engine answers; {UNNEEDED}")
-        for check in ("docker", "docker_gpu", "docker_disk")
+        for check in ("docker", "docker_disk")
     ),
-    (changed("docker", ways=[]), "docker_gpu", SKIP, f"no NVIDIA runtime, hook or CDI device list; {UNNEEDED}"),
     (changed("docker", room=room(0)), "docker_disk", OK, f"0 MiB free; {UNNEEDED}"),
     (healthy(), "shared", SKIP, "cluster.shared_folder is not set"),
     (healthy(), "image", SKIP, "cluster.container.image is not set"),

@@ -42,7 +42,6 @@ OFFER: dict[str, Any] = {
     "data": [{"path": "/a", "files": 12, "bytes": 13, "digest": "d" * 64}],
 }
 LACKS = [{"path": "/a", "problem": "no such file or folder"}]
-RUN = [[7, "me", "r1", "n1"]]
 
 
 def smi(gpus: int, used_mib: int = 1, processes: str = "") -> str:
@@ -106,11 +105,6 @@ RISKS = [
         BARE,
         {"launch": {"locks": {"n1": "r1"}}},
         "launch.holder: run r1 holds it; wait for its end, end it with `burst canc",
-    ),
-    (
-        BARE,
-        {"runs": {"runs": RUN}},
-        "host.runs r1: 1 process of me: 7, expected no run is under way; wait",
     ),
     (
         NCCL,

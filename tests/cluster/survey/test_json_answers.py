@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.checks.groups.host import read_runs
 from cluster.survey.adapters import parse_adapters, parse_gpudirect
 from cluster.survey.interfaces import read_network
 from cluster.survey.kernel_log import read_kernel_log
@@ -19,7 +18,7 @@ from cluster.survey.section import Section, SectionState, UnreadableError
 
 KEYS = st.sampled_from(
     [
-        *("read", "unread", "runs", "peers", "module", "driver", "kernel", "dmabuf", "devices", "total", "dev", "port"),
+        *("peers", "module", "driver", "kernel", "dmabuf", "devices", "total", "dev", "port"),
         *(
             "eth0",
             "path",
@@ -53,7 +52,6 @@ LINK = {"ifname": "eth0", "flags": ["UP", "LOWER_UP"], "mtu": 1500, "link_type":
 
 
 PARSERS = {
-    "runs": lambda value: read_runs(told("host.runs", value)),
     "adapters": lambda value: parse_adapters(told("ib.ports", value)),
     "ports": lambda value: parse_adapters(told("ib.ports", {"ports": value, "broken": {}})),
     "gpudirect": lambda value: parse_gpudirect(told("ib.gpudirect", value)),
@@ -81,8 +79,6 @@ def test_what_is_no_list_is_not_an_empty_one(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        {"read": 1, "unread": 0, "runs": [["a", 1, None, 2, []]]},
-        {"read": "many", "unread": 0, "runs": []},
         {"peers": 5, "module": 1, "driver": [], "kernel": 0, "dmabuf": "?"},
         {"devices": 5, "total": None},
         [{"dev": "mlx5_0", "port": []}],
