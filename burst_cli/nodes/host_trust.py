@@ -86,15 +86,9 @@ def _by_depth(hosts: Sequence[Host]) -> list[list[Host]]:
     """Hosts and the jump hosts before them, each once, by the number of jumps to get there."""
     levels: dict[int, dict[Host, None]] = {}
     for host in hosts:
-        step: Host | None = host
-        while step is not None:
-            levels.setdefault(_depth(step), {})[step] = None
-            step = step.jump
+        for depth, step in enumerate((*host.way, host)):
+            levels.setdefault(depth, {})[step] = None
     return [list(levels[depth]) for depth in sorted(levels)]
-
-
-def _depth(host: Host) -> int:
-    return 0 if host.jump is None else 1 + _depth(host.jump)
 
 
 def _row(answer: Outcome[ShownKey], accepted: Sequence[ShownKey]) -> dict[str, Any]:

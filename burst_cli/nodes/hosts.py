@@ -148,19 +148,14 @@ def _described(hosts: Sequence[Host]) -> list[dict[str, Any]]:
 
 
 def _describe(host: Host, known: HostKeys) -> dict[str, Any]:
-    jumps: list[str] = []
-    outermost = host
-    while outermost.jump is not None:
-        outermost = outermost.jump
-        jumps.insert(0, f"{outermost.user}@{outermost.address}:{outermost.port}")
     lines = [*known.find(host.key_name), *known.authorities(host)]
     return {
         "name": host.name,
         "address": host.address,
         "port": host.port,
         "user": host.user,
-        "jump": jumps,
-        "proxy_command": outermost.proxy_command,
+        "jump": [f"{gate.user}@{gate.address}:{gate.port}" for gate in host.way],
+        "proxy_command": (*host.way, host)[0].proxy_command,
         "identity_files": list(host.identity_files),
         "key_name": host.key_name,
         "keys": [

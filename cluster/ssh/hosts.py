@@ -50,6 +50,11 @@ class Host:
     agent_socket: str = ""
     overrides: tuple[str, ...] = ()
 
+    @property
+    def way(self) -> tuple[Host, ...]:
+        """The jump hosts before it, the outermost first."""
+        return (*self.jump.way, self.jump) if self.jump is not None else ()
+
     def command(self, *verb: str) -> str:
         """`burst VERB` for this node, as one types it."""
         return node_command(self.name, *verb, overrides=self.overrides)

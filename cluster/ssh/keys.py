@@ -132,16 +132,17 @@ class HostKeys:
         found, signers = [known.key for known in self.find(host.key_name)], (shown.plain, shown.authority)
         if any(known.marker == "@revoked" and known.key in signers for known in self.keys):
             return "revoked"
-        authorities = [known.key for known in self.authorities(host)]
-        if shown.plain in found or vouches(shown, _without_port(host), authorities):
+        if shown.plain in found:
+            return "known"
+        if vouches(shown, _without_port(host), [known.key for known in self.authorities(host)]):
             return "known"
         return "changed" if found else "new"
 
     def check(self, host: Host, shown: PublicKey) -> None:
         """Raise SshError unless what `host` shows is trusted: the key itself, or the certificate that it is in."""
-        state, found, authorities = self.state_of(host, shown), self.find(host.key_name), self.authorities(host)
-        if state == "known":
+        if (state := self.state_of(host, shown)) == "known":
             return
+        found, authorities = self.find(host.key_name), self.authorities(host)
         old = " or ".join(f"{known.key.kind} {known.key.fingerprint} (in {known.file})" for known in found)
         forget, trust = host.command("hosts", "forget"), host.command("hosts", "trust")
         text, remedy = {

@@ -106,11 +106,14 @@ class SshConnection(Connection):
         self.host, self.transport, self._patience_s = host, transport, patience_s
 
     def start(self, argv: Sequence[str]) -> SshProcess:
-        command, deadline = shlex.join(argv).encode("utf-8", errors="surrogateescape"), self._deadline()
-        with self._asking("start a command", "too many at once (MaxSessions of its sshd)?", deadline):
+        command = shlex.join(argv).encode("utf-8", errors="surrogateescape")
+        asking = self._asking("start a command", "too many at once (MaxSessions of its sshd)?")
+        with asking as deadline, contextlib.ExitStack() as stack:
             channel = self.transport.open_session(timeout=deadline.left_s)
+            stack.callback(channel.close)
             channel.in_buffer, channel.in_stderr_buffer = BoundedPipe(), BoundedPipe()
             within(deadline, lambda: channel.exec_command(command))
+            stack.pop_all()
         return SshProcess(self, channel, self._patience_s)
 
     def forward(self, serve: Callable[[paramiko.Channel], None]) -> int:
@@ -119,8 +122,7 @@ class SshConnection(Connection):
         def handle(channel: paramiko.Channel, *_: object) -> None:
             begin(lambda: serve(channel))
 
-        deadline = self._deadline()
-        with self._asking("forward a port", "AllowTcpForwarding in its sshd_config?", deadline):
+        with self._asking("forward a port", "AllowTcpForwarding in its sshd_config?") as deadline:
             return within(deadline, lambda: self.transport.request_port_forward("127.0.0.1", 0, handle))
 
     def close(self) -> None:
@@ -137,14 +139,12 @@ class SshConnection(Connection):
             goodbye = f" ({self.transport.goodbye})" if self.transport.goodbye else ""
             raise SshError(self.host.name, SshFailure.LOST, f"the connection ended{goodbye}")
 
-    def _deadline(self) -> Deadline:
-        return Deadline.after(self.host.connect_timeout_s)
-
     @contextlib.contextmanager
-    def _asking(self, what: str, remedy: str, deadline: Deadline) -> Iterator[None]:
-        """For the time in which the server is asked for something."""
+    def _asking(self, what: str, remedy: str) -> Iterator[Deadline]:
+        """For the time in which the server is asked for something; until when it has to answer."""
+        deadline = Deadline.after(self.host.connect_timeout_s)
         try:
-            yield
+            yield deadline
         except _BROKEN as error:
             self.refuse_lost()
             kind = SshFailure.COMMAND_TIMEOUT if deadline.is_over else SshFailure.PROTOCOL

@@ -75,11 +75,8 @@ def test_jump_chains_are_followed_from_the_nearest_back(tmp_path: Path) -> None:
     config = (
         "Host n1\n  ProxyJump first@outer:2201,inner\nHost inner\n  HostName 10.9.9.9\nHost outer\n  ProxyJump last\n"
     )
-    step, chain = resolve(tmp_path, config, "n1")[0].jump, []
-    while step is not None:
-        chain.append((step.name, step.address, step.port))
-        step = step.jump
-    assert chain == [("inner", "10.9.9.9", 22), ("outer", "outer", 2201), ("last", "last", 22)]
+    chain = [(gate.name, gate.address, gate.port) for gate in resolve(tmp_path, config, "n1")[0].way]
+    assert chain == [("last", "last", 22), ("outer", "outer", 2201), ("inner", "10.9.9.9", 22)]
 
 
 def test_a_jump_host_among_the_nodes_is_reached_directly(tmp_path: Path) -> None:
