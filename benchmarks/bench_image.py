@@ -28,9 +28,10 @@ sys.path.insert(0, str(ROOT / "tests"))
 from testkit.image_rig import LauncherEngine, launcher_engine, noise, prose, tar_of  # noqa: E402
 
 from benchmarks.arguments import at_least_1  # noqa: E402
-from cluster.testbed.build import Testbed, up  # noqa: E402
+from cluster.testbed.build import up  # noqa: E402
 from cluster.testbed.spec import TestbedSpec, parse_rate  # noqa: E402
 from cluster.testbed.teardown import tear_down  # noqa: E402
+from cluster.testbed.testbed import Testbed  # noqa: E402
 
 NAME = "benchimage"
 IMAGE = "bench/app:1"
@@ -84,7 +85,7 @@ class Rig:
         begin = time.monotonic()
         codes = []
         for node in self.testbed.node_names:
-            ssh = f"ssh -F {self.testbed.folder.ssh_config} {node} docker load"
+            ssh = f"ssh -F {self.testbed.ssh_config} {node} docker load"
             command = ["bash", "-o", "pipefail", "-c", f"docker save {IMAGE} | {ssh}"]
             codes.append(subprocess.run(command, env=self._environment, capture_output=True).returncode)
         return Turn("docker save | ssh docker load, one node after the other", time.monotonic() - begin, not any(codes))
@@ -92,7 +93,7 @@ class Rig:
     def clean(self) -> None:
         """No image anywhere but in this machine's engine."""
         for node in self.testbed.nodes:
-            environment = {**os.environ, "DOCKER_HOST": f"unix://{node.folder.docker_socket}"}
+            environment = {**os.environ, "DOCKER_HOST": f"unix://{node.docker_socket}"}
             subprocess.run(["docker", "image", "prune", "-af"], env=environment, check=True, capture_output=True)
 
 

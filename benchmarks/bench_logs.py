@@ -30,7 +30,7 @@ import torch
 from engine.bench.environment import environment
 
 if TYPE_CHECKING:
-    from cluster.testbed.build import Testbed
+    from cluster.testbed.testbed import Testbed
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks.arguments import at_least_1
-from cluster.testbed.network import namespace_prefix
+from cluster.testbed.testbed import namespace_prefix
 from engine.bench.environment import environment
 
 ROOT = Path(__file__).resolve().parent.parent

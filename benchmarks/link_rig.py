@@ -20,7 +20,8 @@ from cluster.agent.messages import Spec
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
 from cluster.ssh.hosts import Host
 from cluster.ssh.pool import SshPool
-from cluster.testbed.build import Testbed, open_testbed
+from cluster.testbed.build import open_testbed
+from cluster.testbed.testbed import Testbed
 
 PATIENT = LinkTiming(first_pause_s=0.2, longest_pause_s=0.5, silence_s=3.0, start_s=120.0)
 
@@ -39,7 +40,7 @@ class RemoteRun:
         run_id = run_id or new_run_id()
         run = base / run_id
         run.mkdir(mode=0o700, exist_ok=True)
-        there = testbed.node(node).folder.home / ".burst" / "runs" / run_id
+        there = testbed.node(node).home / ".burst" / "runs" / run_id
         return cls(testbed.host(node, 3.0), run, there)
 
     @property
@@ -74,7 +75,7 @@ class RemoteRun:
 
 def agents_on(testbed: Testbed, node: str) -> list[psutil.Process]:
     """The agents that run on a node."""
-    namespace = Path(f"/proc/{testbed.node(node).holder()}/ns/net").readlink()
+    namespace = Path(f"net:[{testbed.node(node).namespace.stat().st_ino}]")
     return [one for one in living("cmdline", "burst-agent") if _namespace(one) == namespace]
 
 

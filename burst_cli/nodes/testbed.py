@@ -18,8 +18,8 @@ from burst_cli.config.conf_dirs import builtin_conf_dir, user_conf_dir
 from burst_cli.nodes.testbed_view import next_steps, plan_lines, status_table
 from burst_cli.options import JsonOption
 from cluster.ssh.nodes import parse_nodes
-from cluster.testbed import build
 from cluster.testbed.build import build_plan, open_testbed
+from cluster.testbed.build import up as build_testbed
 from cluster.testbed.faults import clear_faults, set_fault
 from cluster.testbed.machine import check_machine
 from cluster.testbed.spec import TestbedSpec, parse_rate
@@ -70,8 +70,8 @@ def up(
         _show_plan(spec, config_file, as_json=as_json)
         return
     begin_s = time.monotonic()
-    with _ends_in_order(), render.stderr().status(f"testbed {name}") as shown:
-        build.up(spec, config_file, on_step=lambda step: shown.update(f"testbed {name}: {step}"))
+    with _ends_in_order(), render.stderr().status(f"testbed {name}: {nodes} nodes"):
+        build_testbed(spec, config_file)
     elapsed_s = time.monotonic() - begin_s
     status = read_status(name)
     if as_json:
@@ -175,7 +175,7 @@ def fault(
         testbed = (
             set_fault(testbed, node, kind, value) if kind and not clear else clear_faults(testbed, node, kind, value)
         )
-    faults = {node: [str(one) for one in testbed.state.faults.get(node, ())] for node in chosen}
+    faults = {node: [str(one) for one in testbed.faults.get(node, ())] for node in chosen}
     if as_json:
         render.emit_json({"name": name, "faults": faults})
         return

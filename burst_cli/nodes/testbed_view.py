@@ -11,8 +11,8 @@ from rich.text import Text
 
 from burst_cli.figures import DASH
 from burst_cli.tables import listing
-from cluster.testbed.build import TestbedPlan
 from cluster.testbed.node import Service
+from cluster.testbed.plan import TestbedPlan
 from cluster.testbed.status import NodeStatus, TestbedStatus
 
 _SLURM_STYLES = {"idle": "green", "mixed": "green", "allocated": "green", "completing": "yellow"}

@@ -1,8 +1,7 @@
-# hold.sh NODE FOLDER DISK    makes this process the one that holds a node's namespaces; it is started in mount and UTS
-# namespaces of its own, in the node's network namespace. DISK: a folder to keep in memory; empty: none.
+# hold.sh NODE FOLDER DISK    makes a node of the mount and UTS namespaces that it is started in, in the node's network
+# namespace. DISK: a folder to keep in memory; empty: none.
 set -eu
 node=$1 folder=$2 disk=$3
-trap 'touch "$folder/holder.failed"' EXIT
 hostname "$node"
 for file in hosts hostname passwd shadow resolv.conf; do
     if [ -e "/etc/$file" ]; then mount --bind "$folder/etc/$file" "/etc/$file"; fi
@@ -17,10 +16,7 @@ if [ -d /sys/fs/cgroup ]; then
     mount --rbind "$folder/cgroup" /sys/fs/cgroup
     umount -l "$folder/cgroup"
 fi
-# Hundreds of small files of fake hardware, which a disk would take seconds for.
-mkdir -p "$folder/root"
-mount -t tmpfs -o mode=0755 tmpfs "$folder/root"
-if [ -n "$disk" ]; then mount -t tmpfs -o mode=0711 tmpfs "$disk"; fi
-echo $$ >"$folder/holder.part"
-mv "$folder/holder.part" "$folder/holder.pid"
-exec sleep infinity
+if [ -n "$disk" ]; then
+    mkdir -p "$disk"
+    mount -t tmpfs -o mode=0711 tmpfs "$disk"
+fi

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from cluster.testbed.build import Testbed
-from cluster.testbed.folder import TestbedError, folder_of
-from cluster.testbed.node import Node, Service
+from cluster.testbed.machine import TestbedError
+from cluster.testbed.node import Service, docker_answers, sshd_service
+from cluster.testbed.slurm import slurm_states
 from cluster.testbed.spec import format_rate
 from cluster.testbed.teardown import leftovers
+from cluster.testbed.testbed import Node, load_testbed, state_root
 
 _ANSWER_S = 1.0
 
@@ -50,30 +51,29 @@ class TestbedStatus:
 
 def read_status(name: str) -> TestbedStatus:
     """The testbed `name` as it is now; TestbedError when nothing of it is there. All nodes are asked at once."""
-    folder = folder_of(name)
-    state = folder.load()
-    testbed = None if state is None or not state.complete else Testbed(folder, state)
-    if testbed is None or not all(node.stands for node in testbed.nodes):
+    folder = state_root() / name
+    testbed = load_testbed(folder)
+    # After a restart of the machine only the files are there.
+    if testbed is None or not testbed.complete or not all(node.namespace.exists() for node in testbed.nodes):
         left = tuple(leftovers(name))
         if not left:
             raise TestbedError(f"no testbed {name} stands. Build it: burst testbed up --name {name}")
-        return TestbedStatus(name, False, str(folder.path), leftovers=left)
-    slurm = None if testbed.slurm is None else testbed.slurm.node_states()
+        return TestbedStatus(name, False, str(folder), leftovers=left)
+    spec, slurm = testbed.spec, slurm_states(testbed) if testbed.spec.slurm else None
     with ThreadPoolExecutor(max_workers=len(testbed.nodes)) as pool:
         nodes = tuple(pool.map(lambda node: _node_status(node, slurm), testbed.nodes))
-    state, spec = testbed.state, testbed.state.spec
     return TestbedStatus(
         name=name,
         complete=True,
-        folder=str(folder.path),
+        folder=str(folder),
         nodes=nodes,
         node_set=spec.node_set,
         rails=spec.rails,
         rate=None if spec.rate_bits_per_s is None else format_rate(spec.rate_bits_per_s),
         hardware=spec.hardware,
-        config_file=state.config_file,
-        ssh_config=str(folder.ssh_config),
-        slurm_conf=str(folder.slurm_conf) if spec.slurm else None,
+        config_file=testbed.config_file,
+        ssh_config=str(testbed.ssh_config),
+        slurm_conf=str(testbed.slurm_conf) if spec.slurm else None,
     )
 
 
@@ -87,12 +87,11 @@ def read_all(names: Iterable[str]) -> tuple[TestbedStatus, ...]:
 
 
 def _node_status(node: Node, slurm: Mapping[str, str] | None) -> NodeStatus:
-    spec, network = node.state.spec, node.state.network
     return NodeStatus(
         name=node.name,
-        addresses={interface: network.address(node.name, interface) for interface in spec.interfaces},
-        sshd=node.sshd_service(_ANSWER_S),
-        docker=Service.NONE if not spec.docker else Service.UP if node.docker_answers() else Service.DOWN,
-        faults=tuple(str(fault) for fault in node.state.faults.get(node.name, ())),
+        addresses=node.addresses,
+        sshd=sshd_service(node, _ANSWER_S),
+        docker=Service.NONE if not node.testbed.spec.docker else Service.UP if docker_answers(node) else Service.DOWN,
+        faults=tuple(map(str, node.testbed.faults.get(node.name, ()))),
         slurm=None if slurm is None else slurm.get(node.name, "no controller"),
     )

@@ -25,7 +25,7 @@ from cluster.launch.local import LocalLink, build_local_plan
 from cluster.launch.runner import open_links
 from cluster.launch.ssh import RUNNER
 from cluster.plan import LaunchPlan, NodePlan, read_launch_plan, with_files
-from cluster.testbed.build import Testbed
+from cluster.testbed.testbed import Testbed
 from engine.config.cluster import ClusterConfig, SshConfig
 from engine.config.settings import RunConfig, TrainConfig
 from engine.runs.folder import RunFolder, create_run, new_run_path, open_run
@@ -216,15 +216,14 @@ class TestbedRun(LocalRun):
 
     def __init__(self, testbed: Testbed, base: Path, mode: str, **settings: Any) -> None:
         self.testbed = testbed
-        folder = testbed.folder
-        ssh = SshConfig(config_file=str(folder.ssh_config), known_hosts=str(folder.known_hosts))
+        ssh = SshConfig(config_file=str(testbed.ssh_config), known_hosts=str(testbed.known_hosts))
         super().__init__(base, mode, names=testbed.node_names, launcher="ssh", ssh=ssh, **settings)
 
     def links(self) -> list[NodeLink]:
         return RUNNER.links(self.plan, self.run, LINKS)
 
     def folder(self, name: str, path: Path) -> Path:
-        return self.testbed.node(name).folder.home / ".burst" / "runs" / path.name
+        return self.testbed.node(name).home / ".burst" / "runs" / path.name
 
 
 def main(path: str, *flags: str) -> int:

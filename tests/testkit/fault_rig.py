@@ -18,8 +18,9 @@ from typing import Any
 import psutil
 
 from cluster.agent.folder import holder
-from cluster.testbed.build import Testbed
 from cluster.testbed.faults import set_fault
+from cluster.testbed.node import sshd
+from cluster.testbed.testbed import Testbed
 from engine.runs.folder import RunFolder, list_runs
 from testkit import ROOT
 from testkit.fault_table import Row
@@ -160,7 +161,7 @@ class FaultRig:
 
     def containers(self, node: str) -> list[str]:
         """Names of the containers of a node, those that ended too."""
-        socket = f"unix://{self.testbed.node(node).folder.docker_socket}"
+        socket = f"unix://{self.testbed.node(node).docker_socket}"
         listed = self.testbed.node(node).inside("docker", "-H", socket, "ps", "--all", "--format", "{{.Names}}")
         return subprocess.run(listed, capture_output=True, text=True, check=True).stdout.split()
 
@@ -196,7 +197,7 @@ class FaultRig:
 
     def node_folder(self, run: RunFolder, node: str) -> Path:
         """The run folder on a node."""
-        return self.testbed.node(node).folder.home / ".burst" / "runs" / run.run_id
+        return self.testbed.node(node).home / ".burst" / "runs" / run.run_id
 
     def wait_until_gone(self, run_id: str, timeout_s: float = 60.0) -> float:
         """Seconds until no process of the run is left, supervisors included: they hold the locks of their nodes."""
@@ -242,7 +243,7 @@ def describe(failure: dict[str, Any]) -> str:
 
 def sshd_sessions(testbed: Testbed, node: str) -> list[int]:
     """The sshd processes of a node that serve connections."""
-    listener = testbed.node(node).sshd_pid()
+    listener = sshd(testbed.node(node)).pid()
     assert listener is not None
     return [process.pid for process in psutil.Process(listener).children()]
 

@@ -30,7 +30,7 @@ from cluster.image.plan import ImagePlan
 from cluster.image.push import STALL_S, NodeResult, Push
 from cluster.ssh.hosts import Host
 from cluster.ssh.session import SshConnection
-from cluster.testbed.build import Testbed
+from cluster.testbed.testbed import Testbed
 from testkit.connecting import connect
 from testkit.process_table import living
 
@@ -247,6 +247,6 @@ class PushRig:
 
     def relays(self, node: str) -> list[psutil.Process]:
         """The relays that run on a node."""
-        home = str(self.testbed.node(node).folder.home)
+        home = str(self.testbed.node(node).home)
         own = living("environ", f"HOME={home}")
         return [process for process in living("cmdline", "burst-image-relay") if process in own]

@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 
-from cluster.testbed.build import Testbed, up
-from cluster.testbed.folder import TestbedError
-from cluster.testbed.machine import check_machine
+from cluster.testbed.build import up
+from cluster.testbed.machine import TestbedError, check_machine
+from cluster.testbed.slurm import slurmd
 from cluster.testbed.spec import TestbedSpec, parse_rate
 from cluster.testbed.teardown import standing_names, tear_down
+from cluster.testbed.testbed import Testbed
 
 MakeTestbed = Callable[..., Testbed]
 _MARK = "zt"  # names of testbeds of tests: zt, the test process in letters, two letters that count
@@ -88,8 +89,8 @@ def testbed4(testbed_machine: None, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture
 def slurm_testbed(standing_slurm_testbed: Testbed) -> Testbed:
     """Three idle nodes with Slurm; shared. Slurm clears a node only some time after its job has ended."""
-    assert standing_slurm_testbed.slurm is not None
-    standing_slurm_testbed.slurm.wait()
+    for node in standing_slurm_testbed.nodes:
+        slurmd(node).wait()
     return standing_slurm_testbed
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.testbed.hardware.devices import NO_HARDWARE, build_hardware
-from cluster.testbed.node import Node
 from cluster.testbed.templates import render
+from cluster.testbed.testbed import Node
 from engine.config.errors import ConfigError
 
 _FABRIC_MANAGER_PID = 4711
@@ -116,13 +116,12 @@ def pci_folder(path: tuple[str, ...]) -> str:
 
 def lay_hardware(node: Node, faults: Iterable[str] = ()) -> None:
     """Put the files of the node's hardware, with these faults, in the place of those that are there."""
-    spec = node.state.spec
-    files = hardware_files(spec.hardware, node.name, node.state.network.number(node.name), faults)
-    places = {"root": node.fake, "bin": node.folder.bin}
-    node.folder.bin.mkdir(exist_ok=True)
-    for old in [old for path in places.values() for old in path.iterdir()]:
-        # Not the folders themselves: to remove one from here unmounts what the node has mounted there.
-        shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+    spec = node.testbed.spec
+    files = hardware_files(spec.hardware, node.name, node.number, faults)
+    places = {"root": node.fake, "bin": node.bin}
+    for path in places.values():
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
     for name, file in files.items():
         place, _, rest = name.partition("/")
         file.write(places[place] / rest)

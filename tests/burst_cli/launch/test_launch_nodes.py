@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from testkit.command_line import Burst, Result
 
-from cluster.testbed.build import Testbed
+from cluster.testbed.testbed import Testbed
 
 SHORT = ("exp=tiny", "train.steps=5", "optimizer.warmup_steps=1")
 
@@ -77,15 +77,15 @@ def test_errors_of_nodes_are_one_document_with_json(runs: Path, launch: Burst) -
 @pytest.fixture
 def testbed(testbed4: Testbed, monkeypatch: pytest.MonkeyPatch) -> Testbed:
     """The shared testbed, by the name that `cluster=NAME` knows."""
-    assert testbed4.state.config_file is not None
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(Path(testbed4.state.config_file).parents[3]))
+    assert testbed4.config_file is not None
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(Path(testbed4.config_file).parents[3]))
     return testbed4
 
 
 def traces(testbed: Testbed) -> set[Path]:
     """Every file of burst on the nodes."""
-    homes = [node.folder.home for node in testbed.nodes]
-    return {path for home in (*homes, testbed.folder.shared) for path in home.rglob("*") if ".ssh" not in path.parts}
+    homes = [node.home for node in testbed.nodes]
+    return {path for home in (*homes, testbed.shared) for path in home.rglob("*") if ".ssh" not in path.parts}
 
 
 def test_a_dry_run_asks_the_nodes_and_leaves_no_trace(

@@ -17,8 +17,8 @@ from testkit.terminal import text_of
 from testkit.testbed_fixture import MakeTestbed, Testbeds
 
 from burst_cli.nodes.collectives import collectives_view, judged
-from cluster.testbed.build import Testbed
 from cluster.testbed.faults import set_fault
+from cluster.testbed.testbed import Testbed
 from engine.bench.collectives import SIZES, exchange_pairs, measure_collectives, plan_rounds, sweep
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig, config_from_dict
@@ -125,8 +125,8 @@ def test_the_table_ends_with_the_usual_rate_and_who_is_slow() -> None:
 def test_a_dry_run_shows_the_launch_and_creates_nothing(
     burst: Burst, testbed4: Testbed, clean_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert testbed4.state.config_file is not None
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(Path(testbed4.state.config_file).parents[3]))
+    assert testbed4.config_file is not None
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(Path(testbed4.config_file).parents[3]))
     result = burst("check-nodes", f"cluster={testbed4.name}", "--collectives", "--dry-run", "--json")
     assert result.code == 0, result.err
     plan = json.loads(result.out)

@@ -9,8 +9,8 @@ from cluster.checks.finding import Finding, FleetReport, Verdict
 from cluster.checks.run import CheckOptions, check_nodes
 from cluster.checks.selection import read_selection
 from cluster.errors import SshFailure
-from cluster.testbed.build import Testbed
 from cluster.testbed.faults import set_fault
+from cluster.testbed.testbed import Testbed
 from engine.config.cluster import ClusterConfig
 
 CONNECT_TIMEOUT_S = 4.0

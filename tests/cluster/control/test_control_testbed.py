@@ -10,8 +10,8 @@ from testkit.fake_run import TestbedRun
 from testkit.process_table import wait_until_gone
 from testkit.testbed_fixture import Testbeds
 
-from cluster.testbed.build import Testbed
 from cluster.testbed.faults import clear_faults
+from cluster.testbed.testbed import Testbed
 
 END_S = 300.0  # on a machine that is busy with other tests
 GONE_S = 15.0

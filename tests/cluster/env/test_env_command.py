@@ -12,8 +12,8 @@ from env_hardware import furnish
 from testkit.command_line import Burst
 from testkit.testbed_fixture import Testbeds
 
-from cluster.testbed.build import Testbed
 from cluster.testbed.faults import set_fault
+from cluster.testbed.testbed import Testbed
 
 CANARY = "s3cret-canary-4712"
 GOOD = ("0 1 2 5 6 7 8 11", "0 3 4 5 6 9 10 11", "0 1 2 3 4 5 6 7", "0 1 2 3 6 7 8 9")

@@ -52,10 +52,10 @@ class FakeRig(PushRig):
 
     def tool(self, node: str, name: str, script: str) -> None:
         """A shell script in the place of a tool of one node."""
-        self._write(self.testbed.node(node).folder.bin / name, script)
+        self._write(self.testbed.node(node).bin / name, script)
 
     def home(self, node: str) -> Path:
-        return self.testbed.node(node).folder.home
+        return self.testbed.node(node).home
 
     def holding(self) -> set[str]:
         """Nodes whose engines have the whole image under its name."""
@@ -71,7 +71,7 @@ class FakeRig(PushRig):
             clear_faults(self.testbed, name)
             engine = self.home(name) / "engine"
             engine.unlink() if engine.is_file() else shutil.rmtree(engine, ignore_errors=True)
-            (self.testbed.node(name).folder.bin / "python3").unlink(missing_ok=True)
+            (self.testbed.node(name).bin / "python3").unlink(missing_ok=True)
 
     @staticmethod
     def _write(path: Path, script: str) -> None:
@@ -85,21 +85,21 @@ def standing(testbed4, tmp_path_factory):
     rig = FakeRig(testbed4, tmp_path_factory.mktemp("faults") / "engine")
     yield rig
     for name in rig.names:
-        (rig.testbed.node(name).folder.bin / "docker").unlink()
+        (rig.testbed.node(name).bin / "docker").unlink()
 
 
 @pytest.fixture
 def rig(standing):
     """After every test: no relay is left, and nothing of a push lies in files that have a name."""
     standing.reset()
-    keys = {node.name: node.folder.authorized_keys.read_bytes() for node in standing.testbed.nodes}
+    keys = {node.name: node.authorized_keys.read_bytes() for node in standing.testbed.nodes}
     yield standing
     standing.reset()
     for node in standing.testbed.nodes:
         for relay in standing.relays(node.name) if node.name in LOST else []:
             relay.kill()  # it was cut off, and would notice by itself after 40 s
         wait_for(lambda node=node: not standing.relays(node.name), f"the end of the relay on {node.name}")
-        node.folder.authorized_keys.write_bytes(keys[node.name])
+        node.authorized_keys.write_bytes(keys[node.name])
     LOST.clear()
     # A file loses its name as soon as it is made; that of a test beside this one has it for a moment.
     wait_for(lambda: not list(Path("/var/tmp").glob("burst-image-*")), "files of pushes that have no name")
@@ -142,7 +142,7 @@ def remove_python(rig: FakeRig, node: str) -> None:
 
 
 def forbid_forwarding(rig: FakeRig, node: str) -> None:
-    path = rig.testbed.node(node).folder.authorized_keys
+    path = rig.testbed.node(node).authorized_keys
     path.write_text("".join(f"no-port-forwarding {line}\n" for line in path.read_text().splitlines()))
 
 

@@ -99,7 +99,7 @@ def test_a_stopped_run_is_resumed_where_it_was(rig: FaultRig, whole: dict[int, f
         own = [name for name in manifest.files if (newest_one / name).exists()]
         assert len(own) == 1 < len(manifest.files)  # the parts of its own rank
     for node in rig.testbed.node_names:  # the code is brought again
-        for code in (rig.testbed.node(node).folder.home / ".burst/code").glob("*"):
+        for code in (rig.testbed.node(node).home / ".burst/code").glob("*"):
             code.unlink()
     old = meeting_port(run)
     with taken_port(rig, old):
@@ -137,7 +137,7 @@ def test_verbs_reach_the_weights_of_a_run_on_nodes(rig: FaultRig, whole: dict[in
 
 
 def test_checkpoints_lie_where_all_nodes_see_them(rig: FaultRig) -> None:
-    shared = rig.testbed.folder.shared
+    shared = rig.testbed.shared
     assert shared.is_dir()
     done = rig.burst("launch", *rig.words("train.steps=3", "train.checkpoint.every_steps=3"))
     assert done.returncode == 0, done.stderr
@@ -154,7 +154,7 @@ def test_nodes_whose_disks_changed_places_send_each_other_what_they_lack(
     done = rig.burst("launch", *rig.words(*WORDS, "train.checkpoint.folder='~/saved'", "train.steps=6"))
     assert done.returncode == 0, done.stderr
     source = newest(rig).run_id
-    first, second = (rig.testbed.node(name).folder.home / "saved" for name in rig.testbed.node_names)
+    first, second = (rig.testbed.node(name).home / "saved" for name in rig.testbed.node_names)
     for old, new in ((first, tmp_path / "aside"), (second, first), (tmp_path / "aside", second)):
         shutil.move(old, new)
     assert (second / source / "step-00000006" / "rank00000.safetensors").exists()

@@ -20,8 +20,8 @@ from testkit.process_table import run_processes, supervisors, wait_until_gone
 from testkit.testbed_fixture import Testbeds
 
 from cluster.control.attempt import StopRequests
-from cluster.testbed.build import Testbed
 from cluster.testbed.faults import clear_faults, set_fault
+from cluster.testbed.testbed import Testbed
 
 GONE_S = 15.0
 # A node that is not heard is lost soon; who asks for more time than this gets it by other rows.

@@ -17,8 +17,8 @@ from testkit.testbed_fixture import Testbeds
 
 from cluster.control.attempt import StopRequests
 from cluster.plan import with_exclusive
-from cluster.testbed.build import Testbed
 from cluster.testbed.faults import clear_faults, set_fault
+from cluster.testbed.testbed import Testbed
 from engine.runs.folder import list_runs
 
 PORT_HOLDER = "import socket,sys; s=socket.create_server(('',29555)); print('ready',flush=True); sys.stdin.read()"
@@ -61,7 +61,7 @@ def test_launch_that_cannot_work_is_refused_with_its_reason_and_starts_nothing(
 ) -> None:
     node = testbed.node_names[1]
     if row.do:
-        folder = testbed.node(node).folder.home / ".burst"
+        folder = testbed.node(node).home / ".burst"
         folder.mkdir(exist_ok=True)
         set_fault(testbed, node, row.do, str(folder) if row.do == "disk_full" else None)
         words = [*words, "cluster.ssh.connect_timeout_s=2"]  # a healthy node may be slow

@@ -21,8 +21,8 @@ from cluster.plan import LaunchPlan
 from cluster.slurm.client import CONF_VARIABLE, client_environment
 from cluster.slurm.job import submit_job
 from cluster.slurm.plan import build_slurm_plan
-from cluster.testbed.build import Testbed
-from cluster.testbed.node import Node
+from cluster.testbed.slurm import controller_answers
+from cluster.testbed.testbed import Node, Testbed
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import CheckpointConfig, DataConfig, RunConfig, TrainConfig
 from engine.runs.folder import RunFolder, create_run, new_run_path
@@ -43,7 +43,7 @@ class SlurmBench:
     @property
     def environment(self) -> dict[str, str]:
         """With which Slurm's clients find it."""
-        return {**client_environment(os.environ), CONF_VARIABLE: str(self.testbed.folder.slurm_conf)}
+        return {**client_environment(os.environ), CONF_VARIABLE: str(self.testbed.slurm_conf)}
 
     def client(self, *argv: str) -> str:
         """What a command of Slurm printed."""
@@ -86,7 +86,7 @@ class SlurmBench:
 
     def lose(self, node: Node) -> None:
         """Power off: everything of Slurm and of its jobs on this node is gone at once."""
-        space = Path(f"/proc/{node.holder()}/ns/net").stat().st_ino
+        space = node.namespace.stat().st_ino
         lost: list[psutil.Process] = []
         while found := [process for process in psutil.process_iter() if _is_slurms(process, space, lost)]:
             for process in found:  # until nobody is left who could start another one
@@ -103,11 +103,9 @@ class SlurmBench:
 
     def kill_controller(self) -> None:
         """The controller is gone, and with the last of its threads the socket that listens."""
-        controller = psutil.Process(int((self.testbed.folder.slurm_conf.parent / "slurmctld.pid").read_text()))
+        controller = psutil.Process(int((self.testbed.slurm_conf.parent / "slurmctld.pid").read_text()))
         controller.kill()
-        slurm = self.testbed.slurm
-        assert slurm is not None
-        wait_for(lambda: is_gone(controller.pid) and not slurm.controller_answers())
+        wait_for(lambda: is_gone(controller.pid) and not controller_answers(self.testbed))
 
     def wait_idle(self) -> None:
         """Return once Slurm has cleared all nodes."""

@@ -16,7 +16,7 @@ from testkit.fake_run import Led
 from testkit.image_rig import busybox_tree
 from testkit.waiting import wait_for
 
-from cluster.testbed.node import Node
+from cluster.testbed.testbed import Node
 
 IMAGE = "rig:1"
 
@@ -39,7 +39,7 @@ def bench(docker_testbed, tmp_path, monkeypatch):
 
 
 def docker(node: Node, *words: str, stdin: bytes = b"") -> str:
-    command = ("docker", "-H", f"unix://{node.folder.docker_socket}", *words)
+    command = ("docker", "-H", f"unix://{node.docker_socket}", *words)
     return subprocess.run(command, input=stdin, capture_output=True, check=True, timeout=60).stdout.decode().strip()
 
 

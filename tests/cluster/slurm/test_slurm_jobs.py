@@ -13,6 +13,7 @@ from testkit.waiting import wait_for
 from cluster.control.controller import settle
 from cluster.control.link import LaunchTiming
 from cluster.plan import read_launch_plan
+from cluster.testbed.slurm import slurmd
 from engine.config.cluster import SlurmConfig
 from engine.config.settings import CheckpointConfig
 from engine.runs.folder import RunFolder
@@ -104,8 +105,7 @@ def test_a_node_that_is_lost_is_named(bench):
         bench.lose(lost)
         failure = led.wait(120).failure
     finally:
-        assert bench.testbed.slurm is not None
-        bench.testbed.slurm.start_node(lost)
+        slurmd(lost).start()
 
     assert failure is not None
     assert (failure.kind, failure.host) == ("node_lost", lost.name)
@@ -160,7 +160,7 @@ def test_a_job_that_may_restart_and_lost_a_node_goes_on_with_another(bench, is_l
             assert led.wait().status == "completed", led.describe()
     finally:
         if not is_led:
-            bench.testbed.slurm.start_node(lost)
+            slurmd(lost).start()
 
     used = tuple(node.name for node in read_launch_plan(run.path).nodes)
     assert is_led or used == names(bench)[::2]

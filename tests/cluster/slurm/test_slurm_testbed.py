@@ -18,7 +18,6 @@ from testkit.waiting import wait_for
 from burst_cli.nodes.testbed_view import status_table
 from cluster.slurm.client import SlurmClient
 from cluster.testbed.build import build_plan
-from cluster.testbed.folder import folder_of
 from cluster.testbed.machine import missing_requirements
 from cluster.testbed.spec import TestbedSpec
 from cluster.testbed.status import read_status
@@ -35,7 +34,7 @@ up(TestbedSpec(sys.argv[1], nodes=2, slurm=True), Path(sys.argv[2]))
 
 def slurm(testbed, *argv: str) -> str:
     """What a client of Slurm prints."""
-    environment = {**os.environ, "SLURM_CONF": str(testbed.folder.slurm_conf)}
+    environment = {**os.environ, "SLURM_CONF": str(testbed.slurm_conf)}
     return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=200, check=True).stdout
 
 
@@ -60,7 +59,7 @@ def test_status_shows_what_slurm_says_and_how_to_reach_it(slurm_testbed):
     status = read_status(slurm_testbed.name)
 
     assert {node.slurm for node in status.nodes} == {"idle"}
-    assert status.slurm_conf == str(slurm_testbed.folder.slurm_conf)
+    assert status.slurm_conf == str(slurm_testbed.slurm_conf)
     assert f"export SLURM_CONF={status.slurm_conf}" in str(status_table(status).renderables)
 
 
@@ -73,7 +72,7 @@ def test_a_testbed_with_a_job_goes_down_whole_and_a_second_one_stays(make_testbe
 
     assert leftovers(own.name) == []
     assert not list(Path("/sys/fs/cgroup").glob(f"*/slurm_{node}"))
-    wait_for(lambda: not [line for line in slurm_processes(own.folder.path) if str(own.folder.path) in line])
+    wait_for(lambda: not [line for line in slurm_processes(own.path) if str(own.path) in line])
     assert {one.slurm for one in read_status(slurm_testbed.name).nodes} == {"idle"}
 
 
@@ -86,7 +85,6 @@ def test_a_killed_up_leaves_nothing_after_down(testbed_machine, tmp_path, delay_
     tear_down(name, tmp_path / "c.yaml")
 
     assert leftovers(name) == []
-    assert not folder_of(name).path.exists()
     assert not list(Path("/sys/fs/cgroup").glob(f"*/slurm_{name}*"))
 
 
@@ -123,4 +121,4 @@ def test_without_its_controller_status_says_so_at_once(make_testbed, tmp_path):
 def test_sinfo_tells_the_gpus_of_the_partition(make_testbed):
     own = make_testbed(nodes=1, slurm=True, hardware="h100x8")
 
-    assert SlurmClient({**os.environ, "SLURM_CONF": str(own.folder.slurm_conf)}).partition_gpus() == 8
+    assert SlurmClient({**os.environ, "SLURM_CONF": str(own.slurm_conf)}).partition_gpus() == 8

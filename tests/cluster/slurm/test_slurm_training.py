@@ -41,7 +41,7 @@ def run_in(folder: Path) -> RunFolder:
 
 
 def test_a_job_on_two_nodes_computes_the_losses_of_two_ranks_on_this_machine(slurm_testbed, tmp_path):
-    conf = str(slurm_testbed.folder.slurm_conf)
+    conf = str(slurm_testbed.slurm_conf)
     far = launch(tmp_path, "far", *_ON_TWO_NODES, SLURM_CONF=conf)
     here = launch(tmp_path, "here", "cluster.ranks_per_node=2")
 

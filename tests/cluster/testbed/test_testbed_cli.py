@@ -12,8 +12,8 @@ import pytest
 from testkit.testbed_fixture import next_name
 
 from cluster.testbed.faults import FAULT_KINDS
-from cluster.testbed.folder import folder_of
 from cluster.testbed.teardown import leftovers
+from cluster.testbed.testbed import state_root
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def test_a_person_reads_what_to_type_next_and_what_stands(burst, testbed4, name)
 
     assert f"burst check-nodes cluster={name}" in out
     assert f"burst testbed down --name {name}" in out
-    assert f"ssh -F {folder_of(name).ssh_config} {name}1" in out
+    assert f"ssh -F {state_root()}/{name}/ssh_config {name}1" in out
     assert f"{testbed4.name}4" in listed
     assert f"{name}1" in listed
 
@@ -68,7 +68,7 @@ def test_a_dry_run_shows_commands_and_builds_nothing(burst, name):
     assert code == 0
     assert f"ip netns add btb.{name}.{name}2" in out
     assert "tbf rate 200000000bit" in out
-    assert "\nnsenter '--target=$(cat " in out
+    assert f"\nnsenter --net=/run/netns/btb.{name}.{name}2 --mount={state_root()}/{name}/run/{name}2/mnt" in out
     assert leftovers(name) == []
 
 
@@ -76,7 +76,7 @@ def test_a_terminated_up_takes_itself_down(burst, name):
     argv = (sys.executable, "-m", "burst_cli", "testbed", "up", "--nodes", "16", "--name", name)
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as building:
         deadline = time.monotonic() + 200
-        while not folder_of(name).state_file.exists() and time.monotonic() < deadline:
+        while not (state_root() / name / "state.json").exists() and time.monotonic() < deadline:
             time.sleep(0.002)
         building.send_signal(signal.SIGTERM)
         code = building.wait(200)
@@ -90,7 +90,7 @@ def test_a_terminated_up_takes_itself_down(burst, name):
     [
         (("up", "--name", "local"), "comes with burst"),
         (("up", "--name", "Bad Name"), "lower-case letters"),
-        (("up", "--name", "x", "--rate", "fast"), "expected a rate such as"),
+        (("up", "--name", "x", "--rate", "fast"), "expected one such as"),
         (("up", "--name", "x", "--nodes", "0"), "expected 1 to 64"),
         (("up", "--name", "x", "--hardware", "abacus"), "h100x8"),
         (("down", "--name", "../../etc"), "lower-case letters"),

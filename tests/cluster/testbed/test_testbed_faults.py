@@ -10,7 +10,7 @@ from testkit.waiting import wait_for
 
 from cluster.errors import SshError, SshFailure
 from cluster.testbed.faults import clear_faults, set_fault
-from cluster.testbed.folder import TestbedError
+from cluster.testbed.machine import TestbedError
 from cluster.testbed.status import read_status
 from engine.config.errors import ConfigError
 
@@ -90,7 +90,7 @@ def test_a_slow_link_carries_less(testbed, node):
 
 
 def test_a_full_disk_is_full_for_new_sessions_of_that_node_only_and_may_have_some_space_left(testbed, node):
-    other, home = testbed.node_names[1], testbed.node(node).folder.home
+    other, home = testbed.node_names[1], testbed.node(node).home
     run(testbed, node, "sh", "-c", "mkdir -p ~/'my däta' ~/space; echo kept >~/'my däta/file'")
     folder = str(home / "my däta")
     set_fault(testbed, node, "disk_full", folder)
@@ -110,10 +110,10 @@ def test_faults_add_up_and_a_kind_that_can_be_once_is_replaced(testbed, node):
     after = set_fault(testbed, node, "slow_shell", "0.8")
     begin = time.monotonic()
 
-    assert [str(fault) for fault in after.state.faults[node]] == ["link_slow 50mbit", "slow_shell 0.8"]
+    assert [str(fault) for fault in after.faults[node]] == ["link_slow 50mbit", "slow_shell 0.8"]
     assert run(testbed, node, "hostname") == (0, node)
     assert 0.8 < time.monotonic() - begin < 60
-    assert clear_faults(testbed, node).state.faults[node] == ()
+    assert clear_faults(testbed, node).faults[node] == ()
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_faults_add_up_and_a_kind_that_can_be_once_is_replaced(testbed, node):
         ("earthquake", None, "no fault 'earthquake'; there are link_down"),
         ("sshd_stop", "now", "takes no value"),
         ("link_slow", None, "needs a value: link_slow RATE"),
-        ("link_slow", "slow", "expected a rate such as"),
+        ("link_slow", "slow", "expected one such as"),
         ("link_down", "eth9", "has the interfaces eth0, rail0"),
         ("slow_shell", "a while", "expected seconds"),
         ("disk_full", "data", "expected a folder"),

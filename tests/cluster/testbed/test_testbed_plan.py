@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from pathlib import Path
 
 import pytest
 
 from cluster.ssh.hosts import is_host_name
-from cluster.testbed.folder import TestbedFolder, state_root
 from cluster.testbed.machine import missing_requirements, tool_path
-from cluster.testbed.network import BLOCKS, Network, block_network
+from cluster.testbed.node import passwd_text
+from cluster.testbed.plan import network_commands
 from cluster.testbed.spec import TestbedSpec, format_rate, parse_rate
-from cluster.testbed.texts import passwd_text
+from cluster.testbed.testbed import BLOCKS, Testbed, block_network, load_testbed, state_root
 from engine.config.errors import ConfigError
 
 
@@ -74,8 +75,8 @@ def test_blocks_of_addresses_do_not_overlap():
 
 
 def test_every_link_is_shaped_at_both_of_its_ends():
-    network = Network(TestbedSpec("lab", nodes=2, rails=1, rate_bits_per_s=100_000_000), block=0)
-    shaped = [" ".join(command) for command in network.commands() if command[0] == "tc"]
+    testbed = Testbed(Path("/lab"), TestbedSpec("lab", nodes=2, rails=1, rate_bits_per_s=100_000_000), block=0)
+    shaped = [" ".join(command) for command in network_commands(testbed) if command[0] == "tc"]
     ends = ["tc qdisc replace dev btblab", "tc -n btb.lab.switch qdisc replace dev head"]
     for node in (1, 2):
         for link in ("eth0", "rail0"):
@@ -96,7 +97,7 @@ def test_only_the_ssh_user_gets_another_home():
 def test_a_damaged_state_is_no_state(tmp_path, text):
     (tmp_path / "state.json").write_text(text)
 
-    assert TestbedFolder(tmp_path).load() is None
+    assert load_testbed(tmp_path) is None
 
 
 @pytest.mark.parametrize("path", ["relative", "/has space", '/a"b', "/" + "a" * 61, "/a\nPermitRootLogin yes"])

@@ -19,11 +19,11 @@ from testkit.connecting import connect
 from testkit.testbed_fixture import next_name, owner_of, remove_abandoned
 
 from cluster.testbed.build import build_plan, open_testbed, up
-from cluster.testbed.folder import TestbedError, TestbedState, folder_of
-from cluster.testbed.network import BLOCKS, block_network
+from cluster.testbed.machine import TestbedError
 from cluster.testbed.spec import TestbedSpec
 from cluster.testbed.status import read_all, read_status
 from cluster.testbed.teardown import leftovers, standing_names, tear_down
+from cluster.testbed.testbed import BLOCKS, Testbed, block_network, state_root
 
 _SECONDS = 2_000_000 + os.getpid()  # how long a process of a test sleeps: no other has this argument
 # It kills itself: another process could be held up until all is built.
@@ -61,22 +61,22 @@ def test_a_node_has_a_name_links_a_home_and_a_python_of_its_own(testbed4):
 
 def test_openssh_reaches_a_node_by_the_configuration(testbed4):
     node = testbed4.node_names[1]
-    argv = ["ssh", "-F", str(testbed4.folder.ssh_config), node, "hostname"]
+    argv = ["ssh", "-F", str(testbed4.ssh_config), node, "hostname"]
 
     assert subprocess.run(argv, capture_output=True, text=True, timeout=200).stdout.strip() == node
 
 
 def test_the_client_key_is_private_and_nothing_listens_on_this_machine(testbed4):
-    assert stat.S_IMODE(testbed4.folder.client_key.stat().st_mode) == 0o600
-    assert stat.S_IMODE(testbed4.folder.path.stat().st_mode) == 0o700
+    assert stat.S_IMODE(testbed4.client_key.stat().st_mode) == 0o600
+    assert stat.S_IMODE(testbed4.path.stat().st_mode) == 0o700
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection((testbed4.state.network.head_address, 22), 2)
+        socket.create_connection((testbed4.head_address, 22), 2)
 
 
 def test_a_password_is_never_asked_for(testbed4):
     node = testbed4.node_names[0]
     options = ("-o", "PubkeyAuthentication=no", "-o", "BatchMode=no", "-o", "NumberOfPasswordPrompts=1")
-    argv = ("ssh", "-F", str(testbed4.folder.ssh_config), *options, node, "true")
+    argv = ("ssh", "-F", str(testbed4.ssh_config), *options, node, "true")
     said = subprocess.run(argv, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL).stderr
 
     assert "Permission denied (publickey)" in said
@@ -96,10 +96,10 @@ def test_addresses_that_a_route_leads_to_or_another_testbed_shall_have_are_not_t
         monkeypatch.setenv("BURST_TESTBED_DIR", elsewhere)
         first = planned_head(tmp_path)
         block = next(at for at in range(BLOCKS) if ipaddress.ip_address(first) in block_network(at))
-        folder_of("other").path.mkdir(parents=True)
-        folder_of("other").save(TestbedState(TestbedSpec("other"), block))  # which is just being built
+        (state_root() / "other").mkdir(parents=True)
+        Testbed(state_root() / "other", TestbedSpec("other"), block).save()  # which is just being built
 
-        assert len({first, planned_head(tmp_path), testbed4.state.network.head_address}) == 3
+        assert len({first, planned_head(tmp_path), testbed4.head_address}) == 3
 
 
 def planned_head(folder: Path) -> str:
@@ -191,7 +191,7 @@ def _sleepers() -> list[int]:
 )
 def test_down_removes_what_a_killed_up_left(testbed_machine, tmp_path, moment):
     name, config = next_name(), tmp_path / "config.yaml"
-    awaited = moment.format(folder=folder_of(name).path, name=name)
+    awaited = moment.format(folder=state_root() / name, name=name)
     building = subprocess.Popen([sys.executable, "-c", _UP, name, str(config), awaited])
     try:
         seen = building.wait(200) == -signal.SIGKILL and not read_status(name).complete
@@ -206,12 +206,12 @@ def test_down_removes_what_a_killed_up_left(testbed_machine, tmp_path, moment):
 
 def test_what_a_restart_of_the_machine_leaves_is_told_and_removed(testbeds):
     testbed = testbeds.make(nodes=1)
-    namespace = testbed.state.network.namespace(testbed.node_names[0])
+    namespace = testbed.nodes[0].namespace.name
     subprocess.run(["ip", "netns", "delete", namespace], check=True)
     status = read_status(testbed.name)
 
     assert not status.complete
-    assert f"folder {testbed.folder.path}" in status.leftovers
+    assert f"folder {testbed.path}" in status.leftovers
     testbeds.close()
     assert leftovers(testbed.name) == []
 
