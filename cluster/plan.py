@@ -1,17 +1,17 @@
 """`LaunchPlan`: everything a launch will do, as frozen values: the commands, their environment, the files.
 
 Pure functions build it, `burst launch --dry-run` shows it, `cluster.control` runs that very value. RUN/launch.json
-holds it for whoever controls the run later on; it may be damaged or made by somebody else, so all in it is checked.
+holds it for whoever controls the run later on.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 from cluster.agent.messages import STOP_GRACE_S, Spec
 from cluster.env.facts import EnvironmentVariable
@@ -77,18 +77,14 @@ class NodePlan:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
-            "name": self.name,
-            "node_rank": self.node_rank,
-            "first_rank": self.first_rank,
-            "local_ranks": self.local_ranks,
-            "folder": self.folder,
-            "cwd": self.cwd,
-            "log_dir": self.log_dir,
-            "container": self.container,
+            **{name: getattr(self, name) for name in _PLAIN},
             "command": list(self.argv),
             "environment": {variable.name: variable.value for variable in self.environment},
             "reasons": {variable.name: variable.reason for variable in self.environment},
         }
+
+
+_PLAIN = ("name", "node_rank", "first_rank", "local_ranks", "folder", "cwd", "log_dir", "container")
 
 
 @dataclass(frozen=True)
@@ -184,10 +180,21 @@ def node_spec(plan: LaunchPlan, node: NodePlan, *, lease_s: float | None) -> Spe
 
 
 def _node_files(plan: LaunchPlan, node: NodePlan) -> tuple[tuple[str, str], ...]:
-    """The files of a run folder that is not the launcher's. Its run.json says that a launcher has begun this run."""
-    wanted = {*NODE_FILES, node.env_file}
+    """The files of a run folder that is not the launcher's. Its run.json says that a launcher has begun this run.
+
+    Raises PlanFileError.
+    """
+    known, texts = dict(plan.files), {}
+    for name in (*NODE_FILES, node.env_file):
+        try:  # a plan that comes from launch.json has no texts, but they lie beside it
+            texts[name] = known.get(name) or (Path(plan.run_path) / name).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            continue  # the ranks can do without it, or say what they miss
+        except (OSError, ValueError) as error:
+            text = f"cannot be read, but the nodes of the run need it: {one_line(str(error), 300)}"
+            raise PlanFileError(f"{Path(plan.run_path) / name}: {text}") from error
     state = {**initial_state(), "state": "starting", "world_size": plan.world_size}
-    return (*(file for file in plan.files if file[0] in wanted), ("run.json", json_text(state)))
+    return (*texts.items(), ("run.json", json_text(state)))
 
 
 def assemble_plan(
@@ -245,13 +252,6 @@ def choose_backend(config: RunConfig, facts: MachineFacts) -> Backend:
     return Backend(name, reason, ranks, threads, why_threads)
 
 
-MAX_BYTES = 64 << 20
-MAX_NODES = 16384
-_BACKENDS = ("nccl", "gloo")
-_KINDS = {int: "a whole number", str: "a text", bool: "true or false", dict: "a table", list: "a list"}
-T = TypeVar("T")
-
-
 class PlanFileError(ClusterError):
     """What should be a launch plan is none."""
 
@@ -260,11 +260,7 @@ def read_launch_plan(run_path: Path) -> LaunchPlan:
     """The plan of the run in folder `run_path`, also after that folder was moved. Raises PlanFileError."""
     path = run_path / PLAN_FILE
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
-        if len(raw) > MAX_BYTES:
-            raise ValueError(f"larger than {MAX_BYTES >> 20} MiB")
-        plan = plan_from_dict(json.loads(raw))
+        plan = plan_from_dict(json.loads(path.read_bytes()))
     except FileNotFoundError as error:
         raise PlanFileError(f"{path}: there is none, so `burst launch` did not start this run") from error
     except (OSError, ValueError, RecursionError, PlanFileError) as error:
@@ -287,100 +283,54 @@ def write_plan_files(plan: LaunchPlan, run: RunFolder) -> None:
             raise ClusterError(f"{path}: {error.strerror}") from error
 
 
-def with_texts(plan: LaunchPlan) -> LaunchPlan:
-    """`plan` with the texts that other machines need to start it, read from its run folder unless it has them.
-
-    A plan that comes from launch.json has none. Raises PlanFileError.
-    """
-    names = {name for node in plan.nodes if node.folder != plan.run_path for name in (*NODE_FILES, node.env_file)}
-    found = {name: _text(Path(plan.run_path), name) for name in sorted(names - dict(plan.files).keys())}
-    return replace(plan, files=(*plan.files, *((name, text) for name, text in found.items() if text is not None)))
-
-
-def _text(folder: Path, name: str) -> str | None:
-    """A file of a run folder; None when there is none and the ranks can do without it."""
-    try:
-        if (folder / name).stat().st_size > MAX_BYTES:
-            raise ValueError(f"larger than {MAX_BYTES >> 20} MiB")
-        return (folder / name).read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        if name != CONFIG_FILE:
-            return None
-        raise PlanFileError(f"{folder / name}: there is none, but the nodes of the run need it") from error
-    except (OSError, ValueError) as error:
-        text = one_line(str(error), 300)
-        raise PlanFileError(f"{folder / name}: cannot be read, but the nodes of the run need it: {text}") from error
-
-
 def plan_from_dict(document: Any) -> LaunchPlan:
-    """The plan that `LaunchPlan.to_dict` wrote, `files` included if they are there.
-
-    Raises PlanFileError, naming what is wrong.
-    """
-    if _value(document, "format", int) != PLAN_FORMAT:
-        raise PlanFileError(f"format: got {document['format']}, expected {PLAN_FORMAT}; made by another burst?")
+    """The plan that `LaunchPlan.to_dict` wrote, `files` included if they are there. Raises PlanFileError."""
     try:
-        config = config_from_dict(_value(document, "config", dict))
-    except ConfigError as error:
-        raise PlanFileError(f"config: {error}") from error
-    cluster, backend, launcher = config.cluster, _value(document, "backend", str), _value(document, "launcher", str)
-    if backend not in _BACKENDS or launcher not in RUNNERS:
-        raise PlanFileError(f"backend, launcher: {one_line(f'{backend}, {launcher}', 80)}: not known here")
-    nodes = tuple(map(_node, _value(document, "nodes", list)))
-    _check_ranks(nodes, _value(document, "world_size", int))
-    return LaunchPlan(
-        run_path=_path(document, "path"),
-        config=config,
-        world_size=document["world_size"],
-        backend=Backend(
-            backend,
-            _value(document, "backend_reason", str),
-            cluster.ranks_per_node or 1,
-            cluster.threads_per_rank or 1,
-        ),
-        nodes=nodes,
-        files=tuple(_texts(document, "files").items()) if "files" in document else (),
-        launcher=launcher,
-        is_exclusive=_value(document, "exclusive", bool),
-    )
+        if document["format"] != PLAN_FORMAT:
+            raise ValueError(f"format: got {document['format']}, expected {PLAN_FORMAT}; made by another burst?")
+        config = config_from_dict(document["config"])
+        ranks, threads = config.cluster.ranks_per_node or 1, config.cluster.threads_per_rank or 1
+        plan = LaunchPlan(
+            run_path=document["path"],
+            config=config,
+            world_size=document["world_size"],
+            backend=Backend(document["backend"], document["backend_reason"], ranks, threads),
+            nodes=tuple(map(_node, document["nodes"])),
+            files=tuple(document.get("files", {}).items()),
+            launcher=document["launcher"],
+            is_exclusive=document["exclusive"],
+        )
+        _check(plan)
+    except (ConfigError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise PlanFileError(one_line(f"{type(error).__name__}: {error}", 300)) from error
+    return plan
 
 
-def _node(entry: Any) -> NodePlan:
-    name, argv = _value(entry, "name", str), _value(entry, "command", list)
-    if not is_host_name(name):
-        raise PlanFileError(f"name: {one_line(name, 60)!r} is no name of a node")
-    if not argv or not all(isinstance(word, str) for word in argv):
-        raise PlanFileError(f"command of {name}: expected a list of texts, with one at least")
-    reasons = _texts(entry, "reasons")
+def _node(entry: Mapping[str, Any]) -> NodePlan:
+    reasons = entry["reasons"]
     return NodePlan(
-        name=name,
-        node_rank=_value(entry, "node_rank", int),
-        first_rank=_value(entry, "first_rank", int),
-        local_ranks=_value(entry, "local_ranks", int),
-        argv=tuple(argv),
-        environment=tuple(
-            EnvironmentVariable(key, value, reasons.get(key, "")) for key, value in _texts(entry, "environment").items()
-        ),
-        cwd=_path(entry, "cwd"),
-        folder=_path(entry, "folder"),
-        log_dir=_path(entry, "log_dir"),
-        container=None if entry.get("container") is None else _value(entry, "container", str),
+        argv=tuple(entry["command"]),
+        environment=tuple(EnvironmentVariable(key, value, reasons[key]) for key, value in entry["environment"].items()),
+        **{name: entry[name] for name in _PLAIN},
     )
 
 
-def _check_ranks(nodes: tuple[NodePlan, ...], world_size: int) -> None:
-    """Nodes are numbered, named once, and hold the ranks in order."""
-    if not 1 <= len(nodes) <= MAX_NODES:
-        raise PlanFileError(f"nodes: got {len(nodes)}, expected 1 to {MAX_NODES}")
-    if len({node.name for node in nodes}) != len(nodes):
-        raise PlanFileError("nodes: a name occurs twice")
+def _check(plan: LaunchPlan) -> None:
+    """Nodes are numbered, named once, and hold the ranks in order; ValueError for what would go astray elsewhere."""
     first = 0
-    for number, node in enumerate(nodes):
+    for number, node in enumerate(plan.nodes):
         if (node.node_rank, node.first_rank) != (number, first) or node.local_ranks < 1:
-            raise PlanFileError(f"nodes[{number}]: its ranks do not follow those of the node before")
+            raise ValueError(f"nodes[{number}]: its ranks do not follow those of the node before")
+        if not is_host_name(node.name) or not all(isinstance(word, str) for word in node.argv):
+            raise ValueError(f"nodes[{number}]: {node.name!r} is no name of a node, or its command no list of texts")
         first += node.local_ranks
-    if first != world_size:
-        raise PlanFileError(f"world_size: got {world_size}, but the nodes have {first} ranks")
+    if first != plan.world_size or len({node.name for node in plan.nodes}) != len(plan.nodes) or not plan.nodes:
+        raise ValueError(f"world_size: got {plan.world_size}, but the nodes have {first} ranks, or a name occurs twice")
+    for path in [plan.run_path, *(path for node in plan.nodes for path in (node.folder, node.cwd, node.log_dir))]:
+        if not path.startswith("/") or ".." in path.split("/"):
+            raise ValueError(f"{path!r} is no absolute path")
+    if plan.launcher not in RUNNERS:
+        raise ValueError(f"launcher {plan.launcher!r} is not known here")
 
 
 def _moved(plan: LaunchPlan, run_path: Path) -> LaunchPlan:
@@ -395,26 +345,3 @@ def _moved(plan: LaunchPlan, run_path: Path) -> LaunchPlan:
         for node in plan.nodes
     ]
     return replace(plan, run_path=str(run_path), nodes=tuple(nodes))
-
-
-def _value(table: Any, name: str, kind: type[T]) -> T:
-    """The value of that name, which must be of that kind."""
-    value = table.get(name) if isinstance(table, dict) else None
-    if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
-        raise PlanFileError(f"{name}: expected {_KINDS[kind]}, got {one_line(repr(value), 40)}")
-    return value
-
-
-def _path(table: Any, name: str) -> str:
-    """An absolute path without `..`."""
-    path = PurePosixPath(_value(table, name, str))
-    if not path.is_absolute() or ".." in path.parts or "\0" in str(path):
-        raise PlanFileError(f"{name}: {one_line(str(path), 100)!r} is no absolute path")
-    return str(table[name])
-
-
-def _texts(table: Any, name: str) -> dict[str, str]:
-    values = _value(table, name, dict)
-    if not all(isinstance(value, str) for value in values.values()):
-        raise PlanFileError(f"{name}: expected a table of texts")
-    return values

@@ -42,7 +42,7 @@ from cluster.control.link import (
 )
 from cluster.failure import Failure
 from cluster.launch.runner import open_links, runner_of
-from cluster.plan import LaunchPlan, node_spec, read_launch_plan, with_texts
+from cluster.plan import LaunchPlan, node_spec, read_launch_plan
 from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError
 from engine.runs.records import utc_now
 
@@ -185,10 +185,9 @@ class _Lead:
 
     def _start(self) -> None:
         """Begin on all nodes. After a refusal, or a request to stop, those that did begin are asked to end."""
-        plan = with_texts(self.plan)
         for part in self.fleet.parts:
             part.is_absent = True
-            part.link.start(node_spec(plan, part.node, lease_s=self.fleet.lease_s))
+            part.link.start(node_spec(self.plan, part.node, lease_s=self.fleet.lease_s))
         try:
             self._await_starts()
         finally:
