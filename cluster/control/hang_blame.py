@@ -1,0 +1,403 @@
+"""Who holds up a run that hangs, from what its ranks left: states of processes, flight records, stacks of threads.
+
+Pure; what a rank sends is checked, never trusted, and may be cut anywhere. `find_culprit` goes through the rules from
+the surest to the weakest:
+
+    1. a process that is gone, stopped, or in uninterruptible input or output while others are not
+    2. a rank that entered another collective than the rest as the same number of a group
+    3. the rank that others wait for and that waits for nobody. In a group all ranks enter the same collectives in the
+       same order: who has entered number 57 and is not through waits for those that have entered 56 at most; a message
+       waits for its peer. Or ranks that wait for each other
+    4. the only rank whose stack is not inside a collective
+    5. everybody waits: perhaps the network
+
+The victim is never named for waiting: the ranks that complain loudest are those that wait for another one.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cluster.remote_text import one_line
+from cluster.values import integer, table, word
+
+GONE = "gone"
+MAX_LINES = 8
+MAX_NAMED = 8
+MAX_ENTRIES = 1000
+MAX_TEXT = 1_000_000
+_SAME_SIZES = ("all_reduce", "allreduce", "reduce_scatter", "all_gather", "allgather")
+
+
+class Collective(NamedTuple):
+    """One collective as one rank entered it.
+
+    key: backend and group, whose collectives are numbered together. sizes: empty where those of ranks may differ.
+    """
+
+    key: tuple[str, str]
+    seq: int
+    op: str
+    is_done: bool
+    group: str
+    sizes: str
+
+    @property
+    def what(self) -> tuple[str, str]:
+        """That which all ranks must have alike."""
+        return self.op, self.sizes
+
+    def __str__(self) -> str:
+        return one_line(f"{self.op} number {self.seq} of group {self.group}")
+
+
+class Flight:
+    """The flight record of a rank. newest: its last collective in every group; peer: whose message it waits for."""
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        entries = document.get("entries")
+        entries = entries[-MAX_ENTRIES:] if isinstance(entries, list) else []
+        self.collectives = [found for entry in entries if (found := _read_entry(entry)) is not None]
+        self.newest = {one.key: one for one in sorted(self.collectives, key=lambda one: one.seq)}
+        self.groups = {
+            str(name): tuple(rank for rank in members if isinstance(rank, int))
+            for name, members in table(document, "groups").items()
+            if isinstance(members, list)
+        }
+        waiting = document.get("waiting")
+        self.peer, self.is_sending = integer(waiting, "peer"), word(waiting, "what") == "send"
+
+
+class Frame(NamedTuple):
+    """One line of a stack."""
+
+    file: str
+    line: str
+    function: str
+
+    def __str__(self) -> str:
+        return one_line(f"{self.function} ({short_path(self.file)}:{self.line})")
+
+
+class ThreadStack(NamedTuple):
+    """One thread, the frame that runs first."""
+
+    ident: str
+    is_current: bool
+    frames: list[Frame]
+
+
+@dataclass(frozen=True)
+class RankEvidence:
+    """What is known of one rank of a run that hangs.
+
+    process_state: letter of /proc/PID/stat, "gone", or None where its node gave no answer. status: content of
+    rank<NNNN>.status.json. stacks: text of rank<NNNN>.stacks, of which the last dump counts, or None when the rank did
+    not answer. flight: content of rank<NNNN>.flight.json if it answers this request, else None.
+    """
+
+    rank: int
+    host: str
+    process_state: str | None
+    status: Mapping[str, Any] | None = None
+    stacks: str | None = None
+    flight: Mapping[str, Any] | None = None
+
+    @functools.cached_property
+    def threads(self) -> list[ThreadStack]:
+        """What `stacks` says."""
+        return parse_stacks(self.stacks or "")
+
+    @functools.cached_property
+    def recorded(self) -> Flight | None:
+        """What `flight` says."""
+        return Flight(self.flight) if self.flight is not None and isinstance(self.flight.get("entries"), list) else None
+
+    @property
+    def waits(self) -> bool | None:
+        """Whether it waits for others, by its stacks; None: they say nothing."""
+        return waits_in(self.threads) is not None if self.threads else None
+
+    @property
+    def frames(self) -> list[Frame]:
+        """Where its program is."""
+        main = main_thread(self.threads)
+        return [] if main is None else main.frames
+
+    @property
+    def place(self) -> str:
+        """What it is doing, from its stack and its status, which may be old where nothing else answers."""
+        step, phase = integer(self.status, "step"), word(self.status, "phase", 40)
+        parts = [f"it is in {self.frames[0]}"] if self.frames else []
+        if step is not None:
+            parts.append(f"{'' if self.recorded else 'last seen at '}step {step}")
+        return ", ".join([*parts, *([f"phase {phase}"] if phase else [])])
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Who makes the others wait, why that is believed, and the lines of the stack that show it.
+
+    Where `certain` is False the sentence is a guess that a person should check.
+    """
+
+    ranks: tuple[int, ...]
+    reason: str
+    lines: tuple[str, ...]
+    certain: bool
+
+
+def find_culprit(evidence: Sequence[RankEvidence]) -> Culprit | None:
+    """Who makes the others wait, or None when nothing points to anybody and nobody waits."""
+    ranks = sorted(evidence, key=lambda one: one.rank)
+    rules = (_by_process, _by_operation, _by_waits, _by_stacks, _all_wait)
+    return next((found for rule in rules if (found := rule(ranks)) is not None), None)
+
+
+def _by_process(ranks: Sequence[RankEvidence]) -> Culprit | None:
+    for letters, what in (
+        ((GONE, "Z", "X"), "its process is gone"),
+        (("T", "t"), "its process is stopped, by SIGSTOP or a debugger"),
+        (("D",), "its process is in uninterruptible input or output: a disk or network file system does not answer"),
+    ):
+        # For a moment, everybody is in input or output now and then.
+        found = [rank for rank in ranks if rank.process_state in letters and not ("D" in letters and rank.waits)]
+        if found and ("D" not in letters or len(found) < len(ranks)):
+            return _culprit(found, f"{_names(found)}: {what}", certain=True)
+    return None
+
+
+def _by_operation(ranks: Sequence[RankEvidence]) -> Culprit | None:
+    """By the earliest collective that some ranks entered as another operation, or with other sizes, than the rest."""
+    places: dict[tuple[int, tuple[str, str], tuple[int, ...]], dict[int, Collective]] = {}
+    for rank in ranks:
+        for one in rank.recorded.collectives if rank.recorded is not None else ():
+            members = rank.recorded.groups.get(one.key[1], ()) if rank.recorded is not None else ()
+            places.setdefault((one.seq, one.key, members), {})[rank.rank] = one
+    for _, entered in sorted(places.items()):
+        counts = Counter(one.what for one in entered.values()).most_common(2)
+        if len(counts) < 2 or all(one.is_done for one in entered.values()):
+            continue
+        (common, most), (_, second) = counts
+        odd = [rank for rank in ranks if rank.rank in entered and entered[rank.rank].what != common]
+        own = entered[odd[0].rank]
+        text = f"{_names(odd)} entered {own} where the others entered {common[0]}"
+        if own.op == common[0]:
+            text = f"{_names(odd)} entered {own} with sizes {own.sizes}, the others with {one_line(common[1])}"
+        return _culprit(odd, text, certain=most > second)
+    return None
+
+
+class Wait(NamedTuple):
+    """Rank `waiter` waits for rank `awaited`. is_sure: the other one agrees. place: where; undone: what is missing."""
+
+    waiter: int
+    awaited: int
+    is_sure: bool
+    is_message: bool
+    place: str
+    undone: str
+
+
+def _waits_of(ranks: Sequence[RankEvidence]) -> Iterator[Wait]:
+    """Who waits for whom; one without a record is awaited, unsurely, by all it shares a group with."""
+    numbers = [rank.rank for rank in ranks]
+    flights = {rank.rank: rank.recorded for rank in ranks if rank.recorded is not None}
+    for rank, flight in flights.items():
+        if (peer := flight.peer) is not None and peer in numbers and peer != rank:
+            way, undone = ("to", "taken") if flight.is_sending else ("from", "sent")
+            place = f"a message {way} rank {peer}"
+            yield Wait(rank, peer, peer in flights, True, place, f"has not {undone} a message")
+        for key, one in flight.newest.items():
+            for member in () if one.is_done else flight.groups.get(key[1], numbers):
+                if member == rank or member not in numbers:
+                    continue
+                other = flights.get(member)
+                if other is None or key not in other.newest or other.newest[key].seq < one.seq:
+                    yield Wait(rank, member, other is not None, False, str(one), f"has not entered {one}")
+
+
+def _by_waits(ranks: Sequence[RankEvidence]) -> Culprit | None:
+    waits = list(_waits_of(ranks))
+    found = _awaited(ranks, waits)
+    if not found:
+        # A collective may have been started ahead of time, by a rank that then went on and hangs elsewhere.
+        busy = {rank.rank for rank in ranks if rank.waits is False}
+        if not busy:
+            return _circle(ranks, waits)
+        waits = [wait for wait in waits if wait.waiter not in busy]
+        found = [rank for rank in _awaited(ranks, waits) if rank.rank in busy]
+        if not found:
+            return None
+    missing = [wait for wait in waits if wait.awaited in {rank.rank for rank in found}]
+    who, first = _wait(sorted({wait.waiter for wait in missing})), min(missing, key=lambda wait: wait.is_message)
+    silent = [rank for rank in found if rank.recorded is None]
+    if not silent:
+        text = f"{_names(found)} {first.undone}, for which {who}"
+        return _culprit(found, text, certain=True, has_place=True)
+    has_stacks = all(rank.threads for rank in silent)
+    how = "answers signals only: something holds its interpreter" if has_stacks else "gives no answer"
+    return _culprit(silent, f"{_names(silent)} {how}, while {who} in {first.place}", certain=has_stacks, has_place=True)
+
+
+def _awaited(ranks: Sequence[RankEvidence], waits: Sequence[Wait]) -> list[RankEvidence]:
+    """Ranks that others wait for and that wait for nobody; those of whom it is sure, if there are any."""
+    waiters = {wait.waiter for wait in waits}
+    found = [wait for wait in waits if wait.awaited not in waiters]
+    numbers = {wait.awaited for wait in found if wait.is_sure} or {wait.awaited for wait in found}
+    return [rank for rank in ranks if rank.rank in numbers]
+
+
+def _circle(ranks: Sequence[RankEvidence], waits: Sequence[Wait]) -> Culprit | None:
+    """Ranks that wait for each other. Of messages alone it is the ring of an attention, which stands still as a whole
+    when one link does."""
+    if all(wait.is_message for wait in waits):
+        return None
+    firsts = {wait.waiter: wait.place for wait in reversed(waits)}
+    circle = [rank for rank in ranks if rank.rank in firsts]
+    described = "; ".join(f"rank {one.rank} waits in {firsts[one.rank]}" for one in circle[:MAX_NAMED])
+    return _culprit(circle, f"{_names(circle)} wait for each other: {described}", certain=False)
+
+
+def _by_stacks(ranks: Sequence[RankEvidence]) -> Culprit | None:
+    """The ranks whose main thread is in no collective, while others are in one."""
+    busy = [rank for rank in ranks if rank.waits is False]
+    waiting = [rank.rank for rank in ranks if rank.waits is True]
+    if busy and waiting:
+        text = f"{_names(busy)} {'is' if len(busy) == 1 else 'are'} in no collective, while {_wait(waiting)}"
+        return _culprit(busy, text, certain=len(busy) == 1 and len(waiting) == len(ranks) - 1, has_place=True)
+    silent = [rank for rank in ranks if rank.waits is None]
+    if silent and waiting:
+        return _culprit(silent, f"{_names(silent)} gave no stacks, while {_wait(waiting)}", certain=False)
+    return None
+
+
+def _all_wait(ranks: Sequence[RankEvidence]) -> Culprit | None:
+    """Nobody in particular: every rank waits, as when messages are lost on their way."""
+    if not ranks or any(rank.waits is not True for rank in ranks):
+        return None
+    calls = sorted({call for rank in ranks if (call := waits_in(rank.threads)) is not None})
+    hosts = list(dict.fromkeys(one_line(rank.host) for rank in ranks))
+    network = f"is the network between {_join(hosts)} all right?" if len(hosts) > 1 else "no rank is behind the others"
+    return _culprit(ranks, f"every rank waits in {_join(calls)}; {network}", certain=False)
+
+
+def _culprit(found: Sequence[RankEvidence], reason: str, *, certain: bool, has_place: bool = False) -> Culprit:
+    """has_place: the reason ends with what the first of them does."""
+    if has_place and found[0].place:
+        reason = f"{reason}; {found[0].place}"
+    lines = tuple(map(str, found[0].frames[:MAX_LINES]))
+    return Culprit(tuple(rank.rank for rank in found), one_line(reason, 600), lines, certain)
+
+
+def _names(ranks: Sequence[RankEvidence]) -> str:
+    hosts = list(dict.fromkeys(one_line(rank.host) for rank in ranks))
+    return f"{_numbers([rank.rank for rank in ranks])} on {_join(hosts)}"
+
+
+def _wait(ranks: Sequence[int]) -> str:
+    return f"{_numbers(ranks)} wait{'s' if len(ranks) == 1 else ''}"
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {_join([str(rank) for rank in ranks])}"
+
+
+def _join(words: Sequence[str]) -> str:
+    if len(words) > MAX_NAMED:
+        words = [*words[: MAX_NAMED - 1], f"{len(words) - MAX_NAMED + 1} more"]
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]])) if words else "nothing"
+
+
+def _read_entry(entry: Any) -> Collective | None:
+    seq = integer(entry, "seq")
+    if seq is None or entry.get("p2p"):
+        return None
+    backend, _, op = str(entry.get("op", ""))[:200].rpartition(":")
+    name, described = (str(entry.get(field, ""))[:200] for field in ("group", "desc"))
+    sizes = str(entry.get("sizes"))[:500] if any(same in op for same in _SAME_SIZES) else ""
+    group = described if described not in ("", "undefined") else name
+    return Collective((backend, name), seq, op, entry.get("state") == "completed", group, sizes)
+
+
+_HEADER = re.compile(r"(Current thread|Thread) (0x[0-9a-fA-F]+)\b[^()]*\(most recent call first\):")
+_FRAME = re.compile(r'  File "(.*)", line (\d{1,8}|\?\?\?) in (.+)')
+# Files of torch whose functions block until other ranks come, and files that only lead there.
+_BLOCKING_FILES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
+_BLOCKING_FUNCTIONS = {
+    ("engine/attention/transport.py", "wait"): "a message of the attention",
+    ("engine/attention/streams.py", "wait"): "a message of the attention",
+    ("torch/distributed/rendezvous.py", "_create_c10d_store"): "the rendezvous",
+}
+_LEADING_FILES = (
+    "torch/_ops.py",
+    "torch/utils/_contextlib.py",
+    "torch/distributed/c10d_logger.py",
+    "torch/distributed/_tools/",
+    "engine/parallel/waits.py",
+    "/contextlib.py",
+)
+_BACKWARD = ("torch/autograd/graph.py", "_engine_run_backward")
+
+
+def parse_stacks(text: str) -> list[ThreadStack]:
+    """The threads of the last dump in `text`, in its order; a file has one dump per request."""
+    threads: list[ThreadStack] = []
+    previous_was_frame = False
+    for line in text[-MAX_TEXT:].splitlines():
+        header, frame = _HEADER.match(line), _FRAME.match(line)
+        if line.startswith("# rank "):
+            threads = []  # another process writes from here on
+        elif header is not None:
+            if previous_was_frame or any(header[2] == known.ident for known in threads):
+                threads = []  # within a dump there is an empty line before every thread but the first
+            threads.append(ThreadStack(header[2], header[1] == "Current thread", []))
+        elif frame is not None and threads:
+            threads[-1].frames.append(Frame(frame[1], frame[2], frame[3]))
+        previous_was_frame = frame is not None
+    return threads
+
+
+def main_thread(threads: Sequence[ThreadStack]) -> ThreadStack | None:
+    """The thread that runs the program: it began in a module; else the one that took the signal."""
+    for thread in threads:
+        first = thread.frames[-1] if thread.frames else None
+        if first is not None and (first.file.startswith("<frozen runpy") or first.function == "<module>"):
+            return thread
+    current = next((thread for thread in threads if thread.is_current), None)
+    return current or next(reversed(threads), None)
+
+
+def waits_in(threads: Sequence[ThreadStack]) -> str | None:
+    """Wherein the rank waits for others, as a function of torch or in words, or None."""
+    main = main_thread(threads)
+    if main is None:
+        return None
+    if main.frames and main.frames[0].file.endswith(_BACKWARD[0]) and main.frames[0].function == _BACKWARD[1]:
+        # On a GPU backward runs in a thread of its own.
+        calls = (_blocking_call(thread) for thread in threads if thread is not main)
+        return next((call for call in calls if call is not None), None)
+    return _blocking_call(main)
+
+
+def _blocking_call(thread: ThreadStack) -> str | None:
+    frames = (frame for frame in thread.frames if not any(part in frame.file for part in _LEADING_FILES))
+    frame = next(frames, None)
+    if frame is None or frame.file.endswith(_BLOCKING_FILES):
+        return frame and frame.function
+    names = _BLOCKING_FUNCTIONS.items()
+    return next((text for (file, name), text in names if frame.file.endswith(file) and frame.function == name), None)
+
+
+def short_path(path: str) -> str:
+    """The last parts of a path, from the package on where one is known."""
+    for package in ("/torch/", "/engine/", "/burst_cli/", "/cluster/"):
+        head, found, tail = path.rpartition(package)
+        if found and head:
+            return f"{package[1:]}{tail}"
+    return "/".join(path.split("/")[-3:])
