@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, cast, get_args
 
@@ -23,7 +23,7 @@ MESSAGE_CHARACTERS = 4_000
 
 _FIRST_DEATH = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
 _PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
-_PORT = re.compile(r"\bport:? (\d{1,5})\b")
+_PORT_NUMBER = re.compile(r"\bport:? (\d{1,5})\b")
 # NCCL aborts ranks that lost a peer; torchrun terminates the rest, which may end as if interrupted.
 _ECHO_SIGNALS = (signal.SIGABRT, signal.SIGTERM, signal.SIGINT)
 _NO_TIME = 2**63
@@ -140,185 +140,108 @@ class NodeEvidence:
     log: str = ""
 
 
-_Candidate = tuple[int | None, Failure]  # when, and what
+Finding = tuple[int, int | None, Failure]  # which rule says so, when it happened, and what did
+# The rules from the surest to the weakest. A rank that a signal ended without a word beats all that others say; a node
+# that was lost and a torchrun that died beat ranks that only noticed.
+_PORT, _KILLED, _OWN_ERROR, _NODE_LOST, _TORCHRUN_KILLED, _EXITED, _LEFT_EARLY, _VANISHED, _ABORTED = range(9)
+_ECHO, _NO_TRACE = 12, 13
 
 
 def find_failure(nodes: Sequence[NodeEvidence]) -> Failure:
     """The failure that came first, whatever order `nodes` and their errors are in.
 
-    The rules in their order: a rank that a signal ended without a word beats all that others say; then the earliest
-    error that is a rank's own; a node that was lost and a torchrun that died beat ranks that only noticed; ranks that
-    ended silently; last, those that lost a peer.
+    By the surest rule that finds one; then the earliest; without times the lowest rank decides.
     """
-    rules: tuple[Callable[[Sequence[NodeEvidence]], Iterator[_Candidate]], ...] = (
-        _port_taken, _killed_silently, _own_errors, _lost_nodes, _agent_killed, _exited_silently, _left_early,
-        _vanished_first, _aborted, _errors_of_others,
-    )  # fmt: skip
-    for rule in rules:
-        found = min(rule(nodes), default=None, key=_order)
-        if found is not None:
-            return found[1]
-    return _no_trace(nodes)
+    lost_at = min((node.lost_at_ns for node in nodes if node.lost is not None and node.lost_at_ns), default=_NO_TIME)
+    found = [finding for node in nodes for finding in _findings(node, lost_at)]
+    found += _vanished_first(nodes)
+    text = "all ranks ended without an error before training was complete"
+    return min(found, default=(0, 0, Failure("launcher", "Incomplete", text)), key=_order)[2]
 
 
-def _order(candidate: _Candidate) -> tuple[int, int, str]:
-    """Earliest first; without a time the lowest rank decides."""
-    at_ns, failure = candidate
+def _order(finding: Finding) -> tuple[int, int, int, str]:
+    rule, at_ns, failure = finding
     rank = _NO_TIME if failure.rank is None else failure.rank
-    return (_NO_TIME if at_ns is None else at_ns, rank, failure.host or "")
+    return (rule, _NO_TIME if at_ns is None else at_ns, rank, failure.host or "")
 
 
-def _port_taken(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
-    """The rendezvous could not listen; everybody else then waits in vain."""
-    for node in nodes:
-        texts = [str(error.get("message", "")) for error in node.errors if "Network" in str(error.get("type"))]
-        if node.exit_code not in (0, None):
-            texts.append(node.log)
-        for text in texts:
-            taken = _PORT_TAKEN.search(text)
-            if taken is None:
-                continue
-            line_start = text.rfind("\n", 0, taken.start()) + 1
-            port = _PORT.search(text, line_start) or _PORT.search(text)
+def _findings(node: NodeEvidence, lost_at_ns: int) -> Iterator[Finding]:
+    """What one node says. lost_at_ns: errors that came after the loss of a node are its echo, whatever they say."""
+    host, code = node.node or None, node.exit_code
+    if (taken := _port_taken(node)) is not None:
+        yield _PORT, None, taken  # everybody else waits in vain for the rendezvous
+    for error in node.errors:
+        time_ns = error.get("time_ns")
+        at_ns = time_ns if isinstance(time_ns, int) else None
+        is_echo = error.get("is_echo", error.get("kind") == "peer_lost") or (at_ns or 0) >= lost_at_ns
+        yield _ECHO if is_echo else _OWN_ERROR, at_ns, _from_error(error, node)
+    if node.lost is not None:
+        yield _NODE_LOST, node.lost_at_ns, Failure("node_lost", "NodeLost", node.lost, host=host)
+    elif code == 0:
+        text = "all its ranks ended with exit code 0 before training was complete"
+        yield _LEFT_EARLY, None, Failure("exit", "EarlyExit", text, host=host)
+    if code == -signal.SIGKILL:
+        yield _TORCHRUN_KILLED, None, _killed("torchrun", None, host, node.kill)
+    elif code:
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        text = f"torchrun ended with {how} and no rank reported an error"
+        rule = _TORCHRUN_KILLED if code < 0 else _NO_TRACE
+        yield rule, None, Failure("launcher", "LauncherDied", text, host=host)
+    for death in _silent_deaths(node):
+        yield _rule_of(death, node), death.at_ns, _from_death(death, node)
+
+
+def _rule_of(death: Death, node: NodeEvidence) -> int:
+    """Ranks abort of themselves, but they are terminated by somebody, and all are killed when torchrun is."""
+    if not death.exit_code:
+        return _LEFT_EARLY
+    if death.signal is None:
+        return _EXITED
+    if death.signal in _ECHO_SIGNALS:
+        return _ABORTED + _ECHO_SIGNALS.index(death.signal)
+    return _KILLED if death is node.death or (node.exit_code or 0) >= 0 else _NO_TRACE
+
+
+def _port_taken(node: NodeEvidence) -> Failure | None:
+    texts = [str(error.get("message", "")) for error in node.errors if "Network" in str(error.get("type"))]
+    for text in [*texts, *([node.log] if node.exit_code not in (0, None) else [])]:
+        if (taken := _PORT_TAKEN.search(text)) is not None:
+            port = _PORT_NUMBER.search(text, text.rfind("\n", 0, taken.start()) + 1) or _PORT_NUMBER.search(text)
             which = f"port {port[1]}" if port else "the port of the rendezvous"
             message = f"{which} of {node.node or 'the first node'} is taken: another process listens there"
-            yield (None, Failure("port", "AddressInUse", message, host=node.node or None))
+            return Failure("port", "AddressInUse", message, host=node.node or None)
+    return None
 
 
-def _killed_silently(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
-    for node in nodes:
-        for death in _silent_deaths(node):
-            if death.signal not in (None, *_ECHO_SIGNALS) and (death is node.death or not _agent_died(node)):
-                yield (death.at_ns, _from_death(death, node))
-
-
-def _own_errors(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
-    """Errors that are no echo; those that came after a node was lost are one, whatever they say."""
-    lost_at = min((node.lost_at_ns for node in nodes if node.lost is not None and node.lost_at_ns), default=_NO_TIME)
-    for node, error in _errors(nodes):
-        if not _is_echo(error) and _time(error, default=0) < lost_at:
-            yield (_time(error), _from_error(error, node))
-
-
-def _lost_nodes(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
-    for node in nodes:
-        if node.lost is not None:
-            yield (node.lost_at_ns, Failure("node_lost", "NodeLost", node.lost, host=node.node or None))
-
-
-def _agent_killed(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
-    """torchrun itself was ended by a signal, and its ranks with it."""
-    for node in nodes:
-        if _agent_died(node):
-            assert node.exit_code is not None
-            if node.exit_code == -signal.SIGKILL:
-                yield (None, _killed("torchrun", None, node.node or None, node.kill))
-            else:
-                yield (None, _launcher_died(node))
-
-
-def _exited_silently(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
-    for node in nodes:
-        for death in _silent_deaths(node):
-            if death.exit_code and death.signal is None:
-                yield (death.at_ns, _from_death(death, node))
-
-
-def _left_early(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
-    """Ranks that ended well too early, so that those of other nodes lost them."""
-    if all(node.exit_code == 0 for node in nodes):
-        return
-    for node in nodes:
-        host = node.node or None
-        if node.exit_code == 0 and node.lost is None:
-            text = "all its ranks ended with exit code 0 before training was complete"
-            yield (None, Failure("exit", "EarlyExit", text, host=host))
-        for death in _ended_well(node):
-            text = "the process ended with exit code 0 before training was complete"
-            yield (death.at_ns, Failure("exit", "EarlyExit", text, rank=death.rank, host=host))
-
-
-def _ended_well(node: NodeEvidence) -> list[Death]:
-    """Ranks that ended with 0; where torchrun did, too, all of its ranks had, also those that it reaped unseen."""
-    if node.exit_code == 0:
-        return [death for death in node.vanished if not death.exit_code and _is_silent(death, node)]
-    return [death for death in _silent_deaths(node) if death.exit_code == 0]
-
-
-def _vanished_first(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
+def _vanished_first(nodes: Sequence[NodeEvidence]) -> Iterator[Finding]:
     """The one silent rank that went before all others, if one did: nobody knows how it ended."""
-    if any(_agent_died(node) for node in nodes):
+    seen = [
+        (death.at_ns, death.rank, death, node) for node in nodes for death in node.vanished if death.at_ns is not None
+    ]
+    seen.sort(key=lambda item: item[:2])
+    if (
+        not seen
+        or any((node.exit_code or 0) < 0 for node in nodes)
+        or [at_ns for at_ns, *_ in seen[1:2]] == [seen[0][0]]
+    ):
         return
-    seen = [(death, node) for node in nodes for death in node.vanished if death.at_ns is not None]
-    seen.sort(key=lambda item: (item[0].at_ns or 0, item[0].rank))
-    if not seen or (len(seen) > 1 and seen[0][0].at_ns == seen[1][0].at_ns):
-        return
-    death, node = seen[0]
-    if death.exit_code is None and _is_silent(death, node) and (node.death is None or node.death.rank == death.rank):
+    at_ns, rank, death, node = seen[0]
+    if death.exit_code is None and _is_silent(death, node) and (node.death is None or node.death.rank == rank):
         text = "the process was the first to end, before training was complete and without leaving an error"
-        yield (death.at_ns, Failure("exit", "Vanished", text, rank=death.rank, host=node.node or None))
-
-
-def _aborted(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
-    """SIGABRT before SIGTERM: ranks abort of themselves, but they are terminated by somebody."""
-    for number in _ECHO_SIGNALS:
-        found = [(death, node) for node in nodes for death in _silent_deaths(node) if death.signal is number]
-        for death, node in found:
-            yield (death.at_ns, _from_death(death, node))
-        if found:
-            return
-
-
-def _errors_of_others(nodes: Sequence[NodeEvidence]) -> Iterator[_Candidate]:
-    for node, error in _errors(nodes):
-        yield (_time(error), _from_error(error, node))
-
-
-def _no_trace(nodes: Sequence[NodeEvidence]) -> Failure:
-    """No rank is to blame: what the first torchrun that failed did, or that none did."""
-    failed = [node for node in nodes if node.exit_code not in (0, None)]
-    if failed:
-        return _launcher_died(min(failed, key=lambda node: node.node))
-    return Failure("launcher", "Incomplete", "all ranks ended without an error before training was complete")
-
-
-def _launcher_died(node: NodeEvidence) -> Failure:
-    code = node.exit_code or 0
-    how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    text = f"torchrun ended with {how} and no rank reported an error"
-    return Failure("launcher", "LauncherDied", text, host=node.node or None)
-
-
-def _agent_died(node: NodeEvidence) -> bool:
-    return node.exit_code is not None and node.exit_code < 0
+        yield _VANISHED, at_ns, Failure("exit", "Vanished", text, rank=rank, host=node.node or None)
 
 
 def _silent_deaths(node: NodeEvidence) -> list[Death]:
-    """Known ends of ranks that left no error: what torchrun named, then what only the supervisor saw."""
-    named = [] if node.death is None else [node.death]
-    known = [death for death in node.vanished if death.exit_code is not None and death.rank not in _ranks(named)]
-    return [death for death in [*named, *known] if _is_silent(death, node)]
-
-
-def _ranks(deaths: Sequence[Death]) -> set[int]:
-    return {death.rank for death in deaths}
+    """Known ends of ranks that left no error: what torchrun named, then what only the supervisor saw. Where torchrun
+    ended well, so did all of its ranks, also those that it reaped unseen."""
+    is_well, named = node.exit_code == 0, node.death
+    seen = [death for death in node.vanished if is_well or death.exit_code is not None]
+    known = [*([] if named is None else [named]), *(one for one in seen if named is None or one.rank != named.rank)]
+    return [death for death in known if _is_silent(death, node)]
 
 
 def _is_silent(death: Death, node: NodeEvidence) -> bool:
     return all(error.get("rank") != death.rank for error in node.errors)
-
-
-def _is_echo(error: Mapping[str, Any]) -> bool:
-    return bool(error.get("is_echo", error.get("kind") == "peer_lost"))
-
-
-def _errors(nodes: Sequence[NodeEvidence]) -> Iterator[tuple[NodeEvidence, Mapping[str, Any]]]:
-    return ((node, error) for node in nodes for error in node.errors)
-
-
-def _time(error: Mapping[str, Any], default: int | None = None) -> Any:
-    time_ns = error.get("time_ns")
-    return time_ns if isinstance(time_ns, int) else default
 
 
 def _from_error(error: Mapping[str, Any], node: NodeEvidence) -> Failure:
@@ -341,6 +264,9 @@ def _from_error(error: Mapping[str, Any], node: NodeEvidence) -> Failure:
 
 def _from_death(death: Death, node: NodeEvidence) -> Failure:
     host = node.node or None
+    if not death.exit_code:
+        text = "the process ended with exit code 0 before training was complete"
+        return Failure("exit", "EarlyExit", text, rank=death.rank, host=host)
     if death.signal is None:
         text = f"the process ended with exit code {death.exit_code} without leaving an error"
         return Failure("exit", "SystemExit", text, rank=death.rank, host=host)

@@ -97,16 +97,14 @@ _SETTLED_NS = 1_000_000_000  # a folder that changed this recently may change ag
 
 
 class Signs:
-    """Looks at what the nodes say and at the error files of ranks; `strong` and `weak` give one line per node.
+    """Looks at what the nodes say and at the files of their ranks; `strong` and `weak` give one line per node.
 
     A weak sign is an end that looks well, but may have come too early.
     """
 
     def __init__(self, run: RunFolder) -> None:
         self._run = run
-        self._stamps: dict[str, int] = {}  # of folders that were read long enough after their last change
-        self._sizes: dict[str, int] = {}
-        self._errors: dict[str, str] = {}
+        self._read: dict[str, tuple[tuple[int, int] | None, str | None]] = {}  # as of when, and what was found
 
     def strong(self, nodes: Sequence[Part]) -> dict[str, str]:
         """Nodes on which something failed, and what."""
@@ -132,33 +130,25 @@ class Signs:
             signal = bad[0].signal
             how = signal.name if signal is not None else f"exit code {bad[0].exit_code}"
             return f"rank {bad[0].rank} ended ({how})"
-        return self._error_of_rank(found.node) or self._word_of_torchrun(found.node, found.log_start)
+        return self._of_files(found)
 
-    def _word_of_torchrun(self, node: NodePlan, start: int) -> str | None:
-        """What torchrun says when it ends the ranks of `node` because one of them failed; read when it grows."""
+    def _of_files(self, found: Part) -> str | None:
+        """What the ranks left, or their torchrun says when it ends them; read again only when that has changed."""
         try:
-            size = torchrun_log(node, self._run).stat().st_size
+            changed_ns = self._run.log_dir(found.name).stat().st_mtime_ns
         except OSError:
             return None
-        if size > self._sizes.get(node.name, start):
-            self._sizes[node.name] = size
-            if _STOPS_RANKS.search(tail_text(torchrun_log(node, self._run), start=start)):
-                self._errors[node.name] = "torchrun stops its ranks, for one has failed"
-        return self._errors.get(node.name)
-
-    def _error_of_rank(self, node: NodePlan) -> str | None:
-        """The error that a rank of `node` left, if one did; the folder is read again only when it has changed."""
-        try:
-            stamp = self._run.log_dir(node.name).stat().st_mtime_ns
-        except OSError:
-            return None
-        if self._stamps.get(node.name) != stamp and node.name not in self._errors:
-            errors = rank_errors(node, self._run)
-            if errors:
-                self._errors[node.name] = f"rank {errors[0]['rank']} failed"
-            elif time.time_ns() - stamp > _SETTLED_NS:
-                self._stamps[node.name] = stamp
-        return self._errors.get(node.name)
+        log = torchrun_log(found.node, self._run)
+        stamp, text = (changed_ns, log.stat().st_size if log.exists() else 0), None
+        before, known = self._read.get(found.name, (None, None))
+        if known is not None or stamp == before:
+            return known
+        if errors := rank_errors(found.node, self._run):
+            text = f"rank {errors[0]['rank']} failed"
+        elif _STOPS_RANKS.search(tail_text(log, start=found.log_start)):
+            text = "torchrun stops its ranks, for one has failed"
+        self._read[found.name] = (stamp if time.time_ns() - changed_ns > _SETTLED_NS else None, text)
+        return text
 
 
 OWN_CAUSES = frozenset({"failure", "hang", "node lost", "start", "completed", "exception"})  # why a controller stops

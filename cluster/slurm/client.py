@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -131,16 +131,13 @@ Mode = Literal["batch", "step"]
 @dataclass(frozen=True)
 class JobRecord:
     """One attempt. job_id: None until Slurm has told it. mode: batch: a job of its own; step: within the allocation
-    `job_id`. token: of the attempt. host, pid, pid_start: of the process that leads a step. ended: how the job ended,
-    once that is known: Slurm itself forgets it after some minutes. restarts: how often Slurm had requeued the job by
-    then; in_a_row, saved: so many of them without a checkpoint beyond this step."""
+    `job_id`. token: of the attempt. ended: how the job ended, once that is known: Slurm itself forgets it after some
+    minutes. restarts: how often Slurm had requeued the job by then; in_a_row, saved: so many of them without a
+    checkpoint beyond this step."""
 
     token: str
     mode: Mode
     job_id: str | None = None
-    host: str | None = None
-    pid: int | None = None
-    pid_start: str | None = None
     ended: JobStatus | None = None
     restarts: int = 0
     in_a_row: int = 0
@@ -167,9 +164,9 @@ def read_record(run_path: Path) -> JobRecord | None:
 
 
 def _record(document: dict[str, Any]) -> JobRecord:
-    ended = document.pop("ended")
-    document.pop("cluster", None)  # of a run that an earlier version gave to Slurm
-    record = JobRecord(**document, ended=None if ended is None else JobStatus(**ended))
+    known = {one.name: document[one.name] for one in fields(JobRecord) if one.name in document}
+    ended = known.get("ended")
+    record = JobRecord(**{**known, "ended": None if ended is None else JobStatus(**ended)})
     if not isinstance(record.token, str) or not str(record.job_id or 0).isdecimal():
         raise ValueError("token or job_id")
     return record

@@ -10,9 +10,7 @@ import contextlib
 import os
 import re
 import secrets
-import shlex
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -47,16 +45,13 @@ from cluster.slurm.sbatch import LOG_PREFIX, NO_RESTARTS_LEFT, NOT_SHARED, SCRIP
 from engine.config.cluster import SlurmConfig
 from engine.runs.files import replace_file
 from engine.runs.folder import RunFolder
-from engine.runs.process import process_start
 
 _TASK_ERROR = re.compile(r"srun: error: \S+: task")
 REQUEUED = "Slurm: requeued"  # a type of failure after which the same job goes on
-EXIT_FILE = "slurm.exit"  # of a step: srun's exit code
 POLL_S = 2.0
 SETTLE_S = 3.0  # between the end of a job and the last files of its nodes
 _SILENT_S = 120.0
 _CANCEL_MARGIN_S = 10.0  # beyond the grace that supervisors were given to end by themselves
-_EXIT_FILE_S = 3.0  # between the end of a step's process and the file that says how it ended
 
 
 class SlurmJob(WatchedJob):
@@ -71,10 +66,10 @@ class SlurmJob(WatchedJob):
         self.run, self.record, self._client = run, record, client or SlurmClient()
         self.status: JobStatus | None = record.ended
         self.is_cancelled_here = self.has_nodes = False
+        self.step_until = 0.0  # a step that was just asked for may begin until then
         self._running_at: float | None = None
         self._ended_at = time.monotonic() if record.ended is not None else None
         self._lost: tuple[str, ...] = ()
-        self._process_gone_at: float | None = None
 
     @property
     def job_id(self) -> str:
@@ -129,6 +124,11 @@ class SlurmJob(WatchedJob):
             host = self._lost[0] if self._lost else None
             return Failure("node_lost", "Slurm: NODE_FAIL", self.describe_end(), host=host, log=str(self.log))
         return None
+
+    def submit(self) -> None:
+        """Give it to Slurm. Raises SchedulerError."""
+        self.record = replace(self.record, job_id=self._client.submit(self.run.path / SCRIPT_FILE, self.record.token))
+        write_record(self.run.path, self.record)
 
     # --- while it waits: see `WatchedJob` -------------------------------------------------------------------------
 
@@ -209,18 +209,13 @@ class SlurmJob(WatchedJob):
         return self.record
 
     def _step_status(self, allocation: JobStatus) -> JobStatus:
-        """How srun within an allocation does: by the file that its end leaves, else by its process."""
-        code = _read_exit(self.run.path)
-        if code is not None:
-            return replace(allocation, state="COMPLETED" if code == 0 else "FAILED", exit_code=code, reason="")
-        record = self.record
-        is_here = record.host == socket.gethostname() and record.pid is not None
-        if not is_here or process_start(record.pid or 0) == record.pid_start:
+        """How srun within an allocation does: it has a step there, or has none yet, or none any more."""
+        if self._client.steps(self.job_id, self.name):
+            self.step_until = 0.0
             return allocation
-        self._process_gone_at = self._process_gone_at or time.monotonic()
-        if time.monotonic() < self._process_gone_at + _EXIT_FILE_S:
+        if time.monotonic() < self.step_until:
             return allocation
-        return replace(allocation, state="FAILED", reason="srun was killed", exit_code=None)
+        return replace(allocation, state="FAILED", reason="its step is over", exit_code=None)
 
     def _cancel_now(self) -> None:
         record = self._with_id()
@@ -249,13 +244,6 @@ def find_job(run: RunFolder) -> SlurmJob:
     return SlurmJob(run, read_record(run.path) or JobRecord("", "batch", ended=JobStatus(GONE, _NEVER)))
 
 
-def _read_exit(run_path: Path) -> int | None:
-    try:
-        return int((run_path / EXIT_FILE).read_text())
-    except (OSError, ValueError):
-        return None
-
-
 def submit_job(run: RunFolder, settings: SlurmConfig, environment: Mapping[str, str] | None = None) -> SlurmJob:
     """The job of a new attempt of `run`, whose folder holds the batch file.
 
@@ -264,7 +252,7 @@ def submit_job(run: RunFolder, settings: SlurmConfig, environment: Mapping[str, 
     environment = os.environ if environment is None else environment
     allocation = environment.get("SLURM_JOB_ID")
     mode: Mode = "step" if allocation else "batch"
-    record = JobRecord(secrets.token_hex(8), mode, allocation, host=socket.gethostname())
+    record = JobRecord(secrets.token_hex(8), mode, allocation)
     try:
         lay_token(run.path, record.token)
         write_record(run.path, record)
@@ -272,25 +260,21 @@ def submit_job(run: RunFolder, settings: SlurmConfig, environment: Mapping[str, 
         raise ClusterError(
             f"{error.filename or run.path}: {error.strerror}; the job's token cannot be written"
         ) from error
-    client = SlurmClient(client_environment(environment, settings))
+    job = SlurmJob(run, record, SlurmClient(client_environment(environment, settings)))
     if mode == "batch":
-        record = replace(record, job_id=client.submit(run.path / SCRIPT_FILE, record.token))
+        job.submit()
     else:
-        pid = _start_step(run.path, record, environment)
-        record = replace(record, pid=pid, pid_start=process_start(pid))
-    write_record(run.path, record)
-    return SlurmJob(run, record, client)
+        job.step_until = time.monotonic() + _START_S
+        _start_step(run.path, record, environment)
+    return job
 
 
-def _start_step(run_path: Path, record: JobRecord, environment: Mapping[str, str]) -> int:
-    """The process, in a session of its own, that runs the batch file and leaves srun's exit code in a file."""
-    exit_file, script = shlex.quote(str(run_path / EXIT_FILE)), shlex.quote(str(run_path / SCRIPT_FILE))
-    (run_path / EXIT_FILE).unlink(missing_ok=True)
-    line = f"bash {script} {record.token}; echo $? >{exit_file}.part; mv {exit_file}.part {exit_file}"
+def _start_step(run_path: Path, record: JobRecord, environment: Mapping[str, str]) -> None:
+    """Run the batch file in a session of its own, which outlives this process."""
     inherited = {name: value for name, value in environment.items() if name.startswith("SLURM_")}
     with (run_path / f"{LOG_PREFIX}{record.job_id}.log").open("ab") as log:
         process = subprocess.Popen(
-            ("sh", "-c", line),
+            ("bash", run_path / SCRIPT_FILE, record.token),
             cwd="/",
             # Beside whatever step this shell is: only so srun may use the same CPUs and GPUs.
             env={**client_environment(environment), **inherited, "SLURM_OVERLAP": "1"},
@@ -300,7 +284,6 @@ def _start_step(run_path: Path, record: JobRecord, environment: Mapping[str, str
             start_new_session=True,
         )
     threading.Thread(target=process.wait, daemon=True).start()  # so that it does not stay a zombie
-    return process.pid
 
 
 def lay_token(run_path: Path, token: str) -> None:

@@ -152,7 +152,8 @@ LOST_PEER = NodeEvidence("n0", [error(0, "peer_lost", 0.2)])
         ([seen((3, None, 0), (2, None, 0)), LOST_PEER], {"kind": "peer_lost"}),
         ([seen((1, None, 5), exit_code=0), LOST_PEER], {"type": "EarlyExit", "rank": 1, "host": "n1"}),
         ([alone([], None, 1)], {"kind": "launcher", "rank": None}),
-        ([alone([], None, 0)], {"kind": "launcher", "type": "Incomplete"}),
+        ([alone([], None, 0)], {"type": "EarlyExit", "rank": None}),
+        ([NodeEvidence("n0")], {"kind": "launcher", "type": "Incomplete"}),
         # Ends that mostly follow another's.
         *(([seen((1, None, 1), (0, code, 2))], {"rank": 1}) for code in (-15, 130, 143)),
         *(([seen((0, code, 2))], {"rank": 0}) for code in (-15, 130, 143)),
