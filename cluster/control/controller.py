@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cluster.control.attempt import (
     CANCEL_FILE,
@@ -83,22 +83,15 @@ def control(
                     return finish(run, LaunchOutcome("cancelled", INTERRUPTED))
             elif run.read_state()["state"] not in FINAL_STATES:
                 run.record(**own_facts())
-            runner, own = runner_of(plan), links
-            while True:
-                if run.read_state()["state"] not in FINAL_STATES:
-                    granted = runner.await_nodes(plan, run, observer, stop, start=manner.start)
-                    if isinstance(granted, LaunchOutcome):
-                        return finish(run, granted)
-                    if granted is not None:
-                        plan, own = granted
-                        links = [*links, *own]
-                outcome = _Lead(plan, run, own, observer, stop, manner).to_the_end()
-                if not runner.goes_on(outcome):
-                    return finish(run, outcome)
-                assert outcome.failure is not None
-                observer.note(outcome.failure.message)
-                run.record(**own_facts())
-                manner = replace(manner, start=False)
+            own = links
+            if run.read_state()["state"] not in FINAL_STATES:
+                granted = runner_of(plan).await_nodes(plan, run, observer, stop, start=manner.start)
+                if isinstance(granted, LaunchOutcome):
+                    return finish(run, granted)
+                if granted is not None:
+                    plan, own = granted
+                    links = [*links, *own]
+            return finish(run, _Lead(plan, run, own, observer, stop, manner).to_the_end())
     finally:
         for link in links:
             link.close()

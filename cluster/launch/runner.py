@@ -109,10 +109,6 @@ class Runner(ABC):
         the plan and its links are as they were. start: ask for nodes; else go on with what was asked for."""
         return None
 
-    def goes_on(self, outcome: LaunchOutcome) -> bool:
-        """Whether the next attempt of a run that ended so is begun by somebody else, and to be led from here."""
-        return False
-
 
 def runner_named(name: str) -> Runner:
     """The runner of launcher `name`."""

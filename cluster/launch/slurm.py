@@ -1,4 +1,4 @@
-"""`Runner` for Slurm, which chooses the nodes when their turn comes, and may begin a job again by itself."""
+"""`Runner` for Slurm, which chooses the nodes when their turn comes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cluster.launch.runner import Asked, Runner, Survey
 from cluster.launch.scheduler import Granted, SchedulerError, await_granted
 from cluster.plan import LaunchPlan
 from cluster.slurm.client import SlurmClient, read_record
-from cluster.slurm.job import REQUEUED, SlurmLink, find_job, submit_job
+from cluster.slurm.job import SlurmLink, find_job, submit_job
 from cluster.slurm.plan import asks_partition, build_slurm_plan, granted_plan
 from engine.config.settings import RunConfig
 from engine.runs.folder import RunFolder
@@ -79,10 +79,6 @@ class SlurmRunner(Runner):
             return LaunchOutcome("failed", error.exit_code, failure)
         run.record(job=job.record.job_id)
         return await_granted(job.watch(), plan, run, observer, stop)
-
-    def goes_on(self, outcome: LaunchOutcome) -> bool:
-        """The batch file has begun, or will begin, the next attempt in the run folder."""
-        return outcome.failure is not None and outcome.failure.type == REQUEUED
 
 
 RUNNER = SlurmRunner()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,10 +30,9 @@ _ENDED = frozenset(
     }
 )
 GONE = "GONE"  # our word: Slurm has forgotten the job, which it does some minutes after the end
-AGAIN = "AGAIN"  # our word: this start of the job is over, and Slurm begins the job once more under the same number
 # Not worth a word: how every job begins, and what its exit code says already.
 _NO_REASON = frozenset({"None", "(null)", "NonZeroExitCode", ""})
-_FIELDS = ("JobState", "Reason", "NodeList", "ExitCode", "TimeLimit", "Restarts")
+_FIELDS = ("JobState", "Reason", "NodeList", "ExitCode", "TimeLimit")
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class JobStatus:
     """One job as of one answer of Slurm.
 
     state: Slurm's word for it. reason: why it waits, or why it ended. node_list: its nodes in Slurm's grammar.
-    exit_code: of the batch script, signal: that ended it; None while unknown. restarts: how often it was requeued.
+    exit_code: of the batch script, signal: that ended it; None while unknown.
     """
 
     state: str
@@ -50,14 +49,13 @@ class JobStatus:
     exit_code: int | None = None
     signal: int | None = None
     time_limit: str = ""
-    restarts: int = 0
 
     @property
     def phase(self) -> JobPhase:
         """Whether it still waits, runs, or is over; a state that is not known counts as running."""
         if self.state in _PENDING:
             return "pending"
-        return "ended" if self.state in _ENDED or self.state in (GONE, AGAIN) else "running"
+        return "ended" if self.state in _ENDED or self.state == GONE else "running"
 
     @property
     def waits_for(self) -> str:
@@ -97,7 +95,6 @@ def parse_job(text: str) -> JobStatus | None:
         exit_code=int(code) if code.isdecimal() else None,
         signal=int(number) if number.isdecimal() and int(number) else None,
         time_limit=fields["TimeLimit"],
-        restarts=int(fields["Restarts"]) if fields["Restarts"].isdecimal() else 0,
     )
 
 
@@ -110,7 +107,6 @@ _ENDS = {
     "BOOT_FAIL": "lost a node that did not start (BOOT_FAIL)",
     "DEADLINE": "was ended at its deadline (DEADLINE)",
     "COMPLETED": "completed",
-    AGAIN: "is requeued: it goes on from the newest checkpoint when Slurm has nodes for it",
     GONE: "has ended; Slurm no longer knows how",
 }
 
@@ -132,20 +128,12 @@ Mode = Literal["batch", "step"]
 class JobRecord:
     """One attempt. job_id: None until Slurm has told it. mode: batch: a job of its own; step: within the allocation
     `job_id`. token: of the attempt. ended: how the job ended, once that is known: Slurm itself forgets it after some
-    minutes. restarts: how often Slurm had requeued the job by then; in_a_row, saved: so many of them without a
-    checkpoint beyond this step."""
+    minutes."""
 
     token: str
     mode: Mode
     job_id: str | None = None
     ended: JobStatus | None = None
-    restarts: int = 0
-    in_a_row: int = 0
-    saved: int = 0
-
-    def again(self, restarts: int) -> JobRecord:
-        """Of the attempt that Slurm begins by requeuing the job for the `restarts`-th time, as its batch file knows."""
-        return replace(self, token=f"{self.token.partition('-')[0]}-{restarts}", restarts=restarts, ended=None)
 
 
 def write_record(run_path: Path, record: JobRecord) -> None:
@@ -222,10 +210,6 @@ class SlurmClient:
     def cancel(self, job_or_step: str) -> None:
         """Have Slurm end the job or step: SIGTERM, some seconds later SIGKILL. Ended ones are no error."""
         self._run(("scancel", job_or_step))
-
-    def requeue(self, job_id: str) -> None:
-        """Have Slurm end this start of the job and put the job into the queue again."""
-        self._run(("scontrol", "requeue", job_id))
 
     def find(self, name: str) -> str | None:
         """Number of the job of this user that bears `name`, if it has not ended."""

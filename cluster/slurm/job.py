@@ -29,7 +29,6 @@ from cluster.launch.scheduler import Granted, SchedulerError, WatchedJob
 from cluster.plan import LaunchPlan, write_plan_files
 from cluster.remote_text import one_line
 from cluster.slurm.client import (
-    AGAIN,
     GONE,
     JobRecord,
     JobStatus,
@@ -41,13 +40,12 @@ from cluster.slurm.client import (
     write_record,
 )
 from cluster.slurm.plan import granted_plan, look_again, node_folder
-from cluster.slurm.sbatch import LOG_PREFIX, NO_RESTARTS_LEFT, NOT_SHARED, SCRIPT_FILE, TIME_IS_UP, TOKEN_FILE
+from cluster.slurm.sbatch import LOG_PREFIX, NOT_SHARED, SCRIPT_FILE, TOKEN_FILE
 from engine.config.cluster import SlurmConfig
 from engine.runs.files import replace_file
 from engine.runs.folder import RunFolder
 
 _TASK_ERROR = re.compile(r"srun: error: \S+: task")
-REQUEUED = "Slurm: requeued"  # a type of failure after which the same job goes on
 POLL_S = 2.0
 SETTLE_S = 3.0  # between the end of a job and the last files of its nodes
 _SILENT_S = 120.0
@@ -58,15 +56,15 @@ class SlurmJob(WatchedJob):
     """One attempt of a run as Slurm knows it. Several links share it, each closes it once.
 
     status: what Slurm said last; None before its first answer. is_cancelled_here: it was this process that had Slurm
-    end the job. has_nodes: links look at this start of the job; until then it is the newest one that Slurm has begun.
+    end the job. step_until: a step that was just asked for may begin until then.
     """
 
     def __init__(self, run: RunFolder, record: JobRecord, client: SlurmClient | None = None, poll_s: float = POLL_S):
         super().__init__(f"burst-{run.run_id}", poll_s)
         self.run, self.record, self._client = run, record, client or SlurmClient()
         self.status: JobStatus | None = record.ended
-        self.is_cancelled_here = self.has_nodes = False
-        self.step_until = 0.0  # a step that was just asked for may begin until then
+        self.is_cancelled_here = False
+        self.step_until = 0.0
         self._running_at: float | None = None
         self._ended_at = time.monotonic() if record.ended is not None else None
         self._lost: tuple[str, ...] = ()
@@ -95,10 +93,12 @@ class SlurmJob(WatchedJob):
         status = self.status or JobStatus(GONE)
         if status.state == GONE and status.reason:
             return status.reason
-        text = _CODES.get(status.exit_code or 0) or describe_end(status, self._lost)
+        text = describe_end(status, self._lost)
         if status.signal == 53:  # Slurm's code for "cannot open the job's output"
             text = f"could not write into the run folder: {_SHARED}"
-        elif status.state == "FAILED" and status.exit_code not in _CODES and (said := self.last_words()):
+        elif status.exit_code == NOT_SHARED:
+            text = f"has a node that does not see the run folder: {_SHARED}"
+        elif status.state == "FAILED" and (said := self.last_words()):
             text += f": {said}"
         return f"{self.title} {text}"
 
@@ -116,32 +116,21 @@ class SlurmJob(WatchedJob):
             return None
         if status.state in ("TIMEOUT", "PREEMPTED", "DEADLINE", "BOOT_FAIL"):
             return Failure("launcher", f"Slurm: {status.state}", self.describe_end(), log=str(self.log))
-        if status.state == AGAIN or status.exit_code == TIME_IS_UP:
-            return Failure("launcher", REQUEUED if status.state == AGAIN else TIME_LIMIT, self.describe_end())
-        if status.exit_code == NO_RESTARTS_LEFT:
-            return Failure("start", "Slurm: restarts", self.describe_end(), log=str(self.log))
         if status.state == "NODE_FAIL":
             host = self._lost[0] if self._lost else None
             return Failure("node_lost", "Slurm: NODE_FAIL", self.describe_end(), host=host, log=str(self.log))
         return None
 
-    def submit(self) -> None:
-        """Give it to Slurm. Raises SchedulerError."""
-        self.record = replace(self.record, job_id=self._client.submit(self.run.path / SCRIPT_FILE, self.record.token))
-        write_record(self.run.path, self.record)
-
     # --- while it waits: see `WatchedJob` -------------------------------------------------------------------------
 
     def granted(self, plan: LaunchPlan) -> Granted | None:
         """Once all nodes have written themselves down."""
-        with self._lock:
-            found = granted_plan(plan, self.run, self.record.token)
-            if found is None:
-                return None
-            links = [SlurmLink(self.run, node.name, self) for node in found.nodes]
+        found = granted_plan(plan, self.run, self.record.token)
+        if found is None:
+            return None
         write_plan_files(found, self.run)
         self.run.record(nodes=[node.name for node in found.nodes])
-        return found, links
+        return found, [SlurmLink(self.run, node.name, self) for node in found.nodes]
 
     def refusal(self) -> Failure | None:
         """The job has ended before."""
@@ -184,7 +173,6 @@ class SlurmJob(WatchedJob):
         self.status = status
         if status.phase == "ended":
             self._ended_at = time.monotonic()
-        if status.phase == "ended" and status.state != AGAIN:
             self.record = replace(self.record, ended=status)
             with contextlib.suppress(OSError):  # a full disk; the next who asks is told by Slurm
                 write_record(self.run.path, self.record)
@@ -195,11 +183,6 @@ class SlurmJob(WatchedJob):
         if record.job_id is None:
             return JobStatus(GONE, _NEVER)
         status = self._client.query(record.job_id)
-        if record.mode == "batch" and status.restarts > record.restarts:
-            with self._lock:
-                if self.has_nodes:
-                    return replace(status, state=AGAIN)
-                self.record = record.again(status.restarts)
         return status if record.mode == "batch" or status.phase == "ended" else self._step_status(status)
 
     def _with_id(self) -> JobRecord:
@@ -229,13 +212,10 @@ class SlurmJob(WatchedJob):
 
 
 _SHARED = "runs of Slurm need a run folder that all nodes share; set --runs-dir or BURST_RUNS_DIR to such storage"
-# What our own exit codes mean.
-_CODES = {
-    NOT_SHARED: f"has a node that does not see the run folder: {_SHARED}",
-    TIME_IS_UP: "came near its time limit, so its ranks saved and stopped: `burst resume` goes on from there, and with "
-    "cluster.max_restarts the job does so by itself",
-    NO_RESTARTS_LEFT: "has used up cluster.max_restarts in a row without a further checkpoint",
-}
+_SAVED = (
+    "came near its time limit, so its ranks saved and stopped: `burst resume` goes on from there, and with "
+    "cluster.max_restarts burst does so by itself"
+)
 _NEVER = "the run was never given to Slurm"
 
 
@@ -254,18 +234,20 @@ def submit_job(run: RunFolder, settings: SlurmConfig, environment: Mapping[str, 
     mode: Mode = "step" if allocation else "batch"
     record = JobRecord(secrets.token_hex(8), mode, allocation)
     try:
-        lay_token(run.path, record.token)
+        # By this file nodes know that they see the run folder, and which attempt is meant.
+        replace_file(run.path / TOKEN_FILE, f"{record.token}\n")
         write_record(run.path, record)
     except OSError as error:
-        raise ClusterError(
-            f"{error.filename or run.path}: {error.strerror}; the job's token cannot be written"
-        ) from error
-    job = SlurmJob(run, record, SlurmClient(client_environment(environment, settings)))
+        text = f"{error.filename or run.path}: {error.strerror}; the job's token cannot be written"
+        raise ClusterError(text) from error
+    client = SlurmClient(client_environment(environment, settings))
     if mode == "batch":
-        job.submit()
-    else:
-        job.step_until = time.monotonic() + _START_S
-        _start_step(run.path, record, environment)
+        record = replace(record, job_id=client.submit(run.path / SCRIPT_FILE, record.token))
+        write_record(run.path, record)
+        return SlurmJob(run, record, client)
+    _start_step(run.path, record, environment)
+    job = SlurmJob(run, record, client)
+    job.step_until = time.monotonic() + _START_S
     return job
 
 
@@ -286,15 +268,9 @@ def _start_step(run_path: Path, record: JobRecord, environment: Mapping[str, str
     threading.Thread(target=process.wait, daemon=True).start()  # so that it does not stay a zombie
 
 
-def lay_token(run_path: Path, token: str) -> None:
-    """By this file nodes know that they see the run folder, and which attempt is meant. Raises OSError."""
-    replace_file(run_path / TOKEN_FILE, f"{token}\n")
-
-
 _START_S = 60.0
 # Of a supervisor that Slurm killed before it could say so.
 _CANCELLED: Mapping[str, Any] = {"cause": "stop", "stop_cause": "scancel"}
-_AT_LIMIT: Mapping[str, Any] = {"cause": "stop", "stop_cause": TIME_LIMIT}
 _SIGNALS = frozenset(number.name for number in signal.Signals)
 
 
@@ -303,11 +279,10 @@ class SlurmLink(LocalLink):
 
     def __init__(self, run: RunFolder, node: str, job: SlurmJob) -> None:
         super().__init__(run.path, node)
-        job.has_nodes = True
         self._run, self._job = run, job
         self._news: Any = None
         self._heard_at = time.monotonic()
-        self._is_at_limit = self._is_begun = False
+        self._is_begun = False
         self._due: float | None = None  # of a start
         self._refusal: StartRefusedError | None = None
 
@@ -342,20 +317,13 @@ class SlurmLink(LocalLink):
 
     def _look(self) -> NodeStatus:
         seen, job = self._read(), self._job
-        supervisor, outcome = seen.supervisor, seen.outcome
-        news = (supervisor.get("updated_at"), (seen.health or {}).get("at"), outcome is not None)
+        outcome = seen.outcome
+        news = (seen.supervisor.get("updated_at"), (seen.health or {}).get("at"), outcome is not None)
         if news != self._news:
             self._news, self._heard_at = news, time.monotonic()
         has_job_ended = (job.ended_s or 0.0) > SETTLE_S
         heard_s = 0.0 if outcome is not None else time.monotonic() - self._heard_at
         status = replace(seen, heard_s=heard_s, failure=job.failure())
-        self._is_at_limit = self._is_at_limit or supervisor.get("stop_cause") == TIME_LIMIT
-        if job.status is not None and job.status.state == AGAIN:
-            return replace(status, phase="ended", heard_s=0.0, is_synced=True, outcome=_AT_LIMIT)
-        if self._is_at_limit and not job.has_ended():
-            # Its files may be put aside meanwhile; what comes of it is for the job to say.
-            stopping = {**supervisor, "stop_cause": TIME_LIMIT}
-            return replace(status, phase="stopping", heard_s=0.0, is_synced=False, outcome=None, supervisor=stopping)
         if outcome is not None:
             return self._explained(status, outcome)
         if has_job_ended and job.status is not None and job.status.state == "CANCELLED":
@@ -384,6 +352,8 @@ class SlurmLink(LocalLink):
 
     def _explained(self, status: NodeStatus, outcome: Mapping[str, Any]) -> NodeStatus:
         """An end by a signal that we did not send was Slurm's doing; why it did so shows once the job is over."""
+        if outcome.get("stop_cause") == TIME_LIMIT:
+            return replace(status, failure=Failure("launcher", TIME_LIMIT, f"{self._job.title} {_SAVED}"))
         if outcome.get("cause") != "stop" or outcome.get("stop_cause") not in _SIGNALS:
             return status
         job = self._job.status

@@ -25,8 +25,6 @@ SCRIPT_FILE = "job.sbatch"
 TOKEN_FILE = "slurm.token"
 LOG_PREFIX = "slurm-"
 NOT_SHARED = 66  # exit code: a node does not see the launcher's run folder
-TIME_IS_UP = 68  # exit code: the time limit was near, the ranks have stopped, and the job is not requeued
-NO_RESTARTS_LEFT = 69  # exit code: Slurm began the job once more than it may
 WARNING_S = 60  # before the time limit, beside what the ranks may take to save: Slurm looks twice a minute
 PEER_WAIT_S = 60  # once a node's task has ended well, the others have so long
 
@@ -69,7 +67,7 @@ def sbatch_text(
     *,
     python: str = sys.executable,
 ) -> str:
-    """The text of the batch file; it holds no secret, and Slurm runs the job once unless it may restart.
+    """The text of the batch file; it holds no secret, and Slurm runs the job once.
 
     facts: of this machine, whose folders the nodes share. python: which runs the tasks of the nodes. module: of ranks.
     """
@@ -100,7 +98,7 @@ def _directives(config: RunConfig, run_path: Path) -> Iterator[str]:
         yield f"--time={slurm.time_limit}"
     if cluster.nodes is not None:
         yield f"--nodelist={_slurm_nodes(cluster.nodes)}"
-    yield "--requeue" if cluster.max_restarts else "--no-requeue"
+    yield "--no-requeue"  # who begins again is burst: from a checkpoint, and not after every mistake
     if save_s is not None:
         yield f"--signal=B:USR1@{math.ceil(save_s) + WARNING_S}"
     yield "--open-mode=append"
@@ -114,7 +112,7 @@ def _directives(config: RunConfig, run_path: Path) -> Iterator[str]:
 def _body(config: RunConfig, facts: MachineFacts, run_path: Path, module: str, python: str) -> Iterator[str]:
     token = shlex.quote(str(run_path / TOKEN_FILE))
     yield f"# Run {run_path.name}: one task per node, in which a supervisor starts the node's ranks."
-    yield f'if [ -z "$1" ] || [ "$(cut -d- -f1 {token} 2>/dev/null)" != "$1" ]; then'
+    yield f'if [ -z "$1" ] || [ "$(cat {token} 2>/dev/null)" != "$1" ]; then'
     yield '    echo "burst: $(hostname) does not see the run folder: Slurm needs one that all nodes share" >&2'
     yield f"    exit {NOT_SHARED}"
     yield "fi"
@@ -126,37 +124,30 @@ def _body(config: RunConfig, facts: MachineFacts, run_path: Path, module: str, p
 
 
 def _steps(config: RunConfig, python: str, run: str, run_id: str, module: str) -> Iterator[str]:
-    """What starts the tasks and, where ranks save or jobs are requeued, what is done before and after."""
-    max_restarts, saves = config.cluster.max_restarts, _save_s(config) is not None
-    has_containers = config.cluster.container.runtime != "bare"  # which outlive processes of the job
-    is_plain = not max_restarts and not saves
-    attempt = "$1" if is_plain else "$token"
-    task = f'{python} -m cluster.slurm.node_task {run} "{attempt}" {module}'
-    restart = f'{python} -m cluster.slurm.restart {run} "{attempt}"'
+    """What starts the tasks, and what is done beside and after them where ranks save or are in containers."""
+    saves = _save_s(config) is not None
+    has_containers = config.cluster.container.runtime != "bare"
+    task = f'{python} -m cluster.slurm.node_task {run} "$1" {module}'
+    limit = f'{python} -m cluster.slurm.time_limit {run} "$1"'
     srun = f"srun {shlex.join(_srun_options(config, run_id))} \\\n    {task}"
-    if not is_plain:
-        yield "# The token of the first start, then one for each time that Slurm has requeued the job."
-        yield "token=$1${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}"
-    if max_restarts:
-        yield f'[ "$token" = "$1" ] || {restart} begin || exit'
     if not saves and not has_containers:
         yield f"exec {srun}"
         return
-    if not saves:
-        yield srun
-        yield "code=$?"
-    else:
+    if saves:
         yield "# Slurm warns of the time limit: the ranks save and stop."
-        yield f"stop() {{ trap '' USR1; is_up=1; {restart} stop; }}"
+        yield f"stop() {{ trap '' USR1; is_up=1; {limit} stop; }}"
         yield "trap stop USR1"
         yield f"{srun} &"
         yield "wait $!; code=$?"
         yield '[ -z "$is_up" ] || { wait $!; code=$?; }'
+    else:
+        yield srun
+        yield "code=$?"
     if has_containers:
         yield "# A container outlives a supervisor that was killed."
         yield f'[ "$code" = 0 ] || {srun} --sweep'
-    if saves:
-        yield f'[ -z "$is_up" ] || exec {restart} requeue'
+    if saves and config.cluster.max_restarts:
+        yield f'[ -z "$is_up" ] || {limit} go-on'
     yield 'exit "$code"'
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from testkit.fake_plan import node_facts
 from testkit.machine_clock import machine_time
 from testkit.waiting import wait_for
 
@@ -24,13 +23,10 @@ from cluster.slurm.client import (
     write_record,
 )
 from cluster.slurm.job import SlurmJob
-from cluster.slurm.plan import build_slurm_plan
-from cluster.slurm.restart import begin
-from cluster.slurm.sbatch import NO_RESTARTS_LEFT, TOKEN_FILE
 from engine.config.cluster import ClusterConfig, SlurmConfig
 from engine.config.errors import BurstError
-from engine.config.settings import DataConfig, RunConfig
-from engine.runs.folder import RunFolder, create_run, new_run_path
+from engine.config.settings import RunConfig
+from engine.runs.folder import RunFolder
 
 SHOWN = (Path(__file__).parent / "fixtures" / "scontrol_show_job.txt").read_text()
 
@@ -64,49 +60,18 @@ def test_what_a_user_can_choose_does_not_change_the_state():
 
 @pytest.mark.parametrize(
     ("state", "phase"),
-    [
-        ("PENDING", "pending"),
-        ("CONFIGURING", "pending"),
-        ("COMPLETING", "running"),
-        ("SUSPENDED", "running"),
-        ("COMPLETED", "ended"),
-        ("OUT_OF_MEMORY", "ended"),
-        ("GONE", "ended"),
-        ("A_NEW_STATE", "running"),
-    ],
+    [("CONFIGURING", "pending"), ("COMPLETING", "running"), ("OUT_OF_MEMORY", "ended"), ("A_NEW_STATE", "running")],
 )
 def test_every_state_has_a_phase(state, phase):
     assert JobStatus(state).phase == phase
 
 
-@pytest.mark.parametrize(
-    ("reason", "words"),
-    [
-        ("Resources", "nodes that are free"),
-        ("PartitionNodeLimit", "nothing: the partition does not give so many nodes"),
-        ("Nodes_required_for_job_are_DOWN", "Nodes required for job are DOWN"),
-        ("", "its turn"),
-    ],
-)
-def test_why_a_job_waits_is_said_in_words(reason, words):
-    assert JobStatus("PENDING", reason).waits_for == words
-
-
-@pytest.mark.parametrize(
-    ("status", "words"),
-    [
-        (JobStatus("TIMEOUT", time_limit="00:10:00"), "reached its time limit (00:10:00)"),
-        (JobStatus("CANCELLED"), "cancelled outside of burst"),
-        (JobStatus("PREEMPTED"), "preempted by another job"),
-        (JobStatus("NODE_FAIL", node_list="n[1-2]"), "lost a node, one of n[1-2]"),
-        (JobStatus("OUT_OF_MEMORY"), "more memory than it was given"),
-        (JobStatus("FAILED", exit_code=7), "FAILED, exit code 7"),
-        (JobStatus("FAILED", "JobLaunchFailure", signal=53), "FAILED, signal 53, JobLaunchFailure"),
-        (JobStatus("GONE"), "no longer knows how"),
-    ],
-)
-def test_the_end_of_a_job_is_said_in_words(status, words):
-    assert words in describe_end(status)
+def test_why_a_job_waits_and_how_it_ended_is_said_in_words():
+    assert JobStatus("PENDING", "Resources").waits_for == "nodes that are free"
+    assert JobStatus("PENDING", "Nodes_required_for_job_are_DOWN").waits_for == "Nodes required for job are DOWN"
+    assert "time limit (00:10:00)" in describe_end(JobStatus("TIMEOUT", time_limit="00:10:00"))
+    assert "lost a node, one of n[1-2]" in describe_end(JobStatus("NODE_FAIL", node_list="n[1-2]"))
+    assert "signal 53, JobLaunchFailure" in describe_end(JobStatus("FAILED", "JobLaunchFailure", signal=53))
 
 
 def test_a_submitted_job_has_a_number(fake):
@@ -162,13 +127,6 @@ def test_a_command_that_hangs_is_given_up(fake):
 def test_a_machine_without_slurm_is_told_the_package():
     with pytest.raises(SchedulerError, match="slurm-client"):
         SlurmClient({"PATH": "/nowhere"}).ping()
-
-
-def test_a_program_that_cannot_be_started_is_told(fake, tmp_path):
-    fake("sinfo", "")
-    (tmp_path / "bin" / "sinfo").chmod(0o644)
-    with pytest.raises(SchedulerError, match="sinfo cannot be started: Permission denied"):
-        SlurmClient({"PATH": str(tmp_path / "bin")}).ping()
 
 
 def test_steps_are_found_by_their_name_alone(fake):
@@ -298,13 +256,7 @@ def test_a_partition_has_the_gpus_of_its_smallest_node_that_has_any(fake, partit
     )
 
     assert client.partition_gpus(partition) == gpus
-
-
-def test_without_a_partition_the_default_counts_or_that_of_the_environment(fake):
-    client = fake("sinfo", "printf '%s\\n' 'gpu* gpu:8' 'small gpu:2'")
-
-    assert client.partition_gpus() == 8
-    assert SlurmClient({**client.environment, "SBATCH_PARTITION": "small"}).partition_gpus() == 2
+    assert SlurmClient({**client.environment, "SBATCH_PARTITION": "big"}).partition_gpus() == 8
 
 
 def test_a_launch_asks_slurm_for_gpus_only_where_the_settings_do_not_tell(fake, tmp_path, monkeypatch):
@@ -320,23 +272,3 @@ def test_a_launch_asks_slurm_for_gpus_only_where_the_settings_do_not_tell(fake, 
     for config in configs:
         with pytest.raises(SchedulerError, match="sinfo not found"):
             RUNNER.survey(config, Asked())
-
-
-def test_restarts_in_a_row_are_limited_and_a_further_checkpoint_counts_them_anew(tmp_path):
-    plan = build_slurm_plan(
-        RunConfig(data=DataConfig(format="text", paths=("/x",)), cluster=ClusterConfig(num_nodes=1, max_restarts=1)),
-        node_facts("head"),
-        new_run_path(tmp_path, "tiny"),
-        environment={},
-    )
-    run = create_run(Path(plan.run_path), dict(plan.files))
-    run.transition("starting")
-    write_record(run.path, JobRecord("abc", "batch", "5"))
-    codes = []
-    for restart, step in enumerate((4, 8, 8, 8), start=1):
-        run.append_event("checkpoint", step=step)
-        codes.append(begin(plan, run, read_record(run.path), restart))
-
-    assert codes == [0, 0, NO_RESTARTS_LEFT, NO_RESTARTS_LEFT]
-    assert (run.path / TOKEN_FILE).read_text() == "abc-2\n"
-    assert run.read_state()["attempt"] == 3

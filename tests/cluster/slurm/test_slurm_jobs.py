@@ -10,13 +10,10 @@ from testkit.fake_run import Led
 from testkit.process_table import run_processes
 from testkit.waiting import wait_for
 
-from cluster.control.controller import settle
 from cluster.control.link import LaunchTiming
 from cluster.plan import read_launch_plan
 from cluster.testbed.slurm import slurmd
-from engine.config.cluster import SlurmConfig
 from engine.config.settings import CheckpointConfig
-from engine.runs.folder import RunFolder
 
 
 def names(bench: SlurmBench) -> tuple[str, ...]:
@@ -126,48 +123,7 @@ def test_the_time_limit_is_told_as_such(bench):
     assert "time limit" in outcome.failure.message
 
 
-@pytest.mark.thorough
-def test_a_job_that_may_restart_saves_before_its_time_limit_and_goes_on_by_itself(bench):
-    saving = CheckpointConfig(every_steps=5, stop_grace_s=12)
-    plan = bench.plan("saves", checkpoint=saving, max_restarts=1, slurm=SlurmConfig(time_limit="00:02:00"))
-    led = Led(plan).begin()
-    led.wait_for_step(5)
-    wait_for(lambda: "Reason=BeginTime" in bench.client("scontrol", "show", "job", job_id(led.run)))
-    waiting = led.run.read_state()
-    outcome = led.wait(300)  # Slurm lets two minutes pass
-
-    assert outcome.status == "completed", led.describe()
-    assert (waiting["state"], waiting["attempt"]) == ("starting", 2)
-    assert "Restarts=1 " in bench.client("scontrol", "show", "job", job_id(led.run))
-    assert led.run.read_state()["attempt"] == 2
-    (saved,) = [row for row in RunFolder(led.run.path / "attempts" / "1").read_events() if row["kind"] == "checkpoint"]
-    assert saved["step"] == 5
-    assert [row["step"] for row in led.run.read_metrics()] == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("is_led", [True, False], ids=["marked down", "dead, without a launcher"])
-def test_a_job_that_may_restart_and_lost_a_node_goes_on_with_another(bench, is_led):
-    plan = bench.plan("saves", max_restarts=1)
-    led = Led(plan).begin() if is_led else None
-    run = led.run if led is not None else bench.leave_in_queue(plan)
-    wait_for(lambda: len(run.read_metrics()) == 5)
-    lost = bench.testbed.nodes[1]
-    try:
-        bench.mark_down(lost) if is_led else bench.lose(lost)
-        wait_for(lambda: run.read_state()["attempt"] == 2 and settle(run).state == "completed", timeout_s=300)
-        if led is not None:
-            assert led.wait().status == "completed", led.describe()
-    finally:
-        if not is_led:
-            slurmd(lost).start()
-
-    used = tuple(node.name for node in read_launch_plan(run.path).nodes)
-    assert is_led or used == names(bench)[::2]
-    assert [row["step"] for row in run.read_metrics()] == [1, 2, 3, 4, 5]
-
-
-def test_a_job_that_may_not_restart_saves_when_slurm_warns_of_its_time_limit(bench):
+def test_ranks_save_when_slurm_warns_of_its_time_limit(bench):
     led = Led(bench.plan("saves", checkpoint=CheckpointConfig(every_steps=5, stop_grace_s=12))).begin()
     led.wait_for_step(5)
     bench.client("scancel", "--signal=USR1", "--batch", job_id(led.run))  # as Slurm does at --signal=B:USR1@72

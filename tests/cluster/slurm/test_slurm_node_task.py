@@ -99,7 +99,7 @@ def prepare_both(plan: LaunchPlan) -> None:
 def test_slurms_warning_of_the_time_limit_is_kept_for_nodes_that_have_not_begun(plan):
     run = Path(plan.run_path)
     write_record(run, JobRecord("t", "batch", "5"))
-    restart = [sys.executable, "-m", "cluster.slurm.restart", plan.run_path, "t", "stop"]
+    restart = [sys.executable, "-m", "cluster.slurm.time_limit", plan.run_path, "t", "stop"]
     with subprocess.Popen(restart, env={**os.environ, "PYTHONPATH": PYTHON_PATH}) as warning:
         time.sleep(1)
         prepare_both(plan)

@@ -59,7 +59,7 @@ def test_the_file_with_every_setting_is_as_it_was_agreed():
     assert text == (GOLDEN / "every_setting.sbatch").read_text()
 
 
-def test_a_job_that_may_restart_is_requeued_and_warned_in_time_to_save():
+def test_a_job_is_warned_in_time_to_save_and_goes_on_where_it_may():
     saving = RunConfig(
         data=DataConfig(format="text", paths=("/data/x.txt",)),
         train=TrainConfig(checkpoint=CheckpointConfig(every_steps=5, stop_grace_s=90.5)),
@@ -67,19 +67,15 @@ def test_a_job_that_may_restart_is_requeued_and_warned_in_time_to_save():
     )
     text = dict(plan_with(saving).files)["job.sbatch"]
 
-    assert {"--requeue", "--signal=B:USR1@151"} <= set(directives(text))
-    assert "--no-requeue" not in text
-    for word in ("begin", "stop", "requeue"):
-        assert f'-m cluster.slurm.restart {RUN} "$token" {word}' in text
+    assert {"--no-requeue", "--signal=B:USR1@151"} <= set(directives(text))
+    for word in ("stop", "go-on"):
+        assert f'-m cluster.slurm.time_limit {RUN} "$1" {word}' in text
+    assert "go-on" not in text_of(every_steps=5)
     assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=200).returncode == 0
 
 
 def test_without_checkpoints_there_is_nothing_to_be_warned_for():
-    text = text_of(max_restarts=1)
-
-    assert "--requeue" in directives(text)
-    assert "--signal" not in text
-    assert "--no-requeue" in directives(text_of(every_steps=5))
+    assert "--signal" not in text_of(max_restarts=1)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +177,8 @@ def test_ranks_that_save_are_left_to_it_however_often_slurm_warns_of_the_time_li
     for name, script in tools.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
-    config = replace(config_of(num_nodes=2), train=TrainConfig(checkpoint=CheckpointConfig(every_steps=5)))
+    saving = TrainConfig(checkpoint=CheckpointConfig(every_steps=5))
+    config = replace(config_of(num_nodes=2, max_restarts=1), train=saving)
     text = sbatch_text(config, node_facts(cwd=str(tmp_path)), tmp_path, python=str(tmp_path / "py"))
     (tmp_path / "job").write_text(text)
     (tmp_path / TOKEN_FILE).write_text("t\n")
@@ -193,7 +190,7 @@ def test_ranks_that_save_are_left_to_it_however_often_slurm_warns_of_the_time_li
             time.sleep(0.3)  # for what would be wrong to happen
         saved.touch()
 
-    assert said.read_text().split() == ["begun", "stop", "saved", "requeue"]
+    assert said.read_text().split() == ["begun", "stop", "saved", "go-on"]
 
 
 def config_of(**cluster) -> RunConfig:

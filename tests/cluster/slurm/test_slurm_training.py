@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from testkit.fault_rig import SMALL
+from testkit.waiting import wait_for
 
+from cluster.control.attempt import find_controller
 from engine.runs.folder import RunFolder
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
@@ -50,3 +53,22 @@ def test_a_job_on_two_nodes_computes_the_losses_of_two_ranks_on_this_machine(slu
     # The same tiles in the same order: only the order of two summands in a reduction may differ.
     assert losses == pytest.approx([row["loss"] for row in here.read_metrics()], abs=1e-5)
     assert far.read_state()["nodes"] == list(slurm_testbed.node_names[:2])
+
+
+def test_near_its_time_limit_a_job_without_a_launcher_saves_and_goes_on_as_a_new_job(slurm_testbed, tmp_path):
+    environment = {**os.environ, "SLURM_CONF": str(slurm_testbed.folder.slurm_conf)}
+    saving = ("train.steps=40", "train.checkpoint.every_steps=20", "cluster.max_restarts=1")
+    slow = 'cluster.environment=["BURST_FAULT=slow:1;1;4"]'
+    command = [*words(tmp_path, "run", *_ON_TWO_NODES, *saving, slow), "--detach"]
+    subprocess.run(command, env=environment, check=True, timeout=570)
+    run = run_in(tmp_path / "run")
+    wait_for(lambda: any(row["step"] == 4 for row in run.read_metrics()), timeout_s=300)
+    controller = find_controller(run)
+    assert controller is not None
+    os.kill(controller.pid or 0, signal.SIGKILL)
+    job = str(run.read_state()["job"])
+    subprocess.run(["scancel", "--signal=USR1", "--batch", job], env=environment, check=True)
+    wait_for(lambda: run.read_state()["attempt"] == 2, timeout_s=300)
+    wait_for(lambda: [event for event in run.read_events() if event["kind"] == "restored"], timeout_s=300)
+
+    assert run.read_state()["job"] not in (None, job)

@@ -1,0 +1,72 @@
+"""python -m cluster.slurm.time_limit RUN TOKEN WORD, in the batch file of a job whose time is nearly up.
+
+stop: the supervisors are asked for the end, so that ranks save. go-on: they have ended; where no launcher is there to
+do so, the next attempt is begun as a new job, unless this one has saved nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from cluster.agent.folder import request_stop
+from cluster.control.attempt import find_controller, read_cancel
+from cluster.control.link import TIME_LIMIT
+from cluster.errors import ClusterError
+from cluster.plan import LaunchPlan, NodePlan, read_launch_plan
+from cluster.slurm.client import CONF_VARIABLE, read_record
+from cluster.slurm.plan import granted_plan
+from cluster.slurm.sbatch import WARNING_S
+from engine.config.errors import BurstError
+from engine.runs.folder import RunFolder
+
+_BEGIN_S = WARNING_S / 2
+
+
+def main(arguments: list[str], environment: Mapping[str, str]) -> int:
+    """0, or 1 with the reason on stderr."""
+    run, token, word = RunFolder(Path(arguments[0])), arguments[1], arguments[2]
+    try:
+        record = read_record(run.path)
+        if record is None or record.token != token:
+            raise ClusterError(f"{run.path} has been given to another job since")
+        if word == "go-on":
+            return _go_on(run, environment)
+        plan = read_launch_plan(run.path)
+        for node in _begun_nodes(plan, run, token):
+            request_stop(str(run.path), node.name, TIME_LIMIT, plan.config.train.checkpoint.stop_grace_s)
+        return 0
+    except (BurstError, OSError) as error:
+        print(f"burst: {word}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+
+
+def _begun_nodes(plan: LaunchPlan, run: RunFolder, token: str) -> tuple[NodePlan, ...]:
+    """The nodes of this attempt, for which it waits: before they have begun they hear nothing. Raises ClusterError."""
+    deadline = time.monotonic() + _BEGIN_S
+    while (granted := granted_plan(plan, run, token)) is None:
+        if time.monotonic() > deadline:
+            raise ClusterError(f"not all nodes have begun within {_BEGIN_S:g} s")
+        time.sleep(0.1)
+    return granted.nodes
+
+
+def _go_on(run: RunFolder, environment: Mapping[str, str]) -> int:
+    """The exit code of `burst resume`, which returns once the new job is in the queue."""
+    has_saved = any(event.get("kind") == "checkpoint" for event in run.read_events())
+    if not has_saved or read_cancel(run) is not None or find_controller(run) is not None:
+        return 0
+    # It must not believe itself in an allocation that is to be used.
+    outside = {
+        name: value for name, value in environment.items() if not name.startswith("SLURM_") or name == CONF_VARIABLE
+    }
+    words = (sys.executable, "-P", "-m", "burst_cli", "resume", str(run.path), "--detach", "--plain")
+    return subprocess.run(words, env=outside, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))
