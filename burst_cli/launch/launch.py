@@ -10,7 +10,6 @@ import typer
 from burst_cli.app import new_verb
 from burst_cli.options import (
     RUNS_DIR,
-    AsOption,
     ConfigDirOption,
     DetachOption,
     DryRunOption,
@@ -36,7 +35,6 @@ def launch(
     run_path: Annotated[Path | None, typer.Option("--run-path", hidden=True)] = None,
     detach: DetachOption = False,
     dry_run: DryRunOption = False,
-    form: AsOption = None,
     force: ForceOption = False,
     skip_checks: SkipChecksOption = False,
     plain: PlainOption = False,
@@ -77,5 +75,5 @@ def launch(
         skip_checks=skip_checks,
         dry_run=dry_run,
     )
-    manner = LaunchManner(plain_lines=plain, as_json=as_json, detach=detach, form=form)
+    manner = LaunchManner(plain_lines=plain, as_json=as_json, detach=detach)
     raise typer.Exit(launch_request(request, manner))
