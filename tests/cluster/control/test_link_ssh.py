@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import random
-import subprocess
-import sys
 import threading
 import time
 import tracemalloc
@@ -290,30 +288,6 @@ def test_wherever_the_line_is_cut_and_whenever_the_launcher_dies_the_copy_is_the
 
     assert (run / LOG).read_bytes() == body
     assert not list(run.rglob("*.before-*"))
-
-
-@pytest.mark.parametrize("seed", [1, 2])
-def test_launchers_killed_at_random_moments_lose_and_double_nothing(run, node, seed):
-    node.run_on()
-    body = random.Random(seed).randbytes(3_000_000)
-    command = [sys.executable, str(Path(__file__).with_name("killed_launchers.py")), str(run), str(node.folder)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    killing = subprocess.Popen([*command, "15", str(seed)], env=environment)
-    try:
-        for at in range(0, len(body), 20_000):
-            node.append(LOG, body[at : at + 20_000])
-            time.sleep(0.01)
-    finally:
-        assert killing.wait(200) == 0
-    before = (run / LOG).stat().st_size
-    node.end()
-    link = node.link(run)
-    with closing(link):
-        link.follow()
-        wait_for(lambda: link.poll().is_synced)
-
-    assert before > 0  # those who were killed had begun
-    assert (run / LOG).read_bytes() == body
 
 
 def test_a_log_begun_anew_on_the_node_is_kept_apart_across_a_reconnect(run, node):
