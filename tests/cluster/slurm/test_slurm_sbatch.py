@@ -184,7 +184,7 @@ def test_ranks_that_save_are_left_to_it_however_often_slurm_warns_of_the_time_li
     (tmp_path / TOKEN_FILE).write_text("t\n")
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     with subprocess.Popen(["bash", str(tmp_path / "job"), "t"], env=environment) as job:
-        wait_for(said.exists)
+        wait_for(lambda: said.exists() and said.read_text())
         for _ in range(2):
             job.send_signal(signal.SIGUSR1)
             time.sleep(0.3)  # for what would be wrong to happen
