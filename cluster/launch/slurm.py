@@ -8,16 +8,15 @@ from pathlib import Path
 
 from cluster.control.attempt import StopRequests
 from cluster.control.link import LaunchObserver, LaunchOutcome, NodeLink
-from cluster.errors import ClusterError
 from cluster.facts import MachineFacts
 from cluster.failure import Failure
 from cluster.launch.local import local_facts
 from cluster.launch.runner import Asked, Runner, Survey
 from cluster.launch.scheduler import Granted, SchedulerError, await_granted
 from cluster.plan import LaunchPlan
-from cluster.slurm.client import SlurmClient, read_record
+from cluster.slurm.client import SlurmClient
 from cluster.slurm.job import SlurmLink, find_job, submit_job
-from cluster.slurm.plan import asks_partition, build_slurm_plan, granted_plan
+from cluster.slurm.plan import asks_partition, build_slurm_plan, granted_plan, read_token
 from engine.config.settings import RunConfig
 from engine.runs.folder import RunFolder
 
@@ -57,14 +56,11 @@ class SlurmRunner(Runner):
     def with_nodes(self, plan: LaunchPlan) -> LaunchPlan:
         """The launcher may not have lived to write down which nodes these are."""
         run = RunFolder(Path(plan.run_path))
-        try:
-            record = read_record(run.path)
-        except ClusterError:
-            return plan
-        return plan if record is None else granted_plan(plan, run, record.token) or plan
+        token = read_token(run.path)
+        return plan if token is None else granted_plan(plan, run, token) or plan
 
     def links(self, plan: LaunchPlan, run: RunFolder) -> list[NodeLink]:
-        """Over the job that run.json's neighbour slurm.json names."""
+        """Over the job that run.json names."""
         job = find_job(run)
         return [SlurmLink(run, node.name, job) for node in plan.nodes]
 
@@ -77,7 +73,6 @@ class SlurmRunner(Runner):
         except SchedulerError as error:
             failure = Failure("start", "SlurmError", str(error), exit_code=error.exit_code)
             return LaunchOutcome("failed", error.exit_code, failure)
-        run.record(job=job.record.job_id)
         return await_granted(job.watch(), plan, run, observer, stop)
 
 

@@ -1,4 +1,4 @@
-"""Slurm's own commands, what they say of a job in words, and RUN/slurm.json, by which a run has its job.
+"""Slurm's own commands, and what they say of a job in words.
 
 Each command has a time limit: without its controller they would wait for many seconds.
 """
@@ -8,15 +8,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from cluster.errors import ClusterError
 from cluster.launch.scheduler import SchedulerError, run_client
 from cluster.remote_text import one_line
 from engine.config.cluster import SlurmConfig
-from engine.runs.records import read_json_object, replace_json
 
 JobPhase = Literal["pending", "running", "ended"]
 
@@ -118,46 +116,6 @@ def describe_end(status: JobStatus, lost_nodes: tuple[str, ...] = ()) -> str:
         return end.format(limit=status.time_limit or "the default of its partition", nodes=nodes)
     how = f"signal {status.signal}" if status.signal else f"exit code {'?' if (c := status.exit_code) is None else c}"
     return f"ended: {status.state}, {how}{f', {status.reason}' if status.reason else ''}"
-
-
-RECORD_FILE = "slurm.json"
-Mode = Literal["batch", "step"]
-
-
-@dataclass(frozen=True)
-class JobRecord:
-    """One attempt. job_id: None until Slurm has told it. mode: batch: a job of its own; step: within the allocation
-    `job_id`. token: of the attempt. ended: how the job ended, once that is known: Slurm itself forgets it after some
-    minutes."""
-
-    token: str
-    mode: Mode
-    job_id: str | None = None
-    ended: JobStatus | None = None
-
-
-def write_record(run_path: Path, record: JobRecord) -> None:
-    """Replace the record."""
-    replace_json(run_path / RECORD_FILE, asdict(record))
-
-
-def read_record(run_path: Path) -> JobRecord | None:
-    """The record; None when the run was never given to Slurm. Raises ClusterError when it is damaged."""
-    path = run_path / RECORD_FILE
-    try:
-        document = read_json_object(path)
-        return None if document is None else _record(document)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ClusterError(f"{path} is damaged, so the job cannot be found: {error}") from error
-
-
-def _record(document: dict[str, Any]) -> JobRecord:
-    known = {one.name: document[one.name] for one in fields(JobRecord) if one.name in document}
-    ended = known.get("ended")
-    record = JobRecord(**{**known, "ended": None if ended is None else JobStatus(**ended)})
-    if not isinstance(record.token, str) or not str(record.job_id or 0).isdecimal():
-        raise ValueError("token or job_id")
-    return record
 
 
 TIMEOUT_S = 20.0

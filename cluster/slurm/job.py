@@ -6,7 +6,6 @@ Slurm's. A node can go without a word (power, time limit, scancel): then what Sl
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import secrets
@@ -28,23 +27,15 @@ from cluster.launch.local import LocalLink
 from cluster.launch.scheduler import Granted, SchedulerError, WatchedJob
 from cluster.plan import LaunchPlan, write_plan_files
 from cluster.remote_text import one_line
-from cluster.slurm.client import (
-    GONE,
-    JobRecord,
-    JobStatus,
-    Mode,
-    SlurmClient,
-    client_environment,
-    describe_end,
-    read_record,
-    write_record,
-)
-from cluster.slurm.plan import granted_plan, look_again, node_folder
+from cluster.slurm.client import GONE, JobStatus, SlurmClient, client_environment, describe_end
+from cluster.slurm.plan import granted_plan, look_again, node_folder, read_token
 from cluster.slurm.sbatch import LOG_PREFIX, NOT_SHARED, SCRIPT_FILE, TOKEN_FILE
+from cluster.values import word
 from engine.config.cluster import SlurmConfig
 from engine.runs.files import replace_file
 from engine.runs.folder import RunFolder
 
+_STEP = "step-"  # how the token of a step begins
 _TASK_ERROR = re.compile(r"srun: error: \S+: task")
 POLL_S = 2.0
 SETTLE_S = 3.0  # between the end of a job and the last files of its nodes
@@ -55,28 +46,36 @@ _CANCEL_MARGIN_S = 10.0  # beyond the grace that supervisors were given to end b
 class SlurmJob(WatchedJob):
     """One attempt of a run as Slurm knows it. Several links share it, each closes it once.
 
-    status: what Slurm said last; None before its first answer. is_cancelled_here: it was this process that had Slurm
-    end the job. step_until: a step that was just asked for may begin until then.
+    token: of the attempt; it says whether that is a job of its own, or a step within the allocation `job_id`. job_id:
+    None until Slurm has told it. status: what Slurm said last; None before its first answer. is_cancelled_here: it was
+    this process that had Slurm end the job. step_until: a step that was just asked for may begin until then.
     """
 
-    def __init__(self, run: RunFolder, record: JobRecord, client: SlurmClient | None = None, poll_s: float = POLL_S):
+    def __init__(
+        self,
+        run: RunFolder,
+        token: str,
+        job_id: str | None,
+        client: SlurmClient | None = None,
+        poll_s: float = POLL_S,
+    ) -> None:
         super().__init__(f"burst-{run.run_id}", poll_s)
-        self.run, self.record, self._client = run, record, client or SlurmClient()
-        self.status: JobStatus | None = record.ended
+        self.run, self.token, self.job_id, self._client = run, token, job_id, client or SlurmClient()
+        self.status: JobStatus | None = None
         self.is_cancelled_here = False
         self.step_until = 0.0
         self._running_at: float | None = None
-        self._ended_at = time.monotonic() if record.ended is not None else None
+        self._ended_at: float | None = None
         self._lost: tuple[str, ...] = ()
 
     @property
-    def job_id(self) -> str:
-        """Number of the job, for people."""
-        return self.record.job_id or "?"
+    def is_step(self) -> bool:
+        """Whether it runs within an allocation, which stays when the run ends."""
+        return self.token.startswith(_STEP)
 
     @property
     def title(self) -> str:
-        return f"Slurm job {self.job_id}"
+        return f"Slurm job {self.job_id or '?'}"
 
     @property
     def log(self) -> Path:
@@ -125,11 +124,11 @@ class SlurmJob(WatchedJob):
 
     def granted(self, plan: LaunchPlan) -> Granted | None:
         """Once all nodes have written themselves down."""
-        found = granted_plan(plan, self.run, self.record.token)
+        found = granted_plan(plan, self.run, self.token)
         if found is None:
             return None
         write_plan_files(found, self.run)
-        self.run.record(nodes=[node.name for node in found.nodes])
+        self.run.record(nodes=[node.name for node in found.nodes], job=self.job_id)
         return found, [SlurmLink(self.run, node.name, self) for node in found.nodes]
 
     def refusal(self) -> Failure | None:
@@ -142,13 +141,13 @@ class SlurmJob(WatchedJob):
         return self._ended_at is not None
 
     def leftover(self) -> str:
-        return f"{self.title} has not ended ({self.problem or 'no answer'}); `scancel {self.job_id}`"
+        return f"{self.title} has not ended ({self.problem or 'no answer'}); `scancel {self.job_id or ''}`"
 
     def waits_for(self) -> str:
         """What Slurm says that the job waits for; then what its nodes do."""
         if self.problem is not None:
             return f"{self.title}: {self.problem}"
-        if self.record.mode == "batch" and (self.status is None or self.status.phase == "pending"):
+        if not self.is_step and (self.status is None or self.status.phase == "pending"):
             return f"{self.title} waits for {'its turn' if self.status is None else self.status.waits_for}"
         self._running_at = self._running_at or time.monotonic()
         is_late = time.monotonic() > self._running_at + _SILENT_S
@@ -157,12 +156,13 @@ class SlurmJob(WatchedJob):
     # --- asking ---------------------------------------------------------------------------------------------------
 
     def look(self) -> bool:
-        if self._ended_at is not None:  # it is known how; Slurm may have forgotten
+        if self._ended_at is not None:  # it is known how; Slurm forgets after some minutes
             return False
         try:
             if self._is_end_due(_CANCEL_MARGIN_S):
                 self.is_cancelled_here = True
-                self._cancel_now()
+                for job_or_step in self._jobs_or_steps():
+                    self._client.cancel(job_or_step)
             status = self._ask()
             if status.phase == "ended" and status.state == "NODE_FAIL":
                 self._lost = self._client.lost_nodes(status.node_list)
@@ -173,42 +173,30 @@ class SlurmJob(WatchedJob):
         self.status = status
         if status.phase == "ended":
             self._ended_at = time.monotonic()
-            self.record = replace(self.record, ended=status)
-            with contextlib.suppress(OSError):  # a full disk; the next who asks is told by Slurm
-                write_record(self.run.path, self.record)
         return self._ended_at is None
 
     def _ask(self) -> JobStatus:
-        record = self._with_id()
-        if record.job_id is None:
-            return JobStatus(GONE, _NEVER)
-        status = self._client.query(record.job_id)
-        return status if record.mode == "batch" or status.phase == "ended" else self._step_status(status)
-
-    def _with_id(self) -> JobRecord:
         """A launcher that was killed while it submitted could not write the number down; the name finds it."""
-        if self.record.job_id is None and (found := self._client.find(self.name)) is not None:
-            self.record = replace(self.record, job_id=found)
-        return self.record
+        self.job_id = self.job_id or (self._client.find(self.name) if self.token else None)
+        if self.job_id is None:
+            return JobStatus(GONE, _NEVER)
+        status = self._client.query(self.job_id)
+        return self._step_status(status, self.job_id) if self.is_step and status.phase != "ended" else status
 
-    def _step_status(self, allocation: JobStatus) -> JobStatus:
+    def _step_status(self, allocation: JobStatus, job_id: str) -> JobStatus:
         """How srun within an allocation does: it has a step there, or has none yet, or none any more."""
-        if self._client.steps(self.job_id, self.name):
+        if self._client.steps(job_id, self.name):
             self.step_until = 0.0
-            return allocation
-        if time.monotonic() < self.step_until:
-            return allocation
-        return replace(allocation, state="FAILED", reason="its step is over", exit_code=None)
+        elif time.monotonic() >= self.step_until:
+            return replace(allocation, state="FAILED", reason="its step is over", exit_code=None)
+        return allocation
 
-    def _cancel_now(self) -> None:
-        record = self._with_id()
-        if record.job_id is None:
-            return
-        if record.mode == "batch":
-            self._client.cancel(record.job_id)
-        else:
-            for step in self._client.steps(record.job_id, self.name):
-                self._client.cancel(step)
+    def _jobs_or_steps(self) -> tuple[str, ...]:
+        """What to end."""
+        job_id = self.job_id or self._client.find(self.name)
+        if job_id is None:
+            return ()
+        return self._client.steps(job_id, self.name) if self.is_step else (job_id,)
 
 
 _SHARED = "runs of Slurm need a run folder that all nodes share; set --runs-dir or BURST_RUNS_DIR to such storage"
@@ -220,8 +208,8 @@ _NEVER = "the run was never given to Slurm"
 
 
 def find_job(run: RunFolder) -> SlurmJob:
-    """The job of the run's present attempt, also where its launcher did not live to submit it. Raises ClusterError."""
-    return SlurmJob(run, read_record(run.path) or JobRecord("", "batch", ended=JobStatus(GONE, _NEVER)))
+    """The job of the run's present attempt, also where its launcher did not live to submit it."""
+    return SlurmJob(run, read_token(run.path) or "", word(run.read_state(), "job"))
 
 
 def submit_job(run: RunFolder, settings: SlurmConfig, environment: Mapping[str, str] | None = None) -> SlurmJob:
@@ -230,33 +218,30 @@ def submit_job(run: RunFolder, settings: SlurmConfig, environment: Mapping[str, 
     A job of its own or, where SLURM_JOB_ID is set, a step of that allocation. Raises ClusterError.
     """
     environment = os.environ if environment is None else environment
-    allocation = environment.get("SLURM_JOB_ID")
-    mode: Mode = "step" if allocation else "batch"
-    record = JobRecord(secrets.token_hex(8), mode, allocation)
+    allocation, token = environment.get("SLURM_JOB_ID"), secrets.token_hex(8)
+    token = f"{_STEP}{token}" if allocation else token
     try:
         # By this file nodes know that they see the run folder, and which attempt is meant.
-        replace_file(run.path / TOKEN_FILE, f"{record.token}\n")
-        write_record(run.path, record)
+        replace_file(run.path / TOKEN_FILE, f"{token}\n")
     except OSError as error:
         text = f"{error.filename or run.path}: {error.strerror}; the job's token cannot be written"
         raise ClusterError(text) from error
     client = SlurmClient(client_environment(environment, settings))
-    if mode == "batch":
-        record = replace(record, job_id=client.submit(run.path / SCRIPT_FILE, record.token))
-        write_record(run.path, record)
-        return SlurmJob(run, record, client)
-    _start_step(run.path, record, environment)
-    job = SlurmJob(run, record, client)
-    job.step_until = time.monotonic() + _START_S
+    job_id = allocation or client.submit(run.path / SCRIPT_FILE, token)
+    run.record(job=job_id)
+    job = SlurmJob(run, token, job_id, client)
+    if allocation:
+        _start_step(run.path, token, allocation, environment)
+        job.step_until = time.monotonic() + _START_S
     return job
 
 
-def _start_step(run_path: Path, record: JobRecord, environment: Mapping[str, str]) -> None:
+def _start_step(run_path: Path, token: str, allocation: str, environment: Mapping[str, str]) -> None:
     """Run the batch file in a session of its own, which outlives this process."""
     inherited = {name: value for name, value in environment.items() if name.startswith("SLURM_")}
-    with (run_path / f"{LOG_PREFIX}{record.job_id}.log").open("ab") as log:
+    with (run_path / f"{LOG_PREFIX}{allocation}.log").open("ab") as log:
         process = subprocess.Popen(
-            ("bash", run_path / SCRIPT_FILE, record.token),
+            ("bash", run_path / SCRIPT_FILE, token),
             cwd="/",
             # Beside whatever step this shell is: only so srun may use the same CPUs and GPUs.
             env={**client_environment(environment), **inherited, "SLURM_OVERLAP": "1"},

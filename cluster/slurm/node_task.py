@@ -25,8 +25,8 @@ from cluster.errors import ClusterError
 from cluster.launch.local import local_facts
 from cluster.plan import LaunchPlan, NodePlan, node_spec, read_launch_plan
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, node_folders
-from cluster.slurm.plan import look_again, node_folder, slurm_site, write_granted
-from cluster.slurm.sbatch import NOT_SHARED, TOKEN_FILE
+from cluster.slurm.plan import look_again, node_folder, read_token, slurm_site, write_granted
+from cluster.slurm.sbatch import NOT_SHARED
 from cluster.ssh.hosts import is_host_name
 from cluster.survey.ask import survey_here
 from cluster.survey.facts import NodeFacts
@@ -56,7 +56,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     os.umask(0o077)
     run_path, token, module = Path(arguments[0]), arguments[1], arguments[2]
     name = environment.get("SLURMD_NODENAME") or socket.gethostname()
-    if _read_token(run_path) != token:
+    if read_token(run_path) != token:
         print(f"burst: {name} does not see the run folder {run_path} as the launcher does", file=sys.stderr)
         return NOT_SHARED
     if "--sweep" in arguments[3:]:
@@ -156,14 +156,6 @@ def _clear(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in _STALE:
         (folder / name).unlink(missing_ok=True)
-
-
-def _read_token(run_path: Path) -> str | None:
-    look_again(run_path)
-    try:
-        return (run_path / TOKEN_FILE).read_text().strip()
-    except (OSError, ValueError):
-        return None
 
 
 if __name__ == "__main__":

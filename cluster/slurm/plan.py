@@ -26,7 +26,7 @@ from cluster.plan import (
     with_ranks,
 )
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site
-from cluster.slurm.sbatch import SCRIPT_FILE, check_slurm_settings, sbatch_text
+from cluster.slurm.sbatch import SCRIPT_FILE, TOKEN_FILE, check_slurm_settings, sbatch_text
 from cluster.ssh.nodes import parse_nodes, slurm_nodes
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
@@ -131,6 +131,15 @@ def look_again(folder: Path) -> None:
     """Make a network file system ask its server: what is not there may have been remembered for a minute."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         next(entries, None)
+
+
+def read_token(run_path: Path) -> str | None:
+    """The token of the newest attempt that was given to Slurm."""
+    look_again(run_path)
+    try:
+        return (run_path / TOKEN_FILE).read_text().strip()
+    except (OSError, ValueError):
+        return None
 
 
 def _read_all(run: RunFolder, token: str) -> list[dict[str, Any]]:

@@ -18,8 +18,8 @@ from cluster.control.attempt import find_controller, read_cancel
 from cluster.control.link import TIME_LIMIT
 from cluster.errors import ClusterError
 from cluster.plan import LaunchPlan, NodePlan, read_launch_plan
-from cluster.slurm.client import CONF_VARIABLE, read_record
-from cluster.slurm.plan import granted_plan
+from cluster.slurm.client import CONF_VARIABLE
+from cluster.slurm.plan import granted_plan, read_token
 from cluster.slurm.sbatch import WARNING_S
 from engine.config.errors import BurstError
 from engine.runs.folder import RunFolder
@@ -31,8 +31,7 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     """0, or 1 with the reason on stderr."""
     run, token, word = RunFolder(Path(arguments[0])), arguments[1], arguments[2]
     try:
-        record = read_record(run.path)
-        if record is None or record.token != token:
+        if read_token(run.path) != token:
             raise ClusterError(f"{run.path} has been given to another job since")
         if word == "go-on":
             return _go_on(run, environment)

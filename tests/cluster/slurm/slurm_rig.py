@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from engine.runs.folder import RunFolder, create_run, new_run_path
 
 def job_id(run: RunFolder) -> str:
     """Of the job that it was given."""
-    return str(json.loads((run.path / "slurm.json").read_text())["job_id"])
+    return str(run.read_state()["job"])
 
 
 @dataclass(frozen=True)

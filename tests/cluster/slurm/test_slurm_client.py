@@ -12,19 +12,15 @@ from cluster.launch.runner import Asked
 from cluster.launch.scheduler import SchedulerError
 from cluster.launch.slurm import RUNNER
 from cluster.slurm.client import (
-    JobRecord,
     JobStatus,
     SlurmClient,
     client_environment,
     describe_end,
     gres_gpus,
     parse_job,
-    read_record,
-    write_record,
 )
 from cluster.slurm.job import SlurmJob
 from engine.config.cluster import ClusterConfig, SlurmConfig
-from engine.config.errors import BurstError
 from engine.config.settings import RunConfig
 from engine.runs.folder import RunFolder
 
@@ -155,22 +151,10 @@ def test_defaults_of_a_site_stay_unless_the_configuration_says_otherwise():
     assert client_environment(site, said) == {"SBATCH_ACCOUNT": "site", "SBATCH_CONSTRAINT": "site"}
 
 
-def test_a_record_comes_back_from_disk_and_a_damaged_one_is_told(tmp_path):
-    record = JobRecord("abc", "batch", "12", ended=JobStatus("TIMEOUT", time_limit="1:00"))
-    write_record(tmp_path, record)
-    assert read_record(tmp_path) == record
-
-    (tmp_path / "slurm.json").write_text('{"token": "x", "mode": "batch", "job_id": "1; rm", "ended": null}')
-    with pytest.raises(BurstError, match="is damaged"):
-        read_record(tmp_path)
-
-
 def test_a_job_whose_number_was_not_written_down_is_found_by_its_name(fake, tmp_path):
     fake("squeue", 'echo "$@" >"$(dirname "$0")/asked"; echo 31')
     client = fake("scontrol", f"cat {Path(__file__).parent}/fixtures/scontrol_show_job.txt")
-    job = SlurmJob(
-        RunFolder(tmp_path / "20260131-120000-abc123"), JobRecord("abc", "batch"), client, poll_s=0.05
-    ).watch()
+    job = SlurmJob(RunFolder(tmp_path / "20260131-120000-abc123"), "abc", None, client, poll_s=0.05).watch()
     wait_for(lambda: job.status)
     job.close()
 
@@ -178,26 +162,9 @@ def test_a_job_whose_number_was_not_written_down_is_found_by_its_name(fake, tmp_
     assert "--name=burst-20260131-120000-abc123" in (tmp_path / "bin" / "asked").read_text()
 
 
-def test_the_end_of_a_job_is_written_down_because_slurm_forgets(fake, tmp_path):
-    client = fake("scontrol", "echo 'JobId=5 JobState=TIMEOUT Reason=TimeLimit ExitCode=0:15 TimeLimit=00:01:00'")
-    run = RunFolder(tmp_path)
-    job = SlurmJob(run, JobRecord("abc", "batch", "5"), client, poll_s=0.05).watch()
-
-    wait_for(lambda: job.ended_s is not None)
-    record = wait_for(lambda: read_record(tmp_path))
-    assert record is not None
-    assert record.ended is not None
-    later = SlurmJob(run, record, fake("scontrol", "echo 'Invalid job id specified' >&2; exit 1"))
-    assert not later.look()
-    failure = later.failure()
-    assert failure is not None
-    assert "time limit (00:01:00)" in failure.message
-    assert read_record(tmp_path) == record
-
-
 def test_an_unreachable_controller_is_a_problem_and_not_the_end(fake, tmp_path):
     client = fake("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
-    job = SlurmJob(RunFolder(tmp_path), JobRecord("abc", "batch", "5"), client, poll_s=0.05).watch()
+    job = SlurmJob(RunFolder(tmp_path), "abc", "5", client, poll_s=0.05).watch()
     wait_for(lambda: job.problem)
     job.close()
 
@@ -215,16 +182,18 @@ def test_an_unreachable_controller_is_a_problem_and_not_the_end(fake, tmp_path):
 )
 def test_a_failed_job_is_explained_by_the_line_of_its_log_that_says_most(tmp_path, log, words):
     (tmp_path / "slurm-5.log").write_text(log)
-    record = JobRecord("abc", "batch", "5", ended=JobStatus("FAILED", exit_code=1))
+    job = SlurmJob(RunFolder(tmp_path), "abc", "5")
+    job.status = JobStatus("FAILED", exit_code=1)
 
-    assert words in SlurmJob(RunFolder(tmp_path), record).describe_end()
+    assert words in job.describe_end()
 
 
 @pytest.mark.parametrize("status", [JobStatus("FAILED", signal=53), JobStatus("FAILED", exit_code=66)])
 def test_a_job_that_cannot_see_the_run_folder_is_told_what_it_needs(tmp_path, status):
-    record = JobRecord("abc", "batch", "5", ended=status)
+    job = SlurmJob(RunFolder(tmp_path), "abc", "5")
+    job.status = status
 
-    assert "all nodes share" in SlurmJob(RunFolder(tmp_path), record).describe_end()
+    assert "all nodes share" in job.describe_end()
 
 
 @pytest.mark.parametrize(

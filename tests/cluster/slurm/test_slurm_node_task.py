@@ -20,7 +20,6 @@ from cluster.errors import ClusterError
 from cluster.facts import probe_local_node
 from cluster.plan import LaunchPlan, PlanFileError, read_launch_plan
 from cluster.plan_nodes import Site
-from cluster.slurm.client import JobRecord, write_record
 from cluster.slurm.node_task import MEETING_FILE, Place, main, node_address, prepare, read_place
 from cluster.slurm.plan import build_slurm_plan, granted_plan, slurm_site, write_granted
 from engine.config.cluster import ClusterConfig
@@ -98,7 +97,7 @@ def prepare_both(plan: LaunchPlan) -> None:
 
 def test_slurms_warning_of_the_time_limit_is_kept_for_nodes_that_have_not_begun(plan):
     run = Path(plan.run_path)
-    write_record(run, JobRecord("t", "batch", "5"))
+    (run / "slurm.token").write_text("t\n")
     restart = [sys.executable, "-m", "cluster.slurm.time_limit", plan.run_path, "t", "stop"]
     with subprocess.Popen(restart, env={**os.environ, "PYTHONPATH": PYTHON_PATH}) as warning:
         time.sleep(1)
@@ -160,7 +159,7 @@ def test_nodes_that_make_no_plan_are_refused(plan, change):
 
 def test_who_reads_the_plan_of_a_run_gets_the_real_nodes(plan):
     run = RunFolder(Path(plan.run_path))
-    write_record(run.path, JobRecord("t", "batch", "5"))
+    (run.path / "slurm.token").write_text("t\n")
     assert [node.name for node in read_launch_plan(run.path).nodes] == ["slurm-node0", "slurm-node1"]
     for node in plan.nodes:
         named = replace(node, name=f"n{node.node_rank + 1}")
