@@ -128,13 +128,14 @@ def _steps(config: RunConfig, python: str, run: str, run_id: str, module: str) -
     saves = _save_s(config) is not None
     has_containers = config.cluster.container.runtime != "bare"
     task = f'{python} -m cluster.slurm.node_task {run} "$1" {module}'
-    limit = f'{python} -m cluster.slurm.time_limit {run} "$1"'
+    limit = f'{python} -m cluster.slurm.time_limit {run} "$token"'
     srun = f"srun {shlex.join(_srun_options(config, run_id))} \\\n    {task}"
     if not saves and not has_containers:
         yield f"exec {srun}"
         return
     if saves:
         yield "# Slurm warns of the time limit: the ranks save and stop."
+        yield "token=$1"  # which it is not in a function
         yield f"stop() {{ trap '' USR1; is_up=1; {limit} stop; }}"
         yield "trap stop USR1"
         yield f"{srun} &"

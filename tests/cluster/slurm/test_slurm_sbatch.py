@@ -69,7 +69,7 @@ def test_a_job_is_warned_in_time_to_save_and_goes_on_where_it_may():
 
     assert {"--no-requeue", "--signal=B:USR1@151"} <= set(directives(text))
     for word in ("stop", "go-on"):
-        assert f'-m cluster.slurm.time_limit {RUN} "$1" {word}' in text
+        assert f'-m cluster.slurm.time_limit {RUN} "$token" {word}' in text
     assert "go-on" not in text_of(every_steps=5)
     assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=200).returncode == 0
 
@@ -173,7 +173,7 @@ def test_a_node_with_another_run_folder_starts_nothing(tmp_path, there, said):
 def test_ranks_that_save_are_left_to_it_however_often_slurm_warns_of_the_time_limit(tmp_path):
     said, saved = tmp_path / "said", tmp_path / "saved"
     ranks = f"echo begun >>{said}; while [ ! -e {saved} ]; do sleep 0.05; done; echo saved >>{said}"
-    tools = {"srun": ranks, "py": f'echo "$5" >>{said}'}
+    tools = {"srun": ranks, "py": f'echo "$4-$5" >>{said}'}
     for name, script in tools.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
@@ -190,7 +190,7 @@ def test_ranks_that_save_are_left_to_it_however_often_slurm_warns_of_the_time_li
             time.sleep(0.3)  # for what would be wrong to happen
         saved.touch()
 
-    assert said.read_text().split() == ["begun", "stop", "saved", "go-on"]
+    assert said.read_text().split() == ["begun", "t-stop", "saved", "t-go-on"]
 
 
 def config_of(**cluster) -> RunConfig:
