@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,23 +15,22 @@ from cluster.launch.scheduler import Granted, SchedulerError, await_granted
 from cluster.plan import LaunchPlan
 from cluster.slurm.client import SlurmClient
 from cluster.slurm.job import SlurmLink, find_job, submit_job
-from cluster.slurm.plan import asks_partition, build_slurm_plan, granted_plan, read_token
+from cluster.slurm.plan import build_slurm_plan, granted_plan, read_token
 from engine.config.settings import RunConfig
 from engine.runs.folder import RunFolder
 
 
 @dataclass(frozen=True)
 class SlurmSurvey(Survey):
-    """A cluster whose nodes share folders and Python with this machine. partition_gpus: of a node, where it counts."""
+    """A cluster whose nodes share folders and Python with this machine."""
 
     config: RunConfig
     facts: MachineFacts
     module: str
-    partition_gpus: int = 0
 
     def plan(self, config: RunConfig, run_path: Path) -> LaunchPlan:
         """Its nodes have names that only stand for them."""
-        return build_slurm_plan(config, self.facts, run_path, module=self.module, partition_gpus=self.partition_gpus)
+        return build_slurm_plan(config, self.facts, run_path, module=self.module)
 
 
 class SlurmRunner(Runner):
@@ -42,16 +40,9 @@ class SlurmRunner(Runner):
 
     def survey(self, config: RunConfig, asked: Asked) -> SlurmSurvey:
         """A rehearsal does without Slurm."""
-        client, gpus = SlurmClient(), 0
-        try:
-            if asks_partition(config, os.environ):
-                gpus = client.partition_gpus(config.cluster.slurm.option("partition"))
-            elif not asked.dry_run:
-                client.ping()
-        except SchedulerError:
-            if not asked.dry_run:
-                raise
-        return SlurmSurvey(config, local_facts(config), asked.module, gpus)
+        if not asked.dry_run:
+            SlurmClient().ping()
+        return SlurmSurvey(config, local_facts(config), asked.module)
 
     def with_nodes(self, plan: LaunchPlan) -> LaunchPlan:
         """The launcher may not have lived to write down which nodes these are."""

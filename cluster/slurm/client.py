@@ -122,7 +122,6 @@ TIMEOUT_S = 20.0
 CONF_VARIABLE = "SLURM_CONF"
 _SUBMIT_TIMEOUT_S = 60.0
 _JOB_ID = re.compile(r"\d{1,18}")
-_GPUS = re.compile(r"(?:^|,)\s*gpu(?::[^:,()]*[^:,()\d][^:,()]*)?(?::(\d{1,4}))?(?=[,(]|\s*$)")
 _STEP_ID = re.compile(r"\d{1,18}\.\d{1,9}")
 _BAD_NODE = re.compile(r"down|fail|drain|no_respond|unk|not_responding|\*")
 # What a job needs of its submitter's environment. The rest may hold secrets, and Slurm would keep and spread it.
@@ -181,19 +180,6 @@ class SlurmClient:
         lines = (line.split() for line in said.splitlines())
         return tuple(words[0] for words in lines if words[1:] == [name] and _STEP_ID.fullmatch(words[0]))
 
-    def partition_gpus(self, partition: str | None = None) -> int:
-        """GPUs of a node of the partitions (several with commas; None: Slurm's default): of the node with fewest of
-        those that have any, since a job that asks for so many gets none of the others. Raises SchedulerError.
-        """
-        wanted = self.environment.get("SBATCH_PARTITION") if partition is None else partition
-        names = None if wanted is None else set(wanted.split(","))
-        counts = set()
-        for line in self._run(("sinfo", "--noheader", "--format=%P %G")).splitlines():
-            name, _, gres = line.strip().partition(" ")
-            if name.endswith("*") if names is None else name.rstrip("*") in names:
-                counts.add(gres_gpus(gres))
-        return min(counts - {0}, default=0)
-
     def lost_nodes(self, node_list: str) -> tuple[str, ...]:
         """Those of a job's nodes that Slurm does not reach or use; none when it cannot tell."""
         if not node_list:
@@ -223,11 +209,6 @@ class SlurmClient:
         if silent:
             raise SchedulerError("silent", f"Slurm's controller does not answer {argv[0]}: {said}. Try `scontrol ping`")
         raise SchedulerError("refused", f"{argv[0]}: {said}")
-
-
-def gres_gpus(gres: str) -> int:
-    """The GPUs in a list of Slurm's generic resources, such as `gpu:h100:8(S:0-1),nic:2`."""
-    return sum(int(found[1]) if found[1] else 1 for found in _GPUS.finditer(gres))
 
 
 def client_environment(environment: Mapping[str, str], settings: SlurmConfig | None = None) -> dict[str, str]:

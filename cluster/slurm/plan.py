@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from cluster.plan import (
     LaunchPlan,
     NodePlan,
     assemble_plan,
-    choose_backend,
     plan_from_dict,
     with_files,
     with_ranks,
@@ -43,16 +41,14 @@ def build_slurm_plan(
     *,
     module: str = TRAINER_MODULE,
     environment: Mapping[str, str] | None = None,
-    partition_gpus: int = 0,
 ) -> LaunchPlan:
     """The plan to run `config` on nodes that Slurm will choose, in the run folder `run_path`, which they see, too.
 
     facts: of this machine, whose Python and folders the nodes share. environment: of this process; where it shows an
-    allocation, its nodes are used. partition_gpus: of a node of the partition, where the settings name none. Raises
-    ConfigError when a setting cannot be given to Slurm.
+    allocation, its nodes are used. Raises ConfigError when a setting cannot be given to Slurm.
     """
     check_slurm_settings(config.cluster)
-    resolved, backend = _resolve(config, os.environ if environment is None else environment, partition_gpus)
+    resolved, backend = _resolve(config, os.environ if environment is None else environment)
     num_nodes = resolved.cluster.num_nodes or 1
     builder = NodesBuilder(resolved, backend, run_path.name, num_nodes, module)
     meeting = Rendezvous("FIRST_ADDRESS", resolved.cluster.master_port or 0)
@@ -69,16 +65,7 @@ def slurm_site(config: RunConfig, facts: MachineFacts, name: str, address: str, 
     return Site(name, address, str(run_path), python, facts.python_path, facts.cwd)
 
 
-def asks_partition(config: RunConfig, environment: Mapping[str, str]) -> bool:
-    """Whether Slurm must tell the GPUs of a node: the settings do not say how many, and no allocation is there."""
-    cluster = config.cluster
-    is_told = cluster.slurm.gpus_per_node is not None or (cluster.backend == "nccl" and cluster.ranks_per_node)
-    options = tuple(option.removeprefix("--").partition("=")[0] for option in cluster.slurm.options)
-    asks_itself = any(name.startswith(("gpus", "gres")) for name in options)
-    return cluster.backend != "gloo" and not is_told and not asks_itself and slurm_nodes(environment) is None
-
-
-def _resolve(config: RunConfig, environment: Mapping[str, str], partition_gpus: int) -> tuple[RunConfig, Backend]:
+def _resolve(config: RunConfig, environment: Mapping[str, str]) -> tuple[RunConfig, Backend]:
     """(the configuration with all that is known before there are nodes, the backend)."""
     cluster, slurm = config.cluster, config.cluster.slurm
     granted = slurm_nodes(environment)
@@ -91,14 +78,11 @@ def _resolve(config: RunConfig, environment: Mapping[str, str], partition_gpus: 
     if granted is not None and num_nodes > len(granted.names):
         raise ConfigError(f"cluster.num_nodes={num_nodes}, but this allocation of Slurm has {len(granted.names)} nodes")
     asked_gpus = cluster.ranks_per_node or 1 if cluster.backend == "nccl" else 0
-    found_gpus = partition_gpus if asks_partition(config, environment) else 0
-    gpus = slurm.gpus_per_node if slurm.gpus_per_node is not None else found_gpus or asked_gpus
+    gpus = slurm.gpus_per_node if slurm.gpus_per_node is not None else asked_gpus
     facts = MachineFacts("a node of Slurm", int(slurm.option("cpus-per-task") or 1), gpus)
     # Of threads the nodes tell more.
-    known = {"launcher": "slurm", "num_nodes": num_nodes, "threads_per_rank": cluster.threads_per_rank}
-    if found_gpus and choose_backend(config, facts).name == "nccl":
-        known["slurm"] = replace(slurm, gpus_per_node=found_gpus)
-    return with_ranks(config, facts, **known)
+    threads = cluster.threads_per_rank
+    return with_ranks(config, facts, launcher="slurm", num_nodes=num_nodes, threads_per_rank=threads)
 
 
 GRANTED_FILE = "granted.json"

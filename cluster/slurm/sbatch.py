@@ -50,6 +50,8 @@ def check_slurm_settings(cluster: ClusterConfig) -> None:
     problems = [problem for option in slurm.options if (problem := _option_problem(option))]
     if slurm.time_limit is not None and _TIME.fullmatch(slurm.time_limit) is None:
         problems.append(f"cluster.slurm.time_limit={one_line(slurm.time_limit, 80)!r}: expected [DAYS-]HH:MM:SS")
+    if slurm.gpus_per_node is None and cluster.backend == "auto":
+        problems.append("cluster.slurm.gpus_per_node=null: say how many GPUs a node has; 0: ranks compute on the CPU")
     if cluster.nodes is not None:
         try:
             parse_nodes(cluster.nodes, "cluster.nodes")

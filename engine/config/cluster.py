@@ -54,7 +54,9 @@ class SlurmConfig:
     """What is asked of Slurm when it starts the nodes; null: its default."""
 
     time_limit: str | None = setting(None, "[DAYS-]HH:MM:SS")
-    gpus_per_node: int | None = setting(None, "GPUs per node", "devices", at_least=0)
+    gpus_per_node: int | None = setting(
+        None, "GPUs per node; 0: ranks compute on the CPU; null: with cluster.backend only", "devices", at_least=0
+    )
     options: tuple[str, ...] = setting(
         (), "further options of sbatch, such as --partition=gpu; --cpus-per-task=N: no whole nodes"
     )

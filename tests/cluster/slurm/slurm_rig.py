@@ -58,6 +58,7 @@ class SlurmBench:
             launcher="slurm",
             num_nodes=nodes,
             ranks_per_node=1,
+            backend="gloo",
             environment=(f"FAKE_MODE={mode}",),
             **cluster,  # type: ignore[arg-type]
         )

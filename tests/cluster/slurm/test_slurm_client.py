@@ -8,20 +8,16 @@ import pytest
 from testkit.machine_clock import machine_time
 from testkit.waiting import wait_for
 
-from cluster.launch.runner import Asked
 from cluster.launch.scheduler import SchedulerError
-from cluster.launch.slurm import RUNNER
 from cluster.slurm.client import (
     JobStatus,
     SlurmClient,
     client_environment,
     describe_end,
-    gres_gpus,
     parse_job,
 )
 from cluster.slurm.job import SlurmJob
-from engine.config.cluster import ClusterConfig, SlurmConfig
-from engine.config.settings import RunConfig
+from engine.config.cluster import SlurmConfig
 from engine.runs.folder import RunFolder
 
 SHOWN = (Path(__file__).parent / "fixtures" / "scontrol_show_job.txt").read_text()
@@ -194,50 +190,3 @@ def test_a_job_that_cannot_see_the_run_folder_is_told_what_it_needs(tmp_path, st
     job.status = status
 
     assert "all nodes share" in job.describe_end()
-
-
-@pytest.mark.parametrize(
-    ("gres", "gpus"),
-    [
-        ("(null)", 0),
-        ("", 0),
-        ("gpu:8", 8),
-        ("gpu", 1),
-        ("gpu:h100", 1),
-        ("gpu:h100:8(S:0-1)", 8),
-        ("nic:2,gpu:a100:4(S:0),gpu:h100:4(S:1)", 8),
-        ("gpu:1g.10gb:7", 7),
-        ("nic:2", 0),
-        ("shard:32,gpu:2", 2),
-        ("mygpu:3", 0),
-    ],
-)
-def test_gpus_are_read_from_slurms_resources(gres, gpus):
-    assert gres_gpus(gres) == gpus
-
-
-@pytest.mark.parametrize(
-    ("partition", "gpus"), [(None, 0), ("gpu", 4), ("big", 8), ("cpu,big", 8), ("gpu,big", 4), ("nosuch", 0)]
-)
-def test_a_partition_has_the_gpus_of_its_smallest_node_that_has_any(fake, partition, gpus):
-    client = fake(
-        "sinfo", "printf '%s\\n' 'cpu* (null)' 'gpu gpu:h100:8(S:0-1)' 'gpu gpu:a100:4' 'gpu (null)' 'big gpu:8'"
-    )
-
-    assert client.partition_gpus(partition) == gpus
-    assert SlurmClient({**client.environment, "SBATCH_PARTITION": "big"}).partition_gpus() == 8
-
-
-def test_a_launch_asks_slurm_for_gpus_only_where_the_settings_do_not_tell(fake, tmp_path, monkeypatch):
-    asked = tmp_path / "asked"
-    fake("sinfo", f'echo "$2" >>{asked}; echo "gpu* gpu:8"')
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
-    configs = [RunConfig(cluster=ClusterConfig(num_nodes=1, backend=backend)) for backend in ("auto", "gloo")]
-
-    assert [RUNNER.survey(config, Asked()).partition_gpus for config in configs] == [8, 0]
-    assert asked.read_text().splitlines() == ["--format=%P %G", "--format=%P"]
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert RUNNER.survey(configs[0], Asked(dry_run=True)).partition_gpus == 0
-    for config in configs:
-        with pytest.raises(SchedulerError, match="sinfo not found"):
-            RUNNER.survey(config, Asked())

@@ -34,7 +34,7 @@ def plan(tmp_path) -> LaunchPlan:
     """Two nodes with two ranks each; the run folder is there."""
     config = RunConfig(
         data=DataConfig(format="text", paths=("/dev/null",)),
-        cluster=ClusterConfig(num_nodes=2, ranks_per_node=2),
+        cluster=ClusterConfig(num_nodes=2, ranks_per_node=2, backend="gloo"),
     )
     path = tmp_path / "runs" / "tiny" / "20260131-120000-abc123"
     plan = build_slurm_plan(config, probe_local_node(), path, environment={})

@@ -63,7 +63,7 @@ def test_a_job_is_warned_in_time_to_save_and_goes_on_where_it_may():
     saving = RunConfig(
         data=DataConfig(format="text", paths=("/data/x.txt",)),
         train=TrainConfig(checkpoint=CheckpointConfig(every_steps=5, stop_grace_s=90.5)),
-        cluster=ClusterConfig(max_restarts=2, num_nodes=2),
+        cluster=ClusterConfig(backend="gloo", max_restarts=2, num_nodes=2),
     )
     text = dict(plan_with(saving).files)["job.sbatch"]
 
@@ -103,7 +103,7 @@ def test_a_setting_that_would_say_something_else_is_refused_by_its_name(name, va
 
 
 def test_all_settings_that_are_wrong_are_told_at_once():
-    cluster = ClusterConfig(slurm=SlurmConfig(time_limit="x", options=("--nodes=1", "y")))
+    cluster = ClusterConfig(backend="gloo", slurm=SlurmConfig(time_limit="x", options=("--nodes=1", "y")))
     with pytest.raises(ConfigError) as caught:
         check_slurm_settings(cluster)
 
@@ -112,7 +112,7 @@ def test_all_settings_that_are_wrong_are_told_at_once():
 
 def test_an_option_that_has_a_setting_names_it():
     with pytest.raises(ConfigError, match=r"use cluster.slurm.time_limit"):
-        check_slurm_settings(ClusterConfig(slurm=SlurmConfig(options=("--time=1",))))
+        check_slurm_settings(ClusterConfig(backend="gloo", slurm=SlurmConfig(options=("--time=1",))))
 
 
 @pytest.mark.parametrize("path", ['/a"b/run', "/a\\b/run", "/a\nb/run"])
@@ -194,16 +194,19 @@ def test_ranks_that_save_are_left_to_it_however_often_slurm_warns_of_the_time_li
 
 
 def config_of(**cluster) -> RunConfig:
+    """Of a run on the CPU, unless there is something of Slurm or the backend."""
+    if "slurm" not in cluster:
+        cluster = {"backend": "gloo", **cluster}
     return RunConfig(data=DataConfig(format="text", paths=("/data/x.txt",)), cluster=ClusterConfig(**cluster))
 
 
-def plan_of(environment: dict[str, str] | None = None, *, partition_gpus: int = 0, **cluster):
-    return plan_with(config_of(**cluster), environment, partition_gpus)
+def plan_of(environment: dict[str, str] | None = None, **cluster):
+    return plan_with(config_of(**cluster), environment)
 
 
-def plan_with(config: RunConfig, environment: dict[str, str] | None = None, partition_gpus: int = 0):
+def plan_with(config: RunConfig, environment: dict[str, str] | None = None):
     facts = node_facts("head", python="/opt/venv/bin/python", cwd="/w", python_path="/src")
-    return build_slurm_plan(config, facts, RUN, environment=environment or {}, partition_gpus=partition_gpus)
+    return build_slurm_plan(config, facts, RUN, environment=environment or {})
 
 
 def test_the_plan_says_how_many_ranks_before_there_are_nodes():
@@ -221,33 +224,24 @@ def test_the_plan_says_how_many_ranks_before_there_are_nodes():
     assert dict(plan.files)["job.sbatch"].count("--gpus-per-node=8") == 1
 
 
-def test_without_gpus_the_plan_is_for_the_cpu_and_nccl_takes_the_users_word():
-    assert plan_of(num_nodes=2).backend.name == "gloo"
-    assert plan_of(num_nodes=2, ranks_per_node=4, backend="nccl").world_size == 8
-
-
-def test_on_a_partition_with_gpus_the_plan_is_for_them():
-    plan = plan_of(num_nodes=2, partition_gpus=8)
-
-    assert (plan.backend.name, plan.world_size) == ("nccl", 16)
-    assert directives(dict(plan.files)["job.sbatch"]).count("--gpus-per-node=8") == 1
-
-
 @pytest.mark.parametrize(
     ("cluster", "backend", "local_ranks"),
     [
         ({"backend": "gloo"}, "gloo", 1),
         ({"slurm": SlurmConfig(gpus_per_node=0)}, "gloo", 1),
-        ({"ranks_per_node": 16}, "gloo", 16),
         ({"backend": "nccl", "ranks_per_node": 4}, "nccl", 4),
-        ({"slurm": SlurmConfig(options=("--gres=gpu:2",))}, "gloo", 1),
     ],
 )
-def test_who_says_otherwise_gets_no_gpus_of_the_partition(cluster, backend, local_ranks):
-    plan = plan_of(partition_gpus=8, **cluster)
+def test_ranks_are_on_as_many_gpus_as_is_said(cluster, backend, local_ranks):
+    plan = plan_of(**cluster)
 
     assert (plan.backend.name, plan.backend.local_ranks) == (backend, local_ranks)
     assert not [line for line in directives(dict(plan.files)["job.sbatch"]) if "gpus" in line]
+
+
+def test_how_many_gpus_a_node_has_must_be_said():
+    with pytest.raises(ConfigError, match="cluster.slurm.gpus_per_node=null: say how many"):
+        plan_of(num_nodes=2, backend="auto")
 
 
 def test_named_nodes_are_asked_for_by_name():

@@ -16,7 +16,6 @@ from testkit.testbed_fixture import next_name
 from testkit.waiting import wait_for
 
 from burst_cli.nodes.testbed_view import status_table
-from cluster.slurm.client import SlurmClient
 from cluster.testbed.build import build_plan
 from cluster.testbed.machine import missing_requirements
 from cluster.testbed.spec import TestbedSpec
@@ -116,9 +115,3 @@ def test_without_its_controller_status_says_so_at_once(make_testbed, tmp_path):
 
     assert status.nodes[0].slurm == "no controller"
     assert elapsed_s < 2
-
-
-def test_sinfo_tells_the_gpus_of_the_partition(make_testbed):
-    own = make_testbed(nodes=1, slurm=True, hardware="h100x8")
-
-    assert SlurmClient({**os.environ, "SLURM_CONF": str(own.slurm_conf)}).partition_gpus() == 8

@@ -17,7 +17,7 @@ from engine.runs.folder import RunFolder
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(900)]
 
-_ON_TWO_NODES = ("cluster.launcher=slurm", "cluster.num_nodes=2", "cluster.ranks_per_node=1")
+_ON_TWO_NODES = ("cluster.launcher=slurm", "cluster.num_nodes=2", "cluster.slurm.gpus_per_node=0")
 
 
 def words(folder: Path, name: str, *settings: str) -> tuple[str, ...]:
