@@ -240,7 +240,7 @@ def test_ranks_are_on_as_many_gpus_as_is_said(cluster, backend, local_ranks):
 
 
 def test_how_many_gpus_a_node_has_must_be_said():
-    with pytest.raises(ConfigError, match="cluster.slurm.gpus_per_node=null: say how many"):
+    with pytest.raises(ConfigError, match="say how many GPUs a node has"):
         plan_of(num_nodes=2, backend="auto")
 
 
