@@ -1,15 +1,14 @@
-"""The task of one node within a job: `python -m cluster.slurm.node_task RUN TOKEN MODULE [--sweep]`.
+"""The task of one node within a job: `python -m cluster.slurm.node_task RUN TOKEN MODULE`.
 
 It looks at its node, agrees with the others on where the ranks meet, writes down the plan of its node, and then is the
 supervisor of the run there, whose ranks run MODULE. What goes wrong before is one line on stderr, which lies in the
-job's log. With --sweep it removes what a supervisor that was killed may have left.
+job's log.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pwd
 import socket
 import sys
 import time
@@ -17,14 +16,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from cluster.agent.start import run_foreground, sweep
+from cluster.agent.start import run_foreground
 from cluster.agent.survey import find_port
 from cluster.env.facts import NodeEnvironmentFacts
 from cluster.env.gather import FACT_QUESTIONS, read_facts
 from cluster.errors import ClusterError
 from cluster.launch.local import local_facts
 from cluster.plan import LaunchPlan, NodePlan, node_spec, read_launch_plan
-from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, node_folders
+from cluster.plan_nodes import NodesBuilder, Rendezvous, Site
 from cluster.slurm.plan import look_again, node_folder, read_token, slurm_site, write_granted
 from cluster.slurm.sbatch import NOT_SHARED
 from cluster.ssh.hosts import is_host_name
@@ -59,8 +58,6 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     if read_token(run_path) != token:
         print(f"burst: {name} does not see the run folder {run_path} as the launcher does", file=sys.stderr)
         return NOT_SHARED
-    if "--sweep" in arguments[3:]:
-        return 1 if sweep(str(run_path), name, run_path.name) else 0
     try:
         place = read_place(environment)
         plan = read_launch_plan(run_path)
@@ -95,8 +92,6 @@ def prepare(plan: LaunchPlan, place: Place, token: str, site: Site, module: str)
     node = builder.node(place.rank, site, meeting)
     run = RunFolder(run_path)
     _clear(node_folder(run, node.name))
-    for folder in node_folders(plan.config, site.home):
-        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
     (run_path / "env").mkdir(mode=0o700, exist_ok=True)
     replace_file(run_path / node.env_file, builder.environment_text(node))
     write_granted(run, node, token)
@@ -106,22 +101,8 @@ def prepare(plan: LaunchPlan, place: Place, token: str, site: Site, module: str)
 def look_around(plan: LaunchPlan, place: Place) -> Site:
     """The facts of this machine. Raises ClusterError when its network cannot be told."""
     facts = read_facts(NodeFacts(survey_here(FACT_QUESTIONS, timeout_s=_PROBE_S), plan.config.cluster))
-    home = Path("~").expanduser()
-    try:
-        user = pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        user = str(os.getuid())
-    owner = f"{os.getuid()}:{os.getgid()}"
     here = local_facts(plan.config)  # the batch file came here with folder and PYTHONPATH of the launcher
-    return replace(
-        slurm_site(plan.config, here, place.name, node_address(place, facts), Path(plan.run_path)),
-        facts=facts,
-        owner=owner,
-        groups=tuple(sorted(os.getgroups())),
-        home=str(home),
-        user=user,
-        has_infiniband_devices=Path("/dev/infiniband").is_dir(),
-    )
+    return replace(slurm_site(here, place.name, node_address(place, facts), Path(plan.run_path)), facts=facts)
 
 
 def node_address(place: Place, facts: NodeEnvironmentFacts) -> str:

@@ -53,16 +53,15 @@ def build_slurm_plan(
     builder = NodesBuilder(resolved, backend, run_path.name, num_nodes, module)
     meeting = Rendezvous("FIRST_ADDRESS", resolved.cluster.master_port or 0)
     # What stands for nodes that are not known yet.
-    sites = [slurm_site(resolved, facts, f"{_STAND_IN}{rank}", "ITS_ADDRESS", run_path) for rank in range(num_nodes)]
+    sites = [slurm_site(facts, f"{_STAND_IN}{rank}", "ITS_ADDRESS", run_path) for rank in range(num_nodes)]
     nodes = [builder.node(rank, site, meeting) for rank, site in enumerate(sites)]
     script = (SCRIPT_FILE, sbatch_text(resolved, facts, run_path, module))
     return assemble_plan("slurm", resolved, run_path, nodes, backend, script)
 
 
-def slurm_site(config: RunConfig, facts: MachineFacts, name: str, address: str, run_path: Path) -> Site:
+def slurm_site(facts: MachineFacts, name: str, address: str, run_path: Path) -> Site:
     """A node of which no more is known; it shares storage with the machine of `facts`."""
-    python = facts.python if config.cluster.container.runtime == "bare" else config.cluster.python or "python3"
-    return Site(name, address, str(run_path), python, facts.python_path, facts.cwd)
+    return Site(name, address, str(run_path), facts.python, facts.python_path, facts.cwd)
 
 
 def _resolve(config: RunConfig, environment: Mapping[str, str]) -> tuple[RunConfig, Backend]:

@@ -50,6 +50,11 @@ def check_slurm_settings(cluster: ClusterConfig) -> None:
     problems = [problem for option in slurm.options if (problem := _option_problem(option))]
     if slurm.time_limit is not None and _TIME.fullmatch(slurm.time_limit) is None:
         problems.append(f"cluster.slurm.time_limit={one_line(slurm.time_limit, 80)!r}: expected [DAYS-]HH:MM:SS")
+    if cluster.container.runtime != "bare":
+        problems.append(
+            f"cluster.container.runtime={cluster.container.runtime}: a job of Slurm starts ranks outside of containers "
+            "only; cluster.launcher=ssh reaches nodes that have Docker"
+        )
     if slurm.gpus_per_node is None and cluster.backend == "auto":
         problems.append("cluster.slurm.gpus_per_node=null: say how many GPUs a node has; 0: ranks compute on the CPU")
     if cluster.nodes is not None:
@@ -126,30 +131,21 @@ def _body(config: RunConfig, facts: MachineFacts, run_path: Path, module: str, p
 
 
 def _steps(config: RunConfig, python: str, run: str, run_id: str, module: str) -> Iterator[str]:
-    """What starts the tasks, and what is done beside and after them where ranks save or are in containers."""
-    saves = _save_s(config) is not None
-    has_containers = config.cluster.container.runtime != "bare"
-    task = f'{python} -m cluster.slurm.node_task {run} "$1" {module}'
+    """What starts the tasks, and what is done beside and after them where ranks save."""
+    srun = f"srun {shlex.join(_srun_options(config, run_id))} \\\n    "
+    srun += f'{python} -m cluster.slurm.node_task {run} "$1" {module}'
     limit = f'{python} -m cluster.slurm.time_limit {run} "$token"'
-    srun = f"srun {shlex.join(_srun_options(config, run_id))} \\\n    {task}"
-    if not saves and not has_containers:
+    if _save_s(config) is None:
         yield f"exec {srun}"
         return
-    if saves:
-        yield "# Slurm warns of the time limit: the ranks save and stop."
-        yield "token=$1"  # which it is not in a function
-        yield f"stop() {{ trap '' USR1; is_up=1; {limit} stop; }}"
-        yield "trap stop USR1"
-        yield f"{srun} &"
-        yield "wait $!; code=$?"
-        yield '[ -z "$is_up" ] || { wait $!; code=$?; }'
-    else:
-        yield srun
-        yield "code=$?"
-    if has_containers:
-        yield "# A container outlives a supervisor that was killed."
-        yield f'[ "$code" = 0 ] || {srun} --sweep'
-    if saves and config.cluster.max_restarts:
+    yield "# Slurm warns of the time limit: the ranks save and stop."
+    yield "token=$1  # which it is not in a function"
+    yield f"stop() {{ trap '' USR1; is_up=1; {limit} stop; }}"
+    yield "trap stop USR1"
+    yield f"{srun} &"
+    yield "wait $!; code=$?"
+    yield '[ -z "$is_up" ] || { wait $!; code=$?; }'
+    if config.cluster.max_restarts:
         yield f'[ -z "$is_up" ] || {limit} go-on'
     yield 'exit "$code"'
 

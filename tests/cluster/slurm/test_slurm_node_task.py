@@ -43,7 +43,7 @@ def plan(tmp_path) -> LaunchPlan:
 
 
 def site(plan: LaunchPlan, rank: int) -> Site:
-    return slurm_site(plan.config, probe_local_node(), f"n{rank + 1}", f"127.0.0.{rank + 1}", Path(plan.run_path))
+    return slurm_site(probe_local_node(), f"n{rank + 1}", f"127.0.0.{rank + 1}", Path(plan.run_path))
 
 
 def test_a_task_knows_its_node_by_what_srun_says():

@@ -53,7 +53,6 @@ def test_the_file_with_every_setting_is_as_it_was_agreed():
         python_path="/home/me/burst",
         slurm=settings,
         nodes="n[01-16]",
-        container=ContainerConfig(runtime="docker", image="burst:1"),
     )
 
     assert text == (GOLDEN / "every_setting.sbatch").read_text()
@@ -103,11 +102,12 @@ def test_a_setting_that_would_say_something_else_is_refused_by_its_name(name, va
 
 
 def test_all_settings_that_are_wrong_are_told_at_once():
-    cluster = ClusterConfig(backend="gloo", slurm=SlurmConfig(time_limit="x", options=("--nodes=1", "y")))
+    container = ContainerConfig(runtime="docker", image="burst:1")
+    slurm = SlurmConfig(time_limit="x", options=("--nodes=1", "y"))
     with pytest.raises(ConfigError) as caught:
-        check_slurm_settings(cluster)
+        check_slurm_settings(ClusterConfig(slurm=slurm, container=container))
 
-    assert len(caught.value.problems) == 3
+    assert len(caught.value.problems) == 5
 
 
 def test_an_option_that_has_a_setting_names_it():
@@ -257,11 +257,3 @@ def test_inside_of_an_allocation_all_of_its_nodes_are_used_and_no_more():
     assert plan_of(allocation).world_size == 4
     with pytest.raises(ConfigError, match="this allocation of Slurm has 4 nodes"):
         plan_of(allocation, num_nodes=5)
-
-
-def test_the_plan_in_containers_mounts_the_run_folder_and_the_code():
-    container = ContainerConfig(runtime="docker", image="burst:cpu", run_options=())
-    argv = plan_of(num_nodes=1, container=container).nodes[0].argv
-
-    assert {"--init", f"{RUN}:{RUN}", "/src:/src:ro", "/data/x.txt:/data/x.txt:ro"} <= set(argv)
-    assert argv[argv.index("--entrypoint") + 1] == "python3"

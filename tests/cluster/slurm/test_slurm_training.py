@@ -56,7 +56,7 @@ def test_a_job_on_two_nodes_computes_the_losses_of_two_ranks_on_this_machine(slu
 
 
 def test_near_its_time_limit_a_job_without_a_launcher_saves_and_goes_on_as_a_new_job(slurm_testbed, tmp_path):
-    environment = {**os.environ, "SLURM_CONF": str(slurm_testbed.folder.slurm_conf)}
+    environment = {**os.environ, "SLURM_CONF": str(slurm_testbed.slurm_conf)}
     saving = ("train.steps=40", "train.checkpoint.every_steps=20", "cluster.max_restarts=1")
     slow = 'cluster.environment=["BURST_FAULT=slow:1;1;4"]'
     command = [*words(tmp_path, "run", *_ON_TWO_NODES, *saving, slow), "--detach"]
