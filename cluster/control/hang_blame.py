@@ -8,8 +8,9 @@ the surest to the weakest:
     3. the rank that others wait for and that waits for nobody. In a group all ranks enter the same collectives in the
        same order: who has entered number 57 and is not through waits for those that have entered 56 at most; a message
        waits for its peer. Or ranks that wait for each other
-    4. the only rank whose stack is not inside a collective
-    5. everybody waits: perhaps the network
+    4. step and phase: the rank that is behind all others
+    5. the only rank whose stack is not inside a collective
+    6. everybody waits: perhaps the network
 
 The victim is never named for waiting: the ranks that complain loudest are those that wait for another one.
 """
@@ -31,6 +32,11 @@ MAX_LINES = 8
 MAX_NAMED = 8
 MAX_ENTRIES = 1000
 MAX_TEXT = 1_000_000
+# In the order in which a step goes through them.
+_PHASES = (
+    *("import torch", "start", "prepare data", "build model", "measure peak", "restore", "first weights", "load batch"),
+    *("count labels", "forward", "loss", "backward", "optimizer", "train", "evaluate"),
+)
 _SAME_SIZES = ("all_reduce", "allreduce", "reduce_scatter", "all_gather", "allgather")
 
 
@@ -155,7 +161,7 @@ class Culprit:
 def find_culprit(evidence: Sequence[RankEvidence]) -> Culprit | None:
     """Who makes the others wait, or None when nothing points to anybody and nobody waits."""
     ranks = sorted(evidence, key=lambda one: one.rank)
-    rules = (_by_process, _by_operation, _by_waits, _by_stacks, _all_wait)
+    rules = (_by_process, _by_operation, _by_waits, _by_progress, _by_stacks, _all_wait)
     return next((found for rule in rules if (found := rule(ranks)) is not None), None)
 
 
@@ -262,6 +268,28 @@ def _circle(ranks: Sequence[RankEvidence], waits: Sequence[Wait]) -> Culprit | N
     circle = [rank for rank in ranks if rank.rank in firsts]
     described = "; ".join(f"rank {one.rank} waits in {firsts[one.rank]}" for one in circle[:MAX_NAMED])
     return _culprit(circle, f"{_names(circle)} wait for each other: {described}", certain=False)
+
+
+def _by_progress(ranks: Sequence[RankEvidence]) -> Culprit | None:
+    places = [_progress(rank.status) for rank in ranks]
+    known = sorted(place for place in places if place is not None)
+    if len(known) < max(2, len(ranks)) or known[0] == known[1]:
+        return None
+    behind = ranks[places.index(known[0])]
+    if behind.waits is True:
+        return None
+    own, others = known[0][0], known[1][0]
+    what = f"is at step {own}, the others at {others}" if own != others else "is behind in the same step"
+    return _culprit([behind], f"{_names([behind])} {what}", certain=behind.waits is False, has_place=True)
+
+
+def _progress(status: Mapping[str, Any] | None) -> tuple[int, int, int] | None:
+    """(step, micro-step, phase) as numbers that grow; None where a part is missing or unknown."""
+    if status is None or status.get("phase") not in _PHASES:
+        return None
+    phase = _PHASES.index(status["phase"])
+    is_after_all = phase > _PHASES.index("backward")
+    return integer(status, "step") or 0, 2**31 if is_after_all else integer(status, "micro_step") or 0, phase
 
 
 def _by_stacks(ranks: Sequence[RankEvidence]) -> Culprit | None:

@@ -60,6 +60,12 @@ def test_one_kind_of_evidence_less_names_the_same_rank(name: str, lost: tuple[st
     assert culprit(changed(recorded(name), **dict.fromkeys(lost))).ranks == EXPECTED[name][0]
 
 
+def test_progress_alone_names_the_rank_that_is_behind_as_a_guess() -> None:
+    found = culprit(changed(recorded("stuck_loader"), flight=None, stacks=None))
+    assert (found.ranks, found.certain) == ((1,), False)
+    assert "behind" in found.reason
+
+
 def test_ranks_that_are_all_in_the_same_place_point_at_the_network_between_their_nodes() -> None:
     evidence = [replace(one, flight=None) for one in recorded("no_message")]
     waiting = evidence[0]
