@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from engine.config.settings import RunConfig
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Grid
+from engine.planning.schedule.allocate import Rows
 from engine.planning.sequence.layers import LayerAttention
-from engine.planning.sequence.layout import Layout, build_layout, split_for_heads
+from engine.planning.sequence.layout import Layout, build_layout, piece_rows, split_for_heads
 from engine.planning.sequence.lengths import padded_length
 from engine.planning.sequence.mask import Mask
 
@@ -18,12 +19,18 @@ from engine.planning.sequence.mask import Mask
 class Blocks:
     """Who holds what: `home` rows of every rank between the layers, `ring` rows of every ring member inside attention.
 
-    With head parallelism a ring member's block is the concatenation of its head group's pieces.
+    With head parallelism a ring member's block is the concatenation of its head group's pieces. `chunks`: into which
+    every rank's rows are cut, equally many on all ranks; 1 without a chunk pipeline.
     """
 
     grid: Grid
     home: Layout
     ring: Layout
+    chunks: int = 1
+
+    def piece(self, member: int, chunk: int, head: int = 0, heads: int = 1) -> Rows:
+        """Rows of a chunk of a ring member's block; of `heads` pieces of it that numbered `head`."""
+        return Rows(*piece_rows(self.ring.row_counts[member], heads, self.chunks, head, chunk))
 
     def recomputed_rows(self, before: int, rank: int) -> int:
         """How many first rows of the ring block that `rank` works on lie before a position: rows ascend.
@@ -42,25 +49,17 @@ class Blocks:
 def divide_sequence(method: AttentionMethod, seq_len: int, masks: Sequence[Mask] = ()) -> Blocks:
     """Rows of every rank and ring member under the method's layout; `masks` are those that the layout must balance."""
     grid = method.grid
-    chunks = chunk_count(method, seq_len)
+    chunks = 1 if method.chunk_tokens is None else -(-seq_len // (grid.size * method.chunk_tokens))
     cyclic = chunks if method.layout == "chunk_cyclic" else 1
     ring = build_layout(method.layout, seq_len, grid.ring_size, masks=masks, chunks=cyclic, split_at=method.split_at)
     if grid.heads == 1:
-        return Blocks(grid, ring, ring)
+        return Blocks(grid, ring, ring, chunks)
     pieces = split_for_heads(ring, grid.heads, chunks)
     segments = tuple(pieces[index][head] for index, head in map(grid.place, range(grid.size)))
-    return Blocks(grid, Layout(segments), ring)
+    return Blocks(grid, Layout(segments), ring, chunks)
 
 
 def divide_run(config: RunConfig, method: AttentionMethod, layers: Sequence[LayerAttention]) -> Blocks:
     """As `divide_sequence`, of a run whose layers have these masks in turn."""
     padded = padded_length(config.train.seq_len, method.cp_size, config.parallel.tp_size)
     return divide_sequence(method, padded, [layer.mask for layer in layers])
-
-
-def chunk_count(method: AttentionMethod, seq_len: int) -> int:
-    """Chunks of every rank's rows, equally many on all ranks; 1 without a chunk pipeline."""
-    if method.chunk_tokens is None:
-        return 1
-    rows = -(-seq_len // method.cp_size)
-    return -(-rows // method.chunk_tokens)

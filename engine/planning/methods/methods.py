@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engine.config.settings import RunConfig
 from engine.planning.methods.blocks import Blocks
 from engine.planning.methods.presets import BYTES_OF, AttentionMethod, local_heads
 from engine.planning.schedule.allocate import PlanBuilder
-from engine.planning.schedule.blocks import plan_whole_blocks
-from engine.planning.schedule.chunks import plan_chunks
-from engine.planning.schedule.exchange import Exchange
-from engine.planning.schedule.plan import AttentionPlan, Channel, Direction, TokenBytes
+from engine.planning.schedule.passes import plan_blocks
+from engine.planning.schedule.plan import AttentionPlan, Channel, TokenBytes
 from engine.planning.sequence.mask import Mask
 from engine.planning.sequence.visibility import Visibility
 
@@ -66,23 +64,18 @@ def plan_method(
     """
     only = (rank,) if isinstance(rank, int) else rank
     visibility = Visibility(mask, blocks.ring)
-    whole = Exchange(method, blocks)
-    forward, backward = (plan_pass(visibility, whole, direction, only) for direction in ("forward", "backward"))
+    forward, backward = (
+        plan_blocks(visibility, method, blocks, PlanBuilder(direction, method.cp_size, only))
+        for direction in ("forward", "backward")
+    )
     again = None
     if recompute_before is not None:
         asking = tuple(blocks.ring.rows_before(member, recompute_before) for member in range(blocks.ring.size))
-        restricted = Visibility(mask.queries_before(recompute_before), blocks.ring)
-        some = asking != blocks.ring.row_counts
-        again = plan_pass(restricted, replace(whole, asking=asking), "forward", only) if some else forward
+        again = forward
+        if asking != blocks.ring.row_counts:
+            restricted = Visibility(mask.queries_before(recompute_before), blocks.ring)
+            again = plan_blocks(restricted, method, blocks, PlanBuilder("forward", method.cp_size, only), asking)
     return PlanPair(forward, backward, again)
-
-
-def plan_pass(
-    visibility: Visibility, exchange: Exchange, direction: Direction, only: Collection[int] | None = None
-) -> AttentionPlan:
-    """The plan of one pass, for some ranks or (None) for all; `visibility` of the blocks of rings."""
-    plan = plan_whole_blocks if exchange.method.chunk_tokens is None else plan_chunks
-    return plan(visibility, exchange, PlanBuilder(direction, exchange.grid.size, only))
 
 
 def token_bytes_of(config: RunConfig, method: AttentionMethod) -> TokenBytes:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, RunConfig
 from engine.planning.methods.blocks import divide_run
-from engine.planning.methods.methods import plan_pass, token_bytes_of
+from engine.planning.methods.methods import token_bytes_of
 from engine.planning.methods.presets import (
     PRESETS,
     AttentionMethod,
@@ -29,7 +29,8 @@ from engine.planning.methods.presets import (
     legal_attention,
 )
 from engine.planning.methods.topology import Topology
-from engine.planning.schedule.exchange import Exchange
+from engine.planning.schedule.allocate import PlanBuilder
+from engine.planning.schedule.passes import plan_blocks
 from engine.planning.sequence.layers import attention_layers
 from engine.planning.sequence.visibility import Visibility
 from engine.planning.time.devices import DEFAULT_DEVICE, find_device, find_machine, read_rates
@@ -119,9 +120,11 @@ def _fastest(config: RunConfig, topology: Topology, machine: Machine, choices: t
     seen = [(count, Visibility(mask, blocks.ring)) for mask, count in layers.items()]
 
     def backward_s(choice: _Choice) -> float:
-        exchange = Exchange(_with(stand_in, choice), blocks)
-        plans = ((count, plan_pass(visibility, exchange, "backward")) for count, visibility in seen)
-        return sum(count * replay(plan, machine, token_bytes, group).total_s for count, plan in plans)
+        chosen, seconds = _with(stand_in, choice), 0.0
+        for count, visibility in seen:
+            plan = plan_blocks(visibility, chosen, blocks, PlanBuilder("backward", group.size))
+            seconds += count * replay(plan, machine, token_bytes, group).total_s
+        return seconds
 
     seconds = {choice: backward_s(choice) for choice in choices}
     least = min(seconds.values())

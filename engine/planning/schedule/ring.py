@@ -36,8 +36,9 @@ Sun et al. 2024 (BurstAttention: circulating Q in backward); reversed and gather
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
@@ -46,8 +47,8 @@ import numpy as np
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.schedule.allocate import Home, Part, PlanBuilder, Rows, Span, Value
 from engine.planning.schedule.plan import Channel, Direction, HeadPart, Kind
-from engine.planning.sequence.mask import Band, normalise
-from engine.planning.sequence.visibility import Flags, Integers, RowTable, Visibility
+from engine.planning.sequence.mask import Band, Mask, normalise
+from engine.planning.sequence.visibility import Flags, Integers, RowTable
 
 Number = TypeVar("Number", int, Integers)
 
@@ -76,10 +77,11 @@ def route_of(method: AttentionMethod, direction: Direction) -> Route:
     """The direction that moves fewer bytes under causal zigzag (any other layout: equal).
 
     Downwards the payload shrinks early; upwards the gradients of a flat kv ring stay half as long for longer. A
-    reversed backward pass turns the forward ring around by itself.
+    reversed backward pass turns the forward ring around by itself; of chunks gradients go home straight.
     """
     inner, outer = method.ring_inner_size, method.ring_outer_size
-    upwards = direction == "backward" and method.backward_circulates == "kv" and outer == 1
+    whole = method.chunk_tokens is None
+    upwards = direction == "backward" and method.backward_circulates == "kv" and outer == 1 and whole
     return Route(inner, outer, 1 if upwards and method.backward_order == "same" else -1)
 
 
@@ -88,38 +90,17 @@ def keeps_last(method: AttentionMethod) -> bool:
     return method.backward_order == "reversed" and method.ring_inner_size * method.ring_outer_size > 1
 
 
+def travels(method: AttentionMethod, direction: Direction) -> Literal["kv", "q"]:
+    """What goes around the ring."""
+    return method.backward_circulates if direction == "backward" and method.kv_transport == "p2p" else "kv"
+
+
 def last_home(method: AttentionMethod, member: int) -> int:
     """Home of the block that a member of the ring holds last in forward."""
     return route_of(method, "forward").visitor(member, 1, 1)
 
 
-Members = dict[int, Value]
-
-
-@dataclass(frozen=True)
-class Operands:
-    """What a circulation works on, one value per planned member of the ring: query (Q; backward QX or QO), kv, sums
-    (ACC; backward DQ) and in backward kv_sums (DKV). It initialises the sums.
-
-    Where the method `keeps_last`, forward writes kv_last, and backward is given the same as its `kv`: that of rank r
-    has the rows of the block of `last_home(r)`. Backward then never touches a rank's own K and V.
-    """
-
-    query: Members
-    kv: Members
-    sums: Members
-    kv_sums: Members = field(default_factory=dict)
-    kv_last: Members = field(default_factory=dict)
-
-
-class Lane(NamedTuple):
-    """One ring of `ranks`, which has a part of the heads, and when its steps are: one for each of its ranks, and two in
-    which gradients come home.
-    """
-
-    ranks: tuple[int, ...]
-    heads: HeadPart
-    spans: list[Span]
+Members = dict[int, Value]  # by planned member of the ring
 
 
 class Place(NamedTuple):
@@ -141,47 +122,54 @@ class Journey:
     sums: dict[Place, Value] = field(default_factory=dict)
 
 
-class Circulation:
-    """Emits one pass over a ring with a planned rank; all methods write into the builder, whose direction says which.
+class Circulation(ABC):
+    """Emits one trip of every member's block, or of a chunk of it, around a ring with a planned rank; all methods write
+    into the builder, whose direction says which pass.
 
     What touches no planned rank is skipped: arrays over all visits [home, cycle, inner step] say what does, and only
     that is emitted one by one.
-    """
 
-    straight = False  # whether gradients go home from every visit by themselves
+    ranks      of the ring, which has a part of the `heads`
+    spans      when its steps are: one for each of its ranks, and two in which gradients come home
+    payload    what travels, by the member that it starts from
+    sums       backward: its gradients, where they come home; the caller sets them to zero
+    kv_last    where the method `keeps_last`, forward writes it: that of rank r has the rows of the block of
+               `last_home(r)`. It is the payload of backward then, which never touches a rank's own K and V
+    """
 
     def __init__(
         self,
-        visibility: Visibility,
         method: AttentionMethod,
+        mask: Mask,
         builder: PlanBuilder,
-        lane: Lane,
-        operands: Operands,
-        route: Route,
+        head: int,
+        *,
+        spans: list[Span],
+        payload: Members,
+        sums: Members,
+        kv_last: Members,
     ) -> None:
-        self.visibility = visibility
         self.builder = builder
-        self.lane = lane
-        self.route = route
-        self.kept = frozenset(member for member, rank in enumerate(lane.ranks) if rank in builder.kept)
+        self.route = route_of(method, builder.direction)
+        self.ranks, self.heads, self.spans = method.grid.ring(head), HeadPart(head, method.grid.heads), spans
+        self.payload, self.home_sums, self.kv_last = payload, sums, kv_last
+        self.kept = frozenset(member for member, rank in enumerate(self.ranks) if rank in builder.kept)
         self.backward = builder.direction == "backward"
         self.gathers = method.kv_transport == "all_gather"
-        self.straight = self.straight or self.gathers
-        self.circulates = method.backward_circulates if self.backward and not self.gathers else "kv"
+        # Gradients go home from every visit by themselves.
+        self.straight = self.gathers or method.chunk_tokens is not None
         self.leaves_last = keeps_last(method) and not self.backward
         self.reversed = keeps_last(method) and self.backward
         # Behind a window no step waits for the last hop, and a tail would add one.
-        tails = self.backward and not self.reversed and not self.straight and visibility.mask.window is None
-        self.tail = min(method.deferred_local_tiles, self.route.inner) if tails else 0
-        self.operands = operands
-        self.payload, self.payload_kind = (
-            (operands.kv, Kind.KV) if self.circulates == "kv" else (operands.query, Kind.QX)
-        )
-        self.gradient_kind = Kind.DKV if self.circulates == "kv" else Kind.DQ
+        tails = self.backward and not self.reversed and not self.straight and mask.window is None
+        self.tail = min(method.deferred_local_tiles, self.route.inner) if tails and self.route.size > 1 else 0
+        queries_travel = travels(method, builder.direction) == "q"
+        self.payload_kind = Kind.QX if queries_travel else Kind.KV
+        self.gradient_kind = Kind.DQ if queries_travel else Kind.DKV
         narrow = {Kind.DKV: Kind.DKV_WIRE, Kind.DQ: Kind.DQ_WIRE}[self.gradient_kind]
         self.wire_kind = self.gradient_kind if method.gradient_wire_dtype == "float32" else narrow
         # If only some ask, few rows travel the whole way, and the last block better comes by itself.
-        self.shortcut = self.leaves_last and visibility.mask.query_stop is not None
+        self.shortcut = self.leaves_last and mask.query_stop is not None
         self.step = self._steps()
         self.rank = self._ranks()
         planned = np.isin(range(self.route.size), list(self.kept))
@@ -193,11 +181,16 @@ class Circulation:
         if self.backward:
             self._find_gradients()
 
-    def emit(self) -> None:
-        """Emit every block's journey, after all accumulators were set to zero."""
-        for value in (*self.operands.sums.values(), *self.operands.kv_sums.values()):
-            self.builder.op(self.lane.spans[0].post, "pre", "init", value.whole)
-        self.travel()
+    @abstractmethod
+    def rows_needed(self, blocks: Collection[int], readers: Collection[int], *, ever: bool = False) -> RowTable:
+        """Rows [home, member] of what travels that every member needs of `blocks`, and `readers` of all.
+
+        ever   all queries count, even if only some ask now
+        """
+
+    @abstractmethod
+    def compute(self, journey: Journey, place: Place) -> None:
+        """Tiles of a visit on a planned rank."""
 
     def travel(self) -> None:
         """Emit every block's journey."""
@@ -209,7 +202,7 @@ class Circulation:
             journey = Journey(home, {_START: self.payload[start]} if start in self.payload else {})
             self._send_payload(journey, messages[home])
             for place in tiles[home]:
-                self._compute(journey, place)
+                self.compute(journey, place)
             if self.backward:
                 for place in sums[home]:
                     self._pass_sum_on(journey, place)
@@ -239,13 +232,12 @@ class Circulation:
         else:
             whole_way = self.at_planned_node | self.planned[:, :, 0].any(axis=1) | self.planned[:, -1].any(axis=1)
             blocks, readers = np.flatnonzero(whole_way).tolist(), np.flatnonzero(self.at_planned_node).tolist()
-        by_rank = self.visibility.needed(self.circulates, blocks=blocks, readers=readers)
+        by_rank = self.rows_needed(blocks, readers)
         index = homes[:, None, None], self.rank
         needed = RowTable(by_rank.start[index], by_rank.stop[index])
         if self.leaves_last:
-            # All queries take part in the backward pass that starts from the last block, even if only some do now.
-            everybody = Visibility(self.visibility.mask.all_queries(), self.visibility.layout)
-            whole = everybody.needed("kv", blocks=blocks, readers=readers) if self.shortcut else by_rank
+            # All queries take part in the backward pass that starts from the last block.
+            whole = self.rows_needed(blocks, readers, ever=True) if self.shortcut else by_rank
             needed.start[:, -1, -1], needed.stop[:, -1, -1] = whole.hull(axis=1)
         return needed
 
@@ -312,36 +304,24 @@ class Circulation:
         if held is None:  # on a rank that is not planned
             held = self._value(int(self.rank[journey.home, *before]), self.payload_kind, rows)
         stays = self.leaves_last and self.step[after] == self.route.size - 1
-        last = self.operands.kv_last.get(receiver) if stays else None
+        last = self.kv_last.get(receiver) if stays else None
         journey.held[after] = last or self._value(receiver, self.payload_kind, rows)
         self._message(*when, (held, rows), (journey.held[after], rows))
 
     def _value(self, member: int, kind: Kind, rows: Rows) -> Value:
-        return self.builder.value(self.lane.ranks[member], Home(kind, self.lane.heads), rows)
+        return self.builder.value(self.ranks[member], Home(kind, self.heads), rows)
 
     def _message(self, post: int, wait: int, channel: Channel, src: Part, dst: Part) -> None:
-        self.builder.message(self.lane.spans[post].post, self.lane.spans[wait].wait, channel, src, dst)
+        self.builder.message(self.spans[post].post, self.spans[wait].wait, channel, src, dst)
 
-    # ---- tiles --------------------------------------------------------------------------------------------------
+    # ---- gradients ----------------------------------------------------------------------------------------------
 
-    def _compute(self, journey: Journey, place: Place) -> None:
-        """Tiles of a visit."""
-        step, rank, travelling = self.step[place], int(self.rank[journey.home, *place]), self._started(journey, place)
-        pair = (rank, journey.home) if self.circulates == "kv" else (journey.home, rank)
-        now: Sequence[Band] = self.visibility.bands(*pair, of="q" if pair[0] in self.kept else "kv")
-        if rank == journey.home and self.tail:
-            now, last = halves(now)
-            for band in last:
-                self._tile(self.route.size, rank, band, journey.held[place], None)
-        for band in now:
-            self._tile(step, rank, band, journey.held[place], travelling)
-
-    def _started(self, journey: Journey, place: Place) -> Value | None:
+    def started(self, journey: Journey, place: Place) -> Value | None:
         """The gradient sum that travels and that a visit adds to, set to zero; None: it adds to none."""
         if not (self.backward and self.adds[journey.home, *place]):
             return None
         found = self._sum(journey, place)
-        self.builder.op(self.lane.spans[self.step[place]].post, "pre", "init", found.whole)
+        self.builder.op(self.spans[self.step[place]].post, "pre", "init", found.whole)
         return found
 
     def _sum(self, journey: Journey, place: Place) -> Value:
@@ -350,18 +330,6 @@ class Circulation:
             rank, rows = int(self.rank[journey.home, *place]), _rows(self.summed, journey.home, place)
             journey.sums[place] = self._value(rank, self.gradient_kind, rows)
         return journey.sums[place]
-
-    def _tile(self, step: int, rank: int, band: Band, payload: Value, travelling: Value | None) -> None:
-        operands = self.operands
-        kv_sums = operands.kv_sums[rank] if self.backward else None
-        q, kv, sums = operands.query[rank], payload, operands.sums[rank]
-        if self.circulates == "kv":
-            kv_sums = travelling or kv_sums
-        else:
-            q, kv, sums = payload, operands.kv[rank], travelling or sums
-        self.builder.tile(self.lane.spans[step].post, band, q, kv, sums, kv_sums)
-
-    # ---- gradients ----------------------------------------------------------------------------------------------
 
     def _find_gradients(self) -> None:
         """Which visits add to a gradient sum that travels, which rows it then has, and where each cycle's ends."""
@@ -381,8 +349,7 @@ class Circulation:
 
     def _return_gradients(self, journey: Journey, ends: list[Place]) -> None:
         """The sums of all cycles come home: straight inside the node, over a relay from others."""
-        targets = self.operands.kv_sums if self.circulates == "kv" else self.operands.sums
-        target = targets.get(journey.home) or self._value(journey.home, self.gradient_kind, Rows(0, 0))
+        target = self.home_sums.get(journey.home) or self._value(journey.home, self.gradient_kind, Rows(0, 0))
         home_cycle = self.route.outer - 1 if self.reversed else 0
         deadline = self.route.size - (self.tail > 1)
         arrivals: defaultdict[int, list[tuple[int, int, Value]]] = defaultdict(list)  # relay -> (post, wait, tail)
@@ -416,7 +383,7 @@ class Circulation:
         else:
             rows = Rows(min(tail.rows.start for *_, tail in tails), max(tail.rows.stop for *_, tail in tails))
             total = self._value(relay, self.gradient_kind, rows)
-            self.builder.op(self.lane.spans[tails[0][1]].wait, "after", "init", total.whole)
+            self.builder.op(self.spans[tails[0][1]].wait, "after", "init", total.whole)
             for post, wait, tail in tails:
                 self._add(wait, total, self._hop(post, wait, Channel.GRADIENT_OUTER, tail, relay))
             done = max(wait for _, wait, _ in tails)
@@ -426,14 +393,14 @@ class Circulation:
         """Value that arrives on rank `to`; cast to the wire's dtype first where that is narrower."""
         if src.kind != self.wire_kind:
             narrow = self.builder.value(src.rank, src.home._replace(kind=self.wire_kind), src.rows)
-            self.builder.op(self.lane.spans[post].post, "pre", "copy", narrow.whole, src.whole)
+            self.builder.op(self.spans[post].post, "pre", "copy", narrow.whole, src.whole)
             src = narrow
         arrived = self._value(to, self.wire_kind, src.rows)
         self._message(post, wait, channel, src.whole, arrived.whole)
         return arrived
 
     def _add(self, step: int, dst: Value, src: Value) -> None:
-        self.builder.op(self.lane.spans[step].wait, "after", "add", (dst, src.rows), src.whole)
+        self.builder.op(self.spans[step].wait, "after", "add", (dst, src.rows), src.whole)
 
 
 def clip(band: Band, q: Rows, keys: Rows) -> list[Band]:
@@ -444,18 +411,6 @@ def clip(band: Band, q: Rows, keys: Rows) -> list[Band]:
         return []
     shift = (k_start - band.k_start) - (q_start - band.q_start)
     return normalise(Band(q_start, q_stop, k_start, k_stop, band.low + shift, band.high + shift))
-
-
-def lanes(method: AttentionMethod, builder: PlanBuilder, spans: list[Span]) -> Iterator[Lane]:
-    """The rings with a planned rank."""
-    grid = method.grid
-    for head in sorted({grid.place(rank)[1] for rank in builder.kept}):
-        yield Lane(grid.ring(head), HeadPart(head, grid.heads), spans)
-
-
-def of_heads(values: Mapping[int, list[Value]], index: int) -> Members:
-    """One part of the heads of every block."""
-    return {member: parts[index] for member, parts in values.items()}
 
 
 def halves(bands: Sequence[Band]) -> tuple[list[Band], list[Band]]:

@@ -71,6 +71,8 @@ class Visibility:
 
     def of_chunks(self, chunks: int) -> Visibility:
         """What chunks of the blocks see of each other: that of rank r and chunk c is block number r * chunks + c."""
+        if chunks == 1:
+            return self
         if chunks not in self._of_chunks:
             segments = tuple(itertools.chain(*split_for_heads(self.layout, chunks)))
             self._of_chunks[chunks] = Visibility(self.mask, Layout(segments))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.planning.methods.blocks import chunk_count, divide_sequence
+from engine.planning.methods.blocks import divide_sequence
 from engine.planning.methods.methods import plan_method
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.schedule.plan import AttentionPlan
@@ -82,7 +82,7 @@ def test_the_first_chunks_exchange_does_not_wait_for_the_last():
 @pytest.mark.parametrize(("seq_len", "expected"), [(1, 1), (8, 1), (9, 2), (24, 3), (25, 4)])
 def test_all_ranks_have_equally_many_chunks(seq_len, expected):
     chosen = method(2, chunk_tokens=4)
-    assert chunk_count(chosen, seq_len) == expected
+    assert divide_sequence(chosen, seq_len).chunks == expected
     rows = divide_sequence(chosen, seq_len).home.row_counts
     assert sum(rows) == seq_len
     assert max(rows) <= 4 * expected
