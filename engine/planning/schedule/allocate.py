@@ -8,10 +8,11 @@ the old one.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from engine.config.settings import Store
 from engine.planning.schedule.first_writes import store_first
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 Phase = Literal["pre", "after"]
 
-PHASES = {"pre": 0, "post": 1, "tiles": 2, "wait": 3, "after": 4}
+PHASES = 5  # of a step
 
 
 class Rows(NamedTuple):
@@ -227,40 +228,26 @@ def _free_slot(alike: list[int], free_after: list[int | None], start: int) -> in
 def _lifetimes(steps: tuple[Step, ...]) -> dict[int, tuple[int, int]]:
     """First and last time at which each value is touched."""
     spans: dict[int, tuple[int, int]] = {}
-
-    def touch(views: Iterable[View | None], time: int) -> None:
-        for view in views:
-            if view is not None:
-                first, last = spans.get(view.slot, (time, time))
-                spans[view.slot] = (min(first, time), max(last, time))
-
-    in_flight: dict[int, tuple[View | None, ...]] = {}
+    in_flight: dict[int, Transfer] = {}
     for step in steps:
-        time = 5 * step.index
-        for op in step.pre:
-            touch((op.dst, op.src), time + PHASES["pre"])
-        for transfer in step.post:
-            in_flight[transfer.message] = (transfer.view, transfer.source)
-            touch(in_flight[transfer.message], time + PHASES["post"])
-        for tile in step.tiles:
-            touch((tile.q, tile.kv, tile.acc, tile.acc_kv), time + PHASES["tiles"])
-        for message in step.wait:
-            touch(in_flight[message], time + PHASES["wait"])
-        for op in step.after:
-            touch((op.dst, op.src), time + PHASES["after"])
+        in_flight.update((transfer.message, transfer) for transfer in step.post)
+        waited = [in_flight.pop(message) for message in step.wait]
+        for phase, items in enumerate((step.pre, step.post, step.tiles, waited, step.after)):
+            time = PHASES * step.index + phase
+            for view in itertools.chain.from_iterable(items):
+                if isinstance(view, View):
+                    spans[view.slot] = spans.get(view.slot, (time, time))[0], time
     return spans
 
 
+_Item = TypeVar("_Item", LocalOp, Transfer, Tile)
+
+
 def _renumbered(step: Step, slot_of: dict[int, int]) -> Step:
-    def moved(view: View) -> View:
-        return View(slot_of[view.slot], view.start, view.stop)
+    def renumbered(x: Any) -> Any:
+        return View(slot_of[x.slot], x.start, x.stop) if isinstance(x, View) else x
 
-    def moved_ops(ops: Iterable[LocalOp]) -> tuple[LocalOp, ...]:
-        return tuple(LocalOp(op, moved(dst), moved(src) if src else None) for op, dst, src in ops)
+    def moved(items: tuple[_Item, ...]) -> tuple[_Item, ...]:
+        return tuple(type(item)(*map(renumbered, item)) for item in items)
 
-    posted = tuple(Transfer(*t[:4], moved(t.view), moved(t.source) if t.source else None) for t in step.post)
-    tiles = tuple(
-        Tile(moved(t.q), moved(t.kv), moved(t.acc), t.band, moved(t.acc_kv) if t.acc_kv else None, *t[5:])
-        for t in step.tiles
-    )
-    return Step(step.index, moved_ops(step.pre), posted, tiles, step.wait, moved_ops(step.after))
+    return Step(step.index, moved(step.pre), moved(step.post), moved(step.tiles), step.wait, moved(step.after))

@@ -101,16 +101,12 @@ class Block:
         self._asking = asking
         self._blocks, self.member = blocks, member
         self._pinned: dict[str, Values] = {}
-        self._home_rows: dict[tuple[int, int], Rows] = {}
 
     # ---- rows and values ----------------------------------------------------------------------------------------
 
-    def rows(self, chunk: int) -> Rows:
-        """Rows of a chunk."""
-        return self._chunk_rows[chunk]
-
     @cached_property
-    def _chunk_rows(self) -> list[Rows]:
+    def rows(self) -> list[Rows]:
+        """Rows of every chunk."""
         return [self._blocks.piece(self.member, chunk) for chunk in range(self.chunks)]
 
     def rows_of(self, kind: Kind, rows: Rows) -> Rows:
@@ -119,17 +115,23 @@ class Block:
             return rows
         return Rows(min(rows.start, self._asking), min(rows.stop, self._asking))
 
-    def home_rows(self, head: int, chunk: int) -> Rows:
-        """Rows of a chunk on one rank of the group, in its own numbers: its pieces of all chunks follow each other."""
-        key = head, chunk
-        if key not in self._home_rows:
-            start = self.home_rows(head, chunk - 1).stop if chunk else 0
-            first, stop = self._piece(chunk, head)
-            self._home_rows[key] = Rows(start, start + stop - first)
-        return self._home_rows[key]
+    @cached_property
+    def pieces(self) -> list[list[Rows]]:
+        """Rows [chunk][head] that the ranks of the group hold between the layers."""
+        heads = len(self.ranks)
+        return [
+            [self._blocks.piece(self.member, chunk, head, heads) for head in range(heads)]
+            for chunk in range(self.chunks)
+        ]
 
-    def _piece(self, chunk: int, head: int) -> Rows:
-        return self._blocks.piece(self.member, chunk, head, len(self.ranks))
+    @cached_property
+    def home_rows(self) -> list[list[Rows]]:
+        """As `pieces`, in each rank's own numbers: its pieces of all chunks follow each other."""
+        found, ends = [], [0] * len(self.ranks)
+        for pieces in self.pieces:
+            starts, ends = ends, [end + piece.stop - piece.start for end, piece in zip(ends, pieces, strict=True)]
+            found.append(list(map(Rows, starts, ends)))
+        return found
 
     def values(self, kind: Kind, rows: Rows, where: Store = "device", pin: str | None = None) -> Values:
         """Values of the ranks' parts of the heads."""
@@ -148,12 +150,12 @@ class Block:
 
     def part(self, kind: Kind, chunk: int) -> Values:
         """Values of one chunk on the device."""
-        return self.values(kind, self.rows(chunk))
+        return self.values(kind, self.rows[chunk])
 
     def homes(self, kind: Kind, pin: str) -> Values:
         """Pinned values of all heads and all rows that each rank holds between the layers, made once."""
         if pin not in self._pinned:
-            ends = [self.home_rows(head, self.chunks - 1).stop for head in range(len(self.ranks))]
+            ends = [self.home_rows[self.chunks - 1][head].stop for head in range(len(self.ranks))]
             home = Home(kind, where=self.store)
             values = [self.builder.value(r, home, Rows(0, end), pin) for r, end in zip(self.ranks, ends, strict=True)]
             self._pinned[pin] = values
@@ -180,7 +182,7 @@ class Block:
         if not self.host:
             return list(source)
         values = self.part(kind, chunk)
-        self.move(Span(step - self.lead, step - 1), source, values, self.rows(chunk))
+        self.move(Span(step - self.lead, step - 1), source, values, self.rows[chunk])
         return values
 
     def read(
@@ -197,14 +199,14 @@ class Block:
                 values = self.part(whole[0].kind, stay.chunk) if self.host else whole
                 arrive(stay.chunk, stay.first, values)
                 if self.host and (keep or not stay.closes):
-                    self.move(Span(stay.first, stay.first), values, whole, self.rows(stay.chunk))
+                    self.move(Span(stay.first, stay.first), values, whole, self.rows[stay.chunk])
             else:
                 values = self.load(stay.first, whole, whole[0].kind, stay.chunk)
             held.add(stay, values)
         return held
 
     def sum(self, planned: Iterable[Residency], whole: Values, finish: Finish, *, in_place: bool = False) -> Held:
-        """Brings chunks of a sum for their residencies, starts them at zero, stores them in between.
+        """Brings chunks of a sum for their residencies, stores them in between.
 
         in_place: on the device, sums are formed in `whole`, and no chunk of its own is needed.
         """
@@ -212,10 +214,8 @@ class Block:
         for stay in planned:
             alone = self.host or (stay.opens and stay.closes and not in_place)
             values = self.part(whole[0].kind, stay.chunk) if alone else whole
-            rows = self.rows_of(whole[0].kind, self.rows(stay.chunk))
-            if stay.opens:
-                self.each(stay.first, "init", values, rows=rows)
-            elif self.host:
+            rows = self.rows_of(whole[0].kind, self.rows[stay.chunk])
+            if self.host and not stay.opens:
                 self.move(Span(stay.first - self.lead, stay.first - 1), whole, values, rows)
             if stay.closes:
                 finish(stay.chunk, stay.last, values)
@@ -230,7 +230,7 @@ class Block:
         If only the first rows are cast, the others are in `whole`, and come from there where all will be sent.
         """
         values = self.part(whole[0].kind, chunk) if self.host else whole
-        every, rows = self.rows(chunk), self.rows_of(source[0].kind, self.rows(chunk))
+        every, rows = self.rows[chunk], self.rows_of(source[0].kind, self.rows[chunk])
         if self.host and self.exchanged:
             self.move(Span(step - self.lead, step - 1), whole, values, Rows(rows.stop, every.stop))
         self.each(step, "copy", values, source, rows)
@@ -247,8 +247,8 @@ class Block:
         span, copied = Span(step - self.lead, step - 1), targets[0].kind != homes[0].kind
         if self.host:
             homes = self._home_chunks(chunk, homes, Span(step - 2 * self.lead, step - self.lead - 1))
-        for head, source, piece in self._pieces(chunk):
-            home, target = (homes[source], self.home_rows(source, chunk)), (targets[head], piece)
+        for head, source, piece in self._exchanges(chunk):
+            home, target = (homes[source], self.home_rows[chunk][source]), (targets[head], piece)
             if source == head:
                 self.builder.op(step if copied else span.post, "pre", "copy", target, home)
                 continue
@@ -270,11 +270,8 @@ class Block:
             self.each(step, "copy", cast, sources)
             sources = cast
         targets = self._home_chunks(chunk, homes) if self.host else homes
-        for head, target in enumerate(targets):
-            if op == "add":
-                self.builder.op(step, "pre", "init", (target, self.home_rows(head, chunk)))
-        for head, holder, piece in self._pieces(chunk):
-            home, source = (targets[holder], self.home_rows(holder, chunk)), (sources[head], piece)
+        for head, holder, piece in self._exchanges(chunk):
+            home, source = (targets[holder], self.home_rows[chunk][holder]), (sources[head], piece)
             if holder != head:
                 arrived = self.builder.value(self.ranks[holder], sources[head].home, home[1])
                 self.builder.message(*span, Channel.HEADS, source, arrived.whole)
@@ -289,18 +286,18 @@ class Block:
         """A chunk of all heads on the device of every rank that holds a piece of it, loaded from `homes` then."""
         values = []
         for head, rank in enumerate(self.ranks):
-            rows = self.home_rows(head, chunk)
+            rows = self.home_rows[chunk][head]
             values.append(self.builder.value(rank, Home(homes[head].kind), rows))
             if loaded and rows.start < rows.stop:
                 self.builder.move(*loaded, homes[head], values[-1], rows)
         return values
 
-    def _pieces(self, chunk: int) -> Iterator[tuple[int, int, Rows]]:
+    def _exchanges(self, chunk: int) -> Iterator[tuple[int, int, Rows]]:
         """(a member, a member that holds a piece with rows, that piece), one of them planned; peers are staggered."""
         heads = len(self.ranks)
         for head in range(heads):
             met = range(heads) if head in self.planned_heads else self.planned_heads
             for other in sorted(met, key=lambda other, head=head: (other - head) % heads):
-                piece = self._piece(chunk, other)
+                piece = self.pieces[chunk][other]
                 if piece.start < piece.stop:
                     yield head, other, piece

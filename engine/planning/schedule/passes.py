@@ -46,6 +46,7 @@ from engine.planning.schedule.ring import (
     Circulation,
     Journey,
     Place,
+    Trip,
     halves,
     keeps_last,
     last_home,
@@ -148,7 +149,7 @@ class _Pass:
         """As `uses`; chunks that see nothing are named once, after all others, because their sums are zero."""
         uses, block = self.uses(member), self.members[member]
         seen = {chunk for _, chunk in uses}
-        rest = [c for c in range(self.chunks) if c not in seen and _has_rows(block.rows_of(kind, block.rows(c)))]
+        rest = [c for c in range(self.chunks) if c not in seen and _has_rows(block.rows_of(kind, block.rows[c]))]
         return [*uses, *((self.last_step + self.pace * n, c) for n, c in enumerate(rest, 1))]
 
     def tiles(self, member: int, operand: Held, sums: Held) -> None:
@@ -212,7 +213,8 @@ class _Pass:
         end = spans[-1].wait
         spans = [*spans, Span(end + 1, end + 1), Span(end + 2, end + 2)]
         for head in sorted({self.blocks.grid.place(rank)[1] for rank in self.builder.kept}):
-            _Trip(self, head, chunk, spans, payload, sums, kv_last).travel()
+            given = ({member: values[head] for member, values in of.items()} for of in (payload, sums, kv_last))
+            _Visits(self, Trip(head, chunk, spans, *given)).travel()
 
     def last_keys(self, member: int) -> Values:
         """K,V of the block that a ring member holds last, for a reversed backward."""
@@ -220,31 +222,12 @@ class _Pass:
         return self.members[member].whole(Kind.KV, "kv_last", rows)
 
 
-class _Trip(Circulation):
-    """A chunk of every member goes around the ring of one part of the heads."""
+class _Visits(Circulation):
+    """A trip, at whose stops a pass has visits."""
 
-    def __init__(
-        self,
-        work: _Pass,
-        head: int,
-        chunk: int,
-        spans: list[Span],
-        payload: dict[int, Values],
-        sums: dict[int, Values],
-        kv_last: dict[int, Values],
-    ) -> None:
-        self.work, self.chunk, self.head = work, chunk, head
-        given = [{member: values[head] for member, values in of.items()} for of in (payload, sums, kv_last)]
-        super().__init__(
-            work.method,
-            work.mask,
-            work.builder,
-            head,
-            spans=spans,
-            payload=given[0],
-            sums=given[1],
-            kv_last=given[2],
-        )
+    def __init__(self, work: _Pass, trip: Trip) -> None:
+        self.work = work
+        super().__init__(work.method, work.mask, work.builder, trip)
 
     def rows_needed(self, blocks: Collection[int], readers: Collection[int], *, ever: bool = False) -> RowTable:
         """As a circulation is told: of whole blocks what it asks for, of chunks of keys all."""
@@ -259,7 +242,7 @@ class _Trip(Circulation):
     def compute(self, journey: Journey, place: Place) -> None:
         """Visits of the resting chunks that see what travels, in turn from either end."""
         work, home, member = self.work, journey.home, int(self.rank[journey.home, *place])
-        sums = self.started(journey, place) or self.home_sums.get(home)
+        sums = self.travelling_sum(journey, place) or self.home_sums.get(home)
         seers = [0] if work.is_whole else np.flatnonzero(work.sees[:, home, self.chunk, member]).tolist()
         step = self.spans[self.step[place]].post
         for resting in seers[::-1] if self.chunk % 2 else seers:
@@ -312,8 +295,8 @@ class _Forward(_Pass):
         ever, now = self.seen_ever, self.sees
         queries = _chunks(ever[..., member].any(axis=(1, 2)) & ~now[..., member].any(axis=(1, 2)))
         keys = _chunks(ever[:, member].any(axis=(0, 2)) & ~now[:, member].any(axis=(0, 2)))
-        every = [chunk for chunk in range(self.chunks) if _has_rows(block.rows(chunk))]
-        kept = {chunk for chunk in every if not _has_rows(block.rows_of(Kind.ACC, block.rows(chunk)))}
+        every = [chunk for chunk in range(self.chunks) if _has_rows(block.rows[chunk])]
+        kept = {chunk for chunk in every if not _has_rows(block.rows_of(Kind.ACC, block.rows[chunk]))}
         passing = _Passing({}, {}, {})
         waiting = sorted(queries | keys | kept)
         tiles = self.last_step // self.pace
@@ -393,7 +376,7 @@ class _Backward(_Pass):
             stay, stay_of_sums = Residency(chunk, spans[0].post, spans[-1].wait), self.stay_of_sums(chunk, spans)
             payload, sums = dict[int, Values](), dict[int, Values]()
             for home, block in self.members.items():
-                if _has_rows(block.rows(chunk)) or self.is_whole:
+                if _has_rows(block.rows[chunk]) or self.is_whole:
                     sums[home] = travelling[1](block, [stay_of_sums]).at(chunk, stay.first)
                     if self.is_whole or self.sees[:, home, chunk].any():
                         payload[home] = travelling[0](block, [stay]).at(chunk, stay.first)
@@ -442,11 +425,11 @@ class _Backward(_Pass):
 
         def arrive(chunk: int, step: int, values: Values) -> None:
             if block.host:
-                block.move(Span(step - block.lead, step - 1), whole, values, block.rows(chunk))
+                block.move(Span(step - block.lead, step - 1), whole, values, block.rows[chunk])
             block.gather(chunk, step, homes, values)
             if kind == Kind.QX:
                 results = block.load(step, saved, Kind.SAVED, chunk)
-                block.each(step, "stats", values, results, block.rows(chunk))
+                block.each(step, "stats", values, results, block.rows[chunk])
 
         return block.read(planned, whole, arrive, keep=False)
 
@@ -456,7 +439,7 @@ class _Backward(_Pass):
 
             def store(chunk: int, step: int, values: Values) -> None:
                 if block.host:
-                    block.move(Span(step + 1, step + 1), values, whole, block.rows(chunk))
+                    block.move(Span(step + 1, step + 1), values, whole, block.rows[chunk])
 
             return block.sum(planned, whole, store, in_place=True)
         homes = block.homes(Kind.DQ_CAST, "dq")

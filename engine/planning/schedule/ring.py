@@ -103,6 +103,25 @@ def last_home(method: AttentionMethod, member: int) -> int:
 Members = dict[int, Value]  # by planned member of the ring
 
 
+class Trip(NamedTuple):
+    """What goes around the ring of one part of the heads.
+
+    chunk      of every member's block
+    spans      when its steps are: one for each member, and two in which gradients come home
+    payload    what travels, by the member that it starts from
+    sums       backward: its gradients, where they come home
+    kv_last    where the method `keeps_last`, forward writes it: that of rank r has the rows of the block of
+               `last_home(r)`. It is the payload of backward then, which never touches a rank's own K and V
+    """
+
+    head: int
+    chunk: int
+    spans: list[Span]
+    payload: Members
+    sums: Members
+    kv_last: Members
+
+
 class Place(NamedTuple):
     """Where a block is at one step of its way around the ring; each rank is visited once."""
 
@@ -128,31 +147,13 @@ class Circulation(ABC):
 
     What touches no planned rank is skipped: arrays over all visits [home, cycle, inner step] say what does, and only
     that is emitted one by one.
-
-    ranks      of the ring, which has a part of the `heads`
-    spans      when its steps are: one for each of its ranks, and two in which gradients come home
-    payload    what travels, by the member that it starts from
-    sums       backward: its gradients, where they come home; the caller sets them to zero
-    kv_last    where the method `keeps_last`, forward writes it: that of rank r has the rows of the block of
-               `last_home(r)`. It is the payload of backward then, which never touches a rank's own K and V
     """
 
-    def __init__(
-        self,
-        method: AttentionMethod,
-        mask: Mask,
-        builder: PlanBuilder,
-        head: int,
-        *,
-        spans: list[Span],
-        payload: Members,
-        sums: Members,
-        kv_last: Members,
-    ) -> None:
+    def __init__(self, method: AttentionMethod, mask: Mask, builder: PlanBuilder, trip: Trip) -> None:
         self.builder = builder
         self.route = route_of(method, builder.direction)
-        self.ranks, self.heads, self.spans = method.grid.ring(head), HeadPart(head, method.grid.heads), spans
-        self.payload, self.home_sums, self.kv_last = payload, sums, kv_last
+        self.head, self.chunk, self.spans, self.payload, self.home_sums, self.kv_last = trip
+        self.ranks, self.heads = method.grid.ring(self.head), HeadPart(self.head, method.grid.heads)
         self.kept = frozenset(member for member, rank in enumerate(self.ranks) if rank in builder.kept)
         self.backward = builder.direction == "backward"
         self.gathers = method.kv_transport == "all_gather"
@@ -316,13 +317,9 @@ class Circulation(ABC):
 
     # ---- gradients ----------------------------------------------------------------------------------------------
 
-    def started(self, journey: Journey, place: Place) -> Value | None:
-        """The gradient sum that travels and that a visit adds to, set to zero; None: it adds to none."""
-        if not (self.backward and self.adds[journey.home, *place]):
-            return None
-        found = self._sum(journey, place)
-        self.builder.op(self.spans[self.step[place]].post, "pre", "init", found.whole)
-        return found
+    def travelling_sum(self, journey: Journey, place: Place) -> Value | None:
+        """The gradient sum that travels and that a visit adds to; None: it adds to none."""
+        return self._sum(journey, place) if self.backward and self.adds[journey.home, *place] else None
 
     def _sum(self, journey: Journey, place: Place) -> Value:
         """The gradient sum that a visit adds to."""
@@ -383,7 +380,6 @@ class Circulation(ABC):
         else:
             rows = Rows(min(tail.rows.start for *_, tail in tails), max(tail.rows.stop for *_, tail in tails))
             total = self._value(relay, self.gradient_kind, rows)
-            self.builder.op(self.spans[tails[0][1]].wait, "after", "init", total.whole)
             for post, wait, tail in tails:
                 self._add(wait, total, self._hop(post, wait, Channel.GRADIENT_OUTER, tail, relay))
             done = max(wait for _, wait, _ in tails)
