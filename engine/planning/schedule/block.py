@@ -205,19 +205,19 @@ class Block:
             held.add(stay, values)
         return held
 
-    def sum(self, planned: Iterable[Residency], whole: Values, finish: Finish, *, in_place: bool = False) -> Held:
+    def sum(self, planned: Iterable[Residency], whole: Values, finish: Finish | None = None) -> Held:
         """Brings chunks of a sum for their residencies, stores them in between.
 
-        in_place: on the device, sums are formed in `whole`, and no chunk of its own is needed.
+        finish   takes a complete chunk; without it sums are formed in `whole` for good
         """
         held = Held()
         for stay in planned:
-            alone = self.host or (stay.opens and stay.closes and not in_place)
+            alone = self.host or (stay.opens and stay.closes and finish is not None)
             values = self.part(whole[0].kind, stay.chunk) if alone else whole
             rows = self.rows_of(whole[0].kind, self.rows[stay.chunk])
             if self.host and not stay.opens:
                 self.move(Span(stay.first - self.lead, stay.first - 1), whole, values, rows)
-            if stay.closes:
+            if finish is not None and stay.closes:
                 finish(stay.chunk, stay.last, values)
             elif self.host:
                 self.move(Span(stay.last + 1, stay.last + 1), values, whole, rows)

@@ -40,20 +40,19 @@ import numpy.typing as npt
 from engine.planning.methods.blocks import Blocks
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.schedule.allocate import PlanBuilder, Rows, Span, Value
-from engine.planning.schedule.block import Block, Finish, Held, Residency, Values, residencies
-from engine.planning.schedule.plan import AttentionPlan, Kind
+from engine.planning.schedule.block import Block, Held, Residency, Values, residencies
+from engine.planning.schedule.plan import AttentionPlan, Kind, OpName
 from engine.planning.schedule.ring import (
     Circulation,
     Journey,
     Place,
     Trip,
-    halves,
     keeps_last,
     last_home,
     route_of,
     travels,
 )
-from engine.planning.sequence.mask import Band
+from engine.planning.sequence.mask import Band, halves
 from engine.planning.sequence.visibility import Flags, RowTable, Visibility
 
 
@@ -108,7 +107,8 @@ class _Pass:
             member: Block(method, blocks, builder, member, asking[member] if asking else None)
             for member in sorted({blocks.grid.place(rank)[0] for rank in builder.kept})
         }
-        self.exchanged = blocks.grid.heads > 1
+        # Sums of whole blocks are then what the pass is asked for.
+        self.in_place = self.is_whole and blocks.grid.heads == 1
         self.mask, self.fine = visibility.mask, visibility.of_chunks(self.chunks)
         self.needed = self._needed(self.fine)
         self.sees = self.needed.exists
@@ -154,7 +154,8 @@ class _Pass:
 
     def tiles(self, member: int, operand: Held, sums: Held) -> None:
         """Tiles of all visits, over the residencies of what rests."""
-        for step, _, chunk, head, bands, payload, travelling in self.visits_of(member):
+        own_visits = (visit for visit in self.visits if visit.member == member)
+        for step, _, chunk, head, bands, payload, travelling in own_visits:
             rests, own = operand.at(chunk, step)[head], sums.at(chunk, step)[head]
             for band in bands:
                 if self.keys_travel:
@@ -162,14 +163,6 @@ class _Pass:
                 else:
                     assert travelling is not None
                     self.builder.tile(step, band, payload, rests, travelling, own)
-
-    def visits_of(self, member: int) -> Iterator[_Visit]:
-        """Those at a member."""
-        return (visit for visit in self.visits if visit.member == member)
-
-    def in_place(self, block: Block) -> bool:
-        """Whether sums of whole blocks are what the pass is asked for."""
-        return self.is_whole and not block.exchanged
 
     # ---- trips --------------------------------------------------------------------------------------------------
 
@@ -278,8 +271,8 @@ class _Forward(_Pass):
             uses = sorted([*self.uses(member), *((step, chunk) for chunk, step in passing.queries.items())])
             queries = self._read(block, residencies(uses, block.lead), Kind.Q, "q")
             stays = residencies(self.all_uses(member, Kind.ACC), block.lead)
-            if self.in_place(block):
-                sums = block.sum(stays, block.whole(Kind.ACC, "acc"), lambda *_: None, in_place=True)
+            if self.in_place:
+                sums = block.sum(stays, block.whole(Kind.ACC, "acc"))
             else:
                 saved = block.whole(Kind.SAVED, "saved")
                 sums = block.sum(stays, block.whole(Kind.ACC), partial(self._finish, block, saved))
@@ -393,24 +386,20 @@ class _Backward(_Pass):
         return block.read(planned, block.whole(Kind.KV, "ring_kv" if block.exchanged else "kv"))
 
     def _key_sums(self, block: Block, planned: Iterable[Residency]) -> Held:
-        if self.in_place(block):
-            return block.sum(planned, block.whole(Kind.DKV, "dkv"), lambda *_: None, in_place=True)
-        finish: Finish
-        if block.exchanged:
-            # Complete ones arrive cast, partial ones of replicated heads are summed in fp32.
-            partial_sums = self.method.kv_replicated
-            homes = block.homes(Kind.DKV if partial_sums else Kind.DKV_CAST, "dkv")
+        if self.in_place:
+            return block.sum(planned, block.whole(Kind.DKV, "dkv"))
+        # Complete ones arrive cast, partial ones of replicated heads are summed in fp32.
+        kind = wire = Kind.DKV_CAST
+        op: OpName = "copy"
+        if self.method.kv_replicated:
+            kind, op = Kind.DKV, "add"
             wire = Kind.DKV if self.method.gradient_wire_dtype == "float32" else Kind.DKV_WIRE
+        whole = block.homes(kind, "dkv") if block.exchanged else block.whole(kind, "dkv")
 
-            def finish(chunk: int, step: int, sums: Values) -> None:
-                if partial_sums:
-                    block.send_home(step + 1, wire, sums, homes, chunk, "add")
-                else:
-                    block.send_home(step + 1, Kind.DKV_CAST, sums, homes, chunk)
-        else:
-            whole = block.whole(Kind.DKV_CAST, "dkv")
-
-            def finish(chunk: int, step: int, sums: Values) -> None:
+        def finish(chunk: int, step: int, sums: Values) -> None:
+            if block.exchanged:
+                block.send_home(step + 1, wire, sums, whole, chunk, op)
+            else:
                 block.put(step + 1, sums, whole, chunk)
 
         return block.sum(planned, block.whole(Kind.DKV), finish)
@@ -435,13 +424,7 @@ class _Backward(_Pass):
 
     def _query_sums(self, block: Block, planned: Iterable[Residency]) -> Held:
         if not block.exchanged:
-            whole = block.whole(Kind.DQ, "dq")
-
-            def store(chunk: int, step: int, values: Values) -> None:
-                if block.host:
-                    block.move(Span(step + 1, step + 1), values, whole, block.rows[chunk])
-
-            return block.sum(planned, whole, store, in_place=True)
+            return block.sum(planned, block.whole(Kind.DQ, "dq"))
         homes = block.homes(Kind.DQ_CAST, "dq")
 
         def send(chunk: int, step: int, values: Values) -> None:

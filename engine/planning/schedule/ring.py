@@ -38,7 +38,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeVar
 
@@ -47,7 +47,7 @@ import numpy as np
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.schedule.allocate import Home, Part, PlanBuilder, Rows, Span, Value
 from engine.planning.schedule.plan import Channel, Direction, HeadPart, Kind
-from engine.planning.sequence.mask import Band, Mask, normalise
+from engine.planning.sequence.mask import Mask
 from engine.planning.sequence.visibility import Flags, Integers, RowTable
 
 Number = TypeVar("Number", int, Integers)
@@ -397,34 +397,6 @@ class Circulation(ABC):
 
     def _add(self, step: int, dst: Value, src: Value) -> None:
         self.builder.op(self.spans[step].wait, "after", "add", (dst, src.rows), src.whole)
-
-
-def clip(band: Band, q: Rows, keys: Rows) -> list[Band]:
-    """What a band leaves of some rows and keys, normalised."""
-    q_start, q_stop = max(band.q_start, q.start), min(band.q_stop, q.stop)
-    k_start, k_stop = max(band.k_start, keys.start), min(band.k_stop, keys.stop)
-    if q_start >= q_stop or k_start >= k_stop:
-        return []
-    shift = (k_start - band.k_start) - (q_start - band.q_start)
-    return normalise(Band(q_start, q_stop, k_start, k_stop, band.low + shift, band.high + shift))
-
-
-def halves(bands: Sequence[Band]) -> tuple[list[Band], list[Band]]:
-    """The same visibility as two lists with half of the pairs each, the first rows of the queries in the first."""
-    if not bands:
-        return [], []
-    last_row, last_key = max(band.q_stop for band in bands), max(band.k_stop for band in bands)
-    per_row = np.zeros(last_row, dtype=np.int64)
-    for band in bands:
-        row = np.arange(band.num_queries)
-        per_row[band.queries] += np.minimum(band.num_keys, row + 1 - band.low) - np.maximum(0, row - band.high)
-    pairs = np.cumsum(per_row)
-    cut = int(np.searchsorted(pairs, pairs[-1] / 2)) + 1
-    first, rest = (
-        [part for band in bands for part in clip(band, rows, Rows(0, last_key))]
-        for rows in (Rows(0, cut), Rows(cut, last_row))
-    )
-    return first, rest
 
 
 def _rows(table: RowTable, home: int, place: Place) -> Rows:

@@ -8,6 +8,8 @@ are more tiles, never another kind of tile.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -18,7 +20,7 @@ import numpy.typing as npt
 from engine.config.errors import ConfigError
 from engine.planning.sequence.rectangles import UNBOUNDED, BlockList, build_rectangles, pairs_before
 
-__all__ = ["Band", "BlockList", "Mask", "normalise", "row_strips"]
+__all__ = ["Band", "BlockList", "Mask", "halves", "normalise", "row_strips"]
 
 
 class Band(NamedTuple):
@@ -87,6 +89,20 @@ class Band(NamedTuple):
     def area(self) -> int:
         """Number of visible pairs."""
         return max(0, self._pairs_from(self.low) - self._pairs_from(self.high + 1))
+
+    def of_rows(self, start: int, stop: int) -> Band | None:
+        """What query rows [start, stop) see of it, cut to rows and columns that see something; None: nothing."""
+        first_row = max(0, self.low, start - self.q_start)
+        last_row = min(self.num_queries, self.high + self.num_keys, stop - self.q_start)
+        first_key, last_key = max(0, first_row - self.high), min(self.num_keys, last_row - self.low)
+        if first_row >= last_row or first_key >= last_key or self.low > self.high:
+            return None
+        rows, keys = (
+            (self.q_start + first_row, self.q_start + last_row),
+            (self.k_start + first_key, self.k_start + last_key),
+        )
+        shift = first_key - first_row
+        return Band(*rows, *keys, self.low + shift, self.high + shift)
 
     def _pairs_from(self, difference: int) -> int:
         """Pairs with i - j >= difference: row i has clamp(i - difference + 1, 0, num_keys) of them."""
@@ -164,7 +180,7 @@ def normalise(band: Band) -> list[Band]:
     Rows that see nothing never reach a kernel (kernels disagree about their lse), and both the top-left and the
     bottom-right causal convention give the same result on a square.
     """
-    trimmed = _trim(band)
+    trimmed = band.of_rows(band.q_start, band.q_stop)
     if trimmed is None:
         return []
     low = trimmed.low if trimmed.hides_later else -UNBOUNDED
@@ -172,18 +188,6 @@ def normalise(band: Band) -> list[Band]:
     if low == -UNBOUNDED or high < UNBOUNDED:
         return [Band(*trimmed[:4], low, high)]
     return _split_causal(trimmed, -low)
-
-
-def _trim(band: Band) -> Band | None:
-    """The band cut to rows and columns that see something; None when nothing does."""
-    rows, keys, low, high = band.num_queries, band.num_keys, band.low, band.high
-    first_row, last_row = max(0, low), min(rows, high + keys)
-    first_key, last_key = max(0, first_row - high), min(keys, last_row - low)
-    if first_row >= last_row or first_key >= last_key or low > high:
-        return None
-    (q_start, _, k_start, *_), shift = band, first_key - first_row
-    rows_kept, keys_kept = (q_start + first_row, q_start + last_row), (k_start + first_key, k_start + last_key)
-    return Band(*rows_kept, *keys_kept, low + shift, high + shift)
 
 
 def row_strips(band: Band, rows: int) -> list[Band]:
@@ -195,11 +199,21 @@ def row_strips(band: Band, rows: int) -> list[Band]:
     """
     if band.kind != "band":
         return [band]
-    strips = []
-    for done in range(0, band.num_queries, rows):
-        start, stop = band.q_start + done, min(band.q_start + done + rows, band.q_stop)
-        strips.append(_trim(Band(start, stop, band.k_start, band.k_stop, band.low - done, band.high - done)))
+    strips = (band.of_rows(start, start + rows) for start in range(band.q_start, band.q_stop, rows))
     return [strip for strip in strips if strip is not None]
+
+
+def halves(bands: Sequence[Band]) -> tuple[list[Band], list[Band]]:
+    """The same visibility as two lists with half of the pairs each, the first rows of the queries in the first."""
+    rows = range(1 + max((band.q_stop for band in bands), default=0))
+
+    def part(start: int, stop: int) -> list[Band]:
+        return [band for whole in bands if (band := whole.of_rows(start, stop))]
+
+    half = sum(band.area() for band in bands) / 2
+    cut = bisect_left(rows, half, key=lambda row: sum(band.area() for band in part(0, row)))
+    first, last = ([n for band in part(*ends) for n in normalise(band)] for ends in ((0, cut), (cut, rows.stop)))
+    return first, last
 
 
 def _split_causal(band: Band, prefix: int) -> list[Band]:

@@ -19,9 +19,8 @@ from engine.planning.methods.presets import PRESETS, AttentionMethod
 from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.schedule.plan import AttentionPlan, Channel, Kind, RankPlan, TokenBytes
-from engine.planning.schedule.ring import halves
 from engine.planning.sequence.layers import attention_layers
-from engine.planning.sequence.mask import Mask
+from engine.planning.sequence.mask import Mask, halves
 from engine.planning.sequence.visibility import Visibility
 
 SHAPES = [(w, size // w) for size in range(1, 9) for w in range(1, size + 1) if size % w == 0]
