@@ -73,6 +73,9 @@ def plan_blocks(
     return builder.build()
 
 
+_Uses = list[tuple[int, int]]  # (step, chunk)
+
+
 class _Visit(NamedTuple):
     """Tiles of one resting chunk of a ring member at one step, against what travels, for one part of the heads."""
 
@@ -141,11 +144,11 @@ class _Pass:
         found = self.fine.bands(*numbers, of="q" if self.keys_travel else "kv")
         return [Band(b.q_start + q, b.q_stop + q, b.k_start + k, b.k_stop + k, b.low, b.high) for b in found]
 
-    def uses(self, member: int) -> list[tuple[int, int]]:
+    def uses(self, member: int) -> _Uses:
         """(step, chunk) of what rests at a member, steps ascending."""
         return sorted({(visit.step, visit.chunk) for visit in self.visits if visit.member == member})
 
-    def all_uses(self, member: int, kind: Kind) -> list[tuple[int, int]]:
+    def all_uses(self, member: int, kind: Kind) -> _Uses:
         """As `uses`; chunks that see nothing are named once, after all others, because their sums are zero."""
         uses, block = self.uses(member), self.members[member]
         seen = {chunk for _, chunk in uses}
@@ -248,18 +251,6 @@ class _Visits(Circulation):
             step += work.pace
 
 
-class _Passing(NamedTuple):
-    """Chunks that a pass run again only exchanges, each set with the step at which its chunks are on the device.
-
-    queries, keys   not worked on, but backward will be
-    kept            out was kept in all rows; it goes home
-    """
-
-    queries: dict[int, int]
-    keys: dict[int, int]
-    kept: dict[int, int]
-
-
 class _Forward(_Pass):
     """Forward: (out, lse) of a query chunk accumulate, for a ring of one without ever leaving the device."""
 
@@ -267,8 +258,8 @@ class _Forward(_Pass):
         """Emit everything."""
         (self._stream_keys if self.route.size == 1 and not self.is_whole else self._send_keys)()
         for member, block in self.members.items():
-            passing = self._passing(member)
-            uses = sorted([*self.uses(member), *((step, chunk) for chunk, step in passing.queries.items())])
+            queries_pass, _, kept = self._passing(member)
+            uses = sorted([*self.uses(member), *queries_pass])
             queries = self._read(block, residencies(uses, block.lead), Kind.Q, "q")
             stays = residencies(self.all_uses(member, Kind.ACC), block.lead)
             if self.in_place:
@@ -276,29 +267,28 @@ class _Forward(_Pass):
             else:
                 saved = block.whole(Kind.SAVED, "saved")
                 sums = block.sum(stays, block.whole(Kind.ACC), partial(self._finish, block, saved))
-                for chunk, step in passing.kept.items():
+                for step, chunk in kept:
                     self._send_home(block, block.load(step, saved, Kind.SAVED, chunk), chunk, step)
             self.tiles(member, queries, sums)
 
-    def _passing(self, member: int) -> _Passing:
-        """What passes through the ranks of a head group, spread over the steps that have tiles."""
+    def _passing(self, member: int) -> tuple[_Uses, _Uses, _Uses]:
+        """What a pass run again only exchanges: queries and keys that backward will work on, and chunks of which out
+        was kept in all rows.
+        """
         block = self.members[member]
         if self.mask.query_stop is None or not block.exchanged:
-            return _Passing({}, {}, {})
+            return [], [], []
         ever, now = self.seen_ever, self.sees
-        queries = _chunks(ever[..., member].any(axis=(1, 2)) & ~now[..., member].any(axis=(1, 2)))
-        keys = _chunks(ever[:, member].any(axis=(0, 2)) & ~now[:, member].any(axis=(0, 2)))
-        every = [chunk for chunk in range(self.chunks) if _has_rows(block.rows[chunk])]
-        kept = {chunk for chunk in every if not _has_rows(block.rows_of(Kind.ACC, block.rows[chunk]))}
-        passing = _Passing({}, {}, {})
-        waiting = sorted(queries | keys | kept)
-        tiles = self.last_step // self.pace
-        gap = max(1, tiles // (len(waiting) + 1))  # in tiles; one after another where there are enough of them
-        for turn, chunk in enumerate(waiting, 1):
-            for index, chunks in enumerate((queries, set() if self.is_whole else keys, kept)):
-                if chunk in chunks:
-                    passing[index][chunk] = self.pace * (gap * turn + gap * index // 3)
-        return passing
+        queries = ever[..., member].any(axis=(1, 2)) & ~now[..., member].any(axis=(1, 2))
+        keys = ever[:, member].any(axis=(0, 2)) & ~now[:, member].any(axis=(0, 2))
+        kept = [_has_rows(rows) and not _has_rows(block.rows_of(Kind.ACC, rows)) for rows in block.rows]
+        return self._turns(queries), [] if self.is_whole else self._turns(keys), self._turns(kept)
+
+    def _turns(self, chosen: npt.ArrayLike) -> _Uses:
+        """The chosen chunks, spread over the steps that have tiles; one after another where they are too many."""
+        chunks = np.flatnonzero(chosen).tolist()
+        gap = self.pace * max(1, self.last_step // self.pace // (len(chunks) + 1))
+        return [(gap * turn, chunk) for turn, chunk in enumerate(chunks, 1)]
 
     def _stream_keys(self) -> None:
         """Queries in the outer loop: every row of chunks is walked to its end."""
@@ -309,7 +299,7 @@ class _Forward(_Pass):
         steps = {pair: self.pace * n for n, pair in enumerate(order)}
         self.last_step = max(steps.values(), default=0)
         uses = [(step, j) for (_, j), step in steps.items()]
-        uses += [(step, j) for j, step in self._passing(0).keys.items()]
+        uses += self._passing(0)[1]
         block = self.members[0]
         keys = self._read(block, residencies(sorted(uses), block.lead), Kind.KV, "kv")
         for (i, j), step in steps.items():
@@ -330,8 +320,8 @@ class _Forward(_Pass):
             self.travel(chunk, spans, keys, {}, last)
             self.last_step = stay.last
         for home, block in self.members.items():
-            passing = self._passing(home).keys.items()
-            self._read(block, (Residency(chunk, step, step) for chunk, step in passing), Kind.KV, "kv")
+            passing = self._passing(home)[1]
+            self._read(block, (Residency(chunk, step, step) for step, chunk in passing), Kind.KV, "kv")
 
     def _read(self, block: Block, planned: Iterable[Residency], kind: Kind, pin: str) -> Held:
         """Chunks of an input, which get there by an exchange if there is one."""
@@ -435,7 +425,3 @@ class _Backward(_Pass):
 
 def _has_rows(rows: Rows) -> bool:
     return rows.start < rows.stop
-
-
-def _chunks(chosen: npt.ArrayLike) -> set[int]:
-    return set(np.flatnonzero(chosen).tolist())
