@@ -9,7 +9,7 @@ from attention_oracle import pairs_between
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.planning.sequence.layout import Layout, build_layout, piece_rows
+from engine.planning.sequence.layout import Layout, build_layout
 from engine.planning.sequence.mask import Mask
 from engine.planning.sequence.visibility import Visibility
 
@@ -84,14 +84,3 @@ def test_drawn_examples_of_the_docstring_hold() -> None:
             name, 8, 2, masks=(mask,), chunks=1 + (name == "chunk_cyclic"), split_at=4 * (name == "split_zigzag")
         )
         assert [layout.positions(rank).tolist() for rank in range(2)] == blocks
-
-
-@given(st.integers(0, 100), st.integers(1, 9), st.integers(1, 5))
-def test_pieces_differ_by_at_most_one_row_inside_a_chunk_and_cover_all_rows(rows: int, heads: int, chunks: int) -> None:
-    pieces = [[piece_rows(rows, heads, chunks, hp, chunk) for hp in range(heads)] for chunk in range(chunks)]
-    flat = [piece for of_chunk in pieces for piece in of_chunk]
-    assert [stop for _, stop in flat[:-1]] == [start for start, _ in flat[1:]]
-    assert (flat[0][0], flat[-1][1]) == (0, rows)
-    for of_chunk in pieces:
-        sizes = [stop - start for start, stop in of_chunk]
-        assert max(sizes) - min(sizes) <= 1
