@@ -282,13 +282,15 @@ class _Forward(_Pass):
         queries = ever[..., member].any(axis=(1, 2)) & ~now[..., member].any(axis=(1, 2))
         keys = ever[:, member].any(axis=(0, 2)) & ~now[:, member].any(axis=(0, 2))
         kept = [_has_rows(rows) and not _has_rows(block.rows_of(Kind.ACC, rows)) for rows in block.rows]
-        return self._turns(queries), [] if self.is_whole else self._turns(keys), self._turns(kept)
+        return self._turns(queries, 0), [] if self.is_whole else self._turns(keys, 1), self._turns(kept, 2)
 
-    def _turns(self, chosen: npt.ArrayLike) -> _Uses:
-        """The chosen chunks, spread over the steps that have tiles; one after another where they are too many."""
+    def _turns(self, chosen: npt.ArrayLike, third: int) -> _Uses:
+        """The chosen chunks, spread over the steps that have tiles, with three kinds of them in turn; one after another
+        where they are too many.
+        """
         chunks = np.flatnonzero(chosen).tolist()
-        gap = self.pace * max(1, self.last_step // self.pace // (len(chunks) + 1))
-        return [(gap * turn, chunk) for turn, chunk in enumerate(chunks, 1)]
+        gap = max(1, self.last_step // self.pace // (len(chunks) + 1))  # in tiles
+        return [(self.pace * (gap * turn + gap * third // 3), chunk) for turn, chunk in enumerate(chunks, 1)]
 
     def _stream_keys(self) -> None:
         """Queries in the outer loop: every row of chunks is walked to its end."""
