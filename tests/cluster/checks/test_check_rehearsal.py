@@ -15,7 +15,7 @@ from cluster.checks.groups.ib import FabricView
 from cluster.survey.adapters import HcaPort, parse_adapters, roce_gid_index
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import NodeProbe, SectionState
-from cluster.testbed.hardware.devices import compute_adapters, faults, models
+from cluster.testbed.hardware.devices import compute_adapters, faults, gpu_path
 from engine.config.cluster import ClusterConfig
 
 OK, SKIP, WARN, UNKNOWN, FAIL = Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.UNKNOWN, Verdict.FAIL
@@ -86,8 +86,8 @@ def test_a_healthy_node_passes_every_check(tmp_path: Path, profile: str, number:
     view = FabricView.of(NodeFacts(probe, ClusterConfig()))
     assert {port.device for port in view.ports} == set(wanted)
     gpus = view.facts.gpu_addresses
-    path = models()[profile].gpu_path
-    assert [(gpu.index, gpu.pci_path, gpu.numa_node) for gpu in gpus] == [(k, path(k), k // 4) for k in range(8)]
+    told = [(gpu.index, gpu.pci_path, gpu.numa_node) for gpu in gpus]
+    assert told == [(k, gpu_path(profile, k), k // 4) for k in range(8)]
     # Every GPU shares a switch with the adapter of its rail.
     ports = {port.device: port for port in view.ports}
     assert [gpu.pci_path[:2] for gpu in gpus[:: 8 // len(wanted)]] == [ports[name].pci_path[:2] for name in wanted]
