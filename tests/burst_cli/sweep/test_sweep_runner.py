@@ -228,9 +228,10 @@ def test_damaged_sweep_is_named(tmp_path: Path) -> None:
     (folder.path / "sweep.json").write_text("{")
     with pytest.raises(SweepError, match="is damaged"):
         folder.read()
-    (folder.path / "sweep.json").write_text('{"format": 1, "cells": [7]}')
-    with pytest.raises(SweepError, match="holds another sweep"):
-        open_sweep(tmp_path, plan_of(1))
+    for cells, said in (("[7]", "does not describe a sweep"), ('[{"id": "other"}]', "holds another sweep")):
+        (folder.path / "sweep.json").write_text(f'{{"format": 1, "cells": {cells}}}')
+        with pytest.raises(SweepError, match=said):
+            open_sweep(tmp_path, plan_of(1))
 
 
 def test_sweep_is_found_by_its_id_or_how_it_begins(tmp_path: Path) -> None:
