@@ -256,12 +256,6 @@ def check_disk(check: Check, facts: NodeFacts) -> list[Finding]:
     return [check.finding(severities.get(section.output, Verdict.UNKNOWN), section.output)]
 
 
-def told_traits(facts: NodeFacts) -> dict[str, str]:
-    """Section `host.traits` holds `CHECK=VALUE` lines."""
-    section = facts.probe.section("host.traits")
-    return dict(line.split("=", 1) for line in section.output.splitlines()) if section.ok else {}
-
-
-FAKE_GROUP = CheckGroup("host", (check_disk,), traits=told_traits)
+FAKE_GROUP = CheckGroup("host", (check_disk,))
 GROUPS = (FAKE_GROUP,)
 HEALTHY = answer({"host.disk": "ok"})

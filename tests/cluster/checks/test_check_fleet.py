@@ -161,21 +161,6 @@ def test_nodes_are_tested_with_each_other_over_their_open_connections(nodes: Any
     assert not any(findings(skipped, name, "host.x") for name in nodes)
 
 
-def with_driver(version: str) -> object:
-    return answer({"host.disk": "ok", "host.traits": f"gpu.driver={version}"})
-
-
-def test_the_node_with_another_driver_is_named() -> None:
-    fleet = FakeFleet(
-        {"n1": with_driver("550"), "n2": with_driver("535"), "n3": with_driver("550"), "n4": refused("n4")}
-    )
-    report = check(fleet)
-    assert verdicts(report) == {"n1": "OK", "n2": "FAIL", "n3": "OK", "n4": "FAIL"}
-    (odd,) = findings(report, "n2", "gpu.driver")
-    assert (odd.observed, odd.expected) == ("535", "550, as 2 of 3 nodes have")
-    assert findings(report, "n4", "gpu.driver") == []  # who was not reached is not blamed for more
-
-
 def test_this_machine_alone_has_no_ssh_and_nobody_to_compare_with() -> None:
     report = check_this_machine(CONFIG, CheckOptions(selection=Selection(only=("host",)), timeout_s=60))
     (node,) = report.nodes.values()

@@ -91,21 +91,14 @@ FIELDS = [
     ("h100x8", "fb_memory_usage>used", "15 MiB", "busy", OK),
     ("h100x8", "fb_memory_usage>used", "16 MiB", "busy", FAIL),
     ("h100x8", "fb_memory_usage>used", "ERR!", "busy", UNKNOWN),
-    # every throttle reason, under both names; NVML has bits for more, which are settings and the power limit
+    # reasons for slow clocks, under both names; others are settings and the power limit
+    ("h100x8", "clocks_event_reason_sw_power_cap", "Active", "throttle", OK),
+    ("h100x8", "clocks_event_reason_applications_clocks_setting", "Active", "throttle", OK),
+    ("h100x8", "clocks_event_reason_sw_thermal_slowdown", "Active", "throttle", WARN),
     *(
-        (profile, f"clocks_{word}_reason_{reason}", "Active", "throttle", severity)
+        (profile, f"clocks_{word}_reason_hw_{reason}", "Active", "throttle", FAIL)
         for profile, word in (("h100x8", "event"), ("a100x8", "throttle"))
-        for reason, severity in {
-            "gpu_idle": OK,
-            "applications_clocks_setting": OK,
-            "sw_power_cap": OK,
-            "hw_slowdown": FAIL,
-            "sync_boost": OK,
-            "sw_thermal_slowdown": WARN,
-            "hw_thermal_slowdown": FAIL,
-            "hw_power_brake_slowdown": FAIL,
-            "display_clocks_setting": OK,
-        }.items()
+        for reason in ("slowdown", "thermal_slowdown", "power_brake_slowdown")
     ),
 ]
 

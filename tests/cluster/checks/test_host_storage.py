@@ -114,19 +114,6 @@ def test_a_file_that_could_not_be_removed_is_named(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
-    commands = itertools.count()
-
-    def given(stdin: bytes) -> bytes:
-        if next(commands) == 1:
-            raise KeyboardInterrupt
-        return stdin
-
-    with pytest.raises(KeyboardInterrupt):
-        check_shared_folder({"a": LocalConnection("a", given=given)}, str(tmp_path))
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("folder", ["", "relative", "~/shared", "/a\0b"])
 def test_only_absolute_paths_are_folders(folder: str) -> None:
     with pytest.raises(ConfigError, match="absolute"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,6 @@ from testkit.plan_fleet import run_config
 
 from cluster.agent.survey import find_data, find_room
 from cluster.checks.groups.launch import Offer, launch_group, read_offer
-from cluster.checks.groups.software import read_software
-from cluster.checks.launch import UnfitNodesError, check_launch
-from cluster.ssh.hosts import Host
 from cluster.survey.ask import survey_node
 from cluster.survey.facts import NodeFacts
 from engine.data.files import list_files
@@ -54,20 +50,6 @@ def test_a_file_where_runs_should_lie_is_no_folder(ask: Ask, tmp_path: Path) -> 
     for folder in (f"{tmp_path}/runs/mine", "~/runs/mine"):
         assert ask(node_folder=folder).room == (None, f"{tmp_path}/runs is not a folder")
     assert find_room(str(tmp_path / "not" / "there")) > 0
-
-
-def test_the_python_of_the_ranks_tells_which_packages_it_has(tmp_path: Path) -> None:
-    bare = tmp_path / "python-without-packages"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
-    bare.chmod(0o755)
-    config = run_config(cluster={"python": sys.executable})
-    (facts,) = check_launch([Host("n1", "127.0.0.1")], config, connect=lambda _: LocalConnection("n1")).nodes
-    software = read_software(facts)
-    assert software is not None
-    assert software.modules["torch"]
-    lacking = run_config(cluster={"python": str(bare)})
-    with pytest.raises(UnfitNodesError, match="has no torch, numpy, yaml, safetensors"):
-        check_launch([Host("n1", "127.0.0.1")], lacking, connect=lambda _: LocalConnection("n1"))
 
 
 def test_a_port_in_use_is_told_and_a_free_one_can_be_bound(ask: Ask) -> None:

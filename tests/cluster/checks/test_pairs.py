@@ -93,11 +93,6 @@ def test_what_an_agent_does_not_tell_was_not_tried(answer: dict[str, object]) ->
     assert [finding.severity for finding in found] == [UNKNOWN, OK, OK]
 
 
-def test_words_of_an_agent_are_cleaned() -> None:
-    told = {"results": [["b", "\x1b[31mred\nline", "", 1]]}
-    assert read_ways("a", ["b"], told) == {("a", "b"): "red line"}
-
-
 # Agents.
 
 

@@ -18,22 +18,8 @@ from cluster.survey.section import Section, SectionState, UnreadableError
 
 KEYS = st.sampled_from(
     [
-        *("peers", "module", "driver", "kernel", "dmabuf", "devices", "total", "dev", "port"),
-        *(
-            "eth0",
-            "path",
-            "kind",
-            "master",
-            "state",
-            "rate",
-            "link_layer",
-            "gids",
-            "grown",
-            "metric",
-            "dst",
-            "ifname",
-        ),
-        *("addr_info", "flags", "mtu", "linkinfo", "nexthops", "dev", "local", "prefixlen", "family", "scope"),
+        *("peers", "module", "driver", "dmabuf", "devices", "total", "ports", "broken", "dev", "port", "path", "state"),
+        *("rate", "gids", "grown", "links", "routes", "name", "up", "mtu", "master", "addresses", "reader", "seen"),
     ]
 )
 WORDS = st.sampled_from(["port", "broken", "mlx5_0", "1", "eth0", "0000:01:00.0", "0x030200"])
