@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from cluster.survey.adapters import HcaPort
@@ -24,10 +23,9 @@ class StorageRoute:
 class NodeEnvironmentFacts:
     """One node, as far as its environment depends on it.
 
-    gateways: interfaces with a router behind them. lower_interfaces: what lies below a bond, bridge or VLAN: `bond0` ->
-    (`eth0`, `eth1`). interface: the one for sockets and rendezvous, if any; interface_reason: why it, or none. cores:
-    CPUs of a login. has_gpudirect: whether adapters can read GPU memory themselves; None: not known. notes: what could
-    not be read, in words.
+    gateways: interfaces with a router behind them. interface: the one for sockets and rendezvous, if any;
+    interface_reason: why it, or none. cores: CPUs of a login. has_gpudirect: whether adapters can read GPU memory
+    themselves; None: not known. notes: what could not be read, in words.
     """
 
     node: str
@@ -38,7 +36,6 @@ class NodeEnvironmentFacts:
     interface_reason: str = ""
     gateways: frozenset[str] = frozenset()
     storage: tuple[StorageRoute, ...] = ()
-    lower_interfaces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     cores: int | None = None
     has_gpudirect: bool | None = None
     notes: tuple[str, ...] = ()
@@ -52,17 +49,6 @@ class NodeEnvironmentFacts:
     def no_address(self) -> str:
         """Why there is none, and what to do."""
         return f"no address for the other nodes: {self.interface_reason}; set cluster.interface"
-
-    def carriers(self, interface: str) -> frozenset[str]:
-        """`interface` and everything below it, down to the adapters' own interfaces."""
-        found: set[str] = set()
-        ahead = [interface]
-        while ahead:
-            name = ahead.pop()
-            if name not in found:
-                found.add(name)
-                ahead += self.lower_interfaces.get(name, ())
-        return frozenset(found)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +17,7 @@ from cluster.survey.nvidia_smi import LSPCI, SMI
 from cluster.survey.section import UnreadableError, listed
 from cluster.survey.sysfs import python_question
 
-# Servers of mounted network file systems, and the interface to each; what lies below bonds, bridges and VLANs.
+# Servers of mounted network file systems, and the interface to each.
 CARRIERS = python_question(
     "env.carriers",
     20,
@@ -26,8 +25,7 @@ CARRIERS = python_question(
 import subprocess
 
 networked = re.compile(r"nfs4?|lustre|ceph|cifs|smb3|beegfs.*|(fuse\.)?glusterfs")
-told = {"storage": [], "lower": [[one.parent.name, one.name[6:]] for one in root.glob("sys/class/net/*/lower_*")]}
-told["cores"] = len(os.sched_getaffinity(0))
+told = {"storage": [], "cores": len(os.sched_getaffinity(0))}
 for source, folder, kind, options, *_ in mounts(root / "proc/mounts"):
     if networked.fullmatch(kind) and len(told["storage"]) < 32:
         given = re.search(r"(?:^|,)addr=([^,]*)", options)
@@ -61,17 +59,12 @@ def read_facts(facts: NodeFacts, overrides: Sequence[str] = ()) -> NodeEnvironme
         has_gpudirect = facts.gpudirect.works
     except UnreadableError:
         has_gpudirect = None
-    lower = dict(found.lower_interfaces)
-    for one in network.interfaces:
-        if one.master and one.name not in lower.get(one.master, ()):
-            lower[one.master] = (*lower.get(one.master, ()), one.name)
     return replace(
         found,
         interfaces=network.interfaces,
         interface=facts.interface.interface,
         interface_reason=facts.interface.reason,
         gateways=network.gateways,
-        lower_interfaces=lower,
         has_gpudirect=has_gpudirect,
     )
 
@@ -81,11 +74,8 @@ def adapter_facts(facts: NodeFacts) -> NodeEnvironmentFacts:
     found = NodeEnvironmentFacts(facts.node, facts.adapters.ports, gpus=facts.gpu_addresses)
 
     def take(told: Any) -> NodeEnvironmentFacts:
-        lower: dict[str, tuple[str, ...]] = defaultdict(tuple)
-        for upper, one in sorted(listed(told["lower"])):
-            lower[str(upper)] += (str(one),)
         storage = tuple(StorageRoute(*(one_line(word) for word in row)) for row in listed(told["storage"]))
-        return replace(found, storage=storage, lower_interfaces=lower, cores=int(told["cores"]))
+        return replace(found, storage=storage, cores=int(told["cores"]))
 
     try:
         return facts.section(CARRIERS).read(take)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from cluster.env.facts import HcaDecision, NodeEnvironmentFacts
 from cluster.survey.adapters import HcaPort, natural
@@ -102,11 +102,11 @@ def _drop_carriers(sieve: _Sieve, facts: NodeEnvironmentFacts, config: ClusterCo
 
     They would when none of that rate remained, or when more GPUs than before had to share one.
     """
-    reasons, expected = _carrier_reasons(facts), config.expected.hcas or 0
+    uses, expected = {port.name: _other_use(port, facts) for port in sieve.left}, config.expected.hcas or 0
     _, leading = _leading_layer(sieve.left)
     best = max((port.rate_gbps or 0.0 for port in leading), default=0.0)
     leading = [port for port in leading if (port.rate_gbps or 0.0) >= best - _RATE_TOLERANCE_GBPS]
-    carrying = [port for port in leading if port.netdev in reasons]
+    carrying = [port for port in leading if uses[port.name]]
     spare, gpus, why = len(leading) - len(carrying), max(1, len(facts.gpus)), ""
     is_expected = spare < expected <= len(leading)
     if is_expected:
@@ -116,23 +116,20 @@ def _drop_carriers(sieve: _Sieve, facts: NodeEnvironmentFacts, config: ClusterCo
     elif -(-gpus // spare) > -(-gpus // len(leading)):
         why = f"without it {gpus} GPUs would share {spare} ports"
     for port in carrying if why else ():
-        told = f"{reasons[port.netdev or '']}, but {why}"
+        told = f"{uses[port.name]}, but {why}"
         sieve.remark([port.name], told)
         if not is_expected:
             sieve.warnings.append(f"{port.name} is used for the ranks: {told}")
-    sieve.drop(lambda port: None if why and port in carrying else reasons.get(port.netdev or ""))
+    sieve.drop(lambda port: None if why and port in carrying else uses[port.name])
 
 
-def _carrier_reasons(facts: NodeEnvironmentFacts) -> Mapping[str, str]:
-    """Interfaces that carry other traffic, and which."""
-    routed = {interface.name for interface in facts.interfaces if interface.is_default_route}
-    routed |= {port.netdev for port in facts.ports if port.netdev and port.has_default_route}
+def _other_use(port: HcaPort, facts: NodeEnvironmentFacts) -> str | None:
+    """Which other traffic its interface carries."""
     uses = [(one.interface, f"leads to the storage server {one.server} ({one.mount_point})") for one in facts.storage]
-    found: dict[str, str] = {}
-    for way, use in [*uses, *((name, "carries the default route") for name in routed)]:
-        for name in facts.carriers(way):
-            found[name] = f"its interface {name}{'' if name == way else f' (as part of {way})'} {use}"
-    return found
+    for way, use in [(port.default_route, "carries the default route"), *uses]:
+        if way and way in port.ways:
+            return f"its interface {port.netdev}{'' if way == port.netdev else f' (as part of {way})'} {use}"
+    return None
 
 
 def _drop_other_layers(sieve: _Sieve) -> None:

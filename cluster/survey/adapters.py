@@ -44,6 +44,15 @@ def find_netdev(device, number):
     return tied or next((one.name for one in folders if int(tell(one / "dev_port") or 0) == int(number) - 1), "")
 
 
+def find_ways(name):
+    # Bonds, bridges and VLANs that an interface is below have its packets, too.
+    found = [name] if name else []
+    for one in found:
+        above = [file.name[6:] for file in (root / "sys/class/net" / one).glob("upper_*")]
+        found += [name for name in sorted(above) if name not in found]
+    return found
+
+
 def count(port, tree="sys"):
     # A rehearsal tree may hold what has grown meanwhile in a second tree beside sys.
     files = {name: root / tree / port.relative_to(root / "sys") / "counters" / name for name in counters}
@@ -60,10 +69,9 @@ for device in sorted(root.glob("sys/class/infiniband/*")):
         one["physfn"] = (device / "device/physfn").exists()
         one["netdev"] = netdev = find_netdev(device, port.name)
         folder = root / "sys/class/net" / (netdev or "none")
-        # An interface that is a part of a bond or a bridge has the routes of that one.
-        master = place(folder / "master").rpartition("/")[2]
-        one["bonded"] = bool(master) or (folder / "bonding").exists()
-        one["default_route"] = netdev in defaults or master in defaults
+        one["bonded"] = (folder / "master").exists() or (folder / "bonding").exists()
+        one["ways"] = find_ways(netdev)
+        one["default_route"] = next((way for way in one["ways"] if way in defaults), "")
         gids = {str(index): tell(port / "gids" / str(index)) for index in range(32)}
         types = port / "gid_attrs/types"
         one["gids"] = {index: [tell(types / index), gid] for index, gid in gids.items() if gid.strip("0:")}
@@ -112,9 +120,9 @@ class HcaPort:
 
     device, port: `mlx5_0`, 1. link_layer: InfiniBand or Ethernet. state: ACTIVE, DOWN, INIT, ... phys_state: LinkUp,
     Polling, Disabled, ... rate_gbps: what is set up now. pci_path: PCI addresses from the root complex to the adapter
-    (`0000:00:01.0`, ..., the adapter last). netdev: its network interface. gids: index -> (type, address).
-    pcie_gts: GT/s per lane. errors: by how much each error counter that can be read grew in BURST_COUNT_S. None, or ""
-    for a state: the node did not tell.
+    (`0000:00:01.0`, ..., the adapter last). netdev: its network interface. ways: that, and the bonds, bridges and VLANs
+    above it; default_route: the one of them that has it. gids: index -> (type, address). pcie_gts: GT/s per lane.
+    errors: by how much each error counter that can be read grew in BURST_COUNT_S. None, or "" for a state: not told.
     """
 
     device: str
@@ -131,7 +139,8 @@ class HcaPort:
     pcie_width: int | None = None
     pcie_width_max: int | None = None
     gids: Mapping[int, tuple[str, str]] = field(default_factory=dict)
-    has_default_route: bool = False
+    ways: tuple[str, ...] = ()
+    default_route: str = ""
     pcie_gts: float | None = None
     errors: Mapping[str, int] = field(default_factory=dict)
 
@@ -242,7 +251,8 @@ def _port(row: Mapping[str, Any]) -> HcaPort:
         pcie_width=_width(row["current_link_width"]),
         pcie_width_max=_width(row["max_link_width"]),
         gids=gids,
-        has_default_route=row["default_route"] is True,
+        ways=tuple(map(one_line, listed(row["ways"]))),
+        default_route=one_line(row["default_route"]),
         pcie_gts=_number(_SPEED, row["current_link_speed"]),
         errors={one_line(name): int(by) for name, by in row["grown"].items()},
     )

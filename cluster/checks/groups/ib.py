@@ -78,7 +78,7 @@ class FabricView:
 
 def _is_other(port: HcaPort) -> bool:
     """Whether it is of a kind that ranks use only where there is nothing else."""
-    return port.is_bond or port.is_virtual_function or port.has_default_route
+    return port.is_bond or port.is_virtual_function or bool(port.default_route)
 
 
 def _is_beside(port: HcaPort, gpu_paths: Sequence[Sequence[str]]) -> bool:

@@ -152,18 +152,18 @@ def test_what_else_an_interface_is_part_of_is_seen(tree: Path) -> None:
     bond = tree / "sys/devices/virtual/net/bond7"
     bond.mkdir(parents=True)
     (tree / "sys/class/net/ib3/master").symlink_to(bond)
+    (tree / "sys/class/net/ib3/upper_bond7").symlink_to(bond)
     (tree / "proc/net").mkdir(parents=True)
     routes = ("ib1\t00000000\t0100000A", "ib2\t0000000A\t0", "bond7\t00000000\t0100000A")
     (tree / "proc/net/route").write_text("\n".join(("Iface\tDestination\tGateway", *routes, "")))
     told = [
-        (port.netdev, port.is_virtual_function, port.is_bond, port.has_default_route)
-        for port in ports_of(tree).values()
+        (port.netdev, port.is_virtual_function, port.is_bond, port.default_route) for port in ports_of(tree).values()
     ]
     assert told == [
-        ("ib0", True, False, False),  # and not its partition
-        ("ib1", False, False, True),
-        ("ib2", False, False, False),
-        ("ib3", False, True, True),
+        ("ib0", True, False, ""),  # and not its partition
+        ("ib1", False, False, "ib1"),
+        ("ib2", False, False, ""),
+        ("ib3", False, True, "bond7"),
     ]
 
 

@@ -81,7 +81,7 @@ def test_without_gpus_every_port_counts_that_no_configuration_excuses(node: Fabr
 
 
 def test_what_ranks_use_is_judged_wherever_it_sits_and_whatever_else_it_carries(node: FabricNode):
-    node.ports[ONE]["default_route"] = True
+    node.ports[ONE]["default_route"] = node.ports[ONE]["netdev"]
     assert len(chosen(node).active) == 8  # without it GPUs would share
     node.ports["mlx5_9"] |= UP
     assert {one.device for one in chosen(node).active} == {*COMPUTE, "mlx5_9"} - {ONE}
@@ -197,7 +197,7 @@ def test_a_node_without_adapters_is_skipped_unless_they_are_expected():
     node = bare()
     assert {one.check: one.severity for one in node.check()} == dict.fromkeys(GROUP.checks, SKIP)
     assert node.told(hcas=8)[0] == "FAIL ib.count: 0 ports for training are up; expected: 8 (cluster.expected.hcas)"
-    changes = {"link_layer": "Ethernet", "netdev": "eth0", "default_route": True, **DOWN}
+    changes = {"link_layer": "Ethernet", "netdev": "eth0", "default_route": "eth0", **DOWN}
     node.ports["mlx5_0"] = FabricNode.healthy().ports["mlx5_0"] | changes
     reason = "its link is not up: state DOWN, Disabled"
     assert {one.observed for one in node.check()} == {f"no adapter for training: mlx5_0:1 {reason}"}
@@ -304,7 +304,7 @@ def test_a_port_has_all_that_the_probe_told():
     found = one_port(link_layer="a%25b")
     assert found.pci_path == ("0000:15:01.0", "0000:16:00.0", "0000:17:08.0", "0000:18:00.0")
     assert (found.netdev, found.numa_node, found.link_layer) == ("ib0", 0, "a%25b")
-    assert (found.is_bond, found.is_virtual_function, found.has_default_route) == (False, False, False)
+    assert (found.is_bond, found.is_virtual_function, found.ways, found.default_route) == (False, False, ("ib0",), "")
     assert one_port(dev="mlx5_bond_0").is_bond
 
 

@@ -27,9 +27,15 @@ def machine(name: str, **changes: Any) -> NodeEnvironmentFacts:
     """The facts of the recorded machine; `changes` replace what the file says."""
     given = recorded(name)
     interfaces = tuple(interface(**entry) for entry in given["interfaces"])
+    routed = {one.name for one in interfaces if one.is_default_route}
+
+    def above(netdev: str) -> dict[str, Any]:
+        ways = (netdev, *(upper for upper, names in given.get("lower", {}).items() if netdev in names))
+        return {"ways": ways, "default_route": next((way for way in ways if way in routed), "")}
+
     facts: dict[str, Any] = {
         "node": name,
-        "ports": tuple(port(**entry) for entry in given["ports"]),
+        "ports": tuple(port(**entry, **above(entry.get("netdev", ""))) for entry in given["ports"]),
         "interfaces": interfaces,
         "gpus": tuple(
             GpuAddress(index, tuple(entry["path"].split("/")), entry["numa"])
@@ -39,7 +45,6 @@ def machine(name: str, **changes: Any) -> NodeEnvironmentFacts:
         "interface_reason": "the default route leaves here",
         "gateways": frozenset(given.get("gateways", ())),
         "storage": tuple(StorageRoute(**entry) for entry in given.get("storage", ())),
-        "lower_interfaces": {upper: tuple(names) for upper, names in given.get("lower", {}).items()},
         "cores": given["cores"],
     }
     return NodeEnvironmentFacts(**facts | changes)
@@ -53,6 +58,7 @@ def port(device: str, *, roce_v2: dict[int, str] | None = None, path: str = "", 
     """A port that is up, on InfiniBand with 400 Gbit/s, unless told otherwise. roce_v2: GID index -> IPv4 address."""
     facts: dict[str, Any] = {"link_layer": "InfiniBand", "state": "ACTIVE", "phys_state": "LinkUp", "rate_gbps": 400.0}
     fields["numa_node"] = fields.pop("numa", None)
+    fields.setdefault("ways", (fields.get("netdev", ""),))
     gids = {index: ("RoCE v2", _gid(address)) for index, address in (roce_v2 or {}).items()}
     return HcaPort(device, 1, pci_path=tuple(path.split("/")) if path else (), gids=gids, **facts | fields)
 

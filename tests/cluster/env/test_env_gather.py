@@ -69,7 +69,7 @@ def test_what_else_cannot_be_read_is_not_known(answer: NodeProbe, name: str, cha
     assert facts_of(late(answer, name)) == replace(facts_of(answer), **changes)
 
 
-def test_mounts_cores_and_what_lies_below_a_bond_are_those_of_the_machine(
+def test_mounts_and_cores_are_those_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: NodeProbe
 ) -> None:
     root = furnish(tmp_path, monkeypatch, "h100x8")
@@ -82,8 +82,6 @@ def test_mounts_cores_and_what_lies_below_a_bond_are_those_of_the_machine(
         "127.0.0.1:/e /own nfs rw 0 0\n"
         "198.51.100.12:/e /volume fuse.glusterfs rw 0 0\n"
     )
-    (root / "sys/class/net/bond7").mkdir(parents=True)
-    (root / "sys/class/net/bond7/lower_eth8").symlink_to("../eth8")
     facts = facts_of(replace(answer, sections={**answer.sections, **probe("env").sections}))
     assert facts.interface is not None
     assert [(one.mount_point, one.server, one.interface) for one in facts.storage] == [
@@ -93,4 +91,3 @@ def test_mounts_cores_and_what_lies_below_a_bond_are_those_of_the_machine(
         ("/volume", "198.51.100.12", facts.interface.name),
     ]
     assert facts.cores == len(os.sched_getaffinity(0))
-    assert facts.carriers("bond7") == {"bond7", "eth8"}

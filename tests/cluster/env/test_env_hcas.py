@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from env_topologies import interface, node, port
+from env_topologies import node, port
 
 from cluster.env.facts import StorageRoute
 from cluster.survey.adapters import HcaPort
@@ -32,11 +32,6 @@ def storage(way: str, **facts: Any) -> dict[str, Any]:
     return {"storage": (StorageRoute("/data", "10.9.0.5", way),), **facts}
 
 
-def default_route(way: str, **lower: tuple[str, ...]) -> dict[str, Any]:
-    routed = interface(way, addresses=("10.0.0.1/24",), is_default_route=True)
-    return {"interfaces": (routed,), "lower_interfaces": lower}
-
-
 def expected(**hardware: Any) -> dict[str, Any]:
     return {"config": ClusterConfig(expected=ExpectedHardware(**hardware))}
 
@@ -53,17 +48,16 @@ def expected(**hardware: Any) -> dict[str, Any]:
         ({"is_bond": True}, {}, "a bond of several ports"),
         ({**ETHERNET, "rate_gbps": 800.0, "is_bond": True}, {}, "a bond of several ports"),
         ({"is_virtual_function": True}, {}, "a virtual function"),
-        ({"netdev": "eth0"}, {}, "its interface eth0 carries the default route"),
-        ({"netdev": "ib1", "has_default_route": True}, {}, "its interface ib1 carries the default route"),
+        ({"netdev": "eth0", "default_route": "eth0"}, {}, "its interface eth0 carries the default route"),
         ({"netdev": "ib1"}, storage("ib1"), f"its interface ib1 {TO_STORAGE}"),
         (
-            {"netdev": "ib2"},
-            storage("bond0", lower_interfaces={"bond0": ("ib2",)}),
+            {"netdev": "ib2", "ways": ("ib2", "bond0")},
+            storage("bond0"),
             f"its interface ib2 (as part of bond0) {TO_STORAGE}",
         ),
         (
-            {"netdev": "eth2"},
-            default_route("vlan7", vlan7=("bond0",), bond0=("eth2", "bond0")),
+            {"netdev": "eth2", "ways": ("eth2", "bond0", "vlan7"), "default_route": "vlan7"},
+            {},
             "its interface eth2 (as part of vlan7) carries the default route",
         ),
     ],
@@ -79,7 +73,7 @@ def many(count: int, **fields: Any) -> list[HcaPort]:
 
 
 EIGHT = {"gpus": tuple(GpuAddress(index) for index in range(8))}
-ROCE = port("mlx5_0", netdev="eth0", rate_gbps=100.0, **ETHERNET)
+ROCE = port("mlx5_0", netdev="eth0", default_route="eth0", rate_gbps=100.0, **ETHERNET)
 BOND, SLOW = port("mlx5_8", is_bond=True, **ETHERNET), port("mlx5_9", rate_gbps=25.0, **ETHERNET)
 SOME = [port("mlx5_1", rate_gbps=200.0), port("mlx5_2", rate_gbps=100.0)]
 NO_OTHER = "but the node has no other port as fast"
