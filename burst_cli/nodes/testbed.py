@@ -156,9 +156,7 @@ def fault(
     sshd_hang                sshd accepts and stays silent
     key_swap                 sshd shows another host key
     login_refused            sshd accepts no key
-    slow_shell SECONDS       every command begins so much later
     disk_full PATH[:FREE]    no space in this folder, or only FREE, such as 100m
-    docker_stop              no Docker engine
     hardware FAULT           of fake hardware, such as gpu_lost:3, busy:0,
                              driver:535.104.05, port_down:mlx5_4
 

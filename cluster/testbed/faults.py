@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,10 +17,10 @@ from pathlib import Path
 from cluster.testbed.build import open_testbed
 from cluster.testbed.hardware.files import hardware_files, lay_hardware
 from cluster.testbed.machine import TestbedError, run_command, try_command
-from cluster.testbed.node import docker, docker_answers, login_shell, passwd_text, sshd
+from cluster.testbed.node import sshd
 from cluster.testbed.plan import key_command, link_command, rate_commands
 from cluster.testbed.spec import parse_rate
-from cluster.testbed.testbed import SSH_USER, Fault, Node, Testbed, locked
+from cluster.testbed.testbed import Fault, Node, Testbed, locked
 from engine.config.errors import ConfigError
 
 _DISK_SOURCE = "burst-fault"  # names our mounts
@@ -60,7 +59,7 @@ def _rates(node: Node, faults: Sequence[Fault]) -> None:
 def _sshd(node: Node, faults: Sequence[Fault]) -> None:
     kinds, daemon = {fault.kind for fault in faults}, sshd(node)
     if _swap_host_key(node.ssh, swapped="key_swap" in kinds) or "sshd_stop" in kinds:
-        daemon.stop()
+        daemon.kill()
     if "sshd_stop" in kinds:
         return
     if daemon.pid() is None:
@@ -89,17 +88,6 @@ def _login(node: Node, faults: Sequence[Fault]) -> None:
     node.authorized_keys.write_text("" if _values(faults, "login_refused") else key, encoding="utf-8")
 
 
-def _shell(node: Node, faults: Sequence[Fault]) -> None:
-    passwd, shell = Path("/etc/passwd").read_text(encoding="utf-8"), node.path / "slow_shell"
-    slow = _values(faults, "slow_shell")
-    if slow:
-        own = next(line.split(":")[6] for line in passwd.splitlines() if line.startswith(f"{SSH_USER}:"))
-        shell.write_text(f'#!/bin/sh\nsleep {float(slow[0] or 0):g}\nexec {shlex.quote(login_shell(own))} "$@"\n')
-        shell.chmod(0o755)
-    # Written in place: it is mounted over the node's /etc/passwd, and a new file would not be seen there.
-    (node.etc / "passwd").write_text(passwd_text(passwd, str(node.home), str(shell) if slow else None))
-
-
 def _disks(node: Node, faults: Sequence[Fault]) -> None:
     wanted = dict(_parse_disk(value) for value in _values(faults, "disk_full"))
     listing = try_command(node.inside("findmnt", "--json", "--list", "--source", _DISK_SOURCE, "--output", "TARGET"))
@@ -120,15 +108,6 @@ def _hardware(node: Node, faults: Sequence[Fault]) -> None:
     lay_hardware(node, [value or "" for value in _values(faults, "hardware")])
 
 
-def _docker(node: Node, faults: Sequence[Fault]) -> None:
-    stopped = bool(_values(faults, "docker_stop"))
-    if stopped or not docker_answers(node):
-        docker(node).stop()
-    if not stopped and not docker_answers(node):
-        docker(node).start()
-        docker(node).wait()
-
-
 FAULT_KINDS = {
     "link_down": FaultKind(_links, "[INTERFACE]", several=True),
     "link_slow": FaultKind(_rates, "RATE"),
@@ -136,9 +115,7 @@ FAULT_KINDS = {
     "sshd_hang": FaultKind(_sshd),
     "key_swap": FaultKind(_sshd),
     "login_refused": FaultKind(_login),
-    "slow_shell": FaultKind(_shell, "SECONDS"),
     "disk_full": FaultKind(_disks, "PATH[:FREE]", several=True),
-    "docker_stop": FaultKind(_docker),
     "hardware": FaultKind(_hardware, "FAULT", several=True),
 }
 
@@ -189,12 +166,8 @@ def _check(node: Node, fault: Fault) -> None:
         raise ConfigError(f"link_down {value!r}: {node.name} has the interfaces {', '.join(spec.interfaces)}")
     if fault.kind == "link_slow":
         parse_rate(value)
-    if fault.kind == "slow_shell" and not re.fullmatch(r"\d{1,4}(\.\d+)?", value):
-        raise ConfigError(f"slow_shell {value!r}: expected seconds, such as 5 or 0.5")
     if fault.kind == "disk_full" and try_command(node.inside("test", "-d", _parse_disk(value)[0])).returncode:
         raise ConfigError(f"disk_full: {node.name} has no folder {_parse_disk(value)[0]}")
-    if fault.kind == "docker_stop" and not spec.docker:
-        raise ConfigError("docker_stop: the nodes of this testbed have no Docker engine; build one with up --docker")
     if fault.kind == "hardware":
         hardware_files(spec.hardware, node.name, node.number, (value,))
 

@@ -16,7 +16,7 @@ from cluster.testbed.machine import Command, TestbedError, run_command, tool_pat
 from cluster.testbed.testbed import SSH_USER, Node
 from engine.runs.process import process_start
 
-_END_S = 20.0
+_END_S = 5.0
 
 
 class Service(enum.StrEnum):
@@ -32,7 +32,7 @@ class Service(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Daemon:
-    """A daemon of `node`. command: what starts it in the background, inside. end: the signal that ends it well."""
+    """A daemon of `node`. command: what starts it in the background, inside."""
 
     what: str
     node: Node
@@ -40,7 +40,6 @@ class Daemon:
     pid_file: Path
     log: Path
     answers: Callable[[], bool]
-    end: signal.Signals = signal.SIGKILL
 
     def pid(self) -> int | None:
         """Its live process, if it is in the node's network namespace: pids are used again."""
@@ -59,17 +58,14 @@ class Daemon:
         """Return as soon as it answers."""
         wait_until(self.answers, f"{self.node.name}: {self.what}", self.log)
 
-    def stop(self) -> None:
-        """End it, in good order if it can. What it left running goes on."""
-        pid, deadline = self.pid(), time.monotonic() + _END_S
-        number = self.end
-        while pid is not None and process_start(pid) is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+    def kill(self) -> None:
+        """End it at once. What it left running goes on."""
+        deadline = time.monotonic() + _END_S
+        while (pid := self.pid()) is not None:
             if time.monotonic() > deadline:
-                number = signal.SIGKILL
-            if time.monotonic() > deadline + _END_S:
                 raise TestbedError(f"{self.node.name}: {self.what} (process {pid}) does not end")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
             time.sleep(0.01)
         self.pid_file.unlink(missing_ok=True)
 
@@ -92,7 +88,6 @@ def docker(node: Node) -> Daemon:
         node.docker / "docker.pid",
         log,
         lambda: docker_answers(node),
-        signal.SIGTERM,
     )
 
 
@@ -120,17 +115,15 @@ def docker_answers(node: Node) -> bool:
     return False
 
 
-def passwd_text(passwd: str, home: str, shell: str | None = None) -> str:
-    """`passwd` with another home for the SSH user, so that keys and caches of a node are its own; and another shell."""
+def passwd_text(passwd: str, home: str) -> str:
+    """`passwd` with another home for the SSH user, so that keys and caches of a node are its own, and a shell that lets
+    it in."""
     lines = []
     for line in passwd.splitlines():
         fields = line.split(":")
         if len(fields) == 7 and fields[0] == SSH_USER:
-            fields[5:] = [home, shell or login_shell(fields[6])]
+            fields[5] = home
+            if not fields[6] or fields[6].endswith(("nologin", "false")):
+                fields[6] = "/bin/sh"
         lines.append(":".join(fields))
     return "\n".join(lines) + "\n"
-
-
-def login_shell(path: str) -> str:
-    """The shell of an entry of passwd, or /bin/sh where that lets nobody in."""
-    return "/bin/sh" if not path or path.endswith(("nologin", "false")) else path

@@ -15,7 +15,6 @@ MANAGEMENT = "eth0"  # the interface that SSH uses; rails are rail0, rail1, ...
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,11}")
 _RATE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kmg]?)(bit|b|ib)(?:/s)?")
 _UNITS = {"bit": (1000, 1), "b": (1000, 8), "ib": (1024, 8)}  # base of the prefixes, bits
-_UNIT_BITS = {"k": 10**3, "m": 10**6, "g": 10**9}
 
 
 @dataclass(frozen=True)
@@ -91,9 +90,3 @@ def parse_rate(text: str) -> int:
     if not 8_000 <= bits <= 10**12:
         raise ConfigError(f"rate {text!r}: expected one such as 200mbit or 50MB/s, from 8kbit to 1000gbit")
     return bits
-
-
-def format_rate(bits_per_s: int) -> str:
-    """The rate as `parse_rate` reads it."""
-    unit = next((unit for unit in "gmk" if bits_per_s >= _UNIT_BITS[unit]), "k")
-    return f"{bits_per_s / _UNIT_BITS[unit]:.6g}{unit}bit"

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from cluster.testbed.machine import TestbedError
 from cluster.testbed.node import Service, docker_answers, sshd_service
 from cluster.testbed.slurm import slurm_states
-from cluster.testbed.spec import format_rate
 from cluster.testbed.teardown import leftovers
 from cluster.testbed.testbed import Node, load_testbed, state_root
 
@@ -69,7 +68,7 @@ def read_status(name: str) -> TestbedStatus:
         nodes=nodes,
         node_set=spec.node_set,
         rails=spec.rails,
-        rate=None if spec.rate_bits_per_s is None else format_rate(spec.rate_bits_per_s),
+        rate=None if spec.rate_bits_per_s is None else f"{spec.rate_bits_per_s / 1e6:g}mbit",
         hardware=spec.hardware,
         config_file=testbed.config_file,
         ssh_config=str(testbed.ssh_config),

@@ -94,15 +94,11 @@ def _remove_all(name: str) -> tuple[int, int]:
     pids: set[int] = set()
     spaces: set[str] = set()
     folder, deadline = state_root() / name, time.monotonic() + _PATIENCE_S
-    while (
-        (found := _processes(name))
-        or [*_namespaces(namespace_prefix(name)), *_control_groups(name)]
-        or (folder.exists())
-    ):
+    while left := [one for one in leftovers(name) if not one.startswith("link ")]:  # which goes with its namespace
         if time.monotonic() > deadline:
-            raise TestbedError(f"testbed {name}: cannot remove {', '.join(leftovers(name))}")
-        pids |= found
-        for pid in found:
+            raise TestbedError(f"testbed {name}: cannot remove {', '.join(left)}")
+        for pid in _processes(name):
+            pids.add(pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         for namespace in _namespaces(namespace_prefix(name)):

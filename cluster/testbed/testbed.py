@@ -173,68 +173,22 @@ class Testbed:
         return replace(self, faults={**self.faults, node: faults})
 
 
-@dataclass(frozen=True)
 class Node:
     """The node `name` of a testbed, its `number`-th from 1."""
 
-    testbed: Testbed
-    name: str
-    number: int
-
-    @property
-    def path(self) -> Path:
-        """Its folder."""
-        return self.testbed.path / "nodes" / self.name
-
-    @property
-    def etc(self) -> Path:
-        """Files that the node has in the place of this machine's: hosts, hostname, passwd, ..."""
-        return self.path / "etc"
-
-    @property
-    def ssh(self) -> Path:
-        """Configuration, host key, log and pid file of its sshd."""
-        return self.path / "ssh"
-
-    @property
-    def home(self) -> Path:
-        """Home of the SSH user."""
-        return self.path / "home"
-
-    @property
-    def authorized_keys(self) -> Path:
-        """What its sshd lets in."""
-        return self.home / ".ssh" / "authorized_keys"
-
-    @property
-    def docker(self) -> Path:
-        """Everything of its Docker engine."""
-        return self.path / "docker"
-
-    @property
-    def docker_socket(self) -> Path:
-        """Where its Docker engine listens."""
-        return self.docker / "docker.sock"
-
-    @property
-    def bin(self) -> Path:
-        """Fake tools, first in PATH."""
-        return self.path / "bin"
-
-    @property
-    def run(self) -> Path:
-        """What of it is in memory."""
-        return self.testbed.run / self.name
-
-    @property
-    def fake(self) -> Path:
-        """Folder of the fake /sys, /proc, ...: what BURST_PROBE_ROOT names."""
-        return self.run / "root"
-
-    @property
-    def namespace(self) -> Path:
-        """Its network namespace."""
-        return NAMESPACES / f"{namespace_prefix(self.testbed.name)}{self.name}"
+    def __init__(self, testbed: Testbed, name: str, number: int) -> None:
+        self.testbed, self.name, self.number = testbed, name, number
+        self.path = testbed.path / "nodes" / name
+        self.etc = self.path / "etc"  # files that it has in the place of this machine's: hosts, hostname, passwd, ...
+        self.ssh = self.path / "ssh"  # configuration, host key, log and pid file of its sshd
+        self.home = self.path / "home"  # of the SSH user
+        self.authorized_keys = self.home / ".ssh" / "authorized_keys"
+        self.docker = self.path / "docker"  # everything of its Docker engine
+        self.docker_socket = self.docker / "docker.sock"
+        self.bin = self.path / "bin"  # fake tools, first in PATH
+        self.run = testbed.run / name  # what of it is in memory
+        self.fake = self.run / "root"  # fake /sys, /proc, ...: what BURST_PROBE_ROOT names
+        self.namespace = NAMESPACES / f"{namespace_prefix(testbed.name)}{name}"  # of its network
 
     @property
     def address(self) -> str:

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import pytest
@@ -25,8 +27,7 @@ from cluster.testbed.teardown import standing_names, tear_down
 from cluster.testbed.testbed import Testbed
 
 MakeTestbed = Callable[..., Testbed]
-_MARK = "zt"  # names of testbeds of tests: zt, the test process in letters, two letters that count
-_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_MARK = "zt"  # names of testbeds of tests: zt, the test process, two letters that count
 _counter = itertools.count()
 
 
@@ -133,8 +134,8 @@ def make_testbed(testbeds: Testbeds) -> MakeTestbed:
 
 def next_name(owner: int | None = None) -> str:
     """A name that nothing else uses: neither another test process nor an earlier testbed of this one."""
-    tens, ones = divmod(next(_counter), len(_LETTERS))
-    return f"{_MARK}{_to_letters(owner or os.getpid())}{_LETTERS[tens]}{_LETTERS[ones]}"
+    tens, ones = divmod(next(_counter), 26)
+    return f"{_MARK}{owner or os.getpid()}{ascii_lowercase[tens]}{ascii_lowercase[ones]}"
 
 
 def remove_abandoned() -> None:
@@ -144,20 +145,7 @@ def remove_abandoned() -> None:
             tear_down(name, Path(os.devnull) / name)
 
 
-def _to_letters(number: int) -> str:
-    digits = ""
-    while number:
-        number, digit = divmod(number, 26)
-        digits = _LETTERS[digit] + digits
-    return digits
-
-
 def owner_of(name: str) -> int | None:
     """The test process that made the testbed `name`; None when no test did."""
-    letters = name.removeprefix(_MARK)[:-2]
-    if not name.startswith(_MARK) or not letters or set(letters) - set(_LETTERS):
-        return None
-    number = 0
-    for letter in letters:
-        number = 26 * number + _LETTERS.index(letter)
-    return number
+    found = re.fullmatch(rf"{_MARK}(\d+)[a-z]{{2}}", name)
+    return int(found[1]) if found else None

@@ -17,7 +17,6 @@ from testkit.waiting import wait_for
 
 from burst_cli.nodes.testbed_view import status_table
 from cluster.testbed.build import build_plan
-from cluster.testbed.machine import missing_requirements
 from cluster.testbed.spec import TestbedSpec
 from cluster.testbed.status import read_status
 from cluster.testbed.teardown import leftovers, tear_down
@@ -85,15 +84,6 @@ def test_a_killed_up_leaves_nothing_after_down(testbed_machine, tmp_path, delay_
 
     assert leftovers(name) == []
     assert not list(Path("/sys/fs/cgroup").glob(f"*/slurm_{name}*"))
-
-
-def test_missing_packages_of_slurm_are_named_only_to_who_wants_slurm(tmp_path):
-    asked = missing_requirements(docker=False, slurm=True, platform="linux", root=True, path=str(tmp_path))
-    plain = missing_requirements(docker=False, platform="linux", root=True, path=str(tmp_path))
-
-    assert {"slurmd not found: apt-get install slurmd", "sbatch not found: apt-get install slurm-client"} <= set(asked)
-    assert "munged not found: apt-get install munge" in asked
-    assert not any("slurm" in problem for problem in plain)
 
 
 def test_the_plan_shows_daemons_and_files_of_slurm(tmp_path):

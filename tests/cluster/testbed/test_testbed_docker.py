@@ -11,11 +11,7 @@ from testkit.connecting import connect
 from testkit.image_rig import busybox_tree
 from testkit.machine_clock import machine_time
 
-from cluster.testbed.faults import clear_faults, set_fault
-from cluster.testbed.node import docker
-from cluster.testbed.status import read_status
 from cluster.testbed.teardown import leftovers, tear_down
-from engine.runs.process import process_start
 
 IMAGE = "burst-testbed-test:1"
 _SECONDS = 1_000_000 + os.getpid()  # how long a container sleeps: no other process has this argument
@@ -41,19 +37,6 @@ def test_an_image_lies_in_the_memory_of_the_node_that_got_it_and_its_containers_
     assert run(testbed, one, "docker", "images", "--quiet")
     assert run(testbed, other, "docker", "images", "--quiet") == ""
     assert run(testbed, one, "stat", "-f", "-c", "%T", str(testbed.nodes[0].docker / "data")) == "tmpfs"
-
-
-def test_an_engine_stops_and_comes_back_with_its_images(testbed):
-    node = testbed.nodes[1]
-    run(testbed, node.name, "docker", "import", "-", IMAGE, stdin=busybox_tree())
-    pid = docker(node).pid()
-    set_fault(testbed, node.name, "docker_stop")
-    seen = [process_start(pid), str(read_status(testbed.name).nodes[1].docker)]
-    clear_faults(testbed, node.name)
-    seen.append(str(read_status(testbed.name).nodes[1].docker))
-
-    assert seen == [None, "down", "up"]
-    assert run(testbed, node.name, "docker", "images", "--format", "{{.Repository}}:{{.Tag}}") == IMAGE
 
 
 def test_down_ends_containers_without_any_network_and_their_control_groups(make_testbed):

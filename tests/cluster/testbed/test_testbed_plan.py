@@ -12,7 +12,7 @@ from cluster.ssh.hosts import is_host_name
 from cluster.testbed.machine import missing_requirements, tool_path
 from cluster.testbed.node import passwd_text
 from cluster.testbed.plan import network_commands
-from cluster.testbed.spec import TestbedSpec, format_rate, parse_rate
+from cluster.testbed.spec import TestbedSpec, parse_rate
 from cluster.testbed.testbed import BLOCKS, Testbed, block_network, load_testbed, state_root
 from engine.config.errors import ConfigError
 
@@ -56,9 +56,8 @@ def test_all_mistakes_of_a_testbed_are_told_at_once():
         ("125 KiB/s", 1_024_000),
     ],
 )
-def test_a_rate_reads_back_as_it_was_written(text, bits):
+def test_a_rate_is_read(text, bits):
     assert parse_rate(text) == bits
-    assert parse_rate(format_rate(bits)) == bits
 
 
 @pytest.mark.parametrize("text", ["", "200", "5MB/h", "-1mbit", "1kbit", "9999999gbit", "1mbit; reboot"])
@@ -90,7 +89,6 @@ def test_only_the_ssh_user_gets_another_home():
     passwd = "root:x:0:0:root:/root:/usr/sbin/nologin\nme:x:1000:1000::/home/me:/bin/zsh\n"
 
     assert passwd_text(passwd, "/h") == "root:x:0:0:root:/h:/bin/sh\nme:x:1000:1000::/home/me:/bin/zsh\n"
-    assert passwd_text(passwd, "/h", "/slow").startswith("root:x:0:0:root:/h:/slow\n")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"spec": {"name": "../x"}, "block": 0, "faults": {}}'])
