@@ -1,6 +1,7 @@
-"""The job of a run on Kubernetes as a plain value: a JobSet of one pod per node. Pure.
+"""The job of a run on Kubernetes as a plain value: a JobSet, or a TrainJob of Kubeflow Trainer. Pure.
 
-Every pod runs the same command: `cluster.launch.pod` around torchrun, which reads its place from PET_* variables.
+Every pod is a node and runs the same command: `cluster.launch.pod` around torchrun, which reads its place from PET_*
+variables. Trainer sets these itself; for a JobSet they are part of the manifest.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import yaml
 from cluster.launch.pod import FILES, PER_POD
 from cluster.plan import LaunchPlan
 from cluster.plan_nodes import RUN_LABEL
+from engine.config.cluster import KubernetesConfig
 
 JOB_FILE = "job.yaml"
-CONTAINER = "node"  # and the job of the pods, too
-RESOURCE = "jobsets.jobset.x-k8s.io"
+CONTAINER = "node"  # as Trainer's runtimes call it, and the job of the pods, too
 MASTER_PORT = 29500
+_API = {"JobSet": "jobset.x-k8s.io/v1alpha2", "TrainJob": "trainer.kubeflow.org/v1alpha1"}
 _RANK = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-_KEEP_S = 7 * 86400  # an ended job, and so what its pods said
+_KEEP_S = 7 * 86400  # an ended JobSet, and so what its pods said
 _STOP_MARGIN_S = 15  # for the last lines of logs, after the ranks have ended
 
 
@@ -28,27 +30,21 @@ def job_name(run_id: str) -> str:
     return f"burst-{run_id}"
 
 
+def resource_of(settings: KubernetesConfig) -> str:
+    """What kubectl calls the kind of job."""
+    return f"{settings.kind.lower()}s.{_API[settings.kind].partition('/')[0]}"
+
+
 def build_job(plan: LaunchPlan) -> dict[str, Any]:
     """The job of `plan`, one pod per node of it."""
-    settings, count = plan.config.cluster.kubernetes, len(plan.nodes)
+    settings = plan.config.cluster.kubernetes
     labels = {RUN_LABEL: plan.run_id}
     queue = {} if settings.queue is None else {"kueue.x-k8s.io/queue-name": settings.queue}
     metadata: dict[str, Any] = {"name": job_name(plan.run_id), "labels": {**labels, **queue}}
     if settings.namespace is not None:
         metadata["namespace"] = settings.namespace
-    job = {
-        "completionMode": "Indexed",
-        "completions": count,
-        "parallelism": count,
-        "backoffLimit": 0,  # who begins again is `burst`: from a checkpoint, and not after every mistake
-        "template": {"metadata": {"labels": dict(labels)}, "spec": _pod(plan)},
-    }
-    spec = {
-        "ttlSecondsAfterFinished": _KEEP_S,
-        "failurePolicy": {"maxRestarts": 0},
-        "replicatedJobs": [{"name": CONTAINER, "replicas": 1, "template": {"spec": job}}],
-    }
-    return {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": metadata, "spec": spec}
+    spec = _jobset(plan, labels) if settings.kind == "JobSet" else _trainjob(plan, labels)
+    return {"apiVersion": _API[settings.kind], "kind": settings.kind, "metadata": metadata, "spec": spec}
 
 
 def job_text(plan: LaunchPlan) -> str:
@@ -56,19 +52,76 @@ def job_text(plan: LaunchPlan) -> str:
     return yaml.dump(build_job(plan), Dumper=_Dumper, sort_keys=False, width=100_000)
 
 
-def _pod(plan: LaunchPlan) -> dict[str, Any]:
-    settings, checkpoint, first = plan.config.cluster.kubernetes, plan.config.train.checkpoint, plan.nodes[0]
-    labels = dict(label.split("=", 1) for label in settings.node_selector)
+def pod_command(plan: LaunchPlan) -> list[str]:
+    """What every pod runs."""
+    first = plan.nodes[0]
+    return [first.argv[0], "-m", "cluster.launch.pod", first.folder, *first.argv]
+
+
+def mount_of(plan: LaunchPlan) -> str:
+    """Where the claim is mounted."""
+    return plan.nodes[0].cwd
+
+
+def _jobset(plan: LaunchPlan, labels: Mapping[str, str]) -> dict[str, Any]:
+    count, name = len(plan.nodes), job_name(plan.run_id)
+    place = [
+        _variable("PET_NNODES", str(count)),
+        _variable("PET_NPROC_PER_NODE", str(plan.backend.local_ranks)),
+        {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _RANK}}},
+        _variable("PET_MASTER_ADDR", f"{name}-{CONTAINER}-0-0.{name}"),
+        _variable("PET_MASTER_PORT", str(_port(plan))),
+    ]
     container = {
         "name": CONTAINER,
         "image": plan.config.cluster.container.image,
-        "command": [_literal(word) for word in (first.argv[0], "-m", "cluster.launch.pod", first.folder, *first.argv)],
-        "env": _environment(plan),
+        "command": _literal(pod_command(plan)),
+        "env": [*place, *_escaped(_environment(plan))],
         "resources": _resources(plan),
-        "volumeMounts": [{"name": "shared", "mountPath": first.cwd}, {"name": "shm", "mountPath": "/dev/shm"}],
+        "volumeMounts": _mounts(plan),
+    }
+    pod = {"restartPolicy": "Never", **_pod(plan), "containers": [container]}
+    job = {
+        "completionMode": "Indexed",
+        "completions": count,
+        "parallelism": count,
+        "backoffLimit": 0,  # who begins again is `burst`: from a checkpoint, and not after every mistake
+        "template": {"metadata": {"labels": dict(labels)}, "spec": pod},
     }
     return {
-        "restartPolicy": "Never",
+        "ttlSecondsAfterFinished": _KEEP_S,
+        "failurePolicy": {"maxRestarts": 0},
+        "replicatedJobs": [{"name": CONTAINER, "replicas": 1, "template": {"spec": job}}],
+    }
+
+
+def _trainjob(plan: LaunchPlan, labels: Mapping[str, str]) -> dict[str, Any]:
+    pod = {**_pod(plan), "containers": [{"name": CONTAINER, "volumeMounts": _mounts(plan)}]}
+    job = {"name": CONTAINER, "template": {"spec": {"template": {"metadata": {"labels": dict(labels)}, "spec": pod}}}}
+    return {
+        "runtimeRef": {"name": plan.config.cluster.kubernetes.runtime},
+        "trainer": {
+            "image": plan.config.cluster.container.image,
+            "command": _literal(pod_command(plan)),
+            "env": _escaped(_environment(plan)),
+            "numNodes": len(plan.nodes),
+            "numProcPerNode": plan.backend.local_ranks,
+            "resourcesPerNode": _resources(plan),
+        },
+        "runtimePatches": [
+            {
+                "manager": "burst.run/launch",
+                "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}},
+            }
+        ],
+    }
+
+
+def _pod(plan: LaunchPlan) -> dict[str, Any]:
+    """What a JobSet and a patch of a TrainJob say alike of a pod."""
+    settings, checkpoint = plan.config.cluster.kubernetes, plan.config.train.checkpoint
+    labels = dict(label.split("=", 1) for label in settings.node_selector)
+    return {
         "terminationGracePeriodSeconds": int(checkpoint.stop_grace_s) + _STOP_MARGIN_S,
         **({"nodeSelector": labels} if labels else {}),
         "volumes": [
@@ -76,8 +129,11 @@ def _pod(plan: LaunchPlan) -> dict[str, Any]:
             # NCCL and loaders exchange data of ranks of one pod there; a container has 64 MiB by default.
             {"name": "shm", "emptyDir": {"medium": "Memory"}},
         ],
-        "containers": [container],
     }
+
+
+def _mounts(plan: LaunchPlan) -> list[dict[str, str]]:
+    return [{"name": "shared", "mountPath": mount_of(plan)}, {"name": "shm", "mountPath": "/dev/shm"}]
 
 
 def _resources(plan: LaunchPlan) -> dict[str, Any]:
@@ -91,24 +147,28 @@ def _resources(plan: LaunchPlan) -> dict[str, Any]:
     return {"limits": limits, "requests": dict(limits)} if limits else {}
 
 
-def _environment(plan: LaunchPlan) -> list[Mapping[str, Any]]:
-    """Where a pod meets the others, the variables that all have alike, and the files that the first lays."""
-    name = job_name(plan.run_id)
-    values = {
-        "PET_NNODES": str(len(plan.nodes)),
-        "PET_NPROC_PER_NODE": str(plan.backend.local_ranks),
-        "PET_MASTER_ADDR": f"{name}-{CONTAINER}-0-0.{name}",
-        "PET_MASTER_PORT": str(plan.config.cluster.master_port or MASTER_PORT),
-        **{one.name: one.value for one in plan.nodes[0].environment if one.name not in PER_POD},
-        **{FILES[name]: text for name, text in plan.files if name in FILES},
-    }
-    rank = {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _RANK}}}
-    return [rank, *({"name": name, "value": _literal(value)} for name, value in values.items())]
+def _environment(plan: LaunchPlan) -> list[dict[str, str]]:
+    """The variables that all pods have alike, and the files of the run folder, which the first pod lays there."""
+    same = [variable for variable in plan.nodes[0].environment if variable.name not in PER_POD]
+    files = [_variable(FILES[name], text) for name, text in plan.files if name in FILES]
+    return [*(_variable(variable.name, variable.value) for variable in same), *files]
 
 
-def _literal(text: str) -> str:
-    """A text in which Kubernetes would otherwise expand $(NAME)."""
-    return text.replace("$", "$$")
+def _port(plan: LaunchPlan) -> int:
+    return plan.config.cluster.master_port or MASTER_PORT
+
+
+def _variable(name: str, value: str) -> dict[str, str]:
+    return {"name": name, "value": value}
+
+
+def _escaped(variables: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [_variable(each["name"], each["value"].replace("$", "$$")) for each in variables]
+
+
+def _literal(words: list[str]) -> list[str]:
+    """Words in which Kubernetes would otherwise expand $(NAME)."""
+    return [word.replace("$", "$$") for word in words]
 
 
 class _Dumper(yaml.SafeDumper):

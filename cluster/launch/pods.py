@@ -19,7 +19,7 @@ from typing import Any, Literal
 from cluster.control.attempt import torchrun_log
 from cluster.control.link import NodeLink, NodeStatus, Phase
 from cluster.failure import Failure
-from cluster.launch.manifest import CONTAINER, JOB_FILE, RESOURCE, job_name
+from cluster.launch.manifest import CONTAINER, JOB_FILE, job_name, resource_of
 from cluster.launch.pod import DOCUMENTS, MARK, RECORDS, pod_node
 from cluster.launch.scheduler import Granted, SchedulerError, WatchedJob, run_client
 from cluster.plan import LaunchPlan, NodePlan
@@ -55,33 +55,38 @@ class Kubectl:
 
     def check(self) -> None:
         """Raise SchedulerError unless jobs of the kind can be created, and the claim is there."""
-        self.run("get", RESOURCE, "--output=name", f"--selector={RUN_LABEL}=none")
+        self.run("get", resource_of(self.settings), "--output=name", f"--selector={RUN_LABEL}=none")
         self.run("get", "persistentvolumeclaim", self.settings.claim or "", "--output=name")
 
     def query(self, run_id: str) -> Answer:
         """The job of the run and its pods."""
-        what = f"{RESOURCE},pods"
+        what = f"{resource_of(self.settings)},pods"
         return read_answer(self.run("get", what, f"--selector={RUN_LABEL}={run_id}", "--output=json"))
 
     def delete(self, run_id: str, *, at_once: bool = False, wait: bool = False) -> None:
         """Delete the job; its pods get SIGTERM and their grace, or none."""
         # Foreground: the job is gone once its pods are, which bear the label of the next attempt's, too.
         words = ("--ignore-not-found", "--cascade=foreground", f"--wait={str(wait).lower()}")
-        self.run("delete", RESOURCE, job_name(run_id), *words, timeout_s=180 if wait else TIMEOUT_S)
+        self.run("delete", resource_of(self.settings), job_name(run_id), *words, timeout_s=180 if wait else TIMEOUT_S)
         if at_once:
             self.run("delete", "pods", f"--selector={RUN_LABEL}={run_id}", "--grace-period=0", "--force", *words)
 
     def _error(self, verb: str, said: str) -> SchedulerError:
-        named = self.settings.context
+        kind, named = self.settings.kind, self.settings.context
         if _NO_CONTEXT.search(said):
             which = "no context" if named is None else f"no context {named}"
             text = f"kubectl has {which}: set cluster.kubernetes.context to one of `kubectl config get-contexts`"
             return SchedulerError("context", f"{text} ({_last(said)})")
         if _NO_KIND.search(said):
-            return SchedulerError("crd", f"the cluster has no {RESOURCE}: install JobSet ({_last(said)})")
+            other = "TrainJob" if kind == "JobSet" else "JobSet"
+            text = f"the cluster has no {kind} ({resource_of(self.settings)}): install {_PROJECT[kind]}, or set "
+            return SchedulerError("crd", f"{text}cluster.kubernetes.kind={other} ({_last(said)})")
         if _SILENT.search(said):
             return SchedulerError("silent", f"the cluster does not answer kubectl {verb}: {_last(said)}")
         return SchedulerError("refused", f"kubectl {verb}: {said[-500:]}")
+
+
+_PROJECT = {"JobSet": "JobSet (sigs.k8s.io/jobset)", "TrainJob": "Kubeflow Trainer"}
 
 
 @dataclass(frozen=True)
@@ -323,7 +328,7 @@ class KubernetesJob(WatchedJob):
         return self._answer is not None and self._answer.conditions is None and not self._answer.pods
 
     def leftover(self) -> str:
-        what = f"{RESOURCE} {self.name}"
+        what = f"{resource_of(self._kubectl.settings)} {self.name}"
         return f"{self.name} has not ended ({self.problem or 'no answer'}); `kubectl delete {what}`"
 
     # --- while it runs --------------------------------------------------------------------------------------------

@@ -71,6 +71,7 @@ class SlurmConfig:
 class KubernetesConfig:
     """What is asked of Kubernetes when it starts the pods, one per node; null: its default."""
 
+    kind: Literal["JobSet", "TrainJob"] = setting("JobSet", "what is created: a JobSet, or Kubeflow Trainer's TrainJob")
     claim: str | None = setting(None, "PersistentVolumeClaim for runs and data, which all pods write")
     context: str | None = setting(None, "context of kubectl")
     namespace: str | None = setting(None, "namespace")
@@ -80,6 +81,7 @@ class KubernetesConfig:
     memory_per_pod: str | None = setting(None, "memory per pod, such as 200Gi")
     node_selector: tuple[str, ...] = setting((), "labels that nodes must have, KEY=VALUE")
     queue: str | None = setting(None, "queue of Kueue in which the job waits")
+    runtime: str = setting("torch-distributed", "with TrainJob: the ClusterTrainingRuntime")
 
 
 @dataclass(frozen=True)

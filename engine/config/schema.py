@@ -36,11 +36,6 @@ _REMOVED: dict[str, tuple[Any, str]] = {
         f"cluster.slurm.{name}": (None, _SBATCH.format(f"{name}=..."))
         for name in ("partition", "account", "qos", "constraint", "exclude")
     },
-    "cluster.kubernetes.kind": ("JobSet", "a cluster with Kubeflow Trainer has JobSet, too"),
-    "cluster.kubernetes.runtime": (
-        "torch-distributed",
-        "it was for Kubeflow Trainer, beside which JobSet is there, too",
-    ),
     "cluster.slurm.cpus_per_node": (None, _SBATCH.format("cpus-per-task=N")),
     "model.rope_scaling.attention_factor": (None, "it is 0.1 ln(model.rope_scaling.factor) + 1"),
     "model.rope_scaling.beta_fast": (32.0, _RELEASED.format(32)),

@@ -44,7 +44,7 @@ KILLED = {"exitCode": 137, "reason": "OOMKilled"}
         (
             'error: the server doesn\'t have a resource type "jobsets"',
             "crd",
-            "install JobSet",
+            "install JobSet .*, or set cluster.kubernetes.kind=TrainJob",
         ),
         (
             "Unable to connect to the server: dial tcp: i/o timeout",

@@ -28,6 +28,7 @@ EVERYTHING = {
     "node_selector": ("cloud.example/pool=h100",),
     "queue": "research",
 }
+KINDS = pytest.mark.parametrize("kind", ["JobSet", "TrainJob"])
 # Keys of these are free: labels, names of resources, environment.
 _FREE = {"labels", "nodeSelector", "limits", "requests"}
 
@@ -37,13 +38,16 @@ def job_of(tmp_path: Path, **settings: Any) -> dict[str, Any]:
 
 
 def is_valid(job: dict[str, Any]) -> bool:
-    return jsonschema.Draft202012Validator(SCHEMAS["JobSet"]).is_valid(job)
+    return jsonschema.Draft202012Validator(SCHEMAS[job["kind"]]).is_valid(job)
 
 
+@KINDS
 @pytest.mark.parametrize("settings", [{}, EVERYTHING])
-def test_the_published_schema_accepts_the_job(tmp_path: Path, settings: dict[str, Any]) -> None:
-    text = dict(kubernetes_plan(tmp_path, kubernetes_config(**settings)).files)["job.yaml"]
-    jsonschema.Draft202012Validator(SCHEMAS["JobSet"]).validate(yaml.safe_load(text))
+def test_the_published_schema_accepts_the_job(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
+    job = job_of(tmp_path, kind=kind, **settings)
+    jsonschema.Draft202012Validator(SCHEMAS[kind]).validate(job)
+    text = dict(kubernetes_plan(tmp_path, kubernetes_config(kind=kind, **settings)).files)["job.yaml"]
+    assert is_valid(yaml.safe_load(text))
 
 
 @pytest.mark.parametrize(
@@ -54,8 +58,9 @@ def test_quantities_are_bytes(text: str, expected: int) -> None:
     assert quantity_bytes(text) == expected
 
 
-def test_the_schema_knows_every_key_of_the_job(tmp_path: Path) -> None:
-    job = job_of(tmp_path, **EVERYTHING)
+@KINDS
+def test_the_schema_knows_every_key_of_the_job(tmp_path: Path, kind: str) -> None:
+    job = job_of(tmp_path, kind=kind, **EVERYTHING)
     for path in keys_of(job["spec"], ("spec",)):
         damaged = deepcopy(job)
         place: Any = damaged
@@ -79,13 +84,16 @@ def keys_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
 
 def container_of(job: dict[str, Any]) -> dict[str, Any]:
     """What says command, image and environment of a pod."""
+    if job["kind"] == "TrainJob":
+        return dict(job["spec"]["trainer"])
     (replicated,) = job["spec"]["replicatedJobs"]
     (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
     return dict(container)
 
 
-def test_pods_get_the_plan_and_nothing_that_kubernetes_would_expand(tmp_path: Path) -> None:
-    config = kubernetes_config(mode="$(HOME)")
+@KINDS
+def test_pods_get_the_plan_and_nothing_that_kubernetes_would_expand(tmp_path: Path, kind: str) -> None:
+    config = kubernetes_config(kind=kind, mode="$(HOME)")
     plan = kubernetes_plan(tmp_path, config)
     container = container_of(build_job(plan))
     values = {each["name"]: each.get("value") for each in container["env"]}
@@ -94,6 +102,8 @@ def test_pods_get_the_plan_and_nothing_that_kubernetes_would_expand(tmp_path: Pa
     assert values["BURST_RUN_ID"] == plan.run_id
     assert not {"BURST_NODE", "BURST_RANK_LOGS"} & values.keys()  # of each pod its own
     assert container["command"][-len(plan.nodes[0].argv) :] == list(plan.nodes[0].argv)
+    # Trainer refuses variables that it sets itself.
+    assert ("PET_NODE_RANK" in values) == (kind == "JobSet")
 
 
 def test_a_jobset_names_the_first_pod_as_its_dns_does(tmp_path: Path) -> None:
