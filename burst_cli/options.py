@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -48,6 +48,11 @@ DetachOption = Annotated[
 
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="Show the files, environment and commands; create and start nothing.")
+]
+
+AsOption = Annotated[
+    Literal["kubernetes", "skypilot"] | None,
+    typer.Option("--as", help="With --dry-run: print only this job or task, as YAML.", show_default=False),
 ]
 
 ForceOption = Annotated[

@@ -41,7 +41,6 @@ GONE = {
     "burst check-nodes --watch": "`watch -n 60 burst check-nodes ...` repeats it",
     "burst check-nodes --expand": "`nodeset --expand`, which came with burst, splits what --list prints",
     "burst env write": "`burst env show --node NODE --format dotenv` prints what belongs into a file",
-    "burst launch --as": "`--dry-run --json | jq -r '.files.\"job.yaml\"'` prints the job alone",
     "burst logs --raw": "the files in RUN/logs are the bytes as they came",
     "burst logs --since": "--tail and --grep choose lines",
     "burst report --baseline": "--compare A B tells how much two runs differ; --output FILE.csv has what ratios need",

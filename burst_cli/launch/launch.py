@@ -10,6 +10,7 @@ import typer
 from burst_cli.app import new_verb
 from burst_cli.options import (
     RUNS_DIR,
+    AsOption,
     ConfigDirOption,
     DetachOption,
     DryRunOption,
@@ -35,6 +36,7 @@ def launch(
     run_path: Annotated[Path | None, typer.Option("--run-path", hidden=True)] = None,
     detach: DetachOption = False,
     dry_run: DryRunOption = False,
+    form: AsOption = None,
     force: ForceOption = False,
     skip_checks: SkipChecksOption = False,
     plain: PlainOption = False,
@@ -75,5 +77,5 @@ def launch(
         skip_checks=skip_checks,
         dry_run=dry_run,
     )
-    manner = LaunchManner(plain_lines=plain, as_json=as_json, detach=detach)
+    manner = LaunchManner(plain_lines=plain, as_json=as_json, detach=detach, form=form)
     raise typer.Exit(launch_request(request, manner))

@@ -19,7 +19,7 @@ from burst_cli.figures import DASH, binary_bytes, clean, count, count_of, durati
 from burst_cli.launch.detach import launch_detached
 from burst_cli.launch.nccl_network import fallback_rows, fallback_text, socket_fallbacks
 from burst_cli.launch.request import LaunchRequest, PreparedLaunch, prepare_launch
-from burst_cli.plan.launch_view import launch_notes, show_plan
+from burst_cli.plan.launch_view import launch_notes, show_job, show_plan
 from burst_cli.runs.failure import failure_block
 from burst_cli.runs.live import open_view
 from burst_cli.runs.progress import RunProgress
@@ -137,13 +137,15 @@ def _is_stopped(seconds: float, stop: StopRequests, manner: Manner) -> bool:
 class LaunchManner:
     """How a launch talks: plain lines, or one JSON document on stdout; and how patient it is.
 
-    detach: leave the run to a process in the background once the nodes run, or be that process.
+    detach: leave the run to a process in the background once the nodes run, or be that process. form: of a rehearsal:
+    only the job as another program takes it.
     """
 
     plain_lines: bool = False
     as_json: bool = False
     timing: LaunchTiming = LaunchTiming()  # noqa: RUF009 - frozen
     detach: bool = False
+    form: str | None = None
 
 
 def launch_request(request: LaunchRequest, manner: LaunchManner) -> int:
@@ -151,7 +153,12 @@ def launch_request(request: LaunchRequest, manner: LaunchManner) -> int:
 
     Raises ConfigError for what was asked for, UnfitNodesError for nodes that cannot do it.
     """
+    if manner.form is not None and not request.dry_run:
+        raise ConfigError(f"--as {manner.form} prints what another program starts; add --dry-run")
     prepared = prepare_launch(request)
+    if manner.form is not None:
+        show_job(prepared.plan, manner.form)
+        return 0
     if request.dry_run:
         show_plan(prepared.plan, prepared.memory, prepared.survey.warnings, prepared.notes, as_json=manner.as_json)
         return 0

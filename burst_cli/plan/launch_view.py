@@ -12,6 +12,7 @@ from burst_cli.plan.memory_check import MEMORY_PLAN_FILE, MemoryCheck
 from burst_cli.plan.table import candidates_table
 from cluster.launch.runner import runner_of
 from cluster.plan import PLAN_FILE, LaunchPlan
+from engine.config.errors import ConfigError
 
 _ORDER = ("plan.sh", "job.sbatch", "job.yaml", "env/", "config.yaml")
 _MOST_ENVIRONMENTS = 2  # shown to people; all are in --json
@@ -48,6 +49,15 @@ def show_plan(
         console.print(Text("\n".join(f"  {line}" for line in text.splitlines())), soft_wrap=True)
     if left_out:
         console.print(Text(f"\n{left_out} more files like {plan.nodes[0].env_file}: see --json", style="dim"))
+
+
+def show_job(plan: LaunchPlan, form: str) -> None:
+    """Print the job of `plan` as YAML. Raises ConfigError for a plan that has none."""
+    from cluster.launch.manifest import FORMS, JOB_FILE
+
+    if JOB_FILE not in dict(plan.files):
+        raise ConfigError(f"--as {form} needs cluster.launcher=kubernetes, as in cluster=k8s")
+    print(FORMS[form](plan), end="")
 
 
 def _ranks(plan: LaunchPlan) -> str:

@@ -6,6 +6,7 @@ variables. Trainer sets these itself; for a JobSet they are part of the manifest
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,8 +49,38 @@ def build_job(plan: LaunchPlan) -> dict[str, Any]:
 
 
 def job_text(plan: LaunchPlan) -> str:
-    """`build_job` as YAML for people: keys in their order, texts of several lines as such."""
-    return yaml.dump(build_job(plan), Dumper=_Dumper, sort_keys=False, width=100_000)
+    """`build_job` as YAML."""
+    return yaml_text(build_job(plan))
+
+
+def skypilot_text(plan: LaunchPlan) -> str:
+    """The task of SkyPilot that runs the pods' command on nodes of some cloud, as YAML."""
+    cluster = plan.config.cluster
+    settings = cluster.kubernetes
+    # Of a machine that nobody has named, SkyPilot is told no accelerator: it then asks for one.
+    gpus = {"accelerators": f"{_accelerator(plan)}:{settings.gpus_per_pod}"} if settings.gpus_per_pod else {}
+    cpus = {} if settings.cpus_per_pod is None else {"cpus": f"{settings.cpus_per_pod}+"}
+    variables = {variable["name"]: variable["value"] for variable in _environment(plan)}
+    run = "\n".join(
+        [
+            "export PET_NNODES=$SKYPILOT_NUM_NODES PET_NODE_RANK=$SKYPILOT_NODE_RANK",
+            f"export PET_NPROC_PER_NODE={plan.backend.local_ranks} PET_MASTER_PORT={_port(plan)}",
+            'export PET_MASTER_ADDR=$(echo "$SKYPILOT_NODE_IPS" | head -n1)',
+            shlex.join(pod_command(plan)),
+        ]
+    )
+    task = {
+        "name": job_name(plan.run_id),
+        "num_nodes": len(plan.nodes),
+        "resources": {"image_id": f"docker:{cluster.container.image}", **gpus, **cpus},
+        "volumes": {mount_of(plan): settings.claim},
+        "envs": variables,
+        "run": run + "\n",
+    }
+    return yaml_text(task)
+
+
+FORMS = {"kubernetes": job_text, "skypilot": skypilot_text}
 
 
 def pod_command(plan: LaunchPlan) -> list[str]:
@@ -61,6 +92,11 @@ def pod_command(plan: LaunchPlan) -> list[str]:
 def mount_of(plan: LaunchPlan) -> str:
     """Where the claim is mounted."""
     return plan.nodes[0].cwd
+
+
+def yaml_text(document: Mapping[str, Any]) -> str:
+    """YAML for people: keys in their order, texts of several lines as such."""
+    return yaml.dump(dict(document), Dumper=_Dumper, sort_keys=False, width=100_000)
 
 
 def _jobset(plan: LaunchPlan, labels: Mapping[str, str]) -> dict[str, Any]:
@@ -152,6 +188,11 @@ def _environment(plan: LaunchPlan) -> list[dict[str, str]]:
     same = [variable for variable in plan.nodes[0].environment if variable.name not in PER_POD]
     files = [_variable(FILES[name], text) for name, text in plan.files if name in FILES]
     return [*(_variable(variable.name, variable.value) for variable in same), *files]
+
+
+def _accelerator(plan: LaunchPlan) -> str:
+    name = plan.config.cluster.machine.name
+    return "GPU" if name in ("auto", "cpu") else name.upper()
 
 
 def _port(plan: LaunchPlan) -> int:

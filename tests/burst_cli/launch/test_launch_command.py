@@ -272,11 +272,12 @@ def test_dry_run_as_json_is_the_plan(tmp_path: Path, burst: Burst) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_job_of_kubernetes_is_shown_and_creates_nothing(tmp_path: Path, burst: Burst) -> None:
+def test_a_job_of_kubernetes_is_printed_alone_and_creates_nothing(tmp_path: Path, burst: Burst) -> None:
     pods = ("cluster=k8s", "cluster.kubernetes.claim=runs", "cluster.container.image=registry.example/burst:1")
-    result = burst("launch", "exp=tiny", *pods, "--dry-run", "--json")
-    assert (result.code, yaml.safe_load(result.document["files"]["job.yaml"])["kind"]) == (0, "JobSet")
+    result = burst("launch", "exp=tiny", *pods, "--as", "kubernetes", "--dry-run")
+    assert (result.code, yaml.safe_load(result.out)["kind"]) == (0, "JobSet")
     assert list_runs(tmp_path / "runs") == []
+    assert "add --dry-run" in burst("launch", "exp=tiny", *pods, "--as", "skypilot").err
 
 
 @pytest.mark.parametrize(

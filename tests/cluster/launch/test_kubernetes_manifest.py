@@ -14,7 +14,7 @@ import yaml
 from kubernetes_rig import kubernetes_config, kubernetes_plan
 
 from cluster.launch.kubernetes import quantity_bytes
-from cluster.launch.manifest import build_job
+from cluster.launch.manifest import build_job, skypilot_text
 from engine.config.errors import ConfigError
 from engine.config.rules import check_config
 from engine.config.settings import config_from_dict
@@ -120,6 +120,17 @@ def test_gpus_make_a_rank_each_and_nccl(tmp_path: Path) -> None:
     plan = kubernetes_plan(tmp_path, config)
     assert (plan.backend.name, plan.world_size) == ("nccl", 2)
     assert container_of(build_job(plan))["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+
+
+def test_a_task_of_skypilot_runs_the_same_command(tmp_path: Path) -> None:
+    plan = kubernetes_plan(tmp_path, kubernetes_config(gpus_per_pod=1))
+    task = yaml.safe_load(skypilot_text(plan))
+    assert task["num_nodes"] == 2
+    assert task["volumes"] == {"/shared": "runs"}
+    assert task["resources"]["image_id"] == "docker:registry.example/burst:1"
+    assert "PET_NODE_RANK=$SKYPILOT_NODE_RANK" in task["run"]
+    assert task["run"].endswith(" ".join(plan.nodes[0].argv) + "\n")
+    assert task["envs"]["BURST_CONFIG"] == dict(plan.files)["config.yaml"]
 
 
 @pytest.mark.parametrize(
