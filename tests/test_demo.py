@@ -65,7 +65,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def unigram_bits_per_byte(prepared: PreparedData) -> float:
     """Bits per byte of the validation text under a model that knows only how frequent each byte is in training."""
     train, validation = (
-        np.bincount(shards.read(0, shards.token_count), minlength=256)[: shards.eod_id]
+        np.bincount(shards.read(0, shards.token_count), minlength=256)[: shards.manifest.eod_id]
         for shards in (prepared.train, prepared.validation)
     )
     probability = (train + 1) / (train + 1).sum()

@@ -16,7 +16,7 @@ from burst_cli.figures import DASH, binary_bytes, percent, plain, seconds
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 from burst_cli.tables import listing
 from engine.data.prepare import PreparedData, prepare
-from engine.data.sampler import LengthClass, length_classes
+from engine.data.sampler import LengthClass, Samples, length_classes
 from engine.data.shards import TokenShards
 
 app = new_verb()
@@ -44,7 +44,9 @@ def prepare_data(
     with show_progress(render.stderr()) as progress:
         prepared = prepare(config.data, progress=progress)
     elapsed_s = time.monotonic() - start_s
-    classes = length_classes(prepared.train, config.train.seq_len, config.data)
+    classes: list[LengthClass] = []
+    if config.data.length_buckets:
+        classes = length_classes(Samples(prepared.train, config.train.seq_len, config.seed), config.data)
     if as_json:
         lengths = [dataclasses.asdict(one) for one in classes] if classes else None
         facts = {"format": config.data.format, "length_classes": lengths, "elapsed_s": elapsed_s}
@@ -54,7 +56,7 @@ def prepare_data(
         if classes:
             _print_classes(classes, config.train.seq_len)
     for one in classes:
-        if one.is_missing:
+        if one.weight > 0 and not one.samples:
             text = f"no sample is of documents of {one.name} tokens, but data.length_weights gives them {one.weight:g}"
             render.stderr().print(Text(f"warning: {text}; a launch refuses that", style="yellow"), soft_wrap=True)
 
@@ -64,7 +66,7 @@ def describe(prepared: PreparedData) -> dict[str, Any]:
     return {
         "path": prepared.path,
         "tokenizer": prepared.train.manifest.tokenizer,
-        "vocab_size": prepared.train.vocab_size,
+        "vocab_size": prepared.train.manifest.vocab_size,
         "content_hash": prepared.content_hash,
         "source": prepared.train.manifest.source,
         "splits": {"train": _describe_split(prepared.train), "validation": _describe_split(prepared.validation)},

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from burst_cli.figures import binary_bytes, count
+from burst_cli.figures import binary_bytes
 from engine.data.build import Progress, ProgressCallback, Stage
 
 STAGES: dict[Stage, str] = {
@@ -37,9 +37,8 @@ def show_progress(console: Console) -> Iterator[ProgressCallback]:
 
 
 def figures(progress: Progress) -> str:
-    """How far a stage is, in words: 3.4 MiB of 12 MiB, 950K tokens."""
+    """How far a stage is, in words: 3.4 MiB of 12 MiB."""
     if progress.stage == "waiting":
         return ""
     total = f" of {binary_bytes(progress.total_text_bytes)}" if progress.total_text_bytes is not None else ""
-    tokens = f", {count(progress.tokens)} tokens" if progress.stage == "encode" else ""
-    return binary_bytes(progress.text_bytes) + total + tokens
+    return binary_bytes(progress.text_bytes) + total

@@ -18,7 +18,7 @@ def prepare_data(config: RunConfig, console: Console) -> None:
     """
     with show_progress(console) as report:
         prepared = prepare(config.data, progress=report)
-    vocab_size = prepared.train.vocab_size
+    vocab_size = prepared.train.manifest.vocab_size
     if vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size={config.model.vocab_size} is too small: the data has tokens up to "

@@ -102,15 +102,8 @@ def _conversations(data: DataConfig) -> Iterator[str]:
 
 def _bos(data: DataConfig) -> Iterator[str]:
     """What would be accepted and do nothing."""
-    reason = None
     if data.format == "shards" and data.bos != "auto":
-        reason = "data.format=shards takes tokens as they are"
-    elif data.bos == "on" and data.tokenizer in ("bytes", "bpe"):
-        reason = f"data.tokenizer={data.tokenizer} has no token that begins a document"
-    elif data.bos == "on" and data.messages_field is not None:
-        reason = "conversations begin as the chat template has it"
-    if reason is not None:
-        yield f"data.bos={data.bos}: {reason}; leave data.bos=auto"
+        yield f"data.bos={data.bos}: data.format=shards takes tokens as they are; leave data.bos=auto"
 
 
 def _lengths(data: DataConfig) -> Iterator[str]:

@@ -49,7 +49,7 @@ MaskKind = Literal["causal", "full", "window", "sink_window", "strided", "vertic
 Circulates = Literal["kv", "q", "auto"]
 CheckpointKind = Literal["none", "full", "attn_out", "seq_fraction", "attn_out_every"]
 Store = Literal["device", "host"]
-Bos = Literal["auto", "on", "off"]
+Bos = Literal["auto", "off"]
 MomentsDtype = Literal["float32", "int8"]
 RopeScalingKind = Literal["none", "linear", "ntk", "yarn", "llama3"]
 Reaction = Literal["stop", "skip", "rewind"]
@@ -369,7 +369,7 @@ class DataConfig:
         None, 'what renders conversations: "chatml" or a .jinja file; null: the one beside the tokenizer'
     )
     tokenizer: str = setting("bytes", '"bytes", "bpe" (trained on the corpus) or the path of a tokenizer.json')
-    bos: Bos = setting("auto", "first token of documents; auto: as the tokenizer's template")
+    bos: Bos = setting("auto", "first token of documents; auto: as the template in tokenizer.json has it, off: none")
     bpe_vocab_size: int = setting(4096, "size of a trained BPE vocabulary", "tokens", at_least=257)
     prepared_dir: str | None = setting(None, "folder of token shards; null: one in the cache, named by content")
     validation_fraction: float = setting(0.01, "share of the corpus kept for validation", above=0, below=1)

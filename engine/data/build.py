@@ -9,6 +9,7 @@ gets the first document. A corpus of a single document is cut by position: its l
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,8 +23,7 @@ import numpy.typing as npt
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
 from engine.data.manifest import TokenSetWriter
-from engine.data.sources import Source
-from engine.data.texts import Spans
+from engine.data.sources import Piece, Source
 from engine.data.tokenizers import ByteTokenizer, Ids, Tokenizer, find_bos_ids, load_tokenizer_file, train_bpe
 
 SplitName = Literal["train", "validation"]
@@ -31,7 +31,7 @@ TRAIN: SplitName = "train"
 VALIDATION: SplitName = "validation"
 Stage = Literal["waiting", "survey", "tokenizer", "encode"]
 
-BUCKETS = 1 << 16  # hash values told apart; a survey needs one number for each
+_BUCKETS = 1 << 16  # hash values told apart; a survey needs one number for each
 _REPORT_INTERVAL_S = 0.1
 _GROUP_BYTES = 4 << 20  # pieces handed to the tokenizer at once, so that it can use all cores
 _GROUP_PIECES = 4096
@@ -42,9 +42,7 @@ class Progress:
     """How far one stage has come. Stages: waiting (another process prepares), survey, tokenizer, encode."""
 
     stage: Stage
-    documents: int = 0
-    text_bytes: int = 0  # UTF-8 bytes of text handled in this stage
-    tokens: int = 0  # tokens written; 0 before the stage "encode"
+    text_bytes: int = 0  # UTF-8 bytes of text that this stage has read
     total_text_bytes: int | None = None  # known once the survey is over
 
 
@@ -57,89 +55,47 @@ def build(work: Path, config: DataConfig, source: Source, progress: ProgressCall
     if config.tokenizer != "bpe":
         is_bytes = config.tokenizer == ByteTokenizer.name
         tokenizer = ByteTokenizer() if is_bytes else load_tokenizer_file(Path(config.tokenizer).expanduser())
-    survey = _survey(config, source, progress)
-    rule = make_rule(survey, config.validation_fraction)
-    if tokenizer is None:
-        tokenizer = _train_tokenizer(config, source, rule, _Reporter("tokenizer", progress, survey.text_bytes))
-    tokenizer.save(work)
-    report = _Reporter("encode", progress, survey.text_bytes)
-    bos_ids = find_bos_ids(config, tokenizer)
-    writers = {name: TokenSetWriter(work / name, tokenizer, bos_ids=bos_ids) for name in (TRAIN, VALIDATION)}
-    _write_splits(writers, rule.assign(iter_pieces(source, config.max_bytes)), tokenizer, report)
-    for name, writer in writers.items():
-        if writer.text_bytes == 0:
-            raise DataError(
-                f"the corpus ({survey.documents} documents, {survey.text_bytes} bytes) leaves no text for {name}. "
-                "Give more text (data.paths, data.max_bytes)."
-            )
-        writer.close(source.description)
 
+    def read(stage: Stage, total: int | None = None) -> Iterator[Piece]:
+        return _reported(source.pieces(config.max_bytes), stage, total, progress)
 
-def _survey(config: DataConfig, source: Source, progress: ProgressCallback) -> Survey:
-    survey, report = Survey(), _Reporter("survey", progress, None)
-    for piece in iter_pieces(source, config.max_bytes):
-        survey.add(piece)
-        report.add(piece)
-    report.finish()
+    survey = survey_of(read("survey"))
     if survey.documents == 0:
         first = f", the first is {source.files[0]}" if source.files else ""
         raise DataError(f"the corpus is empty: {len(source.files)} files without text{first}. Give files with text.")
-    return survey
-
-
-def _train_tokenizer(config: DataConfig, source: Source, rule: SplitRule, report: _Reporter) -> Tokenizer:
-    def training_texts() -> Iterator[str]:
-        for name, piece in rule.assign(iter_pieces(source, config.max_bytes)):
-            report.add(piece)
-            if name == TRAIN:
-                yield piece.text
-
-    tokenizer = train_bpe(training_texts(), config.bpe_vocab_size)
-    report.finish()
-    return tokenizer
-
-
-def _write_splits(
-    writers: dict[SplitName, TokenSetWriter],
-    pieces: Iterable[tuple[SplitName, Piece]],
-    tokenizer: Tokenizer,
-    report: _Reporter,
-) -> None:
-    try:
-        for group in _groups(pieces):
-            encoded = _encode(tokenizer, [piece for _, piece in group])
+    total, fraction = survey.text_bytes, config.validation_fraction
+    if tokenizer is None:
+        sides = split(read("tokenizer", total), survey, fraction)
+        tokenizer = train_bpe((piece.text for name, piece in sides if name == TRAIN), config.bpe_vocab_size)
+    tokenizer.save(work)
+    bos_ids = find_bos_ids(config, tokenizer)
+    with contextlib.ExitStack() as stack:
+        writers = {
+            name: stack.enter_context(TokenSetWriter(work / name, tokenizer, bos_ids)) for name in (TRAIN, VALIDATION)
+        }
+        for group in _groups(split(read("encode", total), survey, fraction)):
+            encoded = encode([piece for _, piece in group], tokenizer, bos_ids)
             for (name, piece), (ids, is_prompt) in zip(group, encoded, strict=True):
-                writers[name].append(ids, len(piece.data), ends_document=piece.ends_document, is_prompt=is_prompt)
-                report.add(piece, tokens=ids.size + piece.ends_document)
-    finally:
-        for writer in writers.values():
-            writer.close_files()
-    report.finish()
+                writers[name].append(ids, is_prompt, len(piece.data), begins_document=piece.begins)
+        for name, writer in writers.items():
+            if writer.text_bytes == 0:
+                raise DataError(
+                    f"the corpus ({survey.documents} documents, {total} bytes) leaves no text for {name}. "
+                    "Give more text (data.paths, data.max_bytes)."
+                )
+            writer.finish(source.description)
 
 
-def _encode(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> list[tuple[Ids, bool | npt.NDArray[np.bool_]]]:
-    """(ids, which of them are read but not learned) of each piece; either all are of conversations, or none is."""
-    texts = [piece.text for piece in pieces]
-    if not pieces[0].is_chat:
-        return [
-            (ids, piece.learned is not None) for piece, ids in zip(pieces, tokenizer.encode_many(texts), strict=True)
-        ]
-    return [
-        (ids, ~learned_tokens(offsets, piece.learned or (), len(piece.text)))
-        for piece, (ids, offsets) in zip(pieces, tokenizer.encode_chats(texts), strict=True)
-    ]
-
-
-def learned_tokens(offsets: Ids, learned: Spans, length: int) -> npt.NDArray[np.bool_]:
-    """Which tokens stand for a learned character, bool [tokens].
-
-    offsets: int64 [tokens, 2], the characters [first, after) of each in a text of `length` characters.
-    """
-    is_learned = np.zeros(length + 1, dtype=np.int64)
-    for first, after in learned:
-        is_learned[first + 1 : after + 1] = 1
-    count = np.cumsum(is_learned)
-    return np.asarray(count[offsets[:, 1]] > count[offsets[:, 0]])
+def _reported(pieces: Iterable[Piece], stage: Stage, total: int | None, progress: ProgressCallback) -> Iterator[Piece]:
+    """`pieces`, told a few times per second and at their end."""
+    done, next_s = 0, 0.0
+    for piece in pieces:
+        yield piece
+        done += len(piece.data)
+        if time.monotonic() >= next_s:
+            next_s = time.monotonic() + _REPORT_INTERVAL_S
+            progress(Progress(stage, done, total))
+    progress(Progress(stage, done, total))
 
 
 def _groups(pieces: Iterable[tuple[SplitName, Piece]]) -> Iterator[list[tuple[SplitName, Piece]]]:
@@ -155,174 +111,112 @@ def _groups(pieces: Iterable[tuple[SplitName, Piece]]) -> Iterator[list[tuple[Sp
         yield group
 
 
-class _Reporter:
-    """Adds up one stage's figures and reports them a few times per second, and once at its end."""
+# --- ids --------------------------------------------------------------------------------------------------------------
 
-    def __init__(self, stage: Stage, progress: ProgressCallback, total_text_bytes: int | None) -> None:
-        self._stage = stage
-        self._progress = progress
-        self._total = total_text_bytes
-        self._documents = self._text_bytes = self._tokens = 0
-        self._next_s = 0.0
 
-    def add(self, piece: Piece, tokens: int = 0) -> None:
-        """Count one more piece."""
-        self._documents += piece.ends_document
-        self._text_bytes += len(piece.data)
-        self._tokens += tokens
-        now_s = time.monotonic()
-        if now_s >= self._next_s:
-            self._next_s = now_s + _REPORT_INTERVAL_S
-            self.finish()
+def encode(
+    pieces: Sequence[Piece], tokenizer: Tokenizer, bos_ids: Sequence[int]
+) -> Iterator[tuple[Ids, npt.NDArray[np.bool_]]]:
+    """(ids, which of them are read but not learned) of each piece, with what begins and ends its document.
 
-    def finish(self) -> None:
-        """Report the figures as they are."""
-        self._progress(Progress(self._stage, self._documents, self._text_bytes, self._tokens, self._total))
+    Either all pieces are of conversations, which begin as their chat template has it, or none is.
+    """
+    is_chat, texts = pieces[0].is_chat, [piece.text for piece in pieces]
+    start = np.asarray(bos_ids, dtype=np.int64)
+    encoded = tokenizer.encode_chats(texts) if is_chat else ((ids, ids) for ids in tokenizer.encode(texts))
+    for piece, (ids, offsets) in zip(pieces, encoded, strict=True):
+        if is_chat:
+            is_prompt = ~_is_learned(piece, offsets)
+        else:
+            ids = np.concatenate((start, ids)) if piece.begins else ids
+            is_prompt = np.full(ids.size, piece.learned is not None)
+        end = (0, piece.ends)
+        yield np.pad(ids, end, constant_values=tokenizer.eod_id), np.pad(is_prompt, end, constant_values=is_chat)
+
+
+def _is_learned(piece: Piece, offsets: Ids) -> npt.NDArray[np.bool_]:
+    """Which tokens stand for a learned character, bool [tokens]; offsets: as of `Tokenizer.encode_chats`."""
+    is_learned = np.zeros(len(piece.text) + 1, dtype=np.int64)
+    for first, after in piece.learned or ():
+        is_learned[first + 1 : after + 1] = 1
+    count = np.cumsum(is_learned)
+    return np.asarray(count[offsets[:, 1]] > count[offsets[:, 0]])
+
+
+# --- splits -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Consecutive text of one document; `data` is its UTF-8, never empty.
-
-    learned, is_chat: see `Text`; some of what is learned may lie past the end of `text`.
-    """
-
-    document: int  # counts documents from 0
-    text: str
-    data: bytes
-    ends_document: bool
-    learned: Spans | None = None
-    is_chat: bool = False
-
-
-def iter_pieces(source: Source, max_bytes: int | None) -> Iterator[Piece]:
-    """All text of `source`, empty documents left out, cut after exactly `max_bytes` bytes of UTF-8.
-
-    Only if the limit falls inside a character, that character is left out too.
-    """
-    document, left = 0, max_bytes
-    for origin, texts in source.documents():
-        held: Piece | None = None
-        for part in texts:
-            text, data = part.text, _utf8(part.text, origin)
-            if left is not None and len(data) >= left:
-                text = data[:left].decode("utf-8", errors="ignore")
-                data = text.encode("utf-8")
-                left = 0
-            elif left is not None:
-                left -= len(data)
-            if data:
-                if held is not None:
-                    yield held
-                held = Piece(document, text, data, False, part.learned, part.is_chat)
-            if left == 0:
-                break
-        if held is not None:
-            yield replace(held, ends_document=True)
-            document += 1
-        if left == 0:
-            return
-
-
-def _utf8(text: str, origin: str) -> bytes:
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{origin}: the text has a lone surrogate (U+{ord(text[error.start]):04X}) at character {error.start}, "
-            "which is no character. Mend or leave out this document."
-        ) from None
-
-
 class Survey:
-    """What one pass over the corpus finds, piece by piece: how much there is and how it spreads over hash values."""
+    """What one pass over a corpus finds: how much there is, and how its bytes spread over hash values, [_BUCKETS]."""
 
-    def __init__(self) -> None:
-        self.documents = 0
-        self.text_bytes = 0
-        self.bytes_per_bucket = np.zeros(BUCKETS, dtype=np.int64)
-        self._bucket: int | None = None
+    documents: int
+    bytes_per_bucket: npt.NDArray[np.int64]
 
-    def add(self, piece: Piece) -> None:
-        """Count the next piece; pieces come in order."""
-        if self._bucket is None:
-            self._bucket = hash_bucket(piece.data)
-            self.documents += 1
-        self.bytes_per_bucket[self._bucket] += len(piece.data)
-        self.text_bytes += len(piece.data)
-        if piece.ends_document:
-            self._bucket = None
+    @property
+    def text_bytes(self) -> int:
+        """Of all documents."""
+        return int(self.bytes_per_bucket.sum())
 
 
-@dataclass(frozen=True)
-class SplitRule:
-    """The decision for one corpus: exactly one of the three ways applies."""
-
-    validation_buckets: frozenset[int] = frozenset()
-    first_document_validates: bool = False
-    train_bytes: int | None = None  # a single document: so many bytes train, the rest validates
-
-    def assign(self, pieces: Iterable[Piece]) -> Iterator[tuple[SplitName, Piece]]:
-        """Each piece with its side; a document cut by position becomes a document on either side."""
-        if self.train_bytes is not None:
-            yield from _cut(pieces, self.train_bytes)
-            return
-        validates: bool | None = None
-        for piece in pieces:
-            if validates is None:
-                validates = self._validates(piece)
-            yield "validation" if validates else "train", piece
-            if piece.ends_document:
-                validates = None
-
-    def _validates(self, first_piece: Piece) -> bool:
-        if self.first_document_validates:
-            return first_piece.document == 0
-        return hash_bucket(first_piece.data) in self.validation_buckets
+def survey_of(pieces: Iterable[Piece]) -> Survey:
+    """Reads all of them."""
+    documents, sizes = 0, np.zeros(_BUCKETS, dtype=np.int64)
+    for bucket, piece in _hashed(pieces):
+        documents += piece.begins
+        sizes[bucket] += len(piece.data)
+    return Survey(documents, sizes)
 
 
-def make_rule(survey: Survey, fraction: float) -> SplitRule:
-    """The rule (see the module's text) for a corpus that was surveyed; 0 < fraction < 1."""
+def _hashed(pieces: Iterable[Piece]) -> Iterator[tuple[int, Piece]]:
+    """Each with its document's number in [0, _BUCKETS), which depends on nothing but the text."""
+    bucket = 0
+    for piece in pieces:
+        if piece.begins:
+            bucket = int.from_bytes(blake2b(piece.data, digest_size=2).digest(), "big")
+        yield bucket, piece
+
+
+def split(pieces: Iterable[Piece], survey: Survey, fraction: float) -> Iterator[tuple[SplitName, Piece]]:
+    """Each piece of the corpus that was surveyed with its side, by the rule above; 0 < fraction < 1.
+
+    A document cut by position becomes a document on either side.
+    """
     if survey.documents == 1:
-        return SplitRule(train_bytes=survey.text_bytes - max(1, round(survey.text_bytes * fraction)))
-    counts = survey.bytes_per_bucket.tolist()
-    filled = [bucket for bucket, count in enumerate(counts) if count]
-    heavy = [bucket for bucket in filled if 2 * counts[bucket] > survey.text_bytes]
-    always_train = heavy[0] if heavy else filled[-1]
+        yield from _cut(pieces, survey.text_bytes - max(1, round(survey.text_bytes * fraction)))
+        return
+    chosen, document = _validation_buckets(survey, fraction), 0
+    for bucket, piece in _hashed(pieces):
+        document += piece.begins
+        validates = bucket in chosen if chosen else document == 1
+        yield VALIDATION if validates else TRAIN, piece
+
+
+def _validation_buckets(survey: Survey, fraction: float) -> set[int]:
+    total, sizes = survey.text_bytes, survey.bytes_per_bucket
+    filled = np.flatnonzero(sizes).tolist()
+    always_train = next((bucket for bucket in filled if 2 * sizes[bucket] > total), filled[-1])
     chosen: set[int] = set()
     held = 0
     for bucket in filled:
-        if held >= fraction * survey.text_bytes:
-            break
-        if bucket != always_train:
+        if held < fraction * total and bucket != always_train:
             chosen.add(bucket)
-            held += counts[bucket]
-    return SplitRule(validation_buckets=frozenset(chosen), first_document_validates=not chosen)
-
-
-def hash_bucket(data: bytes) -> int:
-    """A number in [0, BUCKETS) that depends on nothing but `data`."""
-    return int.from_bytes(blake2b(data, digest_size=2).digest(), "big")
+            held += int(sizes[bucket])
+    return chosen
 
 
 def _cut(pieces: Iterable[Piece], train_bytes: int) -> Iterator[tuple[SplitName, Piece]]:
     """The single document of `pieces` cut after `train_bytes`, or before the character that lies across the cut."""
-    position = 0
+    left, has_begun = train_bytes, False
     for piece in pieces:
-        start, position = position, position + len(piece.data)
-        if position < train_bytes:
-            yield "train", piece
-            continue
-        head = piece.data[: max(0, train_bytes - start)].decode("utf-8", errors="ignore")
-        tail = piece.text[len(head) :]
-        if start < train_bytes:
-            # An empty head still has to end the document on the training side.
-            yield "train", replace(piece, text=head, data=head.encode("utf-8"), ends_document=True)
-        if tail:
-            learned = None if piece.learned is None else _after(piece.learned, len(head))
-            yield "validation", replace(piece, document=1, text=tail, data=tail.encode("utf-8"), learned=learned)
-
-
-def _after(spans: Spans, cut: int) -> Spans:
-    """What of `spans` lies from the character `cut` on, counted from there."""
-    return tuple((max(first - cut, 0), after - cut) for first, after in spans if after > cut)
+        size = len(piece.data)
+        if size < left:
+            yield TRAIN, piece
+        else:
+            head, tail = piece.cut(max(0, left))
+            if left > 0:  # even an empty head has to end the document on the training side
+                yield TRAIN, replace(head, ends=True)
+            if tail.text:
+                yield VALIDATION, replace(tail, begins=not has_begun)
+                has_begun = True
+        left -= size

@@ -24,11 +24,12 @@ corpus.npy) and corpus.json. Unknown keys are ignored.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -42,8 +43,11 @@ FORMAT = "burst-tokens"
 VERSION = 1
 WRITER = "burst"
 MANIFEST_FILE = "manifest.json"
+TOKENS_FILE = "tokens-00000.bin"
+DOCUMENTS_FILE = "documents.bin"
+PROMPTS_FILE = "prompts.bin"
+TOKEN_BYTES_FILE = "token_bytes.bin"
 Dtype = Literal["uint8", "uint16", "uint32", "int32", "int64"]
-DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 _REQUIRED = ("dtype", "vocab_size", "token_count", "files")
 
 
@@ -76,19 +80,10 @@ class Manifest:
     source: str | None = None
     writer: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """The JSON object that `read_manifest` reads back to an equal value."""
-        return {"format": FORMAT, "version": VERSION, **asdict(self)}
-
 
 def storage_dtype(vocab_size: int) -> Dtype:
     """The narrowest dtype that burst writes for ids below `vocab_size`: uint16 or uint32."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The little-endian numpy dtype of a manifest's dtype name."""
-    return np.dtype(name).newbyteorder("<")
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -100,23 +95,18 @@ def read_manifest(path: Path) -> Manifest:
             f"{VERSION}. The format is described in engine/data/manifest.py."
         )
     missing = [f"{key} is missing" for key in _REQUIRED if raw.get(key) is None]
-    manifest, problems = _read(raw)
-    problems = [*missing, *problems] or [*_problems(manifest)]
+    known = _known(Manifest, raw)
+    if isinstance(known.get("files"), list):
+        known["files"] = [_known(TokenFile, file) if isinstance(file, dict) else file for file in known["files"]]
+    manifest, mistakes = read_dataclass(Manifest, known)
+    assert isinstance(manifest, Manifest)
+    problems = [*missing, *(mistake.text for mistake in mistakes)] or [*_problems(manifest)]
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise DataError(
             f"{path} is not a usable manifest:\n{listed}\nThe format is described in engine/data/manifest.py."
         )
     return manifest
-
-
-def _read(raw: dict[str, Any]) -> tuple[Manifest, list[str]]:
-    known = _known(Manifest, raw)
-    if isinstance(known.get("files"), list):
-        known["files"] = [_known(TokenFile, file) if isinstance(file, dict) else file for file in known["files"]]
-    manifest, problems = read_dataclass(Manifest, known)
-    assert isinstance(manifest, Manifest)
-    return manifest, [problem.text for problem in problems]
 
 
 def _known(cls: type[Any], raw: dict[str, Any]) -> dict[str, Any]:
@@ -142,121 +132,63 @@ def _problems(manifest: Manifest) -> Iterator[str]:
             yield f"{key} {token} is not an id below vocab_size {manifest.vocab_size}"
 
 
-DOCUMENTS_FILE = "documents.bin"
-PROMPTS_FILE = "prompts.bin"
-TOKEN_BYTES_FILE = "token_bytes.bin"
-DEFAULT_FILE_TOKENS = 1 << 30  # a file holds at most so many tokens (2 or 4 GiB)
+class TokenSetWriter(contextlib.ExitStack):
+    """Appends documents to a token set in `folder`, a new one, which is incomplete until `finish` has returned."""
 
-
-class TokenSetWriter:
-    """Appends documents to a token set in `folder`, a new one, which is incomplete until `close` has returned."""
-
-    def __init__(
-        self,
-        folder: Path,
-        tokenizer: Tokenizer,
-        *,
-        bos_ids: Sequence[int] = (),
-        file_tokens: int = DEFAULT_FILE_TOKENS,
-    ) -> None:
+    def __init__(self, folder: Path, tokenizer: Tokenizer, bos_ids: Sequence[int] = ()) -> None:
+        super().__init__()
         folder.mkdir()
-        self._folder = folder
-        self._tokenizer = tokenizer
-        self._bos_ids = np.asarray(bos_ids, dtype=np.int64)
-        self._file_tokens = file_tokens
-        self._dtype = numpy_dtype(storage_dtype(tokenizer.vocab_size))
-        self._file: BinaryIO | None = None
-        self._hash = hashlib.sha256()
-        self._in_file = 0
-        self._files: list[TokenFile] = []
-        self._documents = (folder / DOCUMENTS_FILE).open("wb")
-        self._prompts = (folder / PROMPTS_FILE).open("wb")
-        self._prompt_count = 0
-        self._inside_document = False
-        self.token_count = 0
-        self.document_count = 0
-        self.text_bytes = 0
+        self._folder, self._tokenizer, self._bos_ids = folder, tokenizer, tuple(bos_ids)
+        self._dtype, self._hash = storage_dtype(tokenizer.vocab_size), hashlib.sha256()
+        names = (TOKENS_FILE, DOCUMENTS_FILE, PROMPTS_FILE)
+        self._tokens, self._documents, self._prompts = (
+            self.enter_context((folder / name).open("wb")) for name in names
+        )
+        self.token_count = self.document_count = self.prompt_count = self.text_bytes = 0
 
     def append(
         self,
         ids: npt.NDArray[np.int64],
+        is_prompt: npt.NDArray[np.bool_],
         text_bytes: int,
         *,
-        ends_document: bool,
-        is_prompt: bool | npt.NDArray[np.bool_] = False,
+        begins_document: bool,
     ) -> None:
-        """Add the next part of the current document (or of a new one); the last part is followed by `eod_id`.
-
-        is_prompt: whether the ids are read but not learned, or which of them; with bool [ids], `eod_id` is not, either.
-        A new document begins with `bos_ids`, but one of bool [ids], a conversation, as its chat template has it.
-        """
-        if isinstance(is_prompt, bool):
-            ids = ids if self._inside_document else np.concatenate((self._bos_ids, ids))
-            edges = [0, ids.size] if is_prompt and ids.size else []
-        else:
-            padded = np.concatenate(([False], is_prompt, [True] * ends_document, [False]))
-            edges = np.flatnonzero(padded[1:] != padded[:-1]).tolist()
-        self._prompts.write((np.asarray(edges, dtype="<i8") + self.token_count).tobytes())
-        self._prompt_count += len(edges) // 2
-        if not self._inside_document:
+        """Add the next part of the current document, or of a new one; is_prompt: which ids are read but not learned."""
+        if begins_document:
             self._documents.write(self.token_count.to_bytes(8, "little"))
             self.document_count += 1
-        self._inside_document = not ends_document
+        edges = np.flatnonzero(np.diff(is_prompt, prepend=False, append=False)) + self.token_count
+        self._prompts.write(edges.astype("<i8").tobytes())
+        data = ids.astype(np.dtype(self._dtype).newbyteorder("<")).tobytes()
+        self._tokens.write(data)
+        self._hash.update(data)
+        self.token_count += ids.size
+        self.prompt_count += edges.size // 2
         self.text_bytes += text_bytes
-        self._write(np.append(ids, self._tokenizer.eod_id) if ends_document else ids)
 
-    def close(self, source: str) -> Manifest:
-        """The manifest, written last."""
-        self.close_files()
+    def finish(self, source: str) -> None:
+        """Close the files and write the manifest, the last one."""
+        self.close()
         self._tokenizer.token_bytes().astype("<u4").tofile(self._folder / TOKEN_BYTES_FILE)
+        if not self.prompt_count:
+            (self._folder / PROMPTS_FILE).unlink()
         manifest = Manifest(
-            dtype=storage_dtype(self._tokenizer.vocab_size),
+            dtype=self._dtype,
             vocab_size=self._tokenizer.vocab_size,
             token_count=self.token_count,
-            files=tuple(self._files),
+            files=(TokenFile(TOKENS_FILE, self.token_count, self._hash.hexdigest()),),
             eod_id=self._tokenizer.eod_id,
-            bos_ids=tuple(self._bos_ids.tolist()),
+            bos_ids=self._bos_ids,
             tokenizer=self._tokenizer.name,
             documents_file=DOCUMENTS_FILE,
             document_count=self.document_count,
-            prompts_file=PROMPTS_FILE if self._prompt_count else None,
-            prompt_count=self._prompt_count or None,
+            prompts_file=PROMPTS_FILE if self.prompt_count else None,
+            prompt_count=self.prompt_count or None,
             token_bytes_file=TOKEN_BYTES_FILE,
             text_bytes=self.text_bytes,
             source=source,
             writer=WRITER,
         )
-        if not self._prompt_count:
-            (self._folder / PROMPTS_FILE).unlink()
-        (self._folder / MANIFEST_FILE).write_text(json_text(manifest.to_json()))
-        return manifest
-
-    def close_files(self) -> None:
-        """Close the open files; a set without a manifest is no set."""
-        self._finish_file()
-        self._documents.close()
-        self._prompts.close()
-
-    def _write(self, ids: npt.NDArray[np.int64]) -> None:
-        if ids.size == 0:
-            return
-        self.token_count += ids.size
-        while ids.size:
-            room = self._file_tokens - self._in_file
-            data = ids[:room].astype(self._dtype).tobytes()
-            if self._file is None:
-                self._file = (self._folder / f"tokens-{len(self._files):05d}.bin").open("wb", buffering=1 << 20)
-            self._file.write(data)
-            self._hash.update(data)
-            self._in_file += min(room, ids.size)
-            ids = ids[room:]
-            if self._in_file == self._file_tokens:
-                self._finish_file()
-
-    def _finish_file(self) -> None:
-        if self._file is None:
-            return
-        name = Path(self._file.name).name
-        self._file.close()
-        self._files.append(TokenFile(name, self._in_file, self._hash.hexdigest()))
-        self._file, self._hash, self._in_file = None, hashlib.sha256(), 0
+        described = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
+        (self._folder / MANIFEST_FILE).write_text(json_text(described))

@@ -11,7 +11,6 @@ once without it (the control), with as much more of the haystack in its place.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -86,7 +85,7 @@ class NeedleTasks:
         """Task `number` of len(self)."""
         sample, place = divmod(number, self.depths + 1)
         needle = self.needles[sample]
-        first = np.array(self.shards.bos_ids, dtype=np.int64)
+        first = np.array(self.shards.manifest.bos_ids, dtype=np.int64)
         is_control = place == self.depths
         hidden = needle.sentence[: 0 if is_control else None]
         cut = 0 if is_control else self.position(sample, place) - first.size
@@ -101,7 +100,7 @@ class NeedleTasks:
         """At which token the needle of a sample begins, from 0."""
         needle = self.needles[sample]
         room = self._haystack_tokens(needle) - needle.sentence.size
-        return len(self.shards.bos_ids) + round(self.share(depth) * room)
+        return len(self.shards.manifest.bos_ids) + round(self.share(depth) * room)
 
     def share(self, depth: int) -> float:
         """How far into the haystack a depth lies: 0 its beginning, which is farthest from the question, 1 its end."""
@@ -109,7 +108,7 @@ class NeedleTasks:
 
     def _haystack_tokens(self, needle: Needle) -> int:
         """Tokens of text before the question; the last one of the answer is a label alone."""
-        return self.seq_len + 1 - len(self.shards.bos_ids) - needle.question.size - needle.answer.size
+        return self.seq_len + 1 - len(self.shards.manifest.bos_ids) - needle.question.size - needle.answer.size
 
 
 def needle_tasks(config: RunConfig, data: PreparedData) -> NeedleTasks | None:
@@ -129,7 +128,7 @@ def needle_tasks(config: RunConfig, data: PreparedData) -> NeedleTasks | None:
         config.seed,
     )
     least = max(needle.sentence.size + needle.question.size + needle.answer.size for needle in tasks.needles)
-    least += len(tasks.shards.bos_ids)
+    least += len(tasks.shards.manifest.bos_ids)
     if train.seq_len < least:
         raise ConfigError(
             f"train.eval_needle_depths: sentence, question and answer take up to {least} tokens of this tokenizer, but "
@@ -152,11 +151,10 @@ def make_needle(tokenizer: Tokenizer, question: str, answer: str) -> Needle:
     Raises DataError when the answer's ids do not spell it: then nobody could give it.
     """
     texts = [question, question + answer, question + answer + _END]
-    asked, told, whole = tokenizer.encode_many(texts)
-    if _begins(told, asked) and _begins(whole, told):
-        needle = Needle(asked, told[asked.size :], whole[told.size :])
-    else:  # its ids depend on what follows: cut the text instead
-        needle = Needle(*tokenizer.encode_many([question, answer, _END]))
+    asked, told, whole = tokenizer.encode(texts)
+    needle = Needle(asked, told[asked.size :], whole[told.size :])
+    if not (needle.answer.size and needle.end.size and np.array_equal(needle.sentence, whole)):
+        needle = Needle(*tokenizer.encode([question, answer, _END]))  # ids depend on what follows: cut the text instead
     spelled = "".join(tokenizer.decode(needle.answer).split())
     if spelled != answer.strip():
         raise DataError(
@@ -173,7 +171,7 @@ def haystack(shards: TokenShards, start: int, count: int) -> Ids:
     before.
     """
     parts: list[Ids] = []
-    edges = [*shards.bos_ids, *([] if shards.eod_id is None else [shards.eod_id])]
+    edges = [*shards.manifest.bos_ids, -1 if shards.manifest.eod_id is None else shards.manifest.eod_id]
     missing, position, seen = count, start % shards.token_count, 0
     while missing:
         ids = shards.read(position, min(_READ_TOKENS, shards.token_count - position))
@@ -186,7 +184,3 @@ def haystack(shards: TokenShards, start: int, count: int) -> Ids:
                 f"{shards.folder}: the validation split holds no text to hide a sentence in. Give more text."
             )
     return np.concatenate([np.empty(0, dtype=np.int64), *parts])
-
-
-def _begins(ids: Ids, start: Sequence[int] | Ids) -> bool:
-    return ids.size > len(start) and bool((ids[: len(start)] == start).all())

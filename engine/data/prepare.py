@@ -11,37 +11,32 @@ under another name and renamed when complete, so it exists whole or not at all.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import hashlib
 import re
 import shutil
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
 from engine.data.build import TRAIN, VALIDATION, Progress, ProgressCallback, build
-from engine.data.files import exclusive_lock, stat_key
 from engine.data.manifest import MANIFEST_FILE
 from engine.data.sampler import Sampler, Samples, by_length
-from engine.data.shards import EchoedShards, Tokens, TokenShards, open_token_set
+from engine.data.shards import Tokens, TokenShards, echoed, open_token_set
 from engine.data.sources import Source, open_source
-from engine.data.tokenizers import (
-    TOKENIZER_FILE,
-    ByteTokenizer,
-    Tokenizer,
-    load_tokenizer_file,
-    named_bos,
-    read_tokenizer_file,
-)
+from engine.data.tokenizers import TOKENIZER_FILE, ByteTokenizer, Tokenizer, load_tokenizer_file, read_tokenizer_file
 from engine.runs.files import cache_folder, hash_json, new_folder, remove_folder
 from engine.runs.records import json_text, require_json_object
 
 PREPARED_FILE = "prepared.json"
 VERSION = 1  # raise it when the same text would give other tokens
-_WORDS = {"version": "burst's data format", "files_hash": "source files", "tokenizer_hash": "tokenizer"}
-_WORDS["template_hash"] = "chat template"
+_LOCK_POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -68,6 +63,19 @@ class PreparedData:
         return load_tokenizer_file(path, name)
 
 
+@contextlib.contextmanager
+def _files_needed() -> Iterator[None]:
+    """Turns an OSError into a DataError."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"cannot prepare data: {error}. Give files that you may read, free some space, or name another folder with "
+            "data.prepared_dir or BURST_CACHE_DIR."
+        ) from None
+
+
+@_files_needed()
 def prepare(config: DataConfig, *, progress: ProgressCallback = lambda _: None) -> PreparedData:
     """The data that `config` describes, tokenised now unless an earlier call or another process has done it.
 
@@ -76,25 +84,29 @@ def prepare(config: DataConfig, *, progress: ProgressCallback = lambda _: None) 
     if config.format == "shards":
         return _open_shards(config, scan_foreign=True)
     source = open_source(config)
-    identity = make_identity(config, source)
-    folder = prepared_folder(config, source)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with exclusive_lock(folder.parent / f".{folder.name}.lock", lambda: progress(Progress("waiting"))) as locked:
-            if locked:
-                for path in folder.parent.iterdir():  # left by processes that were killed
-                    if re.fullmatch(rf"{re.escape(folder.name)}\.(tmp|gone)-[0-9a-f]{{16}}", path.name):
-                        shutil.rmtree(path, ignore_errors=True)
-            if not _is_ready(folder, config, identity):
-                _build_folder(folder, config, source, identity, progress)
-    except OSError as error:
-        raise DataError(
-            f"cannot write prepared data to {folder}: {error.strerror or error}. "
-            "Free some space or name another folder with data.prepared_dir or BURST_CACHE_DIR."
-        ) from None
+    folder, identity = _target(config, source)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # The kernel frees the lock when a process dies. The file stays: whoever waits for the lock holds it open.
+    with (folder.parent / f".{folder.name}.lock").open("ab") as file:
+        if lock(file, lambda: progress(Progress("waiting"))):
+            for path in folder.parent.iterdir():  # left by processes that were killed
+                if re.fullmatch(rf"{re.escape(folder.name)}\.(tmp|gone)-[0-9a-f]{{16}}", path.name):
+                    shutil.rmtree(path, ignore_errors=True)
+        if not _is_ready(folder, config, identity):
+            try:
+                with new_folder(folder) as work:
+                    build(work, config, source, progress)
+                    if _target(config, open_source(config))[1] != identity:
+                        raise DataError("the source files changed while they were read. Run again when nothing writes.")
+                    (work / PREPARED_FILE).write_text(json_text({"identity": identity}))
+            except OSError as error:
+                # Another process was faster (on a file system without locks): its data is as good as ours.
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
     return _open_folder(folder)
 
 
+@_files_needed()
 def open_prepared(config: DataConfig) -> PreparedData:
     """The data that `prepare` made for `config`; never tokenises, so every rank may call it.
 
@@ -102,18 +114,25 @@ def open_prepared(config: DataConfig) -> PreparedData:
     """
     if config.format == "shards":
         return _open_shards(config, scan_foreign=False)
-    folder = prepared_folder(config)
+    folder = _chosen(config) or _target(config, open_source(config))[0]
     if not (folder / PREPARED_FILE).is_file():
         raise DataError(f"the data is not prepared: nothing at {folder}. Run `burst data prepare` with this config.")
     _check_same(folder, {"config": config_facts(config)})
     return _open_folder(folder)
 
 
-def prepared_folder(config: DataConfig, source: Source | None = None) -> Path:
-    """Where the data of `config` lies or will lie: data.prepared_dir, or a folder in the cache named by content."""
-    if config.prepared_dir is not None:
-        return Path(config.prepared_dir).expanduser().absolute()
-    return cache_folder() / "data" / hash_json(make_identity(config, source or open_source(config)))[:16]
+def lock(file: BinaryIO, on_wait: Callable[[], None]) -> bool:
+    """Wait until this process alone has the lock of `file`; false where the file system knows no locks."""
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()  # again and again: who is silent for long is taken for hung
+            time.sleep(_LOCK_POLL_S)
+        except OSError:
+            return False
+        else:
+            return True
 
 
 def config_facts(config: DataConfig) -> dict[str, Any]:
@@ -134,43 +153,46 @@ def config_facts(config: DataConfig) -> dict[str, Any]:
     }
 
 
-def make_identity(config: DataConfig, source: Source) -> dict[str, Any]:
-    """Settings, source files (path, size, modification time), tokenizer and chat template: if these are equal, so are
-    the tokens."""
+def _chosen(config: DataConfig) -> Path | None:
+    return None if config.prepared_dir is None else Path(config.prepared_dir).expanduser().absolute()
+
+
+def _target(config: DataConfig, source: Source) -> tuple[Path, dict[str, Any]]:
+    """(where the data of `config` lies or will lie, its identity).
+
+    Identity: settings, source files (path, size, modification time), tokenizer and chat template. If these are equal,
+    so are the tokens.
+    """
     tokenizer_hash = None
     if config.tokenizer not in ("bytes", "bpe"):
         text = read_tokenizer_file(Path(config.tokenizer).expanduser())
-        text += (named_bos(config) or "") if config.bos == "on" else ""
         tokenizer_hash = hashlib.sha256(text.encode()).hexdigest()
-    return {
+    facts = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in source.files]
+    identity = {
         "version": VERSION,
         "config": config_facts(config),
-        "files_hash": hash_json([stat_key(path) for path in source.files]),
+        "files_hash": hash_json(facts),
         "tokenizer_hash": tokenizer_hash,
         "template_hash": source.template_hash,
     }
+    return _chosen(config) or cache_folder() / "data" / hash_json(identity)[:16], identity
 
 
 def _check_same(folder: Path, wanted: dict[str, Any]) -> None:
     """Raises DataError that lists in what the data in `folder` was made from something else than `wanted`."""
     path = folder / PREPARED_FILE
-    facts = require_json_object(path, "facts about prepared data", DataError)
-    made = facts.get("identity")
-    before = made.get("config") if isinstance(made, dict) else None
-    if not isinstance(made, dict) or not isinstance(before, dict):
+    made = require_json_object(path, "facts about prepared data", DataError).get("identity")
+    if not isinstance(made, dict) or not isinstance(made.get("config"), dict):
         raise DataError(f"{path} was not written by burst. Name another data.prepared_dir, or remove this folder.")
-    now = wanted["config"]
+    before, now = ({**one["config"], **one, "config": None} for one in (made, made | wanted))
     changed = [
-        f"{key}: made with {before.get(key)!r}, now {now.get(key)!r}"
-        for key in {**now, **before}
+        f"\n  - {key}: made with {before.get(key)!r}, now {now.get(key)!r}"
+        for key in now | before
         if before.get(key) != now.get(key)
     ]
-    if wanted.keys() != {"config"}:
-        changed += [f"changed since then: {what}" for key, what in _WORDS.items() if made.get(key) != wanted.get(key)]
     if changed:
-        listed = "\n".join(f"  - {line}" for line in changed)
         raise DataError(
-            f"{folder} was prepared from something else:\n{listed}\n"
+            f"{folder} was prepared from something else:{''.join(changed)}\n"
             "Name another data.prepared_dir, or remove this folder to prepare it again."
         )
 
@@ -192,33 +214,14 @@ def _is_ready(folder: Path, config: DataConfig, identity: dict[str, Any]) -> boo
     return True
 
 
-def _build_folder(
-    folder: Path, config: DataConfig, source: Source, identity: dict[str, Any], progress: ProgressCallback
-) -> None:
-    try:
-        with new_folder(folder) as work:
-            build(work, config, source, progress)
-            if make_identity(config, open_source(config)) != identity:
-                raise DataError("the source files changed while they were read. Run again when nothing writes to them.")
-            (work / PREPARED_FILE).write_text(json_text({"identity": identity}))
-    except OSError as error:
-        # Another process was faster (on a file system without locks): its data is as good as ours.
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-
-
-def _open_folder(folder: Path) -> PreparedData:
-    return _pair(folder, open_token_set(folder / TRAIN), open_token_set(folder / VALIDATION))
+def _open_folder(folder: Path, *, scan_foreign: bool = True) -> PreparedData:
+    return _pair(folder, *(open_token_set(folder / name, scan_foreign=scan_foreign) for name in (TRAIN, VALIDATION)))
 
 
 def _open_shards(config: DataConfig, *, scan_foreign: bool) -> PreparedData:
     path = Path(config.paths[0]).expanduser().absolute()
-    if not path.exists():
-        raise DataError(f"data.paths: {path} does not exist. Name a folder with manifest.json or a token file.")
     if all((path / name / MANIFEST_FILE).is_file() for name in (TRAIN, VALIDATION)):
-        train = open_token_set(path / TRAIN, scan_foreign=scan_foreign)
-        validation = open_token_set(path / VALIDATION, scan_foreign=scan_foreign)
-        return _pair(path, train, validation)
+        return _open_folder(path, scan_foreign=scan_foreign)
     whole = open_token_set(path, scan_foreign=scan_foreign)
     return _pair(whole.folder, *whole.split_tail(config.validation_fraction))
 
@@ -230,19 +233,14 @@ def _pair(path: Path, train: TokenShards, validation: TokenShards) -> PreparedDa
             raise DataError(
                 f"{path}: {key} of train is {ours!r} but of validation {theirs!r}. Prepare both with one tokenizer."
             )
-    return PreparedData(
-        path=path,
-        train=train,
-        validation=validation,
-        token_bytes=train.load_token_bytes(),
-        content_hash=hash_json([_content(train), _content(validation)]),
-    )
+    content_hash = hash_json([_content(train), _content(validation)])
+    return PreparedData(path, train, validation, train.load_token_bytes(), content_hash)
 
 
 def _content(shards: TokenShards) -> list[Any]:
     """What tells one token sequence from another: the recorded hashes (or else sizes) and the window."""
-    files = [(file.token_count, file.sha256) for file in shards.manifest.files]
-    return [shards.manifest.dtype, shards.vocab_size, shards.token_count, files]
+    made = shards.manifest
+    return [made.dtype, made.vocab_size, shards.token_count, [(file.token_count, file.sha256) for file in made.files]]
 
 
 @dataclass(frozen=True)
@@ -266,18 +264,17 @@ class TrainingData:
     @property
     def vocab_size(self) -> int:
         """Ids are below this, in all of them."""
-        return max(data.train.vocab_size for data in (self.main, *self.others))
+        return max(data.train.manifest.vocab_size for data in (self.main, *self.others))
 
     def sampler(self, seq_len: int, seed: int, *, grad_accum_steps: int, documents_apart: bool = False) -> Sampler:
         """Batches of the mixture. Raises DataError when a corpus, or a class of one, has less than one sample."""
         sources = [Samples(data.train, seq_len, seed) for data in (self.main, *self.others)]
         weights = list(self.config.mix_weights)
         if self.config.length_buckets:
-            parts = [by_length(corpus, self.config) for corpus in sources]
-            sources = [one for classes, _ in parts for one in classes]
-            shares = zip(weights or [1.0], parts, strict=True)
-            weights = [weight * share for weight, (_, own) in shares for share in own]
-        return Sampler(sources, weights, seed, grad_accum_steps=grad_accum_steps, documents_apart=documents_apart)
+            corpora = zip(sources, weights or [1.0], strict=True)
+            parts = [(one, weight * own) for corpus, weight in corpora for one, own in by_length(corpus, self.config)]
+            sources, weights = [one for one, _ in parts], [weight for _, weight in parts]
+        return Sampler(sources, weights, seed=seed, grad_accum_steps=grad_accum_steps, documents_apart=documents_apart)
 
 
 def open_training_data(config: DataConfig) -> TrainingData:
@@ -287,23 +284,21 @@ def open_training_data(config: DataConfig) -> TrainingData:
     """
     main = open_prepared(config)
     if config.echo_tokens is not None:
-        train, validation = (EchoedShards(one, config.echo_tokens) for one in (main.train, main.validation))
+        train, validation = (echoed(one, config.echo_tokens) for one in (main.train, main.validation))
         known = hash_json([main.content_hash, config.echo_tokens])
         main = replace(main, train=train, validation=validation, content_hash=known)
-    others = []
-    for path in config.mix_paths:
-        other = open_prepared(DataConfig(format="shards", paths=(path,)))
-        theirs, ours = _tokens_of(other), _tokens_of(main)
-        if theirs != ours:
+    others = tuple(open_prepared(DataConfig(format="shards", paths=(path,))) for path in config.mix_paths)
+    for path, other in zip(config.mix_paths, others, strict=True):
+        if (theirs := _tokens_of(other)) != (ours := _tokens_of(main)):
             raise DataError(
-                f"data.mix_paths: {Path(path)} has tokens of {theirs}, {main.path} of {ours}. Prepare both with the "
-                "same data.tokenizer and data.bos."
+                f"data.mix_paths: {path} has tokens of {theirs}, {main.path} of {ours}. Prepare both with the same "
+                "data.tokenizer and data.bos."
             )
-        others.append(other)
-    return TrainingData(config, main, tuple(others))
+    return TrainingData(config, main, others)
 
 
 def _tokens_of(data: PreparedData) -> str:
     """What must be the same in corpora that are mixed."""
-    begins = f" and beginning {list(data.train.bos_ids)}" if data.train.bos_ids else ""
-    return f"{data.train.manifest.tokenizer} with end of document {data.train.eod_id}{begins}"
+    made = data.train.manifest
+    begins = f" and beginning {list(made.bos_ids)}" if made.bos_ids else ""
+    return f"{made.tokenizer} with end of document {made.eod_id}{begins}"

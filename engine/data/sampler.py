@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -51,27 +52,34 @@ class Batch:
     samples: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
 class Samples:
     """The samples of `shards`, or those of them in `chosen`, epoch after epoch, each in an order of its own."""
 
-    def __init__(
-        self, shards: TokenShards, seq_len: int, seed: int, chosen: npt.NDArray[np.int64] | None = None
-    ) -> None:
-        self.shards, self.seq_len, self.seed = shards, seq_len, seed
-        self._chosen = chosen
-        self.per_epoch = (shards.token_count - 1) // seq_len if chosen is None else chosen.size
+    shards: TokenShards
+    seq_len: int
+    seed: int
+    chosen: Lengths | None = None
+
+    def __post_init__(self) -> None:
         if self.per_epoch < 1:
+            tokens, seq_len = self.shards.token_count, self.seq_len
             raise DataError(
-                f"{shards.folder}: the training split has {shards.token_count:,} tokens, but seq_len={seq_len:,} needs "
-                f"at least {seq_len + 1:,}. Set train.seq_len to at most {max(1, shards.token_count - 1):,} or "
-                "give more text (data.paths, data.max_bytes)."
+                f"{self.shards.folder}: the training split has {tokens:,} tokens, but seq_len={seq_len:,} needs at "
+                f"least {seq_len + 1:,}. Set train.seq_len to at most {max(1, tokens - 1):,} or give more text "
+                "(data.paths, data.max_bytes)."
             )
+
+    @property
+    def per_epoch(self) -> int:
+        """How many there are."""
+        return (self.shards.token_count - 1) // self.seq_len if self.chosen is None else self.chosen.size
 
     def __getitem__(self, number: int) -> int:
         """Which sample of the shards comes as `number` in the endless stream of shuffled epochs."""
         epoch, position = divmod(number, self.per_epoch)
         index = permute(position, self.per_epoch, (self.seed, epoch))
-        return index if self._chosen is None else int(self._chosen[index])
+        return index if self.chosen is None else int(self.chosen[index])
 
 
 class Sampler:
@@ -92,31 +100,27 @@ class Sampler:
         self,
         sources: Sequence[Samples],
         weights: Sequence[float] = (),
-        seed: int = 0,
         *,
+        seed: int = 0,
         grad_accum_steps: int = 1,
         documents_apart: bool = False,
     ) -> None:
         self.sources, self.grad_accum_steps, self.documents_apart = tuple(sources), grad_accum_steps, documents_apart
-        self.shares = shares(weights)
-        self._starts = [sum(self.shares[:index]) for index in range(len(self.shares))]
+        self.shares = _shares(weights)
+        self._starts = list(accumulate(self.shares, initial=0))[:-1]
         self._seed = splitmix64(seed)  # the order inside the sources is drawn from the seed itself
         self._first_step = self._first_sample = 0
 
-    def source_of(self, number: int) -> tuple[int, int]:
-        """(which source, number in its own stream) of sample `number`."""
-        if not self.shares:
-            return 0, number
-        block, position = divmod(number, BLOCK)
-        drawn = permute(position, BLOCK, (self._seed, block))
-        source = bisect_right(self._starts, drawn) - 1
-        return source, block * self.shares[source] + drawn - self._starts[source]
-
     def place_of(self, number: int) -> tuple[TokenShards, int]:
         """(shards, which of their samples) of sample `number`."""
-        index, own = self.source_of(number)
-        source = self.sources[index]
-        return source.shards, source[own]
+        source = 0
+        if self.shares:
+            block, position = divmod(number, BLOCK)
+            drawn = permute(position, BLOCK, (self._seed, block))
+            source = bisect_right(self._starts, drawn) - 1
+            number = block * self.shares[source] + drawn - self._starts[source]
+        samples = self.sources[source]
+        return samples.shards, samples[number]
 
     def start_at(self, step: int, sample: int) -> None:
         """Step `step` (from 0) begins with sample number `sample` of the stream."""
@@ -131,7 +135,7 @@ class Sampler:
         return replace(_collect(self.sources[0].seq_len, places, self.documents_apart), samples=numbers)
 
 
-def shares(weights: Sequence[float]) -> list[int]:
+def _shares(weights: Sequence[float]) -> list[int]:
     """Samples per block by weight, largest remainders first; each at least one. Weights are positive numbers."""
     total = sum(weights)
     exact = [weight / total * BLOCK for weight in weights]
@@ -200,7 +204,7 @@ def _collect(seq_len: int, places: Sequence[tuple[TokenShards, int]], documents_
     labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
     documents = []
     for row, (shards, sample) in enumerate(places):
-        tokens[row] = shards.eod_id or 0
+        tokens[row] = shards.manifest.eod_id or 0
         start = min(sample * seq_len, shards.token_count - 1)
         ids = shards.read(start, min(seq_len + 1, shards.token_count - start))
         inputs = ids[:-1]
@@ -240,66 +244,54 @@ class LengthClass:
         """Which lengths it has, such as "4,096 to 32,767"."""
         return f"{self.at_least:,} and more" if self.below is None else f"{self.at_least:,} to {self.below - 1:,}"
 
-    @property
-    def is_missing(self) -> bool:
-        """Whether it should have a share and has no sample."""
-        return self.weight > 0 and self.samples == 0
+
+def length_classes(corpus: Samples, config: DataConfig) -> list[LengthClass]:
+    """What `corpus` has of each class. DataError without an index of documents."""
+    return _describe(classify(corpus, config.length_buckets), corpus.seq_len, config)
 
 
-def by_length(corpus: Samples, config: DataConfig) -> tuple[list[Samples], list[float]]:
-    """(samples, weights) of the classes by length of `corpus` that are wanted at all.
+def _describe(classes: Lengths, seq_len: int, config: DataConfig) -> list[LengthClass]:
+    counts = np.bincount(classes, minlength=len(config.length_weights)).tolist()
+    edges = pairwise((1, *config.length_buckets, None))
+    return [
+        LengthClass(low or 1, high, count, count * seq_len, count / classes.size, weight)
+        for (low, high), count, weight in zip(edges, counts, config.length_weights, strict=True)
+    ]
+
+
+def by_length(corpus: Samples, config: DataConfig) -> list[tuple[Samples, float]]:
+    """(samples, weight) of each class by length of `corpus` that is wanted at all.
 
     Raises DataError when a class that should have a share has no sample.
     """
     classes = classify(corpus, config.length_buckets)
     described = _describe(classes, corpus.seq_len, config)
     for one in described:
-        if one.is_missing:
+        if one.weight > 0 and not one.samples:
             found = "; ".join(f"{other.name}: {other.samples:,}" for other in described)
             raise DataError(
                 f"{corpus.shards.folder}: no sample of {corpus.seq_len:,} tokens lies mostly in a document of "
                 f"{one.name} tokens, but data.length_weights gives such samples {one.weight:g}. Samples by length of "
                 f"document: {found}. Set other data.length_buckets or a weight of 0, or give such documents."
             )
-    wanted = [index for index, weight in enumerate(config.length_weights) if weight > 0]
-    chosen = [np.flatnonzero(classes == index) for index in wanted]
-    return [Samples(corpus.shards, corpus.seq_len, corpus.seed, one) for one in chosen], [
-        config.length_weights[index] for index in wanted
-    ]
-
-
-def length_classes(shards: TokenShards, seq_len: int, config: DataConfig) -> list[LengthClass]:
-    """What `shards` have of each class; nothing without classes.
-
-    Raises DataError without an index of documents or a whole sample.
-    """
-    if not config.length_buckets:
-        return []
-    return _describe(classify(Samples(shards, seq_len, 0), config.length_buckets), seq_len, config)
-
-
-def _describe(classes: Lengths, seq_len: int, config: DataConfig) -> list[LengthClass]:
-    counts = np.bincount(classes, minlength=len(config.length_weights)).tolist()
-    edges = (1, *config.length_buckets, None)
     return [
-        LengthClass(low or 1, high, count, count * seq_len, count / classes.size, weight)
-        for low, high, count, weight in zip(edges, edges[1:], counts, config.length_weights, strict=False)
+        (replace(corpus, chosen=np.flatnonzero(classes == index)), one.weight)
+        for index, one in enumerate(described)
+        if one.weight > 0
     ]
 
 
-def classify(corpus: Samples, buckets: Sequence[int], *, chunk_tokens: int = _CHUNK_TOKENS) -> Lengths:
+def classify(corpus: Samples, buckets: Sequence[int]) -> Lengths:
     """The class of every sample of an epoch, int64 [samples_per_epoch]. DataError without an index of documents."""
-    step = max(1, chunk_tokens // corpus.seq_len)
-    lengths = [
-        _document_lengths(corpus.shards, first, min(step, corpus.per_epoch - first), corpus.seq_len)
-        for first in range(0, corpus.per_epoch, step)
-    ]
+    step = max(1, _CHUNK_TOKENS // corpus.seq_len)
+    chunks = (range(first, min(first + step, corpus.per_epoch)) for first in range(0, corpus.per_epoch, step))
+    lengths = [_document_lengths(corpus.shards, samples, corpus.seq_len) for samples in chunks]
     return np.searchsorted(np.asarray(buckets, dtype=np.int64), np.concatenate(lengths), side="right")
 
 
-def _document_lengths(shards: TokenShards, first: int, samples: int, seq_len: int) -> Lengths:
-    """Tokens of the document that holds most of each of `samples` samples from `first` on, int64 [samples]."""
-    begin, end = first * seq_len, (first + samples) * seq_len
+def _document_lengths(shards: TokenShards, samples: range, seq_len: int) -> Lengths:
+    """Tokens of the document that holds most of each of `samples`, int64 [samples]."""
+    begin, end = samples.start * seq_len, samples.stop * seq_len
     edges = shards.document_edges(begin, end - begin)
     if edges is None:
         raise DataError(

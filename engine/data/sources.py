@@ -1,37 +1,67 @@
 """Where text comes from: plain files, JSONL, parquet and the Python standard library's own source.
 
-Every source yields documents as (origin, texts): where the document came from, and its text in one or more parts of
-about a mebibyte, so that a file of any size passes through in bounded memory.
+A source is a list of files and gives their documents in pieces of about a mebibyte, so that text of any size passes
+through in bounded memory.
 """
 
 from __future__ import annotations
 
+import glob
 import json
+import math
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
-from engine.data.files import json_type, list_files, reading_error
-from engine.data.texts import PIECE_BYTES, Text, split_text
 
+if TYPE_CHECKING:
+    from engine.data.chat import ChatTemplate
+
+PIECE_BYTES = 1 << 20
 _PARQUET_ROWS = 256
 _BYTE_ORDER_MARK = "\ufeff"
-_STDLIB_SKIPPED_FOLDERS = frozenset(
-    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"}
-)
+_UTF8_CONTINUATION = bytes(range(0x80, 0xC0))
+_STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"})
 _STDLIB_SKIPPED_PREFIX = "_sysconfigdata"  # facts about one build of Python, not part of the library
+_SUFFIXES: dict[str, tuple[str, ...]] = {"text": ("",), "jsonl": (".jsonl", ".ndjson"), "parquet": (".parquet",)}
 
-Document = tuple[str, Iterable[Text]]
-Record = dict[str, Any]
-Read = Callable[[Path], Iterator[Document]]
-Reader = tuple[Read, str | None]  # and the hash of its chat template, if it has one
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive text of one document.
+
+    learned: characters [first, after) that a model learns to write, ascending; null: all, empty: none. is_chat: a
+    rendered conversation, in which special tokens are what they spell. begins, ends: its document does, here.
+    """
+
+    text: str
+    learned: tuple[tuple[int, int], ...] | None = None
+    is_chat: bool = False
+    begins: bool = True
+    ends: bool = False
+
+    @cached_property
+    def data(self) -> bytes:
+        """The text in UTF-8."""
+        return self.text.encode()
+
+    def cut(self, size: int) -> tuple[Piece, Piece]:
+        """(the first `size` bytes, without the character that lies across the cut, the rest)."""
+        head = self.data[:size].decode(errors="ignore")
+        cut, learned = len(head), self.learned
+        if learned is not None:
+            learned = tuple((max(first - cut, 0), after - cut) for first, after in learned if after > cut)
+        return replace(self, text=head), replace(self, text=self.text[cut:], learned=learned)
+
+
+Document = tuple[str, Iterable[Piece]]  # where it stands, what it says
 
 
 @dataclass(frozen=True)
@@ -43,142 +73,168 @@ class Source:
 
     description: str
     files: tuple[Path, ...]
-    read: Read
+    read: Callable[[Path], Iterator[Document]]
     template_hash: str | None = None
 
-    def documents(self) -> Iterator[Document]:
-        """Every document in a fixed order; the texts of one must be used before the next is asked for."""
-        for path in self.files:
-            yield from self.read(path)
+    def pieces(self, max_bytes: int | None) -> Iterator[Piece]:
+        """All text, no piece empty, cut after `max_bytes` bytes of UTF-8 or before the character that lies across.
+
+        Raises DataError for what is no text, OSError for a file that cannot be read.
+        """
+        left = math.inf if max_bytes is None else max_bytes
+        for place, parts in chain.from_iterable(map(self.read, self.files)):
+            held: Piece | None = None
+            for part in parts:
+                piece = replace(part, begins=held is None)
+                size = _size(piece, place)
+                if size > left:
+                    piece, _ = piece.cut(int(left))
+                left -= size
+                if piece.text:
+                    if held is not None:
+                        yield held
+                    held = piece
+                if left <= 0:
+                    break
+            if held is not None:
+                yield replace(held, ends=True)
+            if left <= 0:
+                return
 
 
-def open_source(config: DataConfig, *, stdlib_folder: Path | None = None) -> Source:
-    """The source that `config` names, with its files listed and nothing read yet."""
+def _size(piece: Piece, place: str) -> int:
+    """Bytes of UTF-8."""
+    try:
+        return len(piece.data)
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place}: the text has a lone surrogate (U+{ord(piece.text[error.start]):04X}) at character "
+            f"{error.start}, which is no character. Mend or leave out this document."
+        ) from None
+
+
+def open_source(config: DataConfig) -> Source:
+    """The source that `config` names, with its files listed and nothing read yet. Raises DataError and OSError."""
     if config.format == "stdlib":
-        folder = stdlib_folder or Path(sysconfig.get_paths()["stdlib"])
-        return Source("source code of the Python standard library", find_stdlib_files(folder), _read_stdlib_file)
-    suffixes, reader_of = _FORMATS[config.format]
-    files = list_files(config.paths, suffixes)
-    read, template_hash = reader_of(config)
-    return Source(f"{len(files)} {config.format} files", files, read, template_hash)
+        files = stdlib_files(Path(sysconfig.get_paths()["stdlib"]))
+        return Source("source code of the Python standard library", files, _read_stdlib_file)
+    files, template = list_files(config.paths, _SUFFIXES[config.format]), None
+    if config.messages_field is not None:
+        from engine.data.chat import find_template  # only who has conversations needs Jinja
+
+        template = find_template(config)
+    readers: dict[str, Callable[[Path], Iterator[Document]]] = {
+        "text": _read_text_file,
+        "jsonl": partial(_read_jsonl, config=config, template=template),
+        "parquet": partial(_read_parquet, config=config),
+    }
+    template_hash = None if template is None else template.content_hash
+    return Source(f"{len(files)} {config.format} files", files, readers[config.format], template_hash)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def list_files(paths: Sequence[str], suffixes: tuple[str, ...]) -> tuple[Path, ...]:
+    """Absolute paths of all regular files that `paths` name, in the order given and sorted within one entry.
+
+    An entry is a file, a glob (`**` goes into folders) or a folder, which stands for every file below it that ends
+    in one of `suffixes` and is not hidden. A file named twice is read once.
+    """
+    found = tuple(dict.fromkeys(chain.from_iterable(_matches(entry, suffixes) for entry in paths)))
+    if not found:
+        raise DataError(
+            f"data.paths: {', '.join(map(repr, paths))} holds no files to read. Name a folder with a file ending in "
+            f"{' or '.join(map(repr, suffixes))} in it, or the files."
+        )
+    return found
+
+
+def _matches(entry: str, suffixes: tuple[str, ...]) -> list[Path]:
+    path = Path(entry).expanduser().absolute()
+    if entry and path.is_dir():
+        return sorted(_files_below(path, suffixes))
+    if entry and path.is_file():
+        return [path]
+    if not glob.has_magic(entry):
+        raise DataError(
+            f"data.paths: no such file or folder: {entry!r} (looked from {Path.cwd()}). Name regular files, folders or "
+            "globs that exist."
+        )
+    matches = glob.glob(str(path), recursive=True)  # noqa: PTH207 (Path.glob takes no absolute patterns)
+    return sorted(Path(match) for match in matches if Path(match).is_file())
+
+
+def _files_below(folder: Path, suffixes: tuple[str, ...], skipped: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """Files that end so, in any order, none hidden or in a folder whose name is `skipped`."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped]
+        paths = (Path(parent, name) for name in names if not name.startswith(".") and name.endswith(suffixes))
+        yield from (path for path in paths if path.is_file())
 
 
 # --- plain text -------------------------------------------------------------------------------------------------------
+
+
+def split_text(text: str, learned: tuple[tuple[int, int], ...] | None = None) -> Iterator[Piece]:
+    """Pieces of at most PIECE_BYTES characters that join to `text`, cut after a line break where there is one."""
+    start = 0
+    while len(text) - start > PIECE_BYTES:
+        cut = text.rfind("\n", start, start + PIECE_BYTES) + 1 or start + PIECE_BYTES
+        yield Piece(text[start:cut], learned)
+        start = cut
+    yield Piece(text[start:], learned)
 
 
 def _read_text_file(path: Path) -> Iterator[Document]:
     yield str(path), _text_pieces(path)
 
 
-def _text_pieces(path: Path) -> Iterator[Text]:
+def _text_pieces(path: Path) -> Iterator[Piece]:
     offset, carry, is_last = 0, b"", False
+    with path.open("rb") as file:
+        while not is_last:
+            chunk = file.read(PIECE_BYTES)
+            data, is_last = carry + chunk, not chunk
+            # After the last line, else before the last character, which may be incomplete.
+            cut = len(data) if is_last else data.rfind(b"\n") + 1 or len(data.rstrip(_UTF8_CONTINUATION)) - 1
+            try:
+                text = data[:cut].decode()
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{path}: invalid UTF-8 at byte offset {offset + error.start} ({error.reason}). Convert the file "
+                    "(iconv -f latin1 -t utf-8 ...), unpack it if it is compressed, or leave it out of data.paths."
+                ) from None
+            yield Piece(text.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else text)
+            offset, carry = offset + len(data[:cut]), data[cut:]
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def _read_jsonl(path: Path, config: DataConfig, template: ChatTemplate | None) -> Iterator[Document]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                place = f"{path}:{number}"
+                yield place, _record_pieces(_record(line, place), place, config, template)
+
+
+def _record(line: bytes, place: str) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            while not is_last:
-                chunk = file.read(PIECE_BYTES)
-                data, is_last = carry + chunk, not chunk
-                cut = len(data) if is_last else data.rfind(b"\n") + 1 or _last_character(data)
-                text = decode_utf8(data[:cut], path, offset)
-                yield Text(text.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else text)
-                offset, carry = offset + cut, data[cut:]
-    except OSError as error:
-        raise reading_error(path, error) from None
-
-
-def _last_character(data: bytes) -> int:
-    """Offset of the last UTF-8 character of `data`, which may be incomplete; a cut there breaks none."""
-    for back in range(1, min(4, len(data)) + 1):
-        if data[-back] & 0xC0 != 0x80:
-            return len(data) - back
-    return len(data)
-
-
-def decode_utf8(data: bytes, path: Path, offset: int, line: int | None = None) -> str:
-    """Text of `data`, which lies at byte `offset` of `path`; a `DataError` names the byte that is not UTF-8."""
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        place = f"{path}:{line}" if line is not None else str(path)
-        remedy = "Convert the file (iconv -f latin1 -t utf-8 ...) or leave it out of data.paths."
-        if offset == 0 and data.startswith(b"\x1f\x8b"):
-            remedy = "It looks compressed with gzip: unpack it first."
-        raise DataError(
-            f"{place}: invalid UTF-8 at byte offset {offset + error.start} "
-            f"(0x{data[error.start]:02x}, {error.reason}). {remedy}"
-        ) from None
-
-
-# --- JSONL ------------------------------------------------------------------------------------------------------------
-
-
-def _jsonl_reader(config: DataConfig) -> Reader:
-    prompt_field, chat_field = config.prompt_field, config.messages_field
-
-    def text_of(record: Record, place: str) -> Iterable[Text]:
-        text = _jsonl_text(record, place, config.text_field, "data.text_field")
-        if prompt_field is None:
-            return split_text(text)
-        return chain(split_text(_jsonl_text(record, place, prompt_field, "data.prompt_field"), ()), split_text(text))
-
-    if chat_field is None:
-        return partial(_read_jsonl, texts_of=text_of), None
-    from engine.data.chat import find_template, read_messages, render_chat  # only who has conversations needs Jinja
-
-    template = find_template(config)
-
-    def chat_of(record: Record, place: str) -> Iterable[Text]:
-        messages = read_messages(_jsonl_value(record, place, chat_field, "data.messages_field"), place, chat_field)
-        return (render_chat(template, messages, place),)
-
-    return partial(_read_jsonl, texts_of=chat_of), template.content_hash
-
-
-def _read_jsonl(path: Path, texts_of: Callable[[Record, str], Iterable[Text]]) -> Iterator[Document]:
-    offset = 0
-    try:
-        with path.open("rb") as file:
-            for line, data in enumerate(file, start=1):
-                if data.strip():
-                    record = _jsonl_record(data, path, offset, line)
-                    yield f"{path}:{line}", texts_of(record, f"{path}:{line}")
-                offset += len(data)
-    except OSError as error:
-        raise reading_error(path, error) from None
-
-
-def _jsonl_record(data: bytes, path: Path, offset: int, line: int) -> Record:
-    text = decode_utf8(data, path, offset, line).rstrip("\r\n")
-    try:
-        record = json.loads(text.removeprefix(_BYTE_ORDER_MARK) if line == 1 else text)
-    except (ValueError, RecursionError) as error:
-        detail = f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
-        raise DataError(f"{path}:{line}: bad JSON ({detail}). Expected one JSON object per line.") from None
+        record = json.loads(line.decode("utf-8-sig").rstrip("\r\n"))
+    except (ValueError, RecursionError) as error:  # bad UTF-8 is a ValueError, too
+        raise DataError(f"{place}: bad JSON ({error}). Expected one JSON object per line.") from None
     if not isinstance(record, dict):
-        raise DataError(f"{path}:{line}: a JSON {json_type(record)}; expected one JSON object per line.")
+        raise DataError(f"{place}: {line[:40]!r} is no object; expected one JSON object per line.")
     return record
 
 
-def _jsonl_value(record: Record, place: str, field: str, setting: str) -> object:
-    if field not in record:
-        keys = ", ".join(sorted(record)) or "none"
-        raise DataError(f"{place}: no key '{field}'; keys present: {keys}. Set {setting} to one of them.")
-    return record[field]
-
-
-def _jsonl_text(record: Record, place: str, field: str, setting: str) -> str:
-    value = _jsonl_value(record, place, field, setting)
-    if not isinstance(value, str):
-        raise DataError(
-            f"{place}: '{field}' is a JSON {json_type(value)}; expected a string. Mend the line or set "
-            f"{setting} to a key that holds text."
-        )
-    return value
-
-
-# --- parquet ----------------------------------------------------------------------------------------------------------
-
-
-def _read_parquet(path: Path, column: str) -> Iterator[Document]:
+def _read_parquet(path: Path, config: DataConfig) -> Iterator[Document]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -186,78 +242,65 @@ def _read_parquet(path: Path, column: str) -> Iterator[Document]:
         raise DataError(
             f"reading {path} needs the package pyarrow, which is not installed. Run: pip install 'burst-train[parquet]'"
         ) from None
+    row = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            if column not in file.schema_arrow.names:
-                names = ", ".join(file.schema_arrow.names) or "none"
-                raise DataError(
-                    f"{path}: no column '{column}'; columns present: {names}. Set data.text_field to one of them."
-                )
-            row = 0
-            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[column]):
-                for cell in batch.column(0):
-                    yield f"{path}: row {row}", split_text(_cell_text(cell, path, row, column))
+            _value(dict.fromkeys(file.schema_arrow.names), str(path), config, "text_field")
+            for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[config.text_field]):
+                for record in batch.to_pylist():
+                    place = f"{path}: row {row}"
+                    yield place, _record_pieces(record, place, config, None)
                     row += 1
-    except (pyarrow.ArrowException, OSError) as error:
-        # Arrow reports damaged contents, too, as OSError, but then without an error number.
-        if isinstance(error, OSError) and error.errno is not None:
-            raise reading_error(path, error) from None
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise DataError(f"{path} cannot be read as parquet: {reason} Check the file or data.format.") from None
+        raise DataError(f"{path} cannot be read as parquet from row {row} on: {reason}. Check the file.") from None
 
 
-def _cell_text(cell: Any, path: Path, row: int, column: str) -> str:
-    try:
-        value = cell.as_py()
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: row {row}: column '{column}': invalid UTF-8 at byte offset {error.start}. Mend the row."
-        ) from None
+def _record_pieces(
+    record: dict[str, Any], place: str, config: DataConfig, template: ChatTemplate | None
+) -> Iterable[Piece]:
+    if template is not None:
+        text, learned = template.render_chat(_value(record, place, config, "messages_field"), place)
+        return (Piece(text, learned, is_chat=True),)
+    parts = [] if config.prompt_field is None else [split_text(_text(record, place, config, "prompt_field"), ())]
+    return chain(*parts, split_text(_text(record, place, config, "text_field")))
+
+
+def _value(record: dict[str, Any], place: str, config: DataConfig, setting: str) -> Any:
+    key = getattr(config, setting)
+    if key not in record:
+        keys = ", ".join(sorted(record)) or "none"
+        raise DataError(f"{place}: no key '{key}'; keys present: {keys}. Set data.{setting} to one of them.")
+    return record[key]
+
+
+def _text(record: dict[str, Any], place: str, config: DataConfig, setting: str) -> str:
+    value = _value(record, place, config, setting)
     if not isinstance(value, str):
         raise DataError(
-            f"{path}: row {row}: column '{column}' holds {cell.type} {value!r:.40}; expected strings. Leave "
-            "such rows out, or set data.text_field to a column of text."
+            f"{place}: '{getattr(config, setting)}' is {value!r:.60}; expected a string. Mend the line or set "
+            f"data.{setting} to a key that holds text."
         )
     return value
-
-
-# How files of a folder end, and how one is read.
-_FORMATS: dict[str, tuple[tuple[str, ...], Callable[[DataConfig], Reader]]] = {
-    "text": ((), lambda _: (_read_text_file, None)),
-    "jsonl": ((".jsonl", ".ndjson"), _jsonl_reader),
-    "parquet": ((".parquet",), lambda config: (partial(_read_parquet, column=config.text_field), None)),
-}
 
 
 # --- the standard library ---------------------------------------------------------------------------------------------
 
 
-def find_stdlib_files(folder: Path) -> tuple[Path, ...]:
+def stdlib_files(folder: Path) -> tuple[Path, ...]:
     """The *.py files of the standard library at `folder`, sorted by their path inside it.
 
     Tests, installed packages, links and files made by one build of Python are left out, so machines with the same
     Python release have the same text.
     """
-    files: list[tuple[str, Path]] = []
-    for parent, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in _STDLIB_SKIPPED_FOLDERS and not name.startswith(".")]
-        for name in names:
-            path = Path(parent, name)
-            if name.endswith(".py") and not name.startswith(_STDLIB_SKIPPED_PREFIX) and not path.is_symlink():
-                files.append((path.relative_to(folder).as_posix(), path))
-    if not files:
-        raise DataError(
-            f"data.format=stdlib: this Python has no source files of its standard library in {folder} (only compiled "
-            "files or a zip?). Give text of your own (data.format=text data.paths=[FOLDER]) or use another Python."
-        )
-    return tuple(path for _, path in sorted(files))
+    files = _files_below(folder, (".py",), _STDLIB_SKIPPED)
+    kept = [path for path in files if not (path.name.startswith(_STDLIB_SKIPPED_PREFIX) or path.is_symlink())]
+    return tuple(sorted(kept, key=Path.as_posix))
 
 
 def _read_stdlib_file(path: Path) -> Iterator[Document]:
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError:  # a few files are kept in other encodings on purpose
         return
-    except OSError as error:
-        raise reading_error(path, error) from None
-    yield str(path), split_text(text.removeprefix(_BYTE_ORDER_MARK))
+    yield str(path), split_text(text)

@@ -17,26 +17,15 @@ import numpy.typing as npt
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
-from engine.data.files import read_text
 from engine.runs.records import require_json_object
 
 Ids = npt.NDArray[np.int64]
 
-BYTES_VOCAB_SIZE = 256
-BYTES_EOD_ID = 255  # the byte 0xFF occurs in no UTF-8 text, so the vocabulary stays a power of two
 BPE_EOD_TOKEN = "<|endoftext|>"
-BPE_MIN_VOCAB_SIZE = BYTES_VOCAB_SIZE + 1  # every byte and the end of a document
 TOKENIZER_FILE = "tokenizer.json"
-
-_EOD_TOKENS = (
-    BPE_EOD_TOKEN,
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "<|eos|>",
-    "[EOS]",
-    "<｜end▁of▁sentence｜>",
-)
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+_FILES = ("special_tokens_map.json", TOKENIZER_CONFIG_FILE)  # the later one wins
+_EOD_TOKENS = (BPE_EOD_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -47,20 +36,18 @@ class ByteTokenizer:
     """
 
     name = "bytes"
-    vocab_size = BYTES_VOCAB_SIZE
-    eod_id = BYTES_EOD_ID
+    vocab_size = 256
+    eod_id = 255
 
-    def encode(self, text: str) -> Ids:
-        """Ids of `text`, one per UTF-8 byte."""
-        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
-
-    def encode_many(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text."""
-        return [self.encode(text) for text in texts]
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text, one per UTF-8 byte."""
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]
 
     def encode_chats(self, texts: Sequence[str]) -> list[tuple[Ids, Ids]]:
-        """Ids of each text and the characters they stand for; there are no special tokens."""
-        return [(self.encode(text), _byte_offsets(text)) for text in texts]
+        """Ids of each text and the characters [first, after) they stand for; there are no special tokens."""
+        encoded = self.encode(texts)
+        characters = [np.cumsum((ids & 0xC0) != 0x80) for ids in encoded]  # what no continuation byte is, begins one
+        return [(ids, np.stack((after - 1, after), axis=1)) for ids, after in zip(encoded, characters, strict=True)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`; a character cut in half becomes U+FFFD."""
@@ -89,32 +76,31 @@ class FileTokenizer:
         self._vocab: dict[str, int] = inner.get_vocab(with_added_tokens=True)
         self.name = name
         self.vocab_size = max(self._vocab.values(), default=-1) + 1
-        self.eod_id = _find_eod(self._vocab, name)
+        found = [self._vocab[token] for token in _EOD_TOKENS if token in self._vocab]
+        if not found:
+            raise DataError(
+                f"tokenizer {name} has no end-of-document token (looked for {', '.join(_EOD_TOKENS)}). "
+                "Add one of them to its added_tokens with 'special': true."
+            )
+        self.eod_id = found[0]
 
     def token(self, number: int) -> str:
         """How the vocabulary spells an id."""
         return str(self._inner.id_to_token(number))
 
-    def encode(self, text: str) -> Ids:
-        """Ids of `text`."""
-        return self.encode_many([text])[0]
-
-    def encode_many(self, texts: Sequence[str]) -> list[Ids]:
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of each text, computed on all cores."""
         encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(item.ids, dtype=np.int64) for item in encoded]
 
     def encode_chats(self, texts: Sequence[str]) -> list[tuple[Ids, Ids]]:
-        """Ids of each text and the characters they stand for, computed on all cores."""
+        """Ids of each text and the characters [first, after) they stand for, computed on all cores."""
         self._inner.encode_special_tokens = False
         try:
             encoded = self._inner.encode_batch(list(texts), add_special_tokens=False)
         finally:
             self._inner.encode_special_tokens = True
-        return [
-            (np.asarray(item.ids, dtype=np.int64), np.asarray(item.offsets, dtype=np.int64).reshape(-1, 2))
-            for item in encoded
-        ]
+        return [(np.array(item.ids, np.int64), np.array(item.offsets, np.int64).reshape(-1, 2)) for item in encoded]
 
     def template_start(self) -> tuple[int, ...]:
         """What the file's own template puts before every text: often one id, the beginning of a sequence, or none."""
@@ -140,24 +126,20 @@ class FileTokenizer:
         tokens = {index: token for token, index in self._vocab.items() if index not in {*special, self.eod_id}}
         decoder = json.dumps(json.loads(self._inner.to_str()).get("decoder"))
         if '"ByteLevel"' in decoder:  # which writes each byte as one character of its alphabet
-            alphabet = _byte_level_alphabet()
-            known = {
-                index: len(token) if alphabet.issuperset(token) else len(token.encode())
-                for index, token in tokens.items()
-            }
-        else:
-            known = self._decoded_bytes(tokens)
-            if '"ByteFallback"' in decoder:
-                known |= {index: 1 for index, token in tokens.items() if _BYTE_TOKEN.fullmatch(token)}
-        return np.array([known.get(index, 0) for index in range(self.vocab_size)], dtype=np.int64)
+            from tokenizers import pre_tokenizers
 
-    def _decoded_bytes(self, tokens: dict[int, str]) -> dict[int, int]:
-        # A token at the start of a text loses its leading space in most decoders: decode it after another one.
-        before = self.encode("a").tolist()
-        prefix = self._inner.decode(before, skip_special_tokens=False)
-        texts = self._inner.decode_batch([[*before, index] for index in tokens], skip_special_tokens=False)
-        lengths = (len(text[len(prefix) :].encode("utf-8", "replace")) for text in texts)
-        return dict(zip(tokens, lengths, strict=True))
+            alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+            sizes = {index: len(text if alphabet.issuperset(text) else text.encode()) for index, text in tokens.items()}
+        else:
+            # A token at the start of a text loses its leading space in most decoders: decode it after another one.
+            [before] = self.encode(["a"])
+            prefix = self._inner.decode(before.tolist(), skip_special_tokens=False)
+            texts = self._inner.decode_batch([[*before.tolist(), index] for index in tokens], skip_special_tokens=False)
+            lengths = (len(text[len(prefix) :].encode("utf-8", "replace")) for text in texts)
+            sizes = dict(zip(tokens, lengths, strict=True))
+            if '"ByteFallback"' in decoder:
+                sizes |= {index: 1 for index, token in tokens.items() if _BYTE_TOKEN.fullmatch(token)}
+        return np.array([sizes.get(index, 0) for index in range(self.vocab_size)], dtype=np.int64)
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json."""
@@ -171,7 +153,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
     """A byte-level BPE of at most `vocab_size` ids trained on `texts`; the same texts give the same tokenizer.
 
     Id 0 is the end of a document, then come the 256 bytes, so every text can be encoded. A small corpus may not have
-    enough repeated pairs and gives fewer ids. `vocab_size` is at least BPE_MIN_VOCAB_SIZE.
+    enough repeated pairs and gives fewer ids. `vocab_size` is at least 257.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -208,32 +190,12 @@ def read_tokenizer_file(path: Path) -> str:
     return read_text(path, "'bytes', 'bpe' or the path of a tokenizer.json as data.tokenizer")
 
 
-def _byte_offsets(text: str) -> Ids:
-    """The character [first, after) of each byte of UTF-8, int64 [bytes, 2]."""
-    codes = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
-    sizes = 1 + (codes >= 0x80).astype(np.int64) + (codes >= 0x800) + (codes >= 0x10000)
-    first = np.repeat(np.arange(codes.size, dtype=np.int64), sizes)
-    return np.stack((first, first + 1), axis=1)
-
-
-def _find_eod(vocab: dict[str, int], name: str) -> int:
-    for token in _EOD_TOKENS:
-        if token in vocab:
-            return vocab[token]
-    raise DataError(
-        f"tokenizer {name} has no end-of-document token (looked for {', '.join(_EOD_TOKENS)}). "
-        "Add one of them to its added_tokens with 'special': true."
-    )
-
-
-def _byte_level_alphabet() -> frozenset[str]:
-    from tokenizers import pre_tokenizers
-
-    return frozenset(pre_tokenizers.ByteLevel.alphabet())
-
-
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-_FILES = ("special_tokens_map.json", TOKENIZER_CONFIG_FILE)  # the later one wins
+def read_text(path: Path, what: str) -> str:
+    """The text in `path`, which is `what`. Raises DataError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {path}: {error}; expected {what}.") from None
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
@@ -250,30 +212,14 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return tokens
 
 
-def named_bos(config: DataConfig) -> str | None:
-    """The token that the files beside a tokenizer.json name as the first one of a sequence."""
-    return special_tokens(Path(config.tokenizer).expanduser().absolute().parent).get("bos_token")
-
-
 def find_bos_ids(config: DataConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The ids that begin every document: those of the tokenizer's own template, as transformers has it.
 
-    Without such a template data.bos=on takes the token that the files beside the tokenizer name; DataError if none
-    does. What a template adds after a text is left out: `eod_id` ends every document.
+    What a template adds after a text is left out: `eod_id` ends every document.
     """
     if config.bos == "off" or config.tokenizer == "bpe" or not isinstance(tokenizer, FileTokenizer):
         return ()
-    by_template = tokenizer.template_start()
-    if by_template or config.bos == "auto":
-        return by_template
-    found = tokenizer.id_of(named_bos(config))
-    if found is None:
-        raise DataError(
-            f"data.bos=on: the template of data.tokenizer={config.tokenizer} adds no token before a text, and no "
-            f"bos_token of its vocabulary is named in {' or '.join(_FILES)} beside it. Name one there, or set "
-            "data.bos=auto."
-        )
-    return (found,)
+    return tokenizer.template_start()
 
 
 def tokens_for_export(tokenizer: Path, beside: Path | None) -> tuple[dict[str, str], dict[str, Any]]:

@@ -95,11 +95,7 @@ BROKEN = {
     "data.prepared_dir: got '~no user/x'": {"data": {"prepared_dir": "~no user/x"}},
     "data.mix_paths: got '~no user/x'": {"data": {"mix_paths": ("~no user/x",), "mix_weights": (1.0, 1.0)}},
     "data.paths has 2 entries; data.format=shards takes one": {"data": {"format": "shards", "paths": ("/", "/tmp")}},
-    "data.bos=on: data.tokenizer=bytes has no token that begins a document": {"data": {"bos": "on"}},
     "data.bos=off: data.format=shards takes tokens as they are": {"data": {**SHARDS, "bos": "off"}},
-    "data.bos=on: conversations begin as the chat template has it": {
-        "data": {**CHATS, "bos": "on", "tokenizer": __file__}
-    },
     "data.prompt_field names a key of JSON lines, but": {"data": {"prompt_field": "ask"}},
     "data.messages_field names a key of JSON lines, but data.format=text": {"data": {**CHATS, "format": "text"}},
     "data.messages_field=messages and data.prompt_field=ask": {"data": {**CHATS, "prompt_field": "ask"}},

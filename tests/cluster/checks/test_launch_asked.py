@@ -17,7 +17,7 @@ from cluster.agent.survey import find_data, find_room
 from cluster.checks.groups.launch import Offer, launch_group, read_offer
 from cluster.survey.ask import survey_node
 from cluster.survey.facts import NodeFacts
-from engine.data.files import list_files
+from engine.data.sources import list_files
 
 Ask = Callable[..., Offer]
 

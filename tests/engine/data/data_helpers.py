@@ -6,32 +6,27 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from hypothesis import settings
 from testkit.corpora import write_token_set
 
-from engine.data.build import Piece, iter_pieces
 from engine.data.sampler import Sampler, Samples
 from engine.data.shards import TokenShards, open_token_set
-from engine.data.sources import Document, Source
-from engine.data.texts import Text
+from engine.data.sources import Document, Piece, Source
 
 # Machines under load are slow, so no deadline per example.
 quick = settings(deadline=None, max_examples=60)
 
 
-def make_source(*documents: str | Sequence[str]) -> Source:
-    """A source without files; a document is a text or the pieces of one."""
+def make_pieces(*documents: str | Sequence[str], max_bytes: int | None = None) -> list[Piece]:
+    """What a source gives of documents, each a text or the pieces of one."""
 
     def read(path: Path) -> Iterator[Document]:
         for index, document in enumerate(documents):
             parts = [document] if isinstance(document, str) else document
-            yield f"document {index}", map(Text, parts)
+            yield f"document {index}", map(Piece, parts)
 
-    return Source("made up", (Path("made-up"),), read)
-
-
-def make_pieces(*documents: str | Sequence[str], max_bytes: int | None = None) -> list[Piece]:
-    return list(iter_pieces(make_source(*documents), max_bytes))
+    return list(Source("made up", (Path("made-up"),), read).pieces(max_bytes))
 
 
 def packed(shards: TokenShards, seq_len: int, seed: int, **settings: Any) -> Sampler:
@@ -39,5 +34,10 @@ def packed(shards: TokenShards, seq_len: int, seed: int, **settings: Any) -> Sam
     return Sampler([Samples(shards, seq_len, seed)], **settings)
 
 
-def make_shards(folder: Path, tokens: Sequence[int], **changes: Any) -> TokenShards:
+def make_shards(folder: Path, tokens: Sequence[int], starts: Sequence[int] = (), **changes: Any) -> TokenShards:
+    """A foreign token set, with an index of documents where `starts` are given."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if len(starts):
+        np.array(starts, dtype="<i8").tofile(folder / "d.bin")
+        changes["documents_file"] = "d.bin"
     return open_token_set(write_token_set(folder, tokens, **changes))

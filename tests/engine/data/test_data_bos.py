@@ -62,7 +62,7 @@ def test_documents_begin_as_transformers_begins_them(tmp_path: Path, template: s
     data = prepare(config_of(tmp_path, path))
     after_text = theirs.convert_tokens_to_ids("<|eot|>")
     whole = [[token for token in theirs(text)["input_ids"] if token != after_text] for text in TEXTS]
-    assert all_documents(data) == sorted([*ids, data.train.eod_id] for ids in whole)
+    assert all_documents(data) == sorted([*ids, data.train.manifest.eod_id] for ids in whole)
 
 
 ODD_TEXTS = {
@@ -86,37 +86,24 @@ def test_ids_of_whole_families_are_those_of_transformers(tmp_path: Path, family:
         expected = [*theirs(text)["input_ids"], theirs.convert_tokens_to_ids(end)]
         assert expected in found, f"{name}: {theirs.convert_ids_to_tokens(expected[:30])}"
     assert len(found) == len(ODD_TEXTS), "a text without a character is no document"
-    assert data.train.bos_ids == (() if start is None else (theirs.convert_tokens_to_ids(start),))
+    assert data.train.manifest.bos_ids == (() if start is None else (theirs.convert_tokens_to_ids(start),))
 
 
-@pytest.mark.parametrize(("template", "bos"), [("none", "on"), ("start", "on"), ("start", "off"), ("none", "off")])
-def test_a_setting_goes_before_the_template(tmp_path: Path, template: str, bos: Any) -> None:
-    data = prepare(config_of(tmp_path, tokenizer_of(tmp_path / "model", TEMPLATES[template]), bos=bos))
-    starts = {document[0] for document in all_documents(data)}
-    bos_id = Tokenizer.from_file(str(tmp_path / "model" / "tokenizer.json")).token_to_id(BOS)
-    assert (starts == {bos_id}) == (bos == "on")
-    assert data.train.bos_ids == ((bos_id,) if bos == "on" else ())
-
-
-def test_a_first_token_that_nobody_names_is_asked_for(tmp_path: Path) -> None:
-    config = config_of(tmp_path, tokenizer_of(tmp_path / "model", None), bos="on")
-    prepare(config)
-    tokenizer_of(tmp_path / "model", None, bos_token="<|head|>")
-    with pytest.raises(DataError, match="changed since then: tokenizer"):
-        prepare(config)
-    path = tokenizer_of(tmp_path / "model", None, bos_token=None)
-    with pytest.raises(DataError, match=r"data\.bos=on: the template .* adds no token before a text"):
-        prepare(config_of(tmp_path, path, bos="on", prepared_dir=str(tmp_path / "other")))
+def test_without_it_documents_begin_with_their_text(tmp_path: Path) -> None:
+    data = prepare(config_of(tmp_path, tokenizer_of(tmp_path / "model", TEMPLATES["start"]), bos="off"))
+    ids = data.load_tokenizer().encode(TEXTS)
+    assert all_documents(data) == sorted([*text.tolist(), data.train.manifest.eod_id] for text in ids)
+    assert data.train.manifest.bos_ids == ()
 
 
 def test_first_tokens_hold_no_text_and_are_read_not_learned_before_a_prompt(tmp_path: Path) -> None:
     path = tokenizer_of(tmp_path / "model", TEMPLATES["start"])
     data = prepare(config_of(tmp_path, path, prompt_field="ask"))
     assert data.token_bytes is not None
-    assert data.token_bytes[list(data.train.bos_ids)].tolist() == [0]
+    assert data.token_bytes[list(data.train.manifest.bos_ids)].tolist() == [0]
     shards = data.train
     tokens = shards.read(0, shards.token_count)
-    assert shards.is_prompt(0, shards.token_count)[tokens == shards.bos_ids[0]].all()
+    assert shards.is_prompt(0, shards.token_count)[tokens == shards.manifest.bos_ids[0]].all()
     assert data.token_bytes[tokens].sum() == shards.text_bytes
 
 
@@ -124,7 +111,7 @@ def test_validation_and_needles_begin_with_it_too(tmp_path: Path) -> None:
     config = config_of(tmp_path, tokenizer_of(tmp_path / "model", TEMPLATES["start"]))
     data = prepare(config)
     first = next(iter(sequential_batches(data.validation, 32, batch_size=1)))
-    assert first.tokens[0, 0] == data.validation.bos_ids[0]
+    assert first.tokens[0, 0] == data.validation.manifest.bos_ids[0]
     run = RunConfig(data=config)
     run = replace(run, train=replace(run.train, seq_len=300, eval_needle_depths=3))
     tasks = needle_tasks(run, data)
@@ -133,7 +120,7 @@ def test_validation_and_needles_begin_with_it_too(tmp_path: Path) -> None:
     for number in range(4):  # at every depth, and in the control
         task, sentence = tasks.task(number), tasks.needles[0].sentence
         assert task.tokens.size == 300
-        assert np.flatnonzero(task.tokens == tasks.shards.bos_ids[0]).tolist() == [0]
+        assert np.flatnonzero(task.tokens == tasks.shards.manifest.bos_ids[0]).tolist() == [0]
         sample, place = divmod(number, tasks.depths + 1)
         if place < tasks.depths:
             positions.append(tasks.position(sample, place))

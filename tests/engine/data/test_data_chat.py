@@ -17,11 +17,12 @@ from tokenizers import Tokenizer, processors
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
-from engine.data.build import learned_tokens
-from engine.data.chat import ChatTemplate, find_template, render_chat
+from engine.data.build import encode
+from engine.data.chat import ChatTemplate, find_template
 from engine.data.prepare import prepare
 from engine.data.sampler import IGNORE_INDEX, sequential_batches
 from engine.data.shards import TokenShards
+from engine.data.sources import Piece
 from engine.data.tokenizers import ByteTokenizer, load_tokenizer_file
 
 Messages = list[dict[str, Any]]
@@ -48,8 +49,8 @@ def config_of(tmp_path: Path, conversations: Sequence[object], **settings: Any) 
 
 
 def learned_texts(template: ChatTemplate, messages: Messages) -> list[str]:
-    chat = render_chat(template, messages, "here:1")
-    return [chat.text[first:after] for first, after in chat.learned or ()]
+    text, learned = template.render_chat(messages, "here:1")
+    return [text[first:after] for first, after in learned]
 
 
 # --- against transformers ---------------------------------------------------------------------------------------------
@@ -68,28 +69,24 @@ def test_ids_are_those_of_transformers(tmp_path: Path, template: str) -> None:
     found, ours = find_template(DataConfig(tokenizer=str(path), messages_field="messages")), load_tokenizer_file(path)
     marks = {"return_assistant_tokens_mask": template in (CHATML_MARKED, LLAMA3_MARKED)}
     for messages in CONVERSATIONS:
-        chat = render_chat(found, messages, "here:1")
-        assert chat.text == theirs.apply_chat_template(messages, tokenize=False)
-        [(ids, offsets)] = ours.encode_chats([chat.text])
+        text, learned = found.render_chat(messages, "here:1")
+        assert text == theirs.apply_chat_template(messages, tokenize=False)
+        [(ids, is_prompt)] = encode([Piece(text, learned, is_chat=True)], ours, [7])
         expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=True, **marks)
         assert ids.tolist() == expected["input_ids"]
         if marks["return_assistant_tokens_mask"]:
-            mask = learned_tokens(offsets, chat.learned or (), len(chat.text))
-            assert mask.tolist() == [*map(bool, expected["assistant_masks"])]
+            assert (~is_prompt).tolist() == [*map(bool, expected["assistant_masks"])]
 
 
 @pytest.mark.parametrize(("plain", "marked"), [(CHATML, CHATML_MARKED), (LLAMA3, LLAMA3_MARKED)])
 @pytest.mark.parametrize("messages", CONVERSATIONS)
 def test_turns_found_by_rendering_are_those_that_blocks_mark(plain: str, marked: str, messages: Messages) -> None:
     tokens = {"bos_token": "<|bos|>"}
-    assert render_chat(ChatTemplate("a", plain, tokens), messages, "").learned == (
-        render_chat(ChatTemplate("b", marked, tokens), messages, "").learned
-    )
+    learned = [ChatTemplate("t", source, tokens).render_chat(messages, "")[1] for source in (plain, marked)]
+    assert learned[0] == learned[1]
 
 
-PARTS = st.lists(
-    st.sampled_from(["a", " ", "\n", "|>", "<|im_end|>", "assistant", "\ufdd0", "\ufdd1"]), max_size=6
-).map("".join)
+PARTS = st.lists(st.sampled_from(["a", " ", "\n", "|>", "<|im_end|>", "assistant"]), max_size=6).map("".join)
 
 
 @given(contents=st.lists(PARTS, min_size=1, max_size=4))
@@ -116,8 +113,8 @@ def test_labels_are_the_assistants_tokens_and_ends_of_turn(tmp_path: Path) -> No
     spoken = talk("user: hello", "assistant: the sum", "user: more", "assistant: no")
     data = prepare(config_of(tmp_path, [spoken] * 5, tokenizer=str(path), chat_template=None))
     text = "user\nhello", "assistant\n", "the sum", "user\nmore", "assistant\n", "no"
-    asked, role, said, more, _, no = (tokenizer.encode(part).tolist() for part in text)
-    start, end, [line] = special["start"], special["end"], tokenizer.encode("\n").tolist()
+    asked, role, said, more, _, no = (ids.tolist() for ids in tokenizer.encode(text))
+    start, end, [line] = special["start"], special["end"], tokenizer.encode(["\n"])[0].tolist()
     one = [
         *((token, False) for token in [start, *asked, end, line, start, *role]),
         *((token, True) for token in [*said, end]),
@@ -162,9 +159,8 @@ def test_a_single_conversation_is_cut_with_its_labels(tmp_path: Path) -> None:
 @quick
 def test_learned_bytes_are_those_of_learned_characters(text: str, cuts: list[int]) -> None:
     spans = tuple(zip(cuts[::2], cuts[1::2], strict=False))
-    [(ids, offsets)] = ByteTokenizer().encode_chats([text])
-    mask = learned_tokens(offsets, spans, len(text))
-    assert bytes(ids[mask].astype(np.uint8)).decode() == "".join(text[first:after] for first, after in spans)
+    [(ids, is_prompt)] = encode([Piece(text, spans, is_chat=True)], ByteTokenizer(), ())
+    assert bytes(ids[~is_prompt].astype(np.uint8)).decode() == "".join(text[first:after] for first, after in spans)
 
 
 # --- templates --------------------------------------------------------------------------------------------------------
@@ -217,7 +213,7 @@ CHANGED = "{% set said %}{% generation %}x{% endgeneration %}{% endset %}{{ said
         ("{{ 1 + 'a' }}", "cannot render these messages: unsupported operand"),
         ("{{ messages.append(1) }}", "cannot render these messages: access to attribute 'append'"),
         ("{{ messages.__class__.__mro__ }}", "cannot render these messages: access to attribute"),
-        ("{% for %}", "is not valid Jinja: line 1: "),
+        ("{% for %}", "is not valid Jinja: Expected an expression"),
         (CHANGED, "changes or nests its generation blocks"),
         ("{% generation %}{% endgeneration %}", "renders nothing that the assistant says"),
     ],
@@ -241,14 +237,14 @@ def test_a_missing_template_says_where_it_was_looked_for(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("messages", "text"),
     [
-        ({"role": "user"}, r"'messages' is a JSON object; expected a list of messages"),
-        (None, r"'messages' is a JSON null"),
-        ([], r"the assistant says nothing in the 0 messages"),
-        (talk("user: x"), r"the assistant says nothing in the 1 messages"),
-        (["x"], r"messages\[0\] is a JSON string"),
-        ([{"role": "user"}], r"messages\[0\] has no content"),
-        ([*talk("user: x"), {"role": "assistant", "content": None}], r"messages\[1\] has a JSON null as content"),
-        (talk("user: x", "robot: y"), r"messages\[1\] has the role 'robot'; .*\(system, user, assistant, tool\)"),
+        ({"role": "user"}, r"message 0 is {'role': 'user'}; expected a list of objects"),
+        (None, "message 0 is None; expected a list"),
+        ([], r"the assistant says nothing in its 0 messages"),
+        (talk("user: x"), r"the assistant says nothing in its 1 messages"),
+        (["x"], r"message 0 is 'x'"),
+        ([{"role": "user"}], r"message 0 is {'role': 'user'}"),
+        ([*talk("user: x"), {"role": "assistant", "content": None}], r"message 1 is .*None}; .* a string as content"),
+        (talk("user: x", "robot: y"), r"message 1 is .*'robot'.*\(system, user, assistant, tool\)"),
     ],
 )
 def test_bad_records_are_named_with_file_and_line(tmp_path: Path, messages: object, text: str) -> None:
@@ -256,16 +252,12 @@ def test_bad_records_are_named_with_file_and_line(tmp_path: Path, messages: obje
         prepare(config_of(tmp_path, [CONVERSATIONS[0], messages]))
 
 
-def test_a_changed_template_is_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BURST_CACHE_DIR", str(tmp_path / "cache"))
+def test_a_changed_template_is_other_data(tmp_path: Path) -> None:
     path = tmp_path / "mine.jinja"
     path.write_text(CHATML)
-    config = config_of(tmp_path, CONVERSATIONS, chat_template=str(path), prepared_dir=None)
     kept = config_of(tmp_path, CONVERSATIONS, chat_template=str(path))
-    first = prepare(config).path
-    prepare(kept)
-    assert prepare(config).path == first
+    first = prepare(kept).path
+    assert prepare(kept).path == first
     path.write_text(CHATML.replace("im_", "mi_"))
-    assert prepare(config).path != first
-    with pytest.raises(DataError, match="changed since then: chat template"):
+    with pytest.raises(DataError, match="template_hash: made with"):
         prepare(kept)

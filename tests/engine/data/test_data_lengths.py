@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -13,25 +12,19 @@ import pytest
 from data_helpers import make_shards, quick
 from hypothesis import example, given
 from hypothesis import strategies as st
-from testkit.corpora import text_corpus
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
 from engine.data.manifest import Manifest
-from engine.data.prepare import open_training_data, prepare
-from engine.data.sampler import BLOCK, Sampler, Samples, by_length, classify, length_classes
+from engine.data.sampler import Samples, by_length, classify, length_classes
 from engine.data.shards import TokenShards
 
 SEQ_LEN = 10
 
 
-def corpus_of(folder: Path, lengths: list[int], *, seq_len: int = SEQ_LEN, first_id: int = 0) -> Samples:
-    """Documents of these lengths; token i of the whole is first_id + i."""
-    count = sum(lengths)
-    folder.mkdir(parents=True, exist_ok=True)
-    np.array([0, *accumulate(lengths[:-1])], dtype="<i8").tofile(folder / "d.bin")
-    ids = range(first_id, first_id + count)
-    shards = make_shards(folder, list(ids), documents_file="d.bin", vocab_size=max(ids) + 1)
+def corpus_of(folder: Path, lengths: list[int], *, seq_len: int = SEQ_LEN) -> Samples:
+    """Documents of these lengths; token i of the whole is i."""
+    shards = make_shards(folder, range(sum(lengths)), [0, *accumulate(lengths[:-1])], vocab_size=sum(lengths))
     return Samples(shards, seq_len, 5)
 
 
@@ -47,18 +40,17 @@ def class_by_hand(document_of: list[int], sample: int, seq_len: int, buckets: li
     lengths=st.lists(st.integers(1, 25), min_size=1, max_size=40),
     seq_len=st.integers(1, 30),
     buckets=st.lists(st.integers(2, 26), min_size=1, max_size=3, unique=True).map(sorted),
-    chunk=st.sampled_from([1, 20, 1 << 26]),
 )
-@example(lengths=[8, 2, 2], seq_len=6, buckets=[5], chunk=20)  # three documents with as many tokens of a sample
+@example(lengths=[8, 2, 2], seq_len=6, buckets=[5])  # three documents with as many tokens of a sample
 @quick
 def test_classes_are_those_counted_token_by_token(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_len: int, buckets: list[int], chunk: int
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], seq_len: int, buckets: list[int]
 ) -> None:
     lengths = [*lengths, seq_len + 1]
     corpus = corpus_of(tmp_path_factory.mktemp("c"), lengths, seq_len=seq_len)
     document_of = [document for document, length in enumerate(lengths) for _ in range(length)]
     expected = [class_by_hand(document_of, sample, seq_len, buckets) for sample in range(corpus.per_epoch)]
-    assert classify(corpus, buckets, chunk_tokens=chunk).tolist() == expected
+    assert classify(corpus, buckets).tolist() == expected
 
 
 @given(lengths=st.lists(st.integers(1, 25), min_size=3, max_size=30), fraction=st.floats(0.05, 0.6))
@@ -82,7 +74,7 @@ def test_a_million_samples_are_classified_in_about_a_second(tmp_path: Path) -> N
     count = 1_000_000 * 4096 + 1
     generator = np.random.default_rng(0)
     starts = np.concatenate(([0], np.cumsum(generator.geometric(1 / 3000, 1_500_000))))
-    shards = TokenShards(Manifest("uint16", 10, count, ()), tmp_path, (), starts[starts < count], range(count))
+    shards = TokenShards(Manifest("uint16", 10, count, ()), tmp_path, (), starts[starts < count], None, range(count))
     begin_s = time.process_time()
     classes = classify(Samples(shards, 4096, 0), (1000, 4096))
     # 0.3 s of one core at leisure; ten times that is still no loop over samples.
@@ -107,7 +99,7 @@ def corpus(tmp_path: Path) -> Samples:
 
 
 def test_within_a_class_every_sample_comes_once_per_epoch_in_another_order(corpus: Samples) -> None:
-    [short, middle, _], _ = by_length(corpus, RULE)
+    short, middle, _ = (samples for samples, _ in by_length(corpus, RULE))
     epochs = [[short[epoch * 20 + number] for number in range(20)] for epoch in range(3)]
     assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
@@ -115,59 +107,20 @@ def test_within_a_class_every_sample_comes_once_per_epoch_in_another_order(corpu
 
 
 def test_a_class_of_no_weight_is_left_out_and_one_without_samples_is_an_error(corpus: Samples, tmp_path: Path) -> None:
-    sampler = Sampler(*by_length(corpus, rule((20, 50), (0.5, 0.5, 0.0))), 1)
-    assert {sampler.place_of(number)[1] < 80 for number in range(BLOCK)} == {True}
-    unwanted = rule((20, 1000), (0.5, 0.5, 0.0))  # no document of 1,000 tokens, and none is wanted
-    assert len(by_length(corpus, unwanted)[0]) == 2
+    assert [weight for _, weight in by_length(corpus, rule((20, 50), (0.5, 0.5, 0.0)))] == [0.5, 0.5]
+    assert len(by_length(corpus, rule((20, 1000), (0.5, 0.5, 0.0)))) == 2  # none is wanted of 1,000 tokens
     text = r"document of 1,000 and more tokens, but .*gives such samples 0\.6.*1 to 19: 20; 20 to 999: 80; 1,000 and"
     with pytest.raises(DataError, match=text):
         by_length(corpus, rule((20, 1000), (0.2, 0.2, 0.6)))
     shards = make_shards(tmp_path / "s", [1, 9] * 50, eod_id=9)
     with pytest.raises(DataError, match="this token set has no index of them"):
-        length_classes(shards, SEQ_LEN, RULE)
+        length_classes(Samples(shards, SEQ_LEN, 0), RULE)
 
 
 def test_classes_are_told_with_their_shares(corpus: Samples) -> None:
-    classes = length_classes(corpus.shards, SEQ_LEN, RULE)
+    classes = length_classes(corpus, RULE)
     assert [(one.name, one.samples, one.tokens, one.share, one.weight) for one in classes] == [
         ("1 to 19", 20, 200, 0.2, 0.25),
         ("20 to 49", 60, 600, 0.6, 0.15),
         ("50 and more", 20, 200, 0.2, 0.6),
     ]
-
-
-# --- with a configuration ---------------------------------------------------------------------------------------------
-
-
-def prepared(tmp_path: Path, name: str, letter: str) -> DataConfig:
-    """Sixty short documents of a small letter and six long ones of a capital, which only this corpus has."""
-    texts = [f"{index % 10}" + (letter * 29 if index < 60 else letter.upper() * 299) for index in range(66)]
-    config = text_corpus(tmp_path / name, *texts, validation_fraction=0.1)
-    prepare(config)
-    return config
-
-
-def test_each_corpus_of_a_mixture_is_divided_within_itself(tmp_path: Path) -> None:
-    main = prepared(tmp_path, "main", "a")
-    prepared(tmp_path, "other", "b")
-    config = replace(main, mix_paths=(str(tmp_path / "other" / "prepared"),), mix_weights=(1.0, 3.0))
-    config = replace(config, length_buckets=(100,), length_weights=(0.2, 0.8))
-    sampler = open_training_data(config).sampler(20, 0, grad_accum_steps=1)
-    counts: Counter[str] = Counter()
-    for start in range(0, BLOCK, 1000):
-        for row in sampler.batch(0, 0, start // 1000, 10, 1000).tokens:
-            letters = Counter(chr(token) for token in row if chr(token).isalpha())
-            counts[letters.most_common(1)[0][0]] += 1
-    assert counts == {"a": 500, "A": 2000, "b": 1500, "B": 6000}
-
-
-def test_without_classes_nothing_changes_and_with_them_the_hash_does(tmp_path: Path) -> None:
-    main = prepared(tmp_path, "main", "a")
-    plain = open_training_data(main)
-    assert plain.sampler(20, 0, grad_accum_steps=1).shares == []
-    assert plain.content_hash == plain.main.content_hash
-    rules = [((100,), (0.2, 0.8)), ((100,), (0.3, 0.7)), ((90,), (0.2, 0.8))]
-    configs = [replace(main, length_buckets=buckets, length_weights=weights) for buckets, weights in rules]
-    hashes = {open_training_data(config).content_hash for config in configs}
-    assert len(hashes | {plain.content_hash}) == 4
-    assert {prepare(config).path for config in configs} == {plain.main.path}

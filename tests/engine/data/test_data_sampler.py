@@ -1,4 +1,4 @@
-"""The sampler: every sample once per epoch, in the same order however the global batch is divided."""
+"""The sampler: every sample once per epoch, in the same order however a step is divided, prompts unlabelled."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import pytest
 from data_helpers import make_shards, packed, quick
 from hypothesis import given
 from hypothesis import strategies as st
+from testkit.corpora import record_corpus
 
 from engine.config.errors import DataError
+from engine.data.prepare import prepare
 from engine.data.sampler import IGNORE_INDEX, permute, sequential_batches
 from engine.data.shards import TokenShards
 
@@ -65,11 +67,9 @@ def test_a_step_has_the_same_samples_however_it_is_divided(
 def test_documents_of_a_window_agree_with_its_tokens(
     tmp_path_factory: pytest.TempPathFactory, length: int, cuts: set[int], start: int
 ) -> None:
-    tokens = np.where(np.isin(np.arange(200), [cut - 1 for cut in cuts]), 9, 1)
-    folder = tmp_path_factory.mktemp("s")
-    np.array([0, *sorted(cuts)], dtype="<i8").tofile(folder / "d.bin")
-    indexed = make_shards(folder, tokens.tolist(), documents_file="d.bin")
-    plain = make_shards(tmp_path_factory.mktemp("s"), tokens.tolist(), eod_id=9)
+    tokens = np.where(np.isin(np.arange(200), [cut - 1 for cut in cuts]), 9, 1).tolist()
+    indexed = make_shards(tmp_path_factory.mktemp("s"), tokens, [0, *sorted(cuts)])
+    plain = make_shards(tmp_path_factory.mktemp("s"), tokens, eod_id=9)
     ids = indexed.read(start, length)
     assert indexed.document_offsets(start, ids).tolist() == plain.document_offsets(start, ids).tolist()
 
@@ -112,9 +112,7 @@ def test_validation_sees_every_token_once_however_it_is_divided_and_all_ranks_ar
 def test_where_documents_are_apart_no_label_is_of_the_next_one(tmp_path: Path, seq_len: int, indexed: bool) -> None:
     tokens = [1, 9, 2, 2, 9, 3, 9, 4, 4, 4, 4, 4, 9, 5, 5, 9]
     starts = [0, *(place + 1 for place, token in enumerate(tokens[:-1]) if token == 9)]
-    np.array(starts, dtype="<i8").tofile(tmp_path / "d.bin")
-    known = {"documents_file": "d.bin"} if indexed else {"eod_id": 9}
-    shards = make_shards(tmp_path, tokens, vocab_size=10, **known)
+    shards = make_shards(tmp_path, tokens, starts if indexed else (), vocab_size=10, eod_id=9)
     expected = [-100 if place in starts else tokens[place] for place in range(1, len(tokens))]
     sampler = packed(shards, seq_len, 0)
     sampler.documents_apart = True
@@ -127,3 +125,26 @@ def test_where_documents_are_apart_no_label_is_of_the_next_one(tmp_path: Path, s
     for start, batch in zip(range(0, len(tokens) - 1, seq_len), batches, strict=True):
         inside = range(start + 1, min(start + seq_len, len(tokens) - 1))
         assert batch.documents[0].tolist() == [0, *(place - start for place in inside if place in starts)]
+
+
+PAIRS = {f"answer {index * 7}.": f"question {index}? " for index in range(60)} | {"no prompt": "", "": "no answer"}
+
+
+def test_exactly_the_answers_are_learned_wherever_samples_are_cut(tmp_path: Path) -> None:
+    long = "x" * 1_500_000  # two pieces
+    records = [{"ask": ask, "say": say} for say, ask in PAIRS.items()] + [{"ask": long, "say": "long"}]
+    data = prepare(record_corpus(tmp_path, records, text_field="say", prompt_field="ask"))
+    answers: list[str] = []
+    for shards in (data.train, data.validation):
+        whole, mask = shards.read(0, shards.token_count), shards.is_prompt(0, shards.token_count)
+        texts = bytes(np.where(whole == 255, 0, whole)[~mask].astype(np.uint8)).decode().split("\0")[:-1]
+        asked = bytes(whole[mask].astype(np.uint8)).decode()
+        assert asked == "".join({**PAIRS, "long": long}[text] for text in texts)
+        answers += texts
+        parts = [part.is_prompt(0, part.token_count) for part in shards.split_tail(0.3)]  # windows know their prompts
+        assert np.array_equal(np.concatenate(parts), mask)
+        for seq_len in (5, 64):
+            batches = sequential_batches(shards, seq_len, batch_size=3, max_samples=99)
+            labels = np.concatenate([batch.labels.ravel() for batch in batches])[: min(99 * seq_len, whole.size - 1)]
+            assert (labels == np.where(mask, IGNORE_INDEX, whole)[1 : labels.size + 1]).all()
+    assert sorted(answers) == sorted([*PAIRS, "long"])

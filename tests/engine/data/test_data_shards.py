@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,60 +14,65 @@ from hypothesis import strategies as st
 from testkit.corpora import write_token_set
 
 from engine.config.errors import DataError
-from engine.data.manifest import DTYPES, TokenSetWriter, storage_dtype
-from engine.data.shards import open_token_set
+from engine.data.manifest import Dtype, TokenSetWriter, storage_dtype
+from engine.data.shards import echoed, open_token_set
 from engine.data.tokenizers import ByteTokenizer, train_bpe
 
 
-def write_documents(folder: Path, documents: list[list[str]], file_tokens: int = 1 << 20) -> list[int]:
-    """Writes documents of several parts through the writer; returns the tokens that must be there."""
-    tokenizer = ByteTokenizer()
-    writer = TokenSetWriter(folder, tokenizer, file_tokens=file_tokens)
+def write_documents(folder: Path, documents: list[list[tuple[str, bool]]]) -> tuple[list[int], list[bool]]:
+    """Writes documents of several parts, some of them prompts; returns tokens and mask that must be there."""
     expected: list[int] = []
-    for parts in documents:
-        for index, part in enumerate(parts):
-            writer.append(tokenizer.encode(part), len(part.encode()), ends_document=index == len(parts) - 1)
-            expected += part.encode()
-        expected.append(tokenizer.eod_id)
-    writer.close("made up")
-    return expected
+    prompts: list[bool] = []
+    with TokenSetWriter(folder, ByteTokenizer()) as writer:
+        for parts in documents:
+            for index, (text, is_prompt) in enumerate(parts):
+                ids = [*text.encode(), *([255] if index == len(parts) - 1 else [])]
+                mask = np.array([is_prompt and token != 255 for token in ids], dtype=bool)
+                writer.append(np.array(ids, np.int64), mask, len(text.encode()), begins_document=index == 0)
+                expected += ids
+                prompts += mask.tolist()
+        writer.finish("made up")
+    return expected, prompts
 
 
 @given(
-    documents=st.lists(st.lists(st.text("ab€", max_size=9), min_size=1, max_size=3), min_size=1, max_size=4),
-    file_tokens=st.integers(2, 12),
+    documents=st.lists(
+        st.lists(st.tuples(st.text("ab€", max_size=9), st.booleans()), min_size=1, max_size=3), min_size=1, max_size=4
+    )
 )
 @settings(quick, max_examples=20)
 def test_what_is_written_is_read_back(
-    tmp_path_factory: pytest.TempPathFactory, documents: list[list[str]], file_tokens: int
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[tuple[str, bool]]]
 ) -> None:
     folder = tmp_path_factory.mktemp("set") / "s"
-    expected = write_documents(folder, documents, file_tokens)
+    expected, prompts = write_documents(folder, documents)
     shards = open_token_set(folder)
-    assert shards.token_count == len(expected)
-    assert len(shards.manifest.files) == -(-len(expected) // file_tokens)
     for start in range(0, len(expected), 3):
         count = min(7, len(expected) - start)
         assert shards.read(start, count).tolist() == expected[start : start + count]
+        assert shards.is_prompt(start, count).tolist() == prompts[start : start + count]
     starts = [0, *(np.flatnonzero(np.array(expected[:-1]) == 255) + 1)]
     assert shards.document_offsets(0, shards.read(0, len(expected))).tolist() == starts
-    assert shards.document_count == len(documents)
-    assert shards.text_bytes == sum(len(part.encode()) for parts in documents for part in parts)
+    assert (shards.token_count, shards.document_count) == (len(expected), len(documents))
+    assert shards.text_bytes == sum(len(text.encode()) for parts in documents for text, _ in parts)
+    assert (folder / "prompts.bin").exists() == any(prompts)
 
 
 def test_files_are_little_endian_and_as_narrow_as_the_vocabulary_allows(tmp_path: Path) -> None:
-    write_documents(tmp_path / "s", [["ab"], ["c"]], file_tokens=3)
-    assert (tmp_path / "s" / "tokens-00000.bin").read_bytes() == b"a\0b\0\xff\0"
-    assert (tmp_path / "s" / "tokens-00001.bin").read_bytes() == b"c\0\xff\0"
+    write_documents(tmp_path / "s", [[("ab", False)], [("c", True)]])
+    assert (tmp_path / "s" / "tokens-00000.bin").read_bytes() == b"a\0b\0\xff\0c\0\xff\0"
     assert (tmp_path / "s" / "documents.bin").read_bytes() == bytes([0] * 8 + [3] + [0] * 7)
+    assert (tmp_path / "s" / "prompts.bin").read_bytes() == bytes([3] + [0] * 7 + [4] + [0] * 7)
     assert [storage_dtype(size) for size in (256, 1 << 16, (1 << 16) + 1)] == ["uint16", "uint16", "uint32"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_is_read_and_nothing_past_the_end(tmp_path: Path, dtype: str) -> None:
-    shards = make_shards(tmp_path / "s", [1, 2, 99], dtype=dtype)
-    assert shards.read(0, 3).tolist() == [1, 2, 99]
-    for start, count in ((0, 4), (-1, 2), (3, 1)):
+@pytest.mark.parametrize("dtype", get_args(Dtype))
+def test_every_dtype_and_several_files_are_read_and_nothing_past_the_end(tmp_path: Path, dtype: str) -> None:
+    files = [{"name": "t.bin", "token_count": 3}, {"name": "u.bin", "token_count": 2}]
+    np.array([5, 6]).astype(dtype).tofile(tmp_path / "u.bin")
+    shards = make_shards(tmp_path, [1, 2, 99], dtype=dtype, files=files, token_count=5)
+    assert shards.read(1, 4).tolist() == [2, 99, 5, 6]
+    for start, count in ((0, 6), (-1, 2), (5, 1)):
         with pytest.raises(IndexError):
             shards.read(start, count)
 
@@ -75,46 +80,55 @@ def test_every_dtype_is_read_and_nothing_past_the_end(tmp_path: Path, dtype: str
 @pytest.mark.parametrize("named", ["c.npy", "c.json"])
 def test_npy_with_a_manifest_beside_it(tmp_path: Path, named: str) -> None:
     np.save(tmp_path / "c.npy", np.arange(50, dtype=np.uint32))
-    files = [{"name": "c.npy", "token_count": 50}]
+    files = [{"name": "c.npy", "token_count": 50, "note": "unknown keys do no harm"}]
     facts = {"format": "burst-tokens", "version": 1, "dtype": "uint32", "vocab_size": 50, "token_count": 50}
     (tmp_path / "c.json").write_text(json.dumps(facts | {"files": files, "note": "unknown keys do no harm"}))
     assert open_token_set(tmp_path / named).read(48, 2).tolist() == [48, 49]
 
 
-def with_documents(folder: Path, tokens: list[int], starts: list[int], **changes: Any) -> Path:
-    write_token_set(folder, tokens, documents_file="d.bin", document_count=len(starts), **changes)
-    np.array(starts, dtype="<i8").tofile(folder / "d.bin")
-    return folder
-
-
-def test_the_tail_begins_with_a_document(tmp_path: Path) -> None:
-    shards = open_token_set(with_documents(tmp_path / "s", list(range(20)), [0, 5, 12, 18]))
-    head, tail = shards.split_tail(0.3)  # the last 6 tokens; the next document after token 14 starts at 18
-    assert (head.token_count, head.document_count) == (18, 3)
+def test_the_tail_begins_with_a_document_where_the_set_knows_them(tmp_path: Path) -> None:
+    head, tail = make_shards(tmp_path / "s", range(20), [0, 5, 12, 18]).split_tail(0.3)  # the last 6 tokens
+    assert (head.token_count, head.document_count, head.text_bytes) == (18, 3, None)
     assert (tail.read(0, 2).tolist(), tail.document_count) == ([18, 19], 1)
     assert tail.document_offsets(0, tail.read(0, 2)).tolist() == [0]
-
-
-def test_a_set_without_documents_is_cut_by_position_unless_it_has_one_token(tmp_path: Path) -> None:
-    head, tail = make_shards(tmp_path / "s", list(range(20))).split_tail(0.01)
+    head, tail = make_shards(tmp_path / "t", range(20)).split_tail(0.01)
     assert (head.token_count, tail.token_count, tail.read(0, 1).tolist()) == (19, 1, [19])
-    assert head.text_bytes is None
     with pytest.raises(DataError, match="1 tokens cannot be split"):
-        make_shards(tmp_path / "s", [1]).split_tail(0.5)
+        make_shards(tmp_path / "u", [1]).split_tail(0.5)
 
 
 def test_token_bytes_come_from_a_file_or_a_known_tokenizer_or_are_null(tmp_path: Path) -> None:
-    folder = write_token_set(tmp_path / "file", [1, 2], vocab_size=3, token_bytes_file="b.bin")
-    np.array([0, 4, 2], dtype="<u4").tofile(folder / "b.bin")
+    np.array([0, 4, 2], dtype="<u4").tofile(tmp_path / "b.bin")
     bpe = train_bpe(["aaaa bbbb " * 20], 270)
     padded = write_token_set(tmp_path / "bpe", [1, 2], vocab_size=300)  # a vocabulary padded to a round size
     bpe.save(padded)
-    plain = write_token_set(tmp_path / "bytes", [1, 255], vocab_size=256, tokenizer="bytes")
-    assert np.array_equal(open_token_set(folder).load_token_bytes(), [0, 4, 2])
-    expected = np.pad(bpe.token_bytes(), (0, 300 - bpe.vocab_size))
-    assert np.array_equal(open_token_set(padded).load_token_bytes(), expected)
-    assert np.array_equal(open_token_set(plain).load_token_bytes(), [1] * 255 + [0])
-    assert make_shards(tmp_path / "none", [1, 2]).load_token_bytes() is None
+    expected = {
+        make_shards(tmp_path, [1, 2], vocab_size=3, token_bytes_file="b.bin"): [0, 4, 2],
+        open_token_set(padded): np.pad(bpe.token_bytes(), (0, 300 - bpe.vocab_size)),
+        make_shards(tmp_path / "bytes", [1, 255], vocab_size=256, tokenizer="bytes"): [1] * 255 + [0],
+        make_shards(tmp_path / "none", [1, 2]): None,
+    }
+    for shards, sizes in expected.items():
+        assert np.array_equal(shards.load_token_bytes(), sizes)  # type: ignore[arg-type]
+
+
+@given(count=st.integers(1, 60), piece=st.integers(1, 9), data=st.data())
+@quick
+def test_echoed_every_piece_comes_twice(
+    tmp_path_factory: pytest.TempPathFactory, count: int, piece: int, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("text")
+    np.array([[start, start + 1] for start in range(0, count, 3)], dtype="<i8").tofile(folder / "p.bin")
+    shards = echoed(make_shards(folder, range(count), prompts_file="p.bin"), piece)
+    pieces = [list(range(first, first + piece)) for first in range(0, count - piece + 1, piece)]
+    expected = np.array([token for one in pieces for token in one + one], dtype=np.int64)
+    assert shards.token_count == expected.size
+    start = data.draw(st.integers(0, expected.size))
+    length = data.draw(st.integers(0, expected.size - start))
+    np.testing.assert_array_equal(shards.read(start, length), expected[start : start + length])
+    np.testing.assert_array_equal(shards.is_prompt(start, length), expected[start : start + length] % 3 == 0)
+    with pytest.raises(IndexError):
+        shards.read(start, expected.size - start + 1)
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
@@ -137,32 +151,38 @@ def test_an_id_outside_the_vocabulary_is_named_with_file_and_offset(
         open_token_set(folder, scan_foreign=False).read(995, 7)
 
 
-def test_a_file_cut_short_is_named_with_both_sizes(tmp_path: Path) -> None:
-    folder = write_token_set(tmp_path / "s", list(range(10)))
-    (folder / "t.bin").write_bytes((folder / "t.bin").read_bytes()[:-1])
-    with pytest.raises(DataError, match=r"t\.bin has 19 bytes; its manifest says 10 entries of uint16 = 20 bytes"):
-        open_token_set(folder)
-
-
-@pytest.mark.parametrize("name", ["tokens-00000.bin", "documents.bin", "token_bytes.bin", "manifest.json"])
-def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
-    write_documents(tmp_path / "s", [["hello"]])
-    (tmp_path / "s" / name).unlink()
-    with pytest.raises(DataError, match=f"cannot read .*{name}: No such file|no manifest at .*{name}"):
+@pytest.mark.parametrize("name", ["tokens-00000.bin", "documents.bin", "token_bytes.bin", "prompts.bin"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [(None, "No such file"), (lambda data: data[:-1], "not a multiple"), (lambda data: data * 2, "holds .* of shape")],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: Any, message: str) -> None:
+    write_documents(tmp_path / "s", [[("hello", True)]])
+    path = tmp_path / "s" / name
+    data = path.read_bytes()
+    path.unlink()
+    if damage is not None:
+        path.write_bytes(damage(data))
+    with pytest.raises(DataError, match=rf"{name}.*{message}"):
         open_token_set(tmp_path / "s").load_token_bytes()
 
 
 @pytest.mark.parametrize(
-    ("starts", "message"),
+    ("name", "entries", "message"),
     [
-        ([1, 2], "first document starts at 1 and the last at 2; expected 0 and less than the 5 tokens"),
-        ([0, 5], "the last at 5"),
-        ([0, 3, 2, 4], r"d\.bin: entry 2 \(byte offset 16\) is not above the one before it"),
+        ("documents", [1, 2], "first document starts at 1 and the last at 2; expected 0 and less than the 5 tokens"),
+        ("documents", [0, 5], "the last at 5"),
+        ("documents", [0, 3, 2, 4], r"d\.bin: entry 2 is not above the one before it"),
+        *(
+            ("prompts", edges, "expected ranges of prompts that ascend")
+            for edges in ([3, 3], [5, 2], [0, 9], [-1, 4], [0, 4, 3, 5], [1])
+        ),
     ],
 )
-def test_impossible_document_starts_are_refused(tmp_path: Path, starts: list[int], message: str) -> None:
+def test_impossible_indices_are_refused(tmp_path: Path, name: str, entries: list[int], message: str) -> None:
+    np.array(entries, dtype="<i8").tofile(tmp_path / "d.bin")
     with pytest.raises(DataError, match=message):
-        open_token_set(with_documents(tmp_path / "s", [1, 2, 3, 4, 5], starts))
+        make_shards(tmp_path, [1, 2, 3, 4, 5], **{f"{name}_file": "d.bin"})
 
 
 @pytest.mark.parametrize(
@@ -195,8 +215,8 @@ def test_wrong_manifests_say_all_that_is_wrong(tmp_path: Path, changes: dict[str
     [
         (np.zeros((2, 2), np.uint16), r"holds uint16 of shape \(2, 2\)"),
         (np.zeros(4, np.float32), "holds float32"),
-        (np.zeros(3, np.uint16), "holds 3 tokens but its manifest says 4"),
-        (np.array([None] * 4), "cannot be read as .npy"),
+        (np.zeros(3, np.uint16), r"of shape \(3,\); its manifest says 4"),
+        (np.array([None] * 4), r"cannot read .*t\.npy"),
     ],
 )
 def test_npy_files_that_do_not_fit_are_refused(tmp_path: Path, array: Any, message: str) -> None:

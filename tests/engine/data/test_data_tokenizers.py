@@ -34,7 +34,7 @@ any_text = st.text(st.characters(codec="utf-8"), max_size=200)
 @given(text=any_text)
 @quick
 def test_text_survives_and_bytes_add_up(tokenizer: Any, text: str) -> None:
-    ids = tokenizer.encode(text)
+    [ids] = tokenizer.encode([text])
     assert tokenizer.decode([*ids, tokenizer.eod_id]) == text
     assert TOKEN_BYTES[tokenizer.name][tokenizer.eod_id] == 0
     assert TOKEN_BYTES[tokenizer.name][ids].sum() == len(text.encode())
@@ -45,7 +45,7 @@ def test_text_survives_and_bytes_add_up(tokenizer: Any, text: str) -> None:
 def test_bpe_of_a_tiny_corpus_still_knows_every_byte() -> None:
     tokenizer = train_bpe(["ab"], 5000)
     assert tokenizer.vocab_size == 257
-    assert tokenizer.decode(tokenizer.encode("\x00ÿ€")) == "\x00ÿ€"
+    assert tokenizer.decode(*tokenizer.encode(["\x00ÿ€"])) == "\x00ÿ€"
 
 
 def test_bpe_is_the_same_in_another_process(tmp_path: Path) -> None:
@@ -59,15 +59,15 @@ def test_bpe_is_the_same_in_another_process(tmp_path: Path) -> None:
     assert (tmp_path / "tokenizer.json").read_bytes() == (tmp_path / ".." / "tokenizer.json").read_bytes()
     again = load_tokenizer_file(tmp_path / "tokenizer.json", "bpe")
     assert (again.name, again.vocab_size) == ("bpe", BPE.vocab_size)
-    assert again.encode(CORPUS[0]).tolist() == BPE.encode(CORPUS[0]).tolist()
+    assert again.encode(CORPUS)[0].tolist() == BPE.encode(CORPUS)[0].tolist()
     assert BPE.vocab_size <= 320
-    assert BPE.encode(CORPUS[0]).size < len(CORPUS[0]) / 2
+    assert BPE.encode(CORPUS)[0].size < len(CORPUS[0]) / 2
 
 
 def test_byte_fallback_and_spaces_are_counted() -> None:
     tokenizer = FileTokenizer(FAMILIES["mistral"][0](), "mistral")
     text = " hello a é€a a"  # with the space that a text begins with there
-    ids = tokenizer.encode(text)
+    [ids] = tokenizer.encode([text])
     assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
     assert tokenizer.token_bytes()[tokenizer.eod_id] == 0
 
@@ -91,7 +91,7 @@ def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> 
     inner.enable_padding(length=8)
     inner.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer_file(tmp_path / "tokenizer.json")
-    assert tokenizer.encode("hello world hello world").tolist() == [0, 1, 0, 1]
+    assert tokenizer.encode(["hello world hello world"])[0].tolist() == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> 
         (None, r"cannot read .*bad\.json: .*expected 'bytes', 'bpe' or"),
         (b"not json", r"tokenizer .*bad\.json cannot be loaded \(.*\)\. Expected a tokenizer\.json"),
         (b"{}", r"bad\.json cannot be loaded"),
-        (b"\xff\xfe", r"bad\.json: invalid UTF-8 at byte offset 0"),
+        (b"\xff\xfe", r"cannot read .*bad\.json: 'utf-8' codec"),
         (make_word_level().to_str().encode(), r"bad\.json has no end-of-document token \(looked for <\|endoftext"),
     ],
 )

@@ -17,7 +17,7 @@ TEXTS = tuple(f"Document {index}: grey ducks swim, and number {index} of them is
 
 def write_split(folder: Path, tokenizer: Tokenizer, texts: tuple[str, ...] = TEXTS) -> TokenShards:
     """The texts as a token set, each ended by the tokenizer's own id."""
-    ids = np.concatenate([np.append(text, tokenizer.eod_id) for text in tokenizer.encode_many(texts)])
+    ids = np.concatenate([np.append(text, tokenizer.eod_id) for text in tokenizer.encode(texts)])
     write_token_set(folder, ids.tolist(), vocab_size=tokenizer.vocab_size, eod_id=tokenizer.eod_id)
     return open_token_set(folder)
 

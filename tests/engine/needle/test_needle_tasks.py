@@ -141,7 +141,7 @@ def test_a_haystack_goes_on_from_the_beginning_when_the_split_ends(
     shards = splits["bytes"]
     ids = shards.read(0, shards.token_count)
     turned = np.roll(ids, -(start % shards.token_count))
-    text = turned[turned != shards.eod_id]
+    text = turned[turned != shards.manifest.eod_id]
     assert (haystack(shards, start, count) == np.resize(text, count)).all()
 
 
