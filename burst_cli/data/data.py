@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -47,16 +46,16 @@ def prepare_data(
     classes: list[LengthClass] = []
     if config.data.length_buckets:
         classes = length_classes(Samples(prepared.train, config.train.seq_len, config.seed), config.data)
+    lengths = _describe_classes(classes, config.train.seq_len)
     if as_json:
-        lengths = [dataclasses.asdict(one) for one in classes] if classes else None
-        facts = {"format": config.data.format, "length_classes": lengths, "elapsed_s": elapsed_s}
+        facts = {"format": config.data.format, "length_classes": lengths or None, "elapsed_s": elapsed_s}
         render.emit_json(describe(prepared) | facts)
     else:
         _print_table(describe(prepared), elapsed_s)
         if classes:
-            _print_classes(classes, config.train.seq_len)
+            _print_classes([one.name for one in classes], lengths, config.train.seq_len)
     for one in classes:
-        if one.weight > 0 and not one.samples:
+        if one.weight > 0 and not one.samples.size:
             text = f"no sample is of documents of {one.name} tokens, but data.length_weights gives them {one.weight:g}"
             render.stderr().print(Text(f"warning: {text}; a launch refuses that", style="yellow"), soft_wrap=True)
 
@@ -108,13 +107,24 @@ def _print_table(document: dict[str, Any], elapsed_s: float) -> None:
     console.print(Text("\n".join(facts)), soft_wrap=True)
 
 
-def _print_classes(classes: Sequence[LengthClass], seq_len: int) -> None:
+def _describe_classes(classes: Sequence[LengthClass], seq_len: int) -> list[dict[str, Any]]:
+    total = sum(one.samples.size for one in classes)
+    sizes = [(one, one.samples.size) for one in classes]
+    return [
+        {"at_least": one.at_least, "below": one.below, "samples": size, "tokens": size * seq_len}
+        | {"share": size / total, "weight": one.weight}
+        for one, size in sizes
+    ]
+
+
+def _print_classes(names: Sequence[str], classes: Sequence[dict[str, Any]], seq_len: int) -> None:
     """How many samples each length of document has, and how much more often they are seen than without weights."""
     headings = ("tokens of a document", "samples", "tokens", "share", "weight", "seen")
     rows = []
-    for one in classes:
-        seen = f"x {one.weight / one.share:.3g}" if one.samples else DASH
-        rows.append((one.name, f"{one.samples:,}", f"{one.tokens:,}", percent(one.share), percent(one.weight), seen))
+    for name, one in zip(names, classes, strict=True):
+        seen = f"x {one['weight'] / one['share']:.3g}" if one["samples"] else DASH
+        counts = (f"{one['samples']:,}", f"{one['tokens']:,}", percent(one["share"]), percent(one["weight"]))
+        rows.append((name, *counts, seen))
     console = render.stdout()
     console.print(Text(f"\nsamples of {seq_len:,} training tokens, by the document that has most of each"))
     console.print(listing(headings, rows, headings[1:]))

@@ -59,13 +59,13 @@ def build(work: Path, config: DataConfig, source: Source, progress: ProgressCall
     def read(stage: Stage, total: int | None = None) -> Iterator[Piece]:
         return _reported(source.pieces(config.max_bytes), stage, total, progress)
 
-    survey = survey_of(read("survey"))
-    if survey.documents == 0:
+    documents, sizes = survey(read("survey"))
+    if documents == 0:
         first = f", the first is {source.files[0]}" if source.files else ""
         raise DataError(f"the corpus is empty: {len(source.files)} files without text{first}. Give files with text.")
-    total, fraction = survey.text_bytes, config.validation_fraction
+    total, fraction = int(sizes.sum()), config.validation_fraction
     if tokenizer is None:
-        sides = split(read("tokenizer", total), survey, fraction)
+        sides = split(read("tokenizer", total), documents, sizes, fraction)
         tokenizer = train_bpe((piece.text for name, piece in sides if name == TRAIN), config.bpe_vocab_size)
     tokenizer.save(work)
     bos_ids = find_bos_ids(config, tokenizer)
@@ -73,14 +73,14 @@ def build(work: Path, config: DataConfig, source: Source, progress: ProgressCall
         writers = {
             name: stack.enter_context(TokenSetWriter(work / name, tokenizer, bos_ids)) for name in (TRAIN, VALIDATION)
         }
-        for group in _groups(split(read("encode", total), survey, fraction)):
+        for group in _groups(split(read("encode", total), documents, sizes, fraction)):
             encoded = encode([piece for _, piece in group], tokenizer, bos_ids)
             for (name, piece), (ids, is_prompt) in zip(group, encoded, strict=True):
                 writers[name].append(ids, is_prompt, len(piece.data), begins_document=piece.begins)
         for name, writer in writers.items():
             if writer.text_bytes == 0:
                 raise DataError(
-                    f"the corpus ({survey.documents} documents, {total} bytes) leaves no text for {name}. "
+                    f"the corpus ({documents} documents, {total} bytes) leaves no text for {name}. "
                     "Give more text (data.paths, data.max_bytes)."
                 )
             writer.finish(source.description)
@@ -146,26 +146,13 @@ def _is_learned(piece: Piece, offsets: Ids) -> npt.NDArray[np.bool_]:
 # --- splits -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Survey:
-    """What one pass over a corpus finds: how much there is, and how its bytes spread over hash values, [_BUCKETS]."""
-
-    documents: int
-    bytes_per_bucket: npt.NDArray[np.int64]
-
-    @property
-    def text_bytes(self) -> int:
-        """Of all documents."""
-        return int(self.bytes_per_bucket.sum())
-
-
-def survey_of(pieces: Iterable[Piece]) -> Survey:
-    """Reads all of them."""
+def survey(pieces: Iterable[Piece]) -> tuple[int, npt.NDArray[np.int64]]:
+    """(how many documents there are, how their bytes spread over hash values, [_BUCKETS])."""
     documents, sizes = 0, np.zeros(_BUCKETS, dtype=np.int64)
     for bucket, piece in _hashed(pieces):
         documents += piece.begins
         sizes[bucket] += len(piece.data)
-    return Survey(documents, sizes)
+    return documents, sizes
 
 
 def _hashed(pieces: Iterable[Piece]) -> Iterator[tuple[int, Piece]]:
@@ -177,32 +164,29 @@ def _hashed(pieces: Iterable[Piece]) -> Iterator[tuple[int, Piece]]:
         yield bucket, piece
 
 
-def split(pieces: Iterable[Piece], survey: Survey, fraction: float) -> Iterator[tuple[SplitName, Piece]]:
-    """Each piece of the corpus that was surveyed with its side, by the rule above; 0 < fraction < 1.
+def split(
+    pieces: Iterable[Piece], documents: int, sizes: npt.NDArray[np.int64], fraction: float
+) -> Iterator[tuple[SplitName, Piece]]:
+    """Each piece of the corpus of which `survey` found this with its side, by the rule above; 0 < fraction < 1.
 
     A document cut by position becomes a document on either side.
     """
-    if survey.documents == 1:
-        yield from _cut(pieces, survey.text_bytes - max(1, round(survey.text_bytes * fraction)))
+    total = int(sizes.sum())
+    if documents == 1:
+        yield from _cut(pieces, total - max(1, round(total * fraction)))
         return
-    chosen, document = _validation_buckets(survey, fraction), 0
-    for bucket, piece in _hashed(pieces):
-        document += piece.begins
-        validates = bucket in chosen if chosen else document == 1
-        yield VALIDATION if validates else TRAIN, piece
-
-
-def _validation_buckets(survey: Survey, fraction: float) -> set[int]:
-    total, sizes = survey.text_bytes, survey.bytes_per_bucket
     filled = np.flatnonzero(sizes).tolist()
     always_train = next((bucket for bucket in filled if 2 * sizes[bucket] > total), filled[-1])
     chosen: set[int] = set()
-    held = 0
+    held, document = 0, 0
     for bucket in filled:
         if held < fraction * total and bucket != always_train:
             chosen.add(bucket)
             held += int(sizes[bucket])
-    return chosen
+    for bucket, piece in _hashed(pieces):
+        document += piece.begins
+        validates = bucket in chosen if chosen else document == 1
+        yield VALIDATION if validates else TRAIN, piece
 
 
 def _cut(pieces: Iterable[Piece], train_bytes: int) -> Iterator[tuple[SplitName, Piece]]:

@@ -25,7 +25,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
-from engine.data.tokenizers import TOKENIZER_CONFIG_FILE, read_text, special_tokens
+from engine.data.tokenizers import TOKENIZER_CONFIG_FILE, special_tokens
 from engine.runs.files import hash_json
 from engine.runs.records import require_json_object
 
@@ -63,15 +63,15 @@ class ChatTemplate:
         """Equal for templates that render the same conversation to the same text (but for the time of day)."""
         return hash_json({"source": self.source, "special_tokens": dict(self.special_tokens)})
 
-    def render_chat(self, value: object, place: str) -> tuple[str, Spans]:
-        """(the text of the messages in `value`, what of it the assistant says).
+    def render_chat(self, messages: list[Message], place: str) -> tuple[str, Spans]:
+        """(the text of `messages`, what of it the assistant says).
 
         A template with {% generation %} blocks says so itself. Of any other the turns are found by rendering: up to a
         turn with the generation prompt, then with the turn; what was added is the turn. White space after the mark
         that ends a turn is no part of it: nobody waits for that. Raises DataError, which begins with `place`, for what
         are no messages and when what was rendered does not grow turn by turn.
         """
-        messages = read_messages(value, place)
+        _check_messages(messages, place)
         text = self.render(messages, place)
         has_blocks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source)
         learned = (self._marked if has_blocks else self._grown)(messages, text, place)
@@ -183,11 +183,10 @@ def find_template(config: DataConfig) -> ChatTemplate:
     tokens = {} if folder is None else special_tokens(folder)
     if config.chat_template == CHATML:
         return ChatTemplate(CHATML, _CHATML_SOURCE, tokens)
-    path = None if folder is None else folder / TEMPLATE_FILE
     if config.chat_template is not None:
-        path = Path(config.chat_template).expanduser().absolute()
-    if path is not None and (config.chat_template is not None or path.is_file()):
-        return ChatTemplate(str(path), read_text(path, "a chat template"), tokens)
+        return _template_file(Path(config.chat_template).expanduser().absolute(), tokens)
+    if folder is not None and (folder / TEMPLATE_FILE).is_file():
+        return _template_file(folder / TEMPLATE_FILE, tokens)
     if folder is not None and (source := _configured_template(folder / TOKENIZER_CONFIG_FILE)) is not None:
         return ChatTemplate(str(folder / TOKENIZER_CONFIG_FILE), source, tokens)
     raise DataError(
@@ -195,6 +194,13 @@ def find_template(config: DataConfig) -> ChatTemplate:
         f"for {TEMPLATE_FILE} and chat_template in {TOKENIZER_CONFIG_FILE}). Set data.chat_template to {CHATML} or to "
         "a .jinja file."
     )
+
+
+def _template_file(path: Path, tokens: Mapping[str, str]) -> ChatTemplate:
+    try:
+        return ChatTemplate(str(path), path.read_text(encoding="utf-8"), tokens)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {path}: {error}; expected a chat template.") from None
 
 
 def _configured_template(path: Path) -> str | None:
@@ -208,24 +214,20 @@ def _configured_template(path: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def read_messages(value: object, place: str) -> list[Message]:
-    """The messages in `value`, which stands at `place` (FILE:LINE).
+def _check_messages(messages: list[Any], place: str) -> None:
+    """Raises DataError unless they are objects with a known role and a text, one of them the assistant's.
 
-    Raises DataError unless they are a list of objects with a known role and a text, one of them the assistant's.
-    Further keys of a message are left to the template.
+    Further keys of a message are left to the template. place: FILE:LINE.
     """
-    messages: list[Any] = value if isinstance(value, list) else [value]
     for index, message in enumerate(messages):
         known = isinstance(message, dict) and message.get("role") in ROLES and isinstance(message.get("content"), str)
-        if not known or messages is not value:
+        if not known:
             raise DataError(
-                f"{place}: message {index} is {message!r:.80}; expected a list of objects, each with a role "
-                f"({', '.join(ROLES)}) and a string as content. Mend the line, leave it out, or set "
-                "data.messages_field to another key."
+                f"{place}: message {index} is {message!r:.80}; expected an object with a role ({', '.join(ROLES)}) and "
+                "a string as content. Mend the line or leave it out."
             )
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(
             f"{place}: the assistant says nothing in its {len(messages)} messages, so nothing would be learned. Leave "
             "such lines out."
         )
-    return messages

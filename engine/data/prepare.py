@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import re
 import shutil
 import time
@@ -30,8 +29,8 @@ from engine.data.manifest import MANIFEST_FILE
 from engine.data.sampler import Sampler, Samples, by_length
 from engine.data.shards import Tokens, TokenShards, echoed, open_token_set
 from engine.data.sources import Source, open_source
-from engine.data.tokenizers import TOKENIZER_FILE, ByteTokenizer, Tokenizer, load_tokenizer_file, read_tokenizer_file
-from engine.runs.files import cache_folder, hash_json, new_folder, remove_folder
+from engine.data.tokenizers import TOKENIZER_FILE, ByteTokenizer, Tokenizer, load_tokenizer_file
+from engine.runs.files import cache_folder, hash_file, hash_json, new_folder, remove_folder
 from engine.runs.records import json_text, require_json_object
 
 PREPARED_FILE = "prepared.json"
@@ -88,7 +87,7 @@ def prepare(config: DataConfig, *, progress: ProgressCallback = lambda _: None) 
     folder.parent.mkdir(parents=True, exist_ok=True)
     # The kernel frees the lock when a process dies. The file stays: whoever waits for the lock holds it open.
     with (folder.parent / f".{folder.name}.lock").open("ab") as file:
-        if lock(file, lambda: progress(Progress("waiting"))):
+        if _lock(file, lambda: progress(Progress("waiting"))):
             for path in folder.parent.iterdir():  # left by processes that were killed
                 if re.fullmatch(rf"{re.escape(folder.name)}\.(tmp|gone)-[0-9a-f]{{16}}", path.name):
                     shutil.rmtree(path, ignore_errors=True)
@@ -121,7 +120,7 @@ def open_prepared(config: DataConfig) -> PreparedData:
     return _open_folder(folder)
 
 
-def lock(file: BinaryIO, on_wait: Callable[[], None]) -> bool:
+def _lock(file: BinaryIO, on_wait: Callable[[], None]) -> bool:
     """Wait until this process alone has the lock of `file`; false where the file system knows no locks."""
     while True:
         try:
@@ -163,16 +162,13 @@ def _target(config: DataConfig, source: Source) -> tuple[Path, dict[str, Any]]:
     Identity: settings, source files (path, size, modification time), tokenizer and chat template. If these are equal,
     so are the tokens.
     """
-    tokenizer_hash = None
-    if config.tokenizer not in ("bytes", "bpe"):
-        text = read_tokenizer_file(Path(config.tokenizer).expanduser())
-        tokenizer_hash = hashlib.sha256(text.encode()).hexdigest()
+    has_file = config.tokenizer not in ("bytes", "bpe")
     facts = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in source.files]
     identity = {
         "version": VERSION,
         "config": config_facts(config),
         "files_hash": hash_json(facts),
-        "tokenizer_hash": tokenizer_hash,
+        "tokenizer_hash": hash_file(Path(config.tokenizer).expanduser()) if has_file else None,
         "template_hash": source.template_hash,
     }
     return _chosen(config) or cache_folder() / "data" / hash_json(identity)[:16], identity

@@ -165,10 +165,6 @@ def sequential_batches(
     shorter than seq_len works too.
     """
     dp_rank, dp_size = dp
-    if shards.token_count < 2:
-        raise DataError(
-            f"{shards.folder}: the validation split has {shards.token_count} tokens; at least 2 are needed."
-        )
     samples = -(-(shards.token_count - 1) // seq_len)
     samples = samples if max_samples is None else min(samples, max_samples)
     for index in range(-(-samples // (dp_size * batch_size))):
@@ -225,18 +221,16 @@ def splitmix64(value: int) -> int:
     return value ^ (value >> 31)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LengthClass:
     """What a corpus has of one class: documents of at least `at_least` tokens and below `below` (null: any length).
 
-    samples: of an epoch, seq_len `tokens` each. share: of all samples. weight: share of those that are trained on.
+    samples: their numbers, ascending. weight: share of those that are trained on.
     """
 
     at_least: int
     below: int | None
-    samples: int
-    tokens: int
-    share: float
+    samples: Lengths
     weight: float
 
     @property
@@ -246,16 +240,15 @@ class LengthClass:
 
 
 def length_classes(corpus: Samples, config: DataConfig) -> list[LengthClass]:
-    """What `corpus` has of each class. DataError without an index of documents."""
-    return _describe(classify(corpus, config.length_buckets), corpus.seq_len, config)
-
-
-def _describe(classes: Lengths, seq_len: int, config: DataConfig) -> list[LengthClass]:
-    counts = np.bincount(classes, minlength=len(config.length_weights)).tolist()
+    """All classes by length of `corpus`. DataError without an index of documents."""
+    step = max(1, _CHUNK_TOKENS // corpus.seq_len)
+    chunks = (range(first, min(first + step, corpus.per_epoch)) for first in range(0, corpus.per_epoch, step))
+    lengths = np.concatenate([_document_lengths(corpus.shards, samples, corpus.seq_len) for samples in chunks])
+    classes = np.searchsorted(np.asarray(config.length_buckets), lengths, side="right")
     edges = pairwise((1, *config.length_buckets, None))
     return [
-        LengthClass(low or 1, high, count, count * seq_len, count / classes.size, weight)
-        for (low, high), count, weight in zip(edges, counts, config.length_weights, strict=True)
+        LengthClass(low or 1, high, np.flatnonzero(classes == index), weight)
+        for index, ((low, high), weight) in enumerate(zip(edges, config.length_weights, strict=True))
     ]
 
 
@@ -264,29 +257,16 @@ def by_length(corpus: Samples, config: DataConfig) -> list[tuple[Samples, float]
 
     Raises DataError when a class that should have a share has no sample.
     """
-    classes = classify(corpus, config.length_buckets)
-    described = _describe(classes, corpus.seq_len, config)
-    for one in described:
-        if one.weight > 0 and not one.samples:
-            found = "; ".join(f"{other.name}: {other.samples:,}" for other in described)
+    classes = length_classes(corpus, config)
+    for one in classes:
+        if one.weight > 0 and not one.samples.size:
+            found = "; ".join(f"{other.name}: {other.samples.size:,}" for other in classes)
             raise DataError(
                 f"{corpus.shards.folder}: no sample of {corpus.seq_len:,} tokens lies mostly in a document of "
                 f"{one.name} tokens, but data.length_weights gives such samples {one.weight:g}. Samples by length of "
                 f"document: {found}. Set other data.length_buckets or a weight of 0, or give such documents."
             )
-    return [
-        (replace(corpus, chosen=np.flatnonzero(classes == index)), one.weight)
-        for index, one in enumerate(described)
-        if one.weight > 0
-    ]
-
-
-def classify(corpus: Samples, buckets: Sequence[int]) -> Lengths:
-    """The class of every sample of an epoch, int64 [samples_per_epoch]. DataError without an index of documents."""
-    step = max(1, _CHUNK_TOKENS // corpus.seq_len)
-    chunks = (range(first, min(first + step, corpus.per_epoch)) for first in range(0, corpus.per_epoch, step))
-    lengths = [_document_lengths(corpus.shards, samples, corpus.seq_len) for samples in chunks]
-    return np.searchsorted(np.asarray(buckets, dtype=np.int64), np.concatenate(lengths), side="right")
+    return [(replace(corpus, chosen=one.samples), one.weight) for one in classes if one.weight > 0]
 
 
 def _document_lengths(shards: TokenShards, samples: range, seq_len: int) -> Lengths:

@@ -10,6 +10,7 @@ import glob
 import json
 import math
 import os
+import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 1 << 20
 _PARQUET_ROWS = 256
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BYTE_ORDER_MARK = "\ufeff"
 _UTF8_CONTINUATION = bytes(range(0x80, 0xC0))
 _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"})
 _STDLIB_SKIPPED_PREFIX = "_sysconfigdata"  # facts about one build of Python, not part of the library
-_SUFFIXES: dict[str, tuple[str, ...]] = {"text": ("",), "jsonl": (".jsonl", ".ndjson"), "parquet": (".parquet",)}
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Piece:
         return replace(self, text=head), replace(self, text=self.text[cut:], learned=learned)
 
 
-Document = tuple[str, Iterable[Piece]]  # where it stands, what it says
+Document = Iterable[Piece]
 
 
 @dataclass(frozen=True)
@@ -82,11 +83,11 @@ class Source:
         Raises DataError for what is no text, OSError for a file that cannot be read.
         """
         left = math.inf if max_bytes is None else max_bytes
-        for place, parts in chain.from_iterable(map(self.read, self.files)):
+        for parts in chain.from_iterable(map(self.read, self.files)):
             held: Piece | None = None
             for part in parts:
                 piece = replace(part, begins=held is None)
-                size = _size(piece, place)
+                size = len(piece.data)
                 if size > left:
                     piece, _ = piece.cut(int(left))
                 left -= size
@@ -102,34 +103,21 @@ class Source:
                 return
 
 
-def _size(piece: Piece, place: str) -> int:
-    """Bytes of UTF-8."""
-    try:
-        return len(piece.data)
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{place}: the text has a lone surrogate (U+{ord(piece.text[error.start]):04X}) at character "
-            f"{error.start}, which is no character. Mend or leave out this document."
-        ) from None
-
-
 def open_source(config: DataConfig) -> Source:
     """The source that `config` names, with its files listed and nothing read yet. Raises DataError and OSError."""
-    if config.format == "stdlib":
-        files = stdlib_files(Path(sysconfig.get_paths()["stdlib"]))
-        return Source("source code of the Python standard library", files, _read_stdlib_file)
-    files, template = list_files(config.paths, _SUFFIXES[config.format]), None
+    template = None
     if config.messages_field is not None:
         from engine.data.chat import find_template  # only who has conversations needs Jinja
 
         template = find_template(config)
-    readers: dict[str, Callable[[Path], Iterator[Document]]] = {
-        "text": _read_text_file,
-        "jsonl": partial(_read_jsonl, config=config, template=template),
-        "parquet": partial(_read_parquet, config=config),
-    }
-    template_hash = None if template is None else template.content_hash
-    return Source(f"{len(files)} {config.format} files", files, readers[config.format], template_hash)
+    suffixes, reader = _FORMATS[config.format]
+    if config.format == "stdlib":
+        files, what = stdlib_files(Path(sysconfig.get_paths()["stdlib"])), "source code of the Python standard library"
+    else:
+        files = list_files(config.paths, suffixes)
+        what = f"{len(files)} {config.format} files"
+    read = partial(reader, config=config, template=template)
+    return Source(what, files, read, None if template is None else template.content_hash)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -190,10 +178,6 @@ def split_text(text: str, learned: tuple[tuple[int, int], ...] | None = None) ->
     yield Piece(text[start:], learned)
 
 
-def _read_text_file(path: Path) -> Iterator[Document]:
-    yield str(path), _text_pieces(path)
-
-
 def _text_pieces(path: Path) -> Iterator[Piece]:
     offset, carry, is_last = 0, b"", False
     with path.open("rb") as file:
@@ -221,12 +205,15 @@ def _read_jsonl(path: Path, config: DataConfig, template: ChatTemplate | None) -
         for number, line in enumerate(file, start=1):
             if line.strip():
                 place = f"{path}:{number}"
-                yield place, _record_pieces(_record(line, place), place, config, template)
+                yield _record_pieces(_record(line, place), place, config, template)
 
 
 def _record(line: bytes, place: str) -> dict[str, Any]:
     try:
-        record = json.loads(line.decode("utf-8-sig").rstrip("\r\n"))
+        text = line.decode("utf-8-sig").rstrip("\r\n")
+        record = json.loads(text)
+        if _SURROGATE.search(text):
+            json.dumps(record, ensure_ascii=False).encode()  # raises where half of a pair is missing
     except (ValueError, RecursionError) as error:  # bad UTF-8 is a ValueError, too
         raise DataError(f"{place}: bad JSON ({error}). Expected one JSON object per line.") from None
     if not isinstance(record, dict):
@@ -234,7 +221,7 @@ def _record(line: bytes, place: str) -> dict[str, Any]:
     return record
 
 
-def _read_parquet(path: Path, config: DataConfig) -> Iterator[Document]:
+def _read_parquet(path: Path, config: DataConfig, **_: object) -> Iterator[Document]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -245,11 +232,10 @@ def _read_parquet(path: Path, config: DataConfig) -> Iterator[Document]:
     row = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            _value(dict.fromkeys(file.schema_arrow.names), str(path), config, "text_field")
+            _field(dict.fromkeys(file.schema_arrow.names, ""), str(path), config, "text_field")
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[config.text_field]):
                 for record in batch.to_pylist():
-                    place = f"{path}: row {row}"
-                    yield place, _record_pieces(record, place, config, None)
+                    yield _record_pieces(record, f"{path}: row {row}", config, None)
                     row += 1
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -260,28 +246,24 @@ def _record_pieces(
     record: dict[str, Any], place: str, config: DataConfig, template: ChatTemplate | None
 ) -> Iterable[Piece]:
     if template is not None:
-        text, learned = template.render_chat(_value(record, place, config, "messages_field"), place)
+        text, learned = template.render_chat(_field(record, place, config, "messages_field", list), place)
         return (Piece(text, learned, is_chat=True),)
-    parts = [] if config.prompt_field is None else [split_text(_text(record, place, config, "prompt_field"), ())]
-    return chain(*parts, split_text(_text(record, place, config, "text_field")))
+    parts = [] if config.prompt_field is None else [split_text(_field(record, place, config, "prompt_field"), ())]
+    return chain(*parts, split_text(_field(record, place, config, "text_field")))
 
 
-def _value(record: dict[str, Any], place: str, config: DataConfig, setting: str) -> Any:
+def _field(record: dict[str, Any], place: str, config: DataConfig, setting: str, kind: type = str) -> Any:
+    """What stands under the key that a setting names."""
     key = getattr(config, setting)
     if key not in record:
         keys = ", ".join(sorted(record)) or "none"
         raise DataError(f"{place}: no key '{key}'; keys present: {keys}. Set data.{setting} to one of them.")
-    return record[key]
-
-
-def _text(record: dict[str, Any], place: str, config: DataConfig, setting: str) -> str:
-    value = _value(record, place, config, setting)
-    if not isinstance(value, str):
+    if not isinstance(record[key], kind):
+        what = "a string" if kind is str else "a list of messages"
         raise DataError(
-            f"{place}: '{getattr(config, setting)}' is {value!r:.60}; expected a string. Mend the line or set "
-            f"data.{setting} to a key that holds text."
+            f"{place}: '{key}' is {record[key]!r:.60}; expected {what}. Mend it or set another data.{setting}."
         )
-    return value
+    return record[key]
 
 
 # --- the standard library ---------------------------------------------------------------------------------------------
@@ -298,9 +280,18 @@ def stdlib_files(folder: Path) -> tuple[Path, ...]:
     return tuple(sorted(kept, key=Path.as_posix))
 
 
-def _read_stdlib_file(path: Path) -> Iterator[Document]:
+def _read_stdlib_file(path: Path, **_: object) -> Iterator[Document]:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError:  # a few files are kept in other encodings on purpose
         return
-    yield str(path), split_text(text)
+    yield split_text(text)
+
+
+# How files of a folder end, and how one is read.
+_FORMATS: dict[str, tuple[tuple[str, ...], Callable[..., Iterator[Document]]]] = {
+    "stdlib": ((".py",), _read_stdlib_file),
+    "text": (("",), lambda path, **_: iter([_text_pieces(path)])),
+    "jsonl": ((".jsonl", ".ndjson"), _read_jsonl),
+    "parquet": ((".parquet",), _read_parquet),
+}

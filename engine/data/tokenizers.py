@@ -175,27 +175,14 @@ def load_tokenizer_file(path: Path, name: str | None = None) -> FileTokenizer:
     """The tokenizer in the tokenizer.json at `path`; `name` (default: the path) appears in manifests and errors."""
     from tokenizers import Tokenizer
 
-    text = read_tokenizer_file(path)
     try:
-        inner = Tokenizer.from_str(text)
+        inner = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more specific
         raise DataError(
-            f"tokenizer {path} cannot be loaded ({error}). Expected a tokenizer.json of the library tokenizers."
+            f"tokenizer {path} cannot be loaded ({error}). Expected 'bytes', 'bpe' or a tokenizer.json of the library "
+            "tokenizers as data.tokenizer."
         ) from None
     return FileTokenizer(inner, name or str(path))
-
-
-def read_tokenizer_file(path: Path) -> str:
-    """The text of the tokenizer.json at `path`."""
-    return read_text(path, "'bytes', 'bpe' or the path of a tokenizer.json as data.tokenizer")
-
-
-def read_text(path: Path, what: str) -> str:
-    """The text in `path`, which is `what`. Raises DataError."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read {path}: {error}; expected {what}.") from None
 
 
 def special_tokens(folder: Path) -> dict[str, str]:

@@ -22,9 +22,8 @@ def make_pieces(*documents: str | Sequence[str], max_bytes: int | None = None) -
     """What a source gives of documents, each a text or the pieces of one."""
 
     def read(path: Path) -> Iterator[Document]:
-        for index, document in enumerate(documents):
-            parts = [document] if isinstance(document, str) else document
-            yield f"document {index}", map(Piece, parts)
+        for document in documents:
+            yield map(Piece, [document] if isinstance(document, str) else document)
 
     return list(Source("made up", (Path("made-up"),), read).pieces(max_bytes))
 

@@ -21,9 +21,8 @@ from engine.data.build import encode
 from engine.data.chat import ChatTemplate, find_template
 from engine.data.prepare import prepare
 from engine.data.sampler import IGNORE_INDEX, sequential_batches
-from engine.data.shards import TokenShards
 from engine.data.sources import Piece
-from engine.data.tokenizers import ByteTokenizer, load_tokenizer_file
+from engine.data.tokenizers import load_tokenizer_file
 
 Messages = list[dict[str, Any]]
 
@@ -51,9 +50,6 @@ def config_of(tmp_path: Path, conversations: Sequence[object], **settings: Any) 
 def learned_texts(template: ChatTemplate, messages: Messages) -> list[str]:
     text, learned = template.render_chat(messages, "here:1")
     return [text[first:after] for first, after in learned]
-
-
-# --- against transformers ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA3, CHATML_MARKED, LLAMA3_MARKED])
@@ -97,49 +93,16 @@ def test_turns_are_what_was_said_and_its_end_whatever_was_said(contents: list[st
     assert learned_texts(ChatTemplate("t", CHATML_MARKED), messages) == [f"{text}<|im_end|>" for text in contents]
 
 
-# --- labels -----------------------------------------------------------------------------------------------------------
-
-
-def tokens_and_labels(shards: TokenShards) -> tuple[list[int], list[int]]:
-    """All of both, in one row."""
-    [batch] = sequential_batches(shards, shards.token_count - 1, batch_size=1)
-    return batch.tokens[0].tolist(), batch.labels[0].tolist()
-
-
-def test_labels_are_the_assistants_tokens_and_ends_of_turn(tmp_path: Path) -> None:
-    path = write_tokenizer(tmp_path / "model", CHATML)
-    special = {name: token for token, name in enumerate(["eod", "start", "end"])}
-    tokenizer = load_tokenizer_file(path)
-    spoken = talk("user: hello", "assistant: the sum", "user: more", "assistant: no")
-    data = prepare(config_of(tmp_path, [spoken] * 5, tokenizer=str(path), chat_template=None))
-    text = "user\nhello", "assistant\n", "the sum", "user\nmore", "assistant\n", "no"
-    asked, role, said, more, _, no = (ids.tolist() for ids in tokenizer.encode(text))
-    start, end, [line] = special["start"], special["end"], tokenizer.encode(["\n"])[0].tolist()
-    one = [
-        *((token, False) for token in [start, *asked, end, line, start, *role]),
-        *((token, True) for token in [*said, end]),
-        *((token, False) for token in [line, start, *more, end, line, start, *role]),
-        *((token, True) for token in [*no, end]),
-        *((token, False) for token in [line, special["eod"]]),
-    ]
-    tokens, labels = tokens_and_labels(data.train)
-    copies = data.train.document_count or 0
-    assert copies > 0
-    whole = one * copies
-    assert tokens == [token for token, _ in whole[:-1]]
-    assert labels == [token if is_learned else IGNORE_INDEX for token, is_learned in whole[1:]]
-
-
 def test_bytes_read_chatml_as_plain_text(tmp_path: Path) -> None:
     data = prepare(config_of(tmp_path, CONVERSATIONS * 4, tokenizer="bytes"))
-    texts, learned = "", ""
+    text, learned = b"", b""
     for shards in (data.train, data.validation):
-        tokens, labels = tokens_and_labels(shards)
-        texts += bytes(token if token < 255 else 0 for token in tokens).decode()
-        learned += bytes(max(label, 0) for label in labels).decode()
-    assert "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhello there<|im_end|>\n" in texts
+        [batch] = sequential_batches(shards, shards.token_count - 1, batch_size=1)
+        text += bytes(batch.tokens[0].astype(np.uint8))
+        learned += bytes(np.where(batch.labels[0] == IGNORE_INDEX, 0, batch.labels[0]).astype(np.uint8))
+    assert b"<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhello there<|im_end|>\n" in text
     said = {turn["content"] + "<|im_end|>" for one in CONVERSATIONS for turn in one if turn["role"] == "assistant"}
-    assert {text for text in learned.split("\0") if text} == said
+    assert {part.decode() for part in learned.split(b"\0") if part} == said
 
 
 def test_a_single_conversation_is_cut_with_its_labels(tmp_path: Path) -> None:
@@ -150,20 +113,6 @@ def test_a_single_conversation_is_cut_with_its_labels(tmp_path: Path) -> None:
         ids = split.read(0, split.token_count)
         learned += bytes(ids[~split.is_prompt(0, split.token_count)].astype(np.uint8))
     assert learned == b"0123456789<|im_end|>9876543210<|im_end|>"
-
-
-@given(
-    text=st.text("a\n\u017e\u2014\U0001f40e", max_size=40),  # characters of one to four bytes
-    cuts=st.lists(st.integers(0, 45), max_size=6, unique=True).map(sorted),
-)
-@quick
-def test_learned_bytes_are_those_of_learned_characters(text: str, cuts: list[int]) -> None:
-    spans = tuple(zip(cuts[::2], cuts[1::2], strict=False))
-    [(ids, is_prompt)] = encode([Piece(text, spans, is_chat=True)], ByteTokenizer(), ())
-    assert bytes(ids[~is_prompt].astype(np.uint8)).decode() == "".join(text[first:after] for first, after in spans)
-
-
-# --- templates --------------------------------------------------------------------------------------------------------
 
 
 def test_a_template_file_wins_over_the_configured_one_and_default_over_others(tmp_path: Path) -> None:
@@ -226,19 +175,15 @@ def test_templates_that_cannot_be_used_are_named(tmp_path: Path, source: str, te
 
 
 def test_a_missing_template_says_where_it_was_looked_for(tmp_path: Path) -> None:
-    path = write_tokenizer(tmp_path / "model")
+    config = DataConfig(tokenizer=str(write_tokenizer(tmp_path)), messages_field="messages")
     with pytest.raises(DataError, match=r"looked for chat_template\.jinja and chat_template in tokenizer_config\.json"):
-        prepare(config_of(tmp_path, CONVERSATIONS, tokenizer=str(path), chat_template=None))
-
-
-# --- records and identity ---------------------------------------------------------------------------------------------
+        find_template(config)
 
 
 @pytest.mark.parametrize(
     ("messages", "text"),
     [
-        ({"role": "user"}, r"message 0 is {'role': 'user'}; expected a list of objects"),
-        (None, "message 0 is None; expected a list"),
+        ({"role": "user"}, r"'messages' is {'role': 'user'}; expected a list of messages"),
         ([], r"the assistant says nothing in its 0 messages"),
         (talk("user: x"), r"the assistant says nothing in its 1 messages"),
         (["x"], r"message 0 is 'x'"),

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from itertools import accumulate
 from pathlib import Path
 
-import numpy as np
 import pytest
 from data_helpers import make_shards, quick
 from hypothesis import example, given
@@ -15,9 +13,7 @@ from hypothesis import strategies as st
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
-from engine.data.manifest import Manifest
-from engine.data.sampler import Samples, by_length, classify, length_classes
-from engine.data.shards import TokenShards
+from engine.data.sampler import Samples, by_length, length_classes
 
 SEQ_LEN = 10
 
@@ -36,6 +32,12 @@ def class_by_hand(document_of: list[int], sample: int, seq_len: int, buckets: li
     return sum(document_of.count(document) >= bucket for bucket in buckets)
 
 
+def classes_of(corpus: Samples, buckets: list[int]) -> list[int]:
+    """The class of every sample."""
+    classes = length_classes(corpus, rule(tuple(buckets), (0.0,) * (len(buckets) + 1)))
+    return [index for number in range(corpus.per_epoch) for index, one in enumerate(classes) if number in one.samples]
+
+
 @given(
     lengths=st.lists(st.integers(1, 25), min_size=1, max_size=40),
     seq_len=st.integers(1, 30),
@@ -50,7 +52,7 @@ def test_classes_are_those_counted_token_by_token(
     corpus = corpus_of(tmp_path_factory.mktemp("c"), lengths, seq_len=seq_len)
     document_of = [document for document, length in enumerate(lengths) for _ in range(length)]
     expected = [class_by_hand(document_of, sample, seq_len, buckets) for sample in range(corpus.per_epoch)]
-    assert classify(corpus, buckets).tolist() == expected
+    assert classes_of(corpus, buckets) == expected
 
 
 @given(lengths=st.lists(st.integers(1, 25), min_size=3, max_size=30), fraction=st.floats(0.05, 0.6))
@@ -67,22 +69,7 @@ def test_classes_of_a_window_are_those_of_its_own_documents(
         if part.token_count > 5:
             corpus = Samples(part, 5, 0)
             expected = [class_by_hand(document_of, sample, 5, [9, 20]) for sample in range(corpus.per_epoch)]
-            assert classify(corpus, [9, 20]).tolist() == expected
-
-
-def test_a_million_samples_are_classified_in_about_a_second(tmp_path: Path) -> None:
-    count = 1_000_000 * 4096 + 1
-    generator = np.random.default_rng(0)
-    starts = np.concatenate(([0], np.cumsum(generator.geometric(1 / 3000, 1_500_000))))
-    shards = TokenShards(Manifest("uint16", 10, count, ()), tmp_path, (), starts[starts < count], None, range(count))
-    begin_s = time.process_time()
-    classes = classify(Samples(shards, 4096, 0), (1000, 4096))
-    # 0.3 s of one core at leisure; ten times that is still no loop over samples.
-    assert time.process_time() - begin_s < 3
-    assert np.bincount(classes).min() > 0
-
-
-# --- sampling ---------------------------------------------------------------------------------------------------------
+            assert classes_of(corpus, [9, 20]) == expected
 
 
 def rule(buckets: tuple[int, ...], weights: tuple[float, ...]) -> DataConfig:
@@ -117,10 +104,10 @@ def test_a_class_of_no_weight_is_left_out_and_one_without_samples_is_an_error(co
         length_classes(Samples(shards, SEQ_LEN, 0), RULE)
 
 
-def test_classes_are_told_with_their_shares(corpus: Samples) -> None:
+def test_classes_have_names_samples_and_weights(corpus: Samples) -> None:
     classes = length_classes(corpus, RULE)
-    assert [(one.name, one.samples, one.tokens, one.share, one.weight) for one in classes] == [
-        ("1 to 19", 20, 200, 0.2, 0.25),
-        ("20 to 49", 60, 600, 0.6, 0.15),
-        ("50 and more", 20, 200, 0.2, 0.6),
+    assert [(one.name, one.samples.tolist(), one.weight) for one in classes] == [
+        ("1 to 19", list(range(20)), 0.25),
+        ("20 to 49", list(range(20, 80)), 0.15),
+        ("50 and more", list(range(80, 100)), 0.6),
     ]

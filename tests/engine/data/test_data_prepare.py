@@ -20,7 +20,7 @@ from testkit.corpora import write_token_set
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
 from engine.data.build import Progress
-from engine.data.prepare import PreparedData, config_facts, lock, open_prepared, prepare
+from engine.data.prepare import PreparedData, config_facts, open_prepared, prepare
 from engine.data.shards import TokenShards
 from engine.data.tokenizers import train_bpe
 
@@ -108,63 +108,64 @@ def test_a_second_call_writes_nothing(corpus: Path, cache: Path) -> None:
     assert prepared_in(cache) == [first.path]
 
 
-OF_ALL: dict[str, Any] = {"format": "jsonl", "paths": ("a",), "text_field": "t", "prompt_field": "p", "max_bytes": 9}
-OTHERS: dict[str, Any] = {"format": "text", "paths": ("b",), "text_field": "u", "prompt_field": None, "max_bytes": None}
-OTHERS |= {"tokenizer": "bpe", "validation_fraction": 0.2, "messages_field": "m"}
+CHANGED: dict[str, Any] = {
+    "format": "jsonl",
+    "tokenizer": "bpe",
+    "validation_fraction": 0.2,
+    "max_bytes": 9,
+    "paths": ("b",),
+}
+CHANGED |= {"prompt_field": "p", "messages_field": "m"}
 
 
 def test_settings_that_change_the_tokens_are_facts_and_no_others() -> None:
-    plain = DataConfig(**OF_ALL)
-    for name, value in OTHERS.items():
+    plain = DataConfig(format="text", paths=("a",))
+    for name, value in CHANGED.items():
         assert config_facts(dataclasses.replace(plain, **{name: value})) != config_facts(plain), name
-    chats = dataclasses.replace(plain, messages_field="m")
-    assert config_facts(dataclasses.replace(chats, chat_template="chatml")) != config_facts(chats)
-    bpe, text = dataclasses.replace(plain, tokenizer="bpe"), dataclasses.replace(plain, format="text")
-    assert config_facts(dataclasses.replace(bpe, bpe_vocab_size=300)) != config_facts(bpe)
-    assert config_facts(dataclasses.replace(plain, bpe_vocab_size=300)) == config_facts(plain)
-    assert config_facts(dataclasses.replace(text, text_field="u")) == config_facts(text)
+    for name, value, when in (
+        ("text_field", "t", {"format": "jsonl"}),
+        ("bpe_vocab_size", 300, {"tokenizer": "bpe"}),
+        ("bos", "off", {"tokenizer": "a.json"}),
+        ("chat_template", "chatml", {"messages_field": "m"}),
+    ):
+        assert config_facts(dataclasses.replace(plain, **{name: value})) == config_facts(plain), name
+        needed = dataclasses.replace(plain, **when)
+        assert config_facts(dataclasses.replace(needed, **{name: value})) != config_facts(needed), name
 
 
-def test_a_changed_source_file_is_prepared_again_and_a_chosen_folder_refused(corpus: Path, tmp_path: Path) -> None:
+def test_what_was_made_of_something_else_is_made_again_in_the_cache_and_refused_in_a_chosen_folder(
+    corpus: Path, tmp_path: Path
+) -> None:
     config = text_config(corpus)
     chosen = dataclasses.replace(config, prepared_dir=str(tmp_path / "out"))
     first = prepare(config)
-    prepare(chosen)
+    assert prepare(chosen).content_hash == first.content_hash
+    changed = dataclasses.replace(chosen, tokenizer="bpe", max_bytes=5)
+    for call in (prepare, open_prepared):
+        with pytest.raises(DataError, match=r"(?s)tokenizer: made with 'bytes', now 'bpe'\n.*max_bytes: made"):
+            call(changed)
     (corpus / "000.txt").write_text("something new")
     second = prepare(config)
     assert second.path != first.path
+    assert second.content_hash != first.content_hash
     assert "something new" in texts_of(second)
     with pytest.raises(DataError, match="files_hash: made with"):
         prepare(chosen)
+    with pytest.raises(DataError, match="holds other things"):
+        prepare(text_config(corpus, prepared_dir=str(corpus)))
+    assert len(list(corpus.iterdir())) == len(TEXTS)
 
 
-def test_ranks_open_what_was_prepared(corpus: Path, tmp_path: Path) -> None:
+def test_ranks_open_what_was_prepared_without_its_sources(corpus: Path, tmp_path: Path) -> None:
     config = text_config(corpus, prepared_dir=str(tmp_path / "out"))
     with pytest.raises(DataError, match=r"not prepared: nothing at .*out\. Run `burst data prepare`"):
         open_prepared(config)
     (tmp_path / "out").mkdir()
     made = prepare(config)
     assert made.path == tmp_path / "out"
-    elsewhere = dataclasses.replace(config, prepared_dir=str(tmp_path / "b"))
-    assert prepare(elsewhere).content_hash == made.content_hash
-    shorter = dataclasses.replace(config, prepared_dir=str(tmp_path / "c"), max_bytes=500)
-    assert prepare(shorter).content_hash != made.content_hash
     for path in corpus.iterdir():
         path.unlink()
     assert open_prepared(config).content_hash == made.content_hash
-
-
-def test_prepared_dir_of_another_configuration_is_refused_and_kept(corpus: Path, tmp_path: Path) -> None:
-    config = text_config(corpus, prepared_dir=str(tmp_path / "out"))
-    prepare(config)
-    changed = dataclasses.replace(config, tokenizer="bpe", max_bytes=5)
-    for call in (prepare, open_prepared):
-        with pytest.raises(DataError, match=r"(?s)tokenizer: made with 'bytes', now 'bpe'\n.*max_bytes: made"):
-            call(changed)
-    assert open_prepared(config).train.manifest.vocab_size == 256
-    with pytest.raises(DataError, match="holds other things"):
-        prepare(text_config(corpus, prepared_dir=str(corpus)))
-    assert len(list(corpus.iterdir())) == len(TEXTS)
 
 
 def test_damaged_cache_is_made_again_and_a_damaged_chosen_folder_named(corpus: Path, tmp_path: Path) -> None:
@@ -273,28 +274,10 @@ def test_processes_that_prepare_at_once_share_one_result(corpus: Path, cache: Pa
     assert len(prepared_in(cache)) == 1
 
 
-def test_a_waiting_process_says_so_again_and_again(tmp_path: Path) -> None:
-    waits: list[None] = []
-
-    with (tmp_path / "lock").open("ab") as file, (tmp_path / "lock").open("ab") as held:
-        lock(held, lambda: None)
-
-        def give_way() -> None:
-            waits.append(None)
-            if len(waits) == 2:
-                held.close()
-
-        assert lock(file, give_way)
-    assert len(waits) == 2
-
-
 def test_a_read_only_place_is_named(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match=r"cannot prepare data: .*/file.*data\.prepared_dir or BURST_CACHE_DIR"):
         prepare(text_config(corpus, prepared_dir=str(tmp_path / "file" / "out")))
-
-
-# --- data.format=shards -----------------------------------------------------------------------------------------------
 
 
 def shards_config(path: Path, **settings: Any) -> DataConfig:

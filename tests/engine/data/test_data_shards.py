@@ -208,19 +208,3 @@ def test_impossible_indices_are_refused(tmp_path: Path, name: str, entries: list
 def test_wrong_manifests_say_all_that_is_wrong(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         make_shards(tmp_path / "s", [1, 2, 3], **changes)
-
-
-@pytest.mark.parametrize(
-    ("array", "message"),
-    [
-        (np.zeros((2, 2), np.uint16), r"holds uint16 of shape \(2, 2\)"),
-        (np.zeros(4, np.float32), "holds float32"),
-        (np.zeros(3, np.uint16), r"of shape \(3,\); its manifest says 4"),
-        (np.array([None] * 4), r"cannot read .*t\.npy"),
-    ],
-)
-def test_npy_files_that_do_not_fit_are_refused(tmp_path: Path, array: Any, message: str) -> None:
-    folder = write_token_set(tmp_path / "s", [1, 2, 3, 4], files=[{"name": "t.npy", "token_count": 4}])
-    np.save(folder / "t.npy", array, allow_pickle=True)
-    with pytest.raises(DataError, match=message):
-        open_token_set(folder)

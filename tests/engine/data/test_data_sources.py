@@ -90,6 +90,11 @@ BROKEN = pa.Array.from_buffers(pa.string(), 1, pa.array([b"ok\xff"]).buffers())
         ("a.jsonl", b'{"text": ' + b"1" * 5000 + b"}", r"a\.jsonl:2: bad JSON \(Exceeds the limit"),
         ("a.jsonl", b'["text"]', r"a\.jsonl:2: .* is no object; expected one JSON object"),
         ("a.jsonl", b'{"id": 1, "body": "x"}', r"a\.jsonl:2: no key 'text'; keys present: body, id\. Set data\.text_"),
+        (
+            "a.jsonl",
+            rb'{"text": "ab\ud800c"}',
+            r"a\.jsonl:2: bad JSON \('utf-8' codec can't encode .*surrogates not allowed",
+        ),
         ("a.jsonl", b'{"text": 5}', r"a\.jsonl:2: 'text' is 5; expected a string"),
         ("a.jsonl", b'{"text": "\xe4"}', r"a\.jsonl:2: bad JSON \('utf-8' codec can't decode byte 0xe4 in position 10"),
         ("a.parquet", {"id": [1], "body": ["x"]}, r"a\.parquet: no key 'text'; keys present: body, id"),

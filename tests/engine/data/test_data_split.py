@@ -9,8 +9,7 @@ from data_helpers import make_pieces, quick
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config.errors import DataError
-from engine.data.build import TRAIN, VALIDATION, split, survey_of
+from engine.data.build import TRAIN, VALIDATION, split, survey
 from engine.data.sources import Piece
 
 parts = st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=40), min_size=1, max_size=3)
@@ -19,7 +18,7 @@ fractions = st.sampled_from([0.001, 0.01, 0.1, 0.5, 0.9, 0.999])
 
 def sides_of(pieces: Sequence[Piece], fraction: float) -> tuple[list[Piece], list[Piece]]:
     """(what trains, what validates)."""
-    sides = list(split(pieces, survey_of(pieces), fraction))
+    sides = list(split(pieces, *survey(pieces), fraction))
     train, validation = ([piece for side, piece in sides if side == name] for name in (TRAIN, VALIDATION))
     return train, validation
 
@@ -97,8 +96,3 @@ def test_nothing_is_read_past_max_bytes_and_empty_documents_are_none() -> None:
 
     assert [piece.text for piece in make_pieces("abc", texts_with_a_trap(), max_bytes=8)] == ["abc", "12345"]
     assert documents(make_pieces("", "a", ["", ""], ["", "b", "", "c"])) == [["a"], ["b", "c"]]
-
-
-def test_lone_surrogates_are_named_with_their_document() -> None:
-    with pytest.raises(DataError, match=r"document 1: .*U\+D800\) at character 2"):
-        make_pieces("fine", "ab\ud800c")

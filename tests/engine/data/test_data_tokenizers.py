@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +45,12 @@ def test_bpe_of_a_tiny_corpus_still_knows_every_byte() -> None:
     assert tokenizer.decode(*tokenizer.encode(["\x00ÿ€"])) == "\x00ÿ€"
 
 
-def test_bpe_is_the_same_in_another_process(tmp_path: Path) -> None:
-    code = (
-        "import json, sys; from pathlib import Path; from engine.data.tokenizers import train_bpe; "
-        "train_bpe(json.loads(sys.argv[1]), 320).save(Path(sys.argv[2]))"
-    )
-    root = Path(__file__).parents[3]
-    subprocess.run([sys.executable, "-c", code, json.dumps(CORPUS), str(tmp_path)], check=True, cwd=root)
-    BPE.save(tmp_path / "..")
-    assert (tmp_path / "tokenizer.json").read_bytes() == (tmp_path / ".." / "tokenizer.json").read_bytes()
-    again = load_tokenizer_file(tmp_path / "tokenizer.json", "bpe")
+def test_bpe_is_the_same_each_time_and_read_back(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        train_bpe(CORPUS, 320).save(tmp_path / name)
+    assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (tmp_path / "b" / "tokenizer.json").read_bytes()
+    again = load_tokenizer_file(tmp_path / "a" / "tokenizer.json", "bpe")
     assert (again.name, again.vocab_size) == ("bpe", BPE.vocab_size)
     assert again.encode(CORPUS)[0].tolist() == BPE.encode(CORPUS)[0].tolist()
     assert BPE.vocab_size <= 320
@@ -97,10 +90,10 @@ def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"cannot read .*bad\.json: .*expected 'bytes', 'bpe' or"),
-        (b"not json", r"tokenizer .*bad\.json cannot be loaded \(.*\)\. Expected a tokenizer\.json"),
+        (None, r"tokenizer .*bad\.json cannot be loaded .*Expected 'bytes', 'bpe' or a tokenizer\.json"),
+        (b"not json", r"tokenizer .*bad\.json cannot be loaded \("),
         (b"{}", r"bad\.json cannot be loaded"),
-        (b"\xff\xfe", r"cannot read .*bad\.json: 'utf-8' codec"),
+        (b"\xff\xfe", r"bad\.json cannot be loaded"),
         (make_word_level().to_str().encode(), r"bad\.json has no end-of-document token \(looked for <\|endoftext"),
     ],
 )
