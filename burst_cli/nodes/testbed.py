@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import signal
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import typer
 from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.config.conf_dirs import builtin_conf_dir, user_conf_dir
-from burst_cli.nodes.testbed_view import next_steps, plan_lines, status_table
+from burst_cli.nodes.testbed_view import next_steps, status_table
 from burst_cli.options import JsonOption
 from cluster.ssh.nodes import parse_nodes
 from cluster.testbed.build import build_plan, open_testbed
@@ -186,7 +187,8 @@ def _show_plan(spec: TestbedSpec, config_file: Path, *, as_json: bool) -> None:
     if as_json:
         render.emit_json(asdict(plan))
         return
-    for line in plan_lines(plan):
+    lines = [*(f"# writes {path}" for path in plan.files), *map(shlex.join, plan.commands)]
+    for line in (f"# folder {plan.folder}, configuration {plan.config_file}", *lines):
         render.stdout().print(line, markup=False, soft_wrap=True)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
-from collections.abc import Iterator
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -12,7 +10,6 @@ from rich.text import Text
 from burst_cli.figures import DASH
 from burst_cli.tables import listing
 from cluster.testbed.node import Service
-from cluster.testbed.plan import TestbedPlan
 from cluster.testbed.status import NodeStatus, TestbedStatus
 
 _SLURM_STYLES = {"idle": "green", "mixed": "green", "allocated": "green", "completing": "yellow"}
@@ -48,15 +45,6 @@ def next_steps(status: TestbedStatus, elapsed_s: float) -> Text:
         f"  {sudo}burst testbed down{named}",
     ]
     return Text("\n".join(lines))
-
-
-def plan_lines(plan: TestbedPlan) -> Iterator[str]:
-    """The plan as text: files, then commands in order."""
-    yield f"# folder {plan.folder}, configuration {plan.config_file}"
-    for path in plan.files:
-        yield f"# writes {path}"
-    for command in plan.commands:
-        yield shlex.join(command)
 
 
 def _cells(node: NodeStatus, *, docker: bool) -> list[str | Text]:

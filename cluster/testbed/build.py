@@ -71,7 +71,7 @@ def _build(testbed: Testbed, plan: TestbedPlan) -> None:
     for command in plan.commands:
         run_command(command, testbed.name)
     keys = [(node.name, *(node.ssh / "host_key.pub").read_text(encoding="utf-8").split()[:2]) for node in testbed.nodes]
-    testbed.known_hosts.write_text("".join(f"{' '.join(key)}\n" for key in keys), encoding="utf-8")
+    (testbed.path / "known_hosts").write_text("".join(f"{' '.join(key)}\n" for key in keys), encoding="utf-8")
     for node in testbed.nodes:
         lay_hardware(node)
         for daemon in node_daemons(node):

@@ -116,7 +116,7 @@ def _node_files(node: Node) -> dict[Path, str]:
 
 
 def _commands(testbed: Testbed) -> Iterator[Command]:
-    key, run, nodes = testbed.client_key, str(testbed.run), testbed.nodes
+    key, run, nodes = testbed.client_key, str(testbed.path / "run"), testbed.nodes
     yield ("mkdir", "-p", "/run/sshd", run, str(testbed.shared))
     yield key_command(key, f"burst testbed {testbed.name}")
     for node in nodes:
@@ -143,7 +143,7 @@ def _rate_command(namespace: str | None, link: str, rate_bits_per_s: int | None)
     """Limit what leaves through `link` to this rate; None: no limit. `namespace` None: this machine's own."""
     where = ("tc",) if namespace is None else ("tc", "-n", namespace)
     if rate_bits_per_s is None:
-        return (*where, "qdisc", "delete", "dev", link, "root")
+        return (*where, "qdisc", "replace", "dev", link, "root", "noqueue")
     # The bucket must hold what the rate brings between two ticks of the kernel's timer.
     burst = max(_BURST_BYTES, rate_bits_per_s // 8 // 100)
     bucket = ("tbf", "rate", f"{rate_bits_per_s}bit", "burst", f"{burst}b", "latency", "50ms")

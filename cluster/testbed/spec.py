@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from cluster.testbed.hardware.devices import NO_HARDWARE, models
+from cluster.testbed.hardware.devices import NO_HARDWARE, hardware_table
 from engine.config.errors import ConfigError
 
 DEFAULT_NAME = "testbed"
@@ -47,8 +47,9 @@ class TestbedSpec:
             problems.append(f"{self.nodes} nodes: expected 1 to {MAX_NODES}")
         if not 0 <= self.rails <= MAX_RAILS:
             problems.append(f"{self.rails} rails: expected 0 to {MAX_RAILS}")
-        if self.hardware not in (NO_HARDWARE, *models()):
-            problems.append(f"no hardware profile {self.hardware!r}; there are {', '.join(models())} and {NO_HARDWARE}")
+        models = hardware_table("models")
+        if self.hardware not in (NO_HARDWARE, *models):
+            problems.append(f"no hardware profile {self.hardware!r}; there are {', '.join(models)} and {NO_HARDWARE}")
         if self.docker_in_memory and not self.docker:
             problems.append("Docker's data in memory, but no Docker: add --docker")
         if problems:

@@ -28,7 +28,7 @@ import ipaddress
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -107,7 +107,7 @@ class Testbed:
             user=SSH_USER,
             key_name=name,
             identity_files=(str(self.client_key),),
-            known_hosts=(str(self.known_hosts),),
+            known_hosts=(str(self.path / "known_hosts"),),
             connect_timeout_s=connect_timeout_s,
         )
 
@@ -119,11 +119,6 @@ class Testbed:
     def ssh_config(self) -> Path:
         """Of OpenSSH's client: `ssh -F FILE NODE`."""
         return self.path / "ssh_config"
-
-    @property
-    def known_hosts(self) -> Path:
-        """The true keys of all nodes."""
-        return self.path / "known_hosts"
 
     @property
     def client_key(self) -> Path:
@@ -139,11 +134,6 @@ class Testbed:
     def slurm_conf(self) -> Path:
         """Beside everything else of Slurm."""
         return self.path / "slurm" / "slurm.conf"
-
-    @property
-    def run(self) -> Path:
-        """In memory, and seen by all nodes."""
-        return self.path / "run"
 
     @property
     def switch(self) -> str:
@@ -168,10 +158,6 @@ class Testbed:
         """Replace the description on disk."""
         replace_json(self.path / "state.json", {k: v for k, v in asdict(self).items() if k != "path"})
 
-    def with_faults(self, node: str, faults: tuple[Fault, ...]) -> Testbed:
-        """The same with `faults` on `node`."""
-        return replace(self, faults={**self.faults, node: faults})
-
 
 class Node:
     """The node `name` of a testbed, its `number`-th from 1."""
@@ -186,7 +172,7 @@ class Node:
         self.docker = self.path / "docker"  # everything of its Docker engine
         self.docker_socket = self.docker / "docker.sock"
         self.bin = self.path / "bin"  # fake tools, first in PATH
-        self.run = testbed.run / name  # what of it is in memory
+        self.run = testbed.path / "run" / name  # what of it is in memory
         self.fake = self.run / "root"  # fake /sys, /proc, ...: what BURST_PROBE_ROOT names
         self.namespace = NAMESPACES / f"{namespace_prefix(testbed.name)}{name}"  # of its network
 

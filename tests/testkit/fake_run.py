@@ -216,7 +216,7 @@ class TestbedRun(LocalRun):
 
     def __init__(self, testbed: Testbed, base: Path, mode: str, **settings: Any) -> None:
         self.testbed = testbed
-        ssh = SshConfig(config_file=str(testbed.ssh_config), known_hosts=str(testbed.known_hosts))
+        ssh = SshConfig(config_file=str(testbed.ssh_config), known_hosts=str(testbed.path / "known_hosts"))
         super().__init__(base, mode, names=testbed.node_names, launcher="ssh", ssh=ssh, **settings)
 
     def links(self) -> list[NodeLink]:

@@ -32,30 +32,18 @@ class Hardware:
 
 
 @functools.cache
-def _data() -> Mapping[str, Any]:
+def hardware_table(name: str) -> Any:
+    """One of the tables of hardware.yaml: `models` by the names of `--hardware`, `faults` by name, ..."""
     import yaml  # not where tests run with nothing but the engine's packages
 
-    found: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("hardware.yaml").read_text(encoding="utf-8"))
-    return found
-
-
-def models() -> Mapping[str, Mapping[str, Any]]:
-    """The kinds of machines by the names of `--hardware`."""
-    found: Mapping[str, Mapping[str, Any]] = _data()["models"]
-    return found
-
-
-def faults() -> Mapping[str, Mapping[str, Any]]:
-    """What can be wrong, by name."""
-    found: Mapping[str, Mapping[str, Any]] = _data()["faults"]
-    return found
+    return yaml.safe_load(Path(__file__).with_name("hardware.yaml").read_text(encoding="utf-8"))[name]
 
 
 def build_hardware(profile: str, number: int, wrong: Iterable[str]) -> Hardware:
     """What the testbed's `number`-th node, from 1, has; `wrong` are `NAME` or `NAME:VALUE` of `faults`, and `railN`
     stands for the compute adapter number N from 0. Raises ConfigError for a fault that makes no sense.
     """
-    model, healthy = models()[profile], _data()["gpu"]
+    model, healthy = hardware_table("models")[profile], hardware_table("gpu")
     gpus = [{**healthy, "path": gpu_path(profile, k), "numa_node": k // 4} for k in range(len(model["gpu_buses"]))]
     hardware = Hardware(model, gpus, _adapters(profile, number), model["driver"])
     for fault in wrong:
@@ -69,14 +57,14 @@ def build_hardware(profile: str, number: int, wrong: Iterable[str]) -> Hardware:
 
 def gpu_path(profile: str, index: int) -> tuple[str, ...]:
     """PCI addresses from the root port to GPU `index`, the GPU last."""
-    model = models()[profile]
+    model = hardware_table("models")[profile]
     rail, slot = divmod(index, len(model["gpu_buses"]) // len(model["switches"]))
     return _path(model["switches"][rail], slot, model["gpu_buses"][index])
 
 
 def compute_adapters(profile: str, number: int) -> tuple[str, ...]:
     """Names of the adapters of node `number` (from 1) that training uses, in the order of the GPUs they sit beside."""
-    rails, sisters = len(models()[profile]["switches"]), _data()["sisters"]
+    rails, sisters = len(hardware_table("models")[profile]["switches"]), hardware_table("sisters")
     numbers = sisters[(number - 1) % len(sisters)] if rails == len(sisters[0]) else range(rails)
     return tuple(f"mlx5_{one}" for one in numbers)
 
@@ -89,8 +77,8 @@ def _path(switch: str, slot: int, bus: str) -> tuple[str, ...]:
 
 def _adapters(profile: str, number: int) -> list[Fields]:
     """Healthy ones; those that training uses first. A machine with a rail per GPU has others, too."""
-    model, names = models()[profile], compute_adapters(profile, number)
-    healthy = {**_data()["adapter"], "rate": model["adapter_rate"], "speed": model["pcie_speed"]}
+    model, names = hardware_table("models")[profile], compute_adapters(profile, number)
+    healthy = {**hardware_table("adapter"), "rate": model["adapter_rate"], "speed": model["pcie_speed"]}
     places = zip(names, model["switches"], model["adapter_buses"], strict=True)
     found = [
         {**healthy, "name": name, "path": _path(switch, 8, bus), "rail": rail, "netdev": f"ib{rail}"}
@@ -99,7 +87,7 @@ def _adapters(profile: str, number: int) -> list[Fields]:
     for rail, one in enumerate(found):
         one["numa_node"] = rail * 2 // len(found)
     spare = [f"mlx5_{one}" for one in range(12) if f"mlx5_{one}" not in names]
-    for slot, (name, more) in enumerate(zip([*spare, "mlx5_bond_0"], _data()["spares"], strict=False)):
+    for slot, (name, more) in enumerate(zip([*spare, "mlx5_bond_0"], hardware_table("spares"), strict=False)):
         path = f"0000:e0:{slot + 1:02x}.0", f"0000:{0xE1 + slot:02x}:00.0"
         if len(names) == len(model["gpu_buses"]):
             found.append({**healthy, "name": name, "path": path, "rail": None, "numa_node": 1, **more})
@@ -108,9 +96,9 @@ def _adapters(profile: str, number: int) -> list[Fields]:
 
 def _apply(hardware: Hardware, fault: str) -> None:
     name, _, value = fault.partition(":")
-    if name not in faults():
-        raise ConfigError(f"no fault {fault!r} of hardware; there are {', '.join(faults())}")
-    kind = faults()[name]
+    if name not in hardware_table("faults"):
+        raise ConfigError(f"no fault {fault!r} of hardware; there are {', '.join(hardware_table('faults'))}")
+    kind = hardware_table("faults")[name]
     if "adapter" in kind:
         named = [one for one in hardware.adapters if value in (one["name"], f"rail{one['rail']}")]
         if not named:

@@ -15,7 +15,7 @@ from cluster.checks.groups.ib import FabricView
 from cluster.survey.adapters import HcaPort, parse_adapters
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import NodeProbe, SectionState
-from cluster.testbed.hardware.devices import compute_adapters, faults, gpu_path
+from cluster.testbed.hardware.devices import compute_adapters, gpu_path, hardware_table
 from engine.config.cluster import ClusterConfig
 
 OK, SKIP, WARN, UNKNOWN, FAIL = Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.UNKNOWN, Verdict.FAIL
@@ -72,7 +72,7 @@ def test_faults_are_found_and_nothing_else(tmp_path: Path, node: tuple[str, ...]
 
 def test_every_fault_is_tried() -> None:
     tried = {fault.partition(":")[0] for node in NODES for fault in node[1:]}
-    assert {*tried, *SILENT, "gpu_lost"} == set(faults())
+    assert {*tried, *SILENT, "gpu_lost"} == set(hardware_table("faults"))
 
 
 @pytest.mark.parametrize(("profile", "number"), [("h100x8", 1), ("h200x8", 2), ("a100x8", 1)])
