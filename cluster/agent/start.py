@@ -121,6 +121,7 @@ def take_run(spec: Spec) -> list[Lock]:
 
 _ASK_S = 5.0
 _KILL_S = 8.0
+_CLOSING_S = 1.0  # a process that dies gives up its memory, by which it is known, before its files
 _CONTAINER_S = 15.0
 
 
@@ -146,7 +147,7 @@ def forget_locks(files: NodeFiles, run_id: str) -> None:
     with contextlib.suppress(OSError, RefusedError):
         for path in (files.lock, node_lock_path(files.node)):
             if holder(path).get("run_id") == run_id:
-                lock = take_lock(path, 0.0)
+                lock = take_lock(path, _CLOSING_S)
                 if lock is not None:
                     lock.release()
 

@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 from testkit.supervise_rig import PYTHON_PATH, UNHURRIED, Rig, is_gone, kill, names_of, new_run_id
 from testkit.waiting import wait_for
 
-from cluster.agent.folder import read_json
+from cluster.agent.folder import read_json, take_lock
 from cluster.agent.start import sweep
 
 
@@ -62,6 +64,17 @@ def test_sweep_ends_what_a_killed_supervisor_left(rig: Rig) -> None:
     wait_for(lambda: is_gone(pid), "the end of the supervisor")
     assert sweep(str(rig.folder / "alpha"), rig.name(), rig.run_id) == []
     assert rig.processes() == []
+
+
+def test_sweep_waits_for_a_process_that_dies_to_let_go_of_its_lock(rig: Rig) -> None:
+    files = rig.files()
+    Path(files.lock).parent.mkdir(parents=True)
+    lock = take_lock(files.lock)
+    assert lock is not None
+    lock.say(rig.run_id, os.getpid())
+    threading.Timer(0.2, lock.close).start()
+    assert sweep(files.folder, rig.name(), rig.run_id) == []
+    assert not Path(files.lock).exists()
 
 
 def test_stopped_supervisor_is_no_obstacle_for_a_sweep(rig: Rig) -> None:
