@@ -56,7 +56,7 @@ def up(spec: TestbedSpec, config_file: Path) -> Testbed:
 def open_testbed(name: str) -> Testbed:
     """The standing testbed `name`; TestbedError when there is none."""
     testbed = load_testbed(state_root() / name)
-    if testbed is None or not testbed.complete:
+    if testbed is None or not testbed.stands:
         others = ", ".join(path.name for path in standing_folders() if path.name != name)
         known = f"; there are: {others}" if others else ""
         raise TestbedError(f"no testbed {name} stands{known}. Build it: burst testbed up --name {name}")

@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -82,7 +81,8 @@ def tool_path(name: str) -> str:
 def try_command(argv: Command, mark: str = "") -> subprocess.CompletedProcess[str]:
     """Run `argv` to its end, whatever that is. mark: of what testbed a process is that it leaves behind."""
     environment = {"PATH": _search_path(), "LC_ALL": "C.UTF-8", **({MARK_VARIABLE: mark} if mark else {})}
-    with tempfile.TemporaryFile("w+", errors="replace") as output:  # no pipe: daemons keep it open
+    # No pipe, which daemons keep open; no file on a disk, which may be full when a testbed is to go.
+    with os.fdopen(os.memfd_create("output"), "w+", errors="replace") as output:
         try:
             done = subprocess.run(
                 argv,

@@ -52,8 +52,7 @@ def read_status(name: str) -> TestbedStatus:
     """The testbed `name` as it is now; TestbedError when nothing of it is there. All nodes are asked at once."""
     folder = state_root() / name
     testbed = load_testbed(folder)
-    # After a restart of the machine only the files are there.
-    if testbed is None or not testbed.complete or not all(node.namespace.exists() for node in testbed.nodes):
+    if testbed is None or not testbed.stands:
         left = tuple(leftovers(name))
         if not left:
             raise TestbedError(f"no testbed {name} stands. Build it: burst testbed up --name {name}")

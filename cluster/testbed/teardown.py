@@ -31,7 +31,7 @@ from cluster.testbed.testbed import (
 )
 from engine.runs.process import process_start
 
-_PATIENCE_S = 10.0
+_PATIENCE_S = 60.0
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
 
@@ -93,10 +93,10 @@ def _remove_all(name: str) -> tuple[int, int]:
     """How many processes and namespaces there were. Again and again: what dies may leave something behind."""
     pids: set[int] = set()
     spaces: set[str] = set()
-    folder, deadline = state_root() / name, time.monotonic() + _PATIENCE_S
+    folder, deadline, reason = state_root() / name, time.monotonic() + _PATIENCE_S, ""
     while left := [one for one in leftovers(name) if not one.startswith("link ")]:  # which goes with its namespace
         if time.monotonic() > deadline:
-            raise TestbedError(f"testbed {name}: cannot remove {', '.join(left)}")
+            raise TestbedError(f"testbed {name}: cannot remove {', '.join(left)}{reason}")
         for pid in _processes(name):
             pids.add(pid)
             with contextlib.suppress(ProcessLookupError):
@@ -104,15 +104,18 @@ def _remove_all(name: str) -> tuple[int, int]:
         for namespace in _namespaces(namespace_prefix(name)):
             spaces.add(namespace)
             _remove_namespace(namespace)
-        # Control groups are busy until the kernel has buried their last process.
+        # Control groups are busy until the kernel has buried their last process, and others remove them meanwhile.
         for group in _control_groups(name):
-            for path in sorted(group.glob("**/"), reverse=True):
-                with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):
+                for path in sorted(group.glob("**/"), reverse=True):
                     path.rmdir()
         for point in _mounts(name):
             try_command(("umount", "-l", point))
-        if not _mounts(name):  # never through a mount into what is not ours
-            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            if folder.exists() and not _mounts(name):  # never through a mount into what is not ours
+                shutil.rmtree(folder)
+        except OSError as error:
+            reason = f" ({error})"
         time.sleep(0.01)
     return len(pids), len(spaces)
 
@@ -127,9 +130,10 @@ def _processes(name: str) -> set[int]:
     mark = f"{MARK_VARIABLE}={name}".encode()
     pids = {pid for pid in psutil.pids() if pid != os.getpid() and _belongs(pid, spaces, mark)}
     for group in _control_groups(name):
-        for file in group.glob("**/cgroup.procs"):
-            with contextlib.suppress(OSError):  # of a group that somebody removes meanwhile
-                pids |= {int(line) for line in file.read_text().split()}
+        with contextlib.suppress(OSError):  # of a group that somebody removes meanwhile
+            for file in group.glob("**/cgroup.procs"):
+                with contextlib.suppress(OSError):
+                    pids |= {int(line) for line in file.read_text().split()}
     return {pid for pid in pids if process_start(pid) is not None}
 
 
@@ -170,5 +174,5 @@ def _remove_namespace(namespace: str) -> None:
 def _mounts(name: str) -> list[str]:
     """Mount points in the testbed's folder that this process sees, the deepest first."""
     lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    points = (line.split()[4] for line in lines)
-    return sorted((point for point in points if point.startswith(f"{state_root() / name}/")), key=len, reverse=True)
+    points, folder = (line.split()[4] for line in lines), (state_root() / name).resolve()
+    return sorted((point for point in points if point.startswith(f"{folder}/")), key=len, reverse=True)

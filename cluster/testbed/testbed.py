@@ -27,6 +27,7 @@ import fcntl
 import ipaddress
 import os
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -92,6 +93,11 @@ class Testbed:
     def nodes(self) -> tuple[Node, ...]:
         """Its nodes."""
         return tuple(Node(self, name, number) for number, name in enumerate(self.node_names, 1))
+
+    @property
+    def stands(self) -> bool:
+        """Whether `up` came to its end, and this machine was not restarted since: then only the files are there."""
+        return self.complete and all(node.namespace.exists() for node in self.nodes)
 
     def node(self, name: str) -> Node:
         """One node. Raises TestbedError for a name that it does not have."""
@@ -266,15 +272,28 @@ def standing_folders() -> list[Path]:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Nobody else works on `folder` meanwhile; waits for who does. A process that is killed lets go by itself."""
+def locked(folder: Path, patience_s: float = 60.0) -> Iterator[None]:
+    """Nobody else works on `folder` meanwhile; TestbedError when who does so takes longer than `patience_s`.
+
+    A process that is killed lets go by itself.
+    """
+    deadline = time.monotonic() + patience_s
     while True:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            # It may have been removed, and made again, while we waited.
-            if folder.exists() and os.path.samestat(os.fstat(handle), folder.stat()):
+            if _is_locked(handle, folder):
                 yield
                 return
         finally:
             os.close(handle)
+        if time.monotonic() > deadline:
+            raise TestbedError(f"{folder} is in use by another `burst testbed`; wait for its end and try again")
+        time.sleep(0.02)
+
+
+def _is_locked(handle: int, folder: Path) -> bool:
+    """Whether we hold the lock of the folder that lies there now: it may be removed, and made again, meanwhile."""
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(handle), folder.stat())
+    return False

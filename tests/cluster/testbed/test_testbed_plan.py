@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from cluster.ssh.hosts import is_host_name
-from cluster.testbed.machine import missing_requirements, tool_path
+from cluster.testbed.machine import TestbedError, missing_requirements, tool_path
 from cluster.testbed.node import passwd_text
 from cluster.testbed.plan import network_commands
 from cluster.testbed.spec import TestbedSpec, parse_rate
-from cluster.testbed.testbed import BLOCKS, Testbed, block_network, load_testbed, state_root
+from cluster.testbed.testbed import BLOCKS, Testbed, block_network, load_testbed, locked, state_root
 from engine.config.errors import ConfigError
 
 
@@ -96,6 +96,11 @@ def test_a_damaged_state_is_no_state(tmp_path, text):
     (tmp_path / "state.json").write_text(text)
 
     assert load_testbed(tmp_path) is None
+
+
+def test_who_works_on_a_folder_is_waited_for_but_not_for_ever(tmp_path):
+    with locked(tmp_path), pytest.raises(TestbedError, match="in use by another"), locked(tmp_path, patience_s=0.1):
+        pass
 
 
 @pytest.mark.parametrize("path", ["relative", "/has space", '/a"b', "/" + "a" * 61, "/a\nPermitRootLogin yes"])

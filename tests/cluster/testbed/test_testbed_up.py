@@ -212,8 +212,34 @@ def test_what_a_restart_of_the_machine_leaves_is_told_and_removed(testbeds):
 
     assert not status.complete
     assert f"folder {testbed.path}" in status.leftovers
+    with pytest.raises(TestbedError, match="no testbed"):
+        open_testbed(testbed.name)
     testbeds.close()
     assert leftovers(testbed.name) == []
+
+
+def test_a_testbed_in_a_folder_behind_a_link_goes_down(testbeds, monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        (Path(short) / "link").symlink_to(short)
+        monkeypatch.setenv("BURST_TESTBED_DIR", f"{short}/link/beds")
+        name = testbeds.make(nodes=1).name
+        testbeds.close()
+
+        assert leftovers(name) == []
+
+
+_FULL = """
+from pathlib import Path
+from cluster.testbed.machine import run_command
+
+run_command(("mount", "-t", "tmpfs", "-o", "size=4k", "full", "/tmp"))
+Path("/tmp/file").write_bytes(bytes(4096))
+assert run_command(("hostname",)).strip()
+"""
+
+
+def test_commands_tell_what_they_print_where_the_disk_is_full(testbed_machine):
+    assert subprocess.run(["unshare", "--mount", sys.executable, "-c", _FULL], timeout=200).returncode == 0
 
 
 def test_what_a_killed_test_session_left_is_removed_by_the_next_and_nothing_else(testbed4, tmp_path):
