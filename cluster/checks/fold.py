@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.checks.finding import Finding, NodeReport, Verdict
+from cluster.checks.ssh import REACH
 from cluster.ssh.nodes import fold_nodes
 
 _PLACE = "\0"  # where the node's name stood; no cleaned text holds this character
@@ -32,7 +33,7 @@ def fold_reports(reports: Iterable[NodeReport], *, all_findings: bool = False) -
     """
     folds: dict[tuple[object, ...], list[NodeReport]] = {}
     for report in reports:
-        told = tuple(_anonymous(finding) for finding in _shown(report, all_findings))
+        told = tuple(_key(_anonymous(finding)) for finding in _shown(report, all_findings))
         folds.setdefault((report.verdict, told), []).append(report)
     found = [_fold(members, all_findings) for members in folds.values()]
     return sorted(found, key=lambda fold: fold.verdict.rank)
@@ -40,6 +41,12 @@ def fold_reports(reports: Iterable[NodeReport], *, all_findings: bool = False) -
 
 def _shown(report: NodeReport, all_findings: bool) -> list[Finding]:
     return [finding for finding in report.findings if all_findings or not finding.severity.is_fine]
+
+
+def _key(finding: Finding) -> Finding:
+    if finding.check != REACH:
+        return finding
+    return replace(finding, observed=re.sub(r"\d+", "", finding.observed))  # addresses: those of the first are told
 
 
 def _fold(members: list[NodeReport], all_findings: bool) -> NodeFold:

@@ -86,7 +86,8 @@ def check_nodes(
 ) -> FleetReport:
     """The report on all `hosts`, in their order. No node delays or hides another: each ends by its own timeouts."""
     observer, begin = observer or CheckObserver(), time.monotonic()
-    tests, question = options.tests_between(config) if len(hosts) > 1 else {}, options.question(config)
+    between, question = options.tests_between(config), options.question(config)
+    tests = between if len(hosts) > 1 else {}
     kept: dict[str, Connection] = {}
 
     def work(host: Host) -> _Node:
@@ -120,7 +121,7 @@ def check_nodes(
         for finding in _test_between(tests, kept, nodes):
             findings[finding.node].append(finding)
     reports = {
-        name: NodeReport(name, options.selection.apply(name, findings[name], tests), outcome.elapsed_s)
+        name: NodeReport(name, options.selection.apply(name, findings[name], between), outcome.elapsed_s)
         for name, outcome in outcomes.items()
     }
     facts = {name: node.facts for name, node in nodes.items() if node.facts is not None}

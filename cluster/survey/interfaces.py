@@ -25,7 +25,7 @@ LINKS = python_question(
     "net.links",
     15,
     r"""
-import fcntl, socket
+import fcntl, socket, subprocess
 
 types = {"1": "ether", "32": "infiniband", "772": "loopback", "280": "can"}  # ARPHRD_* of the kernel
 marks = {"bridge": "bridge", "bonding": "bond", "tun_flags": "tun"}
@@ -48,6 +48,11 @@ for _, name in socket.if_nameindex():
 for row in pathlib.Path("/proc/net/route").read_text().splitlines()[1:]:
     device, to, gateway, _, _, _, metric, mask = row.split()[:8]
     told["routes"].append([device, to == mask == "00000000", gateway != "00000000", int(metric)])
+try:  # the kernel lists its main table alone; rails have tables of their own
+    said = subprocess.run(["ip", "-4", "route", "show", "table", "all"], stdout=subprocess.PIPE, text=True).stdout
+    told["routes"] += [[device, False, True, 0] for device in set(re.findall(r"\bvia .*?\bdev (\S+)", said))]
+except OSError:
+    pass
 print(json.dumps(told))
 """,
 )

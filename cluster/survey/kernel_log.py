@@ -9,25 +9,28 @@ from cluster.remote_text import one_line
 from cluster.survey.section import Section, UnreadableError, listed
 from cluster.survey.sysfs import python_question
 
+RECENT_S = 86400.0
 MAX_LINE = 2000  # characters; the patterns of those who read lines take time in the square of it
 _ALLOW = "let this user read the kernel log (group adm or systemd-journal, or sysctl kernel.dmesg_restrict=0)"
 
 # The journal comes first, for the kernel's own buffer forgets. A log without any line is no log: its reader may not see
 # it. Of every kind of line by a device there is one row, how often it came and the last one: a flood of one hides no
-# other. Links come up in several tries while a node boots.
+# other. Links come up in several tries while a node boots, and what adapters said within a day is a kind of its own.
 KERNEL_LOG = python_question(
     "kernel.log",
     20,
+    f"recent = {RECENT_S}\n"
     r"""
 import subprocess
 
 xid = re.compile(r"S?Xid \([^)]*\): *\d+")
 wanted = re.compile(r"\bS?Xid\b|fallen off the bus")
 adapter = re.compile(
-    r"^\[ *(\d+)\.\d+\].*?(mlx[45]_core [0-9a-f:.]+).*?"
-    r"(link down|cable (?:unplugged|error)|health compromised|fatal error|firmware internal error|device is in error)",
+    r"^(?:\[ *(\d+)\.\d+\])?.*?(mlx[45]_core [0-9a-f:.]+).*?((link down|cable (?:unplugged|error))|"
+    r"health compromised|fatal error|firmware internal error|device is in error)",
     re.I,
 )
+uptime = float((tell(root / "proc/uptime") or "0").split()[0])
 ways = [["journalctl", "-k", "-b", "-q", "--no-pager", "-o", "short-monotonic"], ["dmesg"]]
 if (root / "var/log").is_dir() and root != pathlib.Path("/"):
     ways = [["cat", *map(str, root.glob("var/log/kernel-*.log"))]]
@@ -44,8 +47,9 @@ for words in ways:
             continue
         total, last, boot = total + 1, line, boot or re.search(r"Linux version \d", line) is not None
         found = adapter.match(line)
-        if found is not None and int(found[1]) > 600:
-            kind = found[2] + found[3].lower()
+        at = float(found and found[1] or "inf")
+        if found is not None and (at > 600 or not found[4]):
+            kind = found[2] + found[3].lower() + ("" if uptime - at < recent else " before")
         elif wanted.search(line):
             kind = (xid.search(line) or [re.sub(r"\d+", "", line)])[0]
         else:
@@ -58,7 +62,6 @@ for words in ways:
     seen = {}
 else:
     sys.exit("\n".join(said) or "no log")
-uptime = float((tell(root / "proc/uptime") or "0").split()[0])
 print(json.dumps({"reader": words[0], "total": total, "boot": boot, "uptime": uptime, "seen": list(seen.values())}))
 """,
 )

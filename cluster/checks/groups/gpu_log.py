@@ -35,7 +35,7 @@ def check_xid(check: Check, facts: NodeFacts) -> list[Finding]:
             by_device.setdefault(None if place is None else facts.device(place), []).append(complaint)
     found = []
     for device, complaints in by_device.items():
-        severity, _, remedy, line = max(complaints, key=lambda one: one[0].rank)
+        severity, _, remedy, line = max(complaints, key=lambda one: (one[0].rank, one[2] == REBOOT))
         words = ", ".join(dict.fromkeys(text for _, text, _, _ in complaints[:6]))
         where = check if device is None else check.on(device)
         found.append(where.finding(severity, words, remedy, one_line(line)))

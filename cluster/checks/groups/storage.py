@@ -161,7 +161,7 @@ def judge_folder(folder: str, written: Mapping[str, Answer], looked: Mapping[str
     """One finding per node: of different views of the folder that of more than half of the nodes is right."""
     views = Counter(one.saw for one in looked.values() if not (one.error or one.trouble))
     view, count = max(views.items(), key=lambda pair: pair[1], default=(frozenset[str](), 0))
-    shared = view if 2 * count > views.total() else None
+    shared = view if view and 2 * count > views.total() else None
 
     def judge(node: str) -> Finding:
         check = Check(node, CHECK, "one folder for all nodes, writable on all", folder)

@@ -159,6 +159,16 @@ def test_nodes_are_tested_with_each_other_over_their_open_connections(nodes: Any
         all_groups=(replace(FAKE_GROUP, between=lambda config: {"host.x": test}),),
     )
     assert not any(findings(skipped, name, "host.x") for name in nodes)
+    (alone,) = findings(
+        check(
+            FakeFleet({"n1": HEALTHY}),
+            selection=Selection(only=("host.x",)),
+            all_groups=(replace(FAKE_GROUP, between=lambda config: {"host.x": test}, compared={"host.x": "."}),),
+        ),
+        "n1",
+        "host.x",
+    )
+    assert alone.observed == "it is made between nodes, and no other was reached"
 
 
 def test_this_machine_alone_has_no_ssh_and_nobody_to_compare_with() -> None:

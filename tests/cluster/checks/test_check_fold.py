@@ -69,6 +69,12 @@ def test_names_of_nodes_in_texts_become_the_folded_name() -> None:
     assert fold.findings[0].observed == "n[1-2]: unknown key"
 
 
+def test_nodes_that_are_not_reached_for_one_reason_are_said_once_by_the_address_of_the_first() -> None:
+    reports = [report(f"n{n}", ("ssh.reach", Verdict.FAIL, f"10.0.0.{n} port 22 refuses connections")) for n in (1, 2)]
+    (fold,) = fold_reports([*reports])
+    assert (fold.nodes, fold.findings[0].observed) == ("n[1-2]", "10.0.0.1 port 22 refuses connections")
+
+
 def test_a_name_within_another_name_stays() -> None:
     (fold,) = fold_reports(
         [report("n1", ("net.pairs", Verdict.FAIL, "cannot reach n12, n1.lan, xn1 and n1-b from n1"))]

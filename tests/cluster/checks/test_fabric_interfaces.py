@@ -127,6 +127,10 @@ def test_every_shell_tells_what_the_kernel_shows(tmp_path: Path) -> None:
     )
     assert chosen is not None
     assert (found["lo"].addresses[0], chosen.addresses[0]) == (first["lo"], first[chosen.name])
+    program(tmp_path, "ip", "echo default via 10.1.0.254 dev eth1 table 101; echo local 10.2.0.1 dev eth2 table local")
+    routed = read(ask_here(GROUP.questions, tmp_path, tools=tmp_path / "bin"))
+    assert routed.gateways == {"eth1"} | networks[0].gateways  # of every table
+    assert routed.interfaces == networks[0].interfaces
     program(tmp_path, "python3", "exit 127")
     assert ask_here(GROUP.questions, tmp_path, tools=tmp_path / "bin").section("net.links").tool_missing
 

@@ -50,12 +50,20 @@ def test_a_flood_of_one_error_hides_no_other(tmp_path: Path) -> None:
 
 def test_links_that_are_lost_are_counted_but_for_the_boot(tmp_path: Path) -> None:
     text = "".join(
-        f"[{at}.5] mlx5_core 0000:18:00.0 ib0: Link {way}\n" for at in (12, 600, 601) for way in ("down", "up")
+        f"[{at}.5] mlx5_core 0000:18:00.0 ib0: Link {way}\n"
+        for at in (12, 600, 601, 602, 863000, 863001)
+        for way in ("down", "up")
     )
-    sick = "[700.1] mlx5_core 0000:18:00.0: poll_health:830: device's health compromised - reached miss\n"
-    log = NodeFacts(with_log(tmp_path, text + sick), ClusterConfig()).kernel_log
-    assert log.seen == ((1, "[601.5] mlx5_core 0000:18:00.0 ib0: Link down"), (1, sick.strip()))
-    assert (log.reader, log.total, log.reaches_boot) == ("cat", 7, False)
+    sick = "[7.1] mlx5_core 0000:18:00.0: poll_health:830: device's health compromised - reached miss\n"  # at any time
+    timeless = "mlx5_core 0000:18:00.0 ib0: Cable unplugged\n"
+    log = NodeFacts(with_log(tmp_path, text + sick + timeless), ClusterConfig()).kernel_log
+    assert log.seen == (
+        (2, "[602.5] mlx5_core 0000:18:00.0 ib0: Link down"),
+        (2, "[863001.5] mlx5_core 0000:18:00.0 ib0: Link down"),  # what came within a day is counted apart
+        (1, sick.strip()),
+        (1, timeless.strip()),
+    )
+    assert (log.reader, log.total, log.reaches_boot) == ("cat", 14, False)
 
 
 @pytest.mark.parametrize(("text", "severity"), [("[900.0] usb 1-1: new device\n", WARN), ("", UNKNOWN)])

@@ -152,3 +152,30 @@ def test_what_a_node_says_decides(written: Answer, looked: Answer, expected: Ver
     first = judge_folder("/s", {"a": written, "b": FINE, "c": FINE}, {"a": looked, "b": SAW_ALL, "c": SAW_ALL})[0]
     assert first.severity is expected
     assert words in first.observed
+
+
+def test_files_that_nobody_sees_are_no_shared_folder() -> None:
+    found = judge_folder("/s", {"a": FINE, "b": FINE}, {"a": Answer(), "b": Answer()})
+    assert verdicts(found) == {"a": FAIL, "b": FAIL}
+
+
+def test_an_answer_that_makes_no_sense_is_none(tmp_path: Path) -> None:
+    for told in (b"null", b'{"error": "", "saw": 5, "place": ""}', b"Welcome!"):
+        node = LocalConnection(
+            "a", given=lambda text, told=told: text.replace(b"json.dumps(told)", repr(told.decode()).encode())
+        )
+        found = check_shared_folder({"a": node, **local("b", "c")}, str(tmp_path))
+        assert verdicts(found) == {"a": UNKNOWN, "b": OK, "c": OK}
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    commands = itertools.count()
+
+    def given(stdin: bytes) -> bytes:
+        if next(commands) == 1:
+            raise KeyboardInterrupt
+        return stdin
+
+    with pytest.raises(KeyboardInterrupt):
+        check_shared_folder({"a": LocalConnection("a", given=given)}, str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
