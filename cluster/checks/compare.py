@@ -11,6 +11,8 @@ from cluster.ssh.nodes import fold_nodes
 
 # Of these 0 is never right where another node has some.
 COUNTS = frozenset({"gpu.count", "ib.count"})
+# A difference in these makes a run slow, and is no reason to leave the node out.
+SOFT_CHECKS = frozenset({"gpu.power_limit", "gpu.clocks"})
 _VALUE_LIMIT = 120
 
 
@@ -63,7 +65,7 @@ def _compare(check: str, values: Mapping[str, str | None]) -> Iterable[Finding]:
         usual, votes = next(item for item in ranking if item[0] != "0")
         tied = False
     expected = _sides(values) if tied else f"{_short(usual)}, as {votes} of {len(told)} nodes have"
-    odd = Verdict.WARN if tied else Verdict.FAIL
+    odd = Verdict.WARN if tied or check in SOFT_CHECKS else Verdict.FAIL
     for node, value in values.items():
         report = Check(node, check, "" if len(values) == 1 else expected)
         if value is None:

@@ -97,7 +97,8 @@ def launch_selection(cluster: ClusterConfig, *, health: bool, with_gpus: bool) -
         (in_containers, {"host.docker", "host.image"}),
         (with_gpus, {"gpu.busy"}),
         (health, {"net.mtu", "host.disk", "host.shm"}),
-        (health and with_gpus, {"host.memlock", *gpus}),
+        (health and in_containers, {"host.docker_gpu"}),
+        (health and with_gpus, {"host.memlock", "host.nccl_conf", *gpus}),
     )
     wanted = {name for is_wanted, names in parts if is_wanted for name in names}
     return Selection(skip=tuple(name for name in EXPLANATIONS if name not in wanted))

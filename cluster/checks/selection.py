@@ -13,7 +13,10 @@ from cluster.checks.groups import dcgm, engine, gpu, gpu_links, gpu_log, host, i
 from engine.config.errors import ConfigError
 
 _FILES = (gpu, gpu_log, gpu_links, ib, net, host, software, engine, storage)
-GROUPS: tuple[CheckGroup, ...] = (*(file.GROUP for file in _FILES), dcgm.MONITOR, dcgm.DIAGNOSTIC)
+GROUPS: tuple[CheckGroup, ...] = (
+    *(file.GROUP for file in _FILES),
+    *(software.NCCL_SETTINGS, dcgm.MONITOR, dcgm.DIAGNOSTIC),
+)
 GROUP_NAMES = tuple(dict.fromkeys(group.name for group in GROUPS))
 EXPLANATIONS: Mapping[str, str] = {
     **ssh.EXPLANATIONS,

@@ -70,7 +70,7 @@ for device in sorted(root.glob("sys/class/infiniband/*")):
         one["netdev"] = netdev = find_netdev(device, port.name)
         folder = root / "sys/class/net" / (netdev or "none")
         one["bonded"] = (folder / "master").exists() or (folder / "bonding").exists()
-        one["ways"] = find_ways(netdev)
+        one["ways"], one["mtu"] = find_ways(netdev), tell(folder / "mtu")
         one["default_route"] = next((way for way in one["ways"] if way in defaults), "")
         gids = {str(index): tell(port / "gids" / str(index)) for index in range(32)}
         types = port / "gid_attrs/types"
@@ -122,7 +122,8 @@ class HcaPort:
     Polling, Disabled, ... rate_gbps: what is set up now. pci_path: PCI addresses from the root complex to the adapter
     (`0000:00:01.0`, ..., the adapter last). netdev: its network interface. ways: that, and the bonds, bridges and VLANs
     above it; default_route: the one of them that has it. gids: index -> (type, address). pcie_gts: GT/s per lane.
-    errors: by how much each error counter that can be read grew in BURST_COUNT_S. None, or "" for a state: not told.
+    mtu: of netdev. errors: by how much each error counter that can be read grew in BURST_COUNT_S. None, or "" for a
+    state: not told.
     """
 
     device: str
@@ -142,6 +143,7 @@ class HcaPort:
     ways: tuple[str, ...] = ()
     default_route: str = ""
     pcie_gts: float | None = None
+    mtu: int | None = None
     errors: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -254,6 +256,7 @@ def _port(row: Mapping[str, Any]) -> HcaPort:
         ways=tuple(map(one_line, listed(row["ways"]))),
         default_route=one_line(row["default_route"]),
         pcie_gts=_number(_SPEED, row["current_link_speed"]),
+        mtu=integer(row["mtu"]),
         errors={one_line(name): int(by) for name, by in row["grown"].items()},
     )
 

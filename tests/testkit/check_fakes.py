@@ -246,6 +246,10 @@ class Groups:
         facts = NodeFacts(probe, config)
         return {trait: value for group in self.all for trait, value in group.told(facts).items()}
 
+    def compare(self, probes: Iterable[NodeProbe], config: ClusterConfig) -> list[Finding]:
+        nodes = {probe.node: NodeFacts(probe, config) for probe in probes}
+        return [finding for group in self.all for finding in group.compare(nodes)]
+
 
 def check_disk(check: Check, facts: NodeFacts) -> list[Finding]:
     """`ok` is OK, `warn` and `fail` what they say, and anything that did not end properly UNKNOWN."""

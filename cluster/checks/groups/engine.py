@@ -13,7 +13,7 @@ from cluster.checks.groups.software import VERSIONS
 from cluster.image.engine import Image
 from cluster.remote_text import one_line
 from cluster.survey.facts import NodeFacts
-from cluster.survey.section import AbsentError, SectionState, UnreadableError
+from cluster.survey.section import AbsentError, SectionState, UnreadableError, listed
 from cluster.survey.sysfs import Filesystem, python_question
 from engine.config.cluster import ClusterConfig
 
@@ -47,9 +47,13 @@ ENGINE = python_question(
     _ASKING
     + r"""
 # Field by field: the whole answer may hold the password of a proxy.
-fields = ",".join("{{json .%s}}" % name for name in ("ServerVersion", "DockerRootDir", "Driver"))
-version, folder, driver = ask("info", "--format", "[%s]" % fields)
-told = {"version": version, "folder": folder, "driver": driver, "room": None}
+fields = ",".join("{{json .%s}}" % name for name in ("ServerVersion", "DockerRootDir", "Driver", "Runtimes"))
+version, folder, driver, runtimes = ask("info", "--format", "[%s]" % fields)
+ways = [name for name in sorted(runtimes or ()) if "nvidia" in name]
+ways += [hook for hook in ("nvidia-container-runtime-hook",) if shutil.which(hook)]
+ways += ["CDI " + file.name for place in ("etc", "var/run") for file in (root / place).glob("cdi/*nvidia*")]
+told = {"version": version, "folder": folder, "driver": driver, "ways": ways, "room": None}
+told["has_gpus"] = (root / "dev/nvidiactl").exists() or own("proc/driver/nvidia/version").exists()
 try:
     told["room"] = room(folder)
 except OSError:
@@ -71,11 +75,14 @@ print(json.dumps({key: told[key] for key in ("Id", "Architecture", "Os", "Create
 
 @dataclass(frozen=True)
 class Engine:
-    """A container engine that answers. folder: of its images. room: None where it could not be asked."""
+    """A container engine that answers. folder: of its images. ways: in which GPUs reach containers. has_gpus: whether
+    the driver is loaded. room: None where it could not be asked."""
 
     version: str
     folder: str
     driver: str
+    ways: tuple[str, ...]
+    has_gpus: bool
     room: Filesystem | None
 
 
@@ -102,6 +109,16 @@ def check_docker_disk(check: Check, facts: NodeFacts) -> list[Finding]:
     return [judge_room(check.on(engine.folder), engine.room, DOCKER_FREE_BYTES)]
 
 
+def check_docker_gpu(check: Check, facts: NodeFacts) -> list[Finding]:
+    """Containers can be given GPUs: NVIDIA's runtime, its hook or a device list (CDI) is set up."""
+    engine = read_engine(facts)
+    if not engine.has_gpus:
+        return [check.skip("the NVIDIA driver is not loaded")]
+    if engine.ways or not facts.in_containers:
+        return [check.ok(", ".join(engine.ways) or _NOT_NEEDED)]
+    return [check.fail("no runtime, hook or device list of NVIDIA", "install nvidia-container-toolkit, restart docker")]
+
+
 def read_engine(facts: NodeFacts) -> Engine:
     """Raises UnreadableError when no engine answers: a version of the server is the only proof. AbsentError where none
     has to."""
@@ -111,7 +128,8 @@ def read_engine(facts: NodeFacts) -> Engine:
         if not version:
             raise ValueError("no version")
         room = None if told["room"] is None else Filesystem.of(told["room"])
-        return Engine(version, folder, driver, room)
+        ways = tuple(one_line(way, 80) for way in listed(told["ways"]))
+        return Engine(version, folder, driver, ways, told["has_gpus"] is not False, room)
 
     try:
         return facts.section(ENGINE).read(take)
@@ -145,6 +163,19 @@ def read_image(facts: NodeFacts) -> Image:
     return facts.section(IMAGE).read(take)
 
 
+def _compare(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
+    """Whether engines that lack the image can take it: what it takes is known from nodes that have it."""
+    images = {node: known(read_image, facts) for node, facts in nodes.items() if facts.in_containers}
+    needed, found = 2 * max((image.size_bytes for image in images.values() if image), default=0), []
+    for node in (node for node, image in images.items() if image is None):
+        engine = known(read_engine, nodes[node])
+        if engine is not None and engine.room is not None and engine.room.free_bytes < needed:
+            check = Check(node, "host.docker_disk", f"{gib(needed)} for {nodes[node].config.container.image}")
+            text = f"{gib(engine.room.free_bytes)} free"
+            found.append(check.on(engine.folder).fail(text, "remove images that nobody uses: `docker image prune -a`"))
+    return found
+
+
 def _settings(config: ClusterConfig) -> Mapping[str, str | None]:
     return {"BURST_ENGINE": config.container.command, "BURST_IMAGE": config.container.image}
 
@@ -156,8 +187,9 @@ def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
 
 GROUP = CheckGroup(
     "host",
-    (check_docker, check_docker_disk, check_image),
+    (check_docker, check_docker_disk, check_docker_gpu, check_image),
     questions=(ENGINE, IMAGE),
     settings=_settings,
     traits=_traits,
+    compare=_compare,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from cluster.agent.messages import SLOWDOWNS
 from cluster.checks.finding import Check, Finding, Verdict, age
@@ -105,13 +105,21 @@ def check_count(check: Check, facts: NodeFacts) -> list[Finding]:
 
 def check_model(check: Check, facts: NodeFacts) -> list[Finding]:
     """All GPUs are of one model, the expected one. Mixed ones run at the speed of the slowest."""
-    models = Counter(needed(gpu.look(MODEL)) for gpu in facts.smi_log.gpus)
-    wanted = facts.config.expected.gpu_model or max(models, key=lambda model: models[model], default="")
-    odd = [f"{count} {model}" for model, count in models.items() if wanted.lower() not in model.lower()]
-    if not odd and models:
-        return [check.ok(", ".join(models))]
+    models = Counter(known(_model, gpu) for gpu in facts.smi_log.gpus)
+    usual = max(models, key=lambda model: models[model], default=None)
+    if usual is None or None in models:
+        raise UnreadableError("not every GPU tells its model", remedy="compare with `nvidia-smi -q` on the node")
+    wanted = facts.config.expected.gpu_model or usual
+    # A part of the name is enough for what is expected, but `NVIDIA H20` is no `NVIDIA H200`.
+    odd = [f"{count} {one}" for one, count in models.items() if one != usual or wanted.lower() not in usual.lower()]
+    if not odd:
+        return [check.ok(usual)]
     remedy = "leave the node out, replace the GPU, or correct cluster.expected.gpu_model"
-    return [check.expecting(wanted).fail(", ".join(odd), remedy)]
+    return [check.expecting(usual if wanted.lower() in usual.lower() else wanted).fail(", ".join(odd), remedy)]
+
+
+def _model(gpu: Gpu) -> str:
+    return gpu.word(MODEL)
 
 
 @of_each_gpu("MIG is off", expected="MIG Disabled")
@@ -150,7 +158,7 @@ def check_ecc(check: Check, gpu: Gpu) -> Finding | None:
     if is_worn == "Yes":
         remedy = "run the maker's field diagnostic; past the threshold the board is replaced"
         return check.expecting("not exceeded").fail("SRAM error threshold exceeded", remedy)
-    if Gap.UNREADABLE in (is_worn, mode):
+    if Gap.UNREADABLE in (is_worn, mode) or mode is Gap.MISSING:
         needed(Gap.UNREADABLE)
     if mode == "Disabled":
         remedy = "`nvidia-smi -e 1` and a reset; without ECC a flipped bit goes into the weights unseen"
@@ -210,13 +218,40 @@ def check_throttle(check: Check, gpu: Gpu) -> Finding | None:
 @of_each_gpu("the default power limit")
 def check_power_limit(check: Check, gpu: Gpu) -> Finding | None:
     """Nobody lowered the power limit: ranks of one job wait for the slowest GPU."""
-    limit = gpu.number(*(f"{parent}/{name}" for parent in _POWER for name in _LIMITS))
+    limit = _power_limit(gpu)
     default = gpu.number(*(f"{parent}/default_power_limit" for parent in _POWER))
     if limit >= default:
         return None
     return check.expecting(f"{default:g} W, the default").warn(
         f"limited to {limit:g} W", f"`nvidia-smi -pl {default:g}`"
     )
+
+
+def _power_limit(gpu: Gpu) -> float:
+    return gpu.number(*(f"{parent}/{name}" for parent in _POWER for name in _LIMITS))
+
+
+def check_clocks(check: Check, facts: NodeFacts) -> list[Finding]:
+    """Nobody set the clocks below the default, and all GPUs can reach the same."""
+    gpus, remedy = gpus_by_name(facts), "`nvidia-smi -rac` and `nvidia-smi -rgc` take settings of clocks back"
+    highest = max((most for gpu in gpus.values() if (most := known(_highest_clock, gpu)) is not None), default=0.0)
+
+    def judge(check: Check, gpu: Gpu) -> Finding | None:
+        most = _highest_clock(gpu)
+        if most < highest:
+            return check.expecting(f"{highest:g} MHz, as other GPUs here").warn(f"at most {most:g} MHz", remedy)
+        ways = [f"{parent}applications_clocks/graphics_clock" for parent in ("", "default_")]
+        if any(gpu.look(way) in (Gap.MISSING, Gap.NOT_SUPPORTED) for way in ways):
+            return None  # newer drivers have none
+        set_to, default = map(gpu.number, ways)
+        check = check.expecting(f"{default:g} MHz, the default")
+        return check.warn(f"clocks set to {set_to:g} MHz", remedy) if set_to < default else None
+
+    return each(check, gpus, judge, f"up to {highest:g} MHz")
+
+
+def _highest_clock(gpu: Gpu) -> float:
+    return gpu.number("max_clocks/sm_clock")
 
 
 @of_each_gpu("PCIe links at full width")
@@ -240,7 +275,10 @@ def check_busy(check: Check, facts: NodeFacts) -> list[Finding]:
 
     def judge(check: Check, gpu: Gpu) -> Finding | None:
         compute = [process for process in gpu.processes if process.kind != "G"]
-        used_mib = gpu.number("fb_memory_usage/used")
+        try:
+            used_mib = gpu.number("fb_memory_usage/used")
+        except AbsentError:  # where it shares the memory of the host
+            return check.unknown("how much of its memory is in use is not told", "look at `nvidia-smi` on the node")
         if not compute and used_mib <= IDLE_MEMORY_MIB:
             return None
         who = ", ".join(_describe(process, owners) for process in compute[:4]) or "no process visible"
@@ -267,17 +305,29 @@ def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
     log, expected = facts.smi_log, facts.config.expected
     if not log.gpus:
         return {}
-    model = known(lambda gpus: ", ".join(sorted({gpu.word(MODEL) for gpu in gpus})), log.gpus)
-    values = {"gpu.count": str(len(log.gpus)), "gpu.model": model, "gpu.driver": known(log.word, "driver_version")}
+    values = {name: known(_common(read), log.gpus) for name, read in _TRAITS.items()}
+    values |= {"gpu.count": str(len(log.gpus)), "gpu.driver": known(log.word, "driver_version")}
     said = {"gpu.count": expected.gpus, "gpu.model": expected.gpu_model}
     return {name: told for name, told in values.items() if said.get(name) is None}
+
+
+_TRAITS: Mapping[str, Callable[[Gpu], str]] = {
+    "gpu.model": _model,
+    "gpu.power_limit": lambda gpu: f"{_power_limit(gpu):g} W",
+    "gpu.clocks": lambda gpu: f"up to {_highest_clock(gpu):g} MHz",
+}
+
+
+def _common(read: Callable[[Gpu], str]) -> Callable[[Iterable[Gpu]], str]:
+    """What GPUs say, in one word."""
+    return lambda gpus: ", ".join(sorted({read(gpu) for gpu in gpus}))
 
 
 GROUP = CheckGroup(
     "gpu",
     (
         *(check_nvidia_smi, check_count, check_model, check_mig, check_recovery, check_ecc, check_row_remap),
-        *(check_throttle, check_power_limit, check_pcie, check_busy),
+        *(check_throttle, check_power_limit, check_clocks, check_pcie, check_busy),
     ),
     look=look_at_gpus,
     questions=(LSPCI, SMI),

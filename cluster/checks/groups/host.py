@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from cluster.checks.finding import GIB, Check, Finding, gib
-from cluster.checks.group import CheckGroup
+from cluster.checks.group import CheckGroup, known
 from cluster.survey.facts import NodeFacts
 from cluster.survey.sysfs import Filesystem, python_question
 
@@ -17,6 +19,7 @@ DISK_FREE_BYTES = {"/": (1 * GIB, 10 * GIB), "/tmp": (GIB // 2, 5 * GIB)}
 SHM_FREE_BYTES = ((64 << 20) + 1, GIB)
 INODES_FREE_SHARE = 0.01
 MEMORY_FREE_SHARE = (0.05, 0.20)
+MEMORY_TOLERANCE = 0.03
 # Sockets and files of eight ranks with their data loaders on many nodes; 1024 is what sessions often get.
 NOFILE = (1024, 8192)
 
@@ -80,7 +83,9 @@ def judge_room(check: Check, room: Filesystem, limits: tuple[float, float]) -> F
     """Whether enough bytes and inodes are free there."""
     remedy = f"free space on {check.device}, or put it on a larger disk"
     if room.inodes and room.inodes_free < INODES_FREE_SHARE * room.inodes:
-        return check.expecting("inodes").fail(f"{room.inodes_free} of {room.inodes} inodes free", remedy)
+        remedy = "remove folders with very many small files, such as old caches and environments"
+        check = check.expecting(f"{INODES_FREE_SHARE:.0%} of the inodes free")
+        return check.fail(f"{room.inodes_free} of {room.inodes} inodes free", remedy)
     text = f"{gib(room.free_bytes)} free of {gib(room.size_bytes)} ({room.kind})"
     return check.expecting(f"at least {gib(limits[1])} free").above(room.free_bytes, limits, text, remedy)
 
@@ -138,4 +143,26 @@ def check_memory_free(check: Check, facts: NodeFacts) -> list[Finding]:
     return [check.above(share, MEMORY_FREE_SHARE, text, "look with `top -o %MEM` on the node for what holds it")]
 
 
-GROUP = CheckGroup("host", (check_disk, check_shm, check_memlock, check_nofile, check_memory_free), questions=(SYSTEM,))
+def _compare(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
+    """Kernels and firmware keep a little memory back, and not the same on equal machines: a tolerance, and no trait."""
+    told = {node: system.memory_bytes for node, facts in nodes.items() if (system := known(read_system, facts))}
+    usual = statistics.median(told.values()) if told else 0.0
+
+    def judge(check: Check, total: int | None) -> Finding:
+        if total is None:
+            return check.unknown("the node did not tell how much memory it has", "run the check again")
+        if abs(total - usual) <= MEMORY_TOLERANCE * usual:
+            return check.ok(gib(total))
+        remedy = "a module may be missing or switched off: `dmidecode -t memory`"
+        return check.expecting(f"{gib(usual)}, as other nodes have").warn(gib(total), remedy)
+
+    return [judge(Check(node, "host.memory"), told.get(node)) for node in nodes]
+
+
+GROUP = CheckGroup(
+    "host",
+    (check_disk, check_shm, check_memlock, check_nofile, check_memory_free),
+    questions=(SYSTEM,),
+    compare=_compare,
+    compared={"host.memory": "The same main memory on all nodes, within 3%: a module may have failed."},
+)

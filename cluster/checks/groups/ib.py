@@ -17,12 +17,14 @@ from cluster.env.gather import ADAPTER_QUESTIONS, adapter_facts
 from cluster.env.hcas import choose_hcas
 from cluster.survey.adapters import GPUDIRECT, HcaPort, roce_gid_index
 from cluster.survey.facts import NodeFacts
-from cluster.survey.kernel_log import KERNEL_LOG
+from cluster.survey.kernel_log import KERNEL_LOG, RECENT_S
 from cluster.survey.nvidia_smi import LSPCI
 from cluster.survey.section import AbsentError, UnreadableError
 
 ETHERNET = "Ethernet"
 _PCIE_EFFICIENCY = 128 / 130  # of its encoding, from 8 GT/s on; what is slower than that feeds no port anyway
+# A packet of RoCE is of 256, 512, 1024, 2048 or 4096 bytes, and has to fit into the MTU with its headers.
+_ROCE_MTU = 4200
 _STATE_REMEDIES = {
     "Polling": "nobody answers at the other end: look at the cable, its transceivers and the switch port",
     "Disabled": "the port is switched off: enable it (ibportstate, mlxlink --port_state UP) or its cable is missing",
@@ -32,7 +34,6 @@ _LINK_REMEDY = "clean or swap the cable and its transceivers; look at the switch
 _STAMP = re.compile(r"\[ *(\d{1,12}\.\d{1,9})\]")
 _KERNEL_DEVICE = re.compile(r"\bmlx[45]_core ([0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])\b")
 _LINK_DOWN = re.compile(r"\bLink down\b|Cable (unplugged|error)", re.IGNORECASE)
-_RECENT_S = 86400.0
 _FLAPS = 3
 
 
@@ -176,6 +177,26 @@ def check_gid(check: Check, view: FabricView) -> list[Finding]:
     return each(check, _by_name(view.active), judge, "every port has one")
 
 
+def check_mtu(check: Check, view: FabricView) -> list[Finding]:
+    """The interfaces of RoCE ports have one MTU, which does not cut their packets."""
+    mtus = Counter(port.mtu for port in view.active if port.link_layer == ETHERNET and port.mtu is not None)
+    usual = max(mtus, key=lambda mtu: (mtus[mtu], mtu), default=0)
+    if not any(port.link_layer == ETHERNET for port in view.ports):
+        return [check.skip("InfiniBand has one of its own")]
+
+    def judge(check: Check, port: HcaPort) -> Finding | None:
+        if port.mtu is None:
+            return check.unknown("not readable", f"look at `ip link show {port.netdev or ''}`")
+        if port.mtu != usual:
+            return check.expecting(f"{usual}").fail(f"{port.mtu}", f"`ip link set {port.netdev} mtu {usual}`")
+        if usual >= _ROCE_MTU:
+            return None
+        text = f"{usual}: packets of RoCE are cut to 1024 bytes or less"
+        return check.expecting(f"at least {_ROCE_MTU}").warn(text, "9000 on interfaces and switches is usual")
+
+    return each(check, {port.name: port for port in view.active if port.link_layer == ETHERNET}, judge, f"{usual}")
+
+
 def check_counters(check: Check, view: FabricView) -> list[Finding]:
     """Errors that are being counted now, over two looks; what a counter stands at may be years old."""
 
@@ -204,12 +225,13 @@ def check_log(check: Check, view: FabricView) -> list[Finding]:
             check.on(devices[device[1]].device),
             max(0.0, log.uptime_s - float(stamp[1] if stamp else math.inf)),
         )
-        times = f"{count} time{'s' if count > 1 else ''} since boot, the last {age(age_s)} ago"
+        period = "within a day" if age_s < RECENT_S else "since boot"
+        times = f"{count} time{'s' if count > 1 else ''} {period}, the last {age(age_s)} ago"
         if not _LINK_DOWN.search(line):
             remedy = "reset the adapter or reboot; update its firmware"
             found.append(one.fail(f"its firmware failed {times}", remedy, line))
         else:
-            is_bad = count >= _FLAPS and age_s < _RECENT_S
+            is_bad = count >= _FLAPS and age_s < RECENT_S
             found.append((one.fail if is_bad else one.warn)(f"its link was lost {times}", _LINK_REMEDY, line))
     return found or [check.ok("no link was lost")]
 
@@ -252,8 +274,10 @@ def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
     except AbsentError:
         return {"ib.count": "0"}
     layers = {port.link_layer for port in view.active}
+    mtus = {port.mtu for port in view.active if port.link_layer == ETHERNET}
     return {
         "ib.link_layer": None if "" in layers else ", ".join(sorted(layers)),
+        "ib.mtu": None if None in mtus else ", ".join(sorted(map(str, mtus))),
         "ib.rate": None if view.rate_gbps is None else f"{view.rate_gbps:g}",
         "ib.count": str(len(view.active)) if facts.config.expected.hcas is None else None,
     }
@@ -261,7 +285,10 @@ def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
 
 GROUP = CheckGroup(
     "ib",
-    (check_count, check_state, check_rate, check_pcie, check_gid, check_counters, check_log, check_gpudirect),
+    (
+        *(check_count, check_state, check_rate, check_pcie, check_gid, check_mtu),
+        *(check_counters, check_log, check_gpudirect),
+    ),
     look=look_at_adapters,
     questions=(*ADAPTER_QUESTIONS, GPUDIRECT, KERNEL_LOG),
     settings=lambda _: {"BURST_COUNT_S": "1"},

@@ -33,10 +33,13 @@ HEALTHY: Mapping[str, Any] = {
     },
     "host.shared": {"room": room(inodes=0, of=0, kind="nfs4"), "trouble": ""},
     "host.software": {"python": "3.10.12", "executable": "/usr/bin/python3", "modules": {"torch": None}, "nccl": None},
+    "env_live": {"login": {}, "files": {}, "ranks": []},
     "host.docker": {
         "version": "26.1.3",
         "folder": "/var/lib/docker",
         "driver": "overlay2",
+        "ways": ["nvidia"],
+        "has_gpus": True,
         "room": room(),
     },
     "host.image": {
@@ -59,10 +62,10 @@ BARE_SOFTWARE = {
 
 def healthy(node: str = "node1", **changes: object) -> NodeProbe:
     """A healthy node; `docker=...` replaces the answer of section host.docker."""
-    told = {**HEALTHY, **{f"host.{name}": one for name, one in changes.items()}}
+    told = {**HEALTHY, **{"env_live" if name == "live" else f"host.{name}": one for name, one in changes.items()}}
     return NodeProbe(node, {name: ended(name, json.dumps(one)) for name, one in told.items()})
 
 
 def changed(section: str, **changes: object) -> NodeProbe:
     """A healthy node with other values in one section."""
-    return healthy(**{section: {**HEALTHY[f"host.{section}"], **changes}})
+    return healthy(**{section: {**HEALTHY["env_live" if section == "live" else f"host.{section}"], **changes}})

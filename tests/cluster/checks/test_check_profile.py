@@ -32,6 +32,15 @@ def test_none_against_some_fails_even_in_a_tie(check: str) -> None:
     assert severities(found) == {"n1": Verdict.FAIL, "n2": Verdict.OK}
 
 
+@pytest.mark.parametrize(
+    ("check", "odd"),
+    [("gpu.driver", Verdict.FAIL), ("gpu.clocks", Verdict.WARN), ("gpu.power_limit", Verdict.WARN)],
+)
+def test_the_odd_node_is_named_and_who_does_not_tell_is_unknown(check: str, odd: Verdict) -> None:
+    found = severities(judge(check, {"n1": "a", "n2": "b", "n3": "a", "n4": None}))
+    assert found == {"n1": Verdict.OK, "n2": odd, "n3": Verdict.OK, "n4": Verdict.UNKNOWN}
+
+
 def finding(severity: Verdict, check: str = "gpu.driver", device: str | None = None, text: str = "") -> Finding:
     return Finding(check, "n1", severity, text, device=device)
 
@@ -54,12 +63,12 @@ def test_findings_of_devices_are_not_replaced() -> None:
 
 
 def test_several_findings_of_one_comparison_all_stay() -> None:
-    compared = [finding(Verdict.FAIL, "net.subnet", device) for device in ("eth0", "eth1")]
+    compared = [finding(Verdict.FAIL, "ib.state", device) for device in ("eth0", "eth1")]
     assert merge_compared([], compared) == compared
 
 
 def test_a_group_that_already_failed_is_not_unknown_for_every_trait() -> None:
-    own = [finding(Verdict.FAIL, "gpu.lost")]
+    own = [finding(Verdict.FAIL, "gpu.nvidia_smi")]
     compared = [finding(Verdict.UNKNOWN, f"gpu.{name}") for name in ("driver", "model")]
     assert merge_compared(own, compared) == own
     assert len(merge_compared([finding(Verdict.FAIL, "ib.state")], compared)) == 3

@@ -101,6 +101,7 @@ def test_every_check_is_explained_and_has_a_name_of_its_group() -> None:
     assert {name.partition(".")[0] for name in EXPLANATIONS} == {"ssh", *GROUP_NAMES}
     compared = {
         "gpu.driver",
+        "host.memory",
         "host.versions",
         "ib.link_layer",
         "net.mtu",

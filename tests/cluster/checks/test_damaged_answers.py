@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
@@ -27,7 +28,8 @@ HOST = {
     "host.system": {"host.disk", "host.shm", "host.memlock", "host.nofile", "host.memory_free"},
     "host.shared": {"host.shared"},
     "host.software": {"host.python"},
-    "host.docker": {"host.docker", "host.docker_disk", "host.image"},
+    "env_live": {"host.nccl_conf"},
+    "host.docker": {"host.docker", "host.docker_disk", "host.docker_gpu", "host.image"},
     "host.image": {"host.image"},
 }
 FABRIC = {
@@ -42,7 +44,16 @@ FABRIC["gpu.lspci"] = FABRIC["ib.ports"]
 GPU = {
     "gpu.smi": {
         *("gpu.nvidia_smi", "gpu.count", "gpu.model", "gpu.mig", "gpu.recovery", "gpu.ecc", "gpu.row_remap"),
-        *("gpu.throttle", "gpu.power_limit", "gpu.pcie", "gpu.busy", "gpu.nvlink", "gpu.fabric", "gpu.driver"),
+        *(
+            "gpu.throttle",
+            "gpu.power_limit",
+            "gpu.clocks",
+            "gpu.pcie",
+            "gpu.busy",
+            "gpu.nvlink",
+            "gpu.fabric",
+            "gpu.driver",
+        ),
     },
     "gpu.lspci": {"gpu.count", "gpu.fabric"},
     "gpu.nvlink": {"gpu.nvlink"},
@@ -125,6 +136,7 @@ def test_a_group_alone_is_asked_all_that_it_rests_on(name: str) -> None:
         asked = {question.name: one.probe.section(question.name) for question in group.questions}
         alone = NodeFacts(replace(one.probe, sections=asked), one.config)
         assert (group.check(alone), group.told(alone)) == (group.check(whole), group.told(whole)), group.checks
+        assert group.compare({"n1": alone}) == group.compare({"n1": whole})
 
 
 def in_state(state: SectionState) -> Callable[[Section], Section]:
@@ -168,6 +180,22 @@ def test_a_damaged_section_leaves_no_ok_behind_and_the_others_as_they_were(name:
         assert {trait: value for trait, value in told.items() if trait not in lost} == {
             trait: value for trait, value in traits.items() if trait not in lost
         }, damage
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "old", "new", "lost"),
+    [
+        ("fabric", "ib.ports", "Gb/sec", "Mb/sec", {"ib.rate"}),
+        ("h100x8", "gpu.nvlink", "GB/s", "MB/s", GPU["gpu.nvlink"]),
+        ("h100x8", "gpu.smi", " W<", " mW<", {"gpu.power_limit"}),
+        ("h100x8", "gpu.smi", " MHz", " GHz", {"gpu.clocks"}),
+        ("h100x8", "gpu.smi", r"(?<=\d)\.(?=\d\d W)", ",", {"gpu.power_limit"}),
+    ],
+)
+def test_another_unit_or_decimal_comma_is_not_read(name: str, section: str, old: str, new: str, lost: Set[str]) -> None:
+    text = node(name).probe.section(section).output
+    assert re.search(old, text)
+    assert node(name).ok(node(name).probe) - node(name).ok(with_output(name, section, re.sub(old, new, text))) >= lost
 
 
 @settings(deadline=None, max_examples=40)

@@ -36,7 +36,7 @@ def node() -> FabricNode:
 def roce(node: FabricNode) -> FabricNode:
     """`node` with Ethernet as its network for training."""
     for index, name in enumerate(COMPUTE):
-        node.ports[name] |= {"link_layer": "Ethernet", **roce_gids(f"0a00:{index:04x}")}
+        node.ports[name] |= {"link_layer": "Ethernet", "mtu": "9000", **roce_gids(f"0a00:{index:04x}")}
     return node
 
 
@@ -51,7 +51,7 @@ def chosen(node: FabricNode, **expected: object) -> FabricView:
 
 def test_a_healthy_node_is_ok_in_every_check(node: FabricNode):
     found = {finding.check: finding.severity for finding in node.check(hcas=8, hca_rate_gbps=400.0)}
-    assert found == {**dict.fromkeys(GROUP.checks, OK), "ib.gid": SKIP}
+    assert found == {**dict.fromkeys(GROUP.checks, OK), "ib.gid": SKIP, "ib.mtu": SKIP}
     assert not roce(node).complaints()
     assert only(node.check(), "ib.gid").severity is OK
 
@@ -168,6 +168,29 @@ def test_a_roce_port_without_a_gid_fails(node: FabricNode, gid: list[str]):
     assert node.told() == ["FAIL ib.gid (mlx5_5:1): no GID of RoCE v2 over IPv4"]
 
 
+ONE_MTU, ALL = (
+    "ib.mtu (mlx5_5:1): {}; expected: 9000",
+    "ib.mtu ({}:1): 4199: packets of RoCE are cut to 1024 bytes or less",
+)
+
+
+@pytest.mark.parametrize(
+    ("all_mtu", "mtu", "expected"),
+    [
+        ("9000", "2044", ["FAIL " + ONE_MTU.format("2044")]),
+        ("9000", "", ["UNKNOWN ib.mtu (mlx5_5:1): not readable"]),
+        ("4200", "4200", []),
+        ("4199", "4199", [f"WARN {ALL.format(name)}; expected: at least 4200" for name in COMPUTE]),
+    ],
+)
+def test_roce_wants_one_mtu_for_its_packets(node: FabricNode, all_mtu: str, mtu: str, expected: list[str]):
+    roce(node).all_compute(mtu=all_mtu)
+    node.ports[ONE]["mtu"] = mtu
+    assert sorted(node.told()) == sorted(expected)
+    traits = GROUP.traits(node.probe(), ClusterConfig())
+    assert traits.get("ib.mtu") == (", ".join(sorted({mtu, all_mtu})) if mtu else None)
+
+
 # How many there are.
 
 
@@ -221,20 +244,25 @@ def test_traits_are_what_all_nodes_must_have_alike(node: FabricNode):
 
 # Over time, and on the way to GPU memory.
 
-LOST = "ib.log (mlx5_5): its link was lost {} since boot, the last {} ago"
+LOST = "ib.log (mlx5_5): its link was lost {}, the last {} ago"
 
 
 @pytest.mark.parametrize(
     ("count", "said", "expected"),
     [
-        (1, "[  899000.0] mlx5_core {}: ib3: Link down", ["WARN " + LOST.format("1 time", "17 min")]),
-        (3, "[  899940.0] mlx5_core {}: ib3: Link down", ["FAIL " + LOST.format("3 times", "60 s")]),
-        (3, "[  813599.0] mlx5_core {}: ib3: Link down", ["WARN " + LOST.format("3 times", "24.0 h")]),
-        (3, "[  900001.0] mlx5_core {}: ib3: Link down", ["FAIL " + LOST.format("3 times", "0 s")]),  # later than now
+        (1, "[  899000.0] mlx5_core {}: ib3: Link down", ["WARN " + LOST.format("1 time within a day", "17 min")]),
+        (3, "[  899940.0] mlx5_core {}: ib3: Link down", ["FAIL " + LOST.format("3 times within a day", "60 s")]),
+        (3, "[  813599.0] mlx5_core {}: ib3: Link down", ["WARN " + LOST.format("3 times since boot", "24.0 h")]),
+        (
+            3,
+            "[  900001.0] mlx5_core {}: ib3: Link down",
+            ["FAIL " + LOST.format("3 times within a day", "0 s")],
+        ),  # later than now
+        (3, "mlx5_core {}: ib3: Link down", ["FAIL " + LOST.format("3 times within a day", "0 s")]),  # without a time
         (
             2,
             "[  899000.0] mlx5_core {}: poll_health:830: device's health compromised - reached miss",
-            ["FAIL ib.log (mlx5_5): its firmware failed 2 times since boot, the last 17 min ago"],
+            ["FAIL ib.log (mlx5_5): its firmware failed 2 times within a day, the last 17 min ago"],
         ),
     ],
 )

@@ -7,13 +7,13 @@ import re
 
 import pytest
 from rehearsal import GPU as GROUP
-from rehearsal import check, healthy, with_text
+from rehearsal import check, fixture_text, healthy, with_text
 from testkit.check_fakes import bad, changed_section, ended, only
 from testkit.check_fakes import told as in_words
 
 from cluster.checks.finding import Verdict
 from cluster.survey.section import NodeProbe, Section
-from engine.config.cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig, ExpectedHardware
 
 OK, WARN, FAIL, SKIP, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.SKIP, Verdict.UNKNOWN
 GPU0, ALL_GPUS = "GPU 0", [f"GPU {index}" for index in range(8)]
@@ -78,7 +78,8 @@ FIELDS = [
     ("h100x8", "current_power_limit", "N/A", "power_limit", SKIP),
     # identity
     ("h100x8", "product_name", "NVIDIA H100 PCIe", "model", FAIL),
-    ("h100x8", "product_name", "ERR!", "model", UNKNOWN),
+    ("h100x8", "product_name", "NVIDIA H100 80GB HBM3e", "model", FAIL),  # begins like the others
+    *(("h100x8", "product_name", word, "model", UNKNOWN) for word in ("ERR!", "N/A")),
     ("h100x8", "attached_gpus", "9", "count", FAIL),
     ("h100x8", "attached_gpus", "ERR!", "count", UNKNOWN),
     # fabric
@@ -90,7 +91,11 @@ FIELDS = [
     ("h100x8", "current_power_limit*", "699.99 W", "power_limit", WARN),
     ("h100x8", "fb_memory_usage>used", "15 MiB", "busy", OK),
     ("h100x8", "fb_memory_usage>used", "16 MiB", "busy", FAIL),
-    ("h100x8", "fb_memory_usage>used", "ERR!", "busy", UNKNOWN),
+    *(("h100x8", "fb_memory_usage>used", word, "busy", UNKNOWN) for word in ("ERR!", "N/A")),
+    ("h100x8", "applications_clocks>graphics_clock", "1979 MHz", "clocks", WARN),
+    ("h100x8", "applications_clocks>graphics_clock", "N/A", "clocks", OK),  # newer drivers
+    ("h100x8", "applications_clocks>graphics_clock", "ERR!", "clocks", UNKNOWN),
+    ("h100x8", "max_clocks>sm_clock", "1965 MHz", "clocks", WARN),
     # reasons for slow clocks, under both names; others are settings and the power limit
     ("h100x8", "clocks_event_reason_sw_power_cap", "Active", "throttle", OK),
     ("h100x8", "clocks_event_reason_applications_clocks_setting", "Active", "throttle", OK),
@@ -113,6 +118,11 @@ def test_one_field_decides_and_changes_no_other_check(
     assert [(one.device, one.severity) for one in found] == [(device, expected) for device in devices]
     assert expected not in (WARN, FAIL) or all(one.remedy for one in found)
     assert {one for one, _, _ in bad(findings)} <= {f"gpu.{name}", "gpu.nvidia_smi"}
+
+
+def test_an_answer_without_the_mode_of_ecc_is_not_known_to_correct_errors() -> None:
+    text = re.sub(r"<ecc_mode>.*?</ecc_mode>", "", healthy().section("gpu.smi").output, flags=re.DOTALL)
+    assert ("gpu.ecc", GPU0, UNKNOWN) in bad(check(changed_section(healthy(), "gpu.smi", output=text)))
 
 
 def test_a_lower_generation_counts_only_at_full_clocks() -> None:
@@ -211,6 +221,12 @@ def test_a_virtual_machine_without_switches_of_its_own_trusts_the_fabric_state()
     assert verdict(probe, "gpu.fabric") is OK
 
 
+@pytest.mark.parametrize("text", ["", "GPU 0: NVIDIA H200 (UUID: GPU-1)\n" + DOWN])
+def test_a_gpu_that_is_alone_has_nothing_to_be_linked_with(text: str) -> None:
+    sections = {"gpu.smi": ended("gpu.smi", fixture_text("h200_570.xml")), "gpu.nvlink": ended("gpu.nvlink", text)}
+    assert verdict(NodeProbe("n1", sections), "gpu.nvlink") is SKIP
+
+
 def test_cards_without_nvlink_are_no_fault() -> None:
     probe = without_switches(told(healthy("a100x8"), "product_name*", "NVIDIA L40S"))
     findings = check(changed_section(probe, "gpu.nvlink", output=""))
@@ -259,6 +275,11 @@ def test_lines_of_the_kernel_log(lines: tuple[str, ...], expected: list[str]) ->
     assert in_words(check(kernel(*lines))) == expected
 
 
+def test_the_gravest_of_several_errors_says_what_to_do() -> None:
+    found = only(check(kernel(XID.format(48), XID.format(79))), "gpu.xid")
+    assert (found.observed, "reboot the node" in found.remedy) == ("Xid 48 (2 times), Xid 79 (2 times)", True)
+
+
 def test_a_log_that_forgot_the_boot_is_not_fully_trusted() -> None:
     assert in_words(check(kernel(boot=False))) == [FORGOTTEN]
 
@@ -298,11 +319,15 @@ def test_expected_hardware(expected: dict[str, object], told: list[str]) -> None
 def test_traits_are_what_nodes_must_share_and_what_is_not_known_is_left_out() -> None:
     traits = GROUP.traits(healthy(), ClusterConfig())
     assert traits == {
+        "gpu.clocks": "up to 1980 MHz",
         "gpu.count": "8",
         "gpu.driver": "550.127.05",
         "gpu.model": "NVIDIA H100 80GB HBM3",
         "gpu.nvlink": "18 x 26.562 GB/s",
+        "gpu.power_limit": "700 W",
     }
+    said = GROUP.traits(healthy(), ClusterConfig(expected=ExpectedHardware(gpus=8, gpu_model="H100")))
+    assert said == {name: value for name, value in traits.items() if name not in ("gpu.count", "gpu.model")}
     mixed = GROUP.traits(told(healthy(), "product_name", "NVIDIA A100"), ClusterConfig())
     assert mixed["gpu.model"] == "NVIDIA A100, NVIDIA H100 80GB HBM3"
     unknown = GROUP.traits(told(healthy(), "product_name", "ERR!"), ClusterConfig())

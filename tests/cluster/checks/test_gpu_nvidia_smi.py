@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from cluster.survey.facts import NodeFacts
 from cluster.survey.nvidia_smi import (
     GpuAddress,
     SmiFailure,
+    SmiLog,
     SmiTrouble,
     parse_xml,
     read_pci_devices,
@@ -30,7 +32,7 @@ def ended(output: str, exit_code: int = 0) -> Section:
     return section_ended("gpu.smi", output, exit_code)
 
 
-FIELDS = ("recovery", "ecc", "row_remap", "throttle", "power_limit", "mig")
+FIELDS = ("recovery", "ecc", "row_remap", "throttle", "power_limit", "clocks", "mig")
 
 
 def judged(name: str) -> dict[str, tuple[Verdict, str]]:
@@ -46,6 +48,7 @@ def test_an_h100_with_driver_550_in_trouble() -> None:
         "gpu.row_remap": (FAIL, "a row remapping failed"),
         "gpu.throttle": (FAIL, "slowed down: hw slowdown, hw power brake slowdown"),
         "gpu.power_limit": (WARN, "limited to 500 W"),
+        "gpu.clocks": (WARN, "clocks set to 1500 MHz"),
         "gpu.mig": (OK, "MIG is off"),
     }
 
@@ -57,6 +60,7 @@ def test_an_a100_with_driver_470_uses_the_old_names() -> None:
         "gpu.row_remap": (SKIP, "not supported by this GPU"),  # a literal N/A
         "gpu.throttle": (WARN, "slowed down: sw thermal slowdown"),
         "gpu.power_limit": (WARN, "limited to 350 W"),  # the enforced limit, not the one asked for
+        "gpu.clocks": (OK, "up to 1410 MHz"),
         "gpu.mig": (OK, "MIG is off"),
     }
 
@@ -65,6 +69,7 @@ def test_an_h200_with_driver_570_uses_the_new_names() -> None:
     found = judged("h200_570.xml")
     assert found["gpu.recovery"] == (OK, "no reset is required")
     assert found["gpu.row_remap"] == (FAIL, "tpc repair pending: Yes")
+    assert found["gpu.clocks"][0] is OK  # application clocks: "Requested functionality has been deprecated"
 
 
 def test_fields_that_say_an_error_are_unreadable_never_zero() -> None:
@@ -125,6 +130,16 @@ def test_each_failure_has_a_name_and_a_remedy(said: str, code: int, failure: Smi
 def test_xml_that_declares_anything_is_refused(head: str) -> None:
     with pytest.raises(ValueError, match="entities"):
         parse_xml(f"{HEAD}{head}<a/>")
+
+
+def test_every_element_of_a_gpu_is_optional() -> None:
+    """Dropping any element of a whole answer breaks no check."""
+    text = fixture_text("h100_550.xml")
+    for tag in sorted(set(re.findall(r"<([a-z_]+)>", text)) - {"nvidia_smi_log", "gpu"}):
+        smaller = ended(re.sub(rf"<{tag}>.*?</{tag}>", "", text, flags=re.DOTALL))
+        assert isinstance(read_smi(smaller), SmiLog), tag
+        broke = [one for one in check(NodeProbe("node1", {"gpu.smi": smaller})) if "broke" in one.observed]
+        assert broke == [], tag
 
 
 # Where GPUs and NVSwitches sit, by sysfs and by nvidia-smi.

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from host_sections import BARE, BARE_SOFTWARE, DOCKER, GROUP, HEALTHY, changed, healthy, room
-from testkit.check_fakes import changed_section, ended
+from testkit.check_fakes import changed_section, ended, told
 
 from cluster.checks.finding import Verdict, worst
 from cluster.survey.section import NodeProbe, SectionState
@@ -15,6 +15,7 @@ from engine.config.cluster import ClusterConfig, ContainerConfig
 
 OK, WARN, FAIL, SKIP, UNKNOWN = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.SKIP, Verdict.UNKNOWN
 GIB, MIB = 1 << 30, 1 << 20
+CONF = "/etc/nccl.conf"
 NO_IMAGE = ClusterConfig(container=ContainerConfig(runtime="docker"))
 DENIED = "permission denied while trying to connect to the Docker daemon socket"
 UNNEEDED = "not needed: cluster.container.runtime is bare"
@@ -85,8 +86,18 @@ CASES: list[tuple[NodeProbe, str, Verdict, str]] = [
     (said("host.docker", "{}", 0), "docker", UNKNOWN, "no container engine answers"),
     *(
         (said("host.docker", DENIED), check, UNKNOWN, "no container engine answers (host.docker: exit code 1)")
-        for check in ("docker_disk", "image")
+        for check in ("docker_disk", "docker_gpu", "image")
     ),
+    (healthy(), "docker_gpu", OK, "nvidia"),
+    (changed("docker", ways=[]), "docker_gpu", FAIL, "no runtime, hook or device list of NVIDIA"),
+    (changed("docker", ways=[], has_gpus=False), "docker_gpu", SKIP, "the NVIDIA driver is not loaded"),
+    (healthy(), "nccl_conf", OK, "none"),
+    (changed("live", files={CONF: {"NCCL_P2P_DISABLE": "1"}}), "nccl_conf", WARN, f"NCCL_P2P_DISABLE=1 ({CONF})"),
+    (changed("live", login={"NCCL_DEBUG": "TRACE"}), "nccl_conf", WARN, "NCCL_DEBUG=TRACE (login)"),
+    (changed("live", login={"NCCL_P2P_DISABLE": "0", "NCCL_DEBUG": "WARN"}), "nccl_conf", OK, "none"),
+    (changed("live", ranks=[["7", "run", "3", {"NCCL_P2P_DISABLE": "1"}]]), "nccl_conf", OK, "none"),
+    (healthy(live={"login": {}}), "nccl_conf", UNKNOWN, ""),
+    (said("env_live", "PermissionError: [Errno 13] Permission denied: '/etc/nccl.conf'"), "nccl_conf", UNKNOWN, ""),
     (healthy(), "image", OK, "burst:cuda: "),
     (
         said("host.image", "Error response from daemon: No such image: burst:cuda"),
@@ -118,9 +129,10 @@ BARE_CASES: list[tuple[NodeProbe, str, Verdict, str]] = [
     *((healthy(software={**BARE_SOFTWARE, "executable": path}), "python", UNKNOWN, "") for path in ("", "/a/../b")),
     *(
         (said("host.docker", DENIED), check, SKIP, f"no container engine answers; {UNNEEDED}")
-        for check in ("docker", "docker_disk")
+        for check in ("docker", "docker_disk", "docker_gpu")
     ),
     (changed("docker", room=room(0)), "docker_disk", OK, f"0 MiB free; {UNNEEDED}"),
+    (changed("docker", ways=[]), "docker_gpu", OK, UNNEEDED),
     (healthy(), "shared", SKIP, "cluster.shared_folder is not set"),
     (healthy(), "image", SKIP, "cluster.container.image is not set"),
 ]
@@ -153,9 +165,43 @@ def test_a_node_that_answered_nothing_has_every_check_and_none_is_ok() -> None:
     assert {finding.check: finding.severity for finding in found} == dict.fromkeys(GROUP.checks, UNKNOWN)
 
 
+def of_memory(*totals: int | None) -> list[NodeProbe]:
+    answers = [{**HEALTHY["host.system"], "memory": [(total or 0) * GIB, 0]} for total in totals]
+    return [healthy(f"n{at}", system=answer) for at, answer in enumerate(answers)]
+
+
+def with_room(*nodes: tuple[int, bool]) -> list[NodeProbe]:
+    """Nodes with so many GiB free that hold the image, of 18 GiB, or do not."""
+    held = [healthy(f"n{at}", docker={**HEALTHY["host.docker"], "room": room(free * GIB)})
+            for at, (free, _) in enumerate(nodes)]  # fmt: skip
+    lacks = {"output": "Error: No such image: burst:cuda", "exit_code": 1}
+    return [one if has else changed_section(one, "host.image", **lacks)
+            for one, (_, has) in zip(held, nodes, strict=True)]  # fmt: skip
+
+
+MEMORY = "WARN host.memory: {}.0 GiB; expected: 1000.0 GiB, as other nodes have"
+FULL = "FAIL host.docker_disk (/var/lib/docker): 35.0 GiB free; expected: 36.0 GiB for burst:cuda"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        (of_memory(1000, 1000, 1000, 970), []),
+        *((of_memory(1000, 1000, 1000, odd), [MEMORY.format(odd)]) for odd in (969, 1031)),
+        (of_memory(1000, 1000, None), ["UNKNOWN host.memory: the node did not tell how much memory it has"]),
+        (with_room((5, True), (36, False)), []),
+        (with_room((5, True), (35, False)), [FULL]),
+        (with_room((0, False), (0, False)), []),  # nobody knows its size
+    ],
+)
+def test_nodes_are_compared(nodes: list[NodeProbe], expected: list[str]) -> None:
+    assert told(GROUP.compare(nodes, DOCKER)) == expected
+    assert {one.check for one in GROUP.compare(nodes, BARE)} == {"host.memory"}
+
+
 def test_traits_leave_out_what_the_image_brings() -> None:
-    told = GROUP.traits(healthy(), DOCKER)
-    assert re.fullmatch("image [0-9a-f]{12}", told["host.versions"])
+    versions = GROUP.traits(healthy(), DOCKER)["host.versions"]
+    assert re.fullmatch("image [0-9a-f]{12}", versions)
     bare = GROUP.traits(healthy(software=BARE_SOFTWARE), BARE)
     assert bare["host.versions"] == "Python 3.11, torch 2.9.1+cu128, NCCL 2.27.5"
 

@@ -17,6 +17,7 @@ from rehearsal import program
 from testkit.check_fakes import ask_here, only
 
 from cluster.checks.finding import Verdict
+from cluster.checks.groups.engine import read_engine
 from cluster.checks.groups.host import read_system
 from cluster.checks.groups.software import Software, read_software
 from cluster.survey.facts import NodeFacts
@@ -41,7 +42,7 @@ def ask(
 @pytest.mark.parametrize("shell", [("dash",), ("busybox", "sh")])
 def test_on_this_machine_every_section_can_be_read(tmp_path: Path, shell: tuple[str, ...]) -> None:
     probe = ask(tmp_path, shell=shell)
-    assert len(probe.sections) == 5
+    assert len(probe.sections) == 6
     assert not [one for one in GROUP.check(probe, BARE) if one.severity is Verdict.UNKNOWN]
     system = read_system(NodeFacts(probe, BARE))
     assert system.memory_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -74,10 +75,10 @@ def test_the_rehearsal_tree_is_read_where_it_has_the_file(tmp_path: Path) -> Non
 WORKS = f"""printf "%s\\n" "$@" >>words
 case "$1 $*" in
     image*) echo '[{json.dumps(HEALTHY["host.image"])}]' ;;
-    *) echo '["26.1.3","/","overlay2"]'; echo a warning >&2 ;;
+    *) echo '["26.1.3","/","overlay2",{{"nvidia":{{}},"runc":{{}}}}]'; echo a warning >&2 ;;
 esac
 """
-NO_DAEMON = """echo '["",null,""]'; echo Cannot connect to the Docker daemon >&2"""
+NO_DAEMON = """echo '["",null,"",null]'; echo Cannot connect to the Docker daemon >&2"""
 
 
 def test_settings_reach_the_engine_as_they_are(tmp_path: Path) -> None:
@@ -88,6 +89,18 @@ def test_settings_reach_the_engine_as_they_are(tmp_path: Path) -> None:
     assert told == [Verdict.OK, Verdict.OK, Verdict.FAIL]
     assert HOSTILE_IMAGE in (tmp_path / "words").read_text().splitlines()
     assert not list(tmp_path.rglob("pwned"))
+
+
+def test_every_way_in_which_gpus_reach_containers_is_found(tmp_path: Path) -> None:
+    program(tmp_path, "docker", WORKS)
+    program(tmp_path, "nvidia-container-runtime-hook", "")
+    for name in ("etc/cdi/nvidia.yaml", "etc/cdi/other.yaml", "var/run/cdi/nvidia.json"):
+        file = tmp_path / "root" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    probe = ask(tmp_path, "docker", settings=SETTINGS, BURST_PROBE_ROOT=str(tmp_path / "root"))
+    ways = ("nvidia", "nvidia-container-runtime-hook", "CDI nvidia.yaml", "CDI nvidia.json")
+    assert read_engine(NodeFacts(probe, DOCKER)).ways == ways
 
 
 @pytest.mark.parametrize(

@@ -217,6 +217,12 @@ def test_what_differs_is_a_risk_that_names_the_odd_node_also_of_two(
     assert all("no value has a majority" in one for one in both)
 
 
+def test_data_that_a_node_had_no_time_to_look_into_stop_nothing() -> None:
+    late = sections(2, launch={"data": [{**OFFER["data"][0], "digest": None}]})
+    (warning,) = fit(sections(1), late).warnings
+    assert warning.startswith("n2: launch.data /a: the node did not tell, expected 12 files, 13 bytes, dddddddd")
+
+
 def test_a_corpus_made_of_the_standard_library_needs_the_very_same_python() -> None:
     patched = sections(3, software={"python": "3.11.10"})
     assert problems(*nodes(2), patched)[0].startswith("n3: launch.python: Python 3.11.10, expected Python 3.11.9, as 2")
@@ -257,7 +263,8 @@ def test_health_is_looked_at_where_it_is_asked_for_and_that_of_gpus_where_ranks_
     assert [groups(one, health=True) for one in ("gloo", "auto")] == [{"net", "host"}, {"gpu", "ib", "net", "host"}]
     assert groups("nccl", health=False) == {"gpu", "net", "host"}
     selection = launch_selection(ClusterConfig(), health=True, with_gpus=True)
-    assert selection.wants("gpu.xid")
+    assert all(map(selection.wants, ("gpu.xid", "gpu.clocks", "ib.mtu", "host.nccl_conf")))
+    assert launch_selection(DOCKER.cluster, health=True, with_gpus=True).wants("host.docker_gpu")
     assert not any(map(selection.wants, ("gpu.dcgm_diag", "host.image", "host.memory_free", "net.pairs")))
     # Under auto nodes that all lack GPUs compute on the CPU: what nobody answered of adapters is no matter.
     too_few = run_config(cluster={"ranks_per_node": 4})
