@@ -113,6 +113,13 @@ def test_nodes_are_asked_for_what_ranks_read(settings: dict[str, Any], files: li
     assert script.count('"path": ') == 1 + len(files)
 
 
+def test_data_that_are_missing_or_empty_are_told(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    found = data_facts(tmp_path, ["/none/a.txt", tmp_path / "empty", "/none/*.txt"])
+    absent = "no such file or folder"
+    assert [one["problem"] for one in found] == [absent, "holds no such files", absent]
+
+
 def test_a_file_that_differs_at_its_start_or_end_has_another_digest(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 from testkit.local_connection import LocalConnection
 
+from cluster.agent.messages import READY, pack
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.groups.pairs import check_pairs, judge_pairs, read_ways
 from cluster.code import NodeProgram
@@ -130,6 +134,27 @@ def test_no_python_no_address_and_an_address_of_others_are_unknown(
         assert words in text
 
 
+def python_that(folder: Path, script: str) -> dict[str, str]:
+    """An environment in which python3 is this shell script; $REAL is the true one."""
+    tool = folder / "python3"
+    tool.write_text(f'#!/bin/sh\nREAL="{sys.executable}"\n{script}\n')
+    tool.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def test_what_a_login_shell_prints_spoils_nothing(nodes: dict[str, LocalConnection], tmp_path: Path) -> None:
+    banner = r"""printf 'Welcome!\n{"port": 1}\n@@0 {"port": 1}\n\377\n'; exec "$REAL" "$@" """
+    nodes["n1"] = LocalConnection("n1", python_that(tmp_path, banner))
+    assert severities(check(nodes)) == [OK] * 3
+
+
+def test_an_agent_that_ends_midway_takes_nobody_with_it(nodes: dict[str, LocalConnection], tmp_path: Path) -> None:
+    (tmp_path / "told").write_bytes(READY + pack({"port": 9}))
+    nodes["n1"] = LocalConnection("n1", python_that(tmp_path, f"cat {tmp_path / 'told'}"))
+    # It listens nowhere, so it is cut off from all; what it reaches it did not say.
+    assert severities(check(nodes)) == [FAIL, OK, OK]
+
+
 class Agent:
     """One that listens at an address of this machine."""
 
@@ -154,3 +179,11 @@ def test_every_way_of_not_reaching_an_agent_has_its_name(nodes: dict[str, LocalC
         targets = [("silent", *silent.getsockname()), ("nobody", *unused.getsockname())]
         kinds = agent.greet(1.0, *targets, ("another test", *other.place), ("itself", *agent.place))
     assert kinds == {"silent": "timeout", "nobody": "refused", "another test": "stranger", "itself": "ok"}
+
+
+def test_idle_connections_do_not_keep_an_agent_busy(nodes: dict[str, LocalConnection]) -> None:
+    agent = Agent(nodes["n1"])
+    with contextlib.ExitStack() as idle:
+        for _ in range(100):
+            idle.enter_context(socket.create_connection(agent.place))
+        assert agent.greet(3.0, ("itself", *agent.place)) == {"itself": "ok"}

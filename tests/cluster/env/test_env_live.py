@@ -58,6 +58,18 @@ def test_the_login_and_both_files_that_nccl_reads_are_compared(root: Path, monke
     )
 
 
+def test_a_file_that_nccl_is_told_to_read_is_compared(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (root / "my.conf").write_text("NCCL_DEBUG=TRACE\n")
+    monkeypatch.setenv("NCCL_CONF_FILE", str(root / "my.conf"))
+    assert differences(*live().values()) == {(str(root / "my.conf"), "NCCL_DEBUG", "unknown")}
+
+
+def test_a_file_that_cannot_be_read_is_not_as_planned(root: Path) -> None:
+    (root / "etc/nccl.conf").mkdir()
+    with pytest.raises(ClusterError, match=r"cannot see all that is set: .*Is a directory: '.*/etc/nccl\.conf'"):
+        live()
+
+
 def answered(**told: object) -> NodeProbe:
     """The answer of a node that was looked at everywhere: `login`, `files`, `ranks`."""
     output = json.dumps({"login": {}, "files": {}, "ranks": [], **told})
@@ -126,6 +138,11 @@ def test_other_names_are_thrown_away_even_if_a_node_sends_them_and_values_are_cl
         LiveSource("/a", {}),
         LiveSource("rank 0 of run x (process 7)", {}, is_process=True),
     )
+
+
+@pytest.mark.parametrize("rank", [{"BURST_RUN_ID": RUN, "NCCL_P2P_DISABLE": "1"}], indirect=True)
+def test_launchers_and_supervisors_are_no_ranks(root: Path, rank: subprocess.Popen[bytes]) -> None:
+    assert not [place for place in live() if str(rank.pid) in place]
 
 
 DEBUG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "/runs/a/logs/nccl.log"}

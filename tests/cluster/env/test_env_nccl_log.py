@@ -114,3 +114,10 @@ def test_reading_takes_time_in_proportion_to_the_log() -> None:
     begin = time.thread_time()  # nothing here waits, and what else the machine does is no matter
     check_nccl_log(line * 300 + "a" * 4_000_000, TWO)
     assert time.thread_time() - begin < 5
+
+
+def test_a_hostile_log_is_bounded_and_harmless() -> None:
+    text = f"{HEAD}NET/IB : Using [0]{'x' * 3_000_000}:1/IB\n" + f"\x1b]0;x\x07{USING}"
+    for finding in check_nccl_log(text, TWO):
+        assert "\x1b" not in finding.evidence + finding.observed
+        assert len(finding.evidence) < 300

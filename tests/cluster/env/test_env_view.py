@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 
-from env_topologies import machine, node, port
+from env_topologies import SISTERS, machine, node, port
 from testkit.terminal import text_of
 
-from burst_cli.nodes.env_view import CheckReport, check_report, fleet_view, report_view
+from burst_cli.nodes.env_view import CheckReport, check_report, fleet_view, fold_environments, report_view
 from cluster.checks.finding import Finding, Verdict
 from cluster.env.ask import FleetEnvironment
 from cluster.env.live import LiveSource
@@ -23,6 +23,19 @@ def rows_of(text: str) -> list[list[str]]:
 
 def equal_nodes(*names: str) -> FleetEnvironment:
     return FleetEnvironment(plan_fleet([machine("h100_12nics", node=name) for name in names], ClusterConfig()))
+
+
+def test_other_addresses_do_not_make_another_class() -> None:
+    facts = [machine("h100_12nics", node=name) for name in ("a", "b")]
+    moved = tuple(replace(one, addresses=("10.0.0.99/24",)) for one in facts[1].interfaces)
+    other = next(one for one in moved if one.name == "bond0")
+    environments = plan_fleet([facts[0], replace(facts[1], interfaces=moved, interface=other)], ClusterConfig())
+    assert len(fold_environments(environments)) == 1
+
+
+def test_sisters_are_classes_of_their_own() -> None:
+    environments = plan_fleet([machine(name) for name in SISTERS], ClusterConfig())
+    assert [names for names, _ in fold_environments(environments)] == [[name] for name in SISTERS]
 
 
 def test_equal_nodes_are_shown_once_and_foreign_text_is_text_and_not_markup() -> None:

@@ -80,6 +80,12 @@ def test_half_an_answer_comes_in_time_and_says_why_it_is_half(
     assert machine_time() - begin < 2
 
 
+def test_an_account_without_a_shell_is_named() -> None:
+    probe = ask(lambda fence: iter([b"This account is currently not available.\n"]), exit_code=1)
+    assert not probe.sections
+    assert "This account is currently not available." in probe.trouble
+
+
 def test_drops_of_an_answer_do_not_stretch_the_limit() -> None:
     def drip(fence: str) -> Iterator[bytes]:
         while True:
