@@ -172,8 +172,13 @@ def vouches(shown: PublicKey, name: str, authorities: Sequence[PublicKey]) -> bo
         and found.type is SSHCertificateType.HOST
         and any(_fits(pattern.decode(errors="replace"), name.lower()) for pattern in found.valid_principals)
         and not found.critical_options
-        and found.valid_after <= time.time() < found.valid_before
+        and counts_now(found)
     )
+
+
+def counts_now(certificate: SSHCertificate) -> bool:
+    """Whether a certificate counts by its dates."""
+    return certificate.valid_after <= time.time() < certificate.valid_before
 
 
 def _in_words(shown: PublicKey, certificate: SSHCertificate) -> str:

@@ -39,7 +39,9 @@ class SshPool:
 
     Each jump host is logged in to once, whatever number of targets lies behind it; one that failed is tried again by
     who needs it _JUMP_RETRY_S later. patience_s: a link on which nothing is acknowledged for so long is dead, and so is
-    a command that reads nothing.
+    a command that reads nothing. Behind a jump host or a ProxyCommand it is these that acknowledge: there, and where an
+    sshd has stopped, who asks ends it by the limit of `read` or `wait`: an agent by `LinkTiming.silence_s`, a pull by
+    `cluster.image.push.STALL_S`.
     """
 
     def __init__(self, *, patience_s: float = 30.0) -> None:
@@ -64,10 +66,10 @@ class SshPool:
     def close(self) -> None:
         """End all connections, those to jump hosts last."""
         with self._lock:
-            opened = list(self._opened)
+            opened, gates = list(self._opened), list(self._gates.values())
         for connection in opened:
             connection.close()
-        for _, gate in self._gates.values():
+        for _, gate in gates:
             if gate.done() and gate.exception() is None:
                 gate.result().close()
 

@@ -97,6 +97,8 @@ class Resolver:
             "k": key_name,
             "d": me.pw_dir,
             "u": me.pw_name,
+            "i": str(me.pw_uid),
+            "l": os.uname().nodename,
             "%": "%",
         }
 

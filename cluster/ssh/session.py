@@ -12,7 +12,7 @@ import paramiko
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import OUTPUT_BYTES, CommandResult, Connection, Deadline, RemoteProcess, begin, within
 from cluster.ssh.hosts import Host
-from cluster.ssh.transport import WINDOW_BYTES, BoundedPipe, SshTransport, words
+from cluster.ssh.transport import WINDOW_BYTES, SshTransport, words
 
 _WRITE_BYTES = 1 << 15
 _STDERR_BYTES = 1 << 20
@@ -111,7 +111,6 @@ class SshConnection(Connection):
         with asking as deadline, contextlib.ExitStack() as stack:
             channel = self.transport.open_session(timeout=deadline.left_s)
             stack.callback(channel.close)
-            channel.in_buffer, channel.in_stderr_buffer = BoundedPipe(), BoundedPipe()
             within(deadline, lambda: channel.exec_command(command))
             stack.pop_all()
         return SshProcess(self, channel, self._patience_s)

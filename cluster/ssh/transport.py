@@ -19,12 +19,13 @@ from paramiko.agent import AgentKey, AgentSSH
 from paramiko.buffered_pipe import BufferedPipe
 from paramiko.packet import Packetizer
 from paramiko.pkey import PublicBlob
+from paramiko.transport import ChannelMap
 
 from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Deadline
 from cluster.ssh.hosts import Host
-from cluster.ssh.keys import SUFFIX, HostKeys, PublicKey
+from cluster.ssh.keys import SUFFIX, HostKeys, PublicKey, counts_now
 
 WINDOW_BYTES = 1 << 20
 
@@ -58,6 +59,15 @@ class BoundedPipe(BufferedPipe):  # type: ignore[type-arg]
         super().feed(data)
 
 
+class BoundedChannels(ChannelMap):
+    """Channels, whoever opened them, none of which takes more than its window."""
+
+    def put(self, chanid: int, chan: paramiko.Channel) -> None:
+        """Take a channel for which nothing has come yet."""
+        chan.in_buffer, chan.in_stderr_buffer = BoundedPipe(), BoundedPipe()
+        super().put(chanid, chan)
+
+
 class SshTransport(paramiko.Transport):
     """One SSH connection, not yet begun. goodbye: what the server said when it disconnected."""
 
@@ -67,6 +77,7 @@ class SshTransport(paramiko.Transport):
 
     def __init__(self, sock: socket.socket | paramiko.Channel) -> None:
         super().__init__(sock, default_window_size=WINDOW_BYTES, packetizer_class=BoundedPacketizer)
+        self._channels = BoundedChannels()
         options = self.get_security_options()
         # A counter mode with a separate checksum costs twice the time of AES-GCM on machines with AES instructions.
         options.ciphers = sorted(options.ciphers, key=lambda cipher: "gcm" not in cipher)
@@ -100,6 +111,13 @@ class SshTransport(paramiko.Transport):
         key = self.host_key  # paramiko's own question fails where the server has left since
         shown = PublicKey(key.public_blob.key_blob) if key.public_blob is not None else PublicKey()
         return shown if shown.plain == key.asbytes() else PublicKey(key.asbytes())
+
+    def get_exception(self) -> Exception | None:
+        """Why the connection ended; what a message that makes no sense made of paramiko is an SSHException, too."""
+        error = super().get_exception()
+        if error is None or isinstance(error, paramiko.SSHException | EOFError | OSError):
+            return error
+        return paramiko.SSHException(f"a message makes no sense ({type(error).__name__})")
 
     def _parse_disconnect(self, message: paramiko.Message) -> None:
         message.get_int()
@@ -165,8 +183,9 @@ def _offered_keys(
             certified[shown] = f"agent's certificate {shown.fingerprint}", held_key
     for path in certificates:
         shown = _public_key(path)
-        if shown != shown.plain and shown.plain in plain:
-            certified[shown] = path, _certified(plain[shown.plain][1], shown)
+        if (found := shown.certificate) is not None and shown.plain in plain:
+            name = path if counts_now(found) else f"{path}, which is out of date"
+            certified[shown] = name, _certified(plain[shown.plain][1], shown)
     return [*certified.values(), *plain.values()], skipped
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import asyncssh
-from asyncssh.constants import MSG_USERAUTH_FAILURE
+from asyncssh.constants import MSG_GLOBAL_REQUEST, MSG_USERAUTH_FAILURE
 from asyncssh.packet import String
 
 from testkit.waiting import wait_for
@@ -42,6 +42,7 @@ Mode = Literal[
     "malformed",  # a message that makes no sense, once keys are exchanged
     "mute_login",  # never answers the log-in
     "mute_exec",  # opens a session, never answers the command, nor a wish for a port
+    "malformed_exec",  # such a message in place of a session
     "die",  # breaks off after half of its answer
     "flood",  # FLOOD_BYTES of output
     "greedy",  # FLOOD_BYTES of output, whatever the client's window
@@ -173,6 +174,8 @@ class _Server(asyncssh.SSHServer):
         return False
 
     def session_requested(self) -> Any:
+        if self._mode == "malformed_exec":
+            self._connection.send_packet(MSG_GLOBAL_REQUEST, String(b"no text: \xff"))
         return _NeverStarts()
 
 
@@ -231,7 +234,7 @@ class Servers:
             address,
             port,
             server_host_keys=[key],
-            process_factory=(lambda process: self._serve(process, mode)) if mode != "mute_exec" else None,
+            process_factory=(lambda process: self._serve(process, mode)) if not mode.endswith("_exec") else None,
             **_SETTINGS,
         )
 

@@ -158,10 +158,12 @@ def test_a_server_that_stopped_is_waited_for_no_longer_than_allowed(server: Serv
             os.kill(session, signal.SIGCONT)
 
 
-def test_keepalives_keep_a_quiet_connection(server: Server) -> None:
-    with SshPool(patience_s=3.0) as pool, pool.connect(server.host) as connection:
+def test_keepalives_keep_a_quiet_connection(tmp_path: Path) -> None:
+    with start_sshd(tmp_path / "sshd", "LogLevel DEBUG1") as server, SshPool(patience_s=3.0) as pool:
+        connection = pool.connect(server.host)
         assert connection.run(["sh", "-c", "sleep 1.5; echo still"]).stdout == b"still\n"
         assert connection.forward(lambda channel: channel.close()) > 0  # no answer to one is taken for that
+        assert "rtype keepalive@" in server.log.read_text()
 
 
 def test_a_server_that_drops_strangers_is_asked_again(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ FAILURES = {
     SshFailure.HOST_KEY_UNKNOWN: "unknown-key",
     SshFailure.AUTH: "deny behind-denying-gate",
     SshFailure.COMMAND_TIMEOUT: "mute-exec deaf",
-    SshFailure.LOST: "die",
+    SshFailure.LOST: "die malformed-exec",
     SshFailure.UNREACHABLE: "behind-refuse",
 }
 Checked = Mapping[str, Outcome[CommandResult]]

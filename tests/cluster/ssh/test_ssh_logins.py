@@ -112,8 +112,8 @@ def user_server(tmp_path: Path) -> Iterator[Server]:
         yield server
 
 
-def certify_user(server: Server, key: Path) -> Path:
-    return certify(server.log.parent.parent / "user_ca", key, "-n", server.host.user)
+def certify_user(server: Server, key: Path, *options: str) -> Path:
+    return certify(server.log.parent.parent / "user_ca", key, "-n", server.host.user, *options)
 
 
 def refuses(host: Host, words: str = "accepts none of our keys") -> str:
@@ -138,6 +138,8 @@ def test_a_certificate_beside_a_key_or_named_logs_in_and_one_that_is_not_taken_l
     connect(replace(host, certificate_files=(str(elsewhere),))).close()
     certify(make_key(tmp_path / "stranger"), key, "-n", host.user)
     assert "mine-cert.pub, " in refuses(host)
+    certify_user(user_server, key, "-V", "-2d:-1d")
+    assert "mine-cert.pub, which is out of date, " in refuses(host)
     (user_server.log.parent / "authorized_keys").write_text(public_key(f"{key}.pub").text)
     connect(host).close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 from dataclasses import replace
@@ -43,7 +44,7 @@ Host n1
   GlobalKnownHostsFile none
   IdentityAgent none
   IdentityFile ~/keys/second
-  CertificateFile ~/keys/%n-cert.pub
+  CertificateFile ~/keys/%n-%i-%l-cert.pub
 """
     (host,) = resolve(tmp_path, config, "n1")
     assert (host.name, host.address, host.user, host.port) == ("n1", "10.1.2.3", "trainer", 2222)
@@ -52,7 +53,7 @@ Host n1
     assert host.identity_files[0].endswith("/keys/10.1.2.3_trainer_2222")
     assert not host.identity_files[0].startswith("~")
     assert [Path(path).name for path in host.identity_files[1:]] == ["second"]
-    assert [Path(path).name for path in host.certificate_files] == ["n1-cert.pub"]
+    assert [Path(path).name for path in host.certificate_files] == [f"n1-{os.getuid()}-{os.uname().nodename}-cert.pub"]
     assert (host.identities_only, host.agent_socket, host.connect_timeout_s) == (True, "", 4.0)
     assert host.jump is None
     assert resolve(tmp_path, "Host *\n  HostKeyAlias node-one\n  Port 2200\n", "n1")[0].key_name == "node-one"
@@ -157,3 +158,10 @@ def test_commands_for_a_node_say_how_it_is_reached(tmp_path: Path) -> None:
     (host,) = resolve_hosts(["n1"], SshConfig(config_file=str(tmp_path / "config")), typed)
     words = ["burst", "hosts", "trust", "cluster=lab", "cluster.ssh.user=o'neil", "--hosts", "n1"]
     assert shlex.split(host.command("hosts", "trust")) == words
+
+
+def test_hundreds_of_names_are_resolved_in_seconds(tmp_path: Path) -> None:
+    blocks = "".join(f"Host n{k}\n  HostName 127.0.0.1\n  Port {3000 + k}\n" for k in range(256))
+    begin = sum(os.times()[:4])
+    assert [host.port for host in resolve(tmp_path, blocks, *(f"n{k}" for k in range(256)))] == list(range(3000, 3256))
+    assert sum(os.times()[:4]) - begin < 10  # of processors, here and in every ssh, however busy the machine is
