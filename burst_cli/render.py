@@ -36,7 +36,7 @@ GONE = {
     "burst image build --no-cache": "`burst image build -- --no-cache` tells the engine",
     "burst image push --via-shared": "from three nodes on they feed each other; leave it out",
     "burst image push --route": "from three nodes on they feed each other; leave it out",
-    "burst image prune": "`docker image prune --all --filter label=org.burst.image=1` on a node",
+    "burst image prune": "`docker image rm NAME:TAG` on a node; `docker image ls -f label=org.burst.image=1` lists all",
     "burst check-nodes --cuda-smoke": "--collectives uses every GPU by ranks as a launch starts them, in the image",
     "burst check-nodes --watch": "`watch -n 60 burst check-nodes ...` repeats it",
     "burst check-nodes --expand": "`nodeset --expand`, which came with burst, splits what --list prints",

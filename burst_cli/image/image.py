@@ -154,6 +154,8 @@ def status(
 
 def _push(targets: Targets, name: str, limit: float | None, *, dry_run: bool, as_json: bool) -> bool:
     """Whether a push did, or will do, what it is to do, everything shown. Raises ClusterError."""
+    if "@" in name or name.startswith("sha256:"):
+        raise ConfigError(f"{name}: no engine lets a digest be given to an image as its name; push it under NAME:TAG")
     begin, console = time.monotonic(), render.stderr()
     engine = engine_words(targets.config.cluster.container.command)
     image = _image_here(engine, name)

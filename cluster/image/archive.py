@@ -58,7 +58,7 @@ def pack_image(command: Sequence[str], image: Image, packing: Packing) -> Packed
         except _DAMAGES as error:
             process.kill()
             said = one_line(process.stderr.read())
-            text = said or f"what the engine saves makes no sense: {error!r}"
+            text = said or f"what the engine saves cannot be packed: {error!r}"
             raise ClusterError(f"cannot export {image.name}: {text}") from error
 
 

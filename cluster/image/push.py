@@ -20,7 +20,7 @@ from cluster.ssh.connection import CommandResult
 from cluster.ssh.hosts import Host, Outcome, fan_out
 from cluster.ssh.session import SshConnection
 
-STALL_S = 900.0  # an engine that has not ended while nothing leaves here: a large layer may take so long to unpack
+STALL_S = 900.0  # an engine that has not ended while no byte comes anywhere: a large layer may take so long to unpack
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,7 @@ class NodeResult:
 class Push:
     """One push of `image`, which `pack` packs, to `hosts`; a context manager, whose end closes all connections.
 
-    engine: the command line of the nodes' engines. stall_s: what a pull may take in which nothing leaves this machine
-    for any node.
+    engine: the command line of the nodes' engines. stall_s: what a pull may take in which nothing comes to any node.
     """
 
     def __init__(
@@ -64,8 +63,8 @@ class Push:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end_relays()
-        for connection in self._connections.values():
+        # Which ends the relays, too. To ask them to could wait for ever for a node that has stopped.
+        for connection in list(self._connections.values()):
             connection.close()
 
     @property
@@ -144,15 +143,19 @@ class Push:
 
     def _watched(self, connection: SshConnection, argv: Sequence[str]) -> CommandResult:
         """The end of a command, which is given up when nothing moves any more."""
-        sent = -1
+        moved: object = None
         with contextlib.closing(connection.start(argv)) as process:
             while True:
                 try:
                     return process.wait(self._stall_s)
                 except SshError as error:
-                    if error.kind is not SshFailure.COMMAND_TIMEOUT or sent == self.sent_bytes:
+                    before, moved = moved, (self.sent_bytes, self.received_bytes())
+                    if error.kind is not SshFailure.COMMAND_TIMEOUT:
                         raise
-                    sent = self.sent_bytes
+                    if moved == before:
+                        connection.close()  # it may be full, and then even an end of file would wait for ever
+                        text = f"its engine still pulls, and nothing has come to any node for {self._stall_s:.3g} s"
+                        raise SshError(error.host, error.kind, text, "did it stop, or the node before it?") from error
 
     def _result(self, node: NodePlan, outcome: Outcome[Any] | None) -> NodeResult:
         feed = self._feeds.get(node.node)
@@ -163,5 +166,6 @@ class Push:
         return NodeResult(node.node, not error, node.route, received, seconds, identity, error, notes)
 
     def _end_relays(self) -> None:
-        for feed in self._feeds.values():
-            feed.end()
+        """All at once: each is asked once more."""
+        hosts = [host for host in self._hosts if host.name in self._feeds]
+        fan_out(hosts, lambda host: self._feeds[host.name].end(), width=len(hosts))

@@ -33,7 +33,7 @@ class Blob:
 
     def __init__(self, size: int = 0) -> None:
         self.size, self.have, self.is_given_up = size, 0, False
-        with tempfile.TemporaryFile(dir=os.environ.get("TMPDIR", "/var/tmp")) as file:  # /tmp may lie in memory
+        with tempfile.TemporaryFile(dir=os.environ.get("TMPDIR") or "/var/tmp") as file:  # /tmp may lie in memory
             self.descriptor = os.dup(file.fileno())
         weakref.finalize(self, os.close, self.descriptor)
 

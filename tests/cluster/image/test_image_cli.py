@@ -23,6 +23,7 @@ UNNAMED = "give --image NAME:TAG, or set cluster.container.image"
     ("words", "expected"),
     [
         (["push"], UNNAMED),
+        (["push", "--image", "app@sha256:12"], "push it under NAME:TAG"),
         (["push", *APP, "--limit", "fast"], "expected one such as 200mbit or 50MB/s"),
         (
             ["push", *APP, "cluster.container.command=''"],
