@@ -113,10 +113,18 @@ class _Pass:
         # Sums of whole blocks are then what the pass is asked for.
         self.in_place = self.is_whole and blocks.grid.heads == 1
         self.mask, self.fine = visibility.mask, visibility.of_chunks(self.chunks)
-        self.needed = self._needed(self.fine)
-        self.sees = self.needed.exists
         self.visits: list[_Visit] = []
         self.last_step = 0
+
+    @cached_property
+    def needed(self) -> RowTable:
+        """Rows of keys [query chunk, home, key chunk, member] that chunks see."""
+        return self._needed(self.fine)
+
+    @cached_property
+    def sees(self) -> Flags:
+        """Which chunks see any."""
+        return self.needed.exists
 
     def _needed(self, fine: Visibility) -> RowTable:
         """Rows of keys [query chunk, home, key chunk, member], counted in the chunk; of a whole block of what planned
@@ -191,10 +199,12 @@ class _Pass:
         return found
 
     def stay_of_sums(self, chunk: int, spans: list[Span]) -> Residency:
-        """Steps of a travelling chunk's sum at home: what the last stops add comes a hop later, or two over a relay."""
+        """Steps of a travelling chunk's sum at home: what the last stops add comes a hop later, or two over a relay;
+        reversed it comes along with the block.
+        """
         straight = not self.is_whole or self.method.kv_transport == "all_gather"
         levels = (self.route.inner > 1) + (self.route.outer > 1)
-        hops = min(1, levels) if straight else levels - self.keeps_last
+        hops = 0 if self.keeps_last else min(1, levels) if straight else levels
         return Residency(chunk, spans[0].post, spans[-1].wait + hops)
 
     def travel(

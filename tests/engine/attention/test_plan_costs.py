@@ -163,6 +163,9 @@ def test_reversed_blocks_come_home_with_their_gradients(inner: int, outer: int) 
     for rank_plan in plans.backward.ranks.values():
         assert len(rank_plan.steps) == inner * outer
         assert exposed(rank_plan) == []
+    divided = plans_of(ring_method(inner, outer, heads=2, backward_order="reversed")).backward
+    # A step of exchange before and one after, in which all gradients go home.
+    assert {len(rank_plan.steps) for rank_plan in divided.ranks.values()} == {inner * outer + 2}
 
 
 @pytest.mark.parametrize("circulates", ["q", "kv"])
