@@ -128,6 +128,7 @@ def _kubernetes(cluster: ClusterConfig) -> Iterator[str]:
         ("claim", _DNS_NAME, "a name of lower-case letters, digits, - and ."),
         ("namespace", _DNS_NAME, "a name of lower-case letters, digits, - and ."),
         ("queue", _DNS_NAME, "a name of lower-case letters, digits, - and ."),
+        ("runtime", _DNS_NAME, "a name of lower-case letters, digits, - and ."),
         ("context", _LOGIN, "a name without dash in front"),
         ("gpu_resource", _LABEL_KEY, "DOMAIN/NAME, such as nvidia.com/gpu"),
         ("memory_per_pod", _QUANTITY, "a quantity such as 200Gi"),

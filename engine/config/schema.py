@@ -19,8 +19,8 @@ _T = TypeVar("_T")
 _SBATCH = "name it in cluster.slurm.options, such as --{}"
 _RATE = "name it in cluster.machine.rates, such as {}=25e9"
 _RELEASED = "it is {} in all released models"
-# Settings of earlier versions: the value that says what is so without it, as files of earlier runs do (...: any), and
-# what to use in place of others.
+# Settings of earlier versions, and values of settings: the value that says what is so without it, as files of earlier
+# runs do (...: any), and what to use in place of others.
 _REMOVED: dict[str, tuple[Any, str]] = {
     "cluster.name": (..., "the name of the file under conf/cluster/ says it"),
     "cluster.expected.driver": (None, "`burst check-nodes` compares the drivers of the nodes"),
@@ -37,6 +37,7 @@ _REMOVED: dict[str, tuple[Any, str]] = {
         for name in ("partition", "account", "qos", "constraint", "exclude")
     },
     "cluster.slurm.cpus_per_node": (None, _SBATCH.format("cpus-per-task=N")),
+    "data.bos=on": (None, "data.bos=auto takes the template (post_processor) in tokenizer.json: add the token there"),
     "model.rope_scaling.attention_factor": (None, "it is 0.1 ln(model.rope_scaling.factor) + 1"),
     "model.rope_scaling.beta_fast": (32.0, _RELEASED.format(32)),
     "model.rope_scaling.beta_slow": (1.0, _RELEASED.format(1)),
@@ -289,7 +290,10 @@ class _Reader:
         return all(good for good, _ in items), tuple(item for _, item in items)
 
     def _refuse(self, annotation: Any, value: Any, key: str) -> None:
-        choices = choices_of(annotation)
+        choices, typed = choices_of(annotation), f"{key}={value}"
+        if typed in _REMOVED:
+            self.problems.append(Problem((key,), f"{typed}: no such value any more; {_REMOVED[typed][1]}"))
+            return
         if choices is None or not isinstance(value, str):
             self._wrong(key, describe_type(annotation), value)
             return

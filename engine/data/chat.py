@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, islice, pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,7 +33,6 @@ ROLES = ("system", "user", "assistant", "tool")
 CHATML = "chatml"
 TEMPLATE_FILE = "chat_template.jinja"
 _BEGIN, _END = "burst_generation_begin", "burst_generation_end"
-_MARKS = "\ufdd0", "\ufdd1"  # Unicode sets these aside for programs: no text of people has them
 _CHATML_SOURCE = r"""
 {%- for message in messages -%}
     {{- '<|im_start|>' + message['role'] + '\n' -}}
@@ -79,7 +78,9 @@ class ChatTemplate:
             raise self._unusable(place, "renders nothing that the assistant says. Give the assistant a text")
         return text, learned
 
-    def render(self, messages: Sequence[Message], place: str, *, prompts: bool = False, marks: bool = False) -> str:
+    def render(
+        self, messages: Sequence[Message], place: str, *, prompts: bool = False, marks: Sequence[str] = ("", "")
+    ) -> str:
         """The text of `messages`; prompts: with the beginning of an answer. marks: around generation blocks.
 
         Raises DataError, which begins with `place`, when the template refuses them or fails.
@@ -90,7 +91,7 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": prompts,
         }
-        given |= {_BEGIN: _MARKS[0] if marks else "", _END: _MARKS[1] if marks else ""}
+        given[_BEGIN], given[_END] = marks
         try:
             return self._compiled.render(**self.special_tokens, **given)
         except DataError:
@@ -102,8 +103,10 @@ class ChatTemplate:
             ) from None
 
     def _marked(self, messages: Sequence[Message], text: str, place: str) -> Spans:
-        pieces = re.split("([{}{}])".format(*_MARKS), self.render(messages, place, marks=True))
-        if "".join(pieces[::2]) != text or pieces[1::2] != list(_MARKS) * (len(pieces) // 4):
+        # Unicode sets those from U+FDD0 on aside for programs: of people's texts few have one.
+        marks = [*islice((mark for mark in map(chr, count(0xFDD0)) if mark not in text), 2)]
+        pieces = re.split("([{}{}])".format(*marks), self.render(messages, place, marks=marks))
+        if "".join(pieces[::2]) != text or pieces[1::2] != marks * (len(pieces) // 4):
             raise self._unusable(
                 place,
                 "changes or nests its generation blocks, so what the assistant says is not known. Output the blocks as "

@@ -165,6 +165,11 @@ def sequential_batches(
     shorter than seq_len works too.
     """
     dp_rank, dp_size = dp
+    if shards.token_count < 2:
+        raise DataError(
+            f"{shards.folder}: the validation split has {shards.token_count} tokens; at least 2 are needed. Set "
+            "another data.validation_fraction or give more text."
+        )
     samples = -(-(shards.token_count - 1) // seq_len)
     samples = samples if max_samples is None else min(samples, max_samples)
     for index in range(-(-samples // (dp_size * batch_size))):

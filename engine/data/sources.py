@@ -205,15 +205,16 @@ def _read_jsonl(path: Path, config: DataConfig, template: ChatTemplate | None) -
         for number, line in enumerate(file, start=1):
             if line.strip():
                 place = f"{path}:{number}"
-                yield _record_pieces(_record(line, place), place, config, template)
+                yield _record_pieces(_record(line, place, config), place, config, template)
 
 
-def _record(line: bytes, place: str) -> dict[str, Any]:
+def _record(line: bytes, place: str, config: DataConfig) -> dict[str, Any]:
     try:
         text = line.decode("utf-8-sig").rstrip("\r\n")
         record = json.loads(text)
-        if _SURROGATE.search(text):
-            json.dumps(record, ensure_ascii=False).encode()  # raises where half of a pair is missing
+        if _SURROGATE.search(text) and isinstance(record, dict):
+            read = map(record.get, (config.text_field, config.prompt_field, config.messages_field))
+            json.dumps([*read], ensure_ascii=False).encode()  # raises where half of a pair is missing
     except (ValueError, RecursionError) as error:  # bad UTF-8 is a ValueError, too
         raise DataError(f"{place}: bad JSON ({error}). Expected one JSON object per line.") from None
     if not isinstance(record, dict):

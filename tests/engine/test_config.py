@@ -154,6 +154,7 @@ def test_values_are_read_as_people_write_them(key: str, value: object, read: obj
         ("seq_len", 3, "seq_len: no such setting; did you mean train.seq_len?"),
         ("loss.wheels", 3, "loss.wheels: no such setting; loss has chunk_tokens, z_loss"),
         ("cluster.slurm.qos", "high", "cluster.slurm.qos: no such setting any more; name it in cluster.slurm.options"),
+        ("data.bos", "on", "data.bos=on: no such value any more; data.bos=auto takes the template (post_processor) in"),
         ("wheels", 3, "wheels: no such setting; `burst config --fields` lists every setting"),
         (
             "attention.preset",

@@ -161,6 +161,7 @@ BROKEN = {
     "cluster.slurm.time_limit: got 'soon', expected [DAYS-]HH:MM:SS": {"cluster": {"slurm": {"time_limit": "soon"}}},
     "cluster.slurm.time_limit: got '43200', expected [DAYS-]HH:MM:SS": {"cluster": {"slurm": {"time_limit": "43200"}}},
     "cluster.slurm.options[0]: got '-p main', expected --NAME=VALUE": {"cluster": {"slurm": {"options": ("-p main",)}}},
+    "cluster.kubernetes.runtime: got 'a b', expected a name": {"cluster": {"kubernetes": {"runtime": "a b"}}},
     "cluster.container.image: got '-v /:/x', expected NAME:TAG": {"cluster": {"container": {"image": "-v /:/x"}}},
     'cluster.container.command: got "\'docker", expected a command line': {
         "cluster": {"container": {"command": "'docker"}}

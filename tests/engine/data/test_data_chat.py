@@ -82,7 +82,9 @@ def test_turns_found_by_rendering_are_those_that_blocks_mark(plain: str, marked:
     assert learned[0] == learned[1]
 
 
-PARTS = st.lists(st.sampled_from(["a", " ", "\n", "|>", "<|im_end|>", "assistant"]), max_size=6).map("".join)
+PARTS = st.lists(
+    st.sampled_from(["a", " ", "\n", "|>", "<|im_end|>", "assistant", "\ufdd0", "\ufdd1"]), max_size=6
+).map("".join)
 
 
 @given(contents=st.lists(PARTS, min_size=1, max_size=4))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import multiprocessing
 import os
@@ -272,6 +273,20 @@ def test_processes_that_prepare_at_once_share_one_result(corpus: Path, cache: Pa
     assert len({answer[:2] for answer in answers}) == 1
     assert sum(built for *_, built in answers) == 1
     assert len(prepared_in(cache)) == 1
+
+
+def test_a_waiting_process_says_so_again_and_again(corpus: Path, tmp_path: Path) -> None:
+    waits: list[Progress] = []
+    with (tmp_path / ".out.lock").open("ab") as holder:
+        fcntl.flock(holder, fcntl.LOCK_EX)
+
+        def give_way(progress: Progress) -> None:
+            waits.extend([progress] * (progress.stage == "waiting"))
+            if len(waits) == 2:
+                fcntl.flock(holder, fcntl.LOCK_UN)
+
+        prepare(text_config(corpus, prepared_dir=str(tmp_path / "out")), progress=give_way)
+    assert waits == [Progress("waiting")] * 2
 
 
 def test_a_read_only_place_is_named(corpus: Path, tmp_path: Path) -> None:

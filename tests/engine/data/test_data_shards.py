@@ -168,6 +168,21 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: Any, message
 
 
 @pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (np.zeros((2, 2), np.uint16), r"holds uint16 of shape \(2, 2\)"),
+        (np.zeros(4, np.float32), "holds float32"),
+        (np.zeros(3, np.uint16), r"holds uint16 of shape \(3,\); its manifest says 4"),
+        (np.array([None] * 4), "cannot read .*t.npy"),
+    ],
+)
+def test_npy_files_that_do_not_fit_are_refused(tmp_path: Path, array: Any, message: str) -> None:
+    np.save(tmp_path / "t.npy", array, allow_pickle=True)
+    with pytest.raises(DataError, match=message):
+        make_shards(tmp_path, [1, 2, 3, 4], files=[{"name": "t.npy", "token_count": 4}])
+
+
+@pytest.mark.parametrize(
     ("name", "entries", "message"),
     [
         ("documents", [1, 2], "first document starts at 1 and the last at 2; expected 0 and less than the 5 tokens"),

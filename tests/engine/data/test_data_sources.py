@@ -48,7 +48,7 @@ def test_long_text_comes_in_pieces_that_join_to_it(tmp_path: Path, unit: str) ->
 
 
 def test_records_are_documents_and_blank_lines_are_not(tmp_path: Path) -> None:
-    lines = [json.dumps({"body": "one\ntwo"}), "", json.dumps({"body": "ü", "id": 3})]
+    lines = [json.dumps({"body": "one\ntwo"}), "", json.dumps({"body": "ü", "title": "cut \ud83d"})]
     (tmp_path / "a.jsonl").write_text("\ufeff" + "\n".join(lines))
     assert read_all("jsonl", tmp_path, text_field="body") == [["one\ntwo"], ["ü"]]
     texts = [f"row {index} ü" for index in range(600)]
