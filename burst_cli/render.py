@@ -23,8 +23,8 @@ LEAST_WIDTH = 20
 # What could once be typed, and what to do in its place.
 GONE = {
     "burst config --search-path": "--config-dir comes first, then ~/.config/burst/conf, then the files of burst",
-    "burst plan --all": "attention=auto --details ranks the methods that are legal; attention=NAME says why one is not",
-    "burst plan --compare": "attention=auto --details ranks the methods that are legal; attention=NAME plans one",
+    "burst plan --all": "attention=auto --details puts all methods side by side, and says why one is not legal",
+    "burst plan --compare": "attention=auto --details puts all methods side by side; attention=NAME plans one",
     "burst plan --pass": "the picture has all passes",
     "burst plan --with": "cluster.machine.name=NAME 'cluster.machine.rates=[\"FIELD=NUMBER\"]' changes a device",
     "burst plan --machine": "--device NAME predicts seconds, too",

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from burst_cli.plan.memory_check import MemoryCheck, with_remedies, world_topology
-from engine.config.settings import RunConfig
+from engine.config.errors import ConfigError
+from engine.config.settings import AttentionConfig, RunConfig
 from engine.planning.memory.auto import settle_run
 from engine.planning.memory.capacity import Capacity, capacity_of, configured_device, find_hardware
-from engine.planning.memory.fit import sequence_topology
+from engine.planning.memory.fit import predicted_fit, sequence_topology
 from engine.planning.memory.predictor import shared_predictor
 from engine.planning.methods.auto import Candidate as RankedMethod
+from engine.planning.methods.presets import PRESETS
 from engine.planning.methods.preview import AttentionPreview, preview_attention
 from engine.planning.methods.resolve import machine_of
 from engine.planning.methods.topology import Topology
@@ -25,10 +27,22 @@ from engine.planning.time.step_time import StepTime, predict_step
 
 
 @dataclass(frozen=True)
+class Preset:
+    """A method with all else as planned: seconds of a step, bytes of a rank; problems: the rules that it violates."""
+
+    preset: str
+    step_s: float | None = None
+    needed_bytes: int | None = None
+    fits: bool | None = None
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Plan:
     """A configuration that can run, settled; `world`: all its ranks.
 
     ranking   what attention=auto chose from, best first
+    presets   all of them under the same memory policy, where that was asked for
     as_measured   nobody says how many ranks a node has: as many as the machine was measured with
     advice    what would cost less; None: nothing does, or nobody looked
     """
@@ -39,6 +53,7 @@ class Plan:
     step: StepTime
     memory: MemoryCheck | None = None
     ranking: tuple[RankedMethod, ...] = ()
+    presets: tuple[Preset, ...] = ()
     as_measured: bool = False
     advice: Recommendation | None = None
 
@@ -79,6 +94,7 @@ class Plan:
             "planned_ranks": list(preview.planned_ranks),
             "attention": preview.to_dict(),
             "candidates": [method.to_dict() for method in self.ranking],
+            "presets": [asdict(one) for one in self.presets],
             "memory": self.memory.to_dict() if self.memory else None,
             "flops": asdict(self.step.flops),
             "time": preview.time_to_dict(),
@@ -100,12 +116,18 @@ def assumes_device(config: RunConfig) -> bool:
 
 
 def plan_one(
-    overrides: Sequence[str], config_dirs: Sequence[Path], *, device: str | None = None, has_memory: bool = True
+    overrides: Sequence[str],
+    config_dirs: Sequence[Path],
+    *,
+    device: str | None = None,
+    has_memory: bool = True,
+    has_presets: bool = False,
 ) -> Plan:
     """The plan of the configuration that these overrides spell. Raises ConfigError when it is not legal.
 
     device: a machine, or a number of bytes, as in `engine.planning.memory.capacity.capacity_of`; None: as configured,
     else this machine. has_memory: without it memory is left out, and memory=auto counts as a policy that costs nothing.
+    has_presets: of attention=auto all of them, a second or more each.
     """
     from burst_cli.compose import compose  # loads Hydra, which `--help` need not
 
@@ -127,13 +149,29 @@ def plan_one(
     step = predict_step(choice.config, world, machine)
     plan = Plan(choice.config, world, machine, step, ranking=attention.candidates)
     plan = replace(plan, as_measured=bool(as_measured))
-    if not has_memory:
-        return plan
-    memory = MemoryCheck(choice.config, capacity, choice.prediction or predict(choice.config, world), choice)
-    plan = replace(plan, memory=with_remedies(memory, world, predict, machine))
-    if memory.fits:
-        plan = replace(plan, advice=Adviser(capacity, machine, predict).recommend(asked, choice.config, world))
-    return plan
+    if has_memory:
+        memory = MemoryCheck(choice.config, capacity, choice.prediction or predict(choice.config, world), choice)
+        plan = replace(plan, memory=with_remedies(memory, world, predict, machine))
+        if memory.fits:
+            plan = replace(plan, advice=Adviser(capacity, machine, predict).recommend(asked, choice.config, world))
+    return _with_presets(plan, asked.attention) if has_presets and plan.ranking else plan
+
+
+def _with_presets(plan: Plan, attention: AttentionConfig) -> Plan:
+    """`plan` with every preset in the place of the one that auto chose; attention: as it was asked for."""
+    presets = []
+    for name in PRESETS:
+        config = replace(plan.config, attention=replace(attention, preset=name))
+        try:
+            found = Preset(name, predict_step(config, plan.world, plan.machine).seconds)
+            if plan.memory is not None and plan.memory.capacity is not None:
+                prediction = shared_predictor().predict(config, plan.world)
+                fits = predicted_fit(prediction, plan.memory.capacity).fits
+                found = replace(found, needed_bytes=prediction.needed_bytes, fits=fits)
+        except ConfigError as error:
+            found = Preset(name, problems=error.problems)
+        presets.append(found)
+    return replace(plan, presets=tuple(presets))
 
 
 def _ranks_as_measured(config: RunConfig, machine: Machine | None) -> list[str]:

@@ -73,7 +73,7 @@ def plan(
     burst plan exp=llama8b_1m --ranks 8 --device h200 memory=auto --details
         how it comes about, and the checkpoint policies it was chosen from
     burst plan exp=llama8b_1m --ranks 16 --nodes 2 attention=auto --details
-        which methods are legal there, and how long each takes
+        all methods side by side: seconds, memory, why one is not legal
     burst plan exp=tiny --device cpu --picture plan.svg
         a picture of who computes and sends when
 
@@ -84,7 +84,7 @@ def plan(
         check_output("--picture", picture, *PICTURES)
     settings, dirs = [*(overrides or []), *planning.placement_overrides(ranks, nodes)], config_dir or []
     console = render.stdout()
-    found = planning.plan_one(settings, dirs, device=device, has_memory=memory_by == "exact")
+    found = planning.plan_one(settings, dirs, device=device, has_memory=memory_by == "exact", has_presets=details)
     if picture is not None:
         from burst_cli.plan.schedule_picture import schedule_figure
 

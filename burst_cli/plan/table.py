@@ -17,6 +17,7 @@ from burst_cli.render import told
 from burst_cli.tables import listing, styled
 from engine.config.settings import Store
 from engine.planning.memory.auto import MemoryCandidate, MemoryChoice
+from engine.planning.memory.policy import policy_name
 from engine.planning.memory.predictor import MemoryPrediction
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.preview import LayerPreview, PassPreview
@@ -122,7 +123,7 @@ def details_view(plan: Plan) -> RenderableType:
             parts.append(Text(f"layer {layer.first}{others}", style="bold"))
         parts += [_passes_table(layer, plan.machine), Text()]
     if plan.ranking:
-        parts += [_ranking_table(plan), Text()]
+        parts += [_ranking_table(plan), Text(), *_presets_view(plan), Text()]
     if plan.memory is not None:
         parts += [*memory_view(plan.memory), Text()]
     return Group(*parts, *_footer(plan))
@@ -200,6 +201,27 @@ def _ranking_table(candidate: Plan) -> Table:
     headings = ("attention per step", "exposed", "buffers")
     about = ("methods, best first", "heads x inner x outer", "backward")
     return listing((*about, *headings), [styled(rows[0], "bold"), *rows[1:]], headings, ruled=True)
+
+
+def _presets_view(plan: Plan) -> list[RenderableType]:
+    """All presets side by side, the fastest first, then those that are not legal, with the reason."""
+    legal = sorted((one for one in plan.presets if one.step_s is not None), key=lambda one: one.step_s or 0.0)
+    rows = [
+        (
+            one.preset,
+            seconds(one.step_s),
+            binary_bytes(one.needed_bytes) + ("" if one.fits is not False else ", too much"),
+        )
+        for one in legal
+    ]
+    policy = f"all presets, memory: {policy_name(plan.config.memory)}"
+    figures = ("step", "memory of a rank")
+    illegal = [
+        Text.assemble((f"{one.preset}: ", "bold"), ("not legal here: ", "yellow"), "; ".join(one.problems))
+        for one in plan.presets
+        if one.problems
+    ]
+    return [listing((policy, *figures), rows, figures, ruled=True), *illegal]
 
 
 def _footer(candidate: Plan) -> list[Text]:

@@ -14,6 +14,7 @@ import pytest
 
 from burst_cli.compose import compose
 from engine.planning.memory.capacity import find_hardware
+from engine.planning.methods.presets import PRESETS
 from engine.planning.time.flops import attention_pairs, step_flops
 
 QUICK = ("--memory-by", "none")
@@ -44,6 +45,7 @@ def test_json_is_the_documented_one(burst) -> None:
         "topology": {"nodes": 1, "local_ranks": 4},
         "planned_ranks": [0, 1, 2, 3],
         "candidates": [],
+        "presets": [],
         "memory": None,
         "recommendation": None,
     }
@@ -123,6 +125,31 @@ def test_details_show_every_pass(burst) -> None:
         "FLOPs/step model 71.1G, hardware 71.1G, as if nothing were masked 96.8G",
         "Bytes are those of the busiest rank, from the plan that would run. Seconds come from a model of the machine.",
     ]
+
+
+def test_details_of_auto_put_every_preset_beside_the_others_as_it_is_planned_alone(burst) -> None:
+    settings = (*QUICK, "exp=tiny", "train.seq_len=512", "--device", "cpu")
+    presets = document(burst("plan", *settings, "attention=auto", "--details", "--json"))["presets"]
+    assert [one["preset"] for one in presets] == list(PRESETS)
+    assert [one["preset"] for one in presets if one["problems"]] == ["single", "megatron_tp"]
+    alone = document(burst("plan", *settings, "attention=fpdt", "--json"))
+    assert [one["step_s"] for one in presets if one["preset"] == "fpdt"] == [alone["step_time"]["seconds"]]
+    shown = told(burst("plan", *settings, "attention=auto", "--details").out)
+    start = shown.index("all presets, memory: none ┃ step ┃ memory of a rank") + 1
+    legal = sorted((one for one in presets if one["step_s"]), key=lambda one: one["step_s"])
+    assert shown[start : start + len(legal)] == [f"{one['preset']} │ # │ –" for one in legal]
+    assert shown[start + len(legal)].startswith("single: not legal here: attention=single holds the whole sequence")
+
+
+@pytest.mark.thorough
+def test_of_every_preset_it_is_said_what_memory_it_takes_and_whether_that_is_there(burst) -> None:
+    settings = ("exp=tiny", "memory=full", "model.num_layers=1", "train.seq_len=512", "--device", "20e6")
+    presets = document(burst("plan", *settings, "attention=auto", "--details", "--json"))["presets"]
+    alone = document(burst("plan", *settings, "attention=fpdt", "--json"))["memory"]
+    told_of = {one["preset"]: (one["needed_bytes"], one["fits"]) for one in presets if not one["problems"]}
+    assert told_of["fpdt"] == (alone["needed_bytes"], False)
+    assert len(told_of) == 12
+    assert burst("plan", *settings, "attention=auto", "--details").out.count("GiB, too much") == 12
 
 
 def test_fields_of_the_machine_can_be_changed(burst) -> None:
