@@ -84,7 +84,10 @@ class NodePlan:
         }
 
 
-_PLAIN = ("name", "node_rank", "first_rank", "local_ranks", "folder", "cwd", "log_dir", "container")
+_PLAIN = {
+    **{"name": str, "node_rank": int, "first_rank": int, "local_ranks": int},
+    **{"folder": str, "cwd": str, "log_dir": str, "container": str | None},
+}
 
 
 @dataclass(frozen=True)
@@ -283,11 +286,18 @@ def write_plan_files(plan: LaunchPlan, run: RunFolder) -> None:
             raise ClusterError(f"{path}: {error.strerror}") from error
 
 
+_DOCUMENT = {
+    **{"path": str, "world_size": int, "backend": str, "backend_reason": str, "launcher": str, "exclusive": bool},
+    **{"config": dict, "nodes": list},
+}
+
+
 def plan_from_dict(document: Any) -> LaunchPlan:
     """The plan that `LaunchPlan.to_dict` wrote, `files` included if they are there. Raises PlanFileError."""
     try:
         if document["format"] != PLAN_FORMAT:
             raise ValueError(f"format: got {document['format']}, expected {PLAN_FORMAT}; made by another burst?")
+        _check_kinds(document, _DOCUMENT)
         config = config_from_dict(document["config"])
         ranks, threads = config.cluster.ranks_per_node or 1, config.cluster.threads_per_rank or 1
         plan = LaunchPlan(
@@ -307,6 +317,7 @@ def plan_from_dict(document: Any) -> LaunchPlan:
 
 
 def _node(entry: Mapping[str, Any]) -> NodePlan:
+    _check_kinds(entry, {**_PLAIN, "command": list, "environment": dict, "reasons": dict})
     reasons = entry["reasons"]
     return NodePlan(
         argv=tuple(entry["command"]),
@@ -315,22 +326,33 @@ def _node(entry: Mapping[str, Any]) -> NodePlan:
     )
 
 
+def _check_kinds(record: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    """ValueError for a value that is not of the kind of its name; a truth value is no number."""
+    for name, kind in kinds.items():
+        if not isinstance(record[name], kind) or isinstance(record[name], bool) is not (kind is bool):
+            raise ValueError(f"{name}: {record[name]!r} cannot be that")
+
+
 def _check(plan: LaunchPlan) -> None:
     """Nodes are numbered, named once, and hold the ranks in order; ValueError for what would go astray elsewhere."""
     first = 0
     for number, node in enumerate(plan.nodes):
         if (node.node_rank, node.first_rank) != (number, first) or node.local_ranks < 1:
             raise ValueError(f"nodes[{number}]: its ranks do not follow those of the node before")
-        if not is_host_name(node.name) or not all(isinstance(word, str) for word in node.argv):
-            raise ValueError(f"nodes[{number}]: {node.name!r} is no name of a node, or its command no list of texts")
+        values = (value for variable in node.environment for value in (variable.value, variable.reason))
+        if not is_host_name(node.name) or not all(isinstance(text, str) for text in (*node.argv, *values)):
+            text = f"{node.name!r} is no name of a node, or its command or environment no texts"
+            raise ValueError(f"nodes[{number}]: {text}")
+        if not node.argv:
+            raise ValueError(f"nodes[{number}]: no command")
         first += node.local_ranks
     if first != plan.world_size or len({node.name for node in plan.nodes}) != len(plan.nodes) or not plan.nodes:
         raise ValueError(f"world_size: got {plan.world_size}, but the nodes have {first} ranks, or a name occurs twice")
     for path in [plan.run_path, *(path for node in plan.nodes for path in (node.folder, node.cwd, node.log_dir))]:
-        if not path.startswith("/") or ".." in path.split("/"):
+        if not path.startswith("/") or ".." in path.split("/") or "\0" in path:
             raise ValueError(f"{path!r} is no absolute path")
-    if plan.launcher not in RUNNERS:
-        raise ValueError(f"launcher {plan.launcher!r} is not known here")
+    if plan.launcher not in RUNNERS or plan.backend.name not in ("nccl", "gloo"):
+        raise ValueError(f"launcher {plan.launcher!r} or backend {plan.backend.name!r} is not known here")
 
 
 def _moved(plan: LaunchPlan, run_path: Path) -> LaunchPlan:
