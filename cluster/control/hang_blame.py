@@ -32,10 +32,11 @@ MAX_LINES = 8
 MAX_NAMED = 8
 MAX_ENTRIES = 1000
 MAX_TEXT = 1_000_000
-# In the order in which a step goes through them.
+# In the order in which a step goes through them. Training goes on after an evaluation: neither of the two is behind.
+_SAME_PHASE = {"evaluate": "train", "first weights": "restore"}
 _PHASES = (
-    *("import torch", "start", "prepare data", "build model", "measure peak", "restore", "first weights", "load batch"),
-    *("count labels", "forward", "loss", "backward", "optimizer", "train", "evaluate"),
+    *("import torch", "start", "prepare data", "build model", "measure peak", "restore", "load batch"),
+    *("count labels", "forward", "loss", "backward", "optimizer", "train"),
 )
 _SAME_SIZES = ("all_reduce", "allreduce", "reduce_scatter", "all_gather", "allgather")
 
@@ -285,9 +286,10 @@ def _by_progress(ranks: Sequence[RankEvidence]) -> Culprit | None:
 
 def _progress(status: Mapping[str, Any] | None) -> tuple[int, int, int] | None:
     """(step, micro-step, phase) as numbers that grow; None where a part is missing or unknown."""
-    if status is None or status.get("phase") not in _PHASES:
+    name = word(status, "phase") or ""
+    if (name := _SAME_PHASE.get(name, name)) not in _PHASES:
         return None
-    phase = _PHASES.index(status["phase"])
+    phase = _PHASES.index(name)
     is_after_all = phase > _PHASES.index("backward")
     return integer(status, "step") or 0, 2**31 if is_after_all else integer(status, "micro_step") or 0, phase
 

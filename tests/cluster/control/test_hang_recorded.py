@@ -66,6 +66,13 @@ def test_progress_alone_names_the_rank_that_is_behind_as_a_guess() -> None:
     assert "behind" in found.reason
 
 
+def test_a_rank_that_trains_while_others_evaluate_is_not_behind() -> None:
+    status = {"step": 3, "micro_step": 0}
+    phases = ["evaluate", "train", "evaluate"]
+    evidence = [RankEvidence(rank, "n1", "S", {**status, "phase": phase}) for rank, phase in enumerate(phases)]
+    assert find_culprit(evidence) is None
+
+
 def test_ranks_that_are_all_in_the_same_place_point_at_the_network_between_their_nodes() -> None:
     evidence = [replace(one, flight=None) for one in recorded("no_message")]
     waiting = evidence[0]
