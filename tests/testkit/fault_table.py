@@ -91,7 +91,7 @@ INJURIES = (
     Row("loss becomes NaN", "nan", blamed="user engine.config.errors.RunError", is_real=True),
     Row("disk full while recording", "disk", blamed="exception OSError (rank 0 on node1)", is_real=True),
     Row("rank hangs", "hang_sleep", blamed=f"hang Hang {ON_NODE_2}", limit_s=HANG_S, is_real=True),
-    Row("rank hangs in native code", "hang_gil", blamed=f"hang Hang {ON_NODE_2}", limit_s=HANG_S),
+    Row("rank hangs in native code", "hang_gil", blamed=f"hang Hang {ON_NODE_2}", limit_s=HANG_S, is_real=True),
     Row("rank stopped (SIGSTOP)", "stop", blamed=f"hang Hang {ON_NODE_2}", limit_s=HANG_S),
     ended_well("straggler", "slow", is_real=True),
     ended_well("log flood", "flood"),
