@@ -28,9 +28,10 @@ _ENDED = frozenset(
     }
 )
 GONE = "GONE"  # our word: Slurm has forgotten the job, which it does some minutes after the end
+AGAIN = "requeued"  # our word: it lost a node or was preempted, and is in Slurm's queue once more
 # Not worth a word: how every job begins, and what its exit code says already.
 _NO_REASON = frozenset({"None", "(null)", "NonZeroExitCode", ""})
-_FIELDS = ("JobState", "Reason", "NodeList", "ExitCode", "TimeLimit")
+_FIELDS = ("JobState", "Reason", "NodeList", "ExitCode", "TimeLimit", "Restarts")
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class JobStatus:
     """One job as of one answer of Slurm.
 
     state: Slurm's word for it. reason: why it waits, or why it ended. node_list: its nodes in Slurm's grammar.
-    exit_code: of the batch script, signal: that ended it; None while unknown.
+    exit_code: of the batch script, signal: that ended it; None while unknown. restarts: how often it was requeued.
     """
 
     state: str
@@ -47,13 +48,14 @@ class JobStatus:
     exit_code: int | None = None
     signal: int | None = None
     time_limit: str = ""
+    restarts: int = 0
 
     @property
     def phase(self) -> JobPhase:
         """Whether it still waits, runs, or is over; a state that is not known counts as running."""
         if self.state in _PENDING:
             return "pending"
-        return "ended" if self.state in _ENDED or self.state == GONE else "running"
+        return "ended" if self.state in _ENDED or self.state in (GONE, AGAIN) else "running"
 
     @property
     def waits_for(self) -> str:
@@ -93,6 +95,7 @@ def parse_job(text: str) -> JobStatus | None:
         exit_code=int(code) if code.isdecimal() else None,
         signal=int(number) if number.isdecimal() and int(number) else None,
         time_limit=fields["TimeLimit"],
+        restarts=int(fields["Restarts"]) if fields["Restarts"].isdecimal() else 0,
     )
 
 
@@ -105,6 +108,7 @@ _ENDS = {
     "BOOT_FAIL": "lost a node that did not start (BOOT_FAIL)",
     "DEADLINE": "was ended at its deadline (DEADLINE)",
     "COMPLETED": "completed",
+    AGAIN: "lost a node or was preempted, and Slurm has requeued it",
     GONE: "has ended; Slurm no longer knows how",
 }
 

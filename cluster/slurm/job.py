@@ -6,6 +6,7 @@ Slurm's. A node can go without a word (power, time limit, scancel): then what Sl
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -27,9 +28,9 @@ from cluster.launch.local import LocalLink
 from cluster.launch.scheduler import Granted, SchedulerError, WatchedJob
 from cluster.plan import LaunchPlan, write_plan_files
 from cluster.remote_text import one_line
-from cluster.slurm.client import GONE, JobStatus, SlurmClient, client_environment, describe_end
+from cluster.slurm.client import AGAIN, GONE, JobStatus, SlurmClient, client_environment, describe_end
 from cluster.slurm.plan import granted_plan, look_again, node_folder, read_token
-from cluster.slurm.sbatch import LOG_PREFIX, NOT_SHARED, SCRIPT_FILE, TOKEN_FILE
+from cluster.slurm.sbatch import LOG_PREFIX, NOT_SHARED, RESTART_VARIABLE, SCRIPT_FILE, TOKEN_FILE
 from cluster.values import word
 from engine.config.cluster import SlurmConfig
 from engine.runs.files import replace_file
@@ -48,7 +49,8 @@ class SlurmJob(WatchedJob):
 
     token: of the attempt; it says whether that is a job of its own, or a step within the allocation `job_id`. job_id:
     None until Slurm has told it. status: what Slurm said last; None before its first answer. is_cancelled_here: it was
-    this process that had Slurm end the job. step_until: a step that was just asked for may begin until then.
+    this process that had Slurm end the job. is_led: this process leads the run, and does not only look. step_until: a
+    step that was just asked for may begin until then.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class SlurmJob(WatchedJob):
         super().__init__(f"burst-{run.run_id}", poll_s)
         self.run, self.token, self.job_id, self._client = run, token, job_id, client or SlurmClient()
         self.status: JobStatus | None = None
-        self.is_cancelled_here = False
+        self.is_cancelled_here = self.is_led = False
         self.step_until = 0.0
         self._running_at: float | None = None
         self._ended_at: float | None = None
@@ -113,7 +115,7 @@ class SlurmJob(WatchedJob):
         status = self.status
         if status is None:
             return None
-        if status.state in ("TIMEOUT", "PREEMPTED", "DEADLINE", "BOOT_FAIL"):
+        if status.state in ("TIMEOUT", "PREEMPTED", "DEADLINE", "BOOT_FAIL", AGAIN):
             return Failure("launcher", f"Slurm: {status.state}", self.describe_end(), log=str(self.log))
         if status.state == "NODE_FAIL":
             host = self._lost[0] if self._lost else None
@@ -153,6 +155,14 @@ class SlurmJob(WatchedJob):
         is_late = time.monotonic() > self._running_at + _SILENT_S
         return f"{self.title} runs; its nodes prepare" + (f", for long: see {self.log}" if is_late else "")
 
+    def close(self) -> None:
+        """Ask no more. The job goes on, unless Slurm would run it again: who leads the run says what comes next."""
+        is_again = self.status is not None and self.status.state == AGAIN
+        if is_again and self.is_led and self.job_id is not None and not self._is_closed:
+            with contextlib.suppress(SchedulerError):
+                self._client.cancel(self.job_id)
+        super().close()
+
     # --- asking ---------------------------------------------------------------------------------------------------
 
     def look(self) -> bool:
@@ -181,7 +191,9 @@ class SlurmJob(WatchedJob):
         if self.job_id is None:
             return JobStatus(GONE, _NEVER)
         status = self._client.query(self.job_id)
-        return self._step_status(status, self.job_id) if self.is_step and status.phase != "ended" else status
+        if self.is_step:
+            return status if status.phase == "ended" else self._step_status(status, self.job_id)
+        return replace(status, state=AGAIN) if status.restarts else status  # every attempt is a job of its own
 
     def _step_status(self, allocation: JobStatus, job_id: str) -> JobStatus:
         """How srun within an allocation does: it has a step there, or has none yet, or none any more."""
@@ -239,6 +251,7 @@ def submit_job(run: RunFolder, settings: SlurmConfig, environment: Mapping[str, 
 def _start_step(run_path: Path, token: str, allocation: str, environment: Mapping[str, str]) -> None:
     """Run the batch file in a session of its own, which outlives this process."""
     inherited = {name: value for name, value in environment.items() if name.startswith("SLURM_")}
+    inherited.pop(RESTART_VARIABLE, None)  # that of the allocation says nothing of the run
     with (run_path / f"{LOG_PREFIX}{allocation}.log").open("ab") as log:
         process = subprocess.Popen(
             ("bash", run_path / SCRIPT_FILE, token),
@@ -320,7 +333,8 @@ class SlurmLink(LocalLink):
         return status
 
     def beat(self) -> None:
-        """Nothing: a job does not end with its launcher."""
+        """Note that somebody leads the run; the job does not end with its launcher."""
+        self._job.is_led = True
 
     def stop(self, cause: str, grace_s: float) -> None:
         """Ask the supervisor for the end; where it does not come, have Slurm end the job."""

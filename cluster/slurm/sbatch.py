@@ -24,6 +24,7 @@ from engine.config.settings import RunConfig
 SCRIPT_FILE = "job.sbatch"
 TOKEN_FILE = "slurm.token"
 LOG_PREFIX = "slurm-"
+RESTART_VARIABLE = "SLURM_RESTART_COUNT"  # is set where Slurm runs a job again
 NOT_SHARED = 66  # exit code: a node does not see the launcher's run folder
 WARNING_S = 60  # before the time limit, beside what the ranks may take to save: Slurm looks twice a minute
 PEER_WAIT_S = 60  # once a node's task has ended well, the others have so long
@@ -55,8 +56,12 @@ def check_slurm_settings(cluster: ClusterConfig) -> None:
             f"cluster.container.runtime={cluster.container.runtime}: a job of Slurm starts ranks outside of containers "
             "only; cluster.launcher=ssh reaches nodes that have Docker"
         )
-    if slurm.gpus_per_node is None and cluster.backend == "auto":
-        problems.append("cluster.slurm.gpus_per_node=null: say how many GPUs a node has; 0: ranks compute on the CPU")
+    is_nccl = cluster.backend == "nccl" and cluster.ranks_per_node is not None  # by GPUs that slurm.options ask for
+    if slurm.gpus_per_node is None and cluster.backend != "gloo" and not is_nccl:
+        problems.append(
+            "cluster.slurm.gpus_per_node=null: say how many GPUs a node has (`sinfo --format='%P %G'` shows that of "
+            "every partition); 0: ranks compute on the CPU"
+        )
     if cluster.nodes is not None:
         try:
             parse_nodes(cluster.nodes, "cluster.nodes")
@@ -74,7 +79,7 @@ def sbatch_text(
     *,
     python: str = sys.executable,
 ) -> str:
-    """The text of the batch file; it holds no secret, and Slurm runs the job once.
+    """The text of the batch file; it holds no secret, and in one job ranks are started once.
 
     facts: of this machine, whose folders the nodes share. python: which runs the tasks of the nodes. module: of ranks.
     """
@@ -105,7 +110,7 @@ def _directives(config: RunConfig, run_path: Path) -> Iterator[str]:
         yield f"--time={slurm.time_limit}"
     if cluster.nodes is not None:
         yield f"--nodelist={_slurm_nodes(cluster.nodes)}"
-    yield "--no-requeue"  # who begins again is burst: from a checkpoint, and not after every mistake
+    yield "--requeue" if cluster.max_restarts else "--no-requeue"
     if save_s is not None:
         yield f"--signal=B:USR1@{math.ceil(save_s) + WARNING_S}"
     yield "--open-mode=append"
@@ -135,6 +140,9 @@ def _steps(config: RunConfig, python: str, run: str, run_id: str, module: str) -
     srun = f"srun {shlex.join(_srun_options(config, run_id))} \\\n    "
     srun += f'{python} -m cluster.slurm.node_task {run} "$1" {module}'
     limit = f'{python} -m cluster.slurm.time_limit {run} "$token"'
+    if config.cluster.max_restarts:
+        yield "# Slurm runs the job again, which lost a node or was preempted: the next attempt is a job of its own."
+        yield f'[ -z "${RESTART_VARIABLE}" ] || exec {python} -m cluster.slurm.time_limit {run} "$1" go-on'
     if _save_s(config) is None:
         yield f"exec {srun}"
         return

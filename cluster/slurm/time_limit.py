@@ -1,11 +1,12 @@
 """python -m cluster.slurm.time_limit RUN TOKEN WORD, in the batch file of a job whose time is nearly up.
 
-stop: the supervisors are asked for the end, so that ranks save. go-on: they have ended; where no launcher is there to
-do so, the next attempt is begun as a new job, unless this one has saved nothing.
+stop: the supervisors are asked for the end, so that ranks save. go-on: they have ended, or Slurm runs the job again;
+where no launcher is there to do so, the next attempt is begun as a new job, as often as a launcher would.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from engine.config.errors import BurstError
 from engine.runs.folder import RunFolder
 
 _BEGIN_S = WARNING_S / 2
+_LAUNCHER_S = 10.0  # a launcher pauses before the next attempt, and nobody leads the run meanwhile
 
 
 def main(arguments: list[str], environment: Mapping[str, str]) -> int:
@@ -33,9 +35,9 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     try:
         if read_token(run.path) != token:
             raise ClusterError(f"{run.path} has been given to another job since")
-        if word == "go-on":
-            return _go_on(run, environment)
         plan = read_launch_plan(run.path)
+        if word == "go-on":
+            return _go_on(run, environment) if _may_go_on(run, token, plan.config.cluster.max_restarts) else 0
         for node in _begun_nodes(plan, run, token):
             request_stop(str(run.path), node.name, TIME_LIMIT, plan.config.train.checkpoint.stop_grace_s)
         return 0
@@ -54,11 +56,29 @@ def _begun_nodes(plan: LaunchPlan, run: RunFolder, token: str) -> tuple[NodePlan
     return granted.nodes
 
 
+def _may_go_on(run: RunFolder, token: str, max_restarts: int) -> bool:
+    """Whether nobody else begins the next attempt, or wants none, and not too many in a row have saved nothing."""
+    attempts = run.attempts()
+    idle = len(list(itertools.takewhile(lambda attempt: not _has_saved(attempt), reversed(attempts))))
+    if idle + (idle < len(attempts)) > max_restarts:
+        print(f"burst: no further checkpoint after {max_restarts} restarts in a row", file=sys.stderr)
+        return False
+    deadline = time.monotonic() + _LAUNCHER_S
+    while read_token(run.path) == token and find_controller(run) is None:
+        if read_cancel(run) is not None or run.read_state()["state"] in ("cancelled", "completed"):
+            return False
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def _has_saved(attempt: RunFolder) -> bool:
+    return any(event.get("kind") == "checkpoint" for event in attempt.read_events())
+
+
 def _go_on(run: RunFolder, environment: Mapping[str, str]) -> int:
     """The exit code of `burst resume`, which returns once the new job is in the queue."""
-    has_saved = any(event.get("kind") == "checkpoint" for event in run.read_events())
-    if not has_saved or read_cancel(run) is not None or find_controller(run) is not None:
-        return 0
     # It must not believe itself in an allocation that is to be used.
     outside = {
         name: value for name, value in environment.items() if not name.startswith("SLURM_") or name == CONF_VARIABLE

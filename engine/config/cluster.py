@@ -55,7 +55,10 @@ class SlurmConfig:
 
     time_limit: str | None = setting(None, "[DAYS-]HH:MM:SS")
     gpus_per_node: int | None = setting(
-        None, "GPUs per node; 0: ranks compute on the CPU; null: with cluster.backend only", "devices", at_least=0
+        None,
+        "GPUs per node; 0: ranks compute on the CPU; null: with backend=gloo, or nccl and ranks_per_node",
+        "devices",
+        at_least=0,
     )
     options: tuple[str, ...] = setting(
         (), "further options of sbatch, such as --partition=gpu; --cpus-per-task=N: no whole nodes"

@@ -184,6 +184,22 @@ def test_a_failed_job_is_explained_by_the_line_of_its_log_that_says_most(tmp_pat
     assert words in job.describe_end()
 
 
+@pytest.mark.parametrize(("token", "is_led"), [("abc", True), ("abc", False), ("step-abc", True)])
+def test_a_job_that_slurm_requeues_has_ended_and_is_cancelled_by_who_leads_the_run(fake, tmp_path, token, is_led):
+    fake("squeue", "echo 5.0 burst-x")
+    fake("scancel", 'echo "$@" >"$(dirname "$0")/cancelled"')
+    client = fake("scontrol", "echo 'JobId=5 JobState=PENDING Reason=BeginTime Requeue=1 Restarts=1 NodeList=(null)'")
+    job = SlurmJob(RunFolder(tmp_path / "x"), token, "5", client)
+    job.is_led = is_led
+    job.look()
+    job.close()
+
+    failure = job.failure()
+    assert job.has_ended() == (failure is not None) == (token == "abc")
+    assert failure is None or (failure.kind, "requeued" in failure.message) == ("launcher", True)
+    assert (tmp_path / "bin" / "cancelled").exists() == (token == "abc" and is_led)
+
+
 @pytest.mark.parametrize("status", [JobStatus("FAILED", signal=53), JobStatus("FAILED", exit_code=66)])
 def test_a_job_that_cannot_see_the_run_folder_is_told_what_it_needs(tmp_path, status):
     job = SlurmJob(RunFolder(tmp_path), "abc", "5")

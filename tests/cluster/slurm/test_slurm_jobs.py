@@ -10,8 +10,10 @@ from testkit.fake_run import Led
 from testkit.process_table import run_processes
 from testkit.waiting import wait_for
 
+from cluster.control.controller import settle
 from cluster.control.link import LaunchTiming
 from cluster.plan import read_launch_plan
+from cluster.slurm.plan import granted_plan, read_token
 from cluster.testbed.slurm import slurmd
 from engine.config.settings import CheckpointConfig
 
@@ -121,6 +123,35 @@ def test_the_time_limit_is_told_as_such(bench):
     assert outcome.failure is not None
     assert (outcome.status, outcome.exit_code) == ("failed", 1)
     assert "time limit" in outcome.failure.message
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_led", [True, False], ids=["marked down", "dead, without a launcher"])
+def test_a_run_that_may_restart_and_lost_a_node_goes_on_with_another(bench, is_led):
+    plan = bench.plan("saves", max_restarts=1)
+    led = Led(plan).begin() if is_led else None
+    run = led.run if led is not None else bench.leave_in_queue(plan)
+    wait_for(lambda: len(run.read_metrics()) == 5)
+    first, lost = job_id(run), bench.testbed.nodes[1]
+    try:
+        bench.mark_down(lost) if is_led else bench.lose(lost)
+        if led is None:  # Slurm lets two minutes pass
+            wait_for(lambda: run.read_state()["attempt"] == 2 and settle(run).state == "completed", timeout_s=400)
+        else:
+            failure = led.wait().failure
+            assert failure is not None
+            assert "requeued" in failure.message
+            assert "CANCELLED" in bench.client("scontrol", "show", "job", first)
+    finally:
+        if led is None:
+            slurmd(lost).start()
+
+    if led is None:
+        assert job_id(run) != first
+        granted = granted_plan(read_launch_plan(run.path), run, read_token(run.path) or "")  # a look may come first
+        assert granted is not None
+        assert tuple(node.name for node in granted.nodes) == names(bench)[::2]
+        assert [row["step"] for row in run.read_metrics()] == [1, 2, 3, 4, 5]
 
 
 def test_ranks_save_when_slurm_warns_of_its_time_limit(bench):

@@ -18,10 +18,11 @@ from testkit import PYTHON_PATH
 from cluster.env.facts import NodeEnvironmentFacts
 from cluster.errors import ClusterError
 from cluster.facts import probe_local_node
-from cluster.plan import LaunchPlan, PlanFileError, read_launch_plan
+from cluster.plan import LaunchPlan, PlanFileError, plan_text, read_launch_plan
 from cluster.plan_nodes import Site
 from cluster.slurm.node_task import MEETING_FILE, Place, main, node_address, prepare, read_place
 from cluster.slurm.plan import build_slurm_plan, granted_plan, slurm_site, write_granted
+from cluster.slurm.time_limit import main as time_limit
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import DataConfig, RunConfig
 from engine.runs.folder import RunFolder, create_run
@@ -105,6 +106,33 @@ def test_slurms_warning_of_the_time_limit_is_kept_for_nodes_that_have_not_begun(
         assert warning.wait(200) == 0
     stops = [json.loads((run / "nodes" / name / "stop.json").read_text()) for name in ("n1", "n2")]
     assert stops == [{"cause": "time limit", "grace_s": plan.config.train.checkpoint.stop_grace_s}] * 2
+
+
+@pytest.mark.parametrize(
+    ("saved", "state", "goes_on"),
+    [
+        pytest.param("", "failed", True, marks=pytest.mark.thorough),  # it waits for a launcher
+        ("-", "failed", False),
+        ("+-", "failed", False),
+        ("", "cancelled", False),
+    ],
+)
+def test_a_job_whose_launcher_is_gone_begins_the_next_attempt_as_a_launcher_would(plan, saved, state, goes_on, capfd):
+    """saved: whether earlier attempts did; this one has not."""
+    config = replace(plan.config, cluster=replace(plan.config.cluster, max_restarts=1))
+    plan = replace(plan, config=config)
+    run = RunFolder(Path(plan.run_path))
+    (run.path / "launch.json").write_text(plan_text(plan))
+    (run.path / "slurm.token").write_text("t\n")
+    for mark in (*saved, " "):
+        run.transition("starting")
+        if mark == "+":
+            run.append_event("checkpoint", step=1)
+        run.transition(state if mark == " " else "failed")
+    code = time_limit([plan.run_path, "t", "go-on"], {"PATH": "/nowhere", "PYTHONPATH": PYTHON_PATH})
+
+    assert ("it had ended" in capfd.readouterr().err) == goes_on
+    assert goes_on or code == 0
 
 
 def test_a_node_alone_needs_no_network_and_several_need_one():

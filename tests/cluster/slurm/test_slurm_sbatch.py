@@ -66,7 +66,8 @@ def test_a_job_is_warned_in_time_to_save_and_goes_on_where_it_may():
     )
     text = dict(plan_with(saving).files)["job.sbatch"]
 
-    assert {"--no-requeue", "--signal=B:USR1@151"} <= set(directives(text))
+    assert {"--requeue", "--signal=B:USR1@151"} <= set(directives(text))
+    assert "--no-requeue" not in text
     for word in ("stop", "go-on"):
         assert f'-m cluster.slurm.time_limit {RUN} "$token" {word}' in text
     assert "go-on" not in text_of(every_steps=5)
@@ -74,7 +75,24 @@ def test_a_job_is_warned_in_time_to_save_and_goes_on_where_it_may():
 
 
 def test_without_checkpoints_there_is_nothing_to_be_warned_for():
-    assert "--signal" not in text_of(max_restarts=1)
+    text = text_of(max_restarts=1)
+
+    assert "--requeue" in directives(text)
+    assert "--signal" not in text
+    assert "--no-requeue" in directives(text_of(every_steps=5))
+
+
+def test_a_job_that_slurm_runs_again_starts_no_ranks(tmp_path):
+    for name in ("srun", "py"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@"\n')
+        (tmp_path / name).chmod(0o755)
+    facts = node_facts(cwd=str(tmp_path))
+    text = sbatch_text(config_of(num_nodes=2, max_restarts=1), facts, tmp_path, python=str(tmp_path / "py"))
+    (tmp_path / TOKEN_FILE).write_text("t\n")
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_RESTART_COUNT": "1"}
+    done = subprocess.run(["bash", "-s", "t"], input=text, env=environment, capture_output=True, text=True, timeout=200)
+
+    assert done.stdout == f"py -m cluster.slurm.time_limit {tmp_path} t go-on\n", done.stderr
 
 
 @pytest.mark.parametrize(
@@ -239,9 +257,10 @@ def test_ranks_are_on_as_many_gpus_as_is_said(cluster, backend, local_ranks):
     assert not [line for line in directives(dict(plan.files)["job.sbatch"]) if "gpus" in line]
 
 
-def test_how_many_gpus_a_node_has_must_be_said():
-    with pytest.raises(ConfigError, match="say how many GPUs a node has"):
-        plan_of(num_nodes=2, backend="auto")
+@pytest.mark.parametrize("backend", ["auto", "nccl"])
+def test_how_many_gpus_a_node_has_must_be_said(backend):
+    with pytest.raises(ConfigError, match=r"say how many GPUs a node has .*sinfo"):
+        plan_of(num_nodes=2, backend=backend)
 
 
 def test_named_nodes_are_asked_for_by_name():
