@@ -112,8 +112,10 @@ class Feed:
         with contextlib.suppress(*_NO_ANSWER):
             while not is_over:
                 is_over = self._is_over.is_set()
-                self._relayed = int(program.ask(question, silence_s=_SILENCE_S)[0]["received"])
-                question = {}
+                said, _ = program.ask(question, silence_s=_SILENCE_S)
+                self._relayed, question = int(said["received"]), {}
+                if (note := one_line(str(said["note"]), 400)) and note not in self.notes:
+                    self.notes.append(note)
                 self._is_over.wait(_BEAT_S)
 
     def _count(self, size: int) -> None:

@@ -32,6 +32,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Final
 
 from cluster.ssh.hosts import Host
 from cluster.testbed.machine import MARK_VARIABLE, SYSTEM_PATH, Command, TestbedError
@@ -169,18 +170,20 @@ class Node:
     """The node `name` of a testbed, its `number`-th from 1."""
 
     def __init__(self, testbed: Testbed, name: str, number: int) -> None:
-        self.testbed, self.name, self.number = testbed, name, number
-        self.path = testbed.path / "nodes" / name
-        self.etc = self.path / "etc"  # files that it has in the place of this machine's: hosts, hostname, passwd, ...
-        self.ssh = self.path / "ssh"  # configuration, host key, log and pid file of its sshd
-        self.home = self.path / "home"  # of the SSH user
-        self.authorized_keys = self.home / ".ssh" / "authorized_keys"
-        self.docker = self.path / "docker"  # everything of its Docker engine
-        self.docker_socket = self.docker / "docker.sock"
-        self.bin = self.path / "bin"  # fake tools, first in PATH
-        self.run = testbed.path / "run" / name  # what of it is in memory
-        self.fake = self.run / "root"  # fake /sys, /proc, ...: what BURST_PROBE_ROOT names
-        self.namespace = NAMESPACES / f"{namespace_prefix(testbed.name)}{name}"  # of its network
+        self.testbed: Final = testbed
+        self.name: Final = name
+        self.number: Final = number
+        self.path: Final = testbed.path / "nodes" / name
+        self.etc: Final = self.path / "etc"  # what it has in the place of this machine's: hosts, hostname, passwd, ...
+        self.ssh: Final = self.path / "ssh"  # configuration, host key, log and pid file of its sshd
+        self.home: Final = self.path / "home"  # of the SSH user
+        self.authorized_keys: Final = self.home / ".ssh" / "authorized_keys"
+        self.docker: Final = self.path / "docker"  # everything of its Docker engine
+        self.docker_socket: Final = self.docker / "docker.sock"
+        self.bin: Final = self.path / "bin"  # fake tools, first in PATH
+        self.run: Final = testbed.path / "run" / name  # what of it is in memory
+        self.fake: Final = self.run / "root"  # fake /sys, /proc, ...: what BURST_PROBE_ROOT names
+        self.namespace: Final = NAMESPACES / f"{namespace_prefix(testbed.name)}{name}"  # of its network
 
     @property
     def address(self) -> str:

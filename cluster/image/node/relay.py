@@ -20,6 +20,7 @@ from cluster.agent.messages import Message, serve
 from cluster.image.node.registry import PIECE_BYTES, POLL_S, Blob, Door
 
 _CONNECT_S = 10.0
+_PAUSE_S = 0.1
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_USER_TIMEOUT, 3000))
 
 
@@ -31,15 +32,18 @@ class Relay:
         self._blobs: dict[str, Blob] = {}
         self._upstreams: list[tuple[str, int, bool]] = []
         self._fetching: set[str] = set()
-        self._lock = threading.Lock()
+        self._lock, self._note = threading.Lock(), ""
 
     def answer(self, asked: Message, data: bytes) -> tuple[Message, bytes]:
-        """First, where its doors are; then it learns whom to ask: (address, port, whether by TLS); then, what came."""
+        """First, where its doors are; then it learns whom to ask: (address, port, whether by TLS); then, what came.
+
+        note: what did not go as planned.
+        """
         if "blobs" in asked:
             return self._open(asked), b""
         if "upstreams" in asked:
             self._upstreams = [tuple(row) for row in asked["upstreams"]]
-        return {"received": sum(blob.have for blob in self._blobs.values())}, b""
+        return {"received": sum(blob.have for blob in self._blobs.values()), "note": self._note}, b""
 
     def _open(self, setup: Message) -> Message:
         self._setup, self._blobs = setup, {digest: Blob(size) for digest, size in setup["blobs"].items()}
@@ -58,8 +62,12 @@ class Relay:
 
         def accept() -> None:
             while True:
-                with contextlib.suppress(OSError):
+                try:
                     _thread(door.answer, listener.accept()[0])
+                except (OSError, RuntimeError) as error:  # noqa: PERF203
+                    # No files or threads are left: who waits is let in when there are some.
+                    self._note = f"its relay let nobody in for a while: {error}"
+                    time.sleep(_PAUSE_S)
 
         _thread(accept)
         return port

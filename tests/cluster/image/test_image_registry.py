@@ -13,11 +13,14 @@ import socket
 import ssl
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 import zstandard
 from testkit.image_rig import noise, saved_image, tar_of
 from testkit.local_connection import LocalConnection
+from testkit.waiting import wait_for
 
 from cluster.errors import ClusterError
 from cluster.image.archive import PackedImage, pack_archive, pack_image
@@ -231,6 +234,23 @@ def test_relays_pass_on_bytes_while_they_arrive_fetch_each_once_and_leave_out_th
     assert set(others) == {BODY}
     assert [one.sent_bytes for one in (first, second, third)] == [len(BODY), 0, 0]
     assert [one.received_bytes for one in (first, third)] == [len(BODY)] * 2  # known whole when a relay ends
+
+
+def test_a_relay_without_files_pauses_says_so_and_lets_in_who_waited(feed):
+    one = feed(blob_of(BODY), certificate=new_certificate())
+    relay = psutil.Process(one.connection.processes[0].popen.pid)
+    soft, hard = relay.rlimit(psutil.RLIMIT_NOFILE)
+    for limit in (soft, 4):  # who waits for a guest has a file for one
+        relay.rlimit(psutil.RLIMIT_NOFILE, (limit, hard))
+        assert ask(one.ports[0], path_of(BODY))[1] == BODY
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(ask, one.ports[0], path_of(BODY))
+        wait_for(lambda: any("Too many open files" in note for note in one.notes), lambda: str(one.notes), 20)
+        before = relay.cpu_times().user
+        time.sleep(1.0)
+        assert relay.cpu_times().user - before < 0.2
+        relay.rlimit(psutil.RLIMIT_NOFILE, (soft, hard))
+        assert waiting.result()[1] == BODY
 
 
 def given_up() -> Blob:
