@@ -141,10 +141,10 @@ def test_masks_and_methods_are_tried_before_ranks_start(
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["memory.device_bytes=2000000"], ["a rank needs ", "1.91 MiB of ", "Largest: ", "--force"]),
+        (["memory.device_bytes=200000"], ["a rank needs ", "195 KiB of ", "Largest: ", "--force"]),
         (
-            ["memory.host_bytes=8000000", "memory.activation_checkpoint=auto"],
-            ["more than the 1.91 MiB", "What helps: ", "a smaller model: weights, gradients and"],
+            ["memory.host_bytes=800000", "memory.activation_checkpoint=auto"],
+            ["more than the 195 KiB", "What helps: ", "a smaller model: weights, gradients and"],
         ),
     ],
 )
