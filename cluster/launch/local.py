@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,24 +42,12 @@ class LocalLink(AskedLink):
         self._ask()
 
 
-@dataclass(frozen=True)
-class LocalSurvey(Survey):
-    """This machine."""
-
-    config: RunConfig
-    facts: MachineFacts
-    module: str
-
-    def plan(self, config: RunConfig, run_path: Path) -> LaunchPlan:
-        return build_local_plan(config, self.facts, run_path, module=self.module)
-
-
 class LocalRunner(Runner):
     """Ranks of this machine."""
 
     is_here = True
 
-    def survey(self, config: RunConfig, asked: Asked) -> LocalSurvey:
+    def survey(self, config: RunConfig, asked: Asked) -> Survey:
         cluster = config.cluster
         if cluster.nodes is not None:  # better no run than one that quietly uses this machine in place of those
             raise ConfigError(f"cluster.nodes={cluster.nodes} names other machines; add cluster=local to run here")
@@ -74,7 +62,8 @@ class LocalRunner(Runner):
                 "of containers only. Add cluster.container.runtime=bare, run `burst launch` inside the image, or name "
                 "this machine with --hosts, so that it is reached by SSH"
             )
-        return LocalSurvey(config, local_facts(config), asked.module)
+        facts = local_facts(config)
+        return Survey(config, lambda config, path: build_local_plan(config, facts, path, module=asked.module))
 
     def links(self, plan: LaunchPlan, run: RunFolder) -> list[NodeLink]:
         return [LocalLink(run.path, node.name) for node in plan.nodes]
@@ -99,28 +88,26 @@ def build_local_plan(
     site = Site(facts.hostname, _ADDRESS, str(run_path), facts.python, facts.python_path, facts.cwd, more=(loopback,))
     builder = NodesBuilder(resolved, backend, run_path.name, 1, module)
     node = builder.node(0, site, Rendezvous(_ADDRESS, None))
-    files = ((node.env_file, builder.environment_text(node)), ("plan.sh", plan_script(node, run_path)))
+    files = ((node.env_file, builder.environment_text(node)), ("plan.sh", _script(node, run_path)))
     # Whoever gives each run GPUs of its own may start several.
     exclusive = backend.name == "nccl" and not facts.has_chosen_gpus
     return assemble_plan("local", resolved, run_path, (node,), backend, *files, is_exclusive=exclusive)
 
 
-def plan_script(node: NodePlan, run_path: Path) -> str:
+def _script(node: NodePlan, run_path: Path) -> str:
     """The text of plan.sh: the same folder, environment and command as `burst launch`, without live progress."""
-    return "\n".join(
-        [
-            "#!/bin/sh",
-            f"# Run {run_path.name}: starts {node.local_ranks} ranks on {shlex.quote(node.name)}.",
-            f"# Output of the ranks: {shlex.quote(node.log_dir)}",
-            "set -eu",
-            f"cd {shlex.quote(node.cwd)}",
-            "set -a",
-            f". {shlex.quote(str(run_path / node.env_file))}",
-            "set +a",
-            f"exec {shlex.join(node.argv)}",
-            "",
-        ]
-    )
+    name, log_dir, cwd = map(shlex.quote, (node.name, node.log_dir, node.cwd))
+    return f"""\
+#!/bin/sh
+# Run {run_path.name}: starts {node.local_ranks} ranks on {name}.
+# Output of the ranks: {log_dir}
+set -eu
+cd {cwd}
+set -a
+. {shlex.quote(str(run_path / node.env_file))}
+set +a
+exec {shlex.join(node.argv)}
+"""
 
 
 RUNNER = LocalRunner()

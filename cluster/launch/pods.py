@@ -21,7 +21,7 @@ from cluster.control.link import NodeLink, NodeStatus, Phase
 from cluster.failure import Failure
 from cluster.launch.manifest import CONTAINER, JOB_FILE, job_name, resource_of
 from cluster.launch.pod import DOCUMENTS, MARK, RECORDS, pod_node
-from cluster.launch.scheduler import Granted, SchedulerError, WatchedJob, run_client
+from cluster.launch.scheduler import SchedulerError, WatchedJob, run_client
 from cluster.plan import LaunchPlan, NodePlan
 from cluster.plan_nodes import RUN_LABEL
 from cluster.remote_text import one_line
@@ -29,13 +29,14 @@ from engine.config.cluster import KubernetesConfig
 from engine.runs.folder import RunFolder
 from engine.runs.records import parse_line, read_json_object, replace_json
 
-TIMEOUT_S = 30.0
+_TIMEOUT_S = 30.0
 _INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 # What a container waits for that comes by itself.
 _STARTS = ("ContainerCreating", "PodInitializing")
 _SILENT = re.compile(r"was refused|Unable to connect|timed? ?out|no such host|connection reset|TLS handshake", re.I)
 _NO_CONTEXT = re.compile(r"context was not found|current-context is not set|localhost:8080")
 _NO_KIND = re.compile(r"doesn't have a resource type|no matches for kind|could not find the requested resource")
+_PROJECT = {"JobSet": "JobSet (sigs.k8s.io/jobset)", "TrainJob": "Kubeflow Trainer"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Kubectl:
 
     settings: KubernetesConfig
 
-    def run(self, *words: str, stdin: str = "", timeout_s: float = TIMEOUT_S) -> str:
+    def run(self, *words: str, stdin: str = "", timeout_s: float = _TIMEOUT_S) -> str:
         """What it printed. Raises SchedulerError, also of kind context or crd, which says what to do."""
         places = (("--context", self.settings.context), ("--namespace", self.settings.namespace))
         argv = ("kubectl", *(f"{name}={value}" for name, value in places if value is not None), *words)
@@ -67,26 +68,24 @@ class Kubectl:
         """Delete the job; its pods get SIGTERM and their grace, or none."""
         # Foreground: the job is gone once its pods are, which bear the label of the next attempt's, too.
         words = ("--ignore-not-found", "--cascade=foreground", f"--wait={str(wait).lower()}")
-        self.run("delete", resource_of(self.settings), job_name(run_id), *words, timeout_s=180 if wait else TIMEOUT_S)
+        self.run("delete", resource_of(self.settings), job_name(run_id), *words, timeout_s=180 if wait else _TIMEOUT_S)
         if at_once:
             self.run("delete", "pods", f"--selector={RUN_LABEL}={run_id}", "--grace-period=0", "--force", *words)
 
     def _error(self, verb: str, said: str) -> SchedulerError:
         kind, named = self.settings.kind, self.settings.context
+        last = said[-200:]  # before it stand kubectl's own tries, in its log's format
         if _NO_CONTEXT.search(said):
             which = "no context" if named is None else f"no context {named}"
             text = f"kubectl has {which}: set cluster.kubernetes.context to one of `kubectl config get-contexts`"
-            return SchedulerError("context", f"{text} ({_last(said)})")
+            return SchedulerError("context", f"{text} ({last})")
         if _NO_KIND.search(said):
             other = "TrainJob" if kind == "JobSet" else "JobSet"
             text = f"the cluster has no {kind} ({resource_of(self.settings)}): install {_PROJECT[kind]}, or set "
-            return SchedulerError("crd", f"{text}cluster.kubernetes.kind={other} ({_last(said)})")
+            return SchedulerError("crd", f"{text}cluster.kubernetes.kind={other} ({last})")
         if _SILENT.search(said):
-            return SchedulerError("silent", f"the cluster does not answer kubectl {verb}: {_last(said)}")
+            return SchedulerError("silent", f"the cluster does not answer kubectl {verb}: {last}")
         return SchedulerError("refused", f"kubectl {verb}: {said[-500:]}")
-
-
-_PROJECT = {"JobSet": "JobSet (sigs.k8s.io/jobset)", "TrainJob": "Kubeflow Trainer"}
 
 
 @dataclass(frozen=True)
@@ -125,10 +124,9 @@ class Answer:
 
 def read_answer(text: str) -> Answer:
     """The answer of `kubectl get KIND,pods -o json`. Raises SchedulerError for what makes no sense."""
+    conditions, pods = None, dict[int, Pod]()
     try:
-        items = json.loads(text)["items"]
-        conditions, pods = None, dict[int, Pod]()
-        for item in items:
+        for item in json.loads(text)["items"]:
             if item["kind"] != "Pod":
                 found = item.get("status", {}).get("conditions", ())
                 true = (each for each in found if each.get("status") == "True")
@@ -139,44 +137,35 @@ def read_answer(text: str) -> Answer:
                 if pod.index not in pods or pod.phase != "ended":
                     pods[pod.index] = pod
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SchedulerError(
-            "refused", f"kubectl get: its answer makes no sense: {one_line(str(error), 200)}"
-        ) from error
+        said = f"kubectl get: its answer makes no sense: {one_line(str(error), 200)}"
+        raise SchedulerError("refused", said) from error
     return Answer(conditions, pods)
 
 
 def _pod(index: int, item: Mapping[str, Any]) -> Pod:
     status, name = item.get("status", {}), one_line(item["metadata"]["name"], 253)
     host = one_line(str(item.get("spec", {}).get("nodeName", "")), 253)
-    containers = [each for each in status.get("containerStatuses", ()) if each.get("name") == CONTAINER]
-    state = containers[0].get("state", {}) if containers else {}
+    own = (each for each in status.get("containerStatuses", ()) if each.get("name") == CONTAINER)
+    container: Mapping[str, Any] = next(own, {})
+    state = container.get("state", {})
     # A runtime may have its containers begun again in place: for a run that is the end all the same.
-    restarted = containers[0].get("lastState", {}).get("terminated") if containers else None
-    ended = state.get("terminated") or restarted
+    ended = state.get("terminated") or container.get("lastState", {}).get("terminated")
     if ended is not None or status.get("phase") in ("Succeeded", "Failed"):
-        ended = ended or {}
         # An eviction is said of the pod, what a container met of the container.
-        reason, source = (status["reason"], status) if status.get("reason") else (ended.get("reason", ""), ended)
-        code = ended.get("exitCode", 0 if status.get("phase") == "Succeeded" else None)
-        words = (one_line(str(reason), 100), one_line(str(source.get("message", "")), 500))
+        said = status if status.get("reason") else ended or {}
+        code = (ended or {}).get("exitCode", 0 if status.get("phase") == "Succeeded" else None)
+        words = (one_line(str(said.get("reason", "")), 100), one_line(str(said.get("message", "")), 500))
         return Pod(index, name, "ended", host, code if isinstance(code, int) else None, *words)
     if "running" in state:
         return Pod(index, name, "running", host)
     waiting = state.get("waiting", {})
-    if (waiting.get("reason") or _STARTS[0]) not in _STARTS:
-        trouble = f"{waiting['reason']}: {waiting.get('message', 'no more is said')}"
-        return Pod(index, name, "waiting", host, trouble=one_line(trouble, 500), is_stuck=True)
-    unmet = [each for each in status.get("conditions", ()) if each.get("status") == "False"]
-    scheduled = next((each for each in unmet if each.get("type") == "PodScheduled"), None)
-    if scheduled is not None:
-        trouble = f"{scheduled.get('reason', 'Unschedulable')}: {scheduled.get('message', 'no more is said')}"
-        return Pod(index, name, "waiting", host, trouble=one_line(trouble, 500))
-    return Pod(index, name, "waiting", host, trouble=one_line(str(waiting.get("reason", "")), 100))
-
-
-def _last(said: str) -> str:
-    """The end of what kubectl said: before it stand its own tries, in its log's format."""
-    return said[-200:]
+    unmet = (each for each in status.get("conditions", ()) if each.get("status") == "False")
+    unscheduled = next((each for each in unmet if each.get("type") == "PodScheduled"), None)
+    trouble, is_stuck = str(waiting.get("reason", "")), bool(waiting.get("reason")) and waiting["reason"] not in _STARTS
+    if is_stuck or unscheduled is not None:
+        told = waiting if is_stuck or unscheduled is None else unscheduled
+        trouble = f"{told.get('reason', 'Unschedulable')}: {told.get('message', 'no more is said')}"
+    return Pod(index, name, "waiting", host, trouble=one_line(trouble, 500), is_stuck=is_stuck)
 
 
 # `kubectl logs --prefix --timestamps`: kubelets write times with nine digits, so they are in order as texts.
@@ -186,30 +175,20 @@ _ERROR = re.compile(r"rank\d{4,9}\.error\.json")
 _FETCHED = "fetched.json"
 
 
-def split_logs(text: str) -> dict[str, list[tuple[str, str]]]:
-    """By name of the pod: (time, line), in order; what no pod said is left out."""
-    lines: dict[str, list[tuple[str, str]]] = {}
-    for line in text.split("\n"):
-        if found := _LINE.fullmatch(line):
-            lines.setdefault(found[1], []).append((found[2], found[3]))
-    return lines
-
-
 class PodFiles:
     """The files of one node, its pod's lines so far. A pod of a later attempt has another name, and begins anew."""
 
     def __init__(self, run: RunFolder, node: NodePlan) -> None:
         self._run, self._node = run, node
-        self._folder, self._logs = run.path / "nodes" / run.log_dir(node.name).name, run.log_dir(node.name)
-        for folder in (self._folder, self._logs):
+        self.folder, self._logs = run.path / "nodes" / run.log_dir(node.name).name, run.log_dir(node.name)
+        for folder in (self.folder, self._logs):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            self._fetched = read_json_object(self._folder / _FETCHED) or {}
-        except (OSError, ValueError):
-            self._fetched = {}
+        self._fetched: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            self._fetched = read_json_object(self.folder / _FETCHED) or {}
 
     def take(self, pod: str, lines: list[tuple[str, str]]) -> None:
-        """Write those of the pod's lines that are new. Raises OSError."""
+        """Write those of the pod's (time, line) that are new. Raises OSError."""
         before, count = self._fetched.get(pod, ("", 0))
         # Some runtimes give all lines of one write the same time.
         first = next((at for at, (time, _) in enumerate(lines) if time >= before), len(lines))
@@ -225,18 +204,12 @@ class PodFiles:
                 file.write("".join(f"{text}\n" for text in texts))
         last = new[-1][0]
         self._fetched = {pod: (last, sum(time == last for time, _ in lines))}
-        replace_json(self._folder / _FETCHED, self._fetched)
-
-    def note(self, name: str, document: dict[str, object]) -> None:
-        """Leave a document about the node, for whoever looks at the run. Raises OSError."""
-        replace_json(self._folder / name, document)
+        replace_json(self.folder / _FETCHED, self._fetched)
 
     def _place(self, line: str) -> tuple[Path, str] | None:
         """(the log to which the text is added, the text); None where the line is dealt with."""
-        if found := _OF_RANK.fullmatch(line):
-            rank = int(found[1])
-            if self._node.first_rank <= rank < self._node.first_rank + self._node.local_ranks:
-                return self._run.log_path(self._node.name, rank), found[2]
+        if (found := _OF_RANK.fullmatch(line)) and int(found[1]) in self._node.ranks:
+            return self._run.log_path(self._node.name, int(found[1])), found[2]
         mark, _, rest = line.partition(" ")
         name, _, text = rest.partition(" ")
         if mark != MARK:
@@ -248,28 +221,28 @@ class PodFiles:
         if name in RECORDS and is_first:
             return self._run.path / name, text
         if name in DOCUMENTS and is_first:
-            folder = self._folder if name == DOCUMENTS[0] else self._run.path
-            replace_json(folder / name, document)
+            replace_json((self.folder if name == DOCUMENTS[0] else self._run.path) / name, document)
         elif _ERROR.fullmatch(name):
             replace_json(self._logs / name, document)
         return None
 
 
-POLL_S = 2.0
-STUCK_S = 60.0  # an image that cannot be pulled, and the like
 _OVERLAP_S = 30  # of two looks at the logs
 _STOP_MARGIN_S = 10.0
 _AT_ONCE = 16
 
 
 class KubernetesJob(WatchedJob):
-    """One attempt of a run as the cluster knows it, asked by a thread; all links share it."""
+    """One attempt of a run as the cluster knows it, asked by a thread; all links share it.
 
-    def __init__(self, plan: LaunchPlan, run: RunFolder, poll_s: float = POLL_S, stuck_s: float = STUCK_S) -> None:
-        super().__init__(job_name(plan.run_id), poll_s)
-        self.plan, self.run = plan, run
-        self._kubectl = Kubectl(plan.config.cluster.kubernetes)
-        self._stuck_s = stuck_s
+    stuck_s: after how long an image that cannot be pulled, and the like, ends the run.
+    """
+
+    error = "KubernetesError"
+
+    def __init__(self, plan: LaunchPlan, run: RunFolder, poll_s: float = 2.0, stuck_s: float = 60.0) -> None:
+        super().__init__(run, poll_s)
+        self._nodes, self._kubectl, self._stuck_s = plan.nodes, Kubectl(plan.config.cluster.kubernetes), stuck_s
         self._files = {node.node_rank: PodFiles(run, node) for node in plan.nodes}
         self._answer: Answer | None = None
         self._pods: dict[int, Pod] = {}  # as last seen, also after they are gone
@@ -280,10 +253,26 @@ class KubernetesJob(WatchedJob):
         self._stop_cause: str | None = None
         self._term_due = self._at_once = False
 
-    def submit(self) -> None:
-        """Create the job, in the place of that of an earlier attempt. Raises SchedulerError."""
-        self._kubectl.delete(self.plan.run_id, wait=True)
-        self._kubectl.run("create", "--output=name", f"--filename={self.run.path / JOB_FILE}")
+    @property
+    def end_command(self) -> str:
+        return f"kubectl delete {resource_of(self._kubectl.settings)} {self.name}"
+
+    def begin(self, *, start: bool) -> None:
+        """Create the job, in the place of that of an earlier attempt."""
+        if start:
+            try:
+                self._kubectl.delete(self.run.run_id, wait=True)
+                self._kubectl.run("create", "--output=name", f"--filename={self.run.path / JOB_FILE}")
+            except SchedulerError:
+                with contextlib.suppress(SchedulerError):
+                    self._kubectl.delete(self.run.run_id, at_once=True)  # should it have been created all the same
+                raise
+        else:
+            self.look()  # what runs is to be stopped in order, should somebody wait for that
+        self.run.record(job=self.name)
+
+    def link(self, node: NodePlan) -> PodLink:
+        return PodLink(self, node)
 
     def close(self) -> None:
         super().close()
@@ -292,34 +281,32 @@ class KubernetesJob(WatchedJob):
 
     # --- while it waits: see `WatchedJob` -------------------------------------------------------------------------
 
-    def granted(self, plan: LaunchPlan) -> Granted | None:
+    def granted(self, plan: LaunchPlan) -> LaunchPlan | None:
         """Once every pod has begun; with a pod that has ended already, the controller sees to the rest."""
         phases = [pod.phase for pod in self._pods.values()]
-        if "ended" not in phases and phases.count("running") < len(plan.nodes):
-            return None
-        return plan, [PodLink(self, node) for node in plan.nodes]
+        return plan if "ended" in phases or phases.count("running") == len(plan.nodes) else None
 
     def refusal(self) -> Failure | None:
         stuck = next((pod for pod in self._pods.values() if pod.is_stuck), None)
         self._stuck_at = None if stuck is None else self._stuck_at or time.monotonic()
         if stuck is not None and time.monotonic() > (self._stuck_at or 0.0) + self._stuck_s:
             with contextlib.suppress(SchedulerError):
-                self._kubectl.delete(self.plan.run_id, at_once=True)
+                self._kubectl.delete(self.run.run_id, at_once=True)
             node = pod_node(stuck.index)
             return Failure("start", stuck.trouble.partition(":")[0], f"pod {stuck.name}: {stuck.trouble}", host=node)
         if self._answer is not None and self._answer.conditions is None:
-            return Failure("start", "KubernetesError", f"{self.name} is gone: somebody deleted it")
-        if self._answer is not None and self._answer.conditions is not None and "Failed" in self._answer.conditions:
-            return Failure("start", "KubernetesError", f"{self.name} failed: {self._answer.conditions['Failed']}")
+            return Failure("start", self.error, f"{self.name} is gone: somebody deleted it")
+        if "Failed" in self._conditions:
+            return Failure("start", self.error, f"{self.name} failed: {self._conditions['Failed']}")
         return None
 
     def waits_for(self) -> str:
         if self.problem is not None:
             return self.problem
-        if self._answer is not None and "Suspended" in (self._answer.conditions or {}):
+        if "Suspended" in self._conditions:
             return f"{self.name} is suspended: it waits in its queue"
-        told = [f"{pod.name}: {pod.trouble}" for pod in self._pods.values() if pod.trouble]
-        return told[0] if told else f"{self.name} waits for its pods"
+        told = (f"{pod.name}: {pod.trouble}" for pod in self._pods.values() if pod.trouble)
+        return next(told, f"{self.name} waits for its pods")
 
     def cancel(self) -> None:
         self.stop("cancel", 0.0)
@@ -327,9 +314,9 @@ class KubernetesJob(WatchedJob):
     def has_ended(self) -> bool:
         return self._answer is not None and self._answer.conditions is None and not self._answer.pods
 
-    def leftover(self) -> str:
-        what = f"{resource_of(self._kubectl.settings)} {self.name}"
-        return f"{self.name} has not ended ({self.problem or 'no answer'}); `kubectl delete {what}`"
+    @property
+    def _conditions(self) -> Mapping[str, str]:
+        return (self._answer.conditions if self._answer is not None else None) or {}
 
     # --- while it runs --------------------------------------------------------------------------------------------
 
@@ -343,29 +330,32 @@ class KubernetesJob(WatchedJob):
 
     def status(self, node: NodePlan) -> NodeStatus:
         """What is known of a node. kubectl that does not answer is a problem, but no loss: the pods go on."""
-        pod, answer = self._pods.get(node.node_rank), self._answer
+        pod, answer, cause = self._pods.get(node.node_rank), self._answer, self._stop_cause
         if answer is None or (pod is None and answer.conditions is not None):
             return NodeStatus(node.name, "starting", problem=self.problem)
         if pod is not None and pod.phase == "ended":
             is_synced = pod.name in self._synced or pod.index not in answer.pods
-            outcome = _outcome("exit" if self._stop_cause is None else "stop", self._stop_cause, pod.exit_code)
-            failure = pod.failure if self._stop_cause is None else None
+            outcome = {"cause": "stop" if cause else "exit", "stop_cause": cause, "exit_code": pod.exit_code}
+            failure = None if cause else pod.failure
             return NodeStatus(node.name, "ended", outcome, is_synced=is_synced, failure=failure)
         if pod is not None and node.node_rank in answer.pods:
-            running: Phase = "running" if self._stop_cause is None else "stopping"
-            return NodeStatus(node.name, running if pod.phase == "running" else "starting", problem=self.problem)
+            phase: Phase = "starting" if pod.phase == "waiting" else "stopping" if cause else "running"
+            return NodeStatus(node.name, phase, problem=self.problem)
         # Its pod is gone: deleted by us or by others, or by the job controller, because another one has failed.
-        others = [other for other in self._pods.values() if other.phase == "ended" and other.exit_code != 0]
-        by_job = "failure" if others or "Failed" in (answer.conditions or {}) else None
-        cause = self._stop_cause or by_job or ("kubectl delete" if answer.conditions is None else None)
+        has_failed = any(other.phase == "ended" and other.exit_code != 0 for other in self._pods.values())
+        if cause is None and (has_failed or "Failed" in self._conditions):
+            cause = "failure"
+        elif cause is None and answer.conditions is None:
+            cause = "kubectl delete"
         if cause is None:
             return NodeStatus(node.name, "lost", problem=f"its pod {pod.name if pod else ''} is gone")
-        return NodeStatus(node.name, "ended", _outcome("stop", cause, None), is_synced=True)
+        outcome = {"cause": "stop", "stop_cause": cause, "exit_code": None}
+        return NodeStatus(node.name, "ended", outcome, is_synced=True)
 
     def look(self) -> bool:
         try:
             self._heed_stop()
-            answer = self._kubectl.query(self.plan.run_id)
+            answer = self._kubectl.query(self.run.run_id)
             self._pods |= answer.pods
             try:
                 self._fetch(answer)
@@ -387,7 +377,7 @@ class KubernetesJob(WatchedJob):
             with ThreadPoolExecutor(_AT_ONCE) as threads:
                 list(threads.map(self._terminate, running))
         if self._is_end_due(_STOP_MARGIN_S):
-            self._kubectl.delete(self.plan.run_id, at_once=self._at_once)
+            self._kubectl.delete(self.run.run_id, at_once=self._at_once)
 
     def _terminate(self, pod: Pod) -> None:
         """SIGTERM to the pod's command: unlike a deleted pod, one that ends of it keeps what it said."""
@@ -403,29 +393,26 @@ class KubernetesJob(WatchedJob):
             return
         at = time.monotonic()
         since = () if self._logged_at is None else (f"--since={math.ceil(at - self._logged_at) + _OVERLAP_S}s",)
-        words = (f"--selector={RUN_LABEL}={self.plan.run_id}", f"--container={CONTAINER}", "--prefix", "--timestamps")
-        said = self._kubectl.run("logs", *words, "--tail=-1", "--ignore-errors", *since)
-        for name, lines in split_logs(said).items():
-            if name in begun:
-                self._files[begun[name].index].take(name, lines)
+        words = (f"--selector={RUN_LABEL}={self.run.run_id}", f"--container={CONTAINER}", "--prefix", "--timestamps")
+        lines: dict[str, list[tuple[str, str]]] = {name: [] for name in begun}
+        for line in self._kubectl.run("logs", *words, "--tail=-1", "--ignore-errors", *since).split("\n"):
+            if (found := _LINE.fullmatch(line)) and found[1] in begun:
+                lines[found[1]].append((found[2], found[3]))
+        for name, pod in begun.items():
+            self._files[pod.index].take(name, lines[name])
         self._logged_at = at
         self._synced |= {name for name, pod in begun.items() if pod.phase == "ended"}
 
     def _note(self) -> None:
         """What whoever looks at the run folder sees of the nodes."""
-        for node in self.plan.nodes if self._answer is not None else ():
-            status = self.status(node)
+        for node in self._nodes if self._answer is not None else ():
+            status, pod, folder = self.status(node), self._pods.get(node.node_rank), self._files[node.node_rank].folder
             if self._noted.get(node.node_rank) != status or status.phase == "running":
                 self._noted[node.node_rank] = status
-                pod = self._pods.get(node.node_rank)
-                place: dict[str, object] = {"phase": status.phase, "pod": pod and pod.name, "host": pod and pod.host}
-                self._files[node.node_rank].note("supervisor.json", place)
+                place = {"phase": status.phase, "pod": pod and pod.name, "host": pod and pod.host}
+                replace_json(folder / "supervisor.json", place)
                 if status.outcome is not None:
-                    self._files[node.node_rank].note("outcome.json", dict(status.outcome))
-
-
-def _outcome(cause: str, stop_cause: str | None, exit_code: int | None) -> Mapping[str, Any]:
-    return {"cause": cause, "stop_cause": stop_cause, "exit_code": exit_code}
+                    replace_json(folder / "outcome.json", dict(status.outcome))
 
 
 class PodLink(NodeLink):

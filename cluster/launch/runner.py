@@ -54,31 +54,22 @@ class Asked:
     module: str = "engine.train"
 
 
-class Survey(ABC):
-    """What is known of the machines of one launch.
+@dataclass(frozen=True)
+class Survey:
+    """What is known of the machines of one launch, and so what would be started there.
 
-    config: with paths as the ranks read them. warnings: what is odd. What is not abstract here is for launchers that
-    trust their machines and bring them nothing.
+    config: with paths as the ranks read them. plan: of a configuration and a run folder that is not yet there; raises
+    ConfigError. hardware: what every machine has at least; None: as much as this one. warnings: what is odd. complete:
+    a plan that nothing is added to any more, with the files that follow from all of it. prepare: bring to the machines
+    what they lack for a plan.
     """
 
     config: RunConfig
+    plan: Callable[[RunConfig, Path], LaunchPlan]
+    hardware: Hardware | None = None
     warnings: tuple[str, ...] = ()
-
-    @property
-    def hardware(self) -> Hardware | None:
-        """What every machine has at least; None: as much as this one."""
-        return None
-
-    @abstractmethod
-    def plan(self, config: RunConfig, run_path: Path) -> LaunchPlan:
-        """What would be started for `config`, with all that follows from the machines. Raises ConfigError."""
-
-    def complete(self, plan: LaunchPlan) -> LaunchPlan:
-        """`plan`, which nothing is added to any more, with the files that follow from all of it."""
-        return plan
-
-    def prepare(self, plan: LaunchPlan) -> None:  # noqa: B027 - not abstract
-        """Bring to the machines what they lack for `plan`."""
+    complete: Callable[[LaunchPlan], LaunchPlan] = lambda plan: plan
+    prepare: Callable[[LaunchPlan], None] = lambda plan: None
 
 
 class Runner(ABC):
@@ -99,7 +90,7 @@ class Runner(ABC):
         return plan
 
     @abstractmethod
-    def links(self, plan: LaunchPlan, run: RunFolder) -> list[NodeLink]:
+    def links(self, plan: LaunchPlan, run: RunFolder) -> Sequence[NodeLink]:
         """See `open_links`."""
 
     def await_nodes(
@@ -110,24 +101,23 @@ class Runner(ABC):
         return None
 
 
-def runner_named(name: str) -> Runner:
-    """The runner of launcher `name`."""
-    return cast(Runner, importlib.import_module(RUNNERS[name]).RUNNER)
-
-
 def runner_for(cluster: ClusterConfig) -> Runner:
     """The runner that these settings mean."""
-    return runner_named(cluster.resolved_launcher)
+    return _runner(cluster.resolved_launcher)
 
 
 def runner_of(plan: LaunchPlan) -> Runner:
     """The runner of the launcher that `plan` names."""
-    return runner_named(plan.launcher)
+    return _runner(plan.launcher)
 
 
-def open_links(plan: LaunchPlan, run: RunFolder) -> list[NodeLink]:
+def open_links(plan: LaunchPlan, run: RunFolder) -> Sequence[NodeLink]:
     """A link per node of `plan`, in its order; nothing is connected yet. Their user closes every one of them.
 
     Raises HostsError when SSH no longer knows a node, ClusterError when Slurm does not answer.
     """
     return runner_of(plan).links(plan, run)
+
+
+def _runner(name: str) -> Runner:
+    return cast(Runner, importlib.import_module(RUNNERS[name]).RUNNER)

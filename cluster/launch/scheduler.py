@@ -1,7 +1,5 @@
-"""What Slurm and Kubernetes have in common: a client program that may fail, a job that a thread asks about.
-
-Waits for the nodes of a job, or for the end of a run that got none.
-"""
+"""What Slurm and Kubernetes have in common: a client program that may fail, a job that a thread asks about, and waiting
+for the nodes of that job, or for the end of a run that got none."""
 
 from __future__ import annotations
 
@@ -10,16 +8,15 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Self
 
 from cluster.control.attempt import StopRequests, finish, read_cancel
 from cluster.control.link import INTERRUPTED, LaunchObserver, LaunchOutcome, Leftover, NodeLink
 from cluster.errors import ClusterError
 from cluster.failure import Failure
-from cluster.plan import LaunchPlan
+from cluster.launch.runner import Runner
+from cluster.plan import LaunchPlan, NodePlan
 from engine.runs.folder import RunFolder
 
-Granted = tuple[LaunchPlan, Sequence[NodeLink]]
 _TURN_S = 0.1
 _CANCEL_S = 15.0
 
@@ -62,13 +59,17 @@ def run_client(
 
 
 class WatchedJob(ABC):
-    """A job of a scheduler, asked about by a thread, because the commands take seconds. No call but `look` waits.
+    """The job of one attempt of `run`, asked about by a thread, because the commands take seconds. No call but `begin`
+    and `look` waits.
 
-    Several links share it. name: by which it can be found. problem: why the scheduler cannot be asked now.
+    Several links share it. name: by which it can be found. error: how a failure of the scheduler is called. problem:
+    why it cannot be asked now.
     """
 
-    def __init__(self, name: str, poll_s: float) -> None:
-        self.name, self._poll_s = name, poll_s
+    error = "SchedulerError"
+
+    def __init__(self, run: RunFolder, poll_s: float) -> None:
+        self.run, self.name, self._poll_s = run, f"burst-{run.run_id}", poll_s
         self.problem: str | None = None
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
@@ -80,13 +81,26 @@ class WatchedJob(ABC):
         """What people call it."""
         return self.name
 
+    @property
+    @abstractmethod
+    def end_command(self) -> str:
+        """What to type where the job does not end."""
+
+    @abstractmethod
+    def begin(self, *, start: bool) -> None:
+        """Submit the job; without `start` it is one that was submitted before. Raises ClusterError."""
+
     @abstractmethod
     def look(self) -> bool:
         """Do what is due, and ask; whether there is more to be asked. The thread calls it again and again."""
 
     @abstractmethod
-    def granted(self, plan: LaunchPlan) -> Granted | None:
-        """`plan` with the nodes that the job got, and links to them; None while it waits."""
+    def granted(self, plan: LaunchPlan) -> LaunchPlan | None:
+        """`plan` with the nodes that the job got; None while it waits."""
+
+    @abstractmethod
+    def link(self, node: NodePlan) -> NodeLink:
+        """To a node that it got."""
 
     @abstractmethod
     def refusal(self) -> Failure | None:
@@ -100,21 +114,16 @@ class WatchedJob(ABC):
     def has_ended(self) -> bool:
         """Whether the scheduler says so."""
 
-    @abstractmethod
-    def leftover(self) -> str:
-        """What to type where the job does not end."""
-
     def cancel(self) -> None:
         """Have the scheduler end the job."""
         self.end_after(0.0)
 
-    def watch(self) -> Self:
+    def watch(self) -> None:
         """Begin to ask, if that has not begun."""
         with self._lock:
             if self._thread is None and not self._is_closed:
                 self._thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
                 self._thread.start()
-        return self
 
     def end_after(self, seconds: float) -> None:
         """Have the scheduler end the job, after so many seconds; a later request may only bring that forward."""
@@ -144,21 +153,46 @@ class WatchedJob(ABC):
             self._wake.clear()
 
 
-def await_granted(
-    job: WatchedJob, plan: LaunchPlan, run: RunFolder, observer: LaunchObserver, stop: StopRequests
-) -> Granted | LaunchOutcome:
-    """The plan with the nodes that `job` got; or the outcome of a run that got none.
+class QueuedRunner(Runner):
+    """A launcher whose nodes come with a job."""
 
-    The caller holds the lock of the run, whose state is starting. A request to stop cancels the job. Whatever happens
-    here, no job is left in the queue.
-    """
-    told = ""
+    is_queued = True
+
+    @abstractmethod
+    def job(self, plan: LaunchPlan, run: RunFolder) -> WatchedJob:
+        """That of the run's present attempt, or of one to come; nothing is asked yet."""
+
+    def links(self, plan: LaunchPlan, run: RunFolder) -> list[NodeLink]:
+        return list(map(self.job(plan, run).link, plan.nodes))
+
+    def await_nodes(
+        self, plan: LaunchPlan, run: RunFolder, observer: LaunchObserver, stop: StopRequests, *, start: bool
+    ) -> tuple[LaunchPlan, Sequence[NodeLink]] | LaunchOutcome:
+        """The plan with the nodes that a job got; or the outcome of a run that got none.
+
+        The caller holds the lock of the run, whose state is starting. A request to stop cancels the job. Whatever
+        happens here, no job is left in the queue.
+        """
+        job = self.job(plan, run)
+        try:
+            job.begin(start=start)
+        except SchedulerError as error:
+            failure = Failure("start", job.error, str(error), exit_code=error.exit_code)
+            return LaunchOutcome("failed", error.exit_code, failure)
+        job.watch()
+        return _await_granted(job, plan, observer, stop)
+
+
+def _await_granted(
+    job: WatchedJob, plan: LaunchPlan, observer: LaunchObserver, stop: StopRequests
+) -> tuple[LaunchPlan, Sequence[NodeLink]] | LaunchOutcome:
+    run, told = job.run, ""
     try:
         while True:
             if (granted := job.granted(plan)) is not None:
-                observer.note(f"{job.title} runs on {', '.join(node.name for node in granted[0].nodes)}")
+                observer.note(f"{job.title} runs on {', '.join(node.name for node in granted.nodes)}")
                 run.append_event("phase", phase="starting the ranks")
-                return granted
+                return granted, list(map(job.link, granted.nodes))
             cancel = read_cancel(run)
             if stop.count or cancel is not None:
                 observer.stopping(stop.cause or (cancel.cause if cancel is not None else ""), 0.0)
@@ -174,7 +208,7 @@ def await_granted(
             time.sleep(_TURN_S)
     except BaseException as error:
         job.cancel()
-        _wait(job.has_ended, lambda: None)
+        _wait(job.has_ended)
         finish(run, LaunchOutcome("failed", 1, Failure("launcher", type(error).__name__, str(error))))
         raise
 
@@ -182,12 +216,13 @@ def await_granted(
 def _cancelled(job: WatchedJob, observer: LaunchObserver, stop: StopRequests) -> LaunchOutcome:
     job.cancel()
     _wait(lambda: job.has_ended() or stop.count >= 3, observer.tick)
-    left = () if job.has_ended() else (Leftover("the scheduler", (), job.leftover()),)
+    text = f"{job.title} has not ended ({job.problem or 'no answer'}); `{job.end_command}`"
+    left = () if job.has_ended() else (Leftover("the scheduler", (), text),)
     job.close()
     return LaunchOutcome("cancelled", INTERRUPTED, None, left)
 
 
-def _wait(is_over: Callable[[], bool], tick: Callable[[], None]) -> None:
+def _wait(is_over: Callable[[], bool], tick: Callable[[], None] = lambda: None) -> None:
     deadline = time.monotonic() + _CANCEL_S
     while not is_over() and time.monotonic() < deadline:
         tick()

@@ -5,6 +5,8 @@ The plan is a torchrun per node, ranks in the order of the nodes; a pure functio
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +16,7 @@ from cluster.agent.messages import code_path
 from cluster.checks.groups.launch import Offer, read_offer
 from cluster.checks.groups.software import read_software
 from cluster.checks.launch import check_launch
-from cluster.code import CodeArchive, CodePlace, build_archive, code_place, shared_place, upload_code
+from cluster.code import build_archive, code_place, shared_place, upload_code
 from cluster.control.link import NodeLink
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
 from cluster.env.facts import NodeEnvironmentFacts
@@ -33,13 +35,78 @@ from cluster.survey.facts import NodeFacts
 from cluster.survey.nvidia_smi import Gap
 from cluster.survey.nvidia_smi import Gpu as SmiGpu
 from cluster.survey.section import AbsentError, UnreadableError
-from engine.config.cluster import SshConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 from engine.planning.memory.capacity import HOST_RESERVE_SHARE, MIB, Gpu, Hardware
 from engine.runs.folder import RunFolder, typed_overrides
 
 _PATIENCE_S = 15.0  # a connection on which nothing moves for so long is dead: long before a lease is over
+
+
+class SshRunner(Runner):
+    """Ranks on nodes that are reached by SSH."""
+
+    takes_nodes = True
+
+    def survey(self, config: RunConfig, asked: Asked) -> Survey:
+        """Nodes that can carry the run; what they must get before anything starts is the code of the ranks."""
+        named = config.cluster.nodes
+        if asked.nodes is None and named is None:
+            raise ConfigError(
+                "cluster.launcher=ssh, but no nodes are named: give --hosts node[1-4], --hostfile FILE or cluster=NAME "
+                "(a file in conf/cluster/ with `nodes:`); `burst testbed up` makes nodes to try things on"
+            )
+        config = with_absolute_paths(config)
+        names = asked.nodes or parse_nodes(named or "", "cluster.nodes").names
+        hosts = resolve_hosts(names, config.cluster.ssh, asked.overrides)
+        config = with_shared_checkpoints(config, hosts[0].user)
+        archive, place = build_archive(), code_place(config.cluster, hosts[0].user)
+        code = code_path(place.root, archive.code_id)
+        with asked.busy(f"asking {len(hosts)} nodes"):
+            fit = check_launch(hosts, config, health=asked.health, force=asked.force)
+        nodes = tuple(map(read_node, fit.nodes))
+
+        def prepare(plan: LaunchPlan) -> None:
+            folders = {node.name: node_folders(plan.config, node.offer.home) for node in nodes}
+            with SshPool() as pool, asked.busy(f"code of the ranks to {len(hosts)} nodes"):
+                upload_code(hosts, archive, place, pool.connect, folders)
+
+        return Survey(
+            config,
+            lambda config, run_path: build_ssh_plan(config, nodes, code, run_path, module=asked.module),
+            least_hardware(nodes),
+            fit.warnings + fleet_warnings(nodes, resolve_fleet(config, nodes)[0]),
+            prepare=prepare,
+        )
+
+    def links(self, plan: LaunchPlan, run: RunFolder, timing: LinkTiming | None = None) -> list[NodeLink]:
+        hosts = resolve_hosts([node.name for node in plan.nodes], plan.config.cluster.ssh, typed_overrides(run.path))
+        shared = SharedPool(SshPool(patience_s=_PATIENCE_S), len(hosts))
+        places = [NodePlace(run.path, node.name, node.folder, lead=node.node_rank == 0) for node in plan.nodes]
+        return [
+            SshLink(host, shared.connect, place, timing or LinkTiming(), on_end=shared.leave)
+            for host, place in zip(hosts, places, strict=True)
+        ]
+
+
+class SharedPool:
+    """A pool for so many users that ends with the last of them, and connects not all at once."""
+
+    def __init__(self, pool: SshPool, users: int) -> None:
+        self._pool, self._left, self._at_once = pool, itertools.count(users - 1, -1), threading.Semaphore(DEFAULT_WIDTH)
+
+    def connect(self, host: Host) -> Connection:
+        """A connection of the pool."""
+        with self._at_once:
+            return self._pool.connect(host)
+
+    def leave(self) -> None:
+        """One user needs no more connections."""
+        if next(self._left) == 0:  # a count is safe in threads
+            self._pool.close()
+
+
+RUNNER = SshRunner()
 
 
 @dataclass(frozen=True)
@@ -53,91 +120,18 @@ class SshNode:
     gpus: tuple[Gpu, ...]
 
 
-@dataclass(frozen=True)
-class SshSurvey(Survey):
-    """Nodes that can carry the run, and what they must get before anything starts."""
-
-    config: RunConfig
-    nodes: tuple[SshNode, ...]
-    hosts: tuple[Host, ...]
-    archive: CodeArchive
-    place: CodePlace
-    asked: Asked
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def hardware(self) -> Hardware:
-        """The GPUs of the node with the smallest, the least host memory."""
-        return least_hardware(self.nodes)
-
-    def plan(self, config: RunConfig, run_path: Path) -> LaunchPlan:
-        code = code_path(self.place.root, self.archive.code_id)
-        return build_ssh_plan(config, self.nodes, code, run_path, module=self.asked.module)
-
-    def prepare(self, plan: LaunchPlan) -> None:
-        """The code of the ranks on every node. Raises CodeError."""
-        folders = {node.name: node_folders(plan.config, node.offer.home) for node in self.nodes}
-        with SshPool() as pool, self.asked.busy(f"code of the ranks to {len(self.hosts)} nodes"):
-            upload_code(self.hosts, self.archive, self.place, pool.connect, folders)
+def read_node(facts: NodeFacts) -> SshNode:
+    """What plans need of a node that has passed `check_launch`."""
+    software = None if facts.in_containers else read_software(facts)
+    python = "" if software is None else software.executable
+    return SshNode(facts.node, read_offer(facts), read_facts(facts), python, tuple(map(_gpu, facts.gpus)))
 
 
-class SshRunner(Runner):
-    """Ranks on nodes that are reached by SSH."""
-
-    takes_nodes = True
-
-    def survey(self, config: RunConfig, asked: Asked) -> SshSurvey:
-        named = config.cluster.nodes
-        if asked.nodes is None and named is None:
-            raise ConfigError(
-                "cluster.launcher=ssh, but no nodes are named: give --hosts node[1-4], --hostfile FILE or cluster=NAME "
-                "(a file in conf/cluster/ with `nodes:`); `burst testbed up` makes nodes to try things on"
-            )
-        config = with_absolute_paths(config)
-        names = asked.nodes or parse_nodes(named or "", "cluster.nodes").names
-        hosts = resolve_hosts(names, config.cluster.ssh, asked.overrides)
-        config = with_shared_checkpoints(config, hosts[0].user)
-        archive = build_archive()
-        place = code_place(config.cluster, hosts[0].user)
-        with asked.busy(f"asking {len(hosts)} nodes"):
-            fit = check_launch(hosts, config, health=asked.health, force=asked.force)
-        nodes = tuple(map(read_node, fit.nodes))
-        warnings = fit.warnings + fleet_warnings(nodes, resolve_fleet(config, nodes)[0])
-        return SshSurvey(config, nodes, hosts, archive, place, asked, warnings)
-
-    def links(self, plan: LaunchPlan, run: RunFolder, timing: LinkTiming | None = None) -> list[NodeLink]:
-        hosts = resolve_hosts([node.name for node in plan.nodes], plan.config.cluster.ssh, typed_overrides(run.path))
-        pool = SshPool(patience_s=_PATIENCE_S)
-        shared = SharedPool(pool, len(hosts))
-        links: list[NodeLink] = []
-        for host, node in zip(hosts, plan.nodes, strict=True):
-            place = NodePlace(run.path, node.name, node.folder, lead=node.node_rank == 0)
-            links.append(SshLink(host, shared.connect, place, timing or LinkTiming(), on_end=shared.leave))
-        return links
-
-
-class SharedPool:
-    """A pool for so many users that ends with the last of them."""
-
-    def __init__(self, pool: SshPool, users: int) -> None:
-        self._pool, self._users, self._at_once = pool, users, threading.Semaphore(DEFAULT_WIDTH)
-        self._lock = threading.Lock()
-
-    def connect(self, host: Host) -> Connection:
-        """A connection of the pool; not all at once."""
-        with self._at_once:
-            return self._pool.connect(host)
-
-    def leave(self) -> None:
-        """One user needs no more connections."""
-        with self._lock:
-            self._users -= 1
-            is_last = self._users == 0
-        if is_last:
-            self._pool.close()
-
-
-RUNNER = SshRunner()
+def _gpu(gpu: SmiGpu) -> Gpu:
+    name, size_mib = gpu.look("product_name"), 0.0
+    with contextlib.suppress(AbsentError, UnreadableError):
+        size_mib = gpu.number("fb_memory_usage/total")
+    return Gpu("" if isinstance(name, Gap) else name, int(size_mib) * MIB)
 
 
 def build_ssh_plan(
@@ -150,35 +144,20 @@ def build_ssh_plan(
     """
     resolved, backend = resolve_fleet(config, nodes)
     builder = NodesBuilder(resolved, backend, run_path.name, len(nodes), module)
-    meeting = Rendezvous(_address(nodes[0]), config.cluster.master_port or nodes[0].offer.port[0])
     sites = [_site(node, resolved, run_path.name, code) for node in nodes]
+    meeting = Rendezvous(sites[0].address, config.cluster.master_port or nodes[0].offer.port[0])
     planned = [builder.node(rank, site, meeting) for rank, site in enumerate(sites)]
     texts = [(node.env_file, builder.environment_text(node)) for node in planned]
     return assemble_plan("ssh", resolved, run_path, planned, backend, *texts)
 
 
-def read_node(facts: NodeFacts) -> SshNode:
-    """What plans need of a node that has passed `check_launch`."""
-    software = None if facts.in_containers else read_software(facts)
-    python = "" if software is None else software.executable
-    return SshNode(facts.node, read_offer(facts), read_facts(facts), python, tuple(map(_gpu, facts.gpus)))
-
-
-def _gpu(gpu: SmiGpu) -> Gpu:
-    name = gpu.look("product_name")
-    try:
-        size_mib = int(gpu.number("fb_memory_usage/total"))
-    except (AbsentError, UnreadableError):
-        size_mib = 0
-    return Gpu("" if isinstance(name, Gap) else name, size_mib * MIB)
-
-
 def _site(node: SshNode, config: RunConfig, run_id: str, code: str) -> Site:
-    offer = node.offer
+    offer, address = node.offer, node.environment.address
+    assert address is not None, "refused by `check_launch`"
     folder = f"{at_home(node_root(config.cluster), offer.home)}/runs/{run_id}"
     return Site(
         name=node.name,
-        address=_address(node),
+        address=address,
         folder=folder,
         python=node.python if config.cluster.container.runtime == "bare" else config.cluster.python or "python3",
         python_path=at_home(code, offer.home),
@@ -194,55 +173,18 @@ def _site(node: SshNode, config: RunConfig, run_id: str, code: str) -> Site:
 
 def resolve_fleet(config: RunConfig, nodes: Sequence[SshNode]) -> tuple[RunConfig, Backend]:
     """(the configuration with all that follows from the nodes, the backend). Raises ConfigError."""
-    names = fold_nodes(node.name for node in nodes)
-    weakest = MachineFacts(
-        names, min(node.environment.cores or 1 for node in nodes), min(len(node.gpus) for node in nodes)
-    )
+    names, cores = fold_nodes(node.name for node in nodes), min(node.environment.cores or 1 for node in nodes)
+    weakest = MachineFacts(names, cores, min(len(node.gpus) for node in nodes))
     return with_ranks(config, weakest, launcher="ssh", nodes=names, num_nodes=len(nodes))
 
 
 def fleet_warnings(nodes: Sequence[SshNode], config: RunConfig) -> tuple[str, ...]:
     """What is odd about the network of the nodes, each said once."""
-    planned = plan_fleet([node.environment for node in nodes], config.cluster)
     by_text: dict[str, list[str]] = {}
-    for node, environment in planned.items():
+    for node, environment in plan_fleet([node.environment for node in nodes], config.cluster).items():
         for text in environment.warnings:
             by_text.setdefault(text, []).append(node)
     return tuple(f"{fold_nodes(names)}: {text}" for text, names in by_text.items())
-
-
-def _address(node: SshNode) -> str:
-    assert node.environment.address is not None, "refused by `check_launch`"
-    return node.environment.address
-
-
-def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The configuration with absolute paths: neither nodes nor later commands know the working folder of this one.
-
-    What begins with ~/ stays where a node reads it: its user has a home of its own.
-    """
-    data = config.data
-    is_file, template = data.tokenizer not in ("bytes", "bpe"), data.chat_template
-    data = replace(
-        data,
-        paths=tuple(_absolute(path) for path in data.paths),
-        tokenizer=_absolute(data.tokenizer) if is_file else data.tokenizer,
-        chat_template=template if template is None or template == "chatml" else _absolute(template),
-        prepared_dir=None if data.prepared_dir is None else _absolute(data.prepared_dir),
-    )
-    blocks = config.attention.blocks_file
-    attention = config.attention if blocks is None else replace(config.attention, blocks_file=_absolute(blocks))
-    cluster = replace(config.cluster, ssh=_absolute_ssh(config.cluster.ssh))
-    return replace(config, data=data, attention=attention, cluster=cluster)
-
-
-def with_shared_checkpoints(config: RunConfig, user: str) -> RunConfig:
-    """The configuration with checkpoints in the folder that all nodes see, if there is one, unless it says where."""
-    shared, settings = config.cluster.shared_folder, config.train.checkpoint
-    if shared is None or settings.folder is not None:
-        return config
-    settings = replace(settings, folder=shared_place(shared, user, "checkpoints"))
-    return replace(config, train=replace(config.train, checkpoint=settings))
 
 
 def least_hardware(nodes: Sequence[SshNode]) -> Hardware:
@@ -255,18 +197,42 @@ def least_hardware(nodes: Sequence[SshNode]) -> Hardware:
     return Hardware(smallest.gpus, round(size * (1 - HOST_RESERVE_SHARE)), f"memory of {node}")
 
 
-def _absolute_ssh(ssh: SshConfig) -> SshConfig:
-    return replace(
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """The configuration with absolute paths: neither nodes nor later commands know the working folder of this one.
+
+    What begins with ~/ stays where a node reads it: its user has a home of its own.
+    """
+    data, ssh, blocks = config.data, config.cluster.ssh, config.attention.blocks_file
+    template = data.chat_template
+    data = replace(
+        data,
+        paths=tuple(map(_absolute, data.paths)),
+        tokenizer=data.tokenizer if data.tokenizer in ("bytes", "bpe") else _absolute(data.tokenizer),
+        chat_template=template if template in (None, "chatml") else _absolute(str(template)),
+        prepared_dir=None if data.prepared_dir is None else _absolute(data.prepared_dir),
+    )
+    attention = config.attention if blocks is None else replace(config.attention, blocks_file=_absolute(blocks))
+    ssh = replace(
         ssh,
         identity_file=_own_file(ssh.identity_file),
         config_file=_own_file(ssh.config_file),
         known_hosts=_own_file(ssh.known_hosts),
     )
+    return replace(config, data=data, attention=attention, cluster=replace(config.cluster, ssh=ssh))
 
 
 def _own_file(path: str | None) -> str | None:
-    return path if path is None else str(Path(path).expanduser().absolute())
+    return path and str(Path(path).expanduser().absolute())
 
 
 def _absolute(path: str) -> str:
     return path if not path or path.startswith(("/", "~")) else str(Path.cwd() / path)
+
+
+def with_shared_checkpoints(config: RunConfig, user: str) -> RunConfig:
+    """The configuration with checkpoints in the folder that all nodes see, if there is one, unless it says where."""
+    shared, settings = config.cluster.shared_folder, config.train.checkpoint
+    if shared is None or settings.folder is not None:
+        return config
+    settings = replace(settings, folder=shared_place(shared, user, "checkpoints"))
+    return replace(config, train=replace(config.train, checkpoint=settings))

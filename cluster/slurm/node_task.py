@@ -34,7 +34,6 @@ from engine.runs.files import replace_file
 from engine.runs.folder import RunFolder
 from engine.runs.records import read_json_object, replace_json
 
-LOOPBACK = "127.0.0.1"
 MEETING_FILE = "rendezvous.json"  # of the run folder
 _PROBE_S = 60.0
 _MEETING_S = 300.0  # the first node may be long in its prolog
@@ -59,11 +58,13 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         print(f"burst: {name} does not see the run folder {run_path} as the launcher does", file=sys.stderr)
         return NOT_SHARED
     try:
-        place = read_place(environment)
-        plan = read_launch_plan(run_path)
+        place, plan = read_place(name, environment), read_launch_plan(run_path)
         if len(plan.nodes) != place.num_nodes:
             raise ClusterError(f"the job has {place.num_nodes} nodes, the plan {len(plan.nodes)}")
-        node = prepare(plan, place, token, look_around(plan, place), module)
+        facts = read_facts(NodeFacts(survey_here(FACT_QUESTIONS, timeout_s=_PROBE_S), plan.config.cluster))
+        here = local_facts(plan.config)  # the batch file came here with folder and PYTHONPATH of the launcher
+        site = replace(slurm_site(here, name, node_address(place, facts), run_path), facts=facts)
+        node = prepare(plan, place, token, site, module)
     except (BurstError, OSError) as error:
         print(f"burst: {name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
@@ -71,47 +72,41 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
     return run_foreground(node_spec(plan, node, lease_s=None)._asdict())
 
 
-def read_place(environment: Mapping[str, str]) -> Place:
+def read_place(name: str, environment: Mapping[str, str]) -> Place:
     """Which node this is. Raises ClusterError where srun did not start this."""
     try:
         rank = int(environment["SLURM_NODEID"])
         num_nodes = int(environment.get("SLURM_STEP_NUM_NODES") or environment["SLURM_NNODES"])
     except (KeyError, ValueError) as error:
         raise ClusterError(f"not a task of srun: {error} is not set, or no number") from error
-    name = environment.get("SLURMD_NODENAME") or socket.gethostname()
     if not is_host_name(name) or not 0 <= rank < num_nodes:
         raise ClusterError(f"Slurm calls this node {name!r}, number {rank} of {num_nodes}")
     return Place(name, rank, num_nodes)
 
 
-def prepare(plan: LaunchPlan, place: Place, token: str, site: Site, module: str) -> NodePlan:
-    """The plan of this node, written down with its files. Raises ClusterError, OSError."""
-    run_path = Path(plan.run_path)
-    meeting = _agree(plan, place, token, site.address)
-    builder = NodesBuilder(plan.config, plan.backend, run_path.name, place.num_nodes, module)
-    node = builder.node(place.rank, site, meeting)
-    run = RunFolder(run_path)
-    _clear(node_folder(run, node.name))
-    (run_path / "env").mkdir(mode=0o700, exist_ok=True)
-    replace_file(run_path / node.env_file, builder.environment_text(node))
-    write_granted(run, node, token)
-    return node
-
-
-def look_around(plan: LaunchPlan, place: Place) -> Site:
-    """The facts of this machine. Raises ClusterError when its network cannot be told."""
-    facts = read_facts(NodeFacts(survey_here(FACT_QUESTIONS, timeout_s=_PROBE_S), plan.config.cluster))
-    here = local_facts(plan.config)  # the batch file came here with folder and PYTHONPATH of the launcher
-    return replace(slurm_site(here, place.name, node_address(place, facts), Path(plan.run_path)), facts=facts)
-
-
 def node_address(place: Place, facts: NodeEnvironmentFacts) -> str:
     """The IPv4 address at which other nodes reach this one. Raises ClusterError when there is none."""
     if place.num_nodes == 1:
-        return LOOPBACK
+        return "127.0.0.1"
     if facts.address is None:
         raise ClusterError(facts.no_address)
     return facts.address
+
+
+def prepare(plan: LaunchPlan, place: Place, token: str, site: Site, module: str) -> NodePlan:
+    """The plan of this node, written down with its files. Raises ClusterError, OSError."""
+    run = RunFolder(Path(plan.run_path))
+    meeting = _agree(plan, place, token, site.address)
+    builder = NodesBuilder(plan.config, plan.backend, run.run_id, place.num_nodes, module)
+    node = builder.node(place.rank, site, meeting)
+    folder = node_folder(run, node.name)
+    for made in (folder, run.path / "env"):
+        made.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name in _STALE:  # what a supervisor of an earlier attempt left: this one must not be taken for it
+        (folder / name).unlink(missing_ok=True)
+    replace_file(run.path / node.env_file, builder.environment_text(node))
+    write_granted(run, node, token)
+    return node
 
 
 def _agree(plan: LaunchPlan, place: Place, token: str, address: str) -> Rendezvous:
@@ -130,13 +125,6 @@ def _agree(plan: LaunchPlan, place: Place, token: str, address: str) -> Rendezvo
                 return Rendezvous(str(document["address"]), int(document["port"]))
         time.sleep(0.1)
     raise ClusterError(f"the first node did not say within {_MEETING_S:g} s where the ranks meet")
-
-
-def _clear(folder: Path) -> None:
-    """Remove what a supervisor of an earlier attempt left: this one must not be taken for it."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for name in _STALE:
-        (folder / name).unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -13,16 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.facts import MachineFacts
-from cluster.plan import (
-    TRAINER_MODULE,
-    Backend,
-    LaunchPlan,
-    NodePlan,
-    assemble_plan,
-    plan_from_dict,
-    with_files,
-    with_ranks,
-)
+from cluster.plan import TRAINER_MODULE, LaunchPlan, NodePlan, assemble_plan, plan_from_dict, with_files, with_ranks
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site
 from cluster.slurm.sbatch import SCRIPT_FILE, TOKEN_FILE, check_slurm_settings, sbatch_text
 from cluster.ssh.nodes import parse_nodes, slurm_nodes
@@ -31,7 +22,8 @@ from engine.config.settings import RunConfig
 from engine.runs.folder import RunFolder
 from engine.runs.records import read_json_object, replace_json
 
-_STAND_IN = "slurm-node"
+GRANTED_FILE = "granted.json"
+_MAX_BYTES = 1 << 20
 
 
 def build_slurm_plan(
@@ -40,7 +32,7 @@ def build_slurm_plan(
     run_path: Path,
     *,
     module: str = TRAINER_MODULE,
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] = os.environ,
 ) -> LaunchPlan:
     """The plan to run `config` on nodes that Slurm will choose, in the run folder `run_path`, which they see, too.
 
@@ -48,15 +40,19 @@ def build_slurm_plan(
     allocation, its nodes are used. Raises ConfigError when a setting cannot be given to Slurm.
     """
     check_slurm_settings(config.cluster)
-    resolved, backend = _resolve(config, os.environ if environment is None else environment)
-    num_nodes = resolved.cluster.num_nodes or 1
-    builder = NodesBuilder(resolved, backend, run_path.name, num_nodes, module)
-    meeting = Rendezvous("FIRST_ADDRESS", resolved.cluster.master_port or 0)
+    cluster, slurm, num_nodes = config.cluster, config.cluster.slurm, _num_nodes(config, environment)
+    asked_gpus = cluster.ranks_per_node or 1 if cluster.backend == "nccl" else 0
+    gpus = slurm.gpus_per_node if slurm.gpus_per_node is not None else asked_gpus
+    node = MachineFacts("a node of Slurm", int(slurm.option("cpus-per-task") or 1), gpus)
+    threads = cluster.threads_per_rank  # of which the nodes tell more
+    config, backend = with_ranks(config, node, launcher="slurm", num_nodes=num_nodes, threads_per_rank=threads)
+    builder = NodesBuilder(config, backend, run_path.name, num_nodes, module)
+    meeting = Rendezvous("FIRST_ADDRESS", cluster.master_port or 0)
     # What stands for nodes that are not known yet.
-    sites = [slurm_site(facts, f"{_STAND_IN}{rank}", "ITS_ADDRESS", run_path) for rank in range(num_nodes)]
+    sites = [slurm_site(facts, f"slurm-node{rank}", "ITS_ADDRESS", run_path) for rank in range(num_nodes)]
     nodes = [builder.node(rank, site, meeting) for rank, site in enumerate(sites)]
-    script = (SCRIPT_FILE, sbatch_text(resolved, facts, run_path, module))
-    return assemble_plan("slurm", resolved, run_path, nodes, backend, script)
+    script = (SCRIPT_FILE, sbatch_text(config, facts, run_path, module))
+    return assemble_plan("slurm", config, run_path, nodes, backend, script)
 
 
 def slurm_site(facts: MachineFacts, name: str, address: str, run_path: Path) -> Site:
@@ -64,28 +60,16 @@ def slurm_site(facts: MachineFacts, name: str, address: str, run_path: Path) -> 
     return Site(name, address, str(run_path), facts.python, facts.python_path, facts.cwd)
 
 
-def _resolve(config: RunConfig, environment: Mapping[str, str]) -> tuple[RunConfig, Backend]:
-    """(the configuration with all that is known before there are nodes, the backend)."""
-    cluster, slurm = config.cluster, config.cluster.slurm
-    granted = slurm_nodes(environment)
+def _num_nodes(config: RunConfig, environment: Mapping[str, str]) -> int:
+    cluster, granted = config.cluster, slurm_nodes(environment)
+    num_nodes = 1 if granted is None else len(granted.names)
     if cluster.num_nodes is not None:
         num_nodes = cluster.num_nodes
     elif cluster.nodes is not None:
         num_nodes = len(parse_nodes(cluster.nodes, "cluster.nodes").names)
-    else:
-        num_nodes = 1 if granted is None else len(granted.names)
     if granted is not None and num_nodes > len(granted.names):
         raise ConfigError(f"cluster.num_nodes={num_nodes}, but this allocation of Slurm has {len(granted.names)} nodes")
-    asked_gpus = cluster.ranks_per_node or 1 if cluster.backend == "nccl" else 0
-    gpus = slurm.gpus_per_node if slurm.gpus_per_node is not None else asked_gpus
-    facts = MachineFacts("a node of Slurm", int(slurm.option("cpus-per-task") or 1), gpus)
-    # Of threads the nodes tell more.
-    threads = cluster.threads_per_rank
-    return with_ranks(config, facts, launcher="slurm", num_nodes=num_nodes, threads_per_rank=threads)
-
-
-GRANTED_FILE = "granted.json"
-_MAX_BYTES = 1 << 20
+    return num_nodes
 
 
 def write_granted(run: RunFolder, node: NodePlan, token: str) -> None:
@@ -98,7 +82,13 @@ def granted_plan(plan: LaunchPlan, run: RunFolder, token: str) -> LaunchPlan | N
 
     Raises PlanFileError when what they wrote makes no plan.
     """
-    found = _read_all(run, token)
+    look_again(run.path / "nodes")
+    found: list[dict[str, Any]] = []
+    for path in (run.path / "nodes").glob(f"*/{GRANTED_FILE}"):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            document = read_json_object(path) if path.stat().st_size <= _MAX_BYTES else None
+            if document and document.get("token") == token and isinstance(document.get("node"), dict):
+                found.append(document["node"])
     if len(found) < len(plan.nodes):
         return None
     nodes = sorted(found, key=lambda node: str(node.get("node_rank")).zfill(9))
@@ -123,15 +113,3 @@ def read_token(run_path: Path) -> str | None:
         return (run_path / TOKEN_FILE).read_text().strip()
     except (OSError, ValueError):
         return None
-
-
-def _read_all(run: RunFolder, token: str) -> list[dict[str, Any]]:
-    """The nodes of this attempt, as they wrote themselves down."""
-    look_again(run.path / "nodes")
-    found = []
-    for path in sorted((run.path / "nodes").glob(f"*/{GRANTED_FILE}")):
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            document = read_json_object(path) if path.stat().st_size <= _MAX_BYTES else None
-            if document and document.get("token") == token and isinstance(document.get("node"), dict):
-                found.append(document["node"])
-    return found

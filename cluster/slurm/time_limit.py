@@ -18,7 +18,7 @@ from cluster.agent.folder import request_stop
 from cluster.control.attempt import find_controller, read_cancel
 from cluster.control.link import TIME_LIMIT
 from cluster.errors import ClusterError
-from cluster.plan import LaunchPlan, NodePlan, read_launch_plan
+from cluster.plan import read_launch_plan
 from cluster.slurm.client import CONF_VARIABLE
 from cluster.slurm.plan import granted_plan, read_token
 from cluster.slurm.sbatch import WARNING_S
@@ -30,38 +30,41 @@ _LAUNCHER_S = 10.0  # a launcher pauses before the next attempt, and nobody lead
 
 
 def main(arguments: list[str], environment: Mapping[str, str]) -> int:
-    """0, or 1 with the reason on stderr."""
+    """0, or 1 with the reason on stderr; of go-on the exit code of `burst resume`."""
     run, token, word = RunFolder(Path(arguments[0])), arguments[1], arguments[2]
     try:
         if read_token(run.path) != token:
             raise ClusterError(f"{run.path} has been given to another job since")
-        plan = read_launch_plan(run.path)
-        if word == "go-on":
-            return _go_on(run, environment) if _may_go_on(run, token, plan.config.cluster.max_restarts) else 0
-        for node in _begun_nodes(plan, run, token):
-            request_stop(str(run.path), node.name, TIME_LIMIT, plan.config.train.checkpoint.stop_grace_s)
-        return 0
+        if word == "stop":
+            _stop(run, token)
+        elif _may_go_on(run, token):
+            # It returns once the new job is in the queue; it must not believe itself in an allocation to be used.
+            outside = {name: environment[name] for name in environment if name[:6] != "SLURM_" or name == CONF_VARIABLE}
+            words = (sys.executable, "-P", "-m", "burst_cli", "resume", str(run.path), "--detach", "--plain")
+            return subprocess.run(words, env=outside, check=False).returncode
     except (BurstError, OSError) as error:
         print(f"burst: {word}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
+    return 0
 
 
-def _begun_nodes(plan: LaunchPlan, run: RunFolder, token: str) -> tuple[NodePlan, ...]:
-    """The nodes of this attempt, for which it waits: before they have begun they hear nothing. Raises ClusterError."""
-    deadline = time.monotonic() + _BEGIN_S
+def _stop(run: RunFolder, token: str) -> None:
+    """Ask all nodes of this attempt, for which it waits: before they have begun they hear nothing."""
+    plan, deadline = read_launch_plan(run.path), time.monotonic() + _BEGIN_S
     while (granted := granted_plan(plan, run, token)) is None:
         if time.monotonic() > deadline:
             raise ClusterError(f"not all nodes have begun within {_BEGIN_S:g} s")
         time.sleep(0.1)
-    return granted.nodes
+    for node in granted.nodes:
+        request_stop(str(run.path), node.name, TIME_LIMIT, plan.config.train.checkpoint.stop_grace_s)
 
 
-def _may_go_on(run: RunFolder, token: str, max_restarts: int) -> bool:
+def _may_go_on(run: RunFolder, token: str) -> bool:
     """Whether nobody else begins the next attempt, or wants none, and not too many in a row have saved nothing."""
-    attempts = run.attempts()
+    attempts, most = run.attempts(), read_launch_plan(run.path).config.cluster.max_restarts
     idle = len(list(itertools.takewhile(lambda attempt: not _has_saved(attempt), reversed(attempts))))
-    if idle + (idle < len(attempts)) > max_restarts:
-        print(f"burst: no further checkpoint after {max_restarts} restarts in a row", file=sys.stderr)
+    if idle + (idle < len(attempts)) > most:
+        print(f"burst: no further checkpoint after {most} restarts in a row", file=sys.stderr)
         return False
     deadline = time.monotonic() + _LAUNCHER_S
     while read_token(run.path) == token and find_controller(run) is None:
@@ -75,16 +78,6 @@ def _may_go_on(run: RunFolder, token: str, max_restarts: int) -> bool:
 
 def _has_saved(attempt: RunFolder) -> bool:
     return any(event.get("kind") == "checkpoint" for event in attempt.read_events())
-
-
-def _go_on(run: RunFolder, environment: Mapping[str, str]) -> int:
-    """The exit code of `burst resume`, which returns once the new job is in the queue."""
-    # It must not believe itself in an allocation that is to be used.
-    outside = {
-        name: value for name, value in environment.items() if not name.startswith("SLURM_") or name == CONF_VARIABLE
-    }
-    words = (sys.executable, "-P", "-m", "burst_cli", "resume", str(run.path), "--detach", "--plain")
-    return subprocess.run(words, env=outside, check=False).returncode
 
 
 if __name__ == "__main__":

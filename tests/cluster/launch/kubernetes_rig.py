@@ -12,7 +12,8 @@ from typing import Any
 
 from testkit import FAKE_PYTHON_PATH, KIT
 
-from cluster.launch.kubernetes import KubernetesSurvey
+from cluster.launch.kubernetes import RUNNER
+from cluster.launch.runner import Asked
 from cluster.plan import LaunchPlan
 from engine.config.cluster import ClusterConfig, ContainerConfig, KubernetesConfig
 from engine.config.settings import CheckpointConfig, RunConfig, TrainConfig
@@ -71,7 +72,7 @@ def kubernetes_config(shared: str = "/shared", mode: str = "ok", **settings: Any
 
 def kubernetes_plan(runs: Path, config: RunConfig, module: str = "fake_rank") -> LaunchPlan:
     """The plan of a launch, with its job."""
-    survey = KubernetesSurvey(config, module)
+    survey = RUNNER.survey(config, Asked(dry_run=True, module=module))
     return survey.complete(survey.plan(config, new_run_path(runs, config.exp)))
 
 

@@ -95,7 +95,7 @@ def test_a_run_is_taken_over_without_a_line_twice_cancelled_in_order_and_begun_a
     run = create_run(Path(plan.run_path), dict(plan.files), world_size=plan.world_size)
     begin_attempt(plan, run, None)
     killed = KubernetesJob(plan, run)  # of a launcher that does not live to see the end
-    killed.submit()
+    killed.begin(start=True)
 
     def has_five_steps() -> bool:
         killed.look()  # here, not in its thread: a launcher that was killed does not fetch any more

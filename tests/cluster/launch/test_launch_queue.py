@@ -9,11 +9,13 @@ from testkit.fake_plan import fake_plan
 from testkit.waiting import wait_for
 
 from cluster.control.attempt import StopRequests
-from cluster.control.link import LaunchObserver, LaunchOutcome
+from cluster.control.link import LaunchObserver, LaunchOutcome, NodeLink
 from cluster.failure import Failure
-from cluster.launch.scheduler import Granted, WatchedJob, await_granted
-from cluster.plan import LaunchPlan
-from engine.runs.folder import create_run
+from cluster.launch.runner import Asked, Survey
+from cluster.launch.scheduler import QueuedRunner, WatchedJob
+from cluster.plan import LaunchPlan, NodePlan
+from engine.config.settings import RunConfig
+from engine.runs.folder import RunFolder, create_run
 
 
 class Waiting(WatchedJob):
@@ -21,16 +23,23 @@ class Waiting(WatchedJob):
 
     looks_left: int | None = None
     asked = 0
+    end_command = "end it"
 
-    def __init__(self) -> None:
-        super().__init__("waiting", poll_s=0.2)
+    def __init__(self, run: RunFolder) -> None:
+        super().__init__(run, poll_s=0.2)
+
+    def begin(self, *, start: bool) -> None:
+        pass
 
     def look(self) -> bool:
         self.asked += 1
         return True
 
-    def granted(self, plan: LaunchPlan) -> Granted | None:
+    def granted(self, plan: LaunchPlan) -> LaunchPlan | None:
         return None
+
+    def link(self, node: NodePlan) -> NodeLink:
+        raise NotImplementedError
 
     def refusal(self) -> Failure | None:
         return None
@@ -46,8 +55,20 @@ class Waiting(WatchedJob):
             self.looks_left -= 1
         return self.looks_left == 0
 
-    def leftover(self) -> str:
-        return ""
+
+class Queue(QueuedRunner):
+    def __init__(self, job: WatchedJob) -> None:
+        self.waiting = job
+
+    def survey(self, config: RunConfig, asked: Asked) -> Survey:
+        raise NotImplementedError
+
+    def job(self, plan: LaunchPlan, run: RunFolder) -> WatchedJob:
+        return self.waiting
+
+
+def await_granted(job: WatchedJob, plan: LaunchPlan, run: RunFolder, observer: LaunchObserver, stop: StopRequests):
+    return Queue(job).await_nodes(plan, run, observer, stop, start=True)
 
 
 PLAN = fake_plan(Path("/runs/run"))
@@ -66,14 +87,15 @@ class Counting(LaunchObserver):
 
 
 def test_whoever_cancels_a_job_that_waits_is_kept_alive_until_it_has_ended(tmp_path: Path) -> None:
-    job, run, stop, observer = Waiting(), create_run(tmp_path / "run", {}), StopRequests(), Counting()
+    run, stop, observer = create_run(tmp_path / "run", {}), StopRequests(), Counting()
+    job = Waiting(run)
     stop.count = 1
     assert await_granted(job, PLAN, run, observer, stop) == LaunchOutcome("cancelled", 130)
     assert (job.looks_left, observer.ticks) == (0, 2)
 
 
-def test_a_scheduler_is_asked_now_and_then_also_while_an_end_is_to_come() -> None:
-    job = Waiting()
+def test_a_scheduler_is_asked_now_and_then_also_while_an_end_is_to_come(tmp_path: Path) -> None:
+    job = Waiting(create_run(tmp_path / "run", {}))
     job.end_after(60.0)
     wait_for(lambda: job.asked >= 3)
     job.close()
@@ -81,7 +103,8 @@ def test_a_scheduler_is_asked_now_and_then_also_while_an_end_is_to_come() -> Non
 
 
 def test_a_job_that_nobody_waits_for_any_more_has_ended_when_the_launcher_leaves(tmp_path: Path) -> None:
-    job, run = Waiting(), create_run(tmp_path / "run", {})
+    run = create_run(tmp_path / "run", {})
+    job = Waiting(run)
     run.transition("starting")
     with pytest.raises(BrokenPipeError):
         await_granted(job, PLAN, run, Leaving(), StopRequests())

@@ -18,7 +18,7 @@ from cluster.control.attempt import begin_attempt
 from cluster.facts import probe_local_node
 from cluster.plan import LaunchPlan
 from cluster.slurm.client import CONF_VARIABLE, client_environment
-from cluster.slurm.job import submit_job
+from cluster.slurm.job import SlurmJob
 from cluster.slurm.plan import build_slurm_plan
 from cluster.testbed.slurm import controller_answers
 from cluster.testbed.testbed import Node, Testbed
@@ -75,7 +75,7 @@ class SlurmBench:
         """The run of `plan`, whose launcher was killed as soon as the job was submitted."""
         run = create_run(Path(plan.run_path), dict(plan.files), world_size=plan.world_size)
         begin_attempt(plan, run, None)
-        submit_job(run, plan.config.cluster.slurm, self.environment)
+        SlurmJob(run, environment=self.environment).begin(start=True)
         return run
 
     def on_node(self, node: Node, *argv: str, make: Path | None = None) -> None:

@@ -150,7 +150,10 @@ def test_defaults_of_a_site_stay_unless_the_configuration_says_otherwise():
 def test_a_job_whose_number_was_not_written_down_is_found_by_its_name(fake, tmp_path):
     fake("squeue", 'echo "$@" >"$(dirname "$0")/asked"; echo 31')
     client = fake("scontrol", f"cat {Path(__file__).parent}/fixtures/scontrol_show_job.txt")
-    job = SlurmJob(RunFolder(tmp_path / "20260131-120000-abc123"), "abc", None, client, poll_s=0.05).watch()
+    job = SlurmJob(
+        RunFolder(tmp_path / "20260131-120000-abc123"), "abc", None, environment=client.environment, poll_s=0.05
+    )
+    job.watch()
     wait_for(lambda: job.status)
     job.close()
 
@@ -160,12 +163,13 @@ def test_a_job_whose_number_was_not_written_down_is_found_by_its_name(fake, tmp_
 
 def test_an_unreachable_controller_is_a_problem_and_not_the_end(fake, tmp_path):
     client = fake("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
-    job = SlurmJob(RunFolder(tmp_path), "abc", "5", client, poll_s=0.05).watch()
+    job = SlurmJob(RunFolder(tmp_path), "abc", "5", environment=client.environment, poll_s=0.05)
+    job.watch()
     wait_for(lambda: job.problem)
     job.close()
 
     assert "does not answer" in (job.problem or "")
-    assert job.ended_s is None
+    assert not job.has_ended()
 
 
 @pytest.mark.parametrize(
@@ -189,7 +193,7 @@ def test_a_job_that_slurm_requeues_has_ended_and_is_cancelled_by_who_leads_the_r
     fake("squeue", "echo 5.0 burst-x")
     fake("scancel", 'echo "$@" >"$(dirname "$0")/cancelled"')
     client = fake("scontrol", "echo 'JobId=5 JobState=PENDING Reason=BeginTime Requeue=1 Restarts=1 NodeList=(null)'")
-    job = SlurmJob(RunFolder(tmp_path / "x"), token, "5", client)
+    job = SlurmJob(RunFolder(tmp_path / "x"), token, "5", environment=client.environment)
     job.is_led = is_led
     job.look()
     job.close()

@@ -48,13 +48,13 @@ def site(plan: LaunchPlan, rank: int) -> Site:
 
 
 def test_a_task_knows_its_node_by_what_srun_says():
-    assert read_place(TASK) == Place("n2", 1, 2)
+    assert read_place("n2", TASK) == Place("n2", 1, 2)
 
 
 @pytest.mark.parametrize("change", [{"SLURM_NODEID": ""}, {"SLURM_NODEID": "2"}, {"SLURMD_NODENAME": "a/../b"}])
 def test_what_makes_no_sense_is_no_place(change):
     with pytest.raises(ClusterError):
-        read_place({**TASK, **change})
+        read_place(change.get("SLURMD_NODENAME", "n2"), {**TASK, **change})
 
 
 def test_outside_of_srun_a_task_says_so(plan, capsys):
