@@ -150,7 +150,7 @@ class FaultRig:
         """An image of this machine's Python, brought to `nodes` by `burst image push`: settings to run ranks in it."""
         tree = io.BytesIO()
         write_host_tree(tree)
-        engine.import_tree("rig/host:1", tree.getvalue())
+        engine("import", "-", "rig/host:1", stdin=tree.getvalue())
         words = ["--image", "rig/host:1", f"cluster={self.testbed.name}", "--hosts", ",".join(nodes)]
         push = self.burst("image", "push", *words, env={"DOCKER_HOST": engine.host}, timeout_s=START_S)
         assert push.returncode == 0, push.stderr

@@ -10,19 +10,15 @@ import itertools
 import json
 import os
 import random
-import shutil
-import signal
 import subprocess
 import tarfile
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-import pytest
 
 from cluster.image.archive import PackedImage, Packing, pack_image
 from cluster.image.engine import Image, engine_here
@@ -33,75 +29,29 @@ from cluster.ssh.session import SshConnection
 from cluster.testbed.testbed import Testbed
 from testkit.connecting import connect
 from testkit.process_table import living
-
-DOCKERD = "/usr/sbin/dockerd"
-_START_S = 60.0
+from testkit.testbed_fixture import Testbeds
 
 
+@dataclass(frozen=True)
 class LauncherEngine:
-    """A Docker daemon of this machine with a socket of its own, everything in `folder`; images lie in memory."""
+    """A Docker engine for this machine, which DOCKER_HOST=host means; images lie in memory."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.host = f"unix://{folder}/docker.sock"
-        config = folder / "daemon.json"
-        config.write_text(json.dumps({"deprecated-key-path": str(folder / "key.json")}))
-        command = [DOCKERD, "--config-file", str(config), "--data-root", str(folder / "data")]
-        command += ["--exec-root", str(folder / "exec"), "-H", self.host, "--pidfile", str(folder / "pid")]
-        command += ["--iptables=false", "--ip6tables=false", "--ip-forward=false", "--bridge=none"]
-        with (folder / "log").open("wb") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        deadline = time.monotonic() + _START_S
-        while self._run("info").returncode:
-            if time.monotonic() > deadline or self._process.poll() is not None:
-                self.close()
-                raise RuntimeError(f"no dockerd: {(folder / 'log').read_text()[-2000:]}")
-            time.sleep(0.05)
+    host: str
 
     def __call__(self, *words: str, stdin: bytes = b"") -> str:
         """What `docker WORDS` prints; raises for a failure."""
-        done = self._run(*words, stdin=stdin)
+        command, environment = ["docker", "--host", self.host, *words], {**os.environ, "DOCKER_BUILDKIT": "0"}
+        done = subprocess.run(command, input=stdin, env=environment, capture_output=True)
         assert done.returncode == 0, done.stderr.decode()
         return done.stdout.decode().strip()
-
-    def import_tree(self, name: str, tree: bytes) -> None:
-        """An image of one layer, from a tar."""
-        self("import", "-", name, stdin=tree)
-
-    def load(self, name: str, *layers: bytes) -> None:
-        """An image of these layers, each a tar, as `docker save` wrote it elsewhere."""
-        self("load", "--quiet", stdin=saved_image(*layers, name=name)[0])
-
-    def close(self) -> None:
-        """Stop it and remove what it wrote."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(200)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _run(self, *words: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-        environment = {**os.environ, "DOCKER_HOST": self.host, "DOCKER_BUILDKIT": "0"}
-        return subprocess.run(["docker", *words], input=stdin, env=environment, capture_output=True)
 
 
 @contextlib.contextmanager
 def launcher_engine() -> Iterator[LauncherEngine]:
-    """A `LauncherEngine` for as long as the block lasts, in memory: sockets need short paths, and disks are shared."""
-    if os.geteuid() != 0 or shutil.which(DOCKERD) is None:
-        pytest.skip(f"{DOCKERD} (package docker.io) and root are needed")  # where CI is set, a skip fails the session
-    folder = Path(tempfile.mkdtemp(prefix="burst-engine-", dir="/dev/shm"))
-    try:
-        engine = LauncherEngine(folder)
-        try:
-            yield engine
-        finally:
-            engine.close()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    """For as long as the block lasts: that of the only node of a testbed."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(Testbeds(Path(folder))) as testbeds:
+        (node,) = testbeds.make(nodes=1, docker=True, docker_in_memory=True).nodes
+        yield LauncherEngine(f"unix://{node.docker_socket}")
 
 
 def tar_of(files: Mapping[str, bytes], links: Mapping[str, str] = {}) -> bytes:
@@ -201,7 +151,7 @@ class PushRig:
 
     def load(self, name: str, *layers: bytes) -> Image:
         """An image of these layers."""
-        self.engine.load(name, *layers)
+        self.engine("load", "--quiet", stdin=saved_image(*layers, name=name)[0])
         return self.find(name)
 
     def find(self, name: str) -> Image:

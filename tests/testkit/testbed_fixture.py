@@ -46,7 +46,7 @@ class Testbeds:
 
     def make(self, *, rate: str | None = None, **spec: Any) -> Testbed:
         """A testbed of `TestbedSpec(**spec)`; its name is made up unless it is given."""
-        _skip_unless_it_can(slurm=spec.get("slurm", False))
+        _skip_unless_it_can(docker=spec.get("docker", False), slurm=spec.get("slurm", False))
         spec.setdefault("name", next_name())
         self.adopt(spec["name"])
         checked = TestbedSpec(rate_bits_per_s=parse_rate(rate) if rate else None, **spec)
@@ -66,13 +66,13 @@ class Testbeds:
 @pytest.fixture(scope="session")
 def testbed_machine() -> None:
     """A machine that can carry testbeds; skips where it cannot. Removes what killed test sessions left."""
-    _skip_unless_it_can(slurm=False)
+    _skip_unless_it_can()
     remove_abandoned()
 
 
-def _skip_unless_it_can(*, slurm: bool) -> None:
+def _skip_unless_it_can(**wanted: bool) -> None:
     try:
-        check_machine(slurm=slurm)
+        check_machine(**wanted)
     except TestbedError as error:
         pytest.skip(" ".join(str(error).split()))  # where CI is set, a skip fails the session
 

@@ -29,7 +29,7 @@ def test_engine_and_image_of_a_real_daemon(tmp_path: Path) -> None:
         facts, verdicts = ask(engine, tmp_path)
         assert read_engine(facts).version == engine("version", "-f", "{{.Server.Version}}")
         assert (read_engine(facts).room is not None, verdicts) == (True, [Verdict.OK, Verdict.WARN])
-        engine.import_tree("burst:cuda", tar_of({"file": b"x" * 100_000}))
+        engine("import", "-", "burst:cuda", stdin=tar_of({"file": b"x" * 100_000}))
         facts, verdicts = ask(engine, tmp_path)
         pushed = engine_here(("docker", "-H", engine.host)).find("burst:cuda")
         assert (read_image(facts), verdicts) == (pushed, [Verdict.OK] * 2)

@@ -75,7 +75,7 @@ def test_a_hostile_reason_or_node_stays_within_its_comment(form: Format) -> None
 def test_dotenv_round_trips_through_a_real_container(tmp_path: Path) -> None:
     (tmp_path / "node1.env").write_text(render_environment(environment(*HOSTILE), Format.dotenv), encoding="utf-8")
     with launcher_engine() as engine:
-        engine.import_tree("rig/busybox:1", busybox_tree())
+        engine("import", "-", "rig/busybox:1", stdin=busybox_tree())
         command = ["run", "--rm", "--network=none", "--env-file", str(tmp_path / "node1.env"), "rig/busybox:1"]
         found = engine(*command, "/bin/busybox", "cat", "/proc/self/environ").split("\0")
     assert {f"V{index}={value}" for index, value in enumerate(HOSTILE)} <= set(found)

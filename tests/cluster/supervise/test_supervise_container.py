@@ -24,7 +24,7 @@ IMAGE = "rig/busybox:1"
 @pytest.fixture(scope="module")
 def engine() -> Iterator[LauncherEngine]:
     with launcher_engine() as made:
-        made.import_tree(IMAGE, busybox_tree())
+        made("import", "-", IMAGE, stdin=busybox_tree())
         yield made
 
 
