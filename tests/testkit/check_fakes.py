@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,14 +20,14 @@ import pytest
 from cluster.checks.finding import Check, Finding, Verdict
 from cluster.checks.group import CheckGroup
 from cluster.checks.selection import GROUPS as ALL_GROUPS
-from cluster.errors import SshError, SshFailure
-from cluster.ssh.connection import CommandResult, Connection, RemoteProcess
 from cluster.ssh.hosts import Host
 from cluster.survey.facts import NodeFacts
 from cluster.survey.script import build_script, is_complete, new_fence, read_sections
 from cluster.survey.section import NodeProbe, Question, Section, SectionState
 from engine.config.cluster import ClusterConfig
+from testkit.fake_connection import FakeConnection, FakeProcess
 from testkit.local_connection import AT_HAND
+from testkit.waiting import wait_for
 
 Answer = Callable[[str], Iterator[bytes]]  # from the fence of the probe to what arrives, piece by piece
 
@@ -121,80 +121,38 @@ def answer(sections: Mapping[str, str | tuple[str, int]], delay_s: float = 0.0) 
     return tell
 
 
-class FakeProcess(RemoteProcess):
-    """A shell that waits for the whole script and then gives `tell` its fence."""
-
-    def __init__(self, host: Host, tell: Answer, stderr: bytes, exit_code: int | None) -> None:
-        self._host, self._tell, self._stderr, self._code = host, tell, stderr, exit_code
-        self._script, self._complete = bytearray(), threading.Event()
-        self._pieces: Iterator[bytes] | None = None
-        self._rest = b""
-        self.closed = False
-
-    @property
-    def script(self) -> str:
-        return self._script.decode()
-
-    def write(self, data: bytes) -> None:
-        self._script += data
-
-    def close_stdin(self) -> None:
-        self._complete.set()
-
-    def read(self, max_bytes: int, timeout_s: float) -> bytes:
-        if self._pieces is None:
-            assert self._complete.wait(200)
-            found = re.search(r"fence='(@@[0-9a-f]{32})'", self.script)
-            assert found
-            self._pieces = self._tell(found.group(1))
-        if not self._rest:
-            piece = next(self._pieces, b"")
-            if piece is SILENCE:
-                time.sleep(timeout_s or 0)
-                raise SshError(self._host.name, SshFailure.COMMAND_TIMEOUT, "a command did not end")
-            if piece is GONE:
-                raise SshError(self._host.name, SshFailure.LOST, "the connection ended while a command ran")
-            self._rest = piece
-        data, self._rest = self._rest[:max_bytes], self._rest[max_bytes:]
-        return data
-
-    def wait(self, timeout_s: float) -> CommandResult:
-        return CommandResult(self._code, b"", self._stderr)
-
-    def close(self) -> None:
-        self.closed = True
-
-
 SILENCE = b"(nothing comes for ever)"
 GONE = b"(the connection breaks)"
 
 
-@dataclass
-class FakeConnection(Connection):
-    """A node that is reached. clock: what `date +%s.%N` prints; None: its true output, now plus `ahead_s`."""
+class SurveyedNode(FakeConnection):
+    """A node that is reached. `tell` is given the fence of a script. clock: what `date +%s.%N` prints; None: the time.
 
-    host: Host
-    tell: Answer
-    clock: bytes | None = None
-    ahead_s: float = 0.0
-    stderr: bytes = b""
-    exit_code: int | None = 0
-    commands: list[list[str]] = field(default_factory=list)
-    processes: list[FakeProcess] = field(default_factory=list)
-    closed: bool = False
+    exit_code and stderr are those of the script; scripts: all that came.
+    """
 
-    def run(self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float = 60.0) -> CommandResult:
-        self.commands.append(list(argv))
-        clock = self.clock if self.clock is not None else f"{time.time() + self.ahead_s:.9f}\n".encode()
-        return CommandResult(0, clock, b"")
+    def __init__(
+        self, host: Host, tell: Answer, *, clock: bytes | None = None, ahead_s: float = 0.0, **end: Any
+    ) -> None:
+        super().__init__(host, lambda argv: FakeProcess(host.name, self._serve, **end if argv[0] == "sh" else {}))
+        self._tell, self._clock, self._ahead_s = tell, clock, ahead_s
+        self.scripts: list[str] = []
 
-    def start(self, argv: Sequence[str]) -> FakeProcess:
-        self.commands.append(list(argv))
-        self.processes.append(FakeProcess(self.host, self.tell, self.stderr, self.exit_code))
-        return self.processes[-1]
-
-    def close(self) -> None:
-        self.closed = True
+    def _serve(self, line: socket.socket) -> None:
+        script = b"".join(iter(lambda: line.recv(1 << 16), b"")).decode()
+        if self.commands[-1][0] == "date":
+            line.sendall(f"{time.time() + self._ahead_s:.9f}\n".encode() if self._clock is None else self._clock)
+            return
+        self.scripts.append(script)
+        found = re.search(r"fence='(@@[0-9a-f]{32})'", script)
+        assert found
+        for piece in self._tell(found[1]):
+            if piece is GONE:
+                self.cut()
+            elif piece is SILENCE:
+                wait_for(lambda: self.processes[-1].is_cut)
+            else:
+                line.sendall(piece)
 
 
 @dataclass
@@ -203,17 +161,17 @@ class FakeFleet:
 
     nodes: Mapping[str, Answer | Exception]
     ahead_s: Mapping[str, float] = field(default_factory=dict)
-    connections: dict[str, FakeConnection] = field(default_factory=dict)
+    connections: dict[str, SurveyedNode] = field(default_factory=dict)
 
     @property
     def hosts(self) -> list[Host]:
         return [Host(name, "192.0.2.1") for name in self.nodes]
 
-    def connect(self, host: Host) -> FakeConnection:
+    def connect(self, host: Host) -> SurveyedNode:
         node = self.nodes[host.name]
         if isinstance(node, Exception):
             raise node
-        self.connections[host.name] = FakeConnection(host, node, ahead_s=self.ahead_s.get(host.name, 0.0))
+        self.connections[host.name] = SurveyedNode(host, node, ahead_s=self.ahead_s.get(host.name, 0.0))
         return self.connections[host.name]
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from testkit.check_fakes import FAKE_GROUP, GONE, GROUPS, HEALTHY, SILENCE, FakeConnection, FakeFleet, answer
+from testkit.check_fakes import FAKE_GROUP, GONE, GROUPS, HEALTHY, SILENCE, FakeFleet, SurveyedNode, answer
 from testkit.machine_clock import machine_time
 
 from cluster.checks.finding import Check, Finding, FleetReport, NodeReport, Verdict
@@ -80,7 +80,7 @@ def test_each_node_gets_its_own_verdict() -> None:
     assert report.usable == ("good", "warned")
     assert report.exit_code == 1
     assert findings(report, "refuses", "ssh.reach")[0].remedy == "is sshd running?"
-    assert all(connection.closed for connection in fleet.connections.values())
+    assert all(connection.is_closed for connection in fleet.connections.values())
 
 
 def test_time_is_that_of_the_slowest_and_not_the_sum() -> None:
@@ -101,7 +101,7 @@ def test_connections_are_closed_after_an_interrupt() -> None:
     kept = (replace(FAKE_GROUP, between=lambda config: {"host.disk": lambda connections, nodes: []}),)
     with pytest.raises(KeyboardInterrupt):
         check_nodes(fleet.hosts, CONFIG, CheckOptions(all_groups=kept, connect=fleet.connect), Interrupted())
-    assert fleet.connections["a"].closed
+    assert fleet.connections["a"].is_closed
 
 
 def breaks(*_: object) -> Any:
@@ -148,7 +148,7 @@ def test_a_comparison_or_a_test_between_nodes_that_breaks_is_unknown_on_all_of_t
 def test_nodes_are_tested_with_each_other_over_their_open_connections(nodes: Any, tested: list[str]) -> None:
     def test(connections: Mapping[str, Connection], facts: Mapping[str, NodeFacts]) -> list[Finding]:
         assert connections.keys() == facts.keys()
-        assert not any(cast(FakeConnection, connection).closed for connection in connections.values())
+        assert not any(cast(SurveyedNode, connection).is_closed for connection in connections.values())
         return [Check(node, "host.x").fail("seen", "") for node in connections]
 
     report = check(FakeFleet(nodes), all_groups=(replace(FAKE_GROUP, between=lambda config: {"host.x": test}),))

@@ -9,23 +9,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import socket
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import time_ns as now_ns
 from typing import Any
 
+from testkit.fake_connection import FakeConnection, FakeProcess
 from testkit.waiting import WAIT_S, wait_for
 
 from cluster.agent.messages import READY, Message, MessageReader, Spec, pack
 from cluster.agent.serve import Agent
 from cluster.control.link import NodeLink
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
-from cluster.errors import SshError, SshFailure
-from cluster.ssh.connection import CommandResult, Connection, RemoteProcess
+from cluster.errors import SshError
 from cluster.ssh.hosts import Host
 from engine.runs.process import process_start
 
@@ -85,85 +83,6 @@ class Stream:
         return data
 
 
-class FakeProcess(RemoteProcess):
-    """A `RemoteProcess` that is a thread. cut_after: bytes that come out of it before the line is cut."""
-
-    def __init__(self, script: Script, cut_after: int | None, result: CommandResult | None) -> None:
-        self._line, there = socket.socketpair()
-        self._left, self._result, self._is_cut = cut_after, result, False
-
-        def serve() -> None:
-            with there, contextlib.suppress(OSError):
-                stream = Stream(there)
-                stream.skip_code()
-                script(stream)
-
-        threading.Thread(target=serve, name="fake agent", daemon=True).start()
-
-    def write(self, data: bytes) -> None:
-        try:
-            self._line.sendall(data)
-        except OSError:
-            raise _lost() from None
-
-    def close_stdin(self) -> None:
-        with contextlib.suppress(OSError):
-            self._line.shutdown(socket.SHUT_WR)
-
-    def read(self, max_bytes: int, timeout_s: float) -> bytes:
-        if self._left == 0:
-            self.cut()
-        if not select.select([self._line], [], [], timeout_s)[0]:
-            raise SshError(NODE, SshFailure.COMMAND_TIMEOUT, "silent")
-        data = b""
-        with contextlib.suppress(ConnectionResetError):  # the agent ended before it had read all
-            data = self._line.recv(max_bytes if self._left is None else min(max_bytes, self._left))
-        if self._is_cut:
-            raise _lost()
-        if self._left is not None:
-            self._left -= len(data)
-        return data
-
-    def wait(self, timeout_s: float) -> CommandResult:
-        return self._result or CommandResult(1, b"", b"Traceback: the agent\x1b[31m fell")
-
-    def cut(self) -> None:
-        """The network is gone: both sides see it."""
-        self._is_cut = True
-        with contextlib.suppress(OSError):
-            self._line.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        self.cut()
-
-    def __del__(self) -> None:
-        self._line.close()
-
-
-class FakeConnection(Connection):
-    """A `Connection` whose only command is the agent."""
-
-    host = HOST
-
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-        self.is_closed = False
-
-    def start(self, argv: Sequence[str]) -> FakeProcess:
-        if self.is_closed:
-            raise _lost()
-        assert argv[0] == "python3"
-        return self._wire.open()
-
-    def close(self) -> None:
-        self.is_closed = True
-        for process in self._wire.processes:
-            process.cut()
-
-    def run(self, *_: Any, **__: Any) -> CommandResult:
-        raise AssertionError("a link speaks with its node through the agent, and runs no commands")
-
-
 class Wire:
     """The way to the node, as links want it from a pool.
 
@@ -176,7 +95,7 @@ class Wire:
         self.scripts: deque[Script] = deque()
         self.cuts: deque[int | None] = deque()
         self.refusals: deque[SshError] = deque()
-        self.result: CommandResult | None = None
+        self.fell: dict[str, Any] = {"exit_code": 1, "stderr": b"Traceback: the agent\x1b[31m fell"}
         self.connects = 0
         self.processes: list[FakeProcess] = []
 
@@ -184,13 +103,20 @@ class Wire:
         self.connects += 1
         if self.refusals:
             raise self.refusals.popleft()
-        return FakeConnection(self)
+        return FakeConnection(HOST, self._open)
 
-    def open(self) -> FakeProcess:
+    def _open(self, argv: Sequence[str]) -> FakeProcess:
+        assert argv[0] == "python3", "a link speaks with its node through the agent, and runs no other command"
         script = self.scripts.popleft() if self.scripts else self.script
-        process = FakeProcess(script, self.cuts.popleft() if self.cuts else None, self.result)
-        self.processes.append(process)
-        return process
+
+        def serve(line: socket.socket) -> None:
+            stream = Stream(line)
+            stream.skip_code()
+            script(stream)
+
+        cut_after = self.cuts.popleft() if self.cuts else None
+        self.processes.append(FakeProcess(NODE, serve, cut_after=cut_after, **self.fell))
+        return self.processes[-1]
 
     def cut(self) -> None:
         """Cut what stands now."""
@@ -270,10 +196,6 @@ def closing(*links: SshLink) -> Iterator[None]:
             link.close()
         for link in links:
             assert link.join(60.0)
-
-
-def _lost() -> SshError:
-    return SshError(NODE, SshFailure.LOST, "the connection ended")
 
 
 def begin(link: NodeLink, spec: Spec, timeout_s: float = WAIT_S) -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 from time import time_ns as now_ns
 
 import pytest
-from agent_rig import LOG, NODE, RUN_ID, FakeConnection, FakeNode, Stream, begin, closing, spec_of, status, swept
+from agent_rig import LOG, NODE, RUN_ID, FakeNode, Stream, begin, closing, spec_of, status, swept
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from testkit.fake_connection import FakeConnection
 from testkit.machine_clock import machine_time
 from testkit.waiting import wait_for
 
@@ -24,7 +25,6 @@ from cluster.agent.messages import pack
 from cluster.control.link import NodeStatus, StartRefusedError
 from cluster.control.ssh_link import LinkTiming
 from cluster.errors import SshError, SshFailure
-from cluster.ssh.connection import CommandResult
 from cluster.ssh.hosts import Host
 
 MIB = 1 << 20
@@ -233,7 +233,7 @@ def test_every_way_to_fail_is_a_problem_in_words_and_none_is_the_end(run, node):
 
 def test_a_node_without_python_says_so(run, node):
     node.wire.script = lambda stream: None
-    node.wire.result = CommandResult(127, b"", b"sh: python3: not found")
+    node.wire.fell = {"exit_code": 127, "stderr": b"sh: python3: not found"}
     link = node.link(run)
     with closing(link):
         with pytest.raises(StartRefusedError, match=r"there is no python3; burst needs Python 3\.9") as caught:

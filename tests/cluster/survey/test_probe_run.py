@@ -8,7 +8,7 @@ import tracemalloc
 from collections.abc import Iterator
 
 import pytest
-from testkit.check_fakes import GONE, HEALTHY, SILENCE, Answer, FakeConnection, answer, done, frame
+from testkit.check_fakes import GONE, HEALTHY, SILENCE, Answer, SurveyedNode, answer, done, frame
 from testkit.machine_clock import machine_time
 
 from cluster.checks.groups.host import SYSTEM
@@ -21,7 +21,7 @@ HOST = Host("n1", "192.0.2.1")
 
 
 def ask(tell: Answer, timeout_s: float = 5.0, **connection: object) -> NodeProbe:
-    return survey_node(FakeConnection(HOST, tell, **connection), [], timeout_s=timeout_s)
+    return survey_node(SurveyedNode(HOST, tell, **connection), [], timeout_s=timeout_s)
 
 
 def test_a_whole_answer_has_no_trouble() -> None:
@@ -32,13 +32,13 @@ def test_a_whole_answer_has_no_trouble() -> None:
 
 
 def test_the_whole_probe_is_one_command_with_the_script_on_stdin() -> None:
-    connection = FakeConnection(HOST, HEALTHY)
+    connection = SurveyedNode(HOST, HEALTHY)
     survey_node(connection, [SYSTEM], settings={"BURST_IMAGE": "a b; id"})
     assert connection.commands == [["date", "+%s.%N"], ["sh", "-s"]]
-    (process,) = connection.processes
-    assert "export BURST_IMAGE='a b; id'\n" in process.script
-    assert "section host.system " in process.script
-    assert process.closed
+    (script,) = connection.scripts
+    assert "export BURST_IMAGE='a b; id'\n" in script
+    assert "section host.system " in script
+    assert connection.processes[-1].is_cut
 
 
 def half(end: bytes = b"") -> Answer:
@@ -125,7 +125,7 @@ def test_a_node_that_guesses_a_fence_is_not_believed() -> None:
 
 
 def test_a_node_that_does_not_even_tell_the_time_is_an_error() -> None:
-    class Stuck(FakeConnection):
+    class Stuck(SurveyedNode):
         def run(self, *_: object, **__: object) -> None:
             raise SshError("n1", SshFailure.COMMAND_TIMEOUT, "a command did not end within 10 s")
 
