@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from burst_cli.logs.files import LogFile, LogRequest, find_logs, visible_text
-from burst_cli.logs.read import Line, LogFollower, complete_end, read_lines, tail_offset
+from burst_cli.logs.read import Line, LogReader, tail_offset
 from burst_cli.logs.show import LogPrinter
 from engine.runs.folder import RunFolder
 
@@ -20,23 +20,9 @@ JSON_LINES = 100_000
 _LEAST_BYTES = 4 * 1024  # of one file
 
 
-def present_lines(log: LogFile, request: LogRequest, end: int | None = None) -> Iterable[Line]:
-    """The lines of one log, up to offset `end`, that `request` wants."""
-    if request.tail is None or request.grep is None:
-        offset = 0 if request.tail is None else tail_offset(log.path, request.tail)
-        return filter(request.matches, read_lines(log.path, offset, end))
-    return deque(filter(request.matches, read_lines(log.path, 0, end)), maxlen=request.tail)
-
-
-def show(streams: Iterable[tuple[LogFile, Iterable[Line]]], printer: LogPrinter) -> bool:
-    """Print the lines of logs, one log after the other; whether there was any."""
-    is_any = False
-    for log, lines in streams:
-        for line in lines:
-            printer.line(log, line)
-            is_any = True
-    printer.flush()
-    return is_any
+def present_lines(log: LogFile, request: LogRequest) -> Iterable[Line]:
+    """The lines of one log that `request` wants."""
+    return _last(_reader(log, request).to_end(), request)
 
 
 def json_lines(logs: Sequence[LogFile], request: LogRequest) -> dict[str, Any]:
@@ -53,61 +39,56 @@ def json_lines(logs: Sequence[LogFile], request: LogRequest) -> dict[str, Any]:
     return {"lines": lines, "left_out": left_out}
 
 
-class LogFollow:
-    """Prints what the logs of a run hold and then what arrives in them, by arrival.
+def follow(
+    run: RunFolder,
+    request: LogRequest,
+    printer: LogPrinter,
+    ended: Callable[[], int | None],
+    *,
+    most: int = MOST_BYTES,
+) -> int:
+    """Print what the logs of a run hold, then what arrives in them, until they are quiet after the end; the exit code.
 
-    The logs are those of the printer, to which files are added as they appear. most: bytes at a look.
+    ended: gives that code once the run has ended. most: bytes at a look; of more it is said what was left out.
     """
+    readers = {log: _reader(log, request) for log in find_logs(run, request)}
+    for log, reader in readers.items():
+        printer.show(log, _last(reader.poll()[0], request))
+    code, quiet_since, scanned = None, 0.0, 0.0
+    while True:
+        now = time.monotonic()
+        if now >= scanned + SCAN_S:  # files that are new are shown from their beginning
+            scanned = now
+            for log in find_logs(run, request):
+                readers.setdefault(log, LogReader(log.path, 0, request.matches))
+        if _look(readers, printer, most) or code is None:
+            quiet_since = time.monotonic()
+        code = code if code is not None else ended()
+        if code is not None and time.monotonic() - quiet_since > QUIET_S:
+            break
+        time.sleep(POLL_S)
+    for log, reader in readers.items():
+        printer.show(log, reader.flush())
+    return code
 
-    def __init__(self, run: RunFolder, request: LogRequest, printer: LogPrinter, *, most: int = MOST_BYTES) -> None:
-        self._run, self._request, self._printer, self._most = run, request, printer, most
-        self._followers: list[LogFollower] = []
-        self._known = {log.path for log in printer.logs}
-        self._next_scan = 0.0
 
-    def begin(self) -> None:
-        """Print what is there, whole lines only, and stand behind it."""
-        pairs = [(log, complete_end(log.path)) for log in self._printer.logs]
-        show(((log, present_lines(log, self._request, end)) for log, end in pairs), self._printer)
-        self._followers = [LogFollower(log.path, end, self._request.matches) for log, end in pairs]
+def _look(readers: dict[LogFile, LogReader], printer: LogPrinter, most: int) -> bool:
+    """Whether anything was new; it is printed."""
+    is_any = False
+    for log, reader in readers.items():
+        lines, skipped = reader.poll(max(_LEAST_BYTES, most // len(readers)))
+        if skipped:
+            printer.skipped(log, skipped)
+        is_any |= printer.show(log, lines)
+    return is_any
 
-    def look(self) -> bool:
-        """Whether anything was new; it is printed."""
-        self._scan()
-        share = max(_LEAST_BYTES, self._most // max(1, len(self._followers)))
-        arrived = []
-        for log, follower in zip(self._printer.logs, self._followers, strict=True):
-            lines, skipped = follower.poll(share)
-            if skipped:
-                self._printer.skipped(log, skipped)
-            arrived.append((log, lines))
-        return show(arrived, self._printer)
 
-    def finish(self) -> None:
-        """Print last lines that have no end."""
-        last = ((log, one.flush()) for log, one in zip(self._printer.logs, self._followers, strict=True))
-        show(last, self._printer)
+def _reader(log: LogFile, request: LogRequest) -> LogReader:
+    """It stands where the last lines begin; at the beginning where they are the last of those that match."""
+    is_counted = request.tail is not None and request.grep is None
+    return LogReader(log.path, tail_offset(log.path, request.tail or 0) if is_counted else 0, request.matches)
 
-    def until(self, ended: Callable[[], int | None]) -> int:
-        """Follow until `ended` gives an exit code and the logs are quiet; that code."""
-        self.begin()
-        code, quiet_since = None, 0.0
-        while True:
-            if self.look() or code is None:
-                quiet_since = time.monotonic()
-            code = code if code is not None else ended()
-            if code is not None and time.monotonic() - quiet_since > QUIET_S:
-                self.finish()
-                return code
-            time.sleep(POLL_S)
 
-    def _scan(self) -> None:
-        """Take up files that are new, from their beginning."""
-        if time.monotonic() < self._next_scan:
-            return
-        self._next_scan = time.monotonic() + SCAN_S
-        for log in find_logs(self._run, self._request):
-            if log.path not in self._known:
-                self._known.add(log.path)
-                self._printer.logs.append(log)
-                self._followers.append(LogFollower(log.path, 0, self._request.matches))
+def _last(lines: Iterable[Line], request: LogRequest) -> Iterable[Line]:
+    is_counted = request.tail is None or request.grep is None
+    return lines if is_counted else deque(lines, maxlen=request.tail)

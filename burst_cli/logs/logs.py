@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -14,7 +13,8 @@ from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.figures import fold_names, fold_numbers
 from burst_cli.logs.files import LogFile, LogRequest, find_logs, parse_ranks
-from burst_cli.logs.follow import LogFollow, json_lines, present_lines, show
+from burst_cli.logs.follow import follow as follow_logs
+from burst_cli.logs.follow import json_lines, present_lines
 from burst_cli.logs.show import LogPrinter
 from burst_cli.options import RUNS_DIR, JsonOption, LivingRunArgument, RunsDirOption
 from burst_cli.runs.choose import choose_run
@@ -60,8 +60,8 @@ def logs(
     if as_json and follow:
         raise ConfigError("--json is one document, which -f never ends; leave one of them out")
     chosen = choose_run(run, runs_dir, living=True)
-    wanted = LogRequest(parse_ranks(ranks) if ranks else None, _node_folders(chosen, nodes), launcher)
-    request = _of_lines(wanted, grep=grep, tail=tail)
+    wanted_ranks, wanted_nodes = parse_ranks(ranks) if ranks else None, _node_folders(chosen, nodes)
+    request = LogRequest(wanted_ranks, wanted_nodes, launcher, _pattern(grep), _lines(tail, has_grep=grep is not None))
     if not follow:
         _ask_if_lost(chosen)
     found = find_logs(chosen, request)
@@ -74,17 +74,22 @@ def logs(
         raise typer.Exit(_show(chosen, found, request, follow=follow))
 
 
-def _of_lines(wanted: LogRequest, *, grep: str | None, tail: str | None) -> LogRequest:
-    """`wanted` of these lines only. Raises ConfigError for what makes no sense."""
-    if tail is not None and tail != "all" and not (tail.isascii() and tail.isdigit() and len(tail) < 10):
+def _lines(tail: str | None, *, has_grep: bool) -> int | None:
+    """How many lines of each log are meant; None: all. Raises ConfigError for what is no number."""
+    if tail is None:
+        return None if has_grep else DEFAULT_TAIL
+    if tail != "all" and not (tail.isascii() and tail.isdigit() and len(tail) < 10):
         raise ConfigError(f"--tail {tail}: expected a number of lines, or all")
-    every = tail == "all" or (tail is None and grep is not None)
+    return None if tail == "all" else int(tail)
+
+
+def _pattern(grep: str | None) -> re.Pattern[str] | None:
+    """What lines must hold. Raises ConfigError for what is no regular expression."""
     try:
-        pattern = re.compile(grep) if grep is not None else None
+        return None if grep is None else re.compile(grep)
     except (re.error, OverflowError, RecursionError) as error:
         hint = r"Behind a \ characters such as ( [ * + stand for themselves."
         raise ConfigError(f"--grep {grep!r} is no regular expression: {error}. {hint}") from error
-    return replace(wanted, grep=pattern, tail=None if every else DEFAULT_TAIL if tail is None else int(tail))
 
 
 def _node_folders(run: RunFolder, nodes: str | None) -> frozenset[str] | None:
@@ -126,9 +131,10 @@ def _show(run: RunFolder, found: list[LogFile], request: LogRequest, *, follow: 
     has_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     printer = LogPrinter(sys.stdout, found, has_colour=has_colour)
     if not follow:
-        show(((log, present_lines(log, request)) for log in found), printer)
+        for log in found:
+            printer.show(log, present_lines(log, request))
         return 0
-    code = LogFollow(run, request, printer).until(RunWatch(run).ended)
+    code = follow_logs(run, request, printer, RunWatch(run).ended)
     state, why = run.read_state()["state"], ": its nodes cannot be asked" if code == UNKNOWN else ""
     text = f"{run.exp}/{run.run_id} {state}{why}; more: burst status {run.run_id}"
     render.stderr().print(text, style="dim", markup=False, soft_wrap=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TextIO
 
 from burst_cli.figures import binary_bytes
@@ -13,24 +14,25 @@ _RESET = "\x1b[0m"
 
 
 class LogPrinter:
-    """Writes lines of `logs`, which may grow while it lives."""
+    """Writes lines of `logs` and of those that appear later."""
 
-    def __init__(self, out: TextIO, logs: list[LogFile], *, has_colour: bool) -> None:
-        self._out, self.logs, self._has_colour = out, logs, has_colour
+    def __init__(self, out: TextIO, logs: Iterable[LogFile], *, has_colour: bool) -> None:
+        self._out, self._has_colour = out, has_colour
         self._width = max((len(log.label) for log in logs), default=0)
 
-    def line(self, log: LogFile, line: Line) -> None:
-        """One line that this log says."""
-        cut = f"… (+{binary_bytes(line.cut_bytes)})" if line.cut_bytes else ""
-        self._write(log, f"{visible_text(line.text)}{cut}")
+    def show(self, log: LogFile, lines: Iterable[Line]) -> bool:
+        """Print what this log says; whether that was anything."""
+        is_any = False
+        for line in lines:
+            cut = f"… (+{binary_bytes(line.cut_bytes)})" if line.cut_bytes else ""
+            self._write(log, f"{visible_text(line.text)}{cut}")
+            is_any = True
+        self._out.flush()
+        return is_any
 
     def skipped(self, log: LogFile, size: int) -> None:
         """Say how much of a log was left out, and where it is."""
         self._write(log, f"... {binary_bytes(size)} not shown, see {log.path}")
-
-    def flush(self) -> None:
-        """Have all of it reach the reader."""
-        self._out.flush()
 
     def _write(self, log: LogFile, text: str) -> None:
         prefix = f"{log.label:<{self._width}} |"

@@ -14,22 +14,23 @@ import pytest
 from testkit.run_maker import make_run, write_log
 from testkit.terminal import on_terminal
 
-from burst_cli.logs.files import LogRequest, find_logs, visible_text
-from burst_cli.logs.follow import LogFollow
+from burst_cli.logs.files import LogRequest, find_logs
+from burst_cli.logs.follow import follow
 from burst_cli.logs.read import KEEP_BYTES
 from burst_cli.logs.show import LogPrinter
 from engine.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[3]
 END_S = 60.0
+HERE = ("importing", "rank {} is here", "step 1")
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    """A completed run of four ranks on two nodes."""
-    run = make_run(tmp_path / "runs", state="completed", nodes={"tb1": 2, "tb2": 2})
+    """A completed run of four ranks on two nodes, whose names are not in the order of their ranks."""
+    run = make_run(tmp_path / "runs", state="completed", nodes={"tb3": 2, "tb2": 2})
     for rank in range(4):
-        write_log(run, f"tb{rank // 2 + 1}", rank, f"importing\nrank {rank} is here\nstep 1\n")
+        write_log(run, "tb3" if rank < 2 else "tb2", rank, "\n".join([*HERE, ""]).format(rank))
     return run
 
 
@@ -39,77 +40,62 @@ def living(tmp_path: Path) -> RunFolder:
     return make_run(tmp_path / "runs", state="running", nodes={"tb1": 2})
 
 
-def start_logs(runs_dir: Path, *argv: str, **streams: object) -> subprocess.Popen[str]:
+def start_logs(run: RunFolder, *argv: str, **streams: object) -> subprocess.Popen[str]:
     """`burst logs ARGV` as a process of its own."""
-    environment = {**os.environ, "BURST_RUNS_DIR": str(runs_dir), "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "BURST_RUNS_DIR": str(run.path.parent.parent), "PYTHONUNBUFFERED": "1"}
     environment.pop("COLUMNS", None)
     options = streams or {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     command = [sys.executable, "-m", "burst_cli", "logs", *argv]
     return subprocess.Popen(command, env=environment, cwd=ROOT, text=True, **options)  # type: ignore[call-overload,no-any-return]
 
 
-def runs_dir(run: RunFolder) -> Path:
-    return run.path.parent.parent
-
-
 # --- what is shown ----------------------------------------------------------------------------------------------------
-
-
-def test_logs_come_one_after_the_other_in_the_order_of_ranks(burst, run: RunFolder) -> None:
-    (run.path / "logs/tb1").rename(run.path / "logs/tb3")
-    result = burst("logs", run.run_id)
-    assert result.code == 0
-    assert result.out.splitlines() == [
-        f"{node}:{rank} | {text}"
-        for rank, node in enumerate(["tb3", "tb3", "tb2", "tb2"])
-        for text in ("importing", f"rank {rank} is here", "step 1")
-    ]
 
 
 @pytest.mark.parametrize(
     ("options", "ranks"),
     [
+        ([], "0123"),
         (["--ranks", "0,2-3"], "023"),
         (["--nodes", "tb2"], "23"),
-        (["--nodes", "tb[1-2]", "--ranks", "1"], "1"),
+        (["--nodes", "tb[2-3]", "--ranks", "1"], "1"),
         (["--grep", "rank [13]"], "13"),
         (["--grep", r"^rank 2 is here$"], "2"),
     ],
 )
-def test_ranks_nodes_and_patterns_select(burst, run: RunFolder, options: list[str], ranks: str) -> None:
-    lines = burst("logs", run.run_id, *options).out.splitlines()
-    assert [line[-len("0 is here")] for line in lines if "is here" in line] == list(ranks)
+def test_ranks_nodes_and_patterns_select_in_the_order_of_ranks(
+    burst, run: RunFolder, options: list[str], ranks: str
+) -> None:
+    result = burst("logs", run.run_id, *options)
+    lines = HERE[1:2] if "--grep" in options else HERE
+    shown = [f"tb{3 - int(rank) // 2}:{rank} | {line.format(rank)}" for rank in ranks for line in lines]
+    assert (result.code, result.out.splitlines()) == (0, shown)
 
 
 def test_tail_counts_lines_of_each_log_and_of_what_matches(burst, run: RunFolder) -> None:
-    write_log(run, "tb1", 0, "".join(f"error {n}\nstep {n}\n" for n in range(1000)))
-    assert burst("logs", "--ranks", "0", "--tail", "1").out == "tb1:0 | step 999\n"
-    assert burst("logs", "--ranks", "0", "--tail", "2", "--grep", "error").out.split() == [
-        *("tb1:0", "|", "error", "998"),
-        *("tb1:0", "|", "error", "999"),
-    ]
+    write_log(run, "tb3", 0, "".join(f"error {n}\nstep {n}\n" for n in range(1000)))
+    assert burst("logs", "--ranks", "0", "--tail", "1").out == "tb3:0 | step 999\n"
+    errors = burst("logs", "--ranks", "0", "--tail", "2", "--grep", "error").out
+    assert errors == "tb3:0 | error 998\ntb3:0 | error 999\n"
     assert len(burst("logs", "--ranks", "0").out.splitlines()) == 50
     assert len(burst("logs", "--ranks", "0", "--tail", "all").out.splitlines()) == 2000
 
 
 def test_launcher_shows_what_started_the_ranks(burst, run: RunFolder) -> None:
-    (run.log_dir("tb1") / "torchrun.log").write_text("rank 1 died\n")
+    (run.log_dir("tb2") / "torchrun.log").write_text("rank 1 died\n")
+    (run.path / "nodes/tb2").mkdir(parents=True)
+    (run.path / "nodes/tb2/supervisor.log").write_text("it is here\n")
     (run.path / "controller.log").write_text("taking over\n")
-    lines = burst("logs", "--launcher").out.splitlines()
-    assert [line.replace(" ", "") for line in lines] == ["controller|takingover", "tb1:torchrun|rank1died"]
+    lines = [line.replace(" ", "") for line in burst("logs", "--launcher").out.splitlines()]
+    assert lines == ["controller|takingover", "tb2:supervisor|itishere", "tb2:torchrun|rank1died"]
 
 
 def test_json_is_one_document_with_every_line_of_every_rank(burst, run: RunFolder) -> None:
     write_log(run, "tb2", 2, b"x" * (KEEP_BYTES + 5))
+    first = [{"node": "tb3", "rank": 1, "log": "rank0001", "text": line.format(1)} for line in HERE]
     assert json.loads(burst("logs", "--json", "--ranks", "1-2").out) == {
         **{"run_id": run.run_id, "exp": "tiny", "path": str(run.path), "status": "completed", "left_out": 0},
-        "lines": [
-            *(
-                {"node": "tb1", "rank": 1, "log": "rank0001", "text": text}
-                for text in ("importing", "rank 1 is here", "step 1")
-            ),
-            {"node": "tb2", "rank": 2, "log": "rank0002", "text": "x" * KEEP_BYTES, "cut_bytes": 5},
-        ],
+        "lines": [*first, {"node": "tb2", "rank": 2, "log": "rank0002", "text": "x" * KEEP_BYTES, "cut_bytes": 5}],
     }
 
 
@@ -118,28 +104,16 @@ def test_json_is_one_document_with_every_line_of_every_rank(burst, run: RunFolde
 
 def test_nothing_in_a_log_reaches_the_terminal_as_a_command(burst, run: RunFolder) -> None:
     hostile = b"\x1b[2Jclear \x1b]0;title\x07 \x9b31m \x00\x07\x08 \xff\xfe [bold]markup[/bold] \xe2\x80\xaertl\n"
-    write_log(run, "tb1", 0, hostile)
-    out = burst("logs", "--ranks", "0").out
-    assert all(char == "\n" or char.isprintable() for char in out)
-    assert "\ufffd" in out
-    assert "[bold]markup[/bold]" in out
-
-
-def test_progress_bar_shows_its_last_drawing() -> None:
-    assert visible_text(b" 10%|#   |\r 50%|##  |\r100%|####|\r") == "100%|####|"
-
-
-def shown(folder: Path, *argv: str) -> str:
-    """What a terminal receives of `burst logs ARGV`."""
-    processes: list[subprocess.Popen[str]] = []
-    text = on_terminal(lambda end: processes.append(start_logs(folder, *argv, stdin=end, stdout=end, stderr=end)))
-    assert processes[0].wait(END_S) == 0
-    return text
+    write_log(run, "tb3", 0, hostile + b" 10%|#   |\r 50%|##  |\r100%|####|\r\n")
+    first, last = burst("logs", "--ranks", "0").out.splitlines()
+    assert first.isprintable()
+    assert ("\ufffd" in first, "[bold]markup[/bold]" in first) == (True, True)
+    assert last == "tb3:0 | 100%|####|"  # the last drawing of a progress bar
 
 
 def test_reader_that_leaves_is_no_error(run: RunFolder) -> None:
-    write_log(run, "tb1", 0, b"a line of many\n" * 200_000)
-    process = start_logs(runs_dir(run), "--tail", "all")
+    write_log(run, "tb3", 0, b"a line of many\n" * 200_000)
+    process = start_logs(run, "--tail", "all")
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()
@@ -147,34 +121,30 @@ def test_reader_that_leaves_is_no_error(run: RunFolder) -> None:
 
 
 def test_colours_are_for_terminals(run: RunFolder) -> None:
-    assert "\x1b[36mtb1:0 |\x1b[0m rank 0 is here" in shown(runs_dir(run))
-    assert "\x1b" not in start_logs(runs_dir(run)).communicate(timeout=END_S)[0]
-
-
-# --- mistakes ---------------------------------------------------------------------------------------------------------
+    processes: list[subprocess.Popen[str]] = []
+    text = on_terminal(lambda end: processes.append(start_logs(run, stdin=end, stdout=end, stderr=end)))
+    assert processes[0].wait(END_S) == 0
+    assert "\x1b[36mtb3:0 |\x1b[0m rank 0 is here" in text
+    assert "\x1b" not in start_logs(run).communicate(timeout=END_S)[0]
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "code", "said"),
     [
-        (["--grep", "("], "is no regular expression"),
-        (["--ranks", "3-1"], "'3-1' is no rank; expected numbers and ranges such as 0,3-5"),
-        (["--ranks", "0,,1"], "is no rank"),
-        (["--nodes", "tb[1-"], "not in the grammar of node lists"),
-        (["--tail", "-3"], "--tail -3: expected a number of lines, or all"),
-        (["-f", "--json"], "-f never ends"),
+        (["--grep", "("], 2, "is no regular expression"),
+        (["--ranks", "3-1"], 2, "'3-1' is no rank; expected numbers and ranges such as 0,3-5"),
+        (["--ranks", "0,,1"], 2, "is no rank"),
+        (["--nodes", "tb[1-"], 2, "not in the grammar of node lists"),
+        (["--tail", "-3"], 2, "--tail -3: expected a number of lines, or all"),
+        (["-f", "--json"], 2, "-f never ends"),
+        (["--ranks", "9"], 0, "it has ranks 0-3 on tb[2-3]"),
     ],
 )
-def test_mistakes_are_named(burst, run: RunFolder, options: list[str], said: str) -> None:
+def test_mistakes_and_ranks_that_are_not_there_are_named(
+    burst, run: RunFolder, options: list[str], code: int, said: str
+) -> None:
     result = burst("logs", run.run_id, *options)
-    assert result.code == 2
-    assert said in result.err
-
-
-def test_ranks_that_are_not_there_are_said_not_to_be(burst, run: RunFolder) -> None:
-    result = burst("logs", "--ranks", "9")
-    assert (result.code, result.out) == (0, "")
-    assert "it has ranks 0-3 on tb[1-2]" in result.err
+    assert (result.code, "is here" in result.out, said in result.err) == (code, False, True)
 
 
 # --- following --------------------------------------------------------------------------------------------------------
@@ -187,9 +157,9 @@ def append(path: Path, text: str) -> None:
 
 @pytest.mark.parametrize(("state", "code"), [("completed", 0), ("failed", 1), ("cancelled", 130)])
 def test_following_ends_with_the_run_and_says_how_it_ended(burst, living: RunFolder, state: str, code: int) -> None:
-    write_log(living, "tb1", 0, "one\nlast words")
+    write_log(living, "tb1", 0, "zero\none\nlast words")
     living.transition(state)
-    result = burst("logs", "-f")
+    result = burst("logs", "-f", "--tail", "2")
     assert (result.code, result.out) == (code, "tb1:0 | one\ntb1:0 | last words\n")
     assert result.err == f"tiny/{living.run_id} {state}; more: burst status {living.run_id}\n"
 
@@ -218,7 +188,7 @@ def test_files_are_followed_from_when_they_appear_through_rotation_to_their_last
         return None
 
     printer = LogPrinter(stream, [], has_colour=False)
-    assert LogFollow(living, LogRequest(), printer, most=10_000).until(ended) == 7
+    assert follow(living, LogRequest(), printer, ended, most=10_000) == 7
     assert stream.getvalue().splitlines() == told
 
 
@@ -230,7 +200,7 @@ def test_of_a_flood_it_is_said_what_is_left_out_and_where_it_is(living: RunFolde
         return 0 if (flood := next(calls, None)) is None else flood()
 
     printer = LogPrinter(stream, find_logs(living, LogRequest()), has_colour=False)
-    assert LogFollow(living, LogRequest(), printer, most=10_000).until(ended) == 0
+    assert follow(living, LogRequest(), printer, ended, most=10_000) == 0
     lines = [line.removeprefix("tb1:0 | ") for line in stream.getvalue().splitlines()]
     # Of 16,008 bytes 10,000 are read, and the line at their beginning may be the end of a longer one.
     assert lines == ["one", f"... 5.88 KiB not shown, see {path}", *["0123456"] * 1248, "the end"]
