@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any
 
 import typer
@@ -54,16 +54,15 @@ def cancel(
     if all_runs and run:
         raise ConfigError(f"--all means every run that has not ended; leave out {' '.join(run)}")
     chosen = living_runs(list_runs(runs_dir)) if all_runs else choose_runs(run or [], runs_dir)
-    console = render.stderr()
-    results = cancel_runs(chosen, now=now, say=lambda text: console.print(text, markup=False, soft_wrap=True))
+    stop = StopRequests()
+    with stop.listening(), ThreadPoolExecutor(_AT_ONCE) as pool:
+        results = list(pool.map(lambda one: _cancel(one, stop, now=now), chosen))
     code = max((result.exit_code for result in results), default=0)
     if as_json:
         render.emit_json({"runs": [result.to_dict() for result in results], "exit_code": code})
-    elif not results:
-        render.stdout().print("All runs have ended.")
     else:
-        for result in results:
-            render.stdout().print(cancelled_text(result), soft_wrap=True)
+        lines = [result.text for result in results] or [Text("All runs have ended.")]
+        render.stdout().print(Text("\n").join(lines), soft_wrap=True)
     raise typer.Exit(code)
 
 
@@ -74,12 +73,18 @@ class Cancelled:
     run: RunFolder
     before: str
     seen: RunState
-    step: int | None = None
     is_failed: bool = False
 
     @property
     def had_ended(self) -> bool:
         return self.before in FINAL_STATES
+
+    @cached_property
+    def step(self) -> int | None:
+        """The last one that is known."""
+        progress = RunProgress(self.run)
+        progress.poll()
+        return progress.step if progress.latest and not self.is_failed else None
 
     @property
     def exit_code(self) -> int:
@@ -102,43 +107,28 @@ class Cancelled:
             "exit_code": self.exit_code,
         }
 
-
-def cancel_runs(runs: Sequence[RunFolder], *, now: bool, say: Callable[[str], None]) -> list[Cancelled]:
-    """What became of every run, in their order; `say` is told what is waited for."""
-    stop = StopRequests()
-    with stop.listening(), ThreadPoolExecutor(_AT_ONCE) as pool:
-        return list(pool.map(lambda run: _cancel(run, stop, now=now, say=say), runs))
-
-
-def cancelled_text(result: Cancelled) -> Text:
-    """What became of a run, in a line or two."""
-    name = f"{result.run.exp}/{result.run.run_id}"
-    if result.had_ended:
-        return Text.assemble((result.seen.state, "bold"), f" {name}: it had already ended")
-    text = Text.assemble((result.seen.state if result.seen.is_final else "not stopped", "bold yellow"), f" {name}")
-    if result.step is not None:
-        text.append(f" after step {result.step}")
-    for line in result.seen.leftover:
-        text.append(f"\n  may still run: {line}", style="yellow")
-    if result.seen.problem:
-        text.append(f"\n  {result.seen.problem}", style="yellow")
-    return text
+    @property
+    def text(self) -> Text:
+        """What became of it, in a line or more."""
+        name, seen = f"{self.run.exp}/{self.run.run_id}", self.seen
+        if self.had_ended:
+            return Text.assemble((seen.state, "bold"), f" {name}: it had already ended")
+        step = "" if self.step is None else f" after step {self.step}"
+        more = [f"may still run: {line}" for line in seen.leftover] + ([seen.problem] if seen.problem else [])
+        return Text.assemble(
+            (seen.state if seen.is_final else "not stopped", "bold yellow"),
+            f" {name}{step}",
+            *((f"\n  {line}", "yellow") for line in more),
+        )
 
 
-def _cancel(run: RunFolder, stop: StopRequests, *, now: bool, say: Callable[[str], None]) -> Cancelled:
+def _cancel(run: RunFolder, stop: StopRequests, *, now: bool) -> Cancelled:
     before = "unreadable"
     try:
         before = str(run.read_state()["state"])
         if before not in FINAL_STATES:
-            say(f"{run.exp}/{run.run_id}: asked to stop{' at once' if now else ''}, waiting for its end")
-        seen = request_cancel(run, grace_s=0.0 if now else None, stop=stop)
+            text = f"{run.exp}/{run.run_id}: asked to stop{' at once' if now else ''}, waiting for its end"
+            render.stderr().print(text, markup=False, soft_wrap=True)
+        return Cancelled(run, before, request_cancel(run, grace_s=0.0 if now else None, stop=stop))
     except BurstError as error:
         return Cancelled(run, before, RunState({"state": before}, problem=str(error)), is_failed=True)
-    return result_of(run, before, seen)
-
-
-def result_of(run: RunFolder, before: str, seen: RunState) -> Cancelled:
-    """What became of a run that was in state `before`, by what is seen now."""
-    progress = RunProgress(run)
-    progress.poll()
-    return Cancelled(run, before, seen, progress.step if progress.latest else None)

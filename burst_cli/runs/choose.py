@@ -16,23 +16,16 @@ _NAMED = 8
 def select_runs(runs_dir: Path, names: Sequence[str]) -> list[RunFolder]:
     """The runs that `names` mean, oldest first; no names: all of them.
 
-    A name is an experiment, a run id or its beginning, exp/run id, or the path of a run folder. Raises ConfigError
-    with every name that means nothing.
+    A name is an experiment, a run id, its beginning or its six digits, exp/run id, or the path of a run folder. Raises
+    ConfigError with every name that means nothing.
     """
     runs = [run for run in list_runs(runs_dir) if run.exp != SWEEPS]
     if not names:
         return runs
-    chosen: dict[Path, RunFolder] = {}
-    problems = []
-    for name in names:
-        found = [run for run in runs if _means(name, run)]
-        if not found and (Path(name) / "run.json").is_file():
-            found = [RunFolder(Path(name).absolute())]
-        if not found:
-            problems.append(_unknown(name, runs, runs_dir))
-        chosen.update((run.path, run) for run in found)
-    if problems:
+    meant = {name: _meant(name, runs) for name in names}
+    if problems := [_unknown(name, runs, runs_dir) for name, found in meant.items() if not found]:
         raise ConfigError(problems)
+    chosen = {run.path: run for found in meant.values() for run in found}
     return sorted(chosen.values(), key=lambda run: (run.run_id, str(run.path)))
 
 
@@ -40,28 +33,32 @@ def choose_run(name: str | None, runs_dir: Path, *, living: bool = False) -> Run
     """The run of that name (of an experiment: its newest); without a name the newest of all.
 
     living: without a name, the one run that has not ended; if all have ended, the newest. Raises ConfigError when
-    there is none, and when several live.
+    there is none, when several live, and for the beginning of several.
     """
-    if name is not None:
-        return _named(name, runs_dir)
-    runs = select_runs(runs_dir, ())
-    if not runs:
+    found = select_runs(runs_dir, [] if name is None else [name])
+    if not found:
         raise ConfigError(
             f"{runs_dir.absolute()} holds no runs. Start one with `burst launch exp=tiny`, or give --runs-dir."
         )
-    alive = living_runs(runs) if living else []
-    if len(alive) > 1:
+    if name is None:
+        alive = living_runs(found) if living else []
+        if len(alive) > 1:
+            raise ConfigError(
+                f"{len(alive)} runs have not ended: {_listed(alive)}. Say which one: its last six digits are enough."
+            )
+        return (alive or found)[-1]
+    exact = [run for run in found if name.rstrip("/").rpartition("/")[2] == run.run_id]
+    if len({run.run_id for run in found}) > 1 and not exact and all(run.exp != name for run in found):
         raise ConfigError(
-            f"{len(alive)} runs have not ended: {_listed(alive)}. Say which one: its last six digits are enough."
+            f"{name}: {len(found)} runs begin so: {_listed(found)}. Give more of the run id, or its last six digits."
         )
-    return (alive or runs)[-1]
+    return (exact or found)[-1]
 
 
 def choose_runs(names: Sequence[str], runs_dir: Path) -> list[RunFolder]:
     """The newest run that each name means; without names the one that lives, or the newest."""
-    if not names:
-        return [choose_run(None, runs_dir, living=True)]
-    return list({run.path: run for run in (choose_run(name, runs_dir) for name in names)}.values())
+    chosen = (choose_run(name, runs_dir, living=True) for name in names or (None,))
+    return list({run.path: run for run in chosen}.values())
 
 
 def living_runs(runs: Sequence[RunFolder]) -> list[RunFolder]:
@@ -77,23 +74,19 @@ def state_of(run: RunFolder) -> str | None:
         return None
 
 
-def _named(name: str, root: Path) -> RunFolder:
-    found = select_runs(root, [name])
-    exact = [run for run in found if name.rstrip("/").rpartition("/")[2] == run.run_id]
-    is_exp = any(run.exp == name for run in found)
-    if len({run.run_id for run in found}) > 1 and not exact and not is_exp:
-        raise ConfigError(
-            f"{name}: {len(found)} runs begin so: {_listed(found)}. Give more of the run id, or its last six digits."
-        )
-    return (exact or found)[-1]
-
-
-def _means(name: str, run: RunFolder) -> bool:
+def _meant(name: str, runs: Sequence[RunFolder]) -> list[RunFolder]:
     exp, _, run_id = name.rstrip("/").rpartition("/")
     if exp:
-        return exp == run.exp and run.run_id.startswith(run_id)
-    # The six random digits alone are what people copy.
-    return run.exp == name or (len(name) >= 6 and (run.run_id.startswith(name) or run.run_id.endswith(f"-{name}")))
+        found = [run for run in runs if run.exp == exp and run.run_id.startswith(run_id)]
+    else:  # the six random digits alone are what people copy
+        ends, is_long = f"-{name}", len(name) >= 6
+        found = [
+            run
+            for run in runs
+            if run.exp == name or (is_long and (run.run_id.startswith(name) or run.run_id.endswith(ends)))
+        ]
+    is_folder = not found and (Path(name) / "run.json").is_file()
+    return [RunFolder(Path(name).absolute())] if is_folder else found
 
 
 def _unknown(name: str, runs: Sequence[RunFolder], runs_dir: Path) -> str:

@@ -23,26 +23,25 @@ _LINE_CHARACTERS = 400
 
 def failure_block(run: RunFolder, failure: Failure) -> Text:
     """The block for `run`; nothing in it is markup, and terminal escapes of the ranks are gone."""
-    name = f"{run.exp}/{run.run_id}"
     where = _where(failure)
-    block = Text.assemble((f"{failure.status.upper()} ", "bold red"), (name, "bold"), f": {where}\n" if where else "\n")
-    message = clean(failure.message)[:_MESSAGE_CHARACTERS].rstrip() or "(no message)"
+    block = Text.assemble(
+        (f"{failure.status.upper()} ", "bold red"),
+        (f"{run.exp}/{run.run_id}", "bold"),
+        f": {where}\n" if where else "\n",
+    )
     kind = "" if failure.kind in (*_SELF_EXPLAINING, "launcher") else f"{clean(failure.type)}: "
-    block.append(_indented(f"{kind}{message}"), style="red")
+    message = clean(failure.message)[:_MESSAGE_CHARACTERS].rstrip() or "(no message)"
+    block.append("".join(f"  {line}\n" for line in f"{kind}{message}".splitlines()), style="red")
     if failure.memory is not None:
         block.append(f"  memory: {memory_line(failure.memory)}\n")
-    for line in failure.details:
-        block.append(f"  │ {clean(line)[:_LINE_CHARACTERS]}\n", style="dim")
+    dim = [f"│ {clean(line)[:_LINE_CHARACTERS]}" for line in failure.details]
     if failure.stacks:
-        block.append(f"  stacks of the rank {failure.stacks}, those of the others beside it\n", style="dim")
-    if failure.kind not in _SELF_EXPLAINING:
+        dim.append(f"stacks of the rank {failure.stacks}, those of the others beside it")
+    if failure.log and failure.kind not in _SELF_EXPLAINING:
         lines = last_lines(failure.log, start=_attempt_start(run, failure.log))
-        if lines:
-            block.append(f"  last lines of {failure.log}\n", style="dim")
-            for line in lines:
-                block.append(f"  │ {line}\n", style="dim")
-        elif failure.log:
-            block.append(f"  log {failure.log} (empty)\n", style="dim")
+        dim += [f"last lines of {failure.log}", *(f"│ {line}" for line in lines)]
+        dim[-1:] = dim[-1:] if lines else [f"log {failure.log} (empty)"]
+    block.append("".join(f"  {line}\n" for line in dim), style="dim")
     if failure.checkpoint:
         block.append(f"  last checkpoint {failure.checkpoint}\n")
     if failure.advice:
@@ -60,31 +59,26 @@ def failure_line(failure: Any) -> str:
 
 def memory_line(memory: Mapping[str, Any]) -> str:
     """Peak, capacity, prediction and the allocation that failed; `memory` is `Failure.memory`."""
-    peak, capacity = memory.get("peak_bytes"), memory.get("capacity_bytes")
-    predicted, asked = memory.get("predicted_peak_bytes"), memory.get("asked_bytes")
+    peak, capacity, predicted, asked = (
+        memory.get(name) for name in ("peak_bytes", "capacity_bytes", "predicted_peak_bytes", "asked_bytes")
+    )
     of = f" of {binary_bytes(capacity)}" if capacity is not None else ""
-    parts = [
-        f"{memory.get('device', memory.get('where'))}: peak {binary_bytes(peak)}{of} ({memory.get('peak_source')})"
-    ]
-    if asked is not None:
-        parts.append(f"{binary_bytes(asked)} more asked for")
-    if predicted is not None:
-        parts.append(f"predicted peak {binary_bytes(predicted)}")
-    return clean(", ".join(parts))
+    line = f"{memory.get('device', memory.get('where'))}: peak {binary_bytes(peak)}{of} ({memory.get('peak_source')})"
+    line += f", {binary_bytes(asked)} more asked for" if asked is not None else ""
+    line += f", predicted peak {binary_bytes(predicted)}" if predicted is not None else ""
+    return clean(line)
 
 
-def last_lines(log: str | None, count: int = LOG_LINES, *, start: int = 0) -> list[str]:
+def last_lines(log: str, count: int = LOG_LINES, *, start: int = 0) -> list[str]:
     """The last `count` lines of a log from byte `start` on that say something, cut to a width that can be read."""
-    if log is None:
-        return []
     lines = [line.rstrip() for line in clean(tail_text(Path(log), start=start)).splitlines()]
     return [line[:_LINE_CHARACTERS] for line in lines if line][-count:]
 
 
-def _attempt_start(run: RunFolder, log: str | None) -> int:
+def _attempt_start(run: RunFolder, log: str) -> int:
     """Where the last attempt begins in a log that earlier ones wrote as well."""
     with contextlib.suppress(RunFolderError, ValueError):
-        return read_log_starts(run).get(Path(log or "").relative_to(run.path).as_posix(), 0)
+        return read_log_starts(run).get(Path(log).relative_to(run.path).as_posix(), 0)
     return 0
 
 
@@ -101,7 +95,3 @@ def _where(failure: Failure) -> str:
     if failure.phase:
         parts.append(f"phase {clean(failure.phase)}")
     return ", ".join(parts)
-
-
-def _indented(text: str) -> str:
-    return "".join(f"  {line}\n" for line in text.splitlines())

@@ -14,12 +14,12 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli.figures import (
-    DASH,
     binary_bytes,
     clean,
     count,
     duration,
     fold_names,
+    grouped,
     percent,
     plain,
     sparkline,
@@ -57,10 +57,9 @@ def open_view(console: Console, progress: RunProgress, *, is_log: bool = False) 
 class _View(LaunchObserver):
     """What both views say in lines."""
 
-    def __init__(self, console: Console, progress: RunProgress, clock: Callable[[], float]) -> None:
+    def __init__(self, console: Console, progress: RunProgress, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._progress, self._clock = console, progress, clock
         self._next = 0.0
-        self._shown_warnings = 0
 
     def note(self, text: str) -> None:
         """One line."""
@@ -71,19 +70,18 @@ class _View(LaunchObserver):
 
     def _poll(self) -> None:
         """Take up what is new, and say new warnings."""
-        self._progress.poll()
-        for text in self._progress.warnings[self._shown_warnings :]:
+        for text in self._progress.poll():
             self._say(f"warning: {text}")
-        self._shown_warnings = len(self._progress.warnings)
+
+    def _rows(self, statuses: Sequence[NodeStatus]) -> list[NodeRow]:
+        return node_rows(statuses, self._progress.facts, self._progress.straggler)
 
 
 class LiveView(_View):
     """One block that is redrawn in place; warnings and notes stay above it."""
 
-    def __init__(
-        self, console: Console, progress: RunProgress, live: Live, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        super().__init__(console, progress, clock)
+    def __init__(self, console: Console, progress: RunProgress, live: Live) -> None:
+        super().__init__(console, progress)
         self._live = live
         self._stop_line: str | None = None
         self._statuses: Sequence[NodeStatus] = ()
@@ -94,7 +92,10 @@ class LiveView(_View):
         if now < self._next:
             return
         self._poll()
-        self._live.update(self._block(), refresh=True)
+        with contextlib.suppress(OSError, ValueError):  # our consoles are made with the size of their beginning
+            self._console.size = ConsoleDimensions(*os.get_terminal_size(self._console.file.fileno()))
+        block = draw(self._progress, self._rows(self._statuses), self._stop_line, self._console.width)
+        self._live.update(block, refresh=True)
         self._next = now + max(REFRESH_S, _SHARE * (self._clock() - now))
 
     def nodes(self, statuses: Sequence[NodeStatus]) -> None:
@@ -106,12 +107,6 @@ class LiveView(_View):
         self._stop_line = _stop_text(cause, grace_s)
         self._next = 0.0
         self.tick()
-
-    def _block(self) -> RenderableType:
-        with contextlib.suppress(OSError, ValueError):  # our consoles are made with the size of their beginning
-            self._console.size = ConsoleDimensions(*os.get_terminal_size(self._console.file.fileno()))
-        rows = node_rows(self._statuses, self._progress.facts, self._progress.straggler)
-        return draw(self._progress, rows, self._stop_line, self._console.width)
 
 
 class PlainView(_View):
@@ -127,10 +122,8 @@ class PlainView(_View):
     ) -> None:
         super().__init__(console, progress, clock)
         self._is_log = is_log
-        self._next_nodes = 0.0
-        self._shown_step = 0
-        self._shown_phase = ""
-        self._node_news = NodeNews()
+        self._next_nodes, self._shown_step, self._shown_phase = 0.0, 0, ""
+        self._known: dict[str, tuple[str, frozenset[str]]] = {}  # node: phase, kinds of notes
 
     def tick(self) -> None:
         """Print what is new, figures at most every PLAIN_INTERVAL_S, in a log every LOG_INTERVAL_S."""
@@ -146,58 +139,49 @@ class PlainView(_View):
             self._say(plain_line(progress))
 
     def nodes(self, statuses: Sequence[NodeStatus]) -> None:
-        """A line for every change that a person should know; looked for once a second."""
+        """A line for every change that a person should know, one for nodes that change alike; looked for every second.
+
+        `node tb[1-3]: running`, `node tb4: rank 13 stopped`, `node tb4: well again`
+        """
         if self._clock() < self._next_nodes:
             return
         self._next_nodes = self._clock() + _NODES_S
-        for text in self._node_news.changes(node_rows(statuses, self._progress.facts, self._progress.straggler)):
-            self._say(text)
+        news = grouped((text, row.name) for row in self._rows(statuses) for text in self._changes(row))
+        for text, names in news.items():
+            self._say(f"node {fold_names(names)}: {text}")
 
     def stopping(self, cause: str, grace_s: float) -> None:
         """One line."""
         self._say(_stop_text(cause, grace_s))
 
+    def _changes(self, row: NodeRow) -> list[str]:
+        phase, known = self._known.get(row.name, ("none", frozenset[str]()))
+        kinds = {without_figures(note): note for note in row.notes}
+        self._known[row.name] = row.phase, frozenset(kinds)
+        news = [row.phase] if row.phase != phase else []
+        news += [note for kind, note in kinds.items() if kind not in known]
+        return news + (["well again"] if known and not kinds else [])
+
     def _say(self, text: str) -> None:
         super()._say(f"{utc_now()} {text}" if self._is_log else text)
 
 
-class NodeNews:
-    """What has changed about nodes since the last time, one line per change; nodes that change alike share it."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, tuple[str, frozenset[str]]] = {}  # node: phase, kinds of notes
-
-    def changes(self, rows: Sequence[NodeRow]) -> list[str]:
-        """Lines such as `node tb[1-3]: running`, `node tb4: rank 13 stopped`, `node tb4: well again`."""
-        said: dict[str, list[str]] = {}
-        for row in rows:
-            phase, known = self._known.get(row.name, ("none", frozenset()))
-            kinds = {without_figures(note): note for note in row.notes}
-            news = [row.phase] if row.phase != phase else []
-            news += [note for kind, note in kinds.items() if kind not in known]
-            news += ["well again"] if known and not kinds else []
-            for what in news:
-                said.setdefault(what, []).append(row.name)
-            self._known[row.name] = row.phase, frozenset(kinds)
-        return [f"node {fold_names(names)}: {what}" for what, names in said.items()]
-
-
 def plain_line(progress: RunProgress) -> str:
     """step, loss, speed, MFU, memory and time left in one line; of an evaluation what it found."""
-    if progress.latest is not None and "loss" not in progress.latest:
-        found = [f"{name} {plain(progress.figure(key))}" for key, name in _EVALUATED.items()]
-        return "  ".join([f"weights of step {progress.step}", *(text for text in found if not text.endswith(DASH))])
+    latest, figure = progress.latest, progress.figure
+    if latest is not None and "loss" not in latest:
+        found = [f"{name} {plain(figure(key))}" for key, name in _EVALUATED.items() if figure(key) is not None]
+        return "  ".join([f"weights of step {progress.step}", *found])
     parts = [
         f"step {progress.step}/{progress.total_steps}",
-        f"loss {plain(progress.figure('loss'))}",
-        f"{count(progress.figure('tokens_per_s'))} tokens/s",
-        f"MFU {percent(progress.figure('mfu'))}",
-        f"memory {binary_bytes(progress.figure('peak_memory_bytes'))}",
+        f"loss {plain(figure('loss'))}",
+        f"{count(figure('tokens_per_s'))} tokens/s",
+        f"MFU {percent(figure('mfu'))}",
+        f"memory {binary_bytes(figure('peak_memory_bytes'))}",
         f"left {duration(progress.remaining_s())}",
     ]
-    if progress.latest is progress.validation and progress.validation is not None:
-        parts.append(f"validation loss {plain(progress.figure('validation_loss'))}")
-        parts.append(f"bits/byte {plain(progress.figure('validation_bits_per_byte'))}")
+    if latest is not None and latest is progress.validation:
+        parts += [f"{name} {plain(figure(key))}" for key, name in list(_EVALUATED.items())[:2]]
     return "  ".join(parts)
 
 
@@ -227,27 +211,26 @@ def heading(progress: RunProgress) -> Text:
     """Run, preset, length of sequences, ranks on nodes, in one line."""
     facts, run = progress.facts, progress.run
     where = f"{facts.shape} ranks" if facts.nodes else facts.shape
-    parts = [facts.preset, where, f"seq {facts.seq_len:,}" if facts.seq_len else ""]
+    parts = filter(None, [facts.preset, where, f"seq {facts.seq_len:,}" if facts.seq_len else ""])
     text = Text(f"{run.exp}/{run.run_id}", style="bold", no_wrap=True, overflow="ellipsis")
-    return text.append(f"  {', '.join(filter(None, parts))}" if any(parts) else "", style="dim")
+    return text.append(f"  {', '.join(parts)}".rstrip(), style="dim")
 
 
 def _progress_line(progress: RunProgress, width: int) -> RenderableType:
     """Bar, step, times and phase."""
-    wide, elapsed = max(4, width // 4), duration(progress.elapsed_s())
-    step = f"step {progress.step}/{progress.total_steps}" if progress.latest is not None else clean(progress.phase)
+    wide, elapsed, total = max(4, width // 4), duration(progress.elapsed_s()), max(1, progress.total_steps)
+    phase, bar = clean(progress.phase), ProgressBar(total=None, width=wide, pulse=True)
+    step, times = Text(phase), elapsed
+    if progress.latest is not None:
+        bar = ProgressBar(total=total, completed=min(progress.step, total), width=wide)
+        step = Text(f"step {progress.step}/{progress.total_steps}", style="bold")
+        # Training needs no mention, because the steps tell.
+        shown = "" if progress.phase == TRAINING_PHASE else f"  {phase}"
+        times = f"{duration(progress.remaining_s())} left, {elapsed} elapsed{shown}"
     grid = Table.grid(padding=(0, 1))
     for least in (wide, min(len(step), width // 2), None):
         grid.add_column(no_wrap=True, overflow="ellipsis", min_width=least)
-    if progress.latest is None:
-        grid.add_row(ProgressBar(total=None, width=wide, pulse=True), Text(step), Text(elapsed, "dim"))
-        return grid
-    total = max(1, progress.total_steps)
-    # Training needs no mention, because the steps tell.
-    phase = "" if progress.phase == TRAINING_PHASE else f"  {clean(progress.phase)}"
-    times = Text(f"{duration(progress.remaining_s())} left, {elapsed} elapsed{phase}", style="dim")
-    bar = ProgressBar(total=total, completed=min(progress.step, total), width=wide)
-    grid.add_row(bar, Text(step, style="bold"), times)
+    grid.add_row(bar, step, Text(times, style="dim"))
     return grid
 
 

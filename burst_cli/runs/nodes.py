@@ -20,7 +20,7 @@ QUIET_S = 10.0  # a healthy node speaks every 2 s, and writes how it is every 5 
 LITTLE_DISK_BYTES = 2**30
 MUCH_MEMORY = 0.95
 HOT_C = 90.0
-_RANK_STATES = {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead", "gone": "gone"}
+_RANK_STATES = {"stopped": ("T", "t"), "dead": ("Z", "X"), "gone": ("gone",)}
 _COLUMNS = (
     Column("node", 0, is_number=False),
     Column("state", 1, is_number=False),
@@ -29,7 +29,7 @@ _COLUMNS = (
     Column("load", 5),
     Column("memory", 6),
 )
-_STYLES = {"bad": "bold red", "warn": "yellow", "ok": ""}
+_STYLES = {"bad": "bold red", "warn": "yellow", "ok": ""}  # the worst first
 _PHASE_STYLES = {"running": "green", "stopping": "yellow", "lost": "bold red", "none": "dim", "ended": ""}
 
 
@@ -38,17 +38,17 @@ class NodeRow:
     """One node, or several that are alike; then every figure has one value per node that says it.
 
     ranks: the state of each in /proc/PID/stat. load, gpu: of all cores and of each GPU, in percent. memory: the share
-    that is used. notes: what a person should know, worst first; mark: how bad the worst of it is.
+    that is used. notes: what a person should know, worst first; mark: how bad the worst of it is: ok, warn, bad.
     """
 
     nodes: tuple[str, ...]
     phase: str
+    mark: str
+    notes: tuple[str, ...] = ()
     ranks: tuple[str, ...] = ()
     load: tuple[float, ...] = ()
     gpu: tuple[float, ...] = ()
     memory: tuple[float, ...] = ()
-    notes: tuple[str, ...] = ()
-    mark: str = "ok"  # ok, warn, bad
 
     @property
     def name(self) -> str:
@@ -66,34 +66,34 @@ def node_rows(
 
     is_over: the run has ended, so silence is no news.
     """
-    ranks = {node.name: node.ranks for node in facts.nodes}
+    late = next((node.name for node in facts.nodes if straggler in node.ranks), None)
     found = []
     for status in statuses:
         health = (status.health if status.phase != "ended" else None) or {}
-        states = _rank_states(health)
-        bad, warn = _bad_notes(status, states, is_over=is_over), [] if is_over else _warn_notes(status, health)
-        if straggler in ranks.get(status.node, ()) and not is_over:
-            warn.append(f"straggler: rank {straggler}")
-        found.append(
-            NodeRow(
-                nodes=(status.node,),
-                phase=status.phase,
-                ranks=tuple(states.values()),
-                load=_known(number(health, "load1")),
-                gpu=_known(*(number(gpu, "utilization") for gpu in rows(health, "gpus"))),
-                memory=_known(_memory_used(health)),
-                notes=(*bad, *warn),
-                mark="bad" if bad else "warn" if warn else "ok",
-            )
+        states, bad, warn = _rank_states(health), _end_notes(status), list[str]()
+        if not is_over:
+            bad += _rank_notes(states) if status.phase == "running" else []
+            warn += _warn_notes(status, health)
+            warn += [f"straggler: rank {straggler}"] if status.node == late else []
+        mark = "bad" if bad else "warn" if warn else "ok"
+        figures = ([number(health, "load1")], [number(gpu, "utilization") for gpu in rows(health, "gpus")])
+        load, gpu, memory = (
+            tuple(value for value in values if value is not None) for values in (*figures, [_memory_used(health)])
         )
+        ranks = tuple(states.values())
+        found.append(NodeRow((status.node,), status.phase, mark, (*bad, *warn), ranks, load, gpu, memory))
     return found
 
 
 def fold_rows(rows: Sequence[NodeRow]) -> list[NodeRow]:
     """`rows` with those that are alike but for figures folded; worst first, those that are well last."""
     alike = grouped(((row.mark, row.phase, *map(without_figures, row.notes)), row) for row in rows)
-    folded = [replace(group[0], **_joined(group)) for group in alike.values()]
-    return sorted(folded, key=lambda row: ("bad", "warn", "ok").index(row.mark))
+    folded = []
+    for group in alike.values():
+        names = ("nodes", "ranks", "load", "gpu", "memory")
+        joined: dict[str, Any] = {name: tuple(v for row in group for v in getattr(row, name)) for name in names}
+        folded.append(replace(group[0], **joined))
+    return sorted(folded, key=lambda row: list(_STYLES).index(row.mark))
 
 
 def without_figures(note: str) -> str:
@@ -101,12 +101,8 @@ def without_figures(note: str) -> str:
     return "".join(char for char in note if not char.isdigit())
 
 
-def _joined(group: Sequence[NodeRow]) -> dict[str, Any]:
-    names = ("nodes", "ranks", "load", "gpu", "memory")
-    return {name: tuple(value for row in group for value in getattr(row, name)) for name in names}
-
-
-def _bad_notes(status: NodeStatus, states: Mapping[int, str], *, is_over: bool) -> list[str]:
+def _end_notes(status: NodeStatus) -> list[str]:
+    """Why it cannot be heard, and how its part ended, unless that was well or asked for."""
     notes = []
     if status.problem:
         notes.append((word({"text": status.problem}, "text") or "").removeprefix(f"{status.node}: "))
@@ -115,12 +111,14 @@ def _bad_notes(status: NodeStatus, states: Mapping[int, str], *, is_over: bool) 
     cause = word(status.outcome, "cause")
     if status.end and (cause == "lease" or (cause != "stop" and number(status.outcome, "exit_code") != 0)):
         notes.append(status.end)
-    if not is_over and status.phase == "running":
-        for state in dict.fromkeys(_RANK_STATES.values()):
-            hit = [rank for rank, letter in states.items() if _RANK_STATES.get(letter) == state]
-            if hit:
-                notes.append(f"rank{'' if len(hit) == 1 else 's'} {fold_numbers(hit)} {state}")
     return notes
+
+
+def _rank_notes(states: Mapping[int, str]) -> list[str]:
+    hit = {name: [rank for rank, state in states.items() if state in letters] for name, letters in _RANK_STATES.items()}
+    return [
+        f"rank{'' if len(ranks) == 1 else 's'} {fold_numbers(ranks)} {name}" for name, ranks in hit.items() if ranks
+    ]
 
 
 def _warn_notes(status: NodeStatus, health: Mapping[str, Any]) -> list[str]:
@@ -154,10 +152,6 @@ def _rank_states(health: Mapping[str, Any]) -> dict[int, str]:
 def _memory_used(health: Mapping[str, Any]) -> float | None:
     used, limit = number(health, "memory_used_bytes"), number(health, "memory_limit_bytes")
     return used / limit if used is not None and limit else None
-
-
-def _known(*values: float | None) -> tuple[float, ...]:
-    return tuple(value for value in values if value is not None)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

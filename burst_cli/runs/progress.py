@@ -6,7 +6,6 @@ import statistics
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +20,6 @@ _TAIL_BYTES = 256 * 1024  # of records that were there before: many rows, whatev
 _STRAGGLER_STEPS, _STRAGGLER_LEAST_STEPS, _STRAGGLER_LOST_S = 10, 8, 10.0
 
 
-@dataclass
 class RunProgress:
     """The present state of one run. `poll()` reads what is new in metrics.jsonl and events.jsonl.
 
@@ -29,37 +27,38 @@ class RunProgress:
     configuration unless given. ran_s: seconds since the launch, for one who joins later.
     """
 
-    run: RunFolder
-    total_steps: int = 0
-    clock: Callable[[], float] = time.monotonic
-    latest: Mapping[str, Any] | None = None
-    losses: list[float] = field(default_factory=list)
-    validation: Mapping[str, Any] | None = None
-    warnings: list[str] = field(default_factory=list)
-    ran_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.total_steps = self.total_steps or self.facts.steps or 0
-        self._steps = StepWatch(self.run, self.clock, _TAIL_BYTES)
+    def __init__(
+        self,
+        run: RunFolder,
+        total_steps: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        ran_s: float = 0.0,
+    ) -> None:
+        self.run, self._clock, self._started = run, clock, clock() - ran_s
+        self.total_steps = total_steps or self.facts.steps or 0
+        self.latest: Mapping[str, Any] | None = None
+        self.validation: Mapping[str, Any] | None = None
+        self.losses: list[float] = []
+        self.warnings: list[str] = []
+        self._steps = StepWatch(run, clock, _TAIL_BYTES)
         self._figures: dict[str, Any] = {}
         self._stragglers: deque[tuple[int, float]] = deque(maxlen=_STRAGGLER_STEPS)  # rank or -1, seconds lost
-        self._started = self.clock() - self.ran_s
 
     @cached_property
     def facts(self) -> RunFacts:
         """What the run was asked to do."""
         return read_facts(self.run)
 
-    def poll(self) -> None:
-        """Take up what is new."""
+    def poll(self) -> list[str]:
+        """Take up what is new; the warnings among it."""
         rows, events = self._steps.poll()
-        for event in events:
-            if event.get("kind") == "warning":
-                self.warnings.append(str(event.get("message")))
-            elif event.get("kind") == "dropped":
-                self.warnings.append(_dropped_text(event))
         for row in rows:
-            self._add(row)
+            if isinstance(row.get("step"), int):
+                self._add(row)
+        news = [_warning(event) for event in events if event.get("kind") in ("warning", "dropped")]
+        self.warnings += news
+        return news
 
     @property
     def phase(self) -> str:
@@ -95,7 +94,7 @@ class RunProgress:
 
     def elapsed_s(self) -> float:
         """Seconds since the launch."""
-        return self.clock() - self._started
+        return self._clock() - self._started
 
     def remaining_s(self) -> float | None:
         """Seconds left, from the median of the last steps; None before there are any."""
@@ -104,8 +103,6 @@ class RunProgress:
         return statistics.median(self._steps.step_times) * max(0, self.total_steps - self.step)
 
     def _add(self, row: Mapping[str, Any]) -> None:
-        if not isinstance(row.get("step"), int):
-            return
         self.latest = row
         self._figures |= {name: value for name, value in row.items() if value is not None}
         if (loss := number(row, "loss")) is not None:
@@ -117,7 +114,9 @@ class RunProgress:
         self._stragglers.append((rank if isinstance(rank, int) else -1, most - least))
 
 
-def _dropped_text(event: Mapping[str, Any]) -> str:
+def _warning(event: Mapping[str, Any]) -> str:
+    if event.get("kind") == "warning":
+        return str(event.get("message"))
     return (
         f"step {event.get('step')} is dropped ({event.get('reaction')}): {event.get('reason')}; "
         f"samples {event.get('first_sample')} to {event.get('last_sample')}"

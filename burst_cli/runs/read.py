@@ -36,13 +36,8 @@ class PlannedNode:
     """One node of the plan and the ranks it has. rdma_ports: whether NCCL is told which InfiniBand or RoCE to use."""
 
     name: str
-    first_rank: int
-    local_ranks: int
+    ranks: range
     rdma_ports: bool = False
-
-    @property
-    def ranks(self) -> range:
-        return range(self.first_rank, self.first_rank + self.local_ranks)
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,7 @@ class RunFacts:
         """`2 x 4` for two nodes of four ranks; `8 ranks` where nodes are not known."""
         if not self.nodes:
             return "" if self.world_size is None else count_of("rank", self.world_size)
-        sizes = sorted({node.local_ranks for node in self.nodes})
+        sizes = sorted({len(node.ranks) for node in self.nodes})
         return f"{len(self.nodes)} x {sizes[0] if len(sizes) == 1 else f'{sizes[0]}-{sizes[-1]}'}"
 
 
@@ -82,12 +77,54 @@ def read_facts(run: RunFolder) -> RunFacts:
     )
 
 
+def _planned(entry: Mapping[str, Any]) -> PlannedNode:
+    environment, first = table(entry, "environment"), whole(entry, "first_rank") or 0
+    return PlannedNode(
+        word(entry, "name", 100) or word(entry, "hostname", 100) or "?",
+        range(first, first + (whole(entry, "local_ranks") or 0)),
+        "NCCL_IB_HCA" in environment and environment.get("NCCL_IB_DISABLE", "0") == "0",
+    )
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    """The table in a JSON or YAML file; empty when there is none that can be read.
+
+    config.yaml goes without the checks of `load_config`, which take ten times as long.
+    """
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            return {}
+        is_yaml = path.suffix == ".yaml"
+        document = load_yaml(path.read_text(encoding="utf-8")) if is_yaml else read_json_object(path)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
 def read_nodes(run: RunFolder, facts: RunFacts) -> list[NodeStatus]:
     """What the nodes last left in the run folder; `heard_s` is the age of the newest of it. Asks nobody."""
     names = [node.name for node in facts.nodes]
     folders = {path.name for path in (run.path / "nodes").glob("*") if _NAME.fullmatch(path.name)}
     unplanned = sorted(folders - {run.log_dir(name).name for name in names})
     return [_node(name, run) for name in [*names, *unplanned]]
+
+
+def _node(name: str, run: RunFolder) -> NodeStatus:
+    log_dir = run.log_dir(name)
+    heard_s = min(_age(log_dir), _age(run.path / "nodes" / log_dir.name))
+    try:
+        return NodeStatus(name, heard_s=heard_s, **as_status(read_status(str(run.path), name)))
+    except StrangeAnswerError as error:
+        return NodeStatus(name, heard_s=heard_s, problem=str(error))
+
+
+def _age(folder: Path) -> float:
+    """Seconds since a node wrote anything in a folder; infinite when there is nothing."""
+    try:
+        newest = max(path.stat().st_mtime for path in folder.iterdir() if path.name not in _OF_THE_LAUNCHER)
+    except (OSError, ValueError):
+        return float("inf")
+    return max(0.0, time.time() - newest)
 
 
 def run_record(run: RunFolder) -> dict[str, Any]:
@@ -110,68 +147,21 @@ def run_record(run: RunFolder) -> dict[str, Any]:
         summary |= {name: seen.document.get(name) for name in ("started_at", "ended_at", "exit_code", "failure")}
     if summary.get("world_size") is None:
         summary["world_size"] = seen.document.get("world_size")
-    own = {
-        "run_id": run.run_id,
-        "exp": run.exp,
-        "status": seen.state,
-        "path": str(run.path),
-        "lost": seen.is_lost,
-    }
+    path, is_lost = str(run.path), seen.is_lost
+    own = {"run_id": run.run_id, "exp": run.exp, "status": seen.state, "path": path, "lost": is_lost}
     return {**own, **summary, **own, **({"problems": problems} if problems else {})}
 
 
 def _summary_from_metrics(run: RunFolder, problems: list[str]) -> dict[str, Any]:
     """The summary that the trainer would have written from what it recorded so far."""
     facts: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
     try:
         facts = config_facts(load_config(run.path / "config.yaml"))
     except ConfigError as error:
         problems.extend(error.problems)
     try:
-        return {**facts, **summarise(run.read_metrics())}
+        rows = run.read_metrics()
     except OSError as error:
         problems.append(f"{run.path / 'metrics.jsonl'}: {error.strerror}")
-        return {**facts, **summarise([])}
-
-
-def _node(name: str, run: RunFolder) -> NodeStatus:
-    log_dir = run.log_dir(name)
-    heard_s = min(_age(log_dir), _age(run.path / "nodes" / log_dir.name))
-    try:
-        return NodeStatus(name, heard_s=heard_s, **as_status(read_status(str(run.path), name)))
-    except StrangeAnswerError as error:
-        return NodeStatus(name, heard_s=heard_s, problem=str(error))
-
-
-def _planned(entry: Mapping[str, Any]) -> PlannedNode:
-    environment = table(entry, "environment")
-    return PlannedNode(
-        word(entry, "name", 100) or word(entry, "hostname", 100) or "?",
-        whole(entry, "first_rank") or 0,
-        whole(entry, "local_ranks") or 0,
-        "NCCL_IB_HCA" in environment and environment.get("NCCL_IB_DISABLE", "0") == "0",
-    )
-
-
-def read_table(path: Path) -> dict[str, Any]:
-    """The table in a JSON or YAML file; empty when there is none that can be read.
-
-    config.yaml goes without the checks of `load_config`, which take ten times as long.
-    """
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            return {}
-        is_yaml = path.suffix == ".yaml"
-        document = load_yaml(path.read_text(encoding="utf-8")) if is_yaml else read_json_object(path)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return {}
-    return document if isinstance(document, dict) else {}
-
-
-def _age(folder: Path) -> float:
-    """Seconds since a node wrote anything in a folder; infinite when there is nothing."""
-    try:
-        newest = max(path.stat().st_mtime for path in folder.iterdir() if path.name not in _OF_THE_LAUNCHER)
-    except (OSError, ValueError):
-        return float("inf")
-    return max(0.0, time.time() - newest)
+    return {**facts, **summarise(rows)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 from cluster.control.attempt import RunState, find_controller, glance
@@ -22,7 +21,6 @@ STATE_STYLES = {
     "lost": "bold magenta",
     "unreadable": "bold red",
 }
-UNREADABLE = "unreadable"
 
 
 def look_at(run: RunFolder) -> RunState:
@@ -46,15 +44,14 @@ def glance_at(run: RunFolder) -> RunState:
     try:
         return glance(run)
     except RunFolderError as error:
-        return RunState({"state": UNREADABLE}, problem=str(error))
+        return RunState({"state": "unreadable"}, problem=str(error))
 
 
 class RunWatch:
     """`look_at` again and again; the nodes of a run that nobody controls are asked every ASK_AGAIN_S."""
 
-    def __init__(self, run: RunFolder, clock: Callable[[], float] = time.monotonic) -> None:
-        self._run, self._clock = run, clock
-        self._next_ask = 0.0
+    def __init__(self, run: RunFolder) -> None:
+        self._run, self._next_ask = run, 0.0
         self._asked: RunState | None = None
 
     def look(self) -> RunState:
@@ -62,9 +59,9 @@ class RunWatch:
         seen = glance(self._run)
         if not seen.is_lost:
             return seen
-        if self._asked is None or self._clock() >= self._next_ask:
+        if self._asked is None or time.monotonic() >= self._next_ask:
             self._asked = look_at(self._run)
-            self._next_ask = self._clock() + ASK_AGAIN_S
+            self._next_ask = time.monotonic() + ASK_AGAIN_S
         return self._asked
 
     def ended(self) -> int | None:

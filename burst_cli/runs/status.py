@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
@@ -58,7 +58,7 @@ def status(
     chosen = choose_run(run, runs_dir)
     if watch:
         _watch(chosen, plain=plain)
-    found = gather_status(chosen, look_at(chosen))
+    found = RunStatus(chosen, look_at(chosen))
     if as_json:
         render.emit_json(status_document(found))
     else:
@@ -83,53 +83,44 @@ def _progress(run: RunFolder, seen: RunState) -> RunProgress:
     return RunProgress(run, ran_s=seconds_between(seen.document.get("started_at")) or 0.0)
 
 
-@dataclass(frozen=True)
 class RunStatus:
-    """One run as it is now; `rows` are those of `statuses`.
+    """One run as it is now, by its folder and by what nodes that were asked said.
 
-    fallbacks: nodes on which NCCL took sockets in place of planned RDMA ports, with its own words.
+    rows: one for each of `statuses`. fallbacks: nodes on which NCCL took sockets in place of planned RDMA ports, with
+    its own words. elapsed_s: seconds of this attempt, so far.
     """
 
-    run: RunFolder
-    seen: RunState
-    progress: RunProgress
-    statuses: tuple[NodeStatus, ...]
-    rows: tuple[NodeRow, ...]
-    fallbacks: Mapping[str, str]
+    def __init__(self, run: RunFolder, seen: RunState) -> None:
+        self.run, self.seen, self.progress = run, seen, _progress(run, seen)
+        self.progress.poll()
+        facts, straggler = self.progress.facts, self.progress.straggler
+        self.statuses = merge_statuses(read_nodes(run, facts), seen.nodes)
+        self.rows = node_rows(self.statuses, facts, straggler, is_over=seen.is_final)
+        self.fallbacks = socket_fallbacks(run)
+        self.elapsed_s = seconds_between(seen.document.get("started_at"), seen.document.get("ended_at"))
 
     @property
-    def elapsed_s(self) -> float | None:
-        """Seconds of this attempt, so far."""
-        return seconds_between(self.seen.document.get("started_at"), self.seen.document.get("ended_at"))
-
-    @property
-    def next_steps(self) -> list[tuple[str, str]]:
-        """(command, what it does) that a person may want to type, most useful first."""
+    def next_steps(self) -> dict[str, str]:
+        """{command: what it does} that a person may want to type, most useful first."""
         name, state = self.run.run_id, self.seen.state
-        resume = f"burst resume {name}"
+        resume, cancel = f"burst resume {name}", f"burst cancel {name}"
         if self.seen.is_lost:
-            stop = (f"burst cancel {name}", "stops what may still run")
-            return [(resume, "takes it over where it still runs, else starts its next attempt"), stop]
-        if state in ("failed", "oom"):
-            rank = number(self.seen.document.get("failure"), "rank")
-            which = "" if rank is None else f" --ranks {rank:.0f}"
-            return [(f"burst logs {name}{which}", "shows what was said last"), (resume, "starts the next attempt")]
+            return {
+                resume: "takes it over where it still runs, else starts its next attempt",
+                cancel: "stops what may still run",
+            }
+        rank = number(self.seen.document.get("failure"), "rank")
+        logs = f"burst logs {name}" + ("" if rank is None else f" --ranks {rank:.0f}")
+        again = {resume: "starts the next attempt"}
+        failed = {logs: "shows what was said last", **again}
         known = {
-            "completed": [(f"burst report {name}", "shows its figures")],
-            "cancelled": [(resume, "starts the next attempt")],
-            "planned": [(resume, "starts it")],
+            "completed": {f"burst report {name}": "shows its figures"},
+            "failed": failed,
+            "oom": failed,
+            "cancelled": again,
+            "planned": {resume: "starts it"},
         }
-        living = [(f"burst logs -f {name}", "follows its ranks"), (f"burst cancel {name}", "stops it")]
-        return known.get(state, living)
-
-
-def gather_status(run: RunFolder, seen: RunState) -> RunStatus:
-    """All of it, from the run folder and from what nodes that were asked said."""
-    progress = _progress(run, seen)
-    progress.poll()
-    statuses = merge_statuses(read_nodes(run, progress.facts), seen.nodes)
-    rows = node_rows(statuses, progress.facts, progress.straggler, is_over=seen.is_final)
-    return RunStatus(run, seen, progress, tuple(statuses), tuple(rows), socket_fallbacks(run))
+        return known.get(state, {f"burst logs -f {name}": "follows its ranks", cancel: "stops it"})
 
 
 def merge_statuses(read: Sequence[NodeStatus], told: Sequence[NodeStatus]) -> list[NodeStatus]:
@@ -176,7 +167,7 @@ def status_document(status: RunStatus) -> dict[str, Any]:
         "socket_fallback": fallback_rows(status.fallbacks),
         "nodes": [_node(one, row) for one, row in zip(status.statuses, status.rows, strict=True)],
         "leftover": seen.leftover,
-        "next": [command for command, _ in status.next_steps],
+        "next": list(status.next_steps),
     }
 
 
@@ -200,7 +191,9 @@ def print_status(console: Console, status: RunStatus) -> None:
     """Heading, state, controller, progress, nodes, what went wrong, what to type."""
     seen, progress = status.seen, status.progress
     parts: list[RenderableType] = [heading(progress), _state_line(status)]
-    parts.append(Text.assemble(("controller  ", "dim"), _controller_text(seen)))
+    none = "none" if seen.is_final or seen.is_lost else "none (started without `burst launch`)"
+    who = none if seen.controller is None else clean(str(seen.controller))
+    parts.append(Text.assemble(("controller  ", "dim"), who))
     if progress.latest is not None or not seen.is_final:
         parts.append(Text.assemble(("progress  ", "dim"), _progress_text(status)))
     parts += [figures_text(progress)] if progress.latest is not None else []
@@ -209,38 +202,25 @@ def print_status(console: Console, status: RunStatus) -> None:
     failure = failure_from_dict(seen.document.get("failure"))
     if failure is not None:
         console.print(failure_block(status.run, failure), soft_wrap=True)
-    console.print(
-        Text("\n").join(Text.assemble((command, "bold"), (f"  {what}", "dim")) for command, what in status.next_steps)
-    )
+    for command, what in status.next_steps.items():
+        console.print(Text.assemble((command, "bold"), (f"  {what}", "dim")))
 
 
 def _state_line(status: RunStatus) -> Text:
     seen = status.seen
-    attempt = seen.document.get("attempt", 1)
+    attempt, lease_s = seen.document.get("attempt", 1), number(seen.document, "lease_s")
     text = Text.assemble((seen.shown, f"bold {STATE_STYLES.get(seen.shown, '')}".strip()))
-    if seen.is_lost:
-        text.append(f" ({_lost_text(seen)})", style="dim")
+    if seen.is_lost:  # nobody controls it
+        why = "its ranks go on, nobody controls them"
+        if not seen.goes_on:
+            why = f"run.json says {seen.state}, and the process that controlled it is gone"
+        elif lease_s is not None:
+            why = f"nobody controls it: its ranks end by themselves {lease_s:g} s after they last heard of a launcher"
+        text.append(f" ({why})", style="dim")
     text.append(f"  attempt {clean(str(attempt))}", style="dim" if attempt == 1 else "")
     if status.elapsed_s is not None and (seen.is_final or not seen.is_lost):
         text.append(f"  {duration(status.elapsed_s)}", style="dim")
     return text
-
-
-def _lost_text(seen: RunState) -> str:
-    """What it means that nobody controls the run."""
-    if not seen.goes_on:
-        return f"run.json says {seen.state}, and the process that controlled it is gone"
-    lease_s = number(seen.document, "lease_s")
-    if lease_s is None:
-        return "its ranks go on, nobody controls them"
-    return f"nobody controls it: its ranks end by themselves {lease_s:g} s after they last heard of a launcher"
-
-
-def _controller_text(seen: RunState) -> str:
-    found = seen.controller
-    if found is None:
-        return "none" if seen.is_final or seen.is_lost else "none (started without `burst launch`)"
-    return clean(str(found))
 
 
 def _progress_text(status: RunStatus) -> str:

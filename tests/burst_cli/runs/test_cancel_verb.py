@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from testkit.living_run import LivingRun
@@ -12,7 +13,7 @@ from testkit.process_table import run_processes
 from testkit.run_maker import make_run
 from testkit.waiting import wait_for
 
-from burst_cli.runs.cancel import cancelled_text, result_of
+from burst_cli.runs.cancel import Cancelled
 from cluster.control.attempt import RunState
 
 
@@ -46,77 +47,51 @@ def test_run_whose_launcher_was_killed_ends_at_once(burst, root: Path) -> None:
         wait_for(lambda: run_processes(living.run.run_id) == [], "the end of all processes", 10.0)
 
 
-@pytest.mark.parametrize("state", ["completed", "failed", "cancelled", "oom"])
-def test_run_that_has_ended_is_left_as_it_is(burst, root: Path, state: str) -> None:
-    run = make_run(root, state=state)
-    before = run.read_state()
-    result = burst("cancel")
-    assert result.code == 0
-    assert result.out == f"{state} tiny/{run.run_id}: it had already ended\n"
-    assert run.read_state() == before
-
-
-def test_run_that_never_began_is_cancelled(burst, root: Path) -> None:
-    run = make_run(root, state="planned")
-    assert burst("cancel", run.run_id).code == 0
-    assert run.read_state()["state"] == "cancelled"
-
-
-def test_all_means_those_that_have_begun_and_not_ended(burst, root: Path) -> None:
-    make_run(root, state="completed")
-    make_run(root, "tiny/20260102-000000-bbbbbb", state="planned")
-    result = burst("cancel", "--all")
-    assert (result.code, result.out) == (0, "All runs have ended.\n")
+def test_run_that_has_ended_or_never_began_is_left_or_cancelled_at_once(burst, root: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    for number, state in enumerate(("completed", "failed", "cancelled", "oom")):
+        run = make_run(root, f"tiny/20260101-00000{number}-aaaaaa", state=state)
+        kept = run.read_state()
+        result = burst("cancel", run.run_id)
+        assert (result.code, result.out) == (0, f"{state} tiny/{run.run_id}: it had already ended\n")
+        assert run.read_state() == kept
+    planned = make_run(root, "tiny/20260102-000000-bbbbbb", state="planned")
+    assert burst("cancel", "--all").out == "All runs have ended.\n"  # of those that have begun
     assert json.loads(burst("cancel", "--all", "--json").out) == {"runs": [], "exit_code": 0}
+    assert burst("cancel", planned.run_id).code == 0
+    assert planned.read_state()["state"] == "cancelled"
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_mistakes_are_named(burst, root: Path) -> None:
-    make_run(root, state="starting")
+    first = make_run(root, state="starting")
     make_run(root, "tiny/20260102-000000-bbbbbb", state="running")
-    assert burst("cancel", "--all", "aaaaaa").code == 2
-    several = burst("cancel")
-    assert several.code == 2
     names = "tiny/20260102-000000-bbbbbb, tiny/20260101-000000-aaaaaa"
-    assert f"2 runs have not ended: {names}. Say which one" in several.err
-    assert burst("cancel", "cccccc").code == 2
-
-
-def test_run_that_no_launcher_started_cannot_be_stopped_from_here(burst, root: Path) -> None:
-    run = make_run(root, state="running")
-    (run.path / "launch.json").unlink()
-    result = burst("cancel")
-    assert result.code == 1
-    assert "`burst launch` did not start this run" in result.out
-
-
-def test_nodes_that_cannot_be_reached_are_named_and_the_end_is_unknown(root: Path) -> None:
-    run = make_run(root, state="cancelled", nodes={"tb1": 2, "tb2": 2, "tb3": 2}, steps=7)
-    text = "tb3: no route to host; its ranks end by themselves 60 s after it last heard of a launcher"
-    result = result_of(run, "running", RunState({"state": "cancelled", "leftover": [text]}))
-    assert result.to_dict() == {
-        **{"run_id": run.run_id, "exp": "tiny", "path": str(run.path), "step": 7},
-        **{"status": "cancelled", "status_before": "running", "problem": None, "exit_code": 3},
-        "leftover": [text],
+    said = {
+        ("--all", "aaaaaa"): "leave out aaaaaa",
+        (): f"2 runs have not ended: {names}. Say which one",
+        ("cccccc",): "cccccc: no such run",
     }
-    assert cancelled_text(result).plain.splitlines() == [
-        f"cancelled tiny/{run.run_id} after step 7",
-        f"  may still run: {text}",
-    ]
+    assert {words: burst("cancel", *words).code for words in said} == dict.fromkeys(said, 2)
+    assert [words for words, text in said.items() if text not in burst("cancel", *words).err] == []
+    (first.path / "launch.json").unlink()
+    result = burst("cancel", "aaaaaa")
+    assert (result.code, "`burst launch` did not start this run" in result.out) == (1, True)
 
 
-def test_run_that_does_not_end_in_time_is_unknown(root: Path) -> None:
-    run = make_run(root, state="running")
-    problem = "it was asked to stop, but has not ended"
-    result = result_of(run, "running", RunState({"state": "running"}, problem=problem))
-    assert result.exit_code == 3
-    assert cancelled_text(result).plain.splitlines() == [
-        f"not stopped tiny/{run.run_id}",
-        f"  {problem}",
-    ]
-
-
-def test_handlers_of_signals_are_restored(burst, root: Path) -> None:
-    make_run(root, state="completed")
-    before = signal.getsignal(signal.SIGINT)
-    burst("cancel")
-    assert signal.getsignal(signal.SIGINT) == before
+@pytest.mark.parametrize(
+    ("state", "facts", "lines"),
+    [
+        ("cancelled", {"leftover": ["tb3: no route"]}, ["cancelled {} after step 7", "  may still run: tb3: no route"]),
+        ("running", {"problem": "it has not ended"}, ["not stopped {} after step 7", "  it has not ended"]),
+    ],
+)
+def test_whether_it_has_ended_may_be_unknown(root: Path, state: str, facts: dict[str, Any], lines: list[str]) -> None:
+    run = make_run(root, state=state, nodes={"tb1": 2, "tb2": 2, "tb3": 2}, steps=7)
+    leftover, problem = facts.get("leftover", []), facts.get("problem")
+    result = Cancelled(run, "running", RunState({"state": state, "leftover": leftover}, problem=problem))
+    assert result.to_dict() == {
+        **{"run_id": run.run_id, "exp": "tiny", "path": str(run.path), "step": 7, "exit_code": 3},
+        **{"status": state, "status_before": "running", "problem": problem, "leftover": leftover},
+    }
+    assert result.text.plain.splitlines() == [line.format(f"tiny/{run.run_id}") for line in lines]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from testkit.fake_plan import TWO_RANKS, fake_plan
 
-from burst_cli.runs.failure import failure_block, memory_line
+from burst_cli.runs.failure import failure_block
 from cluster.control.judge import last_checkpoint
 from cluster.failure import Failure
 from cluster.plan import LaunchPlan
@@ -28,48 +29,45 @@ MEMORY = {
 }
 
 
-def test_what_is_not_known_is_left_out() -> None:
-    unknown = dict.fromkeys(("asked_bytes", "capacity_bytes", "predicted_peak_bytes"))
-    line = memory_line({**MEMORY, **unknown, "peak_bytes": None})
-    assert line.startswith("cuda:1: peak ")
-    assert not any(words in line for words in ("of 80", "asked", "predicted", "None"))
+def block(**facts: Any) -> str:
+    given = {"kind": "oom", "type": "OutOfMemoryError", "message": "full", "rank": 3, "host": "node1", "step": 7}
+    return failure_block(RUN, Failure(**{**given, **facts})).plain
 
 
 def test_block_has_place_memory_and_the_recorded_advice() -> None:
-    failure = Failure("oom", "OutOfMemoryError", "full", 3, "node1", 7, "backward", memory=MEMORY, advice="Use less.")
-    text = failure_block(RUN, failure).plain
-    assert text.startswith("OOM tiny/20260101-000000-abcdef: rank 3 on node1, step 7, phase backward\n")
-    assert (
+    assert block(phase="backward", memory=MEMORY, advice="Use less.") == (
+        "OOM tiny/20260101-000000-abcdef: rank 3 on node1, step 7, phase backward\n"
+        "  OutOfMemoryError: full\n"
         "  memory: cuda:1: peak 75 GiB of 80 GiB (CUDA caching allocator, peak of this step), 6 GiB more asked for, "
         "predicted peak 78 GiB\n"
-    ) in text
-    assert text.endswith("what to do: Use less.")
+        "  what to do: Use less."
+    )
+    unknown = dict.fromkeys(("asked_bytes", "capacity_bytes", "predicted_peak_bytes", "peak_bytes"))
+    line = "memory: cuda:1: peak – (CUDA caching allocator, peak of this step)\n"
+    assert block(memory={**MEMORY, **unknown}).endswith(line)
 
 
 def test_rank_that_was_killed_is_placed_after_the_last_step_that_is_known() -> None:
-    failure = Failure("oom", "OutOfMemory", "full", 3, "node1", 7, "train", signal="SIGKILL")
-    assert "after step 7" in failure_block(RUN, failure).plain
+    assert ": rank 3 on node1, after step 7, phase train\n" in block(phase="train", signal="SIGKILL")
 
 
 def test_hang_shows_where_the_rank_is_its_stacks_and_no_log() -> None:
     details = ("File train.py, line 3 in step\x1b[31m", "File [bold]x[/bold]")
-    message, log = "no step for 31 s: rank 3 on node1 is stopped", "/l/rank0003.log"
-    place = ("node1", 7, "forward")
-    failure = Failure(
-        "hang", "Hang", message, 3, *place, log=log, stacks="/l/rank0003.stacks", details=details, advice="Read it."
-    )
-    text = failure_block(RUN, failure).plain
-    assert "rank 3 on node1, step 7, phase forward" in text
-    assert "  no step for 31 s" in text
-    assert "  │ File train.py, line 3 in step\n" in text
-    assert "[bold]x[/bold]" in text
-    assert "stacks of the rank /l/rank0003.stacks" in text
-    assert "rank0003.log" not in text
+    told = {"message": "no step for 31 s", "phase": "forward", "details": details, "advice": "Read it."}
+    assert block(kind="hang", log="/l/rank0003.log", stacks="/l/rank0003.stacks", **told).splitlines() == [
+        "FAILED tiny/20260101-000000-abcdef: rank 3 on node1, step 7, phase forward",
+        "  no step for 31 s",
+        "  │ File train.py, line 3 in step",
+        "  │ File [bold]x[/bold]",
+        "  stacks of the rank /l/rank0003.stacks, those of the others beside it",
+        "  what to do: Read it.",
+    ]
 
 
-def test_lost_node_is_the_place() -> None:
-    text = failure_block(RUN, Failure("node_lost", "NodeLost", "nothing was heard of it", host="node2")).plain
-    assert text.startswith("FAILED tiny/20260101-000000-abcdef: on node2\n  nothing was heard of it\n")
+def test_lost_node_is_the_place_and_a_log_may_be_empty() -> None:
+    text = block(kind="node_lost", message="nothing was heard of it", rank=None, step=None, host="node2")
+    assert text == "FAILED tiny/20260101-000000-abcdef: on node2\n  nothing was heard of it\n"
+    assert block(kind="signal", log="/l/no.log").endswith("  log /l/no.log (empty)\n")
 
 
 def plan_of(run: RunFolder, settings: CheckpointConfig) -> LaunchPlan:
@@ -86,8 +84,7 @@ def test_last_checkpoint_is_named(tmp_path: Path, elsewhere: bool) -> None:
             (root / name / "MANIFEST.json").write_text("{}")
     found = last_checkpoint(run, plan_of(run, CheckpointConfig(folder=str(tmp_path / "shared") if elsewhere else None)))
     assert found == str(root / "step-00001200")
-    failure = Failure("node_lost", "NodeLost", "gone", host="node2", checkpoint=found)
-    assert f"last checkpoint {found}" in failure_block(run, failure).plain
+    assert f"last checkpoint {found}" in block(checkpoint=found)
 
 
 def test_last_checkpoint_on_nodes_is_named_by_what_the_ranks_told_in_any_attempt(tmp_path: Path) -> None:
