@@ -1,7 +1,7 @@
 """`python -m cluster.agent`: what runs on a node, from the code that lies there or was sent.
 
-burst-agent                                           answers the launcher at the other end of stdin and stdout
-burst-supervisor RUN_ID NODE FOLDER DESCRIPTOR:LOCK...   owns a run, as nodes/<node>/spec.json says
+burst-agent                        answers the launcher at the other end of stdin and stdout
+burst-supervisor RUN_ID NODE       owns a run, as stdin says; the words are for lists of processes
 """
 
 import sys
@@ -12,10 +12,9 @@ from cluster.agent.start import supervise
 
 
 def main() -> None:
-    """Be what the words say."""
-    verb, *words = sys.argv[1:]
-    if verb == "burst-supervisor":
-        supervise(words[1], words[2], words[3:])
+    """Be what the first word says."""
+    if sys.argv[1] == "burst-supervisor":
+        supervise()
     else:
         serve(Agent().answer)
 

@@ -7,6 +7,8 @@
 Every JSON file is replaced as a whole; a reader sees the old or the new one.
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import fcntl
@@ -14,20 +16,27 @@ import json
 import os
 import re
 import socket
+import stat
 import threading
 import time
-from collections.abc import Iterable
-from typing import Any, Optional
+from typing import Any, NamedTuple
 
 from cluster.agent.processes import process_start
 
-MAX_JSON_BYTES = 4 << 20
-_MAX_HOLDER_BYTES = 4096
-_LOCK_WAIT_S = 1.0  # a supervisor that ends is about to let go
-_LOCK_POLL_S = 0.05
 LEAD_LOGS = ("metrics.jsonl", "events.jsonl")  # of the node with rank 0, as the next
 LEAD_WHOLE = ("run.json", "summary.json", "tokenizer.json")
+_MAX_JSON_BYTES = 4 << 20
+_LOCK_WAIT_S = 1.0  # a supervisor that ends is about to let go
+_POLL_S = 0.05
 Document = dict[str, Any]
+
+
+class Stamp(NamedTuple):
+    """Of a file, as it was opened."""
+
+    mtime_ns: int
+    size: int
+    inode: int
 
 
 class NodeFiles:
@@ -87,16 +96,43 @@ def write_json(path: str, document: Document, *, sync: bool = False) -> None:
     write_text(path, json.dumps(document, indent=1) + "\n", sync=sync)
 
 
-def read_json(path: str) -> Optional[Document]:
+def read_json(path: str) -> Document | None:
     """The object in `path`; None if there is none, or none that can be read."""
+    opened = open_plain(path)
+    if opened is None:
+        return None
     try:
-        # Opened, not asked for by stat: on a network file system only that shows what another machine wrote.
-        with open(path, "rb") as file:
-            data = file.read(MAX_JSON_BYTES + 1)
-        document = json.loads(data.decode("utf-8")) if len(data) <= MAX_JSON_BYTES else None
+        with os.fdopen(opened[0], "rb") as file:
+            data = file.read(_MAX_JSON_BYTES + 1)
+        document = json.loads(data.decode("utf-8")) if len(data) <= _MAX_JSON_BYTES else None
     except (OSError, ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) else None
+
+
+def open_plain(path: str) -> tuple[int, Stamp] | None:
+    """Descriptor of a plain file, which its user closes, and what changes when it is touched or replaced.
+
+    None for anything else: whoever made a folder before us may have put anything there. Opened, not asked for by stat:
+    on a network file system only that shows what another machine wrote.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode):
+        return descriptor, Stamp(status.st_mtime_ns, status.st_size, status.st_ino)
+    os.close(descriptor)
+    return None
+
+
+def stamp_of(path: str) -> Stamp | None:
+    """What changes when a file is touched or replaced; None when there is none."""
+    opened = open_plain(path)
+    if opened is not None:
+        os.close(opened[0])
+    return None if opened is None else opened[1]
 
 
 def make_folder(path: str) -> None:
@@ -111,45 +147,40 @@ def make_folder(path: str) -> None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
 
 
-def holder(path: str) -> dict[str, str]:
-    """What the holder of a lock says of itself; empty when it says nothing."""
-    try:
-        # Whoever made the folder before us may have put anything there.
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            document = json.loads(file.read(_MAX_HOLDER_BYTES).decode("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(document, dict):
-        return {}
-    return {str(name): str(value)[:200] for name, value in document.items()}
+# --- locks ----------------------------------------------------------------------------------------------------------
 
 
 class Lock:
-    """A locked file; its content says who holds it. The lock belongs to the descriptor, wherever that is inherited."""
+    """A locked file; its content says who holds it."""
 
     def __init__(self, path: str, descriptor: int) -> None:
-        self.path, self.descriptor = path, descriptor
+        self._path, self._descriptor = path, descriptor
 
     def say(self, run_id: str, pid: int) -> None:
         """Write who holds it; a full disk is no reason to give up."""
         text = json.dumps({"run_id": run_id, "pid": pid, "host": socket.gethostname(), "since": now_text()})
         with contextlib.suppress(OSError):
-            os.ftruncate(self.descriptor, 0)
-            os.pwrite(self.descriptor, text.encode("ascii"), 0)
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, text.encode("ascii"), 0)
 
     def release(self) -> None:
         """Remove the file and let go; only its holder may."""
         with contextlib.suppress(OSError):
-            os.unlink(self.path)
+            os.unlink(self._path)
         self.close()
 
     def close(self) -> None:
-        """Let go of this descriptor; the lock stays while another process holds it."""
+        """Let go and leave the file."""
         with contextlib.suppress(OSError):
-            os.close(self.descriptor)
+            os.close(self._descriptor)
 
 
-def take_lock(path: str, wait_s: float = _LOCK_WAIT_S, *, is_vital: bool = False) -> Optional[Lock]:
+def holder(path: str) -> dict[str, str]:
+    """What the holder of a lock says of itself; empty when it says nothing."""
+    return {name: str(value)[:200] for name, value in (read_json(path) or {}).items()}
+
+
+def take_lock(path: str, wait_s: float = _LOCK_WAIT_S, *, is_vital: bool = False) -> Lock | None:
     """The lock on `path`; None while somebody else holds it. Raises OSError.
 
     is_vital: a file system without locks is an error; else all hold its locks at once.
@@ -159,38 +190,24 @@ def take_lock(path: str, wait_s: float = _LOCK_WAIT_S, *, is_vital: bool = False
         lock = _try_lock(path, is_vital)
         if lock is not None or time.monotonic() > deadline:
             return lock
-        time.sleep(_LOCK_POLL_S)
+        time.sleep(_POLL_S)
 
 
-def _try_lock(path: str, is_vital: bool) -> Optional[Lock]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+def _try_lock(path: str, is_vital: bool) -> Lock | None:
+    lock = Lock(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+    is_held = False
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         is_held = error.errno in (errno.EAGAIN, errno.EACCES)
-        if is_held or is_vital:
-            os.close(descriptor)
-        if is_held:
-            return None
-        if is_vital:
+        if is_vital and not is_held:
+            lock.close()
             raise
-        # A file system without locks: what follows looks for the supervisor itself.
-    try:
-        is_same = os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except OSError:
-        is_same = False
-    if not is_same:  # its holder removed it between our open and our lock
-        os.close(descriptor)
-        return None
-    return Lock(path, descriptor)
-
-
-def lay_files(folder: str, files: Iterable[tuple[str, str]]) -> None:
-    """Put `files` (checked relative path, text) below `folder`. Raises OSError."""
-    for name, text in files:
-        path = os.path.join(folder, name)
-        make_folder(os.path.dirname(path))
-        write_text(path, text, mode=0o700 if name.endswith(".sh") else 0o600)
+    with contextlib.suppress(OSError):  # its holder may have removed it between our open and our lock
+        if not is_held and os.path.samestat(os.fstat(lock._descriptor), os.stat(path)):
+            return lock
+    lock.close()
+    return None
 
 
 # --- by whoever controls the run -----------------------------------------------------------------------------------
@@ -218,8 +235,7 @@ def request_stacks(folder: str, node: str, nonce: str) -> None:
 def read_status(folder: str, node: str) -> Document:
     """{"phase", "supervisor", "outcome", "health"} of node `node`, from its files and its process."""
     files = NodeFiles(folder, node)
-    supervisor = read_json(files.supervisor)
-    outcome = read_json(files.outcome)
+    supervisor, outcome = read_json(files.supervisor), read_json(files.outcome)
     phase = _phase(supervisor, outcome)
     if phase == "lost":  # or it ended between the two looks
         outcome = read_json(files.outcome)
@@ -227,7 +243,7 @@ def read_status(folder: str, node: str) -> Document:
     return {"phase": phase, "supervisor": supervisor or {}, "outcome": outcome, "health": read_json(files.health)}
 
 
-def is_alive(supervisor: Optional[Document]) -> Optional[bool]:
+def is_alive(supervisor: Document | None) -> bool | None:
     """Whether the process that a supervisor.json names still lives; None when it is on another machine."""
     if not supervisor or supervisor.get("host") != socket.gethostname():
         return None if supervisor else False
@@ -237,7 +253,15 @@ def is_alive(supervisor: Optional[Document]) -> Optional[bool]:
     return process_start(pid) == supervisor.get("pid_start")
 
 
-def _phase(supervisor: Optional[Document], outcome: Optional[Document]) -> str:
+def await_end(supervisor: Document | None, wait_s: float) -> bool:
+    """Whether that process ends in that time, or has."""
+    deadline = time.monotonic() + wait_s
+    while is_alive(supervisor) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return not is_alive(supervisor)
+
+
+def _phase(supervisor: Document | None, outcome: Document | None) -> str:
     if outcome is not None:
         return "ended"
     if supervisor is None:

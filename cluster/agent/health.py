@@ -10,6 +10,8 @@ SIGUSR1 kills a process that does not listen. So only a rank is signalled whose 
 line "# rank N, pid P" with the number that the rank itself knows.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import re
@@ -18,19 +20,25 @@ import signal
 import subprocess
 import threading
 import time
-from typing import Any, Optional
+from typing import Any
 
 from cluster.agent.folder import Document, NodeFiles, now_text, read_json, write_json, write_text
-from cluster.agent.memory import meminfo_bytes, memory_limit_bytes
 from cluster.agent.messages import SLOWDOWNS
-from cluster.agent.processes import Entry, Helpers, Rank, inner_pids, read_entry, send_signal
+from cluster.agent.processes import Helpers, Rank, inner_pids, send_signal
+from engine.runs.host_memory import meminfo_bytes, usable_bytes
 
 INTERVAL_S = 5.0
 _QUERY_S = 10.0
 _STALE_S = 30.0  # what nvidia-smi said so long ago is no news
-_QUERY = "index,utilization.gpu,memory.used,temperature.gpu,clocks.sm,{}"
+_FIGURES = {
+    "index": "index",
+    "utilization": "utilization.gpu",
+    "memory_used_mib": "memory.used",
+    "temperature_c": "temperature.gpu",
+    "sm_clock_mhz": "clocks.sm",
+}
 # The driver renamed the field at 535.54.03.
-_THROTTLE = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
+THROTTLES = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 
 
 class Health:
@@ -41,16 +49,14 @@ class Health:
 
     def __init__(self, files: NodeFiles, helpers: Helpers) -> None:
         self.ranks: list[Rank] = []
-        self._files, self._gpus = files, Gpus(helpers)
-        self._seen: tuple[float, Optional[list[Document]]] = (0.0, None)
+        self._files, self._helpers = files, helpers
+        self._seen: tuple[float, list[Document] | None] = (0.0, None)
         self._over = threading.Event()
 
     def start(self) -> None:
         """Begin."""
         for work in (self._work, self._look):
-            thread = threading.Thread(target=work, name="health")
-            thread.daemon = True
-            thread.start()
+            threading.Thread(target=work, name="health", daemon=True).start()
 
     def close(self) -> None:
         """Write no more."""
@@ -58,110 +64,80 @@ class Health:
 
     def _work(self) -> None:
         while not self._over.is_set():
-            begin = time.monotonic()
             with contextlib.suppress(OSError, ValueError):  # a full disk, or a line that nobody foresaw
                 seen_at, gpus = self._seen
-                is_fresh = begin < seen_at + _STALE_S
+                is_fresh = time.monotonic() < seen_at + _STALE_S
                 document = read_health(self._files.folder, self.ranks, gpus if is_fresh else None)
                 if not self._over.is_set():
                     write_json(self._files.health, document)
             self._over.wait(INTERVAL_S)
 
     def _look(self) -> None:
-        while not self._over.is_set():
-            gpus = self._gpus.read()
-            self._seen = (time.monotonic(), gpus)
-            if gpus is None and not self._gpus.are_there:
-                return
+        throttles = list(THROTTLES)
+        while shutil.which("nvidia-smi") is not None and not self._over.is_set():
+            self._seen = (time.monotonic(), read_gpus(self._helpers, throttles))
             self._over.wait(INTERVAL_S)
 
 
-def read_health(folder: str, ranks: list[Rank], gpus: Optional[list[Document]]) -> Document:
+def read_health(folder: str, ranks: list[Rank], gpus: list[Document] | None) -> Document:
     """The content of health.json; null is what could not be seen."""
     total, available = meminfo_bytes("MemTotal"), meminfo_bytes("MemAvailable")
+    free_bytes = None
+    with contextlib.suppress(OSError):
+        free_bytes = shutil.disk_usage(folder).free
     return {
         "at": now_text(),
         "load1": round(os.getloadavg()[0], 2),
         "cores": len(os.sched_getaffinity(0)),
         "memory_used_bytes": None if total is None or available is None else total - available,
-        "memory_limit_bytes": memory_limit_bytes(),
-        "disk_free_bytes": _free_bytes(folder),
+        "memory_limit_bytes": usable_bytes(),
+        "disk_free_bytes": free_bytes,
         "ranks": {str(rank.rank): _rank(rank) for rank in ranks},
         "gpus": gpus,
     }
 
 
-class Gpus:
-    """What nvidia-smi says of every GPU."""
+def _rank(rank: Rank) -> Document:
+    entry = rank.entry()
+    if entry is None:
+        return {"pid": rank.pid, "state": "gone", "rss_bytes": None, "cpu_s": None}
+    return {"pid": rank.pid, "state": entry.state, "rss_bytes": entry.resident_bytes, "cpu_s": entry.cpu_s}
 
-    def __init__(self, helpers: Helpers) -> None:
-        self._helpers = helpers
-        self._throttle = list(_THROTTLE)
-        self.are_there = shutil.which("nvidia-smi") is not None
 
-    def read(self) -> Optional[list[Document]]:
-        """One object per GPU; None when there is no nvidia-smi, or it does not answer."""
-        if not self.are_there:
-            return None
-        for name in list(self._throttle):
-            command = ["nvidia-smi", "--query-gpu=" + _QUERY.format(name), "--format=csv,noheader,nounits"]
-            try:
-                done = self._helpers.run(command, _QUERY_S)
-            except (OSError, subprocess.TimeoutExpired):
-                return None
+def read_gpus(helpers: Helpers, throttles: list[str]) -> list[Document] | None:
+    """One object per GPU, as nvidia-smi says; None when it is not there or does not answer.
+
+    throttles: names of a field, of which those that the driver does not know are taken out.
+    """
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        for name in list(throttles):
+            fields = ",".join([*_FIGURES.values(), name])
+            done = helpers.run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"], _QUERY_S)
             if done.returncode == 0:
-                self._throttle = [name]
+                throttles[:] = [name]
                 return parse_gpus(done.stdout.decode("utf-8", "replace"))
-        return None
+    return None
 
 
 def parse_gpus(text: str) -> list[Document]:
     """The rows of the query; what is no number ("[N/A]") is None."""
-    gpus = []
-    for line in text.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) != 6 or not fields[0].isdigit():
-            continue
-        index, utilization, used, temperature, clock = (_number(field) for field in fields[:5])
-        gpus.append(
-            {
-                "index": index,
-                "utilization": utilization,
-                "memory_used_mib": used,
-                "temperature_c": temperature,
-                "sm_clock_mhz": clock,
-                "throttle": _slowdowns(fields[5]),
-            }
-        )
-    return gpus
+    rows = [[field.strip() for field in line.split(",")] for line in text.splitlines()]
+    return [
+        {**{name: _number(field) for name, field in zip(_FIGURES, row)}, "throttle": _slowdowns(row[-1])}
+        for row in rows
+        if len(row) == len(_FIGURES) + 1 and row[0].isdigit()
+    ]
 
 
-def _slowdowns(mask: str) -> Optional[str]:
+def _slowdowns(mask: str) -> str | None:
     active = int(mask, 16) if re.fullmatch("0x[0-9a-fA-F]{1,16}", mask) else 0
     return ", ".join(name for bit, name in SLOWDOWNS.items() if active & bit) or None
 
 
-def _number(text: str) -> Optional[int]:
+def _number(text: str) -> int | None:
     try:
         return int(float(text))
     except (ValueError, OverflowError):
-        return None
-
-
-def _rank(rank: Rank) -> dict[str, Any]:
-    entry = _entry(rank)
-    return {
-        "pid": rank.pid,
-        "state": "gone" if entry is None else entry.state,
-        "rss_bytes": None if entry is None else entry.resident_bytes,
-        "cpu_s": None if entry is None else entry.cpu_s,
-    }
-
-
-def _free_bytes(folder: str) -> Optional[int]:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
         return None
 
 
@@ -176,9 +152,8 @@ class Stacks:
     def __init__(self, files: NodeFiles) -> None:
         self._files = files
         self._stamp: Any = None
-        self._nonce = ""
-        self._deadline = 0.0
-        self._asked: dict[int, tuple[Rank, Optional[int]]] = {}  # and the length of its .stacks file then
+        self._nonce, self._deadline = "", 0.0
+        self._asked: dict[Rank, int | None] = {}  # the length of its .stacks file then; None: it does not listen
 
     def turn(self, stamp: Any, ranks: list[Rank]) -> None:
         """Begin or end a request. `stamp`: of stacks.json, as of now; `ranks`: those that are to be asked."""
@@ -192,39 +167,35 @@ class Stacks:
 
     def _ask(self, nonce: str, ranks: list[Rank]) -> None:
         self._nonce, self._deadline = nonce, time.monotonic() + ANSWER_S
-        self._asked = {}
         with contextlib.suppress(OSError):
             write_text(self._files.flight_request, nonce + "\n")
-        for rank in ranks:
-            listens = self._listens(rank)
-            self._asked[rank.rank] = (rank, self._length(rank) if listens else None)
-            if listens:
+        self._asked = {rank: self._length(rank) if self._listens(rank) else None for rank in ranks}
+        for rank, length in self._asked.items():
+            if length is not None:
                 send_signal(rank.pid, rank.start, signal.SIGUSR1)
         if not ranks:
             self._answer()
 
     def _is_answered(self) -> bool:
         return all(
-            _state(rank) in _CANNOT_ANSWER or (self._has_stacks(rank, before) and self._has_flight(rank))
-            for rank, before in self._asked.values()
+            rank.state in _CANNOT_ANSWER or (self._has_stacks(rank) and self._has_flight(rank)) for rank in self._asked
         )
 
     def _answer(self) -> None:
         ranks = {
-            str(number): {"pid": rank.pid, "state": _state(rank), "answered": self._has_stacks(rank, before)}
-            for number, (rank, before) in sorted(self._asked.items())
+            str(rank.rank): {"pid": rank.pid, "state": rank.state, "answered": self._has_stacks(rank)}
+            for rank in self._asked
         }
-        document: Document = {"nonce": self._nonce, "ranks": ranks}
         with contextlib.suppress(OSError):  # a full disk: the next turn tries again, until then nobody is told
-            write_json(self._files.stacks_done, document)
+            write_json(self._files.stacks_done, {"nonce": self._nonce, "ranks": ranks})
             self._asked = {}
 
-    def _has_stacks(self, rank: Rank, before: Optional[int]) -> bool:
+    def _has_stacks(self, rank: Rank) -> bool:
+        before = self._asked[rank]
         return before is not None and self._length(rank) > before
 
     def _has_flight(self, rank: Rank) -> bool:
-        found = read_json(self._path(rank, "flight.json"))
-        return found is not None and found.get("nonce") == self._nonce
+        return (read_json(self._path(rank, "flight.json")) or {}).get("nonce") == self._nonce
 
     def _listens(self, rank: Rank) -> bool:
         try:
@@ -242,14 +213,3 @@ class Stacks:
 
     def _path(self, rank: Rank, suffix: str) -> str:
         return os.path.join(self._files.log_dir, f"rank{rank.rank:04d}.{suffix}")
-
-
-def _state(rank: Rank) -> str:
-    entry = _entry(rank)
-    return "gone" if entry is None else entry.state
-
-
-def _entry(rank: Rank) -> Optional[Entry]:
-    """What is known of its process now; None when its number is nobody's or another's."""
-    entry = read_entry(rank.pid)
-    return entry if entry is not None and entry.start == rank.start else None

@@ -6,6 +6,8 @@
 Lengths are checked before anything is read: a peer that sends something else is refused, never believed.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import math
@@ -13,7 +15,8 @@ import os
 import re
 import select
 import struct
-from typing import Any, Callable, NamedTuple, Optional
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 RANK_LOGS_VARIABLE = "BURST_RANK_LOGS"
 STOP_GRACE_S = 12.0  # between asking ranks to stop and killing them
@@ -26,10 +29,6 @@ SLOWDOWNS = {
     0x40: "hw thermal slowdown",
     0x80: "hw power brake slowdown",
 }
-_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_NODE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,252}")
-_CONTAINER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,252}")
-_MAX_GRACE_S = 86400.0
 _QUESTION_BYTES = 256 << 20  # the code of the ranks comes as one
 _HEAD = struct.Struct(">II")
 
@@ -64,27 +63,30 @@ class MessageReader:
     def __init__(self, read: Callable[[int], bytes], max_data: int) -> None:
         self._read, self._max_data = read, max_data
 
-    def next(self) -> Optional[tuple[Message, bytes]]:
+    def next(self) -> tuple[Message, bytes] | None:
         """The next message and its data; None when the stream ends before one. Raises MessageError."""
-        head = self._take(_HEAD.size, may_end=True)
+        head = self._read(_HEAD.size)
         if not head:
             return None
-        size, data_size = _HEAD.unpack(head)
+        size, data_size = _HEAD.unpack(head + self._take(_HEAD.size - len(head)))
         if size > MAX_OBJECT_BYTES or data_size > self._max_data:
             raise MessageError(f"not a message: {size} and {data_size} bytes")
-        return _parse(self._take(size)), self._take(data_size)
+        try:
+            message = json.loads(self._take(size).decode("utf-8"))
+        except (ValueError, RecursionError):
+            raise MessageError("a message is no JSON") from None
+        if not isinstance(message, dict):
+            raise MessageError("a message is no object")
+        return message, self._take(data_size)
 
-    def _take(self, size: int, may_end: bool = False) -> bytes:
+    def _take(self, size: int) -> bytes:
         parts: list[bytes] = []
-        left = size
-        while left:
-            data = self._read(left)
+        while size:
+            data = self._read(size)
             if not data:
-                if may_end and left == size:
-                    return b""
                 raise MessageError("the stream ended within a message")
             parts.append(data)
-            left -= len(data)
+            size -= len(data)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
@@ -102,10 +104,8 @@ def serve(answer: Callable[[Message, bytes], tuple[Message, bytes]], silence_s: 
     reader = MessageReader(read, _QUESTION_BYTES)
     try:
         write_all(out, READY)
-        asked = reader.next()
-        while asked is not None:
+        while (asked := reader.next()) is not None:
             write_all(out, pack(*answer(*asked)))
-            asked = reader.next()
     except (MessageError, BrokenPipeError):
         return
 
@@ -115,16 +115,6 @@ def write_all(descriptor: int, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
-
-
-def _parse(body: bytes) -> Message:
-    try:
-        message = json.loads(body.decode("utf-8"))
-    except (ValueError, RecursionError):
-        raise MessageError("a message is no JSON") from None
-    if not isinstance(message, dict):
-        raise MessageError("a message is no object")
-    return message
 
 
 class SpecError(ValueError):
@@ -153,61 +143,58 @@ class Spec(NamedTuple):
     cwd: str
     environment: dict[str, str]
     files: tuple[tuple[str, str], ...] = ()
-    container: Optional[str] = None
+    container: str | None = None
     engine: tuple[str, ...] = ("docker",)
-    lease_s: Optional[float] = 60.0
+    lease_s: float | None = 60.0
     stop_grace_s: float = STOP_GRACE_S
     exclusive: bool = True
     start_id: str = ""
+
+
+# They become part of file names, of an environment and of command lines.
+_NAMES = {
+    "run_id": re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"),
+    "node": re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,252}"),
+    "container": re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,252}"),
+}
+_DAY_S = 86400.0
 
 
 def parse_spec(message: Any) -> Spec:
     """The spec in `message`, once its names and paths are what they should be. Raises SpecError naming the field."""
     try:
         spec = Spec(**message)
-        files = tuple((relative_path(path), str(text)) for path, text in spec.files)
         words = (*spec.argv, *spec.engine, *spec.environment, *spec.environment.values())
         if not spec.argv or any("\0" in word for word in words) or any("=" in name for name in spec.environment):
             raise SpecError("argv or environment cannot be given to a process")
         if min(spec.node_rank, spec.num_nodes, spec.first_rank, spec.local_ranks) < 0:
             raise SpecError("a rank is below 0")
-        lease_s = None if spec.lease_s is None else seconds(spec.lease_s, "lease_s")
+        return spec._replace(
+            run_id=checked_name(spec.run_id, "run_id"),
+            node=checked_name(spec.node, "node"),
+            folder=checked_folder(spec.folder),
+            cwd=checked_folder(spec.cwd, "cwd"),
+            files=tuple((relative_path(path), str(text)) for path, text in spec.files),
+            container=None if spec.container is None else checked_name(spec.container, "container"),
+            lease_s=None if spec.lease_s is None else seconds(spec.lease_s, "lease_s"),
+            stop_grace_s=seconds(spec.stop_grace_s, "stop_grace_s"),
+        )
     except (TypeError, ValueError, AttributeError) as error:
         raise SpecError(f"the spec makes no sense: {error}") from error
-    return spec._replace(
-        run_id=checked_run_id(spec.run_id),
-        node=checked_node(spec.node),
-        folder=checked_folder(spec.folder),
-        cwd=checked_folder(spec.cwd, "cwd"),
-        files=files,
-        container=None if spec.container is None else _match(_CONTAINER, spec.container, "container"),
-        lease_s=lease_s,
-        stop_grace_s=seconds(spec.stop_grace_s, "stop_grace_s"),
-    )
 
 
-def checked_run_id(value: Any) -> str:
-    """A run id, which becomes part of file names and of an environment."""
-    return _match(_RUN_ID, value, "run_id")
+def checked_name(value: Any, kind: str) -> str:
+    """The name of a run, a node or a container. Raises SpecError."""
+    if not isinstance(value, str) or not _NAMES[kind].fullmatch(value):
+        raise SpecError(f"{kind} is no name: {str(value)[:100]!r}")
+    return value
 
 
-def checked_node(value: Any) -> str:
-    """A node's name."""
-    return _match(_NODE, value, "node")
-
-
-def checked_folder(value: Any, name: str = "folder") -> str:
-    """An absolute path without "..", normalised."""
+def checked_folder(value: Any, kind: str = "folder") -> str:
+    """An absolute path without "..", normalised. Raises SpecError."""
     if not isinstance(value, str) or not os.path.isabs(value) or "\0" in value or ".." in value.split("/"):
-        raise SpecError(f"{name} is no absolute path: {value if value is None else str(value)[:200]!r}")
+        raise SpecError(f"{kind} is no absolute path: {str(value)[:200]!r}")
     return os.path.normpath(value)
-
-
-def seconds(value: Any, name: str) -> float:
-    """A finite number of seconds from 0 to a day."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise SpecError(f"{name} is no number of seconds: {str(value)[:60]!r}")
-    return min(float(value), _MAX_GRACE_S)
 
 
 def relative_path(value: Any) -> str:
@@ -218,7 +205,8 @@ def relative_path(value: Any) -> str:
     return str(value)
 
 
-def _match(pattern: Any, value: Any, name: str) -> str:
-    if not isinstance(value, str) or not pattern.fullmatch(value) or value in (".", ".."):
-        raise SpecError(f"{name} is no name: {value if value is None else str(value)[:100]!r}")
-    return value
+def seconds(value: Any, kind: str) -> float:
+    """A finite number of seconds from 0 to a day. Raises SpecError."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise SpecError(f"{kind} is no number of seconds: {str(value)[:60]!r}")
+    return min(float(value), _DAY_S)

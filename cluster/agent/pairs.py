@@ -5,6 +5,8 @@ listen {address, token}                 error, or port, where whoever connects i
 greet {targets [[name, address, port], ...], timeout_s, width}      results [[name, "ok" | kind, detail, ms], ...]
 """
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import socket
@@ -16,7 +18,7 @@ from typing import Any
 from cluster.agent.messages import Message, serve
 
 _SILENCE_S = 900.0  # the slowest test of many nodes
-KINDS = {
+_KINDS = {
     errno.ECONNREFUSED: "refused",
     errno.EHOSTUNREACH: "unreachable",
     errno.ENETUNREACH: "unreachable",
@@ -52,7 +54,7 @@ class Greeter:
                 peer.sendall(self._token)
 
     def _greet_all(self, targets: list[tuple[str, str, int]], timeout_s: float, width: int) -> list[Any]:
-        def measure(target: "tuple[str, str, int]") -> list[Any]:
+        def measure(target: tuple[str, str, int]) -> list[Any]:
             begin = time.monotonic()
             found = self._greet((target[1], target[2]), timeout_s)
             return [target[0], *found, 1000 * (time.monotonic() - begin)]
@@ -67,16 +69,12 @@ class Greeter:
             with _bind(self._address) as peer:
                 peer.settimeout(timeout_s)
                 peer.connect(target)
-                said = b""
-                while len(said) < len(self._token):
-                    more = peer.recv(len(self._token) - len(said))
-                    if not more:
-                        break
-                    said += more
+                with peer.makefile("rb") as stream:
+                    said = stream.read(len(self._token))
         except socket.timeout:
             return "timeout", "no answer"
         except OSError as error:
-            return KINDS.get(error.errno or 0, "error"), error.strerror or str(error)
+            return _KINDS.get(error.errno or 0, "error"), error.strerror or str(error)
         return ("ok", "") if said == self._token else ("stranger", "something else answers on that port")
 
 

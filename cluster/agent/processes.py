@@ -6,6 +6,8 @@ from such a process or from the started command, or when it is an orphan that fe
 ever signalled.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import os
@@ -14,8 +16,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
-from typing import Callable, NamedTuple, Optional
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 RUN_ID_VARIABLE = "BURST_RUN_ID"
 NODE_VARIABLE = "BURST_NODE"
@@ -44,26 +46,38 @@ class Entry(NamedTuple):
         """A zombie has ended: only its parent has yet to notice."""
         return self.state not in ("Z", "X", "x")
 
+    @property
+    def exit_code(self) -> int:
+        """Of a zombie; a signal is negative."""
+        return -os.WTERMSIG(self.status) if os.WIFSIGNALED(self.status) else os.WEXITSTATUS(self.status)
 
-def read_entry(pid: int) -> Optional[Entry]:
-    """What is known of process `pid`; None when there is no such process."""
+    @property
+    def age_s(self) -> float:
+        """Seconds since it started."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(self.start) / _TICKS_PER_S
+
+
+def read_entry(pid: int, start: str | None = None) -> Entry | None:
+    """What is known of process `pid`; None when there is no such process, or none that began at `start`."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read().decode("ascii", "replace")
         fields = text.rpartition(")")[2].split()  # the name in parentheses may itself hold spaces and parentheses
         cpu_s = round((int(fields[11]) + int(fields[12])) / _TICKS_PER_S, 2)
-        return Entry(pid, int(fields[1]), fields[0], fields[19], int(fields[49]), cpu_s, int(fields[21]) * _PAGE_BYTES)
+        resident_bytes = int(fields[21]) * _PAGE_BYTES
+        entry = Entry(pid, int(fields[1]), fields[0], fields[19], int(fields[49]), cpu_s, resident_bytes)
     except (OSError, ValueError, IndexError):
         return None
+    return entry if start in (None, entry.start) else None
 
 
-def process_start(pid: int) -> Optional[str]:
+def process_start(pid: int) -> str | None:
     """When process `pid` started, in a form that tells a reused pid apart; None when no such process lives."""
     entry = read_entry(pid)
     return entry.start if entry is not None and entry.lives else None
 
 
-def read_environ(pid: int) -> Optional[dict[bytes, bytes]]:
+def read_environ(pid: int) -> dict[bytes, bytes] | None:
     """The environment process `pid` was started with; None when it is not ours to see."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
@@ -91,28 +105,12 @@ def inner_pids(pid: int) -> list[int]:
     return [pid]
 
 
-def open_pidfd(pid: int, start: str) -> Optional[int]:
-    """A descriptor that becomes readable when that process ends; None where the kernel has none (Linux < 5.3)."""
-    descriptor = int(_libc.syscall(ctypes.c_long(_PIDFD_OPEN), ctypes.c_long(pid), ctypes.c_long(0)))
-    if descriptor < 0:
-        return None
-    if process_start(pid) != start:
-        os.close(descriptor)
-        return None
-    return descriptor
-
-
 def all_pids() -> list[int]:
-    """Numbers of all processes that are to be seen."""
+    """Numbers of all processes that are to be seen, in ascending order."""
     try:
-        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        return sorted(int(name) for name in os.listdir("/proc") if name.isdigit())
     except OSError:
         return []
-
-
-def exit_code(status: int) -> int:
-    """A status of waitpid as an exit code; a signal is negative."""
-    return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
 def send_signal(pid: int, start: str, number: int) -> None:
@@ -151,16 +149,12 @@ class Helpers:
         with self._lock:
             return set(self._pids)
 
-    def run(self, words: Sequence[str], timeout_s: float) -> "subprocess.CompletedProcess[bytes]":
+    def run(self, words: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[bytes]:
         """The end of a command and what it printed. Raises OSError, subprocess.TimeoutExpired."""
+        environment, pipe = dict(os.environ, LC_ALL="C"), subprocess.PIPE
         with self._lock:
             child = subprocess.Popen(
-                list(words),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=dict(os.environ, LC_ALL="C"),
-                start_new_session=True,
+                words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
             )
             self._pids.add(child.pid)
         try:
@@ -172,7 +166,7 @@ class Helpers:
         finally:
             with self._lock:
                 self._pids.discard(child.pid)
-        return subprocess.CompletedProcess(list(words), child.returncode, out, err)
+        return subprocess.CompletedProcess(words, child.returncode, out, err)
 
 
 class Marks(NamedTuple):
@@ -181,12 +175,10 @@ class Marks(NamedTuple):
     run_id: str
     node: str
 
-    def match(self, environ: Optional[dict[bytes, bytes]]) -> bool:
+    def match(self, environ: dict[bytes, bytes] | None) -> bool:
         """Whether `environ` holds both."""
         wanted = {RUN_ID_VARIABLE: self.run_id, NODE_VARIABLE: self.node}
-        return environ is not None and all(
-            environ.get(name.encode()) == value.encode("utf-8", "surrogateescape") for name, value in wanted.items()
-        )
+        return environ is not None and all(environ.get(os.fsencode(k)) == os.fsencode(v) for k, v in wanted.items())
 
 
 class Rank(NamedTuple):
@@ -196,32 +188,34 @@ class Rank(NamedTuple):
     pid: int
     start: str
 
+    def entry(self) -> Entry | None:
+        """What is known of it now; None when its number is nobody's or another's."""
+        return read_entry(self.pid, self.start)
+
+    @property
+    def state(self) -> str:
+        """As the kernel names it, or gone."""
+        entry = self.entry()
+        return "gone" if entry is None else entry.state
+
 
 class Death(NamedTuple):
     """A rank that ended. exit_code: None when nobody here could see it; negative: the signal."""
 
     rank: int
     pid: int
-    exit_code: Optional[int]
+    exit_code: int | None
     at_ns: int
 
 
 class _Seen:
     """What is known of one number in the process table."""
 
-    __slots__ = ("again", "is_member", "rank", "since", "start")
+    __slots__ = ("is_member", "rank", "start", "young_until")
 
-    def __init__(self, start: str, since: float) -> None:
-        self.start, self.since, self.again = start, since, since
-        self.is_member = False
-        self.rank: Optional[int] = None
-
-    def is_due(self, now: float) -> bool:
-        """Whether to look at it again: often while it is new, then more and more seldom."""
-        if self.rank is not None or now < self.again or now > self.since + _YOUNG_S:
-            return False
-        self.again = now + (now - self.since) / 2
-        return True
+    def __init__(self, start: str, young_until: float) -> None:
+        self.start, self.young_until = start, young_until
+        self.is_member, self.rank = False, -1
 
 
 class Family:
@@ -281,11 +275,11 @@ class Family:
         dead = {death.rank for death in self.deaths}
         return [self.ranks[number] for number in sorted(self.ranks) if number not in dead]
 
-    def signal(self, number: int, spare: set[int] = frozenset()) -> None:  # type: ignore[assignment]
+    def signal(self, number: int, spare: Collection[int] = ()) -> None:
         """Send a signal to every member but those of `spare`."""
-        for pid, seen in list(self._seen.items()):
-            if seen.is_member and pid not in spare:
-                send_signal(pid, seen.start, number)
+        for pid in self.members():
+            if pid not in spare:
+                send_signal(pid, self._seen[pid].start, number)
 
     def kill_until_gone(self, number: int, wait_s: float) -> list[int]:
         """Kill every member until none is found; the numbers of those that would not die in `wait_s`."""
@@ -301,49 +295,39 @@ class Family:
     def _notice_ends(self) -> None:
         """Bury those that ended. Of ranks that ended between two looks, one that was not merely told to comes first."""
         deaths: list[Death] = []
-        for pid, seen in list(self._seen.items()):
-            if not seen.is_member:
+        for pid in self.members():
+            seen = self._seen[pid]
+            entry = read_entry(pid, seen.start)
+            if entry is not None and entry.lives:
                 continue
-            entry = read_entry(pid)
-            if entry is not None and entry.start == seen.start and entry.lives:
-                continue
-            if entry is not None and entry.start != seen.start:
-                entry = None
-            if seen.rank is not None:
-                status = None if entry is None else exit_code(entry.status)
-                deaths.append(Death(seen.rank, pid, status, time.time_ns()))
+            if seen.rank >= 0:
+                deaths.append(Death(seen.rank, pid, None if entry is None else entry.exit_code, time.time_ns()))
                 self._ends.forget(pid)
-            self._bury(pid, entry)
+            if entry is not None and entry.parent == self._me and pid != self.child:
+                with contextlib.suppress(ChildProcessError):  # an orphan that fell to us
+                    os.waitpid(pid, os.WNOHANG)
             del self._seen[pid]
         self.deaths += sorted(deaths, key=lambda death: _ECHOES.get(death.exit_code, 0))
 
-    def _bury(self, pid: int, entry: Optional[Entry]) -> None:
-        """Reap an orphan that fell to us; the command itself is reaped by whoever started it."""
-        if entry is not None and entry.parent == self._me and pid != self.child:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, os.WNOHANG)
-
     def _look(self, now: float, full: bool) -> None:
         """Find new members among the processes that are new, or too young to be sure of; `full`: among all."""
-        pids = set(all_pids())
-        for pid in [pid for pid in self._seen if pid not in pids]:
-            if not self._seen[pid].is_member:
-                del self._seen[pid]
-        helpers = self._helpers()
+        pids = all_pids()
+        alien = {self._me, *self._helpers()}
+        self._seen = {pid: self._seen[pid] for pid in self._seen.keys() & {*pids, *self.members()}}
         # In ascending order parents mostly come before their children; the rest is found by the next look.
-        for pid in sorted(pids):
-            if pid == self._me or pid in helpers:
-                continue
+        for pid in pids:
             seen = self._seen.get(pid)
-            if seen is None or seen.is_due(now) or (full and not seen.is_member):
-                self._examine(pid, seen, now)
+            is_due = seen is None or (seen.rank < 0 and now < seen.young_until) or (full and not seen.is_member)
+            if is_due and pid not in alien:
+                self._examine(pid, now)
 
-    def _examine(self, pid: int, seen: Optional[_Seen], now: float) -> None:
+    def _examine(self, pid: int, now: float) -> None:
         entry = read_entry(pid)
         if entry is None or not entry.lives:
             return
+        seen = self._seen.get(pid)
         if seen is None or seen.start != entry.start:
-            seen = self._seen[pid] = _Seen(entry.start, now)
+            seen = self._seen[pid] = _Seen(entry.start, now + _YOUNG_S - entry.age_s)
         environ = read_environ(pid) if self._any_owner or is_own(pid) else None
         if not seen.is_member:
             parent = self._seen.get(entry.parent)
@@ -351,9 +335,9 @@ class Family:
             is_orphan = self._adopts and entry.parent == self._me
             seen.is_member = pid == self.child or descends or is_orphan or self.marks.match(environ)
         if seen.is_member and environ is not None:
-            self._note_rank(pid, entry, seen, environ)
+            self._note_rank(entry, seen, environ)
 
-    def _note_rank(self, pid: int, entry: Entry, seen: _Seen, environ: dict[bytes, bytes]) -> None:
+    def _note_rank(self, entry: Entry, seen: _Seen, environ: dict[bytes, bytes]) -> None:
         """A rank carries RANK and its parent does not; its workers inherit that from it."""
         text = environ.get(b"RANK", b"")
         if not text.isdigit() or len(text) > 8 or not self.marks.match(environ):
@@ -364,9 +348,9 @@ class Family:
         parent = read_environ(entry.parent) if entry.parent in self._seen else None
         if parent is not None and parent.get(b"RANK") == text and self.marks.match(parent):
             return
-        self.ranks[number] = Rank(number, pid, entry.start)
+        self.ranks[number] = Rank(number, entry.pid, entry.start)
         seen.rank = number
-        self._ends.watch(pid, entry.start)
+        self._ends.watch(entry.pid, entry.start)
 
 
 class Ends:
@@ -377,11 +361,15 @@ class Ends:
         self._descriptors: dict[int, int] = {}
 
     def watch(self, pid: int, start: str) -> None:
-        """Watch process `pid`; where the kernel cannot, nothing happens."""
-        descriptor = open_pidfd(pid, start)
-        if descriptor is not None:
-            self._descriptors[pid] = descriptor
-            self._poll.register(descriptor, select.POLLIN)
+        """Watch process `pid`; where the kernel cannot (Linux < 5.3), nothing happens."""
+        descriptor = int(_libc.syscall(ctypes.c_long(_PIDFD_OPEN), ctypes.c_long(pid), ctypes.c_long(0)))
+        if descriptor < 0:
+            return
+        if process_start(pid) != start:
+            os.close(descriptor)
+            return
+        self._descriptors[pid] = descriptor
+        self._poll.register(descriptor, select.POLLIN)
 
     def forget(self, pid: int) -> None:
         """Watch it no more."""

@@ -15,26 +15,30 @@ Logs only grow: they are followed by offset. Other files are replaced as a whole
 size or inode changed. What is neither a plain file nor of a known kind is not looked at.
 """
 
+from __future__ import annotations
+
 import os
 import re
-import stat
 import threading
 import time
 from collections import deque
-from typing import Any, Callable, Optional, Union
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from cluster.agent.code import install_code
 from cluster.agent.folder import (
     LEAD_LOGS,
     LEAD_WHOLE,
     NodeFiles,
+    Stamp,
     beat,
+    open_plain,
     read_json,
     read_status,
     request_stacks,
     request_stop,
 )
-from cluster.agent.messages import Message, SpecError, checked_folder, checked_node
+from cluster.agent.messages import Message, checked_folder, checked_name
 from cluster.agent.start import start, sweep
 
 _POLL_S = 0.1
@@ -45,8 +49,8 @@ class Agent:
     """Answers the questions of one launcher."""
 
     def __init__(self) -> None:
-        self._tail: Optional[NodeTail] = None
-        self._status: Optional[Message] = None  # as it was sent last
+        self._tail: NodeTail | None = None
+        self._status: Message | None = None  # as it was sent last
         self._has_told_all = False
         self._news_at = time.monotonic()
         self._begun: set[str] = set()  # starts and sweeps
@@ -58,7 +62,10 @@ class Agent:
         if "install" in asked:
             return install_code(asked["install"], data), b""
         got_ns, deadline = time.time_ns(), time.monotonic() + asked["wait_s"]
-        self._act(asked)
+        if "start" in asked:
+            self._start(asked["start"], asked.get("again") is True)
+        else:
+            self._act(asked)
         while True:
             news, data = self._news(asked, asked.get("budget", 0))
             now = time.monotonic()
@@ -78,17 +85,14 @@ class Agent:
             "stacks": request_stacks,
             "sweep": self._sweep,
         }
-        if "start" in asked:
-            self._start(asked["start"], asked.get("again") is True)
-            return
-        for name, act in acts.items():
+        for name in acts:
             if name in asked:
-                self._try(name, act, asked)
+                self._try(name, acts[name], *_place(asked), asked[name])
 
-    def _try(self, name: str, act: Callable[[str, str, Any], None], asked: Message) -> None:
+    def _try(self, name: str, act: Callable[[str, str, Any], None], folder: str, node: str, wish: Any) -> None:
         try:
-            act(checked_folder(asked.get("folder")), checked_node(asked.get("node")), asked[name])
-        except (SpecError, KeyError, TypeError, ValueError, AttributeError) as error:
+            act(folder, node, wish)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             self._note_error(name, str(error))
         except OSError as error:
             self._note_error(name, f"{error.filename or 'the run folder'}: {error.strerror or error}")
@@ -97,33 +101,32 @@ class Agent:
         self._errors.append((name, f"{name}: {text}"))
 
     def _start(self, spec: Any, again: bool) -> None:
-        """In a thread, for it may take long; until it is answered, files may be those of an earlier attempt."""
+        """Until it is answered, files may be those of an earlier attempt."""
         self._tail = self._status = None
         name = str(spec.get("start_id")) if isinstance(spec, dict) else ""
-        if name not in self._begun:
-            self._begun.add(name)
-            self._later("start", lambda: start(spec, again=again))
+        self._once("start", name, lambda: start(spec, again=again))
 
     def _follow(self, folder: str, node: str, wish: Message) -> None:
         self._tail = NodeTail(folder, node, wish["lead"], wish["offsets"])
         self._status, self._has_told_all = None, False
 
     def _sweep(self, folder: str, node: str, nonce: str) -> None:
-        if nonce in self._begun:
-            return
-        self._begun.add(nonce)
         started = read_json(NodeFiles(folder, node).spec) or {}
         run_id = started.get("run_id") or os.path.basename(folder)
-        self._later("sweep", lambda: {"swept": sweep(folder, node, run_id)})
+        self._once("sweep", nonce, lambda: {"swept": sweep(folder, node, run_id)})
 
-    def _later(self, name: str, work: Callable[[], Message]) -> None:
+    def _once(self, name: str, nonce: str, work: Callable[[], Message]) -> None:
+        """In a thread, for it may take long."""
+
         def do() -> None:
             try:
                 self._done.append(work())
             except Exception as error:  # nobody else hears of it, and the launcher would wait for ever
                 self._note_error(name, f"{type(error).__name__}: {error}")
 
-        threading.Thread(target=do, name="agent", daemon=True).start()
+        if nonce not in self._begun:
+            self._begun.add(nonce)
+            threading.Thread(target=do, name="agent", daemon=True).start()
 
     # --- what there is to tell ---------------------------------------------------------------------------------------
 
@@ -137,7 +140,7 @@ class Agent:
             news.setdefault("errors", {})[name] = text
         if "start" in asked:
             return news, b""
-        status = read_status(checked_folder(asked.get("folder")), checked_node(asked.get("node")))
+        status = read_status(*_place(asked))
         if status != self._status:
             news["status"] = self._status = status
         # The files after the status: what is final now has written all of them.
@@ -149,11 +152,15 @@ class Agent:
         return news, data
 
 
+def _place(asked: Message) -> tuple[str, str]:
+    """Folder and node. Raises SpecError, which ends the agent: nobody asks so by mistake."""
+    return checked_folder(asked.get("folder")), checked_name(asked.get("node"), "node")
+
+
 PIECE_BYTES = 64 << 10
-_MAX_FILES = 4096
+_MAX_FILES = 8192
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _LOGS = (".log", ".stacks")
-_TRACES, _CURVES = "profile/", "tensorboard/"
 _STATE_WHOLE = ("supervisor.json", "health.json", "stacks_done.json", "outcome.json")
 
 # {path, offset, bytes} of a piece; anew: a log that was begun anew; size: of a file that is replaced, when it is whole.
@@ -164,29 +171,27 @@ class GrowingFile:
     """A log: what was sent is its beginning, up to `offset`."""
 
     def __init__(self, root: str, path: str, offset: int) -> None:
-        self._path, self._offset = path, offset
-        self._full = os.path.join(root, path)
-        self._inode: Optional[int] = None
+        self._path, self._full, self._offset = path, os.path.join(root, path), offset
+        self._inode: int | None = None
 
-    def next(self, size: int) -> Optional[Piece]:
+    def next(self, size: int) -> Piece | None:
         """The next piece, empty where a file begins so; None when there is nothing new."""
         opened = open_plain(self._full)
         if opened is None:
             return None
-        descriptor, status = opened
+        descriptor, stamp = opened
         try:
-            anew = status.st_size < self._offset or self._inode not in (None, status.st_ino)
+            anew = stamp.size < self._offset or self._inode not in (None, stamp.inode)
             offset = 0 if anew else self._offset
-            if status.st_size == offset and not (anew or (self._inode is None and not offset)):
-                self._inode = status.st_ino
-                return None
+            is_new = anew or (self._inode is None and not offset)
             data = os.pread(descriptor, size, offset)
         except OSError:
             return None
         finally:
             os.close(descriptor)
-        self._inode, self._offset = status.st_ino, offset + len(data)
-        return {"path": self._path, "offset": offset, "bytes": len(data), **({"anew": True} if anew else {})}, data
+        self._inode, self._offset = stamp.inode, offset + len(data)
+        head = {"path": self._path, "offset": offset, "bytes": len(data), **({"anew": True} if anew else {})}
+        return (head, data) if data or is_new else None
 
 
 class ReplacedFile:
@@ -194,51 +199,50 @@ class ReplacedFile:
 
     def __init__(self, root: str, path: str) -> None:
         self._path, self._full = path, os.path.join(root, path)
-        self._stamp: Any = None
-        self._open: Optional[int] = None
-        self._offset = self._size = 0
+        self._stamp: Stamp | None = None
+        self._open: int | None = None
+        self._offset = 0
 
-    def next(self, size: int) -> Optional[Piece]:
+    def next(self, size: int) -> Piece | None:
         """The next piece of its present content; None when all of that was sent."""
-        if self._open is None and not self._look():
+        if self._open is None:
+            self._look()
+        if self._open is None or self._stamp is None:
             return None
-        assert self._open is not None
         try:
-            data = os.pread(self._open, min(size, self._size - self._offset), self._offset)
+            data = os.pread(self._open, min(size, self._stamp.size - self._offset), self._offset)
         except OSError:
             data = b""
-        head = {"path": self._path, "offset": self._offset, "bytes": len(data), "size": self._size}
+        head = {"path": self._path, "offset": self._offset, "bytes": len(data), "size": self._stamp.size}
         self._offset += len(data)
-        if not data or self._offset >= self._size:
+        if not data or self._offset >= self._stamp.size:
             os.close(self._open)
             self._open = None
         return head, data
 
-    def _look(self) -> bool:
-        """Whether it changed; then it is open."""
+    def _look(self) -> None:
+        """Open it if it has changed."""
         opened = open_plain(self._full)
-        if opened is None:
-            return False
-        descriptor, status = opened
-        stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
-        if stamp == self._stamp:
-            os.close(descriptor)
-            return False
-        self._stamp, self._open, self._offset, self._size = stamp, descriptor, 0, status.st_size
-        return True
+        if opened is not None and opened[1] == self._stamp:
+            os.close(opened[0])
+        elif opened is not None:
+            (self._open, self._stamp), self._offset = opened, 0
 
 
 class NodeTail:
     """All files of node `node` that a launcher copies. `lead`: also those that rank 0 writes."""
 
     def __init__(self, folder: str, node: str, lead: bool, offsets: dict[str, int]) -> None:
-        self._files, self._lead, self._offsets = NodeFiles(folder, node), lead, offsets
-        self._known: dict[str, Union[GrowingFile, ReplacedFile]] = {}
+        self._files, self._lead, self._offsets = NodeFiles(folder, node), lead, dict(offsets)
+        self._known: dict[str, GrowingFile | ReplacedFile] = {}
         self._served = 0
 
     def take(self, budget: int) -> tuple[list[dict[str, Any]], bytes]:
         """Heads and data of what is new, at most `budget` bytes. No file holds up another: each goes on in its turn."""
-        self._discover()
+        for path, grows in self._found():
+            if path not in self._known and len(self._known) < _MAX_FILES:
+                root, offset = self._files.folder, self._offsets.get(path, 0)
+                self._known[path] = GrowingFile(root, path, offset) if grows else ReplacedFile(root, path)
         files = list(self._known.values())
         waiting = files[self._served :] + files[: self._served]
         heads: list[dict[str, Any]] = []
@@ -258,40 +262,23 @@ class NodeTail:
             waiting = more
         return heads, b"".join(parts)
 
-    def _discover(self) -> None:
-        files = self._files
-        log_dir, state_dir = "logs/" + files.name, "nodes/" + files.name
-        growing = [log_dir + "/" + name for name in _names(files.log_dir) if name.endswith(_LOGS)]
-        growing.append(state_dir + "/supervisor.log")
-        replaced = [log_dir + "/" + name for name in _names(files.log_dir) if name.endswith(".json")]
-        replaced += [state_dir + "/" + name for name in _STATE_WHOLE]
-        replaced += [_TRACES + name for name in _names(os.path.join(files.folder, _TRACES))]
+    def _found(self) -> Iterator[tuple[str, bool]]:
+        """(path below the run folder, whether it grows) of every file to send, those first that all need."""
+        log_dir, state_dir = f"logs/{self._files.name}", f"nodes/{self._files.name}"
+        yield from ((f"{state_dir}/{name}", False) for name in _STATE_WHOLE)
         if self._lead:
-            growing += [_CURVES + name for name in _names(os.path.join(files.folder, _CURVES))]
-            growing, replaced = [*LEAD_LOGS, *growing], [*LEAD_WHOLE, *replaced]
-        for path in replaced:
-            if path not in self._known and len(self._known) < _MAX_FILES:
-                self._known[path] = ReplacedFile(files.folder, path)
-        for path in growing:
-            if path not in self._known and len(self._known) < 2 * _MAX_FILES:
-                self._known[path] = GrowingFile(files.folder, path, self._offsets.get(path, 0))
+            yield from ((name, False) for name in LEAD_WHOLE)
+            yield from ((name, True) for name in LEAD_LOGS)
+        yield f"{state_dir}/supervisor.log", True
+        for name in self._names(log_dir):
+            if name.endswith((*_LOGS, ".json")):
+                yield f"{log_dir}/{name}", not name.endswith(".json")
+        yield from ((f"tensorboard/{name}", True) for name in self._names("tensorboard") if self._lead)
+        yield from ((f"profile/{name}", False) for name in self._names("profile"))
 
-
-def open_plain(path: str) -> "Optional[tuple[int, os.stat_result]]":
-    """Descriptor and status of a plain file, which its user closes; None for anything else."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return None
-    status = os.fstat(descriptor)
-    if stat.S_ISREG(status.st_mode):
-        return descriptor, status
-    os.close(descriptor)
-    return None
-
-
-def _names(folder: str) -> list[str]:
-    try:
-        return sorted(name for name in os.listdir(folder) if _NAME.fullmatch(name))
-    except OSError:
-        return []
+    def _names(self, folder: str) -> list[str]:
+        try:
+            names = os.listdir(os.path.join(self._files.folder, folder))
+        except OSError:
+            return []
+        return sorted(name for name in names if _NAME.fullmatch(name))

@@ -1,18 +1,22 @@
 """What only a launch must know of this node; `cluster.checks.groups.launch` judges it. It changes nothing here."""
 
+from __future__ import annotations
+
 import contextlib
 import glob
 import hashlib
 import os
+import pwd
 import random
 import socket
 import time
-from typing import Any, Callable, Optional
+from collections.abc import Callable
+from typing import Any
 
 from cluster.agent.code import expand
 from cluster.agent.folder import holder
-from cluster.agent.memory import memory_limit_bytes
 from cluster.agent.start import lock_folder
+from engine.runs.host_memory import usable_bytes
 
 _HASH_S = 10.0
 _EDGE_BYTES = 1 << 20
@@ -23,23 +27,26 @@ _PORTS = (20000, 30000)  # below those that systems give to outgoing connections
 
 def survey(question: dict[str, Any]) -> dict[str, Any]:
     """Facts by name. question: root, where a node keeps runs; port; data, see `find_data`."""
-    home = os.path.expanduser("~")
+    home, uid = os.path.expanduser("~"), os.getuid()
+    user = str(uid)
+    with contextlib.suppress(KeyError):
+        user = pwd.getpwuid(uid).pw_name
     return {
         "home": home,
-        "user": _user(),
-        "uid": os.getuid(),
+        "user": user,
+        "uid": uid,
         "gid": os.getgid(),
         "groups": sorted(os.getgroups()),
         "has_infiniband_devices": os.path.isdir("/dev/infiniband"),
-        "memory_bytes": memory_limit_bytes(),
-        "room": attempt(lambda: find_room(expand(question["root"], home) or home)),
-        "port": attempt(lambda: find_port(question["port"])),
+        "memory_bytes": usable_bytes(),
+        "room": _attempt(lambda: find_room(expand(question["root"], home))),
+        "port": _attempt(lambda: find_port(question["port"])),
         "locks": find_locks(),
         "data": find_data(question["data"], home),
     }
 
 
-def attempt(find: Callable[[], int]) -> "tuple[Optional[int], str]":
+def _attempt(find: Callable[[], int]) -> tuple[int | None, str]:
     """(what it finds, why it finds nothing)."""
     try:
         return find(), ""
@@ -62,7 +69,7 @@ def find_room(root: str) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def find_port(wanted: Optional[int]) -> int:
+def find_port(wanted: int | None) -> int:
     """A port that nobody listens on: the wanted one, or one of our choice. Raises OSError."""
     for port in [wanted] if wanted else [random.randrange(*_PORTS) for _ in range(200)]:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
@@ -94,45 +101,48 @@ def find_locks() -> dict[str, str]:
 def find_data(entries: list[dict[str, Any]], home: str) -> list[dict[str, Any]]:
     """Per entry of data.paths: its files' number, bytes and a hash of names, sizes and edges, or what is wrong."""
     deadline = time.time() + _HASH_S
-    return [_look_at(expand(entry["path"], home) or "", entry["suffixes"], deadline) for entry in entries]
+    found = []
+    for entry in entries:
+        path = expand(entry["path"], home)
+        try:
+            found.append({"path": path, **_look_at(path, tuple(entry["suffixes"]), deadline)})
+        except OSError as error:
+            found.append({"path": path, "problem": f"{error.filename or path}: {error.strerror}"})
+    return found
 
 
-def _look_at(path: str, suffixes: list[str], deadline: float) -> dict[str, Any]:
-    found: dict[str, Any] = {"path": path}
-    try:
-        files = _list_files(path, suffixes)
-        if not files:
-            return dict(found, problem="no such file or folder" if not os.path.exists(path) else "holds no such files")
-        digest, total = hashlib.sha256(), 0
-        base = path if os.path.isdir(path) else os.path.dirname(path)
-        for number, name in enumerate(files):
-            size = os.stat(name).st_size
-            total += size
-            digest.update(f"{os.path.relpath(name, base)} {size}\n".encode("utf-8", "surrogateescape"))
-            if number < _HASHED_FILES and time.time() < deadline:
-                digest.update(_edges(name, size))
-            elif not os.access(name, os.R_OK):
-                raise PermissionError(13, "Permission denied", name)
-        late = time.time() > deadline
-        return dict(found, files=len(files), bytes=total, digest=None if late else digest.hexdigest())
-    except OSError as error:
-        return dict(found, problem=f"{error.filename or path}: {error.strerror}")
+def _look_at(path: str, suffixes: tuple[str, ...], deadline: float) -> dict[str, Any]:
+    files = _list_files(path, suffixes)
+    if not files:
+        return {"problem": "no such file or folder" if not os.path.exists(path) else "holds no such files"}
+    digest, total = hashlib.sha256(), 0
+    base = path if os.path.isdir(path) else os.path.dirname(path)
+    for number, name in enumerate(files):
+        size = os.stat(name).st_size
+        total += size
+        digest.update(f"{os.path.relpath(name, base)} {size}\n".encode("utf-8", "surrogateescape"))
+        if number < _HASHED_FILES and time.time() < deadline:
+            digest.update(_edges(name, size))
+        elif not os.access(name, os.R_OK):
+            raise PermissionError(13, "Permission denied", name)
+    late = time.time() > deadline
+    return {"files": len(files), "bytes": total, "digest": None if late else digest.hexdigest()}
 
 
-def _list_files(path: str, suffixes: list[str]) -> list[str]:
+def _list_files(path: str, suffixes: tuple[str, ...]) -> list[str]:
     """As the trainer will list them: a file, the files of a folder that are not hidden, or what a pattern matches."""
     if os.path.isdir(path):
         found: list[str] = []
         for parent, names, files in os.walk(path):
             names[:] = sorted(name for name in names if not name.startswith("."))
-            wanted = [name for name in files if not suffixes or name.endswith(tuple(suffixes))]
-            found += [os.path.join(parent, name) for name in sorted(wanted) if not name.startswith(".")]
+            wanted = sorted(name for name in files if name.endswith(suffixes or ("",)) and not name.startswith("."))
+            found += [os.path.join(parent, name) for name in wanted]
             if len(found) > _MAX_FILES:
                 break
         return found[:_MAX_FILES]
-    if os.path.lexists(path) or not any(character in path for character in "*?["):
-        return [path] if os.path.isfile(path) else []
-    return sorted(name for name in glob.glob(path, recursive=True) if os.path.isfile(name))[:_MAX_FILES]
+    is_one = os.path.lexists(path) or not any(character in path for character in "*?[")
+    found = [path] if is_one else sorted(glob.glob(path, recursive=True))
+    return [name for name in found if os.path.isfile(name)][:_MAX_FILES]
 
 
 def _edges(path: str, size: int) -> bytes:
@@ -143,12 +153,3 @@ def _edges(path: str, size: int) -> bytes:
             file.seek(max(_EDGE_BYTES, size - _EDGE_BYTES))
             digest.update(file.read(_EDGE_BYTES))
     return digest.digest()
-
-
-def _user() -> str:
-    import pwd
-
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())

@@ -130,7 +130,7 @@ def activation_limit(memory: MemoryConfig, device: torch.device, local_ranks: in
     on_gpu = device.type == "cuda"
     node_bytes = memory.host_bytes
     if node_bytes is None and on_gpu:
-        node_bytes, _ = host_memory(Path("/proc"), Path("/sys/fs/cgroup"))
+        node_bytes, _ = host_memory()
     if node_bytes is None:
         return None
     taken = state_bytes(memory, parameters) if on_gpu and memory.optimizer_store == "host" else 0

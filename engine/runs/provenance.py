@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from engine.runs.host_memory import meminfo_bytes
 from engine.runs.records import utc_now
 
 PACKAGES = ("burst-train", "torch", "numpy", "safetensors", "tokenizers", "pyyaml", "flash-attn", "triton")
@@ -66,7 +67,7 @@ def _hardware() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": meminfo_bytes("MemTotal"),
         "gpus": gpus.splitlines() if gpus else [],
     }
 
@@ -87,13 +88,6 @@ def cpu_name() -> str | None:
         return platform.processor() or None
     names = (line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name"))
     return next(names, platform.processor() or None)
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None
 
 
 def _line(*command: str) -> str | None:

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 from engine.planning.time.devices import DEFAULT_DEVICE, find_device, unknown_device
 from engine.planning.time.machine import Machine
+from engine.runs.host_memory import PROC, group_limit_bytes, meminfo_bytes
 
 MIB = 2**20
 # The operating system, the page cache that data are read through, and the processes' own code.
@@ -113,7 +112,7 @@ def capacity_of(
 
 def find_hardware() -> Hardware:
     """What this machine has: GPUs by nvidia-smi, host memory by /proc/meminfo within the limit of its control group."""
-    return Hardware(read_nvidia_smi(), *host_memory(Path("/proc"), Path("/sys/fs/cgroup")))
+    return Hardware(read_nvidia_smi(), *host_memory())
 
 
 def read_nvidia_smi() -> tuple[Gpu, ...]:
@@ -132,47 +131,16 @@ def parse_nvidia_smi(text: str) -> tuple[Gpu, ...]:
     return tuple(Gpu(name.strip(), int(mib) * MIB) for name, _, mib in rows if mib.strip().isdigit())
 
 
-def host_memory(proc: Path, cgroup: Path) -> tuple[int | None, str]:
+def host_memory(proc: str = PROC) -> tuple[int | None, str]:
     """(bytes that processes here may use, where the number is from); the smallest of RAM and control group limits."""
-    limit = _cgroup_limit(proc, cgroup)
-    found = {} if limit is None else {"cgroup memory limit": limit}
-    try:
-        match = re.search(r"^MemTotal:\s+(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE)
-    except OSError:
-        match = None
-    if match:
-        found["/proc/meminfo MemTotal"] = int(match[1]) * 1024
-    if not found:
-        return None, "unknown"
-    source, size = min(found.items(), key=lambda item: item[1])
-    return round(size * (1 - HOST_RESERVE_SHARE)), source
-
-
-def _cgroup_limit(proc: Path, cgroup: Path) -> int | None:
-    """The tightest limit of this process's group and its parents: memory.max (v2), memory.limit_in_bytes (v1)."""
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    paths = {controllers: path.lstrip("/") for _, controllers, path in (line.split(":", 2) for line in lines)}
-    v2, v1 = paths.get("", ""), next((p for names, p in paths.items() if "memory" in names.split(",")), "")
-    files = [folder / "memory.max" for folder in _upwards(cgroup, v2)]
-    files += [folder / "memory.limit_in_bytes" for folder in _upwards(cgroup / "memory", v1)]
-    limits = []
-    for file in files:
-        try:
-            text = file.read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit() and int(text) < 2**60:  # v1 writes a number near 2**63 for none
-            limits.append(int(text))
-    return min(limits, default=None)
-
-
-def _upwards(root: Path, relative: str) -> list[Path]:
-    """root/relative and its parents up to root."""
-    folder = root / relative
-    return [folder, *(parent for parent in folder.parents if parent == root or root in parent.parents)]
+    found = {
+        "cgroup memory limit": group_limit_bytes("self", proc),
+        "/proc/meminfo MemTotal": meminfo_bytes("MemTotal", proc),
+    }
+    size, source = min(
+        ((size, source) for source, size in found.items() if size is not None), default=(None, "unknown")
+    )
+    return None if size is None else round(size * (1 - HOST_RESERVE_SHARE)), source
 
 
 def configured_device(config: RunConfig) -> str | None:

@@ -164,9 +164,9 @@ def test_a_place_that_cannot_be_written_is_named_with_all_its_nodes(archive: Cod
 
 def test_old_code_goes_and_what_is_new_or_in_use_stays(tmp_path: Path) -> None:
     day, now = 86400.0, time.time()
-    names = [f"{number:064d}{'.zip' if number % 2 else ''}" for number in range(8)]  # folders of an earlier version
+    names = [f"{number:064d}.zip" for number in range(8)]
     for number, name in enumerate(names):
-        (tmp_path / name).touch() if name.endswith(".zip") else (tmp_path / name / "engine").mkdir(parents=True)
+        (tmp_path / name).touch()
         age = number * day if number > 5 else number * day / 10  # the sixth is one too many, but young
         os.utime(tmp_path / name, (now - age, now - age))
     torn = tmp_path / f"{9:064d}.zip.part-x"

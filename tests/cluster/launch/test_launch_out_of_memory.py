@@ -18,13 +18,13 @@ from testkit import ROOT
 from testkit.fake_plan import fake_plan
 from testkit.process_table import run_processes
 
-from cluster.agent.memory import memory_groups
 from cluster.agent.messages import Spec
 from cluster.control.attempt import StopRequests
 from cluster.control.controller import Manner, control
 from cluster.control.link import LaunchObserver, LaunchOutcome, LaunchTiming, NodeStatus
 from cluster.launch.local import LocalLink
 from engine.runs.folder import RunFolder, create_run, new_run_path
+from engine.runs.host_memory import memory_groups
 from engine.runs.records import json_text
 
 TIMING = LaunchTiming(poll_s=0.02, stop_grace_s=0.5, failure_grace_s=0.5, evidence_s=0.2)

@@ -13,8 +13,8 @@ from testkit.machine_clock import machine_time
 from testkit.supervise_rig import Rig, is_gone, kill
 from testkit.waiting import wait_for
 
+from cluster.agent.container import Container
 from cluster.agent.start import start, sweep
-from cluster.agent.supervisor import Container
 
 POLITE = "trap 'echo finished; exit 0' TERM; echo ready; while :; do /bin/busybox sleep 0.1; done"
 STUBBORN = "trap '' TERM; echo ready; while :; do /bin/busybox sleep 0.1; done"

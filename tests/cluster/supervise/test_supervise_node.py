@@ -20,7 +20,7 @@ from testkit.waiting import wait_for
 
 from cluster.agent import processes
 from cluster.agent.folder import holder, read_json, safe_name, take_lock, write_json, write_text
-from cluster.agent.health import Gpus, parse_gpus, read_health
+from cluster.agent.health import THROTTLES, parse_gpus, read_gpus, read_health
 from cluster.agent.processes import Family, Helpers, Marks, Rank
 from cluster.code import node_code
 from engine.runs.folder import RunFolder
@@ -249,7 +249,7 @@ def test_gpus_of_drivers_new_old_and_broken(
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    gpus = Gpus(Helpers()).read()
+    gpus = read_gpus(Helpers(), list(THROTTLES))
     assert (None if gpus is None else len(gpus)) == count
 
 

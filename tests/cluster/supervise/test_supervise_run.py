@@ -113,7 +113,7 @@ files = NodeFiles(spec.folder, spec.node)
 make_folder(files.log_dir)
 os.makedirs(files.outcome + "/in the way")
 made = supervisor.Supervisor(spec)
-made.announce()
+made.tell()
 made.run()
 """
 

@@ -72,7 +72,8 @@ def machine(tmp_path: Path) -> tuple[Path, Path]:
     proc, cgroup = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal:        8388608 kB\nMemFree:  1 kB\n")
-    cgroup.mkdir()
+    mounts = (f"/ {cgroup} rw - cgroup2 cgroup2 rw", f"/ {cgroup}/memory rw - cgroup cgroup rw,memory")
+    (proc / "self" / "mountinfo").write_text("".join(f"35 31 0:32 {mount}\n" for mount in mounts))
     return proc, cgroup
 
 
@@ -88,11 +89,11 @@ def machine(tmp_path: Path) -> tuple[Path, Path]:
 )
 def test_the_limit_of_the_control_group_binds(machine: tuple[Path, Path], group: str, file: str) -> None:
     proc, cgroup = machine
-    assert host_memory(proc, cgroup) == (round(8 * 2**30 * 0.97), "/proc/meminfo MemTotal")
+    assert host_memory(str(proc)) == (round(8 * 2**30 * 0.97), "/proc/meminfo MemTotal")
     (proc / "self" / "cgroup").write_text(group)
     (cgroup / file).parent.mkdir(parents=True, exist_ok=True)
     (cgroup / file).write_text(f"{2**30}\n")
-    assert host_memory(proc, cgroup) == (round(2**30 * 0.97), "cgroup memory limit")
+    assert host_memory(str(proc)) == (round(2**30 * 0.97), "cgroup memory limit")
 
 
 def test_ranks_on_the_cpu_say_whose_bytes_they_count() -> None:
