@@ -92,7 +92,7 @@ class Rig:
     def _are_there(self, node: str, ranks: int) -> bool:
         """Whether that many ranks are; until then the lease must not end, however long they take."""
         self.beat(node)
-        return len(self.ranks(node)) == ranks and self._said(node) == ranks
+        return len(self.ranks(node)) == ranks and len(self.said(node)) == ranks
 
     def beat(self, node: str = "alpha") -> None:
         beat(str(self.folder / node), self.name(node))
@@ -105,13 +105,18 @@ class Rig:
         """All living processes that carry the marks of the run and the node."""
         return run_processes(self.run_id, f"BURST_NODE={self.name(node)}")
 
+    def sweep(self, run_id: str | None = None, node: str = "alpha") -> list[int]:
+        """What would not die of this run, or of another one."""
+        return sweep(str(self.folder / node), self.name(node), run_id or self.run_id, self._specs.get(node))
+
     def close(self) -> None:
         """Sweep every node."""
-        for node, spec in self._specs.items():
-            assert sweep(str(self.folder / node), self.name(node), self.run_id, spec) == []
+        for node in self._specs:
+            assert self.sweep(node=node) == []
 
-    def _said(self, node: str) -> int:
-        return len(list(Path(self.files(node).log_dir).glob("rank*.log")))
+    def said(self, node: str = "alpha") -> list[str]:
+        """What the ranks said, by their numbers."""
+        return [path.read_text() for path in sorted(Path(self.files(node).log_dir).glob("rank*.log"))]
 
 
 def names_of(processes: Sequence[psutil.Process]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,19 +16,13 @@ from cluster.agent.memory import MemoryWatch, oom_counter
 from cluster.agent.messages import Spec, parse_spec
 from cluster.agent.processes import read_entry
 from cluster.agent.supervisor import Supervisor
-from engine.runs.host_memory import memory_groups, usable_bytes
+from engine.runs.host_memory import usable_bytes
 
 GIB = 2**30
 
 
-def resident_bytes(pid: int) -> int:
-    """What process `pid` holds; 0 when it is gone."""
-    entry = read_entry(pid)
-    return 0 if entry is None else entry.resident_bytes
-
-
 class Machine:
-    """A procfs and a control group hierarchy below a temporary folder."""
+    """A procfs and a control group hierarchy, of which `root` is seen, below a temporary folder."""
 
     def __init__(self, folder: Path, *, version: int = 2, root: str = "/") -> None:
         self.proc, self.groups, self.version = folder / "proc", folder / "cgroup", version
@@ -44,127 +39,102 @@ class Machine:
 
     def place(self, pid: int | str, group: str) -> None:
         """Process `pid` lives in `group`."""
-        v2 = f"0::{group}\n"
         v1 = f"5:devices:/\n4:memory:{group}\n0::/\n"
-        self.write(self.proc / str(pid) / "cgroup", v2 if self.version == 2 else v1)
+        self.write(self.proc / str(pid) / "cgroup", f"0::{group}\n" if self.version == 2 else v1)
 
-    def kills(self, group: str, count: int) -> None:
-        name, text = ("memory.events", "low 0\noom 3\noom_kill {}\noom_group_kill 0\n")
-        if self.version == 1:
-            name, text = "memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill {}\n"
-        self.write(self.groups / group.strip("/") / name, text.format(count))
+    def kills(self, group: str, count: int) -> Path:
+        """The file that says so."""
+        v2 = self.version == 2
+        path = self.groups / group.strip("/") / ("memory.events" if v2 else "memory.oom_control")
+        head, tail = ("low 0\noom 3\n", "oom_group_kill 0\n") if v2 else ("oom_kill_disable 0\nunder_oom 0\n", "")
+        self.write(path, f"{head}oom_kill {count}\n{tail}")
+        return path
 
-    def limit(self, group: str, text: str) -> None:
+    def limit(self, group: str, bound: int | None) -> None:
+        none = "max" if self.version == 2 else "9223372036854771712"
         name = "memory.max" if self.version == 2 else "memory.limit_in_bytes"
-        self.write(self.groups / group.strip("/") / name, text)
+        self.write(self.groups / group.strip("/") / name, f"{bound or none}\n")
+
+    def counter(self) -> tuple[str, bool, int]:
+        found = oom_counter("self", str(self.proc))
+        assert found is not None
+        return found.path, found.of_group, found.read()
 
     def watch(self) -> MemoryWatch:
         return MemoryWatch(str(self.proc))
 
 
+@pytest.fixture
+def child() -> Iterator[int]:
+    """A process that holds some memory."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        wait_for(lambda: (entry := read_entry(process.pid)) and entry.resident_bytes > 4 * 2**20, "its memory")
+        yield process.pid
+        process.kill()
+
+
 @pytest.mark.parametrize("version", [1, 2])
-def test_groups_are_listed_from_the_inside_out(tmp_path: Path, version: int) -> None:
-    machine = Machine(tmp_path, version=version)
-    machine.place("self", "/user.slice/job.scope")
-    folders = tuple(str(machine.groups / place) for place in ("user.slice/job.scope", "user.slice", ""))
-    assert memory_groups("self", str(machine.proc)) == folders
-
-
-def test_container_without_a_namespace_sees_its_part_of_the_hierarchy(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, root="/docker/abc")
-    machine.place("self", "/docker/abc/job")
-    assert memory_groups("self", str(machine.proc)) == (str(machine.groups / "job"), str(machine.groups))
-
-
-def test_machine_without_control_groups_has_the_limit_and_the_counter_of_the_machine(tmp_path: Path) -> None:
-    machine = Machine(tmp_path)
-    assert memory_groups("self", str(machine.proc)) == ()
-    counter = oom_counter("self", str(machine.proc))
-    assert counter is not None
-    assert (counter.read(), counter.of_group) == (7, False)
+@pytest.mark.parametrize("root", ["/", "/docker/abc"])  # of a container without a namespace of its own
+def test_the_nearest_group_that_counts_and_the_tightest_limit_are_found(
+    tmp_path: Path, version: int, root: str
+) -> None:
+    machine = Machine(tmp_path, version=version, root=root)
     assert usable_bytes("self", str(machine.proc)) == 32 * GIB
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_limit_is_the_least_of_all_groups_around(tmp_path: Path, version: int) -> None:
-    machine = Machine(tmp_path, version=version)
-    machine.place("self", "/a/b")
-    machine.limit("/a/b", "max\n" if version == 2 else "9223372036854771712\n")
-    machine.limit("/a", f"{3 * GIB}\n")
+    assert machine.counter() == (str(machine.proc / "vmstat"), False, 7)
+    machine.place("self", f"{root.rstrip('/')}/user.slice/job.scope")
+    assert machine.counter() == (str(machine.proc / "vmstat"), False, 7)
+    for group in ("", "user.slice", "user.slice/job.scope"):
+        path = machine.kills(group, 3)
+        assert machine.counter() == (str(path), True, 3)
+    machine.limit("user.slice/job.scope", None)
+    assert usable_bytes("self", str(machine.proc)) == 32 * GIB
+    machine.limit("user.slice", 3 * GIB)
+    machine.limit("", 4 * GIB)
     assert usable_bytes("self", str(machine.proc)) == 3 * GIB
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_count_that_rose_is_evidence(tmp_path: Path, version: int) -> None:
+def test_count_that_rose_is_evidence_also_once_its_group_is_gone(tmp_path: Path, version: int) -> None:
     machine = Machine(tmp_path, version=version)
     machine.place("self", "/job")
-    machine.kills("/job", 4)
-    watch = machine.watch()
-    assert watch.oom_evidence(None) is None
-    machine.kills("/job", 5)
-    assert str(watch.oom_evidence(None)).startswith(f"oom_kill in {machine.groups}/job/")
-    assert "rose from 4 to 5" in str(watch.oom_evidence(123))
-
-
-def test_kill_elsewhere_on_the_machine_is_no_evidence(tmp_path: Path) -> None:
-    machine = Machine(tmp_path)
-    machine.place("self", "/job")
-    machine.kills("/job", 4)
+    path = machine.kills("/job", 4)
     watch = machine.watch()
     machine.kills("/other", 1)
     machine.write(machine.proc / "vmstat", "oom_kill 8\n")
-    assert watch.oom_evidence(None) is None
+    assert watch.oom_evidence(None) is None  # kills elsewhere
+    machine.kills("/job", 5)
+    watch.sample([])
+    path.unlink()
+    assert watch.oom_evidence(None) == watch.oom_evidence(123) == f"oom_kill in {path} rose from 4 to 5"
 
 
-def test_group_of_the_rank_itself_decides(tmp_path: Path) -> None:
+def test_group_of_the_rank_itself_decides(tmp_path: Path, child: int) -> None:
     machine = Machine(tmp_path)
     machine.place("self", "/launcher")
     machine.kills("/launcher", 0)
-    machine.kills("/ranks", 2)
+    path = machine.kills("/ranks", 2)
     watch = machine.watch()
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        machine.place(child.pid, "/ranks")
-        wait_for(lambda: resident_bytes(child.pid) > 4 * 2**20, "the child's memory")
-        watch.sample([child.pid])
-    finally:
-        child.kill()
-        child.wait()
+    machine.place(child, "/ranks")
+    machine.limit("/ranks", 2 * GIB)
+    watch.sample([child])
     machine.kills("/launcher", 1)
-    assert watch.oom_evidence(child.pid) is None
+    assert watch.oom_evidence(child) is None
     machine.kills("/ranks", 3)
-    assert "ranks" in str(watch.oom_evidence(child.pid))
-    facts = watch.facts(child.pid)
-    assert 2**20 < facts["memory"]["peak_bytes"] < GIB
-    assert "ranks" in str(facts["evidence"])
+    facts = watch.facts(child)
+    assert facts["evidence"] == f"oom_kill in {path} rose from 2 to 3"
+    assert 4 * 2**20 < facts["memory"]["peak_bytes"] < GIB
+    assert (facts["memory"]["capacity_bytes"], facts["hint"]) == (2 * GIB, None)
 
 
-def test_count_of_a_group_that_is_gone_is_remembered(tmp_path: Path) -> None:
-    machine = Machine(tmp_path)
-    machine.place("self", "/job")
-    machine.kills("/job", 4)
-    watch = machine.watch()
-    machine.kills("/job", 5)
-    watch.sample([])
-    (machine.groups / "job" / "memory.events").unlink()
-    assert "rose from 4 to 5" in str(watch.oom_evidence(None))
-
-
-def test_run_that_filled_its_memory_gets_a_hint_when_the_kernel_says_nothing(tmp_path: Path) -> None:
+def test_run_that_filled_its_memory_gets_a_hint_when_the_kernel_says_nothing(tmp_path: Path, child: int) -> None:
     machine = Machine(tmp_path)
     machine.write(machine.proc / "meminfo", "MemTotal: 1024 kB\n")
     watch = machine.watch()
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    try:
-        wait_for(lambda: resident_bytes(child.pid) > 4 * 2**20, "the child's memory")
-        watch.sample([child.pid])
-    finally:
-        child.kill()
-        child.wait()
-    facts = watch.facts(child.pid)
+    assert watch.facts(child)["hint"] is None  # nothing was seen
+    watch.sample([child])
+    facts = watch.facts(child)
     assert facts["evidence"] is None
     assert "Lack of memory may be the reason" in str(facts["hint"])
-    assert machine.watch().facts(child.pid)["hint"] is None  # nothing was seen
 
 
 def test_killed_rank_that_was_counted_is_in_the_outcome(tmp_path: Path) -> None:

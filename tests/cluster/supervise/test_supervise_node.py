@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import io
 import json
 import os
@@ -11,11 +12,12 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from testkit.supervise_rig import PYTHON_PATH, UNHURRIED, Rig, is_gone, kill
+from testkit.supervise_rig import PYTHON_PATH, UNHURRIED, Rig, is_gone, kill, new_run_id
 from testkit.waiting import wait_for
 
 from cluster.agent import processes
@@ -26,18 +28,6 @@ from cluster.code import node_code
 from engine.runs.folder import RunFolder
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(100)"]
-
-
-def test_process_of_another_user_cannot_pass_as_a_rank() -> None:
-    marks = Marks("20260101-000000-abcdef", "n1")
-    environment = {"BURST_RUN_ID": marks.run_id, "BURST_NODE": marks.node, "RANK": "0"}
-    with subprocess.Popen(["/bin/sleep", "100"], env=environment, user=65534) as stranger:
-        family, open_family = (Family(marks, range(1), any_owner=wide) for wide in (False, True))
-        for one in (family, open_family):
-            one.refresh(full=True)
-        stranger.kill()
-    assert (family.members(), family.living_ranks()) == ([], [])
-    assert open_family.members() == [stranger.pid]
 
 
 # --- what travels -----------------------------------------------------------------------------------------------------
@@ -65,90 +55,76 @@ def test_what_runs_on_nodes_is_python_3_9_with_nothing_but_the_standard_library(
     assert ours <= set(modules)
 
 
-@pytest.mark.parametrize("name", ["node-1", "a/b", "..", ".hidden", "ü", "", "a b:c"])
-def test_node_has_the_folder_that_ranks_use(name: str, tmp_path: Path) -> None:
-    assert safe_name(name) == RunFolder(tmp_path).log_dir(name).name
-
-
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
-def test_signal_does_not_reach_a_process_that_got_the_number_later() -> None:
-    child = subprocess.Popen(SLEEP)
+@contextlib.contextmanager
+def marked(marks: Marks, ranks: int, command: list[str] = SLEEP, **options: Any) -> Iterator[list[Any]]:
+    """Processes that look like the ranks of a run."""
+    environment = {**os.environ, "BURST_RUN_ID": marks.run_id, "BURST_NODE": marks.node}
+    made = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}, **options) for rank in range(ranks)]
     try:
-        processes.send_signal(child.pid, "1", signal.SIGKILL)
+        yield made
+    finally:
+        for process in made:
+            process.kill()
+            process.wait()
+
+
+def seen(family: Family, members: int) -> bool:
+    family.refresh(full=True)
+    return len(family.members()) == members
+
+
+def test_both_marks_must_match_and_another_user_cannot_pass_as_a_rank() -> None:
+    marks = Marks(new_run_id(), "alpha")
+    with marked(marks, 2) as (_, rank), marked(marks, 1, ["/bin/sleep", "100"], user=65534) as (stranger,):
+        family = Family(marks, range(1, 2), any_owner=False)
+        wait_for(lambda: seen(family, 2), "the processes")
+        assert [(one.rank, one.pid) for one in family.living_ranks()] == [(1, rank.pid)]
+        open_family = Family(marks, range(2))
+        wait_for(lambda: seen(open_family, 3), "the one of another user")
+        assert stranger.pid in open_family.members()
+        for other in (Marks(new_run_id(), "alpha"), Marks(marks.run_id, "beta")):
+            assert seen(Family(other, range(2)), 0)
+        processes.send_signal(rank.pid, "1", signal.SIGKILL)  # a process that got the number later
         time.sleep(0.1)
-        assert child.poll() is None
-        processes.send_signal(child.pid, processes.process_start(child.pid) or "", signal.SIGKILL)
-        assert child.wait(200) == -signal.SIGKILL
-    finally:
-        child.kill()
-        child.wait()
-
-
-def test_both_marks_must_match() -> None:
-    environment = {"BURST_RUN_ID": f"run-{os.getpid()}", "BURST_NODE": "alpha", "RANK": "1"}
-    child = subprocess.Popen(SLEEP, env={**os.environ, **environment})
-    try:
-        found = {}
-        for run_id, node in ((environment["BURST_RUN_ID"], "alpha"), ("other", "alpha"), (f"run-{os.getpid()}", "b")):
-            family = Family(Marks(run_id, node), range(2))
-            wait_for(lambda: processes.read_environ(child.pid), "the environment")
-            family.refresh(full=True)
-            found[run_id, node] = (family.members(), list(family.ranks))
-        assert list(found.values()) == [([child.pid], [1]), ([], []), ([], [])]
-    finally:
-        child.kill()
-        child.wait()
+        assert rank.poll() is None
+        processes.send_signal(rank.pid, processes.process_start(rank.pid) or "", signal.SIGKILL)
+        assert rank.wait(200) == -signal.SIGKILL
 
 
 def test_workers_of_a_rank_are_no_ranks_even_when_they_outlive_it() -> None:
     code = f"import subprocess, time; subprocess.Popen({SLEEP!r}); time.sleep(100)"
-    environment = {"BURST_RUN_ID": f"run-{os.getpid()}-w", "BURST_NODE": "alpha", "RANK": "0"}
-    rank = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **environment})
-    family = Family(Marks(environment["BURST_RUN_ID"], "alpha"), range(1))
-
-    def members(count: int) -> bool:
-        family.refresh(full=True)
-        return len(family.members()) == count
-
-    try:
-        wait_for(lambda: members(2), "the worker")
+    family = Family(Marks(new_run_id(), "alpha"), range(1))
+    with marked(family.marks, 1, [sys.executable, "-c", code]) as (rank,):
+        wait_for(lambda: seen(family, 2), "the worker")
         assert family.ranks[0].pid == rank.pid
         rank.kill()
         rank.wait()
-        wait_for(lambda: members(1), "the end of the rank")
+        wait_for(lambda: seen(family, 1), "the end of the rank")
         assert (family.living_ranks(), [death.pid for death in family.deaths]) == ([], [rank.pid])
-    finally:
         assert family.kill_until_gone(signal.SIGKILL, 5.0) == []
-        rank.kill()
-        rank.wait()
 
 
 def test_of_ranks_that_ended_between_two_looks_the_one_that_was_not_told_to_comes_first() -> None:
-    environment = {"BURST_RUN_ID": f"run-{os.getpid()}-d", "BURST_NODE": "alpha"}
-    ranks = [subprocess.Popen(SLEEP, env={**os.environ, **environment, "RANK": str(rank)}) for rank in range(3)]
-    family = Family(Marks(environment["BURST_RUN_ID"], "alpha"), range(3))
-
-    def all_seen() -> bool:
-        family.refresh(full=True)
-        return len(family.ranks) == 3
-
-    try:
-        wait_for(all_seen, "the ranks")
+    family = Family(Marks(new_run_id(), "alpha"), range(3))
+    with marked(family.marks, 3) as ranks:
+        wait_for(lambda: seen(family, 3) and len(family.ranks) == 3, "the ranks")
         for rank, number in zip(ranks, (signal.SIGTERM, signal.SIGSEGV, signal.SIGTERM), strict=True):
             kill(rank.pid, number)
         wait_for(lambda: all(is_gone(rank.pid) for rank in ranks), "their end")
         family.refresh()
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
     assert [(death.rank, death.exit_code) for death in family.deaths][:1] == [(1, -signal.SIGSEGV)]
     assert sorted(death.rank for death in family.deaths) == [0, 1, 2]
 
 
 # --- files and locks --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["node-1", "a/b", "..", ".hidden", "ü", "", "a b:c"])
+def test_node_has_the_folder_that_ranks_use(name: str, tmp_path: Path) -> None:
+    assert safe_name(name) == RunFolder(tmp_path).log_dir(name).name
 
 
 def test_lock_dies_with_its_holder(tmp_path: Path) -> None:
@@ -158,16 +134,12 @@ def test_lock_dies_with_its_holder(tmp_path: Path) -> None:
         "lock = take_lock(sys.argv[1]); lock.say('run', 5); print('held', flush=True); time.sleep(100)"
     )
     environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
-    child = subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE, env=environment)
-    assert child.stdout is not None
-    try:
+    with subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE, env=environment) as child:
+        assert child.stdout is not None
         assert child.stdout.readline() == b"held\n"
         assert take_lock(path, 0.0) is None
         assert (holder(path)["run_id"], holder(path)["pid"]) == ("run", "5")
-    finally:
         child.kill()
-        child.wait()
-        child.stdout.close()
     lock = take_lock(path, 0.0)
     assert lock is not None
     lock.release()
@@ -194,12 +166,7 @@ def test_damaged_document_counts_as_none(tmp_path: Path, text: str) -> None:
 
 def test_health_of_this_machine(rig: Rig) -> None:
     rig.start()
-
-    def seen() -> dict[str, Any] | None:
-        health = rig.status()["health"] or {"ranks": {}}
-        return health if len(health["ranks"]) == 2 else None
-
-    health = wait_for(seen, "the ranks in health")
+    health = wait_for(lambda: (told := rig.status()["health"]) and len(told["ranks"]) == 2 and told, "the ranks")
     assert health["cores"] >= 1
     assert 0 < health["memory_used_bytes"] < health["memory_limit_bytes"]
     assert health["disk_free_bytes"] > 0
@@ -217,7 +184,7 @@ def test_health_says_gone_for_a_rank_whose_number_is_anothers_now(tmp_path: Path
     assert health["disk_free_bytes"] is None
 
 
-def test_gpus_are_read_and_what_is_no_number_is_null() -> None:
+def test_gpus_are_read_what_is_no_number_is_null_and_what_is_normal_does_not_slow_down() -> None:
     text = "0, 97, 61234, 64, 1980, 0x00000000000000C8\n1, [N/A], ERR!, 30, 345, [N/A]\nUnable to determine\n"
     first = {"index": 0, "utilization": 97, "memory_used_mib": 61234, "temperature_c": 64, "sm_clock_mhz": 1980}
     assert parse_gpus(text) == [
@@ -225,38 +192,36 @@ def test_gpus_are_read_and_what_is_no_number_is_null() -> None:
         {**first, "index": 1, "utilization": None, "memory_used_mib": None, "temperature_c": 30, "sm_clock_mhz": 345}
         | {"throttle": None},
     ]
-
-
-def test_clocks_that_are_low_because_of_idling_settings_or_the_power_limit_are_no_news() -> None:
-    normal = ("0x0", "0x0000000000000001", "0x2", "0x4", "0x10", "0x100", "0x117", "0x")
+    normal = ("0x0", "0x0000000000000001", "0x2", "0x4", "0x10", "0x100", "0x117", "0x")  # idling, settings, power
     rows = "".join(f"0, 97, 61234, 64, 1980, {mask}\n" for mask in (*normal, "0x24"))
     assert [gpu["throttle"] for gpu in parse_gpus(rows)] == [None] * len(normal) + ["sw thermal slowdown"]
 
 
 @pytest.mark.parametrize(
-    ("script", "count"),
+    ("script", "count", "known"),
     [
-        ("echo '0, 1, 2, 3, 4, 0x0'", 1),
-        ('case "$*" in *event*) exit 1;; esac; echo "0, 1, 2, 3, 4, 0x0"', 1),
-        ("exit 9", None),
+        ("echo '0, 1, 2, 3, 4, 0x0'", 1, THROTTLES[:1]),
+        ('case "$*" in *event*) exit 1;; esac; echo "0, 1, 2, 3, 4, 0x0"', 1, THROTTLES[1:]),
+        ("exit 9", None, THROTTLES),
     ],
     ids=["new driver", "old driver", "broken driver"],
 )
 def test_gpus_of_drivers_new_old_and_broken(
-    script: str, count: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: str, count: int | None, known: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f"#!/bin/sh\n{script}\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    gpus = read_gpus(Helpers(), list(THROTTLES))
-    assert (None if gpus is None else len(gpus)) == count
+    throttles = list(THROTTLES)
+    gpus = read_gpus(Helpers(), throttles)
+    assert (None if gpus is None else len(gpus), tuple(throttles)) == (count, known)
 
 
 # --- in the foreground ------------------------------------------------------------------------------------------------
 
 
-def foreground(spec: dict[str, object]) -> subprocess.Popen[str]:
+def foreground(spec: dict[str, Any]) -> subprocess.Popen[str]:
     code = (
         "import sys, json; from cluster.agent.start import run_foreground\n"
         "sys.exit(run_foreground(json.loads(sys.argv[1])))"
@@ -274,8 +239,7 @@ def test_foreground_gives_the_exit_code_of_the_command(rig: Rig) -> None:
 
 def test_foreground_ends_the_run_when_it_is_told_to(rig: Rig) -> None:
     process = foreground(rig.spec("polite"))
-    wait_for(lambda: len(list(Path(rig.files().log_dir).glob("rank*.log"))) == 2, "the ranks")
-    time.sleep(0.3)
+    wait_for(lambda: rig.status()["phase"] == "running" and len(rig.said()) == 2, "the ranks")
     kill(process.pid, signal.SIGTERM)
     process.communicate(timeout=200)
     assert (rig.outcome()["cause"], rig.outcome()["stop_cause"]) == ("stop", "SIGTERM")

@@ -11,23 +11,22 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 from testkit.supervise_rig import PYTHON_PATH, UNHURRIED, Rig, is_gone, kill, names_of, new_run_id
 from testkit.waiting import wait_for
 
 from cluster.agent.folder import read_json, take_lock
-from cluster.agent.start import sweep
 
 
 def test_death_of_a_rank_is_known_with_its_signal_and_moment(rig: Rig) -> None:
     rig.start(environment=UNHURRIED)
-    rank = rig.ranks()["1"]
     before = time.time_ns()
-    kill(rank)
+    kill(rig.ranks()["1"])
     deaths = wait_for(lambda: rig.status()["supervisor"]["deaths"], "the death")
     assert (deaths[0]["rank"], deaths[0]["exit_code"]) == (1, -9)
     assert before <= deaths[0]["at_ns"] < time.time_ns()
     outcome = rig.outcome()
-    assert (outcome["exit_code"], outcome["cause"]) == (1, "exit")
+    assert (outcome["exit_code"], outcome["cause"], outcome["deaths"][0]) == (1, "exit", deaths[0])
     assert outcome["memory"]["evidence"] is None
     assert outcome["memory"]["memory"]["capacity_bytes"] > 2**30
 
@@ -41,28 +40,18 @@ def test_killed_torchrun_takes_ranks_and_their_children_along(rig: Rig) -> None:
     assert rig.processes() == []
 
 
-def test_killed_supervisor_takes_all_along_and_counts_as_lost(rig: Rig) -> None:
-    kill(rig.start("stubborn"))
-    wait_for(lambda: not rig.processes(), "the end of the ranks")
-    assert rig.status()["phase"] == "lost"
-
-
-def test_next_attempt_first_ends_what_a_killed_supervisor_left(rig: Rig) -> None:
-    pid = rig.start("children")
-    kill(pid)
-    wait_for(lambda: is_gone(pid), "the end of the supervisor")
-    assert rig.processes() != []  # a child in a session of its own
-    second = rig.start("children")
-    assert len(rig.ranks()) == 2
-    assert second != pid
-    wait_for(lambda: names_of(rig.processes()).count("sleep") == 2, "two, and no older ones")
-
-
-def test_sweep_ends_what_a_killed_supervisor_left(rig: Rig) -> None:
-    pid = rig.start("children")
-    kill(pid)
-    wait_for(lambda: is_gone(pid), "the end of the supervisor")
-    assert sweep(str(rig.folder / "alpha"), rig.name(), rig.run_id) == []
+def test_killed_supervisor_takes_its_ranks_along_and_what_it_left_ends_with_the_next_attempt_or_a_sweep(
+    rig: Rig,
+) -> None:
+    for _ in range(2):
+        pid = rig.start("children")
+        wait_for(lambda: names_of(rig.processes()).count("sleep") == 2, "two, and no older ones")
+        ranks = rig.ranks().values()
+        kill(pid)
+        wait_for(lambda: all(map(is_gone, [pid, *ranks])), "the end of the supervisor and its ranks")  # noqa: B023
+        assert rig.status()["phase"] == "lost"
+        assert rig.processes() != []  # a child in a session of its own
+    assert rig.sweep() == []
     assert rig.processes() == []
 
 
@@ -73,21 +62,17 @@ def test_sweep_waits_for_a_process_that_dies_to_let_go_of_its_lock(rig: Rig) -> 
     assert lock is not None
     lock.say(rig.run_id, os.getpid())
     threading.Timer(0.2, lock.close).start()
-    assert sweep(files.folder, rig.name(), rig.run_id) == []
+    assert rig.sweep() == []
     assert not Path(files.lock).exists()
 
 
-def test_stopped_supervisor_is_no_obstacle_for_a_sweep(rig: Rig) -> None:
+def test_sweep_ends_a_supervisor_that_is_stopped_and_none_of_another_run(rig: Rig) -> None:
     pid = rig.start("stubborn")
-    kill(pid, signal.SIGSTOP)
-    assert sweep(str(rig.folder / "alpha"), rig.name(), rig.run_id) == []
-    assert is_gone(pid)
-
-
-def test_sweep_of_another_run_in_the_same_folder_touches_nothing(rig: Rig) -> None:
-    rig.start()
-    assert sweep(str(rig.folder / "alpha"), rig.name(), new_run_id()) == []
+    assert rig.sweep(new_run_id()) == []
     assert rig.status()["phase"] == "running"
+    kill(pid, signal.SIGSTOP)
+    assert rig.sweep() == []
+    assert is_gone(pid)
 
 
 def test_full_disk_does_not_free_the_processes(rig: Rig) -> None:
@@ -118,26 +103,19 @@ made.run()
 """
 
 
-def test_outcome_that_can_never_be_written_does_not_hold_the_node_for_ever(rig: Rig) -> None:
-    spec = rig.spec(argv=[sys.executable, "-c", ""])
-    command = [sys.executable, "-c", _UNWRITABLE, "1"]
-    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
-    done = subprocess.run(command, input=json.dumps(spec).encode(), env=environment, capture_output=True, timeout=200)
-    assert b"cannot write the outcome" in done.stderr
-    assert done.returncode == 0
-
-
-def test_what_could_not_start_never_looks_as_if_it_ran_before_its_outcome_is_there(rig: Rig) -> None:
-    spec = rig.spec(argv=["/nowhere/torchrun"])
-    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
-    command = [sys.executable, "-c", _UNWRITABLE, "200"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
-    assert process.stdin is not None
-    assert process.stderr is not None
-    process.stdin.write(json.dumps(spec).encode())
-    process.stdin.close()
-    assert b"cannot write the outcome" in process.stderr.readline()
-    assert rig.status()["phase"] == "starting"
-    process.terminate()  # who is asked to go waits no longer
-    assert process.wait(200) == 0
-    process.stderr.close()
+@pytest.mark.parametrize("patience_s", ["1", "200"])
+def test_outcome_that_cannot_be_written_holds_the_node_for_a_while_or_until_it_is_told_to_go(
+    rig: Rig, patience_s: str
+) -> None:
+    spec, environment = rig.spec(argv=["/nowhere/torchrun"]), {**os.environ, "PYTHONPATH": PYTHON_PATH}
+    command, pipe = [sys.executable, "-c", _UNWRITABLE, patience_s], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stderr=pipe, env=environment) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stdin.write(json.dumps(spec).encode())
+        process.stdin.close()
+        assert b"cannot write the outcome" in process.stderr.readline()
+        assert rig.status()["phase"] == "starting"  # what could not start never looks as if it ran
+        if patience_s == "200":
+            process.terminate()
+        assert process.wait(100) == 0

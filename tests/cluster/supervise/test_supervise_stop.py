@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -15,14 +16,26 @@ from testkit.waiting import wait_for
 
 from cluster.agent.supervisor import StopOrder
 
+Ask = Callable[[Rig, int], object]
+DAMAGED = '{"cause": ["x"], "grace_s": "soon"'
 
-def test_stop_gives_ranks_time_to_finish(rig: Rig) -> None:
-    rig.start("polite")
-    begin_ns = time.time_ns()
-    rig.stop(10.0)
+
+@pytest.mark.parametrize(
+    ("ask", "by"),
+    [
+        (lambda rig, pid: rig.stop(10.0), "Ctrl-C"),
+        (lambda rig, pid: Path(rig.files().stop).write_text(DAMAGED), ""),  # with the grace of the spec
+        (lambda rig, pid: kill(pid, signal.SIGTERM), "SIGTERM"),
+        (lambda rig, pid: kill(pid, signal.SIGHUP), "SIGHUP"),
+    ],
+    ids=["request", "damaged request", "SIGTERM", "SIGHUP"],
+)
+def test_whoever_asks_for_the_end_ranks_have_time_to_finish(rig: Rig, ask: Ask, by: str) -> None:
+    pid, begin_ns = rig.start("polite"), time.time_ns()
+    ask(rig, pid)
     outcome = rig.outcome()
-    assert (outcome["cause"], outcome["stop_cause"]) == ("stop", "Ctrl-C")
-    assert Path(rig.files().log_dir, "rank0001.log").read_text() == "finished\n"
+    assert (outcome["cause"], outcome["stop_cause"]) == ("stop", by)
+    assert rig.said() == ["finished\n"] * 2
     assert {death["exit_code"] for death in outcome["deaths"]} <= {0, None}
     assert begin_ns < outcome["stop_at_ns"] < outcome["deaths"][0]["at_ns"] < time.time_ns()
 
@@ -37,7 +50,12 @@ def test_rank_that_ignores_the_stop_is_killed_after_the_grace(rig: Rig) -> None:
     assert {death["exit_code"] for death in outcome["deaths"]} <= {-9, None}  # None: torchrun reaped it first
 
 
-def test_later_request_shortens_the_grace(rig: Rig) -> None:
+def test_later_request_shortens_the_grace_and_never_lengthens_it(rig: Rig) -> None:
+    order = StopOrder()
+    assert order.ask("stop", "first", 5.0)
+    first = order.deadline
+    assert not order.ask("stop", "second", 60.0)
+    assert order.deadline == first
     rig.start("stubborn")
     rig.stop(60.0, "first")
     wait_for(lambda: rig.status()["phase"] == "stopping", "the first request")
@@ -46,41 +64,17 @@ def test_later_request_shortens_the_grace(rig: Rig) -> None:
     assert (outcome["cause"], outcome["stop_cause"]) == ("stop", "first")
 
 
-def test_later_request_never_lengthens_the_grace() -> None:
-    order = StopOrder()
-    assert order.ask("stop", "first", 5.0)
-    first = order.deadline
-    assert not order.ask("stop", "second", 60.0)
-    assert order.deadline == first
-    order.ask("stop", "third", 1.0)
-    assert order.deadline < first
-
-
-def test_damaged_request_stops_with_the_grace_of_the_spec(rig: Rig) -> None:
-    rig.start("polite")
-    Path(rig.files().stop).write_text('{"cause": ["x"], "grace_s": "soon"')
-    assert rig.outcome()["cause"] == "stop"
-
-
 def test_workers_and_grandchildren_in_other_sessions_end_as_well(rig: Rig) -> None:
-    rig.start("children")
-    naked = wait_for(lambda: [p for p in descend(rig) if p not in rig.processes()], "the one without marks")
+    pid = rig.start("children")
+
+    def naked() -> list[psutil.Process]:
+        return [one for one in psutil.Process(pid).children(recursive=True) if one not in rig.processes()]
+
+    found = wait_for(naked, "the one without marks")
     rig.stop(0.0)
     assert rig.outcome()["leftover_pids"] == []
     assert rig.processes() == []
-    assert all(is_gone(process.pid) for process in naked)
-
-
-def descend(rig: Rig) -> list[psutil.Process]:
-    return psutil.Process(rig.status()["supervisor"]["pid"]).children(recursive=True)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_signal_to_the_supervisor_is_a_stop(rig: Rig, number: signal.Signals) -> None:
-    kill(rig.start("polite"), number)
-    outcome = rig.outcome()
-    assert (outcome["cause"], outcome["stop_cause"]) == ("stop", number.name)
-    assert Path(rig.files().log_dir, "rank0000.log").read_text() == "finished\n"
+    assert all(is_gone(process.pid) for process in found)
 
 
 def test_run_ends_when_nobody_renews_the_lease_whatever_the_clock_of_who_did(rig: Rig) -> None:
@@ -90,4 +84,4 @@ def test_run_ends_when_nobody_renews_the_lease_whatever_the_clock_of_who_did(rig
         time.sleep(0.2)
     assert rig.status()["phase"] == "running"
     assert rig.outcome()["cause"] == "lease"
-    assert Path(rig.files().log_dir, "rank0000.log").read_text() == "finished\n"
+    assert rig.said() == ["finished\n"] * 2
