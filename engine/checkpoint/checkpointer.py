@@ -15,20 +15,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint._state_dict_stager import StateDictStager
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from engine.checkpoint.fetch import Disk, Fetch
+from engine.checkpoint.parts import HostCopies, file_name, held_parts, read_parts, share_out, write_parts
 from engine.checkpoint.state import TrainingTensors
-from engine.checkpoint.storage import TensorReader, TensorWriter, file_name
 from engine.config.settings import CheckpointConfig
 from engine.parallel.collectives import gather_objects
 from engine.runs.commit import (
@@ -47,7 +44,7 @@ from engine.runs.commit import (
     verify_files,
 )
 from engine.runs.files import remove_folder
-from engine.runs.manifest import CheckpointError, FileFacts, Manifest
+from engine.runs.manifest import CheckpointError, Manifest
 from engine.runs.records import utc_now
 
 _ID_BYTES = 8
@@ -92,8 +89,7 @@ class Checkpointer:
         # Of its own: a save in the background must not meet the collectives of training.
         self._group = dist.new_group(backend="gloo")
         self._pool = ThreadPoolExecutor(1, "checkpoint") if config.in_background else None
-        # Keeps its host memory for the next save; the DefaultStager around it serves one save only in torch 2.11.
-        self._stager = StateDictStager(pin_memory=torch.cuda.is_available()) if config.in_background else None
+        self._copies = HostCopies()
         self._pending: Future[Saved] | None = None
         self._restored: int | None = None
         with self._agreeing(f"use {root}"):
@@ -124,14 +120,17 @@ class Checkpointer:
         finished = self.finish()
         begin = self._last_save = time.monotonic()
         if self._pool is None or wait:
-            return [*finished, self._write(snapshot, begin, None)]
-        assert self._stager is not None
-        tensors = self._stager.stage(dict(snapshot.tensors), non_blocking=torch.cuda.is_available())
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        copy = Snapshot(snapshot.step, tensors, snapshot.state)
+            manifest = self._write(snapshot, snapshot.tensors)
+            seconds = time.monotonic() - begin
+            return [*finished, Saved(snapshot.step, manifest.bytes, seconds, seconds)]
+        copies = self._copies.take(snapshot.tensors)
         stall_s = time.monotonic() - begin
-        self._pending = self._pool.submit(self._write, copy, begin, stall_s)
+
+        def write() -> Saved:
+            manifest = self._write(snapshot, copies)
+            return Saved(snapshot.step, manifest.bytes, stall_s, time.monotonic() - begin)
+
+        self._pending = self._pool.submit(write)
         return finished
 
     def finish(self) -> list[Saved]:
@@ -148,18 +147,27 @@ class Checkpointer:
                 self._pool.shutdown()
             dist.destroy_process_group(self._group)
 
-    def _write(self, snapshot: Snapshot, begin: float, stall_s: float | None) -> Saved:
+    def _write(self, snapshot: Snapshot, tensors: Mapping[str, Tensor]) -> Manifest:
+        """What was committed. tensors: those of the snapshot, or copies of this rank's parts of them."""
         save_id = self._broadcast(secrets.token_hex(_ID_BYTES))
-        where = f"save step {snapshot.step}"
-        with self._agreeing(where):
+        agreeing = partial(self._agreeing, f"save step {snapshot.step}")
+        with agreeing():
             folder = new_folder(self.root, snapshot.step, save_id)
         try:
-            writer = TensorWriter(folder, self._rank)
-            with self._agreeing(where):
-                save(dict(snapshot.tensors), storage_writer=writer, process_group=self._group)
-            with self._agreeing(where):
-                manifest = self._manifest(snapshot, save_id, writer, folder)
-            with self._agreeing(where):
+            with agreeing():
+                held = held_parts(snapshot.tensors, self._rank)
+            told = [held] * dist.get_world_size(self._group)
+            dist.gather_object(held, told if self._rank == 0 else None, 0, group=self._group)
+            chosen = self._broadcast(share_out(told) if self._rank == 0 else None)
+            with agreeing():
+                write_parts(folder, self._rank, tensors, chosen)
+            with agreeing():
+                own = file_facts(folder / file_name(self._rank), self._disk.storage)
+            files = {file_name(rank): facts for rank, facts in enumerate(self._gather(own))}
+            manifest = Manifest(snapshot.step, save_id, utc_now(), files, chosen, snapshot.state, self._facts)
+            if (problem := next(manifest.problems(), None)) is not None:
+                raise CheckpointError(f"cannot save step {snapshot.step}: what was written is not whole: {problem}")
+            with agreeing():
                 if self._disk.is_leader:
                     commit(folder, manifest)
         except BaseException:
@@ -168,17 +176,6 @@ class Checkpointer:
                     remove_folder(folder)
             raise
         self._prune(snapshot.step)
-        seconds = time.monotonic() - begin
-        return Saved(snapshot.step, manifest.bytes, seconds if stall_s is None else stall_s, seconds)
-
-    def _manifest(self, snapshot: Snapshot, save_id: str, writer: TensorWriter, folder: Path) -> Manifest:
-        own = file_facts(folder / file_name(self._rank), self._disk.storage)
-        files: dict[str, FileFacts] = {file_name(rank): facts for rank, facts in enumerate(self._gather(own))}
-        tensors = self._broadcast(writer.tensors)
-        manifest = Manifest(snapshot.step, save_id, utc_now(), files, tensors, snapshot.state, self._facts)
-        missing = [f"{name} was not written" for name in snapshot.tensors if name not in tensors]
-        if problems := [*manifest.problems(), *missing]:
-            raise CheckpointError(f"what was written is not whole: {problems[0]}")
         return manifest
 
     def _prune(self, newest: int) -> None:
@@ -189,7 +186,7 @@ class Checkpointer:
         protected = {newest, *([] if self._restored is None else [self._restored])}
         for step in superfluous(steps, keep_last=self.config.keep_last, protected=protected):
             try:
-                remove_folder(_checkpoint(self.root, step).path)
+                remove_folder(Checkpoint.of(self.root, step).path)
             except OSError as error:
                 self._note(f"checkpoint of step {step} cannot be deleted: {error.strerror}")
 
@@ -228,7 +225,7 @@ class Checkpointer:
     def _newest(self, root: Path, steps: Sequence[int], disk: Disk, damaged: str) -> Manifest | None:
         """That of the first of `steps` which is undamaged. damaged: what becomes of others, in words."""
         for step in steps:
-            checkpoint = _checkpoint(root, step)
+            checkpoint = Checkpoint.of(root, step)
             manifest, problem = self._verified(checkpoint, disk)
             if manifest is not None:
                 return manifest
@@ -284,9 +281,8 @@ class Checkpointer:
             problem = str(error)
         holders = self._gather(is_here)
         if True in holders and False in holders:
-            box = [manifest]
-            dist.broadcast_object_list(box, holders.index(True), group=self._group)
-            manifest = manifest if is_here else box[0]
+            sent = self._broadcast(manifest, holders.index(True))
+            manifest = manifest if is_here else sent
         if manifest is None:
             raise CheckpointError(problem)
         return manifest
@@ -299,15 +295,12 @@ class Checkpointer:
         manifest, problem, absent = None, "", set()
         try:
             manifest = self._open(checkpoint)
-            # A file of a disk that no rank knows may have been copied here.
-            foreign = {
-                name for name, file in manifest.files.items() if file.storage not in {disk.storage, *disk.others}
-            }
-            absent = {name for name in foreign if not (checkpoint.path / name).exists()}
             own = {name for name, file in manifest.files.items() if file.storage == disk.storage}
+            # A file of a disk that no rank knows may have been copied here.
+            foreign = {name for name, file in manifest.files.items() if file.storage not in disk.others} - own
+            absent = {name for name in foreign if not (checkpoint.path / name).exists()}
             # Each of the ranks of a disk reads a share of its files.
-            names = sorted(own | foreign - absent)[disk.place :: disk.ranks]
-            verify_files(checkpoint.path, manifest, names)
+            verify_files(checkpoint.path, manifest, sorted(own | foreign - absent)[disk.place :: disk.ranks])
         except CheckpointError as error:
             problem = str(error)
         answers = self._gather((None if manifest is None else manifest.save_id, problem, absent))
@@ -322,7 +315,7 @@ class Checkpointer:
         return (None, problems[0]) if problems else (manifest, "")
 
     def _read(self, root: Path, manifest: Manifest, target: TrainingTensors, accept: Accept) -> None:
-        folder = _checkpoint(root, manifest.step).path
+        folder = Checkpoint.of(root, manifest.step).path
         with self._agreeing(f"read {folder}"):
             updates = manifest.whole("updates")
             accept(manifest)
@@ -330,8 +323,7 @@ class Checkpointer:
         fetch = Fetch(folder, self.root / f"fetched-{manifest.save_id}", manifest, self._disk, self._group)
         try:
             with self._agreeing(f"read {folder}"):
-                reader = TensorReader(folder, manifest, fetch)
-                load(dict(target.tensors), storage_reader=reader, process_group=self._group)
+                read_parts(target.tensors, manifest.tensors, fetch)
         finally:
             fetch.clean()
         target.loaded(updates)
@@ -341,9 +333,9 @@ class Checkpointer:
     def _gather(self, value: Any) -> list[Any]:
         return gather_objects(value, self._group)
 
-    def _broadcast(self, value: Any) -> Any:
+    def _broadcast(self, value: Any, rank: int = 0) -> Any:
         box = [value]
-        dist.broadcast_object_list(box, 0, group=self._group)
+        dist.broadcast_object_list(box, rank, group=self._group)
         return box[0]
 
     @contextlib.contextmanager
@@ -353,15 +345,11 @@ class Checkpointer:
         problem = ""
         try:
             yield
-        except (Exception, CheckpointException) as error:  # DCP's own is no Exception
+        except Exception as error:
             problem = f"rank {self._rank}: {_reason(error)}"
         problems = [text for text in self._gather(problem) if text]
         if problems:
             raise CheckpointError(f"cannot {what}: {problems[0]}")
-
-
-def _checkpoint(root: Path, step: int) -> Checkpoint:
-    return Checkpoint(step, root / f"step-{step:08d}")
 
 
 def _storages(checkpoint: Checkpoint) -> set[str]:
@@ -371,12 +359,7 @@ def _storages(checkpoint: Checkpoint) -> set[str]:
     return set()
 
 
-def _reason(error: BaseException) -> str:
-    """What went wrong, without what DCP wraps around it."""
-    failures = getattr(error, "failures", None)
-    if isinstance(failures, Mapping) and failures:
-        cause = next(iter(failures.values()))
-        error = cause[0] if isinstance(cause, tuple) else cause
+def _reason(error: Exception) -> str:
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     place = getattr(error, "filename", None)
     return f"{place}: {text}" if place else " ".join(str(text).split())

@@ -32,14 +32,16 @@ class RunCheckpoints:
     def __init__(
         self, config: RunConfig, run: RunFolder, train_step: TrainStep, data_hash: str, recorder: Recorder
     ) -> None:
-        self._config, self._train_step, self._recorder = config, train_step, recorder
-        self._data_hash = data_hash
-        settings = config.train.checkpoint
-        self._root = checkpoints_folder(settings, run.path)
+        self._settings, self._train_step, self._recorder = config.train.checkpoint, train_step, recorder
+        # What a position in the data depends on.
+        self._data = {"seed": config.seed, "seq_len": config.train.seq_len, "data_hash": data_hash}
+        source = self._settings.resume_from
+        self._source = None if source is None else Path(source).expanduser()
         self._checkpointer: Checkpointer | None = None
-        if settings.is_on or settings.resume_from is not None:
-            facts, advance = {"run_id": run.run_id}, train_step.status.advance
-            self._checkpointer = Checkpointer(settings, self._root, facts, recorder.note, advance)
+        if self._settings.is_on or source is not None:
+            root, facts = checkpoints_folder(self._settings, run.path), {"run_id": run.run_id}
+            advance = train_step.status.advance
+            self._checkpointer = Checkpointer(self._settings, root, facts, recorder.note, advance)
 
     def restore(self) -> Position | None:
         """Where to go on from: this run's newest checkpoint, else that of `resume_from`, else None.
@@ -49,30 +51,26 @@ class RunCheckpoints:
         if self._checkpointer is None:
             return None
         self._recorder.phase("restore")
-        settings = self._config.train.checkpoint
         tensors = self._tensors()
         manifest = self._checkpointer.restore(tensors, self._check_data)
-        if manifest is None and settings.resume_from is not None:
-            source = Path(settings.resume_from).expanduser()
-            manifest = self._checkpointer.restore_from(source, tensors, self._check_data)
+        if manifest is None and self._source is not None:
+            manifest = self._checkpointer.restore_from(self._source, tensors, self._check_data)
         if manifest is None:
             return None
-        position = Position(manifest.whole("step"), manifest.whole("samples"), manifest.whole("tokens"))
         self._train_step.guard.load(manifest.state["guard"])
-        self._recorder.restored(position.step, str(manifest.facts.get("run_id")))
-        return position
+        self._recorder.restored(manifest.step, str(manifest.facts.get("run_id")))
+        return Position(manifest.whole("step"), manifest.whole("samples"), manifest.whole("tokens"))
 
     def restore_weights(self) -> Manifest | None:
         """Reads the weights of `resume_from` and nothing else, whatever data they were trained on; None without it.
 
         Gives whose they are.
         """
-        source = self._config.train.checkpoint.resume_from
-        if self._checkpointer is None or source is None:
+        if self._checkpointer is None or self._source is None:
             return None
         self._recorder.phase("restore")
         weights = weight_tensors(self._train_step.model)
-        manifest = self._checkpointer.restore_from(Path(source).expanduser(), weights, lambda manifest: None)
+        manifest = self._checkpointer.restore_from(self._source, weights, lambda manifest: None)
         self._recorder.note(f"evaluating the weights of {manifest.facts.get('run_id')} after step {manifest.step}")
         return manifest
 
@@ -81,8 +79,7 @@ class RunCheckpoints:
         assert self._checkpointer is not None
         self._recorder.phase("rewind")
         self._record(self._checkpointer.finish())
-        tensors = self._tensors()
-        manifest = self._checkpointer.restore(tensors, self._check_data)
+        manifest = self._checkpointer.restore(self._tensors(), self._check_data)
         if manifest is None:
             raise RunError(
                 f"step {position.step} is to be undone, but there is no checkpoint yet to go back to; "
@@ -95,22 +92,14 @@ class RunCheckpoints:
 
     def after_step(self, position: Position, *, is_last: bool) -> None:
         """Save if it is time to, and in any case when this was the last step, whether it was meant to be or not."""
-        checkpointer = self._checkpointer
-        if checkpointer is None or not self._config.train.checkpoint.is_on:
+        if self._checkpointer is None or not self._settings.is_on:
             return
-        if not (checkpointer.is_due(position.step) or is_last):
+        if not (self._checkpointer.is_due(position.step) or is_last):
             return
         self._recorder.phase("checkpoint")
-        tensors = self._tensors()
-        state = {
-            **asdict(position),
-            "updates": tensors.updates,
-            "guard": self._train_step.guard.state(),
-            "seed": self._config.seed,
-            "seq_len": self._config.train.seq_len,
-            "data_hash": self._data_hash,
-        }
-        self._record(checkpointer.save(Snapshot(position.step, tensors.tensors, state), wait=is_last))
+        tensors, guard = self._tensors(), self._train_step.guard.state()
+        state = {**asdict(position), "updates": tensors.updates, "guard": guard, **self._data}
+        self._record(self._checkpointer.save(Snapshot(position.step, tensors.tensors, state), wait=is_last))
         self._recorder.phase("train")
 
     def close(self) -> None:
@@ -128,11 +117,9 @@ class RunCheckpoints:
 
     def _check_data(self, manifest: Manifest) -> None:
         """Raises CheckpointError where the position in `manifest` means something else here."""
-        state = manifest.state
-        here = {"seed": self._config.seed, "seq_len": self._config.train.seq_len, "data_hash": self._data_hash}
-        different = [name for name, value in here.items() if state.get(name) != value]
-        if different:
-            listed = ", ".join(f"{name} was {state.get(name)}, is {here[name]}" for name in different)
+        there = manifest.state
+        if different := [name for name, here in self._data.items() if there.get(name) != here]:
+            listed = ", ".join(f"{name} was {there.get(name)}, is {self._data[name]}" for name in different)
             raise CheckpointError(
                 f"the checkpoint of step {manifest.step} is of other data: {listed}. "
                 "Go on with the same data, seed and train.seq_len"

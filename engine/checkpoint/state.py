@@ -10,7 +10,7 @@ parameters, is no tensor here but a whole number in the manifest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from engine.parallel.fsdp import release_gathered_weights
 from engine.runs.manifest import CheckpointError, Manifest, TensorFacts
-from engine.training.optim import set_learning_rate
+from engine.training.optim import local_part, set_learning_rate
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHTS = "model."
@@ -30,13 +30,13 @@ _SHOWN = 4
 class TrainingTensors:
     """Named tensors of a model and of its optimizer, if any; `tensors` are the live ones, written and read in place.
 
-    unpacked: moments of 8 bits by name; `tensors` holds fp32 copies of them.
+    packed: moments of 8 bits by name; `tensors` holds fp32 copies of them.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
     tensors: dict[str, Tensor]
-    unpacked: dict[str, Tensor] = field(default_factory=dict)
+    packed: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def updates(self) -> int:
@@ -47,15 +47,31 @@ class TrainingTensors:
         return counts.pop() if counts else 0
 
     def check(self, manifest: Manifest, where: str) -> None:
-        """Raises CheckpointError where the checkpoint holds other tensors; without an optimizer, other weights."""
-        held = manifest.tensors
-        if self.optimizer is None:
-            held = {name: facts for name, facts in held.items() if name.startswith(WEIGHTS)}
-        check_fits(self.tensors, held, where)
+        """Raises CheckpointError where names, shapes or dtypes are others; without an optimizer, those of weights."""
+        weights_only, here = self.optimizer is None, {name: _described(value) for name, value in self.tensors.items()}
+        there = {
+            name: _text(facts)
+            for name, facts in manifest.tensors.items()
+            if name.startswith(WEIGHTS) or not weights_only
+        }
+        problems = []
+        for name in sorted(here.keys() | there.keys()):
+            if name not in there:
+                problems.append(f"{name} is missing there")
+            elif name not in here:
+                problems.append(f"{name} is not known here")
+            elif here[name] != there[name]:
+                problems.append(f"{name} is {there[name]} there, {here[name]} here")
+        if problems:
+            more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            raise CheckpointError(
+                f"{where} is of another model or optimizer: {'; '.join(problems[:_SHOWN])}{more}. "
+                "Continue with the settings of model and optimizer that it was saved with"
+            )
 
     def loaded(self, updates: int) -> None:
         """Take in what was read into `tensors`: call once after it."""
-        for name, moment in self.unpacked.items():
+        for name, moment in self.packed.items():
             moment.copy_(self.tensors[name])
         for state in self._states():
             state["step"].fill_(updates)
@@ -70,46 +86,27 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Trai
     if not optimizer.state:
         _make_moments(optimizer)
     found = TrainingTensors(model, optimizer, weight_tensors(model).tensors)
-    for name, parameter in _parameters(model):
-        for moment in MOMENTS:
+    for name, parameter in model.named_parameters():
+        for moment in MOMENTS if parameter.requires_grad else ():
             key, value = f"optimizer.{name}.{moment}", optimizer.state[parameter][moment]
             found.tensors[key] = value
-            if _is_packed(value):
-                found.unpacked[key], found.tensors[key] = value, _unpack(value)
+            if hasattr(local_part(value), "codes"):
+                found.packed[key], found.tensors[key] = value, _unpacked(value)
     return found
 
 
 def weight_tensors(model: nn.Module) -> TrainingTensors:
     """The weights of a model alone: whatever else a checkpoint holds does not matter."""
-    return TrainingTensors(model, None, {f"{WEIGHTS}{name}": value.detach() for name, value in _parameters(model)})
+    named = ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return TrainingTensors(model, None, {f"{WEIGHTS}{name}": parameter.detach() for name, parameter in named})
 
 
-def check_fits(tensors: Mapping[str, Tensor], held: Mapping[str, TensorFacts], where: str) -> None:
-    """Raises CheckpointError when `tensors` and those of a checkpoint differ in names, shapes or dtypes."""
-    problems = []
-    for name in sorted(tensors.keys() | held.keys()):
-        if name not in held:
-            problems.append(f"{name} is missing there")
-        elif name not in tensors:
-            problems.append(f"{name} is not known here")
-        else:
-            saved, here = held[name], tensors[name]
-            own = (str(here.dtype).removeprefix("torch."), tuple(here.shape))
-            if (saved.dtype, saved.shape) != own:
-                text = f"{name} is {saved.dtype} {list(saved.shape)} there, {own[0]} {list(own[1])} here"
-                problems.append(text)
-    if problems:
-        more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise CheckpointError(
-            f"{where} is of another model or optimizer: {'; '.join(problems[:_SHOWN])}{more}. "
-            "Continue with the settings of model and optimizer that it was saved with"
-        )
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            yield name, parameter
+def _text(facts: TensorFacts) -> str:
+    return f"{facts.dtype} {list(facts.shape)}"
 
 
 def _make_moments(optimizer: torch.optim.Optimizer) -> None:
@@ -127,16 +124,10 @@ def _make_moments(optimizer: torch.optim.Optimizer) -> None:
         state["step"].zero_()
 
 
-def _is_packed(moment: Tensor) -> bool:
-    local = moment.to_local() if isinstance(moment, DTensor) else moment
-    return hasattr(local, "dequantize") and type(local) is not Tensor
-
-
-def _unpack(moment: Tensor) -> Tensor:
+def _unpacked(moment: Tensor) -> Tensor:
     """The fp32 numbers that 8 bits stand for, sharded alike."""
+    local: Tensor = local_part(moment).dequantize()
     if not isinstance(moment, DTensor):
-        return moment.dequantize()
-    local = moment.to_local().dequantize()
-    return DTensor.from_local(
-        local, moment.device_mesh, moment.placements, run_check=False, shape=moment.shape, stride=moment.stride()
-    )
+        return local
+    mesh, placements = moment.device_mesh, moment.placements
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=moment.shape, stride=moment.stride())

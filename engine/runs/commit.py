@@ -39,10 +39,15 @@ class Checkpoint:
     step: int
     path: Path
 
+    @classmethod
+    def of(cls, root: Path, step: int) -> Checkpoint:
+        """That of a step under `root`, whether or not there is one."""
+        return cls(step, root / f"step-{step:08d}")
+
 
 def new_folder(root: Path, step: int, save_id: str) -> Path:
     """A fresh folder to write the checkpoint of `step` into; save_id: hex digits that no other save has."""
-    path = root / f"step-{step:08d}.tmp-{save_id}"
+    path = root / f"{Checkpoint.of(root, step).path.name}.tmp-{save_id}"
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -57,7 +62,7 @@ def commit(temporary: Path, manifest: Manifest) -> Path:
     """
     replace_json(temporary / MANIFEST_FILE, manifest.to_dict())
     sync(temporary)
-    target = temporary.with_name(f"step-{manifest.step:08d}")
+    target = Checkpoint.of(temporary.parent, manifest.step).path
     replaced: Path | None = None
     if target.exists():
         replaced = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}")

@@ -27,7 +27,7 @@ import secrets
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,22 +44,23 @@ RUNS_DIR_VARIABLE = "BURST_RUNS_DIR"
 RUN_ID_VARIABLE = "BURST_RUN_ID"  # in the environment of every process of a launched run
 NODE_VARIABLE = "BURST_NODE"  # likewise: the node's name in the launch plan, which need not be its host name
 RANK_LOGS_VARIABLE = "BURST_RANK_LOGS"  # set: ranks write to their log files instead of the terminal
-STATES = ("planned", "starting", "running", "completed", "failed", "cancelled", "oom")
-FINAL_STATES = frozenset({"completed", "failed", "cancelled", "oom"})
-LEGAL_TRANSITIONS: Mapping[str, frozenset[str]] = {
-    "planned": frozenset({"starting", "failed", "cancelled", "oom"}),
-    "starting": frozenset({"running", "failed", "cancelled", "oom"}),
-    "running": frozenset({"completed", "failed", "cancelled", "oom"}),
-    **{state: frozenset({"starting"}) for state in sorted(FINAL_STATES)},
+_UNHAPPY = ("failed", "cancelled", "oom")
+FINAL_STATES = frozenset({"completed", *_UNHAPPY})
+_MOVES: Mapping[str, tuple[str, ...]] = {
+    "planned": ("starting", *_UNHAPPY),
+    "starting": ("running", *_UNHAPPY),
+    "running": ("completed", *_UNHAPPY),
+    **dict.fromkeys(("completed", *_UNHAPPY), ("starting",)),
 }
+STATES = tuple(_MOVES)
 # What moves of the state machine take from run.json, how it must be, and that in words.
 _STATE_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "state": (lambda value: value in STATES, f"one of {', '.join(STATES)}"),
     "attempt": (lambda value: type(value) is int and value > 0, "a number from 1 on"),
     "history": (lambda value: isinstance(value, list), "a list"),
 }
-MESSAGE_CHARACTERS = 4_000
-TRACEBACK_CHARACTERS = 20_000
+_MESSAGE_CHARACTERS = 4_000
+_TRACEBACK_CHARACTERS = 20_000
 # What a rank says when it only noticed that another one had gone.
 _ECHO_TYPES = ("DistBackendError", "DistNetworkError", "ConnectionError", "ConnectionResetError", "BrokenPipeError")
 _ECHO_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
@@ -116,7 +117,7 @@ def create_run(path: Path, files: Mapping[str, str], **facts: Any) -> RunFolder:
                 target.chmod(0o700 if name.endswith(".sh") else 0o600)
             for name in ("logs", "checkpoints"):
                 (work / name).mkdir(exist_ok=True)
-            replace_json(work / "run.json", initial_state(facts))
+            replace_json(work / "run.json", {**initial_state(), **facts})
     except OSError as error:
         raise _cannot_create(path, error.strerror or str(error)) from error
     return RunFolder(path)
@@ -179,23 +180,13 @@ class RunFolder:
         the end (or after the recorded process died) moves the old metrics, events, summary and errors to attempts/<N>.
         Raises RunFolderError for a move that the diagram above does not have, and for an unwritable folder.
         """
-        try:
-            with self._locked():
-                document = self.read_state()
-                self._check_move(document, state)
-                document = self._moved(document, state, facts)
-                replace_json(self.path / "run.json", document)
-        except OSError as error:
-            raise RunFolderError(f"Run {self.run_id} cannot be moved to state {state}: {error}.") from error
-        return document
+        return self._change(
+            f"Run {self.run_id} cannot be moved to state {state}", lambda old: self._moved(old, state, facts)
+        )
 
     def record(self, **facts: Any) -> None:
         """Merge `facts` into run.json without a change of state."""
-        try:
-            with self._locked():
-                replace_json(self.path / "run.json", {**self.read_state(), **facts})
-        except OSError as error:
-            raise RunFolderError(f"{self.path / 'run.json'} cannot be written: {error}.") from error
+        self._change(f"{self.path / 'run.json'} cannot be written", lambda old: {**old, **facts})
 
     def is_alive(self) -> bool | None:
         """Whether the process recorded in run.json still lives; None when it lies on another host or is not known."""
@@ -278,15 +269,19 @@ class RunFolder:
 
     # --- internals -------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Hold the folder's lock: the launcher and rank 0 both change run.json."""
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+    def _change(self, failure: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+        """The new content of run.json, made under the folder's lock: the launcher and rank 0 both change it."""
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                document = change(self.read_state())
+                replace_json(self.path / "run.json", document)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise RunFolderError(f"{failure}: {error}.") from error
+        return document
 
     def _read(self, name: str) -> dict[str, Any] | None:
         try:
@@ -294,30 +289,25 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise RunFolderError(f"{self.path / name} is damaged: {error}") from error
 
-    def _check_move(self, document: Mapping[str, Any], state: str) -> None:
-        old = document["state"]
-        if state in LEGAL_TRANSITIONS[old]:
-            return
-        if state == "starting" and old in ("starting", "running") and self.is_alive() is False:
-            return  # its launcher died without a word
-        allowed = ", ".join(sorted(LEGAL_TRANSITIONS[old]))
-        raise RunFolderError(
-            f"Run {self.run_id} is {old} (pid {document.get('pid')} on {document.get('host')}) "
-            f"and cannot become {state}; allowed: {allowed}."
-        )
-
     def _moved(self, document: dict[str, Any], state: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-        now = utc_now()
+        old, now = document["state"], utc_now()
+        # The other way to start: its launcher died without a word.
+        is_dead = state == "starting" and old in ("starting", "running") and self.is_alive() is False
+        if state not in _MOVES[old] and not is_dead:
+            raise RunFolderError(
+                f"Run {self.run_id} is {old} (pid {document.get('pid')} on {document.get('host')}) "
+                f"and cannot become {state}; allowed: {', '.join(sorted(_MOVES[old]))}."
+            )
         if state == "starting":
-            if document["state"] != "planned":
+            if old != "planned":
                 self._put_attempt_aside(document["attempt"])
                 document["attempt"] += 1
-            document.update(_process_facts(), started_at=now, ended_at=None, exit_code=None, failure=None)
+            pid = os.getpid()
+            document.update(host=socket.gethostname(), pid=pid, pid_start=process_start(pid))
+            document.update(started_at=now, ended_at=None, exit_code=None, failure=None)
         if state in FINAL_STATES:
-            document["ended_at"] = now
-            document["exit_code"] = 0 if state == "completed" else 1
-        document["history"] = [*document["history"], {"state": state, "at": now}]
-        return {**document, "state": state, **facts}
+            document.update(ended_at=now, exit_code=0 if state == "completed" else 1)
+        return {**document, "history": [*document["history"], {"state": state, "at": now}], "state": state, **facts}
 
     def _put_attempt_aside(self, attempt: int) -> None:
         """Move what the ended attempt recorded to attempts/<N>, so that figures of two attempts are never mixed."""
@@ -330,26 +320,10 @@ class RunFolder:
             path.rename(target / path.name)
 
 
-def _process_facts() -> dict[str, Any]:
-    pid = os.getpid()
-    return {"host": socket.gethostname(), "pid": pid, "pid_start": process_start(pid)}
-
-
-def initial_state(facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What run.json holds of a planned run, with `facts` beside it."""
-    return {
-        "state": "planned",
-        "attempt": 1,
-        "host": None,
-        "pid": None,
-        "pid_start": None,
-        "started_at": None,
-        "ended_at": None,
-        "exit_code": None,
-        "failure": None,
-        "history": [{"state": "planned", "at": utc_now()}],
-        **(facts or {}),
-    }
+def initial_state() -> dict[str, Any]:
+    """What run.json holds of a planned run."""
+    unknown = dict.fromkeys(("host", "pid", "pid_start", "started_at", "ended_at", "exit_code", "failure"))
+    return {"state": "planned", "attempt": 1, **unknown, "history": [{"state": "planned", "at": utc_now()}]}
 
 
 def _cannot_create(path: Path, cause: str) -> RunFolderError:
@@ -370,31 +344,23 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     `memory` is what `OutOfMemory` says under kind oom, else None.
     """
     measured = measure_out_of_memory(error)
-    text = str(error)[:MESSAGE_CHARACTERS]
-    lines = "".join(traceback.format_exception(error))
+    kind, text = type(error), str(error)[:_MESSAGE_CHARACTERS]
+    exit_code = error.exit_code if isinstance(error, BurstError) else 1
+    is_plain = kind.__module__ in ("builtins", "__main__")
+    if measured is not None:
+        what = "oom"  # an error of ours may have been raised from it
+    elif isinstance(error, BurstError):
+        what = "config" if exit_code == 2 else "user"
+    else:
+        is_echo = kind.__name__ in _ECHO_TYPES or any(words in text for words in _ECHO_TEXTS)
+        what = "peer_lost" if is_echo else "exception"
     return {
-        "kind": "oom" if measured is not None else _kind(error, text),  # an error of ours may have been raised from it
-        "type": _type_name(error),
+        "kind": what,
+        "type": kind.__qualname__ if is_plain else f"{kind.__module__}.{kind.__qualname__}",
         "message": text,
-        "traceback": lines[-TRACEBACK_CHARACTERS:],
-        "exit_code": error.exit_code if isinstance(error, BurstError) else 1,
+        "traceback": "".join(traceback.format_exception(error))[-_TRACEBACK_CHARACTERS:],
+        "exit_code": exit_code,
         "time_ns": time.time_ns(),
         "at": utc_now(),
-        "memory": None if measured is None else measured.to_dict(),
+        "memory": None if measured is None else dict(vars(measured)),
     }
-
-
-def _kind(error: BaseException, text: str) -> str:
-    name = type(error).__name__
-    if isinstance(error, BurstError):
-        return "config" if error.exit_code == 2 else "user"
-    if name in _ECHO_TYPES or any(s in text for s in _ECHO_TEXTS):
-        return "peer_lost"
-    return "exception"
-
-
-def _type_name(error: BaseException) -> str:
-    kind = type(error)
-    return (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    )

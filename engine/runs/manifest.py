@@ -50,6 +50,15 @@ class Chunk:
         """Numbers in it."""
         return math.prod(self.sizes)
 
+    def common(self, other: Chunk) -> tuple[range, ...] | None:
+        """The numbers of the whole tensor, by dimension, that lie in another chunk of it too, or None."""
+        ours, theirs = (zip(one.offsets, one.sizes, strict=True) for one in (self, other))
+        sides = [
+            range(max(begin, start), min(begin + size, start + length))
+            for (begin, size), (start, length) in zip(ours, theirs, strict=True)
+        ]
+        return tuple(sides) if all(sides) else None
+
 
 @dataclass(frozen=True)
 class TensorFacts:
@@ -156,11 +165,8 @@ def _tensor_problem(tensor: TensorFacts, files: Mapping[str, FileFacts]) -> str 
             return f"a part reaches beyond {list(tensor.shape)}"
     if sum(chunk.elements for chunk in tensor.chunks) != math.prod(tensor.shape):
         return "its parts do not make up the whole"
-    if len(tensor.chunks) <= _FEW and any(_overlap(one, other) for one, other in combinations(tensor.chunks, 2)):
+    if len(tensor.chunks) <= _FEW and any(
+        one.common(other) is not None for one, other in combinations(tensor.chunks, 2)
+    ):
         return "two of its parts overlap"
     return None
-
-
-def _overlap(one: Chunk, other: Chunk) -> bool:
-    sides = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    return all(begin < start + length and start < begin + size for begin, size, start, length in sides)

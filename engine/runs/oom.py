@@ -13,9 +13,9 @@ import resource
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from engine.config.settings import LossConfig, RunConfig
+from engine.config.settings import LossConfig, MemoryConfig, RunConfig
 
 Where = Literal["device", "host"]
 
@@ -54,10 +54,6 @@ class OutOfMemory:
     asked_bytes: int | None = None
     capacity_bytes: int | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, as they stand under `memory` in an error record."""
-        return dict(vars(self))
-
 
 def measure_out_of_memory(error: BaseException) -> OutOfMemory | None:
     """What this process knows about the lack of memory that ended in `error`; None for any other error.
@@ -68,9 +64,9 @@ def measure_out_of_memory(error: BaseException) -> OutOfMemory | None:
     if origin is None:
         return None
     asked = _asked_bytes(origin)
-    if _place(origin) == "device":
-        return _on_cuda(asked) or OutOfMemory("device", "cuda", None, "unknown", asked)
-    return OutOfMemory("host", "cpu", peak_resident_bytes(), "resident set of the process since its start", asked)
+    if _is_of_host(origin):
+        return OutOfMemory("host", "cpu", peak_resident_bytes(), "resident set of the process since its start", asked)
+    return _on_cuda(asked) or OutOfMemory("device", "cuda", None, "unknown", asked)
 
 
 def peak_resident_bytes() -> int:
@@ -86,19 +82,32 @@ def peak_resident_bytes() -> int:
 
 
 def less_memory(config: RunConfig, where: Where) -> tuple[str, ...]:
-    """Settings that make a rank of `config` need less memory, cheapest first; `where` it ran out.
+    """Settings that make a rank of `config` need less memory, cheapest first; `where` it ran out. Never empty.
 
-    On the CPU device and host memory are one: stores on the host only help a GPU. Never empty.
+    On the CPU device and host memory are one: stores on the host only help a GPU, and have a bound of their own there.
     """
-    on_gpu = config.cluster.backend != "gloo"
-    changes = _cheaper_storage(config, on_gpu=on_gpu) if where == "device" else _less_on_host(config, on_gpu=on_gpu)
-    if where == "device" or not on_gpu:
-        changes += _cheaper_policy(config)
-    if config.train.micro_batch_size > 1:
-        changes.append("train.micro_batch_size=1 (and more train.grad_accum_steps)")
-    if on_gpu:  # ranks on the CPU only share the memory of their machine in another way
-        changes.append("more ranks (cluster.ranks_per_node), which share one sequence")
-    return *changes, "a smaller train.seq_len"
+    memory, chunk_tokens = config.memory, LossConfig().chunk_tokens
+    on_gpu, keeps = config.cluster.backend != "gloo", memory.activation_store == "host"
+    on_host, of_device = where == "host", where == "device" or not on_gpu
+    moments = memory.optimizer_store == "host"
+    changes = (
+        (on_host and not on_gpu and keeps, "memory.activation_store=device"),
+        (of_device and config.loss.chunk_tokens > chunk_tokens, f"loss.chunk_tokens={chunk_tokens}"),
+        (
+            of_device and memory.tile_tokens is None and config.attention.chunk_tokens is None,
+            f"memory.tile_tokens={config.model.hidden_size}",
+        ),
+        (on_gpu and not on_host and not keeps, "memory.activation_store=host"),
+        (on_gpu and not on_host and not moments, "memory.optimizer_store=host"),
+        *((of_device or keeps, policy) for policy in _cheaper_policies(memory)),
+        (on_gpu and on_host and keeps, "memory.activation_store=device"),
+        (on_gpu and on_host and moments, "memory.optimizer_store=device"),
+        (config.train.micro_batch_size > 1, "train.micro_batch_size=1 (and more train.grad_accum_steps)"),
+        # Ranks on the CPU only share the memory of their machine in another way.
+        (on_gpu, "more ranks (cluster.ranks_per_node), which share one sequence"),
+        (True, "a smaller train.seq_len"),
+    )
+    return tuple(change for helps, change in changes if helps)
 
 
 def less_memory_text(config: RunConfig, where: Where) -> str:
@@ -113,22 +122,21 @@ def _origin(error: BaseException) -> BaseException | None:
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
         seen.add(id(current))
-        if type(current).__name__ in _TYPES or isinstance(current, MemoryError):
-            return current
-        if isinstance(current, OSError) and current.errno == errno.ENOMEM:
-            return current
-        if isinstance(current, RuntimeError) and any(text in str(current) for text in (*_DEVICE_TEXTS, *_HOST_TEXTS)):
+        is_text = isinstance(current, RuntimeError) and any(
+            text in str(current) for text in _DEVICE_TEXTS + _HOST_TEXTS
+        )
+        is_number = isinstance(current, OSError) and current.errno == errno.ENOMEM
+        if is_text or is_number or isinstance(current, MemoryError) or type(current).__name__ in _TYPES:
             return current
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     return None
 
 
-def _place(origin: BaseException) -> Where:
+def _is_of_host(origin: BaseException) -> bool:
     if isinstance(origin, (MemoryError, OSError)):
-        return "host"
-    text = str(origin)
-    is_host = any(words in text for words in _HOST_TEXTS) and not any(words in text for words in _DEVICE_TEXTS)
-    return "host" if is_host else "device"
+        return True
+    host, device = (any(words in str(origin) for words in texts) for texts in (_HOST_TEXTS, _DEVICE_TEXTS))
+    return host and not device
 
 
 def _asked_bytes(origin: BaseException) -> int | None:
@@ -154,44 +162,16 @@ def _on_cuda(asked: int | None) -> OutOfMemory | None:
     return OutOfMemory("device", f"cuda:{index}", peak, "CUDA caching allocator, peak of this step", asked, capacity)
 
 
-def _cheaper_storage(config: RunConfig, *, on_gpu: bool) -> list[str]:
-    """What costs little: a tile, then moves to host memory."""
-    memory, changes = config.memory, []
-    if config.loss.chunk_tokens > LossConfig().chunk_tokens:
-        changes.append(f"loss.chunk_tokens={LossConfig().chunk_tokens}")
-    if memory.tile_tokens is None and config.attention.chunk_tokens is None:
-        changes.append(f"memory.tile_tokens={config.model.hidden_size}")
-    if on_gpu and memory.activation_store != "host":
-        changes.append("memory.activation_store=host")
-    if on_gpu and memory.optimizer_store != "host":
-        changes.append("memory.optimizer_store=host")
-    return changes
-
-
-def _less_on_host(config: RunConfig, *, on_gpu: bool) -> list[str]:
-    """What takes less host memory: on a CPU run all that takes less on a device, on a GPU run less offloading."""
-    memory, changes = config.memory, list[str]()
-    if not on_gpu:
-        # The store has a bound of its own there, memory.host_bytes, inside the same memory.
-        changes += ["memory.activation_store=device"] if memory.activation_store == "host" else []
-        return changes + _cheaper_storage(config, on_gpu=False)
-    if memory.activation_store == "host":
-        changes += [*_cheaper_policy(config), "memory.activation_store=device"]
-    if memory.optimizer_store == "host":
-        changes.append("memory.optimizer_store=device")
-    return changes
-
-
-def _cheaper_policy(config: RunConfig) -> list[str]:
+def _cheaper_policies(memory: MemoryConfig) -> list[str]:
     """The next policies that keep less, in the order of what they compute again."""
-    memory = config.memory
     kinds = set(memory.checkpoint_layers or (memory.activation_checkpoint,))
     if kinds == {"full"}:
         return []
     full = "memory.activation_checkpoint=full"
-    setting = f"{full} memory.checkpoint_layers=[]" if memory.checkpoint_layers else full
-    if kinds == {"none"} and not memory.checkpoint_layers:
-        return ["memory.activation_checkpoint=attn_out", setting]
-    if kinds <= {"attn_out", "attn_out_every"} and not memory.checkpoint_layers:
-        return [f"memory.activation_checkpoint=seq_fraction memory.kept_fraction={memory.kept_fraction}", setting]
-    return [setting]
+    if memory.checkpoint_layers:
+        return [f"{full} memory.checkpoint_layers=[]"]
+    if kinds == {"none"}:
+        return ["memory.activation_checkpoint=attn_out", full]
+    if kinds <= {"attn_out", "attn_out_every"}:
+        return [f"memory.activation_checkpoint=seq_fraction memory.kept_fraction={memory.kept_fraction}", full]
+    return [full]

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torchao.optim import AdamW8bit
 from torchao.optim.quant_utils import quantize_8bit_with_qmap
 from torchao.optim.subclass_8bit import get_qmap_signed, get_qmap_unsigned
 
 from engine.row_blocks import spans
+from engine.training.optim import local_part
 
 # Numbers per part, whole blocks: what a part needs fits into the caches of the cores that share it.
 PART_NUMBERS = 2**18
@@ -51,11 +51,6 @@ class HostAdamW8bit(AdamW8bit):  # type: ignore[misc]
         for span in spans(numbers, PART_NUMBERS, leave_nothing=True):
             weight, gradient, mean, square = (part_of(tensor, span) for tensor in tensors)
             update(weight, gradient, mean, square, state["step"], group)
-
-
-def local_part(tensor: Tensor) -> Any:
-    """This rank's numbers of `tensor`."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def part_of(tensor: Tensor, span: slice) -> Tensor:
@@ -114,39 +109,21 @@ def nearest_codes(values: Tensor, signed: bool) -> Tensor:
 
 @lru_cache(maxsize=2)
 def code_tables(signed: bool) -> tuple[Tensor, Tensor]:
-    """(the lowest code of all numbers with the same upper bits [2**16] int32, the number from which a code's next
-    one begins [256] fp32).
+    """(the code of the smallest of all numbers with the same upper bits [2**16] int32, the number from which a code's
+    next one begins [256] fp32, infinite for the last).
 
     Numbers with the same upper bits lie closer together than the limits between codes, so have two codes at most.
-    Read off torchao's own search.
     """
     qmap = torch.tensor(get_qmap_signed() if signed else get_qmap_unsigned())
+    # Torchao's search takes the nearer neighbour; where it changes over is found by asking it around the middle.
+    near = [(qmap[:-1] + qmap[1:]) / 2]
+    for _ in range(2):
+        near = [near[0].nextafter(qmap[:-1]), *near, near[-1].nextafter(qmap[1:])]
+    is_above = torch.stack([quantize_8bit_with_qmap(numbers, qmap).int() > torch.arange(255) for numbers in near])
+    assert is_above[-1].all()
+    assert not is_above[0].any()
+    limits = torch.stack(near).gather(0, is_above.int().argmax(0, keepdim=True))[0]
     upper = torch.arange(-(2 ** (_UPPER_BITS - 1)), 2 ** (_UPPER_BITS - 1), dtype=torch.int32) << _LOWER_BITS
-    edges = torch.stack([upper, upper + (2**_LOWER_BITS - 1)]).view(torch.float32).clamp(-1.0, 1.0)
-    edges[:, edges.isnan().any(0)] = 0.0
-    codes = quantize_8bit_with_qmap(edges, qmap).int()
-    lowest, highest = codes.amin(0), codes.amax(0)
-    assert int((highest - lowest).max()) <= 1
-    return lowest, _limits(qmap)
-
-
-def _limits(qmap: Tensor) -> Tensor:
-    """The smallest number of [-1, 1] whose code is above c, for every code c; infinite where there is none."""
-    below, above = torch.full((256,), _ordinal(-1.0) - 1), torch.full((256,), _ordinal(1.0) + 1)
-    for _ in range(32):  # the ordinals between them halve
-        middle = (below + above) // 2
-        is_above = quantize_8bit_with_qmap(_number(middle), qmap).int() > torch.arange(256)
-        below, above = torch.where(is_above, below, middle), torch.where(is_above, middle, above)
-    return torch.where(above > _ordinal(1.0), torch.inf, _number(above))
-
-
-def _ordinal(number: float) -> int:
-    """The place of an fp32 number in the order of all, 0 for zero."""
-    bits = int(torch.tensor(abs(number)).view(torch.int32))
-    return bits if number >= 0 else -bits
-
-
-def _number(ordinals: Tensor) -> Tensor:
-    """The fp32 numbers at these places."""
-    magnitudes = ordinals.abs().int().view(torch.float32)
-    return torch.where(ordinals < 0, -magnitudes, magnitudes)
+    smallest = torch.where(upper < 0, upper + (2**_LOWER_BITS - 1), upper).view(torch.float32)
+    lowest = torch.bucketize(smallest.nan_to_num(0.0).clamp(-1.0, 1.0), limits, out_int32=True, right=True)
+    return lowest, torch.cat([limits, torch.full((1,), torch.inf)])

@@ -35,16 +35,16 @@ class PeakMemory:
     """Peak memory of this process on `device`: the CUDA allocator's per step, or the resident set since the start."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = device if device.type == "cuda" else None
 
     def reset(self) -> None:
         """Begins a new peak, where that can be done."""
-        if self._device.type == "cuda":
+        if self._device is not None:
             torch.cuda.reset_peak_memory_stats(self._device)
 
-    def read(self) -> tuple[int | None, int | None]:
+    def read(self) -> tuple[int, int | None]:
         """(allocated, reserved) peak in bytes; reserved exists on CUDA only."""
-        if self._device.type == "cuda":
+        if self._device is not None:
             return torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
         return peak_resident_bytes(), None
 
@@ -116,20 +116,16 @@ class StepCost:
 
     def rates(self, flops: Flops, seconds: float, devices: int) -> dict[str, float | None]:
         """Speed of a step that took `seconds` on `devices` devices; the keys of metrics.jsonl."""
+        shares = {"mfu": flops.model, "mfu_full_attention": flops.model_full_attention, "hfu": flops.hardware}
         peak = self.peak.flops_per_s
-
-        def utilisation(flops: float) -> float | None:
-            if peak is None:
-                return None
-            return mfu(flops, step_time_s=seconds, devices=devices, peak_flops_per_s=peak)
-
         return {
             "tokens_per_s": self.tokens / seconds,
             "tokens_per_s_per_device": self.tokens / seconds / devices,
             "model_tflops_per_device": flops.model / seconds / devices / 1e12,
-            "mfu": utilisation(flops.model),
-            "mfu_full_attention": utilisation(flops.model_full_attention),
-            "hfu": utilisation(flops.hardware),
+            **{
+                name: peak and mfu(done, step_time_s=seconds, devices=devices, peak_flops_per_s=peak)
+                for name, done in shares.items()
+            },
         }
 
 
@@ -151,16 +147,13 @@ class StepMeter:
         waits: WaitClock | None = None,
         store: object = None,
     ) -> None:
-        self._mesh = mesh
-        self._attention = attention
+        self._mesh, self._attention, self._cost, self._waits = mesh, attention, cost, waits
         self._offload = [attention.group.transport.copies, *([store.times] if isinstance(store, HostStore) else [])]
         self._messages = attention.group.transport.messages
-        self._cost = cost
         self._memory = PeakMemory(mesh.device)
         self._tensors = TensorMemory(mesh.device, tracked_steps)
         self._started = 0.0
         self._batch_wait_s: float | None = None
-        self._waits = waits
         self._waited_before = 0.0
 
     def warning(self, row: dict[str, Any]) -> str | None:
@@ -190,69 +183,66 @@ class StepMeter:
     def finish(self, step: int, result: StepResult, *, stop: bool = False) -> tuple[dict[str, Any], bool]:
         """(row of metrics.jsonl for step number `step` from 1, whether any rank was asked to stop)."""
         self._synchronize()
-        seconds = time.perf_counter() - self._started
-        traffic = self._attention.traffic()
-        own = [seconds, *self._memory.read(), *self._tensors.read(), traffic.intra_bytes, traffic.inter_bytes, stop]
-        found, waits = self._reduce([*own, *self._transfers()])
-        slowest, allocated, reserved, tensors, host, intra, inter, stopping, *transfers = found
-        loading, exposed, exposed_share, moved, copying, standing = transfers
-        assert slowest is not None
+        own = {"step_time_s": time.perf_counter() - self._started, **self._of_this_rank(), "stop": float(stop)}
+        largest, waits = self._reduce(own)
+        stopping, seconds = largest.pop("stop"), largest.pop("step_time_s")
+        assert seconds is not None
         row = {
             "step": step,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": result.learning_rate,
             "tokens": self._cost.tokens,
-            "step_time_s": slowest,
-            "batch_wait_s": loading,
+            "step_time_s": seconds,
             "visible_pairs": result.pairs.visible,
             "recomputed_pairs": result.pairs.again,
-            **self._cost.rates(self._cost.flops(result.pairs), slowest, self._mesh.world_size),
-            "peak_memory_bytes": _whole(allocated),
-            "peak_memory_reserved_bytes": _whole(reserved),
-            "peak_tensor_bytes": _whole(tensors),
-            "peak_host_bytes": _whole(host),
-            "comm_intra_bytes": _whole(intra),
-            "comm_inter_bytes": _whole(inter),
-            "comm_exposed_s": exposed,
-            "comm_exposed_share": exposed_share,
-            "offload_bytes": _whole(moved),
-            "offload_copy_s": copying,
-            "offload_exposed_s": standing,
-            "straggler_rank": find_straggler(waits, slowest),
+            **self._cost.rates(self._cost.flops(result.pairs), seconds, self._mesh.world_size),
+            **{
+                name: int(value) if value is not None and name.endswith("bytes") else value
+                for name, value in largest.items()
+            },
+            "straggler_rank": find_straggler(waits, seconds),
             "rank_wait_s_min": min(waits, default=None),
             "rank_wait_s_max": max(waits, default=None),
         }
         return row, bool(stopping)
 
-    def _transfers(self) -> list[float | None]:
-        """Of this rank's step: seconds that batches and messages were waited for, these as a share of an idle wire's
-        too; bytes, seconds and waits of the offload.
-        """
-        messages, offload = self._messages.read(), total(times.read() for times in self._offload)
-        waited = messages.exposed_s if messages.transferred_bytes else None
-        share = messages.exposed_share(self._attention.idle_wire_s())
-        moved = offload.transferred_bytes or None
-        return [self._batch_wait_s, waited, share, moved, offload.transfer_s, offload.exposed_s]
+    def _of_this_rank(self) -> dict[str, float | None]:
+        """Figures of which the row holds the largest over ranks."""
+        allocated, reserved = self._memory.read()
+        tensors, host = self._tensors.read()
+        traffic, messages = self._attention.traffic(), self._messages.read()
+        offload = total(times.read() for times in self._offload)
+        return {
+            "batch_wait_s": self._batch_wait_s,
+            "peak_memory_bytes": allocated,
+            "peak_memory_reserved_bytes": reserved,
+            "peak_tensor_bytes": tensors,
+            "peak_host_bytes": host,
+            "comm_intra_bytes": traffic.intra_bytes,
+            "comm_inter_bytes": traffic.inter_bytes,
+            "comm_exposed_s": messages.exposed_s if messages.transferred_bytes else None,
+            "comm_exposed_share": messages.exposed_share(self._attention.idle_wire_s()),
+            "offload_bytes": offload.transferred_bytes or None,
+            "offload_copy_s": offload.transfer_s,
+            "offload_exposed_s": offload.exposed_s,
+        }
 
-    def _reduce(self, own: list[float | None]) -> tuple[list[float | None], list[float]]:
+    def _reduce(self, own: dict[str, float | None]) -> tuple[dict[str, float | None], list[float]]:
         """(the largest of each of `own` over ranks, what every rank waited or nothing if unknown); one collective."""
+        numbers = list(own.values())
         if self._waits is None:
-            return max_over_ranks(own, self._mesh.device), []
+            return dict(zip(own, max_over_ranks(numbers, self._mesh.device), strict=True)), []
         waited = self._waited_before + self._waits.take()
-        places = [waited if rank == self._mesh.rank else None for rank in range(self._mesh.world_size)]
+        numbers += [waited if rank == self._mesh.rank else None for rank in range(self._mesh.world_size)]
         with self._waits.waiting("all_reduce"):
-            found = max_over_ranks([*own, *places], self._mesh.device)
+            found = max_over_ranks(numbers, self._mesh.device)
         self._waited_before = self._waits.take()
-        return found[: len(own)], [wait or 0.0 for wait in found[len(own) :]]
+        return dict(zip(own, found, strict=False)), [wait or 0.0 for wait in found[len(own) :]]
 
     def _synchronize(self) -> None:
         if self._mesh.device.type == "cuda":
             torch.cuda.synchronize(self._mesh.device)
-
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
 
 
 class StepProfiler:

@@ -25,21 +25,15 @@ def learning_rate(optimizer: OptimizerConfig, step: int, total_steps: int) -> fl
     """
     if step < optimizer.warmup_steps:
         return optimizer.learning_rate * (step + 1) / optimizer.warmup_steps
-    share = _share_after_warmup(optimizer, step, total_steps)
-    floor = optimizer.min_learning_rate_ratio
-    return optimizer.learning_rate * (floor + (1.0 - floor) * share)
-
-
-def _share_after_warmup(optimizer: OptimizerConfig, step: int, total_steps: int) -> float:
-    """How far above the floor the learning rate lies: 1 at the top, 0 at the last step."""
-    if optimizer.schedule == "constant":
-        return 1.0
+    share = 1.0  # of the way from the floor to the top
     if optimizer.schedule == "cosine":
         span = max(1, total_steps - optimizer.warmup_steps)
-        progress = min(1.0, (step - optimizer.warmup_steps + 1) / span)
-        return 0.5 * (1.0 + math.cos(math.pi * progress))
-    decay_steps = optimizer.decay_steps or max(1, total_steps // 10)
-    return min(1.0, max(0.0, (total_steps - 1 - step) / decay_steps))
+        share = 0.5 * (1.0 + math.cos(math.pi * min(1.0, (step - optimizer.warmup_steps + 1) / span)))
+    elif optimizer.schedule == "wsd":
+        decay_steps = optimizer.decay_steps or max(1, total_steps // 10)
+        share = min(1.0, max(0.0, (total_steps - 1 - step) / decay_steps))
+    floor = optimizer.min_learning_rate_ratio
+    return optimizer.learning_rate * (floor + (1.0 - floor) * share)
 
 
 def build_optimizer(
@@ -52,16 +46,11 @@ def build_optimizer(
     ConfigError when torchao is missing.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decays = [
-        (config.weight_decay, [p for p in parameters if p.ndim >= 2]),
-        (0.0, [p for p in parameters if p.ndim < 2]),
-    ]
+    matrices, others = ([p for p in parameters if (p.ndim >= 2) == wide] for wide in (True, False))
+    decays = (config.weight_decay, matrices), (0.0, others)
     groups = [{"params": members, "weight_decay": decay} for decay, members in decays if members]
-    shared: dict[str, Any] = {
-        "lr": config.learning_rate,
-        "betas": (config.beta1, config.beta2),
-        "eps": config.epsilon,
-    }
+    betas = (config.beta1, config.beta2)
+    shared: dict[str, Any] = {"lr": config.learning_rate, "betas": betas, "eps": config.epsilon}
     if moments_dtype == "float32":
         return torch.optim.AdamW(groups, fused=True, **shared)
     is_on_host = all(parameter.device.type == "cpu" for parameter in parameters)
@@ -116,10 +105,14 @@ def global_norm(squares: Tensor) -> Tensor:
 
 def square_sum(gradients: Sequence[Tensor]) -> Tensor:
     """This rank's share of the squared 2-norm: what several ranks hold alike they share equally. float64 scalar."""
-    parts = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    norms = torch._foreach_norm(parts)
+    norms = torch._foreach_norm([local_part(gradient) for gradient in gradients])
     shares = torch._foreach_div(norms, [_copies(gradient) ** 0.5 for gradient in gradients])
     return torch.stack(shares).double().square().sum()
+
+
+def local_part(tensor: Tensor) -> Any:
+    """This rank's numbers of `tensor`."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _copies(gradient: Tensor) -> int:

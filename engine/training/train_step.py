@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -100,12 +100,9 @@ class TrainStep:
         status: RankStatus | None = None,
         faults: Faults = NO_FAULTS,
     ) -> None:
+        self.config, self.mesh, self.model, self.attention = config, mesh, model, attention
         self.status = status or RankStatus()
         self._faults = faults
-        self.config = config
-        self.mesh = mesh
-        self.model = model
-        self.attention = attention
         self.optimizer = build_optimizer(model, config.optimizer, config.memory.moments_dtype)
         self._updates = build_updates(config, mesh, model, self.optimizer)
         self.guard = Guard(config.train.guard)
@@ -128,29 +125,20 @@ class TrainStep:
         rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
         set_learning_rate(self.optimizer, rate)  # before backward, which may already update weights
         loss_sum = self.accumulate(local, label_tokens)
-        if not self.config.train.guard.may_drop:
-            # Judged after the update, so that the host need not wait for the device before it.
-            norm = float(self.update().item())
-            loss = float(loss_sum.item()) / label_tokens
-            self.status.phase = "train"
-            verdict = self.guard.judge(step, loss, norm)
-        else:
-            loss = float(loss_sum.item()) / label_tokens
-            norm, verdict = self._update_if_taken(step, loss)
-        return StepResult(loss, norm, rate, pairs, verdict)
+        verdicts: list[Verdict] = []
 
-    def _update_if_taken(self, step: int, loss: float) -> tuple[float, Verdict]:
-        """(gradient norm before clipping, the verdict): the weights are updated only if the step is taken."""
-        verdicts = []
-
-        def taken(norm: Tensor) -> bool:
-            verdicts.append(self.guard.judge(step, loss, float(norm.item())))
+        def judge(norm: Tensor) -> bool:
+            # Reads the device: of a step that cannot be dropped only after its update, for which nobody waits.
+            loss, grad_norm = float(loss_sum.item()) / label_tokens, float(norm.item())
+            verdicts.append(self.guard.judge(step, loss, grad_norm))
             return verdicts[0].taken
 
-        self.status.phase = "optimizer"
-        norm = float(self._updates.finish(taken).item())
+        may_drop = self.config.train.guard.may_drop
+        norm = self.update(judge if may_drop else None)
         self.status.phase = "train"
-        return norm, verdicts[0]
+        if not may_drop:
+            judge(norm)
+        return StepResult(float(loss_sum.item()) / label_tokens, float(norm.item()), rate, pairs, verdicts[0])
 
     def accumulate(self, local: Sequence[RankBatch], label_tokens: int) -> Tensor:
         """Forward and backward: gradients of the mean loss in `.grad`, or in the weights under optimizer_in_backward.
@@ -183,14 +171,15 @@ class TrainStep:
         own = positions[self.mesh.row_part.of(positions.shape[0])]
         return Dropout(rate, row_keys(self.config.seed, batch.samples, own))
 
-    def update(self) -> Tensor:
+    def update(self, taken: Callable[[Tensor], bool] | None = None) -> Tensor:
         """Clips, updates the weights and frees the gradients; gives the gradient norm before clipping, fp32 scalar.
 
-        The learning rate must have been set before `accumulate`. All ranks must call. Updates on the host may still be
-        under way when it returns: forward passes wait for them, and `settle` does.
+        `taken` may refuse the update when it has seen that norm. The learning rate must have been set before
+        `accumulate`. All ranks must call. Updates on the host may still be under way when it returns: forward passes
+        wait for them, and `settle` does.
         """
         self.status.phase = "optimizer"
-        return self._updates.finish()
+        return self._updates.finish(taken)
 
     def settle(self) -> None:
         """Returns when all weights are updated."""

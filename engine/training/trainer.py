@@ -64,31 +64,24 @@ class Trainer:
         status: RankStatus,
         faults: Faults = NO_FAULTS,
     ) -> None:
-        self.config = config
-        self.mesh = mesh
-        self._run_folder = run
-        self._recorder = recorder
-        self._status = status
+        self.config, self.mesh = config, mesh
+        self._run_folder, self._recorder, self._status = run, recorder, status
+        train = config.train
         self.data = load_data(config, mesh, recorder)
-        if not config.train.evaluate_only:  # which trains on no sample, so a short corpus will do
-            sampler = self.data.sampler(
-                config.train.seq_len,
-                config.seed,
-                grad_accum_steps=config.train.grad_accum_steps,
-                documents_apart=config.attention.documents,
-            )
+        if not train.evaluate_only:  # which trains on no sample, so a short corpus will do
+            accumulated, apart = train.grad_accum_steps, config.attention.documents
+            sampler = self.data.sampler(train.seq_len, config.seed, grad_accum_steps=accumulated, documents_apart=apart)
         self._needles = needle_tasks(config, self.data.main)
         recorder.phase("build model")
         self.model, self.attention = build_empty_model(config, mesh)
-        choice = self.attention.kernel_choice
-        if choice is not None:
+        if (choice := self.attention.kernel_choice) is not None:
             recorder.kernel_chosen(choice.kernel.name, choice.reason, choice.others)
         counts = count_waits(status.waits, mesh, self.model, self.attention)
         self.train_step = TrainStep(config, mesh, self.model, self.attention, status, faults)
-        if not config.train.evaluate_only:
-            self._batches = StepBatches(sampler, config.train, mesh, self.train_step.prepare)
+        if not train.evaluate_only:
+            self._batches = StepBatches(sampler, train, mesh, self.train_step.prepare)
         recorder.phase("measure peak")
-        self.peak = find_peak(config.train, mesh.device)
+        self.peak = find_peak(train, mesh.device)
         self._meter = StepMeter(
             mesh,
             self.attention,
@@ -97,7 +90,7 @@ class Trainer:
             waits=status.waits if counts else None,
             store=self.model.activation_store,
         )
-        self._profiler = StepProfiler(config.train.profile, run.path / "profile", mesh.rank)
+        self._profiler = StepProfiler(train.profile, run.path / "profile", mesh.rank)
         self._checkpoints = RunCheckpoints(config, run, self.train_step, self.data.content_hash, recorder)
 
     def run(self) -> None:
@@ -122,7 +115,7 @@ class Trainer:
                 row["dropped"] = verdict.action
             if self._validation_is_due(row["step"]) and not stopped:
                 stopped = self._validate(row)
-            self._recorder.step(row, total)
+            self._recorder.row(row, total)
             self._recorder.warn(self._meter.warning(row))
             before, position = position, self._after(position)
             if not verdict.taken:
@@ -150,7 +143,7 @@ class Trainer:
         self._recorder.phase("evaluate")
         row = {"step": step, **measured(self.mesh, lambda: validate(self.train_step, self.data.main, self._needles))}
         self._status.stop.defer(GRACE_S)  # what is known is written down
-        self._recorder.evaluated(row)
+        self._recorder.row(row)
         evaluated_run = None if evaluated is None else str(evaluated.facts.get("run_id"))
         self._end("completed", evaluated_run=evaluated_run, evaluated_step=step, steps=0)
 
@@ -159,12 +152,6 @@ class Trainer:
         self._recorder.phase("first weights")
         set_first_weights(self.model, self.config)
         return Position()
-
-    def _end(self, status: str, **facts: Any) -> None:
-        """Rank 0 writes the summary, from the rows on disk: no rank keeps those of a long run in memory."""
-        if self.mesh.rank == 0:
-            self._run_folder.write_summary(self._summarise(self._run_folder.read_metrics(), status) | facts)
-        self._recorder.close()
 
     def _run_step(self, step: int) -> tuple[dict[str, Any], Verdict, bool]:
         """(row, verdict, whether to stop) of step `step`, from 0 here and from 1 in all that people read."""
@@ -180,9 +167,9 @@ class Trainer:
 
     def _after(self, position: Position) -> Position:
         """Where training is after one step more."""
-        train = self.config.train
-        samples = self.mesh.dp_size * train.micro_batch_size * train.grad_accum_steps
-        return Position(position.step + 1, position.samples + samples, position.tokens + samples * train.seq_len)
+        samples = sequences_of_step(self.config, self.mesh.dp_size)
+        tokens = samples * self.config.train.seq_len
+        return Position(position.step + 1, position.samples + samples, position.tokens + tokens)
 
     def _validation_is_due(self, step: int) -> bool:
         interval = self.config.train.eval_interval_steps
@@ -199,17 +186,16 @@ class Trainer:
         self._recorder.phase("train")
         return False
 
-    def _summarise(self, rows: list[dict[str, Any]], status: str) -> dict[str, Any]:
-        # What was predicted is a training step, which an evaluation does not make.
-        plan = None if self.config.train.evaluate_only else self._run_folder.read_memory_plan()
-        return {
-            "status": status,
-            **run_facts(self.config, self.mesh, self.attention),
-            **predicted_facts(plan),
-            "peak_flops_per_device": self.peak.flops_per_s,
-            "peak_flops_source": self.peak.source,
-            **summarise(rows),
-        }
+    def _end(self, status: str, **facts: Any) -> None:
+        """Rank 0 writes the summary, from the rows on disk: no rank keeps those of a long run in memory."""
+        run, config = self._run_folder, self.config
+        if self.mesh.rank == 0:
+            # What was predicted is a training step, which an evaluation does not make.
+            plan = None if config.train.evaluate_only else run.read_memory_plan()
+            peak = {"peak_flops_per_device": self.peak.flops_per_s, "peak_flops_source": self.peak.source}
+            about = {"status": status, **run_facts(config, self.mesh, self.attention), **predicted_facts(plan), **peak}
+            run.write_summary({**about, **summarise(run.read_metrics()), **facts})
+        self._recorder.close()
 
 
 def run_training(config: RunConfig, run: RunFolder, status: RankStatus, find_faults: FindFaults = read_faults) -> None:
@@ -225,13 +211,7 @@ def run_training(config: RunConfig, run: RunFolder, status: RankStatus, find_fau
         stack.enter_context(deterministic_algorithms(config.train.deterministic))
         started = start_process_group(device, placement)
         mesh = build_mesh(config.parallel, config.cluster)
-        recorder = Recorder(
-            run,
-            status,
-            rank=mesh.rank,
-            tensorboard=config.train.tensorboard,
-            faults=faults,
-        )
+        recorder = Recorder(run, status, rank=mesh.rank, tensorboard=config.train.tensorboard, faults=faults)
         recorder.announce_faults(announced)
         Trainer(config, run, mesh, recorder, status, faults).run()
         if started:
@@ -276,11 +256,15 @@ def load_data(config: RunConfig, mesh: Mesh, recorder: Recorder) -> TrainingData
     return data
 
 
+def sequences_of_step(config: RunConfig, dp_size: int) -> int:
+    """Sequences of one optimizer step over all ranks."""
+    return dp_size * config.train.micro_batch_size * config.train.grad_accum_steps
+
+
 def step_cost(config: RunConfig, dp_size: int, peak: Peak, method: AttentionMethod) -> StepCost:
     """What an optimizer step costs over all ranks, but for the pairs of its batch."""
-    train = config.train
-    sequences = dp_size * train.micro_batch_size * train.grad_accum_steps
-    return StepCost(config.model, train.seq_len, sequences, recomputed_matrices(config, method), peak)
+    sequences, again = sequences_of_step(config, dp_size), recomputed_matrices(config, method)
+    return StepCost(config.model, config.train.seq_len, sequences, again, peak)
 
 
 def run_facts(config: RunConfig, mesh: Mesh, attention: ContextParallel) -> dict[str, Any]:

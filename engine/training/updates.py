@@ -26,9 +26,8 @@ where the host is slower than the device, backward waits for it there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -43,7 +42,6 @@ from engine.training.optim import clip_gradients, global_norm, square_sum
 UNITS_AHEAD = 2  # whose gradients wait, beside those that are used and those on their way
 
 Staged = list[tuple[Tensor, Tensor]]  # parameters with their gradients
-Groups = list[dict[str, Any]]  # an optimizer's
 Submit = Callable[[Callable[[], None]], "Future[None]"]  # runs calls in their order
 
 
@@ -54,64 +52,52 @@ class Arrival(Protocol):
         """Returns when it has come."""
 
 
-class Updates(Protocol):
-    """Brings gradients into the weights."""
+class Updates:
+    """Brings gradients into the weights: clips all by their global norm after backward, then updates all weights.
+
+    `optimizer` owns the parameters of the sharded `model`.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
+        self._model, self._optimizer, self._max_grad_norm = model, optimizer, max_grad_norm
 
     def finish(self, taken: Callable[[Tensor], bool] | None = None) -> Tensor:
         """Ends a step after backward; the parameters have no gradient any more. All ranks must call.
 
         Gives the global 2-norm of the gradients before clipping: fp32 scalar where the gradients lie, equal on all
-        ranks. `taken` may refuse the update when it has seen that norm.
+        ranks. `taken` may refuse the update when it has seen that norm; where weights are updated in backward there is
+        none. Raises what went wrong beside backward.
         """
-        ...
-
-    def settle(self) -> None:
-        """Returns when all weights are updated: forward passes wait by themselves. Raises what went wrong."""
-        ...
-
-
-def build_updates(config: RunConfig, mesh: Mesh, model: nn.Module, optimizer: torch.optim.Optimizer) -> Updates:
-    """The updates that the configuration wants; `optimizer` must own the parameters of the sharded `model`."""
-    in_backward, max_grad_norm = config.memory.optimizer_in_backward, config.optimizer.max_grad_norm
-    after = UpdateAfterBackward(model, optimizer, max_grad_norm)
-    if config.memory.optimizer_store == "host":
-        if mesh.device.type != "cuda":  # whose copies are there, and whose cores compute
-            return HostUpdates(after, at_once, lambda: None, in_backward=in_backward)
-        return HostUpdates(after, worker_thread(), blocking_event, in_backward=in_backward)
-    return UpdateInBackward(model, optimizer) if in_backward else after
-
-
-@dataclass(frozen=True)
-class UpdateAfterBackward:
-    """Clips all gradients by their global norm, then updates all weights."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    max_grad_norm: float | None
-
-    def finish(self, taken: Callable[[Tensor], bool] | None = None) -> Tensor:
-        """See `Updates`."""
-        norm = clip_gradients(self.model.parameters(), self.max_grad_norm)
+        norm = clip_gradients(self._model.parameters(), self._max_grad_norm)
         if taken is None or taken(norm):
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
         return norm
 
     def settle(self) -> None:
-        """See `Updates`."""
+        """Returns when all weights are updated: forward passes wait by themselves. Raises what went wrong."""
 
 
-class UpdateInBackward:
+def build_updates(config: RunConfig, mesh: Mesh, model: nn.Module, optimizer: torch.optim.Optimizer) -> Updates:
+    """The updates that the configuration wants."""
+    in_backward, owner = config.memory.optimizer_in_backward, (model, optimizer, config.optimizer.max_grad_norm)
+    if config.memory.optimizer_store == "host":
+        if mesh.device.type != "cuda":  # whose copies are there, and whose cores compute
+            return HostUpdates(*owner, at_once, lambda: None, in_backward=in_backward)
+        return HostUpdates(*owner, worker_thread(), blocking_event, in_backward=in_backward)
+    return UpdatesInBackward(*owner) if in_backward else Updates(*owner)
+
+
+class UpdatesInBackward(Updates):
     """Updates every weight from a hook on its gradient; only the sum of the gradients' squares outlives them.
 
     One optimizer owns all weights, as it does after backward, so its state is the same either way. A step of it from a
     hook finds one gradient and passes over the other weights, some 0.1 us each.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._updated: set[int] = set()  # ids of the parameters of this step
-        self._squares: list[Tensor] = []  # of the gradients of this step, each a float64 scalar where it lies
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
+        super().__init__(model, optimizer, max_grad_norm)
+        self._squares: dict[int, Tensor] = {}  # of this step's gradients, float64 scalars, by id of the parameter
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
@@ -119,26 +105,20 @@ class UpdateInBackward:
     def finish(self, taken: Callable[[Tensor], bool] | None = None) -> Tensor:
         """See `Updates`; by now all weights are updated."""
         assert taken is None
-        self._updated.clear()
-        norm = _norm_of(self._squares)
-        self._squares.clear()
-        return norm
-
-    def settle(self) -> None:
-        """See `Updates`."""
+        squares, self._squares = self._squares, {}
+        return _norm_of(squares.values())
 
     @torch.no_grad()
     def _update(self, parameter: Tensor) -> None:
         """Runs on the stream that reduced the gradient."""
         assert parameter.grad is not None
-        assert id(parameter) not in self._updated, "a weight was updated with a part of its gradient"
-        self._updated.add(id(parameter))
-        self._squares.append(square_sum([parameter.grad]))
+        assert id(parameter) not in self._squares, "a weight was updated with a part of its gradient"
+        self._squares[id(parameter)] = square_sum([parameter.grad])
         self._optimizer.step()
         parameter.grad = None
 
 
-class HostUpdates:
+class HostUpdates(Updates):
     """Adds gradients up on the host beside backward, and updates weights beside the next forward pass (see above).
 
     in_backward   updates them instead of adding up, as soon as their gradients are there
@@ -146,28 +126,31 @@ class HostUpdates:
 
     def __init__(
         self,
-        after: UpdateAfterBackward,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_grad_norm: float | None,
         submit: Submit,
         arrival: Callable[[], Arrival | None],
         *,
         in_backward: bool,
     ) -> None:
-        self._after, self._submit, self._in_backward = after, submit, in_backward
+        super().__init__(model, optimizer, max_grad_norm)
+        self._submit, self._in_backward = submit, in_backward
         self._squares: dict[Tensor, Tensor] = {}  # of a parameter's gradient in this step, float64 scalars
         self._sums: dict[Tensor, Tensor] = {}  # by parameter, over the micro-steps so far
         self._running: dict[Tensor, Future[None]] = {}  # the update of a parameter that nobody has waited for
-        self._gradients = HostGradients(after.model, self._update if in_backward else self._add, submit, arrival)
+        self._gradients = HostGradients(model, self._update if in_backward else self._add, submit, arrival)
         # In the order in which forward wants them: the root's own are gathered first.
         self._units: list[list[nn.Parameter]] = []
-        for unit in fsdp_modules(after.model):
+        for unit in fsdp_modules(model):
             assert isinstance(unit, nn.Module)
             self._units.append(own := own_parameters(unit))
             unit.register_forward_pre_hook(partial(self._before_forward, own), prepend=True)  # before it is gathered
 
     def finish(self, taken: Callable[[Tensor], bool] | None = None) -> Tensor:
-        """See `Updates`. Raises what went wrong beside backward."""
+        """See `Updates`."""
         self._gradients.finish()
-        norm = _norm_of(list(self._squares.values()))
+        norm = _norm_of(self._squares.values())
         self._squares.clear()
         if self._in_backward:
             assert taken is None
@@ -191,40 +174,37 @@ class HostUpdates:
     def _update(self, staged: Staged) -> None:
         for parameter, gradient in staged:
             self._squares[parameter] = square_sum([gradient])
-        self._step(staged, self._after.optimizer.param_groups)
+        self._step(staged, self._optimizer.param_groups)
 
     def _update_beside_forward(self, norm: Tensor) -> None:
         """With the learning rate of now, which may be set anew meanwhile."""
         groups = [
             group | {"lr": group["lr"].clone() if isinstance(group["lr"], Tensor) else group["lr"]}
-            for group in self._after.optimizer.param_groups
+            for group in self._optimizer.param_groups
         ]
         for own in self._units:
             staged: Staged = [(parameter, self._sums.pop(parameter)) for parameter in own if parameter in self._sums]
             if staged:
-                done = self._submit(partial(self._clip_and_step, staged, norm, groups))
+                done = self._submit(partial(self._step, staged, groups, norm))
                 self._running |= dict.fromkeys((parameter for parameter, _ in staged), done)
 
     @torch.no_grad()
-    def _clip_and_step(self, staged: Staged, norm: Tensor, groups: Groups) -> None:
+    def _step(self, staged: Staged, groups: list[dict[str, Any]], norm: Tensor | None = None) -> None:
+        """Clips where there is a norm, and updates. The optimizer sees these parameters alone: others may have
+        gradients that have not arrived.
+        """
         for parameter, gradient in staged:
             parameter.grad = gradient
-        if self._after.max_grad_norm is not None:
-            owners = [parameter for parameter, _ in staged]
-            torch.nn.utils.clip_grads_with_norm_(owners, self._after.max_grad_norm, norm, foreach=True)
-        self._step(staged, groups)
-
-    def _step(self, staged: Staged, groups: Groups) -> None:
-        """The optimizer sees these parameters alone: others may have gradients that have not arrived."""
-        chosen = {parameter for parameter, _ in staged}
+        chosen = dict(staged)
+        if norm is not None and self._max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(list(chosen), self._max_grad_norm, norm, foreach=True)
         own = [group | {"params": [member for member in group["params"] if member in chosen]} for group in groups]
-        whole = self._after.optimizer
-        optimizer = object.__new__(type(whole))  # with the same state; copy.copy leaves out what subclasses have
-        optimizer.__dict__ = vars(whole) | {"param_groups": own}
-        for parameter, gradient in staged:
-            parameter.grad = gradient
+        optimizer = object.__new__(
+            type(self._optimizer)
+        )  # with the same state; copy.copy leaves out what subclasses have
+        optimizer.__dict__ = vars(self._optimizer) | {"param_groups": own}
         optimizer.step()
-        for parameter, _ in staged:
+        for parameter in chosen:
             parameter.grad = None
 
     def _before_forward(self, own: Sequence[Tensor], *_: object) -> None:
@@ -321,7 +301,8 @@ def blocking_event() -> Arrival:
     return event
 
 
-def _norm_of(squares: Sequence[Tensor]) -> Tensor:
+def _norm_of(squares: Iterable[Tensor]) -> Tensor:
     """The `global_norm` of gradients that gave these `square_sum`s one after the other."""
-    assert squares, "no gradient came"
-    return global_norm(torch.stack(list(squares)).sum())
+    found = list(squares)
+    assert found, "no gradient came"
+    return global_norm(torch.stack(found).sum())

@@ -16,16 +16,18 @@ carries `NO_FAULTS`, whose calls do nothing.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import math
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from engine.config.errors import ConfigError
 
@@ -34,6 +36,7 @@ SLOW = "slow"
 FLOOD_LINES = 1_000_000
 LONG_LINE_BYTES = 100 * 2**20
 _BLOCK_LINES = 10_000
+_WHOLE = re.compile(r"[0-9]{1,9}")
 _MUTEX_BYTES = 256  # more than a pthread_mutex_t anywhere
 
 
@@ -55,11 +58,11 @@ def parse_faults(text: str, world_size: int) -> tuple[Fault, ...]:
     """The faults that `text` names, in its order. Raises ConfigError with every mistake."""
     problems: list[str] = []
     faults: list[Fault] = []
-    for part in text.split(","):
+    for part in map(str.strip, text.split(",")):
         try:
-            faults.append(_parse_fault(part.strip(), world_size))
+            faults.append(_parse_fault(part, world_size))
         except ValueError as error:
-            problems.append(f"{FAULT_VARIABLE}: {part.strip()!r}: {error}")
+            problems.append(f"{FAULT_VARIABLE}: {part!r}: {error}")
     if problems:
         raise ConfigError(problems)
     return tuple(faults)
@@ -69,36 +72,28 @@ def _parse_fault(part: str, world_size: int) -> Fault:
     fields = part.split(";")
     if len(fields) != 3:
         raise ValueError("expected kind;rank;step, such as kill;1;3")
-    kind, colon, seconds_text = fields[0].partition(":")
+    kind, colon, text = fields[0].partition(":")
     if kind not in STRIKES and kind not in ("nan", "disk", SLOW):
         known = ", ".join(sorted([*STRIKES, "nan", "disk", "slow:SECONDS"]))
         raise ValueError(f"there is no fault {kind!r}; known: {known}")
     if (kind == SLOW) != bool(colon):
         raise ValueError("slow takes seconds (slow:0.5;1;3), no other fault does")
-    rank, step = (_whole(field, name) for field, name in zip(fields[1:], ("rank", "step"), strict=True))
+    for name, field in zip(("rank", "step"), fields[1:], strict=True):
+        if not _WHOLE.fullmatch(field):
+            raise ValueError(f"{name} {field!r} is no whole number")
+    rank, step = map(int, fields[1:])
     if rank >= world_size:
         raise ValueError(f"there is no rank {rank} among {world_size}")
     if step < 1:
         raise ValueError("steps are counted from 1")
     if kind == "disk" and rank != 0:
         raise ValueError("only rank 0 writes metrics")
-    return Fault(kind, rank, step, _seconds(seconds_text) if colon else 0.0)
-
-
-def _whole(text: str, name: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 9):
-        raise ValueError(f"{name} {text!r} is no whole number")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not (0 < seconds <= 3600):
+    seconds = math.nan if colon else 1.0
+    with contextlib.suppress(ValueError):
+        seconds = float(text) if colon else seconds
+    if not 0 < seconds <= 3600:
         raise ValueError(f"{text!r} are no seconds above 0 and up to 3600")
-    return seconds
+    return Fault(kind, rank, step, seconds if colon else 0.0)
 
 
 class Faults:
@@ -148,21 +143,14 @@ def read_faults(rank: int, world_size: int, environment: Mapping[str, str] = os.
     return Faults([fault for fault in faults if fault.rank == rank]), [str(fault) for fault in faults]
 
 
-def _send(number: signal.Signals) -> Callable[[], None]:
-    return lambda: os.kill(os.getpid(), number)
+def _raise(error: BaseException) -> None:
+    raise error
 
 
-def _raise(make: Callable[[], BaseException]) -> Callable[[], None]:
-    def strike() -> NoReturn:
-        raise make()
-
-    return strike
-
-
-def _device_out_of_memory() -> BaseException:
+def _run_out_of_device_memory() -> None:
     import torch
 
-    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB (injected).")
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB (injected).")
 
 
 def _sleep_forever() -> None:
@@ -195,17 +183,17 @@ def _print_garbage() -> None:
         out.write(b"\n")
 
 
-STRIKES: Mapping[str, Callable[[], None]] = {
-    "kill": _send(signal.SIGKILL),
-    "segv": _send(signal.SIGSEGV),
+STRIKES: Mapping[str, Callable[[], object]] = {
+    "kill": lambda: signal.raise_signal(signal.SIGKILL),
+    "segv": lambda: signal.raise_signal(signal.SIGSEGV),
     "abort": os.abort,
-    "stop": _send(signal.SIGSTOP),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "exit0": lambda: os._exit(0),
     "exit7": lambda: os._exit(7),
-    "raise": _raise(lambda: RuntimeError("this rank was told to fail (injected)")),
-    "config": _raise(lambda: ConfigError("train.injected: this rank was told to find a wrong setting (injected)")),
-    "oom_host": _raise(lambda: MemoryError("cannot hold what was asked for (injected)")),
-    "oom_device": _raise(_device_out_of_memory),
+    "raise": lambda: _raise(RuntimeError("this rank was told to fail (injected)")),
+    "config": lambda: _raise(ConfigError("train.injected: this rank was told to find a wrong setting (injected)")),
+    "oom_host": lambda: _raise(MemoryError("cannot hold what was asked for (injected)")),
+    "oom_device": _run_out_of_device_memory,
     "hang_sleep": _sleep_forever,
     "hang_gil": _hold_the_interpreter,
     "flood": _flood,

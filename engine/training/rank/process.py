@@ -18,7 +18,7 @@ from collections.abc import Callable
 from engine.config.errors import BurstError
 from engine.runs.folder import RANK_LOGS_VARIABLE, RunFolder, node_name
 from engine.runs.process import die_with_parent, redirect_output
-from engine.training.rank.report import RankPlace, RankStatus
+from engine.training.rank.report import RankStatus
 
 __all__ = ["RankStatus", "leave", "run_rank"]
 
@@ -37,7 +37,7 @@ def run_rank(run: RunFolder, body: Callable[[RankStatus], None]) -> int:
         die_with_parent(signal.SIGKILL)
     faulthandler.enable(2)  # a crash in native code leaves its stacks in the log
     status = RankStatus()
-    status.report_to(RankPlace(rank, node_name(), log))
+    status.report_to(rank, node_name(), log)
     try:
         body(status)
     except KeyboardInterrupt:

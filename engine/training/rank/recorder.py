@@ -28,9 +28,7 @@ class Recorder:
         tensorboard: bool,
         faults: Faults = NO_FAULTS,
     ) -> None:
-        self._run = run
-        self._faults = faults
-        self._status = status
+        self._run, self._status, self._faults = run, status, faults
         self._writes = rank == 0
         self._tensorboard = open_tensorboard(run) if tensorboard and self._writes else None
         self._warned = False
@@ -98,23 +96,14 @@ class Recorder:
         facts = {"reason": verdict.reason, "reaction": verdict.action, "first_sample": first, "last_sample": last}
         self._tell("dropped", line, step=step, **facts)
 
-    def step(self, row: dict[str, Any], total_steps: int) -> None:
-        """The row of one optimizer step."""
+    def row(self, row: dict[str, Any], total_steps: int | None = None) -> None:
+        """The figures of one optimizer step of `total_steps`, or of weights that are evaluated and not trained."""
         if not self._writes:
             return
-        self._faults.at_metrics(row["step"])
+        if total_steps is not None:
+            self._faults.at_metrics(row["step"])
         self._run.append_metrics(row)
         print(progress_line(row, total_steps), flush=True)
-        self._add_scalars(row)
-
-    def evaluated(self, row: dict[str, Any]) -> None:
-        """The figures of weights that are not trained; `step` is the one they are of."""
-        if self._writes:
-            self._run.append_metrics(row)
-            print(evaluation_line(row), flush=True)
-            self._add_scalars(row)
-
-    def _add_scalars(self, row: dict[str, Any]) -> None:
         if self._tensorboard is not None:
             for name, value in row.items():
                 if isinstance(value, int | float) and name != "step":
@@ -138,44 +127,37 @@ def open_tensorboard(run: RunFolder, module: str = "torch.utils.tensorboard") ->
     return writer(str(run.path / "tensorboard"))
 
 
-def progress_line(row: dict[str, Any], total_steps: int) -> str:
-    """One line for logs: step, loss, gradient norm, speed, MFU, memory and, where measured, validation."""
-    parts = [
-        f"step {row['step']}/{total_steps}",
-        f"loss {row['loss']:.4f}",
-        f"grad_norm {row['grad_norm']:.3f}",
-        f"lr {row['lr']:.2e}",
-        f"{row['tokens_per_s']:,.0f} tokens/s",
-    ]
-    if row["mfu"] is not None:
-        parts.append(f"mfu {100 * row['mfu']:.1f}%")
-    if row["peak_memory_bytes"] is not None:
-        parts.append(f"memory {row['peak_memory_bytes'] / 2**30:.2f} GiB")
-    return "  ".join([*parts, *_validation(row)])
+# Figures of a line, in their order; what a row does not have is left out.
+_FIGURES = {
+    "loss": "loss {:.4f}",
+    "grad_norm": "grad_norm {:.3f}",
+    "lr": "lr {:.2e}",
+    "tokens_per_s": "{:,.0f} tokens/s",
+    "mfu": "mfu {:.1%}",
+    "peak_memory_bytes": "memory {:.2f} GiB",
+    "validation_loss": "validation_loss {:.4f}",
+    "validation_bits_per_byte": "bits_per_byte {:.4f}",
+    "validation_loss_by_position": "[{first:,} to {last:,}] {}",
+    "needle_accuracy": "needle_accuracy {:.2f}",
+    "needle_gain": "needle_gain {:.4f}",
+    "needle_by_depth": "[depth {depth:.0%}] {}",
+}
 
 
-def evaluation_line(row: dict[str, Any]) -> str:
-    """One line for logs about weights that were evaluated."""
-    return "  ".join([f"step {row['step']}", *_validation(row)])
+def progress_line(row: Mapping[str, Any], total_steps: int | None) -> str:
+    """One line for logs: step, loss, gradient norm, speed, MFU, memory and, where measured, validation.
 
-
-def _validation(row: dict[str, Any]) -> list[str]:
-    """What was measured on the validation split, if anything."""
-    parts = []
-    if row.get("validation_loss") is not None:
-        parts.append(f"validation_loss {row['validation_loss']:.4f}")
-    if row.get("validation_bits_per_byte") is not None:
-        parts.append(f"bits_per_byte {row['validation_bits_per_byte']:.4f}")
-    buckets = row.get("validation_loss_by_position", ())
-    parts += [f"[{bucket['first']:,} to {bucket['last']:,}] {_figure(bucket['loss'], '.4f')}" for bucket in buckets]
-    if row.get("needle_gain") is not None:
-        parts.append(f"needle_accuracy {_figure(row['needle_accuracy'], '.2f')}")
-        parts.append(f"needle_gain {_figure(row['needle_gain'], '.4f')}")
-    depths = row.get("needle_by_depth", ())
-    parts += [f"[depth {100 * depth['depth']:.0f}%] {_figure(depth['gain'], '.4f')}" for depth in depths]
-    return parts
-
-
-def _figure(value: float | None, form: str) -> str:
-    """A number; what was none is left out of metrics."""
-    return "none" if value is None else format(value, form)
+    total_steps   None: of weights that are evaluated, whose line is about that alone
+    """
+    parts = [f"step {row['step']}" if total_steps is None else f"step {row['step']}/{total_steps}"]
+    for name, form in _FIGURES.items():
+        value = row.get(name)
+        if value is None or (total_steps is None and not name.startswith(("validation", "needle"))):
+            continue
+        for one in value if isinstance(value, list) else [value]:
+            if isinstance(one, Mapping):
+                figure = one["loss" if "first" in one else "gain"]
+                parts.append(form.format("none" if figure is None else f"{figure:.4f}", **one))
+            else:
+                parts.append(form.format(one / 2**30 if name == "peak_memory_bytes" else one))
+    return "  ".join(parts)

@@ -17,8 +17,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,30 +30,6 @@ STATUS_INTERVAL_S = 0.2
 REQUEST_NAME = "flight.request"
 MAX_NONCE_BYTES = 200
 _FACTS = ("step", "phase", "micro_step", "advances", "ended")
-
-
-@dataclass(frozen=True)
-class RankPlace:
-    """Which rank writes, and the log file beside which its reports lie."""
-
-    rank: int
-    node: str
-    log: Path
-
-    @property
-    def status(self) -> Path:
-        """Where the rank says where it is."""
-        return self.log.with_suffix(".status.json")
-
-    @property
-    def stacks(self) -> Path:
-        """Where its stacks go."""
-        return self.log.with_suffix(".stacks")
-
-    @property
-    def flight(self) -> Path:
-        """Where its flight record goes."""
-        return self.log.with_suffix(".flight.json")
 
 
 class RankStatus:
@@ -89,10 +64,9 @@ class RankStatus:
         """The phase goes on: whoever watches shall not take a long one for a hang."""
         self.advances += 1
 
-    def report_to(self, place: RankPlace) -> None:
-        """From now on the files of `place` say where the rank is."""
-        self._report = RankReport(place, self)
-        self._report.start()
+    def report_to(self, rank: int, node: str, log: Path) -> None:
+        """From now on files beside the `log` of a rank say where it is."""
+        self._report = RankReport(self, {"rank": rank, "pid": os.getpid(), "node": node}, log)
 
     def end_report(self, ended: str) -> None:
         """The rank is about to leave; `ended` is ok or the type of its error."""
@@ -103,31 +77,26 @@ class RankStatus:
 
 
 class RankReport:
-    """Writes the files of one rank between `start` and `close`; never raises.
+    """Writes the files of one rank until `close`; never raises.
 
     A thread looks at the status and writes what has changed: to replace a file may take milliseconds, on storage that
     nodes share more. So the file is exact while a rank sleeps or waits, and some 0.2 s old when it was
     stopped or holds the interpreter.
     """
 
-    def __init__(self, place: RankPlace, status: RankStatus) -> None:
-        self._place = place
-        self._status = status
-        self._written: dict[str, Any] = {}
-        self._fixed = {"rank": place.rank, "pid": os.getpid(), "node": place.node}
+    def __init__(self, status: RankStatus, who: Mapping[str, Any], log: Path) -> None:
+        self._status, self._who = status, who
+        self._file, self._flight = log.with_suffix(".status.json"), log.with_suffix(".flight.json")
+        self._request = log.with_name(REQUEST_NAME)
         self._stop = threading.Event()
-        self._answered: str | None = None
-        self._thread = threading.Thread(target=self._watch, name="rank-report", daemon=True)
-
-    def start(self) -> None:
-        """Listens for SIGUSR1, writes the first status and starts the thread."""
         with contextlib.suppress(OSError):
-            self._place.log.parent.mkdir(parents=True, exist_ok=True)
-            _listen_for_stacks(self._place)
+            log.parent.mkdir(parents=True, exist_ok=True)
+            _listen_for_stacks(log.with_suffix(".stacks"), f"# rank {who['rank']}, pid {who['pid']}\n")
         with contextlib.suppress(OSError):
-            self._place.flight.unlink(missing_ok=True)  # of an earlier attempt
+            self._flight.unlink(missing_ok=True)  # of an earlier attempt
         self._answered = _read_nonce(self._request)
         self._write()
+        self._thread = threading.Thread(target=self._watch, name="rank-report", daemon=True)
         with contextlib.suppress(RuntimeError):  # no thread to be had
             self._thread.start()
 
@@ -139,36 +108,33 @@ class RankReport:
         if not self._thread.is_alive():
             self._write()
 
-    @property
-    def _request(self) -> Path:
-        return self._place.log.with_name(REQUEST_NAME)
-
     def _watch(self) -> None:
         """Life of the thread."""
         while not self._stop.wait(STATUS_INTERVAL_S):
             if self._status.facts() != self._written:
                 self._write()
-            self._answer()
+            nonce = _read_nonce(self._request)
+            if nonce is not None and nonce != self._answered:
+                self._answered = nonce
+                _replace(self._flight, {"nonce": nonce, **self._who, **self._record()})
 
     def _write(self) -> None:
         self._written = self._status.facts()
-        _replace(self._place.status, self._fixed | self._written)
+        _replace(self._file, {**self._who, **self._written})
 
-    def _answer(self) -> None:
-        """Writes the flight record when somebody asks with a new nonce."""
-        nonce = _read_nonce(self._request)
-        if nonce is None or nonce == self._answered:
-            return
-        self._answered = nonce
-        record = _guarded(lambda: flight_record(self._status.waits))
-        _replace(self._place.flight, {"nonce": nonce, **self._fixed, **record})
+    def _record(self) -> dict[str, Any]:
+        """The flight record, or the error it raised: torch's recorder is no public interface."""
+        try:
+            return flight_record(self._status.waits)
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"[:500]}
 
 
-def _listen_for_stacks(place: RankPlace) -> None:
+def _listen_for_stacks(path: Path, first_line: str) -> None:
     """From now on SIGUSR1 writes into the .stacks file, which stays open as long as the process lives."""
-    descriptor = os.open(place.stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     faulthandler.register(signal.SIGUSR1, file=descriptor, all_threads=True, chain=False)
-    os.write(descriptor, f"# rank {place.rank}, pid {os.getpid()}\n".encode())
+    os.write(descriptor, first_line.encode())
 
 
 def _read_nonce(path: Path) -> str | None:
@@ -191,11 +157,3 @@ def _replace(path: Path, document: Mapping[str, Any]) -> None:
             os.close(descriptor)
         if is_whole:
             temporary.replace(path)
-
-
-def _guarded(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `make` gives, or the error it raised: torch's recorder is no public interface."""
-    try:
-        return make()
-    except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"[:500]}

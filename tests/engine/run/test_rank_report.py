@@ -17,8 +17,8 @@ from testkit.waiting import wait_for
 from engine.config.errors import ConfigError
 from engine.parallel.waits import WaitClock, find_straggler
 from engine.runs.folder import RunFolder, create_run
+from engine.runs.process import prefer_expandable_segments
 from engine.training.rank.process import RankStatus, run_rank
-from engine.training.rank.report import RankPlace
 
 ROOT = Path(__file__).parents[3]
 # A rank of no torch: works, then waits in a named function until it is killed.
@@ -57,63 +57,59 @@ def read(path: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> RankPlace:
-    return RankPlace(3, "node1", tmp_path / "logs" / "node1" / "rank0003.log")
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "logs" / "node1" / "rank0003.log"
 
 
-def test_the_file_says_at_once_who_and_soon_where_a_rank_is_and_how_it_ended(place: RankPlace) -> None:
-    status = RankStatus()
-    status.report_to(place)
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return create_run(tmp_path / "test" / "20260101-000000-abcdef", {"config.yaml": ""})
+
+
+def test_the_file_says_at_once_who_and_soon_where_a_rank_is_and_how_it_ended(log: Path) -> None:
+    status, file = RankStatus(), log.with_suffix(".status.json")
+    status.report_to(3, "node1", log)
     who = {"rank": 3, "pid": os.getpid(), "node": "node1"}
     nowhere = {"step": None, "phase": None, "micro_step": 0, "advances": 0, "ended": None}
-    assert read(place.status) == who | nowhere
-    for step in range(1, 201):
+    assert read(file) == who | nowhere
+    for step in range(1, 3001):
         status.step, status.micro_step, status.phase = step, 1, "backward"
-    here = who | nowhere | {"step": 200, "phase": "backward", "micro_step": 1}
-    assert wait_for(lambda: (found := read(place.status))["step"] == 200 and found) == here
+        assert read(file)["rank"] == 3  # whole at any moment
+    here = who | nowhere | {"step": 3000, "phase": "backward", "micro_step": 1}
+    assert wait_for(lambda: (found := read(file))["step"] == 3000 and found) == here
     status.end_report("DataError")
-    status.step = 201  # nobody is told any more
-    assert read(place.status) == here | {"ended": "DataError"}
+    status.step = 3001  # nobody is told any more
+    assert read(file) == here | {"ended": "DataError"}
+    assert {path.name for path in log.parent.iterdir()} == {"rank0003.status.json", "rank0003.stacks"}
 
 
-def test_a_folder_that_cannot_be_made_costs_the_report_only(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_costs_the_report_only(tmp_path: Path, log: Path) -> None:
     (tmp_path / "logs").write_text("a file in the way")
     status = RankStatus()
-    status.report_to(RankPlace(0, "node1", tmp_path / "logs" / "node1" / "rank0000.log"))
+    status.report_to(0, "node1", log)
     status.step = 1
     status.end_report("ok")
     assert (tmp_path / "logs").read_text() == "a file in the way"
 
 
-def test_every_state_of_the_status_file_is_whole(place: RankPlace) -> None:
-    status = RankStatus()
-    status.report_to(place)
-    for advances in range(3000):
-        status.advances = advances
-        assert read(place.status)["rank"] == 3
-    status.end_report("ok")  # else a next state may just be on its way
-    assert [path.name for path in place.log.parent.iterdir() if path.name.endswith(".new")] == []
-
-
-def test_a_request_is_answered_once_per_nonce_and_that_of_an_earlier_attempt_is_none(place: RankPlace) -> None:
-    request, status = place.log.with_name("flight.request"), RankStatus()
-    place.log.parent.mkdir(parents=True)
+def test_a_request_is_answered_once_per_nonce_and_that_of_an_earlier_attempt_is_none(log: Path) -> None:
+    request, flight, status = log.with_name("flight.request"), log.with_suffix(".flight.json"), RankStatus()
+    log.parent.mkdir(parents=True)
     request.write_text("old")
-    place.flight.write_text("{}")
-    status.report_to(place)
+    flight.write_text("{}")
+    status.report_to(3, "node1", log)
     time.sleep(1.0)
-    assert not place.flight.exists()
+    assert not flight.exists()
     status.waits.begin("recv", 2)
     request.write_text("first\n")
-    document = wait_for(lambda: place.flight.exists() and read(place.flight))
-    assert (document["nonce"], document["rank"]) == ("first", 3)
-    assert (document["waiting"]["what"], document["waiting"]["peer"]) == ("recv", 2)
-    assert document["entries"] == []
-    place.flight.unlink()
+    document = wait_for(lambda: flight.exists() and read(flight))
+    assert (document["nonce"], document["rank"], document["entries"]) == ("first", 3, [])
+    assert document["waiting"] == {"what": "recv", "peer": 2}
+    flight.unlink()
     time.sleep(1.0)
-    assert not place.flight.exists()
+    assert not flight.exists()
     request.write_text("second")
-    assert wait_for(lambda: place.flight.exists() and read(place.flight))["nonce"] == "second"
+    assert wait_for(lambda: flight.exists() and read(flight))["nonce"] == "second"
     status.end_report("ok")
 
 
@@ -145,9 +141,8 @@ def test_a_rank_shows_its_stacks_and_lives_on(tmp_path: Path) -> None:
     ],
 )
 def test_a_rank_leaves_with_its_exit_code_although_its_log_is_on_a_full_disk(
-    tmp_path: Path, work: str, code: int, ended: str
+    run: RunFolder, work: str, code: int, ended: str
 ) -> None:
-    run = create_run(tmp_path / "test" / "20260101-000000-abcdef", {"config.yaml": ""})
     log = run.log_path("n", 0)
     log.parent.mkdir(parents=True)
     log.symlink_to("/dev/full")
@@ -169,6 +164,17 @@ def test_an_error_of_ours_is_a_sentence_and_any_other_a_traceback(
 
     assert run_rank(RunFolder(tmp_path), fail) == code
     assert capsys.readouterr().err.startswith(said)
+
+
+def test_another_attempt_does_not_show_where_ranks_of_the_last_one_were(run: RunFolder) -> None:
+    run.transition("starting")
+    status, log = RankStatus(), run.log_path("node1", 0)
+    status.report_to(0, "node1", log)
+    status.end_report("RuntimeError")
+    run.transition("failed")
+    run.transition("starting")
+    assert not log.with_suffix(".status.json").exists()
+    assert read(run.path / "attempts" / "1" / "rank0000.status.json")["ended"] == "RuntimeError"
 
 
 def test_waits_add_up_and_are_taken_once() -> None:
@@ -203,14 +209,10 @@ def test_the_straggler_is_the_rank_that_waits_least(waits: list[float], straggle
     assert find_straggler(waits, step_time_s=1.0) == straggler
 
 
-def test_another_attempt_does_not_show_where_ranks_of_the_last_one_were(tmp_path: Path) -> None:
-    run = create_run(tmp_path / "test" / "20260101-000000-abcdef", {"config.yaml": ""})
-    run.transition("starting")
-    status = RankStatus()
-    place = RankPlace(0, "node1", run.log_path("node1", 0))
-    status.report_to(place)
-    status.end_report("RuntimeError")
-    run.transition("failed")
-    run.transition("starting")
-    assert not place.status.exists()
-    assert read(run.path / "attempts" / "1" / place.status.name)["ended"] == "RuntimeError"
+@pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_grow_in_place_where_nobody_has_said_otherwise(name: str | None) -> None:
+    environment = {"PATH": "/bin"} if name is None else {name: "max_split_size_mb:512"}
+    ours = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} if name is None else {}
+    expected = environment | ours
+    prefer_expandable_segments(environment)
+    assert environment == expected

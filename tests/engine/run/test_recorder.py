@@ -58,12 +58,12 @@ def test_rank_0_writes_and_other_ranks_only_keep_their_phase(
     status = RankStatus()
     other = Recorder(run, status, rank=1, tensorboard=False)
     other.phase("train")
-    other.step(ROW, 10)
+    other.row(ROW, 10)
     other.warn("odd")
     for documents in (1, 2, 3):
         other.preparing(Progress("encode", documents))
     assert (status.phase, status.advances, run.read_metrics(), run.read_events()) == ("train", 3, [], [])
-    recorder(run).step(ROW, 10)
+    recorder(run).row(ROW, 10)
     assert run.read_metrics() == [ROW]
     assert capsys.readouterr().out.count("step 3/10") == 1
     assert not (run.path / "tensorboard").exists()
@@ -82,7 +82,7 @@ def test_what_happens_is_an_event_for_programs_and_a_line_for_people(
     writer.restored(4, "a run")
     writer.saved(5, 3 << 19, 0.25, 1.5)
     writer.dropped(6, Verdict("skip", "the loss is nan"), range(8, 12))
-    writer.evaluated({"step": 5, "validation_loss": 2.0})
+    writer.row({"step": 5, "validation_loss": 2.0})
     assert [{key: value for key, value in event.items() if key != "at"} for event in run.read_events()] == [
         {"kind": "phase", "phase": "train"},
         {"kind": "fault_injected", "fault": "nan on rank 1 at step 3"},
@@ -132,8 +132,8 @@ def test_a_warning_is_said_once(run: RunFolder, capsys: pytest.CaptureFixture[st
 
 def test_tensorboard_gets_every_figure(run: RunFolder) -> None:
     writer = recorder(run, tensorboard=True)
-    writer.step({**ROW, "mfu": None}, 10)
-    writer.evaluated({"step": 5, "validation_loss": 2.0})
+    writer.row({**ROW, "mfu": None}, 10)
+    writer.row({"step": 5, "validation_loss": 2.0})
     writer.close()
     (events,) = (run.path / "tensorboard").iterdir()
     content = events.read_bytes()

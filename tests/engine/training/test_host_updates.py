@@ -19,7 +19,7 @@ from engine.config.settings import RunConfig
 from engine.parallel.collectives import reduce_scatter_into
 from engine.parallel.fsdp import fsdp_modules
 from engine.training.train_step import count_labels, rank_batch
-from engine.training.updates import UNITS_AHEAD, HostGradients, HostUpdates, Staged, UpdateAfterBackward, worker_thread
+from engine.training.updates import UNITS_AHEAD, HostGradients, HostUpdates, Staged, worker_thread
 
 STEPS, MICRO_STEPS, SEQUENCES = 2, 2, 4
 LAYERS = 6
@@ -80,11 +80,11 @@ def accumulate(run: TinyRun, step: int, micro_steps: int = 1) -> None:
 def beside(run: TinyRun, copies: LateCopies) -> HostUpdates:
     """Updates by a thread, from gradients that come late."""
     config = run.train_step.config
-    after = UpdateAfterBackward(run.model, run.train_step.optimizer, config.optimizer.max_grad_norm)
+    owner = run.model, run.train_step.optimizer, config.optimizer.max_grad_norm
     for unit in fsdp_modules(run.model):
         unit.set_custom_reduce_scatter(copies)  # type: ignore[arg-type]
     in_backward = config.memory.optimizer_in_backward
-    return HostUpdates(after, worker_thread(), copies.arrival, in_backward=in_backward)
+    return HostUpdates(*owner, worker_thread(), copies.arrival, in_backward=in_backward)
 
 
 def weights_after(config: RunConfig, micro_steps: int, late: bool) -> tuple[list[float], dict[str, Tensor], int]:
@@ -162,8 +162,8 @@ def weights_of_lazy_updates() -> tuple[list[int], bool]:
     changes = {"optimizer": LATE, "model": replace(TINY_MODEL, num_layers=LAYERS)}
     config = replace(on_host(changes), parallel=tiny_config().parallel)
     at_once, run, worker, left = start_run(config), start_run(config), Lazy(), []
-    after = UpdateAfterBackward(run.model, run.train_step.optimizer, LATE["max_grad_norm"])
-    updates = HostUpdates(after, worker.submit, lambda: None, in_backward=False)
+    owner = run.model, run.train_step.optimizer, LATE["max_grad_norm"]
+    updates = HostUpdates(*owner, worker.submit, lambda: None, in_backward=False)
     for layer in run.model.layers:
         layer.register_forward_pre_hook(lambda *_: left.append(len(worker.waiting)))
     for step in range(STEPS):

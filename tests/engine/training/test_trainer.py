@@ -51,9 +51,9 @@ class RowWatch(Recorder):
     rows: Sequence[dict[str, Any]] = ()
     kept = 0
 
-    def step(self, row: dict[str, Any], total_steps: int) -> None:
+    def row(self, row: dict[str, Any], total_steps: int | None = None) -> None:
         """As `Recorder`, and looks at the steps before."""
-        super().step(row, total_steps)
+        super().row(row, total_steps)
         for index in range(len(self.rows) - 1):
             self.kept = max(self.kept, sys.getrefcount(self.rows[index]) - 2)
         self.rows = (*self.rows, row)
