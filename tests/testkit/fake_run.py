@@ -30,7 +30,7 @@ from engine.config.cluster import ClusterConfig, SshConfig
 from engine.config.settings import RunConfig, TrainConfig
 from engine.runs.folder import RunFolder, create_run, new_run_path, open_run
 from testkit import FAKE_PYTHON_PATH, PYTHON_PATH
-from testkit.fake_plan import fake_torchrun, node_facts
+from testkit.fake_plan import TWO_RANKS, fake_plan, fake_torchrun, node_facts
 from testkit.process_table import kill_run
 from testkit.waiting import wait_for
 
@@ -148,8 +148,7 @@ class LocalRun:
     @contextlib.contextmanager
     def led_elsewhere(self) -> Iterator[subprocess.Popen[bytes]]:
         """Another process leads it: once it is under way, and until the block ends."""
-        environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
-        launcher = subprocess.Popen([sys.executable, "-m", "testkit.fake_run", str(self.run.path)], env=environment)
+        launcher = start_leader(self.run.path)
         try:
             wait_for(lambda: self.is_under_way or launcher.poll() is not None, "the ranks")
             assert launcher.poll() is None
@@ -224,6 +223,39 @@ class TestbedRun(LocalRun):
 
     def folder(self, name: str, path: Path) -> Path:
         return self.testbed.node(name).home / ".burst" / "runs" / path.name
+
+
+class LivingRun:
+    """A run of two fake ranks here that a process of its own leads, as `burst launch` would, until the block ends."""
+
+    def __init__(self, runs_dir: Path, mode: str = "wait", *flags: str) -> None:
+        path = new_run_path(runs_dir, "tiny")
+        plan = fake_plan(path, replace(TWO_RANKS, train=TrainConfig(steps=5, seq_len=64)))
+        self.run = create_run(path, dict(plan.files), world_size=plan.world_size)
+        self.controller = start_leader(path, *flags, FAKE_MODE=mode)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        kill_run(self.run.run_id)
+
+    def wait_steps(self, count: int = 5) -> None:
+        """Returns once so many steps are recorded."""
+        wait_for(lambda: len(self.run.read_metrics()) >= count, f"{count} steps")
+
+    def kill(self) -> None:
+        """SIGKILL for the controller; its ranks go on until their lease ends."""
+        self.controller.kill()
+        self.controller.wait()
+
+
+def start_leader(path: Path, *flags: str, **more: str) -> subprocess.Popen[bytes]:
+    """A process that leads the run in folder `path`, with `more` in its environment."""
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH, **more}
+    command = [sys.executable, "-m", "testkit.fake_run", str(path), *flags]
+    return subprocess.Popen(command, env=environment, start_new_session=True)
 
 
 def main(path: str, *flags: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import io
 import os
 import signal
@@ -17,7 +16,7 @@ from typing import Any
 
 import psutil
 
-from cluster.agent.folder import holder
+from cluster.agent.folder import holder, take_lock
 from cluster.testbed.faults import set_fault
 from cluster.testbed.node import sshd
 from cluster.testbed.testbed import Testbed
@@ -177,18 +176,13 @@ class FaultRig:
 
     def pids_of(self, run: RunFolder, node: str, what: str) -> list[int]:
         """Processes of the run on a node whose command line holds `what`, ranks left out."""
-        found = []
-        for pid, values in self.processes(run.run_id).items():
-            with contextlib.suppress(OSError):
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-                if values.get("BURST_NODE") == node and what in words and "RANK" not in values:
-                    found.append(pid)
-        return found
+        found = run_processes(run.run_id, f"BURST_NODE={node}")
+        return [one.pid for one in found if what in " ".join(one.cmdline()) and "RANK" not in one.environ()]
 
     def lose(self, run: RunFolder, node: str) -> None:
         """The node dies: every process of the run there, its sshd and all connections; none sees another go."""
-        own = [pid for pid, values in self.processes(run.run_id).items() if values.get("BURST_NODE") == node]
-        pids = [*sshd_sessions(self.testbed, node), *own]
+        own = run_processes(run.run_id, f"BURST_NODE={node}")
+        pids = [*sshd_sessions(self.testbed, node), *(process.pid for process in own)]
         for pid in pids:
             send(pid, signal.SIGSTOP)
         set_fault(self.testbed, node, "sshd_stop")
@@ -207,9 +201,9 @@ class FaultRig:
 
     def left_behind(self, run_id: str) -> list[str]:
         """What is still there of a run that ended: processes, node locks, containers."""
-        found = [f"process {pid}" for pid in self.processes(run_id)]
+        found = [f"process {process.pid}" for process in run_processes(run_id)]
         locks = [Path(f"/tmp/burst-{os.getuid()}/{name}.lock") for name in self.testbed.node_names]
-        own = [lock for lock in locks if holder(str(lock)).get("run_id") == run_id]
+        own = [str(lock) for lock in locks if holder(str(lock)).get("run_id") == run_id]
         return found + [f"lock {lock}" for lock in own if _is_held(lock)]
 
     def tells_secrets(self, run: RunFolder) -> list[str]:
@@ -281,19 +275,10 @@ def _holds(path: Path, word: str) -> bool:
     return False
 
 
-def _is_held(lock: Path) -> bool:
-    try:
-        descriptor = os.open(lock, os.O_RDWR)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    else:
-        return False
-    finally:
-        os.close(descriptor)
+def _is_held(path: str) -> bool:
+    if (lock := take_lock(path, 0.0)) is not None:
+        lock.close()
+    return lock is None
 
 
 def send(pid: int, number: signal.Signals) -> None:

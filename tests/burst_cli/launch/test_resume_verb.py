@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from testkit import ROOT
-from testkit.living_run import LivingRun
+from testkit.fake_run import LivingRun
 from testkit.run_maker import forget_process, make_run
 from testkit.waiting import wait_for
 
@@ -115,40 +117,40 @@ def test_completed_run_has_nothing_to_resume_and_a_failed_one_starts_its_next_at
 
 
 def test_killed_launcher_is_replaced_and_the_run_loses_nothing(burst, root: Path) -> None:
-    living = LivingRun(root, "wait")
-    resumed = None
-    try:
+    with LivingRun(root, "wait") as living:
         living.wait_steps()
         living.kill()
-        resumed = start_resume(root, living.run.run_id)
-        # Not the lock: it holds that too while it asks the nodes, and lets go of it before it leads.
-        wait_for(lambda: living.run.read_state()["pid"] == resumed.pid, "a new leader")
-        assert burst("cancel").code == 0
-        _, err = resumed.communicate(timeout=200)
-        assert resumed.returncode == 130, err
+        with start_resume(root, living.run.run_id) as resumed:
+            # Not the lock: it holds that too while it asks the nodes, and lets go of it before it leads.
+            wait_for(lambda: living.run.read_state()["pid"] == resumed.pid, "a new leader")
+            assert burst("cancel").code == 0
+            _, err = resumed.communicate(timeout=200)
+            assert resumed.returncode == 130, err
         assert "taking it over, attempt 1" in err
         assert len(living.run.read_metrics()) == 5
         state = living.run.read_state()
         assert (state["state"], state["attempt"]) == ("cancelled", 1)
-    finally:
-        if resumed is not None and resumed.poll() is None:
-            resumed.kill()
-        living.clear()
 
 
-def start_resume(root: Path, *argv: str) -> subprocess.Popen[str]:
+@contextlib.contextmanager
+def start_resume(root: Path, *argv: str) -> Iterator[subprocess.Popen[str]]:
     environment = {**os.environ, "BURST_RUNS_DIR": str(root)}
     command = [sys.executable, "-m", "burst_cli", "resume", *argv]
-    return subprocess.Popen(command, env=environment, cwd=ROOT, text=True, stdout=-1, stderr=-1)
+    process = subprocess.Popen(command, env=environment, cwd=ROOT, text=True, stdout=-1, stderr=-1)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_detached_leader_takes_over_in_the_background(burst, root: Path) -> None:
     with LivingRun(root, "wait", "--detached") as living:
         living.wait_steps()
         living.kill()
-        leaving = start_resume(root, "--detach", "--json")
-        out, err = leaving.communicate(timeout=200)
-        assert leaving.returncode == 0, err
+        with start_resume(root, "--detach", "--json") as leaving:
+            out, err = leaving.communicate(timeout=200)
+            assert leaving.returncode == 0, err
         document = json.loads(out)
         assert document["detached"] is True
         seen = json.loads(burst("status", "--json").out)

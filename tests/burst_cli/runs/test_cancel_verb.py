@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from testkit.living_run import LivingRun
+from testkit.fake_run import LivingRun
 from testkit.process_table import run_processes
 from testkit.run_maker import make_run
 from testkit.waiting import wait_for

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from testkit.living_run import LivingRun
+from testkit.fake_run import LivingRun
 from testkit.run_maker import forget_process, health, make_run, write_log, write_node
 from testkit.waiting import wait_for
 
