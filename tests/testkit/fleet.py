@@ -3,19 +3,20 @@
 `with start_fleet(folder, {"n1": "ok", "n2": "silent"}) as fleet:` starts it as a process of its own and writes
 an OpenSSH configuration and known_hosts for it. Commands are answered by `answer_command`, never run.
 
-    python -m testkit.fleet FOLDER      serves what FOLDER/fleet.json says until its stdin ends
+    python -m testkit.fleet FOLDER MODES     serves until its stdin ends; stdout: a line that says where
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +25,7 @@ import asyncssh
 from asyncssh.constants import MSG_GLOBAL_REQUEST, MSG_USERAUTH_FAILURE
 from asyncssh.packet import String
 
-from testkit.waiting import wait_for
+from testkit import ROOT
 
 Mode = Literal[
     "ok",
@@ -53,6 +54,15 @@ SLOW_S = 1.0
 FLOOD_BYTES = 100 << 20
 GARBAGE = b"\xff\xfe\x1b]0;owned\x07\x1b[2J\x1b[31mred\x00\r\n\xe2\x80\xae[bold]x[/bold]\n"
 FENCE = b"@@FENCE"
+# What those say that are no SSH servers; and then they wait for the end, but for who hangs up.
+_GREETINGS: Mapping[str, Iterable[bytes]] = {
+    "refuse": (),
+    "silent": (),
+    "stall": (b"SSH-2.0-stall\r\n",),
+    "endless_banner": itertools.repeat(b"x" * 65536),
+    "not_ssh": (b"HTTP/1.1 400 Bad \x1b[31mRequest\r\n\r\n" * 200,),
+    "hang_up": (),
+}
 _SETTINGS: dict[str, Any] = {
     "encoding": None,
     "line_editor": False,
@@ -88,25 +98,20 @@ def start_fleet(
     user_key.write_private_key(folder / "id_ed25519")
     (folder / "id_ed25519").chmod(0o600)  # or ssh does not use it
     user_key.write_public_key(folder / "id_ed25519.pub")
-    (folder / "fleet.json").write_text(json.dumps({"modes": dict(modes)}))
     if record is not None:
         (folder / "record").write_bytes(record)
-    ready = folder / "ready.json"
-    ready.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "testkit.fleet", str(folder.resolve())]
+    command = [sys.executable, "-m", "testkit.fleet", str(folder.resolve()), json.dumps(dict(modes))]
+    pipe = subprocess.PIPE
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=log, cwd=Path(__file__).resolve().parent.parent
-        )
-    try:
-        wait_for(lambda: ready.exists() or process.poll() is not None, (folder / "log").read_text)
-        assert ready.exists(), (folder / "log").read_text()
-        yield _describe(folder, json.loads(ready.read_text()), jumps or {}, process.pid)
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        process.kill()
-        process.wait(200)
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, cwd=ROOT / "tests")
+    with process:
+        try:
+            assert process.stdout is not None
+            nodes = process.stdout.readline()
+            assert nodes, (folder / "log").read_text()
+            yield _describe(folder, json.loads(nodes), jumps or {}, process.pid)
+        finally:
+            process.kill()
 
 
 def _describe(folder: Path, nodes: dict[str, Any], jumps: Mapping[str, str], pid: int) -> Fleet:
@@ -145,17 +150,18 @@ def answer_command(command: str, stdin: bytes, record: bytes | None) -> tuple[by
 
 
 class _Server(asyncssh.SSHServer):
-    def __init__(self, mode: Mode) -> None:
-        self._mode = mode
+    def __init__(self, mode: Mode, number: int) -> None:
+        self._mode, self._number = mode, number
 
     def connection_made(self, conn: asyncssh.SSHServerConnection) -> None:
         self._connection = conn
+        if self._mode == "busy_door" and self._number < 2:
+            conn.abort()
 
     async def begin_auth(self, username: str) -> bool:
         if self._mode == "malformed":
             self._connection.send_packet(MSG_USERAUTH_FAILURE, String(b"no text: \xff"))
-            await asyncio.Event().wait()
-        if self._mode == "mute_login":
+        if self._mode in ("malformed", "mute_login"):
             await asyncio.Event().wait()
         return True
 
@@ -186,154 +192,71 @@ class _NeverStarts(asyncssh.SSHServerSession[bytes]):
         return None  # type: ignore[return-value]
 
 
-class Servers:
-    """All servers of a fleet; `nodes` says where they listen."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._modes: dict[str, Mode] = json.loads((folder / "fleet.json").read_text())["modes"]
-        record = folder / "record"
-        self._record = record.read_bytes() if record.exists() else None
-        self._user_keys = str(folder / "id_ed25519.pub")
-        self.nodes: dict[str, dict[str, Any]] = {}
-
-    async def start(self) -> None:
-        """Listen everywhere, then say so in ready.json."""
-        for number, (name, mode) in enumerate(self._modes.items()):
-            self.nodes[name] = await self._start(f"127.77.{number // 250}.{1 + number % 250}", mode)
-        partial = self._folder / "ready.part"
-        partial.write_text(json.dumps(self.nodes))
-        partial.rename(self._folder / "ready.json")
-
-    async def _start(self, address: str, mode: Mode) -> dict[str, Any]:
-        key = asyncssh.generate_private_key("ssh-ed25519")
-        known = key if mode != "wrong_key" else asyncssh.generate_private_key("ssh-ed25519")
-        line = " ".join(known.export_public_key().decode().split()[:2]) if mode != "unknown_key" else ""
-        plain = {
-            "refuse": _close_at_once,
-            "silent": _say_nothing,
-            "stall": _stall,
-            "endless_banner": _speak_for_ever,
-            "not_ssh": _speak_http,
-            "hang_up": _close_at_once,
-        }
-        if mode in plain:
-            server: Any = await asyncio.start_server(plain[mode], address, 0)
-        elif mode == "busy_door":
-            server = await self._busy_door(address, key)
-        else:
-            server = await self._ssh(address, 0, mode, key)
-        port = server.sockets[0].getsockname()[1]
-        if mode == "refuse":
-            server.close()
-        return {"address": address, "port": port, "known_key": line}
-
-    async def _ssh(self, address: str, port: int, mode: Mode, key: asyncssh.SSHKey) -> Any:
-        return await asyncssh.create_server(
-            lambda: _Server(mode),
+async def _listen(address: str, mode: Mode, record: bytes | None) -> dict[str, Any]:
+    """Where a server listens, and what known_hosts is to have of its key."""
+    key, guests = asyncssh.generate_private_key("ssh-ed25519"), itertools.count()
+    known = key if mode != "wrong_key" else asyncssh.generate_private_key("ssh-ed25519")
+    if mode in _GREETINGS:
+        server: Any = await asyncio.start_server(lambda reader, writer: _greet(mode, reader, writer), address, 0)
+    else:
+        server = await asyncssh.create_server(
+            lambda: _Server(mode, next(guests)),
             address,
-            port,
+            0,
             server_host_keys=[key],
-            process_factory=(lambda process: self._serve(process, mode)) if not mode.endswith("_exec") else None,
+            process_factory=(lambda process: _serve(process, mode, record)) if not mode.endswith("_exec") else None,
             **_SETTINGS,
         )
+    port = server.sockets[0].getsockname()[1]
+    if mode == "refuse":
+        server.close()
+    line = " ".join(known.export_public_key().decode().split()[:2]) if mode != "unknown_key" else ""
+    return {"address": address, "port": port, "known_key": line}
 
-    async def _busy_door(self, address: str, key: asyncssh.SSHKey) -> Any:
-        """A door in front of a healthy server that turns the first two guests away."""
-        behind = await self._ssh(address, 0, "ok", key)
-        port = behind.sockets[0].getsockname()[1]
-        turned_away = 0
 
-        async def open_door(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            nonlocal turned_away
-            if turned_away < 2:
-                turned_away += 1
-                writer.close()
-                return
-            inner_reader, inner_writer = await asyncio.open_connection(address, port)
-            await asyncio.gather(_pipe(reader, inner_writer), _pipe(inner_reader, writer))
+async def _greet(mode: Mode, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        for piece in _GREETINGS[mode]:
+            writer.write(piece)
+            await writer.drain()
+        if mode != "hang_up":
+            await reader.read()
+    writer.close()
 
-        return await asyncio.start_server(open_door, address, 0)
 
-    async def _serve(self, process: asyncssh.SSHServerProcess[bytes], mode: Mode) -> None:
-        with contextlib.suppress(OSError, asyncssh.Error):
-            await self._answer(process, mode)
-
-    async def _answer(self, process: asyncssh.SSHServerProcess[bytes], mode: Mode) -> None:
-        if mode == "deaf":
-            process.channel.pause_reading()
-            await asyncio.Event().wait()
-        command = process.command or ""
-        stdin = await process.stdin.read()
+async def _serve(process: asyncssh.SSHServerProcess[bytes], mode: Mode, record: bytes | None) -> None:
+    if mode == "deaf":
+        process.channel.pause_reading()
+        await asyncio.Event().wait()
+    with contextlib.suppress(OSError, asyncssh.Error):
+        output, code = answer_command(process.command or "", await process.stdin.read(), record)
         if mode == "slow":
             await asyncio.sleep(SLOW_S)
+        if mode == "garbage":
+            output = GARBAGE
         if mode == "greedy":
             process.channel._send_window = 2 * FLOOD_BYTES  # a server of ours that keeps no promise
             process.channel.set_write_buffer_limits(2 * FLOOD_BYTES)
-        if mode in ("flood", "greedy"):
-            await _flood(process)
-            return
-        output, code = answer_command(command, stdin, self._record)
-        if mode == "garbage":
-            output = GARBAGE
-        if mode == "die":
-            process.stdout.write(output[: len(output) // 2])
+        is_flood = mode in ("flood", "greedy")
+        for piece in itertools.repeat(b"x" * 65535 + b"\n", FLOOD_BYTES >> 16) if is_flood else [output]:
+            process.stdout.write(piece if mode != "die" else piece[: len(piece) // 2])
             await process.stdout.drain()
+        if mode == "die":
             process.channel.get_connection().abort()
-            return
-        process.stdout.write(output)
-        process.exit(code)
+        else:
+            process.exit(code)
 
 
-async def _flood(process: asyncssh.SSHServerProcess[bytes]) -> None:
-    block = b"x" * 65535 + b"\n"
-    for _ in range(FLOOD_BYTES // len(block)):
-        process.stdout.write(block)
-        await process.stdout.drain()
-    process.exit(0)
-
-
-async def _pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-            await writer.drain()
-    writer.close()
-
-
-async def _close_at_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    writer.close()
-
-
-async def _say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    await reader.read(1 << 20)
-    await asyncio.Event().wait()
-
-
-async def _stall(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    writer.write(b"SSH-2.0-stall\r\n")
-    await asyncio.Event().wait()
-
-
-async def _speak_for_ever(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while True:
-            writer.write(b"x" * 65536)
-            await writer.drain()
-
-
-async def _speak_http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    writer.write(b"HTTP/1.1 400 Bad \x1b[31mRequest\r\n\r\n" * 200)
-    await reader.read(1 << 16)
-    writer.close()
-
-
-async def _main(folder: Path) -> None:
-    servers = Servers(folder)
-    await servers.start()
+async def _main(folder: Path, modes: Mapping[str, Mode]) -> None:
+    record = (folder / "record").read_bytes() if (folder / "record").exists() else None
+    nodes = {
+        name: await _listen(f"127.77.{number // 250}.{1 + number % 250}", mode, record)
+        for number, (name, mode) in enumerate(modes.items())
+    }
+    print(json.dumps(nodes), flush=True)
     # The parent holds the other end: its death, too, ends the fleet.
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.buffer.read)
 
 
 if __name__ == "__main__":
-    asyncio.run(_main(Path(sys.argv[1])))
+    asyncio.run(_main(Path(sys.argv[1]), json.loads(sys.argv[2])))
