@@ -188,13 +188,6 @@ class PushRig:
             sent = push.sent_bytes
         return Pushed(plan, {result.node: result for result in results}, sent)
 
-    def run(self, node: str, *argv: str) -> str:
-        """What a command on a node prints."""
-        with connect(self.testbed.host(node)) as connection:
-            result = connection.run(argv)
-        assert result.exit_code == 0, result.stderr.decode()
-        return result.stdout.decode().strip()
-
     def relays(self, node: str) -> list[psutil.Process]:
         """The relays that run on a node."""
         home = str(self.testbed.node(node).home)

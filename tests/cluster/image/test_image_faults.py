@@ -168,7 +168,6 @@ def test_a_node_that_breaks_midway_stops_no_other(act, position, error, note, ri
     with SshPool(patience_s=1.5) as pool:
         pushed = rig.push(rig.image_here, midway=midway, limit=SLOW, connect=pool.connect)
     result = pushed.nodes[victim]
-
     assert pushed.failed == ({victim} if error else set()), pushed.nodes
     assert rig.holding() >= set(rig.names) - pushed.failed
     assert pushed.sent_bytes <= 2.1 * (SIZE + 10_000)
@@ -184,7 +183,6 @@ def test_what_nodes_lack_from_the_start_is_told_of_each(rig):
     fill_disk(rig, full)
     remove_python(rig, no_python)
     pushed = rig.push(rig.image_here)
-
     assert pushed.failed == {no_engine, no_port, full}
     assert rig.holding() == {no_python}
     assert pushed.sent_bytes <= 2.1 * (SIZE + 10_000)
@@ -199,7 +197,6 @@ def test_an_engine_that_hangs_is_given_up_and_stops_no_other(rig):
     (rig.home(hung) / "engine").mkdir()
     (rig.home(hung) / "engine/hung").touch()
     pushed = rig.push(rig.image_here, rig.names[:2], stall_s=1.5)
-
     assert (pushed.failed, rig.holding()) == ({hung}, set(others))
     assert "nothing has come to any node for 1.5 s" in pushed.nodes[hung].error
 
@@ -207,7 +204,6 @@ def test_an_engine_that_hangs_is_given_up_and_stops_no_other(rig):
 def test_a_pull_that_moves_is_waited_for_though_all_has_left_here(rig):
     set_fault(rig.testbed, rig.names[-1], "link_slow", "6mbit")
     pushed = rig.push(rig.image_here, stall_s=1.5)
-
     assert (pushed.failed, rig.holding()) == (set(), set(rig.names))
 
 
@@ -215,7 +211,6 @@ def test_a_pull_that_moves_is_waited_for_though_all_has_left_here(rig):
 def test_a_relay_without_room_is_done_without(rig):
     fill_relay_disk(rig, rig.names[1])
     pushed = rig.push(rig.image_here)
-
     assert rig.holding() == set(rig.names)
     assert pushed.sent_bytes <= 3.1 * (SIZE + 10_000)
     assert re.search("its relay failed .*: pulled from here", " ".join(pushed.nodes[rig.names[1]].notes))
@@ -233,7 +228,6 @@ def test_a_damaged_layer_is_taken_by_no_engine(standing, rig):
             return packed
 
     pushed = DamagedRig().push(rig.image_here)
-
     assert pushed.failed == set(rig.names)
     assert {"verification failed" in node.error for node in pushed.nodes.values()} == {True}
     assert rig.holding() == set()

@@ -27,7 +27,6 @@ HAS, DEAD = NodePlan("has", "none"), NodePlan("dead", "refused", problem="dead")
 )
 def test_two_nodes_are_fed_from_here_and_three_that_lack_the_image_feed_each_other(nodes, expected):
     found = choose_feeders(list(nodes))
-
     assert [f"{node.route} {''.join(node.feeders)}".strip() for node in found] == expected
     assert [node.node for node in found] == [node.node for node in nodes]
 
@@ -49,7 +48,6 @@ PODMAN = "Client: Podman Engine Version: 4.9.3 API Version: 4.9.3"
 )
 def test_layers_are_packed_as_every_engine_takes_them(engines, packing):
     nodes = [NodePlan(f"n{k}", "direct", engine=engine) for k, engine in enumerate(engines)]
-
     assert choose_packing(nodes) == packing
 
 

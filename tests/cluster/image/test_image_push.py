@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 import pytest
-from testkit.connecting import connect
+from testkit.connecting import connect, run_on
 from testkit.image_rig import PushRig, launcher_engine, layer
 from testkit.waiting import wait_for
 
@@ -48,11 +48,12 @@ def test_every_node_of_a_chain_gets_the_image_that_leaves_here_once_and_never_ag
     first, second = rig.push(image), rig.push(image)
     rig.engine("tag", image.name, "rig/other:latest")
     named = rig.push(rig.find("rig/other"), rig.names[:1])
-
     assert not first.failed | named.failed
     assert [node.route for node in first.plan.nodes] == ["direct", "chain", "chain"]
     assert named.sent_bytes < 10_000  # what is there under another name is only named
-    rig.run(rig.names[0], "docker", "image", "rm", "rig/other:latest")
+    run_on(rig.testbed, rig.names[0], "docker", "image", "rm", "rig/other:latest")
+    data = str(rig.testbed.nodes[0].docker / "data")
+    assert run_on(rig.testbed, rig.names[0], "stat", "-f", "-c", "%T", data) == "tmpfs"  # docker_in_memory
     verified(rig, image)
     assert all(6 * MIB <= node.received_bytes < 8 * MIB for node in first.nodes.values())
     assert first.sent_bytes < 8 * MIB
@@ -65,7 +66,6 @@ def test_a_changed_last_layer_moves_alone(rig):
     rig.push(rig.load("rig/changed:1", *below, layer(3 * MIB, 3)), rig.names[:2])
     image = rig.load("rig/changed:1", *below, layer(MIB, 4))
     pushed = rig.push(image, rig.names[:2])
-
     assert not pushed.failed
     assert all(MIB <= node.received_bytes < 1.1 * MIB for node in pushed.nodes.values())
     verified(rig, image, rig.names[:2])
@@ -83,7 +83,6 @@ def test_a_killed_launcher_leaves_no_relay_and_the_next_push_succeeds(rig, modul
         launcher.wait(60)
     wait_for(lambda: not rig.relays(node), "the end of the relay")
     pushed = rig.push(image)
-
     assert not pushed.failed
     verified(rig, image)
 

@@ -78,7 +78,6 @@ def oci(*blobs: bytes) -> bytes:
 )
 def test_every_layout_becomes_the_same_layers(archive, kinds, packing):
     image, again = (pack_archive(io.BytesIO(archive), packing) for _ in range(2))
-
     assert unpacked(image) == [(kinds[packing], layer) for layer in LAYERS]
     assert again.manifest == image.manifest
 
@@ -86,7 +85,6 @@ def test_every_layout_becomes_the_same_layers(archive, kinds, packing):
 def test_a_layer_that_is_a_link_is_the_layer_it_leads_to():
     archive, config = saved_image(LAYERS[0], LAYERS[1], LAYERS[0], links={2: 0})
     image = pack_archive(io.BytesIO(archive), "none")
-
     assert unpacked(image) == [("", LAYERS[0]), ("", LAYERS[1]), ("", LAYERS[0])]
     assert body_of(image.blobs[sha(config)]) == config
 
@@ -184,7 +182,6 @@ def feed():
 )
 def test_only_who_knows_the_token_reads_and_nobody_writes(method, path, status, feed):
     code, body, headers = ask(feed(blob_of(BODY)).ports[0], path, method)
-
     assert code == status
     assert (body == BODY) == (method == "GET" and status == 200 and path != "/v2/")
     assert headers.get("Docker-Content-Digest", sha(BODY)) == sha(BODY)
@@ -193,7 +190,6 @@ def test_only_who_knows_the_token_reads_and_nobody_writes(method, path, status, 
 @pytest.mark.parametrize("begin", [0, 1, len(BODY) - 1])
 def test_a_range_is_the_rest_of_a_blob(begin, feed):
     code, body, headers = ask(feed(blob_of(BODY)).ports[0], path_of(BODY), Range=f"bytes={begin}-")
-
     assert (code, body) == (206, BODY[begin:])
     assert headers["Content-Range"] == f"bytes {begin}-{len(BODY) - 1}/{len(BODY)}"
 
@@ -206,7 +202,6 @@ def test_the_limit_holds_over_all_who_read(feed):
         thread.start()
     for thread in threads:
         thread.join()
-
     assert time.monotonic() - begin >= 0.5  # 0.7 s without what goes at once
 
 
@@ -229,7 +224,6 @@ def test_relays_pass_on_bytes_while_they_arrive_fetch_each_once_and_leave_out_th
     others = [ask(one.ports[0], path_of(BODY))[1] for one in (first, *([] if dies else [second]), third)]
     for one in (first, second, third):
         one.end()
-
     assert whole == BODY
     assert set(others) == {BODY}
     assert [one.sent_bytes for one in (first, second, third)] == [len(BODY), 0, 0]

@@ -38,7 +38,6 @@ def test_a_testbed_is_built_used_as_a_cluster_broken_mended_and_removed(burst, n
     code, out, _ = burst("config", f"cluster={name}", "--json")
     assert code == 0
     assert f"{name}[1-2]" in out
-
     assert burst("testbed", "fault", f"{name}[1-2]", "sshd_stop", "--name", name)[0] == 0
     listed = json.loads(burst("testbed", "status", "--name", name, "--json")[1])["testbeds"][0]
     assert [(node["sshd"], node["faults"]) for node in listed["nodes"]] == [("refused", ["sshd_stop"])] * 2
@@ -54,7 +53,6 @@ def test_a_testbed_is_built_used_as_a_cluster_broken_mended_and_removed(burst, n
 def test_a_person_reads_what_to_type_next_and_what_stands(burst, testbed4, name):
     out = burst("testbed", "up", "--nodes", "1", "--name", name)[1]
     listed = burst("testbed", "status")[1]
-
     assert f"burst check-nodes cluster={name}" in out
     assert f"burst testbed down --name {name}" in out
     assert f"ssh -F {state_root()}/{name}/ssh_config {name}1" in out
@@ -64,7 +62,6 @@ def test_a_person_reads_what_to_type_next_and_what_stands(burst, testbed4, name)
 
 def test_a_dry_run_shows_commands_and_builds_nothing(burst, name):
     code, out, _ = burst("testbed", "up", "--nodes", "2", "--rate", "200mbit", "--name", name, "--dry-run")
-
     assert code == 0
     assert f"ip netns add btb.{name}.{name}2" in out
     assert "tbf rate 200000000bit" in out
@@ -80,7 +77,6 @@ def test_a_terminated_up_takes_itself_down(burst, name):
             time.sleep(0.002)
         building.send_signal(signal.SIGTERM)
         code = building.wait(200)
-
     assert code == 130
     assert leftovers(name) == []
 
@@ -101,14 +97,12 @@ def test_a_terminated_up_takes_itself_down(burst, name):
 )
 def test_a_mistake_is_told_in_words_with_exit_code_2(burst, argv, text):
     code, _, err = burst("testbed", *argv)
-
     assert code == 2
     assert text in err
 
 
 def test_every_kind_of_fault_can_be_read_about(burst):
     code, out, _ = burst("testbed", "fault", "--help")
-
     assert code == 0
     assert [kind for kind in FAULT_KINDS if f" {kind} " not in out] == []
 

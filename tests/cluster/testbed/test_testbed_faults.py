@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from testkit.connecting import connect
+from testkit.connecting import connect, run_on
 from testkit.waiting import wait_for
 
 from cluster.errors import SshError, SshFailure
@@ -19,7 +19,7 @@ TIMEOUT_S = 1.0
 
 @pytest.fixture(scope="module")
 def testbed(module_testbeds):
-    return module_testbeds.make(nodes=2, rails=1)
+    return module_testbeds.make(nodes=2, rails=1, hardware="h100x8")
 
 
 @pytest.fixture
@@ -29,10 +29,8 @@ def node(testbed):
     clear_faults(testbed, testbed.node_names[0])
 
 
-def run(testbed, node: str, *argv: str) -> tuple[int | None, str]:
-    with connect(testbed.host(node, 5.0)) as connection:
-        result = connection.run(argv)
-        return result.exit_code, result.stdout.decode().strip()
+def shell(testbed, node: str, script: str) -> str:
+    return run_on(testbed, node, "sh", "-c", script)
 
 
 @pytest.mark.parametrize(
@@ -51,12 +49,11 @@ def test_each_way_to_be_unreachable_is_told_apart_and_taken_back(testbed, node, 
     with pytest.raises(SshError) as caught:
         connect(testbed.host(node, patience_s))
     seen = read_status(testbed.name).nodes
-
     assert caught.value.kind is failure
     assert (str(seen[0].sshd), seen[0].faults) == (service, (kind,))
     assert (str(seen[1].sshd), seen[1].faults) == ("up", ())
     clear_faults(testbed, node, kind)
-    assert run(testbed, node, "hostname") == (0, node)
+    assert run_on(testbed, node, "hostname") == node
 
 
 def test_sessions_live_on_when_sshd_stops(testbed, node):
@@ -68,10 +65,9 @@ def test_sessions_live_on_when_sshd_stops(testbed, node):
 
 def test_a_cut_rail_leaves_the_way_of_ssh(testbed, node):
     set_fault(testbed, node, "link_down", "rail0")
-
-    assert "NO-CARRIER" in run(testbed, node, "ip", "link", "show", "rail0")[1]
+    assert "NO-CARRIER" in run_on(testbed, node, "ip", "link", "show", "rail0")
     clear_faults(testbed, node, "link_down", "rail0")
-    assert "NO-CARRIER" not in run(testbed, node, "ip", "link", "show", "rail0")[1]
+    assert "NO-CARRIER" not in run_on(testbed, node, "ip", "link", "show", "rail0")
 
 
 def test_a_slow_link_carries_less(testbed, node):
@@ -84,23 +80,47 @@ def test_a_slow_link_carries_less(testbed, node):
     set_fault(testbed, node, "link_slow", "10mbit")
     slow = seconds()
     clear_faults(testbed, node, "link_slow")
-
     assert slow > 0.7  # 1.2 s of 10 mbit/s, less what the bucket lets through at once
     wait_for(lambda: seconds() < 0.7, "the link as it was before")  # a busy machine may need more than one try
 
 
 def test_a_full_disk_is_full_for_new_sessions_of_that_node_only_and_may_have_some_space_left(testbed, node):
     other, home = testbed.node_names[1], testbed.node(node).home
-    run(testbed, node, "sh", "-c", "mkdir -p ~/'my däta' ~/space; echo kept >~/'my däta/file'")
+    shell(testbed, node, "mkdir -p ~/'my däta' ~/space; echo kept >~/'my däta/file'")
     folder = str(home / "my däta")
     set_fault(testbed, node, "disk_full", folder)
     set_fault(testbed, node, "disk_full", f"{home}/space:3m")
-
-    assert run(testbed, node, "sh", "-c", f"echo text >'{folder}/new'")[0] != 0
-    assert run(testbed, node, "df", "--output=avail", f"{home}/space")[1].split()[1] == "3072"
-    assert run(testbed, other, "cat", f"{folder}/file") == (0, "kept")
+    assert shell(testbed, node, f"echo text >'{folder}/new' || echo failed") == "failed"
+    assert run_on(testbed, node, "df", "--output=avail", f"{home}/space").split()[1] == "3072"
+    assert run_on(testbed, other, "cat", f"{folder}/file") == "kept"
     clear_faults(testbed, node, "disk_full")
-    assert run(testbed, node, "cat", f"{folder}/file") == (0, "kept")
+    assert run_on(testbed, node, "cat", f"{folder}/file") == "kept"
+
+
+LOOK = (
+    "cd $BURST_PROBE_ROOT; (nvidia-smi -L; nvidia-smi -q -x; ls -m sys/class/infiniband sys/module;"
+    " cat proc/mounts proc/net/dev proc/self/limits) 2>&1 || :"
+)
+
+
+def test_a_session_sees_fake_hardware_with_its_faults_until_they_are_taken_back(testbed, node):
+    def seen(name: str = node) -> list[bool]:
+        told = shell(testbed, name, LOOK)
+        # What has no fake is the node's own.
+        common = ("mlx5_0", " /etc/hosts ", "rail0:", "Max locked memory         unlimited            unlim")
+        assert [word for word in common if word not in told] == []
+        changed = ("Unable to determine the device handle", "535.104.05", "nvidia_peermem", "GPU 7: ")
+        return [word in told for word in changed]
+
+    healthy = [False, False, True, True]
+    assert seen() == healthy
+    for fault in ("gpu_lost:3", "driver:535.104.05", "no_peermem"):
+        set_fault(testbed, node, "hardware", fault)
+    assert (seen(), seen(testbed.node_names[1])) == ([True, False, False, False], healthy)
+    clear_faults(testbed, node, "hardware", "gpu_lost:3")
+    assert seen() == [False, True, False, True]
+    clear_faults(testbed, node)
+    assert seen() == healthy
 
 
 def test_faults_add_up_and_a_kind_that_can_be_once_is_replaced(testbed, node):
@@ -108,7 +128,6 @@ def test_faults_add_up_and_a_kind_that_can_be_once_is_replaced(testbed, node):
     set_fault(testbed, node, "link_slow", "50mbit")
     set_fault(testbed, node, "login_refused")
     after = set_fault(testbed, node, "link_slow", "60mbit")
-
     assert [str(fault) for fault in after.faults[node]] == ["login_refused", "link_slow 60mbit"]
     assert clear_faults(testbed, node).faults[node] == ()
 
@@ -124,13 +143,12 @@ def test_faults_add_up_and_a_kind_that_can_be_once_is_replaced(testbed, node):
         ("disk_full", "data", "expected a folder"),
         ("disk_full", "/", "expected a folder"),
         ("disk_full", "/no/such/folder", "has no folder"),
-        ("hardware", "gpu_lost:3", "--hardware"),
+        ("hardware", "gpu_lost:9", "8 GPUs"),
     ],
 )
 def test_a_fault_without_sense_is_refused_in_words(testbed, node, kind, value, text):
     with pytest.raises(ConfigError) as caught:
         set_fault(testbed, node, kind, value)
-
     assert text in str(caught.value)
 
 

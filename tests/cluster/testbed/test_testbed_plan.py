@@ -23,7 +23,6 @@ from engine.config.errors import ConfigError
 )
 def test_nodes_are_named_after_their_testbed(name, nodes, expected):
     names = TestbedSpec(name, nodes).node_names
-
     assert names == expected
     assert all(is_host_name(node) for node in names)
 
@@ -37,7 +36,6 @@ def test_a_name_that_cannot_name_links_and_hosts_is_refused(name):
 def test_all_mistakes_of_a_testbed_are_told_at_once():
     with pytest.raises(ConfigError) as caught:
         TestbedSpec("testbed", nodes=0, rails=9, docker_in_memory=True, hardware="h100x9")
-
     assert caught.value.problems == (
         "0 nodes: expected 1 to 64",
         "9 rails: expected 0 to 8",
@@ -68,7 +66,6 @@ def test_a_rate_without_sense_is_refused(text):
 
 def test_blocks_of_addresses_do_not_overlap():
     networks = [block_network(block) for block in range(BLOCKS)]
-
     assert not any(one.overlaps(other) for one, other in itertools.pairwise(networks))
     assert len(set(networks)) == BLOCKS
 
@@ -81,20 +78,17 @@ def test_every_link_is_shaped_at_both_of_its_ends():
         for link in ("eth0", "rail0"):
             ends.append(f"tc -n btb.lab.lab{node} qdisc replace dev {link}")
             ends.append(f"tc -n btb.lab.switch qdisc replace dev {link}.{node}")
-
     assert shaped == [f"{end} root tbf rate 100000000bit burst 262144b latency 50ms" for end in ends]
 
 
 def test_only_the_ssh_user_gets_another_home():
     passwd = "root:x:0:0:root:/root:/usr/sbin/nologin\nme:x:1000:1000::/home/me:/bin/zsh\n"
-
     assert passwd_text(passwd, "/h") == "root:x:0:0:root:/h:/bin/sh\nme:x:1000:1000::/home/me:/bin/zsh\n"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"spec": {"name": "../x"}, "block": 0, "faults": {}}'])
 def test_a_damaged_state_is_no_state(tmp_path, text):
     (tmp_path / "state.json").write_text(text)
-
     assert load_testbed(tmp_path) is None
 
 
@@ -130,5 +124,4 @@ def test_what_is_missing_is_named_with_the_package_that_brings_it(tmp_path):
 
 def test_other_systems_are_told_that_they_cannot():
     told = missing_requirements(docker=False, platform="darwin", root=True, path="")
-
     assert told == ["a testbed is made of Linux network namespaces; this is darwin"]

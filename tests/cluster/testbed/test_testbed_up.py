@@ -10,13 +10,15 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import psutil
 import pytest
-from testkit.connecting import connect
+from testkit.connecting import connect, run_on
+from testkit.image_rig import busybox_tree
+from testkit.machine_clock import machine_time
 from testkit.testbed_fixture import next_name, owner_of, remove_abandoned
+from testkit.waiting import wait_for
 
 from cluster.testbed.build import build_plan, open_testbed, up
 from cluster.testbed.machine import TestbedError
@@ -25,6 +27,7 @@ from cluster.testbed.status import read_all, read_status
 from cluster.testbed.teardown import leftovers, standing_names, tear_down
 from cluster.testbed.testbed import BLOCKS, Testbed, block_network, state_root
 
+IMAGE = "burst-testbed-test:1"
 _SECONDS = 2_000_000 + os.getpid()  # how long a process of a test sleeps: no other has this argument
 # It kills itself: another process could be held up until all is built.
 _UP = """
@@ -43,11 +46,6 @@ up(TestbedSpec(sys.argv[1], nodes=3, rails=1, docker=True), Path(sys.argv[2]))
 """
 
 
-def run_on(testbed, node: str, *argv: str) -> str:
-    with connect(testbed.host(node)) as connection:
-        return connection.run(argv).stdout.decode().strip()
-
-
 def test_a_node_has_a_name_links_a_home_and_a_python_of_its_own(testbed4):
     first, second, *_, last = testbed4.node_names
     for node in testbed4.node_names:
@@ -59,32 +57,24 @@ def test_a_node_has_a_name_links_a_home_and_a_python_of_its_own(testbed4):
     assert run_on(testbed4, first, "getent", "hosts", last).split() == [testbed4.node(last).address, last]
 
 
-def test_openssh_reaches_a_node_by_the_configuration(testbed4):
+def test_openssh_reaches_a_node_by_its_key_alone_and_nothing_listens_on_this_machine(testbed4):
+    def ssh(*words: str) -> str:
+        command = ["ssh", "-F", str(testbed4.ssh_config), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL)
+        return done.stdout + done.stderr
+
     node = testbed4.node_names[1]
-    argv = ["ssh", "-F", str(testbed4.ssh_config), node, "hostname"]
-
-    assert subprocess.run(argv, capture_output=True, text=True, timeout=200).stdout.strip() == node
-
-
-def test_the_client_key_is_private_and_nothing_listens_on_this_machine(testbed4):
+    by_password = ("-o", "PubkeyAuthentication=no", "-o", "BatchMode=no", "-o", "NumberOfPasswordPrompts=1")
+    assert ssh(node, "hostname") == f"{node}\n"
+    assert "Permission denied (publickey)" in ssh(*by_password, node, "true")
     assert stat.S_IMODE(testbed4.client_key.stat().st_mode) == 0o600
     assert stat.S_IMODE(testbed4.path.stat().st_mode) == 0o700
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((testbed4.head_address, 22), 2)
 
 
-def test_a_password_is_never_asked_for(testbed4):
-    node = testbed4.node_names[0]
-    options = ("-o", "PubkeyAuthentication=no", "-o", "BatchMode=no", "-o", "NumberOfPasswordPrompts=1")
-    argv = ("ssh", "-F", str(testbed4.ssh_config), *options, node, "true")
-    said = subprocess.run(argv, capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL).stderr
-
-    assert "Permission denied (publickey)" in said
-
-
 def test_the_status_of_a_testbed_shows_every_node_and_leaves_out_what_is_removed_meanwhile(testbed4):
     (status,) = read_all([next_name(), testbed4.name])
-
     assert [(node.name, str(node.sshd), str(node.docker), node.faults) for node in status.nodes] == [
         (node, "up", "none", ()) for node in testbed4.node_names
     ]
@@ -114,7 +104,6 @@ def planned_head(folder: Path) -> str:
 def test_a_name_that_stands_is_not_built_again(testbed4, tmp_path):
     with pytest.raises(TestbedError, match="stands already"):
         up(TestbedSpec(testbed4.name), tmp_path / "config.yaml")
-
     assert read_status(testbed4.name).complete
 
 
@@ -124,7 +113,6 @@ def test_a_configuration_of_somebody_else_is_left_alone(testbed_machine, tmp_pat
     with pytest.raises(TestbedError, match="is not ours"):
         up(TestbedSpec(name, nodes=1), config)
     tear_down(name, config)
-
     assert config.read_text() == "name: mine\n"
     assert leftovers(name) == []
 
@@ -134,24 +122,19 @@ def test_what_fails_on_the_way_up_is_taken_down(testbed_machine, tmp_path):
     name = next_name()
     with pytest.raises(NotADirectoryError):
         up(TestbedSpec(name, nodes=2), tmp_path / "file" / "cluster" / "config.yaml")
-
     assert leftovers(name) == []
 
 
 def test_a_folder_that_no_testbed_made_is_left_alone(monkeypatch, tmp_path):
     thesis = tmp_path / "mine" / "thesis.tex"
     thesis.parent.mkdir()
+    thesis.write_text("years of work")
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         (Path(short) / "home").symlink_to(tmp_path)
         monkeypatch.setenv("BURST_TESTBED_DIR", f"{short}/home")
-        _expect_left_alone(thesis, tmp_path)
-
-
-def _expect_left_alone(thesis, tmp_path):
-    thesis.write_text("years of work")
-    assert "mine" not in standing_names()
-    with pytest.raises(TestbedError, match=r"was not made by `burst testbed up`; nothing was touched"):
-        tear_down("mine", tmp_path / "mine.yaml")
+        assert "mine" not in standing_names()
+        with pytest.raises(TestbedError, match=r"was not made by `burst testbed up`; nothing was touched"):
+            tear_down("mine", tmp_path / "mine.yaml")
     assert thesis.read_text() == "years of work"
 
 
@@ -161,18 +144,29 @@ def test_down_removes_what_runs_and_the_configuration_and_may_be_repeated(testbe
     with connect(testbed.host(testbed.node_names[0])) as connection:
         # In a session and a network namespace of its own, the way daemons and containers are.
         connection.run(["sh", "-c", f"setsid unshare --net sleep {_SECONDS} </dev/null >/dev/null 2>&1 &"])
-        deadline = time.monotonic() + 200
-        while not _sleepers() and time.monotonic() < deadline:  # its shell may end before it is what it is to be
-            time.sleep(0.01)
-        assert _sleepers()
+        wait_for(_sleepers, "a process that is what it is to be")  # its shell may end before
         assert config.exists()
         first = tear_down(testbed.name, config)
-
     assert (first.namespaces, config.exists(), leftovers(testbed.name)) == (3, False, [])
     assert not _sleepers()
     assert not tear_down(testbed.name, config).anything
     with pytest.raises(TestbedError, match="no testbed"):
         open_testbed(testbed.name)
+
+
+def test_each_node_has_an_engine_of_its_own_whose_containers_and_control_groups_end_with_it(make_testbed):
+    testbed = make_testbed(nodes=2, docker=True)
+    one, other = testbed.node_names
+    run_on(testbed, one, "docker", "import", "-", IMAGE, stdin=busybox_tree())
+    assert run_on(testbed, one, "docker", "run", "--rm", "--network", "host", IMAGE, "/bin/hostname") == one
+    assert run_on(testbed, other, "docker", "images", "--quiet") == ""
+    # It has no part in any network namespace of the testbed.
+    run_on(testbed, one, "docker", "run", "-d", "--network", "none", IMAGE, "/bin/sleep", str(_SECONDS))
+    assert any("control group" in left for left in leftovers(testbed.name))
+    begin = machine_time()
+    tear_down(testbed.name, Path("/nowhere"))
+    assert machine_time() - begin < 5
+    assert (leftovers(testbed.name), _sleepers()) == ([], [])
 
 
 def _sleepers() -> list[int]:
@@ -198,7 +192,6 @@ def test_down_removes_what_a_killed_up_left(testbed_machine, tmp_path, moment):
     finally:
         building.kill()
         tear_down(name, config)
-
     assert seen, "`up` came to its end before it was killed"
     assert leftovers(name) == []
     assert not config.exists()
@@ -209,7 +202,6 @@ def test_what_a_restart_of_the_machine_leaves_is_told_and_removed(testbeds):
     namespace = testbed.nodes[0].namespace.name
     subprocess.run(["ip", "netns", "delete", namespace], check=True)
     status = read_status(testbed.name)
-
     assert not status.complete
     assert f"folder {testbed.path}" in status.leftovers
     with pytest.raises(TestbedError, match="no testbed"):
@@ -248,7 +240,6 @@ def test_what_a_killed_test_session_left_is_removed_by_the_next_and_nothing_else
     name = next_name(owner=gone.pid)
     up(TestbedSpec(name, nodes=1), tmp_path / "config.yaml")
     remove_abandoned()
-
     assert leftovers(name) == []
     assert leftovers(testbed4.name)
     assert owner_of("testbed") is None
