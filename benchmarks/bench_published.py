@@ -24,9 +24,8 @@ from burst_cli.compose import compose
 from engine.config.settings import RunConfig
 from engine.planning.memory.predictor import Predict, shared_predictor
 from engine.planning.methods.topology import Topology
-from engine.planning.time.devices import find_machine
 from engine.planning.time.flops import count_parameters
-from engine.planning.time.machine import Machine
+from engine.planning.time.machine import Machine, find_machine
 from engine.planning.time.step_time import HOST_BYTES_PER_S, UPDATE_BYTES, predict_step, replayed_attention
 
 NODE_RANKS = 8

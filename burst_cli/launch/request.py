@@ -14,9 +14,8 @@ from cluster.plan import LaunchPlan, with_exclusive
 from engine.config.rules import check_config
 from engine.config.settings import RunConfig
 from engine.planning.memory.capacity import Hardware
-from engine.planning.methods.auto import check_attention
-from engine.planning.time.devices import find_machine
-from engine.planning.time.machine import machine_fields
+from engine.planning.sequence.layers import check_attention
+from engine.planning.time.machine import find_machine, machine_fields
 from engine.runs.folder import check_writable, new_run_path
 
 

@@ -12,18 +12,16 @@ from burst_cli.plan.memory_check import MemoryCheck, with_remedies, world_topolo
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, RunConfig
 from engine.planning.memory.auto import settle_run
-from engine.planning.memory.capacity import Capacity, capacity_of, configured_device, find_hardware
-from engine.planning.memory.fit import predicted_fit, sequence_topology
+from engine.planning.memory.capacity import Capacity, capacity_of, configured_device, find_hardware, predicted_fit
 from engine.planning.memory.predictor import shared_predictor
 from engine.planning.methods.auto import Candidate as RankedMethod
 from engine.planning.methods.presets import PRESETS
 from engine.planning.methods.preview import AttentionPreview, preview_attention
-from engine.planning.methods.resolve import machine_of
-from engine.planning.methods.topology import Topology
-from engine.planning.time.devices import find_machine
-from engine.planning.time.machine import Machine
+from engine.planning.methods.topology import Topology, sequence_topology
+from engine.planning.time.flops import StepTime
+from engine.planning.time.machine import Machine, find_machine, machine_of
 from engine.planning.time.recommend import Adviser, Recommendation
-from engine.planning.time.step_time import StepTime, predict_step
+from engine.planning.time.step_time import predict_step
 
 
 @dataclass(frozen=True)

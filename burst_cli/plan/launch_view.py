@@ -9,7 +9,6 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.plan.memory_check import MEMORY_PLAN_FILE, MemoryCheck
-from burst_cli.plan.table import candidates_table
 from cluster.launch.runner import runner_of
 from cluster.plan import PLAN_FILE, LaunchPlan
 from engine.config.errors import ConfigError
@@ -42,6 +41,8 @@ def show_plan(
         console.print(Text.assemble(("memory      ", "bold"), f"{memory.needs}, by the prediction"), soft_wrap=True)
     console.print(launch_notes(memory, warnings, notes), soft_wrap=True, end="")
     if memory is not None and memory.choice.candidates:
+        from burst_cli.plan.table import candidates_table
+
         console.print(candidates_table(memory.choice))
     shown, left_out = _shown_files(plan)
     for name, text in shown:

@@ -11,18 +11,12 @@ from burst_cli.figures import binary_bytes, count_of
 from cluster.plan import LaunchPlan
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import RunConfig
-from engine.planning.memory.auto import MemoryChoice, settle_memory
-from engine.planning.memory.capacity import Capacity, Hardware, capacity_of
-from engine.planning.memory.fit import Fit, predicted_fit, sequence_topology
+from engine.planning.memory.capacity import Capacity, Fit, Hardware, capacity_of, predicted_fit
 from engine.planning.memory.policy import policy_name
-from engine.planning.memory.predictor import MemoryPrediction, Predict, shared_predictor
-from engine.planning.methods.auto import resolve_auto
-from engine.planning.methods.resolve import machine_of
-from engine.planning.methods.topology import Topology, known_cp_size
-from engine.planning.time.devices import find_device
-from engine.planning.time.machine import Machine
-from engine.planning.time.recommend import Adviser
-from engine.planning.time.step_time import StepTime, predict_step
+from engine.planning.memory.predictor import MemoryChoice, MemoryPrediction, Predict, PredictStep, shared_predictor
+from engine.planning.methods.topology import Topology, known_cp_size, sequence_topology
+from engine.planning.time.flops import StepTime
+from engine.planning.time.machine import Machine, find_device, machine_of
 from engine.runs.oom import less_memory_text
 from engine.runs.records import json_text
 
@@ -37,15 +31,19 @@ class MemoryPlanner:
     """The engine's knowledge of memory; the configurations that it gets know their number of ranks.
 
     hardware   of the machines that ranks run on; None: this one
+    predictor, timer   instead of the process that predicts memory and time
     """
 
     hardware: Hardware | None = None
     predictor: Predict | None = None
+    timer: PredictStep | None = None
 
     def settle_attention(self, config: RunConfig) -> RunConfig:
         """The method in place of attention=auto, as the ranks will settle it: by the name of their device."""
         if config.attention.preset != "auto":
             return config
+        from engine.planning.methods.auto import resolve_auto
+
         machine = machine_of(config, self.capacity(config).device_name)
         return resolve_auto(config, sequence_topology(config, world_topology(config)), machine).config
 
@@ -68,8 +66,8 @@ class MemoryPlanner:
                 return None
             cores = len(os.sched_getaffinity(0)) if self.hardware is None else None
             machine = machine_of(config, device).shared_by(cluster.ranks_per_node or 1, cluster.threads_per_rank, cores)
-            return predict_step(config, world_topology(config), machine)
-        except ConfigError:
+            return (self.timer or shared_predictor().predict_step)(config, world_topology(config), machine)
+        except (ConfigError, RunError):
             return None
 
 
@@ -175,7 +173,10 @@ def check_memory(config: RunConfig, planner: MemoryPlanner, *, force: bool = Fal
     capacity, choice, prediction, unknown = None, MemoryChoice(config, (), "as configured"), None, list[str]()
     try:
         capacity = planner.capacity(config)
-        choice = settle_memory(config, world, capacity, planner.predict)
+        if is_open:
+            from engine.planning.memory.auto import settle_memory
+
+            choice = settle_memory(config, world, capacity, planner.predict)
     except ConfigError as error:
         if is_open:
             raise
@@ -197,6 +198,8 @@ def with_remedies(check: MemoryCheck, world: Topology, predict: Predict, machine
     """`check` with what would make it fit where it does not; machine: None: as configured, or of that device."""
     if check.capacity is None or check.fits:
         return check
+    from engine.planning.time.recommend import Adviser
+
     adviser = Adviser(check.capacity, machine or machine_of(check.config, check.capacity.device_name), predict)
     return replace(check, advice=tuple(adviser.remedies(check.config, world)))
 

@@ -16,14 +16,14 @@ from burst_cli.plan.memory_check import MemoryCheck
 from burst_cli.render import told
 from burst_cli.tables import listing, styled
 from engine.config.settings import Store
-from engine.planning.memory.auto import MemoryCandidate, MemoryChoice
+from engine.planning.memory.auto import MemoryCandidate
 from engine.planning.memory.policy import policy_name
-from engine.planning.memory.predictor import MemoryPrediction
+from engine.planning.memory.predictor import MemoryChoice, MemoryPrediction
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.preview import LayerPreview, PassPreview
+from engine.planning.time.flops import StepTime
 from engine.planning.time.machine import Machine
 from engine.planning.time.recommend import LEAST_SAVING
-from engine.planning.time.step_time import StepTime
 
 _SHOWN_CANDIDATES = 12
 _BYTES_NOTE = (

@@ -13,7 +13,7 @@ from cluster.plan import with_ranks
 from engine.config.errors import ConfigError, RunError
 from engine.config.rules import check_config
 from engine.config.settings import RunConfig
-from engine.planning.methods.auto import check_attention
+from engine.planning.sequence.layers import check_attention
 
 ASSUMED_START_S = 60.0
 

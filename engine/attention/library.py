@@ -37,14 +37,13 @@ from engine.parallel.waits import WaitClock
 from engine.planning.methods.auto import resolve_auto
 from engine.planning.methods.methods import channels_of
 from engine.planning.methods.presets import PRESETS, AttentionMethod, local_heads, warnings_of
-from engine.planning.methods.resolve import machine_of, resolve_attention
-from engine.planning.methods.topology import Topology
+from engine.planning.methods.resolve import resolve_attention
+from engine.planning.methods.topology import Topology, padded_length
 from engine.planning.schedule.plan import HOST_CHANNELS, Channel, LinkBytes
-from engine.planning.sequence.layers import attention_layers
+from engine.planning.sequence.layers import attention_layers, build_mask
 from engine.planning.sequence.layout import Layout
-from engine.planning.sequence.lengths import padded_length
 from engine.planning.sequence.mask import Mask
-from engine.planning.sequence.patterns import build_mask
+from engine.planning.time.machine import machine_of
 
 CONTEXTS_KEPT = 8  # batches with different documents need different plans
 WINDOWED = ("window", "sink_window")  # masks with bands that are neither full nor causal

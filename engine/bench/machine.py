@@ -33,10 +33,8 @@ from engine.planning.memory.capacity import find_hardware
 from engine.planning.methods.topology import Topology
 from engine.planning.sequence.mask import Band
 from engine.planning.time.costs import FLOPS_PER_PAIR, layer_numbers
-from engine.planning.time.devices import find_device
 from engine.planning.time.flops import count_parameters
-from engine.planning.time.machine import Machine, Shares, share_at
-from engine.planning.time.profile import profile_document
+from engine.planning.time.machine import Machine, Shares, find_device, profile_document, share_at
 from engine.planning.time.step_time import UPDATE_BYTES, predict_step
 from engine.training.rank.process import leave
 from engine.training.train_step import TrainStep

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from engine.config.cluster import ClusterConfig, ContainerConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
-from engine.planning.time.devices import find_device, find_machine, read_rates, unknown_device
+from engine.planning.time.machine import find_device, find_machine, read_rates, unknown_device
 
 # Ranks and their supervisors find each other by these.
 _OURS = frozenset({"BURST_RUN_ID", "BURST_NODE", "BURST_RANK_LOGS"})

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ from engine.attention.runtime import run_attention
 from engine.attention.transport import SilentTransport
 from engine.checkpoint.state import training_tensors
 from engine.config.errors import ConfigError
+from engine.config.schema import read_dataclass
 from engine.config.settings import RunConfig, config_from_dict
 from engine.data.sampler import Batch
 from engine.memory.components import FrameClassifier, StepObserver, by_component
@@ -55,9 +56,11 @@ from engine.planning.memory.reserve import reserve_bytes
 from engine.planning.memory.worst_rank import worst_ranks
 from engine.planning.methods.auto import resolve_auto
 from engine.planning.methods.presets import AttentionMethod
-from engine.planning.methods.resolve import machine_of, resolve_attention
+from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology, resolve_degrees
 from engine.planning.sequence.layers import attention_layers
+from engine.planning.time.machine import Machine, machine_of
+from engine.planning.time.step_time import predict_step
 from engine.row_blocks import Rehearsal, rehearse
 from engine.training.optim import build_optimizer
 from engine.training.train_step import RankBatch, TrainStep, rank_batch
@@ -285,7 +288,12 @@ def main() -> None:
             request = json.loads(line)
             try:
                 config = config_from_dict(yaml.safe_load(request["config"]))
-                answer = predict_memory(config, Topology(request["nodes"], request["local_ranks"])).to_dict()
+                world = Topology(request["nodes"], request["local_ranks"])
+                if "machine" in request:
+                    machine, _ = read_dataclass(Machine, request["machine"])
+                    answer = asdict(predict_step(config, world, machine))
+                else:
+                    answer = predict_memory(config, world).to_dict()
             except ConfigError as error:
                 answer = {"problems": list(error.problems)}
             print(json.dumps(answer), file=answers, flush=True)

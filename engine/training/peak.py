@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 
 from engine.config.settings import Dtype, TrainConfig
-from engine.planning.time.devices import published_peak
-from engine.planning.time.machine import Peak
+from engine.planning.time.machine import Peak, published_peak
 from engine.runs.files import cache_folder
 from engine.runs.records import utc_now
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from engine.config.settings import TrainConfig
-from engine.planning.time.devices import find_device, published_peak
-from engine.planning.time.machine import Peak
+from engine.planning.time.machine import Peak, find_device, published_peak
 from engine.training.peak import find_peak, machine_cpu_peak, measure_cpu_peak
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from burst_cli.compose import compose
 from engine.planning.methods.topology import place_ranks
-from engine.planning.time.devices import find_machine
-from engine.planning.time.machine import Machine
-from engine.planning.time.step_time import StepTime, predict_step
+from engine.planning.time.flops import StepTime
+from engine.planning.time.machine import Machine, find_machine
+from engine.planning.time.step_time import predict_step
 
 A800 = find_machine("a800", {"inter_bytes_per_s": 12.5e9})  # four ports of 200 Gbit/s for eight devices
 TINY = ["exp=tiny", "cluster.ranks_per_node=4", "memory=attn_out"]

@@ -15,16 +15,14 @@ from typing import Any
 
 from engine.config.errors import ConfigError
 from engine.config.settings import MemoryConfig, RunConfig, Store
-from engine.planning.memory.capacity import Capacity
-from engine.planning.memory.cost import PolicyCost, policy_cost
-from engine.planning.memory.fit import Fit, fit_of, least_bytes, method_on, predicted_fit, sequence_topology
+from engine.planning.memory.capacity import Capacity, Fit, fit_of, predicted_fit
+from engine.planning.memory.cost import PolicyCost, least_bytes, method_on, policy_cost
 from engine.planning.memory.policy import policy_name
-from engine.planning.memory.predictor import MemoryPrediction, Predict
+from engine.planning.memory.predictor import MemoryChoice, MemoryPrediction, Predict
 from engine.planning.methods.auto import Choice, resolve_auto
 from engine.planning.methods.presets import BYTES_OF
-from engine.planning.methods.resolve import machine_of
-from engine.planning.methods.topology import Topology
-from engine.planning.time.machine import Machine
+from engine.planning.methods.topology import Topology, sequence_topology
+from engine.planning.time.machine import Machine, machine_of
 from engine.planning.time.step_time import predict_step
 
 # Nearer than this share of a step, times say nothing: then the policy is taken that moves and divides least.
@@ -97,24 +95,6 @@ class MemoryCandidate:
             "fits_device": self.fit and self.fit.device,
             "fits_host": self.fit and self.fit.host,
         }
-
-
-@dataclass(frozen=True)
-class MemoryChoice:
-    """The configuration with the best policy in place of auto, and all candidates, the chosen one first.
-
-    fits     False: the configuration is that of the candidate that lacks least
-    """
-
-    config: RunConfig
-    candidates: tuple[MemoryCandidate, ...]
-    reason: str
-    fits: bool = True
-
-    @property
-    def prediction(self) -> MemoryPrediction | None:
-        """Of the policy that was chosen; None where it was configured."""
-        return self.candidates[0].prediction if self.candidates else None
 
 
 def settle_run(

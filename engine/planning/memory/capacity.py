@@ -1,4 +1,4 @@
-"""How much memory there is: of a device by its name, of this machine, or as the configuration says. Standard library.
+"""How much memory there is: of a device by its name, of this machine, or as the configuration says; and what fits in.
 
 Device memory is all that the driver reports; what no tensor can have of it is in `engine.planning.memory.reserve`.
 """
@@ -13,8 +13,8 @@ from typing import Any
 
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
-from engine.planning.time.devices import DEFAULT_DEVICE, find_device, unknown_device
-from engine.planning.time.machine import Machine
+from engine.planning.memory.predictor import MemoryPrediction
+from engine.planning.time.machine import DEFAULT_DEVICE, Machine, find_device, unknown_device
 from engine.runs.host_memory import PROC, group_limit_bytes, meminfo_bytes
 
 MIB = 2**20
@@ -194,3 +194,31 @@ def _capacity(name: str, local_ranks: int, here: Hardware, host_bytes: int | Non
     of_node = known.host_memory_bytes
     host_source = "unknown" if of_node is None else f"{known.source}, per node (set memory.host_bytes)"
     return Capacity(known.name, known.memory_bytes, source, of_node, host_source, local_ranks)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One figure against the capacity; headroom is of the memory that is fuller, negative if bytes are missing."""
+
+    device: bool
+    host: bool
+    headroom_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Both."""
+        return self.device and self.host
+
+
+def fit_of(device_bytes: int, host_bytes: int, capacity: Capacity) -> Fit:
+    """Whether a rank that needs so much fits."""
+    headroom = capacity.headroom_bytes(device_bytes, host_bytes)
+    if capacity.host_is_device:
+        return Fit(headroom >= 0, headroom >= 0, headroom)
+    per_rank = capacity.host_bytes_per_rank
+    return Fit(device_bytes <= capacity.device_bytes, per_rank is None or host_bytes <= per_rank, headroom)
+
+
+def predicted_fit(prediction: MemoryPrediction, capacity: Capacity) -> Fit:
+    """Whether what was predicted fits."""
+    return fit_of(prediction.needed_bytes, prediction.host_peak_bytes, capacity)

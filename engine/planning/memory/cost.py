@@ -20,9 +20,9 @@ from engine.config.errors import ConfigError
 from engine.config.settings import MemoryConfig, ModelConfig, RunConfig, Store
 from engine.planning.memory.policy import LayerPolicy, layer_policies
 from engine.planning.methods.blocks import divide_run
-from engine.planning.methods.presets import BYTES_OF, AttentionMethod, tile_tokens_of
+from engine.planning.methods.presets import BYTES_OF, AttentionMethod, legal_attention, tile_tokens_of
+from engine.planning.methods.topology import Topology, padded_length, sequence_topology
 from engine.planning.sequence.layers import attended_pairs, attention_layers
-from engine.planning.sequence.lengths import padded_length
 from engine.planning.time.flops import Flops, count_parameters, step_flops
 
 _WIDE_BYTES = 4  # master weights, gradients, attention's log-sum-exp
@@ -213,3 +213,19 @@ def recomputed_parameters(policy: LayerPolicy, model: ModelConfig, *, tiled: boo
     if policy.place < policy.group_size - 1:  # the chain of inputs
         again += finish + model.hidden_size * model.ffn_hidden_size + (project if exchanged else 0)
     return again
+
+
+def method_on(config: RunConfig, world: Topology) -> AttentionMethod:
+    """The attention method on these ranks, as far as memory asks; `attention=auto` must have been settled."""
+    return legal_attention(config, sequence_topology(config, world))
+
+
+def least_bytes(config: RunConfig, method: AttentionMethod, cost: PolicyCost) -> tuple[int, int]:
+    """(device, host) bytes that a rank has at the end of a forward pass, whatever else it needs: weights, optimizer
+    states and what the layers keep.
+    """
+    states = state_bytes(config.memory, own_parameters(config, method), gradients=False)
+    there = sum(layer.kept_bytes for layer in cost.layers[: layers_on_host(config, method)])
+    if config.memory.optimizer_store == "host" and config.cluster.backend != "gloo":
+        return cost.kept_bytes - there, there + states
+    return cost.kept_bytes - there + states, there

@@ -15,11 +15,12 @@ from attention's results by linear work alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from engine.config.errors import ConfigError
-from engine.config.settings import CheckpointKind, MemoryConfig
+from engine.config.settings import CheckpointKind, MemoryConfig, RunConfig
+from engine.planning.methods.topology import length_multiple, padded_length
 
 
 @dataclass(frozen=True)
@@ -81,3 +82,25 @@ def layer_policies(memory: MemoryConfig, num_layers: int) -> tuple[LayerPolicy, 
             first = index - index % size
             policies.append(LayerPolicy(kind, index % size, min(size, count - first)))
     return tuple(policies)
+
+
+def checkpoint_kinds(memory: MemoryConfig) -> tuple[CheckpointKind, ...]:
+    """Kinds of policy of the layers in turn. Before `auto` is settled, that which attends everything again stands for
+    it.
+    """
+    undecided = memory.activation_checkpoint == "auto"
+    return policy_kinds(replace(memory, activation_checkpoint="full") if undecided else memory)
+
+
+def recompute_cut(kind: CheckpointKind, config: RunConfig, cp_size: int) -> int | None:
+    """Queries at positions before this one are attended again in backward; None: the layer keeps everything.
+
+    Counted in the padded sequence: its whole length, padding included, where all rows are computed again, 0 where none
+    are. Every other cut gives all ranks equally many rows on its two sides under a zigzag that has it as its border.
+    """
+    if kind == "none":
+        return None
+    tp_size = config.parallel.tp_size
+    padded, multiple = padded_length(config.train.seq_len, cp_size, tp_size), length_multiple(cp_size, tp_size)
+    again = {"full": 1.0, "seq_fraction": 1.0 - config.memory.kept_fraction}.get(kind, 0.0)
+    return multiple * round(again * padded / multiple)

@@ -1,7 +1,8 @@
-"""The prediction of memory as others ask for it: from a process of its own, each at most once. No torch.
+"""The predictions of a step as others ask for them, its memory and its time: from a process of its own, each at most
+once. No torch.
 
-`engine.memory.predict` imagines ranks and loads torch, neither of which belongs into the process that asks. Its own is
-started with the first request, answers one after another and ends when none comes any more.
+`engine.memory.predict` imagines ranks, plans attention and loads torch, none of which belongs into the process that
+asks. Its own is started with the first request, answers one after another and ends when none comes any more.
 """
 
 from __future__ import annotations
@@ -16,12 +17,18 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import IO, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from engine.config.errors import ConfigError, RunError
+from engine.config.schema import to_plain
 from engine.config.settings import DataConfig, RunConfig, dump_config
 from engine.planning.methods.topology import Topology
+from engine.planning.time.flops import Flops, StepParts, StepTime
+from engine.planning.time.machine import Machine
 from engine.runs.provenance import python_path
+
+if TYPE_CHECKING:
+    from engine.planning.memory.auto import MemoryCandidate
 
 SERVER_MODULE = "engine.memory.predict"
 IDLE_S = 30.0  # for which the process waits for another request
@@ -65,6 +72,7 @@ class MemoryPrediction:
 
 # Predicts a configuration on the ranks of a topology (of the whole world).
 Predict = Callable[[RunConfig, Topology], MemoryPrediction]
+PredictStep = Callable[[RunConfig, Topology, Machine], StepTime]
 
 
 class Predictor:
@@ -74,7 +82,7 @@ class Predictor:
         self._module, self._timeout_s = module, timeout_s
         self._process: subprocess.Popen[str] | None = None
         self._errors: IO[str] | None = None
-        self._known: dict[str, MemoryPrediction] = {}
+        self._known: dict[str, dict[str, Any]] = {}
 
     def predict(self, config: RunConfig, world: Topology) -> MemoryPrediction:
         """The prediction for `config` on the ranks of `world`.
@@ -82,11 +90,13 @@ class Predictor:
         Raises ConfigError where the configuration cannot run on these ranks, RunError when the process fails or is
         silent for the time limit.
         """
-        text = dump_config(_without_what_takes_no_memory(config))
-        request = json.dumps({"config": text, "nodes": world.nodes, "local_ranks": world.local_ranks})
-        if request not in self._known:
-            self._known[request] = self._ask(request)
-        return self._known[request]
+        found = self._ask(_without_what_takes_no_memory(config), world)
+        return MemoryPrediction(**{field.name: found[field.name] for field in fields(MemoryPrediction)})
+
+    def predict_step(self, config: RunConfig, world: Topology, machine: Machine) -> StepTime:
+        """What `engine.planning.time.step_time.predict_step` says. Raises ConfigError and RunError as `predict`."""
+        found = self._ask(config, world, machine=to_plain(machine))
+        return StepTime(**{**found, "parts": StepParts(**found["parts"]), "flops": Flops(**found["flops"])})
 
     def start(self) -> None:
         """Starts the process, if none is running, so that it is ready sooner."""
@@ -112,16 +122,21 @@ class Predictor:
         self._errors.close()
         self._process = None
 
-    def _ask(self, request: str) -> MemoryPrediction:
+    def _ask(self, config: RunConfig, world: Topology, **more: Any) -> dict[str, Any]:
+        place = {"nodes": world.nodes, "local_ranks": world.local_ranks}
+        request = json.dumps({"config": dump_config(config), **place, **more})
+        if (known := self._known.get(request)) is not None:
+            return known
         answer = self._answer(request)
         if not answer and self._ended() == 0:  # it had waited long enough just when this came
             answer = self._answer(request)
         if not answer:
-            raise RunError(f"the memory prediction failed{self._last_words()}.")
-        document = json.loads(answer)
+            raise RunError(f"the prediction failed{self._last_words()}.")
+        document: dict[str, Any] = json.loads(answer)
         if "problems" in document:
             raise ConfigError(document["problems"])
-        return MemoryPrediction(**{field.name: document[field.name] for field in fields(MemoryPrediction)})
+        self._known[request] = document
+        return document
 
     def _answer(self, request: str) -> str:
         """One line; empty when the process ended without."""
@@ -137,7 +152,7 @@ class Predictor:
             return ""
         if not select.select([process.stdout], [], [], self._timeout_s)[0]:
             self.close()
-            raise RunError(f"the memory prediction did not end within {self._timeout_s:.0f} s and was stopped.")
+            raise RunError(f"the prediction did not end within {self._timeout_s:.0f} s and was stopped.")
         return process.stdout.readline()
 
     def _ended(self) -> int:
@@ -175,3 +190,21 @@ def _without_what_takes_no_memory(config: RunConfig) -> RunConfig:
     cluster = replace(plain.cluster, backend=config.cluster.backend, machine=config.cluster.machine)
     sections = {"model": model, "train": train, "memory": memory, "optimizer": optimizer, "cluster": cluster}
     return replace(config, exp=plain.exp, seed=plain.seed, data=DataConfig(), **sections)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class MemoryChoice:
+    """The configuration with the best policy in place of auto, and all candidates, the chosen one first.
+
+    fits     False: the configuration is that of the candidate that lacks least
+    """
+
+    config: RunConfig
+    candidates: tuple[MemoryCandidate, ...]
+    reason: str
+    fits: bool = True
+
+    @property
+    def prediction(self) -> MemoryPrediction | None:
+        """Of the policy that was chosen; None where it was configured."""
+        return self.candidates[0].prediction if self.candidates else None

@@ -5,18 +5,17 @@ The ranking is a pure function of configuration, topology and machine, so every 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, RunConfig
-from engine.planning.methods.presets import PRESETS, AttentionMethod, legal_attention, legal_degrees, local_heads
+from engine.planning.methods.presets import AttentionMethod, legal_methods
 from engine.planning.methods.preview import MOST_RANKS_PLANNED, AttentionPreview
-from engine.planning.methods.resolve import fitted, machine_of, stand_in_group
+from engine.planning.methods.resolve import fitted, stand_in_group
 from engine.planning.methods.topology import Topology
-from engine.planning.sequence.layers import attention_layers
-from engine.planning.time.machine import Machine
+from engine.planning.time.machine import Machine, machine_of
 from engine.planning.time.step_time import replayed_attention
 
 # Methods for larger groups than are planned whole are first compared in one of STAND_IN_RANKS; so many of them are then
@@ -24,8 +23,6 @@ from engine.planning.time.step_time import replayed_attention
 FINALISTS = 2
 # Nearer than this, predictions say nothing, and the method with smaller buffers is taken.
 INDIFFERENCE = 0.01
-# Points of the space that differ from another one only in what they keep or how they cut layers.
-NOT_COMPARED = frozenset({"single", "megatron_tp", "fpdt", "alst"})
 
 
 @dataclass(frozen=True)
@@ -120,52 +117,6 @@ def _predicted(
     if not found:
         raise ConfigError(list(dict.fromkeys(problems)))
     return sorted(found, key=lambda candidate: candidate.seconds)
-
-
-def legal_methods(config: RunConfig, topology: Topology) -> list[tuple[AttentionConfig, AttentionMethod]]:
-    """What `auto` chooses from, every method once; raises ConfigError with all rules violated when there is none."""
-    found: dict[AttentionMethod, tuple[AttentionConfig, AttentionMethod]] = {}
-    problems: list[str] = []
-    for attention in _points(config, topology):
-        try:
-            method = legal_attention(replace(config, attention=attention), topology)
-        except ConfigError as error:
-            problems += error.problems
-            continue
-        found.setdefault(replace(method, preset="auto", reason=""), (attention, method))
-    if not found:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    return list(found.values())
-
-
-def check_attention(config: RunConfig, topology: Topology) -> None:
-    """Raise ConfigError for a method or a mask that the ranks of `topology` would refuse, before they are started."""
-    attention = config.attention
-    if attention.preset == "auto":
-        attention, method = legal_methods(config, topology)[0]
-    else:
-        method = legal_attention(config, topology)
-    attention_layers(replace(config, attention=attention), method)
-
-
-def _points(config: RunConfig, topology: Topology) -> Iterator[AttentionConfig]:
-    """Presets, what may circulate in them, and every 2D shape whose head groups and inner rings fill a node."""
-    base = config.attention
-    for name in PRESETS:
-        if name not in NOT_COMPARED:
-            yield replace(base, preset=name)
-    model = local_heads(config.model, config.parallel.tp_size)
-    for degrees in legal_degrees(topology.size, model):
-        if degrees.heads > 1 and degrees.heads * degrees.inner == topology.local_ranks and degrees.outer > 1:
-            shaped = replace(
-                base,
-                preset="loongtrain",
-                head_parallel_size=degrees.heads,
-                ring_inner_size=degrees.inner,
-                ring_outer_size=degrees.outer,
-            )
-            yield replace(shaped, backward_circulates="kv")
-            yield replace(shaped, backward_circulates="q")
 
 
 def _candidate(attention: AttentionConfig, method: AttentionMethod, preview: AttentionPreview) -> Candidate:

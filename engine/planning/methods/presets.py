@@ -22,9 +22,9 @@ from engine.config.settings import (
     RunConfig,
     Store,
 )
-from engine.planning.methods.topology import Grid, Topology, divisors
+from engine.planning.memory.policy import checkpoint_kinds, recompute_cut
+from engine.planning.methods.topology import Grid, Topology, divisors, padded_length
 from engine.planning.schedule.plan import Kind, TokenBytes
-from engine.planning.sequence.lengths import checkpoint_kinds, padded_length, recompute_cut
 
 BYTES_OF: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
 # Over all ranks of a head group. Hides 16-bit transfers over PCIe 5 behind the kernels of an H100; about 12K suffice.
@@ -357,3 +357,43 @@ def _chunk_problems(attention: AttentionConfig, transport: KvTransport, order: B
         for name, given in refused.items()
         if given
     ]
+
+
+# Points of the space that differ from another one only in what they keep or how they cut layers.
+NOT_COMPARED = frozenset({"single", "megatron_tp", "fpdt", "alst"})
+
+
+def legal_methods(config: RunConfig, topology: Topology) -> list[tuple[AttentionConfig, AttentionMethod]]:
+    """What `auto` chooses from, every method once; raises ConfigError with all rules violated when there is none."""
+    found: dict[AttentionMethod, tuple[AttentionConfig, AttentionMethod]] = {}
+    problems: list[str] = []
+    for attention in _points(config, topology):
+        try:
+            method = legal_attention(replace(config, attention=attention), topology)
+        except ConfigError as error:
+            problems += error.problems
+            continue
+        found.setdefault(replace(method, preset="auto", reason=""), (attention, method))
+    if not found:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return list(found.values())
+
+
+def _points(config: RunConfig, topology: Topology) -> Iterator[AttentionConfig]:
+    """Presets, what may circulate in them, and every 2D shape whose head groups and inner rings fill a node."""
+    base = config.attention
+    for name in PRESETS:
+        if name not in NOT_COMPARED:
+            yield replace(base, preset=name)
+    model = local_heads(config.model, config.parallel.tp_size)
+    for degrees in legal_degrees(topology.size, model):
+        if degrees.heads > 1 and degrees.heads * degrees.inner == topology.local_ranks and degrees.outer > 1:
+            shaped = replace(
+                base,
+                preset="loongtrain",
+                head_parallel_size=degrees.heads,
+                ring_inner_size=degrees.inner,
+                ring_outer_size=degrees.outer,
+            )
+            yield replace(shaped, backward_circulates="kv")
+            yield replace(shaped, backward_circulates="q")

@@ -33,8 +33,7 @@ from engine.planning.schedule.allocate import PlanBuilder
 from engine.planning.schedule.passes import plan_blocks
 from engine.planning.sequence.layers import attention_layers
 from engine.planning.sequence.visibility import Visibility
-from engine.planning.time.devices import DEFAULT_DEVICE, find_device, find_machine, read_rates
-from engine.planning.time.machine import Machine
+from engine.planning.time.machine import Machine, machine_of
 from engine.planning.time.replay import replay
 
 INDIFFERENCE = 0.02
@@ -54,15 +53,6 @@ def resolve_attention(config: RunConfig, topology: Topology, machine: Machine | 
     if len(choices) == 1:
         return method
     return _fastest(config, topology, machine or machine_of(config), tuple(choices))
-
-
-def machine_of(config: RunConfig, device_name: str | None = None) -> Machine:
-    """The configured machine; by the device's name, where the name of the machine is auto."""
-    name = config.cluster.machine.name
-    if name == "auto":
-        on_cpu = config.cluster.backend == "gloo" or device_name == "cpu"
-        name = "cpu" if on_cpu else device_name if device_name and find_device(device_name) else DEFAULT_DEVICE
-    return find_machine(name, read_rates(config.cluster.machine.rates))
 
 
 def stand_in_group(config: RunConfig, topology: Topology, most_ranks: int) -> tuple[RunConfig, Topology]:

@@ -25,7 +25,12 @@ import math
 from dataclasses import dataclass
 
 from engine.config.errors import ConfigError
-from engine.config.settings import ModelConfig, ParallelConfig, Placement
+from engine.config.settings import (
+    ModelConfig,
+    ParallelConfig,
+    Placement,
+    RunConfig,
+)
 
 
 @dataclass(frozen=True)
@@ -213,3 +218,20 @@ def divisors(number: int) -> list[int]:
 def legal_sizes(number: int) -> str:
     """The divisors of a number in words."""
     return ", ".join(map(str, divisors(number)))
+
+
+def sequence_topology(config: RunConfig, world: Topology) -> Topology:
+    """Where the ranks of one sequence lie. Raises ConfigError where none can."""
+    degrees, topology = place_ranks(config.parallel, world.size, world.nodes)
+    return degrees.cp_topology(topology)
+
+
+def length_multiple(cp_size: int, tp_size: int = 1) -> int:
+    """Tokens of which a length must be a multiple, so that every rank gets two equal chunks that tp ranks divide."""
+    return math.lcm(2 * cp_size if cp_size > 1 else 1, cp_size * tp_size)
+
+
+def padded_length(seq_len: int, cp_size: int, tp_size: int = 1) -> int:
+    """seq_len rounded up so that every rank gets two equal chunks, which its tp ranks can divide."""
+    multiple = length_multiple(cp_size, tp_size)
+    return -(-seq_len // multiple) * multiple

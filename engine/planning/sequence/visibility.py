@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.planning.sequence.layout import Layout, split_for_heads
-from engine.planning.sequence.mask import Band, Mask, normalise
-from engine.planning.sequence.rectangles import UNBOUNDED, listed
+from engine.planning.sequence.mask import UNBOUNDED, Band, Mask, listed, normalise
 
 Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]

@@ -13,22 +13,20 @@ from typing import Any
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, MemoryConfig, RunConfig
 from engine.planning.memory.auto import settle_memory
-from engine.planning.memory.capacity import Capacity
-from engine.planning.memory.cost import own_parameters, policy_cost, state_bytes
-from engine.planning.memory.fit import (
-    fit_of,
+from engine.planning.memory.capacity import Capacity, fit_of, predicted_fit
+from engine.planning.memory.cost import (
     least_bytes,
     method_on,
-    predicted_fit,
-    sequence_topology,
-    with_ranks,
-    without_shape,
+    own_parameters,
+    policy_cost,
+    state_bytes,
 )
 from engine.planning.memory.predictor import Predict
 from engine.planning.methods.auto import rank_methods
-from engine.planning.methods.topology import Topology, tensor_parallel_problems
+from engine.planning.methods.topology import Topology, sequence_topology, tensor_parallel_problems
+from engine.planning.time.flops import StepTime
 from engine.planning.time.machine import Machine
-from engine.planning.time.step_time import StepTime, predict_step
+from engine.planning.time.step_time import predict_step
 
 LEAST_SAVING = 0.02  # below it predictions say nothing
 MOST_TIMES = 16  # as many ranks, or as few tokens, at most
@@ -245,3 +243,19 @@ def _shorter_sequences(config: RunConfig, world: Topology) -> Iterator[_Option]:
         changed = replace(config, train=replace(config.train, seq_len=tokens))
         yield _Option(f"train.seq_len={tokens} would fit on the same ranks", changed, world)
         tokens //= 2
+
+
+def with_ranks(config: RunConfig, world: Topology, larger: Topology) -> RunConfig:
+    """The same run on more ranks, which all share the sequence."""
+    parallel = config.parallel
+    if parallel.cp_size is not None:
+        cp_size = parallel.cp_size * larger.size // world.size
+        parallel = replace(parallel, cp_size=cp_size)
+    attention = without_shape(config.attention)
+    attention = replace(attention, preset="burst") if attention.preset == "single" else attention
+    return replace(config, parallel=parallel, attention=attention)
+
+
+def without_shape(attention: AttentionConfig) -> AttentionConfig:
+    """A shape given for other ranks would be illegal: the preset's own is taken."""
+    return replace(attention, head_parallel_size=None, ring_inner_size=None, ring_outer_size=None)

@@ -8,112 +8,22 @@ published steps by `benchmarks.bench_published`.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 from engine.config.settings import MemoryConfig, RunConfig
 from engine.planning.memory.cost import PolicyCost, planned_flops, policy_cost
-from engine.planning.memory.fit import sequence_topology
 from engine.planning.methods.presets import BYTES_OF, tile_tokens_of
 from engine.planning.methods.preview import MOST_RANKS_PLANNED, AttentionPreview, preview_attention
 from engine.planning.methods.resolve import resolve_attention
-from engine.planning.methods.topology import Topology
+from engine.planning.methods.topology import Topology, sequence_topology
 from engine.planning.time.costs import LOSS_PASSES, layer_numbers
-from engine.planning.time.flops import Flops, count_parameters, mfu
+from engine.planning.time.flops import StepParts, StepTime, count_parameters
 from engine.planning.time.machine import Machine
 
 GRADIENT_BYTES = 4  # gradients are reduced in fp32
 UPDATE_BYTES = 28  # that AdamW reads and writes per number
 HOST_BYTES_PER_S = 200e9  # memory bandwidth of a server, which its ranks share
-
-
-@dataclass(frozen=True)
-class StepParts:
-    """Seconds of one optimizer step by what they are spent on; those that something hides are left out.
-
-    attention_*        plans replayed: kernels and sums of the busiest rank; what messages add is `attention_exposed`
-    matrices           projections and MLP, what a policy computes again too
-    elementwise        norms, RoPE, SwiGLU, residual sums and those of weights' gradients over tiles, by the bytes that
-                       they read and write
-    loss               LM head and loss: the head's three products, and four passes over its logits
-    weights            FSDP's gathers, two per micro-step
-    gradients          their reduction, and between copies of the model (HSDP) one more
-    tensor_parallel    gathers and scatters of rows inside layers
-    offload            copies of activations and of weights on the host
-    optimizer          AdamW over a rank's shards; of that on the host what computing does not hide
-    overhead           of the host, per layer and step, beside starting kernels that a GPU is busy with
-    """
-
-    attention_forward: float
-    attention_again: float
-    attention_backward: float
-    attention_exposed: float
-    matrices: float
-    elementwise: float
-    loss: float
-    weights: float
-    gradients: float
-    tensor_parallel: float
-    offload: float
-    optimizer: float
-    overhead: float
-
-    @property
-    def seconds(self) -> float:
-        """Their sum."""
-        return math.fsum(asdict(self).values())
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """One optimizer step.
-
-    tokens              of the step, over all ranks
-    flops               of the step, over all ranks, pairs as the masks count them
-    peak_flops_per_s    of a device, configured or published; None: nobody knows it
-    """
-
-    machine: str
-    parts: StepParts
-    tokens: int
-    world_size: int
-    flops: Flops
-    peak_flops_per_s: float | None
-
-    @property
-    def seconds(self) -> float:
-        """The whole step."""
-        return self.parts.seconds
-
-    @property
-    def tokens_per_s_per_device(self) -> float:
-        """Throughput as publications give it."""
-        return self.tokens / self.seconds / self.world_size
-
-    @property
-    def device_s_per_token(self) -> float:
-        """What a token costs, however many devices work on it."""
-        return self.seconds * self.world_size / self.tokens
-
-    def mfu(self, flops: int) -> float | None:
-        """FLOPs of this step as a share of the peak; those given say which MFU it is."""
-        if self.peak_flops_per_s is None:
-            return None
-        return mfu(flops, step_time_s=self.seconds, devices=self.world_size, peak_flops_per_s=self.peak_flops_per_s)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; each MFU by the convention of its name, as in `metrics.jsonl`."""
-        return {
-            "machine": self.machine,
-            "seconds": self.seconds,
-            "parts": asdict(self.parts),
-            "tokens": self.tokens,
-            "tokens_per_s_per_device": self.tokens_per_s_per_device,
-            "mfu": self.mfu(self.flops.model),
-            "mfu_full_attention": self.mfu(self.flops.model_full_attention),
-            "hfu": self.mfu(self.flops.hardware),
-        }
 
 
 def predict_step(config: RunConfig, world: Topology, machine: Machine) -> StepTime:

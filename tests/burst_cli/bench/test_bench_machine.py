@@ -15,8 +15,7 @@ from testkit.terminal import lines_of
 
 from burst_cli.app import main
 from burst_cli.bench.view import machine_view
-from engine.planning.time.devices import find_machine
-from engine.planning.time.machine import machine_fields
+from engine.planning.time.machine import find_machine, machine_fields
 
 SMALL = ("--threads", "1", "--heads", "2", "--head-dim", "16", "--seconds", "0.1")
 

@@ -22,7 +22,8 @@ from engine.planning.memory.auto import settle_memory
 from engine.planning.memory.capacity import Capacity, Gpu, Hardware
 from engine.planning.memory.predictor import MemoryPrediction, shared_predictor
 from engine.planning.methods.topology import Topology
-from engine.planning.time.devices import find_machine
+from engine.planning.time.machine import find_machine
+from engine.planning.time.step_time import predict_step
 
 GIB = 2**30
 CONFIG = RunConfig(
@@ -58,7 +59,7 @@ class FakePredictor:
 
 
 def planner(answer: MemoryPrediction | RunError, hardware: Hardware = H100) -> MemoryPlanner:
-    return MemoryPlanner(hardware=hardware, predictor=FakePredictor(answer))
+    return MemoryPlanner(hardware, FakePredictor(answer), predict_step)
 
 
 def refused(planner: MemoryPlanner, config: RunConfig = CONFIG) -> str:
@@ -71,7 +72,7 @@ def refused(planner: MemoryPlanner, config: RunConfig = CONFIG) -> str:
 def test_run_that_fits_is_predicted_once_and_says_so(policy: str) -> None:
     predictor = FakePredictor(need(79, 24))
     config = changed(CONFIG, memory={"activation_checkpoint": policy})
-    check = check_memory(config, MemoryPlanner(H100, predictor))
+    check = check_memory(config, MemoryPlanner(H100, predictor, predict_step))
     assert (predictor.asked, check.problems) == (1, [])
     assert check.needs == "79 GiB of 80 GiB on NVIDIA H100, 96 GiB of 100 GiB of host memory per node"
     document = check.to_dict()
@@ -120,7 +121,7 @@ def test_refusal_names_the_policy_that_would_fit() -> None:
 
     long = dataclasses.replace(CONFIG, train=TrainConfig(seq_len=2**20))
     with pytest.raises(ConfigError, match=r"What helps: memory=auto would fit with .* memory\.tile_tokens="):
-        check_memory(long, MemoryPlanner(hardware=H100, predictor=predict))
+        check_memory(long, MemoryPlanner(H100, predict, predict_step))
 
 
 def test_forced_run_is_started_with_a_warning_and_says_so_in_its_plan() -> None:

@@ -20,6 +20,7 @@ from engine.config.settings import AttentionConfig, ParallelConfig, RunConfig, T
 from engine.planning.memory.capacity import Hardware
 from engine.planning.memory.predictor import MemoryPrediction
 from engine.planning.methods.topology import Topology
+from engine.planning.time.step_time import predict_step
 
 
 class Judge:
@@ -179,7 +180,7 @@ def needs_a_gib(config: RunConfig, world: Topology) -> MemoryPrediction:
 
 
 def test_a_cell_is_judged_as_its_launch_would() -> None:
-    judge = LaunchJudge(probe_local_node(), MemoryPlanner(Hardware((), 2**29, "MemTotal"), needs_a_gib))
+    judge = LaunchJudge(probe_local_node(), MemoryPlanner(Hardware((), 2**29, "MemTotal"), needs_a_gib, predict_step))
     assert (judge.shortage(CONFIG) or "").startswith("does not fit: a rank needs 1 GiB, 768 MiB more than the 256 MiB")
     elsewhere = replace(CONFIG, cluster=replace(CONFIG.cluster, launcher="ssh", nodes="n1"))
     unknown, forced = replace(CONFIG, cluster=ClusterConfig()), replace(judge, force=True)

@@ -11,9 +11,9 @@ from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, ModelConfig, RunConfig, TrainConfig
 from engine.planning.methods.auto import FINALISTS, rank_methods, resolve_auto
 from engine.planning.methods.preview import MOST_RANKS_PLANNED, preview_attention
-from engine.planning.methods.resolve import STAND_IN_RANKS, machine_of, stand_in_group
+from engine.planning.methods.resolve import STAND_IN_RANKS, stand_in_group
 from engine.planning.methods.topology import Topology
-from engine.planning.time.devices import find_machine
+from engine.planning.time.machine import find_machine, machine_of
 from engine.planning.time.step_time import timed_ranks
 
 AUTO = RunConfig(

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from engine.config.settings import AttentionConfig
 from engine.planning.sequence.balance import TOLERANCE
+from engine.planning.sequence.layers import build_mask
 from engine.planning.sequence.layout import Layout, build_layout
 from engine.planning.sequence.mask import BlockList, Mask
-from engine.planning.sequence.patterns import build_mask
 from engine.planning.sequence.visibility import Visibility
 
 ROWS = 1 << 16

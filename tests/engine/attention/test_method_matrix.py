@@ -22,10 +22,9 @@ from engine.planning.methods.blocks import divide_sequence
 from engine.planning.methods.methods import channels_of, plan_method
 from engine.planning.methods.presets import PRESETS
 from engine.planning.methods.resolve import resolve_attention
-from engine.planning.methods.topology import Topology
+from engine.planning.methods.topology import Topology, padded_length
 from engine.planning.schedule.plan import HOST_CHANNELS
 from engine.planning.sequence.layers import attention_layers
-from engine.planning.sequence.lengths import padded_length
 
 ROWS = 41  # a prime: every group of several ranks has a padded tail
 STARTS = (0, 1, 2, 3, 11, 20, 21, 33, 40)  # documents of one token, and some across the edges of every chunk

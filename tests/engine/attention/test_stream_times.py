@@ -18,7 +18,7 @@ from engine.memory.host import HostPool
 from engine.memory.store import HostStore, Kept
 from engine.planning.methods.topology import Topology
 from engine.planning.schedule.plan import Channel
-from engine.planning.time.devices import find_machine
+from engine.planning.time.machine import find_machine
 
 CPU = torch.device("cpu")
 ELEMENTS = 8  # fp32: 32 bytes

@@ -23,8 +23,7 @@ from engine.attention.kernels import KERNELS
 from engine.config.rules import check_config
 from engine.config.settings import RunConfig
 from engine.planning.memory.capacity import Gpu, Hardware
-from engine.planning.memory.cost import own_parameters, policy_cost, state_bytes
-from engine.planning.memory.fit import least_bytes, method_on
+from engine.planning.memory.cost import least_bytes, method_on, own_parameters, policy_cost, state_bytes
 from engine.planning.memory.predictor import MemoryPrediction
 from engine.planning.methods.topology import Topology
 from engine.planning.time.machine import Peak

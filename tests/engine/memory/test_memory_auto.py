@@ -12,21 +12,13 @@ import pytest
 from memory_cases import EIGHT_B, WORLD, prediction_of, seven_b
 
 from engine.config.settings import RunConfig
-from engine.planning.memory.auto import (
-    INDIFFERENCE,
-    MOST_GUESSES,
-    MOST_PREDICTED,
-    MemoryChoice,
-    settle_memory,
-    settle_run,
-)
-from engine.planning.memory.capacity import Capacity
-from engine.planning.memory.cost import policy_cost
-from engine.planning.memory.fit import least_bytes, method_on, predicted_fit, with_ranks
-from engine.planning.memory.predictor import MemoryPrediction
+from engine.planning.memory.auto import INDIFFERENCE, MOST_GUESSES, MOST_PREDICTED, settle_memory, settle_run
+from engine.planning.memory.capacity import Capacity, predicted_fit
+from engine.planning.memory.cost import least_bytes, method_on, policy_cost
+from engine.planning.memory.predictor import MemoryChoice, MemoryPrediction
 from engine.planning.methods.topology import Topology
-from engine.planning.time.devices import find_machine
-from engine.planning.time.recommend import Adviser
+from engine.planning.time.machine import find_machine
+from engine.planning.time.recommend import Adviser, with_ranks
 from engine.planning.time.step_time import predict_step
 
 GB = 10**9

@@ -6,8 +6,7 @@ import pytest
 
 from engine.config.errors import ConfigError
 from engine.config.settings import MemoryConfig, RunConfig, TrainConfig
-from engine.planning.memory.policy import layer_policies
-from engine.planning.sequence.lengths import recompute_cut
+from engine.planning.memory.policy import layer_policies, recompute_cut
 
 
 def test_policies_take_turns() -> None:

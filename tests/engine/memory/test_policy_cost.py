@@ -12,12 +12,13 @@ from engine.config.settings import MemoryConfig, ModelConfig, RunConfig
 from engine.planning.memory.cost import (
     PolicyCost,
     kept_bytes,
+    least_bytes,
+    method_on,
     own_parameters,
     policy_cost,
     recomputed_parameters,
     state_bytes,
 )
-from engine.planning.memory.fit import least_bytes, method_on
 from engine.planning.memory.policy import LayerPolicy
 from engine.planning.methods.topology import Topology
 from engine.planning.time.flops import count_parameters

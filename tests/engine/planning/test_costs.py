@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.planning.schedule.plan import HeadPart, Kind, LocalOp, Slot, Tile, TokenBytes, View
-from engine.planning.sequence.mask import Band
-from engine.planning.sequence.rectangles import UNBOUNDED
+from engine.planning.sequence.mask import UNBOUNDED, Band
 from engine.planning.time.costs import ViewBytes, computed_pairs, query_heads, tile_flops
 
 LOW, HIGH = st.just(-UNBOUNDED) | st.integers(-15, 15), st.just(UNBOUNDED) | st.integers(-15, 15)

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from engine.config.errors import ConfigError
-from engine.planning.time.devices import find_machine
-from engine.planning.time.profile import profile_document
+from engine.planning.time.machine import find_machine, profile_document
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,7 @@ from engine.planning.schedule.plan import (
     View,
 )
 from engine.planning.sequence.mask import Band, Mask
-from engine.planning.time.devices import find_machine
-from engine.planning.time.machine import Machine
+from engine.planning.time.machine import Machine, find_machine
 from engine.planning.time.replay import COMPUTE_LANE, replay
 
 # One head of one channel: a key-value token is 4 bytes, a gradient of k and v 8, an accumulator 8, a full 4 x 4 tile
