@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from cluster.env.facts import EnvironmentVariable, NodeEnvironment, NodeEnvironmentFacts
-from cluster.env.formats import Format, render_environment
-from cluster.env.plan import communicator_order, plan_environment, recorder_variables
+from cluster.env.plan import Format, communicator_order, plan_environment, recorder_variables, render_environment
 from cluster.plan import Backend, NodePlan
 from engine.config.cluster import ClusterConfig, ContainerConfig
 from engine.config.errors import ConfigError

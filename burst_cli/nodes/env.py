@@ -15,7 +15,7 @@ from burst_cli.figures import count_of
 from burst_cli.nodes import env_view
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 from burst_cli.targets import HostfileOption, HostsOption, select_targets
-from cluster.env.formats import Format
+from cluster.env.plan import Format
 from cluster.errors import HostsError
 from cluster.ssh.nodes import fold_nodes, parse_nodes
 from engine.config.errors import ConfigError

@@ -17,9 +17,9 @@ from burst_cli.nodes.check_view import STYLES
 from burst_cli.tables import listing
 from cluster.checks.finding import Finding, Verdict
 from cluster.env.facts import NodeEnvironment, Rail
-from cluster.env.formats import Format, render_environment
 from cluster.env.live import Difference, compare_live
 from cluster.env.nccl_log import check_nccl_log
+from cluster.env.plan import Format, render_environment
 from cluster.ssh.nodes import fold_nodes
 from engine.config.errors import ConfigError
 from engine.runs.records import json_text

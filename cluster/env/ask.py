@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cluster.env.facts import NodeEnvironment, NodeEnvironmentFacts
-from cluster.env.gather import FACT_QUESTIONS, read_facts
+from cluster.env.facts import FACT_QUESTIONS, NodeEnvironment, NodeEnvironmentFacts, read_facts
 from cluster.env.live import LIVE, LiveSource, read_live
 from cluster.env.plan import plan_fleet
 from cluster.ssh.hosts import Host, fan_out

@@ -19,8 +19,7 @@ from cluster.checks.launch import check_launch
 from cluster.code import build_archive, code_place, shared_place, upload_code
 from cluster.control.link import NodeLink
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
-from cluster.env.facts import NodeEnvironmentFacts
-from cluster.env.gather import read_facts
+from cluster.env.facts import NodeEnvironmentFacts, read_facts
 from cluster.env.plan import plan_fleet
 from cluster.facts import MachineFacts
 from cluster.launch.runner import Asked, Runner, Survey

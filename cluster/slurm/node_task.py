@@ -18,8 +18,7 @@ from pathlib import Path
 
 from cluster.agent.start import run_foreground
 from cluster.agent.survey import find_port
-from cluster.env.facts import NodeEnvironmentFacts
-from cluster.env.gather import FACT_QUESTIONS, read_facts
+from cluster.env.facts import FACT_QUESTIONS, NodeEnvironmentFacts, read_facts
 from cluster.errors import ClusterError
 from cluster.launch.local import local_facts
 from cluster.plan import LaunchPlan, NodePlan, node_spec, read_launch_plan

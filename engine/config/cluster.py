@@ -169,6 +169,11 @@ class ClusterConfig:
         return by_nodes if self.launcher == "auto" else self.launcher
 
     @property
+    def runs_elsewhere(self) -> bool:
+        """Whether ranks run on machines whose disks are not ours, so that files of this one say nothing of theirs."""
+        return self.resolved_launcher in ("ssh", "kubernetes")
+
+    @property
     def world_size(self) -> int | None:
         """Ranks of a run on these machines; None while it is not known how many machines or ranks on each there are."""
         if self.ranks_per_node is None or (self.num_nodes is None and self.nodes is not None):

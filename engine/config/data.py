@@ -8,9 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from engine.config.errors import ConfigError
-from engine.config.machines import runs_elsewhere
 from engine.config.settings import DataConfig, RunConfig
-from engine.pretrained.shape import differences, read_pretrained
 
 _WEIGHT_TOLERANCE = 1e-6  # of a sum: what 0.1 + 0.2 + 0.7 may lack
 
@@ -24,7 +22,7 @@ def data_rules(config: RunConfig) -> Iterator[str]:
     yield from _lengths(config.data)
     if config.data.echo_tokens is not None:
         yield from _echo(config)
-    if not runs_elsewhere(config.cluster):
+    if not config.cluster.runs_elsewhere:
         yield from _files(config.data)
 
 
@@ -33,7 +31,7 @@ def weight_rules(config: RunConfig) -> Iterator[str]:
     yield from _guard(config)
     yield from _evaluation(config)
     yield from _other_tokens(config)
-    if runs_elsewhere(config.cluster):
+    if config.cluster.runs_elsewhere:
         yield from _paths_elsewhere(config)
     elif config.model.init_from is not None:
         yield from _first_weights(config, Path(config.model.init_from).expanduser())
@@ -206,6 +204,8 @@ def _paths_elsewhere(config: RunConfig) -> Iterator[str]:
 
 
 def _first_weights(config: RunConfig, folder: Path) -> Iterator[str]:
+    from engine.pretrained.shape import differences, read_pretrained
+
     try:
         pretrained = read_pretrained(folder)
     except ConfigError as error:

@@ -10,7 +10,6 @@ import pytest
 from testkit.sections import changed
 
 from engine.config.errors import ConfigError
-from engine.config.machines import runs_elsewhere
 from engine.config.rules import check_config, config_problems
 from engine.config.settings import RunConfig
 
@@ -298,7 +297,7 @@ def test_files_of_this_machine_are_looked_for_only_if_ranks_run_on_it(
 ) -> None:
     found = config(cluster=cluster, data={"format": "text", "paths": ("/none/corpus.txt",)})
     assert any("no such file" in problem.text for problem in config_problems(found)) == is_looked_for
-    assert runs_elsewhere(found.cluster) != is_looked_for
+    assert found.cluster.runs_elsewhere != is_looked_for
 
 
 def test_all_broken_rules_are_told_at_once() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from cluster.checks.finding import Check, Finding, age
 from cluster.checks.group import CheckGroup, each
-from cluster.env.gather import ADAPTER_QUESTIONS, adapter_facts
+from cluster.env.facts import ADAPTER_QUESTIONS, adapter_facts
 from cluster.env.hcas import choose_hcas
 from cluster.survey.adapters import GPUDIRECT, HcaPort, roce_gid_index
 from cluster.survey.facts import NodeFacts

@@ -12,7 +12,7 @@ from cluster.checks.finding import Check, Finding, gib
 from cluster.checks.group import CheckGroup, known
 from cluster.checks.groups.software import read_software
 from cluster.code import agent_question
-from cluster.env.gather import FACT_QUESTIONS
+from cluster.env.facts import FACT_QUESTIONS
 from cluster.plan_nodes import node_root, text_files
 from cluster.remote_text import one_line, plain_path
 from cluster.survey.facts import NodeFacts

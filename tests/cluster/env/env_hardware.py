@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.env.gather import FACT_QUESTIONS
+from cluster.env.facts import FACT_QUESTIONS
 from cluster.env.live import LIVE
 from cluster.survey.ask import survey_here
 from cluster.survey.section import NodeProbe

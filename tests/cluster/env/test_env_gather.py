@@ -11,8 +11,7 @@ import pytest
 from env_hardware import furnish, probe
 from testkit.check_fakes import changed_section
 
-from cluster.env.facts import NodeEnvironmentFacts
-from cluster.env.gather import read_facts
+from cluster.env.facts import NodeEnvironmentFacts, read_facts
 from cluster.env.plan import plan_environment
 from cluster.errors import ClusterError
 from cluster.survey.facts import NodeFacts

@@ -8,8 +8,8 @@ import pytest
 from env_topologies import SISTERS, machine, port
 
 from cluster.env.facts import NodeEnvironmentFacts
+from cluster.env.hcas import map_rails, rail_order
 from cluster.env.plan import plan_fleet
-from cluster.env.rails import map_rails, rail_order
 from cluster.survey.nvidia_smi import GpuAddress
 from engine.config.cluster import ClusterConfig
 

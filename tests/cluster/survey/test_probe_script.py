@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from testkit.check_fakes import ask_here, done, frame
 
 from cluster.checks.selection import GROUPS
-from cluster.env.gather import FACT_QUESTIONS
+from cluster.env.facts import FACT_QUESTIONS
 from cluster.env.live import LIVE
 from cluster.survey.script import (
     SECTION_BYTES,
