@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from testkit import KIT
 from testkit.image_rig import Midway, PushRig, noise, saved_image, tar_of
 from testkit.waiting import wait_for
 
-from cluster.image.archive import PackedImage, Packing
+from cluster.image.archive import PackedImage, Packing, pack_archive
 from cluster.image.engine import Image
 from cluster.ssh.pool import SshPool
 from cluster.testbed.faults import clear_faults, set_fault
+from cluster.testbed.testbed import Testbed
 
-ENGINE = Path(__file__).resolve().parents[2] / "testkit/fakes/container_engine.py"
+ENGINE = KIT / "fakes/container_engine.py"
 NAME = "rig/app:1"
 LAYERS = (tar_of({"a": noise(1 << 20, 1)}), tar_of({"b": noise(2 << 20, 2)}))
 SIZE = sum(len(layer) for layer in LAYERS)
@@ -28,125 +32,76 @@ HALF = SIZE // 2
 
 
 class FakeRig(PushRig):
-    """Four nodes, and this machine, with stand-ins for engines."""
+    """Four nodes with stand-ins for engines. seen: what others of a machine saw of a relay; lost: nodes cut off."""
 
-    def __init__(self, testbed, folder: Path) -> None:
-        self.testbed, self.names, self.folder = testbed, testbed.node_names, folder
-        folder.mkdir()
-        archive, config = saved_image(*LAYERS)
+    def __init__(self, testbed: Testbed) -> None:
+        self.testbed, self.names, self.damage = testbed, testbed.node_names, b""
+        self.archive, config = saved_image(*LAYERS)
         facts = json.loads(config)
         shown = {key: facts[key.lower()] for key in ("Architecture", "Os", "Created", "Config")}
-        shown |= {
-            "Id": "sha256:here",
-            "Size": SIZE,
-            "RepoTags": [NAME],
-            "RootFS": {"Layers": facts["rootfs"]["diff_ids"]},
-        }
-        (folder / "saved.tar").write_bytes(archive)
-        (folder / "images.json").write_text(json.dumps({NAME: shown}))
-        self._write(folder / "docker", f'FAKE_ENGINE={folder} exec {sys.executable} {ENGINE} "$@"')
-        self.words = (str(folder / "docker"),)
-        self.image_here = self.find(NAME)
-        for name in self.names:
-            self.tool(name, "docker", f'exec {sys.executable} {ENGINE} "$@"')
+        self.image_here = Image.of(
+            NAME, {**shown, "Id": "", "Size": SIZE, "RootFS": {"Layers": facts["rootfs"]["diff_ids"]}}
+        )
+        self.seen: list[str] = []
+        self.lost: set[str] = set()
+
+    def pack(self, image: Image, packing: Packing) -> PackedImage:
+        packed = pack_archive(io.BytesIO(self.archive), packing)
+        blob = max(packed.blobs.values(), key=lambda blob: blob.size)
+        os.pwrite(blob.descriptor, self.damage, blob.size // 2)
+        return packed
 
     def tool(self, node: str, name: str, script: str) -> None:
         """A shell script in the place of a tool of one node."""
-        self._write(self.testbed.node(node).bin / name, script)
-
-    def home(self, node: str) -> Path:
-        return self.testbed.node(node).home
-
-    def holding(self) -> set[str]:
-        """Nodes whose engines have the whole image under its name."""
-        found = set()
-        for name in self.names:
-            images = self.home(name) / "engine/images.json"
-            found |= {name} if images.exists() and set(json.loads(images.read_text())) == {NAME} else set()
-        return found
-
-    def reset(self) -> None:
-        self.seen: list[str] = []
-        for name in self.names:
-            clear_faults(self.testbed, name)
-            engine = self.home(name) / "engine"
-            engine.unlink() if engine.is_file() else shutil.rmtree(engine, ignore_errors=True)
-            (self.testbed.node(name).bin / "python3").unlink(missing_ok=True)
-
-    @staticmethod
-    def _write(path: Path, script: str) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = self.testbed.node(node).bin / name
         path.write_text(f"#!/bin/sh\n{script}\n")
         path.chmod(0o755)
 
+    def engine_of(self, node: str) -> Path:
+        """The folder of its stand-in."""
+        return self.testbed.node(node).home / "engine"
 
-@pytest.fixture(scope="module")
-def standing(testbed4, tmp_path_factory):
-    rig = FakeRig(testbed4, tmp_path_factory.mktemp("faults") / "engine")
-    yield rig
-    for name in rig.names:
-        (rig.testbed.node(name).bin / "docker").unlink()
+    def holding(self) -> set[str]:
+        """Nodes whose engines have the whole image under its name."""
+        images = {name: self.engine_of(name) / "images.json" for name in self.names}
+        return {name for name, file in images.items() if file.exists() and list(json.loads(file.read_text())) == [NAME]}
+
+    def cut_off(self, node: str) -> None:
+        self.lost.add(node)
+        set_fault(self.testbed, node, "link_down")
+
+    def kill_relay(self, node: str) -> None:
+        """After a look at what others of its machine see of it."""
+        (relay,) = self.relays(node)
+        self.seen = [*relay.cmdline(), *relay.environ().values()]
+        relay.kill()
+
+    def end_sessions(self, node: str) -> None:
+        """The SSH connection goes, the node lives on: its relay ends with its stdin."""
+        for relay in self.relays(node):
+            for process in reversed(relay.parents()):
+                if process.name().startswith("sshd") and "burst" not in process.name() and process.ppid() != 1:
+                    process.kill()
 
 
 @pytest.fixture
-def rig(standing):
-    """After every test: no relay is left."""
-    standing.reset()
-    keys = {node.name: node.authorized_keys.read_bytes() for node in standing.testbed.nodes}
-    yield standing
-    standing.reset()
-    for node in standing.testbed.nodes:
-        for relay in standing.relays(node.name) if node.name in LOST else []:
+def rig(testbed4: Testbed) -> Iterator[FakeRig]:
+    """After every test: no relay is left, and nodes are as they were."""
+    rig = FakeRig(testbed4)
+    keys = {node: node.authorized_keys.read_bytes() for node in testbed4.nodes}
+    for name in rig.names:
+        rig.tool(name, "docker", f'exec {sys.executable} {ENGINE} "$@"')
+        rig.engine_of(name).mkdir()
+    yield rig
+    for node in testbed4.nodes:
+        clear_faults(testbed4, node.name)
+        for relay in rig.relays(node.name) if node.name in rig.lost else []:
             relay.kill()  # it was cut off, and would notice by itself after 40 s
-        wait_for(lambda node=node: not standing.relays(node.name), f"the end of the relay on {node.name}")
-        node.authorized_keys.write_bytes(keys[node.name])
-    LOST.clear()
-
-
-LOST: set[str] = set()
-
-
-def cut_off(rig: FakeRig, node: str) -> None:
-    LOST.add(node)
-    set_fault(rig.testbed, node, "link_down")
-
-
-def kill_relay(rig: FakeRig, node: str) -> None:
-    """After a look at what others of its machine see of it."""
-    (relay,) = rig.relays(node)
-    rig.seen = [*relay.cmdline(), *relay.environ().values()]
-    relay.kill()
-
-
-def end_sessions(rig: FakeRig, node: str) -> None:
-    """The SSH connection goes, the node lives on: its relay ends with its stdin."""
-    for relay in rig.relays(node):
-        for process in reversed(relay.parents()):
-            if process.name().startswith("sshd") and "burst" not in process.name() and process.ppid() != 1:
-                process.kill()
-
-
-def fill_disk(rig: FakeRig, node: str) -> None:
-    (rig.home(node) / "engine").mkdir()
-    (rig.home(node) / "engine/full").touch()
-
-
-def fill_relay_disk(rig: FakeRig, node: str) -> None:
-    set_fault(rig.testbed, node, "disk_full", "/var/tmp:500k")
-
-
-def remove_python(rig: FakeRig, node: str) -> None:
-    rig.tool(node, "python3", "echo no such thing >&2; exit 127")
-
-
-def forbid_forwarding(rig: FakeRig, node: str) -> None:
-    path = rig.testbed.node(node).authorized_keys
-    path.write_text("".join(f"no-port-forwarding {line}\n" for line in path.read_text().splitlines()))
-
-
-def old_engine(rig: FakeRig, node: str) -> None:
-    """One that answers nothing."""
-    rig.home(node).joinpath("engine").write_text("not a folder")
+        wait_for(lambda node=node: not rig.relays(node.name), f"the end of the relay on {node.name}")
+        node.authorized_keys.write_bytes(keys[node])
+        shutil.rmtree(rig.engine_of(node.name))
+        for tool in node.bin.iterdir():
+            tool.unlink()
 
 
 DEAD = "connection ended"
@@ -156,10 +111,10 @@ DEAD = "connection ended"
 @pytest.mark.parametrize(
     ("act", "position", "error", "note"),
     [
-        pytest.param(cut_off, 1, DEAD, "", id="node-dies"),
-        pytest.param(cut_off, 0, DEAD, "", id="first-node-dies", marks=pytest.mark.thorough),
-        pytest.param(kill_relay, 1, "", "its relay failed .*: pulled from here", id="relay-killed"),
-        pytest.param(end_sessions, 2, "connection ended", "", id="connection-lost"),
+        pytest.param(FakeRig.cut_off, 1, DEAD, "", id="node-dies"),
+        pytest.param(FakeRig.cut_off, 0, DEAD, "", id="first-node-dies", marks=pytest.mark.thorough),
+        pytest.param(FakeRig.kill_relay, 1, "", "its relay failed .*: pulled from here", id="relay-killed"),
+        pytest.param(FakeRig.end_sessions, 2, DEAD, "", id="connection-lost"),
     ],
 )
 def test_a_node_that_breaks_midway_stops_no_other(act, position, error, note, rig):
@@ -172,16 +127,17 @@ def test_a_node_that_breaks_midway_stops_no_other(act, position, error, note, ri
     assert rig.holding() >= set(rig.names) - pushed.failed
     assert pushed.sent_bytes <= 2.1 * (SIZE + 10_000)
     assert re.search(error or note, result.error or " ".join(result.notes)), result
-    assert bool(rig.seen) == (act is kill_relay)
+    assert bool(rig.seen) == (act is FakeRig.kill_relay)
     assert not [word for word in rig.seen if "PRIVATE KEY" in word]
 
 
 def test_what_nodes_lack_from_the_start_is_told_of_each(rig):
     no_engine, no_port, full, no_python = rig.names
-    old_engine(rig, no_engine)
-    forbid_forwarding(rig, no_port)
-    fill_disk(rig, full)
-    remove_python(rig, no_python)
+    rig.tool(no_engine, "docker", "exit 1")
+    keys = rig.testbed.node(no_port).authorized_keys
+    keys.write_text("".join(f"no-port-forwarding {line}\n" for line in keys.read_text().splitlines()))
+    (rig.engine_of(full) / "full").touch()
+    rig.tool(no_python, "python3", "echo no such thing >&2; exit 127")
     pushed = rig.push(rig.image_here)
     assert pushed.failed == {no_engine, no_port, full}
     assert rig.holding() == {no_python}
@@ -194,8 +150,7 @@ def test_what_nodes_lack_from_the_start_is_told_of_each(rig):
 
 def test_an_engine_that_hangs_is_given_up_and_stops_no_other(rig):
     hung, *others = rig.names[:2]
-    (rig.home(hung) / "engine").mkdir()
-    (rig.home(hung) / "engine/hung").touch()
+    (rig.engine_of(hung) / "hung").touch()
     pushed = rig.push(rig.image_here, rig.names[:2], stall_s=1.5)
     assert (pushed.failed, rig.holding()) == ({hung}, set(others))
     assert "nothing has come to any node for 1.5 s" in pushed.nodes[hung].error
@@ -209,25 +164,16 @@ def test_a_pull_that_moves_is_waited_for_though_all_has_left_here(rig):
 
 @pytest.mark.thorough  # it fails as a relay that is killed
 def test_a_relay_without_room_is_done_without(rig):
-    fill_relay_disk(rig, rig.names[1])
+    set_fault(rig.testbed, rig.names[1], "disk_full", "/var/tmp:500k")
     pushed = rig.push(rig.image_here)
     assert rig.holding() == set(rig.names)
     assert pushed.sent_bytes <= 3.1 * (SIZE + 10_000)
     assert re.search("its relay failed .*: pulled from here", " ".join(pushed.nodes[rig.names[1]].notes))
 
 
-def test_a_damaged_layer_is_taken_by_no_engine(standing, rig):
-    class DamagedRig(FakeRig):
-        def __init__(self) -> None:
-            vars(self).update(vars(standing))
-
-        def pack(self, image: Image, packing: Packing) -> PackedImage:
-            packed = super().pack(image, packing)
-            blob = max(packed.blobs.values(), key=lambda blob: blob.size)
-            os.pwrite(blob.descriptor, b"\0" * 100, blob.size // 2)
-            return packed
-
-    pushed = DamagedRig().push(rig.image_here)
+def test_a_damaged_layer_is_taken_by_no_engine(rig):
+    rig.damage = b"\0" * 100
+    pushed = rig.push(rig.image_here)
     assert pushed.failed == set(rig.names)
     assert {"verification failed" in node.error for node in pushed.nodes.values()} == {True}
     assert rig.holding() == set()

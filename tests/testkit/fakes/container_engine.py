@@ -1,4 +1,4 @@
-"""A container engine in one folder ($FAKE_ENGINE, else ~/engine): it saves, pulls, checks digests, tags and removes.
+"""A container engine in the folder ~/engine: it pulls, checks digests, tags and removes.
 
 images.json   name -> what `image inspect` shows        layers/DIGEST   what it pulled
 full   a full disk                                      hung   it hangs when it pulls
@@ -6,13 +6,12 @@ full   a full disk                                      hung   it hangs when it 
 
 import hashlib
 import json
-import os
 import sys
 import time
 import urllib.request
 from pathlib import Path
 
-FOLDER = Path(os.environ.get("FAKE_ENGINE") or Path.home() / "engine")
+FOLDER = Path.home() / "engine"
 IMAGES, LAYERS = FOLDER / "images.json", FOLDER / "layers"
 
 
@@ -62,8 +61,6 @@ def main(words: list[str]) -> None:
             print(json.dumps(found[:1]))
             if not found:
                 sys.exit(f"Error: No such image: {name}")
-        case ["save", _]:
-            sys.stdout.buffer.write((FOLDER / "saved.tar").read_bytes())
         case ["pull", reference]:
             images[reference] = pull(reference)
         case ["tag", old, new]:
