@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from testkit.local_connection import LocalConnection
+from testkit.connections import LocalConnection
 from testkit.saved_checkpoints import newest_verified
 
 from burst_cli.checkpoint.view import prune_run

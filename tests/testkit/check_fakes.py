@@ -25,8 +25,7 @@ from cluster.survey.facts import NodeFacts
 from cluster.survey.script import build_script, is_complete, new_fence, read_sections
 from cluster.survey.section import NodeProbe, Question, Section, SectionState
 from engine.config.cluster import ClusterConfig
-from testkit.fake_connection import FakeConnection, FakeProcess
-from testkit.local_connection import AT_HAND
+from testkit.connections import AT_HAND, FakeConnection, FakeProcess
 from testkit.waiting import wait_for
 
 Answer = Callable[[str], Iterator[bytes]]  # from the fence of the probe to what arrives, piece by piece

@@ -27,7 +27,7 @@ from cluster.image.push import STALL_S, NodeResult, Push
 from cluster.ssh.hosts import Host
 from cluster.ssh.session import SshConnection
 from cluster.testbed.testbed import Testbed
-from testkit.connecting import connect
+from testkit.connections import connect
 from testkit.process_table import living
 from testkit.testbed_fixture import Testbeds
 

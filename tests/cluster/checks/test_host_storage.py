@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from testkit.local_connection import LocalConnection
+from testkit.connections import LocalConnection
 
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.groups.storage import (

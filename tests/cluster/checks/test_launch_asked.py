@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from testkit.local_connection import LocalConnection
+from testkit.connections import LocalConnection
 from testkit.plan_fleet import run_config
 
 from cluster.agent.survey import find_data, find_room

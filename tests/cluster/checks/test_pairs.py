@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from testkit.local_connection import LocalConnection
+from testkit.connections import LocalConnection
 
 from cluster.agent.messages import READY, pack
 from cluster.checks.finding import Finding, Verdict

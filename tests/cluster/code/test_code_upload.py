@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from testkit.local_connection import LocalConnection
+from testkit.connections import LocalConnection
 from testkit.waiting import wait_for
 
 from cluster.agent.code import check_code, install, prune

@@ -16,7 +16,7 @@ from pathlib import Path
 from time import time_ns as now_ns
 from typing import Any
 
-from testkit.fake_connection import FakeConnection, FakeProcess
+from testkit.connections import FakeConnection, FakeProcess
 from testkit.waiting import WAIT_S, wait_for
 
 from cluster.agent.messages import READY, Message, MessageReader, Spec, pack

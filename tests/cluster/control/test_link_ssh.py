@@ -17,7 +17,7 @@ import pytest
 from agent_rig import LOG, NODE, RUN_ID, FakeNode, Stream, begin, closing, spec_of, status, swept
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from testkit.fake_connection import FakeConnection
+from testkit.connections import FakeConnection
 from testkit.machine_clock import machine_time
 from testkit.waiting import wait_for
 

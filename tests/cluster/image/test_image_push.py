@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 import pytest
-from testkit.connecting import connect, run_on
+from testkit.connections import connect, run_on
 from testkit.image_rig import PushRig, launcher_engine, layer
 from testkit.waiting import wait_for
 

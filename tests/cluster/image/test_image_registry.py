@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 import zstandard
+from testkit.connections import LocalConnection
 from testkit.image_rig import noise, saved_image, tar_of
-from testkit.local_connection import LocalConnection
 from testkit.waiting import wait_for
 
 from cluster.errors import ClusterError

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from own_sshd import Server, start_sshd
-from testkit.connecting import connect
+from testkit.connections import connect
 from testkit.machine_clock import machine_time
 
 from cluster.errors import SshError, SshFailure

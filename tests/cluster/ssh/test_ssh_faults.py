@@ -19,7 +19,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from testkit import ROOT
-from testkit.connecting import connect
+from testkit.connections import connect
 from testkit.fleet import FLOOD_BYTES, GARBAGE, Fleet, Mode, start_fleet
 from testkit.machine_clock import machine_time
 

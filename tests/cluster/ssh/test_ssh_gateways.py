@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 import psutil
 import pytest
 from own_sshd import Server, start_sshd
-from testkit.connecting import connect
+from testkit.connections import connect
 from testkit.machine_clock import machine_time
 from testkit.waiting import wait_for
 

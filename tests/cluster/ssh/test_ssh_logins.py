@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from own_sshd import Server, agent_with, certify, make_key, public_key, start_sshd, write_keys
-from testkit.connecting import connect
+from testkit.connections import connect
 from testkit.waiting import wait_for
 
 from cluster.errors import SshError, SshFailure

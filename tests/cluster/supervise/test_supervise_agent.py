@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from testkit.local_connection import LocalConnection
+from testkit.connections import LocalConnection
 from testkit.supervise_rig import Rig, is_gone
 from testkit.waiting import wait_for
 

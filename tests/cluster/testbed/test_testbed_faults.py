@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from testkit.connecting import connect, run_on
+from testkit.connections import connect, run_on
 from testkit.waiting import wait_for
 
 from cluster.errors import SshError, SshFailure

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from testkit.connecting import connect, run_on
+from testkit.connections import connect, run_on
 from testkit.image_rig import busybox_tree
 from testkit.machine_clock import machine_time
 from testkit.testbed_fixture import next_name, owner_of, remove_abandoned
