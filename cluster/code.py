@@ -151,15 +151,6 @@ class NodeProgram:
         return NoAnswerError(text, is_python_missing=OLD_PYTHON in said)
 
 
-def ask_program(connection: Connection, question: Mapping[str, Any], data: bytes = b"", *, timeout_s: float) -> Message:
-    """The agent's answer to one question. Raises SshError when the connection fails, NoAnswerError when it does."""
-    program = NodeProgram(connection)
-    try:
-        return program.ask(dict(question), data, silence_s=timeout_s)[0]
-    finally:
-        program.close()
-
-
 @dataclass(frozen=True)
 class CodeArchive:
     """code_id: see `cluster.agent.code`. data: a zip that Python imports from."""
@@ -217,45 +208,36 @@ def upload_code(
     folders: Mapping[str, Sequence[str]] = {},
 ) -> None:
     """Raises CodeError with all nodes that do not have it now. folders: more of them to be made, by node."""
-
-    def on_all(hosts: Sequence[Host], data: bytes) -> None:
-        def work(host: Host) -> None:
-            with connect(host) as connection:
-                _install(connection, CodeArchive(archive.code_id, data), place, folders.get(host.name, ()))
-
-        failed: dict[str, list[str]] = {}
-        for name, outcome in fan_out(hosts, work).items():
-            if outcome.error is not None:
-                failed.setdefault(_without_name(str(outcome.error), name), []).append(name)
-        if failed:
-            raise CodeError("\n".join(f"{fold_nodes(names)}: {text}" for text, names in failed.items()))
-
-    first, others = (hosts[:1], hosts[1:]) if place.is_shared else (hosts, [])
-    on_all(first, archive.data)
-    on_all(others, b"")  # sharing is proven, not believed: every other node must see what the first one wrote
-
-
-def _install(connection: Connection, archive: CodeArchive, place: CodePlace, folders: Sequence[str]) -> None:
-    name = connection.host.name
     question = {
-        "folders": list(folders),
         "root": place.root,
         "code_id": archive.code_id,
         "nonce": secrets.token_hex(8),
         "keep": KEEP,
         "age_s": _SHARED_AGE_S if place.is_shared else _DAY_S,
     }
-    try:
-        answer = ask_program(connection, {"install": question}, archive.data, timeout_s=_TIMEOUT_S)
-    except NoAnswerError as error:
-        raise CodeError(f"{name}: cannot lay the code of the ranks: {error}") from error
-    state = one_line(str(answer.get("state", "")), 300)
-    if state != "good" and archive.data:
-        raise CodeError(f"{name}: cannot lay the code of the ranks: {state}")
-    if state != "good":
-        text = f"{place.root} on it does not hold the code that the first node wrote there ({state})"
-        raise CodeError(f"{name}: {text}; is cluster.shared_folder shared by all nodes?")
 
+    def on_all(hosts: Sequence[Host], data: bytes) -> None:
+        def work(host: Host) -> None:
+            wish = {**question, "folders": list(folders.get(host.name, ()))}
+            with connect(host) as connection, contextlib.closing(NodeProgram(connection)) as program:
+                try:
+                    answer, _ = program.ask({"install": wish}, data, silence_s=_TIMEOUT_S)
+                except NoAnswerError as error:
+                    raise CodeError(f"cannot lay the code of the ranks: {error}") from error
+            state = one_line(str(answer.get("state", "")), 300)
+            if state != "good" and data:
+                raise CodeError(f"cannot lay the code of the ranks: {state}")
+            if state != "good":
+                text = f"{place.root} on it does not hold the code that the first node wrote there ({state})"
+                raise CodeError(f"{text}; is cluster.shared_folder shared by all nodes?")
 
-def _without_name(text: str, name: str) -> str:
-    return text.removeprefix(f"{name}: ")
+        failed: dict[str, list[str]] = {}
+        for name, outcome in fan_out(hosts, work).items():
+            if outcome.error is not None:
+                failed.setdefault(str(outcome.error).removeprefix(f"{name}: "), []).append(name)
+        if failed:
+            raise CodeError("\n".join(f"{fold_nodes(names)}: {text}" for text, names in failed.items()))
+
+    first, others = (hosts[:1], hosts[1:]) if place.is_shared else (hosts, [])
+    on_all(first, archive.data)
+    on_all(others, b"")  # sharing is proven, not believed: every other node must see what the first one wrote

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-_PROBE_TIMEOUT_S = 10.0
+from engine.runs.provenance import CODE_ROOT, output_of
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,8 @@ def probe_local_node() -> MachineFacts:
     """The facts of this machine, this interpreter and this working folder."""
     return MachineFacts(
         hostname=socket.gethostname(),
-        cores=_usable_cores(),
-        gpus=visible_gpus(_list_gpus(), os.environ),
+        cores=len(os.sched_getaffinity(0)),
+        gpus=visible_gpus(output_of("nvidia-smi", "-L") or "", os.environ),
         python=sys.executable,
         cwd=str(Path.cwd()),
         python_path=_python_path(),
@@ -62,24 +61,7 @@ def visible_gpus(listing: str, environment: Mapping[str, str]) -> int:
 
 def _python_path() -> str | None:
     """The folder of the packages before what PYTHONPATH already holds; None when they are installed."""
-    root = Path(__file__).resolve().parent.parent
-    if root.name in ("site-packages", "dist-packages"):
+    if CODE_ROOT.name in ("site-packages", "dist-packages"):
         return None
-    old = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != str(root)]
-    return os.pathsep.join([str(root), *old])
-
-
-def _list_gpus() -> str:
-    try:
-        result = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return result.stdout if result.returncode == 0 else ""
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return max(1, len(os.sched_getaffinity(0)))
-    return os.cpu_count() or 1
+    old = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join([str(CODE_ROOT), *(entry for entry in old if entry not in ("", str(CODE_ROOT)))])

@@ -26,75 +26,74 @@ from engine.runs.manifest import MANIFEST_FILE, CheckpointError, Manifest, manif
 from engine.runs.records import parse_line
 
 Advance = Callable[[int], None]
+Take = Callable[[bytes], object]
 
 _AT = 'case $1 in "~/"*) cd -- "$HOME/${1#??}";; *) cd -- "$1";; esac'
-_LIST = f'{_AT} 2>/dev/null || exit 0; find . -path "./step-*" -type f -exec wc -c {{}} \\;'
+_LIST = f"""{_AT} 2>/dev/null || exit 0
+find . -path "./step-*" -type f -exec wc -c {{}} \\;
+grep -o '"save_id": *"[0-9a-f]*"' /dev/null ./step-*/MANIFEST.json 2>/dev/null; :"""
 _HASH = f'{_AT} && sha256sum -- "$2"'
-_SAVE_ID = f'{_AT} && grep -o \'"save_id": *"[0-9a-f]*"\' -- "$2" || [ $? = 1 ]'  # 1: there is none
 _READ = f'{_AT} && tail -c +"$3" -- "$2"'
 # As the ranks delete one: killed half-way, what is left is no checkpoint any more. Nodes may share the disk.
 _REMOVE = f'{_AT} && if [ -e "$2" ]; then mv -- "$2" "$3" && rm -rf -- "$3"; fi'
-_LINE = re.compile(r"\s*(\d+) \./step-(\d{8,})/(rank\d{5}\.safetensors|MANIFEST\.json)")
+_FILE = re.compile(r"\s*(\d+) \./step-(\d{8,})/(rank\d{5}\.safetensors|MANIFEST\.json)")
+_SAVE = re.compile(r'\./step-(\d{8,})/MANIFEST\.json:"save_id": *("[0-9a-f]*")')
 _BLOCK_BYTES = 1 << 20
-_LIST_S = 60.0
+_END_S = 60.0
 _SILENCE_S = 60.0
 _HASH_S = 3600.0
 _MANIFEST_BYTES = 1 << 30
 
 
 class NodeStore:
-    """The folder of checkpoints `root` (which may begin with ~/) on the node that `connection` leads to."""
+    """The folder of checkpoints `root` (which may begin with ~/) on the node that `connection` leads to.
+
+    files: bytes of every file of a committed checkpoint, by (step, name). saves: which save of a step the node holds;
+    manifests of one save differ in their time alone. Both are found out by `look`.
+    """
 
     def __init__(self, connection: Connection, root: str) -> None:
-        self._connection, self.root = connection, root
+        self._connection, self.root, self.node = connection, root, connection.host.name
+        self.files: dict[tuple[int, str], int] = {}
+        self.saves: dict[int, str] = {}
 
-    @property
-    def node(self) -> str:
-        """Name of the node."""
-        return self._connection.host.name
-
-    def files(self) -> dict[tuple[int, str], int]:
-        """Bytes of every file of a committed checkpoint, by (step, name)."""
-        result = self._connection.run(("sh", "-c", _LIST, "burst", self.root), timeout_s=_LIST_S)
-        if not result.ok:
-            raise ClusterError(f"{self.node}: cannot list {self.root}: {one_line(result.stderr, 300)}")
-        lines = (_LINE.fullmatch(line) for line in result.stdout.decode("ascii", "replace").splitlines())
-        return {(int(found[2]), found[3]): int(found[1]) for found in lines if found}
+    def look(self) -> None:
+        """List what is there. Raises ClusterError."""
+        for line in self._run(_LIST).splitlines():
+            if (found := _FILE.fullmatch(line)) is not None:
+                self.files[int(found[2]), found[3]] = int(found[1])
+            elif (found := _SAVE.fullmatch(line)) is not None:
+                self.saves.setdefault(int(found[1]), found[2])
 
     def sha256(self, step: int, name: str) -> str:
         """The hash of a file, computed on the node."""
-        return self._ask(_HASH, step, name)[:64]
+        return self._run(_HASH, _path(step, name), silence_s=_HASH_S)[:64]
 
-    def save_id(self, step: int) -> str:
-        """Which save of `step` this is; manifests of one save differ in their time alone."""
-        return self._ask(_SAVE_ID, step, MANIFEST_FILE).partition("\n")[0]
-
-    def read(self, step: int, name: str, take: Callable[[bytes], object], offset: int = 0) -> None:
+    def read(self, step: int, name: str, take: Take, offset: int = 0) -> None:
         """Hand the bytes of a file from `offset` on to `take`, piece by piece."""
-        self._stream((_READ, "burst", self.root, _path(step, name), str(offset + 1)), take, _SILENCE_S)
+        self._run(_READ, _path(step, name), str(offset + 1), take=take)
 
     def remove(self, step: int) -> None:
         """Delete what the node holds of `step`."""
         folder = f"step-{step:08d}"
-        gone = f"{folder}.gone-{secrets.token_hex(4)}"
-        self._stream((_REMOVE, "burst", self.root, folder, gone), lambda _: None, _HASH_S)
+        self._run(_REMOVE, folder, f"{folder}.gone-{secrets.token_hex(4)}", silence_s=_HASH_S)
 
-    def _ask(self, script: str, step: int, name: str) -> str:
-        answer = bytearray()
-        self._stream((script, "burst", self.root, _path(step, name)), answer.extend, _HASH_S)
-        return answer.decode("ascii", "replace")
-
-    def _stream(self, words: Sequence[str], take: Callable[[bytes], object], silence_s: float) -> None:
-        process = self._connection.start(("sh", "-c", *words))
+    def _run(self, script: str, *words: str, take: Take | None = None, silence_s: float = _SILENCE_S) -> str:
+        """What a script prints, unless it is handed on to `take`. Raises SshError, ClusterError."""
+        said = bytearray()
+        take = take or said.extend
+        process = self._connection.start(("sh", "-c", script, "burst", self.root, *words))
         try:
             process.close_stdin()
             while block := process.read(_BLOCK_BYTES, silence_s):
                 take(block)
-            result = process.wait(_LIST_S)
+            result = process.wait(_END_S)
         finally:
             process.close()
         if result.exit_code != 0:
-            raise ClusterError(f"{self.node}: {self.root}/{words[3]}: {one_line(result.stderr, 300)}")
+            where = "/".join((self.root, *words[:1]))
+            raise ClusterError(f"{self.node}: {where}: {one_line(result.stderr, 300)}")
+        return said.decode("ascii", "replace")
 
 
 @dataclass(frozen=True)
@@ -181,37 +180,35 @@ class NodeCheckpoints:
 def ask_nodes(hosts: Sequence[Host], roots: Mapping[str, str], connect: Connect) -> NodeCheckpoints:
     """The checkpoints under `roots` (by node) on `hosts`; connections stay open for what is done with them."""
 
-    def ask(host: Host) -> tuple[NodeStore, dict[tuple[int, str], int]]:
+    def ask(host: Host) -> NodeStore:
         store = NodeStore(connect(host), roots[host.name])
-        return store, store.files()
+        store.look()
+        return store
 
     outcomes = fan_out(hosts, ask)
-    listed = [outcome.value for outcome in outcomes.values() if outcome.value is not None]
+    stores = [outcome.value for outcome in outcomes.values() if outcome.value is not None]
     errors = {name: str(outcome.error) for name, outcome in outcomes.items() if outcome.error is not None}
-    steps = sorted({step for _, files in listed for step, name in files if name == MANIFEST_FILE}, reverse=True)
-    return NodeCheckpoints(tuple(_checkpoint(step, listed, errors) for step in steps), errors)
+    steps = sorted({step for store in stores for step, name in store.files if name == MANIFEST_FILE}, reverse=True)
+    return NodeCheckpoints(tuple(_checkpoint(step, stores, errors) for step in steps), errors)
 
 
-def _checkpoint(
-    step: int, listed: Sequence[tuple[NodeStore, Mapping[tuple[int, str], int]]], errors: Mapping[str, str]
-) -> NodeCheckpoint:
-    holding = [(store, files) for store, files in listed if (step, MANIFEST_FILE) in files]
-    bytes_of = {store: sum(size for (of, _), size in files.items() if of == step) for store, files in listed}
+def _checkpoint(step: int, stores: Sequence[NodeStore], errors: Mapping[str, str]) -> NodeCheckpoint:
+    holding = [store for store in stores if (step, MANIFEST_FILE) in store.files]
+    bytes_of = {store: sum(size for (of, _), size in store.files.items() if of == step) for store in stores}
     held = {store: size for store, size in bytes_of.items() if size}
     try:
-        saves = {store.save_id(step) for store, _ in holding}
-        manifest = _manifest(step, holding[0][0])
+        manifest = _manifest(step, holding[0])
     except (ClusterError, CheckpointError) as error:
         return NodeCheckpoint(step, None, held, problem=str(error))
     holders = {
         name: store
         for name, facts in manifest.files.items()
-        for store, files in reversed(holding)
-        if files.get((step, name)) == facts.bytes
+        for store in reversed(holding)
+        if store.files.get((step, name)) == facts.bytes
     }
     lacking = sorted(manifest.files.keys() - holders.keys())
     problem = None
-    if len(saves) > 1:
+    if len({store.saves.get(step) for store in holding}) > 1:
         problem = "the nodes hold different saves of this step"
     elif lacking:
         away = f"; no answer of {fold_nodes(sorted(errors))}" if errors else ""

@@ -23,11 +23,8 @@ from engine.runs.folder import NODE_VARIABLE, RANK_LOGS_VARIABLE, RUN_ID_VARIABL
 
 RUN_LABEL = "burst.run"
 CACHE_VARIABLE = "BURST_CACHE_DIR"  # where ranks in a container keep prepared data
-SHARED_MEMORY = ("--ipc=host",)
-STACK = ("--ulimit", "stack=67108864")
-LOCKED_MEMORY = ("--ulimit", "memlock=-1")
-INFINIBAND = ("--device=/dev/infiniband", "--cap-add=IPC_LOCK")
-GPUS = ("--gpus=all",)
+_MACHINE = ("--ipc=host", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864")
+_INFINIBAND = ("--device=/dev/infiniband", "--cap-add=IPC_LOCK")
 
 
 def engine_words(command: str) -> tuple[str, ...]:
@@ -56,8 +53,7 @@ def machine_options(config: ContainerConfig, *, has_gpus: bool, has_infiniband: 
     """What the ranks may use of the machine, unless the configuration says it."""
     if config.run_options is not None:
         return config.run_options
-    gpus = GPUS if has_gpus else ()
-    return (*SHARED_MEMORY, *LOCKED_MEMORY, *STACK, *gpus, *(INFINIBAND if has_infiniband else ()))
+    return (*_MACHINE, *(("--gpus=all",) if has_gpus else ()), *(_INFINIBAND if has_infiniband else ()))
 
 
 def user_variables(home: str, user: str, cache: str) -> list[EnvironmentVariable]:
@@ -68,26 +64,6 @@ def user_variables(home: str, user: str, cache: str) -> list[EnvironmentVariable
         EnvironmentVariable(CACHE_VARIABLE, cache, "prepared data stay on the node"),
         EnvironmentVariable("TRITON_CACHE_DIR", f"{cache}/triton", "the home is root's in there; this folder is not"),
     ]
-
-
-def read_mounts(settings: Sequence[str]) -> tuple[tuple[str, bool], ...]:
-    """(path, is writable) of every setting PATH or PATH:rw."""
-    return tuple((setting.removesuffix(":rw"), setting.endswith(":rw")) for setting in settings)
-
-
-def state_mounts(config: RunConfig, home: str) -> list[tuple[str, bool]]:
-    """Where checkpoints are written, what a run begins with or goes on from, data mixed in; `home` stands for ~."""
-    settings, mounts = config.train.checkpoint, []
-    if settings.folder is not None:
-        mounts.append((at_home(settings.folder, home), True))
-    if settings.resume_from is not None:
-        source = PurePosixPath(at_home(settings.resume_from, home))
-        # What lies beside a checkpoint tells which disk this is.
-        mounts.append((str(source.parent if source.name.startswith("step-") else source), False))
-    if config.model.init_from is not None:
-        mounts.append((at_home(config.model.init_from, home), False))
-    mounts += [(at_home(path, home), False) for path in config.data.mix_paths]
-    return mounts
 
 
 def text_files(data: DataConfig) -> list[str]:
@@ -101,14 +77,6 @@ def text_files(data: DataConfig) -> list[str]:
 def at_home(path: str, home: str) -> str:
     """`path` with `home` in place of a leading ~."""
     return f"{home}{path[1:]}" if path.startswith("~/") else path
-
-
-def merge_mounts(mounts: Sequence[tuple[str, bool]]) -> tuple[tuple[str, bool], ...]:
-    """Every path once, writable if one asks for that; the shortest first, for a mount hides what lies below it."""
-    wanted: dict[str, bool] = {}
-    for path, is_writable in mounts:
-        wanted[path] = wanted.get(path, False) or is_writable
-    return tuple(sorted(wanted.items(), key=lambda mount: (mount[0].count("/"), mount[0])))
 
 
 def fixed_part(path: str) -> str:
@@ -254,14 +222,20 @@ class NodesBuilder:
         command = (*engine_words(config.command), *options, "--entrypoint", program, config.image or "", *arguments)
         return replace(bare, argv=command, container=name)
 
-    def _mounts(self, site: Site) -> tuple[tuple[str, bool], ...]:
-        data = self.config.data
-        read = [*(site.python_path or "").split(os.pathsep), *data.paths, *text_files(data)]
-        found = (fixed_part(at_home(path, site.home)) for path in read)
-        wanted = [(path, False) for path in found if path.startswith("/")]
-        wanted += [(path, True) for path in (site.folder, *node_folders(self.config, site.home))]
-        wanted += state_mounts(self.config, site.home)
-        return merge_mounts([*wanted, *read_mounts(self.config.cluster.container.mounts)])
+    def _mounts(self, site: Site) -> list[tuple[str, bool]]:
+        """(path, is writable), every path once, writable if one asks for that; what lies below others after them."""
+        config, source = self.config, self.config.train.checkpoint.resume_from
+        given = [*(site.python_path or "").split(os.pathsep), *config.data.paths, *text_files(config.data)]
+        read = [*map(fixed_part, given), *config.data.mix_paths, config.model.init_from or ""]
+        if source is not None:  # what lies beside a checkpoint tells which disk this is
+            folder = PurePosixPath(source)
+            read.append(str(folder.parent if folder.name.startswith("step-") else folder))
+        mounts = {path: False for path in (at_home(path, site.home) for path in read) if path.startswith("/")}
+        mounts |= dict.fromkeys((site.folder, *node_folders(config, site.home)), True)
+        for setting in config.cluster.container.mounts:
+            path = setting.removesuffix(":rw")
+            mounts[path] = mounts.get(path, False) or path != setting
+        return sorted(mounts.items(), key=lambda mount: (mount[0].count("/"), mount[0]))
 
 
 def socket_variable(backend: str, interface: str, reason: str) -> EnvironmentVariable:

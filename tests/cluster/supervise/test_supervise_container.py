@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,35 +61,33 @@ def log(rig: Rig) -> bytes:
     return path.read_bytes() if path.exists() else b""
 
 
-def test_container_that_ends_by_itself_is_removed(rig: Rig, engine: LauncherEngine) -> None:
-    launch(rig, engine, "echo ready; exit 3")
-    assert (rig.outcome()["exit_code"], rig.outcome()["cause"]) == (3, "exit")
-    assert names(engine) == []
-
-
-def test_rank_in_a_container_is_found_and_finishes_when_asked(rig: Rig, engine: LauncherEngine) -> None:
-    launch(rig, engine, POLITE)
-    wait_for(lambda: rig.ranks(), "the rank")
-    rig.stop(10.0)
+@pytest.mark.parametrize(
+    ("script", "act", "end"),
+    [
+        ("echo ready; exit 3", lambda rig: None, (3, "exit")),
+        (POLITE, lambda rig: rig.stop(10.0), (0, "stop")),
+        (STUBBORN, lambda rig: rig.stop(1.0), (137, "stop")),
+        (STUBBORN, lambda rig: kill(rig.command()), (-9, "exit")),
+    ],
+    ids=["by itself", "asked", "after the grace", "with its killed client"],
+)
+def test_container_ends_with_the_run_and_is_removed(
+    rig: Rig, engine: LauncherEngine, script: str, act: Callable[[Rig], None], end: tuple[int, str]
+) -> None:
+    launch(rig, engine, script)
+    if script is not POLITE:
+        begin = machine_time()
+    else:
+        wait_for(lambda: rig.ranks(), "the rank")
+    act(rig)
     outcome = rig.outcome()
-    assert (outcome["exit_code"], outcome["cause"], outcome["error"]) == (0, "stop", None)
-    assert b"finished" in log(rig)
-    assert [death["rank"] for death in outcome["deaths"]] == [0]
-
-
-def test_container_that_ignores_the_stop_is_killed_after_the_grace(rig: Rig, engine: LauncherEngine) -> None:
-    launch(rig, engine, STUBBORN)
-    begin = machine_time()
-    rig.stop(1.0)
-    assert rig.outcome()["exit_code"] == 137
-    assert machine_time() - begin < 8.0
-
-
-def test_container_ends_with_its_killed_client(rig: Rig, engine: LauncherEngine) -> None:
-    launch(rig, engine, STUBBORN)
-    kill(rig.command())
-    assert rig.outcome()["exit_code"] == -9
+    assert ((outcome["exit_code"], outcome["cause"]), outcome["error"]) == (end, None)
     assert names(engine) == []
+    if script is POLITE:
+        assert b"finished" in log(rig)
+        assert [death["rank"] for death in outcome["deaths"]] == [0]
+    else:
+        assert machine_time() - begin < 8.0
 
 
 def test_sweep_removes_what_a_killed_supervisor_left(rig: Rig, engine: LauncherEngine) -> None:
