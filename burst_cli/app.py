@@ -7,6 +7,8 @@ A verb's module is imported only when that verb runs, so `burst --help` stays fa
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import importlib
 import inspect
 import os
@@ -15,7 +17,7 @@ import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar, cast, get_origin, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -24,6 +26,7 @@ from burst_cli import __version__
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+C = TypeVar("C", bound=Callable[..., Any])
 _HELP: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
 
 
@@ -101,12 +104,12 @@ class _Context(typer.Context):
 def _dress(command: Any) -> None:
     """Lets the terminal, not the source, decide where the lines of a help text end; `\\b` marks what stays as it is.
 
-    Flags lose their type, which would read as if `--json true` could be written.
+    Flags lose their type, which would read as if `--json true` could be written, and their opposite, --no-json.
     """
     command.context_class = _Context
     for parameter in command.get_params(typer.Context(command, **_HELP)):
         if getattr(parameter, "is_flag", False):
-            parameter.metavar = ""
+            parameter.metavar, parameter.secondary_opts = "", []
     paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
     command.help = "\n\n".join(
         text if text.startswith("\b") else re.sub(r"\n(?![\s-])", " ", text) for text in paragraphs
@@ -206,6 +209,38 @@ def _run_verb(arguments: list[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
+class _Verb(typer.Typer):
+    """Of a command that takes a dataclass, the fields that are options of the command line stand in its place."""
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[C], C]:
+        register = super().command(name, **settings)
+        return lambda function: register(_spread(function))
+
+
+def _spread(function: C) -> C:
+    """`function` with arguments of its own for the fields of the dataclasses that it takes."""
+    own = inspect.signature(function, eval_str=True).parameters
+    groups = {name: own[name].annotation for name in own if dataclasses.is_dataclass(own[name].annotation)}
+    fields = {name: _options(kind) for name, kind in groups.items()}
+
+    @functools.wraps(function)
+    def call(**given: Any) -> Any:
+        made = {name: kind(**{field: given.pop(field) for field in fields[name]}) for name, kind in groups.items()}
+        return function(**made, **given)
+
+    parameters = [one for name, parameter in own.items() for one in fields.get(name, {name: parameter}).values()]
+    keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters]
+    call.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
+    return cast(C, call)
+
+
+def _options(kind: type) -> dict[str, inspect.Parameter]:
+    kinds, parameters = get_type_hints(kind, include_extras=True), inspect.signature(kind).parameters.items()
+    return {
+        name: one.replace(annotation=kinds[name]) for name, one in parameters if get_origin(kinds[name]) is Annotated
+    }
+
+
 def new_verb() -> typer.Typer:
     """An empty Typer application with the settings that every verb shares; its module must call it `app`."""
-    return typer.Typer(cls=_Parts, add_completion=False, pretty_exceptions_enable=False, context_settings=_HELP)
+    return _Verb(cls=_Parts, add_completion=False, pretty_exceptions_enable=False, context_settings=_HELP)

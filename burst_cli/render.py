@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from typing import IO, Any, Literal
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from engine.config.errors import BurstError, ConfigError
@@ -118,6 +118,21 @@ def _console(*, stderr: bool) -> Console:
     else:
         width = os.get_terminal_size(stream.fileno()).columns or None if stream.isatty() else PIPE_WIDTH
     return _PipeConsole(stderr=stderr, width=width, highlight=False, emoji=False)
+
+
+def show(document: Mapping[str, Any], *views: RenderableType, as_json: bool) -> None:
+    """The result of a verb on stdout: `document` as the one of --json, else `views`, of which a text is no markup."""
+    if as_json:
+        emit_json(document)
+    else:
+        say(stdout(), *views)
+
+
+def say(console: Console, *views: RenderableType) -> None:
+    """Print `views` one below the other: texts as they are, whole lines; tables as wide as there is room."""
+    for view in views:
+        text = Text(view) if isinstance(view, str) else view
+        console.print(text, soft_wrap=isinstance(text, Text))
 
 
 def told(kind: Literal["error", "warning", "note"], text: str) -> Text:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from burst_cli.options import ConfigDirOption, OverridesArgument
 
 if TYPE_CHECKING:
     from cluster.ssh.hosts import Host
@@ -19,9 +20,8 @@ HostsOption = Annotated[
     str | None,
     typer.Option("--hosts", "-w", metavar="NODES", help="Nodes, such as node[1-4,7]; default: cluster.nodes."),
 ]
-
 HostfileOption = Annotated[
-    Path | None, typer.Option("--hostfile", metavar="FILE", help="File with one node per line, instead of --hosts.")
+    Path | None, typer.Option(metavar="FILE", help="File with one node per line, instead of --hosts.")
 ]
 
 
@@ -34,30 +34,32 @@ class Targets:
     source: str
 
 
-def select_targets(
-    overrides: Sequence[str],
-    config_dirs: Sequence[Path],
-    *,
-    hosts: str | None,
-    hostfile: Path | None,
-    or_here: bool = False,
-    local: bool = False,
-) -> Targets:
-    """The composed configuration and the nodes: of --hosts, --hostfile, cluster.nodes or Slurm, the first given.
+@dataclass(frozen=True)
+class NodeOptions:
+    """What a verb that reaches nodes is told on the command line of the configuration and of nodes."""
 
-    or_here: where none is, this machine is meant, and there are no hosts; local: that is so whatever is named.
-    Raises ConfigError (HostsError among them) when none is, or when a name or the way to it makes no sense.
-    """
-    from burst_cli.compose import compose
-    from cluster.ssh.nodes import slurm_nodes
-    from cluster.ssh.resolve import resolve_hosts
+    overrides: OverridesArgument = None
+    hosts: HostsOption = None
+    hostfile: HostfileOption = None
+    config_dir: ConfigDirOption = None
 
-    config = compose(overrides, config_dirs).config
-    is_named = any(one is not None for one in (hosts, hostfile, config.cluster.nodes))
-    if local or (or_here and not is_named and slurm_nodes(os.environ) is None):
-        return Targets(config, (), "this machine")
-    nodes = select_nodes(config, hosts=hosts, hostfile=hostfile)
-    return Targets(config, resolve_hosts(nodes.names, config.cluster.ssh, overrides), nodes.source)
+    def select(self, *, or_here: bool = False, local: bool = False) -> Targets:
+        """The composed configuration and the nodes: of --hosts, --hostfile, cluster.nodes or Slurm, the first given.
+
+        or_here: where none is, this machine is meant, and there are no hosts; local: that is so whatever is named.
+        Raises ConfigError (HostsError among them) when none is, or when a name or the way to it makes no sense.
+        """
+        from burst_cli.compose import compose
+        from cluster.ssh.nodes import slurm_nodes
+        from cluster.ssh.resolve import resolve_hosts
+
+        overrides = self.overrides or ()
+        config = compose(overrides, self.config_dir or ()).config
+        is_named = any(one is not None for one in (self.hosts, self.hostfile, config.cluster.nodes))
+        if local or (or_here and not is_named and slurm_nodes(os.environ) is None):
+            return Targets(config, (), "this machine")
+        nodes = select_nodes(config, hosts=self.hosts, hostfile=self.hostfile)
+        return Targets(config, resolve_hosts(nodes.names, config.cluster.ssh, overrides), nodes.source)
 
 
 def select_nodes(config: RunConfig, *, hosts: str | None, hostfile: Path | None) -> NodeList:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -9,26 +10,16 @@ import typer
 from burst_cli.app import new_verb
 from burst_cli.completion import complete_run_or_override
 from burst_cli.eval.request import evaluation_request
-from burst_cli.launch.launching import LaunchManner, launch_request
-from burst_cli.launch.request import LaunchRequest
-from burst_cli.options import (
-    RUNS_DIR,
-    ConfigDirOption,
-    DetachOption,
-    DryRunOption,
-    ForceOption,
-    JsonOption,
-    PlainOption,
-    RunsDirOption,
-    SkipChecksOption,
-)
-from burst_cli.targets import HostfileOption, HostsOption
+from burst_cli.launch.launching import launch_request
+from burst_cli.launch.request import LaunchManner, LaunchRequest
+from burst_cli.options import ConfigDirOption, DryRunOption
 
 app = new_verb()
 
 
 @app.command()
 def evaluate(
+    *,
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -38,19 +29,13 @@ def evaluate(
         ),
     ] = None,
     step: Annotated[
-        int | None, typer.Option("--step", min=1, help="The checkpoint of this step; else the newest undamaged one.")
+        int | None, typer.Option(min=1, help="The checkpoint of this step; else the newest undamaged one.")
     ] = None,
-    hosts: HostsOption = None,
-    hostfile: HostfileOption = None,
+    request: LaunchRequest,
     config_dir: ConfigDirOption = None,
-    runs_dir: RunsDirOption = RUNS_DIR,
-    detach: DetachOption = False,
     dry_run: DryRunOption = False,
-    force: ForceOption = False,
-    skip_checks: SkipChecksOption = False,
-    plain: PlainOption = False,
-    as_json: JsonOption = False,
-) -> None:
+    manner: LaunchManner,
+) -> int:
     """Evaluate weights: validation loss, loss by position, needles by depth. Trains and saves nothing.
 
     RUN is evaluated as it was trained: with its configuration, on its ranks and nodes, from its newest undamaged
@@ -72,17 +57,5 @@ def evaluate(
     Exit codes as of `burst launch`: 0 completed, 1 failed, or nodes are not fit, 2 usage or configuration, 130
     interrupted.
     """
-    options = LaunchRequest(
-        (),
-        tuple(config_dir or ()),
-        runs_dir,
-        None,
-        hosts,
-        hostfile,
-        force=force,
-        skip_checks=skip_checks,
-        dry_run=dry_run,
-    )
-    request = evaluation_request(tuple(words or ()), step, options)
-    manner = LaunchManner(plain_lines=plain, as_json=as_json, detach=detach)
-    raise typer.Exit(launch_request(request, manner))
+    options = replace(request, config_dirs=tuple(config_dir or ()), dry_run=dry_run)
+    return launch_request(evaluation_request(tuple(words or ()), step, options), manner)

@@ -49,7 +49,7 @@ def evaluation_request(words: tuple[str, ...], step: int | None, options: Launch
 
 def _evaluates_here(options: LaunchRequest, words: tuple[str, ...], base: RunConfig) -> bool:
     """Whether the ranks will be on this machine, which may not be where those of the run were."""
-    if options.hosts is not None or options.hostfile is not None or runner_for(base.cluster).is_here:
+    if options.names_nodes or runner_for(base.cluster).is_here:
         return False
     return runner_for(compose(words, options.config_dirs, base).config.cluster).is_here
 

@@ -12,11 +12,11 @@ from typing import Annotated
 import typer
 
 from burst_cli import render
-from burst_cli.app import EXIT_INTERRUPTED, new_verb
+from burst_cli.app import new_verb
 from burst_cli.figures import binary_bytes
 from burst_cli.image.view import plan_view, push_view, results_view, status_view
-from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
-from burst_cli.targets import HostfileOption, HostsOption, Targets, select_targets
+from burst_cli.options import JsonOption
+from burst_cli.targets import NodeOptions, Targets
 from cluster.errors import ClusterError
 from cluster.image.archive import pack_image
 from cluster.image.build import Device, build_command, run_build
@@ -29,13 +29,9 @@ from cluster.testbed.spec import parse_rate
 from engine.config.errors import ConfigError
 from engine.runs.provenance import git_facts
 
-DEFAULT_TAG = "burst:latest"
-
 app = new_verb()
 
-ImageOption = Annotated[
-    str | None, typer.Option("--image", metavar="NAME:TAG", help="Default: cluster.container.image.")
-]
+ImageOption = Annotated[str | None, typer.Option(metavar="NAME:TAG", help="Default: cluster.container.image.")]
 
 
 @app.command()
@@ -43,13 +39,11 @@ def build(
     options: Annotated[
         list[str] | None, typer.Argument(metavar="[-- OPTION...]", help="More options of the engine's build.")
     ] = None,
-    tag: Annotated[str, typer.Option("--tag", "-t", help="NAME:TAG of the image.")] = DEFAULT_TAG,
-    device: Annotated[Device, typer.Option("--device", help="cuda: NVIDIA GPUs; cpu: much smaller.")] = "cuda",
-    context: Annotated[
-        Path | None, typer.Option("--context", help="A checkout of burst; default: the one that runs.")
-    ] = None,
-    command: Annotated[str, typer.Option("--command", help="The engine's command line.")] = "docker",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the command; build nothing.")] = False,
+    tag: Annotated[str, typer.Option("--tag", "-t", help="NAME:TAG of the image.")] = "burst:latest",
+    device: Annotated[Device, typer.Option(help="cuda: NVIDIA GPUs; cpu: much smaller.")] = "cuda",
+    context: Annotated[Path | None, typer.Option(help="A checkout of burst; default: the one that runs.")] = None,
+    command: Annotated[str, typer.Option(help="The engine's command line.")] = "docker",
+    dry_run: Annotated[bool, typer.Option(help="Show the command; build nothing.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Build the image of this checkout through the Docker engine that DOCKER_HOST names.
@@ -63,35 +57,26 @@ def build(
     """
     root = (context or Path(__file__).resolve().parents[2]).absolute()
     argv = build_command(root, command, tag, device, options or [], git_facts(root))
-    if dry_run and as_json:
-        render.emit_json({"command": argv})
-    elif dry_run:
-        render.stdout().print(shlex.join(argv), markup=False, soft_wrap=True)
     if dry_run:
+        render.show({"command": argv}, shlex.join(argv), as_json=as_json)
         return
     run_build(argv)
     image = _image_here((command,), tag)
-    if as_json:
-        render.emit_json({"image": tag, "id": image.image_id, "size_bytes": image.size_bytes})
-        return
-    console = render.stdout()
-    console.print(f"{tag}: {binary_bytes(image.size_bytes)}, {image.image_id}", markup=False)
-    console.print(f"next: burst image push --image {tag} cluster=NAME", markup=False)
+    document = {"image": tag, "id": image.image_id, "size_bytes": image.size_bytes}
+    built = f"{tag}: {binary_bytes(image.size_bytes)}, {image.image_id}"
+    render.show(document, built, f"next: burst image push --image {tag} cluster=NAME", as_json=as_json)
 
 
 @app.command()
 def push(
-    overrides: OverridesArgument = None,
-    config_dir: ConfigDirOption = None,
-    hosts: HostsOption = None,
-    hostfile: HostfileOption = None,
+    nodes: NodeOptions,
     image: ImageOption = None,
     limit: Annotated[
-        str | None, typer.Option("--limit", metavar="RATE", help="Of what leaves this machine, such as 50MB/s.")
+        str | None, typer.Option(metavar="RATE", help="Of what leaves this machine, such as 50MB/s.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go where; send nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Show what would go where; send nothing.")] = False,
     as_json: JsonOption = False,
-) -> None:
+) -> int:
     """Bring an image of this machine's engine to every node.
 
     Every node's own engine pulls it through the SSH connection from a registry
@@ -104,26 +89,18 @@ def push(
 
     burst image push cluster=mycluster --image burst:latest
     """
-    targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
+    targets = nodes.select()
     rate = None if limit is None else parse_rate(limit) / 8
     try:
-        is_ok = _push(targets, _image_name(targets, image), rate, dry_run=dry_run, as_json=as_json)
+        return 0 if _push(targets, _image_name(targets, image), rate, dry_run=dry_run, as_json=as_json) else 1
     except KeyboardInterrupt:
         text = "interrupted: layers that are whole stay on the nodes; the same command sends the others"
-        render.stderr().print(text, markup=False)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    raise typer.Exit(0 if is_ok else 1)
+        render.say(render.stderr(), text)
+        raise
 
 
 @app.command()
-def status(
-    overrides: OverridesArgument = None,
-    config_dir: ConfigDirOption = None,
-    hosts: HostsOption = None,
-    hostfile: HostfileOption = None,
-    image: ImageOption = None,
-    as_json: JsonOption = False,
-) -> None:
+def status(nodes: NodeOptions, image: ImageOption = None, as_json: JsonOption = False) -> int:
     """Show which nodes hold which image under a name.
 
     Nodes are compared with the image of this machine, or with most nodes where
@@ -132,7 +109,7 @@ def status(
 
     Exit codes: 0 all hold it, 1 one does not, 3 one could not be asked.
     """
-    targets = select_targets(overrides or [], config_dir or [], hosts=hosts, hostfile=hostfile)
+    targets = nodes.select()
     name, engine = _image_name(targets, image), engine_words(targets.config.cluster.container.command)
     try:
         local = _image_here(engine, name).identity
@@ -145,11 +122,8 @@ def status(
 
     with SshPool() as pool:
         result = build_status(name, list(fan_out(targets.hosts, find).values()), local)
-    if as_json:
-        render.emit_json(asdict(result))
-    else:
-        render.stdout().print(status_view(result))
-    raise typer.Exit(result.exit_code)
+    render.show(asdict(result), status_view(result), as_json=as_json)
+    return result.exit_code
 
 
 def _push(targets: Targets, name: str, limit: float | None, *, dry_run: bool, as_json: bool) -> bool:
@@ -163,10 +137,7 @@ def _push(targets: Targets, name: str, limit: float | None, *, dry_run: bool, as
     with SshPool() as pool, Push(image, pack, engine, targets.hosts, pool.connect) as push:
         plan = push.plan(limit)
         if dry_run:
-            if as_json:
-                render.emit_json(asdict(plan))
-            else:
-                render.stdout().print(plan_view(plan))
+            render.show(asdict(plan), plan_view(plan), as_json=as_json)
             return not any(node.problem for node in plan.nodes)
         if plan.pulling:
             console.print(plan_view(plan))
@@ -174,13 +145,10 @@ def _push(targets: Targets, name: str, limit: float | None, *, dry_run: bool, as
             results = push.run(plan, tell)
         sent = push.sent_bytes
     elapsed_s, is_ok = time.monotonic() - begin, all(result.ok for result in results)
-    if as_json:
-        received = sum(result.received_bytes for result in results)
-        head = {"image": plan.image, "identity": plan.identity, "ok": is_ok, "seconds": elapsed_s}
-        nodes = [asdict(result) for result in results]
-        render.emit_json({**head, "sent_bytes": sent, "received_bytes": received, "nodes": nodes})
-    else:
-        render.stdout().print(results_view(results, elapsed_s))
+    received = sum(result.received_bytes for result in results)
+    head = {"image": plan.image, "identity": plan.identity, "ok": is_ok, "seconds": elapsed_s, "sent_bytes": sent}
+    document = {**head, "received_bytes": received, "nodes": [asdict(result) for result in results]}
+    render.show(document, results_view(results, elapsed_s), as_json=as_json)
     return is_ok
 
 

@@ -1,4 +1,7 @@
-"""Leaving a run to a process in the background: it starts the nodes, and this one returns once they run."""
+"""Leaving a run to a process in the background: it starts the nodes, and this one returns once they run.
+
+That process is `python -m burst_cli.launch.launching RUN start|take-over`; what it says goes to RUN/controller.log.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from engine.runs.folder import FINAL_STATES, RunFolder
 from engine.runs.provenance import python_path
 
 CONTROLLER_LOG = "controller.log"
-START, TAKE_OVER = "start", "take-over"  # what the process in the background is to do
+START, TAKE_OVER = "start", "take-over"
 _POLL_S = 0.05
 
 
@@ -40,20 +43,24 @@ def launch_detached(run: RunFolder, stop: StopRequests, console: Console, *, as_
             process.send_signal(signal.SIGTERM)
         time.sleep(_POLL_S)
     if begun and not passed_on:
-        _say_begun(run, process.pid, console, as_json=as_json)
+        if not as_json:
+            text = f"it goes on in the background, led by process {process.pid}"
+            render.say(console, Text(text, style="dim"))
+        lines = [f"burst {verb} {run.run_id}" for verb in ("status", "logs", "cancel")]
+        document = {**run_record(run), "detached": True, "controller_pid": process.pid}
+        render.show(document, *lines, as_json=as_json)
         return 0
     code = process.wait()
     state = run.read_state()
     if state["state"] not in FINAL_STATES:
-        lines = "\n".join(last_lines(str(run.path / CONTROLLER_LOG), 5))
-        raise RunError(f"The controller in the background ended with exit code {code} before the nodes ran: {lines}")
-    if as_json:
-        render.emit_json({**run_record(run), "exit_code": code, "detached": False})
+        lines = last_lines(str(run.path / CONTROLLER_LOG), 5)
+        said = "\n".join(lines)
+        raise RunError(f"The controller in the background ended with exit code {code} before the nodes ran: {said}")
     failure = failure_from_dict(state.get("failure"))
     if failure is not None:
-        console.print(failure_block(run, failure), soft_wrap=True)
-    elif not as_json:
-        render.stdout().print(Text(f"{state['state']} {run.exp}/{run.run_id}"), soft_wrap=True)
+        render.say(console, failure_block(run, failure))
+    ended = [f"{state['state']} {run.exp}/{run.run_id}"] if failure is None else []
+    render.show({**run_record(run), "exit_code": code, "detached": False}, *ended, as_json=as_json)
     return code
 
 
@@ -64,7 +71,7 @@ def _spawn(run: RunFolder, way: str) -> subprocess.Popen[bytes]:
     descriptor = os.open(run.path / CONTROLLER_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "burst_cli.launch.follow", str(run.path), way],
+            [sys.executable, "-P", "-m", "burst_cli.launch.launching", str(run.path), way],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -82,12 +89,3 @@ def _has_begun(run: RunFolder, process: subprocess.Popen[bytes], attempt: int, *
     is_this_attempt = not start or state["state"] in ("starting", "running")
     has_begun = state.get("nodes_started_at") is not None or state.get("job") is not None
     return is_this_attempt and state["attempt"] >= attempt and (not start or has_begun)
-
-
-def _say_begun(run: RunFolder, pid: int, console: Console, *, as_json: bool) -> None:
-    if as_json:
-        render.emit_json({**run_record(run), "detached": True, "controller_pid": pid})
-        return
-    console.print(Text(f"it goes on in the background, led by process {pid}"), style="dim", soft_wrap=True)
-    for verb in ("status", "logs", "cancel"):
-        render.stdout().print(Text(f"burst {verb} {run.run_id}"), soft_wrap=True)

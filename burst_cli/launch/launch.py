@@ -2,46 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from burst_cli.app import new_verb
-from burst_cli.options import (
-    RUNS_DIR,
-    AsOption,
-    ConfigDirOption,
-    DetachOption,
-    DryRunOption,
-    ForceOption,
-    JsonOption,
-    OverridesArgument,
-    PlainOption,
-    RunsDirOption,
-    SkipChecksOption,
-)
-from burst_cli.targets import HostfileOption, HostsOption
+from burst_cli.launch.request import LaunchManner, LaunchRequest
+from burst_cli.options import AsOption, ConfigDirOption, DryRunOption, OverridesArgument
 
 app = new_verb()
 
 
 @app.command()
 def launch(
+    *,
     overrides: OverridesArgument = None,
-    hosts: HostsOption = None,
-    hostfile: HostfileOption = None,
+    request: LaunchRequest,
     config_dir: ConfigDirOption = None,
-    runs_dir: RunsDirOption = RUNS_DIR,
-    run_path: Annotated[Path | None, typer.Option("--run-path", hidden=True)] = None,
-    detach: DetachOption = False,
+    run_path: Annotated[Path | None, typer.Option(hidden=True)] = None,
     dry_run: DryRunOption = False,
     form: AsOption = None,
-    force: ForceOption = False,
-    skip_checks: SkipChecksOption = False,
-    plain: PlainOption = False,
-    as_json: JsonOption = False,
-) -> None:
+    manner: LaunchManner,
+) -> int:
     """Train: write the run folder, start the ranks, show progress.
 
     Without nodes the ranks run on this machine. Nodes come from --hosts, --hostfile
@@ -63,19 +47,8 @@ def launch(
     Exit codes: 0 completed, 1 failed, or nodes are not fit; 2 usage or
     configuration; 130 interrupted.
     """
-    from burst_cli.launch.launching import LaunchManner, launch_request
-    from burst_cli.launch.request import LaunchRequest
+    from burst_cli.launch.launching import launch_request
 
-    request = LaunchRequest(
-        tuple(overrides or ()),
-        tuple(config_dir or ()),
-        runs_dir,
-        run_path,
-        hosts,
-        hostfile,
-        force=force,
-        skip_checks=skip_checks,
-        dry_run=dry_run,
-    )
-    manner = LaunchManner(plain_lines=plain, as_json=as_json, detach=detach, form=form)
-    raise typer.Exit(launch_request(request, manner))
+    words, folders = tuple(overrides or ()), tuple(config_dir or ())
+    request = replace(request, overrides=words, config_dirs=folders, run_path=run_path, dry_run=dry_run)
+    return launch_request(request, replace(manner, form=form))

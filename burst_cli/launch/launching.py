@@ -1,24 +1,27 @@
 """A launch, from its request to the end of its last attempt: planned, shown or run, led, told of.
 
 The plan of another attempt is made anew for nodes as they are then; how often one is begun by itself is counted here.
+`python -m burst_cli.launch.launching RUN start|take-over` leads a run that was left to the background.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from burst_cli import render
 from burst_cli.eval.view import evaluation_view, is_evaluation
 from burst_cli.figures import DASH, binary_bytes, clean, count, count_of, duration, percent, plain
-from burst_cli.launch.detach import launch_detached
-from burst_cli.launch.nccl_network import fallback_rows, fallback_text, socket_fallbacks
-from burst_cli.launch.request import LaunchRequest, PreparedLaunch, prepare_launch
+from burst_cli.launch.detach import START, launch_detached
+from burst_cli.launch.nccl_network import fallback_text, socket_fallbacks
+from burst_cli.launch.prepare import PreparedLaunch, prepare_data, prepare_launch
+from burst_cli.launch.request import LaunchManner, LaunchRequest
 from burst_cli.plan.launch_view import launch_notes, show_job, show_plan
 from burst_cli.runs.failure import failure_block
 from burst_cli.runs.live import open_view
@@ -28,12 +31,12 @@ from cluster.checks.launch import UnfitNodesError
 from cluster.control.attempt import Restarts, StopRequests
 from cluster.control.controller import Manner, control
 from cluster.control.judge import last_checkpoint
-from cluster.control.link import LaunchObserver, LaunchOutcome, LaunchTiming
+from cluster.control.link import LaunchObserver, LaunchOutcome
 from cluster.launch.runner import open_links, runner_of
-from cluster.plan import LaunchPlan, write_plan_files
+from cluster.plan import LaunchPlan, read_launch_plan, write_plan_files
 from cluster.ssh.nodes import parse_nodes
 from engine.config.errors import BurstError, ConfigError
-from engine.runs.folder import OVERRIDES_FILE, RunFolder, create_run
+from engine.runs.folder import OVERRIDES_FILE, RunFolder, create_run, open_run
 from engine.runs.provenance import collect_provenance
 from engine.runs.records import json_text
 
@@ -54,13 +57,13 @@ def renewed_plan(plan: LaunchPlan, run: RunFolder, request: LaunchRequest | None
     """
     request = request or LaunchRequest()
     if not runner_of(plan).takes_nodes:
-        if request.hosts is not None or request.hostfile is not None:
+        if request.names_nodes:
             raise ConfigError(f"run {run.run_id} is of launcher {plan.launcher}, so it takes no --hosts or --hostfile")
         return plan
     base = replace(plan.config, cluster=replace(plan.config.cluster, num_nodes=None))
     force = request.force or not plan.is_exclusive
     request = replace(request, run_path=run.path, base=base, force=force)
-    if request.hosts is None and request.hostfile is None:
+    if not request.names_nodes:
         named = base.cluster.spare_nodes
         spares = () if named is None else parse_nodes(named, "cluster.spare_nodes").names
         names = tuple(node.name for node in plan.nodes)
@@ -133,21 +136,6 @@ def _is_stopped(seconds: float, stop: StopRequests, manner: Manner) -> bool:
     return stop.count > 0
 
 
-@dataclass(frozen=True)
-class LaunchManner:
-    """How a launch talks: plain lines, or one JSON document on stdout; and how patient it is.
-
-    detach: leave the run to a process in the background once the nodes run, or be that process. form: of a rehearsal:
-    only the job as another program takes it.
-    """
-
-    plain_lines: bool = False
-    as_json: bool = False
-    timing: LaunchTiming = LaunchTiming()  # noqa: RUF009 - frozen
-    detach: bool = False
-    form: str | None = None
-
-
 def launch_request(request: LaunchRequest, manner: LaunchManner) -> int:
     """The exit code of the launch that `request` means, or 0 once a rehearsal has shown it.
 
@@ -162,9 +150,8 @@ def launch_request(request: LaunchRequest, manner: LaunchManner) -> int:
     if request.dry_run:
         show_plan(prepared.plan, prepared.memory, prepared.survey.warnings, prepared.notes, as_json=manner.as_json)
         return 0
-    render.stderr().print(
-        launch_notes(prepared.memory, prepared.survey.warnings, prepared.notes), soft_wrap=True, end=""
-    )
+    notes = launch_notes(prepared.memory, prepared.survey.warnings, prepared.notes)
+    render.stderr().print(notes, soft_wrap=True, end="")
     prepared.survey.prepare(prepared.plan)
     return run_plan(prepared.plan, prepared.overrides, manner)
 
@@ -175,15 +162,17 @@ def run_plan(plan: LaunchPlan, overrides: Sequence[str], manner: LaunchManner) -
     Nothing is created when the data cannot be prepared; from then on every end is recorded in the run folder. Nodes
     other than this machine prepare their data themselves.
     """
-    console = render.plain_stderr() if manner.plain_lines else render.stderr()
-    if runner_of(plan).is_here:
-        from burst_cli.launch.data import prepare_data  # nodes prepare theirs, and who asks them needs nothing for it
-
+    console, is_here = manner.console(), runner_of(plan).is_here
+    if is_here:
         prepare_data(plan.config, console)
+    typed, provenance = "".join(f"{override}\n" for override in overrides), json_text(collect_provenance())
+    files = {**dict(plan.files), OVERRIDES_FILE: typed, "provenance.json": provenance}
+    where = "" if is_here else f" on {count_of('node', len(plan.nodes))}"
+    ranks = f"{count_of('rank', plan.world_size)}{where}, {plan.backend.name} ({plan.backend.reason})"
     stop = StopRequests()
     with stop.listening():
-        run = create_run(Path(plan.run_path), _files(plan, overrides), world_size=plan.world_size)
-        console.print(_heading(plan, run), soft_wrap=True)
+        run = create_run(Path(plan.run_path), files, world_size=plan.world_size)
+        render.say(console, Text.assemble((_name(run), "bold"), f"  {ranks}"), Text(str(run.path), "dim"))
         if manner.detach:
             return launch_detached(run, stop, console, as_json=manner.as_json)
         return lead_run(plan, run, stop, console, manner)
@@ -206,56 +195,30 @@ def lead_run(
     return outcome.exit_code
 
 
-def _files(plan: LaunchPlan, overrides: Sequence[str]) -> dict[str, str]:
-    return {
-        **dict(plan.files),
-        OVERRIDES_FILE: "".join(f"{override}\n" for override in overrides),
-        "provenance.json": json_text(collect_provenance()),
-    }
-
-
-def _heading(plan: LaunchPlan, run: RunFolder) -> Text:
-    nodes = "" if runner_of(plan).is_here else f" on {count_of('node', len(plan.nodes))}"
-    return Text.assemble(
-        (f"{run.exp}/{run.run_id}", "bold"),
-        f"  {count_of('rank', plan.world_size)}{nodes}, {plan.backend.name} ({plan.backend.reason})\n",
-        (f"{run.path}", "dim"),
-    )
-
-
 def conclude(run: RunFolder, outcome: LaunchOutcome, elapsed_s: float, saved: str | None, *, as_json: bool) -> None:
     """Say how it ended: a failure on stderr, the result on stdout. saved: the last checkpoint."""
-    console = render.stderr()
-    name = f"{run.exp}/{run.run_id}"
-    record = run_record(run)
-    if outcome.failure is not None:
-        console.print(failure_block(run, outcome.failure), soft_wrap=True)
-    fallbacks = socket_fallbacks(run)
-    if text := fallback_text(fallbacks):
-        console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
-    for leftover in outcome.leftover:
-        console.print(Text(f"warning: may still run: {clean(str(leftover))}", style="yellow"), soft_wrap=True)
+    record, fallbacks, views = run_record(run), socket_fallbacks(run), list[RenderableType]()
+    warnings = [fallback_text(fallbacks), *(f"may still run: {clean(str(one))}" for one in outcome.leftover)]
+    failure = [] if outcome.failure is None else [failure_block(run, outcome.failure)]
+    told = (Text(f"warning: {text}", style="yellow") for text in warnings if text)
+    render.say(render.stderr(), *failure, *told)
+    if outcome.failure is None:
+        style, result = "green" if outcome.status == "completed" else "yellow", result_line(record)
+        weights = saved or "nothing was saved; train.checkpoint.at_end=true saves them"
+        found = [evaluation_view(record)] if is_evaluation(record) else [result]
+        views = [Text.assemble((outcome.status, style), f" {_name(run)} in {duration(elapsed_s)}"), *found]
+        views += [f"more: burst report {run.run_id}"]
+        views += [] if is_evaluation(record) else [f"weights: {clean(weights)}"]
+    ended = {"exit_code": outcome.exit_code, "leftover": [*map(str, outcome.leftover)]}
     with render.reader_may_leave():  # the exit code tells how the run ended, not whether somebody read of it
-        if as_json:
-            ended = {"exit_code": outcome.exit_code, "leftover": [*map(str, outcome.leftover)]}
-            render.emit_json({**record, **ended, "socket_fallback": fallback_rows(fallbacks)})
-        elif outcome.failure is None:
-            style = "green" if outcome.status == "completed" else "yellow"
-            render.stdout().print(Text.assemble((outcome.status, style), f" {name} in {duration(elapsed_s)}"))
-            if is_evaluation(record):
-                render.stdout().print(evaluation_view(record))
-            else:
-                render.stdout().print(Text(result_line(record)), soft_wrap=True)
-            render.stdout().print(Text(f"more: burst report {run.run_id}"), soft_wrap=True)
-            if not is_evaluation(record):
-                weights = saved or "nothing was saved; train.checkpoint.at_end=true saves them"
-                render.stdout().print(Text(f"weights: {clean(weights)}"), soft_wrap=True)
+        render.show({**record, **ended, "socket_fallback": fallbacks}, *views, as_json=as_json)
 
 
 def result_line(record: dict[str, Any]) -> str:
     """The figures a person asks for first, in one line."""
+    dropped = record.get("dropped_steps")
     parts = [
-        f"{record.get('steps')} steps" + (f" ({dropped} dropped)" if (dropped := record.get("dropped_steps")) else ""),
+        f"{record.get('steps')} steps{f' ({dropped} dropped)' if dropped else ''}",
         f"train loss {plain(record.get('final_train_loss'))}",
         f"validation loss {plain(record.get('final_validation_loss'))}",
         f"bits/byte {plain(record.get('final_validation_bits_per_byte'))}",
@@ -264,3 +227,22 @@ def result_line(record: dict[str, Any]) -> str:
         f"peak memory {binary_bytes(record.get('peak_memory_bytes'))}",
     ]
     return "  ".join(part for part in parts if not part.endswith(DASH))
+
+
+def _name(run: RunFolder) -> str:
+    return f"{run.exp}/{run.run_id}"
+
+
+def main(run_path: str, way: str) -> int:
+    """The exit code of a run that this process leads in the background; what a person can mend is told in one line."""
+    stop = StopRequests()
+    with stop.listening():
+        try:
+            run, manner = open_run(Path(run_path)), LaunchManner(detach=True, plain=True)
+            return lead_run(read_launch_plan(run.path), run, stop, manner.console(), manner, start=way == START)
+        except BurstError as error:
+            return render.fail(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2]))

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.launch.detach import launch_detached
-from burst_cli.launch.launching import LaunchManner, lead_run, renewed_plan
-from burst_cli.launch.request import LaunchRequest
+from burst_cli.launch.launching import lead_run, renewed_plan
+from burst_cli.launch.request import LaunchManner, LaunchRequest
 from burst_cli.runs.failure import failure_line
 from burst_cli.runs.read import run_record
 from cluster.control.attempt import ControllerBusyError, RunState, StopRequests, find_controller
@@ -37,13 +37,15 @@ def resume_run(run: RunFolder, request: LaunchRequest, manner: LaunchManner) -> 
     controls it, UnknownRunError when its nodes cannot be asked, PlanFileError when `burst launch` did not start it.
     """
     plan = read_launch_plan(run.path)
-    console = render.plain_stderr() if manner.plain_lines else render.stderr()
+    console = manner.console()
     way = find_way(run, console)
     if way == "done":
-        return _say_done(run, as_json=manner.as_json)
+        text = f"{run.exp}/{run.run_id} is completed, there is nothing to resume; more: burst report {run.run_id}"
+        render.show({**run_record(run), "exit_code": 0}, text, as_json=manner.as_json)
+        return 0
     if way == "start":
         plan = renewed_plan(plan, run, request)
-    elif request.hosts is not None or request.hostfile is not None:
+    elif request.names_nodes:
         raise ConfigError(f"run {run.run_id} still runs on its nodes; burst cancel it before it gets others")
     stop = StopRequests()
     with stop.listening():
@@ -59,7 +61,7 @@ def find_way(run: RunFolder, console: Console, ask: Callable[[RunFolder], RunSta
         raise ControllerBusyError(run, controller)
     state = str(run.read_state()["state"])
     if state in ("starting", "running"):
-        console.print(Text(f"asking the nodes of {run.exp}/{run.run_id}", style="dim"))
+        render.say(console, Text(f"asking the nodes of {run.exp}/{run.run_id}", style="dim"))
         settled = ask(run)
         if settled.controller is not None:
             raise ControllerBusyError(run, settled.controller)
@@ -73,18 +75,9 @@ def find_way(run: RunFolder, console: Console, ask: Callable[[RunFolder], RunSta
     if state == "completed":
         return "done"
     if state not in FINAL_STATES and state != "planned":
-        console.print(Text(f"it runs on without a controller: taking it over, attempt {document['attempt']}"))
+        render.say(console, f"it runs on without a controller: taking it over, attempt {document['attempt']}")
         return "take over"
     if state in FINAL_STATES:
         why = ": ".join(filter(None, [state, failure_line(document.get("failure"))]))
-        console.print(Text(f"it had ended ({why}); starting attempt {document['attempt'] + 1}"), soft_wrap=True)
+        render.say(console, f"it had ended ({why}); starting attempt {document['attempt'] + 1}")
     return "start"
-
-
-def _say_done(run: RunFolder, *, as_json: bool) -> int:
-    if as_json:
-        render.emit_json({**run_record(run), "exit_code": 0})
-    else:
-        text = f"{run.exp}/{run.run_id} is completed, there is nothing to resume; more: burst report {run.run_id}"
-        render.stdout().print(Text(text), soft_wrap=True)
-    return 0

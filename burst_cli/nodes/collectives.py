@@ -53,14 +53,12 @@ def _run(plan: LaunchPlan, *, as_json: bool) -> int:
         run = create_run(Path(plan.run_path), dict(plan.files), world_size=plan.world_size)
         outcome = control(plan, run, open_links(plan, run), LaunchObserver(), stop)
     if outcome.failure is not None:
-        console.print(failure_block(run, outcome.failure), soft_wrap=True)
+        render.say(console, failure_block(run, outcome.failure))
     if outcome.status != "completed":
         return outcome.exit_code
     found = judged(run.read_summary() or {}, [node.name for node in plan.nodes])
-    if as_json:
-        render.emit_json({"run": str(run.path), "backend": plan.backend.name, "ranks": plan.world_size, **found})
-    else:
-        render.stdout().print(collectives_view(found))
+    document = {"run": str(run.path), "backend": plan.backend.name, "ranks": plan.world_size, **found}
+    render.show(document, collectives_view(found), as_json=as_json)
     return 1 if found["slow_nodes"] or found["slow_pairs"] else 0
 
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.figures import clean, duration
-from burst_cli.launch.nccl_network import fallback_rows, fallback_text, socket_fallbacks
+from burst_cli.launch.nccl_network import fallback_text, socket_fallbacks
 from burst_cli.options import RUNS_DIR, JsonOption, NewestRunArgument, RunsDirOption
 from burst_cli.runs.choose import choose_run
 from burst_cli.runs.failure import failure_block
@@ -164,7 +164,7 @@ def status_document(status: RunStatus) -> dict[str, Any]:
         "silence_s": None if seen.is_final else progress.silence_s,
         "straggler_rank": progress.straggler,
         "warnings": progress.warnings[-20:],
-        "socket_fallback": fallback_rows(status.fallbacks),
+        "socket_fallback": status.fallbacks,
         "nodes": [_node(one, row) for one, row in zip(status.statuses, status.rows, strict=True)],
         "leftover": seen.leftover,
         "next": list(status.next_steps),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,16 +12,16 @@ from rich.console import Console
 from testkit.check_fakes import GROUPS, HEALTHY, FakeFleet, answer
 from testkit.command_line import Burst
 
-from burst_cli.nodes.check_nodes import Output, run_check
-from burst_cli.nodes.check_view import CheckView, print_report
+from burst_cli.nodes.check_nodes import CheckView, print_report, run_check
 from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
 from cluster.checks.run import CheckOptions
 from cluster.checks.selection import Selection
 from cluster.errors import SshError, SshFailure
-from engine.config.settings import RunConfig
+from engine.config.cluster import ClusterConfig
 
 REFUSED = SshError("n3", SshFailure.REFUSED, "192.0.2.1 port 22 refuses connections", "is sshd running?")
 FLEET = {"n1": HEALTHY, "n2": HEALTHY, "n3": REFUSED, "n4": answer({"host.disk": "warn"})}
+NOBODY = ("--hosts", "127.0.0.1", "cluster.ssh.port=1")
 
 
 @pytest.fixture(autouse=True)
@@ -31,73 +30,58 @@ def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
 
 
-def check(nodes: dict[str, Any], output: Output | None = None) -> int:
+def check(nodes: dict[str, Any], **options: Any) -> FleetReport:
     fleet = FakeFleet(nodes)
-    options = CheckOptions(all_groups=GROUPS, connect=fleet.connect)
-    return run_check(fleet.hosts, RunConfig(), options, output or Output())
+    return run_check(
+        fleet.hosts, ClusterConfig(), CheckOptions(**{"all_groups": GROUPS, "connect": fleet.connect, **options})
+    )
 
 
-def text_of(print_to: Callable[[Console], None], **console: Any) -> str:
+def shown(report: FleetReport, *, all_findings: bool = False, **console: Any) -> list[str]:
     stream = io.StringIO()
-    print_to(Console(file=stream, **{"width": 200, "highlight": False, "emoji": False, **console}))
-    return stream.getvalue()
+    settings = {"width": 200, "highlight": False, "emoji": False, **console}
+    print_report(Console(file=stream, **settings), report, all_findings=all_findings)
+    return stream.getvalue().splitlines()
 
 
-def fleet_report(**told: tuple[Finding, ...]) -> FleetReport:
-    return FleetReport({name: NodeReport(name, findings) for name, findings in told.items()}, 1.25)
-
-
-def finding(node: str, severity: Verdict, observed: str = "", **fields: str) -> Finding:
-    return Finding("gpu.ecc", node, severity, observed, **fields)
-
-
-# Of the verb.
+def report_of(severity: Verdict, observed: str = "", **fields: str) -> FleetReport:
+    return FleetReport({"n1": NodeReport("n1", (Finding("gpu.ecc", "n1", severity, observed, **fields),))}, 1.25)
 
 
 def test_results_are_folded_and_the_last_line_names_the_usable_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(FLEET) == 1
-    out, err = capsys.readouterr()
-    assert out.splitlines()[0] == "n[1-2]: OK"
-    assert "n3: FAIL" in out
-    assert "  FAIL    ssh.reach: 192.0.2.1 port 22 refuses connections; expected: a connection" in out
-    assert "→ is sshd running?" in out
-    assert out.splitlines()[-2] == "not usable: n3"
-    assert out.splitlines()[-1].startswith("usable: n[1-2,4] (3 of 4 nodes, ")
-    assert "[4/4]" in err
-
-
-def test_the_list_is_names_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(FLEET, Output(names_only=True)) == 1
-    assert capsys.readouterr().out == "n[1-2,4]\n"
-    check({"n1": answer({"host.disk": "fail"})}, Output(names_only=True))
-    assert capsys.readouterr().out == ""
-
-
-def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check(FLEET, Output(as_json=True)) == 1
-    document = json.loads(capsys.readouterr().out)
-    assert all(0 <= part.pop("elapsed_s") < 60 for part in (document, *document["nodes"].values()))
-    assert document.keys() == {"nodes", "usable", "notes"}
-    assert (document["usable"], document["notes"]) == (["n1", "n2", "n4"], [])
-    told = {name: node["verdict"] for name, node in document["nodes"].items()}
-    assert told == {"n1": "OK", "n2": "OK", "n3": "FAIL", "n4": "WARN"}
-    assert document["nodes"]["n3"]["findings"] == [
-        {
-            "check": "ssh.reach",
-            "node": "n3",
-            "severity": "FAIL",
-            "observed": "192.0.2.1 port 22 refuses connections",
-            "expected": "a connection",
-            "remedy": "is sshd running?",
-            "device": None,
-            "evidence": "refused",
-        }
+    report = check(FLEET)
+    lines = shown(replace(report, elapsed_s=2.04))
+    assert (report.exit_code, lines[0], lines[1]) == (1, "n[1-2]: OK", "n4: WARN")
+    assert lines[-6:-3] == [
+        "n3: FAIL",
+        "  FAIL    ssh.reach: 192.0.2.1 port 22 refuses connections; expected: a connection",
+        "          → is sshd running?",
     ]
+    assert lines[-3:] == ["", "not usable: n3", "usable: n[1-2,4] (3 of 4 nodes, 2.0 s)"]
+    assert "[4/4]" in capsys.readouterr().err
+
+
+def test_programs_get_names_or_one_document_and_nothing_else(burst: Burst) -> None:
+    assert burst("check-nodes", *NOBODY, "--list")[:2] == (1, "")
+    named = burst("check-nodes", "--local", "--only", "host.shm", "-l")
+    document = burst("check-nodes", "--local", "--only", "host.shm", "--json").document
+    assert named.out == f"{document['usable'][0]}\n"
+    code, out, _ = burst("check-nodes", *NOBODY, "--json")
+    document = json.loads(out)
+    assert all(0 <= part.pop("elapsed_s") < 60 for part in (document, *document["nodes"].values()))
+    finding = {
+        **{"check": "ssh.reach", "node": "127.0.0.1", "severity": "FAIL", "device": None, "evidence": "refused"},
+        **{"expected": "a connection", "observed": "127.0.0.1 port 1 refuses connections"},
+        "remedy": "is sshd running?",
+    }
+    node = document["nodes"].pop("127.0.0.1")
+    assert (code, document) == (1, {"nodes": {}, "usable": [], "notes": []})
+    assert (node["verdict"], node["findings"]) == ("FAIL", [finding])
 
 
 @pytest.mark.parametrize(("output", "code"), [("ok", 0), ("warn", 0), ("fail", 1), ("nonsense", 3)])
 def test_exit_codes(output: str, code: int) -> None:
-    assert check({"n1": HEALTHY, "n2": answer({"host.disk": output})}) == code
+    assert check({"n1": HEALTHY, "n2": answer({"host.disk": output})}).exit_code == code
 
 
 @pytest.mark.parametrize("words", [(), ("--local", "cluster.nodes=n9")])
@@ -106,9 +90,7 @@ def test_without_nodes_or_when_asked_to_this_machine_is_checked(
 ) -> None:
     if words:
         monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")  # as in a prolog
-    result = burst("check-nodes", *words, "--only", "host.shm,host.nofile", "--json")
-    document = json.loads(result.out)
-    (node,) = document["nodes"].values()
+    (node,) = burst("check-nodes", *words, "--only", "host.shm,host.nofile", "--json").document["nodes"].values()
     assert {finding["check"] for finding in node["findings"]} <= {"host.shm", "host.nofile"}
     assert "ssh.reach" not in str(node)
 
@@ -122,13 +104,11 @@ def test_what_is_found_between_nodes_is_not_missed_before_it_is_looked_for(capsy
     def look(connections: Any, nodes: Any) -> list[Finding]:
         return [Finding("host.pair", name, Verdict.WARN, "slow") for name in nodes]
 
-    fleet = FakeFleet({"n1": HEALTHY, "n2": HEALTHY})
     group = replace(GROUPS[0], compared={"host.pair": ""}, between=lambda config: {"host.pair": look})
-    options = CheckOptions(Selection(only=("host.pair",)), all_groups=(group,), connect=fleet.connect)
-    assert run_check(fleet.hosts, RunConfig(), options, Output()) == 0
-    out, err = capsys.readouterr()
+    report = check({"n1": HEALTHY, "n2": HEALTHY}, selection=Selection(only=("host.pair",)), all_groups=(group,))
+    assert (report.exit_code, shown(report)[:2]) == (0, ["n[1-2]: WARN", "  WARN    host.pair: slow"])
+    err = capsys.readouterr().err
     assert sorted(line.partition(" ")[2] for line in err.splitlines()) == ["n1: OK", "n2: OK"]
-    assert out.splitlines()[:2] == ["n[1-2]: WARN", "  WARN    host.pair: slow"]
 
 
 @pytest.mark.parametrize(
@@ -145,40 +125,31 @@ def test_what_is_found_between_nodes_is_not_missed_before_it_is_looked_for(capsy
         (["--dry-run"], "the launch of --collectives"),
         *((["--collectives", *words], "makes no checks") for words in (["--only", "gpu"], ["--list"])),
         (["--cuda-smoke"], "is gone: --collectives"),
+        (["--no-local"], "No such option: --no-local"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_asked(burst: Burst, argv: list[str], text: str) -> None:
     result = burst("check-nodes", *argv)
-    assert result.code == 2
-    assert text in result.err
-    assert "Traceback" not in result.err
+    assert (result.code, text in result.err, "Traceback" in result.err) == (2, True, False)
 
 
 def test_explaining_checks_nothing(burst: Burst) -> None:
-    result = burst("check-nodes", "--explain", "ssh.clock")
-    assert result.code == 0
-    assert result.out.startswith("ssh.clock: ")
+    code, out, _ = burst("check-nodes", "--explain", "ssh.clock")
+    assert (code, out.startswith("ssh.clock: ")) == (0, True)
 
 
-# What is shown.
-
-
-def test_text_of_nodes_is_no_markup() -> None:
-    hostile = finding("n1", Verdict.FAIL, "[bold]x[/] [link=http://x]y[/link] :smile:", remedy="[red]do[/red]")
-    shown = text_of(lambda console: print_report(console, fleet_report(n1=(hostile,))))
-    assert "[bold]x[/] [link=http://x]y[/link] :smile:" in shown
-    assert "[red]do[/red]" in shown
+def test_text_of_nodes_is_no_markup_and_what_is_ok_is_shown_when_asked_for() -> None:
+    words, remedy = "[bold]x[/] [link=http://x]y[/link] :smile:", "[red]do[/red]"
+    lines = shown(report_of(Verdict.FAIL, words, remedy=remedy))
+    assert (lines[1], lines[2]) == (f"  FAIL    gpu.ecc: {words}", f"          → {remedy}")
+    fine, unknown = report_of(Verdict.OK, "0 errors"), report_of(Verdict.UNKNOWN)
+    assert ["0 errors" in str(shown(fine, all_findings=wanted)) for wanted in (False, True)] == [False, True]
+    assert shown(unknown)[-1] == "usable: none (0 of 1 nodes, 1.2 s)"
 
 
 def test_on_a_terminal_long_findings_are_wrapped_beside_their_verdict() -> None:
-    told = finding("n1", Verdict.FAIL, "2 uncorrectable errors", expected="0", remedy="drain the node and reset it")
-    shown = text_of(
-        lambda console: print_report(console, fleet_report(n1=(told,))),
-        width=40,
-        force_terminal=True,
-        color_system=None,
-    )
-    assert shown.splitlines()[:6] == [
+    told = report_of(Verdict.FAIL, "2 uncorrectable errors", expected="0", remedy="drain the node and reset it")
+    assert shown(told, width=40, force_terminal=True, color_system=None)[:6] == [
         "n1: FAIL",
         "  FAIL    gpu.ecc: 2 uncorrectable      ",
         "          errors; expected: 0           ",
@@ -188,27 +159,15 @@ def test_on_a_terminal_long_findings_are_wrapped_beside_their_verdict() -> None:
     ]
 
 
-def test_what_is_ok_is_shown_when_asked_for() -> None:
-    report = fleet_report(n1=(finding("n1", Verdict.OK, "0 errors"),))
-    assert "0 errors" not in text_of(lambda console: print_report(console, report))
-    assert "0 errors" in text_of(lambda console: print_report(console, report, all_findings=True))
-
-
-def test_no_usable_node_is_said_plainly() -> None:
-    shown = text_of(lambda console: print_report(console, fleet_report(n1=(finding("n1", Verdict.UNKNOWN),))))
-    assert shown.splitlines()[-1] == "usable: none (0 of 1 nodes, 1.2 s)"
-
-
 def view_of(nodes: int, *, terminal: bool) -> tuple[list[str], str]:
     """(what the status said, what was printed) of a check in which the second node fails."""
     stream, said = io.StringIO(), list[str]()
-    names = [f"n{number}" for number in range(1, nodes + 1)]
-    view = CheckView(
-        Console(file=stream, force_terminal=terminal, width=100), names, lambda text: said.append(str(text))
-    )
+    names, console = [f"n{number}" for number in range(1, nodes + 1)], Console(file=stream, force_terminal=terminal)
+    view = CheckView(console, names, lambda text: said.append(str(text)))
     for name in names:
         severity = Verdict.FAIL if name == "n2" else Verdict.OK
-        view.finished(NodeReport(name, (finding(name, Verdict.OK), finding(name, severity, "gone"))))
+        found = [Finding("gpu.ecc", name, verdict, "gone") for verdict in (Verdict.OK, severity)]
+        view.finished(NodeReport(name, tuple(found)))
     view.phase("comparing nodes")
     return said, stream.getvalue()
 

@@ -15,7 +15,7 @@ from testkit.machine_clock import machine_time
 from testkit.testbed_fixture import next_name
 from testkit.waiting import wait_for
 
-from burst_cli.nodes.testbed_view import status_table
+from burst_cli.nodes.testbed import status_table
 from cluster.testbed.build import build_plan
 from cluster.testbed.spec import TestbedSpec
 from cluster.testbed.status import read_status

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 import time
@@ -14,11 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
+from paramiko import ECDSAKey
 from testkit import ROOT
 from testkit.command_line import Burst
 from testkit.fleet import Fleet, start_fleet
 
-from burst_cli.targets import select_targets
+from burst_cli.targets import NodeOptions
 from cluster.errors import HostsError
 from cluster.ssh.keys import trust_file
 
@@ -32,22 +33,19 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 @pytest.fixture(autouse=True)
-def clean_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
-    monkeypatch.setenv("COLUMNS", "320")
+def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No Slurm around the tests."""
     monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
 
 
 @pytest.fixture
-def burst(burst: Burst, fleet: Fleet) -> Burst:
-    """`burst hosts WORD ...` on the fleet."""
+def hosts(burst: Burst, fleet: Fleet) -> Burst:
+    """`burst hosts VERB --hosts NODES ...` on the fleet."""
     ssh = (f"cluster.ssh.config_file={fleet.config_file}", "cluster.ssh.connect_timeout_s=5")
-    return lambda word, *argv: burst("hosts", word, *ssh, *argv)
+    return lambda verb, nodes, *argv: burst("hosts", verb, "--hosts", nodes, *ssh, *argv)
 
 
-def fingerprint_of(burst: Burst, name: str) -> str:
-    _, out, _ = burst("trust", "--hosts", name, "--fingerprint", "SHA256:none", "--json")
-    return str(json.loads(out)["hosts"][0]["keys"][0]["fingerprint"])
+# --- which nodes ------------------------------------------------------------------------------------------------------
 
 
 def test_the_first_list_that_is_given_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,30 +53,31 @@ def test_the_first_list_that_is_given_counts(tmp_path: Path, monkeypatch: pytest
     hostfile = tmp_path / "hosts"
     hostfile.write_text("f1\n")
     found = [
-        select_targets([], [], hosts="h1", hostfile=None),
-        select_targets(["cluster.nodes=c1"], [], hosts=None, hostfile=hostfile),
-        select_targets(["cluster.nodes='c[1-2]'"], [], hosts=None, hostfile=None),
-        select_targets([], [], hosts=None, hostfile=None),
+        NodeOptions(hosts="h1").select(),
+        NodeOptions(["cluster.nodes=c1"], hostfile=hostfile).select(),
+        NodeOptions(["cluster.nodes='c[1-2]'"]).select(),
+        NodeOptions().select(),
     ]
     assert [[host.name for host in targets.hosts] for targets in found] == [["h1"], ["f1"], ["c1", "c2"], ["s1", "s2"]]
     sources = ["--hosts", f"hostfile {hostfile}", "cluster.nodes", "Slurm (SLURM_JOB_NODELIST)"]
     assert [targets.source for targets in found] == sources
     monkeypatch.setenv("SLURM_JOB_NODELIST", "s[1-")  # is not read where nodes are named
     for or_here in (False, True):
-        (host,) = select_targets([], [], hosts="h1", hostfile=None, or_here=or_here).hosts
+        (host,) = NodeOptions(hosts="h1").select(or_here=or_here).hosts
         assert host.name == "h1"
-
-
-def test_two_lists_or_none_are_refused(tmp_path: Path) -> None:
+    monkeypatch.delenv("SLURM_JOB_NODELIST")
     with pytest.raises(HostsError, match="one of them"):
-        select_targets([], [], hosts="a", hostfile=tmp_path / "x")
+        NodeOptions(hosts="a", hostfile=hostfile).select()
     with pytest.raises(HostsError, match="no nodes are named"):
-        select_targets([], [], hosts=None, hostfile=None)
+        NodeOptions().select()
 
 
-def test_list_shows_each_way_and_which_keys_are_known(burst: Burst, fleet: Fleet) -> None:
-    code, out, _ = burst("list", "--hosts", "known,behind", "--json")
-    document = json.loads(out)
+# --- list -------------------------------------------------------------------------------------------------------------
+
+
+def test_list_shows_each_way_and_which_keys_are_known(hosts: Burst, fleet: Fleet) -> None:
+    code, out, _ = hosts("list", "known,behind")
+    document = hosts("list", "known,behind", "--json").document
     key = document["hosts"][1]["keys"][0]["fingerprint"]
     through = f"tester@127.77.0.1:{fleet.ports['n1']}"
 
@@ -90,8 +89,7 @@ def test_list_shows_each_way_and_which_keys_are_known(burst: Burst, fleet: Fleet
 
     known = {"type": "ssh-ed25519", "fingerprint": key, "file": str(fleet.known_hosts)}
     ways = [way("behind", "127.77.0.7", [through], []), way("known", "127.77.0.4", [], [known])]
-    assert (code, document) == (0, {"source": "--hosts", "hosts": ways})
-    code, out, _ = burst("list", "--hosts", "known,behind")
+    assert document == {"source": "--hosts", "hosts": ways}
     assert (code, [" ".join(line.split()) for line in out.splitlines()]) == (
         0,
         [
@@ -103,64 +101,77 @@ def test_list_shows_each_way_and_which_keys_are_known(burst: Burst, fleet: Fleet
     )
 
 
-def test_trust_adds_what_is_new_and_names_what_is_not(burst: Burst, fleet: Fleet) -> None:
-    code, out, err = burst("trust", "--hosts", "n[1-3],known,changed,down", "--yes")
-    assert code == 1
-    assert "3 keys added" in out
-    assert "down:" in err
+def test_the_way_begins_with_what_openssh_begins_with_and_an_authority_counts_as_a_known_key(
+    tmp_path: Path, burst: Burst
+) -> None:
+    if shutil.which("ssh") is None:
+        pytest.skip("OpenSSH's client is not installed")  # where CI is set, a skip fails the session
+    key = ECDSAKey.generate()
+    (tmp_path / "known_hosts").write_text(f"@cert-authority *.lab {key.get_name()} {key.get_base64()}\n")
+    (tmp_path / "config").write_text(
+        "Host *\n  User me\nHost n1\n  ProxyJump gate\nHost gate n2\n  ProxyCommand nc %h %p\n"
+        f"Host n3\n  HostName %h.lab\n  UserKnownHostsFile {tmp_path}/known_hosts\n"
+    )
+    argv = ("hosts", "list", f"cluster.ssh.config_file={tmp_path}/config", "--hosts")
+    rows = burst(*argv, "n[1-3]", "--json").document["hosts"]
+    ways = [("nc gate 22", ["me@gate:22"]), ("nc n2 22", []), (None, [])]
+    assert [(row["proxy_command"], row["jump"]) for row in rows] == ways
+    assert "nc gate 22, me@gate:22" in burst(*argv, "n1").out
+    assert [key["type"] for key in rows[2]["keys"]] == ["@cert-authority ecdsa-sha2-nistp256"]
+    assert "without a known host key" not in burst(*argv, "n3").out
+
+
+# --- trust and forget -------------------------------------------------------------------------------------------------
+
+
+def test_trust_adds_what_is_new_and_names_what_is_not(hosts: Burst, fleet: Fleet) -> None:
+    code, out, err = hosts("trust", "n[1-3],known,changed,down", "--yes")
+    assert (code, "3 keys added" in out, "down:" in err) == (1, True, True)
     assert "changed: shows a key that contradicts" in err
     assert trust_file().read_text().count("\n") == 3
-    code, out, _ = burst("trust", "--hosts", "n[1-3],known", "--yes", "--json")
-    assert code == 0
-    document = json.loads(out)
-    assert document["file"] == str(trust_file())
-    assert [host["keys"][0]["state"] for host in document["hosts"]] == ["known"] * 4
-    code, out, err = burst("trust", "--hosts", "n1,down", "--yes", "--json")
-    down, n1 = json.loads(out)["hosts"]
-    assert (code, err) == (1, f"error: {down['error']}\n")
+    again = hosts("trust", "n[1-3],known", "--yes", "--json")
+    assert (again.code, again.document["file"]) == (0, str(trust_file()))
+    assert [host["keys"][0]["state"] for host in again.document["hosts"]] == ["known"] * 4
+    partly = hosts("trust", "n1,down", "--yes", "--json")
+    down, n1 = partly.document["hosts"]
+    assert (partly.code, partly.err) == (1, f"error: {down['error']}\n")
     assert down.items() >= {"name": "down", "trusted": False, "keys": []}.items()
     key = {"type": "ssh-ed25519", "state": "known", "fingerprint": n1["keys"][0]["fingerprint"]}
     name = f"[127.77.0.1]:{fleet.ports['n1']}"
     assert n1 == {"name": "n1", "key_name": name, "trusted": True, "keys": [key], "error": None}
 
 
-def test_the_key_of_a_jump_host_is_trusted_before_what_lies_behind(burst: Burst) -> None:
-    code, out, _ = burst("trust", "--hosts", "behind", "--yes", "--json")
-    assert code == 0
-    assert [(host["name"], host["trusted"]) for host in json.loads(out)["hosts"]] == [("n1", True), ("behind", True)]
+def test_the_key_of_a_jump_host_is_trusted_before_what_lies_behind(hosts: Burst) -> None:
+    code, document = (found := hosts("trust", "behind", "--yes", "--json")).code, found.document
+    assert (code, [(host["name"], host["trusted"]) for host in document["hosts"]]) == (
+        0,
+        [("n1", True), ("behind", True)],
+    )
 
 
-def test_only_the_given_fingerprint_is_trusted(burst: Burst) -> None:
-    fingerprint = fingerprint_of(burst, "n1")
+def test_only_the_given_fingerprint_is_trusted_and_a_changed_key_is_never_replaced(hosts: Burst) -> None:
+    (n1,) = hosts("trust", "n1", "--fingerprint", "SHA256:none", "--json").document["hosts"]
     assert not trust_file().exists()
-    code, out, err = burst("trust", "--hosts", "n[1-2]", "--fingerprint", fingerprint)
-    assert code == 1
-    assert "1 key added" in out
-    assert "n2: shows none of the fingerprints" in err
-
-
-def test_a_changed_key_in_the_store_is_not_replaced(burst: Burst, fleet: Fleet) -> None:
-    burst("trust", "--hosts", "n[1-2]", "--yes")
+    code, out, err = hosts("trust", "n[1-2]", "--fingerprint", n1["keys"][0]["fingerprint"])
+    assert (code, "1 key added" in out, "n2: shows none of the fingerprints" in err) == (1, True, True)
+    hosts("trust", "n2", "--yes")
     first, second = trust_file().read_text().splitlines()
     swapped = f"{first.split()[0]} {second.split(' ', 1)[1]}\n"
     trust_file().write_text(swapped)
-    code, out, err = burst("trust", "--hosts", "n1", "--yes")
-    assert code == 1
-    assert "changed" in out
-    assert "burst hosts forget" in err
+    code, out, err = hosts("trust", "n1", "--yes")
+    assert (code, "changed" in out, "burst hosts forget" in err) == (1, True, True)
     assert trust_file().read_text() == swapped
 
 
-def test_forget_takes_back_and_tells_what_it_cannot(burst: Burst, fleet: Fleet) -> None:
-    burst("trust", "--hosts", "n[1-2]", "--yes")
-    code, out, _ = burst("forget", "--hosts", "n1,known", "--json")
+def test_forget_takes_back_and_tells_what_it_cannot(hosts: Burst, fleet: Fleet) -> None:
+    hosts("trust", "n[1-2]", "--yes")
+    found = hosts("forget", "n1,known", "--json")
     known = {"name": "known", "forgotten": 0, "still_known_in": [str(fleet.known_hosts)]}
     gone = {"name": "n1", "forgotten": 1, "still_known_in": []}
-    assert (code, json.loads(out)) == (0, {"file": str(trust_file()), "hosts": [known, gone]})
+    assert (found.code, found.document) == (0, {"file": str(trust_file()), "hosts": [known, gone]})
     assert trust_file().read_text().count("\n") == 1
-    code, out, _ = burst("forget", "--hosts", "n[1-2],known")
     name = f"[127.77.0.4]:{fleet.ports['known']}"
-    assert out.splitlines() == [
+    assert hosts("forget", "n[1-2],known").out.splitlines() == [
         f"known: was not remembered; still known in {fleet.known_hosts}: ssh-keygen -R '{name}' -f {fleet.known_hosts}",
         "n1: was not remembered",
         "n2: 1 key forgotten",
@@ -170,15 +181,14 @@ def test_forget_takes_back_and_tells_what_it_cannot(burst: Burst, fleet: Fleet) 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--hosts", "n1"], "nobody can be asked"),
-        (["--hosts", "n1", "--yes", "--fingerprint", "SHA256:x"], "one of them"),
-        (["--hosts", "n1", "--fingerprint", "MD5:x"], "SHA256"),
+        ([], "nobody can be asked"),
+        (["--yes", "--fingerprint", "SHA256:x"], "one of them"),
+        (["--fingerprint", "MD5:x"], "SHA256"),
     ],
 )
-def test_mistakes_are_usage_errors(burst: Burst, argv: list[str], words: str) -> None:
-    code, _, err = burst("trust", *argv)
-    assert code == 2
-    assert words in err
+def test_mistakes_in_trusting_are_usage_errors(hosts: Burst, argv: list[str], words: str) -> None:
+    code, _, err = hosts("trust", "n1", *argv)
+    assert (code, words in err) == (2, True)
 
 
 @pytest.mark.parametrize(("answer", "code", "added"), [("y\n", 0, 1), ("n\n", 1, 0), ("\x03", 130, 0)])
