@@ -30,7 +30,7 @@ from yaml import YAMLError, safe_dump, safe_load
 
 from burst_cli.config.conf_dirs import builtin_conf_dir, find_file, list_options, search_path
 from burst_cli.config.overrides import Groups, Override, grammar_problem, override_problem
-from burst_cli.sweep.grammar import MOST_CELLS, Axis
+from burst_cli.sweep.plan import MOST_CELLS, Axis
 from engine.config.errors import ConfigError
 from engine.config.rules import config_problems
 from engine.config.schema import Problem

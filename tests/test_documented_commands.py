@@ -25,7 +25,7 @@ from burst_cli.app import app
 from burst_cli.compose import compose, sweep_axes
 from burst_cli.config.conf_dirs import builtin_conf_dir, list_options
 from burst_cli.eval.request import OVERRIDES as EVALUATES
-from burst_cli.sweep.grammar import cells_of
+from burst_cli.sweep.plan import cells_of
 from engine.config.errors import ConfigError
 from engine.config.schema import walk_fields, walk_sections
 from engine.config.settings import RunConfig

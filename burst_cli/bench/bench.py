@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from burst_cli import render
 from burst_cli.app import new_verb
@@ -33,44 +34,37 @@ from engine.planning.methods.presets import PRESETS
 
 app = new_verb()
 
-PresetsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--presets",
-        metavar="NAME[:FIELD=VALUE]...,...",
-        help="Presets with fields of the group attention that differ, e.g. ring,burst:backward_circulates=q; "
-        "default: every preset that is legal here.",
-    ),
-]
-MasksOption = Annotated[
-    str,
-    typer.Option(
-        "--masks",
-        metavar="NAME[:FIELD=VALUE]...,...",
-        help="Masks with fields of the group attention, e.g. causal,full,window:window_tokens=1024.",
-    ),
-]
-SeqLensOption = Annotated[str, typer.Option("--seq-lens", metavar="N,...", help="Lengths of the sequence in tokens.")]
-RanksOption = Annotated[int, typer.Option("--ranks", min=1, help="Processes that share the sequence.")]
-NodesOption = Annotated[int, typer.Option("--nodes", min=1, help="Nodes that the ranks are taken to lie on.")]
-HeadsOption = Annotated[int, typer.Option("--heads", min=1, help="Query heads.")]
-KvHeadsOption = Annotated[
-    int | None, typer.Option("--kv-heads", min=1, help="Key and value heads; default: as --heads.")
-]
-HeadDimOption = Annotated[int, typer.Option("--head-dim", min=2, help="Width of a head.")]
-DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Number format of the inputs.")]
-BackendOption = Annotated[Backend, typer.Option("--backend", help="Transport; auto: nccl with GPUs, else gloo.")]
-RepeatsOption = Annotated[int, typer.Option("--repeats", min=1, help="Measured calls of each variant.")]
-WarmupOption = Annotated[int, typer.Option("--warmup", min=0, help="Calls of each variant before that.")]
-ThreadsOption = Annotated[int, typer.Option("--threads", min=1, help="CPU threads of a rank.")]
-RankCommandOption = Annotated[
-    str,
-    typer.Option(
-        "--rank-command",
-        metavar="COMMAND",
-        help="What starts each rank; {rank}, {node} and {local_rank} are replaced: 'ip netns exec bench{rank}'.",
-    ),
-]
+_WINDOWS = 400  # that a measurement of the machine consists of
+_LISTED = "NAME[:FIELD=VALUE]...,..."
+
+
+@dataclasses.dataclass(frozen=True)
+class RankOptions:
+    """What both measurements are told of their ranks and of a layer."""
+
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes that the ranks are taken to lie on.")] = 1
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 8
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key and value heads; default: as --heads.")] = None
+    backend: Annotated[Backend, typer.Option(help="Transport; auto: nccl with GPUs, else gloo.")] = "auto"
+    rank_command: Annotated[
+        str,
+        typer.Option(
+            metavar="COMMAND",
+            help="What starts each rank; {rank}, {node} and {local_rank} are replaced: 'ip netns exec bench{rank}'.",
+        ),
+    ] = ""
+
+    def shape(self, head_dim: int, dtype: Dtype) -> HeadShape:
+        """The heads, of this width."""
+        return HeadShape(self.heads, self.kv_heads or self.heads, head_dim, dtype)
+
+    def program(self, module: str) -> RankProgram:
+        """What every rank runs. Raises ConfigError."""
+        try:
+            return RankProgram(module, tuple(shlex.split(self.rank_command)))
+        except ValueError as error:
+            text = f"--rank-command: got {self.rank_command!r}, which is no command line: {error}"
+            raise ConfigError(text) from None
 
 
 @app.callback()
@@ -84,74 +78,73 @@ def _bench() -> None:
 
 @app.command()
 def attention(
-    presets: PresetsOption = None,
-    masks: MasksOption = "causal",
-    seq_lens: SeqLensOption = "4096",
-    ranks: RanksOption = 4,
-    nodes: NodesOption = 1,
-    heads: HeadsOption = 8,
-    kv_heads: KvHeadsOption = None,
-    head_dim: HeadDimOption = 64,
-    dtype: DtypeOption = "bfloat16",
-    backend: BackendOption = "auto",
-    repeats: RepeatsOption = 5,
-    warmup: WarmupOption = 1,
-    threads: ThreadsOption = 1,
-    rank_command: RankCommandOption = "",
+    *,
+    presets: Annotated[
+        str | None,
+        typer.Option(
+            metavar=_LISTED,
+            help="Presets with fields of the group attention that differ, e.g. ring,burst:backward_circulates=q; "
+            "default: every preset that is legal here.",
+        ),
+    ] = None,
+    masks: Annotated[
+        str,
+        typer.Option(
+            metavar=_LISTED,
+            help="Masks with fields of the group attention, e.g. causal,full,window:window_tokens=1024.",
+        ),
+    ] = "causal",
+    seq_lens: Annotated[str, typer.Option(metavar="N,...", help="Lengths of the sequence in tokens.")] = "4096",
+    ranks: Annotated[int, typer.Option(min=1, help="Processes that share the sequence.")] = 4,
+    options: RankOptions,
+    head_dim: Annotated[int, typer.Option(min=2, help="Width of a head.")] = 64,
+    dtype: Annotated[Dtype, typer.Option(help="Number format of the inputs.")] = "bfloat16",
+    repeats: Annotated[int, typer.Option(min=1, help="Measured calls of each variant.")] = 5,
+    warmup: Annotated[int, typer.Option(min=0, help="Calls of each variant before that.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads of a rank.")] = 1,
     as_json: JsonOption = False,
 ) -> None:
     """Seconds of attention forward and backward by preset, what communication adds, and bytes sent.
 
     exposed is the time minus that of the same plan with a transport that moves nothing, where that was faster.
     """
+    from burst_cli.bench.view import bench_view
+
     variants = tuple(PRESETS if presets is None else _words(presets, "--presets"))
     mask_list = _words(masks, "--masks")
-    setup, rounds = RankSetup(ranks, nodes, threads, backend), Rounds(repeats, warmup)
-    shape = HeadShape(heads, kv_heads or heads, head_dim, dtype)
+    setup, rounds = RankSetup(ranks, options.nodes, threads, options.backend), Rounds(repeats, warmup)
+    shape = options.shape(head_dim, dtype)
     check_points(variants, mask_list)
     cells = [
         AttentionCell(variants, mask, length, setup, shape, rounds)
         for mask in mask_list
         for length in _numbers(seq_lens, "--seq-lens")
     ]
-    document = _measure_attention(cells, _program("engine.bench.attention", rank_command))
-    if as_json:
-        render.emit_json(document)
-    else:
-        from burst_cli.bench.view import bench_view
-
-        render.stdout().print(bench_view(document))
-
-
-_WINDOWS = 400  # that a measurement of the machine consists of
+    document = _measure_attention(cells, options.program("engine.bench.attention"))
+    render.show(document, bench_view(document), as_json=as_json)
 
 
 @app.command()
 def machine(
+    *,
     ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", min=1, help="Ranks, as many as will train; default: one per GPU, else 4."),
+        int | None, typer.Option(min=1, help="Ranks, as many as will train; default: one per GPU, else 4.")
     ] = None,
-    nodes: NodesOption = 1,
-    heads: HeadsOption = 8,
-    kv_heads: KvHeadsOption = None,
-    head_dim: HeadDimOption = 128,
+    options: RankOptions,
+    head_dim: Annotated[int, typer.Option(min=2, help="Width of a head.")] = 128,
     dtype: Annotated[
-        Dtype | None,
-        typer.Option("--dtype", help="Number format of training; default: bfloat16 on GPUs, else float32."),
+        Dtype | None, typer.Option(help="Number format of training; default: bfloat16 on GPUs, else float32.")
     ] = None,
-    backend: BackendOption = "auto",
     threads: Annotated[
-        int | None, typer.Option("--threads", min=1, help="CPU threads of a rank; default: its share of the cores.")
+        int | None, typer.Option(min=1, help="CPU threads of a rank; default: its share of the cores.")
     ] = None,
-    rank_command: RankCommandOption = "",
     for_seconds: Annotated[
         float,
         typer.Option("--seconds", min=0.1, max=3600, help="About how long to measure; a loaded machine takes longer."),
     ] = 30.0,
-    output: Annotated[
-        Path, typer.Option("--output", metavar="FILE.json", help="The profile; an earlier one is replaced.")
-    ] = Path("machine.json"),
+    output: Annotated[Path, typer.Option(metavar="FILE.json", help="The profile; an earlier one is replaced.")] = Path(
+        "machine.json"
+    ),
     as_json: JsonOption = False,
 ) -> None:
     """Measure this machine in about half a minute, so that predictions are of it: rates of products, attention tiles,
@@ -169,70 +162,48 @@ def machine(
     share (cores, memory, links) each has a part of in both. A plan for other
     numbers of ranks shares the cores out anew.
     """
+    from burst_cli.bench.view import machine_view
     from engine.planning.memory.capacity import read_nvidia_smi
 
     check_output("--output", output, ".json")
-    gpus = 0 if backend == "gloo" else len(read_nvidia_smi())
+    gpus = 0 if options.backend == "gloo" else len(read_nvidia_smi())
     chosen = ranks or gpus or 4
     on_cpu = chosen > gpus
-    setup = RankSetup(
-        chosen,
-        nodes,
-        threads or max(1, len(os.sched_getaffinity(0)) * nodes // chosen),
-        "gloo" if on_cpu else backend,
-    )
-    shape = HeadShape(heads, kv_heads or heads, head_dim, dtype or ("float32" if on_cpu else "bfloat16"))
-    program, cell = _program("engine.bench.machine", rank_command), MachineCell(setup, shape, for_seconds / _WINDOWS)
+    cores = max(1, len(os.sched_getaffinity(0)) * options.nodes // chosen)
+    setup = RankSetup(chosen, options.nodes, threads or cores, "gloo" if on_cpu else options.backend)
+    shape = options.shape(head_dim, dtype or ("float32" if on_cpu else "bfloat16"))
+    program, cell = options.program("engine.bench.machine"), MachineCell(setup, shape, for_seconds / _WINDOWS)
     cell.run_config(1)  # what is wrong is said before ranks are there to say it
     with render.stderr().status(f"machine: {chosen} ranks measure it, for about {for_seconds:.0f} s"):
         document = measure_cell(cell, program)
     write_output("--output", output, json.dumps(document, indent=2) + "\n")
-    if as_json:
-        render.emit_json(document)
-    else:
-        from burst_cli.bench.view import machine_view
-
-        render.stdout().print(machine_view(document))
-    render.stderr().print(f"written: {output}; use it with --device {output}", style="dim", markup=False)
-
-
-def _program(module: str, rank_command: str) -> RankProgram:
-    try:
-        return RankProgram(module, tuple(shlex.split(rank_command)))
-    except ValueError as error:
-        raise ConfigError(f"--rank-command: got {rank_command!r}, which is no command line: {error}") from None
+    render.show(document, machine_view(document), as_json=as_json)
+    render.say(render.stderr(), Text(f"written: {output}; use it with --device {output}", style="dim"))
 
 
 def _measure_attention(cells: list[AttentionCell], program: RankProgram) -> dict[str, Any]:
     """The document of all cells, measured one after the other; progress on stderr."""
     first = cells[0]
-    settings = {
-        **dataclasses.asdict(first.setup),
-        **dataclasses.asdict(first.shape),
-        **dataclasses.asdict(first.rounds),
-    }
-    document = _document(settings)
+    settings = {name: value for one in (first.setup, first.shape, first.rounds) for name, value in vars(one).items()}
+    load = round(os.getloadavg()[0], 2)  # before our own ranks add to it
+    environment: dict[str, Any] = {"command": shlex.join(["burst", *sys.argv[1:]]), "load": load}
+    results, skipped = list[Any](), list[dict[str, Any]]()
     for cell in cells:
-        legal, skipped = cell.legal_variants()
+        legal, reasons = cell.legal_variants()
         if legal:
             text = f"{cell.mask}, {cell.seq_len:,} tokens: {len(legal)} variants on {cell.setup.ranks} ranks"
-            render.stderr().print(text, style="dim", markup=False)
+            render.say(render.stderr(), Text(text, style="dim"))
             result = measure_cell(dataclasses.replace(cell, variants=legal), program)
-            document["environment"] = result["environment"] | document["environment"]
-            document["results"] += result["results"]
-            skipped |= result["skipped"]
+            environment = result["environment"] | environment
+            results += result["results"]
+            reasons |= result["skipped"]
         place = {"mask": cell.mask, "seq_len": cell.seq_len}
-        document["skipped"] += [{"variant": name, **place, "reason": reason} for name, reason in skipped.items()]
-    if not document["results"]:
-        lines = (f"{entry['variant']}: {entry['reason']}" for entry in document["skipped"])
+        skipped += [{"variant": name, **place, "reason": reason} for name, reason in reasons.items()]
+    if not results:
+        lines = (f"{entry['variant']}: {entry['reason']}" for entry in skipped)
         raise ConfigError(["bench: no variant is legal here", *dict.fromkeys(lines)])
-    return document
-
-
-def _document(settings: dict[str, Any]) -> dict[str, Any]:
-    load = round(os.getloadavg()[0], 2)  # before our own ranks add to it
-    environment = {"command": shlex.join(["burst", *sys.argv[1:]]), "load": load}
-    return {"benchmark": "attention", "environment": environment, "settings": settings, "results": [], "skipped": []}
+    found = {"environment": environment, "settings": settings, "results": results, "skipped": skipped}
+    return {"benchmark": "attention", **found}
 
 
 def _words(text: str, option: str) -> list[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import yaml
+from rich.console import RenderableType
 from rich.text import Text
 
 from burst_cli import render
@@ -21,16 +22,16 @@ from engine.config.settings import RunConfig, config_fingerprint, config_to_dict
 
 app = new_verb()
 
-# A value longer than this does not push the column of sources further to the right.
-MAX_VALUE_WIDTH = 64
+MAX_VALUE_WIDTH = 64  # a longer value does not push the column of sources further to the right
+Shown = tuple[dict[str, Any], Iterable[RenderableType]]  # the document, and what people see
 
 
 @app.command()
 def config(
     overrides: OverridesArgument = None,
     config_dir: ConfigDirOption = None,
-    groups: Annotated[bool, typer.Option("--groups", help="List the options of every group.")] = False,
-    fields: Annotated[bool, typer.Option("--fields", help="List every setting with its meaning.")] = False,
+    groups: Annotated[bool, typer.Option(help="List the options of every group.")] = False,
+    fields: Annotated[bool, typer.Option(help="List every setting with its meaning.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show the composed configuration and where each value comes from.
@@ -38,53 +39,39 @@ def config(
     The output is YAML; `default` means that neither a file nor an override sets the value. Files are looked for in the
     folders of --config-dir, the last one first, then in ~/.config/burst/conf, then among the built-in ones.
     """
-    asked = [name for name, wanted in (("--groups", groups), ("--fields", fields)) if wanted]
-    if asked and overrides:
-        raise ConfigError(f"{asked[0]} lists what there is, whatever the overrides; leave out {' '.join(overrides)}")
-    document: dict[str, Any] = {}
-    if groups:
-        document |= _show_groups(list_options(search_path(config_dir or [])), as_json)
-    if fields:
-        document |= _show_fields(as_json)
-    if not asked:
-        document = _show_config(overrides or [], config_dir or [], as_json)
-    if as_json:
-        render.emit_json(document)
+    if (groups or fields) and overrides:
+        asked = "--groups" if groups else "--fields"
+        raise ConfigError(f"{asked} lists what there is, whatever the overrides; leave out {' '.join(overrides)}")
+    shown: list[Shown] = [_all_groups(list_options(search_path(config_dir or [])))] if groups else []
+    shown += [_all_fields()] if fields else []
+    shown = shown or [_composed(overrides or [], config_dir or [])]
+    document = {name: value for found, _ in shown for name, value in found.items()}
+    render.show(document, *(view for _, views in shown for view in views), as_json=as_json)
 
 
-def _show_config(overrides: Sequence[str], config_dirs: Sequence[Path], as_json: bool) -> dict[str, Any]:
+def _composed(overrides: Sequence[str], config_dirs: Sequence[Path]) -> Shown:
     # Hydra is slow to import and only this listing needs it.
     from burst_cli.compose import compose
 
     composed = compose(overrides, config_dirs)
-    if not as_json:
-        console = render.stdout()
-        for line in config_lines(composed.config, composed.sources):
-            console.print(line, soft_wrap=True)
-    return {
-        "config": config_to_dict(composed.config),
+    values = config_to_dict(composed.config)
+    document = {
+        "config": values,
         "sources": {spec.key: composed.sources.get(spec.key, "default") for spec in walk_fields(RunConfig)},
         "overrides": composed.overrides,
         "fingerprint": config_fingerprint(composed.config),
     }
+    return document, _config_lines(values, composed.sources)
 
 
-def config_lines(config: RunConfig, sources: Mapping[str, str]) -> Iterator[Text]:
+def _config_lines(values: Mapping[str, Any], sources: Mapping[str, str]) -> Iterator[Text]:
     """The configuration as YAML, one line per value, the source of each as an aligned comment."""
-    rows = list(_yaml_rows(config_to_dict(config), "", 0))
+    rows = list(_yaml_rows(values, "", 0))
     width = min(MAX_VALUE_WIDTH, max(len(line) for line, _ in rows))
     for line, key in rows:
-        if key is None:
-            yield Text(line, style="bold")
-            continue
-        source = sources.get(key, "default")
-        yield Text.assemble(line.ljust(width), ("  # " + source, _source_style(source)))
-
-
-def _source_style(source: str) -> str:
-    if source == "default":
-        return "dim"
-    return "green" if source.endswith(".yaml") else "yellow"
+        source = "" if key is None else sources.get(key, "default")
+        style = "dim" if source == "default" else "green" if source.endswith(".yaml") else "yellow"
+        yield Text.assemble(line.ljust(width), (f"  # {source}", style)) if source else Text(line, style="bold")
 
 
 def _yaml_rows(values: Mapping[str, Any], prefix: str, depth: int) -> Iterator[tuple[str, str | None]]:
@@ -104,27 +91,19 @@ def _yaml_value(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def _show_groups(groups: Mapping[str, Mapping[str, Option]], as_json: bool) -> dict[str, Any]:
-    if not as_json:
-        rows = [
-            ("" if index else group, option.name, option.description, _origin(option.path))
-            for group, options in groups.items()
-            for index, option in enumerate(options.values())
+def _all_groups(groups: Mapping[str, Mapping[str, Option]]) -> Shown:
+    rows, listed = [], {}
+    for group, options in groups.items():
+        listed[group] = [
+            {"name": one.name, "description": one.description, "path": str(one.path)} for one in options.values()
         ]
-        render.stdout().print(listing(("group", "option", "what it is", "file"), rows))
-    listed = {group: [_as_dict(option) for option in options.values()] for group, options in groups.items()}
-    return {"groups": listed}
+        for index, option in enumerate(options.values()):
+            origin = "built-in" if option.path.is_relative_to(builtin_conf_dir()) else str(option.path)
+            rows.append(("" if index else group, option.name, option.description, origin))
+    return {"groups": listed}, [listing(("group", "option", "what it is", "file"), rows)]
 
 
-def _as_dict(option: Option) -> dict[str, str]:
-    return {"name": option.name, "description": option.description, "path": str(option.path)}
-
-
-def _origin(path: Path) -> str:
-    return "built-in" if path.is_relative_to(builtin_conf_dir()) else str(path)
-
-
-def _show_fields(as_json: bool) -> dict[str, Any]:
+def _all_fields() -> Shown:
     fields = [
         {
             "key": spec.key,
@@ -137,17 +116,15 @@ def _show_fields(as_json: bool) -> dict[str, Any]:
         }
         for spec in walk_fields(RunConfig)
     ]
-    if not as_json:
-        rows: list[tuple[str | Text, ...]] = []
-        for section, doc in {"": "the run", **dict(walk_sections(RunConfig))}.items():
-            rows.append((Text(section or "(top)", style="bold"), "", "", Text(doc, style="italic")))
-            rows += [
-                (f"  {one['key']}", _yaml_value(one["default"]), _legal_text(one), str(one["doc"]))
-                for one in fields
-                if str(one["key"]).rpartition(".")[0] == section
-            ]
-        render.stdout().print(listing(("setting", "default", "legal", "meaning"), rows))
-    return {"fields": fields}
+    rows: list[tuple[str | Text, ...]] = []
+    for section, doc in {"": "the run", **dict(walk_sections(RunConfig))}.items():
+        rows.append((Text(section or "(top)", style="bold"), "", "", Text(doc, style="italic")))
+        rows += [
+            (f"  {one['key']}", _yaml_value(one["default"]), _legal_text(one), str(one["doc"]))
+            for one in fields
+            if str(one["key"]).rpartition(".")[0] == section
+        ]
+    return {"fields": fields}, [listing(("setting", "default", "legal", "meaning"), rows)]
 
 
 def _legal_text(field: Mapping[str, Any]) -> str:

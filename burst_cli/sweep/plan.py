@@ -1,14 +1,18 @@
-"""`SweepPlan`: every cell of a sweep as a value, composed and checked before the first one starts."""
+"""A sweep as it is typed becomes axes, cells and `SweepPlan`: all of it checked before the first cell starts.
+
+`burst_cli.compose` parses, because only it may know Hydra.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from burst_cli.figures import grouped
-from burst_cli.sweep.grammar import Axis, cells_of, check_axes
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig, config_fingerprint
 from engine.runs.summary import config_facts
@@ -16,8 +20,52 @@ from engine.runs.summary import config_facts
 if TYPE_CHECKING:
     from burst_cli.sweep.estimate import Estimate, LaunchJudge
 
+MOST_CELLS = 2_000
 _ID_DIGITS = 10
 _MOST_TITLES = 3
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One override with its values: `train.seq_len=512,1024` has two, `exp=tiny` one.
+
+    overrides: one per value, as a launch takes it. values: the same without key and sign, as people read them.
+    """
+
+    key: str
+    overrides: tuple[str, ...]
+    values: tuple[str, ...]
+    is_sweep: bool
+
+
+def check_axes(axes: Sequence[Axis]) -> None:
+    """Raise ConfigError for a sweep with a key twice, an axis without values, no axis at all, or too many cells."""
+    keys = [axis.key for axis in axes]
+    problems = [
+        f"{key} is given {keys.count(key)} times; a sweep takes each setting once"
+        for key in dict.fromkeys(keys)
+        if keys.count(key) > 1
+    ]
+    problems += [f"{axis.key}: no value is left of this list; nothing would run" for axis in axes if not axis.values]
+    if not any(axis.is_sweep for axis in axes):
+        problems.append(
+            "no setting has several values, so this is one run: use `burst launch`, or give a list such as "
+            "train.seq_len=2048,4096 or attention=burst,ring"
+        )
+    count = math.prod(len(axis.values) for axis in axes)
+    if count > MOST_CELLS:
+        problems.append(f"{count} cells: a sweep has at most {MOST_CELLS}; leave out values or split it")
+    if problems:
+        raise ConfigError(problems)
+
+
+def cells_of(axes: Sequence[Axis]) -> list[tuple[tuple[str, ...], dict[str, str]]]:
+    """(overrides, {swept setting: value}) of every cell, the last axis changing fastest, as nested loops would."""
+    cells = []
+    for chosen in itertools.product(*(zip(axis.overrides, axis.values, strict=True) for axis in axes)):
+        values = {axis.key: value for axis, (_, value) in zip(axes, chosen, strict=True) if axis.is_sweep}
+        cells.append((tuple(override for override, _ in chosen), values))
+    return cells
 
 
 @dataclass(frozen=True)
@@ -37,11 +85,6 @@ class Cell:
     short_of_memory: str | None = None
     estimate: Estimate | None = None
 
-    @property
-    def title(self) -> str:
-        """The swept settings in one line: `train.seq_len=4096 attention=ring`."""
-        return " ".join(f"{key}={value}" for key, value in self.values.items())
-
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
@@ -54,6 +97,11 @@ class Cell:
             "short_of_memory": self.short_of_memory,
             "estimate": None if self.estimate is None else self.estimate.to_dict(),
         }
+
+
+def title_of(values: Mapping[str, str]) -> str:
+    """The swept settings of a cell in one line: `train.seq_len=4096 attention=ring`."""
+    return " ".join(f"{key}={value}" for key, value in values.items())
 
 
 @dataclass(frozen=True)
@@ -71,11 +119,8 @@ class SweepPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values: what --dry-run --json prints."""
-        return {
-            "sweep_id": self.sweep_id,
-            "overrides": list(self.overrides),
-            "cells": [cell.to_dict() for cell in self.cells],
-        }
+        cells = [cell.to_dict() for cell in self.cells]
+        return {"sweep_id": self.sweep_id, "overrides": list(self.overrides), "cells": cells}
 
 
 Compose = Callable[[Sequence[str]], RunConfig]
@@ -101,7 +146,8 @@ def build_sweep(
     for words, values in cells_of(axes):
         cell = _settled(words, values, compose, judge)
         cells.setdefault(cell.cell_id, cell)
-    sweep_id = _sweep_id(cells, name)
+    digest = _digest(sorted(cells))[:8]
+    sweep_id = f"{name}-{digest}" if name else digest
     known = recorded(sweep_id)
     judged = tuple(_judged(cell, judge, known) for cell in cells.values())
     return SweepPlan(sweep_id, tuple(overrides), judged)
@@ -115,9 +161,8 @@ def check_legal(plan: SweepPlan, *, skip_illegal: bool) -> None:
     illegal = [cell for cell in plan.cells if cell.problems]
     if not illegal or (skip_illegal and len(illegal) < len(plan.cells)):
         return
-    whose = grouped((problem, cell.title) for cell in illegal for problem in cell.problems)
     texts = []
-    for problem, titles in whose.items():
+    for problem, titles in grouped((one, title_of(cell.values)) for cell in illegal for one in cell.problems).items():
         more = len(titles) - _MOST_TITLES
         texts.append(f"{problem}  [{', '.join(titles[:_MOST_TITLES])}{f' and {more} more' if more > 0 else ''}]")
     count = f"{len(illegal)} of {len(plan.cells)} cells cannot run"
@@ -129,7 +174,7 @@ def _settled(words: tuple[str, ...], values: dict[str, str], compose: Compose, j
     try:
         config = compose(words)
     except ConfigError as error:
-        return Cell(_text_id(words), words, values, problems=error.problems)
+        return Cell(_digest(words)[:_ID_DIGITS], words, values, problems=error.problems)
     cell = Cell(config_fingerprint(config)[:_ID_DIGITS], words, values, config)
     try:
         return replace(cell, config=judge.settle(config))
@@ -145,11 +190,5 @@ def _judged(cell: Cell, judge: LaunchJudge, known: Mapping[str, str | None]) -> 
     return replace(cell, short_of_memory=shortage, estimate=judge.estimate(cell.config))
 
 
-def _text_id(words: Iterable[str]) -> str:
-    """The id of a cell that does not compose."""
-    return hashlib.sha256("\0".join(words).encode()).hexdigest()[:_ID_DIGITS]
-
-
-def _sweep_id(cells: Iterable[str], name: str | None) -> str:
-    digest = hashlib.sha256("\0".join(sorted(cells)).encode()).hexdigest()[:8]
-    return f"{name}-{digest}" if name else digest
+def _digest(words: Iterable[str]) -> str:
+    return hashlib.sha256("\0".join(words).encode()).hexdigest()

@@ -20,6 +20,7 @@ from typing import Any
 from burst_cli.app import EXIT_INTERRUPTED
 from burst_cli.runs.choose import state_of
 from burst_cli.sweep.store import SweepFolder
+from burst_cli.sweep.sweep import SweepRequest
 from burst_cli.sweep.view import SweepView
 from cluster.control.attempt import StopRequests, tail_text
 from engine.runs.folder import FINAL_STATES, RunFolder, new_run_path
@@ -40,18 +41,6 @@ class Lane:
     overrides: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class SweepManner:
-    """How cells are launched. arguments: options of every `burst launch`. retry: results that are run once more."""
-
-    runs_dir: Path
-    lanes: tuple[Lane, ...] = (Lane("this machine"),)
-    arguments: tuple[str, ...] = ()
-    max_failures: int | None = None
-    retry: frozenset[str] = frozenset()
-    command: tuple[str, ...] = (sys.executable, "-P", "-m", "burst_cli")
-
-
 @dataclass
 class _Job:
     """A cell at work. process: None: its run belongs to a launcher that this sweep did not start, and is watched."""
@@ -68,9 +57,11 @@ class SweepRunner:
     """Runs the cells of `folder` that have no result yet; `run` returns when all have one, or when it was stopped."""
 
     folder: SweepFolder
-    manner: SweepManner
+    request: SweepRequest
+    lanes: tuple[Lane, ...]
     view: SweepView
     stop: StopRequests
+    command: tuple[str, ...] = (sys.executable, "-P", "-m", "burst_cli")
     _jobs: list[_Job] = field(default_factory=list)
     _cells: dict[str, dict[str, Any]] = field(default_factory=dict)
     _waiting: list[str] = field(default_factory=list)
@@ -106,35 +97,34 @@ class SweepRunner:
     def _is_to_run(self, cell: Mapping[str, Any]) -> bool:
         """Whether it has no result yet, or one that is to be tried once more."""
         if (cell["result"] or {}).get("predicted"):
-            return "--force" in self.manner.arguments
-        return cell["state"] in {"pending", "running", "cancelled", *self.manner.retry}
+            return self.request.force
+        return cell["state"] in {"pending", "running", "cancelled", *(self.request.retry or ())}
 
     def _has_failed_enough(self) -> bool:
         failures = sum(cell["state"] == "failed" for cell in self._cells.values())
-        return self.manner.max_failures is not None and failures >= self.manner.max_failures
+        return self.request.max_failures is not None and failures >= self.request.max_failures
 
     def _fill_lanes(self) -> None:
         """Start the next cell of every lane that is free."""
         taken = {job.lane for job in self._jobs}
-        for lane in (lane for lane in self.manner.lanes if lane not in taken):
-            cell = next(
-                (cell for cell in map(self._cells.get, self._waiting) if cell and self._suits(cell, lane)), None
-            )
-            if cell is not None:
+        for lane in (lane for lane in self.lanes if lane not in taken):
+            cells = (self._cells[name] for name in self._waiting)
+            if (cell := next((cell for cell in cells if self._suits(cell, lane)), None)) is not None:
                 self._waiting.remove(cell["id"])
                 self._begin(cell, lane)
 
     def _suits(self, cell: Mapping[str, Any], lane: Lane) -> bool:
         """A run that was begun stays on its nodes, which are those of its lane."""
-        names = {lane.name for lane in self.manner.lanes}
-        return cell["run_path"] is None or cell["lane"] not in names or cell["lane"] == lane.name
+        is_free = cell["run_path"] is None or cell["lane"] not in {one.name for one in self.lanes}
+        return is_free or cell["lane"] == lane.name
 
     # --- one cell ---------------------------------------------------------------------------------------------------
 
     def _begin(self, cell: dict[str, Any], lane: Lane) -> None:
         """Launch a cell, or its next attempt where its run is there; wait for a run that another launcher leads."""
         stays = cell["run_path"] and cell["lane"] == lane.name
-        run = RunFolder(Path(cell["run_path"]) if stays else new_run_path(self.manner.runs_dir, cell["exp"]))
+        runs_dir = self.request.runs_dir.absolute()
+        run = RunFolder(Path(cell["run_path"]) if stays else new_run_path(runs_dir, cell["exp"]))
         state = state_of(run)
         job = _Job(cell["id"], lane, run)
         self._jobs.append(job)
@@ -149,9 +139,10 @@ class SweepRunner:
     def _command(self, cell: Mapping[str, Any], lane: Lane, run: RunFolder, *, taken_up: bool) -> list[str]:
         """A launch into the recorded folder; of a run that is there already, its next attempt."""
         if taken_up:
-            return [*self.manner.command, "resume", str(run.path), "--plain"]
-        words = [*cell["overrides"], *lane.overrides]
-        return [*self.manner.command, "launch", *words, "--run-path", str(run.path), *self.manner.arguments, "--plain"]
+            return [*self.command, "resume", str(run.path), "--plain"]
+        words = [*cell["overrides"], *lane.overrides, "--run-path", str(run.path), "--plain"]
+        folders = [word for one in self.request.config_dir or () for word in ("--config-dir", str(one.absolute()))]
+        return [*self.command, "launch", *words, *folders, *(["--force"] if self.request.force else [])]
 
     def _spawn(self, command: Sequence[str], cell_id: str) -> subprocess.Popen[bytes]:
         me = os.getpid()
@@ -179,18 +170,17 @@ class SweepRunner:
 
     def _conclude(self, job: _Job) -> None:
         """See what came of a cell: what run.json says, or, where no run was created, what the launch said."""
-        cell, code = self._cells[job.cell_id], None if job.process is None else job.process.returncode
-        state = state_of(job.run)
+        cell, log, state = self._cells[job.cell_id], self.folder.output_path(job.cell_id), state_of(job.run)
+        code = None if job.process is None else job.process.returncode
         # The launch of a killed sweep may have cancelled its run on its way out.
         is_left = state == "cancelled" and job.process is None and self.stop.count == 0
         if state not in FINAL_STATES or is_left:
             was_refused = state is None and code is not None and code >= 0 and code != EXIT_INTERRUPTED
             if was_refused and self.stop.count == 0:
-                self._update(cell, refused=last_words(self.folder.output_path(job.cell_id)))
+                self._update(cell, refused=last_words(log))
             elif self._launched[job.cell_id] < MOST_LAUNCHES:
                 self._waiting.insert(0, job.cell_id)
             else:
-                log = self.folder.output_path(job.cell_id)
                 self._update(cell, refused=f"its launcher was lost {MOST_LAUNCHES} times; see {log}")
         cell.update(self.folder.now(cell))
 

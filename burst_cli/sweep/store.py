@@ -46,16 +46,28 @@ class SweepFolder:
         """Its name."""
         return self.path.name
 
+    @property
+    def file(self) -> Path:
+        """What is recorded of it."""
+        return self.path / "sweep.json"
+
     def read(self) -> dict[str, Any]:
         """The content of sweep.json. Raises SweepError when there is none, or it is damaged."""
         try:
-            document = read_json_object(self.path / "sweep.json")
+            document = read_json_object(self.file)
         except (OSError, ValueError) as error:
-            raise SweepError(f"{self.path / 'sweep.json'} is damaged: {error}") from error
+            raise SweepError(f"{self.file} is damaged: {error}") from error
         cells = document.get("cells") if document is not None and document.get("format") == FORMAT else None
         if document is None or not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
-            raise SweepError(f"{self.path / 'sweep.json'} does not describe a sweep that this version knows")
+            raise SweepError(f"{self.file} does not describe a sweep that this version knows")
         return document
+
+    def write(self, document: Mapping[str, Any]) -> None:
+        """Replace sweep.json. Only the holder of `locked` calls this."""
+        try:
+            replace_json(self.file, document)
+        except OSError as error:
+            raise SweepError(f"{self.file} cannot be written: {error.strerror}") from error
 
     def cells(self) -> list[dict[str, Any]]:
         """The recorded cells with {state, started_at, ended_at, exit_code, result} of each. Raises SweepError."""
@@ -69,27 +81,25 @@ class SweepFolder:
 
     def now(self, cell: Mapping[str, Any]) -> dict[str, Any]:
         """{state, started_at, ended_at, exit_code, result} of a cell, as its run tells them; None is not known."""
-        run, refused = self.run_of(cell), cell.get("refused")
+        run = self.run_of(cell)
         record: Mapping[str, Any] = run_record(run) if run is not None else {}
-        result: dict[str, Any] | None = None
+        state, result = self._state(cell, record)
+        times = {key: record.get(key) for key in ("started_at", "ended_at", "exit_code")}
+        return {"state": state, "result": result, **times}
+
+    @staticmethod
+    def _state(cell: Mapping[str, Any], record: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None]:
         if record.get("status") in FINAL_STATES:
-            state = str(record["status"])
-            result = {"message": table(record, "failure").get("message")}
-        elif refused:
-            state, result = "failed", {"message": refused}
-        elif record:
-            state = "running"
-        elif cell.get("problems"):
-            state = "illegal"
-        elif cell.get("short_of_memory") and cell.get("run_path") is None:
-            state, result = "oom", {"predicted": True, "message": cell["short_of_memory"]}
-        else:
-            state = "pending"
-        return {
-            "state": state,
-            "result": result,
-            **{key: record.get(key) for key in ("started_at", "ended_at", "exit_code")},
-        }
+            return str(record["status"]), {"message": table(record, "failure").get("message")}
+        if refused := cell.get("refused"):
+            return "failed", {"message": refused}
+        if record:
+            return "running", None
+        if cell.get("problems"):
+            return "illegal", None
+        if cell.get("short_of_memory") and cell.get("run_path") is None:
+            return "oom", {"predicted": True, "message": cell["short_of_memory"]}
+        return "pending", None
 
     def update_cell(self, cell_id: str, **facts: Any) -> None:
         """Merge `facts` into one cell. Only the holder of `locked` calls this."""
@@ -97,10 +107,7 @@ class SweepFolder:
         for cell in document["cells"]:
             if cell["id"] == cell_id:
                 cell.update(facts)
-        try:
-            replace_json(self.path / "sweep.json", document)
-        except OSError as error:
-            raise SweepError(f"{self.path / 'sweep.json'} cannot be written: {error.strerror}") from error
+        self.write(document)
 
     def output_path(self, cell_id: str) -> Path:
         """Where the output of the launches of one cell goes."""
@@ -135,10 +142,12 @@ def open_sweep(runs_dir: Path, plan: SweepPlan) -> tuple[SweepFolder, bool]:
     folder = SweepFolder(sweeps_dir(runs_dir) / plan.sweep_id)
     try:
         (folder.path / "cells").mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not (folder.path / "sweep.json").exists():
+        if not folder.file.exists():
             with folder.locked():  # of two that begin at once, one makes it
-                if not (folder.path / "sweep.json").exists():
-                    replace_json(folder.path / "sweep.json", _document(plan))
+                if not folder.file.exists():
+                    begun = {"run_path": None, "lane": None, "launches": 0, "refused": None}
+                    cells = [{**cell.to_dict(), **begun} for cell in plan.cells]
+                    folder.write({**plan.to_dict(), "format": FORMAT, "cells": cells})
                     return folder, False
     except OSError as error:
         raise SweepError(f"the sweep folder {folder.path} cannot be written: {error.strerror}") from error
@@ -161,9 +170,3 @@ def find_sweep(runs_dir: Path, name: str) -> SweepFolder:
     near = nearest(name, known)
     advice = f"did you mean {near}?" if near else f"there are: {', '.join(known) or 'none'}"
     raise ConfigError(f"sweep {name}: not in {sweeps_dir(runs_dir)}; {advice}")
-
-
-def _document(plan: SweepPlan) -> dict[str, Any]:
-    begun = {"run_path": None, "lane": None, "launches": 0, "refused": None}
-    cells = [{**cell.to_dict(), **begun} for cell in plan.cells]
-    return {**plan.to_dict(), "format": FORMAT, "cells": cells}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -15,34 +16,35 @@ app = new_verb()
 Retry = enum.StrEnum("Retry", "failed oom")
 
 
+@dataclass(frozen=True)
+class SweepRequest:
+    """What was typed."""
+
+    overrides: OverridesArgument = None
+    config_dir: ConfigDirOption = None
+    runs_dir: RunsDirOption = RUNS_DIR
+    parallel: Annotated[int, typer.Option(min=1, help="Cells at the same time, on disjoint sets of nodes.")] = 1
+    max_failures: Annotated[int | None, typer.Option(min=1, help="Start no more cells after so many failed ones.")] = (
+        None
+    )
+    retry: Annotated[list[Retry] | None, typer.Option(help="Run cells with this result again. May be repeated.")] = None
+    skip_illegal: Annotated[bool, typer.Option(help="Record cells that cannot run as such, and run the others.")] = (
+        False
+    )
+    force: Annotated[bool, typer.Option(help="Also run cells that are expected not to fit into memory.")] = False
+    name: Annotated[str | None, typer.Option(help="Begins the sweep's id; another name runs the same cells anew.")] = (
+        None
+    )
+
+
 @app.command()
 def sweep(
-    overrides: OverridesArgument = None,
-    config_dir: ConfigDirOption = None,
-    runs_dir: RunsDirOption = RUNS_DIR,
+    request: SweepRequest,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show and check every cell, with the time it takes; start nothing.")
+        bool, typer.Option(help="Show and check every cell, with the time it takes; start nothing.")
     ] = False,
-    parallel: Annotated[
-        int, typer.Option("--parallel", min=1, help="Cells at the same time, on disjoint sets of nodes.")
-    ] = 1,
-    max_failures: Annotated[
-        int | None, typer.Option("--max-failures", min=1, help="Start no more cells after so many failed ones.")
-    ] = None,
-    retry: Annotated[
-        list[Retry] | None, typer.Option("--retry", help="Run cells with this result again. May be repeated.")
-    ] = None,
-    skip_illegal: Annotated[
-        bool, typer.Option("--skip-illegal", help="Record cells that cannot run as such, and run the others.")
-    ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Also run cells that are expected not to fit into memory.")
-    ] = False,
-    name: Annotated[
-        str | None, typer.Option("--name", help="Begins the sweep's id; another name runs the same cells anew.")
-    ] = None,
     as_json: JsonOption = False,
-) -> None:
+) -> int:
     """Run every combination of the listed values, one launch per cell, and fill a table.
 
     All cells are composed and checked before the first one starts. The same command typed again goes on where it was
@@ -59,17 +61,6 @@ def sweep(
     Ctrl-C once stops the running cells at the end of their step; twice kills them. Exit codes: 0 every cell has a
     result and none failed, 1 some failed, 2 usage or configuration, 130 interrupted.
     """
-    from burst_cli.sweep.request import SweepRequest, sweep_request
+    from burst_cli.sweep.request import sweep_request
 
-    request = SweepRequest(
-        tuple(overrides or ()),
-        tuple(config_dir or ()),
-        runs_dir.absolute(),
-        parallel=parallel,
-        force=force,
-        skip_illegal=skip_illegal,
-        name=name,
-        max_failures=max_failures,
-        retry=frozenset(retry or ()),
-    )
-    raise typer.Exit(sweep_request(request, dry_run=dry_run, as_json=as_json))
+    return sweep_request(request, dry_run=dry_run, as_json=as_json)

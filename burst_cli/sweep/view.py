@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
 from rich.text import Text
 
+from burst_cli import render
 from burst_cli.figures import DASH, clean, count, duration, plain
 from burst_cli.runs.progress import RunProgress
-from burst_cli.sweep.estimate import Estimate, total
-from burst_cli.sweep.plan import SweepPlan
+from burst_cli.sweep.estimate import total
+from burst_cli.sweep.plan import Cell, SweepPlan, title_of
 from burst_cli.tables import listing
 from cluster.remote_text import one_line
 from engine.runs.folder import RunFolder
@@ -25,27 +25,24 @@ def plan_view(plan: SweepPlan, parallel: int) -> Group:
     """What a sweep will do: its cells, what each is expected to take, and all of them together."""
     rows: list[list[str | Text]] = []
     for cell in plan.cells:
-        known = cell.estimate if not cell.problems and not cell.short_of_memory else None
+        known = cell.estimate if _will_run(cell) else None
         why, style = (cell.problems[0], "red") if cell.problems else (cell.short_of_memory or "", "magenta")
-        rows.append(
-            [
-                cell.cell_id,
-                *(cell.values.get(key, "") for key in plan.keys),
-                duration(known.seconds if known else None),
-                f"{known.device_hours:.3g}" if known else DASH,
-                Text(one_line(why, _MESSAGE), style),
-            ]
-        )
+        times = [duration(known.seconds), f"{known.device_hours:.3g}"] if known else [DASH, DASH]
+        values = [cell.values.get(key, "") for key in plan.keys]
+        rows.append([cell.cell_id, *values, *times, Text(one_line(why, _MESSAGE), style)])
     numbers = ("expected", "device hours")
     return Group(listing(("cell", *plan.keys, *numbers, ""), rows, numbers), expectation(plan, parallel))
 
 
+def _will_run(cell: Cell) -> bool:
+    return not cell.problems and not cell.short_of_memory
+
+
 def expectation(plan: SweepPlan, parallel: int) -> Text:
     """How long the cells that will run are expected to take together, and what that rests on."""
-    runs = [cell for cell in plan.cells if not cell.problems and not cell.short_of_memory]
+    estimates = [cell.estimate for cell in plan.cells if _will_run(cell)]
     lanes = f", {parallel} at a time" if parallel > 1 else ""
-    text = Text(f"{len(runs)} of {len(plan.cells)} cells will run{lanes}")
-    estimates: list[Estimate | None] = [cell.estimate for cell in runs]
+    text = Text(f"{len(estimates)} of {len(plan.cells)} cells will run{lanes}")
     whole = total(estimates, parallel)
     if whole is None:
         missing = sum(one is None for one in estimates)
@@ -67,13 +64,6 @@ def tally(cells: Sequence[Mapping[str, Any]]) -> str:
     return f"{len(done)} of {len(cells)} cells done" + (f": {', '.join(parts)}" if parts else "")
 
 
-@contextlib.contextmanager
-def open_sweep_view(console: Console) -> Iterator[SweepView]:
-    """What shows a sweep while it runs."""
-    with console.status("") as status:
-        yield SweepView(console, status.update)
-
-
 class SweepView:
     """A line per change of a cell; on a terminal how far those are that run stands below."""
 
@@ -84,18 +74,18 @@ class SweepView:
 
     def note(self, text: str) -> None:
         """Something that a person should know."""
-        self._console.print(Text(clean(text), "yellow"), soft_wrap=True)
+        render.say(self._console, Text(clean(text), "yellow"))
 
     def tick(self, cells: Sequence[Mapping[str, Any]]) -> None:
         """Show the cells as they are recorded; called several times a second."""
         for number, cell in enumerate(cells, 1):
             before, now = self._said.get(cell["id"]), cell["state"]
             if now != before and not (before is None and now == "pending"):
-                note = _note(cell)
-                line = f"[{number}/{len(cells)}] {_title(cell)}: {_state_text(cell)}" + (f"  {note}" if note else "")
-                self._console.print(Text(clean(line)), soft_wrap=True)
+                render.say(self._console, clean(f"[{number}/{len(cells)}] {_line(cell)}"))
             self._said[cell["id"]] = now
-        running = [f"{_title(cell)}: {self._progress(cell)}" for cell in cells if cell["state"] == "running"]
+        running = [
+            f"{title_of(cell['values'])}: {self._progress(cell)}" for cell in cells if cell["state"] == "running"
+        ]
         self._show(Text("; ".join([tally(cells), *running])))
 
     def _progress(self, cell: Mapping[str, Any]) -> str:
@@ -113,16 +103,9 @@ class SweepView:
         return f"step {progress.step}, loss {loss}, {speed} tokens/s"
 
 
-def _state_text(cell: Mapping[str, Any]) -> str:
-    predicted = (cell.get("result") or {}).get("predicted")
-    return f"{cell['state']} (predicted)" if predicted else str(cell["state"])
-
-
-def _title(cell: Mapping[str, Any]) -> str:
-    return " ".join(f"{key}={value}" for key, value in cell["values"].items())
-
-
-def _note(cell: Mapping[str, Any]) -> str:
-    """Why a cell has no figures, in one line."""
-    message = (cell.get("result") or {}).get("message") or next(iter(cell.get("problems") or ()), "")
-    return one_line(message, _MESSAGE)
+def _line(cell: Mapping[str, Any]) -> str:
+    """Which cell is how, and why it has no figures."""
+    result = cell.get("result") or {}
+    state = f"{cell['state']} (predicted)" if result.get("predicted") else cell["state"]
+    note = one_line(result.get("message") or next(iter(cell.get("problems") or ()), ""), _MESSAGE)
+    return f"{title_of(cell['values'])}: {state}" + (f"  {note}" if note else "")

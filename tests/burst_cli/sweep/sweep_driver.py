@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from burst_cli.sweep.plan import Cell, SweepPlan
-from burst_cli.sweep.runner import Lane, SweepManner, SweepRunner
-from burst_cli.sweep.store import open_sweep
+from burst_cli.sweep.runner import Lane, SweepRunner
+from burst_cli.sweep.store import SweepFolder, open_sweep
+from burst_cli.sweep.sweep import SweepRequest
 from cluster.control.attempt import StopRequests
 from engine.config.settings import RunConfig
 
@@ -35,9 +36,10 @@ def plan_of(count: int, modes: Mapping[int, str] = {}) -> SweepPlan:
     return SweepPlan("fake-0", (), cells)
 
 
-def manner_of(runs_dir: Path, lanes: int = 1, **settings: Any) -> SweepManner:
-    """How cells are launched: by the stand-in."""
-    return SweepManner(runs_dir, tuple(Lane(f"lane {k}") for k in range(lanes)), command=FAKE, **settings)
+def runner_of(folder: SweepFolder, stop: Any, lanes: int = 1, view: Any = None, **typed: Any) -> SweepRunner:
+    """What launches the cells of `folder`: the stand-in."""
+    request, names = SweepRequest(runs_dir=folder.path.parents[1], **typed), [f"lane {k}" for k in range(lanes)]
+    return SweepRunner(folder, request, tuple(map(Lane, names)), view or Quiet(), stop, FAKE)
 
 
 def main() -> int:
@@ -46,7 +48,7 @@ def main() -> int:
     folder, _ = open_sweep(runs_dir, plan_of(count, modes))
     stop = StopRequests()
     with stop.listening():
-        cells = SweepRunner(folder, manner_of(runs_dir, lanes=2), Quiet(), stop).run()
+        cells = runner_of(folder, stop, lanes=2).run()
     return 0 if all(cell["state"] == "completed" for cell in cells) else 1
 
 

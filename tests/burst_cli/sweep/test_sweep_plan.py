@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from burst_cli.compose import sweep_axes
 from burst_cli.plan.memory_check import MemoryPlanner
 from burst_cli.sweep.estimate import Estimate, LaunchJudge, total
-from burst_cli.sweep.grammar import Axis, cells_of, check_axes
-from burst_cli.sweep.plan import build_sweep, check_legal
+from burst_cli.sweep.plan import Axis, build_sweep, cells_of, check_axes, check_legal
 from burst_cli.sweep.request import choose_lanes
 from cluster.facts import probe_local_node
 from engine.config.cluster import ClusterConfig
