@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-import enum
-from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
 from burst_cli.app import new_verb
-from burst_cli.options import RUNS_DIR, ConfigDirOption, JsonOption, OverridesArgument, RunsDirOption
+from burst_cli.options import JsonOption
+from burst_cli.sweep.request import SweepRequest
 
 app = new_verb()
-
-Retry = enum.StrEnum("Retry", "failed oom")
-
-
-@dataclass(frozen=True)
-class SweepRequest:
-    """What was typed."""
-
-    overrides: OverridesArgument = None
-    config_dir: ConfigDirOption = None
-    runs_dir: RunsDirOption = RUNS_DIR
-    parallel: Annotated[int, typer.Option(min=1, help="Cells at the same time, on disjoint sets of nodes.")] = 1
-    max_failures: Annotated[int | None, typer.Option(min=1, help="Start no more cells after so many failed ones.")] = (
-        None
-    )
-    retry: Annotated[list[Retry] | None, typer.Option(help="Run cells with this result again. May be repeated.")] = None
-    skip_illegal: Annotated[bool, typer.Option(help="Record cells that cannot run as such, and run the others.")] = (
-        False
-    )
-    force: Annotated[bool, typer.Option(help="Also run cells that are expected not to fit into memory.")] = False
-    name: Annotated[str | None, typer.Option(help="Begins the sweep's id; another name runs the same cells anew.")] = (
-        None
-    )
 
 
 @app.command()
@@ -61,6 +37,6 @@ def sweep(
     Ctrl-C once stops the running cells at the end of their step; twice kills them. Exit codes: 0 every cell has a
     result and none failed, 1 some failed, 2 usage or configuration, 130 interrupted.
     """
-    from burst_cli.sweep.request import sweep_request
+    from burst_cli.sweep.sweeping import sweep_request
 
     return sweep_request(request, dry_run=dry_run, as_json=as_json)

@@ -60,7 +60,7 @@ def ended(run: RunFolder) -> str:
     return str(run.read_state()["state"])
 
 
-def test_launcher_returns_once_the_ranks_run_and_names_the_verbs(folder: Path) -> None:
+def test_launcher_returns_once_the_ranks_run_which_outlive_it_and_can_still_be_stopped(folder: Path) -> None:
     done = detach(folder, "wait")
     run, controller = the_run(folder), find_controller(the_run(folder))
     assert done.returncode == 0, done.stderr
@@ -68,7 +68,13 @@ def test_launcher_returns_once_the_ranks_run_and_names_the_verbs(folder: Path) -
     assert controller is not None
     assert done.stderr.splitlines()[-1] == f"it goes on in the background, led by process {controller.pid}"
     assert run.read_state()["lease_s"] is None
-    assert request_cancel(run).state == "cancelled"
+    assert controller.pid is not None
+    wait_for(lambda: run.read_state()["state"] == "running")
+    os.kill(controller.pid, signal.SIGKILL)
+    assert ended(run) == "running"
+    settled = settle(run)
+    assert (settled.state, [status.phase for status in settled.nodes]) == ("running", ["running"])
+    assert request_cancel(run, grace_s=0.5).state == "cancelled"
     assert run_processes(run.run_id) == []
 
 
@@ -92,17 +98,3 @@ def test_failure_of_the_start_is_shown_in_the_foreground(folder: Path) -> None:
     assert (done.returncode, done.stdout, run.read_state()["state"]) == (1, "", "failed")
     assert "FAILED" in done.stderr
     assert "/no/such/python" in done.stderr
-
-
-def test_ranks_outlive_a_controller_in_the_background_and_can_still_be_stopped(folder: Path) -> None:
-    assert detach(folder, "wait").returncode == 0
-    run = the_run(folder)
-    controller = find_controller(run)
-    assert controller is not None
-    assert controller.pid is not None
-    wait_for(lambda: run.read_state()["state"] == "running")
-    os.kill(controller.pid, signal.SIGKILL)
-    assert ended(run) == "running"
-    settled = settle(run)
-    assert (settled.state, [status.phase for status in settled.nodes]) == ("running", ["running"])
-    assert request_cancel(run, grace_s=0.5).state == "cancelled"

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 from testkit import ROOT
+from testkit.command_line import Burst
 from testkit.fake_run import LivingRun
 from testkit.run_maker import forget_process, make_run
 from testkit.waiting import wait_for
 
 from burst_cli.launch.take_over import UnknownRunError, find_way
-from cluster.control.attempt import RunState, controlling
+from cluster.control.attempt import ControllerBusyError, RunState, controlling
 from engine.runs.folder import RunFolder
 
 
@@ -28,57 +28,57 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-@pytest.fixture
-def lost(root: Path) -> RunFolder:
-    """A run that says it runs, of a process that is gone."""
-    run = make_run(root)
-    forget_process(run)
-    return run
-
-
-def quiet() -> Console:
-    return Console(file=io.StringIO())
-
-
-def said(console: Console) -> str:
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
-
-
 # --- which way --------------------------------------------------------------------------------------------------------
 
 
-def test_run_that_goes_on_is_taken_over(lost: RunFolder) -> None:
-    console = quiet()
-    assert find_way(lost, console, lambda run: RunState({"state": "running"})) == "take over"
-    assert "taking it over, attempt 1" in said(console)
+def runs_on(run: RunFolder) -> RunState:
+    return RunState({"state": "running"})
 
 
-def test_run_that_turns_out_to_have_ended_starts_again(lost: RunFolder) -> None:
-    def ask(run: RunFolder) -> RunState:
-        run.transition("failed", failure={"type": "ValueError", "message": "no head", "rank": 0})
-        return RunState({"state": "failed"})
-
-    console = quiet()
-    assert find_way(lost, console, ask) == "start"
-    assert "it had ended (failed: rank 0: ValueError: no head); starting attempt 2" in said(console)
+def has_ended(run: RunFolder) -> RunState:
+    run.transition("failed", failure={"type": "ValueError", "message": "no head", "rank": 0})
+    return RunState({"state": "failed"})
 
 
-def test_run_of_which_nobody_knows_is_left_alone(lost: RunFolder) -> None:
+def nobody_is_asked(run: RunFolder) -> RunState:
+    raise AssertionError("nobody is to be asked")
+
+
+@pytest.mark.parametrize(
+    ("state", "ask", "way", "said"),
+    [
+        ("running", runs_on, "take over", "taking it over, attempt 1"),
+        ("running", has_ended, "start", "it had ended (failed: rank 0: ValueError: no head); starting attempt 2"),
+        ("planned", nobody_is_asked, "start", ""),
+        ("cancelled", nobody_is_asked, "start", "it had ended (cancelled); starting attempt 2"),
+        ("completed", nobody_is_asked, "done", ""),
+    ],
+)
+def test_a_run_without_a_leader_is_taken_over_or_starts_again(
+    root: Path, state: str, ask: Callable[[RunFolder], RunState], way: str, said: str
+) -> None:
+    run = make_run(root, state=state)
+    if state == "running":
+        forget_process(run)
+    stream = io.StringIO()
+    assert find_way(run, Console(file=stream, width=200), ask) == way
+    assert said in stream.getvalue()
+
+
+def test_run_of_which_nobody_knows_or_that_somebody_leads_is_left_alone(root: Path) -> None:
+    forget_process(lost := make_run(root))
+    console = Console(file=io.StringIO())
     with pytest.raises(UnknownRunError, match="no answer of tb1") as caught:
-        find_way(lost, quiet(), lambda run: RunState({"state": "running"}, problem="no answer of tb1 (refused)"))
+        find_way(lost, console, lambda run: RunState({"state": "running"}, problem="no answer of tb1 (refused)"))
     assert caught.value.exit_code == 3
+    with controlling(lost), pytest.raises(ControllerBusyError, match=f"process {os.getpid()} on "):  # the lock alone
+        find_way(lost, console, runs_on)
 
 
-@pytest.mark.parametrize(("state", "way"), [("planned", "start"), ("cancelled", "start"), ("completed", "done")])
-def test_run_that_does_not_run_needs_no_question(root: Path, state: str, way: str) -> None:
-    def ask(run: RunFolder) -> RunState:
-        raise AssertionError("nobody is to be asked")
-
-    assert find_way(make_run(root, state=state), quiet(), ask) == way
+# --- the verb ---------------------------------------------------------------------------------------------------------
 
 
-def test_run_that_somebody_leads_is_refused_with_the_pid(burst, root: Path) -> None:
+def test_run_that_somebody_leads_is_refused_with_the_pid(burst: Burst, root: Path) -> None:
     with LivingRun(root, "wait") as living:
         living.wait_steps()
         result = burst("resume")
@@ -87,81 +87,57 @@ def test_run_that_somebody_leads_is_refused_with_the_pid(burst, root: Path) -> N
         assert living.run.read_state()["state"] == "running"
 
 
-def test_lock_alone_is_enough_to_be_refused(lost: RunFolder) -> None:
-    from cluster.control.attempt import ControllerBusyError
-
-    with controlling(lost), pytest.raises(ControllerBusyError, match=f"process {os.getpid()} on "):
-        find_way(lost, quiet(), lambda run: RunState({"state": "running"}))
-
-
-# --- the verb ---------------------------------------------------------------------------------------------------------
-
-
-def test_completed_run_has_nothing_to_resume_and_a_failed_one_starts_its_next_attempt(
-    burst, root: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_failed_run_starts_its_next_attempt_and_a_completed_one_has_nothing_to_resume(
+    burst: Burst, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LivingRun(root, "raise") as living:
         assert living.controller.wait(200) == 1
         monkeypatch.setenv("FAKE_MODE", "ok")
         result = burst("resume", "--plain")
         assert result.code == 0, result.err
-        assert "starting attempt 2" in result.err
-        assert "completed tiny/" in result.out
-        state = living.run.read_state()
-        assert (state["state"], state["attempt"]) == ("completed", 2)
+        assert ("starting attempt 2" in result.err, "completed tiny/" in result.out) == (True, True)
         assert (living.run.path / "attempts" / "1" / "metrics.jsonl").exists()
         again = burst("resume", "--json")
-        assert again.code == 0
-        assert json.loads(again.out)["status"] == "completed"
-        assert living.run.read_state()["attempt"] == 2
+        assert (again.code, again.document["status"]) == (0, "completed")
+        state = living.run.read_state()
+        assert (state["state"], state["attempt"]) == ("completed", 2)
+        (living.run.path / "launch.json").unlink()
+        refused = burst("resume")
+        assert (refused.code, "`burst launch` did not start this run" in refused.err) == (1, True)
 
 
-def test_killed_launcher_is_replaced_and_the_run_loses_nothing(burst, root: Path) -> None:
+def start_resume(root: Path, *argv: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "BURST_RUNS_DIR": str(root)}
+    command = [sys.executable, "-m", "burst_cli", "resume", *argv]
+    return subprocess.Popen(command, env=environment, cwd=ROOT, text=True, stdout=-1, stderr=-1)
+
+
+def test_killed_launcher_is_replaced_and_the_run_loses_nothing(burst: Burst, root: Path) -> None:
     with LivingRun(root, "wait") as living:
         living.wait_steps()
         living.kill()
-        with start_resume(root, living.run.run_id) as resumed:
+        resumed = start_resume(root, living.run.run_id)
+        try:
             # Not the lock: it holds that too while it asks the nodes, and lets go of it before it leads.
             wait_for(lambda: living.run.read_state()["pid"] == resumed.pid, "a new leader")
             assert burst("cancel").code == 0
             _, err = resumed.communicate(timeout=200)
-            assert resumed.returncode == 130, err
-        assert "taking it over, attempt 1" in err
-        assert len(living.run.read_metrics()) == 5
+        finally:
+            resumed.kill()
+        assert (resumed.returncode, "taking it over, attempt 1" in err) == (130, True), err
         state = living.run.read_state()
-        assert (state["state"], state["attempt"]) == ("cancelled", 1)
+        assert (state["state"], state["attempt"], len(living.run.read_metrics())) == ("cancelled", 1, 5)
 
 
-@contextlib.contextmanager
-def start_resume(root: Path, *argv: str) -> Iterator[subprocess.Popen[str]]:
-    environment = {**os.environ, "BURST_RUNS_DIR": str(root)}
-    command = [sys.executable, "-m", "burst_cli", "resume", *argv]
-    process = subprocess.Popen(command, env=environment, cwd=ROOT, text=True, stdout=-1, stderr=-1)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_detached_leader_takes_over_in_the_background(burst, root: Path) -> None:
+def test_detached_leader_takes_over_in_the_background(burst: Burst, root: Path) -> None:
     with LivingRun(root, "wait", "--detached") as living:
         living.wait_steps()
         living.kill()
-        with start_resume(root, "--detach", "--json") as leaving:
-            out, err = leaving.communicate(timeout=200)
-            assert leaving.returncode == 0, err
+        leaving = start_resume(root, "--detach", "--json")
+        out, err = leaving.communicate(timeout=200)
+        assert leaving.returncode == 0, err
         document = json.loads(out)
-        assert document["detached"] is True
-        seen = json.loads(burst("status", "--json").out)
-        assert seen["controller"]["pid"] == document["controller_pid"]
+        seen = burst("status", "--json").document
+        assert (document["detached"], document["controller_pid"]) == (True, seen["controller"]["pid"])
         assert burst("cancel").code == 0
         assert burst("status").code == 130
-
-
-def test_run_that_no_launcher_started_is_refused(burst, root: Path) -> None:
-    run = make_run(root, state="failed")
-    (run.path / "launch.json").unlink()
-    result = burst("resume")
-    assert result.code == 1
-    assert "`burst launch` did not start this run" in result.err

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from burst_cli.sweep.plan import Cell, SweepPlan
+from burst_cli.sweep.request import SweepRequest
 from burst_cli.sweep.runner import Lane, SweepRunner
 from burst_cli.sweep.store import SweepFolder, open_sweep
-from burst_cli.sweep.sweep import SweepRequest
 from cluster.control.attempt import StopRequests
 from engine.config.settings import RunConfig
 

@@ -11,7 +11,7 @@ from burst_cli.compose import sweep_axes
 from burst_cli.plan.memory_check import MemoryPlanner
 from burst_cli.sweep.estimate import Estimate, LaunchJudge, total
 from burst_cli.sweep.plan import Axis, build_sweep, cells_of, check_axes, check_legal
-from burst_cli.sweep.request import choose_lanes
+from burst_cli.sweep.sweeping import choose_lanes
 from cluster.facts import probe_local_node
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
