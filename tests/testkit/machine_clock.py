@@ -9,6 +9,7 @@ tests seldom delays the naps of an idle process by more, and nothing that the te
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import mmap
 import os
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 NAP_S = 0.01
@@ -31,6 +33,15 @@ def machine_time() -> float:
     with _STARTING:  # threads that ask at once share one counting process
         shared = _counter()
     return float(struct.unpack("d", shared[:8])[0])
+
+
+@contextlib.contextmanager
+def at_most(seconds: float) -> Iterator[None]:
+    """The block takes less than so many of them."""
+    begin = machine_time()
+    yield
+    took_s = machine_time() - begin
+    assert took_s < seconds, f"{took_s:.2f} s, expected less than {seconds:g}"
 
 
 @functools.cache

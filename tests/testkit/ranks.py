@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -91,139 +91,126 @@ def _send(pipe: Connection, value: Any) -> None:
     pipe.send_bytes(pickle.dumps(value))
 
 
+class _Rank:
+    """A worker as its pool sees it: the process, the pipe to it, and the log that it writes."""
+
+    def __init__(self, rank: int, world_size: int, folder: Path) -> None:
+        self.rank, self._name, self._log = rank, f"rank {rank} of {world_size}", folder / f"rank{rank}.log"
+        self._log.touch()
+        self._known_bytes = 0  # of the log, before this call
+        context = fork_server()
+        self.pipe, there = context.Pipe()
+        self.process = context.Process(target=_worker, args=(rank, world_size, there, str(self._log)), daemon=True)
+        self.process.start()
+        there.close()
+
+    def ask(self, value: Any) -> None:
+        self._known_bytes = self.log_bytes
+        _send(self.pipe, value)
+
+    @property
+    def log_bytes(self) -> int:
+        return self._log.stat().st_size
+
+    def fate(self, reply: _Reply | None, timeout_s: float) -> tuple[int, int, str]:
+        """What became of it, to be sorted: ranks that raised come first, then those that died, then those that hung."""
+        if reply is not None:
+            order, what = 0, f"raised\n{reply.error}"
+        elif self.process.exitcode is not None:
+            order, what = 1, f"died with exit code {self.process.exitcode}"
+        else:
+            order, what = 2, f"had not answered (limit {timeout_s:g} s, {GRACE_S:g} s after another rank's failure)"
+        output = self._log.read_text(errors="replace")[self._known_bytes :][-TAIL_CHARS:]
+        return order, self.rank, f"{self._name} {what}" + (f"\noutput:\n{output}" if output.strip() else "")
+
+
 class RankPool:
     """`world_size` processes in one gloo group on this machine; starts at the first `run`."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._processes: list[ForkServerProcess] = []
-        self._pipes: list[Connection] = []
+        self._ranks: list[_Rank] = []
         self._folder: Path | None = None
 
     def run(
         self, function: Callable[..., Any], *args: Any, timeout_s: float = CALL_TIMEOUT_S, **kwargs: Any
     ) -> list[Any]:
         """Results of `function(*args, **kwargs)` in order of rank; every rank calls it once, at the same time."""
-        if not self._alive():
-            self.close()
-            self._start()
         test = os.environ.get("PYTEST_CURRENT_TEST", "")
         call = _Call(function.__module__, function.__qualname__, args, kwargs, list(sys.path), test)
-        offsets = [self._log(rank).stat().st_size for rank in range(self.world_size)]
         try:
-            for pipe in self._pipes:
-                _send(pipe, call)
-            replies = self._collect(timeout_s)
+            if not self._ranks or not all(rank.process.is_alive() for rank in self._ranks):
+                self.close()
+                self._start()
+            for rank in self._ranks:
+                rank.ask(call)
+            replies = _collect(self._ranks, call.name, timeout_s)
         except BaseException:  # an interrupt or the test's own timeout: late replies must not meet the next call
             self.close()
             raise
-        if all(reply is not None and reply.error is None for reply in replies):
-            if any(reply is not None and reply.threads > MAX_THREADS for reply in replies):
-                self.close()
-            return [reply.value for reply in replies if reply is not None]
-        failure = self._failure(call.name, replies, offsets, timeout_s)
-        self.close()
-        raise failure
+        if any(reply.threads > MAX_THREADS for reply in replies):
+            self.close()
+        return [reply.value for reply in replies]
 
     def close(self) -> None:
         """Kills every worker at once; the pool may be used again and then starts anew."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-        for pipe in self._pipes:
-            pipe.close()
+        for rank in self._ranks:
+            rank.process.kill()
+        for rank in self._ranks:
+            rank.process.join()
+            rank.pipe.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._processes, self._pipes, self._folder = [], [], None
-
-    def _alive(self) -> bool:
-        return bool(self._processes) and all(process.is_alive() for process in self._processes)
-
-    def _log(self, rank: int) -> Path:
-        assert self._folder is not None
-        return self._folder / f"rank{rank}.log"
+        self._ranks, self._folder = [], None
 
     def _start(self) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
-        context = fork_server()
+        self._folder, what = Path(tempfile.mkdtemp(prefix="ranks-")), "start of the pool"
         for rank in range(self.world_size):
-            here, there = context.Pipe()
-            self._log(rank).touch()
-            process = context.Process(
-                target=_worker, args=(rank, self.world_size, there, str(self._log(rank))), daemon=True
-            )
-            process.start()
-            there.close()
-            self._processes.append(process)
-            self._pipes.append(here)
+            self._ranks.append(_Rank(rank, self.world_size, self._folder))
         # Rank 0 opens the store on a free port and says which; so no port can be taken in between.
-        replies = self._collect(START_TIMEOUT_S, ranks=[0])
-        if replies[0] is not None and replies[0].error is None:
-            for pipe in self._pipes[1:]:
-                _send(pipe, replies[0].value)
-            replies = self._collect(START_TIMEOUT_S)
-        if any(reply is None or reply.error is not None for reply in replies):
-            failure = self._failure("start of the pool", replies, [0] * self.world_size, START_TIMEOUT_S)
-            self.close()
-            raise failure
+        (store,) = _collect(self._ranks[:1], what, START_TIMEOUT_S)
+        for rank in self._ranks[1:]:
+            rank.ask(store.value)
+        _collect(self._ranks, what, START_TIMEOUT_S)
 
-    def _collect(self, timeout_s: float, ranks: Sequence[int] | None = None) -> list[_Reply | None]:
-        """One reply per rank; None for a rank that died or did not answer in time."""
-        replies: list[_Reply | None] = [None] * self.world_size
-        waiting = {self._pipes[rank]: rank for rank in (range(self.world_size) if ranks is None else ranks)}
-        deadline = time.monotonic() + timeout_s
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            for ready in wait(list(waiting), timeout=left):
-                assert isinstance(ready, Connection)
-                rank = waiting.pop(ready)
-                with contextlib.suppress(EOFError, ConnectionResetError):
-                    replies[rank] = _receive(ready)
-                reply = replies[rank]
-                if reply is None or reply.error is not None:
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
-        return replies
 
-    def _failure(
-        self, name: str, replies: list[_Reply | None], offsets: list[int], timeout_s: float
-    ) -> RankFailedError:
-        """The failure to raise: ranks that raised come first, then those that died, then those that hung."""
-        self._dump_stacks([rank for rank, reply in enumerate(replies) if reply is None])
-        blocks: list[tuple[int, int, str]] = []
-        for rank, reply in enumerate(replies):
-            if reply is not None and reply.error is None:
-                continue
-            process = self._processes[rank]
-            if reply is not None:
-                order, what = 0, f"raised\n{reply.error}"
-            elif process.exitcode is not None:
-                order, what = 1, f"died with exit code {process.exitcode}"
-            else:
-                order, what = 2, f"had not answered (limit {timeout_s:g} s, {GRACE_S:g} s after another rank's failure)"
-            output = self._log(rank).read_text(errors="replace")[offsets[rank] :][-TAIL_CHARS:]
-            text = f"rank {rank} of {self.world_size} {what}" + (f"\noutput:\n{output}" if output.strip() else "")
-            blocks.append((order, rank, text))
-        blocks.sort()
-        return RankFailedError(blocks[0][1], f"{name}: " + "\n--- ".join(text for _, _, text in blocks))
+def _collect(ranks: Sequence[_Rank], what: str, timeout_s: float) -> list[_Reply]:
+    """The reply of every rank. Raises RankFailedError when one reports an error, dies or does not answer in time."""
+    replies: dict[_Rank, _Reply] = {}
+    waiting = {rank.pipe: rank for rank in ranks}
+    deadline = time.monotonic() + timeout_s
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for ready in wait(list(waiting), timeout=left):
+            assert isinstance(ready, Connection)
+            rank = waiting.pop(ready)
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                replies[rank] = _receive(ready)
+            if rank not in replies or replies[rank].error is not None:
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    bad = [rank for rank in ranks if rank not in replies or replies[rank].error is not None]
+    if bad:
+        _dump_stacks([rank for rank in bad if rank not in replies])
+        fates = sorted(rank.fate(replies.get(rank), timeout_s) for rank in bad)
+        raise RankFailedError(fates[0][1], f"{what}: " + "\n--- ".join(text for _, _, text in fates))
+    return [replies[rank] for rank in ranks]
 
-    def _dump_stacks(self, ranks: Sequence[int]) -> None:
-        """Asks ranks that hang for their Python stacks, which faulthandler writes into their logs.
 
-        Returns once each has written, or has died: a rank whose pipe is closed may take a moment to be known as dead.
-        """
-        before = {rank: self._log(rank).stat().st_size for rank in ranks}
-        for rank in ranks:
-            process = self._processes[rank]
-            if process.is_alive() and process.pid is not None:
-                with contextlib.suppress(ProcessLookupError):  # it died just now
-                    os.kill(process.pid, signal.SIGUSR1)
-        deadline = time.monotonic() + STACKS_TIMEOUT_S
-        for rank, size in before.items():
-            process = self._processes[rank]
-            while process.is_alive() and self._log(rank).stat().st_size == size and time.monotonic() < deadline:
-                process.join(0.05)
-        for rank in ranks:
-            self._processes[rank].join(0.3)  # to the last line
+def _dump_stacks(ranks: Sequence[_Rank]) -> None:
+    """Asks ranks that hang for their Python stacks, which faulthandler writes into their logs.
+
+    Returns once each has written, or has died: a rank whose pipe is closed may take a moment to be known as dead.
+    """
+    before = {rank: rank.log_bytes for rank in ranks}
+    for rank in ranks:
+        if rank.process.is_alive() and rank.process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):  # it died just now
+                os.kill(rank.process.pid, signal.SIGUSR1)
+    deadline = time.monotonic() + STACKS_TIMEOUT_S
+    for rank in ranks:
+        while rank.process.is_alive() and rank.log_bytes == before[rank] and time.monotonic() < deadline:
+            rank.process.join(0.05)
+    for rank in ranks:
+        rank.process.join(0.3)  # to the last line
 
 
 class Pools:

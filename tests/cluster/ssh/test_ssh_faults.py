@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from testkit import ROOT
 from testkit.connections import connect
 from testkit.fleet import FLOOD_BYTES, GARBAGE, Fleet, Mode, start_fleet
-from testkit.machine_clock import machine_time
+from testkit.machine_clock import at_most, machine_time
 
 from benchmarks.bench_fleet import plan_modes, record_answer, run_verb
 from cluster.errors import SshError, SshFailure
@@ -167,20 +167,16 @@ def test_a_wish_for_a_port_never_takes_longer_than_its_limit_and_is_told_when_re
         (host,) = hosts_of(fleet, name)
         with connect(host) as logged_in:
             connection = SshConnection(replace(host, connect_timeout_s=1.0), logged_in.transport, 30.0)
-            begin = machine_time()
-            with pytest.raises(SshError, match=f"cannot forward a port: {words}") as caught:
+            with at_most(2), pytest.raises(SshError, match=f"cannot forward a port: {words}") as caught:
                 connection.forward(lambda channel: None)
             assert caught.value.kind is kind
-            assert machine_time() - begin < 2
 
 
 def test_a_dead_jump_host_is_waited_for_once(fleet: Fleet) -> None:
     (host,) = hosts_of(fleet, "behind-silent-gate", connect_timeout_s=1.0)
     hosts = [replace(host, name=f"node{number}") for number in range(6)]
-    begin = machine_time()
-    with SshPool() as pool:
+    with at_most(3), SshPool() as pool:
         outcomes = fan_out(hosts, pool.connect, width=2)
-    assert machine_time() - begin < 3
     assert all(isinstance(outcome.error, SshError) for outcome in outcomes.values())
     assert "jump host silent" in str(outcomes["node5"].error)
 
@@ -206,18 +202,25 @@ def raw_server(answer: bytes) -> Iterator[Host]:
             guest.close()
 
 
-@example(b"\xff\xff\xff\xfc\x04" + b"\x00" * 64)
 @example(struct.pack(">IB", 12, 4) + b"\x14" + b"\xff" * 10)
 @example(struct.pack(">IB", 12, 4) + b"\x01" + b"\xff" * 10)
 @given(st.binary(max_size=80))
 @settings(max_examples=12, deadline=None)
 def test_no_message_of_a_stranger_is_a_bug_of_ours(noise: bytes) -> None:
     with raw_server(b"SSH-2.0-strange\r\n" + noise) as host:
-        begin = machine_time()
-        with pytest.raises(SshError) as caught:
+        with at_most(2), pytest.raises(SshError) as caught:
             connect(host)
         assert caught.value.kind in (SshFailure.PROTOCOL, SshFailure.TIMEOUT)
-        assert machine_time() - begin < 2
+
+
+def test_a_packet_is_not_longer_than_ssh_has_them() -> None:
+    deadline, said = Deadline.after(30.0), b"SSH-2.0-strange\r\n\xff\xff\xff\xfc\x04\0\0\0"
+    with (
+        raw_server(said) as host,
+        contextlib.closing(SshTransport(open_socket(host, deadline))) as transport,
+        pytest.raises(SshError, match=r"a packet of \d{10} bytes is not SSH"),
+    ):
+        transport.shake_hands(host, HostKeys(()), deadline)
 
 
 @contextlib.contextmanager
@@ -239,11 +242,9 @@ def test_an_address_that_hangs_leaves_time_for_the_next_and_ends_with_the_deadli
         with reach(host, [("127.0.0.1", port), ("127.0.0.2", port)], deadline) as sock:
             assert not deadline.is_over
             assert sock.getpeername()[0] == "127.0.0.2"
-        begin = machine_time()
-        with pytest.raises(SshError) as caught:
+        with at_most(1.5), pytest.raises(SshError) as caught:
             open_socket(host, Deadline.after(0.3))
         assert caught.value.kind is SshFailure.TIMEOUT
-        assert machine_time() - begin < 1.5
 
 
 def test_the_next_address_is_tried_when_one_fails_and_the_most_telling_failure_is_told() -> None:
@@ -269,11 +270,10 @@ def test_the_next_address_is_tried_when_one_fails_and_the_most_telling_failure_i
 
 
 def test_what_may_hang_ends_with_the_deadline() -> None:
-    never, begin = threading.Event(), machine_time()
-    with pytest.raises(TimeoutError):
+    never = threading.Event()
+    with at_most(1.5), pytest.raises(TimeoutError):
         within(Deadline.after(0.3), lambda: never.wait(200))
     never.set()
-    assert machine_time() - begin < 1.5
 
 
 @pytest.mark.thorough
