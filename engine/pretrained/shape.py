@@ -16,15 +16,20 @@ from engine.config.settings import ModelConfig, RopeScalingConfig
 from engine.runs.records import require_json_object
 
 CONFIG_FILE = "config.json"
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-_ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # by family
+# Whole numbers that every config.json has, by our names for them; then those that it may leave out.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+}
+_HEADS = {"num_kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
 # Settings that may differ from the folder's: they change no weight, or are meant to (longer sequences).
 _FREE = frozenset({"name", "init_std", "init_from", "require_init_from"})
 _ROPE_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
-_ROPE_NAMES = {
-    "factor": "factor",
-    "original_max_position_embeddings": "original_seq_len",
-}
+_ROPE_NAMES = {"factor": "factor", "original_max_position_embeddings": "original_seq_len"}
 # What all models of these families have, where they say it (engine.model.rope).
 _ROPE_FIXED = {"beta_fast": 32.0, "beta_slow": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -58,20 +63,11 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> list[str]:
     RoPE may be scaled where the folder's is not, or in another way: that is how contexts grow. Leaving the folder's
     scaling out, or another base (which is what kind=ntk is for), would undo what the model has learned.
     """
-    return [
-        f"model.{name} is {mine}, in the folder {other}"
-        for name, mine, other in _pairs(ours, theirs)
-        if name not in _FREE and mine != other
-    ]
-
-
-def _pairs(ours: ModelConfig, theirs: ModelConfig) -> Iterator[tuple[str, Any, Any]]:
-    """(setting, ours, theirs); of RoPE's scaling the kind, if only theirs has one."""
-    for item in fields(ModelConfig):
-        if item.name != "rope_scaling":
-            yield item.name, getattr(ours, item.name), getattr(theirs, item.name)
-        elif ours.rope_scaling.kind == "none":
-            yield "rope_scaling.kind", "none", theirs.rope_scaling.kind
+    names = [item.name for item in fields(ModelConfig) if item.name not in _FREE and item.name != "rope_scaling"]
+    pairs = {name: (getattr(ours, name), getattr(theirs, name)) for name in names}
+    if ours.rope_scaling.kind == "none":
+        pairs["rope_scaling.kind"] = "none", theirs.rope_scaling.kind
+    return [f"model.{name} is {mine}, in the folder {other}" for name, (mine, other) in pairs.items() if mine != other]
 
 
 def family_of(model: ModelConfig, window_tokens: int | None) -> str:
@@ -91,13 +87,7 @@ def config_json(model: ModelConfig, *, seq_len: int, window_tokens: int | None, 
     document = {
         "architectures": [f"{_ARCHITECTURES[family]}ForCausalLM"],
         "model_type": family,
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_heads,
-        "num_key_value_heads": model.num_kv_heads,
-        "head_dim": model.head_dim,
+        **{theirs: getattr(model, ours) for ours, theirs in (_SIZES | _HEADS).items()},
         "hidden_act": "silu",
         "rms_norm_eps": model.norm_eps,
         "initializer_range": model.init_std,
@@ -117,8 +107,8 @@ def config_json(model: ModelConfig, *, seq_len: int, window_tokens: int | None, 
 def _problems(document: Mapping[str, Any]) -> Iterator[str]:
     """What is asked for that this model does not have."""
     family = document.get("model_type")
-    if family not in FAMILIES:
-        yield f"model_type is {family!r}, expected one of {', '.join(FAMILIES)}"
+    if family not in _ARCHITECTURES:
+        yield f"model_type is {family!r}, expected one of {', '.join(_ARCHITECTURES)}"
         return
     for name, expected in {"hidden_act": "silu", "mlp_bias": False, "attention_bias": False}.items():
         if document.get(name, expected) != expected:
@@ -137,17 +127,14 @@ def _problems(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _pretrained(document: Mapping[str, Any], folder: Path) -> Pretrained:
-    heads, hidden = int(document["num_attention_heads"]), int(document["hidden_size"])
-    rope = _rope(document)
+    sizes = {ours: int(document[theirs]) for ours, theirs in _SIZES.items()}
+    left_out = {"num_kv_heads": sizes["num_heads"], "head_dim": sizes["hidden_size"] // sizes["num_heads"]}
+    heads = {ours: int(document.get(theirs) or left_out[ours]) for ours, theirs in _HEADS.items()}
+    rope, length = _rope(document), document.get("max_position_embeddings")
     model = ModelConfig(
         name=folder.resolve().name,
-        vocab_size=int(document["vocab_size"]),
-        hidden_size=hidden,
-        ffn_hidden_size=int(document["intermediate_size"]),
-        num_layers=int(document["num_hidden_layers"]),
-        num_heads=heads,
-        num_kv_heads=int(document.get("num_key_value_heads") or heads),
-        head_dim=int(document.get("head_dim") or hidden // heads),
+        **sizes,
+        **heads,
         rope_theta=float(rope.get("rope_theta", document.get("rope_theta", 10000.0))),
         rope_scaling=_rope_scaling(rope),
         norm_eps=float(document.get("rms_norm_eps", 1e-6)),
@@ -156,7 +143,6 @@ def _pretrained(document: Mapping[str, Any], folder: Path) -> Pretrained:
         qk_norm=document["model_type"] == "qwen3",
     )
     window = int(document["sliding_window"]) if _uses_window(document) else None
-    length = document.get("max_position_embeddings")
     return Pretrained(model, window, None if length is None else int(length))
 
 

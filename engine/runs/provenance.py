@@ -45,14 +45,17 @@ def collect_provenance() -> dict[str, Any]:
 
 def git_facts(root: Path) -> dict[str, Any] | None:
     """{sha, branch, dirty, status, diff, diff_truncated} of the checkout whose top is `root`, or None."""
-    top = output_of("git", "-C", str(root), "rev-parse", "--show-toplevel")
-    if top is None or Path(top.strip()).resolve() != root.resolve():
+
+    def git(*arguments: str) -> str:
+        return output_of("git", "-C", str(root), *arguments) or ""
+
+    top = git("rev-parse", "--show-toplevel").strip()
+    if not top or Path(top).resolve() != root.resolve():
         return None
-    status = output_of("git", "-C", str(root), "status", "--porcelain") or ""
-    diff = output_of("git", "-C", str(root), "diff", "HEAD") or ""
+    status, diff = git("status", "--porcelain"), git("diff", "HEAD")
     return {
-        "sha": _line("git", "-C", str(root), "rev-parse", "HEAD"),
-        "branch": _line("git", "-C", str(root), "rev-parse", "--abbrev-ref", "HEAD"),
+        "sha": git("rev-parse", "HEAD").strip() or None,
+        "branch": git("rev-parse", "--abbrev-ref", "HEAD").strip() or None,
         "dirty": bool(status.strip()),
         "status": status.splitlines(),
         "diff": diff[:MAX_DIFF_CHARACTERS],
@@ -88,11 +91,6 @@ def cpu_name() -> str | None:
         return platform.processor() or None
     names = (line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name"))
     return next(names, platform.processor() or None)
-
-
-def _line(*command: str) -> str | None:
-    text = output_of(*command)
-    return text.strip() if text else None
 
 
 def output_of(*command: str) -> str | None:

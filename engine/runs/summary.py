@@ -30,19 +30,9 @@ MEDIANS = (
 )
 # Largest value over all steps; each row already holds the largest over ranks.
 MAXIMA = ("peak_memory_bytes", "peak_memory_reserved_bytes", "peak_tensor_bytes", "peak_host_bytes")
-# The last value that was measured -> its name in the summary.
-FINALS = {
-    "loss": "final_train_loss",
-    "validation_loss": "final_validation_loss",
-    "validation_bits_per_byte": "final_validation_bits_per_byte",
-    "needle_accuracy": "final_needle_accuracy",
-    "needle_gain": "final_needle_gain",
-}
-# The same for tables, which only runs that measured them have.
-FINAL_TABLES = {
-    "validation_loss_by_position": "final_validation_loss_by_position",
-    "needle_by_depth": "final_needle_by_depth",
-}
+# The last value that was measured; of loss it is called final_train_loss.
+FINALS = ("loss", "validation_loss", "validation_bits_per_byte", "needle_accuracy", "needle_gain")
+FINAL_TABLES = ("validation_loss_by_position", "needle_by_depth")  # which only runs that measured them have
 
 
 def summarise(rows: Iterable[Mapping[str, Any]], warmup_steps: int = WARMUP_STEPS) -> dict[str, Any]:
@@ -53,12 +43,13 @@ def summarise(rows: Iterable[Mapping[str, Any]], warmup_steps: int = WARMUP_STEP
     X is the median over the optimizer steps after the first `warmup_steps`, at least of the last one. When a step
     appears twice (a run that was taken up again), the later row counts. Without rows n is 0, X is None.
     """
-    ordered = _by_step(rows)
+    latest = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
+    ordered = [latest[step] for step in sorted(latest)]
     left_out = max(0, min(warmup_steps, len(ordered) - 1))
     measured = ordered[left_out:]
     summary: dict[str, Any] = {
         "steps": ordered[-1]["step"] if ordered else 0,
-        "tokens_total": _total(ordered, "tokens"),
+        "tokens_total": sum(tokens) if (tokens := _numbers(ordered, "tokens")) else None,
         "dropped_steps": sum(row.get("dropped") is not None for row in ordered),
         "warmup_metric_steps": left_out,
     }
@@ -66,11 +57,12 @@ def summarise(rows: Iterable[Mapping[str, Any]], warmup_steps: int = WARMUP_STEP
         summary.update(spread(name, _numbers(measured, name)))
     for name in MAXIMA:
         summary[name] = max(_numbers(ordered, name), default=None)
-    for name, title in FINALS.items():
+    for name in FINALS:
+        title = "final_train_loss" if name == "loss" else f"final_{name}"
         summary[title] = next(iter(reversed(_numbers(ordered, name))), None)
-    for name, title in FINAL_TABLES.items():
+    for name in FINAL_TABLES:
         tables = [table for row in ordered if isinstance(table := row.get(name), list)]
-        summary |= {title: tables[-1]} if tables else {}
+        summary |= {f"final_{name}": tables[-1]} if tables else {}
     return summary
 
 
@@ -106,24 +98,13 @@ def predicted_facts(memory_plan: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def spread(name: str, values: Sequence[float]) -> dict[str, Any]:
     """{name: median, name_p25, name_p75, name_n}; quartiles by linear interpolation over the measured values."""
-    if not values:
-        return {name: None, f"{name}_p25": None, f"{name}_p75": None, f"{name}_n": 0}
-    low, middle, high = (
-        statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [float(values[0])] * 3
-    )
+    quartiles: Sequence[float | None] = [float(values[0]) if values else None] * 3
+    if len(values) > 1:
+        quartiles = statistics.quantiles(values, n=4, method="inclusive")
+    low, middle, high = quartiles
     return {name: middle, f"{name}_p25": low, f"{name}_p75": high, f"{name}_n": len(values)}
-
-
-def _by_step(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    latest = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
-    return [latest[step] for step in sorted(latest)]
 
 
 def _numbers(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:
     values = (row.get(name) for row in rows)
     return [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
-
-
-def _total(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    values = _numbers(rows, name)
-    return sum(values) if values else None

@@ -29,7 +29,7 @@ from engine.parallel.collectives import max_over_ranks, sum_over_ranks
 from engine.parallel.fsdp import evaluating
 from engine.parallel.mesh import Mesh
 from engine.training.metrics import PeakMemory
-from engine.training.train_step import TrainStep, rank_batch
+from engine.training.train_step import TrainStep
 
 Table = npt.NDArray[np.float64]
 Row = dict[str, Any]  # of metrics.jsonl
@@ -40,7 +40,16 @@ def validate(train_step: TrainStep, data: PreparedData, needles: NeedleTasks | N
 
     All ranks must call; the model is afterwards as before. Raises Stopped.
     """
-    losses = _losses(train_step, data)
+    train, mesh = train_step.config.train, train_step.mesh
+    batches = sequential_batches(
+        data.validation,
+        train.seq_len,
+        batch_size=train.micro_batch_size,
+        dp=(mesh.dp_rank, mesh.dp_size),
+        max_samples=train.eval_samples,
+        documents_apart=train_step.config.attention.documents,
+    )
+    losses = evaluate(train_step, batches, data.token_bytes, train.eval_position_buckets)
     return losses if needles is None else losses | needle_figures(score_tasks(train_step, needles), needles)
 
 
@@ -62,31 +71,14 @@ def measured(mesh: Mesh, work: Callable[[], Row]) -> Row:
     started = time.perf_counter()
     row = work()
     own = [time.perf_counter() - started, *memory.read()]
-    seconds, allocated, reserved = max_over_ranks(own, mesh.device)
+    seconds, *peaks = max_over_ranks(own, mesh.device)
+    allocated, reserved = (None if peak is None else int(peak) for peak in peaks)
     return {
         **row,
         "evaluation_s": seconds,
-        "peak_memory_bytes": None if allocated is None else int(allocated),
-        "peak_memory_reserved_bytes": None if reserved is None else int(reserved),
+        "peak_memory_bytes": allocated,
+        "peak_memory_reserved_bytes": reserved,
     }
-
-
-def _losses(train_step: TrainStep, data: PreparedData) -> Row:
-    train, mesh = train_step.config.train, train_step.mesh
-    batches = sequential_batches(
-        data.validation,
-        train.seq_len,
-        batch_size=train.micro_batch_size,
-        dp=(mesh.dp_rank, mesh.dp_size),
-        max_samples=train.eval_samples,
-        documents_apart=train_step.config.attention.documents,
-    )
-    return evaluate(train_step, batches, data.token_bytes, train.eval_position_buckets)
-
-
-def bits_per_byte(loss_sum_nats: float, text_bytes: float) -> float | None:
-    """Bits that the model needs per byte of text: nats / (ln 2 * bytes); comparable between tokenizers."""
-    return loss_sum_nats / (math.log(2.0) * text_bytes) if text_bytes > 0 else None
 
 
 def position_edges(seq_len: int, buckets: int) -> tuple[int, ...]:
@@ -129,10 +121,9 @@ def evaluate(
     nats, counts, text_bytes = figures[:buckets], figures[buckets:-1], figures[-1]
     if sum(counts) == 0:
         return {}
-    row = {
-        "validation_loss": sum(nats) / sum(counts),
-        "validation_bits_per_byte": bits_per_byte(sum(nats), text_bytes),
-    }
+    # Of text, comparable between tokenizers.
+    bits_per_byte = sum(nats) / (math.log(2.0) * text_bytes) if text_bytes > 0 else None
+    row: Row = {"validation_loss": sum(nats) / sum(counts), "validation_bits_per_byte": bits_per_byte}
     if buckets == 1:
         return row
     by_position = [
@@ -144,22 +135,18 @@ def evaluate(
 
 def _losses_of(train_step: TrainStep, batch: Batch, edges: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
     """(loss sums [buckets] of this rank's rows, labels of each that count)."""
-    model, mesh, attention = train_step.model, train_step.mesh, train_step.attention
-    local = rank_batch(batch, model, attention, mesh)
-    hidden = model(local.rows.tokens, local.rows.positions, local.attention)
+    local = train_step.prepare(batch)
+    hidden = train_step.model(local.rows.tokens, local.rows.positions, local.attention)
     losses, labels = [], []
     for first, after in pairwise(edges):
-        rows = local.rows if len(edges) == 2 else rank_batch(_only(batch, first, after), model, attention, mesh).rows
-        losses.append(model.head(hidden, rows.labels).double())
+        rows = local.rows
+        if len(edges) > 2:
+            here = np.full_like(batch.labels, IGNORE_INDEX)
+            here[:, first:after] = batch.labels[:, first:after]
+            rows = train_step.prepare(replace(batch, labels=here)).rows
+        losses.append(train_step.model.head(hidden, rows.labels).double())
         labels.append(rows.labels[rows.labels != IGNORE_INDEX])
     return torch.stack(losses), labels
-
-
-def _only(batch: Batch, first: int, after: int) -> Batch:
-    """`batch` with labels at positions first .. after - 1 alone."""
-    labels = np.full_like(batch.labels, IGNORE_INDEX)
-    labels[:, first:after] = batch.labels[:, first:after]
-    return replace(batch, labels=labels)
 
 
 @torch.no_grad()
@@ -172,7 +159,8 @@ def score_tasks(train_step: TrainStep, tasks: NeedleTasks) -> Table:
     mesh, size = train_step.mesh, train_step.config.train.micro_batch_size
     table = torch.zeros(len(tasks), 3, dtype=torch.float64, device=mesh.device)
     with evaluating(train_step.model):
-        for first in range(mesh.dp_rank * size, _rounded_up(len(tasks), mesh.dp_size * size), mesh.dp_size * size):
+        stride = mesh.dp_size * size
+        for first in range(mesh.dp_rank * size, -(-len(tasks) // stride) * stride, stride):  # alike often on all ranks
             pause(train_step)
             numbers = range(first, min(first + size, len(tasks)))
             rows, scores = _scored(train_step, [tasks.task(number) for number in numbers], size)
@@ -207,30 +195,20 @@ def needle_figures(table: Table, tasks: NeedleTasks) -> Row:
 def _scored(train_step: TrainStep, tasks: Sequence[NeedleTask], size: int) -> tuple[Tensor, Tensor]:
     """(which of `tasks` each of this rank's answer rows belongs to [n], their nats, wrong tokens and tokens [n, 3]).
 
-    A batch of `size` rows is run in any case: every rank gathers weights as often as the others.
+    Tasks are documents of their own. A batch of `size` rows is run in any case, the others empty: every rank gathers
+    weights as often as the others.
     """
-    model, mesh = train_step.model, train_step.mesh
-    batch = _batch(tasks, size, train_step.config.train.seq_len)
-    local = rank_batch(batch, model, train_step.attention, mesh)
-    hidden = model(local.rows.tokens, local.rows.positions, local.attention)
+    tokens = np.zeros((size, train_step.config.train.seq_len), dtype=np.int64)
+    answers = np.full_like(tokens, IGNORE_INDEX)
+    for number, task in enumerate(tasks):
+        tokens[number], answers[number] = task.tokens, task.labels
+    local = train_step.prepare(Batch(tokens, answers, (np.zeros(1, dtype=np.int64),) * size))
+    hidden = train_step.model(local.rows.tokens, local.rows.positions, local.attention)
     row, place = (local.rows.labels != IGNORE_INDEX).nonzero(as_tuple=True)
     # As many rows on every rank as the whole batch has answers: those that slice the vocabulary score each other's.
-    bound = max(1, int((batch.labels != IGNORE_INDEX).sum()))
+    bound = max(1, int((answers != IGNORE_INDEX).sum()))
     rows = hidden.new_zeros(bound, hidden.shape[-1])
     labels = local.rows.labels.new_full((bound,), IGNORE_INDEX)
     rows[: row.numel()], labels[: row.numel()] = hidden[row, place], local.rows.labels[row, place]
-    scores = model.head(rows, labels, by_row=True)[: row.numel()].double()
+    scores = train_step.model.head(rows, labels, by_row=True)[: row.numel()].double()
     return row, torch.stack([scores[:, 0], 1.0 - scores[:, 1], torch.ones_like(scores[:, 0])], dim=1)
-
-
-def _batch(tasks: Sequence[NeedleTask], size: int, seq_len: int) -> Batch:
-    """`tasks` as the first rows of a batch, each a document of its own; the others are empty."""
-    tokens = np.zeros((size, seq_len), dtype=np.int64)
-    labels = np.full((size, seq_len), IGNORE_INDEX, dtype=np.int64)
-    for row, task in enumerate(tasks):
-        tokens[row], labels[row] = task.tokens, task.labels
-    return Batch(tokens, labels, (np.zeros(1, dtype=np.int64),) * size)
-
-
-def _rounded_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

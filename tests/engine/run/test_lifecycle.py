@@ -24,7 +24,8 @@ def states(run: RunFolder) -> list[str]:
     return [entry["state"] for entry in run.read_state()["history"]]
 
 
-def fail(run: RunFolder, error: BaseException, *, rank: int = 0, environment: dict[str, str] | None = None) -> None:
+def fail(run: RunFolder, error: BaseException, *, rank: int = 0, environment: dict[str, str] | None = None) -> Any:
+    """What run.json says then."""
     status = RankStatus()
     status.step, status.phase = 3, "train"
 
@@ -36,6 +37,7 @@ def fail(run: RunFolder, error: BaseException, *, rank: int = 0, environment: di
     with pytest.raises(type(error)):
         work()
     assert environment or status.reserve is None  # given back, to say what went wrong
+    return run.read_state()
 
 
 @pytest.mark.parametrize(
@@ -58,25 +60,6 @@ def test_rank_0_alone_makes_the_moves_that_a_launcher_has_not_made(
     assert run.read_state()["exit_code"] == (None if rank else 0)
 
 
-def test_an_error_becomes_failed_with_rank_step_and_phase(run: RunFolder) -> None:
-    fail(run, ConfigError("no"), rank=1)
-    state = run.read_state()
-    assert (state["state"], state["exit_code"]) == ("failed", 2)
-    assert state["failure"] == {
-        **{"kind": "config", "type": "engine.config.errors.ConfigError", "message": "no", "exit_code": 2},
-        **{"memory": None, "rank": 1, "step": 3, "phase": "train", "advice": None},
-    }
-
-
-def test_lack_of_memory_is_recorded_with_what_was_measured_and_advice(run: RunFolder) -> None:
-    fail(run, MemoryError("full"))
-    assert states(run)[-1] == "oom"
-    failure = run.read_state()["failure"]
-    assert (failure["rank"], failure["step"], failure["memory"]["where"]) == (0, 3, "host")
-    assert failure["memory"]["peak_bytes"] > 2**20
-    assert "cluster.ranks_per_node" in failure["advice"]
-
-
 class OvertakenRun(RunFolder):
     """A run that another rank ends just before rank 0 says running."""
 
@@ -86,13 +69,25 @@ class OvertakenRun(RunFolder):
         return super().transition(state, **facts)
 
 
-def test_the_first_failure_stays(run: RunFolder) -> None:
-    fail(OvertakenRun(run.path), ConfigError("mine"))  # its own error, not one of the move
-    fail(run, RuntimeError("echo"), rank=1)
-    assert run.read_state()["failure"]["message"] == "first"
+def test_the_first_error_becomes_failed_with_rank_step_and_phase_and_stays(run: RunFolder) -> None:
+    state = fail(run, ConfigError("no"), rank=1)
+    assert (state["state"], state["exit_code"]) == ("failed", 2)
+    assert state["failure"] == {
+        **{"kind": "config", "type": "engine.config.errors.ConfigError", "message": "no", "exit_code": 2},
+        **{"memory": None, "rank": 1, "step": 3, "phase": "train", "advice": None},
+    }
+    assert fail(OvertakenRun(run.path), ConfigError("mine"))["failure"]["message"] == "first"  # nor an error of the move
+    assert fail(run, RuntimeError("echo"), rank=1)["failure"]["message"] == "first"
+
+
+def test_lack_of_memory_is_recorded_with_what_was_measured_and_advice(run: RunFolder) -> None:
+    failure = fail(run, MemoryError("full"))["failure"]
+    assert states(run)[-1] == "oom"
+    assert (failure["rank"], failure["step"], failure["memory"]["where"]) == (0, 3, "host")
+    assert failure["memory"]["peak_bytes"] > 2**20
+    assert "cluster.ranks_per_node" in failure["advice"]
 
 
 def test_under_a_launcher_failures_are_left_to_it(run: RunFolder) -> None:
     run.transition("starting")
-    fail(run, RuntimeError("broken"), environment=LAUNCHED)
-    assert states(run)[-1] == "running"
+    assert fail(run, RuntimeError("broken"), environment=LAUNCHED)["state"] == "running"
