@@ -24,11 +24,11 @@ class StepBatches:
     def __init__(self, sampler: Sampler, train: TrainConfig, mesh: Mesh, prepare: Callable[[Batch], RankBatch]) -> None:
         self._sampler, self._train, self._mesh, self._prepare = sampler, train, mesh, prepare
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="next batches")
-        self._next: tuple[int, Future[list[RankBatch]]] | None = None
+        self._begun: dict[int, Future[list[RankBatch]]] = {}  # of one step
 
     def start_at(self, step: int, sample: int) -> None:
         """Step `step` (from 0) begins with sample number `sample` of the stream; what was prepared is forgotten."""
-        self._drop()
+        self._forget()
         self._sampler.start_at(step, sample)
 
     def take(self, step: int) -> list[RankBatch]:
@@ -36,23 +36,18 @@ class StepBatches:
 
         Raises what reading them raised, DataError for one, in the step that needs them.
         """
-        if self._next is None or self._next[0] != step:
-            self._drop()
-            self._begin(step)
-        assert self._next is not None
-        batches = self._next[1].result()
-        self._next = None
+        if step not in self._begun:
+            self._forget()
+            self._begun[step] = self._thread.submit(self._make, step)
+        batches = self._begun.pop(step).result()
         if step + 1 < self._train.steps:
-            self._begin(step + 1)
+            self._begun[step + 1] = self._thread.submit(self._make, step + 1)
         return batches
 
     def close(self) -> None:
         """Ends the thread."""
-        self._drop()
+        self._forget()
         self._thread.shutdown()
-
-    def _begin(self, step: int) -> None:
-        self._next = step, self._thread.submit(self._make, step)
 
     def _make(self, step: int) -> list[RankBatch]:
         mesh, train = self._mesh, self._train
@@ -61,8 +56,7 @@ class StepBatches:
             for micro_step in range(train.grad_accum_steps)
         ]
 
-    def _drop(self) -> None:
-        """Forget what was begun, once it is over: it reads the sampler."""
-        if self._next is not None:
-            wait([self._next[1]])
-            self._next = None
+    def _forget(self) -> None:
+        """Once it is over: it reads the sampler."""
+        wait(self._begun.values())
+        self._begun.clear()

@@ -31,43 +31,31 @@ from engine.training.peak import above_peak_warning
 from engine.training.train_step import StepResult
 
 
-class PeakMemory:
-    """Peak memory of this process on `device`: the CUDA allocator's per step, or the resident set since the start."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
-
-    def reset(self) -> None:
-        """Begins a new peak, where that can be done."""
-        if self._device is not None:
-            torch.cuda.reset_peak_memory_stats(self._device)
-
-    def read(self) -> tuple[int, int | None]:
-        """(allocated, reserved) peak in bytes; reserved exists on CUDA only."""
-        if self._device is not None:
-            return torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
-        return peak_resident_bytes(), None
-
-
 def peak_pinned_bytes() -> int | None:
     """Most pinned host memory of this process so far, or None where it has no GPU."""
     peak = torch.cuda.host_memory_stats().get("allocated_bytes.peak")
     return None if peak is None else int(peak)
 
 
-class TensorMemory:
-    """Peaks of live tensors in the first `steps` steps of a CPU run, and of host memory.
+class PeakMemory:
+    """Peak memory of this process on `device`: the CUDA allocator's per step, or the resident set since the start; in
+    the first `tracked_steps` steps of a CPU run also that of live tensors, and of those in host memory.
 
     Optimizer state is known from the end of the first step on, so one step alone shows less than the next ones.
     """
 
-    def __init__(self, device: torch.device, steps: int) -> None:
-        self._tracker = LiveTensorTracker()
-        self._steps_left = steps if device.type == "cpu" else 0
-        self._tracked = False
+    def __init__(self, device: torch.device, tracked_steps: int = 0) -> None:
+        self._gpu = device if device.type == "cuda" else None
+        self._steps_left = 0 if self._gpu else tracked_steps
+        self._tracker, self._tracked = LiveTensorTracker(), False
+
+    def reset(self) -> None:
+        """Begins a new peak, where that can be done."""
+        if self._gpu is not None:
+            torch.cuda.reset_peak_memory_stats(self._gpu)
 
     @contextlib.contextmanager
-    def count(self) -> Iterator[None]:
+    def count_tensors(self) -> Iterator[None]:
         """Around one step; counts in its body, if it is one of the first."""
         self._tracked = self._steps_left > 0
         if not self._tracked:
@@ -78,11 +66,15 @@ class TensorMemory:
         with self._tracker:
             yield
 
-    def read(self) -> tuple[int | None, int | None]:
-        """(device, host) peak of the last step in bytes."""
-        if self._tracked:
-            return self._tracker.peak_bytes, self._tracker.peak_host_bytes
-        return None, peak_pinned_bytes()
+    def read(self) -> dict[str, int | None]:
+        """Peaks by their names in metrics.jsonl."""
+        pinned, tracker = peak_pinned_bytes(), self._tracker if self._tracked else None
+        return {
+            "peak_memory_bytes": torch.cuda.max_memory_allocated(self._gpu) if self._gpu else peak_resident_bytes(),
+            "peak_memory_reserved_bytes": torch.cuda.max_memory_reserved(self._gpu) if self._gpu else None,
+            "peak_tensor_bytes": tracker.peak_bytes if tracker else None,
+            "peak_host_bytes": tracker.peak_host_bytes if tracker else pinned,
+        }
 
 
 @dataclass(frozen=True)
@@ -132,7 +124,7 @@ class StepCost:
 class StepMeter:
     """Measures one optimizer step between `start` and `finish`; all ranks must call both.
 
-    tracked_steps   so many first steps of a CPU run count their tensors (see `TensorMemory`)
+    tracked_steps   so many first steps of a CPU run count their tensors (see `PeakMemory`)
     waits           knows what this rank waits for; None where that is not measured, alike on all ranks
     store           of the layers' activations; measured if it is a HostStore
     """
@@ -150,8 +142,7 @@ class StepMeter:
         self._mesh, self._attention, self._cost, self._waits = mesh, attention, cost, waits
         self._offload = [attention.group.transport.copies, *([store.times] if isinstance(store, HostStore) else [])]
         self._messages = attention.group.transport.messages
-        self._memory = PeakMemory(mesh.device)
-        self._tensors = TensorMemory(mesh.device, tracked_steps)
+        self._memory = PeakMemory(mesh.device, tracked_steps)
         self._started = 0.0
         self._batch_wait_s: float | None = None
         self._waited_before = 0.0
@@ -178,7 +169,7 @@ class StepMeter:
 
     def count_tensors(self) -> contextlib.AbstractContextManager[None]:
         """Between `start` and `finish`, around forward, loss, backward and optimizer."""
-        return self._tensors.count()
+        return self._memory.count_tensors()
 
     def finish(self, step: int, result: StepResult, *, stop: bool = False) -> tuple[dict[str, Any], bool]:
         """(row of metrics.jsonl for step number `step` from 1, whether any rank was asked to stop)."""
@@ -209,16 +200,11 @@ class StepMeter:
 
     def _of_this_rank(self) -> dict[str, float | None]:
         """Figures of which the row holds the largest over ranks."""
-        allocated, reserved = self._memory.read()
-        tensors, host = self._tensors.read()
         traffic, messages = self._attention.traffic(), self._messages.read()
         offload = total(times.read() for times in self._offload)
         return {
             "batch_wait_s": self._batch_wait_s,
-            "peak_memory_bytes": allocated,
-            "peak_memory_reserved_bytes": reserved,
-            "peak_tensor_bytes": tensors,
-            "peak_host_bytes": host,
+            **self._memory.read(),
             "comm_intra_bytes": traffic.intra_bytes,
             "comm_inter_bytes": traffic.inter_bytes,
             "comm_exposed_s": messages.exposed_s if messages.transferred_bytes else None,

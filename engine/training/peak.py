@@ -21,7 +21,7 @@ from engine.planning.time.machine import Peak, published_peak
 from engine.runs.files import cache_folder
 from engine.runs.records import utc_now
 
-_MEASURE_SIZES = (512, 1024, 2048)
+_SIZES = (512, 1024, 2048)
 _MEASURE_S = 0.1  # per size
 _GAIN = 1.03  # a larger product that is no faster than this has shown the peak
 
@@ -38,13 +38,19 @@ def measure_cpu_peak(dtype: Dtype) -> Peak:
 
 
 def _best_rate(dtype: torch.dtype) -> float:
-    """FLOP/s of the largest product that is worth its time."""
+    """FLOP/s of the fastest product of two [size, size] matrices, of the largest that is worth its time."""
     best = 0.0
-    for size in _MEASURE_SIZES:
-        seconds = _fastest_matmul_s(size, dtype)
-        before, rate = best, 2 * size**3 / seconds
+    for size in _SIZES:
+        left, right, out = (torch.ones(size, size, dtype=dtype) for _ in range(3))
+        torch.mm(left, right, out=out)
+        times: list[float] = []
+        while sum(times) < _MEASURE_S or len(times) < 2:
+            start = time.perf_counter()
+            torch.mm(left, right, out=out)
+            times.append(time.perf_counter() - start)
+        before, rate = best, 2 * size**3 / min(times)
         best = max(before, rate)
-        if seconds > _MEASURE_S or (before and rate < _GAIN * before):
+        if min(times) > _MEASURE_S or (before and rate < _GAIN * before):
             break  # a larger product would only take longer
     return best
 
@@ -86,16 +92,3 @@ def above_peak_warning(figure: str, flops_per_s: float, peak: Peak) -> str | Non
         f"{figure} is {flops_per_s / 1e12:.3g} TFLOP/s per device, above the peak of {peak.flops_per_s / 1e12:.3g} "
         f"({peak.source}): do not trust it; check the timing, or set train.peak_flops_per_device"
     )
-
-
-def _fastest_matmul_s(size: int, dtype: torch.dtype) -> float:
-    """Seconds of the fastest product of two [size, size] matrices within _MEASURE_S, at least two tried."""
-    left, right = (torch.ones(size, size, dtype=dtype) for _ in range(2))
-    out = torch.empty(size, size, dtype=dtype)
-    torch.mm(left, right, out=out)
-    times: list[float] = []
-    while sum(times) < _MEASURE_S or len(times) < 2:
-        start = time.perf_counter()
-        torch.mm(left, right, out=out)
-        times.append(time.perf_counter() - start)
-    return min(times)

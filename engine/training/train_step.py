@@ -21,7 +21,6 @@ from engine.parallel.shard import LocalBatch, shard_batch
 from engine.planning.sequence.layers import AttendedPairs, attended_pairs
 from engine.training.guard import TAKEN, Guard, Verdict
 from engine.training.optim import build_optimizer, learning_rate, set_learning_rate
-from engine.training.rank.faults import NO_FAULTS, Faults
 from engine.training.rank.process import RankStatus
 from engine.training.updates import build_updates
 
@@ -98,11 +97,9 @@ class TrainStep:
         model: LlamaModel,
         attention: ContextParallel,
         status: RankStatus | None = None,
-        faults: Faults = NO_FAULTS,
     ) -> None:
         self.config, self.mesh, self.model, self.attention = config, mesh, model, attention
         self.status = status or RankStatus()
-        self._faults = faults
         self.optimizer = build_optimizer(model, config.optimizer, config.memory.moments_dtype)
         self._updates = build_updates(config, mesh, model, self.optimizer)
         self.guard = Guard(config.train.guard)
@@ -150,10 +147,10 @@ class TrainStep:
         for index, batch in enumerate(local):
             set_gradient_sync(self.model, is_last=index == len(local) - 1)
             self.status.micro_step, self.status.phase = index, "forward"
-            self._faults.at_forward(self.status.step)
+            self.status.faults.at_forward(self.status.step)
             hidden = self.model(batch.rows.tokens, batch.rows.positions, batch.attention, self._dropout_of(batch))
             self.status.phase = "loss"
-            loss = self._faults.at_loss(self.status.step, self.model.head(hidden, batch.rows.labels))
+            loss = self.status.faults.at_loss(self.status.step, self.model.head(hidden, batch.rows.labels))
             del hidden  # would live through the whole backward pass
             self.status.phase = "backward"
             (loss / label_tokens).backward()

@@ -43,7 +43,7 @@ from engine.training.determinism import deterministic_algorithms
 from engine.training.guard import Verdict
 from engine.training.metrics import StepCost, StepMeter, StepProfiler
 from engine.training.peak import find_peak
-from engine.training.rank.faults import NO_FAULTS, Faults, FindFaults, read_faults
+from engine.training.rank.faults import FindFaults, read_faults
 from engine.training.rank.lifecycle import run_states
 from engine.training.rank.process import RankStatus
 from engine.training.rank.recorder import Recorder
@@ -55,15 +55,7 @@ from engine.training.validation import Stopped, measured, pause, validate
 class Trainer:
     """One run on this rank; `run` does everything in order. All ranks build one and run it."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        run: RunFolder,
-        mesh: Mesh,
-        recorder: Recorder,
-        status: RankStatus,
-        faults: Faults = NO_FAULTS,
-    ) -> None:
+    def __init__(self, config: RunConfig, run: RunFolder, mesh: Mesh, recorder: Recorder, status: RankStatus) -> None:
         self.config, self.mesh = config, mesh
         self._run_folder, self._recorder, self._status = run, recorder, status
         train = config.train
@@ -77,7 +69,7 @@ class Trainer:
         if (choice := self.attention.kernel_choice) is not None:
             recorder.kernel_chosen(choice.kernel.name, choice.reason, choice.others)
         counts = count_waits(status.waits, mesh, self.model, self.attention)
-        self.train_step = TrainStep(config, mesh, self.model, self.attention, status, faults)
+        self.train_step = TrainStep(config, mesh, self.model, self.attention, status)
         if not train.evaluate_only:
             self._batches = StepBatches(sampler, train, mesh, self.train_step.prepare)
         recorder.phase("measure peak")
@@ -205,15 +197,15 @@ def run_training(config: RunConfig, run: RunFolder, status: RankStatus, find_fau
         status.phase = "start"
         check_config(config)
         check_world(config.cluster, placement)
-        faults, announced = find_faults(placement.rank, placement.world_size)
+        status.faults, announced = find_faults(placement.rank, placement.world_size)
         device = choose_device(config.cluster, placement)
         set_threads(config, device, placement)
         stack.enter_context(deterministic_algorithms(config.train.deterministic))
         started = start_process_group(device, placement)
         mesh = build_mesh(config.parallel, config.cluster)
-        recorder = Recorder(run, status, rank=mesh.rank, tensorboard=config.train.tensorboard, faults=faults)
+        recorder = Recorder(run, status, rank=mesh.rank, tensorboard=config.train.tensorboard)
         recorder.announce_faults(announced)
-        Trainer(config, run, mesh, recorder, status, faults).run()
+        Trainer(config, run, mesh, recorder, status).run()
         if started:
             dist.destroy_process_group()
 

@@ -70,15 +70,10 @@ def measured(mesh: Mesh, work: Callable[[], Row]) -> Row:
     memory.reset()
     started = time.perf_counter()
     row = work()
-    own = [time.perf_counter() - started, *memory.read()]
-    seconds, *peaks = max_over_ranks(own, mesh.device)
-    allocated, reserved = (None if peak is None else int(peak) for peak in peaks)
-    return {
-        **row,
-        "evaluation_s": seconds,
-        "peak_memory_bytes": allocated,
-        "peak_memory_reserved_bytes": reserved,
-    }
+    own = {"evaluation_s": time.perf_counter() - started, **memory.read()}
+    names = ("evaluation_s", "peak_memory_bytes", "peak_memory_reserved_bytes")
+    seconds, *peaks = max_over_ranks([own[name] for name in names], mesh.device)
+    return {**row, **dict(zip(names, (seconds, *(peak and int(peak) for peak in peaks)), strict=True))}
 
 
 def position_edges(seq_len: int, buckets: int) -> tuple[int, ...]:

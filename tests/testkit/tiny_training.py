@@ -25,7 +25,7 @@ from engine.data.sampler import IGNORE_INDEX, Batch
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import build_model
 from engine.parallel.mesh import Mesh, build_mesh
-from engine.training.train_step import RankBatch, TrainStep
+from engine.training.train_step import RankBatch, TrainStep, count_labels
 from testkit.sections import changed
 
 TINY_MODEL = ModelConfig(
@@ -118,6 +118,13 @@ def train_losses(config: RunConfig, sequences: int, steps: int, micro_steps: int
         run.train_step(step, own_part(batch, run.mesh, micro_steps=micro_steps)).loss
         for step, batch in enumerate(batches)
     ]
+
+
+def accumulated(run: TinyRun, parts: Sequence[Batch]) -> tuple[torch.Tensor, int]:
+    """(loss sum, labels) over all ranks of one step's micro-batches, whose gradients are there afterwards."""
+    local = [run.train_step.prepare(part) for part in parts]
+    labels = count_labels([one.rows for one in local], run.mesh.device)
+    return run.train_step.accumulate(local, labels), labels
 
 
 def loss_of(model: LlamaModel, batch: RankBatch) -> torch.Tensor:

@@ -37,6 +37,14 @@ def train_on_rank(path: str, config: RunConfig, find_faults: FindFaults = read_f
     return run_rank(run, lambda status: run_training(config, run, status, find_faults))
 
 
+def ended(
+    ranks: Pools, size: int, config: RunConfig, folder: Path, find_faults: FindFaults = read_faults
+) -> tuple[RunFolder, list[int]]:
+    """(the folder of a run on so many ranks, their exit codes)."""
+    run = create_run_of(config, folder)
+    return run, ranks(size).run(train_on_rank, str(run.path), config, find_faults)
+
+
 def trained(ranks: Pools, size: int, config: RunConfig, folder: Path, name: str = "abcdef") -> RunFolder:
     """The folder of a run that so many ranks have ended well."""
     run = create_run_of(config, folder, name)
@@ -51,3 +59,8 @@ def train_until_error(path: str, config: RunConfig, find_faults: FindFaults = re
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def events_of(run: RunFolder, kind: str, fact: str) -> list[Any]:
+    """One fact of every event of a kind."""
+    return [event[fact] for event in run.read_events() if event["kind"] == kind]

@@ -47,7 +47,12 @@ def run_rank(run: RunFolder, body: Callable[[RankStatus], None]) -> int:
         status.reserve = None  # given back, to say what went wrong
         run.write_rank_error(rank, error, step=status.step, phase=status.phase)
         status.end_report(type(error).__name__)
-        return _say(error)
+        with contextlib.suppress(OSError):  # even the log may be on a full disk
+            if isinstance(error, BurstError):
+                print(f"error: {error}", file=sys.stderr, flush=True)
+            else:
+                traceback.print_exception(error)
+        return error.exit_code if isinstance(error, BurstError) else 1
     status.end_report("ok")
     return 0
 
@@ -65,13 +70,3 @@ def leave(exit_code: int) -> None:
         os._exit(exit_code)
     gc.disable()
     gc.freeze()
-
-
-def _say(error: Exception) -> int:
-    """The exit code of `error`; where even the log is on a full disk, nothing but that."""
-    with contextlib.suppress(OSError):
-        if isinstance(error, BurstError):
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        else:
-            traceback.print_exception(error)
-    return error.exit_code if isinstance(error, BurstError) else 1

@@ -12,24 +12,15 @@ from engine.config.errors import ConfigError
 from engine.data.build import Progress
 from engine.runs.folder import RunFolder
 from engine.training.guard import Verdict
-from engine.training.rank.faults import FAULT_VARIABLE, NO_FAULTS, Faults
+from engine.training.rank.faults import FAULT_VARIABLE
 from engine.training.rank.process import RankStatus
 
 
 class Recorder:
     """Writes rows and events of rank 0 into the run folder; on other ranks every call only keeps `status`."""
 
-    def __init__(
-        self,
-        run: RunFolder,
-        status: RankStatus,
-        *,
-        rank: int,
-        tensorboard: bool,
-        faults: Faults = NO_FAULTS,
-    ) -> None:
-        self._run, self._status, self._faults = run, status, faults
-        self._writes = rank == 0
+    def __init__(self, run: RunFolder, status: RankStatus, *, rank: int, tensorboard: bool) -> None:
+        self._run, self._status, self._writes = run, status, rank == 0
         self._tensorboard = open_tensorboard(run) if tensorboard and self._writes else None
         self._warned = False
         self._stage = ""
@@ -101,7 +92,7 @@ class Recorder:
         if not self._writes:
             return
         if total_steps is not None:
-            self._faults.at_metrics(row["step"])
+            self._status.faults.at_metrics(row["step"])
         self._run.append_metrics(row)
         print(progress_line(row, total_steps), flush=True)
         if self._tensorboard is not None:

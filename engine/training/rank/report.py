@@ -23,6 +23,7 @@ from typing import Any
 
 from engine.parallel.waits import WaitClock
 from engine.runs.oom import RESERVE_BYTES
+from engine.training.rank.faults import NO_FAULTS, Faults
 from engine.training.rank.flight import flight_record
 from engine.training.rank.stop import StopRequest
 
@@ -42,12 +43,14 @@ class RankStatus:
     ended         ok, or the type of the error
     waits         knows for whom the rank waits
     stop          whether it was asked to stop
+    faults        what it was told to suffer
     reserve       address space (untouched, so no memory) for saying what went wrong after memory ran out
     """
 
     def __init__(self) -> None:
         self.waits = WaitClock()
         self.stop = StopRequest()
+        self.faults: Faults = NO_FAULTS
         self.reserve: bytearray | None = bytearray(RESERVE_BYTES)
         self.step: int | None = None
         self.micro_step = 0

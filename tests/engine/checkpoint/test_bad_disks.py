@@ -11,52 +11,28 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from checkpoint_cases import restore, save
 from testkit.ranks import Pools
-from testkit.saved_checkpoints import checkpointing, state_hash, take_all
-from testkit.tiny_training import start_run, tiny_config
+from testkit.tiny_training import tiny_config
 
-from engine.checkpoint.checkpointer import Snapshot
-from engine.config.settings import ParallelConfig
 from engine.runs.commit import file_facts, list_checkpoints
 from engine.runs.files import hash_json
-from engine.runs.manifest import MANIFEST_FILE, CheckpointError
+from engine.runs.manifest import MANIFEST_FILE
 
-CONFIG = tiny_config(parallel=ParallelConfig(dp_shard_size=2, cp_size=1))
+CONFIG = tiny_config(parallel={"dp_shard_size": 2})
 RANKS = 2
 FILE = "rank00001.safetensors"
 
 
-def save(root: str, step: int, *, background: bool = False) -> str:
-    """The error of saving `step`, every rank the same, or nothing."""
-    try:
-        with checkpointing(start_run(CONFIG), root, keep_last=5, in_background=background) as (checkpointer, training):
-            checkpointer.save(Snapshot(step, training.tensors, {"updates": 0}))
-            checkpointer.finish()
-    except CheckpointError as error:
-        return str(error)
-    return ""
-
-
-def restore(root: str) -> tuple[int, str, str]:
-    """(step, hash of the state, what was told, or the error with step 0)."""
-    told: list[str] = []
-    with checkpointing(start_run(CONFIG), root, told.append) as (checkpointer, training):
-        try:
-            manifest = checkpointer.restore(training, take_all)
-        except CheckpointError as error:
-            return 0, "", str(error)
-    assert manifest is not None
-    return manifest.step, state_hash(training.tensors), " ".join(told)
-
-
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of its own that holds one checkpoint and a half."""
+def disk(tmp_path: Path, ranks: Pools) -> Iterator[Path]:
+    """A disk of its own that holds one checkpoint, and has room for half of another."""
     if os.geteuid() != 0:
         pytest.skip("only root may mount")  # where everything must run, a skip is a failure (skip_rule.py)
     folder = tmp_path / "disk"
     folder.mkdir()
     mount("-t", "tmpfs", "-o", "size=400k", "tmpfs", str(folder))
+    assert ranks(RANKS).run(save, CONFIG, f"{folder}/checkpoints", 1) == [""] * RANKS
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
@@ -68,28 +44,25 @@ def mount(*words: str) -> None:
 @pytest.mark.parametrize("background", [False, True])
 def test_a_full_disk_fails_the_save_and_keeps_what_was_there(ranks: Pools, disk: Path, background: bool) -> None:
     root = disk / "checkpoints"
-    assert ranks(RANKS).run(save, str(root), 1) == [""] * RANKS
-    errors = ranks(RANKS).run(save, str(root), 2, background=background)
+    errors = ranks(RANKS).run(save, CONFIG, str(root), 2, in_background=background)
     assert errors[0] == errors[1]
-    # The cause alone, without what torch's own checkpointing wraps around it.
+    # The cause alone, without what wraps around it.
     cause = r"Error while serializing: [^:]+: No space left on device \(os error 28\)"
     assert re.fullmatch(rf"cannot save step 2: rank \d: {cause}", errors[0]), errors[0]
     assert sorted(path.name for path in root.iterdir()) == ["step-00000001", "storage"]
-    assert ranks(RANKS).run(restore, str(root))[0][0] == 1
+    assert ranks(RANKS).run(restore, CONFIG, str(root))[0][0] == 1
     mount("-o", "remount,size=2m", str(disk))
-    assert ranks(RANKS).run(save, str(root), 3) == [""] * RANKS
+    assert ranks(RANKS).run(save, CONFIG, str(root), 3) == [""] * RANKS
     assert [checkpoint.step for checkpoint in list_checkpoints(root)] == [3, 1]
 
 
 def test_a_read_only_disk_is_named_and_can_be_restored_from(ranks: Pools, disk: Path) -> None:
-    root = disk / "checkpoints"
-    assert ranks(RANKS).run(save, str(root), 1) == [""] * RANKS
     mount("-o", "remount,ro", str(disk))
-    errors = ranks(RANKS).run(save, str(root), 2)
-    assert all("Read-only file system" in error for error in errors), errors
-    assert ranks(RANKS).run(restore, str(root))[0][0] == 1
-    errors = ranks(RANKS).run(save, str(disk / "elsewhere"), 1)
-    assert all("Read-only file system" in error and "elsewhere" in error for error in errors), errors
+    for folder in ("checkpoints", "elsewhere"):
+        for error in ranks(RANKS).run(save, CONFIG, str(disk / folder), 2):
+            assert "Read-only file system" in error
+            assert folder in error or folder == "checkpoints"
+    assert ranks(RANKS).run(restore, CONFIG, str(disk / "checkpoints"))[0][0] == 1
 
 
 class Bomb:
@@ -125,11 +98,10 @@ def plant(checkpoint: Path, name: str, bomb: bytes, *, sign: bool) -> None:
 )
 def test_a_pickle_is_never_run(ranks: Pools, tmp_path: Path, name: str, sign: bool, text: str) -> None:
     root, target = tmp_path / "checkpoints", tmp_path / "exploded"
-    for step in (1, 2):
-        assert ranks(RANKS).run(save, str(root), step) == [""] * RANKS
+    assert ranks(RANKS).run(save, CONFIG, str(root), 1, 2) == [""] * RANKS
     plant(root / "step-00000002", name, pickle.dumps(Bomb(target)), sign=sign)
-    step, _, told = ranks(RANKS).run(restore, str(root))[0]
-    assert step == (0 if sign else 1)  # what is signed and cannot be read is nobody's accident
+    step, _, told = ranks(RANKS).run(restore, CONFIG, str(root))[0]
+    assert step == (None if sign else 1)  # what is signed and cannot be read is nobody's accident
     assert text in told
     assert not target.exists()
     # The bomb is real: what was planted would have been seen.

@@ -76,7 +76,9 @@ def test_the_first_error_becomes_failed_with_rank_step_and_phase_and_stays(run: 
         **{"kind": "config", "type": "engine.config.errors.ConfigError", "message": "no", "exit_code": 2},
         **{"memory": None, "rank": 1, "step": 3, "phase": "train", "advice": None},
     }
-    assert fail(OvertakenRun(run.path), ConfigError("mine"))["failure"]["message"] == "first"  # nor an error of the move
+    assert (
+        fail(OvertakenRun(run.path), ConfigError("mine"))["failure"]["message"] == "first"
+    )  # nor an error of the move
     assert fail(run, RuntimeError("echo"), rank=1)["failure"]["message"] == "first"
 
 

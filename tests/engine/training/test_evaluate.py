@@ -14,20 +14,19 @@ from testkit.tiny_training import TINY, own_part, random_batches, start_run, tin
 
 from engine.config.settings import DataConfig, RunConfig
 from engine.data.prepare import open_prepared, prepare
-from engine.training.validation import bits_per_byte, evaluate, position_edges, validate
+from engine.training.validation import evaluate, position_edges, validate
 
 TOKEN_BYTES = np.arange(64) % 5
 RELATIVE = 1e-6  # the same fp32 sums in another order
-
-
-LARGE_WEIGHTS = {"init_std": 0.5}  # so that positions differ
+LARGE = tiny_config(model={"init_std": 0.5})  # weights so large that positions differ
+IGNORED = (29, 3)  # labels that the first two rows of every batch lack
 
 
 def evaluation(config: RunConfig, buckets: int = 1) -> dict[str, Any]:
-    """Figures of an untrained model over two global batches whose first two rows lack some labels."""
+    """Figures of an untrained model over two global batches of four rows."""
     run = start_run(config)
     assert evaluate(run.train_step, [], None) == {}
-    batches = [random_batches(step, sequences=4, ignored=(29, 3)) for step in range(2)]
+    batches = [random_batches(step, sequences=4, ignored=IGNORED) for step in range(2)]
     parts = [part for batch in batches for part in own_part(batch, run.mesh)]
     return evaluate(run.train_step, parts, TOKEN_BYTES, buckets)
 
@@ -44,17 +43,13 @@ def losses_around_evaluation(config: RunConfig, evaluations: int) -> list[float]
     return losses
 
 
-def test_bits_per_byte_is_nats_over_ln2_bytes() -> None:
-    assert bits_per_byte(8 * math.log(2.0), 4.0) == pytest.approx(2.0)
-    assert bits_per_byte(1.0, 0.0) is None
-
-
-def test_bytes_are_those_of_the_labels_that_count(ranks: Pools) -> None:
-    found = ranks(1).run(evaluation, TINY)[0]
-    labels = np.concatenate([random_batches(step, sequences=4, ignored=(29, 3)).labels.ravel() for step in range(2)])
+def test_bytes_are_those_of_the_labels_that_count_and_the_loss_is_without_the_z_loss(ranks: Pools) -> None:
+    (found,) = ranks(1).run(evaluation, TINY)
+    labels = np.concatenate([random_batches(step, sequences=4, ignored=IGNORED).labels.ravel() for step in range(2)])
     text_bytes = TOKEN_BYTES[labels[labels >= 0]].sum()
     nats = found["validation_loss"] * (labels >= 0).sum()
     assert found["validation_bits_per_byte"] == pytest.approx(nats / math.log(2) / text_bytes, rel=RELATIVE)
+    assert ranks(1).run(evaluation, tiny_config(loss={"z_loss": 1.0})) == [found]
 
 
 def validated(config: RunConfig) -> dict[str, Any]:
@@ -86,8 +81,7 @@ def test_validations_of_runs_with_other_ranks_and_batches_are_of_the_same_sample
 
     [expected] = ranks(1).run(validated, run_config(1))
     found = ranks(4).run(validated, run_config(2, 1 if documents else 2))[0]
-    for key in ("validation_loss", "validation_bits_per_byte"):
-        assert found[key] == pytest.approx(expected[key], rel=RELATIVE)
+    assert found == pytest.approx(expected, rel=RELATIVE)
 
 
 @pytest.mark.parametrize(
@@ -99,15 +93,13 @@ def test_buckets_double(seq_len: int, buckets: int, expected: tuple[int, ...]) -
 
 
 def test_the_loss_by_position_is_that_of_only_these_labels(ranks: Pools) -> None:
-    config = tiny_config(model=LARGE_WEIGHTS)
-    whole, found = (ranks(1).run(evaluation, config, buckets)[0] for buckets in (1, 3))
-    assert "validation_loss_by_position" not in whole
-    places = found["validation_loss_by_position"]
+    whole, found = (ranks(1).run(evaluation, LARGE, buckets)[0] for buckets in (1, 3))
+    places = found.pop("validation_loss_by_position")
     assert [(bucket["first"], bucket["last"]) for bucket in places] == [(0, 6), (7, 14), (15, 29)]
     counts = np.array([2 * (7 + 7 + 4), 2 * (8 * 3), 2 * (15 * 3 + 1)])  # of four rows; the first two lack some labels
     losses = np.array([bucket["loss"] for bucket in places])
     assert (losses * counts).sum() / counts.sum() == pytest.approx(whole["validation_loss"], rel=RELATIVE)
-    assert found["validation_bits_per_byte"] == pytest.approx(whole["validation_bits_per_byte"], rel=RELATIVE)
+    assert found == pytest.approx(whole, rel=RELATIVE)
     assert len({f"{loss:.3f}" for loss in losses}) == 3
 
 
@@ -122,13 +114,12 @@ def test_the_loss_by_position_is_that_of_only_these_labels(ranks: Pools) -> None
     ids=str,
 )
 def test_figures_and_those_by_position_do_not_depend_on_the_ranks(ranks: Pools, sections: dict[str, Any]) -> None:
-    expected = ranks(1).run(evaluation, tiny_config(model=LARGE_WEIGHTS), 3)[0]
-    for found in ranks(2).run(evaluation, tiny_config(model=LARGE_WEIGHTS, **sections), 3):
-        losses, others = (
-            [bucket["loss"] for bucket in row.pop("validation_loss_by_position")] for row in (found, dict(expected))
-        )
-        assert losses == pytest.approx(others, rel=RELATIVE)
-        assert found == pytest.approx({key: expected[key] for key in found}, rel=RELATIVE)
+    def flat(row: dict[str, Any]) -> dict[str, float]:
+        return row | {bucket["first"]: bucket["loss"] for bucket in row.pop("validation_loss_by_position")}
+
+    expected = flat(ranks(1).run(evaluation, LARGE, 3)[0])
+    for found in ranks(2).run(evaluation, tiny_config(model={"init_std": 0.5}, **sections), 3):
+        assert flat(found) == pytest.approx(expected, rel=RELATIVE)
 
 
 def test_evaluation_leaves_no_state_behind(ranks: Pools) -> None:
@@ -137,23 +128,19 @@ def test_evaluation_leaves_no_state_behind(ranks: Pools) -> None:
     assert ranks(2).run(losses_around_evaluation, config, 2) == plain
 
 
-def test_figures_are_the_cross_entropy_without_the_z_loss(ranks: Pools) -> None:
-    with_z_loss = tiny_config(loss={"z_loss": 1.0})
-    assert ranks(1).run(evaluation, with_z_loss) == ranks(1).run(evaluation, TINY)
-
-
-def loss_after_weights_change(config: RunConfig) -> float:
-    """Validation loss of all-zero weights that were set after an earlier validation."""
+def loss_after_weights_change(config: RunConfig) -> tuple[float, float | None]:
+    """(validation loss of all-zero weights that were set after an earlier validation, bits per byte of no text)."""
     run = start_run(config)
     batches = own_part(random_batches(0, sequences=2), run.mesh)
     evaluate(run.train_step, batches, None)
     with torch.no_grad():
         for parameter in run.model.parameters():
             parameter.zero_()
-    return float(evaluate(run.train_step, batches, None)["validation_loss"])
+    row = evaluate(run.train_step, batches, None)
+    return row["validation_loss"], row["validation_bits_per_byte"]
 
 
 def test_weights_changed_after_an_evaluation_are_seen_by_the_next(ranks: Pools) -> None:
-    config = tiny_config(parallel={"dp_shard_size": 2})
-    for loss in ranks(2).run(loss_after_weights_change, config):
+    for loss, bits in ranks(2).run(loss_after_weights_change, tiny_config(parallel={"dp_shard_size": 2})):
         assert loss == pytest.approx(math.log(64), rel=RELATIVE)  # all logits are equal
+        assert bits is None

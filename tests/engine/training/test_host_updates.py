@@ -12,13 +12,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from testkit.ranks import Pools
-from testkit.tiny_training import TINY_MODEL, TinyRun, full_weights, own_part, random_batches, start_run, tiny_config
+from testkit.tiny_training import (
+    TINY_MODEL,
+    TinyRun,
+    accumulated,
+    full_weights,
+    own_part,
+    random_batches,
+    start_run,
+    tiny_config,
+)
 from torch import Tensor
 
 from engine.config.settings import RunConfig
 from engine.parallel.collectives import reduce_scatter_into
 from engine.parallel.fsdp import fsdp_modules
-from engine.training.train_step import count_labels, rank_batch
 from engine.training.updates import UNITS_AHEAD, HostGradients, HostUpdates, Staged, worker_thread
 
 STEPS, MICRO_STEPS, SEQUENCES = 2, 2, 4
@@ -71,10 +79,7 @@ class LateCopies:
 
 
 def accumulate(run: TinyRun, step: int, micro_steps: int = 1) -> None:
-    batch = random_batches(step, sequences=SEQUENCES)
-    parts = own_part(batch, run.mesh, micro_steps=micro_steps)
-    local = [rank_batch(part, run.model, run.attention, run.mesh) for part in parts]
-    run.train_step.accumulate(local, count_labels([one.rows for one in local], run.mesh.device))
+    accumulated(run, own_part(random_batches(step, sequences=SEQUENCES), run.mesh, micro_steps=micro_steps))
 
 
 def beside(run: TinyRun, copies: LateCopies) -> HostUpdates:

@@ -11,14 +11,22 @@ import pytest
 import torch
 from testkit.operations import Operations
 from testkit.ranks import Pools
-from testkit.tiny_training import TINY_MODEL, TinyRun, full_weights, own_part, random_batches, start_run, tiny_config
+from testkit.tiny_training import (
+    TINY_MODEL,
+    TinyRun,
+    accumulated,
+    full_weights,
+    own_part,
+    random_batches,
+    start_run,
+    tiny_config,
+)
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from engine.config.settings import MemoryConfig, ModelConfig, RunConfig
+from engine.config.settings import ModelConfig, RunConfig
 from engine.memory.tracker import LiveTensorTracker
 from engine.parallel.fsdp import offload_policy, parameter_device
-from engine.training.train_step import count_labels, rank_batch
 from engine.training.validation import evaluate
 
 NORM_TOLERANCE = 1e-6  # fp32 sums in another order; seen: 1.5e-7
@@ -51,6 +59,12 @@ WIDE_MODEL = ModelConfig(
 DEEP_MODEL = replace(TINY_MODEL, hidden_size=64, ffn_hidden_size=192, num_layers=16, num_heads=4, num_kv_heads=4)
 
 
+def config_on(mesh: str, **sections: Any) -> RunConfig:
+    world_size, parallel = MESHES[mesh]
+    attention = {"preset": "single" if world_size == 1 else "burst"}
+    return tiny_config(parallel=parallel, attention=attention, **sections)
+
+
 def placed(base: RunConfig, **memory: Any) -> RunConfig:
     """`base` with fields of its memory section replaced."""
     return replace(base, memory=replace(base.memory, **memory))
@@ -72,20 +86,20 @@ def batch_of(step: int, run: TinyRun, micro_steps: int = 1) -> Any:
     return own_part(batch, run.mesh, micro_steps=micro_steps)
 
 
-def trained(config: RunConfig, steps: int = STEPS, micro_steps: int = 1, evaluates: bool = False) -> Trained:
-    """Figures of `steps` steps, with an evaluation before each if `evaluates`."""
-    run = start_run(config)
-    results = []
-    for step in range(steps):
-        if evaluates:
-            evaluate(run.train_step, batch_of(step + 100, run), None)
-        results.append(run.train_step(step, batch_of(step, run, micro_steps)))
-    losses, norms = [result.loss for result in results], [result.grad_norm for result in results]
-    return Trained(losses, norms, full_weights(run.model), sum(part.nbytes for part in state_parts(run)))
-
-
-def trained_each(configs: list[RunConfig], **options: Any) -> list[Trained]:
-    return [trained(config, **options) for config in configs]
+def trained_each(
+    configs: list[RunConfig], steps: int = STEPS, micro_steps: int = 1, evaluates: bool = False
+) -> list[Trained]:
+    """Figures of `steps` steps of each, with an evaluation before every one if `evaluates`."""
+    found = []
+    for config in configs:
+        run, results = start_run(config), []
+        for step in range(steps):
+            if evaluates:
+                evaluate(run.train_step, batch_of(step + 100, run), None)
+            results.append(run.train_step(step, batch_of(step, run, micro_steps)))
+        losses, norms = [result.loss for result in results], [result.grad_norm for result in results]
+        found.append(Trained(losses, norms, full_weights(run.model), sum(part.nbytes for part in state_parts(run))))
+    return found
 
 
 def state_parts(run: TinyRun) -> Iterator[torch.Tensor]:
@@ -103,20 +117,24 @@ def assert_bitwise_equal(found: Trained, expected: Trained) -> None:
         assert torch.equal(found.weights[name], weight), name
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+KINDS: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied": {"model": {"tie_embeddings": True}},
+    "int8": {"model": WIDE_MODEL, "memory": {"moments_dtype": "int8"}},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.thorough_for("1 rank-tied", "2 cp x 2 tp-untied", "2 dp x 2 cp-tied", "2 cp-untied", "2 cp-tied")
-def test_weights_are_the_same_bits_wherever_and_whenever_they_are_updated(ranks: Pools, mesh: str, tied: bool) -> None:
-    world_size, parallel = MESHES[mesh]
-    base = tiny_config(
-        parallel=parallel,
-        model={"tie_embeddings": tied},
-        optimizer=UNCLIPPED,
-        attention={"preset": "single" if world_size == 1 else "burst"},
-    )
+@pytest.mark.thorough_for(
+    *("1 rank-tied", "2 cp x 2 tp-untied", "2 dp x 2 cp-tied", "2 cp-untied", "2 cp-tied"),
+    *("1 rank-int8", "2 cp-int8", "2 dp x 2 cp-int8"),
+)
+def test_weights_are_the_same_bits_wherever_and_whenever_they_are_updated(ranks: Pools, mesh: str, kind: str) -> None:
+    base = config_on(mesh, optimizer=UNCLIPPED, **KINDS[kind])
     places = product(("device", "host"), (False, True))
     configs = [placed(base, optimizer_store=store, optimizer_in_backward=early) for store, early in places]
-    for expected, *others in ranks(world_size).run(trained_each, configs):
+    for expected, *others in ranks(MESHES[mesh][0]).run(trained_each, configs):
         for found in others:
             assert_bitwise_equal(found, expected)
             assert found.norms == pytest.approx(expected.norms, rel=NORM_TOLERANCE)
@@ -147,114 +165,62 @@ def test_on_a_gpu_shards_lie_in_pinned_memory_and_on_a_cpu_they_cannot() -> None
     assert (parameter_device("host", gpu), parameter_device("device", gpu)) == (cpu, gpu)
 
 
-@dataclass(frozen=True)
-class StepMemory:
-    """Bytes at the peak of a step, of this rank's gradients together, and gradients that are left after backward."""
+def step_memory(config: RunConfig) -> tuple[int, int, int]:
+    """Bytes at the peak of a step, of this rank's gradients together, and gradients that are left after backward.
 
-    peak_bytes: int
-    gradient_bytes: int
-    gradients_left: int
-
-
-def step_memory(config: RunConfig) -> StepMemory:
-    """Of the second step: the optimizer then has its state."""
+    Of the second step: the optimizer then has its state.
+    """
     run = start_run(config)
     run.train_step(0, batch_of(0, run))
-    local = [rank_batch(batch, run.model, run.attention, run.mesh) for batch in batch_of(1, run)]
-    labels = count_labels([batch.rows for batch in local], run.mesh.device)
-    parameters = list(run.model.parameters())
+    batches, parameters = batch_of(1, run), list(run.model.parameters())
     with LiveTensorTracker() as tracker:
         tracker.watch([*parameters, *state_parts(run)])
-        run.train_step.accumulate(local, labels)
+        accumulated(run, batches)
         left = sum(parameter.grad is not None for parameter in parameters)
         run.train_step.update()
-    return StepMemory(tracker.peak_bytes, sum(p.to_local().nbytes for p in parameters), left)
+    return tracker.peak_bytes, sum(p.to_local().nbytes for p in parameters), left
 
 
 @pytest.mark.parametrize("mesh", ["1 rank", "2 cp", "2 cp x 2 tp"])
 @pytest.mark.thorough
 def test_updates_in_backward_save_the_gradients_but_for_a_layer_or_two(ranks: Pools, mesh: str) -> None:
-    world_size, parallel = MESHES[mesh]
-    base = tiny_config(
-        parallel=parallel,
-        model=DEEP_MODEL,
-        optimizer=UNCLIPPED,
-        train={"seq_len": 8},
-        attention={"preset": "single" if world_size == 1 else "burst"},
-    )
-    late = ranks(world_size).run(step_memory, base)[0]
-    early = ranks(world_size).run(step_memory, placed(base, optimizer_in_backward=True))[0]
-    assert late.gradients_left > 0
-    assert early.gradients_left == 0
+    base = config_on(mesh, model=DEEP_MODEL, optimizer=UNCLIPPED, train={"seq_len": 8})
+    late_bytes, gradient_bytes, late_left = ranks(MESHES[mesh][0]).run(step_memory, base)[0]
+    early = placed(base, optimizer_in_backward=True)
+    early_bytes, _, early_left = ranks(MESHES[mesh][0]).run(step_memory, early)[0]
+    assert late_left > 0
+    assert early_left == 0
     # A layer's gradients are a sixteenth; its peak also has the next layer's weights, gathered ahead.
-    assert late.peak_bytes - early.peak_bytes >= 0.75 * late.gradient_bytes
+    assert late_bytes - early_bytes >= 0.75 * gradient_bytes
 
 
-def step_without_host_reads(config: RunConfig) -> tuple[float, float]:
-    """(loss sum, norm) of a step of which the host read nothing."""
-    run = start_run(config)
-    local = [rank_batch(batch, run.model, run.attention, run.mesh) for batch in batch_of(0, run)]
-    labels = count_labels([batch.rows for batch in local], run.mesh.device)
-    done: list[Any] = []
+def step_without_host_reads(config: RunConfig) -> tuple[float, float, int]:
+    """(loss, norm, all-reduces of clipping and updating) of a step of which the host reads nothing."""
+    run, done = start_run(config), list[Any]()
+    batches = [run.train_step.prepare(batch) for batch in batch_of(0, run)]
+    labels = SEQUENCES * config.train.seq_len
     with Operations(lambda func, *_: done.append(func)):
-        loss_sum = run.train_step.accumulate(local, labels)
+        loss_sum, before = run.train_step.accumulate(batches, labels), len(done)
         norm = run.train_step.update()
     assert torch.ops.aten._local_scalar_dense.default not in done
-    return loss_sum.item() / labels, norm.item()
+    names = [str(func.overloadpacket) for func in done[before:]]
+    return loss_sum.item() / labels, norm.item(), sum("allreduce" in name or "all_reduce" in name for name in names)
 
 
 @pytest.mark.parametrize("early", [False, True])
 def test_accumulate_and_update_are_a_step_and_the_host_reads_nothing(ranks: Pools, early: bool) -> None:
-    base = tiny_config(optimizer={"max_grad_norm": None if early else 0.5}, attention={"preset": "burst"})
+    """And every rank has the same norm from a single sum."""
+    base = config_on("2 cp x 2 tp", optimizer={"max_grad_norm": None if early else 0.5})
     config = placed(base, optimizer_in_backward=early)
-    expected = ranks(2).run(trained, config, steps=1)[0]
-    assert ranks(2).run(step_without_host_reads, config)[0] == (expected.losses[0], expected.norms[0])
-
-
-def sums_of_an_update(config: RunConfig) -> int:
-    """All-reduces of clipping and updating."""
-    run = start_run(config)
-    local = [rank_batch(batch, run.model, run.attention, run.mesh) for batch in batch_of(0, run)]
-    run.train_step.accumulate(local, 30)
-    done: list[str] = []
-    with Operations(lambda func, *_: done.append(str(func.overloadpacket))):
-        run.train_step.update()
-    return sum("allreduce" in name or "all_reduce" in name for name in done)
-
-
-def test_every_rank_has_the_same_norm_from_a_single_sum(ranks: Pools) -> None:
-    config = tiny_config(parallel={"tp_size": 2}, attention={"preset": "burst"})
-    assert ranks(4).run(sums_of_an_update, config) == [1] * 4
-
-
-@pytest.mark.parametrize("mesh", ["1 rank", "2 cp", "2 cp x 2 tp"])
-@pytest.mark.thorough_for("1 rank", "2 cp")
-def test_int8_moments_are_the_same_bits_wherever_and_whenever_they_are_updated(ranks: Pools, mesh: str) -> None:
-    world_size, parallel = MESHES[mesh]
-    base = tiny_config(
-        parallel=parallel,
-        model=WIDE_MODEL,
-        optimizer=UNCLIPPED,
-        memory=MemoryConfig(moments_dtype="int8"),
-        attention={"preset": "single" if world_size == 1 else "burst"},
-    )
-    places = product(("device", "host"), (False, True))
-    configs = [placed(base, optimizer_store=store, optimizer_in_backward=early) for store, early in places]
-    expected, *others = ranks(world_size).run(trained_each, configs, steps=2)[0]
-    for found in others:
-        assert_bitwise_equal(found, expected)
+    (expected,) = ranks(4).run(trained_each, [config], steps=1)[0]
+    assert ranks(4).run(step_without_host_reads, config) == [(expected.losses[0], expected.norms[0], 1)] * 4
 
 
 @pytest.mark.thorough
 def test_int8_moments_train_as_fp32_ones_in_a_quarter_of_their_memory(ranks: Pools) -> None:
-    base = tiny_config(
-        model=WIDE_MODEL,
-        optimizer={"learning_rate": 1e-3, "warmup_steps": 5, "schedule": "cosine"},
-        train={"steps": 50},
-        attention={"preset": "burst"},
-    )
-    configs = [base, placed(base, moments_dtype="int8")]
-    wide, narrow = ranks(2).run(trained_each, configs, steps=50)[0]
+    optimizer = {"learning_rate": 1e-3, "warmup_steps": 5, "schedule": "cosine"}
+    base = config_on("2 cp", model=WIDE_MODEL, optimizer=optimizer, train={"steps": 50})
+    wide, narrow = ranks(2).run(trained_each, [base, placed(base, moments_dtype="int8")], steps=50)[0]
     assert wide.losses[-1] < 0.9 * wide.losses[0]
     assert narrow.losses == pytest.approx(wide.losses, rel=INT8_TOLERANCE)
     # Codes are a quarter of fp32, a scale per 256 of them 1/256 more; moments of norms stay fp32.

@@ -16,6 +16,7 @@ from testkit.ranks import Pools
 from testkit.tiny_training import (
     TINY,
     TinyRun,
+    accumulated,
     full_weights,
     own_part,
     random_batches,
@@ -29,7 +30,6 @@ from engine.config.settings import RunConfig
 from engine.data.sampler import IGNORE_INDEX, Batch
 from engine.planning.methods.presets import PRESETS
 from engine.training.optim import clip_gradients
-from engine.training.train_step import count_labels, rank_batch
 
 RELATIVE = 1e-5  # fp32 over some steps, as the project promises; seen: 5e-8
 FP32_TOLERANCE = 1e-6  # fp32 sums in another order
@@ -134,9 +134,7 @@ def facts_of(config: RunConfig, micro_steps: int) -> Facts:
     """Facts of this rank; every rank's are the same."""
     run = start_run(config)
     initial = full_weights(run.model)
-    local = [rank_batch(part, run.model, run.attention, run.mesh) for part in parts_of(0, run, micro_steps)]
-    labels = count_labels([batch.rows for batch in local], run.mesh.device)
-    run.train_step.accumulate(local, labels)
+    _, labels = accumulated(run, parts_of(0, run, micro_steps))
     gradients = {name: whole(parameter.grad) for name, parameter in run.model.named_parameters()}
     norm = clip_gradients(run.model.parameters(), None).item()
     run.model.zero_grad()
@@ -201,8 +199,7 @@ def packed_and_apart(config: RunConfig) -> list[tuple[float, dict[str, torch.Ten
         labels[0, : after - first] = packed.labels[0, first:after]
         apart.append(Batch(tokens, labels, (np.zeros(1, dtype=np.int64),)))
     for batches in ([packed], apart):
-        local = [rank_batch(batch, run.model, run.attention, run.mesh) for batch in batches]
-        loss = run.train_step.accumulate(local, count_labels([batch.rows for batch in local], run.mesh.device))
+        loss, _ = accumulated(run, batches)
         gradients = {name: whole(parameter.grad) for name, parameter in run.model.named_parameters()}
         found.append((loss.item(), gradients))
         run.model.zero_grad()

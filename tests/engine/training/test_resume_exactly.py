@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint sees the data that come next, and refuses to go on with other data."""
+"""A run that goes on from a checkpoint has its weights and no others, sees the data that come next, and only those."""
 
 from __future__ import annotations
 
@@ -7,38 +7,41 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from testkit.ranks import Pools
-from testkit.whole_runs import create_run_of, train_until_error, trained, whole_config
+from testkit.whole_runs import create_run_of, events_of, train_on_rank, train_until_error, trained, whole_config
 
-from engine.config.settings import CheckpointConfig, DataConfig, ParallelConfig, RunConfig
+from engine.config.settings import AttentionConfig, CheckpointConfig, DataConfig, RunConfig
+from engine.runs.folder import RunFolder
 
 STEPS, HALF = 4, 2
 
 
-def config_of(corpus: DataConfig, checkpoint: CheckpointConfig, *, steps: int = STEPS, **changes: Any) -> RunConfig:
-    return whole_config(corpus, train={"steps": steps, "checkpoint": checkpoint}, **changes)
-
-
-def test_another_seed_is_refused_with_both_values(
-    ranks: Pools, corpus: DataConfig, untaught: tuple[Path, list[float]], tmp_path: Path
-) -> None:
-    config = config_of(corpus, CheckpointConfig(resume_from=str(untaught[0])), seed=4)
-    run = create_run_of(config, tmp_path)
-    (error,) = ranks(1).run(train_until_error, str(run.path), config)
-    assert "is of other data: seed was 3, is 4" in error
+def going_on(config: RunConfig, source: Path, **train: Any) -> RunConfig:
+    """`config`, from the checkpoint of another run."""
+    return replace(config, train=replace(config.train, checkpoint=CheckpointConfig(resume_from=str(source)), **train))
 
 
 @pytest.fixture(scope="module")
-def untaught(ranks: Pools, corpus: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
-    """A run of one sample a step whose weights stay as they are, saved after two; the losses of its first samples."""
-    config = still(config_of(corpus, CheckpointConfig(every_steps=HALF, keep_last=10), steps=3 * HALF))
-    run = trained(ranks, 1, config, tmp_path_factory.mktemp("untaught"))
+def still(corpus: DataConfig) -> RunConfig:
+    """One sample a step, at a rate below every rounding: the loss of a step then says which samples it read."""
+    return whole_config(corpus, train={"steps": STEPS}, optimizer={"learning_rate": 1e-30})
+
+
+@pytest.fixture(scope="module")
+def untaught(ranks: Pools, still: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """A run saved after two steps; the losses of its first samples."""
+    train = replace(still.train, steps=3 * HALF, checkpoint=CheckpointConfig(every_steps=HALF, keep_last=10))
+    run = trained(ranks, 1, replace(still, train=train), tmp_path_factory.mktemp("untaught"))
     return run.path / "checkpoints" / f"step-{HALF:08}", [row["loss"] for row in run.read_metrics()]
 
 
-def still(config: RunConfig) -> RunConfig:
-    """With a rate below every rounding: the loss of a step then says which samples it read."""
-    return replace(config, optimizer=replace(config.optimizer, learning_rate=1e-30))
+def test_another_seed_is_refused_with_both_values(
+    ranks: Pools, still: RunConfig, untaught: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    config = replace(going_on(still, untaught[0]), seed=4)
+    (error,) = ranks(1).run(train_until_error, str(create_run_of(config, tmp_path).path), config)
+    assert "is of other data: seed was 3, is 4" in error
 
 
 @pytest.mark.parametrize(
@@ -47,14 +50,47 @@ def still(config: RunConfig) -> RunConfig:
     ids=["rows", "micro-steps", "ranks"],
 )
 def test_a_resume_with_another_batch_repeats_and_omits_no_sample(
-    ranks: Pools, corpus: DataConfig, untaught: tuple[Path, list[float]], tmp_path: Path, world_size: int, train: Any
+    ranks: Pools, still: RunConfig, untaught: tuple[Path, list[float]], tmp_path: Path, world_size: int, train: Any
 ) -> None:
     source, losses = untaught
-    parallel = ParallelConfig(dp_shard_size=world_size)
-    config = still(config_of(corpus, CheckpointConfig(resume_from=str(source)), parallel=parallel))
-    config = replace(config, train=replace(config.train, **train))
+    config = going_on(still, source, **train)
+    config = replace(config, parallel=replace(config.parallel, dp_shard_size=world_size))
     run = trained(ranks, world_size, config, tmp_path)
     found = {row["step"]: row["loss"] for row in run.read_metrics()}
     expected = {step: (losses[first] + losses[first + 1]) / 2 for step, first in ((3, 2), (4, 4))}
     assert found == pytest.approx(expected, rel=1e-6)  # fp32 sums in another order
     assert len({round(loss, 3) for loss in losses}) == len(losses)
+
+
+def train_from_nothing(path: str, config: RunConfig) -> int:
+    """Exit code of this rank, whose weights are no numbers until somebody sets them: torch fills new memory so."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        return train_on_rank(path, config)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_first_weights_are_set_once_and_not_where_a_checkpoint_brings_them(
+    ranks: Pools, corpus: DataConfig, tmp_path: Path, tied: bool
+) -> None:
+    train, model = {"steps": STEPS, "checkpoint": CheckpointConfig(every_steps=HALF)}, {"tie_embeddings": tied}
+    config = whole_config(corpus, train=train, model=model, attention={"preset": "burst"})
+
+    def run_of(config: RunConfig, name: str, size: int = 2) -> tuple[RunFolder, bool, list[float]]:
+        """(its folder, whether it drew or read first weights, its last losses)."""
+        run = create_run_of(config, tmp_path, name)
+        assert ranks(size).run(train_from_nothing, str(run.path), config) == [0] * size
+        row = run.read_metrics()[-1]
+        is_set = "first weights" in events_of(run, "phase", "phase")
+        return run, is_set, [row[name] for name in ("loss", "validation_loss") if name in row]
+
+    whole, whole_is_set, losses = run_of(config, "aaaaaa")
+    begun, begun_is_set, _ = run_of(replace(config, train=replace(config.train, steps=HALF)), "bbbbbb")
+    _, resumed_is_set, resumed_losses = run_of(going_on(config, begun.path), "cccccc")
+    assert (whole_is_set, begun_is_set, resumed_is_set) == (True, True, False)
+    assert resumed_losses == losses
+    only = replace(going_on(config, whole.path, evaluate_only=True), attention=AttentionConfig(preset="single"))
+    _, evaluated_is_set, [loss] = run_of(only, "dddddd", 1)
+    assert (evaluated_is_set, loss) == (False, pytest.approx(losses[1], rel=1e-5))

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from testkit.metered import meter_of, metered_rows
 from testkit.ranks import Pools
 from testkit.tiny_training import TINY_MODEL, own_part, random_batches, start_run, tiny_config
 from testkit.whole_runs import trained, whole_config
@@ -29,9 +30,7 @@ from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.planning.sequence.layers import attended_pairs, attention_layers
 from engine.planning.time.flops import count_parameters, step_flops
-from engine.planning.time.machine import Peak
-from engine.training.metrics import PeakMemory, StepMeter
-from engine.training.trainer import step_cost
+from engine.training.metrics import PeakMemory
 
 SEQ_LEN = 30
 # Of the four sequences of a step: one document, many, one that starts late, one of single tokens.
@@ -60,16 +59,10 @@ def dense_pairs(settings: dict[str, Any], layer: int, starts: tuple[int, ...], *
     return int(dense_mask(settings, layer, starts)[:before].sum())
 
 
-def measured_row(config: RunConfig) -> dict[str, Any]:
-    """The row of one step over the sequences of DOCUMENTS, one in every micro-batch."""
-    run = start_run(config)
-    cost = step_cost(config, run.mesh.dp_size, Peak(1e9, "test"), run.attention.method)
-    meter = StepMeter(run.mesh, run.attention, cost)
+def packed() -> Batch:
+    """The sequences of DOCUMENTS, one for every micro-batch."""
     batch = random_batches(0, sequences=len(DOCUMENTS))
-    packed = Batch(batch.tokens, batch.labels, tuple(map(np.array, DOCUMENTS)), batch.samples)
-    meter.start()
-    row, _ = meter.finish(1, run.train_step(0, own_part(packed, run.mesh, micro_steps=config.train.grad_accum_steps)))
-    return row
+    return Batch(batch.tokens, batch.labels, tuple(map(np.array, DOCUMENTS)), batch.samples)
 
 
 @pytest.mark.parametrize(("mask", "documents"), [("causal", True), ("layers that differ", True), ("window", False)])
@@ -80,7 +73,7 @@ def test_a_step_counts_the_pairs_of_the_documents_that_it_computed(ranks: Pools,
         memory={"activation_checkpoint": "full"},
         train={"grad_accum_steps": 2},
     )
-    row = ranks(4).run(measured_row, config)[0]
+    (row,) = ranks(4).run(metered_rows, config, packed())[0]
     starts = DOCUMENTS if documents else ((0,),) * len(DOCUMENTS)
     pairs = sum(dense_pairs(MASKS[mask], layer, one) for layer in range(TINY_MODEL.num_layers) for one in starts)
     assert (row["visible_pairs"], row["recomputed_pairs"]) == (pairs, pairs)
@@ -97,7 +90,7 @@ def test_pairs_attended_again_are_those_of_the_first_part_of_the_sequence(ranks:
         memory={"activation_checkpoint": "seq_fraction", "kept_fraction": 0.5},
         train={"grad_accum_steps": 4},
     )
-    (row,) = ranks(1).run(measured_row, config)
+    ((row,),) = ranks(1).run(metered_rows, config, packed())
     halves = sum(dense_pairs({}, 0, starts, before=SEQ_LEN // 2) for starts in DOCUMENTS)
     assert row["recomputed_pairs"] == TINY_MODEL.num_layers * halves
 
@@ -154,7 +147,7 @@ def counted_flops(model: LlamaModel, tokens: Tensor, layers: list[Any]) -> int:
 def sent_bytes(config: RunConfig) -> tuple[int, dict[str, Any]]:
     """(bytes that gloo was given to send by this rank in a step, the step's row)."""
     run = start_run(config)
-    meter = StepMeter(run.mesh, run.attention, step_cost(config, 1, Peak(None, ""), run.attention.method))
+    meter = meter_of(run)
     (batch,) = own_part(random_batches(0, sequences=1), run.mesh)
     meter.start()
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -179,9 +172,7 @@ def test_bytes_of_a_step_are_those_that_gloo_sends(ranks: Pools, preset: str, no
 def timed_step(config: RunConfig, slow_rank: int) -> tuple[float, int, dict[str, Any]]:
     """(seconds by a clock outside, tokens of this rank's batches, row) of a step that one rank begins late."""
     run = start_run(config)
-    meter = StepMeter(
-        run.mesh, run.attention, step_cost(config, run.mesh.dp_size, Peak(None, ""), run.attention.method)
-    )
+    meter = meter_of(run)
     batches = own_part(random_batches(0, sequences=8), run.mesh, micro_steps=2)
     run.train_step(0, batches)  # makes the optimizer's state
     torch.distributed.barrier()
@@ -208,7 +199,7 @@ def test_speed_is_the_batches_tokens_over_the_seconds_of_a_clock_outside(ranks: 
 
 def test_the_peak_of_a_cpu_process_is_the_kernels() -> None:
     block = torch.ones(1 << 26, dtype=torch.uint8)
-    allocated, _ = PeakMemory(torch.device("cpu")).read()
+    allocated = PeakMemory(torch.device("cpu")).read()["peak_memory_bytes"]
     assert allocated is not None
     assert allocated >= block.nbytes
     # Of a program started by a larger one ru_maxrss is the larger one's; both are counted in pages, on each core apart.

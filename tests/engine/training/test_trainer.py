@@ -8,27 +8,27 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from testkit.corpora import write_token_set
 from testkit.ranks import Pools
 from testkit.tiny_training import tiny_config
-from testkit.whole_runs import create_run_of, train_on_rank, trained, whole_config
+from testkit.whole_runs import create_run_of, ended, events_of, train_until_error, trained, whole_config
 
-from engine.config.errors import ConfigError
 from engine.config.settings import DataConfig, RunConfig
-from engine.parallel.mesh import build_mesh
+from engine.parallel.mesh import Placement, build_mesh
 from engine.planning.time.flops import count_parameters
 from engine.runs.folder import RunFolder
 from engine.runs.summary import MAXIMA, MEDIANS, config_facts
 from engine.training.rank.lifecycle import run_states
 from engine.training.rank.process import RankStatus
 from engine.training.rank.recorder import Recorder
-from engine.training.trainer import Trainer, load_data
+from engine.training.trainer import Trainer, set_threads
 
 ROOT = Path(__file__).parents[3]
 
@@ -75,19 +75,17 @@ def test_a_run_leaves_rows_states_and_a_summary_and_no_rank_keeps_the_rows(
     config = run_config(corpus, profile="5:6")
     run = create_run_of(config, tmp_path)
     assert ranks(2).run(rows_kept, str(run.path), config) == [0, 0]
-    rows = run.read_metrics()
+    rows, summary = run.read_metrics(), run.read_summary() or {}
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert {*MEDIANS, *MAXIMA} <= set(rows[0])
     assert set(rows[0]) == {name for name in documented() if not name.startswith(("validation_", "needle_", "dropped"))}
     assert [("validation_loss" in row) for row in rows] == [False, False, True, False, False, True]
     assert [entry["state"] for entry in run.read_state()["history"]] == ["planned", "starting", "running", "completed"]
-    phases = [event["phase"] for event in run.read_events() if event["kind"] == "phase"]
     begun = ["prepare data", "build model", "measure peak", "first weights"]
-    assert phases == [*begun, "train", "evaluate", "train", "evaluate", "train"]
-    (choice,) = (event for event in run.read_events() if event["kind"] == "attention_kernel")
-    assert (choice["name"], choice["others"]["aten_cudnn"]) == ("cpu_flash", "runs on cuda only")
-    assert choice["reason"] == "auto: the first that can of cpu_flash on cpu"
-    summary = run.read_summary()
+    assert events_of(run, "phase", "phase") == [*begun, "train", "evaluate", "train", "evaluate", "train"]
+    assert events_of(run, "attention_kernel", "name") == ["cpu_flash"]
+    assert events_of(run, "attention_kernel", "reason") == ["auto: the first that can of cpu_flash on cpu"]
+    assert events_of(run, "attention_kernel", "others")[0]["aten_cudnn"] == "runs on cuda only"
     expected = {
         "status": "completed",
         "steps": 6,
@@ -127,57 +125,39 @@ def test_where_documents_are_apart_nobody_guesses_how_the_next_one_begins(ranks:
         data=DataConfig(format="shards", paths=(str(tmp_path),), validation_fraction=0.2),
     )
     run = trained(ranks, 1, config, tmp_path)
-    summary = run.read_summary()
+    summary = run.read_summary() or {}
     # Half of the labels would be one of 60 numbers: at least log(60) / 2 = 2.05 nats.
-    assert summary["final_train_loss"] < 0.5
-    assert summary["final_validation_loss"] < 0.5
-    (choice,) = (event for event in run.read_events() if event["kind"] == "attention_kernel")
-    assert "deterministic" in choice["reason"]
+    assert max(summary["final_train_loss"], summary["final_validation_loss"]) < 0.5
+    assert "deterministic" in events_of(run, "attention_kernel", "reason")[0]
 
 
 def test_a_config_error_ends_every_rank_with_exit_code_2(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
     config = tiny_config(data=corpus, attention={"preset": "burst"}, model={"head_dim": 7})
-    run = create_run_of(config, tmp_path)
-    codes = ranks(2).run(train_on_rank, str(run.path), config)
+    run, codes = ended(ranks, 2, config, tmp_path)
     assert codes == [2, 2], run.rank_errors()
     assert run.read_state()["state"] == "failed"
-
-
-def error_of_loading(path: str, config: RunConfig) -> str:
-    """What this rank says of data that do not fit the model."""
-    mesh = build_mesh(config.parallel, config.cluster)
-    recorder = Recorder(RunFolder(Path(path)), RankStatus(), rank=mesh.rank, tensorboard=False)
-    try:
-        load_data(config, mesh, recorder)
-    except ConfigError as error:
-        return str(error)
-    return "no error"
 
 
 def test_a_vocabulary_smaller_than_the_data_is_refused_on_every_rank(
     ranks: Pools, corpus: DataConfig, tmp_path: Path
 ) -> None:
     config = tiny_config(data=corpus, attention={"preset": "burst"})
-    for error in ranks(2).run(error_of_loading, str(create_run_of(config, tmp_path).path), config):
-        assert "model.vocab_size: got 64" in error
+    for error in ranks(2).run(train_until_error, str(create_run_of(config, tmp_path).path), config):
+        assert "ConfigError: model.vocab_size: got 64" in error
         assert "set model.vocab_size=" in error
 
 
-def environment() -> dict[str, str]:
-    """That of a process which finds the packages and no launcher."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("BURST_", "TORCHELASTIC"))}
-    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-
-
 def start(*args: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *args], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    """The target of torchrun, in a process which finds the packages and no launcher."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("BURST_", "TORCHELASTIC"))}
+    surroundings = {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    command = [sys.executable, "-m", "engine.train", *args]
+    return subprocess.Popen(command, env=surroundings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def test_sigterm_however_often_stops_at_a_step_edge_with_a_summary(corpus: DataConfig, tmp_path: Path) -> None:
     run = create_run_of(run_config(corpus, steps=100_000, eval_interval_steps=None), tmp_path)
-    with start("-m", "engine.train", str(run.path / "config.yaml")) as process:
+    with start(str(run.path / "config.yaml")) as process:
         deadline = time.monotonic() + 200
         while len(run.read_metrics()) < 2 and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.05)
@@ -187,18 +167,45 @@ def test_sigterm_however_often_stops_at_a_step_edge_with_a_summary(corpus: DataC
         output, _ = process.communicate(timeout=200)
     assert process.returncode == 130, output
     assert run.read_state()["state"] == "cancelled"
-    summary = run.read_summary()
-    assert summary is not None
-    assert summary["status"] == "cancelled"
-    assert summary["steps"] == len(run.read_metrics())
+    summary = run.read_summary() or {}
+    assert (summary["status"], summary["steps"]) == ("cancelled", len(run.read_metrics()))
 
 
 @pytest.mark.parametrize(
     ("args", "exit_code", "words"), [([], 2, "usage:"), (["/nowhere/config.yaml"], 1, "is no run folder")]
 )
 def test_the_target_says_what_it_wants(args: list[str], exit_code: int, words: str) -> None:
-    with start("-m", "engine.train", *args) as process:
+    with start(*args) as process:
         output, _ = process.communicate(timeout=200)
     assert process.returncode == exit_code
     assert words in output
     assert "Traceback" not in output
+
+
+@pytest.fixture
+def seven_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(7)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("seven_threads")
+def test_a_rank_that_computes_or_updates_on_the_cpu_takes_its_share_of_the_cores_it_may_use() -> None:
+    def threads(device: str, store: str, ranks: int = 1, asked: int | None = None) -> int:
+        config = tiny_config(memory={"optimizer_store": store}, cluster={"threads_per_rank": asked})
+        set_threads(config, torch.device(device), Placement(0, ranks, 0, ranks))
+        return torch.get_num_threads()
+
+    everything = os.sched_getaffinity(0)
+    cores = len(everything)
+    assert threads("cuda", "device") == 7  # as it was started
+    assert threads("cpu", "device") == cores
+    assert threads("cuda", "host") == max(1, cores * 3 // 4)  # the rest feeds the GPU
+    assert threads("cuda", "host", ranks=2 * cores) == 1
+    assert threads("cuda", "host", asked=3) == 3
+    os.sched_setaffinity(0, {min(everything)})
+    try:
+        assert threads("cpu", "device") == 1
+    finally:
+        os.sched_setaffinity(0, everything)
