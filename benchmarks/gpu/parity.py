@@ -44,7 +44,7 @@ from engine.data.sampler import IGNORE_INDEX, Batch
 from engine.model.parallelize import build_model
 from engine.parallel.mesh import build_mesh, read_placement, start_process_group
 from engine.planning.methods.presets import PRESETS
-from engine.training.train_step import TrainStep, count_labels, rank_batch
+from engine.training.train_step import TrainStep, count_batches, rank_batch
 
 CASE_FILE, ROWS_FILE = "case.json", "rows.jsonl"
 REFERENCE_FILE = "alone_{}.npz"
@@ -194,7 +194,7 @@ def train(case: ParityCase, preset: PresetName, dtype: Dtype, ranks: int) -> dic
     model, attention = build_model(config, mesh)
     batch = _batch(case)
     local = rank_batch(batch, model, attention, mesh)
-    labels = count_labels([local.rows], mesh.device)
+    labels, _ = count_batches([local], mesh)
     hidden = model(local.rows.tokens, local.rows.positions, local.attention)
     (model.head(hidden, local.rows.labels) / labels).backward()
     found = {name: _whole(parameter.grad) for name, parameter in model.named_parameters()}

@@ -67,20 +67,18 @@ def rank_batch(batch: Batch, model: LlamaModel, attention: ContextParallel, mesh
     return RankBatch(rows, context.functions(len(model.layers)), pairs, batch.samples)
 
 
-def count_labels(batches: Sequence[LocalBatch], device: torch.device) -> int:
-    """Labels that count, over all ranks and all of `batches`; raises RunError when there are none."""
-    counts = [(batch.labels != IGNORE_INDEX).sum() for batch in batches]
-    total = int(sum_over_ranks(torch.stack(counts).sum().to(device)).item())
+def count_batches(batches: Sequence[RankBatch], mesh: Mesh) -> tuple[int, AttendedPairs]:
+    """(labels that count, pairs) over all ranks and all of `batches`, exactly. Raises RunError when no label does.
+
+    Of ranks that share a sequence the first one tells its pairs.
+    """
+    labels = torch.stack([(batch.rows.labels != IGNORE_INDEX).sum() for batch in batches]).sum()
+    own = [batch.attended for batch in batches] if mesh.cp_rank == mesh.tp_rank == 0 else []
+    pairs = torch.tensor([sum(one.visible for one in own), sum(one.again for one in own)], device=mesh.device)
+    total, *found = sum_over_ranks(torch.cat([labels.to(mesh.device)[None], pairs])).tolist()
     if total == 0:
         raise RunError("no token of this batch has a label, so there is no loss; check the data and train.seq_len")
-    return total
-
-
-def count_pairs(batches: Sequence[RankBatch], mesh: Mesh) -> AttendedPairs:
-    """Pairs over all ranks and all of `batches`, exactly. Of ranks that share a sequence the first one tells them."""
-    own = [batch.attended for batch in batches] if mesh.cp_rank == mesh.tp_rank == 0 else []
-    counts = torch.tensor([sum(one.visible for one in own), sum(one.again for one in own)], device=mesh.device)
-    return AttendedPairs(*sum_over_ranks(counts).tolist())
+    return total, AttendedPairs(*found)
 
 
 class TrainStep:
@@ -117,8 +115,7 @@ class TrainStep:
         self.status.phase = "count labels"
         # Counted before any backward: each micro-step's gradient must already have its final weight.
         with self.status.waits.waiting("all_reduce"):
-            label_tokens = count_labels([batch.rows for batch in local], self.mesh.device)
-            pairs = count_pairs(local, self.mesh)
+            label_tokens, pairs = count_batches(local, self.mesh)
         rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
         set_learning_rate(self.optimizer, rate)  # before backward, which may already update weights
         loss_sum = self.accumulate(local, label_tokens)

@@ -25,7 +25,7 @@ from engine.data.sampler import IGNORE_INDEX, Batch
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import build_model
 from engine.parallel.mesh import Mesh, build_mesh
-from engine.training.train_step import RankBatch, TrainStep, count_labels
+from engine.training.train_step import RankBatch, TrainStep, count_batches
 from testkit.sections import changed
 
 TINY_MODEL = ModelConfig(
@@ -123,7 +123,7 @@ def train_losses(config: RunConfig, sequences: int, steps: int, micro_steps: int
 def accumulated(run: TinyRun, parts: Sequence[Batch]) -> tuple[torch.Tensor, int]:
     """(loss sum, labels) over all ranks of one step's micro-batches, whose gradients are there afterwards."""
     local = [run.train_step.prepare(part) for part in parts]
-    labels = count_labels([one.rows for one in local], run.mesh.device)
+    labels, _ = count_batches(local, run.mesh)
     return run.train_step.accumulate(local, labels), labels
 
 
