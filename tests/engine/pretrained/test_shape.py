@@ -32,19 +32,18 @@ def folder_of(tmp_path: Path, document: Any) -> Path:
     return tmp_path
 
 
-def test_what_a_config_leaves_out_has_its_meaning(tmp_path: Path) -> None:
-    found = read_pretrained(folder_of(tmp_path, LLAMA2))
-    assert (found.model.num_kv_heads, found.model.head_dim, found.model.rope_theta) == (32, 128, 10000.0)
-    assert (found.window_tokens, found.seq_len, found.model.tie_embeddings) == (None, 4096, False)
-    assert found.model.rope_scaling == RopeScalingConfig()
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "attention_factor": None}
 
 
-@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-def test_rope_is_read_as_old_and_new_versions_write_it(tmp_path: Path, key: str) -> None:
-    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "attention_factor": None}
-    found = read_pretrained(folder_of(tmp_path, {**LLAMA2, key: rope, "rope_theta": 5e5})).model
-    assert found.rope_scaling == RopeScalingConfig(kind="yarn", factor=4.0, original_seq_len=4096)
-    assert found.rope_theta == 5e5
+@pytest.mark.parametrize("key", [None, "rope_scaling", "rope_parameters"])
+def test_what_a_config_leaves_out_has_its_meaning_and_rope_is_read_as_old_and_new_versions_write_it(
+    tmp_path: Path, key: str | None
+) -> None:
+    found = read_pretrained(folder_of(tmp_path, LLAMA2 if key is None else {**LLAMA2, key: YARN, "rope_theta": 5e5}))
+    assert (found.model.num_kv_heads, found.model.head_dim, found.model.tie_embeddings) == (32, 128, False)
+    assert (found.window_tokens, found.seq_len, found.model.rope_theta) == (None, 4096, 5e5 if key else 10000.0)
+    scaled = RopeScalingConfig(kind="yarn", factor=4.0, original_seq_len=4096)
+    assert found.model.rope_scaling == (scaled if key else RopeScalingConfig())
 
 
 @pytest.mark.parametrize(
@@ -122,14 +121,11 @@ def test_what_is_written_is_read_back(tmp_path: Path, family: str, rope: RopeSca
     assert (found.model, found.window_tokens, found.seq_len) == (model, window, 9000)
 
 
-def test_ntk_is_written_as_the_larger_base_that_it_is(tmp_path: Path) -> None:
+def test_ntk_is_written_as_the_larger_base_that_it_is_and_a_shape_that_no_family_has_is_refused(tmp_path: Path) -> None:
     model = ModelConfig(rope_scaling=RopeScalingConfig(kind="ntk", factor=4.0))
     found = read_pretrained(folder_of(tmp_path, config_json(model, seq_len=1, window_tokens=None, dtype="x"))).model
     assert found.rope_scaling == RopeScalingConfig()
     assert found.rope_theta == pytest.approx(10000.0 * 4.0 ** (64 / 62))
-
-
-def test_a_shape_that_no_family_has_is_refused() -> None:
     with pytest.raises(ConfigError, match="no family of transformers has both"):
         family_of(ModelConfig(qkv_bias=True, qk_norm=True), None)
 

@@ -79,9 +79,8 @@ def test_a_run_that_validates_stops_before_the_next_sample_and_saves(
 
 def test_an_evaluation_stops_at_once_and_leaves_no_figures(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
     config = saving_config(corpus)
-    config = replace(config, train=replace(config.train, steps=1, eval_samples=1))
-    source = trained(ranks, 1, config, tmp_path, "bbbbbb")
-    own = CheckpointConfig(resume_from=str(source.path))
-    evaluation = replace(config, train=replace(config.train, evaluate_only=True, checkpoint=own))
-    run = stopped(ranks, 1, evaluation, tmp_path, at="evaluate", time=1)
+    train = replace(config.train, steps=1, eval_samples=1)
+    source = trained(ranks, 1, replace(config, train=train), tmp_path, "bbbbbb")
+    train = replace(train, evaluate_only=True, checkpoint=CheckpointConfig(resume_from=str(source.path)))
+    run = stopped(ranks, 1, replace(config, train=train), tmp_path, at="evaluate", time=1)
     assert (run.read_metrics(), run.read_summary()) == ([], None)
