@@ -127,9 +127,9 @@ def _problems(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _pretrained(document: Mapping[str, Any], folder: Path) -> Pretrained:
-    sizes = {ours: int(document[theirs]) for ours, theirs in _SIZES.items()}
+    sizes: dict[str, Any] = {ours: int(document[theirs]) for ours, theirs in _SIZES.items()}
     left_out = {"num_kv_heads": sizes["num_heads"], "head_dim": sizes["hidden_size"] // sizes["num_heads"]}
-    heads = {ours: int(document.get(theirs) or left_out[ours]) for ours, theirs in _HEADS.items()}
+    heads: dict[str, Any] = {ours: int(document.get(theirs) or left_out[ours]) for ours, theirs in _HEADS.items()}
     rope, length = _rope(document), document.get("max_position_embeddings")
     model = ModelConfig(
         name=folder.resolve().name,
