@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, cast, get_args
 
-from cluster.values import integer
+from cluster.values import integer, table
 
 Kind = Literal[
     "config", "user", "oom", "exception", "peer_lost",  # as ranks say themselves
@@ -171,8 +171,7 @@ def _findings(node: NodeEvidence, lost_at_ns: int) -> Iterator[Finding]:
     if (taken := _port_taken(node)) is not None:
         yield _PORT, None, taken  # everybody else waits in vain for the rendezvous
     for error in node.errors:
-        time_ns = error.get("time_ns")
-        at_ns = time_ns if isinstance(time_ns, int) else None
+        at_ns = integer(error, "time_ns")
         is_echo = error.get("is_echo", error.get("kind") == "peer_lost") or (at_ns or 0) >= lost_at_ns
         yield _ECHO if is_echo else _OWN_ERROR, at_ns, _from_error(error, node)
     if node.lost is not None:
@@ -188,18 +187,7 @@ def _findings(node: NodeEvidence, lost_at_ns: int) -> Iterator[Finding]:
         rule = _TORCHRUN_KILLED if code < 0 else _NO_TRACE
         yield rule, None, Failure("launcher", "LauncherDied", text, host=host)
     for death in _silent_deaths(node):
-        yield _rule_of(death, node), death.at_ns, _from_death(death, node)
-
-
-def _rule_of(death: Death, node: NodeEvidence) -> int:
-    """Ranks abort of themselves, but they are terminated by somebody, and all are killed when torchrun is."""
-    if not death.exit_code:
-        return _LEFT_EARLY
-    if death.signal is None:
-        return _EXITED
-    if death.signal in _ECHO_SIGNALS:
-        return _ABORTED + _ECHO_SIGNALS.index(death.signal)
-    return _KILLED if death is node.death or (node.exit_code or 0) >= 0 else _NO_TRACE
+        yield from _of_death(death, node)
 
 
 def _port_taken(node: NodeEvidence) -> Failure | None:
@@ -215,15 +203,10 @@ def _port_taken(node: NodeEvidence) -> Failure | None:
 
 def _vanished_first(nodes: Sequence[NodeEvidence]) -> Iterator[Finding]:
     """The one silent rank that went before all others, if one did: nobody knows how it ended."""
-    seen = [
-        (death.at_ns, death.rank, death, node) for node in nodes for death in node.vanished if death.at_ns is not None
-    ]
+    seen = [(death.at_ns, death.rank, death, node) for node in nodes for death in node.vanished if death.at_ns]
     seen.sort(key=lambda item: item[:2])
-    if (
-        not seen
-        or any((node.exit_code or 0) < 0 for node in nodes)
-        or [at_ns for at_ns, *_ in seen[1:2]] == [seen[0][0]]
-    ):
+    is_one = bool(seen) and [at_ns for at_ns, *_ in seen[1:2]] != [seen[0][0]]
+    if not is_one or any((node.exit_code or 0) < 0 for node in nodes):
         return
     at_ns, rank, death, node = seen[0]
     if death.exit_code is None and _is_silent(death, node) and (node.death is None or node.death.rank == rank):
@@ -247,7 +230,6 @@ def _is_silent(death: Death, node: NodeEvidence) -> bool:
 def _from_error(error: Mapping[str, Any], node: NodeEvidence) -> Failure:
     """What a rank wrote of itself; it came over the network, so every value is checked."""
     kind = error.get("kind")
-    memory = error.get("memory")
     phase = error.get("phase")
     return Failure(
         kind=cast(Kind, kind) if kind in RANK_KINDS else "exception",
@@ -258,23 +240,29 @@ def _from_error(error: Mapping[str, Any], node: NodeEvidence) -> Failure:
         step=integer(error, "step"),
         phase=phase[:MESSAGE_CHARACTERS] if isinstance(phase, str) else None,
         exit_code=2 if error.get("exit_code") == 2 else 1,
-        memory=memory if isinstance(memory, Mapping) else None,
+        memory=table(error, "memory") or None,
     )
 
 
-def _from_death(death: Death, node: NodeEvidence) -> Failure:
-    host = node.node or None
+def _of_death(death: Death, node: NodeEvidence) -> Iterator[Finding]:
+    """Ranks abort of themselves, but they are terminated by somebody, and all are killed when torchrun is."""
+    host, name = node.node or None, "" if death.signal is None else death.signal.name
     if not death.exit_code:
         text = "the process ended with exit code 0 before training was complete"
-        return Failure("exit", "EarlyExit", text, rank=death.rank, host=host)
-    if death.signal is None:
+        rule, failure = _LEFT_EARLY, Failure("exit", "EarlyExit", text, rank=death.rank, host=host)
+    elif death.signal is None:
         text = f"the process ended with exit code {death.exit_code} without leaving an error"
-        return Failure("exit", "SystemExit", text, rank=death.rank, host=host)
-    if death.signal is signal.SIGKILL:
-        return _killed("the process", death.rank, host, death.kill or node.kill)
-    name = death.signal.name
-    text = f"the process was ended by signal {int(death.signal)} ({name})"
-    return Failure("signal", name, text, rank=death.rank, host=host, signal=name)
+        rule, failure = _EXITED, Failure("exit", "SystemExit", text, rank=death.rank, host=host)
+    elif death.signal is signal.SIGKILL:
+        rule, failure = _KILLED, _killed("the process", death.rank, host, death.kill or node.kill)
+    else:
+        text = f"the process was ended by signal {int(death.signal)} ({name})"
+        rule, failure = _KILLED, Failure("signal", name, text, rank=death.rank, host=host, signal=name)
+    if death.signal in _ECHO_SIGNALS:
+        rule = _ABORTED + _ECHO_SIGNALS.index(death.signal)
+    elif rule == _KILLED and death is not node.death and (node.exit_code or 0) < 0:
+        rule = _NO_TRACE
+    yield rule, death.at_ns, failure
 
 
 def _killed(what: str, rank: int | None, host: str | None, kill: KillFacts) -> Failure:

@@ -68,15 +68,10 @@ def test_equal_sources_give_equal_archives_whatever_their_dates(sources: Path, a
     assert build_archive(sources).code_id != archive.code_id
 
 
-def test_the_archive_holds_what_ranks_import_and_nothing_else() -> None:
-    names = zipfile.ZipFile(io.BytesIO(build_archive().data)).namelist()
-    assert "engine/train.py" in names
+def test_it_holds_what_ranks_import_which_is_all_that_they_need(tmp_path: Path) -> None:
+    place, archive = CodePlace(str(tmp_path / "code"), is_shared=False), build_archive()
+    names = zipfile.ZipFile(io.BytesIO(archive.data)).namelist()
     assert all(name.startswith("engine/") and name.endswith(".py") for name in names)
-
-
-def test_ranks_can_import_the_engine_from_it_alone(tmp_path: Path) -> None:
-    place = CodePlace(str(tmp_path / "code"), is_shared=False)
-    archive = build_archive()
     upload(archive, place)
     script = "import engine.train, engine.config.settings; print(engine.train.__file__)"
     code = code_path(place.root, archive.code_id)
@@ -98,19 +93,27 @@ def test_code_is_installed_once_and_then_found(archive: CodeArchive, place: Code
     assert list(Path(place.root).iterdir()) == [code]
 
 
-@pytest.mark.parametrize("damage", ["changed", "cut off", "linked", "writable"])
-def test_damaged_code_is_never_used_and_is_repaired(archive: CodeArchive, place: CodePlace, damage: str) -> None:
+def link(code: Path) -> None:
+    code.unlink()
+    code.symlink_to("/etc/passwd")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda code: code.write_bytes(code.read_bytes()[:-1] + b"x"),
+        lambda code: code.write_bytes(code.read_bytes()[:-1]),
+        link,
+        lambda code: code.chmod(0o666),
+    ],
+    ids=["changed", "cut off", "linked", "writable"],
+)
+def test_damaged_code_is_never_used_and_is_repaired(
+    archive: CodeArchive, place: CodePlace, damage: Callable[[Path], object]
+) -> None:
     upload(archive, place)
     code = Path(code_path(place.root, archive.code_id))
-    if damage == "changed":
-        code.write_bytes(archive.data[:-1] + b"x")
-    elif damage == "cut off":
-        code.write_bytes(archive.data[:-1])
-    elif damage == "linked":
-        code.unlink()
-        code.symlink_to("/etc/passwd")
-    else:
-        code.chmod(0o666)
+    damage(code)
     assert check_code(str(code), archive.code_id) not in ("good", "missing")
     upload(archive, place)
     assert check_code(str(code), archive.code_id) == "good"
@@ -138,22 +141,19 @@ def test_many_that_bring_or_repair_it_at_once_leave_one_that_is_good(
     assert check_code(code, archive.code_id) == "good"
 
 
-def test_a_folder_that_others_may_write_is_refused(archive: CodeArchive, place: CodePlace) -> None:
-    Path(place.root).mkdir(parents=True)
-    Path(place.root).chmod(0o777)
-    with pytest.raises(CodeError, match="belongs to somebody else, or others may write there"):
-        upload(archive, place)
-
-
-def test_a_place_in_which_others_could_exchange_the_code_is_refused(archive: CodeArchive, place: CodePlace) -> None:
+def test_a_place_in_which_others_could_change_or_exchange_the_code_is_refused(
+    archive: CodeArchive, place: CodePlace
+) -> None:
     upload(archive, place)
-    above = Path(place.root).parent
-    above.chmod(0o777)
-    with pytest.raises(CodeError, match="others may put another folder there"):
-        upload(archive, place)
-    assert check_code(code_path(place.root, archive.code_id), archive.code_id) != "good"
-    above.chmod(0o1777)
-    assert check_code(code_path(place.root, archive.code_id), archive.code_id) == "good"
+    root, code = Path(place.root), code_path(place.root, archive.code_id)
+    for folder, text in ((root, "or others may write there"), (root.parent, "or others may put another folder there")):
+        folder.chmod(0o777)
+        with pytest.raises(CodeError, match=f"n1: cannot lay .*: {folder} belongs to somebody else, {text}"):
+            upload(archive, place)
+        assert check_code(code, archive.code_id) != "good"
+        folder.chmod(0o700)
+    root.parent.chmod(0o1777)
+    assert check_code(code, archive.code_id) == "good"
 
 
 def test_a_place_that_cannot_be_written_is_named_with_all_its_nodes(archive: CodeArchive, tmp_path: Path) -> None:
@@ -186,23 +186,20 @@ def test_old_code_goes_and_what_is_new_or_in_use_stays(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {*names[:6], names[7], stranger.name}
 
 
-def test_a_shared_folder_gets_it_once_and_every_other_node_must_see_it(archive: CodeArchive, tmp_path: Path) -> None:
+def test_a_shared_folder_gets_it_once_and_one_that_is_not_shared_is_found_out(
+    archive: CodeArchive, tmp_path: Path
+) -> None:
     place = code_place(ClusterConfig(shared_folder=str(tmp_path)), "me")
     assert place == CodePlace(f"{tmp_path}/.burst-me/code", is_shared=True)
     upload(archive, place, 3)
     (code,) = Path(place.root).iterdir()
     assert check_code(str(code), archive.code_id) == "good"
 
-
-def test_a_folder_that_is_not_shared_is_found_out(archive: CodeArchive, tmp_path: Path) -> None:
-    homes = {"n1": tmp_path / "one", "n2": tmp_path / "two"}
-    place = CodePlace("~/code", is_shared=True)
-
     def own_home(host: Host) -> LocalConnection:
-        return LocalConnection(host.name, {"HOME": str(homes[host.name])})
+        return LocalConnection(host.name, {"HOME": str(tmp_path / host.name)})
 
     with pytest.raises(CodeError, match="n2: ~/code on it does not hold the code that the first node wrote"):
-        upload_code(hosts(2), archive, place, own_home)
+        upload_code(hosts(2), archive, CodePlace("~/code", is_shared=True), own_home)
 
 
 def test_folders_for_containers_are_made_first(archive: CodeArchive, place: CodePlace, tmp_path: Path) -> None:
