@@ -151,7 +151,7 @@ def status_document(status: RunStatus) -> dict[str, Any]:
         "exit_code": seen.exit_code,
         **{name: seen.document.get(name) for name in ("attempt", "started_at", "ended_at", "failure")},
         "elapsed_s": status.elapsed_s,
-        "controller": asdict(seen.controller) if seen.controller is not None else None,
+        "controller": seen.controller and {**asdict(seen.controller), "detached": seen.document.get("detached")},
         "launcher": facts.launcher,
         "attention_preset": facts.preset,
         "seq_len": facts.seq_len,
@@ -192,7 +192,8 @@ def print_status(console: Console, status: RunStatus) -> None:
     seen, progress = status.seen, status.progress
     parts: list[RenderableType] = [heading(progress), _state_line(status)]
     none = "none" if seen.is_final or seen.is_lost else "none (started without `burst launch`)"
-    who = none if seen.controller is None else clean(str(seen.controller))
+    where = " in the background" if seen.document.get("detached") else ""
+    who = none if seen.controller is None else clean(f"{seen.controller}{where}")
     parts.append(Text.assemble(("controller  ", "dim"), who))
     if progress.latest is not None or not seen.is_final:
         parts.append(Text.assemble(("progress  ", "dim"), _progress_text(status)))

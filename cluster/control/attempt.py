@@ -10,7 +10,6 @@ import contextlib
 import fcntl
 import os
 import signal
-import socket
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,10 +24,8 @@ from cluster.plan import LaunchPlan, NodePlan
 from cluster.remote_text import one_line
 from cluster.values import number, table, word
 from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError
-from engine.runs.process import process_start
 from engine.runs.records import read_json_object, replace_json
 
-TORCHRUN_LOG = "torchrun.log"
 _LOG_TAIL_BYTES = 256 * 1024
 
 
@@ -60,18 +57,25 @@ def begin_attempt(plan: LaunchPlan, run: RunFolder, lease_s: float | None) -> No
         job=None,
         lease_s=lease_s,
         leftover=[],
-        log_starts=log_starts(run),
+        log_starts=_log_sizes(run),
     )
     try:
-        clear_cancel(run)
+        (run.path / CANCEL_FILE).unlink(missing_ok=True)  # it was for an attempt that has ended
         if document["attempt"] > 1:
-            _put_nodes_aside(plan, run, document["attempt"] - 1)
+            _put_nodes_aside(run, run.path / "attempts" / str(document["attempt"] - 1) / "nodes")
     except OSError as error:
         raise RunFolderError(f"Run {run.run_id} cannot begin another attempt: {error}.") from error
 
 
-def log_starts(run: RunFolder) -> dict[str, int]:
-    """How long every log is now, by its path in the run, before a new attempt appends to it."""
+def _put_nodes_aside(run: RunFolder, target: Path) -> None:
+    """Without an outcome a supervisor may live: it says so itself when it is asked to start."""
+    for outcome in list((run.path / "nodes").glob("*/outcome.json")):
+        (target / outcome.parent.name).mkdir(parents=True, exist_ok=True)
+        for path in filter(Path.is_file, outcome.parent.iterdir()):
+            path.rename(target / outcome.parent.name / path.name)
+
+
+def _log_sizes(run: RunFolder) -> dict[str, int]:
     sizes = {}
     for path in (run.path / "logs").glob("*/*.log"):
         # Opened, not asked for by stat: on a network file system only that shows what another machine wrote.
@@ -88,7 +92,7 @@ def read_log_starts(run: RunFolder) -> dict[str, int]:
 
 def torchrun_log(node: NodePlan, run: RunFolder) -> Path:
     """Where the output of torchrun of `node` lies in the run folder."""
-    return run.log_dir(node.name) / TORCHRUN_LOG
+    return run.log_dir(node.name) / "torchrun.log"
 
 
 def tail_text(path: Path, size: int = _LOG_TAIL_BYTES, start: int = 0) -> str:
@@ -110,15 +114,15 @@ def lease_of(run: RunFolder) -> float | None:
 def follow_first_node(plan: LaunchPlan, run: RunFolder) -> str:
     """The state of the run, after taking over what rank 0 wrote in its own run.json, if that is another file."""
     state = str(run.read_state()["state"])
-    path = run.path / "nodes" / run.log_dir(plan.nodes[0].name).name / "run.json"
     if state not in ("starting", "running"):
         return state
+    path = run.path / "nodes" / run.log_dir(plan.nodes[0].name).name / "run.json"
     with contextlib.suppress(OSError, ValueError, RunFolderError):  # a full disk: the ranks go on, we try again
         told = (read_json_object(path) or {}).get("state")
-        steps = {"running": ("running",), "completed": ("running", "completed")}.get(str(told), ())
-        for step in steps[steps.index(state) + 1 :] if state in steps else steps:
-            run.transition(step)
-            state = step
+        for before, after in (("starting", "running"), ("running", "completed")):
+            if state == before and told in (after, "completed"):
+                run.transition(after)
+                state = after
     return state
 
 
@@ -134,21 +138,8 @@ def finish(run: RunFolder, outcome: LaunchOutcome) -> LaunchOutcome:
     else:
         run.transition(outcome.status, **facts)
     with contextlib.suppress(OSError):
-        clear_cancel(run)
+        (run.path / CANCEL_FILE).unlink()
     return outcome
-
-
-def _put_nodes_aside(plan: LaunchPlan, run: RunFolder, attempt: int) -> None:
-    for node in plan.nodes:
-        name = run.log_dir(node.name).name
-        source = run.path / "nodes" / name
-        if not (source / "outcome.json").exists():
-            continue  # its supervisor may live: it says so itself when it is asked to start
-        target = run.path / "attempts" / str(attempt) / "nodes" / name
-        target.mkdir(parents=True, exist_ok=True)
-        for path in source.iterdir():
-            if path.is_file():
-                path.rename(target / path.name)
 
 
 LOCK_FILE = "controller.lock"
@@ -202,21 +193,19 @@ def controlling(run: RunFolder) -> Iterator[None]:
 
 
 def find_controller(run: RunFolder) -> Controller | None:
-    """Who holds the lock of `run`, or None when nobody does."""
-    try:
-        descriptor = os.open(run.path / LOCK_FILE, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _holder(run)
-    except OSError:
-        return None  # a file system without locks: nobody can hold one
-    else:
-        return None
-    finally:
-        os.close(descriptor)
+    """Who holds the lock of `run`, or None when nobody does, as on a file system without locks."""
+    with contextlib.suppress(OSError), (run.path / LOCK_FILE).open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _holder(run)
+    return None
+
+
+def _holder(run: RunFolder) -> Controller:
+    said = holder(str(run.path / LOCK_FILE))
+    pid = said.get("pid", "")
+    return Controller(int(pid) if pid.isdecimal() else None, said.get("host"), said.get("since"))
 
 
 UNKNOWN = 3
@@ -245,7 +234,7 @@ class RunState:
     @property
     def goes_on(self) -> bool:
         """Whether nodes that were asked say that ranks run."""
-        return any(status.phase in ("starting", "running", "stopping") for status in self.nodes)
+        return any(status.is_running for status in self.nodes)
 
     @property
     def shown(self) -> str:
@@ -285,21 +274,17 @@ def glance(run: RunFolder) -> RunState:
     return RunState(document, is_lost=is_gone)
 
 
-def own_facts() -> dict[str, Any]:
-    """This process as run.json names the launcher of a run."""
-    pid = os.getpid()
-    return {"host": socket.gethostname(), "pid": pid, "pid_start": process_start(pid)}
-
-
-def _holder(run: RunFolder) -> Controller:
-    said = holder(str(run.path / LOCK_FILE))
-    pid = said.get("pid", "")
-    return Controller(int(pid) if pid.isdecimal() else None, said.get("host"), said.get("since"))
-
-
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CANCEL_FILE = "cancel.json"
 _MAX_CAUSE = 100
+
+
+@dataclass(frozen=True)
+class CancelFile:
+    """A request that another process left in the run folder: who asks, and how patiently (None: as usual)."""
+
+    cause: str
+    grace_s: float | None
 
 
 class StopRequests:
@@ -329,40 +314,15 @@ class StopRequests:
         self.count += 1
         self.cause = self.cause or ("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
+    def most_urgent(self, run: RunFolder, grace_s: float) -> tuple[str, float] | None:
+        """(who asks for the end, after how many seconds what remains is killed) by signals or the folder of `run`.
 
-@dataclass(frozen=True)
-class CancelFile:
-    """A request that another process left in the run folder: who asks, and how patiently (None: as usual)."""
-
-    cause: str
-    grace_s: float | None
-
-
-class Requests:
-    """Signals to this process and the request in the run folder, whichever is more urgent.
-
-    level: 0 none, 1 stop, 2 kill, 3 leave.
-    """
-
-    def __init__(self, stop: StopRequests, run: RunFolder) -> None:
-        self._stop, self._run = stop, run
-        self._cancel: CancelFile | None = None
-        self._signals = self.level = 0
-
-    def poll(self) -> list[CancelFile]:
-        """What was asked for since the last call; a grace of 0 means to kill now."""
-        news = []
-        cancel = read_cancel(self._run)
-        if cancel is not None and cancel != self._cancel:
-            self._cancel = cancel
-            news.append(cancel)
-            self.level = max(self.level, 2 if cancel.grace_s == 0 else 1)
-        count = min(self._stop.count, 3)
-        if count > self._signals:
-            news.append(CancelFile(self._stop.cause, 0.0 if count > 1 else None))
-            self._signals = count
-            self.level = max(self.level, count)
-        return news
+        grace_s: as usual.
+        """
+        asked = [(self.cause, 0.0 if self.count > 1 else grace_s)] if self.count else []
+        if (cancel := read_cancel(run)) is not None:
+            asked.append((cancel.cause, grace_s if cancel.grace_s is None else cancel.grace_s))
+        return min(asked, key=lambda one: one[1], default=None)
 
 
 def write_cancel(run: RunFolder, cause: str, grace_s: float | None) -> None:
@@ -383,8 +343,3 @@ def read_cancel(run: RunFolder) -> CancelFile | None:
     if document is None:
         return None
     return CancelFile(word(document, "cause", _MAX_CAUSE) or "burst cancel", number(document, "grace_s"))
-
-
-def clear_cancel(run: RunFolder) -> None:
-    """Forget a request: it was for an attempt that has ended."""
-    (run.path / CANCEL_FILE).unlink(missing_ok=True)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from cluster.control.attempt import (
     CANCEL_FILE,
     ControllerBusyError,
-    Requests,
     RunState,
     StopRequests,
     begin_attempt,
@@ -25,12 +24,11 @@ from cluster.control.attempt import (
     follow_first_node,
     glance,
     lease_of,
-    own_facts,
     write_cancel,
 )
 from cluster.control.fleet import Fleet
 from cluster.control.hang import KILL_S, HangWatch, StepWatch
-from cluster.control.judge import Signs, complete, judge
+from cluster.control.judge import complete, judge
 from cluster.control.link import (
     INTERRUPTED,
     Clock,
@@ -42,13 +40,14 @@ from cluster.control.link import (
 )
 from cluster.failure import Failure
 from cluster.launch.runner import open_links, runner_of
-from cluster.plan import LaunchPlan, node_spec, read_launch_plan
-from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError
+from cluster.plan import LaunchPlan, read_launch_plan
+from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError, process_facts
 from engine.runs.records import utc_now
 
 _START_POLL_S = 0.02  # a person waits for it
 _SHOWN = 8  # refusals
 _CATCH_UP_S = 1.0  # for the threads of the links to read what came while this process was stopped
+_CANCELLED = LaunchOutcome("cancelled", INTERRUPTED)
 
 
 @dataclass(frozen=True)
@@ -75,54 +74,41 @@ def control(
     nodes are asked to kill what runs before this returns; the links are closed. Raises ControllerBusyError when
     somebody else leads the run, RunFolderError when its folder cannot be written.
     """
+    opened = list(links)
     try:
         with controlling(run):
+            lease_s = None if manner.detached or runner_of(plan).is_queued else plan.config.cluster.lease_s
             if manner.start:
-                begin_attempt(plan, run, _lease_s(plan, manner))
+                begin_attempt(plan, run, lease_s)
                 if stop.count:
-                    return finish(run, LaunchOutcome("cancelled", INTERRUPTED))
-            elif run.read_state()["state"] not in FINAL_STATES:
-                run.record(**own_facts())
-            own = links
+                    return finish(run, _CANCELLED)
             if run.read_state()["state"] not in FINAL_STATES:
+                run.record(**process_facts(), detached=manner.detached)
                 granted = runner_of(plan).await_nodes(plan, run, observer, stop, start=manner.start)
                 if isinstance(granted, LaunchOutcome):
                     return finish(run, granted)
                 if granted is not None:
-                    plan, own = granted
-                    links = [*links, *own]
-            return finish(run, _Lead(plan, run, own, observer, stop, manner).to_the_end())
+                    plan, links = granted
+                    opened += links
+            fleet = Fleet(plan, run, links, lease_s, manner.clock)
+            return finish(run, _Lead(fleet, observer, stop, manner).to_the_end())
     finally:
-        for link in links:
+        for link in opened:
             link.close()
-
-
-def _lease_s(plan: LaunchPlan, manner: Manner) -> float | None:
-    return None if manner.detached or runner_of(plan).is_queued else plan.config.cluster.lease_s
 
 
 class _Lead:
     """One run, from its first to its last moment."""
 
-    def __init__(
-        self,
-        plan: LaunchPlan,
-        run: RunFolder,
-        links: Sequence[NodeLink],
-        observer: LaunchObserver,
-        stop: StopRequests,
-        manner: Manner,
-    ) -> None:
-        self.plan, self.run, self.observer, self.stop = plan, run, observer, stop
+    def __init__(self, fleet: Fleet, observer: LaunchObserver, stop: StopRequests, manner: Manner) -> None:
+        self.fleet, self.plan, self.run, self.observer, self.stop = fleet, fleet.plan, fleet.run, observer, stop
         self.manner, self.timing, self.clock = manner, manner.timing, manner.clock
-        self.fleet = Fleet(plan, run, links, _lease_s(plan, manner), self.clock)
-        self.requests = Requests(self.stop, run)
-        self.signs, self.steps = Signs(run), StepWatch(run, self.clock.monotonic)
-        self.hang = HangWatch(plan, run, links, self.steps, self.clock, self.observer.note)
+        self.steps = StepWatch(self.run, self.clock.monotonic)
+        self.hang = HangWatch(fleet, self.steps, self.clock, observer.note)
         self.failure: Failure | None = None  # what was found here rather than by looking at what is left
         self.is_cancelled = False
-        self._request: tuple[str, float] | None = None  # what was last asked for: cause and grace
         self.trouble_at: float | None = None
+        self._asked: tuple[str, float] | None = None  # for the end: by whom, and after what grace
         self._is_begun = not manner.start
         self._early_at: float | None = None
         self._completed_at: float | None = None
@@ -134,85 +120,37 @@ class _Lead:
             return self._until_end()
         except BaseException as error:
             self.fleet.abandon(self.timing)
-            if self.stop.count:
-                finish(self.run, LaunchOutcome("cancelled", INTERRUPTED, None, self.fleet.leftover))
-            else:
+            outcome = LaunchOutcome("cancelled", INTERRUPTED, None, self.fleet.leftover)
+            if not self.stop.count:
                 failure = complete(Failure("launcher", type(error).__name__, str(error)), self.fleet)
-                finish(self.run, LaunchOutcome("failed", 1, failure, self.fleet.leftover))
+                outcome = LaunchOutcome("failed", 1, failure, self.fleet.leftover)
+            finish(self.run, outcome)
             raise
 
     def _until_end(self) -> LaunchOutcome:
         if self.manner.start:
-            self._start()
+            self.fleet.start()
         self.fleet.follow()
         self.steps.touch()
-        while self.requests.level < 3:
+        while self.stop.count < 3:
             self._look()
+            self._heed_refusals()
             if self.fleet.is_over(self.timing.sync_s):
                 break
             self.fleet.beat(self.timing.beat_s)
             self._heed_requests()
-            self._heed_losses()
-            if self._completed_at is not None:
-                self._heed_completion()
-            elif not self.requests.level and self.failure is None and not self.fleet.is_at_limit:
-                self._heed_signs()
-                self._heed_hang()
-            self.fleet.give_up(self.timing)
-            self._show()
-            self.clock.sleep(self.timing.poll_s)
-        self._show()
-        if self.requests.level >= 3:
+            if not self.fleet.is_starting:
+                self._heed_nodes()
+            self.observer.nodes(self.fleet.statuses)
+            self.observer.tick()
+            self.clock.sleep(min(self.timing.poll_s, _START_POLL_S) if self.fleet.is_starting else self.timing.poll_s)
+        self.observer.nodes(self.fleet.statuses)
+        self.observer.tick()
+        if self.stop.count >= 3:
             return LaunchOutcome("cancelled", INTERRUPTED, None, self.fleet.leftover)
         if self.fleet.unsynced:
             self.observer.note(f"the last lines of the logs of {', '.join(self.fleet.unsynced)} did not arrive")
         return judge(self.fleet, self.failure, cancelled=self.is_cancelled)
-
-    @property
-    def _stop_grace_s(self) -> float:
-        """How long ranks may take to end when somebody asks them to: longer where they save what they have first."""
-        checkpoint = self.plan.config.train.checkpoint
-        return max(self.timing.stop_grace_s, checkpoint.stop_grace_s) if checkpoint.is_on else self.timing.stop_grace_s
-
-    # --- the beginning -----------------------------------------------------------------------------------------------
-
-    def _start(self) -> None:
-        """Begin on all nodes. After a refusal, or a request to stop, those that did begin are asked to end."""
-        for part in self.fleet.parts:
-            part.is_absent = True
-            part.link.start(node_spec(self.plan, part.node, lease_s=self.fleet.lease_s))
-        try:
-            self._await_starts()
-        finally:
-            for part in self.fleet.parts:  # left in a hurry: what was asked to begin may do so all the same
-                if part.is_absent and part.status.refusal is None:
-                    part.is_absent, part.was_alive = False, True
-        if refusals := {part.name: part.status.refusal for part in self.fleet.parts if part.status.refusal}:
-            self._after_refusal(refusals)
-
-    def _await_starts(self) -> None:
-        """Return once all have begun or refused, or somebody wants to leave at once."""
-        parts = self.fleet.parts
-        while self.requests.level < 3:
-            waiting = [part for part in parts if part.is_absent]
-            self._look()
-            if self._request is not None:  # they were being started when the request came
-                self.fleet.stop(*self._request, [part for part in waiting if not part.is_absent])
-            if not any(part.is_absent and part.status.refusal is None for part in parts):
-                break
-            self.fleet.beat(self.timing.beat_s)
-            self._heed_requests()
-            self._show()
-            self.clock.sleep(min(self.timing.poll_s, _START_POLL_S))
-
-    def _after_refusal(self, refusals: Mapping[str, StartRefusedError]) -> None:
-        if not self.requests.level:
-            self._fail(start_failure(refusals), "start")
-        for part in self.fleet.parts:
-            if part.name in refusals and refusals[part.name].kind == "unreachable":
-                part.link.stop("start", 0.0)
-                part.is_absent, part.was_alive = False, True
-                part.given_up = "it could not be reached while it was asked to start, and may have begun all the same"
 
     # --- every turn --------------------------------------------------------------------------------------------------
 
@@ -223,6 +161,8 @@ class _Lead:
     def _look(self) -> None:
         self.fleet.look()
         self.steps.poll()
+        if self.fleet.is_starting:
+            self.steps.touch()
         if not self._is_begun and self.fleet.is_begun:
             self._is_begun = True
             with contextlib.suppress(RunFolderError):
@@ -230,23 +170,40 @@ class _Lead:
         if follow_first_node(self.plan, self.run) == "completed" and self._completed_at is None:
             self._completed_at = self._now
 
-    def _show(self) -> None:
-        self.observer.nodes(self.fleet.statuses)
-        self.observer.tick()
+    def _heed_refusals(self) -> None:
+        """Once all nodes have answered to the start, those that began are asked to end if others refused."""
+        refusals = {part.name: part.status.refusal for part in self.fleet.parts if part.status.refusal}
+        if refusals and not self.fleet.is_starting and self._asked is None and self.failure is None:
+            self._fail(start_failure(refusals), "start")
 
     def _heed_requests(self) -> None:
         """Pass on what somebody asks for. Who stops a run that is failing does not make it a cancelled one."""
-        level = self.requests.level
-        for request in self.requests.poll():
-            grace_s = self._stop_grace_s if request.grace_s is None else request.grace_s
-            if grace_s > 0:
-                self.observer.stopping(request.cause, grace_s)
+        checkpoint, grace_s = self.plan.config.train.checkpoint, self.timing.stop_grace_s
+        asked = self.stop.most_urgent(self.run, max(grace_s, checkpoint.stop_grace_s if checkpoint.is_on else 0.0))
+        if asked is None:
+            return
+        if asked != self._asked:
+            if asked[1] > 0:
+                self.observer.stopping(*asked)
             else:
-                self.observer.note(f"{request.cause}: killing what is left")
-            self._request = (request.cause, grace_s)
-            self.fleet.stop(request.cause, grace_s)
-        if self.requests.level and not level:
+                self.observer.note(f"{asked[0]}: killing what is left")
+        if self._asked is None:
             self.is_cancelled = self.trouble_at is None and self.failure is None
+        self._asked = asked
+        self.fleet.stop(*asked)  # in every turn: nodes may have begun since
+
+    def _heed_nodes(self) -> None:
+        self._heed_losses()
+        if self._completed_at is not None:
+            # Ranks that go on although training is complete are stopped in the end.
+            if self._now > self._completed_at + self.timing.finish_s:
+                self._stop_rest("completed", {})
+        elif self._asked is None and self.failure is None and not self.fleet.is_at_limit:
+            self._heed_signs()
+            failure = self.hang.poll(self.timing) if self.trouble_at is None else None
+            if failure is not None:
+                self._fail(failure, "hang")
+        self.fleet.give_up(self.timing)
 
     def _heed_losses(self) -> None:
         """Nodes that cannot be heard, or whose supervisor is gone without a word, end the run."""
@@ -267,19 +224,12 @@ class _Lead:
             self._note_trouble(lines[0])
             self._stop_rest("node lost", {})
 
-    def _heed_completion(self) -> None:
-        """Ranks that go on although training is complete are stopped in the end."""
-        assert self._completed_at is not None
-        if self._now > self._completed_at + self.timing.finish_s:
-            self._stop_rest("completed", {})
-
     def _heed_signs(self) -> None:
         """A failure: first let every node see what it sees, then stop those that see nothing, then kill the rest."""
-        signs = self.signs.strong(self.fleet.parts)
+        signs = {part.name: sign for part in self.fleet.parts if (sign := part.strong_sign) is not None}
         if not signs and self.trouble_at is None:
             signs = self._early_ends()
-        if signs and self.trouble_at is None:
-            name, text = next(iter(signs.items()))
+        for name, text in signs.items():
             self._note_trouble(f"{name}: {text}")
         if self.trouble_at is None:
             return
@@ -290,22 +240,12 @@ class _Lead:
 
     def _early_ends(self) -> dict[str, str]:
         """Ranks that ended well although training is not complete, after time for the news that it is."""
-        weak = self.signs.weak(self.fleet.parts)
-        if not weak:
-            self._early_at = None
-            return {}
-        if self._early_at is None:
-            self._early_at = self._now
+        weak = {part.name: sign for part in self.fleet.parts if (sign := part.weak_sign) is not None}
+        if not weak or self._early_at is None:
+            self._early_at = self._now if weak else None
         is_last = self.steps.step >= self.plan.config.train.steps
         patience_s = self.timing.early_exit_s if is_last else self.timing.vanish_s
-        return weak if self._now > self._early_at + patience_s else {}
-
-    def _heed_hang(self) -> None:
-        failure = self.hang.poll(self.fleet.statuses, self.timing) if self.trouble_at is None else None
-        if failure is not None:
-            self._fail(failure, "hang")
-
-    # --- stopping ----------------------------------------------------------------------------------------------------
+        return weak if self._early_at is not None and self._now > self._early_at + patience_s else {}
 
     def _fail(self, failure: Failure, cause: str) -> None:
         """The run is over for a reason that was found here: kill it everywhere."""
@@ -314,13 +254,14 @@ class _Lead:
         self.fleet.stop(cause, 0.0)
 
     def _note_trouble(self, text: str) -> None:
+        """Only the first is told."""
         if self.trouble_at is None:
             self.trouble_at = self._now
             self.observer.note(f"{text}; stopping the run")
 
     def _stop_rest(self, cause: str, signs: Mapping[str, str]) -> None:
         """Stop the nodes that show no sign of a failure of their own."""
-        rest = [part for part in self.fleet.parts if part.name not in signs and part.order is None]
+        rest = [part for part in self.fleet.parts if part.name not in signs and part.stopped_ns is None]
         self.fleet.stop(cause, self.timing.failure_grace_s, rest)
 
 
@@ -351,9 +292,36 @@ def settle(run: RunFolder, timeout_s: float = 5.0, opener: Opener = open_links, 
     plan = read_launch_plan(run.path)
     try:
         with controlling(run):
-            return _settle(plan, run, timeout_s, opener, clock)
+            fleet = Fleet(plan, run, opener(plan, run), lease_of(run), clock)
+            try:
+                return _settle(fleet, timeout_s, clock)
+            finally:
+                for part in fleet.parts:
+                    part.link.close()
     except ControllerBusyError as error:
         return RunState(run.read_state(), error.controller)
+
+
+def _settle(fleet: Fleet, timeout_s: float, clock: Clock) -> RunState:
+    """Look until all nodes have said how it stands. The caller holds the lock of the run."""
+    run, parts, deadline = fleet.run, fleet.parts, clock.monotonic() + timeout_s
+    fleet.follow()
+    while True:
+        fleet.look()
+        fleet.find_lost(_NEVER_S)
+        follow_first_node(fleet.plan, run)
+        is_late, runs = clock.monotonic() > deadline, [part.is_running for part in parts]
+        mute = [f"{part.name} ({part.status.problem})" for part in parts if part.is_mute]
+        # Of nodes that know nothing of it to the end nothing was ever begun, unless they wait in a queue.
+        never_began = is_late and not (mute or any(runs) or runner_of(fleet.plan).is_queued)
+        if never_began or fleet.is_over(timeout_s):
+            finish(run, judge(fleet, is_orphan=True))
+            return RunState(run.read_state(), nodes=tuple(fleet.statuses))
+        if is_late or all(runs):
+            names = f"{', '.join(mute[:_SHOWN])}{' and others' if len(mute) > _SHOWN else ''}"
+            problem = f"no answer of {names}" if mute and not any(runs) else None
+            return RunState(run.read_state(), None, True, problem, tuple(fleet.statuses))
+        clock.sleep(_POLL_S)
 
 
 def request_cancel(
@@ -370,76 +338,30 @@ def request_cancel(
     grace_s: as in a launch when None; 0 kills. wait_s: how long the end is waited for while another process leads the
     run. Raises PlanFileError for a run that no launcher started.
     """
-    document = run.read_state()
-    if find_controller(run) is None:
-        if document["state"] in FINAL_STATES:
-            return RunState(document)
-        if document["state"] == "planned":
-            with contextlib.suppress(ControllerBusyError), controlling(run):
-                if run.read_state()["state"] == "planned":  # nobody has begun it meanwhile
-                    finish(run, LaunchOutcome("cancelled", INTERRUPTED))
-                    return RunState(run.read_state())
-    deadline = time.monotonic() + wait_s
-    is_led_elsewhere = False
+    stop, deadline, is_asked = stop or StopRequests(), time.monotonic() + wait_s, False
     while True:
-        if find_controller(run) is None:
-            if (seen := RunState(run.read_state())).is_final:
-                return seen
-            plan = read_launch_plan(run.path)
-            write_cancel(run, cause, grace_s)
-            try:
+        is_led, seen = find_controller(run) is not None, RunState(run.read_state())
+        if not is_led and seen.is_final:
+            return seen
+        with contextlib.suppress(ControllerBusyError):  # it was just taken over, and whoever did so sees our request
+            if not is_led and seen.state == "planned":
+                with controlling(run):
+                    if run.read_state()["state"] == "planned":  # nobody has begun it meanwhile
+                        finish(run, _CANCELLED)
+                continue
+            # A controller that was just beginning may have taken our request for that of an earlier attempt.
+            is_forgotten = not (run.path / CANCEL_FILE).exists() and not seen.is_final
+            if not is_led:
+                plan = read_launch_plan(run.path)
+                write_cancel(run, cause, grace_s)
+                is_asked = True
                 manner = Manner(start=False, detached=lease_of(run) is None)
-                control(plan, run, opener(plan, run), observer or LaunchObserver(), stop or StopRequests(), manner)
-            except ControllerBusyError:
-                is_led_elsewhere = True  # it was just taken over, and whoever did so sees our request
-            continue
-        if not is_led_elsewhere or _is_forgotten(run):
-            write_cancel(run, cause, grace_s)
-            is_led_elsewhere = True
-        if time.monotonic() > deadline or (stop is not None and stop.count):
+                control(plan, run, opener(plan, run), observer or LaunchObserver(), stop, manner)
+                continue
+            if not is_asked or is_forgotten:
+                write_cancel(run, cause, grace_s)
+                is_asked = True
+        if time.monotonic() > deadline or stop.count:
             text = f"it was asked to stop, but has not ended after {wait_s:g} s"
             return RunState(run.read_state(), find_controller(run), problem=text)
         time.sleep(_POLL_S)
-
-
-def _is_forgotten(run: RunFolder) -> bool:
-    """Whether a controller that was just beginning took our request for that of an earlier attempt."""
-    return not (run.path / CANCEL_FILE).exists() and run.read_state()["state"] not in FINAL_STATES
-
-
-def _settle(plan: LaunchPlan, run: RunFolder, timeout_s: float, opener: Opener, clock: Clock) -> RunState:
-    """Look until all nodes have said how it stands, at most `timeout_s`. The caller holds the lock of the run."""
-    fleet = Fleet(plan, run, opener(plan, run), lease_of(run), clock)
-    deadline = clock.monotonic() + timeout_s
-    try:
-        fleet.follow()
-        while True:
-            fleet.look()
-            fleet.find_lost(_NEVER_S)
-            follow_first_node(plan, run)
-            if fleet.is_over(timeout_s):
-                return _conclude(run, fleet)
-            is_late = clock.monotonic() > deadline
-            is_queued = runner_of(plan).is_queued
-            if is_late and not is_queued and not any(part.is_running or part.is_mute for part in fleet.parts):
-                # Nothing of the run was ever begun on the nodes that know nothing of it.
-                return _conclude(run, fleet)
-            if is_late or all(part.is_running for part in fleet.parts):
-                return RunState(run.read_state(), None, True, _why_unknown(fleet), tuple(fleet.statuses))
-            clock.sleep(_POLL_S)
-    finally:
-        for part in fleet.parts:
-            part.link.close()
-
-
-def _conclude(run: RunFolder, fleet: Fleet) -> RunState:
-    finish(run, judge(fleet, is_orphan=True))
-    return RunState(run.read_state(), nodes=tuple(fleet.statuses))
-
-
-def _why_unknown(fleet: Fleet) -> str | None:
-    """Which nodes do not answer, when that keeps the truth from us."""
-    mute = [f"{part.name} ({part.status.problem})" for part in fleet.parts if part.is_mute]
-    if not mute or any(part.is_running for part in fleet.parts):
-        return None
-    return f"no answer of {', '.join(mute[:8])}{' and others' if len(mute) > 8 else ''}"

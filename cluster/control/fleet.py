@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,55 +12,111 @@ from typing import Any
 from cluster.control.attempt import read_log_starts, tail_text, torchrun_log
 from cluster.control.link import TIME_LIMIT, Clock, LaunchTiming, Leftover, NodeLink, NodeStatus, as_pids
 from cluster.failure import Death, KillFacts, first_death
-from cluster.plan import LaunchPlan, NodePlan
+from cluster.plan import LaunchPlan, NodePlan, node_spec
 from cluster.values import integer, rows, table, word
 from engine.runs.folder import RunFolder
+from engine.runs.records import read_json_object
 
 _SWEEP_S = 10.0
-
-
-@dataclass(frozen=True)
-class StopOrder:
-    """The first request to stop that a node got from us: when, in our clock, and what its torchrun had said by then."""
-
-    at_ns: int
-    death: Death | None = None
-
-
-@dataclass(frozen=True)
-class Loss:
-    """Why a node was given up, and since when it said nothing, in our clock."""
-
-    reason: str
-    since_ns: int
+_MAX_ERROR_BYTES = 4 << 20
+_STOPS_RANKS = re.compile(r"failed \(exitcode: |closing signal SIG")
+_SETTLED_NS = 1_000_000_000  # a folder that changed this recently may change again within the tick of its clock
 
 
 @dataclass(kw_only=True)
 class Part:
-    """One node of the run; times are those of the controller's monotonic clock.
+    """One node of `run`; times in seconds are those of the controller's monotonic clock, in ns of this machine's.
 
-    log_start: bytes of torchrun.log that earlier attempts wrote.
-    is_absent: nothing of the run was ever started there. kill_at: when its processes are killed. sweep_until: until
-    when a lost node may clear up; None: it was not asked to.
+    log_start: bytes of torchrun.log that earlier attempts wrote. is_waiting: it has not answered to the start.
+    is_absent: nothing of the run was ever started there. stopped_ns: since when we want its end; death_before: what its
+    torchrun had said by then. kill_at: when its processes are killed. lost: why it counts as lost, since lost_ns.
+    sweep_until: until when a lost node may clear up; None: it was not asked to. given_up: why it is not waited for.
     """
 
     node: NodePlan
+    run: RunFolder
     link: NodeLink
     status: NodeStatus
     log_start: int
-    order: StopOrder | None = None
-    loss: Loss | None = None
-    sweep_until: float | None = None
+    is_waiting: bool = False
     is_absent: bool = False
     was_alive: bool = False
-    given_up: str | None = None
+    stopped_ns: int | None = None
+    death_before: Death | None = None
     kill_at: float | None = None
+    lost: str | None = None
+    lost_ns: int = 0
+    sweep_until: float | None = None
+    given_up: str | None = None
     ended_at: float | None = None
+    _sign: str | None = None
+    _sign_stamp: tuple[int, int] = (0, 0)
 
     @property
     def name(self) -> str:
         """The node's name."""
         return self.node.name
+
+    # --- what it says ------------------------------------------------------------------------------------------------
+
+    def look(self, now: float) -> None:
+        """Take in what the node says."""
+        self.status = self.link.poll()
+        refusal = self.status.refusal
+        if self.is_waiting and refusal is not None:
+            self.is_waiting = False
+            self.is_absent = refusal.kind != "unreachable"
+            if not self.is_absent:
+                self.link.stop("start", 0.0)
+                self.given_up = "it could not be reached while it was asked to start, and may have begun all the same"
+        self.is_waiting = self.is_waiting and not self.status.is_begun
+        if self.is_waiting or self.is_absent:
+            return
+        self.was_alive = self.was_alive or self.status.is_running
+        if self.status.outcome is not None and self.ended_at is None:
+            self.ended_at = now
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something may still run there that answers."""
+        is_over = self.status.outcome is not None or self.lost is not None or self.given_up is not None
+        return not (self.is_waiting or self.is_absent or is_over)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the node says that it goes on."""
+        return self.is_open and not self.is_mute and self.status.is_running
+
+    @property
+    def is_mute(self) -> bool:
+        """Whether the node cannot be heard, so that nobody knows."""
+        return self.is_open and self.status.problem is not None
+
+    def is_over(self, now: float, sync_s: float) -> bool:
+        """Whether nothing more is to be had of this node; `sync_s`: how long the last of its files are waited for."""
+        if self.is_absent or self.given_up is not None:
+            return True
+        if self.lost is not None:
+            return self.sweep_until is None or self.status.swept is not None or now > self.sweep_until
+        return self.ended_at is not None and (self.status.is_synced or now > self.ended_at + sync_s)
+
+    def leftover(self, lease_s: float | None) -> Leftover | None:
+        """What may still run there although it is no longer waited for."""
+        status, reason = self.status, self.given_up or self.lost
+        if status.outcome is not None:
+            pids = as_pids(status.outcome.get("leftover_pids"))
+            return Leftover(self.name, pids, "they did not end even when killed") if pids else None
+        if self.sweep_until is not None and status.swept is not None:
+            return Leftover(self.name, status.swept, "they would not die") if status.swept else None
+        has_begun = self.is_waiting or self.was_alive or status.phase != "none" or reason is not None
+        if self.is_absent or not has_begun:
+            return None
+        reason = reason or "it was left while it was stopping"
+        if lease_s is not None:
+            reason += f"; its ranks end by themselves {lease_s:g} s after it last heard of a launcher"
+        return Leftover(self.name, (), reason)
+
+    # --- what failed there -------------------------------------------------------------------------------------------
 
     @property
     def deaths(self) -> list[Death]:
@@ -72,49 +130,64 @@ class Part:
                 deaths.append(Death(rank, integer(entry, "exit_code"), integer(entry, "pid"), time_ns, facts))
         return deaths
 
-    def torchrun_death(self, run: RunFolder) -> Death | None:
+    @property
+    def errors(self) -> list[dict[str, Any]]:
+        """What its ranks left, with time_ns in our clock; files of ranks of other nodes are ignored."""
+        errors = []
+        for rank in self.node.ranks:
+            path = self.run.log_path(self.name, rank).with_suffix(".error.json")
+            with contextlib.suppress(OSError, ValueError, RecursionError):
+                if path.stat().st_size <= _MAX_ERROR_BYTES and (error := read_json_object(path)):
+                    time_ns = integer(error, "time_ns")
+                    at_ns = None if time_ns is None else time_ns - self.status.clock_offset_ns
+                    errors.append({**error, "rank": rank, "time_ns": at_ns})
+        return errors
+
+    @property
+    def torchrun_text(self) -> str:
+        """The end of what its torchrun said in this attempt."""
+        return tail_text(torchrun_log(self.node, self.run), start=self.log_start)
+
+    @property
+    def torchrun_death(self) -> Death | None:
         """The rank that its torchrun named first in this attempt."""
-        text = tail_text(torchrun_log(self.node, run), start=self.log_start)
-        death = first_death(text, self.node.first_rank)
+        death = first_death(self.torchrun_text, self.node.first_rank)
         return death if death is not None and death.rank in self.node.ranks else None
 
     @property
-    def has_ended(self) -> bool:
-        """Whether the node itself said how its part ended."""
-        return self.status.outcome is not None
+    def strong_sign(self) -> str | None:
+        """That something failed there, as early as it can be seen."""
+        outcome = self.status.outcome
+        if outcome is not None and (word(outcome, "cause") == "lease" or integer(outcome, "exit_code") != 0):
+            return self.status.end
+        bad = next((death for death in self.deaths if death.exit_code), None)
+        if bad is None:
+            return self._sign_of_files()
+        return f"rank {bad.rank} ended ({bad.signal.name if bad.signal is not None else f'exit code {bad.exit_code}'})"
 
     @property
-    def is_open(self) -> bool:
-        """Whether something may still run there that answers."""
-        return not (self.is_absent or self.has_ended or self.loss is not None or self.given_up is not None)
+    def weak_sign(self) -> str | None:
+        """An end that looks well, but may have come too early."""
+        if integer(self.status.outcome, "exit_code") == 0:
+            return "its ranks have ended"
+        return next((f"rank {death.rank} has ended" for death in self.deaths if not death.exit_code), None)
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the node says that it goes on."""
-        return self.is_open and not self.is_mute and self.status.phase in ("starting", "running", "stopping")
-
-    @property
-    def is_mute(self) -> bool:
-        """Whether the node cannot be heard, so that nobody knows."""
-        return self.is_open and self.status.problem is not None
-
-    def look(self, now: float) -> None:
-        """Take in what the node says."""
-        self.status = self.link.poll()
-        self.is_absent = self.is_absent and not self.status.is_begun
-        if self.is_absent:
-            return
-        self.was_alive = self.was_alive or self.status.phase in ("starting", "running", "stopping")
-        if self.has_ended and self.ended_at is None:
-            self.ended_at = now
-
-    def is_over(self, now: float, sync_s: float) -> bool:
-        """Whether nothing more is to be had of this node; `sync_s`: how long the last of its files are waited for."""
-        if self.is_absent or self.given_up is not None:
-            return True
-        if self.loss is not None:
-            return self.sweep_until is None or self.status.swept is not None or now > self.sweep_until
-        return self.ended_at is not None and (self.status.is_synced or now > self.ended_at + sync_s)
+    def _sign_of_files(self) -> str | None:
+        """What the ranks left, or their torchrun says when it ends them; read again only when that has changed."""
+        try:
+            changed_ns = self.run.log_dir(self.name).stat().st_mtime_ns
+        except OSError:
+            return None
+        log = torchrun_log(self.node, self.run)
+        stamp = changed_ns, log.stat().st_size if log.exists() else 0
+        is_same = stamp == self._sign_stamp and time.time_ns() - changed_ns > _SETTLED_NS
+        if self._sign is None and not is_same:
+            self._sign_stamp = stamp
+            if errors := self.errors:
+                self._sign = f"rank {errors[0]['rank']} failed"
+            elif _STOPS_RANKS.search(self.torchrun_text):
+                self._sign = "torchrun stops its ranks, for one has failed"
+        return self._sign
 
     @property
     def silence(self) -> str:
@@ -122,34 +195,16 @@ class Part:
         problem = self.status.problem or "no reason is known"
         return f"nothing was heard of it for {self.status.heard_s:.0f} s ({problem})"
 
-    def lose(self, reason: str, clock: Clock) -> None:
-        """Count the node as lost since it was last heard."""
-        self.loss = Loss(reason, clock.time_ns() - int(self.status.heard_s * 1e9))
-
     def why_lost(self, lost_s: float) -> str | None:
         """Why the node counts as lost, if it does; `lost_s`: how long it may say nothing."""
         status = self.status
         if status.phase == "lost":
-            return self.status.problem or "its supervisor was killed, and the ranks with it"
+            return status.problem or "its supervisor was killed, and the ranks with it"
         if status.heard_s > lost_s:
             return self.silence
         if status.phase == "none" and self.was_alive:
             return "nothing is left there of the run that it had begun"
         return None
-
-    def leftover(self, lease_s: float | None) -> Leftover | None:
-        """What may still run there although it is no longer waited for."""
-        if self.status.outcome is not None:
-            pids = as_pids(self.status.outcome.get("leftover_pids"))
-            return Leftover(self.name, pids, "they did not end even when killed") if pids else None
-        if self.is_absent or (self.status.phase == "none" and not self.was_alive and self.loss is None):
-            return None
-        if self.sweep_until is not None and self.status.swept is not None:
-            return Leftover(self.name, self.status.swept, "they would not die") if self.status.swept else None
-        reason = self.given_up or (self.loss.reason if self.loss is not None else "it was left while it was stopping")
-        if lease_s is not None:
-            reason += f"; its ranks end by themselves {lease_s:g} s after it last heard of a launcher"
-        return Leftover(self.name, (), reason)
 
 
 def kill_facts(facts: Mapping[str, Any]) -> KillFacts:
@@ -166,7 +221,7 @@ class Fleet:
         starts, self.parts = read_log_starts(run), list[Part]()
         for node, link in zip(plan.nodes, links, strict=True):
             start = starts.get(torchrun_log(node, run).relative_to(run.path).as_posix(), 0)
-            self.parts.append(Part(node=node, link=link, status=NodeStatus(node.name), log_start=start))
+            self.parts.append(Part(node=node, run=run, link=link, status=NodeStatus(node.name), log_start=start))
         self.plan, self.run, self.lease_s, self._clock = plan, run, lease_s, clock
         self._next_beat = 0.0
 
@@ -176,10 +231,15 @@ class Fleet:
         return [part.status for part in self.parts]
 
     @property
+    def is_starting(self) -> bool:
+        """Whether a node has neither begun nor refused to."""
+        return any(part.is_waiting for part in self.parts)
+
+    @property
     def is_begun(self) -> bool:
         """Whether the ranks of all nodes have been started."""
         return all(
-            not part.is_absent
+            not (part.is_waiting or part.is_absent)
             and part.status.phase in ("running", "stopping", "ended")
             and word(part.status.outcome, "cause") != "start_failed"
             for part in self.parts
@@ -204,13 +264,18 @@ class Fleet:
     @property
     def unsynced(self) -> list[str]:
         """Nodes that have ended, but whose files did not all arrive."""
-        return [part.name for part in self.parts if part.has_ended and not part.status.is_synced]
+        return [part.name for part in self.parts if part.status.outcome is not None and not part.status.is_synced]
+
+    def start(self) -> None:
+        """Have every node begin."""
+        for part in self.parts:
+            part.is_waiting = True
+            part.link.start(node_spec(self.plan, part.node, lease_s=self.lease_s))
 
     def follow(self) -> None:
-        """Begin to watch every node on which something was started."""
+        """Watch every node."""
         for part in self.parts:
-            if not part.is_absent:
-                part.link.follow()
+            part.link.follow()
 
     def look(self) -> None:
         """Take in what the nodes say."""
@@ -238,12 +303,16 @@ class Fleet:
             reason = part.why_lost(lost_s) if part.is_open else None
             if reason is None:
                 continue
-            part.lose(reason, self._clock)
+            self._lose(part, reason)
             if part.status.heard_s <= lost_s:
                 part.sweep_until = self._clock.monotonic() + _SWEEP_S
                 part.link.sweep()
             lines.append(f"{part.name}: {reason}")
         return lines
+
+    def _lose(self, part: Part, reason: str) -> None:
+        """Count it as lost since it was last heard."""
+        part.lost, part.lost_ns = reason, self._clock.time_ns() - int(part.status.heard_s * 1e9)
 
     def stop(self, cause: str, grace_s: float, parts: Iterable[Part] | None = None) -> None:
         """Ask `parts` (None: all) for the end, unless they were asked to be as quick before."""
@@ -251,31 +320,31 @@ class Fleet:
         for part in self.parts if parts is None else parts:
             if not part.is_open or (part.kill_at is not None and part.kill_at <= kill_at):
                 continue
-            if part.order is None:
-                part.order = StopOrder(self._clock.time_ns(), part.torchrun_death(self.run))
+            if part.stopped_ns is None:
+                part.stopped_ns, part.death_before = self._clock.time_ns(), part.torchrun_death
             part.kill_at = kill_at
             part.link.stop(cause, grace_s)
 
     def give_up(self, timing: LaunchTiming) -> None:
         """No longer wait for nodes that were to have ended long ago; what cannot be heard by then is lost."""
         for part in self.parts:
-            is_mute = part.is_mute and part.status.heard_s > timing.mute_s
-            patience_s = 0.0 if is_mute else timing.kill_s
+            patience_s = 0.0 if part.is_mute and part.status.heard_s > timing.mute_s else timing.kill_s
             if part.is_open and part.kill_at is not None and self._clock.monotonic() > part.kill_at + patience_s:
-                why = f" ({part.status.problem})" if part.status.problem else ""
-                part.given_up = f"it did not end in time{why}"
-                if part.status.problem:
-                    part.lose(part.silence, self._clock)
+                problem = part.status.problem
+                part.given_up = f"it did not end in time{f' ({problem})' if problem else ''}"
+                if problem:
+                    self._lose(part, part.silence)
 
     def abandon(self, timing: LaunchTiming) -> None:
         """Have everything killed, in bounded time, whatever else goes wrong."""
         deadline = self._clock.monotonic() + timing.kill_s
         for part in self.parts:
-            with contextlib.suppress(Exception):
-                part.look(self._clock.monotonic())
-                self.stop("exception", 0.0, [part])
-        while self._clock.monotonic() < deadline and any(part.is_open for part in self.parts):
-            self._clock.sleep(timing.poll_s)
+            part.is_waiting = False  # what was asked to begin may do so all the same
+        while True:
             for part in self.parts:
                 with contextlib.suppress(Exception):
                     part.look(self._clock.monotonic())
+                    self.stop("exception", 0.0, [part])
+            if self._clock.monotonic() >= deadline or not any(part.is_open for part in self.parts):
+                return
+            self._clock.sleep(timing.poll_s)

@@ -7,19 +7,27 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cluster.agent.folder import NodeFiles, read_json
 from cluster.control.attempt import tail_text
+from cluster.control.fleet import Fleet, Part
 from cluster.control.hang_blame import RankEvidence, find_culprit
-from cluster.control.link import Clock, LaunchTiming, NodeLink, NodeStatus
+from cluster.control.link import Clock, LaunchTiming
 from cluster.failure import Failure
-from cluster.plan import LaunchPlan, NodePlan
 from cluster.values import integer, number, table, word
 from engine.runs.folder import RunFolder
 from engine.runs.records import JsonLinesTail
 
+DIAGNOSE_S = 30.0  # without any advance, or so many of the slowest steps: then ranks are asked where they are
+SLOW_STEPS = 5.0
+KILL_S = 10 * 60.0  # as long as NCCL itself waits: a stall may pass
+LONG_DIAGNOSE_S = 15 * 60.0  # before the first step, after the last, and where no steps are made
+LONG_KILL_S = 60 * 60.0  # as long as the ranks wait for each other
+STOPPED_S = 10.0  # a rank that somebody stopped does not come back by itself
+TRAINING_PHASE = "train"
+_FLIGHT_S = 3.0  # for flight records: ranks look for a request every half second, and what they write is copied
 _RECENT_STEPS = 20
 _LOOK_S = 1.0  # between two looks at what the ranks themselves say
 _STATUS = ".status.json"
@@ -45,9 +53,8 @@ class StepWatch:
     def poll(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The steps and the events that are new."""
         rows, events = (tail.poll() for tail in self._tails)
-        for event in events:
-            if event.get("kind") == "phase":
-                self.phase = str(event.get("phase"))
+        phases = [str(event.get("phase")) for event in events if event.get("kind") == "phase"]
+        self.phase = [self.phase, *phases][-1]
         for row in rows:
             step = integer(row, "step")
             self.step = self.step if step is None else step
@@ -55,7 +62,7 @@ class StepWatch:
                 self.step_times.append(seconds)
         if self._news_at is None:
             self._news_at = self._now() - self._age()
-        elif self._ranks_advance() or rows or any(event.get("kind") == "phase" for event in events):
+        elif self._ranks_advance() or rows or phases:
             self.touch()
         return rows, events
 
@@ -92,13 +99,8 @@ class StepWatch:
     def _newest_status(self) -> int:
         """When a rank last replaced its status, by the clock of the files; 0: none has."""
         with contextlib.suppress(OSError):  # a folder that is just being made
-            stamps = (
-                file.stat().st_mtime_ns
-                for node in os.scandir(self._logs)
-                for file in os.scandir(node.path)
-                if file.name.endswith(_STATUS)
-            )
-            return max(stamps, default=0)
+            files = (file for node in os.scandir(self._logs) for file in os.scandir(node.path))
+            return max((file.stat().st_mtime_ns for file in files if file.name.endswith(_STATUS)), default=0)
         return 0
 
     def _age(self) -> float:
@@ -108,71 +110,55 @@ class StepWatch:
         return max(0.0, (time.time_ns() - newest) / 1e9) if newest else 0.0
 
 
-DIAGNOSE_S = 30.0  # without any advance, or so many of the slowest steps: then ranks are asked where they are
-SLOW_STEPS = 5.0
-KILL_S = 10 * 60.0  # as long as NCCL itself waits: a stall may pass
-LONG_DIAGNOSE_S = 15 * 60.0  # before the first step, after the last, and where no steps are made
-LONG_KILL_S = 60 * 60.0  # as long as the ranks wait for each other
-STOPPED_S = 10.0  # a rank that somebody stopped does not come back by itself
-TRAINING_PHASE = "train"
-_FLIGHT_S = 3.0  # for flight records: ranks look for a request every half second, and what they write is copied
-
-
 class HangWatch:
     """Watches the steps of one run: a stall is diagnosed early, and `poll` gives a failure once it has lasted too long.
 
     tell: is told once of every stall, and who seems to hold it up.
     """
 
-    def __init__(
-        self,
-        plan: LaunchPlan,
-        run: RunFolder,
-        links: Sequence[NodeLink],
-        steps: StepWatch,
-        clock: Clock,
-        tell: Callable[[str], None],
-    ) -> None:
-        self._plan, self._run, self._links, self._steps, self._clock = plan, run, links, steps, clock
-        self._tell, self._is_told, self._is_last = tell, False, False
+    def __init__(self, fleet: Fleet, steps: StepWatch, clock: Clock, tell: Callable[[str], None]) -> None:
+        self._fleet, self._steps, self._clock, self._tell = fleet, steps, clock, tell
+        self._is_told = self._is_last = False
         self._nonce = ""
         self._asked_at: float | None = None
         self._stopped: dict[str, tuple[int, str | None]] = {}
 
-    def poll(self, statuses: Sequence[NodeStatus], timing: LaunchTiming) -> Failure | None:
+    def poll(self, timing: LaunchTiming) -> Failure | None:
         """The failure; None while the run goes on, may still go on, or its ranks are still reporting."""
-        self._note_stopped(statuses)
-        silence_s, (diagnose_s, kill_s) = self._steps.silence_s, self.limits_s
+        self._note_stopped()
+        silence_s, (diagnose_s, kill_s) = self._steps.silence_s, self._limits_s()
         if silence_s <= diagnose_s:
             self._asked_at, self._is_told, self._is_last = None, False, False  # it only took its time
             return None
         is_over = silence_s > kill_s
         if self._asked_at is None or (is_over and not self._is_last):  # in the end once more, for how it stands now
             self._asked_at, self._nonce, self._is_last = self._clock.monotonic(), secrets.token_hex(8), is_over
-            for link in self._links:
-                link.request_stacks(self._nonce)
+            for part in self._fleet.parts:
+                part.link.request_stacks(self._nonce)
             return None
-        if self._clock.monotonic() < self._asked_at + timing.stacks_s and not self._have_reported():
+        asked_s = self._clock.monotonic() - self._asked_at
+        # What ranks wrote has some time to come here, those of a node that gives no answer some more.
+        have_reported = asked_s > _FLIGHT_S and all(self._answer(part) is not None for part in self._fleet.parts)
+        if asked_s < timing.stacks_s and not have_reported:
             return None
         if is_over:
-            return self._accuse(statuses)
+            return self._accuse()
         if not self._is_told:
             self._is_told = True
-            self._tell(f"{self._accuse(statuses).message}; the run is stopped if nothing moves for {kill_s:.0f} s")
+            self._tell(f"{self._accuse().message}; the run is stopped if nothing moves for {kill_s:.0f} s")
         return None
 
-    @property
-    def limits_s(self) -> tuple[float, float]:
+    def _limits_s(self) -> tuple[float, float]:
         """Those of `StepWatch`; shorter while a rank is stopped by somebody."""
-        config, steps = self._plan.config, self._steps
+        config, steps = self._fleet.plan.config, self._steps
         diagnose_s, kill_s = steps.limits_s(config.cluster.hang_timeout_s, config.train.steps)
         if any(count >= 2 for count, _ in self._stopped.values()):
             kill_s = min(kill_s, max(STOPPED_S, 2 * max(steps.step_times, default=0.0)))
         return min(diagnose_s, kill_s), kill_s
 
-    def _note_stopped(self, statuses: Sequence[NodeStatus]) -> None:
+    def _note_stopped(self) -> None:
         """Count for how many reports of its node's health in a row a rank has been stopped."""
-        for status in statuses:
+        for status in self._fleet.statuses:
             told_at = word(status.health, "at")
             for name, facts in table(status.health, "ranks").items():
                 count, at = self._stopped.get(name, (0, None))
@@ -181,22 +167,12 @@ class HangWatch:
                 elif at != told_at:
                     self._stopped[name] = (count + 1, told_at)
 
-    def _have_reported(self) -> bool:
-        """Whether every node says that its ranks have answered, and what they wrote has had time to come here."""
-        assert self._asked_at is not None
-        has_come = self._clock.monotonic() > self._asked_at + _FLIGHT_S
-        return has_come and all(self._answer(node) is not None for node in self._plan.nodes)
-
-    def _accuse(self, statuses: Sequence[NodeStatus]) -> Failure:
-        evidence = [
-            self._evidence(node, rank, self._answer(node) or table(status.health, "ranks"))
-            for node, status in zip(self._plan.nodes, statuses, strict=True)
-            for rank in node.ranks
-        ]
-        silence = f"no rank has advanced for {self._steps.silence_s:.0f} s"
+    def _accuse(self) -> Failure:
+        evidence = [self._evidence(part, rank) for part in self._fleet.parts for rank in part.node.ranks]
+        silence, last_step = f"no rank has advanced for {self._steps.silence_s:.0f} s", self._steps.step or None
         culprit = find_culprit(evidence)
         if culprit is None:
-            return Failure("hang", "Hang", f"{silence}, and no rank shows why", step=self._steps.step or None)
+            return Failure("hang", "Hang", f"{silence}, and no rank shows why", step=last_step)
         accused = next(one for one in evidence if one.rank == culprit.ranks[0])
         step = integer(accused.status, "step")
         return Failure(
@@ -205,27 +181,28 @@ class HangWatch:
             f"{silence}{':' if culprit.certain else '; probably:'} {culprit.reason}",
             rank=accused.rank,
             host=accused.host,
-            step=self._steps.step or None if step is None else step,
+            step=last_step if step is None else step,
             phase=word(accused.status, "phase"),
-            stacks=str(self._run.log_path(accused.host, accused.rank).with_suffix(".stacks")),
+            stacks=str(self._fleet.run.log_path(accused.host, accused.rank).with_suffix(".stacks")),
             details=culprit.lines,
         )
 
-    def _evidence(self, node: NodePlan, rank: int, ranks: Mapping[str, Any]) -> RankEvidence:
-        log, facts = self._run.log_path(node.name, rank), table(ranks, str(rank))
+    def _evidence(self, part: Part, rank: int) -> RankEvidence:
+        log = self._fleet.run.log_path(part.name, rank)
+        facts = table(self._answer(part) or table(part.status.health, "ranks"), str(rank))
         # What it wrote for an earlier request shows where it was, not is.
         stacks = "" if facts.get("answered") is False else tail_text(log.with_suffix(".stacks"))
         flight = read_json(str(log.with_suffix(".flight.json")))
         return RankEvidence(
             rank,
-            node.name,
+            part.name,
             word(facts, "state"),
             read_json(str(log.with_suffix(_STATUS))),
             stacks or None,
             flight if word(flight, "nonce") == self._nonce else None,
         )
 
-    def _answer(self, node: NodePlan) -> Mapping[str, Any] | None:
-        """The ranks of stacks_done.json of `node`, if that answers our question."""
-        document = read_json(NodeFiles(str(self._run.path), node.name).stacks_done)
+    def _answer(self, part: Part) -> Mapping[str, Any] | None:
+        """The ranks of stacks_done.json of a node, if that answers our question."""
+        document = read_json(NodeFiles(str(self._fleet.run.path), part.name).stacks_done)
         return table(document, "ranks") if word(document, "nonce") == self._nonce else None

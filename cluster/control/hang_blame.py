@@ -27,11 +27,15 @@ from typing import Any, NamedTuple
 from cluster.remote_text import one_line
 from cluster.values import integer, table, word
 
-GONE = "gone"
 MAX_LINES = 8
 MAX_NAMED = 8
 MAX_ENTRIES = 1000
 MAX_TEXT = 1_000_000
+_STATES = {
+    ("gone", "Z", "X"): "its process is gone",
+    ("T", "t"): "its process is stopped, by SIGSTOP or a debugger",
+    ("D",): "its process is in uninterruptible input or output: a disk or network file system does not answer",
+}
 # In the order in which a step goes through them. Training goes on after an evaluation: neither of the two is behind.
 _SAME_PHASE = {"evaluate": "train", "first weights": "restore"}
 _PHASES = (
@@ -67,17 +71,31 @@ class Flight:
     """The flight record of a rank. newest: its last collective in every group; peer: whose message it waits for."""
 
     def __init__(self, document: Mapping[str, Any]) -> None:
-        entries = document.get("entries")
-        entries = entries[-MAX_ENTRIES:] if isinstance(entries, list) else []
+        entries = document["entries"][-MAX_ENTRIES:]
         self.collectives = [found for entry in entries if (found := _read_entry(entry)) is not None]
         self.newest = {one.key: one for one in sorted(self.collectives, key=lambda one: one.seq)}
+        groups = {str(name): members for name, members in table(document, "groups").items()}
         self.groups = {
-            str(name): tuple(rank for rank in members if isinstance(rank, int))
-            for name, members in table(document, "groups").items()
+            name: tuple(rank for rank in members if isinstance(rank, int))
+            for name, members in groups.items()
             if isinstance(members, list)
         }
         waiting = document.get("waiting")
         self.peer, self.is_sending = integer(waiting, "peer"), word(waiting, "what") == "send"
+
+
+def _read_entry(entry: Any) -> Collective | None:
+    seq = integer(entry, "seq")
+    if seq is None or entry.get("p2p"):
+        return None
+    backend, _, op = str(entry.get("op", ""))[:200].rpartition(":")
+    name, described = (str(entry.get(field, ""))[:200] for field in ("group", "desc"))
+    sizes = str(entry.get("sizes"))[:500] if any(same in op for same in _SAME_SIZES) else ""
+    group = described if described not in ("", "undefined") else name
+    return Collective((backend, name), seq, op, entry.get("state") == "completed", group, sizes)
+
+
+_PACKAGE = re.compile(r".+/(?=(?:torch|engine|burst_cli|cluster)/)")
 
 
 class Frame(NamedTuple):
@@ -88,13 +106,14 @@ class Frame(NamedTuple):
     function: str
 
     def __str__(self) -> str:
-        return one_line(f"{self.function} ({short_path(self.file)}:{self.line})")
+        path = _PACKAGE.sub("", self.file)
+        short = path if path != self.file else "/".join(path.split("/")[-3:])
+        return one_line(f"{self.function} ({short}:{self.line})")
 
 
 class ThreadStack(NamedTuple):
-    """One thread, the frame that runs first."""
+    """One thread, the frame that runs first. is_current: it took the signal."""
 
-    ident: str
     is_current: bool
     frames: list[Frame]
 
@@ -167,11 +186,7 @@ def find_culprit(evidence: Sequence[RankEvidence]) -> Culprit | None:
 
 
 def _by_process(ranks: Sequence[RankEvidence]) -> Culprit | None:
-    for letters, what in (
-        ((GONE, "Z", "X"), "its process is gone"),
-        (("T", "t"), "its process is stopped, by SIGSTOP or a debugger"),
-        (("D",), "its process is in uninterruptible input or output: a disk or network file system does not answer"),
-    ):
+    for letters, what in _STATES.items():
         # For a moment, everybody is in input or output now and then.
         found = [rank for rank in ranks if rank.process_state in letters and not ("D" in letters and rank.waits)]
         if found and ("D" not in letters or len(found) < len(ranks)):
@@ -182,22 +197,25 @@ def _by_process(ranks: Sequence[RankEvidence]) -> Culprit | None:
 def _by_operation(ranks: Sequence[RankEvidence]) -> Culprit | None:
     """By the earliest collective that some ranks entered as another operation, or with other sizes, than the rest."""
     places: dict[tuple[int, tuple[str, str], tuple[int, ...]], dict[int, Collective]] = {}
-    for rank in ranks:
-        for one in rank.recorded.collectives if rank.recorded is not None else ():
-            members = rank.recorded.groups.get(one.key[1], ()) if rank.recorded is not None else ()
-            places.setdefault((one.seq, one.key, members), {})[rank.rank] = one
+    for rank, flight in _flights(ranks).items():
+        for one in flight.collectives:
+            places.setdefault((one.seq, one.key, flight.groups.get(one.key[1], ())), {})[rank] = one
     for _, entered in sorted(places.items()):
         counts = Counter(one.what for one in entered.values()).most_common(2)
         if len(counts) < 2 or all(one.is_done for one in entered.values()):
             continue
-        (common, most), (_, second) = counts
-        odd = [rank for rank in ranks if rank.rank in entered and entered[rank.rank].what != common]
+        ((op, sizes), most), (_, second) = counts
+        odd = [rank for rank in ranks if rank.rank in entered and entered[rank.rank].what != (op, sizes)]
         own = entered[odd[0].rank]
-        text = f"{_names(odd)} entered {own} where the others entered {common[0]}"
-        if own.op == common[0]:
-            text = f"{_names(odd)} entered {own} with sizes {own.sizes}, the others with {one_line(common[1])}"
+        text = f"{_names(odd)} entered {own} where the others entered {op}"
+        if own.op == op:
+            text = f"{_names(odd)} entered {own} with sizes {own.sizes}, the others with {one_line(sizes)}"
         return _culprit(odd, text, certain=most > second)
     return None
+
+
+def _flights(ranks: Sequence[RankEvidence]) -> dict[int, Flight]:
+    return {rank.rank: rank.recorded for rank in ranks if rank.recorded is not None}
 
 
 class Wait(NamedTuple):
@@ -213,19 +231,17 @@ class Wait(NamedTuple):
 
 def _waits_of(ranks: Sequence[RankEvidence]) -> Iterator[Wait]:
     """Who waits for whom; one without a record is awaited, unsurely, by all it shares a group with."""
-    numbers = [rank.rank for rank in ranks]
-    flights = {rank.rank: rank.recorded for rank in ranks if rank.recorded is not None}
+    numbers, flights = [rank.rank for rank in ranks], _flights(ranks)
     for rank, flight in flights.items():
         if (peer := flight.peer) is not None and peer in numbers and peer != rank:
             way, undone = ("to", "taken") if flight.is_sending else ("from", "sent")
-            place = f"a message {way} rank {peer}"
-            yield Wait(rank, peer, peer in flights, True, place, f"has not {undone} a message")
+            yield Wait(rank, peer, peer in flights, True, f"a message {way} rank {peer}", f"has not {undone} a message")
         for key, one in flight.newest.items():
-            for member in () if one.is_done else flight.groups.get(key[1], numbers):
-                if member == rank or member not in numbers:
-                    continue
+            members = () if one.is_done else flight.groups.get(key[1], numbers)
+            for member in members:
                 other = flights.get(member)
-                if other is None or key not in other.newest or other.newest[key].seq < one.seq:
+                is_there = other is not None and key in other.newest and other.newest[key].seq >= one.seq
+                if member in numbers and member != rank and not is_there:
                     yield Wait(rank, member, other is not None, False, str(one), f"has not entered {one}")
 
 
@@ -272,14 +288,10 @@ def _circle(ranks: Sequence[RankEvidence], waits: Sequence[Wait]) -> Culprit | N
 
 
 def _by_progress(ranks: Sequence[RankEvidence]) -> Culprit | None:
-    places = [_progress(rank.status) for rank in ranks]
-    known = sorted(place for place in places if place is not None)
-    if len(known) < max(2, len(ranks)) or known[0] == known[1]:
+    known = sorted((place, rank.rank, rank) for rank in ranks if (place := _progress(rank.status)) is not None)
+    if len(known) < max(2, len(ranks)) or known[0][0] == known[1][0] or known[0][2].waits is True:
         return None
-    behind = ranks[places.index(known[0])]
-    if behind.waits is True:
-        return None
-    own, others = known[0][0], known[1][0]
+    behind, own, others = known[0][2], known[0][0][0], known[1][0][0]
     what = f"is at step {own}, the others at {others}" if own != others else "is behind in the same step"
     return _culprit([behind], f"{_names([behind])} {what}", certain=behind.waits is False, has_place=True)
 
@@ -296,12 +308,12 @@ def _progress(status: Mapping[str, Any] | None) -> tuple[int, int, int] | None:
 
 def _by_stacks(ranks: Sequence[RankEvidence]) -> Culprit | None:
     """The ranks whose main thread is in no collective, while others are in one."""
-    busy = [rank for rank in ranks if rank.waits is False]
     waiting = [rank.rank for rank in ranks if rank.waits is True]
+    busy = [rank for rank in ranks if rank.waits is False]
+    silent = [rank for rank in ranks if rank.waits is None]
     if busy and waiting:
         text = f"{_names(busy)} {'is' if len(busy) == 1 else 'are'} in no collective, while {_wait(waiting)}"
-        return _culprit(busy, text, certain=len(busy) == 1 and len(waiting) == len(ranks) - 1, has_place=True)
-    silent = [rank for rank in ranks if rank.waits is None]
+        return _culprit(busy, text, certain=len(busy) == 1 and not silent, has_place=True)
     if silent and waiting:
         return _culprit(silent, f"{_names(silent)} gave no stacks, while {_wait(waiting)}", certain=False)
     return None
@@ -312,7 +324,7 @@ def _all_wait(ranks: Sequence[RankEvidence]) -> Culprit | None:
     if not ranks or any(rank.waits is not True for rank in ranks):
         return None
     calls = sorted({call for rank in ranks if (call := waits_in(rank.threads)) is not None})
-    hosts = list(dict.fromkeys(one_line(rank.host) for rank in ranks))
+    hosts = _hosts(ranks)
     network = f"is the network between {_join(hosts)} all right?" if len(hosts) > 1 else "no rank is behind the others"
     return _culprit(ranks, f"every rank waits in {_join(calls)}; {network}", certain=False)
 
@@ -326,8 +338,11 @@ def _culprit(found: Sequence[RankEvidence], reason: str, *, certain: bool, has_p
 
 
 def _names(ranks: Sequence[RankEvidence]) -> str:
-    hosts = list(dict.fromkeys(one_line(rank.host) for rank in ranks))
-    return f"{_numbers([rank.rank for rank in ranks])} on {_join(hosts)}"
+    return f"{_numbers([rank.rank for rank in ranks])} on {_join(_hosts(ranks))}"
+
+
+def _hosts(ranks: Sequence[RankEvidence]) -> list[str]:
+    return list(dict.fromkeys(one_line(rank.host) for rank in ranks))
 
 
 def _wait(ranks: Sequence[int]) -> str:
@@ -344,18 +359,9 @@ def _join(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]])) if words else "nothing"
 
 
-def _read_entry(entry: Any) -> Collective | None:
-    seq = integer(entry, "seq")
-    if seq is None or entry.get("p2p"):
-        return None
-    backend, _, op = str(entry.get("op", ""))[:200].rpartition(":")
-    name, described = (str(entry.get(field, ""))[:200] for field in ("group", "desc"))
-    sizes = str(entry.get("sizes"))[:500] if any(same in op for same in _SAME_SIZES) else ""
-    group = described if described not in ("", "undefined") else name
-    return Collective((backend, name), seq, op, entry.get("state") == "completed", group, sizes)
-
-
-_HEADER = re.compile(r"(Current thread|Thread) (0x[0-9a-fA-F]+)\b[^()]*\(most recent call first\):")
+# Within a dump there is an empty line before every thread but the first; else the next dump begins, or a process.
+_NEXT_DUMP = re.compile(r"^# rank .*$|(?<=[^\n])\n(?=(?:Current thread|Thread) 0x)", re.MULTILINE)
+_HEADER = re.compile(r"(Current thread|Thread) 0x[0-9a-fA-F]+\b[^()]*\(most recent call first\):")
 _FRAME = re.compile(r'  File "(.*)", line (\d{1,8}|\?\?\?) in (.+)')
 # Files of torch whose functions block until other ranks come, and files that only lead there.
 _BLOCKING_FILES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
@@ -372,24 +378,16 @@ _LEADING_FILES = (
     "engine/parallel/waits.py",
     "/contextlib.py",
 )
-_BACKWARD = ("torch/autograd/graph.py", "_engine_run_backward")
 
 
 def parse_stacks(text: str) -> list[ThreadStack]:
     """The threads of the last dump in `text`, in its order; a file has one dump per request."""
     threads: list[ThreadStack] = []
-    previous_was_frame = False
-    for line in text[-MAX_TEXT:].splitlines():
-        header, frame = _HEADER.match(line), _FRAME.match(line)
-        if line.startswith("# rank "):
-            threads = []  # another process writes from here on
-        elif header is not None:
-            if previous_was_frame or any(header[2] == known.ident for known in threads):
-                threads = []  # within a dump there is an empty line before every thread but the first
-            threads.append(ThreadStack(header[2], header[1] == "Current thread", []))
-        elif frame is not None and threads:
+    for line in _NEXT_DUMP.split(text[-MAX_TEXT:])[-1].splitlines():
+        if (header := _HEADER.match(line)) is not None:
+            threads.append(ThreadStack(header[1] == "Current thread", []))
+        elif (frame := _FRAME.match(line)) is not None and threads:
             threads[-1].frames.append(Frame(frame[1], frame[2], frame[3]))
-        previous_was_frame = frame is not None
     return threads
 
 
@@ -406,13 +404,11 @@ def main_thread(threads: Sequence[ThreadStack]) -> ThreadStack | None:
 def waits_in(threads: Sequence[ThreadStack]) -> str | None:
     """Wherein the rank waits for others, as a function of torch or in words, or None."""
     main = main_thread(threads)
-    if main is None:
-        return None
-    if main.frames and main.frames[0].file.endswith(_BACKWARD[0]) and main.frames[0].function == _BACKWARD[1]:
+    if main is not None and main.frames and main.frames[0].function == "_engine_run_backward":
         # On a GPU backward runs in a thread of its own.
         calls = (_blocking_call(thread) for thread in threads if thread is not main)
         return next((call for call in calls if call is not None), None)
-    return _blocking_call(main)
+    return None if main is None else _blocking_call(main)
 
 
 def _blocking_call(thread: ThreadStack) -> str | None:
@@ -422,12 +418,3 @@ def _blocking_call(thread: ThreadStack) -> str | None:
         return frame and frame.function
     names = _BLOCKING_FUNCTIONS.items()
     return next((text for (file, name), text in names if frame.file.endswith(file) and frame.function == name), None)
-
-
-def short_path(path: str) -> str:
-    """The last parts of a path, from the package on where one is known."""
-    for package in ("/torch/", "/engine/", "/burst_cli/", "/cluster/"):
-        head, found, tail = path.rpartition(package)
-        if found and head:
-            return f"{package[1:]}{tail}"
-    return "/".join(path.split("/")[-3:])

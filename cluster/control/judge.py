@@ -1,25 +1,19 @@
-"""How a run ended: from what its nodes left behind to one verdict, with place, memory and advice.
-
-Signs that a run is failing, per node, as early as they can be seen. Who is to blame is judged at the end.
-"""
+"""How a run ended: from what its nodes left behind to one verdict, with place, memory and advice."""
 
 from __future__ import annotations
 
-import contextlib
-import re
 import shlex
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cluster.agent.folder import read_json
-from cluster.control.attempt import tail_text, torchrun_log
-from cluster.control.fleet import Fleet, Part, StopOrder, kill_facts
-from cluster.control.link import INTERRUPTED, LaunchOutcome, NodeStatus
-from cluster.failure import Death, Failure, NodeEvidence, find_failure
-from cluster.plan import LaunchPlan, NodePlan, roots_of
+from cluster.control.attempt import torchrun_log
+from cluster.control.fleet import Fleet, Part, kill_facts
+from cluster.control.link import INTERRUPTED, LaunchOutcome
+from cluster.failure import Failure, NodeEvidence, find_failure
+from cluster.plan import LaunchPlan, roots_of
 from cluster.ssh.hosts import node_command
 from cluster.ssh.nodes import fold_nodes
 from cluster.values import integer, table, word
@@ -27,129 +21,7 @@ from engine.config.settings import RunConfig
 from engine.runs.commit import checkpoints_folder, list_checkpoints
 from engine.runs.folder import RunFolder, typed_overrides
 from engine.runs.manifest import MANIFEST_FILE
-from engine.runs.oom import Where, less_memory_text
-from engine.runs.records import read_json_object
-
-_MAX_ERROR_BYTES = 4 << 20
-
-
-def rank_errors(node: NodePlan, run: RunFolder, offset_ns: int = 0) -> list[dict[str, Any]]:
-    """The errors that ranks of `node` left, with time_ns in our clock; files of ranks of other nodes are ignored."""
-    errors = []
-    for rank in node.ranks:
-        path = run.log_path(node.name, rank).with_suffix(".error.json")
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            if path.stat().st_size <= _MAX_ERROR_BYTES and (error := read_json_object(path)):
-                time_ns = integer(error, "time_ns")
-                errors.append({**error, "rank": rank, "time_ns": None if time_ns is None else time_ns - offset_ns})
-    return errors
-
-
-def _evidence(found: Part, run: RunFolder) -> NodeEvidence:
-    """What a node shows; what came of our own request to stop is left out or marked as an echo."""
-    node, outcome, loss = found.node, found.status.outcome, found.loss
-    order = found.order or _order_of_others(found.status)
-    vanished = [death for death in found.deaths if _came_before(death, order)]
-    death = found.torchrun_death(run)
-    if order is not None and (death is None or death.rank not in {seen.rank for seen in vanished}):
-        death = order.death  # what it says after it was asked to stop may be our doing
-    death = _timed(death, vanished)
-    return NodeEvidence(
-        node.name,
-        [_marked(error, order) for error in rank_errors(node, run, found.status.clock_offset_ns)],
-        death,
-        vanished,
-        integer(outcome, "exit_code") if word(outcome, "cause") == "exit" else None,
-        kill_facts(table(outcome, "memory")),
-        None if loss is None else loss.reason,
-        None if loss is None else loss.since_ns,
-        tail_text(torchrun_log(node, run), start=found.log_start),
-    )
-
-
-def _order_of_others(status: NodeStatus) -> StopOrder | None:
-    """When the node itself, or somebody who controlled the run before, began to stop its ranks."""
-    at_ns = integer(status.outcome, "stop_at_ns")
-    if at_ns is None or word(status.outcome, "cause") not in ("stop", "lease"):
-        return None
-    return StopOrder(at_ns - status.clock_offset_ns)
-
-
-def _came_before(death: Death, order: StopOrder | None) -> bool:
-    return order is None or (death.at_ns is not None and death.at_ns < order.at_ns)
-
-
-def _timed(death: Death | None, seen: Sequence[Death]) -> Death | None:
-    """`death` with the time at which the supervisor saw it, and what it knew of it."""
-    other = None if death is None else next((other for other in seen if other.rank == death.rank), None)
-    return death if death is None or other is None else replace(death, at_ns=other.at_ns, kill=other.kill)
-
-
-def _marked(error: Mapping[str, Any], order: StopOrder | None) -> Mapping[str, Any]:
-    """`error`, called an echo when it came after the node was asked to stop."""
-    time_ns = error.get("time_ns")
-    is_late = order is not None and isinstance(time_ns, int) and time_ns > order.at_ns
-    return {**error, "is_echo": is_late or error.get("kind") == "peer_lost"}
-
-
-_STOPS_RANKS = re.compile(r"failed \(exitcode: |closing signal SIG")
-_SETTLED_NS = 1_000_000_000  # a folder that changed this recently may change again within the tick of its clock
-
-
-class Signs:
-    """Looks at what the nodes say and at the files of their ranks; `strong` and `weak` give one line per node.
-
-    A weak sign is an end that looks well, but may have come too early.
-    """
-
-    def __init__(self, run: RunFolder) -> None:
-        self._run = run
-        self._read: dict[str, tuple[tuple[int, int] | None, str | None]] = {}  # as of when, and what was found
-
-    def strong(self, nodes: Sequence[Part]) -> dict[str, str]:
-        """Nodes on which something failed, and what."""
-        return {one.name: text for one in nodes if (text := self._of_node(one))}
-
-    def weak(self, nodes: Sequence[Part]) -> dict[str, str]:
-        """Nodes on which ranks ended without any sign of a failure."""
-        found = {}
-        for one in nodes:
-            ended = [death for death in one.deaths if not death.exit_code]
-            if integer(one.status.outcome, "exit_code") == 0:
-                found[one.name] = "its ranks have ended"
-            elif ended:
-                found[one.name] = f"rank {ended[0].rank} has ended"
-        return found
-
-    def _of_node(self, found: Part) -> str | None:
-        outcome = found.status.outcome
-        if outcome is not None and (word(outcome, "cause") == "lease" or integer(outcome, "exit_code") != 0):
-            return found.status.end
-        bad = [death for death in found.deaths if death.exit_code]
-        if bad:
-            signal = bad[0].signal
-            how = signal.name if signal is not None else f"exit code {bad[0].exit_code}"
-            return f"rank {bad[0].rank} ended ({how})"
-        return self._of_files(found)
-
-    def _of_files(self, found: Part) -> str | None:
-        """What the ranks left, or their torchrun says when it ends them; read again only when that has changed."""
-        try:
-            changed_ns = self._run.log_dir(found.name).stat().st_mtime_ns
-        except OSError:
-            return None
-        log = torchrun_log(found.node, self._run)
-        stamp, text = (changed_ns, log.stat().st_size if log.exists() else 0), None
-        before, known = self._read.get(found.name, (None, None))
-        if known is not None or stamp == before:
-            return known
-        if errors := rank_errors(found.node, self._run):
-            text = f"rank {errors[0]['rank']} failed"
-        elif _STOPS_RANKS.search(tail_text(log, start=found.log_start)):
-            text = "torchrun stops its ranks, for one has failed"
-        self._read[found.name] = (stamp if time.time_ns() - changed_ns > _SETTLED_NS else None, text)
-        return text
-
+from engine.runs.oom import less_memory_text
 
 OWN_CAUSES = frozenset({"failure", "hang", "node lost", "start", "completed", "exception"})  # why a controller stops
 _WEAK_KINDS = ("peer_lost", "launcher", "exit")  # what ranks show whose launcher is gone
@@ -196,9 +68,9 @@ def _find(fleet: Fleet, *, is_orphan: bool) -> Failure:
     if refused := _with_cause(fleet, "start_failed"):
         text = word(refused[0].status.outcome, "error", 1000) or "the command could not be started"
         return Failure("start", "StartFailed", text, host=refused[0].name)
-    if is_orphan and not any(one.loss or one.status.outcome for one in fleet.parts):
+    if is_orphan and not any(one.lost or one.status.outcome for one in fleet.parts):
         return Failure("launcher", "LauncherLost", "the launcher was gone before any node had begun")
-    failure = find_failure([_evidence(one, fleet.run) for one in fleet.parts])
+    failure = find_failure([_evidence(one) for one in fleet.parts])
     waited = [one.name for one in _with_cause(fleet, "lease")]
     if waited and failure.kind in _WEAK_KINDS and failure.signal is None:
         text = (
@@ -208,6 +80,37 @@ def _find(fleet: Fleet, *, is_orphan: bool) -> Failure:
     return failure
 
 
+def _evidence(part: Part) -> NodeEvidence:
+    """What a node shows; what came of our own request to stop is left out or marked as an echo."""
+    outcome, stopped_ns, death = part.status.outcome, part.stopped_ns, part.torchrun_death
+    if stopped_ns is None and word(outcome, "cause") in ("stop", "lease"):  # by the node, or who led the run before
+        at_ns = integer(outcome, "stop_at_ns")
+        stopped_ns = None if at_ns is None else at_ns - part.status.clock_offset_ns
+    seen = {one.rank: one for one in part.deaths if stopped_ns is None or (one.at_ns or stopped_ns) < stopped_ns}
+    if stopped_ns is not None and (death is None or death.rank not in seen):
+        death = part.death_before  # what it says after it was asked to stop may be our doing
+    if death is not None and death.rank in seen:
+        death = replace(death, at_ns=seen[death.rank].at_ns, kill=seen[death.rank].kill)
+    return NodeEvidence(
+        part.name,
+        [_marked(error, stopped_ns) for error in part.errors],
+        death,
+        list(seen.values()),
+        integer(outcome, "exit_code") if word(outcome, "cause") == "exit" else None,
+        kill_facts(table(outcome, "memory")),
+        part.lost,
+        None if part.lost is None else part.lost_ns,
+        part.torchrun_text,
+    )
+
+
+def _marked(error: Mapping[str, Any], stopped_ns: int | None) -> Mapping[str, Any]:
+    """`error`, called an echo when it came after the node was asked to stop."""
+    time_ns = error.get("time_ns")
+    is_late = stopped_ns is not None and isinstance(time_ns, int) and time_ns > stopped_ns
+    return {**error, "is_echo": is_late or error.get("kind") == "peer_lost"}
+
+
 def _with_cause(fleet: Fleet, cause: str) -> list[Part]:
     """The nodes that say that their part ended so."""
     return [one for one in fleet.parts if word(one.status.outcome, "cause") == cause]
@@ -215,10 +118,8 @@ def _with_cause(fleet: Fleet, cause: str) -> list[Part]:
 
 def _was_cancelled(fleet: Fleet, state: str) -> bool:
     """Whether ranks or somebody on the nodes ended the run on purpose, and nothing failed before."""
-    if state == "cancelled" and not fleet.run.rank_errors():
-        return True
     causes = {str(word(one.status.outcome, "stop_cause")) for one in _with_cause(fleet, "stop")}
-    return bool(causes - OWN_CAUSES) and not fleet.run.rank_errors()
+    return (state == "cancelled" or bool(causes - OWN_CAUSES)) and not fleet.run.rank_errors()
 
 
 def _located(failure: Failure, fleet: Fleet) -> Failure:
@@ -245,18 +146,13 @@ def _compared(failure: Failure, fleet: Fleet) -> dict[str, Any]:
     plan = read_json(str(fleet.run.path / "memory_plan.json")) or {}
     # On a CPU run the device is the host: what is predicted there is the device's peak.
     on_device = where == "device" or fleet.plan.config.cluster.backend == "gloo"
-    capacity = memory.get("capacity_bytes") or (_host_limit(failure.host, fleet) if where == "host" else None)
+    capacity = memory.get("capacity_bytes")
+    status = next((one.status for one in fleet.parts if one.name == failure.host), None)
+    if not capacity and where == "host" and status is not None:  # as its supervisor last measured it
+        killed = table(table(status.outcome, "memory"), "memory")
+        capacity = integer(killed, "capacity_bytes") or integer(status.health, "memory_limit_bytes")
     predicted = plan.get("device_peak_bytes" if on_device else "host_peak_bytes")
     return {**memory, "where": where, "capacity_bytes": capacity, "predicted_peak_bytes": predicted}
-
-
-def _host_limit(host: str | None, fleet: Fleet) -> int | None:
-    """Host memory of node `host`, as its supervisor last measured it."""
-    status = next((one.status for one in fleet.parts if one.name == host), None)
-    if status is None:
-        return None
-    killed = table(table(status.outcome, "memory"), "memory")
-    return integer(killed, "capacity_bytes") or integer(status.health, "memory_limit_bytes")
 
 
 def advice(failure: Failure, run_path: Path, config: RunConfig) -> str:
@@ -268,9 +164,11 @@ def advice(failure: Failure, run_path: Path, config: RunConfig) -> str:
         case "config" | "user":
             return "Correct the setting or file that the message names and launch again."
         case "oom":
-            return less_memory_text(config, _where(failure))
+            is_device = failure.memory is not None and failure.memory.get("where") == "device"
+            return less_memory_text(config, "device" if is_device else "host")
         case "signal" if failure.signal == "SIGKILL":
-            remedy = _lower(less_memory_text(config, "host"))
+            text = less_memory_text(config, "host")
+            remedy = f"{text[0].lower()}{text[1:]}"
             return f"If `dmesg` shows that the kernel ran out of memory, {remedy} If not, ask who sent the signal."
         case "peer_lost":
             return f"The rank that it lost said nothing: compare the logs beside {log}."
@@ -288,11 +186,3 @@ def advice(failure: Failure, run_path: Path, config: RunConfig) -> str:
             return f"Read {log}; {again}"
         case _:
             return f"The whole traceback is in {log}; {again}"
-
-
-def _where(failure: Failure) -> Where:
-    return "device" if failure.memory is not None and failure.memory.get("where") == "device" else "host"
-
-
-def _lower(sentence: str) -> str:
-    return sentence[0].lower() + sentence[1:]

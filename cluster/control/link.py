@@ -60,6 +60,11 @@ class NodeStatus:
     swept: tuple[int, ...] | None = None
 
     @property
+    def is_running(self) -> bool:
+        """Whether the node says that ranks run."""
+        return self.phase in ("starting", "running", "stopping")
+
+    @property
     def end(self) -> str | None:
         """How this part of the run ended, in a few words; None: nothing says that it has."""
         if self.outcome is None:
@@ -204,7 +209,7 @@ class AskedLink(NodeLink):
         self._status = NodeStatus(node)
         self._problem: str | None = None
         self._requests: Message = {}  # what the node has not answered yet
-        self._has_beat = self._was_start_sent = self._is_urgent = self._is_closed = False
+        self._was_start_sent = self._is_urgent = self._is_closed = False
         self._start_until = 0.0
 
     def start(self, spec: Spec) -> None:
@@ -228,7 +233,7 @@ class AskedLink(NodeLink):
 
     def beat(self) -> None:
         with self._changed:
-            self._has_beat = True
+            self._requests["beat"] = True
 
     def stop(self, cause: str, grace_s: float) -> None:
         self._request("stop", {"cause": cause, "grace_s": grace_s})
@@ -257,21 +262,18 @@ class AskedLink(NodeLink):
     def _question(self, wait_s: float) -> Message:
         """What is to be asked now; the caller holds `changed`."""
         self._is_urgent = False
-        if "start" in self._requests:
-            # The files on the node are left alone: they may be those of an earlier attempt.
-            question = {"start": self._requests["start"], "again": self._was_start_sent, "wait_s": wait_s}
-            self._was_start_sent = True
-            return question
-        question = {"folder": self._folder, "node": self.node, "wait_s": wait_s, **self._requests}
-        if self._has_beat:
-            question["beat"], self._has_beat = True, False
-        return question
+        if "start" not in self._requests:
+            return {"folder": self._folder, "node": self.node, "wait_s": wait_s, **self._requests}
+        # The files on the node are left alone: they may be those of an earlier attempt.
+        again, self._was_start_sent = self._was_start_sent, True
+        return {"start": self._requests["start"], "again": again, "wait_s": wait_s}
 
     def _take(self, question: Message, answer: Message) -> None:
         """Believe what makes sense of an answer. Raises StrangeAnswerError."""
         said, refused = answer.get("errors"), answer.get("refused")
         errors = {str(name): one_line(str(text), 500) for name, text in said.items()} if isinstance(said, dict) else {}
         with self._changed:
+            self._problem = f"the node says: {'; '.join(errors.values())}" if errors else None
             if "start" in question and "start" in self._requests:
                 if isinstance(refused, dict):
                     self._refuse(one_line(str(refused.get("kind")), 20), one_line(str(refused.get("text")), 2000))
@@ -279,9 +281,8 @@ class AskedLink(NodeLink):
                     self._refuse("command", errors["start"])
                 elif "started" in answer:
                     self._status = replace(self._status, is_begun=True)
-                    self._requests.pop("start")
-            self._problem = f"the node says: {'; '.join(errors.values())}" if errors else None
-            for name in ("stop", "stacks"):
+                    del self._requests["start"]
+            for name in ("beat", "stop", "stacks"):
                 if name in question and name not in errors and self._requests.get(name) is question[name]:
                     del self._requests[name]
             if "swept" in answer:

@@ -20,7 +20,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -154,21 +154,23 @@ class SshLink(AskedLink):
     def _keep_asking(self) -> None:
         pause_s = self._timing.first_pause_s
         while not self._is_closed:
-            begin = time.monotonic()
+            begin, refusal = time.monotonic(), None
             try:
                 self._converse()
             except NoAnswerError as error:
-                self._note_end(str(error), "command" if error.is_python_missing else None)
+                text, refusal = str(error), "command" if error.is_python_missing else None
             except StrangeAnswerError as error:
-                self._note_end(f"it sends what makes no sense: {error}", None)
+                text = f"it sends what makes no sense: {error}"
             except SshError as error:
-                detail = error.detail
-                if error.kind is SshFailure.COMMAND_TIMEOUT:
-                    detail = f"nothing was heard for {self._timing.silence_s:.3g} s"
+                is_silent = error.kind is SshFailure.COMMAND_TIMEOUT
+                detail = f"nothing was heard for {self._timing.silence_s:.3g} s" if is_silent else error.detail
                 text = f"{detail}; {error.remedy}" if error.remedy else detail
-                self._note_end(text, "unreachable" if error.kind in _LASTING else None)
+                refusal = "unreachable" if error.kind in _LASTING else None
             except Exception as error:  # a thread that dies would leave everybody waiting
-                self._note_end(one_line(f"{type(error).__name__}: {error}"), None)
+                text = one_line(f"{type(error).__name__}: {error}")
+            else:
+                return
+            self._note_end(text, refusal)
             if time.monotonic() - begin > self._timing.longest_pause_s:
                 pause_s = self._timing.first_pause_s
             self._pause(pause_s * random.uniform(0.5, 1.0))
@@ -217,10 +219,7 @@ class SshLink(AskedLink):
     def _note_clock(self, sent_ns: int, heard_ns: int, answer: Message) -> None:
         """The node's clock is told by the fastest answer."""
         got_ns, now_ns = integer(answer, "got_ns"), integer(answer, "now_ns")
-        if got_ns is None or now_ns is None:
-            return
-        way_ns = heard_ns - sent_ns - (now_ns - got_ns)
-        if way_ns >= 0:
+        if got_ns is not None and now_ns is not None and (way_ns := heard_ns - sent_ns - (now_ns - got_ns)) >= 0:
             with self._changed:
                 self._clocks.append((way_ns, (got_ns - sent_ns + now_ns - heard_ns) // 2))
 
@@ -239,10 +238,8 @@ class SshLink(AskedLink):
 
     def _pause(self, seconds: float) -> None:
         """Wait, but not while something urgent was asked for since the last question, nor once closed."""
-        deadline = time.monotonic() + seconds
         with self._changed:
-            while not self._is_closed and not self._is_urgent and (left_s := deadline - time.monotonic()) > 0:
-                self._changed.wait(left_s)
+            self._changed.wait_for(lambda: self._is_closed or self._is_urgent, seconds)
             self._is_urgent = False
 
     def _disconnect(self) -> None:
@@ -272,17 +269,6 @@ class CopyLimits:
     retry_s: float = 2.0
 
 
-@dataclass(frozen=True)
-class _Head:
-    """What a piece is of. size: of a file that is replaced, None: of a log."""
-
-    path: str
-    offset: int
-    count: int
-    size: int | None
-    anew: bool
-
-
 class NodeCopy:
     """The copy of one node's files in the run folder `run`. lead: whether the node has rank 0.
 
@@ -299,88 +285,93 @@ class NodeCopy:
 
     def offsets(self) -> dict[str, int]:
         """How far every log is here."""
-        places = [self._logs, self._facts, *(["tensorboard"] if self._lead else [])]
-        paths = [f"{place}/{path.name}" for place in places for path in _files_in(self._run / place)]
-        paths += [path for path in LEAD_LOGS if self._lead and (self._run / path).is_file()]
-        return {path: (self._run / path).stat().st_size for path in paths if self._is_log(path)}
+        folders = [self._run / name for name in (self._logs, self._facts, *(["tensorboard"] if self._lead else []))]
+        found = [path for folder in folders if not folder.is_symlink() for path in folder.glob("*")]
+        found += [self._run / name for name in LEAD_LOGS if self._lead]
+        logs = (path for path in found if _is_log(path.name) and path.is_file() and not path.is_symlink())
+        return {path.relative_to(self._run).as_posix(): path.stat().st_size for path in logs}
 
     def take(self, heads: Any, data: bytes) -> bool:
         """Write pieces of files. False: they do not go on where the copy ends, or cannot be written now, so that the
         node must be asked again, from `offsets()`. Raises StrangeAnswerError."""
+        if not isinstance(heads, list):
+            raise StrangeAnswerError("its list of files makes no sense")
         at = 0
-        for head in _read_heads(heads):
-            piece, at = data[at : at + head.count], at + head.count
-            if len(piece) != head.count:
+        for head in heads:
+            offset, count = integer(head, "offset"), integer(head, "bytes")
+            if offset is None or count is None or not isinstance(head.get("path"), str):
+                raise StrangeAnswerError("it sends a piece that makes no sense")
+            piece, at = data[at : at + count], at + count
+            if len(piece) != count:
                 raise StrangeAnswerError("it sends fewer bytes than it says")
-            if not self._put(head, piece):
+            if not self._put(head, offset, piece):
                 return False
         return True
 
     def can_go_on(self) -> bool:
         """Whether to ask for files: nothing is in the way, or it may be gone by now."""
-        if self.problem is None:
-            return True
-        if time.monotonic() < self._retry_at:
-            return False
-        try:
-            self._need_room(0)
-            self.problem = None
-        except OSError as error:
-            self._pause(error)
+        if self.problem is not None and time.monotonic() >= self._retry_at:
+            try:
+                self._need_room(0)
+                self.problem = None
+            except OSError as error:
+                self._pause(error)
         return self.problem is None
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
-    def _put(self, head: _Head, piece: bytes) -> bool:
-        path = f"{self._facts}/run.json" if head.path == "run.json" else head.path
+    def _put(self, head: Message, offset: int, piece: bytes) -> bool:
+        """Logs grow; of another file a reader sees the old content or the new one."""
+        path = f"{self._facts}/run.json" if head["path"] == "run.json" else str(head["path"])
         if not self._is_allowed(path):
             return True
+        size, end, is_log = integer(head, "size"), offset + len(piece), _is_log(path)
+        if not is_log and (size is None or end > size):
+            raise StrangeAnswerError(f"{path} is longer than announced")
+        if not is_log and (size or 0) > self._limits.file_bytes:
+            return True
+        here = self._run / path
+        target = here if is_log else here.with_name(f".{here.name}.part")  # no node may name such a file
         try:
             self._make_folders(path)
-            return self._append(path, head, piece) if self._is_log(path) else self._replace(path, head, piece)
+            if not is_log and not offset:
+                target.unlink(missing_ok=True)
+            if is_log and head.get("anew") is True:
+                self._set_aside(here)
+            if not self._append(target, offset, piece):
+                return False
+            if not is_log and end == size:
+                target.rename(here)
         except OSError as error:
             if error.errno in _IN_THE_WAY:  # something else has its name here
                 return True
             self._pause(error)
             return False
+        return True
 
-    def _append(self, path: str, head: _Head, piece: bytes) -> bool:
-        if head.anew:
-            self._set_aside(path)
-        with self._opened(path, os.O_APPEND | os.O_CREAT) as descriptor:
-            if os.fstat(descriptor).st_size != head.offset:
+    def _append(self, target: Path, offset: int, piece: bytes) -> bool:
+        """Whether that was where the file ends. OSError for links, and anything else but a plain file."""
+        # Not blocking: opening a pipe would wait for its other end.
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_APPEND | os.O_CREAT
+        descriptor = os.open(target, flags, 0o600)
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "not a plain file", str(target))
+            if status.st_size != offset:
                 return False
             self._need_room(len(piece))
             write_all(descriptor, piece)
-        return True
-
-    def _replace(self, path: str, head: _Head, piece: bytes) -> bool:
-        """A reader sees the old content or the new one."""
-        folder, _, name = path.rpartition("/")
-        temporary = f"{folder}/.{name}.part" if folder else f".{name}.part"  # no node may name such a file
-        if head.size is None or head.offset + len(piece) > head.size:
-            raise StrangeAnswerError(f"{path} is longer than announced")
-        if head.size > self._limits.file_bytes:
             return True
-        if not head.offset:
-            (self._run / temporary).unlink(missing_ok=True)
-        with self._opened(temporary, os.O_APPEND | os.O_CREAT) as descriptor:
-            if os.fstat(descriptor).st_size != head.offset:
-                return False
-            self._need_room(len(piece))
-            write_all(descriptor, piece)
-        if head.offset + len(piece) == head.size:
-            (self._run / temporary).rename(self._run / path)
-        return True
+        finally:
+            os.close(descriptor)
 
-    def _set_aside(self, path: str) -> None:
+    def _set_aside(self, log: Path) -> None:
         """The log on the node is another one now: keep what is here under another name."""
-        here = self._run / path
-        if here.is_symlink() or not here.is_file() or not here.stat().st_size:
+        if log.is_symlink() or not log.is_file() or not log.stat().st_size:
             return
-        names = [f"{path}.before-{number}" for number in range(1, self._limits.replaced_logs + 1)]
-        free = next((name for name in names if not (self._run / name).exists()), names[-1])
-        here.rename(self._run / free)
+        names = [log.with_name(f"{log.name}.before-{number}") for number in range(1, self._limits.replaced_logs + 1)]
+        log.rename(next((name for name in names if not name.exists()), names[-1]))
 
     def _make_folders(self, path: str) -> None:
         """Those above `path`. OSError where one is a link, whoever put it there."""
@@ -391,19 +382,6 @@ class NodeCopy:
                 folder.mkdir(mode=0o700)
             if folder.is_symlink():
                 raise OSError(errno.ELOOP, "a link", str(folder))
-
-    @contextlib.contextmanager
-    def _opened(self, path: str, flags: int) -> Iterator[int]:
-        """A descriptor of a plain file. OSError for links and anything else."""
-        # Not blocking: opening a pipe would wait for its other end.
-        safely = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        descriptor = os.open(self._run / path, os.O_RDWR | safely | flags, 0o600)
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError(errno.EINVAL, "not a plain file", path)
-            yield descriptor
-        finally:
-            os.close(descriptor)
 
     def _need_room(self, size: int) -> None:
         """OSError unless the disk has room beside what is reserved."""
@@ -416,8 +394,6 @@ class NodeCopy:
     def _pause(self, error: OSError) -> None:
         self.problem = f"the run folder cannot be written: {error.strerror or error}"
         self._retry_at = time.monotonic() + self._limits.retry_s
-
-    # --- what may be written ---------------------------------------------------------------------------------------
 
     def _is_allowed(self, path: str) -> bool:
         """Whether the node may write `path`."""
@@ -432,23 +408,7 @@ class NodeCopy:
         self._known.add(path)
         return True
 
-    def _is_log(self, path: str) -> bool:
-        """Whether `path` grows by offset; JSON files are replaced whole."""
-        name = path.rpartition("/")[2]
-        return not (name.endswith((".json", ".part")) or _ASIDE.fullmatch(name))
 
-
-def _read_heads(heads: Any) -> Iterator[_Head]:
-    if not isinstance(heads, list):
-        raise StrangeAnswerError("its list of files makes no sense")
-    for head in heads:
-        offset, count = integer(head, "offset"), integer(head, "bytes")
-        if offset is None or count is None or not isinstance(head.get("path"), str):
-            raise StrangeAnswerError("it sends a piece that makes no sense")
-        yield _Head(head["path"], offset, count, integer(head, "size"), head.get("anew") is True)
-
-
-def _files_in(folder: Path) -> list[Path]:
-    if folder.is_symlink() or not folder.is_dir():
-        return []
-    return [path for path in folder.iterdir() if path.is_file() and not path.is_symlink()]
+def _is_log(path: str) -> bool:
+    """Whether `path` grows by offset; JSON files are replaced whole."""
+    return not (path.endswith((".json", ".part")) or _ASIDE.fullmatch(path))

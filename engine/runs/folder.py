@@ -302,9 +302,7 @@ class RunFolder:
             if old != "planned":
                 self._put_attempt_aside(document["attempt"])
                 document["attempt"] += 1
-            pid = os.getpid()
-            document.update(host=socket.gethostname(), pid=pid, pid_start=process_start(pid))
-            document.update(started_at=now, ended_at=None, exit_code=None, failure=None)
+            document.update(process_facts(), started_at=now, ended_at=None, exit_code=None, failure=None)
         if state in FINAL_STATES:
             document.update(ended_at=now, exit_code=0 if state == "completed" else 1)
         return {**document, "history": [*document["history"], {"state": state, "at": now}], "state": state, **facts}
@@ -318,6 +316,12 @@ class RunFolder:
                 (self.path / name).rename(target / name)
         for path in self.path.glob("logs/*/rank*.json"):  # errors, and where ranks said that they were
             path.rename(target / path.name)
+
+
+def process_facts() -> dict[str, Any]:
+    """This process as run.json names the one that leads a run: {host, pid, pid_start}."""
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "pid": pid, "pid_start": process_start(pid)}
 
 
 def initial_state() -> dict[str, Any]:

@@ -96,8 +96,10 @@ def test_everything_a_person_asks_for_is_there(burst, busy: RunFolder) -> None:
 
 
 def test_the_document_has_all_of_it_and_nodes_in_the_order_of_the_plan(burst, busy: RunFolder) -> None:
+    busy.record(detached=True)
     with controlling(busy):
         document = status_of(burst)
+        assert burst("status").out.splitlines()[2].rstrip().endswith("Z in the background")
     assert all(document.pop(name) for name in ("started_at", "elapsed_s", "silence_s"))
     assert document["controller"].pop("since").startswith("20")
     stopped = {"0": {"pid": 1, "state": "R"}, "1": {"pid": 2, "state": "T"}}
@@ -105,7 +107,7 @@ def test_the_document_has_all_of_it_and_nodes_in_the_order_of_the_plan(burst, bu
     assert document == {
         **{"run_id": ID, "exp": "tiny", "path": str(busy.path), "status": "running", "lost": False, "problem": None},
         **{"exit_code": 0, "attempt": 1, "ended_at": None, "failure": None},
-        "controller": {"pid": os.getpid(), "host": socket.gethostname()},
+        "controller": {"pid": os.getpid(), "host": socket.gethostname(), "detached": True},
         **{"launcher": "ssh", "attention_preset": "ring", "seq_len": 4096, "world_size": 4},
         **{"phase": "train", "step": 10, "steps": 200, "loss": 0.4, "tokens_per_s": 512.0, "mfu": 0.25},
         **{"tokens_per_s_per_device": None, "peak_memory_bytes": None, "remaining_s": 380.0, "straggler_rank": None},
