@@ -47,6 +47,11 @@ def begin_attempt(plan: LaunchPlan, run: RunFolder, lease_s: float | None) -> No
 
     Raises RunFolderError when the run is under way, or its folder cannot be written.
     """
+    sizes = {}
+    for path in (run.path / "logs").glob("*/*.log"):
+        # Opened, not asked for by stat: on a network file system only that shows what another machine wrote.
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            sizes[path.relative_to(run.path).as_posix()] = file.seek(0, os.SEEK_END)
     document = run.transition(
         "starting",
         world_size=plan.world_size,
@@ -57,7 +62,7 @@ def begin_attempt(plan: LaunchPlan, run: RunFolder, lease_s: float | None) -> No
         job=None,
         lease_s=lease_s,
         leftover=[],
-        log_starts=_log_sizes(run),
+        log_starts=sizes,
     )
     try:
         (run.path / CANCEL_FILE).unlink(missing_ok=True)  # it was for an attempt that has ended
@@ -73,15 +78,6 @@ def _put_nodes_aside(run: RunFolder, target: Path) -> None:
         (target / outcome.parent.name).mkdir(parents=True, exist_ok=True)
         for path in filter(Path.is_file, outcome.parent.iterdir()):
             path.rename(target / outcome.parent.name / path.name)
-
-
-def _log_sizes(run: RunFolder) -> dict[str, int]:
-    sizes = {}
-    for path in (run.path / "logs").glob("*/*.log"):
-        # Opened, not asked for by stat: on a network file system only that shows what another machine wrote.
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            sizes[path.relative_to(run.path).as_posix()] = file.seek(0, os.SEEK_END)
-    return sizes
 
 
 def read_log_starts(run: RunFolder) -> dict[str, int]:
@@ -104,11 +100,6 @@ def tail_text(path: Path, size: int = _LOG_TAIL_BYTES, start: int = 0) -> str:
             return file.read().decode(errors="replace")
     except OSError:
         return ""
-
-
-def lease_of(run: RunFolder) -> float | None:
-    """How long the nodes of this attempt go on without a launcher; None: for ever."""
-    return number(run.read_state(), "lease_s")
 
 
 def follow_first_node(plan: LaunchPlan, run: RunFolder) -> str:

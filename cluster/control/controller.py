@@ -23,7 +23,6 @@ from cluster.control.attempt import (
     finish,
     follow_first_node,
     glance,
-    lease_of,
     write_cancel,
 )
 from cluster.control.fleet import Fleet
@@ -31,16 +30,17 @@ from cluster.control.hang import KILL_S, HangWatch, StepWatch
 from cluster.control.judge import complete, judge
 from cluster.control.link import (
     INTERRUPTED,
+    TIME_LIMIT,
     Clock,
     LaunchObserver,
     LaunchOutcome,
     LaunchTiming,
     NodeLink,
-    StartRefusedError,
 )
 from cluster.failure import Failure
 from cluster.launch.runner import open_links, runner_of
 from cluster.plan import LaunchPlan, read_launch_plan
+from cluster.values import number
 from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError, process_facts
 from engine.runs.records import utc_now
 
@@ -57,7 +57,7 @@ class Manner:
     start: bool = True
     detached: bool = False
     timing: LaunchTiming = LaunchTiming()  # noqa: RUF009 - frozen
-    clock: Clock = Clock()  # noqa: RUF009 - has no state
+    clock: Clock = time
 
 
 def control(
@@ -128,9 +128,7 @@ class _Lead:
             raise
 
     def _until_end(self) -> LaunchOutcome:
-        if self.manner.start:
-            self.fleet.start()
-        self.fleet.follow()
+        self.fleet.follow(start=self.manner.start)
         self.steps.touch()
         while self.stop.count < 3:
             self._look()
@@ -148,8 +146,9 @@ class _Lead:
         self.observer.tick()
         if self.stop.count >= 3:
             return LaunchOutcome("cancelled", INTERRUPTED, None, self.fleet.leftover)
-        if self.fleet.unsynced:
-            self.observer.note(f"the last lines of the logs of {', '.join(self.fleet.unsynced)} did not arrive")
+        ended = [part for part in self.fleet.parts if part.status.outcome is not None]
+        if unsynced := [part.name for part in ended if not part.status.is_synced]:
+            self.observer.note(f"the last lines of the logs of {', '.join(unsynced)} did not arrive")
         return judge(self.fleet, self.failure, cancelled=self.is_cancelled)
 
     # --- every turn --------------------------------------------------------------------------------------------------
@@ -163,7 +162,7 @@ class _Lead:
         self.steps.poll()
         if self.fleet.is_starting:
             self.steps.touch()
-        if not self._is_begun and self.fleet.is_begun:
+        if not self._is_begun and all(part.has_begun for part in self.fleet.parts):
             self._is_begun = True
             with contextlib.suppress(RunFolderError):
                 self.run.record(nodes_started_at=utc_now())
@@ -172,9 +171,12 @@ class _Lead:
 
     def _heed_refusals(self) -> None:
         """Once all nodes have answered to the start, those that began are asked to end if others refused."""
-        refusals = {part.name: part.status.refusal for part in self.fleet.parts if part.status.refusal}
-        if refusals and not self.fleet.is_starting and self._asked is None and self.failure is None:
-            self._fail(start_failure(refusals), "start")
+        refusals = sorted((part.name, part.status.refusal) for part in self.fleet.parts if part.status.refusal)
+        if refusals and not self.fleet.is_starting and self._asked is None and self.trouble_at is None:
+            (first, error), *others = refusals
+            more = (f"and {len(others) - _SHOWN} more",) if len(others) > _SHOWN else ()
+            details = (*(str(other) for _, other in others[:_SHOWN]), *more)
+            self._fail(Failure("start", error.kind, str(error), host=first, details=details), "start")
 
     def _heed_requests(self) -> None:
         """Pass on what somebody asks for. Who stops a run that is failing does not make it a cancelled one."""
@@ -188,20 +190,21 @@ class _Lead:
             else:
                 self.observer.note(f"{asked[0]}: killing what is left")
         if self._asked is None:
-            self.is_cancelled = self.trouble_at is None and self.failure is None
+            self.is_cancelled = self.trouble_at is None
         self._asked = asked
         self.fleet.stop(*asked)  # in every turn: nodes may have begun since
 
     def _heed_nodes(self) -> None:
         self._heed_losses()
+        # Ends that ranks come to before a time limit are no failures.
+        is_at_limit = any(status.supervisor.get("stop_cause") == TIME_LIMIT for status in self.fleet.statuses)
         if self._completed_at is not None:
             # Ranks that go on although training is complete are stopped in the end.
             if self._now > self._completed_at + self.timing.finish_s:
                 self._stop_rest("completed", {})
-        elif self._asked is None and self.failure is None and not self.fleet.is_at_limit:
+        elif self._asked is None and self.failure is None and not is_at_limit:
             self._heed_signs()
-            failure = self.hang.poll(self.timing) if self.trouble_at is None else None
-            if failure is not None:
+            if self.trouble_at is None and (failure := self.hang.poll(self.timing)) is not None:
                 self._fail(failure, "hang")
         self.fleet.give_up(self.timing)
 
@@ -215,7 +218,8 @@ class _Lead:
             return
         # Ranks wait for each other: if one advances, all live. And who hears of no node of a run that needs no
         # launcher is likelier cut off itself; nodes then come back one after the other.
-        if self.fleet.is_mute and self.fleet.lease_s is None:
+        is_mute = [part.is_mute for part in self.fleet.parts if part.is_open]
+        if self.fleet.lease_s is None and is_mute and all(is_mute):
             self._cut_off_until = self._now + lost_s
         if self.steps.silence_s <= lost_s or self._now < self._cut_off_until:
             lost_s = max(lost_s, KILL_S)
@@ -265,22 +269,12 @@ class _Lead:
         self.fleet.stop(cause, self.timing.failure_grace_s, rest)
 
 
-def start_failure(refusals: Mapping[str, StartRefusedError]) -> Failure:
-    """Why a run did not begin, from the nodes that refused; the first by name is named, the others are listed."""
-    (first, error), *others = sorted(refusals.items())
-    details = tuple(str(other) for _, other in others[:_SHOWN])
-    if len(others) > _SHOWN:
-        details = (*details, f"and {len(others) - _SHOWN} more")
-    return Failure("start", error.kind, str(error), host=first, details=details)
-
-
 Opener = Callable[[LaunchPlan, RunFolder], Sequence[NodeLink]]
 _POLL_S = 0.1
 _NEVER_S = 1e12
-_CLOCK = Clock()
 
 
-def settle(run: RunFolder, timeout_s: float = 5.0, opener: Opener = open_links, clock: Clock = _CLOCK) -> RunState:
+def settle(run: RunFolder, timeout_s: float = 5.0, opener: Opener = open_links, clock: Clock = time) -> RunState:
     """The truth about `run`, written to run.json if it has ended without anybody to say so.
 
     Nothing is done while a controller lives or the run has ended. The leases of nodes that go on are not renewed: this
@@ -292,7 +286,7 @@ def settle(run: RunFolder, timeout_s: float = 5.0, opener: Opener = open_links, 
     plan = read_launch_plan(run.path)
     try:
         with controlling(run):
-            fleet = Fleet(plan, run, opener(plan, run), lease_of(run), clock)
+            fleet = Fleet(plan, run, opener(plan, run), number(run.read_state(), "lease_s"), clock)
             try:
                 return _settle(fleet, timeout_s, clock)
             finally:
@@ -305,13 +299,14 @@ def settle(run: RunFolder, timeout_s: float = 5.0, opener: Opener = open_links, 
 def _settle(fleet: Fleet, timeout_s: float, clock: Clock) -> RunState:
     """Look until all nodes have said how it stands. The caller holds the lock of the run."""
     run, parts, deadline = fleet.run, fleet.parts, clock.monotonic() + timeout_s
-    fleet.follow()
+    fleet.follow(start=False)
     while True:
         fleet.look()
         fleet.find_lost(_NEVER_S)
         follow_first_node(fleet.plan, run)
-        is_late, runs = clock.monotonic() > deadline, [part.is_running for part in parts]
+        is_late = clock.monotonic() > deadline
         mute = [f"{part.name} ({part.status.problem})" for part in parts if part.is_mute]
+        runs = [part.is_open and not part.is_mute and part.status.is_running for part in parts]
         # Of nodes that know nothing of it to the end nothing was ever begun, unless they wait in a queue.
         never_began = is_late and not (mute or any(runs) or runner_of(fleet.plan).is_queued)
         if never_began or fleet.is_over(timeout_s):
@@ -355,7 +350,7 @@ def request_cancel(
                 plan = read_launch_plan(run.path)
                 write_cancel(run, cause, grace_s)
                 is_asked = True
-                manner = Manner(start=False, detached=lease_of(run) is None)
+                manner = Manner(start=False, detached=number(run.read_state(), "lease_s") is None)
                 control(plan, run, opener(plan, run), observer or LaunchObserver(), stop, manner)
                 continue
             if not is_asked or is_forgotten:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.control.attempt import read_log_starts, tail_text, torchrun_log
-from cluster.control.link import TIME_LIMIT, Clock, LaunchTiming, Leftover, NodeLink, NodeStatus, as_pids
+from cluster.control.link import Clock, LaunchTiming, Leftover, NodeLink, NodeStatus, as_pids
 from cluster.failure import Death, KillFacts, first_death
 from cluster.plan import LaunchPlan, NodePlan, node_spec
 from cluster.values import integer, rows, table, word
@@ -77,15 +77,16 @@ class Part:
             self.ended_at = now
 
     @property
+    def has_begun(self) -> bool:
+        """Whether its ranks have been started."""
+        is_started = self.status.phase in ("running", "stopping", "ended") and not (self.is_waiting or self.is_absent)
+        return is_started and word(self.status.outcome, "cause") != "start_failed"
+
+    @property
     def is_open(self) -> bool:
         """Whether something may still run there that answers."""
         is_over = self.status.outcome is not None or self.lost is not None or self.given_up is not None
         return not (self.is_waiting or self.is_absent or is_over)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the node says that it goes on."""
-        return self.is_open and not self.is_mute and self.status.is_running
 
     @property
     def is_mute(self) -> bool:
@@ -236,45 +237,16 @@ class Fleet:
         return any(part.is_waiting for part in self.parts)
 
     @property
-    def is_begun(self) -> bool:
-        """Whether the ranks of all nodes have been started."""
-        return all(
-            not (part.is_waiting or part.is_absent)
-            and part.status.phase in ("running", "stopping", "ended")
-            and word(part.status.outcome, "cause") != "start_failed"
-            for part in self.parts
-        )
-
-    @property
-    def is_mute(self) -> bool:
-        """Whether none of the nodes that may still run can be heard."""
-        is_open = [part for part in self.parts if part.is_open]
-        return bool(is_open) and all(part.is_mute for part in is_open)
-
-    @property
-    def is_at_limit(self) -> bool:
-        """Whether ranks are stopping before a time limit: ends that they come to then are no failures."""
-        return any(part.status.supervisor.get("stop_cause") == TIME_LIMIT for part in self.parts)
-
-    @property
     def leftover(self) -> tuple[Leftover, ...]:
         """What may still run, were the controller to leave now."""
         return tuple(left for part in self.parts if (left := part.leftover(self.lease_s)) is not None)
 
-    @property
-    def unsynced(self) -> list[str]:
-        """Nodes that have ended, but whose files did not all arrive."""
-        return [part.name for part in self.parts if part.status.outcome is not None and not part.status.is_synced]
-
-    def start(self) -> None:
-        """Have every node begin."""
+    def follow(self, *, start: bool) -> None:
+        """Watch every node; start: have it begin."""
         for part in self.parts:
-            part.is_waiting = True
-            part.link.start(node_spec(self.plan, part.node, lease_s=self.lease_s))
-
-    def follow(self) -> None:
-        """Watch every node."""
-        for part in self.parts:
+            if start:
+                part.is_waiting = True
+                part.link.start(node_spec(self.plan, part.node, lease_s=self.lease_s))
             part.link.follow()
 
     def look(self) -> None:

@@ -48,23 +48,18 @@ _SAME_SIZES = ("all_reduce", "allreduce", "reduce_scatter", "all_gather", "allga
 class Collective(NamedTuple):
     """One collective as one rank entered it.
 
-    key: backend and group, whose collectives are numbered together. sizes: empty where those of ranks may differ.
+    key: backend and group, whose collectives are numbered together. what: that which all ranks must have alike, the
+    operation and its sizes, which are empty where those of ranks may differ.
     """
 
     key: tuple[str, str]
     seq: int
-    op: str
+    what: tuple[str, str]
     is_done: bool
     group: str
-    sizes: str
-
-    @property
-    def what(self) -> tuple[str, str]:
-        """That which all ranks must have alike."""
-        return self.op, self.sizes
 
     def __str__(self) -> str:
-        return one_line(f"{self.op} number {self.seq} of group {self.group}")
+        return one_line(f"{self.what[0]} number {self.seq} of group {self.group}")
 
 
 class Flight:
@@ -74,10 +69,9 @@ class Flight:
         entries = document["entries"][-MAX_ENTRIES:]
         self.collectives = [found for entry in entries if (found := _read_entry(entry)) is not None]
         self.newest = {one.key: one for one in sorted(self.collectives, key=lambda one: one.seq)}
-        groups = {str(name): members for name, members in table(document, "groups").items()}
         self.groups = {
-            name: tuple(rank for rank in members if isinstance(rank, int))
-            for name, members in groups.items()
+            str(name): tuple(rank for rank in members if isinstance(rank, int))
+            for name, members in table(document, "groups").items()
             if isinstance(members, list)
         }
         waiting = document.get("waiting")
@@ -92,7 +86,7 @@ def _read_entry(entry: Any) -> Collective | None:
     name, described = (str(entry.get(field, ""))[:200] for field in ("group", "desc"))
     sizes = str(entry.get("sizes"))[:500] if any(same in op for same in _SAME_SIZES) else ""
     group = described if described not in ("", "undefined") else name
-    return Collective((backend, name), seq, op, entry.get("state") == "completed", group, sizes)
+    return Collective((backend, name), seq, (op, sizes), entry.get("state") == "completed", group)
 
 
 _PACKAGE = re.compile(r".+/(?=(?:torch|engine|burst_cli|cluster)/)")
@@ -109,13 +103,6 @@ class Frame(NamedTuple):
         path = _PACKAGE.sub("", self.file)
         short = path if path != self.file else "/".join(path.split("/")[-3:])
         return one_line(f"{self.function} ({short}:{self.line})")
-
-
-class ThreadStack(NamedTuple):
-    """One thread, the frame that runs first. is_current: it took the signal."""
-
-    is_current: bool
-    frames: list[Frame]
 
 
 @dataclass(frozen=True)
@@ -135,8 +122,8 @@ class RankEvidence:
     flight: Mapping[str, Any] | None = None
 
     @functools.cached_property
-    def threads(self) -> list[ThreadStack]:
-        """What `stacks` says."""
+    def threads(self) -> list[list[Frame]]:
+        """What `stacks` says: see `parse_stacks`."""
         return parse_stacks(self.stacks or "")
 
     @functools.cached_property
@@ -152,8 +139,7 @@ class RankEvidence:
     @property
     def frames(self) -> list[Frame]:
         """Where its program is."""
-        main = main_thread(self.threads)
-        return [] if main is None else main.frames
+        return self.threads[0] if self.threads else []
 
     @property
     def place(self) -> str:
@@ -208,8 +194,8 @@ def _by_operation(ranks: Sequence[RankEvidence]) -> Culprit | None:
         odd = [rank for rank in ranks if rank.rank in entered and entered[rank.rank].what != (op, sizes)]
         own = entered[odd[0].rank]
         text = f"{_names(odd)} entered {own} where the others entered {op}"
-        if own.op == op:
-            text = f"{_names(odd)} entered {own} with sizes {own.sizes}, the others with {one_line(sizes)}"
+        if own.what[0] == op:
+            text = f"{_names(odd)} entered {own} with sizes {own.what[1]}, the others with {one_line(sizes)}"
         return _culprit(odd, text, certain=most > second)
     return None
 
@@ -380,39 +366,35 @@ _LEADING_FILES = (
 )
 
 
-def parse_stacks(text: str) -> list[ThreadStack]:
-    """The threads of the last dump in `text`, in its order; a file has one dump per request."""
-    threads: list[ThreadStack] = []
+def parse_stacks(text: str) -> list[list[Frame]]:
+    """The threads of the last dump in `text`, a file of which has one per request, each from the frame that runs.
+
+    First the thread that runs the program: it began in a module; else the one that took the signal.
+    """
+    threads, current = list[list[Frame]](), -1
     for line in _NEXT_DUMP.split(text[-MAX_TEXT:])[-1].splitlines():
         if (header := _HEADER.match(line)) is not None:
-            threads.append(ThreadStack(header[1] == "Current thread", []))
+            current = len(threads) if header[1] == "Current thread" else current
+            threads.append([])
         elif (frame := _FRAME.match(line)) is not None and threads:
-            threads[-1].frames.append(Frame(frame[1], frame[2], frame[3]))
-    return threads
+            threads[-1].append(Frame(frame[1], frame[2], frame[3]))
+    ends = [thread[-1] if thread else Frame("", "", "") for thread in threads]
+    began = [at for at, end in enumerate(ends) if end.file.startswith("<frozen runpy") or end.function == "<module>"]
+    main = threads.pop([*began, current][0]) if threads else None
+    return [] if main is None else [main, *threads]
 
 
-def main_thread(threads: Sequence[ThreadStack]) -> ThreadStack | None:
-    """The thread that runs the program: it began in a module; else the one that took the signal."""
-    for thread in threads:
-        first = thread.frames[-1] if thread.frames else None
-        if first is not None and (first.file.startswith("<frozen runpy") or first.function == "<module>"):
-            return thread
-    current = next((thread for thread in threads if thread.is_current), None)
-    return current or next(reversed(threads), None)
-
-
-def waits_in(threads: Sequence[ThreadStack]) -> str | None:
+def waits_in(threads: Sequence[Sequence[Frame]]) -> str | None:
     """Wherein the rank waits for others, as a function of torch or in words, or None."""
-    main = main_thread(threads)
-    if main is not None and main.frames and main.frames[0].function == "_engine_run_backward":
-        # On a GPU backward runs in a thread of its own.
-        calls = (_blocking_call(thread) for thread in threads if thread is not main)
-        return next((call for call in calls if call is not None), None)
-    return None if main is None else _blocking_call(main)
+    main = threads[0] if threads else []
+    # On a GPU backward runs in a thread of its own.
+    is_backward = bool(main) and main[0].function == "_engine_run_backward"
+    calls = map(_blocking_call, threads[1:] if is_backward else [main])
+    return next((call for call in calls if call is not None), None)
 
 
-def _blocking_call(thread: ThreadStack) -> str | None:
-    frames = (frame for frame in thread.frames if not any(part in frame.file for part in _LEADING_FILES))
+def _blocking_call(thread: Sequence[Frame]) -> str | None:
+    frames = (frame for frame in thread if not any(part in frame.file for part in _LEADING_FILES))
     frame = next(frames, None)
     if frame is None or frame.file.endswith(_BLOCKING_FILES):
         return frame and frame.function

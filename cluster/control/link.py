@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from cluster.agent.messages import STOP_GRACE_S, Message, MessageError, Spec, pack
 from cluster.errors import ClusterError
@@ -69,18 +69,14 @@ class NodeStatus:
         """How this part of the run ended, in a few words; None: nothing says that it has."""
         if self.outcome is None:
             return None
-        code = integer(self.outcome, "exit_code")
-        text = f"ended with exit code {code}" if code else "ended"
-        text = f"ended by signal {-code}" if code is not None and code < 0 else text
-        match word(self.outcome, "cause"):
-            case "lease":
-                text = "stopped by itself, because it heard nothing of its launcher"
-            case "start_failed":
-                text = "could not start"
-            case "stop":
-                by = word(self.outcome, "stop_cause")
-                text = f"stopped ({by})" if by else "stopped"
-        error = word(self.outcome, "error")
+        code, by = integer(self.outcome, "exit_code") or 0, word(self.outcome, "stop_cause")
+        how = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}" if code else "ended"
+        texts = {
+            "lease": "stopped by itself, because it heard nothing of its launcher",
+            "start_failed": "could not start",
+            "stop": f"stopped ({by})" if by else "stopped",
+        }
+        text, error = texts.get(str(word(self.outcome, "cause")), how), word(self.outcome, "error")
         return f"{text}: {error}" if error else text
 
 
@@ -176,20 +172,17 @@ class LaunchTiming:
     stacks_s: float = 10.0  # for the ranks of a run that hangs to write their stacks
 
 
-class Clock:
-    """Time as the controller sees it: that of this machine; tests have one that they move."""
+class Clock(Protocol):
+    """Time as the controller sees it: module `time` is one; tests have one that they move."""
 
     def monotonic(self) -> float:
         """Seconds that only go forward."""
-        return time.monotonic()
 
     def time_ns(self) -> int:
         """Nanoseconds since the epoch."""
-        return time.time_ns()
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float, /) -> None:
         """Let time pass."""
-        time.sleep(seconds)
 
 
 class StrangeAnswerError(ClusterError):
@@ -204,8 +197,7 @@ class AskedLink(NodeLink):
 
     def __init__(self, folder: str, node: str, start_s: float) -> None:
         self._folder, self.node, self._start_s = folder, node, start_s
-        # Guarded by `changed`, which is told of every change that somebody may wait for.
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards what follows, and is told of what somebody may wait for
         self._status = NodeStatus(node)
         self._problem: str | None = None
         self._requests: Message = {}  # what the node has not answered yet
@@ -233,7 +225,7 @@ class AskedLink(NodeLink):
 
     def beat(self) -> None:
         with self._changed:
-            self._requests["beat"] = True
+            self._requests["beat"] = time.monotonic()  # another wish each time
 
     def stop(self, cause: str, grace_s: float) -> None:
         self._request("stop", {"cause": cause, "grace_s": grace_s})

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.agent.folder import LEAD_LOGS, LEAD_WHOLE
-from cluster.agent.messages import Message, Spec, write_all
+from cluster.agent.messages import Message, write_all
 from cluster.code import NoAnswerError, NodeProgram
 from cluster.control.link import AskedLink, NodeStatus, StrangeAnswerError
 from cluster.errors import SshError, SshFailure
@@ -92,15 +92,6 @@ class SshLink(AskedLink):
         self._clocks: deque[tuple[int, int]] = deque(maxlen=_KEPT_ANSWERS)  # round trip, offset
         self._is_following = False
 
-    def start(self, spec: Spec) -> None:
-        super().start(spec)
-        if self._status.refusal is None:
-            self.follow()
-
-    def sweep(self) -> None:
-        super().sweep()
-        self.follow()
-
     def follow(self) -> None:
         """Copy what is there and what comes; returns at once."""
         with self._changed:
@@ -117,69 +108,42 @@ class SshLink(AskedLink):
             heard_s = time.monotonic() - self._heard_at
             return replace(status, heard_s=heard_s, problem=problem, clock_offset_ns=offset_ns)
 
+    def _request(self, name: str, wish: Any) -> None:
+        super()._request(name, wish)
+        self.follow()
+
     def close(self) -> None:
         """End the thread once it has asked for what is noted, without waiting for it."""
         with self._changed:
-            if self._is_closed:
-                return
-            self._is_closed = True
+            was_closed, self._is_closed = self._is_closed, True
             self._changed.notify_all()
-            thread = self._thread
-        if thread is None:
+        if self._thread is None and not was_closed:
             self._on_end()
-        else:
-            name = f"close {self.node}"
-            threading.Thread(target=self._close_soon, args=(thread,), name=name, daemon=True).start()
-
-    def join(self, timeout_s: float) -> bool:
-        """Wait for the thread of a closed link; whether it ended."""
-        if self._thread is not None:
-            self._thread.join(timeout_s)
-        return self._thread is None or not self._thread.is_alive()
-
-    def _close_soon(self, thread: threading.Thread) -> None:
-        """A dead link is not waited for."""
-        thread.join(_CLOSE_S)
-        self._disconnect()
+        elif not was_closed:
+            cutting = threading.Timer(_CLOSE_S, self._disconnect)  # a dead link is not waited for
+            cutting.daemon = True
+            cutting.start()
 
     # --- the thread ------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        try:
-            self._keep_asking()
-        finally:
-            self._disconnect()
-            self._on_end()
-
-    def _keep_asking(self) -> None:
         pause_s = self._timing.first_pause_s
         while not self._is_closed:
-            begin, refusal = time.monotonic(), None
+            begin = time.monotonic()
             try:
                 self._converse()
-            except NoAnswerError as error:
-                text, refusal = str(error), "command" if error.is_python_missing else None
-            except StrangeAnswerError as error:
-                text = f"it sends what makes no sense: {error}"
-            except SshError as error:
-                is_silent = error.kind is SshFailure.COMMAND_TIMEOUT
-                detail = f"nothing was heard for {self._timing.silence_s:.3g} s" if is_silent else error.detail
-                text = f"{detail}; {error.remedy}" if error.remedy else detail
-                refusal = "unreachable" if error.kind in _LASTING else None
             except Exception as error:  # a thread that dies would leave everybody waiting
-                text = one_line(f"{type(error).__name__}: {error}")
-            else:
-                return
-            self._note_end(text, refusal)
+                self._note_end(error)
             if time.monotonic() - begin > self._timing.longest_pause_s:
                 pause_s = self._timing.first_pause_s
             self._pause(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, self._timing.longest_pause_s)
+        self._disconnect()
+        self._on_end()
 
     def _converse(self) -> None:
         """Ask one agent until the link is closed and has nothing more to ask for."""
-        if self._connection is None:
-            self._connection = self._connect(self._host)
+        self._connection = self._connect(self._host)
         program = NodeProgram(self._connection, self._note_heard)
         self._is_following = False
         try:
@@ -187,7 +151,13 @@ class SshLink(AskedLink):
                 sent_ns = time.time_ns()
                 answer, data = program.ask(question, silence_s=self._timing.silence_s)
                 self._note_clock(sent_ns, time.time_ns(), answer)
-                self._heed(question, answer, data)
+                # The files first: what is final has all of them.
+                if "files" in answer and not self._copy.take(answer["files"], data):
+                    self._is_following = False
+                self._take(question, answer)
+                if answer.get("all") is True and self._is_following:
+                    with self._changed:
+                        self._status = replace(self._status, is_synced=self._status.outcome is not None)
                 if "files" not in answer:
                     self._pause(_PAUSE_S)
         finally:
@@ -207,15 +177,6 @@ class SshLink(AskedLink):
         question["budget"] = _BUDGET_BYTES if self._is_following else 0
         return question
 
-    def _heed(self, question: Message, answer: Message, data: bytes) -> None:
-        """The files first: what is final has all of them. Raises StrangeAnswerError."""
-        if "files" in answer and not self._copy.take(answer["files"], data):
-            self._is_following = False
-        self._take(question, answer)
-        if answer.get("all") is True and self._is_following:
-            with self._changed:
-                self._status = replace(self._status, is_synced=self._status.outcome is not None)
-
     def _note_clock(self, sent_ns: int, heard_ns: int, answer: Message) -> None:
         """The node's clock is told by the fastest answer."""
         got_ns, now_ns = integer(answer, "got_ns"), integer(answer, "now_ns")
@@ -227,10 +188,20 @@ class SshLink(AskedLink):
         with self._changed:
             self._heard_at = time.monotonic()
 
-    def _note_end(self, text: str, refusal: str | None) -> None:
-        """The connection is of no more use. refusal: a start that waits need not wait for the next one."""
+    def _note_end(self, error: Exception) -> None:
+        """The connection is of no more use. A start that waits need not wait for the next one, where that is no use."""
+        text, refusal = f"{type(error).__name__}: {error}", None
+        if isinstance(error, NoAnswerError):
+            text, refusal = str(error), "command" if error.is_python_missing else None
+        elif isinstance(error, StrangeAnswerError):
+            text = f"it sends what makes no sense: {error}"
+        elif isinstance(error, SshError):
+            silence = f"nothing was heard for {self._timing.silence_s:.3g} s"
+            text = silence if error.kind is SshFailure.COMMAND_TIMEOUT else error.detail
+            text = f"{text}; {error.remedy}" if error.remedy else text
+            refusal = "unreachable" if error.kind in _LASTING else None
         with self._changed:
-            self._problem = text
+            self._problem = one_line(text, 2000)
             if refusal is not None and "start" in self._requests:
                 self._refuse(refusal, text)
             self._changed.notify_all()

@@ -10,11 +10,12 @@ import contextlib
 import json
 import os
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from time import time_ns as now_ns
-from typing import Any
+from typing import Any, BinaryIO
 
 from testkit.connections import FakeConnection, FakeProcess
 from testkit.waiting import WAIT_S, wait_for
@@ -37,18 +38,13 @@ Script = Callable[["Stream"], None]
 
 
 class Stream:
-    """What an agent sees: `next` gives the launcher's questions (after the code), `write` sends bytes."""
+    """What an agent sees: `next` gives the launcher's questions, `write` sends bytes."""
 
-    def __init__(self, line: socket.socket) -> None:
-        self._line = line
-        self._reader = MessageReader(line.recv, 1 << 20)
+    def __init__(self, line: socket.socket, file: BinaryIO) -> None:
         self.write = line.sendall
-
-    def skip_code(self) -> None:
-        """Read what the launcher sends first, the agent's own modules; answer that it is here."""
-        left = int(self._exactly(10))
-        self._exactly(left)
+        file.read(int(file.read(10) or b"0"))  # the agent's own modules come first
         self.write(READY)
+        self._reader = MessageReader(file.read, 1 << 20)
 
     def next(self) -> Message | None:
         """The next question; None at the end."""
@@ -59,35 +55,18 @@ class Stream:
         """An answer."""
         self.write(pack({"got_ns": now_ns(), "now_ns": now_ns(), **answer}, data))
 
-    def answer(self, **answer: Any) -> Message:
-        """The next question, after its answer."""
-        question = self.next()
-        if question is None:
-            raise BrokenPipeError
-        self.say(**answer)
-        return question
-
     def wait_for_end(self) -> None:
         """Read until the launcher is gone, and answer nothing."""
         with contextlib.suppress(OSError):
             while self.next() is not None:
                 pass
 
-    def _exactly(self, size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            piece = self._line.recv(size - len(data))
-            if not piece:
-                raise BrokenPipeError
-            data += piece
-        return data
-
 
 class Wire:
     """The way to the node, as links want it from a pool.
 
     scripts: what the next agents are; when there are none left, `script`. cuts: after how many bytes the next lines
-    are cut (None: not). refusals: errors that the next connects give.
+    are cut (None: not). refusals: errors that the next connects give. fell: how agents end.
     """
 
     def __init__(self, script: Script) -> None:
@@ -98,8 +77,10 @@ class Wire:
         self.fell: dict[str, Any] = {"exit_code": 1, "stderr": b"Traceback: the agent\x1b[31m fell"}
         self.connects = 0
         self.processes: list[FakeProcess] = []
+        self.on_connect: Callable[[], object] = lambda: None
 
     def connect(self, host: Host) -> FakeConnection:
+        self.on_connect()
         self.connects += 1
         if self.refusals:
             raise self.refusals.popleft()
@@ -110,9 +91,8 @@ class Wire:
         script = self.scripts.popleft() if self.scripts else self.script
 
         def serve(line: socket.socket) -> None:
-            stream = Stream(line)
-            stream.skip_code()
-            script(stream)
+            with line.makefile("rb") as file:
+                script(Stream(line, file))
 
         cut_after = self.cuts.popleft() if self.cuts else None
         self.processes.append(FakeProcess(NODE, serve, cut_after=cut_after, **self.fell))
@@ -127,10 +107,10 @@ class Wire:
 class FakeNode:
     """A node's run folder with a supervisor that is only written down; `serve` is the real agent upon it."""
 
-    def __init__(self, folder: Path, node: str = NODE) -> None:
-        self.folder, self.node = folder, node
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         for part in ("logs", "nodes"):
-            (folder / part / node).mkdir(parents=True, exist_ok=True)
+            (folder / part / NODE).mkdir(parents=True, exist_ok=True)
         self.wire = Wire(self.serve)
 
     def serve(self, stream: Stream) -> None:
@@ -139,13 +119,9 @@ class FakeNode:
         while (question := stream.next()) is not None:
             stream.write(pack(*agent.answer(question)))
 
-    def place(self, run: Path) -> NodePlace:
-        """For links to this node."""
-        return NodePlace(run, self.node, str(self.folder), lead=True)
-
-    def link(self, run: Path, timing: LinkTiming = FAST) -> SshLink:
+    def link(self, run: Path, timing: LinkTiming = FAST, **more: Any) -> SshLink:
         """A link over the wire."""
-        return SshLink(HOST, lambda host: self.wire.connect(host), self.place(run), timing)
+        return SshLink(HOST, self.wire.connect, NodePlace(run, NODE, str(self.folder), lead=True), timing, **more)
 
     def append(self, path: str, data: bytes) -> None:
         """More of a log."""
@@ -164,14 +140,13 @@ class FakeNode:
 
     def write(self, name: str, document: Message) -> None:
         """A file of the supervisor."""
-        path = self.folder / "nodes" / self.node / name
-        temporary = path.with_name(f".{name}")
-        temporary.write_text(json.dumps(document))
-        temporary.replace(path)
+        path = self.folder / "nodes" / NODE / name
+        path.with_name(f".{name}").write_text(json.dumps(document))
+        path.with_name(f".{name}").replace(path)
 
     def read(self, name: str) -> Message | None:
         """A request to the supervisor, or what it wrote."""
-        path = self.folder / "nodes" / self.node / name
+        path = self.folder / "nodes" / NODE / name
         return json.loads(path.read_text()) if path.exists() else None
 
 
@@ -186,6 +161,11 @@ def spec_of(node: FakeNode) -> Spec:
     return Spec(RUN_ID, NODE, 0, 1, 0, 2, str(node.folder), argv, "/", {"KEY": "value"}, (("config.yaml", "a: 1"),))
 
 
+def wait_for_ends(timeout_s: float = 60.0) -> None:
+    """Return once the threads of all links, which are closed, have ended."""
+    wait_for(lambda: all(f"link to {NODE}" != thread.name for thread in threading.enumerate()), "links", timeout_s)
+
+
 @contextlib.contextmanager
 def closing(*links: SshLink) -> Iterator[None]:
     """Close links at the end, and see that their threads end."""
@@ -194,8 +174,7 @@ def closing(*links: SshLink) -> Iterator[None]:
     finally:
         for link in links:
             link.close()
-        for link in links:
-            assert link.join(60.0)
+        wait_for_ends()
 
 
 def begin(link: NodeLink, spec: Spec, timeout_s: float = WAIT_S) -> None:

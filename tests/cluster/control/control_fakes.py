@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,22 @@ from cluster.control.controller import Manner, control
 from cluster.control.link import LaunchOutcome, LaunchTiming, NodeLink, NodeStatus, Phase, StartRefusedError
 from cluster.failure import Failure
 from cluster.launch.local import build_local_plan
-from cluster.plan import LaunchPlan, with_files
+from cluster.plan import with_files
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig, TrainConfig
 from engine.runs.folder import RunFolder, create_run, new_run_path
 from engine.runs.records import append_json_line, replace_json
 
 STEPS = 10
+TIMING = LaunchTiming()
 
 
 @dataclass
 class FakeLink(NodeLink):
-    """One node. obeys_s: how long it takes to end once it is asked to; None: only when killed; deaf: not even then."""
+    """One node. obeys_s: how long it takes to end once it is asked to; None: only when killed; deaf: not even then.
+
+    is_held: it does not answer to a start until `let_go`. mute: ranks that write no stacks although they are asked.
+    """
 
     node: str
     run: RunFolder
@@ -39,7 +42,7 @@ class FakeLink(NodeLink):
     deaf: bool = False
     refusal: StartRefusedError | None = None
     is_begun: bool = False
-    is_held: bool = False  # the node does not answer to a start until `let_go`
+    is_held: bool = False
     phase: Phase = "none"
     outcome: dict[str, Any] | None = None
     supervisor: dict[str, Any] = field(default_factory=dict)
@@ -47,14 +50,15 @@ class FakeLink(NodeLink):
     silent_since: float | None = None
     is_synced: bool = True
     states: Mapping[str, str] = field(default_factory=dict)
-    stops: list[tuple[float, str, float]] = field(default_factory=list)
+    mute: frozenset[str] = frozenset()
+    # What it was asked for.
     specs: list[Spec] = field(default_factory=list)
     beats: list[float] = field(default_factory=list)
-    sweeps: int = 0
-    mute: frozenset[str] = frozenset()  # ranks that write no stacks although they are asked
+    stops: list[tuple[float, str, float]] = field(default_factory=list)
     nonces: list[str] = field(default_factory=list)
-    is_closed: bool = False
+    sweeps: int = 0
     is_followed: bool = False
+    is_closed: bool = False
 
     def start(self, spec: Spec) -> None:
         self.specs.append(spec)
@@ -64,24 +68,21 @@ class FakeLink(NodeLink):
     def let_go(self) -> None:
         """Answer to the start."""
         self.is_held, self.is_begun = False, self.refusal is None
-        if self.is_begun:
-            self.phase = "running"
+        self.phase = "running" if self.is_begun else "none"
 
     def follow(self) -> None:
         self.is_followed = True
 
     def poll(self) -> NodeStatus:
-        heard_s = 0.0 if self.silent_since is None else self.clock.now - self.silent_since
-        problem = None if self.silent_since is None else "timed out"
-        synced = self.is_synced and self.outcome is not None
+        is_silent = self.silent_since is not None
         return NodeStatus(
             self.node,
             self.phase,
             self.outcome,
             self.health,
-            heard_s,
-            synced,
-            problem,
+            heard_s=self.clock.now - self.silent_since if self.silent_since is not None else 0.0,
+            is_synced=self.is_synced and self.outcome is not None,
+            problem="timed out" if is_silent else None,
             supervisor=self.supervisor,
             is_begun=self.is_begun,
             refusal=None if self.is_held or not self.specs else self.refusal,
@@ -93,20 +94,18 @@ class FakeLink(NodeLink):
 
     def stop(self, cause: str, grace_s: float) -> None:
         self.stops.append((self.clock.now, cause, grace_s))
-        if self.deaf or self.silent_since is not None:
-            return
         after_s = grace_s if self.obeys_s is None else min(self.obeys_s, grace_s)
         at_ns = self.clock.time_ns()
-        self.clock.after(after_s, lambda: self.end(None, "stop", stop_cause=cause, stop_at_ns=at_ns))
+        if not self.deaf and self.silent_since is None:
+            self.clock.after(after_s, lambda: self.end(None, "stop", stop_cause=cause, stop_at_ns=at_ns))
 
     def request_stacks(self, nonce: str) -> None:
         self.nonces.append(nonce)
+        facts = {
+            rank: {"pid": 1, "state": state, "answered": rank not in self.mute} for rank, state in self.states.items()
+        }
         if self.silent_since is None:
-            ranks = {
-                rank: {"pid": 1, "state": state, "answered": rank not in self.mute}
-                for rank, state in self.states.items()
-            }
-            self.clock.after(1.0, lambda: self.leave("stacks_done.json", {"nonce": nonce, "ranks": ranks}))
+            self.clock.after(1.0, lambda: self.leave("stacks_done.json", {"nonce": nonce, "ranks": facts}))
 
     def sweep(self) -> None:
         self.sweeps += 1
@@ -130,10 +129,13 @@ class FakeLink(NodeLink):
 
     def torchrun_says(self, local_rank: int, exit_code: int) -> None:
         """torchrun names the rank that failed first."""
-        log = self.run.log_dir(self.node) / "torchrun.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a") as file:
-            file.write(f"failed (exitcode: {exit_code}) local_rank: {local_rank} (pid: 100) of binary: python\n")
+        self.log(f"failed (exitcode: {exit_code}) local_rank: {local_rank} (pid: 100) of binary: python\n")
+
+    def log(self, text: str) -> None:
+        """torchrun says it."""
+        self.run.log_dir(self.node).mkdir(parents=True, exist_ok=True)
+        with (self.run.log_dir(self.node) / "torchrun.log").open("a") as file:
+            file.write(text)
 
     def rank_error(self, rank: int, kind: str = "exception", **more: Any) -> None:
         """A rank leaves its error."""
@@ -150,23 +152,25 @@ class FakeLink(NodeLink):
 
 
 class World:
-    """A run on `names`, each with `local_ranks`; its links, its clock, and whoever watches."""
+    """A run on `names`, none of which is this machine, each with two ranks; its links, its clock, and who watches."""
 
-    def __init__(
-        self, tmp_path: Path, names: Sequence[str] = ("n1", "n2"), local_ranks: int = 2, **cluster: Any
-    ) -> None:
-        self.plan = make_plan(tmp_path, names, local_ranks, **cluster)
-        self.run = create_run(Path(self.plan.run_path), dict(self.plan.files))
+    def __init__(self, tmp_path: Path, names: Sequence[str] = ("n1", "n2"), **cluster: Any) -> None:
+        path = new_run_path(tmp_path / "runs", "tiny")
+        settings = ClusterConfig(ranks_per_node=2, **cluster)
+        config = RunConfig(cluster=settings, train=TrainConfig(steps=STEPS, seq_len=64))
+        plan = build_local_plan(config, node_facts(names[0]), path)
+        nodes = [replace(plan.nodes[0], name=name, node_rank=at, first_rank=2 * at) for at, name in enumerate(names)]
+        self.plan = with_files(replace(plan, nodes=tuple(nodes), world_size=2 * len(names)))
+        self.run = create_run(path, dict(self.plan.files))
         self.clock, self.observer, self.stop = Clock(), Observer(), StopRequests()
         self.links = [FakeLink(name, self.run, self.clock) for name in names]
 
-    def lead(self, *, start: bool = True, detached: bool = False, timing: LaunchTiming | None = None) -> LaunchOutcome:
+    def lead(self, *, detached: bool = False, timing: LaunchTiming = TIMING) -> LaunchOutcome:
         """Lead the run to its end."""
-        links: list[NodeLink] = list(self.links)
-        manner = Manner(start, detached, timing or LaunchTiming(), self.clock)
-        return control(self.plan, self.run, links, self.observer, self.stop, manner)
+        manner = Manner(detached=detached, timing=timing, clock=self.clock)
+        return control(self.plan, self.run, self.links, self.observer, self.stop, manner)
 
-    def failure(self, timing: LaunchTiming | None = None) -> Failure:
+    def failure(self, timing: LaunchTiming = TIMING) -> Failure:
         """Why the run, led to its end, failed."""
         failure = self.lead(timing=timing).failure
         assert failure is not None
@@ -209,16 +213,3 @@ class World:
     @property
     def state(self) -> dict[str, Any]:
         return self.run.read_state()
-
-
-def make_plan(tmp_path: Path, names: Sequence[str], local_ranks: int, **cluster: Any) -> LaunchPlan:
-    """A plan for several nodes, none of which is this machine."""
-    path = new_run_path(tmp_path / "runs", "tiny")
-    settings = ClusterConfig(ranks_per_node=local_ranks, **cluster)
-    config = RunConfig(cluster=settings, train=TrainConfig(steps=STEPS, seq_len=64))
-    plan = build_local_plan(config, node_facts(names[0]), path)
-    nodes = tuple(
-        dataclasses.replace(plan.nodes[0], name=name, node_rank=number, first_rank=number * local_ranks)
-        for number, name in enumerate(names)
-    )
-    return with_files(dataclasses.replace(plan, nodes=nodes, world_size=len(names) * local_ranks))

@@ -16,8 +16,8 @@ from cluster.control.link import NodeStatus
 from cluster.failure import Death, Failure, KillFacts, Kind, NodeEvidence, failure_from_dict, find_failure, first_death
 from engine.config.settings import RunConfig
 
-NODES, LOCAL_RANKS = 4, 2
-CULPRIT = 5  # on the third node
+LOCAL_RANKS = 2
+CULPRIT = 5  # on the third of four nodes
 SECOND_NS = 1_000_000_000
 START_NS = 1_700_000_000 * SECOND_NS
 
@@ -28,56 +28,41 @@ def error(rank: int, kind: str = "exception", at_s: float = 0.0, **more: Any) ->
 
 
 @st.composite
-def echo(draw: st.DrawFn, rank: int) -> tuple[list[dict[str, Any]], Death | None, int]:
-    """(errors, what torchrun named, its exit code) of a rank that only noticed that another one was gone."""
+def echo(draw: st.DrawFn, rank: int) -> tuple[list[dict[str, Any]], Death | None]:
+    """(errors, what torchrun named) of a rank that only noticed that another one was gone."""
     at_s = draw(st.floats(0.01, 30.0))
     which = draw(st.sampled_from(["peer_lost", "aborted", "terminated", "stopped"]))
-    if which == "peer_lost":
-        return [error(rank, "peer_lost", at_s)], Death(rank, 1), 1
-    if which == "aborted":
-        return [], Death(rank, -signal.SIGABRT, at_ns=START_NS + int(at_s * SECOND_NS)), 1
-    if which == "terminated":
-        return [], Death(rank, -signal.SIGTERM), 1
-    return [], None, 1
+    deaths = {
+        "peer_lost": Death(rank, 1),
+        "aborted": Death(rank, -signal.SIGABRT, at_ns=START_NS + int(at_s * SECOND_NS)),
+        "terminated": Death(rank, -signal.SIGTERM),
+    }
+    return [error(rank, "peer_lost", at_s)] if which == "peer_lost" else [], deaths.get(which)
 
 
-def cause(kind: str) -> NodeEvidence:
-    """The third node, whose rank 5 (or which itself) failed first."""
-    if kind == "killed":
-        return NodeEvidence("n2", (), Death(CULPRIT, -signal.SIGKILL, at_ns=START_NS), exit_code=1)
-    if kind == "crashed":
-        return NodeEvidence("n2", (), Death(CULPRIT, -signal.SIGSEGV), exit_code=1)
-    if kind == "seen by the supervisor alone":
-        return NodeEvidence("n2", (), None, (Death(CULPRIT, -signal.SIGKILL, at_ns=START_NS),), exit_code=1)
-    if kind == "raised":
-        return NodeEvidence("n2", [error(CULPRIT)], Death(CULPRIT, 1), exit_code=1)
-    if kind == "exited":
-        return NodeEvidence("n2", (), Death(CULPRIT, 7), exit_code=1)
-    if kind == "left early":
-        return NodeEvidence("n2", (), None, (Death(CULPRIT, 0, at_ns=START_NS),), exit_code=1)
-    if kind == "lost":
-        return NodeEvidence("n2", lost="nothing was heard of it", lost_at_ns=START_NS)
-    return NodeEvidence("n2", exit_code=-signal.SIGKILL)
+# The third node, whose rank 5 (or which itself) failed first.
+CAUSES = {
+    "killed": NodeEvidence("n2", (), Death(CULPRIT, -signal.SIGKILL, at_ns=START_NS), exit_code=1),
+    "crashed": NodeEvidence("n2", (), Death(CULPRIT, -signal.SIGSEGV), exit_code=1),
+    "seen by the supervisor": NodeEvidence("n2", vanished=(Death(CULPRIT, -9, at_ns=START_NS),), exit_code=1),
+    "raised": NodeEvidence("n2", [error(CULPRIT)], Death(CULPRIT, 1), exit_code=1),
+    "exited": NodeEvidence("n2", (), Death(CULPRIT, 7), exit_code=1),
+    "left early": NodeEvidence("n2", vanished=(Death(CULPRIT, 0, at_ns=START_NS),), exit_code=1),
+    "lost": NodeEvidence("n2", lost="nothing was heard of it", lost_at_ns=START_NS),
+    "agent killed": NodeEvidence("n2", exit_code=-signal.SIGKILL),
+}
 
 
-KINDS = ("killed", "crashed", "seen by the supervisor alone", "raised", "exited", "left early", "lost", "agent killed")
-
-
-def is_blamed(failure: Failure, kind: str) -> bool:
-    rank = None if kind in ("lost", "agent killed") else CULPRIT
-    return (failure.rank, failure.host) == (rank, "n2")
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CAUSES)
 @settings(max_examples=30)
 @given(data=st.data())
 def test_echoes_never_change_the_blame_whatever_they_say_and_in_whichever_order(kind: str, data: st.DataObject) -> None:
-    nodes = [cause(kind)]
+    nodes = [CAUSES[kind]]
     for number in (0, 1, 3):
-        errors, death, code = data.draw(echo(LOCAL_RANKS * number))
-        more, _, _ = data.draw(echo(LOCAL_RANKS * number + 1))
-        nodes.append(NodeEvidence(f"n{number}", data.draw(st.permutations(errors + more)), death, exit_code=code))
-    assert is_blamed(find_failure(data.draw(st.permutations(nodes))), kind)
+        (errors, death), (more, _) = (data.draw(echo(LOCAL_RANKS * number + rank)) for rank in range(LOCAL_RANKS))
+        nodes.append(NodeEvidence(f"n{number}", data.draw(st.permutations(errors + more)), death, exit_code=1))
+    failure = find_failure(data.draw(st.permutations(nodes)))
+    assert (failure.rank, failure.host) == (None if kind in ("lost", "agent killed") else CULPRIT, "n2")
 
 
 @given(times=st.lists(st.floats(0, 100), min_size=2, max_size=6, unique_by=lambda at_s: int(at_s * SECOND_NS)))
@@ -91,12 +76,6 @@ def test_earliest_of_several_own_errors_is_the_cause(times: list[float]) -> None
 def test_without_times_the_verdict_does_not_depend_on_the_order_of_nodes(order: list[int]) -> None:
     nodes = [NodeEvidence(f"n{rank}", (), Death(rank, 3), exit_code=1) for rank in range(4)]
     assert find_failure([nodes[number] for number in order]).rank == 0
-
-
-def test_errors_after_the_loss_of_a_node_are_its_echo_and_those_before_are_not() -> None:
-    lost = NodeEvidence("n2", lost="silent", lost_at_ns=START_NS + 5 * SECOND_NS)
-    assert find_failure([lost, NodeEvidence("n0", [error(0, at_s=9.0)])]).host == "n2"
-    assert find_failure([lost, NodeEvidence("n0", [error(0, at_s=1.0)])]).host == "n0"
 
 
 KERNEL = KillFacts("the count rose", "Perhaps memory.", {"peak_bytes": 5})
@@ -118,12 +97,18 @@ def seen(*ends: tuple[int, int | None, int], node: str = "n1", **more: Any) -> N
 
 
 LOST_PEER = NodeEvidence("n0", [error(0, "peer_lost", 0.2)])
+LOST = NodeEvidence("n2", lost="silent", lost_at_ns=START_NS + 5 * SECOND_NS)
+KERNELS_WORDS = "the kernel killed the process (SIGKILL) because host memory ran out: the count rose"
+KILLED_WORDS = "torchrun was ended by signal 9 (SIGKILL). Perhaps memory. No rank reported an error."
 
 
 @pytest.mark.parametrize(
     ("nodes", "facts"),
     [
         ([alone([error(2, step=7), error(0)], Death(2, 1))], {"rank": 2, "step": 7, "status": "failed"}),
+        # Errors after the loss of a node are its echo, those before are not.
+        ([LOST, NodeEvidence("n0", [error(0, at_s=9.0)])], {"host": "n2"}),
+        ([LOST, NodeEvidence("n0", [error(0, at_s=1.0)])], {"host": "n0"}),
         # Loud echoes of who says nothing.
         ([alone([error(0, "peer_lost"), error(2)], Death(1, -9))], {"rank": 1, "kind": "signal"}),
         ([alone([error(0, "peer_lost"), error(2)], Death(1, -4))], {"rank": 1, "kind": "signal"}),
@@ -140,9 +125,11 @@ LOST_PEER = NodeEvidence("n0", [error(0, "peer_lost", 0.2)])
         ([alone([error(0, "config", exit_code=2)])], {"exit_code": 2}),
         # Who was killed, and by whom.
         ([alone([], Death(0, -9), -9, kill=KERNEL)], {"status": "oom", "rank": 0, "memory": {"peak_bytes": 5}}),
+        ([alone([], Death(0, -9), kill=KERNEL)], {"message": KERNELS_WORDS}),
         ([alone([], Death(0, -9), -9, kill=SOMEBODY)], {"status": "failed", "signal": "SIGKILL", "memory": None}),
         ([alone([], None, -9, kill=KERNEL)], {"status": "oom", "rank": None, "memory": {"peak_bytes": 5}}),
         ([alone([], None, -9, kill=SOMEBODY)], {"kind": "launcher", "signal": "SIGKILL", "memory": None}),
+        ([alone([], None, -9, kill=SOMEBODY)], {"message": KILLED_WORDS}),
         ([alone([error(1)], Death(1, 1), kill=KERNEL)], {"kind": "exception"}),
         ([alone([], Death(1, -11), kill=KERNEL)], {"kind": "signal"}),
         ([seen((0, -9, 0), (1, -9, 0), node="n0", exit_code=-9)], {"kind": "launcher", "rank": None, "host": "n0"}),
@@ -152,6 +139,7 @@ LOST_PEER = NodeEvidence("n0", [error(0, "peer_lost", 0.2)])
         ([seen((3, None, 0), (2, None, 0)), LOST_PEER], {"kind": "peer_lost"}),
         ([seen((1, None, 5), exit_code=0), LOST_PEER], {"type": "EarlyExit", "rank": 1, "host": "n1"}),
         ([alone([], None, 1)], {"kind": "launcher", "rank": None}),
+        ([alone([], None, 3)], {"message": "torchrun ended with exit code 3 and no rank reported an error"}),
         ([alone([], None, 0)], {"type": "EarlyExit", "rank": None}),
         ([NodeEvidence("n0")], {"kind": "launcher", "type": "Incomplete"}),
         # Ends that mostly follow another's.
@@ -162,15 +150,6 @@ LOST_PEER = NodeEvidence("n0", [error(0, "peer_lost", 0.2)])
 def test_first_cause_is_found(nodes: list[NodeEvidence], facts: dict[str, Any]) -> None:
     failure = find_failure(nodes)
     assert {name: getattr(failure, name) for name in facts} == facts
-
-
-def test_words_say_how_a_process_ended() -> None:
-    told = [find_failure([alone([], None, code, kill=SOMEBODY)]).message for code in (-9, 3)]
-    assert told == [
-        "torchrun was ended by signal 9 (SIGKILL). Perhaps memory. No rank reported an error.",
-        "torchrun ended with exit code 3 and no rank reported an error",
-    ]
-    assert "the count rose" in find_failure([alone([], Death(0, -9), kill=KERNEL)]).message
 
 
 TORCHRUN_LOG = """\
@@ -202,8 +181,10 @@ RUN = Path("/runs/tiny/20260101-000000-abcdef")
         *((Failure(kind, "T", "m"), " ") for kind in get_args(Kind)),
     ],
 )
-def test_every_kind_of_failure_has_advice(failure: Failure, words: str) -> None:
+def test_every_kind_of_failure_has_advice_and_survives_run_json(failure: Failure, words: str) -> None:
     assert words in advice(failure, RUN, RunConfig())
+    told = Failure("hang", "Hang", "rank 1 is stopped", 1, "n0", details=("a line",), stacks="/x")
+    assert [failure_from_dict(one.to_dict()) for one in (failure, told)] == [failure, told]
 
 
 @given(
@@ -212,10 +193,11 @@ def test_every_kind_of_failure_has_advice(failure: Failure, words: str) -> None:
         st.none() | st.integers() | st.text(max_size=5) | st.lists(st.integers(), max_size=2) | st.booleans(),
     )
 )
-def test_error_files_may_hold_anything(document: dict[str, Any]) -> None:
+def test_error_files_and_failures_may_hold_anything(document: dict[str, Any]) -> None:
     failure = find_failure([NodeEvidence("n0", [document])])
     assert failure.exit_code in (1, 2)
     assert isinstance(failure.to_dict(), dict)
+    assert failure_from_dict({"kind": "nonsense"}) is failure_from_dict(None) is None
 
 
 @pytest.mark.parametrize(
@@ -234,10 +216,3 @@ def test_error_files_may_hold_anything(document: dict[str, Any]) -> None:
 )
 def test_end_of_a_node_is_said_in_a_few_words(outcome: dict[str, Any] | None, end: str | None) -> None:
     assert NodeStatus("n1", "ended", outcome).end == end
-
-
-def test_failure_survives_run_json() -> None:
-    failure = Failure("hang", "Hang", "rank 1 is stopped", 1, "n0", details=("a line",), stacks="/x")
-    assert failure_from_dict(failure.to_dict()) == failure
-    assert failure_from_dict({"kind": "nonsense"}) is None
-    assert failure_from_dict(None) is None

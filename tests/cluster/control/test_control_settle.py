@@ -8,14 +8,23 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from control_fakes import FakeLink, Observer, World
 from testkit import PYTHON_PATH
 
-from cluster.control.attempt import CANCEL_FILE, LOCK_FILE, Controller, RunState, StopRequests, controlling, read_cancel
+from cluster.control.attempt import (
+    CANCEL_FILE,
+    LOCK_FILE,
+    CancelFile,
+    Controller,
+    RunState,
+    StopRequests,
+    controlling,
+    read_cancel,
+)
 from cluster.control.controller import Manner, Opener, control, request_cancel, settle
 from cluster.control.link import NodeLink
 from cluster.plan import LaunchPlan, PlanFileError
@@ -45,81 +54,76 @@ def look(world: World) -> RunState:
     return settle(world.run, 5.0, opener(world), world.clock)
 
 
-def test_run_that_goes_on_is_said_to_and_its_lease_not_renewed(world: World) -> None:
-    settled = look(world)
-    assert (settled.state, settled.problem, settled.is_final) == ("running", None, False)
-    assert [status.phase for status in settled.nodes] == ["running", "running"]
-    assert all(not link.beats and not link.stops and link.is_closed for link in world.links)
-
-
-def test_run_whose_nodes_stopped_for_want_of_a_launcher_has_failed(world: World) -> None:
+def end_by_lease(world: World) -> None:
     for link in world.links:
         link.end(None, "lease", stop_at_ns=world.clock.time_ns(), stop_cause="no word from the launcher")
     world.links[0].rank_error(0, "peer_lost")
-    settled = look(world)
-    assert settled.state == "failed"
-    failure = world.state["failure"]
-    assert failure["type"] == "LauncherLost"
-    assert "n1, n2" in failure["message"]
 
 
-def test_failure_before_the_lease_ended_is_told_instead(world: World) -> None:
+def fail_before_the_lease_ends(world: World) -> None:
     world.links[1].rank_error(3, message="the tenth expert is missing")
     world.links[1].end(1)
     world.links[0].end(None, "lease", stop_at_ns=world.clock.time_ns() + 10**9)
-    look(world)
-    assert world.state["failure"]["message"] == "the tenth expert is missing"
 
 
-def test_run_that_completed_unseen_is_completed(world: World) -> None:
-    world.complete()
-    look(world)
-    assert (world.state["state"], world.state["exit_code"]) == ("completed", 0)
-
-
-def test_run_that_somebody_stopped_on_the_nodes_was_cancelled(world: World) -> None:
+def be_stopped_on_the_nodes(world: World) -> None:
     for link in world.links:
         link.end(None, "stop", stop_cause="SIGTERM")
-    look(world)
-    assert (world.state["state"], world.state["exit_code"]) == ("cancelled", 130)
 
 
-def test_node_that_cannot_be_heard_leaves_the_truth_open(world: World) -> None:
+def be_unheard(world: World) -> None:
     world.links[0].end(None, "lease")
-    world.links[1].silent_since = world.clock.now
-    settled = look(world)
-    assert settled.state == "running"
-    assert "n2 (timed out)" in str(settled.problem)
+    world.go_silent(1)
+
+
+def lose_a_supervisor(world: World) -> None:
+    world.links[0].end(None, "lease")
+    world.links[1].phase = "lost"
+
+
+def know_nothing(world: World) -> None:
+    for link in world.links:
+        link.phase = "none"
+
+
+@pytest.mark.parametrize(
+    ("act", "state", "exit_code", "words"),
+    [
+        (lambda world: None, "running", 0, ""),
+        (end_by_lease, "failed", 1, "LauncherLost the launcher was gone for 60 s, so these nodes stopped their ranks"),
+        (fail_before_the_lease_ends, "failed", 1, "the tenth expert is missing"),
+        (World.complete, "completed", 0, ""),
+        (be_stopped_on_the_nodes, "cancelled", 130, ""),
+        (be_unheard, "running", 3, "no answer of n2 (timed out)"),
+        (lose_a_supervisor, "failed", 1, ""),
+        (know_nothing, "failed", 1, "before any node had begun"),
+    ],
+)
+def test_what_became_of_a_run_is_found_out_and_nothing_is_done_to_it(
+    world: World, act: Callable[[World], None], state: str, exit_code: int, words: str
+) -> None:
+    act(world)
+    settled, failure = look(world), world.state["failure"] or {"type": "", "message": ""}
+    is_final = state != "running"
+    assert (settled.state, settled.exit_code, settled.is_final) == (state, exit_code, is_final)
+    assert (world.state["state"], world.state["exit_code"]) == (state, exit_code if is_final else None)
+    assert words in (settled.problem or f"{failure['type']} {failure['message']}")
+    assert [status.phase for status in settled.nodes] == [link.phase for link in world.links]
+    assert not any(link.beats or link.stops for link in world.links)
+    assert all(link.is_closed for link in world.links)
+    assert [link.sweeps for link in world.links] == [0, act is lose_a_supervisor]
     assert world.clock.now < 1006.5
 
 
-def test_supervisor_that_died_with_its_launcher_is_swept_and_judged(world: World) -> None:
-    world.links[0].end(None, "lease")
-    world.links[1].phase = "lost"
-    look(world)
-    assert world.state["state"] == "failed"
-    assert world.links[1].sweeps == 1
-
-
-def test_run_that_never_began_anywhere_has_failed(world: World) -> None:
-    for link in world.links:
-        link.phase = "none"
-    look(world)
-    assert "before any node had begun" in world.state["failure"]["message"]
-
-
-def test_run_with_a_controller_is_only_reported(world: World) -> None:
+def test_run_that_is_led_or_gets_a_controller_meanwhile_is_only_reported(world: World) -> None:
     with controlling(world.run):
-        settled = look(world)
-    assert settled.controller is not None
-    assert not world.links[0].is_followed
-
-
-def test_run_that_gets_a_controller_meanwhile_is_only_reported(world: World) -> None:
+        led = look(world)
     with (world.run.path / LOCK_FILE).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)  # as seen by who looks, nobody's; as seen by who takes it, somebody's
-        settled = look(world)
-    assert (settled.state, settled.controller) == ("running", Controller(None, None, None))
+        taken = look(world)
+    assert led.controller is not None
+    assert led.controller.pid == os.getpid()
+    assert (taken.state, taken.controller) == ("running", Controller(None, None, None))
     assert not world.links[0].is_followed
 
 
@@ -156,7 +160,7 @@ def test_run_that_no_launcher_started_is_told_apart(tmp_path: Path) -> None:
         settle(run)
 
 
-# --- cancel -----------------------------------------------------------------------------------------------------------
+# --- cancel and take over ---------------------------------------------------------------------------------------------
 
 
 class EndingLink(FakeLink):
@@ -172,35 +176,25 @@ def test_run_that_nobody_leads_is_stopped_from_here(world: World) -> None:
     settled = request_cancel(world.run, opener=opener(world))
     assert (settled.state, world.state["exit_code"]) == ("cancelled", 130)
     assert [link.stops[0][1:] for link in world.links] == [("burst cancel", 12.0)] * 2
+    assert request_cancel(world.run).state == "cancelled"  # it stays as it is
 
 
-def test_run_that_is_led_elsewhere_gets_the_request(world: World) -> None:
+def test_run_that_is_led_elsewhere_gets_the_request_and_a_damaged_one_counts(world: World) -> None:
     with controlling(world.run):
         settled = request_cancel(world.run, grace_s=0.0, wait_s=0.3, opener=opener(world))
-    assert settled.problem is not None
-    request = read_cancel(world.run)
-    assert request is not None
-    assert (request.cause, request.grace_s) == ("burst cancel", 0.0)
+    assert settled.problem == "it was asked to stop, but has not ended after 0.3 s"
+    assert read_cancel(world.run) == CancelFile("burst cancel", 0.0)
+    (world.run.path / CANCEL_FILE).write_text("{")
+    assert read_cancel(world.run) == CancelFile("burst cancel", None)
 
 
-def test_planned_run_is_cancelled_without_any_node(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    assert request_cancel(world.run).state == "cancelled"
-
-
-def test_run_that_has_ended_stays_as_it_is(world: World) -> None:
-    world.run.transition("completed")
-    assert request_cancel(world.run).state == "completed"
-
-
-def test_damaged_request_counts(world: World) -> None:
-    (world.run.path / "cancel.json").write_text("{")
-    request = read_cancel(world.run)
-    assert request is not None
-    assert request.grace_s is None
-
-
-# --- take over --------------------------------------------------------------------------------------------------------
+def test_planned_run_is_cancelled_without_any_node_unless_it_is_just_being_launched(tmp_path: Path) -> None:
+    run = World(tmp_path).run
+    with controlling(run):
+        request_cancel(run, wait_s=0.1)
+        assert run.read_state()["state"] == "planned"
+        assert (run.path / CANCEL_FILE).exists()
+    assert request_cancel(run).state == "cancelled"
 
 
 def test_run_is_taken_over_and_led_to_its_end(world: World) -> None:
@@ -229,11 +223,3 @@ def test_request_that_a_beginning_controller_forgot_is_made_again(world: World) 
         settled = request_cancel(world.run, wait_s=60.0, stop=leave)
     assert len(seen) == 2
     assert settled.problem is not None
-
-
-def test_planned_run_that_is_just_being_launched_is_not_declared_cancelled(tmp_path: Path) -> None:
-    run = World(tmp_path).run
-    with controlling(run):
-        request_cancel(run, wait_s=0.1)
-        assert run.read_state()["state"] != "cancelled"
-        assert (run.path / CANCEL_FILE).exists()

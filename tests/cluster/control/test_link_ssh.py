@@ -9,15 +9,13 @@ import random
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from time import time_ns as now_ns
 
 import pytest
-from agent_rig import LOG, NODE, RUN_ID, FakeNode, Stream, begin, closing, spec_of, status, swept
+from agent_rig import LOG, NODE, RUN_ID, FakeNode, Stream, begin, closing, spec_of, status, swept, wait_for_ends
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from testkit.connections import FakeConnection
 from testkit.machine_clock import machine_time
 from testkit.waiting import wait_for
 
@@ -25,20 +23,8 @@ from cluster.agent.messages import pack
 from cluster.control.link import NodeStatus, StartRefusedError
 from cluster.control.ssh_link import LinkTiming
 from cluster.errors import SshError, SshFailure
-from cluster.ssh.hosts import Host
 
 MIB = 1 << 20
-
-
-def note_before_connecting(node: FakeNode, note: Callable[[], object]) -> None:
-    """Call `note` whenever a link is about to connect: what came of the connection before is known by then."""
-    connect = node.wire.connect
-
-    def noting(host: Host) -> FakeConnection:
-        note()
-        return connect(host)
-
-    node.wire.connect = noting
 
 
 def content(path: Path) -> bytes:
@@ -89,24 +75,28 @@ def test_a_log_of_any_size_passes_in_bounded_memory(run, node):
     assert peak < 6 * MIB  # of both ends: the code of the agent, and some copies of what one answer carries
 
 
-def test_requests_reach_the_supervisor_as_files(run, node):
+def test_requests_reach_the_supervisor_as_files_and_are_made_again_where_they_could_not(run, node):
     node.run_on()
+    state_dir = node.folder / "nodes" / NODE
+    (state_dir / "stop.json").mkdir()
+    (state_dir / "stop.json" / "in the way").touch()
     link = node.link(run)
     with closing(link):
         link.stop("Ctrl-C", 12.0)  # before there is any connection
-        link.follow()
-        link.beat()
+        assert "stop.json" in wait_for(lambda: (link.poll().problem or "").partition("the node says: stop")[2])
+        (state_dir / "stop.json" / "in the way").unlink()
+        (state_dir / "stop.json").rmdir()
         assert wait_for(lambda: node.read("stop.json"))["grace_s"] == 12.0
+        wait_for(lambda: link.poll().problem is None)
         link.stop("Ctrl-C", 0.0)
         wait_for(lambda: node.read("stop.json")["grace_s"] == 0.0)
         link.request_stacks("nonce1")
         assert wait_for(lambda: node.read("stacks.json")) == {"nonce": "nonce1"}
         link.beat()
-        lease = node.folder / "nodes" / NODE / "lease"
-        wait_for(lease.exists)
-        os.utime(lease, (1.0, 1.0))
+        wait_for((state_dir / "lease").exists)
+        os.utime(state_dir / "lease", (1.0, 1.0))
         link.beat()
-        wait_for(lambda: lease.stat().st_mtime > 1.0)
+        wait_for(lambda: (state_dir / "lease").stat().st_mtime > 1.0)
         assert swept(link) == ()
 
 
@@ -136,22 +126,6 @@ def test_what_the_node_has_answered_is_not_asked_for_again_what_it_has_not_is(ru
         wait_for(lambda: "beat" in taken[2])
 
     assert "stop" not in taken[2]
-
-
-def test_what_a_node_could_not_do_is_a_problem_and_asked_for_again(run, node):
-    node.run_on()
-    state_dir = node.folder / "nodes" / NODE
-    (state_dir / "stop.json").mkdir()
-    (state_dir / "stop.json" / "in the way").touch()
-    link = node.link(run)
-    with closing(link):
-        link.follow()
-        link.stop("Ctrl-C", 0.0)
-        assert "stop.json" in wait_for(lambda: (link.poll().problem or "").partition("the node says: stop")[2])
-        (state_dir / "stop.json" / "in the way").unlink()
-        (state_dir / "stop.json").rmdir()
-        wait_for(lambda: node.read("stop.json"))
-        wait_for(lambda: link.poll().problem is None)
 
 
 def test_the_clock_of_the_node_is_told_by_the_fastest_answer_however_long_it_waits_for_news(run, node):
@@ -193,7 +167,10 @@ def test_no_call_waits_for_a_node_that_says_nothing(run, node):
     link.close()
 
     assert elapsed < 0.5
-    assert link.join(20.0)
+    wait_for_ends(20.0)
+
+
+# --- reconnecting ----------------------------------------------------------------------------------------------------
 
 
 def test_a_silent_node_is_reconnected_to_and_how_long_it_was_silent_is_told(run, node):
@@ -201,7 +178,7 @@ def test_a_silent_node_is_reconnected_to_and_how_long_it_was_silent_is_told(run,
     node.run_on()
     link = node.link(run, LinkTiming(first_pause_s=0.4, silence_s=0.5))
     told: list[NodeStatus] = []  # as it was before each connection
-    note_before_connecting(node, lambda: told.append(link.poll()))
+    node.wire.on_connect = lambda: told.append(link.poll())
     with closing(link):
         link.follow()
         wait_for(lambda: link.poll().phase == "running")
@@ -219,7 +196,7 @@ def test_every_way_to_fail_is_a_problem_in_words_and_none_is_the_end(run, node):
     node.wire.scripts.append(lambda stream: None)
     node.run_on()
     link, problems = node.link(run), set()
-    note_before_connecting(node, lambda: problems.add(link.poll().problem))
+    node.wire.on_connect = lambda: problems.add(link.poll().problem)
     with closing(link):
         link.follow()
         wait_for(lambda: link.poll().phase == "running")
@@ -241,22 +218,6 @@ def test_a_node_without_python_says_so(run, node):
         assert caught.value.kind == "command"
 
 
-# --- reconnecting ----------------------------------------------------------------------------------------------------
-
-
-def written_in_pieces(node: FakeNode, body: bytes, pieces: int) -> threading.Thread:
-    def write() -> None:
-        size = len(body) // pieces + 1
-        for at in range(0, len(body), size):
-            node.append(LOG, body[at : at + size])
-            time.sleep(0.01)
-        node.end()
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    return thread
-
-
 @given(
     cuts=st.lists(st.integers(0, 9000), max_size=8),
     kills=st.lists(st.integers(0, 100), max_size=3),
@@ -267,23 +228,27 @@ def test_wherever_the_line_is_cut_and_whenever_the_launcher_dies_the_copy_is_the
     tmp_path_factory, cuts, kills, size
 ):
     base = tmp_path_factory.mktemp("cuts")
-    node, run = FakeNode(base / "there"), base / "here" / RUN_ID
+    node, run, body = FakeNode(base / "there"), base / "here" / RUN_ID, random.Random(size).randbytes(size)
     run.mkdir(parents=True)
     node.run_on()
     node.wire.cuts.extend(cuts)
-    body = random.Random(size).randbytes(size)
-    writer = written_in_pieces(node, body, 30)
-    links = []
-    for kill in [*kills, None]:
-        link = node.link(run)
-        links.append(link)
-        link.follow()
-        if kill is not None:
+
+    def write() -> None:
+        step = size // 30 + 1
+        for at in range(0, size, step):
+            node.append(LOG, body[at : at + step])
+            time.sleep(0.01)
+        node.end()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    for kill in kills:
+        with closing(link := node.link(run)):
+            link.follow()
             time.sleep(kill / 300)
-            link.close()
-            link.join(60.0)
-    with closing(*links):
-        wait_for(lambda: links[-1].poll().is_synced)
+    with closing(link := node.link(run)):
+        link.follow()
+        wait_for(lambda: link.poll().is_synced)
     writer.join()
 
     assert (run / LOG).read_bytes() == body
@@ -321,37 +286,30 @@ def test_a_copy_that_somebody_else_changed_is_taken_up_from_where_it_ends(run, n
 # --- agents that lie -------------------------------------------------------------------------------------------------
 
 
-def test_nothing_that_an_agent_says_breaks_the_link_or_leaves_the_run_folder(run, node, tmp_path):
-    def piece(**head: object) -> bytes:
-        return pack({"files": [{"path": LOG, "offset": 0, "bytes": 1, **head}]}, b"x")
+def nested(depth: int) -> list[object]:
+    return [nested(depth - 1)] if depth else []
 
-    evil = [
-        piece(path="../../evil.log"),
-        piece(path="/tmp/../evil.json", size=1),
-        piece(path=5),
-        piece(offset=-1),
-        piece(bytes=None),
-        piece(bytes=2),
-        piece(offset=1 << 40),
-        piece(path=f"logs/{NODE}/rank0000.error.json", size=0),
-        pack({"files": {"path": LOG}}),
-        pack({"files": [LOG]}),
-        pack({"status": {"phase": "evil"}}),
-        pack({"status": 5}),
-        pack({"status": status(outcome=5)}),
-        pack({"status": status(health={"deep": nested(100)})}),
-        pack({"status": status(health={"many": [0] * 100_000})}),
-        pack({"got_ns": 1 << 70, "now_ns": "soon"}),
-        pack({"swept": {"1": 1}, "all": "much"}),
-        pack({"errors": {"stop": ["\x1b[31m"]}}),
-        pack({"errors": "all"}),
-        pack({}, b"nobody's"),
-        b"\x00\x00\x00\x02\x00\x00\x00\x00[]",
-        b"\x00\x00\x00\x05\x00\x00\x00\x00hello",
-        b"\x7f\xff\xff\xff" * 2,
-        b"\x00" * 5000,
-    ]
-    for words in evil:
+
+PIECES = [
+    *({"path": "../../evil.log"}, {"path": "/tmp/../evil.json", "size": 1}, {"path": 5}, {"offset": -1}),
+    *({"bytes": None}, {"bytes": 2}, {"offset": 1 << 40}, {"path": f"logs/{NODE}/rank0000.error.json", "size": 0}),
+]
+ANSWERS = [
+    *({"files": {"path": LOG}}, {"files": [LOG]}, {"status": {"phase": "evil"}}, {"status": 5}),
+    *({"status": status(outcome=5)}, {"status": status(health={"deep": nested(100)})}),
+    *({"status": status(health={"many": [0] * 100_000})}, {"got_ns": 1 << 70, "now_ns": "soon"}),
+    *({"swept": {"1": 1}, "all": "much"}, {"errors": {"stop": ["\x1b[31m"]}}, {"errors": "all"}),
+]
+EVIL = [
+    *(pack({"files": [{"path": LOG, "offset": 0, "bytes": 1, **head}]}, b"x") for head in PIECES),
+    *(pack(answer) for answer in ANSWERS),
+    *(pack({}, b"nobody's"), b"\x00\x00\x00\x02\x00\x00\x00\x00[]", b"\x00\x00\x00\x05\x00\x00\x00\x00hello"),
+    *(b"\x7f\xff\xff\xff" * 2, b"\x00" * 5000),
+]
+
+
+def test_nothing_that_an_agent_says_breaks_the_link_or_leaves_the_run_folder(run, node, tmp_path):
+    for words in EVIL:
         node.wire.scripts.append(lambda stream, words=words: (stream.write(words), stream.wait_for_end()))
     node.run_on()
     node.append(LOG, b"true text\n")
@@ -368,16 +326,9 @@ def test_nothing_that_an_agent_says_breaks_the_link_or_leaves_the_run_folder(run
     assert {path.name for path in run.iterdir()} == {"logs", "nodes"}
 
 
-def nested(depth: int) -> list[object]:
-    found: list[object] = []
-    for _ in range(depth):
-        found = [found]
-    return found
-
-
 def test_words_of_a_node_are_harmless_by_the_time_they_are_seen(run, node):
     outcome = {"cause": "exit\x1b[2J", "error": "x" * 200_000, "ended_ns": float("nan"), "\x07key": ["\u202e"]}
-    node.wire.script = lambda stream: (stream.answer(status=status("ended", outcome=outcome)), stream.wait_for_end())
+    node.wire.script = lambda stream: (stream.next(), stream.say(status=status("ended", outcome=outcome)))
     link = node.link(run)
     with closing(link):
         link.follow()

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from dataclasses import replace
 
 import pytest
-from agent_rig import FAST, HOST, LOG, NODE, FakeNode, Stream, begin, closing, spec_of, status
+from agent_rig import LOG, NODE, FakeNode, Script, Stream, begin, closing, spec_of, status, swept, wait_for_ends
+from testkit.fake_plan import node_facts
 from testkit.machine_clock import machine_time
 from testkit.waiting import wait_for
 
 from cluster.control.link import StartRefusedError
-from cluster.control.ssh_link import LinkTiming, SshLink
-from cluster.errors import SshError, SshFailure
+from cluster.control.ssh_link import LinkTiming
+from cluster.errors import HostsError, SshError, SshFailure
+from cluster.launch.local import LocalLink, build_local_plan
+from cluster.launch.runner import open_links
+from cluster.launch.ssh import SharedPool
+from cluster.ssh.pool import SshPool
+from engine.config.cluster import ClusterConfig, SshConfig
+from engine.config.settings import RunConfig
+from engine.runs.folder import RunFolder
 
 
 class Supervisors:
@@ -20,7 +31,7 @@ class Supervisors:
     def __init__(self, node: FakeNode) -> None:
         self.node, self.started, self.start_id = node, 0, ""
 
-    def script(self, *, dies: str = ""):
+    def script(self, dies: str = "") -> Script:
         """dies: where the agent breaks off: at once, when asked, when started."""
 
         def serve(stream: Stream) -> None:
@@ -49,25 +60,18 @@ class Supervisors:
 )
 def test_a_start_whose_answer_is_lost_is_asked_for_again_as_the_same(run, node, breaks):
     supervisors = Supervisors(node)
-    node.wire.scripts.extend(supervisors.script(dies=place) for place in breaks)
+    node.wire.scripts.extend(supervisors.script(place) for place in breaks)
     node.wire.script = supervisors.script()
     link = node.link(run)
     with closing(link):
         begin(link, spec_of(node))
         link.follow()
         wait_for(lambda: link.poll().phase == "running")
-
     assert supervisors.started == 1
 
-
-def test_a_run_that_was_there_before_is_refused_not_taken_over(run, node):
-    supervisors = Supervisors(node)
-    supervisors.started = 1
-    node.wire.script = supervisors.script()
-    link = node.link(run)
-    with closing(link), pytest.raises(StartRefusedError, match="node1: this run was started here before") as caught:
-        begin(link, spec_of(node))
-
+    other = node.link(run)  # who was not told of it is refused, and takes over nothing
+    with closing(other), pytest.raises(StartRefusedError, match="node1: this run was started here before") as caught:
+        begin(other, spec_of(node))
     assert caught.value.kind == "exists"
 
 
@@ -92,7 +96,6 @@ def test_the_files_of_an_earlier_attempt_are_not_copied_before_the_start_is_answ
         link.follow()
         begin(link, spec_of(node))
         wait_for(lambda: (run / LOG).exists())
-
     assert asked == [False] * 3
 
 
@@ -101,54 +104,88 @@ def test_files_too_large_for_a_message_are_refused_before_anything_is_sent(run, 
     spec = spec_of(node)._replace(files=(("config.yaml", "x" * (9 << 20)),))
     with closing(link), pytest.raises(StartRefusedError, match="too large"):
         begin(link, spec)
-
     assert node.wire.connects == 0
 
 
-def test_who_cannot_be_reached_refuses_the_start_in_words(run, node):
-    node.wire.refusals.extend(SshError(NODE, SshFailure.TIMEOUT, "no answer", "is the node up?") for _ in range(1000))
-    link = node.link(run, LinkTiming(first_pause_s=0.01, longest_pause_s=0.05, start_s=2.0))
+PERSONS = [SshFailure.AUTH, SshFailure.HOST_KEY_UNKNOWN, SshFailure.HOST_KEY_CHANGED, SshFailure.DNS]
+
+
+@pytest.mark.parametrize("kind", [SshFailure.TIMEOUT, *PERSONS])
+def test_who_cannot_be_reached_refuses_the_start_in_words_at_once_where_only_a_person_can_mend_it(run, node, kind):
+    node.wire.refusals.extend(SshError(NODE, kind, "no answer", "is the node up?") for _ in range(1000))
+    start_s = 20.0 if kind in PERSONS else 2.0
+    link = node.link(run, LinkTiming(first_pause_s=0.01, longest_pause_s=0.05, start_s=start_s))
+    since = machine_time()
     with closing(link), pytest.raises(StartRefusedError) as caught:
         begin(link, spec_of(node))
-
     assert caught.value.kind == "unreachable"
-    assert str(caught.value) == "node1: no answer in 2 s: no answer; is the node up?"
-    assert node.wire.connects > 3
-
-
-@pytest.mark.parametrize("kind", [SshFailure.AUTH, SshFailure.HOST_KEY_UNKNOWN, SshFailure.HOST_KEY_CHANGED])
-def test_what_only_a_person_can_mend_is_not_tried_again(run, node, kind):
-    node.wire.refusals.extend(SshError(NODE, kind, "text") for _ in range(1000))
-    link = node.link(run, LinkTiming(start_s=20.0))
-    since = machine_time()
-    with closing(link), pytest.raises(StartRefusedError, match="node1: text") as caught:
-        begin(link, spec_of(node))
-
-    assert caught.value.kind == "unreachable"
+    text = "no answer; is the node up?"
+    assert str(caught.value) == (f"node1: {text}" if kind in PERSONS else f"node1: no answer in 2 s: {text}")
     assert machine_time() - since < 5
+    assert kind in PERSONS or node.wire.connects > 3
 
 
 def test_a_start_ends_when_its_link_is_closed(run, node):
     node.wire.script = lambda stream: stream.wait_for_end()
     link = node.link(run)
     threading.Timer(0.2, link.close).start()
-
     with pytest.raises(StartRefusedError, match="given up"):
         begin(link, spec_of(node))
-    assert link.join(60.0)
+    wait_for_ends()
     link.follow(), link.beat(), link.stop("x", 0.0), link.request_stacks("n"), link.close()
     with pytest.raises(StartRefusedError):
         begin(link, spec_of(node))
 
 
-def test_the_end_of_a_link_is_told_once_also_when_it_never_began(run, node):
-    told: list[int] = []
+def test_the_end_of_a_link_is_told_once_also_when_it_never_began_and_the_pool_ends_with_the_last(run, node):
+    ended: list[int] = []
+
+    class Pool(SshPool):
+        def close(self) -> None:
+            ended.append(1)
+            super().close()
+
+    shared, told = SharedPool(Pool(), 2), list[int]()
     for begins in (False, True):
-        link = SshLink(HOST, node.wire.connect, node.place(run), FAST, on_end=lambda: told.append(1))
+        link = node.link(run, on_end=lambda: (shared.leave(), told.append(len(ended))))
         if begins:
             link.follow()
         link.close()
         link.close()
-        assert link.join(60.0)
+        wait_for(lambda begins=begins: len(told) == 1 + begins)
+    assert told == [0, 1]
 
-    assert len(told) == 2
+
+# --- links of a plan --------------------------------------------------------------------------------------------------
+
+
+def links_of(run, name: str, **ssh: object):
+    config = RunConfig(cluster=ClusterConfig(ssh=SshConfig(**ssh)))
+    plan = build_local_plan(config, node_facts(), run)
+    nodes = (replace(plan.nodes[0], name=name, folder="/there"),)
+    return open_links(replace(plan, launcher="ssh", nodes=nodes), RunFolder(run))
+
+
+def test_a_local_launch_does_not_load_what_ssh_takes():
+    code = "import sys, cluster.launch.runner, cluster.launch.local; sys.exit('paramiko' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_hosts_are_found_as_the_configuration_says_and_why_they_cannot_be_reached_is_told(run, tmp_path):
+    config_file = tmp_path / "ssh_config"
+    config_file.write_text("Host node1\n  HostName 127.0.0.1\n  Port 1\n")
+    (link,) = links_of(run, "node1", config_file=str(config_file))
+    with closing(link):
+        link.follow()
+        wait_for(lambda: "port 1" in (link.poll().problem or ""))
+    with pytest.raises(HostsError, match="no host name"):
+        links_of(run, "-oProxyCommand=evil")
+
+
+def test_a_folder_that_is_gone_is_a_problem_in_words_and_raises_nothing(tmp_path):
+    link = LocalLink(tmp_path / "gone", "node1")
+    for ask in (link.beat, lambda: link.stop("x", 0.0), lambda: link.request_stacks("n")):
+        ask()
+        assert "No such file" in (link.poll().problem or "")
+    assert link.poll().phase == "none"
+    assert swept(link) == ()
