@@ -25,6 +25,8 @@ from engine.runs.folder import RunFolder, create_run, new_run_path
 from engine.runs.records import append_json_line, replace_json
 
 STEPS = 10
+Act = Callable[["World"], object]
+Scene = tuple[float, Act]  # the second in which something happens
 TIMING = LaunchTiming()
 
 
@@ -132,7 +134,7 @@ class FakeLink(NodeLink):
         self.log(f"failed (exitcode: {exit_code}) local_rank: {local_rank} (pid: 100) of binary: python\n")
 
     def log(self, text: str) -> None:
-        """torchrun says it."""
+        """So torchrun says."""
         self.run.log_dir(self.node).mkdir(parents=True, exist_ok=True)
         with (self.run.log_dir(self.node) / "torchrun.log").open("a") as file:
             file.write(text)
@@ -149,6 +151,16 @@ class FakeLink(NodeLink):
         path = self.run.path / "nodes" / self.node / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(document))
+
+
+def node(number: int, deed: str, *words: Any, **facts: Any) -> Act:
+    """A node does what this method of `FakeLink` does."""
+    return lambda world: getattr(world.links[number], deed)(*words, **facts)
+
+
+def put(*numbers: int, **facts: Any) -> Act:
+    """Nodes are like this from then on."""
+    return lambda world: [setattr(world.links[at], name, value) for at in numbers for name, value in facts.items()]
 
 
 class World:
@@ -191,6 +203,14 @@ class World:
     def at(self, seconds: float, action: Callable[[], Any]) -> None:
         """Have something done so many seconds after now."""
         self.clock.after(seconds, lambda: (action(), None)[1])
+
+    def play(self, *story: Scene) -> None:
+        """Have all of it done: at once what comes in second 0."""
+        for seconds, act in story:
+            if seconds:
+                self.at(seconds, lambda act=act: act(self))  # type: ignore[misc]
+            else:
+                act(self)
 
     def step(self, number: int, seconds: float = 1.0) -> None:
         """Rank 0 records a step."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from control_fakes import STEPS, FakeLink, World
+from control_fakes import STEPS, Act, Scene, World, put
 
 from cluster.control.hang import DIAGNOSE_S, KILL_S, LONG_DIAGNOSE_S, LONG_KILL_S, STOPPED_S
 from cluster.control.link import LaunchTiming
@@ -38,10 +37,6 @@ def show_stopped(world: World, rank: int) -> None:
         show(world, number, "T" if number == rank else "S")
 
 
-def health(link: FakeLink, at: str, rank: int, state: str) -> None:
-    link.health = {"at": at, "ranks": {str(rank): {"pid": 1, "state": state}}}
-
-
 # --- hangs ------------------------------------------------------------------------------------------------------------
 
 
@@ -64,42 +59,41 @@ def test_hang_gets_a_culprit_within_45_s_and_is_killed_when_nccl_would_give_up(w
     assert len(world.links[0].nonces) == 2  # where they were at first, and in the end
 
 
-def prepare_for_hours(world: World) -> None:
-    world.at(3, lambda: world.phase("prepare data"))
-    show_stopped(world, 0)
+def stopped(rank: int) -> Scene:
+    return 0, lambda world: show_stopped(world, rank)
 
 
-def be_patient_for_7_s(world: World) -> None:
-    train(world, 3)
-    show_stopped(world, 1)
+def health(at: str, state: str) -> Act:
+    """The second node says how its rank 3 is."""
+    return put(1, health={"at": at, "ranks": {"3": {"pid": 1, "state": state}}})
 
 
-def be_stopped_by_somebody(world: World) -> None:
-    train(world, 3)
-    show_stopped(world, 3)
-    world.at(4, lambda: health(world.links[1], "one", 3, "T"))
-    world.at(9, lambda: health(world.links[1], "two", 3, "T"))
-
-
-def be_unheard_as_well(world: World) -> None:
-    train(world, 3)
-    show_stopped(world, 1)
-    world.at(20, lambda: world.go_silent(1))
+THREE_STEPS: Scene = (0, lambda world: train(world, 3))
 
 
 @pytest.mark.parametrize(
-    ("act", "patience_s", "poll_s", "rank", "least_s", "most_s"),
+    ("story", "patience_s", "poll_s", "rank", "least_s", "most_s"),
     [
-        (prepare_for_hours, None, 5.0, 0, LONG_KILL_S, LONG_KILL_S + MINUTE_S),  # the first step may take an hour
-        (be_patient_for_7_s, 7.0, 0.1, 1, 7.0, 20.0),
-        (be_stopped_by_somebody, None, 0.1, 3, STOPPED_S, DIAGNOSE_S),
-        (be_unheard_as_well, 25.0, 0.1, 1, 25.0, MINUTE_S),  # who gives no answer does not hold up the verdict
-        (lambda world: train(world, 3), None, 2.0, None, KILL_S, KILL_S + MINUTE_S),  # nothing points anywhere
+        # The first step may take an hour.
+        ([(3, lambda world: world.phase("prepare data")), stopped(0)], None, 5.0, 0, LONG_KILL_S, LONG_KILL_S + 60.0),
+        ([THREE_STEPS, stopped(1)], 7.0, 0.1, 1, 7.0, 20.0),
+        # By somebody.
+        (
+            [THREE_STEPS, stopped(3), (4, health("one", "T")), (9, health("two", "T"))],
+            None,
+            0.1,
+            3,
+            STOPPED_S,
+            DIAGNOSE_S,
+        ),
+        # Who gives no answer does not hold up the verdict.
+        ([THREE_STEPS, stopped(1), (20, lambda world: world.go_silent(1))], 25.0, 0.1, 1, 25.0, 60.0),
+        ([THREE_STEPS], None, 2.0, None, KILL_S, KILL_S + 60.0),  # nothing points anywhere
     ],
 )
 def test_hang_ends_the_run_in_time(
     tmp_path: Path,
-    act: Callable[[World], None],
+    story: list[Scene],
     patience_s: float | None,
     poll_s: float,
     rank: int | None,
@@ -107,7 +101,7 @@ def test_hang_ends_the_run_in_time(
     most_s: float,
 ) -> None:
     world = World(tmp_path, hang_timeout_s=patience_s)
-    act(world)
+    world.play(*story)
     failure = world.failure(timing=LaunchTiming(poll_s=poll_s))
     assert (failure.kind, failure.rank) == ("hang", rank)
     assert least_s < world.clock.now - 1003.0 < most_s
@@ -174,10 +168,7 @@ def test_ranks_that_say_how_a_long_phase_goes_on_are_left_alone(world: World, ph
 
 
 def test_rank_that_was_stopped_for_a_moment_is_forgiven(world: World) -> None:
-    train(world, 3)
-    world.at(4, lambda: health(world.links[1], "one", 3, "T"))
-    world.at(9, lambda: health(world.links[1], "two", 3, "S"))
-    world.at(25, world.complete)
+    world.play(THREE_STEPS, (4, health("one", "T")), (9, health("two", "S")), (25, World.complete))
     assert world.lead().status == "completed"
 
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from control_fakes import STEPS, World
+from control_fakes import STEPS, TIMING, Act, Scene, World, node, put
 
 from cluster.control.attempt import ControllerBusyError, controlling, find_controller, write_cancel
 from cluster.control.link import LaunchTiming, StartRefusedError
 from engine.config.settings import CheckpointConfig
-
-TIMING = LaunchTiming()
-
 
 # --- start and a good end ---------------------------------------------------------------------------------------------
 
@@ -65,27 +61,23 @@ def test_node_that_cannot_be_reached_after_the_start_may_hold_what_nobody_stops(
     assert "may have begun" in outcome.leftover[0].reason
 
 
-def break_link(world: World) -> None:
-    def start(spec: object) -> None:
-        raise KeyError("bug")
-
-    world.links[1].start = start  # type: ignore[method-assign]
+def break_down(*_: object) -> None:
+    raise BrokenPipeError("the reader left")
 
 
-def break_observer(world: World) -> None:
-    def fail() -> None:
-        raise BrokenPipeError("the reader left")
-
-    world.links[1].is_held = True  # it is just being started
-    world.observer.act = fail
-
-
-@pytest.mark.parametrize(("act", "error"), [(break_link, KeyError), (break_observer, BrokenPipeError)])
-def test_whatever_breaks_all_that_began_is_killed(
-    world: World, act: Callable[[World], None], error: type[Exception]
-) -> None:
-    act(world)
-    with pytest.raises(error):
+@pytest.mark.parametrize(
+    "story",
+    [
+        [(0, put(1, start=break_down))],
+        [
+            (0, put(1, is_held=True)),
+            (0, lambda world: setattr(world.observer, "act", break_down)),
+        ],  # n2 is being started
+    ],
+)
+def test_whatever_breaks_all_that_began_is_killed(world: World, story: list[Scene]) -> None:
+    world.play(*story)
+    with pytest.raises(BrokenPipeError):
         world.lead()
     assert [[(cause, grace) for _, cause, grace in link.stops] for link in world.links] == [[("exception", 0.0)]] * 2
     assert world.state["state"] == "failed"
@@ -101,91 +93,61 @@ def test_second_controller_is_refused_and_told_whom_to_ask(world: World) -> None
 
 # --- failures ---------------------------------------------------------------------------------------------------------
 
+# Rank 3 dies on n2; torchrun there needs a while for its other rank.
+FALL = ((5, node(1, "lose_rank", 3, -9)), (6.5, node(1, "torchrun_says", 1, -9)), (6.6, node(1, "end", 1)))
+STOPS_KILL = (
+    (0, put(0, obeys_s=None)),
+    (5, node(1, "rank_error", 3, message="the true cause")),
+    *((8.5, node(0, deed, 0, -9)) for deed in ("lose_rank", "torchrun_says")),
+)
+LATE_NS = 3_600_000_000_000
 
-def fail_on_second(world: World) -> None:
-    """Rank 3 dies on n2; torchrun there needs a while for its other rank."""
+
+def be_an_hour_late(world: World) -> None:
     second = world.links[1]
-    second.lose_rank(3, -9)
-    world.at(1.5, lambda: second.torchrun_says(1, -9))
-    world.at(1.6, lambda: second.end(1))
-
-
-def leave_early(world: World) -> None:
-    world.links[1].lose_rank(2, 0)
-    world.at(0.1, lambda: world.links[0].rank_error(1, "peer_lost"))
-
-
-def echo_first(world: World) -> None:
-    world.links[0].rank_error(0, "peer_lost")
-    world.at(0.4, lambda: fail_on_second(world))
-
-
-def stop_of_ours_kills(world: World) -> None:
-    def stopped_ranks_die() -> None:
-        world.links[0].lose_rank(0, -9)
-        world.links[0].torchrun_says(0, -9)
-
-    world.links[0].obeys_s = None
-    world.links[1].rank_error(3, message="the true cause")
-    world.at(3.5, stopped_ranks_die)
-
-
-def wrong_clock(world: World) -> None:
-    """The second node is an hour late."""
-    second, late_ns = world.links[1], 3_600_000_000_000
     honest = second.poll
-    second.poll = lambda: dataclasses.replace(honest(), clock_offset_ns=-late_ns)  # type: ignore[method-assign]
-    world.links[0].rank_error(0, message="first")
-    world.at(0.2, lambda: second.rank_error(2, message="second", time_ns=world.clock.time_ns() - late_ns))
-
-
-def take_port(world: World) -> None:
-    log = world.run.log_dir("n1") / "torchrun.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_text("failed to listen. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE\n")
-    world.links[0].end(1)
-
-
-def be_silent(world: World) -> None:
-    world.go_silent(1)
-    world.at(15, lambda: world.links[0].rank_error(0, message="timed out waiting for rank 2"))
+    second.poll = lambda: dataclasses.replace(honest(), clock_offset_ns=-LATE_NS)  # type: ignore[method-assign]
+    world.at(5.2, lambda: second.rank_error(2, message="second", time_ns=world.clock.time_ns() - LATE_NS))
 
 
 EARLY, LOST = {"type": "EarlyExit", "host": "n2"}, {"kind": "node_lost", "host": "n2"}
 PORT = {"kind": "port", "host": "n1"}
+TAKEN = "failed to listen. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE\n"
 # What happens to a run, how its failure is recorded, and words of that.
-BLAMED: dict[str, tuple[Callable[[World], object], Mapping[str, object], tuple[str, ...]]] = {
-    "an echo that is heard first": (echo_first, {"rank": 3, "host": "n2"}, ()),
-    "torchrun begins to stop its ranks": (
-        lambda world: world.links[1].torchrun_says(0, -11),
-        {"rank": 2, "signal": "SIGSEGV"},
-        (),
+BLAMED: dict[str, tuple[Sequence[Scene], Mapping[str, object], tuple[str, ...]]] = {
+    "an echo is heard first": (((4.6, node(0, "rank_error", 0, "peer_lost")), *FALL), {"rank": 3, "host": "n2"}, ()),
+    "torchrun stops its ranks": (((5, node(1, "torchrun_says", 0, -11)),), {"rank": 2, "signal": "SIGSEGV"}, ()),
+    "our own stop kills ranks": (STOPS_KILL, {"rank": 3, "message": "the true cause"}, ()),
+    "the clock of a node is wrong": (
+        ((0, be_an_hour_late), (5, node(0, "rank_error", 0, message="first"))), {"message": "first"}, (),
     ),
-    "our own stop kills ranks": (stop_of_ours_kills, {"rank": 3, "message": "the true cause"}, ()),
-    "the clock of a node is wrong": (wrong_clock, {"message": "first"}, ()),
-    "a node's ranks leave too early": (lambda world: world.links[1].end(0), EARLY, ()),
-    "a rank leaves too early": (leave_early, {"rank": 2, **EARLY}, ()),
+    "a node's ranks leave too early": (((5, node(1, "end", 0)),), EARLY, ()),
+    "a rank leaves too early": (
+        ((5, node(1, "lose_rank", 2, 0)), (5.1, node(0, "rank_error", 1, "peer_lost"))), {"rank": 2, **EARLY}, (),
+    ),
     "a command cannot be started": (
-        lambda world: world.links[1].end(None, "start_failed", error="cannot start /no/python: No such file"),
-        {"kind": "start", "host": "n2"},
-        ("/no/python",),
+        ((5, node(1, "end", None, "start_failed", error="cannot start /no/python: No such file")),),
+        {"kind": "start", "host": "n2"}, ("/no/python",),
     ),
-    "a port is taken": (take_port, PORT, ("port 29500 of n1", "cluster.master_port")),
+    "a port is taken": (
+        ((5, node(0, "log", TAKEN)), (5, node(0, "end", 1))), PORT, ("port 29500 of n1", "cluster.master_port"),
+    ),
     "a port is taken, as a rank says": (
-        lambda world: world.links[0].rank_error(0, type="DistNetworkError", message="port: 29500, EADDRINUSE"),
-        PORT,
+        ((5, node(0, "rank_error", 0, type="DistNetworkError", message="port: 29500, EADDRINUSE")),), PORT,
         ("port 29500 of n1",),
     ),
-    "a node stays silent": (be_silent, LOST, ()),  # the error of rank 0 came later
-    "a supervisor was killed": (lambda world: setattr(world.links[1], "phase", "lost"), LOST, ()),
-    "a node forgot its run": (lambda world: setattr(world.links[1], "phase", "none"), LOST, ()),
-}
+    "a node stays silent": (  # the error of rank 0 comes later
+        ((5, lambda world: world.go_silent(1)), (20, node(0, "rank_error", 0, message="timed out"))), LOST, (),
+    ),
+    "a supervisor was killed": (((5, put(1, phase="lost")),), LOST, ()),
+    "a node forgot its run": (((5, put(1, phase="none")),), LOST, ()),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BLAMED)
 def test_cause_is_blamed_whatever_else_is_said(world: World, name: str) -> None:
-    act, facts, words = BLAMED[name]
-    world.at(5, lambda: act(world))
+    story, facts, words = BLAMED[name]
+    world.play(*story)
     failure = world.failure()
     assert {field: getattr(failure, field) for field in facts} == facts
     assert all(word in f"{failure.message} {failure.advice}" for word in words)
@@ -194,152 +156,121 @@ def test_cause_is_blamed_whatever_else_is_said(world: World, name: str) -> None:
     assert world.links[1].sweeps == (name in ("a supervisor was killed", "a node forgot its run"))
 
 
-STOPPED_S, KILLED_S = TIMING.evidence_s, TIMING.failure_grace_s
 STOPPED, KILLED = ("failure", TIMING.failure_grace_s), ("failure", 0.0)
 
 
 @pytest.mark.parametrize(
-    ("act", "facts", "stops"),
+    ("story", "rank", "stops", "note"),
     [
-        (fail_on_second, {"rank": 3, "signal": "SIGKILL", "step": None}, [[(STOPPED_S, STOPPED)], []]),
-        (
-            lambda world: world.links[1].rank_error(2, step=4),  # ranks outlive it there
-            {"rank": 2, "kind": "exception", "step": 4},
-            [[(STOPPED_S, STOPPED)], [(KILLED_S, KILLED)]],
-        ),
+        (FALL, 3, [[STOPPED], []], "n2: rank 3 ended (SIGKILL)"),
+        ([(5, node(1, "rank_error", 2))], 2, [[STOPPED], [KILLED]], "n2: rank 2 failed"),  # its node's ranks go on
     ],
 )
 def test_failure_on_one_node_stops_the_others_after_time_for_evidence_and_kills_what_is_left(
-    world: World, act: Callable[[World], None], facts: Mapping[str, object], stops: list[Any]
+    world: World, story: Sequence[Scene], rank: int, stops: list[list[tuple[str, float]]], note: str
 ) -> None:
-    world.at(5, lambda: act(world))
+    world.play(*story)
     failure = world.failure()
-    assert {field: getattr(failure, field) for field in facts} == facts
-    assert (failure.host, failure.log) == ("n2", str(world.run.log_dir("n2") / "torchrun.log"))
-    told = [[(at - 1005.0, (cause, grace_s)) for at, cause, grace_s in link.stops] for link in world.links]
-    assert [[what for _, what in link] for link in told] == [[what for _, what in link] for link in stops]
-    assert all(
-        due <= at < due + 0.5
-        for one, other in zip(told, stops, strict=True)
-        for (at, _), (due, _) in zip(one, other, strict=True)
-    )
-    assert any(words in world.observer.notes[0] for words in ("n2: rank 3 ended (SIGKILL)", "n2: rank 2 failed"))
+    log = str(world.run.log_dir("n2") / "torchrun.log")
+    assert (failure.rank, failure.host, failure.log) == (rank, "n2", log)
+    assert [[(cause, grace_s) for _, cause, grace_s in link.stops] for link in world.links] == stops
+    for link, due_s in zip(world.links, (TIMING.evidence_s, TIMING.failure_grace_s), strict=True):
+        assert all(due_s <= at - 1005.0 < due_s + 0.5 for at, _, _ in link.stops)
+    assert world.observer.notes[0] == f"{note}; stopping the run"
 
 
-def test_ranks_may_take_their_time_to_say_that_training_is_complete(world: World) -> None:
-    for number in range(1, STEPS + 1):
-        world.at(number / 10, lambda number=number: world.step(number))  # type: ignore[misc]
-    world.at(2, lambda: world.links[1].end(0))
-    world.at(20, world.complete)
-    assert world.lead().status == "completed"
-
-
-def test_ranks_that_go_on_after_completion_are_stopped_and_nothing_failed(world: World) -> None:
-    world.at(1, lambda: world.first_node_says("completed"))
-    world.at(2, lambda: world.links[0].end(0))
+@pytest.mark.parametrize(
+    ("story", "causes"),
+    [
+        (  # ranks may take their time to say that training is complete
+            [
+                *((number / 10, lambda world, number=number: world.step(number)) for number in range(1, STEPS + 1)),
+                *((2, node(1, "end", 0)), (20, World.complete)),
+            ],
+            [],
+        ),
+        ([(1, lambda world: world.first_node_says("completed")), (2, node(0, "end", 0))], ["completed"]),  # or go on
+    ],
+)
+def test_what_ranks_do_around_completion_is_no_failure(world: World, story: Sequence[Scene], causes: list[str]) -> None:
+    world.play(*story)
     outcome = world.lead()
     assert (outcome.status, outcome.exit_code) == ("completed", 0)
-    assert [cause for _, cause, _ in world.links[1].stops] == ["completed"]
+    assert [cause for _, cause, _ in world.links[1].stops] == causes
 
 
 @pytest.mark.parametrize("lost_s", [2.0, None])  # None: the others' errors end the run before the silence is too long
 def test_lost_node_beats_what_the_others_say_and_is_named_as_for_the_launch(world: World, lost_s: float | None) -> None:
     (world.run.path / "overrides.txt").write_text("exp=tiny\ncluster=lab\ncluster.ssh.user=me\ntrain.steps=3\n")
-    world.at(5, lambda: world.go_silent(1))
-    world.at(8, lambda: world.links[0].rank_error(0, "exception", message="gloo timed out"))
-    world.at(8, lambda: world.links[0].end(1))
+    error = node(0, "rank_error", 0, "exception", message="gloo timed out")
+    world.play((5, lambda world: world.go_silent(1)), (8, error), (8, node(0, "end", 1)))
     failure = world.failure(timing=LaunchTiming(lost_s=lost_s))
     assert (failure.kind, failure.host) == ("node_lost", "n2")
     assert "`burst check-nodes cluster=lab cluster.ssh.user=me --hosts n2`" in str(failure.advice)
 
 
-def test_logs_that_do_not_arrive_are_waited_for_and_then_said_to_be_missing(world: World) -> None:
-    world.links[1].is_synced = False
-    world.at(5, world.complete)
-    assert world.lead().status == "completed"
+def test_logs_that_do_not_arrive_are_waited_for_and_processes_that_do_not_die_are_named(world: World) -> None:
+    world.play((0, put(1, is_synced=False)), (5, node(1, "end", 0, leftover_pids=[17, 18])), (5, World.complete))
+    outcome = world.lead()
+    assert (outcome.status, [(left.node, left.pids) for left in outcome.leftover]) == ("completed", [("n2", (17, 18))])
     assert TIMING.sync_s < world.clock.now - 1005.0 < TIMING.sync_s + 1.0
     assert any("n2 did not arrive" in note for note in world.observer.notes)
-
-
-def test_node_may_leave_processes_that_do_not_die(world: World) -> None:
-    world.at(5, lambda: world.links[1].end(1, leftover_pids=[17, 18]))
-    assert [(left.node, left.pids) for left in world.lead().leftover] == [("n2", (17, 18))]
 
 
 # --- stop requests ----------------------------------------------------------------------------------------------------
 
 
-def press(world: World, *seconds: float) -> None:
-    for second in seconds:
-        world.at(second, world.press)
-
-
-def request_by_file(world: World) -> None:
-    for link in world.links:
-        link.obeys_s = None
-    world.at(5, lambda: write_cancel(world.run, "burst cancel", None))
-    world.at(6, lambda: write_cancel(world.run, "burst cancel", 0.0))
-
-
 def save_first(world: World) -> None:
-    checkpoint = CheckpointConfig(every_minutes=30.0, stop_grace_s=90.0)
-    config = world.plan.config
+    checkpoint, config = CheckpointConfig(every_minutes=30.0, stop_grace_s=90.0), world.plan.config
     world.plan = replace(world.plan, config=replace(config, train=replace(config.train, checkpoint=checkpoint)))
-    press(world, 5)
 
 
-def be_started_late(world: World) -> None:
-    world.links[1].is_held = True
-    world.at(5.5, world.links[1].let_go)
-    press(world, 5)
-
-
-def be_deaf(world: World, numbers: tuple[int, ...], *seconds: float) -> None:
-    for number in numbers:
-        world.links[number].deaf = True
-    press(world, *seconds)
-
-
-def be_out_of_reach(world: World) -> None:
-    world.at(4, lambda: world.go_silent(1))
-    press(world, 5)
+def by_file(grace_s: float | None) -> Act:
+    return lambda world: write_cancel(world.run, "burst cancel", grace_s)
 
 
 PATIENT_S = TIMING.stop_grace_s
+ONCE, THRICE = ((5, World.press),), tuple((second, World.press) for second in (5, 6, 7))
 # What is asked for, with which graces each node is stopped, which nodes are left, and how long that takes.
-REQUESTS: dict[str, tuple[Callable[[World], None], list[list[float]], list[str], float]] = {
-    "before the start": (World.press, [[], []], [], -4.0),
-    "during the start": (lambda world: press(world, 0.0), [[PATIENT_S]] * 2, [], -4.0),
-    "while a node is being started": (be_started_late, [[PATIENT_S]] * 2, [], 2.0),
-    "once": (lambda world: press(world, 5), [[PATIENT_S]] * 2, [], 2.0),
-    "of ranks that save a checkpoint first": (save_first, [[90.0]] * 2, [], 2.0),
-    "in the run folder, where it becomes more urgent": (request_by_file, [[PATIENT_S, 0.0]] * 2, [], 2.0),
-    "three times": (lambda world: be_deaf(world, (0, 1), 5, 6, 7), [[PATIENT_S, 0.0]] * 2, ["n1", "n2"], 3.0),
-    "of a node that never ends": (
-        lambda world: be_deaf(world, (1,), 5), [[PATIENT_S]] * 2, ["n2"], PATIENT_S + TIMING.kill_s + 1.0,
+REQUESTS: dict[str, tuple[Sequence[Scene], list[list[float]], list[str], float]] = {
+    "before the start": (((0, World.press),), [[], []], [], -4.0),
+    "during the start": (((0.01, World.press),), [[PATIENT_S]] * 2, [], -4.0),
+    "while a node is being started": (
+        ((0, put(1, is_held=True)), *ONCE, (5.5, node(1, "let_go"))), [[PATIENT_S]] * 2, [], 2.0,
     ),
-    "of a node that cannot be heard": (be_out_of_reach, [[PATIENT_S]] * 2, ["n2"], PATIENT_S + 1.0),
+    "once": (ONCE, [[PATIENT_S]] * 2, [], 2.0),
+    "of ranks that save a checkpoint first": (((0, save_first), *ONCE), [[90.0]] * 2, [], 2.0),
+    "in the run folder, where it becomes more urgent": (
+        ((0, put(0, 1, obeys_s=None)), (5, by_file(None)), (6, by_file(0.0))), [[PATIENT_S, 0.0]] * 2, [], 2.0,
+    ),
+    "three times": (((0, put(0, 1, deaf=True)), *THRICE), [[PATIENT_S, 0.0]] * 2, ["n1", "n2"], 3.0),
+    "of a node that never ends": (
+        ((0, put(1, deaf=True)), *ONCE), [[PATIENT_S]] * 2, ["n2"], PATIENT_S + TIMING.kill_s + 1.0,
+    ),
+    "of a node that cannot be heard": (
+        ((4, lambda world: world.go_silent(1)), *ONCE), [[PATIENT_S]] * 2, ["n2"], PATIENT_S + 1.0,
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_run_is_stopped_as_patiently_as_somebody_asks(world: World, name: str) -> None:
-    act, graces, left, within_s = REQUESTS[name]
-    act(world)
+    story, graces, left, within_s = REQUESTS[name]
+    world.play(*story)
     outcome = world.lead()
     assert (outcome.status, outcome.exit_code, world.state["state"]) == ("cancelled", 130, "cancelled")
     assert [[grace for _, _, grace in link.stops] for link in world.links] == graces
     assert [one.node for one in outcome.leftover] == left
     assert [text.partition(":")[0] for text in world.state["leftover"]] == left
     assert world.clock.now < 1005.0 + within_s
-    assert world.observer.stops == ([(world.observer.stops[0][0], graces[0][0])] if graces[0] else [])
-    assert {spec.stop_grace_s for link in world.links for spec in link.specs} <= {graces[0][0] if graces[0] else 0.0}
+    cause = "burst cancel" if "folder" in name else "Ctrl-C"
+    assert world.observer.stops == [(cause, grace_s) for grace_s in graces[0][:1]]
+    assert {spec.stop_grace_s for link in world.links for spec in link.specs} == set(graces[0][:1])
     assert not (world.run.path / "cancel.json").exists()
 
 
 def test_request_while_a_run_fails_does_not_make_it_a_cancelled_one(world: World) -> None:
-    world.at(5, lambda: world.links[1].rank_error(3))
-    press(world, 5.5)
+    world.play((5, node(1, "rank_error", 3)), (5.5, World.press))
     outcome = world.lead()
     assert (outcome.status, outcome.exit_code) == ("failed", 1)
 
@@ -348,7 +279,7 @@ def test_request_while_a_run_fails_does_not_make_it_a_cancelled_one(world: World
 
 
 def test_another_attempt_knows_nothing_of_the_one_before(world: World) -> None:
-    world.at(3, lambda: fail_on_second(world))
+    world.play(*FALL)
     assert world.lead().status == "failed"
     world.links[1].leave("outcome.json", {"exit_code": 1, "cause": "exit"})
     for link in world.links:

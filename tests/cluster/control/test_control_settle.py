@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from control_fakes import FakeLink, Observer, World
+from control_fakes import FakeLink, Observer, Scene, World, node, put
 from testkit import PYTHON_PATH
+from testkit.clock import Clock
 
 from cluster.control.attempt import (
     CANCEL_FILE,
@@ -54,55 +55,38 @@ def look(world: World) -> RunState:
     return settle(world.run, 5.0, opener(world), world.clock)
 
 
-def end_by_lease(world: World) -> None:
-    for link in world.links:
-        link.end(None, "lease", stop_at_ns=world.clock.time_ns(), stop_cause="no word from the launcher")
-    world.links[0].rank_error(0, "peer_lost")
-
-
-def fail_before_the_lease_ends(world: World) -> None:
-    world.links[1].rank_error(3, message="the tenth expert is missing")
-    world.links[1].end(1)
-    world.links[0].end(None, "lease", stop_at_ns=world.clock.time_ns() + 10**9)
-
-
-def be_stopped_on_the_nodes(world: World) -> None:
-    for link in world.links:
-        link.end(None, "stop", stop_cause="SIGTERM")
-
-
-def be_unheard(world: World) -> None:
-    world.links[0].end(None, "lease")
-    world.go_silent(1)
-
-
-def lose_a_supervisor(world: World) -> None:
-    world.links[0].end(None, "lease")
-    world.links[1].phase = "lost"
-
-
-def know_nothing(world: World) -> None:
-    for link in world.links:
-        link.phase = "none"
+LEASE = {"stop_at_ns": Clock().time_ns(), "stop_cause": "no word from the launcher"}
+BOTH_BY_LEASE = [(0, node(at, "end", None, "lease", **LEASE)) for at in (0, 1)]
 
 
 @pytest.mark.parametrize(
-    ("act", "state", "exit_code", "words"),
+    ("story", "state", "exit_code", "words"),
     [
-        (lambda world: None, "running", 0, ""),
-        (end_by_lease, "failed", 1, "LauncherLost the launcher was gone for 60 s, so these nodes stopped their ranks"),
-        (fail_before_the_lease_ends, "failed", 1, "the tenth expert is missing"),
-        (World.complete, "completed", 0, ""),
-        (be_stopped_on_the_nodes, "cancelled", 130, ""),
-        (be_unheard, "running", 3, "no answer of n2 (timed out)"),
-        (lose_a_supervisor, "failed", 1, ""),
-        (know_nothing, "failed", 1, "before any node had begun"),
+        ([], "running", 0, ""),
+        (
+            [*BOTH_BY_LEASE, (0, node(0, "rank_error", 0, "peer_lost"))], "failed", 1,
+            "LauncherLost the launcher was gone for 60 s, so these nodes stopped their ranks: n1, n2",
+        ),
+        (  # a failure before the lease ended
+            [
+                (0, node(1, "rank_error", 3, message="the tenth expert is missing")), (0, node(1, "end", 1)),
+                (0, node(0, "end", None, "lease", stop_at_ns=Clock().time_ns() + 10**9)),
+            ],
+            "failed", 1, "the tenth expert is missing",
+        ),
+        ([(0, World.complete)], "completed", 0, ""),
+        ([(0, node(at, "end", None, "stop", stop_cause="SIGTERM")) for at in (0, 1)], "cancelled", 130, ""),
+        (
+            [BOTH_BY_LEASE[0], (0, lambda world: world.go_silent(1))], "running", 3, "no answer of n2 (timed out)",
+        ),
+        ([BOTH_BY_LEASE[0], (0, put(1, phase="lost"))], "failed", 1, ""),
+        ([(0, put(0, 1, phase="none"))], "failed", 1, "before any node had begun"),
     ],
-)
+)  # fmt: skip
 def test_what_became_of_a_run_is_found_out_and_nothing_is_done_to_it(
-    world: World, act: Callable[[World], None], state: str, exit_code: int, words: str
+    world: World, story: list[Scene], state: str, exit_code: int, words: str
 ) -> None:
-    act(world)
+    world.play(*story)
     settled, failure = look(world), world.state["failure"] or {"type": "", "message": ""}
     is_final = state != "running"
     assert (settled.state, settled.exit_code, settled.is_final) == (state, exit_code, is_final)
@@ -111,7 +95,7 @@ def test_what_became_of_a_run_is_found_out_and_nothing_is_done_to_it(
     assert [status.phase for status in settled.nodes] == [link.phase for link in world.links]
     assert not any(link.beats or link.stops for link in world.links)
     assert all(link.is_closed for link in world.links)
-    assert [link.sweeps for link in world.links] == [0, act is lose_a_supervisor]
+    assert [link.sweeps for link in world.links] == [0, world.links[1].phase == "lost"]
     assert world.clock.now < 1006.5
 
 
