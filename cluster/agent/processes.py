@@ -311,7 +311,7 @@ class Family:
 
     def _look(self, now: float, full: bool) -> None:
         """Find new members among the processes that are new, or too young to be sure of; `full`: among all."""
-        pids = all_pids()
+        pids, is_first = all_pids(), not self._seen
         alien = {self._me, *self._helpers()}
         self._seen = {pid: self._seen[pid] for pid in self._seen.keys() & {*pids, *self.members()}}
         # In ascending order parents mostly come before their children; the rest is found by the next look.
@@ -319,15 +319,15 @@ class Family:
             seen = self._seen.get(pid)
             is_due = seen is None or (seen.rank < 0 and now < seen.young_until) or (full and not seen.is_member)
             if is_due and pid not in alien:
-                self._examine(pid, now)
+                self._examine(pid, now, is_first)
 
-    def _examine(self, pid: int, now: float) -> None:
+    def _examine(self, pid: int, now: float, is_first: bool) -> None:
         entry = read_entry(pid)
         if entry is None or not entry.lives:
             return
         seen = self._seen.get(pid)
-        if seen is None or seen.start != entry.start:
-            seen = self._seen[pid] = _Seen(entry.start, now + _YOUNG_S - entry.age_s)
+        if seen is None or seen.start != entry.start:  # who was here before us may be old
+            seen = self._seen[pid] = _Seen(entry.start, now + _YOUNG_S - (entry.age_s if is_first else 0.0))
         environ = read_environ(pid) if self._any_owner or is_own(pid) else None
         if not seen.is_member:
             parent = self._seen.get(entry.parent)

@@ -235,35 +235,25 @@ def test_what_is_no_plain_file_is_not_read(files: NodeFiles, open_agent: OpenAge
 # --- what makes no sense ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "wish",
-    [
-        {"start": {}},
-        {"start": None},
-        {"follow": None},
-        {"stop": {}},
-        {"sweep": {}},
-    ],
-    ids=str,
-)
-def test_request_that_makes_no_sense_is_answered(wish: dict[str, Any], files: NodeFiles, open_agent: OpenAgent) -> None:
+def test_requests_that_make_no_sense_are_answered_and_places_that_make_none_end_the_agent(
+    files: NodeFiles, open_agent: OpenAgent
+) -> None:
     agent = open_agent(files.folder, NODE)
-    name = next(iter(wish))
-    wait_for(
-        lambda: agent.ask(**wish) and (agent.told.get("errors", {}).get(name) or "refused" in agent.told), "errors"
-    )
+    for name, wish in (("start", {}), ("start", None), ("follow", None), ("stop", {}), ("sweep", {})):
+        agent.told.clear()
+        wait_for(
+            lambda name=name, wish=wish: (
+                agent.ask(**{name: wish}) and (name in agent.told.get("errors", {}) or "refused" in agent.told)
+            ),
+            "the error",
+        )
     for _ in range(2):  # made, then renewed
         agent.ask(beat=True)
         assert Path(files.lease).stat().st_mtime > 0
         os.utime(files.lease, (0, 0))
-
-
-@pytest.mark.parametrize("place", [{"folder": "../x"}, {"node": "a/b"}, {"folder": None}], ids=str)
-def test_a_place_that_makes_no_sense_ends_the_agent(
-    place: dict[str, Any], files: NodeFiles, open_agent: OpenAgent
-) -> None:
-    with pytest.raises(NoAnswerError, match="SpecError"):
-        open_agent(files.folder, NODE).ask(**place)
+    for place in ({"folder": "../x"}, {"node": "a/b"}, {"folder": None}):
+        with pytest.raises(NoAnswerError, match="SpecError"):
+            open_agent(files.folder, NODE).ask(**place)
 
 
 def test_requests_for_a_folder_that_is_not_there_are_answered(tmp_path: Path, open_agent: OpenAgent) -> None:

@@ -41,7 +41,10 @@ def test_supervisor_is_nobodys_child_and_holds_no_terminal(rig: Rig) -> None:
     assert {path.stat().st_mode & 0o077 for path in Path(rig.files().log_dir).iterdir()} == {0}
 
 
-def test_command_gets_environment_folder_marks_and_files_that_are_for_this_user_alone(rig: Rig) -> None:
+def test_command_gets_environment_folder_marks_and_files_that_are_for_this_user_alone(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")  # of whoever launches from within a rank
     code = "import os, json; print(json.dumps([os.getcwd(), dict(os.environ)]))"
     files = [["config.yaml", "a: é\n"], ["env/alpha.env", "A=1\n"]]
     start(rig.spec(argv=[sys.executable, "-c", code], environment={"ASKED": "yes", "RANK": "5"}, files=files))
@@ -53,6 +56,7 @@ def test_command_gets_environment_folder_marks_and_files_that_are_for_this_user_
     cwd, seen = json.loads(Path(rig.files().torchrun_log).read_text())
     assert cwd == str(KIT)
     assert (seen["ASKED"], seen["RANK"], seen["PATH"]) == ("yes", "5", os.environ["PATH"])
+    assert "LOCAL_RANK" not in seen
     assert (seen["BURST_RUN_ID"], seen["BURST_NODE"]) == (rig.run_id, rig.name())
     assert seen["BURST_RANK_LOGS"] == rig.files().log_dir
 
