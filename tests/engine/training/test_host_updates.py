@@ -41,7 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 
 
 def on_host(changes: dict[str, Any]) -> RunConfig:
-    config = tiny_config(**changes, parallel={"dp_shard_size": 2}, attention={"preset": "single"})
+    config = tiny_config(**{"parallel": {"dp_shard_size": 2}, "attention": {"preset": "single"}} | changes)
     return replace(config, memory=replace(config.memory, optimizer_store="host"))
 
 
@@ -122,8 +122,8 @@ def test_a_thread_that_waits_for_every_copy_leaves_the_same_bits_as_updates_one_
 
 
 def deep_run() -> TinyRun:
-    changes = IN_BACKWARD | {"model": replace(TINY_MODEL, num_layers=LAYERS)}
-    return start_run(replace(on_host(changes), parallel=tiny_config().parallel))
+    changes = {"model": replace(TINY_MODEL, num_layers=LAYERS), "parallel": {"dp_shard_size": 1}}
+    return start_run(on_host(IN_BACKWARD | changes))
 
 
 def what_happened() -> list[str]:
@@ -164,9 +164,8 @@ def test_backward_goes_on_while_a_gradient_is_used(ranks: Pools) -> None:
 def weights_of_lazy_updates() -> tuple[list[int], bool]:
     """(updates that wait before each layer of the next forward pass and at its end, whether these left the weights of
     updates at once), where an update runs when somebody waits for it."""
-    changes = {"optimizer": LATE, "model": replace(TINY_MODEL, num_layers=LAYERS)}
-    config = replace(on_host(changes), parallel=tiny_config().parallel)
-    at_once, run, worker, left = start_run(config), start_run(config), Lazy(), []
+    changes = {"optimizer": LATE, "model": replace(TINY_MODEL, num_layers=LAYERS), "parallel": {"dp_shard_size": 1}}
+    at_once, run, worker, left = start_run(on_host(changes)), start_run(on_host(changes)), Lazy(), list[int]()
     owner = run.model, run.train_step.optimizer, LATE["max_grad_norm"]
     updates = HostUpdates(*owner, worker.submit, lambda: None, in_backward=False)
     for layer in run.model.layers:
@@ -224,8 +223,7 @@ def test_backward_waits_for_a_slow_host_and_no_gradient_is_left_out(ranks: Pools
 
 def words_of_failure() -> tuple[str, int]:
     """(what a step whose second use fails raises, uses that were begun), while a third one waits behind it."""
-    run, uses, calls, third = deep_run(), [], [], threading.Event()
-    submit = worker_thread()
+    run, uses, calls, third, submit = deep_run(), list[Staged](), list[Any](), threading.Event(), worker_thread()
 
     def counted(call: Callable[[], None]) -> Future[None]:
         calls.append(submit(call))
@@ -239,14 +237,14 @@ def words_of_failure() -> tuple[str, int]:
             assert third.wait(WAIT_S)
             raise ArithmeticError("no memory for moments")
 
-    gradients = HostGradients(run.model, use, counted, lambda: None)
+    gradients, words = HostGradients(run.model, use, counted, lambda: None), ""
     try:
         accumulate(run, 0)
         gradients.finish()
     except Exception as error:
-        submit(lambda: None).result(WAIT_S)  # all calls before it are over
-        return str(error), len(uses)
-    return "", len(uses)
+        words = str(error)
+    submit(lambda: None).result(WAIT_S)  # all calls before it are over
+    return words, len(uses)
 
 
 def test_what_fails_beside_backward_ends_the_step(ranks: Pools) -> None:
@@ -256,10 +254,8 @@ def test_what_fails_beside_backward_ends_the_step(ranks: Pools) -> None:
 
 
 def hooks_on_gradients() -> int:
-    run = start_run(on_host(IN_BACKWARD | {"model": TINY_MODEL}))
-    return sum(
-        len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) for parameter in run.model.parameters()
-    )
+    parameters = start_run(on_host(IN_BACKWARD)).model.parameters()
+    return sum(len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) for parameter in parameters)
 
 
 def test_no_hook_hangs_on_a_gradient_since_torch_would_then_copy_it_through_pageable_memory(ranks: Pools) -> None:

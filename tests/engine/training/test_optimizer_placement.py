@@ -194,17 +194,23 @@ def test_updates_in_backward_save_the_gradients_but_for_a_layer_or_two(ranks: Po
     assert late_bytes - early_bytes >= 0.75 * gradient_bytes
 
 
-def step_without_host_reads(config: RunConfig) -> tuple[float, float, int]:
-    """(loss, norm, all-reduces of clipping and updating) of a step of which the host reads nothing."""
+def sums(done: list[Any]) -> int:
+    """All-reduces among operations."""
+    return sum("all" in name and "reduce" in name for name in (str(func.overloadpacket) for func in done))
+
+
+def step_without_host_reads(config: RunConfig, micro_steps: int = 1) -> tuple[float, float, int, int]:
+    """(loss, norm, all-reduces of forward and backward, of clipping and updating) of a step of which the host reads
+    nothing.
+    """
     run, done = start_run(config), list[Any]()
-    batches = [run.train_step.prepare(batch) for batch in batch_of(0, run)]
+    batches = [run.train_step.prepare(batch) for batch in batch_of(0, run, micro_steps)]
     labels = SEQUENCES * config.train.seq_len
     with Operations(lambda func, *_: done.append(func)):
         loss_sum, before = run.train_step.accumulate(batches, labels), len(done)
         norm = run.train_step.update()
     assert torch.ops.aten._local_scalar_dense.default not in done
-    names = [str(func.overloadpacket) for func in done[before:]]
-    return loss_sum.item() / labels, norm.item(), sum("allreduce" in name or "all_reduce" in name for name in names)
+    return loss_sum.item() / labels, norm.item(), sums(done[:before]), sums(done[before:])
 
 
 @pytest.mark.parametrize("early", [False, True])
@@ -213,7 +219,16 @@ def test_accumulate_and_update_are_a_step_and_the_host_reads_nothing(ranks: Pool
     base = config_on("2 cp x 2 tp", optimizer={"max_grad_norm": None if early else 0.5})
     config = placed(base, optimizer_in_backward=early)
     (expected,) = ranks(4).run(trained_each, [config], steps=1)[0]
-    assert ranks(4).run(step_without_host_reads, config) == [(expected.losses[0], expected.norms[0], 1)] * 4
+    for loss, norm, _, updating in ranks(4).run(step_without_host_reads, config):
+        assert (loss, norm, updating) == (expected.losses[0], expected.norms[0], 1)
+
+
+def test_copies_of_the_model_sum_their_gradients_in_the_last_micro_step_alone(ranks: Pools) -> None:
+    config = tiny_config(parallel={"dp_replicate_size": 2})
+    (_, _, once, _), (_, _, still_once, _) = (
+        ranks(2).run(step_without_host_reads, config, micro_steps)[0] for micro_steps in (1, 2)
+    )
+    assert once == still_once > TINY_MODEL.num_layers  # of every unit, and of the loss
 
 
 @pytest.mark.thorough
