@@ -33,7 +33,7 @@ _NO_TIME = 2**63
 class Failure:
     """What ended a run. `rank` is None when no rank is to blame; `signal` is a name such as SIGKILL.
 
-    host: the node's name. memory: what `engine.runs.oom.OutOfMemory` says and what was predicted, under kind oom.
+    host: the node's name. memory: what `engine.runs.oom` measured and what was predicted, under kind oom.
     advice: what to do next. stacks: the file with the stacks of the rank, under kind hang. checkpoint: the last one
     that is whole. details: further lines that explain the verdict.
     """

@@ -345,7 +345,7 @@ def _when(record: Mapping[str, Any]) -> int:
 def describe_error(error: BaseException) -> dict[str, Any]:
     """{kind, type, message, traceback, exit_code, time_ns, at, memory}; kind: config, user, oom, peer_lost, exception.
 
-    `memory` is what `OutOfMemory` says under kind oom, else None.
+    `memory` is what `measure_out_of_memory` says under kind oom, else None.
     """
     measured = measure_out_of_memory(error)
     kind, text = type(error), str(error)[:_MESSAGE_CHARACTERS]
@@ -366,5 +366,5 @@ def describe_error(error: BaseException) -> dict[str, Any]:
         "exit_code": exit_code,
         "time_ns": time.time_ns(),
         "at": utc_now(),
-        "memory": None if measured is None else dict(vars(measured)),
+        "memory": measured,
     }

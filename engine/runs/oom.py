@@ -11,9 +11,8 @@ import errno
 import re
 import resource
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from engine.config.settings import LossConfig, MemoryConfig, RunConfig
 
@@ -36,37 +35,36 @@ _ASKED = re.compile(r"tried to allocate ([\d.]+) ?(bytes|B|KiB|MiB|GiB|TiB)\b", 
 _UNITS = {"bytes": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
-@dataclass(frozen=True)
-class OutOfMemory:
-    """What a process that ran out of memory can say about it; what is not known is None.
+def measure_out_of_memory(error: BaseException) -> dict[str, Any] | None:
+    """What this process knows about the lack of memory that ended in `error`; None for any other error.
 
     where           device: GPU memory; host: what the CPU allocator and Python use, on a CPU run everything
     device          as torch names it: cuda:0, cpu
     peak_bytes      most that was in use so far, as `peak_source` counts it
     asked_bytes     the allocation that failed
     capacity_bytes  memory of the device
-    """
 
-    where: Where
-    device: str
-    peak_bytes: int | None
-    peak_source: str
-    asked_bytes: int | None = None
-    capacity_bytes: int | None = None
-
-
-def measure_out_of_memory(error: BaseException) -> OutOfMemory | None:
-    """What this process knows about the lack of memory that ended in `error`; None for any other error.
-
-    Reads counters only: those of the CUDA allocator where this process uses CUDA, else the resident set.
+    What is not known is None. Reads counters only: those of the CUDA allocator where this process uses CUDA, else the
+    resident set.
     """
     origin = _origin(error)
     if origin is None:
         return None
-    asked = _asked_bytes(origin)
+    where, device, source = "host", "cpu", "resident set of the process since its start"
+    peak: int | None = None
+    capacity: int | None = None
     if _is_of_host(origin):
-        return OutOfMemory("host", "cpu", peak_resident_bytes(), "resident set of the process since its start", asked)
-    return _on_cuda(asked) or OutOfMemory("device", "cuda", None, "unknown", asked)
+        peak = peak_resident_bytes()
+    else:
+        where, (device, peak, source, capacity) = "device", _on_cuda()
+    return {
+        "where": where,
+        "device": device,
+        "peak_bytes": peak,
+        "peak_source": source,
+        "asked_bytes": _asked_bytes(origin),
+        "capacity_bytes": capacity,
+    }
 
 
 def peak_resident_bytes() -> int:
@@ -148,18 +146,16 @@ def _asked_bytes(origin: BaseException) -> int | None:
     return round(float(found[1]) * _UNITS[found[2].lower()]) if found else None
 
 
-def _on_cuda(asked: int | None) -> OutOfMemory | None:
-    """What the caching allocator of this process counts; None when it does not use CUDA."""
+def _on_cuda() -> tuple[str, int | None, str, int | None]:
+    """(device, peak, its source, capacity) by the caching allocator of this process, where it uses CUDA."""
     torch = sys.modules.get("torch")  # never imported here: a rank that ran out of memory before that has no allocator
-    try:
-        if torch is None or not torch.cuda.is_initialized():
-            return None
-        index = torch.cuda.current_device()
-        peak = int(torch.cuda.max_memory_allocated(index))
-        capacity = int(torch.cuda.get_device_properties(index).total_memory)
-    except RuntimeError:  # the device is gone
-        return None
-    return OutOfMemory("device", f"cuda:{index}", peak, "CUDA caching allocator, peak of this step", asked, capacity)
+    with contextlib.suppress(RuntimeError):  # the device is gone
+        if torch is not None and torch.cuda.is_initialized():
+            index = torch.cuda.current_device()
+            peak = int(torch.cuda.max_memory_allocated(index))
+            capacity = int(torch.cuda.get_device_properties(index).total_memory)
+            return f"cuda:{index}", peak, "CUDA caching allocator, peak of this step", capacity
+    return "cuda", None, "unknown", None
 
 
 def _cheaper_policies(memory: MemoryConfig) -> list[str]:

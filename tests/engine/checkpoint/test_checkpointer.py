@@ -13,6 +13,7 @@ from testkit.saved_checkpoints import checkpointing, take_all
 from testkit.tiny_training import start_run, tiny_config, train_losses
 
 from engine.checkpoint.checkpointer import Snapshot
+from engine.checkpoint.parts import held_parts, read_parts, share_out, write_parts
 from engine.config.settings import RunConfig
 from engine.runs.manifest import read_manifest
 
@@ -147,3 +148,16 @@ def test_a_rank_that_fails_fails_the_save_on_all_and_loses_nothing(ranks: Pools,
     assert all("cannot save step 2" in text for text in texts)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "storage"]
     assert read_manifest(tmp_path / "step-00000001").step == 1
+
+
+def test_of_what_several_ranks_hold_each_writes_a_share_and_nothing_twice(tmp_path: Path) -> None:
+    tensors = {name: torch.arange(4.0) for name in "abcd"} | {"scalar": torch.tensor(3.0), "empty": torch.zeros(0, 2)}
+    chosen = share_out([held_parts(tensors, rank) for rank in range(2)])
+    files = [[chunk.file for chunk in facts.chunks] for facts in chosen.values()]
+    one, other = ["rank00000.safetensors"], ["rank00001.safetensors"]
+    assert files == [one, other, one, other, one, []]
+    found = {name: torch.full_like(tensor, -1.0) for name, tensor in tensors.items()}
+    for rank in range(2):
+        write_parts(tmp_path, rank, tensors, chosen)
+    read_parts(found, chosen, lambda names: {name: tmp_path / name for name in names})
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())

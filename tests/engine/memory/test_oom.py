@@ -29,9 +29,9 @@ def test_failure_of_torchs_cpu_allocator_names_what_was_asked() -> None:
     error = raised(lambda: torch.empty(MORE_THAN_ANY_MACHINE, dtype=torch.uint8))
     measured = measure_out_of_memory(error)
     assert measured is not None
-    assert (measured.where, measured.device, measured.asked_bytes) == ("host", "cpu", MORE_THAN_ANY_MACHINE)
-    assert measured.peak_bytes is not None
-    assert measured.peak_bytes > 2**20
+    asked = {"where": "host", "device": "cpu", "asked_bytes": MORE_THAN_ANY_MACHINE}
+    assert measured.items() >= asked.items()
+    assert measured["peak_bytes"] > 2**20
 
 
 def test_failure_inside_backward_is_still_found() -> None:
@@ -63,7 +63,7 @@ def test_failure_inside_backward_is_still_found() -> None:
 )
 def test_place_is_told_by_the_error(error: Exception, where: str | None) -> None:
     measured = measure_out_of_memory(error)
-    assert (measured and measured.where) == where
+    assert (measured and measured["where"]) == where
     assert (describe_error(error)["memory"] is None) == (where is None)
 
 
