@@ -53,26 +53,26 @@ class Guard:
 
     def judge(self, step: int, loss: float, grad_norm: float) -> Verdict:
         """The verdict on step `step` (from 0). Raises RunError when the run is to stop."""
-        problem = self._problem(loss, grad_norm)
-        if problem is None:
+        found = self._problem(loss, grad_norm)
+        if found is None:
             self._losses.append(loss)
             if step > self._last_dropped:
                 self._in_a_row = 0
             return TAKEN
-        figure, value, reaction = problem
+        figure, value, reaction = found
+        words = f"{figure} of step {step + 1} is {value}"
         if reaction == "stop":
             raise RunError(
-                f"{figure} of step {step + 1} is {value}: training has diverged. "
-                "Lower optimizer.learning_rate, raise optimizer.warmup_steps or set optimizer.max_grad_norm, "
-                "and check the data; nothing after this step would be of use, so the run stops here"
+                f"{words}: training has diverged. Lower optimizer.learning_rate, raise optimizer.warmup_steps or set "
+                "optimizer.max_grad_norm, and check the data; nothing after this step would be of use, so the run "
+                "stops here"
             )
         self._in_a_row += 1
         self._last_dropped = max(step, self._last_dropped)
         if self._in_a_row > MOST_IN_A_ROW:
             raise RunError(
-                f"{figure} of step {step + 1} is {value}, and {MOST_IN_A_ROW} steps before "
-                "it were dropped without progress. Lower optimizer.learning_rate, and look "
-                "at the samples that events.jsonl names"
+                f"{words}, and {MOST_IN_A_ROW} steps before it were dropped without progress. Lower "
+                "optimizer.learning_rate, and look at the samples that events.jsonl names"
             )
         return Verdict(reaction, f"{figure} is {value}")
 

@@ -70,13 +70,9 @@ def _reduce_entry(entry: Mapping[str, Any]) -> dict[str, Any]:
 def _entries(torch: Any) -> list[dict[str, Any]]:
     """All entries of all recorders of this process, oldest first."""
     c10d = getattr(torch._C, "_distributed_c10d", None)
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for name in _DUMPS:
-        dump = getattr(c10d, name, None)
-        if dump is None:
-            continue
-        for entry in json.loads(dump()).get("entries", ()):
-            found[(entry.get("time_created_ns"), entry.get("record_id"), entry.get("profiling_name"))] = entry
+    dumps = [dump for name in _DUMPS if (dump := getattr(c10d, name, None)) is not None]
+    entries = [entry for dump in dumps for entry in json.loads(dump()).get("entries", ())]
+    found = {(one.get("time_created_ns"), one.get("record_id"), one.get("profiling_name")): one for one in entries}
     return sorted(found.values(), key=lambda entry: entry.get("time_created_ns") or 0)
 
 
