@@ -200,7 +200,7 @@ class Checkpointer:
         when nothing can be read although something is there.
         """
         steps = self._common_steps(self.root)
-        manifest = self._newest(self.root, steps, self._disk, "put aside")
+        manifest = self._newest(self.root, steps, self._disk, is_own=True)
         if manifest is not None:
             self._read(self.root, manifest, target, accept)
             self._restored = manifest.step
@@ -216,27 +216,28 @@ class Checkpointer:
         """
         root, named = self._find_source(source)
         steps = self._common_steps(root) if named is None else [named]
-        manifest = self._newest(root, steps, self._find_disk(read_storage_id(root)), "passed over")
+        manifest = self._newest(root, steps, self._find_disk(read_storage_id(root)), is_own=False)
         if manifest is None:
             raise CheckpointError(f"{source} has no checkpoint that all ranks see")
         self._read(root, manifest, target, accept)
         return manifest
 
-    def _newest(self, root: Path, steps: Sequence[int], disk: Disk, damaged: str) -> Manifest | None:
-        """That of the first of `steps` which is undamaged. damaged: what becomes of others, in words."""
+    def _newest(self, root: Path, steps: Sequence[int], disk: Disk, *, is_own: bool) -> Manifest | None:
+        """That of the first of `steps` which is undamaged. is_own: damaged ones are put aside, not passed over."""
         for step in steps:
             checkpoint = Checkpoint.of(root, step)
             manifest, problem = self._verified(checkpoint, disk)
             if manifest is not None:
                 return manifest
-            if damaged == "passed over" and step == steps[-1]:
+            if not is_own and step == steps[-1]:
                 raise CheckpointError(problem)
-            if damaged == "put aside":
+            if is_own:
                 with self._agreeing(f"put the damaged checkpoint of step {step} aside"):
                     if self._disk.is_leader and checkpoint.path.exists():
                         put_aside(checkpoint, problem)
             if self._rank == 0:
-                self._note(f"the checkpoint of step {step} is {damaged}: {problem}")
+                fate = "put aside" if is_own else "passed over"
+                self._note(f"the checkpoint of step {step} is {fate}: {problem}")
         return None
 
     def _find_source(self, source: Path) -> tuple[Path, int | None]:
