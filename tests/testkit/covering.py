@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
@@ -45,18 +45,13 @@ def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
 
 def covering(cases: Sequence[Case]) -> set[int]:
     """Indices of few cases that hold every pair of values that any case holds; greedy, most new pairs first."""
-    pairs = [set(_pairs(case)) for case in cases]
+    pairs = [set[object](pairs_of(case) or case.items()) for case in cases]  # of one axis, its values
     missing, chosen = set().union(*pairs), set()
     while missing:
         best = max(range(len(cases)), key=lambda index: len(pairs[index] & missing))
         chosen.add(best)
         missing -= pairs[best]
     return chosen
-
-
-def _pairs(case: Case) -> Iterable[object]:
-    items = sorted(case.items())
-    return itertools.combinations(items, 2) if len(items) > 1 else items
 
 
 def covering_cases(axes: Mapping[str, Sequence[str]], legal: Callable[[Case], bool]) -> list[Case]:

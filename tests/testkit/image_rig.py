@@ -85,14 +85,6 @@ def layer(size: int, seed: int) -> bytes:
     return tar_of({f"file{seed}": noise(size, seed)})
 
 
-def prose(size: int, seed: int) -> bytes:
-    """Text that packs to roughly a quarter."""
-    rng = random.Random(seed)
-    words = [rng.randbytes(4).hex().encode() for _ in range(4096)]
-    text = b" ".join(rng.choices(words, k=1 << 16)) + b"\n"
-    return (text * (size // len(text) + 1))[:size]
-
-
 def saved_image(*layers: bytes, name: str = "a:1", links: Mapping[int, int] = {}) -> tuple[bytes, bytes]:
     """What the classic store saves of an image with these layers, and its settings. links: layers that are links."""
     diff_ids = [f"sha256:{hashlib.sha256(layer).hexdigest()}" for layer in layers]
