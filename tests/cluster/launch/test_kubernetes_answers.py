@@ -18,58 +18,44 @@ from kubernetes_rig import JOB, fake_cluster, kubernetes_config, kubernetes_plan
 from testkit import ROOT
 
 from cluster.launch.kubernetes import RUNNER
-from cluster.launch.pods import Kubectl, Pod, PodFiles, read_answer
+from cluster.launch.pods import Pod, PodFiles, read_answer
 from cluster.launch.runner import Asked
 from cluster.launch.scheduler import SchedulerError
-from engine.config.cluster import KubernetesConfig
-from engine.runs.folder import create_run
+from engine.runs.folder import RunFolder, create_run
 
 NAME = "burst-run-node-0-1-abcde"
 KILLED = {"exitCode": 137, "reason": "OOMKilled"}
+NO_CONTEXT = "Error in configuration: context was not found for specified context: lab"
+NO_SERVER = "The connection to the server localhost:8080 was refused - did you specify the right host or port?"
+NO_CLAIM = 'Error from server (NotFound): persistentvolumeclaims "runs" not found'
 
 
 @pytest.mark.parametrize(
     ("said", "kind", "told"),
     [
-        (
-            "Error in configuration: context was not found for specified context: lab",
-            "context",
-            "set cluster.kubernetes.context",
-        ),
-        (
-            "The connection to the server localhost:8080 was refused - did you specify the right host or port?",
-            "context",
-            "kubectl has no context",
-        ),
+        (NO_CONTEXT, "context", "set cluster.kubernetes.context"),
+        (NO_SERVER, "context", "kubectl has no context"),
         (
             'error: the server doesn\'t have a resource type "jobsets"',
             "crd",
             "install JobSet .*, or set cluster.kubernetes.kind=TrainJob",
         ),
-        (
-            "Unable to connect to the server: dial tcp: i/o timeout",
-            "silent",
-            "the cluster does not answer",
-        ),
-        ('Error from server (NotFound): persistentvolumeclaims "runs" not found', "refused", '"runs" not found'),
+        ("Unable to connect to the server: dial tcp: i/o timeout", "silent", "the cluster does not answer"),
+        (NO_CLAIM, "refused", '"runs" not found'),
+        (None, "missing", "kubectl not found"),
     ],
 )
-def test_what_kubectl_complains_of_is_told_with_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, kind: str, told: str
+def test_what_kubectl_complains_of_is_told_with_what_to_do_before_anything_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str | None, kind: str, told: str
 ) -> None:
     cluster, variables = fake_cluster(tmp_path / "cluster", os.environ["PATH"])
-    for name, value in variables.items():
+    for name, value in ({"PATH": str(tmp_path)} if said is None else variables).items():
         monkeypatch.setenv(name, value)
-    cluster.refuse(get=said)
+    cluster.refuse(get=said or "")
     with pytest.raises(SchedulerError, match=told) as caught:
-        Kubectl(KubernetesConfig(claim="runs")).check()
-    assert caught.value.kind == kind
-
-
-def test_without_kubectl_nothing_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(SchedulerError, match="kubectl not found"):
         RUNNER.survey(kubernetes_config(), Asked())
+    assert caught.value.kind == kind
+    # A rehearsal does without a cluster.
     assert RUNNER.survey(kubernetes_config(), Asked(dry_run=True)).plan(kubernetes_config(), tmp_path / "run")
 
 
@@ -77,33 +63,13 @@ def test_without_kubectl_nothing_begins(tmp_path: Path, monkeypatch: pytest.Monk
     ("status", "kind", "told"),
     [
         ({"phase": "Failed", "reason": "Evicted", "message": "low on memory"}, "node_lost", "Evicted: low on memory"),
-        (
-            {
-                "containerStatuses": [
-                    {"name": "node", "state": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}}
-                ]
-            },
-            "oom",
-            "cluster.kubernetes.memory_per_pod",
-        ),
+        ({"state": {"terminated": KILLED}}, "oom", "cluster.kubernetes.memory_per_pod"),
         # A runtime whose pods may restart in place.
-        (
-            {
-                "phase": "Running",
-                "containerStatuses": [
-                    {
-                        "name": "node",
-                        "state": {"running": {}},
-                        "lastState": {"terminated": KILLED},
-                    }
-                ],
-            },
-            "oom",
-            "OOMKilled",
-        ),
+        ({"state": {"running": {}}, "lastState": {"terminated": KILLED}}, "oom", "OOMKilled"),
     ],
 )
 def test_why_kubernetes_ended_a_pod_is_the_failure(status: dict[str, Any], kind: str, told: str) -> None:
+    status = status if "phase" in status else {"phase": "Running", "containerStatuses": [{"name": "node", **status}]}
     found = read_answer(json.dumps({"items": [JOB, pod(1, **status)]})).pods[1]
     assert found.phase == "ended"
     assert found.failure is not None
@@ -111,22 +77,24 @@ def test_why_kubernetes_ended_a_pod_is_the_failure(status: dict[str, Any], kind:
 
 
 @pytest.mark.parametrize(
-    ("waiting", "pod"),
+    ("waiting", "trouble", "is_stuck"),
     [
-        ({}, Pod(1, NAME, "waiting", "gpu-7")),
-        ({"reason": "PodInitializing"}, Pod(1, NAME, "waiting", "gpu-7", trouble="PodInitializing")),
-        ({"reason": "ContainerCreating"}, Pod(1, NAME, "waiting", "gpu-7", trouble="ContainerCreating")),
+        ({}, "", False),
+        ({"reason": "PodInitializing"}, "PodInitializing", False),
+        ({"reason": "ContainerCreating"}, "ContainerCreating", False),
         (
             {"reason": "CreateContainerError", "message": "no such device"},
-            Pod(1, NAME, "waiting", "gpu-7", trouble="CreateContainerError: no such device", is_stuck=True),
+            "CreateContainerError: no such device",
+            True,
         ),
     ],
 )
 def test_a_container_that_is_being_made_is_waited_for_and_any_other_trouble_told(
-    waiting: dict[str, str], pod: Pod
+    waiting: dict[str, str], trouble: str, is_stuck: bool
 ) -> None:
     shown = with_container(1, "Pending", waiting=waiting)
-    assert read_answer(json.dumps({"items": [JOB, shown]})).pods == {1: pod}
+    expected = Pod(1, NAME, "waiting", "gpu-7", trouble=trouble, is_stuck=is_stuck)
+    assert read_answer(json.dumps({"items": [JOB, shown]})).pods == {1: expected}
 
 
 def keyed(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -140,18 +108,18 @@ def test_an_answer_of_any_shape_is_read_or_refused(document: object) -> None:
         read_answer(json.dumps(document))
 
 
+def files_of(run: RunFolder) -> set[str]:
+    return {path.relative_to(run.path).as_posix() for path in run.path.rglob("*") if path.is_file()}
+
+
 def test_what_pods_print_writes_no_other_file(tmp_path: Path) -> None:
     plan = kubernetes_plan(tmp_path, kubernetes_config())
     run = create_run(Path(plan.run_path), {})
-    before = {path for path in run.path.rglob("*") if path.is_file()}
-    files = PodFiles(run, plan.nodes[1])
+    before, files = files_of(run), PodFiles(run, plan.nodes[1])
     lines = ["@burst ../../x {}", "@burst metrics.jsonl {}", "@burst config.yaml {}", "rank0000| not mine", "@burst x"]
     lines += [f"@burst rank0001.error.json {text}" for text in ("[1]", "[" * 100_000, "\ud800")]
     files.take("pod", [(f"2026-11-25T00:00:0{at}Z", line) for at, line in enumerate(lines)])
-    written = {path.relative_to(run.path).as_posix() for path in run.path.rglob("*") if path.is_file()} - {
-        path.relative_to(run.path).as_posix() for path in before
-    }
-    assert written == {"logs/pod-1/torchrun.log", "nodes/pod-1/fetched.json"}
+    assert files_of(run) - before == {"logs/pod-1/torchrun.log", "nodes/pod-1/fetched.json"}
 
 
 _SPEAKS = """
@@ -168,22 +136,6 @@ for log_text, row in ("one\\ntw", {"step": 1}), ("o\\nlast", {"step": 2}):
 (log.parent / "rank0000.error.json").write_text('{"type": "E"}')
 sys.exit(3)
 """
-
-
-def test_a_pod_prints_every_line_of_its_ranks_once_and_what_they_left(tmp_path: Path) -> None:
-    run = create_run(Path(kubernetes_plan(tmp_path, kubernetes_config()).run_path), {})
-    words = (sys.executable, "-m", "cluster.launch.pod", str(run.path), sys.executable, "-c", _SPEAKS, str(run.path))
-    environment = {**os.environ, "PET_NODE_RANK": "0", "BURST_CONFIG": "exp: tiny\n"}
-    done = subprocess.run(words, env=environment, cwd=ROOT, timeout=100, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if "run.json" not in line]
-    assert [line for line in lines if line.startswith("rank")] == ["rank0000| one", "rank0000| two", "rank0000| last"]
-    metrics = [f'@burst metrics.jsonl {{"step": {step}}}' for step in (1, 2)]
-    assert [line for line in lines if line.startswith("@")] == [*metrics, '@burst rank0000.error.json {"type": "E"}']
-    states = [json.loads(line.split(" ", 2)[2])["state"] for line in done.stdout.splitlines() if "run.json" in line]
-    assert (states, done.returncode) == (["starting", "failed"], 3)
-    assert (run.path / "config.yaml").read_text() == "exp: tiny\n"
-
-
 _STOPPED = """
 import os, signal, sys
 from cluster.launch.pod import main
@@ -197,11 +149,27 @@ sys.exit(main(sys.argv[1:], Told(os.environ)))
 """
 
 
+def first_pod(tmp_path: Path, *words: str) -> tuple[RunFolder, subprocess.CompletedProcess[str]]:
+    """A run, and what came of Python with these words and the run folder in its first pod."""
+    run = create_run(Path(kubernetes_plan(tmp_path, kubernetes_config()).run_path), {})
+    command = [sys.executable, *(word.replace("RUN", str(run.path)) for word in words)]
+    environment = {**os.environ, "PET_NODE_RANK": "0", "BURST_CONFIG": "exp: tiny\n"}
+    return run, subprocess.run(command, env=environment, cwd=ROOT, timeout=100, capture_output=True, text=True)
+
+
+def test_a_pod_prints_every_line_of_its_ranks_once_and_what_they_left(tmp_path: Path) -> None:
+    run, done = first_pod(tmp_path, "-m", "cluster.launch.pod", "RUN", sys.executable, "-c", _SPEAKS, "RUN")
+    lines = [line for line in done.stdout.splitlines() if "run.json" not in line]
+    assert [line for line in lines if line.startswith("rank")] == ["rank0000| one", "rank0000| two", "rank0000| last"]
+    metrics = [f'@burst metrics.jsonl {{"step": {step}}}' for step in (1, 2)]
+    assert [line for line in lines if line.startswith("@")] == [*metrics, '@burst rank0000.error.json {"type": "E"}']
+    states = [json.loads(line.split(" ", 2)[2])["state"] for line in done.stdout.splitlines() if "run.json" in line]
+    assert (states, done.returncode) == (["starting", "failed"], 3)
+    assert (run.path / "config.yaml").read_text() == "exp: tiny\n"
+
+
 def test_a_pod_that_is_ended_before_its_ranks_begin_starts_none_and_says_so(tmp_path: Path) -> None:
-    plan = kubernetes_plan(tmp_path, kubernetes_config())
-    run, marker = create_run(Path(plan.run_path), {}), tmp_path / "began"
-    words = (sys.executable, "-c", _STOPPED, str(run.path), "touch", str(marker))
-    done = subprocess.run(words, env={**os.environ, "PET_NODE_RANK": "0"}, cwd=ROOT, timeout=100, check=False)
-    assert done.returncode == 128 + signal.SIGTERM
-    assert run.read_state()["state"] == "failed"
+    marker = tmp_path / "began"
+    run, done = first_pod(tmp_path, "-c", _STOPPED, "RUN", "touch", str(marker))
+    assert (done.returncode, run.read_state()["state"]) == (128 + signal.SIGTERM, "failed")
     assert not marker.exists()

@@ -33,41 +33,26 @@ KINDS = pytest.mark.parametrize("kind", ["JobSet", "TrainJob"])
 _FREE = {"labels", "nodeSelector", "limits", "requests"}
 
 
-def job_of(tmp_path: Path, **settings: Any) -> dict[str, Any]:
-    return build_job(kubernetes_plan(tmp_path, kubernetes_config(**settings)))
-
-
-def is_valid(job: dict[str, Any]) -> bool:
-    return jsonschema.Draft202012Validator(SCHEMAS[job["kind"]]).is_valid(job)
-
-
 @KINDS
 @pytest.mark.parametrize("settings", [{}, EVERYTHING])
-def test_the_published_schema_accepts_the_job(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
-    job = job_of(tmp_path, kind=kind, **settings)
-    jsonschema.Draft202012Validator(SCHEMAS[kind]).validate(job)
-    text = dict(kubernetes_plan(tmp_path, kubernetes_config(kind=kind, **settings)).files)["job.yaml"]
-    assert is_valid(yaml.safe_load(text))
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("1000", 1000), ("512k", 512_000), ("1.5M", 1_500_000), ("64Gi", 64 << 30)],
-)
-def test_quantities_are_bytes(text: str, expected: int) -> None:
-    assert quantity_bytes(text) == expected
+def test_the_published_schema_accepts_the_job_that_the_file_says(
+    tmp_path: Path, kind: str, settings: dict[str, Any]
+) -> None:
+    plan = kubernetes_plan(tmp_path, kubernetes_config(kind=kind, **settings))
+    jsonschema.Draft202012Validator(SCHEMAS[kind]).validate(build_job(plan))
+    assert yaml.safe_load(dict(plan.files)["job.yaml"]) == build_job(plan)
 
 
 @KINDS
 def test_the_schema_knows_every_key_of_the_job(tmp_path: Path, kind: str) -> None:
-    job = job_of(tmp_path, kind=kind, **EVERYTHING)
+    job = build_job(kubernetes_plan(tmp_path, kubernetes_config(kind=kind, **EVERYTHING)))
     for path in keys_of(job["spec"], ("spec",)):
         damaged = deepcopy(job)
         place: Any = damaged
         for step in path[:-1]:
             place = place[step]
         place[f"{path[-1]}x"] = place.pop(path[-1])
-        assert not is_valid(damaged), path
+        assert not jsonschema.Draft202012Validator(SCHEMAS[kind]).is_valid(damaged), path
 
 
 def keys_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -82,21 +67,19 @@ def keys_of(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]
             yield from keys_of(inner, (*path, index))
 
 
-def container_of(job: dict[str, Any]) -> dict[str, Any]:
-    """What says command, image and environment of a pod."""
-    if job["kind"] == "TrainJob":
-        return dict(job["spec"]["trainer"])
-    (replicated,) = job["spec"]["replicatedJobs"]
-    (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
-    return dict(container)
+def container_of(job: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What says command, image and environment of a pod, and the values of the latter."""
+    container = job["spec"].get("trainer")
+    if container is None:
+        (replicated,) = job["spec"]["replicatedJobs"]
+        (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
+    return container, {each["name"]: each.get("value") for each in container["env"]}
 
 
 @KINDS
 def test_pods_get_the_plan_and_nothing_that_kubernetes_would_expand(tmp_path: Path, kind: str) -> None:
-    config = kubernetes_config(kind=kind, mode="$(HOME)")
-    plan = kubernetes_plan(tmp_path, config)
-    container = container_of(build_job(plan))
-    values = {each["name"]: each.get("value") for each in container["env"]}
+    plan = kubernetes_plan(tmp_path, kubernetes_config(kind=kind, mode="$(HOME)"))
+    container, values = container_of(build_job(plan))
     assert values["FAKE_MODE"] == "$$(HOME)"
     assert values["BURST_CONFIG"].replace("$$", "$") == dict(plan.files)["config.yaml"]
     assert values["BURST_RUN_ID"] == plan.run_id
@@ -106,31 +89,32 @@ def test_pods_get_the_plan_and_nothing_that_kubernetes_would_expand(tmp_path: Pa
     assert ("PET_NODE_RANK" in values) == (kind == "JobSet")
 
 
-def test_a_jobset_names_the_first_pod_as_its_dns_does(tmp_path: Path) -> None:
-    job = job_of(tmp_path)
-    values = {each["name"]: each.get("value") for each in container_of(job)["env"]}
-    name = job["metadata"]["name"]
+def test_a_jobset_names_the_first_pod_as_its_dns_does_and_gives_each_rank_a_gpu(tmp_path: Path) -> None:
+    plan = kubernetes_plan(tmp_path, kubernetes_config(gpus_per_pod=1))
+    container, values = container_of(build_job(plan))
+    name = f"burst-{plan.run_id}"
     assert values["PET_MASTER_ADDR"] == f"{name}-node-0-0.{name}"
-    assert (values["PET_NNODES"], values["PET_NPROC_PER_NODE"]) == ("2", "1")
+    assert (values["PET_NNODES"], values["PET_NPROC_PER_NODE"], values["PET_MASTER_PORT"]) == ("2", "1", "29500")
     assert len(f"{name}-node-0-0-abcde") <= 63
-
-
-def test_gpus_make_a_rank_each_and_nccl(tmp_path: Path) -> None:
-    config = kubernetes_config(gpus_per_pod=1)
-    plan = kubernetes_plan(tmp_path, config)
     assert (plan.backend.name, plan.world_size) == ("nccl", 2)
-    assert container_of(build_job(plan))["resources"]["limits"] == {"nvidia.com/gpu": "1"}
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
 
 
 def test_a_task_of_skypilot_runs_the_same_command(tmp_path: Path) -> None:
     plan = kubernetes_plan(tmp_path, kubernetes_config(gpus_per_pod=1))
     task = yaml.safe_load(skypilot_text(plan))
-    assert task["num_nodes"] == 2
-    assert task["volumes"] == {"/shared": "runs"}
-    assert task["resources"]["image_id"] == "docker:registry.example/burst:1"
+    assert (task["num_nodes"], task["volumes"]) == (2, {"/shared": "runs"})
+    assert task["resources"] == {"image_id": "docker:registry.example/burst:1", "accelerators": "GPU:1"}
     assert "PET_NODE_RANK=$SKYPILOT_NODE_RANK" in task["run"]
     assert task["run"].endswith(" ".join(plan.nodes[0].argv) + "\n")
     assert task["envs"]["BURST_CONFIG"] == dict(plan.files)["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("1000", 1000), ("512k", 512_000), ("1.5M", 1_500_000), ("64Gi", 64 << 30)]
+)
+def test_quantities_are_bytes(text: str, expected: int) -> None:
+    assert quantity_bytes(text) == expected
 
 
 @pytest.mark.parametrize(

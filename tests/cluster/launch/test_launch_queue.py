@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from testkit.fake_plan import fake_plan
+from testkit.fake_run import Observer
 from testkit.waiting import wait_for
 
 from cluster.control.attempt import StopRequests
-from cluster.control.link import LaunchObserver, LaunchOutcome, NodeLink
+from cluster.control.link import LaunchOutcome, NodeLink
 from cluster.failure import Failure
 from cluster.launch.runner import Asked, Survey
 from cluster.launch.scheduler import QueuedRunner, WatchedJob
@@ -57,58 +58,48 @@ class Waiting(WatchedJob):
 
 
 class Queue(QueuedRunner):
-    def __init__(self, job: WatchedJob) -> None:
-        self.waiting = job
+    def __init__(self, job: Waiting) -> None:
+        self._job = job
 
     def survey(self, config: RunConfig, asked: Asked) -> Survey:
         raise NotImplementedError
 
-    def job(self, plan: LaunchPlan, run: RunFolder) -> WatchedJob:
-        return self.waiting
-
-
-def await_granted(job: WatchedJob, plan: LaunchPlan, run: RunFolder, observer: LaunchObserver, stop: StopRequests):
-    return Queue(job).await_nodes(plan, run, observer, stop, start=True)
+    def job(self, plan: LaunchPlan, run: RunFolder) -> Waiting:
+        return self._job
 
 
 PLAN = fake_plan(Path("/runs/run"))
 
 
-class Leaving(LaunchObserver):
-    def tick(self) -> None:
-        raise BrokenPipeError("the reader left")
+@pytest.fixture
+def job(tmp_path: Path) -> Waiting:
+    run = create_run(tmp_path / "run", {})
+    run.transition("starting")
+    return Waiting(run)
 
 
-class Counting(LaunchObserver):
-    ticks = 0
-
-    def tick(self) -> None:
-        self.ticks += 1
-
-
-def test_whoever_cancels_a_job_that_waits_is_kept_alive_until_it_has_ended(tmp_path: Path) -> None:
-    run, stop, observer = create_run(tmp_path / "run", {}), StopRequests(), Counting()
-    job = Waiting(run)
+def test_whoever_cancels_a_job_that_waits_is_kept_alive_until_it_has_ended(job: Waiting) -> None:
+    ticks, stop = list[int](), StopRequests()
     stop.count = 1
-    assert await_granted(job, PLAN, run, observer, stop) == LaunchOutcome("cancelled", 130)
-    assert (job.looks_left, observer.ticks) == (0, 2)
+    outcome = Queue(job).await_nodes(PLAN, job.run, Observer(lambda: ticks.append(1)), stop, start=True)
+    assert outcome == LaunchOutcome("cancelled", 130)
+    assert (job.looks_left, len(ticks)) == (0, 2)
 
 
-def test_a_scheduler_is_asked_now_and_then_also_while_an_end_is_to_come(tmp_path: Path) -> None:
-    job = Waiting(create_run(tmp_path / "run", {}))
+def test_a_scheduler_is_asked_now_and_then_also_while_an_end_is_to_come(job: Waiting) -> None:
     job.end_after(60.0)
     wait_for(lambda: job.asked >= 3)
     job.close()
     assert job.asked < 20
 
 
-def test_a_job_that_nobody_waits_for_any_more_has_ended_when_the_launcher_leaves(tmp_path: Path) -> None:
-    run = create_run(tmp_path / "run", {})
-    job = Waiting(run)
-    run.transition("starting")
+def test_a_job_that_nobody_waits_for_any_more_has_ended_when_the_launcher_leaves(job: Waiting) -> None:
+    def leave() -> None:
+        raise BrokenPipeError("the reader left")
+
     with pytest.raises(BrokenPipeError):
-        await_granted(job, PLAN, run, Leaving(), StopRequests())
+        Queue(job).await_nodes(PLAN, job.run, Observer(leave), StopRequests(), start=True)
     assert job.looks_left == 0
-    failure = run.read_state()["failure"]
+    failure = job.run.read_state()["failure"]
     assert (failure["kind"], failure["type"], failure["message"]) == ("launcher", "BrokenPipeError", "the reader left")
-    assert [event["phase"] for event in run.read_events() if event["kind"] == "phase"] == ["its turn"]
+    assert [event["phase"] for event in job.run.read_events() if event["kind"] == "phase"] == ["its turn"]

@@ -38,12 +38,6 @@ def local_plan(path: Path = RUN) -> LaunchPlan:
     return build_local_plan(RunConfig(), node_facts("vm", cores=4), path)
 
 
-def document() -> dict[str, Any]:
-    loaded = json.loads(plan_text(ssh_plan()))
-    assert isinstance(loaded, dict)
-    return loaded
-
-
 @pytest.mark.parametrize(
     "plan",
     [
@@ -57,27 +51,19 @@ def test_a_plan_comes_back_as_it_was(plan: LaunchPlan) -> None:
     assert read == plan
 
 
-def test_the_file_in_the_run_folder_is_the_plan_without_the_texts_beside_it(tmp_path: Path) -> None:
-    plan = local_plan(tmp_path)
+def test_the_file_is_the_plan_without_the_texts_beside_it_and_its_folder_may_be_moved(tmp_path: Path) -> None:
+    plan, new = local_plan(tmp_path / "old"), tmp_path / "new"
     text = dict(plan.files)[PLAN_FILE]
     assert "files" not in json.loads(text)
-    (tmp_path / PLAN_FILE).write_text(text)
-    read = read_launch_plan(tmp_path)
+    for folder in (tmp_path / "old", new):
+        folder.mkdir()
+        (folder / PLAN_FILE).write_text(text)
+    read, moved = read_launch_plan(tmp_path / "old"), read_launch_plan(new)
     assert (read.nodes, read.config, read.world_size) == (plan.nodes, plan.config, plan.world_size)
-
-
-def test_a_run_folder_may_be_moved(tmp_path: Path) -> None:
-    plan = local_plan(tmp_path / "old")
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / PLAN_FILE).write_text(plan_text(plan))
-    read = read_launch_plan(tmp_path / "new")
-    assert read.run_path == str(tmp_path / "new")
-    assert (read.nodes[0].folder, read.nodes[0].log_dir) == (str(tmp_path / "new"), str(tmp_path / "new/logs/vm"))
-
-
-def test_folders_of_nodes_do_not_move_with_the_run_folder(tmp_path: Path) -> None:
-    (tmp_path / PLAN_FILE).write_text(plan_text(ssh_plan()))
-    assert read_launch_plan(tmp_path).nodes == ssh_plan().nodes
+    assert (moved.run_path, moved.nodes[0].folder, moved.nodes[0].log_dir) == (str(new), str(new), f"{new}/logs/vm")
+    # Folders of nodes do not move with it.
+    (new / PLAN_FILE).write_text(plan_text(ssh_plan()))
+    assert read_launch_plan(new).nodes == ssh_plan().nodes
 
 
 def test_a_plan_that_was_read_lays_the_same_files_on_nodes_as_the_one_that_was_made(tmp_path: Path) -> None:
@@ -89,45 +75,38 @@ def test_a_plan_that_was_read_lays_the_same_files_on_nodes_as_the_one_that_was_m
     assert all(again[name] == made[name] for name in ("config.yaml", plan.nodes[1].env_file))
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"format": 2}, "format: got 2, expected 1"),
-        ({"nodes": []}, "world_size: got 3, but the nodes have 0 ranks"),
-        ({"nodes": "n1"}, "nodes: 'n1' cannot be that"),
-        ({"world_size": 4}, "world_size: got 4, but the nodes have 3 ranks"),
-        ({"world_size": True}, "world_size: True cannot be that"),
-        ({"launcher": "mpi"}, "launcher 'mpi' or backend 'gloo' is not known here"),
-        ({"backend": "mpi"}, "backend 'mpi' is not known here"),
-        ({"backend": None}, "backend: None cannot be that"),
-        ({"exclusive": "yes"}, "exclusive: 'yes' cannot be that"),
-        ({"config": {"train": {"stepz": 1}}}, "train.stepz: no such setting"),
-        ({"path": "runs/x"}, "'runs/x' is no absolute path"),
-    ],
-)
-def test_what_is_wrong_is_named(change: dict[str, Any], text: str) -> None:
-    with pytest.raises(PlanFileError, match=text):
-        plan_from_dict({**document(), **change})
+NODE = {"environment": {"A": 1}, "reasons": {"A": ""}}
 
 
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("is_of_node", "change", "text"),
     [
-        ({"name": "-oProxyCommand=x"}, "'-oProxyCommand=x' is no name of a node"),
-        ({"name": "n1"}, "a name occurs twice"),
-        ({"first_rank": 7}, r"nodes\[1\]: its ranks do not follow"),
-        ({"folder": "/home/../etc"}, "'/home/../etc' is no absolute path"),
-        ({"log_dir": "/runs/a\0b"}, "is no absolute path"),
-        ({"command": ["x", 1]}, "its command or environment no texts"),
-        ({"command": "python"}, "command: 'python' cannot be that"),
-        ({"command": []}, "no command"),
-        ({"environment": {"A": 1}, "reasons": {"A": ""}}, "its command or environment no texts"),
-        ({"container": 7}, "container: 7 cannot be that"),
+        (False, {"format": 2}, "format: got 2, expected 1"),
+        (False, {"nodes": []}, "world_size: got 3, but the nodes have 0 ranks"),
+        (False, {"nodes": "n1"}, "nodes: 'n1' cannot be that"),
+        (False, {"world_size": 4}, "world_size: got 4, but the nodes have 3 ranks"),
+        (False, {"world_size": True}, "world_size: True cannot be that"),
+        (False, {"launcher": "mpi"}, "launcher 'mpi' or backend 'gloo' is not known here"),
+        (False, {"backend": "mpi"}, "backend 'mpi' is not known here"),
+        (False, {"backend": None}, "backend: None cannot be that"),
+        (False, {"exclusive": "yes"}, "exclusive: 'yes' cannot be that"),
+        (False, {"config": {"train": {"stepz": 1}}}, "train.stepz: no such setting"),
+        (False, {"path": "runs/x"}, "'runs/x' is no absolute path"),
+        (True, {"name": "-oProxyCommand=x"}, "'-oProxyCommand=x' is no name of a node"),
+        (True, {"name": "n1"}, "a name occurs twice"),
+        (True, {"first_rank": 7}, r"nodes\[1\]: its ranks do not follow"),
+        (True, {"folder": "/home/../etc"}, "'/home/../etc' is no absolute path"),
+        (True, {"log_dir": "/runs/a\0b"}, "is no absolute path"),
+        (True, {"command": ["x", 1]}, "its command or environment no texts"),
+        (True, {"command": "python"}, "command: 'python' cannot be that"),
+        (True, {"command": []}, "no command"),
+        (True, NODE, "its command or environment no texts"),
+        (True, {"container": 7}, "container: 7 cannot be that"),
     ],
 )
-def test_what_is_wrong_with_a_node_is_named(change: dict[str, Any], text: str) -> None:
-    damaged = document()
-    damaged["nodes"][1].update(change)
+def test_what_is_wrong_is_named(is_of_node: bool, change: dict[str, Any], text: str) -> None:
+    damaged: dict[str, Any] = json.loads(plan_text(ssh_plan()))
+    (damaged["nodes"][1] if is_of_node else damaged).update(change)
     with pytest.raises(PlanFileError, match=text):
         plan_from_dict(damaged)
 
@@ -145,13 +124,16 @@ def test_a_file_damaged_anywhere_is_a_plan_or_a_plain_error(
         assert len(read_launch_plan(folder).nodes) == 3
 
 
-def test_a_run_without_a_plan_says_so(tmp_path: Path) -> None:
-    with pytest.raises(PlanFileError, match="there is none, so `burst launch` did not start this run"):
-        read_launch_plan(tmp_path)
-
-
-@pytest.mark.parametrize("content", [b"\xff\xfe" * 100, b"[" * 100_000])
-def test_what_is_no_plan_at_all_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / PLAN_FILE).write_bytes(content)
-    with pytest.raises(PlanFileError, match="not a launch plan"):
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (None, "there is none, so `burst launch` did not start this run"),
+        (b"\xff\xfe" * 100, "not a launch plan"),
+        (b"[" * 100_000, "not a launch plan"),
+    ],
+)
+def test_what_is_no_plan_at_all_is_refused(tmp_path: Path, content: bytes | None, told: str) -> None:
+    if content is not None:
+        (tmp_path / PLAN_FILE).write_bytes(content)
+    with pytest.raises(PlanFileError, match=told):
         read_launch_plan(tmp_path)

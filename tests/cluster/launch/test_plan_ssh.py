@@ -2,12 +2,19 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from testkit.plan_fleet import CODE, node, nodes, run_config
 
-from cluster.launch.ssh import build_ssh_plan, fleet_warnings, least_hardware
+from cluster.launch.ssh import (
+    build_ssh_plan,
+    fleet_warnings,
+    least_hardware,
+    with_absolute_paths,
+    with_shared_checkpoints,
+)
 from cluster.plan import LaunchPlan, node_spec, with_files
 from cluster.plan_nodes import node_folders
 from engine.config.errors import ConfigError
@@ -27,29 +34,19 @@ def environment(plan: LaunchPlan, index: int = 0) -> dict[str, str]:
     return {variable.name: variable.value for variable in plan.nodes[index].environment}
 
 
-def test_command_of_a_bare_node_word_for_word() -> None:
-    assert plan(cluster={"ranks_per_node": 2}).nodes[1].argv == (
-        "/opt/venv/bin/python",
-        "-m",
-        "torch.distributed.run",
-        "--nnodes=2",
-        "--nproc-per-node=2",
-        "--node-rank=1",
-        "--rdzv-backend=static",
-        "--master-addr=10.0.0.1",
-        "--master-port=23456",
-        "--local-addr=10.0.0.2",
-        f"--log-dir={FOLDER}/logs/n2/torchrun",
-        "--max-restarts=0",
-        f"--rdzv-id={RUN.name}",
-        "-m",
-        "engine.train",
-        f"{FOLDER}/config.yaml",
+def volumes(argv: tuple[str, ...]) -> set[str]:
+    return {argv[index + 1] for index, word in enumerate(argv) if word == "--volume"}
+
+
+def test_command_and_environment_of_a_bare_node_word_for_word() -> None:
+    found = plan(cluster={"ranks_per_node": 2})
+    assert found.nodes[1].argv == (
+        *("/opt/venv/bin/python", "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--node-rank=1"),
+        *("--rdzv-backend=static", "--master-addr=10.0.0.1", "--master-port=23456", "--local-addr=10.0.0.2"),
+        *(f"--log-dir={FOLDER}/logs/n2/torchrun", "--max-restarts=0", f"--rdzv-id={RUN.name}"),
+        *("-m", "engine.train", f"{FOLDER}/config.yaml"),
     )
-
-
-def test_environment_of_a_node_without_gpus_word_for_word() -> None:
-    assert environment(plan(cluster={"ranks_per_node": 2}), 1) == {
+    assert environment(found, 1) == {
         "BURST_RUN_ID": RUN.name,
         "BURST_NODE": "n2",
         "BURST_RANK_LOGS": f"{FOLDER}/logs/n2",
@@ -66,20 +63,24 @@ def test_environment_of_a_node_without_gpus_word_for_word() -> None:
 
 def test_environment_of_a_node_with_gpus_talks_by_nccl_and_logs_into_the_run_folder() -> None:
     found = environment(plan(gpus=8))
-    assert found["NCCL_SOCKET_IFNAME"] == "=eth0"
-    assert found["NCCL_IB_DISABLE"] == "1"
+    assert (found["NCCL_SOCKET_IFNAME"], found["NCCL_IB_DISABLE"]) == ("=eth0", "1")
     assert found["NCCL_DEBUG_FILE"].startswith(f"{FOLDER}/logs/n1/")
     assert found["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "3"
     assert "CUDA_VISIBLE_DEVICES" not in found
 
 
-def test_settings_of_the_user_are_stronger_than_ours_and_every_variable_has_a_reason() -> None:
-    settings = ["OMP_NUM_THREADS=3", "GLOO_SOCKET_IFNAME=rail0", "EMPTY=", "EQUALS=a=b"]
-    found = plan(cluster={"environment": settings})
-    values = environment(found)
+def test_settings_of_the_user_are_stronger_than_ours_stand_in_no_command_and_every_variable_has_a_reason() -> None:
+    settings = ["OMP_NUM_THREADS=3", "GLOO_SOCKET_IFNAME=rail0", "EMPTY=", "EQUALS=a=b", "GREETING=it's canary-7f3a"]
+    bare, contained = (plan(cluster={"environment": settings, **container}) for container in ({}, DOCKER))
+    values = environment(bare)
     assert (values["OMP_NUM_THREADS"], values["GLOO_SOCKET_IFNAME"]) == ("3", "rail0")
     assert (values["EMPTY"], values["EQUALS"]) == ("", "a=b")
-    assert all(variable.reason for variable in found.nodes[0].environment)
+    assert all(variable.reason for variable in bare.nodes[0].environment)
+    assert all("canary-7f3a" not in word for found in (bare, contained) for one in found.nodes for word in one.argv)
+    text = dict(contained.files)["env/n1.env"]  # as docker reads it
+    assert "GREETING=it's canary-7f3a\n" in text
+    assert "HOME=/home/me\n" in text
+    assert "GREETING='it'\"'\"'s canary-7f3a'\n" in dict(bare.files)["env/n1.env"]
 
 
 def test_ranks_read_what_the_nodes_decided() -> None:
@@ -88,8 +89,7 @@ def test_ranks_read_what_the_nodes_decided() -> None:
     assert written == found.config
     cluster = written.cluster
     assert (cluster.launcher, cluster.nodes, cluster.num_nodes) == ("ssh", "n[1-3]", 3)
-    assert (cluster.backend, cluster.ranks_per_node, cluster.world_size) == ("nccl", 4, 12)
-    assert cluster.topology_groups == 3
+    assert (cluster.backend, cluster.ranks_per_node, cluster.world_size, cluster.topology_groups) == ("nccl", 4, 12, 3)
 
 
 def test_a_fleet_uses_the_backend_that_its_weakest_node_can() -> None:
@@ -109,11 +109,16 @@ def test_memory_is_planned_for_the_node_that_has_least_of_it() -> None:
     assert least_hardware(mixed[2:]).host_bytes is None
 
 
-def test_environment_values_never_stand_in_a_command() -> None:
-    secret = "canary-7f3a"
-    for container in ({}, DOCKER):
-        found = plan(cluster={"environment": [f"TOKEN={secret}"], **container})
-        assert all(secret not in word for one in found.nodes for word in one.argv)
+def test_paths_are_absolute_unless_they_are_of_a_home_and_checkpoints_lie_where_all_see_them() -> None:
+    data = {"format": "text", "paths": ["a.txt", "~/b.txt", "/c.txt"], "tokenizer": "t.json"}
+    cluster = {"ssh": {"identity_file": "~/.ssh/key", "jump": "gate"}, "shared_folder": "/shared"}
+    here, found = Path.cwd(), with_absolute_paths(run_config(data=data, cluster=cluster))
+    assert found.data.paths == (f"{here}/a.txt", "~/b.txt", "/c.txt")
+    assert (found.data.tokenizer, found.data.chat_template) == (f"{here}/t.json", None)
+    ssh = found.cluster.ssh
+    assert (ssh.identity_file, ssh.config_file, ssh.jump) == (str(Path("~/.ssh/key").expanduser()), None, "gate")
+    assert (with_shared_checkpoints(found, "me").train.checkpoint.folder or "").startswith("/shared/")
+    assert with_shared_checkpoints(run_config(), "me").train.checkpoint.folder is None
 
 
 def test_command_of_a_container_word_for_word() -> None:
@@ -132,55 +137,52 @@ def test_command_of_a_container_word_for_word() -> None:
     assert "--privileged" not in found.nodes[1].argv
 
 
-def test_a_container_gets_gpus_only_with_nccl_and_infiniband_only_where_it_is() -> None:
-    with_ib = nodes(2, gpus=8, has_infiniband_devices=True)
-    fabric = build_ssh_plan(run_config(cluster=DOCKER), with_ib, CODE, RUN).nodes[0].argv
-    assert {"--gpus=all", "--device=/dev/infiniband", "--cap-add=IPC_LOCK"} <= set(fabric)
-    plain = plan(gpus=8, cluster=DOCKER).nodes[0].argv
-    assert "--gpus=all" in plain
-    assert "--device=/dev/infiniband" not in plain
-    assert "--gpus=all" not in plan(gpus=8, cluster={"backend": "gloo", **DOCKER}).nodes[0].argv
+@pytest.mark.parametrize(
+    ("facts", "container", "has", "lacks"),
+    [
+        ({}, {}, set(), {"--gpus=all", "--device=/dev/infiniband"}),
+        ({"gpus": 8, "backend": "gloo"}, {}, set(), {"--gpus=all"}),
+        ({"gpus": 8}, {}, {"--gpus=all", "--ipc=host"}, {"--device=/dev/infiniband"}),
+        (
+            {"gpus": 8, "has_infiniband_devices": True},
+            {},
+            {"--gpus=all", "--device=/dev/infiniband", "--cap-add=IPC_LOCK"},
+            set(),
+        ),
+        (
+            {"gpus": 8},
+            {"run_options": ["--shm-size", "8g"], "command": "sudo podman"},
+            {"sudo", "podman", "--shm-size"},
+            {"docker", "--gpus=all", "--ipc=host", "--ulimit"},
+        ),
+        ({"groups": (27, 100, 5001)}, {}, {"--group-add=27", "--group-add=5001"}, {"--group-add=100"}),
+        (
+            {"groups": (27, 100, 5001)},
+            {"run_options": ["--group-add=keep-groups"]},
+            {"--group-add=keep-groups"},
+            {"--group-add=27", "--group-add=5001"},
+        ),
+    ],
+)
+def test_a_container_may_use_what_the_node_has_unless_the_configuration_says_what(
+    facts: dict[str, Any], container: dict[str, Any], has: set[str], lacks: set[str]
+) -> None:
+    facts = dict(facts)
+    backend = facts.pop("backend", "auto")
+    config = run_config(cluster={"backend": backend, "container": {**DOCKER["container"], **container}})
+    words = set(build_ssh_plan(config, nodes(2, **facts), CODE, RUN).nodes[0].argv)
+    assert has <= words
+    assert not lacks & words
 
 
-def test_options_of_the_configuration_take_the_place_of_those_for_the_machine() -> None:
-    container = {**DOCKER["container"], "run_options": ["--shm-size", "8g"], "command": "sudo podman"}
-    argv = plan(gpus=8, cluster={"container": container}).nodes[0].argv
-    assert argv[:3] == ("sudo", "podman", "run")
-    assert "--shm-size" in argv
-    assert not {"--gpus=all", "--ipc=host", "--ulimit"} & set(argv)
-
-
-def test_ranks_in_a_container_keep_the_groups_of_their_user_and_cache_kernels_where_they_may_write() -> None:
-    one = node("n1", groups=(27, 100, 5001))
-    found = build_ssh_plan(run_config(cluster=DOCKER), (one,), CODE, RUN)
-    argv = found.nodes[0].argv
-    assert [word for word in argv if word.startswith("--group-add")] == ["--group-add=27", "--group-add=5001"]
-    kernels = Path(environment(found)["TRITON_CACHE_DIR"])
-    volumes = {argv[index + 1] for index, word in enumerate(argv) if word == "--volume"}
-    assert f"{kernels.parent}:{kernels.parent}" in volumes
-    kept = {"container": {**DOCKER["container"], "run_options": ["--group-add=keep-groups"]}}
-    argv = build_ssh_plan(run_config(cluster=kept), (one,), CODE, RUN).nodes[0].argv
-    assert [word for word in argv if word.startswith("--group-add")] == ["--group-add=keep-groups"]
-
-
-def test_containers_see_data_and_mounts_under_their_own_names() -> None:
+def test_containers_see_data_mounts_and_a_cache_of_kernels_under_their_own_names() -> None:
     settings = {"container": {**DOCKER["container"], "mounts": ["/models", "/scratch:rw"]}}
     data = {"format": "text", "paths": ["/data/*.txt", "~/corpus/a.txt"], "prepared_dir": "~/tokens"}
-    config = run_config(cluster=settings, data=data)
-    found = build_ssh_plan(config, nodes(2), CODE, RUN)
-    argv = found.nodes[0].argv
-    volumes = {argv[index + 1] for index, word in enumerate(argv) if word == "--volume"}
-    assert {"/data:/data:ro", "/home/me/corpus/a.txt:/home/me/corpus/a.txt:ro", "/models:/models:ro"} <= volumes
-    assert {"/scratch:/scratch", "/home/me/tokens:/home/me/tokens"} <= volumes
+    found = plan(cluster=settings, data=data)
+    mounted, kernels = volumes(found.nodes[0].argv), Path(environment(found)["TRITON_CACHE_DIR"])
+    assert {"/data:/data:ro", "/home/me/corpus/a.txt:/home/me/corpus/a.txt:ro", "/models:/models:ro"} <= mounted
+    assert {"/scratch:/scratch", "/home/me/tokens:/home/me/tokens", f"{kernels.parent}:{kernels.parent}"} <= mounted
     assert node_folders(found.config, "/home/me") == ("/home/me/.burst/cache", "/home/me/tokens")
-
-
-def test_environment_file_of_a_container_is_what_docker_reads() -> None:
-    found = plan(cluster={"environment": ["GREETING=it's me"], **DOCKER})
-    text = dict(found.files)["env/n1.env"]
-    assert "GREETING=it's me\n" in text
-    assert "HOME=/home/me\n" in text
-    assert "GREETING='it'\"'\"'s me'\n" in dict(plan(cluster={"environment": ["GREETING=it's me"]}).files)["env/n1.env"]
 
 
 def test_a_supervisor_is_told_all_it_needs() -> None:

@@ -7,8 +7,8 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,21 +18,21 @@ from testkit import PYTHON_PATH
 from cluster.env.facts import NodeEnvironmentFacts
 from cluster.errors import ClusterError
 from cluster.facts import probe_local_node
-from cluster.plan import LaunchPlan, PlanFileError, plan_text, read_launch_plan
-from cluster.plan_nodes import Site
+from cluster.plan import LaunchPlan, NodePlan, PlanFileError, plan_text, read_launch_plan
 from cluster.slurm.node_task import MEETING_FILE, Place, main, node_address, prepare, read_place
-from cluster.slurm.plan import build_slurm_plan, granted_plan, slurm_site, write_granted
+from cluster.slurm.plan import GRANTED_FILE, build_slurm_plan, granted_plan, slurm_site, write_granted
 from cluster.slurm.time_limit import main as time_limit
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import DataConfig, RunConfig
 from engine.runs.folder import RunFolder, create_run
 
 TASK = {"SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "4", "SLURMD_NODENAME": "n2"}
+SITE = slurm_site(probe_local_node(), "", "", Path("/"))
 
 
 @pytest.fixture
 def plan(tmp_path) -> LaunchPlan:
-    """Two nodes with two ranks each; the run folder is there."""
+    """Two nodes with two ranks each; the run folder is there, and the token of the attempt is t."""
     config = RunConfig(
         data=DataConfig(format="text", paths=("/dev/null",)),
         cluster=ClusterConfig(num_nodes=2, ranks_per_node=2, backend="gloo"),
@@ -40,42 +40,56 @@ def plan(tmp_path) -> LaunchPlan:
     path = tmp_path / "runs" / "tiny" / "20260131-120000-abc123"
     plan = build_slurm_plan(config, probe_local_node(), path, environment={})
     create_run(path, dict(plan.files))
+    (path / "slurm.token").write_text("t\n")
     return plan
 
 
-def site(plan: LaunchPlan, rank: int) -> Site:
-    return slurm_site(probe_local_node(), f"n{rank + 1}", f"127.0.0.{rank + 1}", Path(plan.run_path))
+def begin(plan: LaunchPlan, rank: int, token: str = "t") -> NodePlan:
+    """What the task of a node does before it is a supervisor."""
+    name, address = f"n{rank + 1}", f"127.0.0.{rank + 1}"
+    site = replace(SITE, name=name, address=address, folder=plan.run_path)
+    return prepare(plan, Place(name, rank, 2), token, site, "engine.train")
+
+
+def grant(run: RunFolder, node: NodePlan, folder: str, token: str = "t") -> None:
+    """Have a node written down, in a folder of any name."""
+    (run.path / "nodes" / folder).mkdir(parents=True)
+    write_granted(run, replace(node, name=folder), token)
+    path = run.path / "nodes" / folder / GRANTED_FILE
+    path.write_text(json.dumps({**json.loads(path.read_text()), "node": node.to_dict()}))
 
 
 def test_a_task_knows_its_node_by_what_srun_says():
     assert read_place("n2", TASK) == Place("n2", 1, 2)
+    for name, change in (("n2", {"SLURM_NODEID": ""}), ("n2", {"SLURM_NODEID": "2"}), ("a/../b", {})):
+        with pytest.raises(ClusterError):
+            read_place(name, {**TASK, **change})
 
 
-@pytest.mark.parametrize("change", [{"SLURM_NODEID": ""}, {"SLURM_NODEID": "2"}, {"SLURMD_NODENAME": "a/../b"}])
-def test_what_makes_no_sense_is_no_place(change):
-    with pytest.raises(ClusterError):
-        read_place(change.get("SLURMD_NODENAME", "n2"), {**TASK, **change})
-
-
-def test_outside_of_srun_a_task_says_so(plan, capsys):
-    (Path(plan.run_path) / "slurm.token").write_text("t\n")
-
+@pytest.mark.parametrize(
+    ("token", "environment", "code", "told"),
+    [("t", {}, 1, "not a task of srun"), ("other", TASK, 66, "n2 does not see the run folder")],
+)
+def test_a_task_that_cannot_begin_says_so_and_leaves_nothing(plan, capsys, token, environment, code, told):
     before = os.umask(0o022)
-    assert main([plan.run_path, "t", "engine.train"], {}) == 1
+    assert main([plan.run_path, token, "engine.train"], environment) == code
     assert os.umask(before) == 0o077
-    assert "not a task of srun" in capsys.readouterr().err
-
-
-def test_a_task_that_does_not_find_the_token_starts_nothing(plan, capsys):
-    assert main([plan.run_path, "t", "engine.train"], TASK) == 66
-    assert "n2 does not see the run folder" in capsys.readouterr().err
+    assert told in capsys.readouterr().err
     assert not (Path(plan.run_path) / "nodes").exists()
 
 
-def test_all_nodes_get_the_address_and_port_of_the_first(plan):
-    prepare_both(plan)
-    granted = granted_plan(plan, RunFolder(Path(plan.run_path)), "t")
+def test_a_warning_of_the_time_limit_waits_for_nodes_that_get_the_address_and_port_of_the_first(plan):
+    run = RunFolder(Path(plan.run_path))
+    stop = [sys.executable, "-m", "cluster.slurm.time_limit", plan.run_path, "t", "stop"]
+    with subprocess.Popen(stop, env={**os.environ, "PYTHONPATH": PYTHON_PATH}) as warning:
+        time.sleep(1)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda rank: begin(plan, rank), (1, 0)))
+        assert warning.wait(200) == 0
 
+    stops = [json.loads((run.path / "nodes" / name / "stop.json").read_text()) for name in ("n1", "n2")]
+    assert stops == [{"cause": "time limit", "grace_s": plan.config.train.checkpoint.stop_grace_s}] * 2
+    granted = granted_plan(plan, run, "t")
     assert granted is not None
     assert [(node.name, node.first_rank) for node in granted.nodes] == [("n1", 0), ("n2", 2)]
     meetings = {tuple(word for word in node.argv if word.startswith("--master-")) for node in granted.nodes}
@@ -83,29 +97,6 @@ def test_all_nodes_get_the_address_and_port_of_the_first(plan):
     assert address == "--master-addr=127.0.0.1"
     with socket.create_server(("127.0.0.1", int(port.removeprefix("--master-port=")))):
         pass  # it is free
-
-
-def prepare_both(plan: LaunchPlan) -> None:
-    def work(place: Place) -> None:
-        prepare(plan, place, "t", site(plan, place.rank), "engine.train")
-
-    threads = [threading.Thread(target=work, args=(Place(f"n{rank + 1}", rank, 2),)) for rank in (1, 0)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-
-
-def test_slurms_warning_of_the_time_limit_is_kept_for_nodes_that_have_not_begun(plan):
-    run = Path(plan.run_path)
-    (run / "slurm.token").write_text("t\n")
-    restart = [sys.executable, "-m", "cluster.slurm.time_limit", plan.run_path, "t", "stop"]
-    with subprocess.Popen(restart, env={**os.environ, "PYTHONPATH": PYTHON_PATH}) as warning:
-        time.sleep(1)
-        prepare_both(plan)
-        assert warning.wait(200) == 0
-    stops = [json.loads((run / "nodes" / name / "stop.json").read_text()) for name in ("n1", "n2")]
-    assert stops == [{"cause": "time limit", "grace_s": plan.config.train.checkpoint.stop_grace_s}] * 2
 
 
 @pytest.mark.parametrize(
@@ -119,11 +110,9 @@ def test_slurms_warning_of_the_time_limit_is_kept_for_nodes_that_have_not_begun(
 )
 def test_a_job_whose_launcher_is_gone_begins_the_next_attempt_as_a_launcher_would(plan, saved, state, goes_on, capfd):
     """saved: whether earlier attempts did; this one has not."""
-    config = replace(plan.config, cluster=replace(plan.config.cluster, max_restarts=1))
-    plan = replace(plan, config=config)
+    plan = replace(plan, config=replace(plan.config, cluster=replace(plan.config.cluster, max_restarts=1)))
     run = RunFolder(Path(plan.run_path))
     (run.path / "launch.json").write_text(plan_text(plan))
-    (run.path / "slurm.token").write_text("t\n")
     for mark in (*saved, " "):
         run.transition("starting")
         if mark == "+":
@@ -147,24 +136,24 @@ def test_the_meeting_of_an_earlier_attempt_is_not_heeded_and_what_its_supervisor
     run = Path(plan.run_path)
     folder = run / "nodes" / "n1"
     folder.mkdir(parents=True)
-    (folder / "outcome.json").write_text("{}")
-    (folder / "supervisor.json").write_text("{}")
+    for name in ("outcome.json", "supervisor.json"):
+        (folder / name).write_text("{}")
     (run / MEETING_FILE).write_text(json.dumps({"token": "old", "address": "10.0.0.1", "port": 1}))
-    node = prepare(plan, Place("n1", 0, 2), "new", site(plan, 0), "engine.train")
+    node = begin(plan, 0, "new")
 
     assert "--master-addr=127.0.0.1" in node.argv
     assert json.loads((run / MEETING_FILE).read_text())["token"] == "new"
-    assert sorted(path.name for path in folder.iterdir()) == ["granted.json"]
+    assert [path.name for path in folder.iterdir()] == [GRANTED_FILE]
 
 
-def test_a_plan_is_granted_only_when_all_nodes_of_this_attempt_are_there(plan):
+def test_a_plan_has_its_nodes_only_when_all_of_this_attempt_are_there(plan):
     run = RunFolder(Path(plan.run_path))
-    for node, token in ((plan.nodes[0], "t"), (plan.nodes[1], "old")):
-        (run.path / "nodes" / node.name).mkdir(parents=True)
-        write_granted(run, node, token)
-
+    first, second = plan.nodes
+    grant(run, first, first.name)
+    grant(run, second, second.name, "old")
     assert granted_plan(plan, run, "t") is None
-    write_granted(run, plan.nodes[1], "t")
+
+    write_granted(run, second, "t")
     granted = granted_plan(plan, run, "t")
     assert granted is not None
     assert (granted.nodes, dict(granted.files)) == (plan.nodes, {"launch.json": dict(plan.files)["launch.json"]})
@@ -173,25 +162,17 @@ def test_a_plan_is_granted_only_when_all_nodes_of_this_attempt_are_there(plan):
 @pytest.mark.parametrize("change", [{"first_rank": 1}, {"local_ranks": 3}, {"folder": "../x"}, {"name": "slurm-node0"}])
 def test_nodes_that_make_no_plan_are_refused(plan, change):
     run = RunFolder(Path(plan.run_path))
-    for node in (plan.nodes[0], replace(plan.nodes[1], **change)):
-        (run.path / "nodes" / f"{node.name}-{node.node_rank}").mkdir(parents=True)
-        write_named = replace(node, name=f"{node.name}-{node.node_rank}")
-        write_granted(run, write_named, "t")
-        path = run.path / "nodes" / write_named.name / "granted.json"
-        document = json.loads(path.read_text())
-        path.write_text(json.dumps({**document, "node": node.to_dict()}))
-
+    grant(run, plan.nodes[0], "one")
+    grant(run, replace(plan.nodes[1], **change), "two")
     with pytest.raises(PlanFileError):
         granted_plan(plan, run, "t")
 
 
 def test_who_reads_the_plan_of_a_run_gets_the_real_nodes(plan):
     run = RunFolder(Path(plan.run_path))
-    (run.path / "slurm.token").write_text("t\n")
     assert [node.name for node in read_launch_plan(run.path).nodes] == ["slurm-node0", "slurm-node1"]
     for node in plan.nodes:
-        named = replace(node, name=f"n{node.node_rank + 1}")
-        (run.path / "nodes" / named.name).mkdir(parents=True)
-        write_granted(run, named, "t")
+        name = f"n{node.node_rank + 1}"
+        grant(run, replace(node, name=name), name)
 
     assert [node.name for node in read_launch_plan(run.path).nodes] == ["n1", "n2"]

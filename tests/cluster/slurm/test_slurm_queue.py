@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slurm_rig import job_id
+from slurm_rig import SlurmBench, job_id
 from testkit.fake_run import Led
 from testkit.process_table import run_processes
 from testkit.waiting import wait_for
@@ -11,9 +11,15 @@ from cluster.control.controller import settle
 from cluster.plan import read_launch_plan
 
 
+def occupy(bench: SlurmBench, nodes: int) -> str:
+    """The job that holds so many nodes."""
+    job = bench.client("sbatch", "--parsable", f"-N{nodes}", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
+    wait_for(lambda: "RUNNING" in bench.client("scontrol", "show", "job", job))
+    return job
+
+
 def test_a_job_without_nodes_says_why_it_waits_and_can_be_cancelled(bench):
-    blocker = bench.client("sbatch", "--parsable", "-N3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
-    wait_for(lambda: "RUNNING" in bench.client("scontrol", "show", "job", blocker))
+    occupy(bench, 3)
     led = Led(bench.plan("ok")).begin()
     wait_for(lambda: any("nodes that are free" in event["phase"] for event in led.run.read_events()), led.describe)
     led.stop.count, led.stop.cause = 1, "Ctrl-C"
@@ -25,8 +31,7 @@ def test_a_job_without_nodes_says_why_it_waits_and_can_be_cancelled(bench):
 
 
 def test_a_run_that_waits_is_known_to_other_processes_and_led_on_by_them(bench):
-    blocker = bench.client("sbatch", "--parsable", "-N3", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
-    wait_for(lambda: "RUNNING" in bench.client("scontrol", "show", "job", blocker))
+    blocker = occupy(bench, 3)
     plan = bench.plan("ok")
     run = bench.leave_in_queue(plan)
     settled = settle(run)
@@ -47,8 +52,7 @@ def test_a_run_that_ended_while_nobody_looked_is_judged_later(bench):
 
 
 def test_inside_of_an_allocation_its_nodes_are_used_and_a_cancelled_run_leaves_it(bench, monkeypatch):
-    allocation = bench.client("sbatch", "--parsable", "-N2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
-    wait_for(lambda: "RUNNING" in bench.client("scontrol", "show", "job", allocation))
+    allocation = occupy(bench, 2)
     monkeypatch.setenv("SLURM_JOB_ID", allocation)
     led = Led(bench.plan("wait")).begin()
     led.wait_for_step(5)

@@ -1,4 +1,4 @@
-"""The batch file as text: what it says for given settings, and that no setting says more than it should."""
+"""The plan and the batch file: what they say for given settings, and that no setting says more than it should."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import shlex
 import signal
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,76 +22,68 @@ from engine.config.settings import CheckpointConfig, DataConfig, RunConfig, Trai
 
 GOLDEN = Path(__file__).parent / "fixtures"
 RUN = Path("/shared/runs/long/20260131-120000-abc123")
+NEVER, SAVES = CheckpointConfig(), CheckpointConfig(every_steps=5, stop_grace_s=90.5)
+EVERYTHING = SlurmConfig(
+    time_limit="2-12:00:00",
+    gpus_per_node=8,
+    options=(
+        *("--partition=gpu,gpu-long", "--cpus-per-task=96", "--constraint=h100&ib|b200", "--exclude=n[1-2],n7"),
+        *("--comment=night run #3", "--exclusive=user", "--contiguous"),
+    ),
+)
 
 
-def text_of(path: Path = RUN, *, python_path: str | None = None, every_steps: int | None = None, **cluster) -> str:
-    train = TrainConfig(checkpoint=CheckpointConfig(every_steps=every_steps))
+def config_of(checkpoint: CheckpointConfig = NEVER, **cluster) -> RunConfig:
+    """Of a run on the CPU, unless there is something of Slurm or the backend."""
+    if "slurm" not in cluster:
+        cluster = {"backend": "gloo", **cluster}
+    data = DataConfig(format="text", paths=("/data/x.txt",))
+    return RunConfig(data=data, train=TrainConfig(checkpoint=checkpoint), cluster=ClusterConfig(**cluster))
+
+
+def text_of(path: Path = RUN, checkpoint: CheckpointConfig = NEVER, **cluster) -> str:
+    python_path = cluster.pop("python_path", None)
     facts = node_facts(cwd="/home/me/work", python_path=python_path)
-    config = replace(config_of(num_nodes=4, **cluster), train=train)
-    return sbatch_text(config, facts, path, python="/opt/venv/bin/python")
+    return sbatch_text(config_of(checkpoint, num_nodes=4, **cluster), facts, path, python="/opt/venv/bin/python")
+
+
+def plan_of(environment: dict[str, str] | None = None, **cluster):
+    facts = node_facts("head", python="/opt/venv/bin/python", cwd="/w", python_path="/src")
+    return build_slurm_plan(config_of(**cluster), facts, RUN, environment=environment or {})
 
 
 def directives(text: str) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
 
 
-def test_the_file_of_a_plain_run_is_as_it_was_agreed():
-    assert text_of() == (GOLDEN / "plain.sbatch").read_text()
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("plain.sbatch", {}),
+        ("every_setting.sbatch", {"python_path": "/home/me/burst", "slurm": EVERYTHING, "nodes": "n[01-16]"}),
+    ],
+)
+def test_the_file_is_as_it_was_agreed(file, words):
+    assert text_of(**words) == (GOLDEN / file).read_text()
 
 
-def test_the_file_with_every_setting_is_as_it_was_agreed():
-    settings = SlurmConfig(
-        time_limit="2-12:00:00",
-        gpus_per_node=8,
-        options=(
-            *("--partition=gpu,gpu-long", "--cpus-per-task=96", "--constraint=h100&ib|b200", "--exclude=n[1-2],n7"),
-            *("--comment=night run #3", "--exclusive=user", "--contiguous"),
-        ),
-    )
-    text = text_of(
-        python_path="/home/me/burst",
-        slurm=settings,
-        nodes="n[01-16]",
-    )
+@pytest.mark.parametrize(
+    ("checkpoint", "max_restarts", "said", "unsaid"),
+    [
+        (NEVER, 0, {"--no-requeue"}, ("--signal", "time_limit")),
+        (NEVER, 1, {"--requeue"}, ("--signal", "--no-requeue", " stop")),
+        (SAVES, 0, {"--no-requeue", "--signal=B:USR1@151"}, ("go-on", "--requeue")),
+        (SAVES, 2, {"--requeue", "--signal=B:USR1@151"}, ("--no-requeue",)),
+    ],
+)
+def test_a_job_is_warned_in_time_to_save_and_goes_on_where_it_may(checkpoint, max_restarts, said, unsaid):
+    text = text_of(checkpoint=checkpoint, max_restarts=max_restarts)
 
-    assert text == (GOLDEN / "every_setting.sbatch").read_text()
-
-
-def test_a_job_is_warned_in_time_to_save_and_goes_on_where_it_may():
-    saving = RunConfig(
-        data=DataConfig(format="text", paths=("/data/x.txt",)),
-        train=TrainConfig(checkpoint=CheckpointConfig(every_steps=5, stop_grace_s=90.5)),
-        cluster=ClusterConfig(backend="gloo", max_restarts=2, num_nodes=2),
-    )
-    text = dict(plan_with(saving).files)["job.sbatch"]
-
-    assert {"--requeue", "--signal=B:USR1@151"} <= set(directives(text))
-    assert "--no-requeue" not in text
-    for word in ("stop", "go-on"):
+    assert said <= set(directives(text))
+    assert not [word for word in unsaid if word in text]
+    for word in ("stop",) * checkpoint.is_on + ("go-on",) * (checkpoint.is_on and max_restarts > 0):
         assert f'-m cluster.slurm.time_limit {RUN} "$token" {word}' in text
-    assert "go-on" not in text_of(every_steps=5)
     assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=200).returncode == 0
-
-
-def test_without_checkpoints_there_is_nothing_to_be_warned_for():
-    text = text_of(max_restarts=1)
-
-    assert "--requeue" in directives(text)
-    assert "--signal" not in text
-    assert "--no-requeue" in directives(text_of(every_steps=5))
-
-
-def test_a_job_that_slurm_runs_again_starts_no_ranks(tmp_path):
-    for name in ("srun", "py"):
-        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@"\n')
-        (tmp_path / name).chmod(0o755)
-    facts = node_facts(cwd=str(tmp_path))
-    text = sbatch_text(config_of(num_nodes=2, max_restarts=1), facts, tmp_path, python=str(tmp_path / "py"))
-    (tmp_path / TOKEN_FILE).write_text("t\n")
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_RESTART_COUNT": "1"}
-    done = subprocess.run(["bash", "-s", "t"], input=text, env=environment, capture_output=True, text=True, timeout=200)
-
-    assert done.stdout == f"py -m cluster.slurm.time_limit {tmp_path} t go-on\n", done.stderr
 
 
 @pytest.mark.parametrize(
@@ -100,18 +91,14 @@ def test_a_job_that_slurm_runs_again_starts_no_ranks(tmp_path):
     [
         ("time_limit", "1:00:00 --uid=0"),
         ("time_limit", "soon"),
-        ("options", ("--comment=a\n--uid=0",)),
-        ("options", ('--comment="',)),
-        ("options", ("--comment=\\",)),
-        ("options", ("-N 900",)),
-        ("options", ("comment",)),
-        ("options", ("--nodes=900",)),
-        ("options", ("--cpus-per-task",)),
-        ("options", ("--cpus-per-task=1 --uid=0",)),
-        ("options", ("--array=1-9",)),
-        ("options", ("--requeue",)),
-        ("options", ("--output=/etc/passwd",)),
-        ("options", ("--export=ALL",)),
+        *(
+            ("options", (option,))
+            for option in (
+                *("--comment=a\n--uid=0", '--comment="', "--comment=\\", "-N 900", "comment", "--nodes=900"),
+                *("--cpus-per-task", "--cpus-per-task=1 --uid=0", "--array=1-9", "--requeue", "--output=/etc/passwd"),
+                "--export=ALL",
+            )
+        ),
     ],
 )
 def test_a_setting_that_would_say_something_else_is_refused_by_its_name(name, value):
@@ -121,16 +108,11 @@ def test_a_setting_that_would_say_something_else_is_refused_by_its_name(name, va
 
 def test_all_settings_that_are_wrong_are_told_at_once():
     container = ContainerConfig(runtime="docker", image="burst:1")
-    slurm = SlurmConfig(time_limit="x", options=("--nodes=1", "y"))
-    with pytest.raises(ConfigError) as caught:
+    slurm = SlurmConfig(time_limit="x", options=("--nodes=1", "y", "--time=1"))
+    with pytest.raises(ConfigError, match=r"use cluster.slurm.time_limit") as caught:
         check_slurm_settings(ClusterConfig(slurm=slurm, container=container))
 
-    assert len(caught.value.problems) == 5
-
-
-def test_an_option_that_has_a_setting_names_it():
-    with pytest.raises(ConfigError, match=r"use cluster.slurm.time_limit"):
-        check_slurm_settings(ClusterConfig(backend="gloo", slurm=SlurmConfig(options=("--time=1",))))
+    assert len(caught.value.problems) == 6
 
 
 @pytest.mark.parametrize("path", ['/a"b/run', "/a\\b/run", "/a\nb/run"])
@@ -147,61 +129,67 @@ def test_a_percent_sign_in_the_run_folder_is_no_pattern():
 @given(st.text(st.characters(exclude_characters='"\\/', exclude_categories=("Cc", "Cs")), min_size=1, max_size=30))
 def test_whatever_a_folder_is_called_bash_reads_it_as_one_word(name):
     path = Path("/shared") / f"x{name}" / "run"
-    body = text_of(path).split("\n\n", 1)[1]
-    words = shlex.split(body.split("\n")[-2].strip())
+    body = text_of(path, NEVER).split("\n\n", 1)[1]
 
-    assert words[-3:] == [str(path), "$1", "engine.train"]
-
-
-def run_script(tmp_path: Path, token: str | None, said: str) -> subprocess.CompletedProcess[str]:
-    """The file run by bash with an srun that only shows its arguments."""
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$PYTHONPATH" "$PWD" "$@"\n')
-    (tools / "srun").chmod(0o755)
-    folder = tmp_path / "it's a $(run)"
-    folder.mkdir()
-    if token is not None:
-        (folder / TOKEN_FILE).write_text(f"{token}\n")
-    config = config_of(num_nodes=2)
-    facts = node_facts(cwd=str(tmp_path), python_path="/src $HOME")
-    script = tmp_path / "job"
-    script.write_text(sbatch_text(config, facts, folder, python="/py"))
-    environment = {"PATH": f"{tools}:/usr/bin:/bin"}
-    return subprocess.run(["bash", str(script), said], env=environment, capture_output=True, text=True, timeout=200)
+    assert shlex.split(body.split("\n")[-2].strip())[-3:] == [str(path), "$1", "engine.train"]
 
 
-def test_bash_starts_one_task_per_node_in_the_folder_of_the_launcher(tmp_path):
-    lines = run_script(tmp_path, "secret", "secret").stdout.splitlines()
+@pytest.fixture
+def batch(tmp_path):
+    """Writes the file of a run in a folder with blanks and quotes, beside scripts for its commands; how it is run."""
+
+    def make(config: RunConfig, token: str | None = "t", **scripts: str) -> tuple[list[str], dict[str, str]]:
+        folder = tmp_path / "it's a $(run)"
+        folder.mkdir()
+        if token is not None:
+            (folder / TOKEN_FILE).write_text(f"{token}\n")
+        for name, script in scripts.items():
+            (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+            (tmp_path / name).chmod(0o755)
+        facts = node_facts(cwd=str(tmp_path), python_path="/src $HOME")
+        (tmp_path / "job").write_text(sbatch_text(config, facts, folder, python=str(tmp_path / "py")))
+        return ["bash", str(tmp_path / "job")], {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+
+    return make
+
+
+def said_by(command: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def test_bash_starts_one_task_per_node_in_the_folder_of_the_launcher(batch, tmp_path):
+    show = 'printf "%s\\n" "$PYTHONPATH" "$PWD" "$@"'
+    command, environment = batch(config_of(NEVER, num_nodes=2), srun=show)
+    lines = said_by([*command, "t"], environment).stdout.splitlines()
 
     assert lines[:2] == ["/src $HOME", str(tmp_path)]
-    assert lines[-6:-2] == ["/py", "-m", "cluster.slurm.node_task", str(tmp_path / "it's a $(run)")]
-    assert lines[-2:] == ["secret", "engine.train"]
+    task = [str(tmp_path / "py"), "-m", "cluster.slurm.node_task", str(tmp_path / "it's a $(run)"), "t", "engine.train"]
+    assert lines[-6:] == task
     assert {"--nodes=2", "--ntasks-per-node=1", "--wait=60"} <= set(lines)
 
 
-@pytest.mark.parametrize(("there", "said"), [(None, "secret"), ("other", "secret"), ("", "")])
-def test_a_node_with_another_run_folder_starts_nothing(tmp_path, there, said):
-    done = run_script(tmp_path, there, said)
+@pytest.mark.parametrize(("there", "said"), [(None, "t"), ("other", "t"), ("", "")])
+def test_a_node_with_another_run_folder_starts_nothing(batch, there, said):
+    command, environment = batch(config_of(NEVER, num_nodes=2), there, srun="echo begun")
+    done = said_by([*command, said], environment)
 
     assert (done.returncode, done.stdout) == (66, "")
     assert "does not see the run folder" in done.stderr
 
 
-def test_ranks_that_save_are_left_to_it_however_often_slurm_warns_of_the_time_limit(tmp_path):
+def test_a_job_that_slurm_runs_again_starts_no_ranks(batch, tmp_path):
+    command, environment = batch(config_of(num_nodes=2, max_restarts=1), srun="echo begun", py='echo "$@"')
+    done = said_by([*command, "t"], {**environment, "SLURM_RESTART_COUNT": "1"})
+
+    assert done.stdout == f"-m cluster.slurm.time_limit {tmp_path}/it's a $(run) t go-on\n", done.stderr
+
+
+def test_ranks_that_save_are_left_to_it_however_often_slurm_warns_of_the_time_limit(batch, tmp_path):
     said, saved = tmp_path / "said", tmp_path / "saved"
     ranks = f"echo begun >>{said}; while [ ! -e {saved} ]; do sleep 0.05; done; echo saved >>{said}"
-    tools = {"srun": ranks, "py": f'echo "$4-$5" >>{said}'}
-    for name, script in tools.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / name).chmod(0o755)
-    saving = TrainConfig(checkpoint=CheckpointConfig(every_steps=5))
-    config = replace(config_of(num_nodes=2, max_restarts=1), train=saving)
-    text = sbatch_text(config, node_facts(cwd=str(tmp_path)), tmp_path, python=str(tmp_path / "py"))
-    (tmp_path / "job").write_text(text)
-    (tmp_path / TOKEN_FILE).write_text("t\n")
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    with subprocess.Popen(["bash", str(tmp_path / "job"), "t"], env=environment) as job:
+    config = config_of(CheckpointConfig(every_steps=5), num_nodes=2, max_restarts=1)
+    command, environment = batch(config, srun=ranks, py=f'echo "$4-$5" >>{said}')
+    with subprocess.Popen([*command, "t"], env=environment) as job:
         wait_for(lambda: said.exists() and said.read_text())
         for _ in range(2):
             job.send_signal(signal.SIGUSR1)
@@ -209,22 +197,6 @@ def test_ranks_that_save_are_left_to_it_however_often_slurm_warns_of_the_time_li
         saved.touch()
 
     assert said.read_text().split() == ["begun", "t-stop", "saved", "t-go-on"]
-
-
-def config_of(**cluster) -> RunConfig:
-    """Of a run on the CPU, unless there is something of Slurm or the backend."""
-    if "slurm" not in cluster:
-        cluster = {"backend": "gloo", **cluster}
-    return RunConfig(data=DataConfig(format="text", paths=("/data/x.txt",)), cluster=ClusterConfig(**cluster))
-
-
-def plan_of(environment: dict[str, str] | None = None, **cluster):
-    return plan_with(config_of(**cluster), environment)
-
-
-def plan_with(config: RunConfig, environment: dict[str, str] | None = None):
-    facts = node_facts("head", python="/opt/venv/bin/python", cwd="/w", python_path="/src")
-    return build_slurm_plan(config, facts, RUN, environment=environment or {})
 
 
 def test_the_plan_says_how_many_ranks_before_there_are_nodes():
@@ -263,16 +235,10 @@ def test_how_many_gpus_a_node_has_must_be_said(backend):
         plan_of(num_nodes=2, backend=backend)
 
 
-def test_named_nodes_are_asked_for_by_name():
-    plan = plan_of(nodes="n[1-3]")
+def test_how_many_nodes_there_are_follows_from_their_names_or_from_the_allocation():
+    named, allocation = plan_of(nodes="n[1-3]"), {"SLURM_JOB_NODELIST": "n[1-4]"}
 
-    assert plan.world_size == 3
-    assert "--nodelist=n[1-3]" in dict(plan.files)["job.sbatch"]
-
-
-def test_inside_of_an_allocation_all_of_its_nodes_are_used_and_no_more():
-    allocation = {"SLURM_JOB_NODELIST": "n[1-4]"}
-
+    assert (named.world_size, "--nodelist=n[1-3]" in dict(named.files)["job.sbatch"]) == (3, True)
     assert plan_of(allocation).world_size == 4
     with pytest.raises(ConfigError, match="this allocation of Slurm has 4 nodes"):
         plan_of(allocation, num_nodes=5)
