@@ -13,11 +13,6 @@ from burst_cli.tables import listing
 from cluster.values import number, rows
 
 
-def is_evaluation(record: Mapping[str, Any]) -> bool:
-    """Whether the record is of a run that only evaluated."""
-    return record.get("evaluated_step") is not None
-
-
 def evaluation_view(record: Mapping[str, Any]) -> RenderableType:
     """Whose weights, validation loss and bits per byte, and a table for each of the others that was measured."""
     parts: list[RenderableType] = [Text(line) for line in evaluation_lines(record)]

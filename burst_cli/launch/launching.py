@@ -16,17 +16,14 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from burst_cli import render
-from burst_cli.eval.view import evaluation_view, is_evaluation
 from burst_cli.figures import DASH, binary_bytes, clean, count, count_of, duration, percent, plain
-from burst_cli.launch.detach import START, launch_detached
 from burst_cli.launch.nccl_network import fallback_text, socket_fallbacks
 from burst_cli.launch.prepare import PreparedLaunch, prepare_data, prepare_launch
 from burst_cli.launch.request import LaunchManner, LaunchRequest
 from burst_cli.plan.launch_view import launch_notes, show_job, show_plan
-from burst_cli.runs.failure import failure_block
 from burst_cli.runs.live import open_view
 from burst_cli.runs.progress import RunProgress
-from burst_cli.runs.read import run_record
+from burst_cli.runs.read import is_evaluation, run_record
 from cluster.checks.launch import UnfitNodesError
 from cluster.control.attempt import Restarts, StopRequests
 from cluster.control.controller import Manner, control
@@ -174,6 +171,8 @@ def run_plan(plan: LaunchPlan, overrides: Sequence[str], manner: LaunchManner) -
         run = create_run(Path(plan.run_path), files, world_size=plan.world_size)
         render.say(console, Text.assemble((_name(run), "bold"), f"  {ranks}"), Text(str(run.path), "dim"))
         if manner.detach:
+            from burst_cli.launch.detach import launch_detached
+
             return launch_detached(run, stop, console, as_json=manner.as_json)
         return lead_run(plan, run, stop, console, manner)
 
@@ -199,16 +198,23 @@ def conclude(run: RunFolder, outcome: LaunchOutcome, elapsed_s: float, saved: st
     """Say how it ended: a failure on stderr, the result on stdout. saved: the last checkpoint."""
     record, fallbacks, views = run_record(run), socket_fallbacks(run), list[RenderableType]()
     warnings = [fallback_text(fallbacks), *(f"may still run: {clean(str(one))}" for one in outcome.leftover)]
-    failure = [] if outcome.failure is None else [failure_block(run, outcome.failure)]
-    told = (Text(f"warning: {text}", style="yellow") for text in warnings if text)
-    render.say(render.stderr(), *failure, *told)
+    told: list[RenderableType] = [Text(f"warning: {text}", style="yellow") for text in warnings if text]
+    if outcome.failure is not None:
+        from burst_cli.runs.failure import failure_block
+
+        told.insert(0, failure_block(run, outcome.failure))
+    render.say(render.stderr(), *told)
     if outcome.failure is None:
         style, result = "green" if outcome.status == "completed" else "yellow", result_line(record)
         weights = saved or "nothing was saved; train.checkpoint.at_end=true saves them"
-        found = [evaluation_view(record)] if is_evaluation(record) else [result]
-        views = [Text.assemble((outcome.status, style), f" {_name(run)} in {duration(elapsed_s)}"), *found]
-        views += [f"more: burst report {run.run_id}"]
-        views += [] if is_evaluation(record) else [f"weights: {clean(weights)}"]
+        views = [Text.assemble((outcome.status, style), f" {_name(run)} in {duration(elapsed_s)}")]
+        more = f"more: burst report {run.run_id}"
+        if is_evaluation(record):
+            from burst_cli.eval.view import evaluation_view
+
+            views += [evaluation_view(record), more]
+        else:
+            views += [result, more, f"weights: {clean(weights)}"]
     ended = {"exit_code": outcome.exit_code, "leftover": [*map(str, outcome.leftover)]}
     with render.reader_may_leave():  # the exit code tells how the run ended, not whether somebody read of it
         render.show({**record, **ended, "socket_fallback": fallbacks}, *views, as_json=as_json)
@@ -235,6 +241,8 @@ def _name(run: RunFolder) -> str:
 
 def main(run_path: str, way: str) -> int:
     """The exit code of a run that this process leads in the background; what a person can mend is told in one line."""
+    from burst_cli.launch.detach import START
+
     stop = StopRequests()
     with stop.listening():
         try:

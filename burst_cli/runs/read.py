@@ -127,6 +127,11 @@ def _age(folder: Path) -> float:
     return max(0.0, time.time() - newest)
 
 
+def is_evaluation(record: Mapping[str, Any]) -> bool:
+    """Whether the record is of a run that only evaluated."""
+    return record.get("evaluated_step") is not None
+
+
 def run_record(run: RunFolder) -> dict[str, Any]:
     """{run_id, exp, status, path, lost, ...summary}: what `burst report` shows and `--json` prints.
 
