@@ -285,13 +285,11 @@ def settle(run: RunFolder, timeout_s: float = 5.0, opener: Opener = open_links, 
         return seen
     plan = read_launch_plan(run.path)
     try:
-        with controlling(run):
+        with controlling(run), contextlib.ExitStack() as closing:
             fleet = Fleet(plan, run, opener(plan, run), number(run.read_state(), "lease_s"), clock)
-            try:
-                return _settle(fleet, timeout_s, clock)
-            finally:
-                for part in fleet.parts:
-                    part.link.close()
+            for part in fleet.parts:
+                closing.callback(part.link.close)
+            return _settle(fleet, timeout_s, clock)
     except ControllerBusyError as error:
         return RunState(run.read_state(), error.controller)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,10 @@ def judge(
     if state == "completed":
         return LaunchOutcome("completed", 0, leftover=leftover)
     found = failure or next((one.status.failure for one in fleet.parts if one.status.failure), None)
-    if found is None and (cancelled or _was_cancelled(fleet, state)):
+    # Ranks, or somebody on the nodes, may have ended the run on purpose, if nothing failed before.
+    causes = {str(word(one.status.outcome, "stop_cause")) for one in _with_cause(fleet, "stop")}
+    was_cancelled = (state == "cancelled" or bool(causes - OWN_CAUSES)) and not fleet.run.rank_errors()
+    if found is None and (cancelled or was_cancelled):
         return LaunchOutcome("cancelled", INTERRUPTED, leftover=leftover)
     failure = complete(found or _find(fleet, is_orphan=is_orphan), fleet)
     return LaunchOutcome(failure.status, failure.exit_code, failure, leftover)
@@ -91,9 +93,13 @@ def _evidence(part: Part) -> NodeEvidence:
         death = part.death_before  # what it says after it was asked to stop may be our doing
     if death is not None and death.rank in seen:
         death = replace(death, at_ns=seen[death.rank].at_ns, kill=seen[death.rank].kill)
+    errors = []
+    for error in part.errors:
+        is_late = stopped_ns is not None and (error["time_ns"] or 0) > stopped_ns
+        errors.append({**error, "is_echo": is_late or error.get("kind") == "peer_lost"})
     return NodeEvidence(
         part.name,
-        [_marked(error, stopped_ns) for error in part.errors],
+        errors,
         death,
         list(seen.values()),
         integer(outcome, "exit_code") if word(outcome, "cause") == "exit" else None,
@@ -104,22 +110,9 @@ def _evidence(part: Part) -> NodeEvidence:
     )
 
 
-def _marked(error: Mapping[str, Any], stopped_ns: int | None) -> Mapping[str, Any]:
-    """`error`, called an echo when it came after the node was asked to stop."""
-    time_ns = error.get("time_ns")
-    is_late = stopped_ns is not None and isinstance(time_ns, int) and time_ns > stopped_ns
-    return {**error, "is_echo": is_late or error.get("kind") == "peer_lost"}
-
-
 def _with_cause(fleet: Fleet, cause: str) -> list[Part]:
     """The nodes that say that their part ended so."""
     return [one for one in fleet.parts if word(one.status.outcome, "cause") == cause]
-
-
-def _was_cancelled(fleet: Fleet, state: str) -> bool:
-    """Whether ranks or somebody on the nodes ended the run on purpose, and nothing failed before."""
-    causes = {str(word(one.status.outcome, "stop_cause")) for one in _with_cause(fleet, "stop")}
-    return (state == "cancelled" or bool(causes - OWN_CAUSES)) and not fleet.run.rank_errors()
 
 
 def _located(failure: Failure, fleet: Fleet) -> Failure:

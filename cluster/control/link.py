@@ -201,16 +201,15 @@ class AskedLink(NodeLink):
         self._status = NodeStatus(node)
         self._problem: str | None = None
         self._requests: Message = {}  # what the node has not answered yet
-        self._was_start_sent = self._is_urgent = self._is_closed = False
+        self._is_urgent = self._is_closed = False
         self._start_until = 0.0
 
     def start(self, spec: Spec) -> None:
-        request = spec._replace(start_id=secrets.token_hex(8))._asdict()
+        request = {"start": spec._replace(start_id=secrets.token_hex(8))._asdict(), "again": False}
         with self._changed:
-            self._status, self._was_start_sent = NodeStatus(self.node), False
-            self._start_until = time.monotonic() + self._start_s
+            self._status, self._start_until = NodeStatus(self.node), time.monotonic() + self._start_s
             try:
-                pack({"start": request})
+                pack(request)
             except MessageError as error:
                 return self._refuse("command", f"its files are too large: {error}")
             self._requests.clear()
@@ -254,11 +253,11 @@ class AskedLink(NodeLink):
     def _question(self, wait_s: float) -> Message:
         """What is to be asked now; the caller holds `changed`."""
         self._is_urgent = False
-        if "start" not in self._requests:
+        if (start := self._requests.get("start")) is None:
             return {"folder": self._folder, "node": self.node, "wait_s": wait_s, **self._requests}
         # The files on the node are left alone: they may be those of an earlier attempt.
-        again, self._was_start_sent = self._was_start_sent, True
-        return {"start": self._requests["start"], "again": again, "wait_s": wait_s}
+        self._requests["start"] = {**start, "again": True}
+        return {**start, "wait_s": wait_s}
 
     def _take(self, question: Message, answer: Message) -> None:
         """Believe what makes sense of an answer. Raises StrangeAnswerError."""

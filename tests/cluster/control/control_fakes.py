@@ -49,7 +49,8 @@ class FakeLink(NodeLink):
     outcome: dict[str, Any] | None = None
     supervisor: dict[str, Any] = field(default_factory=dict)
     health: dict[str, Any] | None = None
-    silent_since: float | None = None
+    is_silent: bool = False
+    heard_at: float = 0.0
     is_synced: bool = True
     states: Mapping[str, str] = field(default_factory=dict)
     mute: frozenset[str] = frozenset()
@@ -76,15 +77,15 @@ class FakeLink(NodeLink):
         self.is_followed = True
 
     def poll(self) -> NodeStatus:
-        is_silent = self.silent_since is not None
+        self.heard_at = self.heard_at if self.is_silent else self.clock.now
         return NodeStatus(
             self.node,
             self.phase,
             self.outcome,
             self.health,
-            heard_s=self.clock.now - self.silent_since if self.silent_since is not None else 0.0,
+            heard_s=self.clock.now - self.heard_at,
             is_synced=self.is_synced and self.outcome is not None,
-            problem="timed out" if is_silent else None,
+            problem="timed out" if self.is_silent else None,
             supervisor=self.supervisor,
             is_begun=self.is_begun,
             refusal=None if self.is_held or not self.specs else self.refusal,
@@ -98,7 +99,7 @@ class FakeLink(NodeLink):
         self.stops.append((self.clock.now, cause, grace_s))
         after_s = grace_s if self.obeys_s is None else min(self.obeys_s, grace_s)
         at_ns = self.clock.time_ns()
-        if not self.deaf and self.silent_since is None:
+        if not self.deaf and not self.is_silent:
             self.clock.after(after_s, lambda: self.end(None, "stop", stop_cause=cause, stop_at_ns=at_ns))
 
     def request_stacks(self, nonce: str) -> None:
@@ -106,7 +107,7 @@ class FakeLink(NodeLink):
         facts = {
             rank: {"pid": 1, "state": state, "answered": rank not in self.mute} for rank, state in self.states.items()
         }
-        if self.silent_since is None:
+        if not self.is_silent:
             self.clock.after(1.0, lambda: self.leave("stacks_done.json", {"nonce": nonce, "ranks": facts}))
 
     def sweep(self) -> None:
@@ -191,14 +192,6 @@ class World:
     def press(self) -> None:
         """Somebody asks for the end."""
         self.stop.count, self.stop.cause = self.stop.count + 1, "Ctrl-C"
-
-    def go_silent(self, number: int) -> None:
-        """A node is not heard from now on."""
-        self.links[number].silent_since = self.clock.now
-
-    def speak(self, number: int) -> None:
-        """A node is heard again."""
-        self.links[number].silent_since = None
 
     def at(self, seconds: float, action: Callable[[], Any]) -> None:
         """Have something done so many seconds after now."""

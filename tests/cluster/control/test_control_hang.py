@@ -87,7 +87,7 @@ THREE_STEPS: Scene = (0, lambda world: train(world, 3))
             DIAGNOSE_S,
         ),
         # Who gives no answer does not hold up the verdict.
-        ([THREE_STEPS, stopped(1), (20, lambda world: world.go_silent(1))], 25.0, 0.1, 1, 25.0, 60.0),
+        ([THREE_STEPS, stopped(1), (20, put(1, is_silent=True))], 25.0, 0.1, 1, 25.0, 60.0),
         ([THREE_STEPS], None, 2.0, None, KILL_S, KILL_S + 60.0),  # nothing points anywhere
     ],
 )
@@ -177,10 +177,10 @@ def test_rank_that_was_stopped_for_a_moment_is_forgiven(world: World) -> None:
 
 def test_silence_while_the_launcher_itself_was_stopped_is_none(world: World) -> None:
     def stop() -> None:
-        if world.clock.now > 1005.0 and world.links[1].silent_since is None:
+        if world.clock.now > 1005.0 and not world.links[1].is_silent:
             world.observer.act = lambda: None
-            world.links[1].silent_since, world.clock.now = world.clock.now, world.clock.now + 40.0
-            world.at(0.5, lambda: world.speak(1))  # until what came has been read
+            world.links[1].is_silent, world.clock.now = True, world.clock.now + 40.0
+            world.play((0.5, put(1, is_silent=False)))  # until what came has been read
 
     world.observer.act = stop
     world.at(60, world.complete)
@@ -203,8 +203,7 @@ SILENCES = {
 def test_node_that_cannot_be_heard_lives_until_nothing_speaks_for_it(world: World, name: str) -> None:
     detached, silences, advances, end_s, stopped = SILENCES[name]
     for number, (begin_s, until_s) in silences.items():
-        world.at(begin_s, lambda number=number: world.go_silent(number))  # type: ignore[misc]
-        world.at(until_s, lambda number=number: world.speak(number))  # type: ignore[misc]
+        world.play((begin_s, put(number, is_silent=True)), (until_s, put(number, is_silent=False)))
     for second in range(6, 300, 10) if advances is not None else ():
         world.at(second, lambda second=second: show(world, 2 * advances, step=second))  # type: ignore[misc]
     world.at(end_s, world.complete)

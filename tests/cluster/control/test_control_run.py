@@ -54,7 +54,7 @@ def test_nodes_that_refuse_stop_those_that_began_and_the_first_are_told_the_othe
 
 def test_node_that_cannot_be_reached_after_the_start_may_hold_what_nobody_stops(world: World) -> None:
     world.links[1].refusal = StartRefusedError("n2", "unreachable", "no answer in 60 s")
-    world.go_silent(1)
+    world.links[1].is_silent = True
     outcome = world.lead()
     assert [cause for _, cause, _ in world.links[1].stops] == ["start"]
     assert [(left.node, left.pids) for left in outcome.leftover] == [("n2", ())]
@@ -137,7 +137,7 @@ BLAMED: dict[str, tuple[Sequence[Scene], Mapping[str, object], tuple[str, ...]]]
         ("port 29500 of n1",),
     ),
     "a node stays silent": (  # the error of rank 0 comes later
-        ((5, lambda world: world.go_silent(1)), (20, node(0, "rank_error", 0, message="timed out"))), LOST, (),
+        ((5, put(1, is_silent=True)), (20, node(0, "rank_error", 0, message="timed out"))), LOST, (),
     ),
     "a supervisor was killed": (((5, put(1, phase="lost")),), LOST, ()),
     "a node forgot its run": (((5, put(1, phase="none")),), LOST, ()),
@@ -203,7 +203,7 @@ def test_what_ranks_do_around_completion_is_no_failure(world: World, story: Sequ
 def test_lost_node_beats_what_the_others_say_and_is_named_as_for_the_launch(world: World, lost_s: float | None) -> None:
     (world.run.path / "overrides.txt").write_text("exp=tiny\ncluster=lab\ncluster.ssh.user=me\ntrain.steps=3\n")
     error = node(0, "rank_error", 0, "exception", message="gloo timed out")
-    world.play((5, lambda world: world.go_silent(1)), (8, error), (8, node(0, "end", 1)))
+    world.play((5, put(1, is_silent=True)), (8, error), (8, node(0, "end", 1)))
     failure = world.failure(timing=LaunchTiming(lost_s=lost_s))
     assert (failure.kind, failure.host) == ("node_lost", "n2")
     assert "`burst check-nodes cluster=lab cluster.ssh.user=me --hosts n2`" in str(failure.advice)
@@ -248,7 +248,7 @@ REQUESTS: dict[str, tuple[Sequence[Scene], list[list[float]], list[str], float]]
         ((0, put(1, deaf=True)), *ONCE), [[PATIENT_S]] * 2, ["n2"], PATIENT_S + TIMING.kill_s + 1.0,
     ),
     "of a node that cannot be heard": (
-        ((4, lambda world: world.go_silent(1)), *ONCE), [[PATIENT_S]] * 2, ["n2"], PATIENT_S + 1.0,
+        ((4, put(1, is_silent=True)), *ONCE), [[PATIENT_S]] * 2, ["n2"], PATIENT_S + 1.0,
     ),
 }  # fmt: skip
 

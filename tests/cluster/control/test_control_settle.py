@@ -77,7 +77,7 @@ BOTH_BY_LEASE = [(0, node(at, "end", None, "lease", **LEASE)) for at in (0, 1)]
         ([(0, World.complete)], "completed", 0, ""),
         ([(0, node(at, "end", None, "stop", stop_cause="SIGTERM")) for at in (0, 1)], "cancelled", 130, ""),
         (
-            [BOTH_BY_LEASE[0], (0, lambda world: world.go_silent(1))], "running", 3, "no answer of n2 (timed out)",
+            [BOTH_BY_LEASE[0], (0, put(1, is_silent=True))], "running", 3, "no answer of n2 (timed out)",
         ),
         ([BOTH_BY_LEASE[0], (0, put(1, phase="lost"))], "failed", 1, ""),
         ([(0, put(0, 1, phase="none"))], "failed", 1, "before any node had begun"),

@@ -173,39 +173,33 @@ def test_no_call_waits_for_a_node_that_says_nothing(run, node):
 # --- reconnecting ----------------------------------------------------------------------------------------------------
 
 
-def test_a_silent_node_is_reconnected_to_and_how_long_it_was_silent_is_told(run, node):
-    node.wire.scripts.append(lambda stream: stream.wait_for_end())
-    node.run_on()
-    link = node.link(run, LinkTiming(first_pause_s=0.4, silence_s=0.5))
-    told: list[NodeStatus] = []  # as it was before each connection
-    node.wire.on_connect = lambda: told.append(link.poll())
-    with closing(link):
-        link.follow()
-        wait_for(lambda: link.poll().phase == "running")
-        assert told[0].problem == "not connected yet"
-        assert told[1].problem == "nothing was heard for 0.5 s"
-        assert told[1].heard_s >= 0.5
-        wait_for(lambda: link.poll().heard_s < 0.4)
-
-
 def test_every_way_to_fail_is_a_problem_in_words_and_none_is_the_end(run, node):
     kinds = [SshFailure.REFUSED, SshFailure.HOST_KEY_CHANGED, SshFailure.AUTH, SshFailure.LOST]
-    node.wire.refusals.extend(SshError(NODE, kind, f"text of {kind}", "do this") for kind in kinds)
+    node.wire.scripts.append(lambda stream: stream.wait_for_end())
     node.wire.scripts.append(lambda stream: stream.write(pack({"got_ns": 1})[:11]))
     node.wire.scripts.append(lambda stream: stream.write(b"Welcome to node1!\n" * 100))
     node.wire.scripts.append(lambda stream: None)
     node.run_on()
-    link, problems = node.link(run), set()
-    node.wire.on_connect = lambda: problems.add(link.poll().problem)
+    told: list[NodeStatus] = []  # as it was before each connection
+
+    def note() -> None:
+        told.append(link.poll())
+        if len(told) == 2:
+            node.wire.refusals.extend(SshError(NODE, kind, f"text of {kind}", "do this") for kind in kinds)
+
+    node.wire.on_connect = note
+    link = node.link(run, LinkTiming(first_pause_s=0.01, longest_pause_s=0.05, silence_s=1.0))
     with closing(link):
         link.follow()
-        wait_for(lambda: link.poll().phase == "running")
-        wait_for(lambda: link.poll().problem is None)
+        wait_for(lambda: link.poll().phase == "running" and link.poll().problem is None)
+        wait_for(lambda: link.poll().heard_s < 0.4)
 
-    told = " | ".join(str(problem) for problem in problems)
+    assert [status.problem for status in told[:2]] == ["not connected yet", "nothing was heard for 1 s"]
+    assert told[1].heard_s >= 1.0
+    words = " | ".join(str(status.problem) for status in told[2:])
     for part in (*kinds, "do this", "the stream ended within a message", "not a message", "python3 there ended with 1"):
-        assert part in told
-    assert "\x1b" not in told
+        assert part in words
+    assert "\x1b" not in words
 
 
 def test_a_node_without_python_says_so(run, node):
@@ -255,21 +249,9 @@ def test_wherever_the_line_is_cut_and_whenever_the_launcher_dies_the_copy_is_the
     assert not list(run.rglob("*.before-*"))
 
 
-def test_a_log_begun_anew_on_the_node_is_kept_apart_across_a_reconnect(run, node):
-    node.run_on()
-    node.append(LOG, b"the first attempt was longer\n")
-    link = node.link(run)
-    with closing(link):
-        link.follow()
-        wait_for(lambda: content(run / LOG))
-        node.wire.cut()
-        (node.folder / LOG).write_bytes(b"second\n")
-        wait_for(lambda: content(run / LOG) == b"second\n")
-
-    assert (run / f"{LOG}.before-1").read_bytes() == b"the first attempt was longer\n"
-
-
-def test_a_copy_that_somebody_else_changed_is_taken_up_from_where_it_ends(run, node):
+def test_a_copy_that_somebody_changed_goes_on_where_it_ends_a_log_begun_anew_is_kept_apart_across_a_reconnect(
+    run, node
+):
     node.run_on()
     node.append(LOG, b"one\n")
     link = node.link(run)
@@ -279,8 +261,12 @@ def test_a_copy_that_somebody_else_changed_is_taken_up_from_where_it_ends(run, n
         (run / LOG).write_bytes(b"on")
         node.append(LOG, b"two\n")
         wait_for(lambda: content(run / LOG) == b"one\ntwo\n")
+        assert node.wire.connects == 1
+        node.wire.cut()
+        (node.folder / LOG).write_bytes(b"second\n")
+        wait_for(lambda: content(run / LOG) == b"second\n")
 
-    assert node.wire.connects == 1
+    assert (run / f"{LOG}.before-1").read_bytes() == b"one\ntwo\n"
 
 
 # --- agents that lie -------------------------------------------------------------------------------------------------
