@@ -105,6 +105,11 @@ RANKS = "more ranks (cluster.ranks_per_node), which share one sequence"
         ),
         (SET_ALREADY, "device", [RANKS, SHORTER]),
         (gpu_config(optimizer_store="host"), "host", ["memory.optimizer_store=device", RANKS, SHORTER]),
+        (
+            gpu_config(activation_store="host", activation_checkpoint="attn_out"),
+            "host",
+            [f"{POLICY}=seq_fraction", f"{POLICY}=full", "memory.activation_store=device", RANKS, SHORTER],
+        ),
         (RunConfig(cluster=ON_CPU, memory=UNKEPT), "host", [TILE, f"{POLICY}=attn_out", f"{POLICY}=full", SHORTER]),
         (RunConfig(cluster=ON_CPU, memory=BOUNDED), "host", ["memory.activation_store=device", TILE, SHORTER]),
         (
