@@ -8,14 +8,13 @@ from contextlib import closing, contextmanager
 from typing import Any, cast
 
 import pytest
+from testkit.waiting import wait_for
 
 from engine.config.errors import DataError
 from engine.config.settings import TrainConfig
 from engine.data.sampler import Batch, Sampler
 from engine.parallel.mesh import Mesh
 from engine.training.batches import StepBatches
-
-LONG_S = 60.0
 
 
 class Stream(Sampler):
@@ -44,14 +43,29 @@ def batches(steps: int, prepare: Callable[[Any], Any] = lambda batch: batch, **h
         yield made
 
 
+class Prepared:
+    """Prepares nothing, and remembers of what and by whom it was asked to."""
+
+    def __init__(self) -> None:
+        self.first: list[int] = []
+        self.threads: set[str] = set()
+
+    def __call__(self, numbers: Any) -> Any:
+        self.threads.add(threading.current_thread().name)
+        self.first.append(numbers[0])
+        return numbers
+
+
 def test_every_step_takes_its_own_samples_also_after_going_back() -> None:
-    with batches(9) as made:
+    prepared = Prepared()
+    with batches(9, prepared) as made:
         made.start_at(0, 0)
         assert [made.take(step) for step in range(3)] == [
             [(2, 3), (6, 7)],
             [(10, 11), (14, 15)],
             [(18, 19), (22, 23)],
         ]
+        wait_for(lambda: len(prepared.first) == 8)
         made.start_at(3, 100)  # which was begun
         assert made.take(3) == [(102, 103), (106, 107)]
         made.start_at(1, 200)
@@ -60,21 +74,13 @@ def test_every_step_takes_its_own_samples_also_after_going_back() -> None:
 
 
 def test_the_next_batches_are_made_before_anybody_asks_for_them_but_none_after_the_last_step() -> None:
-    seen: list[tuple[int, str]] = []
-    is_made = threading.Event()
-
-    def prepare(numbers: Any) -> Any:
-        seen.append((numbers[0], threading.current_thread().name))
-        if len(seen) == 4:
-            is_made.set()
-        return numbers
-
-    with batches(2, prepare) as made:
+    prepared = Prepared()
+    with batches(2, prepared) as made:
         made.take(0)
-        assert is_made.wait(LONG_S)
+        wait_for(lambda: len(prepared.first) == 4)
         made.take(1)
-    assert [first for first, _ in seen] == [2, 6, 10, 14]
-    assert threading.current_thread().name not in {name for _, name in seen}
+    assert prepared.first == [2, 6, 10, 14]
+    assert threading.current_thread().name not in prepared.threads
 
 
 def test_what_cannot_be_read_ends_the_step_that_needs_it() -> None:
