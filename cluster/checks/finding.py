@@ -11,6 +11,7 @@ from cluster.survey.facts import NodeFacts
 
 GIB = 1 << 30
 _TEXT_CHARACTERS = 400
+AGAIN = "run the check again; see the evidence"  # where nothing better is known
 
 
 class Verdict(enum.StrEnum):
@@ -92,7 +93,7 @@ class Check:
         """A run would not work, or not well."""
         return self.finding(Verdict.FAIL, observed, remedy, evidence)
 
-    def unknown(self, observed: str, remedy: str = "", evidence: str = "") -> Finding:
+    def unknown(self, observed: str, remedy: str = AGAIN, evidence: str = "") -> Finding:
         """It could not be seen."""
         return self.finding(Verdict.UNKNOWN, observed, remedy, evidence)
 

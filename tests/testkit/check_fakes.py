@@ -81,13 +81,13 @@ def bad(findings: Iterable[Finding]) -> list[tuple[str, str | None, Verdict]]:
     return [(finding.check, finding.device, finding.severity) for finding in findings if not finding.severity.is_fine]
 
 
-def told(findings: Iterable[Finding]) -> list[str]:
-    """The same in words: `FAIL gpu.ecc (GPU 2): 2 errors; expected: 0`."""
+def told(findings: Iterable[Finding], *, whole: bool = False) -> list[str]:
+    """The same in words: `FAIL gpu.ecc (GPU 2): 2 errors; expected: 0`. whole: what is fine, too."""
     return [
         f"{found.severity} {found.check}{f' ({found.device})' if found.device else ''}: {found.observed}"
         f"{f'; expected: {found.expected}' if found.expected else ''}"
         for found in findings
-        if not found.severity.is_fine
+        if whole or not found.severity.is_fine
     ]
 
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
-from testkit.check_fakes import FAKE_GROUP, GONE, GROUPS, HEALTHY, SILENCE, FakeFleet, SurveyedNode, answer
+from testkit.check_fakes import FAKE_GROUP, GONE, GROUPS, HEALTHY, SILENCE, FakeFleet, SurveyedNode, answer, told
 from testkit.machine_clock import machine_time
 
 from cluster.checks.finding import Check, Finding, FleetReport, NodeReport, Verdict
 from cluster.checks.group import CheckGroup
 from cluster.checks.run import CheckObserver, CheckOptions, check_nodes, check_this_machine
 from cluster.checks.selection import Selection
-from cluster.errors import SshError, SshFailure
+from cluster.errors import ClusterError, SshError, SshFailure
 from cluster.ssh.connection import Connection
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import AbsentError
@@ -50,36 +50,37 @@ def refused(name: str) -> SshError:
     return SshError(name, SshFailure.REFUSED, "refuses connections", "is sshd running?")
 
 
+REACH = "ssh.reach: {}; expected: a connection"
+# What a node does, and what is said of it: of what is not fine its verdict, words and remedy.
+NODES: dict[str, tuple[Any, str, str]] = {
+    "good": (HEALTHY, "OK", ""),
+    "warned": (answer({"host.disk": "warn"}), "WARN host.disk: warn", ""),
+    "bad": (answer({"host.disk": "fail"}), "FAIL host.disk: fail", ""),
+    "refuses": (refused("refuses"), f"FAIL {REACH.format('refuses connections')}", "is sshd running?"),
+    "hangs": (SshError("n", SshFailure.TIMEOUT, "silent"), f"FAIL {REACH.format('silent')}", "look at the node's cons"),
+    "odd": (SshError("n", SshFailure.LOST, "went\n\x1b[31mwrong"), f"FAIL {REACH.format('went wrong')}", "look at the"),
+    "unsure": (ClusterError("went wrong"), f"FAIL {REACH.format('went wrong')}", ""),
+    "stumbles": (AttributeError("of a library"), "UNKNOWN ssh.reach: the check broke: AttributeError", "report this"),
+    "dies": (half, "UNKNOWN ssh.probe: the connection ended while a command ran; expected: a complete", "run it again"),
+    "lacks_tool": (
+        answer({"host.disk": ("sh: df: not found", 127)}),
+        "UNKNOWN host.disk: host.disk: exit code 127",
+        "",
+    ),
+    "blank": (answer({}), "UNKNOWN host.disk: host.disk: missing", ""),
+    "ahead": (HEALTHY, "FAIL ssh.clock: its clock is ", "start chrony"),
+}
+
+
 def test_each_node_gets_its_own_verdict() -> None:
-    fleet = FakeFleet(
-        {
-            "good": HEALTHY,
-            "warned": answer({"host.disk": "warn"}),
-            "bad": answer({"host.disk": "fail"}),
-            "refuses": refused("refuses"),
-            "stumbles": AttributeError("NoneType has no attribute get_name"),  # of a library, over one server
-            "dies": half,
-            "lacks_tool": answer({"host.disk": ("sh: df: not found", 127)}),
-            "blank": answer({}),
-            "ahead": HEALTHY,
-        },
-        ahead_s={"ahead": 9.0},
-    )
+    fleet = FakeFleet({name: does for name, (does, _, _) in NODES.items()}, ahead_s={"ahead": 9.0})
     report = check(fleet)
-    assert verdicts(report) == {
-        "good": "OK",
-        "warned": "WARN",
-        "bad": "FAIL",
-        "refuses": "FAIL",
-        "stumbles": "UNKNOWN",
-        "dies": "UNKNOWN",
-        "lacks_tool": "UNKNOWN",
-        "blank": "UNKNOWN",
-        "ahead": "FAIL",
-    }
-    assert report.usable == ("good", "warned")
-    assert report.exit_code == 1
-    assert findings(report, "refuses", "ssh.reach")[0].remedy == "is sshd running?"
+    for name, (_, words, remedy) in NODES.items():
+        odd = [finding for finding in report.nodes[name].findings if not finding.severity.is_fine]
+        assert [line[: len(words)] for line in told(odd)[:1]] == [words] * (words != "OK"), name
+        assert all(finding.remedy.startswith(remedy) for finding in odd[:1]), name
+    assert (report.usable, report.exit_code) == (("good", "warned"), 1)
+    assert findings(report, "refuses", "ssh.reach")[0].evidence == SshFailure.REFUSED
     assert all(connection.is_closed for connection in fleet.connections.values())
 
 
@@ -141,34 +142,28 @@ def test_a_comparison_or_a_test_between_nodes_that_breaks_is_unknown_on_all_of_t
         assert verdicts(report) == {"n1": "UNKNOWN", "n2": "UNKNOWN"}
 
 
-@pytest.mark.parametrize(
-    ("nodes", "tested"),
-    [({"n1": HEALTHY, "n2": HEALTHY, "n3": half}, ["n1", "n2", "n3"]), ({"n1": HEALTHY, "n2": refused("n2")}, [])],
-)
-def test_nodes_are_tested_with_each_other_over_their_open_connections(nodes: Any, tested: list[str]) -> None:
-    def test(connections: Mapping[str, Connection], facts: Mapping[str, NodeFacts]) -> list[Finding]:
-        assert connections.keys() == facts.keys()
-        assert not any(cast(SurveyedNode, connection).is_closed for connection in connections.values())
-        return [Check(node, "host.x").fail("seen", "") for node in connections]
+def seen_together(connections: Mapping[str, Connection], facts: Mapping[str, NodeFacts]) -> list[Finding]:
+    assert connections.keys() == facts.keys()
+    assert not any(cast(SurveyedNode, connection).is_closed for connection in connections.values())
+    return [Check(node, "host.x").fail("seen", "") for node in connections]
 
-    report = check(FakeFleet(nodes), all_groups=(replace(FAKE_GROUP, between=lambda config: {"host.x": test}),))
-    assert [name for name in nodes if findings(report, name, "host.x")] == tested
-    skipped = check(
-        FakeFleet(nodes),
-        selection=Selection(skip=("host.x",)),
-        all_groups=(replace(FAKE_GROUP, between=lambda config: {"host.x": test}),),
-    )
-    assert not any(findings(skipped, name, "host.x") for name in nodes)
-    (alone,) = findings(
-        check(
-            FakeFleet({"n1": HEALTHY}),
-            selection=Selection(only=("host.x",)),
-            all_groups=(replace(FAKE_GROUP, between=lambda config: {"host.x": test}, compared={"host.x": "."}),),
-        ),
-        "n1",
-        "host.x",
-    )
-    assert alone.observed == "it is made between nodes, and no other was reached"
+
+BETWEEN = (replace(FAKE_GROUP, between=lambda config: {"host.x": seen_together}, compared={"host.x": "."}),)
+ALONE = ["it is made between nodes, and no other was reached"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "selection", "said"),
+    [
+        ({"n1": HEALTHY, "n2": HEALTHY, "n3": half}, {}, [["seen"]] * 3),
+        ({"n1": HEALTHY, "n2": HEALTHY}, {"skip": ("host.x",)}, [[]] * 2),
+        ({"n1": HEALTHY, "n2": refused("n2")}, {}, [[]] * 2),
+        ({"n1": HEALTHY}, {"only": ("host.x",)}, [ALONE]),
+    ],
+)
+def test_nodes_are_tested_with_each_other_over_their_open_connections(nodes: Any, selection: Any, said: Any) -> None:
+    report = check(FakeFleet(nodes), selection=Selection(**selection), all_groups=BETWEEN)
+    assert [[one.observed for one in findings(report, name, "host.x")] for name in nodes] == said
 
 
 def test_this_machine_alone_has_no_ssh_and_nobody_to_compare_with() -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rehearsal import GPU, IB, ask, check, healthy, rehearse, write_files
-from testkit.check_fakes import bad, only, told
+from testkit.check_fakes import ask_here, bad, changed_section, only, told
+from whole_node import GPU, IB, ask, changed, check, fixture_text, healthy, in_groups, program, rehearse, write_files
 
 from cluster.checks.finding import Verdict
 from cluster.checks.groups.ib import FabricView
 from cluster.survey.adapters import HcaPort, parse_adapters
 from cluster.survey.facts import NodeFacts
+from cluster.survey.kernel_log import KERNEL_LOG
+from cluster.survey.nvidia_smi import GpuAddress
 from cluster.survey.section import NodeProbe, SectionState
 from cluster.testbed.hardware.devices import compute_adapters, gpu_path, hardware_table
-from engine.config.cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig, ExpectedHardware
 
 OK, SKIP, WARN, UNKNOWN, FAIL = Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.UNKNOWN, Verdict.FAIL
 # Faults of a node, and all that is found there; what is not in the list is fine.
@@ -59,12 +63,13 @@ NODES: dict[tuple[str, ...], list[str]] = {
         "FAIL gpu.fabric: fabric manager does not run; expected: running",
     ],
 }
+CONFIG = ClusterConfig()
 SILENT = {"smi_truncated": "no whole answer", "smi_missing": "not installed", "smi_hangs": "no answer"}
 
 
 @pytest.mark.parametrize("node", NODES, ids=" ".join)
 def test_faults_are_found_and_nothing_else(tmp_path: Path, node: tuple[str, ...]) -> None:
-    findings = check(rehearse(tmp_path, *node), GPU, IB)
+    findings = in_groups(check(rehearse(tmp_path, *node)), GPU, IB)
     owner = (tmp_path / "bin/nvidia-smi").owner()
     assert sorted(line.replace(f"of {owner} since", "of OWNER since") for line in told(findings)) == sorted(NODES[node])
     assert all(finding.remedy for finding in findings if not finding.severity.is_fine)
@@ -79,11 +84,12 @@ def test_every_fault_is_tried() -> None:
 def test_a_healthy_node_passes_every_check(tmp_path: Path, profile: str, number: int) -> None:
     probe = healthy(profile) if number == 1 else rehearse(tmp_path, profile, number=number)
     wanted = compute_adapters(profile, number)
-    findings = check(probe, GPU, IB, gpus=8, gpu_model=profile[:4].upper(), hcas=len(wanted))
+    expected = ExpectedHardware(gpus=8, gpu_model=profile[:4].upper(), hcas=len(wanted))
+    findings = in_groups(check(probe, ClusterConfig(expected=expected)), GPU, IB)
     assert {found.check for found in findings if found.severity is not OK} == {"ib.gid", "ib.mtu"}
     assert not bad(findings)
     assert all(section.ok for section in probe.sections.values())
-    view = FabricView.of(NodeFacts(probe, ClusterConfig()))
+    view = FabricView.of(NodeFacts(probe, CONFIG))
     assert {port.device for port in view.ports} == set(wanted)
     gpus = view.facts.gpu_addresses
     told = [(gpu.index, gpu.pci_path, gpu.numa_node) for gpu in gpus]
@@ -91,10 +97,11 @@ def test_a_healthy_node_passes_every_check(tmp_path: Path, profile: str, number:
     # Every GPU shares a switch with the adapter of its rail.
     ports = {port.device: port for port in view.ports}
     assert [gpu.pci_path[:2] for gpu in gpus[:: 8 // len(wanted)]] == [ports[name].pci_path[:2] for name in wanted]
+    assert [gpu.numa_node for gpu in gpus[:: 8 // len(wanted)]] == [ports[name].numa_node for name in wanted]
 
 
 def test_a_lost_gpu_is_named_and_nothing_is_believed_of_the_others(tmp_path: Path) -> None:
-    findings = check(rehearse(tmp_path, "h100x8", "gpu_lost:3"))
+    findings = in_groups(check(rehearse(tmp_path, "h100x8", "gpu_lost:3")), GPU)
     failed = {(found.check, found.device) for found in findings if found.severity is FAIL}
     assert failed == {(f"gpu.{name}", "GPU 3") for name in ("nvidia_smi", "xid", "dcgm_diag")}
     assert {found.check for found in findings if found.severity is OK} == set()
@@ -103,7 +110,7 @@ def test_a_lost_gpu_is_named_and_nothing_is_believed_of_the_others(tmp_path: Pat
 @pytest.mark.parametrize("fault", SILENT)
 def test_a_nvidia_smi_that_does_not_answer_fails_and_leaves_all_else_unknown(tmp_path: Path, fault: str) -> None:
     probe = rehearse(tmp_path, "h100x8", fault, limit_s=1 if fault == "smi_hangs" else 30)
-    findings = check(probe)
+    findings = in_groups(check(probe), GPU)
     seen = {"gpu.xid", *(("gpu.dcgm_health", "gpu.dcgm_diag") if fault != "smi_hangs" else ())}
     told = dict.fromkeys(GPU.checks, UNKNOWN) | dict.fromkeys(seen, OK)
     assert {one.check: one.severity for one in findings} == told | {"gpu.nvidia_smi": FAIL}
@@ -124,13 +131,6 @@ def _environment_names(pid: str, folder: str) -> bool:
         return False
 
 
-# Shells.
-
-
-def parse_ports(probe: NodeProbe) -> tuple[HcaPort, ...]:
-    return parse_adapters(probe.section("ib.ports")).ports
-
-
 # What stands in a tree of /sys.
 
 
@@ -141,7 +141,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def ports_of(root: Path) -> dict[str, HcaPort]:
-    return {port.device: port for port in parse_ports(ask(root.parent))}
+    return {port.device: port for port in parse_adapters(ask(root.parent).section("ib.ports")).ports}
 
 
 def test_hostile_values_stay_in_their_field_and_what_cannot_be_read_is_not_told(tree: Path) -> None:
@@ -182,4 +182,105 @@ def test_what_else_an_interface_is_part_of_is_seen(tree: Path) -> None:
 
 def test_an_adapter_without_ports_is_told(tree: Path) -> None:
     shutil.rmtree((tree / "sys/class/infiniband/mlx5_2/ports").resolve())
-    assert ("ib.count", "mlx5_2", FAIL) in bad(check(ask(tree.parent), IB))
+    assert ("ib.count", "mlx5_2", FAIL) in bad(check(ask(tree.parent)))
+
+
+# The kernel log, from a file, a journal or dmesg.
+
+
+def with_log(folder: Path, text: str | None = None) -> NodeProbe:
+    """A healthy node with that log; None: with what the programs of the folder print."""
+    if text is None:
+        answer = ask_here([KERNEL_LOG], folder, tools=folder / "bin")
+    else:
+        (old := write_files(folder, "h100x8") / "var/log/kernel-fabric.log").unlink()
+        (old.parent / "kernel-gpus.log").write_text(text)
+        answer = ask_here([KERNEL_LOG], folder, BURST_PROBE_ROOT=str(folder / "root"))
+    log = answer.section(KERNEL_LOG.name)
+    return changed_section(healthy(), KERNEL_LOG.name, output=log.output, exit_code=log.exit_code)
+
+
+def errors(probe: NodeProbe) -> list[tuple[str | None, Verdict, str]]:
+    return [(one.device, one.severity, one.observed) for one in check(probe) if one.check == "gpu.xid"]
+
+
+def test_lines_of_a_real_kernel_log_are_understood(tmp_path: Path) -> None:
+    assert sorted(errors(with_log(tmp_path, fixture_text("kernel.log")))) == [
+        ("0000:0f:00.0", FAIL, "Xid 94, Xid 64"),
+        ("0000:85:00.0", WARN, "SXid 12028, non-fatal"),
+        ("0000:86:00.0", FAIL, "SXid 22013, fatal"),
+        ("GPU 1", WARN, "Xid 13 (2 times)"),
+        ("GPU 4", FAIL, "fallen off the bus"),
+        ("GPU 5", FAIL, "Xid 154, Xid 999"),
+    ]
+
+
+def test_a_flood_of_one_error_hides_no_other(tmp_path: Path) -> None:
+    flood = "[1.0] NVRM: Xid (PCI:0000:1b:00): 13, pid=1, name=a, Graphics Exception\n"
+    fatal = "[2.0] NVRM: Xid (PCI:0000:43:00): 79, pid=1, GPU has fallen off the bus.\n"
+    noise = "".join(f"[3.0] NVRM: odd Xid {chr(97 + number % 26) * number}\n" for number in range(1, 600))
+    probe = with_log(tmp_path, "Linux version 6\n" + flood * 3000 + fatal + noise + flood * 20000)
+    assert errors(probe)[:2] == [("GPU 0", WARN, "Xid 13 (23000 times)"), ("GPU 1", FAIL, "Xid 79")]
+
+
+def test_links_that_are_lost_are_counted_but_for_the_boot(tmp_path: Path) -> None:
+    times = (12, 600, 601, 602, 863000, 863001)
+    text = "".join(f"[{at}.5] mlx5_core 0000:18:00.0 ib0: Link {way}\n" for at in times for way in ("down", "up"))
+    sick = "[7.1] mlx5_core 0000:18:00.0: poll_health:830: device's health compromised - reached miss\n"  # at any time
+    timeless = "mlx5_core 0000:18:00.0 ib0: Cable unplugged\n"
+    log = NodeFacts(with_log(tmp_path, text + sick + timeless), CONFIG).kernel_log
+    assert log.seen == (
+        (2, "[602.5] mlx5_core 0000:18:00.0 ib0: Link down"),
+        (2, "[863001.5] mlx5_core 0000:18:00.0 ib0: Link down"),  # what came within a day is counted apart
+        (1, sick.strip()),
+        (1, timeless.strip()),
+    )
+    assert (log.reader, log.total, log.reaches_boot) == ("cat", 14, False)
+
+
+@pytest.mark.parametrize(("text", "severity"), [("[900.0] usb 1-1: new device\n", WARN), ("", UNKNOWN)])
+def test_a_log_without_its_beginning_and_a_log_without_lines(tmp_path: Path, text: str, severity: Verdict) -> None:
+    assert [found[1] for found in errors(with_log(tmp_path, text))] == [severity]
+
+
+SEEN = "printf 'Linux version 6.1\\nNVRM: Xid (PCI:0000:1b:00): 79, pid=1, GPU has fallen off the bus.\\n'"
+
+
+@pytest.mark.parametrize(
+    ("journal", "dmesg", "reader"),
+    [
+        (SEEN, "echo '[9.0] nothing of interest'", "journalctl"),
+        # A journal that shows nothing is no clean journal.
+        ("exit 0", SEEN, "dmesg"),
+        ("echo 'No journal files were opened due to insufficient permissions.'; exit 1", SEEN, "dmesg"),
+        ("echo '-- No entries --'", SEEN, "dmesg"),
+        ("echo 'Hint: You are currently not seeing messages from other users.'", SEEN, "dmesg"),
+        ("exit 1", "echo 'dmesg: read kernel buffer failed: Operation not permitted' >&2; exit 1", ""),
+        *(("exit 1", f"exit {code}", "") for code in (0, 127)),
+    ],
+)
+def test_the_journal_is_read_before_the_buffer_of_the_kernel(
+    tmp_path: Path, journal: str, dmesg: str, reader: str
+) -> None:
+    program(tmp_path, "journalctl", journal)
+    program(tmp_path, "dmesg", dmesg)
+    probe = with_log(tmp_path)
+    found = only(check(probe), "gpu.xid")
+    if reader:
+        assert NodeFacts(probe, CONFIG).kernel_log.reader == reader
+        assert (found.severity, found.observed) == (FAIL, "Xid 79")
+    else:
+        assert (found.severity, "not permitted" in found.evidence) == (UNKNOWN, "permitted" in dmesg)
+
+
+def test_gpu_addresses_come_from_sysfs_or_nvidia_smi_while_the_other_is_silent() -> None:
+    def addresses(probe: NodeProbe) -> tuple[GpuAddress, ...]:
+        return NodeFacts(probe, CONFIG).gpu_addresses
+
+    whole = addresses(healthy())
+    audio = ["0000:01:00.1", "0x040300", "", "/sys/devices/pci0000:00/0000:01:00.1"]  # a function of a GPU, and none
+    told = healthy().section("gpu.lspci").document()
+    beside = changed_section(healthy(), "gpu.lspci", output=json.dumps({**told, "devices": [audio, *told["devices"]]}))
+    assert addresses(changed(beside, "gpu.smi!15")) == addresses(beside) == whole
+    bare = tuple(replace(gpu, pci_path=gpu.pci_path[-1:], numa_node=None) for gpu in whole)
+    assert addresses(changed(healthy(), "gpu.lspci!1")) == bare

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from rehearsal import program
 from testkit import ROOT
+from whole_node import program
 
 from cluster.facts import probe_local_node, visible_gpus
 
