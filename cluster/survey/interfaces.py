@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.remote_text import one_line
-from cluster.survey.adapters import integer
-from cluster.survey.section import Section, listed
+from cluster.survey.section import Section, fill, listed
 from cluster.survey.sysfs import python_question
 
 # What container engines and hypervisors make for themselves; other machines cannot be reached over it.
@@ -36,12 +34,13 @@ for _, name in socket.if_nameindex():
     ask = lambda request: fcntl.ioctl(asking, request, name.encode().ljust(40, b"\0"))[16:]
     kinds = [kind for file, kind in marks.items() if (folder / file).exists()]
     kinds += [line[8:] for line in lines(folder / "uevent") if line.startswith("DEVTYPE=")]
-    link = {"name": name, "kind": [*kinds, types.get(tell(folder / "type"), "tunnel")][0], "mtu": tell(folder / "mtu")}
-    link["up"] = int.from_bytes(ask(0x8913)[:2], "little") & 65 == 65  # SIOCGIFFLAGS: IFF_UP, IFF_RUNNING
-    link["master"] = (folder / "master").resolve().name if (folder / "master").exists() else ""
+    link = {"name": name, "kind": [*kinds, types.get(tell(folder / "type"), "tunnel")][0]}
+    link["mtu"] = int(tell(folder / "mtu") or 0) or None
+    link["is_up"] = int.from_bytes(ask(0x8913)[:2], "little") & 65 == 65  # SIOCGIFFLAGS: IFF_UP, IFF_RUNNING
+    link["master"] = (folder / "master").resolve().name if (folder / "master").exists() else None
     try:
-        address, mask = (socket.inet_ntoa(ask(request)[4:8]) for request in (0x8915, 0x891B))  # SIOCGIFADDR, NETMASK
-        link["addresses"] = [address + "/" + mask]
+        address, mask = (ask(request)[4:8] for request in (0x8915, 0x891B))  # SIOCGIFADDR, SIOCGIFNETMASK
+        link["addresses"] = ["%s/%d" % (socket.inet_ntoa(address), bin(int.from_bytes(mask, "big")).count("1"))]
     except OSError:
         link["addresses"] = []
     told["links"].append(link)
@@ -62,7 +61,9 @@ print(json.dumps(told))
 class NetInterface:
     """One network interface. addresses: IPv4 with prefix length, `10.0.0.1/24`. kind: ether, loopback, infiniband,
     bridge, bond, veth, tun, vlan, ... is_default_route: IPv4 packets to unknown places leave here. master: the bridge
-    or bond that it is a part of. is_up: switched on, and the link is there."""
+    or bond that it is a part of. is_up: switched on, and the link is there. Raises ValueError for a name or address that
+    is none.
+    """
 
     name: str
     is_up: bool
@@ -71,6 +72,13 @@ class NetInterface:
     addresses: tuple[str, ...] = ()
     is_default_route: bool = False
     master: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in (self.name, self.master or "-"):
+            if not re.fullmatch(r"[^\s/]{1,15}", name):
+                raise ValueError(f"{name!r} is no name of an interface")
+        for address in self.addresses:
+            ipaddress.IPv4Interface(address)
 
 
 @dataclass(frozen=True)
@@ -93,28 +101,16 @@ def read_network(section: Section) -> Network:
     """Every interface of the node, in its order. Raises UnreadableError when links or routes cannot be believed."""
 
     def take(told: Any) -> Network:
-        routes = [(_name(device), *rest) for device, *rest in listed(told["routes"])]
-        best = min((int(metric) for _, is_default, _, metric in routes if is_default), default=0)
+        routes = fill(tuple[tuple[str, bool, bool, int], ...], told["routes"])
+        best = min((metric for _, is_default, _, metric in routes if is_default), default=0)
         default = {name for name, is_default, _, metric in routes if is_default and metric == best}
-        interfaces = tuple(_interface(row, default) for row in listed(told["links"]))
+        links = [{**row, "is_default_route": row["name"] in default} for row in listed(told["links"])]
+        interfaces = fill(tuple[NetInterface, ...], links)
         if not interfaces:
             raise ValueError("no interface at all, not even lo")
         return Network(interfaces, frozenset(name for name, _, has_gateway, _ in routes if has_gateway))
 
     return section.read(take)
-
-
-def _interface(row: Any, default: Collection[str]) -> NetInterface:
-    name = _name(row["name"])
-    return NetInterface(
-        name,
-        is_up=row["up"] is True,
-        mtu=integer(str(row["mtu"])),
-        kind=one_line(row["kind"]),
-        addresses=tuple(str(ipaddress.IPv4Interface(address)) for address in listed(row["addresses"])),
-        is_default_route=name in default,
-        master=_name(row["master"]) if row["master"] else None,
-    )
 
 
 def explain_interface(interfaces: Iterable[NetInterface], wanted: str | None = None) -> InterfaceChoice:
@@ -163,10 +159,3 @@ def unfit(interface: NetInterface) -> str:
 def _names(interfaces: Sequence[NetInterface]) -> str:
     shown = ", ".join(interface.name for interface in interfaces[:12])
     return f"{shown}, ..." if len(interfaces) > 12 else shown or "nothing"
-
-
-def _name(text: object) -> str:
-    """`text` as name of an interface. Raises ValueError."""
-    if not isinstance(text, str) or not re.fullmatch(r"[^\s/]{1,15}", text):
-        raise ValueError(f"{one_line(str(text))!r} is no name of an interface")
-    return text

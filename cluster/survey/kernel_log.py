@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from cluster.remote_text import one_line
-from cluster.survey.section import Section, UnreadableError, listed
+from cluster.survey.section import Section, UnreadableError
 from cluster.survey.sysfs import python_question
 
 RECENT_S = 86400.0
-MAX_LINE = 2000  # characters; the patterns of those who read lines take time in the square of it
 _ALLOW = "let this user read the kernel log (group adm or systemd-journal, or sysctl kernel.dmesg_restrict=0)"
 
 # The journal comes first, for the kernel's own buffer forgets. A log without any line is no log: its reader may not see
@@ -42,7 +39,7 @@ for words in ways:
     except OSError:
         continue
     for raw in process.stdout:
-        line = raw.decode(errors="replace").strip()[:2000]
+        line = raw.decode(errors="replace").strip()[:1000]  # patterns take time in the square of it
         if not line or re.match("-- |Hint: |No journal files", line):
             continue
         total, last, boot = total + 1, line, boot or re.search(r"Linux version \d", line) is not None
@@ -69,30 +66,25 @@ print(json.dumps({"reader": words[0], "total": total, "boot": boot, "uptime": up
 
 @dataclass(frozen=True)
 class KernelLog:
-    """reader: journalctl or dmesg. total: all lines. reaches_boot: whether nothing since boot has been forgotten.
+    """reader: journalctl or dmesg. total: all lines. boot: whether nothing since boot has been forgotten.
 
-    seen: how often a kind of complaint came, and its last line. uptime_s: of the node.
+    seen: how often a kind of complaint came, and its last line. uptime: of the node, in seconds.
     """
 
     reader: str
     total: int
-    reaches_boot: bool
-    uptime_s: float
+    boot: bool
+    uptime: float
     seen: tuple[tuple[int, str], ...]
+
+    def __post_init__(self) -> None:
+        if self.total <= 0:
+            raise ValueError("no line")
 
 
 def read_kernel_log(section: Section) -> KernelLog:
     """Raises UnreadableError: no permission, no log, a broken answer."""
-
-    def take(told: Any) -> KernelLog:
-        seen = tuple((int(count), str(line)[:MAX_LINE]) for count, line in listed(told["seen"]))
-        if int(told["total"]) <= 0:
-            raise ValueError("no line")
-        return KernelLog(
-            one_line(told["reader"]), int(told["total"]), told["boot"] is True, float(told["uptime"]), seen
-        )
-
     try:
-        return section.read(take)
+        return section.read(KernelLog)
     except UnreadableError as error:
         raise UnreadableError("the kernel log cannot be read", error.evidence or str(error), _ALLOW) from None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
+import functools
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from cluster.remote_text import clean_value, one_line
 
@@ -76,16 +77,40 @@ class Section:
         except (ValueError, RecursionError):
             raise UnreadableError(f"{self.name}: no whole JSON", one_line(self.output)) from None
 
-    def read(self, take: Callable[[Any], T]) -> T:
-        """What `take` makes of the JSON. Raises UnreadableError, also where that is not of the shape it expects."""
+    def read(self, kind: Callable[[Any], T] | type[T]) -> T:
+        """The JSON as a value of a dataclass, see `fill`, or what a function makes of it.
+
+        Raises UnreadableError, also where it is not of the shape that is expected.
+        """
         document = self.document()
         try:
-            return take(document)
+            return fill(kind, document) if isinstance(kind, type) else kind(document)
         except UnreadableError:
             raise
         except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
             text = f"{self.name}: not what was asked for: {one_line(str(error))}"
             raise UnreadableError(text, one_line(self.output)) from None
+
+
+def fill(kind: Any, told: Any) -> Any:
+    """A JSON value as one of that type: a dataclass of which it names every field, tuples, mappings by name, numbers,
+    texts of one line, `X | None`. Raises ValueError, TypeError and LookupError."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        return kind(**{name: fill(part, told[name]) for name, part in _hints(kind).items()})
+    if type(None) in parts:
+        return None if told is None else fill(parts[0], told)
+    if origin is tuple:
+        kinds = parts if parts[-1] is not ... else parts[:1] * len(listed(told))
+        return tuple(fill(part, one) for part, one in zip(kinds, listed(told), strict=True))
+    if origin is Mapping:
+        return {one_line(name): fill(parts[1], one) for name, one in told.items()}
+    if isinstance(told, bool) is not (kind is bool) or not isinstance(told, (int, float) if kind is float else kind):
+        raise ValueError(f"{one_line(repr(told), 60)} is no {kind.__name__}")
+    return one_line(told, 2000) if kind is str else kind(told)
+
+
+_hints = functools.cache(get_type_hints)
 
 
 @dataclass(frozen=True)

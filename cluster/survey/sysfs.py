@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from cluster.survey.section import Question
 
@@ -58,21 +56,20 @@ def room(folder):
 
 @dataclass(frozen=True)
 class Filesystem:
-    """Room of the file system that holds a folder. inodes: 0 where they are made as needed (btrfs, some NFS)."""
+    """Room of the file system that holds a folder, in bytes. inodes: 0 where they are made as needed (btrfs, some NFS).
 
-    size_bytes: int
-    free_bytes: int
+    Raises ValueError where there is no size.
+    """
+
+    size: int
+    free: int
     inodes: int
     inodes_free: int
     kind: str
 
-    @classmethod
-    def of(cls, told: Mapping[str, Any]) -> Filesystem:
-        """What `room` told. Raises ValueError where there is no size, and KeyError and TypeError."""
-        size, free, inodes, inodes_free = (int(told[name]) for name in ("size", "free", "inodes", "inodes_free"))
-        if size <= 0:
+    def __post_init__(self) -> None:
+        if self.size <= 0:
             raise ValueError("a file system without a size")
-        return cls(size, free, inodes, inodes_free, str(told["kind"]))
 
 
 def python_question(name: str, limit_s: int, program: str) -> Question:

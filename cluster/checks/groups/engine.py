@@ -13,7 +13,7 @@ from cluster.checks.groups.software import VERSIONS
 from cluster.image.engine import Image
 from cluster.remote_text import one_line
 from cluster.survey.facts import NodeFacts
-from cluster.survey.section import AbsentError, SectionState, UnreadableError, listed
+from cluster.survey.section import AbsentError, SectionState, UnreadableError
 from cluster.survey.sysfs import Filesystem, python_question
 from engine.config.cluster import ClusterConfig
 
@@ -85,6 +85,10 @@ class Engine:
     has_gpus: bool
     room: Filesystem | None
 
+    def __post_init__(self) -> None:
+        if not self.version:
+            raise ValueError("no version")
+
 
 def check_docker(check: Check, facts: NodeFacts) -> list[Finding]:
     """The container engine answers."""
@@ -105,7 +109,7 @@ def check_docker_disk(check: Check, facts: NodeFacts) -> list[Finding]:
     if engine.room is None:
         return [check.on(engine.folder).unknown("it could not be asked", f"run `df {engine.folder}` on the node")]
     if not facts.in_containers:
-        return [check.ok(f"{gib(engine.room.free_bytes)} free; {_NOT_NEEDED}")]
+        return [check.ok(f"{gib(engine.room.free)} free; {_NOT_NEEDED}")]
     return [judge_room(check.on(engine.folder), engine.room, DOCKER_FREE_BYTES)]
 
 
@@ -123,16 +127,8 @@ def read_engine(facts: NodeFacts) -> Engine:
     """Raises UnreadableError when no engine answers: a version of the server is the only proof. AbsentError where none
     has to."""
 
-    def take(told: Any) -> Engine:
-        version, folder, driver = (one_line(told[name], 80) for name in ("version", "folder", "driver"))
-        if not version:
-            raise ValueError("no version")
-        room = None if told["room"] is None else Filesystem.of(told["room"])
-        ways = tuple(one_line(way, 80) for way in listed(told["ways"]))
-        return Engine(version, folder, driver, ways, told["has_gpus"] is not False, room)
-
     try:
-        return facts.section(ENGINE).read(take)
+        return facts.section(ENGINE).read(Engine)
     except UnreadableError as error:
         if not facts.in_containers:
             raise AbsentError(f"no container engine answers; {_NOT_NEEDED}") from None
@@ -169,9 +165,9 @@ def _compare(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
     needed, found = 2 * max((image.size_bytes for image in images.values() if image), default=0), []
     for node in (node for node, image in images.items() if image is None):
         engine = known(read_engine, nodes[node])
-        if engine is not None and engine.room is not None and engine.room.free_bytes < needed:
+        if engine is not None and engine.room is not None and engine.room.free < needed:
             check = Check(node, "host.docker_disk", f"{gib(needed)} for {nodes[node].config.container.image}")
-            text = f"{gib(engine.room.free_bytes)} free"
+            text = f"{gib(engine.room.free)} free"
             found.append(check.on(engine.folder).fail(text, "remove images that nobody uses: `docker image prune -a`"))
     return found
 

@@ -39,7 +39,7 @@ def check_xid(check: Check, facts: NodeFacts) -> list[Finding]:
         words = ", ".join(dict.fromkeys(text for _, text, _, _ in complaints[:6]))
         where = check if device is None else check.on(device)
         found.append(where.finding(severity, words, remedy, one_line(line)))
-    if found or log.reaches_boot:
+    if found or log.boot:
         return found or [check.ok("none since boot")]
     observed = f"none in {log.total} lines of {log.reader}, but older ones are forgotten"
     return [check.expecting("a log since boot").warn(observed, "keep the journal on disk, or reboot")]

@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from cluster.checks.finding import GIB, Check, Finding, gib
 from cluster.checks.group import CheckGroup, known
@@ -36,10 +35,11 @@ memory = dict(line.split(":", 1) for line in lines(own("proc/meminfo")))
 shm = own("dev/shm")
 told = {
     "adapters": len(list(root.glob("sys/class/infiniband/*"))),
-    "locked": limits["Max locked memory"][0],
-    "files": ["unlimited" if one < 0 else one for one in resource.getrlimit(resource.RLIMIT_NOFILE)],
+    "locked": int(limits["Max locked memory"][0].replace("unlimited", "-1")),
+    "files": resource.getrlimit(resource.RLIMIT_NOFILE),
     "memory": [int(memory[name].strip().replace(" kB", "")) * 1024 for name in ("MemTotal", "MemAvailable")],
-    "rooms": {"/": room("/"), "/tmp": room(os.environ.get("TMPDIR") or "/tmp")},
+    "root": room("/"),
+    "tmp": room(os.environ.get("TMPDIR") or "/tmp"),
     "shm": room(shm) if shm.is_dir() else None,
 }
 print(json.dumps(told))
@@ -49,34 +49,25 @@ print(json.dumps(told))
 
 @dataclass(frozen=True)
 class System:
-    """What a session finds. adapters: for RDMA. locked_bytes, files (soft, hard): its limits, may be infinite. shm:
-    None where there is no /dev/shm."""
+    """What a session finds. adapters: for RDMA. locked: bytes that it may lock, files (soft, hard) that it may open; -1
+    is without limit. memory: bytes, in all and available. shm: None where there is no /dev/shm."""
 
     adapters: int
-    locked_bytes: float
-    files: tuple[float, float]
-    memory_bytes: int
-    available_bytes: int
-    rooms: dict[str, Filesystem]
+    locked: int
+    files: tuple[int, int]
+    memory: tuple[int, int]
+    root: Filesystem
+    tmp: Filesystem
     shm: Filesystem | None
+
+    def __post_init__(self) -> None:
+        if self.memory[0] <= 0:
+            raise ValueError("no memory")
 
 
 def read_system(facts: NodeFacts) -> System:
     """Raises UnreadableError."""
-
-    def limit(told: Any) -> float:
-        return math.inf if told == "unlimited" else int(told)
-
-    def take(told: Any) -> System:
-        (soft, hard), (total, available) = told["files"], told["memory"]
-        if int(total) <= 0:
-            raise ValueError("no memory")
-        rooms = {place: Filesystem.of(told["rooms"][place]) for place in DISK_FREE_BYTES}
-        shm = None if told["shm"] is None else Filesystem.of(told["shm"])
-        limits = limit(told["locked"]), (limit(soft), limit(hard))
-        return System(int(told["adapters"]), *limits, int(total), int(available), rooms, shm)
-
-    return facts.section(SYSTEM).read(take)
+    return facts.section(SYSTEM).read(System)
 
 
 def judge_room(check: Check, room: Filesystem, limits: tuple[float, float]) -> Finding:
@@ -86,49 +77,47 @@ def judge_room(check: Check, room: Filesystem, limits: tuple[float, float]) -> F
         remedy = "remove folders with very many small files, such as old caches and environments"
         check = check.expecting(f"{INODES_FREE_SHARE:.0%} of the inodes free")
         return check.fail(f"{room.inodes_free} of {room.inodes} inodes free", remedy)
-    text = f"{gib(room.free_bytes)} free of {gib(room.size_bytes)} ({room.kind})"
-    return check.expecting(f"at least {gib(limits[1])} free").above(room.free_bytes, limits, text, remedy)
+    text = f"{gib(room.free)} free of {gib(room.size)} ({room.kind})"
+    return check.expecting(f"at least {gib(limits[1])} free").above(room.free, limits, text, remedy)
 
 
 def check_disk(check: Check, facts: NodeFacts) -> list[Finding]:
     """Free space on the root file system and for temporary files, and inodes, without which no file can be made."""
-    return [
-        judge_room(check.on(place), room, DISK_FREE_BYTES[place]) for place, room in read_system(facts).rooms.items()
-    ]
+    system = read_system(facts)
+    rooms = {"/": system.root, "/tmp": system.tmp}
+    return [judge_room(check.on(place), room, DISK_FREE_BYTES[place]) for place, room in rooms.items()]
 
 
 def check_shm(check: Check, facts: NodeFacts) -> list[Finding]:
     """Free space in /dev/shm, through which ranks of a node talk."""
-    check, room = (
-        check.on("/dev/shm").expecting(f"a tmpfs with at least {gib(SHM_FREE_BYTES[1])} free"),
-        read_system(facts).shm,
-    )
+    check = check.on("/dev/shm").expecting(f"a tmpfs with at least {gib(SHM_FREE_BYTES[1])} free")
+    room = read_system(facts).shm
     remedy = "mount a larger tmpfs there (containers: --ipc host or --shm-size), or remove what runs left in it"
     if room is None:
         return [check.fail("not there: NCCL and data loaders need it", remedy)]
     if room.kind not in ("tmpfs", "ramfs"):
         return [check.warn(f"on a disk ({room.kind}), not in memory", remedy)]
-    text = f"{gib(room.free_bytes)} free of {gib(room.size_bytes)}"
-    return [check.above(room.free_bytes, SHM_FREE_BYTES, text, remedy)]
+    text = f"{gib(room.free)} free of {gib(room.size)}"
+    return [check.above(room.free, SHM_FREE_BYTES, text, remedy)]
 
 
 def check_memlock(check: Check, facts: NodeFacts) -> list[Finding]:
     """How much memory a session may lock; RDMA needs all of it."""
     system, check = read_system(facts), check.expecting("unlimited where RDMA adapters are")
-    if math.isinf(system.locked_bytes):
+    if system.locked < 0:
         return [check.ok("unlimited")]
-    text = f"{gib(system.locked_bytes)} for a session"
-    if facts.in_containers or not system.adapters:
-        return [
-            check.ok(f"{text}; {'containers get their own' if facts.in_containers else 'no RDMA adapter needs it'}")
-        ]
+    text = f"{gib(system.locked)} for a session"
+    if facts.in_containers:
+        return [check.ok(f"{text}; containers get their own")]
+    if not system.adapters:
+        return [check.ok(f"{text}; no RDMA adapter needs it")]
     remedy = "set `* - memlock unlimited` in /etc/security/limits.d and LimitMEMLOCK=infinity for sshd"
     return [check.fail(f"{text}, and {system.adapters} RDMA adapters must lock what they send", remedy)]
 
 
 def check_nofile(check: Check, facts: NodeFacts) -> list[Finding]:
     """How many files a session may open."""
-    soft, hard = read_system(facts).files
+    soft, hard = (math.inf if one < 0 else one for one in read_system(facts).files)
     check, text = check.expecting(f"at least {NOFILE[1]}"), f"{soft:g} open files, at most {hard:g}"
     remedy = "set `* - nofile 1048576` in /etc/security/limits.d"
     return [check.fail(text, remedy) if hard < NOFILE[0] else check.above(soft, (0, NOFILE[1]), text, remedy)]
@@ -136,16 +125,16 @@ def check_nofile(check: Check, facts: NodeFacts) -> list[Finding]:
 
 def check_memory_free(check: Check, facts: NodeFacts) -> list[Finding]:
     """How much main memory is free: what else sits there."""
-    system = read_system(facts)
-    share = system.available_bytes / system.memory_bytes
-    text = f"{gib(system.available_bytes)} ({share:.0%}) available of {gib(system.memory_bytes)}"
+    total, available = read_system(facts).memory
+    share = available / total
+    text = f"{gib(available)} ({share:.0%}) available of {gib(total)}"
     check = check.expecting(f"at least {MEMORY_FREE_SHARE[1]:.0%} free")
     return [check.above(share, MEMORY_FREE_SHARE, text, "look with `top -o %MEM` on the node for what holds it")]
 
 
 def _compare(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
     """Kernels and firmware keep a little memory back, and not the same on equal machines: a tolerance, and no trait."""
-    told = {node: system.memory_bytes for node, facts in nodes.items() if (system := known(read_system, facts))}
+    told = {node: system.memory[0] for node, facts in nodes.items() if (system := known(read_system, facts))}
     usual = statistics.median(told.values()) if told else 0.0
 
     def judge(check: Check, total: int | None) -> Finding:

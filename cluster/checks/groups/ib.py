@@ -223,7 +223,7 @@ def check_log(check: Check, view: FabricView) -> list[Finding]:
             continue
         one, age_s = (
             check.on(devices[device[1]].device),
-            max(0.0, log.uptime_s - float(stamp[1] if stamp else math.inf)),
+            max(0.0, log.uptime - float(stamp[1] if stamp else math.inf)),
         )
         period = "within a day" if age_s < RECENT_S else "since boot"
         times = f"{count} time{'s' if count > 1 else ''} {period}, the last {age(age_s)} ago"

@@ -14,10 +14,10 @@ from cluster.checks.groups.software import read_software
 from cluster.code import agent_question
 from cluster.env.facts import FACT_QUESTIONS
 from cluster.plan_nodes import node_root, text_files
-from cluster.remote_text import one_line, plain_path
+from cluster.remote_text import plain_path
 from cluster.survey.facts import NodeFacts
 from cluster.survey.nvidia_smi import SmiFailure, SmiLog
-from cluster.survey.section import listed
+from cluster.survey.section import fill, listed
 from engine.config.settings import RunConfig
 
 NAME = "launch.node"
@@ -51,33 +51,19 @@ class Offer:
 def read_offer(facts: NodeFacts) -> Offer:
     """Raises UnreadableError."""
 
-    def maybe(told: Any) -> tuple[int | None, str]:
-        return None if told[0] is None else int(told[0]), one_line(told[1])
-
     def take(told: Any) -> Offer:
-        return Offer(
-            home=plain_path(told["home"]),
-            user=one_line(told["user"]),
-            uid=int(told["uid"]),
-            gid=int(told["gid"]),
-            groups=tuple(map(int, listed(told["groups"]))),
-            has_infiniband_devices=told["has_infiniband_devices"] is True,
-            memory_bytes=None if told["memory_bytes"] is None else int(told["memory_bytes"]),
-            room=maybe(told["room"]),
-            port=maybe(told["port"]),
-            locks={str(name): one_line(run_id, 60) for name, run_id in told["locks"].items()},
-            data=tuple(map(_data, listed(told["data"]))),
-        )
+        data = [_data(one) for one in listed(told["data"])]
+        return fill(Offer, {**told, "home": plain_path(told["home"]), "data": data})
 
     return facts.probe.section(NAME).read(take)
 
 
-def _data(told: Any) -> tuple[str, str, str | None]:
-    path, problem = one_line(told["path"]), one_line(told.get("problem", ""))
+def _data(told: Any) -> list[str | None]:
+    path, problem = told["path"], told.get("problem", "")
     if problem or told["digest"] is None:
-        return path, problem, None
-    count = f"{int(told['files'])} file{'' if told['files'] == 1 else 's'}"
-    return path, "", f"{count}, {int(told['bytes'])} bytes, {one_line(told['digest'])[:8]}"
+        return [path, problem, None]
+    count = f"{told['files']} file{'' if told['files'] == 1 else 's'}"
+    return [path, "", f"{count}, {told['bytes']} bytes, {told['digest'][:8]}"]
 
 
 def check_adapters(check: Check, facts: NodeFacts) -> list[Finding]:
@@ -199,7 +185,7 @@ def launch_group(config: RunConfig) -> CheckGroup:
             return found
         # This corpus is the source code of the Python that reads it.
         software = known(read_software, facts)
-        return {**found, "launch.python": None if software is None else f"Python {software.text}"}
+        return {**found, "launch.python": None if software is None else f"Python {software.python}"}
 
     return CheckGroup(
         "launch",

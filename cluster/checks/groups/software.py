@@ -10,9 +10,9 @@ from typing import Any
 from cluster.checks.finding import Check, Finding
 from cluster.checks.group import CheckGroup, known
 from cluster.env.live import LIVE, live_sources
-from cluster.remote_text import one_line, plain_path
+from cluster.remote_text import plain_path
 from cluster.survey.facts import NodeFacts
-from cluster.survey.section import Question
+from cluster.survey.section import Question, fill
 from engine.config.cluster import ClusterConfig
 
 VERSIONS = "host.versions"
@@ -64,29 +64,26 @@ class Software:
     """The Python of the ranks. modules: version by name, "" if it does not say; None: not installed. nccl: of the
     package that PyTorch wheels bring."""
 
+    python: str
     executable: str
-    version: tuple[int, ...]
     modules: Mapping[str, str | None]
     nccl: str | None
 
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"\d{1,3}\.\d{1,3}\.\d{1,3}", self.python):
+            raise ValueError("no version of Python")
+
     @property
-    def text(self) -> str:
-        """`3.11.2`."""
-        return ".".join(map(str, self.version))
+    def version(self) -> tuple[int, ...]:
+        """(3, 11, 2)."""
+        return tuple(map(int, self.python.split(".")))
 
 
 def read_software(facts: NodeFacts) -> Software | None:
     """None where there is no such Python. Raises UnreadableError."""
 
     def take(told: Any) -> Software | None:
-        if told is None:
-            return None
-        version = re.fullmatch(r"(\d{1,3})\.(\d{1,3})\.(\d{1,3})", told["python"])
-        if version is None:
-            raise ValueError("no version of Python")
-        modules = {name: None if one is None else one_line(one) for name, one in told["modules"].items()}
-        nccl = None if told["nccl"] is None else one_line(told["nccl"])
-        return Software(plain_path(told["executable"]), tuple(map(int, version.groups())), modules, nccl)
+        return told and fill(Software, {**told, "executable": plain_path(told["executable"])})
 
     return facts.section(SOFTWARE).read(take)
 
@@ -102,18 +99,18 @@ def check_python(check: Check, facts: NodeFacts) -> list[Finding]:
         remedy = f"install Python {oldest} or newer as python3: it supervises ranks"
     if software is None:
         return [check.fail(f"cannot run {name}", remedy)]
-    text = f"{software.executable} is Python {software.text}"
+    text = f"{software.executable} is Python {software.python}"
     if software.version < OLDEST_NODE_PYTHON:
         return [check.fail(text, remedy)]
     if facts.in_containers:
-        return [check.ok(software.text)]
+        return [check.ok(software.python)]
     if software.version < OLDEST_PYTHON:
         return [check.warn(text, remedy)]
     missing = ", ".join(name for name, version in software.modules.items() if version is None)
     if missing:
         remedy = "install it there, or set cluster.python to one that has it"
         return [check.expecting("").warn(f"{software.executable} has no {missing}", remedy)]
-    return [check.ok(software.text)]
+    return [check.ok(software.python)]
 
 
 def check_nccl_conf(check: Check, facts: NodeFacts) -> list[Finding]:

@@ -17,7 +17,7 @@ from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import fan_out
 from cluster.survey.facts import NodeFacts
 from cluster.survey.script import build_script, new_fence, read_sections
-from cluster.survey.section import Section, SectionState, UnreadableError
+from cluster.survey.section import Section, SectionState, UnreadableError, fill
 from cluster.survey.sysfs import Filesystem, python_question
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import BurstError, ConfigError
@@ -87,7 +87,7 @@ def check_shared(check: Check, facts: NodeFacts) -> list[Finding]:
     trouble = section.read(lambda told: str(told["trouble"]))
     if trouble:
         return [check.fail(f"the folder is not there: {trouble}", "mount it, or create it on the file server")]
-    return [judge_room(check, section.read(lambda told: Filesystem.of(told["room"])), SHARED_FREE_BYTES)]
+    return [judge_room(check, section.read(lambda told: fill(Filesystem, told["room"])), SHARED_FREE_BYTES)]
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,7 @@ def test_links_that_are_lost_are_counted_but_for_the_boot(tmp_path: Path) -> Non
         (1, sick.strip()),
         (1, timeless.strip()),
     )
-    assert (log.reader, log.total, log.reaches_boot) == ("cat", 14, False)
+    assert (log.reader, log.total, log.boot) == ("cat", 14, False)
 
 
 @pytest.mark.parametrize(("text", "severity"), [("[900.0] usb 1-1: new device\n", WARN), ("", UNKNOWN)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import resource
 import subprocess
@@ -56,11 +55,11 @@ def test_on_this_machine_every_section_can_be_read(tmp_path: Path, shell: tuple[
     assert len(facts.probe.sections) == 7
     assert not [one for one in HOST.check(facts.probe, BARE) if one.severity is Verdict.UNKNOWN]
     system = read_system(facts)
-    assert system.memory_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert system.memory[0] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert system.files[0] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    assert system.locked_bytes == (math.inf if locked == resource.RLIM_INFINITY else locked)
-    assert system.rooms["/"].size_bytes == os.statvfs("/").f_blocks * os.statvfs("/").f_frsize
+    assert system.locked == (-1 if locked == resource.RLIM_INFINITY else locked)
+    assert system.root.size == os.statvfs("/").f_blocks * os.statvfs("/").f_frsize
     shown = json.loads(subprocess.run(["ip", "-json", "-4", "addr"], capture_output=True, check=True).stdout)
     told = {row["ifname"]: [f"{one['local']}/{one['prefixlen']}" for one in row["addr_info"]] for row in shown}
     found, chosen = {one.name: one for one in facts.network.interfaces}, facts.interface.interface
@@ -83,7 +82,7 @@ def test_python_that_is_asked_is_that_of_the_ranks(tmp_path: Path) -> None:
     (tmp_path / "my venv").mkdir()
     program(tmp_path / "my venv", "python", f"echo '{told}'")
     software = read_software(ask(tmp_path, "software", config=replace(BARE, python="~/my venv/bin/python")))
-    assert software == Software("/my/python", (3, 12, 1), {"torch": "9.9.9"}, None)
+    assert software == Software("3.12.1", "/my/python", {"torch": "9.9.9"}, None)
     assert "BURST_PYTHON" not in HOST.settings(replace(DOCKER, python="/opt/python"))  # an image has its own
 
 
@@ -94,7 +93,7 @@ def test_the_rehearsal_tree_is_read_where_it_has_the_file(tmp_path: Path) -> Non
     (root / "proc/meminfo").write_text("MemTotal:       1000000 kB\nMemFree: 1 kB\nMemAvailable:    900000 kB\n")
     (root / "proc/self/limits").write_text("Max locked memory         8388608        8388608        bytes\n")
     system = read_system(ask(tmp_path, "system", BURST_PROBE_ROOT=str(root)))
-    assert (system.memory_bytes, system.adapters, system.locked_bytes) == (1000000 << 10, 1, 8388608)
+    assert (system.memory[0], system.adapters, system.locked) == (1000000 << 10, 1, 8388608)
 
 
 WORKS = f"""printf "%s\\n" "$@" >>words

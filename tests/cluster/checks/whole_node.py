@@ -43,7 +43,7 @@ CLUSTERS: dict[str, dict[str, Any]] = {
 
 def link(name: str, *addresses: str, kind: str = "ether", up: bool = True, master: str = "", mtu: Any = 1500) -> Any:
     """One interface as a node tells it."""
-    told = {"name": name, "kind": kind, "mtu": str(mtu), "up": up, "master": master}
+    told = {"name": name, "kind": kind, "mtu": mtu, "is_up": up, "master": master or None}
     return {**told, "addresses": [*addresses]}
 
 
@@ -54,10 +54,11 @@ BY_HAND: dict[str, Any] = {
     "net.links": {"links": [LO, ETH0], "routes": [["eth0", True, True, 0]]},
     "host.system": {
         "adapters": 2,
-        "locked": "unlimited",
+        "locked": -1,
         "files": [1048576, 1048576],
         "memory": [2113513980 << 10, 2080000000 << 10],
-        "rooms": {"/": _ROOM, "/tmp": _ROOM},
+        "root": _ROOM,
+        "tmp": _ROOM,
         "shm": {**_ROOM, "kind": "tmpfs"},
     },
     "host.shared": {"room": {**_ROOM, "inodes": 0, "inodes_free": 0, "kind": "nfs4"}, "trouble": ""},
