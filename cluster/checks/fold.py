@@ -31,55 +31,40 @@ def fold_reports(reports: Iterable[NodeReport], *, all_findings: bool = False) -
     What differs between nodes although nothing is wrong (times, versions that pass) does not keep them apart: findings
     that are OK or skipped are left out, unless `all_findings`.
     """
-    folds: dict[tuple[object, ...], list[NodeReport]] = {}
+    folds: dict[tuple[object, ...], tuple[list[str], list[Finding]]] = {}
     for report in reports:
-        told = tuple(_key(_anonymous(finding)) for finding in _shown(report, all_findings))
-        folds.setdefault((report.verdict, told), []).append(report)
-    found = [_fold(members, all_findings) for members in folds.values()]
+        shown = [one for one in report.findings if all_findings or not one.severity.is_fine]
+        anonymous = [_named(one, rf"(?<![\w.-]){re.escape(one.node)}(?![\w-]|\.\w)", _PLACE) for one in shown]
+        key = report.verdict, *map(_key, anonymous)
+        folds.setdefault(key, ([], anonymous))[0].append(report.node)
+    found = [_fold(key[0], *members) for key, members in folds.items()]
     return sorted(found, key=lambda fold: fold.verdict.rank)
 
 
-def _shown(report: NodeReport, all_findings: bool) -> list[Finding]:
-    return [finding for finding in report.findings if all_findings or not finding.severity.is_fine]
-
-
 def _key(finding: Finding) -> Finding:
-    if finding.check != REACH:
-        return finding
-    return replace(finding, observed=re.sub(r"\d+", "", finding.observed))  # addresses: those of the first are told
+    """What must be the same; of addresses those of the first are told."""
+    text = re.sub(r"\d+", "", finding.observed) if finding.check == REACH else finding.observed
+    return replace(finding, observed=text)
 
 
-def _fold(members: list[NodeReport], all_findings: bool) -> NodeFold:
-    names = tuple(report.node for report in members)
-    nodes = fold_nodes(names)
-    findings = [_with_nodes(_anonymous(finding), nodes) for finding in _shown(members[0], all_findings)]
-    told = sorted(_said_once(findings), key=lambda finding: -finding.severity.rank)
-    return NodeFold(nodes, names, members[0].verdict, tuple(told))
+def _named(finding: Finding, old: str, new: str) -> Finding:
+    texts: dict[str, Any] = {name: re.sub(old, lambda _: new, getattr(finding, name)) for name in _TEXTS}
+    return replace(finding, node=new, evidence="", **texts)
 
 
-def _said_once(findings: Iterable[Finding]) -> list[Finding]:
+def _fold(verdict: Any, names: list[str], findings: Iterable[Finding]) -> NodeFold:
     """As one what is said of several devices, and what several checks could not see or skipped for the same reason."""
-    same: dict[Finding, list[Finding]] = {}
+    nodes, same = fold_nodes(names), dict[Finding, list[Finding]]()
     for finding in findings:
+        named = _named(finding, _PLACE, nodes)
         check = "" if finding.severity in (Verdict.SKIP, Verdict.UNKNOWN) else finding.check
-        same.setdefault(replace(finding, check=check, device=None), []).append(finding)
-    return [
-        replace(one, check=_listed(f.check for f in told), device=_listed(f.device or "" for f in told) or None)
+        same.setdefault(replace(named, check=check, device=None), []).append(named)
+    told = [
+        replace(one, check=_listed(f.check for f in told), device=_listed(f.device for f in told) or None)
         for one, told in same.items()
     ]
+    return NodeFold(nodes, tuple(names), verdict, tuple(sorted(told, key=lambda one: -one.severity.rank)))
 
 
-def _listed(words: Iterable[str]) -> str:
+def _listed(words: Iterable[str | None]) -> str:
     return ", ".join(dict.fromkeys(filter(None, words)))
-
-
-def _anonymous(finding: Finding) -> Finding:
-    """The finding with a place for the node's name where it stands as a whole word."""
-    word = re.compile(rf"(?<![\w.-]){re.escape(finding.node)}(?![\w-]|\.\w)")
-
-    texts: dict[str, Any] = {name: word.sub(_PLACE, getattr(finding, name)) for name in _TEXTS}
-    return replace(finding, node=_PLACE, evidence="", **texts)
-
-
-def _with_nodes(finding: Finding, nodes: str) -> Finding:
-    return replace(finding, node=nodes, **{name: getattr(finding, name).replace(_PLACE, nodes) for name in _TEXTS})

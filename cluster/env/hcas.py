@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from cluster.env.facts import HcaDecision, NodeEnvironment, NodeEnvironmentFacts, Rail
 from cluster.survey.adapters import HcaPort, natural
@@ -18,6 +18,10 @@ INFINIBAND = "InfiniBand"
 # A link reports 100, 200, 400 or 800; what is within this of another rate is the same rate.
 _RATE_TOLERANCE_GBPS = 0.5
 
+# Of the ports that are left: which is dropped, or stays (True) all the same, and why. A warning has no port.
+_Verdicts = Iterator[tuple[HcaPort | None, bool, str]]
+_Rule = Callable[[Sequence[HcaPort], NodeEnvironmentFacts, ClusterConfig], _Verdicts]
+
 
 def choose_hcas(facts: NodeEnvironmentFacts, config: ClusterConfig) -> tuple[tuple[HcaDecision, ...], tuple[str, ...]]:
     """(a decision for every port, in the order of their numbers; warnings).
@@ -27,93 +31,59 @@ def choose_hcas(facts: NodeEnvironmentFacts, config: ClusterConfig) -> tuple[tup
     fastest (or at least cluster.expected.hca_rate_gbps). Virtual functions stay where a node has nothing else, as in a
     virtual machine, and bonds where they are most of the network.
     """
-    sieve = _Sieve(sorted(facts.ports, key=lambda port: natural(port.name)))
-    sieve.drop(_link_trouble, is_fault=True)
-    _drop_virtual_functions(sieve)
-    _drop_bonds(sieve)
-    _drop_carriers(sieve, facts, config)
-    _drop_other_layers(sieve)
-    _drop_slow(sieve, config)
-    return sieve.decisions(), tuple(sieve.warnings)
+    ports = sorted(facts.ports, key=lambda port: natural(port.name))
+    dropped: dict[str, HcaDecision] = {}
+    remarks: dict[str, str] = {}
+    warnings: list[str] = []
+    for rule in _RULES:
+        left = [port for port in ports if port.name not in dropped]
+        for port, stays, text in rule(left, facts, config):
+            if port is None:
+                warnings.append(text)
+            elif stays:
+                remarks[port.name] = f"; {text}"
+            else:
+                dropped[port.name] = HcaDecision(port, False, text, rule in _FAULTS)
 
-
-class _Sieve:
-    """Ports still in, and why the others are out."""
-
-    def __init__(self, ports: Sequence[HcaPort]) -> None:
-        self._ports = ports
-        self._dropped: dict[str, str] = {}
-        self._faults: set[str] = set()
-        self._remarks: dict[str, str] = {}
-        self.warnings: list[str] = []
-
-    @property
-    def left(self) -> list[HcaPort]:
-        return [port for port in self._ports if port.name not in self._dropped]
-
-    def drop(self, reason_of: Callable[[HcaPort], str | None], *, is_fault: bool = False) -> None:
-        """Drop the ports that have a reason."""
-        found = {port.name: reason for port in self.left if (reason := reason_of(port)) is not None}
-        self._dropped |= found
-        self._faults |= found.keys() if is_fault else set()
-
-    def remark(self, names: Iterable[str], text: str) -> None:
-        self._remarks |= dict.fromkeys(names, text)
-
-    def decisions(self) -> tuple[HcaDecision, ...]:
-        return tuple(
-            HcaDecision(port, port.name not in self._dropped, self._reason(port), port.name in self._faults)
-            for port in self._ports
-        )
-
-    def _reason(self, port: HcaPort) -> str:
-        if port.name in self._dropped:
-            return self._dropped[port.name]
+    def kept(port: HcaPort) -> HcaDecision:
         told = f"up, {port.link_layer}, {_rate_text(port.rate_gbps)}"
-        return f"{told}; {self._remarks[port.name]}" if port.name in self._remarks else told
+        return HcaDecision(port, True, told + remarks.get(port.name, ""))
+
+    return tuple(dropped.get(port.name) or kept(port) for port in ports), tuple(warnings)
 
 
-def _link_trouble(port: HcaPort) -> str | None:
-    if port.state != "ACTIVE":
-        return f"its link is not up: state {port.state or 'unknown'}, {port.phys_state or 'unknown'}"
-    if port.phys_state != "LinkUp":
-        return f"its physical link is not up: {port.phys_state or 'unknown'}"
-    return None
+def _drop_down(left: Sequence[HcaPort], *_: object) -> _Verdicts:
+    for port in left:
+        if port.state != "ACTIVE":
+            yield port, False, f"its link is not up: state {port.state or 'unknown'}, {port.phys_state or 'unknown'}"
+        elif port.phys_state != "LinkUp":
+            yield port, False, f"its physical link is not up: {port.phys_state or 'unknown'}"
 
 
-def _drop_virtual_functions(sieve: _Sieve) -> None:
-    virtual = [port for port in sieve.left if port.is_virtual_function]
-    if len(virtual) == len(sieve.left):
-        sieve.remark((port.name for port in virtual), "a virtual function, but the node has nothing else")
-    else:
-        sieve.drop(lambda port: "a virtual function" if port.is_virtual_function else None)
+def _drop_virtual_functions(left: Sequence[HcaPort], *_: object) -> _Verdicts:
+    stays = all(port.is_virtual_function for port in left)
+    text = "a virtual function, but the node has nothing else" if stays else "a virtual function"
+    yield from ((port, stays, text) for port in left if port.is_virtual_function)
 
 
-def _drop_bonds(sieve: _Sieve) -> None:
+def _drop_bonds(left: Sequence[HcaPort], *_: object) -> _Verdicts:
     """Bonds serve management, unless they have most of a network of Ethernet."""
-    bonds = [port for port in sieve.left if port.is_bond]
-    others = [port for port in sieve.left if not port.is_bond]
-    if not any(port.link_layer == INFINIBAND for port in others) and _bandwidth(others) < _bandwidth(bonds):
-        sieve.remark((port.name for port in bonds), "a bond, as most of the network of this node")
-    else:
-        sieve.drop(lambda port: "a bond of several ports" if port.is_bond else None)
+    bonds, others = ([port for port in left if port.is_bond is wanted] for wanted in (True, False))
+    stays = not any(port.link_layer == INFINIBAND for port in others) and _bandwidth(others) < _bandwidth(bonds)
+    text = "a bond, as most of the network of this node" if stays else "a bond of several ports"
+    yield from ((port, stays, text) for port in bonds)
 
 
-def _bandwidth(ports: Iterable[HcaPort]) -> float:
-    return sum(port.rate_gbps or 0.0 for port in ports)
-
-
-def _drop_carriers(sieve: _Sieve, facts: NodeEnvironmentFacts, config: ClusterConfig) -> None:
+def _drop_carriers(left: Sequence[HcaPort], facts: NodeEnvironmentFacts, config: ClusterConfig) -> _Verdicts:
     """Drop ports that other traffic needs, unless the ranks would lose by it, which is warned of.
 
     They would when none of that rate remained, or when more GPUs than before had to share one.
     """
-    uses, expected = {port.name: _other_use(port, facts) for port in sieve.left}, config.expected.hcas or 0
-    _, leading = _leading_layer(sieve.left)
-    best = max((port.rate_gbps or 0.0 for port in leading), default=0.0)
+    uses, expected = {port.name: _other_use(port, facts) for port in left}, config.expected.hcas or 0
+    _, leading = _leading_layer(left)
+    best = _best_rate(leading)
     leading = [port for port in leading if (port.rate_gbps or 0.0) >= best - _RATE_TOLERANCE_GBPS]
-    carrying = [port for port in leading if uses[port.name]]
-    spare, gpus, why = len(leading) - len(carrying), max(1, len(facts.gpus)), ""
+    spare, gpus, why = sum(not uses[port.name] for port in leading), max(1, len(facts.gpus)), ""
     is_expected = spare < expected <= len(leading)
     if is_expected:
         why = f"cluster.expected.hcas={expected} counts it"
@@ -121,28 +91,29 @@ def _drop_carriers(sieve: _Sieve, facts: NodeEnvironmentFacts, config: ClusterCo
         why = "the node has no other port as fast"
     elif -(-gpus // spare) > -(-gpus // len(leading)):
         why = f"without it {gpus} GPUs would share {spare} ports"
-    for port in carrying if why else ():
-        told = f"{uses[port.name]}, but {why}"
-        sieve.remark([port.name], told)
+    for port in (one for one in left if uses[one.name]):
+        if not why or port not in leading:
+            yield port, False, uses[port.name]
+            continue
+        yield port, True, (told := f"{uses[port.name]}, but {why}")
         if not is_expected:
-            sieve.warnings.append(f"{port.name} is used for the ranks: {told}")
-    sieve.drop(lambda port: None if why and port in carrying else uses[port.name])
+            yield None, True, f"{port.name} is used for the ranks: {told}"
 
 
-def _other_use(port: HcaPort, facts: NodeEnvironmentFacts) -> str | None:
-    """Which other traffic its interface carries."""
+def _other_use(port: HcaPort, facts: NodeEnvironmentFacts) -> str:
+    """Which other traffic its interface carries; empty for none."""
     uses = [(one.interface, f"leads to the storage server {one.server} ({one.mount_point})") for one in facts.storage]
     for way, use in [(port.default_route, "carries the default route"), *uses]:
         if way and way in port.ways:
             return f"its interface {port.netdev}{'' if way == port.netdev else f' (as part of {way})'} {use}"
-    return None
+    return ""
 
 
-def _drop_other_layers(sieve: _Sieve) -> None:
+def _drop_other_layers(left: Sequence[HcaPort], *_: object) -> _Verdicts:
     """Keep the link layer with most bandwidth: one fast Ethernet adapter must not outvote four InfiniBand ones."""
-    best, ports = _leading_layer(sieve.left)
+    best, ports = _leading_layer(left)
     most = f"most bandwidth of the node is {best} ({len(ports)} ports, {_bandwidth(ports):g} Gbit/s)"
-    sieve.drop(lambda port: None if port in ports else f"its link layer is {port.link_layer}; {most}")
+    yield from ((port, False, f"its link layer is {port.link_layer}; {most}") for port in left if port not in ports)
 
 
 def _leading_layer(ports: Sequence[HcaPort]) -> tuple[str, list[HcaPort]]:
@@ -152,25 +123,31 @@ def _leading_layer(ports: Sequence[HcaPort]) -> tuple[str, list[HcaPort]]:
     return best, layers.get(best, [])
 
 
-def _drop_slow(sieve: _Sieve, config: ClusterConfig) -> None:
-    best = max((port.rate_gbps or 0.0 for port in sieve.left), default=0.0)
-    floor, source = best, "the fastest of this node have"
-    expected = config.expected.hca_rate_gbps
-    if expected is not None and sieve.left:
-        if best >= expected - _RATE_TOLERANCE_GBPS:
-            floor, source = expected, "cluster.expected.hca_rate_gbps is"
-        else:
-            sieve.warnings.append(
-                f"no port reaches cluster.expected.hca_rate_gbps={expected:g}; the fastest have {_rate_text(best)}"
-            )
-    sieve.drop(
-        lambda port: (
-            f"{_rate_text(port.rate_gbps)}, slower than {source} {_rate_text(floor)}"
-            if (port.rate_gbps or 0.0) < floor - _RATE_TOLERANCE_GBPS
-            else None
-        ),
-        is_fault=True,
-    )
+def _drop_slow(left: Sequence[HcaPort], facts: NodeEnvironmentFacts, config: ClusterConfig) -> _Verdicts:
+    floor, source, expected = _best_rate(left), "the fastest of this node have", config.expected.hca_rate_gbps
+    if expected is not None and floor >= expected - _RATE_TOLERANCE_GBPS:
+        floor, source = expected, "cluster.expected.hca_rate_gbps is"
+    elif expected is not None and left:
+        fastest = f"the fastest have {_rate_text(floor)}"
+        yield None, True, f"no port reaches cluster.expected.hca_rate_gbps={expected:g}; {fastest}"
+    for port in left:
+        if (port.rate_gbps or 0.0) < floor - _RATE_TOLERANCE_GBPS:
+            yield port, False, f"{_rate_text(port.rate_gbps)}, slower than {source} {_rate_text(floor)}"
+
+
+_RULES: tuple[_Rule, ...] = (
+    *(_drop_down, _drop_virtual_functions, _drop_bonds),
+    *(_drop_carriers, _drop_other_layers, _drop_slow),
+)
+_FAULTS: tuple[_Rule, ...] = (_drop_down, _drop_slow)
+
+
+def _bandwidth(ports: Iterable[HcaPort]) -> float:
+    return sum(port.rate_gbps or 0.0 for port in ports)
+
+
+def _best_rate(ports: Iterable[HcaPort]) -> float:
+    return max((port.rate_gbps or 0.0 for port in ports), default=0.0)
 
 
 def _rate_text(rate_gbps: float | None) -> str:

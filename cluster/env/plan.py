@@ -22,7 +22,7 @@ from cluster.env.facts import EnvironmentVariable, HcaDecision, LeftOut, NodeEnv
 from cluster.env.hcas import INFINIBAND, align_rails, choose_hcas, map_rails, rail_order
 from cluster.errors import ClusterError
 from cluster.remote_text import one_line
-from cluster.survey.adapters import HcaPort, roce_gid_index
+from cluster.survey.adapters import HcaPort, has_roce_gid
 from engine.config.cluster import ClusterConfig
 
 _Choice = EnvironmentVariable | LeftOut
@@ -211,7 +211,7 @@ def _network_warnings(facts: NodeEnvironmentFacts, config: ClusterConfig, ordere
         yield "no GPUDirect RDMA (neither nvidia_peermem nor DMA-BUF): NCCL copies through host memory"
     if ordered[0].link_layer != INFINIBAND:
         for port in ordered:
-            if roce_gid_index(port) is None:
+            if not has_roce_gid(port):
                 yield f"{port.name} has no GID of RoCE v2 over IPv4: give {port.netdev or 'it'} an address"
 
 

@@ -196,7 +196,7 @@ def parse_adapters(section: Section) -> Adapters:
         if len({port.name for port in ports}) < len(ports):
             raise ValueError("a port comes twice")
         broken = {_device(name): one_line(text) for name, text in told["broken"].items()}
-        return Adapters(tuple(sorted(ports, key=lambda port: natural(port.name))), broken)
+        return Adapters(tuple(ports), broken)
 
     return section.read(take)
 
@@ -220,16 +220,9 @@ def pci_path(path: str) -> tuple[str, ...]:
     return tuple(part for part in path.lower().split("/") if _ADDRESS.fullmatch(part))
 
 
-def ipv4_of_gid(gid: str) -> str | None:
-    """The IPv4 address that a GID of RoCE stands for: `0000:...:0000:ffff:0a00:0001` is 10.0.0.1; None for others."""
-    mapped = ipaddress.IPv6Address(gid).ipv4_mapped if _GID.fullmatch(gid) else None
-    return str(mapped) if mapped is not None else None
-
-
-def roce_gid_index(port: HcaPort) -> int | None:
-    """The lowest GID index of `port` that is RoCE v2 over IPv4, as NCCL_IB_GID_INDEX wants it; None without one."""
-    fitting = (index for index, (kind, gid) in port.gids.items() if kind == "RoCE v2" and ipv4_of_gid(gid) is not None)
-    return min(fitting, default=None)
+def has_roce_gid(port: HcaPort) -> bool:
+    """Whether `port` has a GID of RoCE v2 over IPv4: `0000:...:0000:ffff:0a00:0001` is 10.0.0.1."""
+    return any(kind == "RoCE v2" and ipaddress.IPv6Address(gid).ipv4_mapped for kind, gid in port.gids.values())
 
 
 def _port(row: Mapping[str, Any]) -> HcaPort:

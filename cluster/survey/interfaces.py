@@ -61,8 +61,9 @@ print(json.dumps(told))
 class NetInterface:
     """One network interface. addresses: IPv4 with prefix length, `10.0.0.1/24`. kind: ether, loopback, infiniband,
     bridge, bond, veth, tun, vlan, ... is_default_route: IPv4 packets to unknown places leave here. master: the bridge
-    or bond that it is a part of. is_up: switched on, and the link is there. Raises ValueError for a name or address that
-    is none.
+    or bond that it is a part of. is_up: switched on, and the link is there.
+
+    Raises ValueError for a name or address that is none.
     """
 
     name: str

@@ -95,9 +95,9 @@ class Section:
 def fill(kind: Any, told: Any) -> Any:
     """A JSON value as one of that type: a dataclass of which it names every field, tuples, mappings by name, numbers,
     texts of one line, `X | None`. Raises ValueError, TypeError and LookupError."""
-    origin, parts = get_origin(kind), get_args(kind)
-    if is_dataclass(kind):
-        return kind(**{name: fill(part, told[name]) for name, part in _hints(kind).items()})
+    origin, parts, hints = get_origin(kind), get_args(kind), _hints(kind)
+    if hints:
+        return kind(**{name: fill(part, told[name]) for name, part in hints.items()})
     if type(None) in parts:
         return None if told is None else fill(parts[0], told)
     if origin is tuple:
@@ -107,10 +107,13 @@ def fill(kind: Any, told: Any) -> Any:
         return {one_line(name): fill(parts[1], one) for name, one in told.items()}
     if isinstance(told, bool) is not (kind is bool) or not isinstance(told, (int, float) if kind is float else kind):
         raise ValueError(f"{one_line(repr(told), 60)} is no {kind.__name__}")
-    return one_line(told, 2000) if kind is str else kind(told)
+    return one_line(str(told), 2000) if kind is str else kind(told)
 
 
-_hints = functools.cache(get_type_hints)
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """The types of the fields of a dataclass; of other types nothing."""
+    return get_type_hints(kind) if is_dataclass(kind) else {}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from cluster.checks.finding import Check, Finding, age
 from cluster.checks.group import CheckGroup, each
 from cluster.env.facts import ADAPTER_QUESTIONS, adapter_facts
 from cluster.env.hcas import choose_hcas
-from cluster.survey.adapters import GPUDIRECT, HcaPort, roce_gid_index
+from cluster.survey.adapters import GPUDIRECT, HcaPort, has_roce_gid
 from cluster.survey.facts import NodeFacts
 from cluster.survey.kernel_log import KERNEL_LOG, RECENT_S
 from cluster.survey.nvidia_smi import LSPCI
@@ -169,7 +169,7 @@ def check_gid(check: Check, view: FabricView) -> list[Finding]:
         return [check.skip("InfiniBand needs none")]
 
     def judge(check: Check, port: HcaPort) -> Finding | None:
-        if roce_gid_index(port) is not None:
+        if has_roce_gid(port):
             return None
         remedy = f"give {port.netdev or 'its interface'} an IPv4 address; RoCE v2 must be on (cma_roce_mode, show_gids)"
         return check.fail("no GID of RoCE v2 over IPv4", remedy)

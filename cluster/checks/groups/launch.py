@@ -53,7 +53,8 @@ def read_offer(facts: NodeFacts) -> Offer:
 
     def take(told: Any) -> Offer:
         data = [_data(one) for one in listed(told["data"])]
-        return fill(Offer, {**told, "home": plain_path(told["home"]), "data": data})
+        offer: Offer = fill(Offer, {**told, "home": plain_path(told["home"]), "data": data})
+        return offer
 
     return facts.probe.section(NAME).read(take)
 

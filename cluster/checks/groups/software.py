@@ -83,7 +83,8 @@ def read_software(facts: NodeFacts) -> Software | None:
     """None where there is no such Python. Raises UnreadableError."""
 
     def take(told: Any) -> Software | None:
-        return told and fill(Software, {**told, "executable": plain_path(told["executable"])})
+        software: Software | None = told and fill(Software, {**told, "executable": plain_path(told["executable"])})
+        return software
 
     return facts.section(SOFTWARE).read(take)
 
