@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from env_hardware import furnish, probe
+from testkit.check_fakes import ended
 
 from cluster.env.facts import EnvironmentVariable, NodeEnvironment
 from cluster.env.live import LIVE, SESSION, Difference, LiveSource, compare_live, read_live
@@ -19,14 +20,8 @@ from cluster.survey.section import NodeProbe, Section, SectionState
 
 CANARY = "s3cret-canary-4711"
 RUN = "20260101-000000-abcdef"
-PLAN = NodeEnvironment(
-    "node1",
-    (
-        EnvironmentVariable("NCCL_SOCKET_IFNAME", "=eth0", "why"),
-        EnvironmentVariable("NCCL_IB_HCA", "=mlx5_0:1,mlx5_3:1", "why"),
-        EnvironmentVariable("OMP_NUM_THREADS", "8", "why"),
-    ),
-)
+WHOLE = {"NCCL_SOCKET_IFNAME": "=eth0", "NCCL_IB_HCA": "=mlx5_0:1,mlx5_3:1", "OMP_NUM_THREADS": "8"}
+PLAN = NodeEnvironment("node1", tuple(EnvironmentVariable(name, value, "why") for name, value in WHOLE.items()))
 
 
 def differences(*live: LiveSource) -> set[tuple[str, str, str]]:
@@ -35,7 +30,7 @@ def differences(*live: LiveSource) -> set[tuple[str, str, str]]:
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An h100x8 whose session, files and processes a test may fill."""
+    """A node whose session, files and processes a test may fill."""
     return furnish(tmp_path, monkeypatch, "none")
 
 
@@ -45,23 +40,23 @@ def live() -> dict[str, LiveSource]:
     return {source.place: source for source in sources if not source.is_process or RUN in source.place}
 
 
-def test_the_login_and_both_files_that_nccl_reads_are_compared(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_login_and_the_files_that_nccl_reads_are_compared(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("NCCL_SOCKET_IFNAME", "=eth0"), ("NCCL_IB_HCA", "mlx5"), ("NCCL_NET_PLUGIN", "tcp")):
         monkeypatch.setenv(name, value)
     (root / "etc/nccl.conf").write_text("# by the vendor\nNCCL_IB_HCA==mlx5_0:1,mlx5_3:1\nNCCL_IB_TIMEOUT=22\n")
     (root.parent / "home/.nccl.conf").write_text("NCCL_SOCKET_IFNAME=eno1\n")
-    assert compare_live(PLAN, live().values()) == (
+    of_all = (
         Difference(SESSION, "NCCL_IB_HCA", "=mlx5_0:1,mlx5_3:1", "mlx5"),
         Difference(SESSION, "NCCL_NET_PLUGIN", None, "tcp"),
         Difference("/etc/nccl.conf", "NCCL_IB_TIMEOUT", None, "22"),
+    )
+    assert compare_live(PLAN, live().values()) == (
+        *of_all,
         Difference("~/.nccl.conf", "NCCL_SOCKET_IFNAME", "=eth0", "eno1"),
     )
-
-
-def test_a_file_that_nccl_is_told_to_read_is_compared(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "my.conf").write_text("NCCL_DEBUG=TRACE\n")
-    monkeypatch.setenv("NCCL_CONF_FILE", str(root / "my.conf"))
-    assert differences(*live().values()) == {(str(root / "my.conf"), "NCCL_DEBUG", "unknown")}
+    monkeypatch.setenv("NCCL_CONF_FILE", mine := str(root / "my.conf"))
+    assert compare_live(PLAN, live().values()) == (*of_all, Difference(mine, "NCCL_DEBUG", None, "TRACE"))
 
 
 def test_a_file_that_cannot_be_read_is_not_as_planned(root: Path) -> None:
@@ -72,49 +67,38 @@ def test_a_file_that_cannot_be_read_is_not_as_planned(root: Path) -> None:
 
 def answered(**told: object) -> NodeProbe:
     """The answer of a node that was looked at everywhere: `login`, `files`, `ranks`."""
-    output = json.dumps({"login": {}, "files": {}, "ranks": [], **told})
-    return NodeProbe("node1", {LIVE.name: Section(LIVE.name, output, 0, SectionState.ENDED)})
+    return NodeProbe(
+        "node1", {LIVE.name: ended(LIVE.name, json.dumps({"login": {}, "files": {}, "ranks": [], **told}))}
+    )
 
 
 def test_a_node_that_could_not_be_looked_at_is_an_error() -> None:
     late = NodeProbe("node1", {LIVE.name: Section(LIVE.name, "", None, SectionState.TIMED_OUT)})
-    with pytest.raises(ClusterError, match=r"node1: cannot see all that is set: env_live: timed out$"):
-        read_live(late)
-    with pytest.raises(ClusterError, match="not what was asked for"):
-        read_live(answered(ranks=[["7", "a run", 0, {}]]))
+    for told, words in (
+        (late, "env_live: timed out$"),
+        (answered(ranks=[["7", "a", 0, {}]]), "not what was asked for"),
+    ):
+        with pytest.raises(ClusterError, match=f"node1: cannot see all that is set: .*{words}"):
+            read_live(told)
+
+
+OF_RANK = {"BURST_RUN_ID": RUN, "RANK": "3", "NCCL_SOCKET_IFNAME": "=eth0", "NCCL_IB_HCA": "=mlx5_0:1"}
 
 
 @pytest.fixture
 def rank(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
     """A process that looks like rank 3 of a run, with one variable of the plan, one other, and a secret."""
-    of_rank = {
-        "BURST_RUN_ID": RUN,
-        "RANK": "3",
-        "NCCL_SOCKET_IFNAME": "=eth0",
-        "NCCL_IB_HCA": "=mlx5_0:1",
-        "NCCL_P2P_DISABLE": "1",
-        "API_TOKEN": CANARY,
-    }
-    environment = os.environ | getattr(request, "param", of_rank)
+    given = getattr(request, "param", OF_RANK | {"NCCL_P2P_DISABLE": "1", "API_TOKEN": CANARY})
     command = [sys.executable, "-c", "print(flush=True); input()"]
-    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.readline()
-    yield process
-    process.communicate(b"\n")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=os.environ | given, stdin=pipe, stdout=pipe) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.communicate(b"\n")
 
 
-def test_a_running_rank_lacks_and_differs(root: Path, rank: subprocess.Popen[bytes]) -> None:
-    place = f"rank 3 of run {RUN} (process {rank.pid})"
-    sources = {name: source for name, source in live().items() if name == place}
-    assert differences(*sources.values()) == {
-        (place, "NCCL_IB_HCA", "differs"),
-        (place, "NCCL_P2P_DISABLE", "unknown"),
-        (place, "OMP_NUM_THREADS", "missing"),
-    }
-
-
-def test_a_secret_never_leaves_the_node(
+def test_a_running_rank_lacks_and_differs_and_a_secret_never_leaves_the_node(
     root: Path, rank: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", CANARY)
@@ -124,20 +108,13 @@ def test_a_secret_never_leaves_the_node(
     answer = probe("env_live")
     told = json.loads(answer.section(LIVE.name).output)
     assert told["files"] == {"/etc/nccl.conf": {"NCCL_DEBUG": "INFO"}}
-    assert [str(rank.pid), RUN, "3"] in [one[:3] for one in told["ranks"]]
     assert not [name for name, section in answer.sections.items() if CANARY in section.output]
-
-
-def test_other_names_are_thrown_away_even_if_a_node_sends_them_and_values_are_cleaned() -> None:
-    odd = {"TOKEN": CANARY, "NCCL_A B": CANARY}
-    told = answered(
-        login={**odd, "NCCL_DEBUG": "\x1b[2J" + "A" * 10_000}, files={"/a\n": odd}, ranks=[["7", "x\n", "0\n", odd]]
-    )
-    assert read_live(told) == (
-        LiveSource(SESSION, {"NCCL_DEBUG": "A" * 4096 + "…"}),
-        LiveSource("/a", {}),
-        LiveSource("rank 0 of run x (process 7)", {}, is_process=True),
-    )
+    place = f"rank 3 of run {RUN} (process {rank.pid})"
+    assert differences(*(source for source in read_live(answer) if source.place == place)) == {
+        (place, "NCCL_IB_HCA", "differs"),
+        (place, "NCCL_P2P_DISABLE", "unknown"),
+        (place, "OMP_NUM_THREADS", "missing"),
+    }
 
 
 @pytest.mark.parametrize("rank", [{"BURST_RUN_ID": RUN, "NCCL_P2P_DISABLE": "1"}], indirect=True)
@@ -145,21 +122,28 @@ def test_launchers_and_supervisors_are_no_ranks(root: Path, rank: subprocess.Pop
     assert not [place for place in live() if str(rank.pid) in place]
 
 
+def test_other_names_are_thrown_away_even_if_a_node_sends_them_and_values_are_cleaned() -> None:
+    odd = {"TOKEN": CANARY, "NCCL_A B": CANARY}
+    login, ranks = {**odd, "NCCL_DEBUG": "\x1b[2J" + "A" * 10_000}, [["7", "x\n", "0\n", odd]]
+    assert read_live(answered(login=login, files={"/a\n": odd}, ranks=ranks)) == (
+        LiveSource(SESSION, {"NCCL_DEBUG": "A" * 4096 + "…"}),
+        LiveSource("/a", {}),
+        LiveSource("rank 0 of run x (process 7)", {}, is_process=True),
+    )
+
+
 DEBUG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": "/runs/a/logs/nccl.log"}
-WHOLE = {one.name: one.value for one in PLAN.variables}
 
 
 @pytest.mark.parametrize(
-    ("values", "is_process", "expected"),
+    ("values", "is_process", "unknown"),
     [
-        ({"TORCH_LOGS": "+dynamo", "NCCL_CONF_FILE": "/x", "NCCL_VERSION": "2.27"}, False, set()),  # others use them
-        ({"GLOO_SOCKET_IFNAME": "eth1"}, False, {("here", "GLOO_SOCKET_IFNAME", "unknown")}),
-        (DEBUG, False, {("here", name, "unknown") for name in DEBUG}),
-        (DEBUG | WHOLE, True, set()),  # a rank has the debug files of its run
-        (WHOLE | {"NCCL_DEBUG_X": "1"}, True, {("here", "NCCL_DEBUG_X", "unknown")}),
+        ({"TORCH_LOGS": "+dynamo", "NCCL_CONF_FILE": "/x", "NCCL_VERSION": "2.27"}, False, []),  # others use them
+        ({"GLOO_SOCKET_IFNAME": "eth1"}, False, ["GLOO_SOCKET_IFNAME"]),
+        (DEBUG, False, DEBUG),
+        (DEBUG | WHOLE, True, []),  # a rank has the debug files of its run
+        (WHOLE | {"NCCL_DEBUG_X": "1"}, True, ["NCCL_DEBUG_X"]),
     ],
 )
-def test_what_matters_of_what_is_set(
-    values: dict[str, str], is_process: bool, expected: set[tuple[str, str, str]]
-) -> None:
-    assert differences(LiveSource("here", values, is_process)) == expected
+def test_what_matters_of_what_is_set(values: dict[str, str], is_process: bool, unknown: list[str]) -> None:
+    assert differences(LiveSource("here", values, is_process)) == {("here", name, "unknown") for name in unknown}
