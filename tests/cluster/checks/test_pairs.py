@@ -32,10 +32,6 @@ def judge(
     return {finding.node: finding for finding in judge_pairs(list(nodes), ways, why)}
 
 
-def severities(found: dict[str, Finding]) -> list[Verdict]:
-    return [finding.severity for finding in found.values()]
-
-
 def between(some: str, others: str) -> list[tuple[str, str]]:
     """Both directions of all pairs of these."""
     pairs = [(one, other) for one in some for other in others if one != other]
@@ -81,20 +77,14 @@ def test_directions_and_cut_off_nodes_are_told() -> None:
     assert (many.count("timeout"), many.endswith(" and 2 more")) == (8, True)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        {},
-        {"results": None},
-        {"results": "ok"},
-        {"results": [["b", "ok", ""], 7, ["d", "ok", "", 1.0]]},
-        {"results": [["stranger", "ok", "", 1.0], [["b"], "ok", "", 1.0]]},
-    ],
-)
-def test_what_an_agent_does_not_tell_was_not_tried(answer: dict[str, object]) -> None:
+STRANGERS = [["stranger", "ok", "", 1.0], [["b"], "ok", "", 1.0]]
+
+
+@pytest.mark.parametrize("results", [..., None, "ok", [["b", "ok", ""], 7, ["d", "ok", "", 1.0]], STRANGERS])
+def test_what_an_agent_does_not_tell_was_not_tried(results: Any) -> None:
     ways = {(one, other): "ok" for one in "bc" for other in "abc" if one != other}
-    found = judge_pairs(list("abc"), {**ways, **read_ways("a", ["b", "c"], answer)}, {})
-    assert [finding.severity for finding in found] == [UNKNOWN, OK, OK]
+    told = read_ways("a", ["b", "c"], {} if results is ... else {"results": results})
+    assert [finding.severity for finding in judge_pairs(list("abc"), {**ways, **told}, {})] == [UNKNOWN, OK, OK]
 
 
 # Agents.
@@ -118,7 +108,7 @@ def check(nodes: Mapping[str, LocalConnection], **addresses: str) -> dict[str, F
 
 def test_nodes_that_reach_each_other_are_ok_and_all_agents_end(nodes: dict[str, LocalConnection]) -> None:
     found = check(nodes)
-    assert severities(found) == [OK] * 3
+    assert [finding.severity for finding in found.values()] == [OK] * 3
     assert "reaches 2 of 2 others" in found["n1"].observed
     assert all(connection.processes[0].popen.wait(END_WAIT_S) == 0 for connection in nodes.values())
 
@@ -128,7 +118,7 @@ def test_no_python_no_address_and_an_address_of_others_are_unknown(
 ) -> None:
     nodes["n1"] = LocalConnection("n1", {"PATH": str(tmp_path)})
     found = check(nodes, n2="", n3="192.0.2.7")
-    assert severities(found) == [UNKNOWN] * 3
+    assert [finding.severity for finding in found.values()] == [UNKNOWN] * 3
     told = [f"{finding.observed} {finding.remedy}" for finding in found.values()]
     for words, text in zip(("burst needs Python 3.9", "no address", "cannot listen on 192.0.2.7"), told, strict=True):
         assert words in text
@@ -145,14 +135,14 @@ def python_that(folder: Path, script: str) -> dict[str, str]:
 def test_what_a_login_shell_prints_spoils_nothing(nodes: dict[str, LocalConnection], tmp_path: Path) -> None:
     banner = r"""printf 'Welcome!\n{"port": 1}\n@@0 {"port": 1}\n\377\n'; exec "$REAL" "$@" """
     nodes["n1"] = LocalConnection("n1", python_that(tmp_path, banner))
-    assert severities(check(nodes)) == [OK] * 3
+    assert [finding.severity for finding in check(nodes).values()] == [OK] * 3
 
 
 def test_an_agent_that_ends_midway_takes_nobody_with_it(nodes: dict[str, LocalConnection], tmp_path: Path) -> None:
     (tmp_path / "told").write_bytes(READY + pack({"port": 9}))
     nodes["n1"] = LocalConnection("n1", python_that(tmp_path, f"cat {tmp_path / 'told'}"))
     # It listens nowhere, so it is cut off from all; what it reaches it did not say.
-    assert severities(check(nodes)) == [FAIL, OK, OK]
+    assert [finding.severity for finding in check(nodes).values()] == [FAIL, OK, OK]
 
 
 class Agent:
