@@ -6,19 +6,18 @@ fewer ports.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.remote_text import one_line
-from cluster.survey.section import Section, listed
+from cluster.survey.section import Section, fill, listed
 from cluster.survey.sysfs import python_question
 
 _DEVICE = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-_GID = re.compile(r"[0-9a-f]{4}(:[0-9a-f]{4}){7}")
+_IPV4_GID = re.compile(r"(0000:){5}ffff:[0-9a-f]{4}:[0-9a-f]{4}")
 _STATE = re.compile(r"\d+: *([A-Za-z_]+)")
 _RATE = re.compile(r"(\d+(?:\.\d+)?) Gb/sec\b")
 _SPEED = re.compile(r"(\d+(?:\.\d+)?) GT/s\b")
@@ -62,14 +61,14 @@ def count(port, tree="sys"):
 for device in sorted(root.glob("sys/class/infiniband/*")):
     ports = sorted(device.glob("ports/*"))
     for port in ports:
-        one = {"dev": device.name, "port": port.name, "path": place(device / "device"), "counted": count(port)}
+        one = {"device": device.name, "port": port.name, "path": place(device / "device"), "counted": count(port)}
         one.update((name, tell(port / name)) for name in ("state", "phys_state", "rate", "link_layer"))
         for name in ("numa_node", "current_link_width", "max_link_width", "current_link_speed"):
             one[name] = tell(device / "device" / name)
-        one["physfn"] = (device / "device/physfn").exists()
+        one["is_virtual_function"] = (device / "device/physfn").exists()
         one["netdev"] = netdev = find_netdev(device, port.name)
         folder = root / "sys/class/net" / (netdev or "none")
-        one["bonded"] = (folder / "master").exists() or (folder / "bonding").exists()
+        one["is_bond"] = (folder / "master").exists() or (folder / "bonding").exists()
         one["ways"], one["mtu"] = find_ways(netdev), tell(folder / "mtu")
         one["default_route"] = next((way for way in one["ways"] if way in defaults), "")
         gids = {str(index): tell(port / "gids" / str(index)) for index in range(32)}
@@ -84,9 +83,9 @@ for device in sorted(root.glob("sys/bus/pci/devices/*")):
         told["broken"][device.name] = "the InfiniBand adapter has no driver"
 time.sleep(float(os.environ.get("BURST_COUNT_S") or 0) if told["ports"] else 0)
 for one in told["ports"]:
-    port = root / "sys/class/infiniband" / one["dev"] / "ports" / one["port"]
+    port = root / "sys/class/infiniband" / one["device"] / "ports" / one["port"]
     later = {**count(port), **count(port, "sys-second")}
-    one["grown"] = {name: later[name] - value for name, value in one.pop("counted").items() if name in later}
+    one["errors"] = {name: later[name] - value for name, value in one.pop("counted").items() if name in later}
 print(json.dumps(told))
 """,
 )
@@ -222,36 +221,31 @@ def pci_path(path: str) -> tuple[str, ...]:
 
 def has_roce_gid(port: HcaPort) -> bool:
     """Whether `port` has a GID of RoCE v2 over IPv4: `0000:...:0000:ffff:0a00:0001` is 10.0.0.1."""
-    return any(kind == "RoCE v2" and ipaddress.IPv6Address(gid).ipv4_mapped for kind, gid in port.gids.values())
+    return any(kind == "RoCE v2" and _IPV4_GID.fullmatch(gid) for kind, gid in port.gids.values())
 
 
 def _port(row: Mapping[str, Any]) -> HcaPort:
     """Raises ValueError, KeyError and TypeError."""
-    device, number = _device(row["dev"]), integer(str(row["port"])) or 0
-    if number < 1:
-        raise ValueError("no number of a port")
-    gids = {int(index): (one_line(kind), gid) for index, (kind, gid) in row["gids"].items() if _GID.fullmatch(gid)}
-    return HcaPort(
-        device=device,
-        port=number,
-        link_layer=one_line(row["link_layer"]),
-        state=_matched(_STATE, row["state"]) or "",
-        phys_state=_matched(_STATE, row["phys_state"]) or "",
-        rate_gbps=_number(_RATE, row["rate"]),
-        pci_path=pci_path(row["path"]),
-        netdev=_interface(row["netdev"]),
-        numa_node=integer(row["numa_node"]),
-        is_virtual_function=row["physfn"] is True,
-        is_bond="bond" in device or row["bonded"] is True,
-        pcie_width=_width(row["current_link_width"]),
-        pcie_width_max=_width(row["max_link_width"]),
-        gids=gids,
-        ways=tuple(map(one_line, listed(row["ways"]))),
-        default_route=one_line(row["default_route"]),
-        pcie_gts=_number(_SPEED, row["current_link_speed"]),
-        mtu=integer(row["mtu"]),
-        errors={one_line(name): int(by) for name, by in row["grown"].items()},
+    port: HcaPort = fill(
+        HcaPort,
+        {
+            **row,
+            "device": _device(row["device"]),
+            "port": int(row["port"]),
+            "state": _matched(_STATE, row["state"]) or "",
+            "phys_state": _matched(_STATE, row["phys_state"]) or "",
+            "rate_gbps": _number(_RATE, row["rate"]),
+            "pci_path": [*pci_path(row["path"])],
+            "netdev": row["netdev"] or None,
+            "numa_node": integer(row["numa_node"]),
+            "is_bond": row["is_bond"] or "bond" in row["device"],
+            "pcie_width": _width(row["current_link_width"]),
+            "pcie_width_max": _width(row["max_link_width"]),
+            "pcie_gts": _number(_SPEED, row["current_link_speed"]),
+            "mtu": integer(row["mtu"]),
+        },
     )
+    return port
 
 
 def _device(name: str) -> str:
@@ -279,10 +273,6 @@ def _width(text: str) -> int | None:
     """Lanes; None for what says nothing: 0, 63 and 255 are how the kernel and adapters write `unknown`."""
     lanes = integer(text)
     return lanes if lanes in _WIDTHS else None
-
-
-def _interface(text: str) -> str | None:
-    return text if re.fullmatch(r"[^\s/\x00]{1,15}", text) else None
 
 
 def natural(name: str) -> list[tuple[int, str]]:

@@ -104,7 +104,7 @@ def fill(kind: Any, told: Any) -> Any:
         kinds = parts if parts[-1] is not ... else parts[:1] * len(listed(told))
         return tuple(fill(part, one) for part, one in zip(kinds, listed(told), strict=True))
     if origin is Mapping:
-        return {one_line(name): fill(parts[1], one) for name, one in told.items()}
+        return {parts[0](one_line(name)): fill(parts[1], one) for name, one in told.items()}
     if isinstance(told, bool) is not (kind is bool) or not isinstance(told, (int, float) if kind is float else kind):
         raise ValueError(f"{one_line(repr(told), 60)} is no {kind.__name__}")
     return one_line(str(told), 2000) if kind is str else kind(told)

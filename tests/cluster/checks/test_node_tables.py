@@ -233,10 +233,10 @@ $ONE.max_link_width=4 | $WIDTH
 $ONE.current_link_width={{15 0 63 255 -16 x}} | $WIDTH
 $ONE.current_link_speed=16.0 GT/s PCIe | FAIL ib.pcie (mlx5_5): x16 at 16 GT/s carries 252 Gb/s; expected: 400 Gb/s, as
 $ONE.current_link_speed=Unknown | UNKNOWN ib.pcie (mlx5_5): the speed of its PCIe lanes is not readable; expected: x16
-$ONE.grown.symbol_error=2 | FAIL ib.counters (mlx5_5:1): errors are being counted: symbol_error +2
-$ONE.grown={"link_downed": 3, "symbol_error": 1}
+$ONE.errors.symbol_error=2 | FAIL ib.counters (mlx5_5:1): errors are being counted: symbol_error +2
+$ONE.errors={"link_downed": 3, "symbol_error": 1}
     | FAIL ib.counters (mlx5_5:1): errors are being counted: link_downed +3, sym
-$ONE.grown={"symbol_error": 0} | UNKNOWN ib.counters (mlx5_5:1): its error counters are not readable
+$ONE.errors={"symbol_error": 0} | UNKNOWN ib.counters (mlx5_5:1): its error counters are not readable
 # of two rates that as many ports have the higher is right
 $P.mlx5_[0125]=$HDR | 4x FAIL ib.rate (mlx5_
 $ALL=$HDR & cluster.expected.hca_rate_gbps=400 | 8x FAIL ib.rate (mlx5_
@@ -246,7 +246,7 @@ $SLOW = $ALL=$HDR & $ALL.current_link_speed=16.0 GT/s PCIe
 $SLOW | OK ib.pcie & = ib.rate: 200
 $SLOW & $ONE.current_link_width=12 | FAIL ib.pcie (mlx5_5): x12 at 16 GT/s
 $ALL.current_link_width= & $ALL.max_link_width= | SKIP ib.pcie: this machine tells no width of PCIe links
-$P.\w+.physfn=true & $P.\w+.grown={} | SKIP ib.counters (mlx5_0:1): a virtual function tells no error counters
+$P.\w+.is_virtual_function=true & $P.\w+.errors={} | SKIP ib.counters (mlx5_0:1): a virtual function
 # RoCE
 $GID = "0000:0000:0000:0000:0000:ffff:0a00:0001"
 $ROCE = $ALL.link_layer=Ethernet & $ALL.mtu=9000 & $ALL.gids={"3": ["RoCE v2", $GID]}
@@ -278,7 +278,7 @@ cluster.expected.hcas=8 | $LEFT mlx5_9:1: its link is not up: state DOWN, Disabl
 cluster.expected.hcas=8
     | $LEFT mlx5_3:1: its link layer is Ethernet; most bandwidth of the node is InfiniBand (8 ports, 3200 Gb
 cluster.expected.hcas=8 | $LEFT mlx5_bond_0:1: a bond of several ports
-$P.mlx5_3.physfn=true | $LEFT mlx5_3:1: a virtual function
+$P.mlx5_3.is_virtual_function=true | $LEFT mlx5_3:1: a virtual function
 ib.ports/broken={"0000:5e:00.0": "the InfiniBand adapter has no driver"}
     | FAIL ib.count (0000:5e:00.0): the InfiniBand adapter
 ib.ports/ports=[] & ib.ports/broken={"mlx5_30": "the adapter shows no port"} | FAIL ib.count (mlx5_30)
@@ -288,8 +288,8 @@ ib.ports/ports=[] & cluster.expected.hcas=8 | FAIL ib.count: 0 ports for trainin
 $ALL.path= & cluster.expected.hcas=8 | UNKNOWN ib.log: no adapter has a known place
 ib.ports!1 | 9x UNKNOWN ib.
 # a name that is none, or twice
-$P.mlx5_9.dev={{../x $(id) a/b}} | 9x UNKNOWN ib.
-$P.mlx5_9.dev=mlx5_5 | 9x UNKNOWN ib.
+$P.mlx5_9.device={{../x $(id) a/b}} | 9x UNKNOWN ib.
+$P.mlx5_9.device=mlx5_5 | 9x UNKNOWN ib.
 $P.mlx5_9.port={{x null}} | 9x UNKNOWN ib.
 # the way to GPU memory
 $WAY = ib.gpudirect/peers=[] & ib.gpudirect/dmabuf

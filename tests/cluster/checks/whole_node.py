@@ -1,7 +1,7 @@
 """A node that answers every question, what a line of a table changes in its answer, and what is then found.
 
 A line is CHANGES | FINDINGS, each apart by ` & `. Changes: `SECTION/PATH=VALUE` in JSON (parts of a path are keys,
-places in a list, or patterns of the `dev` or `name` of its rows); `TAG=VALUE` or `AFTER>TAG=VALUE` in the XML of
+places in a list, or patterns of the `device` or `name` of its rows); `TAG=VALUE` or `AFTER>TAG=VALUE` in the XML of
 nvidia-smi (`TAG*`: in all GPUs); `SECTION~OLD~NEW` by a regular expression; `SECTION!CODE TEXT`, another exit code and
 output (no text: as it was; `late`: its time ran out); `SECTION+COUNT LINE` of the kernel log; `cluster.NAME=VALUE` of
 the configuration. Findings, by how they begin: all that is not fine (`8x WARN ...` of eight devices), and of OK and
@@ -250,7 +250,7 @@ def _sub(probe: NodeProbe, name: str, old: str, new: str, count: int) -> NodePro
 def _set(part: Any, path: list[str], text: str) -> None:
     name, *rest = path
     if isinstance(part, list) and not name.isdigit():
-        hit = [row for row in part if re.fullmatch(name, row.get("dev") or row["name"])]
+        hit = [row for row in part if re.fullmatch(name, row.get("device") or row["name"])]
         assert hit, name
         for row in hit:
             _set(row, rest, text) if rest else row.update(_value(text))

@@ -95,19 +95,17 @@ def on_sisters(sisters: tuple[Testbed, Path], burst_env: Burst, monkeypatch: pyt
     return lambda verb, *argv: burst_env(verb, f"cluster={testbed.name}", *argv)
 
 
-def test_every_node_gets_its_own_adapters(sisters: tuple[Testbed, Path], on_sisters: Burst) -> None:
-    nodes = on_sisters("show", "--json").document["nodes"]
-    assert list(nodes) == list(sisters[0].node_names)
-    for node, numbers in zip(nodes.values(), GOOD, strict=True):
-        assert node["variables"]["NCCL_IB_HCA"] == "=" + ",".join(f"mlx5_{number}:1" for number in numbers.split())
-
-
-def test_text_of_several_nodes_needs_a_choice(sisters: tuple[Testbed, Path], on_sisters: Burst) -> None:
-    several = on_sisters("show", "--format", "dotenv")
-    assert several.code == 2
-    assert "name one with --node" in several.err
-    one = on_sisters("show", "--format", "dotenv", "--node", sisters[0].node_names[1])
-    assert "NCCL_IB_HCA==mlx5_0:1,mlx5_3:1," in one.out
+def test_every_node_gets_its_own_adapters_and_text_of_several_needs_a_choice(
+    sisters: tuple[Testbed, Path], on_sisters: Burst
+) -> None:
+    nodes, names = on_sisters("show", "--json").document["nodes"], list(sisters[0].node_names)
+    hcas = {
+        name: "=" + ",".join(f"mlx5_{one}:1" for one in good.split()) for name, good in zip(names, GOOD, strict=True)
+    }
+    assert {name: node["variables"]["NCCL_IB_HCA"] for name, node in nodes.items()} == hcas
+    several, one = (on_sisters("show", "--format", "dotenv", *more) for more in ((), ("--node", names[1])))
+    assert (several.code, "name one with --node" in several.err) == (2, True)
+    assert f"NCCL_IB_HCA={hcas[names[1]]}\n" in one.out
     assert on_sisters("show", "--node", "stranger").code == 2
 
 

@@ -54,15 +54,12 @@ def test_what_cannot_be_read_is_no_machine_without_infiniband(answer: NodeProbe,
         facts_of(late(answer, name))
 
 
+UNTOLD = "ports that lead to storage servers are not known: env.carriers: timed out"
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [
-        (
-            "env.carriers",
-            {"cores": None, "notes": ("ports that lead to storage servers are not known: env.carriers: timed out",)},
-        ),
-        ("ib.gpudirect", {"has_gpudirect": None}),
-    ],
+    [("env.carriers", {"cores": None, "notes": (UNTOLD,)}), ("ib.gpudirect", {"has_gpudirect": None})],
 )
 def test_what_else_cannot_be_read_is_not_known(answer: NodeProbe, name: str, changes: dict[str, Any]) -> None:
     assert facts_of(late(answer, name)) == replace(facts_of(answer), **changes)
@@ -83,10 +80,7 @@ def test_mounts_and_cores_are_those_of_the_machine(
     )
     facts = facts_of(replace(answer, sections={**answer.sections, **probe("env").sections}))
     assert facts.interface is not None
-    assert [(one.mount_point, one.server, one.interface) for one in facts.storage] == [
-        ("/my data", "198.51.100.7", facts.interface.name),
-        ("/scratch", "198.51.100.9", facts.interface.name),
-        ("/win", "198.51.100.11", facts.interface.name),
-        ("/volume", "198.51.100.12", facts.interface.name),
-    ]
+    places = {"/my data": "7", "/scratch": "9", "/win": "11", "/volume": "12"}
+    told = [(folder, f"198.51.100.{last}", facts.interface.name) for folder, last in places.items()]
+    assert [(one.mount_point, one.server, one.interface) for one in facts.storage] == told
     assert facts.cores == len(os.sched_getaffinity(0))

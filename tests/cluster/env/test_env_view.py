@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from typing import Any
 
+import pytest
 from env_topologies import SISTERS, machine, node, port
 from testkit.terminal import text_of
 
@@ -25,17 +27,12 @@ def equal_nodes(*names: str) -> FleetEnvironment:
     return FleetEnvironment(plan_fleet([machine("h100_12nics", node=name) for name in names], ClusterConfig()))
 
 
-def test_other_addresses_do_not_make_another_class() -> None:
+def test_other_addresses_do_not_make_another_class_and_sisters_do() -> None:
     facts = [machine("h100_12nics", node=name) for name in ("a", "b")]
     moved = tuple(replace(one, addresses=("10.0.0.99/24",)) for one in facts[1].interfaces)
-    other = next(one for one in moved if one.name == "bond0")
-    environments = plan_fleet([facts[0], replace(facts[1], interfaces=moved, interface=other)], ClusterConfig())
-    assert len(fold_environments(environments)) == 1
-
-
-def test_sisters_are_classes_of_their_own() -> None:
-    environments = plan_fleet([machine(name) for name in SISTERS], ClusterConfig())
-    assert [names for names, _ in fold_environments(environments)] == [[name] for name in SISTERS]
+    facts[1] = replace(facts[1], interfaces=moved, interface=next(one for one in moved if one.name == "bond0"))
+    for nodes, classes in ((facts, [["a", "b"]]), ([machine(name) for name in SISTERS], [[name] for name in SISTERS])):
+        assert [names for names, _ in fold_environments(plan_fleet(nodes, ClusterConfig()))] == classes
 
 
 def test_equal_nodes_are_shown_once_and_foreign_text_is_text_and_not_markup() -> None:
@@ -78,13 +75,17 @@ def test_the_same_difference_on_many_nodes_is_one_line() -> None:
     assert report.to_dict() == {"nodes": nodes, "errors": {"tb4": "refused"}, "exit_code": 1}
 
 
-def test_exit_codes_tell_differences_from_the_unknown() -> None:
-    fleet = equal_nodes("tb1")
-    assert check_report(fleet, None).exit_code == 0
-    assert check_report(replace(fleet, errors={"tb2": "refused"}), None).exit_code == 3
-    assert check_report(fleet, "nothing").exit_code == 3
-    odd = {"tb1": (LiveSource("login", {"NCCL_X": "1"}),)}
-    assert check_report(replace(fleet, live=odd, errors={"tb2": "refused"}), None).exit_code == 1
+@pytest.mark.parametrize(
+    ("changes", "log", "code"),
+    [
+        ({}, None, 0),
+        ({"errors": {"tb2": "refused"}}, None, 3),
+        ({}, "nothing", 3),
+        ({"live": {"tb1": (LiveSource("login", {"NCCL_X": "1"}),)}, "errors": {"tb2": "refused"}}, None, 1),
+    ],
+)
+def test_exit_codes_tell_differences_from_the_unknown(changes: dict[str, Any], log: str | None, code: int) -> None:
+    assert check_report(replace(equal_nodes("tb1"), **changes), log).exit_code == code
 
 
 def test_nothing_to_complain_of_says_what_was_looked_at() -> None:
