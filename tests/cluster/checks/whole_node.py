@@ -148,12 +148,7 @@ class Row:
     @property
     def config(self) -> RunConfig:
         """The configuration that the line makes."""
-        chosen = dict(CLUSTERS[self.cluster])
-        for words in (one.removeprefix("cluster.") for one in self.changes if one.startswith("cluster.")):
-            path, _, value = words.partition("=")
-            first, _, second = path.partition(".")
-            chosen[first] = {**chosen.get(first, {}), second: _value(value)} if second else _value(value)
-        return run_config(cluster=chosen)
+        return _config(self.cluster, tuple(one for one in self.changes if one.startswith("cluster.")))
 
     def probe(self, whole: NodeProbe | None = None) -> NodeProbe:
         """The answer that the line makes of a healthy one."""
@@ -179,6 +174,15 @@ class Row:
         values = traits(probe, config) if compared else {}
         assert {name: values.get(name, "") for name, _ in compared} == {name: value.strip() for name, value in compared}
         assert [one for one in findings if not one.severity.is_fine and not one.remedy] == []
+
+
+@functools.cache
+def _config(cluster: str, changes: tuple[str, ...]) -> RunConfig:
+    chosen = dict(CLUSTERS[cluster])
+    for path, _, value in (one.removeprefix("cluster.").partition("=") for one in changes):
+        first, _, second = path.partition(".")
+        chosen[first] = {**chosen.get(first, {}), second: _value(value)} if second else _value(value)
+    return run_config(cluster=chosen)
 
 
 def _each(words: str) -> list[str]:
