@@ -15,7 +15,7 @@ from testkit.connections import LocalConnection
 
 from cluster.agent.messages import READY, pack
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.groups.pairs import check_pairs, judge_pairs, read_ways
+from cluster.checks.groups.net import check_pairs, judge_pairs, read_ways
 from cluster.code import NodeProgram
 
 OK, FAIL, UNKNOWN = Verdict.OK, Verdict.FAIL, Verdict.UNKNOWN
