@@ -66,8 +66,14 @@ class MemoryPlanner:
                 return None
             cores = len(os.sched_getaffinity(0)) if self.hardware is None else None
             machine = machine_of(config, device).shared_by(cluster.ranks_per_node or 1, cluster.threads_per_rank, cores)
-            return (self.timer or shared_predictor().predict_step)(config, world_topology(config), machine)
-        except (ConfigError, RunError):
+            world = world_topology(config)
+            try:
+                return (self.timer or shared_predictor().predict_step)(config, world, machine)
+            except RunError:  # that process loads torch, which time needs none of
+                from engine.planning.time.step_time import predict_step
+
+                return predict_step(config, world, machine)
+        except ConfigError:
             return None
 
 

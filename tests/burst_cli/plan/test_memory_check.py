@@ -22,6 +22,7 @@ from engine.planning.memory.auto import settle_memory
 from engine.planning.memory.capacity import Capacity, Gpu, Hardware
 from engine.planning.memory.predictor import MemoryPrediction, shared_predictor
 from engine.planning.methods.topology import Topology
+from engine.planning.time.flops import StepTime
 from engine.planning.time.machine import find_machine
 from engine.planning.time.step_time import predict_step
 
@@ -140,6 +141,15 @@ def test_nothing_is_refused_when_the_capacity_is_unknown() -> None:
     check = check_memory(ON_CPU, planner(need(5000, 5000), Hardware((), None, "unknown")))
     assert (check.problems, check.to_dict()["fits"]) == ([], None)
     assert "not checked whether this run fits: the memory of this machine is unknown" in launch_notes(check).plain
+
+
+def test_time_is_what_the_process_that_predicts_says_and_told_where_it_fails() -> None:
+    def fail(*_: object) -> StepTime:
+        raise RunError("no torch here.")
+
+    found = MemoryPlanner(H100, timer=fail).predict_time(CONFIG)
+    assert found is not None
+    assert found == MemoryPlanner(H100).predict_time(CONFIG)  # as that process says it
 
 
 def test_what_cannot_be_predicted_is_started_with_a_warning() -> None:
