@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testkit.command_line import Burst
 
 from burst_cli.compose import sweep_axes
 from burst_cli.plan.memory_check import MemoryPlanner
 from burst_cli.sweep.estimate import Estimate, LaunchJudge, total
-from burst_cli.sweep.plan import Axis, build_sweep, cells_of, check_axes, check_legal
+from burst_cli.sweep.plan import Axis, SweepPlan, build_sweep, cells_of, check_axes, check_legal
 from burst_cli.sweep.sweeping import choose_lanes
 from cluster.facts import probe_local_node
 from engine.config.cluster import ClusterConfig
@@ -44,20 +46,19 @@ def compose(words: Sequence[str]) -> RunConfig:
     return RunConfig(train=TrainConfig(seq_len=int(values["train.seq_len"])), exp=values.get("attention", "one"))
 
 
-def axes_of(**values: Sequence[str]) -> list[Axis]:
-    named = {key.replace("__", "."): tuple(options) for key, options in values.items()}
-    return [Axis(key, tuple(f"{key}={one}" for one in options), options, True) for key, options in named.items()]
+def plan_of(*lengths: str, attention: Sequence[str] = ("one",), name: str | None = None) -> SweepPlan:
+    axes = {"train.seq_len": lengths, "attention": attention}.items()
+    spelt = [Axis(key, tuple(f"{key}={one}" for one in options), tuple(options), True) for key, options in axes]
+    return build_sweep([], spelt, compose, Judge(), name=name)  # type: ignore[arg-type]
 
 
 def test_cells_are_nested_loops_over_the_lists_as_typed() -> None:
-    axes = sweep_axes(["exp=tiny", "train.seq_len=512,1024", "attention=burst,ring"])
-    assert [overrides for overrides, _ in cells_of(axes)] == [
-        ("exp=tiny", "train.seq_len=512", "attention=burst"),
-        ("exp=tiny", "train.seq_len=512", "attention=ring"),
-        ("exp=tiny", "train.seq_len=1024", "attention=burst"),
-        ("exp=tiny", "train.seq_len=1024", "attention=ring"),
+    cells = cells_of(sweep_axes(["exp=tiny", "train.seq_len=512,1024", "attention=burst,ring"]))
+    words = list(itertools.product(["exp=tiny"], ["512", "1024"], ["burst", "ring"]))
+    assert [overrides for overrides, _ in cells] == [
+        (exp, f"train.seq_len={length}", f"attention={preset}") for exp, length, preset in words
     ]
-    assert cells_of(axes)[2][1] == {"train.seq_len": "1024", "attention": "burst"}
+    assert cells[2][1] == {"train.seq_len": "1024", "attention": "burst"}
 
 
 @pytest.mark.parametrize(
@@ -99,53 +100,37 @@ def test_words_that_are_no_sweep_are_refused_with_what_to_do(words: list[str], t
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "", "two words"])
-def test_a_name_that_no_folder_can_have_is_refused(burst, name: str) -> None:
+def test_a_name_that_no_folder_can_have_is_refused(burst: Burst, name: str) -> None:
     result = burst("sweep", "exp=tiny", "train.steps=1,2", "--dry-run", "--name", name)
     assert (result.code, "it names a folder" in result.err) == (2, True)
 
 
-def test_plan_judges_every_cell_before_any_runs() -> None:
-    plan = build_sweep([], axes_of(train__seq_len=("512", "513", "8192")), compose, Judge())
-    legal, odd, long = plan.cells
+def test_plan_judges_every_cell_before_any_runs_and_equal_configurations_are_one() -> None:
+    legal, odd, long = plan_of("512", "0512", "513", "8192").cells
     assert (legal.problems, legal.short_of_memory, legal.estimate) == ((), None, Estimate(512.0, 4, "a guess"))
-    assert odd.problems == ("train.seq_len=513 is odd",)
-    assert long.short_of_memory == "does not fit"
+    assert (odd.problems, long.short_of_memory) == (("train.seq_len=513 is odd",), "does not fit")
 
 
-def test_sweep_with_illegal_cells_is_refused_with_every_reason_once() -> None:
-    plan = build_sweep([], axes_of(train__seq_len=("512", "513"), attention=("a", "nonsense", "b")), compose, Judge())
+def test_illegal_cells_are_refused_with_every_reason_once_and_skipped_only_beside_legal_ones() -> None:
+    plan = plan_of("512", "513", attention=("a", "nonsense", "b"))
     with pytest.raises(ConfigError) as refused:
         check_legal(plan, skip_illegal=False)
-    texts = refused.value.problems
-    assert sum("has no option nonsense" in text for text in texts) == 1
-    assert "4 of 6 cells cannot run" in texts[-1]
+    *texts, last = refused.value.problems
+    assert [text for text in texts if "has no option nonsense" in text] == [
+        "attention has no option nonsense  [train.seq_len=512 attention=nonsense, train.seq_len=513 attention=nonsense]"
+    ]
+    assert "4 of 6 cells cannot run" in last
     check_legal(plan, skip_illegal=True)
-
-
-def test_sweep_without_a_legal_cell_is_refused_also_when_illegal_ones_are_skipped() -> None:
-    plan = build_sweep([], axes_of(train__seq_len=("511", "513")), compose, Judge())
     with pytest.raises(ConfigError):
-        check_legal(plan, skip_illegal=True)
-
-
-def test_cells_of_equal_configuration_are_one_cell() -> None:
-    plan = build_sweep([], axes_of(train__seq_len=("512", "0512")), compose, Judge())
-    assert len(plan.cells) == 1
+        check_legal(plan_of("511", "513"), skip_illegal=True)
 
 
 @given(st.permutations(["512", "1024", "2048"]))
-def test_ids_do_not_depend_on_the_order_of_values(values: list[str]) -> None:
-    plan = build_sweep([], axes_of(train__seq_len=values), compose, Judge())
-    sorted_plan = build_sweep([], axes_of(train__seq_len=sorted(values)), compose, Judge())
-    assert plan.sweep_id == sorted_plan.sweep_id
-    assert {cell.cell_id for cell in plan.cells} == {cell.cell_id for cell in sorted_plan.cells}
-
-
-def test_name_begins_the_id_and_other_cells_give_another_one() -> None:
-    one = build_sweep([], axes_of(train__seq_len=("2", "4")), compose, Judge(), name="lab")
-    other = build_sweep([], axes_of(train__seq_len=("2", "6")), compose, Judge(), name="lab")
-    assert one.sweep_id.startswith("lab-")
-    assert one.sweep_id != other.sweep_id
+def test_ids_depend_on_the_cells_and_the_name_but_not_on_the_order_of_values(values: list[str]) -> None:
+    plan, other = plan_of(*values), plan_of(*sorted(values))
+    assert plan.sweep_id == other.sweep_id
+    assert {cell.cell_id for cell in plan.cells} == {cell.cell_id for cell in other.cells}
+    assert plan_of(*values, name="lab").sweep_id == f"lab-{plan.sweep_id}" != plan_of("2", "6", name="lab").sweep_id
 
 
 # --- what a cell is expected to take ----------------------------------------------------------------------------------
@@ -209,13 +194,9 @@ def test_lanes_are_disjoint_equal_and_cover_all_nodes(size: int, parallel: int) 
     assert {len(part) for part in parts} == {size}
 
 
-def test_nodes_that_cannot_be_divided_are_refused_with_what_can() -> None:
+def test_nodes_that_cannot_be_divided_and_gpus_that_would_be_shared_are_refused() -> None:
     with pytest.raises(ConfigError, match="legal values: 1, 2, 3, 6"):
         choose_lanes([f"n{k}" for k in range(6)], 4)
-
-
-def test_cells_must_not_share_the_gpus_of_one_machine() -> None:
     with pytest.raises(ConfigError, match="would share the 8 GPUs"):
         choose_lanes([], 2, gpus=8)
-    assert len(choose_lanes([], 2)) == 2
-    assert len(choose_lanes([], 2, gpus=8, is_queued=True)) == 2
+    assert [len(choose_lanes([], 2)), len(choose_lanes([], 2, gpus=8, is_queued=True))] == [2, 2]
