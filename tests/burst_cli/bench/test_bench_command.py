@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from testkit.command_line import Burst
-from testkit.terminal import text_of
+from testkit.terminal import lines_of
 
 from burst_cli.bench.view import bench_view
 from engine.planning.methods.presets import PRESETS
@@ -22,20 +22,12 @@ SMALL = (
 )
 
 
-def timing(median_s: float) -> dict[str, Any]:
-    return {"median_s": median_s, "min_s": 0.9 * median_s, "max_s": 1.5 * median_s, "repeats": 3}
-
-
-def row(variant: str, total_s: float, *, mask: str = "causal", seq_len: int = 4096) -> dict[str, Any]:
-    parts = {"forward": timing(total_s / 3), "backward": timing(2 * total_s / 3), "total": timing(total_s)}
-    sent = {"intra": 3 << 20, "inter": 1 << 20, "host": 0, "forward": 1 << 20, "backward": 3 << 20}
-    place = {"variant": variant, "mask": mask, "seq_len": seq_len, "time_over_first": total_s / 2}
-    return place | parts | {"exposed_s": total_s / 4, "sent_bytes_all_ranks": sent}
-
-
-def document(*rows: dict[str, Any], skipped: list[dict[str, Any]] | None = None) -> dict[str, Any]:
-    facts = {"device": "a processor", "cores": 2, "torch": "2", "load": 0.5, "date": "2026-11-20"}
-    return {"benchmark": "attention", "environment": facts, "results": list(rows), "skipped": skipped or []}
+def row(variant: str, total_s: float, *, mask: str = "causal", **changes: Any) -> dict[str, Any]:
+    shares = {"forward": total_s / 3, "backward": 2 * total_s / 3, "total": total_s}
+    parts = {name: {"median_s": one, "min_s": 0.9 * one, "max_s": 1.5 * one} for name, one in shares.items()}
+    sent = {"sent_bytes_all_ranks": {"intra": 3 << 20, "inter": 1 << 20}}
+    place = {"variant": variant, "mask": mask, "seq_len": 4096, "time_over_first": total_s / 2}
+    return {**place, **parts, **sent, "exposed_s": total_s / 4, **changes}
 
 
 def test_attention_is_measured_and_what_was_skipped_is_said(burst: Burst) -> None:
@@ -72,8 +64,7 @@ def test_attention_is_measured_and_what_was_skipped_is_said(burst: Burst) -> Non
 )
 def test_mistakes_are_told_before_anything_is_measured(burst: Burst, argv: tuple[str, ...], words: str) -> None:
     result = burst("bench", "attention", *argv)
-    assert result.code == 2
-    assert words in result.err
+    assert (result.code, words in result.err) == (2, True), result.err
 
 
 def test_a_failing_rank_ends_the_command_with_its_words(burst: Burst) -> None:
@@ -85,8 +76,7 @@ def test_a_failing_rank_ends_the_command_with_its_words(burst: Burst) -> None:
 
 def test_the_command_line_loads_neither_torch_nor_matplotlib() -> None:
     code = "import sys, burst_cli.bench.bench; print({'torch', 'numpy', 'matplotlib'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
-    assert done.stdout == "set()\n"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
 
 
 def test_all_presets_are_measured_unless_some_are_named(burst: Burst) -> None:
@@ -98,23 +88,23 @@ def test_all_presets_are_measured_unless_some_are_named(burst: Burst) -> None:
 
 
 def test_a_table_per_mask_and_length_then_what_was_skipped() -> None:
-    reason = {"variant": "single", "reason": "alone"}
-    skipped = [reason | {"mask": "causal", "seq_len": 4096}, reason | {"mask": "full", "seq_len": 4096}]
-    faster = row("burst", 1.0) | {"exposed_s": -0.1}  # without communication it took longer, by chance
-    lines = text_of(
-        bench_view(document(row("ring", 2.0), faster, row("ring", 3.0, mask="full"), skipped=skipped)), width=300
-    ).splitlines()
-    assert [line.rstrip() for line in lines] == [
+    rows = [
+        row("ring", 2.0),
+        row("burst", 1.0, exposed_s=-0.1),  # without communication it took longer, by chance
+        row("ring", 3.0, mask="full"),
+    ]
+    skipped = [{"variant": "single", "reason": "alone", "mask": mask, "seq_len": 4096} for mask in ("causal", "full")]
+    facts = {"device": "a processor", "cores": 2, "torch": "2", "load": 0.5, "date": "2026-11-20"}
+    view = bench_view({"environment": facts, "results": rows, "skipped": skipped})
+    heads = "variant total time forward backward exposed sent inside nodes sent between nodes"
+    assert lines_of(view, width=300) == [
         "attention, causal, 4,096 tokens",
-        "variant          total   time             forward            backward   exposed  sent inside nodes  "
-        "sent between nodes",
-        "ring       2 s (1.8…3)  1.00x  667 ms (600…1,000)      1.33 s (1.2…2)    500 ms              3 MiB  "
-        "             1 MiB",
-        "burst    1 s (0.9…1.5)  0.50x    333 ms (300…500)  667 ms (600…1,000)  not seen              3 MiB  "
-        "             1 MiB",
+        heads,
+        "ring 2 s (1.8…3) 1.00x 667 ms (600…1,000) 1.33 s (1.2…2) 500 ms 3 MiB 1 MiB",
+        "burst 1 s (0.9…1.5) 0.50x 333 ms (300…500) 667 ms (600…1,000) not seen 3 MiB 1 MiB",
         "attention, full, 4,096 tokens",
-        "variant          total   time        forward     backward  exposed  sent inside nodes  sent between nodes",
-        "ring     3 s (2.7…4.5)  1.50x  1 s (0.9…1.5)  2 s (1.8…3)   750 ms              3 MiB               1 MiB",
+        heads,
+        "ring 3 s (2.7…4.5) 1.50x 1 s (0.9…1.5) 2 s (1.8…3) 750 ms 3 MiB 1 MiB",
         "skipped single (causal 4,096, full 4,096): alone",
         "device a processor, cores 2, load 0.5, torch 2, date 2026-11-20",
     ]

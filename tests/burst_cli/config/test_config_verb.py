@@ -2,58 +2,50 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import get_args
 
 import yaml
+from testkit.command_line import Burst
 
 from burst_cli.compose import compose
 from engine.config.schema import walk_fields
 from engine.config.settings import LayoutName, PresetName, RunConfig, config_fingerprint, config_from_dict
 
 
-def test_output_is_yaml_that_spells_the_same_configuration(burst) -> None:
-    result = burst("config", "exp=llama8b_1m")
-    assert result.code == 0
-    assert config_from_dict(yaml.safe_load(result.out)) == compose(["exp=llama8b_1m"]).config
+def test_output_is_yaml_that_spells_the_same_configuration(burst: Burst) -> None:
+    code, out, _ = burst("config", "exp=llama8b_1m")
+    assert (code, config_from_dict(yaml.safe_load(out))) == (0, compose(["exp=llama8b_1m"]).config)
 
 
-def test_each_line_names_its_source_in_one_column(burst) -> None:
+def test_each_line_names_its_source_in_one_column(burst: Burst) -> None:
     lines = burst("config", "exp=tiny", "train.steps=77").out.splitlines()
     by_name = {line.split(":")[0].strip(): line for line in lines}
-    assert by_name["steps"].endswith("# train.steps=77")
-    assert by_name["preset"].endswith("# conf/attention/burst.yaml")
-    assert by_name["z_loss"].endswith("# default")
+    sources = {"steps": "train.steps=77", "preset": "conf/attention/burst.yaml", "z_loss": "default"}
+    assert {name: by_name[name].rpartition("  # ")[2] for name in sources} == sources
     assert len({line.index(" # ") for line in lines if " # " in line}) == 1
 
 
-def test_json_holds_values_sources_and_fingerprint(burst) -> None:
-    document = json.loads(burst("config", "exp=small", "seed=3", "--json").out)
+def test_json_holds_values_sources_and_fingerprint(burst: Burst) -> None:
+    document = burst("config", "exp=small", "seed=3", "--json").document
     config = config_from_dict(document["config"])
-    assert config.seed == 3
-    assert document["fingerprint"] == config_fingerprint(config)
+    assert (config.seed, document["fingerprint"]) == (3, config_fingerprint(config))
     assert document["overrides"] == ["exp=small", "seed=3"]
     assert set(document["sources"]) == {spec.key for spec in walk_fields(RunConfig)}
     assert document["sources"]["seed"] == "seed=3"
 
 
-def test_groups_lists_every_option_with_its_description(burst, tmp_path: Path) -> None:
+def test_groups_and_fields_list_all_there_is_with_what_it_means(burst: Burst, tmp_path: Path) -> None:
     (tmp_path / "exp").mkdir()
     (tmp_path / "exp" / "mine.yaml").write_text("# @package _global_\n# My own [bold] one.\n")
-    result = burst("config", "--groups", "--config-dir", str(tmp_path))
-    assert "My own [bold] one." in result.out
-    document = json.loads(burst("config", "--groups", "--json", "--config-dir", str(tmp_path)).out)
+    words = ("config", "--groups", "--fields", "--config-dir", str(tmp_path))
+    shown, document = burst(*words).out, burst(*words, "--json").document
+    assert "My own [bold] one." in shown
     assert set(document["groups"]) == {"exp", "model", "attention", "memory", "train", "data", "cluster"}
     assert [option["name"] for option in document["groups"]["attention"]] == sorted(get_args(PresetName))
-
-
-def test_fields_documents_every_setting(burst) -> None:
-    shown = burst("config", "--fields").out
-    fields = {field["key"]: field for field in json.loads(burst("config", "--fields", "--json").out)["fields"]}
+    fields = {field["key"]: field for field in document["fields"]}
     for spec in walk_fields(RunConfig):
-        assert spec.key in shown
-        assert fields[spec.key]["doc"], spec.key
+        assert (spec.key in shown, bool(fields[spec.key]["doc"])) == (True, True), spec.key
     assert fields["train.seq_len"]["unit"] == "tokens"
     assert fields["optimizer.beta1"]["bounds"] == "0 or more, below 1"
     assert fields["attention.layout"]["legal"] == [*get_args(LayoutName), "null"]
