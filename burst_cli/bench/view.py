@@ -17,17 +17,16 @@ Row = Mapping[str, Any]
 
 def bench_view(document: Mapping[str, Any]) -> RenderableType:
     """One table per mask and length, what was skipped, and the environment."""
-    groups = cells(document["results"]).items()
-    parts: list[RenderableType] = [
-        _table(f"attention, {mask}, {seq_len:,} tokens", rows) for (mask, seq_len), rows in groups
+    measured = grouped(((row["mask"], row["seq_len"]), row) for row in document["results"])
+    tables = [_table(f"attention, {mask}, {seq_len:,} tokens", rows) for (mask, seq_len), rows in measured.items()]
+    places = grouped(
+        ((one["variant"], one["reason"]), f"{one['mask']} {one['seq_len']:,}") for one in document["skipped"]
+    )
+    skipped = [
+        Text(f"skipped {variant} ({', '.join(where)}): {reason}", style="yellow")
+        for (variant, reason), where in places.items()
     ]
-    parts += [Text(line, style="yellow") for line in skipped_lines(document["skipped"])]
-    return Group(*parts, Text(_environment_line(document), style="dim"))
-
-
-def cells(rows: Sequence[Row]) -> dict[tuple[str, int], list[Row]]:
-    """Rows by (mask, length), in the order in which they were measured."""
-    return grouped(((row["mask"], row["seq_len"]), row) for row in rows)
+    return Group(*tables, *skipped, _environment_line(document["environment"]))
 
 
 def _spread(name: str) -> Callable[[Row], str]:
@@ -54,8 +53,7 @@ _ATTENTION_COLUMNS: Mapping[str, Callable[[Row], str]] = {
 
 def _table(title: str, rows: Sequence[Row]) -> Table:
     headings = list(_ATTENTION_COLUMNS)
-    cells_of_rows = [[cell(row) for cell in _ATTENTION_COLUMNS.values()] for row in rows]
-    table = listing(headings, cells_of_rows, headings[1:])
+    table = listing(headings, ([cell(row) for cell in _ATTENTION_COLUMNS.values()] for row in rows), headings[1:])
     table.title, table.title_justify = title, "left"
     return table
 
@@ -74,7 +72,7 @@ def machine_view(document: Mapping[str, Any]) -> RenderableType:
     load, cores = measured["load"], measured["cores"]
     busy = f"load {load} on {cores} cores: other work took a part of every rate; measure again when it is quiet"
     notes = [Text(busy, style="yellow")] if load > measured["setup"]["ranks"] + cores / 2 else []
-    return Group(table, *notes, Text(_environment_line({"environment": measured}), style="dim"))
+    return Group(table, *notes, _environment_line(measured))
 
 
 _RATES = (
@@ -95,13 +93,6 @@ _TIMES = (
 )
 
 
-def skipped_lines(entries: Sequence[Row]) -> list[str]:
-    """A line per variant and reason, with the masks and lengths for which it was skipped."""
-    places = grouped(((one["variant"], one["reason"]), f"{one['mask']} {one['seq_len']:,}") for one in entries)
-    return [f"skipped {variant} ({', '.join(where)}): {reason}" for (variant, reason), where in places.items()]
-
-
-def _environment_line(document: Mapping[str, Any]) -> str:
-    facts = document["environment"]
+def _environment_line(facts: Row) -> Text:
     keys = ("device", "cores", "load", "torch", "date")
-    return ", ".join(f"{key} {facts[key]}" for key in keys if key in facts)
+    return Text(", ".join(f"{key} {facts[key]}" for key in keys if key in facts), style="dim")

@@ -14,7 +14,7 @@ import typer
 from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.figures import binary_bytes
-from burst_cli.image.view import plan_view, push_view, results_view, status_view
+from burst_cli.image.view import PushView, plan_view, results_view, status_view
 from burst_cli.options import JsonOption
 from burst_cli.targets import NodeOptions, Targets
 from cluster.errors import ClusterError
@@ -141,8 +141,9 @@ def _push(targets: Targets, name: str, limit: float | None, *, dry_run: bool, as
             return not any(node.problem for node in plan.nodes)
         if plan.pulling:
             console.print(plan_view(plan))
-        with push_view(console, push) as tell:
-            results = push.run(plan, tell)
+        view = PushView(console, push)
+        with console.status(view):
+            results = push.run(plan, view.tell)
         sent = push.sent_bytes
     elapsed_s, is_ok = time.monotonic() - begin, all(result.ok for result in results)
     received = sum(result.received_bytes for result in results)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from burst_cli import render
 from burst_cli.figures import DASH, binary_bytes, duration, grouped, seconds
 from burst_cli.tables import listing
 from cluster.ssh.nodes import fold_nodes
@@ -24,29 +23,21 @@ _SHOWN_NODES = 4
 _SHORT_ID = 12
 
 
-@contextlib.contextmanager
-def push_view(console: Console, push: Push) -> Iterator[Callable[[Outcome[None]], None]]:
-    """What is told of every node that ends, for a line; how far the others are stands below on a terminal."""
-    amounts = Amounts(push)
+class PushView:
+    """A line per node that ends; of the others, whenever a terminal draws it, how far they are."""
 
-    def tell(outcome: Outcome[None]) -> None:
-        amounts.ended.add(outcome.host.name)
-        console.print(Text(f"{outcome.host.name}: {'failed' if outcome.error else 'done'}"), soft_wrap=True)
+    def __init__(self, console: Console, push: Push) -> None:
+        self._console, self._push = console, push
+        self._ended: set[str] = set()
 
-    with console.status(amounts):
-        yield tell
-
-
-@dataclass
-class Amounts:
-    """How far the nodes are that have not ended, whenever a terminal draws it."""
-
-    push: Push
-    ended: set[str] = field(default_factory=set)
+    def tell(self, outcome: Outcome[None]) -> None:
+        """A node has ended."""
+        self._ended.add(outcome.host.name)
+        render.say(self._console, f"{outcome.host.name}: {'failed' if outcome.error else 'done'}")
 
     def __rich__(self) -> Text:
-        total = self.push.total_bytes
-        left = [(node, amount) for node, amount in self.push.received_bytes().items() if node not in self.ended]
+        total = self._push.total_bytes
+        left = [(node, amount) for node, amount in self._push.received_bytes().items() if node not in self._ended]
         parts = [
             f"{node} {f'{binary_bytes(amount)} of {binary_bytes(total)}' if amount < total else 'loading'}"
             for node, amount in left[:_SHOWN_NODES]

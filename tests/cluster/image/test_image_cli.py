@@ -10,7 +10,7 @@ from rich.console import Console
 from test_image_plan import EMPTY, HAS, IDENTITY, MIB, nodes_with
 from testkit.terminal import lines_of, text_of
 
-from burst_cli.image.view import plan_view, push_view, results_view, status_view
+from burst_cli.image.view import PushView, plan_view, results_view, status_view
 from cluster.image.engine import build_status
 from cluster.image.plan import ImagePlan, NodePlan, choose_feeders
 from cluster.image.push import NodeResult
@@ -107,9 +107,10 @@ def test_nodes_that_ended_get_a_line_and_a_terminal_shows_how_far_the_others_are
             return {"a": MIB, "d": 0, **{f"slow{k}": MIB // 2 * k for k in range(6)}}
 
     stream = io.StringIO()
-    with push_view(Console(file=stream, force_terminal=True, width=100), Half()) as tell:
+    console = Console(file=stream, force_terminal=True, width=100)
+    with console.status(view := PushView(console, Half())):
         for outcome in (*nodes_with("x"), *nodes_with("", dead="d")):
-            tell(outcome)
+            view.tell(outcome)
     said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
     assert [line for line in said.splitlines() if line[1:2] == ":"] == ["a: done", "d: failed"]
     assert "slow0 0 B of 1 MiB  slow1 512 KiB of 1 MiB  slow2 loading  slow3 loading  and 2 more" in said
