@@ -8,9 +8,11 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from launch_driver import launch
@@ -23,15 +25,19 @@ from testkit.terminal import on_terminal
 from testkit.waiting import wait_for
 
 from burst_cli.compose import compose
+from burst_cli.launch.detach import CONTROLLER_LOG
 from burst_cli.launch.launching import conclude
+from cluster.control.attempt import find_controller
+from cluster.control.controller import request_cancel, settle
 from cluster.control.link import LaunchOutcome, Leftover
 from engine.config.settings import RunConfig, dump_config
 from engine.data.tokenizers import train_bpe
 from engine.runs.folder import RunFolder, create_run, list_runs
+from engine.runs.process import process_start
 
 DRIVER = Path(__file__).parent / "launch_driver.py"
 END_S = 60.0  # start of torchrun on a busy machine takes up to ten seconds
-GONE_S = 5.0
+GONE_S, GONE_DETACHED_S = 5.0, 10.0
 
 
 class Launch:
@@ -183,6 +189,73 @@ def test_json_is_the_only_thing_on_stdout(
         assert re.search(r"^step 5/5  loss 0\.8000 ", err, re.MULTILINE)  # news of the node may come before or after
         done = {"status": "completed", "steps": 5, "step_time_s": 0.5, "mfu": None, "failure": None}
         assert document.items() >= done.items()
+
+
+# --- in the background ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Where detached runs are made; afterwards neither their processes nor their controllers may be left."""
+    yield tmp_path
+    (run,) = list_runs(tmp_path / "runs")
+    left = [str(process) for process in wait_until_gone(run.run_id, GONE_DETACHED_S)]
+    controller = find_controller(run)
+    if controller is not None and controller.pid is not None:
+        psutil.Process(controller.pid).kill()
+        left.append(f"controller {controller.pid}")
+    kill_run(run.run_id)
+    assert left == []
+
+
+def detach(folder: Path, mode: str, *flags: str) -> tuple[Launch, RunFolder]:
+    """The launcher, once it has returned, and what it left in the background."""
+    done = Launch(folder, mode, "--detach", *flags)
+    done.stdout, done.stderr = done.process.communicate(timeout=END_S)
+    return done, done.run
+
+
+def ended(run: RunFolder) -> str:
+    """The state of a run once nobody leads it any more."""
+    wait_for(lambda: find_controller(run) is None)
+    return str(run.read_state()["state"])
+
+
+def test_launcher_returns_once_the_ranks_run_which_outlive_it_and_can_still_be_stopped(folder: Path) -> None:
+    done, run = detach(folder, "wait")
+    controller = find_controller(run)
+    assert done.process.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"burst {verb} {run.run_id}" for verb in ("status", "logs", "cancel")]
+    assert controller is not None
+    assert controller.pid is not None
+    assert done.stderr.splitlines()[-1] == f"it goes on in the background, led by process {controller.pid}"
+    assert run.read_state()["lease_s"] is None
+    wait_for(lambda: run.read_state()["state"] == "running")
+    os.kill(controller.pid, signal.SIGKILL)
+    assert ended(run) == "running"
+    settled = settle(run)
+    assert (settled.state, [status.phase for status in settled.nodes]) == ("running", ["running"])
+    assert request_cancel(run, grace_s=0.5).state == "cancelled"
+    assert run_processes(run.run_id) == []
+
+
+def test_detached_run_comes_to_its_end_alone(folder: Path) -> None:
+    done, run = detach(folder, "gate", "--json")
+    document = json.loads(done.stdout)
+    assert (document["run_id"], document["detached"]) == (run.run_id, True)
+    (run.path / "gate").touch()
+    assert ended(run) == "completed"
+    wait_for(lambda: process_start(document["controller_pid"]) is None)  # it says how it went once it leads no more
+    log = (run.path / CONTROLLER_LOG).read_text()
+    assert re.search(r"^20\S+Z starting the ranks$", log, re.MULTILINE)
+    assert re.search(r"^20\S+Z step 5/5  loss 0\.8000 ", log, re.MULTILINE)
+    assert ("\ncompleted tiny/" in log, "\x1b" in log) == (True, False)
+
+
+def test_failure_of_the_start_is_shown_in_the_foreground(folder: Path) -> None:
+    done, run = detach(folder, "ok", "--broken")
+    assert (done.process.returncode, done.stdout, run.read_state()["state"]) == (1, "", "failed")
+    assert ("FAILED" in done.stderr, "/no/such/python" in done.stderr) == (True, True)
 
 
 # --- the command line -------------------------------------------------------------------------------------------------
