@@ -131,6 +131,7 @@ def test_rank_whose_stack_tells_is_accused_without_doubt_and_stacks_of_an_earlie
     ("patience_s", "steps", "step_s", "phase", "end_s", "asked"),
     [
         (None, STEPS, 40.0, "train", STEPS * 40.0 + 1, 0),  # slow steps
+        (None, STEPS, 1.0, "train", LONG_DIAGNOSE_S - MINUTE_S, 0),  # after the last step
         (None, 3, 1.0, "evaluate", LONG_DIAGNOSE_S + 5 * MINUTE_S, 1),
         (7.0, 0, 1.0, "build model", MINUTE_S, 0),  # patience is for steps
         (LONG_KILL_S + 2 * MINUTE_S, 0, 1.0, "build model", LONG_KILL_S + MINUTE_S, 1),  # and more before the first
@@ -168,7 +169,7 @@ def test_ranks_that_say_how_a_long_phase_goes_on_are_left_alone(world: World, ph
 
 
 def test_rank_that_was_stopped_for_a_moment_is_forgiven(world: World) -> None:
-    world.play(THREE_STEPS, (4, health("one", "T")), (9, health("two", "S")), (25, World.complete))
+    world.play(THREE_STEPS, (4, health("one", "T")), (20, health("two", "S")), (25, World.complete))
     assert world.lead().status == "completed"
 
 

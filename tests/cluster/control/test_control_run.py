@@ -98,7 +98,7 @@ FALL = ((5, node(1, "lose_rank", 3, -9)), (6.5, node(1, "torchrun_says", 1, -9))
 STOPS_KILL = (
     (0, put(0, obeys_s=None)),
     (5, node(1, "rank_error", 3, message="the true cause")),
-    *((8.5, node(0, deed, 0, -9)) for deed in ("lose_rank", "torchrun_says")),
+    *((7.5, node(0, deed, 0, -9)) for deed in ("lose_rank", "torchrun_says")),
 )
 LATE_NS = 3_600_000_000_000
 
