@@ -88,7 +88,7 @@ THIRD = {"process_state": "gone", "host": "node2", "stacks": None}
 CASES: dict[str, tuple[list[RankEvidence], tuple[int, ...] | None, bool, tuple[str, ...]]] = {
     "progress alone": (recorded("stuck_loader", flight=None, stacks=None), (1,), False, ("behind in the same step",)),
     "one trains while others evaluate": (in_phases("evaluate", "train", "evaluate"), None, False, ()),
-    "one is before the phase of the others": (in_phases("train", "forward", "evaluate"), (1,), False, ("rank 1 on n1 is",)),
+    "one is behind the phase of all": (in_phases("train", "forward", "evaluate"), (1,), False, ("rank 1 on n1 is",)),
     "all in one place": (
         all_in_one_place(), (0, 1, 2, 3), False,
         ("every rank waits in a message of the attention", "is the network between node0 and node1 all right?"),

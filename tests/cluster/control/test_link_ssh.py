@@ -60,18 +60,20 @@ def test_a_followed_node_is_copied_to_its_end(run, node):
     assert json.loads((run / "nodes" / NODE / "outcome.json").read_text())["cause"] == "exit"
 
 
-def test_a_log_of_any_size_passes_in_bounded_memory(run, node):
+def test_a_log_of_any_size_passes_in_bounded_memory_before_its_node_counts_as_synced(run, node):
     node.run_on()
+    node.end()
     with (node.folder / LOG).open("wb") as file:
         file.truncate(24 * MIB)
     link = node.link(run)
     tracemalloc.start()
     with closing(link):
         link.follow()
-        wait_for(lambda: (run / LOG).exists() and (run / LOG).stat().st_size == 24 * MIB)
+        wait_for(lambda: link.poll().is_synced)
         peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
 
+    assert (run / LOG).stat().st_size == 24 * MIB
     assert peak < 6 * MIB  # of both ends: the code of the agent, and some copies of what one answer carries
 
 
@@ -142,13 +144,15 @@ def test_the_clock_of_the_node_is_told_by_the_fastest_answer_however_long_it_wai
             time.sleep(way_s)
             stream.write(pack(answer))
             answered.append(1)
+        stream.next()  # it has heeded the last one
+        answered.append(1)
         stream.wait_for_end()
 
     node.wire.script = script
     link = node.link(run)
     with closing(link):
         link.follow()
-        wait_for(lambda: len(answered) == 11)
+        wait_for(lambda: len(answered) == 12)
         offset_ns = link.poll().clock_offset_ns
 
     assert abs(offset_ns - ahead_ns) < 80_000_000
