@@ -63,7 +63,17 @@ VERBS = (
 )
 
 
-class _VerbGroup(TyperGroup):
+class _Parts(TyperGroup):
+    """What has parts, as `burst` itself has verbs, shows its help when it is typed alone."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args and not ctx.resilient_parsing:
+            typer.echo(self.get_help(ctx))
+            raise typer.Exit(EXIT_USAGE)
+        return super().parse_args(ctx, args)
+
+
+class _Verbs(_Parts):
     """Lists every verb from VERBS and imports only the one that is called."""
 
     def __init__(self, **attributes: Any) -> None:
@@ -80,16 +90,6 @@ class _VerbGroup(TyperGroup):
         loaded.name, loaded.help = name, loaded.help or verb.help
         _dress(loaded)
         return name, loaded, rest
-
-
-class _Parts(TyperGroup):
-    """A verb with parts shows its help when it is typed alone, like `burst` itself."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args and not ctx.resilient_parsing:
-            typer.echo(self.get_help(ctx))
-            raise typer.Exit(EXIT_USAGE)
-        return super().parse_args(ctx, args)
 
 
 class _Context(typer.Context):
@@ -119,10 +119,9 @@ def _dress(command: Any) -> None:
 
 
 app = typer.Typer(
-    cls=_VerbGroup,
+    cls=_Verbs,
     help="Train Llama-style language models on long sequences, on one laptop or a fleet of GPU nodes.",
     epilog="Settings are positional: burst launch exp=tiny train.steps=50   (burst config --fields lists all)",
-    invoke_without_command=True,
     context_settings=_HELP,
     pretty_exceptions_enable=False,
 )
@@ -136,7 +135,6 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
     ] = False,
@@ -144,9 +142,7 @@ def _root(
         bool, typer.Option("--debug", help="Show the Python traceback of an error; works after a verb too.")
     ] = False,
 ) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-        raise typer.Exit(EXIT_USAGE)
+    """What may stand before a verb."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -191,22 +187,22 @@ def _watched_reader() -> Iterator[Callable[[], bool]]:
 
 def _run(arguments: list[str]) -> int:
     """The exit code of the verb, or of what a shell asks to complete a line; mistakes come out as exceptions."""
-    if os.environ.get("_BURST_COMPLETE"):
-        from burst_cli.completion import run_completion
-
-        return run_completion(lambda: _run_verb(arguments))
-    return _run_verb(arguments)
-
-
-def _run_verb(arguments: list[str]) -> int:
     command: Any = typer.main.get_command(app)
     _dress(command)
-    try:
-        code: object = command.main(arguments, prog_name="burst", standalone_mode=False)
-    except SystemExit as stop:
-        # Typer and rich end like this at any pipe that breaks, without a word.
-        raise stop.__context__ if isinstance(stop.__context__, BrokenPipeError) else stop from None
-    return code if isinstance(code, int) else 0
+
+    def run() -> int:
+        try:
+            code: object = command.main(arguments, prog_name="burst", standalone_mode=False)
+        except SystemExit as stop:
+            # Typer and rich end like this at any pipe that breaks, without a word.
+            raise stop.__context__ if isinstance(stop.__context__, BrokenPipeError) else stop from None
+        return code if isinstance(code, int) else 0
+
+    if not os.environ.get("_BURST_COMPLETE"):
+        return run()
+    from burst_cli.completion import run_completion
+
+    return run_completion(run)
 
 
 class _Verb(typer.Typer):

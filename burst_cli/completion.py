@@ -33,14 +33,12 @@ def complete_override(ctx: typer.Context, incomplete: str) -> list[Candidate]:
     fields = {spec.key: spec for spec in walk_fields(RunConfig)}
     key, equals, value = body.partition("=")
     if equals:
-        found = [(f"{key}={text}", doc) for text, doc in _values(key, groups, fields) if text.startswith(value)]
-        found += [(f"{key}={path}", "") for path in _paths(value)]
+        found = [*_values(key, value, groups, fields), *((f"{key}={path}", "") for path in _paths(value))]
     else:
         found = list(_keys(body, groups, fields))
         if len(found) == 1 and found[0][0].endswith("="):
             # One key left: offer it with its values, so that the shell stops right after the equals sign.
-            key = found[0][0].removesuffix("=")
-            values = [(f"{key}={text}", doc) for text, doc in _values(key, groups, fields)]
+            values = list(_values(found[0][0].removesuffix("="), "", groups, fields))
             found = values if len(values) > 1 else found + values
     return [(sign + text, _one_line(doc)) for text, doc in found]
 
@@ -101,18 +99,16 @@ def _keys(start: str, groups: Mapping[str, Any], fields: Mapping[str, FieldSpec]
     yield from ((f"{key}=", spec.note.doc) for key, spec in fields.items() if "." in key and key.startswith(start))
 
 
-def _values(key: str, groups: Mapping[str, Any], fields: Mapping[str, FieldSpec]) -> Iterator[Candidate]:
-    """Values of a group or a setting with a word on each; for a number its default alone."""
+def _values(key: str, start: str, groups: Mapping[str, Any], fields: Mapping[str, FieldSpec]) -> Iterator[Candidate]:
+    """Values of a group or a setting that begin so, with a word on each; for a number its default alone."""
+    values: dict[str, str] = {}
     if key in groups:
-        yield from ((name, option.description) for name, option in groups[key].items())
-        return
-    spec = fields.get(key)
-    if spec is None:
-        return
-    default = _spell(spec.default)
-    legal = spec.legal_values() or (default,)
-    for value in legal:
-        yield value, "default" if value == default else spec.note.doc
+        values = {name: option.description for name, option in groups[key].items()}
+    elif (spec := fields.get(key)) is not None:
+        default = _spell(spec.default)
+        legal = spec.legal_values() or (default,)
+        values = {value: "default" if value == default else spec.note.doc for value in legal}
+    yield from ((f"{key}={value}", doc) for value, doc in values.items() if value.startswith(start))
 
 
 def _spell(value: Any) -> str:
@@ -132,22 +128,18 @@ def run_completion(run: Callable[[], int]) -> int:
     Bash cuts words at = and :, so `exp=ti` arrives as three words and only `tiny` may be answered. The words are
     joined before Typer sees them and the answers cut again; other shells pass whole words.
     """
-    if os.environ.get("_BURST_COMPLETE") != "complete_bash":
-        return _exit_code(run)
-    words, cut = join_bash_words(os.environ["COMP_WORDS"].split("\n"), int(os.environ["COMP_CWORD"]))
-    os.environ.update(COMP_WORDS="\n".join(words), COMP_CWORD=str(len(words) - 1))
-    answer = io.StringIO()
-    with contextlib.redirect_stdout(answer):
-        code = _exit_code(run)
-    print("\n".join(line[cut:] for line in answer.getvalue().splitlines()))
+    cut, answer, is_bash = 0, io.StringIO(), os.environ.get("_BURST_COMPLETE") == "complete_bash"
+    if is_bash:
+        words, cut = join_bash_words(os.environ["COMP_WORDS"].split("\n"), int(os.environ["COMP_CWORD"]))
+        os.environ.update(COMP_WORDS="\n".join(words), COMP_CWORD=str(len(words) - 1))
+    with contextlib.redirect_stdout(answer) if is_bash else contextlib.nullcontext():
+        try:
+            code = run()
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 0
+    if is_bash:
+        print("\n".join(line[cut:] for line in answer.getvalue().splitlines()))
     return code
-
-
-def _exit_code(run: Callable[[], int]) -> int:
-    try:
-        return run()
-    except SystemExit as stop:
-        return stop.code if isinstance(stop.code, int) else 0
 
 
 def join_bash_words(words: Iterable[str], cursor: int) -> tuple[list[str], int]:

@@ -57,14 +57,6 @@ class Composed:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Layer:
-    """One configuration file in the order of merging, and the dotted package that its values were put in."""
-
-    path: Path
-    package: str
-
-
 def compose(overrides: Sequence[str], config_dirs: Sequence[Path] = (), base: RunConfig | None = None) -> Composed:
     """The configuration that the files and these overrides spell, checked as a whole.
 
@@ -125,13 +117,17 @@ def _literal(values: Any) -> Any:
 def sweep_axes(overrides: Sequence[str], config_dirs: Sequence[Path] = ()) -> list[Axis]:
     """The axes that overrides in Hydra's grammar of sweeps spell: lists, choice(), range(), glob(), sort(), shuffle().
 
-    Values are not checked here: every cell is composed by itself. Raises ConfigError with every text that is none.
+    Values are not checked here, because every cell is composed by itself; a key that no setting has is said once.
+    Raises ConfigError with every text that is none.
     """
     folders = search_path(config_dirs)
     groups, loader = list_options(folders), _config_loader(folders)
     axes, problems = _parsed(overrides, lambda parsed, key, given: _axis(parsed, key, given, loader))
-    known = [axis for axis in axes if axis.key.lstrip("+~").partition("@")[0] not in groups]
-    problems += [problem for axis in known if (problem := _unknown_axis(axis, groups)) is not None]
+    for axis in axes:
+        key = axis.key.lstrip("+~")
+        if axis.overrides and key.partition("@")[0] not in groups:
+            problem = override_problem(Override(axis.overrides[0], "", key, axis.values[0], is_sweep=False), groups)
+            problems += [] if problem is None else [problem]
     if problems:
         raise ConfigError([problem.text for problem in problems])
     return axes
@@ -146,14 +142,6 @@ def _axis(parsed: HydraOverride, key: str, given: str, loader: ConfigLoaderImpl)
     values = tuple(itertools.islice(parsed.sweep_string_iterator(), MOST_CELLS + 1))
     plain = tuple(value.strip("'\"") for value in values)
     return Axis(key.lstrip("+"), tuple(f"{key}={value}" for value in values), plain, is_sweep=True)
-
-
-def _unknown_axis(axis: Axis, groups: Groups) -> Problem | None:
-    """The problem of a key that no setting has, said once instead of once per cell."""
-    name = axis.key.lstrip("+~")
-    if not axis.overrides:
-        return None
-    return override_problem(Override(axis.overrides[0], "", name, axis.values[0], is_sweep=False), groups)
 
 
 def _name_after_choice(config: RunConfig, choices: Mapping[str, str], sources: dict[str, str]) -> RunConfig:
@@ -215,26 +203,24 @@ def _is_typed(source: str) -> bool:
     return source != "default" and not source.endswith(".yaml")
 
 
-def _trace_sources(layers: Sequence[Layer], overrides: Sequence[Override]) -> dict[str, str]:
+def _trace_sources(layers: Sequence[tuple[Path, str]], overrides: Sequence[Override]) -> dict[str, str]:
     """Dotted key -> source, for every key that a file or an override set; a later one replaces an earlier one.
 
-    `overrides` are those of settings; the choice of a group's file shows in the layers.
+    layers: files in the order of merging, each with the dotted package that its values were put in. `overrides` are
+    those of settings; the choice of a group's file shows in the layers.
     """
     sources: dict[str, str] = {}
-    for layer in layers:
-        for key in _leaf_keys(_read_file(layer.path), layer.package):
-            sources[key] = _shown_path(layer.path)
+    for path, package in layers:
+        values = safe_load(path.read_text(encoding="utf-8"))  # Hydra has read the same file without complaint
+        known = {key: item for key, item in values.items() if key != "defaults"} if isinstance(values, dict) else {}
+        sources |= dict.fromkeys(_leaf_keys(known, package), _shown_path(path))
     for override in overrides:
-        for key in _leaf_keys(override.value, override.key):
-            if override.is_delete:
-                sources = {name: source for name, source in sources.items() if not _within(name, key)}
-            else:
-                sources[key] = override.given
+        key = override.key
+        if override.is_delete:
+            sources = {name: one for name, one in sources.items() if name != key and not name.startswith(f"{key}.")}
+        else:
+            sources |= dict.fromkeys(_leaf_keys(override.value, key), override.given)
     return sources
-
-
-def _within(key: str, section: str) -> bool:
-    return key == section or key.startswith(f"{section}.")
 
 
 def _leaf_keys(value: Any, prefix: str) -> Iterator[str]:
@@ -255,12 +241,6 @@ def _shown_path(path: Path) -> str:
     return str(path)
 
 
-def _read_file(path: Path) -> dict[str, Any]:
-    """The values of one file, without its defaults list; Hydra has read the same file before without complaint."""
-    values = safe_load(path.read_text(encoding="utf-8"))
-    return {key: item for key, item in values.items() if key != "defaults"} if isinstance(values, dict) else {}
-
-
 def _with_file(problem: Problem, sources: Mapping[str, str]) -> Problem:
     """The problem with the file that holds the mistake, when a file does."""
     places: set[str] = set()
@@ -276,15 +256,10 @@ def _with_file(problem: Problem, sources: Mapping[str, str]) -> Problem:
 
 def _read_overrides(overrides: Sequence[str], groups: Groups) -> tuple[list[Override], list[Problem]]:
     """(the overrides that may be composed, the problems of all others)."""
-    accepted: list[Override] = []
     read, problems = _parsed(overrides, _override)
-    for override in read:
-        problem = override_problem(override, groups)
-        if problem is None:
-            accepted.append(override)
-        else:
-            problems.append(problem)
-    return accepted, problems
+    judged = [(override, override_problem(override, groups)) for override in read]
+    problems += [problem for _, problem in judged if problem is not None]
+    return [override for override, problem in judged if problem is None], problems
 
 
 def _override(parsed: HydraOverride, key: str, given: str) -> Override:
@@ -312,8 +287,8 @@ def _parsed(overrides: Sequence[str], read: Callable[[HydraOverride, str, str], 
 
 def _run_hydra(
     folders: Sequence[Path], overrides: Sequence[Override], groups: Groups
-) -> tuple[dict[str, Any], Mapping[str, str], list[Layer]]:
-    """(plain values, the chosen option of each group, our files in order of merging).
+) -> tuple[dict[str, Any], Mapping[str, str], list[tuple[Path, str]]]:
+    """(plain values, the chosen option of each group, our files in order of merging, each with its package).
 
     Raises ConfigError for files that cannot be read or do not fit together.
 
@@ -337,7 +312,7 @@ def _run_hydra(
     for key in deleted:
         _delete(values, key)
     found = ((find_file(folders, item.config_path), item) for item in order.defaults if item.config_path)
-    return values, choices, [Layer(path, item.package or "") for path, item in found if path is not None]
+    return values, choices, [(path, item.package or "") for path, item in found if path is not None]
 
 
 def _config_loader(folders: Sequence[Path]) -> ConfigLoaderImpl:
@@ -347,9 +322,8 @@ def _config_loader(folders: Sequence[Path]) -> ConfigLoaderImpl:
     after it and leaves a global object behind.
     """
     hydra_version.setbase("1.3")
-    first, *others = folders
-    path = create_config_search_path(str(first))
-    for folder in reversed(others):
+    path = create_config_search_path(str(folders[0]))
+    for folder in reversed(folders[1:]):
         path.append("burst", str(folder), anchor=SearchPathQuery(provider="main"))
     return ConfigLoaderImpl(path)
 
@@ -378,8 +352,10 @@ def _delete(values: dict[str, Any], key: str) -> None:
 
 def _hydra_text(error: BaseException, folders: Sequence[Path]) -> str:
     """Hydra's message in one line, with the causes that it only chains, each said once."""
-    if isinstance(error, UnicodeDecodeError):
-        return f"{_undecodable(folders)}: not UTF-8 text; save the file as UTF-8"
+    if isinstance(error, UnicodeDecodeError):  # which does not name the file
+        files = (path for folder in folders for path in sorted(folder.glob("**/*.yaml")))
+        found = next((path for path in files if not _is_text(path)), "a configuration file")
+        return f"{found}: not UTF-8 text; save the file as UTF-8"
     place = getattr(error, "full_key", None)
     told: list[str] = []
     chained: BaseException | None = error
@@ -391,11 +367,9 @@ def _hydra_text(error: BaseException, folders: Sequence[Path]) -> str:
     return f"{place or 'the configuration files do not compose'}: {'; '.join(told)}"
 
 
-def _undecodable(folders: Sequence[Path]) -> str:
-    """The first configuration file that is no text, which the error of the decoder does not name."""
-    for path in (path for folder in folders for path in sorted(folder.glob("**/*.yaml"))):
-        try:
-            path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            return str(path)
-    return "a configuration file"
+def _is_text(path: Path) -> bool:
+    try:
+        path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True

@@ -19,11 +19,11 @@ def count(value: float | None, digits: int = 3) -> str:
     if value is None:
         return DASH
     limit = 1000 - 10 ** (3 - digits) / 2  # rounded to so many digits it would be 1000
-    for prefix in ("", "K", "M", "G", "T", "P"):
-        if abs(value) < limit or prefix == "P":
-            return f"{value:.{digits}g}{prefix}" if abs(value) < limit else f"{value:.0f}{prefix}"
-        value /= 1000
-    raise AssertionError("unreachable")
+    prefixes = iter("KMGTP")
+    prefix = ""
+    while abs(value) >= limit and prefix != "P":
+        value, prefix = value / 1000, next(prefixes)
+    return f"{value:.{digits}g}{prefix}" if abs(value) < limit else f"{value:.0f}{prefix}"
 
 
 def rate(value: float | None, unit: str) -> str:
@@ -39,12 +39,11 @@ def binary_bytes(value: float | None) -> str:
     """Bytes with a binary prefix: 512 B, 1.5 GiB."""
     if value is None:
         return DASH
-    for prefix in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1023.5 or prefix == "TiB":
-            whole = prefix == "B" or abs(value) >= 999.5
-            return f"{value:.0f} {prefix}" if whole else f"{value:.3g} {prefix}"
-        value /= 1024
-    raise AssertionError("unreachable")
+    units = iter(("KiB", "MiB", "GiB", "TiB"))
+    unit = "B"
+    while abs(value) >= 1023.5 and unit != "TiB":
+        value, unit = value / 1024, next(units)
+    return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 999.5 else f"{value:.3g} {unit}"
 
 
 def percent(value: float | None) -> str:

@@ -140,16 +140,11 @@ def told(kind: Literal["error", "warning", "note"], text: str) -> Text:
     return Text.assemble((f"{kind}: ", "bold red" if kind == "error" else "yellow"), text)
 
 
-def json_document(document: Mapping[str, Any]) -> str:
-    """`document` as text; paths become text, figures that are no number null."""
+def emit_json(document: Mapping[str, Any]) -> None:
+    """Print the one JSON document of this call on stdout; paths become text, figures that are no number null."""
     text = json_text(document, is_ascii=False)
     # What a terminal would obey, or a file name that is no text: escaped, it can be written and read back.
-    return text if text.isascii() or text.replace("\n", "").isprintable() else json_text(document)
-
-
-def emit_json(document: Mapping[str, Any]) -> None:
-    """Print the one JSON document of this call on stdout."""
-    text = json_document(document)
+    text = text if text.isascii() or text.replace("\n", "").isprintable() else json_text(document)
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -160,8 +155,12 @@ def emit_json(document: Mapping[str, Any]) -> None:
 
 
 def fail(error: BaseException, *, as_json: bool = False, debug: bool = False) -> int:
-    """The exit code that this error deserves, after saying on stderr (and, with `as_json`, on stdout) what is wrong."""
-    code = exit_code(error)
+    """The exit code that this error deserves, after saying on stderr (and, with `as_json`, on stdout) what is wrong.
+
+    2 for mistakes in usage or configuration, else 1; an error of ours says its own.
+    """
+    code = getattr(error, "exit_code", 1)
+    code = code if isinstance(code, int) else 1
     problems = _problems(error)
     many = len(problems) > 1
     console = stderr()
@@ -177,12 +176,6 @@ def fail(error: BaseException, *, as_json: bool = False, debug: bool = False) ->
                 {"error": {"type": type(error).__name__, "message": title, "problems": problems, "exit_code": code}}
             )
     return code
-
-
-def exit_code(error: BaseException) -> int:
-    """2 for mistakes in usage or configuration, else 1; an error of ours says its own."""
-    code = getattr(error, "exit_code", 1)
-    return code if isinstance(code, int) else 1
 
 
 def _problems(error: BaseException) -> list[str]:

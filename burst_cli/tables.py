@@ -51,11 +51,6 @@ def fitting(ranks: Sequence[int], widths: Sequence[int], room: int) -> list[int]
     return sorted(kept)
 
 
-def is_too_wide(columns: Sequence[Column], rows: Sequence[Sequence[Text]], notes: Sequence[Text], width: int) -> bool:
-    """Whether `fitted_table` would leave out columns."""
-    return sum(_widths(columns, rows)) > width - _notes_room(notes, width)
-
-
 def fitted_table(
     columns: Sequence[Column],
     rows: Sequence[Sequence[Text]],
@@ -64,17 +59,21 @@ def fitted_table(
     *,
     notes_room: int | None = None,
     short: Sequence[str] | None = None,
-) -> Table:
-    """The cells of `rows` that have room, and the note of each row, for which `notes_room` is kept free.
+) -> tuple[Table, bool]:
+    """(the cells of `rows` that have room, and the note of each row, whether all cells have room as they are).
 
-    Columns that no row fills are left out. short: what stands in the first column where not all have room.
+    Columns that no row fills are left out. notes_room: kept free for notes. short: what stands in the first column
+    where not all have room.
     """
     filled = [place for place in range(len(columns)) if any(row[place].plain != DASH for row in rows)]
     columns, rows = [columns[place] for place in filled], [[row[place] for place in filled] for row in rows]
-    if short is not None and is_too_wide(columns, rows, notes, width):
-        rows = [[Text(name), *row[1:]] for name, row in zip(short, rows, strict=True)]
     has_notes = any(notes)
-    room = width - (_notes_room(notes, width) if notes_room is None or not has_notes else notes_room)
+    room = width - (width // 4 if has_notes and width >= _LEAST_WITH_NOTES else 0)
+    is_whole = sum(_widths(columns, rows)) <= room
+    if short is not None and not is_whole:
+        rows = [[Text(name), *row[1:]] for name, row in zip(short, rows, strict=True)]
+    if has_notes and notes_room is not None:
+        room = width - notes_room
     widths = [min(wide, width // 2) for wide in _widths(columns, rows)]  # names may be as long as one likes
     kept = fitting([column.rank for column in columns], widths, room)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
@@ -85,11 +84,7 @@ def fitted_table(
     table.add_column("", no_wrap=True, overflow="ellipsis", ratio=1 if has_notes else None)
     for row, note in zip(rows, notes, strict=True):
         table.add_row(*(row[place] for place in kept), note)
-    return table
-
-
-def _notes_room(notes: Sequence[Text], width: int) -> int:
-    return width // 4 if any(notes) and width >= _LEAST_WITH_NOTES else 0
+    return table, is_whole
 
 
 def _widths(columns: Sequence[Column], rows: Sequence[Sequence[Text]]) -> list[int]:

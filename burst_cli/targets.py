@@ -75,10 +75,9 @@ def select_nodes(config: RunConfig, *, hosts: str | None, hostfile: Path | None)
         return read_hostfile(hostfile)
     if config.cluster.nodes is not None:
         return parse_nodes(config.cluster.nodes, "cluster.nodes")
-    allocation = slurm_nodes(os.environ)
-    if allocation is None:
-        raise HostsError(
-            "no nodes are named: give --hosts node[1-4], --hostfile FILE or cluster=NAME (a file in conf/cluster/ with "
-            "`nodes:`), or start burst inside a Slurm allocation; `burst testbed up` makes nodes to try things on"
-        )
-    return allocation
+    if (allocation := slurm_nodes(os.environ)) is not None:
+        return allocation
+    raise HostsError(
+        "no nodes are named: give --hosts node[1-4], --hostfile FILE or cluster=NAME (a file in conf/cluster/ with "
+        "`nodes:`), or start burst inside a Slurm allocation; `burst testbed up` makes nodes to try things on"
+    )

@@ -12,20 +12,22 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.app import new_verb
-from burst_cli.checkpoint.nodes import bring, on_nodes, progress_bar
 from burst_cli.checkpoint.view import (
     HereCheckpoint,
+    bring,
     checkpoint_of_step,
     checkpoints_here,
     checkpoints_table,
     compared,
     examine,
     newest_undamaged,
+    on_nodes,
+    progress_bar,
     prune_run,
     pruned_text,
 )
 from burst_cli.completion import complete_run
-from burst_cli.figures import binary_bytes
+from burst_cli.figures import binary_bytes, count_of
 from burst_cli.options import RUNS_DIR, JsonOption, NewestRunArgument, RunsDirOption
 from burst_cli.runs.choose import choose_run
 from engine.config.errors import DataError
@@ -87,10 +89,8 @@ def fetch(
     """
     chosen = choose_run(run, runs_dir)
     found = bring(chosen, step, render.stderr()) or checkpoint_of_step(chosen, step)
-    if as_json:
-        render.emit_json({"run_id": chosen.run_id, "step": found.step, "path": str(found.path)})
-    else:
-        render.stdout().print(f"step {found.step} is in {found.path}", soft_wrap=True, markup=False)
+    document = {"run_id": chosen.run_id, "step": found.step, "path": str(found.path)}
+    render.show(document, f"step {found.step} is in {found.path}", as_json=as_json)
 
 
 @app.command()
@@ -112,10 +112,7 @@ def prune(
     console = render.stderr()
     with on_nodes(chosen, console) as away:
         result = prune_run(chosen, away, keep_last=keep_last, keep_every=keep_every, dry_run=dry_run, console=console)
-    if as_json:
-        render.emit_json(result)
-    else:
-        render.stdout().print(pruned_text(result), soft_wrap=True)
+    render.show(result, pruned_text(result), as_json=as_json)
 
 
 @app.command("export")
@@ -154,26 +151,22 @@ def export_run(
     checkpoint = _to_export(chosen, step)
     assert checkpoint.manifest is not None
     original, kept = home_path(config.data.tokenizer), chosen.path / TOKENIZER_FILE
-    tokenizer = original if original.is_file() else kept
     order = ExportOrder(
         checkpoint.path,
         config,
         folder,
         dtype=dtype,
         file_bytes=int(file_gib * 2**30),
-        tokenizer=tokenizer if tokenizer.is_file() else None,
+        tokenizer=next((file for file in (original, kept) if file.is_file()), None),
         tokenizer_folder=original.parent if original.is_file() else None,
         chat=_chat_template(config.data),
     )
     with progress_bar(console, f"exporting step {checkpoint.step}", weight_bytes(checkpoint.manifest)) as advance:
         result = export(order, checkpoint.manifest, advance)
-    if as_json:
-        render.emit_json({"folder": str(folder), **dataclasses.asdict(result)})
-        return
-    files = "1 file" if result.files == 1 else f"{result.files} files"
+    files = count_of("file", result.files)
     lines = [f"step {result.step}: {files} of weights, {binary_bytes(result.bytes)}, in {folder}"]
     lines += [f"warning: {text}" for text in result.warnings]
-    render.stdout().print(Text("\n".join(lines)), soft_wrap=True)
+    render.show({"folder": str(folder), **dataclasses.asdict(result)}, *lines, as_json=as_json)
 
 
 def _to_export(run: RunFolder, step: int | None) -> HereCheckpoint:
@@ -181,13 +174,13 @@ def _to_export(run: RunFolder, step: int | None) -> HereCheckpoint:
     console = render.stderr()
     step = step if (brought := bring(run, step, console)) is None else brought.step
     if step is None:
-        found = newest_undamaged(checkpoints_here(run), console)
-        if found is None:
+        newest = newest_undamaged(checkpoints_here(run), console)
+        if newest is None:
             raise CheckpointError(f"run {run.run_id} has no undamaged checkpoint under {checkpoints_of(run.path)}")
-    else:
-        found = checkpoint_of_step(run, step)
-        if problem := compared(found, console):
-            raise CheckpointError(problem)
+        return newest
+    found = checkpoint_of_step(run, step)
+    if problem := compared(found, console):
+        raise CheckpointError(problem)
     return found
 
 
@@ -206,10 +199,6 @@ def _chat_template(data: DataConfig) -> ChatTemplate | None:
 def _show(run: str | None, runs_dir: RunsDirOption, *, as_json: bool, verify: bool) -> None:
     chosen = choose_run(run, runs_dir)
     entries = examine(chosen, verify=verify, console=render.stderr())
-    if as_json:
-        render.emit_json({"run_id": chosen.run_id, "checkpoints": entries})
-    elif not entries:
-        render.stdout().print(f"{chosen.exp}/{chosen.run_id} has no checkpoints.")
-    else:
-        render.stdout().print(checkpoints_table(entries))
+    view = checkpoints_table(entries) if entries else f"{chosen.exp}/{chosen.run_id} has no checkpoints."
+    render.show({"run_id": chosen.run_id, "checkpoints": entries}, view, as_json=as_json)
     raise typer.Exit(1 if any(entry["problem"] for entry in entries) else 0)

@@ -62,23 +62,24 @@ def prepare_data(
 
 def describe(prepared: PreparedData) -> dict[str, Any]:
     """The prepared data as plain values; null where shards made elsewhere do not tell."""
+    manifest = prepared.train.manifest
     return {
         "path": prepared.path,
-        "tokenizer": prepared.train.manifest.tokenizer,
-        "vocab_size": prepared.train.manifest.vocab_size,
+        "tokenizer": manifest.tokenizer,
+        "vocab_size": manifest.vocab_size,
         "content_hash": prepared.content_hash,
-        "source": prepared.train.manifest.source,
+        "source": manifest.source,
         "splits": {"train": _describe_split(prepared.train), "validation": _describe_split(prepared.validation)},
     }
 
 
 def _describe_split(shards: TokenShards) -> dict[str, Any]:
-    text_bytes = shards.text_bytes
+    size, tokens = shards.text_bytes, shards.token_count
     return {
         "documents": shards.document_count,
-        "text_bytes": text_bytes,
-        "tokens": shards.token_count,
-        "bytes_per_token": None if text_bytes is None else text_bytes / shards.token_count,
+        "text_bytes": size,
+        "tokens": tokens,
+        "bytes_per_token": None if size is None else size / tokens,
         "shards": len(shards.manifest.files),
     }
 
@@ -102,19 +103,18 @@ def _print_table(document: dict[str, Any], elapsed_s: float) -> None:
         f"folder     {document['path']}",
         f"ready in   {seconds(elapsed_s)}",
     ]
-    console = render.stdout()
-    console.print(listing(headings, rows, headings[1:]))
-    console.print(Text("\n".join(facts)), soft_wrap=True)
+    render.stdout().print(listing(headings, rows, headings[1:]))
+    render.stdout().print(Text("\n".join(facts)), soft_wrap=True)
 
 
 def _describe_classes(classes: Sequence[LengthClass], seq_len: int) -> list[dict[str, Any]]:
     total = sum(one.samples.size for one in classes)
-    sizes = [(one, one.samples.size) for one in classes]
-    return [
-        {"at_least": one.at_least, "below": one.below, "samples": size, "tokens": size * seq_len}
-        | {"share": size / total, "weight": one.weight}
-        for one, size in sizes
-    ]
+    described = []
+    for one in classes:
+        size, edges = one.samples.size, {"at_least": one.at_least, "below": one.below}
+        counted = {"samples": size, "tokens": size * seq_len, "share": size / total, "weight": one.weight}
+        described.append(edges | counted)
+    return described
 
 
 def _print_classes(names: Sequence[str], classes: Sequence[dict[str, Any]], seq_len: int) -> None:
@@ -125,6 +125,5 @@ def _print_classes(names: Sequence[str], classes: Sequence[dict[str, Any]], seq_
         seen = f"x {one['weight'] / one['share']:.3g}" if one["samples"] else DASH
         counts = (f"{one['samples']:,}", f"{one['tokens']:,}", percent(one["share"]), percent(one["weight"]))
         rows.append((name, *counts, seen))
-    console = render.stdout()
-    console.print(Text(f"\nsamples of {seq_len:,} training tokens, by the document that has most of each"))
-    console.print(listing(headings, rows, headings[1:]))
+    title = Text(f"\nsamples of {seq_len:,} training tokens, by the document that has most of each")
+    render.stdout().print(title, listing(headings, rows, headings[1:]))

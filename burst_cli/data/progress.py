@@ -27,18 +27,11 @@ def show_progress(console: Console) -> Iterator[ProgressCallback]:
 
         def show(progress: Progress) -> None:
             stage, total = progress.stage, progress.total_text_bytes
+            size = None if total is None else binary_bytes(total)
             if stage not in begun:
                 begun.add(stage)
-                size = "" if total is None else f" ({binary_bytes(total)})"
-                console.print(Text(STAGES[stage] + size), soft_wrap=True)
-            status.update(Text(figures(progress)))
+                console.print(Text(STAGES[stage] + (f" ({size})" if size else "")), soft_wrap=True)
+            done = "" if stage == "waiting" else binary_bytes(progress.text_bytes) + (f" of {size}" if size else "")
+            status.update(Text(done))
 
         yield show
-
-
-def figures(progress: Progress) -> str:
-    """How far a stage is, in words: 3.4 MiB of 12 MiB."""
-    if progress.stage == "waiting":
-        return ""
-    total = f" of {binary_bytes(progress.total_text_bytes)}" if progress.total_text_bytes is not None else ""
-    return binary_bytes(progress.text_bytes) + total

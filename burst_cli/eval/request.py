@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from burst_cli import render
-from burst_cli.checkpoint.nodes import bring
-from burst_cli.checkpoint.view import checkpoint_of_step
+from burst_cli.checkpoint.view import bring, checkpoint_of_step
 from burst_cli.compose import compose
 from burst_cli.launch.request import LaunchRequest
 from burst_cli.runs.choose import choose_run
@@ -76,12 +75,11 @@ def weights_of(run: RunFolder, step: int | None) -> str:
 
     Raises CheckpointError when there is none and this machine would know.
     """
-    folder = _folder_on_nodes(run)
-    if folder is not None:
+    if (folder := _folder_on_nodes(run)) is not None:
         return folder if step is None else f"{folder}/step-{step:08d}"
+    root = checkpoints_of(run.path)
     if step is not None:
         return str(checkpoint_of_step(run, step).path.absolute())
-    root = checkpoints_of(run.path)
     if not list_checkpoints(root):
         raise CheckpointError(
             f"run {run.run_id} has no checkpoint under {root}, so there are no weights to evaluate; name a run that "

@@ -99,14 +99,12 @@ def parse_ranks(text: str) -> frozenset[int]:
 
 
 def _rank_logs(run: RunFolder) -> Iterator[LogFile]:
-    for path in (run.path / "logs").glob("*/rank*.log"):
+    for path in run.path.glob("logs/*/rank*.log"):
         if match := _RANK_LOG.fullmatch(path.name):
             yield LogFile(path, one_line(path.parent.name, 100), int(match[1]), path.stem)
 
 
 def _launcher_logs(run: RunFolder) -> Iterator[LogFile]:
-    if (run.path / "controller.log").is_file():
-        yield LogFile(run.path / "controller.log", "", None, "controller")
-    for pattern, name in (("logs/*/torchrun.log", "torchrun"), ("nodes/*/supervisor.log", "supervisor")):
+    for pattern in ("controller.log", "logs/*/torchrun.log", "nodes/*/supervisor.log"):
         for path in run.path.glob(pattern):
-            yield LogFile(path, one_line(path.parent.name, 100), None, name)
+            yield LogFile(path, one_line(path.parent.name, 100) if "/" in pattern else "", None, path.stem)

@@ -10,9 +10,9 @@ from typing import Any
 
 from burst_cli.plan.memory_check import MemoryCheck, with_remedies, world_topology
 from engine.config.errors import ConfigError
-from engine.config.settings import AttentionConfig, RunConfig
+from engine.config.settings import AttentionConfig, PresetName, RunConfig
 from engine.planning.memory.auto import settle_run
-from engine.planning.memory.capacity import Capacity, capacity_of, configured_device, find_hardware, predicted_fit
+from engine.planning.memory.capacity import capacity_of, configured_device, find_hardware, predicted_fit
 from engine.planning.memory.predictor import shared_predictor
 from engine.planning.methods.auto import Candidate as RankedMethod
 from engine.planning.methods.presets import PRESETS
@@ -70,13 +70,9 @@ class Plan:
         steps = self.config.train.steps
         hours = steps * self.step.seconds / 3600
         device_hours = hours * self.world.size
-        return {
-            "steps": steps,
-            "tokens": steps * self.step.tokens,
-            "hours": hours,
-            "device_hours": device_hours,
-            "cost": None if price is None else price * device_hours,
-        }
+        cost = None if price is None else price * device_hours
+        tokens = steps * self.step.tokens
+        return {"steps": steps, "tokens": tokens, "hours": hours, "device_hours": device_hours, "cost": cost}
 
     def to_dict(self, price: float | None = None) -> dict[str, Any]:
         """The document of `burst plan --json`."""
@@ -136,7 +132,9 @@ def plan_one(
         asked = compose([*overrides, *as_measured], config_dirs).config
     world = world_topology(asked)
     capacity = capacity_of(asked, world.local_ranks, device=device)
-    asked = _computing_on(asked, capacity)
+    on_cpu = asked.cluster.backend == "gloo" and not asked.cluster.ranks_share_device
+    if on_cpu != capacity.host_is_device:  # the backend is that of the ranks of such a device
+        asked = replace(asked, cluster=replace(asked.cluster, backend="gloo" if capacity.host_is_device else "auto"))
     if not has_memory and asked.memory.activation_checkpoint == "auto":
         asked = replace(asked, memory=replace(asked.memory, activation_checkpoint="none"))
     machine = (named or machine_of(asked, capacity.device_name)).shared_by(world.local_ranks)
@@ -144,32 +142,31 @@ def plan_one(
         shared_predictor().start()  # it loads torch meanwhile
     predict = shared_predictor().predict
     attention, choice = settle_run(asked, world, capacity, predict, machine)
-    step = predict_step(choice.config, world, machine)
-    plan = Plan(choice.config, world, machine, step, ranking=attention.candidates)
-    plan = replace(plan, as_measured=bool(as_measured))
+    memory, advice = None, None
     if has_memory:
         memory = MemoryCheck(choice.config, capacity, choice.prediction or predict(choice.config, world), choice)
-        plan = replace(plan, memory=with_remedies(memory, world, predict, machine))
+        memory = with_remedies(memory, world, predict, machine)
         if memory.fits:
-            plan = replace(plan, advice=Adviser(capacity, machine, predict).recommend(asked, choice.config, world))
-    return _with_presets(plan, asked.attention) if has_presets and plan.ranking else plan
+            advice = Adviser(capacity, machine, predict).recommend(asked, choice.config, world)
+    step = predict_step(choice.config, world, machine)
+    plan = Plan(choice.config, world, machine, step, memory, attention.candidates, (), bool(as_measured), advice)
+    if not has_presets or not plan.ranking:
+        return plan
+    return replace(plan, presets=tuple(_preset(name, plan, asked.attention) for name in PRESETS))
 
 
-def _with_presets(plan: Plan, attention: AttentionConfig) -> Plan:
-    """`plan` with every preset in the place of the one that auto chose; attention: as it was asked for."""
-    presets = []
-    for name in PRESETS:
-        config = replace(plan.config, attention=replace(attention, preset=name))
-        try:
-            found = Preset(name, predict_step(config, plan.world, plan.machine).seconds)
-            if plan.memory is not None and plan.memory.capacity is not None:
-                prediction = shared_predictor().predict(config, plan.world)
-                fits = predicted_fit(prediction, plan.memory.capacity).fits
-                found = replace(found, needed_bytes=prediction.needed_bytes, fits=fits)
-        except ConfigError as error:
-            found = Preset(name, problems=error.problems)
-        presets.append(found)
-    return replace(plan, presets=tuple(presets))
+def _preset(name: PresetName, plan: Plan, attention: AttentionConfig) -> Preset:
+    """The method of that name in the place of the one that auto chose; attention: as it was asked for."""
+    config = replace(plan.config, attention=replace(attention, preset=name))
+    try:
+        found = Preset(name, predict_step(config, plan.world, plan.machine).seconds)
+        if plan.memory is None or plan.memory.capacity is None:
+            return found
+        prediction = shared_predictor().predict(config, plan.world)
+        fits = predicted_fit(prediction, plan.memory.capacity).fits
+        return replace(found, needed_bytes=prediction.needed_bytes, fits=fits)
+    except ConfigError as error:
+        return Preset(name, problems=error.problems)
 
 
 def _ranks_as_measured(config: RunConfig, machine: Machine | None) -> list[str]:
@@ -177,14 +174,6 @@ def _ranks_as_measured(config: RunConfig, machine: Machine | None) -> list[str]:
     ranks = (machine or machine_of(config)).local_ranks
     is_said = config.cluster.ranks_per_node or config.cluster.topology_nodes or config.parallel.cp_size
     return [] if is_said or ranks is None else placement_overrides(ranks, None)
-
-
-def _computing_on(config: RunConfig, capacity: Capacity) -> RunConfig:
-    """The configuration with the backend that the ranks of such a device take."""
-    on_cpu = config.cluster.backend == "gloo" and not config.cluster.ranks_share_device
-    if on_cpu == capacity.host_is_device:
-        return config
-    return replace(config, cluster=replace(config.cluster, backend="gloo" if capacity.host_is_device else "auto"))
 
 
 def _is_number(text: str) -> bool:

@@ -74,12 +74,12 @@ def _ranks(plan: LaunchPlan) -> str:
 def _shown_files(plan: LaunchPlan) -> tuple[list[tuple[str, str]], int]:
     """(files in the order to show them, how many environments are left out). What stands above is no part of them."""
     files = [file for file in plan.files if file[0] not in (MEMORY_PLAN_FILE, PLAN_FILE)]
-    files.sort(key=lambda file: _rank(file[0]))
+    files.sort(key=lambda file: next((place for place, name in enumerate(_ORDER) if file[0].startswith(name)), 99))
     if runner_of(plan).takes_nodes:  # where no file is a script that shows it
         first = plan.nodes[0]
         files.insert(0, (f"command on {first.name}", shlex.join(first.argv)))
-    environments = [file for file in files if file[0].startswith("env/")]
-    left_out = environments[_MOST_ENVIRONMENTS:] if len(environments) > _MOST_ENVIRONMENTS + 1 else []
+    left_out = [file for file in files if file[0].startswith("env/")][_MOST_ENVIRONMENTS:]
+    left_out = left_out if len(left_out) > 1 else []
     return [file for file in files if file not in left_out], len(left_out)
 
 
@@ -92,7 +92,3 @@ def launch_notes(memory: MemoryCheck | None, warnings: Sequence[str] = (), notes
     for text in (*warnings, *told):
         said.append(f"warning: {text}\n", style="yellow")
     return said
-
-
-def _rank(name: str) -> int:
-    return next((index for index, start in enumerate(_ORDER) if name.startswith(start)), len(_ORDER))

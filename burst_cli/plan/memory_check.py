@@ -20,8 +20,6 @@ from engine.planning.time.machine import Machine, find_device, machine_of
 from engine.runs.oom import less_memory_text
 from engine.runs.records import json_text
 
-Place = Literal["device", "host"]
-
 MEMORY_PLAN_FILE = "memory_plan.json"
 _LARGEST = 3
 
@@ -117,8 +115,8 @@ class MemoryCheck:
             return "not predicted"
         if capacity is None:
             return binary_bytes(found.needed_bytes)
-        needed = found.needed_bytes + (found.host_peak_bytes if capacity.host_is_device else 0)
-        text = f"{binary_bytes(needed)} of {binary_bytes(capacity.device_bytes)} on {capacity.device_name}"
+        needed = binary_bytes(_on_device(found, capacity))
+        text = f"{needed} of {binary_bytes(capacity.device_bytes)} on {capacity.device_name}"
         if capacity.host_is_device or not found.host_peak_bytes:
             return text
         total = capacity.host_bytes_per_node
@@ -131,24 +129,22 @@ class MemoryCheck:
         found, capacity, fit = self.prediction, self.capacity, self.fit
         if found is None or capacity is None or fit is None or fit.fits:
             return []
-        on_cpu, ranks, told = capacity.host_is_device, capacity.local_ranks, []
+        told = []
         if not fit.device:
-            needs = found.needed_bytes + (found.host_peak_bytes if on_cpu else 0)
+            needs = _short(_on_device(found, capacity), capacity.device_bytes)
+            source = f"{capacity.device_name} ({capacity.device_source}), by the prediction"
+            most = f"most of it in phase {found.phase}. Largest: {_largest(found.components['device'])}"
+            told.append(f"does not fit: a rank needs {needs} of {source}; {most}. {self._help('device')}")
+        if not fit.host and not capacity.host_is_device and capacity.host_bytes_per_node is not None:
+            ranks, most = count_of("rank", capacity.local_ranks), _largest(found.components["host"])
+            needs = _short(found.host_peak_bytes * capacity.local_ranks, capacity.host_bytes_per_node)
+            source = f"host memory ({capacity.host_source}), by the prediction"
             told.append(
-                f"does not fit: a rank needs {_of(needs, capacity.device_bytes)} of {capacity.device_name} "
-                f"({capacity.device_source}), by the prediction; most of it in phase {found.phase}. "
-                f"Largest: {_largest(found.components['device'])}. {self._help('device')}"
-            )
-        if not fit.host and not on_cpu and capacity.host_bytes_per_node is not None:
-            needs = found.host_peak_bytes * ranks
-            told.append(
-                f"does not fit: {count_of('rank', ranks)} need {_of(needs, capacity.host_bytes_per_node)} "
-                f"of host memory ({capacity.host_source}), by the prediction. "
-                f"Largest, per rank: {_largest(found.components['host'])}. {self._help('host')}"
+                f"does not fit: {ranks} need {needs} of {source}. Largest, per rank: {most}. {self._help('host')}"
             )
         return told
 
-    def _help(self, place: Place) -> str:
+    def _help(self, place: Literal["device", "host"]) -> str:
         return f"What helps: {'; '.join(self.advice)}." if self.advice else less_memory_text(self.config, place)
 
     def to_dict(self) -> dict[str, Any]:
@@ -192,9 +188,8 @@ def check_memory(config: RunConfig, planner: MemoryPlanner, *, force: bool = Fal
     except RunError as error:
         unknown.append(str(error))
     warnings = tuple(f"not checked whether this run fits: {error}" for error in unknown)
-    check = with_remedies(
-        MemoryCheck(choice.config, capacity, prediction, choice, (), warnings), world, planner.predict
-    )
+    check = MemoryCheck(choice.config, capacity, prediction, choice, (), warnings)
+    check = with_remedies(check, world, planner.predict)
     if check.problems and not force:
         raise ConfigError([f"{problem} To start it all the same, add --force." for problem in check.problems])
     return replace(check, step=planner.predict_time(check.config))
@@ -212,13 +207,14 @@ def with_remedies(check: MemoryCheck, world: Topology, predict: Predict, machine
 
 def world_topology(config: RunConfig) -> Topology:
     """Where all ranks of the run lie. Raises ConfigError while their number is unknown."""
-    cp_size, nodes = known_cp_size(config.parallel, config.cluster.world_size), config.cluster.topology_groups
+    parallel, nodes = config.parallel, config.cluster.topology_groups
+    cp_size = known_cp_size(parallel, config.cluster.world_size)
     if cp_size is None:
         raise ConfigError(
             "the number of ranks is unknown: cluster.ranks_per_node is null, which means one per GPU of the machine "
             "that trains; add --ranks N (and --nodes M), such as --ranks 16 --nodes 2"
         )
-    world_size = cp_size * _model_copies(config)
+    world_size = cp_size * parallel.dp_replicate_size * parallel.dp_shard_size * parallel.tp_size
     if world_size % nodes:
         raise ConfigError(f"cluster.topology_nodes: {nodes} nodes cannot share {world_size} ranks evenly; see --nodes")
     return Topology(nodes, world_size // nodes)
@@ -229,18 +225,17 @@ def group_topology(config: RunConfig) -> Topology:
     return sequence_topology(config, world_topology(config))
 
 
-def _model_copies(config: RunConfig) -> int:
-    """Ranks of the world for every rank that shares a given sequence."""
-    parallel = config.parallel
-    return parallel.dp_replicate_size * parallel.dp_shard_size * parallel.tp_size
-
-
 def with_memory(plan: LaunchPlan, memory: MemoryCheck) -> LaunchPlan:
     """`plan` with memory_plan.json among its files."""
     return replace(plan, files=(*plan.files, (MEMORY_PLAN_FILE, json_text(memory.to_dict()))))
 
 
-def _of(needs: int, has: int) -> str:
+def _on_device(found: MemoryPrediction, capacity: Capacity) -> int:
+    """Bytes that a rank takes of what the device has; on a CPU with those of its stores."""
+    return found.needed_bytes + (found.host_peak_bytes if capacity.host_is_device else 0)
+
+
+def _short(needs: int, has: int) -> str:
     return f"{binary_bytes(needs)}, {binary_bytes(needs - has)} more than the {binary_bytes(has)}"
 
 

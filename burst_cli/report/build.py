@@ -6,7 +6,7 @@ Reads run.json, summary.json and provenance.json of every run, the rest if asked
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,33 +24,17 @@ from engine.runs.folder import RunFolder
 
 
 @dataclass(frozen=True)
-class Group:
-    """Runs that may be compared: same experiment, model, number of ranks and hardware."""
-
-    exp: str
-    model: str | None
-    world_size: str | None
-    hardware: str | None
-    records: tuple[Record, ...]
-
-    @property
-    def title(self) -> str:
-        """One line, such as `llama7b_1m · 7b · 32 × NVIDIA H100`."""
-        devices = f"{self.world_size or '?'} × {self.hardware or 'unknown hardware'}"
-        model = self.model if self.model != self.exp else None
-        return " · ".join(part for part in (self.exp, model, devices) if part)
-
-
-@dataclass(frozen=True)
 class Report:
     """runs_dir: where it looked; warnings: sentences about damaged or lost runs and the like.
 
-    sweep: {id, path, states: how many cells are in which state, cells}; empty unless it is of one.
+    groups: runs that may be compared, because experiment, model, number of ranks and hardware are the same, each group
+    with a title such as `llama7b_1m · 7b · 32 × NVIDIA H100`. sweep: {id, path, states: how many cells are in which
+    state, cells}; empty unless it is of one.
     """
 
     runs_dir: Path
     records: tuple[Record, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[tuple[str, list[Record]], ...]
     sweep: Mapping[str, Any] = field(default_factory=dict)
     comparison: Comparison | None = None
     warnings: tuple[str, ...] = ()
@@ -100,20 +84,20 @@ def build_report(
     return Report(
         runs_dir=runs_dir,
         records=tuple(records),
-        groups=_groups(records),
+        groups=tuple(_groups(records)),
         sweep=found,
         comparison=compare(*with_hardware([read_record(run) for run in sides])) if sides else None,
         warnings=tuple(_warnings(records)),
     )
 
 
-def _groups(records: Iterable[Record]) -> tuple[Group, ...]:
+def _groups(records: Iterable[Record]) -> Iterator[tuple[str, list[Record]]]:
     """Groups in the order of their first runs, which keep their order."""
     names = ("exp", "model", "world_size", "hardware")
     found = grouped((tuple(text(record, name) for name in names), record) for record in records)
-    return tuple(
-        Group(exp or "?", model, ranks, hardware, tuple(rows)) for (exp, model, ranks, hardware), rows in found.items()
-    )
+    for (exp, model, ranks, hardware), rows in found.items():
+        devices = f"{ranks or '?'} × {hardware or 'unknown hardware'}"
+        yield " · ".join(filter(None, dict.fromkeys((exp or "?", model, devices)))), rows
 
 
 def _read_sweep(runs_dir: Path, name: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -90,10 +90,6 @@ def _commit(record: Record) -> str:
     return DASH if sha is None else f"{sha[:10]}{' + changes' if record.get('dirty') else ''}"
 
 
-def _started(record: Record) -> str:
-    return (text(record, "started_at") or DASH)[:16].replace("T", " ")
-
-
 def _versions(record: Record) -> str:
     return ", ".join(one_line(f"{name} {value}") for name, value in table(record, "versions").items()) or DASH
 
@@ -105,7 +101,9 @@ def _rounded(value: float | None) -> str:
 _SPEED = "tokens_per_s_per_device"
 _RUN = Column("run", "run", reads=run_name, rank=0)
 _COMMIT = Column("git_sha", "commit", reads=_commit, rank=16)
-_STARTED = Column("started_at", "started (UTC)", reads=_started)
+_STARTED = Column(
+    "started_at", "started (UTC)", reads=lambda record: (text(record, "started_at") or DASH)[:16].replace("T", " ")
+)
 COLUMNS = (
     _RUN,
     Column("cell_values", "swept", rank=0),

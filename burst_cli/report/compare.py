@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shlex
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ SIGNIFICANT = 0.05
 STEP_METRICS = ("tokens_per_s_per_device", "step_time_s", "mfu")  # of single steps; a run has one each of the others
 RUN_METRICS = ("peak_memory_bytes", "peak_tensor_bytes", "final_validation_loss")
 LOSS = "loss, last quarter"
+HEADINGS = ("figure", "A", "B", "B against A", "95% interval", "p", "verdict")
 NOTES = (
     "Interval and p: circular block bootstrap of the medians of the steps after warm-up; of losses, of the mean "
     "difference at the same steps. It tells whether the steps of these two runs differ: how much a run differs from "
@@ -48,7 +48,7 @@ class Difference:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The row of a comparison."""
+        """The row of a comparison, below HEADINGS."""
         column = BY_KEY.get(self.metric)
         show = column.show if column is not None else plain
         if show is None or show is count:
@@ -77,64 +77,45 @@ class Comparison:
             "warnings": list(self.warnings),
         }
 
-    @property
-    def rows(self) -> list[tuple[str, ...]]:
-        """Headings, then a row per figure."""
-        headings = ("figure", "A", "B", "B against A", "95% interval", "p", "verdict")
-        return [headings, *(one.cells for one in self.differences)]
-
 
 def compare(a: Record, b: Record) -> Comparison:
     """The comparison of two runs; reads their metrics.jsonl. Raises ConfigError for the same one."""
     if a["path"] == b["path"]:
         raise ConfigError(f"--compare: A and B both mean {run_name(a)}")
     one_peak = share_a_peak([a, b])
-    rows = _measured(a), _measured(b)
-    differences = [_step_difference(name, *rows) for name in STEP_METRICS if one_peak or name not in PEAK_FIGURES]
-    differences.append(_loss_difference(*rows))
-    differences += [_difference(name, number(a, name), number(b, name), None) for name in RUN_METRICS]
-    shown = tuple(one for one in differences if one.a is not None or one.b is not None)
-    return Comparison(a, b, shown, tuple(_warnings(a, b, one_peak=one_peak)))
+    rows = [run_rows(Path(one["path"]))[whole(one, "warmup_metric_steps") or 0 :] for one in (a, b)]
+    differences = list(_step_differences(rows, (n for n in STEP_METRICS if one_peak or n not in PEAK_FIGURES)))
+    for name in RUN_METRICS:
+        first, second = number(a, name), number(b, name)
+        if first is not None and second is not None:
+            change = (second - first) / first if first else None
+            differences.append(Difference(name, first, second, change, verdict="one value per side: not tested"))
+        elif first is not None or second is not None:
+            differences.append(Difference(name, first, second))
+    return Comparison(a, b, tuple(differences), tuple(_warnings(a, b, one_peak=one_peak)))
 
 
-def _measured(record: Record) -> Sequence[Record]:
-    """The rows after warm-up."""
-    return run_rows(Path(record["path"]))[whole(record, "warmup_metric_steps") or 0 :]
+def _step_differences(sides: Sequence[Sequence[Record]], names: Iterable[str]) -> Iterator[Difference]:
+    """Of medians over the steps; of losses the mean at the same steps, over the last quarter of those that both have,
+    because their noise is mostly the data's. sides: the rows of each after warm-up."""
+    from burst_cli.report.bootstrap import LEAST_STEPS, compare_paired, compare_steps
 
-
-def _step_difference(metric: str, a: Sequence[Record], b: Sequence[Record]) -> Difference:
-    from burst_cli.report.bootstrap import compare_steps
-
-    first, second = ([value for _, value in series(rows, metric)] for rows in (a, b))
-    if not first or not second:
-        return _difference(metric, None, None, None)
-    test = partial(compare_steps, first, second)
-    return _difference(metric, statistics.median(first), statistics.median(second), test)
-
-
-def _loss_difference(a: Sequence[Record], b: Sequence[Record]) -> Difference:
-    """Losses at the same steps, over the last quarter of those that both have: their noise is mostly the data's."""
-    from burst_cli.report.bootstrap import LEAST_STEPS, compare_paired
-
-    curves = dict(series(a, "loss")), dict(series(b, "loss"))
+    for name in names:
+        first, second = ([value for _, value in series(rows, name)] for rows in sides)
+        if first and second:
+            test = compare_steps(first, second)
+            yield _difference(name, statistics.median(first), statistics.median(second), test)
+    curves = [dict(series(rows, "loss")) for rows in sides]
     common = sorted(curves[0].keys() & curves[1].keys())
-    last = common[-max(len(common) // 4, LEAST_STEPS) :]
-    first, second = ([curve[step] for step in last] for curve in curves)
-    if not common:
-        return _difference(LOSS, None, None, None)
-    return _difference(LOSS, statistics.fmean(first), statistics.fmean(second), partial(compare_paired, first, second))
+    if last := common[-max(len(common) // 4, LEAST_STEPS) :]:
+        first, second = ([curve[step] for step in last] for curve in curves)
+        yield _difference(LOSS, statistics.fmean(first), statistics.fmean(second), compare_paired(first, second))
 
 
-def _difference(
-    metric: str, a: float | None, b: float | None, test: Callable[[], Estimate | None] | None
-) -> Difference:
-    if a is None or b is None:
-        return Difference(metric, a, b)
+def _difference(metric: str, a: float, b: float, found: Estimate | None) -> Difference:
     change = (b - a) / a if a else None
-    found = test() if test is not None else None
     if found is None:
-        words = "one value per side: not tested" if test is None else "too few steps to tell"
-        return Difference(metric, a, b, change, verdict=words)
+        return Difference(metric, a, b, change, verdict="too few steps to tell")
     if a == b and found.low == found.high == 0:
         return Difference(metric, a, b, change, 0.0, 0.0, 1.0, "equal")
     low, high = (found.low / abs(a), found.high / abs(a)) if a else (None, None)

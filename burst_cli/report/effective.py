@@ -46,13 +46,10 @@ def effective_time(run: RunFolder) -> dict[str, Any]:
         attempts = []
     if not attempts:
         return dict.fromkeys(EFFECTIVE_KEYS)
-    seconds = _shares(attempts)
-    fraction = seconds["productive"] / seconds["wall"] if seconds["wall"] else None
-    return {
-        "attempts": len(attempts),
-        "effective_fraction": fraction,
-        **{f"{key}_s": seconds[key] for key in _SHARES},
-    }
+    shares = _shares(attempts)
+    fraction = shares["productive"] / shares["wall"] if shares["wall"] else None
+    values = (len(attempts), fraction, *(shares[name] for name in _SHARES))
+    return dict(zip(EFFECTIVE_KEYS, values, strict=True))
 
 
 def _shares(attempts: Sequence[_Attempt]) -> dict[str, float]:

@@ -118,28 +118,21 @@ def style_numbers(records: Iterable[Record]) -> dict[str, int]:
 def group_panels(records: Sequence[Record], styles: Mapping[str, int]) -> Iterator[Panel]:
     """The panels that compare methods and lengths; none when there is nothing to compare."""
     known = [(m, n, r) for r in records if (m := method_of(r)) is not None and (n := whole(r, "seq_len")) is not None]
-    cells = grouped(((method, length), record) for method, length, record in known)
+    cells = sorted(grouped(((method, length), record) for method, length, record in known).items())
     if len(cells) < 2:
         return
-    lost = tuple((m, styles[m], n) for (m, n), runs in sorted(cells.items()) if any(r["status"] == "oom" for r in runs))
+    lost = tuple((method, styles[method], n) for (method, n), runs in cells if any(r["status"] == "oom" for r in runs))
     for key, label, factor in _FIGURES:
-        if key in PEAK_FIGURES and not share_a_peak(records):
-            continue
-        points = grouped(
+        points = [
             (method, Point(length, *(factor * value for value in found)))
-            for (method, length), runs in sorted(cells.items())
+            for (method, length), runs in cells
             if (found := pooled(runs, key)) is not None
-        )
-        lines = tuple(Line(method, styles[method], tuple(own)) for method, own in points.items())
-        if lines:
+        ]
+        if points and (key not in PEAK_FIGURES or share_a_peak(records)):
             title = label[0].upper() + label[1:]
-            yield Panel("lengths", title, "sequence length (tokens)", label, lines, lost)
-    yield from _predictions(records, styles)
-
-
-def _predictions(records: Iterable[Record], styles: Mapping[str, int]) -> Iterator[Panel]:
-    """Predicted against measured peak; on a CPU what was measured is live tensors, on CUDA the allocator's peak."""
-    points: list[tuple[str, Point]] = []
+            yield Panel("lengths", title, "sequence length (tokens)", label, _lines(points, styles), lost)
+    # Of peaks: on a CPU live tensors were measured, on CUDA the allocator's peak.
+    points = []
     for record in records:
         method, predicted = method_of(record), number(record, "predicted_peak_bytes")
         measured = number(record, "peak_tensor_bytes") or number(record, "peak_memory_bytes")
@@ -148,8 +141,13 @@ def _predictions(records: Iterable[Record], styles: Mapping[str, int]) -> Iterat
     ratios = [100 * (point.x / point.y - 1) for _, point in points]
     if len(ratios) > 1:
         title = f"Memory predictions are {min(ratios):+.0f}% to {max(ratios):+.0f}% off what was measured"
-        lines = tuple(Line(name, styles[name], tuple(own)) for name, own in sorted(grouped(points).items()))
+        lines = _lines(sorted(points, key=lambda point: point[0]), styles)
         yield Panel("predictions", title, "predicted peak (GiB)", "measured peak (GiB)", lines)
+
+
+def _lines(points: Iterable[tuple[str, Point]], styles: Mapping[str, int]) -> tuple[Line, ...]:
+    """A line per method."""
+    return tuple(Line(method, styles[method], tuple(own)) for method, own in grouped(points).items())
 
 
 def run_panels(records: Iterable[Record]) -> Iterator[Panel]:
@@ -157,28 +155,31 @@ def run_panels(records: Iterable[Record]) -> Iterator[Panel]:
 
     records: the oldest first.
     """
-    newest: dict[tuple[str, str], Record] = {}
+    newest: dict[str, Record] = {}
     for record in records:
         if record.get("path") is not None and record.get("steps"):
             length = whole(record, "seq_len")
-            key = method_of(record) or "?", tokens(length) if length else "?"
-            newest.pop(key, None)
-            newest[key] = record
+            name = f"{method_of(record) or '?'} {tokens(length) if length else '?'}"
+            newest.pop(name, None)
+            newest[name] = record
     chosen = list(newest.items())[-_MOST_CURVES:]
-    rows = [(" ".join(key), run_rows(Path(record["path"]))) for key, record in chosen]
-    for metric, label in (("loss", "training loss"), ("step_time_s", "step time (s)")):
-        lines = tuple(_curves((name, series(run, metric)) for name, run in rows))
-        if lines:
-            yield Panel("steps", label[0].upper() + label[1:], "optimizer step", label, lines)
+    rows = [(name, run_rows(Path(record["path"]))) for name, record in chosen]
+    yield from _steps_panel("Training loss", "training loss", ((name, series(run, "loss")) for name, run in rows))
+    yield from _steps_panel(
+        "Step time (s)", "step time (s)", ((name, series(run, "step_time_s")) for name, run in rows)
+    )
 
 
 def comparison_panels(comparison: Comparison) -> Iterator[Panel]:
     """The losses of both sides of a comparison over each other, B dashed."""
     sides = (("A", comparison.a), ("B", comparison.b))
     named = ((f"{side} {run_name(record)}", series(run_rows(Path(record["path"])), "loss")) for side, record in sides)
-    lines = tuple(_curves(named))
-    if lines:
-        yield Panel("steps", "Training loss of both sides", "optimizer step", "training loss", lines)
+    yield from _steps_panel("Training loss of both sides", "training loss", named)
+
+
+def _steps_panel(title: str, label: str, named: Iterable[tuple[str, Sequence[tuple[int, float]]]]) -> Iterator[Panel]:
+    if lines := tuple(_curves(named)):
+        yield Panel("steps", title, "optimizer step", label, lines)
 
 
 def _curves(named: Iterable[tuple[str, Sequence[tuple[int, float]]]]) -> Iterator[Line]:

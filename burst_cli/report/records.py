@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from burst_cli.figures import grouped
 from burst_cli.runs.read import read_table, run_record
@@ -18,14 +18,6 @@ Record = Mapping[str, Any]
 PEAK_FIGURES = ("mfu", "mfu_full_attention", "hfu")
 _SAME_PEAK = 1.01
 _VERSIONS = ("burst-train", "torch", "python", "flash-attn", "triton")
-
-
-class Pooled(NamedTuple):
-    """One figure of runs that are alike."""
-
-    middle: float
-    low: float
-    high: float
 
 
 # --- values of a record -----------------------------------------------------------------------------------------------
@@ -57,20 +49,17 @@ def tokens(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def pooled(records: Iterable[Record], name: str) -> Pooled | None:
+def pooled(records: Iterable[Record], name: str) -> tuple[float, float, float] | None:
     """The median of the completed runs' figures and the widest of their quartiles; None where none has the figure."""
     runs = [r for r in records if r.get("status") == "completed" and number(r, name) is not None]
-    if not runs:
+    middles, lows, highs = (
+        [value for run in runs if (value := number(run, f"{name}{end}")) is not None] for end in ("", "_p25", "_p75")
+    )
+    if not middles:
         return None
-
-    def figures(key: str) -> list[float]:
-        return [value for run in runs if (value := number(run, key)) is not None]
-
-    middles = figures(name)
     middle = statistics.median(middles)
-    low, high = figures(f"{name}_p25") or middles, figures(f"{name}_p75") or middles
     # A damaged summary may have quartiles on one side of its median, which no bar can show.
-    return Pooled(middle, min(middle, *low), max(middle, *high))
+    return middle, min(middle, *(lows or middles)), max(middle, *(highs or middles))
 
 
 def share_a_peak(records: Iterable[Record]) -> bool:

@@ -7,7 +7,7 @@ import io
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
@@ -28,8 +28,9 @@ from burst_cli.report.plots import Panel, comparison_panels, group_panels, panel
 from burst_cli.report.records import Record, run_name, status_of
 from burst_cli.runs.read import is_evaluation
 from burst_cli.tables import Column as TableColumn
-from burst_cli.tables import fitted_table, is_too_wide, listing
+from burst_cli.tables import fitted_table, listing
 from cluster.remote_text import one_line
+from cluster.values import text as text_of
 from engine.config.errors import ConfigError
 
 MOST_PANELS = 30  # a page with more is neither read nor quick
@@ -68,11 +69,11 @@ def check_is_ours(path: Path) -> None:
 
 
 class Grid(NamedTuple):
-    """A table. numbers: which columns stand right; ranks: of the columns where not all have room, none: all stay."""
+    """A table. numbers: headings whose columns stand right; ranks: of columns that may have no room, none: all stay."""
 
     headings: Sequence[str]
     rows: Sequence[Sequence[str]]
-    numbers: Sequence[bool]
+    numbers: Collection[str]
     ranks: Sequence[int] = ()
 
 
@@ -94,12 +95,8 @@ def _runs_grid(columns: Sequence[Column], records: Sequence[Record]) -> Grid:
     """A run per row, with the columns that any of them fills."""
     chosen = filled(columns, records)
     rows = [[column.cell(record) for column in chosen] for record in records]
-    numbers = [column.show is not None for column in chosen]
+    numbers = {column.heading for column in chosen if column.show is not None}
     return Grid([column.heading for column in chosen], rows, numbers, [column.rank for column in chosen])
-
-
-def _plain_grid(table: Sequence[Sequence[str]], *, is_number: bool) -> Grid:
-    return Grid(table[0], table[1:], [is_number] * len(table[0]))
 
 
 def parts_of(report: Report, *, is_page: bool = False) -> Iterator[Part]:
@@ -107,19 +104,18 @@ def parts_of(report: Report, *, is_page: bool = False) -> Iterator[Part]:
     if report.sweep:
         yield Part(report.sweep_line)
     styles = style_numbers(report.records)
-    for group in report.groups:
-        records = group.records
+    for title, records in report.groups:
         panels = itertools.chain(group_panels(records, styles), run_panels(records))
-        yield Part(group.title, [_runs_grid(COLUMNS, records)], panels=panels)
+        yield Part(title, [_runs_grid(COLUMNS, records)], panels=panels)
         for record in [record for record in records if is_evaluation(record)][-_MOST_EVALUATIONS:]:
-            grids = [_plain_grid(table, is_number=True) for table in evaluation_tables(record)]
+            grids = [Grid(headings, rows, headings) for headings, *rows in evaluation_tables(record)]
             yield Part(run_name(record), grids, evaluation_lines(record), is_aside=True)
         if is_page:
             yield Part("Where these runs come from", [_runs_grid(PROVENANCE, records)], is_aside=True)
     if (found := report.comparison) is not None:
-        grids = [_plain_grid(found.rows, is_number=False)]
+        grid = Grid(compare.HEADINGS, [one.cells for one in found.differences], ())
         sides = f"A = {run_name(found.a)}, B = {run_name(found.b)}"
-        yield Part(sides, grids, compare.NOTES, found.warnings, comparison_panels(found))
+        yield Part(sides, [grid], compare.NOTES, found.warnings, comparison_panels(found))
     yield Part("How to read this", notes=notes_for(report.records))
 
 
@@ -131,32 +127,32 @@ def report_view(report: Report, width: int) -> RenderableType:
     if not report.records and not report.sweep:
         text = f"No runs in {report.runs_dir.absolute()}. Start one with `burst launch exp=tiny`."
         return Text(text, no_wrap=True, overflow="ignore")
-    return Group(*_lines(report, width))
-
-
-def _lines(report: Report, width: int) -> Iterator[RenderableType]:
+    lines: list[RenderableType] = []
     for part in parts_of(report):
-        yield from [Text(f"\n{part.title}", style="bold")] if part.title else []
-        yield from (_shown(grid, width) for grid in part.grids)
-        yield from (Text(line, style="dim") for line in part.notes)
-        yield from (Text(f"warning: {warning}", style="yellow") for warning in part.warnings)
+        lines += [Text(f"\n{part.title}", style="bold")] if part.title else []
+        lines += [_shown(grid, width) for grid in part.grids]
+        lines += [Text(line, style="dim") for line in part.notes]
+        lines += [Text(f"warning: {warning}", style="yellow") for warning in part.warnings]
+    return Group(*lines)
 
 
 def _shown(grid: Grid, width: int) -> RenderableType:
     """A single run as a list of its figures; of several the columns that matter most, where not all have room."""
     if not grid.ranks:
-        numbers = [heading for heading, is_number in zip(grid.headings, grid.numbers, strict=True) if is_number]
-        return listing(grid.headings, grid.rows, numbers)
+        return listing(grid.headings, grid.rows, grid.numbers)
     if len(grid.rows) == 1:
         (name, *headings), (run, *cells) = grid.headings, grid.rows[0]
         return listing((name, run), list(zip(headings, cells, strict=True)))
     # Headings word below word, and runs by their last digits, which every verb takes for them.
-    titles = ["\n".join(re.split(r" |(?<=-)", heading)) for heading in grid.headings]
-    columns = [TableColumn(*told) for told in zip(titles, grid.ranks, grid.numbers, strict=True)]
+    columns = [
+        TableColumn("\n".join(re.split(r" |(?<=-)", heading)), rank, heading in grid.numbers)
+        for heading, rank in zip(grid.headings, grid.ranks, strict=True)
+    ]
     rows, notes = [list(map(Text, row)) for row in grid.rows], [Text()] * len(grid.rows)
-    table = fitted_table(columns, rows, notes, width, short=[_RUN_ID.sub(r"\1", row[0]) for row in grid.rows])
+    short = [_RUN_ID.sub(r"\1", row[0]) for row in grid.rows]
+    table, is_whole = fitted_table(columns, rows, notes, width, short=short)
     more = "Where columns have no room: --output report.html has all, report.csv every figure."
-    return Group(table, Text(more, style="dim")) if is_too_wide(columns, rows, notes, width) else table
+    return table if is_whole else Group(table, Text(more, style="dim"))
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -196,7 +192,7 @@ def report_page(report: Report) -> tuple[str, int]:
         drawn += len(figures)
         parts.append((part, figures))
     full = f"No more than {most} plots are drawn; name fewer runs to see others" if drawn == most else None
-    names = list(dict.fromkeys(group.exp for group in report.groups))
+    names = list(dict.fromkeys(text_of(record, "exp") or "?" for record in report.records))
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.globals["count_of"] = count_of

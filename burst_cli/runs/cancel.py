@@ -40,7 +40,7 @@ def cancel(
     all_runs: Annotated[bool, typer.Option("--all", help="Every run that has not ended.")] = False,
     runs_dir: RunsDirOption = RUNS_DIR,
     as_json: JsonOption = False,
-) -> None:
+) -> int:
     """Stop runs and wait for their end: ranks are asked first and killed after 12 s (longer where
     they save a checkpoint first: train.checkpoint.stop_grace_s), with --now at once.
 
@@ -58,12 +58,9 @@ def cancel(
     with stop.listening(), ThreadPoolExecutor(_AT_ONCE) as pool:
         results = list(pool.map(lambda one: _cancel(one, stop, now=now), chosen))
     code = max((result.exit_code for result in results), default=0)
-    if as_json:
-        render.emit_json({"runs": [result.to_dict() for result in results], "exit_code": code})
-    else:
-        lines = [result.text for result in results] or [Text("All runs have ended.")]
-        render.stdout().print(Text("\n").join(lines), soft_wrap=True)
-    raise typer.Exit(code)
+    document = {"runs": [result.to_dict() for result in results], "exit_code": code}
+    render.show(document, *[result.text for result in results] or [Text("All runs have ended.")], as_json=as_json)
+    return code
 
 
 @dataclass(frozen=True)

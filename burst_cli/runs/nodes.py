@@ -162,7 +162,7 @@ def nodes_table(rows: Sequence[NodeRow], width: int) -> Table:
     folded = fold_rows(rows)
     cells = [_cells(row, max(8, width // 4)) for row in folded]
     notes = [Text("; ".join(row.notes), style=_STYLES[row.mark]) for row in folded]
-    return fitted_table(_COLUMNS, cells, notes, width, notes_room=width // 2)
+    return fitted_table(_COLUMNS, cells, notes, width, notes_room=width // 2)[0]
 
 
 def _cells(row: NodeRow, room: int) -> list[Text]:

@@ -88,7 +88,7 @@ def runs_table(entries: Sequence[tuple[RunFolder, RunState]], width: int) -> Tab
     reasons = (seen.problem or failure_line(seen.document.get("failure")) for _, seen in entries)
     notes = [Text(reason, style="dim") for reason in reasons]
     short = [f"{run.exp}/{run.run_id[-6:]}" for run, _ in entries]
-    return fitted_table(_COLUMNS, [_cells(*entry) for entry in entries], notes, width, short=short)
+    return fitted_table(_COLUMNS, [_cells(*entry) for entry in entries], notes, width, short=short)[0]
 
 
 def _cells(run: RunFolder, seen: RunState) -> list[Text]:

@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,96 +22,69 @@ ROOT = Path(__file__).resolve().parents[2]
 HELP_LIMIT_S = 0.4
 
 
-def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, timeout=200
-    )
+CALL = "import sys; from burst_cli.app import main; main({}); print('\\n' + ' '.join(sys.modules))"
 
 
-def modules_after(*argv: str) -> set[str]:
-    """Top-level modules that one call of `burst` imported."""
-    code = f"import sys; from burst_cli.app import main; main({list(argv)!r}); print('\\n' + ' '.join(sys.modules))"
-    return {name.partition(".")[0] for name in python(code).stdout.splitlines()[-1].split()}
+def python(code: str, **environment: str) -> str:
+    """What a Python of its own prints."""
+    command, variables = [sys.executable, "-c", code], {**os.environ, **environment}
+    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=variables, timeout=200)
+    return run.stdout
 
 
-def test_help_lists_every_verb_with_its_line(burst) -> None:
-    result = burst("--help")
-    assert result.code == 0
-    for verb in VERBS:
-        assert verb.name in result.out
-        assert verb.help in result.out
-    assert "<bool>" not in result.out
+def test_help_lists_every_verb_with_its_line_and_is_shown_where_no_verb_is_typed(burst) -> None:
+    said = burst("--help")
+    assert (said.code, [verb for verb in VERBS if verb.name not in said.out or verb.help not in said.out]) == (0, [])
+    bare = burst()
+    assert (bare.code, "Usage: burst" in bare.out) == (2, True)
+    for verb in ("env", "image", "hosts", "checkpoint", "data", "bench", "testbed"):
+        alone = burst(verb)
+        assert (alone.code, alone.err, f"Usage: burst {verb} [OPTIONS] COMMAND" in alone.out) == (2, "", True)
+    assert "Variants take turns in every round" in burst("bench", "--help").out  # holds of all its parts
 
 
-def test_no_verb_shows_the_help_and_is_a_usage_error(burst) -> None:
-    result = burst()
-    assert result.code == 2
-    assert "Usage: burst" in result.out
-
-
-@pytest.mark.parametrize("verb", ["env", "image", "hosts", "checkpoint", "data", "bench", "testbed"])
-def test_verb_with_parts_alone_shows_its_help(burst, verb: str) -> None:
-    result = burst(verb)
-    assert (result.code, result.err) == (2, "")
-    assert f"Usage: burst {verb} [OPTIONS] COMMAND" in result.out
-    assert "<bool>" not in burst("hosts", "trust", "--help").out  # also of parts
-
-
-def test_a_verb_with_parts_says_what_holds_of_all_of_them(burst) -> None:
-    assert "Variants take turns in every round" in burst("bench", "--help").out
-
-
-@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
-def test_every_verb_explains_itself(burst, verb) -> None:
-    result = burst(verb.name, "--help")
-    assert result.code == 0
-    assert f"Usage: burst {verb.name}" in result.out
+@pytest.mark.parametrize("words", [*(verb.name for verb in VERBS), "hosts trust"])
+def test_every_verb_explains_itself(burst, words: str) -> None:
+    result = burst(*words.split(), "--help")
+    assert (result.code, f"Usage: burst {words}" in result.out) == (0, True)
     assert "<bool>" not in result.out  # `--json true` would be refused
 
 
-@pytest.mark.parametrize("columns", ["80", "120"])
-def test_help_fills_its_lines_whatever_the_width_and_leaves_examples_alone(columns) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "burst_cli", "launch", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-        timeout=200,
-        env={**os.environ, "COLUMNS": columns},
-    )
-    lines = [line.strip() for line in result.stdout.splitlines()]
+@pytest.mark.parametrize("columns", [80, 120])
+def test_help_fills_its_lines_whatever_the_width_and_leaves_examples_alone(columns: int) -> None:
+    lines = [line.strip() for line in python(COLUMNS=str(columns), code=CALL.format(["launch", "--help"])).splitlines()]
     start = next(number for number, line in enumerate(lines) if line.startswith("Without nodes"))
     paragraph = lines[start : lines.index("", start)]
-    assert all(
-        len(f"{line} {following.split()[0]}") > int(columns) - 2 for line, following in itertools.pairwise(paragraph)
-    )
+    fills = [len(f"{line} {after.split()[0]}") > columns - 2 for line, after in itertools.pairwise(paragraph)]
+    assert all(fills)
     assert "burst launch exp=tiny train.steps=20" in lines
 
 
 def test_version_is_that_of_the_package(burst) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert burst("--version").out == f"burst {__version__}\n"
-    assert __version__ == project["version"]
+    assert (burst("--version").out, __version__) == (f"burst {__version__}\n", project["version"])
 
 
 @pytest.mark.parametrize(
-    ("argv", "heavy"),
+    ("words", "heavy", "shown"),
     [
-        (("--help",), {"torch", "numpy", "hydra", "omegaconf", "tokenizers", "paramiko"}),
-        *((("config", flag), {"torch", "numpy", "hydra", "omegaconf"}) for flag in ("--groups", "--fields")),
-        (("config",), {"torch"}),
-        (("env", "check", "-h"), {"paramiko"}),
-        (("report",), {"torch", "hydra", "omegaconf"}),
-        (("data", "prepare", "data=text", "data.paths=[README.md]", "data.bpe_vocab_size=300"), {"torch"}),
+        ("--help", "torch numpy hydra omegaconf tokenizers paramiko", "Usage: burst"),
+        ("config --groups", "torch numpy hydra omegaconf", "tiny"),
+        ("config --fields", "torch numpy hydra omegaconf", "train.seq_len"),
+        ("config", "torch", "exp: tiny"),
+        ("env check -h", "paramiko", "Usage: burst env check"),
+        ("report", "torch hydra omegaconf", "No runs in"),
+        ("plan exp=tiny --device cpu --memory-by none", "torch matplotlib", "memory  not predicted"),
+        ("data prepare data=text data.paths=[README.md] data.bpe_vocab_size=300", "torch", "vocabulary of 300"),
+        ("", "torch hydra omegaconf numpy", '"exp=tiny"'),  # a shell asks what `burst launch exp=ti` may become
     ],
 )
-def test_a_verb_imports_nothing_heavy_that_it_does_not_need(
-    argv: tuple[str, ...], heavy: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("BURST_CACHE_DIR", str(tmp_path))
-    assert modules_after(*argv).isdisjoint(heavy)
-    assert ("data" in argv) == any(tmp_path.glob("data/*/prepared.json"))
+def test_a_verb_imports_nothing_heavy_that_it_does_not_need(words: str, heavy: str, shown: str, tmp_path: Path) -> None:
+    more = {"BURST_CACHE_DIR": str(tmp_path)}
+    more |= {} if words else {"_BURST_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "burst launch exp=ti"}
+    *lines, modules = python(CALL.format(words.split()), **more).splitlines()
+    assert {name.partition(".")[0] for name in modules.split()}.isdisjoint(heavy.split())
+    assert shown in "\n".join(lines)
 
 
 def test_help_appears_at_once() -> None:
@@ -124,12 +98,22 @@ def test_help_appears_at_once() -> None:
     assert min(seconds() for _ in range(5)) < HELP_LIMIT_S
 
 
-def test_error_with_json_is_the_one_document_on_stdout(burst) -> None:
-    result = burst("config", "--json", "train.seqlen=1", "train.steps=x")
+@pytest.mark.parametrize(
+    ("words", "kind", "problems"),
+    [
+        (
+            "config --json train.seqlen=1 train.steps=x",
+            "ConfigError",
+            ["train.seqlen: no such", "train.steps: expected"],
+        ),
+        ("report -z --json", "NoSuchOption", ["No such option: -z. See `burst report --help`."]),
+    ],
+)
+def test_error_with_json_is_the_one_document_on_stdout(burst, words: str, kind: str, problems: list[str]) -> None:
+    result = burst(*words.split())
     error = json.loads(result.out)["error"]
-    assert result.code == error["exit_code"] == 2
-    assert error["type"] == "ConfigError"
-    assert [problem.partition(":")[0] for problem in error["problems"]] == ["train.seqlen", "train.steps"]
+    assert (result.code, error["exit_code"], error["type"]) == (2, 2, kind)
+    assert all(told.startswith(words) for told, words in zip(error["problems"], problems, strict=True))
 
 
 @pytest.mark.parametrize("words", render.GONE)
@@ -163,14 +147,21 @@ def test_exit_code_and_words_follow_the_kind_of_error(error: Exception, code: in
     assert (said in err, "Traceback" in err) == (True, False)
 
 
-def test_a_mistake_is_a_document_where_one_was_asked_for(burst) -> None:
-    error = json.loads(burst("report", "-z", "--json").out)["error"]
-    assert (error["problems"], error["exit_code"]) == (["No such option: -z. See `burst report --help`."], 2)
-
-
 def test_json_has_null_for_a_figure_that_is_no_number(capsys) -> None:
     render.emit_json({"loss": float("nan"), "path": Path("/a"), "steps": (1, float("inf"))})
     assert json.loads(capsys.readouterr().out) == {"loss": None, "path": "/a", "steps": [1, None]}
+
+
+def with_broken(stream: str, command: Sequence[str], **more: str) -> subprocess.CompletedProcess[str]:
+    """The end of a process whose `stream` goes to a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: writer}
+    try:
+        environment = {**os.environ, **more}
+        return subprocess.run([sys.executable, *command], **streams, text=True, cwd=ROOT, timeout=200, env=environment)  # type: ignore[call-overload,no-any-return]
+    finally:
+        os.close(writer)
 
 
 @pytest.mark.parametrize(
@@ -179,17 +170,9 @@ def test_json_has_null_for_a_figure_that_is_no_number(capsys) -> None:
 )
 def test_a_reader_that_leaves_early_is_no_failure_of_any_verb(words: str, tmp_path: Path) -> None:
     """A table of rich, a document, help, and lines that are printed: all that a verb has to write with."""
-    reader, writer = os.pipe()
-    os.close(reader)
     asked = {"_BURST_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "burst config exp="}
-    environment = {**os.environ, "XDG_CONFIG_HOME": str(tmp_path), **(asked if words == "completion" else {})}
-    command = [sys.executable, "-m", "burst_cli", *words.split()]
-    try:
-        result = subprocess.run(
-            command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=200, env=environment
-        )
-    finally:
-        os.close(writer)
+    more = {"XDG_CONFIG_HOME": str(tmp_path), **(asked if words == "completion" else {})}
+    result = with_broken("stdout", ["-m", "burst_cli", *words.split()], **more)
     assert (result.returncode, result.stderr) == (0, "")
 
 
@@ -213,12 +196,6 @@ sys.exit(app.main(["breaks"]))
 
 
 def test_work_goes_on_when_nobody_reads_what_is_told_of_it() -> None:
-    reader, writer = os.pipe()
-    os.close(reader)
     script = "from burst_cli import render; c = render.stderr(); c.print('news'); c.print('more'); print('done')"
-    command = [sys.executable, "-c", script]
-    try:
-        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=writer, text=True, cwd=ROOT, timeout=200)
-    finally:
-        os.close(writer)
+    result = with_broken("stderr", ["-c", script])
     assert (result.returncode, result.stdout) == (0, "done\n")

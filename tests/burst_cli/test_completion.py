@@ -111,16 +111,10 @@ def test_every_shell_is_answered_in_its_own_form(complete, shell: str) -> None:
         assert complete(shell, line) == offered(shell, line, expected)
 
 
-def test_an_empty_word_offers_groups_sections_and_top_settings(complete) -> None:
+def test_words_sections_and_files_of_ones_own_are_offered(complete, tmp_path: Path) -> None:
     words = complete("zsh", "burst config ")
     assert {"exp=", "model=", "attention=", "train.", "optimizer.", "seed="} <= set(words)
-
-
-def test_a_section_offers_all_its_settings(complete) -> None:
     assert complete("fish", "burst config loss.") == ["loss.chunk_tokens=", "loss.z_loss="]
-
-
-def test_files_of_ones_own_are_offered(complete, tmp_path: Path) -> None:
     (tmp_path / "exp").mkdir()
     (tmp_path / "exp" / "mine.yaml").write_text("# @package _global_\n")
     assert complete("fish", f"burst config --config-dir {tmp_path} exp=m") == ["exp=mine"]
@@ -134,18 +128,6 @@ def test_help_is_one_line_without_markup(complete, tmp_path: Path, monkeypatch, 
     assert main([]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("exp=mine\t[/red] long word word")
-
-
-def test_completion_imports_neither_torch_nor_hydra() -> None:
-    code = "import sys; from burst_cli.app import main; main([]); print('\\n' + ' '.join(sys.modules), file=sys.stderr)"
-    variables = {**os.environ, **environment("zsh", "burst launch exp=ti")}
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, env=variables, timeout=200
-    )
-    assert '"exp=tiny"' in result.stdout
-    assert {name.partition(".")[0] for name in result.stderr.split()}.isdisjoint(
-        {"torch", "hydra", "omegaconf", "numpy"}
-    )
 
 
 def install(folder: Path, shell: str) -> dict[str, str]:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
+import functools
 from pathlib import Path
 
 import pytest
@@ -17,9 +14,9 @@ from engine.config.errors import ConfigError
 from engine.config.schema import walk_fields
 from engine.config.settings import RunConfig, config_from_dict, config_to_dict
 
-ROOT = Path(__file__).resolve().parents[2]
 GROUPS = list_options((builtin_conf_dir(),))
 READS_FILES = {"text", "jsonl", "parquet", "shards"}
+WSD = "# @package _global_\noptimizer: {schedule: wsd, warmup_steps: 10, decay_steps: 8}\n"
 PODS = ("cluster.kubernetes.claim=runs", "cluster.container.image=registry.example/burst:1")  # what k8s cannot guess
 
 
@@ -83,39 +80,32 @@ def test_million_token_experiments_have_a_million_tokens() -> None:
 
 def test_every_value_has_the_source_that_set_it() -> None:
     sources = compose(["exp=tiny", "train.steps=70", "attention=ring", "optimizer={beta1: 0.8}"]).sources
-    assert sources["train.steps"] == "train.steps=70"
-    assert sources["attention.preset"] == "conf/attention/ring.yaml"
-    assert sources["train.compute_dtype"] == "conf/train/tiny.yaml"
-    assert sources["optimizer.warmup_steps"] == "conf/exp/tiny.yaml"
-    assert sources["optimizer.beta1"] == "optimizer={beta1: 0.8}"
-    assert sources["exp"] == "exp=tiny"
-    assert "optimizer.beta2" not in sources
+    wanted = {
+        "train.steps": "train.steps=70",
+        "attention.preset": "conf/attention/ring.yaml",
+        "train.compute_dtype": "conf/train/tiny.yaml",
+        "optimizer.warmup_steps": "conf/exp/tiny.yaml",
+        "optimizer.beta1": "optimizer={beta1: 0.8}",
+        "exp": "exp=tiny",
+        "optimizer.beta2": None,
+    }
+    assert {key: sources.get(key) for key in wanted} == wanted
 
 
-def test_sources_name_only_settings_that_exist() -> None:
-    keys = {spec.key for spec in walk_fields(RunConfig)}
+def test_sources_name_only_settings_that_exist_and_what_has_none_is_the_default() -> None:
+    defaults = {spec.key: spec.default for spec in walk_fields(RunConfig)}
     for name in GROUPS["exp"]:
-        assert set(compose([f"exp={name}"]).sources) <= keys
+        composed = compose([f"exp={name}"])
+        assert set(composed.sources) <= set(defaults)
+        values = {key: functools.reduce(getattr, key.split("."), composed.config) for key in defaults}  # type: ignore[arg-type]
+        assert [key for key in defaults if key not in composed.sources and values[key] != defaults[key]] == []
 
 
-def test_a_value_without_a_source_is_the_default() -> None:
-    composed = compose(["exp=small"])
-    for spec in walk_fields(RunConfig):
-        if spec.key not in composed.sources:
-            value: object = composed.config
-            for name in spec.key.split("."):
-                value = getattr(value, name)
-            assert value == spec.default, spec.key
-
-
-def test_a_deleted_setting_has_its_default_again() -> None:
+def test_a_deleted_setting_has_its_default_again_and_a_deleted_experiment_leaves_a_custom_one() -> None:
     composed = compose(["~train.seq_len", "~optimizer"])
     assert composed.config.train.seq_len == RunConfig().train.seq_len
     assert composed.config.optimizer == RunConfig().optimizer
     assert not [key for key in composed.sources if key.startswith(("train.seq_len", "optimizer"))]
-
-
-def test_a_deleted_experiment_leaves_a_custom_one() -> None:
     assert compose(["~exp", "model=small"]).config.exp == "custom"
 
 
@@ -135,13 +125,6 @@ def test_few_steps_shorten_what_files_say_of_warm_up(overrides: list[str], steps
     assert len(composed.notes) == len(notes)
     assert all(words in note for words, note in zip(notes, composed.notes, strict=True))
     assert not notes or composed.sources["optimizer.warmup_steps"] == overrides[-1]
-
-
-def test_a_final_decay_is_shortened_after_the_warm_up(tmp_path: Path) -> None:
-    text = "# @package _global_\noptimizer: {schedule: wsd, warmup_steps: 10, decay_steps: 8}\n"
-    write(tmp_path / "exp", "wsd", text)
-    optimizer = compose(["exp=wsd", "train.steps=12"], [tmp_path]).config.optimizer
-    assert (optimizer.warmup_steps, optimizer.decay_steps) == (10, 2)
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("128K", 131072), ("1M", 1048576), ("4096", 4096)])
@@ -169,23 +152,25 @@ def test_the_last_folder_given_wins_then_the_users_then_the_built_in(tmp_path: P
     assert search_path([first, last]) == (last, first, own, builtin_conf_dir())
 
 
-def test_own_experiment_may_carry_any_name_and_shadow_a_built_in_one(tmp_path: Path) -> None:
-    path = write(tmp_path, "exp/tiny", "# @package _global_\nseed: 5\n")
-    composed = compose(["exp=tiny"], [tmp_path])
-    assert (composed.config.seed, composed.config.exp) == (5, "tiny")
-    assert composed.sources["seed"] == str(path)
-
-
-def test_experiment_in_a_subfolder_gets_a_name_that_a_folder_can_have(tmp_path: Path) -> None:
-    write(tmp_path, "exp/ablation/deep", "# @package _global_\nmodel: {num_layers: 9}\n")
-    config = compose(["exp=ablation/deep"], [tmp_path]).config
-    assert (config.exp, config.model.num_layers) == ("ablation-deep", 9)
-
-
-def test_own_root_file_replaces_the_built_in_one(tmp_path: Path) -> None:
-    write(tmp_path, "config", "defaults: [model: small, _self_]\nseed: 8\ndata: {tokenizer: bytes}\n")
-    config = compose([], [tmp_path]).config
-    assert (config.seed, config.model.name, config.exp) == (8, "small", "custom")
+@pytest.mark.parametrize(
+    ("name", "text", "overrides", "key", "value", "exp"),
+    [
+        ("exp/tiny", "# @package _global_\nseed: 5\n", ["exp=tiny"], "seed", 5, "tiny"),  # in place of ours
+        ("exp/a/deep", "# @package _global_\nseed: 9\n", ["exp=a/deep"], "seed", 9, "a-deep"),  # can name a folder
+        ("config", "defaults: [model: small, _self_]\nseed: 8\ndata: {tokenizer: bytes}\n", [], "seed", 8, "custom"),
+        ("machine/own", "# @package _global_\nseed: 3\n", ["+machine=own"], "seed", 3, "tiny"),  # a group of its own
+        ("exp/wsd", WSD, ["exp=wsd", "train.steps=12"], "optimizer.decay_steps", 2, "wsd"),  # after the warm-up
+        ("exp/wsd", WSD, ["exp=wsd", "train.steps=12"], "optimizer.warmup_steps", 10, "wsd"),
+    ],
+)
+def test_a_file_of_ones_own_may_be_an_experiment_a_group_or_the_root(
+    tmp_path: Path, name: str, text: str, overrides: list[str], key: str, value: int, exp: str
+) -> None:
+    path = write(tmp_path, name, text)
+    composed = compose(overrides, [tmp_path])
+    found: object = functools.reduce(getattr, key.split("."), composed.config)  # type: ignore[arg-type]
+    assert (found, composed.config.exp) == (value, exp)
+    assert composed.sources[key] in (str(path), "train.steps=12")
 
 
 @pytest.mark.parametrize("override", ["exp=small.yaml", "exp=small"])
@@ -195,34 +180,12 @@ def test_an_option_may_be_given_with_its_ending(override: str) -> None:
     assert composed.sources["optimizer.warmup_steps"] == "conf/exp/small.yaml"
 
 
-def test_own_group_is_added_with_a_plus(tmp_path: Path) -> None:
-    write(tmp_path, "machine/laptop", "# @package _global_\ncluster: {threads_per_rank: 3}\n")
-    assert compose(["+machine=laptop"], [tmp_path]).config.cluster.threads_per_rank == 3
-
-
-def test_composing_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_composing_reads_the_environment_and_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    compose(["exp=tiny"])
+    monkeypatch.setenv("BURST_TEST_NAME", "mine")
+    assert compose(["exp=tiny", "model.name=${oc.env:BURST_TEST_NAME}"]).config.model.name == "mine"
     with pytest.raises(ConfigError):
         compose(["exp=tiny", "model=nope"])
     assert Path.cwd() == tmp_path
     assert list(tmp_path.iterdir()) == []
     assert not GlobalHydra.instance().is_initialized()
-
-
-def test_environment_may_be_read_by_a_file_or_an_override(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BURST_TEST_NAME", "mine")
-    assert compose(["model.name=${oc.env:BURST_TEST_NAME}"]).config.model.name == "mine"
-
-
-def test_installed_package_finds_its_own_files(tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    for package in ("burst_cli", "engine"):
-        shutil.copytree(ROOT / package, site / package, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "conf", site / "burst_cli" / "conf")
-    argv = [sys.executable, "-m", "burst_cli", "config", "exp=llama7b_1m"]
-    environment = {**os.environ, "PYTHONPATH": str(site)}
-    result = subprocess.run(
-        argv, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment, timeout=200
-    )
-    assert "# conf/exp/llama7b_1m.yaml" in result.stdout

@@ -4,17 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from burst_cli.figures import (
-    binary_bytes,
-    clean,
-    count,
-    duration,
-    percent,
-    plain,
-    rate,
-    seconds,
-    sparkline,
-)
+from burst_cli.figures import binary_bytes, clean, count, duration, percent, plain, rate, seconds, sparkline
 from burst_cli.tables import fitting
 
 

@@ -48,12 +48,6 @@ def test_checkpoints_are_listed_newest_first(burst, run: RunFolder) -> None:
     assert document == {"run_id": run.run_id, "checkpoints": [entry(run, step) for step in (40, 30, 20, 10)]}
 
 
-def test_a_run_without_any_says_so(burst, tmp_path: Path) -> None:
-    made = make_run(tmp_path / "runs", state="completed")
-    result = burst("checkpoint", "verify")
-    assert (result.code, result.out.strip()) == (0, f"{made.exp}/{made.run_id} has no checkpoints.")
-
-
 def test_damage_is_found_and_named(burst, run: RunFolder) -> None:
     (run.path / "checkpoints/step-00000030" / FILE).write_bytes(b"y" * 1000)
     (run.path / "checkpoints/step-00000010/MANIFEST.json").write_text("{")
@@ -112,16 +106,14 @@ def test_nodes_are_asked_unless_their_folder_is_seen_here(burst, tmp_path: Path)
     assert seen.err == ""
 
 
-def test_the_newest_undamaged_one_stays(burst, run: RunFolder) -> None:
+def test_the_newest_undamaged_one_stays_and_a_living_run_is_left_alone(burst, run: RunFolder, tmp_path: Path) -> None:
     for step in (30, 40):
         (run.path / f"checkpoints/step-000000{step}" / FILE).write_bytes(b"")
     burst("checkpoint", "prune", "--keep-last", "1")
     assert steps(run) == [40, 20]
-
-
-def test_a_living_run_is_left_alone(burst, tmp_path: Path) -> None:
-    made = make_run(tmp_path / "runs", state="running")
+    made = make_run(tmp_path / "runs", "tiny/20260102-000000-bbbbbb", state="running")
+    none = burst("checkpoint", "verify", made.run_id)
+    assert (none.code, none.out.strip()) == (0, f"{made.exp}/{made.run_id} has no checkpoints.")
     save_checkpoint(made.path / "checkpoints", 1)
-    result = burst("checkpoint", "prune", made.run_id)
-    assert result.code == 1
-    assert "has not ended" in result.err
+    refused = burst("checkpoint", "prune", made.run_id)
+    assert (refused.code, "has not ended" in refused.err, steps(made)) == (1, True, [1])

@@ -56,28 +56,27 @@ def planned(burst: Any, *words: str) -> dict[str, Any]:
     return document
 
 
-def test_a_run_is_evaluated_as_it_was_trained(burst: Any, run: RunFolder) -> None:
+def test_a_run_is_evaluated_as_it_was_trained_but_for_what_overrides_and_chosen_files_say(
+    burst: Any, run: RunFolder
+) -> None:
     document = planned(burst, "mine")
-    config = document["config"]
-    assert config["train"]["evaluate_only"] is True
-    assert config["train"]["checkpoint"]["resume_from"] == str(run.path / "checkpoints")
-    assert config["train"]["checkpoint"]["every_steps"] is None
-    assert config["model"]["init_from"] is None
+    config, train = document["config"], document["config"]["train"]
+    assert (train["evaluate_only"], train["checkpoint"]["every_steps"], config["model"]["init_from"]) == (
+        True,
+        None,
+        None,
+    )
+    assert train["checkpoint"]["resume_from"] == str(run.path / "checkpoints")
     assert (config["seed"], config["model"]["num_layers"], config["attention"]["window_tokens"]) == (11, 2, 96)
-    assert document["world_size"] == 2
-    assert (document["exp"], Path(document["path"]).parent.name) == ("mine-eval", "mine-eval")
-
-
-def test_overrides_and_chosen_files_change_only_what_they_say(burst: Any, run: RunFolder) -> None:
-    config = planned(
-        burst, "abcdef", "--step", "10", "attention=ring", "train.seq_len=1024", "train.eval_needle_depths=4"
-    )["config"]
-    assert config["train"]["checkpoint"]["resume_from"] == str(run.path / "checkpoints/step-00000010")
+    assert (document["world_size"], document["exp"]) == (2, "mine-eval")
+    assert Path(document["path"]).parent.name == "mine-eval"
+    changes = ("--step", "10", "attention=ring", "train.seq_len=1024", "train.eval_needle_depths=4")
+    config = planned(burst, "abcdef", *changes)["config"]
+    train, attention = config["train"], config["attention"]
+    assert train["checkpoint"]["resume_from"] == str(run.path / "checkpoints/step-00000010")
+    assert (attention["preset"], attention["mask"], attention["window_tokens"]) == ("ring", "window", 96)
+    assert (train["seq_len"], train["eval_needle_depths"], train["eval_position_buckets"]) == (1024, 4, 3)
     assert [path.name for path in run.path.parent.parent.iterdir()] == ["mine"]  # a rehearsal creates nothing
-    assert config["attention"]["preset"] == "ring"
-    assert (config["attention"]["mask"], config["attention"]["window_tokens"]) == ("window", 96)
-    assert config["train"]["seq_len"] == 1024
-    assert (config["train"]["eval_needle_depths"], config["train"]["eval_position_buckets"]) == (4, 3)
 
 
 @pytest.mark.parametrize("name", ["it's here", "it\\'s here"])
@@ -93,9 +92,8 @@ def test_weights_may_lie_where_the_settings_say(burst: Any, run: RunFolder, tmp_
 def test_an_experiment_is_evaluated_without_a_run(burst: Any, tmp_path: Path) -> None:
     source = ("train.checkpoint.resume_from=/some/where", "cluster.ranks_per_node=1", "attention=single")
     document = planned(burst, "exp=toy_8k", *source)
-    assert document["exp"] == "toy_8k-eval"
-    assert document["config"]["train"]["evaluate_only"] is True
-    assert document["config"]["train"]["seq_len"] == 8192
+    train = document["config"]["train"]
+    assert (document["exp"], train["evaluate_only"], train["seq_len"]) == ("toy_8k-eval", True, 8192)
 
 
 @pytest.mark.parametrize(
@@ -110,20 +108,15 @@ def test_an_experiment_is_evaluated_without_a_run(burst: Any, tmp_path: Path) ->
         (("mine", "tiny"), 2, "expected KEY=VALUE"),
         (("mine", "attention=rng"), 2, "did you mean attention=ring?"),
         (("mine", "train.seq_len=512,1024"), 2, "a list of values is a sweep"),
+        (("bare",), 1, "has no checkpoint under"),
+        (("bare",), 1, "train.checkpoint.at_end=true"),
     ],
 )
 def test_mistakes_are_named(burst: Any, run: RunFolder, words: tuple[str, ...], code: int, message: str) -> None:
+    create_run(run.path.parents[1] / "bare/20260101-000000-aaaaaa", {"config.yaml": dump_config(CONFIG)})
     result = burst("eval", *words)
     assert (result.code, message in result.err) == (code, True), result.err
     assert "Traceback" not in result.err
-
-
-def test_a_run_without_checkpoints_says_how_to_get_some(burst: Any, tmp_path: Path) -> None:
-    create_run(tmp_path / "runs/bare/20260101-000000-aaaaaa", {"config.yaml": dump_config(CONFIG)})
-    result = burst("eval", "bare")
-    assert result.code == 1
-    assert "has no checkpoint under" in result.err
-    assert "train.checkpoint.at_end=true" in result.err
 
 
 def test_nodes_over_ssh_find_their_own_run_folders_each_in_its_own_home(burst: Any, run: RunFolder) -> None:

@@ -15,9 +15,8 @@ from testkit.run_maker import make_run, write_log
 from testkit.terminal import on_terminal
 
 from burst_cli.logs.files import LogRequest, find_logs
-from burst_cli.logs.follow import follow
+from burst_cli.logs.follow import LogPrinter, follow
 from burst_cli.logs.read import KEEP_BYTES
-from burst_cli.logs.show import LogPrinter
 from engine.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -45,36 +45,32 @@ def need(device_gib: float, host_gib: float = 0.0) -> MemoryPrediction:
     )
 
 
-@dataclasses.dataclass
-class FakePredictor:
-    """Says what it was made with, and counts how often it was asked."""
-
-    answer: MemoryPrediction | RunError
-    asked: int = 0
-
-    def __call__(self, config: RunConfig, world: Topology) -> MemoryPrediction:
-        self.asked += 1
-        if isinstance(self.answer, RunError):
-            raise self.answer
-        return self.answer
-
-
 def planner(answer: MemoryPrediction | RunError, hardware: Hardware = H100) -> MemoryPlanner:
-    return MemoryPlanner(hardware, FakePredictor(answer), predict_step)
+    def predict(config: RunConfig, world: Topology) -> MemoryPrediction:
+        if isinstance(answer, RunError):
+            raise answer
+        return answer
+
+    return MemoryPlanner(hardware, predict, predict_step)
 
 
-def refused(planner: MemoryPlanner, config: RunConfig = CONFIG) -> str:
-    with pytest.raises(ConfigError) as caught:
-        check_memory(config, planner)
-    return str(caught.value)
+def check(
+    answer: MemoryPrediction | RunError, config: RunConfig = CONFIG, hardware: Hardware = H100, *, force: bool = True
+) -> MemoryCheck:
+    return check_memory(config, planner(answer, hardware), force=force)
 
 
 @pytest.mark.parametrize("policy", ["full", "auto"])
 def test_run_that_fits_is_predicted_once_and_says_so(policy: str) -> None:
-    predictor = FakePredictor(need(79, 24))
+    asked: list[RunConfig] = []
+
+    def predict(config: RunConfig, world: Topology) -> MemoryPrediction:
+        asked.append(config)
+        return need(79, 24)
+
     config = changed(CONFIG, memory={"activation_checkpoint": policy})
-    check = check_memory(config, MemoryPlanner(H100, predictor, predict_step))
-    assert (predictor.asked, check.problems) == (1, [])
+    check = check_memory(config, MemoryPlanner(H100, predict, predict_step))
+    assert (len(asked), check.problems) == (1, [])
     assert check.needs == "79 GiB of 80 GiB on NVIDIA H100, 96 GiB of 100 GiB of host memory per node"
     document = check.to_dict()
     assert document.pop("step_time")["machine"] == "h100"
@@ -106,14 +102,19 @@ def test_run_that_fits_is_predicted_once_and_says_so(policy: str) -> None:
     }
 
 
-def test_refusal_says_by_how_much_where_why_and_what_to_do() -> None:
-    assert refused(planner(need(95))) == (
+def test_refusal_says_by_how_much_where_why_and_what_to_do_unless_it_is_forced() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(need(95), force=False)
+    problem = (
         "does not fit: a rank needs 95 GiB, 15 GiB more than the 80 GiB of NVIDIA H100 (nvidia-smi), by the prediction"
         "; most of it in phase loss. Largest: checkpoints 40 GiB, attention 20 GiB, optimizer 5 GiB. Use less memory "
         "per rank, with the first of these that you can afford: memory.tile_tokens=256; memory.activation_store=host; "
         "memory.optimizer_store=host; more ranks (cluster.ranks_per_node), which share one sequence; a smaller "
-        "train.seq_len. To start it all the same, add --force."
+        "train.seq_len."
     )
+    assert str(caught.value) == f"{problem} To start it all the same, add --force."
+    forced = check(need(95))
+    assert (forced.to_dict()["fits"], launch_notes(forced).plain) == (False, f"warning: {problem}\n")
 
 
 def test_refusal_names_the_policy_that_would_fit() -> None:
@@ -125,22 +126,20 @@ def test_refusal_names_the_policy_that_would_fit() -> None:
         check_memory(long, MemoryPlanner(H100, predict, predict_step))
 
 
-def test_forced_run_is_started_with_a_warning_and_says_so_in_its_plan() -> None:
-    check = check_memory(CONFIG, planner(need(95)), force=True)
-    assert check.to_dict()["fits"] is False
-    assert launch_notes(check).plain == f"warning: {check.problems[0]}\n"
+@pytest.mark.parametrize(("device_gib", "needs", "fits"), [(5, "8 GiB of 8 GiB on cpu", True), (6, "9 GiB of", False)])
+def test_on_the_cpu_both_memories_are_one(device_gib: float, needs: str, fits: bool) -> None:
+    """6 GiB of tensors and 3 GiB of stores do not fit into 8 GiB, and are not told as 6 of 8."""
+    found = check(need(device_gib, 3), ON_CPU, CPU)
+    assert (found.needs.startswith(needs), found.fits) == (True, fits)
+    wanted = [] if fits else ["a rank needs 9 GiB, 1 GiB more than the 8 GiB of cpu"]
+    assert [text for text in wanted if text not in found.problems[0]] == []
+    assert not any("of host memory (MemTotal)" in problem for problem in found.problems)
 
 
-def test_on_the_cpu_both_memories_are_one() -> None:
-    text = refused(planner(need(6, 3), CPU), ON_CPU)
-    assert "a rank needs 9 GiB, 1 GiB more than the 8 GiB of cpu" in text
-    assert "of host memory (MemTotal)" not in text
-
-
-def test_nothing_is_refused_when_the_capacity_is_unknown() -> None:
-    check = check_memory(ON_CPU, planner(need(5000, 5000), Hardware((), None, "unknown")))
-    assert (check.problems, check.to_dict()["fits"]) == ([], None)
-    assert "not checked whether this run fits: the memory of this machine is unknown" in launch_notes(check).plain
+def test_host_memory_can_be_what_is_missing() -> None:
+    found = check(need(50, 200))
+    assert found.needs.endswith(", 800 GiB of 100 GiB of host memory per node")
+    assert "4 ranks need 800 GiB, 700 GiB more than the 100 GiB of host memory (MemTotal)" in found.problems[0]
 
 
 def test_time_is_what_the_process_that_predicts_says_and_told_where_it_fails() -> None:
@@ -152,50 +151,32 @@ def test_time_is_what_the_process_that_predicts_says_and_told_where_it_fails() -
     assert found == MemoryPlanner(H100).predict_time(CONFIG)  # as that process says it
 
 
-def test_what_cannot_be_predicted_is_started_with_a_warning() -> None:
-    check = check_memory(CONFIG, planner(RunError("no torch here.")))
-    assert (check.needs, check.to_dict()["fits"], check.to_dict()["needed_bytes"]) == ("not predicted", None, None)
-    assert "not checked whether this run fits: no torch here." in launch_notes(check).plain
+def test_what_is_not_known_is_started_with_a_warning() -> None:
+    found = check(need(5000, 5000), ON_CPU, Hardware((), None, "unknown"), force=False)
+    assert (found.problems, found.to_dict()["fits"]) == ([], None)
+    assert "not checked whether this run fits: the memory of this machine is unknown" in launch_notes(found).plain
+    found = check(RunError("no torch here."), force=False)
+    assert (found.needs, found.to_dict()["fits"], found.to_dict()["needed_bytes"]) == ("not predicted", None, None)
+    assert "not checked whether this run fits: no torch here." in launch_notes(found).plain
     with pytest.raises(RunError, match="no torch here"):  # but a policy cannot be chosen
-        check_memory(OPEN, planner(RunError("no torch here.")))
+        check(RunError("no torch here."), OPEN)
 
 
 OPEN = dataclasses.replace(CONFIG, memory=MemoryConfig(activation_checkpoint="auto"))
 
 
-def settled_check() -> MemoryCheck:
-    return check_memory(OPEN, planner(need(1)))
-
-
-def test_auto_is_settled_and_its_reason_shown() -> None:
-    check = settled_check()
-    assert check.config.memory.activation_checkpoint == "none"  # there is room for everything
-    assert launch_notes(check).plain.startswith("memory.activation_checkpoint=auto: none, on ")
-
-
-def test_choice_of_which_nothing_fits_is_refused_or_forced() -> None:
-    with pytest.raises(ConfigError, match="15 GiB more than"):
-        check_memory(OPEN, planner(need(95)))
-    assert check_memory(OPEN, planner(need(95)), force=True).config.memory.activation_checkpoint != "auto"
-
-
-def test_plan_keeps_the_settled_configuration_and_the_reckoning(tmp_path: Path) -> None:
-    check = settled_check()
+def test_auto_is_settled_and_kept_in_the_plan_with_its_reason_and_the_reckoning(tmp_path: Path) -> None:
+    found = check(need(1), OPEN, force=False)
+    assert found.config.memory.activation_checkpoint == "none"  # there is room for everything
+    assert launch_notes(found).plain.startswith("memory.activation_checkpoint=auto: none, on ")
     on_gpus = dataclasses.replace(node_facts(), gpus=4)
-    plan = with_memory(build_local_plan(check.config, on_gpus, tmp_path / "run"), check)
-    files = dict(plan.files)
+    files = dict(with_memory(build_local_plan(found.config, on_gpus, tmp_path / "run"), found).files)
     assert "activation_checkpoint: none" in files["config.yaml"]
-    assert json.loads(files[MEMORY_PLAN_FILE]) == check.to_dict()
-    assert "full, on host" in [candidate["name"] for candidate in check.to_dict()["candidates"]]
-
-
-# --- as it is shown ---------------------------------------------------------------------------------------------------
-
-
-def test_host_memory_can_be_what_is_missing() -> None:
-    check = check_memory(CONFIG, planner(need(50, 200)), force=True)
-    assert check.needs.endswith(", 800 GiB of 100 GiB of host memory per node")
-    assert "4 ranks need 800 GiB, 700 GiB more than the 100 GiB of host memory (MemTotal)" in check.problems[0]
+    assert json.loads(files[MEMORY_PLAN_FILE]) == found.to_dict()
+    assert "full, on host" in [candidate["name"] for candidate in found.to_dict()["candidates"]]
+    with pytest.raises(ConfigError, match="15 GiB more than"):
+        check(need(95), OPEN, force=False)
+    assert check(need(95), OPEN).config.memory.activation_checkpoint != "auto"
 
 
 @pytest.mark.parametrize(
@@ -209,14 +190,7 @@ def test_host_memory_can_be_what_is_missing() -> None:
     ],
 )
 def test_policies_are_named_by_their_settings(memory: dict[str, Any], words: str) -> None:
-    assert check_memory(changed(CONFIG, memory=memory), planner(need(1))).policy == words
-
-
-@pytest.mark.parametrize(("device_gib", "needs", "fits"), [(5, "8 GiB of 8 GiB on cpu", True), (6, "9 GiB of", False)])
-def test_on_the_cpu_what_is_needed_counts_both_memories(device_gib: float, needs: str, fits: bool) -> None:
-    """6 GiB of tensors and 3 GiB of stores do not fit into 8 GiB, and are not told as 6 of 8."""
-    check = check_memory(ON_CPU, planner(need(device_gib, 3), CPU), force=True)
-    assert (check.needs.startswith(needs), check.fits) == (True, fits)
+    assert check(need(1), changed(CONFIG, memory=memory)).policy == words
 
 
 @pytest.mark.thorough

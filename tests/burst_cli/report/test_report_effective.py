@@ -16,6 +16,7 @@ from burst_cli.report.records import metric_rows, run_rows, series
 from engine.runs.folder import RunFolder
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
+PLANNED = '{"state": "planned", "history": [{"state": "planned", "at": "2026-01-01T00:00:00.000Z"}]}'
 
 
 def at(seconds: float) -> str:
@@ -83,21 +84,18 @@ def test_training_stands_for_checkpoints_in_their_phases_and_as_long_as_they_say
     assert effective_time(run)["checkpoint_stall_s"] == 2.5
 
 
-@pytest.mark.parametrize("document", ["{", "{}", '{"state": "completed"}', '{"state": "failed", "history": [3]}'])
-def test_damaged_history_is_unknown(tmp_path: Path, document: str) -> None:
+@pytest.mark.parametrize(
+    "document", ["{", "{}", '{"state": "completed"}', '{"state": "failed", "history": [3]}', PLANNED]
+)
+def test_damaged_history_is_unknown_and_a_run_that_never_started_has_no_time(tmp_path: Path, document: str) -> None:
     (tmp_path / "run.json").write_text(document)
     assert set(effective_time(RunFolder(tmp_path)).values()) == {None}
 
 
-def test_run_that_never_started_has_no_time(tmp_path: Path) -> None:
-    assert effective_time(write(tmp_path / "r", [("planned", 0)]))["wall_s"] is None
-
-
 def test_it_is_read_only_when_asked_for(burst, tmp_path: Path) -> None:
     make_run(tmp_path / "runs", "tiny/20260101-000000-aaaaaa")
-    for arguments, expected in (((), False), (("--effective",), True)):
-        (run,) = json.loads(burst("report", "--json", *arguments).out)["runs"]
-        assert ("wall_s" in run) is expected
+    runs = [json.loads(burst("report", "--json", *words).out)["runs"][0] for words in ((), ("--effective",))]
+    assert ["wall_s" in run for run in runs] == [False, True]
 
 
 # --- metrics.jsonl ----------------------------------------------------------------------------------------------------

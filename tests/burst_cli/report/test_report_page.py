@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from collections import Counter
@@ -12,7 +13,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from report_samples import make_run, variant
+from report_samples import make_methods, make_run, variant
+
+from benchmarks.report_runs import make_runs
 
 _HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(1)>$\\frac{x}{'
 ROOT = Path(__file__).resolve().parents[3]
@@ -58,6 +61,20 @@ class Structure(HTMLParser):
         return [text for name, text in self.texts if name == tag]
 
 
+@pytest.fixture(scope="module")
+def methods_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of three methods at two lengths."""
+    folder = tmp_path_factory.mktemp("methods")
+    make_methods(folder)
+    return folder
+
+
+@pytest.fixture
+def methods(burst, methods_dir: Path):
+    """`burst report` of the runs of several methods."""
+    return lambda *words: burst("report", "--runs-dir", str(methods_dir), *words)
+
+
 @pytest.fixture
 def page_of(burst, tmp_path: Path):
     """The page that `burst report` writes of the runs in a folder."""
@@ -93,16 +110,11 @@ def test_page_has_every_section_once(page_of, methods_dir: Path) -> None:
     assert any("prefers-color-scheme: dark" in text for text in page.of("style"))
 
 
-def test_a_figure_above_the_peak_is_flagged(page_of, tmp_path: Path) -> None:
-    make_run(tmp_path, "tiny/20260101-000001-aaaaaa", config=variant("ring", 512), mfu=1.2)
+def test_one_run_has_its_curves_no_comparison_and_a_flag_above_the_peak(page_of, tmp_path: Path) -> None:
+    make_run(tmp_path, "tiny/20260101-000001-aaaaaa", mfu=1.2)
     page = page_of(tmp_path)
-    assert "120% !" in page.of("td")
-    assert any("cannot be" in text for text in page.of("p"))
-
-
-def test_one_run_has_its_curves_and_no_comparison(page_of, tmp_path: Path) -> None:
-    make_run(tmp_path, "tiny/20260101-000000-aaaaaa")
-    assert page_of(tmp_path).of("figcaption") == ["Training loss", "Step time (s)"]
+    assert page.of("figcaption") == ["Training loss", "Step time (s)"]
+    assert ("120% !" in page.of("td"), any("cannot be" in text for text in page.of("p"))) == (True, True)
 
 
 def test_warnings_come_first(page_of, tmp_path: Path) -> None:
@@ -140,40 +152,44 @@ def hostile(value: object) -> object:
 
 
 def test_page_is_written_without_matplotlib_and_says_what_is_missing(methods_dir: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys; sys.modules['matplotlib'] = None; from burst_cli.app import main; "
-        f"sys.exit(main(['report', '--runs-dir', {str(methods_dir)!r}, *sys.argv[1:]]))"
-    )
-
-    def reported(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", code, *words]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-
-    result = reported("--output", str(tmp_path / "r.html"))
+    code = "import sys; sys.modules['matplotlib'] = None; from burst_cli.app import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "report", "--runs-dir", str(methods_dir), "--output", f"{tmp_path}/r.html"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr
     found = Structure((tmp_path / "r.html").read_text())
     assert found.tags["figure"] == 0
     assert any("matplotlib is not installed" in text for text in found.of("p"))
 
 
+def test_many_runs_take_no_longer_each_than_few(tmp_path: Path) -> None:
+    few, many, seconds = 20, 200, dict[int, float]()
+    for runs in (few, many):
+        folder, output = tmp_path / str(runs), tmp_path / f"{runs}.html"
+        make_runs(folder, runs)
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, "-m", "burst_cli", "report", "--runs-dir", str(folder), "--output", str(output)]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert (result.returncode, f"{runs} runs" in result.stdout) == (0, True), result.stderr
+        assert output.stat().st_size > 400 * runs
+        seconds[runs] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds[many] < many / few * seconds[few]
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["r.html", "r.csv"])
-def test_output_replaces_its_own_kind_alone(methods, tmp_path: Path, name: str) -> None:
+def test_output_replaces_its_own_kind_alone_and_stands_beside_the_document(methods, tmp_path: Path, name: str) -> None:
     file = tmp_path / "new" / name
     assert [methods("000001", "--output", str(file)).code for _ in range(2)] == [0, 0]
+    document = json.loads(methods("--json", "--output", str(file)).out)
+    assert (document["output"], len(document["runs"])) == (str(file), 6)
+    assert name == "r.html" or len(file.read_text().splitlines()) == 7
     file.write_text("my thesis")
     refused = methods("--output", str(file))
     assert (refused.code, "is no report that burst wrote" in refused.err) == (2, True)
     assert file.read_text() == "my thesis"
-
-
-def test_json_beside_a_file_is_one_document(methods, tmp_path: Path) -> None:
-    file = tmp_path / "r.csv"
-    document = json.loads(methods("--json", "--output", str(file)).out)
-    assert (document["output"], len(document["runs"])) == (str(file), 6)
-    assert len(file.read_text().splitlines()) == 7
 
 
 def test_places_that_cannot_be_written_are_refused(methods, tmp_path: Path) -> None:

@@ -28,8 +28,8 @@ def add_run(runs_dir: Path, place: int, preset: str, seq_len: int, speed: float,
 def shown(runs_dir: Path) -> dict[str, Panel]:
     """The panels of all runs by what they are of."""
     found = build_report(runs_dir)
-    (group,) = found.groups
-    return {panel.y_label: panel for panel in group_panels(group.records, style_numbers(found.records))}
+    ((_, records),) = found.groups
+    return {panel.y_label: panel for panel in group_panels(records, style_numbers(found.records))}
 
 
 def test_runs_of_one_method_and_length_are_one_point_with_the_widest_quartiles(tmp_path: Path) -> None:
