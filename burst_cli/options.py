@@ -29,26 +29,19 @@ LivingRunArgument = Annotated[
 
 ConfigDirOption = Annotated[
     list[Path] | None,
-    typer.Option(
-        "--config-dir",
-        help="Folder with your own exp/, model/, ... files; searched before all others. May be repeated.",
-    ),
+    typer.Option(help="Folder with your own exp/, model/, ... files; searched before all others. May be repeated."),
 ]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
 
 RUNS_DIR = Path("runs")
-RunsDirOption = Annotated[
-    Path, typer.Option("--runs-dir", envvar=RUNS_DIR_VARIABLE, file_okay=False, help="Folder of all runs.")
-]
+RunsDirOption = Annotated[Path, typer.Option(envvar=RUNS_DIR_VARIABLE, file_okay=False, help="Folder of all runs.")]
 
 DetachOption = Annotated[
-    bool, typer.Option("--detach", help="Return once the ranks run; a process in the background stays with them.")
+    bool, typer.Option(help="Return once the ranks run; a process in the background stays with them.")
 ]
 
-DryRunOption = Annotated[
-    bool, typer.Option("--dry-run", help="Show the files, environment and commands; create and start nothing.")
-]
+DryRunOption = Annotated[bool, typer.Option(help="Show the files, environment and commands; create and start nothing.")]
 
 AsOption = Annotated[
     Literal["kubernetes", "skypilot"] | None,
@@ -56,9 +49,9 @@ AsOption = Annotated[
 ]
 
 ForceOption = Annotated[
-    bool, typer.Option("--force", help="Start also what may not fit into memory, and on nodes that are busy or differ.")
+    bool, typer.Option(help="Start also what may not fit into memory, and on nodes that are busy or differ.")
 ]
 
-SkipChecksOption = Annotated[bool, typer.Option("--skip-checks", help="Do not check the health of the nodes before.")]
+SkipChecksOption = Annotated[bool, typer.Option(help="Do not check the health of the nodes before.")]
 
-PlainOption = Annotated[bool, typer.Option("--plain", help="Progress as lines, also on a terminal.")]
+PlainOption = Annotated[bool, typer.Option(help="Progress as lines, also on a terminal.")]
