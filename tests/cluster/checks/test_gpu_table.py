@@ -245,6 +245,10 @@ $BUS & $NOTOOL & cluster.expected.gpus=8 | FAIL gpu.nvidia_smi: nvidia-smi: not 
 $BUS & $NOTOOL & gpu.lspci!0 {"total": 30 | FAIL gpu.nvidia_smi: nvidia-smi: not installed & $BLIND & 9x UNKNOWN ib.
 $BUS & gpu.lspci/total=0 & gpu.smi!6 No devices were found | $NONE devices & $BLIND
 $BUS & gpu.smi!6 No devices were found | $NONE devices & $BLIND
+# a driver that is not loaded hides no GPU from a bus that was read
+$UNLOADED = gpu.smi!9 it failed because it couldn't communicate with the NVIDIA driver
+$BUS & $UNLOADED | $SKIPPED & = gpu.count: 0
+$BUS & gpu.lspci/total=0 & $UNLOADED | $NONE driver & $BLIND
 $BUS & gpu.smi!255 Failed to initialize NVML: Unknown Error | $NONE whole answer & $BLIND
 # drivers of other years, in trouble; a process may call itself an error
 [h100_550.xml docker]
