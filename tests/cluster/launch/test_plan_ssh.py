@@ -176,13 +176,15 @@ def test_a_container_may_use_what_the_node_has_unless_the_configuration_says_wha
 
 
 def test_containers_see_data_mounts_and_a_cache_of_kernels_under_their_own_names() -> None:
-    settings = {"container": {**DOCKER["container"], "mounts": ["/models", "/scratch:rw"]}}
+    settings = {"container": {**DOCKER["container"], "mounts": ["/models", "/scratch:rw", "/out"]}}
     data = {"format": "text", "paths": ["/data/*.txt", "~/corpus/a.txt"], "prepared_dir": "~/tokens"}
-    found = plan(cluster=settings, data=data)
+    state = {"checkpoint": {"folder": "/out", "resume_from": "~/old/checkpoints/step-00000010"}}
+    found = plan(cluster=settings, data=data, train=state)
     mounted, kernels = volumes(found.nodes[0].argv), Path(environment(found)["TRITON_CACHE_DIR"])
     assert {"/data:/data:ro", "/home/me/corpus/a.txt:/home/me/corpus/a.txt:ro", "/models:/models:ro"} <= mounted
     assert {"/scratch:/scratch", "/home/me/tokens:/home/me/tokens", f"{kernels.parent}:{kernels.parent}"} <= mounted
-    assert node_folders(found.config, "/home/me") == ("/home/me/.burst/cache", "/home/me/tokens")
+    assert {"/home/me/old/checkpoints:/home/me/old/checkpoints:ro", "/out:/out"} <= mounted  # what is written stays so
+    assert node_folders(found.config, "/home/me") == ("/home/me/.burst/cache", "/home/me/tokens", "/out")
 
 
 def test_a_supervisor_is_told_all_it_needs() -> None:
