@@ -118,6 +118,10 @@ BLAMED: dict[str, tuple[Sequence[Scene], Mapping[str, object], tuple[str, ...]]]
     "an echo is heard first": (((4.6, node(0, "rank_error", 0, "peer_lost")), *FALL), {"rank": 3, "host": "n2"}, ()),
     "torchrun stops its ranks": (((5, node(1, "torchrun_says", 0, -11)),), {"rank": 2, "signal": "SIGSEGV"}, ()),
     "our own stop kills ranks": (STOPS_KILL, {"rank": 3, "message": "the true cause"}, ()),
+    "ranks raise when they are stopped": (
+        ((0, put(0, obeys_s=None)), (5, node(1, "lose_rank", 3, 7)), (6.5, node(0, "rank_error", 0))),
+        {"rank": 3, "type": "SystemExit"}, (),
+    ),
     "the clock of a node is wrong": (
         ((0, be_an_hour_late), (5, node(0, "rank_error", 0, message="first"))), {"message": "first"}, (),
     ),
@@ -242,6 +246,9 @@ REQUESTS: dict[str, tuple[Sequence[Scene], list[list[float]], list[str], float]]
     "of ranks that save a checkpoint first": (((0, save_first), *ONCE), [[90.0]] * 2, [], 2.0),
     "in the run folder, where it becomes more urgent": (
         ((0, put(0, 1, obeys_s=None)), (5, by_file(None)), (6, by_file(0.0))), [[PATIENT_S, 0.0]] * 2, [], 2.0,
+    ),
+    "once, then at once by a file": (
+        ((0, put(0, 1, obeys_s=None)), *ONCE, (6, by_file(0.0))), [[PATIENT_S, 0.0]] * 2, [], 2.0,
     ),
     "three times": (((0, put(0, 1, deaf=True)), *THRICE), [[PATIENT_S, 0.0]] * 2, ["n1", "n2"], 3.0),
     "of a node that never ends": (
