@@ -181,5 +181,6 @@ def test_a_job_that_is_refused_is_deleted_and_not_asked_about_any_more(tmp_path:
     assert isinstance(outcome, LaunchOutcome)
     assert outcome.failure is not None
     assert "forbidden" in outcome.failure.message
-    assert any(words[0] == "delete" for words in cluster.calls)
+    verbs = [words[0] for words in cluster.calls]
+    assert "delete" in verbs[verbs.index("create") :]  # it may have been created all the same
     wait_for(lambda: f"burst-{plan.run_id}" not in [thread.name for thread in threading.enumerate()])
