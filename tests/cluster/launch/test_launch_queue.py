@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -87,9 +88,11 @@ def test_whoever_cancels_a_job_that_waits_is_kept_alive_until_it_has_ended(job: 
 
 
 def test_a_scheduler_is_asked_now_and_then_also_while_an_end_is_to_come(job: Waiting) -> None:
+    begin = time.monotonic()
     job.end_after(60.0)
     wait_for(lambda: job.asked >= 3)
     job.close()
+    assert time.monotonic() - begin > 0.19  # once at once, once because of the wish, then as often as it is asked
     assert job.asked < 20
 
 
