@@ -103,9 +103,7 @@ def _script(node: NodePlan, run_path: Path) -> str:
 # Output of the ranks: {log_dir}
 set -eu
 cd {cwd}
-set -a
 . {shlex.quote(str(run_path / node.env_file))}
-set +a
 exec {shlex.join(node.argv)}
 """
 
