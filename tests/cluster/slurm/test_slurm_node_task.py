@@ -104,7 +104,7 @@ def test_a_warning_of_the_time_limit_waits_for_nodes_that_get_the_address_and_po
     [
         pytest.param("", "failed", True, marks=pytest.mark.thorough),  # it waits for a launcher
         ("-", "failed", False),
-        ("+-", "failed", False),
+        ("+", "failed", False),
         ("", "cancelled", False),
     ],
 )
