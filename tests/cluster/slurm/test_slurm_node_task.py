@@ -27,6 +27,7 @@ from engine.config.settings import DataConfig, RunConfig
 from engine.runs.folder import RunFolder, create_run
 
 TASK = {"SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2", "SLURM_NNODES": "4", "SLURMD_NODENAME": "n2"}
+EARLIER = json.dumps({"token": "old", "address": "10.0.0.1", "port": 1})  # where the ranks of another attempt met
 SITE = slurm_site(probe_local_node(), "", "", Path("/"))
 
 
@@ -80,6 +81,7 @@ def test_a_task_that_cannot_begin_says_so_and_leaves_nothing(plan, capsys, token
 
 def test_a_warning_of_the_time_limit_waits_for_nodes_that_get_the_address_and_port_of_the_first(plan):
     run = RunFolder(Path(plan.run_path))
+    (run.path / MEETING_FILE).write_text(EARLIER)
     stop = [sys.executable, "-m", "cluster.slurm.time_limit", plan.run_path, "t", "stop"]
     with subprocess.Popen(stop, env={**os.environ, "PYTHONPATH": PYTHON_PATH}) as warning:
         time.sleep(1)
@@ -138,7 +140,7 @@ def test_the_meeting_of_an_earlier_attempt_is_not_heeded_and_what_its_supervisor
     folder.mkdir(parents=True)
     for name in ("outcome.json", "supervisor.json"):
         (folder / name).write_text("{}")
-    (run / MEETING_FILE).write_text(json.dumps({"token": "old", "address": "10.0.0.1", "port": 1}))
+    (run / MEETING_FILE).write_text(EARLIER)
     node = begin(plan, 0, "new")
 
     assert "--master-addr=127.0.0.1" in node.argv
