@@ -153,6 +153,7 @@ $SYSTEM = UNKNOWN host.disk: host.system: not & UNKNOWN host.shm & UNKNOWN host.
     & UNKNOWN host.memory_free
 $ROOM.size=0 | $SYSTEM
 $FILES=["lots", 1] | $SYSTEM
+host.system/adapters=true | $SYSTEM
 host.system/locked=null | $SYSTEM
 $MEMORY=[0, 0] | $SYSTEM
 $NOENGINE = UNKNOWN host.docker_disk: no container engine answers (host.docker: {{}}) & UNKNOWN host.docker_gpu
