@@ -15,6 +15,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import socket
 import stat
 import threading
@@ -25,6 +26,7 @@ from cluster.agent.processes import process_start
 
 LEAD_LOGS = ("metrics.jsonl", "events.jsonl")  # of the node with rank 0, as the next
 LEAD_WHOLE = ("run.json", "summary.json", "tokenizer.json")
+LOG_BYTES = 1 << 30  # a run of months that talks would fill the disk
 _MAX_JSON_BYTES = 4 << 20
 _LOCK_WAIT_S = 1.0  # a supervisor that ends is about to let go
 _POLL_S = 0.05
@@ -133,6 +135,31 @@ def stamp_of(path: str) -> Stamp | None:
     if opened is not None:
         os.close(opened[0])
     return None if opened is None else opened[1]
+
+
+def rotate_logs(folder: str, limit: int) -> None:
+    """Let every log that has more than `limit` bytes begin anew; what it had lies beside it until the next time.
+
+    Whoever writes it has it open to append, and goes on in it: so it is copied and cut, and a line that is written
+    between the two is lost. OSError where there is no room for the copy; the log stays as it was.
+    """
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        opened = open_plain(path) if name.endswith(".log") else None
+        if opened is None:
+            continue
+        part = f"{path}.part"
+        with os.fdopen(opened[0], "rb") as log:
+            if opened[1].size <= limit:
+                continue
+            try:
+                with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as copy:
+                    shutil.copyfileobj(log, copy, 1 << 20)
+                os.rename(part, f"{path}.before-1")
+                os.truncate(path, 0)
+            finally:
+                with contextlib.suppress(OSError):
+                    os.unlink(part)
 
 
 def make_folder(path: str) -> None:

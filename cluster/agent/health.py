@@ -22,7 +22,16 @@ import threading
 import time
 from typing import Any
 
-from cluster.agent.folder import Document, NodeFiles, now_text, read_json, write_json, write_text
+from cluster.agent.folder import (
+    LOG_BYTES,
+    Document,
+    NodeFiles,
+    now_text,
+    read_json,
+    rotate_logs,
+    write_json,
+    write_text,
+)
 from cluster.agent.messages import SLOWDOWNS
 from cluster.agent.processes import Helpers, Rank, inner_pids, send_signal
 from engine.runs.host_memory import meminfo_bytes, usable_bytes
@@ -42,13 +51,14 @@ THROTTLES = ("clocks_event_reasons.active", "clocks_throttle_reasons.active")
 
 
 class Health:
-    """Writes health.json from threads of its own; nvidia-smi has one for itself, because it may hang for ever.
+    """Writes health.json and rotates logs from threads of its own; nvidia-smi has one, because it may hang for ever.
 
-    ranks: those that live, kept up by whoever knows; a new list every time.
+    ranks: those that live, kept up by whoever knows; a new list every time. log_bytes: see `rotate_logs`.
     """
 
-    def __init__(self, files: NodeFiles, helpers: Helpers) -> None:
+    def __init__(self, files: NodeFiles, helpers: Helpers, log_bytes: int = LOG_BYTES) -> None:
         self.ranks: list[Rank] = []
+        self._log_bytes = log_bytes
         self._files, self._helpers = files, helpers
         self._seen: tuple[float, list[Document] | None] = (0.0, None)
         self._over = threading.Event()
@@ -70,6 +80,8 @@ class Health:
                 document = read_health(self._files.folder, self.ranks, gpus if is_fresh else None)
                 if not self._over.is_set():
                     write_json(self._files.health, document)
+            with contextlib.suppress(OSError):
+                rotate_logs(self._files.log_dir, self._log_bytes)
             self._over.wait(INTERVAL_S)
 
     def _look(self) -> None:

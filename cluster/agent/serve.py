@@ -5,7 +5,7 @@ depend on it. A question may hold any of these, beside `folder` and `node`:
 
     start {spec}   again: it was sent before, and its answer may have been lost
     follow {lead, offsets {path: bytes}}    from where files are to be sent; from then on what is new in each answer
-    beat true   stop {cause, grace_s}   stacks NONCE   sweep NONCE
+    beat NUMBER   stop {cause, grace_s}   stacks NONCE   sweep NONCE
     wait_s   budget     how long the answer may wait for news, and how many bytes of files it may carry
 
 and its answer: got_ns now_ns, started | refused {kind, text}, swept [pids], errors {name: text}, status {phase,

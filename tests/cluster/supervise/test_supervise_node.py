@@ -21,8 +21,8 @@ from testkit.supervise_rig import PYTHON_PATH, UNHURRIED, Rig, is_gone, kill, ne
 from testkit.waiting import wait_for
 
 from cluster.agent import processes
-from cluster.agent.folder import holder, read_json, safe_name, take_lock, write_json, write_text
-from cluster.agent.health import THROTTLES, parse_gpus, read_gpus, read_health
+from cluster.agent.folder import NodeFiles, holder, read_json, rotate_logs, safe_name, take_lock, write_json, write_text
+from cluster.agent.health import THROTTLES, Health, parse_gpus, read_gpus, read_health
 from cluster.agent.processes import Family, Helpers, Marks, Rank
 from cluster.code import node_code
 from engine.runs.folder import RunFolder
@@ -172,6 +172,40 @@ def test_health_of_this_machine(rig: Rig) -> None:
     assert health["disk_free_bytes"] > 0
     assert {name: rank["pid"] for name, rank in health["ranks"].items()} == rig.ranks()
     assert health["ranks"]["0"]["rss_bytes"] > 2**20
+
+
+def test_a_log_with_too_many_bytes_begins_anew_with_the_old_one_beside_it(tmp_path: Path) -> None:
+    files = NodeFiles(str(tmp_path), "n1")
+    logs = Path(files.log_dir)
+    logs.mkdir(parents=True)
+    log, aside = logs / "rank0000.log", logs / "rank0000.log.before-1"
+    (logs / "rank0000.stacks").write_bytes(b"longer than six")
+    (logs / "rank0001.log").symlink_to(logs / "rank0000.stacks")
+    with log.open("ab", buffering=0) as rank:
+        rank.write(b"first\n")
+        rotate_logs(files.log_dir, 6)
+        assert not aside.exists()
+        rank.write(b"second\n")
+        health = Health(files, Helpers(), log_bytes=6)
+        health.start()
+        wait_for(lambda: aside.exists() and not log.stat().st_size, lambda: str(list(logs.iterdir())))
+        health.close()
+        rank.write(b"third\n")
+
+    assert (aside.read_bytes(), log.read_bytes()) == (b"first\nsecond\n", b"third\n")
+    assert aside.stat().st_mode & 0o777 == 0o600
+    assert (logs / "rank0000.stacks").read_bytes() == b"longer than six"
+    assert len(list(logs.iterdir())) == 4
+
+
+def test_without_room_for_a_copy_a_log_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "a.log").write_bytes(b"text")
+    (tmp_path / "a.log.before-1").mkdir()
+    with pytest.raises(OSError, match="before-1"):
+        rotate_logs(str(tmp_path), 1)
+
+    assert (tmp_path / "a.log").read_bytes() == b"text"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.log", "a.log.before-1"]
 
 
 def test_health_says_gone_for_a_rank_whose_number_is_anothers_now(tmp_path: Path) -> None:
