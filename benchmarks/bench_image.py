@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from testkit.image_rig import LauncherEngine, launcher_engine, noise, prose, tar_of  # noqa: E402
+from testkit.image_rig import LauncherEngine, launcher_engine, noise, saved_image, tar_of  # noqa: E402
 
 from benchmarks.arguments import at_least_1  # noqa: E402
 from cluster.testbed.build import up  # noqa: E402
@@ -37,6 +38,14 @@ NAME = "benchimage"
 IMAGE = "bench/app:1"
 LAYERS = 6
 MIB = 1 << 20
+
+
+def prose(size: int, seed: int) -> bytes:
+    """Text that packs to roughly a quarter."""
+    rng = random.Random(seed)
+    words = [rng.randbytes(4).hex().encode() for _ in range(4096)]
+    text = b" ".join(rng.choices(words, k=1 << 16)) + b"\n"
+    return (text * (size // len(text) + 1))[:size]
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,7 @@ class Rig:
         layers = [
             tar_of({f"layer{k}": (noise if k % 2 else prose)(layer_mib * MIB, seed)}) for k, seed in enumerate(seeds)
         ]
-        self.engine.load(IMAGE, *layers)
+        self.engine("load", "--quiet", stdin=saved_image(*layers, name=IMAGE)[0])
         return int(self.engine("image", "inspect", "--format", "{{.Size}}", IMAGE))
 
     def push(self, what: str) -> Turn:
