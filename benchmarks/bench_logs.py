@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,8 +124,8 @@ def measure(case: Case, testbed: Testbed, base: Path) -> Figures:
             for run in runs:
                 link = run.link(pool)
                 link.start(run.chatty(case.streams_per_node, case.lines, case.per_second))
+                _until(lambda link=link: link.poll().is_begun, 10.0)
                 link.close()
-                link.join(10.0)
             return _watch(case, testbed, runs, psutil.Process(launcher.pid), begin)
         finally:
             os.kill(launcher.pid, signal.SIGKILL)
@@ -134,8 +134,15 @@ def measure(case: Case, testbed: Testbed, base: Path) -> Figures:
                 link = run.link(pool)
                 link.follow()
                 link.sweep()
-                link.close()  # once it has asked
-                link.join(30.0)
+                _until(lambda link=link: link.poll().swept is not None, 30.0)
+                link.close()
+
+
+def _until(condition: Callable[[], bool], timeout_s: float) -> None:
+    """Return when it holds, or after that time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def _watch(case: Case, testbed: Testbed, runs: Sequence[Any], launcher: psutil.Process, begin: float) -> Figures:
