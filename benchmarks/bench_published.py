@@ -181,8 +181,9 @@ def published_rows() -> list[Row]:
         if not speed or record["status"] != "completed" or not known or record["method"].split("/")[0] not in METHODS:
             continue
         peak = float(record["peak_memory_gb"]) if record["peak_memory_gb"] else None
-        names = (record[name] for name in ("system", "model", "method", "hardware"))
-        rows[Row(*names, int(record["gpus"]), int(record["seq_len"]), float(speed), peak)] = None
+        system, model, method, hardware = (record[name] for name in ("system", "model", "method", "hardware"))
+        gpus, seq_len = int(record["gpus"]), int(record["seq_len"])
+        rows[Row(system, model, method, hardware, gpus, seq_len, float(speed), peak)] = None
     return list(rows)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -66,7 +66,7 @@ class Saves:
         """torch.distributed.checkpoint as it is: pickled metadata, no hashes, no commit."""
         target = self.folder / "torch"
         begin = time.perf_counter()
-        dcp.save(dict(self.tensors), checkpoint_id=target, no_dist=False)
+        save_by_torch(dict(self.tensors), checkpoint_id=target, no_dist=False)
         seconds = time.perf_counter() - begin
         dist.barrier()
         if dist.get_rank() == 0:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from engine.bench.spec import AttentionCell
 from engine.config.errors import ConfigError
-from engine.planning.sequence.layout import LayoutName, build_layout
+from engine.config.settings import LayoutName
+from engine.planning.sequence.layout import build_layout
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # local q, k, v -> out, all [1, T, heads, D]
 
