@@ -29,13 +29,18 @@ LivingRunArgument = Annotated[
 
 ConfigDirOption = Annotated[
     list[Path] | None,
-    typer.Option(help="Folder with your own exp/, model/, ... files; searched before all others. May be repeated."),
+    typer.Option(
+        metavar="FOLDER",
+        help="Folder with your own exp/, model/, ... files; searched before all others. May be repeated.",
+    ),
 ]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout and nothing else there.")]
 
 RUNS_DIR = Path("runs")
-RunsDirOption = Annotated[Path, typer.Option(envvar=RUNS_DIR_VARIABLE, file_okay=False, help="Folder of all runs.")]
+RunsDirOption = Annotated[
+    Path, typer.Option(metavar="FOLDER", envvar=RUNS_DIR_VARIABLE, file_okay=False, help="Folder of all runs.")
+]
 
 DetachOption = Annotated[
     bool, typer.Option(help="Return once the ranks run; a process in the background stays with them.")
