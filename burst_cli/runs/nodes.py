@@ -14,7 +14,7 @@ from burst_cli.figures import DASH, binary_bytes, fold_names, fold_numbers, grou
 from burst_cli.runs.read import RunFacts
 from burst_cli.tables import Column, fitted_table
 from cluster.control.link import NodeStatus
-from cluster.values import number, rows, table, word
+from cluster.values import integer, number, rows, table, word
 
 QUIET_S = 10.0  # a healthy node speaks every 2 s, and writes how it is every 5 s
 LITTLE_DISK_BYTES = 2**30
@@ -72,7 +72,7 @@ def node_rows(
         health = (status.health if status.phase != "ended" else None) or {}
         states, bad, warn = _rank_states(health), _end_notes(status), list[str]()
         if not is_over:
-            bad += _rank_notes(states) if status.phase == "running" else []
+            bad += _rank_notes(_unended(states, status)) if status.phase == "running" else []
             warn += _warn_notes(status, health)
             warn += [f"straggler: rank {straggler}"] if status.node == late else []
         mark = "bad" if bad else "warn" if warn else "ok"
@@ -112,6 +112,13 @@ def _end_notes(status: NodeStatus) -> list[str]:
     if status.end and (cause == "lease" or (cause != "stop" and number(status.outcome, "exit_code") != 0)):
         notes.append(status.end)
     return notes
+
+
+def _unended(states: Mapping[int, str], status: NodeStatus) -> dict[int, str]:
+    """Those of ranks that have not ended well, as all do when a run completes."""
+    deaths = rows(status.supervisor, "deaths")
+    well = {integer(death, "rank") for death in deaths if integer(death, "exit_code") == 0}
+    return {rank: state for rank, state in states.items() if rank not in well}
 
 
 def _rank_notes(states: Mapping[int, str]) -> list[str]:

@@ -5,6 +5,7 @@ What is no SSH has a pair of sockets as the streams of its commands.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import select
@@ -92,9 +93,9 @@ class _SocketProcess(RemoteProcess):
     def __del__(self) -> None:
         self._line.close()
 
+    @abc.abstractmethod
     def _end(self, timeout_s: float) -> tuple[int | None, bytes]:
         """Exit code and stderr of a command of which all was read."""
-        raise NotImplementedError
 
 
 class LocalProcess(_SocketProcess):

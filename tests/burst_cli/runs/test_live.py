@@ -60,6 +60,11 @@ def drawn(progress: RunProgress, width: int, rows: Sequence[NodeRow] = (), stop_
     return [" ".join(line.split()) for line in written(target).splitlines()]
 
 
+def ended(**death: int) -> NodeStatus:
+    supervisor = {"deaths": [{"rank": 7, **death}]}
+    return status("tb9", health=health(ranks={"7": {"state": "Z"}}), supervisor=supervisor)
+
+
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
@@ -68,6 +73,11 @@ def test_nodes_that_are_alike_share_a_row_with_the_span_of_their_figures() -> No
     assert (row.name, min(row.load), max(row.load)) == ("tb[1-64]", 1.5, 3.5)
     silent = {name: status(name, heard_s=20.0 + number) for number, name in enumerate(list(NODES)[:30])}
     assert [(row.mark, len(row.nodes)) for row in rows_of(fleet(**silent))] == [("warn", 30), ("ok", 34)]
+
+
+def test_a_rank_that_has_ended_well_is_not_told_as_dead() -> None:
+    notes = [node_rows([ended(**death)], RunFacts())[0].notes for death in ({"exit_code": 0}, {"exit_code": 1}, {})]
+    assert notes == [(), ("rank 7 dead",), ("rank 7 dead",)]
 
 
 @pytest.mark.parametrize(

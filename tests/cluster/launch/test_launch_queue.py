@@ -41,7 +41,7 @@ class Waiting(WatchedJob):
         return None
 
     def link(self, node: NodePlan) -> NodeLink:
-        raise NotImplementedError
+        raise AssertionError("it grants no nodes, so that nobody may ask for their links")
 
     def refusal(self) -> Failure | None:
         return None
@@ -63,7 +63,7 @@ class Queue(QueuedRunner):
         self._job = job
 
     def survey(self, config: RunConfig, asked: Asked) -> Survey:
-        raise NotImplementedError
+        raise AssertionError("its plan is there: nobody may ask its nodes for another one")
 
     def job(self, plan: LaunchPlan, run: RunFolder) -> Waiting:
         return self._job
