@@ -24,7 +24,7 @@ from engine.config.errors import DataError
 from engine.config.settings import DataConfig
 from engine.data.manifest import TokenSetWriter
 from engine.data.sources import Piece, Source
-from engine.data.tokenizers import ByteTokenizer, Ids, Tokenizer, find_bos_ids, load_tokenizer_file, train_bpe
+from engine.data.tokenizers import ByteTokenizer, Ids, Tokenizer, load_tokenizer_file, train_bpe
 
 SplitName = Literal["train", "validation"]
 TRAIN: SplitName = "train"
@@ -68,13 +68,15 @@ def build(work: Path, config: DataConfig, source: Source, progress: ProgressCall
         sides = split(read("tokenizer", total), documents, sizes, fraction)
         tokenizer = train_bpe((piece.text for name, piece in sides if name == TRAIN), config.bpe_vocab_size)
     tokenizer.save(work)
-    bos_ids = find_bos_ids(config, tokenizer)
+    bos_ids = () if config.bos == "off" else tokenizer.template_start()
+    is_chat = config.messages_field is not None
     with contextlib.ExitStack() as stack:
         writers = {
-            name: stack.enter_context(TokenSetWriter(work / name, tokenizer, bos_ids)) for name in (TRAIN, VALIDATION)
+            name: stack.enter_context(TokenSetWriter(work / name, tokenizer, bos_ids, learns_ends=not is_chat))
+            for name in (TRAIN, VALIDATION)
         }
         for group in _groups(split(read("encode", total), documents, sizes, fraction)):
-            encoded = encode([piece for _, piece in group], tokenizer, bos_ids)
+            encoded = encode([piece for _, piece in group], tokenizer, bos_ids, is_chat=is_chat)
             for (name, piece), (ids, is_prompt) in zip(group, encoded, strict=True):
                 writers[name].append(ids, is_prompt, len(piece.data), begins_document=piece.begins)
         for name, writer in writers.items():
@@ -115,23 +117,21 @@ def _groups(pieces: Iterable[tuple[SplitName, Piece]]) -> Iterator[list[tuple[Sp
 
 
 def encode(
-    pieces: Sequence[Piece], tokenizer: Tokenizer, bos_ids: Sequence[int]
+    pieces: Sequence[Piece], tokenizer: Tokenizer, bos_ids: Sequence[int], *, is_chat: bool
 ) -> Iterator[tuple[Ids, npt.NDArray[np.bool_]]]:
-    """(ids, which of them are read but not learned) of each piece, with what begins and ends its document.
+    """(ids, which of them are read but not learned) of each piece, with what begins its document.
 
-    Either all pieces are of conversations, which begin as their chat template has it, or none is.
+    is_chat: they are conversations, in which special tokens are what they spell, and which begin as their template has
+    it.
     """
-    is_chat, texts = pieces[0].is_chat, [piece.text for piece in pieces]
-    start = np.asarray(bos_ids, dtype=np.int64)
-    encoded = tokenizer.encode_chats(texts) if is_chat else ((ids, ids) for ids in tokenizer.encode(texts))
-    for piece, (ids, offsets) in zip(pieces, encoded, strict=True):
-        if is_chat:
-            is_prompt = ~_is_learned(piece, offsets)
-        else:
-            ids = np.concatenate((start, ids)) if piece.begins else ids
-            is_prompt = np.full(ids.size, piece.learned is not None)
-        end = (0, piece.ends)
-        yield np.pad(ids, end, constant_values=tokenizer.eod_id), np.pad(is_prompt, end, constant_values=is_chat)
+    texts, start = [piece.text for piece in pieces], np.asarray(bos_ids, dtype=np.int64)
+    if is_chat:
+        for piece, (ids, offsets) in zip(pieces, tokenizer.encode_chats(texts), strict=True):
+            yield ids, ~_is_learned(piece, offsets)
+    else:
+        for piece, ids in zip(pieces, tokenizer.encode(texts), strict=True):
+            whole = np.concatenate((start, ids)) if piece.begins else ids
+            yield whole, np.full(whole.size, piece.learned is not None)
 
 
 def _is_learned(piece: Piece, offsets: Ids) -> npt.NDArray[np.bool_]:
@@ -191,16 +191,12 @@ def split(
 
 def _cut(pieces: Iterable[Piece], train_bytes: int) -> Iterator[tuple[SplitName, Piece]]:
     """The single document of `pieces` cut after `train_bytes`, or before the character that lies across the cut."""
-    left, has_begun = train_bytes, False
+    left, begins = train_bytes, True
     for piece in pieces:
-        size = len(piece.data)
-        if size < left:
-            yield TRAIN, piece
-        else:
-            head, tail = piece.cut(max(0, left))
-            if left > 0:  # even an empty head has to end the document on the training side
-                yield TRAIN, replace(head, ends=True)
-            if tail.text:
-                yield VALIDATION, replace(tail, begins=not has_begun)
-                has_begun = True
-        left -= size
+        head, tail = piece.cut(max(0, left))
+        left -= len(piece.data)
+        if head.text:
+            yield TRAIN, head
+        if tail.text:
+            yield VALIDATION, replace(tail, begins=begins)
+            begins = False

@@ -89,18 +89,15 @@ class ChatTemplate:
             "messages": messages,
             "tools": None,
             "documents": None,
-            "add_generation_prompt": prompts,
+            _BEGIN: marks[0],
+            _END: marks[1],
         }
-        given[_BEGIN], given[_END] = marks
+        template = self._compiled
         try:
-            return self._compiled.render(**self.special_tokens, **given)
-        except DataError:
-            raise
+            return template.render(**self.special_tokens, **given, add_generation_prompt=prompts)
         except Exception as error:  # somebody else's program: anything may go wrong in it
-            said = _said(error)
-            raise self._unusable(
-                place, f"cannot render these messages: {said}. Mend the line or the template"
-            ) from None
+            why = f"cannot render these messages: {_said(error)}. Mend the line or the template"
+            raise self._unusable(place, why) from None
 
     def _marked(self, messages: Sequence[Message], text: str, place: str) -> Spans:
         # Unicode sets those from U+FDD0 on aside for programs: of people's texts few have one.

@@ -36,7 +36,7 @@ import numpy.typing as npt
 
 from engine.config.errors import DataError
 from engine.config.schema import range_problems, read_dataclass, setting
-from engine.data.tokenizers import Tokenizer
+from engine.data.tokenizers import Ids, Tokenizer
 from engine.runs.records import json_text, require_json_object
 
 FORMAT = "burst-tokens"
@@ -133,12 +133,18 @@ def _problems(manifest: Manifest) -> Iterator[str]:
 
 
 class TokenSetWriter(contextlib.ExitStack):
-    """Appends documents to a token set in `folder`, a new one, which is incomplete until `finish` has returned."""
+    """Appends documents to a token set in `folder`, a new one, which is incomplete until `finish` has returned.
 
-    def __init__(self, folder: Path, tokenizer: Tokenizer, bos_ids: Sequence[int] = ()) -> None:
+    learns_ends: whether the id that ends a document is learned.
+    """
+
+    def __init__(
+        self, folder: Path, tokenizer: Tokenizer, bos_ids: Sequence[int] = (), *, learns_ends: bool = True
+    ) -> None:
         super().__init__()
         folder.mkdir()
         self._folder, self._tokenizer, self._bos_ids = folder, tokenizer, tuple(bos_ids)
+        self._end = np.array([tokenizer.eod_id]), np.array([not learns_ends])
         self._dtype, self._hash = storage_dtype(tokenizer.vocab_size), hashlib.sha256()
         names = (TOKENS_FILE, DOCUMENTS_FILE, PROMPTS_FILE)
         self._tokens, self._documents, self._prompts = (
@@ -146,18 +152,20 @@ class TokenSetWriter(contextlib.ExitStack):
         )
         self.token_count = self.document_count = self.prompt_count = self.text_bytes = 0
 
-    def append(
-        self,
-        ids: npt.NDArray[np.int64],
-        is_prompt: npt.NDArray[np.bool_],
-        text_bytes: int,
-        *,
-        begins_document: bool,
-    ) -> None:
+    def append(self, ids: Ids, is_prompt: npt.NDArray[np.bool_], text_bytes: int, *, begins_document: bool) -> None:
         """Add the next part of the current document, or of a new one; is_prompt: which ids are read but not learned."""
         if begins_document:
+            self._end_document()
             self._documents.write(self.token_count.to_bytes(8, "little"))
             self.document_count += 1
+        self._write(ids, is_prompt)
+        self.text_bytes += text_bytes
+
+    def _end_document(self) -> None:
+        if self.document_count:
+            self._write(*self._end)
+
+    def _write(self, ids: Ids, is_prompt: npt.NDArray[np.bool_]) -> None:
         edges = np.flatnonzero(np.diff(is_prompt, prepend=False, append=False)) + self.token_count
         self._prompts.write(edges.astype("<i8").tobytes())
         data = ids.astype(np.dtype(self._dtype).newbyteorder("<")).tobytes()
@@ -165,10 +173,10 @@ class TokenSetWriter(contextlib.ExitStack):
         self._hash.update(data)
         self.token_count += ids.size
         self.prompt_count += edges.size // 2
-        self.text_bytes += text_bytes
 
     def finish(self, source: str) -> None:
-        """Close the files and write the manifest, the last one."""
+        """End the last document, close the files and write the manifest, the last one."""
+        self._end_document()
         self.close()
         self._tokenizer.token_bytes().astype("<u4").tofile(self._folder / TOKEN_BYTES_FILE)
         if not self.prompt_count:

@@ -27,9 +27,9 @@ from engine.config.settings import DataConfig
 from engine.data.build import TRAIN, VALIDATION, Progress, ProgressCallback, build
 from engine.data.manifest import MANIFEST_FILE
 from engine.data.sampler import Sampler, Samples, by_length
-from engine.data.shards import Tokens, TokenShards, echoed, open_token_set
+from engine.data.shards import TokenShards, echoed, open_token_set
 from engine.data.sources import Source, open_source
-from engine.data.tokenizers import TOKENIZER_FILE, ByteTokenizer, Tokenizer, load_tokenizer_file
+from engine.data.tokenizers import TOKENIZER_FILE, ByteTokenizer, Ids, Tokenizer, load_tokenizer_file
 from engine.runs.files import cache_folder, hash_file, hash_json, new_folder, remove_folder
 from engine.runs.records import json_text, require_json_object
 
@@ -49,7 +49,7 @@ class PreparedData:
     path: Path
     train: TokenShards
     validation: TokenShards
-    token_bytes: Tokens | None
+    token_bytes: Ids | None
     content_hash: str
 
     def load_tokenizer(self) -> Tokenizer:
@@ -81,7 +81,7 @@ def prepare(config: DataConfig, *, progress: ProgressCallback = lambda _: None) 
     Reports to `progress`. For data.format=shards nothing is written: the shards are opened and read through once.
     """
     if config.format == "shards":
-        return _open_shards(config, scan_foreign=True)
+        return _open(Path(config.paths[0]), config)
     source = open_source(config)
     folder, identity = _target(config, source)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ def prepare(config: DataConfig, *, progress: ProgressCallback = lambda _: None) 
                 # Another process was faster (on a file system without locks): its data is as good as ours.
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                     raise
-    return _open_folder(folder)
+    return _open(folder, config)
 
 
 @_files_needed()
@@ -112,12 +112,12 @@ def open_prepared(config: DataConfig) -> PreparedData:
     With data.prepared_dir set the source files need not be on this machine.
     """
     if config.format == "shards":
-        return _open_shards(config, scan_foreign=False)
+        return _open(Path(config.paths[0]), config, scan_foreign=False)
     folder = _chosen(config) or _target(config, open_source(config))[0]
     if not (folder / PREPARED_FILE).is_file():
         raise DataError(f"the data is not prepared: nothing at {folder}. Run `burst data prepare` with this config.")
     _check_same(folder, {"config": config_facts(config)})
-    return _open_folder(folder)
+    return _open(folder, config)
 
 
 def _lock(file: BinaryIO, on_wait: Callable[[], None]) -> bool:
@@ -203,26 +203,22 @@ def _is_ready(folder: Path, config: DataConfig, identity: dict[str, Any]) -> boo
         _check_same(folder, identity)
         return True
     try:
-        _open_folder(folder)
+        _open(folder, config)
     except DataError:
         remove_folder(folder)
         return False
     return True
 
 
-def _open_folder(folder: Path, *, scan_foreign: bool = True) -> PreparedData:
-    return _pair(folder, *(open_token_set(folder / name, scan_foreign=scan_foreign) for name in (TRAIN, VALIDATION)))
-
-
-def _open_shards(config: DataConfig, *, scan_foreign: bool) -> PreparedData:
-    path = Path(config.paths[0]).expanduser().absolute()
-    if all((path / name / MANIFEST_FILE).is_file() for name in (TRAIN, VALIDATION)):
-        return _open_folder(path, scan_foreign=scan_foreign)
-    whole = open_token_set(path, scan_foreign=scan_foreign)
-    return _pair(whole.folder, *whole.split_tail(config.validation_fraction))
-
-
-def _pair(path: Path, train: TokenShards, validation: TokenShards) -> PreparedData:
+def _open(path: Path, config: DataConfig, *, scan_foreign: bool = True) -> PreparedData:
+    """The two token sets in the folder `path`, or the one that `path` names, split at its tail."""
+    path = path.expanduser().absolute()
+    folders = [path / name for name in (TRAIN, VALIDATION)]
+    if any((folder / MANIFEST_FILE).is_file() for folder in folders):
+        train, validation = (open_token_set(folder, scan_foreign=scan_foreign) for folder in folders)
+    else:
+        whole = open_token_set(path, scan_foreign=scan_foreign)
+        path, (train, validation) = whole.folder, whole.split_tail(config.validation_fraction)
     for key in ("vocab_size", "eod_id", "bos_ids", "tokenizer"):
         ours, theirs = getattr(train.manifest, key), getattr(validation.manifest, key)
         if ours != theirs:
@@ -264,13 +260,13 @@ class TrainingData:
 
     def sampler(self, seq_len: int, seed: int, *, grad_accum_steps: int, documents_apart: bool = False) -> Sampler:
         """Batches of the mixture. Raises DataError when a corpus, or a class of one, has less than one sample."""
-        sources = [Samples(data.train, seq_len, seed) for data in (self.main, *self.others)]
-        weights = list(self.config.mix_weights)
-        if self.config.length_buckets:
-            corpora = zip(sources, weights or [1.0], strict=True)
-            parts = [(one, weight * own) for corpus, weight in corpora for one, own in by_length(corpus, self.config)]
-            sources, weights = [one for one, _ in parts], [weight for _, weight in parts]
-        return Sampler(sources, weights, seed=seed, grad_accum_steps=grad_accum_steps, documents_apart=documents_apart)
+        corpora = [Samples(data.train, seq_len, seed) for data in (self.main, *self.others)]
+        weighted = zip(corpora, self.config.mix_weights or (1.0,), strict=True)
+        parts = [(one, weight * own) for corpus, weight in weighted for one, own in by_length(corpus, self.config)]
+        sources, weights = zip(*parts, strict=True)
+        is_mixed = self.config.mix_weights or self.config.length_buckets
+        how: dict[str, Any] = {"grad_accum_steps": grad_accum_steps, "documents_apart": documents_apart}
+        return Sampler(sources, weights if is_mixed else (), seed=seed, **how)
 
 
 def open_training_data(config: DataConfig) -> TrainingData:

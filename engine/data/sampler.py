@@ -20,13 +20,11 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
 from engine.data.shards import TokenShards
-
-Lengths = npt.NDArray[np.int64]
+from engine.data.tokenizers import Ids
 
 IGNORE_INDEX = -100
 _FEISTEL_ROUNDS = 8
@@ -46,9 +44,9 @@ class Batch:
     (validation).
     """
 
-    tokens: npt.NDArray[np.int64]
-    labels: npt.NDArray[np.int64]
-    documents: tuple[npt.NDArray[np.int64], ...]
+    tokens: Ids
+    labels: Ids
+    documents: tuple[Ids, ...]
     samples: tuple[int, ...] = ()
 
 
@@ -59,7 +57,7 @@ class Samples:
     shards: TokenShards
     seq_len: int
     seed: int
-    chosen: Lengths | None = None
+    chosen: Ids | None = None
 
     def __post_init__(self) -> None:
         if self.per_epoch < 1:
@@ -235,7 +233,7 @@ class LengthClass:
 
     at_least: int
     below: int | None
-    samples: Lengths
+    samples: Ids
     weight: float
 
     @property
@@ -258,23 +256,26 @@ def length_classes(corpus: Samples, config: DataConfig) -> list[LengthClass]:
 
 
 def by_length(corpus: Samples, config: DataConfig) -> list[tuple[Samples, float]]:
-    """(samples, weight) of each class by length of `corpus` that is wanted at all.
+    """(samples, weight) of each class by length of `corpus` that is wanted at all; of all of it without such classes.
 
     Raises DataError when a class that should have a share has no sample.
     """
+    if not config.length_buckets:
+        return [(corpus, 1.0)]
     classes = length_classes(corpus, config)
-    for one in classes:
-        if one.weight > 0 and not one.samples.size:
+    wanted = [one for one in classes if one.weight > 0]
+    for one in wanted:
+        if not one.samples.size:
             found = "; ".join(f"{other.name}: {other.samples.size:,}" for other in classes)
             raise DataError(
                 f"{corpus.shards.folder}: no sample of {corpus.seq_len:,} tokens lies mostly in a document of "
                 f"{one.name} tokens, but data.length_weights gives such samples {one.weight:g}. Samples by length of "
                 f"document: {found}. Set other data.length_buckets or a weight of 0, or give such documents."
             )
-    return [(replace(corpus, chosen=one.samples), one.weight) for one in classes if one.weight > 0]
+    return [(replace(corpus, chosen=one.samples), one.weight) for one in wanted]
 
 
-def _document_lengths(shards: TokenShards, samples: range, seq_len: int) -> Lengths:
+def _document_lengths(shards: TokenShards, samples: range, seq_len: int) -> Ids:
     """Tokens of the document that holds most of each of `samples`, int64 [samples]."""
     begin, end = samples.start * seq_len, samples.stop * seq_len
     edges = shards.document_edges(begin, end - begin)

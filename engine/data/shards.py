@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.config.errors import DataError
 from engine.data.manifest import MANIFEST_FILE, WRITER, Manifest, read_manifest
-from engine.data.tokenizers import TOKENIZER_FILE, ByteTokenizer, load_tokenizer_file
+from engine.data.tokenizers import TOKENIZER_FILE, ByteTokenizer, Ids, load_tokenizer_file
 
 _SCAN_TOKENS = 1 << 22  # tokens checked at a time
 
-Tokens = npt.NDArray[np.int64]
+_Entry = TypeVar("_Entry", np.int64, np.bool_)
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +32,8 @@ class TokenShards:
     manifest: Manifest
     folder: Path
     parts: tuple[np.memmap[Any, Any], ...]
-    documents: npt.NDArray[np.int64] | None  # [documents]: where each starts in the whole set
-    prompts: npt.NDArray[np.int64] | None  # [ranges, 2]
+    documents: Ids | None  # [documents]: where each starts in the whole set
+    prompts: Ids | None  # [2 * ranges]: where each begins and ends
     window: range
 
     @property
@@ -44,7 +45,7 @@ class TokenShards:
     def _starts(self) -> list[int]:
         return list(accumulate((part.size for part in self.parts), initial=0))
 
-    def read(self, start: int, count: int) -> Tokens:
+    def read(self, start: int, count: int) -> Ids:
         """Ids of [start, start + count), int64 [count], each checked to be below vocab_size."""
         self._check_range(start, count)
         out = np.empty(count, dtype=np.int64)
@@ -74,7 +75,7 @@ class TokenShards:
             )
         return ids
 
-    def document_offsets(self, start: int, tokens: Tokens) -> Tokens:
+    def document_offsets(self, start: int, tokens: Ids) -> Ids:
         """Where documents start within `tokens` = read(start, n), int64, ascending; always begins with 0.
 
         Offset 0 may lie inside a document that began earlier: to a model it is a boundary like the others. Without an
@@ -89,7 +90,7 @@ class TokenShards:
             inner = np.flatnonzero(tokens[:-1] == eod_id) + 1
         return np.concatenate((np.zeros(1, dtype=np.int64), inner))
 
-    def document_edges(self, start: int, count: int) -> Tokens | None:
+    def document_edges(self, start: int, count: int) -> Ids | None:
         """Starts of the documents with tokens in [start, start + count) and the end of the last, int64 [documents + 1].
 
         All within the window: of a document that it cuts, only what lies inside counts. Null if the set has no index.
@@ -104,14 +105,10 @@ class TokenShards:
 
     def is_prompt(self, start: int, count: int) -> npt.NDArray[np.bool_]:
         """Which of the tokens [start, start + count) are read but not learned, bool [count]."""
-        mask = np.zeros(count, dtype=np.bool_)
-        if self.prompts is not None:
-            low = self.window.start + start
-            begin = int(np.searchsorted(self.prompts[:, 1], low, side="right"))
-            end = int(np.searchsorted(self.prompts[:, 0], low + count))
-            for first, after in self.prompts[begin:end].tolist():
-                mask[max(first - low, 0) : after - low] = True
-        return mask
+        if self.prompts is None:
+            return np.zeros(count, dtype=np.bool_)
+        low = self.window.start + start
+        return np.asarray(np.searchsorted(self.prompts, np.arange(low, low + count), side="right") % 2 == 1)
 
     @property
     def document_count(self) -> int | None:
@@ -143,7 +140,7 @@ class TokenShards:
             )
         return replace(self, window=range(start, cut)), replace(self, window=range(cut, stop))
 
-    def load_token_bytes(self) -> Tokens | None:
+    def load_token_bytes(self) -> Ids | None:
         """Bytes of text per token id, int64 [vocab_size]; null if neither the set nor its tokenizer tells."""
         manifest, path = self.manifest, self.folder / TOKENIZER_FILE
         if manifest.token_bytes_file is not None:
@@ -156,15 +153,27 @@ class TokenShards:
         return np.pad(counts, (0, manifest.vocab_size - counts.size))
 
     def scan(self) -> None:
-        """Read every id and document start of the whole set; a `DataError` names file and offset of a wrong one."""
+        """Read the whole set; a `DataError` names file and place of an id or an entry of an index that cannot be."""
         for index, part in enumerate(self.parts):
             for begin in range(0, part.size, _SCAN_TOKENS):
                 self._ids(index, begin, begin + _SCAN_TOKENS)
-        falls = [] if self.documents is None else np.flatnonzero(np.diff(self.documents) <= 0).tolist()
-        if falls:
+        made, starts, edges = self.manifest, self.documents, self.prompts
+        if starts is not None:
+            self._check_index(made.documents_file, starts, 1, starts[0] == 0, "starts of documents, the first 0,")
+        if edges is not None:
+            least = np.arange(edges.size) % 2 == 0  # a range may touch the next and is never empty
+            self._check_index(
+                made.prompts_file, edges, least, edges[0] >= 0 and not edges.size % 2, "ranges of prompts"
+            )
+
+    def _check_index(self, name: str | None, entries: Ids, least: Any, begins: bool, what: str) -> None:
+        count = self.manifest.token_count
+        falls = np.flatnonzero(np.diff(entries, append=count) < least)
+        if not begins or falls.size:
+            place = int(falls[0]) if falls.size else 0
             raise DataError(
-                f"{self.folder / str(self.manifest.documents_file)}: entry {falls[0] + 1} is not above the one before "
-                "it; document starts must ascend. Write the file again."
+                f"{self.folder / str(name)}: expected {what} that ascend within the {count} tokens, but entries from "
+                f"{place} on are {entries[place : place + 2].tolist()}. Write the file again."
             )
 
 
@@ -187,27 +196,25 @@ class EchoedShards(TokenShards):
         """See `TokenShards.token_count`."""
         return len(self.window) // self.piece_tokens * self.piece_tokens * 2
 
-    def read(self, start: int, count: int) -> Tokens:
+    def read(self, start: int, count: int) -> Ids:
         """See `TokenShards.read`."""
-        self._check_range(start, count)
-        first, places = self._places(start, count)
-        return super().read(first, int(places.max(initial=-1)) + 1)[places]
+        return self._twice(super().read, start, count)
 
     def is_prompt(self, start: int, count: int) -> npt.NDArray[np.bool_]:
         """See `TokenShards.is_prompt`."""
-        first, places = self._places(start, count)
-        return super().is_prompt(first, int(places.max(initial=-1)) + 1)[places]
+        return self._twice(super().is_prompt, start, count)
 
-    def document_offsets(self, start: int, tokens: Tokens) -> Tokens:
+    def document_offsets(self, start: int, tokens: Ids) -> Ids:
         """Always 0 alone: a boundary would hide what is to be remembered."""
         return np.zeros(1, dtype=np.int64)
 
-    def _places(self, start: int, count: int) -> tuple[int, Tokens]:
-        """(first token of the text that is needed, where after it each of [start, start + count) is read)."""
+    def _twice(self, get: Callable[[int, int], npt.NDArray[_Entry]], start: int, count: int) -> npt.NDArray[_Entry]:
+        self._check_range(start, count)
         positions = np.arange(start, start + count, dtype=np.int64)
         sources = positions // (2 * self.piece_tokens) * self.piece_tokens + positions % self.piece_tokens
         first = int(sources.min(initial=start))
-        return first, sources - first
+        found: npt.NDArray[_Entry] = get(first, int(sources.max(initial=first - 1)) + 1 - first)[sources - first]
+        return found
 
 
 def echoed(shards: TokenShards, piece_tokens: int) -> TokenShards:
@@ -228,7 +235,13 @@ def open_token_set(path: Path, *, scan_foreign: bool = True) -> TokenShards:
         )
     manifest, folder = read_manifest(manifest_path), manifest_path.parent
     parts = tuple(_map(folder / file.name, manifest.dtype, file.token_count) for file in manifest.files)
-    documents, prompts = _documents(manifest, folder), _prompts(manifest, folder)
+    documents, prompts = (
+        None if name is None else _map(folder / name, "int64", count)
+        for name, count in (
+            (manifest.documents_file, manifest.document_count),
+            (manifest.prompts_file, manifest.prompt_count and 2 * manifest.prompt_count),
+        )
+    )
     shards = TokenShards(manifest, folder, parts, documents, prompts, range(manifest.token_count))
     if scan_foreign and manifest.writer != WRITER:
         shards.scan()
@@ -251,30 +264,3 @@ def _map(path: Path, dtype: str, count: int | None) -> np.memmap[Any, Any]:
             "file is cut short or of another dtype: copy it again or prepare it again."
         )
     return found
-
-
-def _documents(manifest: Manifest, folder: Path) -> npt.NDArray[np.int64] | None:
-    if manifest.documents_file is None:
-        return None
-    path = folder / manifest.documents_file
-    documents = _map(path, "int64", manifest.document_count)
-    if documents[0] != 0 or not 0 <= documents[-1] < manifest.token_count:
-        raise DataError(
-            f"{path}: the first document starts at {documents[0]} and the last at {documents[-1]}; expected 0 and less "
-            f"than the {manifest.token_count} tokens. Write the file again."
-        )
-    return documents
-
-
-def _prompts(manifest: Manifest, folder: Path) -> npt.NDArray[np.int64] | None:
-    if manifest.prompts_file is None:
-        return None
-    path = folder / manifest.prompts_file
-    edges = _map(path, "int64", None if manifest.prompt_count is None else 2 * manifest.prompt_count)
-    rises = np.diff(edges) >= (np.arange(1, edges.size) % 2)  # a range may touch the next and is never empty
-    if edges.size % 2 or not rises.all() or edges[0] < 0 or edges[-1] > manifest.token_count:
-        raise DataError(
-            f"{path}: expected ranges of prompts that ascend within the {manifest.token_count} tokens. "
-            "Write the file again, or leave the key out."
-        )
-    return edges.reshape(-1, 2)

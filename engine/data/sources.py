@@ -10,25 +10,20 @@ import glob
 import json
 import math
 import os
-import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
-
-if TYPE_CHECKING:
-    from engine.data.chat import ChatTemplate
+from engine.data.chat import ChatTemplate, Spans, find_template
 
 PIECE_BYTES = 1 << 20
 _PARQUET_ROWS = 256
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_BYTE_ORDER_MARK = "\ufeff"
 _UTF8_CONTINUATION = bytes(range(0x80, 0xC0))
 _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"})
 _STDLIB_SKIPPED_PREFIX = "_sysconfigdata"  # facts about one build of Python, not part of the library
@@ -38,15 +33,13 @@ _STDLIB_SKIPPED_PREFIX = "_sysconfigdata"  # facts about one build of Python, no
 class Piece:
     """Consecutive text of one document.
 
-    learned: characters [first, after) that a model learns to write, ascending; null: all, empty: none. is_chat: a
-    rendered conversation, in which special tokens are what they spell. begins, ends: its document does, here.
+    learned: characters [first, after) that a model learns to write, ascending; null: all, empty: none. begins: its
+    document does, here.
     """
 
     text: str
-    learned: tuple[tuple[int, int], ...] | None = None
-    is_chat: bool = False
+    learned: Spans | None = None
     begins: bool = True
-    ends: bool = False
 
     @cached_property
     def data(self) -> bytes:
@@ -69,7 +62,7 @@ Document = Iterable[Piece]
 class Source:
     """An ordered list of files and the way to read documents out of one of them.
 
-    template_hash: of the chat template that renders its conversations; null where there are none.
+    template_hash: of the chat template that renders its conversations; null where its documents are none.
     """
 
     description: str
@@ -84,32 +77,23 @@ class Source:
         """
         left = math.inf if max_bytes is None else max_bytes
         for parts in chain.from_iterable(map(self.read, self.files)):
-            held: Piece | None = None
+            begins = True
             for part in parts:
-                piece = replace(part, begins=held is None)
+                piece = part if begins else replace(part, begins=False)
                 size = len(piece.data)
                 if size > left:
                     piece, _ = piece.cut(int(left))
-                left -= size
                 if piece.text:
-                    if held is not None:
-                        yield held
-                    held = piece
+                    yield piece
+                    begins = False
+                left -= size
                 if left <= 0:
-                    break
-            if held is not None:
-                yield replace(held, ends=True)
-            if left <= 0:
-                return
+                    return
 
 
 def open_source(config: DataConfig) -> Source:
     """The source that `config` names, with its files listed and nothing read yet. Raises DataError and OSError."""
-    template = None
-    if config.messages_field is not None:
-        from engine.data.chat import find_template  # only who has conversations needs Jinja
-
-        template = find_template(config)
+    template = None if config.messages_field is None else find_template(config)
     suffixes, reader = _FORMATS[config.format]
     if config.format == "stdlib":
         files, what = stdlib_files(Path(sysconfig.get_paths()["stdlib"])), "source code of the Python standard library"
@@ -168,7 +152,7 @@ def _files_below(folder: Path, suffixes: tuple[str, ...], skipped: frozenset[str
 # --- plain text -------------------------------------------------------------------------------------------------------
 
 
-def split_text(text: str, learned: tuple[tuple[int, int], ...] | None = None) -> Iterator[Piece]:
+def split_text(text: str, learned: Spans | None = None) -> Iterator[Piece]:
     """Pieces of at most PIECE_BYTES characters that join to `text`, cut after a line break where there is one."""
     start = 0
     while len(text) - start > PIECE_BYTES:
@@ -193,7 +177,7 @@ def _text_pieces(path: Path) -> Iterator[Piece]:
                     f"{path}: invalid UTF-8 at byte offset {offset + error.start} ({error.reason}). Convert the file "
                     "(iconv -f latin1 -t utf-8 ...), unpack it if it is compressed, or leave it out of data.paths."
                 ) from None
-            yield Piece(text.removeprefix(_BYTE_ORDER_MARK) if offset == 0 else text)
+            yield Piece(text.removeprefix("\ufeff") if offset == 0 else text)
             offset, carry = offset + len(data[:cut]), data[cut:]
 
 
@@ -203,23 +187,18 @@ def _text_pieces(path: Path) -> Iterator[Piece]:
 def _read_jsonl(path: Path, config: DataConfig, template: ChatTemplate | None) -> Iterator[Document]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if line.strip():
-                place = f"{path}:{number}"
-                yield _record_pieces(_record(line, place, config), place, config, template)
-
-
-def _record(line: bytes, place: str, config: DataConfig) -> dict[str, Any]:
-    try:
-        text = line.decode("utf-8-sig").rstrip("\r\n")
-        record = json.loads(text)
-        if _SURROGATE.search(text) and isinstance(record, dict):
-            read = map(record.get, (config.text_field, config.prompt_field, config.messages_field))
-            json.dumps([*read], ensure_ascii=False).encode()  # raises where half of a pair is missing
-    except (ValueError, RecursionError) as error:  # bad UTF-8 is a ValueError, too
-        raise DataError(f"{place}: bad JSON ({error}). Expected one JSON object per line.") from None
-    if not isinstance(record, dict):
-        raise DataError(f"{place}: {line[:40]!r} is no object; expected one JSON object per line.")
-    return record
+            if not line.strip():
+                continue
+            place = f"{path}:{number}"
+            try:
+                record = json.loads(line.decode("utf-8-sig").rstrip("\r\n"))
+                if not isinstance(record, dict):
+                    raise DataError(f"{place}: {line[:40]!r} is no object; expected one JSON object per line.")
+                pieces = _record_pieces(record, place, config, template)
+                b"".join(piece.data for piece in pieces)  # raises where half of a surrogate pair is missing
+            except (ValueError, RecursionError) as error:  # bad UTF-8 is a ValueError, too
+                raise DataError(f"{place}: bad JSON ({error}). Expected one JSON object per line.") from None
+            yield pieces
 
 
 def _read_parquet(path: Path, config: DataConfig, **_: object) -> Iterator[Document]:
@@ -245,12 +224,11 @@ def _read_parquet(path: Path, config: DataConfig, **_: object) -> Iterator[Docum
 
 def _record_pieces(
     record: dict[str, Any], place: str, config: DataConfig, template: ChatTemplate | None
-) -> Iterable[Piece]:
+) -> list[Piece]:
     if template is not None:
-        text, learned = template.render_chat(_field(record, place, config, "messages_field", list), place)
-        return (Piece(text, learned, is_chat=True),)
-    parts = [] if config.prompt_field is None else [split_text(_field(record, place, config, "prompt_field"), ())]
-    return chain(*parts, split_text(_field(record, place, config, "text_field")))
+        return [Piece(*template.render_chat(_field(record, place, config, "messages_field", list), place))]
+    prompt = [] if config.prompt_field is None else split_text(_field(record, place, config, "prompt_field"), ())
+    return [*prompt, *split_text(_field(record, place, config, "text_field"))]
 
 
 def _field(record: dict[str, Any], place: str, config: DataConfig, setting: str, kind: type = str) -> Any:

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.config.errors import DataError
-from engine.config.settings import DataConfig
 from engine.runs.records import require_json_object
 
 Ids = npt.NDArray[np.int64]
@@ -49,6 +48,10 @@ class ByteTokenizer:
         characters = [np.cumsum((ids & 0xC0) != 0x80) for ids in encoded]  # what no continuation byte is, begins one
         return [(ids, np.stack((after - 1, after), axis=1)) for ids, after in zip(encoded, characters, strict=True)]
 
+    def template_start(self) -> tuple[int, ...]:
+        """Nothing is put before a text."""
+        return ()
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`; a character cut in half becomes U+FFFD."""
         return bytes(token for token in ids if token != self.eod_id).decode("utf-8", errors="replace")
@@ -73,7 +76,7 @@ class FileTokenizer:
         inner.no_padding()
         inner.encode_special_tokens = True
         self._inner = inner
-        self._vocab: dict[str, int] = inner.get_vocab(with_added_tokens=True)
+        self._vocab: dict[Any, int] = inner.get_vocab(with_added_tokens=True)
         self.name = name
         self.vocab_size = max(self._vocab.values(), default=-1) + 1
         found = [self._vocab[token] for token in _EOD_TOKENS if token in self._vocab]
@@ -83,10 +86,6 @@ class FileTokenizer:
                 "Add one of them to its added_tokens with 'special': true."
             )
         self.eod_id = found[0]
-
-    def token(self, number: int) -> str:
-        """How the vocabulary spells an id."""
-        return str(self._inner.id_to_token(number))
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of each text, computed on all cores."""
@@ -103,14 +102,13 @@ class FileTokenizer:
         return [(np.array(item.ids, np.int64), np.array(item.offsets, np.int64).reshape(-1, 2)) for item in encoded]
 
     def template_start(self) -> tuple[int, ...]:
-        """What the file's own template puts before every text: often one id, the beginning of a sequence, or none."""
+        """What the file's own template puts before every text, as transformers has it: often one id, or none.
+
+        What it puts after a text is left out: `eod_id` ends every document.
+        """
         encoded = self._inner.encode("a", add_special_tokens=True)
         added = [*encoded.special_tokens_mask, 0].index(0)
         return tuple(encoded.ids[:added])
-
-    def id_of(self, token: str | None) -> int | None:
-        """The id of a token of the vocabulary."""
-        return None if token is None else self._vocab.get(token)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids` without special tokens."""
@@ -144,6 +142,22 @@ class FileTokenizer:
     def save(self, folder: Path) -> None:
         """Write tokenizer.json."""
         (folder / TOKENIZER_FILE).write_text(self._inner.to_str(), encoding="utf-8")
+
+    def tokens_for_export(self, beside: Path | None) -> tuple[dict[str, str], dict[str, Any]]:
+        """What begins and ends a text, for transformers: ({"bos_token": ..., ...}, {"bos_token_id": ..., ...}).
+
+        beside: the original folder of the file, whose other files say it where they are. Else the end is the token that
+        ends documents in training, and the beginning what the tokenizer itself puts before a text, if it does. An id
+        that is not known is null. Several may end a text: that of documents in training, and that of a turn in
+        conversations.
+        """
+        texts = {"eos_token": str(self._inner.id_to_token(self.eod_id))}
+        if first := self.template_start():
+            texts["bos_token"] = str(self._inner.id_to_token(first[0]))
+        texts |= {} if beside is None else special_tokens(beside)
+        turn = self._vocab.get(texts["eos_token"])
+        eos_ids = self.eod_id if turn in (None, self.eod_id) else [self.eod_id, turn]
+        return texts, {"bos_token_id": self._vocab.get(texts.get("bos_token")), "eos_token_id": eos_ids}
 
 
 Tokenizer = ByteTokenizer | FileTokenizer
@@ -188,40 +202,10 @@ def load_tokenizer_file(path: Path, name: str | None = None) -> FileTokenizer:
 def special_tokens(folder: Path) -> dict[str, str]:
     """Name -> text of the special tokens that the files beside a tokenizer give, such as bos_token."""
     tokens: dict[str, str] = {}
-    for name in _FILES:
-        path = folder / name
-        if not path.is_file():
-            continue
-        for key, value in require_json_object(path, "the settings of a tokenizer", DataError).items():
+    for path in (folder / name for name in _FILES):
+        settings = require_json_object(path, "the settings of a tokenizer", DataError) if path.is_file() else {}
+        for key, value in settings.items():
             text = value.get("content") if isinstance(value, dict) else value
             if key.endswith("_token") and isinstance(text, str):
                 tokens[key] = text
     return tokens
-
-
-def find_bos_ids(config: DataConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The ids that begin every document: those of the tokenizer's own template, as transformers has it.
-
-    What a template adds after a text is left out: `eod_id` ends every document.
-    """
-    if config.bos == "off" or config.tokenizer == "bpe" or not isinstance(tokenizer, FileTokenizer):
-        return ()
-    return tokenizer.template_start()
-
-
-def tokens_for_export(tokenizer: Path, beside: Path | None) -> tuple[dict[str, str], dict[str, Any]]:
-    """What begins and ends a text, for transformers: ({"bos_token": ..., ...}, {"bos_token_id": ..., ...}).
-
-    beside: the original folder of a tokenizer.json, whose own files say it where they are. Else the end is the token
-    that ends documents in training, and the beginning what the tokenizer itself puts before a text, if it does. An id
-    that is not known is null. Several may end a text: that of documents in training, and that of a turn in
-    conversations. Raises DataError when the tokenizer cannot be loaded.
-    """
-    loaded = load_tokenizer_file(tokenizer)
-    texts = {"eos_token": loaded.token(loaded.eod_id)}
-    if first := loaded.template_start():
-        texts["bos_token"] = loaded.token(first[0])
-    texts |= {} if beside is None else special_tokens(beside)
-    turn = loaded.id_of(texts["eos_token"])
-    ends = loaded.eod_id if turn in (None, loaded.eod_id) else [loaded.eod_id, turn]
-    return texts, {"bos_token_id": loaded.id_of(texts.get("bos_token")), "eos_token_id": ends}

@@ -19,7 +19,7 @@ from safetensors import safe_open
 
 from engine.config.settings import RunConfig
 from engine.data.chat import TEMPLATE_FILE, ChatTemplate
-from engine.data.tokenizers import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, tokens_for_export
+from engine.data.tokenizers import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, load_tokenizer_file
 from engine.pretrained.names import INDEX_FILE, SINGLE_FILE, hugging_face_name
 from engine.pretrained.shape import CONFIG_FILE, config_json
 from engine.runs.files import new_folder
@@ -77,7 +77,7 @@ def export(order: ExportOrder, manifest: Manifest, progress: Callable[[int], Non
     texts: dict[str, str] = {}
     ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
     if order.tokenizer is not None:
-        texts, ids = tokens_for_export(order.tokenizer, order.tokenizer_folder)
+        texts, ids = load_tokenizer_file(order.tokenizer).tokens_for_export(order.tokenizer_folder)
     try:
         with new_folder(order.folder) as part:
             files, size = _write_weights(order, manifest, part, progress)

@@ -67,7 +67,7 @@ def test_ids_are_those_of_transformers(tmp_path: Path, template: str) -> None:
     for messages in CONVERSATIONS:
         text, learned = found.render_chat(messages, "here:1")
         assert text == theirs.apply_chat_template(messages, tokenize=False)
-        [(ids, is_prompt)] = encode([Piece(text, learned, is_chat=True)], ours, [7])
+        [(ids, is_prompt)] = encode([Piece(text, learned)], ours, [7], is_chat=True)
         expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=True, **marks)
         assert ids.tolist() == expected["input_ids"]
         if marks["return_assistant_tokens_mask"]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import json
 import multiprocessing
 import os
 import signal
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,18 @@ def text_config(folder: Path, **settings: Any) -> DataConfig:
     return DataConfig(**{"format": "text", "paths": (str(folder),), "validation_fraction": 0.1, **settings})
 
 
-def texts_of(prepared: PreparedData) -> list[str]:
-    """All documents of both splits, sorted."""
-    return sorted(texts_in(prepared, prepared.train) + texts_in(prepared, prepared.validation))
+def texts_in(prepared: PreparedData, *splits: TokenShards) -> list[str]:
+    """All documents of these splits, or of both, sorted."""
+    found: list[str] = []
+    for shards in splits or (prepared.train, prepared.validation):
+        tokens, tokenizer = shards.read(0, shards.token_count), prepared.load_tokenizer()
+        found += [tokenizer.decode(part) for part in np.split(tokens, shards.document_offsets(0, tokens)[1:])]
+    return sorted(found)
 
 
-def texts_in(prepared: PreparedData, shards: TokenShards) -> list[str]:
-    tokens, tokenizer = shards.read(0, shards.token_count), prepared.load_tokenizer()
-    return [tokenizer.decode(part) for part in np.split(tokens, shards.document_offsets(0, tokens)[1:])]
+def prepared_in(cache: Path) -> list[Path]:
+    """All that lies there but locks."""
+    return list((cache / "data").glob("[!.]*"))
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
@@ -64,7 +68,7 @@ def test_every_format_gives_the_documents_back(corpus: Path, tmp_path: Path, kin
     paths["jsonl"].write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     pq.write_table(pa.table({"text": TEXTS}), paths["parquet"])
     prepared = prepare(text_config(paths[kind], format=kind, tokenizer=tokenizer, bpe_vocab_size=280))
-    assert texts_of(prepared) == sorted(TEXTS)
+    assert texts_in(prepared) == sorted(TEXTS)
     assert prepared.token_bytes is not None
     for shards in (prepared.train, prepared.validation):
         assert prepared.token_bytes[shards.read(0, shards.token_count)].sum() == shards.text_bytes
@@ -76,26 +80,17 @@ def test_the_standard_library_needs_no_paths() -> None:
     prepared = prepare(DataConfig(max_bytes=300_000))
     assert (prepared.train.text_bytes or 0) + (prepared.validation.text_bytes or 0) == 300_000
     assert prepared.validation.token_count > 1
-    assert any(text.startswith('"""') for text in texts_of(prepared))
+    assert any(text.startswith('"""') for text in texts_in(prepared))
 
 
-def test_a_tokenizer_file_is_used_and_kept(corpus: Path, tmp_path: Path) -> None:
-    train_bpe(TEXTS, 280).save(tmp_path)
-    config = text_config(corpus, tokenizer=str(tmp_path / "tokenizer.json"), prepared_dir=str(tmp_path / "out"))
-    assert prepare(config).train.manifest.vocab_size == 280
-    (tmp_path / "tokenizer.json").unlink()
-    assert texts_of(open_prepared(config)) == sorted(TEXTS)
-
-
-def test_bpe_is_trained_on_training_text_only(corpus: Path, tmp_path: Path) -> None:
-    first = prepare(text_config(corpus, tokenizer="bpe", bpe_vocab_size=400))
+def test_bpe_is_trained_on_training_text_only_and_progress_adds_up(corpus: Path, tmp_path: Path) -> None:
+    seen: list[Progress] = []
+    first = prepare(text_config(corpus, tokenizer="bpe", bpe_vocab_size=400), progress=seen.append)
     train_bpe(texts_in(first, first.train), 400).save(tmp_path)
     assert (tmp_path / "tokenizer.json").read_bytes() == (first.path / "tokenizer.json").read_bytes()
-
-
-def prepared_in(cache: Path) -> list[Path]:
-    """All that lies there but locks."""
-    return list((cache / "data").glob("[!.]*"))
+    total = len("".join(TEXTS).encode())
+    last = {progress.stage: (progress.text_bytes, progress.total_text_bytes) for progress in seen}
+    assert list(last.items()) == [("survey", (total, None)), ("tokenizer", (total, total)), ("encode", (total, total))]
 
 
 def test_a_second_call_writes_nothing(corpus: Path, cache: Path) -> None:
@@ -109,39 +104,37 @@ def test_a_second_call_writes_nothing(corpus: Path, cache: Path) -> None:
     assert prepared_in(cache) == [first.path]
 
 
-CHANGED: dict[str, Any] = {
-    "format": "jsonl",
-    "tokenizer": "bpe",
-    "validation_fraction": 0.2,
-    "max_bytes": 9,
-    "paths": ("b",),
-}
-CHANGED |= {"prompt_field": "p", "messages_field": "m"}
-
-
-def test_settings_that_change_the_tokens_are_facts_and_no_others() -> None:
-    plain = DataConfig(format="text", paths=("a",))
-    for name, value in CHANGED.items():
-        assert config_facts(dataclasses.replace(plain, **{name: value})) != config_facts(plain), name
-    for name, value, when in (
+@pytest.mark.parametrize(
+    ("name", "value", "when"),
+    [
+        ("format", "jsonl", None),
+        ("tokenizer", "bpe", None),
+        ("validation_fraction", 0.2, None),
+        ("max_bytes", 9, None),
+        ("paths", ("b",), None),
+        ("prompt_field", "p", None),
+        ("messages_field", "m", None),
         ("text_field", "t", {"format": "jsonl"}),
         ("bpe_vocab_size", 300, {"tokenizer": "bpe"}),
         ("bos", "off", {"tokenizer": "a.json"}),
         ("chat_template", "chatml", {"messages_field": "m"}),
-    ):
-        assert config_facts(dataclasses.replace(plain, **{name: value})) == config_facts(plain), name
-        needed = dataclasses.replace(plain, **when)
-        assert config_facts(dataclasses.replace(needed, **{name: value})) != config_facts(needed), name
+    ],
+)
+def test_settings_that_change_the_tokens_are_facts_and_no_others(name: str, value: Any, when: Any) -> None:
+    plain = DataConfig(format="text", paths=("a",))
+    needed = replace(plain, **(when or {}))
+    assert config_facts(replace(needed, **{name: value})) != config_facts(needed)
+    assert when is None or config_facts(replace(plain, **{name: value})) == config_facts(plain)
 
 
 def test_what_was_made_of_something_else_is_made_again_in_the_cache_and_refused_in_a_chosen_folder(
     corpus: Path, tmp_path: Path
 ) -> None:
     config = text_config(corpus)
-    chosen = dataclasses.replace(config, prepared_dir=str(tmp_path / "out"))
+    chosen = replace(config, prepared_dir=str(tmp_path / "out"))
     first = prepare(config)
     assert prepare(chosen).content_hash == first.content_hash
-    changed = dataclasses.replace(chosen, tokenizer="bpe", max_bytes=5)
+    changed = replace(chosen, tokenizer="bpe", max_bytes=5)
     for call in (prepare, open_prepared):
         with pytest.raises(DataError, match=r"(?s)tokenizer: made with 'bytes', now 'bpe'\n.*max_bytes: made"):
             call(changed)
@@ -149,7 +142,7 @@ def test_what_was_made_of_something_else_is_made_again_in_the_cache_and_refused_
     second = prepare(config)
     assert second.path != first.path
     assert second.content_hash != first.content_hash
-    assert "something new" in texts_of(second)
+    assert "something new" in texts_in(second)
     with pytest.raises(DataError, match="files_hash: made with"):
         prepare(chosen)
     with pytest.raises(DataError, match="holds other things"):
@@ -157,29 +150,63 @@ def test_what_was_made_of_something_else_is_made_again_in_the_cache_and_refused_
     assert len(list(corpus.iterdir())) == len(TEXTS)
 
 
-def test_ranks_open_what_was_prepared_without_its_sources(corpus: Path, tmp_path: Path) -> None:
-    config = text_config(corpus, prepared_dir=str(tmp_path / "out"))
+def test_ranks_open_what_was_prepared_without_its_sources_and_tokenizer(corpus: Path, tmp_path: Path) -> None:
+    train_bpe(TEXTS, 280).save(tmp_path)
+    config = text_config(corpus, tokenizer=str(tmp_path / "tokenizer.json"), prepared_dir=str(tmp_path / "out"))
     with pytest.raises(DataError, match=r"not prepared: nothing at .*out\. Run `burst data prepare`"):
         open_prepared(config)
     (tmp_path / "out").mkdir()
     made = prepare(config)
-    assert made.path == tmp_path / "out"
-    for path in corpus.iterdir():
+    assert (made.path, made.train.manifest.vocab_size) == (tmp_path / "out", 280)
+    for path in (*corpus.iterdir(), tmp_path / "tokenizer.json"):
         path.unlink()
-    assert open_prepared(config).content_hash == made.content_hash
+    opened = open_prepared(config)
+    assert opened.content_hash == made.content_hash
+    assert texts_in(opened) == sorted(TEXTS)
 
 
 def test_damaged_cache_is_made_again_and_a_damaged_chosen_folder_named(corpus: Path, tmp_path: Path) -> None:
     config = text_config(corpus)
     (prepare(config).path / "train" / "tokens-00000.bin").write_bytes(b"\0")
-    assert texts_of(prepare(config)) == sorted(TEXTS)
-    chosen = dataclasses.replace(config, prepared_dir=str(tmp_path / "out"))
+    assert texts_in(prepare(config)) == sorted(TEXTS)
+    chosen = replace(config, prepared_dir=str(tmp_path / "out"))
     (prepare(chosen).path / "train" / "manifest.json").unlink()
-    with pytest.raises(DataError, match="no manifest at"):
+    with pytest.raises(DataError, match=r"no manifest at .*train/manifest\.json"):
         prepare(chosen)
     (tmp_path / "out/prepared.json").write_text('{"identity": {"config": []}}')
     with pytest.raises(DataError, match="was not written by burst"):
         prepare(chosen)
+
+
+@pytest.mark.parametrize("content", ["", "x"])
+def test_a_corpus_without_text_for_both_splits_is_an_error(tmp_path: Path, cache: Path, content: str) -> None:
+    (tmp_path / "a.txt").write_text(content)
+    with pytest.raises(DataError, match=r"the corpus is empty: 1 files .*a\.txt|leaves no text for train"):
+        prepare(text_config(tmp_path / "a.txt"))
+    assert prepared_in(cache) == []
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
+    line = "a line of text that is repeated\n"
+    (tmp_path / "big.txt").write_text(line * 900_000)
+    config = text_config(tmp_path / "big.txt")
+    tracemalloc.start()
+    try:
+        prepare(config)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # 29 MB of text are 230 MB as int64 ids; a group of pieces needs about ten bytes per byte of its 4 to 6 MiB.
+    assert peak < 90e6
+
+
+def test_a_read_only_place_is_named(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(DataError, match=r"cannot prepare data: .*/file.*data\.prepared_dir or BURST_CACHE_DIR"):
+        prepare(text_config(corpus, prepared_dir=str(tmp_path / "file" / "out")))
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
 
 
 def prepare_and_die(config: DataConfig) -> None:
@@ -219,38 +246,6 @@ def test_source_files_that_change_meanwhile_are_noticed(corpus: Path, cache: Pat
     assert prepared_in(cache) == []
 
 
-def test_progress_adds_up(corpus: Path) -> None:
-    seen: list[Progress] = []
-    prepare(text_config(corpus, tokenizer="bpe", bpe_vocab_size=300), progress=seen.append)
-    last = {progress.stage: progress for progress in seen}
-    total = len("".join(TEXTS).encode())
-    assert list(last) == ["survey", "tokenizer", "encode"]
-    assert all(progress.text_bytes == total for progress in last.values())
-    assert [last[stage].total_text_bytes for stage in ("survey", "tokenizer", "encode")] == [None, total, total]
-
-
-@pytest.mark.parametrize("content", ["", "x"])
-def test_a_corpus_without_text_for_both_splits_is_an_error(tmp_path: Path, cache: Path, content: str) -> None:
-    (tmp_path / "a.txt").write_text(content)
-    with pytest.raises(DataError, match=r"the corpus is empty: 1 files .*a\.txt|leaves no text for train"):
-        prepare(text_config(tmp_path / "a.txt"))
-    assert prepared_in(cache) == []
-
-
-def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
-    line = "a line of text that is repeated\n"
-    (tmp_path / "big.txt").write_text(line * 900_000)
-    config = text_config(tmp_path / "big.txt")
-    tracemalloc.start()
-    try:
-        prepare(config)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    # 29 MB of text are 230 MB as int64 ids; a group of pieces needs about ten bytes per byte of its 4 to 6 MiB.
-    assert peak < 90e6
-
-
 def prepare_in_process(config: DataConfig, cache: str, barrier: Any, results: Any) -> None:
     os.environ["BURST_CACHE_DIR"] = cache
     barrier.wait()
@@ -262,8 +257,7 @@ def prepare_in_process(config: DataConfig, cache: str, barrier: Any, results: An
 def test_processes_that_prepare_at_once_share_one_result(corpus: Path, cache: Path) -> None:
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(3), context.Queue()
-    config = text_config(corpus)
-    arguments = (config, str(cache), barrier, results)
+    arguments = (text_config(corpus), str(cache), barrier, results)
     processes = [context.Process(target=prepare_in_process, args=arguments) for _ in range(3)]
     for process in processes:
         process.start()
@@ -289,14 +283,11 @@ def test_a_waiting_process_says_so_again_and_again(corpus: Path, tmp_path: Path)
     assert waits == [Progress("waiting")] * 2
 
 
-def test_a_read_only_place_is_named(corpus: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(DataError, match=r"cannot prepare data: .*/file.*data\.prepared_dir or BURST_CACHE_DIR"):
-        prepare(text_config(corpus, prepared_dir=str(tmp_path / "file" / "out")))
+# --- tokens made elsewhere --------------------------------------------------------------------------------------------
 
 
-def shards_config(path: Path, **settings: Any) -> DataConfig:
-    return DataConfig(**{"format": "shards", "paths": (str(path),), "validation_fraction": 0.25, **settings})
+def shards_config(path: Path) -> DataConfig:
+    return DataConfig(format="shards", paths=(str(path),), validation_fraction=0.25)
 
 
 @pytest.mark.parametrize("opener", [prepare, open_prepared])
@@ -305,7 +296,7 @@ def test_prepared_folders_open_as_shards(corpus: Path, opener: Any) -> None:
     opened = opener(shards_config(made.path))
     assert opened.content_hash == made.content_hash
     assert np.array_equal(opened.token_bytes, made.token_bytes)
-    assert texts_of(opened) == sorted(TEXTS)
+    assert texts_in(opened) == sorted(TEXTS)
 
 
 def test_a_single_set_is_split_at_its_tail(tmp_path: Path) -> None:

@@ -19,18 +19,22 @@ from engine.data.shards import echoed, open_token_set
 from engine.data.tokenizers import ByteTokenizer, train_bpe
 
 
-def write_documents(folder: Path, documents: list[list[tuple[str, bool]]]) -> tuple[list[int], list[bool]]:
+def write_documents(
+    folder: Path, documents: list[list[tuple[str, bool]]], *, learns_ends: bool = True
+) -> tuple[list[int], list[bool]]:
     """Writes documents of several parts, some of them prompts; returns tokens and mask that must be there."""
     expected: list[int] = []
     prompts: list[bool] = []
-    with TokenSetWriter(folder, ByteTokenizer()) as writer:
+    with TokenSetWriter(folder, ByteTokenizer(), learns_ends=learns_ends) as writer:
         for parts in documents:
             for index, (text, is_prompt) in enumerate(parts):
-                ids = [*text.encode(), *([255] if index == len(parts) - 1 else [])]
-                mask = np.array([is_prompt and token != 255 for token in ids], dtype=bool)
-                writer.append(np.array(ids, np.int64), mask, len(text.encode()), begins_document=index == 0)
-                expected += ids
+                ids = np.array([*text.encode()], np.int64)
+                mask = np.full(ids.size, is_prompt)
+                writer.append(ids, mask, ids.size, begins_document=index == 0)
+                expected += ids.tolist()
                 prompts += mask.tolist()
+            expected.append(255)
+            prompts.append(not learns_ends)
         writer.finish("made up")
     return expected, prompts
 
@@ -38,14 +42,15 @@ def write_documents(folder: Path, documents: list[list[tuple[str, bool]]]) -> tu
 @given(
     documents=st.lists(
         st.lists(st.tuples(st.text("ab€", max_size=9), st.booleans()), min_size=1, max_size=3), min_size=1, max_size=4
-    )
+    ),
+    learns_ends=st.booleans(),
 )
 @settings(quick, max_examples=20)
 def test_what_is_written_is_read_back(
-    tmp_path_factory: pytest.TempPathFactory, documents: list[list[tuple[str, bool]]]
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[tuple[str, bool]]], learns_ends: bool
 ) -> None:
     folder = tmp_path_factory.mktemp("set") / "s"
-    expected, prompts = write_documents(folder, documents)
+    expected, prompts = write_documents(folder, documents, learns_ends=learns_ends)
     shards = open_token_set(folder)
     for start in range(0, len(expected), 3):
         count = min(7, len(expected) - start)
@@ -167,59 +172,55 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: Any, message
         open_token_set(tmp_path / "s").load_token_bytes()
 
 
-@pytest.mark.parametrize(
-    ("array", "message"),
-    [
-        (np.zeros((2, 2), np.uint16), r"holds uint16 of shape \(2, 2\)"),
-        (np.zeros(4, np.float32), "holds float32"),
-        (np.zeros(3, np.uint16), r"holds uint16 of shape \(3,\); its manifest says 4"),
-        (np.array([None] * 4), "cannot read .*t.npy"),
-    ],
-)
-def test_npy_files_that_do_not_fit_are_refused(tmp_path: Path, array: Any, message: str) -> None:
-    np.save(tmp_path / "t.npy", array, allow_pickle=True)
+def file_of(name: str, count: int, **facts: Any) -> dict[str, Any]:
+    return {"files": [{"name": name, "token_count": count, **facts}]}
+
+
+# Changes to the manifest of a set of five tokens, what a file x.npy or x.bin beside it holds, and what is told.
+WRONG: list[tuple[dict[str, Any], Any, str]] = [
+    (file_of("x.npy", 5), np.zeros((2, 2), np.uint16), r"x\.npy holds uint16 of shape \(2, 2\)"),
+    (file_of("x.npy", 5), np.zeros(5, np.float32), "holds float32"),
+    (file_of("x.npy", 5), np.zeros(3, np.uint16), r"holds uint16 of shape \(3,\); its manifest says 5"),
+    (file_of("x.npy", 5), np.array([None] * 5), r"cannot read .*x\.npy"),
+    *(
+        ({"documents_file": "x.bin"}, entries, rf"0, that .* the 5 tokens, .* from {place} on are \[{bad}\]")
+        for entries, place, bad in (
+            ([1, 2], 0, "1, 2"),
+            ([-1, 2], 0, "-1, 2"),
+            ([0, 5], 1, "5"),
+            ([0, 3, 2], 1, "3, 2"),
+        )
+    ),
+    *(
+        ({"prompts_file": "x.bin"}, edges, r"x\.bin: expected ranges of prompts that ascend within the 5 tokens")
+        for edges in ([3, 3], [5, 2], [0, 9], [-1, 4], [0, 4, 3, 5], [1])
+    ),
+    ({"version": 2}, None, "version 2; expected 'burst-tokens' version 1"),
+    ({"format": None}, None, "format None"),
+    ({"dtype": "float32"}, None, "dtype: 'float32' is not a legal value; legal: uint8, uint16"),
+    (
+        {"vocab_size": None, "eod_id": "x", "tokenizer": 7},
+        None,
+        "(?s)vocab_size is missing.*eod_id: expected a whole number.*tokenizer: expected text or null",
+    ),
+    ({"token_count": 4}, None, "token_count is 4 but the files add up to 5"),
+    (file_of("../t.bin", 5), None, r"files\[0\]\.name is '\.\./t\.bin'"),
+    (file_of("\ud800", 5), None, r"files\[0\]\.name is '\\ud800'"),
+    (file_of("t.bin", 0), None, r"files\[0\]\.token_count: got 0, expected 1 or more"),
+    (file_of("t.bin", 5, sha256=5), None, r"files\[0\]\.sha256: expected text or null"),
+    ({"eod_id": 100}, None, "eod_id 100 is not an id below vocab_size 100"),
+    ({"bos_ids": [-1]}, None, r"bos_ids\[0\] -1 is not an id below vocab_size 100"),
+    ({"documents_file": "/etc/passwd"}, None, "documents_file is '/etc/passwd'"),
+]
+
+
+@pytest.mark.parametrize(("changes", "entries", "message"), WRONG)
+def test_sets_that_cannot_be_are_refused_with_all_that_is_wrong(
+    tmp_path: Path, changes: dict[str, Any], entries: Any, message: str
+) -> None:
+    if isinstance(entries, np.ndarray):
+        np.save(tmp_path / "x.npy", entries, allow_pickle=True)
+    elif entries is not None:
+        np.array(entries, dtype="<i8").tofile(tmp_path / "x.bin")
     with pytest.raises(DataError, match=message):
-        make_shards(tmp_path, [1, 2, 3, 4], files=[{"name": "t.npy", "token_count": 4}])
-
-
-@pytest.mark.parametrize(
-    ("name", "entries", "message"),
-    [
-        ("documents", [1, 2], "first document starts at 1 and the last at 2; expected 0 and less than the 5 tokens"),
-        ("documents", [0, 5], "the last at 5"),
-        ("documents", [0, 3, 2, 4], r"d\.bin: entry 2 is not above the one before it"),
-        *(
-            ("prompts", edges, "expected ranges of prompts that ascend")
-            for edges in ([3, 3], [5, 2], [0, 9], [-1, 4], [0, 4, 3, 5], [1])
-        ),
-    ],
-)
-def test_impossible_indices_are_refused(tmp_path: Path, name: str, entries: list[int], message: str) -> None:
-    np.array(entries, dtype="<i8").tofile(tmp_path / "d.bin")
-    with pytest.raises(DataError, match=message):
-        make_shards(tmp_path, [1, 2, 3, 4, 5], **{f"{name}_file": "d.bin"})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"version": 2}, "version 2; expected 'burst-tokens' version 1"),
-        ({"format": None}, "format None"),
-        ({"dtype": "float32"}, "dtype: 'float32' is not a legal value; legal: uint8, uint16"),
-        (
-            {"vocab_size": None, "eod_id": "x", "tokenizer": 7},
-            "(?s)vocab_size is missing.*eod_id: expected a whole number.*tokenizer: expected text or null",
-        ),
-        ({"token_count": 4}, "token_count is 4 but the files add up to 3"),
-        ({"files": [{"name": "../t.bin", "token_count": 3}]}, r"files\[0\]\.name is '\.\./t\.bin'"),
-        ({"files": [{"name": "\ud800", "token_count": 3}]}, r"files\[0\]\.name is '\\ud800'"),
-        ({"files": [{"name": "t.bin", "token_count": 0}]}, r"files\[0\]\.token_count: got 0, expected 1 or more"),
-        ({"files": [{"name": "t.bin", "token_count": 3, "sha256": 5}]}, r"files\[0\]\.sha256: expected text or null"),
-        ({"eod_id": 100}, "eod_id 100 is not an id below vocab_size 100"),
-        ({"bos_ids": [-1]}, r"bos_ids\[0\] -1 is not an id below vocab_size 100"),
-        ({"documents_file": "/etc/passwd"}, "documents_file is '/etc/passwd'"),
-    ],
-)
-def test_wrong_manifests_say_all_that_is_wrong(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        make_shards(tmp_path / "s", [1, 2, 3], **changes)
+        make_shards(tmp_path, [1, 2, 3, 4, 5], **changes)

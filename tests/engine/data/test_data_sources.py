@@ -1,28 +1,37 @@
-"""Sources: what they read, in which order, and how precisely they name what is wrong."""
+"""Sources: what they read, in which order, how precisely they name what is wrong; and which of it validates."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from data_helpers import quick
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
-from engine.data.sources import PIECE_BYTES, Piece, open_source, split_text, stdlib_files
+from engine.data.build import TRAIN, VALIDATION, split, survey
+from engine.data.sources import PIECE_BYTES, Document, Piece, Source, open_source, stdlib_files
 
 
-def read_all(kind: Any, *paths: Path | str, **settings: Any) -> list[list[str]]:
-    """The pieces of every document."""
-    config = DataConfig(format=kind, paths=tuple(str(path) for path in paths), **settings)
+def documents(pieces: Iterable[Piece]) -> list[list[str]]:
+    """The texts of the pieces of each."""
     found: list[list[str]] = []
-    for piece in open_source(config).pieces(None):
+    for piece in pieces:
         found += [[]] if piece.begins else []
         found[-1].append(piece.text)
     return found
+
+
+def read_all(kind: Any, *paths: Path | str, **settings: Any) -> list[list[str]]:
+    config = DataConfig(format=kind, paths=tuple(str(path) for path in paths), **settings)
+    return documents(open_source(config).pieces(None))
 
 
 def test_text_files_are_documents_sorted_by_path_each_once(tmp_path: Path) -> None:
@@ -44,7 +53,6 @@ def test_long_text_comes_in_pieces_that_join_to_it(tmp_path: Path, unit: str) ->
         assert len(parts) >= 2 or len(text) < PIECE_BYTES
         assert max(map(size, parts)) <= 2 * PIECE_BYTES
         assert "\n" not in unit or all(part.endswith("\n") for part in parts[:-1])
-    assert [*split_text("x", ())] == [Piece("x", ())]
 
 
 def test_records_are_documents_and_blank_lines_are_not(tmp_path: Path) -> None:
@@ -57,63 +65,60 @@ def test_records_are_documents_and_blank_lines_are_not(tmp_path: Path) -> None:
         assert read_all("parquet", tmp_path, text_field="body") == [[text] for text in texts]
 
 
-@pytest.mark.parametrize(
-    ("kind", "names", "message"),
-    [
-        ("text", [".", "nope"], r"no such file or folder: '.*nope'"),
-        ("text", ["/dev/null"], "no such file or folder: '/dev/null'.* Name regular files"),
-        ("jsonl", ["."], r"holds no files to read.*\.jsonl"),
-        ("parquet", ["*.pq"], r"holds no files to read.*\.parquet"),
-    ],
-)
-def test_paths_without_what_is_read_are_named(tmp_path: Path, kind: str, names: list[str], message: str) -> None:
-    (tmp_path / "a.txt").write_text("x")
-    with pytest.raises(DataError, match=message):
-        read_all(kind, *(tmp_path / name for name in names))
-
-
 GOOD_LINE = b'{"text": "fine"}\n'
 BROKEN = pa.Array.from_buffers(pa.string(), 1, pa.array([b"ok\xff"]).buffers())
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("kind", "name", "content", "message"),
     [
+        ("text", "nope", None, r"no such file or folder: '.*nope'"),
+        ("text", "/dev/null", None, "no such file or folder: '/dev/null'.* Name regular files"),
+        ("jsonl", ".", None, r"holds no files to read.*\.jsonl"),
+        ("parquet", "*.pq", None, r"holds no files to read.*\.parquet"),
         *(
-            ("a.txt", before + b"ok\xff tail", rf"a\.txt: invalid UTF-8 at byte offset {len(before) + 2} ")
+            ("text", "a.txt", before + b"ok\xff tail", rf"a\.txt: invalid UTF-8 at byte offset {len(before) + 2} ")
             for before in (b"", b"line\n", b"x" * (PIECE_BYTES - 1), b"line\n" * PIECE_BYTES)
         ),
-        ("a.txt", "good €".encode()[:-1], "byte offset 5 .*unexpected end of data"),
-        ("a.txt", b"\x1f\x8b\x08\x00rest", "unpack it if it is compressed"),
-        ("a.jsonl", b'{"text": "cut', r"a\.jsonl:2: bad JSON \(.*column 10 "),
-        ("a.jsonl", b"[" * 100_000, r"a\.jsonl:2: bad JSON"),
-        ("a.jsonl", b'{"text": ' + b"1" * 5000 + b"}", r"a\.jsonl:2: bad JSON \(Exceeds the limit"),
-        ("a.jsonl", b'["text"]', r"a\.jsonl:2: .* is no object; expected one JSON object"),
-        ("a.jsonl", b'{"id": 1, "body": "x"}', r"a\.jsonl:2: no key 'text'; keys present: body, id\. Set data\.text_"),
-        (
-            "a.jsonl",
-            rb'{"text": "ab\ud800c"}',
-            r"a\.jsonl:2: bad JSON \('utf-8' codec can't encode .*surrogates not allowed",
-        ),
-        ("a.jsonl", b'{"text": 5}', r"a\.jsonl:2: 'text' is 5; expected a string"),
-        ("a.jsonl", b'{"text": "\xe4"}', r"a\.jsonl:2: bad JSON \('utf-8' codec can't decode byte 0xe4 in position 10"),
-        ("a.parquet", {"id": [1], "body": ["x"]}, r"a\.parquet: no key 'text'; keys present: body, id"),
-        ("a.parquet", {"text": [1, 2]}, r"a\.parquet: row 0: 'text' is 1; expected a string"),
-        ("a.parquet", {"text": ["x"] * 300 + [None]}, "a.parquet: row 300: 'text' is None"),
-        ("a.parquet", {"text": BROKEN}, r"a\.parquet cannot be read .* from row 0 on: 'utf-8' codec can't decode"),
+        ("text", "a.txt", "good €".encode()[:-1], "byte offset 5 .*unexpected end of data"),
+        ("text", "a.txt", b"\x1f\x8b\x08\x00rest", "unpack it if it is compressed"),
         *(
-            ("a.parquet", content, r"a\.parquet cannot be read as parquet")
-            for content in (b"", b"plain text, not parquet at all", b"PAR1" + b"\x00" * 20 + b"PAR1")
+            ("jsonl", "a.jsonl", line, rf"a\.jsonl:2: {message}")
+            for line, message in (
+                (b'{"text": "cut', r"bad JSON \(.*column 10 "),
+                (b"[" * 100_000, "bad JSON"),
+                (b'{"text": ' + b"1" * 5000 + b"}", r"bad JSON \(Exceeds the limit"),
+                (b'["text"]', ".* is no object; expected one JSON object"),
+                (b'{"id": 1, "body": "x"}', r"no key 'text'; keys present: body, id\. Set data\.text_"),
+                (rb'{"text": "ab\ud800c"}', r"bad JSON \('utf-8' codec can't encode .*surrogates not allowed"),
+                (b'{"text": 5}', "'text' is 5; expected a string"),
+                (b'{"text": "\xe4"}', r"bad JSON \('utf-8' codec can't decode byte 0xe4 in position 10"),
+            )
+        ),
+        *(
+            ("parquet", "a.parquet", content, rf"a\.parquet{message}")
+            for content, message in (
+                ({"id": [1], "body": ["x"]}, ": no key 'text'; keys present: body, id"),
+                ({"text": [1, 2]}, ": row 0: 'text' is 1; expected a string"),
+                ({"text": ["x"] * 300 + [None]}, ": row 300: 'text' is None"),
+                ({"text": BROKEN}, " cannot be read .* from row 0 on: 'utf-8' codec can't decode"),
+                (b"", " cannot be read as parquet"),
+                (b"plain text, not parquet at all", " cannot be read as parquet"),
+                (b"PAR1" + b"\x00" * 20 + b"PAR1", " cannot be read as parquet"),
+            )
         ),
     ],
 )
-def test_what_cannot_be_read_is_named_with_its_place(tmp_path: Path, name: str, content: Any, message: str) -> None:
+def test_what_cannot_be_read_is_named_with_its_place(
+    tmp_path: Path, kind: str, name: str, content: Any, message: str
+) -> None:
+    (tmp_path / "other.txt").write_text("x")
     if isinstance(content, bytes):
-        (tmp_path / name).write_bytes(GOOD_LINE + content + b"\n" if name == "a.jsonl" else content)
-    else:
+        (tmp_path / name).write_bytes(GOOD_LINE + content + b"\n" if kind == "jsonl" else content)
+    elif content is not None:
         pq.write_table(pa.table(content), tmp_path / name)
     with pytest.raises(DataError, match=message):
-        read_all({"a.txt": "text"}.get(name, name[2:]), tmp_path / name)
+        read_all(kind, *([tmp_path] if name == "nope" else []), tmp_path / name)
 
 
 def test_stdlib_leaves_out_tests_packages_links_and_what_is_not_utf8(tmp_path: Path) -> None:
@@ -122,10 +127,89 @@ def test_stdlib_leaves_out_tests_packages_links_and_what_is_not_utf8(tmp_path: P
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"# {name}\n")
     (tmp_path / "sitecustomize.py").symlink_to(tmp_path / "os.py")
-    assert [str(path.relative_to(tmp_path)) for path in stdlib_files(tmp_path)] == [
-        "json/decoder.py",
-        "latin.py",
-        "os.py",
-    ]
+    found = [str(path.relative_to(tmp_path)) for path in stdlib_files(tmp_path)]
+    assert found == ["json/decoder.py", "latin.py", "os.py"]
     (tmp_path / "latin.py").write_bytes(b"# -*- coding: latin-1 -*-\n'\xe4'")
     assert list(open_source(DataConfig()).read(tmp_path / "latin.py")) == []
+
+
+# --- pieces and sides -------------------------------------------------------------------------------------------------
+
+parts = st.lists(st.text(st.characters(codec="utf-8"), min_size=1, max_size=40), min_size=1, max_size=3)
+fractions = st.sampled_from([0.001, 0.01, 0.1, 0.5, 0.9, 0.999])
+
+
+def make_pieces(*texts: str | Iterable[str], max_bytes: int | None = None) -> list[Piece]:
+    """What a source gives of documents, each a text or the texts of its pieces."""
+
+    def read(path: Path) -> Iterator[Document]:
+        for text in texts:
+            yield map(Piece, [text] if isinstance(text, str) else text)
+
+    return list(Source("made up", (Path("made-up"),), read).pieces(max_bytes))
+
+
+@given(parts, st.integers(1, 100))
+@quick
+def test_max_bytes_is_exact_up_to_a_whole_character(texts: list[str], limit: int) -> None:
+    pieces = make_pieces(*texts, max_bytes=limit)
+    expected = "".join(texts).encode()[:limit].decode(errors="ignore")
+    assert "".join(piece.text for piece in pieces) == expected
+    assert all(piece.begins and piece.text for piece in pieces)
+
+
+def test_nothing_is_read_past_max_bytes_and_empty_documents_are_none() -> None:
+    def texts_with_a_trap() -> Iterator[str]:
+        yield "12345"
+        raise AssertionError("read past the limit")
+
+    assert documents(make_pieces("abc", texts_with_a_trap(), max_bytes=8)) == [["abc"], ["12345"]]
+    assert documents(make_pieces("", "a", ["", ""], ["", "b", "", "c"])) == [["a"], ["b", "c"]]
+
+
+def sides_of(pieces: Sequence[Piece], fraction: float) -> list[list[Piece]]:
+    """[what trains, what validates]."""
+    sides = list(split(pieces, *survey(pieces), fraction))
+    return [[piece for side, piece in sides if side == name] for name in (TRAIN, VALIDATION)]
+
+
+def size(pieces: Iterable[Piece]) -> int:
+    return sum(len(piece.data) for piece in pieces)
+
+
+@given(st.lists(parts, min_size=2, max_size=30), fractions)
+@quick
+def test_neither_side_is_empty_and_every_document_is_whole_on_one(texts: list[list[str]], fraction: float) -> None:
+    train, validation = map(documents, sides_of(make_pieces(*texts), fraction))
+    assert train
+    assert validation
+    assert sorted(train + validation) == sorted(texts)
+
+
+def test_equal_documents_are_on_one_side_in_any_order_which_has_its_fraction_and_hardly_more() -> None:
+    pieces = make_pieces(*(f"document {index} " * 5 for index in range(2000)))
+    share = size(sides_of(pieces, 0.05)[1]) / size(pieces)
+    assert 0.05 <= share <= 0.05 + 3 / 2000  # a hash value of 16 bits rarely has more than a few documents
+    texts = [f"text {index % 50}" for index in range(100)]
+    train, validation = ({piece.text for piece in side} for side in sides_of(make_pieces(*texts), 0.2))
+    assert not train & validation
+    assert {piece.text for piece in sides_of(make_pieces(*reversed(texts)), 0.2)[1]} == validation
+    assert [len(side) for side in sides_of(make_pieces(*["same"] * 10), 0.1)] == [9, 1]  # of one alone a copy
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.5, 0.99])
+def test_a_document_with_most_of_the_text_always_trains(fraction: float) -> None:
+    for index in range(50):
+        huge = f"huge {index} " * 1000
+        assert huge in [piece.text for piece in sides_of(make_pieces("one", huge, f"small {index}"), fraction)[0]]
+
+
+@given(st.lists(st.text("aé€😀", min_size=1, max_size=9), min_size=1, max_size=6), fractions)
+@quick
+def test_a_single_document_is_cut_by_position(texts: list[str], fraction: float) -> None:
+    pieces = make_pieces(texts)
+    train, validation = sides_of(pieces, fraction)
+    assert "".join(piece.text for piece in [*train, *validation]) == "".join(texts)
+    wanted = max(1, round(size(pieces) * fraction))
+    assert wanted <= size(validation) <= wanted + 3  # the cut moves back to the start of a character
+    assert [len(documents(side)) for side in (train, validation) if side] == [1] * (1 + bool(train))

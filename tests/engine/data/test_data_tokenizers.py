@@ -1,34 +1,38 @@
-"""Tokenizers: ids and text are the same thing, and every byte of text is accounted for."""
+"""Tokenizers: ids are those of transformers, ids and text are the same thing, and every byte of text is counted."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from data_helpers import quick
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizer_families import FAMILIES
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from testkit.corpora import record_corpus
+from tokenizer_families import FAMILIES, write_family, write_tokenizer
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer
 
 from engine.config.errors import DataError
-from engine.data.tokenizers import (
-    ByteTokenizer,
-    FileTokenizer,
-    load_tokenizer_file,
-    train_bpe,
-)
+from engine.config.settings import DataConfig, RunConfig
+from engine.data.needles import needle_tasks
+from engine.data.prepare import PreparedData, open_prepared, open_training_data, prepare
+from engine.data.sampler import sequential_batches
+from engine.data.tokenizers import ByteTokenizer, FileTokenizer, load_tokenizer_file, train_bpe
 
 CORPUS = ["def encode(self, text):\n    return text.encode()\n" * 20, "größe €uro 😀 naïve\n" * 10]
 BPE = train_bpe(CORPUS, 320)
 EXACT: list[Any] = [ByteTokenizer(), BPE]
 TOKEN_BYTES = {tokenizer.name: tokenizer.token_bytes() for tokenizer in EXACT}
-any_text = st.text(st.characters(codec="utf-8"), max_size=200)
 
 
 @pytest.mark.parametrize("tokenizer", EXACT, ids=lambda tokenizer: tokenizer.name)
-@given(text=any_text)
+@given(text=st.text(st.characters(codec="utf-8"), max_size=200))
 @quick
 def test_text_survives_and_bytes_add_up(tokenizer: Any, text: str) -> None:
     [ids] = tokenizer.encode([text])
@@ -39,30 +43,19 @@ def test_text_survives_and_bytes_add_up(tokenizer: Any, text: str) -> None:
     assert ids.size == 0 or 0 <= ids.min() <= ids.max() < tokenizer.vocab_size
 
 
-def test_bpe_of_a_tiny_corpus_still_knows_every_byte() -> None:
-    tokenizer = train_bpe(["ab"], 5000)
-    assert tokenizer.vocab_size == 257
-    assert tokenizer.decode(*tokenizer.encode(["\x00ÿ€"])) == "\x00ÿ€"
-
-
-def test_bpe_is_the_same_each_time_and_read_back(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        train_bpe(CORPUS, 320).save(tmp_path / name)
-    assert (tmp_path / "a" / "tokenizer.json").read_bytes() == (tmp_path / "b" / "tokenizer.json").read_bytes()
-    again = load_tokenizer_file(tmp_path / "a" / "tokenizer.json", "bpe")
+def test_bpe_is_the_same_each_time_shorter_than_text_and_knows_every_byte(tmp_path: Path) -> None:
+    train_bpe(CORPUS, 320).save(tmp_path)
+    written = (tmp_path / "tokenizer.json").read_bytes()
+    again = load_tokenizer_file(tmp_path / "tokenizer.json", "bpe")
+    BPE.save(tmp_path)
+    assert (tmp_path / "tokenizer.json").read_bytes() == written
     assert (again.name, again.vocab_size) == ("bpe", BPE.vocab_size)
     assert again.encode(CORPUS)[0].tolist() == BPE.encode(CORPUS)[0].tolist()
     assert BPE.vocab_size <= 320
     assert BPE.encode(CORPUS)[0].size < len(CORPUS[0]) / 2
-
-
-def test_byte_fallback_and_spaces_are_counted() -> None:
-    tokenizer = FileTokenizer(FAMILIES["mistral"][0](), "mistral")
-    text = " hello a é€a a"  # with the space that a text begins with there
-    [ids] = tokenizer.encode([text])
-    assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
-    assert tokenizer.token_bytes()[tokenizer.eod_id] == 0
+    tiny = train_bpe(["ab"], 5000)
+    assert tiny.vocab_size == 257
+    assert tiny.decode(*tiny.encode(["\x00ÿ€"])) == "\x00ÿ€"
 
 
 def make_word_level(**tokens: int) -> Tokenizer:
@@ -72,10 +65,15 @@ def make_word_level(**tokens: int) -> Tokenizer:
     return inner
 
 
-def test_word_tokens_count_the_space_before_them_and_ids_may_have_gaps() -> None:
-    tokenizer = FileTokenizer(make_word_level(**{"</s>": 10}), "words")
-    assert tokenizer.token_bytes()[[0, 1, 7, tokenizer.eod_id]].tolist() == [6, 6, 0, 0]
-    assert tokenizer.token_bytes().shape == (tokenizer.vocab_size,) == (11,)
+def test_byte_fallback_and_spaces_are_counted_and_ids_may_have_gaps() -> None:
+    tokenizer = FileTokenizer(FAMILIES["mistral"][0](), "mistral")
+    text = " hello a é€a a"  # with the space that a text begins with there
+    [ids] = tokenizer.encode([text])
+    assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
+    assert tokenizer.token_bytes()[tokenizer.eod_id] == 0
+    words = FileTokenizer(make_word_level(**{"</s>": 10}), "words")
+    assert words.token_bytes()[[0, 1, 7, words.eod_id]].tolist() == [6, 6, 0, 0]
+    assert words.token_bytes().shape == (words.vocab_size,) == (11,)
 
 
 def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> None:
@@ -102,3 +100,121 @@ def test_unusable_tokenizer_files_are_named(tmp_path: Path, content: bytes | Non
         (tmp_path / "bad.json").write_bytes(content)
     with pytest.raises(DataError, match=message):
         load_tokenizer_file(tmp_path / "bad.json")
+
+
+# --- first tokens -----------------------------------------------------------------------------------------------------
+
+TEXTS = [f"hello there world {index}, say more please " * 9 for index in range(30)]
+BOS = "<|bos|>"
+TEMPLATES = {"none": None, "start": f"{BOS} $A", "both": f"{BOS} $A <|eot|>", "two": f"<|head|> {BOS} $A"}
+
+
+def tokenizer_of(folder: Path, template: str | None, **settings: Any) -> str:
+    """A tokenizer.json with this template, and `settings` in the file beside it."""
+    path = write_tokenizer(folder, **settings)
+    if template is not None:
+        inner = Tokenizer.from_file(str(path))
+        special = [(token, inner.token_to_id(token)) for token in (BOS, "<|head|>", "<|eot|>")]
+        inner.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+        inner.save(str(path))
+    return str(path)
+
+
+def config_of(tmp_path: Path, tokenizer: str, texts: Sequence[str] = TEXTS, **settings: Any) -> DataConfig:
+    records = [{"text": text, "ask": text[:11]} for text in texts]
+    return record_corpus(tmp_path, records, tokenizer=tokenizer, **settings)
+
+
+def begun_corpus(tmp_path: Path, **settings: Any) -> DataConfig:
+    return config_of(tmp_path, tokenizer_of(tmp_path / "model", TEMPLATES["start"]), **settings)
+
+
+def all_documents(data: PreparedData) -> list[list[int]]:
+    """Ids of the documents of both splits, sorted."""
+    found = []
+    for shards in (data.train, data.validation):
+        tokens = shards.read(0, shards.token_count)
+        found += [part.tolist() for part in np.split(tokens, shards.document_offsets(0, tokens)[1:])]
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    ("template", "settings"),
+    [*((name, {}) for name in TEMPLATES), ("none", {"add_bos_token": True}), ("start", {"add_bos_token": False})],
+)
+def test_documents_begin_as_transformers_begins_them(tmp_path: Path, template: str, settings: dict[str, Any]) -> None:
+    path = tokenizer_of(tmp_path / "model", TEMPLATES[template], **settings)
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "model")
+    data = prepare(config_of(tmp_path, path))
+    after_text = theirs.convert_tokens_to_ids("<|eot|>")
+    whole = [[token for token in theirs(text)["input_ids"] if token != after_text] for text in TEXTS]
+    assert all_documents(data) == sorted([*ids, data.train.manifest.eod_id] for ids in whole)
+
+
+ODD_TEXTS = {
+    "words": "hello there world, it's 1234 numbers",
+    "whitespace": "  leading, trailing \t and\n\n\n many\r\n   lines  ",
+    "only whitespace": " \n ",
+    "unicode": "größe €uro 😀 naïve e\u0301 漢字 \u200d\u00a0x \x00 \ufeff",
+    "special tokens are text": "so <|endoftext|></s> <s><|im_end|> <|begin_of_text|><|eot_id|><unk>.",
+    "long": "hello" * 2_000 + " there" * 2_000,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ids_of_whole_families_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    path = write_family(tmp_path / "model", family)
+    _, start, end, _ = FAMILIES[family]
+    theirs = AutoTokenizer.from_pretrained(path.parent, split_special_tokens=True)
+    data = prepare(config_of(tmp_path, str(path), ["", *ODD_TEXTS.values(), ""]))
+    found = all_documents(data)
+    for name, text in ODD_TEXTS.items():
+        expected = [*theirs(text)["input_ids"], theirs.convert_tokens_to_ids(end)]
+        assert expected in found, f"{name}: {theirs.convert_ids_to_tokens(expected[:30])}"
+    assert len(found) == len(ODD_TEXTS), "a text without a character is no document"
+    assert data.train.manifest.bos_ids == (() if start is None else (theirs.convert_tokens_to_ids(start),))
+
+
+def test_first_tokens_hold_no_text_and_are_read_not_learned_before_a_prompt(tmp_path: Path) -> None:
+    data = prepare(begun_corpus(tmp_path, prompt_field="ask"))
+    shards = data.train
+    tokens, [first] = shards.read(0, shards.token_count), shards.manifest.bos_ids
+    assert data.token_bytes is not None
+    assert data.token_bytes[first] == 0
+    assert shards.is_prompt(0, shards.token_count)[tokens == first].all()
+    assert data.token_bytes[tokens].sum() == shards.text_bytes
+
+
+def test_validation_and_needles_begin_with_it_too(tmp_path: Path) -> None:
+    config = begun_corpus(tmp_path)
+    data = prepare(config)
+    first = next(iter(sequential_batches(data.validation, 32, batch_size=1)))
+    assert first.tokens[0, 0] == data.validation.manifest.bos_ids[0]
+    run = RunConfig(data=config)
+    run = replace(run, train=replace(run.train, seq_len=300, eval_needle_depths=3))
+    tasks = needle_tasks(run, data)
+    assert tasks is not None
+    positions = []
+    for number in range(4):  # at every depth, and in the control
+        task, sentence = tasks.task(number), tasks.needles[0].sentence
+        assert task.tokens.size == 300
+        assert np.flatnonzero(task.tokens == tasks.shards.manifest.bos_ids[0]).tolist() == [0]
+        sample, place = divmod(number, tasks.depths + 1)
+        if place < tasks.depths:
+            positions.append(tasks.position(sample, place))
+            assert (task.tokens[positions[-1] : positions[-1] + sentence.size] == sentence).all()
+    assert positions[0] == 1
+    assert all(low < high for low, high in pairwise(positions))
+
+
+def test_without_it_documents_begin_with_their_text_and_are_not_taken_for_others_or_mixed(tmp_path: Path) -> None:
+    config = begun_corpus(tmp_path)
+    prepare(config)
+    with pytest.raises(DataError, match="bos: made with 'auto', now 'off'"):
+        open_prepared(replace(config, bos="off"))
+    data = prepare(replace(config, bos="off", prepared_dir=str(tmp_path / "other")))
+    ids = data.load_tokenizer().encode(TEXTS)
+    assert all_documents(data) == sorted([*text.tolist(), data.train.manifest.eod_id] for text in ids)
+    assert data.train.manifest.bos_ids == ()
+    with pytest.raises(DataError, match=r"and beginning \[3\].*same data\.tokenizer and data\.bos"):
+        open_training_data(replace(config, mix_paths=(str(tmp_path / "other"),), mix_weights=(0.5, 0.5)))
