@@ -154,17 +154,12 @@ def test_run_that_cannot_fit_is_refused_before_anything_is_created(
     assert not (tmp_path / "runs").exists()
 
 
-ONE_CORE = ("cluster.backend=gloo", "cluster.ranks_per_node=1", "cluster.threads_per_rank=1")
-
-
 def test_steps_of_minutes_on_the_cpu_are_refused(burst, tmp_path: Path) -> None:
-    result = burst("launch", "exp=small", *ONE_CORE)
+    one_core = ("cluster.backend=gloo", "cluster.ranks_per_node=1", "cluster.threads_per_rank=1")
+    result = burst("launch", "exp=small", *one_core)
     # 1.0e14 FLOPs by the counts of engine.planning.time.flops; a core of the table gives 55 to 80 GFLOP/s.
-    words = ("too slow: 28:21 min per step is expected on the CPU", "or a shorter sequence")
-    assert_refused(result, *words)
+    assert_refused(result, "too slow: 28:21 min per step is expected on the CPU", "or a shorter sequence")
     assert not (tmp_path / "runs").exists()
-    shorter = burst("launch", "exp=small", *ONE_CORE, "train.seq_len=8192", "--dry-run")
-    assert (shorter.code, "expected: 2:44 min per step, 45:36:31 for 1000 steps" in shorter.out) == (0, True)
 
 
 def test_dry_run_shows_what_auto_chose_from(burst) -> None:

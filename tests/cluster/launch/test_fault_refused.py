@@ -1,4 +1,7 @@
-"""Launches that must not start, by the command line on a virtual cluster: the reason is said, nothing is started."""
+"""Launches that must not start, by the command line on a virtual cluster: the reason is said, nothing is started.
+
+Rows of nodes that a launch tells all at once are tried at once.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,11 @@ from cluster.testbed.testbed import Testbed
 from engine.runs.folder import list_runs
 
 PORT_HOLDER = "import socket,sys; s=socket.create_server(('',29555)); print('ready',flush=True); sys.stdin.read()"
-SPECIAL = ("hold the port", "put a file there", "run another")
+ROWS = {row.do or row.fault: row for row in REFUSED}
+SICK = (("link_down", "sshd_stop"), ("sshd_hang", "login_refused"), ("key_swap", "disk_full"))  # on a node each
+LACKING = ("interface missing", "data file missing", "no engine for containers", "hold the port")
+ELSEWHERE = ("put a file there", "run another")
+ALONE = ROWS.keys() - {*LACKING, *ELSEWHERE}.union(*SICK)
 
 
 @pytest.fixture(scope="module")
@@ -46,34 +53,41 @@ def words(
         clear_faults(testbed, node)
 
 
-def check(row: Row, words: list[str], burst: Burst) -> str:
-    """What the refused launch says."""
-    code, _, said = burst("launch", *words, *row.words)
-    assert code == row.exit_code, said
-    assert row.blamed in said
+def refused(burst: Burst, words: list[str], *rows: Row) -> list[str]:
+    """The lines that the refused launch says, of each row the one with its reason."""
+    code, _, said = burst("launch", *words, *(word for row in rows for word in row.words))
+    assert {code} == {row.exit_code for row in rows}, said
     assert "Traceback" not in said
-    return said
+    lines = [[line for line in said.splitlines() if row.blamed in line] for row in rows]
+    assert all(lines), said
+    return [line for line, *_ in lines]
 
 
-@pytest.mark.parametrize("row", [row for row in REFUSED if row.do not in SPECIAL], ids=lambda row: row.fault)
+@pytest.mark.parametrize("fault", sorted(ALONE))
 def test_launch_that_cannot_work_is_refused_with_its_reason_and_starts_nothing(
-    testbed: Testbed, words: list[str], tmp_path: Path, burst: Burst, row: Row
+    words: list[str], tmp_path: Path, burst: Burst, fault: str
 ) -> None:
-    node = testbed.node_names[1]
-    if row.do:
-        folder = testbed.node(node).home / ".burst"
-        folder.mkdir(exist_ok=True)
-        set_fault(testbed, node, row.do, str(folder) if row.do == "disk_full" else None)
-        words = [*words, "cluster.ssh.connect_timeout_s=2"]  # a healthy node may be slow
-    said = check(row, words, burst)
-    assert node in said or not row.do
+    refused(burst, words, ROWS[fault])
     assert list_runs(tmp_path / "runs") == []
 
 
-def test_port_that_somebody_uses_is_refused_before_anything_starts(
-    testbed: Testbed, words: list[str], burst: Burst
+@pytest.mark.parametrize("kinds", SICK, ids=" ".join)
+def test_nodes_that_cannot_work_are_named_with_their_reasons(
+    testbed: Testbed, words: list[str], tmp_path: Path, burst: Burst, kinds: tuple[str, str]
 ) -> None:
-    (row,) = (row for row in REFUSED if row.do == "hold the port")
+    for node, kind in zip(testbed.node_names, kinds, strict=True):
+        folder = testbed.node(node).home / ".burst"
+        folder.mkdir(exist_ok=True)
+        set_fault(testbed, node, kind, str(folder) if kind == "disk_full" else None)
+    patient = [*words, "cluster.ssh.connect_timeout_s=2"]  # a healthy node may be slow
+    said = refused(burst, patient, *(ROWS[kind] for kind in kinds))
+    assert all(node in line for node, line in zip(testbed.node_names, said, strict=True)), said
+    assert list_runs(tmp_path / "runs") == []
+
+
+def test_what_nodes_lack_and_a_port_that_somebody_uses_are_told_before_anything_starts(
+    testbed: Testbed, words: list[str], tmp_path: Path, burst: Burst
+) -> None:
     command = testbed.node(testbed.node_names[0]).inside(sys.executable, "-c", PORT_HOLDER)
     with contextlib.ExitStack() as stack:
         holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -81,27 +95,27 @@ def test_port_that_somebody_uses_is_refused_before_anything_starts(
         stack.callback(holder.kill)
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"ready\n"
-        check(row, words, burst)
+        refused(burst, words, *(ROWS[fault] for fault in LACKING))
+    assert list_runs(tmp_path / "runs") == []
 
 
 def test_runs_folder_that_cannot_be_written_is_named_before_any_node_is_asked(
     words: list[str], tmp_path: Path, burst: Burst
 ) -> None:
-    (row,) = (row for row in REFUSED if row.do == "put a file there")
     (tmp_path / "file").write_text("")
-    check(row, [*words, "cluster.ssh.port=1", "--runs-dir", str(tmp_path / "file" / "runs")], burst)
+    nowhere = ["cluster.ssh.port=1", "--runs-dir", str(tmp_path / "file" / "runs")]
+    refused(burst, [*words, *nowhere], ROWS["put a file there"])
 
 
 def test_second_launch_on_busy_nodes_is_refused_and_the_first_goes_on(
     testbed: Testbed, words: list[str], tmp_path: Path, burst: Burst
 ) -> None:
-    (row,) = (row for row in REFUSED if row.do == "run another")
-    first, stop, said = TestbedRun(testbed, tmp_path / "first", "wait"), StopRequests(), []
+    first, stop, said = TestbedRun(testbed, tmp_path / "first", "wait"), StopRequests(), list[str]()
     first.plan = with_exclusive(first.plan, exclusive=True)
 
     def launch_another() -> None:
         if first.is_under_way and not said:
-            said.append(check(row, words, burst))
+            said.extend(refused(burst, words, ROWS["run another"]))
             stop.count, stop.cause = 1, "Ctrl-C"
 
     outcome, _ = first.lead(launch_another, stop, HURRIED)
