@@ -158,7 +158,7 @@ def one_rank(ranks: Pools) -> Any:
 
 # Rows that others stand for: attention of every preset is compared over gloo, too, and each pair of axes trains below.
 ALIKE = ("ring", "striped", "megatron_cp", "megatron_hierarchical", "loongtrain", "burst_ulysses", "alst", "ulysses",
-         "usp", "megatron_allgather", "2 dp x 2 cp", "2 dp x 2 tp", "4 shards")  # fmt: skip
+         "usp", "megatron_allgather", "2 dp x 2 cp", "2 dp x 2 tp", "4 shards", "2 replicas of 2 shards")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -221,6 +221,7 @@ def test_the_loss_falls(ranks: Pools) -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.thorough_for("tp")
 @pytest.mark.parametrize("sections", [{"attention": BURST}, {"parallel": {"tp_size": 2}, **TP_MODEL}], ids=["cp", "tp"])
 def test_bf16_follows_fp32(ranks: Pools, sections: Sections) -> None:
     wide = tiny_config(**sections)
