@@ -51,34 +51,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         kill_run(run.run_id)
 
 
-@pytest.fixture(scope="module")
-def documents(folder: Path) -> list[dict[str, Any]]:
-    """What `burst launch --json` prints of a rehearsal, then of a run: in this process, which predicts memory once."""
-    path, found = folder / "runs" / "tiny" / "20260101-000000-abcdef", list[dict[str, Any]]()
-    with pytest.MonkeyPatch.context() as patch:
+def launch(folder: Path, *words: str) -> dict[str, Any]:
+    """What `burst launch --json` prints of a run into folder/runs: in this process, which predicts memory once."""
+    path = folder / "runs" / "tiny" / "20260101-000000-abcdef"
+    assert not path.exists()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
         for variable in ("BURST_RUNS_DIR", "BURST_CACHE_DIR", "XDG_CONFIG_HOME"):
             patch.setenv(variable, str(folder / variable))
-        for words in (["--dry-run"], []):
-            assert not path.exists()
-            with contextlib.redirect_stdout(io.StringIO()) as said:
-                assert main(["launch", "--json", *overrides(folder), "--run-path", str(path), *words]) == 0
-            found.append(json.loads(said.getvalue()))
-    return found
+        assert main(["launch", "--json", *overrides(folder), "--run-path", str(path), *words]) == 0
+    return dict(json.loads(said.getvalue()))
 
 
 @pytest.fixture(scope="module")
-def run(documents: list[dict[str, Any]]) -> RunFolder:
-    return RunFolder(Path(documents[1]["path"]))
+def rehearsed(folder: Path) -> dict[str, Any]:
+    return launch(folder, "--dry-run")
 
 
-def test_what_was_rehearsed_with_its_memory_is_what_was_run(documents: list[dict[str, Any]], run: RunFolder) -> None:
-    rehearsed, plan = documents[0], json.loads((run.path / "launch.json").read_text())
+@pytest.fixture(scope="module")
+def document(folder: Path, rehearsed: dict[str, Any]) -> dict[str, Any]:
+    return launch(folder)
+
+
+@pytest.fixture(scope="module")
+def run(document: dict[str, Any]) -> RunFolder:
+    return RunFolder(Path(document["path"]))
+
+
+def test_a_rehearsal_tells_the_memory(rehearsed: dict[str, Any]) -> None:
     assert (rehearsed["memory"]["fits"], rehearsed["memory"]["device_peak_bytes"] > 0) == (True, True)
+
+
+def test_what_was_rehearsed_is_what_was_run(rehearsed: dict[str, Any], run: RunFolder) -> None:
+    plan = json.loads((run.path / "launch.json").read_text())
     assert {name: rehearsed[name] for name in plan} == plan
 
 
-def test_launch_trains_and_prints_its_summary(documents: list[dict[str, Any]]) -> None:
-    document = documents[1]
+def test_launch_trains_and_prints_its_summary(document: dict[str, Any]) -> None:
     assert (document["status"], document["steps"], document["world_size"]) == ("completed", STEPS, 2)
     assert document["attention_preset"] == "burst"
     assert 0.0 < document["final_validation_bits_per_byte"] < 9.0  # 512 ids, untrained: 9 bits each
@@ -102,8 +110,7 @@ def test_run_folder_keeps_what_was_asked_and_what_was_run(run: RunFolder, folder
     assert (config.train.steps, config.cluster.backend) == (STEPS, "gloo")
 
 
-def test_report_shows_the_run(documents: list[dict[str, Any]], folder: Path, burst: Burst) -> None:
-    document = documents[1]
+def test_report_shows_the_run(document: dict[str, Any], folder: Path, burst: Burst) -> None:
     (record,) = burst("report", document["run_id"], "--json", "--runs-dir", str(folder / "runs")).document["runs"]
     both = set(record) & set(document)  # the report adds where the run comes from
     assert {key: record[key] for key in both} == {key: document[key] for key in both}
