@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import psutil
-import pytest
 from slurm_rig import SlurmBench
 from testkit.machine_clock import machine_time
-from testkit.testbed_fixture import next_name
 from testkit.waiting import wait_for
 
 from burst_cli.nodes.testbed import status_table
@@ -20,14 +16,6 @@ from cluster.testbed.build import build_plan
 from cluster.testbed.spec import TestbedSpec
 from cluster.testbed.status import read_status
 from cluster.testbed.teardown import leftovers, tear_down
-
-_UP = """
-import sys
-from pathlib import Path
-from cluster.testbed.build import up
-from cluster.testbed.spec import TestbedSpec
-up(TestbedSpec(sys.argv[1], nodes=2, slurm=True), Path(sys.argv[2]))
-"""
 
 
 def slurm(testbed, *argv: str) -> str:
@@ -72,18 +60,6 @@ def test_a_testbed_with_a_job_goes_down_whole_and_a_second_one_stays(make_testbe
     assert not list(Path("/sys/fs/cgroup").glob(f"*/slurm_{node}"))
     wait_for(lambda: not [line for line in slurm_processes(own.path) if str(own.path) in line])
     assert {one.slurm for one in read_status(slurm_testbed.name).nodes} == {"idle"}
-
-
-@pytest.mark.parametrize("delay_s", [0.25, 0.4, 0.6, 0.9])
-def test_a_killed_up_leaves_nothing_after_down(testbed_machine, tmp_path, delay_s):
-    name = next_name()
-    with subprocess.Popen((sys.executable, "-c", _UP, name, str(tmp_path / "c.yaml"))) as building:
-        time.sleep(delay_s)
-        building.kill()
-    tear_down(name, tmp_path / "c.yaml")
-
-    assert leftovers(name) == []
-    assert not list(Path("/sys/fs/cgroup").glob(f"*/slurm_{name}*"))
 
 
 def test_the_plan_shows_daemons_and_files_of_slurm(tmp_path):

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from testkit.supervise_rig import PYTHON_PATH, Rig
 from testkit.waiting import wait_for
 
 from cluster.agent.memory import MemoryWatch, oom_counter
-from cluster.agent.messages import Spec, parse_spec
 from cluster.agent.processes import read_entry
-from cluster.agent.supervisor import Supervisor
 from engine.runs.host_memory import group_limit_bytes, usable_bytes
 
 GIB = 2**30
@@ -135,28 +131,3 @@ def test_run_that_filled_its_memory_gets_a_hint_when_the_kernel_says_nothing(tmp
     facts = watch.facts(child)
     assert facts["evidence"] is None
     assert "Lack of memory may be the reason" in str(facts["hint"])
-
-
-def test_killed_rank_that_was_counted_is_in_the_outcome(tmp_path: Path) -> None:
-    """No kernel: the rank counts its own death, in the procfs of a machine without control groups."""
-    machine, rig = Machine(tmp_path), Rig(tmp_path)
-    spec = parse_spec(
-        rig.spec("counted", environment={"PYTHONPATH": PYTHON_PATH, "FAKE_VMSTAT": str(machine.proc / "vmstat")})
-    )
-    for folder in (rig.files().state_dir, rig.files().log_dir):
-        Path(folder).mkdir(parents=True)
-    process = multiprocessing.get_context("spawn").Process(target=supervise, args=(spec, str(machine.proc)))
-    process.start()
-    process.join(60)
-    outcome = rig.outcome()
-    (death,) = (death for death in outcome["deaths"] if death["rank"] == 1)  # the other, if seen, was stopped for it
-    for facts in (outcome["memory"], death["memory"]):
-        assert f"oom_kill of the whole machine in {machine.proc / 'vmstat'} rose from 7 to 8" == facts["evidence"]
-        assert facts["memory"]["peak_bytes"] > 50 * 2**20
-        assert facts["memory"]["capacity_bytes"] == 32 * GIB
-    assert rig.processes() == []
-
-
-def supervise(spec: Spec, proc: str) -> None:
-    """A supervisor in a process of its own, on a machine that is a folder."""
-    Supervisor(spec, MemoryWatch(proc)).run()

@@ -271,15 +271,6 @@ def test_foreground_gives_the_exit_code_of_the_command(rig: Rig) -> None:
     assert (process.returncode, rig.outcome()["deaths"][0]["exit_code"]) == (1, 7), said
 
 
-def test_foreground_ends_the_run_when_it_is_told_to(rig: Rig) -> None:
-    process = foreground(rig.spec("polite"))
-    wait_for(lambda: rig.status()["phase"] == "running" and len(rig.said()) == 2, "the ranks")
-    kill(process.pid, signal.SIGTERM)
-    process.communicate(timeout=200)
-    assert (rig.outcome()["cause"], rig.outcome()["stop_cause"]) == ("stop", "SIGTERM")
-    assert rig.processes() == []
-
-
 def test_foreground_that_is_refused_leaves_word_in_the_run_folder(rig: Rig, tmp_path: Path) -> None:
     rig.start()
     other = Rig(tmp_path)

@@ -31,15 +31,6 @@ def test_death_of_a_rank_is_known_with_its_signal_and_moment(rig: Rig) -> None:
     assert outcome["memory"]["memory"]["capacity_bytes"] > 2**30
 
 
-def test_killed_torchrun_takes_ranks_and_their_children_along(rig: Rig) -> None:
-    rig.start("children")
-    kill(rig.command())
-    outcome = rig.outcome()
-    assert (outcome["cause"], outcome["exit_code"]) == ("exit", -9)
-    assert {death["exit_code"] for death in outcome["deaths"]} == {-9}  # orphans fall to the supervisor
-    assert rig.processes() == []
-
-
 def test_killed_supervisor_takes_its_ranks_along_and_what_it_left_ends_with_the_next_attempt_or_a_sweep(
     rig: Rig,
 ) -> None:

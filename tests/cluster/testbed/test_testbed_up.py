@@ -42,7 +42,7 @@ def kill_at(moment):
     os.kill(os.getpid(), signal.SIGKILL)
 
 threading.Thread(target=kill_at, args=(sys.argv[3],), daemon=True).start()
-up(TestbedSpec(sys.argv[1], nodes=3, rails=1, docker=True), Path(sys.argv[2]))
+up(TestbedSpec(sys.argv[1], nodes=3, rails=1, docker=True, slurm=True), Path(sys.argv[2]))
 """
 
 
@@ -180,6 +180,7 @@ def _sleepers() -> list[int]:
         "/run/netns/btb.{name}.{name}1",
         "{folder}/nodes/{name}2/ssh/sshd.pid",
         "{folder}/nodes/{name}3/docker/docker.pid",
+        "{folder}/slurm/slurmctld.pid",
     ],
 )
 def test_down_removes_what_a_killed_up_left(testbed_machine, tmp_path, moment):
@@ -193,6 +194,7 @@ def test_down_removes_what_a_killed_up_left(testbed_machine, tmp_path, moment):
         tear_down(name, config)
     assert seen, "`up` came to its end before it was killed"
     assert leftovers(name) == []
+    assert not list(Path("/sys/fs/cgroup").glob(f"*/slurm_{name}*"))
     assert not config.exists()
 
 
