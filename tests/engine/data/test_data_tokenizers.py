@@ -176,13 +176,17 @@ def test_ids_of_whole_families_are_those_of_transformers(tmp_path: Path, family:
 
 
 def test_first_tokens_hold_no_text_and_are_read_not_learned_before_a_prompt(tmp_path: Path) -> None:
-    data = prepare(begun_corpus(tmp_path, prompt_field="ask"))
-    shards = data.train
-    tokens, [first] = shards.read(0, shards.token_count), shards.manifest.bos_ids
-    assert data.token_bytes is not None
-    assert data.token_bytes[first] == 0
-    assert shards.is_prompt(0, shards.token_count)[tokens == first].all()
-    assert data.token_bytes[tokens].sum() == shards.text_bytes
+    texts = [*TEXTS, "hello there " * 100_000]  # the last one in two pieces
+    data = prepare(config_of(tmp_path, tokenizer_of(tmp_path / "model", TEMPLATES["start"]), texts, prompt_field="ask"))
+    found = 0
+    for shards in (data.train, data.validation):
+        tokens, [first] = shards.read(0, shards.token_count), shards.manifest.bos_ids
+        found += int((tokens == first).sum())
+        assert shards.is_prompt(0, shards.token_count)[tokens == first].all()
+        assert data.token_bytes is not None
+        assert data.token_bytes[first] == 0
+        assert data.token_bytes[tokens].sum() == shards.text_bytes
+    assert found == len(texts)
 
 
 def test_validation_and_needles_begin_with_it_too(tmp_path: Path) -> None:
