@@ -32,7 +32,7 @@ from engine.model.parallelize import build_empty_model
 from engine.parallel.mesh import build_mesh, choose_device, read_placement, start_process_group
 from engine.planning.memory.auto import settle_memory
 from engine.planning.memory.capacity import Hardware, capacity_of
-from engine.planning.memory.cost import planned_flops
+from engine.planning.memory.cost import policy_cost
 from engine.planning.memory.policy import policy_name
 from engine.planning.memory.predictor import Predict
 from engine.planning.methods.topology import Topology
@@ -320,7 +320,7 @@ class _Run:
 
     def flops(self, config: RunConfig, prefix: str) -> Row:
         """Of one step of `config`, whose layers attend as those of this run."""
-        flops = planned_flops(config, self.attention.method, 1)
+        flops = policy_cost(config, self.attention.method).flops
         return {f"{prefix}{name}_flops": value for name, value in asdict(flops).items()} | {
             f"{prefix}parameters": count_parameters(config.model).total
         }

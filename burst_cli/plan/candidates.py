@@ -12,7 +12,7 @@ from burst_cli.plan.memory_check import MemoryCheck, with_remedies, world_topolo
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, PresetName, RunConfig
 from engine.planning.memory.auto import settle_run
-from engine.planning.memory.capacity import capacity_of, configured_device, find_hardware, predicted_fit
+from engine.planning.memory.capacity import capacity_of, configured_device, find_hardware
 from engine.planning.memory.predictor import shared_predictor
 from engine.planning.methods.auto import Candidate as RankedMethod
 from engine.planning.methods.presets import PRESETS
@@ -163,7 +163,7 @@ def _preset(name: PresetName, plan: Plan, attention: AttentionConfig) -> Preset:
         if plan.memory is None or plan.memory.capacity is None:
             return found
         prediction = shared_predictor().predict(config, plan.world)
-        fits = predicted_fit(prediction, plan.memory.capacity).fits
+        fits = plan.memory.capacity.fit(*prediction.needs).fits
         return replace(found, needed_bytes=prediction.needed_bytes, fits=fits)
     except ConfigError as error:
         return Preset(name, problems=error.problems)

@@ -11,7 +11,7 @@ from burst_cli.figures import binary_bytes, count_of
 from cluster.plan import LaunchPlan
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import RunConfig
-from engine.planning.memory.capacity import Capacity, Fit, Hardware, capacity_of, predicted_fit
+from engine.planning.memory.capacity import Capacity, Fit, Hardware, capacity_of
 from engine.planning.memory.policy import policy_name
 from engine.planning.memory.predictor import MemoryChoice, MemoryPrediction, Predict, PredictStep, shared_predictor
 from engine.planning.methods.topology import Topology, known_cp_size, sequence_topology
@@ -95,7 +95,7 @@ class MemoryCheck:
         """Of the prediction."""
         if self.prediction is None or self.capacity is None:
             return None
-        return predicted_fit(self.prediction, self.capacity)
+        return self.capacity.fit(*self.prediction.needs)
 
     @property
     def fits(self) -> bool:

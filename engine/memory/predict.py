@@ -48,12 +48,11 @@ from engine.memory.store import COPIES_IN_FLIGHT
 from engine.memory.tracker import LiveTensorTracker, Peak
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import parallelize
-from engine.parallel.mesh import Mesh, open_mesh
+from engine.parallel.mesh import open_mesh
 from engine.planning.memory.cost import layers_on_host
-from engine.planning.memory.policy import policy_kinds
+from engine.planning.memory.policy import checkpoint_kinds
 from engine.planning.memory.predictor import IDLE_S, DeviceKind, MemoryPrediction
-from engine.planning.memory.reserve import reserve_bytes
-from engine.planning.memory.worst_rank import worst_ranks
+from engine.planning.memory.ranks import reserve_bytes, worst_ranks
 from engine.planning.methods.auto import resolve_auto
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.resolve import resolve_attention
@@ -82,11 +81,8 @@ def predict_memory(config: RunConfig, world: Topology, *, whole: bool = False) -
             "process of its own"
         )
     started = time.perf_counter()
-    kind: DeviceKind = "cpu" if config.cluster.backend == "gloo" else "cuda"
-    # Without a limit: what does not fit is to be predicted, too.
-    config = replace(config, train=replace(config.train, compile=False), memory=replace(config.memory, host_bytes=None))
-    scene = _Scene(config, world, kind)
-    found = [scene.predict(rank, whole=whole) for rank in scene.candidates()]
+    scene = _Scene(config, world)
+    found = [scene.predict(rank, whole=whole) for rank in worst_ranks(scene.config, scene.method)]
     largest = max(found, key=lambda prediction: prediction.device_peak_bytes)
     host = max(found, key=lambda prediction: prediction.host_peak_bytes)
     return replace(
@@ -98,30 +94,29 @@ def predict_memory(config: RunConfig, world: Topology, *, whole: bool = False) -
 
 
 class _Scene:
-    """A configuration on ranks that are imagined."""
+    """A configuration on ranks that are imagined; `config` and `method` are settled."""
 
-    def __init__(self, config: RunConfig, topology: Topology, kind: DeviceKind) -> None:
+    def __init__(self, config: RunConfig, topology: Topology) -> None:
+        # Without a limit: what does not fit is to be predicted, too.
+        memory, train = replace(config.memory, host_bytes=None), replace(config.train, compile=False)
         self._topology = topology
-        self._kind = kind
+        self._kind: DeviceKind = "cpu" if config.cluster.backend == "gloo" else "cuda"
         self._degrees = resolve_degrees(config.parallel, topology.size)
-        cp_topology = self._degrees.cp_topology(topology)
-        machine = machine_of(config, "cpu" if kind == "cpu" else None)
-        choice = resolve_auto(config, cp_topology, machine)
-        self._config: RunConfig = choice.config
-        self._method: AttentionMethod = resolve_attention(choice.config, cp_topology, machine)
-        self._cp_topology = cp_topology
-
-    def candidates(self) -> list[int]:
-        """Ranks of which one needs most."""
-        return worst_ranks(self._config, self._method)
+        self._cp_topology = self._degrees.cp_topology(topology)
+        machine = machine_of(config)
+        self.config = resolve_auto(replace(config, memory=memory, train=train), self._cp_topology, machine).config
+        self.method: AttentionMethod = resolve_attention(self.config, self._cp_topology, machine)
 
     def predict(self, rank: int, *, whole: bool) -> MemoryPrediction:
         """The prediction of one rank."""
-        depths = [(self._config, 1)] if whole else shortened(self._config, self._method)
+        depths = [(self.config, 1)] if whole else shortened(self.config, self.method)
         steps = [(self._step(rank, config), times) for config, times in depths]
         device = _total([(step.device.phase_peaks, times) for step, times in steps])
         host = _total([(step.host.phase_peaks, times) for step, times in steps])
-        peak, host_peak = (max(peaks.values(), key=lambda peak: peak.total_bytes) for peaks in (device, host))
+        peak, host_peak = (max(peaks, key=lambda peak: peak.total_bytes) for peaks in (device, host))
+        reserve = 0
+        if self._kind == "cuda":
+            reserve = reserve_bytes(self.config.parallel, self.method, self._topology.size, peak.total_bytes)
         return MemoryPrediction(
             device=self._kind,
             world_size=self._topology.size,
@@ -130,52 +125,49 @@ class _Scene:
             host_peak_bytes=host_peak.total_bytes,
             phase=peak.phase,
             components={"device": by_component(peak.components), "host": by_component(host_peak.components)},
-            phase_peaks={
-                phase: max(peak.total_bytes for peak in device.values() if peak.phase == phase) for phase in PHASES
-            },
-            reserve_bytes=self._reserve(peak.total_bytes),
+            phase_peaks={phase: max(peak.total_bytes for peak in device if peak.phase == phase) for phase in PHASES},
+            reserve_bytes=reserve,
             seconds=0.0,
         )
 
     def _step(self, rank: int, config: RunConfig) -> LiveTensorTracker:
-        with fake_ranks(rank, self._topology.size):
-            return self._run(config, open_mesh(rank, self._degrees, torch.device("cpu"), self._topology))
-
-    def _run(self, config: RunConfig, mesh: Mesh) -> LiveTensorTracker:
         """One step, of a run that has made its first: optimizer state and attention's reusable buffers exist."""
-        attention = self._attention(mesh.cp_rank)
-        with torch.device("meta"):
-            model = LlamaModel(config.model, config.loss)
-        rehearsal = Rehearsal(self._kind == "cuda")
-        with rehearse(rehearsal):  # a store in host memory is a GPU's
-            parallelize(model, config, mesh, attention)  # FSDP makes meshes, which hold real tensors
-        _fill_library_caches(config)
-        offloaded = self._kind == "cuda" and config.memory.optimizer_store == "host"
-        classifier = FrameClassifier(("parameters", "gradients", "optimizer") if offloaded else ())
-        tracker = LiveTensorTracker(classifier)
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode, rehearse(rehearsal):
-            model.to_empty(device=mesh.device)
-            step = TrainStep(config, mesh, model, attention)
-            batches = [
-                _as_fake(mode, rank_batch(_batch(config), model, attention, mesh))
-                for _ in range(config.train.grad_accum_steps)
-            ]
-            with tracker:
-                observer = StepObserver(tracker, classifier, layers_on_host(config, self._method))
-                observer.attach(model, list(model.layers), model.head)
-                training_tensors(model, step.optimizer)
-                for _ in range(2):  # the first run of a plan learns how much memory it takes, the next has it in one
-                    self._make_buffers(attention, batches[0].rows.positions.shape[0])
-                tracker.enter("forward")
-                tracker.reset_peak()
-                step.accumulate(batches, label_tokens=1)
-                tracker.enter("optimizer")
-                step.update()
+        with fake_ranks(rank, self._topology.size):
+            mesh = open_mesh(rank, self._degrees, torch.device("cpu"), self._topology)
+            attention, on_gpu = self._attention(mesh.cp_rank), self._kind == "cuda"
+            with torch.device("meta"):
+                model = LlamaModel(config.model, config.loss)
+            with rehearse(Rehearsal(on_gpu)):  # a store in host memory is a GPU's
+                parallelize(model, config, mesh, attention)  # FSDP makes meshes, which hold real tensors
+            _fill_library_caches(config)
+            offloads = on_gpu and config.memory.optimizer_store == "host"
+            classifier = FrameClassifier(("parameters", "gradients", "optimizer") if offloads else ())
+            tracker = LiveTensorTracker(classifier)
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode, rehearse(Rehearsal(on_gpu)):
+                model.to_empty(device=mesh.device)
+                step = TrainStep(config, mesh, model, attention)
+                batches = [
+                    _as_fake(mode, rank_batch(_batch(config), model, attention, mesh))
+                    for _ in range(config.train.grad_accum_steps)
+                ]
+                with tracker:
+                    observer = StepObserver(tracker, classifier, layers_on_host(config, self.method))
+                    observer.attach(model, list(model.layers), model.head)
+                    training_tensors(model, step.optimizer)
+                    for _ in range(
+                        2
+                    ):  # the first run of a plan learns how much memory it takes, the next has it in one
+                        self._make_buffers(attention, batches[0].rows.positions.shape[0])
+                    tracker.enter("forward")
+                    tracker.reset_peak()
+                    step.accumulate(batches, label_tokens=1)
+                    tracker.enter("optimizer")
+                    step.update()
         return tracker
 
     def _make_buffers(self, attention: ContextParallel, rows: int) -> None:
         """Runs every layer's plans once."""
-        config, tp_size = self._config, self._degrees.tp_size
+        config, tp_size = self.config, self._degrees.tp_size
         model, dtype = config.model, getattr(torch, config.train.compute_dtype)
         heads = (model.num_heads // tp_size, *[model.num_kv_heads // tp_size] * 2)
         for runtime in {id(runtime): runtime for runtime in attention.run_context().runtimes}.values():
@@ -185,21 +177,13 @@ class _Scene:
             torch.autograd.backward([out], [torch.empty_like(out)])
 
     def _attention(self, cp_rank: int) -> ContextParallel:
-        group = AttentionGroup(cp_rank, self._cp_topology, SilentTransport(), self._kernel())
-        return ContextParallel.of_group(self._config, group, self._method).with_runtimes(rehearsed_runtime)
-
-    def _kernel(self) -> Any:
-        if self._kind == "cuda":
-            return StandInFlashKernel()
-        dtype = getattr(torch, self._config.train.compute_dtype)
-        return settle_kernel(
-            self._config.attention.kernel, torch.device("cpu"), dtype, self._config.model.head_dim
-        ).kernel
-
-    def _reserve(self, peak_bytes: int) -> int:
+        config = self.config
+        kernel: Any = StandInFlashKernel()
         if self._kind == "cpu":
-            return 0
-        return reserve_bytes(self._config.parallel, self._method, self._topology.size, peak_bytes)
+            dtype = getattr(torch, config.train.compute_dtype)
+            kernel = settle_kernel(config.attention.kernel, torch.device("cpu"), dtype, config.model.head_dim).kernel
+        group = AttentionGroup(cp_rank, self._cp_topology, SilentTransport(), kernel)
+        return ContextParallel.of_group(config, group, self.method).with_runtimes(rehearsed_runtime)
 
 
 def shortened(config: RunConfig, method: AttentionMethod) -> list[tuple[RunConfig, int]]:
@@ -211,20 +195,16 @@ def shortened(config: RunConfig, method: AttentionMethod) -> list[tuple[RunConfi
     on_host = layers_on_host(config, method)
     stretches = (on_host, config.model.num_layers - on_host)
     turn = len(attention_layers(config, method))
-    if set(policy_kinds(config.memory)) == {"attn_out_every"}:
+    if set(checkpoint_kinds(config.memory)) == {"attn_out_every"}:
         turn = math.lcm(turn, config.memory.every_layers)
     # The first and the last may need more than those in between, of which one turn of each stretch is run at least.
     least = turn + (1 if all(stretches) else 2)
     leasts = (least + COPIES_IN_FLIGHT, least)
     short = [few + (count - few) % turn if count > few else count for few, count in zip(leasts, stretches, strict=True)]
-    runs, once = [], 1
-    for index, count in enumerate(stretches):
-        times = (count - short[index]) // turn
-        if times:
-            longer = [few + turn * (place == index) for place, few in enumerate(short)]
-            runs.append((_with_layers(config, *longer), times))
-            once -= times
-    runs.append((_with_layers(config, *short), once))
+    times = [(count - few) // turn for few, count in zip(short, stretches, strict=True)]
+    longer = ((short[0] + turn, short[1]), (short[0], short[1] + turn))
+    runs = [(_with_layers(config, *layers), count) for layers, count in zip(longer, times, strict=True) if count]
+    runs.append((_with_layers(config, *short), 1 - sum(times)))
     saves = sum(shorter.model.num_layers for shorter, _ in runs) < config.model.num_layers
     return runs if saves else [(config, 1)]
 
@@ -234,15 +214,15 @@ def _with_layers(config: RunConfig, on_host: int, on_device: int) -> RunConfig:
     return replace(config, model=replace(config.model, num_layers=on_host + on_device), memory=memory)
 
 
-def _total(parts: Sequence[tuple[Mapping[str, Peak], int]]) -> dict[str, Peak]:
-    """Peaks by place, each the sum of so many times those of the parts; `phase` without the place."""
-    found = {}
+def _total(parts: Sequence[tuple[Mapping[str, Peak], int]]) -> list[Peak]:
+    """Peaks of every place, each the sum of so many times those of the parts; `phase` without the place."""
+    found = []
     for place in parts[0][0]:
         components: Counter[str] = Counter()
         for peaks, times in parts:
             components.update({name: times * size for name, size in peaks[place].components.items()})
         total = sum(times * peaks[place].total_bytes for peaks, times in parts)
-        found[place] = Peak(total, place.partition("/")[0], components)
+        found.append(Peak(total, place.partition("/")[0], components))
     return found
 
 
@@ -293,7 +273,7 @@ def main() -> None:
                     machine, _ = read_dataclass(Machine, request["machine"])
                     answer = asdict(predict_step(config, world, machine))
                 else:
-                    answer = predict_memory(config, world).to_dict()
+                    answer = asdict(predict_memory(config, world))
             except ConfigError as error:
                 answer = {"problems": list(error.problems)}
             print(json.dumps(answer), file=answers, flush=True)

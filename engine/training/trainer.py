@@ -32,7 +32,7 @@ from engine.parallel.mesh import (
     step_timeout,
 )
 from engine.parallel.waiting import count_waits
-from engine.planning.memory.cost import recomputed_matrices
+from engine.planning.memory.cost import policy_cost
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.time.flops import count_parameters
 from engine.planning.time.machine import Peak
@@ -255,7 +255,7 @@ def sequences_of_step(config: RunConfig, dp_size: int) -> int:
 
 def step_cost(config: RunConfig, dp_size: int, peak: Peak, method: AttentionMethod) -> StepCost:
     """What an optimizer step costs over all ranks, but for the pairs of its batch."""
-    sequences, again = sequences_of_step(config, dp_size), recomputed_matrices(config, method)
+    sequences, again = sequences_of_step(config, dp_size), policy_cost(config, method).matrices
     return StepCost(config.model, config.train.seq_len, sequences, again, peak)
 
 

@@ -8,6 +8,7 @@ those that are hopeless, or slower for certain than one that is not, need neithe
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,8 +16,8 @@ from typing import Any
 
 from engine.config.errors import ConfigError
 from engine.config.settings import MemoryConfig, RunConfig, Store
-from engine.planning.memory.capacity import Capacity, Fit, fit_of, predicted_fit
-from engine.planning.memory.cost import PolicyCost, least_bytes, method_on, policy_cost
+from engine.planning.memory.capacity import Capacity, Fit
+from engine.planning.memory.cost import PolicyCost, method_on, policy_cost
 from engine.planning.memory.policy import policy_name
 from engine.planning.memory.predictor import MemoryChoice, MemoryPrediction, Predict
 from engine.planning.methods.auto import Choice, resolve_auto
@@ -29,23 +30,26 @@ from engine.planning.time.step_time import predict_step
 INDIFFERENCE = 0.01
 MOST_GUESSES = 2  # of how many layers of a policy keep on the host
 MOST_PREDICTED = 12  # candidates in a round, about a second each
-KEPT_FRACTIONS = (0.75, 0.5, 0.25)
-GROUP_SIZES = (2, 4)
 LEAST_TILE_TOKENS = 1024
 TILE_SHARE = 0.01  # of the device, for what a tile computes
+_POLICIES: tuple[dict[str, Any], ...] = (
+    {"activation_checkpoint": "none"},
+    {"activation_checkpoint": "attn_out"},
+    *({"activation_checkpoint": "seq_fraction", "kept_fraction": share} for share in (0.75, 0.5, 0.25)),
+    *({"activation_checkpoint": "attn_out_every", "every_layers": size} for size in (2, 4)),
+    {"activation_checkpoint": "full"},
+)
 
 
 @dataclass(frozen=True)
 class MemoryCandidate:
     """A policy with what it costs, and what it needs where that was predicted.
 
-    least        (device, host) bytes that a rank has at the end of a forward pass, whatever else it needs
     step_s       seconds of a step; None: another one is faster for certain, and may fit
     """
 
     memory: MemoryConfig
     cost: PolicyCost
-    least: tuple[int, int]
     step_s: float | None = None
     prediction: MemoryPrediction | None = None
     fit: Fit | None = None
@@ -63,33 +67,33 @@ class MemoryCandidate:
     @property
     def settings(self) -> str:
         """The policy as overrides."""
-        memory = self.memory
-        names = ["activation_checkpoint", "activation_store"]
-        names += ["host_layers"] * (memory.host_layers is not None)
-        names += ["kept_fraction"] * (memory.activation_checkpoint == "seq_fraction")
-        names += ["every_layers"] * (memory.activation_checkpoint == "attn_out_every")
-        names += ["tile_tokens"] * (memory.tile_tokens is not None) + ["optimizer_store"]
-        return " ".join(f"memory.{name}={getattr(memory, name)}" for name in names)
+        return " ".join(f"memory.{name}={value}" for name, value in self._settings().items() if value is not None)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for tables and JSON; null what was not predicted."""
-        memory, found = self.memory, self.prediction
+    def _settings(self) -> dict[str, Any]:
+        memory, kind = self.memory, self.memory.activation_checkpoint
         return {
-            "name": self.name,
-            "activation_checkpoint": memory.activation_checkpoint,
-            "kept_fraction": memory.kept_fraction if memory.activation_checkpoint == "seq_fraction" else None,
-            "every_layers": memory.every_layers if memory.activation_checkpoint == "attn_out_every" else None,
+            "activation_checkpoint": kind,
+            "kept_fraction": memory.kept_fraction if kind == "seq_fraction" else None,
+            "every_layers": memory.every_layers if kind == "attn_out_every" else None,
             "activation_store": memory.activation_store,
             "host_layers": memory.host_layers,
             "tile_tokens": memory.tile_tokens,
             "optimizer_store": memory.optimizer_store,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for tables and JSON; null what was not predicted."""
+        found, cost = self.prediction, self.cost
+        return {
+            "name": self.name,
+            **self._settings(),
             "device_peak_bytes": found and found.device_peak_bytes,
             "needed_bytes": found and found.needed_bytes,
             "host_peak_bytes": found and found.host_peak_bytes,
-            "kept_bytes": self.cost.kept_bytes,
-            "moved_bytes": self.cost.moved_bytes,
-            "recompute_linear_flops": self.cost.linear_flops,
-            "recompute_attention_flops": self.cost.attention_flops,
+            "kept_bytes": cost.kept_bytes,
+            "moved_bytes": cost.moved_bytes,
+            "recompute_linear_flops": cost.linear_flops,
+            "recompute_attention_flops": cost.attention_flops,
             "step_s": self.step_s,
             "fits": self.fits,
             "fits_device": self.fit and self.fit.device,
@@ -115,18 +119,16 @@ def settle_memory(
     if config.memory.activation_checkpoint != "auto":
         return MemoryChoice(config, (), "as configured")
     search = _Search(config, world, capacity, machine or machine_of(config, capacity.device_name), predict)
-    best = search.best()
-    chosen = replace(config, memory=best.memory)
+    best, *others = search.candidates()
     assert best.fit is not None
+    room = f"{abs(best.fit.headroom_bytes) / 2**30:.3g} GiB"
+    reason = f"no policy fits on {capacity.device_name}; the nearest, {best.name}, lacks {room}"
     if best.fit.fits:
         reason = (
             f"auto: {best.name} is predicted at {best.step_s:.3g} s a step, and no policy that fits saves more than "
-            f"{INDIFFERENCE:.0%} of that; it leaves {best.fit.headroom_bytes / 2**30:.3g} GiB free"
+            f"{INDIFFERENCE:.0%} of that; it leaves {room} free"
         )
-        return MemoryChoice(chosen, search.candidates(best), reason)
-    missing = -best.fit.headroom_bytes / 2**30
-    reason = f"no policy fits on {capacity.device_name}; the nearest, {best.name}, lacks {missing:.3g} GiB"
-    return MemoryChoice(chosen, search.candidates(best), reason, fits=False)
+    return MemoryChoice(replace(config, memory=best.memory), (best, *others), reason, best.fit.fits)
 
 
 class _Search:
@@ -137,166 +139,157 @@ class _Search:
     ) -> None:
         self._config, self._world, self._capacity, self._machine = config, world, capacity, machine
         self._predict = predict
-        self._known: dict[MemoryConfig, MemoryCandidate] = {}
-        self._shown: list[MemoryCandidate] = []
-        # Bytes beside the least, of policies that work alike; the most of those that were predicted.
-        self._working: dict[tuple[Any, ...], tuple[int, int]] = {}
-        self._own_only = False  # reckon with what the same policy needed, not with others like it
+        self._legal: list[MemoryConfig] = []  # of the rounds so far
+        self._costs: dict[MemoryConfig, PolicyCost] = {}
+        self._seconds: dict[MemoryConfig, float] = {}
+        self._predictions: dict[MemoryConfig, MemoryPrediction] = {}
 
-    def best(self) -> MemoryCandidate:
+    def candidates(self) -> list[MemoryCandidate]:
+        """All, the best first, then those that were not tried, by time, then those that were, the nearest first."""
+        best = self._best()
+        placed = dict.fromkeys(map(self._placed, self._legal))
+        tried = sorted(self._predictions, key=lambda one: -self._expected(one).headroom_bytes)
+        others = [one for one in placed if one not in self._predictions]
+        others.sort(key=lambda one: (not self._expected(one).fits, self._seconds.get(one, math.inf)))
+        ordered = dict.fromkeys((best, *others, *tried))
+        return [
+            MemoryCandidate(
+                one,
+                self._cost(one),
+                self._seconds.get(one),
+                self._predictions.get(one),
+                self._expected(one) if one in self._predictions else None,
+            )
+            for one in ordered
+        ]
+
+    def _best(self) -> MemoryConfig:
         """The fastest that fits, else the one of those predicted that lacks least."""
         problems: list[str] = []
-        found: MemoryCandidate | None = None
+        found: MemoryConfig | None = None
         for memories in _rounds(self._config, self._world, self._capacity):
-            if found is not None and not found.cost.recompute_flops + found.cost.moved_bytes:
+            if found is not None and not self._cost(found).recompute_flops + self._cost(found).moved_bytes:
                 return found  # with the optimizer on the host nothing would be faster
             legal = []
             for memory in memories:
                 try:
-                    self._candidate(memory)
+                    self._cost(memory)
                     legal.append(memory)
                 except ConfigError as error:  # tiles under tensor parallelism
                     problems += error.problems
-            faster = self._first_that_fits(legal, than=found)
-            found = faster or found or self._leanest_that_fits(legal)
+            self._legal += legal
+            # What keeps least by its own working set alone: that of others, which may need more, has ruled it out.
+            lean = [memory for memory in legal if memory.activation_checkpoint == "full"]
+            found = self._first_that_fits(legal, than=found) or found or self._first_that_fits(lean, own=True)
         if found is not None:
             return found
-        if not self._shown:
+        if not self._legal:
             raise ConfigError(list(dict.fromkeys(problems)))
-        predicted = [one for one in self._known.values() if one.fit is not None]
-        if not predicted:
-            nearest = max(self._shown, key=lambda one: self._capacity.headroom_bytes(*one.least))
-            predicted = [self._predicted(nearest)]
-        return max(predicted, key=lambda one: one.fit.headroom_bytes if one.fit else 0)
-
-    def candidates(self, best: MemoryCandidate) -> tuple[MemoryCandidate, ...]:
-        """All, `best` first, then those that were not tried, by time, then those that were, the nearest first."""
-        refuted = [one for one in self._known.values() if one.fit is not None and one.memory != best.memory]
-        refuted.sort(key=lambda one: -one.fit.headroom_bytes if one.fit else 0)
-        seen = {one.memory for one in (best, *refuted)}
-        others = [self._known[one.memory] for one in self._shown if one.memory not in seen]
-        others.sort(key=lambda one: (not self._may_fit(one), one.step_s or math.inf))
-        return best, *others, *refuted
+        if not self._predictions:
+            placed = map(self._placed, self._legal)
+            self._try(max(placed, key=lambda one: self._capacity.fit(*self._cost(one).least).headroom_bytes))
+        return max(self._predictions, key=lambda one: self._expected(one).headroom_bytes)
 
     def _first_that_fits(
-        self, memories: Sequence[MemoryConfig], *, than: MemoryCandidate | None = None
-    ) -> MemoryCandidate | None:
-        """The fastest that fits, if it is faster than another one."""
-        within_s = math.inf if than is None else self._timed(than)[0] * (1 - INDIFFERENCE)
-        earlier = self._shown
+        self, memories: Sequence[MemoryConfig], *, than: MemoryConfig | None = None, own: bool = False
+    ) -> MemoryConfig | None:
+        """The fastest that fits, if it is faster than another one; `own`: as `_expected`."""
+        within_s = math.inf if than is None else self._step_s(than) * (1 - INDIFFERENCE)
         for _ in range(MOST_PREDICTED):
-            placed = [self._with_fewest_on_host(memory) for memory in memories]
-            self._shown = earlier + placed
-            hopeful = [one for one in placed if self._may_fit(one)]
-            if not hopeful:
+            placed = [self._placed(memory, own=own) for memory in memories]
+            hopeful = [one for one in placed if self._expected(one, own=own).fits]
+            fastest = self._fastest(hopeful) if hopeful else None
+            if fastest is None or self._step_s(fastest) > within_s:
                 return None
-            fastest = self._fastest(hopeful)
-            if self._timed(fastest)[0] > within_s:
-                return None
-            found = self._predicted(fastest)
-            if found.fits:
-                return found
+            if self._try(fastest).fits:
+                return fastest
         return None
 
-    def _leanest_that_fits(self, memories: Sequence[MemoryConfig]) -> MemoryCandidate | None:
-        """The policy that keeps least by its own working set: that of others, which may need more, has ruled it out."""
-        self._own_only = True
-        try:
-            return self._first_that_fits([memory for memory in memories if memory.activation_checkpoint == "full"])
-        finally:
-            self._own_only = False
-
-    def _fastest(self, hopeful: Sequence[MemoryCandidate]) -> MemoryCandidate:
+    def _fastest(self, hopeful: Sequence[MemoryConfig]) -> MemoryConfig:
         """The one that takes least time; of those alike the one that moves nothing and is whole."""
-        timed = [self._timed(one) for one in hopeful if not any(_is_faster(other, one) for other in hopeful)]
-        least_s = min(step_s for step_s, _ in timed)
+        costs = [self._cost(one) for one in hopeful]
+        timed = [one for one in hopeful if not any(_is_faster(cost, self._cost(one)) for cost in costs)]
+        least_s = min(map(self._step_s, timed))
 
-        def order(found: tuple[float, MemoryCandidate]) -> tuple[float, ...]:
-            step_s, one = found
-            is_on_host, is_tiled = one.memory.activation_store == "host", one.memory.tile_tokens is not None
-            return (step_s - least_s) // (INDIFFERENCE * least_s), is_on_host, is_tiled, step_s, sum(one.least)
+        def order(one: MemoryConfig) -> tuple[float, ...]:
+            step_s, is_on_host, is_tiled = (
+                self._step_s(one),
+                one.activation_store == "host",
+                one.tile_tokens is not None,
+            )
+            return (
+                (step_s - least_s) // (INDIFFERENCE * least_s),
+                is_on_host,
+                is_tiled,
+                step_s,
+                sum(self._cost(one).least),
+            )
 
-        return min(timed, key=order)[1]
+        return min(timed, key=order)
 
-    def _timed(self, candidate: MemoryCandidate) -> tuple[float, MemoryCandidate]:
-        """(seconds of a step, the candidate with them)."""
-        if candidate.step_s is None:
-            step = predict_step(replace(self._config, memory=candidate.memory), self._world, self._machine)
-            candidate = self._known[candidate.memory] = replace(candidate, step_s=step.seconds)
-        assert candidate.step_s is not None
-        return candidate.step_s, candidate
+    def _step_s(self, memory: MemoryConfig) -> float:
+        if memory not in self._seconds:
+            config = replace(self._config, memory=memory)
+            self._seconds[memory] = predict_step(config, self._world, self._machine).seconds
+        return self._seconds[memory]
 
-    def _candidate(self, memory: MemoryConfig) -> MemoryCandidate:
-        """One policy. Raises ConfigError where the configuration cannot run with it."""
-        if memory not in self._known:
-            tried = replace(self._config, memory=memory)
-            method = method_on(tried, self._world)
-            cost = policy_cost(tried, method)
-            self._known[memory] = MemoryCandidate(memory, cost, least_bytes(tried, method, cost))
-        return self._known[memory]
+    def _cost(self, memory: MemoryConfig) -> PolicyCost:
+        """Raises ConfigError where the configuration cannot run with this policy."""
+        if memory not in self._costs:
+            config = replace(self._config, memory=memory)
+            self._costs[memory] = policy_cost(config, method_on(config, self._world))
+        return self._costs[memory]
 
-    def _predicted(self, candidate: MemoryCandidate) -> MemoryCandidate:
-        prediction = self._predict(replace(self._config, memory=candidate.memory), self._world)
-        fit = predicted_fit(prediction, self._capacity)
-        found = replace(candidate, prediction=prediction, fit=fit)
-        self._known[candidate.memory] = found
-        device, host = candidate.least
-        now = prediction.needed_bytes - device, prediction.host_peak_bytes - host
-        for key in (_working_alike(candidate.memory, own=own) for own in (False, True)):
-            before = self._working.get(key, (0, 0))
-            self._working[key] = max(before[0], now[0]), max(before[1], now[1])
-        return found
+    def _try(self, memory: MemoryConfig) -> Fit:
+        if memory not in self._predictions:
+            self._predictions[memory] = self._predict(replace(self._config, memory=memory), self._world)
+        return self._expected(memory)
 
-    def _may_fit(self, candidate: MemoryCandidate) -> bool:
-        return self._expected(candidate).fits
+    def _expected(self, memory: MemoryConfig, *, own: bool = False) -> Fit:
+        """As predicted; else with the most that those that work alike need beside what they have at least.
 
-    def _expected(self, candidate: MemoryCandidate) -> Fit:
-        """As predicted, else as those that work alike and keep something else."""
-        if candidate.fit is not None:
-            return candidate.fit
-        device, host = self._working.get(_working_alike(candidate.memory, own=self._own_only), (0, 0))
-        return fit_of(candidate.least[0] + device, candidate.least[1] + host, self._capacity)
+        own   reckon with what the same policy needed, not with others like it: what is computed again differs
+        """
 
-    def _with_fewest_on_host(self, memory: MemoryConfig) -> MemoryCandidate:
-        """The candidate with as few layers on the host as leave the others room on the device.
+        def alike(one: MemoryConfig) -> tuple[Any, ...]:
+            kind = one.activation_checkpoint
+            return kind if own else kind == "none", one.tile_tokens, one.activation_store, one.optimizer_store
+
+        if memory in self._predictions:
+            return self._capacity.fit(*self._predictions[memory].needs)
+        like = [one for one in self._predictions if alike(one) == alike(memory)]
+        device, host = (
+            least + max([0, *(self._predictions[one].needs[place] - self._cost(one).least[place] for one in like)])
+            for place, least in enumerate(self._cost(memory).least)
+        )
+        return self._capacity.fit(device, host)
+
+    def _placed(self, memory: MemoryConfig, *, own: bool = False) -> MemoryConfig:
+        """The policy with as few layers on the host as leave the others room on the device.
 
         As it is where nothing lies on the host, where not even all layers there are enough, where it is settled, and
         where none need be there: that is a candidate of its own. And where two guesses were wrong: the peak then hardly
         depends on the layers, and a step of one at a time would use up all predictions.
         """
-        candidate = self._candidate(memory)
-        is_free = memory.activation_store == "host" and memory.host_layers is None
-        if not is_free or self._keeps_chunks_on_host() or not self._expected(candidate).device:
-            return candidate
-        refuted = [one for one in self._known.values() if one.fit and replace(one.memory, host_layers=None) == memory]
-        if len(refuted) >= MOST_GUESSES:
-            return candidate
-        if self._expected(self._candidate(replace(memory, activation_store="device"))).device:
-            return candidate
-        too_few, enough = 0, self._config.model.num_layers
-        while enough - too_few > 1:
-            middle = (too_few + enough) // 2
-            if self._expected(self._candidate(replace(memory, host_layers=middle))).device:
-                enough = middle
-            else:
-                too_few = middle
-        fewest = self._config.model.num_layers > enough
-        return self._candidate(replace(memory, host_layers=enough)) if fewest else candidate
 
-    def _keeps_chunks_on_host(self) -> bool:
-        return method_on(self._config, self._world).chunk_store == "host"
+        def has_room(**changes: Any) -> bool:
+            return self._expected(replace(memory, **changes), own=own).device
+
+        guesses = sum(replace(one, host_layers=None) == memory for one in self._predictions)
+        is_free = memory.activation_store == "host" and memory.host_layers is None and guesses < MOST_GUESSES
+        if not is_free or method_on(self._config, self._world).chunk_store == "host":
+            return memory
+        if not has_room() or has_room(activation_store="device"):
+            return memory
+        counts = range(1, self._config.model.num_layers)
+        place = bisect.bisect_left(counts, True, key=lambda count: has_room(host_layers=count))
+        return replace(memory, host_layers=counts[place]) if place < len(counts) else memory
 
 
-def _is_faster(one: MemoryCandidate, other: MemoryCandidate) -> bool:
+def _is_faster(one: PolicyCost, other: PolicyCost) -> bool:
     """Whether a policy computes nothing again and moves nothing that the other does not, and less of something."""
-    costs = [(c.cost.linear_flops, c.cost.attention_flops, c.cost.moved_bytes) for c in (one, other)]
+    costs = [(cost.linear_flops, cost.attention_flops, cost.moved_bytes) for cost in (one, other)]
     return costs[0] != costs[1] and all(less <= more for less, more in zip(*costs, strict=True))
-
-
-def _working_alike(memory: MemoryConfig, *, own: bool) -> tuple[Any, ...]:
-    """What the bytes beside the least depend on; `own`: by the policy too, for what is computed again differs."""
-    kind = memory.activation_checkpoint if own else memory.activation_checkpoint == "none"
-    return kind, memory.tile_tokens, memory.activation_store, memory.optimizer_store
 
 
 def _rounds(config: RunConfig, world: Topology, capacity: Capacity) -> Iterator[list[MemoryConfig]]:
@@ -309,7 +302,11 @@ def _rounds(config: RunConfig, world: Topology, capacity: Capacity) -> Iterator[
     stores: tuple[Store, ...] = ("device", "host") if has_host else ("device",)
     if memory.activation_store is not None:
         stores = (memory.activation_store,)
-    first = [_kept_in(store, policy) for store in stores for policy in _policies(memory)]
+    first = [
+        replace(memory, **policy, activation_store=store, host_layers=memory.host_layers if store == "host" else None)
+        for store in stores
+        for policy in _POLICIES
+    ]
     rows = config.train.seq_len // sequence_topology(config, world).size
     tile_tokens = _tile_tokens(config, rows, capacity)
     tiled = [replace(policy, tile_tokens=tile_tokens) for policy in first]
@@ -331,17 +328,3 @@ def _tile_tokens(config: RunConfig, rows: int, capacity: Capacity) -> int:
     while 16 * tile_tokens <= rows and 2 * tile_tokens * row_bytes <= TILE_SHARE * capacity.device_bytes:
         tile_tokens *= 2
     return tile_tokens
-
-
-def _kept_in(store: Store, memory: MemoryConfig) -> MemoryConfig:
-    return replace(memory, activation_store=store, host_layers=memory.host_layers if store == "host" else None)
-
-
-def _policies(memory: MemoryConfig) -> Iterator[MemoryConfig]:
-    yield replace(memory, activation_checkpoint="none")
-    yield replace(memory, activation_checkpoint="attn_out")
-    for fraction in KEPT_FRACTIONS:
-        yield replace(memory, activation_checkpoint="seq_fraction", kept_fraction=fraction)
-    for size in GROUP_SIZES:
-        yield replace(memory, activation_checkpoint="attn_out_every", every_layers=size)
-    yield replace(memory, activation_checkpoint="full")

@@ -1,20 +1,19 @@
 """How much memory there is: of a device by its name, of this machine, or as the configuration says; and what fits in.
 
-Device memory is all that the driver reports; what no tensor can have of it is in `engine.planning.memory.reserve`.
+Device memory is all that the driver reports; what no tensor can have of it is in `engine.planning.memory.ranks`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import math
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.config.errors import ConfigError
-from engine.config.settings import RunConfig
-from engine.planning.memory.predictor import MemoryPrediction
-from engine.planning.time.machine import DEFAULT_DEVICE, Machine, find_device, unknown_device
+from engine.config.settings import MemoryConfig, RunConfig
+from engine.planning.time.machine import DEFAULT_DEVICE, find_device, unknown_device
 from engine.runs.host_memory import PROC, group_limit_bytes, meminfo_bytes
 
 MIB = 2**20
@@ -40,6 +39,20 @@ class Hardware:
 
 
 @dataclass(frozen=True)
+class Fit:
+    """What a rank needs against the capacity; headroom: of the fuller memory, negative if bytes are missing."""
+
+    device: bool
+    host: bool
+    headroom_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Both."""
+        return self.device and self.host
+
+
+@dataclass(frozen=True)
 class Capacity:
     """Memory that a run may use.
 
@@ -61,14 +74,14 @@ class Capacity:
         """An equal share of the node's host memory."""
         return None if self.host_bytes_per_node is None else self.host_bytes_per_node // self.local_ranks
 
-    def headroom_bytes(self, device_peak_bytes: int, host_peak_bytes: int) -> int:
-        """What one rank leaves free in the memory that is fuller; negative: so much is missing."""
+    def fit(self, device_bytes: int, host_bytes: int) -> Fit:
+        """Whether a rank that needs so much at its worst moments has it."""
+        left = [self.device_bytes - device_bytes]
         if self.host_is_device:
-            return self.device_bytes - device_peak_bytes - host_peak_bytes
-        headroom = self.device_bytes - device_peak_bytes
-        if self.host_bytes_per_rank is not None:
-            headroom = min(headroom, self.host_bytes_per_rank - host_peak_bytes)
-        return headroom
+            left = 2 * [left[0] - host_bytes]
+        elif self.host_bytes_per_rank is not None:
+            left.append(self.host_bytes_per_rank - host_bytes)
+        return Fit(left[0] >= 0, all(size >= 0 for size in left[1:]), min(left))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -90,28 +103,33 @@ def capacity_of(
 
     device     cpu, a name (a100, "NVIDIA H100 80GB HBM3") or bytes (80e9); None: as cluster.machine and
                cluster.backend say, else this machine's GPUs, else an H100
-    hardware   this machine, from `find_hardware`; None: it is asked, once
+    hardware   this machine, from `find_hardware`; None: it is asked
 
     Raises ConfigError for a device that is not known.
     """
-    here = hardware or _this_machine()
-    memory, name = config.memory, device or configured_device(config)
-    found = _capacity(name or _default_device(here), local_ranks, here, memory.host_bytes)
-    if memory.device_bytes is None and memory.host_bytes is None:
-        return found
-    return Capacity(
-        found.device_name,
-        memory.device_bytes or found.device_bytes,
-        found.device_source if memory.device_bytes is None else "memory.device_bytes",
-        memory.host_bytes or found.host_bytes_per_node,
-        found.host_source if memory.host_bytes is None else "memory.host_bytes",
-        local_ranks,
-        found.host_is_device,
+    here, memory = hardware or find_hardware(), config.memory
+    name = device or configured_device(config) or (here.gpus[0].name if here.gpus else DEFAULT_DEVICE)
+    found = _capacity(name, local_ranks, here, memory)
+    return (
+        found
+        if memory.device_bytes is None
+        else replace(found, device_bytes=memory.device_bytes, device_source="memory.device_bytes")
     )
 
 
+def configured_device(config: RunConfig) -> str | None:
+    """What the configuration says about the device, if anything."""
+    cluster = config.cluster
+    if cluster.backend == "gloo" and not cluster.ranks_share_device:
+        return "cpu"
+    return None if cluster.machine.name == "auto" else cluster.machine.name
+
+
+@functools.cache
 def find_hardware() -> Hardware:
-    """What this machine has: GPUs by nvidia-smi, host memory by /proc/meminfo within the limit of its control group."""
+    """What this machine has, asked once: GPUs by nvidia-smi, host memory by /proc/meminfo within the limit of its
+    control group.
+    """
     return Hardware(read_nvidia_smi(), *host_memory())
 
 
@@ -137,88 +155,36 @@ def host_memory(proc: str = PROC) -> tuple[int | None, str]:
         "cgroup memory limit": group_limit_bytes("self", proc),
         "/proc/meminfo MemTotal": meminfo_bytes("MemTotal", proc),
     }
-    size, source = min(
-        ((size, source) for source, size in found.items() if size is not None), default=(None, "unknown")
-    )
+    known = [(size, source) for source, size in found.items() if size is not None]
+    size, source = min(known, default=(None, "unknown"))
     return None if size is None else round(size * (1 - HOST_RESERVE_SHARE)), source
 
 
-def configured_device(config: RunConfig) -> str | None:
-    """What the configuration says about the device, if anything."""
-    cluster = config.cluster
-    if cluster.backend == "gloo" and not cluster.ranks_share_device:
-        return "cpu"
-    return None if cluster.machine.name == "auto" else cluster.machine.name
-
-
-def _default_device(here: Hardware) -> str:
-    return here.gpus[0].name if here.gpus else DEFAULT_DEVICE
-
-
-@functools.cache
-def _this_machine() -> Hardware:
-    return find_hardware()
-
-
-def _cpu(known: Machine, local_ranks: int, here: Hardware, host_bytes: int | None) -> Capacity:
-    """A rank's share of the host memory that a profile knows, else of this machine's."""
-    measured = known.host_memory_bytes
-    total = host_bytes or measured or here.host_bytes
-    if total is None:
-        raise ConfigError("the memory of this machine is unknown; set memory.host_bytes")
-    origin = "memory.host_bytes" if host_bytes else known.source if measured else here.host_source
-    source = f"host memory of {known.name if measured else 'this machine'} ({origin}) / {local_ranks} ranks"
-    return Capacity(known.name, total // local_ranks, source, total, origin, local_ranks, host_is_device=True)
-
-
-def _capacity(name: str, local_ranks: int, here: Hardware, host_bytes: int | None) -> Capacity:
-    """A device by name or by bytes; one of this machine has this machine's host memory, as CPUs have."""
-    try:
-        given = float(name)
-    except ValueError:
-        given = 0.0
-    if 1 <= given < math.inf:
-        return Capacity(f"{given / 1e9:.4g} GB", int(given), f"as given: {name} bytes", None, "unknown", local_ranks)
-    present = [gpu for gpu in here.gpus if gpu.name == name]
+def _capacity(name: str, local_ranks: int, here: Hardware, memory: MemoryConfig) -> Capacity:
+    """A device by name or by bytes, with the host memory that the configuration says; else one of this machine has this
+    machine's, and so has a CPU that no profile knows better.
+    """
+    said = None if memory.host_bytes is None else (memory.host_bytes, "memory.host_bytes")
+    unknown: tuple[int | None, str] = (None, "unknown")
+    of_here = said or (here.host_bytes, here.host_source)
+    with contextlib.suppress(ValueError, OverflowError):
+        if (given := int(float(name))) >= 1:
+            return Capacity(f"{given / 1e9:.4g} GB", given, f"as given: {name} bytes", *(said or unknown), local_ranks)
+    present = [gpu.total_bytes for gpu in here.gpus if gpu.name == name]
     if present:
-        total = min(gpu.total_bytes for gpu in present)
-        return Capacity(name, total, "nvidia-smi", here.host_bytes, here.host_source, local_ranks)
+        return Capacity(name, min(present), "nvidia-smi", *of_here, local_ranks)
     known = find_device(name)
     if known is None:
         raise ConfigError(f"device: {unknown_device(name, 'a number of bytes such as 80e9')}")
+    measured = known.host_memory_bytes
     if known.is_cpu:
-        return _cpu(known, local_ranks, here, host_bytes)
-    if known.memory_bytes is None:
+        total, origin = said or ((measured, known.source) if measured else of_here)
+        if total is None:
+            raise ConfigError("the memory of this machine is unknown; set memory.host_bytes")
+        source = f"host memory of {known.name if measured else 'this machine'} ({origin}) / {local_ranks} ranks"
+        return Capacity(known.name, total // local_ranks, source, total, origin, local_ranks, host_is_device=True)
+    total = known.memory_bytes or memory.device_bytes
+    if total is None:
         raise ConfigError(f"device: the memory of {known.name} is not known here; set memory.device_bytes")
-    source = f"{known.source}; {known.memory_bytes // MIB} MiB"
-    of_node = known.host_memory_bytes
-    host_source = "unknown" if of_node is None else f"{known.source}, per node (set memory.host_bytes)"
-    return Capacity(known.name, known.memory_bytes, source, of_node, host_source, local_ranks)
-
-
-@dataclass(frozen=True)
-class Fit:
-    """One figure against the capacity; headroom is of the memory that is fuller, negative if bytes are missing."""
-
-    device: bool
-    host: bool
-    headroom_bytes: int
-
-    @property
-    def fits(self) -> bool:
-        """Both."""
-        return self.device and self.host
-
-
-def fit_of(device_bytes: int, host_bytes: int, capacity: Capacity) -> Fit:
-    """Whether a rank that needs so much fits."""
-    headroom = capacity.headroom_bytes(device_bytes, host_bytes)
-    if capacity.host_is_device:
-        return Fit(headroom >= 0, headroom >= 0, headroom)
-    per_rank = capacity.host_bytes_per_rank
-    return Fit(device_bytes <= capacity.device_bytes, per_rank is None or host_bytes <= per_rank, headroom)
-
-
-def predicted_fit(prediction: MemoryPrediction, capacity: Capacity) -> Fit:
-    """Whether what was predicted fits."""
-    return fit_of(prediction.needed_bytes, prediction.host_peak_bytes, capacity)
+    published = (measured, f"{known.source}, per node (set memory.host_bytes)") if measured else unknown
+    return Capacity(known.name, total, f"{known.source}; {total // MIB} MiB", *(said or published), local_ranks)

@@ -13,16 +13,15 @@ Of what else a rank needs nothing is reckoned here: `engine.memory.predict` runs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.config.errors import ConfigError
-from engine.config.settings import MemoryConfig, ModelConfig, RunConfig, Store
+from engine.config.settings import MemoryConfig, ModelConfig, RunConfig
 from engine.planning.memory.policy import LayerPolicy, layer_policies
 from engine.planning.methods.blocks import divide_run
 from engine.planning.methods.presets import BYTES_OF, AttentionMethod, legal_attention, tile_tokens_of
 from engine.planning.methods.topology import Topology, padded_length, sequence_topology
-from engine.planning.sequence.layers import attended_pairs, attention_layers
+from engine.planning.sequence.layers import LayerAttention, attended_pairs, attention_layers
 from engine.planning.time.flops import Flops, count_parameters, step_flops
 
 _WIDE_BYTES = 4  # master weights, gradients, attention's log-sum-exp
@@ -33,45 +32,56 @@ _INT8_MOMENT_BYTES = 1  # and a scale per 256 of them
 class LayerCost:
     """One layer under its policy.
 
-    kept_bytes         of one rank (of the one that keeps most), per micro-step
-    linear_flops       of what backward computes again outside attention, over all ranks of one sequence
-    attention_flops    of attention that is computed again, over all ranks of one sequence: the mask's pairs
+    kept_bytes   of one rank (of the one that keeps most), per micro-step
+    matrices     parameters that backward multiplies every token with again, outside attention
     """
 
     kept_bytes: int
-    linear_flops: int
-    attention_flops: int
+    matrices: int
 
 
 @dataclass(frozen=True)
 class PolicyCost:
     """A checkpoint policy over all layers of a step.
 
-    kept_bytes                 of one rank at the end of a forward pass
-    linear_flops,              computed again in one optimizer step over all ranks and micro-steps
-    attention_flops
-    moved_bytes                between the device of one rank and host memory in one optimizer step, both directions
+    least             (device, host) bytes that a rank has at the end of a forward pass, whatever else it needs:
+                      weights, optimizer states and what the layers keep
+    moved_bytes       between the device of one rank and host memory in one optimizer step, both directions
+    flops             of an optimizer step over all ranks, pairs as the masks count them: the most where packed
+                      documents hide some
+    attention_flops   of `flops`, those of attention that is computed again
     """
 
     layers: tuple[LayerCost, ...]
-    kept_bytes: int
-    linear_flops: int
-    attention_flops: int
+    least: tuple[int, int]
     moved_bytes: int
+    flops: Flops
+    attention_flops: int
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of one rank at the end of a forward pass."""
+        return sum(layer.kept_bytes for layer in self.layers)
+
+    @property
+    def matrices(self) -> int:
+        """Parameters of all layers that backward multiplies every token with again."""
+        return sum(layer.matrices for layer in self.layers)
 
     @property
     def recompute_flops(self) -> int:
         """All that is computed again in one optimizer step, over all ranks."""
-        return self.linear_flops + self.attention_flops
+        return self.flops.hardware - self.flops.model
 
-
-def activation_store(config: RunConfig, method: AttentionMethod) -> Store:
-    """Where what is kept for backward lies: as configured, else beside the chunks of attention."""
-    return config.memory.activation_store or method.chunk_store
+    @property
+    def linear_flops(self) -> int:
+        """Of these, those outside attention."""
+        return self.recompute_flops - self.attention_flops
 
 
 def layers_on_host(config: RunConfig, method: AttentionMethod) -> int:
-    """How many layers, the first ones, keep what they keep in host memory.
+    """How many layers, the first ones, keep what they keep in host memory: there as configured, else beside the chunks
+    of attention.
 
     Backward ends with the first layers: the device is emptier with every layer until then. Raises ConfigError where
     memory.host_layers cannot be had.
@@ -82,7 +92,7 @@ def layers_on_host(config: RunConfig, method: AttentionMethod) -> int:
             f"memory.host_layers={chosen}: attention leaves its results in host memory (attention.chunk_store=host), "
             "those of all layers; set memory.host_layers=null, or attention.chunk_store=device"
         )
-    if activation_store(config, method) != "host":
+    if (config.memory.activation_store or method.chunk_store) != "host":
         return 0
     return layers if chosen is None else min(layers, chosen)
 
@@ -93,7 +103,9 @@ def kept_bytes(
     """Bytes that one layer keeps on one rank; `kept_rows` tokens have attention's results kept under seq_fraction."""
     model, tp_size = config.model, config.parallel.tp_size
     element = BYTES_OF[config.train.compute_dtype]
-    rows = _rows(config, method)
+    # Inside attention and MLP; the sequences of a micro-batch count as more tokens.
+    padded = padded_length(config.train.seq_len, method.cp_size, tp_size)
+    rows = -(-padded // method.cp_size) * config.train.micro_batch_size
     hidden = rows // tp_size * model.hidden_size * element  # between the layers a rank has T / tp rows
     result_row = model.num_heads // tp_size * (model.head_dim * element + _WIDE_BYTES)  # out and lse
     if policy.kind == "full":
@@ -113,12 +125,6 @@ def kept_bytes(
     return inputs + inside + hidden + 2 * _WIDE_BYTES * (rows // tp_size)
 
 
-def _rows(config: RunConfig, method: AttentionMethod) -> int:
-    """Tokens inside attention and MLP of a rank; the sequences of a micro-batch count as more of them."""
-    padded = padded_length(config.train.seq_len, method.cp_size, config.parallel.tp_size)
-    return -(-padded // method.cp_size) * config.train.micro_batch_size
-
-
 def own_parameters(config: RunConfig, method: AttentionMethod) -> int:
     """Parameters that one rank holds and updates: all, over the ranks that share them."""
     parallel = config.parallel
@@ -136,65 +142,42 @@ def state_bytes(memory: MemoryConfig, parameters: int, *, gradients: bool = True
 
 def policy_cost(config: RunConfig, method: AttentionMethod) -> PolicyCost:
     """The cost of the configured policy. `memory=auto` must have been settled."""
-    layers = tuple(_layer_costs(config, method))
-    micro_steps = config.train.grad_accum_steps
-    on_host = sum(layer.kept_bytes for layer in layers[: layers_on_host(config, method)])
-    sequences = config.train.micro_batch_size * micro_steps
-    sequences *= config.parallel.dp_replicate_size * config.parallel.dp_shard_size
-    return PolicyCost(
-        layers=layers,
-        kept_bytes=sum(layer.kept_bytes for layer in layers),
-        linear_flops=sequences * sum(layer.linear_flops for layer in layers),
-        attention_flops=sequences * sum(layer.attention_flops for layer in layers),
-        moved_bytes=2 * on_host * micro_steps + _moved_by_optimizer(config, method),
-    )
-
-
-def _layer_costs(config: RunConfig, method: AttentionMethod) -> Iterator[LayerCost]:
-    """Of every layer of the model."""
-    model, train = config.model, config.train
-    tiled, exchanged = tile_tokens_of(config, method) is not None, method.head_parallel_size > 1
+    model, memory, micro_steps = config.model, config.memory, config.train.grad_accum_steps
     turn = attention_layers(config, method)
-    blocks = divide_run(config, method, turn)
-    # Head parallel ranks keep an equal part each.
-    kept = {one: max(blocks.ring_rows_from(one.recompute_before or 0)) / blocks.grid.heads for one in set(turn)}
-    for index, policy in enumerate(layer_policies(config.memory, model.num_layers)):
-        attention = turn[index % len(turn)]
-        matrices = recomputed_parameters(policy, model, tiled=tiled, exchanged=exchanged)
-        yield LayerCost(
-            kept_bytes(policy, config, method, train.micro_batch_size * kept[attention], tiled=tiled),
-            linear_flops=2 * matrices * train.seq_len,
-            attention_flops=4 * model.num_heads * model.head_dim * attention.pairs.again,
-        )
-
-
-def _moved_by_optimizer(config: RunConfig, method: AttentionMethod) -> int:
-    """Bytes between device and host per step when the shards live on the host: up for every pass, gradients down."""
-    if config.memory.optimizer_store == "device":
-        return 0
-    return 3 * config.train.grad_accum_steps * _WIDE_BYTES * own_parameters(config, method)
-
-
-def recomputed_matrices(config: RunConfig, method: AttentionMethod) -> int:
-    """Parameters that every token is multiplied with again, all layers."""
-    tiled, exchanged = tile_tokens_of(config, method) is not None, method.head_parallel_size > 1
-    policies = layer_policies(config.memory, config.model.num_layers)
-    return sum(recomputed_parameters(one, config.model, tiled=tiled, exchanged=exchanged) for one in policies)
-
-
-def planned_flops(config: RunConfig, method: AttentionMethod, dp_size: int) -> Flops:
-    """FLOPs of an optimizer step over all ranks as the masks count them: the most where packed documents hide pairs."""
-    train = config.train
-    sequences = dp_size * train.micro_batch_size * train.grad_accum_steps
-    pairs = attended_pairs(attention_layers(config, method), config.model.num_layers, sequences=sequences)
-    return step_flops(
-        config.model,
-        seq_len=train.seq_len,
+    layers = _layer_costs(config, method, turn)
+    on_host = sum(layer.kept_bytes for layer in layers[: layers_on_host(config, method)])
+    on_device = sum(layer.kept_bytes for layer in layers) - on_host
+    numbers, moved = own_parameters(config, method), 2 * micro_steps * on_host
+    states = state_bytes(memory, numbers, gradients=False)
+    if memory.optimizer_store == "host":  # weights go up for every pass, gradients down
+        moved += 3 * micro_steps * _WIDE_BYTES * numbers
+    offloads = memory.optimizer_store == "host" and config.cluster.backend != "gloo"
+    sequences = config.parallel.dp_replicate_size * config.parallel.dp_shard_size
+    sequences *= config.train.micro_batch_size * micro_steps
+    pairs = attended_pairs(turn, model.num_layers, sequences=sequences)
+    flops = step_flops(
+        model,
+        seq_len=config.train.seq_len,
         visible_pairs=pairs.visible,
         sequences=sequences,
-        recomputed_matrices=recomputed_matrices(config, method),
+        recomputed_matrices=sum(layer.matrices for layer in layers),
         recomputed_pairs=pairs.again,
     )
+    least = (on_device, on_host + states) if offloads else (on_device + states, on_host)
+    return PolicyCost(layers, least, moved, flops, 4 * model.num_heads * model.head_dim * pairs.again)
+
+
+def _layer_costs(config: RunConfig, method: AttentionMethod, turn: tuple[LayerAttention, ...]) -> tuple[LayerCost, ...]:
+    """Of every layer of the model, whose attention is that of `turn` in turn."""
+    blocks, found = divide_run(config, method, turn), []
+    # Head parallel ranks keep an equal part each.
+    kept = {one: max(blocks.ring_rows_from(one.recompute_before or 0)) / blocks.grid.heads for one in set(turn)}
+    tiled, exchanged = tile_tokens_of(config, method) is not None, method.head_parallel_size > 1
+    for index, policy in enumerate(layer_policies(config.memory, config.model.num_layers)):
+        rows = config.train.micro_batch_size * kept[turn[index % len(turn)]]
+        again = recomputed_parameters(policy, config.model, tiled=tiled, exchanged=exchanged)
+        found.append(LayerCost(kept_bytes(policy, config, method, rows, tiled=tiled), again))
+    return tuple(found)
 
 
 def recomputed_parameters(policy: LayerPolicy, model: ModelConfig, *, tiled: bool, exchanged: bool) -> int:
@@ -218,14 +201,3 @@ def recomputed_parameters(policy: LayerPolicy, model: ModelConfig, *, tiled: boo
 def method_on(config: RunConfig, world: Topology) -> AttentionMethod:
     """The attention method on these ranks, as far as memory asks; `attention=auto` must have been settled."""
     return legal_attention(config, sequence_topology(config, world))
-
-
-def least_bytes(config: RunConfig, method: AttentionMethod, cost: PolicyCost) -> tuple[int, int]:
-    """(device, host) bytes that a rank has at the end of a forward pass, whatever else it needs: weights, optimizer
-    states and what the layers keep.
-    """
-    states = state_bytes(config.memory, own_parameters(config, method), gradients=False)
-    there = sum(layer.kept_bytes for layer in cost.layers[: layers_on_host(config, method)])
-    if config.memory.optimizer_store == "host" and config.cluster.backend != "gloo":
-        return cost.kept_bytes - there, there + states
-    return cost.kept_bytes - there + states, there

@@ -15,7 +15,7 @@ from attention's results by linear work alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 from engine.config.errors import ConfigError
@@ -40,39 +40,31 @@ class LayerPolicy:
         return self.place == 0
 
 
-def policy_kinds(memory: MemoryConfig) -> tuple[CheckpointKind, ...]:
-    """Kinds of policy of the layers in turn. Raises ConfigError while it is `auto`."""
-    if memory.checkpoint_layers:
-        return memory.checkpoint_layers
-    if memory.activation_checkpoint == "auto":
-        raise ConfigError(
-            "memory.activation_checkpoint=auto is settled by `burst launch` before ranks start; "
-            "start with it, or name a policy such as full or attn_out"
-        )
-    return (memory.activation_checkpoint,)
-
-
 def policy_name(memory: MemoryConfig) -> str:
-    """The policy in words that name its settings, such as `seq_fraction 0.5, on host, tiles of 4096`."""
+    """The policy in words that name its settings, such as `seq_fraction 0.5, 10 layers on host, tiles of 4096`."""
     details = {"seq_fraction": f" {memory.kept_fraction:g}", "attn_out_every": f" {memory.every_layers}"}
     kinds = memory.checkpoint_layers or (memory.activation_checkpoint,)
     parts = ["/".join(f"{kind}{details.get(kind, '')}" for kind in kinds)]
-    parts += [store_name(memory)] if memory.activation_store else []
+    if memory.activation_store:
+        count = memory.host_layers
+        layers = "" if count is None else f"{count} layer{'' if count == 1 else 's'} "
+        parts.append(f"{layers}on {memory.activation_store}")
     parts += [f"tiles of {memory.tile_tokens}"] if memory.tile_tokens else []
     parts += ["optimizer on host"] if memory.optimizer_store == "host" else []
     return ", ".join(parts)
 
 
-def store_name(memory: MemoryConfig) -> str:
-    """Where layers keep what they keep, in words: `on device`, `on host`, `10 layers on host`."""
-    where = f"on {memory.activation_store}"
-    count = memory.host_layers
-    return where if count is None else f"{count} layer{'' if count == 1 else 's'} {where}"
-
-
 def layer_policies(memory: MemoryConfig, num_layers: int) -> tuple[LayerPolicy, ...]:
-    """The policy of every layer; runs of attn_out_every are divided into groups of `every_layers`."""
-    turn = policy_kinds(memory)
+    """The policy of every layer; runs of attn_out_every are divided into groups of `every_layers`.
+
+    Raises ConfigError while it is `auto`.
+    """
+    if memory.activation_checkpoint == "auto" and not memory.checkpoint_layers:
+        raise ConfigError(
+            "memory.activation_checkpoint=auto is settled by `burst launch` before ranks start; "
+            "start with it, or name a policy such as full or attn_out"
+        )
+    turn = checkpoint_kinds(memory)
     kinds = [turn[index % len(turn)] for index in range(num_layers)]
     policies: list[LayerPolicy] = []
     for kind, run in groupby(kinds):
@@ -88,8 +80,8 @@ def checkpoint_kinds(memory: MemoryConfig) -> tuple[CheckpointKind, ...]:
     """Kinds of policy of the layers in turn. Before `auto` is settled, that which attends everything again stands for
     it.
     """
-    undecided = memory.activation_checkpoint == "auto"
-    return policy_kinds(replace(memory, activation_checkpoint="full") if undecided else memory)
+    kind = memory.activation_checkpoint
+    return memory.checkpoint_layers or ("full" if kind == "auto" else kind,)
 
 
 def recompute_cut(kind: CheckpointKind, config: RunConfig, cp_size: int) -> int | None:

@@ -17,7 +17,7 @@ from collections import Counter
 from dataclasses import replace
 
 from engine.config.errors import ConfigError
-from engine.config.settings import AttentionConfig, RunConfig
+from engine.config.settings import AttentionConfig, MemoryConfig, RunConfig
 from engine.planning.methods.blocks import divide_run
 from engine.planning.methods.methods import token_bytes_of
 from engine.planning.methods.presets import (
@@ -52,6 +52,10 @@ def resolve_attention(config: RunConfig, topology: Topology, machine: Machine | 
     choices = _choices(config.attention, method, topology)
     if len(choices) == 1:
         return method
+    # Of what is kept only the border between what is and is not computed again matters to a plan.
+    plain = MemoryConfig()
+    cut = replace(plain, activation_checkpoint="seq_fraction", kept_fraction=config.memory.kept_fraction)
+    config = replace(config, memory=cut if method.split_at else plain)
     return _fastest(config, topology, machine or machine_of(config), tuple(choices))
 
 

@@ -27,7 +27,7 @@ import math
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import BadZipFile
@@ -222,12 +222,16 @@ class LayerAttention:
     method: AttentionMethod
     recompute_before: int | None = None
 
-    @cached_property
+    @property
     def pairs(self) -> AttendedPairs:
         """Of one sequence, over all ranks; exact."""
-        seq_len = self.mask.seq_len
-        visible, again = self.mask.pairs_before(np.array([seq_len, min(self.recompute_before or 0, seq_len)]))
-        return AttendedPairs(int(visible), int(again))
+        return _pairs(self.mask, min(self.recompute_before or 0, self.mask.seq_len))
+
+
+@lru_cache(maxsize=32)  # a search for a policy asks for the same ones again and again
+def _pairs(mask: Mask, recompute_before: int) -> AttendedPairs:
+    visible, again = mask.pairs_before(np.array([mask.seq_len, recompute_before]))
+    return AttendedPairs(int(visible), int(again))
 
 
 def attended_pairs(turn: Sequence[LayerAttention], num_layers: int, *, sequences: int = 1) -> AttendedPairs:

@@ -13,14 +13,8 @@ from typing import Any
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, MemoryConfig, RunConfig
 from engine.planning.memory.auto import settle_memory
-from engine.planning.memory.capacity import Capacity, fit_of, predicted_fit
-from engine.planning.memory.cost import (
-    least_bytes,
-    method_on,
-    own_parameters,
-    policy_cost,
-    state_bytes,
-)
+from engine.planning.memory.capacity import Capacity
+from engine.planning.memory.cost import method_on, own_parameters, policy_cost, state_bytes
 from engine.planning.memory.predictor import Predict
 from engine.planning.methods.auto import rank_methods
 from engine.planning.methods.topology import Topology, sequence_topology, tensor_parallel_problems
@@ -99,7 +93,7 @@ class Adviser:
             prediction = choice.prediction or self.predict(config, world)
         except ConfigError:
             return None
-        if not predicted_fit(prediction, capacity).fits:
+        if not capacity.fit(*prediction.needs).fits:
             return None
         step = self._step(choice.config, world)
         change = option.change or choice.candidates[0].settings
@@ -136,9 +130,8 @@ class Adviser:
         config, world = option.config, option.world
         capacity = replace(self.capacity, local_ranks=world.local_ranks)
         try:
-            method = method_on(config, world)
-            least = least_bytes(config, method, policy_cost(config, method))
-            return fit_of(*least, capacity).fits and predicted_fit(self.predict(config, world), capacity).fits
+            least = policy_cost(config, method_on(config, world)).least
+            return capacity.fit(*least).fits and capacity.fit(*self.predict(config, world).needs).fits
         except ConfigError:
             return False
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from engine.config.settings import MemoryConfig, RunConfig
-from engine.planning.memory.cost import PolicyCost, planned_flops, policy_cost
+from engine.planning.memory.cost import PolicyCost, policy_cost
 from engine.planning.methods.presets import BYTES_OF, tile_tokens_of
 from engine.planning.methods.preview import MOST_RANKS_PLANNED, AttentionPreview, preview_attention
 from engine.planning.methods.resolve import resolve_attention
@@ -105,8 +105,7 @@ class _Step:
         groups = config.parallel.dp_replicate_size * config.parallel.dp_shard_size
         tokens = groups * config.train.micro_batch_size * times * config.train.seq_len
         peak = config.train.peak_flops_per_device or machine.peak(config.train.compute_dtype).flops_per_s
-        flops = planned_flops(config, self.method, groups)
-        return StepTime(machine.name, parts, tokens, world.size, flops, peak)
+        return StepTime(machine.name, parts, tokens, world.size, self.cost.flops, peak)
 
     def _matrices(self) -> tuple[float, float]:
         """(forward and backward, what is computed again) of the layers' products, each at the rate of its shape."""
@@ -127,7 +126,7 @@ class _Step:
     def _elementwise_s(self) -> float:
         """Forward, backward with twice the numbers, and once more where a policy computes the layer again."""
         model = self.config.model
-        again = sum(one.linear_flops > 0 for one in self.cost.layers)
+        again = sum(one.matrices > 0 for one in self.cost.layers)
         rows_s = self._moved_s((3 * model.num_layers + again) * layer_numbers(model), model.hidden_size)
         return rows_s + self._weight_sums_s()
 
@@ -192,7 +191,7 @@ class _Step:
 
     def _tensor_parallel_s(self) -> float:
         """Two gathers and two scatters of a layer's rows in every pass, which nothing hides."""
-        model, again = self.config.model, sum(one.linear_flops > 0 for one in self.cost.layers)
+        model, again = self.config.model, sum(one.matrices > 0 for one in self.cost.layers)
         row = self.element * model.hidden_size * (self.tp_size - 1) / self.tp_size
         return 4 * (2 * model.num_layers + again) * row * self.rows / self.machine.intra_bytes_per_s
 

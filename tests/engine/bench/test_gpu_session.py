@@ -23,7 +23,7 @@ from engine.attention.kernels import KERNELS
 from engine.config.rules import check_config
 from engine.config.settings import RunConfig
 from engine.planning.memory.capacity import Gpu, Hardware
-from engine.planning.memory.cost import least_bytes, method_on, own_parameters, policy_cost, state_bytes
+from engine.planning.memory.cost import method_on, own_parameters, policy_cost, state_bytes
 from engine.planning.memory.predictor import MemoryPrediction
 from engine.planning.methods.topology import Topology
 from engine.planning.time.machine import Peak
@@ -56,7 +56,7 @@ HARDWARE = Hardware((Gpu("NVIDIA H200", 143771 * 2**20),), 120 * 10**9, "made up
 def predict(config: RunConfig, world: Topology) -> MemoryPrediction:
     """Weights, states, gradients and what layers keep, and for the work a part that grows with the tokens."""
     method, memory = method_on(config, world), config.memory
-    device, host = least_bytes(config, method, policy_cost(config, method))
+    device, host = policy_cost(config, method).least
     numbers = own_parameters(config, method)
     gradients = state_bytes(memory, numbers) - state_bytes(memory, numbers, gradients=False)
     work = 10 * 10**9 + 110_000 * config.train.seq_len

@@ -35,6 +35,5 @@ for number, line in enumerate(sys.stdin, start=1):
                 "phase_peaks": {},
                 "reserve_bytes": 5,
                 "seconds": 0.0,
-                "needed_bytes": 0,
             }
     print(json.dumps(answer), flush=True)

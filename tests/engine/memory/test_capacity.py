@@ -55,7 +55,7 @@ def test_the_gpus_of_this_machine_come_after_an_option_and_a_named_machine_alone
 def test_on_a_cpu_the_ranks_share_the_host_memory() -> None:
     found = capacity_of(config(cluster={"backend": "gloo"}), 4, hardware=LAPTOP)
     assert (found.device_name, found.device_bytes, found.host_is_device) == ("cpu", 4 * 10**9, True)
-    assert found.headroom_bytes(3 * 10**9, 2 * 10**9) == -(10**9)
+    assert found.fit(3 * 10**9, 2 * 10**9).headroom_bytes == -(10**9)
 
 
 def test_the_configuration_has_the_last_word() -> None:

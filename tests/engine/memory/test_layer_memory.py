@@ -21,7 +21,7 @@ from engine.model.checkpointed import apply_policies
 from engine.model.init import init_weights
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import layer_manners
-from engine.planning.memory.cost import policy_cost, recomputed_matrices
+from engine.planning.memory.cost import policy_cost
 from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
 from engine.training.train_step import rank_batch
@@ -150,7 +150,7 @@ def test_products_done_again_are_those_that_are_counted_and_none_is_attention(ra
     """The counter sees all products, so a single one of attention's would show."""
     config = config_of("single", POLICIES[name])
     method = resolve_attention(config, Topology(1, 1))
-    again = recomputed_matrices(config, method)
+    again = policy_cost(config, method).matrices
     (kept,) = ranks(1).run(matmul_flops, config_of("single", {"activation_checkpoint": "none"}))
     (found,) = ranks(1).run(matmul_flops, config)
     assert found - kept == 2 * again * SEQ_LEN

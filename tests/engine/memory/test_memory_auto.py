@@ -13,8 +13,8 @@ from memory_cases import EIGHT_B, WORLD, prediction_of, seven_b
 
 from engine.config.settings import RunConfig
 from engine.planning.memory.auto import INDIFFERENCE, MOST_GUESSES, MOST_PREDICTED, settle_memory, settle_run
-from engine.planning.memory.capacity import Capacity, predicted_fit
-from engine.planning.memory.cost import least_bytes, method_on, policy_cost
+from engine.planning.memory.capacity import Capacity
+from engine.planning.memory.cost import method_on, policy_cost
 from engine.planning.memory.predictor import MemoryChoice, MemoryPrediction
 from engine.planning.methods.topology import Topology
 from engine.planning.time.machine import find_machine
@@ -35,7 +35,7 @@ class Predictor:
     def __call__(self, config: RunConfig, world: Topology) -> MemoryPrediction:
         self.asked.append(config.memory.activation_checkpoint)
         method = method_on(config, world)
-        device, host = least_bytes(config, method, policy_cost(config, method))
+        device, host = policy_cost(config, method).least
         rows = config.train.seq_len // method.cp_size
         working = 150_000 * min(rows, config.memory.tile_tokens or rows) + 20_000 * rows
         return prediction_of(round(self._factor(config) * (device + working)), host)
@@ -70,7 +70,7 @@ def test_the_chosen_one_fits_and_nothing_that_fits_is_faster(size: float) -> Non
     assert choice.prediction.needed_bytes <= size * GB
     for candidate in choice.candidates:
         config = replace(choice.config, memory=candidate.memory)
-        if predicted_fit(PREDICT(config, WORLD), capacity(size)).fits:
+        if capacity(size).fit(*PREDICT(config, WORLD).needs).fits:
             assert best.step_s * (1 - INDIFFERENCE) <= predict_step(config, WORLD, H100).seconds
 
 
@@ -236,7 +236,7 @@ def test_the_number_of_ranks_advised_fits_and_half_of_it_does_not() -> None:
 
     def fits(size: int) -> bool:
         world = Topology(size // 8, 8)
-        return predicted_fit(PREDICT(with_ranks(choice.config, WORLD, world), world), capacity(SHORT)).fits
+        return capacity(SHORT).fit(*PREDICT(with_ranks(choice.config, WORLD, world), world).needs).fits
 
     assert fits(ranks)
     assert not fits(ranks // 2)

@@ -12,7 +12,6 @@ from engine.config.settings import MemoryConfig, ModelConfig, RunConfig
 from engine.planning.memory.cost import (
     PolicyCost,
     kept_bytes,
-    least_bytes,
     method_on,
     own_parameters,
     policy_cost,
@@ -121,7 +120,7 @@ def test_a_rank_has_at_least_its_states_and_what_layers_keep() -> None:
         config = seven_b(memory={"activation_checkpoint": "full", **memory})
         method = method_on(config, WORLD)
         assert own_parameters(config, method) == numbers
-        return least_bytes(config, method, policy_cost(config, method))
+        return policy_cost(config, method).least
 
     layer = TABLE["full"]
     assert least() == (12 * numbers + 32 * layer, 0)

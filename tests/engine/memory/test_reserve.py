@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.config.settings import ParallelConfig
-from engine.planning.memory.reserve import reserve_bytes
+from engine.planning.memory.ranks import reserve_bytes
 from engine.planning.methods.presets import AttentionMethod
 
 MIB = 2**20
