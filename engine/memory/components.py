@@ -1,16 +1,4 @@
-"""What a live tensor belongs to, by the Python functions that led to its allocation.
-
-parameters     master weights, or the shards of them that this rank holds
-gradients      what the optimizer reads
-optimizer      its state, and its temporaries
-checkpoints    what layers keep for the backward pass, and the residual stream between them
-attention      operands, results and buffers of attention
-communication  weights gathered by FSDP, inputs of its reductions, rows gathered for tensor parallelism
-mlp            projections, MLP, norms: everything that works row by row
-loss           logits of a chunk, gradients that the loss forms
-embedding      the lookup and its gradient
-other          tokens, rotary tables, the rest
-"""
+"""What a live tensor belongs to, by the Python functions that led to its allocation."""
 
 from __future__ import annotations
 
@@ -25,16 +13,16 @@ from engine.memory.host import lies_in_host_memory
 from engine.memory.tracker import Label, LiveTensorTracker
 
 COMPONENTS = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "checkpoints",
-    "attention",
-    "communication",
-    "mlp",
-    "loss",
-    "embedding",
-    "other",
+    "parameters",  # master weights, or the shards of them that this rank holds
+    "gradients",  # what the optimizer reads
+    "optimizer",  # its state, and its temporaries
+    "checkpoints",  # what layers keep for the backward pass, and the residual stream between them
+    "attention",  # operands, results and buffers of attention
+    "communication",  # weights gathered by FSDP, inputs of its reductions, rows gathered for tensor parallelism
+    "mlp",  # projections, MLP, norms: everything that works row by row
+    "loss",  # logits of a chunk, gradients that the loss forms
+    "embedding",  # the lookup and its gradient
+    "other",  # tokens, rotary tables, the rest
 )
 # Storages that outlive a layer's forward pass without being kept for backward: FSDP's and attention's reusable block.
 POOLED = "attention pool"
@@ -80,16 +68,14 @@ class FrameClassifier:
     def __call__(self, func: Any, tensor: Tensor) -> Label:
         """Component and place of what `func` allocated just now."""
         component = None if func is None else _OPERATIONS.get(func.name())
-        on_host = lies_in_host_memory(tensor)
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and component is None:
-            code = frame.f_code
+            code, frame = frame.f_code, frame.f_back
             if code not in self._known:
                 self._known[code] = component_of(code.co_filename, code.co_name)
             component = self._known[code]
-            frame = frame.f_back
-        component = component or "other"
-        return Label(component, on_host or component in self._host_components)
+        label = self.label(component or "other")
+        return label._replace(on_host=label.on_host or lies_in_host_memory(tensor))
 
     def label(self, component: str) -> Label:
         """The label of tensors known to be of `component`."""
@@ -121,15 +107,12 @@ class StepObserver:
         model.register_forward_pre_hook(lambda *_: enter("forward"), prepend=True)
         head.register_forward_pre_hook(lambda *_: enter("loss"), prepend=True)
         head.register_forward_hook(lambda *_: enter("backward"))
-        for index, layer in enumerate(layers):
-            self._attach_layer(layer, self._place(index, len(layers)))
+        places = ["inner on host" if index < self._host_layers else "inner" for index in range(len(layers))]
+        places[-1], places[0] = "last", "first"
+        for layer, place in zip(layers, places, strict=True):
+            self._attach_layer(layer, place)
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(self._store_gradient)  # type: ignore[no-untyped-call]
-
-    def _place(self, index: int, count: int) -> str:
-        if index in (0, count - 1):
-            return "last" if index else "first"
-        return "inner on host" if index < self._host_layers else "inner"
 
     def _attach_layer(self, layer: nn.Module, place: str) -> None:
         def begin(layer: nn.Module, args: tuple[Any, ...]) -> None:
@@ -140,9 +123,8 @@ class StepObserver:
         def end(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
             self._tracker.relabel_since(self._begun, "checkpoints", keep=_NOT_KEPT)
             if output.requires_grad:  # when its gradient comes, the layer's backward pass begins
-                output.register_hook(  # type: ignore[no-untyped-call]
-                    lambda _: self._tracker.enter(f"backward/{place}")
-                )
+                enter = self._tracker.enter
+                output.register_hook(lambda _: enter(f"backward/{place}"))  # type: ignore[no-untyped-call]
 
         layer.register_forward_pre_hook(begin, prepend=True)
         layer.register_forward_hook(end)
@@ -154,8 +136,7 @@ class StepObserver:
 
 def by_component(found: Mapping[str, int]) -> dict[str, int]:
     """Bytes of every component, 0 where there are none, in the order of `COMPONENTS`; adds up to the same."""
-    pooled = {POOLED: "attention"}
     totals = dict.fromkeys(COMPONENTS, 0)
     for name, size in found.items():
-        totals[pooled.get(name, name)] += size
+        totals["attention" if name == POOLED else name] += size
     return totals

@@ -8,6 +8,7 @@ stored is cut into pieces that are powers of two themselves, 4 + 1 GiB.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
@@ -72,7 +73,7 @@ def piece_sizes(size_bytes: int, *, pinned: bool) -> tuple[int, ...]:
     while rest > SMALLEST_PIECE_BYTES and len(sizes) < MOST_PIECES - 1:
         sizes.append(1 << (rest.bit_length() - 1))
         rest -= sizes[-1]
-    return (*sizes, _power_of_two(rest)) if rest else tuple(sizes)
+    return (*sizes, 1 << (rest - 1).bit_length()) if rest else tuple(sizes)
 
 
 class HostPool:
@@ -94,24 +95,26 @@ class HostPool:
         """Bytes of the buffers that wait to be used again."""
         return sum(size * len(buffers) for size, buffers in self._idle.items())
 
-    def take(self, size_bytes: int) -> tuple[Tensor, ...]:
-        """Uninitialised buffers, uint8, that hold `size_bytes` one after the other, see `piece_sizes`.
+    def take(self, *sizes_bytes: int) -> list[list[Tensor]]:
+        """Of each size uninitialised buffers, uint8, that hold so much one after the other, see `piece_sizes`.
 
         HostMemoryError if the limit does not allow it; nothing is taken then.
         """
-        taken: list[Tensor] = []
+        taken: list[list[Tensor]] = []
         try:
-            for size in piece_sizes(size_bytes, pinned=self._pinned):
-                taken.append(self._idle[size].pop() if self._idle[size] else self._new(size))
-                self.in_use_bytes += size
+            for size_bytes in sizes_bytes:
+                taken.append([])
+                for size in piece_sizes(size_bytes, pinned=self._pinned):
+                    taken[-1].append(self._idle[size].pop() if self._idle[size] else self._new(size))
+                    self.in_use_bytes += size
         except BaseException:
             self.give_back(taken)
             raise
-        return tuple(taken)
+        return taken
 
-    def give_back(self, buffers: Sequence[Tensor]) -> None:
+    def give_back(self, taken: Sequence[Sequence[Tensor]]) -> None:
         """The end of using what `take` gave."""
-        for buffer in buffers:
+        for buffer in itertools.chain(*taken):
             self._idle[buffer.numel()].append(buffer)
             self.in_use_bytes -= buffer.numel()
 
@@ -123,11 +126,6 @@ class HostPool:
             if self.in_use_bytes + size > self._limit_bytes:
                 raise HostMemoryError(size, self.in_use_bytes, self._limit_bytes)
         return host_empty((size,), torch.uint8, pinned=self._pinned)
-
-
-def _power_of_two(size_bytes: int) -> int:
-    """The smallest power of two that is not below `size_bytes`, which is positive."""
-    return 1 << (size_bytes - 1).bit_length()
 
 
 def _empty_pinned_cache() -> None:

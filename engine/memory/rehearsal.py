@@ -6,7 +6,7 @@ one local op at a time: a rehearsal runs the largest of each kind once, whatever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
@@ -31,42 +31,33 @@ def rehearsed_runtime(runtime: AttentionRuntime) -> AttentionRuntime:
 
 def rehearsed(plan: RankPlan) -> RankPlan:
     """The same buffers and one step without transfers: of every kind the largest op and the largest tiles."""
-    ops = [op for step in plan.steps for op in (*step.pre, *step.after)]
-    chosen = _largest(ops, lambda op: _op_kind(plan, op), lambda op: op.dst.stop - op.dst.start)
     if not plan.steps:
         return plan
-    return replace(plan, steps=(Step(0, pre=tuple(chosen), tiles=tuple(_largest_tiles(plan))),))
+    ops = [op for step in plan.steps for op in (*step.pre, *step.after)]
 
+    def op_kind(op: LocalOp) -> Hashable:
+        ends = [plan.slots[view.slot] for view in (op.dst, op.src) if view is not None]
+        return (op.op, *((slot.kind, slot.heads, slot.where) for slot in ends))
 
-def _op_kind(plan: RankPlan, op: LocalOp) -> Hashable:
-    """Ops of one kind differ in rows only."""
-    ends = [plan.slots[view.slot] for view in (op.dst, op.src) if view is not None]
-    return (op.op, *((slot.kind, slot.heads, slot.where) for slot in ends))
-
-
-def _largest_tiles(plan: RankPlan) -> list[Tile]:
-    """A tile's temporaries are those of its queries and of its keys, and a general band needs a bias besides."""
-
-    def kind(tile: Tile) -> Hashable:
+    def tile_kind(tile: Tile) -> Hashable:  # a general band needs a bias
         return plan.slots[tile.q.slot].heads, tile.acc_kv is None, tile.band.kind
 
+    chosen = _largest(ops, op_kind, lambda op: op.dst.stop - op.dst.start)
+    # A tile's temporaries are those of its queries and of its keys.
     measures: list[Callable[[Tile], int]] = [
         lambda tile: tile.band.num_queries,
         lambda tile: tile.band.num_keys,
         lambda tile: tile.band.num_queries + tile.band.num_keys,
     ]
-    tiles = list(plan.tiles())
-    found = [tile for measure in measures for tile in _largest(tiles, kind, measure)]
-    return list(dict.fromkeys(found))
+    tiles = dict.fromkeys(tile for measure in measures for tile in _largest(plan.tiles(), tile_kind, measure))
+    return replace(plan, steps=(Step(0, pre=tuple(chosen), tiles=tuple(tiles)),))
 
 
-def _largest(items: Iterable[Item], kind: Callable[[Item], Hashable], measure: Callable[[Item], int]) -> Sequence[Item]:
+def _largest(items: Iterable[Item], kind: Callable[[Item], Hashable], measure: Callable[[Item], int]) -> list[Item]:
     """The first of the largest items of every kind."""
     found: dict[Hashable, Item] = {}
-    for item in items:
-        key = kind(item)
-        if key not in found or measure(item) > measure(found[key]):
-            found[key] = item
+    for item in sorted(items, key=measure, reverse=True):
+        found.setdefault(kind(item), item)
     return list(found.values())
 
 
@@ -95,22 +86,14 @@ class StandInFlashKernel:
 
     def backward(self, grads: TileGradients, q: Tensor, k: Tensor, v: Tensor, band: Band) -> TileResult:
         """Memory for (dq, dk, dv)."""
-        return _backward(grads, q, k)
-
-
-def _backward(grads: TileGradients, q: Tensor, k: Tensor) -> TileResult:
-    rows, num_heads, head_dim = q.shape
-    rounded = _rounded(rows, _ROUNDED_ROWS)
-    width = _rounded(head_dim, 32 if head_dim <= 128 else 64)
-    held = [grads.dout.contiguous(), grads.lse.transpose(0, 1).contiguous()]
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, k))
-    held.append(torch.empty(num_heads, rounded, dtype=torch.float32, device=q.device))
-    held.append(torch.empty(rounded, num_heads, width, dtype=torch.float32, device=q.device))
-    if num_heads != k.shape[1]:
-        expanded = (k.shape[0], num_heads, head_dim)
-        held += [torch.empty(expanded, dtype=k.dtype, device=k.device) for _ in range(2)]
-    return TileResult(dq, dk, dv)
-
-
-def _rounded(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+        rows, num_heads, head_dim = q.shape
+        multiple = 32 if head_dim <= 128 else 64
+        rounded, width = -(-rows // _ROUNDED_ROWS) * _ROUNDED_ROWS, -(-head_dim // multiple) * multiple
+        held = [grads.dout.contiguous(), grads.lse.transpose(0, 1).contiguous()]
+        dq, dk, dv = map(torch.empty_like, (q, k, k))
+        held += [
+            q.new_empty(shape, dtype=torch.float32) for shape in ((num_heads, rounded), (rounded, num_heads, width))
+        ]
+        if num_heads != k.shape[1]:
+            held += [k.new_empty(k.shape[0], num_heads, head_dim) for _ in range(2)]
+        return TileResult(dq, dk, dv)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,7 @@ def offloaded(store: ActivationStore, *, leave: Iterable[Tensor] = ()) -> Iterat
         yield
 
 
-@dataclass(frozen=True)
-class _View:
+class _View(NamedTuple):
     """A tensor in terms of the elements that were kept, in the order of their memory."""
 
     kept: Kept
@@ -47,8 +46,7 @@ def _unpack(packed: Tensor | _View) -> Tensor:
     return elements.as_strided(packed.shape, packed.stride)
 
 
-@dataclass(frozen=True)
-class _Known:
+class _Known(NamedTuple):
     """Something that was kept before. The storage says whether its key still means the same memory."""
 
     storage: weakref.ref[torch.UntypedStorage]
@@ -60,7 +58,8 @@ class _Packer:
 
     def __init__(self, store: ActivationStore, leave: Iterable[Tensor]) -> None:
         self._store = store
-        self._left = [_storage(tensor) for tensor in leave]  # alive, so that no other has their id
+        own = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in leave)
+        self._left = [tensor.untyped_storage() for tensor in own]  # alive, so that no other has their id
         self._left_ids = {id(storage) for storage in self._left}
         self._known: dict[tuple[object, ...], _Known] = {}
 
@@ -80,10 +79,8 @@ class _Packer:
             return True
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, (nn.Parameter, DTensor)):
             return True
-        storage = tensor.untyped_storage()
-        size = tensor.numel() * tensor.element_size()
-        minimum = 1 if tensor.device.type == "cpu" else MINIMUM_BYTES
-        if size < minimum or size > storage.nbytes():  # elements of a broadcast tensor share their memory
+        storage, minimum = tensor.untyped_storage(), 1 if tensor.device.type == "cpu" else MINIMUM_BYTES
+        if not minimum <= tensor.nbytes <= storage.nbytes():  # elements of a broadcast tensor share their memory
             return True
         return id(storage) in self._left_ids or lies_in_host_memory(tensor)
 
@@ -91,12 +88,10 @@ class _Packer:
         storage = elements.untyped_storage()
         key = (id(storage), elements.storage_offset(), elements.numel(), elements.dtype, version)
         known = self._known.get(key)
-        if known is not None and known.storage() is storage:
-            kept = known.kept()
-            if kept is not None:
-                return kept
-        kept = self._store.keep([elements])
-        self._known[key] = _Known(weakref.ref(storage), weakref.ref(kept))
+        kept = known.kept() if known is not None and known.storage() is storage else None
+        if kept is None:
+            kept = self._store.keep([elements])
+            self._known[key] = _Known(weakref.ref(storage), weakref.ref(kept))
         return kept
 
 
@@ -108,7 +103,3 @@ def _fills_memory(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
-
-
-def _storage(tensor: Tensor) -> torch.UntypedStorage:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()

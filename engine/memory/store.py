@@ -101,13 +101,6 @@ def _own_memory(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format)
 
 
-class _Shape(NamedTuple):
-    """What `torch.empty` needs to know."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 class _Load(NamedTuple, Generic[Event]):
     """A copy back to the device: its targets, and the event of its end."""
 
@@ -119,15 +112,18 @@ class _Load(NamedTuple, Generic[Event]):
 class _Contents(Generic[Event]):
     """What belongs to an entry of a HostStore; the store takes it back when the entry is gone.
 
+    shapes    shape and dtype of every tensor
     sources   on the device, while the compute stream has not waited for `stored`, the copy to the host
+    before    what was kept before is fetched next, in backward's order
     ahead     a load that nobody has fetched
     fetched   what the last fetch gave, while somebody uses it
     """
 
-    shapes: tuple[_Shape, ...]
-    buffers: tuple[tuple[Tensor, ...], ...]
+    shapes: tuple[tuple[torch.Size, torch.dtype], ...]
+    buffers: Sequence[Sequence[Tensor]]
     sources: tuple[Tensor, ...]
     stored: Event
+    before: weakref.ref[_Contents[Event]] | None
     ahead: _Load[Event] | None = None
     fetched: tuple[weakref.ref[Tensor], ...] = ()
     released: bool = False
@@ -163,7 +159,7 @@ class HostStore(Generic[Event]):
         self._flying: deque[_Contents[Event]] = deque()  # those with sources, oldest first
         self._ahead: set[_Contents[Event]] = set()
         self._dropped: deque[_Contents[Event]] = deque()  # of entries that are gone; filled by the garbage collector
-        self._last: weakref.ref[_OnHost[Event]] | None = None
+        self._last: weakref.ref[_Contents[Event]] | None = None
 
     @property
     def in_use_bytes(self) -> int:
@@ -177,18 +173,18 @@ class HostStore(Generic[Event]):
         wrong = [tensor.device for tensor in tensors if tensor.device != self.device]
         if wrong:
             raise ValueError(f"a store for {self.device} was given a tensor on {wrong[0]}; keep those in a DeviceStore")
-        buffers = self._take_buffers(tensors)
+        buffers = self.pool.take(*(tensor.numel() * tensor.element_size() for tensor in tensors))
         sources = tuple(tensor.detach().contiguous() for tensor in tensors)
-        shapes = tuple(_Shape(source.shape, source.dtype) for source in sources)
+        shapes = tuple((source.shape, source.dtype) for source in sources)
         stored = self._copy(Channel.TO_HOST, _pairs(sources, buffers))
-        contents = _Contents(shapes, buffers, sources, stored)
+        contents = _Contents(shapes, buffers, sources, stored, self._last)
+        self._last = weakref.ref(contents)
         self._flying.append(contents)
         while len(self._flying) > self._copies_in_flight:
             self._wait_for_copy(self._flying[0])
-        entry = _OnHost(self, contents, self._last)
+        entry = _OnHost(self, contents)
         # The entry may be part of a cycle that is collected at any time and on any thread: only note it then.
         weakref.finalize(entry, self._dropped.append, contents).atexit = False
-        self._last = weakref.ref(entry)
         return entry
 
     def settle(self) -> None:
@@ -200,42 +196,31 @@ class HostStore(Generic[Event]):
             self._forget_load(contents)
 
     def fetch(self, contents: _Contents[Event]) -> tuple[Tensor, ...]:
-        """For entries: see Kept."""
+        """For entries: see Kept. Begins the load of the entry before, unless `loads_ahead` others wait."""
         self._take_back_dropped()
         if contents.released:
             raise ReleasedError
-        if contents.sources:
-            return contents.sources
         again = tuple(tensor for tensor in (reference() for reference in contents.fetched) if tensor is not None)
-        if again and len(again) == len(contents.shapes):
-            return again
-        load = contents.ahead or self._load(contents)
-        self._forget_load(contents)
-        self._wait(load.done)
-        contents.fetched = tuple(weakref.ref(tensor) for tensor in load.tensors)
-        return load.tensors
-
-    def prefetch(self, contents: _Contents[Event]) -> None:
-        """Of entries that are fetched soon: begins the load; does nothing while `loads_ahead` others wait."""
-        busy = contents.released or contents.sources or contents.ahead is not None
-        if not busy and len(self._ahead) < self._loads_ahead:
-            contents.ahead = self._load(contents)
-            self._ahead.add(contents)
+        if contents.sources:
+            tensors = contents.sources
+        elif again and len(again) == len(contents.shapes):
+            tensors = again
+        else:
+            load = contents.ahead or self._load(contents)
+            self._forget_load(contents)
+            self._wait(load.done)
+            contents.fetched = tuple(weakref.ref(tensor) for tensor in load.tensors)
+            tensors = load.tensors
+        before = contents.before and contents.before()
+        if before and not (before.released or before.sources or before.ahead) and len(self._ahead) < self._loads_ahead:
+            before.ahead = self._load(before)
+            self._ahead.add(before)
+        return tensors
 
     def release(self, contents: _Contents[Event]) -> None:
-        """For entries: see Kept."""
+        """Frees device and host memory of an entry that nobody will fetch any more; nothing if that was done."""
         self._take_back_dropped()
         self._take_back(contents)
-
-    def _take_buffers(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ...]:
-        taken: list[tuple[Tensor, ...]] = []
-        try:
-            taken.extend(self.pool.take(tensor.numel() * tensor.element_size()) for tensor in tensors)
-        except BaseException:
-            for buffers in taken:
-                self.pool.give_back(buffers)
-            raise
-        return tuple(taken)
 
     def _load(self, contents: _Contents[Event]) -> _Load[Event]:
         targets = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in contents.shapes)
@@ -273,32 +258,22 @@ class HostStore(Generic[Event]):
             self._take_back(self._dropped.popleft())
 
     def _take_back(self, contents: _Contents[Event]) -> None:
-        """Device and host memory of an entry that nobody will fetch any more; nothing if that was done."""
         contents.released = True
         if contents in self._flying:
             self._wait_for_copy(contents)
         self._forget_load(contents)
-        for buffers in contents.buffers:
-            self.pool.give_back(buffers)
+        self.pool.give_back(contents.buffers)
         contents.buffers = ()
 
 
 class _OnHost(Generic[Event]):
     """Kept of a HostStore."""
 
-    def __init__(
-        self, store: HostStore[Event], contents: _Contents[Event], before: weakref.ref[_OnHost[Event]] | None
-    ) -> None:
-        self._store = store
-        self._contents = contents
-        self._before = before  # what was kept before is fetched next, in backward's order
+    def __init__(self, store: HostStore[Event], contents: _Contents[Event]) -> None:
+        self._store, self._contents = store, contents
 
     def fetch(self) -> tuple[Tensor, ...]:
-        tensors = self._store.fetch(self._contents)
-        before = self._before() if self._before is not None else None
-        if before is not None:
-            self._store.prefetch(before._contents)
-        return tensors
+        return self._store.fetch(self._contents)
 
     def release(self) -> None:
         self._store.release(self._contents)

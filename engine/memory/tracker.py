@@ -146,8 +146,9 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             for part in _parts(tensor):
                 self._see(None, part)
-                if label is not None:
-                    self._relabel(self._storages.get(id(part.untyped_storage())), label)
+                storage = self._storages.get(id(part.untyped_storage()))
+                if label is not None and storage is not None:
+                    self._count(storage, storage.size, label)
         self._note_peaks()
 
     @property
@@ -161,7 +162,7 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if storage.number < moment:
                 break
             if storage.label.component not in keep:
-                self._relabel(storage, storage.label._replace(component=component))
+                self._count(storage, storage.size, storage.label._replace(component=component))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the operation, then counts."""
@@ -180,31 +181,22 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = storage.nbytes()
         known = self._storages.get(key)
         if known is None:
-            label = self._classify(func, tensor)
-            self._storages[key] = _Storage(weakref.ref(storage), size, label, self._seen)
+            known = _Storage(weakref.ref(storage), 0, self._classify(func, tensor), self._seen)
+            self._storages[key] = known
             self._seen += 1
             weakref.finalize(storage, self._forget, key).atexit = False
-            self._memory(label).change(label.component, size)
-        elif known.size != size:
-            self._resize(known, size)
-
-    def _memory(self, label: Label) -> Memory:
-        return self.host if label.on_host else self.device
-
-    def _resize(self, storage: _Storage, size: int) -> None:
-        self._memory(storage.label).change(storage.label.component, size - storage.size)
-        storage.size = size
-
-    def _relabel(self, storage: _Storage | None, label: Label) -> None:
-        if storage is None or storage.label == label:
-            return
-        self._memory(storage.label).change(storage.label.component, -storage.size)
-        self._memory(label).change(label.component, storage.size)
-        storage.label = label
+        if known.size != size:
+            self._count(known, size, known.label)
 
     def _forget(self, key: int) -> None:
         storage = self._storages.pop(key)
-        self._memory(storage.label).change(storage.label.component, -storage.size)
+        self._count(storage, 0, storage.label)
+
+    def _count(self, storage: _Storage, size: int, label: Label) -> None:
+        """Takes away what a storage counted so far, and adds what it is now."""
+        for of, change in ((storage.label, -storage.size), (label, size)):
+            (self.host if of.on_host else self.device).change(of.component, change)
+        storage.size, storage.label = size, label
 
     def _note_peaks(self) -> None:
         if self.device.is_new_peak or self.host.is_new_peak:
@@ -217,7 +209,7 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for storage in list(self._storages.values()):
             memory = storage.reference()
             if memory is not None and memory.nbytes() != storage.size:
-                self._resize(storage, memory.nbytes())
+                self._count(storage, memory.nbytes(), storage.label)
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
