@@ -12,6 +12,7 @@ import re
 import shlex
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from engine.planning.methods.presets import legal_attention, tile_tokens_of
 from engine.planning.methods.topology import Topology, known_cp_size, legal_sizes, place_ranks, tensor_parallel_problems
 from engine.planning.time.machine import find_device, find_machine, read_rates, unknown_device
 
-_EXP_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _STEP_RANGE = re.compile(r"(\d+):(\d+)")
 _SETTINGS = frozenset(spec.key for spec in walk_fields(RunConfig))
 
@@ -66,11 +66,6 @@ def _unknown_homes(value: Any, key: str = "") -> Iterator[Problem]:
 def _named_in(text: str) -> Problem:
     words = re.findall(r"\w+(?:\.\w+)*", text)
     return Problem(tuple(dict.fromkeys(word for word in words if word in _SETTINGS)), text)
-
-
-def _name(config: RunConfig) -> Iterator[str]:
-    if not _EXP_NAME.fullmatch(config.exp):
-        yield f"exp: {config.exp!r} cannot name the folder of a run; use letters, digits, '.', '_' and '-', at most 100"
 
 
 def _model(config: RunConfig) -> Iterator[str]:
@@ -280,19 +275,52 @@ _TORCHRUN = frozenset(
     {"RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 )
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=([^\x00\r\n]*)", re.DOTALL)
-_LOGIN = re.compile(r"[^\s-]\S*")
-_TIME_LIMIT = re.compile(r"(?i:unlimited|infinite)|\d{1,7}(:\d{1,2}){1,2}|\d{1,5}-\d{1,2}(:\d{1,2}){0,2}")
-_DNS_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
-_LABEL_KEY = re.compile(r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
-_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
-_QUANTITY = re.compile(r"\d{1,15}(\.\d{1,6})?([kMGTPE]i?)?")
-_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_LOGIN = r"[^\s-]\S*", "a name without dash in front"
+_DNS_NAME = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", "a name of lower-case letters, digits, - and ."
+_LABEL_VALUE = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+_LABEL_KEY = rf"([a-z0-9]([a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_LABEL_VALUE}"
+_PATH = r"(?!(.*/)?\.\.([/:]|$))%s/[^\x00-\x1f\x7f%s]*"
+_EXPECTED_PATH = "an absolute path{}, without `..`, `:` and control characters, such as {}"
+_HOMELY = " or one in the home folder (~/...)"
+# Texts of a form, alone or in a list: its pattern, and in words what is expected.
+_FORMS: dict[str, tuple[str, str]] = {
+    "exp": (
+        r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}",
+        "what can name the folder of a run; use letters, digits, '.', '_' and '-', at most 100",
+    ),
+    "cluster.shared_folder": (_PATH % ("", ":"), _EXPECTED_PATH.format("", "/shared")),
+    "cluster.node_folder": (_PATH % ("~?", ":"), _EXPECTED_PATH.format(_HOMELY, "/scratch/burst")),
+    "cluster.python": (_PATH % ("~?", ""), _EXPECTED_PATH.format(_HOMELY, "/opt/venv/bin/python")),
+    "cluster.ssh.user": _LOGIN,
+    "cluster.ssh.jump": _LOGIN,
+    "cluster.slurm.time_limit": (
+        r"(?i:unlimited|infinite)|\d{1,7}(:\d{1,2}){1,2}|\d{1,5}-\d{1,2}(:\d{1,2}){0,2}",
+        "[DAYS-]HH:MM:SS, such as 12:00:00 or 2-00:00:00",
+    ),
+    "cluster.slurm.options": (r"--[^\x00-\x1f\x7f]*", "--NAME=VALUE, one option per item"),
+    **{f"cluster.kubernetes.{name}": _DNS_NAME for name in ("claim", "namespace", "queue", "runtime")},
+    "cluster.kubernetes.context": _LOGIN,
+    "cluster.kubernetes.gpu_resource": (_LABEL_KEY, "DOMAIN/NAME, such as nvidia.com/gpu"),
+    "cluster.kubernetes.memory_per_pod": (r"\d{1,15}(\.\d{1,6})?([kMGTPE]i?)?", "a quantity such as 200Gi"),
+    "cluster.kubernetes.node_selector": (f"{_LABEL_KEY}=({_LABEL_VALUE})?", "KEY=VALUE, a label of nodes"),
+    "cluster.container.image": (r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,254}", "NAME:TAG"),
+    "cluster.container.mounts": (_PATH % ("", ":") + "(:rw)?", "an absolute path of the nodes, or PATH:rw"),
+}
+
+
+def _forms(config: RunConfig) -> Iterator[str]:
+    for key, (pattern, expected) in _FORMS.items():
+        value = attrgetter(key)(config)
+        for index, text in enumerate(value if isinstance(value, tuple) else (value,)):
+            if text is not None and re.fullmatch(pattern, text) is None:
+                place = f"{key}[{index}]" if isinstance(value, tuple) else key
+                yield f"{place}: got {text!r}, expected {expected}"
 
 
 def machine_problems(config: RunConfig) -> Iterator[str]:
     """One sentence per broken rule."""
     cluster = config.cluster
-    for rule in (_launcher, _machine, _paths, _ssh, _environment, _slurm, _kubernetes):
+    for rule in (_launcher, _machine, _environment, _kubernetes):
         yield from rule(cluster)
     yield from _container(cluster.container)
 
@@ -328,30 +356,6 @@ def _launcher(cluster: ClusterConfig) -> Iterator[str]:
         )
 
 
-def _paths(cluster: ClusterConfig) -> Iterator[str]:
-    """Folders and programs of nodes, where no working folder of ours means anything."""
-    for name, value, homely in (
-        ("shared_folder", cluster.shared_folder, False),
-        ("node_folder", cluster.node_folder, True),
-        ("python", cluster.python, True),
-    ):
-        if value is None:
-            continue
-        example = {"shared_folder": "/shared", "node_folder": "/scratch/burst", "python": "/opt/venv/bin/python"}[name]
-        expected = f"an absolute path{' or one in the home folder (~/...)' if homely else ''}, such as {example}"
-        if not value.startswith(("/", "~/") if homely else "/"):
-            yield f"cluster.{name}: got {value!r}, expected {expected}"
-        elif ".." in value.split("/") or _CONTROL.search(value) or (":" in value and name != "python"):
-            yield f"cluster.{name}: got {value!r}, expected a path without `..`, `:` and control characters"
-
-
-def _ssh(cluster: ClusterConfig) -> Iterator[str]:
-    for name in ("user", "jump"):
-        value = getattr(cluster.ssh, name)
-        if value is not None and _LOGIN.fullmatch(value) is None:
-            yield f"cluster.ssh.{name}: got {value!r}, expected a name without dash in front"
-
-
 def _environment(cluster: ClusterConfig) -> Iterator[str]:
     names: set[str] = set()
     for index, setting in enumerate(cluster.environment):
@@ -370,46 +374,14 @@ def _environment(cluster: ClusterConfig) -> Iterator[str]:
             names.add(found[1])
 
 
-def _slurm(cluster: ClusterConfig) -> Iterator[str]:
-    limit = cluster.slurm.time_limit
-    if limit is not None and _TIME_LIMIT.fullmatch(limit) is None:
-        yield f"cluster.slurm.time_limit: got {limit!r}, expected [DAYS-]HH:MM:SS, such as 12:00:00 or 2-00:00:00"
-    for index, option in enumerate(cluster.slurm.options):
-        if not option.startswith("--") or _CONTROL.search(option):
-            key = f"cluster.slurm.options[{index}]"
-            yield f"{key}: got {option!r}, expected --NAME=VALUE, one option per item"
-
-
 def _kubernetes(cluster: ClusterConfig) -> Iterator[str]:
-    settings = cluster.kubernetes
-    for name, pattern, expected in (
-        ("claim", _DNS_NAME, "a name of lower-case letters, digits, - and ."),
-        ("namespace", _DNS_NAME, "a name of lower-case letters, digits, - and ."),
-        ("queue", _DNS_NAME, "a name of lower-case letters, digits, - and ."),
-        ("runtime", _DNS_NAME, "a name of lower-case letters, digits, - and ."),
-        ("context", _LOGIN, "a name without dash in front"),
-        ("gpu_resource", _LABEL_KEY, "DOMAIN/NAME, such as nvidia.com/gpu"),
-        ("memory_per_pod", _QUANTITY, "a quantity such as 200Gi"),
-    ):
-        value = getattr(settings, name)
-        if value is not None and pattern.fullmatch(value) is None:
-            key = f"cluster.kubernetes.{name}"
-            yield f"{key}: got {value!r}, expected {expected}"
-    for index, label in enumerate(settings.node_selector):
-        key, equals, value = label.partition("=")
-        if not equals or _LABEL_KEY.fullmatch(key) is None or _LABEL_VALUE.fullmatch(value) is None:
-            where = f"cluster.kubernetes.node_selector[{index}]"
-            yield f"{where}: got {label!r}, expected KEY=VALUE, a label of nodes"
-    if cluster.resolved_launcher == "kubernetes":
-        for name, given in (("kubernetes.claim", settings.claim), ("container.image", cluster.container.image)):
-            if given is None:
-                yield f"cluster.launcher=kubernetes needs cluster.{name}: {_NEEDED[name]}"
-
-
-_NEEDED = {
-    "kubernetes.claim": "the PersistentVolumeClaim (ReadWriteMany) that all pods mount, for runs and data",
-    "container.image": "the image of the pods, in a registry that the nodes can pull from",
-}
+    needed = {
+        "kubernetes.claim": "the PersistentVolumeClaim (ReadWriteMany) that all pods mount, for runs and data",
+        "container.image": "the image of the pods, in a registry that the nodes can pull from",
+    }
+    for name, what in needed.items():
+        if cluster.resolved_launcher == "kubernetes" and attrgetter(name)(cluster) is None:
+            yield f"cluster.launcher=kubernetes needs cluster.{name}: {what}"
 
 
 def _container(container: ContainerConfig) -> Iterator[str]:
@@ -418,8 +390,6 @@ def _container(container: ContainerConfig) -> Iterator[str]:
             "cluster.container.runtime=docker needs an image: set cluster.container.image=NAME:TAG, the one that "
             "`burst image build --tag NAME:TAG` makes"
         )
-    if container.image is not None and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,254}", container.image) is None:
-        yield f"cluster.container.image: got {container.image!r}, expected NAME:TAG"
     if not _is_command(container.command):
         yield f"cluster.container.command: got {container.command!r}, expected a command line such as docker"
     # The value of an option may stand in an item of its own; what stands first is one.
@@ -428,11 +398,6 @@ def _container(container: ContainerConfig) -> Iterator[str]:
             f"cluster.container.run_options: got {container.run_options[0]!r} first, expected options of `docker run`, "
             "such as --gpus=all, one per item"
         )
-    for index, mount in enumerate(container.mounts):
-        path = mount.removesuffix(":rw")
-        if not path.startswith("/") or ":" in path or ".." in path.split("/") or _CONTROL.search(path):
-            key = f"cluster.container.mounts[{index}]"
-            yield f"{key}: got {mount!r}, expected an absolute path of the nodes, or PATH:rw"
 
 
 def _is_command(text: str) -> bool:
@@ -444,7 +409,7 @@ def _is_command(text: str) -> bool:
 
 
 _RULES: tuple[Callable[[RunConfig], Iterator[str | Problem]], ...] = (
-    _name,
+    _forms,
     _model,
     _rope,
     _optimizer,

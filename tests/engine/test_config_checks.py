@@ -119,8 +119,12 @@ cluster.launcher=local & cluster.num_nodes=2 |
     cluster.launcher=local starts ranks on this machine, but cluster.num_nodes=2
 cluster.python=python3 | cluster.python: got 'python3', expected an absolute path or one in the home folder
 cluster.node_folder=burst | cluster.node_folder: got 'burst', expected an absolute path or one in the home
-cluster.node_folder=~/../x | cluster.node_folder: got '~/../x', expected a path without `..`
-cluster.node_folder=/a:b | cluster.node_folder: got '/a:b', expected a path without
+cluster.node_folder=~/../x | cluster.node_folder: got '~/../x', expected an absolute path or one in the home folder
+cluster.node_folder=/a:b |
+    cluster.node_folder: got '/a:b', expected an absolute path or one in the home folder (~/...), without `..`, `:`
+cluster.shared_folder=~/x | cluster.shared_folder: got '~/x', expected an absolute path, without
+cluster.python=/a/.. | cluster.python: got '/a/..', expected an absolute path or one in the home folder
+cluster.python="/a\nb" | cluster.python: got '/a\nb', expected an absolute path
 cluster.environment=[A] | cluster.environment[0]: 'A' is not NAME=VALUE in one line
 cluster.environment=[1A=b] | cluster.environment[0]: '1A' is not NAME=VALUE in one line
 cluster.environment=["A=b\nc"] | cluster.environment[0]: 'A' is not NAME=VALUE in one line, with a name
@@ -130,13 +134,21 @@ cluster.environment=[MASTER_PORT=1] | cluster.environment[0]: MASTER_PORT is set
 cluster.slurm.time_limit=soon | cluster.slurm.time_limit: got 'soon', expected [DAYS-]HH:MM:SS
 cluster.slurm.time_limit="43200" | cluster.slurm.time_limit: got '43200', expected [DAYS-]HH:MM:SS
 cluster.slurm.options=[-p main] | cluster.slurm.options[0]: got '-p main', expected --NAME=VALUE
+cluster.slurm.options=["--a\nb"] | cluster.slurm.options[0]: got '--a\nb', expected --NAME=VALUE
 cluster.kubernetes.runtime=a b | cluster.kubernetes.runtime: got 'a b', expected a name
+cluster.kubernetes.claim=A | cluster.kubernetes.claim: got 'A', expected a name of lower-case letters
+cluster.kubernetes.context=-x | cluster.kubernetes.context: got '-x', expected a name without dash
+cluster.kubernetes.gpu_resource=a/b/c | cluster.kubernetes.gpu_resource: got 'a/b/c', expected DOMAIN/NAME
+cluster.kubernetes.memory_per_pod=200GB | cluster.kubernetes.memory_per_pod: got '200GB', expected a quantity
+cluster.kubernetes.node_selector=[a=b, a] | cluster.kubernetes.node_selector[1]: got 'a', expected KEY=VALUE
+cluster.kubernetes.node_selector=[a=-b] | cluster.kubernetes.node_selector[0]: got 'a=-b', expected KEY=VALUE
 cluster.container.image=-v /:/x | cluster.container.image: got '-v /:/x', expected NAME:TAG
 cluster.container.command="'docker" | cluster.container.command: got "'docker", expected a command line
 cluster.container.command="  " | cluster.container.command: got '  ', expected a command line
 cluster.container.run_options=[all] | cluster.container.run_options: got 'all' first, expected options
 cluster.container.mounts=[data] | cluster.container.mounts[0]: got 'data', expected an absolute path
 cluster.container.mounts=[/a:/b] | cluster.container.mounts[0]: got '/a:/b', expected an absolute path
+cluster.container.mounts=[/a, /b/..:rw] | cluster.container.mounts[1]: got '/b/..:rw', expected an absolute path
 cluster.ssh.user=-x | cluster.ssh.user: got '-x', expected a name without dash in front
 {RANKS4} & cluster.topology_nodes=3 & attention.preset=burst | cluster.topology_nodes: 3 nodes cannot share 4 ranks
 parallel.dp_shard_size=3 & {RANKS4} | parallel: dp_replicate_size 1 x dp_shard_size 3 = 3 does not divide the 4 ranks
@@ -176,7 +188,9 @@ cluster.nodes=n[1-4] & cluster.python=~/venv/bin/python & cluster.node_folder=/s
 cluster.launcher=slurm & cluster.slurm.time_limit=2-00:00:00 & cluster.slurm.options=[--reservation=x]
 cluster.container.image=registry.local:5000/a/b@sha256:00 & cluster.container.command=sudo -n docker &
     cluster.container.mounts=[/a:rw] & cluster.container.run_options=[--gpus, all]
-cluster.container.run_options=[]
+cluster.container.run_options=[] & cluster.python=/a:b/..c/python & cluster.shared_folder=/shared
+cluster.kubernetes.claim=a-1 & cluster.kubernetes.memory_per_pod=1.5Gi & cluster.kubernetes.gpu_resource=a.b/c &
+    cluster.kubernetes.node_selector=[k.io/a=B.c, a=]
 parallel.dp_shard_size=4 & {RANKS4}
 parallel.tp_size=2 & parallel.dp_shard_size=2 & {RANKS4}
 parallel.dp_shard_size=2 & parallel.dp_replicate_size=2 & parallel.cp_size=1 & {RANKS4}
