@@ -132,26 +132,29 @@ def type_hints(cls: type[Any]) -> Mapping[str, Any]:
     return get_type_hints(cls)
 
 
-def walk_fields(cls: type[Any], prefix: str = "") -> Iterator[FieldSpec]:
+def _walk(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, Any, Field[Any]]]:
+    """(dotted key, type, field) of everything in a tree of dataclasses, in the order of declaration."""
+    hints = type_hints(cls)
+    for item in fields(cls):
+        key, annotation = f"{prefix}{item.name}", hints[item.name]
+        yield key, annotation, item
+        if is_dataclass(annotation) and isinstance(annotation, type):
+            yield from _walk(annotation, f"{key}.")
+
+
+def walk_fields(cls: type[Any]) -> Iterator[FieldSpec]:
     """Every leaf setting of a tree of dataclasses, in the order of declaration."""
-    hints = type_hints(cls)
-    for item in fields(cls):
-        key = f"{prefix}{item.name}"
-        annotation = hints[item.name]
-        if is_dataclass(annotation) and isinstance(annotation, type):
-            yield from walk_fields(annotation, f"{key}.")
-        else:
-            yield FieldSpec(key, describe_type(annotation), _default(item), choices_of(annotation), note_of(item))
+    for key, annotation, item in _walk(cls):
+        if not is_dataclass(annotation):
+            default = None if item.default is MISSING else item.default
+            yield FieldSpec(key, describe_type(annotation), default, choices_of(annotation), note_of(item))
 
 
-def walk_sections(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def walk_sections(cls: type[Any]) -> Iterator[tuple[str, str]]:
     """(dotted key, first line of the docstring) of every nested dataclass, in the order of declaration."""
-    hints = type_hints(cls)
-    for item in fields(cls):
-        annotation = hints[item.name]
-        if is_dataclass(annotation) and isinstance(annotation, type):
-            yield f"{prefix}{item.name}", (annotation.__doc__ or "").strip().splitlines()[0]
-            yield from walk_sections(annotation, f"{prefix}{item.name}.")
+    for key, annotation, _ in _walk(cls):
+        if is_dataclass(annotation):
+            yield key, (annotation.__doc__ or "").strip().splitlines()[0]
 
 
 @_cached
@@ -164,12 +167,6 @@ def note_of(item: Field[Any]) -> Note:
     """The note of a dataclass field; an empty one when it has none."""
     found = item.metadata.get(_NOTE)
     return found if isinstance(found, Note) else Note("")
-
-
-def _default(item: Field[Any]) -> Any:
-    if item.default is not MISSING:
-        return item.default
-    return item.default_factory() if item.default_factory is not MISSING else None
 
 
 def choices_of(annotation: Any) -> tuple[str, ...] | None:
@@ -260,34 +257,26 @@ class _Reader:
                 self.problems.append(unknown_key(f"{prefix}{name}", self.all_keys))
         read: dict[str, Any] = {}
         for item in fields(cls):
-            if item.name not in value:
-                continue
-            given = tokens_of(value[item.name]) if note_of(item).unit == "tokens" else value[item.name]
-            good, result = self.value(hints[item.name], given, f"{prefix}{item.name}")
-            if good:
-                read[item.name] = result
-        return cls(**read)
+            if item.name in value:
+                given = tokens_of(value[item.name]) if note_of(item).unit == "tokens" else value[item.name]
+                read[item.name] = self.value(hints[item.name], given, f"{prefix}{item.name}")
+        return cls(**{name: result for name, result in read.items() if result is not MISSING})
 
-    def value(self, annotation: Any, value: Any, key: str) -> tuple[bool, Any]:
+    def value(self, annotation: Any, value: Any, key: str) -> Any:
+        """The value as this type, MISSING for a mistake."""
         if isinstance(annotation, type) and is_dataclass(annotation):
-            return True, self.table(annotation, value, f"{key}.")
-        if get_origin(annotation) is tuple and isinstance(value, Sequence) and not isinstance(value, str):
-            return self._list(get_args(annotation)[0], value, key)
+            return self.table(annotation, value, f"{key}.")
         members = union_members(annotation)
-        if len(members) > 1 and isinstance(value, Sequence) and not isinstance(value, str):
-            lists = [member for member in members if get_origin(member) is tuple]
-            if lists:
-                return self.value(lists[0], value, key)
+        lists = [member for member in members if get_origin(member) is tuple]
+        if lists and isinstance(value, Sequence) and not isinstance(value, str):
+            inner = get_args(lists[0])[0]
+            items = tuple(self.value(inner, item, f"{key}[{index}]") for index, item in enumerate(value))
+            return MISSING if any(item is MISSING for item in items) else items
         for member in members:
-            good, result = _convert_scalar(member, value)
-            if good:
-                return True, result
+            if (found := _convert_scalar(member, value)) is not MISSING:
+                return found
         self._refuse(annotation, value, key)
-        return False, None
-
-    def _list(self, inner: Any, value: Sequence[Any], key: str) -> tuple[bool, Any]:
-        items = [self.value(inner, item, f"{key}[{index}]") for index, item in enumerate(value)]
-        return all(good for good, _ in items), tuple(item for _, item in items)
+        return MISSING
 
     def _refuse(self, annotation: Any, value: Any, key: str) -> None:
         choices, typed = choices_of(annotation), f"{key}={value}"
@@ -336,22 +325,18 @@ def tokens_of(value: Any) -> Any:
     return int(found[1]) * {"K": 2**10, "M": 2**20}[found[2]] if found else value
 
 
-def _convert_scalar(annotation: Any, value: Any) -> tuple[bool, Any]:
-    """(whether the value has this type, the value): 4 passes for 4.0, 1e6 for 1000000, true never for 1."""
+def _convert_scalar(annotation: Any, value: Any) -> Any:
+    """The value as this type, MISSING if it has another: 4 passes for 4.0, 1e6 for 1000000, true never for 1."""
     if get_origin(annotation) is Literal:
-        return isinstance(value, str) and value in get_args(annotation), value
-    if annotation is NoneType:
-        return value is None, None
-    if annotation is bool or isinstance(value, bool):
-        return annotation is bool and isinstance(value, bool), value
-    if annotation in (int, float) and isinstance(value, str) and _EXPONENT.fullmatch(value):
-        value = float(value)
-    if annotation is float:
-        return (True, float(value)) if isinstance(value, (int, float)) else (False, None)
-    if annotation is int:
-        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-        return (True, int(value)) if whole and abs(value) < _INT_LIMIT else (False, None)
-    return isinstance(annotation, type) and isinstance(value, annotation), value
+        return value if isinstance(value, str) and value in get_args(annotation) else MISSING
+    if annotation in (int, float) and not isinstance(value, bool):
+        number = float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
+        if annotation is float:
+            return float(number) if isinstance(number, (int, float)) else MISSING
+        is_whole = isinstance(number, int) or (isinstance(number, float) and number.is_integer())
+        return int(number) if is_whole and abs(number) < _INT_LIMIT else MISSING
+    fits = isinstance(annotation, type) and isinstance(value, annotation)
+    return value if fits and (annotation is bool) == isinstance(value, bool) else MISSING
 
 
 def read_dataclass(cls: type[Any], value: Any) -> tuple[Any, list[Problem]]:
