@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from testkit import KIT
 from testkit.process_table import living
 from testkit.supervise_rig import PYTHON_PATH, new_run_id
 
@@ -52,7 +51,7 @@ class RemoteRun:
 
     def chatty(self, ranks: int, lines: int, per_second: float) -> Spec:
         """Ranks that only write logs."""
-        words = ("lines", str(ranks), str(lines), str(per_second))
+        words = (str(ranks), str(lines), str(per_second))
         return Spec(
             run_id=self.run.name,
             node=self.node,
@@ -61,7 +60,7 @@ class RemoteRun:
             first_rank=0,
             local_ranks=ranks,
             folder=str(self.there),
-            argv=(sys.executable, "-S", f"{KIT}/fake_rank.py", *words),
+            argv=(sys.executable, "-S", str(Path(__file__).with_name("log_writer.py")), *words),
             cwd="/",
             environment={"PYTHONPATH": PYTHON_PATH, "BURST_RANK_LOGS": f"{self.there}/logs/{self.node}"},
             files=(("config.yaml", "exp: test\n"), ("run.json", "{}\n")),

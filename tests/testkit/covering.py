@@ -16,8 +16,8 @@ import pytest
 Case = dict[str, str]
 Pair = tuple[tuple[str, str], tuple[str, str]]
 
-TRIES = 12  # cases that are made up for a pair, of which the one with most new pairs is taken
-LAST_TRIES = 100  # before a pair is called impossible
+TRIES = 100  # cases that are made up for a pair, of which the one with most new pairs is taken
+LAST_TRIES = 300  # before a pair is called impossible
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,34 +61,18 @@ def covering_cases(axes: Mapping[str, Sequence[str]], legal: Callable[[Case], bo
     )  # a dict, for the order
     rng, cases = random.Random(0), list[Case]()
     while missing:
-        pair = next(iter(missing))
-        found: list[Case] = []
+        pair, best, most = next(iter(missing)), Case(), 0
         for number in range(LAST_TRIES):
-            case = _made_up(pair, axes, missing if number < TRIES else {}, rng)
-            found += [case] if legal(case) else []
-            if number >= TRIES and found:
+            case = {axis: rng.choice(values) for axis, values in axes.items()} | dict(pair)
+            gain = sum(held in missing for held in pairs_of(case))
+            if gain > most and legal(case):
+                best, most = case, gain
+            if best and number >= TRIES:
                 break
-        if not found:
-            del missing[pair]
-            continue
-        cases.append(max(found, key=lambda case: sum(pair in missing for pair in pairs_of(case))))
-        for held in pairs_of(cases[-1]):
+        cases += [best] if best else []
+        for held in pairs_of(best) or [pair]:
             missing.pop(held, None)
     return cases
-
-
-def _made_up(pair: Pair, axes: Mapping[str, Sequence[str]], missing: Mapping[Pair, None], rng: random.Random) -> Case:
-    """A case that holds a pair; on every other axis the value that adds most missing pairs to those before it."""
-    case, place = dict(pair), {axis: number for number, axis in enumerate(axes)}
-
-    def gain(new: tuple[str, str]) -> int:
-        return sum(((new, old) if place[new[0]] < place[old[0]] else (old, new)) in missing for old in case.items())
-
-    if not missing:
-        return {axis: case.get(axis) or rng.choice(axes[axis]) for axis in axes}
-    for axis in rng.sample([axis for axis in axes if axis not in case], len(axes) - 2):
-        case[axis] = max(rng.sample(list(axes[axis]), len(axes[axis])), key=lambda value: gain((axis, value)))
-    return {axis: case[axis] for axis in axes}
 
 
 def pairs_of(case: Case) -> list[Pair]:

@@ -5,8 +5,8 @@ python -m fake_rank RUN/config.yaml    in the frame of a real rank, five steps; 
     an attempt after that completes), ignore (whoever asks it to stop), sleep (with a grandchild), one of
     FAULTS below or of engine.training.rank.faults. Faults strike rank FAKE_RANK (1) in step 3, while the others wait as
     in a collective. FAKE_LEAD is the run folder of rank 0 where that is another one.
-python -m fake_rank MODE [WORDS]       without a frame, for tests of the supervisor: ok, wait, stubborn, polite,
-    children, listens, exits, counted; and `lines FILES LINES PER_SECOND [END_S]` for tests of links
+python -m fake_rank MODE               without a frame, for tests of the supervisor: ok, wait, stubborn, polite,
+    children, listens, exits
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 STEPS = 5
 FAULT_STEP = 3
 FOREVER_S = 300.0
-BATCH_S = 0.05
 
 
 # --- in the frame of a rank -------------------------------------------------------------------------------------------
@@ -185,29 +184,6 @@ FAULTS: Mapping[str, Callable[[], None]] = {
 # --- without a frame --------------------------------------------------------------------------------------------------
 
 
-def write_lines(files: str, lines: str, per_second: str, end_s: str = "0") -> None:
-    """LINES lines into the logs of FILES ranks, PER_SECOND of them (0: as many as go); lives on for END_S."""
-    folder, rate, count = Path(os.environ["BURST_RANK_LOGS"]), float(per_second), int(lines)
-    handles = [(folder / f"rank{rank:04}.log").open("ab", buffering=0) for rank in range(int(files))]
-    begin, written = time.monotonic(), 0
-    while written < count:
-        due = count if not rate else min(count, int((time.monotonic() - begin) * rate) + 1)
-        due = min(due, written + 10_000)
-        if due > written:
-            text = b"".join(map(log_line, range(written, due)))
-            for handle in handles:
-                handle.write(text)
-            written = due
-        if rate:
-            time.sleep(BATCH_S)
-    time.sleep(float(end_s))
-
-
-def log_line(number: int) -> bytes:
-    """What a log is made of: 100 bytes, each line different."""
-    return b"%09d the loss is %-74d ok\n" % (number, number * number)
-
-
 def live(mode: str) -> None:
     """Say that the rank is there, then do what MODE says: rank 1 fails, or all go on until somebody ends them."""
     from engine.runs.process import die_with_parent
@@ -226,8 +202,8 @@ def live(mode: str) -> None:
         faulthandler.register(signal.SIGUSR1, file=stacks)
         print(f"# rank {rank}, pid {os.getpid()}", file=stacks, flush=True)
     log.write_text(f"rank {rank} is there\n")
-    if rank == 1 and mode in ("exits", "counted"):
-        die_counted() if mode == "counted" else time.sleep(0.5)
+    if rank == 1 and mode == "exits":
+        time.sleep(0.5)
         os._exit(7)
     if mode != "ok":
         time.sleep(FOREVER_S)
@@ -249,9 +225,9 @@ def start_children() -> None:
     subprocess.Popen([sys.executable, "-c", forget], env=naked).wait()
 
 
-def main(first: str, *words: str) -> None:
+def main(first: str) -> None:
     if not first.endswith("config.yaml"):
-        write_lines(*words) if first == "lines" else live(first)
+        live(first)
         return
     from engine.runs.folder import open_run
     from engine.training.rank.process import leave, run_rank

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,11 +173,6 @@ class FaultRig:
                 found[process.pid] = process.environ()
         return found
 
-    def pids_of(self, run: RunFolder, node: str, what: str) -> list[int]:
-        """Processes of the run on a node whose command line holds `what`, ranks left out."""
-        found = run_processes(run.run_id, f"BURST_NODE={node}")
-        return [one.pid for one in found if what in " ".join(one.cmdline()) and "RANK" not in one.environ()]
-
     def lose(self, run: RunFolder, node: str) -> None:
         """The node dies: every process of the run there, its sshd and all connections; none sees another go."""
         own = run_processes(run.run_id, f"BURST_NODE={node}")
@@ -193,11 +187,9 @@ class FaultRig:
         """The run folder on a node."""
         return self.testbed.node(node).home / ".burst" / "runs" / run.run_id
 
-    def wait_until_gone(self, run_id: str, timeout_s: float = 60.0) -> float:
-        """Seconds until no process of the run is left, supervisors included: they hold the locks of their nodes."""
-        begin = time.monotonic()
+    def wait_until_gone(self, run_id: str, timeout_s: float = 60.0) -> None:
+        """Return once no process of the run is left, supervisors included: they hold the locks of their nodes."""
         wait_for(lambda: not self.left_behind(run_id), lambda: str(self.left_behind(run_id)), timeout_s)
-        return time.monotonic() - begin
 
     def left_behind(self, run_id: str) -> list[str]:
         """What is still there of a run that ended: processes, node locks, containers."""
