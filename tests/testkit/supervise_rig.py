@@ -1,18 +1,27 @@
-"""Supervisors for tests: real daemons of this machine on made-up nodes, and nothing of them left afterwards."""
+"""Supervisors for tests: real daemons of this machine on made-up nodes, and nothing of them left afterwards.
+
+python -m testkit.supervise_rig PROC PATIENCE_S < spec.json    one that looks at the memory of another machine, and is
+    so patient with an outcome that it cannot write
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from cluster.agent.folder import NodeFiles, beat, read_status, request_stop
+from cluster.agent import supervisor
+from cluster.agent.folder import NodeFiles, beat, make_folder, read_status, request_stop
+from cluster.agent.memory import MemoryWatch
+from cluster.agent.messages import parse_spec
 from cluster.agent.start import start, sweep
 from testkit import KIT, PYTHON_PATH
 from testkit.fake_plan import fake_torchrun
@@ -138,3 +147,18 @@ def is_gone(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def main(proc: str, patience_s: str) -> None:
+    spec = parse_spec(json.load(sys.stdin))
+    files = NodeFiles(spec.folder, spec.node)
+    for folder in (files.state_dir, files.log_dir):
+        make_folder(folder)
+    supervisor._PATIENCE_S = float(patience_s)
+    made = supervisor.Supervisor(spec, MemoryWatch(proc))
+    made.tell()
+    made.run()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from testkit import ROOT
+from testkit import PYTHON_PATH
 from testkit.fake_plan import fake_plan
 from testkit.fake_run import Observer
 from testkit.machine_clock import machine_time
@@ -72,8 +72,8 @@ class OtherMachine(LocalLink):
         self._proc = proc
 
     def start(self, spec: Spec) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("memory_supervisor.py")), str(self._proc)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "testkit.supervise_rig", str(self._proc), "1"]
+        environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
         self.process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(spec._asdict()).encode())

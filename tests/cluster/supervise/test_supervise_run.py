@@ -78,28 +78,13 @@ def test_full_disk_does_not_free_the_processes(rig: Rig) -> None:
     assert rig.outcome()["cause"] == "lease"
 
 
-_UNWRITABLE = """
-import json, os, sys
-from cluster.agent import supervisor
-from cluster.agent.folder import NodeFiles, make_folder
-from cluster.agent.messages import parse_spec
-supervisor._PATIENCE_S = float(sys.argv[1])
-spec = parse_spec(json.load(sys.stdin))
-files = NodeFiles(spec.folder, spec.node)
-make_folder(files.log_dir)
-os.makedirs(files.outcome + "/in the way")
-made = supervisor.Supervisor(spec)
-made.tell()
-made.run()
-"""
-
-
 @pytest.mark.parametrize("patience_s", ["1", "200"])
 def test_outcome_that_cannot_be_written_holds_the_node_for_a_while_or_until_it_is_told_to_go(
     rig: Rig, patience_s: str
 ) -> None:
     spec, environment = rig.spec(argv=["/nowhere/torchrun"]), {**os.environ, "PYTHONPATH": PYTHON_PATH}
-    command, pipe = [sys.executable, "-c", _UNWRITABLE, patience_s], subprocess.PIPE
+    command, pipe = [sys.executable, "-m", "testkit.supervise_rig", "/proc", patience_s], subprocess.PIPE
+    Path(rig.files().outcome, "in the way").mkdir(parents=True)
     with subprocess.Popen(command, stdin=pipe, stderr=pipe, env=environment) as process:
         assert process.stdin is not None
         assert process.stderr is not None
