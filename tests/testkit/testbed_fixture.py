@@ -9,6 +9,7 @@ def test_faults(make_testbed):                  one of your own, taken down afte
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -80,11 +81,8 @@ def _skip_unless_it_can(**wanted: bool) -> None:
 @pytest.fixture(scope="session")
 def testbed4(testbed_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Testbed]:
     """Four nodes without Docker, links unshaped; shared, so tests must leave them as they found them."""
-    testbeds = Testbeds(tmp_path_factory.mktemp("testbed4"))
-    try:
+    with contextlib.closing(Testbeds(tmp_path_factory.mktemp("testbed4"))) as testbeds:
         yield testbeds.make(nodes=4)
-    finally:
-        testbeds.close()
 
 
 @pytest.fixture
@@ -99,31 +97,22 @@ def slurm_testbed(standing_slurm_testbed: Testbed) -> Testbed:
 def standing_slurm_testbed(testbed_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Testbed]:
     """What `slurm_testbed` gives, whatever the test before left running on it."""
     _skip_unless_it_can(slurm=True)
-    testbeds = Testbeds(tmp_path_factory.mktemp("slurm_testbed"))
-    try:
+    with contextlib.closing(Testbeds(tmp_path_factory.mktemp("slurm_testbed"))) as testbeds:
         yield testbeds.make(nodes=3, slurm=True)
-    finally:
-        testbeds.close()
 
 
 @pytest.fixture
 def testbeds(testbed_machine: None, tmp_path: Path) -> Iterator[Testbeds]:
     """Makes testbeds of this test, and knows where their configuration lies."""
-    made = Testbeds(tmp_path / "config")
-    try:
+    with contextlib.closing(Testbeds(tmp_path / "config")) as made:
         yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture(scope="module")
 def module_testbeds(testbed_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Testbeds]:
     """Makes testbeds of this module alone: for those that get faults, or take long to build."""
-    made = Testbeds(tmp_path_factory.mktemp("module") / "config")
-    try:
+    with contextlib.closing(Testbeds(tmp_path_factory.mktemp("module") / "config")) as made:
         yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture
