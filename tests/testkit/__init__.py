@@ -9,3 +9,11 @@ ROOT = KIT.parent.parent
 PYTHON_PATH = os.pathsep.join(map(str, (ROOT, ROOT / "tests", KIT)))
 # The same, and a torchrun that starts fake ranks at once in the place of torch.
 FAKE_PYTHON_PATH = os.pathsep.join((str(KIT / "fakes"), PYTHON_PATH))
+
+
+def write_program(path: Path, body: str, interpreter: str = "/bin/sh") -> Path:
+    """A program, by default a shell script."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!{interpreter}\n{body}\n")
+    path.chmod(0o755)
+    return path

@@ -19,12 +19,10 @@ import pytest
 
 from cluster.checks.finding import Check, Finding, Verdict
 from cluster.checks.group import CheckGroup
-from cluster.checks.selection import GROUPS as ALL_GROUPS
 from cluster.ssh.hosts import Host
 from cluster.survey.facts import NodeFacts
 from cluster.survey.script import build_script, is_complete, new_fence, read_sections
 from cluster.survey.section import NodeProbe, Question, Section, SectionState
-from engine.config.cluster import ClusterConfig
 from testkit.connections import AT_HAND, FakeConnection, FakeProcess
 from testkit.waiting import wait_for
 
@@ -172,40 +170,6 @@ class FakeFleet:
             raise node
         self.connections[host.name] = SurveyedNode(host, node, ahead_s=self.ahead_s.get(host.name, 0.0))
         return self.connections[host.name]
-
-
-@dataclass(frozen=True)
-class Groups:
-    """All groups of one name as one."""
-
-    name: str
-
-    @property
-    def all(self) -> list[CheckGroup]:
-        return [group for group in ALL_GROUPS if group.name == self.name]
-
-    @property
-    def checks(self) -> list[str]:
-        return [name for group in self.all for name in group.checks]
-
-    @property
-    def questions(self) -> list[Question]:
-        return [question for group in self.all for question in group.questions]
-
-    def settings(self, config: ClusterConfig) -> dict[str, str]:
-        return {name: value for group in self.all for name, value in group.settings(config).items() if value}
-
-    def check(self, probe: NodeProbe, config: ClusterConfig) -> list[Finding]:
-        facts = NodeFacts(probe, config)
-        return [finding for group in self.all for finding in group.check(facts)]
-
-    def traits(self, probe: NodeProbe, config: ClusterConfig) -> dict[str, str]:
-        facts = NodeFacts(probe, config)
-        return {trait: value for group in self.all for trait, value in group.told(facts).items()}
-
-    def compare(self, probes: Iterable[NodeProbe], config: ClusterConfig) -> list[Finding]:
-        nodes = {probe.node: NodeFacts(probe, config) for probe in probes}
-        return [finding for group in self.all for finding in group.compare(nodes)]
 
 
 def check_disk(check: Check, facts: NodeFacts) -> list[Finding]:

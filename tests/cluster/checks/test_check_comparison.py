@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from testkit.check_fakes import Groups, told
+from testkit.check_fakes import told
 from testkit.plan_fleet import run_config
-from whole_node import CLUSTERS, changed, healthy
+from whole_node import CLUSTERS, changed, groups, healthy
 
 from cluster.checks.compare import merge_compared, profile_findings
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.ssh import clock_findings
+from cluster.survey.facts import NodeFacts
 from cluster.survey.section import NodeProbe
+from engine.config.cluster import ClusterConfig
 
 OK, SKIP, WARN, UNKNOWN, FAIL = Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.UNKNOWN, Verdict.FAIL
 TIE = "WARN: {}; expected: the same on all nodes, but no value has a majority: {}"
@@ -100,8 +102,13 @@ ODD = "WARN host.memory: {}.0 GiB; expected: 1000.0 GiB, as other nodes have"
 def test_memory_and_room_for_the_image_are_compared(changes: list[str], expected: list[str]) -> None:
     probes = [NodeProbe(f"n{at}", one.sections) for at, one in enumerate(nodes(*changes))]
     docker, bare = (run_config(cluster=CLUSTERS[name]).cluster for name in ("docker", "bare"))
-    assert told(Groups("host").compare(probes, docker)) == expected
-    assert {one.check for one in Groups("host").compare(probes, bare)} == {"host.memory"}
+
+    def compared(config: ClusterConfig) -> list[Finding]:
+        facts = {probe.node: NodeFacts(probe, config) for probe in probes}
+        return [finding for group in groups("host") for finding in group.compare(facts)]
+
+    assert told(compared(docker)) == expected
+    assert {one.check for one in compared(bare)} == {"host.memory"}
 
 
 SKEW = "{} ssh.clock: its clock is {} {} this machine; expected: within 1 s of this machine"

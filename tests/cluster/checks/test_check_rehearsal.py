@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from testkit import write_program
 from testkit.check_fakes import ask_here, bad, changed_section, only, told
-from whole_node import GPU, IB, ask, changed, check, fixture_text, healthy, in_groups, program, rehearse, write_files
+from whole_node import ask, changed, check, fixture_text, groups, healthy, in_groups, rehearse, write_files
 
 from cluster.checks.finding import Verdict
 from cluster.checks.groups.ib import FabricView
@@ -69,7 +70,7 @@ SILENT = {"smi_truncated": "no whole answer", "smi_missing": "not installed", "s
 
 @pytest.mark.parametrize("node", NODES, ids=" ".join)
 def test_faults_are_found_and_nothing_else(tmp_path: Path, node: tuple[str, ...]) -> None:
-    findings = in_groups(check(rehearse(tmp_path, *node)), GPU, IB)
+    findings = in_groups(check(rehearse(tmp_path, *node)), "gpu", "ib")
     owner = (tmp_path / "bin/nvidia-smi").owner()
     assert sorted(line.replace(f"of {owner} since", "of OWNER since") for line in told(findings)) == sorted(NODES[node])
     assert all(finding.remedy for finding in findings if not finding.severity.is_fine)
@@ -85,7 +86,7 @@ def test_a_healthy_node_passes_every_check(tmp_path: Path, profile: str, number:
     probe = healthy(profile) if number == 1 else rehearse(tmp_path, profile, number=number)
     wanted = compute_adapters(profile, number)
     expected = ExpectedHardware(gpus=8, gpu_model=profile[:4].upper(), hcas=len(wanted))
-    findings = in_groups(check(probe, ClusterConfig(expected=expected)), GPU, IB)
+    findings = in_groups(check(probe, ClusterConfig(expected=expected)), "gpu", "ib")
     assert {found.check for found in findings if found.severity is not OK} == {"ib.gid", "ib.mtu"}
     assert not bad(findings)
     assert all(section.ok for section in probe.sections.values())
@@ -101,7 +102,7 @@ def test_a_healthy_node_passes_every_check(tmp_path: Path, profile: str, number:
 
 
 def test_a_lost_gpu_is_named_and_nothing_is_believed_of_the_others(tmp_path: Path) -> None:
-    findings = in_groups(check(rehearse(tmp_path, "h100x8", "gpu_lost:3")), GPU)
+    findings = in_groups(check(rehearse(tmp_path, "h100x8", "gpu_lost:3")), "gpu")
     failed = {(found.check, found.device) for found in findings if found.severity is FAIL}
     assert failed == {(f"gpu.{name}", "GPU 3") for name in ("nvidia_smi", "xid", "dcgm_diag")}
     assert {found.check for found in findings if found.severity is OK} == set()
@@ -110,9 +111,9 @@ def test_a_lost_gpu_is_named_and_nothing_is_believed_of_the_others(tmp_path: Pat
 @pytest.mark.parametrize("fault", SILENT)
 def test_a_nvidia_smi_that_does_not_answer_fails_and_leaves_all_else_unknown(tmp_path: Path, fault: str) -> None:
     probe = rehearse(tmp_path, "h100x8", fault, limit_s=1 if fault == "smi_hangs" else 30)
-    findings = in_groups(check(probe), GPU)
+    findings = in_groups(check(probe), "gpu")
     seen = {"gpu.xid", *(("gpu.dcgm_health", "gpu.dcgm_diag") if fault != "smi_hangs" else ())}
-    told = dict.fromkeys(GPU.checks, UNKNOWN) | dict.fromkeys(seen, OK)
+    told = dict.fromkeys((name for group in groups("gpu") for name in group.checks), UNKNOWN) | dict.fromkeys(seen, OK)
     assert {one.check: one.severity for one in findings} == told | {"gpu.nvidia_smi": FAIL}
     assert only(findings, "gpu.nvidia_smi").observed == f"nvidia-smi: {SILENT[fault]}"
     if fault == "smi_hangs":
@@ -262,8 +263,8 @@ SEEN = "printf 'Linux version 6.1\\nNVRM: Xid (PCI:0000:1b:00): 79, pid=1, GPU h
 def test_the_journal_is_read_before_the_buffer_of_the_kernel(
     tmp_path: Path, journal: str, dmesg: str, reader: str
 ) -> None:
-    program(tmp_path, "journalctl", journal)
-    program(tmp_path, "dmesg", dmesg)
+    write_program(tmp_path / "bin/journalctl", journal)
+    write_program(tmp_path / "bin/dmesg", dmesg)
     probe = with_log(tmp_path)
     found = only(check(probe), "gpu.xid")
     if reader:

@@ -10,10 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from testkit.check_fakes import Groups, ask_here, only
+from testkit import write_program
+from testkit.check_fakes import ask_here, only
 from testkit.image_rig import launcher_engine, tar_of
 from testkit.plan_fleet import run_config
-from whole_node import BY_HAND, CLUSTERS, check, program
+from whole_node import BY_HAND, CLUSTERS, check, groups, in_groups
 
 from cluster.checks.finding import Verdict
 from cluster.checks.groups.engine import read_engine, read_image
@@ -23,10 +24,13 @@ from cluster.image.engine import engine_here
 from cluster.survey.facts import NodeFacts
 from engine.config.cluster import ClusterConfig
 
-HOST, NET = Groups("host"), Groups("net")
 HOSTILE_IMAGE = "$(touch pwned);`touch pwned`' \" --help *"
 BARE, DOCKER = (run_config(cluster=CLUSTERS[name]).cluster for name in ("bare", "docker"))
 SHELLS = [("dash",), ("busybox", "sh")]
+
+
+def settings(config: ClusterConfig) -> dict[str, str]:
+    return {name: value for group in groups("host") for name, value in group.settings(config).items() if value}
 
 
 def ask(
@@ -37,9 +41,9 @@ def ask(
     **environment: str,
 ) -> NodeFacts:
     """The answer to these questions (none: to all); programs in the `bin` of the folder come first."""
-    asked = [*HOST.questions, *NET.questions]
+    asked = [one for group in groups("host", "net") for one in group.questions]
     questions = [one for one in asked if not sections or one.name.rpartition(".")[2] in sections]
-    given = HOST.settings(config)
+    given = settings(config)
     answer = ask_here(questions, folder, tools=folder / "bin", settings=given, shell=shell, **environment)
     return NodeFacts(answer, config)
 
@@ -53,7 +57,7 @@ def verdicts(facts: NodeFacts, *names: str) -> list[Verdict]:
 def test_on_this_machine_every_section_can_be_read(tmp_path: Path, shell: tuple[str, ...]) -> None:
     facts = ask(tmp_path, shell=shell, config=BARE)
     assert len(facts.probe.sections) == 7
-    assert not [one for one in HOST.check(facts.probe, BARE) if one.severity is Verdict.UNKNOWN]
+    assert not [one for one in in_groups(check(facts.probe, BARE), "host") if one.severity is Verdict.UNKNOWN]
     system = read_system(facts)
     assert system.memory[0] == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert system.files[0] == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -70,20 +74,21 @@ def test_on_this_machine_every_section_can_be_read(tmp_path: Path, shell: tuple[
 
 def test_gateways_are_those_of_every_table_and_a_missing_python_is_told(tmp_path: Path) -> None:
     plain = ask(tmp_path, "links").network
-    program(tmp_path, "ip", "echo default via 10.1.0.254 dev eth1 table 101; echo local 10.2.0.1 dev eth2 table local")
+    write_program(
+        tmp_path / "bin/ip", "echo default via 10.1.0.254 dev eth1 table 101; echo local 10.2.0.1 dev eth2 table local"
+    )
     routed = ask(tmp_path, "links").network
     assert routed == replace(plain, gateways=plain.gateways | {"eth1"})
-    program(tmp_path, "python3", "exit 127")
+    write_program(tmp_path / "bin/python3", "exit 127")
     assert ask(tmp_path, "links").probe.section("net.links").tool_missing
 
 
 def test_python_that_is_asked_is_that_of_the_ranks(tmp_path: Path) -> None:
     told = '{"python": "3.12.1", "executable": "/my/python", "modules": {"torch": "9.9.9"}, "nccl": null}'
-    (tmp_path / "my venv").mkdir()
-    program(tmp_path / "my venv", "python", f"echo '{told}'")
+    write_program(tmp_path / "my venv/bin/python", f"echo '{told}'")
     software = read_software(ask(tmp_path, "software", config=replace(BARE, python="~/my venv/bin/python")))
     assert software == Software("3.12.1", "/my/python", {"torch": "9.9.9"}, None)
-    assert "BURST_PYTHON" not in HOST.settings(replace(DOCKER, python="/opt/python"))  # an image has its own
+    assert "BURST_PYTHON" not in settings(replace(DOCKER, python="/opt/python"))  # an image has its own
 
 
 def test_the_rehearsal_tree_is_read_where_it_has_the_file(tmp_path: Path) -> None:
@@ -105,8 +110,8 @@ esac
 
 
 def test_settings_reach_the_engine_as_they_are_and_every_way_of_gpus_is_found(tmp_path: Path) -> None:
-    program(tmp_path, "docker", WORKS)
-    program(tmp_path, "nvidia-container-runtime-hook", "")
+    write_program(tmp_path / "bin/docker", WORKS)
+    write_program(tmp_path / "bin/nvidia-container-runtime-hook", "")
     for name in ("etc/cdi/nvidia.yaml", "etc/cdi/other.yaml", "var/run/cdi/nvidia.json"):
         file = tmp_path / "root" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -125,7 +130,9 @@ def test_settings_reach_the_engine_as_they_are_and_every_way_of_gpus_is_found(tm
     ("engine", "words"), [("docker", "Cannot connect to the Docker daemon"), ("no-such-engine --flag", "not installed")]
 )
 def test_an_engine_that_does_not_answer_fails_in_its_own_words(tmp_path: Path, engine: str, words: str) -> None:
-    program(tmp_path, "docker", """echo '["",null,"",null]'; echo Cannot connect to the Docker daemon >&2""")  # well
+    write_program(
+        tmp_path / "bin/docker", """echo '["",null,"",null]'; echo Cannot connect to the Docker daemon >&2"""
+    )  # well
     facts = ask(tmp_path, "docker", config=replace(DOCKER, container=replace(DOCKER.container, command=engine)))
     found = only(check(facts.probe, DOCKER), "host.docker")
     assert (found.severity, words in found.observed) == (Verdict.FAIL, True)

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from testkit import ROOT
-from whole_node import program
+from testkit import ROOT, write_program
 
 from cluster.facts import probe_local_node, visible_gpus
 
@@ -39,7 +38,7 @@ def test_visible_gpus_are_those_that_cuda_would_use(listing: str, variable: str 
 def test_probe_counts_gpus_only_when_the_tool_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, gpus: int
 ) -> None:
-    program(tmp_path, "nvidia-smi", script)
+    write_program(tmp_path / "bin/nvidia-smi", script)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert probe_local_node().gpus == gpus

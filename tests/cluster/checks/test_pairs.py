@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testkit import write_program
 from testkit.connections import LocalConnection
 
 from cluster.agent.messages import READY, pack
@@ -126,9 +127,7 @@ def test_no_python_no_address_and_an_address_of_others_are_unknown(
 
 def python_that(folder: Path, script: str) -> dict[str, str]:
     """An environment in which python3 is this shell script; $REAL is the true one."""
-    tool = folder / "python3"
-    tool.write_text(f'#!/bin/sh\nREAL="{sys.executable}"\n{script}\n')
-    tool.chmod(0o755)
+    write_program(folder / "python3", f'REAL="{sys.executable}"\n{script}')
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 

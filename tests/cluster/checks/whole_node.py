@@ -21,10 +21,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from testkit.check_fakes import Groups, ask_here, changed_section, ended, told
+from testkit.check_fakes import ask_here, changed_section, ended, told
 from testkit.plan_fleet import run_config
 
 from cluster.checks.finding import Finding
+from cluster.checks.group import CheckGroup
 from cluster.checks.selection import GROUPS
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import NodeProbe, SectionState
@@ -32,7 +33,6 @@ from cluster.testbed.hardware.files import hardware_files
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig
 
-GPU, IB = Groups("gpu"), Groups("ib")
 GIB = 1 << 30
 CLUSTERS: dict[str, dict[str, Any]] = {
     "docker": {"container": {"runtime": "docker", "image": "burst:cuda"}, "shared_folder": "/mnt/shared"},
@@ -99,7 +99,7 @@ def write_files(folder: Path, profile: str, *faults: str, number: int = 1) -> Pa
 
 def ask(folder: Path, *, limit_s: int = 45) -> NodeProbe:
     """What the node in `folder` tells of GPUs and adapters. limit_s: of nvidia-smi and of the ports."""
-    asked = {one.name: one for one in (*GPU.questions, *IB.questions)}
+    asked = {one.name: one for group in groups("gpu", "ib") for one in group.questions}
     questions = [replace(one, limit_s=min(limit_s, one.limit_s)) for one in asked.values()]
     settings, root = {"BURST_SMI_PAUSE_S": "0"}, str(folder / "root")
     return ask_here(questions, folder, tools=folder / "bin", settings=settings, BURST_PROBE_ROOT=root)
@@ -119,6 +119,11 @@ def healthy(profile: str = "h100x8") -> NodeProbe:
     with tempfile.TemporaryDirectory() as folder:
         asked = rehearse(Path(folder), profile).sections
     return NodeProbe("node1", {**asked, **{name: ended(name, json.dumps(one)) for name, one in BY_HAND.items()}})
+
+
+def groups(*names: str) -> list[CheckGroup]:
+    """All that have one of these names."""
+    return [group for group in GROUPS if group.name in names]
 
 
 def check(probe: NodeProbe, config: ClusterConfig | None = None) -> list[Finding]:
@@ -276,19 +281,11 @@ def _value(text: str) -> Any:
         return text
 
 
-def program(folder: Path, name: str, body: str, *, head: str = "/bin/sh") -> None:
-    """A program of the node in `folder`."""
-    path = folder / "bin" / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(f"#!{head}\n{body}\n")
-    path.chmod(0o755)
-
-
 def fixture_text(name: str) -> str:
     """A recorded form, from fixtures."""
     return (Path(__file__).parent / "fixtures" / name).read_text()
 
 
-def in_groups(findings: Iterable[Finding], *groups: Groups) -> list[Finding]:
+def in_groups(findings: Iterable[Finding], *names: str) -> list[Finding]:
     """Those of the groups."""
-    return [one for one in findings if one.check.partition(".")[0] in {group.name for group in groups}]
+    return [one for one in findings if one.check.partition(".")[0] in names]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from test_image_plan import INSPECTED
-from testkit import ROOT
+from testkit import ROOT, write_program
 
 from cluster.errors import ClusterError
 from cluster.image.build import build_command, run_build
@@ -53,10 +53,8 @@ def test_what_cannot_be_built_is_told(tmp_path: Path, capfd: pytest.CaptureFixtu
 
 
 def test_build_as_a_person_types_it(checkout: Path, burst) -> None:
-    engine = checkout / "engine"
     shown = {**INSPECTED, "Id": "sha256:12", "Size": 4096}
-    engine.write_text(f"#!/bin/sh\n[ $1 = build ] || echo '[{json.dumps(shown)}]'\n")
-    engine.chmod(0o755)
+    engine = write_program(checkout / "engine", f"[ $1 = build ] || echo '[{json.dumps(shown)}]'")
     words = ("image", "build", "--tag", "a:1", "--context", str(checkout), "--command", str(engine))
     assert burst(*words, "--json").document == {"image": "a:1", "id": "sha256:12", "size_bytes": 4096}
     planned = burst(*words, "--dry-run", "--", "--pull")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from testkit import KIT
+from testkit import KIT, write_program
 from testkit.image_rig import Midway, PushRig, noise, saved_image, tar_of
 from testkit.waiting import wait_for
 
@@ -53,9 +53,7 @@ class FakeRig(PushRig):
 
     def tool(self, node: str, name: str, script: str) -> None:
         """A shell script in the place of a tool of one node."""
-        path = self.testbed.node(node).bin / name
-        path.write_text(f"#!/bin/sh\n{script}\n")
-        path.chmod(0o755)
+        write_program(self.testbed.node(node).bin / name, script)
 
     def engine_of(self, node: str) -> Path:
         """The folder of its stand-in."""

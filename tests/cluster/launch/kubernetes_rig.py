@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from testkit import FAKE_PYTHON_PATH, KIT
+from testkit import FAKE_PYTHON_PATH, KIT, write_program
 
 from cluster.launch.kubernetes import RUNNER
 from cluster.launch.runner import Asked
@@ -47,10 +47,8 @@ class FakeCluster:
 
 def fake_cluster(folder: Path, path: str) -> tuple[FakeCluster, dict[str, str]]:
     """A cluster in `folder`, and the variables with which kubectl finds it."""
-    (folder / "bin").mkdir(parents=True)
     program = (KIT / "fakes" / "kubectl").read_text().split("\n", 1)[1]
-    (folder / "bin" / "kubectl").write_text(f"#!{sys.executable}\n{program}")
-    (folder / "bin" / "kubectl").chmod(0o755)
+    write_program(folder / "bin" / "kubectl", program, sys.executable)
     return FakeCluster(folder), {"FAKE_CLUSTER": str(folder), "PATH": f"{folder / 'bin'}{os.pathsep}{path}"}
 
 

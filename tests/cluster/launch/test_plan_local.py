@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testkit import write_program
 from testkit.fake_plan import node_facts
 
 from cluster.launch.local import RUNNER, build_local_plan
@@ -122,12 +123,9 @@ def test_hostile_host_names_stay_inside_the_run_folder() -> None:
 
 def test_plan_script_runs_the_same_command_in_the_same_environment(tmp_path: Path) -> None:
     """plan.sh is run for real, with a command that reports how it was called; blanks and quotes in every path."""
-    run_path, reporter, cwd = tmp_path / "it's a $(run)" / RUN.name, tmp_path / "report me.py", tmp_path / "where I am"
-    reporter.write_text(
-        "#!/usr/bin/env python3\nimport json, os, sys\n"
-        "print(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]))\n"
-    )
-    reporter.chmod(0o700)
+    run_path, cwd = tmp_path / "it's a $(run)" / RUN.name, tmp_path / "where I am"
+    body = "import json, os, sys\nprint(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]))"
+    reporter = write_program(tmp_path / "report me.py", body, "/usr/bin/env python3")
     cwd.mkdir()
     facts = node_facts("vm", python=str(reporter), cwd=str(cwd), python_path="/src;echo no:/b c")
     found = build_local_plan(config(ranks_per_node=2), facts, run_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from testkit import write_program
 from testkit.machine_clock import machine_time
 from testkit.waiting import wait_for
 
@@ -21,13 +22,9 @@ RUNNING = JobStatus("RUNNING", "", "sl[1-2]", 0, None, "02:00:00")
 @pytest.fixture
 def fake(tmp_path):
     """Puts a shell script in the place of a command of Slurm; an environment in which it is found."""
-    tools = tmp_path / "bin"
-    tools.mkdir()
 
     def lay(name: str, script: str) -> dict[str, str]:
-        (tools / name).write_text(f"#!/bin/sh\n{script}\n")
-        (tools / name).chmod(0o755)
-        return {"PATH": f"{tools}:/usr/bin:/bin"}
+        return {"PATH": f"{write_program(tmp_path / 'bin' / name, script).parent}:/usr/bin:/bin"}
 
     return lay
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testkit import write_program
 from testkit.fake_plan import node_facts
 from testkit.waiting import wait_for
 
@@ -144,8 +145,7 @@ def batch(tmp_path):
         if token is not None:
             (folder / TOKEN_FILE).write_text(f"{token}\n")
         for name, script in scripts.items():
-            (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
-            (tmp_path / name).chmod(0o755)
+            write_program(tmp_path / name, script)
         facts = node_facts(cwd=str(tmp_path), python_path="/src $HOME")
         (tmp_path / "job").write_text(sbatch_text(config, facts, folder, python=str(tmp_path / "py")))
         return ["bash", str(tmp_path / "job")], {"PATH": f"{tmp_path}:/usr/bin:/bin"}

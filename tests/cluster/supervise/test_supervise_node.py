@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testkit import write_program
 from testkit.supervise_rig import PYTHON_PATH, UNHURRIED, Rig, is_gone, kill, new_run_id
 from testkit.waiting import wait_for
 
@@ -243,9 +244,7 @@ def test_gpus_are_read_what_is_no_number_is_null_and_what_is_normal_does_not_slo
 def test_gpus_of_drivers_new_old_and_broken(
     script: str, count: int | None, known: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\n{script}\n")
-    tool.chmod(0o755)
+    write_program(tmp_path / "nvidia-smi", script)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     throttles = list(THROTTLES)
     gpus = read_gpus(Helpers(), throttles)
