@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -28,8 +29,8 @@ H100 = find_machine("h100")
 class Predictor:
     """Predicts what a rank has at least and a working set, which tiles bound; remembers who asked."""
 
-    def __init__(self, factor: Callable[[RunConfig], float] = lambda config: 1.0) -> None:
-        self._factor = factor
+    def __init__(self, factor: Callable[[RunConfig], float] = lambda config: 1.0, least_gb: float = 0.0) -> None:
+        self._factor, self._least_gb = factor, least_gb
         self.asked: list[str] = []
 
     def __call__(self, config: RunConfig, world: Topology) -> MemoryPrediction:
@@ -38,7 +39,8 @@ class Predictor:
         device, host = policy_cost(config, method).least
         rows = config.train.seq_len // method.cp_size
         working = 150_000 * min(rows, config.memory.tile_tokens or rows) + 20_000 * rows
-        return prediction_of(round(self._factor(config) * (device + working)), host)
+        least = self._least_gb * GB * (config.memory.activation_checkpoint == "none")
+        return prediction_of(round(max(least, self._factor(config) * (device + working))), host)
 
 
 PREDICT = Predictor()
@@ -49,208 +51,156 @@ def capacity(device_gb: float, host_gb: float | None = 2000, *, shared: bool = F
     return Capacity("test device", round(device_gb * GB), "test", host, "test", WORLD.local_ranks, shared)
 
 
+def open_config(length: int = 2**20, **changes: Any) -> RunConfig:
+    memory = {"activation_checkpoint": "auto", **changes.pop("memory", {})}
+    return seven_b(memory=memory, train={"seq_len": length}, **changes)
+
+
+def fits(config: RunConfig, room: Capacity, world: Topology = WORLD) -> bool:
+    return room.fit(*PREDICT(config, world).needs).fits
+
+
+@cache
 def auto(device_gb: float, host_gb: float | None = 2000, *, length: int = 2**20, **memory: Any) -> MemoryChoice:
-    config = seven_b(memory={"activation_checkpoint": "auto", **memory}, train={"seq_len": length})
-    return settle_memory(config, WORLD, capacity(device_gb, host_gb), PREDICT, H100)
+    """What is chosen with at most 8 predictions: what one needs tells of those like it."""
+    predict = Predictor()
+    choice = settle_memory(open_config(length, memory=memory), WORLD, capacity(device_gb, host_gb), predict, H100)
+    assert len(predict.asked) <= 8
+    return choice
 
 
-def test_less_memory_never_makes_a_step_faster() -> None:
-    steps = [auto(size).candidates[0].step_s for size in (2000, 400, 200, 100, 60, 40)]
-    assert steps[0] < steps[-1]
-    assert all(later >= earlier * (1 - INDIFFERENCE) for earlier, later in pairwise(steps))
+# What there is and is asked for; what is chosen; rows of a tile: 7B layers are 4,096 wide, and a row takes 6 * 11,008 *
+# 2 bytes of a tile: 8,192 rows 1.08 GB, a hundredth of 110 GB; there are 8 ranks, whose rows are eight tiles at least.
+KEPT_ON_HOST = {"activation_store": "host"}
+EVERYTHING = {"activation_checkpoint": "none", "activation_store": "device", "tile_tokens": None}
+RESULTS = {"activation_checkpoint": "attn_out", "activation_store": "device"}
+CHOICES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
+    ({"device_gb": 2000}, {**EVERYTHING, "optimizer_store": "device"}, 16384),
+    ({"device_gb": 400}, {}, 16384),
+    ({"device_gb": 220}, {}, 16384),
+    ({"device_gb": 150}, {}, 8192),
+    ({"device_gb": 120}, RESULTS, 8192),
+    ({"device_gb": 110, "length": 2**18}, {}, 4096),
+    ({"device_gb": 100}, {}, 4096),
+    ({"device_gb": 100, "host_gb": None}, {"activation_store": "device", "optimizer_store": "device"}, 4096),
+    ({"device_gb": 100, "activation_store": "device"}, {}, 4096),
+    ({"device_gb": 70, **KEPT_ON_HOST}, {}, 4096),
+    ({"device_gb": 60}, {}, 4096),
+    ({"device_gb": 60, **KEPT_ON_HOST, "host_layers": 7, "length": 2**18}, {}, 4096),
+    ({"device_gb": 40}, {}, 4096),
+    ({"device_gb": 40, **KEPT_ON_HOST}, {}, 4096),
+    ({"device_gb": 20}, {}, 4096),
+    # With the optimizer on the host there is room for a faster policy than beside it.
+    ({"device_gb": 20, "length": 2**18, "activation_store": "device"}, {**RESULTS, "optimizer_store": "host"}, 4096),
+    ({"device_gb": 12}, {}, 4096),
+    ({"device_gb": 9, "length": 2**17}, {"optimizer_store": "host"}, 4096),  # nothing else fits
+]
 
 
-@pytest.mark.parametrize("size", [400, 100, 60])
-def test_the_chosen_one_fits_and_nothing_that_fits_is_faster(size: float) -> None:
+@pytest.mark.parametrize(("asked", "expected", "tile_tokens"), CHOICES, ids=[str(case[0]) for case in CHOICES])
+def test_the_chosen_one_fits_and_nothing_that_fits_is_faster(
+    asked: dict[str, Any], expected: dict[str, Any], tile_tokens: int
+) -> None:
     """All others are predicted here, with as many layers on the host as were considered."""
-    choice = auto(size)
-    best = choice.candidates[0]
-    assert best.memory == choice.config.memory
-    assert choice.prediction is not None
-    assert choice.prediction.needed_bytes <= size * GB
+    choice, room = auto(**asked), capacity(asked["device_gb"], asked.get("host_gb", 2000))
+    best, chosen = choice.candidates[0], choice.config.memory
+    said = {name: value for name, value in asked.items() if hasattr(chosen, name)}
+    assert asdict(chosen).items() >= {**said, **expected}.items()
+    assert (choice.fits, choice.prediction, best.memory) == (True, best.prediction, chosen)
+    assert {one.memory.tile_tokens for one in choice.candidates} == {None, tile_tokens}
+    # The optimizer on the host is weighed unless the best policy costs nothing.
+    costs = best.cost.recompute_flops + best.cost.moved_bytes > 0
+    weighed = "host" in {one.memory.optimizer_store for one in choice.candidates}
+    assert weighed is (costs and asked.get("host_gb", 2000) is not None)
+    assert best.step_s is not None
+    assert fits(choice.config, room)
     for candidate in choice.candidates:
         config = replace(choice.config, memory=candidate.memory)
-        if capacity(size).fit(*PREDICT(config, WORLD).needs).fits:
+        if fits(config, room):
             assert best.step_s * (1 - INDIFFERENCE) <= predict_step(config, WORLD, H100).seconds
+    if chosen.host_layers is not None and "host_layers" not in said:
+        fewer = replace(chosen, host_layers=chosen.host_layers - 1)
+        assert not fits(replace(choice.config, memory=fewer), room)
 
 
-def test_of_policies_that_take_alike_the_simplest_is_chosen() -> None:
-    """On the host everything can be kept, for a percent less time and hundreds of gigabytes of copies."""
-    choice = auto(120)
-    assert choice.candidates[0].step_s > min(one.step_s for one in choice.candidates if one.step_s)
-    assert (choice.config.memory.activation_checkpoint, choice.config.memory.activation_store) == ("attn_out", "device")
+def test_less_memory_never_makes_a_step_faster_and_plenty_keeps_everything() -> None:
+    steps = [auto(size).candidates[0].step_s for size in (2000, 400, 100, 60, 40)]
+    assert steps[0] < steps[-1]
+    assert all(later >= earlier * (1 - INDIFFERENCE) for earlier, later in pairwise(steps))
+    # Of those alike the simplest: on the host everything can be kept, for a percent less time and many copies.
+    assert auto(120).candidates[0].step_s > min(one.step_s for one in auto(120).candidates if one.step_s)
 
 
-def test_what_one_policy_works_with_is_not_charged_to_another() -> None:
-    """Others fail by far here, and only the one that takes most time fits."""
-    greedy = Predictor(lambda config: 1.0 if config.memory.activation_checkpoint == "full" else 20.0)
-    config = seven_b(memory={"activation_checkpoint": "auto"}, train={"seq_len": 2**20})
-    choice = settle_memory(config, WORLD, capacity(60, None), greedy, H100)
-    assert choice.fits
-    assert choice.config.memory.activation_checkpoint == "full"
+def settled(predict: Predictor, room: Capacity, **memory: Any) -> MemoryChoice:
+    return settle_memory(open_config(memory=memory), WORLD, room, predict, H100)
 
 
-def test_host_memory_of_unknown_size_is_not_used() -> None:
-    assert {one.memory.activation_store for one in auto(100, host_gb=None).candidates} == {"device"}
-    assert "memory.host_bytes=BYTES" in advice(host_gb=None)[0]
-
-
-def test_what_the_configuration_says_is_kept() -> None:
-    memory = auto(100, activation_store="device", tile_tokens=2048).config.memory
-    assert (memory.activation_store, memory.tile_tokens) == ("device", 2048)
-    assert auto(60, activation_store="host", host_layers=7, length=2**18).config.memory.host_layers == 7
-    configured = seven_b(memory={"activation_checkpoint": "full"})
-    assert settle_memory(configured, WORLD, capacity(1), PREDICT, H100) == MemoryChoice(configured, (), "as configured")
-
-
-@pytest.mark.parametrize(
-    ("device_gb", "length", "tile_tokens"),
-    # 7B layers are 4,096 wide, and a row takes 6 * 11,008 * 2 bytes of a tile: 8,192 rows 1.08 GB; there are 8 ranks.
-    [(100, 2**20, 4096), (110, 2**20, 8192), (110, 2**18, 4096), (220, 2**20, 16384), (2000, 2**20, 16384)],
-)
-def test_tiles_are_larger_where_a_hundredth_of_the_device_and_an_eighth_of_the_rows_allow(
-    device_gb: float, length: int, tile_tokens: int
-) -> None:
-    tiled = {one.memory.tile_tokens for one in auto(device_gb, length=length).candidates}
-    assert tiled == {None, tile_tokens}
-
-
-def test_the_optimizer_leaves_the_device_when_nothing_else_fits() -> None:
-    choice = auto(9, length=2**17)
-    assert choice.fits
-    assert choice.config.memory.optimizer_store == "host"
-    assert any(candidate.memory.optimizer_store == "device" for candidate in choice.candidates)
-
-
-def test_the_optimizer_leaves_the_device_where_that_saves_more_than_it_costs() -> None:
-    choice = auto(20, length=2**18, activation_store="device")
-    best = choice.candidates[0]
-    assert (best.memory.activation_checkpoint, best.memory.optimizer_store) == ("attn_out", "host")
-    (on_device,) = (one for one in choice.candidates if one.fits and one.memory.optimizer_store == "device")
-    assert best.step_s < on_device.step_s * (1 - INDIFFERENCE)
-
-
-def test_beside_a_policy_that_costs_nothing_the_optimizer_on_the_host_is_not_weighed() -> None:
-    choice = auto(2000)
-    assert choice.config.memory.activation_checkpoint == "none"
-    assert {one.memory.optimizer_store for one in choice.candidates} == {"device"}
-
-
-def test_a_peak_that_layers_on_the_host_do_not_lower_takes_few_predictions() -> None:
-    asked = []
-
-    def predict(config: RunConfig, world: Topology) -> MemoryPrediction:
-        found = PREDICT(config, world)
-        if config.memory.activation_checkpoint != "none":
-            return found
-        asked.append(config.memory)
-        return prediction_of(max(found.device_peak_bytes, 41 * GB), found.host_peak_bytes)
-
-    config = seven_b(memory={"activation_checkpoint": "auto", "tile_tokens": 4096}, train={"seq_len": 2**20})
-    assert settle_memory(config, WORLD, capacity(40), predict, H100).fits
-    assert len(asked) == MOST_GUESSES + 1
-
-
-def test_on_a_cpu_nothing_is_moved_to_the_host() -> None:
-    config = seven_b(memory={"activation_checkpoint": "auto"}, train={"seq_len": 2**17}, cluster={"backend": "gloo"})
-    choice = settle_memory(config, WORLD, capacity(100, 800, shared=True), PREDICT, find_machine("cpu"))
-    assert choice.fits
-    assert {candidate.memory.activation_store for candidate in choice.candidates} == {"device"}
-
-
-def test_attention_auto_is_settled_first() -> None:
-    config = seven_b(attention={"preset": "auto"}, memory={"activation_checkpoint": "auto"}, train={"seq_len": 2**17})
-    attention, memory = settle_run(config, Topology(1, 4), capacity(80), PREDICT, H100)
-    assert memory.config.attention == attention.config.attention
-    assert memory.config.attention.preset != "auto"
-    assert memory.config.memory.activation_checkpoint != "auto"
-
-
-@pytest.mark.parametrize("device_gb", [40, 60, 70])
-def test_no_fewer_layers_on_the_host_would_leave_the_device_room(device_gb: float) -> None:
-    memory = auto(device_gb, activation_store="host").config.memory
-    assert memory.host_layers is not None
-    config = seven_b(train={"seq_len": 2**20})
-    fewer = replace(config, memory=replace(memory, host_layers=memory.host_layers - 1))
-    assert PREDICT(fewer, WORLD).needed_bytes > device_gb * GB
-
-
-AUTO = seven_b(memory={"activation_checkpoint": "auto"}, train={"seq_len": 2**20})
-
-
-def test_with_plenty_of_memory_everything_is_kept_and_one_prediction_is_enough() -> None:
+def test_with_plenty_of_memory_one_prediction_is_enough() -> None:
     predict = Predictor()
-    choice = settle_memory(AUTO, WORLD, capacity(2000), predict, H100)
-    chosen = choice.config.memory
-    assert (chosen.activation_checkpoint, chosen.activation_store) == ("none", "device")
-    assert (chosen.tile_tokens, chosen.optimizer_store) == (None, "device")
+    choice = settled(predict, capacity(2000))
     assert predict.asked == ["none"]
     first, second, *_ = [candidate.to_dict() for candidate in choice.candidates]
-    assert first["fits"]
-    assert first["needed_bytes"] == choice.prediction.needed_bytes  # type: ignore[union-attr]
+    assert (first["fits"], first["needed_bytes"]) == (True, choice.prediction and choice.prediction.needed_bytes)
     assert (second["fits"], second["needed_bytes"]) == (None, None)
 
 
-@pytest.mark.parametrize("device_gb", [12, 20, 40, 60, 100, 150, 300])
-def test_few_are_predicted_for_what_one_needs_tells_of_those_like_it(device_gb: float) -> None:
-    predict = Predictor()
-    settle_memory(AUTO, WORLD, capacity(device_gb), predict, H100)
-    assert len(predict.asked) <= 8
-
-
-def test_a_refuted_candidate_gives_way_to_the_next() -> None:
-    refuted = settle_memory(AUTO, WORLD, capacity(150), PREDICT, H100).config.memory
-    choice = settle_memory(
-        AUTO, WORLD, capacity(150), Predictor(lambda config: 3.0 if config.memory == refuted else 1.0), H100
-    )
-    assert choice.fits
-    assert choice.config.memory != refuted
+def test_predictions_that_refute_make_way_for_others_and_are_few() -> None:
+    """What one policy works with is not charged to another, and a peak that layers on the host do not lower ends it."""
+    full = settled(Predictor(lambda c: 1.0 if c.memory.activation_checkpoint == "full" else 20.0), capacity(60, None))
+    assert (full.fits, full.config.memory.activation_checkpoint) == (True, "full")
+    high = Predictor(least_gb=41)
+    assert settled(high, capacity(40), tile_tokens=4096).fits
+    assert high.asked.count("none") == MOST_GUESSES + 1
+    refuted = auto(150).config.memory
+    choice = settled(Predictor(lambda config: 3.0 if config.memory == refuted else 1.0), capacity(150))
+    assert (choice.fits, choice.config.memory == refuted) == (True, False)
     assert [one.fits for one in choice.candidates if one.memory == refuted] == [False]
+    never = Predictor(lambda config: 30.0)
+    choice = settled(never, capacity(100))
+    assert (choice.fits, len(never.asked) <= 2 * MOST_PREDICTED) == (False, True)
 
 
-def test_when_all_are_refuted_none_fits() -> None:
-    predict = Predictor(lambda config: 30.0)
-    choice = settle_memory(AUTO, WORLD, capacity(100), predict, H100)
-    assert len(predict.asked) <= 2 * MOST_PREDICTED
+def test_what_is_named_is_kept_and_attention_is_settled_first() -> None:
+    configured = seven_b(memory={"activation_checkpoint": "full"})
+    assert settle_memory(configured, WORLD, capacity(1), PREDICT, H100) == MemoryChoice(configured, (), "as configured")
+    assert auto(100, activation_store="device", tile_tokens=2048).config.memory.tile_tokens == 2048
+    both = open_config(2**17, attention={"preset": "auto"})
+    attention, memory = settle_run(both, Topology(1, 4), capacity(80), PREDICT, H100)
+    assert memory.config.attention == attention.config.attention
+    assert "auto" not in (memory.config.attention.preset, memory.config.memory.activation_checkpoint)
+
+
+def test_on_a_cpu_and_where_its_size_is_unknown_nothing_is_moved_to_the_host() -> None:
+    on_cpu = open_config(2**17, cluster={"backend": "gloo"})
+    choice = settle_memory(on_cpu, WORLD, capacity(100, 800, shared=True), PREDICT, find_machine("cpu"))
+    assert choice.fits
+    for candidates in (choice.candidates, auto(100, None).candidates):
+        assert {candidate.memory.activation_store for candidate in candidates} == {"device"}
+
+
+SHORT = 2.0  # GB of a device on which nothing fits
+
+
+def advice(room: Capacity, config: RunConfig, machine: str = "h100", world: Topology = WORLD) -> list[str]:
+    return Adviser(room, find_machine(machine), PREDICT).remedies(config, world)
+
+
+def test_when_nothing_fits_it_is_said_what_is_missing_and_how_many_ranks_would_do() -> None:
+    choice = auto(SHORT)
     assert not choice.fits
-
-
-SHORT = 4.0  # GB of a device on which nothing fits
-
-
-def advice(host_gb: float | None = 2000) -> list[str]:
-    return Adviser(capacity(SHORT, host_gb), H100, PREDICT).remedies(seven_b(train={"seq_len": 2**22}), WORLD)
-
-
-def test_when_nothing_fits_the_reason_says_what_is_missing() -> None:
-    choice = auto(SHORT, length=2**22)
-    assert not choice.fits
-    assert "no policy fits on test device" in choice.reason
-    assert re.search(r"lacks [\d.]+ GiB", choice.reason)
-
-
-def test_the_number_of_ranks_advised_fits_and_half_of_it_does_not() -> None:
-    choice = auto(SHORT, length=2**22)
-    (text,) = [text for text in advice() if "instead of 8 would fit" in text]
-    ranks = int(text.split()[0])
-
-    def fits(size: int) -> bool:
+    assert re.search(r"no policy fits on test device; .* lacks [\d.]+ GiB", choice.reason)
+    found = advice(capacity(SHORT), seven_b(train={"seq_len": 2**20}))
+    (ranks,) = [int(text.split()[0]) for text in found if "instead of 8 would fit" in text]
+    for size, enough in ((ranks, True), (ranks // 2, False)):
         world = Topology(size // 8, 8)
-        return capacity(SHORT).fit(*PREDICT(with_ranks(choice.config, WORLD, world), world).needs).fits
-
-    assert fits(ranks)
-    assert not fits(ranks // 2)
-
-
-def on_cpu(gib: int) -> list[str]:
-    """The advice for an 8B model and a short sequence on a machine without GPUs."""
-    host = Capacity("cpu", gib * 2**30, "MemTotal", gib * 2**30, "MemTotal", 1, host_is_device=True)
-    config = replace(seven_b(train={"seq_len": 1024}, cluster={"backend": "gloo"}), model=EIGHT_B)
-    return Adviser(host, find_machine("cpu"), PREDICT).remedies(config, Topology(1, 1))
+        assert fits(with_ranks(choice.config, WORLD, world), capacity(SHORT), world) is enough
+    assert "memory.host_bytes=BYTES" in advice(capacity(SHORT, None), seven_b(train={"seq_len": 2**20}))[0]
 
 
 def test_shorter_sequence_is_not_advised_where_the_model_alone_is_too_large() -> None:
-    ranks, moments, model = on_cpu(60)
+    host = Capacity("cpu", 60 * 2**30, "MemTotal", 60 * 2**30, "MemTotal", 1, host_is_device=True)
+    config = replace(seven_b(train={"seq_len": 1024}, cluster={"backend": "gloo"}), model=EIGHT_B)
+    ranks, moments, model = advice(host, config, "cpu", Topology(1, 1))
     # 16 bytes for each of 8.03 billion weights.
     assert model.startswith("a smaller model: weights, gradients and optimizer states alone take 120 GiB of a rank, ")
     assert re.match(r"\d+ ranks \(\d+ nodes of 1\) instead of 1 would fit", ranks)
@@ -259,6 +209,6 @@ def test_shorter_sequence_is_not_advised_where_the_model_alone_is_too_large() ->
 
 def test_advice_for_a_policy_that_does_not_fit_names_one_that_does() -> None:
     config = seven_b(memory={"activation_checkpoint": "none"}, train={"seq_len": 2**20})
-    (text,) = Adviser(capacity(50), H100, PREDICT).remedies(config, WORLD)
+    (text,) = advice(capacity(50), config)
     assert text.startswith("memory=auto would fit with ")
     assert "memory.activation_store=host" in text

@@ -1,4 +1,7 @@
-"""What policies keep, compute again and move, counted by hand; test_layer_memory measures what layers keep."""
+"""Which policy every layer has; what policies keep, compute again and move, and what NCCL takes, counted by hand.
+
+test_layer_memory measures what layers keep.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import pytest
 from memory_cases import WORLD, seven_b
 
 from engine.config.errors import ConfigError
-from engine.config.settings import MemoryConfig, ModelConfig, RunConfig
+from engine.config.settings import CheckpointKind, MemoryConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from engine.planning.memory.cost import (
     PolicyCost,
     kept_bytes,
@@ -16,31 +19,55 @@ from engine.planning.memory.cost import (
     own_parameters,
     policy_cost,
     recomputed_parameters,
-    state_bytes,
 )
-from engine.planning.memory.policy import LayerPolicy
-from engine.planning.methods.topology import Topology
+from engine.planning.memory.policy import LayerPolicy, layer_policies, recompute_cut
+from engine.planning.memory.ranks import reserve_bytes
+from engine.planning.methods.presets import AttentionMethod
 from engine.planning.time.flops import count_parameters
 
 T, D, H = 262144, 4096, 32  # tokens of a rank, width, heads; H * head size = D
+RESULTS = 2 * T * D + 4 * T * H  # out and lse
 
 
-def cost_of(config: RunConfig, world: Topology = WORLD) -> PolicyCost:
-    return policy_cost(config, method_on(config, world))
+def cost_of(**sections: Any) -> PolicyCost:
+    config = seven_b(**sections)
+    return policy_cost(config, method_on(config, WORLD))
 
 
-TABLE = {
-    "full": 2 * T * D,
-    "attn_out": 4 * T * D + 4 * T * H,
-}
+def test_policies_take_turns_and_groups_share_one_input() -> None:
+    kinds = [one.kind for one in layer_policies(MemoryConfig(checkpoint_layers=("none", "full", "full")), 5)]
+    assert kinds == ["none", "full", "full", "none", "full"]
+    grouped = MemoryConfig(activation_checkpoint="attn_out_every", every_layers=3)
+    mixed = MemoryConfig(checkpoint_layers=("attn_out_every", "attn_out_every", "full"), every_layers=4)
+    for memory, expected in (
+        (grouped, [(0, 3), (1, 3), (2, 3), (0, 2), (1, 2)]),  # groups end with the layers
+        (mixed, [(0, 2), (1, 2), (0, 1), (0, 2), (1, 2)]),  # and with another policy
+    ):
+        policies = layer_policies(memory, 5)
+        assert [(policy.place, policy.group_size) for policy in policies] == expected
+        assert [policy.keeps_input for policy in policies] == [place == 0 for place, _ in expected]
 
 
-@pytest.mark.parametrize("rho", [0.0, 0.25, 0.5, 1.0])
-@pytest.mark.parametrize("layout", ["striped", "chunk_cyclic"])
-def test_seq_fraction_keeps_its_share_of_results(rho: float, layout: str) -> None:
-    attention = {"preset": "striped"} if layout == "striped" else {"preset": "fpdt", "chunk_store": "device"}
-    config = seven_b(memory={"activation_checkpoint": "seq_fraction", "kept_fraction": rho}, attention=attention)
-    assert {layer.kept_bytes for layer in cost_of(config).layers} == {2 * T * D + round(rho * (2 * T * D + 4 * T * H))}
+def test_ranks_do_not_resolve_auto() -> None:
+    with pytest.raises(ConfigError, match="burst launch"):
+        layer_policies(MemoryConfig(activation_checkpoint="auto"), 2)
+
+
+@pytest.mark.parametrize(("kept", "cut"), [(0.0, 96), (0.25, 72), (0.5, 48), (0.9, 8), (1.0, 0)])
+def test_the_cut_of_seq_fraction_is_rounded_to_a_multiple(kept: float, cut: int) -> None:
+    config = RunConfig(memory=MemoryConfig(kept_fraction=kept), train=TrainConfig(seq_len=95))
+    kinds: tuple[CheckpointKind, ...] = ("none", "attn_out", "attn_out_every", "full", "seq_fraction")
+    assert [recompute_cut(kind, config, cp_size=4) for kind in kinds] == [None, 0, 0, 96, cut]
+
+
+@pytest.mark.parametrize(("rho", "share"), [(0.0, 1.0), (0.25, 0.5625), (0.5, 0.25), (1.0, 0.0)])
+def test_seq_fraction_keeps_its_share_of_results_and_attends_the_rest_squared(rho: float, share: float) -> None:
+    memory = {"activation_checkpoint": "seq_fraction", "kept_fraction": rho}
+    for attention in ({"preset": "striped"}, {"preset": "fpdt", "chunk_store": "device"}):  # fpdt: chunk_cyclic
+        cost = cost_of(memory=memory, attention=attention)
+        assert {layer.kept_bytes for layer in cost.layers} == {2 * T * D + round(rho * RESULTS)}
+    full = cost_of(memory={"activation_checkpoint": "full"}).attention_flops
+    assert cost_of(memory=memory).attention_flops / full == pytest.approx(share, abs=1e-5)
 
 
 def test_no_policy_keeps_the_graph_and_a_tile_only_attention() -> None:
@@ -48,16 +75,8 @@ def test_no_policy_keeps_the_graph_and_a_tile_only_attention() -> None:
     whole, tiled = (
         kept_bytes(LayerPolicy("none"), config, method_on(config, WORLD), tiled=tiled) for tiled in (False, True)
     )
-    results = 2 * T * D + 4 * T * H
-    assert tiled == 2 * T * D + 3 * 2 * T * D + results
+    assert tiled == 2 * T * D + 3 * 2 * T * D + RESULTS
     assert whole == tiled + 2 * T * (2 * D + 3 * 11008) + 2 * T * D + 8 * T
-
-
-@pytest.mark.parametrize(("rho", "share"), [(0.0, 1.0), (0.25, 0.5625), (0.5, 0.25), (1.0, 0.0)])
-def test_seq_fraction_attends_the_earlier_part_squared(rho: float, share: float) -> None:
-    full = cost_of(seven_b(memory={"activation_checkpoint": "full"})).attention_flops
-    part = cost_of(seven_b(memory={"activation_checkpoint": "seq_fraction", "kept_fraction": rho})).attention_flops
-    assert part / full == pytest.approx(share, abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -78,51 +97,53 @@ def test_products_that_run_again(policy: LayerPolicy, tiled: bool, exchanged: bo
     assert found == sum(sizes[name] for name in products.split())
 
 
-def test_what_lies_on_the_host_is_moved_there_and_back() -> None:
-    memory = {"activation_checkpoint": "full", "activation_store": "host"}
-    assert cost_of(seven_b(memory=memory)).moved_bytes == 2 * 32 * 2 * T * D
-    config = seven_b(memory=memory, train={"grad_accum_steps": 3})
-    assert cost_of(config).moved_bytes == 3 * 2 * 32 * 2 * T * D
-    assert cost_of(seven_b(memory={"activation_checkpoint": "full"})).moved_bytes == 0
-
-
 def test_sequences_of_a_batch_are_more_rows_and_tensor_parallel_ranks_divide_heads_and_rows() -> None:
     memory = {"activation_checkpoint": "seq_fraction"}
-    one, two = (cost_of(seven_b(memory=memory, train={"micro_batch_size": size})) for size in (1, 2))
+    one, two = (cost_of(memory=memory, train={"micro_batch_size": size}) for size in (1, 2))
     assert (two.kept_bytes, two.recompute_flops) == (2 * one.kept_bytes, 2 * one.recompute_flops)
-    config = seven_b(memory={"activation_checkpoint": "attn_out"}, parallel={"tp_size": 2})
+    split = cost_of(memory={"activation_checkpoint": "attn_out"}, parallel={"tp_size": 2})
     # Twice the rows inside attention, half of the heads.
-    assert {layer.kept_bytes for layer in cost_of(config).layers} == {TABLE["attn_out"]}
+    assert {layer.kept_bytes for layer in split.layers} == {2 * T * D + RESULTS}
 
 
-def test_layers_on_the_host_are_no_choice_where_attention_leaves_its_results_there() -> None:
-    memory = {"activation_checkpoint": "full", "activation_store": "host", "host_layers": 3}
+def test_a_rank_has_at_least_its_states_and_what_layers_keep_and_moves_there_and_back_what_lies_on_the_host() -> None:
+    config = seven_b()
+    numbers, layer = count_parameters(config.model).total // 8, 2 * T * D
+    assert own_parameters(config, method_on(config, WORLD)) == numbers
+    on_host: dict[str, Any] = {"activation_store": "host"}
+    for memory, device, host, moved in (
+        ({}, 12 * numbers + 32 * layer, 0, 0),
+        (on_host, 12 * numbers, 32 * layer, 2 * 32 * layer),
+        ({**on_host, "host_layers": 5}, 12 * numbers + 27 * layer, 5 * layer, 2 * 5 * layer),
+        ({"optimizer_store": "host"}, 32 * layer, 12 * numbers, 3 * 4 * numbers),
+    ):
+        kept = {"activation_checkpoint": "full", **memory}
+        cost = cost_of(memory=kept)
+        assert (cost.least, cost.moved_bytes) == ((device, host), moved)
+        assert cost_of(memory=kept, train={"grad_accum_steps": 3}).moved_bytes == 3 * moved
+    on_cpu = cost_of(memory={"activation_checkpoint": "full", "optimizer_store": "host"}, cluster={"backend": "gloo"})
+    assert on_cpu.least == (12 * numbers + 32 * layer, 0)  # where host memory is the device's
     with pytest.raises(ConfigError, match=r"memory\.host_layers=3: attention leaves its results in host memory"):
-        cost_of(seven_b(memory=memory, attention={"preset": "fpdt"}))
+        cost_of(memory={**on_host, "host_layers": 3}, attention={"preset": "fpdt"})
+
+
+MIB = 2**20
 
 
 @pytest.mark.parametrize(
-    ("memory", "bytes_each"),
+    ("world", "ring", "heads", "expected"),
     [
-        (MemoryConfig(), 4 + 4 + 8),
-        (MemoryConfig(moments_dtype="int8"), 4 + 4 + 2),
-        (MemoryConfig(optimizer_in_backward=True), 4 + 8),
+        pytest.param(1, 1, 1, 512 * MIB, id="one rank"),
+        pytest.param(2, 1, 1, 2 * 544 * MIB, id="two ranks: the world and the shards"),
+        pytest.param(8, 1, 1, 2 * 688 * MIB, id="eight ranks"),
+        pytest.param(2, 2, 1, 4 * 544 * MIB, id="a ring of two: payload and gradients besides"),
+        pytest.param(8, 1, 8, 2 * 688 * MIB + 3_300_000_000, id="all-to-all on a node"),
+        pytest.param(16, 1, 16, 2 * 688 * MIB + 3_300_000_000, id="all-to-all over two nodes"),
+        pytest.param(2, 1, 2, 3 * 544 * MIB, id="all-to-all of two is no less than any group of two"),
+        pytest.param(8, 4, 2, 4 * 688 * MIB + 544 * MIB, id="rings of four beside all-to-all of two"),
     ],
 )
-def test_states_are_sixteen_bytes_per_parameter_or_less(memory: MemoryConfig, bytes_each: int) -> None:
-    assert state_bytes(memory, 1000) == 1000 * bytes_each
-
-
-def test_a_rank_has_at_least_its_states_and_what_layers_keep() -> None:
-    numbers = count_parameters(seven_b().model).total // 8
-
-    def least(**memory: Any) -> tuple[int, int]:
-        config = seven_b(memory={"activation_checkpoint": "full", **memory})
-        method = method_on(config, WORLD)
-        assert own_parameters(config, method) == numbers
-        return policy_cost(config, method).least
-
-    layer = TABLE["full"]
-    assert least() == (12 * numbers + 32 * layer, 0)
-    assert least(activation_store="host", host_layers=5) == (12 * numbers + 27 * layer, 5 * layer)
-    assert least(activation_store="host", optimizer_store="host") == (0, 12 * numbers + 32 * layer)
+def test_communicators_take_what_was_measured(world: int, ring: int, heads: int, expected: int) -> None:
+    method = AttentionMethod("burst", "zigzag", ring, 1, "kv", "float32", "", head_parallel_size=heads)
+    parallel = ParallelConfig(dp_shard_size=world // (ring * heads))
+    assert reserve_bytes(parallel, method, world, 10**9) == 800 * MIB + expected + 30_000_000  # 3% of the peak

@@ -20,8 +20,9 @@ WORLD = Topology(2, 3)
 
 
 @pytest.fixture
-def predictor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Predictor]:
+def predictor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Predictor]:
     monkeypatch.setenv("PYTHONPATH", f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("ENDED_BEFORE", str(tmp_path / "ended"))
     predictor = Predictor("fake_predict_server", timeout_s=60.0)
     yield predictor
     predictor.close()
@@ -39,48 +40,34 @@ def test_prediction_comes_back_whole(predictor: Predictor) -> None:
     assert found.to_dict()["components"] == {"device": {"loss": 7}, "host": {}}
 
 
-def test_one_process_answers_all_and_the_same_is_asked_once(predictor: Predictor) -> None:
-    first, again, other = (predictor.predict(run_of(length), WORLD) for length in (8, 8, 9))
-    assert (first.rank, again.rank, other.rank) == (1, 1, 2)
-    assert first.device_peak_bytes == other.device_peak_bytes
-
-
-def test_what_takes_no_memory_makes_no_other_question(predictor: Predictor) -> None:
+def test_one_process_answers_all_and_what_takes_no_memory_makes_no_other_question(predictor: Predictor) -> None:
     base = run_of(8)
     alike = [
+        base,
         replace(base, seed=7, exp="other", data=DataConfig(echo_tokens=5)),
         replace(base, train=replace(base.train, steps=7), optimizer=OptimizerConfig(learning_rate=1.0)),
         replace(base, memory=replace(base.memory, device_bytes=9, host_bytes=9)),
     ]
-    assert {predictor.predict(config, WORLD).rank for config in (base, *alike)} == {1}
     unlike = [
         replace(base, optimizer=OptimizerConfig(max_grad_norm=None)),
         replace(base, memory=replace(base.memory, tile_tokens=4)),
         replace(base, cluster=ClusterConfig(backend="gloo")),
+        run_of(9),
     ]
-    assert [predictor.predict(config, WORLD).rank for config in unlike] == [2, 3, 4]
-    assert predictor.predict(base, Topology(1, 6)).rank == 5
+    first = predictor.predict(base, WORLD)
+    assert {predictor.predict(config, WORLD).rank for config in alike} == {first.rank} == {1}
+    found = [*(predictor.predict(config, WORLD) for config in unlike), predictor.predict(base, Topology(1, 6))]
+    assert [one.rank for one in found] == [2, 3, 4, 5, 6]
+    assert {one.device_peak_bytes for one in found} == {first.device_peak_bytes}  # of one process
 
 
-def test_configuration_that_cannot_run_is_a_configuration_error(predictor: Predictor) -> None:
+def test_what_fails_is_told_and_the_next_question_is_answered(predictor: Predictor) -> None:
+    """A configuration that cannot run; a process that fails, one that ends just when it is asked, a silent one."""
     with pytest.raises(ConfigError, match="attention=single is wrong"):
         predictor.predict(run_of(1), WORLD)
-
-
-def test_failed_process_is_named_by_its_last_words_and_started_anew(predictor: Predictor) -> None:
     with pytest.raises(RunError, match=r"exit code 3; its last words: the last word\."):
         predictor.predict(run_of(2), WORLD)
-    assert predictor.predict(run_of(8), WORLD).rank == 1
-
-
-def test_one_that_ends_just_when_it_is_asked_is_asked_again(
-    predictor: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ENDED_BEFORE", str(tmp_path / "ended"))
     assert predictor.predict(run_of(4), WORLD).rank == 1
-
-
-def test_silent_process_is_stopped(predictor: Predictor) -> None:
     hasty = Predictor("fake_predict_server", timeout_s=0.5)
     with pytest.raises(RunError, match="did not end within"):
         hasty.predict(run_of(3), WORLD)
