@@ -33,8 +33,8 @@ from burst_cli.config.overrides import Groups, Override, grammar_problem, overri
 from burst_cli.sweep.plan import MOST_CELLS, Axis
 from engine.config.errors import ConfigError
 from engine.config.rules import config_problems
-from engine.config.schema import Problem
-from engine.config.settings import RunConfig, config_to_dict, read_config
+from engine.config.schema import Problem, read_dataclass, to_plain
+from engine.config.settings import RunConfig
 
 ROOT_CONFIG = "config"
 EVALUATION = "-eval"  # ends the name of an experiment whose runs only evaluate
@@ -74,7 +74,7 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[Path] = (), base: Ru
             sources = _trace_sources(layers, values)
     except ConfigError as error:
         raise ConfigError([*(problem.text for problem in problems), *error.problems]) from error
-    config, mistakes = read_config(composed)
+    config, mistakes = read_dataclass(RunConfig, composed)
     problems += [_with_file(problem, sources) for problem in mistakes]
     config = _name_after_choice(config, choices, sources)
     if config.train.evaluate_only and not config.exp.endswith(EVALUATION):
@@ -98,7 +98,7 @@ def _begin_with(base: RunConfig | None, folders: Sequence[Path], groups: Groups)
         return
     choices = [{group: None} for group in groups if group != "exp" and "/" not in group]
     with tempfile.TemporaryDirectory(prefix="burst-base-") as folder:
-        text = safe_dump({"defaults": ["_self_", *choices], **_literal(config_to_dict(base))}, allow_unicode=True)
+        text = safe_dump({"defaults": ["_self_", *choices], **_literal(to_plain(base))}, allow_unicode=True)
         (Path(folder) / f"{ROOT_CONFIG}.yaml").write_text(text, encoding="utf-8")
         yield (Path(folder), *folders)
 

@@ -21,7 +21,8 @@ from cluster.launch.runner import RUNNERS, runner_of
 from cluster.remote_text import one_line
 from cluster.ssh.hosts import is_host_name
 from engine.config.errors import ConfigError
-from engine.config.settings import RunConfig, config_from_dict, config_to_dict, dump_config
+from engine.config.schema import to_plain
+from engine.config.settings import RunConfig, config_from_dict, dump_config
 from engine.runs.files import replace_file
 from engine.runs.folder import RunFolder, initial_state
 from engine.runs.records import json_text
@@ -129,7 +130,7 @@ class LaunchPlan:
             "backend_reason": self.backend.reason,
             "exclusive": self.is_exclusive,
             "nodes": [node.to_dict() for node in self.nodes],
-            "config": config_to_dict(self.config),
+            "config": to_plain(self.config),
             "files": dict(self.files),
         }
 

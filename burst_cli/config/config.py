@@ -18,7 +18,7 @@ from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 from burst_cli.tables import listing
 from engine.config.errors import ConfigError
 from engine.config.schema import to_plain, walk_fields, walk_sections
-from engine.config.settings import RunConfig, config_fingerprint, config_to_dict
+from engine.config.settings import RunConfig, config_fingerprint
 
 app = new_verb()
 
@@ -54,7 +54,7 @@ def _composed(overrides: Sequence[str], config_dirs: Sequence[Path]) -> Shown:
     from burst_cli.compose import compose
 
     composed = compose(overrides, config_dirs)
-    values = config_to_dict(composed.config)
+    values = to_plain(composed.config)
     document = {
         "config": values,
         "sources": {spec.key: composed.sources.get(spec.key, "default") for spec in walk_fields(RunConfig)},

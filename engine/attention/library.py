@@ -350,7 +350,6 @@ class ContextParallel:
 def _read_axes(preset: str, axes: dict[str, Any]) -> AttentionConfig:
     """The settings of attention; ConfigError with every unknown name, wrong type and number out of bounds."""
     config, found = read_dataclass(AttentionConfig, {"preset": preset, **axes})
-    assert isinstance(config, AttentionConfig)
     problems = [problem.text for problem in (*found, *range_problems(config))]
     problems += [
         f"{name}: give it to ContextParallel.context(mask=, documents=)" for name in _OF_A_SEQUENCE if name in axes

@@ -91,7 +91,7 @@ def _conversations(data: DataConfig) -> Iterator[str]:
             f"data.messages_field={data.messages_field} and data.prompt_field={data.prompt_field}: a line is a "
             "conversation or a prompt and its text; leave one of them out"
         )
-    if data.chat_template is None and data.tokenizer in ("bytes", "bpe"):
+    if data.chat_template is None and data.tokenizer_file is None:
         yield (
             f"data.chat_template: data.tokenizer={data.tokenizer} has no chat template beside it; set "
             "data.chat_template=chatml, or give a .jinja file"
@@ -138,7 +138,7 @@ def _files(data: DataConfig) -> Iterator[str]:
     for entry in data.mix_paths:
         if not Path(entry).expanduser().is_dir():
             yield f"data.mix_paths: no such folder: {entry!r} {looked}; give folders that `burst data prepare` made"
-    if data.tokenizer not in ("bytes", "bpe") and not Path(data.tokenizer).expanduser().is_file():
+    if data.tokenizer_file is not None and not data.tokenizer_file.is_file():
         yield (
             f"data.tokenizer: got {data.tokenizer!r}, expected bytes, bpe or the path of a tokenizer.json that exists "
             f"{looked}"

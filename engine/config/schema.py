@@ -339,10 +339,11 @@ def _convert_scalar(annotation: Any, value: Any) -> Any:
     return value if fits and (annotation is bool) == isinstance(value, bool) else MISSING
 
 
-def read_dataclass(cls: type[Any], value: Any) -> tuple[Any, list[Problem]]:
+def read_dataclass(cls: type[_T], value: Any) -> tuple[_T, list[Problem]]:
     """(an instance of `cls`, every mistake found); a mistaken field has its default in the instance."""
     reader = _Reader([], known_keys(cls))
-    return reader.table(cls, value, ""), reader.problems
+    found: _T = reader.table(cls, value, "")
+    return found, reader.problems
 
 
 def to_plain(value: Any) -> Any:

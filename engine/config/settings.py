@@ -16,7 +16,7 @@ import yaml
 
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
-from engine.config.schema import Problem, read_dataclass, setting, to_plain
+from engine.config.schema import read_dataclass, setting, to_plain
 from engine.runs.files import hash_json
 
 # In C where PyYAML was built with libyaml: eight times faster.
@@ -393,6 +393,11 @@ class DataConfig:
     )
     max_bytes: int | None = setting(None, "stop reading the corpus after so much text", "bytes", at_least=1)
 
+    @property
+    def tokenizer_file(self) -> Path | None:
+        """The tokenizer.json that is named; None for a tokenizer of ours."""
+        return None if self.tokenizer in ("bytes", "bpe") else Path(self.tokenizer).expanduser()
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -411,30 +416,16 @@ class RunConfig:
     cluster: ClusterConfig = ClusterConfig()
 
 
-def read_config(values: Mapping[str, Any]) -> tuple[RunConfig, list[Problem]]:
-    """(the configuration, every unknown key and wrong type); a mistaken field has its default."""
-    config, problems = read_dataclass(RunConfig, values)
-    assert isinstance(config, RunConfig)
-    return config, problems
-
-
 def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
     """The configuration that these plain values spell; absent fields take their defaults.
 
     Raises ConfigError with every unknown key, wrong type and illegal choice at once. Does not check fields
     against one another or against files: that is `engine.config.rules.check_config`.
     """
-    config, problems = read_config(values)
+    config, problems = read_dataclass(RunConfig, values)
     if problems:
         raise ConfigError([problem.text for problem in problems])
     return config
-
-
-def config_to_dict(config: RunConfig) -> dict[str, Any]:
-    """The configuration in dicts, lists and scalars; `config_from_dict` turns it back."""
-    plain = to_plain(config)
-    assert isinstance(plain, dict)
-    return plain
 
 
 def load_config(path: str | Path) -> RunConfig:
@@ -462,13 +453,13 @@ def load_yaml(text: str) -> Any:
 
 def dump_config(config: RunConfig) -> str:
     """The configuration as YAML text with every field present; `load_config` reads it back unchanged."""
-    text = yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
     if all(line.isprintable() for line in text.split("\n")):
         return text
     # PyYAML writes Unicode's own line ends (U+0085) as they are and reads them back as another character.
-    return yaml.safe_dump(config_to_dict(config), sort_keys=False)
+    return yaml.safe_dump(to_plain(config), sort_keys=False)
 
 
 def config_fingerprint(config: RunConfig) -> str:
     """64 hex digits (SHA-256 over canonical JSON): equal exactly when every field is equal."""
-    return hash_json(config_to_dict(config))
+    return hash_json(to_plain(config))

@@ -179,7 +179,7 @@ def _turn_length(turn: str, content: str) -> int:
 
 def find_template(config: DataConfig) -> ChatTemplate:
     """The template that `config` names: built in, a file, or the one beside the tokenizer. Raises DataError."""
-    folder = None if config.tokenizer in ("bytes", "bpe") else Path(config.tokenizer).expanduser().absolute().parent
+    folder = config.tokenizer_file and config.tokenizer_file.absolute().parent
     tokens = {} if folder is None else special_tokens(folder)
     if config.chat_template == CHATML:
         return ChatTemplate(CHATML, _CHATML_SOURCE, tokens)

@@ -99,7 +99,6 @@ def read_manifest(path: Path) -> Manifest:
     if isinstance(known.get("files"), list):
         known["files"] = [_known(TokenFile, file) if isinstance(file, dict) else file for file in known["files"]]
     manifest, mistakes = read_dataclass(Manifest, known)
-    assert isinstance(manifest, Manifest)
     problems = [*missing, *(mistake.text for mistake in mistakes)] or [*_problems(manifest)]
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)

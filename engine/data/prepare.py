@@ -136,16 +136,15 @@ def _lock(file: BinaryIO, on_wait: Callable[[], None]) -> bool:
 
 def config_facts(config: DataConfig) -> dict[str, Any]:
     """The settings that change the tokens, and only those."""
-    has_fields, has_file = config.format in ("jsonl", "parquet"), config.tokenizer not in ("bytes", "bpe")
     return {
         "format": config.format,
         "paths": list(config.paths) if config.format != "stdlib" else [],
-        "text_field": config.text_field if has_fields else None,
+        "text_field": config.text_field if config.format in ("jsonl", "parquet") else None,
         "prompt_field": config.prompt_field,
         "messages_field": config.messages_field,
         "chat_template": None if config.messages_field is None else config.chat_template,
         "tokenizer": config.tokenizer,
-        "bos": config.bos if has_file else None,
+        "bos": None if config.tokenizer_file is None else config.bos,
         "bpe_vocab_size": config.bpe_vocab_size if config.tokenizer == "bpe" else None,
         "validation_fraction": config.validation_fraction,
         "max_bytes": config.max_bytes,
@@ -162,13 +161,12 @@ def _target(config: DataConfig, source: Source) -> tuple[Path, dict[str, Any]]:
     Identity: settings, source files (path, size, modification time), tokenizer and chat template. If these are equal,
     so are the tokens.
     """
-    has_file = config.tokenizer not in ("bytes", "bpe")
     facts = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in source.files]
     identity = {
         "version": VERSION,
         "config": config_facts(config),
         "files_hash": hash_json(facts),
-        "tokenizer_hash": hash_file(Path(config.tokenizer).expanduser()) if has_file else None,
+        "tokenizer_hash": config.tokenizer_file and hash_file(config.tokenizer_file),
         "template_hash": source.template_hash,
     }
     return _chosen(config) or cache_folder() / "data" / hash_json(identity)[:16], identity

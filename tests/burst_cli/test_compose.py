@@ -11,8 +11,8 @@ from hydra.core.global_hydra import GlobalHydra
 from burst_cli.compose import compose
 from burst_cli.config.conf_dirs import builtin_conf_dir, list_options, search_path, user_conf_dir
 from engine.config.errors import ConfigError
-from engine.config.schema import walk_fields
-from engine.config.settings import RunConfig, config_from_dict, config_to_dict
+from engine.config.schema import to_plain, walk_fields
+from engine.config.settings import RunConfig, config_from_dict
 
 GROUPS = list_options((builtin_conf_dir(),))
 READS_FILES = {"text", "jsonl", "parquet", "shards"}
@@ -33,7 +33,7 @@ def parameters(config: RunConfig) -> int:
 def test_every_experiment_composes_and_is_named_after_its_file(name: str) -> None:
     config = compose([f"exp={name}"]).config
     assert config.exp == name
-    assert config_from_dict(config_to_dict(config)) == config
+    assert config_from_dict(to_plain(config)) == config
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,6 @@ def _machine(path: Path, values: Mapping[str, Any]) -> Machine:
             problems = list(error.problems)
     if problems:
         raise ConfigError([f"device {path}: {problem}; {_AGAIN}" for problem in problems])
-    assert isinstance(machine, Machine)
     return machine
 
 
