@@ -243,6 +243,17 @@ def take_ssh_away(testbed: Testbed, node: str) -> None:
 
 
 @contextlib.contextmanager
+def port_held(testbed: Testbed, node: str, port: int) -> Iterator[None]:
+    """Somebody listens on a port of a node while the block lasts."""
+    program = f"import socket, sys; s = socket.create_server(('', {port})); print(1, flush=True); sys.stdin.read()"
+    command = testbed.node(node).inside(sys.executable, "-c", program)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"1\n"
+        yield
+
+
+@contextlib.contextmanager
 def unanswered(testbed: Testbed, node: str, others: Sequence[str]) -> Iterator[None]:
     """Packets between `node` and `others` (names of nodes) are dropped while the block lasts."""
     addresses = [testbed.node(other).address for other in others]

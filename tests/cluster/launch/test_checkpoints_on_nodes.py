@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from testkit.fault_rig import FaultRig
+from testkit.fault_rig import FaultRig, port_held
 from testkit.testbed_fixture import Testbeds
 
 from cluster.plan import read_launch_plan
@@ -69,20 +65,6 @@ def meeting_port(run: RunFolder) -> int:
     return int(port.partition("=")[2])
 
 
-@contextlib.contextmanager
-def taken_port(rig: FaultRig, port: int) -> Iterator[None]:
-    """Somebody else listens on the port of the first node."""
-    program = (
-        f"import socket, sys; s = socket.create_server(('', {port})); print('ready', flush=True); sys.stdin.read()"
-    )
-    command = rig.testbed.node(rig.testbed.node_names[0]).inside(sys.executable, "-c", program)
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        yield
-        process.kill()
-
-
 def test_a_stopped_run_is_resumed_where_it_was(rig: FaultRig, whole: dict[int, float]) -> None:
     # Slow from the fourth step on, or the last might be done before the request to stop has come to all ranks.
     launched = rig.launch(*rig.words(*WORDS, 'cluster.environment=["BURST_FAULT=slow:1;1;4"]'))
@@ -102,7 +84,7 @@ def test_a_stopped_run_is_resumed_where_it_was(rig: FaultRig, whole: dict[int, f
         for code in (rig.testbed.node(node).home / ".burst/code").glob("*"):
             code.unlink()
     old = meeting_port(run)
-    with taken_port(rig, old):
+    with port_held(rig.testbed, rig.testbed.node_names[0], old):
         resumed = rig.burst("resume", run.run_id)
     assert resumed.returncode == 0, resumed.stderr
     assert meeting_port(run) != old

@@ -5,16 +5,13 @@ Rows of nodes that a launch tells all at once are tried at once.
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from testkit.command_line import Burst
 from testkit.fake_run import HURRIED, TestbedRun
-from testkit.fault_rig import SMALL
+from testkit.fault_rig import SMALL, port_held
 from testkit.fault_table import REFUSED, Row
 from testkit.testbed_fixture import Testbeds
 
@@ -24,7 +21,6 @@ from cluster.testbed.faults import clear_faults, set_fault
 from cluster.testbed.testbed import Testbed
 from engine.runs.folder import list_runs
 
-PORT_HOLDER = "import socket,sys; s=socket.create_server(('',29555)); print('ready',flush=True); sys.stdin.read()"
 ROWS = {row.do or row.fault: row for row in REFUSED}
 SICK = (("link_down", "sshd_stop"), ("sshd_hang", "login_refused"), ("key_swap", "disk_full"))  # on a node each
 LACKING = ("interface missing", "data file missing", "no engine for containers", "hold the port")
@@ -88,13 +84,7 @@ def test_nodes_that_cannot_work_are_named_with_their_reasons(
 def test_what_nodes_lack_and_a_port_that_somebody_uses_are_told_before_anything_starts(
     testbed: Testbed, words: list[str], tmp_path: Path, burst: Burst
 ) -> None:
-    command = testbed.node(testbed.node_names[0]).inside(sys.executable, "-c", PORT_HOLDER)
-    with contextlib.ExitStack() as stack:
-        holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        stack.callback(holder.communicate)
-        stack.callback(holder.kill)
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"ready\n"
+    with port_held(testbed, testbed.node_names[0], 29555):
         refused(burst, words, *(ROWS[fault] for fault in LACKING))
     assert list_runs(tmp_path / "runs") == []
 
