@@ -21,7 +21,7 @@ from cluster.control.controller import Manner, control
 from cluster.control.link import LaunchObserver, LaunchOutcome, LaunchTiming, NodeLink, NodeStatus
 from cluster.control.ssh_link import LinkTiming
 from cluster.env.facts import EnvironmentVariable
-from cluster.launch.local import LocalLink, build_local_plan
+from cluster.launch.local import build_local_plan
 from cluster.launch.runner import open_links
 from cluster.launch.ssh import RUNNER
 from cluster.plan import LaunchPlan, NodePlan, read_launch_plan, with_files
@@ -39,7 +39,6 @@ LINKS = LinkTiming(first_pause_s=0.2, longest_pause_s=1.0, silence_s=4.0, start_
 HURRIED = LaunchTiming(
     poll_s=0.02, stop_grace_s=0.5, evidence_s=0.2, failure_grace_s=0.5, early_exit_s=0.5, vanish_s=0.5, kill_s=3.0
 )
-
 CALM = LaunchTiming(stop_grace_s=3.0)
 
 
@@ -66,21 +65,35 @@ class Observer:
 
 
 class Led:
-    """A run that is led in a thread of this process: a new one of `plan`, or `run`, which is there."""
+    """A run of `plan`, a new one unless it is there: led in this thread or in another one of this process."""
 
     def __init__(self, plan: LaunchPlan, run: RunFolder | None = None) -> None:
         self.plan = plan
         self.run = run or create_run(Path(plan.run_path), dict(plan.files), world_size=plan.world_size)
         self.observer, self.stop, self._outcome = Observer(), StopRequests(), Future[LaunchOutcome]()
 
+    def links(self) -> Sequence[NodeLink]:
+        return open_links(self.plan, self.run)
+
+    def lead(
+        self,
+        act: Callable[[], None] = lambda: None,
+        stop: StopRequests | None = None,
+        timing: LaunchTiming = HURRIED,
+        *,
+        detached: bool = False,
+    ) -> tuple[LaunchOutcome, Observer]:
+        """Lead it to its end, with `act` at every tick."""
+        observer, manner = Observer(act), Manner(detached=detached, timing=timing)
+        return control(self.plan, self.run, self.links(), observer, stop or StopRequests(), manner), observer
+
     def begin(self, *, start: bool = True, timing: LaunchTiming = CALM) -> Self:
-        """Begin to lead it."""
+        """Begin to lead it, in a thread."""
 
         def work() -> None:
             manner = Manner(start=start, timing=timing)
             try:
-                links = open_links(self.plan, self.run)
-                self._outcome.set_result(control(self.plan, self.run, links, self.observer, self.stop, manner))
+                self._outcome.set_result(control(self.plan, self.run, self.links(), self.observer, self.stop, manner))
             except BaseException as error:
                 self._outcome.set_exception(error)
 
@@ -106,7 +119,7 @@ class Led:
         return "\n".join([*self.observer.notes, str(self.observer.stops), str(self.observer.statuses), *logs])
 
 
-class LocalRun:
+class LocalRun(Led):
     """A run of fake ranks in `mode` on nodes of these names, of which rank `bad_rank` misbehaves."""
 
     launcher = "local"
@@ -122,23 +135,7 @@ class LocalRun:
         **cluster: Any,
     ) -> None:
         self.names, self.local_ranks = names, local_ranks
-        self.plan = self._plan(new_run_path(base / "runs", "tiny"), mode, bad_rank, cluster)
-        self.run = create_run(Path(self.plan.run_path), dict(self.plan.files))
-
-    def links(self) -> list[NodeLink]:
-        return [LocalLink(self.run.path, name) for name in self.names]
-
-    def lead(
-        self,
-        act: Callable[[], None] = lambda: None,
-        stop: StopRequests | None = None,
-        timing: LaunchTiming = HURRIED,
-        *,
-        detached: bool = False,
-    ) -> tuple[LaunchOutcome, Observer]:
-        """Lead the run to its end, with `act` at every tick."""
-        observer, manner = Observer(act), Manner(detached=detached, timing=timing)
-        return control(self.plan, self.run, self.links(), observer, stop or StopRequests(), manner), observer
+        super().__init__(self._plan(new_run_path(base / "runs", "tiny"), mode, bad_rank, cluster))
 
     @property
     def is_under_way(self) -> bool:
@@ -225,13 +222,12 @@ class TestbedRun(LocalRun):
         return self.testbed.node(name).home / ".burst" / "runs" / path.name
 
 
-class LivingRun:
+class LivingRun(Led):
     """A run of two fake ranks here that a process of its own leads, as `burst launch` would, until the block ends."""
 
     def __init__(self, runs_dir: Path, mode: str = "wait", *flags: str) -> None:
         path = new_run_path(runs_dir, "tiny")
-        plan = fake_plan(path, replace(TWO_RANKS, train=TrainConfig(steps=5, seq_len=64)))
-        self.run = create_run(path, dict(plan.files), world_size=plan.world_size)
+        super().__init__(fake_plan(path, replace(TWO_RANKS, train=TrainConfig(steps=5, seq_len=64))))
         self.controller = start_leader(path, *flags, FAKE_MODE=mode)
 
     def __enter__(self) -> Self:
