@@ -73,12 +73,11 @@ def test_on_this_machine_every_section_can_be_read(tmp_path: Path, shell: tuple[
 
 
 def test_gateways_are_those_of_every_table_and_a_missing_python_is_told(tmp_path: Path) -> None:
-    plain = ask(tmp_path, "links").network
+    plain = ask(tmp_path, "links").network.gateways
     write_program(
         tmp_path / "bin/ip", "echo default via 10.1.0.254 dev eth1 table 101; echo local 10.2.0.1 dev eth2 table local"
     )
-    routed = ask(tmp_path, "links").network
-    assert routed == replace(plain, gateways=plain.gateways | {"eth1"})
+    assert ask(tmp_path, "links").network.gateways == plain | {"eth1"}
     write_program(tmp_path / "bin/python3", "exit 127")
     assert ask(tmp_path, "links").probe.section("net.links").tool_missing
 

@@ -159,19 +159,6 @@ def test_keepalives_keep_a_quiet_connection(tmp_path: Path) -> None:
         assert "rtype keepalive@" in server.log.read_text()
 
 
-def test_a_server_that_drops_strangers_is_asked_again(tmp_path: Path) -> None:
-    with start_sshd(tmp_path / "crowded", "MaxStartups 1") as server, contextlib.ExitStack() as stack:
-        place = (server.host.address, server.host.port)
-        stranger = stack.enter_context(socket.create_connection(place))
-        while stranger.recv(4) != b"SSH-":  # until the server has forgotten who came before
-            stranger = stack.enter_context(socket.create_connection(place))
-        with pytest.raises(SshError, match=r"no SSH handshake.*MaxStartups"):
-            connect(replace(server.host, connect_timeout_s=60))  # it gives up after some attempts, long before that
-        threading.Timer(0.5, stranger.close).start()
-        with connect(replace(server.host, connect_timeout_s=8)) as connection:
-            assert connection.run(["echo", "in"]).stdout == b"in\n"
-
-
 def test_a_secret_on_stdin_is_in_no_argument_and_no_error(connection: SshConnection) -> None:
     canary = "canary-7c1f93ab"
     process = connection.start(["sh", "-c", "read -r secret; sleep 5"])
