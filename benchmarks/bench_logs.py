@@ -114,7 +114,7 @@ class Counter:
 def measure(case: Case, testbed: Testbed, base: Path) -> Figures:
     """Run one case; nothing of it is left afterwards but its files in `base`."""
     from benchmarks.link_rig import RemoteRun, start_launcher
-    from cluster.ssh.pool import SshPool
+    from cluster.ssh.session import SshPool
 
     runs = [RemoteRun.on(testbed, node, base) for node in testbed.node_names[: case.nodes]]
     launcher = start_launcher(testbed, runs)

@@ -18,7 +18,7 @@ from testkit.supervise_rig import PYTHON_PATH, new_run_id
 from cluster.agent.messages import Spec
 from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
 from cluster.ssh.hosts import Host
-from cluster.ssh.pool import SshPool
+from cluster.ssh.session import SshPool
 from cluster.testbed.build import open_testbed
 from cluster.testbed.testbed import Testbed
 

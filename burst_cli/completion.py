@@ -15,7 +15,7 @@ from typing import Any
 import typer
 from rich.markup import escape
 
-from burst_cli.config.conf_dirs import Option, list_options, search_path
+from burst_cli.config.overrides import Option, list_options, search_path
 from engine.config.errors import ConfigError
 from engine.config.schema import FieldSpec, walk_fields, walk_sections
 from engine.config.settings import RunConfig

@@ -28,9 +28,18 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError, safe_dump, safe_load
 
-from burst_cli.config.conf_dirs import builtin_conf_dir, find_file, list_options, search_path
-from burst_cli.config.overrides import Groups, Override, grammar_problem, override_problem
-from burst_cli.sweep.plan import MOST_CELLS, Axis
+from burst_cli.config.overrides import (
+    MOST_CELLS,
+    Axis,
+    Groups,
+    Override,
+    builtin_conf_dir,
+    find_file,
+    grammar_problem,
+    list_options,
+    override_problem,
+    search_path,
+)
 from engine.config.errors import ConfigError
 from engine.config.rules import config_problems
 from engine.config.schema import Problem, read_dataclass, to_plain
@@ -158,7 +167,7 @@ def count_nodes(config: RunConfig, sources: dict[str, str]) -> tuple[RunConfig, 
     cluster = config.cluster
     if cluster.nodes is None:
         return config, []
-    from cluster.ssh.nodes import parse_nodes
+    from cluster.ssh.hosts import parse_nodes
 
     count = 0
     for key, nodes in (("cluster.spare_nodes", cluster.spare_nodes), ("cluster.nodes", cluster.nodes)):

@@ -125,7 +125,7 @@ def fold_names(names: Sequence[str]) -> str:
     unique = list(dict.fromkeys(names))
     if len(unique) < 2:
         return "".join(unique)
-    from cluster.ssh.nodes import fold_nodes
+    from cluster.ssh.hosts import fold_nodes
 
     try:
         return fold_nodes(unique)

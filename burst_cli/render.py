@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from engine.config.errors import BurstError, ConfigError
-from engine.runs.records import json_text
+from engine.runs.files import json_text
 
 # Nobody reads a pipe through a window 80 columns wide: tables keep their cells whole there.
 PIPE_WIDTH = 320

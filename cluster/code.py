@@ -23,10 +23,8 @@ from cluster.errors import ClusterError, SshError
 from cluster.plan_nodes import node_root
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connect, Connection
-from cluster.ssh.hosts import Host, fan_out
-from cluster.ssh.nodes import fold_nodes
-from cluster.survey.section import Question
-from cluster.survey.sysfs import program_question
+from cluster.ssh.hosts import Host, fan_out, fold_nodes
+from cluster.survey.section import Question, program_question
 from engine.config.cluster import ClusterConfig
 
 OLD_PYTHON = "burst needs Python 3.9 or newer as python3"

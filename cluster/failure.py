@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, cast, get_args
 
-from cluster.values import integer, table
+from cluster.remote_text import integer, table
 
 Kind = Literal[
     "config", "user", "oom", "exception", "peer_lost",  # as ranks say themselves

@@ -18,12 +18,10 @@ from pathlib import Path
 from cluster.errors import ClusterError
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connect, Connection
-from cluster.ssh.hosts import Host, fan_out
-from cluster.ssh.nodes import fold_nodes
+from cluster.ssh.hosts import Host, fan_out, fold_nodes
 from engine.runs.commit import commit, new_folder, verify_files
-from engine.runs.files import sync
+from engine.runs.files import parse_line, sync
 from engine.runs.manifest import MANIFEST_FILE, CheckpointError, Manifest, manifest_from_dict
-from engine.runs.records import parse_line
 
 Advance = Callable[[int], None]
 Take = Callable[[bytes], object]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -16,16 +17,14 @@ from typing import Any
 from cluster.agent.messages import STOP_GRACE_S, Spec
 from cluster.env.facts import EnvironmentVariable
 from cluster.errors import ClusterError
-from cluster.facts import MachineFacts
 from cluster.launch.runner import RUNNERS, runner_of
 from cluster.remote_text import one_line
 from cluster.ssh.hosts import is_host_name
 from engine.config.errors import ConfigError
 from engine.config.schema import to_plain
 from engine.config.settings import RunConfig, config_from_dict, dump_config
-from engine.runs.files import replace_file
+from engine.runs.files import json_text, replace_file
 from engine.runs.folder import RunFolder, initial_state
-from engine.runs.records import json_text
 
 TRAINER_MODULE = "engine.train"
 PLAN_FILE = "launch.json"
@@ -33,6 +32,28 @@ PLAN_FORMAT = 1
 # What a node far away needs of the run folder; with env/<node>.env, and run.json in a state of its own.
 CONFIG_FILE = "config.yaml"
 NODE_FILES = (CONFIG_FILE, "memory_plan.json")
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """One machine as a launch plan needs it.
+
+    hostname: names the log folder and the environment file.
+    cores: CPU cores this process may use.
+    gpus: CUDA devices that are visible; 0 without an NVIDIA driver.
+    python: the interpreter that runs the ranks.
+    cwd: the folder relative paths of the configuration start from.
+    python_path: PYTHONPATH of the ranks, so that they find `engine`; None when burst is installed in site-packages.
+    has_chosen_gpus: CUDA_VISIBLE_DEVICES says which of its GPUs to use.
+    """
+
+    hostname: str
+    cores: int
+    gpus: int
+    python: str = sys.executable
+    cwd: str = "."
+    python_path: str | None = None
+    has_chosen_gpus: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ from typing import Any
 
 from benchmarks.gpu.report import markdown
 from benchmarks.gpu.worker import error_text
-from engine.runs.files import replace_file
-from engine.runs.records import replace_json
+from engine.runs.files import replace_file, replace_json
 
 
 def result_stem(device_name: str, date: str, only: Sequence[str] = ()) -> str:

@@ -18,7 +18,7 @@ from burst_cli.tables import listing
 from cluster.launch.runner import runner_of
 from cluster.node_checkpoints import NodeCheckpoint, NodeCheckpoints, ask_nodes
 from cluster.plan import LaunchPlan, PlanFileError, read_launch_plan, roots_of
-from cluster.ssh.nodes import fold_nodes
+from cluster.ssh.hosts import fold_nodes
 from engine.runs.commit import (
     Checkpoint,
     checkpoints_folder,
@@ -125,8 +125,8 @@ def on_nodes(run: RunFolder, console: Console) -> Iterator[NodeCheckpoints]:
     if plan is None:
         yield NodeCheckpoints((), {})
         return
-    from cluster.ssh.pool import SshPool
-    from cluster.ssh.resolve import resolve_hosts
+    from cluster.ssh.hosts import resolve_hosts
+    from cluster.ssh.session import SshPool
 
     hosts = resolve_hosts([node.name for node in plan.nodes], plan.config.cluster.ssh, typed_overrides(run.path))
     with SshPool() as pool:

@@ -10,9 +10,8 @@ import typer
 from burst_cli.app import new_verb
 from burst_cli.completion import complete_run_or_override
 from burst_cli.eval.request import evaluation_request
-from burst_cli.launch.launching import launch_request
-from burst_cli.launch.request import LaunchManner, LaunchRequest
-from burst_cli.options import ConfigDirOption, DryRunOption
+from burst_cli.launch.launch import launch_request
+from burst_cli.options import ConfigDirOption, DryRunOption, LaunchManner, LaunchRequest
 
 app = new_verb()
 

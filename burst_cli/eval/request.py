@@ -7,7 +7,7 @@ from dataclasses import replace
 from burst_cli import render
 from burst_cli.checkpoint.view import bring, checkpoint_of_step
 from burst_cli.compose import compose
-from burst_cli.launch.request import LaunchRequest
+from burst_cli.options import LaunchRequest
 from burst_cli.runs.choose import choose_run
 from cluster.launch.runner import runner_for, runner_of
 from cluster.plan import PlanFileError, read_launch_plan, roots_of

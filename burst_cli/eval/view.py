@@ -10,7 +10,7 @@ from rich.text import Text
 
 from burst_cli.figures import DASH, clean, percent, plain
 from burst_cli.tables import listing
-from cluster.values import number, rows
+from cluster.remote_text import number, rows
 
 
 def evaluation_view(record: Mapping[str, Any]) -> RenderableType:

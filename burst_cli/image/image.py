@@ -15,8 +15,7 @@ from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.figures import binary_bytes
 from burst_cli.image.view import PushView, plan_view, results_view, status_view
-from burst_cli.options import JsonOption
-from burst_cli.targets import NodeOptions, Targets
+from burst_cli.options import JsonOption, NodeOptions, Targets
 from cluster.errors import ClusterError
 from cluster.image.archive import pack_image
 from cluster.image.build import Device, build_command, run_build
@@ -24,7 +23,7 @@ from cluster.image.engine import Engine, Image, build_status, engine_here
 from cluster.image.push import Push
 from cluster.plan_nodes import engine_words
 from cluster.ssh.hosts import Host, fan_out
-from cluster.ssh.pool import SshPool
+from cluster.ssh.session import SshPool
 from cluster.testbed.spec import parse_rate
 from engine.config.errors import ConfigError
 from engine.runs.provenance import git_facts

@@ -11,7 +11,7 @@ from rich.text import Text
 from burst_cli import render
 from burst_cli.figures import DASH, binary_bytes, duration, grouped, seconds
 from burst_cli.tables import listing
-from cluster.ssh.nodes import fold_nodes
+from cluster.ssh.hosts import fold_nodes
 
 if TYPE_CHECKING:
     from cluster.image.engine import ImageStatus

@@ -8,9 +8,17 @@ from typing import Annotated
 
 import typer
 
+from burst_cli import render
 from burst_cli.app import new_verb
-from burst_cli.launch.request import LaunchManner, LaunchRequest
-from burst_cli.options import AsOption, ConfigDirOption, DryRunOption, OverridesArgument
+from burst_cli.options import (
+    AsOption,
+    ConfigDirOption,
+    DryRunOption,
+    LaunchManner,
+    LaunchRequest,
+    OverridesArgument,
+)
+from engine.config.errors import ConfigError
 
 app = new_verb()
 
@@ -47,8 +55,30 @@ def launch(
     Exit codes: 0 completed, 1 failed, or nodes are not fit; 2 usage or
     configuration; 130 interrupted.
     """
-    from burst_cli.launch.launching import launch_request
-
     words, folders = tuple(overrides or ()), tuple(config_dir or ())
     request = replace(request, overrides=words, config_dirs=folders, run_path=run_path, dry_run=dry_run)
     return launch_request(request, replace(manner, form=form))
+
+
+def launch_request(request: LaunchRequest, manner: LaunchManner) -> int:
+    """The exit code of the launch that `request` means, or 0 once a rehearsal has shown it.
+
+    Raises ConfigError for what was asked for, UnfitNodesError for nodes that cannot do it.
+    """
+    from burst_cli.launch.prepare import launch_notes, prepare_launch, show_job, show_plan
+
+    if manner.form is not None and not request.dry_run:
+        raise ConfigError(f"--as {manner.form} prints what another program starts; add --dry-run")
+    prepared = prepare_launch(request)
+    if manner.form is not None:
+        show_job(prepared.plan, manner.form)
+        return 0
+    if request.dry_run:
+        show_plan(prepared.plan, prepared.memory, prepared.survey.warnings, prepared.notes, as_json=manner.as_json)
+        return 0
+    notes = launch_notes(prepared.memory, prepared.survey.warnings, prepared.notes)
+    render.stderr().print(notes, soft_wrap=True, end="")
+    prepared.survey.prepare(prepared.plan)
+    from burst_cli.launch.launching import run_plan  # what a rehearsal does without
+
+    return run_plan(prepared.plan, prepared.overrides, manner)

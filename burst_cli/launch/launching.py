@@ -18,9 +18,8 @@ from rich.text import Text
 from burst_cli import render
 from burst_cli.figures import DASH, binary_bytes, clean, count, count_of, duration, percent, plain
 from burst_cli.launch.nccl_network import fallback_text, socket_fallbacks
-from burst_cli.launch.prepare import PreparedLaunch, prepare_data, prepare_launch
-from burst_cli.launch.request import LaunchManner, LaunchRequest
-from burst_cli.plan.launch_view import launch_notes, show_job, show_plan
+from burst_cli.launch.prepare import PreparedLaunch, prepare_launch
+from burst_cli.options import LaunchManner, LaunchRequest
 from burst_cli.runs.live import open_view
 from burst_cli.runs.progress import RunProgress
 from burst_cli.runs.read import is_evaluation, run_record
@@ -28,17 +27,19 @@ from cluster.checks.launch import UnfitNodesError
 from cluster.control.attempt import Restarts, StopRequests
 from cluster.control.controller import Manner, control
 from cluster.control.judge import last_checkpoint
-from cluster.control.link import LaunchObserver, LaunchOutcome
+from cluster.control.link import LaunchObserver, LaunchOutcome, LaunchTiming
 from cluster.launch.runner import open_links, runner_of
 from cluster.plan import LaunchPlan, read_launch_plan, write_plan_files
-from cluster.ssh.nodes import parse_nodes
+from cluster.ssh.hosts import parse_nodes
 from engine.config.errors import BurstError, ConfigError
+from engine.config.settings import RunConfig
+from engine.runs.files import json_text
 from engine.runs.folder import OVERRIDES_FILE, RunFolder, create_run, open_run
 from engine.runs.provenance import collect_provenance
-from engine.runs.records import json_text
 
 _FUTILE = ("config", "user", "start")  # what another attempt would end of as well
 _PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
+_TIMING = LaunchTiming()
 
 Lead = Callable[[LaunchPlan, Manner], LaunchOutcome]
 Renew = Callable[[LaunchPlan, RunFolder], LaunchPlan]
@@ -133,27 +134,29 @@ def _is_stopped(seconds: float, stop: StopRequests, manner: Manner) -> bool:
     return stop.count > 0
 
 
-def launch_request(request: LaunchRequest, manner: LaunchManner) -> int:
-    """The exit code of the launch that `request` means, or 0 once a rehearsal has shown it.
+def prepare_data(config: RunConfig, console: Console) -> None:
+    """Tokenise what is not tokenised yet; check that the model knows every token and that samples can be drawn.
 
-    Raises ConfigError for what was asked for, UnfitNodesError for nodes that cannot do it.
+    Raises ConfigError or DataError before anything was started.
     """
-    if manner.form is not None and not request.dry_run:
-        raise ConfigError(f"--as {manner.form} prints what another program starts; add --dry-run")
-    prepared = prepare_launch(request)
-    if manner.form is not None:
-        show_job(prepared.plan, manner.form)
-        return 0
-    if request.dry_run:
-        show_plan(prepared.plan, prepared.memory, prepared.survey.warnings, prepared.notes, as_json=manner.as_json)
-        return 0
-    notes = launch_notes(prepared.memory, prepared.survey.warnings, prepared.notes)
-    render.stderr().print(notes, soft_wrap=True, end="")
-    prepared.survey.prepare(prepared.plan)
-    return run_plan(prepared.plan, prepared.overrides, manner)
+    from burst_cli.data.progress import show_progress  # nodes prepare theirs, and who asks them needs nothing for it
+    from engine.data.needles import needle_tasks
+    from engine.data.prepare import open_training_data, prepare
+
+    with show_progress(console) as report:
+        prepared = prepare(config.data, progress=report)
+    vocab_size = prepared.train.manifest.vocab_size
+    if vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size={config.model.vocab_size} is too small: the data has tokens up to "
+            f"{vocab_size - 1}. Set model.vocab_size={vocab_size} or more."
+        )
+    if not config.train.evaluate_only:
+        open_training_data(config.data).sampler(config.train.seq_len, config.seed, grad_accum_steps=1)
+    needle_tasks(config, prepared)
 
 
-def run_plan(plan: LaunchPlan, overrides: Sequence[str], manner: LaunchManner) -> int:
+def run_plan(plan: LaunchPlan, overrides: Sequence[str], manner: LaunchManner, timing: LaunchTiming = _TIMING) -> int:
     """The exit code of the launch that `plan` describes; progress on stderr, the result on stdout.
 
     Nothing is created when the data cannot be prepared; from then on every end is recorded in the run folder. Nodes
@@ -174,21 +177,27 @@ def run_plan(plan: LaunchPlan, overrides: Sequence[str], manner: LaunchManner) -
             from burst_cli.launch.detach import launch_detached
 
             return launch_detached(run, stop, console, as_json=manner.as_json)
-        return lead_run(plan, run, stop, console, manner)
+        return lead_run(plan, run, stop, manner, timing=timing)
 
 
 def lead_run(
-    plan: LaunchPlan, run: RunFolder, stop: StopRequests, console: Console, manner: LaunchManner, *, start: bool = True
+    plan: LaunchPlan,
+    run: RunFolder,
+    stop: StopRequests,
+    manner: LaunchManner,
+    *,
+    start: bool = True,
+    timing: LaunchTiming = _TIMING,
 ) -> int:
     """The exit code of `run`, shown while it lives and told of at its end. start: False takes over what runs."""
     progress = RunProgress(run, plan.config.train.steps)
-    with open_view(console, progress, is_log=manner.detach) as view:
+    with open_view(manner.console(), progress, is_log=manner.detach) as view:
         outcome = lead_attempts(
             plan,
             run,
             (view, stop),
             lambda plan, led: control(plan, run, open_links(plan, run), view, stop, led),
-            Manner(start=start, timing=manner.timing, detached=manner.detach),
+            Manner(start=start, timing=timing, detached=manner.detach),
         )
     conclude(run, outcome, progress.elapsed_s(), last_checkpoint(run, plan), as_json=manner.as_json)
     return outcome.exit_code
@@ -247,7 +256,7 @@ def main(run_path: str, way: str) -> int:
     with stop.listening():
         try:
             run, manner = open_run(Path(run_path)), LaunchManner(detach=True, plain=True)
-            return lead_run(read_launch_plan(run.path), run, stop, manner.console(), manner, start=way == START)
+            return lead_run(read_launch_plan(run.path), run, stop, manner, start=way == START)
         except BurstError as error:
             return render.fail(error)
 

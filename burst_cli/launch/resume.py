@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from burst_cli.app import new_verb
-from burst_cli.launch.request import LaunchManner, LaunchRequest
-from burst_cli.options import LivingRunArgument
+from burst_cli.options import LaunchManner, LaunchRequest, LivingRunArgument
 
 app = new_verb()
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from burst_cli import render
 from burst_cli.launch.detach import launch_detached
 from burst_cli.launch.launching import lead_run, renewed_plan
-from burst_cli.launch.request import LaunchManner, LaunchRequest
+from burst_cli.options import LaunchManner, LaunchRequest
 from burst_cli.runs.failure import failure_line
 from burst_cli.runs.read import run_record
 from cluster.control.attempt import ControllerBusyError, RunState, StopRequests, find_controller
@@ -51,7 +51,7 @@ def resume_run(run: RunFolder, request: LaunchRequest, manner: LaunchManner) -> 
     with stop.listening():
         if manner.detach:
             return launch_detached(run, stop, console, as_json=manner.as_json, start=way == "start")
-        return lead_run(plan, run, stop, console, manner, start=way == "start")
+        return lead_run(plan, run, stop, manner, start=way == "start")
 
 
 def find_way(run: RunFolder, console: Console, ask: Callable[[RunFolder], RunState] = settle) -> Way:

@@ -95,7 +95,7 @@ def _node_folders(run: RunFolder, nodes: str | None) -> frozenset[str] | None:
     """Names of the log folders of `nodes`."""
     if nodes is None:
         return None
-    from cluster.ssh.nodes import parse_nodes
+    from cluster.ssh.hosts import parse_nodes
 
     return frozenset(run.log_dir(name).name for name in parse_nodes(nodes, "--nodes").names)
 

@@ -12,16 +12,13 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.app import new_verb
-from burst_cli.options import JsonOption
-from burst_cli.targets import NodeOptions
+from burst_cli.options import JsonOption, NodeOptions
 from cluster.checks import run
-from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
-from cluster.checks.fold import fold_reports
+from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict, fold_reports
 from cluster.checks.run import CheckObserver, CheckOptions
+from cluster.checks.selection import GROUPS, read_selection
 from cluster.checks.selection import explain as explain_checks
-from cluster.checks.selection import read_selection
-from cluster.ssh.hosts import Host
-from cluster.ssh.nodes import fold_nodes
+from cluster.ssh.hosts import Host, fold_nodes
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 
@@ -91,7 +88,7 @@ def check_nodes(
         raise ConfigError("--collectives makes no checks, so it takes no --only, --skip, --list or --all")
     if as_json and names_only:
         raise ConfigError("--json and --list are two ways to print the result; give one of them")
-    options = CheckOptions(read_selection(only or (), skip or ()), timeout_s=timeout)
+    options = CheckOptions(GROUPS, read_selection(only or (), skip or ()), timeout_s=timeout)
     targets = nodes.select(or_here=True, local=local)
     if collectives:
         from burst_cli.nodes.collectives import check_collectives  # loads a launch

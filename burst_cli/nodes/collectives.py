@@ -13,16 +13,16 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.figures import binary_bytes, seconds
-from burst_cli.plan.launch_view import show_plan
+from burst_cli.launch.prepare import show_plan
+from burst_cli.options import Targets
 from burst_cli.runs.failure import failure_block
 from burst_cli.tables import listing
-from burst_cli.targets import Targets
 from cluster.control.attempt import StopRequests
 from cluster.control.controller import control
 from cluster.control.link import LaunchObserver
 from cluster.launch.runner import Asked, open_links, runner_for
 from cluster.plan import LaunchPlan
-from cluster.ssh.nodes import fold_nodes
+from cluster.ssh.hosts import fold_nodes
 from engine.config.settings import RunConfig
 from engine.runs.folder import create_run, default_runs_dir, new_run_path
 

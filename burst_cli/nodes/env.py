@@ -20,18 +20,17 @@ from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.figures import count_of, grouped
 from burst_cli.nodes.check_nodes import STYLES
-from burst_cli.options import JsonOption
+from burst_cli.options import JsonOption, NodeOptions
 from burst_cli.tables import listing
-from burst_cli.targets import NodeOptions
 from cluster.checks.finding import Finding, Verdict
 from cluster.env.facts import NodeEnvironment
 from cluster.env.live import Difference, compare_live
 from cluster.env.nccl_log import check_nccl_log
 from cluster.env.plan import Format, render_environment
 from cluster.errors import HostsError
-from cluster.ssh.nodes import fold_nodes, parse_nodes
+from cluster.ssh.hosts import fold_nodes, parse_nodes
 from engine.config.errors import ConfigError
-from engine.runs.records import json_text
+from engine.runs.files import json_text
 
 if TYPE_CHECKING:
     from cluster.env.ask import FleetEnvironment

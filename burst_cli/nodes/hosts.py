@@ -13,13 +13,12 @@ from rich.text import Text
 from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.figures import DASH, count_of
-from burst_cli.options import JsonOption
+from burst_cli.options import JsonOption, NodeOptions
 from burst_cli.tables import listing
-from burst_cli.targets import NodeOptions
 from cluster.errors import HostsError
-from cluster.ssh.hosts import Host, Outcome, fan_out
-from cluster.ssh.keys import HostKeys, ShownKey, add_keys, forget_names, trust_file
-from cluster.ssh.pool import SshPool
+from cluster.ssh.hosts import Host, Outcome, fan_out, trust_file
+from cluster.ssh.keys import HostKeys, ShownKey, add_keys, forget_names
+from cluster.ssh.session import SshPool
 
 _STYLES = {"known": "green", "new": "yellow"}
 _HEADINGS = ("node", "address", "port", "user", "through", "host key", "known in")

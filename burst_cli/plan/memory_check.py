@@ -1,10 +1,10 @@
-"""Whether a run fits, decided before anything is created."""
+"""Whether a run fits and what it takes, told before anything is created."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from burst_cli.figures import binary_bytes, count_of
@@ -17,9 +17,10 @@ from engine.planning.memory.predictor import MemoryChoice, MemoryPrediction, Pre
 from engine.planning.methods.topology import Topology, known_cp_size, sequence_topology
 from engine.planning.time.flops import StepTime
 from engine.planning.time.machine import Machine, find_device, machine_of
+from engine.runs.files import json_text
 from engine.runs.oom import less_memory_text
-from engine.runs.records import json_text
 
+ASSUMED_START_S = 60.0
 MEMORY_PLAN_FILE = "memory_plan.json"
 _LARGEST = 3
 
@@ -242,3 +243,42 @@ def _short(needs: int, has: int) -> str:
 def _largest(components: Mapping[str, int]) -> str:
     ordered = sorted(components.items(), key=lambda item: -item[1])[:_LARGEST]
     return ", ".join(f"{name} {binary_bytes(size)}" for name, size in ordered if size)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of wall clock and devices held meanwhile. source: what it rests on, in words. step_s: of one step."""
+
+    seconds: float
+    devices: int
+    source: str
+    step_s: float = 0.0
+
+    @property
+    def device_hours(self) -> float:
+        """What clusters are paid by."""
+        return self.seconds * self.devices / 3600
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {**asdict(self), "device_hours": self.device_hours}
+
+
+def estimate(config: RunConfig, planner: MemoryPlanner) -> Estimate | None:
+    """By the prediction; None where the ranks are not known, or a step cannot be predicted."""
+    ranks, settled = config.cluster.world_size, with_attention(config, planner)
+    step = None if settled is None else planner.predict_time(settled)
+    if ranks is None or step is None:
+        return None
+    seconds = ASSUMED_START_S + config.train.steps * step.seconds
+    return Estimate(seconds, ranks, f"the prediction for {step.machine}", step.seconds)
+
+
+def with_attention(config: RunConfig, planner: MemoryPlanner) -> RunConfig | None:
+    """With attention=auto settled; None where the ranks are not known, or no method suits them."""
+    if config.cluster.world_size is None:
+        return None
+    try:
+        return planner.settle_attention(config)
+    except (ConfigError, RunError):
+        return None

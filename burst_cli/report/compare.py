@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from burst_cli.figures import DASH, count, plain, rate
 from burst_cli.report.columns import BY_KEY
 from burst_cli.report.records import PEAK_FIGURES, Record, run_name, run_rows, series, share_a_peak, status_of
-from cluster.remote_text import one_line
-from cluster.values import number, text, whole
+from cluster.remote_text import number, one_line, text, whole
 from engine.config.errors import ConfigError
 
 if TYPE_CHECKING:

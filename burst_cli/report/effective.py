@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from burst_cli.report.records import metric_rows, series
-from cluster.values import number
+from cluster.remote_text import number
+from engine.runs.files import read_json_lines
 from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError
-from engine.runs.records import read_json_lines
 
 _SHARES = ("wall", "productive", "start_up", "evaluation", "checkpoint_stall", "lost_work", "restart", "other")
 EFFECTIVE_KEYS = ("attempts", "effective_fraction", *(f"{share}_s" for share in _SHARES))

@@ -25,8 +25,7 @@ from burst_cli.report.records import (
     share_a_peak,
     tokens,
 )
-from cluster.remote_text import one_line
-from cluster.values import number, whole
+from cluster.remote_text import number, one_line, whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

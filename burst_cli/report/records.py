@@ -9,10 +9,9 @@ from typing import Any
 
 from burst_cli.figures import grouped
 from burst_cli.runs.read import read_table, run_record
-from cluster.remote_text import one_line
-from cluster.values import number, table, text, whole
+from cluster.remote_text import number, one_line, table, text, whole
+from engine.runs.files import read_json_lines
 from engine.runs.folder import RunFolder
-from engine.runs.records import read_json_lines
 
 Record = Mapping[str, Any]
 PEAK_FIGURES = ("mfu", "mfu_full_attention", "hfu")

@@ -30,7 +30,7 @@ from burst_cli.runs.read import is_evaluation
 from burst_cli.tables import Column as TableColumn
 from burst_cli.tables import fitted_table, listing
 from cluster.remote_text import one_line
-from cluster.values import text as text_of
+from cluster.remote_text import text as text_of
 from engine.config.errors import ConfigError
 
 MOST_PANELS = 30  # a page with more is neither read nor quick

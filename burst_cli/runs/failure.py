@@ -12,7 +12,7 @@ from rich.text import Text
 from burst_cli.figures import binary_bytes, clean
 from cluster.control.attempt import read_log_starts, tail_text
 from cluster.failure import Failure
-from cluster.values import number, word
+from cluster.remote_text import number, word
 from engine.runs.folder import RunFolder, RunFolderError
 
 LOG_LINES = 15

@@ -28,8 +28,8 @@ from burst_cli.runs.nodes import NodeRow, node_rows, nodes_table, without_figure
 from burst_cli.runs.progress import RunProgress
 from cluster.control.hang import TRAINING_PHASE
 from cluster.control.link import LaunchObserver, NodeStatus
-from cluster.values import number
-from engine.runs.records import utc_now
+from cluster.remote_text import number
+from engine.runs.files import utc_now
 
 REFRESH_S = 0.2
 PLAIN_INTERVAL_S, LOG_INTERVAL_S = 2.0, 60.0

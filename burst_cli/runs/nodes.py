@@ -14,7 +14,7 @@ from burst_cli.figures import DASH, binary_bytes, fold_names, fold_numbers, grou
 from burst_cli.runs.read import RunFacts
 from burst_cli.tables import Column, fitted_table
 from cluster.control.link import NodeStatus
-from cluster.values import integer, number, rows, table, word
+from cluster.remote_text import integer, number, rows, table, word
 
 QUIET_S = 10.0  # a healthy node speaks every 2 s, and writes how it is every 5 s
 LITTLE_DISK_BYTES = 2**30

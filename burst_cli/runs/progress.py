@@ -11,7 +11,7 @@ from typing import Any
 
 from burst_cli.runs.read import RunFacts, read_facts
 from cluster.control.hang import StepWatch
-from cluster.values import number
+from cluster.remote_text import number
 from engine.runs.folder import RunFolder
 
 _TAIL_BYTES = 256 * 1024  # of records that were there before: many rows, whatever the length of the run

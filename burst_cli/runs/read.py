@@ -19,11 +19,11 @@ from burst_cli.figures import count_of
 from burst_cli.runs.state import glance_at
 from cluster.agent.folder import read_status
 from cluster.control.link import NodeStatus, StrangeAnswerError, as_status
-from cluster.values import number, rows, table, whole, word
+from cluster.remote_text import number, rows, table, whole, word
 from engine.config.errors import ConfigError
 from engine.config.settings import load_config, load_yaml
+from engine.runs.files import read_json_object
 from engine.runs.folder import RunFolder, RunFolderError
-from engine.runs.records import read_json_object
 from engine.runs.summary import config_facts, summarise
 
 MAX_FILE_BYTES = 8 * 2**20

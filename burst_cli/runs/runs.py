@@ -21,7 +21,7 @@ from burst_cli.runs.read import run_record
 from burst_cli.runs.state import STATE_STYLES, glance_at
 from burst_cli.tables import Column, fitted_table
 from cluster.control.attempt import RunState
-from cluster.values import seconds_between
+from cluster.remote_text import seconds_between
 from engine.runs.folder import RunFolder
 
 app = new_verb()

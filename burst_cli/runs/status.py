@@ -26,7 +26,7 @@ from burst_cli.runs.state import STATE_STYLES, RunWatch, look_at
 from cluster.control.attempt import RunState
 from cluster.control.link import NodeStatus
 from cluster.failure import failure_from_dict
-from cluster.values import number, seconds_between
+from cluster.remote_text import number, seconds_between
 from engine.config.errors import ConfigError
 from engine.runs.folder import RunFolder
 

@@ -10,32 +10,21 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from burst_cli.config.overrides import MOST_CELLS, Axis
 from burst_cli.figures import grouped
-from engine.config.errors import ConfigError
+from burst_cli.plan.memory_check import Estimate, MemoryPlanner, check_memory, estimate, group_topology, with_attention
+from cluster.launch.runner import runner_for
+from cluster.plan import MachineFacts, with_ranks
+from engine.config.errors import ConfigError, RunError
+from engine.config.rules import check_config
 from engine.config.settings import RunConfig, config_fingerprint
+from engine.planning.sequence.layers import check_attention
 from engine.runs.summary import config_facts
 
-if TYPE_CHECKING:
-    from burst_cli.sweep.estimate import Estimate, LaunchJudge
-
-MOST_CELLS = 2_000
 _ID_DIGITS = 10
 _MOST_TITLES = 3
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One override with its values: `train.seq_len=512,1024` has two, `exp=tiny` one.
-
-    overrides: one per value, as a launch takes it. values: the same without key and sign, as people read them.
-    """
-
-    key: str
-    overrides: tuple[str, ...]
-    values: tuple[str, ...]
-    is_sweep: bool
 
 
 def check_axes(axes: Sequence[Axis]) -> None:
@@ -192,3 +181,49 @@ def _judged(cell: Cell, judge: LaunchJudge, known: Mapping[str, str | None]) -> 
 
 def _digest(words: Iterable[str]) -> str:
     return hashlib.sha256("\0".join(words).encode()).hexdigest()
+
+
+def total(estimates: Sequence[Estimate | None], parallel: int) -> tuple[float, float] | None:
+    """(wall-clock seconds, device hours) of all, `parallel` at a time; None unless every one is known."""
+    known = [one for one in estimates if one is not None]
+    if not known or len(known) < len(estimates):
+        return None
+    lanes = [0.0] * max(1, parallel)
+    for one in known:  # each cell begins where a lane is free first, as the runner does it
+        lanes[lanes.index(min(lanes))] += one.seconds
+    return max(lanes), sum(one.device_hours for one in known)
+
+
+@dataclass(frozen=True)
+class LaunchJudge:
+    """What judges cells as a launch would. facts: of this machine; nodes elsewhere are asked when a cell starts."""
+
+    facts: MachineFacts
+    planner: MemoryPlanner
+    force: bool = False
+
+    def settle(self, config: RunConfig) -> RunConfig:
+        """With ranks and backend where this machine runs it; checked with its number of ranks, if that is known."""
+        if runner_for(config.cluster).is_here:
+            config, _ = with_ranks(config, self.facts)
+        check_config(config)
+        if config.cluster.world_size is not None:
+            check_attention(config, group_topology(config))
+        return config
+
+    def shortage(self, config: RunConfig) -> str | None:
+        """The first sentence of what a launch would refuse with; None where machines are not known yet."""
+        if self.force or not runner_for(config.cluster).is_here:
+            return None
+        settled = with_attention(config, self.planner)
+        if settled is None:
+            return None
+        try:
+            problems = check_memory(settled, self.planner, force=True).problems
+        except (ConfigError, RunError):
+            return None  # the launch of the cell says it better, and it is that cell's result
+        return problems[0] if problems else None
+
+    def estimate(self, config: RunConfig) -> Estimate | None:
+        """What it takes."""
+        return estimate(config, self.planner)

@@ -22,11 +22,11 @@ from typing import Any
 from burst_cli.runs.choose import SWEEPS
 from burst_cli.runs.read import run_record
 from burst_cli.sweep.plan import SweepPlan
-from cluster.values import table, word
+from cluster.remote_text import table, word
 from engine.config.errors import BurstError, ConfigError
 from engine.config.schema import nearest
+from engine.runs.files import read_json_object, replace_json
 from engine.runs.folder import FINAL_STATES, RunFolder
-from engine.runs.records import read_json_object, replace_json
 
 FORMAT = 1
 

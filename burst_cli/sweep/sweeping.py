@@ -10,17 +10,17 @@ from rich.text import Text
 from burst_cli import render
 from burst_cli.app import EXIT_INTERRUPTED
 from burst_cli.compose import compose, sweep_axes
+from burst_cli.config.overrides import Axis
 from burst_cli.plan.memory_check import MemoryPlanner
-from burst_cli.sweep.estimate import LaunchJudge
-from burst_cli.sweep.plan import Axis, SweepPlan, build_sweep, cells_of, check_axes, check_legal
+from burst_cli.sweep.plan import LaunchJudge, SweepPlan, build_sweep, cells_of, check_axes, check_legal
 from burst_cli.sweep.request import SweepRequest
 from burst_cli.sweep.runner import Lane, SweepRunner
 from burst_cli.sweep.store import SweepFolder, open_sweep, sweeps_dir
 from burst_cli.sweep.view import SweepView, expectation, plan_view, tally
 from cluster.control.attempt import StopRequests
-from cluster.facts import probe_local_node
+from cluster.launch.local import probe_local_node
 from cluster.launch.runner import runner_for
-from cluster.ssh.nodes import parse_nodes
+from cluster.ssh.hosts import parse_nodes
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 

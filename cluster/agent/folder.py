@@ -14,7 +14,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import shutil
 import socket
 import stat
@@ -22,6 +21,7 @@ import threading
 import time
 from typing import Any, NamedTuple
 
+from cluster.agent.messages import safe_name
 from cluster.agent.processes import process_start
 
 LEAD_LOGS = ("metrics.jsonl", "events.jsonl")  # of the node with rank 0, as the next
@@ -63,11 +63,6 @@ class NodeFiles:
 
     def _state(self, name: str) -> str:
         return os.path.join(self.state_dir, name)
-
-
-def safe_name(node: str) -> str:
-    """`node` as a file name, as `engine.runs.folder.RunFolder.log_dir` makes it."""
-    return re.sub(r"[^A-Za-z0-9._-]", "_", node).lstrip(".") or "_"
 
 
 def now_text() -> str:

@@ -35,6 +35,11 @@ _HEAD = struct.Struct(">II")
 Message = dict[str, Any]
 
 
+def safe_name(node: str) -> str:
+    """`node` as a file name, as `engine.runs.folder.RunFolder.log_dir` makes it."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", node).lstrip(".") or "_"
+
+
 def code_path(root: str, code_id: str) -> str:
     """What PYTHONPATH names."""
     return f"{root}/{code_id}.zip"

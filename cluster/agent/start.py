@@ -33,7 +33,6 @@ from cluster.agent.folder import (
     make_folder,
     read_json,
     request_stop,
-    safe_name,
     take_lock,
     write_json,
     write_text,
@@ -45,6 +44,7 @@ from cluster.agent.messages import (
     checked_folder,
     checked_name,
     parse_spec,
+    safe_name,
     write_all,
 )
 from cluster.agent.processes import NODE_VARIABLE, RUN_ID_VARIABLE, Family, Marks, send_signal

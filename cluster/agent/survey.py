@@ -1,4 +1,4 @@
-"""What only a launch must know of this node; `cluster.checks.groups.launch` judges it. It changes nothing here."""
+"""What only a launch must know of this node; `cluster.checks.launch` judges it. It changes nothing here."""
 
 from __future__ import annotations
 

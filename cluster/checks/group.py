@@ -1,20 +1,23 @@
-"""A group of checks, and how each of them is run: what cannot be read is UNKNOWN, and so is what breaks."""
+"""A group of checks, how each of them is run (what cannot be read is UNKNOWN, and so is what breaks), and which are
+wanted."""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cluster.checks.finding import Check, Finding
+from cluster.checks.finding import PROBE, REACH, Check, Finding, Verdict
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import AbsentError, Question, UnreadableError
 from engine.config.cluster import ClusterConfig
 
+SSH_GROUP = "ssh"
+ALWAYS = (REACH, PROBE)
 D = TypeVar("D")
 T = TypeVar("T")
 # Findings of one check of what `look` gave: one for every device that is not as it should be, at least one.
@@ -127,3 +130,43 @@ def _unseen(check: Check, error: UnreadableError | AbsentError) -> Finding:
     if isinstance(error, AbsentError):
         return check.skip(str(error))
     return check.unknown(str(error), error.remedy or "run the check again; see the evidence", error.evidence)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """only: nothing else is wanted; empty: everything is. skip: not wanted. `ssh.reach` and `ssh.probe` always are.
+
+    may_lack: it is no matter when a check that --only names gives no result.
+    """
+
+    only: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    may_lack: bool = False
+
+    def wants(self, check: str) -> bool:
+        """Whether findings of `check` are shown and count."""
+        if check in ALWAYS:
+            return True
+        return (not self.only or covers(self.only, check)) and not covers(self.skip, check)
+
+    def apply(self, node: str, findings: Iterable[Finding], between: Iterable[str] = ()) -> tuple[Finding, ...]:
+        """The findings of a node that are wanted, with UNKNOWN for every check that --only names and that gave nothing.
+
+        What nobody looked at does not pass; of a node that was not reached that is said already. between: checks that
+        need other nodes.
+        """
+        found = tuple(finding for finding in findings if self.wants(finding.check))
+        if self.may_lack or any(finding.check == REACH and finding.severity is not Verdict.OK for finding in found):
+            return found
+        why = dict.fromkeys(between, "it is made between nodes, and no other was reached")
+        missing = (
+            Finding(word, node, Verdict.UNKNOWN, why.get(word, "this check gave no result"), "a result")
+            for word in self.only
+            if word.partition(".")[0] != SSH_GROUP and not any(covers((word,), finding.check) for finding in found)
+        )
+        return (*found, *missing)
+
+
+def covers(words: Sequence[str], check: str) -> bool:
+    """Whether one of `words` is the check or its group."""
+    return any(check == word or check.startswith(f"{word}.") for word in words)

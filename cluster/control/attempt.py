@@ -21,10 +21,9 @@ from cluster.agent.folder import holder, take_lock
 from cluster.control.link import LaunchOutcome, NodeStatus
 from cluster.errors import ClusterError
 from cluster.plan import LaunchPlan, NodePlan
-from cluster.remote_text import one_line
-from cluster.values import number, table, word
+from cluster.remote_text import number, one_line, table, word
+from engine.runs.files import read_json_object, replace_json
 from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError
-from engine.runs.records import read_json_object, replace_json
 
 _LOG_TAIL_BYTES = 256 * 1024
 

@@ -40,9 +40,9 @@ from cluster.control.link import (
 from cluster.failure import Failure
 from cluster.launch.runner import open_links, runner_of
 from cluster.plan import LaunchPlan, read_launch_plan
-from cluster.values import number
+from cluster.remote_text import number
+from engine.runs.files import utc_now
 from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError, process_facts
-from engine.runs.records import utc_now
 
 _START_POLL_S = 0.02  # a person waits for it
 _SHOWN = 8  # refusals

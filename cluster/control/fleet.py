@@ -13,9 +13,9 @@ from cluster.control.attempt import read_log_starts, tail_text, torchrun_log
 from cluster.control.link import Clock, LaunchTiming, Leftover, NodeLink, NodeStatus, as_pids
 from cluster.failure import Death, KillFacts, first_death
 from cluster.plan import LaunchPlan, NodePlan, node_spec
-from cluster.values import integer, rows, table, word
+from cluster.remote_text import integer, rows, table, word
+from engine.runs.files import read_json_object
 from engine.runs.folder import RunFolder
-from engine.runs.records import read_json_object
 
 _SWEEP_S = 10.0
 _MAX_ERROR_BYTES = 4 << 20

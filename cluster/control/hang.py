@@ -16,9 +16,9 @@ from cluster.control.fleet import Fleet, Part
 from cluster.control.hang_blame import RankEvidence, find_culprit
 from cluster.control.link import Clock, LaunchTiming
 from cluster.failure import Failure
-from cluster.values import integer, number, table, word
+from cluster.remote_text import integer, number, table, word
+from engine.runs.files import JsonLinesTail
 from engine.runs.folder import RunFolder
-from engine.runs.records import JsonLinesTail
 
 DIAGNOSE_S = 30.0  # without any advance, or so many of the slowest steps: then ranks are asked where they are
 SLOW_STEPS = 5.0

@@ -24,8 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cluster.remote_text import one_line
-from cluster.values import integer, table, word
+from cluster.remote_text import integer, one_line, table, word
 
 MAX_LINES = 8
 MAX_NAMED = 8

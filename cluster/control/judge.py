@@ -13,9 +13,8 @@ from cluster.control.fleet import Fleet, Part, kill_facts
 from cluster.control.link import INTERRUPTED, LaunchOutcome
 from cluster.failure import Failure, NodeEvidence, find_failure
 from cluster.plan import LaunchPlan, roots_of
-from cluster.ssh.hosts import node_command
-from cluster.ssh.nodes import fold_nodes
-from cluster.values import integer, table, word
+from cluster.remote_text import integer, table, word
+from cluster.ssh.hosts import fold_nodes, node_command
 from engine.config.settings import RunConfig
 from engine.runs.commit import checkpoints_folder, list_checkpoints
 from engine.runs.folder import RunFolder, typed_overrides

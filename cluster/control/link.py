@@ -16,8 +16,7 @@ from typing import Any, Literal, Protocol, get_args
 from cluster.agent.messages import STOP_GRACE_S, Message, MessageError, Spec, pack
 from cluster.errors import ClusterError
 from cluster.failure import Failure
-from cluster.remote_text import clean_value, one_line
-from cluster.values import integer, word
+from cluster.remote_text import clean_value, integer, one_line, word
 
 INTERRUPTED = 130
 TIME_LIMIT = "time limit"  # why ranks stop that save before a scheduler ends them

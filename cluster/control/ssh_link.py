@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import random
 import re
@@ -28,16 +29,18 @@ from typing import Any
 from cluster.agent.folder import LEAD_LOGS, LEAD_WHOLE
 from cluster.agent.messages import Message, write_all
 from cluster.code import NoAnswerError, NodeProgram
-from cluster.control.link import AskedLink, NodeStatus, StrangeAnswerError
+from cluster.control.link import AskedLink, NodeLink, NodeStatus, StrangeAnswerError
 from cluster.errors import SshError, SshFailure
-from cluster.remote_text import one_line
+from cluster.plan import LaunchPlan
+from cluster.remote_text import integer, one_line
 from cluster.ssh.connection import Connect, Connection
-from cluster.ssh.hosts import Host
-from cluster.values import integer
-from engine.runs.folder import RunFolder
+from cluster.ssh.hosts import DEFAULT_WIDTH, Host, resolve_hosts
+from cluster.ssh.session import SshPool
+from engine.runs.folder import RunFolder, typed_overrides
 
 # No use in trying again: a person must do something first.
 _LASTING = (SshFailure.AUTH, SshFailure.HOST_KEY_CHANGED, SshFailure.HOST_KEY_UNKNOWN, SshFailure.DNS)
+_PATIENCE_S = 15.0  # a connection on which nothing moves for so long is dead: long before a lease is over
 _CLOSE_S = 2.0
 _WAIT_S = 0.5  # an answer waits so long for news: what is asked for meanwhile is late by as much
 _BUDGET_BYTES = 256 << 10  # of files in one answer: on a slow link what is asked for meanwhile is late by its way
@@ -383,3 +386,31 @@ class NodeCopy:
 def _is_log(path: str) -> bool:
     """Whether `path` grows by offset; JSON files are replaced whole."""
     return not (path.endswith((".json", ".part")) or _ASIDE.fullmatch(path))
+
+
+def open_links(plan: LaunchPlan, run: RunFolder, timing: LinkTiming = LinkTiming()) -> list[NodeLink]:
+    """See `cluster.launch.runner.open_links`."""
+    hosts = resolve_hosts([node.name for node in plan.nodes], plan.config.cluster.ssh, typed_overrides(run.path))
+    shared = SharedPool(SshPool(patience_s=_PATIENCE_S), len(hosts))
+    places = [NodePlace(run.path, node.name, node.folder, lead=node.node_rank == 0) for node in plan.nodes]
+    return [
+        SshLink(host, shared.connect, place, timing, on_end=shared.leave)
+        for host, place in zip(hosts, places, strict=True)
+    ]
+
+
+class SharedPool:
+    """A pool for so many users that ends with the last of them, and connects not all at once."""
+
+    def __init__(self, pool: SshPool, users: int) -> None:
+        self._pool, self._left, self._at_once = pool, itertools.count(users - 1, -1), threading.Semaphore(DEFAULT_WIDTH)
+
+    def connect(self, host: Host) -> Connection:
+        """A connection of the pool."""
+        with self._at_once:
+            return self._pool.connect(host)
+
+    def leave(self) -> None:
+        """One user needs no more connections."""
+        if next(self._left) == 0:  # a count is safe in threads
+            self._pool.close()

@@ -9,7 +9,7 @@ from cluster.env.facts import FACT_QUESTIONS, NodeEnvironment, NodeEnvironmentFa
 from cluster.env.live import LIVE, LiveSource, read_live
 from cluster.env.plan import plan_fleet
 from cluster.ssh.hosts import Host, fan_out
-from cluster.ssh.pool import SshPool
+from cluster.ssh.session import SshPool
 from cluster.survey.ask import survey_here, survey_node
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import NodeProbe

@@ -12,12 +12,10 @@ from typing import Any
 from cluster.errors import ClusterError
 from cluster.remote_text import one_line
 from cluster.ssh.hosts import node_command
-from cluster.survey.adapters import GPUDIRECT, PORTS, HcaPort
 from cluster.survey.facts import NodeFacts
-from cluster.survey.interfaces import LINKS, NetInterface
+from cluster.survey.network import GPUDIRECT, LINKS, PORTS, HcaPort, NetInterface
 from cluster.survey.nvidia_smi import LSPCI, SMI, GpuAddress
-from cluster.survey.section import UnreadableError, listed
-from cluster.survey.sysfs import python_question
+from cluster.survey.section import UnreadableError, listed, python_question
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from cluster.env.facts import HcaDecision, NodeEnvironment, NodeEnvironmentFacts, Rail
-from cluster.survey.adapters import HcaPort, natural
+from cluster.survey.network import HcaPort, natural
 from cluster.survey.nvidia_smi import GpuAddress
 from engine.config.cluster import ClusterConfig
 

@@ -13,8 +13,7 @@ from typing import Any
 from cluster.env.facts import NodeEnvironment
 from cluster.errors import ClusterError
 from cluster.remote_text import one_line
-from cluster.survey.section import NodeProbe, UnreadableError
-from cluster.survey.sysfs import python_question
+from cluster.survey.section import NodeProbe, UnreadableError, python_question
 
 SESSION = "login"  # what a command over ssh inherits; of this machine: what burst itself inherited
 _OURS = re.compile(r"(NCCL|GLOO|TORCH)_[A-Za-z0-9_]{1,120}|OMP_NUM_THREADS")

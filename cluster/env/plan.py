@@ -22,7 +22,7 @@ from cluster.env.facts import EnvironmentVariable, HcaDecision, LeftOut, NodeEnv
 from cluster.env.hcas import INFINIBAND, align_rails, choose_hcas, map_rails, rail_order
 from cluster.errors import ClusterError
 from cluster.remote_text import one_line
-from cluster.survey.adapters import HcaPort, has_roce_gid
+from cluster.survey.network import HcaPort, has_roce_gid
 from engine.config.cluster import ClusterConfig
 
 _Choice = EnvironmentVariable | LeftOut

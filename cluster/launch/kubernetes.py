@@ -10,13 +10,12 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.facts import MachineFacts
 from cluster.launch.manifest import JOB_FILE, job_text
 from cluster.launch.pod import pod_node
 from cluster.launch.pods import Kubectl, KubernetesJob
 from cluster.launch.runner import Asked, Survey
 from cluster.launch.scheduler import QueuedRunner
-from cluster.plan import LaunchPlan, assemble_plan, with_files, with_ranks
+from cluster.plan import LaunchPlan, MachineFacts, assemble_plan, with_files, with_ranks
 from cluster.plan_nodes import NodesBuilder, Site, socket_variable
 from engine.config.settings import RunConfig
 from engine.planning.memory.capacity import Hardware

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import socket
+import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cluster.agent.serve import Agent
 from cluster.control.link import AskedLink, NodeLink, NodeStatus
-from cluster.facts import MachineFacts, probe_local_node
 from cluster.launch.runner import Asked, Runner, Survey
-from cluster.plan import TRAINER_MODULE, LaunchPlan, NodePlan, assemble_plan, with_ranks
+from cluster.plan import TRAINER_MODULE, LaunchPlan, MachineFacts, NodePlan, assemble_plan, with_ranks
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, socket_variable
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 from engine.runs.folder import RunFolder
+from engine.runs.provenance import CODE_ROOT, output_of
 
 _ADDRESS = "127.0.0.1"
 
@@ -65,14 +69,49 @@ class LocalRunner(Runner):
         facts = local_facts(config)
         return Survey(config, lambda config, path: build_local_plan(config, facts, path, module=asked.module))
 
-    def links(self, plan: LaunchPlan, run: RunFolder) -> list[NodeLink]:
-        return [LocalLink(run.path, node.name) for node in plan.nodes]
+
+def open_links(plan: LaunchPlan, run: RunFolder) -> list[NodeLink]:
+    """See `cluster.launch.runner.open_links`."""
+    return [LocalLink(run.path, node.name) for node in plan.nodes]
 
 
 def local_facts(config: RunConfig) -> MachineFacts:
     """This machine, with the Python that the ranks are to have."""
     facts, python = probe_local_node(), config.cluster.python
     return facts if python is None else replace(facts, python=str(Path(python).expanduser()))
+
+
+def probe_local_node() -> MachineFacts:
+    """The facts of this machine, this interpreter and this working folder."""
+    return MachineFacts(
+        hostname=socket.gethostname(),
+        cores=len(os.sched_getaffinity(0)),
+        gpus=visible_gpus(output_of("nvidia-smi", "-L") or "", os.environ),
+        python=sys.executable,
+        cwd=str(Path.cwd()),
+        python_path=_python_path(),
+        has_chosen_gpus="CUDA_VISIBLE_DEVICES" in os.environ,
+    )
+
+
+def visible_gpus(listing: str, environment: Mapping[str, str]) -> int:
+    """How many devices `nvidia-smi -L` lists, at most as many as CUDA_VISIBLE_DEVICES names."""
+    present = sum(line.startswith("GPU ") for line in listing.splitlines())
+    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return present
+    names = [name.strip() for name in chosen.split(",")]
+    # CUDA stops at the first entry it does not know; "-1" is the usual way to hide everything.
+    valid = next((index for index, name in enumerate(names) if name in ("", "-1")), len(names))
+    return min(present, valid)
+
+
+def _python_path() -> str | None:
+    """The folder of the packages before what PYTHONPATH already holds; None when they are installed."""
+    if CODE_ROOT.name in ("site-packages", "dist-packages"):
+        return None
+    old = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join([str(CODE_ROOT), *(entry for entry in old if entry not in ("", str(CODE_ROOT)))])
 
 
 def build_local_plan(

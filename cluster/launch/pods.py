@@ -26,8 +26,8 @@ from cluster.plan import LaunchPlan, NodePlan
 from cluster.plan_nodes import RUN_LABEL
 from cluster.remote_text import one_line
 from engine.config.cluster import KubernetesConfig
+from engine.runs.files import parse_line, read_json_object, replace_json
 from engine.runs.folder import RunFolder
-from engine.runs.records import parse_line, read_json_object, replace_json
 
 _TIMEOUT_S = 30.0
 _INDEX_LABEL = "batch.kubernetes.io/job-completion-index"

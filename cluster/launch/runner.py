@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from engine.planning.memory.capacity import Hardware
     from engine.runs.folder import RunFolder
 
-# A module is imported when its launcher is used: who stays on this machine does not pay for SSH.
+# By launcher the module with its RUNNER and that with its `open_links`. Each is imported when it is used: who stays on
+# this machine does not pay for SSH, and who only looks at a plan not for what leads its nodes.
 RUNNERS = {
-    "local": "cluster.launch.local",
-    "ssh": "cluster.launch.ssh",
-    "slurm": "cluster.launch.slurm",
-    "kubernetes": "cluster.launch.kubernetes",
+    "local": ("cluster.launch.local", "cluster.launch.local"),
+    "ssh": ("cluster.launch.ssh", "cluster.control.ssh_link"),
+    "slurm": ("cluster.launch.slurm", "cluster.launch.scheduler"),
+    "kubernetes": ("cluster.launch.kubernetes", "cluster.launch.scheduler"),
 }
 
 
@@ -89,10 +90,6 @@ class Runner(ABC):
         """`plan` with the nodes that it got, as far as they are known by now. Raises PlanFileError."""
         return plan
 
-    @abstractmethod
-    def links(self, plan: LaunchPlan, run: RunFolder) -> Sequence[NodeLink]:
-        """See `open_links`."""
-
     def await_nodes(
         self, plan: LaunchPlan, run: RunFolder, observer: LaunchObserver, stop: StopRequests, *, start: bool
     ) -> tuple[LaunchPlan, Sequence[NodeLink]] | LaunchOutcome | None:
@@ -116,8 +113,9 @@ def open_links(plan: LaunchPlan, run: RunFolder) -> Sequence[NodeLink]:
 
     Raises HostsError when SSH no longer knows a node, ClusterError when Slurm does not answer.
     """
-    return runner_of(plan).links(plan, run)
+    links: Sequence[NodeLink] = importlib.import_module(RUNNERS[plan.launcher][1]).open_links(plan, run)
+    return links
 
 
 def _runner(name: str) -> Runner:
-    return cast(Runner, importlib.import_module(RUNNERS[name]).RUNNER)
+    return cast(Runner, importlib.import_module(RUNNERS[name][0]).RUNNER)

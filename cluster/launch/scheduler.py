@@ -8,12 +8,13 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 from cluster.control.attempt import StopRequests, finish, read_cancel
 from cluster.control.link import INTERRUPTED, LaunchObserver, LaunchOutcome, Leftover, NodeLink
 from cluster.errors import ClusterError
 from cluster.failure import Failure
-from cluster.launch.runner import Runner
+from cluster.launch.runner import Runner, runner_of
 from cluster.plan import LaunchPlan, NodePlan
 from engine.runs.folder import RunFolder
 
@@ -162,9 +163,6 @@ class QueuedRunner(Runner):
     def job(self, plan: LaunchPlan, run: RunFolder) -> WatchedJob:
         """That of the run's present attempt, or of one to come; nothing is asked yet."""
 
-    def links(self, plan: LaunchPlan, run: RunFolder) -> list[NodeLink]:
-        return list(map(self.job(plan, run).link, plan.nodes))
-
     def await_nodes(
         self, plan: LaunchPlan, run: RunFolder, observer: LaunchObserver, stop: StopRequests, *, start: bool
     ) -> tuple[LaunchPlan, Sequence[NodeLink]] | LaunchOutcome:
@@ -181,6 +179,12 @@ class QueuedRunner(Runner):
             return LaunchOutcome("failed", error.exit_code, failure)
         job.watch()
         return _await_granted(job, plan, observer, stop)
+
+
+def open_links(plan: LaunchPlan, run: RunFolder) -> list[NodeLink]:
+    """See `cluster.launch.runner.open_links`."""
+    runner = cast(QueuedRunner, runner_of(plan))
+    return list(map(runner.job(plan, run).link, plan.nodes))
 
 
 def _await_granted(

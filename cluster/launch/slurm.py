@@ -8,10 +8,10 @@ from cluster.launch.local import local_facts
 from cluster.launch.runner import Asked, Survey
 from cluster.launch.scheduler import QueuedRunner
 from cluster.plan import LaunchPlan
+from cluster.remote_text import word
 from cluster.slurm.client import SlurmClient
 from cluster.slurm.job import SlurmJob
 from cluster.slurm.plan import build_slurm_plan, granted_plan, read_token
-from cluster.values import word
 from engine.config.settings import RunConfig
 from engine.runs.folder import RunFolder
 

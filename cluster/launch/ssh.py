@@ -6,30 +6,21 @@ The plan is a torchrun per node, ranks in the order of the nodes; a pure functio
 from __future__ import annotations
 
 import contextlib
-import itertools
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.agent.messages import code_path
-from cluster.checks.groups.launch import Offer, read_offer
 from cluster.checks.groups.software import read_software
-from cluster.checks.launch import check_launch
+from cluster.checks.launch import Offer, check_launch, read_offer
 from cluster.code import build_archive, code_place, shared_place, upload_code
-from cluster.control.link import NodeLink
-from cluster.control.ssh_link import LinkTiming, NodePlace, SshLink
 from cluster.env.facts import NodeEnvironmentFacts, read_facts
 from cluster.env.plan import plan_fleet
-from cluster.facts import MachineFacts
 from cluster.launch.runner import Asked, Runner, Survey
-from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, assemble_plan, with_ranks
+from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, MachineFacts, assemble_plan, with_ranks
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, at_home, node_folders, node_root
-from cluster.ssh.connection import Connection
-from cluster.ssh.hosts import DEFAULT_WIDTH, Host
-from cluster.ssh.nodes import fold_nodes, parse_nodes
-from cluster.ssh.pool import SshPool
-from cluster.ssh.resolve import resolve_hosts
+from cluster.ssh.hosts import fold_nodes, parse_nodes, resolve_hosts
+from cluster.ssh.session import SshPool
 from cluster.survey.facts import NodeFacts
 from cluster.survey.nvidia_smi import Gap
 from cluster.survey.nvidia_smi import Gpu as SmiGpu
@@ -37,9 +28,6 @@ from cluster.survey.section import AbsentError, UnreadableError
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 from engine.planning.memory.capacity import HOST_RESERVE_SHARE, MIB, Gpu, Hardware
-from engine.runs.folder import RunFolder, typed_overrides
-
-_PATIENCE_S = 15.0  # a connection on which nothing moves for so long is dead: long before a lease is over
 
 
 class SshRunner(Runner):
@@ -77,32 +65,6 @@ class SshRunner(Runner):
             fit.warnings + fleet_warnings(nodes, resolve_fleet(config, nodes)[0]),
             prepare=prepare,
         )
-
-    def links(self, plan: LaunchPlan, run: RunFolder, timing: LinkTiming | None = None) -> list[NodeLink]:
-        hosts = resolve_hosts([node.name for node in plan.nodes], plan.config.cluster.ssh, typed_overrides(run.path))
-        shared = SharedPool(SshPool(patience_s=_PATIENCE_S), len(hosts))
-        places = [NodePlace(run.path, node.name, node.folder, lead=node.node_rank == 0) for node in plan.nodes]
-        return [
-            SshLink(host, shared.connect, place, timing or LinkTiming(), on_end=shared.leave)
-            for host, place in zip(hosts, places, strict=True)
-        ]
-
-
-class SharedPool:
-    """A pool for so many users that ends with the last of them, and connects not all at once."""
-
-    def __init__(self, pool: SshPool, users: int) -> None:
-        self._pool, self._left, self._at_once = pool, itertools.count(users - 1, -1), threading.Semaphore(DEFAULT_WIDTH)
-
-    def connect(self, host: Host) -> Connection:
-        """A connection of the pool."""
-        with self._at_once:
-            return self._pool.connect(host)
-
-    def leave(self) -> None:
-        """One user needs no more connections."""
-        if next(self._left) == 0:  # a count is safe in threads
-            self._pool.close()
 
 
 RUNNER = SshRunner()

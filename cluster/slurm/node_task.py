@@ -29,9 +29,8 @@ from cluster.ssh.hosts import is_host_name
 from cluster.survey.ask import survey_here
 from cluster.survey.facts import NodeFacts
 from engine.config.errors import BurstError
-from engine.runs.files import replace_file
+from engine.runs.files import read_json_object, replace_file, replace_json
 from engine.runs.folder import RunFolder
-from engine.runs.records import read_json_object, replace_json
 
 MEETING_FILE = "rendezvous.json"  # of the run folder
 _PROBE_S = 60.0

@@ -12,15 +12,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.facts import MachineFacts
-from cluster.plan import TRAINER_MODULE, LaunchPlan, NodePlan, assemble_plan, plan_from_dict, with_files, with_ranks
+from cluster.plan import (
+    TRAINER_MODULE,
+    LaunchPlan,
+    MachineFacts,
+    NodePlan,
+    assemble_plan,
+    plan_from_dict,
+    with_files,
+    with_ranks,
+)
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site
 from cluster.slurm.sbatch import SCRIPT_FILE, TOKEN_FILE, check_slurm_settings, sbatch_text
-from cluster.ssh.nodes import parse_nodes, slurm_nodes
+from cluster.ssh.hosts import parse_nodes, slurm_nodes
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
+from engine.runs.files import read_json_object, replace_json
 from engine.runs.folder import RunFolder
-from engine.runs.records import read_json_object, replace_json
 
 GRANTED_FILE = "granted.json"
 _MAX_BYTES = 1 << 20

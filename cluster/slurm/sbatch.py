@@ -13,10 +13,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.facts import MachineFacts
-from cluster.plan import TRAINER_MODULE
+from cluster.plan import TRAINER_MODULE, MachineFacts
 from cluster.remote_text import one_line
-from cluster.ssh.nodes import fold_nodes, parse_nodes
+from cluster.ssh.hosts import fold_nodes, parse_nodes
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig

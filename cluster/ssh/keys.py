@@ -12,7 +12,6 @@ import contextlib
 import fcntl
 import hashlib
 import hmac
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,7 @@ from cryptography.hazmat.primitives.serialization.ssh import (
 
 from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
-from cluster.ssh.hosts import Host
+from cluster.ssh.hosts import Host, trust_file
 from engine.runs.files import replace_file
 
 _MARKERS = {"-": "", "@revoked": "@revoked", "@cert-authority": "@cert-authority"}
@@ -188,12 +187,6 @@ def _in_words(shown: PublicKey, certificate: SSHCertificate) -> str:
     )
     by = f"by {shown.authority.fingerprint} for a {certificate.type.name.lower()}, {names or 'of no name'}"
     return f"{by}, from {begin} until {end}{f', demanding {demands}' if demands else ''}"
-
-
-def trust_file() -> Path:
-    """burst's own known_hosts: ~/.config/burst/known_hosts, or below XDG_CONFIG_HOME."""
-    base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
-    return Path(base) / "burst" / "known_hosts"
 
 
 def add_keys(keys: Sequence[ShownKey]) -> None:

@@ -1,18 +1,204 @@
-"""A connection to a node over SSH and the commands that run there: streams with timeouts, in bounded memory."""
+"""Connections over SSH, by name, socket, host key and log-in, each within the one deadline of the host; and commands
+that run there: streams with timeouts, in bounded memory.
+
+What several connections of a verb share lies in an `SshPool` that is handed around: jump hosts, keys, known hosts.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
+import random
 import shlex
+import signal
+import socket
+import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, Self
+from weakref import WeakSet
 
 import paramiko
 
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import OUTPUT_BYTES, CommandResult, Connection, Deadline, RemoteProcess, begin, within
 from cluster.ssh.hosts import Host
-from cluster.ssh.transport import WINDOW_BYTES, SshTransport, words
+from cluster.ssh.keys import HostKeys, ShownKey
+from cluster.ssh.transport import WINDOW_BYTES, KeyFiles, SshTransport, log_in, words
+
+# A server with many strangers at its door (MaxStartups 10:30:100) drops some: these come again.
+_ATTEMPTS = 5
+_FIRST_PAUSE_S = 0.2
+_JUMP_RETRY_S = 5.0
+
+
+class SshPool:
+    """The connections of one verb and what they share. A context manager; its end closes them all.
+
+    Each jump host is logged in to once, whatever number of targets lies behind it; one that failed is tried again by
+    who needs it _JUMP_RETRY_S later. patience_s: a link on which nothing is acknowledged for so long is dead, and so is
+    a command that reads nothing. Behind a jump host or a ProxyCommand it is these that acknowledge: there, and where an
+    sshd has stopped, who asks ends it by the limit of `read` or `wait`: an agent by `LinkTiming.silence_s`, a pull by
+    `cluster.image.push.STALL_S`.
+    """
+
+    def __init__(self, *, patience_s: float = 30.0) -> None:
+        self._patience_s, self._lock, self._files = patience_s, threading.Lock(), KeyFiles()
+        self._gates: dict[Host, tuple[float, Future[SshTransport]]] = {}
+        self._known: dict[tuple[str, ...], HostKeys] = {}
+        self._opened = WeakSet[SshConnection]()
+
+    def connect(self, host: Host) -> SshConnection:
+        """A logged-in connection to `host`. Raises SshError with the kind that says which step failed."""
+        connection = SshConnection(host, self._log_in(host), self._patience_s)
+        with self._lock:
+            self._opened.add(connection)
+        return connection
+
+    def show_key(self, host: Host) -> ShownKey:
+        """The key that the server at `host` shows, of a type that is known where it has one, without logging in."""
+        with contextlib.closing(self._greet(host, Deadline.after(host.connect_timeout_s))) as transport:
+            shown = transport.key_shown()
+            return ShownKey(host, shown.plain, self._known_keys(host).state_of(host, shown))
+
+    def close(self) -> None:
+        """End all connections, those to jump hosts last."""
+        with self._lock:
+            opened, gates = list(self._opened), list(self._gates.values())
+        for connection in opened:
+            connection.close()
+        for _, gate in gates:
+            if gate.done() and gate.exception() is None:
+                gate.result().close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _log_in(self, host: Host) -> SshTransport:
+        """A transport whose server has proven its key and has let us in."""
+        deadline = Deadline.after(host.connect_timeout_s)
+        transport = self._greet(host, deadline)
+        try:
+            self._known_keys(host).check(host, transport.key_shown())
+            log_in(host, transport, self._files, deadline)
+        except BaseException:
+            transport.close()
+            raise
+        transport.set_keepalive(max(1, int(self._patience_s / 3)))
+        return transport
+
+    def _greet(self, host: Host, deadline: Deadline) -> SshTransport:
+        """A transport whose server has proven the key that it shows. One that drops us at its door is asked again."""
+        for attempt in itertools.count(1):
+            transport = SshTransport(self._open(host, deadline))
+            try:
+                transport.shake_hands(host, self._known_keys(host), deadline)
+                break
+            except BaseException as error:
+                transport.close()
+                wait_s = _FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
+                was_dropped = isinstance(error, SshError) and error.kind is SshFailure.PROTOCOL
+                if not was_dropped or attempt == _ATTEMPTS or 3 * wait_s >= deadline.left_s:
+                    raise
+            time.sleep(wait_s)
+        return transport
+
+    def _open(self, host: Host, deadline: Deadline) -> socket.socket | paramiko.Channel:
+        """A connection to the host itself, over which nothing has been said."""
+        if host.jump is not None:
+            return self._tunnel(host, host.jump, deadline)
+        if host.proxy_command is not None:
+            return CommandSocket(host.proxy_command)
+        sock = open_socket(host, deadline)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # The kernel ends it when what was sent, a keepalive at least, is not acknowledged for so long.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * self._patience_s))
+        return sock
+
+    def _tunnel(self, host: Host, gate: Host, deadline: Deadline) -> paramiko.Channel:
+        """A channel through the one connection to `gate`, which is made by whoever needs it first."""
+        with self._lock:
+            tried_at, found = self._gates.get(gate, (0.0, None))
+            is_old = time.monotonic() > tried_at + gate.connect_timeout_s + _JUMP_RETRY_S
+            if found is None or (found.done() and (is_old if found.exception() else not found.result().is_active())):
+                found = begin(lambda: self._log_in(gate))
+                self._gates[gate] = time.monotonic(), found
+        name, place = f"jump host {gate.name}", (host.address, host.port)
+        try:
+            way = found.result(deadline.left_s)
+            return way.open_channel("direct-tcpip", place, ("127.0.0.1", 0), timeout=deadline.left_s)
+        except SshError as error:
+            raise SshError(host.name, error.kind, f"{name}: {error.detail}", error.remedy) from error
+        except (paramiko.SSHException, OSError, EOFError) as error:
+            kind = SshFailure.TIMEOUT if deadline.is_over else SshFailure.UNREACHABLE
+            text = f"{name} gives no way to {host.address} port {host.port}: {words(error)}"
+            raise SshError(host.name, kind, text, "is the node up? does the jump host AllowTcpForwarding?") from error
+
+    def _known_keys(self, host: Host) -> HostKeys:
+        """What the files of `host` say of its key; each set of files is read once."""
+        # Two threads may read the same files at the same time; both get the same keys.
+        if host.known_hosts not in self._known:
+            self._known[host.known_hosts] = HostKeys.load(host.known_hosts)
+        return self._known[host.known_hosts]
+
+
+class CommandSocket(socket.socket):
+    """What a ProxyCommand reads and writes. Closing it ends the command with all that it started."""
+
+    def __init__(self, command: str) -> None:
+        ours, theirs = socket.socketpair()
+        super().__init__(fileno=ours.detach())
+        with theirs:
+            self._process = subprocess.Popen(
+                ["/bin/sh", "-c", f"exec {command}"],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+
+    def close(self) -> None:
+        """Close our end, and end the command."""
+        super().close()
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def open_socket(host: Host, deadline: Deadline) -> socket.socket:
+    """A connected socket. Raises SshError: DNS, REFUSED, TIMEOUT or UNREACHABLE."""
+    try:
+        # By a thread of its own: a name server that is silent would be waited for longer.
+        found = within(deadline, lambda: socket.getaddrinfo(host.address, host.port, type=socket.SOCK_STREAM))
+    except (OSError, UnicodeError) as error:
+        late = "which a name server told in time" if isinstance(error, TimeoutError) else "that is known here"
+        remedy = "check the name, /etc/hosts, /etc/resolv.conf and your SSH configuration"
+        raise SshError(host.name, SshFailure.DNS, f"{host.address} has no address {late}", remedy) from error
+    return reach(host, [address[:2] for *_, address in found], deadline)
+
+
+def reach(host: Host, addresses: Sequence[tuple[Any, ...]], deadline: Deadline) -> socket.socket:
+    """A socket to the first of the addresses of `host` that answers. Raises as `open_socket`."""
+    failures: list[OSError] = []
+    for number, address in enumerate(addresses):
+        try:
+            return socket.create_connection(address, deadline.left_s / (len(addresses) - number))
+        except OSError as error:
+            failures.append(error)
+    where, failure = f"{host.address} port {host.port}", min(failures, key=lambda failure: type(failure) is OSError)
+    if isinstance(failure, TimeoutError):
+        raise SshError(host.name, SshFailure.TIMEOUT, f"{where} does not answer", "is the node up?")
+    if isinstance(failure, ConnectionRefusedError):
+        raise SshError(host.name, SshFailure.REFUSED, f"{where} refuses connections", "is sshd running?")
+    raise SshError(host.name, SshFailure.UNREACHABLE, f"{where}: {words(failure)}", "is the network up?")
+
 
 _WRITE_BYTES = 1 << 15
 _STDERR_BYTES = 1 << 20
@@ -100,7 +286,7 @@ class SshProcess(RemoteProcess):
 
 
 class SshConnection(Connection):
-    """See `Connection`; made by `cluster.ssh.pool.SshPool`."""
+    """See `Connection`; made by `cluster.ssh.session.SshPool`."""
 
     def __init__(self, host: Host, transport: SshTransport, patience_s: float) -> None:
         self.host, self.transport, self._patience_s = host, transport, patience_s

@@ -5,9 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from cluster.survey.adapters import GPUDIRECT, PORTS, Adapters, GpuDirect, parse_adapters, parse_gpudirect
-from cluster.survey.interfaces import LINKS, InterfaceChoice, Network, explain_interface, read_network
-from cluster.survey.kernel_log import KERNEL_LOG, KernelLog, read_kernel_log
+from cluster.survey.network import (
+    GPUDIRECT,
+    LINKS,
+    PORTS,
+    Adapters,
+    GpuDirect,
+    InterfaceChoice,
+    Network,
+    explain_interface,
+    parse_adapters,
+    parse_gpudirect,
+    read_network,
+)
 from cluster.survey.nvidia_smi import (
     LSPCI,
     SMI,
@@ -64,11 +74,6 @@ class NodeFacts:
     def interface(self) -> InterfaceChoice:
         """The interface that nodes talk over."""
         return explain_interface(self.network.interfaces, self.config.interface)
-
-    @cached_property
-    def kernel_log(self) -> KernelLog:
-        """What drivers complained of since boot."""
-        return read_kernel_log(self.section(KERNEL_LOG))
 
     @cached_property
     def smi(self) -> SmiLog | SmiTrouble:

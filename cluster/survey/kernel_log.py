@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.survey.section import Section, UnreadableError
-from cluster.survey.sysfs import python_question
+from cluster.survey.section import Section, UnreadableError, python_question
 
 RECENT_S = 86400.0
 _ALLOW = "let this user read the kernel log (group adm or systemd-journal, or sysctl kernel.dmesg_restrict=0)"

@@ -17,9 +17,8 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from cluster.remote_text import one_line
-from cluster.survey.adapters import pci_path
-from cluster.survey.section import AbsentError, Section, SectionState, UnreadableError
-from cluster.survey.sysfs import python_question
+from cluster.survey.network import pci_path
+from cluster.survey.section import AbsentError, Section, SectionState, UnreadableError, python_question
 
 T = TypeVar("T", str, float)
 

@@ -38,7 +38,7 @@ from cluster.ssh.hosts import Host
 from cluster.testbed.machine import MARK_VARIABLE, SYSTEM_PATH, Command, TestbedError
 from cluster.testbed.spec import MANAGEMENT, TestbedSpec
 from engine.config.errors import ConfigError
-from engine.runs.records import read_json_object, replace_json
+from engine.runs.files import read_json_object, replace_json
 
 DIR_VARIABLE = "BURST_TESTBED_DIR"
 NAMESPACES = Path("/run/netns")

@@ -43,9 +43,8 @@ from engine.runs.commit import (
     superfluous,
     verify_files,
 )
-from engine.runs.files import remove_folder
+from engine.runs.files import remove_folder, utc_now
 from engine.runs.manifest import CheckpointError, Manifest
-from engine.runs.records import utc_now
 
 _ID_BYTES = 8
 

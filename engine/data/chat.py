@@ -26,8 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
 from engine.data.tokenizers import TOKENIZER_CONFIG_FILE, special_tokens
-from engine.runs.files import hash_json
-from engine.runs.records import require_json_object
+from engine.runs.files import hash_json, require_json_object
 
 ROLES = ("system", "user", "assistant", "tool")
 CHATML = "chatml"

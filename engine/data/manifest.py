@@ -37,7 +37,7 @@ import numpy.typing as npt
 from engine.config.errors import DataError
 from engine.config.schema import range_problems, read_dataclass, setting
 from engine.data.tokenizers import Ids, Tokenizer
-from engine.runs.records import json_text, require_json_object
+from engine.runs.files import json_text, require_json_object
 
 FORMAT = "burst-tokens"
 VERSION = 1

@@ -30,8 +30,15 @@ from engine.data.sampler import Sampler, Samples, by_length
 from engine.data.shards import TokenShards, echoed, open_token_set
 from engine.data.sources import Source, open_source
 from engine.data.tokenizers import TOKENIZER_FILE, ByteTokenizer, Ids, Tokenizer, load_tokenizer_file
-from engine.runs.files import cache_folder, hash_file, hash_json, new_folder, remove_folder
-from engine.runs.records import json_text, require_json_object
+from engine.runs.files import (
+    cache_folder,
+    hash_file,
+    hash_json,
+    json_text,
+    new_folder,
+    remove_folder,
+    require_json_object,
+)
 
 PREPARED_FILE = "prepared.json"
 VERSION = 1  # raise it when the same text would give other tokens

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.config.errors import DataError
-from engine.runs.records import require_json_object
+from engine.runs.files import require_json_object
 
 Ids = npt.NDArray[np.int64]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.config.errors import ConfigError
 from engine.config.settings import ModelConfig, RopeScalingConfig
-from engine.runs.records import require_json_object
+from engine.runs.files import require_json_object
 
 CONFIG_FILE = "config.json"
 _ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # by family

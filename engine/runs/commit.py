@@ -22,9 +22,8 @@ from pathlib import Path
 
 from engine.config.errors import ConfigError
 from engine.config.settings import CheckpointConfig, load_config
-from engine.runs.files import hash_file, home_path, sync
+from engine.runs.files import hash_file, home_path, replace_json, sync
 from engine.runs.manifest import MANIFEST_FILE, CheckpointError, FileFacts, Manifest, read_manifest
-from engine.runs.records import replace_json
 
 STORAGE_FILE = "storage"
 _COMMITTED = re.compile(r"step-(\d{8,})")

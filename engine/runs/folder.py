@@ -34,10 +34,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.config.errors import BurstError, ConfigError
-from engine.runs.files import new_folder
+from engine.runs.files import append_json_line, new_folder, read_json_lines, read_json_object, replace_json, utc_now
 from engine.runs.oom import measure_out_of_memory
 from engine.runs.process import process_start
-from engine.runs.records import append_json_line, read_json_lines, read_json_object, replace_json, utc_now
 
 OVERRIDES_FILE = "overrides.txt"  # what was typed, one override a line
 RUNS_DIR_VARIABLE = "BURST_RUNS_DIR"

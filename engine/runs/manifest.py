@@ -22,8 +22,7 @@ from typing import Any
 
 from engine.config.errors import BurstError
 from engine.config.schema import to_plain
-from engine.runs.files import hash_json
-from engine.runs.records import finite, require_json_object
+from engine.runs.files import finite, hash_json, require_json_object
 
 FORMAT = 1
 MANIFEST_FILE = "MANIFEST.json"

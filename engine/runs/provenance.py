@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from engine.runs.files import utc_now
 from engine.runs.host_memory import meminfo_bytes
-from engine.runs.records import utc_now
 
 PACKAGES = ("burst-train", "torch", "numpy", "safetensors", "tokenizers", "pyyaml", "flash-attn", "triton")
 IMAGE_VARIABLE = "BURST_IMAGE"

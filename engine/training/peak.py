@@ -18,8 +18,7 @@ import torch
 
 from engine.config.settings import Dtype, TrainConfig
 from engine.planning.time.machine import Peak, published_peak
-from engine.runs.files import cache_folder
-from engine.runs.records import utc_now
+from engine.runs.files import cache_folder, utc_now
 
 _SIZES = (512, 1024, 2048)
 _MEASURE_S = 0.1  # per size

@@ -20,8 +20,7 @@ from pathlib import Path
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import CommandResult, Connection, RemoteProcess
 from cluster.ssh.hosts import Host
-from cluster.ssh.pool import SshPool
-from cluster.ssh.session import SshConnection
+from cluster.ssh.session import SshConnection, SshPool
 from cluster.testbed.testbed import Testbed
 
 # Of this very Python: one behind a version manager takes ten times as long to start.

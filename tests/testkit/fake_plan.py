@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.facts import MachineFacts, probe_local_node
-from cluster.launch.local import build_local_plan
-from cluster.plan import LaunchPlan
+from cluster.launch.local import build_local_plan, probe_local_node
+from cluster.plan import LaunchPlan, MachineFacts
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig
 from testkit import FAKE_PYTHON_PATH, PYTHON_PATH

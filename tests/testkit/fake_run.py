@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
+from cluster.control import ssh_link
 from cluster.control.attempt import StopRequests
 from cluster.control.controller import Manner, control
 from cluster.control.link import LaunchObserver, LaunchOutcome, LaunchTiming, NodeLink, NodeStatus
@@ -23,7 +24,6 @@ from cluster.control.ssh_link import LinkTiming
 from cluster.env.facts import EnvironmentVariable
 from cluster.launch.local import build_local_plan
 from cluster.launch.runner import open_links
-from cluster.launch.ssh import RUNNER
 from cluster.plan import LaunchPlan, NodePlan, read_launch_plan, with_files
 from cluster.testbed.testbed import Testbed
 from engine.config.cluster import ClusterConfig, SshConfig
@@ -216,7 +216,7 @@ class TestbedRun(LocalRun):
         super().__init__(base, mode, names=testbed.node_names, launcher="ssh", ssh=ssh, **settings)
 
     def links(self) -> list[NodeLink]:
-        return RUNNER.links(self.plan, self.run, LINKS)
+        return ssh_link.open_links(self.plan, self.run, LINKS)
 
     def folder(self, name: str, path: Path) -> Path:
         return self.testbed.node(name).home / ".burst" / "runs" / path.name

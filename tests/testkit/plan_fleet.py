@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from cluster.checks.groups.launch import Offer
+from cluster.checks.launch import Offer
 from cluster.env.facts import NodeEnvironmentFacts
 from cluster.launch.ssh import SshNode
-from cluster.survey.interfaces import NetInterface
+from cluster.survey.network import NetInterface
 from engine.config.settings import RunConfig, config_from_dict
 from engine.planning.memory.capacity import Gpu
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engine.runs.files import replace_json
 from engine.runs.folder import RunFolder, create_run
-from engine.runs.records import replace_json
 
 
 def make_run(

@@ -13,8 +13,7 @@ from cluster.checks.groups.software import VERSIONS
 from cluster.image.engine import Image
 from cluster.remote_text import one_line
 from cluster.survey.facts import NodeFacts
-from cluster.survey.section import AbsentError, SectionState, UnreadableError
-from cluster.survey.sysfs import Filesystem, python_question
+from cluster.survey.section import AbsentError, Filesystem, SectionState, UnreadableError, python_question
 from engine.config.cluster import ClusterConfig
 
 # Images with CUDA and PyTorch take 10 to 20 GiB, and have to fit in twice: they are packed and unpacked there.

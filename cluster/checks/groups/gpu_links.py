@@ -12,8 +12,7 @@ from cluster.checks.group import CheckGroup, each, known
 from cluster.checks.groups.gpu import RESEAT, gpus_by_name, look_at_gpus
 from cluster.survey.facts import NodeFacts
 from cluster.survey.nvidia_smi import LSPCI, SMI, Gap, Gpu, needed
-from cluster.survey.section import Question, Section, UnreadableError, listed
-from cluster.survey.sysfs import python_question
+from cluster.survey.section import Question, Section, UnreadableError, listed, python_question
 
 _TITLE = re.compile(r"GPU (\d{1,3}): .*")
 _LINK = re.compile(r"\s*Link (\d{1,3}): (?:(\d+(?:\.\d+)?) GB/s|<?inactive>?)", re.IGNORECASE)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from cluster.checks.finding import GIB, Check, Finding, gib
 from cluster.checks.group import CheckGroup, known
 from cluster.survey.facts import NodeFacts
-from cluster.survey.sysfs import Filesystem, python_question
+from cluster.survey.section import Filesystem, python_question
 
 # Free bytes: below the first a run cannot work, below the second it may soon not.
 DISK_FREE_BYTES = {"/": (1 * GIB, 10 * GIB), "/tmp": (GIB // 2, 5 * GIB)}

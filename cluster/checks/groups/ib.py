@@ -15,9 +15,9 @@ from cluster.checks.finding import Check, Finding, age
 from cluster.checks.group import CheckGroup, each
 from cluster.env.facts import ADAPTER_QUESTIONS, adapter_facts
 from cluster.env.hcas import choose_hcas
-from cluster.survey.adapters import GPUDIRECT, HcaPort, has_roce_gid
 from cluster.survey.facts import NodeFacts
-from cluster.survey.kernel_log import KERNEL_LOG, RECENT_S
+from cluster.survey.kernel_log import KERNEL_LOG, RECENT_S, read_kernel_log
+from cluster.survey.network import GPUDIRECT, HcaPort, has_roce_gid
 from cluster.survey.nvidia_smi import LSPCI
 from cluster.survey.section import AbsentError, UnreadableError
 
@@ -213,7 +213,8 @@ def check_counters(check: Check, view: FabricView) -> list[Finding]:
 
 def check_log(check: Check, view: FabricView) -> list[Finding]:
     """What the kernel logged of adapters since boot: links that were lost, firmware that failed."""
-    log, devices = view.facts.kernel_log, {port.pci_address: port for port in view.ports if port.pci_address}
+    log = read_kernel_log(view.facts.section(KERNEL_LOG))
+    devices = {port.pci_address: port for port in view.ports if port.pci_address}
     if not devices:
         raise UnreadableError("no adapter has a known place on the PCI bus")
     found = []

@@ -20,7 +20,7 @@ from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import fan_out
 from cluster.survey.facts import NodeFacts
-from cluster.survey.interfaces import LINKS, NetInterface
+from cluster.survey.network import LINKS, NetInterface
 from engine.config.cluster import ClusterConfig
 
 PAIRS = "net.pairs"

@@ -1,4 +1,4 @@
-"""What is installed on a node for ranks: Python, its packages, settings of NCCL that lie around."""
+"""What is installed on a node for ranks: Python and its packages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from cluster.checks.finding import Check, Finding
 from cluster.checks.group import CheckGroup, known
-from cluster.env.live import LIVE, live_sources
 from cluster.remote_text import plain_path
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import Question, fill
@@ -18,16 +17,6 @@ from engine.config.cluster import ClusterConfig
 VERSIONS = "host.versions"
 OLDEST_PYTHON = (3, 11)  # of ranks
 OLDEST_NODE_PYTHON = (3, 9)  # of what supervises them
-# Left behind after debugging, each of these makes a run slow without a word.
-CRIPPLING = {
-    "NCCL_P2P_DISABLE": "1",
-    "NCCL_SHM_DISABLE": "1",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_NET_GDR_LEVEL": "LOC",
-    "NCCL_IGNORE_NET_MISMATCH": "1",
-    "NCCL_DEBUG": "TRACE",
-}
 
 SOFTWARE = Question(
     "host.software",
@@ -83,7 +72,9 @@ def read_software(facts: NodeFacts) -> Software | None:
     """None where there is no such Python. Raises UnreadableError."""
 
     def take(told: Any) -> Software | None:
-        software: Software | None = told and fill(Software, {**told, "executable": plain_path(told["executable"])})
+        if told is None:
+            return None
+        software: Software = fill(Software, {**told, "executable": plain_path(told["executable"])})
         return software
 
     return facts.section(SOFTWARE).read(take)
@@ -114,20 +105,6 @@ def check_python(check: Check, facts: NodeFacts) -> list[Finding]:
     return [check.ok(software.python)]
 
 
-def check_nccl_conf(check: Check, facts: NodeFacts) -> list[Finding]:
-    """No setting of NCCL that lies around (/etc/nccl.conf, ~/.nccl.conf, the session) switches a fast path off."""
-    bad = {
-        f"{name}={value} ({source.place})": name
-        for source in facts.section(LIVE).read(live_sources)
-        for name, value in sorted(source.values.items())
-        if not source.is_process and CRIPPLING.get(name) == value.strip()
-    }
-    if not bad:
-        return [check.ok("none")]
-    names = ", ".join(dict.fromkeys(bad.values()))
-    return [check.expecting("none").warn(", ".join(bad), f"remove {names}, or know why it is there")]
-
-
 def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
     """What all nodes must have alike: where ranks run in containers, nothing of Python, for the image has its own."""
     software = None if facts.in_containers else known(read_software, facts)
@@ -153,4 +130,3 @@ GROUP = CheckGroup(
     traits=_traits,
     compared={VERSIONS: "Ranks run with the same on all nodes: Python, PyTorch and NCCL, or the image."},
 )
-NCCL_SETTINGS = CheckGroup("host", (check_nccl_conf,), questions=(LIVE,))

@@ -15,10 +15,9 @@ from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import fan_out
+from cluster.survey.ask import build_script, new_fence, read_sections
 from cluster.survey.facts import NodeFacts
-from cluster.survey.script import build_script, new_fence, read_sections
-from cluster.survey.section import Section, SectionState, UnreadableError, fill
-from cluster.survey.sysfs import Filesystem, python_question
+from cluster.survey.section import Filesystem, Section, SectionState, UnreadableError, fill, python_question
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import BurstError, ConfigError
 

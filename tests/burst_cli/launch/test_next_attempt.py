@@ -10,7 +10,7 @@ from testkit.fake_plan import node_facts
 
 from burst_cli.launch.launching import lead_attempts, renewed_plan, with_spares
 from burst_cli.launch.prepare import PreparedLaunch
-from burst_cli.launch.request import LaunchRequest
+from burst_cli.options import LaunchRequest
 from burst_cli.runs.failure import failure_block
 from cluster.checks.launch import NodeProblem, UnfitNodesError
 from cluster.control.attempt import StopRequests, begin_attempt, finish

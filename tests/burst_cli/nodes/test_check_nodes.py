@@ -14,8 +14,8 @@ from testkit.command_line import Burst
 
 from burst_cli.nodes.check_nodes import CheckView, print_report, run_check
 from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
+from cluster.checks.group import Selection
 from cluster.checks.run import CheckOptions
-from cluster.checks.selection import Selection
 from cluster.errors import SshError, SshFailure
 from engine.config.cluster import ClusterConfig
 

@@ -19,9 +19,9 @@ from testkit import ROOT
 from testkit.command_line import Burst
 from testkit.fleet import Fleet, start_fleet
 
-from burst_cli.targets import NodeOptions
+from burst_cli.options import NodeOptions
 from cluster.errors import HostsError
-from cluster.ssh.keys import trust_file
+from cluster.ssh.hosts import trust_file
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from testkit.fake_plan import node_facts
 from testkit.sections import changed
 
 from burst_cli.compose import compose
-from burst_cli.plan.launch_view import launch_notes
+from burst_cli.launch.prepare import launch_notes
 from burst_cli.plan.memory_check import MEMORY_PLAN_FILE, MemoryCheck, MemoryPlanner, check_memory, with_memory
 from cluster.launch.local import build_local_plan
 from engine.config.cluster import ClusterConfig

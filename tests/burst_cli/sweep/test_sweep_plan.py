@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from testkit.command_line import Burst
 
 from burst_cli.compose import sweep_axes
-from burst_cli.plan.memory_check import MemoryPlanner
-from burst_cli.sweep.estimate import Estimate, LaunchJudge, total
-from burst_cli.sweep.plan import Axis, SweepPlan, build_sweep, cells_of, check_axes, check_legal
+from burst_cli.config.overrides import Axis
+from burst_cli.plan.memory_check import Estimate, MemoryPlanner
+from burst_cli.sweep.plan import LaunchJudge, SweepPlan, build_sweep, cells_of, check_axes, check_legal, total
 from burst_cli.sweep.sweeping import choose_lanes
-from cluster.facts import probe_local_node
+from cluster.launch.local import probe_local_node
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, ParallelConfig, RunConfig, TrainConfig

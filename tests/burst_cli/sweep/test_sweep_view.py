@@ -10,7 +10,7 @@ from rich.console import Console
 from testkit.run_maker import make_run
 from testkit.terminal import lines_of
 
-from burst_cli.sweep.estimate import Estimate
+from burst_cli.plan.memory_check import Estimate
 from burst_cli.sweep.plan import Cell, SweepPlan
 from burst_cli.sweep.view import SweepView, expectation, plan_view
 from engine.config.settings import RunConfig

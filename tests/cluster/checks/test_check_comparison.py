@@ -7,9 +7,8 @@ from testkit.check_fakes import told
 from testkit.plan_fleet import run_config
 from whole_node import CLUSTERS, changed, groups, healthy
 
-from cluster.checks.compare import merge_compared, profile_findings
 from cluster.checks.finding import Finding, Verdict
-from cluster.checks.ssh import clock_findings
+from cluster.checks.run import clock_findings, merge_compared, profile_findings
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import NodeProbe
 from engine.config.cluster import ClusterConfig

@@ -12,9 +12,9 @@ from testkit.check_fakes import FAKE_GROUP, GONE, GROUPS, HEALTHY, SILENCE, Fake
 from testkit.machine_clock import machine_time
 
 from cluster.checks.finding import Check, Finding, FleetReport, NodeReport, Verdict
-from cluster.checks.group import CheckGroup
+from cluster.checks.group import CheckGroup, Selection
 from cluster.checks.run import CheckObserver, CheckOptions, check_nodes, check_this_machine
-from cluster.checks.selection import Selection
+from cluster.checks.selection import GROUPS as ALL_GROUPS
 from cluster.errors import ClusterError, SshError, SshFailure
 from cluster.ssh.connection import Connection
 from cluster.survey.facts import NodeFacts
@@ -167,7 +167,7 @@ def test_nodes_are_tested_with_each_other_over_their_open_connections(nodes: Any
 
 
 def test_this_machine_alone_has_no_ssh_and_nobody_to_compare_with() -> None:
-    report = check_this_machine(CONFIG, CheckOptions(selection=Selection(only=("host",)), timeout_s=60))
+    report = check_this_machine(CONFIG, CheckOptions(ALL_GROUPS, Selection(only=("host",)), timeout_s=60))
     (node,) = report.nodes.values()
     assert {finding.check.partition(".")[0] for finding in node.findings} == {"host"}
     (python,) = findings(report, node.node, "host.python")

@@ -15,9 +15,9 @@ from whole_node import ask, changed, check, fixture_text, groups, healthy, in_gr
 
 from cluster.checks.finding import Verdict
 from cluster.checks.groups.ib import FabricView
-from cluster.survey.adapters import HcaPort, parse_adapters
 from cluster.survey.facts import NodeFacts
-from cluster.survey.kernel_log import KERNEL_LOG
+from cluster.survey.kernel_log import KERNEL_LOG, read_kernel_log
+from cluster.survey.network import HcaPort, parse_adapters
 from cluster.survey.nvidia_smi import GpuAddress
 from cluster.survey.section import NodeProbe, SectionState
 from cluster.testbed.hardware.devices import compute_adapters, gpu_path, hardware_table
@@ -229,7 +229,7 @@ def test_links_that_are_lost_are_counted_but_for_the_boot(tmp_path: Path) -> Non
     text = "".join(f"[{at}.5] mlx5_core 0000:18:00.0 ib0: Link {way}\n" for at in times for way in ("down", "up"))
     sick = "[7.1] mlx5_core 0000:18:00.0: poll_health:830: device's health compromised - reached miss\n"  # at any time
     timeless = "mlx5_core 0000:18:00.0 ib0: Cable unplugged\n"
-    log = NodeFacts(with_log(tmp_path, text + sick + timeless), CONFIG).kernel_log
+    log = read_kernel_log(with_log(tmp_path, text + sick + timeless).section(KERNEL_LOG.name))
     assert log.seen == (
         (2, "[602.5] mlx5_core 0000:18:00.0 ib0: Link down"),
         (2, "[863001.5] mlx5_core 0000:18:00.0 ib0: Link down"),  # what came within a day is counted apart
@@ -268,7 +268,7 @@ def test_the_journal_is_read_before_the_buffer_of_the_kernel(
     probe = with_log(tmp_path)
     found = only(check(probe), "gpu.xid")
     if reader:
-        assert NodeFacts(probe, CONFIG).kernel_log.reader == reader
+        assert read_kernel_log(probe.section(KERNEL_LOG.name)).reader == reader
         assert (found.severity, found.observed) == (FAIL, "Xid 79")
     else:
         assert (found.severity, "not permitted" in found.evidence) == (UNKNOWN, "permitted" in dmesg)

@@ -8,12 +8,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
-from cluster.checks.fold import fold_reports
+from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict, fold_reports
+from cluster.checks.run import EXPLANATIONS as SSH
 from cluster.checks.run import CheckOptions
 from cluster.checks.selection import EXPLANATIONS, GROUP_NAMES, GROUPS, read_selection
-from cluster.checks.ssh import EXPLANATIONS as SSH
-from cluster.ssh.nodes import parse_nodes
+from cluster.ssh.hosts import parse_nodes
 from engine.config.errors import ConfigError
 
 OK, SKIP, WARN, UNKNOWN, FAIL = Verdict.OK, Verdict.SKIP, Verdict.WARN, Verdict.UNKNOWN, Verdict.FAIL
@@ -105,12 +104,12 @@ ALL = report("n1", *((name, FAIL, "") for name in ("ssh.reach", "ssh.clock", "gp
 def test_only_and_skip_take_groups_and_checks(only: list[str], skip: list[str], left: str, asked: str) -> None:
     selection = read_selection(only, skip)
     assert [finding.check for finding in selection.apply("n1", ALL.findings)] == left.split()
-    groups = CheckOptions(selection).groups
+    groups = CheckOptions(GROUPS, selection).groups
     assert list(dict.fromkeys(group.name for group in groups)) == asked.split()
 
 
 def test_what_takes_long_is_not_asked_for_others_and_what_is_asked_for_and_gives_nothing_is_unknown() -> None:
-    (group,) = CheckOptions(read_selection(["gpu.dcgm_diag"])).groups
+    (group,) = CheckOptions(GROUPS, read_selection(["gpu.dcgm_diag"])).groups
     assert [question.name for question in group.questions] == ["gpu.lspci", "gpu.smi", "gpu.dcgm_diag"]
     found = read_selection(["gpu.xid", "gpu.ecc", "ssh"]).apply("n1", ALL.findings[1:])
     assert [(one.check, one.severity) for one in found[-1:]] == [("gpu.xid", UNKNOWN)]

@@ -7,7 +7,7 @@ from testkit.testbed_fixture import Testbeds
 
 from cluster.checks.finding import Finding, FleetReport, Verdict
 from cluster.checks.run import CheckOptions, check_nodes
-from cluster.checks.selection import read_selection
+from cluster.checks.selection import GROUPS, read_selection
 from cluster.errors import SshFailure
 from cluster.testbed.faults import set_fault
 from cluster.testbed.testbed import Testbed
@@ -40,7 +40,7 @@ def bad(report: FleetReport, name: str) -> list[Finding]:
 
 def test_each_node_is_named_with_its_own_fault_and_no_other(broken: Testbed) -> None:
     report = check_nodes(
-        broken.hosts(CONNECT_TIMEOUT_S), ClusterConfig(), CheckOptions(read_selection(["ssh", "gpu", "net"]))
+        broken.hosts(CONNECT_TIMEOUT_S), ClusterConfig(), CheckOptions(GROUPS, read_selection(["ssh", "gpu", "net"]))
     )
     names = list(report.nodes)
     told = [[(f.check, f.severity, f.device, f.evidence) for f in bad(report, name)] for name in names]

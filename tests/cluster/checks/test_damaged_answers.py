@@ -158,6 +158,7 @@ JSON = [name for name in RESTS_ON if healthy().section(name).output[:1] in "[{" 
 
 
 @settings(deadline=None, max_examples=80)
+@example(section="host.software", turns=[], value=[])
 @given(section=st.sampled_from(JSON), turns=st.lists(st.integers(0, 50), max_size=5), value=ODD)
 def test_an_answer_of_any_shape_is_read_or_refused(section: str, turns: list[int], value: Any) -> None:
     """With any part of the document replaced."""

@@ -9,7 +9,7 @@ import pytest
 from testkit.check_fakes import ended
 from whole_node import ETH0, LO, link
 
-from cluster.survey.interfaces import LINKS, Network, explain_interface, read_network
+from cluster.survey.network import LINKS, Network, explain_interface, read_network
 
 DOCKER = link("docker0", "172.17.0.1/16", kind="bridge")
 CONTAINER_END = link("veth3f2a1b0", kind="veth", master="docker0")

@@ -14,7 +14,7 @@ from testkit.connections import LocalConnection
 from testkit.plan_fleet import run_config
 
 from cluster.agent.survey import find_data, find_room
-from cluster.checks.groups.launch import Offer, launch_group, read_offer
+from cluster.checks.launch import Offer, launch_group, read_offer
 from cluster.survey.ask import survey_node
 from cluster.survey.facts import NodeFacts
 from engine.data.sources import list_files

@@ -14,10 +14,22 @@ from testkit.plan_fleet import run_config
 from whole_node import CLUSTERS, Row, changed, healthy, rows
 
 from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
-from cluster.checks.groups.launch import NAME, launch_group, needed_modules, read_offer
-from cluster.checks.launch import Fit, NodeProblem, UnfitNodesError, check_launch, judge_report, launch_selection
+from cluster.checks.group import Selection
+from cluster.checks.launch import (
+    NAME,
+    Fit,
+    NodeProblem,
+    UnfitNodesError,
+    check_launch,
+    judge_report,
+    launch_checks,
+    launch_group,
+    needed_modules,
+    read_offer,
+)
+from cluster.checks.run import EXPLANATIONS as SSH
 from cluster.checks.run import CheckOptions
-from cluster.checks.selection import GROUPS, Selection
+from cluster.checks.selection import EXPLANATIONS, GROUPS
 from cluster.errors import SshError, SshFailure
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import NodeProbe, UnreadableError
@@ -195,14 +207,16 @@ def test_force_makes_risks_warnings_and_nothing_else() -> None:
 
 def test_health_is_looked_at_where_it_is_asked_for_and_that_of_gpus_where_ranks_use_them() -> None:
     def groups(backend: str, *, health: bool) -> set[str]:
-        asked = launch_selection(ClusterConfig(backend=backend), health=health, with_gpus=backend != "gloo")
-        return {group.name for group in CheckOptions(asked).groups}
+        selection, found = launch_checks(ClusterConfig(backend=backend), health=health, with_gpus=backend != "gloo")
+        return {group.name for group in CheckOptions(found, selection).groups}
 
     assert [groups(one, health=True) for one in ("gloo", "auto")] == [{"net", "host"}, {"gpu", "ib", "net", "host"}]
     assert groups("nccl", health=False) == {"gpu", "net", "host"}
-    selection = launch_selection(ClusterConfig(), health=True, with_gpus=True)
+    selection, found = launch_checks(ClusterConfig(), health=True, with_gpus=True)
+    known = {name for group in found for name in group.explanations()} | SSH.keys()
+    assert {name for name in EXPLANATIONS if selection.wants(name)} <= known
     assert all(map(selection.wants, ("gpu.xid", "gpu.clocks", "ib.mtu", "host.nccl_conf")))
-    assert launch_selection(DOCKER.cluster, health=True, with_gpus=True).wants("host.docker_gpu")
+    assert launch_checks(DOCKER.cluster, health=True, with_gpus=True)[0].wants("host.docker_gpu")
     assert not any(map(selection.wants, ("gpu.dcgm_diag", "host.image", "host.memory_free", "net.pairs")))
     # Under auto nodes that all lack GPUs compute on the CPU: what nobody answered of adapters is no matter.
     too_few = run_config(cluster={"ranks_per_node": 4})

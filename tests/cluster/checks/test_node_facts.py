@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from testkit import ROOT, write_program
 
-from cluster.facts import probe_local_node, visible_gpus
+from cluster.launch.local import probe_local_node, visible_gpus
 
 TWO = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)\nGPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-2)\n"
 MIG = "GPU 0: NVIDIA A100 (UUID: GPU-1)\n  MIG 1g.5gb Device 0: (UUID: MIG-1)\n"

@@ -21,8 +21,8 @@ from cluster.launch.local import build_local_plan
 from cluster.plan import with_files
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig, TrainConfig
+from engine.runs.files import append_json_line, replace_json
 from engine.runs.folder import RunFolder, create_run, new_run_path
-from engine.runs.records import append_json_line, replace_json
 
 STEPS = 10
 Act = Callable[["World"], object]

@@ -14,12 +14,11 @@ from testkit.machine_clock import machine_time
 from testkit.waiting import wait_for
 
 from cluster.control.link import StartRefusedError
-from cluster.control.ssh_link import LinkTiming
+from cluster.control.ssh_link import LinkTiming, SharedPool
 from cluster.errors import HostsError, SshError, SshFailure
 from cluster.launch.local import LocalLink, build_local_plan
 from cluster.launch.runner import open_links
-from cluster.launch.ssh import SharedPool
-from cluster.ssh.pool import SshPool
+from cluster.ssh.session import SshPool
 from engine.config.cluster import ClusterConfig, SshConfig
 from engine.config.settings import RunConfig
 from engine.runs.folder import RunFolder

@@ -9,8 +9,7 @@ import yaml
 
 from cluster.env.facts import NodeEnvironment, NodeEnvironmentFacts, StorageRoute
 from cluster.env.plan import plan_environment
-from cluster.survey.adapters import HcaPort
-from cluster.survey.interfaces import NetInterface
+from cluster.survey.network import HcaPort, NetInterface
 from cluster.survey.nvidia_smi import GpuAddress
 from engine.config.cluster import ClusterConfig
 

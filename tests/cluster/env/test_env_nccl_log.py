@@ -11,7 +11,7 @@ from cluster.checks.finding import Verdict
 from cluster.env.facts import HcaDecision, NodeEnvironment
 from cluster.env.nccl_log import check_nccl_log
 from cluster.remote_text import clean_text
-from cluster.survey.adapters import HcaPort
+from cluster.survey.network import HcaPort
 
 
 def planned(node: str, *devices: str) -> NodeEnvironment:

@@ -11,7 +11,7 @@ from env_topologies import MACHINES, SISTERS, interface, machine, node, port, re
 from cluster.env.facts import NodeEnvironment, NodeEnvironmentFacts, StorageRoute
 from cluster.env.hcas import map_rails, rail_order
 from cluster.env.plan import plan_environment, plan_fleet
-from cluster.survey.adapters import HcaPort
+from cluster.survey.network import HcaPort
 from cluster.survey.nvidia_smi import GpuAddress
 from engine.config.cluster import ClusterConfig, ExpectedHardware
 

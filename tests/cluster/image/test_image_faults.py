@@ -19,7 +19,7 @@ from testkit.waiting import wait_for
 
 from cluster.image.archive import PackedImage, Packing, pack_archive
 from cluster.image.engine import Image
-from cluster.ssh.pool import SshPool
+from cluster.ssh.session import SshPool
 from cluster.testbed.faults import clear_faults, set_fault
 from cluster.testbed.testbed import Testbed
 

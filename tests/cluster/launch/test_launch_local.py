@@ -32,8 +32,8 @@ from cluster.control.link import LaunchOutcome, LaunchTiming, NodeStatus
 from cluster.env.facts import EnvironmentVariable
 from cluster.launch.local import LocalLink
 from cluster.plan import LaunchPlan
+from engine.runs.files import json_text
 from engine.runs.folder import RunFolder, create_run, new_run_path
-from engine.runs.records import json_text
 
 TIMING = LaunchTiming(
     poll_s=0.02, stop_grace_s=0.5, failure_grace_s=0.5, evidence_s=0.2, early_exit_s=0.5, vanish_s=0.5

@@ -15,7 +15,7 @@ from testkit.supervise_rig import is_gone
 from testkit.waiting import wait_for
 
 from cluster.control.attempt import begin_attempt
-from cluster.facts import probe_local_node
+from cluster.launch.local import probe_local_node
 from cluster.plan import LaunchPlan
 from cluster.slurm.client import CONF_VARIABLE, client_environment
 from cluster.slurm.job import SlurmJob

@@ -17,7 +17,7 @@ from testkit import PYTHON_PATH
 
 from cluster.env.facts import NodeEnvironmentFacts
 from cluster.errors import ClusterError
-from cluster.facts import probe_local_node
+from cluster.launch.local import probe_local_node
 from cluster.plan import LaunchPlan, NodePlan, PlanFileError, plan_text, read_launch_plan
 from cluster.slurm.node_task import MEETING_FILE, Place, main, node_address, prepare, read_place
 from cluster.slurm.plan import GRANTED_FILE, build_slurm_plan, granted_plan, slurm_site, write_granted

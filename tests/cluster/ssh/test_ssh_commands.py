@@ -18,8 +18,7 @@ from testkit.machine_clock import at_most
 
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.hosts import Host, fan_out
-from cluster.ssh.pool import SshPool
-from cluster.ssh.session import SshConnection
+from cluster.ssh.session import SshConnection, SshPool
 
 NASTY = [
     *["$(id)", "`id`", "a'b\"c", "-n", "--", "", "two\nlines\r", "\\", "*", "~", "!!", "|&;<>"],

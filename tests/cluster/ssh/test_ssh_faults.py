@@ -26,11 +26,9 @@ from testkit.machine_clock import at_most, machine_time
 from benchmarks.bench_fleet import plan_modes, record_answer, run_verb
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import OUTPUT_BYTES, CommandResult, Deadline, within
-from cluster.ssh.hosts import Host, Outcome, fan_out
+from cluster.ssh.hosts import Host, Outcome, fan_out, resolve_hosts
 from cluster.ssh.keys import HostKeys
-from cluster.ssh.pool import SshPool, open_socket, reach
-from cluster.ssh.resolve import resolve_hosts
-from cluster.ssh.session import SshConnection
+from cluster.ssh.session import SshConnection, SshPool, open_socket, reach
 from cluster.ssh.transport import SshTransport
 from engine.config.cluster import SshConfig
 
@@ -120,8 +118,8 @@ def test_the_key_of_a_connection_that_ended_after_the_handshake_is_still_told(fl
 def test_a_flood_is_read_to_its_end_and_cut_by_a_client_that_stays_small(fleet: Fleet) -> None:
     script = (
         "import json, resource, sys\n"
-        "from cluster.ssh.resolve import resolve_hosts\n"
-        "from cluster.ssh.pool import SshPool\n"
+        "from cluster.ssh.hosts import resolve_hosts\n"
+        "from cluster.ssh.session import SshPool\n"
         "from engine.config.cluster import SshConfig\n"
         "(host,) = resolve_hosts(['flood'], SshConfig(config_file=sys.argv[1]))\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"

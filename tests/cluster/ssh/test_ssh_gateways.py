@@ -20,10 +20,8 @@ from testkit.machine_clock import at_most
 from testkit.waiting import wait_for
 
 from cluster.errors import SshError, SshFailure
-from cluster.ssh.hosts import Host, fan_out
-from cluster.ssh.pool import SshPool
-from cluster.ssh.resolve import resolve_hosts
-from cluster.ssh.session import SshConnection
+from cluster.ssh.hosts import Host, fan_out, resolve_hosts
+from cluster.ssh.session import SshConnection, SshPool
 from engine.config.cluster import SshConfig
 
 

@@ -19,7 +19,7 @@ from testkit.waiting import wait_for
 
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.hosts import Host
-from cluster.ssh.pool import SshPool
+from cluster.ssh.session import SshPool
 
 HOST = ("-h", "-n", "127.0.0.1")
 CA, OTHER, KEY, RSA = "ca.pub", "other.pub", "sshd/host_ed25519.pub", "sshd/host_rsa.pub"

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import HostsError
-from cluster.ssh.hosts import is_host_name
-from cluster.ssh.nodes import MAX_NODES, NodeList, parse_nodes, read_hostfile, slurm_nodes
+from cluster.ssh.hosts import MAX_NODES, NodeList, is_host_name, parse_nodes, read_hostfile, slurm_nodes
 
 
 @pytest.mark.parametrize(

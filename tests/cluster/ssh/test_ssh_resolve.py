@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import HostsError
-from cluster.ssh.hosts import Host
-from cluster.ssh.keys import trust_file
-from cluster.ssh.resolve import resolve_hosts
+from cluster.ssh.hosts import Host, resolve_hosts, trust_file
 from engine.config.cluster import SshConfig
 
 

@@ -22,8 +22,9 @@ from testkit.supervise_rig import PYTHON_PATH, UNHURRIED, Rig, is_gone, kill, ne
 from testkit.waiting import wait_for
 
 from cluster.agent import processes
-from cluster.agent.folder import NodeFiles, holder, read_json, rotate_logs, safe_name, take_lock, write_json, write_text
+from cluster.agent.folder import NodeFiles, holder, read_json, rotate_logs, take_lock, write_json, write_text
 from cluster.agent.health import THROTTLES, Health, parse_gpus, read_gpus, read_health
+from cluster.agent.messages import safe_name
 from cluster.agent.processes import Family, Helpers, Marks, Rank
 from cluster.code import node_code
 from engine.runs.folder import RunFolder

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.runs.records import JsonLinesTail, append_json_line, read_json_object
+from engine.runs.files import JsonLinesTail, append_json_line, read_json_object
 
 
 def test_tail_returns_every_row_once_waits_for_whole_lines_and_starts_over_with_another_file(tmp_path: Path) -> None:
