@@ -157,9 +157,16 @@ def test_exit_code_and_words_follow_the_kind_of_error(error: Exception, code: in
     assert (said in err, "Traceback" in err) == (True, False)
 
 
-def test_json_has_null_for_a_figure_that_is_no_number(capsys) -> None:
-    render.emit_json({"loss": float("nan"), "path": Path("/a"), "steps": (1, float("inf"))})
-    assert json.loads(capsys.readouterr().out) == {"loss": None, "path": "/a", "steps": [1, None]}
+def test_json_has_null_for_a_figure_that_is_no_number_and_letters_as_they_are(capsys) -> None:
+    render.emit_json({"loss": float("nan"), "path": Path("/ä"), "steps": (1, float("inf"))})
+    told = capsys.readouterr().out
+    assert ("/ä" in told, json.loads(told)) == (True, {"loss": None, "path": "/ä", "steps": [1, None]})
+
+
+@pytest.mark.parametrize(("columns", "width"), [("0", render.PIPE_WIDTH), ("19", render.PIPE_WIDTH), ("100", 100)])
+def test_a_pipe_is_wide_unless_somebody_says_how_wide(columns: str, width: int, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert render.stdout().width == width
 
 
 def with_broken(stream: str, command: Sequence[str], **more: str) -> subprocess.CompletedProcess[str]:

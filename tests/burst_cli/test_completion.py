@@ -94,6 +94,7 @@ ATTENTION = [f"attention={name}" for name in sorted(get_args(PresetName))]
         ("burst config train.profile=1:", []),
         ("burst config lo", ["loss.chunk_tokens=", "loss.z_loss="]),
         ("burst config train.compile=", ["train.compile=true", "train.compile=false"]),
+        ("burst config parallel.cp_size=", ["parallel.cp_size=null"]),
         ("burst config attention.gradient_wire_dtype=n", ["attention.gradient_wire_dtype=null"]),
         ("burst config ++train.compi", ["++train.compile=true", "++train.compile=false"]),
         ("burst config ~optimizer.beta", ["~optimizer.beta1=", "~optimizer.beta2="]),

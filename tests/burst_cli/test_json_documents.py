@@ -76,6 +76,13 @@ def test_every_verb_has_a_row() -> None:
     assert [leaf for name, command in commands.items() for leaf in leaves(command, (name,))] == list(ROWS)
 
 
+def test_what_a_flag_does_nobody_gets_without_typing_it() -> None:
+    commands = [typer.main.get_command(importlib.import_module(verb.module).app) for verb in VERBS]
+    parts = [part for one in commands for part in (getattr(one, "commands", None) or {"": one}).values()]
+    flags = {flag.opts[0]: flag.default for part in parts for flag in part.params if getattr(flag, "is_flag", False)}
+    assert {name for name, default in flags.items() if default} == set()
+
+
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a corpus, a model, and a run that has ended, with a log and a checkpoint."""

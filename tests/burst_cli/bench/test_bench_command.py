@@ -35,6 +35,7 @@ def test_attention_is_measured_and_what_was_skipped_is_said(burst: Burst) -> Non
     result = burst("bench", "attention", *SMALL, "--json")
     assert result.code == 0, result.err
     shown = result.document
+    assert shown["benchmark"] == "attention"
     assert [item["variant"] for item in shown["results"]] == list(VARIANTS[:3])
     reasons = {item["variant"]: item["reason"] for item in shown["skipped"]}
     assert set(reasons) == set(VARIANTS[3:])

@@ -59,7 +59,10 @@ def test_json_is_the_documented_one(burst) -> None:
 def test_the_answer_is_six_lines(burst) -> None:
     """Fit, seconds, speed with the convention of MFU, hours with their price, and what would help."""
     arguments = ["exp=tiny", "memory=full", "train.seq_len=512", "--device", "h100", "--price", "2"]
-    shown = told(burst("plan", *arguments).out, r"(?<![a-z\d])[\d.]+(e-\d+)?( ms|%|K| GiB)?")
+    said = burst("plan", *arguments).out
+    shares = re.findall(r"([\d.]+)%", said.splitlines()[2])
+    assert sum(map(float, shares)) == pytest.approx(100, abs=2)  # small parts are not told
+    shown = told(said, r"(?<![a-z\d])[\d.]+(e-\d+)?( ms|%|K| GiB)?")
     assert shown == [
         "plan tiny, attention=burst: # tokens on # ranks",
         "memory fits: # of # on h100, # free; memory: full",

@@ -83,6 +83,7 @@ def test_every_mask_equals_dense_attention(ranks: Any, size: int, settings: dict
 def test_one_rank_needs_no_process_group() -> None:
     assert not dist.is_initialized()
     assert max(run_masks({}, MASKS, batch=2)) < EXACT
+    assert make().idle_wire_s() == 0.0  # it sends nothing
 
 
 def test_autocast_casts_as_torch_does() -> None:
