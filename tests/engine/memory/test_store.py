@@ -68,32 +68,27 @@ def test_a_view_does_not_keep_the_larger_memory(make: MakeStore, part: slice) ->
 @every_store
 def test_fetching_after_release_says_that_backward_ran_twice(make: MakeStore) -> None:
     kept = make().keep([numbers(3)])
-    kept.release()
-    kept.release()
+    for _ in range(2):
+        kept.release()
     with pytest.raises(ReleasedError, match="second time"):
         kept.fetch()
     assert issubclass(ReleasedError, RuntimeError)
 
 
-def test_on_a_cpu_the_tensor_is_freed_as_soon_as_it_is_kept() -> None:
+def test_on_a_cpu_memory_is_free_once_it_is_kept_and_what_is_in_use_is_not_loaded_again() -> None:
     store, tensor = host_store(CPU), numbers(100)
     memory = weakref.ref(tensor.untyped_storage())
     kept = store.keep([tensor])
     del tensor
-    assert memory() is None
-    assert store.in_use_bytes == 400
-    kept.release()
-    assert store.in_use_bytes == 0
-
-
-def test_what_is_still_in_use_is_not_loaded_again() -> None:
-    kept = host_store(CPU).keep([numbers(10)])
+    assert (memory(), store.in_use_bytes) == (None, 400)
     first = kept.fetch()
     assert kept.fetch()[0].data_ptr() == first[0].data_ptr()
     memory = weakref.ref(first[0].untyped_storage())
     del first
     assert memory() is None  # the store does not hold it
-    assert torch.equal(kept.fetch()[0], numbers(10))
+    assert torch.equal(kept.fetch()[0], numbers(100))
+    kept.release()
+    assert store.in_use_bytes == 0
 
 
 def backward(kept: list[Kept], start: float) -> None:
@@ -119,36 +114,33 @@ def test_micro_batches_in_flight_and_dropped_passes_do_not_mix(make: MakeStore, 
         assert store.in_use_bytes == 0
 
 
-def run_until_it_fails(store: HostStore) -> None:
-    entries = [store.keep([numbers(10)]) for _ in range(5)]
-    entries[4].fetch()
-    entries[3].release()
-    cycle = [entries]
-    cycle.append(cycle)  # type: ignore[arg-type]
-    raise ValueError("in the middle of backward")
-
-
 def test_after_an_exception_all_buffers_return() -> None:
     store = HostStore(CPU, NoStreams(), HostPool())
+
+    def fails() -> None:
+        entries = [store.keep([numbers(10)]) for _ in range(5)]
+        entries[4].fetch()
+        entries[3].release()
+        cycle = [entries]
+        cycle.append(cycle)  # type: ignore[arg-type]
+        raise ValueError("in the middle of backward")
+
     with pytest.raises(ValueError, match="in the middle"):
-        run_until_it_fails(store)
+        fails()
     gc.collect()
     assert store.in_use_bytes == 0
     backward([store.keep([numbers(10, float(layer))]) for layer in range(5)], 0.0)
     assert store.pool.idle_bytes == 200
 
 
-def test_beyond_its_limit_the_store_keeps_nothing_of_the_entry_and_goes_on() -> None:
+def test_what_cannot_be_kept_is_refused_whole() -> None:
     store = HostStore(CPU, NoStreams(), HostPool(100))
     with pytest.raises(HostMemoryError):
         store.keep([numbers(20), numbers(10)])
     assert store.in_use_bytes == 0
     backward([store.keep([numbers(10)])], 0.0)
-
-
-def test_tensors_of_other_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="store for cpu was given a tensor on meta"):
-        host_store(CPU).keep([torch.empty(3, device="meta")])
+        store.keep([torch.empty(3, device="meta")])
 
 
 @every_store

@@ -94,12 +94,8 @@ class FreeingStreams(MachineStreams):
         storage = (source if channel is Channel.TO_HOST else target).untyped_storage()
         if id(storage) not in self.watched:
             self.watched.add(id(storage))
-            weakref.finalize(
-                storage,
-                self._freed,
-                id(storage),
-                Access(storage.data_ptr(), storage.data_ptr() + storage.nbytes(), True),
-            )
+            memory = Access(storage.data_ptr(), storage.data_ptr() + storage.nbytes(), True)
+            weakref.finalize(storage, self._freed, id(storage), memory)
 
     def _freed(self, key: int, memory: Access) -> None:
         self.watched.remove(key)
@@ -119,17 +115,15 @@ def test_device_memory_is_freed_only_after_the_copies_that_touch_it(copies: int,
     rig = ComputeAtOnce(FreeingStreams, copies_in_flight=copies, loads_ahead=loads)
     entries = [rig.keep(float(layer)) for layer in range(6)]
     assert sum(op.what == "free" for op in rig.machine.ops) == 6 - copies
-    rig.use(entries[3], 3.0)
-    rig.use(entries[2], 2.0)
-    if leave == "backward":
-        while entries:
-            kept = entries.pop()
-            rig.use(kept, float(len(entries)))
-            kept.release()
-    elif leave == "release":
-        for kept in entries:
-            kept.release()
-    elif leave == "drop":
+    for place in (3, 2):
+        rig.use(entries[place], float(place))
+    while leave == "backward" and entries:
+        kept = entries.pop()
+        rig.use(kept, float(len(entries)))
+        kept.release()
+    for kept in entries if leave == "release" else ():
+        kept.release()
+    if leave == "drop":
         entries.clear()
     if leave in ("drop", "settle"):
         rig.store.settle()
@@ -154,9 +148,10 @@ def test_compute_waits_for_the_oldest_copy_when_too_many_are_in_flight() -> None
     assert not [op for op in rig.machine.ops if op.what == "h2d copy"]  # still on the device
 
 
-def entries_of_sizes(count: int, **bounds: int) -> tuple[list[Kept], Machine, HostStore]:
+def entries_of_sizes(count: int, loads_ahead: int) -> tuple[list[Kept], Machine, HostStore]:
     machine = Machine()
-    store = HostStore(CPU, MachineStreams(machine, 0), HostPool(), copies_in_flight=0, **bounds)
+    streams = MachineStreams(machine, 0)
+    store = HostStore(CPU, streams, HostPool(), copies_in_flight=0, loads_ahead=loads_ahead)
     return [store.keep([torch.zeros(size, dtype=torch.uint8)]) for size in range(1, count + 1)], machine, store
 
 
@@ -166,8 +161,8 @@ def loaded(machine: Machine) -> list[int]:
     return [target.stop - target.start for target in targets]
 
 
-def test_the_entry_kept_before_is_loaded_one_ahead() -> None:
-    entries, machine, _ = entries_of_sizes(4, loads_ahead=1)
+def test_the_entry_kept_before_is_loaded_one_ahead_and_one_that_is_gone_is_not() -> None:
+    entries, machine, _ = entries_of_sizes(4, 1)
     seen = []
     while entries:
         kept = entries.pop()
@@ -175,10 +170,7 @@ def test_the_entry_kept_before_is_loaded_one_ahead() -> None:
         seen.append(loaded(machine))
         kept.release()
     assert seen == [[4, 3], [4, 3, 2], [4, 3, 2, 1], [4, 3, 2, 1]]
-
-
-def test_entries_that_are_gone_are_not_loaded_and_do_not_hinder_others() -> None:
-    entries, machine, store = entries_of_sizes(5, loads_ahead=1)
+    entries, machine, store = entries_of_sizes(5, 1)
     entries[4].fetch()
     assert loaded(machine) == [5, 4]
     del entries[3]
@@ -188,7 +180,7 @@ def test_entries_that_are_gone_are_not_loaded_and_do_not_hinder_others() -> None
 
 
 def test_no_more_is_loaded_ahead_than_allowed() -> None:
-    entries, machine, store = entries_of_sizes(7, loads_ahead=2)
+    entries, machine, store = entries_of_sizes(7, 2)
     for place in (6, 4, 2):
         entries[place].fetch()
     assert loaded(machine) == [7, 6, 5, 4, 3]
