@@ -11,10 +11,11 @@ from typing import Any
 from burst_cli.plan.memory_check import MemoryCheck, with_remedies, world_topology
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, PresetName, RunConfig
-from engine.planning.memory.auto import settle_run
+from engine.planning.memory.auto import settle_memory
 from engine.planning.memory.capacity import capacity_of, configured_device, find_hardware
 from engine.planning.memory.predictor import shared_predictor
 from engine.planning.methods.auto import Candidate as RankedMethod
+from engine.planning.methods.auto import resolve_auto
 from engine.planning.methods.presets import PRESETS
 from engine.planning.methods.preview import AttentionPreview, preview_attention
 from engine.planning.methods.topology import Topology, sequence_topology
@@ -141,7 +142,8 @@ def plan_one(
     if has_memory:
         shared_predictor().start()  # it loads torch meanwhile
     predict = shared_predictor().predict
-    attention, choice = settle_run(asked, world, capacity, predict, machine)
+    attention = resolve_auto(asked, sequence_topology(asked, world), machine)
+    choice = settle_memory(attention.config, world, capacity, predict, machine)
     memory, advice = None, None
     if has_memory:
         memory = MemoryCheck(choice.config, capacity, choice.prediction or predict(choice.config, world), choice)

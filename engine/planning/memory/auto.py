@@ -20,7 +20,6 @@ from engine.planning.memory.capacity import Capacity, Fit
 from engine.planning.memory.cost import PolicyCost, method_on, policy_cost
 from engine.planning.memory.policy import policy_name
 from engine.planning.memory.predictor import MemoryChoice, MemoryPrediction, Predict
-from engine.planning.methods.auto import Choice, resolve_auto
 from engine.planning.methods.presets import BYTES_OF
 from engine.planning.methods.topology import Topology, sequence_topology
 from engine.planning.time.machine import Machine, machine_of
@@ -101,14 +100,6 @@ class MemoryCandidate:
         }
 
 
-def settle_run(
-    config: RunConfig, world: Topology, capacity: Capacity, predict: Predict, machine: Machine | None = None
-) -> tuple[Choice, MemoryChoice]:
-    """First attention=auto, then memory=auto, on the ranks of `world`; what names its method or policy is kept."""
-    attention = resolve_auto(config, sequence_topology(config, world), machine)
-    return attention, settle_memory(attention.config, world, capacity, predict, machine)
-
-
 def settle_memory(
     config: RunConfig, world: Topology, capacity: Capacity, predict: Predict, machine: Machine | None = None
 ) -> MemoryChoice:
@@ -147,21 +138,15 @@ class _Search:
     def candidates(self) -> list[MemoryCandidate]:
         """All, the best first, then those that were not tried, by time, then those that were, the nearest first."""
         best = self._best()
-        placed = dict.fromkeys(map(self._placed, self._legal))
         tried = sorted(self._predictions, key=lambda one: -self._expected(one).headroom_bytes)
-        others = [one for one in placed if one not in self._predictions]
+        others = [one for one in map(self._placed, self._legal) if one not in self._predictions]
         others.sort(key=lambda one: (not self._expected(one).fits, self._seconds.get(one, math.inf)))
-        ordered = dict.fromkeys((best, *others, *tried))
-        return [
-            MemoryCandidate(
-                one,
-                self._cost(one),
-                self._seconds.get(one),
-                self._predictions.get(one),
-                self._expected(one) if one in self._predictions else None,
-            )
-            for one in ordered
-        ]
+        return list(map(self._candidate, dict.fromkeys((best, *others, *tried))))
+
+    def _candidate(self, memory: MemoryConfig) -> MemoryCandidate:
+        found = self._predictions.get(memory)
+        fit = None if found is None else self._capacity.fit(*found.needs)
+        return MemoryCandidate(memory, self._cost(memory), self._seconds.get(memory), found, fit)
 
     def _best(self) -> MemoryConfig:
         """The fastest that fits, else the one of those predicted that lacks least."""
@@ -212,18 +197,9 @@ class _Search:
         least_s = min(map(self._step_s, timed))
 
         def order(one: MemoryConfig) -> tuple[float, ...]:
-            step_s, is_on_host, is_tiled = (
-                self._step_s(one),
-                one.activation_store == "host",
-                one.tile_tokens is not None,
-            )
-            return (
-                (step_s - least_s) // (INDIFFERENCE * least_s),
-                is_on_host,
-                is_tiled,
-                step_s,
-                sum(self._cost(one).least),
-            )
+            step_s, is_on_host = self._step_s(one), one.activation_store == "host"
+            later = (step_s - least_s) // (INDIFFERENCE * least_s)
+            return later, is_on_host, one.tile_tokens is not None, step_s, sum(self._cost(one).least)
 
         return min(timed, key=order)
 

@@ -206,8 +206,10 @@ def test_what_does_not_fit_says_by_how_much_and_what_to_change(burst) -> None:
 
 def test_memory_auto_shows_what_it_chose_from(burst) -> None:
     arguments = ["exp=tiny", "memory=auto", "train.seq_len=512", "--device", "cpu"]
-    memory = document(burst("plan", *arguments, "--json"))["memory"]
+    plan = document(burst("plan", *arguments, "attention=auto", "--json"))  # which is settled first
+    memory = plan["memory"]
     first = memory["candidates"][0]
+    assert plan["preset"] == plan["candidates"][0]["preset"]
     assert (first["fits"], memory["policy"].startswith(first["activation_checkpoint"])) == (True, True)
     kinds = {one["activation_checkpoint"] for one in memory["candidates"]}
     assert kinds == {"none", "full", "attn_out", "seq_fraction", "attn_out_every"}

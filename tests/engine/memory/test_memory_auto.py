@@ -13,7 +13,7 @@ import pytest
 from memory_cases import EIGHT_B, WORLD, prediction_of, seven_b
 
 from engine.config.settings import RunConfig
-from engine.planning.memory.auto import INDIFFERENCE, MOST_GUESSES, MOST_PREDICTED, settle_memory, settle_run
+from engine.planning.memory.auto import INDIFFERENCE, MOST_GUESSES, MOST_PREDICTED, settle_memory
 from engine.planning.memory.capacity import Capacity
 from engine.planning.memory.cost import method_on, policy_cost
 from engine.planning.memory.predictor import MemoryChoice, MemoryPrediction
@@ -160,14 +160,10 @@ def test_predictions_that_refute_make_way_for_others_and_are_few() -> None:
     assert (choice.fits, len(never.asked) <= 2 * MOST_PREDICTED) == (False, True)
 
 
-def test_what_is_named_is_kept_and_attention_is_settled_first() -> None:
+def test_what_is_named_is_kept() -> None:
     configured = seven_b(memory={"activation_checkpoint": "full"})
     assert settle_memory(configured, WORLD, capacity(1), PREDICT, H100) == MemoryChoice(configured, (), "as configured")
     assert auto(100, activation_store="device", tile_tokens=2048).config.memory.tile_tokens == 2048
-    both = open_config(2**17, attention={"preset": "auto"})
-    attention, memory = settle_run(both, Topology(1, 4), capacity(80), PREDICT, H100)
-    assert memory.config.attention == attention.config.attention
-    assert "auto" not in (memory.config.attention.preset, memory.config.memory.activation_checkpoint)
 
 
 def test_on_a_cpu_and_where_its_size_is_unknown_nothing_is_moved_to_the_host() -> None:
