@@ -255,7 +255,7 @@ def sequences_of_step(config: RunConfig, dp_size: int) -> int:
 
 def step_cost(config: RunConfig, dp_size: int, peak: Peak, method: AttentionMethod) -> StepCost:
     """What an optimizer step costs over all ranks, but for the pairs of its batch."""
-    sequences, again = sequences_of_step(config, dp_size), policy_cost(config, method).matrices
+    sequences, again = sequences_of_step(config, dp_size), sum(policy_cost(config, method).layer_matrices)
     return StepCost(config.model, config.train.seq_len, sequences, again, peak)
 
 

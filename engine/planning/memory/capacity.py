@@ -69,18 +69,13 @@ class Capacity:
     local_ranks: int
     host_is_device: bool = False
 
-    @property
-    def host_bytes_per_rank(self) -> int | None:
-        """An equal share of the node's host memory."""
-        return None if self.host_bytes_per_node is None else self.host_bytes_per_node // self.local_ranks
-
     def fit(self, device_bytes: int, host_bytes: int) -> Fit:
-        """Whether a rank that needs so much at its worst moments has it."""
+        """Whether a rank that needs so much at its worst moments has it; of host memory an equal share."""
         left = [self.device_bytes - device_bytes]
         if self.host_is_device:
             left = 2 * [left[0] - host_bytes]
-        elif self.host_bytes_per_rank is not None:
-            left.append(self.host_bytes_per_rank - host_bytes)
+        elif self.host_bytes_per_node is not None:
+            left.append(self.host_bytes_per_node // self.local_ranks - host_bytes)
         return Fit(left[0] >= 0, all(size >= 0 for size in left[1:]), min(left))
 
     def to_dict(self) -> dict[str, Any]:

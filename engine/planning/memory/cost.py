@@ -13,6 +13,7 @@ Of what else a rank needs nothing is reckoned here: `engine.memory.predict` runs
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.config.errors import ConfigError
@@ -29,21 +30,11 @@ _INT8_MOMENT_BYTES = 1  # and a scale per 256 of them
 
 
 @dataclass(frozen=True)
-class LayerCost:
-    """One layer under its policy.
-
-    kept_bytes   of one rank (of the one that keeps most), per micro-step
-    matrices     parameters that backward multiplies every token with again, outside attention
-    """
-
-    kept_bytes: int
-    matrices: int
-
-
-@dataclass(frozen=True)
 class PolicyCost:
     """A checkpoint policy over all layers of a step.
 
+    layer_bytes       that every layer keeps on one rank (on the one that keeps most), per micro-step
+    layer_matrices    parameters of every layer that backward multiplies every token with again, outside attention
     least             (device, host) bytes that a rank has at the end of a forward pass, whatever else it needs:
                       weights, optimizer states and what the layers keep
     moved_bytes       between the device of one rank and host memory in one optimizer step, both directions
@@ -52,7 +43,8 @@ class PolicyCost:
     attention_flops   of `flops`, those of attention that is computed again
     """
 
-    layers: tuple[LayerCost, ...]
+    layer_bytes: tuple[int, ...]
+    layer_matrices: tuple[int, ...]
     least: tuple[int, int]
     moved_bytes: int
     flops: Flops
@@ -61,12 +53,7 @@ class PolicyCost:
     @property
     def kept_bytes(self) -> int:
         """Of one rank at the end of a forward pass."""
-        return sum(layer.kept_bytes for layer in self.layers)
-
-    @property
-    def matrices(self) -> int:
-        """Parameters of all layers that backward multiplies every token with again."""
-        return sum(layer.matrices for layer in self.layers)
+        return sum(self.layer_bytes)
 
     @property
     def recompute_flops(self) -> int:
@@ -144,9 +131,9 @@ def policy_cost(config: RunConfig, method: AttentionMethod) -> PolicyCost:
     """The cost of the configured policy. `memory=auto` must have been settled."""
     model, memory, micro_steps = config.model, config.memory, config.train.grad_accum_steps
     turn = attention_layers(config, method)
-    layers = _layer_costs(config, method, turn)
-    on_host = sum(layer.kept_bytes for layer in layers[: layers_on_host(config, method)])
-    on_device = sum(layer.kept_bytes for layer in layers) - on_host
+    kept, matrices = zip(*_layer_costs(config, method, turn), strict=True)
+    on_host = sum(kept[: layers_on_host(config, method)])
+    on_device = sum(kept) - on_host
     numbers, moved = own_parameters(config, method), 2 * micro_steps * on_host
     states = state_bytes(memory, numbers, gradients=False)
     if memory.optimizer_store == "host":  # weights go up for every pass, gradients down
@@ -160,24 +147,27 @@ def policy_cost(config: RunConfig, method: AttentionMethod) -> PolicyCost:
         seq_len=config.train.seq_len,
         visible_pairs=pairs.visible,
         sequences=sequences,
-        recomputed_matrices=sum(layer.matrices for layer in layers),
+        recomputed_matrices=sum(matrices),
         recomputed_pairs=pairs.again,
     )
     least = (on_device, on_host + states) if offloads else (on_device + states, on_host)
-    return PolicyCost(layers, least, moved, flops, 4 * model.num_heads * model.head_dim * pairs.again)
+    return PolicyCost(kept, matrices, least, moved, flops, 4 * model.num_heads * model.head_dim * pairs.again)
 
 
-def _layer_costs(config: RunConfig, method: AttentionMethod, turn: tuple[LayerAttention, ...]) -> tuple[LayerCost, ...]:
-    """Of every layer of the model, whose attention is that of `turn` in turn."""
-    blocks, found = divide_run(config, method, turn), []
+def _layer_costs(
+    config: RunConfig, method: AttentionMethod, turn: tuple[LayerAttention, ...]
+) -> Iterator[tuple[int, int]]:
+    """(bytes that it keeps, parameters that it multiplies with again) of every layer, whose attention is that of `turn`
+    in turn.
+    """
+    blocks = divide_run(config, method, turn)
     # Head parallel ranks keep an equal part each.
     kept = {one: max(blocks.ring_rows_from(one.recompute_before or 0)) / blocks.grid.heads for one in set(turn)}
     tiled, exchanged = tile_tokens_of(config, method) is not None, method.head_parallel_size > 1
     for index, policy in enumerate(layer_policies(config.memory, config.model.num_layers)):
         rows = config.train.micro_batch_size * kept[turn[index % len(turn)]]
         again = recomputed_parameters(policy, config.model, tiled=tiled, exchanged=exchanged)
-        found.append(LayerCost(kept_bytes(policy, config, method, rows, tiled=tiled), again))
-    return tuple(found)
+        yield kept_bytes(policy, config, method, rows, tiled=tiled), again
 
 
 def recomputed_parameters(policy: LayerPolicy, model: ModelConfig, *, tiled: bool, exchanged: bool) -> int:

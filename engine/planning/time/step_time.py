@@ -126,7 +126,7 @@ class _Step:
     def _elementwise_s(self) -> float:
         """Forward, backward with twice the numbers, and once more where a policy computes the layer again."""
         model = self.config.model
-        again = sum(one.matrices > 0 for one in self.cost.layers)
+        again = sum(again > 0 for again in self.cost.layer_matrices)
         rows_s = self._moved_s((3 * model.num_layers + again) * layer_numbers(model), model.hidden_size)
         return rows_s + self._weight_sums_s()
 
@@ -191,7 +191,7 @@ class _Step:
 
     def _tensor_parallel_s(self) -> float:
         """Two gathers and two scatters of a layer's rows in every pass, which nothing hides."""
-        model, again = self.config.model, sum(one.matrices > 0 for one in self.cost.layers)
+        model, again = self.config.model, sum(again > 0 for again in self.cost.layer_matrices)
         row = self.element * model.hidden_size * (self.tp_size - 1) / self.tp_size
         return 4 * (2 * model.num_layers + again) * row * self.rows / self.machine.intra_bytes_per_s
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,50 +21,73 @@ from engine.planning.memory.capacity import (
     parse_nvidia_smi,
 )
 
-LAPTOP = Hardware((), 16 * 10**9, "test")
-SERVER = Hardware((Gpu("NVIDIA H200", 143771 * MIB),) * 8, 10**12, "test")
+GB = 10**9
+LAPTOP = Hardware((), 16 * GB, "test")
+SERVER = Hardware((Gpu("NVIDIA H200", 143771 * MIB),) * 8, 1000 * GB, "test")
+ON_CPU = {"cluster": {"backend": "gloo"}}
+A100 = {"cluster": {"machine": {"name": "a100"}}}
+DATASHEET = "H100 SXM datasheet"
+H100 = Capacity(
+    "h100", 81559 * MIB, f"{DATASHEET}; 81559 MiB", 2000 * GB, f"{DATASHEET}, per node (set memory.host_bytes)", 8
+)
 
 
-def config(**sections: dict[str, Any]) -> RunConfig:
-    return changed(RunConfig(), **sections)
+def found(hardware: Hardware, device: str | None = None, ranks: int = 8, **sections: dict[str, Any]) -> Capacity:
+    return capacity_of(changed(RunConfig(), **sections), ranks, device=device, hardware=hardware)
 
 
 def test_an_h100_is_planned_for_where_nothing_says_otherwise() -> None:
-    source = "H100 SXM datasheet"
-    host_source = f"{source}, per node (set memory.host_bytes)"
-    assert capacity_of(config(), 8, hardware=LAPTOP) == Capacity(
-        "h100", 81559 * MIB, f"{source}; 81559 MiB", 2 * 10**12, host_source, 8
-    )
-    alone = capacity_of(config(), 8, device="gh200", hardware=LAPTOP)  # which no vendor's server has eight of
-    assert (alone.host_bytes_per_rank, alone.host_source) == (None, "unknown")
-    given = Capacity("80 GB", 80 * 10**9, "as given: 80e9 bytes", None, "unknown", 8)
-    assert capacity_of(config(), 8, device="80e9", hardware=LAPTOP) == given
+    assert found(LAPTOP) == H100
+    alone = found(LAPTOP, "gh200")  # which no vendor's server has eight of
+    assert (alone.host_bytes_per_node, alone.host_source) == (None, "unknown")
+    assert found(LAPTOP, "80e9") == Capacity("80 GB", 80 * GB, "as given: 80e9 bytes", None, "unknown", 8)
 
 
 def test_the_gpus_of_this_machine_come_after_an_option_and_a_named_machine_alone() -> None:
-    found = capacity_of(config(), 8, hardware=SERVER)
-    assert found == Capacity("NVIDIA H200", 143771 * MIB, "nvidia-smi", 10**12, "test", 8)
-    named = config(cluster={"machine": {"name": "a100"}})
-    assert capacity_of(named, 8, hardware=SERVER).device_name == "a100"
-    assert capacity_of(named, 8, device="h100", hardware=SERVER).device_name == "h100"
+    assert found(SERVER) == Capacity("NVIDIA H200", 143771 * MIB, "nvidia-smi", 1000 * GB, "test", 8)
+    assert found(SERVER, **A100).device_name == "a100"
+    assert found(SERVER, "h100", **A100).device_name == "h100"
     with pytest.raises(ConfigError, match=r"got 'h10'.*bytes such as 80e9.*h100"):
-        capacity_of(config(), 8, device="h10", hardware=LAPTOP)
+        found(LAPTOP, "h10")
     text = "NVIDIA A100-SXM4-80GB, 81920\nNVIDIA GB10, [N/A]\n"
     assert parse_nvidia_smi(text) == (Gpu("NVIDIA A100-SXM4-80GB", 81920 * MIB),)
 
 
-def test_on_a_cpu_the_ranks_share_the_host_memory() -> None:
-    found = capacity_of(config(cluster={"backend": "gloo"}), 4, hardware=LAPTOP)
-    assert (found.device_name, found.device_bytes, found.host_is_device) == ("cpu", 4 * 10**9, True)
-    assert found.fit(3 * 10**9, 2 * 10**9).headroom_bytes == -(10**9)
+def test_on_a_cpu_the_ranks_share_the_host_memory_and_it_is_said_whose_it_is() -> None:
+    source = "host memory of this machine ({}) / 4 ranks"
+    shared = Capacity("cpu", 4 * GB, source.format("test"), 16 * GB, "test", 4, host_is_device=True)
+    assert found(LAPTOP, ranks=4, **ON_CPU) == shared
+    said = {"device_bytes": 2 * GB, "host_bytes_per_node": 8 * GB, "host_source": "memory.host_bytes"}
+    expected = replace(shared, device_source=source.format("memory.host_bytes"), **said)
+    assert found(LAPTOP, "cpu", 4, memory={"host_bytes": 8 * GB}) == expected
+    with pytest.raises(ConfigError, match=r"memory of this machine is unknown; set memory\.host_bytes"):
+        found(Hardware((), None, "unknown"), **ON_CPU)
 
 
-def test_the_configuration_has_the_last_word() -> None:
-    memory = {"device_bytes": 5 * 10**9, "host_bytes": 7 * 10**9}
-    for device in (None, "h100", "1e9", "cpu"):
-        found = capacity_of(config(memory=memory), 7, device=device, hardware=SERVER)
-        assert (found.device_bytes, found.host_bytes_per_rank) == (5 * 10**9, 10**9)
-        assert (found.device_source, found.host_source) == ("memory.device_bytes", "memory.host_bytes")
+@pytest.mark.parametrize("device", [None, "h100", "1e9", "cpu"])
+def test_the_configuration_has_the_last_word(device: str | None) -> None:
+    one = found(SERVER, device, 7, memory={"device_bytes": 5 * GB, "host_bytes": 7 * GB})
+    assert (one.device_bytes, one.host_bytes_per_node) == (5 * GB, 7 * GB)
+    assert (one.device_source, one.host_source) == ("memory.device_bytes", "memory.host_bytes")
+
+
+@pytest.mark.parametrize(
+    ("host_gb", "shared", "needs", "fits", "headroom_gb"),
+    [
+        (None, False, (80, 900), (True, True), 0),
+        (80, False, (70, 10), (True, True), 0),  # of eight ranks
+        (80, False, (90, 3), (False, True), -10),
+        (80, False, (70, 11), (True, False), -1),
+        (80, True, (78, 2), (True, True), 0),  # both count together
+        (80, True, (79, 2), (False, False), -1),
+    ],
+)
+def test_what_fits_leaves_room_in_the_memory_that_is_fuller(
+    host_gb: int | None, shared: bool, needs: tuple[int, int], fits: tuple[bool, bool], headroom_gb: int
+) -> None:
+    room = Capacity("d", 80 * GB, "", None if host_gb is None else host_gb * GB, "", 8, shared)
+    fit = room.fit(*(size * GB for size in needs))
+    assert ((fit.device, fit.host), fit.headroom_bytes, fit.fits) == (fits, headroom_gb * GB, all(fits))
 
 
 @pytest.fixture
@@ -94,12 +118,3 @@ def test_the_limit_of_the_control_group_binds(machine: tuple[Path, Path], group:
     (cgroup / file).parent.mkdir(parents=True, exist_ok=True)
     (cgroup / file).write_text(f"{2**30}\n")
     assert host_memory(str(proc)) == (round(2**30 * 0.97), "cgroup memory limit")
-
-
-def test_ranks_on_the_cpu_say_whose_bytes_they_count() -> None:
-    given = capacity_of(config(memory={"host_bytes": 8 * 10**9}), 4, device="cpu", hardware=LAPTOP)
-    assert (given.device_bytes, given.host_source) == (2 * 10**9, "memory.host_bytes")
-    assert "memory.host_bytes" in given.device_source
-    found = capacity_of(config(), 4, device="cpu", hardware=LAPTOP)
-    assert found.host_source == LAPTOP.host_source
-    assert found.device_source != given.device_source

@@ -150,7 +150,7 @@ def test_products_done_again_are_those_that_are_counted_and_none_is_attention(ra
     """The counter sees all products, so a single one of attention's would show."""
     config = config_of("single", POLICIES[name])
     method = resolve_attention(config, Topology(1, 1))
-    again = policy_cost(config, method).matrices
+    again = sum(policy_cost(config, method).layer_matrices)
     (kept,) = ranks(1).run(matmul_flops, config_of("single", {"activation_checkpoint": "none"}))
     (found,) = ranks(1).run(matmul_flops, config)
     assert found - kept == 2 * again * SEQ_LEN
