@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from testkit.check_fakes import told
-from testkit.plan_fleet import run_config
+from testkit.fake_plan import run_config
 from whole_node import CLUSTERS, changed, groups, healthy
 
 from cluster.checks.finding import Finding, Verdict

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from testkit.check_fakes import changed_section
-from testkit.plan_fleet import run_config
+from testkit.fake_plan import run_config
 from whole_node import CLUSTERS, changed, check, healthy, traits
 
 from cluster.checks.finding import Verdict

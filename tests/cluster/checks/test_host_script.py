@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from testkit import write_program
 from testkit.check_fakes import ask_here, only
+from testkit.fake_plan import run_config
 from testkit.image_rig import launcher_engine, tar_of
-from testkit.plan_fleet import run_config
 from whole_node import BY_HAND, CLUSTERS, check, groups, in_groups
 
 from cluster.checks.finding import Verdict

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from testkit.connections import LocalConnection
-from testkit.plan_fleet import run_config
+from testkit.fake_plan import run_config
 
 from cluster.agent.survey import find_data, find_room
 from cluster.checks.launch import Offer, launch_group, read_offer

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from testkit.check_fakes import Answer, FakeFleet, answer, ended
-from testkit.plan_fleet import run_config
+from testkit.fake_plan import run_config
 from whole_node import CLUSTERS, Row, changed, healthy, rows
 
 from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict

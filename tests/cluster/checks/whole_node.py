@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from testkit.check_fakes import ask_here, changed_section, ended, told
-from testkit.plan_fleet import run_config
+from testkit.fake_plan import run_config
 
 from cluster.checks.finding import Finding
 from cluster.checks.group import CheckGroup

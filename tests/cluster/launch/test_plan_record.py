@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from testkit.fake_plan import node_facts
-from testkit.plan_fleet import CODE, nodes, run_config
+from testkit.fake_plan import CODE, node_facts, nodes, run_config
 
 from cluster.launch.local import build_local_plan
 from cluster.launch.ssh import build_ssh_plan

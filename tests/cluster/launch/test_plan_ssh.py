@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from testkit.plan_fleet import CODE, node, nodes, run_config
+from testkit.fake_plan import CODE, node, nodes, run_config
 
 from cluster.launch.ssh import (
     build_ssh_plan,
