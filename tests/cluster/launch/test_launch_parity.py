@@ -1,4 +1,4 @@
-"""The same configuration gives the same losses here, over SSH and in containers: 2 nodes x 2 ranks, 4 x 1."""
+"""The same configuration gives the same losses here, over SSH, in containers and in a job: 2 nodes x 2 ranks, 4 x 1."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from testkit.fault_rig import FaultRig
 from testkit.image_rig import LauncherEngine, launcher_engine
 from testkit.testbed_fixture import Testbeds
 
+from cluster.testbed.testbed import Testbed
 from engine.runs.folder import RunFolder
 
 pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
@@ -36,16 +37,19 @@ def local_losses(rig: FaultRig) -> dict[str, list[float]]:
     """Losses of the same run on this machine."""
     found = {}
     for shape, (nodes, ranks) in SHAPES.items():
-        words = [word for word in rig.words(*WORDS) if word != f"cluster={rig.testbed.name}"]
         local = (f"cluster.ranks_per_node={nodes * ranks}", f"cluster.topology_nodes={nodes}", "cluster.backend=gloo")
-        found[shape] = losses(rig, [*words, *local])
+        found[shape] = losses(rig, [*without_nodes(rig), *local])
     return found
 
 
-def losses(rig: FaultRig, words: Sequence[str]) -> list[float]:
+def without_nodes(rig: FaultRig) -> list[str]:
+    return [word for word in rig.words(*WORDS) if word != f"cluster={rig.testbed.name}"]
+
+
+def losses(rig: FaultRig, words: Sequence[str], **env: str) -> list[float]:
     """The losses of a launch that ended well."""
     before = rig.run_paths()
-    done = rig.burst("launch", *words, "--plain", timeout_s=300)
+    done = rig.burst("launch", *words, "--plain", timeout_s=300, env=env)
     assert done.returncode == 0, done.stderr
     (path,) = rig.run_paths() - before
     run = RunFolder(path)
@@ -75,3 +79,12 @@ def test_losses_in_containers_are_those_of_this_machine(
     words = [*on_nodes(rig, "2x2"), *rig.push_host_image(engine, nodes)]
     assert losses(rig, words) == pytest.approx(local_losses["2x2"], rel=1e-5)
     assert [rig.containers(name) for name in nodes] == [[], []]
+
+
+def test_losses_in_a_job_of_slurm_are_those_of_this_machine(
+    rig: FaultRig, slurm_testbed: Testbed, local_losses: dict[str, list[float]]
+) -> None:
+    job = ("launcher=slurm", "num_nodes=2", "ranks_per_node=2", "slurm.gpus_per_node=0")
+    words = [*without_nodes(rig), *(f"cluster.{word}" for word in job)]
+    found = losses(rig, words, SLURM_CONF=str(slurm_testbed.slurm_conf))
+    assert found == pytest.approx(local_losses["2x2"], rel=1e-5)
