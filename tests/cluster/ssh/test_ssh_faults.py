@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import socket
 import struct
-import subprocess
-import sys
 import threading
+import tracemalloc
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +15,6 @@ from typing import get_args
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from testkit import ROOT
 from testkit.connections import connect
 from testkit.fleet import FLOOD_BYTES, GARBAGE, Fleet, Mode, start_fleet
 from testkit.machine_clock import at_most, machine_time
@@ -116,34 +112,20 @@ def test_the_key_of_a_connection_that_ended_after_the_handshake_is_still_told(fl
 
 
 def test_a_flood_is_read_to_its_end_and_cut_by_a_client_that_stays_small(fleet: Fleet) -> None:
-    script = (
-        "import json, resource, sys\n"
-        "from cluster.ssh.hosts import resolve_hosts\n"
-        "from cluster.ssh.session import SshPool\n"
-        "from engine.config.cluster import SshConfig\n"
-        "(host,) = resolve_hosts(['flood'], SshConfig(config_file=sys.argv[1]))\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "total = 0\n"
-        "with SshPool().connect(host) as connection:\n"
-        "    process = connection.start(['x'])\n"
-        "    process.close_stdin()\n"
-        "    while data := process.read(1 << 16, 20):\n"
-        "        total += len(data)\n"
-        "    assert process.wait(200).exit_code == 0\n"
-        "    result = connection.run(['x'])\n"
-        "    assert (len(result.stdout), result.truncated, result.ok) == (int(sys.argv[2]), True, False)\n"
-        "print(json.dumps([total, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before]))\n"
-    )
-    answer = subprocess.run(
-        [sys.executable, "-c", script, str(fleet.config_file), str(OUTPUT_BYTES)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        timeout=200,
-        check=True,
-    )
-    total, grown_kib = json.loads(answer.stdout)
+    total, (host,) = 0, hosts_of(fleet, "flood")
+    tracemalloc.start()
+    with connect(host) as connection:
+        process = connection.start(["x"])
+        process.close_stdin()
+        while data := process.read(1 << 16, 20):
+            total += len(data)
+        assert process.wait(200).exit_code == 0
+        result = connection.run(["x"])
+        peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
     assert total == FLOOD_BYTES // 65536 * 65536
-    assert grown_kib < 64 << 10  # of 100 MiB that came twice
+    assert (len(result.stdout), result.truncated, result.ok) == (OUTPUT_BYTES, True, False)
+    assert peak < 64 << 20  # of 100 MiB that came twice
 
 
 def test_a_server_that_ignores_the_window_is_left(fleet: Fleet) -> None:
