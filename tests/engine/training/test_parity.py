@@ -157,8 +157,9 @@ def one_rank(ranks: Pools) -> Any:
 
 
 # Rows that others stand for: attention of every preset is compared over gloo, too, and each pair of axes trains below.
-ALIKE = ("ring", "striped", "megatron_cp", "megatron_hierarchical", "loongtrain", "burst_ulysses", "alst", "ulysses",
-         "usp", "megatron_allgather", "2 dp x 2 cp", "2 dp x 2 tp", "4 shards", "2 replicas of 2 shards")  # fmt: skip
+ALIKE = ("ring", "striped", "megatron_cp", "megatron_hierarchical", "megatron_allgather", "megatron_tp", "loongtrain",
+         "burst_ulysses", "alst", "ulysses", "usp", "2 dp x 2 cp", "2 dp x 2 tp", "4 shards", "2 replicas of 2 shards",
+         )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TABLE)
