@@ -97,6 +97,11 @@ def row_blocks(rows: int, row_elements: int, device: torch.device) -> Iterator[s
     return spans(rows, max(1, limit // max(1, row_elements)))
 
 
+def temporary_blocks(rows: torch.Tensor) -> Iterator[slice]:
+    """`row_blocks` of [rows, columns]; none in a rehearsal of an accelerator, whose kernels have no temporaries."""
+    return iter(()) if rehearses_accelerator() else row_blocks(rows.shape[0], rows.shape[1], rows.device)
+
+
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of statistics and sums over values of `dtype`: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -440,7 +440,7 @@ def leave_multiprocessors(count: int | None) -> None:
 def open_channels(config: RunConfig, mesh: Mesh, channels: Sequence[Channel] = tuple(Channel)) -> Transport:
     """Channels between the ranks that share a sequence with this one. Collective over all ranks of the world."""
     return open_transport(
-        mesh.cp_groups,
+        mesh.degrees.cp_groups(),
         mesh.rank,
         mesh.cp_topology,
         mesh.device,

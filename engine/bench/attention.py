@@ -36,7 +36,7 @@ class Contestant:
     variant: str
     attention: ContextParallel
     silent: ContextParallel  # without communication
-    inputs: list[Tensor]
+    inputs: list[Tensor]  # q, k, v, dout of this rank, [1, T, heads, D]
     seconds: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     sent: dict[str, int] = field(default_factory=dict)  # bytes of one call of this rank
 
@@ -60,27 +60,18 @@ def build_contestants(cell: AttentionCell, device: torch.device) -> tuple[list[C
     contestants, skipped = [], {}
     first = cell.run_config(cell.variants[0])
     mesh = build_mesh(first.parallel, first.cluster)
-    channels = open_channels(first, mesh)
+    channels, transport = open_channels(first, mesh), SilentTransport()
     for variant in cell.variants:
         try:
             attention = ContextParallel.of_run(cell.run_config(variant), mesh, channels)
         except ConfigError as error:
             skipped[variant] = "; ".join(error.problems)
             continue
-        inputs = own_inputs(attention, cell.shape, device)
-        contestants.append(Contestant(variant, attention, silent(attention), inputs))
+        rows = torch.from_numpy(attention.layout.positions(attention.rank))
+        inputs = [x[rows][None].to(device) for x in global_inputs(cell.shape, attention.padded_seq_len)]
+        silent = attention.with_runtimes(lambda runtime: replace(runtime, transport=transport))
+        contestants.append(Contestant(variant, attention, silent, inputs))
     return contestants, skipped
-
-
-def own_inputs(attention: ContextParallel, shape: HeadShape, device: torch.device) -> list[Tensor]:
-    """q, k, v, dout of this rank, [1, T, heads, D]; slices of the same global tensors for every variant."""
-    positions = torch.from_numpy(attention.layout.positions(attention.rank))
-    return [x[positions][None].to(device) for x in global_inputs(shape, attention.padded_seq_len)]
-
-
-def silent(attention: ContextParallel) -> ContextParallel:
-    """The same plans without communication."""
-    return attention.with_runtimes(lambda runtime: replace(runtime, transport=SilentTransport()))
 
 
 def global_inputs(shape: HeadShape, rows: int) -> list[Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ from engine.planning.methods.topology import Topology
 from engine.planning.sequence.mask import Band
 from engine.planning.time.costs import FLOPS_PER_PAIR, layer_numbers
 from engine.planning.time.flops import count_parameters
-from engine.planning.time.machine import Machine, Shares, find_device, profile_document, share_at
+from engine.planning.time.machine import Machine, find_device, profile_document, share_at
 from engine.planning.time.step_time import UPDATE_BYTES, predict_step
 from engine.training.rank.process import leave
 from engine.training.train_step import TrainStep
@@ -64,41 +65,27 @@ def measure_machine(cell: MachineCell, watch: Stopwatch) -> tuple[Machine, dict[
     device = watch.device
     products = _products(watch, cell)
     forward, backward, block_rows = _tiles(watch, cell)
-    matmul, matmul_shares = _by_share(products)
-    layer = _layer(watch, cell, lambda side: matmul * share_at(matmul_shares, side))
+    matmul = _rate("matmul_flops", products)
+    layer = _layer(watch, cell, lambda side: matmul["matmul_flops_per_s"] * share_at(matmul["matmul_shares"], side))
     intra, inter = (_messages(watch, cell, kind) for kind in ("intra", "inter"))
     inter_alone = _messages(watch, cell, "inter", one_per_node=True)
     shared_nic = _affine(inter_alone)[1] > _SHARED * _affine(inter)[1]
     inter = inter_alone if shared_nic else inter
-    inter_latency_s, inter_rate = _affine(inter or intra)
-    intra_latency_s, intra_rate = _affine(intra or inter)
-    host_latency_s, host_rate = _affine(_host_copies(watch))
-    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    known = find_device(device_name)
+    on_gpu = device.type == "cuda"
+    known = find_device(torch.cuda.get_device_name(device) if on_gpu else "cpu")
     machine = Machine(
         name="measured",
-        forward_flops_per_s=_by_share(forward)[0],
-        backward_flops_per_s=_by_share(backward)[0],
-        matmul_flops_per_s=matmul,
+        **(matmul | _rate("forward_flops", forward) | _rate("backward_flops", backward)),
         kernel_block_rows=block_rows,
         tile_overhead_s=0.0,
-        elementwise_bytes_per_s=_by_share(layer)[0],
+        **_rate("elementwise_bytes", layer),
         update_bytes_per_s=_update(watch, cell),
-        intra_bytes_per_s=intra_rate,
-        intra_latency_s=intra_latency_s,
-        inter_bytes_per_s=inter_rate,
-        inter_latency_s=inter_latency_s,
+        **(_link("intra", intra or inter) | _link("inter", inter or intra) | _link("host", _host_copies(watch))),
         shared_nic=shared_nic,
         message_compute_share=_message_share(watch, cell),
-        host_bytes_per_s=host_rate,
-        host_latency_s=host_latency_s,
-        forward_shares=_by_share(forward)[1],
-        backward_shares=_by_share(backward)[1],
-        matmul_shares=matmul_shares,
-        elementwise_shares=_by_share(layer)[1],
-        is_cpu=device.type == "cpu",
+        is_cpu=not on_gpu,
         local_ranks=cell.setup.local_ranks,
-        memory_bytes=torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None,
+        memory_bytes=torch.cuda.get_device_properties(device).total_memory if on_gpu else None,
         host_memory_bytes=find_hardware().host_bytes,
         bf16_peak=known.bf16_peak if known else None,
         fp32_peak=known.fp32_peak if known else None,
@@ -221,17 +208,13 @@ def _message_share(watch: Stopwatch, cell: MachineCell) -> float:
     left, right = (_noise(watch.device, cell, side, side).detach() for _ in range(2))
     out = torch.empty_like(left)
 
-    def compute() -> None:
-        torch.mm(left, right, out=out)
+    def compute(times: int = 1) -> None:
+        for _ in range(times):
+            torch.mm(left, right, out=out)
 
     alone_s, message_s = watch.seconds(compute), watch.seconds(ring)
-    times = max(1, round(2 * message_s / alone_s))  # long enough to hide it
-
-    def computing() -> None:
-        for _ in range(times):
-            compute()
-
-    both_s, computing_s = watch.seconds(lambda: ring(computing)), watch.seconds(computing)
+    hiding = partial(compute, max(1, round(2 * message_s / alone_s)))  # long enough to hide it
+    both_s, computing_s = watch.seconds(lambda: ring(hiding)), watch.seconds(hiding)
     return min(1.0, max(0.0, (both_s - computing_s) / message_s))
 
 
@@ -277,8 +260,7 @@ def _update(watch: Stopwatch, cell: MachineCell) -> float:
 
 def _train_step(config: RunConfig) -> TrainStep:
     mesh = build_mesh(config.parallel, config.cluster)
-    model, attention = build_model(config, mesh)
-    return TrainStep(config, mesh, model, attention)
+    return TrainStep(config, mesh, *build_model(config, mesh))
 
 
 def _host_copies(watch: Stopwatch) -> Series:
@@ -292,10 +274,16 @@ def _host_copies(watch: Stopwatch) -> Series:
     return watch.by_size(_MESSAGES[watch.device.type], prepare)
 
 
-def _by_share(series: Series) -> tuple[float, Shares]:
-    """(the largest rate, what share of it each size reaches)."""
+def _rate(name: str, series: Series) -> dict[str, Any]:
+    """Fields of a Machine: the largest rate, and what share of it each size reaches."""
     largest = max(rate for _, rate in series)
-    return largest, tuple((size, rate / largest) for size, rate in series)
+    shares = tuple((size, rate / largest) for size, rate in series)
+    return {f"{name}_per_s": largest, f"{name.partition('_')[0]}_shares": shares}
+
+
+def _link(name: str, times: Series) -> dict[str, float]:
+    """Fields of a Machine: what messages take."""
+    return dict(zip((f"{name}_latency_s", f"{name}_bytes_per_s"), _affine(times), strict=True))
 
 
 def _noise(device: torch.device, cell: MachineCell, *shape: int) -> Tensor:

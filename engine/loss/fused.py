@@ -7,7 +7,7 @@ for a call. Extra memory is, for chunks of C rows,
 
     C * V            logits of one chunk, later their gradient (compute dtype); gone before backward
     V * d            gradient of the weight in fp32; backward leaves it in the dtype of the weight, in as much memory
-    2 blocks         fp32 softmax, of a size fixed in engine.row_blocks; none on a GPU (engine.kernels)
+    one block        fp32 softmax, of a size fixed in engine.row_blocks; none on a GPU (engine.kernels)
 
 independent of the number of rows, plus the gradient of `hidden` itself.
 
@@ -26,7 +26,7 @@ the labels once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,14 @@ from torch.autograd.function import once_differentiable
 from engine.config.settings import LossConfig
 from engine.data.sampler import IGNORE_INDEX
 from engine.kernels.dispatch import uses_triton
-from engine.row_blocks import accumulate_dtype, acts_as_accelerator, rehearses_accelerator, row_blocks, spans
+from engine.row_blocks import (
+    accumulate_dtype,
+    acts_as_accelerator,
+    rehearses_accelerator,
+    row_blocks,
+    spans,
+    temporary_blocks,
+)
 
 
 @dataclass(frozen=True)
@@ -69,47 +76,44 @@ def linear_cross_entropy(
     is that of own rows, labels are global ids. All ranks must call, run the backward and scale the loss alike:
     gradients are those of the sum over ranks.
     """
-    walk = _Walk(options, ranks)
     if not torch.is_grad_enabled():
-        loss = walk(hidden.detach(), weight.detach().to(hidden.dtype), labels, _Gradients())
-        return loss.to(accumulate_dtype(hidden.dtype))
-    with_graph: Tensor = _SummedLoss.apply(hidden, weight, labels, walk)  # type: ignore[no-untyped-call]
-    return with_graph
-
-
-@dataclass
-class _Gradients:
-    """Where the gradients of the loss sum go.
-
-    hidden   [T, d] in its dtype; None where not wanted
-    weight   [V, d] in fp32, in slices of as many rows (the last maybe fewer); none where not wanted
-    """
-
-    hidden: Tensor | None = None
-    weight: Sequence[Tensor] = ()
-
-    @property
-    def are_wanted(self) -> bool:
-        """Whether either is."""
-        return self.hidden is not None or bool(self.weight)
+        hidden, weight = hidden.detach(), weight.detach()
+    loss: Tensor = _SummedLoss.apply(hidden, weight, labels, options, ranks)  # type: ignore[no-untyped-call]
+    return loss
 
 
 class _SummedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, walk: _Walk) -> Tensor:
-        """The loss sum; both gradients are kept."""
-        wide = accumulate_dtype(hidden.dtype)
-        gradients = _Gradients(
-            hidden=torch.empty_like(hidden) if ctx.needs_input_grad[0] else None,
-            weight=_zero_sums(weight, torch.promote_types(wide, weight.dtype)) if ctx.needs_input_grad[1] else (),
-        )
-        loss = walk(hidden.detach(), weight.detach().to(hidden.dtype), labels, gradients)
-        ctx.gradients, ctx.weight_dtype = gradients, weight.dtype
-        return loss.to(wide)
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, options: LossConfig, ranks: VocabularyRanks
+    ) -> Tensor:
+        """One pass over the chunks: the loss sum of own rows; both gradients are kept."""
+        wide, whole, weight = accumulate_dtype(hidden.dtype), weight, weight.to(hidden.dtype)
+        dhidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        sums = _zero_sums(whole, torch.promote_types(wide, whole.dtype)) if ctx.needs_input_grad[1] else ()
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        own_rows = max(1, options.chunk_tokens // ranks.count)
+        chunk_rows = min(own_rows, hidden.shape[0]) * ranks.count
+        buffer = torch.empty(chunk_rows, weight.shape[0], dtype=hidden.dtype, device=hidden.device)
+        all_labels = ranks.gather(labels).view(ranks.count, -1)
+        overwrite = any(ctx.needs_input_grad)
+        for own in spans(hidden.shape[0], own_rows):
+            chunk = ranks.gather(hidden[own])
+            logits = torch.mm(chunk, weight.t(), out=buffer[: chunk.shape[0]])
+            losses = losses_of_logits(logits, all_labels[:, own].flatten(), options, overwrite=overwrite, ranks=ranks)
+            total += losses.view(ranks.count, -1)[ranks.rank].sum(dtype=torch.float64)
+            if dhidden is not None and ranks.count == 1:
+                torch.mm(logits, weight, out=dhidden[own])
+            elif dhidden is not None:
+                ranks.scatter(torch.mm(logits, weight), out=dhidden[own])
+            if sums:
+                _add_weight_gradient(sums, logits, chunk)
+        ctx.gradients, ctx.weight_dtype = (dhidden, sums), whole.dtype
+        return total.to(wide)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         """The kept gradients times `dloss`, in their own memory.
 
         Always multiplied: to look whether the scalar is 1 would make the host wait for the device.
@@ -119,11 +123,11 @@ class _SummedLoss(torch.autograd.Function):
             raise RuntimeError(
                 "linear_cross_entropy gave its gradients away in its first backward pass; for another one call it again"
             )
+        dhidden, sums = kept
         return (
-            None if kept.hidden is None else _scaled_in_place([kept.hidden], dloss, kept.hidden.dtype),
-            _scaled_in_place(kept.weight, dloss, ctx.weight_dtype) if kept.weight else None,
-            None,
-            None,
+            None if dhidden is None else _scaled_in_place([dhidden], dloss, dhidden.dtype),
+            _scaled_in_place(sums, dloss, ctx.weight_dtype) if sums else None,
+            *(None, None, None),
         )
 
 
@@ -134,7 +138,7 @@ def _zero_sums(weight: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
     """
     narrower = dtype.itemsize // weight.dtype.itemsize
     rows = -(-weight.shape[0] // (8 * narrower)) * 8
-    return [torch.zeros(part.shape, dtype=dtype, device=part.device) for part in torch.split(weight.detach(), rows)]
+    return [torch.zeros(part.shape, dtype=dtype, device=part.device) for part in torch.split(weight, rows)]
 
 
 def _scaled_in_place(parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -152,36 +156,6 @@ def _scaled_in_place(parts: Sequence[Tensor], scale: Tensor, dtype: torch.dtype)
     return out[:done]
 
 
-@dataclass(frozen=True)
-class _Walk:
-    """One pass over the chunks."""
-
-    options: LossConfig
-    ranks: VocabularyRanks
-
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor, gradients: _Gradients) -> Tensor:
-        """Loss sum of own rows, float64 scalar; weight in the dtype of hidden; fills `gradients`."""
-        ranks = self.ranks
-        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        own_rows = max(1, self.options.chunk_tokens // ranks.count)
-        chunk_rows = min(own_rows, hidden.shape[0]) * ranks.count
-        buffer = torch.empty(chunk_rows, weight.shape[0], dtype=hidden.dtype, device=hidden.device)
-        all_labels = ranks.gather(labels).view(ranks.count, -1)
-        for own in spans(hidden.shape[0], own_rows):
-            chunk = ranks.gather(hidden[own])
-            logits = torch.mm(chunk, weight.t(), out=buffer[: chunk.shape[0]])
-            chunk_labels = all_labels[:, own].flatten()
-            losses = losses_of_logits(logits, chunk_labels, self.options, overwrite=gradients.are_wanted, ranks=ranks)
-            total += losses.view(ranks.count, -1)[ranks.rank].sum(dtype=torch.float64)
-            if gradients.hidden is not None and ranks.count == 1:
-                torch.mm(logits, weight, out=gradients.hidden[own])
-            elif gradients.hidden is not None:
-                ranks.scatter(torch.mm(logits, weight), out=gradients.hidden[own])
-            if gradients.weight:
-                _add_weight_gradient(gradients.weight, logits, chunk)
-        return total
-
-
 def losses_of_logits(
     logits: Tensor, labels: Tensor, options: LossConfig, *, overwrite: bool, ranks: VocabularyRanks = ALONE
 ) -> Tensor:
@@ -189,8 +163,6 @@ def losses_of_logits(
 
     Of several ranks logits are [C, V / t]: one small all-gather. A label that none has gives a loss that is not finite.
     """
-    if ranks.count == 1 and not uses_triton(logits) and not rehearses_accelerator():
-        return _losses_by_softmax(logits, labels, options, overwrite=overwrite)
     first = ranks.rank * logits.shape[1]
     own = _statistics(logits, labels, first)
     maximum, sums, picked = ranks.gather(own).view(ranks.count, *own.shape).unbind(1)
@@ -204,32 +176,6 @@ def losses_of_logits(
     return losses.masked_fill_(labels == IGNORE_INDEX, 0.0)
 
 
-def _losses_by_softmax(logits: Tensor, labels: Tensor, options: LossConfig, *, overwrite: bool) -> Tensor:
-    """As `losses_of_logits` of whole rows, by torch, which exponentiates once for both results.
-
-    lse is not formed from a sum of exponentials but from the softmax itself, max(logits) - log(max(softmax)): equally
-    exact, since the largest probability is at least 1 / V, and torch's softmax is far faster than its logsumexp.
-    """
-    found = torch.empty(logits.shape[0], dtype=accumulate_dtype(logits.dtype), device=logits.device)
-    for rows in row_blocks(logits.shape[0], logits.shape[1], logits.device):
-        values = logits[rows].to(found.dtype)
-        counted = labels[rows] != IGNORE_INDEX
-        index = labels[rows].masked_fill(~counted, 0).unsqueeze(1)
-        probabilities = torch.softmax(values, dim=-1)
-        lse = values.amax(dim=-1) - probabilities.amax(dim=-1).log_()
-        losses = lse - values.gather(1, index).squeeze(1)
-        if options.z_loss:
-            losses += options.z_loss * lse.square()
-        found[rows] = losses.masked_fill_(~counted, 0.0)
-        if overwrite:
-            # d/dlogits of lse is the softmax, of z * lse**2 it is 2 z lse * softmax.
-            factor = (1.0 + 2.0 * options.z_loss * lse) * counted
-            probabilities.mul_(factor.unsqueeze(1))
-            probabilities.scatter_add_(1, index, -counted.to(found.dtype).unsqueeze(1))
-            logits[rows].copy_(probabilities)
-    return found
-
-
 def _statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
     """[3, C] fp32 of the logits of ids from `first` on: maximum, sum of exponentials less it, logit of the label or
     -inf.
@@ -239,12 +185,12 @@ def _statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
 
         return kernels.statistics(logits, labels, first)
     own = torch.empty(3, logits.shape[0], dtype=accumulate_dtype(logits.dtype), device=logits.device)
-    for rows in _blocks(logits):
-        values = logits[rows].to(own.dtype)
+    for rows in temporary_blocks(logits):
+        values = logits[rows].to(own.dtype, copy=True)
         index, is_here = _local_index(labels[rows], first, logits.shape[1])
         own[0, rows] = values.amax(dim=-1)
-        own[1, rows] = (values - own[0, rows].unsqueeze(1)).exp_().sum(dim=-1)
         own[2, rows] = values.gather(1, index).squeeze(1).masked_fill_(~is_here, float("-inf"))
+        own[1, rows] = values.sub_(own[0, rows].unsqueeze(1)).exp_().sum(dim=-1)
     return own
 
 
@@ -255,9 +201,10 @@ def _overwrite_with_gradient(logits: Tensor, labels: Tensor, lse: Tensor, first:
 
         kernels.overwrite_with_gradient(logits, labels, lse, first, z_loss)
         return
-    for rows in _blocks(logits):
+    for rows in temporary_blocks(logits):
         index, is_here = _local_index(labels[rows], first, logits.shape[1])
-        gradient = (logits[rows].to(lse.dtype) - lse[rows].unsqueeze(1)).exp_()
+        gradient = logits[rows].to(lse.dtype).sub_(lse[rows].unsqueeze(1)).exp_()  # wide logits in their own memory
+        # d/dlogits of lse is the softmax, of z * lse**2 it is 2 z lse * softmax.
         gradient.mul_(((1.0 + 2.0 * z_loss * lse[rows]) * (labels[rows] != IGNORE_INDEX)).unsqueeze(1))
         gradient.scatter_add_(1, index, -is_here.to(lse.dtype).unsqueeze(1))
         logits[rows].copy_(gradient)
@@ -268,11 +215,6 @@ def _local_index(labels: Tensor, first: int, ids: int) -> tuple[Tensor, Tensor]:
     index = labels - first
     is_here = (index >= 0) & (index < ids) & (labels != IGNORE_INDEX)
     return index.masked_fill_(~is_here, 0).unsqueeze(1), is_here
-
-
-def _blocks(logits: Tensor) -> Iterator[slice]:
-    """Blocks of rows; none in a rehearsal of a GPU, whose kernels have no temporaries."""
-    return iter(()) if rehearses_accelerator() else row_blocks(logits.shape[0], logits.shape[1], logits.device)
 
 
 def _add_weight_gradient(sums: Sequence[Tensor], dlogits: Tensor, hidden: Tensor) -> None:

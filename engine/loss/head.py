@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from engine.config.settings import LossConfig
-from engine.loss.fused import ALONE, VocabularyRanks, linear_cross_entropy
-from engine.loss.scores import row_scores
+from engine.loss.fused import ALONE, VocabularyRanks, linear_cross_entropy, losses_of_logits
+from engine.row_blocks import accumulate_dtype
+
+_BLOCK_IDS = 8192  # rows of the weight that are widened at once
 
 
 class LMHead(nn.Module):
@@ -28,7 +30,7 @@ class LMHead(nn.Module):
         Labels are already shifted: row t holds the token that follows it in the sequence. In evaluation mode the
         z-loss is left out: what is reported is the cross entropy.
 
-        `by_row`: instead what `engine.loss.scores.row_scores` gives, [rows, 2] and without a gradient; for a few rows.
+        `by_row`: instead what `row_scores` gives, [rows, 2] and without a gradient; for a few rows.
         Raises ValueError for labels of another shape.
         """
         if hidden.shape[:-1] != labels.shape:
@@ -39,3 +41,23 @@ class LMHead(nn.Module):
             return row_scores(rows, weight, targets, ranks=self.ranks)
         options = self.options if self.training else replace(self.options, z_loss=0.0)
         return linear_cross_entropy(rows, weight, targets, options=options, ranks=self.ranks)
+
+
+@torch.no_grad()
+def row_scores(hidden: Tensor, weight: Tensor, labels: Tensor, *, ranks: VocabularyRanks = ALONE) -> Tensor:
+    """[T, 2] fp32: -log softmax(hidden @ weight.T)[label], and 1 where the label has the largest logit, else 0.
+
+    hidden [T, d], weight [V, d], labels [T] int64; of equal logits the smallest id wins. Zeros where the label is -100.
+    Logits are fp32 whatever the dtype of the weights: rounded to bf16 the two largest are often equal, and which of
+    them wins would be chance. Those of all rows exist. `ranks`: as in `linear_cross_entropy`.
+    """
+    rows, targets = ranks.gather(hidden), ranks.gather(labels)
+    rows = rows.to(accumulate_dtype(rows.dtype))
+    logits = torch.cat([rows @ block.to(rows.dtype).t() for block in weight.split(_BLOCK_IDS)], dim=1)
+    losses = losses_of_logits(logits, targets, LossConfig(), overwrite=False, ranks=ranks)
+    own = torch.stack([part.to(rows.dtype) for part in logits.max(dim=-1)])
+    own[1] += ranks.rank * weight.shape[0]
+    largest, best = ranks.gather(own).view(ranks.count, *own.shape).unbind(1)
+    first = largest.max(dim=0, keepdim=True).indices  # of the ranks that have the largest logit
+    is_best = best.gather(0, first)[0] == targets
+    return torch.stack([losses, is_best.to(losses.dtype)], dim=1)[ranks.rank * len(hidden) :][: len(hidden)]

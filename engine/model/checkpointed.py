@@ -108,19 +108,14 @@ class _Link:
     """What one call of a layer left behind: the call, and what was kept of it."""
 
     def __init__(self, call: LayerCall, tensors: dict[str, Tensor]) -> None:
-        self.call = call
-        self._names = tuple(tensors)
         # What plans leave in host memory lies where it belongs.
         store = DeviceStore() if call.runtime.on_host else call.manner.store
-        self._kept: Kept = store.keep(list(tensors.values()))
+        self.call, self._names = call, tuple(tensors)
+        self.kept: Kept = store.keep(list(tensors.values()))
 
     def fetch(self) -> dict[str, Tensor]:
         """What was kept, by name."""
-        return dict(zip(self._names, self._kept.fetch(), strict=True))
-
-    def release(self) -> None:
-        """Backward is done with it."""
-        self._kept.release()
+        return dict(zip(self._names, self.kept.fetch(), strict=True))
 
 
 class _Group:
@@ -193,6 +188,6 @@ class _LayerFunction(torch.autograd.Function):
         """Gradients of hidden and of the parameters."""
         kept = ctx.link.fetch()
         hidden = ctx.group.input_of(ctx.place, kept)
-        gradients = ctx.link.call.backpropagate(hidden, kept, dy, ctx.kv_heads)
-        ctx.link.release()
-        return None, None, gradients.dx, *gradients.of_parameters()
+        dx, of_parameters = ctx.link.call.backpropagate(hidden, kept, dy, ctx.kv_heads)
+        ctx.link.kept.release()
+        return None, None, dx, *of_parameters

@@ -6,7 +6,6 @@ torch.compile makes kernels of its own out of the same torch operations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from engine.kernels.dispatch import uses_triton
 from engine.kernels.tiles import RowTiles
-from engine.row_blocks import accumulate_dtype, rehearses_accelerator, row_blocks
+from engine.row_blocks import accumulate_dtype, rehearses_accelerator, temporary_blocks
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -94,7 +93,7 @@ def _normed(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
     out_rows = out.view(rows.shape)
     rstd = torch.empty(rows.shape[0], dtype=wide, device=x.device)
     wide_weight = weight.to(wide)
-    for block in _norm_blocks(rows):
+    for block in temporary_blocks(rows):
         values = rows[block].to(wide)
         block_rstd = (values * values).mean(dim=-1).add_(eps).rsqrt_()
         rstd[block] = block_rstd
@@ -118,8 +117,10 @@ def _norm_backward(
     others = None if dtotal is None else dtotal.reshape(rows.shape)
     dx = torch.empty_like(rows)
     wide_weight = weight.to(rstd.dtype)
-    dweight = _weight_gradient(rows, rstd.dtype)
-    for block in _norm_blocks(rows):
+    # A kernel leaves partial sums, added up; as many of them in a rehearsal of it.
+    sums = RowTiles(*rows.shape).partial_sums if rehearses_accelerator() else 1
+    dweight = torch.zeros(sums, rows.shape[1], dtype=rstd.dtype, device=rows.device).sum(0)
+    for block in temporary_blocks(rows):
         scale = rstd[block].unsqueeze(1)
         normed = rows[block].to(rstd.dtype) * scale
         product = drows[block].to(rstd.dtype) * normed
@@ -130,18 +131,6 @@ def _norm_backward(
             block_dx += others[block]
         dx[block].copy_(block_dx)
     return dx.view(x.shape), dweight.to(weight.dtype)
-
-
-def _weight_gradient(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zeros [d] to add to; in a rehearsal of an accelerator as many partial sums as its kernel makes, added up."""
-    if rehearses_accelerator():
-        return torch.empty(RowTiles(*rows.shape).partial_sums, rows.shape[1], dtype=dtype, device=rows.device).sum(0)
-    return torch.zeros(rows.shape[1], dtype=dtype, device=rows.device)
-
-
-def _norm_blocks(rows: Tensor) -> Iterator[slice]:
-    """Blocks of rows; none in a rehearsal of an accelerator, whose kernel has no temporaries."""
-    return iter(()) if rehearses_accelerator() else row_blocks(rows.shape[0], rows.shape[1], rows.device)
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.attention.executor import Execution
 from engine.attention.merge import backward_stats
@@ -14,9 +14,8 @@ from engine.attention.runtime import AttentionRuntime, KeptResults, SavedAttenti
 from engine.memory.store import ActivationStore
 from engine.model.dropout import Dropout
 from engine.model.llama import TransformerBlock
-from engine.model.tiles import LayerGradients, fetched, fold, hidden_rows, leaf, unfold
 from engine.planning.memory.policy import LayerPolicy
-from engine.row_blocks import spans
+from engine.row_blocks import accumulate_dtype, spans
 
 
 @dataclass(frozen=True)
@@ -117,36 +116,48 @@ class LayerCall:
         exchanged = self.runtime.recompute is not None and "out" in self.runtime.recompute.pins
         return self.attended(hidden, kept)[0] if exchanged else kept["out"]
 
-    def backpropagate(self, hidden: Tensor, kept: dict[str, Tensor], dy: Tensor, kv_heads: int) -> LayerGradients:
-        """Gradients of everything, given that of the output [B, T, d]; kv_heads: those of k [T, kv_heads, D]."""
-        gradients = LayerGradients([p for p in self.layer.parameters() if p.requires_grad])
-        graph = self._graph_of_project(hidden) if self.manner.projects_once else None
+    def backpropagate(
+        self, hidden: Tensor, kept: dict[str, Tensor], dy: Tensor, kv_heads: int
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Gradients of the input and of the parameters that are trained, given that of the output [B, T, d].
+
+        kv_heads: those of k [T, kv_heads, D].
+        """
+        sums = _ParameterSums([parameter for parameter in self.layer.parameters() if parameter.requires_grad])
+        graph = self._graph_of_project(hidden, slice(None)) if self.manner.projects_once else None
         attended = self.attended(hidden, kept, graph[1] if graph else None)
-        execution = self._through_finish(hidden, attended, dy, gradients, kv_heads)
+        dx, execution = self._through_finish(hidden, attended, dy, sums, kv_heads)
         del attended  # attention's backward pass needs less than all that was made again
         execution.run()
         dq, dkv = execution.pinned("dq")["dq"], execution.pinned("dkv")["dkv"]
-        self._through_project(hidden, (dq, dkv), gradients, graph)
-        return gradients
+        for rows in self.tiles(hidden):
+            x_rows, projected = graph or self._graph_of_project(hidden, rows, values=False)
+            dq_rows, dkv_rows = (fetched(x[rows], self.device).to(hidden.dtype) for x in (dq, dkv))
+            flowing = [unfold(part, hidden.shape[0]) for part in (dq_rows, dkv_rows[:, 0], dkv_rows[:, 1])]
+            (dx_rows,) = sums.add(projected, flowing, [x_rows])
+            dx[:, rows].add_(dx_rows)
+        return dx, sums.of_parameters()
 
-    def _graph_of_project(self, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """(input, q, k and v) of all rows with the graph between them."""
-        x = leaf(hidden)
+    def _graph_of_project(
+        self, hidden: Tensor, rows: slice, *, values: bool = True
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """(input, q, k and v) of some rows with the graph between them."""
+        x = leaf(hidden_rows(hidden, rows, self.device))
         with torch.enable_grad():
-            return x, self.layer.project(x, self.cos, self.sin)
+            return x, self.layer.project(x, self.cos[rows], self.sin[rows], values=values)
 
     def _through_finish(
         self,
         hidden: Tensor,
         attended: tuple[Tensor, SavedAttention],
         dy: Tensor,
-        gradients: LayerGradients,
+        sums: _ParameterSums,
         kv_heads: int,
-    ) -> Execution:
-        """Backward pass of attention, ready to run, after that of all that follows it."""
+    ) -> tuple[Tensor, Execution]:
+        """(gradient of the input so far, attention's backward pass, ready to run) by way of all that follows it."""
         out, saved = attended
-        dout = self.runtime.empty(out.shape, out.dtype, dy.device)
-        stats = None
+        dx: Tensor | None = None
+        dout, stats = self.runtime.empty(out.shape, out.dtype, dy.device), None
         if self.runtime.takes_stats:
             stats = self.runtime.empty((*saved.lse.shape, 2), saved.lse.dtype, dy.device)
         for rows in self.tiles(hidden):
@@ -154,37 +165,20 @@ class LayerCall:
             out_rows = leaf(unfold(fetched(out[rows], dy.device), dy.shape[0]))
             with torch.enable_grad():
                 y_rows = self.layer.finish(x_rows, out_rows, values=False, dropout=self._dropout_of(rows))
-            dx, dout_rows = gradients.add([y_rows], [dy[:, rows]], [x_rows, out_rows])
+            dx_rows, dout_rows = sums.add([y_rows], [dy[:, rows]], [x_rows, out_rows])
             del y_rows
-            gradients.add_input(rows, dx, dy)
+            if rows == slice(None):
+                dx = dx_rows
+            else:
+                dx = torch.empty(dy.shape, dtype=dx_rows.dtype, device=dy.device) if dx is None else dx
+                dx[:, rows] = dx_rows
             folded = fold(dout_rows)
             dout[rows].copy_(folded, non_blocking=True)
             if stats is not None:
                 lse = fetched(saved.lse[rows], dy.device)
                 stats[rows].copy_(backward_stats(folded, fold(out_rows.detach()), lse), non_blocking=True)
-        return self.runtime.backward_execution(saved, dout, kv_heads, stats=stats, device=dy.device)
-
-    def _through_project(
-        self,
-        hidden: Tensor,
-        flowing_back: tuple[Tensor, Tensor],
-        gradients: LayerGradients,
-        graph: tuple[Tensor, tuple[Tensor, ...]] | None,
-    ) -> None:
-        """Add what flows back through q, k and v: dq [T, B*H, D], dkv [T, 2, B*K, D]; over the `graph`, if there is."""
-        dq, dkv = flowing_back
-        batch, device, dtype = hidden.shape[0], self.device, hidden.dtype
-        for rows in self.tiles(hidden):
-            if graph is not None:
-                x_rows, projected = graph
-            else:
-                x_rows = leaf(hidden_rows(hidden, rows, device))
-                with torch.enable_grad():
-                    projected = self.layer.project(x_rows, self.cos[rows], self.sin[rows], values=False)
-            dq_rows, dkv_rows = (fetched(x[rows], device).to(dtype) for x in (dq, dkv))
-            flowing = [unfold(part, batch) for part in (dq_rows, dkv_rows[:, 0], dkv_rows[:, 1])]
-            (dx,) = gradients.add(projected, flowing, [x_rows])
-            gradients.add_input(rows, dx, hidden)
+        assert dx is not None
+        return dx, self.runtime.backward_execution(saved, dout, kv_heads, stats=stats, device=dy.device)
 
     def _dropout_of(self, rows: slice) -> Dropout | None:
         return None if self.dropout is None else self.dropout.of(rows)
@@ -193,3 +187,56 @@ class LayerCall:
         """Memory [T, B, heads, D] for what `part` [B, n, heads, D] is a tile of."""
         batch, _, heads, head_dim = part.shape
         return self.runtime.empty((tokens, batch, heads, head_dim), part.dtype, part.device)
+
+
+class _ParameterSums:
+    """Sums over tiles of the gradients of parameters, in fp32 (float64 for float64)."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._sums: list[Tensor | None] = [None] * len(parameters)
+
+    def add(self, outputs: Sequence[Tensor], flowing: Sequence[Tensor], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+        """Gradients of `inputs`, given those of `outputs`; the parameters' are added up."""
+        found = torch.autograd.grad(outputs, [*inputs, *self._parameters], flowing, allow_unused=True)
+        of_parameters: Sequence[Tensor | None] = found[len(inputs) :]
+        for index, gradient in enumerate(of_parameters):
+            total = self._sums[index]
+            if gradient is None or total is None:  # None: of the layer's other half
+                self._sums[index] = total if gradient is None else gradient
+            else:  # the only tile's gradient is never widened
+                self._sums[index] = total.to(accumulate_dtype(gradient.dtype)).add_(gradient)
+        return found[: len(inputs)]
+
+    def of_parameters(self) -> list[Tensor | None]:
+        """The sums in the parameters' dtypes."""
+        pairs = zip(self._sums, self._parameters, strict=True)
+        return [None if total is None else total.to(parameter.dtype) for total, parameter in pairs]
+
+
+def fetched(x: Tensor, device: torch.device) -> Tensor:
+    """x, contiguous, on `device`. A cast or a gap would be the host's work, ahead of copies to x still in flight."""
+    assert x.is_contiguous() or x.device == device
+    return x.to(device, non_blocking=True)
+
+
+def hidden_rows(hidden: Tensor, rows: slice, device: torch.device) -> Tensor:
+    """Rows of [B, T, d] on `device`."""
+    if hidden.device == device:
+        return hidden[:, rows]
+    return torch.stack([fetched(sequence[rows], device) for sequence in hidden])
+
+
+def leaf(x: Tensor) -> Tensor:
+    """x, to differentiate with respect to."""
+    return x.detach().requires_grad_()
+
+
+def fold(x: Tensor) -> Tensor:
+    """[n, B*heads, D] from [B, n, heads, D]."""
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def unfold(x: Tensor, batch: int) -> Tensor:
+    """[B, n, heads, D] from [n, B*heads, D]."""
+    return x.view(x.shape[0], batch, -1, x.shape[2]).transpose(0, 1)

@@ -13,7 +13,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from engine.attention.library import ContextParallel
 from engine.config.errors import ConfigError
@@ -84,9 +83,11 @@ def parallelize(
     shards = mesh.fsdp_mesh.size(mesh.fsdp_mesh.ndim - 1)  # a dimension of replicas stands before it
     parameters = sum(parameter.numel() for parameter in model.parameters()) // shards
     apply_policies(model, layer_manners(config, attention.method, mesh, parameters))
+    # Units of the two largest matrices; when they are one and the same, one unit.
+    largest = [[model.embedding, model.head]] if config.model.tie_embeddings else [model.embedding, model.head]
     shard_model(
         model,
-        [*model.layers, *_embedding_and_head(model, tied=config.model.tie_embeddings)],
+        [*model.layers, *largest],
         mesh,
         compute_dtype=config.train.compute_dtype,
         memory=config.memory,
@@ -95,29 +96,26 @@ def parallelize(
 
 
 def layer_manners(config: RunConfig, method: AttentionMethod, mesh: Mesh, parameters: int = 0) -> list[LayerManner]:
-    """How every layer runs: its policy, the store of what it keeps, its tiles. `parameters`: as `build_store`."""
-    tile_tokens = tile_tokens_of(config, method)
-    on_device, on_host = DeviceStore(), build_store(config, mesh, parameters)
-    host_layers = layers_on_host(config, method)
+    """How every layer runs: its policy, the store of what it keeps, its tiles.
+
+    One store serves all layers on the host, so that it sees in which order they keep. `parameters`: of this rank; the
+    optimizer on the host needs memory for them.
+    """
+    memory, tile_tokens = config.memory, tile_tokens_of(config, method)
+    on_device: ActivationStore = DeviceStore()
+    on_host, host_layers = on_device, layers_on_host(config, method)
+    if memory.activation_store == "host":
+        limit = activation_limit(memory, mesh.device, mesh.topology.local_ranks, parameters)
+        on_host = host_store(mesh.device, limit)
     return [
         LayerManner(
             policy,
             on_host if index < host_layers else on_device,
             tile_tokens,
-            projects_once=mesh.tp_size > 1,
+            projects_once=mesh.degrees.tp_size > 1,
         )
-        for index, policy in enumerate(layer_policies(config.memory, config.model.num_layers))
+        for index, policy in enumerate(layer_policies(memory, config.model.num_layers))
     ]
-
-
-def build_store(config: RunConfig, mesh: Mesh, parameters: int = 0) -> ActivationStore:
-    """Where the first layers keep what they keep; one for all of them, so that it sees in which order they do.
-
-    parameters   of this rank; the optimizer on the host needs memory for them
-    """
-    if config.memory.activation_store != "host":
-        return DeviceStore()
-    return host_store(mesh.device, activation_limit(config.memory, mesh.device, mesh.topology.local_ranks, parameters))
 
 
 def activation_limit(memory: MemoryConfig, device: torch.device, local_ranks: int, parameters: int) -> int | None:
@@ -155,11 +153,6 @@ def compile_layers(model: LlamaModel, device: torch.device) -> None:
     for layer in model.layers:
         for half in ("project", "finish"):
             setattr(layer, half, torch.compile(getattr(layer, half)))
-
-
-def _embedding_and_head(model: LlamaModel, *, tied: bool) -> list[nn.Module | list[nn.Module]]:
-    """Units of the two largest matrices; when they are one and the same, one unit."""
-    return [[model.embedding, model.head]] if tied else [model.embedding, model.head]
 
 
 def _use_own_cache() -> None:

@@ -51,19 +51,9 @@ class Mesh:
     tp_mesh: DeviceMesh | None = None
 
     @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        return self.degrees.world_size
-
-    @property
     def cp_rank(self) -> int:
         """Place of this rank among those that share its sequence."""
         return self.rank // self.degrees.tp_size % self.degrees.cp_size
-
-    @property
-    def tp_size(self) -> int:
-        """Ranks that hold slices of the same matrices and parts of the same rows."""
-        return self.degrees.tp_size
 
     @property
     def tp_rank(self) -> int:
@@ -73,17 +63,12 @@ class Mesh:
     @property
     def row_part(self) -> RowPart:
         """Which of its cp rank's rows this rank holds between layers, and has the labels of."""
-        return RowPart(self.tp_rank, self.tp_size)
+        return RowPart(self.tp_rank, self.degrees.tp_size)
 
     @property
     def cp_topology(self) -> Topology:
         """Where the ranks of this rank's cp group lie."""
         return self.degrees.cp_topology(self.topology)
-
-    @property
-    def cp_groups(self) -> tuple[tuple[int, ...], ...]:
-        """ALL context-parallel groups as global ranks, in the same order on every rank."""
-        return self.degrees.cp_groups()
 
     @property
     def dp_size(self) -> int:

@@ -34,7 +34,8 @@ def count_waits(waits: WaitClock, mesh: Mesh, model: nn.Module, attention: Conte
     for module in fsdp_modules(model):
         module.set_custom_all_gather(all_gather)
         module.set_custom_reduce_scatter(reduce_scatter)
-    return mesh.world_size > 1 and mesh.degrees.tp_size == 1 and mesh.degrees.dp_replicate_size == 1
+    degrees = mesh.degrees
+    return degrees.world_size > 1 and degrees.tp_size == degrees.dp_replicate_size == 1
 
 
 class _Counted:

@@ -187,7 +187,7 @@ class StepMeter:
             "step_time_s": seconds,
             "visible_pairs": result.pairs.visible,
             "recomputed_pairs": result.pairs.again,
-            **self._cost.rates(self._cost.flops(result.pairs), seconds, self._mesh.world_size),
+            **self._cost.rates(self._cost.flops(result.pairs), seconds, self._mesh.degrees.world_size),
             **{
                 name: int(value) if value is not None and name.endswith("bytes") else value
                 for name, value in largest.items()
@@ -220,7 +220,7 @@ class StepMeter:
         if self._waits is None:
             return dict(zip(own, max_over_ranks(numbers, self._mesh.device), strict=True)), []
         waited = self._waited_before + self._waits.take()
-        numbers += [waited if rank == self._mesh.rank else None for rank in range(self._mesh.world_size)]
+        numbers += [waited if rank == self._mesh.rank else None for rank in range(self._mesh.degrees.world_size)]
         with self._waits.waiting("all_reduce"):
             found = max_over_ranks(numbers, self._mesh.device)
         self._waited_before = self._waits.take()

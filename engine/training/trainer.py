@@ -267,7 +267,7 @@ def run_facts(config: RunConfig, mesh: Mesh, attention: ContextParallel) -> dict
         "attention_preset": attention.method.preset,
         "attention": asdict(attention.method),
         "attention_kernel": attention.group.kernel.name,
-        "world_size": mesh.world_size,
+        "world_size": mesh.degrees.world_size,
         "topology": asdict(mesh.topology),
         "device": torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu",
     }

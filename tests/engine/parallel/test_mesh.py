@@ -95,9 +95,9 @@ def test_gloo_trains_on_the_cpu_and_without_torchrun_there_is_one_rank() -> None
 def mesh_facts(parallel: ParallelConfig, cluster: ClusterConfig) -> tuple[Any, ...]:
     """(cp, dp and tp rank and size, own cp group, FSDP and tp mesh, topologies of all and of a cp group, rows)."""
     mesh = build_mesh(parallel, cluster)
-    own_group = next(group for group in mesh.cp_groups if mesh.rank in group)
+    own_group = next(group for group in mesh.degrees.cp_groups() if mesh.rank in group)
     return (
-        (mesh.cp_rank, mesh.degrees.cp_size, mesh.dp_rank, mesh.dp_size, mesh.tp_rank, mesh.tp_size),
+        (mesh.cp_rank, mesh.degrees.cp_size, mesh.dp_rank, mesh.dp_size, mesh.tp_rank, mesh.degrees.tp_size),
         own_group,
         mesh.fsdp_mesh.mesh.tolist(),
         mesh.tp_mesh.mesh.tolist() if mesh.tp_mesh is not None else None,
