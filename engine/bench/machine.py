@@ -281,7 +281,7 @@ def _rate(name: str, series: Series) -> dict[str, Any]:
     return {f"{name}_per_s": largest, f"{name.partition('_')[0]}_shares": shares}
 
 
-def _link(name: str, times: Series) -> dict[str, float]:
+def _link(name: str, times: Series) -> dict[str, Any]:
     """Fields of a Machine: what messages take."""
     return dict(zip((f"{name}_latency_s", f"{name}_bytes_per_s"), _affine(times), strict=True))
 

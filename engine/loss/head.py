@@ -53,7 +53,7 @@ def row_scores(hidden: Tensor, weight: Tensor, labels: Tensor, *, ranks: Vocabul
     """
     rows, targets = ranks.gather(hidden), ranks.gather(labels)
     rows = rows.to(accumulate_dtype(rows.dtype))
-    logits = torch.cat([rows @ block.to(rows.dtype).t() for block in weight.split(_BLOCK_IDS)], dim=1)
+    logits = torch.cat([rows @ block.to(rows.dtype).t() for block in torch.split(weight, _BLOCK_IDS)], dim=1)
     losses = losses_of_logits(logits, targets, LossConfig(), overwrite=False, ranks=ranks)
     own = torch.stack([part.to(rows.dtype) for part in logits.max(dim=-1)])
     own[1] += ranks.rank * weight.shape[0]

@@ -1,10 +1,12 @@
-"""Predictions beside published measurements: what is compared, and how near they come."""
+"""What others published, and their code: what is compared, and how near predictions come."""
 
 from __future__ import annotations
 
 import pytest
 
 from benchmarks.bench_published import Row, compare, published_rows
+from benchmarks.peers.methods import COUNTERPARTS, PEERS
+from engine.bench.spec import check_points
 
 
 def row(model: str, method: str, seq_len: int) -> Row:
@@ -42,3 +44,8 @@ def test_published_times_are_predicted_within_a_tenth_in_the_median() -> None:
     document = compare(published_rows(), None)
     assert max(document["median_time_error"].values()) < 0.1
     assert document["orders"]["right"] >= 0.85 * document["orders"]["pairs"]
+
+
+def test_every_peer_has_a_counterpart_that_can_be_configured() -> None:
+    assert set(COUNTERPARTS) == set(PEERS)
+    check_points(COUNTERPARTS.values(), ["causal"])

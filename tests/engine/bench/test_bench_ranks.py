@@ -1,4 +1,4 @@
-"""Starting ranks: their place, what a failure says, and that nothing is left behind."""
+"""What can be measured, and starting ranks: their place, what a failure says, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -15,8 +16,9 @@ import pytest
 from testkit.waiting import wait_for
 
 from engine.bench.ranks import RankProgram, measure_cell, run_ranks
-from engine.bench.spec import HeadShape, MachineCell, RankSetup
-from engine.config.errors import RunError
+from engine.bench.spec import AttentionCell, HeadShape, MachineCell, RankSetup, Rounds, check_points
+from engine.config.errors import ConfigError, RunError
+from engine.planning.methods.presets import PRESETS
 from engine.runs.provenance import CODE_ROOT
 
 FAKE = "tests.engine.bench.fake_rank"
@@ -79,3 +81,32 @@ def test_rank_command_comes_first_with_places_filled_in(tmp_path: Path) -> None:
     program = RankProgram("some.module", ("ip", "netns", "exec", "n{node}r{local_rank}g{rank}"))
     argv = program.argv(5, RankSetup(ranks=8, nodes=2), tmp_path)
     assert argv == ["ip", "netns", "exec", "n1r1g5", sys.executable, "-m", "some.module", str(tmp_path)]
+
+
+@pytest.mark.parametrize(("ranks", "nodes"), [(1, 1), (3, 1), (4, 2), (8, 2)])
+def test_every_preset_is_legal_or_says_why_not(ranks: int, nodes: int) -> None:
+    variants, setup = (*PRESETS, "burst:ring_inner_size=5"), RankSetup(ranks, nodes)
+    cell = AttentionCell(variants, "causal", 4096, setup, HeadShape(8, 8, 64), Rounds(1))
+    legal, skipped = cell.legal_variants()
+    assert sorted([*legal, *skipped]) == sorted(cell.variants)
+    assert all(skipped.values())
+    assert "5" in skipped["burst:ring_inner_size=5"]
+    assert ranks == 1 or "one rank" in skipped["single"]
+    assert ("single" in legal, "ring" in legal) == (ranks == 1, True)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: RankSetup(6, 4), "got 4 nodes for 6 ranks; legal numbers of nodes: 1, 2, 3, 6"),
+        *(
+            (lambda part=part: check_points([f"ring:{part}"], ["causal"]), f"got {part!r} after the name")
+            for part in ("", "layout", "=striped")
+        ),
+        (lambda: MachineCell(RankSetup(1), HeadShape(1, 1, 7), 1.0).run_config(1), "head_dim"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(make: Callable[[], object], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert problem in str(caught.value)

@@ -39,9 +39,12 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = LeanFinder
 """
 PARTS = ["overlap", "tiles", "blocked", "elementwise", "offload", "loss", "steps", "parity"]
 MEASURED = {"label", "status", "error"}
+SECONDS = 240
 
 
-def run_script(folder: Path, seconds: int, *only: str, test_seconds: int = 60) -> subprocess.CompletedProcess[str]:
+def run_script(
+    folder: Path, *arguments: str, test_seconds: int = 60, python: str | Path = sys.executable
+) -> subprocess.CompletedProcess[str]:
     """scripts/gpu.sh on a machine without the packages of LACKING."""
     (folder / "sitecustomize.py").write_text(LEAN_MACHINE)
     environment = os.environ | {
@@ -51,88 +54,87 @@ def run_script(folder: Path, seconds: int, *only: str, test_seconds: int = 60) -
         "CUDA_VISIBLE_DEVICES": "",
         "CI": "1",
         "OMP_NUM_THREADS": "1",
-        "GPU_SECONDS": str(seconds),
+        "GPU_SECONDS": str(SECONDS),
         "GPU_TEST_SECONDS": str(test_seconds),
     }
-    command = ["sh", "scripts/gpu.sh", sys.executable, "--device", "cpu", "--size", "small"]
+    command = ["sh", "scripts/gpu.sh", str(python), "--device", "cpu", "--size", "small"]
     return subprocess.run(
-        [*command, "--output-dir", str(folder), *only],
+        [*command, "--output-dir", str(folder), *arguments],
         cwd=ROOT,
         env=environment,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        timeout=seconds + 60,
+        timeout=SECONDS + 60,
     )
 
 
-@pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict[str, Any], str]:
-    """(the finished script, its results, its page)."""
-    folder = tmp_path_factory.mktemp("gpu")
-    done = run_script(folder, 240)
-    (results,), (page,) = folder.glob("gpu_*.json"), folder.glob("gpu_*.md")
-    return done, json.loads(results.read_text()), page.read_text()
-
-
-def rows_of(document: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    (part,) = [part for part in document["parts"] if part["name"] == name]
-    return [row for row in part["rows"] if row["status"] == "measured"]
+def stand_in(folder: Path, what: str) -> Path:
+    """A python that does `what` when it is told to run the module $2."""
+    python = folder / "python"
+    python.write_text(f"#!/bin/sh\n{what}\n")
+    python.chmod(0o755)
+    return python
 
 
 def test_gpu_tests_are_collected_without_the_packages_of_a_development_environment(tmp_path: Path) -> None:
-    done = run_script(tmp_path, 240, "--help")
+    tests_alone = stand_in(tmp_path, f'[ "$2" != pytest ] || exec {sys.executable} "$@"')
+    done = run_script(tmp_path, python=tests_alone)
     assert done.returncode == 0, done.stdout
     assert re.search(r"\d+ skipped, \d+ deselected", done.stdout), done.stdout
     marked = {path.name for path in (ROOT / "tests/engine").rglob("test_*.py") if "mark.gpu" in path.read_text()}
     assert marked - {Path(__file__).name} == set(re.findall(r"SKIPPED .*?/(test_\w+\.py)", done.stdout))
 
 
+def test_gpu_benchmarks_start_without_them_too(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "--help", test_seconds=0)
+    assert (done.returncode, "usage: bench_gpu.py" in done.stdout) == (0, True), done.stdout
+
+
 @pytest.mark.thorough
-def test_the_whole_command_measures_every_part(session: Any) -> None:
-    done, document, _ = session
+def test_the_whole_command_measures_every_part_exactly_and_writes_a_page(tmp_path: Path) -> None:
+    done = run_script(tmp_path)
     assert done.returncode == 0, done.stdout
+    document, page = (next(tmp_path.glob(f"gpu_*.{kind}")).read_text() for kind in ("json", "md"))
+    check_results(json.loads(document))
+    check_page(json.loads(document), page)
+
+
+def check_results(document: dict[str, Any]) -> None:
+    """Every part has figures, which are exact and possible."""
     assert document["complete"]
-    assert document["seconds"] < document["budget_s"] < 240
+    assert document["seconds"] < document["budget_s"] < SECONDS
     assert [part["name"] for part in document["parts"]] == PARTS
+    rows = {part["name"]: [row for row in part["rows"] if row["status"] == "measured"] for part in document["parts"]}
     for name in PARTS[1:]:
-        found = rows_of(document, name)
-        assert found, name
-        assert all(row.keys() >= MEASURED and row["error"] is None for row in found)
-    assert {row["kernel"] for row in rows_of(document, "tiles")} == {"reference", "cpu_flash"}
-    assert {(row["mask"], row["kv_heads"]) for row in rows_of(document, "tiles")} == {
+        assert rows[name], name
+        assert all(row.keys() >= MEASURED and row["error"] is None for row in rows[name])
+    assert {row["kernel"] for row in rows["tiles"]} == {"reference", "cpu_flash"}
+    assert {(row["mask"], row["kv_heads"]) for row in rows["tiles"]} == {
         (mask, kv_heads) for mask in ("causal", "full") for kv_heads in (4, 2)
     }
-    assert {row["kind"] for row in rows_of(document, "blocked")} == {"whole ring", "one rank"}
-    assert {row["kind"] for row in rows_of(document, "loss")} == {"fused", "plain"}
-    assert {row["preset"] for row in rows_of(document, "parity")} == {"burst", "ulysses"}
-    assert all(row["losses"][-1] < row["losses"][1] for row in rows_of(document, "steps"))
-
-
-@pytest.mark.thorough
-def test_its_figures_are_exact_and_possible(session: Any) -> None:
-    document = session[1]
-    for row in (row for row in rows_of(document, "blocked") if row["kind"] == "whole ring"):
+    assert {row["kind"] for row in rows["blocked"]} == {"whole ring", "one rank"}
+    assert {row["kind"] for row in rows["loss"]} == {"fused", "plain"}
+    assert {row["preset"] for row in rows["parity"]} == {"burst", "ulysses"}
+    assert all(row["losses"][-1] < row["losses"][1] for row in rows["steps"])
+    for row in (row for row in rows["blocked"] if row["kind"] == "whole ring"):
         for name in ("out", "dq", "dk", "dv"):
             # bf16 rounds to 2^-9; at these lengths single elements make up much of the difference between the two.
             assert 0 < row[f"blocked_{name}_error"] <= 2 * row[f"whole_{name}_error"] < 2**-6
-    for row in rows_of(document, "parity"):
+    for row in rows["parity"]:
         assert max(row["loss_difference"], row["gradient_difference"]) < 1e-5  # float32, sums in another order
-    ratios = [row["measured_over_predicted"] for row in rows_of(document, "steps")]
+    ratios = [row["measured_over_predicted"] for row in rows["steps"]]
     assert [ratio for ratio in ratios if ratio is not None] == [pytest.approx(1.0, abs=0.05)]
     for row in (row for part in document["parts"] for row in part["rows"]):
         shares = [value for key, value in row.items() if key.endswith("_of_peak")]
         assert (max(shares, default=0.0) > 1) == (row["status"] == "above peak"), row
 
 
-@pytest.mark.thorough
-def test_the_page_has_a_table_per_part_all_goals_and_what_is_missing_with_its_reason(session: Any) -> None:
-    _, document, page = session
-    for part in document["parts"]:
-        assert f"## {part['title']}" in page
+def check_page(document: dict[str, Any], page: str) -> None:
+    """A table per part, all goals, and what is missing with its reason."""
+    assert all(f"## {part['title']}" in page for part in document["parts"])
     assert all(f"| {goal['target']} | {goal['verdict']} |" in page for goal in document["targets"])
-    assert "dry run" in page
-    assert "Not complete" not in page
+    assert ("dry run" in page, "Not complete" in page) == (True, False)
     for line in ("kernel", "what", "loss", "preset", "layers"):
         assert re.search(rf"^\| {line} \|", page, flags=re.MULTILINE), line
     (tiles,) = [part for part in document["parts"] if part["name"] == "tiles"]
@@ -141,17 +143,9 @@ def test_the_page_has_a_table_per_part_all_goals_and_what_is_missing_with_its_re
     assert "- not available: aten_cudnn: " in page
 
 
-STAND_IN = """#!/bin/sh
-echo "$*"
-case "$2" in pytest) exit 3 ;; *) exit "$BENCHMARKS_EXIT" ;; esac
-"""
-
-
 @pytest.mark.parametrize("benchmarks_exit", [0, 1])
 def test_a_failed_test_run_does_not_keep_the_benchmarks_from_running(tmp_path: Path, benchmarks_exit: int) -> None:
-    python = tmp_path / "python"
-    python.write_text(STAND_IN)
-    python.chmod(0o755)
+    python = stand_in(tmp_path, 'echo "$*"; [ "$2" != pytest ] || exit 3; exit "$BENCHMARKS_EXIT"')
     environment = os.environ | {"BENCHMARKS_EXIT": str(benchmarks_exit), "GPU_SECONDS": "300"}
     done = subprocess.run(
         ["sh", "scripts/gpu.sh", python, "--only", "tiles"], cwd=ROOT, env=environment, text=True, capture_output=True

@@ -7,6 +7,8 @@ from typing import Any
 
 import kernel_checks as checks
 
+from engine.row_blocks import CPU_BLOCK_ELEMENTS
+
 # Widths: one, odd, one below and above a power of two, and more than the 8192 that registers hold.
 CASES: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
     (checks.check_rms_norm, ("float64", 3, 1)),
@@ -55,6 +57,15 @@ CASES: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
     (checks.check_surrogate, ("float64", "float64", 5, 3, 1)),
     (checks.check_surrogate, ("float32", "float32", 70, 2, 96)),
     (checks.check_surrogate, ("bfloat16", "float32", 6, 2, 40)),
+]
+
+# Torch works on a CPU in blocks of rows: two blocks and a bit of rows of 96 elements.
+ROWS = CPU_BLOCK_ELEMENTS // 48 + 11
+ON_CPU = [
+    *((check, sizes) for check, sizes in CASES if check not in checks.OF_KERNELS),
+    *((checks.check_rms_norm, (dtype, ROWS, 96)) for dtype in ("float64", "bfloat16")),
+    *((checks.check_add_rms_norm, (dtype, 1, ROWS, 96)) for dtype in ("float64", "bfloat16")),
+    *((checks.check_rope, (dtype, 2, ROWS // 2 + 11, 4, 24)) for dtype in ("float64", "bfloat16")),
 ]
 
 

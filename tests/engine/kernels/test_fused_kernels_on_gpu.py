@@ -13,6 +13,7 @@ from kernel_model import loss_and_gradients
 
 from benchmarks.gpu.elementwise import bench_elementwise
 from engine.config.settings import LossConfig
+from engine.kernels.dispatch import uses_triton
 from engine.loss.fused import linear_cross_entropy, losses_of_logits
 from engine.model.elementwise import rms_norm, swiglu
 from engine.model.rope import apply_rope
@@ -38,6 +39,7 @@ BEYOND = 2**31
 
 @pytest.mark.parametrize(("check", "sizes"), [*CASES, *LARGE], ids=name_of)
 def test_kernels_on_a_gpu_give_what_the_formulas_give(check: Callable[..., None], sizes: tuple[Any, ...]) -> None:
+    assert uses_triton(torch.zeros(1, device="cuda"))
     check("cuda", *sizes)
 
 

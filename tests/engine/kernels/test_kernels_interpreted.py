@@ -1,17 +1,26 @@
-"""The very kernels that GPUs run, through Triton's interpreter on a CPU, against float64 formulas."""
+"""The very kernels that GPUs run, through Triton's interpreter on a CPU, and torch in their place: the same results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from kernel_cases import CASES, name_of
+from kernel_cases import CASES, ON_CPU, name_of
 from kernel_interpreter import Interpreter
 from kernel_model import loss_and_gradients
 
 from engine.kernels.dispatch import uses_triton
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Interpreter]:
+    """A process in which the kernels run on CPU tensors, started by the first test that asks for it; needs Triton."""
+    pytest.importorskip("triton")
+    interpreter = Interpreter()
+    yield interpreter
+    interpreter.close()
 
 
 @pytest.mark.parametrize(("check", "sizes"), CASES, ids=name_of)
@@ -19,6 +28,11 @@ def test_kernels_give_what_the_formulas_give(
     interpreter: Interpreter, check: Callable[..., None], sizes: tuple[Any, ...]
 ) -> None:
     interpreter.run(check, "cpu", *sizes)
+
+
+@pytest.mark.parametrize(("check", "sizes"), ON_CPU, ids=name_of)
+def test_torch_gives_what_the_formulas_give(check: Callable[..., None], sizes: tuple[Any, ...]) -> None:
+    check("cpu", *sizes)
 
 
 @pytest.mark.parametrize(("tile_tokens", "dropout"), [(None, 0.0), (None, 0.3), (5, 0.3)])
@@ -34,10 +48,9 @@ def test_a_model_has_the_gradients_that_torch_alone_gives_it(
         torch.testing.assert_close(ours[name], reference, rtol=1e-9, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def test_kernels_are_left_alone_where_nobody_asks_for_them() -> None:
-    assert not uses_triton(torch.zeros(3))
-
-
-def test_what_is_no_floating_point_number_is_left_to_torch(interpreter: Interpreter) -> None:
-    assert interpreter.run(uses_triton, torch.zeros(3))
-    assert not interpreter.run(uses_triton, torch.zeros(3, dtype=torch.int64))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+def test_kernels_are_for_floating_point_numbers_where_somebody_asks_for_them(
+    interpreter: Interpreter, dtype: torch.dtype
+) -> None:
+    assert interpreter.run(uses_triton, torch.zeros(3, dtype=dtype)) == dtype.is_floating_point
+    assert not uses_triton(torch.zeros(3, dtype=dtype))

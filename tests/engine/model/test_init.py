@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from model_helpers import SHAPES, SMALL, build
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from testkit.tiny_training import mesh_of, tiny_config
 from torch.distributed.tensor import DTensor
 
-from engine.config.settings import ModelConfig
-from engine.model.init import init_weights
+from engine.config.settings import ModelConfig, ParallelConfig
 from engine.model.llama import LlamaModel
+from engine.model.parallelize import build_model
 
 # More than two blocks of 2**20 elements in embedding and head, rows that no world size here divides, and rows whose
 # length is no multiple of 16: torch draws the last 16 values of a tensor in another way.
@@ -60,22 +59,6 @@ def test_no_two_blocks_or_parameters_repeat() -> None:
     assert torch.unique(torch.stack(heads), dim=0).shape[0] == len(heads)
 
 
-def shard_like_fsdp(config: ModelConfig, replicas: int) -> LlamaModel:
-    """A model sharded over all ranks (in `replicas` groups), from the meta device."""
-    with torch.device("meta"):
-        model = LlamaModel(config)
-    world = dist.get_world_size()
-    if replicas > 1:
-        mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
-    else:
-        mesh = init_device_mesh("cpu", (world,))
-    units = [[model.embedding, model.head]] if config.tie_embeddings else [model.embedding, model.head]
-    for unit in [*model.layers, *units, model]:
-        fully_shard(unit, mesh=mesh)
-    model.to_empty(device="cpu")
-    return model
-
-
 def digests(model: LlamaModel) -> dict[str, str]:
     """A hash of every whole weight, by name."""
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -85,8 +68,9 @@ def digests(model: LlamaModel) -> dict[str, str]:
 
 def digests_of_shards(config: ModelConfig, replicas: int) -> dict[str, str]:
     """Digests of an FSDP2 model initialised on its shards."""
-    model = shard_like_fsdp(config, replicas)
-    init_weights(model, 0)
+    parallel = ParallelConfig(dp_replicate_size=replicas, dp_shard_size=dist.get_world_size() // replicas, cp_size=1)
+    run = tiny_config(seed=0, model=config, parallel=parallel)
+    model, _ = build_model(run, mesh_of(run.parallel, run.cluster))
     assert not config.tie_embeddings or model.head.weight is model.embedding.weight
     return digests(model)
 
