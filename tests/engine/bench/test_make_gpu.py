@@ -79,7 +79,7 @@ def stand_in(folder: Path, what: str) -> Path:
 
 def test_gpu_tests_are_collected_without_the_packages_of_a_development_environment(tmp_path: Path) -> None:
     tests_alone = stand_in(tmp_path, f'[ "$2" != pytest ] || exec {sys.executable} "$@"')
-    done = run_script(tmp_path, python=tests_alone)
+    done = run_script(tmp_path, test_seconds=180, python=tests_alone)
     assert done.returncode == 0, done.stdout
     assert re.search(r"\d+ skipped, \d+ deselected", done.stdout), done.stdout
     marked = {path.name for path in (ROOT / "tests/engine").rglob("test_*.py") if "mark.gpu" in path.read_text()}
