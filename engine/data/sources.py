@@ -16,11 +16,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
-from engine.data.chat import ChatTemplate, Spans, find_template
+
+if TYPE_CHECKING:
+    from engine.data.chat import ChatTemplate, Spans
 
 PIECE_BYTES = 1 << 20
 _PARQUET_ROWS = 256
@@ -93,7 +95,11 @@ class Source:
 
 def open_source(config: DataConfig) -> Source:
     """The source that `config` names, with its files listed and nothing read yet. Raises DataError and OSError."""
-    template = None if config.messages_field is None else find_template(config)
+    template = None
+    if config.messages_field is not None:
+        from engine.data.chat import find_template  # only who has conversations needs Jinja; GPU images may lack it
+
+        template = find_template(config)
     suffixes, reader = _FORMATS[config.format]
     if config.format == "stdlib":
         files, what = stdlib_files(Path(sysconfig.get_paths()["stdlib"])), "source code of the Python standard library"
