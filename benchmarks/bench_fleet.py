@@ -216,7 +216,7 @@ def main() -> None:
     args = parser.parse_args()
     import torch  # not in a client, whose memory is measured
 
-    from engine.bench.environment import environment
+    from engine.bench.measure import environment
 
     before = environment(torch.device("cpu"))
     with_clush = shutil.which("clush") is not None

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
-from engine.bench.environment import environment
+from engine.bench.measure import environment
 
 if TYPE_CHECKING:
     from cluster.testbed.testbed import Testbed

@@ -30,7 +30,7 @@ import torch
 
 from benchmarks.arguments import at_least_1
 from cluster.testbed.testbed import namespace_prefix
-from engine.bench.environment import environment
+from engine.bench.measure import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTBED, RATE = "own", "400mbit"

@@ -42,7 +42,7 @@ from benchmarks.step.variants import (
     is_ours,
 )
 from benchmarks.tensors import local_tensors
-from engine.bench.environment import environment
+from engine.bench.measure import environment
 from engine.bench.spec import Rounds
 from engine.config.errors import BurstError
 from engine.config.settings import ModelConfig

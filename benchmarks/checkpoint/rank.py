@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_by_torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from engine.bench.environment import environment
-from engine.bench.measure import run_rank, slowest_rank, summarise, turns
+from engine.bench.measure import environment, run_rank, slowest_rank, summarise, turns
 from engine.bench.spec import RankSetup, Rounds
 from engine.checkpoint.checkpointer import Checkpointer, Snapshot
 from engine.config.settings import CheckpointConfig

@@ -9,7 +9,7 @@ import torch
 from benchmarks.gpu.plan import Measurement, Row
 from benchmarks.gpu.tiles import kernel_reasons
 from benchmarks.gpu.timing import measured_matmul_flops
-from engine.bench.environment import environment
+from engine.bench.measure import environment
 from engine.config.settings import TrainConfig
 from engine.training.peak import find_peak
 

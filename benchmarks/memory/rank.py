@@ -18,8 +18,7 @@ import torch.distributed as dist
 from benchmarks.memory.cell import MemoryCell
 from benchmarks.memory.counting import AttentionLog, count_attention
 from benchmarks.tensors import local_tensors
-from engine.bench.environment import environment
-from engine.bench.measure import run_rank, slowest_rank, summarise, turns
+from engine.bench.measure import environment, run_rank, slowest_rank, summarise, turns
 from engine.data.sampler import IGNORE_INDEX, Batch
 from engine.memory.tracker import LiveTensorTracker
 from engine.model.parallelize import build_model

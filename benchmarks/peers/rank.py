@@ -16,8 +16,7 @@ from benchmarks.peers.methods import PEERS, PeerMethod, build_peer
 from engine.attention.library import ContextParallel, open_channels
 from engine.attention.transport import Transport
 from engine.bench.attention import global_inputs, timed_pass
-from engine.bench.environment import environment
-from engine.bench.measure import run_rank, summarise, turns
+from engine.bench.measure import environment, run_rank, summarise, turns
 from engine.bench.spec import AttentionCell
 from engine.config.errors import ConfigError
 from engine.parallel.mesh import Mesh, build_mesh

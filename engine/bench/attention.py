@@ -19,8 +19,7 @@ from torch import Tensor
 
 from engine.attention.library import ContextParallel, open_channels
 from engine.attention.transport import SilentTransport
-from engine.bench.environment import environment
-from engine.bench.measure import run_rank, slowest_rank, summarise, synchronize, turns
+from engine.bench.measure import environment, run_rank, slowest_rank, summarise, synchronize, turns
 from engine.bench.spec import AttentionCell, HeadShape
 from engine.config.errors import ConfigError
 from engine.config.schema import to_plain

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,11 +46,11 @@ def sweep(device: torch.device, sizes: Sequence[int] = SIZES) -> list[dict[str, 
     watch, sizes = Stopwatch(device, _WINDOW_S), [size // (4 * ranks) * (4 * ranks) for size in sizes]
     rows = []
     # Of what an operation sends, the share that crosses links: its busbw can be compared with the rate of a link.
-    for name, operate, share in (
-        ("all_reduce", _all_reduce, 2 * (ranks - 1) / ranks),
-        ("all_to_all", _all_to_all, (ranks - 1) / ranks),
+    for name, share, prepare in (
+        ("all_reduce", 2 * (ranks - 1) / ranks, lambda values: partial(dist.all_reduce, values)),
+        ("all_to_all", (ranks - 1) / ranks, lambda x: partial(dist.all_to_all_single, torch.empty_like(x), x)),
     ):
-        found = watch.by_size(sizes, lambda size, operate=operate: operate(torch.zeros(size // 4, device=device)))  # type: ignore[misc]
+        found = watch.by_size(sizes, lambda size, prepare=prepare: prepare(torch.zeros(size // 4, device=device)))  # type: ignore[misc]
         rows += [
             {"operation": name, "bytes": size, "seconds": seconds, "busbw_gbps": 8e-9 * size / seconds * share}
             for size, (_, seconds) in zip(sizes, found, strict=False)
@@ -89,12 +90,3 @@ def plan_rounds(count: int) -> list[list[tuple[int, int]]]:
         rounds.append([(min(pair), max(pair)) for pair in facing if max(pair) < count])
         places = [places[0], places[-1], *places[1:-1]]
     return rounds
-
-
-def _all_reduce(values: torch.Tensor) -> Callable[[], object]:
-    return lambda: dist.all_reduce(values)
-
-
-def _all_to_all(values: torch.Tensor) -> Callable[[], object]:
-    received = torch.empty_like(values)
-    return lambda: dist.all_to_all_single(received, values)

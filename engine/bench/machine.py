@@ -21,8 +21,7 @@ from torch import Tensor
 
 from engine.attention.kernels.base import TileGradients, TileKernel
 from engine.attention.library import ContextParallel
-from engine.bench.environment import environment
-from engine.bench.measure import Series, Stopwatch, exchange, run_rank
+from engine.bench.measure import Series, Stopwatch, environment, exchange, run_rank
 from engine.bench.spec import MachineCell, RankSetup
 from engine.config.settings import RunConfig
 from engine.data.sampler import Batch

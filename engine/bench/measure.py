@@ -1,13 +1,18 @@
-"""What a rank that measures does: it meets the others, takes turns, and leaves the slowest rank's times."""
+"""What a rank that measures does: it meets the others, takes turns, and leaves the slowest rank's times.
+
+And the facts without which a figure means nothing: machine, load, versions.
+"""
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,8 +23,9 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from engine.bench.spec import RESULT_FILE, Rounds, read_cell
 from engine.parallel.mesh import choose_device, read_placement, start_process_group
+from engine.runs.provenance import cpu_name, output_of, version_of
 
-_TIMEOUT = timedelta(minutes=10)
+_TIMEOUT = datetime.timedelta(minutes=10)
 _WINDOWS = 3  # that a median is of
 _LONG_WINDOWS = 10  # a call that takes so many windows is measured once, and no larger one is
 
@@ -144,3 +150,37 @@ def exchange(sent: Tensor, after: int, before: int) -> Callable[..., None]:
             work.wait()
 
     return run
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Date, device, cores, threads of this process, load, platform and versions, as plain values; of a GPU its driver,
+    clocks and libraries, too.
+    """
+    cpu = f"{cpu_name()} ({torch.backends.cpu.get_cpu_capability()})"
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 2),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **(gpu_facts(device) if device.type == "cuda" else {}),
+    }
+
+
+def gpu_facts(device: torch.device) -> dict[str, Any]:
+    """What torch and nvidia-smi say about the GPU, and versions of what the kernels come from."""
+    properties = torch.cuda.get_device_properties(device)
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    # nvidia-smi's numbers ignore CUDA_VISIBLE_DEVICES, UUIDs do not lie.
+    query, uuid = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit,temperature.gpu", properties.uuid
+    return {
+        "gpu": str(properties),
+        "cuda": torch.version.cuda,
+        "cudnn": cudnn,
+        "triton": version_of("triton"),
+        "flash_attn": version_of("flash-attn"),
+        "nvidia_smi": output_of("nvidia-smi", f"--query-gpu={query}", "--format=csv", f"--id=GPU-{uuid}"),
+    }

@@ -70,7 +70,10 @@ def run_ranks(program: RankProgram, setup: RankSetup, folder: Path) -> None:
             processes.append(_start(command, rank_environment(rank, setup), log_path(folder, rank)))
         _wait(processes, commands, folder)
     finally:
-        _kill(processes)
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
 
 
 def rank_environment(rank: int, setup: RankSetup) -> dict[str, str]:
@@ -131,10 +134,3 @@ def _failure_text(rank: int, codes: Sequence[int | None], command: Sequence[str]
     lines = [f"bench: rank {rank} failed first, exit code {codes[rank]}{after}. Its last words:"]
     lines += [f"    {line}" for line in tail]
     return "\n".join([*lines, f"Its command: {' '.join(command)}"])
-
-
-def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.wait()

@@ -30,11 +30,11 @@ def init_weights(model: LlamaModel, seed: int) -> None:
     model.tie_weights()
     for name, parameter in model.named_parameters():
         std = _standard_deviation(name, model)
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local, starts = local_block(parameter)
         if std is None:
             local.fill_(0.0 if name.endswith(".bias") else 1.0)
         else:
-            _draw_block(local, std, f"{seed}/{name}", starts=local_block(parameter)[0], shape=parameter.shape)
+            _draw_block(local, std, f"{seed}/{name}", starts=starts, shape=parameter.shape)
 
 
 def _standard_deviation(name: str, model: LlamaModel) -> float | None:
@@ -47,12 +47,12 @@ def _standard_deviation(name: str, model: LlamaModel) -> float | None:
     return std
 
 
-def local_block(parameter: Tensor) -> tuple[Sequence[int], Sequence[int]]:
-    """(first index, length) per dimension of the part of the whole parameter that this rank holds."""
+def local_block(parameter: Tensor) -> tuple[Tensor, Sequence[int]]:
+    """(the part of the whole parameter that this rank holds, its first index in every dimension)."""
     if not isinstance(parameter, DTensor):
-        return [0] * parameter.dim(), parameter.shape
+        return parameter, [0] * parameter.dim()
     (chunk,) = parameter.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    return chunk.offsets, chunk.sizes
+    return parameter.to_local(), chunk.offsets
 
 
 def _draw_block(local: Tensor, std: float, stream: str, *, starts: Sequence[int], shape: torch.Size) -> None:

@@ -90,7 +90,7 @@ def parallelize(
         [*model.layers, *largest],
         mesh,
         compute_dtype=config.train.compute_dtype,
-        memory=config.memory,
+        store=config.memory.optimizer_store,
     )
     return attention
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from engine.config.errors import ConfigError
 from engine.model.init import local_block
@@ -47,6 +46,5 @@ def _read(file: Any, name: str, parameter: Tensor, path: Path) -> None:
     part = file.get_slice(name)
     if tuple(part.get_shape()) != tuple(parameter.shape):
         raise ConfigError(f"{path}: {name} has shape {part.get_shape()}, expected {list(parameter.shape)}")
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    starts, lengths = local_block(parameter)
-    local.copy_(part[tuple(slice(at, at + length) for at, length in zip(starts, lengths, strict=True))])
+    local, starts = local_block(parameter)
+    local.copy_(part[tuple(slice(at, at + length) for at, length in zip(starts, local.shape, strict=True))])

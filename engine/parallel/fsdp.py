@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from engine.config.settings import Dtype, MemoryConfig, Store
+from engine.config.settings import Dtype, Store
 from engine.parallel.mesh import Mesh
 
 
@@ -37,7 +37,7 @@ def shard_model(
     mesh: Mesh,
     *,
     compute_dtype: Dtype,
-    memory: MemoryConfig | None = None,
+    store: Store,
 ) -> None:
     """Shards `model` in place: every unit is gathered on its own, what is left belongs to the root.
 
@@ -45,10 +45,9 @@ def shard_model(
     tables must stay exact whatever the weights are.
 
     A list of modules is one unit (tied weights must share one). All ranks must call, in the same order. Afterwards the
-    model is given memory on `parameter_device(memory.optimizer_store, mesh.device)`.
+    model is given memory on `parameter_device(store, mesh.device)`.
     """
     dtype = None if compute_dtype == "float32" else torch.bfloat16
-    store: Store = "device" if memory is None else memory.optimizer_store
     for unit in [*units, model]:
         fully_shard(
             unit,

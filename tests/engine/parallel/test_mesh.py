@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,64 +93,41 @@ def test_gloo_trains_on_the_cpu_and_without_torchrun_there_is_one_rank() -> None
         choose_device(ClusterConfig(backend="nccl"), Placement(0, 64, 0, 64))
 
 
-def mesh_facts(parallel: ParallelConfig, cluster: ClusterConfig) -> tuple[Any, ...]:
-    """(cp, dp and tp rank and size, own cp group, FSDP and tp mesh, topologies of all and of a cp group, rows)."""
+def mesh_of_rank(parallel: ParallelConfig, cluster: ClusterConfig) -> tuple[Any, ...]:
+    """Places, groups, topologies and rows of this rank."""
     mesh = build_mesh(parallel, cluster)
     own_group = next(group for group in mesh.degrees.cp_groups() if mesh.rank in group)
     return (
-        (mesh.cp_rank, mesh.degrees.cp_size, mesh.dp_rank, mesh.dp_size, mesh.tp_rank, mesh.degrees.tp_size),
-        own_group,
-        mesh.fsdp_mesh.mesh.tolist(),
-        mesh.tp_mesh.mesh.tolist() if mesh.tp_mesh is not None else None,
+        (mesh.dp_rank, mesh.cp_rank, mesh.tp_rank),
+        (mesh.dp_size, mesh.degrees.cp_size, mesh.degrees.tp_size),
+        (list(own_group), mesh.fsdp_mesh.mesh.tolist(), None if mesh.tp_mesh is None else mesh.tp_mesh.mesh.tolist()),
         (mesh.topology, mesh.cp_topology),
         mesh.row_part,
     )
 
 
 @pytest.mark.parametrize(
-    ("parallel", "nodes", "expected"),
+    ("sizes", "nodes", "of_cp"),
     [
-        pytest.param(
-            *(ParallelConfig(dp_replicate_size=2, cp_size=2), 2),
-            [
-                *(((r, 2, 0, 2, 0, 1), (0, 1), [[0, 1], [2, 3]], None, Topology(1, 2)) for r in (0, 1)),
-                *(((r, 2, 1, 2, 0, 1), (2, 3), [[0, 1], [2, 3]], None, Topology(1, 2)) for r in (0, 1)),
-            ],
-            id="2 replicas of 2 cp",
-        ),
-        pytest.param(
-            *(ParallelConfig(dp_shard_size=2), None),
-            [
-                *(((r, 2, 0, 2, 0, 1), (0, 1), [0, 1, 2, 3], None, Topology(1, 2)) for r in (0, 1)),
-                *(((r, 2, 1, 2, 0, 1), (2, 3), [0, 1, 2, 3], None, Topology(1, 2)) for r in (0, 1)),
-            ],
-            id="2 shards of 2 cp, sharded over both",
-        ),
-        pytest.param(
-            *(ParallelConfig(tp_size=2), 2),
-            [
-                ((cp, 2, 0, 1, tp, 2), (tp, tp + 2), [tp, tp + 2], [2 * cp, 2 * cp + 1], Topology(2, 1))
-                for cp in (0, 1)
-                for tp in (0, 1)
-            ],
-            id="2 cp x 2 tp",
-        ),
-        pytest.param(
-            *(ParallelConfig(tp_size=2, dp_replicate_size=2), None),
-            [
-                ((0, 1, dp, 2, tp, 2), (2 * dp + tp,), [[tp], [tp + 2]], [2 * dp, 2 * dp + 1], Topology(1, 1))
-                for dp in (0, 1)
-                for tp in (0, 1)
-            ],
-            id="2 replicas of 2 tp",
-        ),
+        ((2, 1, 2, 1), 2, Topology(1, 2)),
+        ((1, 2, 2, 1), None, Topology(1, 2)),
+        ((1, 1, 2, 2), 2, Topology(2, 1)),
+        ((2, 1, 1, 2), None, Topology(1, 1)),
     ],
 )
-def test_four_ranks_find_their_places(ranks: Pools, parallel: ParallelConfig, nodes: int | None, expected: Any) -> None:
-    found = ranks(4).run(mesh_facts, parallel, ClusterConfig(topology_nodes=nodes))
-    whole = Topology(nodes or 1, 4 // (nodes or 1))  # as the processes lie
-    parts = [RowPart(place[4], place[5]) for place, *_ in expected]
-    assert found == [(*facts, (whole, of_cp), part) for (*facts, of_cp), part in zip(expected, parts, strict=True)]
+def test_four_ranks_find_their_places(
+    ranks: Pools, sizes: tuple[int, int, int, int], nodes: int | None, of_cp: Topology
+) -> None:
+    """Replicas, shards, cp and tp are axes of a grid, the last of them of neighbours."""
+    replicas, shards, cp, tp = sizes
+    grid, expected = np.arange(4).reshape(sizes), []
+    for r, s, c, t in np.ndindex(sizes):
+        fsdp = grid[..., t].reshape(replicas, -1) if replicas > 1 else grid[..., t].flatten()
+        groups = (grid[r, s, :, t].tolist(), fsdp.tolist(), grid[r, s, c].tolist() if tp > 1 else None)
+        topologies = (Topology(nodes or 1, 4 // (nodes or 1)), of_cp)  # as the processes lie
+        expected += [((r * shards + s, c, t), (replicas * shards, cp, tp), groups, topologies, RowPart(t, tp))]
+    parallel = ParallelConfig(dp_replicate_size=replicas, dp_shard_size=shards, tp_size=tp)
+    assert ranks(4).run(mesh_of_rank, parallel, ClusterConfig(topology_nodes=nodes)) == expected
 
 
 def wait_alone() -> None:
