@@ -10,6 +10,7 @@ from cluster.checks.run import CheckOptions, check_nodes
 from cluster.checks.selection import GROUPS, read_selection
 from cluster.errors import SshFailure
 from cluster.testbed.faults import set_fault
+from cluster.testbed.status import read_status
 from cluster.testbed.testbed import Testbed
 from engine.config.cluster import ClusterConfig
 
@@ -55,6 +56,9 @@ def test_each_node_is_named_with_its_own_fault_and_no_other(broken: Testbed) -> 
         [("gpu.driver", Verdict.FAIL, None, "")],
     ]
     assert (report.usable, report.exit_code) == ((names[0],), 1)
+    status = read_status(broken.name).nodes
+    assert [str(node.sshd) for node in status] == ["up", "unreachable", "refused", "silent", "up", "up", "up"]
+    assert [node.faults for node in status[:3]] == [(), ("link_down",), ("sshd_stop",)]
     assert ["silent" in bad(report, name)[0].observed for name in names[1:4]] == [False, False, True]
     (key,), (busy,), (driver,) = (bad(report, name) for name in names[4:])
     assert len(report.nodes[names[4]].findings) == 1  # it was asked nothing

@@ -57,6 +57,8 @@ def test_command_gets_environment_folder_marks_and_files_that_are_for_this_user_
     assert cwd == str(KIT)
     assert (seen["ASKED"], seen["RANK"], seen["PATH"]) == ("yes", "5", os.environ["PATH"])
     assert "LOCAL_RANK" not in seen
+    ours = {"ASKED", "RANK", "BURST_RUN_ID", "BURST_NODE", "BURST_RANK_LOGS"}
+    assert seen.keys() - os.environ.keys() - {"LC_CTYPE"} <= ours  # which Python sets where nobody does
     assert (seen["BURST_RUN_ID"], seen["BURST_NODE"]) == (rig.run_id, rig.name())
     assert seen["BURST_RANK_LOGS"] == rig.files().log_dir
 

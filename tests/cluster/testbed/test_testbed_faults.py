@@ -1,4 +1,4 @@
-"""Every fault as `connect` sees it, and that it can be taken back."""
+"""Faults as a session sees them, and that they can be taken back; those of SSH itself are seen by the checks."""
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ import pytest
 from testkit.connections import connect, run_on
 from testkit.waiting import wait_for
 
-from cluster.errors import SshError, SshFailure
 from cluster.testbed.faults import clear_faults, set_fault
 from cluster.testbed.machine import TestbedError
-from cluster.testbed.status import read_status
 from engine.config.errors import ConfigError
-
-TIMEOUT_S = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -31,29 +27,6 @@ def node(testbed):
 
 def shell(testbed, node: str, script: str) -> str:
     return run_on(testbed, node, "sh", "-c", script)
-
-
-@pytest.mark.parametrize(
-    ("kind", "failure", "service"),
-    [
-        ("link_down", SshFailure.TIMEOUT, "unreachable"),
-        ("sshd_stop", SshFailure.REFUSED, "refused"),
-        ("sshd_hang", SshFailure.TIMEOUT, "silent"),
-        ("key_swap", SshFailure.HOST_KEY_CHANGED, "up"),
-        ("login_refused", SshFailure.AUTH, "up"),
-    ],
-)
-def test_each_way_to_be_unreachable_is_told_apart_and_taken_back(testbed, node, kind, failure, service):
-    set_fault(testbed, node, kind)
-    patience_s = TIMEOUT_S if failure is SshFailure.TIMEOUT else 10.0  # who answers may take its time
-    with pytest.raises(SshError) as caught:
-        connect(testbed.host(node, patience_s))
-    seen = read_status(testbed.name).nodes
-    assert caught.value.kind is failure
-    assert (str(seen[0].sshd), seen[0].faults) == (service, (kind,))
-    assert (str(seen[1].sshd), seen[1].faults) == ("up", ())
-    clear_faults(testbed, node, kind)
-    assert run_on(testbed, node, "hostname") == node
 
 
 def test_sessions_live_on_when_sshd_stops(testbed, node):
