@@ -6,6 +6,7 @@ Every port gets a decision and its reason; nothing is dropped silently.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -177,8 +178,7 @@ def rail_order(rails: Sequence[Rail], ports: Sequence[HcaPort]) -> tuple[HcaPort
     first: dict[str, int] = {}
     for rail in rails:
         first.setdefault(rail.port.name, rail.gpu)
-    last = len(rails) + max(first.values(), default=0)
-    return tuple(sorted(ports, key=lambda port: (first.get(port.name, last + 1), natural(port.name))))
+    return tuple(sorted(ports, key=lambda port: (first.get(port.name, math.inf), natural(port.name))))
 
 
 def align_rails(environments: Mapping[str, NodeEnvironment]) -> dict[str, str]:
