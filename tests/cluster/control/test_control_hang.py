@@ -51,6 +51,7 @@ def test_hang_gets_a_culprit_within_45_s_and_is_killed_when_nccl_would_give_up(w
     assert "the run is stopped if nothing moves for 600 s" in world.observer.notes[0]
     assert (failure.kind, failure.rank, failure.host, failure.step) == ("hang", 2, "n2", 3)
     assert "stopped" in failure.message
+    assert world.observer.notes[1:] == [f"{failure.message}; stopping the run"]
     assert failure.stacks == str(world.run.log_path("n2", 2).with_suffix(".stacks"))
     assert "burst resume" in str(failure.advice)
     assert KILL_S < world.clock.now - 1003.0 < KILL_S + MINUTE_S
@@ -103,7 +104,7 @@ def test_hang_ends_the_run_in_time(
     world = World(tmp_path, hang_timeout_s=patience_s)
     world.play(*story)
     failure = world.failure(timing=LaunchTiming(poll_s=poll_s))
-    assert (failure.kind, failure.rank) == ("hang", rank)
+    assert (failure.kind, failure.rank, failure.step) == ("hang", rank, 3)
     assert least_s < world.clock.now - 1003.0 < most_s
 
 
