@@ -19,7 +19,7 @@ import select
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -62,7 +62,7 @@ from engine.planning.time.machine import Machine, machine_of
 from engine.planning.time.step_time import predict_step
 from engine.row_blocks import Rehearsal, rehearse
 from engine.training.optim import build_optimizer
-from engine.training.train_step import RankBatch, TrainStep, rank_batch
+from engine.training.train_step import RankBatch, TrainStep
 
 PHASES = ("forward", "loss", "backward", "optimizer")
 
@@ -146,10 +146,7 @@ class _Scene:
             with FakeTensorMode(allow_non_fake_inputs=True) as mode, rehearse(Rehearsal(on_gpu)):
                 model.to_empty(device=mesh.device)
                 step = TrainStep(config, mesh, model, attention)
-                batches = [
-                    _as_fake(mode, rank_batch(_batch(config), model, attention, mesh))
-                    for _ in range(config.train.grad_accum_steps)
-                ]
+                batches = [_batch(mode, config, step.prepare) for _ in range(config.train.grad_accum_steps)]
                 with tracker:
                     observer = StepObserver(tracker, classifier, layers_on_host(config, self.method))
                     observer.attach(model, list(model.layers), model.head)
@@ -243,19 +240,13 @@ def _fill_library_caches(config: RunConfig) -> None:
     build_optimizer(layer, config.optimizer, config.memory.moments_dtype).step()
 
 
-def _batch(config: RunConfig) -> Batch:
-    """A batch of one micro-step, all zeros: every position has a label, and no document ends."""
-    tokens = np.zeros((config.train.micro_batch_size, config.train.seq_len), dtype=np.int64)
-    start = np.zeros(1, dtype=np.int64)
-    rows = config.train.micro_batch_size
-    return Batch(tokens, tokens, (start,) * rows, tuple(range(rows)))
-
-
-def _as_fake(mode: FakeTensorMode, batch: RankBatch) -> RankBatch:
-    """The batch with tensors without values."""
+def _batch(mode: FakeTensorMode, config: RunConfig, prepare: Callable[[Batch], RankBatch]) -> RankBatch:
+    """A batch of one micro-step, without values: every position has a label, and no document ends."""
+    size, start = config.train.micro_batch_size, np.zeros(1, dtype=np.int64)
+    tokens = np.zeros((size, config.train.seq_len), dtype=np.int64)
+    batch = prepare(Batch(tokens, tokens, (start,) * size, tuple(range(size))))
     rows = batch.rows
-    tensors = (mode.from_tensor(x) for x in (rows.tokens, rows.labels, rows.positions))
-    return replace(batch, rows=type(rows)(*tensors))
+    return replace(batch, rows=type(rows)(*map(mode.from_tensor, (rows.tokens, rows.labels, rows.positions))))
 
 
 def main() -> None:

@@ -31,11 +31,6 @@ class Label(NamedTuple):
 Classifier = Callable[[Any, Tensor], Label]
 
 
-def classify_by_place(func: Any, tensor: Tensor) -> Label:
-    """Host memory or not; no component."""
-    return Label(on_host=lies_in_host_memory(tensor))
-
-
 @dataclass(frozen=True)
 class Peak:
     """The most bytes that were alive at once.
@@ -105,9 +100,9 @@ class LiveTensorTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tracker.peak_bytes, tracker.peak_host_bytes, tracker.device.peak.phase, tracker.device.phase_peaks["forward"]
     """
 
-    def __init__(self, classify: Classifier = classify_by_place) -> None:
+    def __init__(self, classify: Classifier | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._classify = classify
+        self._classify = classify or (lambda _, tensor: Label(on_host=lies_in_host_memory(tensor)))
         self._storages: dict[int, _Storage] = {}  # by id of the storage, which lives as long as its memory does
         self._seen = 0
         self.device = Memory()

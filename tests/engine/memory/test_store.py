@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from engine.attention.streams import NoStreams
 from engine.memory.host import HostMemoryError, HostPool
@@ -141,15 +140,3 @@ def test_what_cannot_be_kept_is_refused_whole() -> None:
     backward([store.keep([numbers(10)])], 0.0)
     with pytest.raises(ValueError, match="store for cpu was given a tensor on meta"):
         store.keep([torch.empty(3, device="meta")])
-
-
-@every_store
-def test_stores_work_on_tensors_without_memory(make: MakeStore) -> None:
-    with FakeTensorMode():
-        store = make()
-        kept = [store.keep([torch.empty(4, 3), torch.empty(8, 2, dtype=torch.bfloat16)[2:]]) for _ in range(3)]
-        for entry in reversed(kept):
-            assert [tuple(tensor.shape) for tensor in entry.fetch()] == [(4, 3), (6, 2)]
-            entry.release()
-        if isinstance(store, HostStore):
-            assert (store.in_use_bytes, store.pool.idle_bytes) == (0, 3 * (48 + 24))

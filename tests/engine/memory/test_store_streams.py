@@ -245,3 +245,12 @@ def test_on_a_gpu_a_copy_behind_long_compute_is_hidden_and_one_that_is_waited_fo
     exposed = store.times.read()
     assert hidden.exposed_share(wire_s) == pytest.approx(0.0, abs=0.05)
     assert exposed.exposed_share(wire_s) == pytest.approx(1.0, abs=0.25)
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_pinned_and_pieces_are_not_rounded_up() -> None:
+    pool = HostPool(pinned=True)
+    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    (buffers,) = pool.take(5 << 20)
+    assert [buffer.is_pinned() for buffer in buffers] == [True, True]
+    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] - before <= 5 << 20
