@@ -139,6 +139,7 @@ def test_with_plenty_of_memory_one_prediction_is_enough() -> None:
     predict = Predictor()
     choice = settled(predict, capacity(2000))
     assert predict.asked == ["none"]
+    assert {one.memory.host_layers for one in choice.candidates} == {None}  # none need lie there
     first, second, *_ = [candidate.to_dict() for candidate in choice.candidates]
     assert (first["fits"], first["needed_bytes"]) == (True, choice.prediction and choice.prediction.needed_bytes)
     assert (second["fits"], second["needed_bytes"]) == (None, None)
