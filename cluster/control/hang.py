@@ -169,19 +169,18 @@ class HangWatch:
 
     def _accuse(self) -> Failure:
         evidence = [self._evidence(part, rank) for part in self._fleet.parts for rank in part.node.ranks]
-        silence, last_step = f"no rank has advanced for {self._steps.silence_s:.0f} s", self._steps.step or None
+        silence = f"no rank has advanced for {self._steps.silence_s:.0f} s"
         culprit = find_culprit(evidence)
         if culprit is None:
-            return Failure("hang", "Hang", f"{silence}, and no rank shows why", step=last_step)
+            return Failure("hang", "Hang", f"{silence}, and no rank shows why")
         accused = next(one for one in evidence if one.rank == culprit.ranks[0])
-        step = integer(accused.status, "step")
         return Failure(
             "hang",
             "Hang",
             f"{silence}{':' if culprit.certain else '; probably:'} {culprit.reason}",
             rank=accused.rank,
             host=accused.host,
-            step=last_step if step is None else step,
+            step=integer(accused.status, "step"),
             phase=word(accused.status, "phase"),
             stacks=str(self._fleet.run.log_path(accused.host, accused.rank).with_suffix(".stacks")),
             details=culprit.lines,
