@@ -128,7 +128,9 @@ CASES: dict[str, tuple[list[RankEvidence], tuple[int, ...] | None, bool, tuple[s
         changed("sleep_in_forward", 2, host="node7", process_state=None, status=None, stacks=None, flight=None),
         (2,), False, ("rank 2 on node7 gives no answer",),
     ),
-    "started ahead of time by who hangs elsewhere": (changed("other_order", 1, stacks=AHEAD), (1,), True, ()),
+    "started ahead of time by who hangs elsewhere": (
+        changed("other_order", 1, stacks=AHEAD), (1,), True, ("has not entered all_reduce number 1 of group first",),
+    ),
     "all compute": ([replace(recorded("sleep_in_forward")[2], rank=rank) for rank in range(3)], None, False, ()),
     "nobody": ([], None, False, ()),
 }  # fmt: skip
