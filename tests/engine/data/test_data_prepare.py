@@ -6,6 +6,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import tracemalloc
 from dataclasses import replace
@@ -319,3 +320,16 @@ def test_foreign_shards_are_read_through_once_and_must_be_there_and_agree(tmp_pa
         write_token_set(tmp_path / "p" / split, [1, 2], vocab_size=vocab_size)
     with pytest.raises(DataError, match="vocab_size of train is 50 but of validation 60"):
         prepare(shards_config(tmp_path / "p"))
+
+
+def test_data_that_somebody_else_has_prepared_meanwhile_are_as_good(corpus: Path) -> None:
+    """On a file system without locks."""
+    config = text_config(corpus, tokenizer="bytes")
+    first = prepare(config)
+    aside = shutil.move(first.path, first.path.with_name("aside"))
+
+    def finish_first(_: Progress) -> None:
+        if not first.path.exists():
+            shutil.copytree(aside, first.path)
+
+    assert prepare(config, progress=finish_first).content_hash == first.content_hash
