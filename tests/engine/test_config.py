@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 
 from engine.config.errors import ConfigError
-from engine.config.schema import to_plain, walk_fields
+from engine.config.schema import read_dataclass, to_plain, walk_fields
 from engine.config.settings import (
     LayoutName,
     PresetName,
@@ -115,6 +115,8 @@ def test_yaml_text_comes_back_unchanged(tmp_path: Path) -> None:
     [
         ("train.steps", 5.0, 5),
         ("train.steps", "1e3", 1000),
+        ("train.seq_len", "128K", 131072),
+        ("data.length_buckets", ["4K", "1M"], (4096, 1048576)),
         ("optimizer.learning_rate", "1e-4", 1e-4),  # PyYAML reads 1e-4 as text
         ("optimizer.learning_rate", 1, 1.0),
         ("optimizer.max_grad_norm", None, None),
@@ -137,6 +139,7 @@ def test_values_are_read_as_people_write_them(key: str, value: object, read: obj
     ("key", "value", "text"),
     [
         ("train.steps", "many", "train.steps: expected a whole number, got the text 'many'"),
+        ("train.steps", "1K", "train.steps: expected a whole number, got the text '1K'"),
         ("train.steps", 1.5, "train.steps: expected a whole number, got the number 1.5"),
         ("train.steps", True, "train.steps: expected a whole number, got the truth value true"),
         ("train.steps", None, "train.steps: expected a whole number, got null"),
@@ -170,6 +173,7 @@ def test_values_are_read_as_people_write_them(key: str, value: object, read: obj
 def test_a_mistake_is_named_with_what_was_expected(key: str, value: object, text: str) -> None:
     (problem,) = problems_of(nested(key, value))
     assert problem.startswith(text)
+    assert read_dataclass(RunConfig, nested(key, value))[0] == RunConfig()  # a mistaken field has its default
 
 
 @pytest.mark.parametrize(("key", "value"), [("train.guard.window_steps", 64), ("cluster.name", "x")])
