@@ -7,7 +7,7 @@ for a call. Extra memory is, for chunks of C rows,
 
     C * V            logits of one chunk, later their gradient (compute dtype); gone before backward
     V * d            gradient of the weight in fp32; backward leaves it in the dtype of the weight, in as much memory
-    one block        fp32 softmax, of a size fixed in engine.row_blocks; none on a GPU (engine.kernels)
+    2 blocks         fp32 softmax, of a size fixed in engine.row_blocks; none on a GPU (engine.kernels)
 
 independent of the number of rows, plus the gradient of `hidden` itself.
 
@@ -163,6 +163,8 @@ def losses_of_logits(
 
     Of several ranks logits are [C, V / t]: one small all-gather. A label that none has gives a loss that is not finite.
     """
+    if ranks.count == 1 and not uses_triton(logits) and not rehearses_accelerator():
+        return _losses_by_softmax(logits, labels, options, overwrite=overwrite)
     first = ranks.rank * logits.shape[1]
     own = _statistics(logits, labels, first)
     maximum, sums, picked = ranks.gather(own).view(ranks.count, *own.shape).unbind(1)
@@ -174,6 +176,33 @@ def losses_of_logits(
     if overwrite:
         _overwrite_with_gradient(logits, labels, lse, first, options.z_loss)
     return losses.masked_fill_(labels == IGNORE_INDEX, 0.0)
+
+
+def _losses_by_softmax(logits: Tensor, labels: Tensor, options: LossConfig, *, overwrite: bool) -> Tensor:
+    """As `losses_of_logits` of whole rows, by torch, which exponentiates once for both results.
+
+    lse is not formed from a sum of exponentials but from the softmax itself, max(logits) - log(max(softmax)): equally
+    exact, since the largest probability is at least 1 / V. On a CPU all else takes three times as long: 2.55 against
+    0.79 s for 2,048 rows and 32,768 ids with both gradients on two cores.
+    """
+    found = torch.empty(logits.shape[0], dtype=accumulate_dtype(logits.dtype), device=logits.device)
+    for rows in row_blocks(logits.shape[0], logits.shape[1], logits.device):
+        values = logits[rows].to(found.dtype)
+        counted = labels[rows] != IGNORE_INDEX
+        index = labels[rows].masked_fill(~counted, 0).unsqueeze(1)
+        probabilities = torch.softmax(values, dim=-1)
+        lse = values.amax(dim=-1) - probabilities.amax(dim=-1).log_()
+        losses = lse - values.gather(1, index).squeeze(1)
+        if options.z_loss:
+            losses += options.z_loss * lse.square()
+        found[rows] = losses.masked_fill_(~counted, 0.0)
+        if overwrite:
+            # d/dlogits of lse is the softmax, of z * lse**2 it is 2 z lse * softmax.
+            factor = (1.0 + 2.0 * options.z_loss * lse) * counted
+            probabilities.mul_(factor.unsqueeze(1))
+            probabilities.scatter_add_(1, index, -counted.to(found.dtype).unsqueeze(1))
+            logits[rows].copy_(probabilities)
+    return found
 
 
 def _statistics(logits: Tensor, labels: Tensor, first: int) -> Tensor:
