@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from cluster.agent.messages import STOP_GRACE_S, Spec
-from cluster.env.facts import EnvironmentVariable
+from cluster.env.plan import EnvironmentVariable
 from cluster.errors import ClusterError
 from cluster.launch.runner import RUNNERS, runner_of
 from cluster.remote_text import one_line

@@ -13,9 +13,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from cluster.env.facts import EnvironmentVariable, NodeEnvironment, NodeEnvironmentFacts
-from cluster.env.plan import Format, communicator_order, plan_environment, recorder_variables, render_environment
+from cluster.env.plan import (
+    EnvironmentVariable,
+    Format,
+    NodeEnvironment,
+    communicator_order,
+    plan_environment,
+    recorder_variables,
+    render_environment,
+)
 from cluster.plan import Backend, NodePlan
+from cluster.survey.facts import NodeFacts
 from engine.config.cluster import ClusterConfig, ContainerConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import DataConfig, RunConfig
@@ -114,7 +122,7 @@ class Site:
     python: str
     python_path: str | None
     cwd: str
-    facts: NodeEnvironmentFacts | None = None
+    facts: NodeFacts | None = None
     more: tuple[EnvironmentVariable, ...] = ()
     owner: str = "0:0"
     groups: tuple[int, ...] = ()

@@ -23,10 +23,9 @@ from burst_cli.nodes.check_nodes import STYLES
 from burst_cli.options import JsonOption, NodeOptions
 from burst_cli.tables import listing
 from cluster.checks.finding import Finding, Verdict
-from cluster.env.facts import NodeEnvironment
 from cluster.env.live import Difference, compare_live
 from cluster.env.nccl_log import check_nccl_log
-from cluster.env.plan import Format, render_environment
+from cluster.env.plan import Format, NodeEnvironment, render_environment
 from cluster.errors import HostsError
 from cluster.ssh.hosts import fold_nodes, parse_nodes
 from engine.config.errors import ConfigError

@@ -18,7 +18,7 @@ from cluster.checks.group import CheckGroup, Selection, known
 from cluster.checks.groups.software import VERSIONS, read_software
 from cluster.checks.run import CheckOptions, check_nodes
 from cluster.code import agent_question
-from cluster.env.facts import FACT_QUESTIONS
+from cluster.env.plan import FACT_QUESTIONS
 from cluster.errors import ClusterError
 from cluster.plan_nodes import node_root, text_files
 from cluster.remote_text import plain_path

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cluster.env.facts import FACT_QUESTIONS, NodeEnvironment, NodeEnvironmentFacts, read_facts
 from cluster.env.live import LIVE, LiveSource, read_live
-from cluster.env.plan import plan_fleet
+from cluster.env.plan import FACT_QUESTIONS, NodeEnvironment, check_network, plan_fleet
 from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.session import SshPool
 from cluster.survey.ask import survey_here, survey_node
@@ -33,11 +32,12 @@ def ask_fleet(
     """The environments of `hosts`, asked at the same time, planned together; of this machine when there are none."""
     questions = (*FACT_QUESTIONS, LIVE) if with_live else FACT_QUESTIONS
 
-    def read(probe: NodeProbe, host: Host | None = None) -> tuple[NodeEnvironmentFacts, tuple[LiveSource, ...]]:
-        facts = read_facts(NodeFacts(probe, config), host.overrides if host is not None else ())
+    def read(probe: NodeProbe, host: Host | None = None) -> tuple[NodeFacts, tuple[LiveSource, ...]]:
+        facts = NodeFacts(probe, config)
+        check_network(facts, host.overrides if host is not None else ())
         return facts, read_live(probe) if with_live else ()
 
-    def ask(host: Host) -> tuple[NodeEnvironmentFacts, tuple[LiveSource, ...]]:
+    def ask(host: Host) -> tuple[NodeFacts, tuple[LiveSource, ...]]:
         with pool.connect(host) as connection:
             return read(survey_node(connection, questions, timeout_s=PROBE_TIMEOUT_S), host)
 

@@ -1,4 +1,4 @@
-"""Which ports of a node NCCL shall use, which of them serves which GPU, and whether these rails of nodes fit together.
+"""Which ports of a node NCCL shall use, and which of them serves which GPU.
 
 Every port gets a decision and its reason; nothing is dropped silently.
 """
@@ -8,31 +8,53 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from cluster.env.facts import HcaDecision, NodeEnvironment, NodeEnvironmentFacts, Rail
-from cluster.survey.network import HcaPort, natural
-from cluster.survey.nvidia_smi import GpuAddress
+from cluster.survey.facts import NodeFacts
+from cluster.survey.network import CARRIERS, PORTS, HcaPort, natural
+from cluster.survey.nvidia_smi import LSPCI, GpuAddress
 from engine.config.cluster import ClusterConfig
 
+ADAPTER_QUESTIONS = (PORTS, LSPCI, CARRIERS)
 INFINIBAND = "InfiniBand"
 # A link reports 100, 200, 400 or 800; what is within this of another rate is the same rate.
 _RATE_TOLERANCE_GBPS = 0.5
 
+
+@dataclass(frozen=True)
+class HcaDecision:
+    """Whether NCCL shall use one port, and why. is_fault: it is dropped for what may be mended: down, or slow."""
+
+    port: HcaPort
+    kept: bool
+    reason: str
+    is_fault: bool = False
+
+
+@dataclass(frozen=True)
+class Rail:
+    """The port that is nearest to one GPU. found_by: what said so, in words."""
+
+    gpu: int
+    port: HcaPort
+    found_by: str
+
+
 # Of the ports that are left: which is dropped, or stays (True) all the same, and why. A warning has no port.
 _Verdicts = Iterator[tuple[HcaPort | None, bool, str]]
-_Rule = Callable[[Sequence[HcaPort], NodeEnvironmentFacts, ClusterConfig], _Verdicts]
+_Rule = Callable[[Sequence[HcaPort], NodeFacts, ClusterConfig], _Verdicts]
 
 
-def choose_hcas(facts: NodeEnvironmentFacts, config: ClusterConfig) -> tuple[tuple[HcaDecision, ...], tuple[str, ...]]:
+def choose_hcas(facts: NodeFacts, config: ClusterConfig) -> tuple[tuple[HcaDecision, ...], tuple[str, ...]]:
     """(a decision for every port, in the order of their numbers; warnings).
 
     A port stays when its link is up, it is neither a virtual function nor a bond, nor on the way to the default route
     or a storage server while ranks can do without it, has the link layer with most bandwidth, and the rate of the
     fastest (or at least cluster.expected.hca_rate_gbps). Virtual functions stay where a node has nothing else, as in a
-    virtual machine, and bonds where they are most of the network.
+    virtual machine, and bonds where they are most of the network. From `ADAPTER_QUESTIONS`. Raises UnreadableError.
     """
-    ports = sorted(facts.ports, key=lambda port: natural(port.name))
+    ports = sorted(facts.adapters.ports, key=lambda port: natural(port.name))
     dropped: dict[str, HcaDecision] = {}
     remarks: dict[str, str] = {}
     warnings: list[str] = []
@@ -75,7 +97,7 @@ def _drop_bonds(left: Sequence[HcaPort], *_: object) -> _Verdicts:
     yield from ((port, stays, text) for port in bonds)
 
 
-def _drop_carriers(left: Sequence[HcaPort], facts: NodeEnvironmentFacts, config: ClusterConfig) -> _Verdicts:
+def _drop_carriers(left: Sequence[HcaPort], facts: NodeFacts, config: ClusterConfig) -> _Verdicts:
     """Drop ports that other traffic needs, unless the ranks would lose by it, which is warned of.
 
     They would when none of that rate remained, or when more GPUs than before had to share one.
@@ -84,7 +106,7 @@ def _drop_carriers(left: Sequence[HcaPort], facts: NodeEnvironmentFacts, config:
     _, leading = _leading_layer(left)
     best = _best_rate(leading)
     leading = [port for port in leading if (port.rate_gbps or 0.0) >= best - _RATE_TOLERANCE_GBPS]
-    spare, gpus, why = sum(not uses[port.name] for port in leading), max(1, len(facts.gpus)), ""
+    spare, gpus, why = sum(not uses[port.name] for port in leading), max(1, len(facts.gpu_addresses)), ""
     is_expected = spare < expected <= len(leading)
     if is_expected:
         why = f"cluster.expected.hcas={expected} counts it"
@@ -101,9 +123,12 @@ def _drop_carriers(left: Sequence[HcaPort], facts: NodeEnvironmentFacts, config:
             yield None, True, f"{port.name} is used for the ranks: {told}"
 
 
-def _other_use(port: HcaPort, facts: NodeEnvironmentFacts) -> str:
+def _other_use(port: HcaPort, facts: NodeFacts) -> str:
     """Which other traffic its interface carries; empty for none."""
-    uses = [(one.interface, f"leads to the storage server {one.server} ({one.mount_point})") for one in facts.storage]
+    uses = [
+        (one.interface, f"leads to the storage server {one.server} ({one.mount_point})")
+        for one in facts.carriers.storage
+    ]
     for way, use in [(port.default_route, "carries the default route"), *uses]:
         if way and way in port.ways:
             return f"its interface {port.netdev}{'' if way == port.netdev else f' (as part of {way})'} {use}"
@@ -124,7 +149,7 @@ def _leading_layer(ports: Sequence[HcaPort]) -> tuple[str, list[HcaPort]]:
     return best, layers.get(best, [])
 
 
-def _drop_slow(left: Sequence[HcaPort], facts: NodeEnvironmentFacts, config: ClusterConfig) -> _Verdicts:
+def _drop_slow(left: Sequence[HcaPort], facts: NodeFacts, config: ClusterConfig) -> _Verdicts:
     floor, source, expected = _best_rate(left), "the fastest of this node have", config.expected.hca_rate_gbps
     if expected is not None and floor >= expected - _RATE_TOLERANCE_GBPS:
         floor, source = expected, "cluster.expected.hca_rate_gbps is"
@@ -179,21 +204,6 @@ def rail_order(rails: Sequence[Rail], ports: Sequence[HcaPort]) -> tuple[HcaPort
     for rail in rails:
         first.setdefault(rail.port.name, rail.gpu)
     return tuple(sorted(ports, key=lambda port: (first.get(port.name, math.inf), natural(port.name))))
-
-
-def align_rails(environments: Mapping[str, NodeEnvironment]) -> dict[str, str]:
-    """Warnings by node whose number of rails differs from that of most. NCCL joins rail k of one with rail k of the
-    next; names may differ, as they do on sister machines with another order of slots."""
-    counts = {node: len(environment.kept) for node, environment in environments.items()}
-    votes = Counter(counts.values())
-    usual = max(votes, key=lambda count: votes[count], default=0)
-    is_usual = 2 * votes[usual] > votes.total()
-    others = f"{usual} on most nodes" if is_usual else f"the nodes have {', '.join(map(str, sorted(votes)))}"
-    return {
-        node: f"{count} {'rail' if count == 1 else 'rails'}, {others}: a ring is as fast as its node with the fewest"
-        for node, count in counts.items()
-        if not is_usual or count != usual
-    }
 
 
 def _nearness(gpu: GpuAddress, port: HcaPort) -> tuple[int, bool, bool]:

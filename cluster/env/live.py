@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cluster.env.facts import NodeEnvironment
+from cluster.env.plan import NodeEnvironment
 from cluster.errors import ClusterError
 from cluster.remote_text import one_line
 from cluster.survey.section import NodeProbe, UnreadableError, python_question

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from cluster.checks.finding import Check, Finding
-from cluster.env.facts import NodeEnvironment
+from cluster.env.plan import NodeEnvironment
 from cluster.remote_text import clean_text, one_line
 
 # Before the host may stand what a launcher puts there.

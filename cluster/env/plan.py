@@ -15,29 +15,114 @@ import enum
 import ipaddress
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
-from cluster.env.facts import EnvironmentVariable, HcaDecision, LeftOut, NodeEnvironment, NodeEnvironmentFacts
-from cluster.env.hcas import INFINIBAND, align_rails, choose_hcas, map_rails, rail_order
+from cluster.env.hcas import ADAPTER_QUESTIONS, INFINIBAND, HcaDecision, Rail, choose_hcas, map_rails, rail_order
 from cluster.errors import ClusterError
 from cluster.remote_text import one_line
-from cluster.survey.network import HcaPort, has_roce_gid
+from cluster.ssh.hosts import node_command
+from cluster.survey.facts import NodeFacts
+from cluster.survey.network import GPUDIRECT, LINKS, HcaPort, has_roce_gid
+from cluster.survey.nvidia_smi import SMI
+from cluster.survey.section import UnreadableError
 from engine.config.cluster import ClusterConfig
+
+FACT_QUESTIONS = (*ADAPTER_QUESTIONS, GPUDIRECT, LINKS, SMI)
+
+
+@dataclass(frozen=True)
+class EnvironmentVariable:
+    """One environment variable of every rank on a node, and why."""
+
+    name: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A variable that was considered and is not set, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class NodeEnvironment:
+    """The environment of the ranks on one node, and how it came about.
+
+    hcas: every port of the node, kept ones first, in rail order (by the GPU that they serve). rails: by GPU index.
+    """
+
+    node: str
+    variables: tuple[EnvironmentVariable, ...]
+    left_out: tuple[LeftOut, ...] = ()
+    hcas: tuple[HcaDecision, ...] = ()
+    rails: tuple[Rail, ...] = ()
+    interface: str | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def kept(self) -> tuple[HcaPort, ...]:
+        """The ports that NCCL shall use, in rail order."""
+        return tuple(decision.port for decision in self.hcas if decision.kept)
+
+    def value(self, name: str) -> str | None:
+        """The value of a variable; None when the plan does not set it."""
+        return next((variable.value for variable in self.variables if variable.name == name), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values, with these names as keys."""
+        return {
+            "node": self.node,
+            "interface": self.interface,
+            "variables": {variable.name: variable.value for variable in self.variables},
+            "reasons": {variable.name: variable.reason for variable in self.variables},
+            "left_out": {variable.name: variable.reason for variable in self.left_out},
+            "hcas": [
+                {
+                    "port": decision.port.name,
+                    "kept": decision.kept,
+                    "reason": decision.reason,
+                    "link_layer": decision.port.link_layer,
+                    "rate_gbps": decision.port.rate_gbps,
+                    "netdev": decision.port.netdev,
+                }
+                for decision in self.hcas
+            ],
+            "rails": [{"gpu": rail.gpu, "port": rail.port.name, "found_by": rail.found_by} for rail in self.rails],
+            "warnings": list(self.warnings),
+        }
+
 
 _Choice = EnvironmentVariable | LeftOut
 
 
-def plan_environment(
-    facts: NodeEnvironmentFacts, config: ClusterConfig, *, log_dir: str | None = None
-) -> NodeEnvironment:
+def check_network(facts: NodeFacts, overrides: Sequence[str] = ()) -> None:
+    """Raise ClusterError when adapters or interfaces cannot be read: a plan made without them would switch InfiniBand
+    off on a node that has it. overrides: see `node_command`.
+    """
+    try:
+        _ = facts.adapters, facts.interface
+    except UnreadableError as error:
+        look = node_command(facts.node, "check-nodes", "--only", "ib,net", overrides=overrides)
+        trouble = f" ({facts.probe.trouble})" if facts.probe.trouble else ""
+        raise ClusterError(
+            f"{facts.node}: cannot tell what network it has: {error}{trouble}. Look at it with `{look}`"
+        ) from error
+
+
+def plan_environment(facts: NodeFacts, config: ClusterConfig, *, log_dir: str | None = None) -> NodeEnvironment:
     """The environment of the ranks on one node, with a reason for every variable and for every port kept or dropped.
 
     `log_dir`: an existing folder on the node for what NCCL and the flight recorder write; None: they write no files.
     """
     decisions, warnings = choose_hcas(facts, config)
     kept = [decision.port for decision in decisions if decision.kept]
-    rails = map_rails(facts.gpus, kept)
+    rails = map_rails(facts.gpu_addresses, kept)
     ordered = rail_order(rails, kept)
     position = {port.name: number for number, port in enumerate(ordered)}
     hcas = tuple(sorted(decisions, key=lambda decision: position.get(decision.port.name, len(position))))
@@ -51,33 +136,48 @@ def plan_environment(
         left_out=tuple(choice for choice in choices if isinstance(choice, LeftOut)),
         hcas=hcas,
         rails=rails,
-        interface=facts.interface.name if facts.interface is not None else None,
-        warnings=(*facts.notes, *warnings, *_network_warnings(facts, config, ordered)),
+        interface=interface.name if (interface := facts.interface.interface) is not None else None,
+        warnings=(*filter(None, [facts.carriers.trouble]), *warnings, *_network_warnings(facts, config, ordered)),
     )
 
 
 def plan_fleet(
-    facts: Iterable[NodeEnvironmentFacts], config: ClusterConfig, *, log_dir: str | None = None
+    facts: Iterable[NodeFacts], config: ClusterConfig, *, log_dir: str | None = None
 ) -> dict[str, NodeEnvironment]:
     """The environment of every node by its name, with warnings where the rails of nodes do not fit together."""
     environments = {one.node: plan_environment(one, config, log_dir=log_dir) for one in facts}
-    odd = align_rails(environments)
+    odd = _align_rails(environments)
     return environments | {
         node: replace(environments[node], warnings=(*environments[node].warnings, text)) for node, text in odd.items()
     }
 
 
-def uses_nccl(facts: NodeEnvironmentFacts, config: ClusterConfig) -> bool:
+def _align_rails(environments: Mapping[str, NodeEnvironment]) -> dict[str, str]:
+    """Warnings by node whose number of rails differs from that of most. NCCL joins rail k of one with rail k of the
+    next; names may differ, as they do on sister machines with another order of slots."""
+    counts = {node: len(environment.kept) for node, environment in environments.items()}
+    votes = Counter(counts.values())
+    usual = max(votes, key=lambda count: votes[count], default=0)
+    is_usual = 2 * votes[usual] > votes.total()
+    others = f"{usual} on most nodes" if is_usual else f"the nodes have {', '.join(map(str, sorted(votes)))}"
+    return {
+        node: f"{count} {'rail' if count == 1 else 'rails'}, {others}: a ring is as fast as its node with the fewest"
+        for node, count in counts.items()
+        if not is_usual or count != usual
+    }
+
+
+def uses_nccl(facts: NodeFacts, config: ClusterConfig) -> bool:
     """Whether ranks on this node talk by NCCL: asked for, or there are GPUs."""
-    return config.backend == "nccl" or (config.backend == "auto" and bool(facts.gpus))
+    return config.backend == "nccl" or (config.backend == "auto" and bool(facts.gpu_addresses))
 
 
 def _choices(
-    facts: NodeEnvironmentFacts, config: ClusterConfig, hcas: Sequence[HcaDecision], ordered: Sequence[HcaPort]
+    facts: NodeFacts, config: ClusterConfig, hcas: Sequence[HcaDecision], ordered: Sequence[HcaPort]
 ) -> list[_Choice]:
     choices = _interface_choices(facts, nccl=uses_nccl(facts, config))
     if not uses_nccl(facts, config):
-        why = f"cluster.backend={config.backend}" if facts.gpus else "the node has no GPU"
+        why = f"cluster.backend={config.backend}" if facts.gpu_addresses else "the node has no GPU"
         return [*choices, LeftOut("NCCL_*", f"{why}: ranks talk by gloo")]
     choices += [communicator_order(), *_hca_choices(hcas, ordered)]
     if ordered:
@@ -96,12 +196,12 @@ def communicator_order() -> EnvironmentVariable:
     return EnvironmentVariable("NCCL_LAUNCH_ORDER_IMPLICIT", "1", reason)
 
 
-def _interface_choices(facts: NodeEnvironmentFacts, *, nccl: bool) -> list[_Choice]:
-    interface = facts.interface
+def _interface_choices(facts: NodeFacts, *, nccl: bool) -> list[_Choice]:
+    interface = facts.interface.interface
     if interface is None:
-        reason = f"no interface is chosen: {facts.interface_reason}"
+        reason = f"no interface is chosen: {facts.interface.reason}"
         return [LeftOut("NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME", reason)]
-    why = f"sockets and rendezvous: {facts.interface_reason}"
+    why = f"sockets and rendezvous: {facts.interface.reason}"
     exact = f"{why}; `=`: this name exactly, not all that begin with it"
     gloo = EnvironmentVariable("GLOO_SOCKET_IFNAME", interface.name, why)
     return [EnvironmentVariable("NCCL_SOCKET_IFNAME", f"={interface.name}", exact), gloo] if nccl else [gloo]
@@ -124,7 +224,7 @@ def _hca_choices(hcas: Sequence[HcaDecision], ordered: Sequence[HcaPort]) -> lis
     ]
 
 
-def _cross_nic_choice(facts: NodeEnvironmentFacts, ordered: Sequence[HcaPort]) -> _Choice:
+def _cross_nic_choice(facts: NodeFacts, ordered: Sequence[HcaPort]) -> _Choice:
     """NCCL_CROSS_NIC=0 only where a packet from one rail cannot reach another one."""
     name = "NCCL_CROSS_NIC"
     if len(ordered) < 2:
@@ -141,7 +241,7 @@ def _cross_nic_choice(facts: NodeEnvironmentFacts, ordered: Sequence[HcaPort]) -
         return LeftOut(name, "whether rails reach each other is not known (no IPv4 addresses); NCCL decides")
     if len(set(networks.values())) < len(networks):
         return LeftOut(name, "rails share IPv4 networks: they may cross")
-    gateways = sorted(facts.gateways & networks.keys())
+    gateways = sorted(facts.network.gateways & networks.keys())
     if gateways:
         return LeftOut(name, f"rails have gateways ({', '.join(gateways)}): they may cross")
     return EnvironmentVariable(
@@ -149,9 +249,9 @@ def _cross_nic_choice(facts: NodeEnvironmentFacts, ordered: Sequence[HcaPort]) -
     )
 
 
-def _rail_networks(facts: NodeEnvironmentFacts, ordered: Sequence[HcaPort]) -> Mapping[str, str] | None:
+def _rail_networks(facts: NodeFacts, ordered: Sequence[HcaPort]) -> Mapping[str, str] | None:
     """The IPv4 network of every rail by its interface; None when one has none."""
-    by_name = {interface.name: interface for interface in facts.interfaces}
+    by_name = {interface.name: interface for interface in facts.network.interfaces}
     found: dict[str, str] = {}
     for port in ordered:
         interface = by_name.get(port.netdev or "")
@@ -184,30 +284,29 @@ def recorder_variables(log_dir: str) -> list[EnvironmentVariable]:
     ]
 
 
-def _threads(facts: NodeEnvironmentFacts, config: ClusterConfig) -> _Choice:
+def _threads(facts: NodeFacts, config: ClusterConfig) -> _Choice:
     name = "OMP_NUM_THREADS"
     if config.threads_per_rank is not None:
         why = f"cluster.threads_per_rank={config.threads_per_rank}"
         return EnvironmentVariable(name, str(config.threads_per_rank), why)
-    ranks = config.ranks_per_node or len(facts.gpus) or 1
-    if facts.cores is None:
+    ranks = config.ranks_per_node or len(facts.gpu_addresses) or 1
+    cores = facts.carriers.cores
+    if cores is None:
         return LeftOut(name, "the number of cores is not known")
-    threads = max(1, facts.cores // ranks)
-    return EnvironmentVariable(
-        name, str(threads), f"{facts.cores} cores for {ranks} {'rank' if ranks == 1 else 'ranks'}"
-    )
+    threads = max(1, cores // ranks)
+    return EnvironmentVariable(name, str(threads), f"{cores} cores for {ranks} {'rank' if ranks == 1 else 'ranks'}")
 
 
-def _network_warnings(facts: NodeEnvironmentFacts, config: ClusterConfig, ordered: Sequence[HcaPort]) -> Iterable[str]:
-    if facts.interface is None:
-        why = f"no network interface is chosen: {facts.interface_reason}"
+def _network_warnings(facts: NodeFacts, config: ClusterConfig, ordered: Sequence[HcaPort]) -> Iterable[str]:
+    if facts.interface.interface is None:
+        why = f"no network interface is chosen: {facts.interface.reason}"
         yield f"{why}; set cluster.interface to the one that reaches the other nodes"
     expected = config.expected.hcas
     if expected is not None and len(ordered) != expected:
         yield f"{len(ordered)} ports kept, cluster.expected.hcas={expected}"
     if not ordered or not uses_nccl(facts, config):
         return
-    if facts.gpus and facts.has_gpudirect is False:
+    if facts.gpu_addresses and facts.reaches_gpus is False:
         yield "no GPUDirect RDMA (neither nvidia_peermem nor DMA-BUF): NCCL copies through host memory"
     if ordered[0].link_layer != INFINIBAND:
         for port in ordered:

@@ -14,7 +14,6 @@ from cluster.agent.messages import code_path
 from cluster.checks.groups.software import read_software
 from cluster.checks.launch import Offer, check_launch, read_offer
 from cluster.code import build_archive, code_place, shared_place, upload_code
-from cluster.env.facts import NodeEnvironmentFacts, read_facts
 from cluster.env.plan import plan_fleet
 from cluster.launch.runner import Asked, Runner, Survey
 from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, MachineFacts, assemble_plan, with_ranks
@@ -74,18 +73,22 @@ RUNNER = SshRunner()
 class SshNode:
     """A node as plans read it. python: of ranks that run on it itself."""
 
-    name: str
+    facts: NodeFacts
     offer: Offer
-    environment: NodeEnvironmentFacts
     python: str
     gpus: tuple[Gpu, ...]
+
+    @property
+    def name(self) -> str:
+        """The node's."""
+        return self.facts.node
 
 
 def read_node(facts: NodeFacts) -> SshNode:
     """What plans need of a node that has passed `check_launch`."""
     software = None if facts.in_containers else read_software(facts)
     python = "" if software is None else software.executable
-    return SshNode(facts.node, read_offer(facts), read_facts(facts), python, tuple(map(_gpu, facts.gpus)))
+    return SshNode(facts, read_offer(facts), python, tuple(map(_gpu, facts.gpus)))
 
 
 def _gpu(gpu: SmiGpu) -> Gpu:
@@ -113,7 +116,7 @@ def build_ssh_plan(
 
 
 def _site(node: SshNode, config: RunConfig, run_id: str, code: str) -> Site:
-    offer, address = node.offer, node.environment.address
+    offer, address = node.offer, node.facts.interface.address
     assert address is not None, "refused by `check_launch`"
     folder = f"{at_home(node_root(config.cluster), offer.home)}/runs/{run_id}"
     return Site(
@@ -123,7 +126,7 @@ def _site(node: SshNode, config: RunConfig, run_id: str, code: str) -> Site:
         python=node.python if config.cluster.container.runtime == "bare" else config.cluster.python or "python3",
         python_path=at_home(code, offer.home),
         cwd=folder,
-        facts=node.environment,
+        facts=node.facts,
         owner=f"{offer.uid}:{offer.gid}",
         groups=offer.groups,
         home=offer.home,
@@ -134,7 +137,7 @@ def _site(node: SshNode, config: RunConfig, run_id: str, code: str) -> Site:
 
 def resolve_fleet(config: RunConfig, nodes: Sequence[SshNode]) -> tuple[RunConfig, Backend]:
     """(the configuration with all that follows from the nodes, the backend). Raises ConfigError."""
-    names, cores = fold_nodes(node.name for node in nodes), min(node.environment.cores or 1 for node in nodes)
+    names, cores = fold_nodes(node.name for node in nodes), min(node.facts.carriers.cores or 1 for node in nodes)
     weakest = MachineFacts(names, cores, min(len(node.gpus) for node in nodes))
     return with_ranks(config, weakest, launcher="ssh", nodes=names, num_nodes=len(nodes))
 
@@ -142,7 +145,7 @@ def resolve_fleet(config: RunConfig, nodes: Sequence[SshNode]) -> tuple[RunConfi
 def fleet_warnings(nodes: Sequence[SshNode], config: RunConfig) -> tuple[str, ...]:
     """What is odd about the network of the nodes, each said once."""
     by_text: dict[str, list[str]] = {}
-    for node, environment in plan_fleet([node.environment for node in nodes], config.cluster).items():
+    for node, environment in plan_fleet([node.facts for node in nodes], config.cluster).items():
         for text in environment.warnings:
             by_text.setdefault(text, []).append(node)
     return tuple(f"{fold_nodes(names)}: {text}" for text, names in by_text.items())

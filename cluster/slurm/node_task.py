@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cluster.agent.start import run_foreground
 from cluster.agent.survey import find_port
-from cluster.env.facts import FACT_QUESTIONS, NodeEnvironmentFacts, read_facts
+from cluster.env.plan import FACT_QUESTIONS, check_network
 from cluster.errors import ClusterError
 from cluster.launch.local import local_facts
 from cluster.plan import LaunchPlan, NodePlan, node_spec, read_launch_plan
@@ -59,7 +59,8 @@ def main(arguments: list[str], environment: Mapping[str, str]) -> int:
         place, plan = read_place(name, environment), read_launch_plan(run_path)
         if len(plan.nodes) != place.num_nodes:
             raise ClusterError(f"the job has {place.num_nodes} nodes, the plan {len(plan.nodes)}")
-        facts = read_facts(NodeFacts(survey_here(FACT_QUESTIONS, timeout_s=_PROBE_S), plan.config.cluster))
+        facts = NodeFacts(survey_here(FACT_QUESTIONS, timeout_s=_PROBE_S), plan.config.cluster)
+        check_network(facts)
         here = local_facts(plan.config)  # the batch file came here with folder and PYTHONPATH of the launcher
         site = replace(slurm_site(here, name, node_address(place, facts), run_path), facts=facts)
         node = prepare(plan, place, token, site, module)
@@ -82,13 +83,14 @@ def read_place(name: str, environment: Mapping[str, str]) -> Place:
     return Place(name, rank, num_nodes)
 
 
-def node_address(place: Place, facts: NodeEnvironmentFacts) -> str:
+def node_address(place: Place, facts: NodeFacts) -> str:
     """The IPv4 address at which other nodes reach this one. Raises ClusterError when there is none."""
     if place.num_nodes == 1:
         return "127.0.0.1"
-    if facts.address is None:
-        raise ClusterError(facts.no_address)
-    return facts.address
+    if (address := facts.interface.address) is None:
+        text = f"no address for the other nodes: {facts.interface.reason}; set cluster.interface"
+        raise ClusterError(text)
+    return address
 
 
 def prepare(plan: LaunchPlan, place: Place, token: str, site: Site, module: str) -> NodePlan:

@@ -6,16 +6,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from cluster.survey.network import (
+    CARRIERS,
     GPUDIRECT,
     LINKS,
     PORTS,
     Adapters,
+    Carriers,
     GpuDirect,
     InterfaceChoice,
     Network,
     explain_interface,
     parse_adapters,
     parse_gpudirect,
+    read_carriers,
     read_network,
 )
 from cluster.survey.nvidia_smi import (
@@ -64,6 +67,19 @@ class NodeFacts:
     def gpudirect(self) -> GpuDirect:
         """Whether adapters reach GPU memory."""
         return parse_gpudirect(self.section(GPUDIRECT))
+
+    @property
+    def reaches_gpus(self) -> bool | None:
+        """Whether adapters can read GPU memory themselves; None: not known."""
+        try:
+            return self.gpudirect.works
+        except UnreadableError:
+            return None
+
+    @cached_property
+    def carriers(self) -> Carriers:
+        """Which interfaces lead to storage, and its cores."""
+        return read_carriers(self.section(CARRIERS))
 
     @cached_property
     def network(self) -> Network:
@@ -114,7 +130,7 @@ class NodeFacts:
         index = next((gpu.index for gpu in self.gpu_addresses if gpu.pci_path[-1] == address), None)
         return address if index is None else f"GPU {index}"
 
-    @property
+    @cached_property
     def gpu_addresses(self) -> tuple[GpuAddress, ...]:
         """Where the GPUs sit, by index: in the order of nvidia-smi, or of the PCI bus while it does not answer."""
         places = {gpu.pci_path[-1]: gpu for gpu in self.pci.gpus} if self.pci is not None else {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.remote_text import one_line
-from cluster.survey.section import Section, fill, listed, python_question
+from cluster.survey.section import Section, UnreadableError, fill, listed, python_question
 
 # What container engines and hypervisors make for themselves; other machines cannot be reached over it.
 _INTERNAL_NAME = re.compile(
@@ -88,6 +88,11 @@ class InterfaceChoice:
 
     interface: NetInterface | None
     reason: str
+
+    @property
+    def address(self) -> str | None:
+        """The IPv4 address at which other nodes reach this one."""
+        return self.interface.addresses[0].partition("/")[0] if self.interface is not None else None
 
 
 @dataclass(frozen=True)
@@ -425,3 +430,54 @@ def _width(text: str) -> int | None:
 def natural(name: str) -> list[tuple[int, str]]:
     """A sort key under which mlx5_2 comes before mlx5_10."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
+
+
+# Servers of mounted network file systems, and the interface to each.
+CARRIERS = python_question(
+    "env.carriers",
+    20,
+    r"""
+import subprocess
+
+networked = re.compile(r"nfs4?|lustre|ceph|cifs|smb3|beegfs.*|(fuse\.)?glusterfs")
+told = {"storage": [], "cores": len(os.sched_getaffinity(0))}
+for source, folder, kind, options, *_ in mounts(root / "proc/mounts"):
+    if networked.fullmatch(kind) and len(told["storage"]) < 32:
+        given = re.search(r"(?:^|,)addr=([^,]*)", options)
+        server = given[1] if given else re.split("[:@/,]", source.lstrip("/"))[0]
+        route = subprocess.run(["ip", "-o", "-4", "route", "get", server], capture_output=True).stdout.decode()
+        told["storage"] += [[folder, server, way] for way in re.findall(r"\bdev (\S+)", route)[:1] if way != "lo"]
+print(json.dumps(told))
+""",
+)
+
+
+@dataclass(frozen=True)
+class StorageRoute:
+    """A network file system that the node has mounted, and the interface by which it reaches the server."""
+
+    mount_point: str
+    server: str
+    interface: str
+
+
+@dataclass(frozen=True)
+class Carriers:
+    """Section `env.carriers`. cores: CPUs of a login. trouble: why all this is not known."""
+
+    storage: tuple[StorageRoute, ...] = ()
+    cores: int | None = None
+    trouble: str = ""
+
+
+def read_carriers(section: Section) -> Carriers:
+    """What the node says; where it cannot be read, a remark."""
+
+    def take(told: Any) -> Carriers:
+        routes = (StorageRoute(*(one_line(word) for word in row)) for row in listed(told["storage"]))
+        return Carriers(tuple(routes), int(told["cores"]))
+
+    try:
+        return section.read(take)
+    except UnreadableError as error:
+        return Carriers(trouble=f"ports that lead to storage servers are not known: {error}")

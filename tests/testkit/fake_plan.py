@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from cluster.checks.launch import Offer
-from cluster.env.facts import NodeEnvironmentFacts
 from cluster.launch.local import build_local_plan, probe_local_node
 from cluster.launch.ssh import SshNode
 from cluster.plan import LaunchPlan, MachineFacts
@@ -17,6 +16,7 @@ from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig, config_from_dict
 from engine.planning.memory.capacity import Gpu
 from testkit import FAKE_PYTHON_PATH, PYTHON_PATH
+from testkit.known_facts import known_facts
 
 TWO_RANKS = RunConfig(cluster=ClusterConfig(ranks_per_node=2))
 
@@ -63,10 +63,8 @@ def node(name: str, number: int = 1, *, gpus: int = 0, **offer: Any) -> SshNode:
     interface = NetInterface(
         name="eth0", is_up=True, mtu=1500, kind="ether", addresses=(f"10.0.0.{number}/24",), is_default_route=True
     )
-    environment = NodeEnvironmentFacts(
-        name, interfaces=(interface,), interface=interface, interface_reason="the default route leaves here", cores=16
-    )
-    return SshNode(name, replace(OFFER, **offer), environment, "/opt/venv/bin/python", (H100,) * gpus)
+    facts = known_facts(name, interfaces=(interface,), interface=interface, cores=16)
+    return SshNode(facts, replace(OFFER, **offer), "/opt/venv/bin/python", (H100,) * gpus)
 
 
 def nodes(count: int, **changes: Any) -> tuple[SshNode, ...]:

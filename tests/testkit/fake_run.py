@@ -21,7 +21,7 @@ from cluster.control.attempt import StopRequests
 from cluster.control.controller import Manner, control
 from cluster.control.link import LaunchObserver, LaunchOutcome, LaunchTiming, NodeLink, NodeStatus
 from cluster.control.ssh_link import LinkTiming
-from cluster.env.facts import EnvironmentVariable
+from cluster.env.plan import EnvironmentVariable
 from cluster.launch.local import build_local_plan
 from cluster.launch.runner import open_links
 from cluster.plan import LaunchPlan, NodePlan, read_launch_plan, with_files

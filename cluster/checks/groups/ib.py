@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 from cluster.checks.finding import Check, Finding, age
 from cluster.checks.group import CheckGroup, each
-from cluster.env.facts import ADAPTER_QUESTIONS, adapter_facts
-from cluster.env.hcas import choose_hcas
+from cluster.env.hcas import ADAPTER_QUESTIONS, choose_hcas
 from cluster.survey.facts import NodeFacts
 from cluster.survey.kernel_log import KERNEL_LOG, RECENT_S, read_kernel_log
 from cluster.survey.network import GPUDIRECT, HcaPort, has_roce_gid
@@ -55,7 +54,7 @@ class FabricView:
         if facts.pci is None:
             raise UnreadableError("PCI devices cannot be read from sysfs", facts.section(LSPCI).trouble())
         gpus = [device.pci_path for device in facts.pci.gpus]
-        decisions = choose_hcas(adapter_facts(facts), facts.config)[0]
+        decisions = choose_hcas(facts, facts.config)[0]
         kept = [one.port for one in decisions if one.kept]
         missed = [one.port for one in decisions if one.is_fault and not _is_other(one.port)]
         if any(_is_beside(port, gpus) for port in (*kept, *missed)):

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from testkit.known_facts import known_facts
 
-from cluster.env.facts import NodeEnvironment, NodeEnvironmentFacts, StorageRoute
-from cluster.env.plan import plan_environment
-from cluster.survey.network import HcaPort, NetInterface
+from cluster.env.plan import NodeEnvironment, plan_environment
+from cluster.survey.facts import NodeFacts
+from cluster.survey.network import HcaPort, NetInterface, StorageRoute
 from cluster.survey.nvidia_smi import GpuAddress
 from engine.config.cluster import ClusterConfig
 
@@ -22,7 +23,7 @@ def recorded(name: str) -> dict[str, Any]:
     return yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
-def machine(name: str, **changes: Any) -> NodeEnvironmentFacts:
+def machine(name: str, **changes: Any) -> NodeFacts:
     """The facts of the recorded machine; `changes` replace what the file says."""
     given = recorded(name)
     interfaces = tuple(interface(**entry) for entry in given["interfaces"])
@@ -41,12 +42,11 @@ def machine(name: str, **changes: Any) -> NodeEnvironmentFacts:
             for index, entry in enumerate(given["gpus"])
         ),
         "interface": next(one for one in interfaces if one.name == given["interface"]),
-        "interface_reason": "the default route leaves here",
-        "gateways": frozenset(given.get("gateways", ())),
+        "gateways": given.get("gateways", ()),
         "storage": tuple(StorageRoute(**entry) for entry in given.get("storage", ())),
         "cores": given["cores"],
     }
-    return NodeEnvironmentFacts(**facts | changes)
+    return known_facts(**facts | changes)
 
 
 def interface(name: str, *, addresses: tuple[str, ...] = (), **fields: Any) -> NetInterface:
@@ -73,7 +73,7 @@ def node(*ports: HcaPort, config: ClusterConfig | None = None, **facts: Any) -> 
         "gpus": (GpuAddress(0),),
         "cores": 8,
     }
-    return plan_environment(NodeEnvironmentFacts(**known | facts), config or ClusterConfig())
+    return plan_environment(known_facts(**known | facts), config or ClusterConfig())
 
 
 def _gid(address: str) -> str:

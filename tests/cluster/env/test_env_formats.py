@@ -10,8 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from testkit.image_rig import busybox_tree, launcher_engine
 
-from cluster.env.facts import EnvironmentVariable, NodeEnvironment
-from cluster.env.plan import Format, render_environment
+from cluster.env.plan import EnvironmentVariable, Format, NodeEnvironment, render_environment
 from cluster.errors import ClusterError
 
 HOSTILE = (

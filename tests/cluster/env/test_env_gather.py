@@ -11,18 +11,20 @@ import pytest
 from env_hardware import furnish, probe
 from testkit.check_fakes import changed_section
 
-from cluster.env.facts import NodeEnvironmentFacts, read_facts
-from cluster.env.plan import plan_environment
+from cluster.env.plan import check_network, plan_environment
 from cluster.errors import ClusterError
 from cluster.survey.facts import NodeFacts
+from cluster.survey.network import Carriers
 from cluster.survey.section import NodeProbe, SectionState
 from engine.config.cluster import ClusterConfig
 
 CONFIG = ClusterConfig()
 
 
-def facts_of(probe: NodeProbe) -> NodeEnvironmentFacts:
-    return read_facts(NodeFacts(probe, CONFIG))
+def facts_of(probe: NodeProbe) -> NodeFacts:
+    facts = NodeFacts(probe, CONFIG)
+    check_network(facts)
+    return facts
 
 
 def late(base: NodeProbe, name: str) -> NodeProbe:
@@ -39,9 +41,9 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> NodeProbe:
 
 def test_a_node_is_planned_from_one_answer(answer: NodeProbe) -> None:
     facts = facts_of(answer)
-    assert len(facts.gpus) == 8
-    assert facts.interface is not None
-    assert facts.notes == ()
+    assert len(facts.gpu_addresses) == 8
+    assert facts.interface.interface is not None
+    assert (facts.carriers.trouble, facts.reaches_gpus) == ("", True)
     environment = plan_environment(facts, CONFIG)
     assert [one.device for one in environment.kept] == [f"mlx5_{index}" for index in range(8)]
     assert [rail.port.device for rail in environment.rails] == [f"mlx5_{index}" for index in range(8)]
@@ -57,12 +59,13 @@ def test_what_cannot_be_read_is_no_machine_without_infiniband(answer: NodeProbe,
 UNTOLD = "ports that lead to storage servers are not known: env.carriers: timed out"
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [("env.carriers", {"cores": None, "notes": (UNTOLD,)}), ("ib.gpudirect", {"has_gpudirect": None})],
-)
-def test_what_else_cannot_be_read_is_not_known(answer: NodeProbe, name: str, changes: dict[str, Any]) -> None:
-    assert facts_of(late(answer, name)) == replace(facts_of(answer), **changes)
+def test_what_else_cannot_be_read_is_not_known(answer: NodeProbe) -> None:
+    def told(facts: NodeFacts) -> list[Any]:
+        return [facts.adapters, facts.network, facts.interface, facts.gpu_addresses, facts.carriers, facts.reaches_gpus]
+
+    *others, carriers, works = told(facts_of(answer))
+    assert told(facts_of(late(answer, "env.carriers"))) == [*others, Carriers(trouble=UNTOLD), works]
+    assert told(facts_of(late(answer, "ib.gpudirect"))) == [*others, carriers, None]
 
 
 def test_mounts_and_cores_are_those_of_the_machine(
@@ -79,8 +82,8 @@ def test_mounts_and_cores_are_those_of_the_machine(
         "198.51.100.12:/e /volume fuse.glusterfs rw 0 0\n"
     )
     facts = facts_of(replace(answer, sections={**answer.sections, **probe("env").sections}))
-    assert facts.interface is not None
+    assert facts.interface.interface is not None
     places = {"/my data": "7", "/scratch": "9", "/win": "11", "/volume": "12"}
-    told = [(folder, f"198.51.100.{last}", facts.interface.name) for folder, last in places.items()]
-    assert [(one.mount_point, one.server, one.interface) for one in facts.storage] == told
-    assert facts.cores == len(os.sched_getaffinity(0))
+    told = [(folder, f"198.51.100.{last}", facts.interface.interface.name) for folder, last in places.items()]
+    assert [(one.mount_point, one.server, one.interface) for one in facts.carriers.storage] == told
+    assert facts.carriers.cores == len(os.sched_getaffinity(0))

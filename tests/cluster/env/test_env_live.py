@@ -13,8 +13,8 @@ import pytest
 from env_hardware import furnish, probe
 from testkit.check_fakes import ended
 
-from cluster.env.facts import EnvironmentVariable, NodeEnvironment
 from cluster.env.live import LIVE, SESSION, Difference, LiveSource, compare_live, read_live
+from cluster.env.plan import EnvironmentVariable, NodeEnvironment
 from cluster.errors import ClusterError
 from cluster.survey.section import NodeProbe, Section, SectionState
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from env_topologies import MACHINES, SISTERS, interface, machine, node, port, recorded
 
-from cluster.env.facts import NodeEnvironment, NodeEnvironmentFacts, StorageRoute
 from cluster.env.hcas import map_rails, rail_order
-from cluster.env.plan import plan_environment, plan_fleet
-from cluster.survey.network import HcaPort
+from cluster.env.plan import NodeEnvironment, plan_environment, plan_fleet
+from cluster.survey.facts import NodeFacts
+from cluster.survey.network import HcaPort, StorageRoute
 from cluster.survey.nvidia_smi import GpuAddress
 from engine.config.cluster import ClusterConfig, ExpectedHardware
 
@@ -43,7 +43,7 @@ def test_a_machine_gets_exactly_what_is_stated(name: str) -> None:
     assert {one.name: one.value for one in environment.variables} == stated["variables"]
     assert [one.name for one in environment.left_out] == stated["left_out"]
     assert all(one.reason for one in (*environment.variables, *environment.left_out, *environment.hcas))
-    assert {decision.port.name for decision in environment.hcas} == {port.name for port in machine(name).ports}
+    assert {decision.port.name for decision in environment.hcas} == {port.name for port in machine(name).adapters.ports}
     dropped = {one.port.device: one.reason for one in environment.hcas if not one.kept}
     assert dropped.keys() == stated["dropped"].keys()
     assert all(words in dropped[device] for device, words in stated["dropped"].items())
@@ -54,9 +54,9 @@ def test_a_machine_gets_exactly_what_is_stated(name: str) -> None:
 
 def test_a_plan_depends_on_nothing_but_its_facts_and_is_a_document() -> None:
     facts = machine("h100_12nics")
-    shuffled = machine("h100_12nics", ports=facts.ports[::-1], gpus=facts.gpus[::-1])
+    shuffled = machine("h100_12nics", ports=facts.adapters.ports[::-1], gpus=facts.gpu_addresses[::-1])
     assert plan_environment(shuffled, CONFIG) == plan_environment(facts, CONFIG)
-    environment = node(port("mlx5_0", netdev="ib0"), port("mlx5_1", phys_state="Disabled"), notes=("a note",))
+    environment = node(port("mlx5_0", netdev="ib0"), port("mlx5_1", phys_state="Disabled"), trouble="a note")
     assert [one.is_fault for one in environment.hcas] == [False, True]
     layer = {"link_layer": "InfiniBand", "rate_gbps": 400.0}
     dropped = "its physical link is not up: Disabled"
@@ -203,7 +203,7 @@ def test_ports_are_ordered_by_the_first_gpu_they_serve_and_idle_ones_last() -> N
 
 
 DEAD = machine("sister2", ports=tuple(replace(one, state="DOWN") if one.device == "mlx5_4" else one
-                                      for one in machine("sister2").ports))  # fmt: skip
+                                      for one in machine("sister2").adapters.ports))  # fmt: skip
 UNEQUAL = [machine("a100_4nics"), machine("h20_8nics")]
 
 
@@ -217,9 +217,7 @@ UNEQUAL = [machine("a100_4nics"), machine("h20_8nics")]
         (UNEQUAL, {"a100_4nics": "4 rails, the nodes have 4, 8", "h20_8nics": "8 rails, the nodes have 4, 8"}),
     ],
 )
-def test_nodes_whose_rails_differ_from_those_of_most_are_told(
-    facts: list[NodeEnvironmentFacts], warnings: dict[str, str]
-) -> None:
+def test_nodes_whose_rails_differ_from_those_of_most_are_told(facts: list[NodeFacts], warnings: dict[str, str]) -> None:
     found = {name: one.warnings for name, one in plan_fleet(facts, CONFIG).items() if one.warnings}
     assert found == {
         name: (f"{text}: a ring is as fast as its node with the fewest",) for name, text in warnings.items()
@@ -307,7 +305,7 @@ def test_threads_are_cores_over_ranks_unless_configured(
 def test_ranks_on_gloo_get_no_nccl_variables_and_the_flight_recorder(
     config: ClusterConfig, gpus: int, why: str
 ) -> None:
-    facts = machine("h100_12nics", gpus=machine("h100_12nics").gpus[:gpus])
+    facts = machine("h100_12nics", gpus=machine("h100_12nics").gpu_addresses[:gpus])
     environment = plan_environment(facts, config, log_dir="/l")
     names = ["GLOO_SOCKET_IFNAME", "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "OMP_NUM_THREADS"]
     assert [one.name for one in environment.variables] == names
@@ -338,9 +336,9 @@ NO_INTERFACE = "no network interface is chosen: eth1 or eth2; set cluster.interf
 @pytest.mark.parametrize(
     ("facts", "warnings"),
     [
-        ({"has_gpudirect": False}, [NO_GPUDIRECT]),
-        *(({"has_gpudirect": known}, []) for known in (None, True)),
-        ({"interface": None, "interface_reason": "eth1 or eth2"}, [f"{NO_INTERFACE} nodes"]),
+        ({"gpudirect": False}, [NO_GPUDIRECT]),
+        *(({"gpudirect": known}, []) for known in (None, True)),
+        ({"interface": None, "reason": "eth1 or eth2"}, [f"{NO_INTERFACE} nodes"]),
         (
             {"ports": (port("mlx5_0", netdev="eth1", **ETHERNET),)},
             ["mlx5_0:1 has no GID of RoCE v2 over IPv4: give eth1 an address"],

@@ -29,14 +29,15 @@ def equal_nodes(*names: str) -> FleetEnvironment:
 
 def test_other_addresses_do_not_make_another_class_and_sisters_do() -> None:
     facts = [machine("h100_12nics", node=name) for name in ("a", "b")]
-    moved = tuple(replace(one, addresses=("10.0.0.99/24",)) for one in facts[1].interfaces)
-    facts[1] = replace(facts[1], interfaces=moved, interface=next(one for one in moved if one.name == "bond0"))
+    moved = tuple(replace(one, addresses=("10.0.0.99/24",)) for one in facts[1].network.interfaces)
+    bond = next(one for one in moved if one.name == "bond0")
+    facts[1] = machine("h100_12nics", node="b", interfaces=moved, interface=bond)
     for nodes, classes in ((facts, [["a", "b"]]), ([machine(name) for name in SISTERS], [[name] for name in SISTERS])):
         assert [names for names, _ in fold_environments(plan_fleet(nodes, ClusterConfig()))] == classes
 
 
 def test_equal_nodes_are_shown_once_and_foreign_text_is_text_and_not_markup() -> None:
-    one = node(port("mlx5_0", netdev="[bold]ib0[/bold]"), notes=("[red]x[/red][/]",))
+    one = node(port("mlx5_0", netdev="[bold]ib0[/bold]"), trouble="[red]x[/red][/]")
     text = text_of(fleet_view(FleetEnvironment({"node1": one, "node2": replace(one, node="node2")}), "--hosts"))
     why = "up, InfiniBand, 400 Gbit/s; GPU 0 by taking turns, for no port is nearer than another"
     assert rows_of(text) == [

@@ -29,7 +29,7 @@ from cluster.agent.messages import Spec
 from cluster.control.attempt import StopRequests
 from cluster.control.controller import Manner, control
 from cluster.control.link import LaunchOutcome, LaunchTiming, NodeStatus
-from cluster.env.facts import EnvironmentVariable
+from cluster.env.plan import EnvironmentVariable
 from cluster.launch.local import LocalLink
 from engine.runs.files import json_text
 from engine.runs.folder import RunFolder, create_run, new_run_path

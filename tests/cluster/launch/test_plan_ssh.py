@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 from testkit.fake_plan import CODE, node, nodes, run_config
+from testkit.known_facts import known_facts
 
 from cluster.launch.ssh import (
     build_ssh_plan,
@@ -17,6 +18,7 @@ from cluster.launch.ssh import (
 )
 from cluster.plan import LaunchPlan, node_spec, with_files
 from cluster.plan_nodes import node_folders
+from cluster.survey.network import NetInterface
 from engine.config.errors import ConfigError
 from engine.config.settings import config_from_dict
 from engine.planning.memory.capacity import Gpu, Hardware
@@ -200,8 +202,9 @@ def test_a_supervisor_is_told_all_it_needs() -> None:
 
 
 def test_what_is_odd_about_the_network_is_said_once() -> None:
-    odd = [
-        dataclasses.replace(one, environment=dataclasses.replace(one.environment, notes=("no topology",)))  # type: ignore[type-var]
-        for one in nodes(3)
+    facts = [
+        known_facts(f"n{number}", interface=NetInterface("eth0", is_up=True), trouble="no topology")
+        for number in (1, 2, 3)
     ]
+    odd = [dataclasses.replace(one, facts=told) for one, told in zip(nodes(3), facts, strict=True)]
     assert fleet_warnings(odd, run_config()) == ("n[1-3]: no topology",)

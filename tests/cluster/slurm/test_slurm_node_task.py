@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from testkit import PYTHON_PATH
+from testkit.known_facts import known_facts
 
-from cluster.env.facts import NodeEnvironmentFacts
 from cluster.errors import ClusterError
 from cluster.launch.local import probe_local_node
 from cluster.plan import LaunchPlan, NodePlan, PlanFileError, plan_text, read_launch_plan
@@ -127,7 +127,7 @@ def test_a_job_whose_launcher_is_gone_begins_the_next_attempt_as_a_launcher_woul
 
 
 def test_a_node_alone_needs_no_network_and_several_need_one():
-    facts = NodeEnvironmentFacts("n1", interface_reason="eth0 is down")
+    facts = known_facts("n1", reason="eth0 is down")
 
     assert node_address(Place("n1", 0, 1), facts) == "127.0.0.1"
     with pytest.raises(ClusterError, match=r"eth0 is down; set cluster.interface"):
