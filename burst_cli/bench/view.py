@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli.figures import binary_bytes, grouped, plain, rate, seconds, seconds_between
-from burst_cli.tables import listing
+from burst_cli.render import listing
 
 Row = Mapping[str, Any]
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli.figures import DASH, binary_bytes, count
-from burst_cli.tables import listing
+from burst_cli.render import listing
 from cluster.launch.runner import runner_of
 from cluster.node_checkpoints import NodeCheckpoint, NodeCheckpoints, ask_nodes
 from cluster.plan import LaunchPlan, PlanFileError, read_launch_plan, roots_of

@@ -13,7 +13,7 @@ from burst_cli.app import new_verb
 from burst_cli.data.progress import show_progress
 from burst_cli.figures import DASH, binary_bytes, percent, plain, seconds
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
-from burst_cli.tables import listing
+from burst_cli.render import listing
 from engine.data.prepare import PreparedData, prepare
 from engine.data.sampler import LengthClass, Samples, length_classes
 from engine.data.shards import TokenShards

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from burst_cli.figures import DASH, clean, percent, plain
-from burst_cli.tables import listing
+from burst_cli.render import listing
 from cluster.remote_text import number, rows
 
 

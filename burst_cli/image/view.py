@@ -10,7 +10,7 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.figures import DASH, binary_bytes, duration, grouped, seconds
-from burst_cli.tables import listing
+from burst_cli.render import listing
 from cluster.ssh.hosts import fold_nodes
 
 if TYPE_CHECKING:

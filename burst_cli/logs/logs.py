@@ -17,7 +17,7 @@ from burst_cli.logs.follow import LogPrinter, json_lines, present_lines
 from burst_cli.logs.follow import follow as follow_logs
 from burst_cli.options import RUNS_DIR, JsonOption, LivingRunArgument, RunsDirOption
 from burst_cli.runs.choose import choose_run
-from burst_cli.runs.state import RunWatch, look_at
+from burst_cli.runs.read import RunWatch, look_at
 from cluster.control.attempt import UNKNOWN
 from engine.config.errors import ConfigError
 from engine.runs.folder import RunFolder, RunFolderError

@@ -21,7 +21,7 @@ from burst_cli.app import new_verb
 from burst_cli.figures import count_of, grouped
 from burst_cli.nodes.check_nodes import STYLES
 from burst_cli.options import JsonOption, NodeOptions
-from burst_cli.tables import listing
+from burst_cli.render import listing
 from cluster.checks.finding import Finding, Verdict
 from cluster.env.live import Difference, compare_live
 from cluster.env.nccl_log import check_nccl_log

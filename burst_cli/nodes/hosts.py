@@ -14,7 +14,7 @@ from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.figures import DASH, count_of
 from burst_cli.options import JsonOption, NodeOptions
-from burst_cli.tables import listing
+from burst_cli.render import listing
 from cluster.errors import HostsError
 from cluster.ssh.hosts import Host, Outcome, fan_out, trust_file
 from cluster.ssh.keys import HostKeys, ShownKey, add_keys, forget_names

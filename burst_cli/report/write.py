@@ -20,15 +20,14 @@ from burst_cli import __version__
 from burst_cli.eval.view import evaluation_lines, evaluation_tables
 from burst_cli.figures import count_of
 from burst_cli.outputs import has_matplotlib
-from burst_cli.render import told
+from burst_cli.render import Column as TableColumn
+from burst_cli.render import fitted_table, listing, told
 from burst_cli.report import compare
 from burst_cli.report.build import Report
 from burst_cli.report.columns import COLUMNS, PROVENANCE, Column, filled, notes_for
 from burst_cli.report.plots import Panel, comparison_panels, group_panels, panel_link, run_panels, style_numbers
 from burst_cli.report.records import Record, run_name, status_of
 from burst_cli.runs.read import is_evaluation
-from burst_cli.tables import Column as TableColumn
-from burst_cli.tables import fitted_table, listing
 from cluster.remote_text import one_line
 from cluster.remote_text import text as text_of
 from engine.config.errors import ConfigError

@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli.figures import DASH, binary_bytes, fold_names, fold_numbers, grouped, percent
+from burst_cli.render import Column, fitted_table
 from burst_cli.runs.read import RunFacts
-from burst_cli.tables import Column, fitted_table
 from cluster.control.link import NodeStatus
 from cluster.remote_text import integer, number, rows, table, word
 

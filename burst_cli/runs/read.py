@@ -1,4 +1,5 @@
-"""What the folder of a run says of it: what was planned, what it recorded, what its nodes left.
+"""What the folder of a run says of it: what was planned, what it recorded, what its nodes left; and its state, for
+which the nodes are asked where nobody controls it.
 
 Cheap enough for hundreds of runs. Everything in the folder may be damaged, half written or hostile (nodes wrote some of
 it): what cannot be read is None.
@@ -9,23 +10,35 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from burst_cli.figures import count_of
-from burst_cli.runs.state import glance_at
 from cluster.agent.folder import read_status
+from cluster.control.attempt import RunState, find_controller, glance
 from cluster.control.link import NodeStatus, StrangeAnswerError, as_status
 from cluster.remote_text import number, rows, table, whole, word
-from engine.config.errors import ConfigError
+from engine.config.errors import BurstError, ConfigError
 from engine.config.settings import load_config, load_yaml
 from engine.runs.files import read_json_object
 from engine.runs.folder import RunFolder, RunFolderError
 from engine.runs.summary import config_facts, summarise
 
+ASK_AGAIN_S = 10.0
+STATE_STYLES = {
+    "planned": "dim",
+    "starting": "cyan",
+    "running": "cyan",
+    "completed": "green",
+    "failed": "red",
+    "oom": "red",
+    "cancelled": "yellow",
+    "lost": "bold magenta",
+    "unreadable": "bold red",
+}
 MAX_FILE_BYTES = 8 * 2**20
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # what `RunFolder.log_dir` makes of any name
 _OF_THE_LAUNCHER = ("lease", "spec.json", "stop.json", "stacks.json")  # files in the folder of a node
@@ -170,3 +183,50 @@ def _summary_from_metrics(run: RunFolder, problems: list[str]) -> dict[str, Any]
     except OSError as error:
         problems.append(f"{run.path / 'metrics.jsonl'}: {error.strerror}")
     return {**facts, **summarise(rows)}
+
+
+def look_at(run: RunFolder) -> RunState:
+    """The state of `run`; the nodes of one that nobody controls are asked, and it is judged if it has ended."""
+    seen = glance(run)
+    if not seen.is_lost:
+        return seen
+    if not (run.path / "launch.json").is_file():
+        text = "it was started without `burst launch`, and the process that said so in run.json is gone"
+        return replace(seen, problem=text)
+    from cluster.control.controller import settle
+
+    try:
+        return settle(run)
+    except BurstError as error:
+        return RunState(run.read_state(), find_controller(run), is_lost=True, problem=str(error))
+
+
+def glance_at(run: RunFolder) -> RunState:
+    """The state by the run folder alone; of a run whose run.json cannot be read, that and why."""
+    try:
+        return glance(run)
+    except RunFolderError as error:
+        return RunState({"state": "unreadable"}, problem=str(error))
+
+
+class RunWatch:
+    """`look_at` again and again; the nodes of a run that nobody controls are asked every ASK_AGAIN_S."""
+
+    def __init__(self, run: RunFolder) -> None:
+        self._run, self._next_ask = run, 0.0
+        self._asked: RunState | None = None
+
+    def look(self) -> RunState:
+        """The present state."""
+        seen = glance(self._run)
+        if not seen.is_lost:
+            return seen
+        if self._asked is None or time.monotonic() >= self._next_ask:
+            self._asked = look_at(self._run)
+            self._next_ask = time.monotonic() + ASK_AGAIN_S
+        return self._asked
+
+    def ended(self) -> int | None:
+        """The exit code once the run has ended, or nothing can be known of it any more; None while it goes on."""
+        seen = self.look()
+        return seen.exit_code if seen.is_final or seen.problem is not None else None

@@ -21,8 +21,7 @@ from burst_cli.runs.failure import failure_block
 from burst_cli.runs.live import figures_text, hang_text, heading, open_view
 from burst_cli.runs.nodes import NodeRow, node_rows, nodes_table
 from burst_cli.runs.progress import RunProgress
-from burst_cli.runs.read import read_nodes
-from burst_cli.runs.state import STATE_STYLES, RunWatch, look_at
+from burst_cli.runs.read import STATE_STYLES, RunWatch, look_at, read_nodes
 from cluster.control.attempt import RunState
 from cluster.control.link import NodeStatus
 from cluster.failure import failure_from_dict

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from burst_cli.figures import binary_bytes, clean, count, duration, percent, plain, rate, seconds, sparkline
-from burst_cli.tables import fitting
+from burst_cli.render import fitting
 
 
 @pytest.mark.parametrize(
