@@ -8,7 +8,7 @@ from typing import Any
 import kernel_checks as checks
 import pytest
 import torch
-from kernel_cases import CASES, name_of
+from kernel_checks import CASES, name_of
 from kernel_model import loss_and_gradients
 
 from benchmarks.gpu.elementwise import bench_elementwise

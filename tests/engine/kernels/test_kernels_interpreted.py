@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import CASES, ON_CPU, name_of
+from kernel_checks import CASES, ON_CPU, name_of
 from kernel_interpreter import Interpreter
 from kernel_model import loss_and_gradients
 
