@@ -301,7 +301,9 @@ def test_prepared_folders_open_as_shards(corpus: Path, opener: Any) -> None:
 
 
 def test_a_single_set_is_split_at_its_tail(tmp_path: Path) -> None:
-    prepared = prepare(shards_config(write_token_set(tmp_path / "s", list(range(40)), eod_id=99)))
+    folder = write_token_set(tmp_path / "s", list(range(40)), eod_id=99)
+    prepared = prepare(shards_config(folder / "manifest.json"))
+    assert prepared.path == folder  # where its tokenizer would be
     assert (prepared.train.token_count, prepared.validation.token_count) == (30, 10)
     assert prepared.validation.read(0, 2).tolist() == [30, 31]
     assert (prepared.train.manifest.eod_id, prepared.token_bytes) == (99, None)
