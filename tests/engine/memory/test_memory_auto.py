@@ -82,6 +82,7 @@ CHOICES: list[tuple[dict[str, Any], dict[str, Any], int]] = [
     ({"device_gb": 120}, RESULTS, 8192),
     ({"device_gb": 110, "length": 2**18}, {}, 4096),
     ({"device_gb": 100}, {}, 4096),
+    ({"device_gb": 90}, RESULTS, 4096),  # and not everything on the host, which takes alike
     ({"device_gb": 100, "host_gb": None}, {"activation_store": "device", "optimizer_store": "device"}, 4096),
     ({"device_gb": 100, "activation_store": "device"}, {}, 4096),
     ({"device_gb": 70, **KEPT_ON_HOST}, {}, 4096),
