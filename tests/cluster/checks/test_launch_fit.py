@@ -283,3 +283,8 @@ def test_an_answer_that_lies_is_an_offer_or_unreadable(key: str, value: Any) -> 
 def test_a_path_that_would_leave_its_folder_is_no_answer(home: object) -> None:
     with pytest.raises(UnreadableError, match="no absolute path"):
         read_offer(offer({**OFFER, "home": home}))
+
+
+def test_a_node_without_the_python_of_ranks_is_told_of_that_alone() -> None:
+    (problem,) = problems(node("host.software!0 null"))
+    assert problem.startswith("n1: host.python: cannot run python3")

@@ -13,6 +13,7 @@ from cluster.launch.ssh import (
     build_ssh_plan,
     fleet_warnings,
     least_hardware,
+    resolve_fleet,
     with_absolute_paths,
     with_shared_checkpoints,
 )
@@ -208,3 +209,9 @@ def test_what_is_odd_about_the_network_is_said_once() -> None:
     ]
     odd = [dataclasses.replace(one, facts=told) for one, told in zip(nodes(3), facts, strict=True)]
     assert fleet_warnings(odd, run_config()) == ("n[1-3]: no topology",)
+
+
+def test_threads_are_as_many_as_the_node_with_fewest_cores_has() -> None:
+    poor = known_facts("n2", interface=node("n2", 2).facts.interface.interface, cores=4)
+    two = (node("n1"), dataclasses.replace(node("n2", 2), facts=poor))
+    assert resolve_fleet(run_config(), two)[0].cluster.threads_per_rank == 4
