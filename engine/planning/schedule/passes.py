@@ -276,6 +276,8 @@ class _Forward(_Pass):
                 sums = block.sum(stays, block.whole(Kind.ACC, "acc"))
             else:
                 saved = block.whole(Kind.SAVED, "saved")
+                if block.exchanged:
+                    block.homes(Kind.OUT, "out")  # of a block without rows, too
                 sums = block.sum(stays, block.whole(Kind.ACC), partial(self._finish, block, saved))
                 for step, chunk in kept:
                     self._send_home(block, block.load(step, saved, Kind.SAVED, chunk), chunk, step)
