@@ -151,9 +151,7 @@ class _Scene:
                     observer = StepObserver(tracker, classifier, layers_on_host(config, self.method))
                     observer.attach(model, list(model.layers), model.head)
                     training_tensors(model, step.optimizer)
-                    for _ in range(
-                        2
-                    ):  # the first run of a plan learns how much memory it takes, the next has it in one
+                    for _ in range(2):  # the first run of a plan learns how much memory it takes
                         self._make_buffers(attention, batches[0].rows.positions.shape[0])
                     tracker.enter("forward")
                     tracker.reset_peak()
