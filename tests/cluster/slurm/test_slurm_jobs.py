@@ -141,7 +141,7 @@ def test_a_run_that_may_restart_and_lost_a_node_goes_on_with_another(bench, is_l
             failure = led.wait().failure
             assert failure is not None
             assert "requeued" in failure.message
-            assert "CANCELLED" in bench.client("scontrol", "show", "job", first)
+            wait_for(lambda: "CANCELLED" in bench.client("scontrol", "show", "job", first))  # first it is COMPLETING
     finally:
         if led is None:
             slurmd(lost).start()
