@@ -380,6 +380,7 @@ class _Backward(_Pass):
             self.travel(chunk, spans, payload, sums, {})
             self.last_step = stay_of_sums.last
         for member, block in self.members.items():
+            travelling[1](block, [])  # the output of a block without rows, too
             operand = resting[0](block, residencies(self.uses(member), block.lead))
             uses = self.all_uses(member, resting_kind)
             self.tiles(member, operand, resting[1](block, residencies(uses, block.lead)))
