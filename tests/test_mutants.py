@@ -53,3 +53,15 @@ def test_what_is_not_decided_stands_beside_the_rates(mutants: Any, capsys: pytes
     mutants.show([mutants.Outcome(mutant, how, 1.0) for how in ("failed", "open", "survived", "late", "open")])
     (line,) = {tuple(line.split()[1:]) for line in capsys.readouterr().out.splitlines() if "caught" in line}
     assert line == ("1", "of", "3", "caught", "33.3%", "2", "not", "decided")
+
+
+def test_equivalent_mutants_are_of_lines_that_are_there(mutants: Any) -> None:
+    for row in mutants._equivalents():
+        lines = [line.strip() for line in (ROOT / row["path"]).read_text().splitlines()]
+        assert row["line"] in lines, row
+        assert row["before"] in row["line"], row
+
+
+def test_whether_zip_is_strict_is_no_mutant(mutants: Any) -> None:
+    (found,) = mutants.mutants_of("a.py", "zip(a, b, strict=True)\n").values()
+    assert [mutant.text for mutant in found] == ["None"]
