@@ -42,6 +42,12 @@ def wait_until_gone(run_id: str, wait_s: float) -> list[psutil.Process]:
     return [*supervisors(run_id), *run_processes(run_id)]
 
 
+def open_below(folder: Path) -> list[str]:
+    """Files below `folder` that this process has open, those that are gone, too."""
+    links = (os.path.realpath(link) for link in Path("/proc/self/fd").iterdir())
+    return [link for link in links if link.startswith(f"{folder}/")]
+
+
 def living(file: str, *words: str) -> list[psutil.Process]:
     """Processes with these words in a file of /proc, zombies left out: they have ended, only their parent is to notice.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -40,8 +41,9 @@ def test_a_machine_tells_who_and_what_it_is_and_nothing_on_it_changes(ask: Ask, 
     assert (found.home, found.uid, found.gid) == (str(tmp_path), os.getuid(), os.getgid())
     assert found.groups == tuple(sorted(os.getgroups()))
     assert (found.memory_bytes or 0) > 1 << 28
-    assert found.room[0]
+    assert found.room == (pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.2), "")
     assert list(tmp_path.iterdir()) == []
+    assert 20000 <= (found.port[0] or 0) < 30000
     with socket.socket() as listener:
         listener.bind(("", found.port[0]))
 
@@ -51,9 +53,7 @@ def test_what_is_in_the_way_is_told(ask: Ask, tmp_path: Path) -> None:
     for folder in (f"{tmp_path}/runs/mine", "~/runs/mine"):
         assert ask(node_folder=folder).room == (None, f"{tmp_path}/runs is not a folder")
     assert find_room(str(tmp_path / "not" / "there")) > 0
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         assert ask(master_port=port).port == (None, f"port {port}: Address already in use")
 
@@ -80,14 +80,19 @@ def data_facts(folder: Path, *paths: str | Path) -> list[dict[str, Any]]:
 
 def test_data_are_listed_as_the_trainer_will_list_them(ask: Ask, tmp_path: Path) -> None:
     (folder := tmp_path / "corpus").mkdir()
-    (folder / "sub").mkdir()
-    for name in ("a.jsonl", "b.jsonl", ".hidden.jsonl", "readme.md", "sub/c.ndjson"):
+    for name in ("sub", ".hidden"):
+        (folder / name).mkdir()
+    for name in ("a.jsonl", "b.jsonl", ".hidden.jsonl", "readme.md", "sub/c.ndjson", ".hidden/d.jsonl"):
         (folder / name).write_text("12345678")
     (entry,) = ask({"format": "jsonl", "paths": [str(folder)]}).data
     assert (entry[1], (entry[2] or "").rpartition(",")[0]) == ("", "3 files, 24 bytes")
     assert len(list_files([str(folder)], (".jsonl", ".ndjson"))) == 3
     (pattern,) = data_facts(tmp_path, "~/corpus/*.jsonl")
     assert (pattern["path"], pattern["files"]) == (f"{folder}/*.jsonl", 2)
+    assert (
+        data_facts(folder, "~")[0]["digest"]
+        == data_facts(tmp_path, shutil.copytree(folder, tmp_path / "x"))[0]["digest"]
+    )
     (folder / "empty").mkdir()
     absent = "no such file or folder"
     missing = data_facts(tmp_path, "/none/a.txt", folder / "empty", "/none/*.txt")
@@ -120,4 +125,6 @@ def test_a_file_that_differs_at_its_start_or_end_has_another_digest(tmp_path: Pa
 
     same = digest(body)
     assert digest(body) == same
-    assert same not in [digest(other) for other in (b"y" + body[1:], body[:-1] + b"y", body + b"x")]
+    first, last = (body[:at] + b"y" + body[at + 1 :] for at in (1 << 19, (5 << 19) - 1))
+    assert same not in [digest(other) for other in (first, last, body + b"x")]
+    assert digest(body[: 3 << 19] + b"y" + body[(3 << 19) + 1 :]) == same  # the middle is not read

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testkit import PYTHON_PATH
 
-from cluster.agent.messages import MAX_OBJECT_BYTES, Message, MessageError, MessageReader, pack
+from cluster.agent.messages import MAX_OBJECT_BYTES, READY, Message, MessageError, MessageReader, pack
 
 MOST = 2000
 
@@ -46,6 +50,24 @@ def test_messages_come_out_as_they_went_in_however_they_are_cut_unless_the_last_
 def test_sizes_are_checked_before_anything_is_read(size, data_size):
     with pytest.raises(MessageError, match="not a message"):
         read_all(struct.pack(">II", size, data_size))
+
+
+def test_the_longest_message_is_one_and_a_longer_one_is_not_sent():
+    longest = {"x": "a" * (MAX_OBJECT_BYTES - 8)}, bytes(MOST)
+    assert read_all(pack(*longest)) == [longest]
+    with pytest.raises(MessageError, match="too long"):
+        pack({"x": "a" * (MAX_OBJECT_BYTES - 7)})
+
+
+def test_a_program_answers_in_turn_and_what_it_prints_gets_not_between():
+    code = (
+        "from cluster.agent.messages import serve\n"
+        "serve(lambda asked, data: (print('noise', flush=True) or {'was': asked}, data[::-1]))"
+    )
+    environment, asked = {**os.environ, "PYTHONPATH": PYTHON_PATH}, pack({"a": 1}, b"xyz") + pack({}, bytes(3 << 20))
+    done = subprocess.run([sys.executable, "-c", code], input=asked, env=environment, capture_output=True, timeout=100)
+    assert done.stdout == READY + pack({"was": {"a": 1}}, b"zyx") + pack({"was": {}}, bytes(3 << 20))
+    assert (done.stderr, done.returncode) == (b"noise\nnoise\n", 0)
 
 
 @pytest.mark.parametrize("body", [b"[]", b"1", b"{", b"\xff", b"[" * 100_000])

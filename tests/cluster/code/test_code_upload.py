@@ -17,8 +17,8 @@ import pytest
 from testkit.connections import LocalConnection
 from testkit.waiting import wait_for
 
-from cluster.agent.code import check_code, install, prune
-from cluster.agent.messages import code_path
+from cluster.agent.code import check_code, install, install_code
+from cluster.agent.messages import code_id_of, code_path
 from cluster.code import CodeArchive, CodeError, CodePlace, build_archive, code_place, upload_code
 from cluster.ssh.hosts import Host
 from engine.config.cluster import ClusterConfig
@@ -154,6 +154,14 @@ def test_a_place_in_which_others_could_change_or_exchange_the_code_is_refused(
         folder.chmod(0o700)
     root.parent.chmod(0o1777)
     assert check_code(code, archive.code_id) == "good"
+    os.chown(root.parent, 65534, 65534)
+    assert check_code(code, archive.code_id) == f"{root.parent} belongs to somebody else, {text}"
+    os.chown(root.parent, 0, 0)
+    Path(code).unlink()
+    Path(code).mkdir()
+    with pytest.raises(CodeError, match="Is a directory"):
+        upload(archive, place)
+    assert list(root.iterdir()) == [Path(code)]
 
 
 def test_a_place_that_cannot_be_written_is_named_with_all_its_nodes(archive: CodeArchive, tmp_path: Path) -> None:
@@ -180,10 +188,12 @@ def test_old_code_goes_and_what_is_new_or_in_use_stays(tmp_path: Path) -> None:
         try:
             environ = Path(f"/proc/{user.pid}/environ")  # empty while the kernel still loads the program
             wait_for(lambda: str(tmp_path).encode() in environ.read_bytes())
-            prune(str(tmp_path), 5, day, now)
+            question = {"root": str(tmp_path), "code_id": code_id_of(b"new"), "folders": [], "nonce": "n"}
+            assert install_code({**question, "keep": 6, "age_s": day}, b"new") == {"state": "good"}
         finally:
             user.kill()
-    assert {path.name for path in tmp_path.iterdir()} == {*names[:6], names[7], stranger.name}
+    new = Path(code_path("", code_id_of(b"new"))).name
+    assert {path.name for path in tmp_path.iterdir()} == {*names[:6], names[7], stranger.name, new}
 
 
 def test_a_shared_folder_gets_it_once_and_one_that_is_not_shared_is_found_out(
@@ -203,6 +213,7 @@ def test_a_shared_folder_gets_it_once_and_one_that_is_not_shared_is_found_out(
 
 
 def test_folders_for_containers_are_made_first(archive: CodeArchive, place: CodePlace, tmp_path: Path) -> None:
-    wanted = str(tmp_path / "cache" / "deep")
-    upload_code(hosts(), archive, place, connect, {"n1": (wanted,)})
-    assert Path(wanted).is_dir()
+    wanted = tmp_path / "cache" / "deep"
+    for _ in range(2):
+        upload_code(hosts(), archive, place, connect, {"n1": (str(wanted),)})
+        assert wanted.stat().st_mode & 0o777 == 0o700

@@ -55,6 +55,13 @@ def test_what_kubectl_complains_of_is_told_with_what_to_do_before_anything_begin
     with pytest.raises(SchedulerError, match=told) as caught:
         RUNNER.survey(kubernetes_config(), Asked())
     assert caught.value.kind == kind
+    assert said is None or said in str(caught.value)
+    if kind == "crd":
+        with pytest.raises(SchedulerError, match=r"install Kubeflow Trainer, or set cluster.kubernetes.kind=JobSet"):
+            RUNNER.survey(kubernetes_config(kind="TrainJob"), Asked())
+    if said == NO_CONTEXT:
+        with pytest.raises(SchedulerError, match="kubectl has no context lab: set"):
+            RUNNER.survey(kubernetes_config(context="lab"), Asked())
     # A rehearsal does without a cluster.
     assert RUNNER.survey(kubernetes_config(), Asked(dry_run=True)).plan(kubernetes_config(), tmp_path / "run")
 
@@ -71,9 +78,28 @@ def test_what_kubectl_complains_of_is_told_with_what_to_do_before_anything_begin
 def test_why_kubernetes_ended_a_pod_is_the_failure(status: dict[str, Any], kind: str, told: str) -> None:
     status = status if "phase" in status else {"phase": "Running", "containerStatuses": [{"name": "node", **status}]}
     found = read_answer(json.dumps({"items": [JOB, pod(1, **status)]})).pods[1]
-    assert found.phase == "ended"
+    assert (found.phase, found.host, found.exit_code) == ("ended", "gpu-7", None if kind == "node_lost" else 137)
     assert found.failure is not None
-    assert (found.failure.kind, told in found.failure.message) == (kind, True)
+    name = "OOMKilled" if kind == "oom" else "Kubernetes: Evicted"
+    assert (found.failure.kind, found.failure.type, told in found.failure.message) == (kind, name, True)
+
+
+def test_a_job_and_its_pods_are_read_and_of_two_pods_of_an_index_the_one_that_is_not_over() -> None:
+    conditions = [{"type": str(is_so), "status": str(is_so), "message": "m\nn"} for is_so in (True, False)]
+    job = {**JOB, "status": {"conditions": conditions}}
+    over = [with_container(1, "Failed", terminated={"exitCode": 9, "reason": "Error", "message": "x"})]
+    pods = [pod(0, phase="Succeeded"), *over, with_container(1, "Running", running={}), pod(2, phase="Failed")]
+    ended = Pod(0, "burst-run-node-0-0-abcde", "ended", "gpu-7", 0)
+    expected = {0: ended, 1: Pod(1, NAME, "running", "gpu-7"), 2: Pod(2, NAME.replace("-1-", "-2-"), "ended", "gpu-7")}
+    for items in ([job, *pods], [job, *reversed(pods)]):
+        found = read_answer(json.dumps({"items": items}))
+        assert (found.conditions, found.pods) == ({"True": "m n"}, expected)
+    assert ended.failure is None
+    (failed,) = read_answer(json.dumps({"items": over})).pods.values()
+    assert failed == Pod(1, NAME, "ended", "gpu-7", 9, "Error", "x")
+    assert failed.failure is None
+    with pytest.raises(SchedulerError, match="its answer makes no sense"):
+        read_answer("{}")
 
 
 @pytest.mark.parametrize(
@@ -120,10 +146,30 @@ def test_what_pods_print_writes_no_other_file(tmp_path: Path) -> None:
     lines += [f"@burst rank0001.error.json {text}" for text in ("[1]", "[" * 100_000, "\ud800")]
     files.take("pod", [(f"2026-11-25T00:00:0{at}Z", line) for at, line in enumerate(lines)])
     assert files_of(run) - before == {"logs/pod-1/torchrun.log", "nodes/pod-1/fetched.json"}
+    assert {path.stat().st_mode & 0o777 for path in run.path.glob("*/pod-1")} == {0o700}
+
+
+def test_lines_are_written_once_where_they_belong(tmp_path: Path) -> None:
+    plan = kubernetes_plan(tmp_path, kubernetes_config())
+    run = create_run(Path(plan.run_path), {})
+    documents = {"run.json": {"state": "x"}, "summary.json": {"y": 1}, "rank0000.error.json": {"z": 2}}
+    said = [f"@burst {name} {json.dumps(document)}" for name, document in documents.items()]
+    said += ["rank0000| é", "rank0001| not mine", '@burst metrics.jsonl {"step": 1}', "rank0000| last"]
+    lines = [(f"2026-11-25T00:00:0{at // 2}Z", line) for at, line in enumerate(said)]
+    for number in range(len(lines)):  # each time another launcher, which sees two lines again
+        PodFiles(run, plan.nodes[0]).take("pod", lines[max(0, number - 2) : number + 1])
+    PodFiles(run, plan.nodes[0]).take("pod", lines)
+    places = ("nodes/pod-0/run.json", "summary.json", "logs/pod-0/rank0000.error.json")
+    assert [json.loads((run.path / place).read_text()) for place in places] == list(documents.values())
+    assert run.log_path("pod-0", 0).read_text() == "é\nlast\n"
+    assert run.read_metrics() == [{"step": 1}]
+    assert (run.path / "logs/pod-0/torchrun.log").read_text() == "rank0001| not mine\n"
+    PodFiles(run, plan.nodes[0]).take("next pod", lines[-1:])
+    assert run.log_path("pod-0", 0).read_text() == "é\nlast\nlast\n"
 
 
 _SPEAKS = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 
 run, log = Path(sys.argv[1]), Path(sys.argv[1]) / "logs" / "pod-0" / "rank0000.log"
@@ -134,6 +180,9 @@ for log_text, row in ("one\\ntw", {"step": 1}), ("o\\nlast", {"step": 2}):
         print(str(row).replace("'", '"'), file=file)
     time.sleep(1.2)  # for a look between
 (log.parent / "rank0000.error.json").write_text('{"type": "E"}')
+own = {"BURST_NODE": "pod-0", "BURST_RANK_LOGS": str(log.parent)}
+assert own.items() <= os.environ.items() and "BURST_CONFIG" not in os.environ, os.environ
+assert os.environ["TORCH_FR_DUMP_TEMP_FILE"].startswith(str(log.parent))
 sys.exit(3)
 """
 _STOPPED = """
@@ -153,7 +202,7 @@ def first_pod(tmp_path: Path, *words: str) -> tuple[RunFolder, subprocess.Comple
     """A run, and what came of Python with these words and the run folder in its first pod."""
     run = create_run(Path(kubernetes_plan(tmp_path, kubernetes_config()).run_path), {})
     command = [sys.executable, *(word.replace("RUN", str(run.path)) for word in words)]
-    environment = {**os.environ, "PET_NODE_RANK": "0", "BURST_CONFIG": "exp: tiny\n"}
+    environment = {**os.environ, "PET_NODE_RANK": "0", "BURST_CONFIG": "exp: tiny\n", "BURST_MEMORY_PLAN": "{}\n"}
     return run, subprocess.run(command, env=environment, cwd=ROOT, timeout=100, capture_output=True, text=True)
 
 
@@ -166,6 +215,8 @@ def test_a_pod_prints_every_line_of_its_ranks_once_and_what_they_left(tmp_path: 
     states = [json.loads(line.split(" ", 2)[2])["state"] for line in done.stdout.splitlines() if "run.json" in line]
     assert (states, done.returncode) == (["starting", "failed"], 3)
     assert (run.path / "config.yaml").read_text() == "exp: tiny\n"
+    assert (run.path / "memory_plan.json").read_text() == "{}\n"
+    assert (run.path / "logs/pod-0").stat().st_mode & 0o077 == 0
 
 
 def test_a_pod_that_is_ended_before_its_ranks_begin_starts_none_and_says_so(tmp_path: Path) -> None:

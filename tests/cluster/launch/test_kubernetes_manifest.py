@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import textwrap
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,12 @@ import yaml
 from kubernetes_rig import kubernetes_config, kubernetes_plan
 
 from cluster.launch.kubernetes import quantity_bytes
-from cluster.launch.manifest import build_job, skypilot_text
+from cluster.launch.manifest import FORMS, build_job, skypilot_text
 from engine.config.errors import ConfigError
 from engine.config.rules import check_config
 from engine.config.settings import config_from_dict
 
+GOLDEN = Path(__file__).parent / "fixtures"
 SCHEMAS = json.loads((Path(__file__).parent / "kubernetes_schemas.json").read_text())
 EVERYTHING = {
     "namespace": "ml",
@@ -74,6 +78,30 @@ def container_of(job: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         (replicated,) = job["spec"]["replicatedJobs"]
         (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
     return container, {each["name"]: each.get("value") for each in container["env"]}
+
+
+@pytest.mark.parametrize("form", ["JobSet", "TrainJob", "skypilot"])
+def test_the_file_of_a_job_is_as_it_was_agreed(tmp_path: Path, form: str) -> None:
+    config = kubernetes_config(kind="JobSet" if form == "skypilot" else form, **EVERYTHING)
+    plan = kubernetes_plan(tmp_path, replace(config, cluster=replace(config.cluster, python="python", environment=())))
+    text = FORMS["skypilot" if form == "skypilot" else "kubernetes"](plan)
+    before, _, config_text = text.partition("BURST_CONFIG")
+    indent = re.search(r": \|\n( +)", config_text)
+    assert indent is not None
+    written = textwrap.indent(dict(plan.files)["config.yaml"], indent[1])
+    assert written in config_text
+    said = (before + "BURST_CONFIG" + config_text.replace(written, "...\n")).replace(plan.run_id, "RUN")
+    assert said == (GOLDEN / f"{form}.yaml").read_text()
+
+
+def test_what_is_not_said_of_pods_is_that_of_one_on_the_usual_mount(tmp_path: Path) -> None:
+    config = kubernetes_config()
+    more: dict[str, Any] = {"num_nodes": None, "shared_folder": None, "python": None, "interface": "eth1"}
+    plan = kubernetes_plan(tmp_path, replace(config, cluster=replace(config.cluster, **more)))
+    (node,) = plan.nodes
+    assert (node.cwd, node.argv[0], plan.launcher, plan.is_exclusive) == ("/shared", "python", "kubernetes", False)
+    told = {one.name: one.value for one in node.environment}
+    assert (told["GLOO_SOCKET_IFNAME"], told["OMP_NUM_THREADS"]) == ("eth1", "1")
 
 
 @KINDS

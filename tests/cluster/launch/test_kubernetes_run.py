@@ -28,10 +28,13 @@ from testkit.waiting import wait_for
 
 from cluster.control.attempt import StopRequests, begin_attempt
 from cluster.control.controller import request_cancel
-from cluster.control.link import LaunchOutcome
+from cluster.control.link import LaunchOutcome, NodeStatus, Phase
 from cluster.launch.kubernetes import RUNNER
 from cluster.launch.pods import KubernetesJob
+from cluster.launch.runner import Asked
 from engine.config.settings import AttentionConfig, CheckpointConfig, DataConfig, LossConfig, TrainConfig
+from engine.planning.memory.capacity import Hardware
+from engine.runs.files import read_json_object
 from engine.runs.folder import RunFolder, create_run
 
 SAVED = CheckpointConfig(at_end=True)
@@ -117,7 +120,7 @@ def test_a_run_is_taken_over_without_a_line_twice_cancelled_in_order_and_begun_a
 def test_an_image_that_cannot_be_pulled_ends_the_run_and_an_unschedulable_pod_is_told(
     tmp_path: Path, cluster: FakeCluster
 ) -> None:
-    plan = kubernetes_plan(tmp_path / "runs", kubernetes_config())
+    plan = kubernetes_plan(tmp_path / "runs", kubernetes_config(context="lab", namespace="ml"))
     run = create_run(Path(plan.run_path), dict(plan.files))
     unmet = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3: Insufficient gpu"}
     cluster.answer(JOB, pod(0, phase="Pending", conditions=[unmet]))
@@ -133,7 +136,48 @@ def test_an_image_that_cannot_be_pulled_ends_the_run_and_an_unschedulable_pod_is
     assert refusal is not None
     assert (refusal.kind, refusal.type, refusal.host) == ("start", "ImagePullBackOff", "pod-1")
     assert "Back-off pulling image" in refusal.message
-    assert any(words[:2] == ["delete", "jobsets.jobset.x-k8s.io"] for words in cluster.calls)
+    label, gone = f"--selector=burst.run={run.run_id}", ("--ignore-not-found", "--cascade=foreground", "--wait=false")
+    asked = ["get", "jobsets.jobset.x-k8s.io,pods", label, "--output=json"]
+    deleted = ["delete", "jobsets.jobset.x-k8s.io", f"burst-{run.run_id}", *gone]
+    at_once = ["delete", "pods", label, "--grace-period=0", "--force", *gone]
+    assert [words[:2] for words in cluster.calls] == [["--context=lab", "--namespace=ml"]] * 4
+    assert [words[2:] for words in cluster.calls] == [asked, asked, deleted, at_once]
+
+
+def test_what_a_job_waits_for_and_why_it_gets_no_pods_is_told(tmp_path: Path, cluster: FakeCluster) -> None:
+    plan = kubernetes_plan(tmp_path / "runs", kubernetes_config())
+    job = KubernetesJob(plan, create_run(Path(plan.run_path), dict(plan.files)))
+    suspended, failed = ({"type": kind, "status": "True", "message": "why"} for kind in ("Suspended", "Failed"))
+    for conditions, told, why in (
+        ([], f"{job.name} waits for its pods", None),
+        ([suspended], f"{job.name} is suspended: it waits in its queue", None),
+        ([failed], f"{job.name} waits for its pods", f"{job.name} failed: why"),
+    ):
+        cluster.answer({**JOB, "status": {"conditions": conditions}})
+        job.look()
+        refusal = job.refusal()
+        assert (job.waits_for(), refusal and refusal.message, job.has_ended()) == (told, why, False)
+        assert refusal is None or (refusal.kind, refusal.type) == ("start", "KubernetesError")
+    cluster.answer()
+    job.look()
+    gone = job.refusal()
+    assert (gone and gone.message, job.has_ended()) == (f"{job.name} is gone: somebody deleted it", True)
+    cluster.refuse(get="Unable to connect to the server")
+    job.look()
+    assert job.waits_for() == job.problem == "the cluster does not answer kubectl get: Unable to connect to the server"
+    assert job.end_command == f"kubectl delete jobsets.jobset.x-k8s.io {job.name}"
+
+
+def test_a_cluster_that_would_take_the_job_is_asked_for_all_that_it_needs(tmp_path: Path, cluster: FakeCluster) -> None:
+    config = kubernetes_config(memory_per_pod="64Gi")
+    survey = RUNNER.survey(config, Asked())
+    survey.prepare(kubernetes_plan(tmp_path / "runs", config))
+    assert cluster.calls == [
+        ["get", "jobsets.jobset.x-k8s.io", "--output=name", "--selector=burst.run=none"],
+        ["get", "persistentvolumeclaim", "runs", "--output=name"],
+        ["create", "--dry-run=server", "--output=name", "--filename=-"],
+    ]
+    assert survey.hardware == Hardware((), 64 << 30, "cluster.kubernetes.memory_per_pod")
 
 
 FAILED = {"type": "Failed", "status": "True", "message": "maximum restarts exceeded"}
@@ -149,7 +193,7 @@ FAILED = {"type": "Failed", "status": "True", "message": "maximum restarts excee
     ],
 )
 def test_a_pod_that_is_gone_was_ended_by_its_job_or_by_somebody_or_is_lost(
-    tmp_path: Path, cluster: FakeCluster, left: list[dict[str, Any]], phase: str, cause: str | None
+    tmp_path: Path, cluster: FakeCluster, left: list[dict[str, Any]], phase: Phase, cause: str | None
 ) -> None:
     plan = kubernetes_plan(tmp_path / "runs", kubernetes_config())
     job = KubernetesJob(plan, create_run(Path(plan.run_path), dict(plan.files)))
@@ -157,8 +201,13 @@ def test_a_pod_that_is_gone_was_ended_by_its_job_or_by_somebody_or_is_lost(
     job.look()
     cluster.answer(*left)
     job.look()
-    status = job.status(plan.nodes[1])
-    assert (status.phase, (status.outcome or {}).get("stop_cause")) == (phase, cause)
+    outcome = None if cause is None else {"cause": "stop", "stop_cause": cause, "exit_code": None}
+    problem = None if cause else "its pod burst-run-node-0-1-abcde is gone"
+    gone = NodeStatus("pod-1", phase, outcome, is_synced=cause is not None, problem=problem)
+    assert job.status(plan.nodes[1]) == gone
+    folder = Path(plan.run_path) / "nodes/pod-1"
+    told = [read_json_object(folder / f"{name}.json") for name in ("supervisor", "outcome")]
+    assert told == [{"phase": phase, "pod": "burst-run-node-0-1-abcde", "host": "gpu-7"}, outcome]
 
 
 def test_a_stop_asked_for_before_anything_is_known_of_the_pods_reaches_them_all_the_same(
@@ -170,7 +219,16 @@ def test_a_stop_asked_for_before_anything_is_known_of_the_pods_reaches_them_all_
     job.stop("cancel", 60.0)
     wait_for(lambda: any(words[0] == "exec" for words in cluster.calls), lambda: str(cluster.calls))
     assert job.status(plan.nodes[0]).phase == "stopping"
+    assert job.status(plan.nodes[1]).phase == "starting"
+    wait_for(lambda: len([words for words in cluster.calls if words[0] == "logs"]) > 1)
     job.close()
+    name, label = "burst-run-node-0-0-abcde", f"--selector=burst.run={plan.run_id}"
+    end = [words for words in cluster.calls if words[0] == "exec"]
+    assert end == [["exec", name, "--container=node", "--", "sh", "-c", "kill -TERM 1"]]
+    first, second, *_ = [words for words in cluster.calls if words[0] == "logs"]
+    assert first == ["logs", label, "--container=node", "--prefix", "--timestamps", "--tail=-1", "--ignore-errors"]
+    assert second[:-1] == first
+    assert 30 < int(second[-1].removeprefix("--since=").removesuffix("s")) < 600
 
 
 def test_a_job_that_is_refused_is_deleted_and_not_asked_about_any_more(tmp_path: Path, cluster: FakeCluster) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from testkit.fake_run import Observer
 from testkit.waiting import wait_for
 
 from cluster.control.attempt import StopRequests
-from cluster.control.link import LaunchOutcome, NodeLink
+from cluster.control.link import LaunchOutcome, Leftover, NodeLink
 from cluster.failure import Failure
 from cluster.launch.runner import Asked, Survey
 from cluster.launch.scheduler import QueuedRunner, WatchedJob
@@ -24,7 +25,8 @@ class Waiting(WatchedJob):
     """A job that never gets nodes, and needs some looks to end."""
 
     looks_left: int | None = None
-    asked = 0
+    asked = ends = 0
+    why: Failure | None = None
     end_command = "end it"
 
     def __init__(self, run: RunFolder) -> None:
@@ -35,6 +37,7 @@ class Waiting(WatchedJob):
 
     def look(self) -> bool:
         self.asked += 1
+        self.ends += self._is_end_due(60.0)
         return True
 
     def granted(self, plan: LaunchPlan) -> LaunchPlan | None:
@@ -44,13 +47,13 @@ class Waiting(WatchedJob):
         raise AssertionError("it grants no nodes, so that nobody may ask for their links")
 
     def refusal(self) -> Failure | None:
-        return None
+        return self.why
 
     def waits_for(self) -> str:
         return "its turn"
 
     def cancel(self) -> None:
-        self.looks_left = 3
+        self.looks_left = self.looks_left or 3
 
     def has_ended(self) -> bool:
         if self.looks_left:
@@ -87,13 +90,40 @@ def test_whoever_cancels_a_job_that_waits_is_kept_alive_until_it_has_ended(job: 
     assert (job.looks_left, len(ticks)) == (0, 2)
 
 
+def test_a_job_that_does_not_end_is_left_to_who_asks_three_times_and_one_that_is_refused_asked_no_more(
+    job: Waiting,
+) -> None:
+    stop, observer, job.looks_left = StopRequests(), Observer(), 1000
+    stop.count, stop.cause = 3, "Ctrl-C"
+    left = Leftover("the scheduler", (), f"{job.name} has not ended (no answer); `end it`")
+    outcome = Queue(job).await_nodes(PLAN, job.run, observer, stop, start=True)
+    assert outcome == LaunchOutcome("cancelled", 130, None, (left,))
+    assert observer.stops == [("Ctrl-C", 0.0)]
+    refused = Waiting(job.run)
+    refused.why = Failure("start", "SchedulerError", "never", exit_code=7)
+    outcome = Queue(refused).await_nodes(PLAN, job.run, observer, StopRequests(), start=True)
+    assert outcome == LaunchOutcome("failed", 7, refused.why)
+    for one in (job, refused):
+        wait_for(lambda one=one: one.name not in [thread.name for thread in threading.enumerate()])
+        one.watch()
+        assert one.name not in [thread.name for thread in threading.enumerate()]  # it is closed
+
+
 def test_a_scheduler_is_asked_now_and_then_also_while_an_end_is_to_come(job: Waiting) -> None:
     begin = time.monotonic()
     job.end_after(60.0)
     wait_for(lambda: job.asked >= 3)
-    job.close()
     assert time.monotonic() - begin > 0.19  # once at once, once because of the wish, then as often as it is asked
-    assert job.asked < 20
+    assert (job.asked < 20, job.ends) == (True, 0)
+    begin = time.monotonic()
+    job.end_after(0.3)
+    job.end_after(60.0)  # which puts nothing off
+    wait_for(lambda: job.ends)
+    assert time.monotonic() - begin > 0.29
+    asked = job.asked
+    wait_for(lambda: job.asked > asked + 1)
+    job.close()
+    assert job.ends == 1  # another time only after a while
 
 
 def test_a_job_that_nobody_waits_for_any_more_has_ended_when_the_launcher_leaves(job: Waiting) -> None:

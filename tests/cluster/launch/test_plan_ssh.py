@@ -109,19 +109,26 @@ def test_memory_is_planned_for_the_node_that_has_least_of_it() -> None:
     mixed = (node("n1", gpus=2), node("n2", 2, memory_bytes=1000), third)
     assert least_hardware(mixed[::2]) == Hardware((small, small), 66657892434, "memory of n1")
     assert least_hardware(mixed) == Hardware((), 970, "memory of n2")
-    assert least_hardware(mixed[2:]).host_bytes is None
+    assert least_hardware(mixed[2:]) == Hardware((small, small), None, "unknown")
 
 
 def test_paths_are_absolute_unless_they_are_of_a_home_and_checkpoints_lie_where_all_see_them() -> None:
-    data = {"format": "text", "paths": ["a.txt", "~/b.txt", "/c.txt"], "tokenizer": "t.json"}
-    cluster = {"ssh": {"identity_file": "~/.ssh/key", "jump": "gate"}, "shared_folder": "/shared"}
-    here, found = Path.cwd(), with_absolute_paths(run_config(data=data, cluster=cluster))
+    data = {"format": "jsonl", "paths": ["a.txt", "~/b.txt", "/c.txt"], "tokenizer": "t.json", "prepared_dir": "p"}
+    cluster = {"ssh": {"identity_file": "~/.ssh/key", "known_hosts": "k", "jump": "gate"}, "shared_folder": "/shared"}
+    settings = {"cluster": cluster, "attention": {"blocks_file": "b.json"}}
+    here, found = Path.cwd(), with_absolute_paths(run_config(data={**data, "chat_template": "c.jinja"}, **settings))
     assert found.data.paths == (f"{here}/a.txt", "~/b.txt", "/c.txt")
-    assert (found.data.tokenizer, found.data.chat_template) == (f"{here}/t.json", None)
+    told = (found.data.tokenizer, found.data.chat_template, found.data.prepared_dir, found.attention.blocks_file)
+    assert told == tuple(f"{here}/{name}" for name in ("t.json", "c.jinja", "p", "b.json"))
     ssh = found.cluster.ssh
     assert (ssh.identity_file, ssh.config_file, ssh.jump) == (str(Path("~/.ssh/key").expanduser()), None, "gate")
-    assert (with_shared_checkpoints(found, "me").train.checkpoint.folder or "").startswith("/shared/")
-    assert with_shared_checkpoints(run_config(), "me").train.checkpoint.folder is None
+    assert ssh.known_hosts == f"{here}/k"
+    for tokenizer, template in (("bytes", None), ("bpe", "chatml")):
+        named = run_config(data={"tokenizer": tokenizer, "chat_template": template})
+        assert with_absolute_paths(named) == named
+    assert with_shared_checkpoints(found, "me").train.checkpoint.folder == "/shared/.burst-me/checkpoints"
+    for own in (run_config(), run_config(cluster=cluster, train={"checkpoint": {"folder": "/mine"}})):
+        assert with_shared_checkpoints(own, "me") == own
 
 
 def test_command_of_a_container_word_for_word() -> None:

@@ -78,7 +78,7 @@ def test_without_slurms_controller_a_launch_says_so_with_exit_code_3(make_testbe
     outcome = Led(bench.plan("ok", nodes=1)).begin().wait(200)
 
     assert outcome.failure is not None
-    assert outcome.exit_code == 3
+    assert (outcome.exit_code, outcome.failure.kind, outcome.failure.type) == (3, "start", "SlurmError")
     assert "controller does not answer" in outcome.failure.message
 
 
@@ -92,7 +92,7 @@ def test_the_first_node_that_does_not_see_the_run_folder_is_noticed_by_slurm(ben
         bench.on_node(first, "umount", str(tmp))
 
     assert failure is not None
-    assert "need a run folder that all nodes share" in failure.message
+    assert (failure.kind, "need a run folder that all nodes share" in failure.message) == ("start", True)
 
 
 @pytest.mark.thorough

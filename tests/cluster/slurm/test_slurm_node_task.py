@@ -22,6 +22,7 @@ from cluster.plan import LaunchPlan, NodePlan, PlanFileError, plan_text, read_la
 from cluster.slurm.node_task import MEETING_FILE, Place, main, node_address, prepare, read_place
 from cluster.slurm.plan import GRANTED_FILE, build_slurm_plan, granted_plan, slurm_site, write_granted
 from cluster.slurm.time_limit import main as time_limit
+from cluster.survey.network import NetInterface
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import DataConfig, RunConfig
 from engine.runs.folder import RunFolder, create_run
@@ -62,14 +63,18 @@ def grant(run: RunFolder, node: NodePlan, folder: str, token: str = "t") -> None
 
 def test_a_task_knows_its_node_by_what_srun_says():
     assert read_place("n2", TASK) == Place("n2", 1, 2)
-    for name, change in (("n2", {"SLURM_NODEID": ""}), ("n2", {"SLURM_NODEID": "2"}), ("a/../b", {})):
+    assert read_place("n1", {"SLURM_NODEID": "0", "SLURM_NNODES": "4"}) == Place("n1", 0, 4)
+    for name, change in (*(("n2", {"SLURM_NODEID": number}) for number in ("", "2", "-1")), ("a/../b", {})):
         with pytest.raises(ClusterError):
             read_place(name, {**TASK, **change})
 
 
 @pytest.mark.parametrize(
     ("token", "environment", "code", "told"),
-    [("t", {}, 1, "not a task of srun"), ("other", TASK, 66, "n2 does not see the run folder")],
+    [
+        *(("t", {}, 1, "not a task of srun"), ("other", TASK, 66, "n2 does not see the run folder")),
+        ("t", {**TASK, "SLURM_STEP_NUM_NODES": "3"}, 1, "burst: n2: the job has 3 nodes, the plan 2"),
+    ],
 )
 def test_a_task_that_cannot_begin_says_so_and_leaves_nothing(plan, capsys, token, environment, code, told):
     before = os.umask(0o022)
@@ -122,7 +127,11 @@ def test_a_job_whose_launcher_is_gone_begins_the_next_attempt_as_a_launcher_woul
         run.transition(state if mark == " " else "failed")
     code = time_limit([plan.run_path, "t", "go-on"], {"PATH": "/nowhere", "PYTHONPATH": PYTHON_PATH})
 
-    assert ("it had ended" in capfd.readouterr().err) == goes_on
+    said = capfd.readouterr().err
+    assert (said.count("no further checkpoint after 1 restarts in a row"), "it had ended" in said) == (
+        len(saved),
+        goes_on,
+    )
     assert goes_on or code == 0
 
 
@@ -132,20 +141,24 @@ def test_a_node_alone_needs_no_network_and_several_need_one():
     assert node_address(Place("n1", 0, 1), facts) == "127.0.0.1"
     with pytest.raises(ClusterError, match=r"eth0 is down; set cluster.interface"):
         node_address(Place("n1", 0, 2), facts)
+    eth0 = NetInterface("eth0", is_up=True, addresses=("10.0.0.1/24",))
+    assert node_address(Place("n1", 0, 2), known_facts("n1", interface=eth0)) == "10.0.0.1"
 
 
 def test_the_meeting_of_an_earlier_attempt_is_not_heeded_and_what_its_supervisor_left_is_removed(plan):
     run = Path(plan.run_path)
     folder = run / "nodes" / "n1"
     folder.mkdir(parents=True)
-    for name in ("outcome.json", "supervisor.json"):
-        (folder / name).write_text("{}")
+    for name in ("supervisor", "outcome", "health", "stop", "stacks", "stacks_done"):
+        (folder / f"{name}.json").write_text("{}")
+    (folder / "lease").touch()
     (run / MEETING_FILE).write_text(EARLIER)
     node = begin(plan, 0, "new")
 
     assert "--master-addr=127.0.0.1" in node.argv
     assert json.loads((run / MEETING_FILE).read_text())["token"] == "new"
     assert [path.name for path in folder.iterdir()] == [GRANTED_FILE]
+    assert (run / node.env_file).parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_plan_has_its_nodes_only_when_all_of_this_attempt_are_there(plan):

@@ -54,7 +54,8 @@ def test_a_run_that_ended_while_nobody_looked_is_judged_later(bench):
 def test_inside_of_an_allocation_its_nodes_are_used_and_a_cancelled_run_leaves_it(bench, monkeypatch):
     allocation = occupy(bench, 2)
     monkeypatch.setenv("SLURM_JOB_ID", allocation)
-    led = Led(bench.plan("wait")).begin()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")  # of the allocation, not of the run
+    led = Led(bench.plan("wait", max_restarts=1)).begin()
     led.wait_for_step(5)
     assert job_id(led.run) == allocation
     led.stop.count, led.stop.cause = 1, "Ctrl-C"

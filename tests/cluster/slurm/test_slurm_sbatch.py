@@ -87,6 +87,10 @@ def test_a_job_is_warned_in_time_to_save_and_goes_on_where_it_may(checkpoint, ma
     assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=200).returncode == 0
 
 
+OURS = "ntasks ntasks-per-node error input open-mode job-name chdir wrap no-requeue parsable wait test-only export-file"
+OURS += " clusters nodelist nodefile help usage version quiet verbose signal"
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -100,6 +104,7 @@ def test_a_job_is_warned_in_time_to_save_and_goes_on_where_it_may(checkpoint, ma
                 "--export=ALL",
             )
         ),
+        *(("options", (f"--{name}",)) for name in OURS.split()),
     ],
 )
 def test_a_setting_that_would_say_something_else_is_refused_by_its_name(name, value):
@@ -109,11 +114,12 @@ def test_a_setting_that_would_say_something_else_is_refused_by_its_name(name, va
 
 def test_all_settings_that_are_wrong_are_told_at_once():
     container = ContainerConfig(runtime="docker", image="burst:1")
-    slurm = SlurmConfig(time_limit="x", options=("--nodes=1", "y", "--time=1"))
+    slurm = SlurmConfig(time_limit="x", options=("--nodes=1", "y", "--time=1", "--gpus-per-node=1"))
     with pytest.raises(ConfigError, match=r"use cluster.slurm.time_limit") as caught:
         check_slurm_settings(ClusterConfig(slurm=slurm, container=container))
 
-    assert len(caught.value.problems) == 6
+    assert len(caught.value.problems) == 7
+    assert "use cluster.slurm.gpus_per_node" in str(caught.value)
 
 
 @pytest.mark.parametrize("path", ['/a"b/run', "/a\\b/run", "/a\nb/run"])
@@ -239,6 +245,8 @@ def test_how_many_nodes_there_are_follows_from_their_names_or_from_the_allocatio
     named, allocation = plan_of(nodes="n[1-3]"), {"SLURM_JOB_NODELIST": "n[1-4]"}
 
     assert (named.world_size, "--nodelist=n[1-3]" in dict(named.files)["job.sbatch"]) == (3, True)
-    assert plan_of(allocation).world_size == 4
+    assert plan_of(allocation).world_size == plan_of(allocation, num_nodes=4).world_size == 4
+    assert (plan_of(allocation, nodes="n[1-3]").world_size, plan_of().world_size) == (3, 1)
+    assert "--nodelist=r1n1,r1n2,r2n1,r2n2" in directives(text_of(nodes="r[1-2]n[1-2]"))  # Slurm knows one range a name
     with pytest.raises(ConfigError, match="this allocation of Slurm has 4 nodes"):
         plan_of(allocation, num_nodes=5)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from testkit.connections import LocalConnection
+from testkit.process_table import open_below
 from testkit.supervise_rig import Rig, is_gone
 from testkit.waiting import wait_for
 
@@ -22,6 +23,10 @@ from cluster.control.ssh_link import NodeCopy
 NODE = "alpha"
 LOG = f"logs/{NODE}/rank0000.log"
 MIB = 1 << 20
+LEAD = {f"{name}.jsonl" for name in ("metrics", "events")} | {
+    f"{name}.json" for name in ("run", "summary", "tokenizer")
+}
+LEAD |= {"tensorboard/events", "profile/rank0000.json"}
 
 
 class Client:
@@ -76,16 +81,24 @@ def test_a_run_is_started_once_followed_stopped_and_outlives_its_agent(
     second = open_agent(folder, rig.name(), NodeCopy(here, rig.name(), lead=True))
     assert second.wait("refused", start={**spec, "start_id": "another"})["kind"] == "exists"
     assert second.wait("started", start=spec, again=True) == pid  # its answer might have been lost
+    for name in LEAD:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
     second.ask(follow={"lead": True, "offsets": {}})
     wait_for(lambda: second.ask() and len(second.told["status"]["supervisor"].get("ranks", {})) == 2, "the ranks")
     wait_for(lambda: len(list(folder.glob("logs/*/rank*.log"))) == 2, "their logs")
+    second.ask(stacks="nonce")
+    wait_for(lambda: second.ask() and Path(rig.files().stacks_done).exists(), "the answer")
     second.ask(stop={"cause": "Ctrl-C", "grace_s": 5.0})
     assert second.wait("all")
     assert second.told["status"]["outcome"]["stop_cause"] == "Ctrl-C"
     assert json.loads((here / f"nodes/{rig.name()}/outcome.json").read_text()) == rig.outcome()
-    copied = [path.relative_to(here) for path in here.rglob("*") if path.is_file() and ".before-" not in path.name]
-    assert Path(f"logs/{rig.name()}/rank0001.log") in copied
-    assert all((folder / path).read_bytes() == (here / path).read_bytes() for path in copied)
+    copied = {str(path.relative_to(here)) for path in here.rglob("*") if path.is_file() and ".before-" not in path.name}
+    state = {"supervisor.json", "health.json", "stacks_done.json", "outcome.json", "supervisor.log"}
+    logs = {"torchrun.log", "rank0000.log", "rank0001.log"}
+    own = {f"nodes/{rig.name()}/{name}" for name in state} | {f"logs/{rig.name()}/{name}" for name in logs}
+    assert copied == own | LEAD - {"run.json"} | {f"nodes/{rig.name()}/run.json"}  # the launcher has one of its own
+    assert all((folder / path).read_bytes() == (here / path).read_bytes() for path in own | LEAD - {"run.json"})
     wait_for(lambda: is_gone(pid), "the end of the supervisor")
     third = open_agent(folder, rig.name())
     assert third.wait("started", start=spec, again=True) == pid  # nor is it begun anew once it has ended
@@ -115,6 +128,7 @@ def test_a_sweep_leaves_nothing(rig: Rig, open_agent: OpenAgent) -> None:
     assert agent.told["swept"] == []
     wait_for(lambda: agent.ask() and agent.told["status"]["phase"] == "ended", "the outcome")
     assert agent.told["status"]["outcome"]["stop_cause"] == "sweep"
+    assert " stopping (stop: sweep), grace 0 s\n" in Path(rig.files().own_log).read_text()
 
 
 def test_requests_that_make_no_sense_are_answered_and_places_that_make_none_end_the_agent(
@@ -184,9 +198,10 @@ def test_a_log_that_was_begun_anew_replaces_the_old_one(files: NodeFiles, here: 
 
 
 def test_what_comes_after_the_end_is_sent_and_the_end_told_again(files: NodeFiles) -> None:
-    write_json(files.outcome, {"exit_code": 0, "cause": "exit"})
     agent, asked = Agent(), {"folder": files.folder, "node": NODE, "budget": MIB, "wait_s": 0.0}
     agent.answer({**asked, "follow": {"lead": False, "offsets": {}}})
+    threading.Timer(0.3, write_json, (files.outcome, {"exit_code": 0, "cause": "exit"})).start()
+    assert agent.answer({**asked, "wait_s": 100.0})[0]["status"]["phase"] == "ended"  # it waits for news, not longer
     for text in ("", "late\n"):
         if text:
             log(files).write_text(text)
@@ -207,6 +222,8 @@ def test_replaced_files_arrive_whole_whatever_their_size(files: NodeFiles, here:
         seen += [copied.read_bytes()] if copied.exists() else []
     assert seen[0] == contents[0]
     assert set(seen) <= set(contents)
+    copy.take(*tail.take(MIB))  # nothing is new
+    assert open_below(Path(files.folder)) == []
 
 
 def test_what_is_no_plain_file_is_not_read(files: NodeFiles, tmp_path: Path) -> None:
@@ -219,3 +236,4 @@ def test_what_is_no_plain_file_is_not_read(files: NodeFiles, tmp_path: Path) -> 
     log(files, "torchrun").mkdir()
     log(files, "torchrun/stdout.log").write_text("x")
     assert NodeTail(files.folder, NODE, False, {}).take(MIB) == ([], b"")
+    assert open_below(tmp_path) == []

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from testkit.waiting import wait_for
 
 from cluster.agent.memory import MemoryWatch, oom_counter
 from cluster.agent.processes import read_entry
@@ -62,9 +61,11 @@ class Machine:
 
 @pytest.fixture
 def child() -> Iterator[int]:
-    """A process that holds some memory."""
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
-        wait_for(lambda: (entry := read_entry(process.pid)) and entry.resident_bytes > 4 * 2**20, "its memory")
+    """A process that holds some memory, and will not take more."""
+    command = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
         yield process.pid
         process.kill()
 
@@ -117,17 +118,27 @@ def test_group_of_the_rank_itself_decides(tmp_path: Path, child: int) -> None:
     assert watch.oom_evidence(child) is None
     machine.kills("/ranks", 3)
     facts = watch.facts(child)
-    assert facts["evidence"] == f"oom_kill in {path} rose from 2 to 3"
     assert 4 * 2**20 < facts["memory"]["peak_bytes"] < GIB
-    assert (facts["memory"]["capacity_bytes"], facts["hint"]) == (2 * GIB, None)
+    source = {"peak_source": "resident set of the process, looked at every second", "asked_bytes": None}
+    memory = {"where": "host", "device": "cpu", "capacity_bytes": 2 * GIB, **source}
+    assert facts == {
+        "evidence": f"oom_kill in {path} rose from 2 to 3",
+        "hint": None,
+        "memory": {**memory, "peak_bytes": facts["memory"]["peak_bytes"]},
+    }
+    assert watch.facts(None)["memory"] == {**memory, "peak_bytes": None}
 
 
 def test_run_that_filled_its_memory_gets_a_hint_when_the_kernel_says_nothing(tmp_path: Path, child: int) -> None:
-    machine = Machine(tmp_path)
-    machine.write(machine.proc / "meminfo", "MemTotal: 1024 kB\n")
-    watch = machine.watch()
-    assert watch.facts(child)["hint"] is None  # nothing was seen
-    watch.sample([child])
-    facts = watch.facts(child)
-    assert facts["evidence"] is None
-    assert "Lack of memory may be the reason" in str(facts["hint"])
+    entry = read_entry(child)
+    assert entry is not None
+    for share in (0.85, 0.95):
+        machine = Machine(tmp_path / str(share))
+        machine.write(machine.proc / "meminfo", f"MemTotal: {int(entry.resident_bytes / share) // 1024} kB\n")
+        watch = machine.watch()
+        assert watch.facts(child)["hint"] is None  # nothing was seen
+        watch.sample([2**30, child])  # one that is gone already
+        facts = watch.facts(child)
+        assert facts["evidence"] is None
+        told = "Lack of memory may be the reason: the run's processes held 0.0 GiB of 0.0 GiB in their last seconds."
+        assert facts["hint"] == (told if share > 0.9 else None)

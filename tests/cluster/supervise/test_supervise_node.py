@@ -8,8 +8,10 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from collections.abc import Iterator
@@ -18,16 +20,28 @@ from typing import Any
 
 import pytest
 from testkit import write_program
+from testkit.process_table import open_below
 from testkit.supervise_rig import PYTHON_PATH, UNHURRIED, Rig, is_gone, kill, new_run_id
 from testkit.waiting import wait_for
 
 from cluster.agent import processes
-from cluster.agent.folder import NodeFiles, holder, read_json, rotate_logs, take_lock, write_json, write_text
+from cluster.agent.folder import (
+    NodeFiles,
+    holder,
+    make_folder,
+    read_json,
+    read_status,
+    rotate_logs,
+    take_lock,
+    write_json,
+    write_text,
+)
 from cluster.agent.health import THROTTLES, Health, parse_gpus, read_gpus, read_health
 from cluster.agent.messages import safe_name
 from cluster.agent.processes import Family, Helpers, Marks, Rank
 from cluster.code import node_code
 from engine.runs.folder import RunFolder
+from engine.runs.host_memory import usable_bytes
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(100)"]
 
@@ -102,23 +116,39 @@ def test_workers_of_a_rank_are_no_ranks_even_when_they_outlive_it() -> None:
     with marked(family.marks, 1, [sys.executable, "-c", code]) as (rank,):
         wait_for(lambda: seen(family, 2), "the worker")
         assert family.ranks[0].pid == rank.pid
-        rank.kill()
-        rank.wait()
+        threading.Timer(0.1, rank.kill).start()
+        family.wait(100.0)  # until it ends, and not longer
+        assert is_gone(rank.pid)
         wait_for(lambda: seen(family, 1), "the end of the rank")
+        begin = time.monotonic()
+        family.wait(0.2)  # it is watched no more
+        assert time.monotonic() - begin > 0.15
         assert (family.living_ranks(), [death.pid for death in family.deaths]) == ([], [rank.pid])
         assert family.kill_until_gone(signal.SIGKILL, 5.0) == []
 
 
 def test_of_ranks_that_ended_between_two_looks_the_one_that_was_not_told_to_comes_first() -> None:
-    family = Family(Marks(new_run_id(), "alpha"), range(3))
-    with marked(family.marks, 3) as ranks:
-        wait_for(lambda: seen(family, 3) and len(family.ranks) == 3, "the ranks")
-        for rank, number in zip(ranks, (signal.SIGTERM, signal.SIGSEGV, signal.SIGTERM), strict=True):
-            kill(rank.pid, number)
+    code = "import os, sys; sys.stdin.read(); sys.exit((0, 130, 143, 7, 0, 0)[int(os.environ['RANK'])])"
+    family = Family(Marks(new_run_id(), "alpha"), range(6))
+    with marked(family.marks, 6, [sys.executable, "-c", code], stdin=subprocess.PIPE) as ranks:
+        wait_for(lambda: seen(family, 6) and len(family.ranks) == 6, "the ranks")
+        kill(ranks[4].pid, signal.SIGTERM)
+        for rank in ranks:
+            rank.stdin.close()
         wait_for(lambda: all(is_gone(rank.pid) for rank in ranks), "their end")
+        ranks[5].wait()  # so that nobody knows how it ended
         family.refresh()
-    assert [(death.rank, death.exit_code) for death in family.deaths][:1] == [(1, -signal.SIGSEGV)]
-    assert sorted(death.rank for death in family.deaths) == [0, 1, 2]
+    deaths = [(death.rank, death.exit_code) for death in family.deaths]
+    assert deaths[:2] == [(3, 7), (5, None)]
+    assert sorted(deaths[2:]) == [(0, 0), (1, 130), (2, 143), (4, -signal.SIGTERM)]
+
+
+def test_a_helper_has_a_session_of_its_own_and_one_that_does_not_end_is_killed() -> None:
+    helpers, code = Helpers(), "import os; print(os.getsid(0) == os.getpid(), os.environ['LC_ALL'])"
+    assert helpers.run([sys.executable, "-c", code], 60.0).stdout == b"True C\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        helpers.run(["sleep", "100"], 0.1)
+    assert helpers.pids() == set()
 
 
 # --- files and locks --------------------------------------------------------------------------------------------------
@@ -126,11 +156,17 @@ def test_of_ranks_that_ended_between_two_looks_the_one_that_was_not_told_to_come
 
 @pytest.mark.parametrize("name", ["node-1", "a/b", "..", ".hidden", "ü", "", "a b:c"])
 def test_node_has_the_folder_that_ranks_use(name: str, tmp_path: Path) -> None:
-    assert safe_name(name) == RunFolder(tmp_path).log_dir(name).name
+    own = RunFolder(tmp_path).log_dir(name).name
+    assert safe_name(name) == own
+    state = ("spec.json", "supervisor.json", "lease", "stop.json", "stacks.json", "stacks_done.json", "health.json")
+    state += ("outcome.json", "supervisor.log", "supervisor.lock")
+    paths = [*(f"nodes/{own}/{file}" for file in state), f"logs/{own}/torchrun.log", f"logs/{own}/flight.request"]
+    assert list(vars(NodeFiles("/run", name)).values())[5:] == [f"/run/{path}" for path in paths]
 
 
 def test_lock_dies_with_its_holder(tmp_path: Path) -> None:
     path = str(tmp_path / "lock")
+    Path(path).write_text("x" * 500)  # somebody had more to say
     code = (
         "import sys, time; from cluster.agent.folder import take_lock\n"
         "lock = take_lock(sys.argv[1]); lock.say('run', 5); print('held', flush=True); time.sleep(100)"
@@ -140,27 +176,73 @@ def test_lock_dies_with_its_holder(tmp_path: Path) -> None:
         assert child.stdout is not None
         assert child.stdout.readline() == b"held\n"
         assert take_lock(path, 0.0) is None
-        assert (holder(path)["run_id"], holder(path)["pid"]) == ("run", "5")
+        said = holder(path)
+        assert said == {"run_id": "run", "pid": "5", "host": socket.gethostname(), "since": said["since"]}
         child.kill()
-    lock = take_lock(path, 0.0)
-    assert lock is not None
-    lock.release()
-    assert not Path(path).exists()
+    for _ in range(2):
+        lock = take_lock(path, 0.0)
+        assert lock is not None
+        mode = Path(path).stat().st_mode & 0o777
+        lock.release()
+        assert not Path(path).exists()
+    assert (mode, open_below(tmp_path)) == (0o600, [])
+    Path(path).symlink_to("/etc/passwd")
+    with pytest.raises(OSError, match="symbolic links"):
+        take_lock(path, 0.0)
 
 
 def test_writes_leave_the_old_file_and_nothing_else_when_they_fail(tmp_path: Path) -> None:
-    path = tmp_path / "state.json"
+    path, folder = tmp_path / "state.json", tmp_path / "folder"
+    write_text(str(path), "\udcff")
+    assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"\xff", 0o600)
+    (tmp_path / f".{path.name}.{os.getpid()}-{threading.get_ident()}").write_text("x" * 100)  # of one that was killed
     write_json(str(path), {"a": 1})
-    with pytest.raises(OSError, match="Not a directory"):
-        write_text(str(path / "below"), "x")
+    (folder / "full").mkdir(parents=True)
+    with pytest.raises(OSError, match="Is a directory"):
+        write_text(str(folder), "x")
     assert read_json(str(path)) == {"a": 1}
-    assert list(tmp_path.iterdir()) == [path]
+    assert sorted(tmp_path.iterdir()) == [folder, path]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "\xff", "[" * 100000, '{"a": 1} x'])
 def test_damaged_document_counts_as_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "x").write_text(text)
     assert read_json(str(tmp_path / "x")) is None
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_document_is_read_unless_it_is_longer_than_any(tmp_path: Path, more: int) -> None:
+    (tmp_path / "x").write_text('{"a": "' + "x" * ((4 << 20) - 9 + more) + '"}')
+    assert (read_json(str(tmp_path / "x")) is None) == bool(more)
+
+
+ME = {"host": socket.gethostname(), "pid": os.getpid(), "pid_start": processes.process_start(os.getpid())}
+
+
+@pytest.mark.parametrize(
+    ("supervisor", "phase"),
+    [
+        (None, "none"),
+        ({}, "lost"),
+        ({**ME, "phase": "starting"}, "starting"),
+        ({**ME, "phase": "ended"}, "stopping"),  # its outcome is to come
+        ({**ME, "phase": "odd"}, "running"),
+        ({**ME, "pid_start": "1", "phase": "running"}, "lost"),
+        ({**ME, "pid": str(os.getpid()), "phase": "running"}, "lost"),
+        ({**ME, "host": "elsewhere", "pid": 2**30, "phase": "stopping"}, "stopping"),  # which cannot be seen from here
+    ],
+)
+def test_phase_of_a_node_is_that_of_its_process_if_it_can_be_seen(
+    tmp_path: Path, supervisor: dict[str, Any] | None, phase: str
+) -> None:
+    files = NodeFiles(str(tmp_path), "alpha")
+    make_folder(files.state_dir)
+    if supervisor is not None:
+        write_json(files.supervisor, supervisor)
+    told = {"supervisor": supervisor or {}, "outcome": None, "health": None}
+    assert read_status(str(tmp_path), "alpha") == {"phase": phase, **told}
+    write_json(files.outcome, {"cause": "exit"})
+    assert read_status(str(tmp_path), "alpha") == {"phase": "ended", **told, "outcome": {"cause": "exit"}}
 
 
 # --- health -----------------------------------------------------------------------------------------------------------
@@ -213,11 +295,18 @@ def test_without_room_for_a_copy_a_log_stays_as_it_is(tmp_path: Path) -> None:
 def test_health_says_gone_for_a_rank_whose_number_is_anothers_now(tmp_path: Path) -> None:
     me = os.getpid()
     ranks = [Rank(0, me, processes.process_start(me) or ""), Rank(1, me, "earlier")]
-    used_s = sum(os.times()[:2])
+    used_s, load = sum(os.times()[:2]), os.getloadavg()[0]
     health = read_health(str(tmp_path / "nowhere"), ranks, None)
-    assert used_s - 0.05 < health["ranks"]["0"]["cpu_s"] < sum(os.times()[:2]) + 0.05
-    assert health["ranks"]["1"] == {"pid": me, "state": "gone", "rss_bytes": None, "cpu_s": None}
-    assert health["disk_free_bytes"] is None
+    first, second = (health["ranks"][rank] for rank in ("0", "1"))
+    assert used_s - 0.05 < first["cpu_s"] < sum(os.times()[:2]) + 0.05
+    assert (first["pid"], first["state"], first.keys()) == (me, "R", second.keys())
+    assert second == {"pid": me, "state": "gone", "rss_bytes": None, "cpu_s": None}
+    assert health.pop("load1") in {round(load, 2), round(os.getloadavg()[0], 2)}
+    assert health == {
+        **{name: health[name] for name in ("at", "memory_used_bytes", "ranks")},
+        **{"cores": len(os.sched_getaffinity(0)), "memory_limit_bytes": usable_bytes()},
+        **{"disk_free_bytes": None, "gpus": None},
+    }
 
 
 def test_gpus_are_read_what_is_no_number_is_null_and_what_is_normal_does_not_slow_down() -> None:
@@ -233,11 +322,18 @@ def test_gpus_are_read_what_is_no_number_is_null_and_what_is_normal_does_not_slo
     assert [gpu["throttle"] for gpu in parse_gpus(rows)] == [None] * len(normal) + ["sw thermal slowdown"]
 
 
+FIELDS = "index,utilization.gpu,memory.used,temperature.gpu,clocks.sm"
+
+
 @pytest.mark.parametrize(
     ("script", "count", "known"),
     [
-        ("echo '0, 1, 2, 3, 4, 0x0'", 1, THROTTLES[:1]),
-        ('case "$*" in *event*) exit 1;; esac; echo "0, 1, 2, 3, 4, 0x0"', 1, THROTTLES[1:]),
+        (f'[ "$1" = --query-gpu={FIELDS},clocks_event_reasons.active ] && echo 0, 1, 2, 3, 4, 0x0', 1, THROTTLES[:1]),
+        (
+            f'[ "$1" = --query-gpu={FIELDS},clocks_throttle_reasons.active ] && echo 0, 1, 2, 3, 4, 0x0',
+            1,
+            THROTTLES[1:],
+        ),
         ("exit 9", None, THROTTLES),
     ],
     ids=["new driver", "old driver", "broken driver"],
@@ -281,5 +377,8 @@ def test_foreground_that_is_refused_leaves_word_in_the_run_folder(rig: Rig, tmp_
     assert process.returncode == 1
     assert rig.run_id in said
     outcome = read_json(str(other.folder / "alpha" / "nodes" / rig.name() / "outcome.json")) or {}
-    assert outcome["cause"] == "start_failed"
     assert rig.run_id in outcome["error"]
+    assert outcome == {
+        **{"exit_code": None, "cause": "start_failed", "stop_cause": None, "stop_at_ns": None, "deaths": []},
+        **{"memory": {"evidence": None, "hint": None, "memory": None}, "leftover_pids": [], "error": outcome["error"]},
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -22,11 +23,16 @@ def test_run_that_completes_leaves_a_truthful_outcome_and_a_lock_left_behind_is_
     Path(node_lock_path(rig.name())).write_text('{"run_id": "another", "pid": 1, "since": "long ago"}')
     pid = rig.start("ok", ranks=0)
     outcome = rig.outcome()
-    assert {death["exit_code"] for death in outcome.pop("deaths")} <= {0, None}  # None: torchrun reaped it first
+    deaths = outcome.pop("deaths")
+    assert {death["exit_code"] for death in deaths} <= {0, None}  # None: torchrun reaped it first
     assert outcome.pop("memory")["evidence"] is None
     nothing = {"error": None, "leftover_pids": [], "stop_at_ns": None, "stop_cause": None}
     assert outcome == {"cause": "exit", "exit_code": 0, **nothing}
-    assert rig.status()["phase"] == "ended"
+    status = rig.status()
+    own = {name: status["supervisor"][name] for name in ("pid_start", "updated_at")}
+    own |= {"run_id": rig.run_id, "host": socket.gethostname(), "pid": pid}
+    assert status["supervisor"] == {**own, "phase": "ended", "ranks": {}, "deaths": deaths, "stop_cause": None}
+    assert status["phase"] == "ended"
     assert rig.said() == ["rank 0 is there\n", "rank 1 is there\n"]
     wait_for(lambda: is_gone(pid), "the end of the supervisor")
 
@@ -39,24 +45,29 @@ def test_supervisor_is_nobodys_child_and_holds_no_terminal(rig: Rig) -> None:
     streams = [Path(f"/proc/{pid}/fd/{number}").readlink() for number in range(3)]
     assert streams == [Path(path) for path in (os.devnull, rig.files().own_log, rig.files().own_log)]
     assert {path.stat().st_mode & 0o077 for path in Path(rig.files().log_dir).iterdir()} == {0}
+    own = (rig.files().own_log, rig.files().lease, rig.files().lock, rig.files().spec)
+    assert {Path(path).stat().st_mode & 0o777 for path in own} == {0o600}
 
 
 def test_command_gets_environment_folder_marks_and_files_that_are_for_this_user_alone(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")  # of whoever launches from within a rank
-    code = "import os, json; print(json.dumps([os.getcwd(), dict(os.environ)]))"
-    files = [["config.yaml", "a: é\n"], ["env/alpha.env", "A=1\n"]]
+    of_rank = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID")
+    for name in of_rank:
+        monkeypatch.setenv(name, "1")  # of whoever launches from within a rank
+    code = "import os, json; print(json.dumps([os.getcwd(), dict(os.environ), os.getsid(0) == os.getpid()]))"
+    files = [["config.yaml", "a: é\n"], ["env/alpha.env", "A=1\n"], ["plan.sh", "true\n"]]
     start(rig.spec(argv=[sys.executable, "-c", code], environment={"ASKED": "yes", "RANK": "5"}, files=files))
     rig.outcome()
     laid = rig.folder / "alpha" / "env" / "alpha.env"
     assert (rig.folder / "alpha" / "config.yaml").read_text() == "a: é\n"
-    assert (laid.stat().st_mode & 0o777, laid.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    modes = [path.stat().st_mode & 0o777 for path in (laid, laid.parent, rig.folder / "alpha" / "plan.sh")]
+    assert modes == [0o600, 0o700, 0o700]
     assert "A=1" not in Path(rig.files().spec).read_text()
-    cwd, seen = json.loads(Path(rig.files().torchrun_log).read_text())
-    assert cwd == str(KIT)
+    cwd, seen, has_session = json.loads(Path(rig.files().torchrun_log).read_text())
+    assert (cwd, has_session) == (str(KIT), True)
     assert (seen["ASKED"], seen["RANK"], seen["PATH"]) == ("yes", "5", os.environ["PATH"])
-    assert "LOCAL_RANK" not in seen
+    assert seen.keys() & set(of_rank) == {"RANK"}
     ours = {"ASKED", "RANK", "BURST_RUN_ID", "BURST_NODE", "BURST_RANK_LOGS"}
     assert seen.keys() - os.environ.keys() - {"LC_CTYPE"} <= ours  # which Python sets where nobody does
     assert (seen["BURST_RUN_ID"], seen["BURST_NODE"]) == (rig.run_id, rig.name())
@@ -78,12 +89,27 @@ def test_command_gets_environment_folder_marks_and_files_that_are_for_this_user_
         {"stop_grace_s": float("nan")},
         {"local_ranks": -1},
         {"container": "--privileged"},
+        *(
+            pytest.param({name: value}, id=f"{name} {number}")
+            for name, values in {
+                "files": ([["a/./b", ""]], [["x" * 1000, ""]]),
+                "folder": ("/a/../b", "/a\0b"),
+                "cwd": ("relative",),
+                "node": (5,),
+                "lease_s": (True,),
+                "stop_grace_s": (-1,),
+            }.items()
+            for number, value in enumerate(values)
+        ),
     ],
     ids=lambda change: "-".join(change),
 )
 def test_what_makes_no_sense_is_refused_before_anything_is_written(rig: Rig, change: dict[str, object]) -> None:
     answer = start({**rig.spec(), **change})
-    assert answer["refused"]["kind"] == "command"
+    (name,) = change
+    odd = {"files": "not a path below", "local_ranks": "a rank is below 0", "container": "container is no name"}
+    told = odd.get(name, "argv or environment cannot" if name in ("argv", "environment") else f"{name} is no ")
+    assert (answer["refused"]["kind"], told in answer["refused"]["text"]) == ("command", True), answer
     assert not rig.folder.exists()
 
 
@@ -93,7 +119,10 @@ def test_command_that_cannot_start_gives_an_outcome_in_words(rig: Rig, argv: lis
     assert "started" in start(spec)
     outcome = rig.outcome()
     assert (outcome["cause"], outcome["exit_code"]) == ("start_failed", None)
-    assert "/nowhere" in outcome["error"] or "/etc/passwd" in outcome["error"]
+    why = {"/nowhere/torchrun": "No such file or directory", "/etc/passwd": "Permission denied"}.get(argv[0])
+    assert outcome["error"] == (
+        f"cannot start {argv[0]}: {why}" if why else "the folder /nowhere to start in is not there"
+    )
 
 
 def test_folder_that_cannot_be_written_is_refused(rig: Rig, tmp_path: Path) -> None:
@@ -101,6 +130,11 @@ def test_folder_that_cannot_be_written_is_refused(rig: Rig, tmp_path: Path) -> N
     answer = start(rig.spec(folder=str(tmp_path / "file" / "run")))
     assert answer["refused"]["kind"] == "folder"
     assert str(tmp_path / "file") in answer["refused"]["text"]
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    os.chown(theirs, 65534, 65534)
+    refused = {"kind": "folder", "text": f"cannot use {theirs}: it belongs to another user"}
+    assert start(rig.spec(folder=str(theirs))) == {"refused": refused}
 
 
 # --- who holds the node -----------------------------------------------------------------------------------------------
@@ -117,6 +151,12 @@ def test_busy_node_is_refused_with_its_holder_and_the_same_run_is_not_started_tw
     assert sweep(str(other.folder / "alpha"), rig.name(), other.run_id) == []
     for exclusive in (True, False):
         assert start(rig.spec(exclusive=exclusive))["refused"]["kind"] == "exists"
+    name = f"silent-{rig.run_id}"
+    silent = take_lock(node_lock_path(name))
+    assert silent is not None
+    text = "run unknown holds this node (pid unknown, since unknown); wait for its end or cancel it"
+    assert start({**other.spec(), "node": name}) == {"refused": {"kind": "busy", "text": text}}
+    silent.release()
 
 
 def test_supervisor_that_has_written_its_outcome_is_about_to_go_and_waited_for(rig: Rig) -> None:
@@ -131,16 +171,20 @@ def test_supervisor_that_has_written_its_outcome_is_about_to_go_and_waited_for(r
 
 @pytest.mark.parametrize("node_rank", [0, 1])
 def test_next_attempt_starts_in_a_clean_place_and_the_earlier_one_is_kept(rig: Rig, node_rank: int) -> None:
-    folder, records = rig.folder / "alpha", ["metrics.jsonl", "attempts/1/metrics.jsonl", "attempts/2/metrics.jsonl"]
+    folder, own = rig.folder / "alpha", ["metrics.jsonl", "events.jsonl", "summary.json"]
+    records = [place + name for place in ("", "attempts/1/", "attempts/2/") for name in own]
     for attempt in (1, 2, 3):
         pid = rig.start("exits", ranks=0, node_rank=node_rank, num_nodes=2)
-        (folder / "metrics.jsonl").write_text(f"{attempt}\n")
+        for name in own:
+            (folder / name).write_text(f"{attempt}\n")
         Path(rig.files().log_dir, "rank0001.error.json").write_text("{}")
         assert rig.outcome()["exit_code"] == 1
         wait_for(lambda pid=pid: is_gone(pid), "the end of the supervisor")
     kept = {name: (folder / name).read_text() for name in records if (folder / name).exists()}
-    assert kept == dict(zip(records, ["3\n", "1\n", "2\n"][: 1 if node_rank else 3], strict=False))
-    assert (folder / "attempts/1/rank0001.error.json").exists()
+    assert kept == dict(zip(records, (["3\n"] * 3 + ["1\n"] * 3 + ["2\n"] * 3)[: 3 if node_rank else 9], strict=False))
+    aside = {path.name for path in (folder / "attempts/1").iterdir()}
+    assert aside == {"nodes", "rank0001.error.json", *(() if node_rank else own)}
+    assert not (folder / "attempts/1/nodes" / rig.name() / "supervisor.lock").exists()
     assert json.loads((folder / f"attempts/2/nodes/{rig.name()}/outcome.json").read_text())["exit_code"] == 1
     assert rig.said()[1] == "rank 1 is there\n"
 
@@ -164,6 +208,15 @@ def test_of_many_that_start_at_once_one_wins(tmp_path: Path) -> None:
 
 
 def test_lock_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
-    (tmp_path / f"burst-{os.geteuid()}").symlink_to("/etc")
+    folder = tmp_path / f"burst-{os.geteuid()}"
+    for _ in range(2):  # as it is made, and as it is found
+        assert node_lock_path("a/b", str(tmp_path)) == f"{folder}/a_b.lock"
+        assert folder.stat().st_mode & 0o777 == 0o700
+        folder.chmod(0o777)
+    os.chown(folder, 65534, 65534)
+    with pytest.raises(RefusedError, match="not a folder of this user"):
+        node_lock_path("alpha", str(tmp_path))
+    folder.rmdir()
+    folder.symlink_to("/etc")
     with pytest.raises(RefusedError, match="not a folder of this user"):
         node_lock_path("alpha", str(tmp_path))

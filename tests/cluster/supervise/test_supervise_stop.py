@@ -41,13 +41,17 @@ def test_whoever_asks_for_the_end_ranks_have_time_to_finish(rig: Rig, ask: Ask, 
 
 
 def test_rank_that_ignores_the_stop_is_killed_after_the_grace(rig: Rig) -> None:
-    rig.start("stubborn")
+    rig.start("stubborn", stop_grace_s=60.0)
     begin, began = machine_time(), time.monotonic()
     rig.stop(1.0)
     outcome = rig.outcome()
     assert time.monotonic() - began > 0.9
     assert machine_time() - begin < 6.0
     assert {death["exit_code"] for death in outcome["deaths"]} <= {-9, None}  # None: torchrun reaped it first
+    assert outcome["exit_code"] == 1  # which had time to say so
+    said = Path(rig.files().own_log).read_text()
+    assert " stopping (stop: Ctrl-C), grace 1 s\n" in said
+    assert " killing what is left\n" in said
 
 
 def test_later_request_shortens_the_grace_and_never_lengthens_it(rig: Rig) -> None:
@@ -56,7 +60,7 @@ def test_later_request_shortens_the_grace_and_never_lengthens_it(rig: Rig) -> No
     first = order.deadline
     assert not order.ask("stop", "second", 60.0)
     assert order.deadline == first
-    rig.start("stubborn")
+    rig.start("stubborn", stop_grace_s=60.0)
     rig.stop(60.0, "first")
     wait_for(lambda: rig.status()["phase"] == "stopping", "the first request")
     rig.stop(0.0, "second")
