@@ -71,17 +71,12 @@ FITTED = {
     ("attention, 40 heads of 128", "burst", 262144): "what messages cost kernels",
 }
 
-# Why a published peak is not one of this engine's methods: it is shown, and has a median of its own.
-_WHOLE_LOGITS = "its loss kept whole logits"
-UNLIKE = {
-    "loongtrain_usp": _WHOLE_LOGITS,
-    "loongtrain_double_ring": _WHOLE_LOGITS,
-    "ulysses": _WHOLE_LOGITS,
-    "flat ring with out circulated": _WHOLE_LOGITS,
-    "+ backward communication optimisation": _WHOLE_LOGITS,
-    "+ double ring": _WHOLE_LOGITS,
-    "": "another gather of keys and values",
-}
+# Methods whose published runs computed the loss from whole logits, which this engine never has: what those keep is added
+# to its own. A loss that is not fused keeps log-probabilities in fp32 for backward, as torch.autocast runs log_softmax.
+WHOLE_LOGITS = {
+    "loongtrain_usp", "loongtrain_double_ring", "ulysses", "flat ring with out circulated",
+    "+ backward communication optimisation", "+ double ring",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -109,10 +104,16 @@ class Row:
 
     @property
     def unlike(self) -> str | None:
-        """Why its peak is another thing than what is predicted; None: it is the same."""
+        """Why its peak is another thing than what is predicted (it is shown all the same); None: it is the same."""
         if self.offloaded:
             return "16-bit weights and gradients stayed on the device"
-        return UNLIKE.get(self.method.partition("/")[0])
+        return "another gather of keys and values" if not self.method else None
+
+    @property
+    def whole_logits_gb(self) -> float:
+        """What its loss kept of this rank's tokens for backward; 0 where it was fused."""
+        is_whole = self.method.partition("/")[0] in WHOLE_LOGITS
+        return 4 * self.seq_len / self.gpus * self.config.model.vocab_size / 1e9 * is_whole
 
     @property
     def offloaded(self) -> bool:
@@ -167,7 +168,7 @@ class Row:
     def predicted_gb(self, predict: Predict) -> float:
         """Peak of tensors on the device, of the phases that the source counted: forward and backward."""
         phases = predict(self.config, self.world).phase_peaks
-        return max(phases["forward"], phases["backward"]) / 1e9
+        return max(phases["forward"], phases["backward"]) / 1e9 + self.whole_logits_gb
 
 
 def published_rows() -> list[Row]:
