@@ -71,7 +71,7 @@ FITTED = {
     ("attention, 40 heads of 128", "burst", 262144): "what messages cost kernels",
 }
 
-# Methods whose published runs computed the loss from whole logits, which this engine never has: what those keep is added
+# Methods whose published runs computed the loss from whole logits, which this engine never has: what they keep is added
 # to its own. A loss that is not fused keeps log-probabilities in fp32 for backward, as torch.autocast runs log_softmax.
 WHOLE_LOGITS = {
     "loongtrain_usp", "loongtrain_double_ring", "ulysses", "flat ring with out circulated",

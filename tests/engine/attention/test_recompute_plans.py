@@ -29,7 +29,6 @@ from engine.planning.sequence.layers import attention_layers
 from engine.planning.sequence.mask import Mask
 
 ROWS = 48
-DISTRIBUTED = [name for name in PRESETS if name not in ("single", "megatron_tp")]
 
 
 class Case(NamedTuple):
