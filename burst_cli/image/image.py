@@ -133,7 +133,8 @@ def _push(targets: Targets, name: str, limit: float | None, *, dry_run: bool, as
     engine = engine_words(targets.config.cluster.container.command)
     image = _image_here(engine, name)
     pack = functools.partial(pack_image, engine, image)
-    with SshPool() as pool, Push(image, pack, engine, targets.hosts, pool.connect) as push:
+    with SshPool() as pool:
+        push = Push(image, pack, engine, targets.hosts, pool.connect)
         plan = push.plan(limit)
         if dry_run:
             render.show(asdict(plan), plan_view(plan), as_json=as_json)

@@ -21,13 +21,10 @@ import zstandard
 
 from cluster.errors import ClusterError
 from cluster.image.engine import Image
-from cluster.image.node.registry import MANIFEST, Blob
+from cluster.image.node.registry import MANIFEST, PIECE_BYTES, Blob
 from cluster.remote_text import one_line
 
 Packing = Literal["zstd", "none"]
-_READ_BYTES = 1 << 20
-_HEAD_BYTES = 512
-_LEVEL = 3  # about 300 MB/s per core; higher ones win little on images
 _CONFIG = "application/vnd.oci.image.config.v1+json"
 _LAYER = "application/vnd.oci.image.layer.v1.tar"
 _DAMAGES = (tarfile.TarError, EOFError, OSError, zstandard.ZstdError, LookupError, TypeError, ValueError)
@@ -72,7 +69,7 @@ def pack_archive(stream: IO[bytes], packing: Packing) -> PackedImage:
         for member in archive:
             reader = archive.extractfile(member) if member.isreg() else None
             if isinstance(reader, io.BufferedReader):
-                head = reader.peek(_HEAD_BYTES)
+                head = reader.peek()
                 if head[:1] in (b"{", b"[") and head[257:262] != b"ustar":
                     documents[member.name] = reader.read()
                 else:
@@ -88,14 +85,15 @@ def pack_archive(stream: IO[bytes], packing: Packing) -> PackedImage:
 
 def _packed(reader: io.BufferedReader, packing: Packing) -> tuple[str, Iterable[bytes]]:
     """(media type, bytes) of a layer in `packing`; one that is gzip stays as it is, as every engine takes it."""
-    head = reader.peek(_HEAD_BYTES)
+    head = reader.peek()
     there = "gzip" if head[:2] == b"\x1f\x8b" else "zstd" if head[:4] == b"\x28\xb5\x2f\xfd" else "none"
     if there == "zstd" and packing == "none":
         return _LAYER, zstandard.ZstdDecompressor().read_to_iter(reader)
     if there == "none" and packing == "zstd":
-        # Without the size in its head: the same layer gives the same bytes, however the engine hands it over.
-        return f"{_LAYER}+zstd", zstandard.ZstdCompressor(level=_LEVEL, threads=-1).read_to_iter(reader)
-    return _LAYER + ("" if there == "none" else f"+{there}"), iter(functools.partial(reader.read, _READ_BYTES), b"")
+        # Without the size in its head: the same layer gives the same bytes, however the engine hands it over. At the
+        # usual level, about 300 MB/s per core: higher ones win little on images.
+        return f"{_LAYER}+zstd", zstandard.ZstdCompressor(threads=-1).read_to_iter(reader)
+    return _LAYER + ("" if there == "none" else f"+{there}"), iter(functools.partial(reader.read, PIECE_BYTES), b"")
 
 
 def _add(blobs: dict[str, Blob], media_type: str, pieces: Iterable[bytes]) -> dict[str, Any]:

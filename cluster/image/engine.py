@@ -128,7 +128,7 @@ def build_status(image: str, found: Sequence[Outcome[Image | None]], local: str 
     """What `found` says, compared with the identity of this machine's image (`local`), else with most nodes."""
     nodes = {one.host.name: one.value for one in found if one.error is None}
     counts = Counter(there.identity for there in nodes.values() if there is not None)
-    reference = local or (counts.most_common(1)[0][0] if counts else None)
+    reference = local or max(counts, key=counts.__getitem__, default=None)
     source = "this machine" if local else "most nodes" if reference else "nothing"
     problems = {one.host.name: one_line(str(one.error), 400) for one in found if one.error is not None}
     return ImageStatus(image, reference, source, nodes, problems)

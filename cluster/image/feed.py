@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import math
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from cluster.agent.messages import Message
 from cluster.code import NodeProgram
 from cluster.errors import ClusterError
 from cluster.image.node.registry import Blob, Door
 from cluster.remote_text import one_line
+from cluster.ssh.connection import Deadline, begin, within
 from cluster.ssh.session import SshConnection
 
 _RELAY = ("cluster.image.node.relay", "burst-image-relay")
@@ -51,9 +53,10 @@ class Limiter:
     def take(self, size: int) -> None:
         """Wait until `size` bytes may go."""
         with self._lock:
-            start = max(time.monotonic(), self._free_at)
+            now = time.monotonic()
+            start = max(now, self._free_at)
             self._free_at = start + size / self._rate
-        time.sleep(max(0.0, start - time.monotonic()))
+        time.sleep(start - now)
 
 
 class Feed:
@@ -68,11 +71,8 @@ class Feed:
         self.sent_bytes, self._relayed, self._lock = 0, 0, threading.Lock()
         self.notes: list[str] = []
         self.ports = [connection.forward(self._door.answer)]
-        self._launcher: Upstream = ("127.0.0.1", self.ports[0], False)
-        self._peer: Upstream | None = None
-        self._program: NodeProgram | None = None
-        self._follower: threading.Thread | None = None
-        self._is_over = threading.Event()
+        self._relay: tuple[NodeProgram, Upstream] | None = None  # and where peers reach it
+        self._asking = threading.Lock()
 
     @property
     def received_bytes(self) -> int:
@@ -83,40 +83,40 @@ class Feed:
         """Start it: then the engine asks it first, and peers with the certificate may. Why there is none is noted."""
         blobs = {digest: blob.size for digest, blob in self._door.blobs.items()}
         try:
-            self._program = NodeProgram(self.connection, words=_RELAY)
+            program = NodeProgram(self.connection, words=_RELAY)
             setup = {"blobs": blobs, "token": self._door.token, "certificate": certificate}
-            said, _ = self._program.ask(setup, silence_s=_SILENCE_S)
-            self.ports.insert(0, int(said["port"]))
-            self._peer = (str(said["peer"][0]), int(said["peer"][1]), True)
+            said, _ = program.ask(setup, silence_s=_SILENCE_S)
+            (address, peer_port), port = said["peer"], int(said["port"])
+            self._relay = program, (str(address), int(peer_port), True)
+            self.ports.insert(0, port)
         except _NO_ANSWER as error:
             self.notes.append(f"no relay there ({one_line(str(error))}): it pulls from here")
 
     def follow_relay(self, feeders: Iterable[Feed]) -> None:
         """Tell the relay, if there is one, whom to ask, the first first, and from then on ask how much came."""
-        upstreams = [*(feeder._peer for feeder in feeders if feeder._peer), self._launcher]
-        if self._program is not None and self._peer is not None:
-            arguments = (self._program, {"upstreams": upstreams})
-            self._follower = threading.Thread(target=self._follow, args=arguments, name="relay", daemon=True)
-            self._follower.start()
+        upstreams = [*(feeder._relay[1] for feeder in feeders if feeder._relay), ("127.0.0.1", self.ports[-1], False)]
+        if self._relay is not None:
+            begin(functools.partial(self._follow, self._relay[0], {"upstreams": upstreams}))
 
     def end(self) -> None:
         """End the relay; `received_bytes` are final then. Who is fed by it goes on with those before it."""
-        self._is_over.set()
-        if self._follower is not None:
-            self._follower.join(_LAST_WORDS_S)
-        if self._program is not None:
-            self._program.close()
+        if self._relay is not None:
+            with contextlib.suppress(TimeoutError, *_NO_ANSWER):
+                within(Deadline.after(_LAST_WORDS_S), functools.partial(self._ask, self._relay[0], {}))
+            self._relay[0].close()
 
-    def _follow(self, program: NodeProgram, question: dict[str, Any]) -> None:
-        is_over = False
-        with contextlib.suppress(*_NO_ANSWER):
-            while not is_over:
-                is_over = self._is_over.is_set()
-                said, _ = program.ask(question, silence_s=_SILENCE_S)
-                self._relayed, question = int(said["received"]), {}
-                if (note := one_line(str(said["note"]), 400)) and note not in self.notes:
-                    self.notes.append(note)
-                self._is_over.wait(_BEAT_S)
+    def _follow(self, program: NodeProgram, question: Message) -> None:
+        while True:  # until it does not answer: then it is let go of
+            self._ask(program, question)
+            question = {}
+            time.sleep(_BEAT_S)
+
+    def _ask(self, program: NodeProgram, question: Message) -> None:
+        with self._asking:
+            said, _ = program.ask(question, silence_s=_SILENCE_S)
+            self._relayed = int(said["received"])
+            if (note := one_line(str(said["note"]), 400)) and note not in self.notes:
+                self.notes.append(note)
 
     def _count(self, size: int) -> None:
         self._limiter.take(size)

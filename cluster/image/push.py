@@ -38,7 +38,7 @@ class NodeResult:
 
 
 class Push:
-    """One push of `image`, which `pack` packs, to `hosts`; a context manager, whose end closes all connections.
+    """One push of `image`, which `pack` packs, to `hosts`; relays last as long as connections, which others close.
 
     engine: the command line of the nodes' engines. stall_s: what a pull may take in which nothing comes to any node.
     """
@@ -58,14 +58,6 @@ class Push:
         self._connections: dict[str, SshConnection] = {}
         self._feeds: dict[str, Feed] = {}
         self.total_bytes = 0  # of a node that has nothing of the image, once that is packed
-
-    def __enter__(self) -> Push:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # Which ends the relays, too. To ask them to could wait for ever for a node that has stopped.
-        for connection in list(self._connections.values()):
-            connection.close()
 
     @property
     def sent_bytes(self) -> int:
@@ -110,14 +102,14 @@ class Push:
                 self._pull(node, connection, packed.manifest)
 
             outcomes = fan_out(hosts, bring, width=len(hosts), on_outcome=on_end)
-        self._end_relays()
+            fed = [host for host in hosts if host.name in self._feeds]
+            fan_out(fed, lambda host: self._feeds[host.name].end(), width=len(fed))  # all at once: each is asked
         return tuple(self._result(node, outcomes.get(node.node)) for node in plan.nodes)
 
     def _survey(self, host: Host) -> NodePlan:
         connection = self._connections[host.name] = self._connect(host)
         engine = Engine(connection.run, self._engine)
-        there = engine.find(self._image.name)
-        if there is not None and there.identity == self._image.identity:
+        if self._held(engine) == self._image.identity:
             return NodePlan(host.name, "none")
         return NodePlan(host.name, "direct", engine=one_line(engine.call("version"), 2000))
 
@@ -136,10 +128,12 @@ class Push:
                 feed.notes.append(f"its relay failed ({one_line(str(error))}): pulled from here")
         engine.call("tag", reference, self._image.name)
         engine.call("image", "rm", reference)
+        if (held := self._held(engine)) != self._image.identity:
+            raise ClusterError(f"the engine holds {held[:12]} instead of {self._image.identity[:12]}")
+
+    def _held(self, engine: Engine) -> str:
         there = engine.find(self._image.name)
-        if there is None or there.identity != self._image.identity:
-            held = "nothing" if there is None else there.identity[:12]
-            raise ClusterError(f"the engine holds {held} instead of {self._image.identity[:12]}")
+        return "nothing" if there is None else there.identity
 
     def _watched(self, connection: SshConnection, argv: Sequence[str]) -> CommandResult:
         """The end of a command, which is given up when nothing moves any more."""
@@ -164,8 +158,3 @@ class Push:
         error = one_line(str(outcome.error), 400) if outcome and outcome.error else node.problem
         identity = None if error else self._image.identity
         return NodeResult(node.node, not error, node.route, received, seconds, identity, error, notes)
-
-    def _end_relays(self) -> None:
-        """All at once: each is asked once more."""
-        hosts = [host for host in self._hosts if host.name in self._feeds]
-        fan_out(hosts, lambda host: self._feeds[host.name].end(), width=len(hosts))

@@ -24,10 +24,8 @@ from cluster.image.archive import PackedImage, Packing, pack_image
 from cluster.image.engine import Image, engine_here
 from cluster.image.plan import ImagePlan
 from cluster.image.push import STALL_S, NodeResult, Push
-from cluster.ssh.hosts import Host
-from cluster.ssh.session import SshConnection
+from cluster.ssh.session import SshPool
 from cluster.testbed.testbed import Testbed
-from testkit.connections import connect
 from testkit.process_table import living
 from testkit.testbed_fixture import Testbeds
 
@@ -161,14 +159,15 @@ class PushRig:
         nodes: Sequence[str] | None = None,
         *,
         midway: Midway | None = None,
-        connect: Callable[[Host], SshConnection] = connect,
+        patience_s: float = 30.0,
         stall_s: float = STALL_S,
         limit: float | None = None,
     ) -> Pushed:
         """The push of `image` to `nodes` (all): what `burst image push` does, without a screen."""
         hosts = [self.testbed.host(name) for name in nodes or self.names]
         pack, is_over = functools.partial(self.pack, image), threading.Event()
-        with Push(image, pack, ["docker"], hosts, connect, stall_s=stall_s) as push:
+        with SshPool(patience_s=patience_s) as pool:
+            push = Push(image, pack, ["docker"], hosts, pool.connect, stall_s=stall_s)
             watcher = threading.Thread(target=lambda: midway and midway.watch(push, is_over))
             watcher.start()
             try:

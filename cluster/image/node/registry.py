@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-PIECE_BYTES = 256 << 10
+PIECE_BYTES = 262_144
 POLL_S = 0.02
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 _KINDS = {"manifests": MANIFEST, "blobs": "application/octet-stream"}
@@ -72,7 +72,7 @@ class Door:
     def answer(self, connection: Any) -> None:
         """Serve one connection, a socket or what is like one, until it ends: whoever broke off asks again."""
         with contextlib.suppress(Exception), connection:
-            _Handler(connection, ("", 0), self)  # type: ignore[arg-type]  # a door is all that it needs of a server
+            _Handler(connection, None, self)  # type: ignore[arg-type]  # a door is all that it needs of a server
 
 
 class _Handler(BaseHTTPRequestHandler):

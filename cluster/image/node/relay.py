@@ -54,7 +54,7 @@ class Relay:
     def _listen(self, address: str, tls: ssl.SSLContext | None = None) -> int:
         """The port of a door."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family, backlog=64)
+        listener = socket.create_server((address, 0), family=family)
         port = int(listener.getsockname()[1])
         if tls is not None:  # the handshake comes with the first read, in the thread of that connection
             listener = tls.wrap_socket(listener, server_side=True, do_handshake_on_connect=False)

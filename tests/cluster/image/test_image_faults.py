@@ -19,7 +19,7 @@ from testkit.waiting import wait_for
 
 from cluster.image.archive import PackedImage, Packing, pack_archive
 from cluster.image.engine import Image
-from cluster.ssh.session import SshPool
+from cluster.image.push import NodeResult
 from cluster.testbed.faults import clear_faults, set_fault
 from cluster.testbed.testbed import Testbed
 
@@ -118,13 +118,13 @@ DEAD = "connection ended"
 def test_a_node_that_breaks_midway_stops_no_other(act, position, error, note, rig):
     victim = rig.names[position]
     midway = Midway(victim, HALF, functools.partial(act, rig, victim))
-    with SshPool(patience_s=1.5) as pool:
-        pushed = rig.push(rig.image_here, midway=midway, limit=SLOW, connect=pool.connect)
+    pushed = rig.push(rig.image_here, midway=midway, limit=SLOW, patience_s=1.5)
     result = pushed.nodes[victim]
     assert pushed.failed == ({victim} if error else set()), pushed.nodes
     assert rig.holding() >= set(rig.names) - pushed.failed
     assert pushed.sent_bytes <= 2.1 * (SIZE + 10_000)
     assert re.search(error or note, result.error or " ".join(result.notes)), result
+    assert bool(result.notes) == bool(note)
     assert bool(rig.seen) == (act is FakeRig.kill_relay)
     assert not [word for word in rig.seen if "PRIVATE KEY" in word]
 
@@ -140,24 +140,31 @@ def test_what_nodes_lack_from_the_start_is_told_of_each(rig):
     assert pushed.failed == {no_engine, no_port, full}
     assert rig.holding() == {no_python}
     assert pushed.sent_bytes <= 2.1 * (SIZE + 10_000)
-    assert "docker image: " in pushed.nodes[no_engine].error
+    refused = pushed.nodes[no_engine]
+    assert refused == NodeResult(no_engine, False, "refused", 0, 0.0, None, refused.error)
+    assert "docker image: " in refused.error
+    assert pushed.plan.nodes[1].engine == "Client: Version: 28.2.2 Server: Engine: Version: 20.10.24"
     assert "cannot forward a port" in pushed.nodes[no_port].error
     assert "no space left on device" in pushed.nodes[full].error
     assert re.search("no relay there .*there is no python3", " ".join(pushed.nodes[no_python].notes))
 
 
-def test_an_engine_that_hangs_is_given_up_and_stops_no_other(rig):
-    hung, *others = rig.names[:2]
+def test_engines_that_hang_or_name_nothing_are_told_and_stop_no_other(rig):
+    hung, other, forgetful = rig.names[:3]
     (rig.engine_of(hung) / "hung").touch()
-    pushed = rig.push(rig.image_here, rig.names[:2], stall_s=1.5)
-    assert (pushed.failed, rig.holding()) == ({hung}, set(others))
+    rig.tool(forgetful, "docker", f'[ "$1" = tag ] || exec {sys.executable} {ENGINE} "$@"')
+    pushed = rig.push(rig.image_here, rig.names[:3], stall_s=1.5)
+    assert (pushed.failed, rig.holding()) == ({hung, forgetful}, {other})
     assert "nothing has come to any node for 1.5 s" in pushed.nodes[hung].error
+    assert f"the engine holds nothing instead of {rig.image_here.identity[:12]}" in pushed.nodes[forgetful].error
 
 
-def test_a_pull_that_moves_is_waited_for_though_all_has_left_here(rig):
+def test_relays_and_pulls_that_take_long_are_waited_for_and_all_leaves_here_once(rig):
+    rig.tool(rig.names[0], "python3", f'sleep 0.5; exec {sys.executable} "$@"')
     set_fault(rig.testbed, rig.names[-1], "link_slow", "6mbit")
     pushed = rig.push(rig.image_here, stall_s=1.5)
     assert (pushed.failed, rig.holding()) == (set(), set(rig.names))
+    assert pushed.sent_bytes < 1.1 * SIZE
 
 
 def test_a_damaged_layer_is_taken_by_no_engine(rig):
