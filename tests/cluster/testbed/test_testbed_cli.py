@@ -31,9 +31,11 @@ def name(testbeds):
 
 
 def test_a_testbed_is_built_used_as_a_cluster_broken_mended_and_removed(burst, name):
-    code, out, _ = burst("testbed", "up", "--nodes", "2", "--rails", "1", "--name", name, "--json")
+    words = ("--nodes", "2", "--rails", "1", "--rate", "200mbit", "--name", name, "--json")
+    code, out, _ = burst("testbed", "up", *words)
     built = json.loads(out)
     assert (code, built["complete"], built["elapsed_s"] > 0) == (0, True, True)
+    assert (built["rails"], built["rate"]) == (1, "200mbit")
 
     code, out, _ = burst("config", f"cluster={name}", "--json")
     assert code == 0
@@ -64,7 +66,7 @@ def test_a_dry_run_shows_commands_and_builds_nothing(burst, name):
     code, out, _ = burst("testbed", "up", "--nodes", "2", "--rate", "200mbit", "--name", name, "--dry-run")
     assert code == 0
     assert f"ip netns add btb.{name}.{name}2" in out
-    assert "tbf rate 200000000bit" in out
+    assert "tbf rate 200000000bit burst 262144b latency" in out
     assert f"\nnsenter --net=/run/netns/btb.{name}.{name}2 --mount={state_root()}/{name}/run/{name}2/mnt" in out
     assert leftovers(name) == []
 

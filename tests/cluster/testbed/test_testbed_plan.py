@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import itertools
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cluster.ssh.hosts import is_host_name
+from cluster.ssh.hosts import Host, is_host_name
 from cluster.testbed.machine import TestbedError, missing_requirements, tool_path
 from cluster.testbed.node import passwd_text
-from cluster.testbed.plan import network_commands
+from cluster.testbed.plan import network_commands, plan_testbed
 from cluster.testbed.spec import TestbedSpec, parse_rate
-from cluster.testbed.testbed import BLOCKS, Testbed, block_network, load_testbed, locked, state_root
+from cluster.testbed.testbed import BLOCKS, Testbed, block_network, is_ours, load_testbed, locked, state_root
 from engine.config.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("name", "nodes", "expected"),
-    [("testbed", 2, ("tb1", "tb2")), ("lab", 1, ("lab1",)), ("lab2", 2, ("lab2-1", "lab2-2")), ("a-", 1, ("a-1",))],
+    ("name", "nodes", "expected", "node_set"),
+    [
+        ("testbed", 2, ("tb1", "tb2"), "tb[1-2]"),
+        ("lab", 1, ("lab1",), "lab1"),
+        ("lab2", 2, ("lab2-1", "lab2-2"), "lab2-[1-2]"),
+        ("a-", 1, ("a-1",), "a-1"),
+    ],
 )
-def test_nodes_are_named_after_their_testbed(name, nodes, expected):
-    names = TestbedSpec(name, nodes).node_names
-    assert names == expected
-    assert all(is_host_name(node) for node in names)
+def test_nodes_are_named_after_their_testbed(name, nodes, expected, node_set):
+    spec = TestbedSpec(name, nodes)
+    assert (spec.node_names, spec.node_set) == (expected, node_set)
+    assert all(is_host_name(node) for node in expected)
 
 
 @pytest.mark.parametrize("name", ["", "Lab", "-lab", "1lab", "lab/..", "lab.x", "a" * 13, "läb", "lab\n"])
@@ -34,6 +40,8 @@ def test_a_name_that_cannot_name_links_and_hosts_is_refused(name):
 
 
 def test_all_mistakes_of_a_testbed_are_told_at_once():
+    assert TestbedSpec() == TestbedSpec("testbed", 4, 0, None, False, False, "none", False)
+    TestbedSpec(nodes=64, rails=8)
     with pytest.raises(ConfigError) as caught:
         TestbedSpec("testbed", nodes=0, rails=9, docker_in_memory=True, hardware="h100x9")
     assert caught.value.problems == (
@@ -49,7 +57,8 @@ def test_all_mistakes_of_a_testbed_are_told_at_once():
     [
         ("200mbit", 200_000_000),
         ("1.5Gbit", 1_500_000_000),
-        ("64kbit", 64_000),
+        ("8kbit", 8_000),
+        ("1000gbit", 10**12),
         ("50MB/s", 400_000_000),
         ("125 KiB/s", 1_024_000),
     ],
@@ -71,14 +80,38 @@ def test_blocks_of_addresses_do_not_overlap():
 
 
 def test_every_link_is_shaped_at_both_of_its_ends():
-    testbed = Testbed(Path("/lab"), TestbedSpec("lab", nodes=2, rails=1, rate_bits_per_s=100_000_000), block=0)
+    testbed = Testbed(Path("/lab"), TestbedSpec("lab", nodes=2, rails=1, rate_bits_per_s=400_000_000), block=0)
     shaped = [" ".join(command) for command in network_commands(testbed) if command[0] == "tc"]
     ends = ["tc qdisc replace dev btblab", "tc -n btb.lab.switch qdisc replace dev head"]
     for node in (1, 2):
         for link in ("eth0", "rail0"):
             ends.append(f"tc -n btb.lab.lab{node} qdisc replace dev {link}")
             ends.append(f"tc -n btb.lab.switch qdisc replace dev {link}.{node}")
-    assert shaped == [f"{end} root tbf rate 100000000bit burst 262144b latency 50ms" for end in ends]
+    assert shaped == [f"{end} root tbf rate 400000000bit burst 500000b latency 50ms" for end in ends]
+
+
+def test_a_node_has_addresses_files_and_an_environment_of_its_own():
+    spec = TestbedSpec("lab", nodes=2, rails=1, docker=True, hardware="h100x8", slurm=True)
+    testbed = Testbed(Path("/lab"), spec, 3, config_file="/lab.yaml", python_folder="/py")
+    node, plan = testbed.node("lab2"), plan_testbed(testbed)
+    assert (testbed.head_address, node.addresses) == ("10.100.48.254", {"eth0": "10.100.48.2", "rail0": "10.100.49.2"})
+    assert (node.mac("rail0"), node.port("rail0")) == ("02:b7:00:03:01:02", "rail0.2")
+    assert node.environment == {
+        "PATH": "/lab/nodes/lab2/bin:/py:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        "BURST_TESTBED": "lab",
+        "BURST_PROBE_ROOT": "/lab/run/lab2/root",
+        "SLURM_CONF": "/lab/slurm/slurm.conf",
+        "DOCKER_HOST": "unix:///lab/nodes/lab2/docker/docker.sock",
+    }
+    plain = Host("lab2", "10.100.48.2", key_name="lab2", identity_files=("/lab/client_key",))
+    assert testbed.hosts()[1] == replace(plain, known_hosts=("/lab/known_hosts",))
+    files = {file.removeprefix("/lab/nodes/lab2/") for file in plan.files if "/lab2/" in file}
+    etc = {f"etc/{name}" for name in ("hosts", "hostname", "resolv.conf", "passwd", "shadow")}
+    assert files == {*etc, "ssh/sshd_config", "docker/daemon.json"}
+    assert {str(Path(file).parent) for file in plan.files} == {
+        *("/", "/lab", "/lab/slurm"),
+        *(f"/lab/nodes/lab{number}/{folder}" for number in (1, 2) for folder in ("etc", "ssh", "docker")),
+    }
 
 
 def test_only_the_ssh_user_gets_another_home():
@@ -87,9 +120,16 @@ def test_only_the_ssh_user_gets_another_home():
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"spec": {"name": "../x"}, "block": 0, "faults": {}}'])
-def test_a_damaged_state_is_no_state(tmp_path, text):
+def test_a_damaged_state_is_no_state_and_its_folder_is_ours_while_nothing_else_is_in_it(tmp_path, text):
     (tmp_path / "state.json").write_text(text)
     assert load_testbed(tmp_path) is None
+    names = "client_key client_key.pub known_hosts ssh_config shared nodes slurm run .state.json-x"
+    for name in (*names.split(), "thesis"):
+        assert is_ours(tmp_path)
+        (tmp_path / name).touch()
+    assert not is_ours(tmp_path)
+    assert not is_ours(tmp_path / "thesis")
+    assert is_ours(tmp_path / "none")
 
 
 def test_who_works_on_a_folder_is_waited_for_but_not_for_ever(tmp_path):
@@ -120,8 +160,5 @@ def test_what_is_missing_is_named_with_the_package_that_brings_it(tmp_path):
     no_root = "a testbed needs root (network namespaces, mounts, sshd): run it with sudo"
     assert missing(docker=True, slurm=True, root=False) == {*needs, *docker, *slurm, no_root}
     assert (tool_path("true"), tool_path("no-such-daemon")) == (shutil.which("true"), "/usr/sbin/no-such-daemon")
-
-
-def test_other_systems_are_told_that_they_cannot():
     told = missing_requirements(docker=False, platform="darwin", root=True, path="")
     assert told == ["a testbed is made of Linux network namespaces; this is darwin"]

@@ -21,10 +21,10 @@ from testkit.testbed_fixture import next_name, owner_of, remove_abandoned
 from testkit.waiting import wait_for
 
 from cluster.testbed.build import build_plan, open_testbed, up
-from cluster.testbed.machine import TestbedError
+from cluster.testbed.machine import TestbedError, run_command
 from cluster.testbed.spec import TestbedSpec
-from cluster.testbed.status import read_all, read_status
-from cluster.testbed.teardown import leftovers, standing_names, tear_down
+from cluster.testbed.status import TestbedStatus, read_all, read_status
+from cluster.testbed.teardown import Removed, leftovers, standing_names, tear_down
 from cluster.testbed.testbed import BLOCKS, Testbed, block_network, state_root
 
 IMAGE = "burst-testbed-test:1"
@@ -78,7 +78,14 @@ def test_the_status_of_a_testbed_shows_every_node_and_leaves_out_what_is_removed
     assert [(node.name, str(node.sshd), str(node.docker), node.faults) for node in status.nodes] == [
         (node, "up", "none", ()) for node in testbed4.node_names
     ]
-    assert (status.name, status.complete) == (testbed4.name, True)
+    place = testbed4.path
+    assert status == TestbedStatus(
+        *(testbed4.name, True, str(place), status.nodes, f"{testbed4.name}[1-4]", 0, None, "none"),
+        *(testbed4.config_file, f"{place}/ssh_config", None, ()),
+    )
+    assert [node.addresses for node in status.nodes] == [node.addresses for node in testbed4.nodes]
+    names = "client_key client_key.pub known_hosts nodes run shared ssh_config state.json"
+    assert sorted(file.name for file in place.iterdir()) == names.split()
 
 
 def test_addresses_that_a_route_leads_to_or_another_testbed_shall_have_are_not_taken(testbed4, tmp_path, monkeypatch):
@@ -109,11 +116,11 @@ def test_a_name_that_stands_is_not_built_again(testbed4, tmp_path):
 
 def test_a_configuration_of_somebody_else_is_left_alone(testbed_machine, tmp_path):
     config, name = tmp_path / "mine.yaml", next_name()
-    config.write_text("name: mine\n")
+    config.write_bytes(b"name: m\xffne\n")
     with pytest.raises(TestbedError, match="is not ours"):
         up(TestbedSpec(name, nodes=1), config)
     tear_down(name, config)
-    assert config.read_text() == "name: mine\n"
+    assert config.read_bytes() == b"name: m\xffne\n"
     assert leftovers(name) == []
 
 
@@ -147,8 +154,8 @@ def test_down_removes_what_runs_and_the_configuration_and_may_be_repeated(testbe
         wait_for(_sleepers, "a process that is what it is to be")  # its shell may end before
         assert config.exists()
         first = tear_down(testbed.name, config)
-    assert (first.namespaces, config.exists(), leftovers(testbed.name)) == (3, False, [])
-    assert not _sleepers()
+    assert first == Removed(testbed.name, first.processes, 3, (str(config), str(testbed.path)))
+    assert (first.processes > 2, first.anything, leftovers(testbed.name), _sleepers()) == (True, True, [], [])
     assert not tear_down(testbed.name, config).anything
     with pytest.raises(TestbedError, match="no testbed"):
         open_testbed(testbed.name)
@@ -166,6 +173,7 @@ def test_each_node_has_an_engine_of_its_own_whose_containers_and_control_groups_
     with at_most(5):
         tear_down(testbed.name, Path("/nowhere"))
     assert (leftovers(testbed.name), _sleepers()) == ([], [])
+    assert not Path(str(testbed.config_file)).exists()
 
 
 def _sleepers() -> list[int]:
@@ -235,11 +243,11 @@ def test_commands_tell_what_they_print_where_the_disk_is_full(testbed_machine):
     assert subprocess.run(["unshare", "--mount", sys.executable, "-c", _FULL], timeout=200).returncode == 0
 
 
-def test_what_a_killed_test_session_left_is_removed_by_the_next_and_nothing_else(testbed4, tmp_path):
+def test_what_a_killed_test_session_left_is_removed_by_the_next_and_nothing_else(testbed4):
     gone = subprocess.Popen(["true"])
     gone.wait()
     name = next_name(owner=gone.pid)
-    up(TestbedSpec(name, nodes=1), tmp_path / "config.yaml")
+    run_command(("ip", "netns", "add", f"btb.{name}.{name}1"))
     remove_abandoned()
     assert leftovers(name) == []
     assert leftovers(testbed4.name)
