@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from testkit import ROOT
 from testkit.machine_clock import at_most
+from testkit.waiting import wait_for
 
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.hosts import Host, Outcome, fan_out
@@ -61,12 +62,20 @@ def test_no_more_than_width_run_at_once() -> None:
     assert most == 3
 
 
-def test_a_bug_in_the_work_is_raised() -> None:
+def test_a_bug_in_the_work_is_raised_and_nothing_more_begins() -> None:
+    begun, is_over = list[str](), threading.Event()
+
     def work(host: Host) -> None:
-        raise KeyError(host.name)
+        begun.append(host.name)
+        if host.name == "n0":
+            raise KeyError(host.name)
+        is_over.wait(200)
 
     with pytest.raises(KeyError):
-        fan_out(HOSTS, work)
+        fan_out(HOSTS, work, width=1)
+    is_over.set()
+    wait_for(lambda: not any(thread.name.startswith("fan-out") for thread in threading.enumerate()), "its end")
+    assert len(begun) <= 2
 
 
 def test_an_interrupted_process_begins_nothing_more_and_does_not_wait_for_what_hangs(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_targets_share_one_log_in_at_their_jump_host(server: Server, tmp_path: Path) -> None:
+    before = set(threading.enumerate())
     with start_sshd(tmp_path / "gate", "LogLevel VERBOSE") as gate, SshPool() as pool:
         hosts = [replace(server.host, name=f"n{number}", jump=gate.host) for number in range(4)]
 
@@ -42,6 +44,8 @@ def test_targets_share_one_log_in_at_their_jump_host(server: Server, tmp_path: P
         found = fan_out(hosts, work)
         assert [outcome.value for outcome in found.values()] == [f"n{number}\n".encode() for number in range(4)]
         assert gate.log.read_text().count("Accepted publickey") == 1
+        pool.close()
+        wait_for(lambda: set(threading.enumerate()) <= before, "the end of the log-in there, too")
 
 
 def test_a_jump_host_that_failed_is_tried_again_after_a_while_and_ends_with_the_pool(

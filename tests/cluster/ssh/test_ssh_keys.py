@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import re
 import stat
-import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import paramiko
@@ -96,7 +98,8 @@ def test_a_key_that_a_server_shows_is_judged_by_what_is_known(
 
 def test_damaged_lines_spoil_nothing(tmp_path: Path) -> None:
     bad = (
-        "\n# comment\n\x00\udcff\nonly two\n10.0.0.1 ssh-rsa not*base64\n10.0.0.1 ssh-ed25519 AAAA\n@cert-authority\n"
+        f"\n# comment\n\x00\udcff\nonly two\n10.0.0.1 {OTHER.text[:40]}*{OTHER.text[40:]}\n10.0.0.1 ssh-ed25519 AAAA\n"
+        "@cert-authority\n10.0.0.1 x AAAAAf8=\n"
         f"@odd 10.0.0.1 {OTHER.text}\n10.0.0.1 ssh-ed25519 {KEY.text.split()[1]}\n"
     )
     keys = load(tmp_path, f"{bad}10.0.0.1 {KEY.text}\n10.0.0.1 {RSA.text}")
@@ -138,7 +141,8 @@ def test_a_certificate_vouches_for_a_host_or_what_it_says_is_told(tmp_path: Path
     assert not vouches(shown, "127.0.0.1", [OTHER])
     keys = load(tmp_path, f"@cert-authority * {public_key(f'{authority}.pub').text}")
     if not counts:
-        with pytest.raises(SshError, match=r"does not count: by SHA256:.* for a (host|user), .* until"):
+        end = "" if "-V" in options else re.escape(time.ctime(1 << 40))
+        with pytest.raises(SshError, match=rf"does not count: by SHA256:.* for a (host|user), .* until {end}"):
             keys.check(host("[127.0.0.1]:22"), shown)
 
 
@@ -168,8 +172,9 @@ def shown(key: PublicKey = KEY, name: str = "10.0.0.1") -> ShownKey:
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The trust store, in a place of this test's own."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    return tmp_path / "burst" / "known_hosts"
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path / ".config" / "burst" / "known_hosts"
 
 
 def test_the_trust_store_is_private_and_read_back(store: Path) -> None:
@@ -186,18 +191,15 @@ def test_the_trust_store_is_private_and_read_back(store: Path) -> None:
 def test_forgetting_takes_out_lines_about_that_name_alone(store: Path) -> None:
     add_keys([shown(), shown(RSA), shown(KEY, "10.0.0.11")])
     marked = f"@revoked 10.0.0.1 {OTHER.text}\n@cert-authority 10.0.0.1 {OTHER.text}\n"
-    kept = f"# mine\nodd line\n\n\n*.example {KEY.text}\n10.0.0.1,other {KEY.text}\n{marked}"
-    store.write_text(kept + store.read_text())
+    kept = f"# mine\nodd line\n\n\n*.example {KEY.text}\n10.0.0.1,other {KEY.text}\n{marked}".encode() + b"\xff\n"
+    store.write_bytes(kept + store.read_bytes())
     forget_names(["10.0.0.1", "never"])
-    assert store.read_text() == f"{kept}10.0.0.11 {KEY.text}\n"
+    assert store.read_bytes() == kept + f"10.0.0.11 {KEY.text}\n".encode()
 
 
 def test_many_writers_at_once_lose_nothing(store: Path) -> None:
-    threads = [threading.Thread(target=add_keys, args=([shown(KEY, f"n{k}")],)) for k in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda k: add_keys([shown(KEY, f"n{k}")]), range(16)))
     keys = HostKeys.load([str(store)])
     assert all(keys.find(f"n{k}") for k in range(16))
     assert sorted(file.name for file in store.parent.iterdir()) == [".known_hosts.lock", "known_hosts"]

@@ -118,9 +118,11 @@ def certify_user(server: Server, key: Path, *options: str) -> Path:
 
 def refuses(host: Host, words: str = "accepts none of our keys") -> str:
     """What a log-in that fails says."""
+    before = set(threading.enumerate())
     with pytest.raises(SshError, match=words) as caught:
         connect(host)
     assert caught.value.kind is SshFailure.AUTH
+    wait_for(lambda: set(threading.enumerate()) <= before, "the end of the connection")
     return str(caught.value)
 
 

@@ -22,7 +22,8 @@ from cluster.ssh.hosts import MAX_NODES, NodeList, is_host_name, parse_nodes, re
         ("a[1-4]!a[2-3]", ["a1", "a4"]),
         ("rack[1-2]n[1-2]", ["rack1n1", "rack1n2", "rack2n1", "rack2n2"]),
         ("fe80::[1-2]", ["fe80::1", "fe80::2"]),
-        (f"n[1-{MAX_NODES}]", [f"n{number + 1}" for number in range(MAX_NODES)]),
+        ("n[16000-16001]", ["n16000", "n16001"]),
+        (f"n[1-{MAX_NODES}]x[1]", [f"n{number + 1}x1" for number in range(MAX_NODES)]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shlex
 import shutil
 from dataclasses import replace
@@ -29,7 +30,7 @@ def resolve(tmp_path: Path, config: str, *names: str, **settings: object) -> lis
     return list(resolve_hosts(names, SshConfig(config_file=str(file), **settings)))  # type: ignore[arg-type]
 
 
-def test_everything_that_openssh_says_is_taken(tmp_path: Path) -> None:
+def test_everything_that_openssh_says_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "more").write_text("Host n*\n  IdentityFile ~/keys/%h_%r_%p\n  IdentitiesOnly yes\n")
     config = f"""
 Include {tmp_path}/more
@@ -41,20 +42,23 @@ Host n1
   UserKnownHostsFile {tmp_path}/a {tmp_path}/b
   GlobalKnownHostsFile none
   IdentityAgent none
-  IdentityFile ~/keys/second
-  CertificateFile ~/keys/%n-%i-%l-cert.pub
+  IdentityFile %d/keys/second
+  CertificateFile ~/keys/%n-%i-%l-%k-%u-cert.pub
 """
     (host,) = resolve(tmp_path, config, "n1")
     assert (host.name, host.address, host.user, host.port) == ("n1", "10.1.2.3", "trainer", 2222)
     assert host.key_name == "[10.1.2.3]:2222"
     assert host.known_hosts == (str(trust_file()), f"{tmp_path}/a", f"{tmp_path}/b")
-    assert host.identity_files[0].endswith("/keys/10.1.2.3_trainer_2222")
-    assert not host.identity_files[0].startswith("~")
-    assert [Path(path).name for path in host.identity_files[1:]] == ["second"]
-    assert [Path(path).name for path in host.certificate_files] == [f"n1-{os.getuid()}-{os.uname().nodename}-cert.pub"]
+    me = pwd.getpwuid(os.getuid())
+    assert host.identity_files == tuple(f"{me.pw_dir}/keys/{name}" for name in ("10.1.2.3_trainer_2222", "second"))
+    certificate = f"n1-{me.pw_uid}-{os.uname().nodename}-[10.1.2.3]:2222-{me.pw_name}-cert.pub"
+    assert host.certificate_files == (f"{me.pw_dir}/keys/{certificate}",)
     assert (host.identities_only, host.agent_socket, host.connect_timeout_s) == (True, "", 4.0)
     assert host.jump is None
     assert resolve(tmp_path, "Host *\n  HostKeyAlias node-one\n  Port 2200\n", "n1")[0].key_name == "node-one"
+    monkeypatch.setenv("SSH_AUTH_SOCK", "/agent")
+    for line, socket in (("", "/agent"), ("IdentityAgent SSH_AUTH_SOCK", "/agent"), ("IdentityAgent /mine", "/mine")):
+        assert resolve(tmp_path, f"Host *\n  {line}\n", "n1")[0].agent_socket == socket
 
 
 def test_settings_override_openssh(tmp_path: Path) -> None:
@@ -89,6 +93,10 @@ def test_jump_hosts_that_point_at_each_other_are_refused(tmp_path: Path) -> None
         resolve(tmp_path, "Host *\n  ProxyJump gate\n", "n1")
     with pytest.raises(HostsError, match="jump hosts in a row"):
         resolve(tmp_path, "Host a\n  ProxyJump b\nHost b\n  ProxyJump a\nHost n1\n  ProxyJump a\n", "n1")
+    config = "".join(f"Host g{k}\n  ProxyJump g{k + 1}\n" for k in range(9))
+    assert len(resolve(tmp_path, config, "g1")[0].way) == 8
+    with pytest.raises(HostsError, match="more than 8 jump hosts in a row"):
+        resolve(tmp_path, config, "g0")
 
 
 def test_a_proxy_command_is_what_leads_to_the_outermost_host(tmp_path: Path) -> None:
