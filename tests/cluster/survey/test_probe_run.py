@@ -8,7 +8,7 @@ import tracemalloc
 from collections.abc import Iterator
 
 import pytest
-from testkit.check_fakes import GONE, HEALTHY, SILENCE, Answer, SurveyedNode, answer, done, frame
+from testkit.check_fakes import GONE, HEALTHY, SILENCE, Answer, SurveyedNode, answer, frame
 from testkit.machine_clock import at_most, machine_time
 
 from cluster.checks.groups.host import SYSTEM
@@ -101,14 +101,6 @@ def test_a_flood_is_cut_and_takes_bounded_memory() -> None:
     assert_half(probe)
     assert "longer than 4 MiB" in probe.trouble
     assert peak < 5 * ANSWER_BYTES
-
-
-def test_a_node_that_guesses_a_fence_is_not_believed() -> None:
-    guessed = "@@" + "0" * 32
-    probe = ask(
-        lambda fence: iter([frame(guessed, "host.disk", "ok"), frame(fence, "host.disk", "bad", 1), done(fence)])
-    )
-    assert probe.section("host.disk").exit_code == 1
 
 
 def test_a_node_that_does_not_even_tell_the_time_is_an_error() -> None:
