@@ -76,7 +76,8 @@ class Door:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+    # What is no HTTP is answered in it, too: by that engines with containerd's store know that there is no TLS.
+    protocol_version = default_request_version = "HTTP/1.1"
     server: Any
 
     def do_GET(self) -> None:

@@ -224,6 +224,15 @@ def test_only_who_knows_the_token_reads_and_nobody_writes(method, path, status, 
         assert (headers["Docker-Content-Digest"], headers["Content-Type"]) == (sha(BODY), kind)
 
 
+def test_who_begins_with_tls_is_told_in_http_that_there_is_none(feed):
+    hello, context = ssl.MemoryBIO(), ssl.create_default_context()
+    with pytest.raises(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), hello, server_hostname="localhost").do_handshake()
+    with socket.create_connection(("127.0.0.1", feed(blob_of(BODY)).ports[0]), 20) as connection:
+        connection.sendall(hello.read())
+        assert connection.recv(13) == b"HTTP/1.1 400 "
+
+
 @pytest.mark.parametrize("begin", [0, 1, len(BODY) - 1])
 def test_a_range_is_the_rest_of_a_blob(begin, feed):
     code, body, headers = ask(feed(blob_of(BODY)).ports[0], path_of(BODY), Range=f"bytes={begin}-")
