@@ -82,7 +82,6 @@ class NodeStore:
         take = take or said.extend
         process = self._connection.start(("sh", "-c", script, "burst", self.root, *words))
         try:
-            process.close_stdin()
             while block := process.read(_BLOCK_BYTES, silence_s):
                 take(block)
             result = process.wait(_END_S)
@@ -147,7 +146,7 @@ class NodeCheckpoint:
                 try:
                     verify_files(folder, self.manifest, [name])
                 except CheckpointError:
-                    (folder / name).unlink(missing_ok=True)
+                    (folder / name).unlink()
                     raise
                 sync(folder / name)
             return commit(folder, self.manifest)
@@ -218,7 +217,7 @@ def _checkpoint(step: int, stores: Sequence[NodeStore], errors: Mapping[str, str
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
     """Two that wrote the same files at once would damage both."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

@@ -302,7 +302,7 @@ def write_plan_files(plan: LaunchPlan, run: RunFolder) -> None:
     for name, text in plan.files:
         path = run.path / name
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
             replace_file(path, text)
         except OSError as error:
             raise ClusterError(f"{path}: {error.strerror}") from error

@@ -25,7 +25,6 @@ from cluster.env.plan import (
 from cluster.plan import Backend, NodePlan
 from cluster.survey.facts import NodeFacts
 from engine.config.cluster import ClusterConfig, ContainerConfig
-from engine.config.errors import ConfigError
 from engine.config.settings import DataConfig, RunConfig
 from engine.runs.folder import NODE_VARIABLE, RANK_LOGS_VARIABLE, RUN_ID_VARIABLE, RunFolder
 
@@ -33,17 +32,6 @@ RUN_LABEL = "burst.run"
 CACHE_VARIABLE = "BURST_CACHE_DIR"  # where ranks in a container keep prepared data
 _MACHINE = ("--ipc=host", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864")
 _INFINIBAND = ("--device=/dev/infiniband", "--cap-add=IPC_LOCK")
-
-
-def engine_words(command: str) -> tuple[str, ...]:
-    """`cluster.container.command` as words. Raises ConfigError for one that cannot be split or is empty."""
-    try:
-        words = tuple(shlex.split(command))
-    except ValueError as error:
-        raise ConfigError(f"cluster.container.command={command!r}: {error}") from error
-    if not words:
-        raise ConfigError("cluster.container.command is empty; expected a command line such as docker")
-    return words
 
 
 def user_options(config: ContainerConfig, owner: str, groups: Sequence[int]) -> list[str]:
@@ -227,7 +215,7 @@ class NodesBuilder:
             options += ["--volume", f"{path}:{path}{'' if is_writable else ':ro'}"]
         # The image's own entry point is for people; torchrun needs none.
         program, *arguments = bare.argv
-        command = (*engine_words(config.command), *options, "--entrypoint", program, config.image or "", *arguments)
+        command = (*shlex.split(config.command), *options, "--entrypoint", program, config.image or "", *arguments)
         return replace(bare, argv=command, container=name)
 
     def _mounts(self, site: Site) -> list[tuple[str, bool]]:

@@ -191,8 +191,7 @@ def _chat_template(data: DataConfig) -> ChatTemplate | None:
     try:
         return find_template(data)
     except DataError as error:
-        text = f"warning: the folder gets no chat template: {error}"
-        render.stderr().print(Text(text, style="yellow"), soft_wrap=True)
+        render.say(render.stderr(), Text(f"warning: the folder gets no chat template: {error}", style="yellow"))
         return None
 
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli.figures import DASH, binary_bytes, count
-from burst_cli.render import listing
+from burst_cli.render import listing, say
 from cluster.launch.runner import runner_of
 from cluster.node_checkpoints import NodeCheckpoint, NodeCheckpoints, ask_nodes
 from cluster.plan import LaunchPlan, PlanFileError, read_launch_plan, roots_of
@@ -103,7 +103,7 @@ def newest_undamaged(found: Iterable[One], console: Console) -> One | None:
         if problem is None:
             return one
         where = " on nodes" if one.nodes else ""
-        console.print(Text(f"step {one.step}{where} is passed over: {problem}", "yellow"), soft_wrap=True)
+        say(console, Text(f"step {one.step}{where} is passed over: {problem}", "yellow"))
     return None
 
 
@@ -134,7 +134,7 @@ def on_nodes(run: RunFolder, console: Console) -> Iterator[NodeCheckpoints]:
             answer = ask_nodes(hosts, roots_of(plan), pool.connect)
         for name, error in answer.errors.items():
             text = error if error.startswith(name) else f"{name}: {error}"
-            console.print(Text(f"not asked for checkpoints: {text}", style="yellow"), soft_wrap=True)
+            say(console, Text(f"not asked for checkpoints: {text}", style="yellow"))
         yield answer
 
 

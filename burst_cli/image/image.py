@@ -21,7 +21,6 @@ from cluster.image.archive import pack_image
 from cluster.image.build import Device, build_command, run_build
 from cluster.image.engine import Engine, Image, build_status, engine_here
 from cluster.image.push import Push
-from cluster.plan_nodes import engine_words
 from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.session import SshPool
 from cluster.testbed.spec import parse_rate
@@ -109,7 +108,7 @@ def status(nodes: NodeOptions, image: ImageOption = None, as_json: JsonOption = 
     Exit codes: 0 all hold it, 1 one does not, 3 one could not be asked.
     """
     targets = nodes.select()
-    name, engine = _image_name(targets, image), engine_words(targets.config.cluster.container.command)
+    name, engine = _image_name(targets, image), tuple(shlex.split(targets.config.cluster.container.command))
     try:
         local = _image_here(engine, name).identity
     except ClusterError:
@@ -130,7 +129,7 @@ def _push(targets: Targets, name: str, limit: float | None, *, dry_run: bool, as
     if "@" in name or name.startswith("sha256:"):
         raise ConfigError(f"{name}: no engine lets a digest be given to an image as its name; push it under NAME:TAG")
     begin, console = time.monotonic(), render.stderr()
-    engine = engine_words(targets.config.cluster.container.command)
+    engine = tuple(shlex.split(targets.config.cluster.container.command))
     image = _image_here(engine, name)
     pack = functools.partial(pack_image, engine, image)
     with SshPool() as pool:

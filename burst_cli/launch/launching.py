@@ -255,7 +255,7 @@ def main(run_path: str, way: str) -> int:
     stop = StopRequests()
     with stop.listening():
         try:
-            run, manner = open_run(Path(run_path)), LaunchManner(detach=True, plain=True)
+            run, manner = open_run(Path(run_path)), LaunchManner(detach=True)
             return lead_run(read_launch_plan(run.path), run, stop, manner, start=way == START)
         except BurstError as error:
             return render.fail(error)

@@ -146,10 +146,10 @@ def show_plan(
         return
     console = render.stdout()
     console.print(Text.assemble(("run folder  ", "bold"), plan.run_path, ("  (dry run: not created)", "yellow")))
-    console.print(Text.assemble(("ranks       ", "bold"), _ranks(plan)), soft_wrap=True)
+    render.say(console, Text.assemble(("ranks       ", "bold"), _ranks(plan)))
     console.print(Text.assemble(("backend     ", "bold"), f"{plan.backend.name}, {plan.backend.reason}"))
     if memory is not None:
-        console.print(Text.assemble(("memory      ", "bold"), f"{memory.needs}, by the prediction"), soft_wrap=True)
+        render.say(console, Text.assemble(("memory      ", "bold"), f"{memory.needs}, by the prediction"))
     console.print(launch_notes(memory, warnings, notes), soft_wrap=True, end="")
     if memory is not None and memory.choice.candidates:
         from burst_cli.plan.table import candidates_table
@@ -157,8 +157,7 @@ def show_plan(
         console.print(candidates_table(memory.choice))
     shown, left_out = _shown_files(plan)
     for name, text in shown:
-        console.print(Text(f"\n{name}", style="bold"))
-        console.print(Text("\n".join(f"  {line}" for line in text.splitlines())), soft_wrap=True)
+        render.say(console, Text(f"\n{name}", style="bold"), "\n".join(f"  {line}" for line in text.splitlines()))
     if left_out:
         console.print(Text(f"\n{left_out} more files like {plan.nodes[0].env_file}: see --json", style="dim"))
 

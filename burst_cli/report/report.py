@@ -69,6 +69,6 @@ def report(
     if as_json:
         render.emit_json({**found.to_dict(), **({"output": str(output)} if output is not None else {})})
     elif output is not None:
-        render.stdout().print(f"wrote {output} ({words})", markup=False, soft_wrap=True)
+        render.say(render.stdout(), f"wrote {output} ({words})")
     else:
         render.stdout().print(write.report_view(found, render.stdout().width))

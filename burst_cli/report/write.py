@@ -21,7 +21,7 @@ from burst_cli.eval.view import evaluation_lines, evaluation_tables
 from burst_cli.figures import count_of
 from burst_cli.outputs import has_matplotlib
 from burst_cli.render import Column as TableColumn
-from burst_cli.render import fitted_table, listing, told
+from burst_cli.render import fitted_table, listing, say, told
 from burst_cli.report import compare
 from burst_cli.report.build import Report
 from burst_cli.report.columns import COLUMNS, PROVENANCE, Column, filled, notes_for
@@ -44,8 +44,7 @@ _SIGNS = (b'name="generator" content="burst report', ",".join(_CSV_FIRST).encode
 
 def print_warnings(report: Report, console: Console) -> None:
     """Name what is damaged or lost."""
-    for warning in report.warnings:
-        console.print(told("warning", warning), soft_wrap=True)
+    say(console, *(told("warning", warning) for warning in report.warnings))
 
 
 def written(report: Report, ending: str) -> tuple[str, str]:

@@ -124,8 +124,8 @@ def _cancel(run: RunFolder, stop: StopRequests, *, now: bool) -> Cancelled:
     try:
         before = str(run.read_state()["state"])
         if before not in FINAL_STATES:
-            text = f"{run.exp}/{run.run_id}: asked to stop{' at once' if now else ''}, waiting for its end"
-            render.stderr().print(text, markup=False, soft_wrap=True)
+            how = " at once" if now else ""
+            render.say(render.stderr(), f"{run.exp}/{run.run_id}: asked to stop{how}, waiting for its end")
         return Cancelled(run, before, request_cancel(run, grace_s=0.0 if now else None, stop=stop))
     except BurstError as error:
         return Cancelled(run, before, RunState({"state": before}, problem=str(error)), is_failed=True)

@@ -47,12 +47,11 @@ def choose_run(name: str | None, runs_dir: Path, *, living: bool = False) -> Run
                 f"{len(alive)} runs have not ended: {_listed(alive)}. Say which one: its last six digits are enough."
             )
         return (alive or found)[-1]
-    exact = [run for run in found if name.rstrip("/").rpartition("/")[2] == run.run_id]
-    if len({run.run_id for run in found}) > 1 and not exact and all(run.exp != name for run in found):
+    if len({run.run_id for run in found}) > 1 and all(run.exp != name for run in found):
         raise ConfigError(
             f"{name}: {len(found)} runs begin so: {_listed(found)}. Give more of the run id, or its last six digits."
         )
-    return (exact or found)[-1]
+    return found[-1]
 
 
 def choose_runs(names: Sequence[str], runs_dir: Path) -> list[RunFolder]:

@@ -39,8 +39,8 @@ def failure_block(run: RunFolder, failure: Failure) -> Text:
         dim.append(f"stacks of the rank {failure.stacks}, those of the others beside it")
     if failure.log and failure.kind not in _SELF_EXPLAINING:
         lines = last_lines(failure.log, start=_attempt_start(run, failure.log))
-        dim += [f"last lines of {failure.log}", *(f"│ {line}" for line in lines)]
-        dim[-1:] = dim[-1:] if lines else [f"log {failure.log} (empty)"]
+        dim.append(f"last lines of {failure.log}" if lines else f"log {failure.log} (empty)")
+        dim += [f"│ {line}" for line in lines]
     block.append("".join(f"  {line}\n" for line in dim), style="dim")
     if failure.checkpoint:
         block.append(f"  last checkpoint {failure.checkpoint}\n")

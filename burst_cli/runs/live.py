@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console, ConsoleDimensions, Group, RenderableType
 from rich.live import Live
@@ -24,6 +23,7 @@ from burst_cli.figures import (
     plain,
     sparkline,
 )
+from burst_cli.render import say
 from burst_cli.runs.nodes import NodeRow, node_rows, nodes_table, without_figures
 from burst_cli.runs.progress import RunProgress
 from cluster.control.hang import TRAINING_PHASE
@@ -57,8 +57,8 @@ def open_view(console: Console, progress: RunProgress, *, is_log: bool = False) 
 class _View(LaunchObserver):
     """What both views say in lines."""
 
-    def __init__(self, console: Console, progress: RunProgress, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._progress, self._clock = console, progress, clock
+    def __init__(self, console: Console, progress: RunProgress) -> None:
+        self._console, self._progress, self._clock = console, progress, progress.clock
         self._next = 0.0
 
     def note(self, text: str) -> None:
@@ -66,7 +66,7 @@ class _View(LaunchObserver):
         self._say(f"note: {text}")
 
     def _say(self, text: str) -> None:
-        self._console.print(Text(clean(text)), soft_wrap=True)
+        say(self._console, clean(text))
 
     def _poll(self) -> None:
         """Take up what is new, and say new warnings."""
@@ -112,15 +112,8 @@ class LiveView(_View):
 class PlainView(_View):
     """Lines: phases, figures every few seconds and at the last step, nodes whose state changes or that are not well."""
 
-    def __init__(
-        self,
-        console: Console,
-        progress: RunProgress,
-        clock: Callable[[], float] = time.monotonic,
-        *,
-        is_log: bool = False,
-    ) -> None:
-        super().__init__(console, progress, clock)
+    def __init__(self, console: Console, progress: RunProgress, *, is_log: bool = False) -> None:
+        super().__init__(console, progress)
         self._is_log = is_log
         self._next_nodes, self._shown_step, self._shown_phase = 0.0, 0, ""
         self._known: dict[str, tuple[str, frozenset[str]]] = {}  # node: phase, kinds of notes
@@ -218,12 +211,12 @@ def heading(progress: RunProgress) -> Text:
 
 def _progress_line(progress: RunProgress, width: int) -> RenderableType:
     """Bar, step, times and phase."""
-    wide, elapsed, total = max(4, width // 4), duration(progress.elapsed_s()), max(1, progress.total_steps)
-    phase, bar = clean(progress.phase), ProgressBar(total=None, width=wide, pulse=True)
+    wide, elapsed, total = width // 4, duration(progress.elapsed_s()), progress.total_steps
+    phase, bar = clean(progress.phase), ProgressBar(total=None, width=wide)
     step, times = Text(phase), elapsed
     if progress.latest is not None:
-        bar = ProgressBar(total=total, completed=min(progress.step, total), width=wide)
-        step = Text(f"step {progress.step}/{progress.total_steps}", style="bold")
+        bar = ProgressBar(total=total, completed=progress.step, width=wide)
+        step = Text(f"step {progress.step}/{total}", style="bold")
         # Training needs no mention, because the steps tell.
         shown = "" if progress.phase == TRAINING_PHASE else f"  {phase}"
         times = f"{duration(progress.remaining_s())} left, {elapsed} elapsed{shown}"

@@ -152,7 +152,7 @@ def _rank_states(health: Mapping[str, Any]) -> dict[int, str]:
     return {
         int(name): word(facts, "state", 8) or "?"
         for name, facts in table(health, "ranks").items()
-        if isinstance(name, str) and name.isascii() and name.isdigit() and len(name) < 8
+        if name.isascii() and name.isdigit() and len(name) < 8
     }
 
 

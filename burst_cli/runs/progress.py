@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
@@ -35,7 +35,7 @@ class RunProgress:
         *,
         ran_s: float = 0.0,
     ) -> None:
-        self.run, self._clock, self._started = run, clock, clock() - ran_s
+        self.run, self.clock, self._started = run, clock, clock() - ran_s
         self.total_steps = total_steps or self.facts.steps or 0
         self.latest: Mapping[str, Any] | None = None
         self.validation: Mapping[str, Any] | None = None
@@ -73,7 +73,7 @@ class RunProgress:
     @property
     def straggler(self) -> int | None:
         """The rank that the others waited for in nearly all of the last steps, and for long enough to matter."""
-        rank, _ = Counter(rank for rank, _ in self._stragglers).most_common(1)[0] if self._stragglers else (-1, 0)
+        rank = statistics.mode([rank for rank, _ in self._stragglers] or [-1])
         lost = [seconds for late, seconds in self._stragglers if late == rank]
         matters = rank >= 0 and len(lost) >= _STRAGGLER_LEAST_STEPS and sum(lost) >= _STRAGGLER_LOST_S
         return rank if matters else None
@@ -94,7 +94,7 @@ class RunProgress:
 
     def elapsed_s(self) -> float:
         """Seconds since the launch."""
-        return self._clock() - self._started
+        return self.clock() - self._started
 
     def remaining_s(self) -> float | None:
         """Seconds left, from the median of the last steps; None before there are any."""

@@ -75,11 +75,11 @@ def runs(
     console = render.stdout()
     if not shown:
         of = " of this kind" if state or exp else ""
-        console.print(f"No runs{of} in {runs_dir.absolute()}. Start one with `burst launch exp=tiny`.", markup=False)
+        render.say(console, f"No runs{of} in {runs_dir.absolute()}. Start one with `burst launch exp=tiny`.")
         return
     console.print(runs_table(shown, console.width))
     if len(shown) < len(found):
-        console.print(f"{len(found) - len(shown)} older runs: --limit {len(found)}", style="dim", markup=False)
+        render.say(console, Text(f"{len(found) - len(shown)} older runs: --limit {len(found)}", "dim"))
 
 
 def runs_table(entries: Sequence[tuple[RunFolder, RunState]], width: int) -> Table:

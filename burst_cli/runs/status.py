@@ -174,7 +174,7 @@ def _node(status: NodeStatus, row: NodeRow) -> dict[str, Any]:
     return {
         "node": status.node,
         "phase": status.phase,
-        "heard_s": status.heard_s if status.heard_s != float("inf") else None,
+        "heard_s": status.heard_s,
         "problem": status.problem,
         "mark": row.mark,
         "notes": list(row.notes),
@@ -201,14 +201,14 @@ def print_status(console: Console, status: RunStatus) -> None:
     console.print(Group(*parts, *_troubles(status)))
     failure = failure_from_dict(seen.document.get("failure"))
     if failure is not None:
-        console.print(failure_block(status.run, failure), soft_wrap=True)
+        render.say(console, failure_block(status.run, failure))
     for command, what in status.next_steps.items():
         console.print(Text.assemble((command, "bold"), (f"  {what}", "dim")))
 
 
 def _state_line(status: RunStatus) -> Text:
     seen = status.seen
-    attempt, lease_s = seen.document.get("attempt", 1), number(seen.document, "lease_s")
+    attempt, lease_s = seen.document["attempt"], number(seen.document, "lease_s")
     text = Text.assemble((seen.shown, f"bold {STATE_STYLES.get(seen.shown, '')}".strip()))
     if seen.is_lost:  # nobody controls it
         why = "its ranks go on, nobody controls them"

@@ -188,7 +188,7 @@ def total(estimates: Sequence[Estimate | None], parallel: int) -> tuple[float, f
     known = [one for one in estimates if one is not None]
     if not known or len(known) < len(estimates):
         return None
-    lanes = [0.0] * max(1, parallel)
+    lanes = [0.0] * parallel
     for one in known:  # each cell begins where a lane is free first, as the runner does it
         lanes[lanes.index(min(lanes))] += one.seconds
     return max(lanes), sum(one.device_hours for one in known)

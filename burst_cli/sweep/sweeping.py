@@ -110,7 +110,7 @@ def choose_lanes(names: Sequence[str], parallel: int, *, gpus: int = 0, is_queue
     Without names on this machine, or as jobs of a scheduler. Raises ConfigError where that cannot be.
     """
     if names:
-        if parallel < 1 or len(names) % parallel:
+        if len(names) % parallel:
             legal = ", ".join(str(number) for number in range(1, len(names) + 1) if len(names) % number == 0)
             raise ConfigError(
                 f"--parallel {parallel}: {len(names)} nodes cannot be divided into equal parts; legal values: {legal}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,9 +17,10 @@ import pytest
 from rich.console import Console
 from testkit.clock import Clock
 from testkit.run_maker import health, make_run, plan_document
+from testkit.terminal import lines_of, styled, text_of
 
-from burst_cli.runs.live import PLAIN_INTERVAL_S, PlainView, draw, hang_text, open_view
-from burst_cli.runs.nodes import NodeRow, fold_rows, node_rows
+from burst_cli.runs.live import PlainView, draw, hang_text, open_view
+from burst_cli.runs.nodes import NodeRow, fold_rows, node_rows, nodes_table
 from burst_cli.runs.progress import RunProgress
 from burst_cli.runs.read import RunFacts
 from cluster.control.link import NodeStatus
@@ -57,7 +59,7 @@ def rows_of(statuses: list[NodeStatus]) -> list[NodeRow]:
 def drawn(progress: RunProgress, width: int, rows: Sequence[NodeRow] = (), stop_line: str = "") -> list[str]:
     target = console(width=width)
     target.print(draw(progress, rows, stop_line, width))
-    return [" ".join(line.split()) for line in written(target).splitlines()]
+    return [line.rstrip() for line in written(target).splitlines()]
 
 
 def ended(**death: int) -> NodeStatus:
@@ -69,7 +71,11 @@ def ended(**death: int) -> NodeStatus:
 
 
 def test_nodes_that_are_alike_share_a_row_with_the_span_of_their_figures() -> None:
-    (row,) = rows_of(fleet(tb3=status("tb3", health=health(load1=3.5, ranks={}))))
+    edge = {"memory_used_bytes": 95, "memory_limit_bytes": 100, "disk_free_bytes": 2**30}
+    gpus = [{}, {"utilization": 5, "temperature_c": 89}]
+    healthy = health(load1=3.5, ranks={}, gpus=gpus, **edge)  # no less than it needs to be
+    (row,) = rows_of(fleet(tb3=status("tb3", health=healthy, heard_s=10.0)))
+    assert (row.mark, row.gpu.count(5), row.gpu.count(97), row.memory.count(0.95)) == ("ok", 1, 63, 1)
     assert (row.name, min(row.load), max(row.load)) == ("tb[1-64]", 1.5, 3.5)
     silent = {name: status(name, heard_s=20.0 + number) for number, name in enumerate(list(NODES)[:30])}
     assert [(row.mark, len(row.nodes)) for row in rows_of(fleet(**silent))] == [("warn", 30), ("ok", 34)]
@@ -80,19 +86,28 @@ def test_a_rank_that_has_ended_well_is_not_told_as_dead() -> None:
     assert notes == [(), ("rank 7 dead",), ("rank 7 dead",)]
 
 
+RANKS = {
+    **{name: {"state": state} for name, state in (("5", "t"), ("6", "T"), ("7", "Z"), ("8", "X"), ("1234567", "gone"))},
+    **{"9": {"state": "R"}, "x": {"state": "T"}, "12345678": {"state": "T"}},
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "note", "mark"),
     [
         ({"problem": "tb9: no route to host"}, "no route to host", "bad"),
         ({"phase": "lost"}, "its supervisor is gone without a word", "bad"),
-        ({"heard_s": 12.0}, "not heard for 12 s", "warn"),
-        ({"health": {"ranks": {"6": {"state": "T"}, "7": {"state": "Z"}}}}, "rank 6 stopped; rank 7 dead", "bad"),
+        *(
+            ({"heard_s": 12.0, "phase": phase}, "not heard for 12 s", "warn")
+            for phase in ("starting", "running", "stopping")
+        ),
+        ({"health": {"ranks": RANKS}}, "ranks 5-6 stopped; ranks 7-8 dead; rank 1234567 gone", "bad"),
         ({"health": {"memory_used_bytes": 4 * 2**30}}, "memory 100% full", "warn"),
         ({"health": {"disk_free_bytes": 2**20}}, "disk nearly full: 1 MiB free", "warn"),
         ({"health": {"gpus": [{"index": 3, "throttle": "hw"}]}}, "GPU 3 is throttled: hw", "warn"),
         ({"health": {"gpus": [{"index": 3, "temperature_c": 90}]}}, "GPU 3 has 90 °C", "warn"),
         ({"phase": "ended", "outcome": {"cause": "exit", "exit_code": -9}}, "ended by signal 9", "bad"),
-        ({"phase": "ended", "outcome": {"cause": "lease"}}, "it heard nothing of its launcher", "bad"),
+        ({"phase": "ended", "outcome": {"cause": "lease", "exit_code": 0}}, "it heard nothing of its launcher", "bad"),
         ({"phase": "ended", "outcome": {"cause": "start_failed", "error": "no python"}}, "no python", "bad"),
     ],
 )
@@ -109,7 +124,38 @@ def test_silence_of_a_run_that_has_ended_is_no_news() -> None:
     stopped = status("tb2", health=health(ranks={"0": {"state": "T"}}), heard_s=5000.0)
     rows = node_rows([ended, stopped], RunFacts(), straggler=0, is_over=True)
     assert [(row.mark, row.notes, row.ranks) for row in rows] == [("ok", (), ()), ("ok", (), ("T",))]
-    assert [row.notes for row in node_rows([replace(stopped, phase="stopping", heard_s=1.0)], RunFacts())] == [()]
+    assert [row.load for row in rows] == [(), (1.5,)]
+    left = status("tb1", phase="ended", outcome={"cause": "stop", "exit_code": -15})
+    odd = status("tb3", health={"ranks": {"0": {}, "1": {"state": "too long a word"}}, "memory_used_bytes": 5})
+    rows = node_rows([replace(stopped, phase="stopping", heard_s=1.0), left, odd], RunFacts())
+    assert [(row.notes, row.ranks, row.memory) for row in rows] == [
+        *(((), ("T",), (0.25,)), ((), (), ()), ((), ("?", "too long…"), ())),
+    ]
+
+
+def test_a_table_of_nodes_tells_how_they_are_by_words_and_colours() -> None:
+    names = [f"rack-{number}-left" for number in (1, 5, 9)]
+    statuses = [
+        *(status(name, health=health(load1=load)) for name, load in zip(names, (1.0, 2.0, 3.0), strict=True)),
+        *(NodeStatus("tb1"), NodeStatus("tb2", problem="tb2: no route"), status("tb3", phase="lost")),
+        *(status("tb4", phase="stopping", heard_s=12.0), status("tb5", phase="ended", outcome={"cause": "stop"})),
+    ]
+    table = nodes_table(node_rows(statuses, RunFacts()), 120)
+    assert [line.rstrip() for line in text_of(table, width=120).splitlines()] == [
+        "node              state       ranks   GPU    load memory",
+        "tb2               unknown     –         –       –      – no route",
+        "tb3               lost        –       97%     1.5    25% its supervisor is gone without a word",
+        "tb4               stopping    –       97%     1.5    25% not heard for 12 s",
+        "rack-[1,5,9]-left running     3 R 3 S 97% 1.0-3.0    25%",
+        "tb1               not started –         –       –      –",
+        "tb5               ended       –         –       –      –",
+    ]
+    mute = [("tb2", "bold red"), ("unknown", "dim"), ("no route", "bold red")]
+    lost = [(text, "bold red") for text in ("tb3", "lost", "its supervisor is gone without a word")]
+    quiet = [(text, "yellow") for text in ("tb4", "stopping", "not heard for 12 s")]
+    assert styled(table)[6:] == [*mute, *lost, *quiet, ("running", "green"), ("not started", "dim")]
+    narrow = nodes_table(node_rows(statuses[:3], RunFacts()), 60)
+    assert lines_of(narrow)[1] == "3 nodes running 3 R 3 S 97% 1.0-3.0 25%"
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------
@@ -158,10 +204,11 @@ def test_a_straggler_is_late_again_and_again_and_by_seconds_that_matter(
 ) -> None:
     progress = RunProgress(bare, 200)
     for number in range(1, 11):
-        late = {"straggler_rank": 3 if number <= late_steps else 1, "rank_wait_s_max": 0.5 + lost_s}
-        bare.append_metrics({"step": number, "rank_wait_s_min": 0.5, **late})
+        least = 0.5 * (number % 2)
+        late = {"straggler_rank": 0 if number <= late_steps else 1, "rank_wait_s_max": least + lost_s}
+        bare.append_metrics({"step": number, "rank_wait_s_min": least, **late})
         progress.poll()
-    assert progress.straggler == (3 if is_named else None)
+    assert progress.straggler == (0 if is_named else None)
     for number in range(11, 20):
         bare.append_metrics({"step": number, "straggler_rank": None, "rank_wait_s_min": None})
     progress.poll()
@@ -185,8 +232,8 @@ def test_hang_is_counted_down_by_the_rule_of_the_controller(tmp_path: Path) -> N
     run.append_event("phase", phase="train")
     run.append_metrics({"step": 1, "step_time_s": 1.0})
     assert said_after(14) is None
-    assert said_after(11) == "no step for 25 s; stacks will be taken at 30 s"
-    assert said_after(6) == "no step for 31 s: it may hang, stacks are taken"
+    assert said_after(1) == "no step for 15 s; stacks will be taken at 30 s"
+    assert said_after(15) == "no step for 30 s: it may hang, stacks are taken"
     said = run.log_path("tb1", 1).with_suffix(".status.json")
     said.parent.mkdir(parents=True)
     said.write_text("{}")
@@ -199,13 +246,13 @@ def test_hang_is_counted_down_by_the_rule_of_the_controller(tmp_path: Path) -> N
 
 
 def test_plain_view_prints_figures_every_few_seconds_and_at_the_end(bare: RunFolder) -> None:
-    clock, target = Clock(), console()
-    view = PlainView(target, RunProgress(bare, 4, clock), clock)
+    clock, target = Clock(0.0), console()
+    view = PlainView(target, RunProgress(bare, 4, clock))
     for number in (1, 2, 3):
         step(bare, number)
         view.tick()
         if number == 2:
-            clock.now += PLAIN_INTERVAL_S
+            clock.now += 2.0
     step(bare, 4, validation_loss=2.0, validation_bits_per_byte=1.5)
     view.tick()
     view.tick()
@@ -216,7 +263,7 @@ def test_plain_view_prints_figures_every_few_seconds_and_at_the_end(bare: RunFol
 
 
 def test_plain_view_tells_phases_warnings_stops_and_evaluations_without_escapes(bare: RunFolder) -> None:
-    target = console()
+    target = console(width=40)
     view = PlainView(target, RunProgress(bare, 40))
     bare.append_event("phase", phase="build\x1b[31m model")
     bare.append_event("warning", message="mfu [b]above[/b] 1")
@@ -237,7 +284,7 @@ def test_plain_view_tells_phases_warnings_stops_and_evaluations_without_escapes(
 
 def test_a_log_has_the_time_of_every_line_and_figures_once_a_minute(bare: RunFolder) -> None:
     clock, target = Clock(), console()
-    view = PlainView(target, RunProgress(bare, 9, clock), clock, is_log=True)
+    view = PlainView(target, RunProgress(bare, 9, clock), is_log=True)
     for number in (1, 2, 3):
         step(bare, number)
         view.tick()
@@ -249,10 +296,10 @@ def test_a_log_has_the_time_of_every_line_and_figures_once_a_minute(bare: RunFol
 
 
 def test_plain_lines_tell_changes_of_nodes_once(bare: RunFolder) -> None:
-    target, clock = console(), Clock()
-    view = PlainView(target, RunProgress(bare, 200), clock)
+    target, clock = console(), Clock(0.0)
+    view = PlainView(target, RunProgress(bare, 200, clock))
     for seconds in (12.0, 13.0, 14.0):
-        view.nodes(fleet(tb5=status("tb5", heard_s=seconds)))
+        view.nodes([*fleet(tb5=status("tb5", heard_s=seconds)), NodeStatus("tb65")])
         clock.now += 1.0
     view.nodes(fleet())
     clock.now += 1.0
@@ -274,12 +321,17 @@ def test_live_view_redraws_its_block_and_says_warnings_and_notes_above(bare: Run
     target = console(terminal=True)
     step(bare, 3, loss=2.0)
     bare.append_event("warning", message="clocks are odd")
+    threads = threading.active_count()
     with open_view(target, RunProgress(bare, 4)) as view:
         view.nodes(fleet(tb2=status("tb2", problem="tb2: connection lost")))
         view.tick()
+        assert "connection lost" in written(target)
         view.note("tb2 was slow \x1b[31mto answer")
         view.stopping("SIGTERM", 0.0)
+        shown = written(target)
+        assert threading.active_count() == threads
     text = written(target)
+    assert text[len(shown) :].count("\x1b[2K") > 5  # the block is gone at the end
     assert "\x1b[?25l" in text
     lines = ("warning: clocks are odd", "step 3/4", "connection lost", "tb[1,3-64]", "note: tb2 was slow to answer")
     assert [part for part in (*lines, "SIGTERM: killing the ranks now") if part not in text] == []
@@ -291,31 +343,31 @@ def test_live_view_redraws_its_block_and_says_warnings_and_notes_above(bare: Run
         (
             100,
             [
-                "tiny/20260101-000000-aaaaaa ring, 3 x 2 ranks, seq 4,096",
-                "━ step 10/200 6:20 left, 1:05 elapsed evaluate",
-                "loss 0.5000 █▄▃▂▂▂▁▁▁▁ tokens/s/device 7.72K MFU 25% peak memory 1 GiB validation 2.0000",
+                "tiny/20260101-000000-aaaaaa  ring, 3 x 2 ranks, seq 4,096",
+                "━                         step 10/200 6:20 left, 1:05 elapsed  evaluate",
+                "loss 0.5000 █▄▃▂▂▂▁▁▁▁   tokens/s/device 7.72K   MFU 25%   peak memory 1 GiB   validation 2.0000",
                 "bits/byte 1.5000",
                 "Ctrl-C: stopping the ranks, killing what is left",
-                "node state ranks GPU load memory",
-                "tb2 running – 97% 1.5 25% not heard for 12 s",
-                "tb3 running 1 R 97% 3.0 25% straggler: rank 4",
-                "tb1 running – 97% 1.5 25%",
+                "node state   ranks GPU load memory",
+                "tb2  running –     97%  1.5    25% not heard for 12 s",
+                "tb3  running 1 R   97%  3.0    25% straggler: rank 4",
+                "tb1  running –     97%  1.5    25%",
             ],
         ),
         (
             40,
             [
-                "tiny/20260101-000000-aaaaaa ring, 3 x …",
-                "╸ step 10/200 6:20 left, 1:05 e",
-                "loss 0.5000 █▄▃▂▂▂▁▁▁▁ tokens/s/device",
-                "7.72K MFU 25% peak memory 1 GiB",
-                "validation 2.0000 bits/byte 1.5000",
+                "tiny/20260101-000000-aaaaaa  ring, 3 x …",
+                "╸          step 10/200 6:20 left, 1:05 e",
+                "loss 0.5000 █▄▃▂▂▂▁▁▁▁   tokens/s/device",
+                "7.72K   MFU 25%   peak memory 1 GiB",
+                "validation 2.0000   bits/byte 1.5000",
                 "Ctrl-C: stopping the ranks, killing what",
                 "is left",
-                "node state GPU",
-                "tb2 running 97% not heard for 12 s",
-                "tb3 running 97% straggler: rank 4",
-                "tb1 running 97%",
+                "node state   GPU",
+                "tb2  running 97% not heard for 12 s",
+                "tb3  running 97% straggler: rank 4",
+                "tb1  running 97%",
             ],
         ),
     ],
@@ -332,6 +384,8 @@ def test_a_block_has_what_matters_most_first_and_fits_the_width(tmp_path: Path, 
     odd = status("tb3", health=health(load1=3.0, ranks={"4": {"state": "R"}}))
     rows = node_rows([status("tb1"), status("tb2", heard_s=12.0), odd], progress.facts, straggler=4)
     assert drawn(progress, width, rows, "Ctrl-C: stopping the ranks, killing what is left") == lines
+    pieces = styled(draw(progress, rows, "stop", 100), width=100)
+    assert {("step 10/200", "bold"), ("6:20 left, 1:05 elapsed  evaluate", "dim"), ("stop", "yellow")} <= set(pieces)
 
 
 def test_before_the_first_step_a_block_shows_that_something_goes_on(bare: RunFolder) -> None:
