@@ -14,3 +14,9 @@ def clean_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("BURST_RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.setenv("COLUMNS", "320")
     return tmp_path
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Where runs lie."""
+    return tmp_path / "runs"

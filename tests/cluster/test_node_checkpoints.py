@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from testkit.connections import LocalConnection
 from testkit.saved_checkpoints import newest_verified
 
 from burst_cli.checkpoint.view import prune_run
-from cluster.errors import SshError, SshFailure
+from cluster.errors import ClusterError, SshError, SshFailure
 from cluster.node_checkpoints import NodeCheckpoint, NodeCheckpoints, ask_nodes
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import Host
@@ -76,21 +77,36 @@ def test_parts_of_all_nodes_make_up_what_is_listed_and_compared(nodes: Nodes) ->
     assert [(one.step, one.nodes, one.problem) for one in answer.found] == [(20, "n[1-2]", None), (10, "n[1-2]", None)]
     told: list[int] = []
     assert answer.found[0].verify(told.append) is None
-    assert sum(told) == 2 * (len(PART) + 2)
+    assert told == [len(PART) + 2] * 2
 
 
 def test_damage_is_named_with_its_node(nodes: Nodes) -> None:
     nodes.part("n2", 20, FILES[1]).write_bytes(PART + b"!!")
     assert "n2: ~/saved/run/step-00000020/rank00001" in str(nodes.newest().verify(lambda size: None))
     nodes.part("n2", 10, FILES[1]).write_bytes(PART)
-    assert "rank00001.safetensors of 2 files lie whole on no node" in str(nodes.ask().found[1].problem)
+    nodes.part("n2", 10, "r\u00e9sum\u00e9").touch()  # somebody else's
+    none = "of 2 files lie whole on no node that answers"
+    assert nodes.ask().found[1].problem == f"rank00001.safetensors {none}"
+    nodes.part("n1", 10, FILES[0]).write_bytes(PART)
+    newest, damaged = nodes.ask().found
+    assert damaged.problem == damaged.verify(lambda size: None) == f"rank00000.safetensors and 1 more {none}"
+    shutil.copytree(nodes.part("n1", 20, ""), nodes.part("n1", 30, ""))
+    assert nodes.newest().problem == "n1: ~/saved/run/step-00000030/MANIFEST.json is of step 20"
+    shutil.rmtree(nodes.homes["n1"])
+    where = "n1: ~/saved/run/step-00000020/rank00000.safetensors: burst: "
+    with pytest.raises(ClusterError, match=f"^{where}"):
+        newest.verify(lambda size: None)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000, "\0"])
-def test_a_manifest_that_is_none_is_named_with_its_node(nodes: Nodes, text: str) -> None:
+def test_a_manifest_that_is_none_is_named_with_its_node(nodes: Nodes, tmp_path: Path, text: str) -> None:
     for node in nodes.homes:
         nodes.part(node, 20, "MANIFEST.json").write_text(text)
-    assert "n1: ~/saved/run/step-00000020/MANIFEST.json is damaged" in str(nodes.newest().problem)
+    newest = nodes.newest()
+    assert newest.problem == "n1: ~/saved/run/step-00000020/MANIFEST.json is damaged: it is no JSON object"
+    assert newest.verify(lambda size: None) == newest.problem
+    with pytest.raises(CheckpointError, match=f"of step 20 cannot be fetched: {newest.problem}"):
+        newest.fetch(tmp_path / "here", lambda size: None)
 
 
 def test_a_node_that_does_not_answer_is_named_by_what_it_alone_holds(nodes: Nodes) -> None:
@@ -119,12 +135,16 @@ def test_what_is_fetched_is_a_checkpoint_as_if_it_had_been_written_here(nodes: N
 
 def test_an_interrupted_fetch_goes_on_where_it_was(nodes: Nodes, tmp_path: Path) -> None:
     here, half = tmp_path / "here", len(PART) // 2
-    partial = new_folder(here, 20, "ab") / FILES[0]
-    partial.write_bytes(PART[:half])
-    nodes.newest().fetch(here, lambda size: None)
-    words = [list(process.popen.args) for one in nodes.connections for process in one.processes]  # type: ignore[arg-type]
-    assert [f"step-00000020/{FILES[0]}", str(half + 1)] in [each[-2:] for each in words]
+    folder, told, newest = new_folder(here, 20, "ab"), list[int](), nodes.newest()
+    (folder / FILES[0]).write_bytes(PART[:half])
+    shutil.copy(nodes.part("n2", 20, FILES[1]), folder)
+    newest.fetch(here, told.append)
+    words = [list(process.popen.args)[-2:] for one in nodes.connections for process in one.processes]  # type: ignore[arg-type]
+    assert [each for each in words if "safetensors" in each[0]] == [[f"step-00000020/{FILES[0]}", str(half + 1)]]
+    assert (told[0], sum(told)) == (half, 2 * (len(PART) + 2))
     assert newest_verified(here) is not None
+    (new_folder(here, 10, "ab") / FILES[1]).write_bytes(PART * 2)  # longer than it was written
+    assert nodes.ask().found[1].fetch(here, lambda size: None) == here / "step-00000010"
 
 
 def test_a_second_fetch_at_the_same_time_is_refused(nodes: Nodes, tmp_path: Path) -> None:
@@ -148,6 +168,8 @@ def test_nothing_damaged_is_taken(nodes: Nodes, tmp_path: Path, damage: bytes) -
     with pytest.raises(CheckpointError):
         newest.fetch(tmp_path / "here", lambda size: None)
     assert newest_verified(tmp_path / "here") is None
+    nodes.part("n2", 20, FILES[1]).write_bytes(PART + bytes([1, 20]))
+    assert newest.fetch(tmp_path / "here", lambda size: None).name == "step-00000020"
 
 
 def ended_run(tmp_path: Path) -> RunFolder:

@@ -6,9 +6,13 @@ import contextlib
 import io
 import os
 import pty
+import re
 from collections.abc import Callable
 
 from rich.console import Console, RenderableType
+from rich.text import Text
+
+_COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
 
 
 def on_terminal(start: Callable[[int], object]) -> str:
@@ -35,3 +39,15 @@ def text_of(*views: RenderableType, width: int = 200) -> str:
 def lines_of(*views: RenderableType, width: int = 200) -> list[str]:
     """What is printed, line by line, with single blanks."""
     return [" ".join(line.split()) for line in text_of(*views, width=width).splitlines()]
+
+
+def styled(*views: RenderableType, width: int = 200) -> list[tuple[str, str]]:
+    """The pieces of text that have a style on a terminal, and which."""
+    stream = io.StringIO()
+    for view in views:
+        Console(file=stream, width=width, force_terminal=True, color_system="standard", highlight=False).print(view)
+    text = Text.from_ansi(stream.getvalue())
+    pieces = [(text.plain[span.start : span.end].strip(), str(span.style)) for span in text.spans]
+    return [
+        (piece, re.sub(r"color\(([0-7])\)", lambda at: _COLOURS[int(at[1])], style)) for piece, style in pieces if piece
+    ]

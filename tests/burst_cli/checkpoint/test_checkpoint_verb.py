@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +11,13 @@ import pytest
 from testkit.fake_plan import TWO_RANKS, fake_plan
 from testkit.run_maker import make_run
 from testkit.saved_checkpoints import FILE, save_checkpoint
+from testkit.terminal import styled
 
+from burst_cli.checkpoint.view import checkpoints_table
 from burst_cli.figures import binary_bytes
 from cluster.plan import with_files
 from engine.config.cluster import SshConfig
-from engine.config.settings import CheckpointConfig, RunConfig, TrainConfig
+from engine.config.settings import CheckpointConfig, RunConfig, TrainConfig, dump_config
 from engine.runs.commit import list_checkpoints
 from engine.runs.folder import RunFolder, create_run
 
@@ -67,6 +70,9 @@ def test_damage_is_found_and_named(burst, run: RunFolder) -> None:
         f"10 – – – – here {unreadable['problem']}",
     ]
     assert steps(run) == [40, 30, 20, 10]
+    table = checkpoints_table(burst("checkpoint", "verify", "--json").document["checkpoints"])
+    words = [("as it was written", "green"), (damaged["problem"], "red"), ("as it was written", "green")]
+    assert styled(table, width=400)[6:] == [*words, (unreadable["problem"], "red")]
 
 
 def test_old_ones_go_and_a_rehearsal_changes_nothing(burst, run: RunFolder) -> None:
@@ -81,6 +87,7 @@ def test_old_ones_go_and_a_rehearsal_changes_nothing(burst, run: RunFolder) -> N
     assert (result.code, result.out) == (0, f"deleted {told}")
     assert steps(run) == [40, 30, 20]
     assert burst("checkpoint", "prune", "--keep-last", "3").out == "nothing to delete; kept: step 20, 30, 40\n"
+    assert burst("checkpoint", "prune").out.endswith("; kept: step 30, 40\n")
 
 
 def test_what_is_here_is_fetched_from_nowhere(burst, run: RunFolder) -> None:
@@ -95,11 +102,24 @@ def test_nodes_are_asked_unless_their_folder_is_seen_here(burst, tmp_path: Path)
     cluster = replace(TWO_RANKS.cluster, ssh=SshConfig(port=1))  # where nobody listens
     plan = fake_plan(tmp_path / "runs/tiny/20260101-000000-aaaaaa", RunConfig(train=settings, cluster=cluster))
     nodes = tuple(replace(node, name="127.0.0.1", folder="/of/the/node") for node in plan.nodes)
-    plan = with_files(replace(plan, launcher="ssh", nodes=nodes))
+    config = replace(plan.config, cluster=replace(plan.config.cluster, launcher="ssh", nodes="127.0.0.1"))
+    written = ("config.yaml", dump_config(config))
+    plan = with_files(replace(plan, launcher="ssh", nodes=nodes, config=config), written)
     made = create_run(Path(plan.run_path), dict(plan.files))
     asked = burst("checkpoint", "list")
     assert (asked.code, asked.out) == (0, f"tiny/{made.run_id} has no checkpoints.\n")
-    assert "not asked for checkpoints: 127.0.0.1" in asked.err
+    refused = "127.0.0.1: 127.0.0.1 port 1 refuses connections; is sshd running?"
+    assert asked.err == f"not asked for checkpoints: {refused}\n"
+    none = f"the nodes of run {made.run_id} have no whole checkpoint{{}}; they have: none; no answer of 127.0.0.1"
+    for words, of in ((("checkpoint", "fetch"), ""), (("checkpoint", "fetch", "--step", "5"), " of step 5")):
+        fetched = burst(*words)
+        assert (fetched.code, none.format(of) in fetched.err) == (1, True)
+    evaluated = burst("eval", "tiny", "cluster.launcher=local", "cluster.nodes=null", "attention=burst")
+    assert (evaluated.code, none.format("") in evaluated.err) == (1, True)
+    local = save_checkpoint(made.path / "checkpoints", 20)
+    newest = {"run_id": made.run_id, "step": 20, "path": str(local)}
+    assert burst("checkpoint", "fetch", "--json").document == newest
+    shutil.rmtree(local)
     save_checkpoint(tmp_path / "shared" / made.run_id, 30)
     seen = burst("checkpoint", "list", "--json")
     assert [one["step"] for one in json.loads(seen.out)["checkpoints"]] == [30]
@@ -109,7 +129,8 @@ def test_nodes_are_asked_unless_their_folder_is_seen_here(burst, tmp_path: Path)
 def test_the_newest_undamaged_one_stays_and_a_living_run_is_left_alone(burst, run: RunFolder, tmp_path: Path) -> None:
     for step in (30, 40):
         (run.path / f"checkpoints/step-000000{step}" / FILE).write_bytes(b"")
-    burst("checkpoint", "prune", "--keep-last", "1")
+    passed = burst("checkpoint", "prune", "--keep-last", "1").err.splitlines()
+    assert [line.partition(": ")[0] for line in passed if line] == [f"step {step} is passed over" for step in (40, 30)]
     assert steps(run) == [40, 20]
     made = make_run(tmp_path / "runs", "tiny/20260102-000000-bbbbbb", state="running")
     none = burst("checkpoint", "verify", made.run_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ def export(burst, tmp_path: Path):
             train_bpe(TEXTS, 280).save(run.path)  # as rank 0 keeps it there
         result = burst("checkpoint", "export", "aaaaaa", str(tmp_path / "out"))
         assert result.code == 0, result.err
+        assert re.match(rf"step 1: 1 file of weights, \d+ B, in {tmp_path}/out\n", result.out)
         return tmp_path / "out"
 
     return exported

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from testkit.saved_checkpoints import save_checkpoint
 
-from burst_cli.eval.request import weights_of
+from burst_cli.eval.request import evaluation_base, weights_of
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import (
     AttentionConfig,
@@ -108,6 +108,9 @@ def test_an_experiment_is_evaluated_without_a_run(burst: Any, tmp_path: Path) ->
         (("mine", "train.seq_len=512,1024"), 2, "a list of values is a sweep"),
         (("bare",), 1, "has no checkpoint under"),
         (("bare",), 1, "train.checkpoint.at_end=true"),
+        ((), 2, "evaluates weights that are there, but none are named"),
+        (("~exp", "exp=tiny"), 2, "evaluates weights that are there, but none are named"),
+        (("mine", "train.seq_len=512", "exp=tiny"), 2, "the run says what is evaluated, so exp= cannot"),
     ],
 )
 def test_mistakes_are_named(burst: Any, run: RunFolder, words: tuple[str, ...], code: int, message: str) -> None:
@@ -133,3 +136,7 @@ def test_nodes_over_ssh_find_their_own_run_folders_each_in_its_own_home(burst: A
         (run.path / "launch.json").write_text(json.dumps(plan))
         assert weights_of(run, None) == expected
         assert weights_of(run, 40) == f"{expected}/step-00000040"
+    named, queued = ClusterConfig(nodes="n[1-2]", num_nodes=2), ClusterConfig(launcher="slurm", num_nodes=2)
+    for cluster, count in ((named, None), (queued, 2)):  # nodes that are named are counted anew
+        (run.path / "config.yaml").write_text(dump_config(replace(CONFIG, cluster=cluster)))
+        assert evaluation_base(run, "/w").cluster.num_nodes == count

@@ -102,15 +102,6 @@ def test_without_a_terminal_progress_is_lines_on_stderr_and_the_result_goes_to_s
     assert "step 5/5" not in completed.stdout
 
 
-def test_plan_script_runs_the_same_ranks_again(completed: Launch) -> None:
-    run = completed.run
-    environment = {**os.environ, "FAKE_MODE": "ok"}
-    subprocess.run(["sh", run.path / "plan.sh"], env=environment, cwd="/", check=True, timeout=END_S)
-    state = run.read_state()
-    assert (state["state"], state["attempt"], len(run.read_metrics())) == ("completed", 2, 5)
-    assert (run.path / "attempts" / "1" / "metrics.jsonl").exists()
-
-
 def test_failing_rank_gives_one_readable_block_without_its_terminal_escapes(tmp_path: Path) -> None:
     failed = Launch(tmp_path, "raise")
     assert (failed.end(), failed.stdout, failed.stderr.count("FAILED")) == (1, "", 1)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from testkit.command_line import Burst
+from testkit.fake_plan import CODE, node_facts, nodes, run_config
 
 from burst_cli.compose import compose
 from burst_cli.launch.launching import conclude
+from burst_cli.launch.prepare import show_job, show_plan
 from cluster.control.link import LaunchOutcome, Leftover
+from cluster.launch.local import build_local_plan
+from cluster.launch.ssh import build_ssh_plan
+from cluster.plan import with_files
+from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig, dump_config
 from engine.data.tokenizers import train_bpe
 from engine.runs.folder import create_run
@@ -35,11 +42,37 @@ def test_dry_run_prints_the_plan_and_creates_nothing(tmp_path: Path, burst: Burs
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_plan_of_many_nodes_shows_two_environments(capsys: pytest.CaptureFixture[str]) -> None:
+    for count, more in ((3, False), (4, True)):
+        plan = build_ssh_plan(run_config(), nodes(count), CODE, Path("/runs/tiny/20260101-000000-abcdef"))
+        show_plan(plan, None, ["n1 is odd"], ["n2 is good"], as_json=False)
+        out = capsys.readouterr().out
+        head = "run folder  /runs/tiny/20260101-000000-abcdef  (dry run: not created)"
+        ranks = f"ranks       {count} ranks on {count} nodes (n[1-{count}]), by ssh"
+        told = [f"backend     gloo, {plan.backend.reason}", "n2 is good", "warning: n1 is odd", "", "command on n1"]
+        assert out.splitlines()[:7] == [head, ranks, *told]
+        assert [f"\nenv/n{number}.env\n" in out for number in range(1, count + 1)] == [
+            True,
+            True,
+            *[not more] * (count - 2),
+        ]
+        assert ("\n2 more files like env/n1.env: see --json\n" in out) == more
+        show_plan(plan, None, ["n1 is odd"], ["n2 is good"], as_json=True)
+        out, err = capsys.readouterr()
+        assert (json.loads(out), err) == (plan.to_dict(), "n2 is good\nwarning: n1 is odd\n")
+    here = build_local_plan(RunConfig(), node_facts("here"), Path("/runs/tiny/20260101-000000-abcdef"))
+    show_plan(with_files(here, *((name, "") for name in ("a", "job.yaml", "job.sbatch"))), None, as_json=False)
+    shown = [line for line in capsys.readouterr().out.splitlines() if line and " " not in line]
+    assert shown == ["plan.sh", "job.sbatch", "job.yaml", "env/here.env", "config.yaml", "a"]
+    with pytest.raises(ConfigError, match="--as skypilot needs"):
+        show_job(here, "skypilot")
+
+
 @pytest.mark.parametrize(
     ("settings", "code", "said"),
     [
         (("model.vocab_size=270",), 2, "model.vocab_size=270 is too small: the data has tokens up to 279"),
-        (("train.seq_len=100000", "--force"), 1, "train.seq_len"),
+        (("train.seq_len=100000", "model.vocab_size=280", "--force"), 1, "train.seq_len"),
     ],
 )
 def test_data_that_does_not_suit_the_model_leaves_no_run(

@@ -10,60 +10,14 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file
-from testkit.ranks import Pools
-from testkit.tiny_training import full_weights, start_run
-from testkit.whole_runs import small_corpus, trained
 
 from burst_cli.compose import compose
-from engine.config.settings import RunConfig
-from engine.runs.commit import list_checkpoints
-from engine.runs.folder import RunFolder, list_runs
-from engine.runs.manifest import read_manifest
+from engine.runs.folder import list_runs
 
 ROOT = Path(__file__).resolve().parents[3]
-ONE_RANK = ("cluster.ranks_per_node=1", "cluster.backend=gloo", "attention=single", "data.tokenizer=bytes")
 QUICK = ("train.steps=1", "train.eval_samples=1", "optimizer.warmup_steps=0")
 TEXT = re.search(r"## From 1K to 8K on a laptop\n\n```sh\n(.*?)```", (ROOT / "docs/recipes.md").read_text(), re.DOTALL)
-
-
-def config_of(*words: str) -> RunConfig:
-    return compose([*words, *QUICK, *ONE_RANK, "train.peak_flops_per_device=1e12"], []).config
-
-
-def first_weights(config: RunConfig) -> dict[str, np.ndarray]:
-    """Of a run that begins with this configuration."""
-    return {name: weight.numpy() for name, weight in full_weights(start_run(config).model).items()}
-
-
-def test_the_second_half_begins_with_the_exported_weights_of_the_first(burst, ranks: Pools, tmp_path: Path) -> None:
-    first = config_of("exp=toy_1k", "train.seq_len=64", "data.echo_tokens=32")
-    first = replace(first, data=replace(small_corpus(tmp_path), validation_fraction=0.2))
-    run = trained(ranks, 1, first, tmp_path / "runs")
-    result = burst("checkpoint", "export", str(run.path), str(tmp_path / "toy_1k_model"), "--dtype", "float32")
-    assert result.code == 0, result.err
-    second = config_of("exp=toy_8k", f"model.init_from={tmp_path / 'toy_1k_model'}")
-    assert_same(saved_weights(run), ranks(1).run(first_weights, second)[0])
-
-
-def saved_weights(run: RunFolder) -> dict[str, np.ndarray]:
-    """Of the newest checkpoint of a run on one rank."""
-    (checkpoint,) = list_checkpoints(run.path / "checkpoints")
-    manifest = read_manifest(checkpoint.path)
-    found = {}
-    for name, facts in manifest.tensors.items():
-        (chunk,) = facts.chunks
-        if name.startswith("model."):
-            found[name.removeprefix("model.")] = load_file(checkpoint.path / chunk.file)[chunk.key]
-    return found
-
-
-def assert_same(expected: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> None:
-    assert set(found) == set(expected) != set()
-    for name, weight in expected.items():
-        np.testing.assert_array_equal(found[name], weight.reshape(found[name].shape), err_msg=name)
 
 
 def test_the_second_half_stretches_the_model_of_the_first_to_its_own_length() -> None:

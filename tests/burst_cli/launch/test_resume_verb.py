@@ -22,13 +22,12 @@ from burst_cli.launch.take_over import UnknownRunError, find_way
 from cluster.control.attempt import ControllerBusyError, RunState, controlling
 from engine.runs.folder import RunFolder
 
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "runs"
-
-
 # --- which way --------------------------------------------------------------------------------------------------------
+
+
+ASKED = "asking the nodes of tiny/20260101-000000-aaaaaa\n"
+TAKEN = "it runs on without a controller: taking it over, attempt 1"
+NEXT = "starting attempt 2"
 
 
 def runs_on(run: RunFolder) -> RunState:
@@ -37,7 +36,7 @@ def runs_on(run: RunFolder) -> RunState:
 
 def has_ended(run: RunFolder) -> RunState:
     run.transition("failed", failure={"type": "ValueError", "message": "no head", "rank": 0})
-    return RunState({"state": "failed"})
+    return RunState({"state": "failed"}, problem="a node does not answer")
 
 
 def nobody_is_asked(run: RunFolder) -> RunState:
@@ -47,10 +46,10 @@ def nobody_is_asked(run: RunFolder) -> RunState:
 @pytest.mark.parametrize(
     ("state", "ask", "way", "said"),
     [
-        ("running", runs_on, "take over", "taking it over, attempt 1"),
-        ("running", has_ended, "start", "it had ended (failed: rank 0: ValueError: no head); starting attempt 2"),
+        *((state, runs_on, "take over", f"{ASKED}{TAKEN}\n") for state in ("starting", "running")),
+        ("running", has_ended, "start", f"{ASKED}it had ended (failed: rank 0: ValueError: no head); {NEXT}\n"),
         ("planned", nobody_is_asked, "start", ""),
-        ("cancelled", nobody_is_asked, "start", "it had ended (cancelled); starting attempt 2"),
+        ("cancelled", nobody_is_asked, "start", f"it had ended (cancelled); {NEXT}\n"),
         ("completed", nobody_is_asked, "done", ""),
     ],
 )
@@ -58,11 +57,11 @@ def test_a_run_without_a_leader_is_taken_over_or_starts_again(
     root: Path, state: str, ask: Callable[[RunFolder], RunState], way: str, said: str
 ) -> None:
     run = make_run(root, state=state)
-    if state == "running":
+    if state in ("starting", "running"):
         forget_process(run)
     stream = io.StringIO()
     assert find_way(run, Console(file=stream, width=200), ask) == way
-    assert said in stream.getvalue()
+    assert stream.getvalue() == said
 
 
 def test_run_of_which_nobody_knows_or_that_somebody_leads_is_left_alone(root: Path) -> None:
@@ -98,7 +97,8 @@ def test_a_failed_run_starts_its_next_attempt_and_a_completed_one_has_nothing_to
         assert ("starting attempt 2" in result.err, "completed tiny/" in result.out) == (True, True)
         assert (living.run.path / "attempts" / "1" / "metrics.jsonl").exists()
         again = burst("resume", "--json")
-        assert (again.code, again.document["status"]) == (0, "completed")
+        assert (again.code, again.document["status"], again.document["exit_code"]) == (0, "completed", 0)
+        assert f"completed, there is nothing to resume; more: burst report {living.run.run_id}" in burst("resume").out
         state = living.run.read_state()
         assert (state["state"], state["attempt"]) == ("completed", 2)
         (living.run.path / "launch.json").unlink()
@@ -133,6 +133,8 @@ def test_detached_leader_takes_over_in_the_background(burst: Burst, root: Path) 
     with LivingRun(root, "wait", "--detached") as living:
         living.wait_steps()
         living.kill()
+        refused = burst("resume", "--hosts", "n1")
+        assert (refused.code, "burst cancel it before it gets others" in refused.err) == (2, True)
         leaving = start_resume(root, "--detach", "--json")
         out, err = leaving.communicate(timeout=200)
         assert leaving.returncode == 0, err

@@ -10,7 +10,11 @@ from pathlib import Path
 
 import pytest
 from report_samples import CONFIG, PROVENANCE, make_methods, make_run
+from testkit.terminal import styled
 
+from burst_cli.report.build import build_report
+from burst_cli.report.columns import COLUMNS
+from burst_cli.report.write import parts_of, report_view
 from engine.config.settings import dump_config
 from engine.runs.folder import RunFolder, create_run
 
@@ -234,6 +238,24 @@ def test_table_of_one_run_shows_every_figure_at_any_width(burst, runs_dir: Path,
         }
 
 
+def test_where_runs_come_from_and_which_columns_stay_on_a_narrow_terminal(reported, runs_dir: Path) -> None:
+    failed = reported("bbbbbb")[0]
+    (part,) = (one for one in parts_of(build_report(runs_dir, ["bbbbbb"]), is_page=True) if one.is_aside)
+    ((grid, *_),) = (part.grids,)
+    assert dict(zip(grid.headings, grid.rows[0], strict=True)) == {
+        **{"run": "tiny/20260102-000000-bbbbbb", "started (UTC)": failed["started_at"][:16].replace("T", " ")},
+        **{"commit": "abcabcabca + changes", "config": failed["config_fingerprint"][:12], "hardware": "cpu"},
+        **{"host": "node1", "versions": "torch 2.13.0, python 3.11.7", "command": "burst launch exp=tiny"},
+        "failure": "no",
+    }
+    ranked = sorted((column for column in COLUMNS if column.rank < 99), key=lambda column: column.rank)
+    assert [column.heading for column in ranked] == [
+        *("run", "swept", "tokens/s/device", "MFU (causal-aware)", "train loss", "status", "peak memory"),
+        *("attention", "seq_len", "memory policy", "MFU (full attention)", "step time", "n", "validation loss"),
+        *("HFU", "commit"),
+    ]
+
+
 def test_csv_holds_every_figure_unrounded_and_nothing_that_a_spreadsheet_would_run(
     burst, runs_dir: Path, tmp_path: Path
 ) -> None:
@@ -269,6 +291,9 @@ def test_narrow_table_of_many_runs_keeps_speed_loss_and_mfu_and_says_that_there_
         make_run(tmp_path / "runs", f"tiny/20260101-00000{place}-aaaaaa")
     monkeypatch.setenv("COLUMNS", str(width))
     output = burst("report").out
+    pieces = styled(report_view(build_report(tmp_path / "runs"), width), width=width)
+    assert {("tiny · 2 × cpu", "bold"), ("How to read this", "bold")} <= set(pieces)
+    assert "every figure." in " ".join(text for text, style in pieces if style == "dim")
     assert max(map(len, output.splitlines())) <= width
     assert sum("tiny/aaaaaa" in line for line in output.splitlines()) == 5
     table, _, _ = output.partition("Where columns")

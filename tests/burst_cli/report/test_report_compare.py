@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from report_samples import make_run, metrics, variant
 
-from burst_cli.report.bootstrap import compare_paired, compare_steps
+from burst_cli.report.bootstrap import Estimate, compare_paired, compare_steps
 from burst_cli.report.compare import Difference
 
 
@@ -45,8 +45,11 @@ def test_real_difference_is_found_with_an_interval_around_it_unless_steps_are_fe
     assert found is not None
     assert found.p < 0.01
     assert 1.5 < found.low < 3 < found.high
-    assert compare_steps([1.0] * 9, [2.0] * 100) is None
+    assert compare_steps([1.0] * 9, [2.0] * 100) is compare_steps([1.0] * 100, [2.0] * 9) is None
     assert compare_paired([1.0] * 9, [2.0] * 9) is None
+    assert compare_steps([1.0] * 10, [3.0] * 11) == Estimate(2.0, 2.0, 1 / 4001)  # of 4,000 draws none was as far
+    assert compare_paired([1.0] * 10, [3.0] * 10) == Estimate(2.0, 2.0, 1 / 4001)
+    assert compare_paired([1.0] * 10, [1.0] * 10) == Estimate(0.0, 0.0, 1.0)
 
 
 def test_paired_losses_show_what_their_common_noise_hides() -> None:
@@ -79,8 +82,9 @@ def noisy(speed: float, seed: int) -> Callable[[int], dict[str, Any]]:
 def two_runs(tmp_path: Path) -> Path:
     """The second is a tenth faster; their losses are equal, and of their memory there is one value each."""
     folder = tmp_path / "runs"
-    make_run(folder, "tiny/20260101-000000-aaaaaa", steps=40, row=noisy(1000, 1))
-    make_run(folder, "tiny/20260102-000000-bbbbbb", steps=40, row=noisy(1100, 2), config=variant("burst"))
+    lone, tensors = {"final_validation_loss": 1.5}, {"peak_tensor_bytes": 8}
+    make_run(folder, "tiny/20260101-000000-aaaaaa", steps=40, row=noisy(1000, 1), peak_tensor_bytes=0, **lone)
+    make_run(folder, "tiny/20260102-000000-bbbbbb", steps=40, row=noisy(1100, 2), config=variant("burst"), **tensors)
     return folder
 
 
@@ -99,12 +103,23 @@ def test_a_comparison_as_a_whole(compared, two_runs: Path) -> None:
     speed = figure(found, "tokens_per_s_per_device")
     assert speed["change"] == pytest.approx(0.1, abs=0.01)
     assert speed["low"] < speed["change"] < speed["high"] < speed["low"] + 0.02
+    back = {row["metric"]: row for row in compared("bbbbbb", "aaaaaa")["differences"]}
+    assert [back[name]["verdict"] for name in ("tokens_per_s_per_device", "step_time_s")] == ["B is worse"] * 2
+    equal = {"a": 0.5, "b": 0.5, "change": 0.0, "low": 0.0, "high": 0.0, "p": 1.0, "verdict": "equal"}
+    assert back["mfu"] == {"metric": "mfu", **equal}
+    none = dict.fromkeys(("low", "high", "p"))
+    changes = {"peak_memory_bytes": (2**30, 2**30, 0.0), "peak_tensor_bytes": (8, 0, -1.0)}
+    for name, (first, second, change) in changes.items():
+        single = {"change": change, "verdict": "one value per side: not tested", **none}
+        assert back[name] == {"metric": name, "a": first, "b": second, **single}
+    assert figure(found, "peak_tensor_bytes")["change"] is None  # of nothing
     assert {row["metric"]: row["verdict"] for row in found.pop("differences")} == {
         "tokens_per_s_per_device": "B is better",
         "step_time_s": "B is better",
         "mfu": "equal",
         "loss, last quarter": "equal",
-        "peak_memory_bytes": "one value per side: not tested",
+        **dict.fromkeys(("peak_memory_bytes", "peak_tensor_bytes"), "one value per side: not tested"),
+        "final_validation_loss": "not measured on both sides",
     }
     assert found == {
         "a": "tiny/20260101-000000-aaaaaa",
@@ -126,6 +141,10 @@ def test_a_comparison_as_a_whole(compared, two_runs: Path) -> None:
         (
             Difference("tokens_per_s_per_device", 12345, 12346, 1 / 12345, -0.001, 0.001, 0.5, "no difference shown"),
             ("tokens/s/device", "12.35K", "12.35K", "+0.01%", "-0.10% … +0.10%", "0.500", "no difference shown"),
+        ),
+        (
+            Difference("step_time_s", 2.0, 3.0, 0.5, -0.1, None, 0.001, "worse"),
+            ("step time", "2 s", "3 s", "+50.0%", "–", "0.001", "worse"),
         ),
         (
             Difference("loss, last quarter", 2.5, None),

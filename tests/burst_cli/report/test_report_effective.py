@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,10 @@ def test_steps_made_twice_are_lost_and_the_way_back_is_restart(tmp_path: Path) -
     run = write(tmp_path / "r", history, attempt=2)
     record(run.path / "attempts/1", range(1, 21), [(5, {"phase": "train"})])
     record(run.path, range(16, 51), [(60, {"phase": "train"})])
-    found = effective_time(run)
-    assert (found["productive_s"], found["lost_work_s"], found["restart_s"]) == (50.0, 5.0, 30.0)
-    assert (found["attempts"], found["start_up_s"], found["wall_s"]) == (2, 5.0, 100.0)
+    assert effective_time(run) == {
+        **{"attempts": 2, "effective_fraction": 0.5, "wall_s": 100.0, "productive_s": 50.0, "start_up_s": 5.0},
+        **{"evaluation_s": 0.0, "checkpoint_stall_s": 0.0, "lost_work_s": 5.0, "restart_s": 30.0, "other_s": 10.0},
+    }
 
 
 def test_attempt_that_died_silently_lasted_until_its_last_sign_of_life(tmp_path: Path) -> None:
@@ -73,7 +75,10 @@ def test_attempt_that_died_silently_lasted_until_its_last_sign_of_life(tmp_path:
     moment = (START + timedelta(seconds=40)).timestamp()
     os.utime(run.path / "attempts/1/metrics.jsonl", (moment, moment))
     record(run.path, range(1, 6), [(110, {"phase": "train"})])
-    assert effective_time(run)["restart_s"] == 110 - 40
+    assert effective_time(run) == {
+        **{"attempts": 2, "effective_fraction": 5 / 130, "wall_s": 130.0, "productive_s": 5.0, "start_up_s": 2.0},
+        **{"evaluation_s": 20.0, "checkpoint_stall_s": 0.0, "lost_work_s": 3.0, "restart_s": 70.0, "other_s": 30.0},
+    }
 
 
 def test_training_stands_for_checkpoints_in_their_phases_and_as_long_as_they_say(tmp_path: Path) -> None:
@@ -96,6 +101,9 @@ def test_it_is_read_only_when_asked_for(burst, tmp_path: Path) -> None:
     make_run(tmp_path / "runs", "tiny/20260101-000000-aaaaaa")
     runs = [json.loads(burst("report", "--json", *words).out)["runs"][0] for words in ((), ("--effective",))]
     assert ["wall_s" in run for run in runs] == [False, True]
+    shown = [line.strip() for line in burst("report", "--effective").out.partition("\nHow")[0].splitlines()]
+    names = "effective time|wall|productive|start-up|evaluation|checkpoint stall|lost work|restart"
+    assert [line for line in shown if re.match(f"attempts +1$|({names}) +\\d", line)] == shown[-9:]
 
 
 # --- metrics.jsonl ----------------------------------------------------------------------------------------------------

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from report_samples import make_run, variant
+from testkit.terminal import lines_of
 
+from burst_cli.eval.view import evaluation_lines, evaluation_tables, evaluation_view
 from burst_cli.report.effective import effective_time
 from engine.runs.folder import RunFolder
 
@@ -30,6 +32,8 @@ FIGURES = {  # the one row of an evaluation
     "evaluation_s": 2.0,
     "peak_memory_bytes": 2**30,
 }
+LOSSES = "validation loss 3.1250 bits/byte 1.7500 on sequences of 512 tokens"
+NEEDLES = "needles, all depths: 50% right, gain 1.5000 nats per token of the answer"
 
 
 @pytest.fixture
@@ -49,8 +53,17 @@ def test_table_page_and_document_show_what_was_evaluated(burst, evaluation: RunF
     page = tmp_path / "r.html"
     (run,) = json.loads(burst("report", "tiny-eval", "--json", "--output", str(page)).out)["runs"]
     assert (run["final_needle_by_depth"], run["tokens_per_s"]) == (DEPTHS, None)
-    weights = "weights of 20260101-000000-aaaaaa after step 40"
-    wanted = ("3.125", "needles right", "50%", weights, "256 to 511", "needle at depth")
+    assert lines_of(evaluation_view(run)) == [
+        *("weights of 20260101-000000-aaaaaa after step 40", LOSSES, NEEDLES, "", "tokens loss"),
+        *("0 to 255 3.2500", "256 to 511 3.0000", "", "needle at depth token right loss gain"),
+        *("0% 0 0% 2.0000 0.0000", "50% 200 50% 2.0000 1.5000", "100% 400 100% 2.0000 3.0000"),
+    ]
+    holes = [{"first": 3, "loss": 1.0}, {"last": 3}]
+    bare = {"final_validation_loss_by_position": holes, "final_needle_by_depth": [{}]}
+    dashes = [["–", "1.0000"], ["–", "–"]], [["–"] * 5]
+    assert tuple(rows for _, *rows in evaluation_tables(bare)) == dashes
+    assert evaluation_lines({"evaluated_step": 4}) == ["weights of model.init_from", "validation loss –  bits/byte –"]
+    wanted = ("3.125", "needles right", "50%", "256 to 511", "needle at depth")
     for text in (burst("report", "tiny-eval").out, page.read_text(encoding="utf-8")):
         assert [part for part in wanted if part not in text] == []
     assert "needle" not in burst("report", "tiny").out

@@ -80,6 +80,7 @@ DRAWN = {
         "512 1K 2K 4K x 1,000 2,000 5,000 10,000 20,000 y OOM  ring burst",
         [12, 7],
         0,
+        (9, 11),
         "y over x of ring, burst; lost ran out of memory at 2048 tokens",
     ),
     "every second length where they would touch": (
@@ -87,6 +88,7 @@ DRAWN = {
         "512 2K 8K 32K 128K x 0.0 0.2 0.4 0.6 0.8 1.0 1.2 y ring",
         [30],
         0,
+        (12, 14),
         "y over x of ring",
     ),
     "predicted against measured": (
@@ -94,6 +96,7 @@ DRAWN = {
         "0.0 0.5 1.0 1.5 2.0 2.5 3.0 x 0.0 0.5 1.0 1.5 2.0 2.5 3.0 y as predicted ring",
         [3],
         2,
+        (14, 18),
         "y over x of ring",
     ),
     "over steps, the second side dashed, names as they are": (
@@ -110,6 +113,7 @@ DRAWN = {
         "0 40 80 120 160 200 x 0.0 0.5 1.0 1.5 2.0 2.5 step time (s) $\\frac{$<b> 漢字",
         [2, 1],
         2,
+        (12, 14),
         "step time (s) over x of _$\\frac{$<b>, 漢字",
     ),
 }
@@ -117,10 +121,13 @@ DRAWN = {
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_a_panel_as_it_is_drawn(name: str) -> None:
-    panel, words, marks, dashed, described = DRAWN[name]
+    panel, words, marks, dashed, greys, described = DRAWN[name]
     svg = panel_svg(panel)
     assert " ".join(html.unescape(text) for text in re.findall(r"<text[^>]*>([^<]*)</text>", svg)) == words
     colours = Counter(re.findall(r'<use [^>]*style="fill: (#\w+)', svg))
     assert [colours[colour] for colour in COLOURS if colour in colours] == marks
     assert svg.count("stroke-dasharray") == dashed
+    assert [svg.count(word) for word in ("#dfe3e8", "#5c6672", 'id="patch_')] == [*greys, 4]
+    font = "font-size: 9px; font-family: 'DejaVu Sans', sans-serif"
+    assert ('width="295.2pt" height="223.2pt"' in svg, font in svg) == (True, True)
     assert panel.described == described

@@ -11,24 +11,18 @@ import pytest
 from testkit.fake_run import LivingRun
 from testkit.process_table import run_processes
 from testkit.run_maker import make_run
+from testkit.terminal import styled
 from testkit.waiting import wait_for
 
 from burst_cli.runs.cancel import Cancelled
 from cluster.control.attempt import RunState
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "runs"
-
-
 def test_run_that_is_led_ends_and_so_does_its_leader(burst, root: Path) -> None:
     with LivingRun(root, "wait") as living:
         living.wait_steps()
-        result = burst("cancel")
-        assert result.code == 0
-        assert f"cancelled tiny/{living.run.run_id} after step 5" in result.out
-        assert "waiting for its end" in result.err
+        result, name = burst("cancel"), f"tiny/{living.run.run_id}"
+        assert result == (0, f"cancelled {name} after step 5\n", f"{name}: asked to stop, waiting for its end\n")
         assert living.controller.wait(200) == 130
         assert run_processes(living.run.run_id) == []
         assert living.run.read_state()["exit_code"] == 130
@@ -42,6 +36,7 @@ def test_run_whose_launcher_was_killed_ends_at_once(burst, root: Path) -> None:
         result = burst("cancel", living.run.run_id[-6:], "--now", "--json")
         document = json.loads(result.out)
         assert result.code == document["exit_code"] == 0
+        assert result.err == f"tiny/{living.run.run_id}: asked to stop at once, waiting for its end\n"
         (entry,) = document["runs"]
         assert (entry["status_before"], entry["status"], entry["problem"]) == ("running", "cancelled", None)
         wait_for(lambda: run_processes(living.run.run_id) == [], "the end of all processes", 10.0)
@@ -64,7 +59,7 @@ def test_run_that_has_ended_or_never_began_is_left_or_cancelled_at_once(burst, r
 
 
 def test_mistakes_are_named(burst, root: Path) -> None:
-    first = make_run(root, state="starting")
+    first = make_run(root, state="starting", steps=1)
     make_run(root, "tiny/20260102-000000-bbbbbb", state="running")
     names = "tiny/20260102-000000-bbbbbb, tiny/20260101-000000-aaaaaa"
     said = {
@@ -75,8 +70,16 @@ def test_mistakes_are_named(burst, root: Path) -> None:
     assert {words: burst("cancel", *words).code for words in said} == dict.fromkeys(said, 2)
     assert [words for words, text in said.items() if text not in burst("cancel", *words).err] == []
     (first.path / "launch.json").unlink()
+    result = burst("cancel", "aaaaaa", "--json")
+    (entry,) = result.document["runs"]
+    assert (result.code, entry["exit_code"], entry["status"], entry["step"]) == (1, 1, "starting", None)
+    assert "`burst launch` did not start this run" in entry["problem"]
+    (first.path / "run.json").write_text("{")
     result = burst("cancel", "aaaaaa")
-    assert (result.code, "`burst launch` did not start this run" in result.out) == (1, True)
+    assert (result.code, result.out.startswith(f"not stopped tiny/{first.run_id}\n  {first.path}/run.json")) == (
+        1,
+        True,
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,3 +98,4 @@ def test_whether_it_has_ended_may_be_unknown(root: Path, state: str, facts: dict
         **{"status": state, "status_before": "running", "problem": problem, "leftover": leftover},
     }
     assert result.text.plain.splitlines() == [line.format(f"tiny/{run.run_id}") for line in lines]
+    assert styled(result.text) == [(lines[0].partition(" {}")[0], "bold yellow"), (lines[1].strip(), "yellow")]

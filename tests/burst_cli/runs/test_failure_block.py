@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from testkit.fake_plan import TWO_RANKS, fake_plan
+from testkit.terminal import styled
 
 from burst_cli.runs.failure import failure_block
 from cluster.control.judge import last_checkpoint
@@ -17,7 +18,8 @@ from engine.config.settings import CheckpointConfig, RunConfig, TrainConfig
 from engine.runs.folder import RunFolder, create_run
 
 GIB = 2**30
-RUN = RunFolder(Path("/runs/tiny/20260101-000000-abcdef"))
+NAME = "tiny/20260101-000000-abcdef"
+RUN = RunFolder(Path("/runs") / NAME)
 MEMORY = {
     "where": "device",
     "device": "cuda:1",
@@ -45,6 +47,10 @@ def test_block_has_place_memory_and_the_recorded_advice() -> None:
     unknown = dict.fromkeys(("asked_bytes", "capacity_bytes", "predicted_peak_bytes", "peak_bytes"))
     line = "memory: cuda:1: peak – (CUDA caching allocator, peak of this step)\n"
     assert block(memory={**MEMORY, **unknown}).endswith(line)
+    failure = Failure("oom", "T", "full", details=("why",), checkpoint="/c", advice="Use less.")
+    assert styled(failure_block(RUN, failure)) == [
+        *(("OOM", "bold red"), (NAME, "bold"), ("T: full", "red"), ("│ why", "dim"), ("what to do:", "bold")),
+    ]
 
 
 def test_rank_that_was_killed_is_placed_after_the_last_step_that_is_known() -> None:
@@ -64,10 +70,21 @@ def test_hang_shows_where_the_rank_is_its_stacks_and_no_log() -> None:
     ]
 
 
-def test_lost_node_is_the_place_and_a_log_may_be_empty() -> None:
-    text = block(kind="node_lost", message="nothing was heard of it", rank=None, step=None, host="node2")
-    assert text == "FAILED tiny/20260101-000000-abcdef: on node2\n  nothing was heard of it\n"
-    assert block(kind="signal", log="/l/no.log").endswith("  log /l/no.log (empty)\n")
+def test_lost_node_is_the_place_and_a_log_may_be_empty(tmp_path: Path) -> None:
+    nowhere = {"rank": None, "host": None, "step": None}
+    text = block(kind="node_lost", message="nothing was heard of it", **{**nowhere, "host": "node2"})
+    assert text == f"FAILED {NAME}: on node2\n  nothing was heard of it\n"
+    for kind in ("config", "user", "start", "hang", "node_lost", "port"):  # they explain themselves
+        assert block(kind=kind, message="", log="/l/no.log", **nowhere) == f"FAILED {NAME}\n  (no message)\n"
+    told = f"FAILED {NAME}: rank 3 on node1, after step 7\n  OutOfMemoryError: full\n"
+    assert block(kind="signal", log="/l/no.log") == f"{told}  log /l/no.log (empty)\n"
+    said = block(kind="launcher", details=("why",), log="/l/no.log", **nowhere)
+    assert said == f"FAILED {NAME}\n  full\n  │ why\n  log /l/no.log (empty)\n"
+    (log := tmp_path / "rank.log").write_text("".join(f"{number} said\n\n" for number in range(10, 26)))
+    lines = [f"  │ {number} said" for number in range(11, 26)]
+    assert block(kind="signal", log=str(log)).splitlines()[2:] == [f"  last lines of {log}", *lines]
+    log.write_text("one")
+    assert block(kind="signal", log=str(log)).endswith("  │ one\n")
 
 
 def plan_of(run: RunFolder, settings: CheckpointConfig) -> LaunchPlan:

@@ -8,17 +8,14 @@ from pathlib import Path
 
 import pytest
 from testkit.run_maker import forget_process, make_run
+from testkit.terminal import styled
 
-from cluster.control.attempt import controlling
+from burst_cli.runs.runs import runs_table
+from cluster.control.attempt import RunState, controlling
 from engine.runs.folder import create_run
 
 MANY = 200
 MANY_S = 1.0
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "runs"
 
 
 def listed(result) -> list[str]:
@@ -51,6 +48,9 @@ def test_filters_and_limit(burst, root: Path) -> None:
     assert listed(limited) == ["tiny/20260104-000000-aaaaaa", "tiny/20260103-000000-aaaaaa"]
     assert "2 older runs: --limit 4" in limited.out
     assert burst("runs", "--state", "finished").code == 2
+    for words in (("--state", "oom"), ("--exp", "none")):
+        assert burst("runs", *words).out.startswith(f"No runs of this kind in {root}. Start one with")
+    assert listed(burst("runs", "--exp", "tiny", "--limit", "4")) == listed(burst("runs", "--exp", "tiny"))
 
 
 def test_run_whose_launcher_is_gone_is_lost_until_somebody_controls_it(burst, root: Path) -> None:
@@ -65,7 +65,7 @@ def test_run_whose_launcher_is_gone_is_lost_until_somebody_controls_it(burst, ro
 
 def test_json_holds_the_records_of_all_runs(burst, root: Path) -> None:
     make_run(root, state="completed", steps=3)
-    run = make_run(root, "tiny/20260102-000000-bbbbbb")
+    run = make_run(root, "tiny/20260102-000000-bbbbbb", world_size=6)
     forget_process(run)
     document = json.loads(burst("runs", "--json").out)
     newest, oldest = document["runs"]
@@ -82,7 +82,13 @@ def test_json_holds_the_records_of_all_runs(burst, root: Path) -> None:
                 "lost": True,
                 "steps": 0,
             },
-            **{"started_at": state["started_at"], "ended_at": None, "exit_code": None, "failure": None},
+            **{
+                "started_at": state["started_at"],
+                "ended_at": None,
+                "exit_code": None,
+                "failure": None,
+                "world_size": 6,
+            },
             "problems": [f"{run.path}/config.yaml: cannot read this configuration: No such file or directory"],
         }.items()
     )  # and the figures of a summary
@@ -98,6 +104,22 @@ def test_damaged_and_hostile_runs_are_listed_and_harm_nobody(burst, root: Path) 
     result = burst("runs")
     assert (result.code, len(listed(result)), "\x1b" in result.out) == (0, 2, False)
     assert [word for word in ("unreadable", "dancing", "rank 0: E: gone") if word not in result.out] == []
+    newest = burst("runs", "--json").document["runs"][0]
+    assert (newest["status"], [text.split(":")[0] for text in newest["problems"]]) == (
+        "unreadable",
+        [f"{damaged.path}/run.json is damaged", f"{damaged.path}/config.yaml"],
+    )
+
+
+def test_a_state_is_seen_by_its_colour(root: Path) -> None:
+    colours = {
+        **{"planned": "dim", "starting": "cyan", "running": "cyan", "completed": "green", "failed": "red"},
+        **{"oom": "red", "cancelled": "yellow", "lost": "bold magenta", "unreadable": "bold red"},
+    }
+    run = make_run(root)
+    entries = [(run, RunState({"state": state}, is_lost=state == "lost", problem="why")) for state in colours]
+    found = [piece for piece in styled(runs_table(entries, 200)) if piece[0] in (*colours, "why")]
+    assert found == [piece for colour in colours.items() for piece in (colour, ("why", "dim"))]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +135,7 @@ def test_narrow_table_keeps_speed_loss_and_mfu_longest(
     *header, line = burst("runs").out.splitlines()
     assert all(len(text) <= int(width) for text in (*header, line))
     assert set(kept.split()) <= set(line.split())
-    assert line.startswith("tiny/")
+    assert line.split()[0] == (f"tiny/{run.run_id}" if width == "120" else "tiny/aaaaaa")
     assert ("failed" in line, "Value" in line) == (True, width != "40")
 
 

@@ -6,26 +6,24 @@ import json
 import os
 import re
 import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.text import Text
 from testkit.fake_run import LivingRun
-from testkit.run_maker import forget_process, health, make_run, write_log, write_node
+from testkit.run_maker import forget_process, health, make_run, plan_document, write_log, write_node
+from testkit.terminal import styled
 from testkit.waiting import wait_for
 
 from burst_cli.runs.choose import choose_run
-from burst_cli.runs.read import read_facts, read_nodes
+from burst_cli.runs.read import PlannedNode, RunFacts, read_facts, read_nodes, read_table
 from burst_cli.runs.status import merge_statuses
 from cluster.control.attempt import controlling
 from cluster.control.link import NodeStatus
 from engine.runs.folder import RunFolder, create_run
 from engine.runs.process import process_start
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    return tmp_path / "runs"
 
 
 def status_of(burst, *argv: str) -> dict:
@@ -64,7 +62,7 @@ def busy(root: Path) -> RunFolder:
     """A run on two nodes that were heard of just now, one of them in trouble."""
     run = make_run(root, nodes={"tb2": 2, "tb1": 2}, steps=10)
     run.append_event("phase", phase="train")
-    for text in ("first", "second", "third", "mfu [b]above[/b] 1", "fifth"):
+    for text in (*map(str, range(17)), "first", "second", "third", "mfu [b]above[/b] 1", "fifth"):
         run.append_event("warning", message=text)
     write_node(run, "tb2", supervisor={"phase": "running"}, health=health())
     stopped = {"0": {"pid": 1, "state": "R"}, "1": {"pid": 2, "state": "T"}}
@@ -74,9 +72,20 @@ def busy(root: Path) -> RunFolder:
     return run
 
 
-def test_everything_a_person_asks_for_is_there(burst, busy: RunFolder) -> None:
+def test_everything_a_person_asks_for_is_there(
+    burst, busy: RunFolder, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with controlling(busy):
         lines = [line.rstrip() for line in burst("status").out.splitlines()]
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        pieces = styled(Text.from_ansi(burst("status").out))
+    assert {style for text, style in pieces if re.fullmatch(r"\d+:\d\d", text)} == {"dim"}
+    assert set(pieces) >= {
+        *((f"tiny/{ID}", "bold"), ("ring, 2 x 2 ranks, seq 4,096", "bold dim"), ("running", "bold cyan")),
+        *((text, "dim") for text in ("attempt 1", "controller", "progress", "loss", "follows its ranks")),
+        *(("MFU", "dim"), ("25%", "bold"), ("tb1", "bold red"), ("running", "green"), ("warning:", "yellow")),
+        *(("rank 1 stopped; disk nearly full: 1 MiB free", "bold red"), (f"burst logs -f {ID}", "bold")),
+    }
     assert re.fullmatch(r"running  attempt 1  \d+:\d\d", lines.pop(1))
     assert re.fullmatch(rf"controller  process {os.getpid()} on {socket.gethostname()}, since 20\S+Z", lines.pop(1))
     assert lines == [
@@ -89,7 +98,7 @@ def test_everything_a_person_asks_for_is_there(burst, busy: RunFolder) -> None:
         "warning: third",
         "warning: mfu [b]above[/b] 1",
         "warning: fifth",
-        "and 2 earlier warnings",
+        "and 19 earlier warnings",
         f"burst logs -f {ID}  follows its ranks",
         f"burst cancel {ID}  stops it",
     ]
@@ -111,7 +120,7 @@ def test_the_document_has_all_of_it_and_nodes_in_the_order_of_the_plan(burst, bu
         **{"launcher": "ssh", "attention_preset": "ring", "seq_len": 4096, "world_size": 4},
         **{"phase": "train", "step": 10, "steps": 200, "loss": 0.4, "tokens_per_s": 512.0, "mfu": 0.25},
         **{"tokens_per_s_per_device": None, "peak_memory_bytes": None, "remaining_s": 380.0, "straggler_rank": None},
-        "warnings": ["first", "second", "third", "mfu [b]above[/b] 1", "fifth"],
+        "warnings": [*map(str, range(2, 17)), "first", "second", "third", "mfu [b]above[/b] 1", "fifth"],
         "socket_fallback": [],
         "nodes": [
             {"node": "tb2", "mark": "ok", "notes": [], "health": health(), **of_all},
@@ -171,6 +180,10 @@ def test_run_without_plan_whose_process_is_gone_is_unknown(burst, root: Path) ->
         f"{RESUME}  takes it over where it still runs, else starts its next attempt",
         f"burst cancel {ID}  stops what may still run",
     ]
+    forget_process(make_run(root, "tiny/20260102-000000-bbbbbb"))
+    document = status_of(burst)
+    assert (document["lost"], "launch.json: not a launch plan" in document["problem"]) == (True, True)
+    assert burst("status", "--watch", "--plain").code == document["exit_code"] == 3
 
 
 def test_newest_run_is_meant_unless_one_is_named(burst, root: Path) -> None:
@@ -178,13 +191,17 @@ def test_newest_run_is_meant_unless_one_is_named(burst, root: Path) -> None:
     assert (nothing.code, "holds no runs. Start one with `burst launch exp=tiny`" in nothing.err) == (2, True)
     for run in ("tiny/20260101-000000-aaaaaa", "tiny/20260103-000000-bbbbbb", "big/20260102-000000-cccccc"):
         make_run(root, run, state="completed")
+    make_run(root, "tiny/20260101-000000-dddddd", state="completed")
+    two = "2 runs begin so: tiny/20260101-000000-dddddd, tiny/20260101-000000-aaaaaa. Give more of"
+    assert two in burst("status", "20260101").err
     named = {None: "bbbbbb", "tiny": "bbbbbb", "tiny/20260101-000000-aaaaaa/": "aaaaaa", "big": "cccccc"}
     assert {name: choose_run(name, root).run_id[-6:] for name in named} == named
-    for day in range(4, 10):
+    for day in range(4, 9):
         make_run(root, f"tiny/2026010{day}-000000-aaaaaa", state="completed")
     ambiguous = burst("status", "2026010")
-    assert (ambiguous.code, "9 runs begin so: tiny/20260109-000000-aaaaaa, tiny/2026" in ambiguous.err) == (2, True)
-    assert "big/20260102-000000-cccccc and 1 more. Give more of" in ambiguous.err
+    assert (ambiguous.code, "9 runs begin so: tiny/20260108-000000-aaaaaa, tiny/2026" in ambiguous.err) == (2, True)
+    assert "tiny/20260101-000000-dddddd and 1 more. Give more of" in ambiguous.err
+    assert "tiny/20260101-000000-aaaaaa. Give more of" in burst("status", "tiny/2026010").err  # eight
 
 
 @pytest.mark.parametrize(
@@ -210,9 +227,44 @@ def test_nonsense_from_a_node_harms_nobody(burst, root: Path, text: str) -> None
 
 
 def test_a_node_that_does_not_answer_is_as_its_files_say_and_why_it_is_mute() -> None:
-    read = [NodeStatus(name, "running", health=health(), heard_s=7.0) for name in ("tb1", "tb2")]
-    told = [NodeStatus("tb2", problem="no route"), NodeStatus("tb1", "ended", outcome={"exit_code": 0})]
-    assert merge_statuses(read, told) == [told[1], replace(read[1], problem="no route")]
+    read = [NodeStatus(name, "running", health=health(), heard_s=7.0) for name in ("tb1", "tb2", "tb3", "tb4", "tb5")]
+    mute = [NodeStatus("tb2", problem="no route"), NodeStatus("tb3", "lost", problem="no route")]
+    told = [
+        NodeStatus("tb4", problem="it is slow", phase="running"),
+        NodeStatus("tb1", "ended", outcome={"cause": "exit"}),
+    ]
+    merged = [told[1], *(replace(one, problem="no route") for one in read[1:3]), told[0], read[4]]
+    assert merge_statuses(read, [*mute, *told]) == merged
+
+
+def test_a_node_was_heard_of_when_it_wrote_last_whatever_its_launcher_wrote_since(root: Path) -> None:
+    run, then = make_run(root), time.time() - 500
+    write_node(run, "tb1", supervisor={"phase": "running"})
+    write_node(run, "another", supervisor={"phase": "running"})
+    os.utime(run.path / "nodes/tb1/supervisor.json", (then, then))
+    for name in ("lease", "spec.json", "stop.json", "stacks.json"):
+        (run.path / "nodes/tb1" / name).touch()
+    planned, another = read_nodes(run, read_facts(run))
+    assert (planned.heard_s >= 500, another.node, another.heard_s < 500) == (True, "another", True)
+
+
+def test_what_a_run_was_asked_to_do_is_in_its_plan_or_else_in_its_configuration(tmp_path: Path) -> None:
+    document = plan_document({"tb1": 8, "tb2": 4})
+    document["config"]["cluster"] = {"hang_timeout_s": 30.0}
+    document["nodes"] += [{"hostname": "tb3"}, {}]
+    nodes = tuple(
+        PlannedNode(*one) for one in (("tb1", range(8)), ("tb2", range(8, 12)), ("tb3", range(0)), ("?", range(0)))
+    )
+    planned = read_facts(create_run(tmp_path / "tiny/planned", {"launch.json": json.dumps(document)}))
+    assert (planned, planned.shape) == (RunFacts(200, 4096, "ring", 12, 30.0, "ssh", nodes), "4 x 0-8")
+    config = (
+        "train: {steps: 7, seq_len: 64}\nattention: {preset: burst}\ncluster: {ranks_per_node: 8, hang_timeout_s: 9}"
+    )
+    bare = read_facts(create_run(tmp_path / "tiny/bare", {"config.yaml": config}))
+    assert (bare, bare.shape, RunFacts().shape) == (RunFacts(7, 64, "burst", 8, 9.0), "8 ranks", "")
+    for more, found in ((0, {"a": 1}), (1, {})):  # bytes more than anything of ours has
+        (tmp_path / "large.json").write_text('{"a": 1}'.ljust(8 * 2**20 + more))
+        assert read_table(tmp_path / "large.json") == found
 
 
 @pytest.mark.parametrize("width", ["40", "80"])

@@ -24,7 +24,7 @@ def main() -> int:
     path = Path(words[0] if verb == "resume" else words[words.index("--run-path") + 1])
     mode = next((word.partition("=")[2] for word in words if word.startswith("mode=")), "ok")
     assert os.getsid(0) == os.getpid()  # else a Ctrl-C of the terminal came to it and to the sweep, which passes it on
-    note(f"start {path.name} {verb}")
+    note(" ".join(["start", path.name, verb, *(word for word in words if word != str(path))]))
     if mode == "refused":
         print("error: the nodes are on strike")
         return 1

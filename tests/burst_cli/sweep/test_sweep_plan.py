@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -46,10 +47,10 @@ def compose(words: Sequence[str]) -> RunConfig:
     return RunConfig(train=TrainConfig(seq_len=int(values["train.seq_len"])), exp=values.get("attention", "one"))
 
 
-def plan_of(*lengths: str, attention: Sequence[str] = ("one",), name: str | None = None) -> SweepPlan:
+def plan_of(*lengths: str, attention: Sequence[str] = ("one",), **how: Any) -> SweepPlan:
     axes = {"train.seq_len": lengths, "attention": attention}.items()
     spelt = [Axis(key, tuple(f"{key}={one}" for one in options), tuple(options), True) for key, options in axes]
-    return build_sweep([], spelt, compose, Judge(), name=name)  # type: ignore[arg-type]
+    return build_sweep(["a=b"], spelt, compose, Judge(), **how)  # type: ignore[arg-type]
 
 
 def test_cells_are_nested_loops_over_the_lists_as_typed() -> None:
@@ -109,17 +110,24 @@ def test_plan_judges_every_cell_before_any_runs_and_equal_configurations_are_one
     legal, odd, long = plan_of("512", "0512", "513", "8192").cells
     assert (legal.problems, legal.short_of_memory, legal.estimate) == ((), None, Estimate(512.0, 4, "a guess"))
     assert (odd.problems, long.short_of_memory) == (("train.seq_len=513 is odd",), "does not fit")
+    asked: list[str] = []
+    found = {legal.cell_id: "no room", long.cell_id: None}  # by an earlier command
+    again = plan_of("512", "513", "8192", "4002", recorded=lambda sweep_id: asked.append(sweep_id) or found)
+    assert [cell.short_of_memory for cell in again.cells] == ["no room", None, None, "does not fit"]
+    assert (again.overrides, asked) == (("a=b",), [again.sweep_id])
 
 
 def test_illegal_cells_are_refused_with_every_reason_once_and_skipped_only_beside_legal_ones() -> None:
-    plan = plan_of("512", "513", attention=("a", "nonsense", "b"))
+    plan = plan_of("512", "513", "514", "516", attention=("a", "nonsense", "b", "c"))
     with pytest.raises(ConfigError) as refused:
         check_legal(plan, skip_illegal=False)
     *texts, last = refused.value.problems
-    assert [text for text in texts if "has no option nonsense" in text] == [
-        "attention has no option nonsense  [train.seq_len=512 attention=nonsense, train.seq_len=513 attention=nonsense]"
+    cells = ", ".join(f"train.seq_len={length} attention=nonsense" for length in (512, 513, 514))
+    assert texts == [
+        f"attention has no option nonsense  [{cells} and 1 more]",
+        f"train.seq_len=513 is odd  [{', '.join(f'train.seq_len=513 attention={one}' for one in 'abc')}]",
     ]
-    assert "4 of 6 cells cannot run" in last
+    assert "7 of 16 cells cannot run" in last
     check_legal(plan, skip_illegal=True)
     with pytest.raises(ConfigError):
         check_legal(plan_of("511", "513"), skip_illegal=True)
@@ -129,6 +137,7 @@ def test_illegal_cells_are_refused_with_every_reason_once_and_skipped_only_besid
 def test_ids_depend_on_the_cells_and_the_name_but_not_on_the_order_of_values(values: list[str]) -> None:
     plan, other = plan_of(*values), plan_of(*sorted(values))
     assert plan.sweep_id == other.sweep_id
+    assert (len(plan.sweep_id), {len(cell.cell_id) for cell in plan.cells}) == (8, {10})
     assert {cell.cell_id for cell in plan.cells} == {cell.cell_id for cell in other.cells}
     assert plan_of(*values, name="lab").sweep_id == f"lab-{plan.sweep_id}" != plan_of("2", "6", name="lab").sweep_id
 
@@ -199,4 +208,6 @@ def test_nodes_that_cannot_be_divided_and_gpus_that_would_be_shared_are_refused(
         choose_lanes([f"n{k}" for k in range(6)], 4)
     with pytest.raises(ConfigError, match="would share the 8 GPUs"):
         choose_lanes([], 2, gpus=8)
-    assert [len(choose_lanes([], 2)), len(choose_lanes([], 2, gpus=8, is_queued=True))] == [2, 2]
+    found = [choose_lanes([], 2), choose_lanes([], 2, gpus=8, is_queued=True), choose_lanes([], 1, gpus=8)]
+    names = [tuple(lane.name for lane in lanes) for lanes in found]
+    assert names == [("this machine 1", "this machine 2"), ("the queue 1", "the queue 2"), ("this machine",)]

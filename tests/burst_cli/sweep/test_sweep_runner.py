@@ -83,8 +83,13 @@ def test_cell_that_is_not_expected_to_fit_runs_only_by_force(tmp_path: Path, led
     folder, _ = open_sweep(tmp_path, short)
     first = runner_of(folder, Stops()).run()
     assert (states(first), first[0]["result"]["predicted"]) == (["oom", "completed"], True)
-    assert states(runner_of(folder, Stops(), force=True).run()) == ["completed"] * 2
-    assert starts(ledger) == 2
+    forced = runner_of(folder, Stops(), force=True, config_dir=[tmp_path]).run()
+    assert states(forced) == ["completed"] * 2
+    (second, first) = ledger.read_text().splitlines()
+    names = [Path(cell["run_path"]).name for cell in forced]
+    plain = "launch number={0} mode=ok --run-path --plain"
+    assert second == f"start {names[1]} {plain.format(1)}"
+    assert first == f"start {names[0]} {plain.format(0)} --config-dir {tmp_path} --force"
 
 
 def test_max_failures_leaves_the_rest_waiting(tmp_path: Path, ledger: Path) -> None:
@@ -125,12 +130,14 @@ def test_as_many_cells_run_at_a_time_as_parallel_says(
     assert {cell["lane"] for cell in cells} == {"this machine 1", "this machine 2"}
     moments = sorted((cell[key], change) for cell in cells for key, change in (("started_at", 1), ("ended_at", -1)))
     assert max(itertools.accumulate(change for _, change in moments)) == 2
+    state = Path(cells[3]["run_path"]) / "run.json"
+    state.write_text(state.read_text().replace("completed", "failed"))
     again = burst(*words)  # all is there already
-    assert (again.code, starts(ledger)) == (0, 4)
+    assert (again.code, starts(ledger)) == (1, 4)
     assert f"sweep {folder.name} goes on in {folder}\n" in again.err
     assert "train.seq_len=1536" in again.out
     assert again.out.splitlines()[-2:] == [
-        "4 of 4 cells done: 4 completed",
+        "4 of 4 cells done: 3 completed, 1 failed",
         f"more: burst report --sweep {folder.name} --output report.html",
     ]
 
@@ -186,7 +193,7 @@ def test_begun_cells_go_on_first_and_in_their_lanes_and_anew_where_their_lane_is
     taken = [(cell["lane"], cell["run_path"]) for cell in cells[1:3]]
     assert taken == [(f"lane {2 - number}", str(runs[number].path)) for number in (1, 2)]
     first = ledger.read_text().splitlines()[:2]
-    assert sorted(first) == sorted(f"start {run.path.name} resume" for run in runs.values())
+    assert sorted(first) == sorted(f"start {run.path.name} resume --plain" for run in runs.values())
     assert cells[3]["lane"].startswith("lane ")
     assert cells[3]["run_path"] != str(gone.path)
 
@@ -243,8 +250,11 @@ def _strays(runs_dir: Path) -> list[str]:
 
 def test_a_sweep_of_two_controllers_of_other_cells_or_damaged_is_refused(tmp_path: Path, ledger: Path) -> None:
     folder = sweep_of(tmp_path, 1)
-    with folder.locked(), pytest.raises(SweepError, match=f"process {os.getpid()}"):
+    lock = folder.path / "sweep.lock"
+    lock.write_text("9" * 19)
+    with folder.locked(), pytest.raises(SweepError, match=f"process {os.getpid()}; stop"):
         run_sweep(tmp_path, 1)
+    assert [path.stat().st_mode & 0o777 for path in (lock, folder.path / "cells")] == [0o600, 0o700]
     assert not ledger.exists()
     with pytest.raises(SweepError, match="another sweep of the same name"):
         sweep_of(tmp_path, 2)
@@ -267,5 +277,7 @@ def test_sweep_is_found_by_its_id_or_how_it_begins(tmp_path: Path) -> None:
 
 
 def test_last_words_are_the_error_a_launch_printed(tmp_path: Path) -> None:
-    (tmp_path / "log").write_text("warming up\nerror: no such node\n\n")
-    assert [last_words(tmp_path / name) for name in ("log", "absent")] == ["no such node", "it said nothing"]
+    (tmp_path / "log").write_text("error: bad\nwarming up\nerror: no such node\nbye\n\n")
+    (tmp_path / "other").write_text("warming up\nerrors: 0\n\n")
+    found = {"log": "no such node", "other": "errors: 0", "absent": "it said nothing"}
+    assert {name: last_words(tmp_path / name) for name in found} == found

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from testkit.run_maker import make_run
-from testkit.terminal import lines_of
+from testkit.terminal import lines_of, styled
 
 from burst_cli.plan.memory_check import Estimate
 from burst_cli.sweep.plan import Cell, SweepPlan
@@ -35,6 +35,11 @@ def test_a_plan_is_its_cells_what_each_takes_and_all_of_them_together() -> None:
         "c4 64 1:04 0.0711",
         "2 of 4 cells will run, 2 at a time; about 8:32, 0.64 device hours",
         "by a guess and 1 more",
+    ]
+    assert styled(plan_view(PLAN, 2))[4:] == [
+        ("it is odd", "red"),
+        ("too long", "magenta"),
+        ("by a guess and 1 more", "dim"),
     ]
     unknown = SweepPlan("lab-1", (), (CELLS[0], Cell("c5", (), {}, CONFIG)))
     assert lines_of(expectation(unknown, 1), expectation(SweepPlan("", (), CELLS[1:3]), 1)) == [

@@ -201,6 +201,7 @@ def test_a_shared_folder_gets_it_once_and_one_that_is_not_shared_is_found_out(
 ) -> None:
     place = code_place(ClusterConfig(shared_folder=str(tmp_path)), "me")
     assert place == CodePlace(f"{tmp_path}/.burst-me/code", is_shared=True)
+    assert code_place(ClusterConfig(node_folder="/n/"), "me") == CodePlace("/n/code", is_shared=False)
     upload(archive, place, 3)
     (code,) = Path(place.root).iterdir()
     assert check_code(str(code), archive.code_id) == "good"

@@ -96,6 +96,9 @@ def seen(*ends: tuple[int, int | None, int], node: str = "n1", **more: Any) -> N
     return NodeEvidence(node, vanished=vanished, **{"exit_code": 1, **more})
 
 
+RANK_KINDS = ("config", "user", "oom", "exception", "peer_lost")
+TAKEN = "port 1 is free\nfailed to listen. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE\n"
+PORT, BY_ANOTHER = "the port of the rendezvous of the first node", "is taken: another process listens there"
 LOST_PEER = NodeEvidence("n0", [error(0, "peer_lost", 0.2)])
 LOST = NodeEvidence("n2", lost="silent", lost_at_ns=START_NS + 5 * SECOND_NS)
 KERNELS_WORDS = "the kernel killed the process (SIGKILL) because host memory ran out: the count rose"
@@ -122,14 +125,24 @@ KILLED_WORDS = "torchrun was ended by signal 9 (SIGKILL). Perhaps memory. No ran
         # What a rank says of itself stays.
         ([alone([error(1, "oom", memory={"where": "device"})], Death(1, 1))], {"status": "oom", "rank": 1}),
         ([alone([error(1, "oom", memory={"where": "device"})])], {"memory": {"where": "device"}}),
-        ([alone([error(0, "config", exit_code=2)])], {"exit_code": 2}),
+        ([alone([error(0, "config", exit_code=2, phase="step")])], {"exit_code": 2, "phase": "step"}),
+        ([alone([error(0, exit_code=3, phase=5, memory={})])], {"exit_code": 1, "phase": None, "memory": None}),
+        *(([alone([error(1, kind)])], f"{kind} ValueError 1 n0 None") for kind in RANK_KINDS),
+        ([NodeEvidence("", [{"kind": "hang", "message": TAKEN}])], "exception Error None None None"),
         # Who was killed, and by whom.
         ([alone([], Death(0, -9), -9, kill=KERNEL)], {"status": "oom", "rank": 0, "memory": {"peak_bytes": 5}}),
-        ([alone([], Death(0, -9), kill=KERNEL)], {"message": KERNELS_WORDS}),
+        (
+            [alone([], Death(0, -9), kill=KERNEL)],
+            {"message": KERNELS_WORDS, "type": "OutOfMemory", "signal": "SIGKILL"},
+        ),
+        ([alone([], Death(0, -9), kill=SOMEBODY)], "signal SIGKILL 0 n0 SIGKILL"),
+        ([alone([], Death(0, 132))], "signal SIGILL 0 n0 SIGILL"),
+        ([alone([], Death(0, 128))], "exit SystemExit 0 n0 None"),
+        ([alone([], None, -6)], "launcher LauncherDied None n0 None"),
         ([alone([], Death(0, -9), -9, kill=SOMEBODY)], {"status": "failed", "signal": "SIGKILL", "memory": None}),
         ([alone([], None, -9, kill=KERNEL)], {"status": "oom", "rank": None, "memory": {"peak_bytes": 5}}),
-        ([alone([], None, -9, kill=SOMEBODY)], {"kind": "launcher", "signal": "SIGKILL", "memory": None}),
-        ([alone([], None, -9, kill=SOMEBODY)], {"message": KILLED_WORDS}),
+        ([alone([], None, -9, kill=SOMEBODY)], "launcher LauncherDied None n0 SIGKILL"),
+        ([alone([], None, -9, kill=SOMEBODY)], {"message": KILLED_WORDS, "memory": None}),
         ([alone([error(1)], Death(1, 1), kill=KERNEL)], {"kind": "exception"}),
         ([alone([], Death(1, -11), kill=KERNEL)], {"kind": "signal"}),
         ([seen((0, -9, 0), (1, -9, 0), node="n0", exit_code=-9)], {"kind": "launcher", "rank": None, "host": "n0"}),
@@ -137,19 +150,26 @@ KILLED_WORDS = "torchrun was ended by signal 9 (SIGKILL). Perhaps memory. No ran
         # Nobody knows how, or why.
         ([seen((3, None, 0), (2, None, 9)), LOST_PEER], {"type": "Vanished", "rank": 3}),
         ([seen((3, None, 0), (2, None, 0)), LOST_PEER], {"kind": "peer_lost"}),
-        ([seen((1, None, 5), exit_code=0), LOST_PEER], {"type": "EarlyExit", "rank": 1, "host": "n1"}),
-        ([alone([], None, 1)], {"kind": "launcher", "rank": None}),
+        ([seen((1, None, 5), exit_code=0), LOST_PEER], "exit EarlyExit 1 n1 None"),
         ([alone([], None, 3)], {"message": "torchrun ended with exit code 3 and no rank reported an error"}),
-        ([alone([], None, 0)], {"type": "EarlyExit", "rank": None}),
-        ([NodeEvidence("n0")], {"kind": "launcher", "type": "Incomplete"}),
+        ([alone([], None, 0)], "exit EarlyExit None n0 None"),
+        ([NodeEvidence("n0")], "launcher Incomplete None None None"),
+        ([NodeEvidence("n2", lost="silent")], "node_lost NodeLost None n2 None"),
+        ([alone([], None, 1, log=TAKEN)], "port AddressInUse None n0 None"),
+        ([alone([], None, 1, log=TAKEN)], {"message": f"port 29500 of n0 {BY_ANOTHER}"}),
+        ([alone([], None, 0, log=TAKEN)], {"type": "EarlyExit"}),
+        ([NodeEvidence("", [error(0, type="Network", message="EADDRINUSE")])], {"message": f"{PORT} {BY_ANOTHER}"}),
         # Ends that mostly follow another's.
         *(([seen((1, None, 1), (0, code, 2))], {"rank": 1}) for code in (-15, 130, 143)),
         *(([seen((0, code, 2))], {"rank": 0}) for code in (-15, 130, 143)),
     ],
 )
-def test_first_cause_is_found(nodes: list[NodeEvidence], facts: dict[str, Any]) -> None:
+def test_first_cause_is_found(nodes: list[NodeEvidence], facts: dict[str, Any] | str) -> None:
     failure = find_failure(nodes)
-    assert {name: getattr(failure, name) for name in facts} == facts
+    if isinstance(facts, str):
+        assert f"{failure.kind} {failure.type} {failure.rank} {failure.host} {failure.signal}" == facts
+    else:
+        assert {name: getattr(failure, name) for name in facts} == facts
 
 
 TORCHRUN_LOG = """\

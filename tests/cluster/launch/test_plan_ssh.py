@@ -9,6 +9,7 @@ import yaml
 from testkit.fake_plan import CODE, node, nodes, run_config
 from testkit.known_facts import known_facts
 
+from cluster.agent.messages import Spec
 from cluster.launch.ssh import (
     build_ssh_plan,
     fleet_warnings,
@@ -18,7 +19,7 @@ from cluster.launch.ssh import (
     with_shared_checkpoints,
 )
 from cluster.plan import LaunchPlan, node_spec, with_files
-from cluster.plan_nodes import node_folders
+from cluster.plan_nodes import fixed_part, node_folders
 from cluster.survey.network import NetInterface
 from engine.config.errors import ConfigError
 from engine.config.settings import config_from_dict
@@ -194,19 +195,36 @@ def test_containers_see_data_mounts_and_a_cache_of_kernels_under_their_own_names
     assert {"/data:/data:ro", "/home/me/corpus/a.txt:/home/me/corpus/a.txt:ro", "/models:/models:ro"} <= mounted
     assert {"/scratch:/scratch", "/home/me/tokens:/home/me/tokens", f"{kernels.parent}:{kernels.parent}"} <= mounted
     assert {"/home/me/old/checkpoints:/home/me/old/checkpoints:ro", "/out:/out"} <= mounted  # what is written stays so
+    data = {"format": "text", "messages_field": "m", "tokenizer": "/t/t.json", "chat_template": "/c.jinja"}
+    data |= {"paths": ["/d/x?/y", "/e/[ab]"]}
+    whole = {"checkpoint": {"resume_from": "/old/run"}}
+    argv = plan(cluster=DOCKER, data=data, train=whole, model={"init_from": "/m"}).nodes[0].argv
+    of_nodes = ("/home/me/.burst/cache", f"/home/me{CODE[1:]}", FOLDER)
+    read = {path for volume in volumes(argv) if (path := volume.partition(":")[0]) not in of_nodes}
+    assert read == {"/t", "/c.jinja", "/d", "/e", "/old/run", "/m"}
+    plain = plan(cluster=DOCKER, data={**data, "messages_field": None, "chat_template": None})
+    assert {"/t/t.json:/t/t.json:ro"} <= volumes(plain.nodes[0].argv)
+    assert fixed_part("/*.txt") == "/"
     assert node_folders(found.config, "/home/me") == ("/home/me/.burst/cache", "/home/me/tokens", "/out")
 
 
 def test_a_supervisor_is_told_all_it_needs() -> None:
     prediction = ("memory_plan.json", "{}")  # which the ranks' summary sets beside what they measure
-    found = with_files(plan(cluster={"ranks_per_node": 2}), prediction)
-    spec = node_spec(found, found.nodes[1], lease_s=60.0)
-    assert (spec.run_id, spec.node, spec.node_rank, spec.num_nodes) == (RUN.name, "n2", 1, 2)
-    assert (spec.first_rank, spec.local_ranks, spec.folder, spec.exclusive) == (2, 2, FOLDER, True)
+    saving = {"checkpoint": {"every_steps": 1, "stop_grace_s": 77.0}}
+    docker = {"container": {**DOCKER["container"], "command": "sudo docker"}}
+    found = with_files(plan(cluster={"ranks_per_node": 2, **docker}, train=saving), prediction)
+    spec, node = node_spec(found, found.nodes[1], lease_s=60.0), found.nodes[1]
+    assert spec._replace(files=()) == Spec(
+        **{"run_id": RUN.name, "node": "n2", "node_rank": 1, "num_nodes": 2, "first_rank": 2, "local_ranks": 2},
+        **{"folder": FOLDER, "cwd": FOLDER, "argv": node.argv, "environment": environment(found, 1), "files": ()},
+        **{"container": f"burst-{RUN.name}-n2", "engine": ("sudo", "docker"), "lease_s": 60.0, "stop_grace_s": 77.0},
+        exclusive=True,
+    )
     files = dict(spec.files)
     assert set(files) == {"config.yaml", "env/n2.env", "run.json", "memory_plan.json"}
     state = yaml.safe_load(files["run.json"])
-    assert (state["state"], state["host"], state["pid"]) == ("starting", None, None)
+    assert (state["state"], state["host"], state["pid"], state["world_size"]) == ("starting", None, None, 4)
+    assert node_spec(plan(), plan().nodes[0], lease_s=None).stop_grace_s == 12.0
 
 
 def test_what_is_odd_about_the_network_is_said_once() -> None:
