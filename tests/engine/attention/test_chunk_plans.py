@@ -42,6 +42,16 @@ def test_device_buffers_do_not_grow_with_the_sequence(grid, window):
     assert max(max(kinds.values()) for kinds in found[0]) <= 5 * 16 * chosen.head_parallel_size
 
 
+@pytest.mark.parametrize("grid", [(2, 1, 1), (2, 2, 1), (1, 1, 2)], ids=str)
+@pytest.mark.thorough_for("(2, 2, 1)", "(1, 1, 2)")
+def test_chunks_that_are_only_exchanged_pass_through_few_buffers(grid):
+    chosen = method(*grid, chunk_tokens=4)
+    for rows in (64, 128):
+        for cut in (0, rows // 2, rows - 3):
+            plans = plan_method(chosen, Mask(rows), divide_sequence(chosen, rows), recompute_before=cut)
+            assert sum(device_rows(plans.recompute).values()) <= 2 * sum(device_rows(plans.forward).values())
+
+
 @pytest.mark.parametrize("chunks", [1, 2, 3, 5, 8])
 def test_a_causal_pipeline_of_one_rank_moves_few_chunks(chunks):
     rows = 4 * chunks

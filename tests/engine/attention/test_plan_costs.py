@@ -29,10 +29,10 @@ HEADS = 8
 MHA = TokenBytes(HEADS, HEADS, 16)
 
 
-def plans_of(method: AttentionMethod, mask: Mask | None = None) -> PlanPair:
-    """Without a mask every rank needs everything."""
+def plans_of(method: AttentionMethod, mask: Mask | None = None, before: int | None = None) -> PlanPair:
+    """Without a mask every rank needs everything; `before`: queries that run again."""
     mask = mask or Mask(4 * method.cp_size, causal=False)
-    return plan_method(method, mask, divide_sequence(method, mask.seq_len, [mask]))
+    return plan_method(method, mask, divide_sequence(method, mask.seq_len, [mask]), recompute_before=before)
 
 
 def sent_by(plan: AttentionPlan, tokens: TokenBytes = MHA) -> list[int]:
@@ -136,6 +136,22 @@ def test_only_rows_that_somebody_needs_are_sent() -> None:
     assert sum(sent_by(plans_of(ring, Mask(1024, documents=tuple(range(0, 1024, 64)))).forward)) == 0
     causal = plans_of(ring, Mask(32)).forward
     assert sum(t.op == "send" for rank in causal.ranks.values() for t in rank.transfers()) == 7 * 8 // 2
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "split_zigzag"])
+@pytest.mark.parametrize("axes", [{}, {"backward_order": "reversed"}, {"kv_transport": "all_gather"}], ids=str)
+def test_only_keys_that_are_attended_again_travel(axes: dict[str, Any], layout: Any) -> None:
+    for shape in ((8, 1), (4, 2)):
+        ring = ring_method(*shape, layout=layout, split_at=128 * (layout == "split_zigzag"), **axes)
+        plans = plans_of(ring, Mask(256), before=128)
+        assert plans.recompute is not None
+        assert sum(sent_by(plans.recompute)) < sum(sent_by(plans.forward))
+        if layout == "contiguous":
+            again, once = (
+                sum(t.op == "send" for rank in plan.ranks.values() for t in rank.transfers())
+                for plan in (plans.recompute, plans.forward)
+            )
+            assert again < once
 
 
 # ---- hops and overlap -----------------------------------------------------------------------------------------------
