@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config.settings import AttentionConfig
-from engine.planning.sequence.balance import TOLERANCE
 from engine.planning.sequence.layers import build_mask
 from engine.planning.sequence.layout import Layout, build_layout
 from engine.planning.sequence.mask import BlockList, Mask
@@ -78,7 +77,7 @@ def test_no_rank_has_more_than_five_percent_above_an_equal_share(name: str, size
     layout = build_layout("balanced", ROWS, size, masks=masks)
     per_rank = loads(layout, masks)
     assert sum(per_rank) == sum(num_pairs(mask) for mask in masks)
-    assert max(per_rank) <= (1 + TOLERANCE) * sum(per_rank) / size
+    assert max(per_rank) <= 1.05 * sum(per_rank) / size
     assert sum(map(len, layout.segments)) <= FRAGMENTS.get(name, 1000) * size
     longest_chunk = max(len(segment) for segments in layout.segments for segment in segments)
     assert max(layout.row_counts) - min(layout.row_counts) <= min(64, longest_chunk)

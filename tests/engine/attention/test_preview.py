@@ -191,12 +191,7 @@ def test_previews_are_made_without_torch() -> None:
 
 
 # Every kind of schedule; `striped` is a few bytes apart, and gathered keys wait a little longer at other ranks.
-LARGE = {
-    "striped": (1e-3, 1e-3),
-    "burst": (0.0, 0.0),
-    "burst_ulysses": (0.0, 0.0),
-    "megatron_allgather": (0.0, 0.05),
-}
+LARGE = {"striped": (1e-3, 1e-3), "burst": (0.0, 0.0), "burst_ulysses": (0.0, 0.0), "megatron_allgather": (0.0, 0.05)}
 
 
 @pytest.mark.parametrize("preset", LARGE)

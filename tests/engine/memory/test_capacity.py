@@ -11,17 +11,9 @@ from testkit.sections import changed
 
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
-from engine.planning.memory.capacity import (
-    MIB,
-    Capacity,
-    Gpu,
-    Hardware,
-    capacity_of,
-    host_memory,
-    parse_nvidia_smi,
-)
+from engine.planning.memory.capacity import Capacity, Gpu, Hardware, capacity_of, host_memory, parse_nvidia_smi
 
-GB = 10**9
+GB, MIB = 10**9, 2**20
 LAPTOP = Hardware((), 16 * GB, "test")
 SERVER = Hardware((Gpu("NVIDIA H200", 143771 * MIB),) * 8, 1000 * GB, "test")
 ON_CPU = {"cluster": {"backend": "gloo"}}

@@ -136,12 +136,7 @@ DEEP: dict[str, tuple[int, int, RunConfig, list[tuple[int, int]]]] = {
     "masks in turn": (1, 13, small_config(256, attention=WINDOWS), [(7, 4), (5, -3)]),
     "groups": (1, 14, small_config(256, policy="attn_out_every", memory={"every_layers": 3}), [(8, 3), (5, -2)]),
     "both stores": (1, 15, small_config(256, memory={**HOST, "host_layers": 4}), [(7, 9), (6, -8)]),
-    "weights outweigh activations": (
-        4,
-        9,
-        small_config(16, "burst", train={"grad_accum_steps": 2}),
-        [(4, 6), (3, -5)],
-    ),
+    "weights outweigh activations": (4, 9, small_config(16, "burst", train={"grad_accum_steps": 2}), [(4, 6), (3, -5)]),
     "whole weights stay": (4, 9, small_config(64, "ring"), [(4, 6), (3, -5)]),
 }
 

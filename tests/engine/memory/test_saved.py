@@ -18,7 +18,7 @@ from torch.distributed.tensor import distribute_tensor
 from engine.attention.streams import NoStreams
 from engine.config.settings import ModelConfig
 from engine.memory.host import HostPool, host_empty
-from engine.memory.saved import MINIMUM_BYTES, offloaded
+from engine.memory.saved import offloaded
 from engine.memory.store import ActivationStore, DeviceStore, HostStore, Kept, host_store
 from engine.memory.tracker import LiveTensorTracker
 from engine.model.llama import TransformerBlock
@@ -172,11 +172,11 @@ def test_what_lives_on_anyway_stays() -> None:
 
 def test_on_an_accelerator_small_tensors_stay() -> None:
     store = CountingStore(DeviceStore())
-    for numbers in (MINIMUM_BYTES // 4 - 1, MINIMUM_BYTES // 4):
+    for numbers in (2**18 - 1, 2**18):
         x = torch.ones(numbers, device="meta", requires_grad=True)
         with offloaded(store, leave=[x]):
             (x * torch.ones(numbers, device="meta")).sum()
-    assert store.sizes == [MINIMUM_BYTES // 4]
+    assert store.sizes == [2**18]
 
 
 def fsdp_keeps() -> tuple[list[int], bool]:
