@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
+from typed_settings import cases, config
 
 from engine.config.errors import ConfigError
 from engine.config.rules import check_config, config_problems
-from engine.config.settings import RunConfig, config_from_dict
-
-
-def config(settings: str = "") -> RunConfig:
-    """The defaults with settings as they are typed: `train.steps=5 & data.paths=[a, b]`."""
-    values: dict[str, Any] = {}
-    for key, _, value in (setting.partition("=") for setting in settings.split(" & ") if setting):
-        *sections, name = key.split(".")
-        table = values
-        for section in sections:
-            table = table.setdefault(section, {})
-        table[name] = yaml.safe_load(value)
-    return config_from_dict(values)
-
 
 RANKS4 = "cluster.ranks_per_node=4"
+TP2 = "parallel.tp_size=2 & cluster.ranks_per_node=2"
 IN_BACKWARD = "memory.optimizer_in_backward=true & optimizer.max_grad_norm=null"
 CHATS = f"data.format=jsonl & data.paths=[{__file__}] & data.messages_field=messages & data.chat_template=chatml"
-
-
-def cases(text: str) -> list[str]:
-    """One a line; what is indented belongs to the line before."""
-    return re.sub(r"\n +", " ", text).strip().splitlines()
 
 
 # Settings | how the only problem that they make begins.
@@ -55,10 +34,18 @@ memory.optimizer_in_backward=true |
 {IN_BACKWARD} & parallel.dp_replicate_size=2 | memory.optimizer_in_backward=true saves nothing here
 model.require_init_from=true |
     model.init_from: null, but exp=tiny goes on with a trained model and would start from random weights
+train.evaluate_only=true | train.evaluate_only=true evaluates weights that are there, but none are named
 train.guard.on_nonfinite=rewind & train.checkpoint.at_end=true |
     train.guard: rewind goes back to a checkpoint, but none is saved
 attention.mask_layers=[causal, sink_window] | attention.window_tokens: null, but a windowed mask
+attention.mask=window | attention.window_tokens: null, but a windowed mask
 attention.mask=blocks | attention.blocks_file: null, but attention.mask=blocks
+attention.mask=blocks & attention.blocks_file=/no | attention.blocks_file: no such file: '/no'
+attention.documents=true & train.micro_batch_size=2 | attention.documents=true needs train.micro_batch_size=1, got 2
+attention.layout=per_document | attention.layout=per_document divides every document over the ranks
+attention.layout=per_document & attention.documents=true & {TP2} | attention.layout=per_document gives ranks blocks of
+attention.layout=balanced & {TP2} | attention.layout=balanced gives ranks blocks of unequal length
+memory.host_layers=1 | memory.host_layers=1 says how many layers keep in host memory
 attention.mask=vertical_slash & attention.vertical_blocks=[1, -1] |
     attention.vertical_blocks: got (1, -1), but blocks count from 0
 attention.mask=vertical_slash & attention.slash_blocks=[0, -1] |
@@ -69,9 +56,11 @@ model.num_kv_heads=8 | model.num_kv_heads: got 8
 model.head_dim=63 | model.head_dim: got 63, expected an even number
 model.rope_theta=.inf | model.rope_theta: got inf, expected more than 0
 model.rope_scaling.kind=yarn | model.rope_scaling.original_seq_len: kind=yarn needs the length
+model.rope_scaling.kind=llama3 | model.rope_scaling.original_seq_len: kind=llama3 needs the length
 model.rope_scaling.factor=2.0 | model.rope_scaling.factor: got 2.0, but kind=none
 model.vocab_size=255 | model.vocab_size: got 255, but data.tokenizer=bytes gives 256
-data.tokenizer=bpe | model.vocab_size: got 256, but data.tokenizer=bpe gives 4096
+data.tokenizer=bpe | model.vocab_size: got 256, but data.tokenizer=bpe gives 4096 different tokens;
+    set model.vocab_size=4096 or more or a smaller data.bpe_vocab_size
 optimizer.warmup_steps=101 | optimizer.warmup_steps: got 101, expected at most train.steps=100
 optimizer.decay_steps=5 | optimizer.decay_steps: only optimizer.schedule=wsd
 optimizer.schedule=wsd & optimizer.warmup_steps=60 & optimizer.decay_steps=50 |
@@ -82,6 +71,7 @@ train.profile=5:102 | train.profile: got '5:102'
 train.profile="5" | train.profile: got '5'
 data.format=jsonl | data.paths: data.format=jsonl reads files, but none was given
 data.paths=[/] | data.paths: data.format=stdlib reads no files
+data.format=text & data.paths=[""] | data.paths: no such file or folder: ''
 data.format=text & data.paths=[/no/such/*.txt] | data.paths: no such file or folder: '/no/such/*.txt'
 data.tokenizer=/no/tokenizer.json | data.tokenizer: got '/no/tokenizer.json', expected bytes, bpe or
 data.prepared_dir={__file__} | data.prepared_dir: '{__file__}' is a file; give a folder
@@ -110,6 +100,12 @@ data.length_buckets=[4] & data.length_weights=[.nan, 1.0] | data.length_weights:
 data.echo_tokens=8 & attention.documents=true | attention.documents=true hides what data.echo_tokens repeats
 data.echo_tokens=8 & data.length_buckets=[4] & data.length_weights=[0.5, 0.5] |
     data.length_buckets needs whole documents, and data.echo_tokens cuts them
+exp="" | exp: got '', expected what can name the folder of a run; use letters, digits
+exp=a/b | exp: got 'a/b', expected what can name
+exp=../a | exp: got '../a', expected what can name
+exp=.hidden | exp: got '.hidden', expected what can name
+exp=a b | exp: got 'a b', expected what can name
+exp={"x" * 101} | exp: got 'xxx
 cluster.container.runtime=docker | cluster.container.runtime=docker needs an image: set cluster.container.image
 cluster.shared_folder=rel | cluster.shared_folder: got 'rel', expected an absolute path
 cluster.ssh.jump=-x | cluster.ssh.jump: got '-x', expected a name
@@ -129,8 +125,10 @@ cluster.environment=[A] | cluster.environment[0]: 'A' is not NAME=VALUE in one l
 cluster.environment=[1A=b] | cluster.environment[0]: '1A' is not NAME=VALUE in one line
 cluster.environment=["A=b\nc"] | cluster.environment[0]: 'A' is not NAME=VALUE in one line, with a name
 cluster.environment=[A=1, A=2] | cluster.environment[1]: A is set twice
-cluster.environment=[BURST_NODE=x] | cluster.environment[0]: BURST_NODE is set by burst for every rank
-cluster.environment=[MASTER_PORT=1] | cluster.environment[0]: MASTER_PORT is set by torchrun
+cluster.machine.name=h1000 | cluster.machine.name: got 'h1000', expected auto
+cluster.machine.rates=[wheels=4] | cluster.machine.rates: machine: no such field: wheels
+cluster.launcher=kubernetes & cluster.container.image=a:b | cluster.launcher=kubernetes needs cluster.kubernetes.claim
+cluster.launcher=kubernetes & cluster.kubernetes.claim=a | cluster.launcher=kubernetes needs cluster.container.image
 cluster.slurm.time_limit=soon | cluster.slurm.time_limit: got 'soon', expected [DAYS-]HH:MM:SS
 cluster.slurm.time_limit="43200" | cluster.slurm.time_limit: got '43200', expected [DAYS-]HH:MM:SS
 cluster.slurm.options=[-p main] | cluster.slurm.options[0]: got '-p main', expected --NAME=VALUE
@@ -168,9 +166,13 @@ train.seq_len=3 & attention.preset=ring & {RANKS4} | train.seq_len: got 3 tokens
 """)
 LEGAL = cases(f"""
 memory.activation_checkpoint=auto
-memory.checkpoint_layers=[attn_out_every, full] & memory.kept_fraction=0.25
+memory.checkpoint_layers=[attn_out_every, full] & memory.kept_fraction=1.0 & memory.moments_dtype=int8
 {IN_BACKWARD}
-model.num_kv_heads=1
+model.num_heads=3 & model.num_kv_heads=1
+model.rope_scaling.kind=linear & model.rope_scaling.factor=2.0
+model.rope_scaling.kind=yarn & model.rope_scaling.original_seq_len=1
+attention.mask=vertical_slash & attention.vertical_blocks=[]
+attention.mask=vertical_slash & attention.documents=true & attention.layout=per_document
 model.vocab_size=4096 & data.tokenizer=bpe
 model.vocab_size=2 & data.format=shards & data.paths=[/]
 model.require_init_from=true & train.checkpoint.resume_from=/run
@@ -179,17 +181,24 @@ train.guard.on_nonfinite=rewind & train.checkpoint.every_minutes=5.0
 optimizer.warmup_steps=100
 optimizer.schedule=wsd & optimizer.warmup_steps=50 & optimizer.decay_steps=50
 optimizer.max_grad_norm=null & optimizer.beta1=0.0 & optimizer.weight_decay=0.0
-train.profile=100:101
-data.format=text & data.paths=[{__file__}, /tm*]
-data.tokenizer={__file__}
+train.profile=1:101
+train.evaluate_only=true & train.checkpoint.resume_from=/run & train.guard.on_nonfinite=rewind
+data.format=text & data.paths=[{__file__}, /tm*, {Path(__file__).parent}/**/test_config_checks.py] & data.bos="off"
+data.mix_paths=[/tmp] & data.mix_weights=[0.5, 0.5]
+data.length_buckets=[2, 3] & data.length_weights=[0.0, 0.3, 0.7]
+{CHATS} & data.chat_template={__file__}
+{CHATS} & data.chat_template=null & data.tokenizer={__file__}
 {CHATS}
+cluster.machine.name=h100 & cluster.machine.rates=[inter_bytes_per_s=25e9]
+cluster.launcher=local & cluster.num_nodes=1
 cluster.nodes=n[1-4] & cluster.python=~/venv/bin/python & cluster.node_folder=/scratch/me &
     cluster.environment=[A=b=c, B=]
 cluster.launcher=slurm & cluster.slurm.time_limit=2-00:00:00 & cluster.slurm.options=[--reservation=x]
 cluster.container.image=registry.local:5000/a/b@sha256:00 & cluster.container.command=sudo -n docker &
     cluster.container.mounts=[/a:rw] & cluster.container.run_options=[--gpus, all]
 cluster.container.run_options=[] & cluster.python=/a:b/..c/python & cluster.shared_folder=/shared
-cluster.kubernetes.claim=a-1 & cluster.kubernetes.memory_per_pod=1.5Gi & cluster.kubernetes.gpu_resource=a.b/c &
+cluster.launcher=kubernetes & cluster.container.image=a & cluster.kubernetes.claim=a-1 &
+    cluster.kubernetes.memory_per_pod=1.5Gi & cluster.kubernetes.gpu_resource=a.b/c &
     cluster.kubernetes.node_selector=[k.io/a=B.c, a=]
 parallel.dp_shard_size=4 & {RANKS4}
 parallel.tp_size=2 & parallel.dp_shard_size=2 & {RANKS4}
@@ -226,9 +235,27 @@ def test_a_tokenizer_trained_on_the_corpus_means_nothing_to_older_weights() -> N
     assert [data for data, is_told in told.items() if is_told] == ["bpe"]
 
 
-def test_a_secret_that_came_into_a_name_is_not_told() -> None:
+def test_what_ranks_find_each_other_by_is_not_set_by_hand_and_no_value_is_told() -> None:
     (problem,) = config_problems(config('cluster.environment=["TOKEN=canary-7f3a\\n"]'))
     assert "canary" not in problem.text
+    ours = ["BURST_RUN_ID", "BURST_NODE", "BURST_RANK_LOGS"]
+    theirs = ["RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    found = config_problems(config(f"cluster.environment=[{', '.join(f'{name}=1' for name in (*ours, *theirs))}]"))
+    told = [*((name, "burst") for name in ours), *((name, "torchrun") for name in theirs)]
+    assert [problem.text.partition(" for ")[0] for problem in found] == [
+        f"cluster.environment[{index}]: {name} is set by {who}" for index, (name, who) in enumerate(told)
+    ]
+
+
+def test_paths_of_runs_on_other_machines_are_whole() -> None:
+    given = "train.checkpoint.folder=a & train.checkpoint.resume_from=b & model.init_from=c & data.mix_paths=[/d, e]"
+    found = config_problems(config(f"cluster.launcher=ssh & {given} & data.mix_weights=[1.0, 1.0, 1.0]"))
+    assert [problem.text.partition(" on the nodes")[0] for problem in found] == [
+        "train.checkpoint.folder: got 'a', expected a path",
+        "train.checkpoint.resume_from: got 'b', expected a path",
+        "model.init_from: got 'c', expected a path",
+        "data.mix_paths[1]: got 'e', expected a path",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -238,6 +265,7 @@ def test_a_secret_that_came_into_a_name_is_not_told() -> None:
         ("cluster.launcher=slurm & cluster.num_nodes=2", True),
         ("cluster.nodes=n1", False),
         ("cluster.launcher=ssh", False),
+        ("cluster.launcher=kubernetes", False),
     ],
 )
 def test_files_of_this_machine_are_looked_for_only_if_ranks_run_on_it(cluster: str, is_looked_for: bool) -> None:
@@ -254,13 +282,6 @@ def test_all_broken_rules_are_told_at_once() -> None:
     assert keys == expected.split()
 
 
-@pytest.mark.parametrize("name", ["", "a/b", "../a", ".hidden", "a b", "x" * 101])
-def test_exp_names_a_folder(name: str) -> None:
-    (problem,) = config_problems(replace(RunConfig(), exp=name))
-    assert problem.keys == ("exp",)
-    assert "use letters, digits" in problem.text
-
-
 def test_paths_start_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "corpus.txt").write_text("text")
     relative = config("data.format=text & data.paths=[corpus.txt, corp*.txt]")
@@ -269,13 +290,13 @@ def test_paths_start_from_the_working_folder(tmp_path: Path, monkeypatch: pytest
     assert config_problems(relative) == []
 
 
-def test_nonsense_numbers_never_crash_the_rules() -> None:
+def test_of_nonsense_numbers_that_alone_is_told() -> None:
+    around = f"{RANKS4} & attention.preset=ring"
     for value in (0, -1, -4):
-        for name in ("num_heads", "num_kv_heads", "head_dim"):
-            assert config_problems(config(f"model.{name}={value} & {RANKS4} & attention.preset=burst"))
-        for name in ("cp_size", "dp_shard_size", "dp_replicate_size"):
-            assert config_problems(config(f"parallel.{name}={value} & {RANKS4}"))
-        for name in ("ranks_per_node", "topology_nodes"):
-            assert config_problems(config(f"cluster.{name}={value}"))
-        for name in ("ring_inner_size", "ring_outer_size"):
-            assert config_problems(config(f"attention.{name}={value} & attention.preset=ring & {RANKS4}"))
+        for key in (
+            *("model.num_heads", "model.num_kv_heads", "model.head_dim", "parallel.cp_size", "parallel.tp_size"),
+            *("parallel.dp_shard_size", "parallel.dp_replicate_size", "cluster.ranks_per_node"),
+            *("cluster.topology_nodes", "attention.ring_inner_size", "attention.ring_outer_size"),
+        ):
+            found = config_problems(config(f"{around} & {key}={value}"))
+            assert [problem.keys for problem in found] == [(key,)], key
