@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ from engine.config.settings import ModelConfig, ParallelConfig
 from engine.parallel.mesh import (
     Placement,
     build_mesh,
+    check_world,
     choose_device,
     limit_waits,
     read_placement,
@@ -86,11 +88,28 @@ def test_cp_groups_cover_every_rank_once_strided_by_the_tp_ranks_between_them() 
 
 def test_gloo_trains_on_the_cpu_and_without_torchrun_there_is_one_rank() -> None:
     assert read_placement({}) == Placement(0, 1, 0, 1)
+    assert read_placement({"WORLD_SIZE": "8"}) == Placement(0, 8, 0, 8)
+    place = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert read_placement(place) == Placement(5, 8, 1, 4)
     assert choose_device(ClusterConfig(backend="gloo"), Placement(0, 64, 0, 64)).type == "cpu"
     gpus = torch.cuda.device_count()  # none on most machines that run this
     expected = f"GPUs visible: {gpus}; set cluster.ranks_per_node={gpus}" if gpus else "sees no GPU on this node"
     with pytest.raises(ConfigError, match=expected):
         choose_device(ClusterConfig(backend="nccl"), Placement(0, 64, 0, 64))
+
+
+def test_ranks_that_were_started_are_those_of_the_configuration() -> None:
+    placement, named = Placement(5, 8, 1, 4), ClusterConfig(nodes="n[1-2]", ranks_per_node=4)
+    for cluster in (ClusterConfig(num_nodes=2, ranks_per_node=4), named, ClusterConfig()):
+        check_world(cluster, placement)
+    for cluster, problem in (
+        (ClusterConfig(num_nodes=3, ranks_per_node=4), "num_nodes 3 x cluster.ranks_per_node 4 = 12 ranks, but 8 "),
+        (ClusterConfig(ranks_per_node=4), "num_nodes 1 x cluster.ranks_per_node 4 = 4 ranks, but 8 ranks were started"),
+        (replace(named, ranks_per_node=2), "ranks_per_node: got 2, but 8 ranks were started, 4 of them on this node"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check_world(cluster, placement)
+        assert str(caught.value).startswith(f"cluster.{problem}")
 
 
 def mesh_of_rank(parallel: ParallelConfig, cluster: ClusterConfig) -> tuple[Any, ...]:

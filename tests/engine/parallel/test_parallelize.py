@@ -6,6 +6,7 @@ import os
 import shutil
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,23 +20,9 @@ from engine.config.settings import LossConfig
 from engine.memory.tracker import LiveTensorTracker
 from engine.model.llama import LlamaModel
 from engine.model.parallelize import compile_layers
-from engine.parallel.fsdp import fsdp_modules
 
 CPU = torch.device("cpu")
 COMPILERS = ("g++", "clang++")
-
-
-def unit_sizes() -> list[int]:
-    """Number of parameters that each FSDP unit gathers by itself, the root's first."""
-    run = start_run(TINY)
-    units = [unit for unit in fsdp_modules(run.model) if isinstance(unit, torch.nn.Module)]
-    sizes = [sum(p.numel() for p in unit.parameters()) for unit in units]
-    return [sizes[0] - sum(sizes[1:]), *sizes[1:]]
-
-
-def test_embedding_layers_and_head_are_gathered_one_at_a_time(ranks: Pools) -> None:
-    vocabulary, layer, norm = 64 * 32, 9280, 32
-    assert ranks(1).run(unit_sizes) == [[norm, vocabulary, layer, layer, vocabulary]]
 
 
 def losses_when_compiled() -> list[float]:
@@ -92,16 +79,28 @@ def test_compiling_on_a_cpu_keeps_out_of_the_folder_that_a_killed_run_may_have_s
         assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def reductions(micro_steps: int) -> int:
-    """How many collectives that sum and divide gradients one step of so many micro-steps takes."""
-    done: list[str] = []
-    run = start_run(tiny_config(parallel={"dp_shard_size": 2}))
-    batch = random_batches(0, sequences=2 * micro_steps)
-    with Operations(lambda func, *_: done.append(str(func))):
+def collectives(micro_steps: int, **parallel: int) -> list[tuple[str, int]]:
+    """(kind, numbers of its result on this rank) of every collective over parameters or gradients of one step."""
+    run = start_run(tiny_config(parallel=parallel))
+    batch, seen = random_batches(0, sequences=2 * micro_steps), list[tuple[str, int]]()
+
+    def see(func: Any, args: tuple[Any, ...], result: Any) -> None:
+        name = str(func).removeprefix("c10d.").partition(".")[0]
+        if name in ("_allgather_base_", "_reduce_scatter_base_"):
+            seen.append((name.strip("_").removesuffix("_base"), args[0].numel()))
+        elif name == "allreduce_" and args[0][0].numel() > TINY_MODEL.num_layers:
+            seen.append(("allreduce", args[0][0].numel()))
+
+    with Operations(see):
         run.train_step(0, own_part(batch, run.mesh, micro_steps=micro_steps))
-    return sum("reduce_scatter" in name for name in done)
+    return seen
 
 
-def test_gradients_are_reduced_after_every_micro_step(ranks: Pools) -> None:
-    units = TINY_MODEL.num_layers + 3  # the layers, the embedding, the head, and what is left at the root
-    assert [ranks(2).run(reductions, steps)[0] for steps in (1, 3)] == [units, 3 * units]
+def test_embedding_layers_and_head_are_gathered_one_at_a_time_and_reduced_after_every_micro_step(ranks: Pools) -> None:
+    vocabulary, layer, norm = 64 * 32, 9280, 32
+    for micro_steps in (1, 3):
+        seen = ranks(2).run(collectives, micro_steps, dp_shard_size=2)[0]
+        forward, backward = [norm, vocabulary, layer, layer, vocabulary], [vocabulary, norm, layer, layer, vocabulary]
+        assert [size for kind, size in seen if kind == "allgather"] == [*forward, *backward] * micro_steps
+        reduced = [vocabulary, layer, layer, norm, vocabulary] * micro_steps
+        assert [2 * size for kind, size in seen if kind == "reduce_scatter"] == reduced
