@@ -14,11 +14,12 @@ from engine.bench.spec import RESULT_FILE
 folder = Path(sys.argv[1])
 rank = int(os.environ["RANK"])
 mode = os.environ.get("FAKE_MODE", "")
-place = [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")]
-place += [str(os.getsid(0) == os.getpid()), os.environ["PYTHONPATH"]]
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "PYTHONUNBUFFERED")
+place = [os.environ[name] for name in (*names, "PYTHONFAULTHANDLER", "PYTHONPATH")]
+place += [str(os.getsid(0) == os.getpid())]
 Path(os.environ.get("FAKE_PIDS", str(folder)), f"pid{rank}").write_text(str(os.getpid()))
 if mode == "fail" and rank == 1:
-    print("the pressure fell")
+    print(*(f"the pressure fell {time}" for time in range(20)), sep="\n")
     os.kill(os.getpid(), signal.SIGKILL)
 if mode == "fail" and rank == 2:
     time.sleep(0.5)

@@ -14,13 +14,7 @@ from benchmarks.memory.report import claims, complete_rows, loss_spread
 from engine.config.settings import ModelConfig
 
 LENGTH, RANKS, HEADS, WIDTH, LAYERS = 64, 2, 2, 16, 4
-POLICIES = (
-    "none",
-    "full",
-    "seq_fraction:kept_fraction=0.5",
-    "attn_out",
-    "attn_out_every:every_layers=4",
-)
+POLICIES = ("none", "full", "seq_fraction:kept_fraction=0.5", "attn_out", "attn_out_every:every_layers=4")
 MODEL = ModelConfig(
     vocab_size=256,
     hidden_size=HEADS * WIDTH,

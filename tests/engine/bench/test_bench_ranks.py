@@ -9,15 +9,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 from testkit.waiting import wait_for
 
+from engine.bench import spec
 from engine.bench.ranks import RankProgram, measure_cell, run_ranks
 from engine.bench.spec import AttentionCell, HeadShape, MachineCell, RankSetup, Rounds, check_points
 from engine.config.errors import ConfigError, RunError
+from engine.config.settings import AttentionConfig, ModelConfig
 from engine.planning.methods.presets import PRESETS
 from engine.runs.provenance import CODE_ROOT
 
@@ -43,7 +46,7 @@ def test_ranks_learn_their_place_and_find_the_code_from_anywhere(
     run_ranks(RankProgram(FAKE), RankSetup(ranks=4, nodes=2, threads=3), tmp_path)
     places = [json.loads((tmp_path / f"place{rank}.json").read_text()) for rank in range(4)]
     path = f"{CODE_ROOT}{os.pathsep}own"
-    assert places == [[str(rank), "4", str(rank % 2), "2", "3", "True", path] for rank in range(4)]
+    assert places == [[str(rank), "4", str(rank % 2), "2", "3", "1", "1", path, "True"] for rank in range(4)]
     cell = MachineCell(RankSetup(1), HeadShape(1, 1, 8), 1.0)
     assert measure_cell(cell, RankProgram(FAKE)) == {"results": ["measured"]}
 
@@ -57,7 +60,7 @@ def test_a_failed_rank_is_named_with_its_last_words_and_the_others_end(
         run_ranks(RankProgram(FAKE), RankSetup(ranks=3), tmp_path)
     assert str(caught.value).splitlines() == [
         "bench: rank 1 failed first, exit code -9; ranks 2 failed after it. Its last words:",
-        "    the pressure fell",
+        *(f"    the pressure fell {time}" for time in range(5, 20)),
         f"Its command: {sys.executable} -m {FAKE} {tmp_path}",
     ]
     assert alive(tmp_path) == []
@@ -95,6 +98,25 @@ def test_every_preset_is_legal_or_says_why_not(ranks: int, nodes: int) -> None:
     assert ("single" in legal, "ring" in legal) == (ranks == 1, True)
 
 
+def test_cells_are_their_settings_and_come_back_from_a_folder(tmp_path: Path) -> None:
+    point = spec.read_attention("burst:backward_circulates=q:kernel=reference", "window:window_tokens=8")
+    assert point == AttentionConfig(
+        preset="burst", backward_circulates="q", kernel="reference", mask="window", window_tokens=8
+    )
+    shape = HeadShape(4, 2, 16, "float32")
+    attention = AttentionCell(("ring", "burst"), "full", 64, RankSetup(4, 2, 3, "nccl"), shape, Rounds(3, 2))
+    spec.write_cell(attention, tmp_path)
+    assert spec.read_cell(AttentionCell, tmp_path) == attention
+    machine, model = MachineCell(RankSetup(1), shape, 1.0), ModelConfig(vocab_size=256, head_dim=16)
+    sizes = {"hidden_size": 64, "ffn_hidden_size": 170, "num_heads": 4, "num_kv_heads": 4}
+    assert machine.model(64, 2) == replace(model, num_layers=2, **sizes)
+    narrow = {"hidden_size": 8, "ffn_hidden_size": 21, "num_heads": 1, "num_kv_heads": 1}
+    assert machine.model(8, 3) == replace(model, num_layers=3, **narrow)
+    config = MachineCell(RankSetup(4, 2), shape, 1.0).run_config(2, 64)
+    assert (config.train.seq_len, config.train.compute_dtype, config.model) == (256, "float32", machine.model(64, 2))
+    assert (config.attention.preset, config.cluster.topology_groups) == ("ring", 2)
+
+
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
@@ -104,6 +126,11 @@ def test_every_preset_is_legal_or_says_why_not(ranks: int, nodes: int) -> None:
             for part in ("", "layout", "=striped")
         ),
         (lambda: MachineCell(RankSetup(1), HeadShape(1, 1, 7), 1.0).run_config(1), "head_dim"),
+        (lambda: check_points(["rong"], ["causal"]), "bench: 'rong' is no preset of attention; legal: single, ring, "),
+        (
+            lambda: check_points(["ring", "ring:wheels=1"], ["causal", "full"]),
+            "bench: ring:wheels=1 under mask causal: wheels: no such setting",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused(make: Callable[[], object], problem: str) -> None:

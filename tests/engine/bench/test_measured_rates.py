@@ -166,7 +166,11 @@ def test_a_machine_of_known_rates_is_measured_to_have_them(ranks: Pools, setup: 
 def test_every_size_is_chosen_for_cpus_and_gpus() -> None:
     tables = [table for name, table in vars(machine).items() if name.isupper() and isinstance(table, dict)]
     tables.remove(FLOPS_PER_PAIR)
-    assert all(table.keys() == {"cpu", "cuda"} for table in tables)
+    for table in tables:
+        assert table.keys() == {"cpu", "cuda"}
+        for sizes in ([one] if isinstance(one, int) else one for one in table.values()):
+            assert [0, *sorted(set(sizes))] == [0, *sizes]
+            assert sizes[0] > 0
 
 
 def timed(window_s: float, call_s: float) -> tuple[list[float], int]:
