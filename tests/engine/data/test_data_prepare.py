@@ -6,6 +6,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import tracemalloc
@@ -94,10 +95,20 @@ def test_bpe_is_trained_on_training_text_only_and_progress_adds_up(corpus: Path,
     assert list(last.items()) == [("survey", (total, None)), ("tokenizer", (total, total)), ("encode", (total, total))]
 
 
+FACTS = (
+    "format paths text_field prompt_field messages_field chat_template tokenizer bos bpe_vocab_size "
+    "validation_fraction max_bytes"
+)
+
+
 def test_a_second_call_writes_nothing(corpus: Path, cache: Path) -> None:
     config = text_config(corpus)
     first = prepare(config)
-    facts = (first.path / "prepared.json").stat()
+    facts, made = (first.path / "prepared.json").stat(), json.loads((first.path / "prepared.json").read_text())
+    assert re.fullmatch("[0-9a-f]{64}", made["identity"].pop("files_hash"))
+    unnamed = {"tokenizer_hash": None, "template_hash": None}
+    assert made == {"identity": {"version": 1, "config": config_facts(config), **unnamed}}
+    assert (len(first.path.name), list(config_facts(config))) == (16, FACTS.split())
     seen: list[Progress] = []
     second = prepare(config, progress=seen.append)
     assert (second.path, second.content_hash, seen) == (first.path, first.content_hash, [])

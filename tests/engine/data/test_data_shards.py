@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any, get_args
@@ -68,6 +69,15 @@ def test_files_are_little_endian_and_as_narrow_as_the_vocabulary_allows(tmp_path
     assert (tmp_path / "s" / "tokens-00000.bin").read_bytes() == b"a\0b\0\xff\0c\0\xff\0"
     assert (tmp_path / "s" / "documents.bin").read_bytes() == bytes([0] * 8 + [3] + [0] * 7)
     assert (tmp_path / "s" / "prompts.bin").read_bytes() == bytes([3] + [0] * 7 + [4] + [0] * 7)
+    assert (tmp_path / "s" / "token_bytes.bin").read_bytes() == b"\1\0\0\0" * 255 + b"\0" * 4
+    hashed = hashlib.sha256(b"a\0b\0\xff\0c\0\xff\0").hexdigest()
+    assert json.loads((tmp_path / "s" / "manifest.json").read_text()) == {
+        **{"format": "burst-tokens", "version": 1, "dtype": "uint16", "vocab_size": 256, "token_count": 5},
+        "files": [{"name": "tokens-00000.bin", "token_count": 5, "sha256": hashed}],
+        **{"eod_id": 255, "bos_ids": [], "tokenizer": "bytes", "documents_file": "documents.bin", "document_count": 2},
+        **{"prompts_file": "prompts.bin", "prompt_count": 1, "token_bytes_file": "token_bytes.bin", "text_bytes": 3},
+        **{"source": "made up", "writer": "burst"},
+    }
     assert [storage_dtype(size) for size in (256, 1 << 16, (1 << 16) + 1)] == ["uint16", "uint16", "uint32"]
 
 
@@ -203,6 +213,17 @@ WRONG: list[tuple[dict[str, Any], Any, str]] = [
         None,
         "(?s)vocab_size is missing.*eod_id: expected a whole number.*tokenizer: expected text or null",
     ),
+    (
+        dict.fromkeys(("dtype", "vocab_size", "token_count", "files")),
+        None,
+        "(?s)dtype is missing.*vocab_size is missing.*token_count is missing.*files is missing",
+    ),
+    ({"vocab_size": 0}, None, "vocab_size: got 0, expected 1 or more"),
+    ({"eod_id": -1}, None, "eod_id: got -1, expected 0 or more"),
+    ({"document_count": 0}, None, "document_count: got 0, expected 1 or more"),
+    ({"prompt_count": 0}, None, "prompt_count: got 0, expected 1 or more"),
+    ({"files": [{"token_count": 5}]}, None, r"files\[0\]\.name is ''"),
+    ({"prompts_file": "a/b", "token_bytes_file": ".."}, None, r"(?s)prompts_file is 'a/b'.*token_bytes_file is '\.\.'"),
     ({"token_count": 4}, None, "token_count is 4 but the files add up to 5"),
     (file_of("../t.bin", 5), None, r"files\[0\]\.name is '\.\./t\.bin'"),
     (file_of("\ud800", 5), None, r"files\[0\]\.name is '\\ud800'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,8 @@ def test_long_text_comes_in_pieces_that_join_to_it(tmp_path: Path, unit: str) ->
 def test_records_are_documents_and_blank_lines_are_not(tmp_path: Path) -> None:
     lines = [json.dumps({"body": "one\ntwo"}), "", json.dumps({"body": "ü", "title": "cut \ud83d"})]
     (tmp_path / "a.jsonl").write_text("\ufeff" + "\n".join(lines))
-    assert read_all("jsonl", tmp_path, text_field="body") == [["one\ntwo"], ["ü"]]
+    (tmp_path / "b.ndjson").write_text('{"body": "last"}')
+    assert read_all("jsonl", tmp_path, text_field="body") == [["one\ntwo"], ["ü"], ["last"]]
     texts = [f"row {index} ü" for index in range(600)]
     for kind in (pa.string(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())):
         pq.write_table(pa.table({"id": list(range(600)), "body": pa.array(texts, type=kind)}), tmp_path / "a.parquet")
@@ -123,7 +125,8 @@ def test_what_cannot_be_read_is_named_with_its_place(
 
 def test_stdlib_leaves_out_tests_packages_links_and_what_is_not_utf8(tmp_path: Path) -> None:
     names = ["os.py", "json/decoder.py", "test/test_os.py", "idlelib/idle_test/a.py", "site-packages/x.py", "latin.py"]
-    for name in [*names, "_sysconfigdata__linux.py", "__pycache__/os.py", "os.pyc", "unittest/test/b.py"]:
+    names += ["ensurepip/_bundled/p.py", "lib2to3/tests/t.py", "dist-packages/y.py", "unittest/test/b.py"]
+    for name in [*names, "_sysconfigdata__linux.py", "__pycache__/os.py", "os.pyc"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"# {name}\n")
     (tmp_path / "sitecustomize.py").symlink_to(tmp_path / "os.py")
@@ -195,6 +198,9 @@ def test_equal_documents_are_on_one_side_in_any_order_which_has_its_fraction_and
     assert not train & validation
     assert {piece.text for piece in sides_of(make_pieces(*reversed(texts)), 0.2)[1]} == validation
     assert [len(side) for side in sides_of(make_pieces(*["same"] * 10), 0.1)] == [9, 1]  # of one alone a copy
+    for halves in ([f"half {index}", f"rest {index}"] for index in range(9)):  # neither of which has most of the text
+        lower = min(halves, key=lambda text: blake2b(text.encode(), digest_size=2).digest())
+        assert [piece.text for piece in sides_of(make_pieces(*halves), 0.1)[1]] == [lower]
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.5, 0.99])
