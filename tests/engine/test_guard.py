@@ -11,7 +11,7 @@ import pytest
 
 from engine.config.errors import RunError
 from engine.config.settings import GuardConfig
-from engine.training.guard import ENOUGH_LOSSES, MOST_IN_A_ROW, TAKEN, Guard
+from engine.training.guard import MOST_IN_A_ROW, TAKEN, Guard
 
 
 def settled(level: float = 2.0, noise: float = 0.05, **settings: Any) -> Guard:
@@ -34,7 +34,7 @@ def test_what_is_no_number_stops_the_run_unless_it_is_to_be_dropped(figures: tup
 
 def test_a_leap_is_dropped_and_noise_is_not() -> None:
     guard = settled()
-    assert guard.judge(50, 2.1, 1.0).taken
+    assert guard.judge(50, guard.limit() or 0.0, 1.0).taken
     before = guard.limit()
     verdict = guard.judge(51, 3.0, 1.0)
     assert verdict.action == "skip"
@@ -58,9 +58,9 @@ def test_a_falling_loss_and_an_even_one_are_no_spikes() -> None:
 
 def test_too_few_losses_tell_nothing() -> None:
     guard = Guard(GuardConfig(spike_deviations=1.0))
-    for step in range(ENOUGH_LOSSES):
+    for step in range(8):
         assert guard.judge(step, 10.0**step, 1.0).taken
-    assert not guard.judge(ENOUGH_LOSSES, 1e12, 1.0).taken
+    assert not guard.judge(8, 1e12, 1.0).taken
 
 
 def test_too_many_in_a_row_stop_the_run_from_its_first_step_on() -> None:

@@ -15,6 +15,7 @@ from testkit.tiny_training import start_run, tiny_config, train_losses
 from engine.checkpoint.checkpointer import Snapshot
 from engine.checkpoint.parts import held_parts, read_parts, share_out, write_parts
 from engine.config.settings import RunConfig
+from engine.runs.commit import list_checkpoints
 from engine.runs.manifest import read_manifest
 
 # The others are variations of these: tried when asked for.
@@ -148,6 +149,36 @@ def test_a_rank_that_fails_fails_the_save_on_all_and_loses_nothing(ranks: Pools,
     assert all("cannot save step 2" in text for text in texts)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "storage"]
     assert read_manifest(tmp_path / "step-00000001").step == 1
+
+
+def dues(config: RunConfig, root: str) -> list[bool]:
+    """Whether a save is due: by steps that do, by ones that do not, by neither, by five minutes, by none, by one."""
+    run, found, never = start_run(config), [], {"every_steps": None}
+    by_steps = [({"every_steps": 2}, 4), ({"every_steps": 2}, 3), (never, 4)]
+    by_time = [(never | {"every_minutes": minutes}, 1) for minutes in (5.0, 1e-9)]
+    for how, step in (*by_steps, *by_time, ({"every_steps": 2, "every_minutes": 1e-9}, 3)):
+        with checkpointing(run, root, **how) as (checkpointer, _):
+            found.append(checkpointer.is_due(step))
+    return found
+
+
+def test_saves_are_due_by_steps_or_by_time(ranks: Pools, tmp_path: Path) -> None:
+    assert ranks(2).run(dues, CASES[1].config, str(tmp_path)) == [[True, False, False, False, True, True]] * 2
+
+
+def kept_after(config: RunConfig, root: str, steps: list[int]) -> list[int]:
+    """Steps of the checkpoints that are left when one was restored and these were saved."""
+    run = start_run(config)
+    with checkpointing(run, root, keep_last=2) as (checkpointer, training):
+        checkpointer.restore(training, take_all)
+        for step in steps:
+            checkpointer.save(Snapshot(step, training.tensors, {"updates": 0}))
+    return [checkpoint.step for checkpoint in list_checkpoints(Path(root))]
+
+
+def test_the_newest_the_last_saved_and_the_one_that_a_run_began_with_are_kept(ranks: Pools, tmp_path: Path) -> None:
+    assert ranks(1).run(save, tiny_config(), str(tmp_path), 1) == [""]
+    assert ranks(1).run(kept_after, tiny_config(), str(tmp_path), [2, 4, 5, 3]) == [[5, 4, 3, 1]]
 
 
 def test_of_what_several_ranks_hold_each_writes_a_share_and_nothing_twice(tmp_path: Path) -> None:

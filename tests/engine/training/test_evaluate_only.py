@@ -79,6 +79,7 @@ def test_the_evaluation_of_a_run_has_its_last_figures(
     assert min(row["evaluation_s"], row["peak_memory_bytes"]) > 0
     assert not list(run.path.glob("checkpoints/step-*"))
     assert events_of(run, "phase", "phase")[-2:] == ["restore", "evaluate"]
+    assert events_of(run, "note", "message") == [f"evaluating the weights of {source.run_id} after step 3"]
 
 
 def test_length_and_step_may_be_others(source: RunFolder, folder: Path, config: RunConfig, ranks: Pools) -> None:

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 from testkit.ranks import Pools
 from testkit.whole_runs import create_run_of, ended, events_of, train_until_error, whole_config
 
@@ -69,17 +68,9 @@ def test_a_full_disk_is_said_and_a_rank_alone_has_nobody_to_wait_for(
     assert "No space left on device" in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("cluster", "words"),
-    [
-        ({"ranks_per_node": 4}, "= 4 ranks, but 2 ranks were started, 2 of them on this node"),
-        ({"ranks_per_node": 1, "num_nodes": 2}, "--nproc-per-node 1"),
-    ],
-)
 def test_other_ranks_than_configured_are_refused_on_every_rank(
-    ranks: Pools, corpus: DataConfig, tmp_path: Path, cluster: dict[str, int], words: str
+    ranks: Pools, corpus: DataConfig, tmp_path: Path
 ) -> None:
-    config = whole_config(corpus, attention={"preset": "burst"}, cluster=cluster)
+    config = whole_config(corpus, attention={"preset": "burst"}, cluster={"ranks_per_node": 4})
     for error in ranks(2).run(train_until_error, str(create_run_of(config, tmp_path).path), config):
-        assert error.startswith("ConfigError: ")
-        assert words in error
+        assert error.startswith("ConfigError: cluster.num_nodes 1 x cluster.ranks_per_node 4 = 4 ranks, but 2 ranks ")

@@ -82,11 +82,19 @@ def test_a_skipped_step_leaves_weights_and_moments_as_they_were(injured: Any) ->
 def test_rewound_training_goes_on_with_other_data(injured: Any) -> None:
     run, is_well = injured(Injury(0, 4), 6, REWIND, every_steps=2)
     assert is_well
-    rows, state = run.read_metrics(), saved(run, 6).state
+    rows, state, folder = run.read_metrics(), saved(run, 6).state, run.path / "checkpoints" / "step-00000006"
+    assert events_of(run, "checkpoint", "bytes")[-1] == sum(
+        file.stat().st_size for file in folder.glob("*.safetensors")
+    )
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 3, 4, 5, 6]
-    assert events_of(run, "restored", "step") == [2]
+    assert (events_of(run, "restored", "step"), events_of(run, "restored", "run_id")) == ([2], [run.run_id])
+    begun, save = ["prepare data", "build model", "measure peak", "restore", "first weights"], ["checkpoint", "train"]
+    then = ["train", *save, "rewind", "train", *save, "evaluate", "train", *save]
+    assert events_of(run, "phase", "phase") == [*begun, *then]
     per_step = saved(run, 2).state["samples"] // 2
+    assert state.keys() == {"step", "updates", "samples", "tokens", "guard", "seed", "seq_len", "data_hash"}
     assert (state["step"], state["updates"], state["samples"]) == (6, 6, 8 * per_step)
+    assert (state["tokens"], state["seed"], state["seq_len"]) == (8 * per_step * 30, 3, 30)
     assert rows[2]["loss"] != rows[4]["loss"]  # the same weights, other samples
 
 

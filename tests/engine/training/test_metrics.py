@@ -63,6 +63,7 @@ def test_a_measured_step_agrees_on_all_ranks_and_so_does_a_stop_asked_of_one(ran
     assert row["comm_inter_bytes"] == max(sent for _, _, sent in results) > 0
     assert row["comm_intra_bytes"] == 0  # one rank per node: measured, and nothing was sent
     assert row["comm_exposed_s"] is None
+    assert all(isinstance(row[name], int | None) for name in row if name.endswith("_bytes"))
     assert all(stop for _, stop, _ in results)
 
 
@@ -161,3 +162,4 @@ def test_the_trace_holds_exactly_the_chosen_steps(
     events = json.loads(path.read_text())["traceEvents"] if path.exists() else []
     names = {event["name"] for event in events if str(event.get("name")).startswith("step ")}
     assert (sorted(names) or None) == traced
+    assert any(event["name"] == "[memory]" for event in events) == (traced is not None)

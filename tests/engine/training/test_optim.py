@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from testkit.ranks import Pools
 from torch import nn
+from torchao.optim import AdamW8bit
 
 from engine.config.errors import ConfigError
 from engine.config.settings import OptimizerConfig
@@ -35,7 +37,8 @@ def test_wsd_is_flat_then_falls_linearly_to_the_floor() -> None:
     assert values[: STEPS - 10] == [1.0] * (STEPS - 10)
     assert values[STEPS - 10 :] == pytest.approx([(9 - i) / 10 for i in range(10)])
     values = rates(OptimizerConfig(learning_rate=1.0, schedule="wsd", min_learning_rate_ratio=0.5))
-    assert (values.count(1.0), values[-1]) == (STEPS - 5, 0.5)  # a tenth of all steps by default
+    assert (values.count(1.0), values[-1]) == (STEPS - 5, 0.5)  # a tenth of all steps by default, and one at least
+    assert rates(OptimizerConfig(learning_rate=1.0, schedule="wsd"), 9).count(1.0) == 8
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
@@ -50,6 +53,8 @@ def test_weight_decay_acts_on_matrices_only() -> None:
     decays = {parameter: group["weight_decay"] for group in optimizer.param_groups for parameter in group["params"]}
     assert decays[model[0].weight] == 0.3
     assert decays[model[1].weight] == 0.0
+    shared = [(group["lr"], group["betas"], group["eps"], group["fused"]) for group in optimizer.param_groups]
+    assert shared == [(3e-4, (0.9, 0.95), 1e-8, True)] * 2
     set_learning_rate(optimizer, 0.125)
     assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.125]
 
@@ -59,10 +64,19 @@ def test_int8_moments_follow_the_learning_rate() -> None:
     before = layer.weight.detach().clone()
     optimizer = build_optimizer(layer, OptimizerConfig(learning_rate=1.0, weight_decay=0.0), "int8")
     layer.weight.grad = torch.ones_like(layer.weight)
+    assert type(optimizer).__name__ == "HostAdamW8bit"
     set_learning_rate(optimizer, 0.25)
     optimizer.step()
     # The first AdamW update is the learning rate, in the direction of the gradient's sign.
     torch.testing.assert_close(before - layer.weight.detach(), torch.full((64, 64), 0.25), rtol=1e-5, atol=0)
+
+
+def test_what_updates_a_gpus_moments_is_torchaos_own_and_tells_nothing_of_its_imports() -> None:
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    for logger in loggers:
+        logger.setLevel(logging.INFO)
+    assert load_adamw_8bit(is_on_host=False) is AdamW8bit
+    assert [logger.level for logger in loggers] == [logging.ERROR] * 2
 
 
 @pytest.mark.parametrize("is_on_host", [False, True])

@@ -78,19 +78,22 @@ def test_first_weights_are_set_once_and_not_where_a_checkpoint_brings_them(
     train, model = {"steps": STEPS, "checkpoint": CheckpointConfig(every_steps=HALF)}, {"tie_embeddings": tied}
     config = whole_config(corpus, train=train, model=model, attention={"preset": "burst"})
 
-    def run_of(config: RunConfig, name: str, size: int = 2) -> tuple[RunFolder, bool, list[float]]:
-        """(its folder, whether it drew or read first weights, its last losses)."""
+    def run_of(config: RunConfig, name: str, size: int = 2) -> tuple[RunFolder, list[str], list[float]]:
+        """(its folder, its phases once the peak is measured, its last losses)."""
         run = create_run_of(config, tmp_path, name)
         assert ranks(size).run(train_from_nothing, str(run.path), config) == [0] * size
         row = run.read_metrics()[-1]
-        is_set = "first weights" in events_of(run, "phase", "phase")
-        return run, is_set, [row[name] for name in ("loss", "validation_loss") if name in row]
+        phases = events_of(run, "phase", "phase")[3:]
+        return run, phases, [row[name] for name in ("loss", "validation_loss") if name in row]
 
-    whole, whole_is_set, losses = run_of(config, "aaaaaa")
-    begun, begun_is_set, _ = run_of(replace(config, train=replace(config.train, steps=HALF)), "bbbbbb")
-    _, resumed_is_set, resumed_losses = run_of(going_on(config, begun.path), "cccccc")
-    assert (whole_is_set, begun_is_set, resumed_is_set) == (True, True, False)
-    assert resumed_losses == losses
+    whole, phases, losses = run_of(config, "aaaaaa")
+    evaluated, saved = ["evaluate", "train"], ["checkpoint", "train"]
+    assert phases == ["restore", "first weights", "train", *saved, *evaluated, *saved]
+    begun, phases, _ = run_of(replace(config, train=replace(config.train, steps=HALF)), "bbbbbb")
+    assert phases == ["restore", "first weights", "train", *evaluated, *saved]
+    resumed, phases, resumed_losses = run_of(going_on(config, begun.path), "cccccc")
+    assert (phases, resumed_losses) == (["restore", "train", *evaluated], losses)
+    assert events_of(resumed, "restored", "run_id") == [begun.run_id]
     only = replace(going_on(config, whole.path, evaluate_only=True), attention=AttentionConfig(preset="single"))
-    _, evaluated_is_set, [loss] = run_of(only, "dddddd", 1)
-    assert (evaluated_is_set, loss) == (False, pytest.approx(losses[1], rel=1e-5))
+    _, phases, [loss] = run_of(only, "dddddd", 1)
+    assert (phases, loss) == (["restore", "evaluate"], pytest.approx(losses[1], rel=1e-5))

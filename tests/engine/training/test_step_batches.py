@@ -60,11 +60,7 @@ def test_every_step_takes_its_own_samples_also_after_going_back() -> None:
     prepared = Prepared()
     with batches(9, prepared) as made:
         made.start_at(0, 0)
-        assert [made.take(step) for step in range(3)] == [
-            [(2, 3), (6, 7)],
-            [(10, 11), (14, 15)],
-            [(18, 19), (22, 23)],
-        ]
+        assert [made.take(step) for step in range(3)] == [[(2, 3), (6, 7)], [(10, 11), (14, 15)], [(18, 19), (22, 23)]]
         wait_for(lambda: len(prepared.first) == 8)
         made.start_at(3, 100)  # which was begun
         assert made.take(3) == [(102, 103), (106, 107)]

@@ -7,7 +7,6 @@ import resource
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,11 @@ import torch
 from testkit.metered import meter_of, metered_rows
 from testkit.ranks import Pools
 from testkit.tiny_training import TINY_MODEL, own_part, random_batches, start_run, tiny_config
-from testkit.whole_runs import trained, whole_config
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.config.settings import DataConfig, ModelConfig, ParallelConfig, RunConfig
+from engine.config.settings import ModelConfig, ParallelConfig, RunConfig
 from engine.data.sampler import Batch
 from engine.model.llama import LlamaModel
 from engine.planning.memory.cost import recomputed_parameters
@@ -128,11 +126,7 @@ def test_model_and_hardware_flops_are_what_torch_counts_pair_by_pair(mask: str, 
         layer.forward = lambda *args, inner=inner: checkpoint(inner, *args, use_reentrant=False)  # type: ignore[method-assign]
     again = recomputed_parameters(LayerPolicy("full"), shape, tiled=False, exchanged=False) * shape.num_layers
     flops = step_flops(
-        shape,
-        seq_len=SEQ_LEN,
-        visible_pairs=pairs.visible,
-        recomputed_matrices=again,
-        recomputed_pairs=pairs.visible,
+        shape, seq_len=SEQ_LEN, visible_pairs=pairs.visible, recomputed_matrices=again, recomputed_pairs=pairs.visible
     )
     assert (flops.model, flops.hardware) == (counted, counted_flops(model, tokens, layers))
 
@@ -204,27 +198,3 @@ def test_the_peak_of_a_cpu_process_is_the_kernels() -> None:
     assert allocated >= block.nbytes
     # Of a program started by a larger one ru_maxrss is the larger one's; both are counted in pages, on each core apart.
     assert allocated <= 1.02 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def test_summary_and_checkpoints_of_a_run_are_its_rows_and_files(
-    ranks: Pools, corpus: DataConfig, tmp_path: Path
-) -> None:
-    train = {"steps": 8, "checkpoint": {"every_steps": 8}}
-    config = whole_config(corpus, train=train)
-    started = time.perf_counter()
-    run = trained(ranks, 1, config, tmp_path)
-    wall_s = time.perf_counter() - started
-    rows, summary = run.read_metrics(), run.read_summary()
-    for name in ("step_time_s", "tokens_per_s", "tokens_per_s_per_device", "model_tflops_per_device", "mfu", "hfu"):
-        values = [row[name] for row in rows[3:]]
-        quartiles = np.percentile(values, [25, 50, 75])
-        assert [summary[f"{name}_p25"], summary[name], summary[f"{name}_p75"]] == pytest.approx(list(quartiles)), name
-        assert summary[f"{name}_n"] == 5
-    assert sum(row["step_time_s"] for row in rows) < wall_s
-    assert summary["tokens_total"] == sum(row["tokens"] for row in rows) == 8 * SEQ_LEN
-    for name in ("peak_memory_bytes", "peak_tensor_bytes"):
-        assert summary[name] == max(row[name] for row in rows if row[name] is not None), name
-    assert summary["mfu"] == pytest.approx(summary["model_tflops_per_device"])  # of a peak of 1 TFLOP/s
-    (saved,) = (event for event in run.read_events() if event["kind"] == "checkpoint")
-    (folder,) = (path for path in (run.path / "checkpoints").iterdir() if path.is_dir())
-    assert saved["bytes"] == sum(path.stat().st_size for path in folder.rglob("*.safetensors"))

@@ -28,7 +28,7 @@ from engine.runs.summary import MAXIMA, MEDIANS, config_facts
 from engine.training.rank.lifecycle import run_states
 from engine.training.rank.process import RankStatus
 from engine.training.rank.recorder import Recorder
-from engine.training.trainer import Trainer, set_threads
+from engine.training.trainer import Trainer, run_training, set_threads
 
 ROOT = Path(__file__).parents[3]
 
@@ -104,6 +104,7 @@ def test_a_run_leaves_rows_states_and_a_summary_and_no_rank_keeps_the_rows(
         "final_validation_loss": rows[-1]["validation_loss"],
         "final_validation_bits_per_byte": rows[-1]["validation_bits_per_byte"],
         "tokens_total": 6 * 30,
+        "mfu": pytest.approx(summary["model_tflops_per_device"]),
         "dropped_steps": 0,
     }
     assert {key: summary[key] for key in expected} == expected
@@ -111,6 +112,37 @@ def test_a_run_leaves_rows_states_and_a_summary_and_no_rank_keeps_the_rows(
     assert rows[-1]["loss"] < rows[0]["loss"]
     trace = (run.path / "profile" / "rank0001.json").read_text()
     assert [f'"step {step}"' in trace for step in (4, 5, 6)] == [False, True, False]
+
+
+class NotedStatus(RankStatus):
+    """Remembers every phase, with the step and micro-step in which it began."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int | None, int, str]] = []
+        super().__init__()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "phase" and value is not None:
+            self.seen.append((self.step, self.micro_step, value))
+
+
+def phases_of_run(path: str, config: RunConfig) -> list[tuple[int | None, int, str]]:
+    status = NotedStatus()
+    run_training(config, RunFolder(Path(path)), status)
+    return status.seen
+
+
+def test_a_rank_knows_at_any_time_where_it_is(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
+    config = run_config(corpus, steps=2, eval_interval_steps=None, grad_accum_steps=2)
+    (seen,) = ranks(1).run(phases_of_run, str(create_run_of(config, tmp_path).path), config)
+    before = ("start", "prepare data", "build model", "measure peak", "first weights", "train")
+    expected: list[tuple[int | None, int, str]] = [(None, 0, phase) for phase in before]
+    for step in (1, 2):
+        expected += [(step, 0, "load batch"), (step, 0, "count labels")]
+        expected += [(step, index, phase) for index in (0, 1) for phase in ("forward", "loss", "backward")]
+        expected += [(step, 1, "optimizer"), (step, 1, "train")]
+    assert seen == [*expected, (2, 1, "evaluate"), (2, 1, "train")]
 
 
 def test_where_documents_are_apart_nobody_guesses_how_the_next_one_begins(ranks: Pools, tmp_path: Path) -> None:
