@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 from pathlib import Path
 
 import pytest
 
-from engine.runs.files import cache_folder, new_folder, replace_file
+from engine.config.errors import BurstError
+from engine.runs.files import cache_folder, hash_json, new_folder, replace_file, replace_json, require_json_object, sync
 
 
 def names(folder: Path) -> list[str]:
@@ -47,10 +49,32 @@ def test_a_file_is_its_owners_alone_unless_it_is_shared(tmp_path: Path) -> None:
     try:
         replace_file(tmp_path / "own", "x")
         replace_file(tmp_path / "shared", b"x", is_shared=True)
+        with new_folder(tmp_path / "folder"):
+            pass
     finally:
         os.umask(before)
-    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("own", "shared")]
-    assert modes == [0o600, 0o640]
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("own", "shared", "folder")]
+    assert modes == [0o600, 0o640, 0o750]
+
+
+def test_what_cannot_reach_a_disk_is_an_error() -> None:
+    with pytest.raises(OSError, match="Invalid argument"):
+        sync(Path("/dev/null"))
+
+
+def test_what_is_no_object_is_told_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "list").write_text("[1]")
+    told = {"gone": "is missing", "list": "cannot be read: expected a JSON object, found list"}
+    for name, reason in (told | {"": "cannot be read: Is a directory"}).items():
+        with pytest.raises(BurstError) as caught:
+            require_json_object(tmp_path / name, "a plan", BurstError)
+        assert str(caught.value) == f"{tmp_path / name} {reason}; expected a plan"
+
+
+def test_json_is_written_for_people_whatever_the_order_and_hashed_without_it(tmp_path: Path) -> None:
+    replace_json(tmp_path / "a", {"ü": Path("x"), "b": [math.nan]})
+    assert (tmp_path / "a").read_text() == '{\n  "\\u00fc": "x",\n  "b": [\n    null\n  ]\n}\n'
+    assert hash_json({"a": 1, "b": 2}) == hash_json({"b": 2, "a": 1})
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from engine.runs.folder import (
     new_run_path,
     open_run,
 )
+from engine.runs.process import process_start
 
 
 @pytest.fixture
@@ -34,10 +36,15 @@ def test_a_created_run_is_private_planned_and_named_by_utc_time_and_id(tmp_path:
     path = new_run_path(tmp_path, "tiny")
     run = create_run(path, {"plan.sh": "#!/bin/sh\n", "env/host.env": "A=1\n"}, world_size=3)
     assert re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{6}", run.run_id)
-    assert (run.exp, stat.S_IMODE(path.stat().st_mode)) == ("tiny", 0o700)
+    assert (path.parent, run.exp) == (tmp_path / "tiny", "tiny")
     assert {entry.name for entry in path.iterdir()} == {"plan.sh", "env", "logs", "checkpoints", "run.json"}
-    assert os.access(path / "plan.sh", os.X_OK)
-    assert (run.read_state()["state"], run.read_state()["world_size"]) == ("planned", 3)
+    modes = [stat.S_IMODE((path / name).stat().st_mode) for name in ("", "plan.sh", "env/host.env")]
+    assert modes == [0o700, 0o700, 0o600]
+    state = run.read_state()
+    (entry,) = state.pop("history")
+    unknown = dict.fromkeys(("host", "pid", "pid_start", "started_at", "ended_at", "exit_code", "failure"))
+    assert state == {"state": "planned", "attempt": 1, "world_size": 3, **unknown}
+    assert (entry.keys(), entry["state"]) == ({"state", "at"}, "planned")
 
 
 @pytest.mark.parametrize("exp", ["", "../up", "a/b", ".hidden", "-x", "a b", "x" * 101])
@@ -100,7 +107,9 @@ def test_only_the_moves_of_the_diagram_are_made(tmp_path: Path, old: str) -> Non
 )
 def test_moves_record_who_when_and_how_it_ended(run: RunFolder, state: str, facts: dict[str, Any], code: int) -> None:
     started = run.transition("starting")
-    assert (started["pid"], started["exit_code"], started["ended_at"]) == (os.getpid(), None, None)
+    assert (started["host"], started["pid"]) == (socket.gethostname(), os.getpid())
+    assert started["pid_start"] == process_start(os.getpid())
+    assert (started["exit_code"], started["ended_at"]) == (None, None)
     run.transition("running")
     ended = run.transition(state, **facts)
     assert (ended["exit_code"], ended["failure"]) == (code, facts.get("failure"))
@@ -112,30 +121,37 @@ def test_concurrent_writers_lose_no_fact_and_a_reader_sees_whole_states(run: Run
         for step in range(10):
             run.record(**{f"fact_{index}_{step}": "x" * 2_000})
 
+    open_files = len(list(Path("/proc/self/fd").iterdir()))
     threads = [threading.Thread(target=write, args=(index,)) for index in range(4)]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
         assert run.read_state()["state"] == "planned"
     assert sum(key.startswith("fact_") for key in run.read_state()) == 40
+    assert len(list(Path("/proc/self/fd").iterdir())) <= open_files
 
 
 def test_another_attempt_puts_the_records_of_the_last_aside(run: RunFolder) -> None:
     run.transition("starting")
     run.append_metrics({"step": 1})
+    run.append_event("phase")
     run.write_summary({"steps": 1})
     run.write_rank_error(0, ValueError("first"))
     run.transition("failed")
+    (run.path / "attempts" / "1").mkdir(parents=True)  # whoever began to put them aside was killed
     state = run.transition("starting")
     assert (state["attempt"], state["exit_code"]) == (2, None)
     assert (run.read_metrics(), run.read_summary(), run.rank_errors()) == ([], None, [])
     kept = sorted(path.name for path in (run.path / "attempts" / "1").iterdir())
-    assert kept == ["metrics.jsonl", "rank0000.error.json", "summary.json"]
+    assert kept == ["events.jsonl", "metrics.jsonl", "rank0000.error.json", "summary.json"]
+    assert (run.read_events(), [attempt.path.name for attempt in run.attempts()]) == ([], ["1", run.run_id])
 
 
 def test_running_run_can_only_start_again_when_its_process_is_gone(run: RunFolder) -> None:
     run.transition("starting")
     run.transition("running")
+    assert run.is_alive() is True
+    run.record(pid_start=None)
     assert run.is_alive() is True
     with pytest.raises(RunFolderError, match="is running"):
         run.transition("starting")
@@ -203,15 +219,15 @@ def test_events_carry_time_and_kind_and_those_of_saves_their_steps(run: RunFolde
     for facts in ({"step": 3}, {}, {"step": "4"}):
         run.append_event("checkpoint", **facts)
     first = run.read_events()[0]
-    assert first.pop("at").endswith("Z")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first.pop("at"))
     assert first == {"kind": "checkpoint", "step": 3}
     assert run.saved_steps() == [3]
 
 
 def test_log_path_keeps_hostile_host_names_inside_the_run(run: RunFolder) -> None:
     assert run.log_path("node-1.local", 12) == run.path / "logs" / "node-1.local" / "rank0012.log"
-    assert run.log_path("../../etc", 0).is_relative_to(run.path / "logs")
-    assert run.log_path("../../etc", 0).parent.parent == run.path / "logs"
+    assert run.log_path("../../etc", 0) == run.path / "logs" / "_.._etc" / "rank0000.log"
+    assert run.log_dir("..") == run.path / "logs" / "_"
 
 
 @pytest.mark.parametrize(
@@ -221,20 +237,32 @@ def test_log_path_keeps_hostile_host_names_inside_the_run(run: RunFolder) -> Non
         (BurstError("no"), "user", 1),
         (MemoryError("x"), "oom", 1),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ..."), "oom", 1),
-        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:123"), "peer_lost", 1),
+        *(
+            (RuntimeError(f"[gloo/transport/tcp/pair.cc:547] {text} [127.0.0.1]:123"), "peer_lost", 1)
+            for text in ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+        ),
+        *((type(name, (Exception,), {})("gone"), "peer_lost", 1) for name in ("DistBackendError", "DistNetworkError")),
+        *((kind("gone"), "peer_lost", 1) for kind in (ConnectionError, ConnectionResetError, BrokenPipeError)),
         (ValueError("out of cheese"), "exception", 1),
     ],
 )
 def test_rank_errors_are_classified(run: RunFolder, error: Exception, kind: str, exit_code: int) -> None:
     run.write_rank_error(3, error, step=7, phase="forward")
     (record,) = run.rank_errors()
-    assert (record["kind"], record["exit_code"]) == (kind, exit_code)
-    assert (record["rank"], record["step"], record["phase"]) == (3, 7, "forward")
-    assert str(error).splitlines()[0] in record["message"]
+    name, measured = type(error).__name__, {key: record.pop(key) for key in ("time_ns", "at", "memory")}
+    assert record == {
+        **{"kind": kind, "exit_code": exit_code, "message": str(error), "rank": 3, "step": 7, "phase": "forward"},
+        **{"host": socket.gethostname(), "pid": os.getpid(), "traceback": "".join(traceback.format_exception(error))},
+        "type": name if type(error).__module__ == "builtins" else f"{type(error).__module__}.{name}",
+    }
+    assert (measured["memory"] is not None) == (kind == "oom")
 
 
 def test_earliest_rank_error_is_first_whatever_others_are_like(run: RunFolder) -> None:
-    run.write_rank_error(1, ValueError("first"))
+    (run.path / "logs").rmdir()
+    run.write_rank_error(1, ValueError("first" * 10_000))
+    (long,) = run.rank_errors()
+    assert (len(long["message"]), len(long["traceback"])) == (4_000, 20_000)
     run.write_rank_error(0, ValueError("second"))
     assert [record["rank"] for record in run.rank_errors()] == [1, 0]
     (run.log_dir("odd") / "rank0002.error.json").parent.mkdir()

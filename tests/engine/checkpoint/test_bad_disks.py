@@ -90,11 +90,7 @@ def plant(checkpoint: Path, name: str, bomb: bytes, *, sign: bool) -> None:
 
 @pytest.mark.parametrize(
     ("name", "sign", "text"),
-    [
-        (FILE, False, "bytes, "),
-        (MANIFEST_FILE, False, "cannot be read"),
-        (FILE, True, "cannot read"),
-    ],
+    [(FILE, False, "bytes, "), (MANIFEST_FILE, False, "cannot be read"), (FILE, True, "cannot read")],
 )
 def test_a_pickle_is_never_run(ranks: Pools, tmp_path: Path, name: str, sign: bool, text: str) -> None:
     root, target = tmp_path / "checkpoints", tmp_path / "exploded"

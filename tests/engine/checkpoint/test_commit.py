@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -52,6 +53,7 @@ def test_what_is_committed_is_read_back_and_the_newest_comes_first_whatever_the_
 @pytest.mark.parametrize("removed", ["", ".gone-cd"])
 def test_what_is_being_written_is_no_checkpoint(tmp_path: Path, removed: str) -> None:
     folder = new_folder(tmp_path, 3, "ab")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     (folder / FILE).write_bytes(b"1")
     folder.rename(f"{folder}{removed}")
     assert steps(tmp_path) == []
@@ -114,7 +116,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         signed(lambda _, tensor, __: tensor.update(shape=[4], chunks=HALVES)),
         "two of its parts overlap",
     ),
-    "dimensions": (signed(lambda _, tensor, __: tensor.update(shape=[2, 1])), "another number of dimensions"),
+    "dimensions": (signed(lambda _, __, chunk: chunk.update(offsets=[0, 0])), "another number of dimensions"),
     "file unknown": (
         signed(lambda _, __, chunk: chunk.update(file="rank00009.safetensors")),
         "no file of this checkpoint",
@@ -174,6 +176,7 @@ def test_a_disk_is_known_by_what_lies_on_it(tmp_path: Path) -> None:
     first = storage_id(tmp_path / "one")
     assert storage_id(tmp_path / "one") == first == storage_id(tmp_path / "link")
     assert storage_id(tmp_path / "two") != first
+    assert (len(first), stat.S_IMODE((tmp_path / "one").stat().st_mode)) == (32, 0o700)
     assert [child.name for child in (tmp_path / "one").iterdir()] == ["storage"]
 
 

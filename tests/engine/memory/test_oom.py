@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from engine.config.cluster import ClusterConfig
-from engine.config.settings import LossConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
+from engine.config.settings import AttentionConfig, LossConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
 from engine.runs.folder import describe_error
 from engine.runs.oom import less_memory, measure_out_of_memory
 
@@ -31,20 +32,25 @@ class Greedy(torch.autograd.Function):
 
 def test_failure_of_torchs_cpu_allocator_names_what_was_asked_inside_backward_too() -> None:
     x = torch.ones(1, requires_grad=True)
-    asked = {"where": "host", "device": "cpu", "asked_bytes": MORE_THAN_ANY_MACHINE}
+    asked = {
+        **{"where": "host", "device": "cpu", "asked_bytes": MORE_THAN_ANY_MACHINE, "capacity_bytes": None},
+        "peak_source": "resident set of the process since its start",
+    }
     for act in (lambda: torch.empty(MORE_THAN_ANY_MACHINE, dtype=torch.uint8), Greedy.apply(x).backward):  # type: ignore[no-untyped-call]
         with pytest.raises(RuntimeError) as caught:
             act()
         measured = measure_out_of_memory(caught.value)
         assert measured is not None
-        assert measured.items() >= asked.items()
-        assert measured["peak_bytes"] > 2**20
+        assert measured.pop("peak_bytes") > 2**20
+        assert measured == asked
 
 
 @pytest.mark.parametrize(
     ("error", "where"),
     [
         (torch.OutOfMemoryError(CUDA_TEXT), "device"),
+        (torch.OutOfMemoryError("of another allocator"), "device"),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), "device"),
         (RuntimeError("CUDA error: out of memory"), "device"),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "device"),
         (RuntimeError("std::bad_alloc"), "host"),
@@ -61,10 +67,26 @@ def test_place_is_told_by_the_error(error: Exception, where: str | None) -> None
 
 
 def test_error_that_was_raised_from_lack_of_memory_is_lack_of_memory() -> None:
-    error = RuntimeError("layer 3 failed")
-    error.__cause__ = MemoryError()
-    described = describe_error(error)
-    assert (described["kind"], described["exit_code"], described["memory"]["where"]) == ("oom", 1, "host")
+    raised, handled = RuntimeError("layer 3 failed"), RuntimeError("layer 3 failed")
+    raised.__cause__ = handled.__context__ = MemoryError()
+    for error in (raised, handled):
+        described = describe_error(error)
+        assert (described["kind"], described["exit_code"], described["memory"]["where"]) == ("oom", 1, "host")
+    handled.__cause__ = ValueError("what it is raised from")
+    handled.__cause__.__cause__ = handled  # and nothing else counts
+    assert describe_error(handled)["kind"] == "exception"
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [("20.50 GiB", 41 << 29), ("12 B", 12), ("1.00 KiB", 1 << 10), ("3 MiB", 3 << 20), ("2 TiB", 2 << 40)],
+)
+def test_what_was_asked_for_is_read_from_the_text_unless_the_error_knows(size: str, expected: int) -> None:
+    error = torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size}. GPU 0 has")
+    measured = measure_out_of_memory(error)
+    assert (measured or {})["asked_bytes"] == expected
+    error.asked_bytes = 5  # type: ignore[attr-defined]
+    assert measure_out_of_memory(error) == (measured or {}) | {"asked_bytes": 5}
 
 
 def gpu_config(**memory: Any) -> RunConfig:
@@ -79,6 +101,7 @@ LARGE = RunConfig(
     loss=LossConfig(chunk_tokens=10**6), train=TrainConfig(micro_batch_size=4), model=ModelConfig(hidden_size=64)
 )
 UNKEPT, BOUNDED = MemoryConfig(activation_checkpoint="none"), MemoryConfig(activation_store="host", host_bytes=10**6)
+CHUNKED, LAYERS = AttentionConfig(chunk_tokens=8), {"checkpoint_layers": ("none", "full")}
 SHORTER = "a smaller train.seq_len"
 RANKS = "more ranks (cluster.ranks_per_node), which share one sequence"
 
@@ -92,9 +115,19 @@ RANKS = "more ranks (cluster.ranks_per_node), which share one sequence"
             [TILE, *STORES, f"{POLICY}=seq_fraction memory.kept_fraction=", f"{POLICY}=full", RANKS, SHORTER],
         ),
         (SET_ALREADY, "device", [RANKS, SHORTER]),
+        (
+            replace(SET_ALREADY, attention=CHUNKED, memory=replace(SET_ALREADY.memory, **LAYERS, tile_tokens=None)),
+            "device",
+            [f"{POLICY}=full memory.checkpoint_layers=[]", RANKS, SHORTER],
+        ),
+        (
+            replace(SET_ALREADY, memory=replace(SET_ALREADY.memory, activation_checkpoint="seq_fraction")),
+            "device",
+            [f"{POLICY}=full", RANKS, SHORTER],
+        ),
         (gpu_config(optimizer_store="host"), "host", ["memory.optimizer_store=device", RANKS, SHORTER]),
         (
-            gpu_config(activation_store="host", activation_checkpoint="attn_out"),
+            gpu_config(activation_store="host", activation_checkpoint="attn_out_every"),
             "host",
             [f"{POLICY}=seq_fraction", f"{POLICY}=full", "memory.activation_store=device", RANKS, SHORTER],
         ),

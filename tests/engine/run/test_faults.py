@@ -68,6 +68,7 @@ def started(program: str, *args: str) -> subprocess.Popen[bytes]:
         ("slow:0;1;3", "no seconds above 0"),
         ("slow:nan;1;3", "no seconds above 0"),
         ("slow:soon;1;3", "no seconds above 0"),
+        ("slow:3601;1;3", "no seconds above 0"),
         ("disk;1;3", "only rank 0 writes metrics"),
     ],
 )
@@ -79,8 +80,8 @@ def test_every_mistake_is_named_with_what_is_legal(text: str, words: str) -> Non
 
 
 def test_a_rank_gets_its_own_faults_and_everybody_the_announcement() -> None:
-    expected = (Fault("kill", 1, 3), Fault("slow", 0, 10, 0.5), Fault("nan", 2, 7))
-    assert parse_faults("kill;1;3, slow:0.5;0;10,nan;2;7", 4) == expected
+    expected = (Fault("kill", 1, 3), Fault("slow", 0, 10, 0.5), Fault("slow", 0, 1, 3600.0), Fault("nan", 2, 7))
+    assert parse_faults("kill;1;3, slow:0.5;0;10,slow:3600;0;1,nan;2;7", 4) == expected
     faults, announced = read_faults(1, 2, {"BURST_FAULT": "raise;1;3,nan;0;2"})
     assert announced == ["raise on rank 1 at step 3", "nan on rank 0 at step 2"]
     assert faults.at_loss(2, 1.5) == 1.5

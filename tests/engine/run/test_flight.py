@@ -26,9 +26,14 @@ def entry(group: str, seq: int, op: str = "gloo:all_reduce", **facts: Any) -> di
 
 
 def test_the_last_collective_of_every_group_is_kept_however_old() -> None:
-    trace = [entry("rare", 1, retired=False), *(entry("busy", seq) for seq in range(1, 200))]
-    first, *last = reduce_trace(trace)
-    assert (first["group"], first["seq"], first["state"]) == ("rare", 1, "scheduled")
+    rare = entry("rare", 1, retired=False, input_sizes=[[number] for number in range(5)])
+    done = entry("done", 1, retired=False, state="completed")
+    first, second, *last = reduce_trace([rare, done, *(entry("busy", seq) for seq in range(1, 200))])
+    assert first == {
+        **{"group": "rare", "desc": "desc rare", "seq": 1, "op": "gloo:all_reduce", "state": "scheduled", "p2p": False},
+        "sizes": [[0], [1], [2], [3]],
+    }
+    assert (second["group"], second["state"]) == ("done", "completed")
     assert [each["seq"] for each in last] == list(range(200 - MAX_ENTRIES, 200))
     assert {each["state"] for each in last} == {"completed"}
 

@@ -1,9 +1,14 @@
 from __future__ import annotations
 
 import os
+import platform
+import socket
 import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
+import psutil
 import pytest
 
 from engine.runs.provenance import CODE_ROOT, MAX_DIFF_CHARACTERS, collect_provenance, git_facts
@@ -39,14 +44,29 @@ def test_a_checkout_tells_its_commit_and_what_was_changed_and_cuts_what_is_huge(
 
 def test_folder_inside_somebody_elses_checkout_is_not_that_checkout(checkout: Path) -> None:
     (checkout / "site-packages").mkdir()
-    assert git_facts(checkout / "site-packages") is None
+    assert git_facts(checkout / "site-packages") is git_facts(Path("/")) is None
 
 
-def test_what_a_run_comes_from_is_told_of_the_folder_of_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_run_comes_from_is_told_of_the_folder_of_the_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text('#!/bin/sh\necho "GPU, 80 MiB, 1.2"\necho "$*" >&2\n')
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("BURST_IMAGE", "sha256:1234")
-    provenance = collect_provenance()
+    found = collect_provenance()
     assert {"engine", "cluster", "burst_cli"} <= {path.name for path in CODE_ROOT.iterdir()}
-    assert (provenance["git"] or {}).get("sha") == (git_facts(CODE_ROOT) or {}).get("sha")
-    assert provenance["image"] == "sha256:1234"
-    assert provenance["versions"]["numpy"]
-    assert provenance["hardware"]["memory_bytes"] > 0
+    hardware, versions = found.pop("hardware"), found.pop("versions")
+    assert found.pop("collected_at").endswith("Z")
+    where = {"command": sys.argv, "cwd": str(Path.cwd()), "git": git_facts(CODE_ROOT), "image": "sha256:1234"}
+    assert found == where
+    packages = ["burst-train", "torch", "numpy", "safetensors", "tokenizers", "pyyaml", "flash-attn", "triton"]
+    assert list(versions) == ["python", *packages]
+    assert (versions["python"], versions["numpy"]) == (platform.python_version(), np.__version__)
+    cpu, memory_bytes = hardware.pop("cpu"), hardware.pop("memory_bytes")
+    assert hardware == {
+        **{"host": socket.gethostname(), "platform": platform.platform(), "cores": os.cpu_count()},
+        "gpus": ["GPU, 80 MiB, 1.2"],
+    }
+    assert any(line.endswith(f": {cpu}") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    assert memory_bytes == psutil.virtual_memory().total

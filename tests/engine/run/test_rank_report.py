@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -127,6 +128,8 @@ def test_a_rank_shows_its_stacks_and_lives_on(tmp_path: Path) -> None:
         assert process.poll() is None
         document = wait_for(lambda: (found := read(folder / "rank0002.status.json"))["step"] == 2 and found)
         assert document["phase"] == "backward"
+        modes = [stat.S_IMODE((folder / f"rank0002.{name}").stat().st_mode) for name in ("log", "stacks")]
+        assert modes == [0o600, 0o600]
     finally:
         process.kill()
         process.wait()
@@ -200,6 +203,7 @@ def test_waits_add_up_and_are_taken_once() -> None:
     [
         ([0.5, 0.5, 0.1, 0.5], 2),  # the slow one waits least
         ([0.5, 0.45, 0.41], None),  # about even
+        ([0.1, 0.0], 1),
         ([0.0, 0.0], None),
         ([0.3], None),
         ([], None),

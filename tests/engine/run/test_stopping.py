@@ -9,7 +9,8 @@ import sys
 
 from testkit.waiting import wait_for
 
-from engine.training.rank.stop import TERMINATED_EXIT_CODE, StopRequest
+from cluster.agent.messages import STOP_GRACE_S
+from engine.training.rank.stop import GRACE_S, KILL_MARGIN_S, TERMINATED_EXIT_CODE, StopRequest
 
 STUCK = """
 import time, threading
@@ -58,6 +59,7 @@ assert interrupted == 29
 
 
 def test_deferred_sigterm_inside_the_watch_is_a_request_whose_echo_after_it_ends_nothing() -> None:
+    assert GRACE_S + KILL_MARGIN_S == STOP_GRACE_S  # what a launcher waits
     before, stop = signal.getsignal(signal.SIGTERM), StopRequest()
     with StopRequest().watch():
         assert signal.getsignal(signal.SIGTERM) is not before

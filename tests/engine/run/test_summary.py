@@ -4,39 +4,55 @@ from typing import Any
 
 import pytest
 
-from engine.runs.summary import MEDIANS, predicted_facts, summarise
+from engine.runs.summary import FINAL_TABLES, FINALS, MAXIMA, MEDIANS, predicted_facts, summarise
 
-
-def rows(*times: float) -> list[dict[str, Any]]:
-    return [{"step": i, "step_time_s": t, "tokens": 10, "loss": 5.0 - i} for i, t in enumerate(times, start=1)]
-
-
-REPEATED = [*rows(9.0, 9.0), *rows(1.0, 1.0, 1.0)]  # a run that was taken up again
-MEASURED = rows(1.0, 2.0, 3.0)
-MEASURED[0] |= {"peak_memory_bytes": 7, "validation_loss": 3.0}
-MEASURED[1] |= {"step_time_s": None, "validation_loss": 2.5}
-NOTHING = dict.fromkeys((*MEDIANS, "peak_memory_bytes", "final_train_loss", "tokens_total"))
+FIGURES = {name: f"final_{name}" for name in FINALS} | {"loss": "final_train_loss"}
+NOTHING: dict[str, Any] = {
+    **{"steps": 0, "tokens_total": None, "dropped_steps": 0, "warmup_metric_steps": 0},
+    **{f"{name}{part}": 0 if part == "_n" else None for name in MEDIANS for part in ("", "_p25", "_p75", "_n")},
+    **dict.fromkeys((*MAXIMA, *FIGURES.values())),
+}
+MEASURED: list[dict[str, Any]] = [
+    {"step": 1, "tokens": 10, "step_time_s": 9.0, **dict.fromkeys(MAXIMA, 7), **dict.fromkeys(FINALS, 3.0)},
+    {"step": 2, "tokens": 10, "step_time_s": None, "dropped": "skip", **dict.fromkeys(FINALS, 2.5)},
+    {"step": 3, "tokens": 10, "step_time_s": 1.0, "loss": 2.0, **{name: [1] for name in FINAL_TABLES}},
+    {"step": 4, "tokens": 10, "step_time_s": 3.0, "mfu": True, **{name: [2] for name in FINAL_TABLES}},
+    {"step": 5, "tokens": 10, "step_time_s": 2.0, "dropped": None},
+]
 
 
 @pytest.mark.parametrize(
     ("table", "warmup", "expected"),
     [
         (
-            rows(100.0, 50.0, 1.0, 2.0, 3.0),
-            2,
-            {"step_time_s": 2.0, "step_time_s_n": 3, "step_time_s_p25": 1.5, "step_time_s_p75": 2.5},
+            MEASURED,
+            1,
+            {
+                **{"steps": 5, "tokens_total": 50, "dropped_steps": 1, "warmup_metric_steps": 1},
+                **{"step_time_s": 2.0, "step_time_s_n": 3, "step_time_s_p25": 1.5, "step_time_s_p75": 2.5},
+                **{**dict.fromkeys(MAXIMA, 7), **dict.fromkeys(FIGURES.values(), 2.5), "final_train_loss": 2.0},
+                **{f"final_{name}": [2] for name in FINAL_TABLES},
+            },
         ),
-        (rows(1.0, 1.0, 1.0), 2, {"steps": 3, "tokens_total": 30, "final_train_loss": 2.0}),
-        (rows(1.0, 2.0), 3, {"step_time_s": 2.0, "step_time_s_n": 1, "steps": 2}),
-        ([], 3, {"steps": 0, **NOTHING}),
-        (REPEATED, 0, {"step_time_s": 1.0, "step_time_s_n": 3, "steps": 3}),
-        (MEASURED, 0, {"step_time_s": 2.0, "step_time_s_n": 2, "final_validation_loss": 2.5}),
-        (MEASURED, 1, {"peak_memory_bytes": 7}),
-        ([{"loss": 1.0}, {"step": "x"}, {"step": 1, "loss": 2.0}], 0, {"final_train_loss": 2.0}),
+        ([], 3, {}),
+        *(
+            (
+                [{"step": step, "step_time_s": 2.0} for step in range(1, 3)],
+                warmup,
+                {"steps": 2, "warmup_metric_steps": 1, "step_time_s": 2.0, "step_time_s_n": 1}
+                | dict.fromkeys(("step_time_s_p25", "step_time_s_p75"), 2.0),
+            )
+            for warmup in (1, 3)
+        ),
+        (
+            [{"loss": 1.0}, {"step": "x"}, {"step": 1, "loss": 2.0}, {"step": 1, "loss": 1.0}],
+            0,
+            {"steps": 1, "final_train_loss": 1.0},  # of a run that was taken up again the later row
+        ),
     ],
 )
 def test_figures_of_a_run(table: list[dict[str, Any]], warmup: int, expected: dict[str, Any]) -> None:
-    assert summarise(table, warmup).items() >= expected.items()
+    assert summarise(table, warmup) == NOTHING | expected
 
 
 STEP = {"seconds": 1.5, "machine": "h100", "parts": {}}
