@@ -1,4 +1,4 @@
-"""No configuration of the person who runs the tests, no run folder outside of a test's own."""
+"""No configuration of the person who runs the tests, no Slurm around them, no run folder outside of a test's own."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ def clean_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("BURST_RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.setenv("COLUMNS", "320")
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
     return tmp_path
 
 

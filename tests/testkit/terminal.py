@@ -10,9 +10,17 @@ import re
 from collections.abc import Callable
 
 from rich.console import Console, RenderableType
+from rich.style import Style
 from rich.text import Text
 
 _COLOURS = ("black", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
+
+
+class StrictConsole(Console):
+    """A style that rich does not know, which it would pass over, is an error."""
+
+    def get_style(self, name: str | Style, *, default: Style | str | None = None) -> Style:
+        return super().get_style(name)
 
 
 def on_terminal(start: Callable[[int], object]) -> str:
@@ -32,7 +40,7 @@ def text_of(*views: RenderableType, width: int = 200) -> str:
     """What is printed where there is no terminal."""
     stream = io.StringIO()
     for view in views:
-        Console(file=stream, width=width, highlight=False, emoji=False).print(view)
+        StrictConsole(file=stream, width=width, highlight=False, emoji=False).print(view)
     return stream.getvalue()
 
 

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 from testkit.check_fakes import GROUPS, HEALTHY, FakeFleet, answer
 from testkit.command_line import Burst
+from testkit.terminal import StrictConsole
 
 from burst_cli.nodes.check_nodes import CheckView, print_report, run_check
 from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
@@ -24,23 +25,16 @@ FLEET = {"n1": HEALTHY, "n2": HEALTHY, "n3": REFUSED, "n4": answer({"host.disk":
 NOBODY = ("--hosts", "127.0.0.1", "cluster.ssh.port=1")
 
 
-@pytest.fixture(autouse=True)
-def no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No Slurm around the tests."""
-    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
-
-
-def check(nodes: dict[str, Any], **options: Any) -> FleetReport:
-    fleet = FakeFleet(nodes)
-    return run_check(
-        fleet.hosts, ClusterConfig(), CheckOptions(**{"all_groups": GROUPS, "connect": fleet.connect, **options})
-    )
+def check(nodes: dict[str, Any], ahead_s: float = 0.0, **options: Any) -> FleetReport:
+    fleet = FakeFleet(nodes, dict.fromkeys(nodes, ahead_s))
+    options = {"all_groups": GROUPS, "connect": fleet.connect, **options}
+    return run_check(fleet.hosts, ClusterConfig(), CheckOptions(**options))
 
 
 def shown(report: FleetReport, *, all_findings: bool = False, **console: Any) -> list[str]:
     stream = io.StringIO()
     settings = {"width": 200, "highlight": False, "emoji": False, **console}
-    print_report(Console(file=stream, **settings), report, all_findings=all_findings)
+    print_report(StrictConsole(file=stream, **settings), report, all_findings=all_findings)
     return stream.getvalue().splitlines()
 
 
@@ -49,7 +43,7 @@ def report_of(severity: Verdict, observed: str = "", **fields: str) -> FleetRepo
 
 
 def test_results_are_folded_and_the_last_line_names_the_usable_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    report = check(FLEET)
+    report = check(FLEET, ahead_s=60.0)
     lines = shown(replace(report, elapsed_s=2.04))
     assert (report.exit_code, lines[0], lines[1]) == (1, "n[1-2]: OK", "n4: WARN")
     assert lines[-6:-3] == [
@@ -58,7 +52,8 @@ def test_results_are_folded_and_the_last_line_names_the_usable_nodes(capsys: pyt
         "          → is sshd running?",
     ]
     assert lines[-3:] == ["", "not usable: n3", "usable: n[1-2,4] (3 of 4 nodes, 2.0 s)"]
-    assert "[4/4]" in capsys.readouterr().err
+    *told, last = capsys.readouterr().err.splitlines()
+    assert ([line[:6] for line in told], last[:21]) == ([f"[{n}/4] " for n in range(1, 5)], "warning: the clock of")
 
 
 def test_programs_get_names_or_one_document_and_nothing_else(burst: Burst) -> None:
@@ -69,11 +64,9 @@ def test_programs_get_names_or_one_document_and_nothing_else(burst: Burst) -> No
     code, out, _ = burst("check-nodes", *NOBODY, "--json")
     document = json.loads(out)
     assert all(0 <= part.pop("elapsed_s") < 60 for part in (document, *document["nodes"].values()))
-    finding = {
-        **{"check": "ssh.reach", "node": "127.0.0.1", "severity": "FAIL", "device": None, "evidence": "refused"},
-        **{"expected": "a connection", "observed": "127.0.0.1 port 1 refuses connections"},
-        "remedy": "is sshd running?",
-    }
+    finding = {"check": "ssh.reach", "node": "127.0.0.1", "severity": "FAIL", "device": None, "evidence": "refused"}
+    finding |= {"expected": "a connection", "observed": "127.0.0.1 port 1 refuses connections"}
+    finding["remedy"] = "is sshd running?"
     node = document["nodes"].pop("127.0.0.1")
     assert (code, document) == (1, {"nodes": {}, "usable": [], "notes": []})
     assert (node["verdict"], node["findings"]) == ("FAIL", [finding])
@@ -85,14 +78,11 @@ def test_exit_codes(output: str, code: int) -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("--local", "cluster.nodes=n9")])
-def test_without_nodes_or_when_asked_to_this_machine_is_checked(
-    burst: Burst, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
-) -> None:
+def test_without_nodes_or_when_asked_to_this_machine_is_checked(burst: Burst, monkeypatch, words) -> None:
     if words:
         monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")  # as in a prolog
     (node,) = burst("check-nodes", *words, "--only", "host.shm,host.nofile", "--json").document["nodes"].values()
     assert {finding["check"] for finding in node["findings"]} <= {"host.shm", "host.nofile"}
-    assert "ssh.reach" not in str(node)
 
 
 def test_a_check_between_nodes_says_that_it_needs_another(burst: Burst) -> None:
@@ -135,24 +125,29 @@ def test_mistakes_are_named_before_anything_is_asked(burst: Burst, argv: list[st
 
 def test_explaining_checks_nothing(burst: Burst) -> None:
     code, out, _ = burst("check-nodes", "--explain", "ssh.clock")
-    assert (code, out.startswith("ssh.clock: ")) == (0, True)
+    ((name, text),) = burst("check-nodes", "--explain", "ssh.clock", "--json").document["checks"].items()
+    assert (code, name, out) == (0, "ssh.clock", f"ssh.clock: {text}\n")
 
 
 def test_text_of_nodes_is_no_markup_and_what_is_ok_is_shown_when_asked_for() -> None:
     words, remedy = "[bold]x[/] [link=http://x]y[/link] :smile:", "[red]do[/red]"
     lines = shown(report_of(Verdict.FAIL, words, remedy=remedy))
     assert (lines[1], lines[2]) == (f"  FAIL    gpu.ecc: {words}", f"          → {remedy}")
-    fine, unknown = report_of(Verdict.OK, "0 errors"), report_of(Verdict.UNKNOWN)
-    assert ["0 errors" in str(shown(fine, all_findings=wanted)) for wanted in (False, True)] == [False, True]
-    assert shown(unknown)[-1] == "usable: none (0 of 1 nodes, 1.2 s)"
+    for fine in (Verdict.OK, Verdict.SKIP):
+        told = [str(shown(report_of(fine, "0 errors"), all_findings=wanted)) for wanted in (False, True)]
+        assert ["0 errors" in text for text in told] == [False, True]
+    last = ["", "not usable: n1", "usable: none (0 of 1 nodes, 1.2 s)"]
+    assert shown(report_of(Verdict.UNKNOWN, "silent")) == ["n1: UNKNOWN", "  UNKNOWN gpu.ecc: silent", *last]
 
 
 def test_on_a_terminal_long_findings_are_wrapped_beside_their_verdict() -> None:
-    told = report_of(Verdict.FAIL, "2 uncorrectable errors", expected="0", remedy="drain the node and reset it")
-    assert shown(told, width=40, force_terminal=True, color_system=None)[:6] == [
+    words = {"device": "GPU 2", "expected": "0", "remedy": "drain the node and reset it"}
+    told = report_of(Verdict.FAIL, f"errors in {'x' * 40}", **words)
+    assert shown(told, width=40, force_terminal=True, color_system=None)[:7] == [
         "n1: FAIL",
-        "  FAIL    gpu.ecc: 2 uncorrectable      ",
-        "          errors; expected: 0           ",
+        "  FAIL    gpu.ecc (GPU 2): errors in    ",
+        f"          {'x' * 30}",
+        f"          {'x' * 10}; expected: 0       ",
         "          → drain the node and reset it ",
         "",
         "not usable: n1",
@@ -165,9 +160,8 @@ def view_of(nodes: int, *, terminal: bool) -> tuple[list[str], str]:
     names, console = [f"n{number}" for number in range(1, nodes + 1)], Console(file=stream, force_terminal=terminal)
     view = CheckView(console, names, lambda text: said.append(str(text)))
     for name in names:
-        severity = Verdict.FAIL if name == "n2" else Verdict.OK
-        found = [Finding("gpu.ecc", name, verdict, "gone") for verdict in (Verdict.OK, severity)]
-        view.finished(NodeReport(name, tuple(found)))
+        worst = Finding("gpu.ecc", name, Verdict.FAIL if name == "n2" else Verdict.OK, "gone")
+        view.finished(NodeReport(name, (Finding("gpu.ecc", name, Verdict.OK, "there"), worst)))
     view.phase("comparing nodes")
     return said, stream.getvalue()
 
@@ -183,5 +177,7 @@ def test_a_terminal_shows_who_is_waited_for_and_a_file_gets_lines() -> None:
         "3 of 3 nodes checked, 2 usable; comparing nodes",
     ]
     assert view_of(3, terminal=False)[1] == "[1/3] n1: OK\n[2/3] n2: FAIL gpu.ecc: gone\n[3/3] n3: OK\n"
-    said, printed = view_of(500, terminal=False)
-    assert (said[1], printed) == ("1 of 500 nodes checked, 1 usable", "[2/500] n2: FAIL gpu.ecc: gone\n")
+    said, printed = view_of(33, terminal=False)
+    assert (said[0], printed) == ("0 of 33 nodes checked, 0 usable", "[2/33] n2: FAIL gpu.ecc: gone\n")
+    said, printed = view_of(32, terminal=False)
+    assert (said[0][-19:], printed.count("\n")) == ("waiting for n[1-32]", 32)

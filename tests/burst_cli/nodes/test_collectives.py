@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from testkit import write_program
 from testkit.command_line import Burst
 from testkit.terminal import text_of
 from testkit.testbed_fixture import MakeTestbed, Testbeds
@@ -22,9 +24,17 @@ from cluster.testbed.testbed import Testbed
 from engine.bench.collectives import SIZES, exchange_pairs, measure_collectives, plan_rounds, sweep
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig, config_from_dict
-from engine.runs.folder import RunFolder, create_run
+from engine.runs.folder import RunFolder, create_run, open_run
 from engine.training.rank.process import RankStatus
 
+# In the place of Python, torchrun and ranks: measured already.
+RANKS = """
+import sys
+from engine.runs.folder import open_run
+run = open_run(sys.argv[-1])
+run.transition("running")
+run.write_summary({found})
+run.transition("completed")"""
 CPU = torch.device("cpu")
 SHARES = {"all_reduce": 6 / 4, "all_to_all": 3 / 4}  # of four ranks, by PERFORMANCE.md of nccl-tests
 
@@ -54,14 +64,10 @@ def measured(path: str, config: RunConfig) -> str:
     return ""
 
 
-@pytest.mark.parametrize(
-    ("count", "configured", "problem"),
-    [
-        (2, 4, "= 4 ranks, but 2 ranks were started"),
-        (1, 1, "collectives need two ranks:"),
-        (2, 2, ""),
-    ],
-)
+MISFITS = [(2, 4, "= 4 ranks, but 2 ranks were started"), (1, 1, "collectives need two ranks:"), (2, 2, "")]
+
+
+@pytest.mark.parametrize(("count", "configured", "problem"), MISFITS)
 def test_ranks_leave_what_they_measured_in_the_summary_and_fewer_than_there_should_be_measure_nothing(
     ranks: Any, tmp_path: Path, count: int, configured: int, problem: str
 ) -> None:
@@ -89,9 +95,9 @@ def test_every_pair_is_measured_once_and_no_node_twice_in_a_round(count: int) ->
 @pytest.mark.parametrize(
     ("rates", "slow_nodes", "slow_pairs"),
     [
-        ({"ab": 10, "ac": 10, "bc": 10}, [], []),
-        ({"ab": 5.1, "ac": 10, "bc": 5.1}, [], []),
+        ({"ab": 5, "ac": 10, "bc": 5}, [], []),
         ({"ab": 4.9, "ac": 10, "bc": 4.9}, ["b"], []),
+        ({"ab": 10, "ac": 10, "ad": 10, "bc": 10, "bd": 10, "cd": 5}, [], []),
         ({"ab": 10, "ac": 10, "ad": 2, "bc": 10, "bd": 2, "cd": 2}, ["d"], []),
         ({"ab": 10, "ac": 10, "ad": 10, "bc": 10, "bd": 10, "cd": 2}, [], [["c", "d"]]),
         ({"ab": 2}, [], []),  # with nothing to compare with
@@ -124,17 +130,33 @@ def test_the_table_ends_with_the_usual_rate_and_who_is_slow() -> None:
     ]
 
 
-def test_a_dry_run_shows_the_launch_and_creates_nothing(
-    burst: Burst, testbed4: Testbed, clean_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_shows_the_launch_and_creates_nothing(burst, testbed4: Testbed, clean_home, monkeypatch) -> None:
     assert testbed4.config_file is not None
     monkeypatch.setenv("XDG_CONFIG_HOME", str(Path(testbed4.config_file).parents[3]))
     result = burst("check-nodes", f"cluster={testbed4.name}", "--collectives", "--dry-run", "--json")
     assert result.code == 0, result.err
     plan = json.loads(result.out)
     assert [node["name"] for node in plan["nodes"]] == list(testbed4.node_names)
+    assert Path(plan["path"]).parent == clean_home / "runs" / "collectives"
     assert all("engine.collectives" in node["command"] for node in plan["nodes"])
     assert not (clean_home / "runs").exists()
+
+
+@pytest.mark.parametrize(("rate", "code"), [(5, 0), (4, 1)])
+def test_what_ranks_of_this_machine_found_is_told_in_the_exit_code_too(burst, tmp_path: Path, rate, code) -> None:
+    pairs = [{"nodes": [0, 0], "gbps": gbps} for gbps in (10, rate)]
+    python = write_program(tmp_path / "python", RANKS.format(found={"collectives": [], "pairs": pairs}), sys.executable)
+    ranks = ("cluster.ranks_per_node=2", "cluster.backend=gloo", f"cluster.python={python}")
+    result = burst("check-nodes", "--local", "--collectives", *ranks, "--json")
+    document = result.document
+    run = open_run(document.pop("run"))
+    assert (result.code, run.exp, run.read_state()["world_size"]) == (code, "collectives", 2)
+    (named,) = {node for pair in document["pairs"] for node in pair["nodes"]}
+    told = {"backend": "gloo", "ranks": 2, **judged({"collectives": [], "pairs": pairs}, [named])}
+    assert document == told
+    python.write_text("#!/bin/sh\nexit 3\n")
+    failed = burst("check-nodes", "--local", "--collectives", *ranks)
+    assert (failed.code, failed.out, "exit code 3" in failed.err) == (1, "", True)
 
 
 @pytest.mark.thorough  # torch starts on four nodes

@@ -41,9 +41,6 @@ def sourced(path: Path, name: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=200).stdout
 
 
-# This machine
-
-
 def test_a_format_prints_nothing_else_on_stdout(h100: Path, burst_env: Burst, tmp_path: Path) -> None:
     shown = burst_env("show", "--format", "sh", "--run", "runs/a b")
     (tmp_path / "x.sh").write_text(shown.out)
@@ -74,12 +71,7 @@ def test_check_names_differences_and_no_secret(h100: Path, burst_env: Burst, mon
 )
 def test_mistakes_end_with_code_2_and_words(burst_env: Burst, argv: tuple[str, ...], words: str) -> None:
     result = burst_env(*argv)
-    assert (result.code, result.out) == (2, "")
-    assert words in result.err
-    assert "Traceback" not in result.err
-
-
-# A virtual cluster of four sisters
+    assert (result.code, result.out, words in result.err, "Traceback" in result.err) == (2, "", True, False)
 
 
 @pytest.fixture(scope="module")
@@ -95,28 +87,25 @@ def on_sisters(sisters: tuple[Testbed, Path], burst_env: Burst, monkeypatch: pyt
     return lambda verb, *argv: burst_env(verb, f"cluster={testbed.name}", *argv)
 
 
-def test_every_node_gets_its_own_adapters_and_text_of_several_needs_a_choice(
-    sisters: tuple[Testbed, Path], on_sisters: Burst
-) -> None:
+def test_every_node_gets_its_own_adapters_and_text_of_several_needs_a_choice(sisters, on_sisters: Burst) -> None:
     nodes, names = on_sisters("show", "--json").document["nodes"], list(sisters[0].node_names)
     hcas = {
         name: "=" + ",".join(f"mlx5_{one}:1" for one in good.split()) for name, good in zip(names, GOOD, strict=True)
     }
     assert {name: node["variables"]["NCCL_IB_HCA"] for name, node in nodes.items()} == hcas
-    several, one = (on_sisters("show", "--format", "dotenv", *more) for more in ((), ("--node", names[1])))
+    some = (",".join(names[:2]), names[1])
+    several, one = (on_sisters("show", "--format", "dotenv", "--node", chosen) for chosen in some)
     assert (several.code, "name one with --node" in several.err) == (2, True)
     assert f"NCCL_IB_HCA={hcas[names[1]]}\n" in one.out
     assert on_sisters("show", "--node", "stranger").code == 2
 
 
-def test_a_node_that_cannot_be_asked_is_named_and_the_others_are_shown(
-    sisters: tuple[Testbed, Path], on_sisters: Burst
-) -> None:
+def test_a_node_that_cannot_be_asked_is_named_and_the_others_are_shown(sisters, on_sisters: Burst) -> None:
     testbed, _ = sisters
     dead = testbed.node_names[3]
     set_fault(testbed, dead, "sshd_stop")
     shown, checked = on_sisters("show", "--json"), on_sisters("check")
-    assert (shown.code, checked.code) == (1, 3)
-    assert list(shown.document["errors"]) == [dead]
-    assert list(shown.document["nodes"]) == list(testbed.node_names[:3])
-    assert dead in checked.err
+    document = shown.document
+    assert (shown.code, checked.code, document["source"]) == (1, 3, "cluster.nodes")
+    assert (list(document["nodes"]), list(document["errors"])) == ([*testbed.node_names[:3]], [dead])
+    assert shown.err == checked.err == f"error: {document['errors'][dead]}\n"

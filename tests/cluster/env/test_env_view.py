@@ -49,6 +49,10 @@ def test_equal_nodes_are_shown_once_and_foreign_text_is_text_and_not_markup() ->
     ]
     others = [line for line in text.splitlines() if line[:1] not in "┏┡└│┃"]
     assert others == ["node[1-2]  (2 nodes)", "warning: [red]x[/red][/]", "2 nodes from --hosts"]
+    down = node(port("mlx5_0", state="DOWN"))
+    text = text_of(fleet_view(FleetEnvironment({"node1": down}), "--hosts"))
+    assert rows_of(text)[-1] == ["mlx5_0:1", "-", "-", "dropped", down.hcas[0].reason]
+    assert [text.splitlines()[place] for place in (0, -1)] == ["node1", "1 node from --hosts"]
 
 
 def test_findings_about_a_log_are_a_table_and_a_document() -> None:

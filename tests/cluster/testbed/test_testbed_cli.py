@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 import signal
 import subprocess
 import sys
@@ -31,44 +31,48 @@ def name(testbeds):
 
 
 def test_a_testbed_is_built_used_as_a_cluster_broken_mended_and_removed(burst, name):
+    down = ("testbed", "down", "--name")
+    signals = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)]
     words = ("--nodes", "2", "--rails", "1", "--rate", "200mbit", "--name", name, "--json")
-    code, out, _ = burst("testbed", "up", *words)
-    built = json.loads(out)
-    assert (code, built["complete"], built["elapsed_s"] > 0) == (0, True, True)
-    assert (built["rails"], built["rate"]) == (1, "200mbit")
+    built = burst("testbed", "up", *words).document
+    assert (built["complete"], built["rails"], built["rate"]) == (True, 1, "200mbit")
+    assert 0 < built["elapsed_s"] < 200
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)] == signals
+    assert f"{name}[1-2]" in burst("config", f"cluster={name}", "--json").out
 
-    code, out, _ = burst("config", f"cluster={name}", "--json")
-    assert code == 0
-    assert f"{name}[1-2]" in out
-    assert burst("testbed", "fault", f"{name}[1-2]", "sshd_stop", "--name", name)[0] == 0
-    listed = json.loads(burst("testbed", "status", "--name", name, "--json")[1])["testbeds"][0]
-    assert [(node["sshd"], node["faults"]) for node in listed["nodes"]] == [("refused", ["sshd_stop"])] * 2
-    mended = json.loads(burst("testbed", "fault", f"{name}1", "--clear", "--name", name, "--json")[1])
-    assert mended["faults"] == {f"{name}1": []}
+    def fault(*words):
+        return burst("testbed", "fault", *words, "--name", name, "--json")
 
-    code, out, _ = burst("testbed", "down", "--name", name, "--json")
-    assert (code, json.loads(out)["removed"][0]["namespaces"]) == (0, 3)
+    assert fault(f"{name}[2-3]", "sshd_hang").code == 1  # and nothing is broken
+    assert fault(f"{name}[1-2]", "sshd_stop").code == 0
+    status = burst("testbed", "status", "--name", name, "--json")
+    nodes = status.document["testbeds"][0]["nodes"]
+    assert (status.code, [(node["sshd"], node["faults"]) for node in nodes]) == (0, [("refused", ["sshd_stop"])] * 2)
+    assert fault(f"{name}1", "sshd_stop", "--clear").document == {"name": name, "faults": {f"{name}1": []}}
+    assert re.match(rf"{name}: removed \d+ processes, 3 namespaces, .*\(\d+\.\d s\)", burst(*down, name).out)
     assert leftovers(name) == []
-    assert burst("testbed", "down", "--name", name) == (0, f"{name}: nothing to remove\n", "")
+    gone = burst(*down, name, "--json").document
+    assert (gone["removed"][0]["namespaces"], 0 < gone["elapsed_s"] < 200) == (0, True)
+    assert burst(*down, name) == (0, f"{name}: nothing to remove\n", "")
 
 
 def test_a_person_reads_what_to_type_next_and_what_stands(burst, testbed4, name):
     out = burst("testbed", "up", "--nodes", "1", "--name", name)[1]
     listed = burst("testbed", "status")[1]
-    assert f"burst check-nodes cluster={name}" in out
-    assert f"burst testbed down --name {name}" in out
-    assert f"ssh -F {state_root()}/{name}/ssh_config {name}1" in out
-    assert f"{testbed4.name}4" in listed
-    assert f"{name}1" in listed
+    ssh = f"ssh -F {state_root()}/{name}/ssh_config {name}1"
+    words = (f"burst check-nodes cluster={name}", f"burst testbed down --name {name}", ssh)
+    assert [text for text in words if text not in out] == []
+    assert (f"{testbed4.name}4" in listed, f"{name}1" in listed) == (True, True)
 
 
 def test_a_dry_run_shows_commands_and_builds_nothing(burst, name):
-    code, out, _ = burst("testbed", "up", "--nodes", "2", "--rate", "200mbit", "--name", name, "--dry-run")
-    assert code == 0
-    assert f"ip netns add btb.{name}.{name}2" in out
-    assert "tbf rate 200000000bit burst 262144b latency" in out
-    assert f"\nnsenter --net=/run/netns/btb.{name}.{name}2 --mount={state_root()}/{name}/run/{name}2/mnt" in out
+    out = burst("testbed", "up", "--nodes", "2", "--rate", "200mbit", "--name", name, "--dry-run").out
+    enter = f"\nnsenter --net=/run/netns/btb.{name}.{name}2 --mount={state_root()}/{name}/run/{name}2/mnt"
+    words = (f"ip netns add btb.{name}.{name}2", "tbf rate 200000000bit burst 262144b latency", enter)
+    assert [text for text in words if text not in out] == []
     assert leftovers(name) == []
+    plan = burst("testbed", "up", "--name", name, "--dry-run", "--json").document
+    assert (plan["nodes"], "rail0" in str(plan)) == ([f"{name}{number}" for number in range(1, 5)], False)
 
 
 def test_a_terminated_up_takes_itself_down(burst, name):
@@ -79,8 +83,7 @@ def test_a_terminated_up_takes_itself_down(burst, name):
             time.sleep(0.002)
         building.send_signal(signal.SIGTERM)
         code = building.wait(200)
-    assert code == 130
-    assert leftovers(name) == []
+    assert (code, leftovers(name)) == (130, [])
 
 
 @pytest.mark.parametrize(
@@ -92,26 +95,23 @@ def test_a_terminated_up_takes_itself_down(burst, name):
         (("up", "--name", "x", "--nodes", "0"), "expected 1 to 64"),
         (("up", "--name", "x", "--hardware", "abacus"), "h100x8"),
         (("down", "--name", "../../etc"), "lower-case letters"),
+        (("down", "--name", "x", "--all"), "exclude each other"),
         (("down", "--name", ""), "lower-case letters"),  # a variable of a script that is not set, not the usual name
         (("fault", "tb1"), "which fault?"),
         (("fault", "tb[1-", "sshd_stop"), "not in the grammar of node lists"),
     ],
 )
 def test_a_mistake_is_told_in_words_with_exit_code_2(burst, argv, text):
-    code, _, err = burst("testbed", *argv)
-    assert code == 2
-    assert text in err
+    result = burst("testbed", *argv)
+    assert (result.code, text in result.err) == (2, True)
 
 
 def test_every_kind_of_fault_can_be_read_about(burst):
-    code, out, _ = burst("testbed", "fault", "--help")
-    assert code == 0
+    out = burst("testbed", "fault", "--help").out
     assert [kind for kind in FAULT_KINDS if f" {kind} " not in out] == []
 
 
 def test_what_does_not_stand_is_named_with_the_way_to_build_it(burst, name):
     for argv in (("fault", "tb1", "sshd_stop"), ("status",)):
-        code, _, err = burst("testbed", *argv, "--name", name)
-
-        assert code == 1
-        assert f"burst testbed up --name {name}" in err
+        result = burst("testbed", *argv, "--name", name)
+        assert (result.code, f"burst testbed up --name {name}" in result.err) == (1, True)
