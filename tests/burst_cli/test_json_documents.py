@@ -90,7 +90,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "nccl.log").write_text("vm:7:7 [0] NCCL INFO Using network Socket\n")
+    (tmp_path / "nccl.log").write_bytes(b"\xff" * 99 + b"\nvm:7:7 [0] NCCL INFO Using network Socket\n")
     (tmp_path / "corpus.txt").write_text("to be or not to be that is the question\n" * 200)
     hugging_face_folder(tmp_path / "model")
     run = make_run(tmp_path / "runs", "mine/20260101-000000-abcdef", state="completed", steps=3)

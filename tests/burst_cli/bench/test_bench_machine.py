@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from burst_cli.app import main
 from burst_cli.bench.view import machine_view
 from engine.planning.time.machine import find_machine, machine_fields
 
-SMALL = ("--threads", "1", "--heads", "2", "--head-dim", "16", "--seconds", "0.1")
+SMALL = ("--heads", "2", "--head-dim", "16", "--seconds", "0.1")
 
 
 def run(*argv: str) -> Result:
@@ -44,7 +45,10 @@ def measure(folder: Path, *argv: str) -> Path:
 def test_a_profile_holds_every_rate_and_what_they_were_measured_on(path: Path) -> None:
     document: dict[str, Any] = json.loads(path.read_text())
     measured = document["measured"]
-    assert {"date", "device", "cores", "threads", "load", "torch", "setup", "shape"} <= set(measured)
+    assert {"date", "device", "cores", "threads", "load", "torch"} <= set(measured)
+    threads = len(os.sched_getaffinity(0))
+    assert measured["setup"] == {"ranks": 1, "nodes": 1, "threads": threads, "backend": "gloo"}
+    assert measured["shape"] == {"num_heads": 2, "num_kv_heads": 2, "head_dim": 16, "dtype": "float32"}
     machine = find_machine(str(path))
     assert all(math.isfinite(getattr(machine, name)) for name in machine_fields())
     assert (machine.is_cpu, machine.local_ranks) == (True, 1)
@@ -104,8 +108,13 @@ def test_a_profile_as_people_read_it() -> None:
     times = ("intra_latency_s", "inter_latency_s", "layer_overhead_s", "step_overhead_s")
     machine |= {name: 0.001 * place for place, name in enumerate(times, 1)}
     shares = {"matmul_shares": [(64, 0.5), (1024, 1.0)], "elementwise_shares": [(1000, 0.25)]}
-    measured = {"load": 3.5, "cores": 2, "setup": {"ranks": 2}, "device": "a processor"}
-    assert lines_of(machine_view({"machine": machine | shares, "measured": measured}), width=100) == [
+    measured = {"cores": 2, "setup": {"ranks": 2}, "device": "a processor"}
+    busy, quiet = (
+        lines_of(machine_view({"machine": machine | shares, "measured": measured | {"load": load}}), width=100)
+        for load in (3.1, 3.0)
+    )
+    assert quiet == [*busy[:-2], "device a processor, cores 2, load 3.0"]
+    assert busy == [
         "of a rank size rate",
         "products of matrices, by their smallest side 64 500 MFLOP/s",
         "1,024 1 GFLOP/s",
@@ -120,6 +129,6 @@ def test_a_profile_as_people_read_it() -> None:
         "a message without bytes, another node 2 ms",
         "the host, per layer and step 3 ms",
         "the host, per step 4 ms",
-        "load 3.5 on 2 cores: other work took a part of every rate; measure again when it is quiet",
-        "device a processor, cores 2, load 3.5",
+        "load 3.1 on 2 cores: other work took a part of every rate; measure again when it is quiet",
+        "device a processor, cores 2, load 3.1",
     ]

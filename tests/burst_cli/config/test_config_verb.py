@@ -24,6 +24,7 @@ def test_each_line_names_its_source_in_one_column(burst: Burst) -> None:
     sources = {"steps": "train.steps=77", "preset": "conf/attention/burst.yaml", "z_loss": "default"}
     assert {name: by_name[name].rpartition("  # ")[2] for name in sources} == sources
     assert len({line.index(" # ") for line in lines if " # " in line}) == 1
+    assert lines[0].startswith("exp: tiny ")
 
 
 def test_json_holds_values_sources_and_fingerprint(burst: Burst) -> None:
@@ -32,7 +33,7 @@ def test_json_holds_values_sources_and_fingerprint(burst: Burst) -> None:
     assert (config.seed, document["fingerprint"]) == (3, config_fingerprint(config))
     assert document["overrides"] == ["exp=small", "seed=3"]
     assert set(document["sources"]) == {spec.key for spec in walk_fields(RunConfig)}
-    assert document["sources"]["seed"] == "seed=3"
+    assert (document["sources"]["seed"], document["sources"]["loss.z_loss"]) == ("seed=3", "default")
 
 
 def test_groups_and_fields_list_all_there_is_with_what_it_means(burst: Burst, tmp_path: Path) -> None:
@@ -40,12 +41,25 @@ def test_groups_and_fields_list_all_there_is_with_what_it_means(burst: Burst, tm
     (tmp_path / "exp" / "mine.yaml").write_text("# @package _global_\n# My own [bold] one.\n")
     words = ("config", "--groups", "--fields", "--config-dir", str(tmp_path))
     shown, document = burst(*words).out, burst(*words, "--json").document
-    assert "My own [bold] one." in shown
+    rows = [" ".join(line.split()) for line in shown.splitlines()]
+    path = str(tmp_path / "exp" / "mine.yaml")
+    assert rows[0] == "group option what it is file"
+    assert f"mine My own [bold] one. {path}" in rows
+    assert {"name": "mine", "description": "My own [bold] one.", "path": path} in document["groups"]["exp"]
+    first, second, *_ = (one["description"] for one in document["groups"]["memory"])
+    assert rows[rows.index(f"memory attn_out {first} built-in") + 1] == f"attn_out_every {second} built-in"
     assert set(document["groups"]) == {"exp", "model", "attention", "memory", "train", "data", "cluster"}
     assert [option["name"] for option in document["groups"]["attention"]] == sorted(get_args(PresetName))
     fields = {field["key"]: field for field in document["fields"]}
     for spec in walk_fields(RunConfig):
         assert (spec.key in shown, bool(fields[spec.key]["doc"])) == (True, True), spec.key
-    assert fields["train.seq_len"]["unit"] == "tokens"
+    assert fields["loss.chunk_tokens"] == {
+        **{"key": "loss.chunk_tokens", "type": "a whole number", "default": 2048, "legal": None, "bounds": "1 or more"},
+        **{"unit": "tokens", "doc": "rows of logits alive at once"},
+    }
+    assert {"setting default legal meaning", "(top) the run"} < set(rows)
+    assert "loss.chunk_tokens 2048 a whole number, 1 or more, in tokens rows of logits alive at once" in rows
     assert fields["optimizer.beta1"]["bounds"] == "0 or more, below 1"
-    assert fields["attention.layout"]["legal"] == [*get_args(LayoutName), "null"]
+    layouts = [*get_args(LayoutName), "null"]
+    assert fields["attention.layout"]["legal"] == layouts
+    assert [row for row in rows if row.startswith(f"attention.layout null {' | '.join(layouts)} ")]

@@ -59,6 +59,11 @@ def test_build_as_a_person_types_it(checkout: Path, burst) -> None:
     assert burst(*words, "--json").document == {"image": "a:1", "id": "sha256:12", "size_bytes": 4096}
     planned = burst(*words, "--dry-run", "--", "--pull")
     assert (planned.code, planned.out.split()[-2:]) == (0, ["--pull", str(checkout)])
+    usual = burst("image", "build", "--dry-run", "--json").document["command"]
+    assert (usual[:4], usual[-1]) == (["docker", "build", "--tag", "burst:latest"], str(ROOT))
+    assert "DEVICE=cuda" in usual
+    next_step = "a:1: 4 KiB, sha256:12\nnext: burst image push --image a:1 cluster=NAME\n"
+    assert burst(*words) == (0, next_step, "")
 
 
 def test_an_image_has_pinned_parts_and_sources_alone_and_ends_as_an_ordinary_user() -> None:

@@ -24,6 +24,7 @@ COMMAND = "cluster.container.command"
     [
         ([], 2, "give --image NAME:TAG, or set cluster.container.image"),
         (["--image", "app@sha256:12"], 2, "push it under NAME:TAG"),
+        (["--image", "sha256:12"], 2, "push it under NAME:TAG"),
         ([*APP, "--limit", "fast"], 2, "expected one such as 200mbit or 50MB/s"),
         ([*APP, f"{COMMAND}=''"], 2, f"{COMMAND}: got '', expected a command line such as docker"),
         ([*APP, f"{COMMAND}=/nowhere/d"], 1, "engine of this machine cannot be asked: [Errno 2] No such file or"),

@@ -6,9 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
+from testkit.command_line import Result
 from testkit.connections import connect, run_on
 from testkit.image_rig import PushRig, launcher_engine, layer
 from testkit.waiting import wait_for
@@ -93,16 +93,24 @@ def test_push_and_status_as_a_person_types_them(rig, module_testbeds, monkeypatc
     image = rig.image(0.5)
     monkeypatch.setenv("DOCKER_HOST", rig.engine.host)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(module_testbeds.config_dir))
-    cluster = (f"cluster={rig.testbed.name}", "--image", image.name, "--json", "--hosts", ",".join(rig.names[:2]))
+    names = rig.names[:2]
 
-    def asked(*words: str) -> tuple[int, dict[str, Any]]:
-        result = burst("image", *words, *cluster)
-        return result.code, result.document
+    def asked(*words: str, name: str = image.name) -> Result:
+        cluster = (f"cluster={rig.testbed.name}", "--image", name, "--json", "--hosts", ",".join(names))
+        return burst("image", *words, *cluster)
 
-    code, plan = asked("push", "--dry-run")
-    assert (code, [node["route"] for node in plan["nodes"]]) == (0, ["direct", "direct"])
-    assert asked("status")[1]["nodes"] == dict.fromkeys(rig.names[:2])
-    code, pushed = asked("push")
-    assert (code, pushed["ok"], pushed["identity"]) == (0, True, image.identity)
-    code, status = asked("status")
-    assert (code, {node["identity"] for node in status["nodes"].values()}) == (0, {image.identity})
+    planned, missing = asked("push", "--dry-run", "--limit", "8mbit"), asked("status")
+    plan = planned.document
+    assert (planned.code, [node["route"] for node in plan["nodes"]], plan["limit"]) == (0, ["direct", "direct"], 10**6)
+    assert (missing.code, missing.document["nodes"]) == (1, dict.fromkeys(names))
+    assert "this machine has no image 'x:1'" in asked("push", name="x:1").err
+    assert asked("status", name="x:1").document["source"] == "nothing"
+    done = asked("push")
+    pushed = done.document
+    assert (done.code, 0 < pushed.pop("seconds") < 60) == (0, True)
+    assert sorted(done.err.splitlines()[-2:]) == [f"{name}: done" for name in names]
+    received = sum(node["received_bytes"] for node in pushed.pop("nodes"))
+    assert 0.9 * received < pushed.pop("sent_bytes") < 1.1 * received
+    assert pushed == {"image": image.name, "identity": image.identity, "ok": True, "received_bytes": received}
+    found = asked("status")
+    assert (found.code, {node["identity"] for node in found.document["nodes"].values()}) == (0, {image.identity})
