@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from testkit.fake_plan import node_facts
 from testkit.sections import changed
+from testkit.terminal import lines_of
 
 from burst_cli.compose import compose
 from burst_cli.launch.prepare import launch_notes
+from burst_cli.plan.candidates import Plan
 from burst_cli.plan.memory_check import MEMORY_PLAN_FILE, MemoryCheck, MemoryPlanner, check_memory, with_memory
+from burst_cli.plan.table import answer_view, details_view
 from cluster.launch.local import build_local_plan
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError, RunError
@@ -27,11 +31,9 @@ from engine.planning.time.machine import find_machine
 from engine.planning.time.step_time import predict_step
 
 GIB = 2**30
-CONFIG = RunConfig(
-    attention=AttentionConfig(preset="burst"),
-    cluster=ClusterConfig(ranks_per_node=4, backend="nccl"),
-    train=TrainConfig(seq_len=1024),
-)
+GPUS = ClusterConfig(ranks_per_node=4, backend="nccl")
+CONFIG = RunConfig(attention=AttentionConfig(preset="burst"), cluster=GPUS, train=TrainConfig(seq_len=1024))
+OPEN = dataclasses.replace(CONFIG, memory=MemoryConfig(activation_checkpoint="auto"))
 ON_CPU = dataclasses.replace(CONFIG, cluster=ClusterConfig(ranks_per_node=4, backend="gloo"))
 LARGE = {"optimizer": 5 * GIB, "checkpoints": 40 * GIB, "attention": 20 * GIB, "loss": GIB, "other": 0}
 H100 = Hardware((Gpu("NVIDIA H100", 80 * GIB),), 100 * GIB, "MemTotal")
@@ -40,24 +42,19 @@ CPU = Hardware((), 32 * GIB, "MemTotal")
 
 def need(device_gib: float, host_gib: float = 0.0) -> MemoryPrediction:
     components = {"device": LARGE, "host": {"checkpoints": int(host_gib * GIB)}}
-    return MemoryPrediction(
-        "cuda", 4, 0, int(device_gib * GIB), int(host_gib * GIB), "loss", components, {}, reserve_bytes=0, seconds=0.0
-    )
-
-
-def planner(answer: MemoryPrediction | RunError, hardware: Hardware = H100) -> MemoryPlanner:
-    def predict(config: RunConfig, world: Topology) -> MemoryPrediction:
-        if isinstance(answer, RunError):
-            raise answer
-        return answer
-
-    return MemoryPlanner(hardware, predict, predict_step)
+    sizes = (int(device_gib * GIB), int(host_gib * GIB))
+    return MemoryPrediction("cuda", 4, 0, *sizes, "loss", components, {}, reserve_bytes=0, seconds=0.0)
 
 
 def check(
     answer: MemoryPrediction | RunError, config: RunConfig = CONFIG, hardware: Hardware = H100, *, force: bool = True
 ) -> MemoryCheck:
-    return check_memory(config, planner(answer, hardware), force=force)
+    def predict(config: RunConfig, world: Topology) -> MemoryPrediction:
+        if isinstance(answer, RunError):
+            raise answer
+        return answer
+
+    return check_memory(config, MemoryPlanner(hardware, predict, predict_step), force=force)
 
 
 @pytest.mark.parametrize("policy", ["full", "auto"])
@@ -76,29 +73,13 @@ def test_run_that_fits_is_predicted_once_and_says_so(policy: str) -> None:
     assert document.pop("step_time")["machine"] == "h100"
     assert bool(document.pop("candidates")) is (document.pop("reason") != "as configured") is (policy == "auto")
     assert document == {
-        "world_size": 4,
-        "rank": 0,
-        "device_peak_bytes": 79 * GIB,
-        "needed_bytes": 79 * GIB,
-        "reserve_bytes": 0,
-        "host_peak_bytes": 24 * GIB,
-        "phase": "loss",
-        "phase_peaks": {},
+        **{"world_size": 4, "rank": 0, "local_ranks": 4, "phase": "loss", "phase_peaks": {}, "seconds": 0.0},
+        **{"device_peak_bytes": 79 * GIB, "needed_bytes": 79 * GIB, "reserve_bytes": 0, "host_peak_bytes": 24 * GIB},
         "components": {"device": LARGE, "host": {"checkpoints": 24 * GIB}},
-        "seconds": 0.0,
-        "device": "NVIDIA H100",
-        "device_source": "nvidia-smi",
-        "device_capacity_bytes": 80 * GIB,
-        "host_source": "MemTotal",
-        "host_capacity_bytes": 100 * GIB,
-        "host_is_device": False,
-        "local_ranks": 4,
-        "fits": True,
-        "headroom_bytes": GIB,
-        "policy": "full" if policy == "full" else "none, on device",
-        "problems": [],
-        "advice": [],
-        "warnings": [],
+        **{"device": "NVIDIA H100", "device_source": "nvidia-smi", "device_capacity_bytes": 80 * GIB},
+        **{"host_source": "MemTotal", "host_capacity_bytes": 100 * GIB, "host_is_device": False},
+        **{"fits": True, "headroom_bytes": GIB, "policy": "full" if policy == "full" else "none, on device"},
+        **{"problems": [], "advice": [], "warnings": []},
     }
 
 
@@ -115,6 +96,7 @@ def test_refusal_says_by_how_much_where_why_and_what_to_do_unless_it_is_forced()
     assert str(caught.value) == f"{problem} To start it all the same, add --force."
     forced = check(need(95))
     assert (forced.to_dict()["fits"], launch_notes(forced).plain) == (False, f"warning: {problem}\n")
+    assert forced.needs == "95 GiB of 80 GiB on NVIDIA H100"  # and nothing of the host
 
 
 def test_refusal_names_the_policy_that_would_fit() -> None:
@@ -139,7 +121,10 @@ def test_on_the_cpu_both_memories_are_one(device_gib: float, needs: str, fits: b
 def test_host_memory_can_be_what_is_missing() -> None:
     found = check(need(50, 200))
     assert found.needs.endswith(", 800 GiB of 100 GiB of host memory per node")
-    assert "4 ranks need 800 GiB, 700 GiB more than the 100 GiB of host memory (MemTotal)" in found.problems[0]
+    assert found.problems[0].startswith(
+        "does not fit: 4 ranks need 800 GiB, 700 GiB more than the 100 GiB of host memory (MemTotal), by the prediction"
+        ". Largest, per rank: checkpoints 200 GiB. Use less memory"
+    )
 
 
 def test_time_is_what_the_process_that_predicts_says_and_told_where_it_fails() -> None:
@@ -149,20 +134,22 @@ def test_time_is_what_the_process_that_predicts_says_and_told_where_it_fails() -
     found = MemoryPlanner(H100, timer=fail).predict_time(CONFIG)
     assert found is not None
     assert found == MemoryPlanner(H100).predict_time(CONFIG)  # as that process says it
+    kept = MemoryPlanner(H100, timer=fail).predict_time(OPEN)
+    assert (kept or found).seconds < found.seconds  # nothing is computed twice
+    assert MemoryPlanner(Hardware((Gpu("Strange 1", 80 * GIB),), None, ""), timer=fail).predict_time(CONFIG) is None
 
 
 def test_what_is_not_known_is_started_with_a_warning() -> None:
     found = check(need(5000, 5000), ON_CPU, Hardware((), None, "unknown"), force=False)
-    assert (found.problems, found.to_dict()["fits"]) == ([], None)
+    assert (found.problems, found.to_dict()["fits"], found.needs) == ([], None, "4.88 TiB")
+    host = check(need(1, 2), hardware=dataclasses.replace(H100, host_bytes=None)).needs
+    assert host.endswith(", 8 GiB of an unknown amount of host memory per node")
     assert "not checked whether this run fits: the memory of this machine is unknown" in launch_notes(found).plain
     found = check(RunError("no torch here."), force=False)
     assert (found.needs, found.to_dict()["fits"], found.to_dict()["needed_bytes"]) == ("not predicted", None, None)
     assert "not checked whether this run fits: no torch here." in launch_notes(found).plain
     with pytest.raises(RunError, match="no torch here"):  # but a policy cannot be chosen
         check(RunError("no torch here."), OPEN)
-
-
-OPEN = dataclasses.replace(CONFIG, memory=MemoryConfig(activation_checkpoint="auto"))
 
 
 def test_auto_is_settled_and_kept_in_the_plan_with_its_reason_and_the_reckoning(tmp_path: Path) -> None:
@@ -177,6 +164,27 @@ def test_auto_is_settled_and_kept_in_the_plan_with_its_reason_and_the_reckoning(
     with pytest.raises(ConfigError, match="15 GiB more than"):
         check(need(95), OPEN, force=False)
     assert check(need(95), OPEN).config.memory.activation_checkpoint != "auto"
+
+
+def test_memory_in_a_plan_is_shown_by_component_with_the_policies_it_was_chosen_from() -> None:
+    found = check(dataclasses.replace(need(95, 200), reserve_bytes=GIB), OPEN)
+    world, machine = Topology(1, 4), find_machine("h100")
+    plan = Plan(found.config, world, machine, predict_step(found.config, world, machine), found)
+    lines = [re.sub(r"[\d.]+ ms", "#", line.strip("│┃ ")) for line in lines_of(answer_view(plan), details_view(plan))]
+    missing = "800 GiB of 100 GiB of host memory per node, 175 GiB per rank are missing in the device"
+    assert lines[1] == f"memory DOES NOT FIT: 96 GiB of 80 GiB on NVIDIA H100, {missing}; memory: none, on device"
+    at = lines.index("memory of a rank ┃ device ┃ host")
+    (end,) = (number for number, line in enumerate(lines) if line.startswith("no policy fits"))
+    assert [line for line in lines[at : end - 10] if line[:1] not in "┏┡├└"] == [
+        "memory of a rank ┃ device ┃ host",
+        *("optimizer │ 5 GiB", "checkpoints │ 40 GiB │ 200 GiB", "attention │ 20 GiB", "loss │ 1 GiB"),
+        *("peak │ 95 GiB │ 200 GiB", "in phase │ loss", "context, communicators, fragmentation │ 1 GiB"),
+        "memory=auto, best first fits device host kept moved FLOPs again step",
+        "none, on device no, 175 GiB short 96 GiB 200 GiB 8.05 MiB #",
+        "seq_fraction 0.75, on device not tried 908 KiB 5.17G",
+    ]
+    assert lines[end - 6] == "none, on host not tried 8.05 MiB 16.1 MiB"
+    assert " ".join(lines[end : end + 2]).endswith("too much for the memory there is. 26 more in --json.")
 
 
 @pytest.mark.parametrize(
@@ -198,7 +206,6 @@ def test_eight_billion_parameters_and_half_a_million_tokens_fit_on_one_gpu_and_i
     room = Capacity("h200", 136 * 10**9, "test", 120 * 10**9, "test", 1)
     settings = compose(["exp=llama8b_512k"]).config
     choice = settle_memory(settings, Topology(1, 1), room, shared_predictor().predict, find_machine("h200"))
-    assert choice.fits
     memory = choice.config.memory
-    assert (memory.activation_checkpoint, memory.activation_store) == ("full", "host")
+    assert (choice.fits, memory.activation_checkpoint, memory.activation_store) == (True, "full", "host")
     assert 1 < (memory.host_layers or 32) < 32
