@@ -48,7 +48,8 @@ def test_help_lists_every_verb_with_its_line_and_is_shown_where_no_verb_is_typed
 def test_every_verb_explains_itself(burst, words: str) -> None:
     result = burst(*words.split(), "--help")
     assert (result.code, f"Usage: burst {words}" in result.out) == (0, True)
-    assert "<bool>" not in result.out  # `--json true` would be refused
+    odd = ("<bool>", "--no-json", "--install-completion")  # `--json true` would be refused
+    assert [words for words in odd if words in result.out] == []
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -57,8 +58,7 @@ def test_help_fills_its_lines_whatever_the_width_and_leaves_examples_alone(colum
     start = next(number for number, line in enumerate(lines) if line.startswith("Without nodes"))
     paragraph = lines[start : lines.index("", start)]
     fills = [len(f"{line} {after.split()[0]}") > columns - 2 for line, after in itertools.pairwise(paragraph)]
-    assert all(fills)
-    assert "burst launch exp=tiny train.steps=20" in lines
+    assert (all(fills), "burst launch exp=tiny train.steps=20" in lines) == (True, True)
 
 
 def test_version_is_that_of_the_package(burst) -> None:
@@ -75,6 +75,7 @@ def test_version_is_that_of_the_package(burst) -> None:
         ("config", "torch", "exp: tiny"),
         ("env check -h", "paramiko", "Usage: burst env check"),
         ("report", "torch hydra omegaconf", "No runs in"),
+        ("bench attention -h", "torch numpy matplotlib", "Usage: burst bench attention"),
         ("plan exp=tiny --device cpu --memory-by none", "torch matplotlib", "memory  not predicted"),
         ("data prepare data=text data.paths=[README.md] data.bpe_vocab_size=300", "torch", "vocabulary of 300"),
         ("", "torch hydra omegaconf numpy", '"exp=tiny"'),  # a shell asks what `burst launch exp=ti` may become
@@ -111,19 +112,17 @@ def test_help_appears_at_once() -> None:
 @pytest.mark.parametrize(
     ("words", "kind", "problems"),
     [
-        (
-            "config --json train.seqlen=1 train.steps=x",
-            "ConfigError",
-            ["train.seqlen: no such", "train.steps: expected"],
-        ),
+        ("config --json train.seqlen=1 train.steps=x", "ConfigError", ["train.seqlen: no such", "train.steps: expec"]),
         ("report -z --json", "NoSuchOption", ["No such option: -z. See `burst report --help`."]),
     ],
 )
 def test_error_with_json_is_the_one_document_on_stdout(burst, words: str, kind: str, problems: list[str]) -> None:
     result = burst(*words.split())
     error = json.loads(result.out)["error"]
-    assert (result.code, error["exit_code"], error["type"]) == (2, 2, kind)
-    assert all(told.startswith(words) for told, words in zip(error["problems"], problems, strict=True))
+    found, title = error.pop("problems"), error.pop("message")
+    assert (result.code, error) == (2, {"exit_code": 2, "type": kind})
+    assert all(told.startswith(words) for told, words in zip(found, problems, strict=True))
+    assert title == (found[0] if len(found) == 1 else "2 problems in the configuration")
 
 
 @pytest.mark.parametrize("words", render.GONE)
@@ -134,10 +133,8 @@ def test_what_is_gone_says_what_to_use(burst, words: str) -> None:
 
 def test_debug_shows_the_traceback_wherever_it_stands(burst) -> None:
     for argv in (("--debug", "config", "model=x"), ("config", "model=x", "--debug")):
-        result = burst(*argv)
-        assert result.code == 2
-        assert "Traceback" in result.err
-        assert "model has no option 'x'" in result.err
+        code, _, err = burst(*argv)
+        assert (code, "Traceback" in err, "model has no option 'x'" in err) == (2, True, True)
 
 
 @pytest.mark.parametrize(
@@ -161,9 +158,11 @@ def test_json_has_null_for_a_figure_that_is_no_number_and_letters_as_they_are(ca
     render.emit_json({"loss": float("nan"), "path": Path("/ä"), "steps": (1, float("inf"))})
     told = capsys.readouterr().out
     assert ("/ä" in told, json.loads(told)) == (True, {"loss": None, "path": "/ä", "steps": [1, None]})
+    render.emit_json({"name": "ä\u202e"})  # which a terminal would obey
+    assert capsys.readouterr().out.split() == ["{", '"name":', '"\\u00e4\\u202e"', "}"]
 
 
-@pytest.mark.parametrize(("columns", "width"), [("0", render.PIPE_WIDTH), ("19", render.PIPE_WIDTH), ("100", 100)])
+@pytest.mark.parametrize(("columns", "width"), [("0", 320), ("19", 320), ("20", 20)])
 def test_a_pipe_is_wide_unless_somebody_says_how_wide(columns: str, width: int, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     assert render.stdout().width == width
@@ -181,16 +180,24 @@ def with_broken(stream: str, command: Sequence[str], **more: str) -> subprocess.
         os.close(writer)
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["config --fields", "config exp=tiny --json", "launch --help", "env", "env show --format sh", "completion"],
-)
+WRITERS = ("config --fields", "config exp=tiny --json", "launch --help", "env", "env show --format sh", "completion")
+
+
+@pytest.mark.parametrize("words", WRITERS)
 def test_a_reader_that_leaves_early_is_no_failure_of_any_verb(words: str, tmp_path: Path) -> None:
     """A table of rich, a document, help, and lines that are printed: all that a verb has to write with."""
     asked = {"_BURST_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "burst config exp="}
     more = {"XDG_CONFIG_HOME": str(tmp_path), **(asked if words == "completion" else {})}
     result = with_broken("stdout", ["-m", "burst_cli", *words.split()], **more)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_document_that_cannot_be_written_is_an_error() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "burst_cli", "config", "--groups", "--json"]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=200)
+    said = "error: cannot write the result to standard output: No space left on device\n"
+    assert (result.returncode, result.stderr) == (1, said)
 
 
 def test_another_pipe_that_breaks_is_an_error() -> None:

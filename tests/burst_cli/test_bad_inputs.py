@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +26,9 @@ BAD_OVERRIDES = [
         ("+train.steps=4", "exists already", "write it without the +: train.steps=4"),
         ("~train.steps=4", "take a setting back to its default", "write ~train.steps"),
         ("hydra.run.dir=/", "settings of Hydra itself have no effect", "leave it out"),
+        ("hydra=x", "hydra=x: settings of Hydra itself have no effect", "leave it out"),
+        ("hydra/launcher=x", "hydra/launcher=x: settings of Hydra itself have no effect", "leave it out"),
+        ("exp=''", "exp='': exp is a group of files", "takes the name of one"),
         ("train.seq_len=2048,4096", "a list of values is a sweep", "one run takes one value"),
         ("data.paths=a,b", "a list of values is a sweep", "data.paths=[a,b]"),
         ("train.warmup_metric_steps=5", "no such setting any more", "leave the first 3 steps out"),
@@ -50,29 +51,17 @@ BAD_OVERRIDES = [
     ],
     [
         ("train.steps=1.5", "train.steps: expected a whole number, got the number 1.5", ""),
-        (
-            "optimizer.schedule=cosin",
-            "'cosin' is not a legal value; legal: cosine, constant, wsd",
-            "did you mean cosine?",
-        ),
+        ("optimizer.schedule=cosin", "'cosin' is not a legal value; legal: cosine, constant, wsd", "mean cosine?"),
         ("optimizer.learning_rate=0", "optimizer.learning_rate: got 0.0", "expected more than 0"),
         ("train.profile=8:5", "train.profile: got '8:5'", "expected START:STOP"),
         ("data=text", "data.format=text reads files, but none was given", "add data.paths=[FILE,FOLDER,GLOB]"),
-        (
-            "data.tokenizer=my.json",
-            "data.tokenizer: got 'my.json'",
-            "expected bytes, bpe or the path of a tokenizer.json",
-        ),
+        ("data.tokenizer=my.json", "data.tokenizer: got 'my.json'", "bytes, bpe or the path of a tokenizer.json"),
         ("parallel.dp_shard_size=3", "does not divide the 4 ranks", "choose degrees that do"),
     ],
     [
         ("train.steps=99999999999999999999", "train.steps: expected a whole number", ""),
         ("optimizer.learning_rate=nan", "optimizer.learning_rate: got nan", "expected more than 0"),
-        (
-            "optimizer.decay_steps=5",
-            "optimizer.decay_steps: only optimizer.schedule=wsd",
-            "leave it null or choose wsd",
-        ),
+        ("optimizer.decay_steps=5", "optimizer.decay_steps: only optimizer.schedule=wsd", "null or choose wsd"),
         ("data.paths=[/etc]", "data.format=stdlib reads no files", "data=text, data=jsonl"),
         ("attention=single", "4 ranks share it", "choose attention=burst"),
     ],
@@ -80,27 +69,20 @@ BAD_OVERRIDES = [
         ("train.steps=1K", "train.steps: expected a whole number, got the text '1K'", ""),
         ("attention.ring_inner_size=3", "4 ranks share a", "nearest legal head x inner x outer: 1 x 4 x 1, 1 x 2 x 2"),
     ],
-    [
-        ("optimizer.warmup_steps=100000", "optimizer.warmup_steps: got 100000", "expected at most train.steps="),
-    ],
-    [
-        ("train.steps=${oc.env:NO_SUCH_VARIABLE}", "train.steps: ", "'NO_SUCH_VARIABLE' not found"),
-    ],
+    [("optimizer.warmup_steps=100000", "optimizer.warmup_steps: got 100000", "expected at most train.steps=")],
+    [("train.steps=${oc.env:NO_SUCH_VARIABLE}", "train.steps: ", "'NO_SUCH_VARIABLE' not found")],
 ]
 
 BAD_ARGUMENTS = [
     (["lanch"], "No such command 'lanch'", "Did you mean 'launch'"),
     (["config", "--josn"], "No such option: --josn", "See `burst config --help`."),
-    (
-        ["config", "--config-dir", "/no/such/folder"],
-        "--config-dir /no/such/folder: no such folder",
-        "give one that holds",
-    ),
+    (["config", "--config-dir", "/no/such"], "--config-dir /no/such: no such folder", "give one that holds"),
     (["config", "--config-dir"], "Option '--config-dir' requires an argument", "See `burst config --help`."),
     (["report", "--compare", "a"], "Option '--compare' requires 2 arguments", "See `burst report --help`."),
     (["hosts", "trust", "-w"], "Option '-w' requires an argument", "See `burst hosts trust --help`."),
     (["report", "--runs-dir", __file__], "--runs-dir", f"{__file__!r} is a file"),
     (["config", "--groups", "exp=tiny"], "--groups lists what there is", "leave out exp=tiny"),
+    (["config", "--fields", "exp=tiny"], "--fields lists what there is", "leave out exp=tiny"),
 ]
 
 
@@ -131,26 +113,20 @@ def test_masks_and_methods_are_tried_before_ranks_start(
 ) -> None:
     (tmp_path / "pairs.json").write_text("[[0, 0]]")
     monkeypatch.chdir(tmp_path)
-    result = burst("launch", "exp=tiny", *overrides)
-    assert_refused(result, mistake, remedy)
+    assert_refused(burst("launch", "exp=tiny", *overrides), mistake, remedy)
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["memory.device_bytes=200000"], ["a rank needs ", "195 KiB of ", "Largest: ", "--force"]),
-        (
-            ["memory.host_bytes=800000", "memory.activation_checkpoint=auto"],
-            ["more than the 195 KiB", "What helps: ", "a smaller model: weights, gradients and"],
-        ),
-    ],
-)
-def test_run_that_cannot_fit_is_refused_before_anything_is_created(
-    burst, tmp_path: Path, overrides: list[str], words: list[str]
-) -> None:
-    result = burst("launch", "exp=tiny", *overrides)
-    assert_refused(result, *words)
+NO_ROOM = [
+    ("memory.device_bytes=200000", ["a rank needs ", "195 KiB of ", "Largest: ", "--force"]),
+    ("memory.host_bytes=800000", ["more than the 195 KiB", "What helps: ", "a smaller model: weights, gradients and"]),
+]
+
+
+@pytest.mark.parametrize(("override", "words"), NO_ROOM)
+def test_run_that_cannot_fit_is_refused_before_anything_is_created(burst, tmp_path: Path, override: str, words) -> None:
+    overrides = (override, *(["memory.activation_checkpoint=auto"] if "host" in override else ()))
+    assert_refused(burst("launch", "exp=tiny", *overrides), *words)
     assert not (tmp_path / "runs").exists()
 
 
@@ -164,18 +140,13 @@ def test_steps_of_minutes_on_the_cpu_are_refused(burst, tmp_path: Path) -> None:
 
 def test_dry_run_shows_what_auto_chose_from(burst) -> None:
     result = burst("launch", "exp=tiny", "memory.activation_checkpoint=auto", "--dry-run")
-    assert result.code == 0
-    assert "memory.activation_checkpoint=auto: none" in result.out
-    assert "attn_out_every 4" in result.out
-    assert "activation_checkpoint: none" in result.out
+    words = ("memory.activation_checkpoint=auto: none", "attn_out_every 4", "activation_checkpoint: none")
+    assert (result.code, [text for text in words if text not in result.out]) == (0, [])
 
 
-@pytest.mark.parametrize(
-    ("argv", "mistake", "remedy"), BAD_ARGUMENTS, ids=[" ".join(case[0]) for case in BAD_ARGUMENTS]
-)
+@pytest.mark.parametrize(("argv", "mistake", "remedy"), BAD_ARGUMENTS, ids=[" ".join(row[0]) for row in BAD_ARGUMENTS])
 def test_bad_argument_is_named_with_its_remedy(burst, argv: list[str], mistake: str, remedy: str) -> None:
-    result = burst(*argv)
-    assert_refused(result, mistake, remedy)
+    assert_refused(burst(*argv), mistake, remedy)
 
 
 @pytest.mark.parametrize(
@@ -183,10 +154,7 @@ def test_bad_argument_is_named_with_its_remedy(burst, argv: list[str], mistake: 
     [
         ("# @package _global_\ntrain: {steps: 4\n", ["mine.yaml", "line 2"]),
         ("train:\n  steps: 4\n", ["mine.yaml", "# @package _global_"]),
-        (
-            "# @package _global_\ntrain:\n  setps: 4\n",
-            ["train.setps: no such setting; did you mean train.steps?", "mine.yaml"],
-        ),
+        ("# @package _global_\ntrain:\n  setps: 4\n", ["train.setps: no such setting; did you mean", "mine.yaml"]),
         ("# @package _global_\ntrain:\n  steps: many\n", ["train.steps: expected a whole number", "mine.yaml"]),
         ("# @package _global_\ntrain:\n  steps: 3\n  steps: 4\n", ["duplicate key steps", "mine.yaml"]),
         ("# @package _global_\nseed: ???\n", ["seed: must be given", "add seed=VALUE"]),
@@ -201,13 +169,4 @@ def test_bad_argument_is_named_with_its_remedy(burst, argv: list[str], mistake: 
 def test_bad_file_is_named_with_its_mistake(burst, tmp_path: Path, text: str, words: list[str]) -> None:
     (tmp_path / "exp").mkdir()
     (tmp_path / "exp" / "mine.yaml").write_bytes(text.encode(errors="surrogateescape"))
-    result = burst("config", "--config-dir", str(tmp_path), "exp=mine")
-    assert_refused(result, *words)
-
-
-def test_a_real_process_refuses_with_code_2(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "burst_cli", "launch", "exp=tinny"]
-    result = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=200)
-    assert_refused(Result(result.returncode, result.stdout, result.stderr), "did you mean exp=tiny?")
-    assert result.stdout == ""
-    assert not (tmp_path / "runs").exists()
+    assert_refused(burst("config", "--config-dir", str(tmp_path), "exp=mine"), *words)

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -55,17 +55,23 @@ def answer_words(shell: str, text: str) -> list[str]:
 
 
 @pytest.fixture
-def complete(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str, str], list[str]]:
-    """The candidates that a shell is offered for a line; bash's without what it has cut off itself."""
+def answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str, str], str]:
+    """What a shell is told of a line."""
 
-    def run(shell: str, line: str) -> list[str]:
+    def run(shell: str, line: str) -> str:
         for name, value in environment(shell, line).items():
             monkeypatch.setenv(name, value)
         capsys.readouterr()
         assert main([]) == 0
-        return answer_words(shell, capsys.readouterr().out)
+        return capsys.readouterr().out
 
     return run
+
+
+@pytest.fixture
+def complete(answer: Callable[[str, str], str]) -> Callable[[str, str], list[str]]:
+    """The candidates that a shell is offered for a line; bash's without what it has cut off itself."""
+    return lambda shell, line: answer_words(shell, answer(shell, line))
 
 
 def offered(shell: str, line: str, words: list[str]) -> list[str]:
@@ -84,10 +90,7 @@ ATTENTION = [f"attention={name}" for name in sorted(get_args(PresetName))]
     [
         ("burst config exp=ti", ["exp=tiny"]),
         ("burst data prepare exp=ti", ["exp=tiny"]),
-        (
-            "burst config exp=tiny attention=",
-            ATTENTION,
-        ),
+        ("burst config exp=tiny attention=", ATTENTION),
         ("burst config train.seq_", ["train.seq_len=", "train.seq_len=4096"]),
         ("burst config train.seq_len=", ["train.seq_len=4096"]),
         ("burst config attention.preset=s", ["attention.preset=single", "attention.preset=striped"]),
@@ -112,23 +115,18 @@ def test_every_shell_is_answered_in_its_own_form(complete, shell: str) -> None:
         assert complete(shell, line) == offered(shell, line, expected)
 
 
-def test_words_sections_and_files_of_ones_own_are_offered(complete, tmp_path: Path) -> None:
+def test_words_sections_and_files_of_ones_own_are_offered_with_help_in_one_line_without_markup(
+    answer, complete, tmp_path: Path
+) -> None:
     words = complete("zsh", "burst config ")
     assert {"exp=", "model=", "attention=", "train.", "optimizer.", "seed="} <= set(words)
     assert complete("fish", "burst config loss.") == ["loss.chunk_tokens=", "loss.z_loss="]
     (tmp_path / "exp").mkdir()
-    (tmp_path / "exp" / "mine.yaml").write_text("# @package _global_\n")
-    assert complete("fish", f"burst config --config-dir {tmp_path} exp=m") == ["exp=mine"]
-
-
-def test_help_is_one_line_without_markup(complete, tmp_path: Path, monkeypatch, capsys) -> None:
-    (tmp_path / "exp").mkdir()
     (tmp_path / "exp" / "mine.yaml").write_text("# @package _global_\n# [/red] long " + "word " * 60 + "\n")
-    for name, value in environment("fish", f"burst config --config-dir {tmp_path} exp=m").items():
-        monkeypatch.setenv(name, value)
-    assert main([]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("exp=mine\t[/red] long word word")
+    told = answer("fish", f"burst config --config-dir {tmp_path} exp=m")
+    assert told == f"exp=mine\t{('[/red] long ' + 'word ' * 60)[:69]}…\n"
+    on, off = answer("fish", "burst config train.compile=").splitlines()
+    assert (on.startswith("train.compile=true\t"), off) == (True, "train.compile=false\tdefault")
 
 
 def install(folder: Path, shell: str) -> dict[str, str]:
@@ -145,30 +143,6 @@ def install(folder: Path, shell: str) -> dict[str, str]:
     return variables
 
 
-def type_into_bash(folder: Path, keys: str) -> str:
-    """The screen of an interactive bash after these keys; the completion of `burst` was installed before it began."""
-    (folder / ".bashrc").write_text("PS1='$ '\nbind 'set bell-style none'\nbind 'set enable-bracketed-paste off'\n")
-    environment = install(folder, "bash")
-    terminal, inside = pty.openpty()
-    shell = subprocess.Popen(
-        ["bash", "--noprofile", "-i"],
-        stdin=inside,
-        stdout=inside,
-        stderr=inside,
-        env=environment,
-        start_new_session=True,
-    )
-    try:
-        read_until(terminal, "$ ")
-        os.write(terminal, keys.encode())
-        return read_until(terminal, "END")
-    finally:
-        shell.kill()
-        shell.wait()
-        os.close(inside)
-        os.close(terminal)
-
-
 def read_until(terminal: int, mark: str, limit_s: float = 30.0) -> str:
     """What appears on the terminal up to the mark."""
     screen, end = "", time.monotonic() + limit_s
@@ -179,15 +153,25 @@ def read_until(terminal: int, mark: str, limit_s: float = 30.0) -> str:
 
 
 def test_installed_into_a_real_bash_it_completes_verbs_and_behind_the_equals_sign(tmp_path: Path) -> None:
-    screen = type_into_bash(tmp_path, "burst la\texp=ti\tattention.pres\tri\tEND")
-    assert "burst launch exp=tiny attention.preset=ring END" in screen
+    (tmp_path / ".bashrc").write_text("PS1='$ '\nbind 'set bell-style none'\nbind 'set enable-bracketed-paste off'\n")
+    environment = install(tmp_path, "bash")
+    terminal, inside = pty.openpty()
+    streams: dict[str, Any] = {"stdin": inside, "stdout": inside, "stderr": inside, "start_new_session": True}
+    with subprocess.Popen(["bash", "--noprofile", "-i"], env=environment, **streams) as shell:
+        try:
+            read_until(terminal, "$ ")
+            os.write(terminal, b"burst la\texp=ti\tattention.pres\tri\tEND")
+            assert "burst launch exp=tiny attention.preset=ring END" in read_until(terminal, "END")
+        finally:
+            shell.kill()
+    os.close(inside)
+    os.close(terminal)
 
 
 def test_installed_for_zsh_it_is_found_and_asks_as_zsh(tmp_path: Path) -> None:
     install(tmp_path, "zsh")
     startup, script = (tmp_path / ".zshrc").read_text(), (tmp_path / ".zfunc/_burst").read_text()
-    assert "fpath+=~/.zfunc" in startup
-    assert "compinit" in startup
+    assert ("fpath+=~/.zfunc" in startup, "compinit" in startup) == (True, True)
     assert script.strip().startswith("#compdef burst")
     assert 'env _TYPER_COMPLETE_ARGS="${words[1,$CURRENT]}" _BURST_COMPLETE=complete_zsh burst' in script
 
@@ -199,9 +183,8 @@ def test_paths_are_offered_as_values_and_inside_lists(complete, tmp_path: Path) 
     start = f"data.paths=[{tmp_path}/a,{tmp_path}/corpus/"
     assert complete("zsh", f"burst launch {start}") == [f"{start}books/", f"{start}notes.txt"]
     assert complete("zsh", f"burst launch model.init_from={tmp_path}/co") == [f"model.init_from={tmp_path}/corpus/"]
-    assert complete("fish", f"burst launch data.tokenizer={tmp_path}/corpus/n") == [
-        f"data.tokenizer={tmp_path}/corpus/notes.txt"
-    ]
+    note = f"data.tokenizer={tmp_path}/corpus/n"
+    assert complete("fish", f"burst launch {note}") == [f"{note}otes.txt"]
     assert complete("zsh", "burst launch data.paths=[/no/such/folder/") == []
 
 
@@ -211,5 +194,4 @@ def test_runs_are_offered_by_id_and_experiment(complete, tmp_path: Path, verb: s
         create_run(tmp_path / "runs" / "tiny" / run_id, {})
     assert complete("zsh", f"burst {verb} 202601") == ["20260101-000000-aaaaaa"]
     assert complete("fish", f"burst {verb} 2026") == ["20260202-000000-bbbbbb", "20260101-000000-aaaaaa"]
-    assert complete("bash", f"burst {verb} t") == ["tiny"]
-    assert complete("bash", f"burst {verb} no") == []
+    assert [complete("bash", f"burst {verb} {start}") for start in ("t", "no")] == [["tiny"], []]

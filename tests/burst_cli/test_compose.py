@@ -32,8 +32,7 @@ def parameters(config: RunConfig) -> int:
 @pytest.mark.parametrize("name", sorted(GROUPS["exp"]))
 def test_every_experiment_composes_and_is_named_after_its_file(name: str) -> None:
     config = compose([f"exp={name}"]).config
-    assert config.exp == name
-    assert config_from_dict(to_plain(config)) == config
+    assert (config.exp, config_from_dict(to_plain(config))) == (name, config)
 
 
 @pytest.mark.parametrize(
@@ -46,8 +45,8 @@ def test_every_option_of_every_group_composes(choice: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(READS_FILES))
-def test_data_from_files_composes_once_the_files_are_named(name: str, tmp_path: Path) -> None:
-    assert compose([f"data={name}", f"data.paths=[{tmp_path}]"]).config.data.paths == (str(tmp_path),)
+def test_data_from_files_composes_once_the_files_are_named(name: str) -> None:
+    assert compose([f"data={name}", "data.paths=[/usr]"]).config.data.paths == ("/usr",)
 
 
 @pytest.mark.parametrize("text", ["${HOME}", r"\${x}", r"a\\${train.steps}${", r"C:\x\$y{z}", "'\"\\", "???a"])
@@ -102,9 +101,8 @@ def test_sources_name_only_settings_that_exist_and_what_has_none_is_the_default(
 
 
 def test_a_deleted_setting_has_its_default_again_and_a_deleted_experiment_leaves_a_custom_one() -> None:
-    composed = compose(["~train.seq_len", "~optimizer"])
-    assert composed.config.train.seq_len == RunConfig().train.seq_len
-    assert composed.config.optimizer == RunConfig().optimizer
+    composed, plain = compose(["~train.seq_len", "~optimizer"]), RunConfig()
+    assert (composed.config.train.seq_len, composed.config.optimizer) == (plain.train.seq_len, plain.optimizer)
     assert not [key for key in composed.sources if key.startswith(("train.seq_len", "optimizer"))]
     assert compose(["~exp", "model=small"]).config.exp == "custom"
 
@@ -115,15 +113,14 @@ def test_a_deleted_setting_has_its_default_again_and_a_deleted_experiment_leaves
         (["exp=tiny", "train.steps=3"], 3, ["optimizer.warmup_steps is 3, not 10"]),
         (["exp=small", "train.steps=1"], 1, ["optimizer.warmup_steps is 1, not 50"]),
         (["exp=tiny", "optimizer.warmup_steps=2", "train.steps=4"], 2, []),
-        (["exp=tiny", "train.steps=20"], 10, []),
+        (["exp=tiny", "train.steps=10"], 10, []),
         (["exp=small", "train.steps=40"], 40, ["optimizer.warmup_steps is 40, not 50"]),
     ],
 )
 def test_few_steps_shorten_what_files_say_of_warm_up(overrides: list[str], steps: int, notes: list[str]) -> None:
     composed = compose(overrides)
     assert composed.config.optimizer.warmup_steps == steps
-    assert len(composed.notes) == len(notes)
-    assert all(words in note for words, note in zip(notes, composed.notes, strict=True))
+    assert [note.partition(":")[0] for note in composed.notes] == notes
     assert not notes or composed.sources["optimizer.warmup_steps"] == overrides[-1]
 
 
@@ -131,25 +128,27 @@ def test_few_steps_shorten_what_files_say_of_warm_up(overrides: list[str], steps
 def test_tokens_are_counted_in_binary_thousands(text: str, tokens: int) -> None:
     lists = (f"data.length_buckets=[100,{text}]", "data.length_weights=[0.5,0.25,0.25]")
     config = compose([f"train.seq_len={text}", f"attention.window_tokens={text}", *lists]).config
-    assert (config.train.seq_len, config.attention.window_tokens) == (tokens, tokens)
-    assert config.data.length_buckets == (100, tokens)
+    found = (config.train.seq_len, config.attention.window_tokens, config.data.length_buckets)
+    assert found == (tokens, tokens, (100, tokens))
 
 
 def write(folder: Path, name: str, text: str) -> Path:
-    path = folder / f"{name}.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    (path := folder / f"{name}.yaml").parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     return path
 
 
-def test_the_last_folder_given_wins_then_the_users_then_the_built_in(tmp_path: Path) -> None:
+def test_the_last_folder_given_wins_then_the_users_then_the_built_in(tmp_path: Path, monkeypatch) -> None:
     own, first, last = user_conf_dir(), tmp_path / "first", tmp_path / "last with 'quote"
     for index, folder in enumerate((own, first, last), start=1):
         write(folder, "model/mine", f"num_layers: {index}\nvocab_size: 4096\n")
-        assert (
-            compose(["model=mine"], [path for path in (first, last) if path.is_dir()]).config.model.num_layers == index
-        )
+        found = compose(["model=mine"], [path for path in (first, last) if path.is_dir()])
+        assert found.config.model.num_layers == index
     assert search_path([first, last]) == (last, first, own, builtin_conf_dir())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert compose(["model=mine"]).sources["model.num_layers"] == "~/xdg/burst/conf/model/mine.yaml"
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    assert user_conf_dir() == tmp_path / ".config/burst/conf"
 
 
 @pytest.mark.parametrize(
@@ -176,8 +175,7 @@ def test_a_file_of_ones_own_may_be_an_experiment_a_group_or_the_root(
 @pytest.mark.parametrize("override", ["exp=small.yaml", "exp=small"])
 def test_an_option_may_be_given_with_its_ending(override: str) -> None:
     composed = compose([override])
-    assert composed.config.exp == "small"
-    assert composed.sources["optimizer.warmup_steps"] == "conf/exp/small.yaml"
+    assert (composed.config.exp, composed.sources["optimizer.warmup_steps"]) == ("small", "conf/exp/small.yaml")
 
 
 def test_composing_reads_the_environment_and_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> None:
@@ -186,6 +184,4 @@ def test_composing_reads_the_environment_and_leaves_nothing_behind(tmp_path: Pat
     assert compose(["exp=tiny", "model.name=${oc.env:BURST_TEST_NAME}"]).config.model.name == "mine"
     with pytest.raises(ConfigError):
         compose(["exp=tiny", "model=nope"])
-    assert Path.cwd() == tmp_path
-    assert list(tmp_path.iterdir()) == []
-    assert not GlobalHydra.instance().is_initialized()
+    assert (Path.cwd(), list(tmp_path.iterdir()), GlobalHydra.instance().is_initialized()) == (tmp_path, [], False)

@@ -3,22 +3,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from testkit.terminal import text_of
 
-from burst_cli.figures import binary_bytes, clean, count, duration, percent, plain, rate, seconds, sparkline
-from burst_cli.render import fitting
+from burst_cli import figures
+from burst_cli.render import fitting, listing
 
 
 @pytest.mark.parametrize(
     ("show", "texts"),
     [
-        (count, {0: "0", 7: "7", 950: "950", 999.6: "1K", 12_345: "12.3K", 4.56e6: "4.56M", 2e18: "2000P"}),
-        (lambda value: count(value, 4), {999.7: "999.7", 999.96: "1K", 12_345: "12.35K"}),
-        (binary_bytes, {0: "0 B", 1023: "1023 B", 1024: "1 KiB", 1.5 * 2**30: "1.5 GiB"}),
-        (seconds, {0.0004: "0.4 ms", 0.25: "250 ms", 0.9999: "1 s", 1.25: "1.25 s", 999.6: "1,000 s"}),
-        (duration, {0.4: "0:00", 42: "0:42", 59.7: "1:00", 725: "12:05", 11_045: "3:04:05"}),
-        (lambda value: rate(value, "FLOP/s"), {61.44e9: "61.4 GFLOP/s", 989e12: "989 TFLOP/s"}),
-        (percent, {0.4567: "45.7%"}),
-        (plain, {2.5: "2.5000"}),
+        (figures.count, {0: "0", 999.4: "999", 999.5: "1K", 12_345: "12.3K", 4.56e6: "4.56M", 2e18: "2000P"}),
+        (lambda value: figures.count(value, 4), {999.7: "999.7", 999.96: "1K", 12_345: "12.35K"}),
+        (figures.binary_bytes, {0: "0 B", 1023: "1023 B", 1023.5: "1 KiB", 999.5 * 2**10: "1000 KiB", 2**20: "1 MiB"}),
+        (figures.binary_bytes, {1.5 * 2**30: "1.5 GiB", 5 * 2**50: "5120 TiB"}),
+        (figures.seconds, {0.0004: "0.4 ms", 0.25: "250 ms", 0.9995: "1 s", 1.25: "1.25 s", 999.5: "1,000 s"}),
+        (figures.duration, {0.4: "0:00", 42: "0:42", 59.7: "1:00", 725: "12:05", 11_045: "3:04:05"}),
+        (lambda value: figures.rate(value, "FLOP/s"), {61.44e9: "61.4 GFLOP/s", 989e12: "989 TFLOP/s"}),
+        (figures.percent, {0.4567: "45.7%"}),
+        (figures.plain, {2.5: "2.5000"}),
     ],
 )
 def test_figures_read_as_people_write_them(show: Callable[[float | None], str], texts: dict[float, str]) -> None:
@@ -26,11 +28,25 @@ def test_figures_read_as_people_write_them(show: Callable[[float | None], str], 
     assert show(None) == "–"
 
 
+def test_names_are_folded_and_an_interval_has_one_unit() -> None:
+    lists = ([], ["n1"], ["n2", "n1", "n2"], ["a[", "b"])
+    assert [figures.fold_names(names) for names in lists] == ["", "n1", "n[1-2]", "a[,b"]
+    assert figures.seconds_between(0.9995, 0.9, 1.1) == "1 s (0.9…1.1)"
+
+
+def test_a_listing_keeps_numbers_whole_and_folds_names_where_there_is_little_room() -> None:
+    table = listing(("name", "size"), [("n" * 14, "1,234"), ("[b]", "5")], ["size"])
+    assert text_of(table, width=17).splitlines() == [
+        "name         size",
+        "nnnnnnnnnn  1,234",
+        "nnnn             ",
+        "[b]             5",
+    ]
+
+
 def test_sparkline_spans_low_to_high_within_its_width() -> None:
-    assert sparkline([4.0, 3.0, 2.0], 10) == "█▅▁"
-    assert sparkline([1.0, 1.0], 10) == "▁▁"
-    assert sparkline([], 10) == ""
-    assert len(sparkline(list(range(1000)), 24)) == 24
+    assert [figures.sparkline(values, 10) for values in ([4.0, 3.0, 2.0], [1.0, 1.0], [])] == ["█▅▁", "▁▁", ""]
+    assert len(figures.sparkline(list(range(1000)), 24)) == 24
 
 
 @pytest.mark.parametrize(
@@ -45,7 +61,7 @@ def test_sparkline_spans_low_to_high_within_its_width() -> None:
     ],
 )
 def test_clean_leaves_no_terminal_control(dirty: str, text: str) -> None:
-    assert clean(dirty) == text
+    assert figures.clean(dirty) == text
 
 
 @pytest.mark.parametrize(("room", "kept"), [(100, [0, 1, 2, 3]), (29, [0, 2, 3]), (20, [2, 3]), (5, [2])])
