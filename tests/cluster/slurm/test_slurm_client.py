@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import time
 from pathlib import Path
 
 import pytest
@@ -11,13 +9,12 @@ from testkit import write_program
 from testkit.machine_clock import machine_time
 from testkit.waiting import wait_for
 
-from cluster.control.link import NodeStatus
 from cluster.failure import Failure
 from cluster.launch.runner import Asked
 from cluster.launch.scheduler import SchedulerError
 from cluster.launch.slurm import RUNNER
 from cluster.slurm.client import JobStatus, SlurmClient, client_environment, describe_end, parse_job
-from cluster.slurm.job import SlurmJob, SlurmLink
+from cluster.slurm.job import SlurmJob
 from engine.config.cluster import ClusterConfig, SlurmConfig
 from engine.config.settings import RunConfig
 from engine.runs.folder import RunFolder
@@ -274,53 +271,6 @@ def test_a_job_that_slurm_requeues_has_ended_and_is_cancelled_by_who_leads_the_r
         again.look()
         assert (again.status.state, again.status.reason) == ("FAILED", "its step is over")
         assert again.has_ended()
-
-
-@pytest.mark.parametrize(("state", "cause"), [("CANCELLED", "scancel"), ("FAILED", "failure")])
-def test_a_node_is_what_it_says_and_where_it_is_silent_what_slurm_says(job, fake, tmp_path, state, cause):
-    one = job(f"cat {tmp_path}/shown")
-    links, shown = [SlurmLink(one, name) for name in ("n1", "n2", "n3", "n4")], tmp_path / "shown"
-
-    def seen(says: str = "") -> list[NodeStatus]:
-        if says:
-            shown.write_text(says)
-            one.look()
-        return [link.poll() for link in links]
-
-    def write(number: int, name: str, **document: object) -> None:
-        path = one.run.path / "nodes" / f"n{number}" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(document))
-
-    assert {(status.phase, status.swept) for status in seen("JobState=PENDING Reason=Resources")} == {
-        ("starting", None)
-    }
-    for link in links:
-        link.start(None)  # the job starts supervisors
-    assert {(status.phase, status.is_begun, status.heard_s < 60.0) for status in seen("JobState=RUNNING")} == {
-        ("none", False, True)
-    }
-    write(1, "supervisor.json", phase="running", host="elsewhere")
-    write(1, "outcome.json", cause="stop", stop_cause="SIGTERM", exit_code=1)
-    write(2, "outcome.json", cause="start_failed", error="no room")
-    write(3, "outcome.json", cause="stop", stop_cause="time limit")
-    first, second, third, _ = seen()
-    assert (first.phase, first.is_begun, first.is_synced, first.failure) == ("ended", True, False, None)
-    assert (second.is_begun, str(second.refusal)) == (False, "n2: no room")
-    assert third.failure is not None
-    assert (third.failure.kind, third.failure.type) == ("launcher", "time limit")
-    assert third.failure.message.startswith("Slurm job 5 came near its time limit, so its ranks saved")
-    begin = time.monotonic()
-    first = seen(f"JobState={state} ExitCode=1:0")[0]
-    assert (first.outcome, first.swept) == ({"cause": "stop", "stop_cause": cause, "exit_code": 1}, ())
-    fourth = wait_for(lambda: (last := seen()[3]).phase != "none" and last)
-    assert time.monotonic() - begin > 2.9  # its last files might still have been on their way
-    if state == "CANCELLED":
-        assert (fourth.phase, fourth.is_synced) == ("ended", True)
-        assert fourth.outcome == {"cause": "stop", "stop_cause": "scancel"}
-    else:
-        assert (fourth.phase, fourth.problem) == ("lost", "Slurm job 5 ended: FAILED, exit code 1")
-    assert str(seen()[3].refusal) == f"n4: {one.describe_end()}"
 
 
 def test_a_run_that_was_never_given_to_slurm_has_ended(job):

@@ -161,5 +161,6 @@ def test_ranks_save_when_slurm_warns_of_its_time_limit(bench):
     failure = led.wait().failure
 
     assert failure is not None
+    assert (failure.kind, failure.type) == ("launcher", "time limit")
     assert "near its time limit" in failure.message
     assert [row["step"] for row in led.run.read_events() if row["kind"] == "checkpoint"] == [5]

@@ -159,6 +159,7 @@ def test_the_meeting_of_an_earlier_attempt_is_not_heeded_and_what_its_supervisor
     assert json.loads((run / MEETING_FILE).read_text())["token"] == "new"
     assert [path.name for path in folder.iterdir()] == [GRANTED_FILE]
     assert (run / node.env_file).parent.stat().st_mode & 0o777 == 0o700
+    assert "BURST_NODE=n1\n" in (run / node.env_file).read_text()
 
 
 def test_a_plan_has_its_nodes_only_when_all_of_this_attempt_are_there(plan):

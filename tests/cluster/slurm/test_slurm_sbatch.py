@@ -116,10 +116,11 @@ def test_all_settings_that_are_wrong_are_told_at_once():
     container = ContainerConfig(runtime="docker", image="burst:1")
     slurm = SlurmConfig(time_limit="x", options=("--nodes=1", "y", "--time=1", "--gpus-per-node=1"))
     with pytest.raises(ConfigError, match=r"use cluster.slurm.time_limit") as caught:
-        check_slurm_settings(ClusterConfig(slurm=slurm, container=container))
+        check_slurm_settings(ClusterConfig(slurm=slurm, container=container, nodes="n[1"))
 
-    assert len(caught.value.problems) == 7
+    assert len(caught.value.problems) == 8
     assert "use cluster.slurm.gpus_per_node" in str(caught.value)
+    assert "cluster.nodes: 'n[1': not in the grammar" in str(caught.value)
 
 
 @pytest.mark.parametrize("path", ['/a"b/run', "/a\\b/run", "/a\nb/run"])
