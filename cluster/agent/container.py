@@ -61,7 +61,7 @@ class Container:
             if self.is_ours():
                 self._call(timeout_s, *words)
 
-        threading.Thread(target=act, name="container", daemon=True).start()
+        threading.Thread(target=act, daemon=True).start()
 
     def _is_done(self, timeout_s: float, *words: str) -> bool:
         done = self._call(timeout_s, *words)

@@ -19,9 +19,9 @@ import socket
 import stat
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
-from cluster.agent.messages import safe_name
+from cluster.agent.messages import safe_name, write_all
 from cluster.agent.processes import process_start
 
 LEAD_LOGS = ("metrics.jsonl", "events.jsonl")  # of the node with rank 0, as the next
@@ -76,11 +76,10 @@ def write_text(path: str, text: str, *, mode: int = 0o600, sync: bool = False) -
     temporary = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}-{threading.get_ident()}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(text.encode("utf-8", "surrogateescape"))
+        with os.fdopen(descriptor, "wb"):
+            write_all(descriptor, text.encode("utf-8", "surrogateescape"))
             if sync:
-                file.flush()
-                os.fsync(file.fileno())
+                os.fsync(descriptor)
         os.replace(temporary, path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -114,7 +113,7 @@ def open_plain(path: str) -> tuple[int, Stamp] | None:
     on a network file system only that shows what another machine wrote.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     status = os.fstat(descriptor)
@@ -141,28 +140,28 @@ def rotate_logs(folder: str, limit: int) -> None:
     for name in os.listdir(folder):
         path = os.path.join(folder, name)
         opened = open_plain(path) if name.endswith(".log") else None
-        if opened is None:
-            continue
-        part = f"{path}.part"
-        with os.fdopen(opened[0], "rb") as log:
-            if opened[1].size <= limit:
-                continue
-            try:
-                with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as copy:
-                    shutil.copyfileobj(log, copy, 1 << 20)
-                os.rename(part, f"{path}.before-1")
-                os.truncate(path, 0)
-            finally:
-                with contextlib.suppress(OSError):
-                    os.unlink(part)
+        if opened is not None:
+            with os.fdopen(opened[0], "rb") as log:
+                if opened[1].size > limit:
+                    _put_aside(log, path)
+
+
+def _put_aside(log: BinaryIO, path: str) -> None:
+    part = f"{path}.part"
+    try:
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as copy:
+            shutil.copyfileobj(log, copy)
+        os.rename(part, f"{path}.before-1")
+        os.truncate(path, 0)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
 
 
 def make_folder(path: str) -> None:
-    """Folder `path` and those above it, for this user alone. Raises OSError."""
+    """Folder `path`, absolute, and those above it, for this user alone. Raises OSError."""
     if not os.path.isdir(path):
-        parent = os.path.dirname(path)
-        if parent and parent != path:
-            make_folder(parent)
+        make_folder(os.path.dirname(path))
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
         if not os.path.isdir(path):
@@ -216,7 +215,7 @@ def take_lock(path: str, wait_s: float = _LOCK_WAIT_S, *, is_vital: bool = False
 
 
 def _try_lock(path: str, is_vital: bool) -> Lock | None:
-    lock = Lock(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+    lock = Lock(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
     is_held = False
     try:
         fcntl.flock(lock._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -270,9 +269,8 @@ def is_alive(supervisor: Document | None) -> bool | None:
     if not supervisor or supervisor.get("host") != socket.gethostname():
         return None if supervisor else False
     pid = supervisor.get("pid")
-    if not isinstance(pid, int) or isinstance(pid, bool) or pid <= 1:
-        return False
-    return process_start(pid) == supervisor.get("pid_start")
+    start = process_start(pid) if isinstance(pid, int) else None
+    return start is not None and start == supervisor.get("pid_start")
 
 
 def await_end(supervisor: Document | None, wait_s: float) -> bool:

@@ -66,7 +66,7 @@ class Health:
     def start(self) -> None:
         """Begin."""
         for work in (self._work, self._look):
-            threading.Thread(target=work, name="health", daemon=True).start()
+            threading.Thread(target=work, daemon=True).start()
 
     def close(self) -> None:
         """Write no more."""

@@ -43,7 +43,7 @@ class OomCounter:
         return next(int(line.split()[1]) for line in read_text(self.path).splitlines() if line.startswith("oom_kill "))
 
 
-def oom_counter(pid: int | str = "self", proc: str = PROC) -> OomCounter | None:
+def oom_counter(pid: int | str, proc: str) -> OomCounter | None:
     """The nearest counter of process `pid`: its group's, that of a group around it, or the machine's; None if unknown.
 
     The kernel counts a kill in the group of the process that it killed, whoever's limit was reached.

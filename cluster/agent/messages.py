@@ -92,7 +92,7 @@ class MessageReader:
                 raise MessageError("the stream ended within a message")
             parts.append(data)
             size -= len(data)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return b"".join(parts)
 
 
 def serve(answer: Callable[[Message, bytes], tuple[Message, bytes]], silence_s: float = 60.0) -> None:

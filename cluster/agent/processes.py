@@ -27,7 +27,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PIDFD_OPEN = 434  # the number of the system call, the same on every machine
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_libc = ctypes.CDLL(None, use_errno=True)
+_libc = ctypes.CDLL(None)
 
 
 class Entry(NamedTuple):
@@ -122,12 +122,12 @@ def send_signal(pid: int, start: str, number: int) -> None:
 
 def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent dies."""
-    _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+    _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
 
 
 def become_subreaper() -> None:
     """From now on orphans below this process become its children."""
-    _libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1), 0, 0, 0)
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
 
 
 _YOUNG_S = 10.0  # a process gets its environment by exec, some time after it was forked

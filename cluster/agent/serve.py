@@ -51,7 +51,6 @@ class Agent:
     def __init__(self) -> None:
         self._tail: NodeTail | None = None
         self._status: Message | None = None  # as it was sent last
-        self._has_told_all = False
         self._news_at = time.monotonic()
         self._begun: set[str] = set()  # starts and sweeps
         self._done: deque[Message] = deque()  # by threads
@@ -126,7 +125,7 @@ class Agent:
 
         if nonce not in self._begun:
             self._begun.add(nonce)
-            threading.Thread(target=do, name="agent", daemon=True).start()
+            threading.Thread(target=do, daemon=True).start()
 
     # --- what there is to tell ---------------------------------------------------------------------------------------
 
@@ -247,7 +246,7 @@ class NodeTail:
         waiting = files[self._served :] + files[: self._served]
         heads: list[dict[str, Any]] = []
         parts: list[bytes] = []
-        while waiting and budget > 0:
+        while waiting:
             more = []
             for file in waiting:
                 if budget <= 0:

@@ -27,7 +27,6 @@ from cluster.agent.folder import (
     Lock,
     NodeFiles,
     await_end,
-    beat,
     holder,
     is_alive,
     make_folder,
@@ -84,7 +83,7 @@ def start(message: Any, *, again: bool = False) -> Document:
 def _spawn(spec: Spec, again: bool) -> Document:
     """What the supervisor answers, a new Python that shares nothing with this process. Raises RefusedError."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    command = [sys.executable or "python3", "-I", "-c", _FROM, root, "burst-supervisor", spec.run_id, spec.node]
+    command = [sys.executable, "-I", "-c", _FROM, root, "burst-supervisor", spec.run_id, spec.node]
     ours = (RUN_ID_VARIABLE, NODE_VARIABLE, RANK_LOGS_VARIABLE)
     environment, pipe = {name: value for name, value in os.environ.items() if name not in ours}, subprocess.PIPE
     # Code that was sent lies in an open file without a name, see `cluster.code`.
@@ -220,7 +219,6 @@ def _lay(spec: Spec) -> None:
         make_folder(os.path.dirname(path))
         write_text(path, text, mode=0o700 if name.endswith(".sh") else 0o600)
     write_json(files.spec, spec._replace(files=())._asdict())
-    beat(spec.folder, spec.node)
 
 
 def _leave_refusal(message: Any, text: str) -> None:

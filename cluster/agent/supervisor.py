@@ -107,7 +107,7 @@ class Supervisor:
             traceback.print_exc()
             return self._finish(child.poll(), "exit", f"the supervisor failed: {type(error).__name__}: {error}")
 
-    def tell(self, force: bool = False) -> None:
+    def tell(self) -> None:
         """Write supervisor.json, by which everybody finds this process, when it has news, and every two seconds."""
         document = {
             "run_id": self.spec.run_id,
@@ -117,7 +117,7 @@ class Supervisor:
             "deaths": list(self._deaths),
             "stop_cause": self.stop.by,
         }
-        if force or document != self._written or time.monotonic() > self._next_write:
+        if document != self._written or time.monotonic() > self._next_write:
             with contextlib.suppress(OSError):  # a full disk: the processes are owned all the same
                 write_json(self.files.supervisor, {**document, "updated_at": now_text()})
                 self._written, self._next_write = document, time.monotonic() + _UPDATE_S
@@ -234,7 +234,7 @@ class Supervisor:
         }
         if self._phase != "starting":  # what never ran is not to look as if it had, for as long as its outcome takes
             self._phase = "ended"
-        self.tell(force=True)
+        self.tell()
         self._write_outcome(outcome)
         return outcome
 
@@ -275,7 +275,7 @@ def refusal(problem: str | None) -> Document:
 
 def _say(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
-        print(f"{now_text()} {text}", file=sys.stderr, flush=True)
+        print(f"{now_text()} {text}", file=sys.stderr)
 
 
 def _why(spec: Spec, error: BaseException) -> str:

@@ -67,7 +67,7 @@ class WatchedJob(ABC):
     why it cannot be asked now.
     """
 
-    error = "SchedulerError"
+    error: str
 
     def __init__(self, run: RunFolder, poll_s: float) -> None:
         self.run, self.name, self._poll_s = run, f"burst-{run.run_id}", poll_s

@@ -51,8 +51,8 @@ def build_slurm_plan(
     cluster, slurm, num_nodes = config.cluster, config.cluster.slurm, _num_nodes(config, environment)
     asked_gpus = cluster.ranks_per_node or 1 if cluster.backend == "nccl" else 0
     gpus = slurm.gpus_per_node if slurm.gpus_per_node is not None else asked_gpus
-    node = MachineFacts("a node of Slurm", int(slurm.option("cpus-per-task") or 1), gpus)
-    threads = cluster.threads_per_rank  # of which the nodes tell more
+    node = MachineFacts("a node of Slurm", 1, gpus)
+    threads = cluster.threads_per_rank  # which follow from cores, of which the nodes tell
     config, backend = with_ranks(config, node, launcher="slurm", num_nodes=num_nodes, threads_per_rank=threads)
     builder = NodesBuilder(config, backend, run_path.name, num_nodes, module)
     meeting = Rendezvous("FIRST_ADDRESS", cluster.master_port or 0)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from testkit import write_program
 from testkit.image_rig import LauncherEngine, busybox_tree, launcher_engine
 from testkit.machine_clock import machine_time
 from testkit.supervise_rig import Rig, is_gone, kill
@@ -113,7 +114,8 @@ def test_container_without_the_label_of_the_run_is_not_touched(engine: LauncherE
         engine("rm", "--force", "theirs")
 
 
-def test_engine_that_does_not_answer_is_named(rig: Rig, engine: LauncherEngine, tmp_path: Path) -> None:
-    silent = ["docker", "--host", f"unix://{tmp_path}/nobody.sock"]
-    problem = Container(silent, "name", rig.run_id).remove(1.5)
-    assert "container name" in problem
+def test_engine_that_does_not_answer_is_named(rig: Rig, tmp_path: Path) -> None:
+    script = f'echo "$@" >>{tmp_path}/asked; exec docker --host unix://{tmp_path}/nobody.sock "$@"'
+    silent = write_program(tmp_path / "engine", script)
+    assert Container([str(silent)], "name", rig.run_id).remove(1.5) == "the engine did not remove container name"
+    assert 1 < len((tmp_path / "asked").read_text().splitlines()) < 8
