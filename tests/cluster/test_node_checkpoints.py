@@ -142,6 +142,7 @@ def test_an_interrupted_fetch_goes_on_where_it_was(nodes: Nodes, tmp_path: Path)
     words = [list(process.popen.args)[-2:] for one in nodes.connections for process in one.processes]  # type: ignore[arg-type]
     assert [each for each in words if "safetensors" in each[0]] == [[f"step-00000020/{FILES[0]}", str(half + 1)]]
     assert (told[0], sum(told)) == (half, 2 * (len(PART) + 2))
+    assert all(process.is_cut for one in nodes.connections for process in one.processes)  # of which a node has few
     assert newest_verified(here) is not None
     (new_folder(here, 10, "ab") / FILES[1]).write_bytes(PART * 2)  # longer than it was written
     assert nodes.ask().found[1].fetch(here, lambda size: None) == here / "step-00000010"

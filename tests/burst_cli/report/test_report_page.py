@@ -22,27 +22,21 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 class Structure(HTMLParser):
-    """Tags, texts by tag, ids and links of a page; fails on a tag that is closed in the wrong order."""
+    """Tags, texts by tag and links of a page; fails on a tag that is closed in the wrong order."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
-        self.tags: Counter[str] = Counter()
-        self.ids: list[str] = []
-        self.links: list[str] = []
-        self.attributes: set[str] = set()
-        self.texts: list[tuple[str, str]] = []
-        self._open: list[str] = []
+        self.tags, self.attributes = Counter[str](), set[str]()
+        self.links, self.texts, self._open = list[str](), list[tuple[str, str]](), list[str]()
         self.feed(html)
         self.close()
         assert self._open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags[tag] += 1
-        found = dict(attrs)
-        self.attributes |= set(found)
-        self.ids += [value for name, value in attrs if name == "id" and value]
+        self.attributes |= {name for name, _ in attrs}
         self.links += [value for name, value in attrs if name in ("href", "src", "xlink:href") and value]
-        self.links += re.findall(r"url\(([^)]*)\)", " ".join(value or "" for value in found.values()))
+        self.links += re.findall(r"url\(([^)]*)\)", " ".join(value or "" for _, value in attrs))
         if tag not in ("meta", "img"):
             self._open.append(tag)
 

@@ -53,10 +53,6 @@ def test_block_has_place_memory_and_the_recorded_advice() -> None:
     ]
 
 
-def test_rank_that_was_killed_is_placed_after_the_last_step_that_is_known() -> None:
-    assert ": rank 3 on node1, after step 7, phase train\n" in block(phase="train", signal="SIGKILL")
-
-
 def test_hang_shows_where_the_rank_is_its_stacks_and_no_log() -> None:
     details = ("File train.py, line 3 in step\x1b[31m", "File [bold]x[/bold]")
     told = {"message": "no step for 31 s", "phase": "forward", "details": details, "advice": "Read it."}
@@ -78,6 +74,7 @@ def test_lost_node_is_the_place_and_a_log_may_be_empty(tmp_path: Path) -> None:
         assert block(kind=kind, message="", log="/l/no.log", **nowhere) == f"FAILED {NAME}\n  (no message)\n"
     told = f"FAILED {NAME}: rank 3 on node1, after step 7\n  OutOfMemoryError: full\n"
     assert block(kind="signal", log="/l/no.log") == f"{told}  log /l/no.log (empty)\n"
+    assert "after step 7, phase train\n" in block(phase="train", signal="SIGKILL")  # the last step that is known
     said = block(kind="launcher", details=("why",), log="/l/no.log", **nowhere)
     assert said == f"FAILED {NAME}\n  full\n  │ why\n  log /l/no.log (empty)\n"
     (log := tmp_path / "rank.log").write_text("".join(f"{number} said\n\n" for number in range(10, 26)))
