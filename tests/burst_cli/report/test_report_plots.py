@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 import re
 from collections import Counter
 from pathlib import Path
@@ -84,11 +85,11 @@ DRAWN = {
         "y over x of ring, burst; lost ran out of memory at 2048 tokens",
     ),
     "every second length where they would touch": (
-        Panel("lengths", "t", "x", "y", (line("ring", 0, {2.0**power: 1 for power in range(9, 18)}),)),
-        "512 2K 8K 32K 128K x 0.0 0.2 0.4 0.6 0.8 1.0 1.2 y ring",
-        [30],
+        Panel("lengths", "t", "x", "y", (line("ring", 0, {2.0**power: 1 for power in range(9, 22)}),)),
+        "512 2K 8K 32K 128K 512K 2M x 0.0 0.2 0.4 0.6 0.8 1.0 1.2 y ring",
+        [42],
         0,
-        (12, 14),
+        (14, 16),
         "y over x of ring",
     ),
     "predicted against measured": (
@@ -127,6 +128,9 @@ def test_a_panel_as_it_is_drawn(name: str) -> None:
     colours = Counter(re.findall(r'<use [^>]*style="fill: (#\w+)', svg))
     assert [colours[colour] for colour in COLOURS if colour in colours] == marks
     assert svg.count("stroke-dasharray") == dashed
+    ticks = [float(x) for x in re.findall(r'"xtick_\d+">\s*<g id="line2d_\d+">\s*<path d="M ([\d.]+)', svg)]
+    gaps = [right - left for left, right in itertools.pairwise(ticks)]
+    assert (len(gaps) + 1, max(gaps) - min(gaps) < 0.1) == (len(words.partition(" x ")[0].split()), True)
     assert [svg.count(word) for word in ("#dfe3e8", "#5c6672", 'id="patch_')] == [*greys, 4]
     font = "font-size: 9px; font-family: 'DejaVu Sans', sans-serif"
     assert ('width="295.2pt" height="223.2pt"' in svg, font in svg) == (True, True)

@@ -298,8 +298,8 @@ def test_a_log_has_the_time_of_every_line_and_figures_once_a_minute(bare: RunFol
 def test_plain_lines_tell_changes_of_nodes_once(bare: RunFolder) -> None:
     target, clock = console(), Clock(0.0)
     view = PlainView(target, RunProgress(bare, 200, clock))
-    for seconds in (12.0, 13.0, 14.0):
-        view.nodes([*fleet(tb5=status("tb5", heard_s=seconds)), NodeStatus("tb65")])
+    for seconds, problem in ((12.0, None), (13.0, "tb5: odd"), (14.0, None)):
+        view.nodes([*fleet(tb5=status("tb5", heard_s=seconds, problem=problem)), NodeStatus("tb65")])
         clock.now += 1.0
     view.nodes(fleet())
     clock.now += 1.0
@@ -308,6 +308,7 @@ def test_plain_lines_tell_changes_of_nodes_once(bare: RunFolder) -> None:
     assert written(target).splitlines() == [
         "node tb[1-64]: running",
         "node tb5: not heard for 12 s",
+        "node tb5: odd",
         "node tb5: well again",
         "node tb6: ended",
         "node tb6: ended with exit code 1",

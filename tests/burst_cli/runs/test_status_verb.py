@@ -78,12 +78,14 @@ def test_everything_a_person_asks_for_is_there(
     with controlling(busy):
         lines = [line.rstrip() for line in burst("status").out.splitlines()]
         monkeypatch.setenv("FORCE_COLOR", "1")
+        busy.record(leftover=["tb3: no route"])
         pieces = styled(Text.from_ansi(burst("status").out))
     assert {style for text, style in pieces if re.fullmatch(r"\d+:\d\d", text)} == {"dim"}
     assert set(pieces) >= {
         *((f"tiny/{ID}", "bold"), ("ring, 2 x 2 ranks, seq 4,096", "bold dim"), ("running", "bold cyan")),
         *((text, "dim") for text in ("attempt 1", "controller", "progress", "loss", "follows its ranks")),
         *(("MFU", "dim"), ("25%", "bold"), ("tb1", "bold red"), ("running", "green"), ("warning:", "yellow")),
+        ("may still run:", "yellow"),
         *(("rank 1 stopped; disk nearly full: 1 MiB free", "bold red"), (f"burst logs -f {ID}", "bold")),
     }
     assert re.fullmatch(r"running  attempt 1  \d+:\d\d", lines.pop(1))
