@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,10 @@ import pytest
 from engine.config.errors import ConfigError
 from engine.config.settings import (
     AttentionConfig,
+    CheckpointKind,
     MemoryConfig,
     ModelConfig,
     ParallelConfig,
-    PresetName,
     RunConfig,
     TrainConfig,
 )
@@ -21,6 +22,7 @@ from engine.planning.methods.presets import AttentionMethod, warnings_of
 from engine.planning.methods.preview import preview_attention
 from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
+from engine.planning.sequence.layers import attention_layers
 from engine.planning.time.machine import Machine, find_machine
 
 MHA = ModelConfig(num_heads=32, num_kv_heads=32, head_dim=128, hidden_size=4096)
@@ -79,8 +81,11 @@ def test_what_circulates_follows_heads_and_links_and_the_reason_says_so() -> Non
 
     mha, gqa = chosen(MHA, SLOW_RAILS), chosen(GQA, SLOW_RAILS)
     assert (mha.backward_circulates, gqa.backward_circulates) == ("q", "kv")
-    assert "multi-head" in mha.reason
-    assert "4 query heads per kv head" in gqa.reason
+    assert mha.reason.startswith(
+        "auto: q circulates, 2 local tiles deferred; multi-head attention, per token and hop: "
+    )
+    sizes = f"kv {2 * 8 * 128 * (2 + 4)} B, q {32 * (2 * 128 * 2 + 2 * 4 + 128 * 4)} B"  # gradients in fp32
+    assert f"grouped-query attention with 4 query heads per kv head, per token and hop: {sizes} (kv " in gqa.reason
     free = replace(SLOW_RAILS, inter_bytes_per_s=1e15, intra_bytes_per_s=1e15, inter_latency_s=0, intra_latency_s=0)
     assert (chosen(MHA, free).backward_circulates, chosen(MHA, free).deferred_local_tiles) == ("kv", 0)
 
@@ -106,16 +111,24 @@ def test_burst_is_predicted_no_slower_than_ring_or_than_either_direction(
 
 
 @pytest.mark.parametrize(
-    ("preset", "topology", "deferred"),
-    [("burst", Topology(1, 8), 0), ("ring", Topology(2, 4), 0), ("burst", Topology(2, 4), 2)],
-    ids=str,
+    ("nodes", "local", "fields", "weighed"),
+    [
+        (2, 4, {}, ["kv", "q", "kv1", "q1", "kv2", "q2"]),  # tiles that are deferred
+        (2, 1, {}, ["kv", "q", "kv1", "q1"]),
+        (1, 8, {}, ["kv", "q"]),
+        (1, 1, {}, []),
+        (2, 4, {"backward_circulates": "q"}, ["q", "q1", "q2"]),
+        (1, 4, {"backward_circulates": "kv"}, []),
+        (2, 4, {"chunk_tokens": 1 << 16}, []),
+        (2, 4, {"preset": "ring", "backward_circulates": "auto"}, ["kv", "q"]),
+        (2, 4, {"preset": "megatron_cp"}, []),
+    ],
 )
-def test_local_tiles_are_deferred_only_for_gradients_of_other_nodes(
-    preset: PresetName, topology: Topology, deferred: int
-) -> None:
-    small = ModelConfig(num_heads=8, num_kv_heads=2, head_dim=64)  # a tile hides less than a hop takes
-    config = RunConfig(model=small, attention=AttentionConfig(preset=preset), train=TrainConfig(seq_len=4096))
-    assert resolve_attention(config, topology, SLOW_RAILS).deferred_local_tiles == deferred
+def test_what_is_left_free_is_weighed(nodes: int, local: int, fields: dict[str, Any], weighed: list[str]) -> None:
+    reason = resolve(**{"preset": "burst", "model": GQA, "nodes": nodes, "local": local, **fields}).reason
+    found = re.findall(r"(kv|q)(?: with (\d) deferred)? [\d.e+-]+ s\b", reason)
+    assert [direction + count for direction, count in found] == weighed
+    assert reason.startswith("auto: " if weighed else "as configured: kv circulates; ")
 
 
 def test_every_field_can_be_overridden() -> None:
@@ -221,3 +234,43 @@ def test_where_documents_are_apart_work_is_balanced_by_their_lengths(
 ) -> None:
     config = RunConfig(attention=AttentionConfig(**{"preset": "ring", **attention}), **others)
     assert resolve_attention(config, Topology(1, 4)).layout == layout
+
+
+def layers_of(
+    memory: MemoryConfig, seq_len: int = 100, **attention: object
+) -> tuple[AttentionMethod, list[int | None]]:
+    """The method on four ranks, and where recomputation of the layers in turn ends."""
+    config = RunConfig(
+        model=ModelConfig(num_heads=8, num_kv_heads=4, head_dim=8),
+        attention=AttentionConfig(**{"preset": "ring", **attention}),  # type: ignore[arg-type]
+        memory=memory,
+        train=TrainConfig(seq_len=seq_len),
+    )
+    method = resolve_attention(config, Topology(1, 4))
+    return method, [layer.recompute_before for layer in attention_layers(config, method)]
+
+
+def test_masks_and_policies_take_turns_together() -> None:
+    kinds: tuple[CheckpointKind, ...] = ("full", "seq_fraction", "attn_out", "none")
+    _, cuts = layers_of(MemoryConfig(checkpoint_layers=kinds), mask_layers=("causal", "full", "causal"))
+    assert cuts == [104, 48, 0, None] * 3  # 100 tokens are padded to 104; half, in units of 2 * 4 tokens: 48 or 56
+
+
+@pytest.mark.parametrize(
+    ("kept_fraction", "attention", "layout"),
+    [
+        (0.5, {}, "split_zigzag"),
+        (0.0, {}, "zigzag"),
+        (1.0, {}, "zigzag"),
+        (0.5, {"layout": "zigzag"}, "zigzag"),
+        (0.5, {"preset": "striped"}, "striped"),
+        (0.5, {"mask": "window", "window_tokens": 9}, "contiguous"),
+    ],
+)
+def test_a_zigzag_is_split_where_recomputation_ends(
+    kept_fraction: float, attention: dict[str, object], layout: str
+) -> None:
+    memory = MemoryConfig(activation_checkpoint="seq_fraction", kept_fraction=kept_fraction)
+    method, (cut,) = layers_of(memory, 96, **attention)
+    assert method.layout == layout
+    assert method.split_at == (cut if layout == "split_zigzag" else 0)
