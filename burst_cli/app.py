@@ -123,7 +123,6 @@ app = typer.Typer(
     help="Train Llama-style language models on long sequences, on one laptop or a fleet of GPU nodes.",
     epilog="Settings are positional: burst launch exp=tiny train.steps=50   (burst config --fields lists all)",
     context_settings=_HELP,
-    pretty_exceptions_enable=False,
 )
 
 
@@ -153,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     flags = arguments[: arguments.index("--")] if "--" in arguments else arguments
     debug, as_json = "--debug" in flags, "--json" in flags  # one document, also when the verb never gets to run
-    arguments = [argument for argument in arguments if argument != "--debug"]
+    arguments = [argument for argument in flags if argument != "--debug"] + arguments[len(flags) :]
     with _watched_reader() as reader_left:
         try:
             code = _run(arguments)
@@ -239,4 +238,4 @@ def _options(kind: type) -> dict[str, inspect.Parameter]:
 
 def new_verb() -> typer.Typer:
     """An empty Typer application with the settings that every verb shares; its module must call it `app`."""
-    return _Verb(cls=_Parts, add_completion=False, pretty_exceptions_enable=False, context_settings=_HELP)
+    return _Verb(cls=_Parts, add_completion=False, context_settings=_HELP)

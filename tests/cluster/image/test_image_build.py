@@ -57,8 +57,8 @@ def test_build_as_a_person_types_it(checkout: Path, burst) -> None:
     engine = write_program(checkout / "engine", f"[ $1 = build ] || echo '[{json.dumps(shown)}]'")
     words = ("image", "build", "--tag", "a:1", "--context", str(checkout), "--command", str(engine))
     assert burst(*words, "--json").document == {"image": "a:1", "id": "sha256:12", "size_bytes": 4096}
-    planned = burst(*words, "--dry-run", "--", "--pull")
-    assert (planned.code, planned.out.split()[-2:]) == (0, ["--pull", str(checkout)])
+    planned = burst(*words, "--dry-run", "--", "--pull", "--debug")  # which is not ours
+    assert (planned.code, planned.out.split()[-3:]) == (0, ["--pull", "--debug", str(checkout)])
     usual = burst("image", "build", "--dry-run", "--json").document["command"]
     assert (usual[:4], usual[-1]) == (["docker", "build", "--tag", "burst:latest"], str(ROOT))
     assert "DEVICE=cuda" in usual
