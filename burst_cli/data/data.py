@@ -6,8 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rich.text import Text
-
 from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.data.progress import show_progress
@@ -57,7 +55,7 @@ def prepare_data(
     for one in classes:
         if one.weight > 0 and not one.samples.size:
             text = f"no sample is of documents of {one.name} tokens, but data.length_weights gives them {one.weight:g}"
-            render.stderr().print(Text(f"warning: {text}; a launch refuses that", style="yellow"), soft_wrap=True)
+            render.say(render.stderr(), render.told("warning", f"{text}; a launch refuses that"))
 
 
 def describe(prepared: PreparedData) -> dict[str, Any]:
@@ -103,8 +101,7 @@ def _print_table(document: dict[str, Any], elapsed_s: float) -> None:
         f"folder     {document['path']}",
         f"ready in   {seconds(elapsed_s)}",
     ]
-    render.stdout().print(listing(headings, rows, headings[1:]))
-    render.stdout().print(Text("\n".join(facts)), soft_wrap=True)
+    render.say(render.stdout(), listing(headings, rows, headings[1:]), *facts)
 
 
 def _describe_classes(classes: Sequence[LengthClass], seq_len: int) -> list[dict[str, Any]]:
@@ -125,5 +122,5 @@ def _print_classes(names: Sequence[str], classes: Sequence[dict[str, Any]], seq_
         seen = f"x {one['weight'] / one['share']:.3g}" if one["samples"] else DASH
         counts = (f"{one['samples']:,}", f"{one['tokens']:,}", percent(one["share"]), percent(one["weight"]))
         rows.append((name, *counts, seen))
-    title = Text(f"\nsamples of {seq_len:,} training tokens, by the document that has most of each")
-    render.stdout().print(title, listing(headings, rows, headings[1:]))
+    title = f"\nsamples of {seq_len:,} training tokens, by the document that has most of each"
+    render.say(render.stdout(), title, listing(headings, rows, headings[1:]))

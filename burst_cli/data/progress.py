@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
+from burst_cli import render
 from burst_cli.figures import binary_bytes
 from engine.data.build import Progress, ProgressCallback, Stage
 
@@ -30,7 +31,7 @@ def show_progress(console: Console) -> Iterator[ProgressCallback]:
             size = None if total is None else binary_bytes(total)
             if stage not in begun:
                 begun.add(stage)
-                console.print(Text(STAGES[stage] + (f" ({size})" if size else "")), soft_wrap=True)
+                render.say(console, STAGES[stage] + (f" ({size})" if size else ""))
             done = "" if stage == "waiting" else binary_bytes(progress.text_bytes) + (f" of {size}" if size else "")
             status.update(Text(done))
 

@@ -30,8 +30,8 @@ class LogFile:
 
     @property
     def order(self) -> tuple[int, str, str]:
-        """Ranks first, by number; then by node and name."""
-        return (MAX_RANK + 1 if self.rank is None else self.rank, self.node, self.name)
+        """By rank; of those without one by node and name."""
+        return (self.rank or 0, self.node, self.name)
 
     @property
     def label(self) -> str:

@@ -107,8 +107,7 @@ def _ask_if_lost(run: RunFolder) -> None:
     except RunFolderError as error:
         problem = str(error)
     if problem is not None:
-        text = f"these logs may not be all: {problem}"
-        render.stderr().print(render.told("warning", text), soft_wrap=True)
+        render.say(render.stderr(), render.told("warning", f"these logs may not be all: {problem}"))
 
 
 def _say_nothing_there(run: RunFolder, request: LogRequest) -> None:
@@ -122,7 +121,7 @@ def _say_nothing_there(run: RunFolder, request: LogRequest) -> None:
         text = f"{run.run_id}: neither torchrun nor a supervisor has said anything"
     else:
         text = f"{run.run_id}: no rank has said anything; `burst logs {run.run_id} --launcher` shows what started them"
-    render.stderr().print(text, markup=False, soft_wrap=True)
+    render.say(render.stderr(), text)
 
 
 def _show(run: RunFolder, found: list[LogFile], request: LogRequest, *, follow: bool) -> int:
@@ -135,6 +134,5 @@ def _show(run: RunFolder, found: list[LogFile], request: LogRequest, *, follow: 
         return 0
     code = follow_logs(run, request, printer, RunWatch(run).ended)
     state, why = run.read_state()["state"], ": its nodes cannot be asked" if code == UNKNOWN else ""
-    text = f"{run.exp}/{run.run_id} {state}{why}; more: burst status {run.run_id}"
-    render.stderr().print(text, style="dim", markup=False, soft_wrap=True)
+    render.say(render.stderr(), f"{run.exp}/{run.run_id} {state}{why}; more: burst status {run.run_id}")
     return code

@@ -173,7 +173,7 @@ def _print_finding(console: Console, finding: Finding) -> None:
         render.say(console, *(Text.assemble(label, text) for label, text in rows))
         return
     grid = Table.grid()
-    grid.add_column(width=2 + _LABEL_WIDTH, no_wrap=True)
+    grid.add_column(width=2 + _LABEL_WIDTH)
     grid.add_column(overflow="fold")
     for row in rows:
         grid.add_row(*row)

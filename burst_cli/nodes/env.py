@@ -63,8 +63,7 @@ class EnvOptions(NodeOptions):
         if targets.hosts:
             _chosen(self.node, [host.name for host in targets.hosts])
         log_dir = str(self.run.absolute() / "logs") if self.run is not None else None
-        whom = count_of("node", len(targets.hosts)) if targets.hosts else "this machine"
-        with render.stderr().status(f"asking {whom}"):
+        with render.stderr().status("asking what is there"):
             fleet = ask_fleet(targets.hosts, targets.config.cluster, with_live=with_live, log_dir=log_dir)
         chosen = _chosen(self.node, [*fleet.environments, *fleet.errors])
 

@@ -114,9 +114,9 @@ def plan_one(
     overrides: Sequence[str],
     config_dirs: Sequence[Path],
     *,
-    device: str | None = None,
-    has_memory: bool = True,
-    has_presets: bool = False,
+    device: str | None,
+    has_memory: bool,
+    has_presets: bool,
 ) -> Plan:
     """The plan of the configuration that these overrides spell. Raises ConfigError when it is not legal.
 

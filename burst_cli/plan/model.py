@@ -35,13 +35,9 @@ def model(
     Exit codes: 0 done, 2 the folder holds no model that this engine has.
     """
     found = describe(folder)
-    if as_json:
-        render.emit_json(found)
-        return
-    text = yaml.safe_dump(found["model"], sort_keys=False)
-    render.stdout().print(text, markup=False, highlight=False, soft_wrap=True, end="")
-    for note in found["notes"]:
-        render.stderr().print(note, markup=False, highlight=False, soft_wrap=True)
+    render.show(found, yaml.safe_dump(found["model"], sort_keys=False).rstrip(), as_json=as_json)
+    if not as_json:
+        render.say(render.stderr(), *found["notes"])
 
 
 def describe(folder: Path) -> dict[str, Any]:

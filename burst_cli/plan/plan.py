@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.text import Text
 
 from burst_cli import render
 from burst_cli.app import new_verb
@@ -92,9 +91,9 @@ def plan(
     if as_json:
         render.emit_json(found.to_dict(price) | ({"picture": str(picture)} if picture else {}))
         return
-    console.print(answer_view(found, price, picture), soft_wrap=True)
+    render.say(console, answer_view(found, price, picture))
     if device is None and planning.assumes_device(found.config):
         words = f"nothing says which GPU: {found.machine.name} is assumed; name yours, or cpu, with --device"
-        render.stderr().print(f"note: {words}", markup=False, soft_wrap=True)
+        render.say(render.stderr(), render.told("note", words))
     if details:
-        console.print(Text(), details_view(found))
+        render.say(console, "", details_view(found))

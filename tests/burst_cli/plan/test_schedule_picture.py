@@ -18,7 +18,7 @@ ROW = 2.32  # a tile, three lanes, and the gap before the next row
 
 
 def planned(*overrides: str, device: str = "cpu") -> Plan:
-    return plan_one(["exp=tiny", *overrides], [], device=device, has_memory=False)
+    return plan_one(["exp=tiny", *overrides], [], device=device, has_memory=False, has_presets=False)
 
 
 def legend(figure: Figure) -> list[str]:
