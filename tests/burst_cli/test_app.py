@@ -109,20 +109,17 @@ def test_help_appears_at_once() -> None:
     assert min(seconds() for _ in range(5)) < HELP_LIMIT_S
 
 
-@pytest.mark.parametrize(
-    ("words", "kind", "problems"),
-    [
+def test_error_with_json_is_the_one_document_on_stdout(burst) -> None:
+    for words, kind, problems in [
         ("config --json train.seqlen=1 train.steps=x", "ConfigError", ["train.seqlen: no such", "train.steps: expec"]),
         ("report -z --json", "NoSuchOption", ["No such option: -z. See `burst report --help`."]),
-    ],
-)
-def test_error_with_json_is_the_one_document_on_stdout(burst, words: str, kind: str, problems: list[str]) -> None:
-    result = burst(*words.split())
-    error = json.loads(result.out)["error"]
-    found, title = error.pop("problems"), error.pop("message")
-    assert (result.code, error) == (2, {"exit_code": 2, "type": kind})
-    assert all(told.startswith(words) for told, words in zip(found, problems, strict=True))
-    assert title == (found[0] if len(found) == 1 else "2 problems in the configuration")
+    ]:
+        result = burst(*words.split())
+        error = json.loads(result.out)["error"]
+        found, title = error.pop("problems"), error.pop("message")
+        assert (result.code, error) == (2, {"exit_code": 2, "type": kind})
+        assert all(told.startswith(words) for told, words in zip(found, problems, strict=True))
+        assert title == (found[0] if len(found) == 1 else "2 problems in the configuration")
 
 
 @pytest.mark.parametrize("words", render.GONE)
@@ -137,21 +134,18 @@ def test_debug_shows_the_traceback_wherever_it_stands(burst) -> None:
         assert (code, "Traceback" in err, "model has no option 'x'" in err) == (2, True, True)
 
 
-@pytest.mark.parametrize(
-    ("error", "code", "said"),
-    [
+def test_exit_code_and_words_follow_the_kind_of_error(capsys) -> None:
+    for error, code, said in [
         (ConfigError("data.paths: '[/red]x' [bold]"), 2, "error: data.paths: '[/red]x' [bold]\n"),  # no markup
         (DataError("x"), 1, "error: x\n"),
         (BurstError("x"), 1, "error: x\n"),
         (KeyError("lost"), 1, "KeyError: 'lost' (a bug in burst: run again with --debug"),
         (FileNotFoundError(2, "No such file", "/gone"), 1, "error: /gone: No such file. Check that"),
         (OSError(28, "No space left on device"), 1, "error: No space left on device. With --debug it is"),
-    ],
-)
-def test_exit_code_and_words_follow_the_kind_of_error(error: Exception, code: int, said: str, capsys) -> None:
-    assert render.fail(error) == code
-    err = capsys.readouterr().err
-    assert (said in err, "Traceback" in err) == (True, False)
+    ]:
+        assert render.fail(error) == code
+        err = capsys.readouterr().err
+        assert (said in err, "Traceback" in err) == (True, False)
 
 
 def test_json_has_null_for_a_figure_that_is_no_number_and_letters_as_they_are(capsys) -> None:

@@ -101,20 +101,15 @@ def test_bad_overrides_are_each_named_with_the_remedy(burst, rows: list[tuple[st
         assert any(mistake in line and remedy in line for line in told), mistake
 
 
-@pytest.mark.parametrize(
-    ("overrides", "mistake", "remedy"),
-    [
+def test_masks_and_methods_are_tried_before_ranks_start(burst, tmp_path: Path, monkeypatch) -> None:
+    for overrides, mistake, remedy in [
         (["attention=auto", "attention.layout=chunk_cyclic"], "orders tokens by chunks", "set attention.chunk_tokens"),
         (["attention.mask=blocks", "attention.blocks_file=pairs.json"], "pairs.json", 'an object with a list "pairs"'),
-    ],
-)
-def test_masks_and_methods_are_tried_before_ranks_start(
-    burst, tmp_path: Path, monkeypatch, overrides: list[str], mistake: str, remedy: str
-) -> None:
-    (tmp_path / "pairs.json").write_text("[[0, 0]]")
-    monkeypatch.chdir(tmp_path)
-    assert_refused(burst("launch", "exp=tiny", *overrides), mistake, remedy)
-    assert not (tmp_path / "runs").exists()
+    ]:
+        (tmp_path / "pairs.json").write_text("[[0, 0]]")
+        monkeypatch.chdir(tmp_path)
+        assert_refused(burst("launch", "exp=tiny", *overrides), mistake, remedy)
+        assert not (tmp_path / "runs").exists()
 
 
 NO_ROOM = [

@@ -107,21 +107,18 @@ def test_a_deleted_setting_has_its_default_again_and_a_deleted_experiment_leaves
     assert compose(["~exp", "model=small"]).config.exp == "custom"
 
 
-@pytest.mark.parametrize(
-    ("overrides", "steps", "notes"),
-    [
+def test_few_steps_shorten_what_files_say_of_warm_up() -> None:
+    for overrides, steps, notes in [
         (["exp=tiny", "train.steps=3"], 3, ["optimizer.warmup_steps is 3, not 10"]),
         (["exp=small", "train.steps=1"], 1, ["optimizer.warmup_steps is 1, not 50"]),
         (["exp=tiny", "optimizer.warmup_steps=2", "train.steps=4"], 2, []),
         (["exp=tiny", "train.steps=10"], 10, []),
         (["exp=small", "train.steps=40"], 40, ["optimizer.warmup_steps is 40, not 50"]),
-    ],
-)
-def test_few_steps_shorten_what_files_say_of_warm_up(overrides: list[str], steps: int, notes: list[str]) -> None:
-    composed = compose(overrides)
-    assert composed.config.optimizer.warmup_steps == steps
-    assert [note.partition(":")[0] for note in composed.notes] == notes
-    assert not notes or composed.sources["optimizer.warmup_steps"] == overrides[-1]
+    ]:
+        composed = compose(overrides)
+        assert composed.config.optimizer.warmup_steps == steps
+        assert [note.partition(":")[0] for note in composed.notes] == notes
+        assert not notes or composed.sources["optimizer.warmup_steps"] == overrides[-1]
 
 
 @pytest.mark.parametrize(("text", "tokens"), [("128K", 131072), ("1M", 1048576), ("4096", 4096)])

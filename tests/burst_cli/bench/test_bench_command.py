@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from testkit.command_line import Burst
 from testkit.terminal import lines_of
 
@@ -45,9 +44,8 @@ def test_attention_is_measured_and_what_was_skipped_is_said(burst: Burst) -> Non
     assert {"torch", "load", "command"} < set(shown["environment"])
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
+def test_mistakes_are_told_before_anything_is_measured(burst: Burst) -> None:
+    for argv, words in [
         (("--presets", "brust"), "'brust' is no preset"),
         (("--presets", "ring,ring"), "--presets: got 'ring,ring'; expected different values"),
         (("--presets", "burst:circulates=q"), "no such setting"),
@@ -62,11 +60,9 @@ def test_attention_is_measured_and_what_was_skipped_is_said(burst: Burst) -> Non
         (("--rank-command", "run {gpu}", "--presets", "ring"), "legal in braces"),
         (("--rank-command", "run 'x", "--presets", "ring"), "which is no command line: No closing quotation"),
         (("--presets", "single"), "no variant is legal here"),
-    ],
-)
-def test_mistakes_are_told_before_anything_is_measured(burst: Burst, argv: tuple[str, ...], words: str) -> None:
-    result = burst("bench", "attention", *argv)
-    assert (result.code, words in result.err) == (2, True), result.err
+    ]:
+        result = burst("bench", "attention", *argv)
+        assert (result.code, words in result.err) == (2, True), result.err
 
 
 def test_a_failing_rank_ends_the_command_with_its_words(burst: Burst) -> None:

@@ -85,20 +85,17 @@ def test_a_plan_is_of_the_measured_machine_and_a_launch_gives_ranks_its_figures(
     assert f"intra_bytes_per_s={find_machine(str(path)).intra_bytes_per_s!r}" in given["rates"]
 
 
-@pytest.mark.parametrize(
-    ("argv", "word"),
-    [
+def test_what_cannot_be_measured_or_written_is_refused_first() -> None:
+    for argv, word in [
         (["--output", "machine.txt"], "ends in .json"),
         (["--ranks", "3", "--nodes", "2"], "legal numbers of nodes: 1, 3"),
         (["--ranks", "2", "--nodes", "4"], "legal numbers of nodes: 1, 2"),
         (["--nodes", "0"], "'--nodes'"),
         (["--head-dim", "7"], "model.head_dim: got 7, expected an even number"),
         (["--seconds", "inf"], "'--seconds'"),
-    ],
-)
-def test_what_cannot_be_measured_or_written_is_refused_first(argv: list[str], word: str) -> None:
-    code, _, err = run("bench", "machine", *argv)
-    assert (code, word in " ".join(err.split())) == (2, True), err
+    ]:
+        code, _, err = run("bench", "machine", *argv)
+        assert (code, word in " ".join(err.split())) == (2, True), err
 
 
 def test_a_profile_as_people_read_it() -> None:

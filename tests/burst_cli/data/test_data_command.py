@@ -81,9 +81,8 @@ def test_lengths_of_documents_are_shown_when_classes_are_set(corpus: Path, burst
     assert (refused.code, words in refused.err) == (1, True)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
+def test_mistakes_are_one_message_and_an_exit_code(tmp_path, burst, monkeypatch) -> None:
+    for arguments, code, message in [
         (["data=jsonl", "data.paths=[bad.jsonl]"], 1, "bad.jsonl:1: bad JSON"),
         (["data=parquet", "data.paths=[bad.jsonl]"], 1, "cannot be read as parquet"),
         (["data=text", "data.paths=[]"], 2, "data.paths"),
@@ -93,15 +92,13 @@ def test_lengths_of_documents_are_shown_when_classes_are_set(corpus: Path, burst
         (["data.validation_fraction=2"], 2, "data.validation_fraction"),
         (["data.tokeniser=bytes"], 2, "data.tokenizer"),
         (["--nonsense"], 2, "--nonsense"),
-    ],
-)
-def test_mistakes_are_one_message_and_an_exit_code(tmp_path, burst, monkeypatch, arguments, code, message) -> None:
-    (tmp_path / "bad.jsonl").write_text("{nonsense\n")
-    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "robot", "content": "x"}]}\n')
-    monkeypatch.chdir(tmp_path)
-    told = burst("data", "prepare", *arguments)
-    assert (told.code, told.out, message in told.err, "Traceback" in told.err) == (code, "", True, False)
-    assert not list(tmp_path.glob("cache/data/[!.]*"))
+    ]:
+        (tmp_path / "bad.jsonl").write_text("{nonsense\n")
+        (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "robot", "content": "x"}]}\n')
+        monkeypatch.chdir(tmp_path)
+        told = burst("data", "prepare", *arguments)
+        assert (told.code, told.out, message in told.err, "Traceback" in told.err) == (code, "", True, False)
+        assert not list(tmp_path.glob("cache/data/[!.]*"))
 
 
 @pytest.mark.parametrize(("is_terminal", "told"), [(False, "writing tokens (2 MiB)\n"), (True, "1 MiB of 2 MiB")])

@@ -49,9 +49,8 @@ def start_logs(run: RunFolder, *argv: str, **streams: object) -> subprocess.Pope
     return subprocess.Popen(command, env=environment, cwd=ROOT, text=True, **options)  # type: ignore[call-overload,no-any-return]
 
 
-@pytest.mark.parametrize(
-    ("options", "ranks"),
-    [
+def test_ranks_nodes_and_patterns_select_in_the_order_of_ranks(burst, run: RunFolder) -> None:
+    for options, ranks in [
         ([], "0123"),
         (["--tail", "all"], "0123"),
         (["--ranks", "0,2-3"], "023"),
@@ -59,13 +58,11 @@ def start_logs(run: RunFolder, *argv: str, **streams: object) -> subprocess.Pope
         (["--nodes", "tb[2-3]", "--ranks", "1"], "1"),
         (["--grep", "rank [13]"], "13"),
         (["--grep", r"^rank 2 is here$"], "2"),
-    ],
-)
-def test_ranks_nodes_and_patterns_select_in_the_order_of_ranks(burst, run: RunFolder, options, ranks: str) -> None:
-    result = burst("logs", run.run_id, *options)
-    lines = HERE[1:2] if "--grep" in options else HERE
-    shown = [f"tb{3 - int(rank) // 2}:{rank} | {line.format(rank)}" for rank in ranks for line in lines]
-    assert (result.code, result.out.splitlines()) == (0, shown)
+    ]:
+        result = burst("logs", run.run_id, *options)
+        lines = HERE[1:2] if "--grep" in options else HERE
+        shown = [f"tb{3 - int(rank) // 2}:{rank} | {line.format(rank)}" for rank in ranks for line in lines]
+        assert (result.code, result.out.splitlines()) == (0, shown)
 
 
 def test_tail_counts_lines_of_each_log_and_of_what_matches(burst, run: RunFolder) -> None:
@@ -129,9 +126,8 @@ def test_colours_are_for_terminals_that_want_some(run: RunFolder, monkeypatch, v
     assert re.findall(r"\x1b\[(\d+)mtb\d:\d \|\x1b\[0m step 1\r\n", text) == list(map(str, codes))
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "said"),
-    [
+def test_mistakes_and_ranks_that_are_not_there_are_named(burst, run: RunFolder) -> None:
+    for options, code, said in [
         (["--grep", "("], 2, "is no regular expression"),
         (["--ranks", "3-1"], 2, "'3-1' is no rank; expected numbers and ranges such as 0,3-5"),
         (["--ranks", "0,,1"], 2, "is no rank"),
@@ -141,11 +137,9 @@ def test_colours_are_for_terminals_that_want_some(run: RunFolder, monkeypatch, v
         (["--tail", "1234567890"], 2, "expected a number of lines, or all"),
         (["-f", "--json"], 2, "-f never ends"),
         (["--ranks", "1000000"], 0, "it has ranks 0-3 on tb[2-3]"),
-    ],
-)
-def test_mistakes_and_ranks_that_are_not_there_are_named(burst, run: RunFolder, options, code: int, said: str) -> None:
-    result = burst("logs", run.run_id, *options)
-    assert (result.code, "is here" in result.out, said in result.err) == (code, False, True)
+    ]:
+        result = burst("logs", run.run_id, *options)
+        assert (result.code, "is here" in result.out, said in result.err) == (code, False, True)
 
 
 def test_of_a_run_that_nobody_controls_it_is_said_that_there_may_be_more(burst, living: RunFolder) -> None:

@@ -101,9 +101,8 @@ def test_what_is_found_between_nodes_is_not_missed_before_it_is_looked_for(capsy
     assert sorted(line.partition(" ")[2] for line in err.splitlines()) == ["n1: OK", "n2: OK"]
 
 
-@pytest.mark.parametrize(
-    ("argv", "text"),
-    [
+def test_mistakes_are_named_before_anything_is_asked(burst: Burst) -> None:
+    for argv, text in [
         (["--json", "--list"], "give one of them"),
         (["--local", "--hosts", "n1"], "takes no --hosts"),
         (["--only", "gpus"], "expected a group"),
@@ -116,11 +115,9 @@ def test_what_is_found_between_nodes_is_not_missed_before_it_is_looked_for(capsy
         *((["--collectives", *words], "makes no checks") for words in (["--only", "gpu"], ["--list"])),
         (["--cuda-smoke"], "is gone: --collectives"),
         (["--no-local"], "No such option: --no-local"),
-    ],
-)
-def test_mistakes_are_named_before_anything_is_asked(burst: Burst, argv: list[str], text: str) -> None:
-    result = burst("check-nodes", *argv)
-    assert (result.code, text in result.err, "Traceback" in result.err) == (2, True, False)
+    ]:
+        result = burst("check-nodes", *argv)
+        assert (result.code, text in result.err, "Traceback" in result.err) == (2, True, False)
 
 
 def test_explaining_checks_nothing(burst: Burst) -> None:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from testkit.fake_plan import node_facts
@@ -187,18 +186,15 @@ def test_memory_in_a_plan_is_shown_by_component_with_the_policies_it_was_chosen_
     assert " ".join(lines[end : end + 2]).endswith("too much for the memory there is. 26 more in --json.")
 
 
-@pytest.mark.parametrize(
-    ("memory", "words"),
-    [
+def test_policies_are_named_by_their_settings() -> None:
+    for memory, words in [
         ({"activation_checkpoint": "full"}, "full"),
         ({"activation_checkpoint": "seq_fraction", "kept_fraction": 0.25}, "seq_fraction 0.25"),
         ({"activation_checkpoint": "attn_out_every", "activation_store": "host"}, "attn_out_every 4, on host"),
         ({"checkpoint_layers": ("full", "none")}, "full/none"),
         ({"tile_tokens": 512, "optimizer_store": "host"}, "full, tiles of 512, optimizer on host"),
-    ],
-)
-def test_policies_are_named_by_their_settings(memory: dict[str, Any], words: str) -> None:
-    assert check(need(1), changed(CONFIG, memory=memory)).policy == words
+    ]:
+        assert check(need(1), changed(CONFIG, memory=memory)).policy == words
 
 
 @pytest.mark.thorough

@@ -41,6 +41,7 @@ def test_every_word_of_the_picture_and_its_place() -> None:
     kinds = ["tile, full", "tile, causal", "add, copy, init", "waiting (exposed)"]
     assert legend(figure) == [*kinds, "payload, inner ring", "gradients, inner ring", "head exchange"]
     assert (figure.legends[0].get_frame_on(), figure.legends[0].get_texts()[0].get_fontsize()) == (False, 8.5)
+    assert figure.axes[0].get_gridspec().get_width_ratios() == [one.timeline.total_s for one in plan.preview.passes]
     assert figure.get_size_inches() == pytest.approx((13, 2.25 + 0.26 * (4 * ROW - 0.42)))
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["rank 0", "rank 1", "rank 2", "rank 3"]
     for axes, one in zip(figure.axes, plan.preview.passes, strict=True):

@@ -59,19 +59,16 @@ def test_check_names_differences_and_no_secret(h100: Path, burst_env: Burst, mon
     assert (checked.code, CANARY in checked.out + checked.err) == (1, False)
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
+def test_mistakes_end_with_code_2_and_words(burst_env: Burst) -> None:
+    for argv, words in [
         (("check", "--nccl-log", "nowhere.log"), "nowhere.log: no such file"),
         (("show", "--hosts", "-oProxyCommand=x"), "-oProxyCommand"),
         (("show", "--hosts", "a", "--hostfile", "b"), "give one of them"),
         (("show", "cluster.no_such=1"), "no_such"),
         (("show", "--format", "hydra"), "not one of 'sh', 'dotenv'"),
-    ],
-)
-def test_mistakes_end_with_code_2_and_words(burst_env: Burst, argv: tuple[str, ...], words: str) -> None:
-    result = burst_env(*argv)
-    assert (result.code, result.out, words in result.err, "Traceback" in result.err) == (2, "", True, False)
+    ]:
+        result = burst_env(*argv)
+        assert (result.code, result.out, words in result.err, "Traceback" in result.err) == (2, "", True, False)
 
 
 @pytest.fixture(scope="module")

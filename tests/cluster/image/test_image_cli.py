@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 
-import pytest
 from rich.console import Console
 from test_image_plan import EMPTY, HAS, IDENTITY, MIB, nodes_with
 from testkit.terminal import lines_of, text_of
@@ -19,9 +18,8 @@ APP = ["--image", "app:1"]
 COMMAND = "cluster.container.command"
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "expected"),
-    [
+def test_a_mistake_is_told_before_anything_is_reached(burst):
+    for words, code, expected in [
         ([], 2, "give --image NAME:TAG, or set cluster.container.image"),
         (["--image", "app@sha256:12"], 2, "push it under NAME:TAG"),
         (["--image", "sha256:12"], 2, "push it under NAME:TAG"),
@@ -29,11 +27,9 @@ COMMAND = "cluster.container.command"
         ([*APP, f"{COMMAND}=''"], 2, f"{COMMAND}: got '', expected a command line such as docker"),
         ([*APP, f"{COMMAND}=/nowhere/d"], 1, "engine of this machine cannot be asked: [Errno 2] No such file or"),
         ([*APP, f"{COMMAND}=/nowhere/d"], 1, "'/nowhere/d'"),
-    ],
-)
-def test_a_mistake_is_told_before_anything_is_reached(words, code, expected, burst):
-    result = burst("image", "push", *words, "--hosts", "node1")
-    assert (result.code, expected in " ".join(result.err.split())) == (code, True)
+    ]:
+        result = burst("image", "push", *words, "--hosts", "node1")
+        assert (result.code, expected in " ".join(result.err.split())) == (code, True)
 
 
 def plan_of(*nodes: NodePlan) -> ImagePlan:

@@ -109,6 +109,7 @@ def test_push_and_status_as_a_person_types_them(rig, module_testbeds, monkeypatc
     pushed = done.document
     assert (done.code, 0 < pushed.pop("seconds") < 60) == (0, True)
     assert sorted(done.err.splitlines()[-2:]) == [f"{name}: done" for name in names]
+    assert "to send: layers that a node lacks" in done.err
     received = sum(node["received_bytes"] for node in pushed.pop("nodes"))
     assert 0.9 * received < pushed.pop("sent_bytes") < 1.1 * received
     assert pushed == {"image": image.name, "identity": image.identity, "ok": True, "received_bytes": received}

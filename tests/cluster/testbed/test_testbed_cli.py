@@ -86,9 +86,8 @@ def test_a_terminated_up_takes_itself_down(burst, name):
     assert (code, leftovers(name)) == (130, [])
 
 
-@pytest.mark.parametrize(
-    ("argv", "text"),
-    [
+def test_a_mistake_is_told_in_words_with_exit_code_2(burst):
+    for argv, text in [
         (("up", "--name", "local"), "comes with burst"),
         (("up", "--name", "Bad Name"), "lower-case letters"),
         (("up", "--name", "x", "--rate", "fast"), "expected one such as"),
@@ -99,11 +98,9 @@ def test_a_terminated_up_takes_itself_down(burst, name):
         (("down", "--name", ""), "lower-case letters"),  # a variable of a script that is not set, not the usual name
         (("fault", "tb1"), "which fault?"),
         (("fault", "tb[1-", "sshd_stop"), "not in the grammar of node lists"),
-    ],
-)
-def test_a_mistake_is_told_in_words_with_exit_code_2(burst, argv, text):
-    result = burst("testbed", *argv)
-    assert (result.code, text in result.err) == (2, True)
+    ]:
+        result = burst("testbed", *argv)
+        assert (result.code, text in result.err) == (2, True)
 
 
 def test_every_kind_of_fault_can_be_read_about(burst):
