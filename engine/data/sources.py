@@ -275,7 +275,7 @@ def _read_stdlib_file(path: Path, **_: object) -> Iterator[Document]:
 
 # How files of a folder end, and how one is read.
 _FORMATS: dict[str, tuple[tuple[str, ...], Callable[..., Iterator[Document]]]] = {
-    "stdlib": ((".py",), _read_stdlib_file),
+    "stdlib": ((), _read_stdlib_file),
     "text": (("",), lambda path, **_: iter([_text_pieces(path)])),
     "jsonl": ((".jsonl", ".ndjson"), _read_jsonl),
     "parquet": ((".parquet",), _read_parquet),

@@ -84,8 +84,7 @@ def set_gradient_sync(model: nn.Module, *, is_last: bool) -> None:
     Those before it sum them over the ranks that share parameters: kept whole until the last they would take 4 bytes for
     every parameter of the model on every rank. Copies of the sharded model wait for the last.
     """
-    for module in fsdp_modules(model):
-        module.set_requires_all_reduce(is_last, recurse=False)
+    next(fsdp_modules(model)).set_requires_all_reduce(is_last)  # of the root, and of every unit in it
 
 
 def release_gathered_weights(model: nn.Module) -> None:

@@ -99,9 +99,7 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[B, t * n, ...] from x [B, n, ...]."""
     ranks, (batch, rows, *rest) = group.size(), x.shape
     parts = all_gather_first(x, group)
-    if batch == 1:  # the parts lie one after the other: no copy
-        return parts.view(1, ranks * rows, *rest)
-    return parts.view(ranks, *x.shape).transpose(0, 1).reshape(batch, ranks * rows, *rest)
+    return parts.view(ranks, *x.shape).transpose(0, 1).reshape(batch, ranks * rows, *rest)  # no copy for a batch of one
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -113,7 +111,7 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
     """Makes the module's parameters DTensors with `placement`; one that is one already (a tied weight) stays."""
-    for name, parameter in list(module.named_parameters(recurse=False)):
+    for name, parameter in list(module.named_parameters()):
         if not isinstance(parameter, DTensor):
             sliced = nn.Parameter(distribute_tensor(parameter, mesh, [placement], src_data_rank=None))
             module.register_parameter(name, sliced)

@@ -76,8 +76,7 @@ def replace_file(path: Path, content: str | bytes, *, is_shared: bool = False) -
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
+        sync(Path(temporary))
         if is_shared:
             umask = os.umask(0)
             os.umask(umask)

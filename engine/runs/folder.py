@@ -271,7 +271,7 @@ class RunFolder:
     def _change(self, failure: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
         """The new content of run.json, made under the folder's lock: the launcher and rank 0 both change it."""
         try:
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            descriptor = os.open(self.path, os.O_RDONLY)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 document = change(self.read_state())

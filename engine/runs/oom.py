@@ -19,7 +19,6 @@ from engine.config.settings import LossConfig, MemoryConfig, RunConfig
 Where = Literal["device", "host"]
 
 RESERVE_BYTES = 4 * 2**20  # ample for an error record of at most 24,000 characters
-_TYPES = frozenset({"MemoryError", "OutOfMemoryError"})
 _DEVICE_TEXTS = (
     "CUDA out of memory",
     "CUDA error: out of memory",
@@ -124,7 +123,7 @@ def _origin(error: BaseException) -> BaseException | None:
             text in str(current) for text in _DEVICE_TEXTS + _HOST_TEXTS
         )
         is_number = isinstance(current, OSError) and current.errno == errno.ENOMEM
-        if is_text or is_number or isinstance(current, MemoryError) or type(current).__name__ in _TYPES:
+        if is_text or is_number or isinstance(current, MemoryError) or type(current).__name__ == "OutOfMemoryError":
             return current
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     return None

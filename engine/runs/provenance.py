@@ -85,10 +85,7 @@ def version_of(package: str) -> str | None:
 
 def cpu_name() -> str | None:
     """The processor's name."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return platform.processor() or None
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     names = (line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name"))
     return next(names, platform.processor() or None)
 
