@@ -111,12 +111,13 @@ def check_world(cluster: ClusterConfig, placement: Placement) -> None:
         raise ConfigError(problems)
 
 
-def choose_device(cluster: ClusterConfig, placement: Placement) -> torch.device:
-    """The device of this rank: its GPU under NCCL, under gloo the CPU or a shared GPU.
+def choose_device(cluster: ClusterConfig, placement: Placement, gpus: int | None = None) -> torch.device:
+    """The device of this rank: its GPU under NCCL, under gloo the CPU or a shared GPU. `gpus`: null: that torch sees.
 
     Raises ConfigError when GPUs are too few.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus is None:
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if cluster.backend == "gloo" and cluster.ranks_share_device and gpus:
         return torch.device("cuda", placement.local_rank % gpus)
     if cluster.backend == "gloo" or (cluster.backend == "auto" and gpus == 0):

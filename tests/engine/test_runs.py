@@ -213,6 +213,9 @@ def test_torn_and_damaged_lines_of_metrics_are_left_out(run: RunFolder) -> None:
     run.append_metrics({"step": 3})
     assert run.read_metrics() == [first, {"step": 3}]
     assert "NaN" not in (run.path / "metrics.jsonl").read_text()
+    with (run.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4}')  # whole but for its end
+    assert run.read_metrics()[1:] == [{"step": 3}, {"step": 4}]
 
 
 def test_events_carry_time_and_kind_and_those_of_saves_their_steps(run: RunFolder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -86,16 +87,38 @@ def test_cp_groups_cover_every_rank_once_strided_by_the_tp_ranks_between_them() 
     assert Degrees(1, 1, 1, 2).cp_groups() == ((0,), (1,))
 
 
-def test_gloo_trains_on_the_cpu_and_without_torchrun_there_is_one_rank() -> None:
+def test_without_torchrun_there_is_one_rank() -> None:
     assert read_placement({}) == Placement(0, 1, 0, 1)
     assert read_placement({"WORLD_SIZE": "8"}) == Placement(0, 8, 0, 8)
     place = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     assert read_placement(place) == Placement(5, 8, 1, 4)
-    assert choose_device(ClusterConfig(backend="gloo"), Placement(0, 64, 0, 64)).type == "cpu"
-    gpus = torch.cuda.device_count()  # none on most machines that run this
-    expected = f"GPUs visible: {gpus}; set cluster.ranks_per_node={gpus}" if gpus else "sees no GPU on this node"
-    with pytest.raises(ConfigError, match=expected):
-        choose_device(ClusterConfig(backend="nccl"), Placement(0, 64, 0, 64))
+
+
+def device_of(cluster: ClusterConfig, gpus: int) -> str:
+    """What the last of the four ranks of a node computes on, or why on nothing."""
+    try:
+        return str(choose_device(cluster, Placement(7, 8, 3, 4), gpus))
+    except ConfigError as error:
+        return re.sub(".*: torch [^ ]* |; .*", "", str(error))
+
+
+NONE, FEW = "sees no GPU on this node", "cluster: 4 ranks on this node, but GPUs visible: 2"
+
+
+@pytest.mark.parametrize(
+    ("backend", "share", "devices"),
+    [
+        ("auto", False, ["cpu", FEW, "cuda:3"]),
+        ("auto", True, ["cpu", FEW, "cuda:3"]),
+        ("gloo", False, ["cpu", "cpu", "cpu"]),
+        ("gloo", True, ["cpu", "cuda:1", "cuda:3"]),
+        ("nccl", False, [NONE, FEW, "cuda:3"]),
+    ],
+)
+def test_a_rank_computes_on_its_own_gpu_or_where_it_may_on_the_cpu(backend: Any, share: bool, devices: Any) -> None:
+    cluster = ClusterConfig(backend=backend, ranks_share_device=share)
+    assert [device_of(cluster, gpus) for gpus in (0, 2, 4)] == devices
+    assert device_of(ClusterConfig(backend="gloo"), torch.cuda.device_count()) == "cpu"
 
 
 def test_ranks_that_were_started_are_those_of_the_configuration() -> None:
