@@ -48,6 +48,11 @@ def test_what_is_committed_is_read_back_and_the_newest_comes_first_whatever_the_
     newest = tmp_path / "step-123456789"
     assert newest_verified(tmp_path) == (Checkpoint(123456789, newest), read_manifest(newest))
     assert read_manifest(newest).bytes == 8
+    manifest = read_manifest(write(tmp_path, 8, number=1.0, flag=True, below=-1, zero=0, three=3))
+    assert (manifest.whole("zero"), manifest.whole("three")) == (0, 3)
+    for name, value in {"number": 1.0, "flag": True, "below": -1, "gone": None}.items():
+        with pytest.raises(CheckpointError, match=f"step 8 does not say its {name}: got {value}"):
+            manifest.whole(name)
 
 
 @pytest.mark.parametrize("removed", ["", ".gone-cd"])

@@ -12,6 +12,7 @@ from testkit.sections import changed
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 from engine.planning.memory.capacity import Capacity, Gpu, Hardware, capacity_of, host_memory, parse_nvidia_smi
+from engine.runs.host_memory import memory_groups
 
 GB, MIB = 10**9, 2**20
 LAPTOP = Hardware((), 16 * GB, "test")
@@ -110,3 +111,5 @@ def test_the_limit_of_the_control_group_binds(machine: tuple[Path, Path], group:
     (cgroup / file).parent.mkdir(parents=True, exist_ok=True)
     (cgroup / file).write_text(f"{2**30}\n")
     assert host_memory(str(proc)) == (round(2**30 * 0.97), "cgroup memory limit")
+    groups = memory_groups(proc=str(proc))
+    assert len(groups) == len(set(groups))
