@@ -14,7 +14,6 @@ from testkit.command_line import Burst
 from testkit.process_table import kill_run
 
 from burst_cli.app import main
-from engine.config.settings import load_config
 from engine.runs.folder import RunFolder, list_runs
 
 STEPS = 3
@@ -77,13 +76,12 @@ def run(document: dict[str, Any]) -> RunFolder:
     return RunFolder(Path(document["path"]))
 
 
-def test_a_rehearsal_tells_the_memory(rehearsed: dict[str, Any]) -> None:
-    assert (rehearsed["memory"]["fits"], rehearsed["memory"]["device_peak_bytes"] > 0) == (True, True)
-
-
-def test_what_was_rehearsed_is_what_was_run(rehearsed: dict[str, Any], run: RunFolder) -> None:
+def test_what_was_rehearsed_is_what_was_run(rehearsed: dict[str, Any], run: RunFolder, folder: Path) -> None:
     plan = json.loads((run.path / "launch.json").read_text())
     assert {name: rehearsed[name] for name in plan} == plan
+    assert (plan["config"]["train"]["steps"], plan["config"]["cluster"]["backend"]) == (STEPS, "gloo")
+    assert (rehearsed["memory"]["fits"], rehearsed["memory"]["device_peak_bytes"] > 0) == (True, True)
+    assert (run.path / "overrides.txt").read_text().splitlines() == overrides(folder)
 
 
 def test_launch_trains_and_prints_its_summary(document: dict[str, Any]) -> None:
@@ -102,12 +100,6 @@ def test_every_step_has_every_metric_of_the_contract_and_every_rank_its_log(run:
     assert run.log_path(host, 1).exists()
     assert "train" in [event.get("phase") for event in run.read_events()]
     assert (run.log_dir(host) / "torchrun.log").read_text() == ""
-
-
-def test_run_folder_keeps_what_was_asked_and_what_was_run(run: RunFolder, folder: Path) -> None:
-    assert (run.path / "overrides.txt").read_text().splitlines() == overrides(folder)
-    config = load_config(run.path / "config.yaml")
-    assert (config.train.steps, config.cluster.backend) == (STEPS, "gloo")
 
 
 def test_report_shows_the_run(document: dict[str, Any], folder: Path, burst: Burst) -> None:

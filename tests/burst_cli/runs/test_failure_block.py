@@ -21,13 +21,9 @@ GIB = 2**30
 NAME = "tiny/20260101-000000-abcdef"
 RUN = RunFolder(Path("/runs") / NAME)
 MEMORY = {
-    "where": "device",
-    "device": "cuda:1",
-    "peak_bytes": 75 * GIB,
-    "peak_source": "CUDA caching allocator, peak of this step",
-    "asked_bytes": 6 * GIB,
-    "capacity_bytes": 80 * GIB,
-    "predicted_peak_bytes": 78 * GIB,
+    **{"where": "device", "device": "cuda:1", "peak_bytes": 75 * GIB},
+    **{"peak_source": "CUDA caching allocator, peak of this step", "asked_bytes": 6 * GIB},
+    **{"capacity_bytes": 80 * GIB, "predicted_peak_bytes": 78 * GIB},
 }
 
 

@@ -75,11 +75,7 @@ def test_json_holds_the_records_of_all_runs(burst, root: Path) -> None:
         newest.items()
         >= {
             **{
-                "run_id": run.run_id,
-                "exp": "tiny",
-                "status": "running",
-                "path": str(run.path),
-                "lost": True,
+                **{"run_id": run.run_id, "exp": "tiny", "status": "running", "path": str(run.path), "lost": True},
                 "steps": 0,
             },
             **{

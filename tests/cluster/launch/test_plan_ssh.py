@@ -51,17 +51,10 @@ def test_command_and_environment_of_a_bare_node_word_for_word() -> None:
         *("-m", "engine.train", f"{FOLDER}/config.yaml"),
     )
     assert environment(found, 1) == {
-        "BURST_RUN_ID": RUN.name,
-        "BURST_NODE": "n2",
-        "BURST_RANK_LOGS": f"{FOLDER}/logs/n2",
-        "OMP_NUM_THREADS": "8",
-        "PYTHONSAFEPATH": "1",
-        "PYTHONFAULTHANDLER": "1",
-        "PYTHONPATH": f"/home/me{CODE[1:]}",
-        "CUDA_VISIBLE_DEVICES": "",
-        "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_FR_DUMP_TEMP_FILE": f"{FOLDER}/logs/n2/flight_recorder_rank",
-        "GLOO_SOCKET_IFNAME": "eth0",
+        **{"BURST_RUN_ID": RUN.name, "BURST_NODE": "n2", "BURST_RANK_LOGS": f"{FOLDER}/logs/n2"},
+        **{"OMP_NUM_THREADS": "8", "PYTHONSAFEPATH": "1", "PYTHONFAULTHANDLER": "1"},
+        **{"PYTHONPATH": f"/home/me{CODE[1:]}", "CUDA_VISIBLE_DEVICES": "", "TORCH_FR_BUFFER_SIZE": "2000"},
+        **{"TORCH_FR_DUMP_TEMP_FILE": f"{FOLDER}/logs/n2/flight_recorder_rank", "GLOO_SOCKET_IFNAME": "eth0"},
     }
 
 
