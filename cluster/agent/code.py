@@ -13,7 +13,7 @@ import stat
 import time
 from typing import Any
 
-from cluster.agent.messages import code_id_of, code_path
+from cluster.agent.messages import code_id_of, code_path, write_all
 from cluster.agent.processes import all_pids, read_environ
 
 _OURS = re.compile(r"[0-9a-f]{64}\.zip(\.part-.*)?")
@@ -78,10 +78,10 @@ def install(root: str, code_id: str, archive: bytes, nonce: str) -> None:
         raise InstallError("the archive did not arrive whole")
     part = f"{target}.part-{nonce}"
     try:
-        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(archive)
-            file.flush()
-            os.fsync(file.fileno())
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "wb"):
+            write_all(descriptor, archive)
+            os.fsync(descriptor)
         os.replace(part, target)
     finally:
         with contextlib.suppress(FileNotFoundError):
