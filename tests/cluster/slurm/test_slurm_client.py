@@ -14,7 +14,7 @@ from cluster.launch.runner import Asked
 from cluster.launch.scheduler import SchedulerError
 from cluster.launch.slurm import RUNNER
 from cluster.slurm.client import JobStatus, SlurmClient, client_environment, describe_end, parse_job
-from cluster.slurm.job import SlurmJob
+from cluster.slurm.job import SlurmJob, SlurmLink
 from engine.config.cluster import ClusterConfig, SlurmConfig
 from engine.config.settings import RunConfig
 from engine.runs.folder import RunFolder
@@ -271,6 +271,22 @@ def test_a_job_that_slurm_requeues_has_ended_and_is_cancelled_by_who_leads_the_r
         again.look()
         assert (again.status.state, again.status.reason) == ("FAILED", "its step is over")
         assert again.has_ended()
+
+
+@pytest.mark.parametrize(("state", "phase"), [("PENDING", "starting"), ("RUNNING", "none")])
+def test_a_node_whose_job_waits_is_about_to_start(job, state, phase):
+    one = job(f"echo JobState={state}")
+    one.look()
+    assert SlurmLink(one, "n1").poll().phase == phase
+
+
+def test_supervisors_have_time_to_end_before_slurm_ends_their_job(job, fake, tmp_path):
+    fake("scancel", "")
+    one, asked = job("echo JobState=RUNNING"), tmp_path / "bin" / "asked"
+    SlurmLink(one, "n1").stop("Ctrl-C", 0.0)
+    wait_for(lambda: asked.exists() and asked.read_text().count("scontrol") > 2)
+    one.close()
+    assert "scancel" not in asked.read_text()
 
 
 def test_a_run_that_was_never_given_to_slurm_has_ended(job):

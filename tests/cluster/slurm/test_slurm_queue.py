@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 from slurm_rig import SlurmBench, job_id
 from testkit.fake_run import Led
-from testkit.process_table import run_processes
+from testkit.process_table import living, run_processes
 from testkit.waiting import wait_for
 
 from cluster.control.controller import settle
@@ -58,6 +60,9 @@ def test_inside_of_an_allocation_its_nodes_are_used_and_a_cancelled_run_leaves_i
     led = Led(bench.plan("wait", max_restarts=1)).begin()
     led.wait_for_step(5)
     assert job_id(led.run) == allocation
+    sessions = {os.getsid(srun.pid) for srun in living("cmdline", f"--job-name=burst-{led.run.run_id}")}
+    assert sessions  # of what outlives whoever began it
+    assert os.getsid(0) not in sessions
     led.stop.count, led.stop.cause = 1, "Ctrl-C"
     outcome = led.wait()
 
