@@ -66,13 +66,13 @@ def measure_out_of_memory(error: BaseException) -> dict[str, Any] | None:
     }
 
 
-def peak_resident_bytes() -> int:
+def peak_resident_bytes(status: str = "/proc/self/status") -> int:
     """Largest resident set of this process so far.
 
     VmHWM belongs to the program; ru_maxrss may still hold that of the parent from before exec.
     """
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+        for line in Path(status).read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
