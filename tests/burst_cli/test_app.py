@@ -61,6 +61,12 @@ def test_help_fills_its_lines_whatever_the_width_and_leaves_examples_alone(colum
     assert (all(fills), "burst launch exp=tiny train.steps=20" in lines) == (True, True)
 
 
+def test_runs_are_looked_for_in_runs(burst, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.delenv("BURST_RUNS_DIR")
+    monkeypatch.chdir(tmp_path)
+    assert burst("report").out.startswith(f"No runs in {tmp_path}/runs. ")
+
+
 def test_version_is_that_of_the_package(burst) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert (burst("--version").out, __version__) == (f"burst {__version__}\n", project["version"])

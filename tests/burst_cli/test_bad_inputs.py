@@ -144,9 +144,8 @@ def test_bad_argument_is_named_with_its_remedy(burst, argv: list[str], mistake: 
     assert_refused(burst(*argv), mistake, remedy)
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
+def test_bad_file_is_named_with_its_mistake(burst, tmp_path: Path) -> None:
+    for text, words in [
         ("# @package _global_\ntrain: {steps: 4\n", ["mine.yaml", "line 2"]),
         ("train:\n  steps: 4\n", ["mine.yaml", "# @package _global_"]),
         ("# @package _global_\ntrain:\n  setps: 4\n", ["train.setps: no such setting; did you mean", "mine.yaml"]),
@@ -159,9 +158,7 @@ def test_bad_argument_is_named_with_its_remedy(burst, argv: list[str], mistake: 
         ("# @package _global_\ntrain:\n  _target_: os.system\n", ["train._target_: no such setting", "mine.yaml"]),
         ("- a\n", ["exp: expected text, got the list", "# @package _global_"]),
         ("\udcff\udcfe", ["mine.yaml: not UTF-8 text", "save the file as UTF-8"]),
-    ],
-)
-def test_bad_file_is_named_with_its_mistake(burst, tmp_path: Path, text: str, words: list[str]) -> None:
-    (tmp_path / "exp").mkdir()
-    (tmp_path / "exp" / "mine.yaml").write_bytes(text.encode(errors="surrogateescape"))
-    assert_refused(burst("config", "--config-dir", str(tmp_path), "exp=mine"), *words)
+    ]:
+        (tmp_path / "exp").mkdir(exist_ok=True)
+        (tmp_path / "exp" / "mine.yaml").write_bytes(text.encode(errors="surrogateescape"))
+        assert_refused(burst("config", "--config-dir", str(tmp_path), "exp=mine"), *words)

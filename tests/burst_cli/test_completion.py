@@ -85,9 +85,8 @@ ATTENTION = [f"attention={name}" for name in sorted(get_args(PresetName))]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
+def test_candidates_are_the_same_in_every_shell(complete, shell: str) -> None:
+    for line, expected in [
         ("burst config exp=ti", ["exp=tiny"]),
         ("burst data prepare exp=ti", ["exp=tiny"]),
         ("burst config exp=tiny attention=", ATTENTION),
@@ -103,10 +102,8 @@ ATTENTION = [f"attention={name}" for name in sorted(get_args(PresetName))]
         ("burst config ~optimizer.beta", ["~optimizer.beta1=", "~optimizer.beta2="]),
         ("burst config --fie", ["--fields"]),
         ("burst config no.such.key=", []),
-    ],
-)
-def test_candidates_are_the_same_in_every_shell(complete, shell: str, line: str, expected: list[str]) -> None:
-    assert complete(shell, line) == offered(shell, line, expected)
+    ]:
+        assert complete(shell, line) == offered(shell, line, expected)
 
 
 @pytest.mark.parametrize("shell", SHELLS)

@@ -3,10 +3,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from rich.text import Text
 from testkit.terminal import text_of
 
 from burst_cli import figures
-from burst_cli.render import fitting, listing
+from burst_cli.render import Column, fitted_table, fitting, listing
 
 
 @pytest.mark.parametrize(
@@ -59,6 +60,18 @@ def test_clean_leaves_no_terminal_control() -> None:
         ("\x9b31mred", "31mred"),
     ]:
         assert figures.clean(dirty) == text
+
+
+def test_a_table_gives_notes_what_is_left_and_short_names_where_that_is_nothing() -> None:
+    columns = [Column("run", is_number=False), Column("step", 2), Column("loss\nof all", 1)]
+    rows = [[Text(one) for one in cells] for cells in (("tiny/1", "3/4", "2.5"), ("big/10", "10/40", "11.25"))]
+    notes = [Text("[b]died of hunger"), Text()]
+    wide, narrow = (fitted_table(columns, rows, notes, width, short=("1", "10")) for width in (24, 17))
+    cells = [line.rstrip() for line in (text_of(wide[0], width=24) + text_of(narrow[0], width=17)).splitlines()]
+    assert [wide[1], narrow[1], *cells] == [
+        *(True, False, "               loss", "run     step of all", "tiny/1   3/4    2.5 [b]…", "big/10 10/40  11.25"),
+        *("            loss", "run  step of all", "1     3/4    2.5", "10  10/40  11.25"),
+    ]
 
 
 @pytest.mark.parametrize(("room", "kept"), [(100, [0, 1, 2, 3]), (29, [0, 2, 3]), (20, [2, 3]), (5, [2])])

@@ -186,11 +186,11 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("argv", "mistake", "remedy"), MISTAKES, ids=[" ".join(case[0]) for case in MISTAKES])
-def test_a_mistake_is_named_with_its_remedy(burst, argv: list[str], mistake: str, remedy: str) -> None:
-    code, out, err = burst("plan", *argv)
-    assert (code, out, err[:7]) == (2, "", "error: ")
-    assert [words in err for words in (mistake, remedy, "Traceback")] == [True, True, False]
+def test_a_mistake_is_named_with_its_remedy(burst) -> None:
+    for argv, mistake, remedy in MISTAKES:
+        code, out, err = burst("plan", *argv)
+        assert (code, out, err[:7]) == (2, "", "error: ")
+        assert [words in err for words in (mistake, remedy, "Traceback")] == [True, True, False]
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_to_change(burst) -> None:

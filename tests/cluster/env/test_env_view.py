@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-import pytest
 from env_topologies import SISTERS, machine, node, port
 from testkit.terminal import text_of
 
@@ -80,17 +79,15 @@ def test_the_same_difference_on_many_nodes_is_one_line() -> None:
     assert report.to_dict() == {"nodes": nodes, "errors": {"tb4": "refused"}, "exit_code": 1}
 
 
-@pytest.mark.parametrize(
-    ("changes", "log", "code"),
-    [
+def test_exit_codes_tell_differences_from_the_unknown() -> None:
+    cases: list[tuple[dict[str, Any], str | None, int]] = [
         ({}, None, 0),
         ({"errors": {"tb2": "refused"}}, None, 3),
         ({}, "nothing", 3),
         ({"live": {"tb1": (LiveSource("login", {"NCCL_X": "1"}),)}, "errors": {"tb2": "refused"}}, None, 1),
-    ],
-)
-def test_exit_codes_tell_differences_from_the_unknown(changes: dict[str, Any], log: str | None, code: int) -> None:
-    assert check_report(replace(equal_nodes("tb1"), **changes), log).exit_code == code
+    ]
+    for changes, log, code in cases:
+        assert check_report(replace(equal_nodes("tb1"), **changes), log).exit_code == code
 
 
 def test_nothing_to_complain_of_says_what_was_looked_at() -> None:
