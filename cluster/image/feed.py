@@ -26,7 +26,6 @@ _RELAY = ("cluster.image.node.relay", "burst-image-relay")
 _SILENCE_S = 30.0
 _BEAT_S = 0.5
 _LAST_WORDS_S = 2.0
-Upstream = tuple[str, int, bool]  # address, port, whether by TLS
 _NO_ANSWER = (ClusterError, ValueError, LookupError, TypeError)
 
 
@@ -71,7 +70,7 @@ class Feed:
         self.sent_bytes, self._relayed, self._lock = 0, 0, threading.Lock()
         self.notes: list[str] = []
         self.ports = [connection.forward(self._door.answer)]
-        self._relay: tuple[NodeProgram, Upstream] | None = None  # and where peers reach it
+        self._relay: tuple[NodeProgram, str, int] | None = None  # and where peers reach it, by TLS
         self._asking = threading.Lock()
 
     @property
@@ -87,15 +86,16 @@ class Feed:
             setup = {"blobs": blobs, "token": self._door.token, "certificate": certificate}
             said, _ = program.ask(setup, silence_s=_SILENCE_S)
             (address, peer_port), port = said["peer"], int(said["port"])
-            self._relay = program, (str(address), int(peer_port), True)
+            self._relay = program, str(address), int(peer_port)
             self.ports.insert(0, port)
         except _NO_ANSWER as error:
             self.notes.append(f"no relay there ({one_line(str(error))}): it pulls from here")
 
     def follow_relay(self, feeders: Iterable[Feed]) -> None:
         """Tell the relay, if there is one, whom to ask, the first first, and from then on ask how much came."""
-        upstreams = [*(feeder._relay[1] for feeder in feeders if feeder._relay), ("127.0.0.1", self.ports[-1], False)]
+        upstreams = [(*feeder._relay[1:], True) for feeder in feeders if feeder._relay is not None]
         if self._relay is not None:
+            upstreams.append(("127.0.0.1", self.ports[-1], False))
             begin(functools.partial(self._follow, self._relay[0], {"upstreams": upstreams}))
 
     def end(self) -> None:

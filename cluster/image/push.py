@@ -8,7 +8,6 @@ import secrets
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cluster.errors import ClusterError, SshError, SshFailure
 from cluster.image.archive import PackedImage, Packing
@@ -151,7 +150,7 @@ class Push:
                         text = f"its engine still pulls, and nothing has come to any node for {self._stall_s:.3g} s"
                         raise SshError(error.host, error.kind, text, "did it stop, or the node before it?") from error
 
-    def _result(self, node: NodePlan, outcome: Outcome[Any] | None) -> NodeResult:
+    def _result(self, node: NodePlan, outcome: Outcome[None] | None) -> NodeResult:
         feed = self._feeds.get(node.node)
         received, notes = (feed.received_bytes, tuple(feed.notes)) if feed else (0, ())
         seconds = outcome.elapsed_s if outcome else 0.0  # None: it has the image, or cannot get it

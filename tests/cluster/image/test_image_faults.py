@@ -159,7 +159,7 @@ def test_engines_that_hang_or_name_nothing_are_told_and_stop_no_other(rig):
     assert f"the engine holds nothing instead of {rig.image_here.identity[:12]}" in pushed.nodes[forgetful].error
 
 
-def test_relays_and_pulls_that_take_long_are_waited_for_and_all_leaves_here_once(rig):
+def test_a_pull_that_moves_is_waited_for_though_all_has_left_here(rig):
     rig.tool(rig.names[0], "python3", f'sleep 0.5; exec {sys.executable} "$@"')
     set_fault(rig.testbed, rig.names[-1], "link_slow", "6mbit")
     pushed = rig.push(rig.image_here, stall_s=1.5)

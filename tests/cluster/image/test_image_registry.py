@@ -322,14 +322,14 @@ def test_a_peer_needs_the_certificate_of_the_push(feed):
     certificate = new_certificate()
     first = feed(blob_of(BODY), certificate=certificate)
     with pytest.raises((http.client.BadStatusLine, ConnectionError)):
-        ask(first._relay[1][1], path_of(BODY))
+        ask(first._relay[2], path_of(BODY))
     anybody = functools.partial(http.client.HTTPSConnection, context=ssl._create_unverified_context())
     with pytest.raises((ssl.SSLError, ConnectionError)):
-        ask(first._relay[1][1], path_of(BODY), connect=anybody)
+        ask(first._relay[2], path_of(BODY), connect=anybody)
     strange = feed(given_up(), first, certificate=new_certificate())
     with pytest.raises(http.client.IncompleteRead):
         ask(strange.ports[0], path_of(BODY))
     assert first.sent_bytes == 0
     friend = feed(given_up(), first, certificate=certificate)
-    with socket.create_connection(("127.0.0.1", first._relay[1][1])):  # who says nothing keeps nobody out
+    with socket.create_connection(("127.0.0.1", first._relay[2])):  # who says nothing keeps nobody out
         assert ask(friend.ports[0], path_of(BODY))[1] == BODY
