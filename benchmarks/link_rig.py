@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -40,7 +40,7 @@ class RemoteRun:
         run = base / run_id
         run.mkdir(mode=0o700, exist_ok=True)
         there = testbed.node(node).home / ".burst" / "runs" / run_id
-        return cls(testbed.host(node, 3.0), run, there)
+        return cls(replace(testbed.host(node), connect_timeout_s=3.0), run, there)
 
     @property
     def node(self) -> str:

@@ -24,8 +24,6 @@ _SHADOW = "".join(f"{user}:*:19000:0:99999:7:::\n" for user in (SSH_USER, "sshd"
 class TestbedPlan:
     """What `up` does: it writes `files`, by path, and runs `commands`; known_hosts and fake hardware follow."""
 
-    __test__ = False
-
     name: str
     nodes: tuple[str, ...]
     folder: str

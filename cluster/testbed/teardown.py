@@ -40,14 +40,14 @@ class Removed:
     """What was taken away: counts, and the files outside of the testbed's folder."""
 
     name: str
-    processes: int = 0
-    namespaces: int = 0
-    files: tuple[str, ...] = ()
+    processes: int
+    namespaces: int
+    files: tuple[str, ...]
 
     @property
     def anything(self) -> bool:
         """Whether there was anything to remove."""
-        return bool(self.processes or self.namespaces or self.files)
+        return any((self.processes, self.namespaces, self.files))
 
 
 def standing_names() -> tuple[str, ...]:

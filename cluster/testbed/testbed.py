@@ -106,7 +106,7 @@ class Testbed:
             raise TestbedError(f"testbed {self.name} has no node {name!r}; it has {self.spec.node_set}")
         return self.nodes[self.node_names.index(name)]
 
-    def host(self, name: str, connect_timeout_s: float = 10.0) -> Host:
+    def host(self, name: str) -> Host:
         """How SSH reaches a node."""
         return Host(
             name=name,
@@ -115,12 +115,7 @@ class Testbed:
             key_name=name,
             identity_files=(str(self.client_key),),
             known_hosts=(str(self.path / "known_hosts"),),
-            connect_timeout_s=connect_timeout_s,
         )
-
-    def hosts(self, connect_timeout_s: float = 10.0) -> tuple[Host, ...]:
-        """All nodes."""
-        return tuple(self.host(name, connect_timeout_s) for name in self.node_names)
 
     @property
     def ssh_config(self) -> Path:

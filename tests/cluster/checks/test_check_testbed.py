@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from testkit.testbed_fixture import Testbeds
 
@@ -40,9 +42,8 @@ def bad(report: FleetReport, name: str) -> list[Finding]:
 
 
 def test_each_node_is_named_with_its_own_fault_and_no_other(broken: Testbed) -> None:
-    report = check_nodes(
-        broken.hosts(CONNECT_TIMEOUT_S), ClusterConfig(), CheckOptions(GROUPS, read_selection(["ssh", "gpu", "net"]))
-    )
+    hosts = [replace(broken.host(name), connect_timeout_s=CONNECT_TIMEOUT_S) for name in broken.node_names]
+    report = check_nodes(hosts, ClusterConfig(), CheckOptions(GROUPS, read_selection(["ssh", "gpu", "net"])))
     names = list(report.nodes)
     told = [[(f.check, f.severity, f.device, f.evidence) for f in bad(report, name)] for name in names]
     reach = ("ssh.reach", Verdict.FAIL, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cluster.testbed.hardware.devices import build_hardware
 from cluster.testbed.hardware.files import hardware_files
 from engine.config.errors import ConfigError
 
@@ -13,6 +14,12 @@ def test_nodes_differ_in_uuids_and_in_nothing_else() -> None:
     assert first == again
     assert {name for name in first if first[name] != other[name]} == {"bin/nvidia-smi"}
     assert hardware_files("none", "n1", 1) == {}
+    for profile, rails, spares in (("h100x8", 8, 5), ("a100x8", 4, 0)):
+        hardware = build_hardware(profile, 1, ["roce"])
+        assert len(hardware.adapters) == rails + spares
+        compute = [(one["netdev"], one["link_layer"], one["numa_node"]) for one in hardware.adapters[:rails]]
+        assert compute == [(f"rdma{rail}", "Ethernet", int(rail >= rails / 2)) for rail in range(rails)]
+        assert [gpu["numa_node"] for gpu in hardware.gpus] == [0] * 4 + [1] * 4
 
 
 @pytest.mark.parametrize(
