@@ -239,7 +239,6 @@ Options = Mapping[str, Sequence[str]]  # what `ssh -G` says: values in order by 
 
 MAX_JUMPS = 8
 _ASK_TIMEOUT_S = 15.0
-_ASK_AT_ONCE = min(16, 2 * (os.cpu_count() or 1))
 _DEFAULT_TIMEOUT_S = SshConfig().connect_timeout_s
 _JUMP = re.compile(r"(?:ssh://)?(?:(?P<user>[^@\s]+)@)?\[?(?P<name>[^@\s\]]+?)\]?(?::(?P<port>\d+))?/?")
 # For what goes through a log-in of `ssh` that is open to others; should it end meanwhile, ssh makes one of its own.
@@ -253,7 +252,7 @@ def resolve_hosts(names: Sequence[str], ssh: SshConfig, overrides: Iterable[str]
     One `ssh -G` per name takes 5 ms; a few run at the same time.
     """
     resolver, typed = Resolver(ssh, _openssh(ssh)), tuple(overrides)
-    with ThreadPoolExecutor(_ASK_AT_ONCE, thread_name_prefix="resolve") as pool:
+    with ThreadPoolExecutor() as pool:
         return tuple(pool.map(lambda name: replace(resolver.node(name), overrides=typed), names))
 
 

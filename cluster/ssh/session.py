@@ -17,7 +17,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent import futures
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -31,7 +31,7 @@ from cluster.ssh.transport import WINDOW_BYTES, KeyFiles, SshTransport, log_in, 
 
 # A server with many strangers at its door (MaxStartups 10:30:100) drops some: these come again.
 _ATTEMPTS = 5
-_FIRST_PAUSE_S = 0.2
+_PAUSE_S = 0.1
 _JUMP_RETRY_S = 5.0
 
 
@@ -47,7 +47,7 @@ class SshPool:
 
     def __init__(self, *, patience_s: float = 30.0) -> None:
         self._patience_s, self._lock, self._files = patience_s, threading.Lock(), KeyFiles()
-        self._gates: dict[Host, tuple[float, Future[SshTransport]]] = {}
+        self._gates: dict[Host, tuple[float, futures.Future[SshTransport]]] = {}
         self._known: dict[tuple[str, ...], HostKeys] = {}
         self._opened = WeakSet[SshConnection]()
 
@@ -102,7 +102,7 @@ class SshPool:
                 break
             except BaseException as error:
                 transport.close()
-                wait_s = _FIRST_PAUSE_S * 2 ** (attempt - 1) * random.uniform(0.5, 1.5)
+                wait_s = _PAUSE_S * 2**attempt * random.uniform(0.5, 1.5)
                 was_dropped = isinstance(error, SshError) and error.kind is SshFailure.PROTOCOL
                 if not was_dropped or attempt == _ATTEMPTS or 3 * wait_s >= deadline.left_s:
                     raise
@@ -200,7 +200,7 @@ def reach(host: Host, addresses: Sequence[tuple[Any, ...]], deadline: Deadline) 
     raise SshError(host.name, SshFailure.UNREACHABLE, f"{where}: {words(failure)}", "is the network up?")
 
 
-_WRITE_BYTES = 1 << 15
+_WRITE_BYTES = 32_768
 _STDERR_BYTES = 1 << 20
 _BROKEN = (OSError, EOFError, paramiko.SSHException)
 
@@ -216,8 +216,7 @@ class SshProcess(RemoteProcess):
         self._is_readable = threading.Event()
         channel.in_buffer.set_event(self._is_readable)
         # stderr has its own reader: both streams share one window, and a full one would stop the other.
-        self._drain = threading.Thread(target=self._read_stderr, name="stderr", daemon=True)
-        self._drain.start()
+        self._drain = begin(self._read_stderr)
 
     def write(self, data: bytes) -> None:
         view = memoryview(data)
@@ -245,7 +244,7 @@ class SshProcess(RemoteProcess):
             self._keep(stdout, data, OUTPUT_BYTES)
         if not self._channel.status_event.wait(deadline.left_s):
             raise self._connection.command_timeout(deadline)
-        self._drain.join(deadline.left_s)
+        futures.wait([self._drain], deadline.left_s)
         code = self._channel.exit_status
         if code == -1:
             # A signal ended it; or the connection did, which closes its channels first and says so a moment later.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import re
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -31,9 +32,6 @@ WINDOW_BYTES = 1 << 20
 
 # Without a handler Python prints paramiko's tracebacks of failed handshakes on stderr; ours are errors with a text.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
-
-# The names of an RSA key's signatures, of which known_hosts knows nothing.
-_SIGNATURES = {"rsa-sha2-512": "ssh-rsa", "rsa-sha2-256": "ssh-rsa"}
 
 
 class BoundedPacketizer(Packetizer):
@@ -90,7 +88,8 @@ class SshTransport(paramiko.Transport):
         """
         options, types = self.get_security_options(), [line.key.kind for line in known.find(host.key_name)]
         certified = [f"{kind}{SUFFIX}" for kind in options.key_types] if known.authorities(host) else []
-        plain = sorted(options.key_types, key=lambda kind: _SIGNATURES.get(kind, kind) not in types)
+        # known_hosts knows nothing of the names of an RSA key's signatures.
+        plain = sorted(options.key_types, key=lambda kind: re.sub("^rsa-.*", "ssh-rsa", kind) not in types)
         options.key_types = (*certified, *plain)
         self.banner_timeout = deadline.left_s + 1  # paramiko's own ends after 15 s, whatever the deadline is
         done = threading.Event()
