@@ -79,6 +79,7 @@ def test_probes_write_no_files(tmp_path: Path) -> None:
 
 def test_what_python_runs_on_nodes_is_python_3_9() -> None:
     questions = [*(one for group in GROUPS for one in group.questions), *FACT_QUESTIONS, LIVE]
+    assert min(question.limit_s for question in questions) > 0  # which would be no limit
     programs = [one.script.partition("<<'PYTHON'")[2] for one in questions]
     for program in filter(None, programs):
         body = program.partition("\n")[2].partition("\nPYTHON\n")[0]
