@@ -73,6 +73,7 @@ def test_a_plan_of_many_nodes_shows_two_environments(capsys: pytest.CaptureFixtu
     [
         (("model.vocab_size=270",), 2, "model.vocab_size=270 is too small: the data has tokens up to 279"),
         (("train.seq_len=100000", "model.vocab_size=280", "--force"), 1, "train.seq_len"),
+        (("train.seq_len=32", "train.eval_needle_depths=2"), 2, "sentence, question and answer take up to"),
     ],
 )
 def test_data_that_does_not_suit_the_model_leaves_no_run(
