@@ -29,8 +29,8 @@ BAD_OVERRIDES = [
         ("hydra=x", "hydra=x: settings of Hydra itself have no effect", "leave it out"),
         ("hydra/launcher=x", "hydra/launcher=x: settings of Hydra itself have no effect", "leave it out"),
         ("exp=''", "exp='': exp is a group of files", "takes the name of one"),
-        ("train.seq_len=2048,4096", "a list of values is a sweep", "one run takes one value"),
-        ("data.paths=a,b", "a list of values is a sweep", "data.paths=[a,b]"),
+        ("train.seq_len=2048,4096", "train.seq_len=2048,4096: a list of values is a sweep", "give one value, or quote"),
+        ("data.paths=a,b", "data.paths=a,b: a list of values is a sweep", "data.paths=[a,b]"),
         ("train.warmup_metric_steps=5", "no such setting any more", "leave the first 3 steps out"),
     ],
     [
