@@ -104,8 +104,8 @@ def test_the_innermost_function_that_is_listed_decides() -> None:
     assert "attention" not in found
 
 
-def bytes_of_a_step(policy: str) -> tuple[int, int, int]:
-    """(bytes of checkpoints when the loss begins, of gradients and of weights when backward is over)."""
+def bytes_of_a_step(policy: str) -> tuple[int, int, int, set[str]]:
+    """Bytes of checkpoints when the loss begins, of gradients and of weights when backward is over; the phases."""
     run = start_run(tiny_config(memory={"activation_checkpoint": policy}))
     (own,) = own_part(random_batches(0, sequences=1), run.mesh)
     batch = rank_batch(own, run.model, run.attention, run.mesh)
@@ -117,9 +117,10 @@ def bytes_of_a_step(policy: str) -> tuple[int, int, int]:
         checkpoints = by_component(tracker.device.peak.components)["checkpoints"]
         del hidden
         run.train_step.accumulate([batch], label_tokens=30)
+        phases = set(tracker.device.phase_peaks)
         tracker.reset_peak()
     found = by_component(tracker.device.peak.components)
-    return checkpoints, found["gradients"], found["parameters"]
+    return checkpoints, found["gradients"], found["parameters"], phases
 
 
 def test_what_layers_leave_behind_are_checkpoints_and_gradients_are_known_as_such(ranks: Pools) -> None:
@@ -130,3 +131,5 @@ def test_what_layers_leave_behind_are_checkpoints_and_gradients_are_known_as_suc
     assert attn_out == full + layers * (residual + 30 * 4 * FLOAT)  # out, and lse of 4 heads
     assert of_full == others
     assert others[0] == others[1] > 0
+    of_layers = {f"{phase}/{place}" for phase in ("forward", "backward") for place in ("first", "last")}
+    assert others[2] == of_layers | {"forward", "loss", "backward"}
