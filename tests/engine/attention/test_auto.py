@@ -81,6 +81,7 @@ def test_methods_for_large_groups_are_shortlisted_in_smaller_ones_and_then_plann
 def test_the_machine_is_named_or_found_by_device() -> None:
     assert machine_of(AUTO, "NVIDIA H200").name == "h200"
     assert machine_of(AUTO, "cpu").name == "cpu"
+    assert machine_of(replace(AUTO, cluster=ClusterConfig(backend="gloo"))).name == "cpu"
     assert machine_of(AUTO).name == "h100"
     settings = MachineConfig(name="a100", rates=("inter_bytes_per_s=1e9", "shared_nic=1"))
     machine = machine_of(replace(AUTO, cluster=ClusterConfig(machine=settings)), "NVIDIA H200")

@@ -195,6 +195,16 @@ def test_when_nothing_fits_it_is_said_what_is_missing_and_how_many_ranks_would_d
     assert "memory.host_bytes=BYTES" in advice(capacity(SHORT, None), seven_b(train={"seq_len": 2**20}))[0]
 
 
+def test_a_policy_that_is_open_is_weighed_as_one_that_keeps_everything() -> None:
+    """It would save 3% on one node; one that computes again what it can would save nothing there."""
+    asked, world, machine = open_config(2**17), Topology(2, 4), find_machine("h100", {"inter_bytes_per_s": 20e9})
+    settled = replace(asked, memory=replace(asked.memory, activation_checkpoint="none", activation_store="device"))
+    found = Adviser(capacity(2000), machine, PREDICT).recommend(asked, settled, world)
+    steps = [predict_step(settled, one, machine).device_s_per_token for one in (world, Topology(1, 4))]
+    assert found is not None
+    assert (found.change, found.saving) == ("--ranks 4 --nodes 1", pytest.approx(1 - steps[1] / steps[0]))
+
+
 def test_shorter_sequence_is_not_advised_where_the_model_alone_is_too_large() -> None:
     host = Capacity("cpu", 60 * 2**30, "MemTotal", 60 * 2**30, "MemTotal", 1, host_is_device=True)
     config = replace(seven_b(train={"seq_len": 1024}, cluster={"backend": "gloo"}), model=EIGHT_B)
