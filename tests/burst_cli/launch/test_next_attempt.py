@@ -53,6 +53,9 @@ class Story(LaunchObserver):
             return LaunchOutcome("completed", 0)
         return LaunchOutcome("oom" if kind == "oom" else "failed", 1, Failure(kind, "Bad", "it failed"))
 
+    def ask(self) -> None:
+        self.stop.count += 1
+
     def renew(self, plan: LaunchPlan, run: RunFolder) -> LaunchPlan:
         if self.deaf:
             self.deaf -= 1
@@ -74,6 +77,9 @@ def test_a_run_that_fails_begins_again_until_it_is_complete(tmp_path: Path) -> N
         "signal: restart 1 of 2 without progress, from the beginning",
         "hang: restart 2 of 2 without progress, from the beginning",
     ]
+    stopped = Story(tmp_path, ("signal", 0))
+    stopped.clock.after(1.5, stopped.ask)
+    assert (stopped.tell(), stopped.clock.now < 1.7) == (("failed", 1), True)
 
 
 def test_restarts_are_counted_from_the_last_progress(tmp_path: Path) -> None:

@@ -135,6 +135,9 @@ def test_detached_leader_takes_over_in_the_background(burst: Burst, root: Path) 
         living.kill()
         refused = burst("resume", "--hosts", "n1")
         assert (refused.code, "burst cancel it before it gets others" in refused.err) == (2, True)
+        (log := living.run.path / "controller.log").symlink_to(root / "of somebody else")
+        assert "symbolic links" in burst("resume", "--detach").err
+        log.unlink()
         leaving = start_resume(root, "--detach", "--json")
         out, err = leaving.communicate(timeout=200)
         assert leaving.returncode == 0, err
