@@ -183,6 +183,7 @@ def test_a_long_log_holds_up_no_other(files: NodeFiles) -> None:
         heads = [head for budget in budgets for head in tail.take(budget)[0]]
         assert len({head["path"] for head in heads}) == 64
         assert sum(head["bytes"] for head in heads if head["path"] == LOG) < 2 * PIECE_BYTES
+        assert sum(head["bytes"] for head in heads) == 2 * PIECE_BYTES
 
 
 def test_a_log_that_was_begun_anew_replaces_the_old_one(files: NodeFiles, here: Path) -> None:
