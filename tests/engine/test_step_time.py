@@ -108,8 +108,7 @@ PARTS = {
         {"intra_latency_s": 1.0, **OVERHEADS}, "attention=ring", THRICE,
         attention_exposed=3 * 2 * (3 + 5), overhead=10 + 2 * 2 * 3,
     ),
-    # All weights are gathered twice, and their gradients are reduced in fp32.
-    "nothing to hide behind": case(
+    "nothing to hide behind": case(  # all weights are gathered twice, and their gradients are reduced in fp32
         {INSIDE: 1.0}, *ALONE, HALF, THRICE, weights=3 * 2 * 2 * ELSEWHERE, gradients=3 * 4 * ELSEWHERE
     ),
     "all but the embedding's part hides": case(

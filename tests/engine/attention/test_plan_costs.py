@@ -86,24 +86,24 @@ def test_one_ring_moves_what_the_published_formulas_say(size: int, wire: Any) ->
 @pytest.mark.parametrize(
     ("grid", "kv_heads"), [((2, 2, 2), 8), ((4, 2, 1), 4), ((2, 1, 4), 2), ((8, 1, 1), 8), ((4, 1, 1), 2)]
 )
+@pytest.mark.parametrize("wire", ["float32", "bfloat16"])
 def test_two_dimensions_move_the_exchange_and_the_hops_of_the_double_ring(
-    grid: tuple[int, int, int], kv_heads: int
+    grid: tuple[int, int, int], kv_heads: int, wire: Any
 ) -> None:
     """(h-1)/h of rows, then W (w-1) inner and W-1 outer hops of K,V."""
-    heads, inner, outer = grid
-    plans = plans_of(ring_method(inner, outer, heads=heads, kv_replicated=heads > kv_heads))
+    (heads, inner, outer), wide = grid, 2 if wire == "float32" else 1  # numbers of 16 bits in a gradient's
+    plans = plans_of(ring_method(inner, outer, heads=heads, kv_replicated=heads > kv_heads, gradient_wire_dtype=wire))
     share, width, head_dim = 4, HEADS * 16, 16
     exchange = (heads - 1) * share * (2 * width + 2 * max(kv_heads, heads) * head_dim) * 2 // heads
     block = 2 * share * heads * max(kv_heads // heads, 1) * head_dim * 2  # C of the formula
     ring_hops = outer * (inner - 1) + outer - 1
-    tokens = TokenBytes(HEADS, kv_heads, head_dim)
+    tokens = TokenBytes(HEADS, kv_heads, head_dim, wire_gradient_bytes=2 * wide)
     assert set(sent_by(plans.forward, tokens)) == {exchange + ring_hops * block}
-    # dK, dV in fp32: one hop home inside the ring, or the last hop of a single level; sums of far cycles go straight.
+    # dK, dV: one hop home inside the ring, or the last hop of a single level; sums of far cycles go straight.
     gradient_hops = ring_hops + (inner > 1 and outer > 1)
-    partial_sums = (heads - 1) * share * 2 * head_dim * 2 if heads > kv_heads else 0  # of copied heads, in fp32
-    assert set(sent_by(plans.backward, tokens)) == {
-        exchange + partial_sums + ring_hops * block + gradient_hops * 2 * block
-    }
+    partial_sums = (heads - 1) * share * 2 * head_dim * 2 * (wide - 1) if heads > kv_heads else 0  # of copied heads
+    gradients = partial_sums + gradient_hops * wide * block
+    assert set(sent_by(plans.backward, tokens)) == {exchange + ring_hops * block + gradients}
 
 
 def forward_bytes(seq_len: int, **attention: object) -> int:
