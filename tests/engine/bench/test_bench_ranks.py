@@ -105,6 +105,7 @@ def test_cells_are_their_settings_and_come_back_from_a_folder(tmp_path: Path) ->
     )
     shape = HeadShape(4, 2, 16, "float32")
     attention = AttentionCell(("ring", "burst"), "full", 64, RankSetup(4, 2, 3, "nccl"), shape, Rounds(3, 2))
+    assert (RankSetup(2), Rounds(3)) == (RankSetup(2, 1, 1, "gloo"), Rounds(3, 1))
     spec.write_cell(attention, tmp_path)
     assert spec.read_cell(AttentionCell, tmp_path) == attention
     machine, model = MachineCell(RankSetup(1), shape, 1.0), ModelConfig(vocab_size=256, head_dim=16)

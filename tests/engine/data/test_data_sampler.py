@@ -175,6 +175,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Samples]:
         ((1.0, 1.0, 1.0), [3334, 3333, 3333]),
         ((0.7, 0.2, 0.1), [7000, 2000, 1000]),
         ((1e9, 1.0, 1e-9), [BLOCK - 2, 1, 1]),
+        ((0.99985, 0.0001, 0.00005), [BLOCK - 2, 1, 1]),
     ],
 )
 def test_shares_are_those_of_the_weights_and_nobody_gets_none(
