@@ -164,6 +164,7 @@ def test_commands_for_a_node_say_how_it_is_reached(tmp_path: Path) -> None:
     (host,) = resolve_hosts(["n1"], SshConfig(config_file=str(tmp_path / "config")), typed)
     words = ["burst", "hosts", "trust", "cluster=lab", "cluster.ssh.user=o'neil", "--hosts", "n1"]
     assert shlex.split(host.command("hosts", "trust")) == words
+    assert Host("n", "a") == Host("n", "a", 22, "root", "", (), (), (), None, None, 10.0, False, "", ())
 
 
 def test_hundreds_of_names_are_resolved_in_seconds(tmp_path: Path) -> None:
