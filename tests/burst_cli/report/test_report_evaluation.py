@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from report_samples import make_run, variant
 from testkit.terminal import lines_of
 
 from burst_cli.eval.view import evaluation_lines, evaluation_tables, evaluation_view
+from burst_cli.report.build import build_report
 from burst_cli.report.effective import effective_time
+from burst_cli.report.write import parts_of
 from engine.runs.folder import RunFolder
 
 DEPTHS = [
@@ -58,6 +61,9 @@ def test_table_page_and_document_show_what_was_evaluated(burst, evaluation: RunF
         *("0 to 255 3.2500", "256 to 511 3.0000", "", "needle at depth token right loss gain"),
         *("0% 0 0% 2.0000 0.0000", "50% 200 50% 2.0000 1.5000", "100% 400 100% 2.0000 3.0000"),
     ]
+    found = build_report(tmp_path / "runs", ["tiny-eval"])
+    many = replace(found, groups=(("", list(found.records) * 6),))
+    assert [part.title for part in parts_of(many) if part.is_aside] == ["tiny-eval/20260101-000001-000001"] * 4
     holes = [{"first": 3, "loss": 1.0}, {"last": 3}]
     bare = {"final_validation_loss_by_position": holes, "final_needle_by_depth": [{}]}
     dashes = [["–", "1.0000"], ["–", "–"]], [["–"] * 5]
