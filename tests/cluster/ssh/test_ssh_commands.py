@@ -133,7 +133,7 @@ def test_the_end_of_a_connection_is_noticed_while_a_command_runs(server: Server)
         process = connection.start(["sleep", "20"])
         os.kill(session, signal.SIGKILL)
         with at_most(2):
-            for work in (lambda: process.wait(15), lambda: connection.run(["true"])):
+            for work in (lambda: process.read(1, 15), lambda: process.wait(15), lambda: connection.run(["true"])):
                 with pytest.raises(SshError, match="the connection ended") as caught:
                     work()
                 assert caught.value.kind is SshFailure.LOST
