@@ -40,7 +40,7 @@ class Work(TorchDispatchMode):
         super().__init__()
         self.product_s = self.attention_s = 0.0
         self.sent: dict[int, int] = {}  # by peer
-        self.copied, self.rows, self.products, self.tiles, self.is_step = 0, 0, 0, 0, False
+        self.copied, self.rows, self.products, self.tiles, self.tokens = 0, 0, 0, 0, 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(function)
@@ -60,7 +60,8 @@ class Work(TorchDispatchMode):
             self.sent[args[2]] = sum(tensor.nbytes for tensor in args[0])
         elif name.startswith("aten.copy_") and args[0].dtype == torch.uint8:
             self.copied += args[0].nbytes
-        self.is_step |= "embedding" in name
+        elif name.startswith("aten.embedding."):
+            self.tokens += args[1].numel()  # of a step
         return function(*args, **(kwargs or {}))
 
 
@@ -75,8 +76,10 @@ class Counted(Stopwatch):
         with Work() as work:
             call()
         message_s = self._message_s(work.sent)
-        if work.is_step:
-            return STEP_S + LAYER_S * work.tiles / dist.get_world_size()  # of a layer one for every rank's keys
+        if work.tokens:
+            return (
+                STEP_S * work.tokens / 64 + LAYER_S * work.tiles / dist.get_world_size()
+            )  # of a layer one for every rank's keys
         if work.products > 3:  # more than one matrix has
             return work.product_s + ROW_S * work.rows
         if work.product_s or work.attention_s:
