@@ -94,9 +94,6 @@ def test_pieces_taken_before_the_limit_is_hit_go_back() -> None:
         assert len(pool.take(256 * KIB)[0]) == 1
 
 
-# ---- the limit of a rank: the node's, shared by its ranks, less the optimizer's part ---------------------------------
-
-
 @pytest.mark.parametrize(
     ("memory", "parameters", "limit"),
     [

@@ -23,7 +23,7 @@ from engine.planning.time.recommend import Adviser, with_ranks
 from engine.planning.time.step_time import predict_step
 
 GB = 10**9
-H100 = find_machine("h100")
+H100, RAILS = find_machine("h100"), find_machine("h100", {"inter_bytes_per_s": 5e9})
 
 
 class Predictor:
@@ -203,6 +203,17 @@ def test_a_policy_that_is_open_is_weighed_as_one_that_keeps_everything() -> None
     steps = [predict_step(settled, one, machine).device_s_per_token for one in (world, Topology(1, 4))]
     assert found is not None
     assert (found.change, found.saving) == ("--ranks 4 --nodes 1", pytest.approx(1 - steps[1] / steps[0]))
+
+
+def test_of_methods_the_fastest_is_advised() -> None:
+    ring, world = open_config(2**17, memory={"activation_checkpoint": "full"}), Topology(2, 4)
+    ring = replace(ring, attention=replace(ring.attention, preset="ring"))
+
+    def predict(config: RunConfig, on: Topology) -> MemoryPrediction:  # nothing else fits
+        return prediction_of(1 if (config.memory, on) == (ring.memory, world) else 10**15)
+
+    found = Adviser(capacity(2000), RAILS, predict).recommend(ring, ring, world)
+    assert (found and found.change) == "attention=burst"
 
 
 def test_shorter_sequence_is_not_advised_where_the_model_alone_is_too_large() -> None:
