@@ -29,8 +29,8 @@ class Waiting(WatchedJob):
     why: Failure | None = None
     end_command = "end it"
 
-    def __init__(self, run: RunFolder) -> None:
-        super().__init__(run, poll_s=0.2)
+    def __init__(self, run: RunFolder, poll_s: float = 0.2) -> None:
+        super().__init__(run, poll_s)
 
     def begin(self, *, start: bool) -> None:
         pass
@@ -99,7 +99,7 @@ def test_a_job_that_does_not_end_is_left_to_who_asks_three_times_and_one_that_is
     outcome = Queue(job).await_nodes(PLAN, job.run, observer, stop, start=True)
     assert outcome == LaunchOutcome("cancelled", 130, None, (left,))
     assert observer.stops == [("Ctrl-C", 0.0)]
-    refused = Waiting(job.run)
+    refused = Waiting(job.run, poll_s=300.0)  # it does not wait for its next look
     refused.why = Failure("start", "SchedulerError", "never", exit_code=7)
     outcome = Queue(refused).await_nodes(PLAN, job.run, observer, StopRequests(), start=True)
     assert outcome == LaunchOutcome("failed", 7, refused.why)
