@@ -162,6 +162,7 @@ def main() -> None:
         try:
             testbed = up(spec, config_file)
             with launcher_engine() as engine:
+                version = engine("version", "--format", "{{.Server.Version}}")
                 size, turns = measure(Rig(testbed, engine, folder), arguments.layer_mib, arguments.repeats)
         finally:
             tear_down(NAME, config_file)
@@ -169,6 +170,7 @@ def main() -> None:
         "command": " ".join(["python", "-m", "benchmarks.bench_image", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
         "machine": {"cores": os.cpu_count(), "kernel": platform.release(), "python": platform.python_version()},
+        "docker": version,
         "nodes": arguments.nodes,
         "rate": arguments.rate,
         "image_bytes": size,
