@@ -224,6 +224,7 @@ ME = {"host": socket.gethostname(), "pid": os.getpid(), "pid_start": processes.p
         ({**ME, "phase": "odd"}, "running"),
         ({**ME, "pid_start": "1", "phase": "running"}, "lost"),
         ({**ME, "pid": str(os.getpid()), "phase": "running"}, "lost"),
+        ({"host": ME["host"], "pid": 2**30, "phase": "running"}, "lost"),  # nobody's, and of no known start
         ({**ME, "host": "elsewhere", "pid": 2**30, "phase": "stopping"}, "stopping"),  # which cannot be seen from here
     ],
 )
