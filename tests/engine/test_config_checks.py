@@ -135,6 +135,7 @@ cluster.slurm.options=[-p main] | cluster.slurm.options[0]: got '-p main', expec
 cluster.slurm.options=["--a\nb"] | cluster.slurm.options[0]: got '--a\nb', expected --NAME=VALUE
 cluster.kubernetes.runtime=a b | cluster.kubernetes.runtime: got 'a b', expected a name
 cluster.kubernetes.claim=A | cluster.kubernetes.claim: got 'A', expected a name of lower-case letters
+cluster.kubernetes.namespace=-o | cluster.kubernetes.namespace: got '-o', expected a name of lower-case letters
 cluster.kubernetes.context=-x | cluster.kubernetes.context: got '-x', expected a name without dash
 cluster.kubernetes.gpu_resource=a/b/c | cluster.kubernetes.gpu_resource: got 'a/b/c', expected DOMAIN/NAME
 cluster.kubernetes.memory_per_pod=200GB | cluster.kubernetes.memory_per_pod: got '200GB', expected a quantity

@@ -184,3 +184,13 @@ def check_disk(check: Check, facts: NodeFacts) -> list[Finding]:
 FAKE_GROUP = CheckGroup("host", (check_disk,))
 GROUPS = (FAKE_GROUP,)
 HEALTHY = answer({"host.disk": "ok"})
+
+
+def with_part(document: Any, path: Sequence[int], value: Any) -> Any:
+    """`document` with something in it, found by `path`, replaced by `value`."""
+    if not path or not isinstance(document, dict | list) or not document:
+        return value
+    keys = list(document) if isinstance(document, dict) else range(len(document))
+    key, copy = keys[path[0] % len(keys)], document.copy()
+    copy[key] = with_part(document[key], path[1:], value)
+    return copy

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from testkit.check_fakes import changed_section
+from testkit.check_fakes import changed_section, with_part
 from testkit.fake_plan import run_config
 from whole_node import CLUSTERS, changed, check, healthy, traits
 
@@ -162,16 +162,8 @@ JSON = [name for name in RESTS_ON if healthy().section(name).output[:1] in "[{" 
 @given(section=st.sampled_from(JSON), turns=st.lists(st.integers(0, 50), max_size=5), value=ODD)
 def test_an_answer_of_any_shape_is_read_or_refused(section: str, turns: list[int], value: Any) -> None:
     """With any part of the document replaced."""
-
-    def put(part: Any, path: list[int]) -> Any:
-        if not path or not isinstance(part, dict | list) or not part:
-            return value
-        keys = list(part) if isinstance(part, dict) else range(len(part))
-        key, copy = keys[path[0] % len(keys)], part.copy()
-        copy[key] = put(part[key], path[1:])
-        return copy
-
-    probe = changed_section(healthy(), section, output=json.dumps(put(healthy().section(section).document(), turns)))
+    document = with_part(healthy().section(section).document(), turns, value)
+    probe = changed_section(healthy(), section, output=json.dumps(document))
     assert [one.observed for one in check(probe, CONFIGS["docker"]) if "the check broke" in one.observed] == []
     traits(probe)
 

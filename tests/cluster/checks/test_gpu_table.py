@@ -86,8 +86,8 @@ clocks_event_reason_hw_{{thermal power_brake}}_slowdown=Active | FAIL gpu.thrott
 clocks_throttle_reason_hw_{{slowdown thermal_slowdown power_brake_slowdown}}=Active | FAIL gpu.throttle (GPU 0)
 enforced_power_limit=399.00 W | WARN gpu.power_limit (GPU 0): limited to 399 W
 [h200x8 docker]
-gpu_recovery_action=Reboot | FAIL gpu.recovery (GPU 0): the driver asks for: Reboot
-gpu_recovery_action=Drain P2P | FAIL gpu.recovery (GPU 0): the driver asks for: Drain P2P
+gpu_recovery_action=Reboot | FAIL gpu.recovery (GPU 0): the driver asks for: Reboot => drain and reboot
+gpu_recovery_action=Drain P2P | FAIL gpu.recovery (GPU 0): the driver asks for: Drain P2P => reset the GPU
 gpu_recovery_action=None | OK gpu.recovery
 [h100x8 docker]
 # a mask under a name that nobody knows is not no throttling

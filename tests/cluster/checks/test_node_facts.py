@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 from testkit import ROOT, write_program
 
 from cluster.launch.local import probe_local_node, visible_gpus
+from cluster.plan import MachineFacts
 
 TWO = "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)\nGPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-2)\n"
 MIG = "GPU 0: NVIDIA A100 (UUID: GPU-1)\n  MIG 1g.5gb Device 0: (UUID: MIG-1)\n"
@@ -41,11 +43,11 @@ def test_probe_counts_gpus_only_when_the_tool_succeeds(
     write_program(tmp_path / "bin/nvidia-smi", script)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert probe_local_node().gpus == gpus
+    assert (probe_local_node().gpus, probe_local_node().has_chosen_gpus) == (gpus, False)
 
 
 def test_probe_tells_where_the_ranks_find_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"/mine:{ROOT}")
-    facts = probe_local_node()
-    assert (facts.python_path, facts.python) == (f"{ROOT}:/mine", sys.executable)
-    assert facts.cores >= 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    place = (sys.executable, str(Path.cwd()), f"{ROOT}:/mine")
+    assert probe_local_node() == MachineFacts(gethostname(), len(os.sched_getaffinity(0)), 0, *place, True)

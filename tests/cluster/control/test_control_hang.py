@@ -70,6 +70,7 @@ def health(at: str, state: str) -> Act:
 
 
 THREE_STEPS: Scene = (0, lambda world: train(world, 3))
+TWICE_STOPPED = ((4, health("one", "T")), (9, health("two", "T")))
 
 
 @pytest.mark.parametrize(
@@ -79,14 +80,7 @@ THREE_STEPS: Scene = (0, lambda world: train(world, 3))
         ([(3, lambda world: world.phase("prepare data")), stopped(0)], None, 5.0, 0, LONG_KILL_S, LONG_KILL_S + 60.0),
         ([THREE_STEPS, stopped(1)], 7.0, 0.1, 1, 7.0, 20.0),
         # By somebody.
-        (
-            [THREE_STEPS, stopped(3), (4, health("one", "T")), (9, health("two", "T"))],
-            None,
-            0.1,
-            3,
-            STOPPED_S,
-            DIAGNOSE_S,
-        ),
+        ([THREE_STEPS, stopped(3), *TWICE_STOPPED], None, 0.1, 3, STOPPED_S, DIAGNOSE_S),
         # Who gives no answer does not hold up the verdict.
         ([THREE_STEPS, stopped(1), (20, put(1, is_silent=True))], 25.0, 0.1, 1, 25.0, 60.0),
         ([THREE_STEPS], None, 2.0, None, KILL_S, KILL_S + 60.0),  # nothing points anywhere

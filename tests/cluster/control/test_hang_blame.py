@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from testkit.check_fakes import with_part
 
 from cluster.control.hang_blame import Culprit, Frame, RankEvidence, find_culprit, parse_stacks, waits_in
 
@@ -181,22 +182,12 @@ JSON = st.recursive(
 )
 
 
-def with_a_part_replaced(document: Any, path: list[int], value: Any) -> Any:
-    """`document` with something in it, found by `path`, replaced by `value`."""
-    if not path or not isinstance(document, dict | list) or not document:
-        return value
-    copy = dict(document) if isinstance(document, dict) else list(document)
-    key = sorted(document)[path[0] % len(document)] if isinstance(document, dict) else path[0] % len(document)
-    copy[key] = with_a_part_replaced(document[key], path[1:], value)
-    return copy
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(EXPECTED)), st.integers(0, 3), st.lists(st.integers(0, 20), min_size=1, max_size=6), JSON)
 def test_nonsense_from_a_rank_never_breaks_the_analysis(name: str, which: int, path: list[int], value: Any) -> None:
     evidence = recorded(name)
     index = which % len(evidence)
-    document = with_a_part_replaced({"flight": evidence[index].flight, "status": evidence[index].status}, path, value)
+    document = with_part({"flight": evidence[index].flight, "status": evidence[index].status}, path, value)
     parts = (
         {name: part for name, part in document.items() if isinstance(part, dict)} if isinstance(document, dict) else {}
     )

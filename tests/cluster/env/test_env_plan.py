@@ -312,23 +312,21 @@ def test_ranks_on_gloo_get_no_nccl_variables_and_the_flight_recorder(
     assert said(environment)["NCCL_*"] == (None, f"{why}: ranks talk by gloo")
 
 
-DOWN = (port("mlx5_0", state="INIT"),)
+UNFIT = "none of its ports will do"
 
 
 @pytest.mark.parametrize(
     ("ports", "why"),
     [
         ((), "the node has no InfiniBand or RoCE port"),
-        (
-            (port("mlx5_0", state="INIT"),),
-            "none of its ports will do: mlx5_0:1: its link is not up: state INIT, LinkUp",
-        ),
+        ((port("mlx5_0", state="INIT"),), f"{UNFIT}: mlx5_0:1: its link is not up: state INIT, LinkUp"),
     ],
 )
 def test_a_node_without_ports_has_infiniband_switched_off_and_says_why(ports: tuple[HcaPort, ...], why: str) -> None:
     assert said(node(*ports))["NCCL_IB_DISABLE"] == ("1", f"{why}; NCCL uses sockets")
 
 
+NO_GID = "has no GID of RoCE v2 over IPv4"
 NO_GPUDIRECT = "no GPUDirect RDMA (neither nvidia_peermem nor DMA-BUF): NCCL copies through host memory"
 NO_INTERFACE = "no network interface is chosen: eth1 or eth2; set cluster.interface to the one that reaches the other"
 
@@ -339,10 +337,7 @@ NO_INTERFACE = "no network interface is chosen: eth1 or eth2; set cluster.interf
         ({"gpudirect": False}, [NO_GPUDIRECT]),
         *(({"gpudirect": known}, []) for known in (None, True)),
         ({"interface": None, "reason": "eth1 or eth2"}, [f"{NO_INTERFACE} nodes"]),
-        (
-            {"ports": (port("mlx5_0", netdev="eth1", **ETHERNET),)},
-            ["mlx5_0:1 has no GID of RoCE v2 over IPv4: give eth1 an address"],
-        ),
+        ({"ports": (port("mlx5_0", netdev="eth1", **ETHERNET),)}, [f"mlx5_0:1 {NO_GID}: give eth1 an address"]),
     ],
 )
 def test_what_is_odd_about_a_node_is_warned_of(facts: dict[str, Any], warnings: list[str]) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kubernetes_rig import JOB, fake_cluster, kubernetes_config, kubernetes_plan, pod, with_container
 from testkit import ROOT
 
+from cluster.failure import Failure
 from cluster.launch.kubernetes import RUNNER
 from cluster.launch.pods import Pod, PodFiles, read_answer
 from cluster.launch.runner import Asked
@@ -25,8 +26,13 @@ from engine.runs.folder import RunFolder, create_run
 
 NAME = "burst-run-node-0-1-abcde"
 KILLED = {"exitCode": 137, "reason": "OOMKilled"}
+OOM_TEXT = f"pod {NAME} on gpu-7: OOMKilled: its container used more memory than cluster.kubernetes.memory_per_pod"
+OOM = Failure("oom", "OOMKilled", OOM_TEXT)
+EVICTED = Failure("node_lost", "Kubernetes: Evicted", f"pod {NAME} on gpu-7: Evicted: low on memory")
 NO_CONTEXT = "Error in configuration: context was not found for specified context: lab"
+TRIES = "E1125 memcache.go:265 "  # as kubectl says for every try
 NO_SERVER = "The connection to the server localhost:8080 was refused - did you specify the right host or port?"
+NO_KIND = 'error: the server doesn\'t have a resource type "jobsets"'
 NO_CLAIM = 'Error from server (NotFound): persistentvolumeclaims "runs" not found'
 
 
@@ -35,13 +41,10 @@ NO_CLAIM = 'Error from server (NotFound): persistentvolumeclaims "runs" not foun
     [
         (NO_CONTEXT, "context", "set cluster.kubernetes.context"),
         (NO_SERVER, "context", "kubectl has no context"),
-        (
-            'error: the server doesn\'t have a resource type "jobsets"',
-            "crd",
-            "install JobSet .*, or set cluster.kubernetes.kind=TrainJob",
-        ),
-        ("Unable to connect to the server: dial tcp: i/o timeout", "silent", "the cluster does not answer"),
+        (NO_KIND, "crd", "install JobSet .*, or set cluster.kubernetes.kind=TrainJob"),
+        (f"{TRIES * 40}Unable to connect to the server: i/o timeout", "silent", r"answer kubectl get: .{200}$"),
         (NO_CLAIM, "refused", '"runs" not found'),
+        (TRIES * 40, "refused", r"kubectl get: .{500}$"),
         (None, "missing", "kubectl not found"),
     ],
 )
@@ -54,8 +57,8 @@ def test_what_kubectl_complains_of_is_told_with_what_to_do_before_anything_begin
     cluster.refuse(get=said or "")
     with pytest.raises(SchedulerError, match=told) as caught:
         RUNNER.survey(kubernetes_config(), Asked())
-    assert caught.value.kind == kind
-    assert said is None or said in str(caught.value)
+    assert (caught.value.kind, caught.value.exit_code) == (kind, 1 if kind == "refused" else 3)
+    assert said is None or TRIES in said or said in str(caught.value)
     if kind == "crd":
         with pytest.raises(SchedulerError, match=r"install Kubeflow Trainer, or set cluster.kubernetes.kind=JobSet"):
             RUNNER.survey(kubernetes_config(kind="TrainJob"), Asked())
@@ -67,21 +70,21 @@ def test_what_kubectl_complains_of_is_told_with_what_to_do_before_anything_begin
 
 
 @pytest.mark.parametrize(
-    ("status", "kind", "told"),
+    ("status", "code", "failure"),
     [
-        ({"phase": "Failed", "reason": "Evicted", "message": "low on memory"}, "node_lost", "Evicted: low on memory"),
-        ({"state": {"terminated": KILLED}}, "oom", "cluster.kubernetes.memory_per_pod"),
+        ({"phase": "Failed", "reason": "Evicted", "message": "low on memory"}, None, EVICTED),
+        ({"state": {"terminated": KILLED}}, 137, OOM),
         # A runtime whose pods may restart in place.
-        ({"state": {"running": {}}, "lastState": {"terminated": KILLED}}, "oom", "OOMKilled"),
+        ({"state": {"running": {}}, "lastState": {"terminated": KILLED}}, 137, OOM),
+        ({"state": {"terminated": {"exitCode": 0, "reason": "Completed"}}}, 0, None),
     ],
 )
-def test_why_kubernetes_ended_a_pod_is_the_failure(status: dict[str, Any], kind: str, told: str) -> None:
+def test_why_kubernetes_ended_a_pod_is_the_failure(
+    status: dict[str, Any], code: int | None, failure: Failure | None
+) -> None:
     status = status if "phase" in status else {"phase": "Running", "containerStatuses": [{"name": "node", **status}]}
     found = read_answer(json.dumps({"items": [JOB, pod(1, **status)]})).pods[1]
-    assert (found.phase, found.host, found.exit_code) == ("ended", "gpu-7", None if kind == "node_lost" else 137)
-    assert found.failure is not None
-    name = "OOMKilled" if kind == "oom" else "Kubernetes: Evicted"
-    assert (found.failure.kind, found.failure.type, told in found.failure.message) == (kind, name, True)
+    assert (found.phase, found.host, found.exit_code, found.failure) == ("ended", "gpu-7", code, failure)
 
 
 def test_a_job_and_its_pods_are_read_and_of_two_pods_of_an_index_the_one_that_is_not_over() -> None:
@@ -108,11 +111,7 @@ def test_a_job_and_its_pods_are_read_and_of_two_pods_of_an_index_the_one_that_is
         ({}, "", False),
         ({"reason": "PodInitializing"}, "PodInitializing", False),
         ({"reason": "ContainerCreating"}, "ContainerCreating", False),
-        (
-            {"reason": "CreateContainerError", "message": "no such device"},
-            "CreateContainerError: no such device",
-            True,
-        ),
+        ({"reason": "RunContainerError", "message": "no device"}, "RunContainerError: no device", True),
     ],
 )
 def test_a_container_that_is_being_made_is_waited_for_and_any_other_trouble_told(

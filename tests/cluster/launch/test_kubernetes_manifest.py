@@ -16,9 +16,7 @@ from kubernetes_rig import kubernetes_config, kubernetes_plan
 
 from cluster.launch.kubernetes import quantity_bytes
 from cluster.launch.manifest import FORMS, build_job
-from engine.config.errors import ConfigError
-from engine.config.rules import check_config
-from engine.config.settings import config_from_dict
+from engine.config.cluster import MachineConfig
 
 GOLDEN = Path(__file__).parent / "fixtures"
 SCHEMAS = json.loads((Path(__file__).parent / "kubernetes_schemas.json").read_text())
@@ -65,6 +63,12 @@ def test_what_is_not_said_of_pods_is_that_of_one_on_the_usual_mount(tmp_path: Pa
     assert (node.cwd, node.argv[0], plan.launcher, plan.is_exclusive) == ("/shared", "python", "kubernetes", False)
     told = {one.name: one.value for one in node.environment}
     assert (told["GLOO_SOCKET_IFNAME"], told["OMP_NUM_THREADS"]) == ("eth1", "1")
+    for machine, gpus, accelerators in (("h100", 0, None), ("cpu", 1, "GPU:1"), ("h100", 4, "H100:4")):
+        made = kubernetes_config(gpus_per_pod=gpus)
+        cluster = replace(made.cluster, machine=MachineConfig(machine))
+        task = yaml.safe_load(FORMS["skypilot"](kubernetes_plan(tmp_path, replace(made, cluster=cluster))))
+        asked = {} if accelerators is None else {"accelerators": accelerators}
+        assert task["resources"] == {"image_id": "docker:registry.example/burst:1", **asked}
 
 
 def test_pods_get_the_plan_and_no_text_that_kubernetes_would_expand(tmp_path: Path) -> None:
@@ -83,19 +87,3 @@ def test_pods_get_the_plan_and_no_text_that_kubernetes_would_expand(tmp_path: Pa
 )
 def test_quantities_are_bytes(text: str, expected: int) -> None:
     assert quantity_bytes(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("cluster", "told"),
-    [
-        ({"launcher": "kubernetes"}, "needs cluster.kubernetes.claim"),
-        ({"launcher": "kubernetes", "kubernetes": {"claim": "runs"}}, "needs cluster.container.image"),
-        ({"kubernetes": {"namespace": "-o"}}, "cluster.kubernetes.namespace: got '-o'"),
-        ({"kubernetes": {"context": "--kubeconfig=x"}}, "cluster.kubernetes.context"),
-        ({"kubernetes": {"memory_per_pod": "many"}}, "a quantity such as 200Gi"),
-        ({"kubernetes": {"node_selector": ["a b"]}}, "expected KEY=VALUE"),
-    ],
-)
-def test_settings_that_kubernetes_cannot_be_given_are_refused(cluster: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        check_config(config_from_dict({"cluster": cluster}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -30,7 +31,7 @@ from cluster.control.attempt import StopRequests, begin_attempt
 from cluster.control.controller import request_cancel
 from cluster.control.link import LaunchOutcome, NodeStatus, Phase
 from cluster.launch.kubernetes import RUNNER
-from cluster.launch.pods import KubernetesJob
+from cluster.launch.pods import KubernetesJob, read_answer
 from cluster.launch.runner import Asked
 from engine.config.settings import AttentionConfig, CheckpointConfig, DataConfig, LossConfig, TrainConfig
 from engine.planning.memory.capacity import Hardware
@@ -47,10 +48,6 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeClu
         monkeypatch.setenv(name, value)
     yield made
     subprocess.run(["kubectl", "delete", "--grace-period=0"], check=True, timeout=100)
-
-
-def started(tmp_path: Path, mode: str) -> Led:
-    return Led(kubernetes_plan(tmp_path / "runs", kubernetes_config(str(tmp_path / "shared"), mode))).begin()
 
 
 @pytest.mark.thorough
@@ -80,7 +77,7 @@ def test_the_real_trainer_runs_in_two_pods_and_its_figures_come_here(tmp_path: P
 
 
 def test_a_rank_that_fails_is_blamed_with_its_error_and_what_it_said(tmp_path: Path, cluster: FakeCluster) -> None:
-    led = started(tmp_path, "raise")
+    led = Led(kubernetes_plan(tmp_path / "runs", kubernetes_config(str(tmp_path / "shared"), "raise"))).begin()
     outcome = led.wait()
     assert outcome.status == "failed"
     assert outcome.failure is not None
@@ -158,6 +155,9 @@ def test_what_a_job_waits_for_and_why_it_gets_no_pods_is_told(tmp_path: Path, cl
         refusal = job.refusal()
         assert (job.waits_for(), refusal and refusal.message, job.has_ended()) == (told, why, False)
         assert refusal is None or (refusal.kind, refusal.type) == ("start", "KubernetesError")
+    cluster.answer(JOB, with_container(1, "Pending", waiting={"reason": "ErrImagePull"}))
+    job.look()
+    assert job.refusal() is None  # it may be there in a minute
     cluster.answer()
     job.look()
     gone = job.refusal()
@@ -186,7 +186,7 @@ FAILED = {"type": "Failed", "status": "True", "message": "maximum restarts excee
 @pytest.mark.parametrize(
     ("left", "phase", "cause"),
     [
-        ([JOB, with_container(0, "Failed", terminated={"exitCode": 1})], "ended", "failure"),
+        ([JOB, with_container(0, "Failed", terminated={"exitCode": 137, "reason": "OOMKilled"})], "ended", "failure"),
         ([{**JOB, "status": {"conditions": [FAILED]}}], "ended", "failure"),
         ([JOB, with_container(0, "Succeeded", terminated={"exitCode": 0})], "lost", None),
         ([], "ended", "kubectl delete"),
@@ -199,12 +199,26 @@ def test_a_pod_that_is_gone_was_ended_by_its_job_or_by_somebody_or_is_lost(
     job = KubernetesJob(plan, create_run(Path(plan.run_path), dict(plan.files)))
     cluster.answer(JOB, *(with_container(index, "Running", running={}) for index in (0, 1)))
     job.look()
+    assert [job.status(node) for node in plan.nodes] == [NodeStatus(name, "running") for name in ("pod-0", "pod-1")]
+    assert job.granted(plan) is plan
     cluster.answer(*left)
+    cluster.refuse(logs="Unable to connect to the server")
+    job.look()
+    shown = read_answer(json.dumps({"items": left})).pods.get(0)
+    assert job.status(plan.nodes[0]).is_synced is (shown is None)  # else it has more to say
+    cluster.refuse()
     job.look()
     outcome = None if cause is None else {"cause": "stop", "stop_cause": cause, "exit_code": None}
     problem = None if cause else "its pod burst-run-node-0-1-abcde is gone"
     gone = NodeStatus("pod-1", phase, outcome, is_synced=cause is not None, problem=problem)
-    assert job.status(plan.nodes[1]) == gone
+    first = replace(gone, node="pod-0")
+    if shown is not None:
+        end = {"cause": "exit", "stop_cause": None, "exit_code": shown.exit_code}
+        first = NodeStatus("pod-0", "ended", end, is_synced=True, failure=shown.failure)
+    assert [job.status(node) for node in plan.nodes] == [first, gone]
+    assert job.granted(plan) is plan  # the controller sees to the rest
+    job.look()
+    assert cluster.calls[-1][0] == "get"  # there are no more lines to be had
     folder = Path(plan.run_path) / "nodes/pod-1"
     told = [read_json_object(folder / f"{name}.json") for name in ("supervisor", "outcome")]
     assert told == [{"phase": phase, "pod": "burst-run-node-0-1-abcde", "host": "gpu-7"}, outcome]
@@ -216,7 +230,8 @@ def test_a_stop_asked_for_before_anything_is_known_of_the_pods_reaches_them_all_
     plan = kubernetes_plan(tmp_path / "runs", kubernetes_config())
     cluster.answer(JOB, with_container(0, "Running", running={"startedAt": "2026-01-01T00:00:00Z"}))
     job = KubernetesJob(plan, create_run(Path(plan.run_path), dict(plan.files)), poll_s=0.02)
-    job.stop("cancel", 60.0)
+    job.stop("cancel", 9.0)
+    assert job.granted(plan) is None
     wait_for(lambda: any(words[0] == "exec" for words in cluster.calls), lambda: str(cluster.calls))
     assert job.status(plan.nodes[0]).phase == "stopping"
     assert job.status(plan.nodes[1]).phase == "starting"
@@ -229,6 +244,12 @@ def test_a_stop_asked_for_before_anything_is_known_of_the_pods_reaches_them_all_
     assert first == ["logs", label, "--container=node", "--prefix", "--timestamps", "--tail=-1", "--ignore-errors"]
     assert second[:-1] == first
     assert 30 < int(second[-1].removeprefix("--since=").removesuffix("s")) < 600
+    assert [words[0] for words in cluster.calls[:4]] == [
+        "get",
+        "logs",
+        "exec",
+        "delete",
+    ]  # who cannot be told is deleted
 
 
 def test_a_job_that_is_refused_is_deleted_and_not_asked_about_any_more(tmp_path: Path, cluster: FakeCluster) -> None:

@@ -83,11 +83,16 @@ def job(tmp_path: Path) -> Waiting:
 
 
 def test_whoever_cancels_a_job_that_waits_is_kept_alive_until_it_has_ended(job: Waiting) -> None:
-    ticks, stop = list[int](), StopRequests()
-    stop.count = 1
-    outcome = Queue(job).await_nodes(PLAN, job.run, Observer(lambda: ticks.append(1)), stop, start=True)
+    ticks, stop, begin = list[float](), StopRequests(), time.monotonic()
+
+    def tick() -> None:
+        ticks.append(time.monotonic() - begin)
+        stop.count = len(ticks) // 3
+
+    outcome = Queue(job).await_nodes(PLAN, job.run, Observer(tick), stop, start=True)
     assert outcome == LaunchOutcome("cancelled", 130)
-    assert (job.looks_left, len(ticks)) == (0, 2)
+    assert (job.looks_left, len(ticks)) == (0, 5)  # three while it waits, two while it ends
+    assert [at >= 0.09 * number for number, at in enumerate(ticks)] == [True] * 5  # it is not asked without a pause
 
 
 def test_a_job_that_does_not_end_is_left_to_who_asks_three_times_and_one_that_is_refused_asked_no_more(
