@@ -24,7 +24,6 @@ from engine.runs.folder import (
     new_run_path,
     open_run,
 )
-from engine.runs.process import process_start
 
 
 @pytest.fixture
@@ -60,14 +59,12 @@ def test_runs_dir_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) ->
     assert default_runs_dir() == Path("runs")
 
 
-def test_failing_creation_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_failing_creation_leaves_nothing_behind_and_overwrites_nothing(tmp_path: Path) -> None:
     bad = {"config.yaml": "seed: 0\n", "config.yaml/inside": "a file cannot be a folder"}
-    with pytest.raises(RunFolderError, match="--runs-dir"):
+    with pytest.raises(RunFolderError, match=r"abcdef cannot be created: File exists\. Give .* --runs-dir"):
         create_run(tmp_path / "deep" / "runs" / "tiny" / "20260101-000000-abcdef", bad)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_existing_run_is_never_overwritten(run: RunFolder) -> None:
+    run = create_run(tmp_path / "tiny" / "20260101-000000-abcdef", {"config.yaml": "seed: 0\n"})
     with pytest.raises(RunFolderError):
         create_run(run.path, {"config.yaml": "seed: 1\n"})
     assert (run.path / "config.yaml").read_text() == "seed: 0\n"
@@ -97,7 +94,8 @@ def test_only_the_moves_of_the_diagram_are_made(tmp_path: Path, old: str) -> Non
             with pytest.raises(RunFolderError, match=f"cannot become {new}"):
                 run.transition(new)
         history = ["planned", *way, *([new] if (old, new) in LEGAL else [])]
-        assert [entry["state"] for entry in run.read_state()["history"]] == history
+        entries = run.read_state()["history"]
+        assert [(entry["state"], "at" in entry) for entry in entries] == [(state, True) for state in history]
         assert run.read_state()["state"] == history[-1]
 
 
@@ -108,7 +106,7 @@ def test_only_the_moves_of_the_diagram_are_made(tmp_path: Path, old: str) -> Non
 def test_moves_record_who_when_and_how_it_ended(run: RunFolder, state: str, facts: dict[str, Any], code: int) -> None:
     started = run.transition("starting")
     assert (started["host"], started["pid"]) == (socket.gethostname(), os.getpid())
-    assert started["pid_start"] == process_start(os.getpid())
+    assert started["pid_start"] == Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     assert (started["exit_code"], started["ended_at"]) == (None, None)
     run.transition("running")
     ended = run.transition(state, **facts)
@@ -147,13 +145,14 @@ def test_another_attempt_puts_the_records_of_the_last_aside(run: RunFolder) -> N
     assert (run.read_events(), [attempt.path.name for attempt in run.attempts()]) == ([], ["1", run.run_id])
 
 
-def test_running_run_can_only_start_again_when_its_process_is_gone(run: RunFolder) -> None:
-    run.transition("starting")
-    run.transition("running")
+@pytest.mark.parametrize("way", [["starting"], ["starting", "running"]])
+def test_a_run_that_began_can_only_start_again_when_its_process_is_gone(run: RunFolder, way: list[str]) -> None:
+    for state in way:
+        run.transition(state)
     assert run.is_alive() is True
     run.record(pid_start=None)
     assert run.is_alive() is True
-    with pytest.raises(RunFolderError, match="is running"):
+    with pytest.raises(RunFolderError, match=f"is {way[-1]}"):
         run.transition("starting")
     run.record(host="elsewhere")
     assert run.is_alive() is None
@@ -247,6 +246,7 @@ def test_log_path_keeps_hostile_host_names_inside_the_run(run: RunFolder) -> Non
         *((type(name, (Exception,), {})("gone"), "peer_lost", 1) for name in ("DistBackendError", "DistNetworkError")),
         *((kind("gone"), "peer_lost", 1) for kind in (ConnectionError, ConnectionResetError, BrokenPipeError)),
         (ValueError("out of cheese"), "exception", 1),
+        (type("Own", (Exception,), {"__module__": "__main__"})("of the program's own file"), "exception", 1),
     ],
 )
 def test_rank_errors_are_classified(run: RunFolder, error: Exception, kind: str, exit_code: int) -> None:
@@ -256,7 +256,7 @@ def test_rank_errors_are_classified(run: RunFolder, error: Exception, kind: str,
     assert record == {
         **{"kind": kind, "exit_code": exit_code, "message": str(error), "rank": 3, "step": 7, "phase": "forward"},
         **{"host": socket.gethostname(), "pid": os.getpid(), "traceback": "".join(traceback.format_exception(error))},
-        "type": name if type(error).__module__ == "builtins" else f"{type(error).__module__}.{name}",
+        "type": name if type(error).__module__ in ("builtins", "__main__") else f"{type(error).__module__}.{name}",
     }
     assert (measured["memory"] is not None) == (kind == "oom")
 
@@ -271,10 +271,7 @@ def test_earliest_rank_error_is_first_whatever_others_are_like(run: RunFolder) -
     (run.log_dir("odd") / "rank0002.error.json").parent.mkdir()
     (run.log_dir("odd") / "rank0002.error.json").write_text('{"rank": 2, "time_ns": "now"}')
     assert [record["rank"] for record in run.rank_errors()] == [2, 1, 0]
-
-
-def test_rank_error_is_silent_where_nothing_can_be_written(run: RunFolder) -> None:
-    (run.path / "logs").rmdir()
-    (run.path / "logs").write_text("a file")
-    run.write_rank_error(0, ValueError("x"))
-    assert run.rank_errors() == []
+    run.log_dir(socket.gethostname()).rename(run.log_dir("elsewhere"))
+    run.log_dir(socket.gethostname()).write_text("a file")
+    run.write_rank_error(3, ValueError("which is silent then"))
+    assert [record["rank"] for record in run.rank_errors()] == [2, 1, 0]

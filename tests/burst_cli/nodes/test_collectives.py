@@ -39,6 +39,7 @@ SHARES = {"all_reduce": 6 / 4, "all_to_all": 3 / 4}  # of four ranks, by PERFORM
 
 
 def test_busbw_is_what_crosses_a_link_in_the_time_of_the_slowest_rank(ranks: Any) -> None:
+    assert tuple(4**power for power in range(8, 15)) == SIZES
     rows, *others = ranks(4).run(sweep, CPU, SIZES[:2])
     assert [(row["operation"], row["bytes"]) for row in rows] == list(product(SHARES, SIZES[:2]))
     for row in rows:
@@ -51,7 +52,7 @@ def test_nodes_are_paired_whatever_ranks_they_have(ranks: Any) -> None:
     assert [pair["nodes"] for pair in of_two] == [[0, 1]]
     of_one, *_ = ranks(4).run(exchange_pairs, CPU, 1)
     assert sorted(pair["nodes"] for pair in of_one) == [[0, 1], [0, 2], [0, 3], [1, 2], [1, 3], [2, 3]]
-    assert all(pair["gbps"] > 0 for pair in (*of_one, *of_two))
+    assert all(1e-3 < pair["gbps"] < 1e4 for pair in (*of_one, *of_two))
 
 
 def measured(path: str, config: RunConfig) -> str:

@@ -9,7 +9,7 @@ import pytest
 from engine.config.cluster import ClusterConfig, MachineConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, ModelConfig, RunConfig, TrainConfig
-from engine.planning.methods.auto import rank_methods, resolve_auto
+from engine.planning.methods.auto import resolve_auto
 from engine.planning.methods.preview import preview_attention
 from engine.planning.methods.resolve import stand_in_group
 from engine.planning.methods.topology import Topology
@@ -32,27 +32,17 @@ def test_the_first_is_fastest_within_one_percent_and_a_named_preset_replaces_aut
     assert [c.seconds for c in others] == sorted(c.seconds for c in others)
     assert choice.config.attention.preset == best.method.preset != "auto"
     assert best.method.preset in choice.reason
-
-
-def test_slow_links_between_nodes_put_flat_rings_last() -> None:
-    seconds = {c.method.preset: c.seconds for c in reversed(rank_methods(AUTO, NODES, SLOW_RAILS))}
-    assert max(seconds["burst"], seconds["loongtrain"], seconds["burst_ulysses"]) < min(
-        seconds["ring"], seconds["striped"]
-    )
-
-
-def test_no_method_comes_twice() -> None:
-    methods = [replace(c.method, preset="auto", reason="") for c in rank_methods(AUTO, NODES, SLOW_RAILS)]
+    seconds = {c.method.preset: c.seconds for c in reversed(choice.candidates)}  # slow links put flat rings last
+    nested, flat = ("burst", "loongtrain", "burst_ulysses"), ("ring", "striped")
+    assert max(seconds[name] for name in nested) < min(seconds[name] for name in flat)
+    methods = [replace(c.method, preset="auto", reason="") for c in choice.candidates]  # none comes twice
     assert len(methods) == len(set(methods)) > 8
 
 
 def test_axes_that_are_configured_stay() -> None:
     config = replace(AUTO, attention=replace(AUTO.attention, layout="striped", gradient_wire_dtype="bfloat16"))
-    for candidate in rank_methods(config, NODES, SLOW_RAILS):
+    for candidate in resolve_auto(config, NODES, SLOW_RAILS).candidates:
         assert (candidate.method.layout, candidate.method.gradient_wire_dtype) == ("striped", "bfloat16")
-
-
-def test_a_named_preset_is_left_alone() -> None:
     config = replace(AUTO, attention=AttentionConfig(preset="ring"))
     choice = resolve_auto(config, NODES, SLOW_RAILS)
     assert (choice.config, choice.candidates) == (config, ())

@@ -137,21 +137,29 @@ def test_every_field_can_be_overridden() -> None:
     assert (method.layout, method.backward_circulates) == ("striped", "kv")
 
 
-def test_single_on_several_ranks_is_refused_with_the_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"parallel\.cp_size=1"):
-        resolve("single")
-
-
-def test_ring_sizes_that_do_not_multiply_list_the_legal_ones() -> None:
-    with pytest.raises(ConfigError, match=r"= 9 ranks, but 8 ranks .* nearest legal head x inner x outer: 1 x 2 x 4"):
-        resolve("burst", ring_inner_size=3, ring_outer_size=3)
-
-
-def test_a_sequence_shorter_than_the_ranks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="every rank needs at least one"):
-        resolve_attention(
-            RunConfig(attention=AttentionConfig(preset="ring"), train=TrainConfig(seq_len=3)), Topology(1, 8)
-        )
+@pytest.mark.parametrize(
+    ("preset", "fields", "problem"),
+    [
+        ("single", {}, r"set parallel\.cp_size=1 parallel\.dp_shard_size=8, or choose attention=burst"),
+        ("megatron_tp", {}, r"set parallel\.cp_size=1 parallel\.tp_size=8, or choose attention=burst"),
+        (
+            "burst",
+            {"ring_inner_size": 3, "ring_outer_size": 3},
+            r"= 9 ranks, but 8 ranks .* nearest legal head x inner x outer: 1 x 2 x 4",
+        ),
+        ("ring", {"local": 1 << 20}, "1048576 tokens for 2097152 ranks; every rank needs at least one"),
+        (
+            "ulysses",
+            {"nodes": 1, "local": 2, "model": ModelConfig(num_heads=6, num_kv_heads=3)},
+            "neither divide the 3 kv heads evenly nor hold equally many copies",
+        ),
+    ],
+)
+def test_what_the_ranks_cannot_share_is_refused_with_the_remedy(
+    preset: str, fields: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        resolve(preset, **fields)
 
 
 @pytest.mark.parametrize(("size", "expected"), [(4, (1, 4)), (2, (1, 2)), (8, (2, 4)), (6, (6, 1))])
@@ -202,8 +210,6 @@ def test_all_gather_leaves_nothing_to_turn_around_or_to_circulate() -> None:
 def test_kv_heads_that_several_ranks_need_are_replicated() -> None:
     method = resolve("ulysses", nodes=1, local=8, model=ModelConfig(num_heads=8, num_kv_heads=2))
     assert method.kv_replicated
-    with pytest.raises(ConfigError, match="neither divide the 3 kv heads evenly nor hold equally many copies"):
-        resolve("ulysses", nodes=1, local=2, model=ModelConfig(num_heads=6, num_kv_heads=3))
 
 
 def test_an_inner_ring_that_crosses_nodes_is_warned_of() -> None:

@@ -19,7 +19,7 @@ place = [os.environ[name] for name in (*names, "PYTHONFAULTHANDLER", "PYTHONPATH
 place += [str(os.getsid(0) == os.getpid())]
 Path(os.environ.get("FAKE_PIDS", str(folder)), f"pid{rank}").write_text(str(os.getpid()))
 if mode == "fail" and rank == 1:
-    print(*(f"the pressure fell {time}" for time in range(20)), sep="\n")
+    print(*(f"the pressure fell {time}\udcff" for time in range(20)), sep="\n")
     os.kill(os.getpid(), signal.SIGKILL)
 if mode == "fail" and rank == 2:
     time.sleep(0.5)

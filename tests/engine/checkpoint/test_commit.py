@@ -64,6 +64,9 @@ def test_what_is_being_written_is_no_checkpoint(tmp_path: Path, removed: str) ->
     assert steps(tmp_path) == []
     recover(tmp_path)
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=f"cannot write a checkpoint under {tmp_path}/file: Not a directory"):
+        new_folder(tmp_path / "file", 1, "ab")
 
 
 def test_a_second_save_of_a_step_replaces_the_first(tmp_path: Path) -> None:
@@ -98,7 +101,7 @@ def signed(change: Callable[[Any, Any, Any], object]) -> Callable[[Path], None]:
     return damage
 
 
-HALVES = [{"offsets": [at], "sizes": [2], "file": FILE, "key": "w"} for at in (0, 1)]
+HALVES = [{"offsets": [at], "sizes": [2], "file": FILE, "key": "w"} for at in (0, 1)] * 32
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (rewritten(FILE, lambda content: content[:-1]), "has 7 bytes, 8 were written"),
     "bit flipped": (rewritten(FILE, lambda content: b"0" + content[1:]), "SHA-256 is another"),
@@ -118,7 +121,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "part beyond": (signed(lambda _, __, chunk: chunk.update(offsets=[1])), "reaches beyond"),
     "part before": (signed(lambda _, __, chunk: chunk.update(offsets=[-1])), "reaches beyond"),
     "parts overlap": (
-        signed(lambda _, tensor, __: tensor.update(shape=[4], chunks=HALVES)),
+        signed(lambda _, tensor, __: tensor.update(shape=[128], chunks=HALVES)),
         "two of its parts overlap",
     ),
     "dimensions": (signed(lambda _, __, chunk: chunk.update(offsets=[0, 0])), "another number of dimensions"),
@@ -142,6 +145,7 @@ def test_damage_is_named_and_the_one_before_is_taken(tmp_path: Path, name: str) 
 def test_no_byte_of_a_manifest_can_change_unnoticed(tmp_path: Path) -> None:
     path = write(tmp_path, 10) / MANIFEST_FILE
     whole, as_written = path.read_bytes(), json.loads(path.read_text())
+    assert as_written["format"] == 1  # of all that were ever written
     for position in range(len(whole)):
         damaged = bytearray(whole)
         damaged[position] ^= 1
@@ -155,14 +159,9 @@ def test_a_damaged_one_that_is_put_aside_is_not_taken_again(tmp_path: Path) -> N
     aside = put_aside(Checkpoint(10, path), "a bit was flipped")
     assert steps(tmp_path) == []
     assert (aside / "WHY").read_text() == "a bit was flipped\n"
+    (tmp_path / "fetched-ab").write_text("")  # and what is no folder, whatever its name
     recover(tmp_path)
     assert aside.exists()
-
-
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot write a checkpoint under"):
-        new_folder(tmp_path / "file", 1, "ab")
 
 
 @pytest.mark.parametrize(
@@ -177,12 +176,13 @@ def test_newest_milestones_and_protected_ones_are_kept(
 
 
 def test_a_disk_is_known_by_what_lies_on_it(tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(tmp_path / "one", target_is_directory=True)
-    first = storage_id(tmp_path / "one")
-    assert storage_id(tmp_path / "one") == first == storage_id(tmp_path / "link")
+    one = tmp_path / "deep/one"
+    (tmp_path / "link").symlink_to(one, target_is_directory=True)
+    first = storage_id(one)
+    assert storage_id(one) == first == storage_id(tmp_path / "link")
     assert storage_id(tmp_path / "two") != first
-    assert (len(first), stat.S_IMODE((tmp_path / "one").stat().st_mode)) == (32, 0o700)
-    assert [child.name for child in (tmp_path / "one").iterdir()] == ["storage"]
+    assert (len(first), stat.S_IMODE(one.stat().st_mode)) == (32, 0o700)
+    assert [child.name for child in one.iterdir()] == ["storage"]
 
 
 @pytest.mark.parametrize("folder", [None, "shared", "~no such user/saved"])
@@ -197,7 +197,8 @@ def test_a_run_its_folder_and_one_of_its_checkpoints_can_be_named(tmp_path: Path
         with pytest.raises(CheckpointError, match=f"{source.name} holds no checkpoint"):
             find_source(source)
     root = tmp_path / "shared" / run.name if folder == "shared" else run / "checkpoints"
-    write(root, 10)
+    write(run / "checkpoints", 5)  # beside those of another folder they are what was fetched of them
+    assert find_source(run) == (run / "checkpoints", None)
     newest = write(root, 20)
     assert find_source(run) == find_source(root) == (root, None)
     assert find_source(newest) == (root, 20)
@@ -206,6 +207,7 @@ def test_a_run_its_folder_and_one_of_its_checkpoints_can_be_named(tmp_path: Path
 SYNCED = """
 import os, sys
 from pathlib import Path
+from engine.runs import files
 from engine.runs.commit import commit, new_folder, storage_id
 from engine.runs.manifest import Manifest
 
@@ -221,6 +223,9 @@ sys.addaudithook(note)
 commit(folder, Manifest(7, "ab", "now", {}, {}, {}, {}))
 print("---", flush=True)
 storage_id(root)
+print("---", flush=True)
+with files.new_folder(root / "made") as work:
+    (work / "part").write_text("")
 """
 
 
@@ -231,8 +236,9 @@ def test_what_is_named_is_synced_and_its_name_before_anybody_is_told(tmp_path: P
     environment = {**os.environ, "PYTHONPATH": PYTHON_PATH}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    of_commit, of_storage = (part.split("\n")[:-1] for part in done.stdout.split("---\n"))
+    of_commit, of_storage, of_folder = (part.split("\n")[:-1] for part in done.stdout.split("---\n"))
     made, named = of_commit[:2], of_commit[2:]  # the file is made, too, by opening a descriptor
     assert all(line.startswith("sync .MANIFEST.json-") for line in made)
     assert named == ["name MANIFEST.json", "sync step-00000007", "name step-00000007", "sync checkpoints"]
     assert of_storage == ["sync storage", "name storage", "sync checkpoints"]
+    assert of_folder == ["sync part", "sync made", "name made", "sync checkpoints"]

@@ -142,8 +142,10 @@ def test_with_plenty_of_memory_one_prediction_is_enough() -> None:
     assert predict.asked == ["none"]
     assert {one.memory.host_layers for one in choice.candidates} == {None}  # none need lie there
     first, second, *_ = [candidate.to_dict() for candidate in choice.candidates]
-    assert (first["fits"], first["needed_bytes"]) == (True, choice.prediction and choice.prediction.needed_bytes)
-    assert (second["fits"], second["needed_bytes"]) == (None, None)
+    assert (first["fits"], first["fits_device"], first["fits_host"]) == (True, True, True)
+    assert first["needed_bytes"] == (choice.prediction and choice.prediction.needed_bytes)
+    unknown = ("fits", "fits_device", "fits_host", "device_peak_bytes", "needed_bytes", "host_peak_bytes", "step_s")
+    assert [second[name] for name in unknown] == [None] * len(unknown)
 
 
 def test_predictions_that_refute_make_way_for_others_and_are_few() -> None:

@@ -199,6 +199,8 @@ def test_components_and_phases_add_up_and_a_second_prediction_is_the_same() -> N
     assert max(prediction.phase_peaks.values()) == prediction.phase_peaks[prediction.phase] == peak
     assert list(prediction.phase_peaks) == ["forward", "loss", "backward", "optimizer"]
     assert json.loads(json.dumps(prediction.to_dict()))["needed_bytes"] == peak
+    with fake_ranks(0, 2), pytest.raises(RuntimeError, match="process of its own"):
+        predicted(small_config())
 
 
 def test_on_cuda_weights_that_lie_on_the_host_count_there() -> None:
@@ -217,11 +219,6 @@ def test_on_cuda_weights_that_lie_on_the_host_count_there() -> None:
 
 def test_the_rank_that_sees_most_is_found() -> None:
     assert predicted(small_config(128, "ring", attention={"layout": "contiguous"}), 4).rank > 0
-
-
-def test_a_process_of_a_group_is_refused() -> None:
-    with fake_ranks(0, 2), pytest.raises(RuntimeError, match="process of its own"):
-        predicted(small_config())
 
 
 @pytest.mark.thorough

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -164,6 +165,25 @@ def test_four_ranks_find_their_places(
         expected += [((r * shards + s, c, t), (replicas * shards, cp, tp), groups, topologies, RowPart(t, tp))]
     parallel = ParallelConfig(dp_replicate_size=replicas, dp_shard_size=shards, tp_size=tp)
     assert ranks(4).run(mesh_of_rank, parallel, ClusterConfig(topology_nodes=nodes)) == expected
+
+
+def topology_by(local_sizes: tuple[int, ...]) -> Topology:
+    """What is found where torchrun has told this rank so many ranks on its node."""
+    started = os.environ["LOCAL_WORLD_SIZE"]
+    try:
+        os.environ["LOCAL_WORLD_SIZE"] = str(local_sizes[dist.get_rank()])
+        return build_mesh(ParallelConfig(), ClusterConfig(backend="gloo")).topology
+    finally:
+        os.environ["LOCAL_WORLD_SIZE"] = started
+
+
+@pytest.mark.parametrize(
+    ("local_sizes", "found"), [((2,) * 4, Topology(2, 2)), ((1, 3, 3, 3), Topology(4, 1)), ((3,) * 4, Topology(4, 1))]
+)
+def test_ranks_that_lie_unevenly_count_as_a_node_each(
+    ranks: Pools, local_sizes: tuple[int, ...], found: Topology
+) -> None:
+    assert ranks(4).run(topology_by, local_sizes) == [found] * 4
 
 
 def wait_alone() -> None:

@@ -68,15 +68,11 @@ def test_a_tile_costs_its_own_heads_only() -> None:
         assert sum(tile_flops(tile, slot, shape, "backward") for slot in slots) == 10 * 64 * 12 * 36
 
 
-def test_parts_of_different_size_meet_on_the_smaller_one() -> None:
+def test_parts_of_different_size_meet_on_the_smaller_one_and_a_cast_moves_both_widths() -> None:
     shape = TokenBytes(num_heads=4, num_kv_heads=4, head_dim=8)
     slots = (Slot(Kind.Q, 5, heads=HeadPart(0, 2)), Slot(Kind.Q, 5, heads=HeadPart(1, 4)))
     both = [LocalOp("copy", View(dst, 0, 5), View(1 - dst, 0, 5)) for dst in range(2)]
     assert [ViewBytes(slots, shape).moved_by_op(op) for op in both] == [2 * 5 * 8 * 2] * 2
-
-
-def test_a_cast_moves_both_widths_of_the_heads_in_common() -> None:
-    shape = TokenBytes(num_heads=4, num_kv_heads=4, head_dim=8)
     slots = (Slot(Kind.DQ, 10), Slot(Kind.DQ_CAST, 10, heads=HeadPart(0, 2)))
     moved = ViewBytes(slots, shape).moved_by_op(LocalOp("copy", View(1, 0, 6), View(0, 0, 6)))
     assert moved == 6 * (2 * 8 * 4 + 2 * 8 * 2)

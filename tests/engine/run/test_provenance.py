@@ -34,12 +34,15 @@ def test_a_checkout_tells_its_commit_and_what_was_changed_and_cuts_what_is_huge(
     facts = git_facts(checkout) or {}
     assert len(facts["sha"]) == 40
     assert (facts["branch"], facts["dirty"], facts["diff"], facts["status"]) == ("trunk", False, "", [])
-    (checkout / "code.py").write_text("x = 2\n" * MAX_DIFF_CHARACTERS)
     (checkout / "new.py").write_text("y = 3\n")
-    facts = git_facts(checkout) or {}
-    assert (facts["dirty"], facts["status"]) == (True, [" M code.py", "?? new.py"])
-    assert "+x = 2" in facts["diff"]
-    assert (len(facts["diff"]), facts["diff_truncated"]) == (MAX_DIFF_CHARACTERS, True)
+    (checkout / "code.py").write_text("x = 2\n")
+    room = MAX_DIFF_CHARACTERS - len((git_facts(checkout) or {})["diff"])
+    for more, is_cut in ((room, False), (room + 1, True)):
+        (checkout / "code.py").write_text(f"x = {'2' * more}2\n")
+        facts = git_facts(checkout) or {}
+        assert (facts["dirty"], facts["status"]) == (True, [" M code.py", "?? new.py"])
+        assert "+x = 2" in facts["diff"]
+        assert (len(facts["diff"]), facts["diff_truncated"]) == (MAX_DIFF_CHARACTERS, is_cut)
 
 
 def test_folder_inside_somebody_elses_checkout_is_not_that_checkout(checkout: Path) -> None:
@@ -50,7 +53,7 @@ def test_folder_inside_somebody_elses_checkout_is_not_that_checkout(checkout: Pa
 def test_what_a_run_comes_from_is_told_of_the_folder_of_the_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "nvidia-smi").write_text('#!/bin/sh\necho "GPU, 80 MiB, 1.2"\necho "$*" >&2\n')
+    (tmp_path / "nvidia-smi").write_bytes(b'#!/bin/sh\necho "GPU\xff, 80 MiB, 1.2"\necho "$*" >&2\n')
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("BURST_IMAGE", "sha256:1234")
@@ -66,7 +69,7 @@ def test_what_a_run_comes_from_is_told_of_the_folder_of_the_packages(
     cpu, memory_bytes = hardware.pop("cpu"), hardware.pop("memory_bytes")
     assert hardware == {
         **{"host": socket.gethostname(), "platform": platform.platform(), "cores": os.cpu_count()},
-        "gpus": ["GPU, 80 MiB, 1.2"],
+        "gpus": ["GPU\ufffd, 80 MiB, 1.2"],
     }
     assert any(line.endswith(f": {cpu}") for line in Path("/proc/cpuinfo").read_text().splitlines())
     assert memory_bytes == psutil.virtual_memory().total

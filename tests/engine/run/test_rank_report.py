@@ -170,21 +170,21 @@ def test_an_error_of_ours_is_a_sentence_and_any_other_a_traceback(
 
 
 REDIRECTED = """
-import sys
+import os, sys
 from pathlib import Path
 from engine.runs.process import redirect_output
 for stream in (sys.stdout, sys.stderr):
     print("before", end="", file=stream)
 redirect_output(Path(sys.argv[1]))
 for stream in (sys.stdout, sys.stderr):
-    print("after", file=stream, flush=True)
+    print("after", *os.listdir("/proc/self/fd")[3:], file=stream, flush=True)  # the one of this list
 """
 
 
 def test_what_was_said_before_output_goes_to_the_log_is_not_in_it(log: Path) -> None:
     command = [sys.executable, "-c", REDIRECTED, str(log)]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONUNBUFFERED": ""}, capture_output=True)
-    assert (done.stdout, done.stderr, log.read_bytes()) == (b"before", b"before", b"after\nafter\n")
+    assert (done.stdout, done.stderr, log.read_bytes()) == (b"before", b"before", b"after 3\nafter 3\n")
 
 
 def test_another_attempt_does_not_show_where_ranks_of_the_last_one_were(run: RunFolder) -> None:

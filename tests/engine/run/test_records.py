@@ -12,10 +12,10 @@ def test_tail_returns_every_row_once_waits_for_whole_lines_and_starts_over_with_
     path = tmp_path / "rows.jsonl"
     tail = JsonLinesTail(path)
     assert tail.poll() == []
-    path.write_bytes(b'{"a": 1}\n{"a"')
+    path.write_bytes(b'{"a": 1}\n{"a": 2}')
     assert tail.poll() == [{"a": 1}]
     with path.open("ab") as file:
-        file.write(b": 2}\n")
+        file.write(b"\n")
     assert tail.poll() == [{"a": 2}]
     assert tail.poll() == []
     path.write_text('{"b": 1}\n')
@@ -35,8 +35,10 @@ def test_appended_lines_hold_one_object_each(tmp_path: Path) -> None:
 def test_lines_that_no_reader_could_bear_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     most, more = "9" * 38, "9" * 39
-    path.write_text("[" * 100_000 + f'\n{{"step": {more}, "loss": {most}}}\n' + "x" * (40 << 20) + '\n{"a": 1}\n')
-    assert JsonLinesTail(path).poll() == [{"step": None, "loss": int(most)}, {"a": 1}]
+    longest = f'{{"a": "{"x" * ((16 << 20) - 9)}"}}'
+    odd = "[" * 100_000 + f'\n{{"step": {more}, "loss": {most}}}\n' + "x" * (40 << 20)
+    path.write_text(f'{longest}\n{odd}\n{{"a": 1}}\n')
+    assert JsonLinesTail(path).poll()[1:] == [{"step": None, "loss": int(most)}, {"a": 1}]
     path.write_text("[" * 100_000)
     with pytest.raises(ValueError, match="nested too deeply"):
         read_json_object(path)

@@ -18,7 +18,7 @@ import torch
 from testkit.corpora import write_token_set
 from testkit.ranks import Pools
 from testkit.tiny_training import tiny_config
-from testkit.whole_runs import create_run_of, ended, events_of, train_until_error, trained, whole_config
+from testkit.whole_runs import create_run_of, ended, events_of, trained, whole_config
 
 from engine.config.settings import DataConfig, RunConfig
 from engine.parallel.mesh import Placement, build_mesh
@@ -163,20 +163,16 @@ def test_where_documents_are_apart_nobody_guesses_how_the_next_one_begins(ranks:
     assert "deterministic" in events_of(run, "attention_kernel", "reason")[0]
 
 
-def test_a_config_error_ends_every_rank_with_exit_code_2(ranks: Pools, corpus: DataConfig, tmp_path: Path) -> None:
-    config = tiny_config(data=corpus, attention={"preset": "burst"}, model={"head_dim": 7})
-    run, codes = ended(ranks, 2, config, tmp_path)
+@pytest.mark.parametrize(
+    ("model", "problem"), [({"head_dim": 7}, "head_dim"), ({}, "model.vocab_size: got 64, .*set model.vocab_size=")]
+)
+def test_a_wrong_configuration_ends_every_rank_with_exit_code_2(
+    ranks: Pools, corpus: DataConfig, tmp_path: Path, model: dict[str, int], problem: str
+) -> None:
+    run, codes = ended(ranks, 2, tiny_config(data=corpus, attention={"preset": "burst"}, model=model), tmp_path)
     assert codes == [2, 2], run.rank_errors()
     assert run.read_state()["state"] == "failed"
-
-
-def test_a_vocabulary_smaller_than_the_data_is_refused_on_every_rank(
-    ranks: Pools, corpus: DataConfig, tmp_path: Path
-) -> None:
-    config = tiny_config(data=corpus, attention={"preset": "burst"})
-    for error in ranks(2).run(train_until_error, str(create_run_of(config, tmp_path).path), config):
-        assert "ConfigError: model.vocab_size: got 64" in error
-        assert "set model.vocab_size=" in error
+    assert re.search(problem, run.read_state()["failure"]["message"])
 
 
 def start(*args: str) -> subprocess.Popen[str]:
