@@ -135,13 +135,14 @@ def test_another_attempt_puts_the_records_of_the_last_aside(run: RunFolder) -> N
     run.append_event("phase")
     run.write_summary({"steps": 1})
     run.write_rank_error(0, ValueError("first"))
+    run.log_path(socket.gethostname(), 0).with_suffix(".status.json").write_text("{}")  # where it was
     run.transition("failed")
     (run.path / "attempts" / "1").mkdir(parents=True)  # whoever began to put them aside was killed
     state = run.transition("starting")
     assert (state["attempt"], state["exit_code"]) == (2, None)
     assert (run.read_metrics(), run.read_summary(), run.rank_errors()) == ([], None, [])
     kept = sorted(path.name for path in (run.path / "attempts" / "1").iterdir())
-    assert kept == ["events.jsonl", "metrics.jsonl", "rank0000.error.json", "summary.json"]
+    assert kept == ["events.jsonl", "metrics.jsonl", "rank0000.error.json", "rank0000.status.json", "summary.json"]
     assert (run.read_events(), [attempt.path.name for attempt in run.attempts()]) == ([], ["1", run.run_id])
 
 

@@ -27,12 +27,7 @@ def random_documents(seed: int, count: int, rows: int = ROWS) -> tuple[int, ...]
     return (0, *starts.tolist())
 
 
-def random_blocks() -> BlockList:
-    generator = np.random.default_rng(3)
-    pairs = np.argwhere(generator.random((64, 64)) < np.linspace(0.1, 0.6, 64)[:, None])
-    return BlockList.from_pairs(ROWS // 64, pairs)
-
-
+BLOCKS = np.argwhere(np.random.default_rng(3).random((64, 64)) < np.linspace(0.1, 0.6, 64)[:, None])
 STRIDED = build_mask("strided", ROWS, AttentionConfig(block_tokens=256, block_stride=8, local_blocks=4))
 MASKS: dict[str, tuple[Mask, ...]] = {
     "causal": (Mask(ROWS),),
@@ -44,7 +39,7 @@ MASKS: dict[str, tuple[Mask, ...]] = {
     "many documents": (Mask(ROWS, documents=random_documents(1, 600)),),
     "windowed documents": (Mask(ROWS, window=700, documents=random_documents(2, 40)),),
     "strided": (STRIDED,),
-    "listed blocks": (Mask(ROWS, blocks=random_blocks()),),
+    "listed blocks": (Mask(ROWS, blocks=BlockList.from_pairs(ROWS // 64, BLOCKS)),),
     "every 4th layer full, documents": (
         *(Mask(ROWS, window=512, documents=random_documents(4, 50)),) * 3,
         Mask(ROWS, documents=random_documents(4, 50)),

@@ -131,10 +131,13 @@ def test_what_is_left_free_is_weighed(nodes: int, local: int, fields: dict[str, 
     assert reason.startswith("auto: " if weighed else "as configured: kv circulates; ")
 
 
-def test_every_field_can_be_overridden() -> None:
+def test_every_field_can_be_overridden_and_heads_are_divided_as_far_as_they_go() -> None:
     method = resolve("burst", ring_inner_size=2, layout="striped", backward_circulates="kv")
     assert (method.ring_inner_size, method.ring_outer_size) == (2, 4)
     assert (method.layout, method.backward_circulates) == ("striped", "kv")
+    method = resolve("usp", nodes=1, local=8, model=ModelConfig(num_heads=12, num_kv_heads=4))
+    assert (method.head_parallel_size, method.ring_inner_size, method.ring_outer_size) == (4, 2, 1)
+    assert resolve("ulysses", nodes=1, local=8, model=ModelConfig(num_heads=8, num_kv_heads=2)).kv_replicated
 
 
 @pytest.mark.parametrize(
@@ -166,11 +169,6 @@ def test_what_the_ranks_cannot_share_is_refused_with_the_remedy(
 def test_topology_of_a_group_of_consecutive_ranks(size: int, expected: tuple[int, int]) -> None:
     group = Topology(4, 4).group(size)
     assert (group.nodes, group.local_ranks) == expected
-
-
-def test_head_parallelism_takes_what_the_kv_heads_allow_and_leaves_the_rest_to_the_ring() -> None:
-    method = resolve("usp", nodes=1, local=8, model=ModelConfig(num_heads=12, num_kv_heads=4))
-    assert (method.head_parallel_size, method.ring_inner_size, method.ring_outer_size) == (4, 2, 1)
 
 
 def test_every_violated_rule_is_listed_with_the_nearest_legal_degrees() -> None:
@@ -205,11 +203,6 @@ def test_all_gather_leaves_nothing_to_turn_around_or_to_circulate() -> None:
     with pytest.raises(ConfigError) as caught:
         resolve("megatron_allgather", backward_circulates="q", backward_order="reversed")
     assert len(caught.value.problems) == 3
-
-
-def test_kv_heads_that_several_ranks_need_are_replicated() -> None:
-    method = resolve("ulysses", nodes=1, local=8, model=ModelConfig(num_heads=8, num_kv_heads=2))
-    assert method.kv_replicated
 
 
 def test_an_inner_ring_that_crosses_nodes_is_warned_of() -> None:

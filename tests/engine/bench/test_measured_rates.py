@@ -77,9 +77,8 @@ class Counted(Stopwatch):
             call()
         message_s = self._message_s(work.sent)
         if work.tokens:
-            return (
-                STEP_S * work.tokens / 64 + LAYER_S * work.tiles / dist.get_world_size()
-            )  # of a layer one for every rank's keys
+            layers = work.tiles / dist.get_world_size()  # of a layer one for every rank's keys
+            return STEP_S * work.tokens / 64 + LAYER_S * layers**2  # not even, so that it matters which are measured
         if work.products > 3:  # more than one matrix has
             return work.product_s + ROW_S * work.rows
         if work.product_s or work.attention_s:
@@ -109,7 +108,7 @@ def overheads(cell: MachineCell, machine: Machine) -> tuple[float, float]:
     world = Topology(cell.setup.nodes, cell.setup.local_ranks)
     plain = replace(machine, layer_overhead_s=0.0, step_overhead_s=0.0)
     one, five = (
-        STEP_S + layers * LAYER_S - predict_step(cell.run_config(layers), world, plain).seconds for layers in (1, 5)
+        STEP_S + layers**2 * LAYER_S - predict_step(cell.run_config(layers), world, plain).seconds for layers in (1, 5)
     )
     return (five - one) / 4, one - (five - one) / 4
 

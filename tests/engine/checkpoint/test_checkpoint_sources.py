@@ -46,6 +46,9 @@ def test_another_runs_folder_is_read_and_left_as_it_is(
     shutil.rmtree(source / "checkpoints" / SAVED)
     for step, _, told in ranks(2).run(restore, RINGS.config, own, str(source)):  # nor is any left
         assert (step, f"holds step {STEPS}" in told) == (None, True)
+    for step, _, told in ranks(2).run(restore, RINGS.config, own, f"{tmp_path}/gone"):
+        assert (step, told.startswith(f"cannot go on from {tmp_path}/gone: ")) == (None, True)
+        assert "holds no checkpoint" in told
 
 
 @pytest.mark.parametrize("named", ["", "/checkpoints", f"/checkpoints/{SAVED}"])
@@ -59,13 +62,6 @@ def test_a_node_that_lacks_the_folder_is_sent_what_it_needs(
     answers = ranks(2).run(restore, RINGS.config, own, sources)
     assert [digest for _, digest, _ in answers] == [whole["hashes"][STEPS]] * 2
     assert not (tmp_path / "away").exists()
-
-
-def test_a_folder_that_no_node_has_is_an_error(ranks: Pools, tmp_path: Path) -> None:
-    for step, _, told in ranks(2).run(restore, RINGS.config, f"{tmp_path}/own", f"{tmp_path}/gone"):
-        assert step is None
-        assert told.startswith(f"cannot go on from {tmp_path}/gone: ")
-        assert "holds no checkpoint" in told
 
 
 @pytest.fixture(scope="module")

@@ -127,6 +127,10 @@ def test_a_template_file_wins_over_the_configured_one_and_default_over_others(tm
     )
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ pad_token }} file")
     assert find_template(config).render([], "") == "<|bos|>P file"
+    (tmp_path / "chat_template.jinja").unlink()
+    write_tokenizer(tmp_path)
+    with pytest.raises(DataError, match=r"looked for chat_template\.jinja and chat_template in tokenizer_config\.json"):
+        find_template(config)
 
 
 def test_templates_have_what_those_of_hugging_face_use() -> None:
@@ -174,12 +178,6 @@ def test_templates_that_cannot_be_used_are_named(tmp_path: Path, source: str, te
     config = config_of(tmp_path, CONVERSATIONS, chat_template=str(tmp_path / "mine.jinja"))
     with pytest.raises(DataError, match=rf"(?s)mine\.jinja.*{text}|{text}.*mine\.jinja"):
         prepare(config)
-
-
-def test_a_missing_template_says_where_it_was_looked_for(tmp_path: Path) -> None:
-    config = DataConfig(tokenizer=str(write_tokenizer(tmp_path)), messages_field="messages")
-    with pytest.raises(DataError, match=r"looked for chat_template\.jinja and chat_template in tokenizer_config\.json"):
-        find_template(config)
 
 
 @pytest.mark.parametrize(

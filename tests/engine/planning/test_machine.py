@@ -73,10 +73,7 @@ def test_ranks_that_share_cores_have_a_part_of_their_rates_and_of_nobodys_networ
     assert eight.inter_bytes_per_s == MEASURED.inter_bytes_per_s
     assert eight.shared_by(2).tile_overhead_s == pytest.approx(MEASURED.tile_overhead_s)
     assert find_machine("h100").shared_by(8, 4) == find_machine("h100")
-
-
-def test_a_core_of_the_table_is_that_of_one_thread() -> None:
-    core = find_machine("cpu")
+    core = find_machine("cpu")  # of the table: that of one thread
     assert core.shared_by(4, 3).matmul_flops_per_s == pytest.approx(3 * core.matmul_flops_per_s)
     assert core.shared_by(4).tile_overhead_s == core.tile_overhead_s
     assert core.shared_by(4, 1, cores=2).matmul_flops_per_s == pytest.approx(core.matmul_flops_per_s / 2)

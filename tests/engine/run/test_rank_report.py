@@ -187,17 +187,6 @@ def test_what_was_said_before_output_goes_to_the_log_is_not_in_it(log: Path) -> 
     assert (done.stdout, done.stderr, log.read_bytes()) == (b"before", b"before", b"after 3\nafter 3\n")
 
 
-def test_another_attempt_does_not_show_where_ranks_of_the_last_one_were(run: RunFolder) -> None:
-    run.transition("starting")
-    status, log = RankStatus(), run.log_path("node1", 0)
-    status.report_to(0, "node1", log)
-    status.end_report("RuntimeError")
-    run.transition("failed")
-    run.transition("starting")
-    assert not log.with_suffix(".status.json").exists()
-    assert read(run.path / "attempts" / "1" / "rank0000.status.json")["ended"] == "RuntimeError"
-
-
 def test_waits_add_up_and_are_taken_once() -> None:
     clock, started = WaitClock(), time.monotonic()
     for _ in range(3):

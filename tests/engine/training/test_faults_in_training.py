@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from testkit.ranks import Pools
-from testkit.whole_runs import create_run_of, ended, events_of, train_until_error, whole_config
+from testkit.whole_runs import ended, events_of, whole_config
 
 from engine.config.settings import DataConfig
 from engine.runs.folder import RunFolder
@@ -66,11 +66,3 @@ def test_a_full_disk_is_said_and_a_rank_alone_has_nobody_to_wait_for(
     assert [row["rank_wait_s_max"] for row in run.read_metrics()] == [None] * 3
     assert (codes, error["step"]) == ([1], 4)
     assert "No space left on device" in error["message"]
-
-
-def test_other_ranks_than_configured_are_refused_on_every_rank(
-    ranks: Pools, corpus: DataConfig, tmp_path: Path
-) -> None:
-    config = whole_config(corpus, attention={"preset": "burst"}, cluster={"ranks_per_node": 4})
-    for error in ranks(2).run(train_until_error, str(create_run_of(config, tmp_path).path), config):
-        assert error.startswith("ConfigError: cluster.num_nodes 1 x cluster.ranks_per_node 4 = 4 ranks, but 2 ranks ")

@@ -33,12 +33,6 @@ from engine.training.trainer import Trainer, run_training, set_threads
 ROOT = Path(__file__).parents[3]
 
 
-def documented() -> list[str]:
-    """The keys of a row that docs/training.md explains."""
-    (table,) = re.findall(r"^\| `step` .*?^$", (ROOT / "docs/training.md").read_text(), flags=re.MULTILINE | re.DOTALL)
-    return [name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])]
-
-
 def run_config(corpus: DataConfig, **train: Any) -> RunConfig:
     """Six steps with a validation every three, on the corpus."""
     settings = {"steps": 6, "eval_interval_steps": 3, "eval_samples": 2, **train}
@@ -78,7 +72,9 @@ def test_a_run_leaves_rows_states_and_a_summary_and_no_rank_keeps_the_rows(
     rows, summary = run.read_metrics(), run.read_summary() or {}
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert {*MEDIANS, *MAXIMA} <= set(rows[0])
-    assert set(rows[0]) == {name for name in documented() if not name.startswith(("validation_", "needle_", "dropped"))}
+    (table,) = re.findall(r"^\| `step` .*?^$", (ROOT / "docs/training.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    documented = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+    assert set(rows[0]) == {name for name in documented if not name.startswith(("validation_", "needle_", "dropped"))}
     assert [("validation_loss" in row) for row in rows] == [False, False, True, False, False, True]
     assert [entry["state"] for entry in run.read_state()["history"]] == ["planned", "starting", "running", "completed"]
     begun = ["prepare data", "build model", "measure peak", "first weights"]
@@ -164,12 +160,20 @@ def test_where_documents_are_apart_nobody_guesses_how_the_next_one_begins(ranks:
 
 
 @pytest.mark.parametrize(
-    ("model", "problem"), [({"head_dim": 7}, "head_dim"), ({}, "model.vocab_size: got 64, .*set model.vocab_size=")]
+    ("sections", "problem"),
+    [
+        ({"model": {"head_dim": 7}}, "head_dim"),
+        ({}, "model.vocab_size: got 64, .*set model.vocab_size="),
+        (
+            {"model": {"vocab_size": 256}, "cluster": {"ranks_per_node": 4}},
+            "cluster.ranks_per_node 4 = 4 ranks, but 2 ranks were started",
+        ),
+    ],
 )
 def test_a_wrong_configuration_ends_every_rank_with_exit_code_2(
-    ranks: Pools, corpus: DataConfig, tmp_path: Path, model: dict[str, int], problem: str
+    ranks: Pools, corpus: DataConfig, tmp_path: Path, sections: dict[str, Any], problem: str
 ) -> None:
-    run, codes = ended(ranks, 2, tiny_config(data=corpus, attention={"preset": "burst"}, model=model), tmp_path)
+    run, codes = ended(ranks, 2, tiny_config(data=corpus, attention={"preset": "burst"}, **sections), tmp_path)
     assert codes == [2, 2], run.rank_errors()
     assert run.read_state()["state"] == "failed"
     assert re.search(problem, run.read_state()["failure"]["message"])
