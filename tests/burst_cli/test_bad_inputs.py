@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from testkit.command_line import Result
 
+from engine.planning.time.machine import machine_fields
+
 # Override, what is told of it: the mistake as given, and what to write instead. Those of a list are told in one breath.
 BAD_OVERRIDES = [
     [
@@ -130,6 +132,13 @@ def test_steps_of_minutes_on_the_cpu_are_refused(burst, tmp_path: Path) -> None:
     result = burst("launch", "exp=small", *one_core)
     # 1.0e14 FLOPs by the counts of engine.planning.time.flops; a core of the table gives 55 to 80 GFLOP/s.
     assert_refused(result, "too slow: 28:21 min per step is expected on the CPU", "or a shorter sequence")
+    free = ",".join(f"'{name}={'inf' if name.endswith('_per_s') else 0}'" for name in machine_fields())
+    (tmp_path / "bad.jsonl").write_text("{nonsense")  # for what is not refused
+    data = ("data=jsonl", f"data.paths=[{tmp_path}/bad.jsonl]", "train.seq_len=64", "model.num_layers=1")
+    for step_s, told, how in ((60, "expected: 1:00 min per step, ", ["--dry-run"]), (300, "bad JSON", [])):
+        rates = f"cluster.machine.rates=[{free},'kernel_block_rows=1','step_overhead_s={step_s}']"
+        result = burst("launch", "exp=tiny", *one_core, *data, rates, *how)
+        assert told in result.out + result.err
     assert not (tmp_path / "runs").exists()
 
 

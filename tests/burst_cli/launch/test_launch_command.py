@@ -19,12 +19,14 @@ from testkit import PYTHON_PATH, ROOT
 from testkit.fault_rig import confirm
 from testkit.fault_table import AROUND_RANKS
 from testkit.process_table import kill_run, run_processes, wait_until_gone
-from testkit.terminal import on_terminal
+from testkit.run_maker import make_run
+from testkit.terminal import StrictConsole, on_terminal
 from testkit.waiting import wait_for
 
-from burst_cli.launch.detach import CONTROLLER_LOG
-from cluster.control.attempt import find_controller
+from burst_cli.launch.detach import CONTROLLER_LOG, launch_detached
+from cluster.control.attempt import StopRequests, find_controller
 from cluster.control.controller import request_cancel, settle
+from engine.config.errors import RunError
 from engine.runs.folder import RunFolder, list_runs
 from engine.runs.process import process_start
 
@@ -145,11 +147,12 @@ def test_a_terminal_shows_a_block_that_is_redrawn_and_with_plain_lines(tmp_path:
         begun: list[Launch] = []
         text = on_terminal(lambda end: begun.append(Launch(folder, "ok", *flags, stdin=end, stdout=end, stderr=end)))
         assert begun[0].end() == 0
+        assert {"\x1b[2K" in text, f"\x1b[2m{begun[0].run.path}" in text} == {"--plain" not in flags}
         return text
 
     drawn, lines = shown(tmp_path / "drawn"), shown(tmp_path / "lines", "--plain")
-    assert {"\x1b[2K" in drawn, "\x1b[?25h" in drawn, "completed" in drawn} == {True}  # the cursor is shown again
-    assert ("\x1b[2K" in lines, "step 5/5" in lines) == (False, True)
+    assert {part in drawn for part in ("\x1b[?25h", "\x1b[1mtiny/", "completed")} == {True}  # the cursor is shown again
+    assert "step 5/5" in lines
 
 
 @pytest.mark.parametrize(("mode", "code"), [("ok", 0), ("config", 2)])
@@ -205,14 +208,19 @@ def ended(run: RunFolder) -> str:
     return str(run.read_state()["state"])
 
 
-def test_launcher_returns_once_the_ranks_run_which_outlive_it_and_can_still_be_stopped(folder: Path) -> None:
+def test_launcher_returns_once_the_ranks_run_which_outlive_it_and_can_still_be_stopped(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
     done, run = detach(folder, "wait")
     controller = find_controller(run)
     assert done.process.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"burst {verb} {run.run_id}" for verb in ("status", "logs", "cancel")]
     assert controller is not None
     assert controller.pid is not None
-    assert done.stderr.splitlines()[-1] == f"it goes on in the background, led by process {controller.pid}"
+    told = f"\x1b[2mit goes on in the background, led by process {controller.pid}\x1b[0m"
+    assert done.stderr.splitlines()[-1] == told
+    assert os.getsid(controller.pid) == controller.pid  # it hears nothing of a terminal
     assert run.read_state()["lease_s"] is None
     wait_for(lambda: run.read_state()["state"] == "running")
     os.kill(controller.pid, signal.SIGKILL)
@@ -234,6 +242,26 @@ def test_detached_run_comes_to_its_end_alone(folder: Path) -> None:
     assert re.search(r"^20\S+Z starting the ranks$", log, re.MULTILINE)
     assert re.search(r"^20\S+Z step 5/5  loss 0\.8000 ", log, re.MULTILINE)
     assert ("\ncompleted tiny/" in log, "\x1b" in log) == (True, False)
+
+
+def test_a_process_in_the_background_that_ends_at_once_is_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its plan is gone."""
+    (tmp_path / "burst_cli").mkdir()
+    (tmp_path / "burst_cli/__init__.py").write_text("raise SystemExit('another program')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    ended = make_run(tmp_path, state="planned"), make_run(tmp_path, "tiny/20260102-000000-bbbbbb", state="cancelled")
+    for run in ended:
+        (run.path / "launch.json").unlink()
+    console = StrictConsole(stderr=True)
+    with pytest.raises(RunError, match=r"exit code 1 before the nodes ran: error: .*`burst launch` did not start"):
+        launch_detached(ended[0], StopRequests(), console, as_json=False)
+    assert (ended[0].path / CONTROLLER_LOG).stat().st_mode & 0o777 == 0o600
+    (log := ended[1].path / CONTROLLER_LOG).write_text("before\n")
+    assert launch_detached(ended[1], StopRequests(), console, as_json=False) == 1
+    assert capsys.readouterr().out == f"cancelled tiny/{ended[1].run_id}\n"
+    assert log.read_text().startswith("before\nerror: ")
 
 
 def test_failure_of_the_start_is_shown_in_the_foreground(folder: Path) -> None:

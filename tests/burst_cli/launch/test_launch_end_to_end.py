@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,14 +52,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def launch(folder: Path, *words: str) -> dict[str, Any]:
-    """What `burst launch --json` prints of a run into folder/runs: in this process, which predicts memory once."""
+    """What `burst launch --json` prints of a run into folder/runs: in this process, which predicts memory once.
+
+    Before, a person is told in whole lines what to expect.
+    """
     path = folder / "runs" / "tiny" / "20260101-000000-abcdef"
     assert not path.exists()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         for variable in ("BURST_RUNS_DIR", "BURST_CACHE_DIR", "XDG_CONFIG_HOME"):
             patch.setenv(variable, str(folder / variable))
+        patch.setenv("COLUMNS", "40")
         assert main(["launch", "--json", *overrides(folder), "--run-path", str(path), *words]) == 0
-    return dict(json.loads(said.getvalue()))
+    assert re.search(r"^expected: .* 3 steps and the start, by the prediction for cpu$", err.getvalue(), re.MULTILINE)
+    return dict(json.loads(out.getvalue()))
 
 
 @pytest.fixture(scope="module")

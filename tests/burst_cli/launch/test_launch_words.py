@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from rich.text import Text
 from testkit.command_line import Burst
 from testkit.fake_plan import CODE, node_facts, nodes, run_config
+from testkit.terminal import styled
 
 from burst_cli.compose import compose
 from burst_cli.launch.launching import conclude
@@ -58,7 +61,8 @@ def test_a_plan_of_many_nodes_shows_two_environments(capsys: pytest.CaptureFixtu
         out, err = capsys.readouterr()
         assert (json.loads(out), err) == (plan.to_dict(), "n2 is good\nwarning: n1 is odd\n")
     here = build_local_plan(RunConfig(), node_facts("here"), Path("/runs/tiny/20260101-000000-abcdef"))
-    show_plan(with_files(here, *((name, "") for name in ("a", "job.yaml", "job.sbatch"))), None, as_json=False)
+    files = (*((name, "") for name in ("a", "job.yaml", "job.sbatch")), *here.files)
+    show_plan(with_files(replace(here, files=()), *files), None, as_json=False)
     shown = [line for line in capsys.readouterr().out.splitlines() if line and " " not in line]
     assert shown == ["plan.sh", "job.sbatch", "job.yaml", "env/here.env", "config.yaml", "a"]
     with pytest.raises(ConfigError, match="--as skypilot needs"):
@@ -87,7 +91,7 @@ def test_data_that_does_not_suit_the_model_leaves_no_run(
 
 TRAINED = {
     **{"steps": 120, "dropped_steps": 3, "final_train_loss": 2.0, "tokens_per_s_per_device": 12345.0},
-    **{"final_validation_loss": 2.5, "mfu": 0.25, "peak_memory_bytes": 2**30},
+    **{"final_validation_loss": 2.5, "final_validation_bits_per_byte": 1.25, "mfu": 0.25, "peak_memory_bytes": 2**30},
 }
 EVALUATED = {
     **{"evaluated_run": "20260101-000000-bbbbbb", "evaluated_step": 80, "seq_len": 8192},
@@ -95,8 +99,8 @@ EVALUATED = {
 }
 MORE = "more: burst report 20260101-000000-abcdef"
 RESULT = (
-    "120 steps (3 dropped)  train loss 2.0000  validation loss 2.5000  tokens/s per device 12.3K  MFU 25%"
-    "  peak memory 1 GiB"
+    "120 steps (3 dropped)  train loss 2.0000  validation loss 2.5000  bits/byte 1.2500  tokens/s per device 12.3K"
+    "  MFU 25%  peak memory 1 GiB"
 )
 LOSSES = "validation loss 2.5000  bits/byte 1.2500 on sequences of 8,192 tokens"
 UNSAVED = "weights: nothing was saved; train.checkpoint.at_end=true saves them"
@@ -113,6 +117,7 @@ UNSAVED = "weights: nothing was saved; train.checkpoint.at_end=true saves them"
 def test_the_end_tells_figures_of_a_training_and_findings_of_an_evaluation(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
     state: str,
     summary: dict[str, Any],
     saved: str | None,
@@ -123,10 +128,13 @@ def test_the_end_tells_figures_of_a_training_and_findings_of_an_evaluation(
         run.transition(step)
     run.write_summary(summary)
     run.transition(state)
+    monkeypatch.setenv("FORCE_COLOR", "1")
     conclude(run, LaunchOutcome(state, 0, leftover=(Leftover("tb1", (4711,)),)), 65.0, saved, as_json=False)
-    out, err = capsys.readouterr()
-    assert [line.rstrip() for line in out.splitlines()] == [f"{state} tiny/{run.run_id} in 1:05", *told]
-    assert err == "warning: may still run: tb1: processes 4711\n"
+    out, err = map(Text.from_ansi, capsys.readouterr())
+    assert [line.rstrip() for line in out.plain.splitlines()] == [f"{state} tiny/{run.run_id} in 1:05", *told]
+    colour = "green" if state == "completed" else "yellow"
+    warning = "warning: may still run: tb1: processes 4711"
+    assert [styled(out), styled(err)] == [[(state, colour)], [(warning, "yellow")]]
 
 
 @pytest.mark.parametrize("exp", ["extend_128k", "extend_1m", "sft_128k", "toy_8k"])

@@ -32,7 +32,7 @@ def run_with(folder: Path, nodes: dict[str, int] | None = None, **adapters: str)
 def write_nccl(run: RunFolder, node: str, text: str, pid: int = 4711) -> Path:
     path = run.log_dir(node) / f"nccl.gpu-a.{pid}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    path.write_bytes(text.encode(errors="surrogateescape"))
     return path
 
 
@@ -47,7 +47,7 @@ def test_sockets_in_any_of_nccl_s_words_are_a_fallback(tmp_path: Path, said: str
 
 
 @pytest.mark.parametrize(
-    "said", ["", "garbage \x00\x1b[31m", VERBS, VERBS + f"{HEAD}NET/Socket : Using [0]eth0:1<0>\n"]
+    "said", ["", "garbage \udcff\x00\x1b[31m", VERBS, VERBS + f"{HEAD}NET/Socket : Using [0]eth0:1<0>\n"]
 )
 def test_a_log_of_adapters_or_of_nothing_is_none(tmp_path: Path, said: str) -> None:
     write_nccl(run := run_with(tmp_path), "tb1", said)
@@ -60,6 +60,11 @@ def test_sockets_that_were_planned_or_of_one_node_or_of_an_earlier_attempt_are_n
     logs = [write_nccl(run, "tb1", NETWORK) for run in (wanted, alone, again)]
     assert [len(socket_fallbacks(run)) for run in (wanted, alone, again)] == [0, 0, 1]
     os.utime(logs[2], (1e9, 1e9))
+    assert socket_fallbacks(again) == []
+    write_nccl(again, "tb1", NETWORK, pid=4712)
+    assert len(socket_fallbacks(again)) == 1
+    for pid in range(5000, 5064):  # of so many processes the last are looked at
+        write_nccl(again, "tb1", VERBS, pid=pid)
     assert socket_fallbacks(again) == []
 
 

@@ -11,15 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from testkit import ROOT
 from testkit.command_line import Burst
 from testkit.fake_run import LivingRun
 from testkit.run_maker import forget_process, make_run
+from testkit.terminal import StrictConsole
 from testkit.waiting import wait_for
 
 from burst_cli.launch.take_over import UnknownRunError, find_way
-from cluster.control.attempt import ControllerBusyError, RunState, controlling
+from cluster.control.attempt import Controller, ControllerBusyError, RunState, controlling
 from engine.runs.folder import RunFolder
 
 # --- which way --------------------------------------------------------------------------------------------------------
@@ -60,16 +60,19 @@ def test_a_run_without_a_leader_is_taken_over_or_starts_again(
     if state in ("starting", "running"):
         forget_process(run)
     stream = io.StringIO()
-    assert find_way(run, Console(file=stream, width=200), ask) == way
+    assert find_way(run, StrictConsole(file=stream, width=200), ask) == way
     assert stream.getvalue() == said
 
 
 def test_run_of_which_nobody_knows_or_that_somebody_leads_is_left_alone(root: Path) -> None:
     forget_process(lost := make_run(root))
-    console = Console(file=io.StringIO())
+    console = StrictConsole(file=io.StringIO())
     with pytest.raises(UnknownRunError, match="no answer of tb1") as caught:
         find_way(lost, console, lambda run: RunState({"state": "running"}, problem="no answer of tb1 (refused)"))
     assert caught.value.exit_code == 3
+    led = RunState({"state": "running"}, controller=Controller(4711, "tb2", "today"))
+    with pytest.raises(ControllerBusyError, match="process 4711 on tb2"):
+        find_way(lost, console, lambda run: led)
     with controlling(lost), pytest.raises(ControllerBusyError, match=f"process {os.getpid()} on "):  # the lock alone
         find_way(lost, console, runs_on)
 
@@ -80,6 +83,7 @@ def test_run_of_which_nobody_knows_or_that_somebody_leads_is_left_alone(root: Pa
 def test_run_that_somebody_leads_is_refused_with_the_pid(burst: Burst, root: Path) -> None:
     with LivingRun(root, "wait") as living:
         living.wait_steps()
+        make_run(root, "tiny/20990101-000000-aaaaaa", state="completed")  # the newest is not the one that lives
         result = burst("resume")
         assert result.code == 1
         assert f"controlled by process {living.controller.pid} on " in result.err

@@ -22,7 +22,7 @@ GIB = 2**30
 PROVENANCE = {
     "command": ["burst", "launch", "exp=tiny"],
     "git": {"sha": "abc" * 13 + "d", "dirty": True, "diff": ""},
-    "versions": {"python": "3.11.7", "torch": "2.13.0"},
+    "versions": {"torch": "2.13.0", "python": "3.11", "flash-attn": "2", "triton": "3", "burst-train": "1", "pip": "9"},
     "hardware": {"host": "node1", "gpus": []},
 }
 

@@ -118,7 +118,8 @@ def test_record_joins_state_summary_and_where_the_run_comes_from(reported, runs_
         **{"failure": None, "failure_text": None},
         "git_sha": PROVENANCE["git"]["sha"],  # type: ignore[index]
         **{"dirty": True, "host": "node1", "hardware": "cpu", "launch_hardware": "cpu"},
-        **{"versions": {"python": "3.11.7", "torch": "2.13.0"}, "command": "burst launch exp=tiny", "image": None},
+        "versions": {"burst-train": "1", "torch": "2.13.0", "python": "3.11", "flash-attn": "2", "triton": "3"},
+        **{"command": "burst launch exp=tiny", "image": None},
     }
     assert (record["step_time_s"], record["step_time_s_n"]) == (pytest.approx(0.3), 3)
 
@@ -218,8 +219,8 @@ def test_where_runs_come_from_and_which_columns_stay_on_a_narrow_terminal(report
     assert dict(zip(grid.headings, grid.rows[0], strict=True)) == {
         **{"run": "tiny/20260102-000000-bbbbbb", "started (UTC)": failed["started_at"][:16].replace("T", " ")},
         **{"commit": "abcabcabca + changes", "config": failed["config_fingerprint"][:12], "hardware": "cpu"},
-        **{"host": "node1", "versions": "torch 2.13.0, python 3.11.7", "command": "burst launch exp=tiny"},
-        "failure": "no",
+        **{"host": "node1", "versions": "burst-train 1, torch 2.13.0, python 3.11, flash-attn 2, triton 3"},
+        **{"command": "burst launch exp=tiny", "failure": "no"},
     }
     ranked = sorted((column for column in COLUMNS if column.rank < 99), key=lambda column: column.rank)
     assert [column.heading for column in ranked] == [
@@ -227,6 +228,7 @@ def test_where_runs_come_from_and_which_columns_stay_on_a_narrow_terminal(report
         *("attention", "seq_len", "memory policy", "MFU (full attention)", "step time", "n", "validation loss"),
         *("HFU", "commit"),
     ]
+    assert len({column.rank for column in ranked[1:]}) == len(ranked) - 1  # which one goes first is told for each
 
 
 def test_csv_holds_every_figure_unrounded_and_nothing_that_a_spreadsheet_would_run(

@@ -73,7 +73,8 @@ def noisy(speed: float, seed: int) -> Callable[[int], dict[str, Any]]:
     def row(step: int) -> dict[str, Any]:
         now = speed * (1 + chance.gauss(0, 0.01))
         loss = 4 / step**0.3 + random.Random(step).gauss(0, 0.1)  # the same data, so the same noise
-        return {**metrics(step), "tokens_per_s_per_device": now, "step_time_s": 1e3 / now, "loss": loss}
+        speeds = {"tokens_per_s_per_device": now, "step_time_s": 1e3 / now, "mfu": now / 4e3}
+        return {**metrics(step), **speeds, "loss": loss}
 
     return row
 
@@ -104,14 +105,12 @@ def test_a_comparison_as_a_whole(compared, two_runs: Path) -> None:
     assert speed["change"] == pytest.approx(0.1, abs=0.01)
     assert speed["low"] < speed["change"] < speed["high"] < speed["low"] + 0.02
     back = {row["metric"]: row for row in compared("bbbbbb", "aaaaaa")["differences"]}
-    assert [back[name]["verdict"] for name in ("tokens_per_s_per_device", "step_time_s")] == ["B is worse"] * 2
-    equal = {"a": 0.5, "b": 0.5, "change": 0.0, "low": 0.0, "high": 0.0, "p": 1.0, "verdict": "equal"}
-    assert back["mfu"] == {"metric": "mfu", **equal}
+    assert [back[name]["verdict"] for name in ("tokens_per_s_per_device", "step_time_s", "mfu")] == ["B is worse"] * 3
+    equal = {"change": 0.0, "low": 0.0, "high": 0.0, "p": 1.0, "verdict": "equal"}
+    assert back["loss, last quarter"].items() >= equal.items()
     assert (back["peak_tensor_bytes"]["change"], figure(found, "peak_tensor_bytes")["change"]) == (-1.0, None)
     assert {row["metric"]: row["verdict"] for row in found.pop("differences")} == {
-        "tokens_per_s_per_device": "B is better",
-        "step_time_s": "B is better",
-        "mfu": "equal",
+        **dict.fromkeys(("tokens_per_s_per_device", "step_time_s", "mfu"), "B is better"),
         "loss, last quarter": "equal",
         **dict.fromkeys(("peak_memory_bytes", "peak_tensor_bytes"), "one value per side: not tested"),
         "final_validation_loss": "not measured on both sides",
@@ -158,11 +157,17 @@ def test_a_damaged_step_of_impossible_size_is_no_step(compared, two_runs: Path) 
 
 
 def test_losses_are_compared_over_the_whole_last_quarter(compared, tmp_path: Path) -> None:
-    for name in ("tiny/20260101-000000-aaaaaa", "tiny/20260102-000000-bbbbbb"):
-        make_run(tmp_path / "runs", name, steps=80, row=lambda step: {**metrics(step), "loss": 1000.0 / step})
-    found = figure(compared("aaaaaa", "bbbbbb"), "loss, last quarter")
+    for name, share in (("tiny/20260101-000000-aaaaaa", 1.0), ("tiny/20260102-000000-bbbbbb", 0.99)):
+
+        def row(step: int, scale: float = share) -> dict[str, Any]:
+            return {**metrics(step), "loss": scale * 1000.0 / step, "step_time_s": step if scale == 1 else 82 - step}
+
+        make_run(tmp_path / "runs", name, steps=80, row=row)
+    comparison = compared("aaaaaa", "bbbbbb")
+    found = figure(comparison, "loss, last quarter")
     mean = sum(1000.0 / step for step in range(62, 81)) / 19  # of 79 steps after the warm-up
-    assert found["a"] == found["b"] == pytest.approx(mean)
+    assert (found["a"], found["b"]) == (pytest.approx(mean), pytest.approx(0.99 * mean))
+    assert [found["verdict"], figure(comparison, "step_time_s")["verdict"]] == ["B is better", "no difference shown"]
 
 
 def test_what_weakens_a_comparison_is_said(compared, tmp_path: Path) -> None:
@@ -170,10 +175,11 @@ def test_what_weakens_a_comparison_is_said(compared, tmp_path: Path) -> None:
     make_run(tmp_path / "runs", "tiny/20260101-000000-aaaaaa", **odd)
     make_run(tmp_path / "runs", "tiny/20260102-000000-bbbbbb", final="failed")
     found = compared("aaaaaa", "bbbbbb")
-    words = " ".join(found["warnings"])
-    assert "different hardware: H100 against cpu" in words
-    assert "different numbers of ranks: 9 against 2" in words  # and nothing that a terminal obeys
-    assert "tiny/20260102-000000-bbbbbb is failed" in words
+    assert found["warnings"] == [
+        "different hardware: H100 against cpu",
+        "different numbers of ranks: 9 against 2",  # and nothing that a terminal obeys
+        "tiny/20260102-000000-bbbbbb is failed",
+    ]
     assert figure(found, "tokens_per_s_per_device")["verdict"] == "too few steps to tell"
 
 
@@ -184,12 +190,14 @@ def test_the_newest_of_an_experiment_is_meant_and_shares_of_two_peaks_are_not_co
     assert found["b"] == "tiny/20260102-000000-bbbbbb"
     assert [run["run_id"][-6:] for run in document["runs"]] == ["cccccc", "bbbbbb"]
     assert [one["metric"] for one in found["differences"] if "mfu" in one["metric"]] == []
-    assert any("MFU is against different peaks" in warning for warning in found["warnings"])
+    assert found["warnings"][-1].startswith("MFU is against different peaks, 2 TFLOP/s and 1 TFLOP/s per device, so it")
 
 
 def test_comparison_is_in_table_and_page(burst, two_runs: Path, tmp_path: Path) -> None:
     page = tmp_path / "r.html"
     assert burst("report", "--compare", "aaaaaa", "bbbbbb", "--output", str(page)).code == 0
-    for text in (burst("report", "--compare", "aaaaaa", "bbbbbb").out, page.read_text(encoding="utf-8")):
-        assert "B is better" in text
-    assert "Training loss of both sides" in text
+    shown, drawn = burst("report", "--compare", "aaaaaa", "bbbbbb").out, page.read_text(encoding="utf-8")
+    table = [" ".join(line.split()) for line in shown.partition("\nA = ")[2].splitlines()]
+    assert table[0] == "tiny/20260101-000000-aaaaaa, B = tiny/20260102-000000-bbbbbb"
+    assert table[1] == "figure A B B against A 95% interval p verdict"
+    assert ("B is better" in drawn, "Training loss of both sides" in drawn) == (True, True)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_samples import make_run
 
 from burst_cli.report.effective import effective_time
 from burst_cli.report.records import metric_rows, run_rows, series
@@ -50,15 +49,22 @@ def test_one_attempt_is_start_up_steps_and_evaluation(tmp_path: Path) -> None:
     }
 
 
-def test_steps_made_twice_are_lost_and_the_way_back_is_restart(tmp_path: Path) -> None:
+def test_steps_made_twice_are_lost_and_the_way_back_is_restart(burst, tmp_path: Path) -> None:
     history = [("planned", 0), ("starting", 0), ("failed", 30), ("starting", 50), ("completed", 100)]
-    run = write(tmp_path / "r", history, attempt=2)
+    run = write(tmp_path / "runs/tiny/20260101-000000-aaaaaa", history, attempt=2)
     record(run.path / "attempts/1", range(1, 21), [(5, {"phase": "train"})])
     record(run.path, range(16, 51), [(60, {"phase": "train"})])
     assert effective_time(run) == {
         **{"attempts": 2, "effective_fraction": 0.5, "wall_s": 100.0, "productive_s": 50.0, "start_up_s": 5.0},
         **{"evaluation_s": 0.0, "checkpoint_stall_s": 0.0, "lost_work_s": 5.0, "restart_s": 30.0, "other_s": 10.0},
     }
+    lines = [line.split() for line in burst("report", "--effective").out.partition("\nHow")[0].splitlines()]
+    shown = {" ".join(words[:-1]): words[-1] for words in lines if words}
+    told = {"attempts": "2", "effective time": "50%", "wall": "1:40", "productive": "0:50", "start-up": "0:05"}
+    told |= {"evaluation": "0:00", "checkpoint stall": "0:00", "lost work": "0:05", "restart": "0:30"}
+    assert shown.items() >= told.items()
+    runs = [burst("report", "--json", *words).document["runs"][0] for words in ((), ("--effective",))]
+    assert ["wall_s" in one for one in runs] == [False, True]  # it is read only when asked for
 
 
 def test_attempt_that_died_silently_lasted_until_its_last_sign_of_life(tmp_path: Path) -> None:
@@ -87,12 +93,6 @@ def test_training_stands_for_checkpoints_in_their_phases_and_as_long_as_they_say
 def test_damaged_history_is_unknown_and_a_run_that_never_started_has_no_time(tmp_path: Path, document: str) -> None:
     (tmp_path / "run.json").write_text(document)
     assert set(effective_time(RunFolder(tmp_path)).values()) == {None}
-
-
-def test_it_is_read_only_when_asked_for(burst, tmp_path: Path) -> None:
-    make_run(tmp_path / "runs", "tiny/20260101-000000-aaaaaa")
-    runs = [json.loads(burst("report", "--json", *words).out)["runs"][0] for words in ((), ("--effective",))]
-    assert ["wall_s" in run for run in runs] == [False, True]
 
 
 # --- metrics.jsonl ----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 from report_samples import make_run, metrics, variant
 
 from burst_cli.report.build import build_report
-from burst_cli.report.plots import COLOURS, Line, Panel, Point, group_panels, panel_svg, style_numbers
+from burst_cli.report.plots import COLOURS, Line, Panel, Point, group_panels, panel_svg, run_panels, style_numbers
 
 GIB = 2**30
 
@@ -36,7 +36,7 @@ def shown(runs_dir: Path) -> dict[str, Panel]:
 def test_runs_of_one_method_and_length_are_one_point_with_the_widest_quartiles(tmp_path: Path) -> None:
     for place, (preset, seq_len, speed) in enumerate([("ring", 512, 1000), ("ring", 1024, 500), ("burst", 512, 2000)]):
         add_run(tmp_path, place, preset, seq_len, speed)
-    add_run(tmp_path, 10, "burst", 512, 4000.0)
+    add_run(tmp_path, 10, "burst", 512, 4000.0, **{f"tokens_per_s_per_device_p{end}": end * 60.0 for end in (25, 75)})
     add_run(tmp_path, 11, "burst", 512, 100.0, final="failed")  # has no part in it
     add_run(tmp_path, 12, "burst", 1024, 0.0, final="oom", steps=0)
     assert shown(tmp_path)["tokens/s per device"] == Panel(
@@ -45,7 +45,7 @@ def test_runs_of_one_method_and_length_are_one_point_with_the_widest_quartiles(t
         "sequence length (tokens)",
         "tokens/s per device",
         (
-            Line("burst/full", 0, (Point(512, 3000.0, 2000.0, 4000.0),)),
+            Line("burst/full", 0, (Point(512, 3000.0, 1500.0, 4500.0),)),
             Line("ring/full", 1, (Point(512, 1000.0, 1000.0, 1000.0), Point(1024, 500.0, 500.0, 500.0))),
         ),
         (("burst/full", 0, 1024),),
@@ -54,7 +54,9 @@ def test_runs_of_one_method_and_length_are_one_point_with_the_widest_quartiles(t
 
 def test_utilisations_of_two_peaks_stand_in_no_picture(tmp_path: Path) -> None:
     add_run(tmp_path, 0, "ring", 512, 1000)
-    add_run(tmp_path, 1, "burst", 512, 1000, peak_flops_per_device=2e12)
+    add_run(tmp_path, 1, "burst", 512, 1000, peak_flops_per_device=1.01e12)
+    assert list(shown(tmp_path)) == ["tokens/s per device", "MFU, causal-aware (%)", "peak memory (GiB)"]
+    add_run(tmp_path, 2, "burst", 512, 1000, peak_flops_per_device=1.02e12)
     assert list(shown(tmp_path)) == ["tokens/s per device", "peak memory (GiB)"]
 
 
@@ -68,6 +70,19 @@ def test_predictions_are_held_against_what_was_measured(tmp_path: Path) -> None:
         Line("burst/full", 0, (Point(1, 2, 2, 2),)),
         Line("ring/full", 1, (Point(1, 0.5, 0.5, 0.5),)),
     )
+
+
+def test_curves_are_of_the_newest_runs_of_methods_and_lengths_and_many_steps_are_drawn_as_means(tmp_path: Path) -> None:
+    for place, power in enumerate((*range(9), 1), 1):
+        add_run(tmp_path, place, "ring", 512 << power, 1000, steps=161 if place == 10 else 2)
+    add_run(tmp_path, 11, "burst", 512, 1000, steps=1)  # a point is no curve
+    add_run(tmp_path, 12, "ulysses", 512, 1000, steps=0, final="oom")
+    loss, step_time = run_panels(build_report(tmp_path).records)
+    assert [line.name.partition(" ")[2] for line in loss.lines] == ["4K", "8K", "16K", "32K", "64K", "128K", "1K"]
+    assert (loss.y_label, step_time.y_label, loss.x_label) == ("training loss", "step time (s)", "optimizer step")
+    newest = step_time.lines[6]
+    assert (newest.style, len(newest.points), newest.is_dashed) == (6, 81, False)
+    assert newest.points[::80] == (Point(1.5, *[pytest.approx(0.15)] * 3), Point(161, *[pytest.approx(16.1)] * 3))
 
 
 def line(name: str, style: int, points: dict[float, float], **how: bool) -> Line:
@@ -85,11 +100,11 @@ DRAWN = {
         "y over x of ring, burst; lost ran out of memory at 2048 tokens",
     ),
     "every second length where they would touch": (
-        Panel("lengths", "t", "x", "y", (line("ring", 0, {2.0**power: 1 for power in range(9, 22)}),)),
-        "512 2K 8K 32K 128K 512K 2M x 0.0 0.2 0.4 0.6 0.8 1.0 1.2 y ring",
+        Panel("lengths", "t", "x", "y", (line("ring", 0, {2.0**at: 5.0 ** (at % 5) / 2 for at in range(8, 21)}),)),
+        "256 1K 4K 16K 64K 256K 1M x 1 10 100 y ring",
         [42],
         0,
-        (14, 16),
+        (10, 12),
         "y over x of ring",
     ),
     "predicted against measured": (
@@ -128,6 +143,7 @@ def test_a_panel_as_it_is_drawn(name: str) -> None:
     colours = Counter(re.findall(r'<use [^>]*style="fill: (#\w+)', svg))
     assert [colours[colour] for colour in COLOURS if colour in colours] == marks
     assert svg.count("stroke-dasharray") == dashed
+    assert svg.rindex("#dfe3e8") < min(svg.index(colour) for colour in colours)  # lines hide the grid
     ticks = [float(x) for x in re.findall(r'"xtick_\d+">\s*<g id="line2d_\d+">\s*<path d="M ([\d.]+)', svg)]
     gaps = [right - left for left, right in itertools.pairwise(ticks)]
     assert (len(gaps) + 1, max(gaps) - min(gaps) < 0.1) == (len(words.partition(" x ")[0].split()), True)
