@@ -32,7 +32,7 @@ def run_with(folder: Path, nodes: dict[str, int] | None = None, **adapters: str)
 def write_nccl(run: RunFolder, node: str, text: str, pid: int = 4711) -> Path:
     path = run.log_dir(node) / f"nccl.gpu-a.{pid}.log"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(text.encode(errors="surrogateescape"))
+    path.write_bytes(text.encode() + b"\xff")
     return path
 
 
@@ -47,7 +47,7 @@ def test_sockets_in_any_of_nccl_s_words_are_a_fallback(tmp_path: Path, said: str
 
 
 @pytest.mark.parametrize(
-    "said", ["", "garbage \udcff\x00\x1b[31m", VERBS, VERBS + f"{HEAD}NET/Socket : Using [0]eth0:1<0>\n"]
+    "said", ["", "garbage \x00\x1b[31m", VERBS, VERBS + f"{HEAD}NET/Socket : Using [0]eth0:1<0>\n"]
 )
 def test_a_log_of_adapters_or_of_nothing_is_none(tmp_path: Path, said: str) -> None:
     write_nccl(run := run_with(tmp_path), "tb1", said)
