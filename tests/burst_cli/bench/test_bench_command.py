@@ -18,6 +18,9 @@ SMALL = (
     *("--masks", "full", "--presets", ",".join(VARIANTS)),
 )
 
+ONE = ("--ranks", "--nodes", "--heads", "--kv-heads", "--repeats", "--threads")
+LEAST = (*(word for option in ONE for word in (option, "1")), "--head-dim", "2", "--warmup", "0")
+
 
 def row(variant: str, total_s: float, *, mask: str = "causal", **changes: Any) -> dict[str, Any]:
     shares = {"forward": total_s / 3, "backward": 2 * total_s / 3, "total": total_s}
@@ -46,7 +49,7 @@ def test_attention_is_measured_and_what_was_skipped_is_said(burst: Burst) -> Non
 
 def test_mistakes_are_told_before_anything_is_measured(burst: Burst) -> None:
     for argv, words in [
-        (("--presets", "brust"), "'brust' is no preset"),
+        ((*LEAST, "--presets", "brust"), "'brust' is no preset"),
         (("--presets", "ring,ring"), "--presets: got 'ring,ring'; expected different values"),
         (("--presets", "burst:circulates=q"), "no such setting"),
         (("--masks", "casual"), "did you mean causal"),

@@ -91,7 +91,7 @@ def test_what_cannot_be_measured_or_written_is_refused_first() -> None:
         (["--ranks", "3", "--nodes", "2"], "legal numbers of nodes: 1, 3"),
         (["--ranks", "2", "--nodes", "4"], "legal numbers of nodes: 1, 2"),
         (["--nodes", "0"], "'--nodes'"),
-        (["--head-dim", "7"], "model.head_dim: got 7, expected an even number"),
+        (["--ranks", "1", "--threads", "1", "--head-dim", "7"], "model.head_dim: got 7, expected an even number"),
         (["--seconds", "inf"], "'--seconds'"),
     ]:
         code, _, err = run("bench", "machine", *argv)

@@ -94,6 +94,7 @@ def test_old_ones_go_and_a_rehearsal_changes_nothing(burst, run: RunFolder) -> N
     assert (result.code, result.out) == (0, f"deleted {told}")
     assert steps(run) == [40, 30, 20]
     assert burst("checkpoint", "prune", "--keep-last", "3").out == "nothing to delete; kept: step 20, 30, 40\n"
+    assert burst("checkpoint", "prune", "--keep-every", "1").out == "nothing to delete; kept: step 20, 30, 40\n"
     assert burst("checkpoint", "prune").out.endswith("; kept: step 30, 40\n")
 
 
@@ -102,9 +103,11 @@ def test_what_is_here_is_fetched_from_nowhere(burst, run: RunFolder) -> None:
     assert burst("checkpoint", "fetch", "--step", "20").out == f"step 20 is in {path}\n"
     newest = {"run_id": run.run_id, "step": 40, "path": f"{run.path}/checkpoints/step-00000040"}
     assert json.loads(burst("checkpoint", "fetch", "--json").out) == newest
+    missing = burst("checkpoint", "fetch", "--step", "1")
+    assert (missing.code, "has no checkpoint of step 1; it has 40, 30, 20, 10" in missing.err) == (1, True)
 
 
-def test_nodes_are_asked_unless_their_folder_is_seen_here(burst, tmp_path: Path) -> None:
+def test_nodes_are_asked_unless_their_folder_is_seen_here(burst, tmp_path: Path, monkeypatch) -> None:
     settings = TrainConfig(checkpoint=CheckpointConfig(folder=str(tmp_path / "shared")))
     cluster = replace(TWO_RANKS.cluster, ssh=SshConfig(port=1))  # where nobody listens
     plan = fake_plan(tmp_path / "runs/tiny/20260101-000000-aaaaaa", RunConfig(train=settings, cluster=cluster))
@@ -113,16 +116,22 @@ def test_nodes_are_asked_unless_their_folder_is_seen_here(burst, tmp_path: Path)
     written = ("config.yaml", dump_config(config))
     plan = with_files(replace(plan, launcher="ssh", nodes=nodes, config=config), written)
     made = create_run(Path(plan.run_path), dict(plan.files))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    colourful = burst("checkpoint", "list").err
+    monkeypatch.delenv("FORCE_COLOR")
     asked = burst("checkpoint", "list")
     assert (asked.code, asked.out) == (0, f"tiny/{made.run_id} has no checkpoints.\n")
     refused = "127.0.0.1: 127.0.0.1 port 1 refuses connections; is sshd running?"
     assert asked.err == f"not asked for checkpoints: {refused}\n"
+    assert f"\x1b[33mnot asked for checkpoints: {refused}\x1b[0m" in colourful
     none = f"the nodes of run {made.run_id} have no whole checkpoint{{}}; they have: none; no answer of 127.0.0.1"
     for words, of in ((("checkpoint", "fetch"), ""), (("checkpoint", "fetch", "--step", "5"), " of step 5")):
         fetched = burst(*words)
         assert (fetched.code, none.format(of) in fetched.err) == (1, True)
     evaluated = burst("eval", "tiny", "cluster.launcher=local", "cluster.nodes=null", "attention=burst")
     assert (evaluated.code, none.format("") in evaluated.err) == (1, True)
+    there = burst("eval", "tiny", "attention=burst", "--hosts", "127.0.0.1")  # where the ranks look for them
+    assert (there.code, there.err.startswith("error: 127.0.0.1: ssh.reach: ")) == (1, True)
     local = save_checkpoint(made.path / "checkpoints", 20)
     newest = {"run_id": made.run_id, "step": 20, "path": str(local)}
     assert burst("checkpoint", "fetch", "--json").document == newest
@@ -163,7 +172,8 @@ def export(burst, tmp_path: Path):
         save_checkpoint(run.path / "checkpoints", 1, {"model.norm.weight": np.ones(4, dtype=np.float32)})
         if tokenizer == "bpe":
             train_bpe(TEXTS, 280).save(run.path)  # as rank 0 keeps it there
-        result = burst("checkpoint", "export", "aaaaaa", str(tmp_path / "out"))
+        step = ("--step", "1", "--file-gib", "0.001") if tokenizer == "bpe" else ()
+        result = burst("checkpoint", "export", "aaaaaa", str(tmp_path / "out"), *step)
         assert result.code == 0, result.err
         assert re.match(rf"step 1: 1 file of weights, \d+ B, in {tmp_path}/out\n", result.out)
         return tmp_path / "out"

@@ -45,7 +45,9 @@ def test_dry_run_prints_the_plan_and_creates_nothing(tmp_path: Path, burst: Burs
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_plan_of_many_nodes_shows_two_environments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_of_many_nodes_shows_two_environments(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for count, more in ((3, False), (4, True)):
         plan = build_ssh_plan(run_config(), nodes(count), CODE, Path("/runs/tiny/20260101-000000-abcdef"))
         show_plan(plan, None, ["n1 is odd"], ["n2 is good"], as_json=False)
@@ -62,8 +64,12 @@ def test_a_plan_of_many_nodes_shows_two_environments(capsys: pytest.CaptureFixtu
         assert (json.loads(out), err) == (plan.to_dict(), "n2 is good\nwarning: n1 is odd\n")
     here = build_local_plan(RunConfig(), node_facts("here"), Path("/runs/tiny/20260101-000000-abcdef"))
     files = (*((name, "") for name in ("a", "job.yaml", "job.sbatch")), *here.files)
-    show_plan(with_files(replace(here, files=()), *files), None, as_json=False)
-    shown = [line for line in capsys.readouterr().out.splitlines() if line and " " not in line]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    show_plan(with_files(replace(here, files=()), *files), None, ["it is odd"], as_json=False)
+    told = Text.from_ansi(capsys.readouterr().out)
+    headings = [(name, "bold") for name in ("run folder", "ranks", "backend", "plan.sh")]
+    assert {*headings, ("(dry run: not created)", "yellow"), ("warning: it is odd", "yellow")} < set(styled(told))
+    shown = [line for line in told.plain.splitlines() if line and " " not in line]
     assert shown == ["plan.sh", "job.sbatch", "job.yaml", "env/here.env", "config.yaml", "a"]
     with pytest.raises(ConfigError, match="--as skypilot needs"):
         show_job(here, "skypilot")

@@ -97,10 +97,12 @@ def test_runs_are_grouped_by_what_makes_them_comparable(burst, runs_dir: Path) -
 def test_hardware_is_that_of_the_ranks_else_of_sister_runs_else_of_the_launcher(reported, tmp_path: Path) -> None:
     make_run(tmp_path / "runs", "tiny/20260102-000000-aaaaaa", final="oom", provenance=ON_H100)
     assert [run["hardware"] for run in reported()] == ["NVIDIA H100"]
+    for day, (exp, facts) in enumerate((("small", {}), ("tiny", {"world_size": 8}), ("tiny", {"model": "big"})), 4):
+        make_run(tmp_path / "runs", f"{exp}/2026010{day}-000000-aaaaaa", device="B200", **facts)  # no sisters of it
     make_methods(tmp_path / "runs")
-    assert [run["hardware"] for run in reported()] == ["cpu"] * 7
+    assert [run["hardware"] for run in reported()] == ["cpu"] * 7 + ["B200"] * 3
     make_run(tmp_path / "runs", "tiny/20260103-000000-aaaaaa", device="A100")
-    assert [run["hardware"] for run in reported()][-2:] == ["NVIDIA H100", "A100"]
+    assert [run["hardware"] for run in reported()][6:8] == ["NVIDIA H100", "A100"]
 
 
 # --- which figures ----------------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def test_table_page_and_document_show_what_was_evaluated(burst, evaluation: RunF
     dashes = [["–", "1.0000"], ["–", "–"]], [["–"] * 5]
     assert tuple(rows for _, *rows in evaluation_tables(bare)) == dashes
     assert evaluation_lines({"evaluated_step": 4}) == ["weights of model.init_from", "validation loss –  bits/byte –"]
-    wanted = ("3.125", "needles right", "50%", "256 to 511", "needle at depth")
+    wanted = ("3.125", "needles right", "needle gain", "50%", "256 to 511", "needle at depth")
     for text in (burst("report", "tiny-eval").out, page.read_text(encoding="utf-8")):
         assert [part for part in wanted if part not in text] == []
     assert "needle" not in burst("report", "tiny").out

@@ -148,6 +148,10 @@ def test_a_panel_as_it_is_drawn(name: str) -> None:
     gaps = [right - left for left, right in itertools.pairwise(ticks)]
     assert (len(gaps) + 1, max(gaps) - min(gaps) < 0.1) == (len(words.partition(" x ")[0].split()), True)
     assert [svg.count(word) for word in ("#dfe3e8", "#5c6672", 'id="patch_')] == [*greys, 4]
+    legend = re.findall(r'font-size: 8px[^>]* text-anchor: start" x="[\d.]+" y="([\d.]+)"', svg)
+    named = len(panel.lines) + (panel.kind == "predictions")
+    assert (len(legend), len(set(legend)), float(legend[0]) > 210) == (named, 1, True)  # a row below everything else
+    assert all(float(half) < 3 for half in re.findall(r'd="M ([\d.]+) 0 \nL -', svg))  # ends of bars cover no marker
     font = "font-size: 9px; font-family: 'DejaVu Sans', sans-serif"
     assert ('width="295.2pt" height="223.2pt"' in svg, font in svg) == (True, True)
     assert panel.described == described

@@ -6,12 +6,15 @@ import json
 import os
 import re
 import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from rich.text import Text
+from testkit import ROOT
 from testkit.fake_run import LivingRun
 from testkit.run_maker import forget_process, health, make_run, plan_document, write_log, write_node
 from testkit.terminal import styled
@@ -281,7 +284,7 @@ def test_watch_ends_with_the_run_and_is_no_document(burst, root: Path) -> None:
     make_run(root, state="cancelled", steps=3)
     result = burst("status", "--watch", "--plain")
     assert (result.code, "step 3/200" in result.err, "cancelled" in result.out) == (130, True, True)
-    assert burst("status", "--watch", "--json").code == 2
+    assert burst("status", "-w", "--json").code == 2
 
 
 def test_run_is_seen_while_it_is_led_after_its_controller_was_killed_and_once_its_ranks_ended(
@@ -291,6 +294,9 @@ def test_run_is_seen_while_it_is_led_after_its_controller_was_killed_and_once_it
         living.wait_steps()
         led = status_of(burst)
         assert (led["status"], led["lost"], led["controller"]["pid"]) == ("running", False, living.controller.pid)
+        command = [sys.executable, "-m", "burst_cli", "status", "-w", "--plain"]
+        watch = subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        assert f"node {led['nodes'][0]['node']}: running\n" in (watch.stdout or ())
         living.kill()
         alone = burst("status")
         assert alone.code == 0
@@ -298,6 +304,7 @@ def test_run_is_seen_while_it_is_led_after_its_controller_was_killed_and_once_it
         kill_supervisor(living.run)
         assert burst("status").code == 1
         assert living.run.read_state()["state"] == "failed"
+        assert (watch.communicate(timeout=200), watch.returncode)[1] == 1
 
 
 def kill_supervisor(run: RunFolder) -> None:

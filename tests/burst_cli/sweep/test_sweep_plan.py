@@ -104,6 +104,9 @@ def test_words_that_are_no_sweep_are_refused_with_what_to_do(words: list[str], t
 def test_a_name_that_no_folder_can_have_is_refused(burst: Burst, name: str) -> None:
     result = burst("sweep", "exp=tiny", "train.steps=1,2", "--dry-run", "--name", name)
     assert (result.code, "it names a folder" in result.err) == (2, True)
+    words = ("--parallel", "2", "--max-failures", "1", "--name", "lab", "--dry-run")
+    illegal = burst("sweep", "exp=tiny", "attention=brust,wring", *words)
+    assert (illegal.code, "2 of 2 cells cannot run" in illegal.err) == (2, True)
 
 
 def test_plan_judges_every_cell_before_any_runs_and_equal_configurations_are_one() -> None:
