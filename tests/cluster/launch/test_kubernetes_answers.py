@@ -198,8 +198,9 @@ sys.exit(main(sys.argv[1:], Told(os.environ)))
 
 
 def first_pod(tmp_path: Path, *words: str) -> tuple[RunFolder, subprocess.CompletedProcess[str]]:
-    """A run, and what came of Python with these words and the run folder in its first pod."""
+    """A run whose last attempt could not say its end, and what came of Python with these words in its first pod."""
     run = create_run(Path(kubernetes_plan(tmp_path, kubernetes_config()).run_path), {})
+    run.transition("starting")
     command = [sys.executable, *(word.replace("RUN", str(run.path)) for word in words)]
     environment = {**os.environ, "PET_NODE_RANK": "0", "BURST_CONFIG": "exp: tiny\n", "BURST_MEMORY_PLAN": "{}\n"}
     return run, subprocess.run(command, env=environment, cwd=ROOT, timeout=100, capture_output=True, text=True)
@@ -213,6 +214,8 @@ def test_a_pod_prints_every_line_of_its_ranks_once_and_what_they_left(tmp_path: 
     assert [line for line in lines if line.startswith("@")] == [*metrics, '@burst rank0000.error.json {"type": "E"}']
     states = [json.loads(line.split(" ", 2)[2])["state"] for line in done.stdout.splitlines() if "run.json" in line]
     assert (states, done.returncode) == (["starting", "failed"], 3)
+    history = [entry["state"] for entry in run.read_state()["history"]]
+    assert history == ["planned", "starting", "failed", "starting", "failed"]
     assert (run.path / "config.yaml").read_text() == "exp: tiny\n"
     assert (run.path / "memory_plan.json").read_text() == "{}\n"
     assert (run.path / "logs/pod-0").stat().st_mode & 0o077 == 0

@@ -83,6 +83,7 @@ def test_a_rank_that_fails_is_blamed_with_its_error_and_what_it_said(tmp_path: P
     assert outcome.failure is not None
     assert (outcome.failure.rank, outcome.failure.host) == (1, "pod-1")
     assert led.run.read_state()["lease_s"] is None
+    assert "starting the ranks" in [event["phase"] for event in led.run.read_events() if event["kind"] == "phase"]
     log = led.run.log_path("pod-1", 1).read_text()
     assert log.count("rank 1 in mode raise") == 1
     assert [row["step"] for row in led.run.read_metrics()] == list(range(1, len(led.run.read_metrics()) + 1))
