@@ -34,11 +34,7 @@ def settings(config: ClusterConfig) -> dict[str, str]:
 
 
 def ask(
-    folder: Path,
-    *sections: str,
-    config: ClusterConfig = DOCKER,
-    shell: tuple[str, ...] = ("sh",),
-    **environment: str,
+    folder: Path, *sections: str, config: ClusterConfig = DOCKER, shell: tuple[str, ...] = ("sh",), **environment: str
 ) -> NodeFacts:
     """The answer to these questions (none: to all); programs in the `bin` of the folder come first."""
     asked = [one for group in groups("host", "net") for one in group.questions]

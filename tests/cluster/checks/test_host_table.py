@@ -97,6 +97,9 @@ $WAY = ib.gpudirect/peers=[] & ib.gpudirect/dmabuf
 $CLOSED = ib.gpudirect/driver=NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15
 $NOWAY = FAIL ib.gpudirect: adapters cannot reach GPU memory; expected: nvidia_peermem, or DMA-BUF of the open driver
 ib.gpudirect!0 | OK ib.gpudirect: /sys/module/nvidia_peermem/version
+ib.gpudirect/peers=["/a", "/b"] | OK ib.gpudirect: /a
+$WAY=null & ib.gpudirect/module=false & $NOGPUS & cluster.expected.hcas=8 | UNKNOWN ib.gpudirect: no module nvidia_peer
+$WAY=false & ib.gpudirect/driver= & $NOGPUS & cluster.expected.hcas=8 | $NOWAY
 $WAY=true | OK ib.gpudirect: DMA-BUF
 $WAY={{false odd}} | $NOWAY
 $WAY=null | UNKNOWN ib.gpudirect: no module nvidia_peermem; whether the kernel has DMA-BUF cannot be read

@@ -13,15 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kubernetes_rig import (
-    JOB,
-    FakeCluster,
-    fake_cluster,
-    kubernetes_config,
-    kubernetes_plan,
-    pod,
-    with_container,
-)
+from kubernetes_rig import JOB, FakeCluster, fake_cluster, kubernetes_config, kubernetes_plan, pod, with_container
 from testkit import ROOT
 from testkit.fake_run import Led, Observer
 from testkit.tiny_training import TINY_MODEL

@@ -14,15 +14,7 @@ from testkit.fake_plan import CODE, node_facts, nodes, run_config
 
 from cluster.launch.local import build_local_plan
 from cluster.launch.ssh import build_ssh_plan
-from cluster.plan import (
-    PLAN_FILE,
-    LaunchPlan,
-    PlanFileError,
-    node_spec,
-    plan_from_dict,
-    plan_text,
-    read_launch_plan,
-)
+from cluster.plan import PLAN_FILE, LaunchPlan, PlanFileError, node_spec, plan_from_dict, plan_text, read_launch_plan
 from engine.config.settings import RunConfig
 from engine.runs.folder import create_run
 

@@ -14,13 +14,11 @@ from testkit.check_fakes import ended
 from cluster.survey.network import (
     Adapters,
     Carriers,
-    GpuDirect,
     HcaPort,
     NetInterface,
     StorageRoute,
     has_roce_gid,
     parse_adapters,
-    parse_gpudirect,
     read_carriers,
 )
 from cluster.survey.nvidia_smi import Fields, Gap, GpuAddress, PciDevices, read_pci_devices
@@ -72,23 +70,6 @@ def test_a_port_knows_whether_it_works_and_how_it_is_called() -> None:
     assert (BARE.is_active, BARE.pci_address, has_roce_gid(BARE)) == (False, None, False)
     for gid in (("RoCE v1", GID), ("RoCE v2", "fe80:" + GID[5:])):
         assert not has_roce_gid(replace(WHOLE, gids={0: gid}))
-
-
-@pytest.mark.parametrize(
-    ("peers", "module", "driver", "dmabuf", "expected", "works"),
-    [
-        (["/a", "/b"], True, "Open Kernel Module", True, GpuDirect("/a", True, True), True),
-        ([], False, "NVIDIA Open Kernel Module 5", True, GpuDirect(None, True, True), True),
-        ([], True, "Open Kernel Module", None, GpuDirect(None, True, None), None),
-        ([], True, "Open Kernel Module", "x", GpuDirect(None, True, False), False),
-        ([], False, "", True, GpuDirect(None, False, False), False),
-    ],
-)
-def test_whether_adapters_reach_gpus_follows_from_module_and_driver(
-    peers: list[str], module: bool, driver: str, dmabuf: Any, expected: GpuDirect, works: bool | None
-) -> None:
-    found = take(parse_gpudirect, peers=peers, module=module, driver=driver, dmabuf=dmabuf)
-    assert (found, found.works) == (expected, works)
 
 
 def test_ways_to_storage_and_devices_on_the_bus_are_read() -> None:
