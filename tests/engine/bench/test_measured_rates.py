@@ -30,7 +30,7 @@ from engine.planning.time.step_time import UPDATE_BYTES, predict_step
 SHAPE = HeadShape(2, 2, 16, "float32")
 MATMUL, FORWARD, BACKWARD, BLOCK_ROWS = 1e9, 2e9, 1e9, 96
 LATENCY_S, INTRA, INTER, SHARE = 1e-3, 1e8, 2e7, 0.25
-COPY_S, COPY, ROW_S, UPDATE_S, STEP_S, LAYER_S = 1e-4, 1e9, 1e-3, 0.5, 3.0, 2.0
+COPY_S, COPY, ROW_S, UPDATE_S, STEP_S, LAYER_S = 1e-4, 1e9, 1e-3, 0.5, 30.0, 2.0
 
 
 class Work(TorchDispatchMode):
