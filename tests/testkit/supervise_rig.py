@@ -1,7 +1,7 @@
 """Supervisors for tests: real daemons of this machine on made-up nodes, and nothing of them left afterwards.
 
 python -m testkit.supervise_rig PROC PATIENCE_S < spec.json    one that looks at the memory of another machine, and is
-    so patient with an outcome that it cannot write
+    so patient with an outcome that it cannot write; "": as patient as any
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ def main(proc: str, patience_s: str) -> None:
     files = NodeFiles(spec.folder, spec.node)
     for folder in (files.state_dir, files.log_dir):
         make_folder(folder)
-    supervisor._PATIENCE_S = float(patience_s)
+    if patience_s:
+        supervisor._PATIENCE_S = float(patience_s)
     made = supervisor.Supervisor(spec, MemoryWatch(proc))
     made.tell()
     made.run()

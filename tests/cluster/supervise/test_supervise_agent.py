@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ from testkit.process_table import open_below
 from testkit.supervise_rig import Rig, is_gone
 from testkit.waiting import wait_for
 
-from cluster.agent.folder import NodeFiles, write_json
+from cluster.agent.folder import NodeFiles, read_json, write_json
 from cluster.agent.serve import PIECE_BYTES, Agent, NodeTail
 from cluster.code import NoAnswerError, NodeProgram
 from cluster.control.ssh_link import NodeCopy
@@ -23,10 +25,6 @@ from cluster.control.ssh_link import NodeCopy
 NODE = "alpha"
 LOG = f"logs/{NODE}/rank0000.log"
 MIB = 1 << 20
-LEAD = {f"{name}.jsonl" for name in ("metrics", "events")} | {
-    f"{name}.json" for name in ("run", "summary", "tokenizer")
-}
-LEAD |= {"tensorboard/events", "profile/rank0000.json"}
 
 
 class Client:
@@ -81,9 +79,7 @@ def test_a_run_is_started_once_followed_stopped_and_outlives_its_agent(
     second = open_agent(folder, rig.name(), NodeCopy(here, rig.name(), lead=True))
     assert second.wait("refused", start={**spec, "start_id": "another"})["kind"] == "exists"
     assert second.wait("started", start=spec, again=True) == pid  # its answer might have been lost
-    for name in LEAD:
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text("{}")
+    (folder / "run.json").write_text("{}")
     second.ask(follow={"lead": True, "offsets": {}})
     wait_for(lambda: second.ask() and len(second.told["status"]["supervisor"].get("ranks", {})) == 2, "the ranks")
     wait_for(lambda: len(list(folder.glob("logs/*/rank*.log"))) == 2, "their logs")
@@ -96,8 +92,8 @@ def test_a_run_is_started_once_followed_stopped_and_outlives_its_agent(
     state = {"supervisor.json", "health.json", "stacks_done.json", "outcome.json", "supervisor.log"}
     logs = {"torchrun.log", "rank0000.log", "rank0001.log"}
     own = {f"nodes/{rig.name()}/{name}" for name in state} | {f"logs/{rig.name()}/{name}" for name in logs}
-    assert copied == own | LEAD - {"run.json"} | {f"nodes/{rig.name()}/run.json"}  # the launcher has one of its own
-    assert all((folder / path).read_bytes() == (here / path).read_bytes() for path in own | LEAD - {"run.json"})
+    assert copied == own | {f"nodes/{rig.name()}/run.json"}  # the launcher has one of its own
+    assert all((folder / path).read_bytes() == (here / path).read_bytes() for path in own)
     wait_for(lambda: is_gone(pid), "the end of the supervisor")
     third = open_agent(folder, rig.name())
     assert third.wait("started", start=spec, again=True) == pid  # nor is it begun anew once it has ended
@@ -173,6 +169,53 @@ def log(files: NodeFiles, name: str = "rank0000.log") -> Path:
     return Path(files.log_dir, name)
 
 
+@pytest.mark.parametrize("lead", [True, False])
+def test_files_of_a_node_are_sent_those_first_that_all_need_and_logs_where_they_grow(
+    files: NodeFiles, lead: bool
+) -> None:
+    states = [f"nodes/{NODE}/{name}.json" for name in ("supervisor", "health", "stacks_done", "outcome")]
+    leads = [f"{name}.json" for name in ("run", "summary", "tokenizer")] + ["metrics.jsonl", "events.jsonl"]
+    logs = [f"nodes/{NODE}/supervisor.log", *(f"logs/{NODE}/r.{suffix}" for suffix in ("json", "log", "stacks"))]
+    others = [f"nodes/{NODE}/spec.json", f"logs/{NODE}/notes.txt", "config.yaml"]
+    for path in (*states, *leads, *logs, *others, "tensorboard/events", "profile/trace.json"):
+        Path(files.folder, path).parent.mkdir(exist_ok=True)
+        Path(files.folder, path).write_text("x\n")
+    paths = [*states, *leads * lead, *logs, *["tensorboard/events"] * lead, "profile/trace.json"]
+    grows = {*leads[3:], *logs, "tensorboard/events"} - {logs[1]}
+    heads = [{"path": path, "offset": 0, "bytes": 2} | ({} if path in grows else {"size": 2}) for path in paths]
+    tail = NodeTail(files.folder, NODE, lead, {})
+    assert tail.take(0) == ([], b"")
+    assert tail.take(1) == ([{**heads[0], "bytes": 1}], b"x")
+    told, data = tail.take(MIB)
+    first = {**heads[0], "offset": 1, "bytes": 1}
+    assert (sorted(map(str, told)), data) == (sorted(map(str, [*heads[1:], first])), b"x\n" * len(heads[1:]) + b"\n")
+    assert (tail.take(MIB), open_below(Path(files.folder))) == (([], b""), [])
+
+
+def test_what_is_asked_for_becomes_files_and_is_done_once(files: NodeFiles) -> None:
+    agent, asked = Agent(), {"folder": files.folder, "node": NODE, "wait_s": 0.0}
+    log(files).write_text("text\n")
+    before = time.time_ns()
+    wishes = {"stop": {"cause": "why", "grace_s": 1.5}, "stacks": "nonce", "beat": 1}
+    answer, data = agent.answer({**asked, **wishes, "follow": {"lead": False, "offsets": {}}})
+    assert before <= answer.pop("got_ns") <= answer.pop("now_ns") <= time.time_ns()
+    nothing = {"phase": "none", "supervisor": {}, "outcome": None, "health": None}
+    assert (answer, data) == ({"status": nothing}, b"")  # without a budget no files
+    assert [read_json(path) for path in (files.stop, files.stacks)] == [wishes["stop"], {"nonce": "nonce"}]
+    assert Path(files.lease).exists()
+    with_files = {**asked, "budget": MIB}
+    told, data = agent.answer(with_files)
+    assert (told.keys() - {"got_ns", "now_ns"}, data) == ({"files"}, b"text\n")
+    assert "all" not in agent.answer(with_files)[0]  # it may yet begin
+    write_json(files.supervisor, {"host": socket.gethostname(), "pid": 2**30})
+    assert "all" not in agent.answer(with_files)[0]  # the file itself comes first
+    assert agent.answer(with_files)[0]["all"] is True  # nothing will follow from who is lost
+    for nonce, run_id, name in (("a", "no run", "swept"), ("b", 5, "errors")):
+        write_json(files.spec, {"run_id": run_id})
+        told = [agent.answer({**asked, "sweep": nonce, "wait_s": wait_s})[0] for wait_s in (60.0, 0.5)]
+        assert [answer.keys() - {"got_ns", "now_ns"} for answer in told] == [{name}, set()]
+
+
 def test_a_long_log_holds_up_no_other(files: NodeFiles) -> None:
     with log(files).open("wb") as file:
         file.truncate(60 * MIB)
@@ -184,6 +227,7 @@ def test_a_long_log_holds_up_no_other(files: NodeFiles) -> None:
         assert len({head["path"] for head in heads}) == 64
         assert sum(head["bytes"] for head in heads if head["path"] == LOG) < 2 * PIECE_BYTES
         assert sum(head["bytes"] for head in heads) == 2 * PIECE_BYTES
+    assert len(tail.take(MIB)[0]) == 16
 
 
 def test_a_log_that_was_begun_anew_replaces_the_old_one(files: NodeFiles, here: Path) -> None:
@@ -195,6 +239,7 @@ def test_a_log_that_was_begun_anew_replaces_the_old_one(files: NodeFiles, here: 
         log(files, "new").rename(log(files))
         copy.take(*tail.take(MIB))
         assert (here / LOG).read_text() == text
+    assert open_below(Path(files.folder)) == []
 
 
 def test_what_comes_after_the_end_is_sent_and_the_end_told_again(files: NodeFiles) -> None:
@@ -216,6 +261,8 @@ def test_replaced_files_arrive_whole_whatever_their_size(files: NodeFiles, here:
         write_json(str(path), {"entries": entries})
         contents.append(path.read_bytes())
         copy.take(*tail.take(MIB))  # of what was begun the rest is sent as it was
+        with path.open("ab") as file:
+            file.write(b"more than there was" * (len(contents) == 1))
     copied, seen = here / "logs" / NODE / path.name, list[bytes]()
     while contents[-1] not in seen:
         copy.take(*tail.take(MIB))

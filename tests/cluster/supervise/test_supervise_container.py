@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -100,22 +100,42 @@ def test_sweep_removes_what_a_killed_supervisor_left(rig: Rig, engine: LauncherE
     assert names(engine) == []
 
 
-def test_container_without_the_label_of_the_run_is_not_touched(engine: LauncherEngine) -> None:
-    script = "while :; do /bin/busybox sleep 1; done"
-    engine("run", "--detach", "--name", "theirs", "--network", "none", IMAGE, "/bin/busybox", "sh", "-c", script)
-    try:
-        container = Container(["docker", "--host", engine.host], "theirs", "20250101-000000-abcdef")
-        assert container.remove(5.0) == ""
-        container.kill()
-        container.stop(1.0)
-        time.sleep(1.5)
-        assert engine("inspect", "--format", "{{.State.Running}}", "theirs") == "true"
-    finally:
-        engine("rm", "--force", "theirs")
+LOOK = "container inspect --format {{json .Config.Labels}} name"
+ENGINE = """cd {}; echo "$@" >>asked
+case $1 in
+    container) [ -e labels ] && exec cat labels; printf 'No such container: \\377' >&2; exit 1 ;;
+    rm) [ ! -e stuck ] ;;
+    *) sleep 0.3; echo "$@" >>asked ;;
+esac"""
 
 
-def test_engine_that_does_not_answer_is_named(rig: Rig, tmp_path: Path) -> None:
-    script = f'echo "$@" >>{tmp_path}/asked; exec docker --host unix://{tmp_path}/nobody.sock "$@"'
-    silent = write_program(tmp_path / "engine", script)
-    assert Container([str(silent)], "name", rig.run_id).remove(1.5) == "the engine did not remove container name"
-    assert 1 < len((tmp_path / "asked").read_text().splitlines()) < 8
+def test_an_engine_is_asked_by_exact_words_and_only_for_the_container_of_the_run(tmp_path: Path) -> None:
+    engine = write_program(tmp_path / "engine", ENGINE.format(tmp_path))
+    container, labels, threads = Container([str(engine)], "name", "run"), tmp_path / "labels", threading.active_count()
+
+    def asked(act: Callable[[], object]) -> tuple[object, list[str]]:
+        """What it gives, and what the engine was asked until all of that is over."""
+        (tmp_path / "asked").write_text("")
+        given = act()
+        wait_for(lambda: threading.active_count() <= threads, "the end of what goes on in the background")
+        return given, (tmp_path / "asked").read_text().splitlines()
+
+    assert asked(lambda: container.remove(60.0)) == ("", [LOOK])
+    given, words = asked(lambda: container.remove(60.0, 1.0))  # it may still appear
+    assert (given, set(words), 1 < len(words) < 8) == ("", {LOOK}, True)
+    for text, is_ours in (("null", False), ('{"of": "others"}', False), ("[]", False), ("no JSON", None)):
+        labels.write_text(text)
+        assert asked(container.is_ours) == (is_ours, [LOOK])
+        assert asked(container.kill) == (None, [LOOK])
+    labels.write_bytes(b'{"of": "run", "\xff": "\xff"}')
+    for act, said in (
+        (lambda: container.stop(0.5), "stop -t 1 name"),
+        (lambda: container.stop(7.9), "stop -t 7 name"),
+        (container.kill, "kill name"),
+    ):
+        assert asked(act) == (None, [LOOK, said, said])
+    assert asked(lambda: container.remove(60.0)) == ("", [LOOK, "rm -f name"])
+    (tmp_path / "stuck").touch()
+    given, words = asked(lambda: container.remove(1.5))
+    assert (given, set(words)) == ("the engine did not remove container name", {LOOK, "rm -f name"})
+    assert 2 < len(words) < 16

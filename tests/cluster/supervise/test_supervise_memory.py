@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from testkit.machine_clock import at_most
+from testkit.waiting import wait_for
 
 from cluster.agent.memory import MemoryWatch, oom_counter
 from cluster.agent.processes import read_entry
@@ -142,3 +144,7 @@ def test_run_that_filled_its_memory_gets_a_hint_when_the_kernel_says_nothing(tmp
         assert facts["evidence"] is None
         told = "Lack of memory may be the reason: the run's processes held 0.0 GiB of 0.0 GiB in their last seconds."
         assert facts["hint"] == (told if share > 0.9 else None)
+    fresh = machine.watch()
+    fresh.sample([])
+    with at_most(1.8):
+        wait_for(lambda: fresh.sample([child]) or fresh.facts(child)["hint"], "the sample a second later")

@@ -14,12 +14,14 @@ import sys
 import threading
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from testkit import write_program
+from testkit.machine_clock import at_most
 from testkit.process_table import open_below
 from testkit.supervise_rig import PYTHON_PATH, UNHURRIED, Rig, is_gone, kill, new_run_id
 from testkit.waiting import wait_for
@@ -32,6 +34,7 @@ from cluster.agent.folder import (
     read_json,
     read_status,
     rotate_logs,
+    stamp_of,
     take_lock,
     write_json,
     write_text,
@@ -75,10 +78,10 @@ def test_what_runs_on_nodes_is_python_3_9_with_nothing_but_the_standard_library(
 
 
 @contextlib.contextmanager
-def marked(marks: Marks, ranks: int, command: list[str] = SLEEP, **options: Any) -> Iterator[list[Any]]:
-    """Processes that look like the ranks of a run."""
+def marked(marks: Marks, ranks: Iterable[Any], command: list[str] = SLEEP, **options: Any) -> Iterator[list[Any]]:
+    """Processes that look like these ranks of a run."""
     environment = {**os.environ, "BURST_RUN_ID": marks.run_id, "BURST_NODE": marks.node}
-    made = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}, **options) for rank in range(ranks)]
+    made = [subprocess.Popen(command, env={**environment, "RANK": str(rank)}, **options) for rank in ranks]
     try:
         yield made
     finally:
@@ -94,14 +97,14 @@ def seen(family: Family, members: int) -> bool:
 
 def test_both_marks_must_match_and_another_user_cannot_pass_as_a_rank() -> None:
     marks = Marks(new_run_id(), "alpha")
-    with marked(marks, 2) as (_, rank), marked(marks, 1, ["/bin/sleep", "100"], user=65534) as (stranger,):
+    with marked(marks, (0, 1, "x")) as (_, rank, _), marked(marks, "1", ["sleep", "100"], user=65534) as (stranger,):
         family = Family(marks, range(1, 2), any_owner=False)
-        wait_for(lambda: seen(family, 2), "the processes")
+        wait_for(lambda: seen(family, 3), "the processes")
         assert [(one.rank, one.pid) for one in family.living_ranks()] == [(1, rank.pid)]
         open_family = Family(marks, range(2))
-        wait_for(lambda: seen(open_family, 3), "the one of another user")
+        wait_for(lambda: seen(open_family, 4), "the one of another user")
         assert stranger.pid in open_family.members()
-        assert seen(Family(marks, range(2), lambda: {rank.pid, stranger.pid}), 1)  # these are its own
+        assert seen(Family(marks, range(2), lambda: {rank.pid, stranger.pid}), 2)  # these are its own
         for other in (Marks(new_run_id(), "alpha"), Marks(marks.run_id, "beta")):
             assert seen(Family(other, range(2)), 0)
         processes.send_signal(rank.pid, "1", signal.SIGKILL)  # a process that got the number later
@@ -114,7 +117,7 @@ def test_both_marks_must_match_and_another_user_cannot_pass_as_a_rank() -> None:
 def test_workers_of_a_rank_are_no_ranks_even_when_they_outlive_it() -> None:
     code = f"import subprocess, time; subprocess.Popen({SLEEP!r}); time.sleep(100)"
     family = Family(Marks(new_run_id(), "alpha"), range(1))
-    with marked(family.marks, 1, [sys.executable, "-c", code]) as (rank,):
+    with marked(family.marks, "0", [sys.executable, "-c", code]) as (rank,):
         wait_for(lambda: seen(family, 2), "the worker")
         assert family.ranks[0].pid == rank.pid
         threading.Timer(0.1, rank.kill).start()
@@ -128,34 +131,70 @@ def test_workers_of_a_rank_are_no_ranks_even_when_they_outlive_it() -> None:
         assert family.kill_until_gone(signal.SIGKILL, 5.0) == []
 
 
+def test_a_rank_is_known_soon_after_it_has_its_environment() -> None:
+    family = Family(Marks(new_run_id(), "alpha"), range(1))
+    words = [f"BURST_RUN_ID={family.marks.run_id}", "BURST_NODE=alpha", "RANK=0", "sleep", "100"]
+    before = ["sh", "-c", 'read line; exec env "$@"', "sh", *words]
+    with marked(Marks("another", "beta"), "0", before, stdin=subprocess.PIPE) as (child,):
+        family.refresh()
+        assert family.members() == []
+        child.stdin.close()
+        with at_most(8):
+            wait_for(lambda: family.refresh() or family.living_ranks(), "the rank")
+
+
+def test_the_command_is_watched_until_it_is_forgotten_and_nothing_is_left_open() -> None:
+    family, other = (Family(Marks(new_run_id(), "alpha")) for _ in range(2))
+    opened = len(list(Path("/proc/self/fd").iterdir()))
+    with marked(Marks("another", "beta"), "0") as (command,):
+        family.watch_child(command.pid)
+        family.refresh()
+        assert command.pid in family.members()
+        threading.Timer(0.1, command.kill).start()
+        family.wait(100.0)
+        assert is_gone(command.pid)
+        other.watch_child(command.pid)
+        other.refresh()
+        assert command.pid not in other.members()  # it waits for its parent alone
+        family.forget_child()
+        begin = time.monotonic()
+        with at_most(0.9):
+            family.wait(0.2)
+        assert (family.child, time.monotonic() - begin > 0.15) == (0, True)
+    assert len(list(Path("/proc/self/fd").iterdir())) == opened
+
+
 def test_of_ranks_that_ended_between_two_looks_the_one_that_was_not_told_to_comes_first() -> None:
-    code = "import os, sys; sys.stdin.read(); sys.exit((0, 130, 143, 7, 0, 0)[int(os.environ['RANK'])])"
+    code = "import os, sys; sys.stdin.read(); sys.exit((0, 0, 130, 143, 0, 7)[int(os.environ['RANK'])])"
     family = Family(Marks(new_run_id(), "alpha"), range(6))
-    with marked(family.marks, 6, [sys.executable, "-c", code], stdin=subprocess.PIPE) as ranks:
+    with marked(family.marks, range(6), [sys.executable, "-c", code], stdin=subprocess.PIPE) as ranks:
         wait_for(lambda: seen(family, 6) and len(family.ranks) == 6, "the ranks")
         kill(ranks[4].pid, signal.SIGTERM)
         for rank in ranks:
             rank.stdin.close()
         wait_for(lambda: all(is_gone(rank.pid) for rank in ranks), "their end")
-        ranks[5].wait()  # so that nobody knows how it ended
+        ranks[0].wait()  # so that nobody knows how it ended
         family.refresh()
+        assert not Path(f"/proc/{ranks[1].pid}").exists()  # what is this process' own is buried
     deaths = [(death.rank, death.exit_code) for death in family.deaths]
-    assert deaths[:2] == [(3, 7), (5, None)]
-    assert sorted(deaths[2:]) == [(0, 0), (1, 130), (2, 143), (4, -signal.SIGTERM)]
+    assert deaths[:2] == [(5, 7), (0, None)]
+    assert sorted(deaths[2:]) == [(1, 0), (2, 130), (3, 143), (4, -signal.SIGTERM)]
 
 
 def test_a_helper_has_a_session_of_its_own_and_one_that_does_not_end_is_killed() -> None:
     helpers, code = Helpers(), "import os; print(os.getsid(0) == os.getpid(), os.environ['LC_ALL'])"
     assert helpers.run([sys.executable, "-c", code], 60.0).stdout == b"True C\n"
+    seen_pids: list[set[int]] = []
+    threading.Timer(0.3, lambda: seen_pids.append(helpers.pids())).start()
     with pytest.raises(subprocess.TimeoutExpired):
-        helpers.run(["sleep", "100"], 0.1)
-    assert helpers.pids() == set()
+        helpers.run(["sleep", "100"], 1.0)
+    assert (len(seen_pids[0]), helpers.pids()) == (1, set())
 
 
 # --- files and locks --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["node-1", "a/b", "..", ".hidden", "ü", "", "a b:c"])
+@pytest.mark.parametrize("name", ["node-1", "a/b", "..", ".hidden", "ü", "", "a b:c", "_a"])
 def test_node_has_the_folder_that_ranks_use(name: str, tmp_path: Path) -> None:
     own = RunFolder(tmp_path).log_dir(name).name
     assert safe_name(name) == own
@@ -176,7 +215,9 @@ def test_lock_dies_with_its_holder(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", code, path], stdout=subprocess.PIPE, env=environment) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"held\n"
-        assert take_lock(path, 0.0) is None
+        begin = time.thread_time()
+        assert take_lock(path, 0.5, is_vital=True) is None
+        assert time.thread_time() - begin < 0.1  # it waits at rest
         said = holder(path)
         assert said == {"run_id": "run", "pid": "5", "host": socket.gethostname(), "since": said["since"]}
         child.kill()
@@ -192,6 +233,18 @@ def test_lock_dies_with_its_holder(tmp_path: Path) -> None:
         take_lock(path, 0.0)
 
 
+def test_what_shall_outlive_a_crash_is_brought_to_the_disk_and_nothing_else(tmp_path: Path) -> None:
+    """Of a pipe the kernel says that it cannot be."""
+    part = tmp_path / f".pipe.{os.getpid()}-{threading.get_ident()}"
+    for write, content in ((write_text, "{}"), (write_json, {})):
+        for options in ({}, {"sync": True}):
+            os.mkfifo(part)
+            reader = os.open(part, os.O_RDWR)
+            with pytest.raises(OSError, match="Invalid argument") if options else contextlib.nullcontext():
+                write(str(tmp_path / "pipe"), content, **options)  # type: ignore[operator]
+            os.close(reader)
+
+
 def test_writes_leave_the_old_file_and_nothing_else_when_they_fail(tmp_path: Path) -> None:
     path, folder = tmp_path / "state.json", tmp_path / "folder"
     write_text(str(path), "\udcff")
@@ -203,6 +256,13 @@ def test_writes_leave_the_old_file_and_nothing_else_when_they_fail(tmp_path: Pat
         write_text(str(folder), "x")
     assert read_json(str(path)) == {"a": 1}
     assert sorted(tmp_path.iterdir()) == [folder, path]
+    stamp = stamp_of(str(path))
+    os.utime(path, (1, 1))
+    assert stamp not in (None, stamp_of(str(path)))
+    assert (stamp_of(str(folder)), open_below(tmp_path)) == (None, [])
+    for size, found in ((4 << 20, {}), ((4 << 20) + 1, None)):
+        path.write_text("{}".ljust(size))
+        assert read_json(str(path)) == found
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "\xff", "[" * 100000, '{"a": 1} x'])
@@ -254,10 +314,16 @@ def test_health_of_this_machine(rig: Rig) -> None:
     assert health["ranks"]["0"]["rss_bytes"] > 2**20
 
 
-def test_a_log_with_too_many_bytes_begins_anew_with_the_old_one_beside_it(tmp_path: Path) -> None:
+def test_every_few_seconds_gpus_are_looked_at_and_a_log_with_too_many_bytes_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = tmp_path / "asked"
+    write_program(tmp_path / "bin" / "nvidia-smi", f"echo >>{asked}; echo 0, 1, 2, 3, 4, 0x0")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     files = NodeFiles(str(tmp_path), "n1")
     logs = Path(files.log_dir)
-    logs.mkdir(parents=True)
+    for folder in (files.state_dir, files.log_dir):
+        make_folder(folder)
     log, aside = logs / "rank0000.log", logs / "rank0000.log.before-1"
     (logs / "rank0000.stacks").write_bytes(b"longer than six")
     (logs / "rank0001.log").symlink_to(logs / "rank0000.stacks")
@@ -266,11 +332,15 @@ def test_a_log_with_too_many_bytes_begins_anew_with_the_old_one_beside_it(tmp_pa
         rotate_logs(files.log_dir, 6)
         assert not aside.exists()
         rank.write(b"second\n")
-        health = Health(files, Helpers(), log_bytes=6)
+        health, begin = Health(files, Helpers(), log_bytes=6), time.monotonic()
         health.start()
         wait_for(lambda: aside.exists() and not log.stat().st_size, lambda: str(list(logs.iterdir())))
+        wait_for(lambda: (read_json(files.health) or {}).get("gpus"), "the second look, which has what was asked first")
+        elapsed_s = time.monotonic() - begin
         health.close()
         rank.write(b"third\n")
+    assert elapsed_s > 4.5
+    assert len(asked.read_text()) <= 2 + elapsed_s / 5
 
     assert (aside.read_bytes(), log.read_bytes()) == (b"first\nsecond\n", b"third\n")
     assert aside.stat().st_mode & 0o777 == 0o600
@@ -286,10 +356,21 @@ def test_without_room_for_a_copy_a_log_stays_as_it_is(tmp_path: Path) -> None:
 
     assert (tmp_path / "a.log").read_bytes() == b"text"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.log", "a.log.before-1"]
+    (tmp_path / "a.log.before-1").rmdir()
+    (tmp_path / "a.log.part").write_text("of one that was killed, and longer")
+    rotate_logs(str(tmp_path), 1)
+    assert (tmp_path / "a.log.before-1").read_bytes() == b"text"
 
 
 def test_health_says_gone_for_a_rank_whose_number_is_anothers_now(tmp_path: Path) -> None:
-    me = os.getpid()
+    me, comm = os.getpid(), Path("/proc/self/comm")
+    name = comm.read_bytes()
+    comm.write_bytes(b"a) \xff (b")
+    entry = processes.read_entry(me)
+    comm.write_bytes(name)
+    assert entry is not None
+    assert (entry.parent, entry.lives, processes.inner_pids(2**30)) == (os.getppid(), True, [2**30])
+    assert abs(entry.age_s - (time.time() - psutil.Process().create_time())) < 5
     ranks = [Rank(0, me, processes.process_start(me) or ""), Rank(1, me, "earlier")]
     used_s, load = sum(os.times()[:2]), os.getloadavg()[0]
     health = read_health(str(tmp_path / "nowhere"), ranks, None)
@@ -306,7 +387,7 @@ def test_health_says_gone_for_a_rank_whose_number_is_anothers_now(tmp_path: Path
 
 
 def test_gpus_are_read_what_is_no_number_is_null_and_what_is_normal_does_not_slow_down() -> None:
-    text = "0, 97, 61234, 64, 1980, 0x00000000000000C8\n1, [N/A], ERR!, 30, 345, [N/A]\nUnable to determine\n"
+    text = "0, 97, 61234, 64, 1980, 0x00000000000000C8\n1, [N/A], ERR!, 30, 345, [N/A]\nUnable to determine\n2, 3\n"
     first = {"index": 0, "utilization": 97, "memory_used_mib": 61234, "temperature_c": 64, "sm_clock_mhz": 1980}
     assert parse_gpus(text) == [
         {**first, "throttle": "hw slowdown, hw thermal slowdown, hw power brake slowdown"},
@@ -326,7 +407,7 @@ FIELDS = "index,utilization.gpu,memory.used,temperature.gpu,clocks.sm"
     [
         (f'[ "$1" = --query-gpu={FIELDS},clocks_event_reasons.active ] && echo 0, 1, 2, 3, 4, 0x0', 1, THROTTLES[:1]),
         (
-            f'[ "$1" = --query-gpu={FIELDS},clocks_throttle_reasons.active ] && echo 0, 1, 2, 3, 4, 0x0',
+            f'[ "$1" = --query-gpu={FIELDS},clocks_throttle_reasons.active ] && printf "0, 1, 2, 3, 4, 0x0\\n\\377"',
             1,
             THROTTLES[1:],
         ),

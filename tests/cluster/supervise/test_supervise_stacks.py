@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,9 @@ from testkit.machine_clock import machine_time
 from testkit.supervise_rig import Rig, kill
 from testkit.waiting import wait_for
 
-from cluster.agent.folder import read_json, request_stacks
-from cluster.agent.health import ANSWER_S
+from cluster.agent.folder import NodeFiles, make_folder, read_json, request_stacks, stamp_of
+from cluster.agent.health import ANSWER_S, Stacks
+from cluster.agent.processes import Rank, process_start
 
 
 def ask(rig: Rig, nonce: str) -> dict[str, Any]:
@@ -57,3 +61,32 @@ def test_rank_that_does_not_listen_yet_is_left_alone(rig: Rig) -> None:
     time.sleep(0.5)  # a damaged request was seen, and is none
     assert answered(ask(rig, "nonce")) == [False, False]
     assert rig.status()["supervisor"]["deaths"] == []
+
+
+TRACED = "import ctypes, os, signal; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+def test_a_request_is_answered_at_once_where_no_rank_can_answer_and_only_once(tmp_path: Path) -> None:
+    files = NodeFiles(str(tmp_path), "alpha")
+    for folder in (files.state_dir, files.log_dir):
+        make_folder(folder)
+    stacks, done = Stacks(files), Path(files.stacks_done)
+
+    def turn(ranks: list[Rank]) -> dict[str, Any] | None:
+        for _ in range(2):
+            stacks.turn(stamp_of(files.stacks), ranks)
+        return read_json(str(done))
+
+    assert turn([]) is None
+    with subprocess.Popen([sys.executable, "-c", TRACED]) as traced:
+        ranks = [Rank(0, os.getpid(), "1"), Rank(1, traced.pid, process_start(traced.pid) or "")]
+        wait_for(lambda: ranks[1].state == "t", "the traced one")
+        for nonce, asked in (("a", []), ("b", ranks)):
+            request_stacks(str(tmp_path), "alpha", nonce)
+            found = {str(one.rank): {"pid": one.pid, "state": one.state, "answered": False} for one in asked}
+            assert turn(asked) == {"nonce": nonce, "ranks": found}
+            done.unlink()
+            os.utime(files.stacks, (1, 1))
+            assert turn(asked) is None
+        assert [one.state for one in ranks] == ["gone", "t"]
+        traced.kill()

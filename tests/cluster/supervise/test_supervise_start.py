@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 from testkit import KIT
+from testkit.machine_clock import at_most
 from testkit.supervise_rig import Rig, is_gone
 from testkit.waiting import wait_for
 
-from cluster.agent.folder import make_folder, take_lock, write_json
+from cluster.agent.folder import NodeFiles, make_folder, stamp_of, take_lock, write_json
+from cluster.agent.messages import parse_spec
 from cluster.agent.start import RefusedError, node_lock_path, start, sweep
+from cluster.agent.supervisor import Supervisor
 
 
 def test_run_that_completes_leaves_a_truthful_outcome_and_a_lock_left_behind_is_no_obstacle(rig: Rig) -> None:
@@ -42,8 +45,9 @@ def test_supervisor_is_nobodys_child_and_holds_no_terminal(rig: Rig) -> None:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     assert int(fields[1]) != os.getpid()
     assert int(fields[3]) != os.getsid(0)
-    streams = [Path(f"/proc/{pid}/fd/{number}").readlink() for number in range(3)]
-    assert streams == [Path(path) for path in (os.devnull, rig.files().own_log, rig.files().own_log)]
+    streams = sorted((int(fd.name), str(fd.readlink())) for fd in Path(f"/proc/{pid}/fd").iterdir())
+    outer = (os.devnull, rig.files().own_log)  # and no more of them
+    assert [one for one in streams if one[1] in outer] == [(0, outer[0]), (1, outer[1]), (2, outer[1])]
     assert {path.stat().st_mode & 0o077 for path in Path(rig.files().log_dir).iterdir()} == {0}
     own = (rig.files().own_log, rig.files().lease, rig.files().lock, rig.files().spec)
     assert {Path(path).stat().st_mode & 0o777 for path in own} == {0o600}
@@ -113,10 +117,34 @@ def test_what_makes_no_sense_is_refused_before_anything_is_written(rig: Rig, cha
     assert not rig.folder.exists()
 
 
+def test_what_a_spec_leaves_out_and_longer_than_a_day(rig: Rig) -> None:
+    needed = {name: value for name, value in rig.spec().items() if name not in ("lease_s", "stop_grace_s")}
+    assert parse_spec(needed)[10:] == ((), None, ("docker",), 60.0, 12.0, True, "")
+    assert parse_spec({**needed, "lease_s": 1e6, "stop_grace_s": 0.5})[13:15] == (86400.0, 0.5)
+
+
+def test_news_of_a_supervisor_are_written_at_once_and_only_they(rig: Rig) -> None:
+    made, path = Supervisor(parse_spec(rig.spec())), rig.files().supervisor
+    make_folder(rig.files().state_dir)
+
+    def is_written() -> bool:
+        before = stamp_of(path)
+        made.tell()
+        return stamp_of(path) != before
+
+    made.tell()
+    wait_for(lambda: not is_written(), "what is no news", pause_s=0.0)
+    made.stop.ask("stop", "somebody", 0.0)
+    told = is_written()
+    Path(path).unlink()  # or this process would be swept
+    assert told
+
+
 @pytest.mark.parametrize("argv", [["/nowhere/torchrun"], ["/etc/passwd"], [sys.executable]])
 def test_command_that_cannot_start_gives_an_outcome_in_words(rig: Rig, argv: list[str]) -> None:
     spec = rig.spec(argv=argv, cwd="/nowhere" if argv == [sys.executable] else "/")
-    assert "started" in start(spec)
+    pid = start(spec)["started"]
+    assert rig.status()["supervisor"]["pid"] == pid  # from the moment on at which it is told
     outcome = rig.outcome()
     assert (outcome["cause"], outcome["exit_code"]) == ("start_failed", None)
     why = {"/nowhere/torchrun": "No such file or directory", "/etc/passwd": "Permission denied"}.get(argv[0])
@@ -132,7 +160,7 @@ def test_folder_that_cannot_be_written_is_refused(rig: Rig, tmp_path: Path) -> N
     assert str(tmp_path / "file") in answer["refused"]["text"]
     theirs = tmp_path / "theirs"
     theirs.mkdir()
-    os.chown(theirs, 65534, 65534)
+    os.chown(theirs, 1, 1)
     refused = {"kind": "folder", "text": f"cannot use {theirs}: it belongs to another user"}
     assert start(rig.spec(folder=str(theirs))) == {"refused": refused}
 
@@ -155,7 +183,18 @@ def test_busy_node_is_refused_with_its_holder_and_the_same_run_is_not_started_tw
     silent = take_lock(node_lock_path(name))
     assert silent is not None
     text = "run unknown holds this node (pid unknown, since unknown); wait for its end or cancel it"
-    assert start({**other.spec(), "node": name}) == {"refused": {"kind": "busy", "text": text}}
+    asked = {**other.spec(), "node": name}
+    assert start(asked) == {"refused": {"kind": "busy", "text": text}}
+    files = NodeFiles(str(other.folder / "alpha"), name)
+    make_folder(files.state_dir)
+    for found in ({"pid": 5}, {}):
+        for path, document in ((files.spec, {"start_id": ""}), (files.supervisor, found)):
+            write_json(path, document)
+        with at_most(4.0):
+            answer = start(asked, again=True)
+        assert answer == {"started": 5} if found else "pid" in answer["refused"]["text"]
+    said = answer["refused"]["text"].removeprefix("the supervisor did not start: ")
+    assert (len(said), said.endswith("KeyError: 'pid'")) == (500, True)  # the end of its words
     silent.release()
 
 
@@ -167,6 +206,7 @@ def test_supervisor_that_has_written_its_outcome_is_about_to_go_and_waited_for(r
     threading.Timer(1.0, lock.release).start()
     rig.start("ok", ranks=0, exclusive=False)
     assert rig.outcome()["exit_code"] == 0
+    assert (rig.folder / "alpha/attempts/1/nodes" / rig.name() / "outcome.json").read_text() == "{}\n"
 
 
 @pytest.mark.parametrize("node_rank", [0, 1])
@@ -174,7 +214,8 @@ def test_next_attempt_starts_in_a_clean_place_and_the_earlier_one_is_kept(rig: R
     folder, own = rig.folder / "alpha", ["metrics.jsonl", "events.jsonl", "summary.json"]
     records = [place + name for place in ("", "attempts/1/", "attempts/2/") for name in own]
     for attempt in (1, 2, 3):
-        pid = rig.start("exits", ranks=0, node_rank=node_rank, num_nodes=2)
+        spec = rig.spec("exits", node_rank=node_rank, num_nodes=2, start_id=str(attempt))
+        pid = start(spec, again=True)["started"]
         for name in own:
             (folder / name).write_text(f"{attempt}\n")
         Path(rig.files().log_dir, "rank0001.error.json").write_text("{}")
@@ -213,7 +254,7 @@ def test_lock_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
         assert node_lock_path("a/b", str(tmp_path)) == f"{folder}/a_b.lock"
         assert folder.stat().st_mode & 0o777 == 0o700
         folder.chmod(0o777)
-    os.chown(folder, 65534, 65534)
+    os.chown(folder, 1, 1)
     with pytest.raises(RefusedError, match="not a folder of this user"):
         node_lock_path("alpha", str(tmp_path))
     folder.rmdir()

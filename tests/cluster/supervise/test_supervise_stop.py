@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -75,9 +76,12 @@ def test_workers_and_grandchildren_in_other_sessions_end_as_well(rig: Rig) -> No
         return [one for one in psutil.Process(pid).children(recursive=True) if one not in rig.processes()]
 
     found = wait_for(naked, "the one without marks")
-    rig.stop(0.0)
-    assert rig.outcome()["leftover_pids"] == []
-    assert rig.processes() == []
+    environment = {"BURST_RUN_ID": rig.run_id, "BURST_NODE": rig.name(), "RANK": "2"}
+    with subprocess.Popen(["sleep", "100"], env=environment, user=65534) as stranger:
+        rig.stop(0.0)
+        assert rig.outcome()["leftover_pids"] == []
+        assert [process.pid for process in rig.processes()] == [stranger.pid]  # another user's is none of ours
+        stranger.kill()
     assert all(is_gone(process.pid) for process in found)
 
 
