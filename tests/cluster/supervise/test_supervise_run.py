@@ -39,15 +39,6 @@ def test_a_killed_command_takes_its_ranks_along(rig: Rig) -> None:
     assert sorted((death["rank"], death["exit_code"]) for death in outcome["deaths"]) == [(0, -9), (1, -9)]
 
 
-def test_an_error_of_the_supervisor_itself_ends_the_run_and_is_told(rig: Rig) -> None:
-    rig.start("stubborn")
-    Path(rig.files().stacks).write_text('{"nonce": "\\ud800"}')  # which no file can hold
-    outcome = rig.outcome()
-    assert outcome["error"].startswith("the supervisor failed: UnicodeEncodeError: ")
-    assert (outcome["exit_code"], outcome["cause"], outcome["leftover_pids"]) == (None, "exit", [])
-    assert "Traceback" in Path(rig.files().own_log).read_text()
-
-
 def test_killed_supervisor_takes_its_ranks_along_and_what_it_left_ends_with_the_next_attempt_or_a_sweep(
     rig: Rig,
 ) -> None:

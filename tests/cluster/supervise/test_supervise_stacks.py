@@ -63,6 +63,15 @@ def test_rank_that_does_not_listen_yet_is_left_alone(rig: Rig) -> None:
     assert rig.status()["supervisor"]["deaths"] == []
 
 
+def test_an_error_of_the_supervisor_itself_ends_the_run_and_is_told(rig: Rig) -> None:
+    rig.start("stubborn")
+    Path(rig.files().stacks).write_text('{"nonce": "\\ud800"}')  # which no file can hold
+    outcome = rig.outcome()
+    assert outcome["error"].startswith("the supervisor failed: UnicodeEncodeError: ")
+    assert (outcome["exit_code"], outcome["cause"], outcome["leftover_pids"]) == (None, "exit", [])
+    assert "Traceback" in Path(rig.files().own_log).read_text()
+
+
 TRACED = "import ctypes, os, signal; ctypes.CDLL(None).ptrace(0, 0, 0, 0); os.kill(os.getpid(), signal.SIGSTOP)"
 
 

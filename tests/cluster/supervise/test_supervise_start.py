@@ -179,13 +179,16 @@ def test_busy_node_is_refused_with_its_holder_and_the_same_run_is_not_started_tw
     assert sweep(str(other.folder / "alpha"), rig.name(), other.run_id) == []
     for exclusive in (True, False):
         assert start(rig.spec(exclusive=exclusive))["refused"]["kind"] == "exists"
-    name = f"silent-{rig.run_id}"
+
+
+def test_a_node_whose_holder_says_nothing_is_busy_unless_this_request_has_begun_before(rig: Rig) -> None:
+    name = rig.name("silent")
     silent = take_lock(node_lock_path(name))
     assert silent is not None
     text = "run unknown holds this node (pid unknown, since unknown); wait for its end or cancel it"
-    asked = {**other.spec(), "node": name}
+    asked = {**rig.spec(), "node": name}
     assert start(asked) == {"refused": {"kind": "busy", "text": text}}
-    files = NodeFiles(str(other.folder / "alpha"), name)
+    files = NodeFiles(str(rig.folder / "alpha"), name)
     make_folder(files.state_dir)
     for found in ({"pid": 5}, {}):
         for path, document in ((files.spec, {"start_id": ""}), (files.supervisor, found)):
