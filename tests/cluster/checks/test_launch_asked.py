@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pwd
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from testkit import PYTHON_PATH
 from testkit.connections import LocalConnection
 from testkit.fake_plan import run_config
 
@@ -39,7 +43,8 @@ def ask(tmp_path: Path) -> Ask:
 def test_a_machine_tells_who_and_what_it_is_and_nothing_on_it_changes(ask: Ask, tmp_path: Path) -> None:
     found = ask()
     assert (found.home, found.uid, found.gid) == (str(tmp_path), os.getuid(), os.getgid())
-    assert found.groups == tuple(sorted(os.getgroups()))
+    assert (found.user, found.groups) == (pwd.getpwuid(os.getuid()).pw_name, tuple(sorted(os.getgroups())))
+    assert found.has_infiniband_devices == Path("/dev/infiniband").is_dir()
     assert (found.memory_bytes or 0) > 1 << 28
     assert found.room == (pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.2), "")
     assert list(tmp_path.iterdir()) == []
@@ -53,9 +58,19 @@ def test_what_is_in_the_way_is_told(ask: Ask, tmp_path: Path) -> None:
     for folder in (f"{tmp_path}/runs/mine", "~/runs/mine"):
         assert ask(node_folder=folder).room == (None, f"{tmp_path}/runs is not a folder")
     assert find_room(str(tmp_path / "not" / "there")) > 0
+    script = (
+        "mount -t tmpfs -o {1} none {0} && exec {2} -c \"from cluster.agent.survey import find_room; find_room('{0}')\""
+    )
+    for options, told in (("ro", "is not writable"), ("nr_inodes=1", "has no free inodes"), ("nr_inodes=0", "")):
+        words = ["unshare", "--mount", "sh", "-c", script.format(tmp_path, options, sys.executable)]
+        done = subprocess.run(words, env={**os.environ, "PYTHONPATH": PYTHON_PATH}, capture_output=True, text=True)
+        assert (told in done.stderr, done.returncode) == (True, int(bool(told))), done.stderr
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        with socket.create_connection(listener.getsockname()):
+            listener.accept()[0].close()  # which the port waits for some time after
         port = listener.getsockname()[1]
         assert ask(master_port=port).port == (None, f"port {port}: Address already in use")
+    assert ask(master_port=port).port == (port, "")
 
 
 def test_the_holder_of_a_node_is_told_while_it_lives(ask: Ask) -> None:
@@ -87,12 +102,19 @@ def test_data_are_listed_as_the_trainer_will_list_them(ask: Ask, tmp_path: Path)
     (entry,) = ask({"format": "jsonl", "paths": [str(folder)]}).data
     assert (entry[1], (entry[2] or "").rpartition(",")[0]) == ("", "3 files, 24 bytes")
     assert len(list_files([str(folder)], (".jsonl", ".ndjson"))) == 3
-    (pattern,) = data_facts(tmp_path, "~/corpus/*.jsonl")
-    assert (pattern["path"], pattern["files"]) == (f"{folder}/*.jsonl", 2)
+    (folder / "a[1].txt").touch()
+    patterns = [("*.jsonl", 2), ("*/c.ndjson", 1), ("a[1].txt", 1)]
+    found = data_facts(tmp_path, *(f"~/corpus/{pattern}" for pattern, _ in patterns), "~/**/c.ndjson")
+    assert [(one["path"], one["files"]) for one in found[:3]] == [(f"{folder}/{one}", count) for one, count in patterns]
+    assert found[3]["files"] == 1
+    (folder / os.fsdecode(b"\xff")).touch()
     assert (
         data_facts(folder, "~")[0]["digest"]
         == data_facts(tmp_path, shutil.copytree(folder, tmp_path / "x"))[0]["digest"]
     )
+    copy = tmp_path / "x"
+    (copy / "a.jsonl").rename(copy / "other.jsonl")
+    assert data_facts(tmp_path, folder)[0]["digest"] != data_facts(tmp_path, copy)[0]["digest"]
     (folder / "empty").mkdir()
     absent = "no such file or folder"
     missing = data_facts(tmp_path, "/none/a.txt", folder / "empty", "/none/*.txt")
@@ -128,3 +150,10 @@ def test_a_file_that_differs_at_its_start_or_end_has_another_digest(tmp_path: Pa
     first, last = (body[:at] + b"y" + body[at + 1 :] for at in (1 << 19, (5 << 19) - 1))
     assert same not in [digest(other) for other in (first, last, body + b"x")]
     assert digest(body[: 3 << 19] + b"y" + body[(3 << 19) + 1 :]) == same  # the middle is not read
+    for number in range(66):
+        (tmp_path / f"b{number:02}.txt").write_text("12")
+    whole = data_facts(tmp_path, tmp_path)[0]["digest"]
+    for number, is_read in ((62, True), (63, False)):  # of many the first 64, of which one is a.txt
+        (tmp_path / f"b{number}.txt").write_text("13")
+        assert (data_facts(tmp_path, tmp_path)[0]["digest"] != whole) == is_read
+        (tmp_path / f"b{number}.txt").write_text("12")

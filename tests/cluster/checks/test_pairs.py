@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from testkit import write_program
 from testkit.connections import LocalConnection
 
 from cluster.agent.messages import READY, pack
+from cluster.agent.pairs import Greeter
 from cluster.checks.finding import Finding, Verdict
 from cluster.checks.groups.net import check_pairs, judge_pairs, read_ways
-from cluster.code import NodeProgram
 
 OK, FAIL, UNKNOWN = Verdict.OK, Verdict.FAIL, Verdict.UNKNOWN
 END_WAIT_S = 200.0  # who had to be ended by its deadline has another exit code
@@ -144,35 +145,43 @@ def test_an_agent_that_ends_midway_takes_nobody_with_it(nodes: dict[str, LocalCo
     assert [finding.severity for finding in check(nodes).values()] == [FAIL, OK, OK]
 
 
-class Agent:
-    """One that listens at an address of this machine."""
-
-    def __init__(self, connection: LocalConnection, token: str = "ab" * 32) -> None:
-        self._program = NodeProgram(connection, words=("cluster.agent.pairs", "burst-pairs"))
-        self.place = "127.0.0.21", self._ask(listen={"address": "127.0.0.21", "token": token})["port"]
-
-    def greet(self, timeout_s: float, *targets: tuple[str, str, int]) -> dict[str, str]:
-        told = self._ask(greet={"targets": targets, "timeout_s": timeout_s, "width": 64})
-        return {row[0]: row[1] for row in told["results"]}
-
-    def _ask(self, **question: Any) -> dict[str, Any]:
-        return self._program.ask(question, silence_s=60)[0]
+def listening(token: str = "ab" * 32) -> tuple[Greeter, tuple[str, int]]:
+    """An agent within this process, and where it listens."""
+    agent = Greeter()
+    return agent, ("127.0.0.21", agent.answer({"listen": {"address": "127.0.0.21", "token": token}})[0]["port"])
 
 
-def test_every_way_of_not_reaching_an_agent_has_its_name(nodes: dict[str, LocalConnection]) -> None:
-    agent, other = Agent(nodes["n1"]), Agent(nodes["n2"], token="cd" * 32)
-    with socket.socket() as silent, socket.socket() as unused:
-        silent.bind(("127.0.0.23", 0))
+def greet(agent: Greeter, timeout_s: float, *targets: tuple[str, str, int]) -> list[list[Any]]:
+    return list(agent.answer({"greet": {"targets": targets, "timeout_s": timeout_s, "width": 64}})[0]["results"])
+
+
+def test_every_way_of_not_reaching_an_agent_has_its_name() -> None:
+    (agent, place), (_, elsewhere) = listening(), listening("cd" * 32)
+    silent, unused, reset = (socket.socket() for _ in range(3))
+    with silent, unused, reset:
+        for one in (silent, unused, reset):
+            one.bind(("127.0.0.23", 0))
         silent.listen()
-        unused.bind(("127.0.0.23", 0))
-        targets = [("silent", *silent.getsockname()), ("nobody", *unused.getsockname())]
-        kinds = agent.greet(1.0, *targets, ("another test", *other.place), ("itself", *agent.place))
-    assert kinds == {"silent": "timeout", "nobody": "refused", "another test": "stranger", "itself": "ok"}
+        reset.listen()
+        threading.Timer(0.3, reset.close).start()
+        places = {"silent": silent, "nobody": unused, "gone": reset}
+        targets = [(name, *one.getsockname()) for name, one in places.items()]
+        targets += [("another test", *elsewhere), ("itself", *place), ("outside", "192.0.2.1", 9)]
+        found = greet(agent, 1.0, *targets)
+    assert [row[:3] for row in found] == [
+        ["silent", "timeout", "no answer"],
+        ["nobody", "refused", "Connection refused"],
+        ["gone", "reset", "Connection reset by peer"],
+        ["another test", "stranger", "something else answers on that port"],
+        ["itself", "ok", ""],
+        ["outside", "error", "Invalid argument"],  # from an address of this machine alone
+    ]
+    assert (found[0][3] > 990, 0 < found[4][3] < found[0][3]) == (True, True)
 
 
-def test_idle_connections_do_not_keep_an_agent_busy(nodes: dict[str, LocalConnection]) -> None:
-    agent = Agent(nodes["n1"])
+def test_idle_connections_do_not_keep_an_agent_busy() -> None:
+    agent, place = listening()
     with contextlib.ExitStack() as idle:
         for _ in range(100):
-            idle.enter_context(socket.create_connection(agent.place))
-        assert agent.greet(3.0, ("itself", *agent.place)) == {"itself": "ok"}
+            idle.enter_context(socket.create_connection(place))
+        assert greet(agent, 3.0, ("itself", *place))[0][:2] == ["itself", "ok"]

@@ -65,7 +65,9 @@ def test_a_program_answers_in_turn_and_what_it_prints_gets_not_between():
         "serve(lambda asked, data: (print('noise', flush=True) or {'was': asked}, data[::-1]))"
     )
     environment, asked = {**os.environ, "PYTHONPATH": PYTHON_PATH}, pack({"a": 1}, b"xyz") + pack({}, bytes(3 << 20))
+    begin = os.times().children_user
     done = subprocess.run([sys.executable, "-c", code], input=asked, env=environment, capture_output=True, timeout=100)
+    assert os.times().children_user - begin < 2.0  # in pieces of some size
     assert done.stdout == READY + pack({"was": {"a": 1}}, b"zyx") + pack({"was": {}}, bytes(3 << 20))
     assert (done.stderr, done.returncode) == (b"noise\nnoise\n", 0)
 

@@ -207,6 +207,7 @@ def test_an_unreachable_controller_is_a_problem_and_not_the_end(job):
         (JobStatus("FAILED", signal=53), "", "all nodes share"),
         (JobStatus("FAILED", exit_code=66), "", "all nodes share"),
     ],
+    ids=["task", "burst", "bash", "output", "folder"],
 )
 def test_a_failed_job_is_explained_by_its_code_or_the_line_of_its_log_that_says_most(job, status, log, words):
     failed = job()

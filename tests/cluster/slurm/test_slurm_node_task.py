@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -107,32 +108,42 @@ def test_a_warning_of_the_time_limit_waits_for_nodes_that_get_the_address_and_po
 
 
 @pytest.mark.parametrize(
-    ("saved", "state", "goes_on"),
+    ("saved", "most", "state", "told", "goes_on"),
     [
-        pytest.param("", "failed", True, marks=pytest.mark.thorough),  # it waits for a launcher
-        ("-", "failed", False),
-        ("+", "failed", False),
-        ("", "cancelled", False),
+        pytest.param("", 1, "failed", 0, True, marks=pytest.mark.thorough),  # it waits for a launcher
+        ("-", 1, "failed", 1, False),
+        ("+", 1, "failed", 1, False),
+        ("-+", 2, "cancelled", 0, False),  # what has saved begins anew
+        ("", 1, "cancelled", 0, False),
+        ("", 1, "completed", 0, False),
+        ("", 1, "given to another job", 0, False),
     ],
 )
-def test_a_job_whose_launcher_is_gone_begins_the_next_attempt_as_a_launcher_would(plan, saved, state, goes_on, capfd):
+def test_a_job_whose_launcher_is_gone_begins_the_next_attempt_as_a_launcher_would(
+    plan, saved, most, state, told, goes_on, capfd
+):
     """saved: whether earlier attempts did; this one has not."""
-    plan = replace(plan, config=replace(plan.config, cluster=replace(plan.config.cluster, max_restarts=1)))
+    plan = replace(plan, config=replace(plan.config, cluster=replace(plan.config.cluster, max_restarts=most)))
     run = RunFolder(Path(plan.run_path))
     (run.path / "launch.json").write_text(plan_text(plan))
     for mark in (*saved, " "):
         run.transition("starting")
+        run.transition("running")
         if mark == "+":
             run.append_event("checkpoint", step=1)
-        run.transition(state if mark == " " else "failed")
+        run.transition(state if mark == " " and " " not in state else "failed")
+    if " " in state:
+        threading.Timer(0.5, (run.path / "slurm.token").write_text, ("other\n",)).start()
     code = time_limit([plan.run_path, "t", "go-on"], {"PATH": "/nowhere", "PYTHONPATH": PYTHON_PATH})
 
     said = capfd.readouterr().err
-    assert (said.count("no further checkpoint after 1 restarts in a row"), "it had ended" in said) == (
-        len(saved),
+    assert (said.count(f"no further checkpoint after {most} restarts in a row"), "it had ended" in said) == (
+        told,
         goes_on,
     )
     assert goes_on or code == 0
+    assert time_limit([plan.run_path, "older", "go-on"], {}) == 1
+    assert capfd.readouterr().err == f"burst: go-on: {run.path} has been given to another job since\n"
 
 
 def test_a_node_alone_needs_no_network_and_several_need_one():
@@ -163,13 +174,20 @@ def test_the_meeting_of_an_earlier_attempt_is_not_heeded_and_what_its_supervisor
 
 
 def test_a_plan_has_its_nodes_only_when_all_of_this_attempt_are_there(plan):
+    config = replace(plan.config, cluster=replace(plan.config.cluster, num_nodes=11))
+    plan = build_slurm_plan(config, probe_local_node(), Path(plan.run_path), environment={})  # more than one digit
     run = RunFolder(Path(plan.run_path))
-    first, second = plan.nodes
-    grant(run, first, first.name)
-    grant(run, second, second.name, "old")
+    *others, last = plan.nodes
+    for node in others:
+        grant(run, node, node.name)
+    grant(run, last, last.name, "old")
+    path = run.path / "nodes" / last.name / GRANTED_FILE
     assert granted_plan(plan, run, "t") is None
-
-    write_granted(run, second, "t")
+    write_granted(run, last, "t")
+    text = path.read_text()
+    path.write_text(text.ljust((1 << 20) + 1))
+    assert granted_plan(plan, run, "t") is None  # no node has so much to say
+    path.write_text(text.ljust(1 << 20))
     granted = granted_plan(plan, run, "t")
     assert granted is not None
     assert (granted.nodes, dict(granted.files)) == (plan.nodes, {"launch.json": dict(plan.files)["launch.json"]})

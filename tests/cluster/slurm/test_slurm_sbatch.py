@@ -100,7 +100,14 @@ OURS += " clusters nodelist nodefile help usage version quiet verbose signal"
             ("options", (option,))
             for option in (
                 *("--comment=a\n--uid=0", '--comment="', "--comment=\\", "-N 900", "comment", "--nodes=900"),
-                *("--cpus-per-task", "--cpus-per-task=1 --uid=0", "--array=1-9", "--requeue", "--output=/etc/passwd"),
+                *(
+                    "--cpus-per-task",
+                    "--cpus-per-task=1 --uid=0",
+                    "--cpus-per-task=x6",
+                    "--array=1-9",
+                    "--requeue",
+                    "--output=/etc/passwd",
+                ),
                 "--export=ALL",
             )
         ),
@@ -113,6 +120,7 @@ def test_a_setting_that_would_say_something_else_is_refused_by_its_name(name, va
 
 
 def test_all_settings_that_are_wrong_are_told_at_once():
+    check_slurm_settings(ClusterConfig(backend="gloo", slurm=SlurmConfig(options=("--cpus-per-task=8",))))
     container = ContainerConfig(runtime="docker", image="burst:1")
     slurm = SlurmConfig(time_limit="x", options=("--nodes=1", "y", "--time=1", "--gpus-per-node=1"))
     with pytest.raises(ConfigError, match=r"use cluster.slurm.time_limit") as caught:
