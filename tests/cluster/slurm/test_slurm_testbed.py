@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import psutil
@@ -12,16 +10,8 @@ from testkit.machine_clock import machine_time
 from testkit.waiting import wait_for
 
 from burst_cli.nodes.testbed import status_table
-from cluster.testbed.build import build_plan
-from cluster.testbed.spec import TestbedSpec
 from cluster.testbed.status import read_status
 from cluster.testbed.teardown import leftovers, tear_down
-
-
-def slurm(testbed, *argv: str) -> str:
-    """What a client of Slurm prints."""
-    environment = {**os.environ, "SLURM_CONF": str(testbed.slurm_conf)}
-    return subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=200, check=True).stdout
 
 
 def slurm_processes(folder: Path) -> list[str]:
@@ -34,8 +24,9 @@ def slurm_processes(folder: Path) -> list[str]:
     return found
 
 
-def test_jobs_run_under_the_true_names_of_the_nodes(slurm_testbed):
-    out = slurm(slurm_testbed, "srun", "-N2", "--ntasks-per-node=1", "sh", "-c", "hostname; hostname -i; ls ~")
+def test_jobs_run_under_the_true_names_of_the_nodes(slurm_testbed, tmp_path):
+    words = ("srun", "-N2", "--ntasks-per-node=1", "sh", "-c", "hostname; hostname -i; ls ~")
+    out = SlurmBench(slurm_testbed, tmp_path).client(*words)
     first, second = slurm_testbed.nodes[:2]
 
     assert sorted(out.split()) == sorted([first.name, second.name, first.address, second.address])
@@ -49,10 +40,11 @@ def test_status_shows_what_slurm_says_and_how_to_reach_it(slurm_testbed):
     assert f"export SLURM_CONF={status.slurm_conf}" in str(status_table(status).renderables)
 
 
-def test_a_testbed_with_a_job_goes_down_whole_and_a_second_one_stays(make_testbed, slurm_testbed):
+def test_a_testbed_with_a_job_goes_down_whole_and_a_second_one_stays(make_testbed, slurm_testbed, tmp_path):
     own = make_testbed(nodes=1, slurm=True)
     node = own.node_names[0]
-    slurm(own, "sbatch", "--output=/dev/null", "--wrap=setsid sleep 1000 & srun sleep 1000")
+    job = ("sbatch", "--output=/dev/null", "--wrap=setsid sleep 1000 & srun sleep 1000")
+    SlurmBench(own, tmp_path).client(*job)
     wait_for(lambda: read_status(own.name).nodes[0].slurm != "idle")
     tear_down(own.name, Path("/nowhere"))
 
@@ -60,15 +52,6 @@ def test_a_testbed_with_a_job_goes_down_whole_and_a_second_one_stays(make_testbe
     assert not list(Path("/sys/fs/cgroup").glob(f"*/slurm_{node}"))
     wait_for(lambda: not [line for line in slurm_processes(own.path) if str(own.path) in line])
     assert {one.slurm for one in read_status(slurm_testbed.name).nodes} == {"idle"}
-
-
-def test_the_plan_shows_daemons_and_files_of_slurm(tmp_path):
-    plan = build_plan(TestbedSpec("lab", nodes=2, slurm=True), tmp_path / "lab.yaml")
-    words = [word for command in plan.commands for word in command]
-
-    assert len([word for word in words if word.endswith("/slurmd")]) == 2
-    assert any(word.endswith("/slurmctld") for word in words)
-    assert any(path.endswith("slurm/slurm.conf") for path in plan.files)
 
 
 def test_without_its_controller_status_says_so_at_once(make_testbed, tmp_path):

@@ -53,6 +53,8 @@ def test_ranks_that_listen_leave_stacks_and_flight_records_of_this_request(rig: 
     ranks = ask(rig, "third")
     assert machine_time() - begin < ANSWER_S - 0.5
     assert (ranks["0"]["state"], answered(ranks)) == ("T", [False, True])
+    told = wait_for(lambda: (told := (rig.status()["health"] or {})["ranks"]) and told, "the ranks in health")
+    assert {rank: told[rank]["pid"] for rank in told} == rig.ranks()
 
 
 def test_rank_that_does_not_listen_yet_is_left_alone(rig: Rig) -> None:
