@@ -68,13 +68,12 @@ def test_mistakes_are_told_before_anything_is_measured(burst: Burst) -> None:
         assert (result.code, words in result.err) == (2, True), result.err
 
 
-def test_a_failing_rank_ends_the_command_with_its_words(burst: Burst) -> None:
+def test_a_failing_rank_ends_the_command_with_its_words_and_all_presets_are_measured_unless_some_are_named(
+    burst: Burst,
+) -> None:
     result = burst("bench", "attention", *SMALL, "--rank-command", "sh -c 'echo no >&2; exit 3'")
     assert (result.code, "failed first, exit code 3" in result.err, "    no\n" in result.err) == (1, True, True)
-
-
-def test_all_presets_are_measured_unless_some_are_named(burst: Burst) -> None:
-    """With a single rank that cannot start, so that only the choice is made."""
+    # With a single rank that cannot start, so that only the choice is made.
     result = burst("bench", "attention", "--rank-command", "no-such-tool", "--ranks", "1")
     count = int(result.err.split("tokens: ")[1].split(" variants")[0])
     assert (result.code, 1 <= count <= len(PRESETS)) == (1, True)

@@ -67,15 +67,12 @@ def test_links_between_nodes_are_measured_where_there_are_several(tmp_path: Path
     assert (len(series["intra_message_s"]), len(series["inter_message_s"]) > 1) == (0, True)
 
 
-def test_ranks_that_nobody_names_are_those_that_the_profile_was_measured_with(path: Path) -> None:
+def test_a_plan_is_of_machine_and_ranks_that_were_measured_and_a_launch_gives_ranks_the_figures(path: Path) -> None:
     argv = ("plan", "exp=tiny", "cluster.ranks_per_node=null", "--memory-by", "none", "--device", str(path))
     told = [(code, (out or err).splitlines()[0]) for code, out, err in (run(*argv), run(*argv, "--ranks", "2"))]
     on = "plan    tiny, attention=burst: 2,048 tokens on"
     assert told == [(0, f"{on} 1 rank (as many per node as the profile was measured with)"), (0, f"{on} 2 ranks")]
     assert "the number of ranks is unknown" in run(*argv, "--nodes", "2")[2]
-
-
-def test_a_plan_is_of_the_measured_machine_and_a_launch_gives_ranks_its_figures(path: Path) -> None:
     planned = run("plan", "exp=tiny", "--memory-by", "none", "--json", "--device", str(path)).document["step_time"]
     assert (planned["machine"], planned["seconds"] > 0) == (str(path), True)
     launched = run("launch", "exp=tiny", f"cluster.machine.name={path}", "--dry-run", "--json").document["files"]

@@ -47,7 +47,7 @@ def entry(run: RunFolder, step: int, **changes: object) -> dict[str, object]:
     return {**facts, "bytes": 1000, "tokens": 1000 * step, "ranks": 1, "verified": False, "problem": None, **changes}
 
 
-def test_checkpoints_are_listed_newest_first(burst, run: RunFolder) -> None:
+def test_checkpoints_are_listed_newest_first_and_what_is_here_is_fetched_from_nowhere(burst, run: RunFolder) -> None:
     result = burst("checkpoint", "list", run.run_id)
     assert (result.code, result.err) == (0, "")
     assert [line.split() for line in result.out.splitlines()] == [
@@ -56,6 +56,12 @@ def test_checkpoints_are_listed_newest_first(burst, run: RunFolder) -> None:
     ]
     document = json.loads(burst("checkpoint", "list", "--json").out)
     assert document == {"run_id": run.run_id, "checkpoints": [entry(run, step) for step in (40, 30, 20, 10)]}
+    path = run.path / "checkpoints/step-00000020"
+    assert burst("checkpoint", "fetch", "--step", "20").out == f"step 20 is in {path}\n"
+    newest = {"run_id": run.run_id, "step": 40, "path": f"{run.path}/checkpoints/step-00000040"}
+    assert json.loads(burst("checkpoint", "fetch", "--json").out) == newest
+    missing = burst("checkpoint", "fetch", "--step", "1")
+    assert (missing.code, "has no checkpoint of step 1; it has 40, 30, 20, 10" in missing.err) == (1, True)
 
 
 def test_damage_is_found_and_named(burst, run: RunFolder) -> None:
@@ -96,15 +102,6 @@ def test_old_ones_go_and_a_rehearsal_changes_nothing(burst, run: RunFolder) -> N
     assert burst("checkpoint", "prune", "--keep-last", "3").out == "nothing to delete; kept: step 20, 30, 40\n"
     assert burst("checkpoint", "prune", "--keep-every", "1").out == "nothing to delete; kept: step 20, 30, 40\n"
     assert burst("checkpoint", "prune").out.endswith("; kept: step 30, 40\n")
-
-
-def test_what_is_here_is_fetched_from_nowhere(burst, run: RunFolder) -> None:
-    path = run.path / "checkpoints/step-00000020"
-    assert burst("checkpoint", "fetch", "--step", "20").out == f"step 20 is in {path}\n"
-    newest = {"run_id": run.run_id, "step": 40, "path": f"{run.path}/checkpoints/step-00000040"}
-    assert json.loads(burst("checkpoint", "fetch", "--json").out) == newest
-    missing = burst("checkpoint", "fetch", "--step", "1")
-    assert (missing.code, "has no checkpoint of step 1; it has 40, 30, 20, 10" in missing.err) == (1, True)
 
 
 def test_nodes_are_asked_unless_their_folder_is_seen_here(burst, tmp_path: Path, monkeypatch) -> None:

@@ -94,9 +94,9 @@ def test_an_experiment_is_evaluated_without_a_run(burst: Any, tmp_path: Path) ->
     assert (document["exp"], train["evaluate_only"], train["seq_len"]) == ("toy_8k-eval", True, 8192)
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
+def test_mistakes_are_named(burst: Any, run: RunFolder) -> None:
+    create_run(run.path.parents[1] / "bare/20260101-000000-aaaaaa", {"config.yaml": dump_config(CONFIG)})
+    for words, code, message in [
         (("exp=tiny",), 2, "train.evaluate_only=true evaluates weights that are there, but none are named"),
         (("--step", "5", "exp=tiny"), 2, "--step 5 is of a run, but none is named"),
         (("nothing",), 2, "nothing: no such run or experiment"),
@@ -111,13 +111,10 @@ def test_an_experiment_is_evaluated_without_a_run(burst: Any, tmp_path: Path) ->
         ((), 2, "evaluates weights that are there, but none are named"),
         (("~exp", "exp=tiny"), 2, "evaluates weights that are there, but none are named"),
         (("mine", "train.seq_len=512", "exp=tiny"), 2, "the run says what is evaluated, so exp= cannot"),
-    ],
-)
-def test_mistakes_are_named(burst: Any, run: RunFolder, words: tuple[str, ...], code: int, message: str) -> None:
-    create_run(run.path.parents[1] / "bare/20260101-000000-aaaaaa", {"config.yaml": dump_config(CONFIG)})
-    result = burst("eval", *words)
-    assert (result.code, message in result.err) == (code, True), result.err
-    assert "Traceback" not in result.err
+    ]:
+        result = burst("eval", *words)
+        assert (result.code, message in result.err) == (code, True), result.err
+        assert "Traceback" not in result.err
 
 
 def test_nodes_over_ssh_find_their_own_run_folders_each_in_its_own_home(burst: Any, run: RunFolder) -> None:

@@ -65,17 +65,14 @@ class Launch:
         return self.process.returncode
 
 
-@pytest.fixture(scope="module")
-def completed(tmp_path_factory: pytest.TempPathFactory) -> Launch:
-    launch = Launch(tmp_path_factory.mktemp("completed"), "ok", "--real")
-    assert launch.end() == 0
-    return launch
-
-
 # --- real processes ---------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_completes_has_its_folder_and_provenance(completed: Launch) -> None:
+def test_a_run_that_completes_has_its_folder_and_tells_progress_on_stderr_and_its_result_on_stdout(
+    tmp_path: Path,
+) -> None:
+    completed = Launch(tmp_path, "ok", "--real")
+    assert completed.end() == 0
     run = completed.run
     names = {path.relative_to(run.path).as_posix() for path in run.path.rglob("*") if path.is_file()}
     host = run.read_state()["host"]
@@ -93,14 +90,11 @@ def test_a_run_that_completes_has_its_folder_and_provenance(completed: Launch) -
     assert provenance["versions"]["torch"]
     assert (provenance["git"] or {"sha": ""})["sha"] == head.stdout.strip()  # no checkout, no commit
     assert provenance["hardware"]["cores"] == os.cpu_count()
-
-
-def test_without_a_terminal_progress_is_lines_on_stderr_and_the_result_goes_to_stdout(completed: Launch) -> None:
     assert not {"\x1b", "\r"} & set(completed.stderr + completed.stdout)
     assert re.search(r"^step 5/5  loss 0\.8000 ", completed.stderr, re.MULTILINE)
     assert "\ntrain\n" in completed.stderr
     assert completed.stdout.startswith("completed tiny/")
-    assert f"burst report {completed.run.run_id}" in completed.stdout
+    assert f"burst report {run.run_id}" in completed.stdout
     assert "step 5/5" not in completed.stdout
 
 

@@ -27,15 +27,8 @@ def launch(burst: Burst) -> Burst:
     return run
 
 
-@pytest.fixture
-def runs(clean_home: Path) -> Path:
-    """Where runs would go, were there any."""
-    return clean_home / "runs"
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
+def test_contradictions_are_refused_before_any_node_is_asked(root: Path, launch: Burst) -> None:
+    for words, text in [
         (["cluster.launcher=ssh"], "cluster.launcher=ssh, but no nodes are named: give --hosts node[1-4]"),
         (["cluster.num_nodes=4"], "cluster.num_nodes=4, but no nodes are named: give --hosts node[1-4]"),
         (["cluster.launcher=local", "--hosts", "n[1-2]"], "but cluster.nodes=n[1-2] names others"),
@@ -52,22 +45,18 @@ def runs(clean_home: Path) -> Path:
         (["--hosts", "n1", "cluster.environment=['RANK=1']"], "RANK is set by torchrun for every rank"),
         (["--hosts", "n1", "cluster.python=python3"], "cluster.python: got 'python3', expected an absolute path"),
         (["--hosts", "n[1-2]", "parallel.cp_size=3", "cluster.ranks_per_node=1"], "cp_size 3 = 3, but"),
-    ],
-)
-def test_contradictions_are_refused_before_any_node_is_asked(
-    runs: Path, launch: Burst, words: list[str], text: str
-) -> None:
-    code, out, err = launch(*words)
-    assert (code, out, text in err) == (2, "", True), err
-    assert not runs.exists()
+    ]:
+        code, out, err = launch(*words)
+        assert (code, out, text in err) == (2, "", True), err
+        assert not root.exists()
 
 
-def test_nodes_that_cannot_be_reached_are_all_named(runs: Path, launch: Burst) -> None:
+def test_nodes_that_cannot_be_reached_are_all_named(root: Path, launch: Burst) -> None:
     code, out, err = launch("--hosts", "127.0.0.[1-3]", "cluster.ssh.port=1")
     assert (code, out, "127.0.0.[1-3]: " in err, "refuses connections" in err) == (1, "", True, True)
     failed = launch("--hosts", "127.0.0.1", "cluster.ssh.port=1", "--json")
     assert (failed.code, "127.0.0.1" in json.dumps(failed.document)) == (1, True)
-    assert not runs.exists()
+    assert not root.exists()
 
 
 @pytest.fixture
@@ -85,7 +74,7 @@ def traces(testbed: Testbed) -> set[Path]:
 
 
 def test_a_dry_run_asks_the_nodes_and_leaves_no_trace(
-    testbed: Testbed, runs: Path, tmp_path: Path, launch: Burst, monkeypatch: pytest.MonkeyPatch
+    testbed: Testbed, root: Path, tmp_path: Path, launch: Burst, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BURST_CACHE_DIR", str(tmp_path / "cache"))
     before = traces(testbed)
@@ -97,12 +86,12 @@ def test_a_dry_run_asks_the_nodes_and_leaves_no_trace(
     assert document["nodes"][0]["command"][-1] == f"{document['nodes'][0]['folder']}/config.yaml"
     assert document["memory"]["host_source"].startswith("memory of ")
     assert traces(testbed) == before
-    assert not runs.exists()
+    assert not root.exists()
     assert not (tmp_path / "cache").exists()
 
 
 def test_ranks_follow_the_order_of_a_hostfile_and_people_see_the_plan(
-    testbed: Testbed, runs: Path, tmp_path: Path, launch: Burst
+    testbed: Testbed, root: Path, tmp_path: Path, launch: Burst
 ) -> None:
     names = [testbed.node_names[2], testbed.node_names[0]]
     (tmp_path / "hosts").write_text("\n".join(names))
@@ -116,13 +105,13 @@ def test_ranks_follow_the_order_of_a_hostfile_and_people_see_the_plan(
         assert text in out
 
 
-def test_every_problem_of_real_nodes_is_told_at_once(testbed: Testbed, runs: Path, launch: Burst) -> None:
+def test_every_problem_of_real_nodes_is_told_at_once(testbed: Testbed, root: Path, launch: Burst) -> None:
     settings = ("cluster.python=/opt/none", "cluster.interface=ib7", "data=text", "data.paths=[/none/corpus.txt]")
     code, _, err = launch(f"cluster={testbed.name}", *settings)
     assert code == 1
     for text in ("cannot run /opt/none", "there is no interface ib7", "data /none/corpus.txt: no such file"):
         assert text in err
-    assert not runs.exists()
+    assert not root.exists()
 
 
 def test_ranks_find_their_code_on_nodes_that_never_had_any(testbed: Testbed, tmp_path: Path) -> None:

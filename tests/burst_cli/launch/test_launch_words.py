@@ -112,35 +112,28 @@ LOSSES = "validation loss 2.5000  bits/byte 1.2500 on sequences of 8,192 tokens"
 UNSAVED = "weights: nothing was saved; train.checkpoint.at_end=true saves them"
 
 
-@pytest.mark.parametrize(
-    ("state", "summary", "saved", "told"),
-    [
+def test_the_end_tells_figures_of_a_training_and_findings_of_an_evaluation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    rows: list[tuple[str, dict[str, Any], str | None, list[str]]] = [
         ("completed", TRAINED, None, [RESULT, MORE, UNSAVED]),
         ("completed", {"steps": 120}, "/shared/step-00000120", ["120 steps", MORE, "weights: /shared/step-00000120"]),
         ("cancelled", EVALUATED, None, ["weights of 20260101-000000-bbbbbb after step 80", LOSSES, MORE]),
-    ],
-)
-def test_the_end_tells_figures_of_a_training_and_findings_of_an_evaluation(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    state: str,
-    summary: dict[str, Any],
-    saved: str | None,
-    told: list[str],
-) -> None:
-    run = create_run(tmp_path / "tiny" / "20260101-000000-abcdef", {"config.yaml": dump_config(RunConfig())})
-    for step in ("starting", "running"):
-        run.transition(step)
-    run.write_summary(summary)
-    run.transition(state)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    conclude(run, LaunchOutcome(state, 0, leftover=(Leftover("tb1", (4711,)),)), 65.0, saved, as_json=False)
-    out, err = map(Text.from_ansi, capsys.readouterr())
-    assert [line.rstrip() for line in out.plain.splitlines()] == [f"{state} tiny/{run.run_id} in 1:05", *told]
-    colour = "green" if state == "completed" else "yellow"
-    warning = "warning: may still run: tb1: processes 4711"
-    assert [styled(out), styled(err)] == [[(state, colour)], [(warning, "yellow")]]
+    ]
+    for state, summary, saved, told in rows:
+        path = tmp_path / str(len(summary)) / "tiny/20260101-000000-abcdef"
+        run = create_run(path, {"config.yaml": dump_config(RunConfig())})
+        for step in ("starting", "running"):
+            run.transition(step)
+        run.write_summary(summary)
+        run.transition(state)
+        conclude(run, LaunchOutcome(state, 0, leftover=(Leftover("tb1", (4711,)),)), 65.0, saved, as_json=False)
+        out, err = map(Text.from_ansi, capsys.readouterr())
+        assert [line.rstrip() for line in out.plain.splitlines()] == [f"{state} tiny/{run.run_id} in 1:05", *told]
+        colour = "green" if state == "completed" else "yellow"
+        warning = "warning: may still run: tb1: processes 4711"
+        assert [styled(out), styled(err)] == [[(state, colour)], [(warning, "yellow")]]
 
 
 @pytest.mark.parametrize("exp", ["extend_128k", "extend_1m", "sft_128k", "toy_8k"])
@@ -153,6 +146,5 @@ def test_recipes_that_go_on_with_a_model_do_not_start_without_one(burst: Burst, 
     assert again.code == 0, again.err
 
 
-@pytest.mark.parametrize("exp", ["tiny", "small"])
-def test_the_first_runs_of_people_save_at_the_end(exp: str) -> None:
-    assert compose([f"exp={exp}"], []).config.train.checkpoint.at_end
+def test_the_first_runs_of_people_save_at_the_end() -> None:
+    assert all(compose([f"exp={exp}"], []).config.train.checkpoint.at_end for exp in ("tiny", "small"))

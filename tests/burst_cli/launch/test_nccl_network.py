@@ -36,22 +36,16 @@ def write_nccl(run: RunFolder, node: str, text: str, pid: int = 4711) -> Path:
     return path
 
 
-@pytest.mark.parametrize("said", [SOCKETS, NETWORK, CHANNEL, SOCKETS + NETWORK, VERBS + NETWORK])
-def test_sockets_in_any_of_nccl_s_words_are_a_fallback(tmp_path: Path, said: str) -> None:
-    run = run_with(tmp_path)
-    write_nccl(run, "tb1", VERBS)
-    write_nccl(run, "tb2", VERBS, pid=1)
-    write_nccl(run, "tb2", said, pid=2)
-    (row,) = socket_fallbacks(run)
-    assert (row["node"], "Socket" in row["said"]) == ("tb2", True)
-
-
-@pytest.mark.parametrize(
-    "said", ["", "garbage \x00\x1b[31m", VERBS, VERBS + f"{HEAD}NET/Socket : Using [0]eth0:1<0>\n"]
-)
-def test_a_log_of_adapters_or_of_nothing_is_none(tmp_path: Path, said: str) -> None:
-    write_nccl(run := run_with(tmp_path), "tb1", said)
-    assert socket_fallbacks(run) == []
+def test_sockets_in_any_of_nccl_s_words_are_a_fallback_and_logs_of_adapters_or_of_nothing_none(tmp_path: Path) -> None:
+    sockets = (SOCKETS, NETWORK, CHANNEL, SOCKETS + NETWORK, VERBS + NETWORK)
+    others = ("", "garbage \x00\x1b[31m", VERBS, VERBS + f"{HEAD}NET/Socket : Using [0]eth0:1<0>\n")
+    for place, said in enumerate((*sockets, *others)):
+        run = run_with(tmp_path / str(place))
+        write_nccl(run, "tb1", VERBS)
+        write_nccl(run, "tb2", VERBS, pid=1)
+        write_nccl(run, "tb2", said, pid=2)
+        found = [(row["node"], "Socket" in row["said"]) for row in socket_fallbacks(run)]
+        assert found == [("tb2", True)] * (said in sockets)
 
 
 def test_sockets_that_were_planned_or_of_one_node_or_of_an_earlier_attempt_are_none(tmp_path: Path) -> None:

@@ -89,29 +89,30 @@ def test_restarts_are_counted_from_the_last_progress(tmp_path: Path) -> None:
     assert story.notes[2:] == [f"signal: restart {at} of 2 {step} {of}" for of in (10, 20) for at in (1, 2)]
 
 
-@pytest.mark.parametrize(
-    ("ends", "settings", "told"),
-    [
+def test_nothing_begins_again_where_that_is_futile_or_not_wanted(tmp_path: Path) -> None:
+    for ends, settings, told in [
         *(([(kind, 0)], {}, ("failed", 1)) for kind in ("config", "user", "start")),  # another would end of it as well
         ([("oom", 0)], {}, ("oom", 1)),
         ([("signal", 10)], {"allowed": 0}, ("failed", 1)),  # it is not wanted
         ([("signal", 10)], {"stops": 1}, ("failed", 1)),
         ([("node_lost", 0), (None, 0)], {"deaf": 1}, ("completed", 2)),  # nodes are asked again
         ([("node_lost", 0)], {"deaf": 2}, ("failed", 1)),
-    ],
-)
-def test_nothing_begins_again_where_that_is_futile_or_not_wanted(
-    tmp_path: Path, ends: list[tuple[str | None, int]], settings: dict[str, int], told: tuple[str, int]
-) -> None:
-    story = Story(tmp_path, *ends, **settings)
-    assert story.tell() == told
-    deaf = [note for note in story.notes if "restart" not in note]
-    assert deaf == ["the nodes cannot take it up: n2 does not answer"] * settings.get("deaf", 0)
+    ]:
+        story = Story(tmp_path, *ends, **settings)
+        assert story.tell() == told
+        deaf = [note for note in story.notes if "restart" not in note]
+        assert deaf == ["the nodes cannot take it up: n2 does not answer"] * settings.get("deaf", 0)
 
 
-@pytest.mark.parametrize(
-    ("dead", "spares", "taken"),
-    [
+def test_spare_nodes_take_the_place_of_those_that_are_not_fit_where_nodes_are_reached_by_ssh(tmp_path: Path) -> None:
+    unfit = set[str]()
+
+    def prepare(names: tuple[str, ...]) -> PreparedLaunch:
+        if found := tuple(name for name in names if name in unfit):
+            raise UnfitNodesError([NodeProblem(found, "it does not answer")])
+        return PreparedLaunch(None, None, names, None)  # type: ignore[arg-type]
+
+    for dead, spares, taken in [
         ("", "n3", "n1 n2"),
         ("n2", "n3", "n1 n3"),
         ("n2 n3", "n3 n4", "n1 n4"),
@@ -119,22 +120,14 @@ def test_nothing_begins_again_where_that_is_futile_or_not_wanted(
         ("n2", "n1 n3", "n1 n3"),
         ("n2", "", "it does not answer"),
         ("n1 n2", "n3", "it does not answer"),
-    ],
-)
-def test_spare_nodes_take_the_place_of_those_that_are_not_fit(dead: str, spares: str, taken: str) -> None:
-    def prepare(names: tuple[str, ...]) -> PreparedLaunch:
-        if unfit := tuple(name for name in names if name in dead.split()):
-            raise UnfitNodesError([NodeProblem(unfit, "it does not answer")])
-        return PreparedLaunch(None, None, names, None)  # type: ignore[arg-type]
-
-    try:
-        found = " ".join(with_spares(prepare, ("n1", "n2"), spares.split()).overrides)
-    except UnfitNodesError as error:
-        found = str(error).rpartition(": ")[2]
-    assert found == taken
-
-
-def test_only_nodes_that_were_reached_by_ssh_can_be_others(tmp_path: Path) -> None:
+    ]:
+        unfit.clear()
+        unfit.update(dead.split())
+        try:
+            found = " ".join(with_spares(prepare, ("n1", "n2"), spares.split()).overrides)
+        except UnfitNodesError as error:
+            found = str(error).rpartition(": ")[2]
+        assert found == taken
     story = Story(tmp_path)
     with pytest.raises(ConfigError, match="takes no --hosts"):
         renewed_plan(story.plan, story.run, LaunchRequest(hosts="n1"))

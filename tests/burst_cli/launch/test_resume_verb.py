@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,25 +42,20 @@ def nobody_is_asked(run: RunFolder) -> RunState:
     raise AssertionError("nobody is to be asked")
 
 
-@pytest.mark.parametrize(
-    ("state", "ask", "way", "said"),
-    [
+def test_a_run_without_a_leader_is_taken_over_or_starts_again(root: Path) -> None:
+    for state, ask, way, said in [
         *((state, runs_on, "take over", f"{ASKED}{TAKEN}\n") for state in ("starting", "running")),
         ("running", has_ended, "start", f"{ASKED}it had ended (failed: rank 0: ValueError: no head); {NEXT}\n"),
         ("planned", nobody_is_asked, "start", ""),
         ("cancelled", nobody_is_asked, "start", f"it had ended (cancelled); {NEXT}\n"),
         ("completed", nobody_is_asked, "done", ""),
-    ],
-)
-def test_a_run_without_a_leader_is_taken_over_or_starts_again(
-    root: Path, state: str, ask: Callable[[RunFolder], RunState], way: str, said: str
-) -> None:
-    run = make_run(root, state=state)
-    if state in ("starting", "running"):
-        forget_process(run)
-    stream = io.StringIO()
-    assert find_way(run, StrictConsole(file=stream, width=200), ask) == way
-    assert stream.getvalue() == said
+    ]:
+        run = make_run(root / way / state, state=state)
+        if state in ("starting", "running"):
+            forget_process(run)
+        stream = io.StringIO()
+        assert find_way(run, StrictConsole(file=stream, width=200), ask) == way
+        assert stream.getvalue() == said
 
 
 def test_run_of_which_nobody_knows_or_that_somebody_leads_is_left_alone(root: Path) -> None:

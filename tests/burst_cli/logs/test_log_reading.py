@@ -57,15 +57,15 @@ def test_tail_is_the_last_lines(tmp_path_factory, lines: list[bytes], count: int
     assert texts(path, tail_offset(path, count)) == (whole[-count:] if count else [])
 
 
-def test_tail_spans_blocks_and_of_what_is_not_there_it_is_nothing(tmp_path: Path) -> None:
+def test_tail_spans_blocks_and_long_lines_are_kept_in_part_the_rest_counted(
+    tmp_path: Path,
+) -> None:
     lines = [b"%d " % number + b"x" * 999 for number in range(3 * BLOCK_BYTES // 1000)]
     path = write(tmp_path, b"\n".join(lines) + b"\n")
     for count in (1, 62, 65, 66, 150, len(lines) - 1, len(lines), len(lines) + 1):
         assert texts(path, tail_offset(path, count)) == lines[-count:]
     assert (tail_offset(tmp_path / "no.log", 5), texts(tmp_path / "no.log")) == (0, [])
 
-
-def test_long_line_is_kept_in_part_and_the_rest_counted(tmp_path: Path) -> None:
     path = write(tmp_path, b"x" * 100_000 + b"\nnext\n")
     assert list(LogReader(path).to_end()) == [Line(b"x" * 2**14, 100_000 - 2**14), Line(b"next")]
 

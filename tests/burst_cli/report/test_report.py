@@ -41,9 +41,9 @@ def reported(burst):
 # --- which runs -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
+def test_names_select_runs(reported, runs_dir: Path) -> None:
+    (runs_dir / "sweeps/20260101-000000-dddddd").mkdir(parents=True)  # a folder of sweeps holds no runs
+    for words, expected in [
         ([], ["aaaaaa", "bbbbbb", "cccccc"]),
         (["small", "tiny"], ["aaaaaa", "bbbbbb", "cccccc"]),
         (["20260102-000000-bbbbbb"], ["bbbbbb"]),
@@ -52,32 +52,24 @@ def reported(burst):
         (["small/20260103"], ["cccccc"]),
         (["--latest"], ["bbbbbb", "cccccc"]),
         (["tiny", "--latest"], ["bbbbbb"]),
-    ],
-)
-def test_names_select_runs(reported, runs_dir: Path, words: list[str], expected: list[str]) -> None:
-    (runs_dir / "sweeps/20260101-000000-dddddd").mkdir(parents=True)  # a folder of sweeps holds no runs
-    assert [run["run_id"][-6:] for run in reported(*words)] == expected
+    ]:
+        assert [run["run_id"][-6:] for run in reported(*words)] == expected
     folder = str(runs_dir / "tiny/20260101-000000-aaaaaa")
     assert [run["run_id"][-6:] for run in reported(folder, "--runs-dir", str(runs_dir / "none"))] == ["aaaaaa"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_mistakes_are_named_with_what_is_legal(burst, runs_dir: Path) -> None:
+    for arguments, words in [
         (("tinny", "99999999"), ["did you mean tiny?", "99999999"]),
         (("--sweep", ""), ["sweep"]),
         (("--compare", "tiny", "nobody"), ["nobody: no such run"]),
         (("--compare", "tiny", "bbbbbb"), ["both mean tiny/20260102-000000-bbbbbb"]),
         (("--output", "r.docx"), ["ends in .html or .csv"]),
         (("--output", "r"), ["ends in .html or .csv"]),
-    ],
-)
-def test_mistakes_are_named_with_what_is_legal(burst, runs_dir: Path, arguments: tuple[str, ...], words) -> None:
-    result = burst("report", *arguments)
-    assert (result.code, [word for word in words if word not in result.err]) == (2, [])
-
-
-def test_no_runs_are_an_error_only_for_who_names_one(burst, runs_dir: Path) -> None:
+    ]:
+        result = burst("report", *arguments)
+        assert (result.code, [word for word in words if word not in result.err]) == (2, [])
+    # No runs are an error only for who names one.
     nothing = ("--runs-dir", str(runs_dir / "none"))
     assert "burst launch" in burst("report", *nothing).out
     assert json.loads(burst("report", "--json", *nothing).out) == {"runs": []}
@@ -158,24 +150,19 @@ def test_damaged_run_is_named_and_the_others_are_shown(burst, runs_dir: Path, na
     assert records[1]["status"] == ("unreadable" if name == "run.json" else "failed")
 
 
-@pytest.mark.parametrize(
-    ("content", "command"),
-    [
+def test_damaged_provenance_is_unknown_and_tells_no_secrets(reported, runs_dir: Path) -> None:
+    file = runs_dir / "tiny/20260101-000000-aaaaaa/provenance.json"
+    for content, command in [
         *((text, None) for text in ("", "[]", "{", '{"git": 3, "versions": [], "hardware": null}', "\udcff")),
         (  # values of the environment may be secrets
             '{"command": ["burst", "launch", "cluster.environment=[TOKEN=x]", "+cluster.environment.0=TOKEN=x"]}',
             "burst launch cluster.environment=... +cluster.environment.0=...",
         ),
-    ],
-)
-def test_damaged_provenance_is_unknown_and_tells_no_secrets(
-    reported, runs_dir: Path, content: str, command: str | None
-) -> None:
-    file = runs_dir / "tiny/20260101-000000-aaaaaa/provenance.json"
-    file.write_bytes(content.encode("utf-8", "surrogateescape"))
-    (run,) = reported("aaaaaa")
-    assert {run[name] for name in ("git_sha", "dirty", "host", "launch_hardware", "image")} == {None}
-    assert run["command"] == command
+    ]:
+        file.write_bytes(content.encode("utf-8", "surrogateescape"))
+        (run,) = reported("aaaaaa")
+        assert {run[name] for name in ("git_sha", "dirty", "host", "launch_hardware", "image")} == {None}
+        assert run["command"] == command
 
 
 def test_damaged_values_and_names_never_stop_a_report(burst, tmp_path: Path) -> None:
@@ -260,20 +247,20 @@ def test_what_is_missing_is_no_zero_and_no_table_of_dashes_and_hostile_text_is_t
     assert "–" not in output.partition("tokens/s and step time")[0]
 
 
-@pytest.mark.parametrize("width", [60, 100])
 def test_narrow_table_of_many_runs_keeps_speed_loss_and_mfu_and_says_that_there_is_more(
-    burst, tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch
+    burst, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for place in range(5):
         make_run(tmp_path / "runs", f"tiny/20260101-00000{place}-aaaaaa")
-    monkeypatch.setenv("COLUMNS", str(width))
-    output = burst("report").out
-    pieces = styled(report_view(build_report(tmp_path / "runs"), width), width=width)
-    assert {("tiny · 2 × cpu", "bold"), ("How to read this", "bold")} <= set(pieces)
-    assert "every figure." in " ".join(text for text, style in pieces if style == "dim")
-    assert max(map(len, output.splitlines())) <= width
-    assert sum("tiny/aaaaaa" in line for line in output.splitlines()) == 5
-    table, _, _ = output.partition("Where columns")
-    assert ("1.67K (1.46K…2.08K)" in table, "50%" in table, "1.0000" in table) == (True, True, True)
+    for width in (60, 100):
+        monkeypatch.setenv("COLUMNS", str(width))
+        output = burst("report").out
+        pieces = styled(report_view(build_report(tmp_path / "runs"), width), width=width)
+        assert {("tiny · 2 × cpu", "bold"), ("How to read this", "bold")} <= set(pieces)
+        assert "every figure." in " ".join(text for text, style in pieces if style == "dim")
+        assert max(map(len, output.splitlines())) <= width
+        assert sum("tiny/aaaaaa" in line for line in output.splitlines()) == 5
+        table, _, _ = output.partition("Where columns")
+        assert ("1.67K (1.46K…2.08K)" in table, "50%" in table, "1.0000" in table) == (True, True, True)
     monkeypatch.setenv("COLUMNS", "248")  # all have room
     assert "Where columns" not in burst("report").out

@@ -38,7 +38,7 @@ def record(folder: Path, steps: range, events: list[tuple[float, dict[str, Any]]
     (folder / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-def test_one_attempt_is_start_up_steps_and_evaluation(tmp_path: Path) -> None:
+def test_one_attempt_is_start_up_steps_evaluation_and_waits_for_checkpoints(tmp_path: Path) -> None:
     run = write(tmp_path / "r", [("planned", 0), ("starting", 5), ("running", 10), ("completed", 40)])
     phases = [(10, "build model"), (15, "train"), (30, "evaluate"), (36, "train")]
     record(run.path, range(1, 13), [(seconds, {"phase": phase}) for seconds, phase in phases])
@@ -47,6 +47,12 @@ def test_one_attempt_is_start_up_steps_and_evaluation(tmp_path: Path) -> None:
         **{"start_up_s": 10.0, "evaluation_s": 6.0, "checkpoint_stall_s": 0.0, "lost_work_s": 0.0, "restart_s": 0.0},
         "other_s": 7.0,
     }
+    # Training stands for checkpoints in their phases, and as long as they say.
+    run = write(tmp_path / "saving", [("starting", 0), ("completed", 30)])
+    saved = (20, {"kind": "checkpoint", "stall_s": 0.5})
+    phases = [(5, "train"), (9, "checkpoint"), (11, "train")]
+    record(run.path, range(1, 11), [*((seconds, {"phase": phase}) for seconds, phase in phases), saved])
+    assert effective_time(run)["checkpoint_stall_s"] == 2.5
 
 
 def test_steps_made_twice_are_lost_and_the_way_back_is_restart(burst, tmp_path: Path) -> None:
@@ -79,20 +85,10 @@ def test_attempt_that_died_silently_lasted_until_its_last_sign_of_life(tmp_path:
     }
 
 
-def test_training_stands_for_checkpoints_in_their_phases_and_as_long_as_they_say(tmp_path: Path) -> None:
-    run = write(tmp_path / "r", [("starting", 0), ("completed", 30)])
-    saved = (20, {"kind": "checkpoint", "stall_s": 0.5})
-    phases = [(5, "train"), (9, "checkpoint"), (11, "train")]
-    record(run.path, range(1, 11), [*((seconds, {"phase": phase}) for seconds, phase in phases), saved])
-    assert effective_time(run)["checkpoint_stall_s"] == 2.5
-
-
-@pytest.mark.parametrize(
-    "document", ["{", "{}", '{"state": "completed"}', '{"state": "failed", "history": [3]}', PLANNED]
-)
-def test_damaged_history_is_unknown_and_a_run_that_never_started_has_no_time(tmp_path: Path, document: str) -> None:
-    (tmp_path / "run.json").write_text(document)
-    assert set(effective_time(RunFolder(tmp_path)).values()) == {None}
+def test_damaged_history_is_unknown_and_a_run_that_never_started_has_no_time(tmp_path: Path) -> None:
+    for document in ["{", "{}", '{"state": "completed"}', '{"state": "failed", "history": [3]}', PLANNED]:
+        (tmp_path / "run.json").write_text(document)
+        assert set(effective_time(RunFolder(tmp_path)).values()) == {None}
 
 
 # --- metrics.jsonl ----------------------------------------------------------------------------------------------------

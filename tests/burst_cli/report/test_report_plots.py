@@ -52,19 +52,16 @@ def test_runs_of_one_method_and_length_are_one_point_with_the_widest_quartiles(t
     )
 
 
-def test_utilisations_of_two_peaks_stand_in_no_picture(tmp_path: Path) -> None:
+def test_utilisations_of_two_peaks_stand_in_no_picture_and_predictions_beside_measurements(tmp_path: Path) -> None:
     add_run(tmp_path, 0, "ring", 512, 1000)
     add_run(tmp_path, 1, "burst", 512, 1000, peak_flops_per_device=1.01e12)
     assert list(shown(tmp_path)) == ["tokens/s per device", "MFU, causal-aware (%)", "peak memory (GiB)"]
     add_run(tmp_path, 2, "burst", 512, 1000, peak_flops_per_device=1.02e12)
     assert list(shown(tmp_path)) == ["tokens/s per device", "peak memory (GiB)"]
-
-
-def test_predictions_are_held_against_what_was_measured(tmp_path: Path) -> None:
     on_cpu = {"peak_tensor_bytes": GIB / 2, "peak_memory_bytes": 8 * GIB}  # there live tensors are what is predicted
     for place, (preset, measured) in enumerate([("ring", on_cpu), ("burst", {"peak_memory_bytes": 2 * GIB})]):
-        add_run(tmp_path, place, preset, 512, 1000, predicted_peak_bytes=GIB, **measured)
-    panel = shown(tmp_path)["measured peak (GiB)"]
+        add_run(tmp_path / "predicted", place, preset, 512, 1000, predicted_peak_bytes=GIB, **measured)
+    panel = shown(tmp_path / "predicted")["measured peak (GiB)"]
     assert panel.title == "Memory predictions are -50% to +100% off what was measured"
     assert panel.lines == (
         Line("burst/full", 0, (Point(1, 2, 2, 2),)),

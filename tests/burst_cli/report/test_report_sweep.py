@@ -63,27 +63,21 @@ def test_every_cell_is_a_row_of_one_group_in_table_page_and_plots(burst, runs_di
     assert [words for words in lost if words not in html] == []
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
+def test_sweeps_that_cannot_be_shown_are_named_and_damaged_cells_shown_as_far_as_they_go(burst, runs_dir: Path) -> None:
+    write(runs_dir, "lx", {"cells": []})
+    write(runs_dir, "none", {"cells": "many"})
+    write(runs_dir, "odd", {"cells": [{}, 7]})
+    (runs_dir / "sweeps/broken").mkdir()
+    (runs_dir / "sweeps/broken/sweep.json").write_text("{")
+    for words, said in [
         (("lengthz",), "did you mean lengths-12ab?"),
         (("l",), "2 sweeps are meant"),
         (("broken",), "damaged"),
         (("none",), "does not describe a sweep"),
         (("odd",), "does not describe a sweep"),
         (("lengths", "--latest"), "all cells of a sweep"),
-    ],
-)
-def test_sweeps_that_cannot_be_shown_are_named(burst, runs_dir: Path, words: tuple[str, ...], said: str) -> None:
-    write(runs_dir, "lx", {"cells": []})
-    write(runs_dir, "none", {"cells": "many"})
-    write(runs_dir, "odd", {"cells": [{}, 7]})
-    (runs_dir / "sweeps/broken").mkdir()
-    (runs_dir / "sweeps/broken/sweep.json").write_text("{")
-    result = burst("report", "--sweep", *words)
-    assert (result.code, said in result.err) == (2, True)
-
-
-def test_damaged_cells_are_shown_as_far_as_they_go(burst, runs_dir: Path) -> None:
-    write(runs_dir, "odd", {"cells": [{"id": None, "facts": [], "state": 3, "run_path": ["x"], "result": "y"}]})
-    assert "cell None" in burst("report", "--sweep", "odd").out
+    ]:
+        result = burst("report", "--sweep", *words)
+        assert (result.code, said in result.err) == (2, True)
+    write(runs_dir, "cells", {"cells": [{"id": None, "facts": [], "state": 3, "run_path": ["x"], "result": "y"}]})
+    assert "cell None" in burst("report", "--sweep", "cells").out

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 from testkit.fake_plan import TWO_RANKS, fake_plan
 from testkit.terminal import styled
 
@@ -84,17 +83,17 @@ def plan_of(run: RunFolder, settings: CheckpointConfig) -> LaunchPlan:
     return fake_plan(run.path, RunConfig(train=TrainConfig(checkpoint=settings), cluster=TWO_RANKS.cluster))
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_last_checkpoint_is_named(tmp_path: Path, elsewhere: bool) -> None:
-    run = RunFolder(tmp_path / "runs/tiny/20260101-000000-abcdef")
-    root = tmp_path / "shared" / run.path.name if elsewhere else run.path / "checkpoints"
-    for name, is_whole in (("step-00000900", True), ("step-00001200", True), ("step-00001500", False)):
-        (root / name).mkdir(parents=True)
-        if is_whole:
-            (root / name / "MANIFEST.json").write_text("{}")
-    found = last_checkpoint(run, plan_of(run, CheckpointConfig(folder=str(tmp_path / "shared") if elsewhere else None)))
-    assert found == str(root / "step-00001200")
-    assert f"last checkpoint {found}" in block(checkpoint=found)
+def test_last_checkpoint_is_named(tmp_path: Path) -> None:
+    for folder in (None, str(tmp_path / "shared")):
+        run = RunFolder(tmp_path / "runs/tiny/20260101-000000-abcdef")
+        root = Path(folder) / run.path.name if folder else run.path / "checkpoints"
+        for name, is_whole in (("step-00000900", True), ("step-00001200", True), ("step-00001500", False)):
+            (root / name).mkdir(parents=True)
+            if is_whole:
+                (root / name / "MANIFEST.json").write_text("{}")
+        found = last_checkpoint(run, plan_of(run, CheckpointConfig(folder=folder)))
+        assert found == str(root / "step-00001200")
+        assert f"last checkpoint {found}" in block(checkpoint=found)
 
 
 def test_last_checkpoint_on_nodes_is_named_by_what_the_ranks_told_in_any_attempt(tmp_path: Path) -> None:

@@ -62,11 +62,6 @@ def drawn(progress: RunProgress, width: int, rows: Sequence[NodeRow] = (), stop_
     return [line.rstrip() for line in written(target).splitlines()]
 
 
-def ended(**death: int) -> NodeStatus:
-    supervisor = {"deaths": [{"rank": 7, **death}]}
-    return status("tb9", health=health(ranks={"7": {"state": "Z"}}), supervisor=supervisor)
-
-
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
@@ -82,8 +77,10 @@ def test_nodes_that_are_alike_share_a_row_with_the_span_of_their_figures() -> No
 
 
 def test_a_rank_that_has_ended_well_is_not_told_as_dead() -> None:
-    notes = [node_rows([ended(**death)], RunFacts())[0].notes for death in ({"exit_code": 0}, {"exit_code": 1}, {})]
-    assert notes == [(), ("rank 7 dead",), ("rank 7 dead",)]
+    for death, notes in (({"exit_code": 0}, ()), ({"exit_code": 1}, ("rank 7 dead",)), ({}, ("rank 7 dead",))):
+        supervisor = {"deaths": [{"rank": 7, **death}]}
+        ended = status("tb9", health=health(ranks={"7": {"state": "Z"}}), supervisor=supervisor)
+        assert node_rows([ended], RunFacts())[0].notes == notes
 
 
 ALIVE = ("starting", "running", "stopping")
@@ -93,9 +90,8 @@ RANKS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("changes", "note", "mark"),
-    [
+def test_node_that_is_not_well_stands_out_above_the_others() -> None:
+    for changes, note, mark in [
         ({"problem": "tb9: no route to host"}, "no route to host", "bad"),
         ({"phase": "lost"}, "its supervisor is gone without a word", "bad"),
         *(({"heard_s": 12.0, "phase": phase}, "not heard for 12 s", "warn") for phase in ALIVE),
@@ -107,14 +103,12 @@ RANKS = {
         ({"phase": "ended", "outcome": {"cause": "exit", "exit_code": -9}}, "ended by signal 9", "bad"),
         ({"phase": "ended", "outcome": {"cause": "lease", "exit_code": 0}}, "it heard nothing of its launcher", "bad"),
         ({"phase": "ended", "outcome": {"cause": "start_failed", "error": "no python"}}, "no python", "bad"),
-    ],
-)
-def test_node_that_is_not_well_stands_out_above_the_others(changes: dict[str, Any], note: str, mark: str) -> None:
-    changes = {**changes, "health": health(**{"ranks": {}, **changes.get("health", {})})}
-    first, *others = rows_of(fleet(tb9=status("tb9", **changes)))
-    assert (first.nodes, first.mark) == (("tb9",), mark)
-    assert note in "; ".join(first.notes)
-    assert [len(row.nodes) for row in others] == [63]
+    ]:
+        changes = {**changes, "health": health(**{"ranks": {}, **changes.get("health", {})})}
+        first, *others = rows_of(fleet(tb9=status("tb9", **changes)))
+        assert (first.nodes, first.mark) == (("tb9",), mark)
+        assert note in "; ".join(first.notes)
+        assert [len(row.nodes) for row in others] == [63]
 
 
 def test_silence_of_a_run_that_has_ended_is_no_news() -> None:

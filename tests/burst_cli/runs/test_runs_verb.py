@@ -70,24 +70,11 @@ def test_json_holds_the_records_of_all_runs(burst, root: Path) -> None:
     document = json.loads(burst("runs", "--json").out)
     newest, oldest = document["runs"]
     assert document["total"] == 2
-    state = run.read_state()
-    assert (
-        newest.items()
-        >= {
-            **{
-                **{"run_id": run.run_id, "exp": "tiny", "status": "running", "path": str(run.path), "lost": True},
-                "steps": 0,
-            },
-            **{
-                "started_at": state["started_at"],
-                "ended_at": None,
-                "exit_code": None,
-                "failure": None,
-                "world_size": 6,
-            },
-            "problems": [f"{run.path}/config.yaml: cannot read this configuration: No such file or directory"],
-        }.items()
-    )  # and the figures of a summary
+    told = {"run_id": run.run_id, "exp": "tiny", "status": "running", "path": str(run.path), "lost": True, "steps": 0}
+    told |= {"started_at": run.read_state()["started_at"], "ended_at": None, "exit_code": None, "failure": None}
+    missing = f"{run.path}/config.yaml: cannot read this configuration: No such file or directory"
+    told |= {"world_size": 6, "problems": [missing]}
+    assert newest.items() >= told.items()  # and the figures of a summary
     assert (oldest["lost"], oldest["steps"], oldest["final_train_loss"]) == (False, 3, 4 / 3)
 
 
@@ -100,11 +87,9 @@ def test_damaged_and_hostile_runs_are_listed_and_harm_nobody(burst, root: Path) 
     result = burst("runs")
     assert (result.code, len(listed(result)), "\x1b" in result.out) == (0, 2, False)
     assert [word for word in ("unreadable", "dancing", "rank 0: E: gone") if word not in result.out] == []
-    newest = burst("runs", "--json").document["runs"][0]
-    assert (newest["status"], [text.split(":")[0] for text in newest["problems"]]) == (
-        "unreadable",
-        [f"{damaged.path}/run.json is damaged", f"{damaged.path}/config.yaml"],
-    )
+    newest, problems = burst("runs", "--json").document["runs"][0], ("run.json is damaged", "config.yaml")
+    assert newest["status"] == "unreadable"
+    assert [text.split(":")[0] for text in newest["problems"]] == [f"{damaged.path}/{text}" for text in problems]
 
 
 def test_a_state_is_seen_by_its_colour(root: Path) -> None:
@@ -118,21 +103,17 @@ def test_a_state_is_seen_by_its_colour(root: Path) -> None:
     assert found == [piece for colour in colours.items() for piece in (colour, ("why", "dim"))]
 
 
-@pytest.mark.parametrize(
-    ("width", "kept"), [("40", "6.2K 4.0000"), ("60", "6.2K 4.0000 25%"), ("120", "1/200 6.2K 25% 4.0000")]
-)
-def test_narrow_table_keeps_speed_loss_and_mfu_longest(
-    burst, root: Path, monkeypatch: pytest.MonkeyPatch, width: str, kept: str
-) -> None:
+def test_narrow_table_keeps_speed_loss_and_mfu_longest(burst, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(root, steps=1)
     run.append_metrics({"step": 1, "loss": 4.0, "mfu": 0.25, "tokens_per_s_per_device": 6200.0})
     run.transition("failed", failure={"type": "ValueError", "message": "x" * 300})
-    monkeypatch.setenv("COLUMNS", width)
-    *header, line = burst("runs").out.splitlines()
-    assert all(len(text) <= int(width) for text in (*header, line))
-    assert set(kept.split()) <= set(line.split())
-    assert line.split()[0] == (f"tiny/{run.run_id}" if width == "120" else "tiny/aaaaaa")
-    assert ("failed" in line, "Value" in line) == (True, width != "40")
+    for width, kept in [("40", "6.2K 4.0000"), ("60", "6.2K 4.0000 25%"), ("120", "1/200 6.2K 25% 4.0000")]:
+        monkeypatch.setenv("COLUMNS", width)
+        *header, line = burst("runs").out.splitlines()
+        assert all(len(text) <= int(width) for text in (*header, line))
+        assert set(kept.split()) <= set(line.split())
+        assert line.split()[0] == (f"tiny/{run.run_id}" if width == "120" else "tiny/aaaaaa")
+        assert ("failed" in line, "Value" in line) == (True, width != "40")
 
 
 def test_no_runs_is_no_error_and_hundreds_take_a_moment(burst, root: Path) -> None:

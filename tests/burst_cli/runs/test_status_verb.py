@@ -38,9 +38,8 @@ RESUME = f"burst resume {ID}"
 FOLLOW_OR_STOP = [f"burst logs -f {ID}", f"burst cancel {ID}"]
 
 
-@pytest.mark.parametrize(
-    ("state", "code", "commands"),
-    [
+def test_exit_code_and_what_to_type_follow_the_state(burst, root: Path) -> None:
+    for state, code, commands in [
         ("planned", 0, [RESUME]),
         ("starting", 0, FOLLOW_OR_STOP),
         ("running", 0, FOLLOW_OR_STOP),
@@ -48,16 +47,12 @@ FOLLOW_OR_STOP = [f"burst logs -f {ID}", f"burst cancel {ID}"]
         ("failed", 1, [f"burst logs {ID}", RESUME]),
         ("oom", 1, [f"burst logs {ID}", RESUME]),
         ("cancelled", 130, [RESUME]),
-    ],
-)
-def test_exit_code_and_what_to_type_follow_the_state(
-    burst, root: Path, state: str, code: int, commands: list[str]
-) -> None:
-    make_run(root, state=state)
-    result = burst("status")
-    assert (result.code, result.out.splitlines()[1].split()[0]) == (code, state)
-    document = status_of(burst)
-    assert (document["status"], document["exit_code"], document["next"]) == (state, code, commands)
+    ]:
+        make_run(root / state, state=state)
+        where = ("--runs-dir", str(root / state))
+        result, document = burst("status", *where), status_of(burst, *where)
+        assert (result.code, result.out.splitlines()[1].split()[0]) == (code, state)
+        assert (document["status"], document["exit_code"], document["next"]) == (state, code, commands)
 
 
 @pytest.fixture
@@ -209,20 +204,18 @@ def test_newest_run_is_meant_unless_one_is_named(burst, root: Path) -> None:
     assert "tiny/20260101-000000-aaaaaa. Give more of" in burst("status", "tiny/2026010").err  # eight
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", "null", '{"ranks": [1], "gpus": {"a": 1}, "load1": "high"}', '{"ranks": {"x": 3, "-1": {}}}'],
-)
-def test_nonsense_from_a_node_harms_nobody(burst, root: Path, text: str) -> None:
+def test_nonsense_from_a_node_harms_nobody(burst, root: Path) -> None:
     run = make_run(root)
     folder = run.path / "nodes" / "tb1"
     folder.mkdir(parents=True)
-    for name in ("supervisor", "health", "outcome"):
-        (folder / f"{name}.json").write_text(text)
     (folder.parent / "\x1b[31mred").mkdir()
-    result = burst("status")
-    assert (result.code, "\x1b" in result.out) == (0, False)
-    assert status_of(burst)["nodes"][0]["node"] == "tb1"
+    odd = '{"ranks": [1], "gpus": {"a": 1}, "load1": "high"}', '{"ranks": {"x": 3, "-1": {}}}'
+    for text in ("", "{", "[]", "null", *odd):
+        for name in ("supervisor", "health", "outcome"):
+            (folder / f"{name}.json").write_text(text)
+        result = burst("status")
+        assert (result.code, "\x1b" in result.out) == (0, False)
+        assert status_of(burst)["nodes"][0]["node"] == "tb1"
     write_node(run, "tb1", supervisor={"phase": "running"})
     (folder / "outcome.json").unlink()
     with (folder / "health.json").open("wb") as file:
@@ -301,15 +294,10 @@ def test_run_is_seen_while_it_is_led_after_its_controller_was_killed_and_once_it
         alone = burst("status")
         assert alone.code == 0
         assert "nobody controls it: its ranks end by themselves 60 s after" in alone.out
-        kill_supervisor(living.run)
+        (path,) = living.run.path.glob("nodes/*/supervisor.json")
+        os.kill(supervisor := json.loads(path.read_text())["pid"], 9)
+        # It dies when it is its turn to run.
+        wait_for(lambda: process_start(supervisor) is None, "the end of the supervisor")
         assert burst("status").code == 1
         assert living.run.read_state()["state"] == "failed"
         assert (watch.communicate(timeout=200), watch.returncode)[1] == 1
-
-
-def kill_supervisor(run: RunFolder) -> None:
-    """The node's part ends without a word."""
-    (path,) = run.path.glob("nodes/*/supervisor.json")
-    pid = json.loads(path.read_text())["pid"]
-    os.kill(pid, 9)
-    wait_for(lambda: process_start(pid) is None, "the end of the supervisor")  # it dies when it is its turn to run

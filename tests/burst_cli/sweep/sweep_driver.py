@@ -1,4 +1,4 @@
-"""A sweep of fake launches in a process of its own: python sweep_driver.py RUNS_DIR CELLS [MODE:INDEX ...]."""
+"""A sweep of fake launches in a process of its own: python sweep_driver.py RUNS_DIR CELLS."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def runner_of(folder: SweepFolder, stop: Any, lanes: int = 1, view: Any = None, 
 
 
 def main() -> int:
-    runs_dir, count = Path(sys.argv[1]), int(sys.argv[2])
-    modes = {int(index): mode for mode, _, index in (word.partition(":") for word in sys.argv[3:])}
-    folder, _ = open_sweep(runs_dir, plan_of(count, modes))
+    folder, _ = open_sweep(Path(sys.argv[1]), plan_of(int(sys.argv[2])))
     stop = StopRequests()
     with stop.listening():
         cells = runner_of(folder, stop, lanes=2).run()

@@ -62,25 +62,21 @@ def test_cells_are_nested_loops_over_the_lists_as_typed() -> None:
     assert cells[2][1] == {"train.seq_len": "1024", "attention": "burst"}
 
 
-@pytest.mark.parametrize(
-    ("word", "values"),
-    [
+def test_every_list_of_the_grammar_is_an_axis() -> None:
+    for word, values in [
         ("train.seq_len=range(512,1537,512)", ("512", "1024", "1536")),
         ("attention=choice(ring,burst)", ("ring", "burst")),
         ("train.steps=sort(5,3,4)", ("3", "4", "5")),
         ("memory=glob(seq*)", ("seq_fraction",)),
         ("train.profile='1:2','3:4'", ("1:2", "3:4")),
         ("data.paths=[a,b],[c]", ("[a,b]", "[c]")),
-    ],
-)
-def test_every_list_of_the_grammar_is_an_axis(word: str, values: tuple[str, ...]) -> None:
-    (axis,) = sweep_axes([word])
-    assert (axis.values, axis.is_sweep) == (values, True)
+    ]:
+        (axis,) = sweep_axes([word])
+        assert (axis.values, axis.is_sweep) == (values, True)
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
+def test_words_that_are_no_sweep_are_refused_with_what_to_do() -> None:
+    for words, text in [
         (["train.seqlen=1,2"], "did you mean train.seq_len?"),
         (["train.seq_len=interval(1,2)"], "interval() has no steps"),
         (["train.seq_len=range(1,2,0)"], "range() arg 3 must not be zero"),
@@ -91,19 +87,17 @@ def test_every_list_of_the_grammar_is_an_axis(word: str, values: tuple[str, ...]
         (["attention=glob(x*)"], "no value is left"),
         (["train.steps=1,2", "train.steps=3,4"], "train.steps is given 2 times"),
         (["train.steps=range(1,100000)"], "at most 2000"),
-    ],
-)
-def test_words_that_are_no_sweep_are_refused_with_what_to_do(words: list[str], text: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        check_axes(sweep_axes(words))
-    assert text in " ".join(refused.value.problems)
+    ]:
+        with pytest.raises(ConfigError) as refused:
+            check_axes(sweep_axes(words))
+        assert text in " ".join(refused.value.problems)
     check_axes(sweep_axes(["train.steps=range(1,2001)"]))
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", "", "two words"])
-def test_a_name_that_no_folder_can_have_is_refused(burst: Burst, name: str) -> None:
-    result = burst("sweep", "exp=tiny", "train.steps=1,2", "--dry-run", "--name", name)
-    assert (result.code, "it names a folder" in result.err) == (2, True)
+def test_a_name_that_no_folder_can_have_is_refused(burst: Burst) -> None:
+    for name in ["a/b", "..", "", "two words"]:
+        result = burst("sweep", "exp=tiny", "train.steps=1,2", "--dry-run", "--name", name)
+        assert (result.code, "it names a folder" in result.err) == (2, True)
     words = ("--parallel", "2", "--max-failures", "1", "--name", "lab", "--dry-run")
     illegal = burst("sweep", "exp=tiny", "attention=brust,wring", *words)
     assert (illegal.code, "2 of 2 cells cannot run" in illegal.err) == (2, True)
@@ -151,20 +145,14 @@ CONFIG = RunConfig(
 )
 
 
-def estimated(config: RunConfig = CONFIG) -> Estimate | None:
-    return LaunchJudge(probe_local_node(), MemoryPlanner()).estimate(config)
-
-
-def test_a_cell_takes_its_predicted_steps_and_a_minute_to_start() -> None:
+def test_a_cell_takes_its_predicted_steps_and_a_minute_to_start_if_its_ranks_and_its_method_are_known() -> None:
     step = MemoryPlanner().predict_time(CONFIG)
     assert step is not None
-    assert estimated() == Estimate(60.0 + 10 * step.seconds, 2, "the prediction for cpu", step.seconds)
-
-
-def test_of_unknown_ranks_or_a_method_that_cannot_be_settled_nothing_is_expected() -> None:
-    assert estimated(replace(CONFIG, cluster=ClusterConfig())) is None
-    unsettled = replace(CONFIG, attention=AttentionConfig(preset="auto", mask="blocks", blocks_file="none.npz"))
-    assert estimated(unsettled) is None
+    judge = LaunchJudge(probe_local_node(), MemoryPlanner())
+    assert judge.estimate(CONFIG) == Estimate(60.0 + 10 * step.seconds, 2, "the prediction for cpu", step.seconds)
+    unsettled = AttentionConfig(preset="auto", mask="blocks", blocks_file="none.npz")
+    unknown = replace(CONFIG, cluster=ClusterConfig()), replace(CONFIG, attention=unsettled)
+    assert [judge.estimate(config) for config in unknown] == [None, None]
 
 
 def needs_a_gib(config: RunConfig, world: Topology) -> MemoryPrediction:

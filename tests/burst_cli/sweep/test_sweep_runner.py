@@ -89,14 +89,11 @@ def test_cell_that_is_not_expected_to_fit_runs_only_by_force(tmp_path: Path, led
     assert words == [plain.format(1), f"{plain.format(0)} --config-dir {tmp_path} --force"]
 
 
-def test_max_failures_leaves_the_rest_waiting(tmp_path: Path, ledger: Path) -> None:
+def test_failures_leave_the_rest_waiting_and_a_launch_that_is_always_lost_is_one(tmp_path: Path, ledger: Path) -> None:
     cells = run_sweep(tmp_path, 3, {0: "refused", 1: "refused"}, max_failures=2)
     assert states(cells) == ["failed", "failed", "pending"]
-
-
-def test_launch_that_is_always_lost_becomes_a_failed_cell(tmp_path: Path, ledger: Path) -> None:
     suicide = (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
-    (cell,) = replace(runner_of(sweep_of(tmp_path, 1), Stops()), command=suicide).run()
+    (cell,) = replace(runner_of(sweep_of(tmp_path / "lost", 1), Stops()), command=suicide).run()
     assert (cell["state"], cell["launches"]) == ("failed", 3)
     assert "lost 3 times" in cell["result"]["message"]
 
@@ -266,14 +263,11 @@ def test_a_sweep_of_two_controllers_of_other_cells_or_damaged_is_refused(tmp_pat
             sweep_of(tmp_path, 1)
 
 
-def test_sweep_is_found_by_its_id_or_how_it_begins(tmp_path: Path) -> None:
+def test_sweep_is_found_by_how_its_id_begins_and_last_words_are_the_error_of_a_launch(tmp_path: Path) -> None:
     folder = sweep_of(tmp_path, 1)
     assert find_sweep(tmp_path, "fake") == folder == find_sweep(tmp_path, "0")
     with pytest.raises(ConfigError, match="did you mean fake-0"):
         find_sweep(tmp_path, "fake-1")
-
-
-def test_last_words_are_the_error_a_launch_printed(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("error: bad\nwarming up\nerror: no such node\nbye\n\n")
     (tmp_path / "other").write_text("warming up\nerrors: 0\n\n")
     words = [last_words(tmp_path / name) for name in ("log", "other", "absent")]
