@@ -126,9 +126,10 @@ def test_as_many_cells_run_at_a_time_as_parallel_says(
     assert max(itertools.accumulate(change for _, change in moments)) == 2
     state = Path(cells[3]["run_path"]) / "run.json"
     state.write_text(state.read_text().replace("completed", "failed"))
+    monkeypatch.setenv("FORCE_COLOR", "1")
     again = burst(*words)  # all is there already
     assert (again.code, starts(ledger)) == (1, 4)
-    assert f"sweep {folder.name} goes on in {folder}\n" in again.err
+    assert f"\x1b[2msweep {folder.name} goes on in {folder}\x1b[0m\n" in again.err
     assert "train.seq_len=1536" in again.out
     assert again.out.splitlines()[-2:] == [
         "4 of 4 cells done: 3 completed, 1 failed",

@@ -6,9 +6,8 @@ import io
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from testkit.run_maker import make_run
-from testkit.terminal import lines_of, styled
+from testkit.terminal import StrictConsole, lines_of, styled
 
 from burst_cli.plan.memory_check import Estimate
 from burst_cli.sweep.plan import Cell, SweepPlan
@@ -74,7 +73,7 @@ def cells(*states: str, **last: Any) -> list[dict[str, Any]]:
 
 def test_lines_tell_every_change_of_a_cell_once_and_a_terminal_how_far_running_cells_are(tmp_path: Path) -> None:
     run, stream, shown = make_run(tmp_path, steps=2), io.StringIO(), list[str]()
-    view = SweepView(Console(file=stream, width=100), lambda text: shown.append(str(text)))
+    view = SweepView(StrictConsole(file=stream, width=100), lambda text: shown.append(str(text)))
     view.tick(cells("pending", "pending", "pending", "oom"))
     for _ in range(2):
         view.tick(cells("running", "failed", "pending", "oom"))
