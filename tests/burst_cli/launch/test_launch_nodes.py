@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from testkit.command_line import Burst, Result
 
 from burst_cli.compose import compose
+from burst_cli.launch.launching import renewed_plan
+from burst_cli.launch.prepare import prepare_launch
+from burst_cli.options import LaunchRequest
 from cluster.launch.runner import Asked
 from cluster.launch.ssh import RUNNER
+from cluster.plan import read_launch_plan
 from cluster.testbed.testbed import Testbed
+from engine.runs.folder import create_run
 
 SHORT = ("exp=tiny", "train.steps=5", "optimizer.warmup_steps=1")
 
@@ -120,3 +126,20 @@ def test_ranks_find_their_code_on_nodes_that_never_had_any(testbed: Testbed, tmp
     survey = RUNNER.survey(config, Asked(testbed.node_names[:2]))
     survey.prepare(survey.plan(survey.config, tmp_path / "run"))
     assert [len([*(node.home / "new").glob("code/*.zip")]) for node in testbed.nodes] == [1, 1, 0, 0]
+
+
+def test_the_next_attempt_asks_the_nodes_again_takes_spare_ones_and_gets_the_code_there(
+    testbed: Testbed, tmp_path: Path
+) -> None:
+    names, folder = testbed.node_names, tmp_path / "runs/tiny/20260101-000000-abcdef"
+    places = ("cluster.node_folder='~/next'", "cluster.shared_folder=null", f"cluster.spare_nodes={names[3]}")
+    words = (*SHORT, f"cluster={testbed.name}", *places)
+    typed = LaunchRequest(overrides=words, hosts=",".join(names[:2]), run_path=folder, dry_run=True)
+    plan = prepare_launch(typed).plan
+    run = create_run(folder, dict(plan.files))
+    lost = replace(plan, nodes=(plan.nodes[0], replace(plan.nodes[1], name="127.0.0.1")), is_exclusive=False)
+    for before, hosts, taken in ((lost, None, [names[0], names[3]]), (plan, names[2], [names[2]])):
+        after = renewed_plan(before, run, LaunchRequest(hosts=hosts, skip_checks=True))
+        assert ([node.name for node in after.nodes], after.is_exclusive) == (taken, before.is_exclusive)
+        assert (read_launch_plan(folder).nodes, after.config.train.steps) == (after.nodes, 5)
+    assert [len([*(node.home / "next").glob("code/*.zip")]) for node in testbed.nodes] == [1, 0, 1, 1]
