@@ -1,4 +1,4 @@
-"""The whole check with nodes that answer from memory: nobody hides or delays anybody, nothing unseen passes."""
+"""The whole check: nobody hides or delays anybody, nothing unseen passes. Most nodes answer from memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 from testkit.check_fakes import FAKE_GROUP, GONE, GROUPS, HEALTHY, SILENCE, FakeFleet, SurveyedNode, answer, told
 from testkit.machine_clock import machine_time
+from testkit.testbed_fixture import Testbeds
 
 from cluster.checks.finding import Check, Finding, FleetReport, NodeReport, Verdict
 from cluster.checks.group import CheckGroup, Selection
@@ -19,6 +20,8 @@ from cluster.errors import ClusterError, SshError, SshFailure
 from cluster.ssh.connection import Connection
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import AbsentError
+from cluster.testbed.faults import set_fault
+from cluster.testbed.status import read_status
 from engine.config.cluster import ClusterConfig
 
 CONFIG = ClusterConfig(interface="prod")
@@ -172,3 +175,46 @@ def test_this_machine_alone_has_no_ssh_and_nobody_to_compare_with() -> None:
     assert {finding.check.partition(".")[0] for finding in node.findings} == {"host"}
     (python,) = findings(report, node.node, "host.python")
     assert python.severity is Verdict.OK  # of this Python, which launches here take
+
+
+# --- over real sshd ---------------------------------------------------------------------------------------------------
+
+# Of every node but the first, which is healthy.
+FAULTS = (
+    *(("link_down", None), ("sshd_stop", None), ("sshd_hang", None), ("key_swap", None)),
+    *(("hardware", "busy:0"), ("hardware", "driver:535.104.05")),
+)
+
+
+def test_each_node_is_named_with_its_own_fault_and_no_other(module_testbeds: Testbeds) -> None:
+    testbed = module_testbeds.make(nodes=7, hardware="h100x8")
+    for node, (kind, value) in zip(testbed.node_names[1:], FAULTS, strict=True):
+        set_fault(testbed, node, kind, value)
+    hosts = [replace(testbed.host(name), connect_timeout_s=4.0) for name in testbed.node_names]
+    report = check_nodes(hosts, ClusterConfig(), CheckOptions(ALL_GROUPS, Selection(only=("ssh", "gpu", "net"))))
+    names = list(report.nodes)
+    odd = [[one for one in node.findings if not one.severity.is_fine] for node in report.nodes.values()]
+    told = [[(one.check, one.severity, one.device, one.evidence) for one in found] for found in odd]
+    reach = ("ssh.reach", Verdict.FAIL, None)
+    assert told == [
+        [],
+        [(*reach, SshFailure.TIMEOUT)],
+        [(*reach, SshFailure.REFUSED)],
+        [(*reach, SshFailure.TIMEOUT)],
+        [(*reach, SshFailure.HOST_KEY_CHANGED)],
+        [("gpu.busy", Verdict.FAIL, "GPU 0", "")],
+        [("gpu.driver", Verdict.FAIL, None, "")],
+    ]
+    assert (report.usable, report.exit_code) == ((names[0],), 1)
+    status = read_status(testbed.name).nodes
+    assert [str(node.sshd) for node in status] == ["up", "unreachable", "refused", "silent", "up", "up", "up"]
+    assert [node.faults for node in status[:3]] == [(), ("link_down",), ("sshd_stop",)]
+    assert ["silent" in found.observed for (found,) in odd[1:4]] == [False, False, True]
+    (key,), (busy,), (driver,) = odd[4:]
+    assert len(report.nodes[names[4]].findings) == 1  # it was asked nothing
+    assert "burst hosts" in key.remedy
+    assert "root" in busy.observed
+    assert (driver.observed, driver.expected) == ("535.104.05", "550.127.05, as 2 of 3 nodes have")
+    for name in (names[0], *names[5:]):  # which talk to each other
+        found = {f.check: f.severity for f in report.nodes[name].findings}
+        assert found["net.pairs"] is Verdict.OK
