@@ -10,9 +10,13 @@ from pathlib import Path
 
 import pytest
 from control_fakes import STEPS, Act, Scene, World, node, put
+from testkit.fake_run import TestbedRun
+from testkit.process_table import wait_until_gone
+from testkit.testbed_fixture import Testbeds
 
-from cluster.control.attempt import ControllerBusyError, controlling, find_controller, write_cancel
+from cluster.control.attempt import ControllerBusyError, controlling, find_controller, tail_text, write_cancel
 from cluster.control.link import LaunchTiming, StartRefusedError
+from cluster.failure import failure_from_dict
 from engine.config.settings import CheckpointConfig
 
 # --- start and a good end ---------------------------------------------------------------------------------------------
@@ -83,7 +87,10 @@ def test_whatever_breaks_all_that_began_is_killed(world: World, story: list[Scen
     with pytest.raises(BrokenPipeError):
         world.lead()
     assert [[(cause, grace) for _, cause, grace in link.stops] for link in world.links] == [[("exception", 0.0)]] * 2
-    assert world.state["state"] == "failed"
+    assert (world.state["state"], world.state["exit_code"]) == ("failed", 1)
+    failure = failure_from_dict(world.state["failure"])
+    assert failure is not None
+    assert (failure.kind, failure.type, failure.message) == ("launcher", "BrokenPipeError", "the reader left")
     assert find_controller(world.run) is None
 
 
@@ -302,7 +309,39 @@ def test_another_attempt_knows_nothing_of_the_one_before(world: World) -> None:
     assert world.state["attempt"] == 2
     assert failure.rank is None  # torchrun.log still names rank 3, but that was in the first attempt
     log = world.run.log_dir("n2") / "torchrun.log"
-    assert world.state["log_starts"] == {"logs/n2/torchrun.log": log.stat().st_size}
+    size, text = log.stat().st_size, log.read_text()
+    assert world.state["log_starts"] == {"logs/n2/torchrun.log": size}
+    ends = [tail_text(log, *limits) for limits in ((7,), (2, 3), (99, size - 3), (99, size), (99, size + 1))]
+    assert ends == [text[-7:], text[-2:], text[-3:], "", text]
     assert world.clock.now - begin > 3
     assert (world.run.path / "attempts/1/nodes/n2/outcome.json").exists()
     assert not (world.run.path / "nodes/n2/outcome.json").exists()
+
+
+# --- over real sshd: only the ranks are fakes -------------------------------------------------------------------------
+
+
+def test_rank_that_fails_on_the_second_node_is_blamed_and_the_next_attempt_completes_with_all_files_here(
+    module_testbeds: Testbeds, tmp_path: Path
+) -> None:
+    one = TestbedRun(module_testbeds.make(nodes=2, rails=1), tmp_path, "raise", local_ranks=2, bad_rank=3)
+    first, second = one.testbed.node_names
+    try:
+        failure = one.lead()[0].failure
+        assert failure is not None
+        assert (failure.kind, failure.rank, failure.host) == ("exception", 3, second)
+        assert "tenth" in failure.message
+        assert str(failure.log) == str(one.run.log_path(second, 3))
+        one.mend()
+        outcome, _ = one.lead()
+        assert (outcome.status, outcome.failure, outcome.leftover) == ("completed", None, ())
+        assert wait_until_gone(one.run.run_id, 15.0) == []
+    finally:
+        one.kill()
+    assert one.run.read_state()["attempt"] == 2
+    assert [row["step"] for row in one.run.read_metrics()] == [1, 2, 3, 4, 5]
+    assert (one.run.path / "attempts/1/metrics.jsonl").exists()
+    assert (one.run.read_summary() or {})["attention_preset"] == "ring"
+    logs = [sorted(path.name for path in one.run.log_dir(node).glob("rank*.log")) for node in (first, second)]
+    assert logs == [["rank0000.log", "rank0001.log"], ["rank0002.log", "rank0003.log"]]
+    assert one.run.log_path(second, 3).read_text().endswith("rank 3 in mode ok\n")

@@ -58,6 +58,10 @@ def test_a_plan_depends_on_nothing_but_its_facts_and_is_a_document() -> None:
     assert plan_environment(shuffled, CONFIG) == plan_environment(facts, CONFIG)
     environment = node(port("mlx5_0", netdev="ib0"), port("mlx5_1", phys_state="Disabled"), trouble="a note")
     assert [one.is_fault for one in environment.hcas] == [False, True]
+    reason = (
+        "1 of 2 ports: InfiniBand, 400 Gbit/s, in the order of GPUs; `=`: these names exactly (without it mlx5_1 also"
+    )
+    assert said(environment)["NCCL_IB_HCA"] == ("=mlx5_0:1", f"{reason} takes mlx5_10)")
     layer = {"link_layer": "InfiniBand", "rate_gbps": 400.0}
     dropped = "its physical link is not up: Disabled"
     assert environment.to_dict() == {
@@ -310,6 +314,7 @@ def test_ranks_on_gloo_get_no_nccl_variables_and_the_flight_recorder(
     names = ["GLOO_SOCKET_IFNAME", "TORCH_FR_BUFFER_SIZE", "TORCH_FR_DUMP_TEMP_FILE", "OMP_NUM_THREADS"]
     assert [one.name for one in environment.variables] == names
     assert said(environment)["NCCL_*"] == (None, f"{why}: ranks talk by gloo")
+    assert "NCCL_*" not in said(node(gpus=(), config=ClusterConfig(backend="nccl")))
 
 
 UNFIT = "none of its ports will do"
