@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from control_fakes import FakeLink, Observer, Scene, World, node, put
@@ -156,9 +157,19 @@ def test_run_that_nobody_leads_is_stopped_from_here(world: World) -> None:
     assert request_cancel(world.run).state == "cancelled"  # it stays as it is
 
 
+class Watched(RunFolder):
+    looks = 0
+
+    def read_state(self) -> dict[str, Any]:
+        self.looks += 1
+        return super().read_state()
+
+
 def test_run_that_is_led_elsewhere_gets_the_request_and_a_damaged_one_counts(world: World) -> None:
+    watched = Watched(world.run.path)
     with controlling(world.run):
-        settled = request_cancel(world.run, grace_s=0.0, wait_s=0.3, opener=opener(world))
+        settled = request_cancel(watched, grace_s=0.0, wait_s=0.3, opener=opener(world))
+    assert watched.looks <= 6  # in three pauses
     assert settled.problem == "it was asked to stop, but has not ended after 0.3 s"
     assert read_cancel(world.run) == CancelFile("burst cancel", 0.0)
     (world.run.path / CANCEL_FILE).write_text("{")

@@ -123,6 +123,10 @@ CASES: dict[str, tuple[list[RankEvidence], str | None]] = {
     ),
     "sizes that may differ": ([entered(rank, "alltoall_base", [[rank]]) for rank in range(3)], None),
     "nobody waits yet": ([recording(0, 2, "completed"), recording(1, 1, "completed")], None),
+    "a message of who is elsewhere": (
+        [recording(0, 1, "completed", peer=1), recording(1, 1, "completed")],
+        "! rank 1 on node1 has not sent a message, for which rank 0 waits",
+    ),
     "a message of who is silent": (
         [recording(0, 1, "completed", peer=1), SILENT],
         "? rank 1 on node1 gives no answer, while rank 0 waits in a message from rank 1",
