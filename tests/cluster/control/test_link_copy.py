@@ -192,6 +192,7 @@ def test_a_full_disk_pauses_the_copy_and_tears_no_gap_into_it(small_disk):
     written = [put(copy, LOG, offset, body[offset : offset + 30_000]) for offset in range(0, len(body), 30_000)]
     assert "No space left" in (copy.problem or "")
     assert written == sorted(written, reverse=True)
+    assert written.count(True) == (small_disk / LOG).stat().st_size // 30_000
     assert body.startswith((small_disk / LOG).read_bytes())
     subprocess.run(["mount", "-o", "remount,size=2m", small_disk], check=True)
     assert copy.can_go_on()
