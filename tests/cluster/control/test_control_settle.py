@@ -153,6 +153,8 @@ def test_run_that_nobody_leads_is_stopped_from_here(world: World) -> None:
     world.links = [EndingLink(link.node, world.run, world.clock, phase="running") for link in world.links]
     settled = request_cancel(world.run, opener=opener(world))
     assert (settled.state, world.state["exit_code"]) == ("cancelled", 130)
+    codes = {"completed": 0, "failed": 1, "oom": 1, "cancelled": 130, "running": 0}
+    assert {state: RunState({"state": state}).exit_code for state in codes} == codes
     assert [link.stops[0][1:] for link in world.links] == [("burst cancel", 12.0)] * 2
     assert request_cancel(world.run).state == "cancelled"  # it stays as it is
 
