@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
-from testkit.fault_rig import FOREVER, FaultRig, send, take_ssh_away, unanswered
+from testkit.fault_rig import FOREVER, FaultRig, Launched, send, take_ssh_away, unanswered
 from testkit.fault_table import HANG_S, INJURIES, RUNNING, Row
 from testkit.machine_clock import machine_time
+from testkit.process_table import run_processes
 from testkit.testbed_fixture import Testbeds
 from testkit.waiting import wait_for
 
@@ -123,3 +128,61 @@ def shown(rig: FaultRig, run: RunFolder) -> dict[str, Any]:
     """What `burst status` says, which fails for a run that failed."""
     status: dict[str, Any] = json.loads(rig.burst("status", run.run_id, "--json").stdout)
     return status
+
+
+# --- a launcher that is killed at some moment: what it started is found again, once, with every line ------------------
+
+
+def at_any_time(_: Launched) -> None:
+    time.sleep(random.uniform(0.5, 10.0))
+
+
+def while_it_starts(launched: Launched) -> None:
+    launched.run()  # however slow this machine is
+    time.sleep(random.uniform(0.0, 1.0))
+
+
+def while_it_trains(launched: Launched) -> None:
+    launched.wait_for_step(1)
+    time.sleep(random.uniform(0.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("wait", "states"),
+    [(at_any_time, set()), (while_it_starts, {"planned", "starting"}), (while_it_trains, {"running"})],
+)
+def test_run_of_a_launcher_killed_at_any_moment_is_found_cancelled_and_complete(
+    rig: FaultRig, wait: Callable[[Launched], None], states: set[str]
+) -> None:
+    launched = rig.launch(*rig.words("train.steps=100000", "cluster.lease_s=300"), "--skip-checks")
+    wait(launched)
+    send(launched.process.pid, signal.SIGKILL)
+    launched.process.wait()
+    paths = rig.run_paths() - launched.known
+    assert paths or not states
+    for run in map(RunFolder, paths):
+        assert not states or run.read_state()["state"] in states
+        assert rig.burst("status", run.run_id, "--json").returncode in (0, 1, 3, 130)
+        assert torchruns(run) <= len(rig.testbed.node_names)
+        assert rig.burst("logs", run.run_id, "--tail", "5").returncode in (0, 1, 130)
+        cancelled = rig.burst("cancel", run.run_id)
+        assert cancelled.returncode == 0, cancelled.stderr + cancelled.stdout
+        assert run.read_state()["state"] in FINAL_STATES
+        steps = [row["step"] for row in run.read_metrics()]
+        assert steps == list(range(1, len(steps) + 1))
+        rig.wait_until_gone(run.run_id, 5.0)  # the supervisor itself leaves just after it has said how all ended
+        for there in (rig.node_folder(run, node) for node in rig.testbed.node_names):
+            files = [*there.glob("logs/*/rank*.log"), *there.glob("metrics.jsonl")]
+            assert all((run.path / one.relative_to(there)).read_bytes() == one.read_bytes() for one in files)
+
+
+def torchruns(run: RunFolder) -> int:
+    """How many there are; a fork of one that is about to become a rank does not count."""
+    found: set[int] = set()
+    parents: list[int] = []
+    for process in run_processes(run.run_id):
+        with contextlib.suppress(psutil.Error):
+            if "torch.distributed.run" in process.cmdline() and "RANK" not in process.environ():
+                found.add(process.pid)
+                parents.append(process.ppid())
+    return len([parent for parent in parents if parent not in found])
