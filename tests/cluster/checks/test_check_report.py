@@ -52,6 +52,8 @@ def test_healthy_nodes_are_one_line_whatever_their_figures_and_the_worst_comes_l
     (fold,) = fold_reports(fine)
     assert (fold.nodes, fold.verdict, fold.findings) == ("n[1-3]", OK, ())
     assert len(fold_reports(fine, all_findings=True)) == 3
+    timed = FleetReport({"n1": NodeReport("n1", (), 1.23456)}, 2.34567).to_dict()
+    assert (timed["elapsed_s"], timed["nodes"]["n1"]["elapsed_s"]) == (2.346, 1.235)
     odd = [report(f"n{at}", ("gpu.ecc", severity, "x")) for at, severity in enumerate((FAIL, OK, UNKNOWN, WARN), 1)]
     assert [one.nodes for one in fold_reports(odd)] == ["n2", "n4", "n3", "n1"]
 
