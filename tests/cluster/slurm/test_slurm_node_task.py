@@ -85,6 +85,15 @@ def test_a_task_that_cannot_begin_says_so_and_leaves_nothing(plan, capsys, token
     assert not (Path(plan.run_path) / "nodes").exists()
 
 
+def test_a_task_looks_at_its_node_before_it_agrees_with_others(plan, capsys):
+    plan = replace(plan, config=replace(plan.config, cluster=replace(plan.config.cluster, interface="nope0")))
+    Path(plan.run_path, "launch.json").write_text(plan_text(plan))
+    assert main([plan.run_path, "t", "engine.train"], TASK) == 1
+    told = "burst: n2: no address for the other nodes: there is no interface nope0; there are "
+    assert capsys.readouterr().err.startswith(told)
+    assert not Path(plan.run_path, "nodes").exists()
+
+
 def test_a_warning_of_the_time_limit_waits_for_nodes_that_get_the_address_and_port_of_the_first(plan):
     run = RunFolder(Path(plan.run_path))
     (run.path / MEETING_FILE).write_text(EARLIER)
