@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from testkit import PYTHON_PATH
+from testkit import PYTHON_PATH, write_program
 from testkit.known_facts import known_facts
 
 from cluster.errors import ClusterError
@@ -85,12 +85,15 @@ def test_a_task_that_cannot_begin_says_so_and_leaves_nothing(plan, capsys, token
     assert not (Path(plan.run_path) / "nodes").exists()
 
 
-def test_a_task_looks_at_its_node_before_it_agrees_with_others(plan, capsys):
+def test_a_task_looks_at_its_node_before_it_agrees_with_others(plan, capsys, monkeypatch):
     plan = replace(plan, config=replace(plan.config, cluster=replace(plan.config.cluster, interface="nope0")))
     Path(plan.run_path, "launch.json").write_text(plan_text(plan))
     assert main([plan.run_path, "t", "engine.train"], TASK) == 1
     told = "burst: n2: no address for the other nodes: there is no interface nope0; there are "
     assert capsys.readouterr().err.startswith(told)
+    monkeypatch.setenv("PATH", str(write_program(Path(plan.run_path) / "bin" / "sh", "exit 3").parent))
+    assert main([plan.run_path, "t", "engine.train"], TASK) == 1
+    assert "cannot tell what network it has" in capsys.readouterr().err
     assert not Path(plan.run_path, "nodes").exists()
 
 
