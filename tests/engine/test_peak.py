@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.config.settings import TrainConfig
-from engine.planning.time.machine import DEVICES, Peak, find_device, published_peak
+from engine.planning.time.machine import DEVICES, Peak, find_device, find_machine, published_peak
 from engine.training.peak import find_peak, machine_cpu_peak, measure_cpu_peak
 
 
@@ -47,6 +47,10 @@ def test_devices_are_known_by_their_names_and_slices_are_not(
 def test_a_peak_is_of_a_dtype_and_the_configurations_own_comes_first() -> None:
     assert all(device.is_cpu or min(device.fp32_peak or 0, device.bf16_peak or 0) > 1e12 for device in DEVICES)
     assert all(device.memory_bytes is None or device.memory_bytes > 2**34 for device in DEVICES)
+    h100 = find_machine("h100")  # rates of its datasheet, in bytes per second; seconds of a message
+    rates = [getattr(h100, f"{name}_bytes_per_s") for name in ("elementwise", "update", "intra", "inter", "host")]
+    assert rates == [3350e9, 3350e9, 450e9, 50e9, 64e9]
+    assert [h100.intra_latency_s, h100.inter_latency_s, h100.host_latency_s] == [8e-6, 15e-6, 10e-6]
     assert published_peak("NVIDIA H200", "float32") == Peak(67e12, "H200 SXM datasheet, float32 dense")
     found = find_peak(TrainConfig(peak_flops_per_device=5e12), torch.device("cpu"))
     assert found == Peak(5e12, "config: train.peak_flops_per_device")

@@ -138,6 +138,7 @@ def test_every_field_can_be_overridden_and_heads_are_divided_as_far_as_they_go()
     method = resolve("usp", nodes=1, local=8, model=ModelConfig(num_heads=12, num_kv_heads=4))
     assert (method.head_parallel_size, method.ring_inner_size, method.ring_outer_size) == (4, 2, 1)
     assert resolve("ulysses", nodes=1, local=8, model=ModelConfig(num_heads=8, num_kv_heads=2)).kv_replicated
+    assert resolve("loongtrain", ring_inner_size=2, ring_outer_size=2).head_parallel_size == 2
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,9 @@ def test_with_plenty_of_memory_one_prediction_is_enough() -> None:
     assert first["needed_bytes"] == (choice.prediction and choice.prediction.needed_bytes)
     unknown = ("fits", "fits_device", "fits_host", "device_peak_bytes", "needed_bytes", "host_peak_bytes", "step_s")
     assert [second[name] for name in unknown] == [None] * len(unknown)
+    cost = choice.candidates[1].cost
+    again = {"recompute_linear_flops": cost.linear_flops, "recompute_attention_flops": cost.attention_flops}
+    assert second.items() >= {"kept_bytes": cost.kept_bytes, "moved_bytes": cost.moved_bytes, **again}.items()
 
 
 def test_predictions_that_refute_make_way_for_others_and_are_few() -> None:
