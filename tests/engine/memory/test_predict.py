@@ -213,6 +213,7 @@ def test_on_cuda_weights_that_lie_on_the_host_count_there() -> None:
         # The two peaks are moments apart: the norm of the gradients may be there or not.
         expected = on_device.components["device"][component]
         assert on_host.components["host"][component] == pytest.approx(expected, rel=0.001)
+    assert on_host.components["host"]["gradients"] > 0 == on_device.components["host"]["gradients"]
     assert on_host.device_peak_bytes < on_device.device_peak_bytes
     assert on_host.reserve_bytes > 0
 
