@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from slurm_rig import SlurmBench
 from testkit import write_program
+from testkit.waiting import wait_for
 
 from cluster.slurm.job import SlurmJob
 from engine.runs.folder import RunFolder
@@ -18,7 +19,7 @@ def bench(slurm_testbed, tmp_path, monkeypatch):
     yield bench
     for job in bench.client("squeue", "-h", "-o", "%A").split():
         bench.client("scancel", job)
-    bench.wait_idle()
+    wait_for(lambda: set(bench.client("sinfo", "-h", "-o", "%T").split()) == {"idle"})
 
 
 @pytest.fixture

@@ -78,12 +78,6 @@ class SlurmBench:
         SlurmJob(run, environment=self.environment).begin(start=True)
         return run
 
-    def on_node(self, node: Node, *argv: str, make: Path | None = None) -> None:
-        """Run a command on a node; make: a folder that must be there before."""
-        if make is not None:
-            make.mkdir(parents=True, exist_ok=True)
-        subprocess.run(node.inside(*argv), check=True, timeout=200)
-
     def lose(self, node: Node) -> None:
         """Power off: everything of Slurm and of its jobs on this node is gone at once."""
         space = node.namespace.stat().st_ino
@@ -97,19 +91,11 @@ class SlurmBench:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
-    def mark_down(self, node: Node) -> None:
-        """As an administrator does: Slurm ends what runs there, and takes the node back when its daemon next speaks."""
-        self.client("scontrol", "update", f"NodeName={node.name}", "State=DOWN", "Reason=test")
-
     def kill_controller(self) -> None:
         """The controller is gone, and with the last of its threads the socket that listens."""
         controller = psutil.Process(int((self.testbed.slurm_conf.parent / "slurmctld.pid").read_text()))
         controller.kill()
         wait_for(lambda: is_gone(controller.pid) and not controller_answers(self.testbed))
-
-    def wait_idle(self) -> None:
-        """Return once Slurm has cleared all nodes."""
-        wait_for(lambda: set(self.client("sinfo", "-h", "-o", "%T").split()) == {"idle"})
 
 
 def _is_slurms(process: psutil.Process, space: int, known: Sequence[psutil.Process]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 
 import pytest
@@ -85,11 +86,12 @@ def test_without_slurms_controller_a_launch_says_so_with_exit_code_3(make_testbe
 def test_the_first_node_that_does_not_see_the_run_folder_is_noticed_by_slurm(bench):
     plan = bench.plan("ok", nodes=1)
     first = bench.testbed.nodes[0]
-    bench.on_node(first, "mount", "-t", "tmpfs", "tmpfs", str(tmp := bench.folder / "runs"), make=tmp)
+    (runs := bench.folder / "runs").mkdir()
+    subprocess.run(first.inside("mount", "-t", "tmpfs", "tmpfs", str(runs)), check=True)
     try:
         failure = Led(plan).begin().wait().failure
     finally:
-        bench.on_node(first, "umount", str(tmp))
+        subprocess.run(first.inside("umount", str(runs)), check=True)
 
     assert failure is not None
     assert (failure.kind, "need a run folder that all nodes share" in failure.message) == ("start", True)
@@ -134,7 +136,8 @@ def test_a_run_that_may_restart_and_lost_a_node_goes_on_with_another(bench, is_l
     wait_for(lambda: len(run.read_metrics()) == 5)
     first, lost = job_id(run), bench.testbed.nodes[1]
     try:
-        bench.mark_down(lost) if is_led else bench.lose(lost)
+        down = ("scontrol", "update", f"NodeName={lost.name}", "State=DOWN", "Reason=test")
+        bench.client(*down) if is_led else bench.lose(lost)  # Slurm takes it back when its daemon next speaks
         if led is None:  # Slurm lets two minutes pass
             wait_for(lambda: run.read_state()["attempt"] == 2 and settle(run).state == "completed", timeout_s=400)
         else:

@@ -87,7 +87,8 @@ def test_what_slurm_says_of_a_job_that_is_over_is_the_end_of_nodes_that_say_noth
     for link, one in zip(links, jobs, strict=True):
         link.start(None)
         seen = link.poll()
-        assert (seen.phase, seen.refusal, seen.swept, one.refusal()) == ("none", None, (), None)  # files may come late
+        early = (seen.phase, seen.refusal, seen.swept, one.refusal())
+        assert one.is_over or early == ("none", None, (), None)  # its files may come late
     wait_for(lambda: all(one.is_over for one in jobs))
     assert time.monotonic() - begin > 2.9
     cancelled, late = (link.poll() for link in links)
