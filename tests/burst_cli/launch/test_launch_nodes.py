@@ -9,12 +9,9 @@ from pathlib import Path
 import pytest
 from testkit.command_line import Burst, Result
 
-from burst_cli.compose import compose
 from burst_cli.launch.launching import renewed_plan
 from burst_cli.launch.prepare import prepare_launch
 from burst_cli.options import LaunchRequest
-from cluster.launch.runner import Asked
-from cluster.launch.ssh import RUNNER
 from cluster.plan import read_launch_plan
 from cluster.testbed.testbed import Testbed
 from engine.runs.folder import create_run
@@ -118,14 +115,6 @@ def test_every_problem_of_real_nodes_is_told_at_once(testbed: Testbed, root: Pat
     for text in ("cannot run /opt/none", "there is no interface ib7", "data /none/corpus.txt: no such file"):
         assert text in err
     assert not root.exists()
-
-
-def test_ranks_find_their_code_on_nodes_that_never_had_any(testbed: Testbed, tmp_path: Path) -> None:
-    places = ("cluster.node_folder='~/new'", "cluster.shared_folder=null")
-    config = compose(["exp=tiny", f"cluster={testbed.name}", *places]).config
-    survey = RUNNER.survey(config, Asked(testbed.node_names[:2]))
-    survey.prepare(survey.plan(survey.config, tmp_path / "run"))
-    assert [len([*(node.home / "new").glob("code/*.zip")]) for node in testbed.nodes] == [1, 1, 0, 0]
 
 
 def test_the_next_attempt_asks_the_nodes_again_takes_spare_ones_and_gets_the_code_there(

@@ -80,9 +80,7 @@ def test_a_run_that_fails_begins_again_until_it_is_complete(tmp_path: Path) -> N
     stopped = Story(tmp_path, ("signal", 0))
     stopped.clock.after(1.5, stopped.ask)
     assert (stopped.tell(), stopped.clock.now < 1.7) == (("failed", 1), True)
-
-
-def test_restarts_are_counted_from_the_last_progress(tmp_path: Path) -> None:
+    # Restarts are counted from the last progress.
     story = Story(tmp_path, *(("signal", step) for step in (0, 0, 10, 10, 20, 20, 20, 20)))
     assert story.tell() == ("failed", 7)  # the last one of which there were two without a further checkpoint
     step = "without progress, from the checkpoint of step"

@@ -75,14 +75,11 @@ def test_table_page_and_document_show_what_was_evaluated(burst, evaluation: RunF
     assert "needle" not in burst("report", "tiny").out
 
 
-def test_damaged_tables_are_shown_as_far_as_they_go(burst, evaluation: RunFolder) -> None:
+def test_start_up_ends_where_evaluation_begins_and_damaged_tables_are_shown(burst, evaluation: RunFolder) -> None:
     odd = [{"depth": "<b>", "gain": "x"}], [{"depth": 0.5, "gain": None, "accuracy": None}]
     for table in (None, [], 7, "text", [3], [{}], *odd):
         changed(evaluation, final_needle_by_depth=table, evaluated_step=table)
         assert "tiny-eval/20260101-000001-000001" in burst("report", "000001").out
-
-
-def test_start_up_ends_where_evaluation_begins(evaluation: RunFolder) -> None:
     begin = evaluation.read_state()["history"][1]["at"]
     events = [{"at": begin, "kind": "phase", "phase": phase} for phase in ("restore", "evaluate")]
     (evaluation.path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))

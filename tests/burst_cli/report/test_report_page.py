@@ -104,22 +104,20 @@ def test_page_has_every_section_once(page_of, methods_dir: Path) -> None:
     assert any("prefers-color-scheme: dark" in text for text in page.of("style"))
 
 
-def test_one_run_has_its_curves_no_comparison_and_a_flag_above_the_peak(page_of, tmp_path: Path) -> None:
+def test_one_run_has_curves_and_a_flag_above_the_peak_and_warnings_come_first(page_of, tmp_path: Path) -> None:
     for figure in ("mfu", "hfu"):
         make_run(tmp_path / figure, "tiny/20260101-000001-aaaaaa", **{figure: 1.2})
         page = page_of(tmp_path / figure)
         assert page.of("figcaption") == ["Training loss", "Step time (s)"]
         assert ("120% !" in page.of("td"), any("cannot be" in text for text in page.of("p"))) == (True, True)
-
-
-def test_warnings_come_first(page_of, tmp_path: Path) -> None:
-    (tmp_path / "tiny/20260101-000000-aaaaaa").mkdir(parents=True)
-    (tmp_path / "tiny/20260101-000000-aaaaaa/run.json").write_text("{")
-    assert page_of(tmp_path).of("summary")[0] == "2 warnings"
+    folder = tmp_path / "damaged"  # warnings come first
+    (folder / "tiny/20260101-000000-aaaaaa").mkdir(parents=True)
+    (folder / "tiny/20260101-000000-aaaaaa/run.json").write_text("{")
+    assert page_of(folder).of("summary")[0] == "2 warnings"
     assert page_of(tmp_path / "nothing").of("h1") == ["burst report: no runs"]
     for exp, heading in (("a", "a, tiny"), ("b", "a, b, tiny"), ("c", "a, b, c and 1 more")):
-        make_run(tmp_path, f"{exp}/2025010{ord(exp) - 96}-000000-aaaaaa", steps=0)
-        assert page_of(tmp_path).of("h1") == [f"burst report: {heading}"]
+        make_run(folder, f"{exp}/2025010{ord(exp) - 96}-000000-aaaaaa", steps=0)
+        assert page_of(folder).of("h1") == [f"burst report: {heading}"]
 
 
 # --- self-contained and safe ------------------------------------------------------------------------------------------
