@@ -390,3 +390,4 @@ def test_before_the_first_step_a_block_shows_that_something_goes_on(bare: RunFol
         f"{'━' * 25} starting the ranks 8:20",
         "no first step for 500 s; stacks will be taken at 900 s",
     ]
+    assert drawn(progress, 30)[1] == f"{'━' * 7} starting the ranks 8:…"
