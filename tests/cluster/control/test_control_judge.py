@@ -189,16 +189,25 @@ def test_first_death_is_read_from_the_log_of_torchrun_and_counted_from_the_first
 
 
 RUN = Path("/runs/tiny/20260101-000000-abcdef")
+ADVICE = {
+    **dict.fromkeys(("config", "user"), "Correct the setting or file"),
+    "oom": "cluster.ranks_per_node",
+    "peer_lost": "The rank that it lost said nothing",
+    "hang": "Read where every rank was in the log",
+    "node_lost": "See what is left of the node",
+    "port": "See who listens there",
+    "start": "Remove the reason",
+    "launcher": "Read the log;",
+}
 
 
 @pytest.mark.parametrize(
     ("failure", "words"),
     [
         (Failure("oom", "T", "m", memory={"where": "device"}), "memory.optimizer_store=host"),
-        (Failure("oom", "T", "m"), "cluster.ranks_per_node"),
         (Failure("signal", "SIGKILL", "m", signal="SIGKILL"), "If `dmesg` shows"),
         (Failure("node_lost", "T", "m", host="n2"), f"`burst resume {RUN.name} --hosts NODES`"),
-        *((Failure(kind, "T", "m"), " ") for kind in get_args(Kind)),
+        *((Failure(kind, "T", "m"), ADVICE.get(kind, "The whole traceback is in the log;")) for kind in get_args(Kind)),
     ],
 )
 def test_every_kind_of_failure_has_advice_and_survives_run_json(failure: Failure, words: str) -> None:

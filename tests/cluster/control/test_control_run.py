@@ -14,7 +14,7 @@ from testkit.fake_run import TestbedRun
 from testkit.process_table import wait_until_gone
 from testkit.testbed_fixture import Testbeds
 
-from cluster.control.attempt import ControllerBusyError, controlling, find_controller, tail_text, write_cancel
+from cluster.control.attempt import ControllerBusyError, Restarts, controlling, find_controller, tail_text, write_cancel
 from cluster.control.link import LaunchTiming, StartRefusedError
 from cluster.failure import failure_from_dict
 from engine.config.settings import CheckpointConfig
@@ -317,6 +317,9 @@ def test_another_attempt_knows_nothing_of_the_one_before(world: World) -> None:
     assert world.clock.now - begin > 3
     assert (world.run.path / "attempts/1/nodes/n2/outcome.json").exists()
     assert not (world.run.path / "nodes/n2/outcome.json").exists()
+    assert Restarts().after(world.run) == Restarts(1, 0)
+    world.run.append_event("checkpoint", step=1)
+    assert [Restarts(3, saved).after(world.run) for saved in (0, 1)] == [Restarts(1, 1), Restarts(4, 1)]
 
 
 # --- over real sshd: only the ranks are fakes -------------------------------------------------------------------------
