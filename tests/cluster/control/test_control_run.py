@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from control_fakes import STEPS, Act, Scene, World, node, put
@@ -72,25 +73,30 @@ def break_down(*_: object) -> None:
     raise BrokenPipeError("the reader left")
 
 
+def watch(act: Act) -> Act:
+    """Whoever watches does this."""
+    return lambda world: setattr(world.observer, "act", lambda: act(world))
+
+
+LEFT = ("launcher", "BrokenPipeError", "the reader left")
+
+
 @pytest.mark.parametrize(
-    "story",
+    ("story", "ends"),
     [
-        [(0, put(1, start=break_down))],
-        [
-            (0, put(1, is_held=True)),
-            (0, lambda world: setattr(world.observer, "act", break_down)),
-        ],  # n2 is being started
+        ([(0, put(1, start=break_down))], ("failed", 1, LEFT)),
+        ([(0, put(1, is_held=True)), (0, watch(break_down))], ("failed", 1, LEFT)),  # n2 is being started
+        ([(0, watch(lambda world: (world.press(), break_down())))], ("cancelled", 130, None)),
     ],
 )
-def test_whatever_breaks_all_that_began_is_killed(world: World, story: list[Scene]) -> None:
+def test_whatever_breaks_all_that_began_is_killed(world: World, story: list[Scene], ends: tuple[Any, ...]) -> None:
     world.play(*story)
     with pytest.raises(BrokenPipeError):
         world.lead()
     assert [[(cause, grace) for _, cause, grace in link.stops] for link in world.links] == [[("exception", 0.0)]] * 2
-    assert (world.state["state"], world.state["exit_code"]) == ("failed", 1)
     failure = failure_from_dict(world.state["failure"])
-    assert failure is not None
-    assert (failure.kind, failure.type, failure.message) == ("launcher", "BrokenPipeError", "the reader left")
+    told = None if failure is None else (failure.kind, failure.type, failure.message)
+    assert (world.state["state"], world.state["exit_code"], told) == ends
     assert find_controller(world.run) is None
 
 
