@@ -224,6 +224,7 @@ def test_a_testbed_in_a_folder_behind_a_link_goes_down(testbeds, monkeypatch):
         (Path(short) / "link").symlink_to(short)
         monkeypatch.setenv("BURST_TESTBED_DIR", f"{short}/link/beds")
         name = testbeds.make(nodes=1).name
+        assert stat.S_IMODE(state_root().stat().st_mode) == 0o700
         testbeds.close()
 
         assert leftovers(name) == []
