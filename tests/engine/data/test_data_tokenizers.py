@@ -65,7 +65,7 @@ def make_word_level(**tokens: int) -> Tokenizer:
     return inner
 
 
-def test_byte_fallback_and_spaces_are_counted_and_ids_may_have_gaps() -> None:
+def test_byte_fallback_and_spaces_are_counted_ids_may_have_gaps_and_nothing_is_cut_or_padded(tmp_path: Path) -> None:
     tokenizer = FileTokenizer(FAMILIES["mistral"][0](), "mistral")
     text = " hello a é€a a"  # with the space that a text begins with there
     [ids] = tokenizer.encode([text])
@@ -74,9 +74,6 @@ def test_byte_fallback_and_spaces_are_counted_and_ids_may_have_gaps() -> None:
     words = FileTokenizer(make_word_level(**{"</s>": 10}), "words")
     assert words.token_bytes()[[0, 1, 7, words.eod_id]].tolist() == [6, 6, 0, 0]
     assert words.token_bytes().shape == (words.vocab_size,) == (11,)
-
-
-def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path) -> None:
     inner = make_word_level(**{"</s>": 3})
     inner.enable_truncation(2)
     inner.enable_padding(length=8)

@@ -36,6 +36,10 @@ def test_each_storage_counts_once_at_its_size_until_it_is_freed_and_views_nothin
         assert (tracker.live_bytes, tracker.peak_bytes) == (0, 160 * FLOAT)
         tracker.reset_peak()
         assert tracker.peak_bytes == 0
+    moment = OptimState8bit.zeros((4096,), signed=True)
+    with LiveTensorTracker() as tracker:  # of a wrapper what it wraps
+        tracker.watch([moment])
+    assert tracker.peak_bytes == moment.codes.nbytes + moment.scale.nbytes + moment.qmap.nbytes
 
 
 def test_host_memory_counts_apart_with_a_peak_of_its_own() -> None:
@@ -83,13 +87,6 @@ def test_what_came_since_a_moment_and_lives_is_labelled_anew() -> None:
         tracker.relabel_since(moment, "kept", keep=frozenset({"pool"}))
         tracker.reset_peak()
     assert tracker.device.peak.components == {"work": before.nbytes, "kept": kept.nbytes, "pool": pooled.nbytes}
-
-
-def test_of_a_wrapper_what_it_wraps_counts() -> None:
-    moment = OptimState8bit.zeros((4096,), signed=True)
-    with LiveTensorTracker() as tracker:
-        tracker.watch([moment])
-    assert tracker.peak_bytes == moment.codes.nbytes + moment.scale.nbytes + moment.qmap.nbytes
 
 
 def test_the_innermost_function_that_is_listed_decides() -> None:

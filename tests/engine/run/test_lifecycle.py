@@ -80,6 +80,8 @@ def test_the_first_error_becomes_failed_with_rank_step_and_phase_and_stays(run: 
         fail(OvertakenRun(run.path), ConfigError("mine"))["failure"]["message"] == "first"
     )  # nor an error of the move
     assert fail(run, RuntimeError("echo"), rank=1)["failure"]["message"] == "first"
+    run.transition("starting")  # by a launcher: failures are left to it
+    assert fail(run, RuntimeError("broken"), environment=LAUNCHED)["state"] == "running"
 
 
 def test_lack_of_memory_is_recorded_with_what_was_measured_and_advice(run: RunFolder) -> None:
@@ -88,8 +90,3 @@ def test_lack_of_memory_is_recorded_with_what_was_measured_and_advice(run: RunFo
     assert (failure["rank"], failure["step"], failure["memory"]["where"]) == (0, 3, "host")
     assert failure["memory"]["peak_bytes"] > 2**20
     assert "cluster.ranks_per_node" in failure["advice"]
-
-
-def test_under_a_launcher_failures_are_left_to_it(run: RunFolder) -> None:
-    run.transition("starting")
-    assert fail(run, RuntimeError("broken"), environment=LAUNCHED)["state"] == "running"
