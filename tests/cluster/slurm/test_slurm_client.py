@@ -175,24 +175,15 @@ def test_an_unreachable_controller_is_a_problem_and_not_the_end(job):
     assert not unreachable.has_ended()
 
 
+FAILED = JobStatus("FAILED", "Why", exit_code=1)
+
+
 @pytest.mark.parametrize(
     ("status", "log", "words"),
     [
-        (
-            JobStatus("FAILED", exit_code=1),
-            "srun: error: n2: task 1: Killed\nsrun: Force Terminated StepId=1.0\n",
-            "n2: task 1: Killed",
-        ),
-        (
-            JobStatus("FAILED", exit_code=1),
-            "0: burst: n1: noise\n0: burst: n2: no address for the other nodes\nsrun: error: n2: task 1: Exited\n",
-            "n2: no address",
-        ),
-        (
-            JobStatus("FAILED", "Why", exit_code=1),
-            "noise\nbash: /py: No such file or directory\n",
-            "No such file or directory",
-        ),
+        (FAILED, "srun: error: n2: task 1: Killed\nsrun: Force Terminated StepId=1.0\n", "n2: task 1: Killed"),
+        (FAILED, "0: burst: n1: noise\n0: burst: n2: no way\nsrun: error: n2: task 1: Exited\n", "n2: no way"),
+        (FAILED, "noise\nbash: /py: No such file\n", "bash: /py: No such file"),
         (JobStatus("FAILED", signal=53), "", "all nodes share"),
         (JobStatus("FAILED", exit_code=66), "", "all nodes share"),
     ],

@@ -402,23 +402,15 @@ FIELDS = "index,utilization.gpu,memory.used,temperature.gpu,clocks.sm"
 
 
 @pytest.mark.parametrize(
-    ("script", "count", "known"),
-    [
-        (f'[ "$1" = --query-gpu={FIELDS},clocks_event_reasons.active ] && echo 0, 1, 2, 3, 4, 0x0', 1, THROTTLES[:1]),
-        (
-            f'[ "$1" = --query-gpu={FIELDS},clocks_throttle_reasons.active ] && printf "0, 1, 2, 3, 4, 0x0\\n\\377"',
-            1,
-            THROTTLES[1:],
-        ),
-        ("exit 9", None, THROTTLES),
-    ],
+    ("field", "count", "known"),
+    [*((THROTTLES[at], 1, THROTTLES[at : at + 1]) for at in (0, 1)), ("of nobody", None, THROTTLES)],
     ids=["new driver", "old driver", "broken driver"],
 )
 def test_gpus_of_drivers_new_old_and_broken(
-    script: str, count: int | None, known: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    field: str, count: int | None, known: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_program(tmp_path / "nvidia-smi", script)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    said = f'[ "$1" = "--query-gpu={FIELDS},{field}" ] && printf "0, 1, 2, 3, 4, 0x0\\n\\377"'
+    monkeypatch.setenv("PATH", f"{write_program(tmp_path / 'nvidia-smi', said).parent}:{os.environ['PATH']}")
     throttles = list(THROTTLES)
     gpus = read_gpus(Helpers(), throttles)
     assert (None if gpus is None else len(gpus), tuple(throttles)) == (count, known)
