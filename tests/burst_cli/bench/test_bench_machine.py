@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from testkit.command_line import Result
-from testkit.terminal import lines_of
+from testkit.terminal import lines_of, text_of
 
 from burst_cli.app import main
 from burst_cli.bench.view import machine_view
@@ -108,6 +108,9 @@ def test_a_profile_as_people_read_it() -> None:
         for load in (3.1, 3.0)
     )
     assert quiet == [*busy[:-2], "device a processor, cores 2, load 3.0"]
+    rows = text_of(machine_view({"machine": machine | shares, "measured": measured | {"load": 0.0}})).splitlines()[:13]
+    ends = {row.index(size) + len(size) for row, size in zip(rows, ("size", "64", "1,024"), strict=False)}
+    assert (len(ends), len({*map(len, rows)})) == (1, 1)  # figures stand right
     assert busy == [
         "of a rank size rate",
         "products of matrices, by their smallest side 64 500 MFLOP/s",

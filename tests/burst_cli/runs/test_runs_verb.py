@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def test_filters_and_limit(burst, root: Path) -> None:
 
 def test_run_whose_launcher_is_gone_is_lost_until_somebody_controls_it(burst, root: Path) -> None:
     run = make_run(root)
-    assert " running " in burst("runs").out
+    assert re.search(r" running .*\d:\d\d ", burst("runs").out)
     forget_process(run)
     assert " lost " in burst("runs").out
     assert len(listed(burst("runs", "--state", "lost"))) == len(listed(burst("runs", "--state", "running"))) == 1
