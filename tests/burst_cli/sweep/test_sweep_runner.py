@@ -197,17 +197,18 @@ def test_stop_cancels_the_running_cell_which_is_taken_up_next_time(
     tmp_path: Path, ledger: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_CELL_S", "30")
-    stop = Stops()
+    stop, seen = Stops(), set[str]()
 
     class StopsOnceItRuns(Quiet):
         def tick(self, cells: Any) -> None:
+            seen.update(states(cells))
             path = Path(cells[0]["run_path"] or "none")
             if not (path / "metrics.jsonl").exists() and (path / "run.json").exists():
                 is_running = RunFolder(path).read_state()["state"] == "running"
                 stop.count = 1 if is_running else stop.count  # a request is not taken back when the run has ended
 
     first = runner_of(sweep_of(tmp_path, 2), stop, view=StopsOnceItRuns()).run()
-    assert states(first) == ["cancelled", "pending"]
+    assert (states(first), seen) == (["cancelled", "pending"], {"cancelled", "pending", "running"})
     monkeypatch.setenv("FAKE_CELL_S", "0.05")
     assert states(run_sweep(tmp_path, 2)) == ["completed"] * 2
     assert len(list_runs(tmp_path)) == 2
