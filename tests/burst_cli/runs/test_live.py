@@ -76,13 +76,6 @@ def test_nodes_that_are_alike_share_a_row_with_the_span_of_their_figures() -> No
     assert [(row.mark, len(row.nodes)) for row in rows_of(fleet(**silent))] == [("warn", 30), ("ok", 34)]
 
 
-def test_a_rank_that_has_ended_well_is_not_told_as_dead() -> None:
-    for death, notes in (({"exit_code": 0}, ()), ({"exit_code": 1}, ("rank 7 dead",)), ({}, ("rank 7 dead",))):
-        supervisor = {"deaths": [{"rank": 7, **death}]}
-        ended = status("tb9", health=health(ranks={"7": {"state": "Z"}}), supervisor=supervisor)
-        assert node_rows([ended], RunFacts())[0].notes == notes
-
-
 ALIVE = ("starting", "running", "stopping")
 RANKS = {
     **{name: {"state": state} for name, state in (("5", "t"), ("6", "T"), ("7", "Z"), ("8", "X"), ("1234567", "gone"))},
@@ -111,7 +104,7 @@ def test_node_that_is_not_well_stands_out_above_the_others() -> None:
         assert [len(row.nodes) for row in others] == [63]
 
 
-def test_silence_of_a_run_that_has_ended_is_no_news() -> None:
+def test_silence_of_a_run_and_ranks_that_have_ended_well_are_no_news() -> None:
     ended = status("tb1", phase="ended", outcome={"cause": "exit", "exit_code": 0}, heard_s=5000.0)
     stopped = status("tb2", health=health(ranks={"0": {"state": "T"}}), heard_s=5000.0)
     rows = node_rows([ended, stopped], RunFacts(), straggler=0, is_over=True)
@@ -122,6 +115,10 @@ def test_silence_of_a_run_that_has_ended_is_no_news() -> None:
     rows = node_rows([replace(stopped, phase="stopping", heard_s=1.0), left, odd], RunFacts())
     found = [(row.notes, row.ranks, row.memory) for row in rows]
     assert found == [((), ("T",), (0.25,)), ((), (), ()), ((), ("?", "too long…"), ())]
+    for death, notes in (({"exit_code": 0}, ()), ({"exit_code": 1}, ("rank 7 dead",)), ({}, ("rank 7 dead",))):
+        supervisor = {"deaths": [{"rank": 7, **death}]}
+        over = status("tb9", health=health(ranks={"7": {"state": "Z"}}), supervisor=supervisor)
+        assert node_rows([over], RunFacts())[0].notes == notes
 
 
 def test_a_table_of_nodes_tells_how_they_are_by_words_and_colours() -> None:
