@@ -193,7 +193,14 @@ class Told(dict):
         os.kill(os.getpid(), signal.SIGTERM)
         return super().__getitem__(name)
 
-sys.exit(main(sys.argv[1:], Told(os.environ)))
+class Words(list):
+    def __getitem__(self, at):
+        if isinstance(at, slice):  # the command, which is about to begin
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().__getitem__(at)
+
+when, *words = sys.argv[1:]
+sys.exit(main(words, Told(os.environ)) if when == "before" else main(Words(words), os.environ))
 """
 
 
@@ -221,8 +228,10 @@ def test_a_pod_prints_every_line_of_its_ranks_once_and_what_they_left(tmp_path: 
     assert (run.path / "logs/pod-0").stat().st_mode & 0o077 == 0
 
 
-def test_a_pod_that_is_ended_before_its_ranks_begin_starts_none_and_says_so(tmp_path: Path) -> None:
-    marker = tmp_path / "began"
-    run, done = first_pod(tmp_path, "-c", _STOPPED, "RUN", "touch", str(marker))
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_pod_that_is_ended_before_its_ranks_begin_or_meanwhile_ends_them_and_says_so(
+    tmp_path: Path, when: str
+) -> None:
+    run, done = first_pod(tmp_path, "-c", _STOPPED, when, "RUN", "sh", "-c", "echo began; exec sleep 9")
     assert (done.returncode, run.read_state()["state"]) == (128 + signal.SIGTERM, "failed")
-    assert not marker.exists()
+    assert when == "meanwhile" or "began" not in done.stdout
