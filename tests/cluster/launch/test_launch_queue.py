@@ -129,6 +129,12 @@ def test_a_scheduler_is_asked_now_and_then_also_while_an_end_is_to_come(job: Wai
     wait_for(lambda: job.asked > asked + 1)
     job.close()
     assert job.ends == 1  # another time only after a while
+    patient = Waiting(job.run, poll_s=300.0)
+    patient.watch()
+    wait_for(lambda: patient.asked)
+    patient.end_after(0.0)  # which does not wait for the next look
+    wait_for(lambda: patient.ends)
+    patient.close()
 
 
 def test_a_job_that_nobody_waits_for_any_more_has_ended_when_the_launcher_leaves(job: Waiting) -> None:

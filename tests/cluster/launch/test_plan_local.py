@@ -100,9 +100,11 @@ def test_a_run_on_gpus_keeps_the_machine_unless_it_was_given_its_own(gpus: int, 
 def test_ranks_read_the_run_folder_take_no_fixed_port_and_their_supervisor_finds_all_files_there() -> None:
     found = plan(ranks_per_node=2)
     (node,), spec = found.nodes, node_spec(found, found.nodes[0], lease_s=60.0)
-    assert node.argv[:3] == ("/usr/bin/python3", "-m", "torch.distributed.run")
-    assert node.argv[-3:] == ("-m", "engine.train", str(RUN / "config.yaml"))
-    assert "--rdzv-endpoint=127.0.0.1:0" in node.argv
+    assert node.argv == (
+        *("/usr/bin/python3", "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--rdzv-backend=c10d"),
+        *("--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", f"--log-dir={RUN}/logs/node1/torchrun"),
+        *("--max-restarts=0", f"--rdzv-id={RUN.name}", "-m", "engine.train", f"{RUN}/config.yaml"),
+    )
     assert (spec.node, spec.folder, spec.files, spec.container) == ("node1", str(RUN), (), None)
     assert (spec.environment["BURST_NODE"], spec.lease_s) == ("node1", 60.0)
 
