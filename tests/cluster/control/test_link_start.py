@@ -5,23 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 
 import pytest
 from agent_rig import LOG, NODE, FakeNode, Script, Stream, begin, closing, spec_of, status, swept, wait_for_ends
-from testkit.fake_plan import node_facts
 from testkit.machine_clock import machine_time
 from testkit.waiting import wait_for
 
 from cluster.control.link import StartRefusedError
 from cluster.control.ssh_link import LinkTiming, SharedPool
-from cluster.errors import HostsError, SshError, SshFailure
-from cluster.launch.local import LocalLink, build_local_plan
-from cluster.launch.runner import open_links
+from cluster.errors import SshError, SshFailure
+from cluster.launch.local import LocalLink
 from cluster.ssh.session import SshPool
-from engine.config.cluster import ClusterConfig, SshConfig
-from engine.config.settings import RunConfig
-from engine.runs.folder import RunFolder
 
 
 class Supervisors:
@@ -155,30 +149,12 @@ def test_the_end_of_a_link_is_told_once_also_when_it_never_began_and_the_pool_en
     assert told == [0, 1]
 
 
-# --- links of a plan --------------------------------------------------------------------------------------------------
-
-
-def links_of(run, name: str, **ssh: object):
-    config = RunConfig(cluster=ClusterConfig(ssh=SshConfig(**ssh)))
-    plan = build_local_plan(config, node_facts(), run)
-    nodes = (replace(plan.nodes[0], name=name, folder="/there"),)
-    return open_links(replace(plan, launcher="ssh", nodes=nodes), RunFolder(run))
+# --- this machine -----------------------------------------------------------------------------------------------------
 
 
 def test_a_local_launch_does_not_load_what_ssh_takes():
     code = "import sys, cluster.launch.runner, cluster.launch.local; sys.exit('paramiko' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_hosts_are_found_as_the_configuration_says_and_why_they_cannot_be_reached_is_told(run, tmp_path):
-    config_file = tmp_path / "ssh_config"
-    config_file.write_text("Host node1\n  HostName 127.0.0.1\n  Port 1\n")
-    (link,) = links_of(run, "node1", config_file=str(config_file))
-    with closing(link):
-        link.follow()
-        wait_for(lambda: "port 1" in (link.poll().problem or ""))
-    with pytest.raises(HostsError, match="no host name"):
-        links_of(run, "-oProxyCommand=evil")
 
 
 def test_a_folder_that_is_gone_is_a_problem_in_words_and_raises_nothing(tmp_path):
