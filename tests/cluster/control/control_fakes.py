@@ -52,6 +52,7 @@ class FakeLink(NodeLink):
     is_silent: bool = False
     heard_at: float = 0.0
     is_synced: bool = True
+    ahead_ns: int = 0
     states: Mapping[str, str] = field(default_factory=dict)
     mute: frozenset[str] = frozenset()
     # What it was asked for.
@@ -86,6 +87,7 @@ class FakeLink(NodeLink):
             heard_s=self.clock.now - self.heard_at,
             is_synced=self.is_synced and self.outcome is not None,
             problem="timed out" if self.is_silent else None,
+            clock_offset_ns=self.ahead_ns,
             supervisor=self.supervisor,
             is_begun=self.is_begun,
             refusal=None if self.is_held or not self.specs else self.refusal,
