@@ -57,7 +57,7 @@ def look(world: World) -> RunState:
 
 
 LEASE = {"stop_at_ns": Clock().time_ns(), "stop_cause": "no word from the launcher"}
-AHEAD_NS = 3_600 * 10**9
+NOW_NS, HOUR_NS = Clock().time_ns(), 3_600 * 10**9
 BOTH_BY_LEASE = [(0, node(at, "end", None, "lease", **LEASE)) for at in (0, 1)]
 
 
@@ -69,13 +69,14 @@ BOTH_BY_LEASE = [(0, node(at, "end", None, "lease", **LEASE)) for at in (0, 1)]
             [*BOTH_BY_LEASE, (0, node(0, "rank_error", 0, "peer_lost"))], "failed", 1,
             "LauncherLost the launcher was gone for 60 s, so these nodes stopped their ranks: n1, n2",
         ),
-        (  # what is said later by a node whose clock is an hour ahead
+        (  # a node whose clock is an hour ahead said something after it had stopped
             [
-                BOTH_BY_LEASE[0], (0, put(1, ahead_ns=AHEAD_NS)),
-                (0, node(1, "end", None, "lease", **{**LEASE, "stop_at_ns": Clock().time_ns() + AHEAD_NS})),
-                (0, node(1, "rank_error", 3, time_ns=Clock().time_ns() + AHEAD_NS + 10**9)),
+                (0, node(0, "rank_error", 0, message="the true cause", time_ns=NOW_NS + 5 * 10**9)),
+                (0, node(0, "end", 1)), (0, put(1, ahead_ns=HOUR_NS)),
+                (0, node(1, "end", None, "lease", stop_at_ns=NOW_NS + HOUR_NS)),
+                (0, node(1, "rank_error", 3, time_ns=NOW_NS + HOUR_NS + 10**9)),
             ],
-            "failed", 1, "LauncherLost the launcher was gone for 60 s, so these nodes stopped their ranks: n1, n2",
+            "failed", 1, "the true cause",
         ),
         (  # a failure before the lease ended
             [

@@ -261,6 +261,7 @@ def test_the_last_dump_becomes_threads_first_the_one_that_began_in_a_module(earl
 
 def test_a_rank_waits_where_its_main_thread_does_or_on_a_gpu_that_of_backward() -> None:
     assert waits_in(parse_stacks(DUMP)) == "all_reduce"
+    assert parse_stacks(DUMP + "\n" * 1_000_000) == []  # what lies so far back is not looked for
     assert waits_in(parse_stacks(DUMP.replace("torch/distributed/", "numpy/"))) is None
     assert waits_in(parse_stacks(BACKWARD)) == "reduce_scatter_single"
     leading = ("_ops", "utils/_contextlib", "distributed/c10d_logger", "distributed/_tools/a")
