@@ -286,6 +286,7 @@ def test_run_is_stopped_as_patiently_as_somebody_asks(world: World, name: str) -
     assert [one.node for one in outcome.leftover] == left
     assert [text.partition(":")[0] for text in world.state["leftover"]] == left
     assert world.clock.now < 1005.0 + within_s
+    assert ("killing what is left" in " ".join(world.observer.notes)) == (0.0 in graces[0])
     assert within_s < PATIENT_S or world.clock.now > 1004.0 + within_s
     cause = "somebody" if "folder" in name else "Ctrl-C"
     assert world.observer.stops == [(cause, grace_s) for grace_s in graces[0][:1]]

@@ -26,6 +26,7 @@ from cluster.control.attempt import (
     StopRequests,
     controlling,
     read_cancel,
+    write_cancel,
 )
 from cluster.control.controller import Manner, Opener, control, request_cancel, settle
 from cluster.control.link import NodeLink
@@ -170,10 +171,16 @@ def test_run_that_nobody_leads_is_stopped_from_here(world: World) -> None:
 
 
 class Watched(RunFolder):
+    """Somebody else asks for something else after the first look."""
+
     looks = 0
+    seen: CancelFile | None = None
 
     def read_state(self) -> dict[str, Any]:
         self.looks += 1
+        if self.looks == 2:
+            self.seen = read_cancel(self)
+            write_cancel(self, "another", 7.0)
         return super().read_state()
 
 
@@ -183,7 +190,7 @@ def test_run_that_is_led_elsewhere_gets_the_request_and_a_damaged_one_counts(wor
         settled = request_cancel(watched, grace_s=0.0, wait_s=0.3, opener=opener(world))
     assert watched.looks <= 6  # in three pauses
     assert settled.problem == "it was asked to stop, but has not ended after 0.3 s"
-    assert read_cancel(world.run) == CancelFile("burst cancel", 0.0)
+    assert (watched.seen, read_cancel(world.run)) == (CancelFile("burst cancel", 0.0), CancelFile("another", 7.0))
     (world.run.path / CANCEL_FILE).write_text("{")
     assert read_cancel(world.run) == CancelFile("burst cancel", None)
 
