@@ -29,7 +29,7 @@ def runs_dir(tmp_path: Path) -> Path:
     make_run(folder, "tiny/20260101-000004-dddddd", config=variant("ulysses", 512))
     cells = [
         cell("c1", "ring", 512, first.path),
-        cell("c2", "burst", 512, Path("tiny/20260101-000002-bbbbbb")),
+        cell("c2", "burst", 512, Path("/as/it/was/runs/tiny/20260101-000002-bbbbbb")),
         cell("c3", "burst", 1024, lost.path),
         cell("c4", "ring", 1024),
         cell("c5", "ring", 2048, None, short_of_memory="needs 90 GiB"),
