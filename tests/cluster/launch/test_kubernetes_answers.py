@@ -229,9 +229,7 @@ def test_a_pod_prints_every_line_of_its_ranks_once_and_what_they_left(tmp_path: 
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-def test_a_pod_that_is_ended_before_its_ranks_begin_or_meanwhile_ends_them_and_says_so(
-    tmp_path: Path, when: str
-) -> None:
+def test_a_pod_ended_before_or_while_its_ranks_begin_ends_them_and_says_so(tmp_path: Path, when: str) -> None:
     run, done = first_pod(tmp_path, "-c", _STOPPED, when, "RUN", "sh", "-c", "echo began; exec sleep 9")
     assert (done.returncode, run.read_state()["state"]) == (128 + signal.SIGTERM, "failed")
     assert when == "meanwhile" or "began" not in done.stdout
