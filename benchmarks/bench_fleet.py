@@ -74,7 +74,7 @@ def record_answer() -> bytes:
     """What a node of the testbed answers to the probe, with the fleet's placeholder for the fence."""
     from testkit.fleet import FENCE
 
-    from cluster.survey.ask import build_script
+    from cluster.survey.facts import build_script
     from cluster.testbed.hardware.files import hardware_files
 
     script = build_script(questions(), FENCE.decode())
@@ -113,7 +113,7 @@ def run_burst(config_file: Path, names: Sequence[str], timeout_s: float) -> Turn
 
 def run_clush(config_file: Path, names: Sequence[str], timeout_s: float) -> Turn:
     """One turn of clush with the same script; who failed is read from its messages."""
-    from cluster.survey.ask import build_script, new_fence
+    from cluster.survey.facts import build_script, new_fence
 
     fence = new_fence()
     options = f"-F {config_file} -o ConnectTimeout={timeout_s:.0f}"
@@ -132,7 +132,7 @@ def probe_fleet(config_file: Path, names: Sequence[str], timeout_s: float) -> di
     """The client: every node's probe, parsed; who answered and why the others did not."""
     from cluster.ssh.hosts import Host, fan_out, resolve_hosts
     from cluster.ssh.session import SshPool
-    from cluster.survey.ask import build_script, new_fence, read_sections
+    from cluster.survey.facts import build_script, new_fence, read_sections
     from engine.config.cluster import SshConfig
 
     hosts = resolve_hosts(names, SshConfig(config_file=str(config_file), connect_timeout_s=timeout_s))

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import AttentionConfig, RunConfig, TrainConfig, dump_config
-from engine.runs.summary import WARMUP_STEPS, config_facts, predicted_facts, summarise
+from engine.runs.record import WARMUP_STEPS, config_facts, predicted_facts, summarise
 
 PRESETS = ("burst", "megatron_cp", "loongtrain", "ring", "ulysses", "usp")
 LENGTHS = (65536, 131072, 262144, 524288, 1048576)

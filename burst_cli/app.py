@@ -199,7 +199,7 @@ def _run(arguments: list[str]) -> int:
 
     if not os.environ.get("_BURST_COMPLETE"):
         return run()
-    from burst_cli.completion import run_completion
+    from burst_cli.overrides import run_completion
 
     return run_completion(run)
 

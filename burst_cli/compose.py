@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError, safe_dump, safe_load
 
-from burst_cli.config.overrides import (
+from burst_cli.overrides import (
     MOST_CELLS,
     Axis,
     Groups,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from burst_cli import render
-from burst_cli.completion import complete_override, complete_run
+from burst_cli.overrides import complete_override, complete_run
 from engine.config.settings import RunConfig
 from engine.runs.folder import RUNS_DIR_VARIABLE
 

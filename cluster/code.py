@@ -30,7 +30,7 @@ from engine.config.cluster import ClusterConfig
 OLD_PYTHON = "burst needs Python 3.9 or newer as python3"
 _NODE_FILES = (
     *("cluster/__init__.py", "cluster/agent/*.py", "cluster/image/__init__.py", "cluster/image/node/*.py"),
-    *("engine/__init__.py", "engine/runs/__init__.py", "engine/runs/host_memory.py"),
+    *("engine/__init__.py", "engine/runs/__init__.py", "engine/runs/process.py"),
 )
 _ROOT = Path(__file__).resolve().parent.parent
 # The code lies in a file without a name, which Python imports from and other processes may inherit.

@@ -19,9 +19,16 @@ from cluster.errors import ClusterError
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connect, Connection
 from cluster.ssh.hosts import Host, fan_out, fold_nodes
-from engine.runs.commit import commit, new_folder, verify_files
+from engine.runs.checkpoints import (
+    MANIFEST_FILE,
+    CheckpointError,
+    Manifest,
+    commit,
+    manifest_from_dict,
+    new_folder,
+    verify_files,
+)
 from engine.runs.files import parse_line, sync
-from engine.runs.manifest import MANIFEST_FILE, CheckpointError, Manifest, manifest_from_dict
 
 Advance = Callable[[int], None]
 Take = Callable[[bytes], object]

@@ -26,7 +26,8 @@ from cluster.plan import Backend, NodePlan
 from cluster.survey.facts import NodeFacts
 from engine.config.cluster import ClusterConfig, ContainerConfig
 from engine.config.settings import DataConfig, RunConfig
-from engine.runs.folder import NODE_VARIABLE, RANK_LOGS_VARIABLE, RUN_ID_VARIABLE, RunFolder
+from engine.runs.folder import RANK_LOGS_VARIABLE, RunFolder
+from engine.runs.process import NODE_VARIABLE, RUN_ID_VARIABLE
 
 RUN_LABEL = "burst.run"
 CACHE_VARIABLE = "BURST_CACHE_DIR"  # where ranks in a container keep prepared data

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import codecs
 import contextlib
 import itertools
 import json
@@ -101,7 +102,8 @@ class Changes(ast.NodeVisitor):
 
     def visit_Compare(self, node: ast.Compare) -> None:
         for left, right in zip([node.left, *node.comparators], node.comparators, strict=False):
-            self.between(left, right, COMPARISONS)
+            if not (_tells_time(left) or _tells_time(right)):  # nobody sees the very moment of a limit
+                self.between(left, right, COMPARISONS)
         self.generic_visit(node)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
@@ -125,7 +127,7 @@ class Changes(ast.NodeVisitor):
             self.replace(node, str(not node.value))
         elif isinstance(node.value, int | float):  # one more of a limit changes nothing that anybody was promised
             self.replace(node, "({} + 1)" if abs(node.value) <= SMALL else "0")
-        elif isinstance(node.value, str) and re.fullmatch(r"[\w.-]+", node.value):
+        elif isinstance(node.value, str) and re.fullmatch(r"[\w.-]+", node.value) and not _is_codec(node.value):
             self.replace(node, repr(f"{node.value}_"))
 
     def visit_If(self, node: ast.If | ast.While | ast.IfExp) -> None:
@@ -196,6 +198,19 @@ class Changes(ast.NodeVisitor):
 
 def _is_text(node: ast.AST) -> bool:
     return isinstance(node, ast.JoinedStr) or isinstance(getattr(node, "value", None), str)
+
+
+def _tells_time(node: ast.expr) -> bool:
+    """Whether a clock is read here, or what it said is used."""
+    words = {getattr(part, "id", None) or getattr(part, "attr", None) for part in ast.walk(node)}
+    return not words.isdisjoint({"monotonic", "now", "deadline"})
+
+
+def _is_codec(name: str) -> bool:
+    """Whether Python finds the same codec by this name and by the changed one."""
+    with contextlib.suppress(LookupError):
+        return codecs.lookup(name) == codecs.lookup(f"{name}_")
+    return False
 
 
 def mutants_of(path: str, source: str) -> dict[int, list[Mutant]]:

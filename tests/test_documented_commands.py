@@ -23,8 +23,8 @@ import typer
 from burst_cli import render
 from burst_cli.app import app
 from burst_cli.compose import compose, sweep_axes
-from burst_cli.config.overrides import builtin_conf_dir, list_options
 from burst_cli.eval.request import OVERRIDES as EVALUATES
+from burst_cli.overrides import builtin_conf_dir, list_options
 from burst_cli.sweep.plan import cells_of
 from engine.config.errors import ConfigError
 from engine.config.schema import walk_fields, walk_sections

@@ -62,6 +62,7 @@ def test_equivalent_mutants_are_of_lines_that_are_there(mutants: Any) -> None:
         assert row["before"] in row["line"], row
 
 
-def test_whether_zip_is_strict_is_no_mutant(mutants: Any) -> None:
-    (found,) = mutants.mutants_of("a.py", "zip(a, b, strict=True)\n").values()
+@pytest.mark.parametrize("source", ["zip(a, b, strict=True)", 'read(encoding="utf-8")', "wait(now < deadline)"])
+def test_what_nobody_could_notice_is_no_mutant(mutants: Any, source: str) -> None:
+    (found,) = mutants.mutants_of("a.py", f"{source}\n").values()
     assert [mutant.text for mutant in found] == ["None"]

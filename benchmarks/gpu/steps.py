@@ -31,10 +31,9 @@ from engine.model.llama import LlamaModel
 from engine.model.parallelize import build_empty_model
 from engine.parallel.mesh import build_mesh, choose_device, read_placement, start_process_group
 from engine.planning.memory.auto import settle_memory
-from engine.planning.memory.capacity import Hardware, capacity_of
 from engine.planning.memory.cost import policy_cost
 from engine.planning.memory.policy import policy_name
-from engine.planning.memory.predictor import Predict
+from engine.planning.memory.predictor import Hardware, Predict, capacity_of
 from engine.planning.methods.topology import Topology
 from engine.planning.time.flops import attention_pairs, count_parameters, step_flops
 from engine.training.metrics import peak_pinned_bytes

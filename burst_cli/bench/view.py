@@ -9,8 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from burst_cli.figures import binary_bytes, grouped, plain, rate, seconds, seconds_between
-from burst_cli.render import listing
+from burst_cli.render import binary_bytes, grouped, listing, plain, rate, seconds, seconds_between
 
 Row = Mapping[str, Any]
 

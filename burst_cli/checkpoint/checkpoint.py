@@ -26,19 +26,18 @@ from burst_cli.checkpoint.view import (
     prune_run,
     pruned_text,
 )
-from burst_cli.completion import complete_run
-from burst_cli.figures import binary_bytes, count_of
 from burst_cli.options import RUNS_DIR, JsonOption, NewestRunArgument, RunsDirOption
+from burst_cli.overrides import complete_run
+from burst_cli.render import binary_bytes, count_of
 from burst_cli.runs.choose import choose_run
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig, load_config
 from engine.data.chat import ChatTemplate, find_template
 from engine.data.tokenizers import TOKENIZER_FILE
 from engine.pretrained.export import ExportDtype, ExportOrder, check_new, export, weight_bytes
-from engine.runs.commit import checkpoints_of
+from engine.runs.checkpoints import CheckpointError, checkpoints_of
 from engine.runs.files import home_path
 from engine.runs.folder import RunFolder
-from engine.runs.manifest import CheckpointError
 
 app = new_verb()
 

@@ -13,14 +13,15 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 from rich.text import Text
 
-from burst_cli.figures import DASH, binary_bytes, count
-from burst_cli.render import listing, say
+from burst_cli.render import DASH, binary_bytes, count, listing, say
 from cluster.launch.runner import runner_of
 from cluster.node_checkpoints import NodeCheckpoint, NodeCheckpoints, ask_nodes
 from cluster.plan import LaunchPlan, PlanFileError, read_launch_plan, roots_of
 from cluster.ssh.hosts import fold_nodes
-from engine.runs.commit import (
+from engine.runs.checkpoints import (
     Checkpoint,
+    CheckpointError,
+    Manifest,
     checkpoints_folder,
     checkpoints_of,
     list_checkpoints,
@@ -30,7 +31,6 @@ from engine.runs.commit import (
 )
 from engine.runs.files import remove_folder
 from engine.runs.folder import FINAL_STATES, RunFolder, typed_overrides
-from engine.runs.manifest import CheckpointError, Manifest
 
 
 @dataclass(frozen=True)

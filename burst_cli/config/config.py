@@ -13,8 +13,8 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.app import new_verb
-from burst_cli.config.overrides import Option, builtin_conf_dir, list_options, search_path
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
+from burst_cli.overrides import Option, builtin_conf_dir, list_options, search_path
 from burst_cli.render import listing
 from engine.config.errors import ConfigError
 from engine.config.schema import to_plain, walk_fields, walk_sections

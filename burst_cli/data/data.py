@@ -9,9 +9,8 @@ from typing import Any
 from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.data.progress import show_progress
-from burst_cli.figures import DASH, binary_bytes, percent, plain, seconds
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
-from burst_cli.render import listing
+from burst_cli.render import DASH, binary_bytes, listing, percent, plain, seconds
 from engine.data.prepare import PreparedData, prepare
 from engine.data.sampler import LengthClass, Samples, length_classes
 from engine.data.shards import TokenShards

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from burst_cli import render
-from burst_cli.figures import binary_bytes
+from burst_cli.render import binary_bytes
 from engine.data.build import Progress, ProgressCallback, Stage
 
 STAGES: dict[Stage, str] = {

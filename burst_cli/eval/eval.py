@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from burst_cli.app import new_verb
-from burst_cli.completion import complete_run_or_override
 from burst_cli.eval.request import evaluation_request
 from burst_cli.launch.launch import launch_request
 from burst_cli.options import ConfigDirOption, DryRunOption, LaunchManner, LaunchRequest
+from burst_cli.overrides import complete_run_or_override
 
 app = new_verb()
 

@@ -13,9 +13,8 @@ from cluster.launch.runner import runner_for, runner_of
 from cluster.plan import PlanFileError, read_launch_plan, roots_of
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig, load_config
-from engine.runs.commit import checkpoints_of, list_checkpoints
+from engine.runs.checkpoints import CheckpointError, checkpoints_of, list_checkpoints
 from engine.runs.folder import RunFolder
-from engine.runs.manifest import CheckpointError
 
 # What every evaluation is told: nothing is saved, and nothing trained.
 OVERRIDES = (

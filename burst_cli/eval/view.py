@@ -8,8 +8,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from burst_cli.figures import DASH, clean, percent, plain
-from burst_cli.render import listing
+from burst_cli.render import DASH, clean, listing, percent, plain
 from cluster.remote_text import number, rows
 
 

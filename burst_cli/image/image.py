@@ -13,9 +13,9 @@ import typer
 
 from burst_cli import render
 from burst_cli.app import new_verb
-from burst_cli.figures import binary_bytes
 from burst_cli.image.view import PushView, plan_view, results_view, status_view
 from burst_cli.options import JsonOption, NodeOptions, Targets
+from burst_cli.render import binary_bytes
 from cluster.errors import ClusterError
 from cluster.image.archive import pack_image
 from cluster.image.build import Device, build_command, run_build
@@ -25,7 +25,7 @@ from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.session import SshPool
 from cluster.testbed.spec import parse_rate
 from engine.config.errors import ConfigError
-from engine.runs.provenance import git_facts
+from engine.runs.record import git_facts
 
 app = new_verb()
 

@@ -9,8 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from burst_cli import render
-from burst_cli.figures import DASH, binary_bytes, duration, grouped, seconds
-from burst_cli.render import listing
+from burst_cli.render import DASH, binary_bytes, duration, grouped, listing, seconds
 from cluster.ssh.hosts import fold_nodes
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from cluster.control.attempt import StopRequests, find_controller
 from cluster.failure import failure_from_dict
 from engine.config.errors import RunError
 from engine.runs.folder import FINAL_STATES, RunFolder
-from engine.runs.provenance import python_path
+from engine.runs.record import python_path
 
 CONTROLLER_LOG = "controller.log"
 START, TAKE_OVER = "start", "take-over"

@@ -6,9 +6,11 @@ The plan of another attempt is made anew for nodes as they are then; how often o
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +18,17 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from burst_cli import render
-from burst_cli.figures import DASH, binary_bytes, clean, count, count_of, duration, percent, plain
-from burst_cli.launch.nccl_network import fallback_text, socket_fallbacks
 from burst_cli.launch.prepare import PreparedLaunch, prepare_launch
 from burst_cli.options import LaunchManner, LaunchRequest
-from burst_cli.runs.live import open_view
-from burst_cli.runs.progress import RunProgress
-from burst_cli.runs.read import is_evaluation, run_record
+from burst_cli.render import DASH, binary_bytes, clean, count, count_of, duration, fold_names, percent, plain
+from burst_cli.runs.read import RunProgress, is_evaluation, read_facts, run_record
+from burst_cli.runs.view import open_view
 from cluster.checks.launch import UnfitNodesError
 from cluster.control.attempt import Restarts, StopRequests
 from cluster.control.controller import Manner, control
 from cluster.control.judge import last_checkpoint
 from cluster.control.link import LaunchObserver, LaunchOutcome, LaunchTiming
+from cluster.env.live import sockets_line
 from cluster.launch.runner import open_links, runner_of
 from cluster.plan import LaunchPlan, read_launch_plan, write_plan_files
 from cluster.ssh.hosts import parse_nodes
@@ -35,7 +36,7 @@ from engine.config.errors import BurstError, ConfigError
 from engine.config.settings import RunConfig
 from engine.runs.files import json_text
 from engine.runs.folder import OVERRIDES_FILE, RunFolder, create_run, open_run
-from engine.runs.provenance import collect_provenance
+from engine.runs.record import collect_provenance
 
 _FUTILE = ("config", "user", "start")  # what another attempt would end of as well
 _PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
@@ -246,6 +247,52 @@ def result_line(record: dict[str, Any]) -> str:
 
 def _name(run: RunFolder) -> str:
     return f"{run.exp}/{run.run_id}"
+
+
+# --- which network NCCL took ------------------------------------------------------------------------------------------
+
+
+_READ_BYTES = 1 << 20  # of a log, from its beginning: NCCL names its network when it starts
+_LOGS = 64  # of a node: one per process that uses NCCL
+
+
+def socket_fallbacks(run: RunFolder) -> list[dict[str, str]]:
+    """{node, said} of every node whose plan names RDMA ports but whose NCCL took sockets in this attempt, and said so.
+
+    Nodes with no NCCL log yet are left out, and so is a run on one node, where nothing goes over a network.
+    """
+    nodes = read_facts(run).nodes
+    since = 0.0
+    with contextlib.suppress(ValueError):
+        since = datetime.fromisoformat(str(run.read_state().get("started_at"))).timestamp()
+    planned = [node.name for node in nodes if node.rdma_ports] if len(nodes) > 1 else []
+    return [{"node": name, "said": line} for name in planned if (line := _node_line(run.log_dir(name), since))]
+
+
+def fallback_text(fallbacks: list[dict[str, str]]) -> str | None:
+    """The warning for people; None where nothing fell back."""
+    if not fallbacks:
+        return None
+    nodes, said = clean(fold_names([row["node"] for row in fallbacks])), clean(fallbacks[0]["said"])
+    return (
+        f"NCCL fell back to sockets on {nodes}, though the plan names RDMA ports (NCCL_IB_HCA): messages between nodes "
+        f"are many times slower. It said: {said}. See `burst check-nodes --only ib` and `burst env check`."
+    )
+
+
+def _node_line(folder: Path, since: float) -> str | None:
+    for path in sorted(folder.glob("nccl.*.log"))[-_LOGS:]:
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < since:
+                continue  # of an earlier attempt
+            with path.open("rb") as file:
+                line = sockets_line(file.read(_READ_BYTES).decode(errors="replace"))
+            if line is not None:
+                return line
+    return None
+
+
+# --- in the background ------------------------------------------------------------------------------------------------
 
 
 def main(run_path: str, way: str) -> int:

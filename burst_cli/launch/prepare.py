@@ -13,7 +13,6 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.compose import compose
-from burst_cli.figures import duration, seconds
 from burst_cli.options import LaunchRequest, select_nodes
 from burst_cli.plan.memory_check import (
     MEMORY_PLAN_FILE,
@@ -21,16 +20,15 @@ from burst_cli.plan.memory_check import (
     MemoryPlanner,
     check_memory,
     estimate,
-    group_topology,
     with_memory,
 )
+from burst_cli.render import duration, seconds
 from cluster.launch.runner import Asked, Survey, runner_for, runner_of
 from cluster.plan import PLAN_FILE, LaunchPlan, with_exclusive
 from cluster.ssh.hosts import fold_nodes
 from engine.config.errors import ConfigError
 from engine.config.rules import check_config
 from engine.config.settings import RunConfig
-from engine.planning.sequence.layers import check_attention
 from engine.planning.time.machine import find_machine, machine_fields
 from engine.runs.folder import check_writable, new_run_path
 
@@ -87,7 +85,6 @@ def _settled_memory(config: RunConfig, planner: MemoryPlanner, *, force: bool) -
     Raises ConfigError, also for rules that only now apply.
     """
     check_config(config)  # once more: the number of ranks is known only now
-    check_attention(config, group_topology(config))
     return check_memory(planner.settle_attention(config), planner, force=force)
 
 

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TextIO
 
-from burst_cli.figures import binary_bytes
 from burst_cli.logs.files import LogFile, LogRequest, find_logs, visible_text
 from burst_cli.logs.read import Line, LogReader, tail_offset
+from burst_cli.render import binary_bytes
 from engine.runs.folder import RunFolder
 
 POLL_S = 0.2

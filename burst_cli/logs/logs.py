@@ -11,11 +11,11 @@ import typer
 
 from burst_cli import render
 from burst_cli.app import new_verb
-from burst_cli.figures import fold_names, fold_numbers
 from burst_cli.logs.files import LogFile, LogRequest, find_logs, parse_ranks
 from burst_cli.logs.follow import LogPrinter, json_lines, present_lines
 from burst_cli.logs.follow import follow as follow_logs
 from burst_cli.options import RUNS_DIR, JsonOption, LivingRunArgument, RunsDirOption
+from burst_cli.render import fold_names, fold_numbers
 from burst_cli.runs.choose import choose_run
 from burst_cli.runs.read import RunWatch, look_at
 from cluster.control.attempt import UNKNOWN

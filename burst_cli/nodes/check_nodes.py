@@ -14,7 +14,7 @@ from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.options import JsonOption, NodeOptions
 from cluster.checks import run
-from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict, fold_reports
+from cluster.checks.check import Finding, FleetReport, NodeReport, Verdict, fold_reports
 from cluster.checks.run import CheckObserver, CheckOptions
 from cluster.checks.selection import GROUPS, read_selection
 from cluster.checks.selection import explain as explain_checks

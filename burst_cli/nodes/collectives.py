@@ -12,10 +12,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from burst_cli import render
-from burst_cli.figures import binary_bytes, seconds
 from burst_cli.launch.prepare import show_plan
 from burst_cli.options import Targets
-from burst_cli.render import listing
+from burst_cli.render import binary_bytes, listing, seconds
 from burst_cli.runs.failure import failure_block
 from cluster.control.attempt import StopRequests
 from cluster.control.controller import control

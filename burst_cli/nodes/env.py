@@ -18,13 +18,11 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.app import new_verb
-from burst_cli.figures import count_of, grouped
 from burst_cli.nodes.check_nodes import STYLES
 from burst_cli.options import JsonOption, NodeOptions
-from burst_cli.render import listing
-from cluster.checks.finding import Finding, Verdict
-from cluster.env.live import Difference, compare_live
-from cluster.env.nccl_log import check_nccl_log
+from burst_cli.render import count_of, grouped, listing
+from cluster.checks.check import Finding, Verdict
+from cluster.env.live import Difference, check_nccl_log, compare_live
 from cluster.env.plan import Format, NodeEnvironment, render_environment
 from cluster.errors import HostsError
 from cluster.ssh.hosts import fold_nodes, parse_nodes

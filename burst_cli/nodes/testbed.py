@@ -18,10 +18,9 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.app import new_verb
-from burst_cli.config.overrides import builtin_conf_dir, user_conf_dir
-from burst_cli.figures import DASH
 from burst_cli.options import JsonOption
-from burst_cli.render import listing
+from burst_cli.overrides import builtin_conf_dir, user_conf_dir
+from burst_cli.render import DASH, listing
 from cluster.ssh.hosts import parse_nodes
 from cluster.testbed.build import build_plan, open_testbed
 from cluster.testbed.build import up as build_testbed

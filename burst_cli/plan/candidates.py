@@ -12,8 +12,7 @@ from burst_cli.plan.memory_check import MemoryCheck, with_remedies, world_topolo
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, PresetName, RunConfig
 from engine.planning.memory.auto import settle_memory
-from engine.planning.memory.capacity import capacity_of, configured_device, find_hardware
-from engine.planning.memory.predictor import shared_predictor
+from engine.planning.memory.predictor import capacity_of, configured_device, find_hardware, shared_predictor
 from engine.planning.methods.auto import Candidate as RankedMethod
 from engine.planning.methods.auto import resolve_auto
 from engine.planning.methods.presets import PRESETS
@@ -120,7 +119,7 @@ def plan_one(
 ) -> Plan:
     """The plan of the configuration that these overrides spell. Raises ConfigError when it is not legal.
 
-    device: a machine, or a number of bytes, as in `engine.planning.memory.capacity.capacity_of`; None: as configured,
+    device: a machine, or a number of bytes, as in `engine.planning.memory.predictor.capacity_of`; None: as configured,
     else this machine. has_memory: without it memory is left out, and memory=auto counts as a policy that costs nothing.
     has_presets: of attention=auto all of them, a second or more each.
     """

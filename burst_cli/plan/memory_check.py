@@ -7,13 +7,22 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from burst_cli.figures import binary_bytes, count_of
+from burst_cli.render import binary_bytes, count_of
 from cluster.plan import LaunchPlan
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import RunConfig
-from engine.planning.memory.capacity import Capacity, Fit, Hardware, capacity_of
 from engine.planning.memory.policy import policy_name
-from engine.planning.memory.predictor import MemoryChoice, MemoryPrediction, Predict, PredictStep, shared_predictor
+from engine.planning.memory.predictor import (
+    Capacity,
+    Fit,
+    Hardware,
+    MemoryChoice,
+    MemoryPrediction,
+    Predict,
+    PredictStep,
+    capacity_of,
+    shared_predictor,
+)
 from engine.planning.methods.topology import Topology, known_cp_size, sequence_topology
 from engine.planning.time.flops import StepTime
 from engine.planning.time.machine import Machine, find_device, machine_of

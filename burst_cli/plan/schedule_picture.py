@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from burst_cli.figures import grouped, seconds
 from burst_cli.plan.candidates import Plan
 from burst_cli.plan.table import exposed_words
+from burst_cli.render import grouped, seconds
 from engine.planning.methods.topology import Topology
 from engine.planning.time.replay import COMPUTE_LANE, Interval, Timeline
 

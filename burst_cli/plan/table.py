@@ -10,10 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from burst_cli.figures import binary_bytes, count, count_of, percent, seconds
 from burst_cli.plan.candidates import Plan
 from burst_cli.plan.memory_check import MemoryCheck
-from burst_cli.render import listing, styled, told
+from burst_cli.render import binary_bytes, count, count_of, listing, percent, seconds, styled, told
 from engine.planning.memory.auto import MemoryCandidate
 from engine.planning.memory.policy import policy_name
 from engine.planning.memory.predictor import MemoryChoice, MemoryPrediction

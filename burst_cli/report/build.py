@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from burst_cli.figures import grouped
+from burst_cli.render import grouped
 from burst_cli.report.compare import Comparison, compare
 from burst_cli.report.effective import effective_time
 from burst_cli.report.records import Record, read_record, with_hardware

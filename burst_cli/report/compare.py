@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burst_cli.figures import DASH, count, plain, rate
+from burst_cli.render import DASH, count, plain, rate
 from burst_cli.report.columns import BY_KEY
-from burst_cli.report.records import PEAK_FIGURES, Record, run_name, run_rows, series, share_a_peak, status_of
+from burst_cli.report.records import Record, run_name, run_rows, series, share_a_peak, status_of
 from cluster.remote_text import number, one_line, text, whole
 from engine.config.errors import ConfigError
 
@@ -83,7 +83,7 @@ def compare(a: Record, b: Record) -> Comparison:
         raise ConfigError(f"--compare: A and B both mean {run_name(a)}")
     one_peak = share_a_peak([a, b])
     rows = [run_rows(Path(one["path"]))[whole(one, "warmup_metric_steps") or 0 :] for one in (a, b)]
-    differences = list(_step_differences(rows, (n for n in STEP_METRICS if one_peak or n not in PEAK_FIGURES)))
+    differences = list(_step_differences(rows, (n for n in STEP_METRICS if one_peak or n != "mfu")))
     for name in RUN_METRICS:
         first, second = number(a, name), number(b, name)
         if first is not None and second is not None:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from burst_cli.figures import grouped
+from burst_cli.render import grouped
 from burst_cli.report.compare import Comparison
 from burst_cli.report.records import (
-    PEAK_FIGURES,
     Record,
     method_of,
     pooled,
@@ -127,7 +126,7 @@ def group_panels(records: Sequence[Record], styles: Mapping[str, int]) -> Iterat
             for (method, length), runs in cells
             if (found := pooled(runs, key)) is not None
         ]
-        if points and (key not in PEAK_FIGURES or share_a_peak(records)):
+        if points and (key != "mfu" or share_a_peak(records)):
             title = label[0].upper() + label[1:]
             yield Panel("lengths", title, "sequence length (tokens)", label, _lines(points, styles), lost)
     # Of peaks: on a CPU live tensors were measured, on CUDA the allocator's peak.

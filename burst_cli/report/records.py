@@ -7,14 +7,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from burst_cli.figures import grouped
+from burst_cli.render import grouped
 from burst_cli.runs.read import read_table, run_record
 from cluster.remote_text import number, one_line, table, text, whole
 from engine.runs.files import read_json_lines
 from engine.runs.folder import RunFolder
 
 Record = Mapping[str, Any]
-PEAK_FIGURES = ("mfu", "mfu_full_attention", "hfu")
 _SAME_PEAK = 1.01
 _VERSIONS = ("burst-train", "torch", "python", "flash-attn", "triton")
 

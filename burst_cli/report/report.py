@@ -9,9 +9,9 @@ import typer
 
 from burst_cli import render
 from burst_cli.app import new_verb
-from burst_cli.completion import complete_run
 from burst_cli.options import RUNS_DIR, JsonOption, RunsDirOption
 from burst_cli.outputs import check_output, write_output
+from burst_cli.overrides import complete_run
 from burst_cli.report import write
 from burst_cli.report.build import build_report
 

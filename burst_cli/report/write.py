@@ -18,10 +18,9 @@ from rich.text import Text
 
 from burst_cli import __version__
 from burst_cli.eval.view import evaluation_lines, evaluation_tables
-from burst_cli.figures import count_of
 from burst_cli.outputs import has_matplotlib
 from burst_cli.render import Column as TableColumn
-from burst_cli.render import fitted_table, listing, say, told
+from burst_cli.render import count_of, fitted_table, listing, say, told
 from burst_cli.report import compare
 from burst_cli.report.build import Report
 from burst_cli.report.columns import COLUMNS, PROVENANCE, Column, filled, notes_for

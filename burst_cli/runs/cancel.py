@@ -12,10 +12,10 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.app import new_verb
-from burst_cli.completion import complete_run
 from burst_cli.options import RUNS_DIR, JsonOption, RunsDirOption
+from burst_cli.overrides import complete_run
 from burst_cli.runs.choose import choose_runs, living_runs
-from burst_cli.runs.progress import RunProgress
+from burst_cli.runs.read import RunProgress
 from cluster.control.attempt import UNKNOWN, RunState, StopRequests
 from cluster.control.controller import request_cancel
 from engine.config.errors import BurstError, ConfigError

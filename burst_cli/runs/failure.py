@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.text import Text
 
-from burst_cli.figures import binary_bytes, clean
+from burst_cli.render import binary_bytes, clean
 from cluster.control.attempt import read_log_starts, tail_text
 from cluster.failure import Failure
 from cluster.remote_text import number, word

@@ -13,15 +13,13 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.app import new_verb
-from burst_cli.figures import clean, duration
-from burst_cli.launch.nccl_network import fallback_text, socket_fallbacks
+from burst_cli.launch.launching import fallback_text, socket_fallbacks
 from burst_cli.options import RUNS_DIR, JsonOption, NewestRunArgument, RunsDirOption
+from burst_cli.render import clean, duration
 from burst_cli.runs.choose import choose_run
 from burst_cli.runs.failure import failure_block
-from burst_cli.runs.live import figures_text, hang_text, heading, open_view
-from burst_cli.runs.nodes import NodeRow, node_rows, nodes_table
-from burst_cli.runs.progress import RunProgress
-from burst_cli.runs.read import STATE_STYLES, RunWatch, look_at, read_nodes
+from burst_cli.runs.read import STATE_STYLES, RunProgress, RunWatch, look_at, read_nodes
+from burst_cli.runs.view import NodeRow, figures_text, hang_text, heading, node_rows, nodes_table, open_view
 from cluster.control.attempt import RunState
 from cluster.control.link import NodeStatus
 from cluster.failure import failure_from_dict

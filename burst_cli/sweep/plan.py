@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from burst_cli.config.overrides import MOST_CELLS, Axis
-from burst_cli.figures import grouped
+from burst_cli.overrides import MOST_CELLS, Axis
 from burst_cli.plan.memory_check import Estimate, MemoryPlanner, check_memory, estimate, group_topology, with_attention
+from burst_cli.render import grouped
 from cluster.launch.runner import runner_for
 from cluster.plan import MachineFacts, with_ranks
 from engine.config.errors import ConfigError, RunError
 from engine.config.rules import check_config
 from engine.config.settings import RunConfig, config_fingerprint
 from engine.planning.sequence.layers import check_attention
-from engine.runs.summary import config_facts
+from engine.runs.record import config_facts
 
 _ID_DIGITS = 10
 _MOST_TITLES = 3

@@ -25,7 +25,7 @@ from burst_cli.sweep.view import SweepView
 from cluster.control.attempt import StopRequests, tail_text
 from engine.runs.folder import FINAL_STATES, RunFolder, new_run_path
 from engine.runs.process import die_with_parent
-from engine.runs.provenance import python_path
+from engine.runs.record import python_path
 
 POLL_S = 0.2
 # A launch that is killed again and again without leaving a result is not tried for ever.

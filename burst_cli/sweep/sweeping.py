@@ -10,7 +10,7 @@ from rich.text import Text
 from burst_cli import render
 from burst_cli.app import EXIT_INTERRUPTED
 from burst_cli.compose import compose, sweep_axes
-from burst_cli.config.overrides import Axis
+from burst_cli.overrides import Axis
 from burst_cli.plan.memory_check import MemoryPlanner
 from burst_cli.sweep.plan import LaunchJudge, SweepPlan, build_sweep, cells_of, check_axes, check_legal
 from burst_cli.sweep.request import SweepRequest

@@ -22,7 +22,7 @@ import time
 from typing import Any, BinaryIO, NamedTuple
 
 from cluster.agent.messages import safe_name, write_all
-from cluster.agent.processes import process_start
+from engine.runs.process import process_start
 
 LEAD_LOGS = ("metrics.jsonl", "events.jsonl")  # of the node with rank 0, as the next
 LEAD_WHOLE = ("run.json", "summary.json", "tokenizer.json")

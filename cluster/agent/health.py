@@ -34,7 +34,7 @@ from cluster.agent.folder import (
 )
 from cluster.agent.messages import SLOWDOWNS
 from cluster.agent.processes import Helpers, Rank, inner_pids, send_signal
-from engine.runs.host_memory import meminfo_bytes, usable_bytes
+from engine.runs.process import meminfo_bytes, usable_bytes
 
 INTERVAL_S = 5.0
 _QUERY_S = 10.0

@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from cluster.agent.processes import read_entry
-from engine.runs.host_memory import PROC, memory_groups, read_text, usable_bytes
+from engine.runs.process import PROC, memory_groups, read_entry, read_text, usable_bytes
 
 SAMPLE_INTERVAL_S = 1.0
 NEARLY_FULL = 0.9

@@ -19,62 +19,12 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-RUN_ID_VARIABLE = "BURST_RUN_ID"
-NODE_VARIABLE = "BURST_NODE"
+from engine.runs.process import NODE_VARIABLE, RUN_ID_VARIABLE, Entry, process_start, read_entry
+
 _MAX_ENVIRON_BYTES = 8 << 20
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _PIDFD_OPEN = 434  # the number of the system call, the same on every machine
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _libc = ctypes.CDLL(None)
-
-
-class Entry(NamedTuple):
-    """One process. start: tells a reused pid apart. status: as of waitpid, once it is a zombie that we may look at."""
-
-    pid: int
-    parent: int
-    state: str
-    start: str
-    status: int
-    cpu_s: float
-    resident_bytes: int
-
-    @property
-    def lives(self) -> bool:
-        """A zombie has ended: only its parent has yet to notice."""
-        return self.state not in ("Z", "X", "x")
-
-    @property
-    def exit_code(self) -> int:
-        """Of a zombie; a signal is negative."""
-        return -os.WTERMSIG(self.status) if os.WIFSIGNALED(self.status) else os.WEXITSTATUS(self.status)
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since it started."""
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(self.start) / _TICKS_PER_S
-
-
-def read_entry(pid: int, start: str | None = None) -> Entry | None:
-    """What is known of process `pid`; None when there is no such process, or none that began at `start`."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read().decode("ascii", "replace")
-        fields = text.rpartition(")")[2].split()  # the name in parentheses may itself hold spaces and parentheses
-        cpu_s = round((int(fields[11]) + int(fields[12])) / _TICKS_PER_S, 2)
-        resident_bytes = int(fields[21]) * _PAGE_BYTES
-        entry = Entry(pid, int(fields[1]), fields[0], fields[19], int(fields[49]), cpu_s, resident_bytes)
-    except (OSError, ValueError, IndexError):
-        return None
-    return entry if start in (None, entry.start) else None
-
-
-def process_start(pid: int) -> str | None:
-    """When process `pid` started, in a form that tells a reused pid apart; None when no such process lives."""
-    entry = read_entry(pid)
-    return entry.start if entry is not None and entry.lives else None
 
 
 def read_environ(pid: int) -> dict[bytes, bytes] | None:
@@ -118,11 +68,6 @@ def send_signal(pid: int, start: str, number: int) -> None:
     if process_start(pid) == start:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies."""
-    _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
 
 
 def become_subreaper() -> None:

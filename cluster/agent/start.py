@@ -46,8 +46,9 @@ from cluster.agent.messages import (
     safe_name,
     write_all,
 )
-from cluster.agent.processes import NODE_VARIABLE, RUN_ID_VARIABLE, Family, Marks, send_signal
+from cluster.agent.processes import Family, Marks, send_signal
 from cluster.agent.supervisor import Supervisor, container_of, refusal
+from engine.runs.process import NODE_VARIABLE, RUN_ID_VARIABLE
 
 _LEAVE_S = 5.0  # one that has written the outcome of this very run surely is, however busy its machine
 _FOUND_S = 5.0

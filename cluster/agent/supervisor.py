@@ -22,15 +22,12 @@ from cluster.agent.health import Health, Stacks
 from cluster.agent.memory import MemoryWatch
 from cluster.agent.messages import RANK_LOGS_VARIABLE, Spec, SpecError, seconds
 from cluster.agent.processes import (
-    NODE_VARIABLE,
-    RUN_ID_VARIABLE,
     Family,
     Helpers,
     Marks,
     become_subreaper,
-    die_with_parent,
-    process_start,
 )
+from engine.runs.process import NODE_VARIABLE, RUN_ID_VARIABLE, die_with_parent, process_start
 
 _TURN_S = 0.1
 _UPDATE_S = 2.0

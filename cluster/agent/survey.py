@@ -16,7 +16,7 @@ from typing import Any
 from cluster.agent.code import expand
 from cluster.agent.folder import holder
 from cluster.agent.start import lock_folder
-from engine.runs.host_memory import usable_bytes
+from engine.runs.process import usable_bytes
 
 _HASH_S = 10.0
 _EDGE_BYTES = 1 << 20

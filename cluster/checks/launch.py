@@ -13,9 +13,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.agent.messages import safe_name
-from cluster.checks.finding import Check, Finding, FleetReport, NodeReport, Verdict, fold_reports, gib
-from cluster.checks.group import CheckGroup, Selection, known
-from cluster.checks.groups.software import VERSIONS, read_software
+from cluster.checks.check import (
+    Check,
+    CheckGroup,
+    Finding,
+    FleetReport,
+    NodeReport,
+    Selection,
+    Verdict,
+    fold_reports,
+    gib,
+    known,
+)
+from cluster.checks.groups.host import VERSIONS, read_software
 from cluster.checks.run import CheckOptions, check_nodes
 from cluster.code import agent_question
 from cluster.env.plan import FACT_QUESTIONS
@@ -24,8 +34,8 @@ from cluster.plan_nodes import node_root, text_files
 from cluster.remote_text import plain_path
 from cluster.ssh.connection import Connect
 from cluster.ssh.hosts import Host, fold_nodes
+from cluster.survey.drivers import SmiFailure, SmiLog
 from cluster.survey.facts import NodeFacts
-from cluster.survey.nvidia_smi import SmiFailure, SmiLog
 from cluster.survey.section import fill, listed
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig
@@ -106,16 +116,17 @@ def launch_checks(cluster: ClusterConfig, *, health: bool, with_gpus: bool) -> t
     in_containers = cluster.container.runtime == "docker"
     parts = (
         (with_gpus, "gpu", "gpu.busy"),
-        (health and with_gpus, "gpu_reports gpu_links ib host nccl_conf", "gpu ib host.memlock host.nccl_conf"),
-        (True, "net software", f"launch net.interface host.python {VERSIONS} ssh.clock"),
-        (health, "host", "net.mtu host.disk host.shm"),
+        (health and with_gpus, "gpu_reports ib", "gpu ib host.memlock host.nccl_conf"),
+        (True, "net host", f"launch net.interface host.python {VERSIONS} ssh.clock"),
+        (health, "", "net.mtu host.disk host.shm"),
         (in_containers, "engine", "host.docker host.image"),
         (health and in_containers, "engine", "host.docker_gpu"),
     )
     wanted = [(files.split(), names.split()) for is_wanted, files, names in parts if is_wanted]
     files = dict.fromkeys(file for found, _ in wanted for file in found)
     only = tuple(name for _, names in wanted for name in names)
-    groups = tuple(importlib.import_module(f"cluster.checks.groups.{file}").GROUP for file in files)
+    modules = [importlib.import_module(f"cluster.checks.groups.{file}") for file in files]
+    groups = tuple(group for module in modules for group in module.GROUPS)
     return Selection(only, skip=("gpu.dcgm_diag",), may_lack=True), groups
 
 

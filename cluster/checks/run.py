@@ -17,14 +17,25 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from cluster.checks.finding import PROBE, REACH, Check, Finding, FleetReport, NodeReport, Verdict, worst
-from cluster.checks.group import CheckGroup, Selection, TestBetween, broken
+from cluster.checks.check import (
+    PROBE,
+    REACH,
+    Check,
+    CheckGroup,
+    Finding,
+    FleetReport,
+    NodeReport,
+    Selection,
+    TestBetween,
+    Verdict,
+    broken,
+    worst,
+)
 from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connect, Connection
 from cluster.ssh.hosts import Host, Outcome, fan_out, fold_nodes
-from cluster.survey.ask import DEFAULT_TIMEOUT_S, survey_here, survey_node
-from cluster.survey.facts import NodeFacts
+from cluster.survey.facts import DEFAULT_TIMEOUT_S, NodeFacts, survey_here, survey_node
 from cluster.survey.section import NodeProbe
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import BurstError

@@ -6,12 +6,12 @@ import difflib
 from collections.abc import Iterable, Mapping
 
 from cluster.checks import run
-from cluster.checks.group import ALWAYS, SSH_GROUP, CheckGroup, Selection, covers
-from cluster.checks.groups import engine, gpu, gpu_links, gpu_reports, host, ib, nccl_conf, net, software, storage
+from cluster.checks.check import ALWAYS, SSH_GROUP, CheckGroup, Selection, covers
+from cluster.checks.groups import engine, gpu, gpu_reports, host, ib, net, storage
 from engine.config.errors import ConfigError
 
-_FILES = (gpu, gpu_reports, gpu_links, ib, net, host, software, engine, storage, nccl_conf)
-GROUPS: tuple[CheckGroup, ...] = (*(file.GROUP for file in _FILES), gpu_reports.DIAGNOSTIC)
+_FILES = (gpu, gpu_reports, ib, net, host, engine, storage)
+GROUPS: tuple[CheckGroup, ...] = tuple(group for file in _FILES for group in file.GROUPS)
 GROUP_NAMES = tuple(dict.fromkeys(group.name for group in GROUPS))
 EXPLANATIONS: Mapping[str, str] = {
     **run.EXPLANATIONS,

@@ -26,8 +26,7 @@ from cluster.control.attempt import (
     write_cancel,
 )
 from cluster.control.fleet import Fleet
-from cluster.control.hang import KILL_S, HangWatch, StepWatch
-from cluster.control.judge import complete, judge
+from cluster.control.judge import KILL_S, HangWatch, StepWatch, complete, judge
 from cluster.control.link import (
     INTERRUPTED,
     TIME_LIMIT,

@@ -9,8 +9,7 @@ from cluster.env.live import LIVE, LiveSource, read_live
 from cluster.env.plan import FACT_QUESTIONS, NodeEnvironment, check_network, plan_fleet
 from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.session import SshPool
-from cluster.survey.ask import survey_here, survey_node
-from cluster.survey.facts import NodeFacts
+from cluster.survey.facts import NodeFacts, survey_here, survey_node
 from cluster.survey.section import NodeProbe
 from engine.config.cluster import ClusterConfig
 

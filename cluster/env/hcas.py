@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from cluster.survey.drivers import LSPCI, GpuAddress
 from cluster.survey.facts import NodeFacts
 from cluster.survey.network import CARRIERS, PORTS, HcaPort, natural
-from cluster.survey.nvidia_smi import LSPCI, GpuAddress
 from engine.config.cluster import ClusterConfig
 
 ADAPTER_QUESTIONS = (PORTS, LSPCI, CARRIERS)

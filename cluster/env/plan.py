@@ -24,9 +24,9 @@ from cluster.env.hcas import ADAPTER_QUESTIONS, INFINIBAND, HcaDecision, Rail, c
 from cluster.errors import ClusterError
 from cluster.remote_text import one_line
 from cluster.ssh.hosts import node_command
+from cluster.survey.drivers import SMI
 from cluster.survey.facts import NodeFacts
 from cluster.survey.network import GPUDIRECT, LINKS, HcaPort, has_roce_gid
-from cluster.survey.nvidia_smi import SMI
 from cluster.survey.section import UnreadableError
 from engine.config.cluster import ClusterConfig
 

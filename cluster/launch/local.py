@@ -19,7 +19,7 @@ from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, socket_variable
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 from engine.runs.folder import RunFolder
-from engine.runs.provenance import CODE_ROOT, output_of
+from engine.runs.record import CODE_ROOT, output_of
 
 _ADDRESS = "127.0.0.1"
 

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from cluster.env.plan import recorder_variables
 from engine.runs.files import read_json_object, replace_file
-from engine.runs.folder import FINAL_STATES, NODE_VARIABLE, RANK_LOGS_VARIABLE, RunFolder
+from engine.runs.folder import FINAL_STATES, RANK_LOGS_VARIABLE, RunFolder
+from engine.runs.process import NODE_VARIABLE
 
 # Files of the run folder, which come as variables: one object less to create, and to leave behind.
 FILES = {"config.yaml": "BURST_CONFIG", "memory_plan.json": "BURST_MEMORY_PLAN"}

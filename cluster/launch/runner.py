@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cluster.plan import LaunchPlan
     from engine.config.cluster import ClusterConfig
     from engine.config.settings import RunConfig
-    from engine.planning.memory.capacity import Hardware
+    from engine.planning.memory.predictor import Hardware
     from engine.runs.folder import RunFolder
 
 # By launcher the module with its RUNNER and that with its `open_links`. Each is imported when it is used: who stays on

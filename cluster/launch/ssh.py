@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.agent.messages import code_path
-from cluster.checks.groups.software import read_software
+from cluster.checks.groups.host import read_software
 from cluster.checks.launch import Offer, check_launch, read_offer
 from cluster.code import build_archive, code_place, shared_place, upload_code
 from cluster.env.plan import plan_fleet
@@ -20,13 +20,13 @@ from cluster.plan import TRAINER_MODULE, Backend, LaunchPlan, MachineFacts, asse
 from cluster.plan_nodes import NodesBuilder, Rendezvous, Site, at_home, node_folders, node_root
 from cluster.ssh.hosts import fold_nodes, parse_nodes, resolve_hosts
 from cluster.ssh.session import SshPool
+from cluster.survey.drivers import Gap
+from cluster.survey.drivers import Gpu as SmiGpu
 from cluster.survey.facts import NodeFacts
-from cluster.survey.nvidia_smi import Gap
-from cluster.survey.nvidia_smi import Gpu as SmiGpu
 from cluster.survey.section import AbsentError, UnreadableError
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
-from engine.planning.memory.capacity import HOST_RESERVE_SHARE, MIB, Gpu, Hardware
+from engine.planning.memory.predictor import HOST_RESERVE_SHARE, MIB, Gpu, Hardware
 
 
 class SshRunner(Runner):

@@ -26,8 +26,7 @@ from cluster.plan_nodes import NodesBuilder, Rendezvous, Site
 from cluster.slurm.plan import look_again, node_folder, read_token, slurm_site, write_granted
 from cluster.slurm.sbatch import NOT_SHARED
 from cluster.ssh.hosts import is_host_name
-from cluster.survey.ask import survey_here
-from cluster.survey.facts import NodeFacts
+from cluster.survey.facts import NodeFacts, survey_here
 from engine.config.errors import BurstError
 from engine.runs.files import read_json_object, replace_file, replace_json
 from engine.runs.folder import RunFolder

@@ -26,8 +26,7 @@ import paramiko
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import OUTPUT_BYTES, CommandResult, Connection, Deadline, RemoteProcess, begin, within
 from cluster.ssh.hosts import Host
-from cluster.ssh.keys import HostKeys, ShownKey
-from cluster.ssh.transport import WINDOW_BYTES, KeyFiles, SshTransport, log_in, words
+from cluster.ssh.transport import WINDOW_BYTES, HostKeys, KeyFiles, ShownKey, SshTransport, log_in, words
 
 # A server with many strangers at its door (MaxStartups 10:30:100) drops some: these come again.
 _ATTEMPTS = 5

@@ -29,7 +29,7 @@ from engine.model.llama import TransformerBlock
 from engine.model.parallelize import build_model
 from engine.model.rope import rope_table
 from engine.parallel.mesh import build_mesh
-from engine.planning.memory.capacity import find_hardware
+from engine.planning.memory.predictor import find_hardware
 from engine.planning.methods.topology import Topology
 from engine.planning.sequence.mask import Band
 from engine.planning.time.costs import FLOPS_PER_PAIR, layer_numbers

@@ -17,7 +17,7 @@ from typing import Any
 from engine.bench.spec import RESULT_FILE, RankSetup, write_cell
 from engine.config.errors import ConfigError, RunError
 from engine.runs.process import die_with_parent
-from engine.runs.provenance import python_path
+from engine.runs.record import python_path
 
 _POLL_S = 0.05
 # Peers of a failed rank fail too, a moment later; what they say is an echo.

@@ -28,8 +28,10 @@ from engine.checkpoint.parts import HostCopies, file_name, held_parts, read_part
 from engine.checkpoint.state import TrainingTensors
 from engine.config.settings import CheckpointConfig
 from engine.parallel.collectives import gather_objects
-from engine.runs.commit import (
+from engine.runs.checkpoints import (
     Checkpoint,
+    CheckpointError,
+    Manifest,
     commit,
     file_facts,
     find_source,
@@ -44,7 +46,6 @@ from engine.runs.commit import (
     verify_files,
 )
 from engine.runs.files import remove_folder, utc_now
-from engine.runs.manifest import CheckpointError, Manifest
 
 _ID_BYTES = 8
 

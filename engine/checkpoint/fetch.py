@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 
 from engine.parallel.collectives import gather_objects
-from engine.runs.commit import verify_files
-from engine.runs.manifest import CheckpointError, Manifest
+from engine.runs.checkpoints import CheckpointError, Manifest, verify_files
 
 _BLOCK_BYTES = 64 << 20
 

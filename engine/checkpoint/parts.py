@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from engine.runs.checkpoints import Chunk, TensorFacts
 from engine.runs.files import sync
-from engine.runs.manifest import Chunk, TensorFacts
 from engine.training.optim import local_part
 
 

@@ -10,9 +10,8 @@ from engine.checkpoint.checkpointer import Checkpointer, Saved, Snapshot
 from engine.checkpoint.state import TrainingTensors, training_tensors, weight_tensors
 from engine.config.errors import RunError
 from engine.config.settings import RunConfig
-from engine.runs.commit import checkpoints_folder
+from engine.runs.checkpoints import CheckpointError, Manifest, checkpoints_folder
 from engine.runs.folder import RunFolder
-from engine.runs.manifest import CheckpointError, Manifest
 from engine.training.rank.recorder import Recorder
 from engine.training.train_step import TrainStep
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from engine.parallel.fsdp import release_gathered_weights
-from engine.runs.manifest import CheckpointError, Manifest, TensorFacts
+from engine.runs.checkpoints import CheckpointError, Manifest, TensorFacts
 from engine.training.optim import local_part, set_learning_rate
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

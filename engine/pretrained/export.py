@@ -22,8 +22,8 @@ from engine.data.chat import TEMPLATE_FILE, ChatTemplate
 from engine.data.tokenizers import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, load_tokenizer_file
 from engine.pretrained.names import INDEX_FILE, SINGLE_FILE, hugging_face_name
 from engine.pretrained.shape import CONFIG_FILE, config_json
+from engine.runs.checkpoints import CheckpointError, Manifest, TensorFacts
 from engine.runs.files import json_text, new_folder
-from engine.runs.manifest import CheckpointError, Manifest, TensorFacts
 
 ExportDtype = Literal["bfloat16", "float32"]
 Wide = np.ndarray[Any, np.dtype[np.float32]]

@@ -36,12 +36,10 @@ from typing import Any
 from engine.config.errors import BurstError, ConfigError
 from engine.runs.files import append_json_line, new_folder, read_json_lines, read_json_object, replace_json, utc_now
 from engine.runs.oom import measure_out_of_memory
-from engine.runs.process import process_start
+from engine.runs.process import NODE_VARIABLE, process_start
 
 OVERRIDES_FILE = "overrides.txt"  # what was typed, one override a line
 RUNS_DIR_VARIABLE = "BURST_RUNS_DIR"
-RUN_ID_VARIABLE = "BURST_RUN_ID"  # in the environment of every process of a launched run
-NODE_VARIABLE = "BURST_NODE"  # likewise: the node's name in the launch plan, which need not be its host name
 RANK_LOGS_VARIABLE = "BURST_RANK_LOGS"  # set: ranks write to their log files instead of the terminal
 _UNHAPPY = ("failed", "cancelled", "oom")
 FINAL_STATES = frozenset({"completed", *_UNHAPPY})

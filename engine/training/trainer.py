@@ -37,7 +37,7 @@ from engine.planning.methods.presets import AttentionMethod
 from engine.planning.time.flops import count_parameters
 from engine.planning.time.machine import Peak
 from engine.runs.folder import RunFolder
-from engine.runs.summary import WARMUP_STEPS, config_facts, predicted_facts, summarise
+from engine.runs.record import WARMUP_STEPS, config_facts, predicted_facts, summarise
 from engine.training.batches import StepBatches
 from engine.training.determinism import deterministic_algorithms
 from engine.training.guard import Verdict

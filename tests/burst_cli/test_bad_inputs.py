@@ -106,7 +106,11 @@ def test_bad_overrides_are_each_named_with_the_remedy(burst, rows: list[tuple[st
 def test_masks_and_methods_are_tried_before_ranks_start(burst, tmp_path: Path, monkeypatch) -> None:
     for overrides, mistake, remedy in [
         (["attention=auto", "attention.layout=chunk_cyclic"], "orders tokens by chunks", "set attention.chunk_tokens"),
-        (["attention.mask=blocks", "attention.blocks_file=pairs.json"], "pairs.json", 'an object with a list "pairs"'),
+        (
+            ["attention.mask=blocks", f"attention.blocks_file={tmp_path}/pairs.json"],
+            "pairs.json",
+            'an object with a list "pairs"',
+        ),
     ]:
         (tmp_path / "pairs.json").write_text("[[0, 0]]")
         monkeypatch.chdir(tmp_path)

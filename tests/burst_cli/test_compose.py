@@ -9,7 +9,7 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 
 from burst_cli.compose import compose
-from burst_cli.config.overrides import builtin_conf_dir, list_options, search_path, user_conf_dir
+from burst_cli.overrides import builtin_conf_dir, list_options, search_path, user_conf_dir
 from engine.config.errors import ConfigError
 from engine.config.schema import to_plain, walk_fields
 from engine.config.settings import RunConfig, config_from_dict

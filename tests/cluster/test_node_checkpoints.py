@@ -18,9 +18,18 @@ from cluster.errors import ClusterError, SshError, SshFailure
 from cluster.node_checkpoints import NodeCheckpoint, NodeCheckpoints, ask_nodes
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import Host
-from engine.runs.commit import Checkpoint, commit, file_facts, new_folder
+from engine.runs.checkpoints import (
+    Checkpoint,
+    CheckpointError,
+    Chunk,
+    Manifest,
+    TensorFacts,
+    commit,
+    file_facts,
+    new_folder,
+    read_manifest,
+)
 from engine.runs.folder import RunFolder, create_run
-from engine.runs.manifest import CheckpointError, Chunk, Manifest, TensorFacts, read_manifest
 
 FILES = ("rank00000.safetensors", "rank00001.safetensors")
 PART = bytes(range(250)) * 4

@@ -17,11 +17,9 @@ from typing import Any
 
 import pytest
 
-from cluster.checks.finding import Check, Finding, Verdict
-from cluster.checks.group import CheckGroup
+from cluster.checks.check import Check, CheckGroup, Finding, Verdict
 from cluster.ssh.hosts import Host
-from cluster.survey.ask import build_script, is_complete, new_fence, read_sections
-from cluster.survey.facts import NodeFacts
+from cluster.survey.facts import NodeFacts, build_script, is_complete, new_fence, read_sections
 from cluster.survey.section import NodeProbe, Question, Section, SectionState
 from testkit.connections import AT_HAND, FakeConnection, FakeProcess
 from testkit.waiting import wait_for

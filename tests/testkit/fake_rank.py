@@ -37,7 +37,7 @@ FOREVER_S = 300.0
 
 def train(run: RunFolder, mode: str, rank: int, status: RankStatus) -> None:
     from engine.runs.folder import RunFolder
-    from engine.runs.summary import summarise
+    from engine.runs.record import summarise
 
     if rank == 0:
         if run.read_state()["state"] != "starting":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from cluster.survey.drivers import GpuAddress
 from cluster.survey.facts import NodeFacts
 from cluster.survey.network import (
     Adapters,
@@ -15,7 +16,6 @@ from cluster.survey.network import (
     Network,
     StorageRoute,
 )
-from cluster.survey.nvidia_smi import GpuAddress
 from cluster.survey.section import NodeProbe
 from engine.config.cluster import ClusterConfig
 

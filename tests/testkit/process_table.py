@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from engine.runs.folder import RUN_ID_VARIABLE
+from engine.runs.process import RUN_ID_VARIABLE
 from testkit.waiting import wait_for
 
 

@@ -15,8 +15,12 @@ from safetensors.numpy import save_file
 
 from engine.config.settings import CheckpointConfig, ModelConfig
 from engine.pretrained.shape import config_json
-from engine.runs.commit import (
+from engine.runs.checkpoints import (
     Checkpoint,
+    CheckpointError,
+    Chunk,
+    Manifest,
+    TensorFacts,
     commit,
     file_facts,
     list_checkpoints,
@@ -24,7 +28,6 @@ from engine.runs.commit import (
     open_checkpoint,
     verify_files,
 )
-from engine.runs.manifest import CheckpointError, Chunk, Manifest, TensorFacts
 
 if TYPE_CHECKING:
     from torch import Tensor

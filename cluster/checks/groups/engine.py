@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.checks.finding import GIB, Check, Finding, gib
-from cluster.checks.group import CheckGroup, known
-from cluster.checks.groups.host import judge_room
-from cluster.checks.groups.software import VERSIONS
+from cluster.checks.check import GIB, Check, CheckGroup, Finding, gib, known
+from cluster.checks.groups.host import VERSIONS, judge_room
 from cluster.image.engine import Image
 from cluster.remote_text import one_line
 from cluster.survey.facts import NodeFacts
@@ -180,11 +178,13 @@ def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
     return {} if image is None else {VERSIONS: f"image {image.identity[:12]}"}
 
 
-GROUP = CheckGroup(
-    "host",
-    (check_docker, check_docker_disk, check_docker_gpu, check_image),
-    questions=(ENGINE, IMAGE),
-    settings=_settings,
-    traits=_traits,
-    compare=_compare,
+GROUPS = (
+    CheckGroup(
+        "host",
+        (check_docker, check_docker_disk, check_docker_gpu, check_image),
+        questions=(ENGINE, IMAGE),
+        settings=_settings,
+        traits=_traits,
+        compare=_compare,
+    ),
 )

@@ -8,13 +8,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cluster.checks.finding import Check, Finding, Verdict
-from cluster.checks.group import CheckGroup
+from cluster.checks.check import Check, CheckGroup, Finding, Verdict
 from cluster.checks.groups.gpu import REBOOT, RESET, look_at_gpus
 from cluster.remote_text import one_line
+from cluster.survey.drivers import KERNEL_LOG, LSPCI, SMI, normal_address, read_kernel_log
 from cluster.survey.facts import NodeFacts
-from cluster.survey.kernel_log import KERNEL_LOG, read_kernel_log
-from cluster.survey.nvidia_smi import LSPCI, SMI, normal_address
 from cluster.survey.section import AbsentError, Question, Section, SectionState, UnreadableError
 
 FALLEN_XID, RECOVERY_XID = 79, 154  # the text of the second says what has to be done
@@ -167,6 +165,8 @@ def _document(section: Section) -> Mapping[str, Any]:
         raise UnreadableError(f"dcgmi cannot be read: {one_line(str(error))}", last, _NOT_READ) from None
 
 
-GROUP = CheckGroup("gpu", (check_xid, check_dcgm_health), look=look_at_gpus, questions=(LSPCI, SMI, KERNEL_LOG, HEALTH))
-# Apart: what takes seconds is not asked where nobody wants to know it.
-DIAGNOSTIC = CheckGroup("gpu", (check_dcgm_diag,), look=look_at_gpus, questions=(LSPCI, SMI, DIAG))
+GROUPS = (
+    CheckGroup("gpu", (check_xid, check_dcgm_health), look=look_at_gpus, questions=(LSPCI, SMI, KERNEL_LOG, HEALTH)),
+    # Apart: what takes seconds is not asked where nobody wants to know it.
+    CheckGroup("gpu", (check_dcgm_diag,), look=look_at_gpus, questions=(LSPCI, SMI, DIAG)),
+)

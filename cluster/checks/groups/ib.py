@@ -11,13 +11,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.checks.finding import Check, Finding, age
-from cluster.checks.group import CheckGroup, each
+from cluster.checks.check import Check, CheckGroup, Finding, age, each
 from cluster.env.hcas import ADAPTER_QUESTIONS, choose_hcas
+from cluster.survey.drivers import KERNEL_LOG, LSPCI, RECENT_S, read_kernel_log
 from cluster.survey.facts import NodeFacts
-from cluster.survey.kernel_log import KERNEL_LOG, RECENT_S, read_kernel_log
 from cluster.survey.network import GPUDIRECT, HcaPort, has_roce_gid
-from cluster.survey.nvidia_smi import LSPCI
 from cluster.survey.section import AbsentError, UnreadableError
 
 ETHERNET = "Ethernet"
@@ -283,15 +281,17 @@ def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
     }
 
 
-GROUP = CheckGroup(
-    "ib",
-    (
-        *(check_count, check_state, check_rate, check_pcie, check_gid, check_mtu),
-        *(check_counters, check_log, check_gpudirect),
+GROUPS = (
+    CheckGroup(
+        "ib",
+        (
+            *(check_count, check_state, check_rate, check_pcie, check_gid, check_mtu),
+            *(check_counters, check_log, check_gpudirect),
+        ),
+        look=look_at_adapters,
+        questions=(*ADAPTER_QUESTIONS, GPUDIRECT, KERNEL_LOG),
+        settings=lambda _: {"BURST_COUNT_S": "1"},
+        traits=_traits,
+        compared={"ib.link_layer": "The ports for training speak the same on all nodes, InfiniBand or Ethernet."},
     ),
-    look=look_at_adapters,
-    questions=(*ADAPTER_QUESTIONS, GPUDIRECT, KERNEL_LOG),
-    settings=lambda _: {"BURST_COUNT_S": "1"},
-    traits=_traits,
-    compared={"ib.link_layer": "The ports for training speak the same on all nodes, InfiniBand or Ethernet."},
 )

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cluster.agent.messages import Message
-from cluster.checks.finding import Check, Finding
-from cluster.checks.group import CheckGroup, TestBetween, known
+from cluster.checks.check import Check, CheckGroup, Finding, TestBetween, known
 from cluster.code import NodeProgram
 from cluster.errors import ClusterError, SshError
 from cluster.remote_text import one_line
@@ -149,14 +148,16 @@ def _between(config: ClusterConfig) -> Mapping[str, TestBetween]:
     return {PAIRS: test}
 
 
-GROUP = CheckGroup(
-    "net",
-    (check_interface,),
-    questions=(LINKS,),
-    traits=_traits,
-    between=_between,
-    compared={
-        "net.mtu": "These interfaces have one MTU; different ones lose large packets without a word.",
-        PAIRS: "Every node can open a TCP connection to every other, in both directions.",
-    },
+GROUPS = (
+    CheckGroup(
+        "net",
+        (check_interface,),
+        questions=(LINKS,),
+        traits=_traits,
+        between=_between,
+        compared={
+            "net.mtu": "These interfaces have one MTU; different ones lose large packets without a word.",
+            PAIRS: "Every node can open a TCP connection to every other, in both directions.",
+        },
+    ),
 )

@@ -8,15 +8,13 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from cluster.checks.finding import GIB, Check, Finding
-from cluster.checks.group import CheckGroup, TestBetween
+from cluster.checks.check import GIB, Check, CheckGroup, Finding, TestBetween
 from cluster.checks.groups.host import judge_room
 from cluster.errors import SshError, SshFailure
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import fan_out
-from cluster.survey.ask import build_script, new_fence, read_sections
-from cluster.survey.facts import NodeFacts
+from cluster.survey.facts import NodeFacts, build_script, new_fence, read_sections
 from cluster.survey.section import Filesystem, Section, SectionState, UnreadableError, fill, python_question
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import BurstError, ConfigError
@@ -191,10 +189,12 @@ def _between(config: ClusterConfig) -> Mapping[str, TestBetween]:
     return {} if folder is None else {CHECK: lambda connections, nodes: check_shared_folder(connections, folder)}
 
 
-GROUP = CheckGroup(
-    "host",
-    (check_shared,),
-    questions=(SHARED,),
-    settings=lambda config: {"BURST_SHARED_FOLDER": config.shared_folder},
-    between=_between,
+GROUPS = (
+    CheckGroup(
+        "host",
+        (check_shared,),
+        questions=(SHARED,),
+        settings=lambda config: {"BURST_SHARED_FOLDER": config.shared_folder},
+        between=_between,
+    ),
 )

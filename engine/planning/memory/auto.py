@@ -16,10 +16,9 @@ from typing import Any
 
 from engine.config.errors import ConfigError
 from engine.config.settings import MemoryConfig, RunConfig, Store
-from engine.planning.memory.capacity import Capacity, Fit
 from engine.planning.memory.cost import PolicyCost, method_on, policy_cost
 from engine.planning.memory.policy import policy_name
-from engine.planning.memory.predictor import MemoryChoice, MemoryPrediction, Predict
+from engine.planning.memory.predictor import Capacity, Fit, MemoryChoice, MemoryPrediction, Predict
 from engine.planning.methods.presets import BYTES_OF
 from engine.planning.methods.topology import Topology, sequence_topology
 from engine.planning.time.machine import Machine, machine_of

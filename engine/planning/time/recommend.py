@@ -13,9 +13,8 @@ from typing import Any
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, MemoryConfig, RunConfig
 from engine.planning.memory.auto import settle_memory
-from engine.planning.memory.capacity import Capacity
 from engine.planning.memory.cost import method_on, own_parameters, policy_cost, state_bytes
-from engine.planning.memory.predictor import Predict
+from engine.planning.memory.predictor import Capacity, Predict
 from engine.planning.methods.auto import rank_methods
 from engine.planning.methods.topology import Topology, sequence_topology, tensor_parallel_problems
 from engine.planning.time.flops import StepTime

@@ -15,8 +15,9 @@ from typing import Any
 
 from engine.config.errors import BurstError
 from engine.config.settings import load_config
-from engine.runs.folder import FINAL_STATES, RUN_ID_VARIABLE, RunFolder, RunFolderError, describe_error
+from engine.runs.folder import FINAL_STATES, RunFolder, RunFolderError, describe_error
 from engine.runs.oom import less_memory_text
+from engine.runs.process import RUN_ID_VARIABLE
 from engine.training.rank.process import RankStatus
 
 

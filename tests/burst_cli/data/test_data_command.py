@@ -10,7 +10,7 @@ from rich.console import Console
 from testkit.command_line import Burst
 
 from burst_cli.data.progress import show_progress
-from burst_cli.figures import binary_bytes
+from burst_cli.render import binary_bytes
 from engine.data.build import Progress
 
 OF_CHATS = ["data=jsonl", "data.paths=[chats.jsonl]", "data.messages_field=messages"]

@@ -14,8 +14,7 @@ from testkit.command_line import Burst
 from testkit.terminal import StrictConsole
 
 from burst_cli.nodes.check_nodes import CheckView, print_report, run_check
-from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
-from cluster.checks.group import Selection
+from cluster.checks.check import Finding, FleetReport, NodeReport, Selection, Verdict
 from cluster.checks.run import CheckOptions
 from cluster.errors import SshError, SshFailure
 from engine.config.cluster import ClusterConfig

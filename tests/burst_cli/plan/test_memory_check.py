@@ -22,8 +22,7 @@ from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import AttentionConfig, MemoryConfig, RunConfig, TrainConfig
 from engine.planning.memory.auto import settle_memory
-from engine.planning.memory.capacity import Capacity, Gpu, Hardware
-from engine.planning.memory.predictor import MemoryPrediction, shared_predictor
+from engine.planning.memory.predictor import Capacity, Gpu, Hardware, MemoryPrediction, shared_predictor
 from engine.planning.methods.topology import Topology
 from engine.planning.time.flops import StepTime
 from engine.planning.time.machine import find_machine

@@ -11,7 +11,7 @@ from engine.config.cluster import ClusterConfig
 from engine.config.settings import AttentionConfig, RunConfig, TrainConfig, dump_config
 from engine.runs.files import json_text
 from engine.runs.folder import RunFolder, create_run
-from engine.runs.summary import config_facts, summarise
+from engine.runs.record import config_facts, summarise
 
 CONFIG = RunConfig(
     attention=AttentionConfig(preset="ring"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from report_samples import make_run, variant
 
-from engine.runs.summary import config_facts
+from engine.runs.record import config_facts
 
 
 def cell(name: str, preset: str, seq_len: int, run: Path | None = None, **facts: Any) -> dict[str, Any]:

@@ -19,10 +19,8 @@ from testkit.clock import Clock
 from testkit.run_maker import health, make_run, plan_document
 from testkit.terminal import lines_of, styled, text_of
 
-from burst_cli.runs.live import PlainView, draw, hang_text, open_view
-from burst_cli.runs.nodes import NodeRow, fold_rows, node_rows, nodes_table
-from burst_cli.runs.progress import RunProgress
-from burst_cli.runs.read import RunFacts
+from burst_cli.runs.read import RunFacts, RunProgress
+from burst_cli.runs.view import NodeRow, PlainView, draw, fold_rows, hang_text, node_rows, nodes_table, open_view
 from cluster.control.link import NodeStatus
 from engine.runs.folder import RunFolder, create_run
 

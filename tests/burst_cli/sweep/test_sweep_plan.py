@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from testkit.command_line import Burst
 
 from burst_cli.compose import sweep_axes
-from burst_cli.config.overrides import Axis
+from burst_cli.overrides import Axis
 from burst_cli.plan.memory_check import Estimate, MemoryPlanner
 from burst_cli.sweep.plan import LaunchJudge, SweepPlan, build_sweep, cells_of, check_axes, check_legal, total
 from burst_cli.sweep.sweeping import choose_lanes
@@ -19,8 +19,7 @@ from cluster.launch.local import probe_local_node
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, ParallelConfig, RunConfig, TrainConfig
-from engine.planning.memory.capacity import Hardware
-from engine.planning.memory.predictor import MemoryPrediction
+from engine.planning.memory.predictor import Hardware, MemoryPrediction
 from engine.planning.methods.topology import Topology
 from engine.planning.time.step_time import predict_step
 

@@ -13,7 +13,7 @@ from burst_cli.plan.memory_check import Estimate
 from burst_cli.sweep.plan import Cell, SweepPlan
 from burst_cli.sweep.view import SweepView, expectation, plan_view
 from engine.config.settings import RunConfig
-from engine.runs.summary import config_facts
+from engine.runs.record import config_facts
 
 CONFIG = RunConfig(exp="tiny")
 CELLS = (

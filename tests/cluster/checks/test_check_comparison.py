@@ -7,7 +7,7 @@ from testkit.check_fakes import told
 from testkit.fake_plan import run_config
 from whole_node import CLUSTERS, changed, groups, healthy
 
-from cluster.checks.finding import Finding, Verdict
+from cluster.checks.check import Finding, Verdict
 from cluster.checks.run import clock_findings, merge_compared, profile_findings
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import NodeProbe

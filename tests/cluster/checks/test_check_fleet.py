@@ -12,8 +12,7 @@ from testkit.check_fakes import FAKE_GROUP, GONE, GROUPS, HEALTHY, SILENCE, Fake
 from testkit.machine_clock import machine_time
 from testkit.testbed_fixture import Testbeds
 
-from cluster.checks.finding import Check, Finding, FleetReport, NodeReport, Verdict
-from cluster.checks.group import CheckGroup, Selection
+from cluster.checks.check import Check, CheckGroup, Finding, FleetReport, NodeReport, Selection, Verdict
 from cluster.checks.run import CheckObserver, CheckOptions, check_nodes, check_this_machine
 from cluster.checks.selection import GROUPS as ALL_GROUPS
 from cluster.errors import ClusterError, SshError, SshFailure

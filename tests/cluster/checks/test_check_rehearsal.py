@@ -13,12 +13,11 @@ from testkit import write_program
 from testkit.check_fakes import ask_here, bad, changed_section, only, told
 from whole_node import ask, changed, check, fixture_text, groups, healthy, in_groups, rehearse, write_files
 
-from cluster.checks.finding import Verdict
+from cluster.checks.check import Verdict
 from cluster.checks.groups.ib import FabricView
+from cluster.survey.drivers import KERNEL_LOG, GpuAddress, read_kernel_log
 from cluster.survey.facts import NodeFacts
-from cluster.survey.kernel_log import KERNEL_LOG, read_kernel_log
 from cluster.survey.network import HcaPort, parse_adapters
-from cluster.survey.nvidia_smi import GpuAddress
 from cluster.survey.section import NodeProbe, SectionState
 from cluster.testbed.hardware.devices import compute_adapters, gpu_path, hardware_table
 from engine.config.cluster import ClusterConfig, ExpectedHardware

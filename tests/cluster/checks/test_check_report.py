@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict, fold_reports
+from cluster.checks.check import Finding, FleetReport, NodeReport, Verdict, fold_reports
 from cluster.checks.run import EXPLANATIONS as SSH
 from cluster.checks.run import CheckOptions
 from cluster.checks.selection import EXPLANATIONS, GROUP_NAMES, GROUPS, read_selection

@@ -17,7 +17,7 @@ from testkit.check_fakes import changed_section, with_part
 from testkit.fake_plan import run_config
 from whole_node import CLUSTERS, changed, check, healthy, traits
 
-from cluster.checks.finding import Verdict
+from cluster.checks.check import Verdict
 from cluster.checks.selection import GROUPS
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import NodeProbe, SectionState

@@ -16,10 +16,9 @@ from testkit.fake_plan import run_config
 from testkit.image_rig import launcher_engine, tar_of
 from whole_node import BY_HAND, CLUSTERS, check, groups, in_groups
 
-from cluster.checks.finding import Verdict
+from cluster.checks.check import Verdict
 from cluster.checks.groups.engine import read_engine, read_image
-from cluster.checks.groups.host import read_system
-from cluster.checks.groups.software import Software, read_software
+from cluster.checks.groups.host import Software, read_software, read_system
 from cluster.image.engine import engine_here
 from cluster.survey.facts import NodeFacts
 from engine.config.cluster import ClusterConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from testkit.connections import LocalConnection
 
-from cluster.checks.finding import Finding, Verdict
+from cluster.checks.check import Finding, Verdict
 from cluster.checks.groups.storage import Answer, check_shared_folder, judge_folder
 from cluster.errors import SshError, SshFailure
 from engine.config.errors import ConfigError

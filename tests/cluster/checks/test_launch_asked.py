@@ -20,8 +20,7 @@ from testkit.fake_plan import run_config
 
 from cluster.agent.survey import find_data, find_room
 from cluster.checks.launch import Offer, launch_group, read_offer
-from cluster.survey.ask import survey_node
-from cluster.survey.facts import NodeFacts
+from cluster.survey.facts import NodeFacts, survey_node
 from engine.data.sources import list_files
 
 Ask = Callable[..., Offer]

@@ -13,8 +13,7 @@ from testkit.check_fakes import Answer, FakeFleet, answer, ended
 from testkit.fake_plan import H100, run_config
 from whole_node import CLUSTERS, Row, changed, healthy, rows
 
-from cluster.checks.finding import Finding, FleetReport, NodeReport, Verdict
-from cluster.checks.group import Selection
+from cluster.checks.check import Finding, FleetReport, NodeReport, Selection, Verdict
 from cluster.checks.launch import (
     NAME,
     Fit,
@@ -36,7 +35,7 @@ from cluster.survey.facts import NodeFacts
 from cluster.survey.section import NodeProbe, UnreadableError
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import RunConfig
-from engine.planning.memory.capacity import Gpu
+from engine.planning.memory.predictor import Gpu
 
 BARE, DOCKER, NCCL = (run_config(cluster=CLUSTERS[name]) for name in ("bare", "docker", "nccl"))
 GLOO = run_config(cluster={"backend": "gloo"})

@@ -17,7 +17,7 @@ from testkit.connections import LocalConnection
 
 from cluster.agent.messages import READY, pack
 from cluster.agent.pairs import Greeter
-from cluster.checks.finding import Finding, Verdict
+from cluster.checks.check import Finding, Verdict
 from cluster.checks.groups.net import check_pairs, judge_pairs, read_ways
 
 OK, FAIL, UNKNOWN = Verdict.OK, Verdict.FAIL, Verdict.UNKNOWN

@@ -24,8 +24,7 @@ from typing import Any
 from testkit.check_fakes import ask_here, changed_section, ended, told
 from testkit.fake_plan import run_config
 
-from cluster.checks.finding import Finding
-from cluster.checks.group import CheckGroup
+from cluster.checks.check import CheckGroup, Finding
 from cluster.checks.selection import GROUPS
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import NodeProbe, SectionState

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from control_fakes import STEPS, Act, Scene, World, put
 
-from cluster.control.hang import DIAGNOSE_S, KILL_S, LONG_DIAGNOSE_S, LONG_KILL_S, STOPPED_S
+from cluster.control.judge import DIAGNOSE_S, KILL_S, LONG_DIAGNOSE_S, LONG_KILL_S, STOPPED_S
 from cluster.control.link import LaunchTiming
 
 MINUTE_S = 60.0

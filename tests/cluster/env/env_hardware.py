@@ -9,7 +9,7 @@ import pytest
 
 from cluster.env.live import LIVE
 from cluster.env.plan import FACT_QUESTIONS
-from cluster.survey.ask import survey_here
+from cluster.survey.facts import survey_here
 from cluster.survey.section import NodeProbe
 from cluster.testbed.hardware.files import hardware_files
 

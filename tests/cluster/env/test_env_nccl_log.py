@@ -7,9 +7,9 @@ import time
 import pytest
 from testkit.check_fakes import told
 
-from cluster.checks.finding import Verdict
+from cluster.checks.check import Verdict
 from cluster.env.hcas import HcaDecision
-from cluster.env.nccl_log import check_nccl_log
+from cluster.env.live import check_nccl_log
 from cluster.env.plan import NodeEnvironment
 from cluster.remote_text import clean_text
 from cluster.survey.network import HcaPort

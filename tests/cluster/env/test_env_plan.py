@@ -10,9 +10,9 @@ from env_topologies import MACHINES, SISTERS, interface, machine, node, port, re
 
 from cluster.env.hcas import map_rails, rail_order
 from cluster.env.plan import NodeEnvironment, plan_environment, plan_fleet
+from cluster.survey.drivers import GpuAddress
 from cluster.survey.facts import NodeFacts
 from cluster.survey.network import HcaPort, StorageRoute
-from cluster.survey.nvidia_smi import GpuAddress
 from engine.config.cluster import ClusterConfig, ExpectedHardware
 
 CONFIG = ClusterConfig()

@@ -9,7 +9,7 @@ from env_topologies import SISTERS, machine, node, port
 from testkit.terminal import text_of
 
 from burst_cli.nodes.env import CheckReport, check_report, fleet_view, fold_environments, report_view
-from cluster.checks.finding import Finding, Verdict
+from cluster.checks.check import Finding, Verdict
 from cluster.env.ask import FleetEnvironment
 from cluster.env.live import LiveSource
 from cluster.env.plan import plan_fleet

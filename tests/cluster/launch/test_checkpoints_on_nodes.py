@@ -12,8 +12,8 @@ from testkit.fault_rig import FaultRig, port_held
 from testkit.testbed_fixture import Testbeds
 
 from cluster.plan import read_launch_plan
+from engine.runs.checkpoints import read_manifest
 from engine.runs.folder import RunFolder
-from engine.runs.manifest import read_manifest
 
 pytestmark = pytest.mark.thorough
 

@@ -26,7 +26,7 @@ from cluster.launch.kubernetes import RUNNER
 from cluster.launch.pods import KubernetesJob, read_answer
 from cluster.launch.runner import Asked
 from engine.config.settings import AttentionConfig, CheckpointConfig, DataConfig, LossConfig, TrainConfig
-from engine.planning.memory.capacity import Hardware
+from engine.planning.memory.predictor import Hardware
 from engine.runs.files import read_json_object
 from engine.runs.folder import RunFolder, create_run
 

@@ -17,7 +17,7 @@ import pytest
 from testkit.waiting import wait_for
 
 from cluster.ssh.hosts import Host
-from cluster.ssh.keys import PublicKey
+from cluster.ssh.transport import PublicKey
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from benchmarks.bench_fleet import plan_modes, record_answer, run_verb
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.connection import OUTPUT_BYTES, CommandResult, Deadline
 from cluster.ssh.hosts import Host, Outcome, fan_out, resolve_hosts
-from cluster.ssh.keys import HostKeys
 from cluster.ssh.session import SshConnection, SshPool, open_socket, reach
-from cluster.ssh.transport import SshTransport
+from cluster.ssh.transport import HostKeys, SshTransport
 from engine.config.cluster import SshConfig
 
 CONNECT_S = 4.0

@@ -20,7 +20,7 @@ from own_sshd import certify, make_key, public_key
 
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.hosts import Host
-from cluster.ssh.keys import HostKeys, PublicKey, ShownKey, add_keys, forget_names, vouches
+from cluster.ssh.transport import HostKeys, PublicKey, ShownKey, add_keys, forget_names, vouches
 
 SECRET = paramiko.ECDSAKey.generate()
 KEY, OTHER = PublicKey(SECRET.asbytes()), PublicKey(paramiko.ECDSAKey.generate().asbytes())

@@ -12,8 +12,7 @@ from testkit.machine_clock import at_most
 from testkit.waiting import wait_for
 
 from cluster.agent.memory import MemoryWatch, oom_counter
-from cluster.agent.processes import read_entry
-from engine.runs.host_memory import group_limit_bytes, usable_bytes
+from engine.runs.process import group_limit_bytes, read_entry, usable_bytes
 
 GIB = 2**30
 

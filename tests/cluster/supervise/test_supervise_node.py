@@ -44,7 +44,7 @@ from cluster.agent.messages import safe_name
 from cluster.agent.processes import Family, Helpers, Marks, Rank
 from cluster.code import node_code
 from engine.runs.folder import RunFolder
-from engine.runs.host_memory import usable_bytes
+from engine.runs.process import usable_bytes
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(100)"]
 

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from testkit.check_fakes import ended
 
+from cluster.survey.drivers import Fields, Gap, GpuAddress, PciDevices, read_pci_devices
 from cluster.survey.network import (
     Adapters,
     Carriers,
@@ -21,7 +22,6 @@ from cluster.survey.network import (
     parse_adapters,
     read_carriers,
 )
-from cluster.survey.nvidia_smi import Fields, Gap, GpuAddress, PciDevices, read_pci_devices
 from cluster.survey.section import AbsentError, Section, UnreadableError
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from testkit.machine_clock import at_most, machine_time
 from cluster.checks.groups.host import SYSTEM
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.hosts import Host
-from cluster.survey.ask import ANSWER_BYTES, survey_here, survey_node
+from cluster.survey.facts import ANSWER_BYTES, survey_here, survey_node
 from cluster.survey.section import NodeProbe, Question, SectionState
 
 HOST = Host("n1", "192.0.2.1")

@@ -15,7 +15,7 @@ from testkit.check_fakes import ask_here, done, frame
 from cluster.checks.selection import GROUPS
 from cluster.env.live import LIVE
 from cluster.env.plan import FACT_QUESTIONS
-from cluster.survey.ask import SECTION_BYTES, build_script, is_complete, new_fence, read_sections
+from cluster.survey.facts import SECTION_BYTES, build_script, is_complete, new_fence, read_sections
 from cluster.survey.section import Question, SectionState
 
 FENCE = "@@" + "ab" * 16

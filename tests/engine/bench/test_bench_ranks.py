@@ -22,7 +22,7 @@ from engine.bench.spec import AttentionCell, HeadShape, MachineCell, RankSetup, 
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import AttentionConfig, ModelConfig
 from engine.planning.methods.presets import PRESETS
-from engine.runs.provenance import CODE_ROOT
+from engine.runs.record import CODE_ROOT
 
 FAKE = "tests.engine.bench.fake_rank"
 GONE_S = 5.0

@@ -22,9 +22,8 @@ from benchmarks.gpu.worker import MeasurementError, Workers
 from engine.attention.kernels import KERNELS
 from engine.config.rules import check_config
 from engine.config.settings import RunConfig
-from engine.planning.memory.capacity import Gpu, Hardware
 from engine.planning.memory.cost import method_on, own_parameters, policy_cost, state_bytes
-from engine.planning.memory.predictor import MemoryPrediction
+from engine.planning.memory.predictor import Gpu, Hardware, MemoryPrediction
 from engine.planning.methods.topology import Topology
 from engine.planning.time.machine import Peak
 

@@ -20,7 +20,7 @@ from engine.bench import machine
 from engine.bench.machine import measure_machine
 from engine.bench.measure import Stopwatch
 from engine.bench.spec import HeadShape, MachineCell, RankSetup
-from engine.planning.memory.capacity import find_hardware
+from engine.planning.memory.predictor import find_hardware
 from engine.planning.methods.topology import Topology
 from engine.planning.time.costs import FLOPS_PER_PAIR, layer_numbers
 from engine.planning.time.flops import count_parameters

@@ -14,7 +14,7 @@ from testkit.tiny_training import TinyRun, own_part, random_batches, start_run, 
 from engine.checkpoint.checkpointer import Snapshot
 from engine.checkpoint.state import training_tensors
 from engine.config.settings import RunConfig
-from engine.runs.manifest import CheckpointError
+from engine.runs.checkpoints import CheckpointError
 
 SEQUENCES = 4
 STEPS = 3

@@ -15,9 +15,8 @@ from checkpoint_cases import restore, save
 from testkit.ranks import Pools
 from testkit.tiny_training import tiny_config
 
-from engine.runs.commit import file_facts, list_checkpoints
+from engine.runs.checkpoints import MANIFEST_FILE, file_facts, list_checkpoints
 from engine.runs.files import hash_json
-from engine.runs.manifest import MANIFEST_FILE
 
 CONFIG = tiny_config(parallel={"dp_shard_size": 2})
 RANKS = 2

@@ -16,8 +16,7 @@ from testkit.tiny_training import start_run, tiny_config, train_losses
 from engine.checkpoint.checkpointer import Snapshot
 from engine.checkpoint.parts import held_parts, read_parts, share_out, write_parts
 from engine.config.settings import RunConfig
-from engine.runs.commit import list_checkpoints
-from engine.runs.manifest import read_manifest
+from engine.runs.checkpoints import list_checkpoints, read_manifest
 
 # The others are variations of these: tried when asked for.
 CORE = ("one rank", "two rings", "burst on four", "tensor parallel")

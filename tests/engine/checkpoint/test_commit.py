@@ -18,18 +18,20 @@ from testkit import PYTHON_PATH
 from testkit.saved_checkpoints import FILE, newest_verified, save_checkpoint
 
 from engine.config.settings import CheckpointConfig, RunConfig, TrainConfig, dump_config
-from engine.runs.commit import (
+from engine.runs.checkpoints import (
+    MANIFEST_FILE,
     Checkpoint,
+    CheckpointError,
     find_source,
     list_checkpoints,
     new_folder,
     put_aside,
+    read_manifest,
     recover,
     storage_id,
     superfluous,
 )
 from engine.runs.files import hash_json
-from engine.runs.manifest import MANIFEST_FILE, CheckpointError, read_manifest
 
 write = partial(save_checkpoint, content=b"12345678")
 
@@ -208,8 +210,8 @@ SYNCED = """
 import os, sys
 from pathlib import Path
 from engine.runs import files
-from engine.runs.commit import commit, new_folder, storage_id
-from engine.runs.manifest import Manifest
+from engine.runs.checkpoints import commit, new_folder, storage_id
+from engine.runs.checkpoints import Manifest
 
 def note(event, arguments):
     if event in ("os.rename", "os.link") and str(root) in arguments[1]:

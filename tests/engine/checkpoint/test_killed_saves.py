@@ -20,7 +20,7 @@ from torch import nn
 from engine.checkpoint.checkpointer import Checkpointer, Snapshot
 from engine.checkpoint.state import training_tensors
 from engine.config.settings import CheckpointConfig
-from engine.runs.commit import Checkpoint
+from engine.runs.checkpoints import Checkpoint
 
 LANES = 2
 

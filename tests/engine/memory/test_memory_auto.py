@@ -14,9 +14,8 @@ from memory_cases import EIGHT_B, WORLD, prediction_of, seven_b
 
 from engine.config.settings import RunConfig
 from engine.planning.memory.auto import settle_memory
-from engine.planning.memory.capacity import Capacity
 from engine.planning.memory.cost import method_on, policy_cost
-from engine.planning.memory.predictor import MemoryChoice, MemoryPrediction
+from engine.planning.memory.predictor import Capacity, MemoryChoice, MemoryPrediction
 from engine.planning.methods.topology import Topology
 from engine.planning.time.machine import find_machine
 from engine.planning.time.recommend import Adviser, with_ranks

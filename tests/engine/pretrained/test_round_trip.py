@@ -27,7 +27,7 @@ from transformers import (
 
 from engine.pretrained.export import ExportOrder, bfloat16_bits, export, weight_bytes
 from engine.pretrained.shape import read_pretrained
-from engine.runs.manifest import CheckpointError, read_manifest
+from engine.runs.checkpoints import CheckpointError, read_manifest
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 SIZES: dict[str, Any] = {

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from engine.runs.provenance import CODE_ROOT, MAX_DIFF_CHARACTERS, collect_provenance, git_facts
+from engine.runs.record import CODE_ROOT, MAX_DIFF_CHARACTERS, collect_provenance, git_facts
 
 
 @pytest.fixture

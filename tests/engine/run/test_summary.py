@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from engine.runs.summary import FINAL_TABLES, FINALS, MAXIMA, MEDIANS, predicted_facts, summarise
+from engine.runs.record import FINAL_TABLES, FINALS, MAXIMA, MEDIANS, predicted_facts, summarise
 
 FIGURES = {name: f"final_{name}" for name in FINALS} | {"loss": "final_train_loss"}
 NOTHING: dict[str, Any] = {

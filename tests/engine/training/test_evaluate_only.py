@@ -13,8 +13,8 @@ from testkit.whole_runs import create_run_of, events_of, small_corpus, train_unt
 from engine.config.settings import AttentionConfig, CheckpointConfig, RunConfig
 from engine.parallel.mesh import build_mesh
 from engine.pretrained.export import ExportOrder, export
+from engine.runs.checkpoints import read_manifest
 from engine.runs.folder import RunFolder
-from engine.runs.manifest import read_manifest
 from engine.training.rank.process import RankStatus
 from engine.training.rank.recorder import Recorder
 from engine.training.trainer import Trainer

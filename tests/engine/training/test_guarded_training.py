@@ -12,8 +12,8 @@ from testkit.ranks import Pools
 from testkit.whole_runs import ended, events_of, whole_config
 
 from engine.config.settings import CheckpointConfig, DataConfig, GuardConfig, RunConfig
+from engine.runs.checkpoints import Manifest, read_manifest
 from engine.runs.folder import RunFolder
-from engine.runs.manifest import Manifest, read_manifest
 from engine.training.rank.faults import NO_FAULTS, Faults
 
 

@@ -13,7 +13,7 @@ from testkit.waiting import wait_for
 from testkit.whole_runs import create_run_of, small_corpus, trained, whole_config
 
 from engine.config.settings import CheckpointConfig, DataConfig, RunConfig
-from engine.runs.commit import list_checkpoints
+from engine.runs.checkpoints import list_checkpoints
 from engine.runs.folder import RunFolder
 from engine.training.rank.process import RankStatus
 from engine.training.trainer import run_training

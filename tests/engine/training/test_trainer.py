@@ -24,7 +24,7 @@ from engine.config.settings import DataConfig, RunConfig
 from engine.parallel.mesh import Placement, build_mesh
 from engine.planning.time.flops import count_parameters
 from engine.runs.folder import RunFolder
-from engine.runs.summary import MAXIMA, MEDIANS, config_facts
+from engine.runs.record import MAXIMA, MEDIANS, config_facts
 from engine.training.rank.lifecycle import run_states
 from engine.training.rank.process import RankStatus
 from engine.training.rank.recorder import Recorder
