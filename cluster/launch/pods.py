@@ -116,7 +116,7 @@ class Pod:
 
 @dataclass(frozen=True)
 class Answer:
-    """A job and its pods by index. conditions: of the job, type -> message; None: there is no such job."""
+    """A job and its pods by index. conditions: of the job, type -> message; None: it is gone, or being deleted."""
 
     conditions: Mapping[str, str] | None = None
     pods: Mapping[int, Pod] = field(default_factory=dict)
@@ -127,11 +127,14 @@ def read_answer(text: str) -> Answer:
     conditions, pods = None, dict[int, Pod]()
     try:
         for item in json.loads(text)["items"]:
-            if item["kind"] != "Pod":
+            if item["kind"] != "Pod" and "deletionTimestamp" not in item["metadata"]:
                 found = item.get("status", {}).get("conditions", ())
                 true = (each for each in found if each.get("status") == "True")
                 conditions = {str(each["type"]): one_line(str(each.get("message", "")), 500) for each in true}
-            elif (index := item["metadata"].get("labels", {}).get(_INDEX_LABEL, "")).isdecimal():
+            elif (
+                item["kind"] == "Pod"
+                and (index := item["metadata"].get("labels", {}).get(_INDEX_LABEL, "")).isdecimal()
+            ):
                 pod = _pod(int(index), item)
                 # After an eviction the job makes a second pod of the index: the one that is not over counts.
                 if pod.index not in pods or pod.phase != "ended":
@@ -252,6 +255,7 @@ class KubernetesJob(WatchedJob):
         self._stuck_at: float | None = None
         self._stop_cause: str | None = None
         self._term_due = self._at_once = False
+        self._ended: set[int] = set()  # which pods were over when the stop was asked for
 
     @property
     def end_command(self) -> str:
@@ -323,10 +327,18 @@ class KubernetesJob(WatchedJob):
     def stop(self, cause: str, grace_s: float) -> None:
         """Have the ranks end in order, and what is left after `grace_s` deleted; or all of it at once."""
         with self._lock:
-            self._term_due = self._term_due or (self._stop_cause is None and grace_s > 0)
-            self._stop_cause = self._stop_cause or cause
+            if self._take_stop(cause):
+                self._term_due = grace_s > 0
             self._at_once = self._at_once or grace_s <= 0
         self.end_after(grace_s + _STOP_MARGIN_S if grace_s > 0 else 0.0)
+
+    def _take_stop(self, cause: str) -> bool:
+        """Whether this is the first stop. Pods that have ended before it have ended by themselves."""
+        if self._stop_cause is not None:
+            return False
+        self._ended = {index for index, pod in self._pods.items() if pod.phase == "ended"}
+        self._stop_cause = cause
+        return True
 
     def status(self, node: NodePlan) -> NodeStatus:
         """What is known of a node. kubectl that does not answer is a problem, but no loss: the pods go on."""
@@ -334,6 +346,7 @@ class KubernetesJob(WatchedJob):
         if answer is None or (pod is None and answer.conditions is not None):
             return NodeStatus(node.name, "starting", problem=self.problem)
         if pod is not None and pod.phase == "ended":
+            cause = None if pod.index in self._ended else cause
             is_synced = pod.name in self._synced or pod.index not in answer.pods
             outcome = {"cause": "stop" if cause else "exit", "stop_cause": cause, "exit_code": pod.exit_code}
             failure = None if cause else pod.failure
@@ -345,8 +358,6 @@ class KubernetesJob(WatchedJob):
         has_failed = any(other.phase == "ended" and other.exit_code != 0 for other in self._pods.values())
         if cause is None and (has_failed or "Failed" in self._conditions):
             cause = "failure"
-        elif cause is None and answer.conditions is None:
-            cause = "kubectl delete"
         if cause is None:
             return NodeStatus(node.name, "lost", problem=f"its pod {pod.name if pod else ''} is gone")
         outcome = {"cause": "stop", "stop_cause": cause, "exit_code": None}
@@ -356,11 +367,13 @@ class KubernetesJob(WatchedJob):
         try:
             self._heed_stop()
             answer = self._kubectl.query(self.run.run_id)
-            self._pods |= answer.pods
+            if answer.conditions is None:
+                self._take_stop("kubectl delete")
             try:
                 self._fetch(answer)
-            finally:
+            finally:  # the answer first: a pod that is known and not in it counts as gone
                 self._answer = answer
+                self._pods |= answer.pods
             self.problem = None
         except SchedulerError as error:
             self.problem = str(error)

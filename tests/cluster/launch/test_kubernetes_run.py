@@ -174,6 +174,7 @@ def test_a_cluster_that_would_take_the_job_is_asked_for_all_that_it_needs(tmp_pa
 
 
 FAILED = {"type": "Failed", "status": "True", "message": "maximum restarts exceeded"}
+DELETED = {**JOB, "metadata": {**JOB["metadata"], "deletionTimestamp": "2026-01-01T00:00:00Z"}}
 
 
 @pytest.mark.parametrize(
@@ -183,6 +184,7 @@ FAILED = {"type": "Failed", "status": "True", "message": "maximum restarts excee
         ([{**JOB, "status": {"conditions": [FAILED]}}], "ended", "failure"),
         ([JOB, with_container(0, "Succeeded", terminated={"exitCode": 0})], "lost", None),
         ([], "ended", "kubectl delete"),
+        ([DELETED, with_container(0, "Failed", terminated={"exitCode": 1})], "ended", "kubectl delete"),
     ],
 )
 def test_a_pod_that_is_gone_was_ended_by_its_job_or_by_somebody_or_is_lost(
@@ -206,7 +208,8 @@ def test_a_pod_that_is_gone_was_ended_by_its_job_or_by_somebody_or_is_lost(
     gone = NodeStatus("pod-1", phase, outcome, is_synced=cause is not None, problem=problem)
     first = replace(gone, node="pod-0")
     if shown is not None:
-        end = {"cause": "exit", "stop_cause": None, "exit_code": shown.exit_code}
+        by = cause if DELETED in left else None
+        end = {"cause": "stop" if by else "exit", "stop_cause": by, "exit_code": shown.exit_code}
         first = NodeStatus("pod-0", "ended", end, is_synced=True, failure=shown.failure)
     assert [job.status(node) for node in plan.nodes] == [first, gone]
     assert job.granted(plan) is plan  # the controller sees to the rest
@@ -215,6 +218,28 @@ def test_a_pod_that_is_gone_was_ended_by_its_job_or_by_somebody_or_is_lost(
     folder = Path(plan.run_path) / "nodes/pod-1"
     told = [read_json_object(folder / f"{name}.json") for name in ("supervisor", "outcome")]
     assert told == [{"phase": phase, "pod": "burst-run-node-0-1-abcde", "host": "gpu-7"}, outcome]
+    job.stop("failure", 9.0)
+    assert shown is None or job.status(plan.nodes[0]) == first  # why it ended is no less known
+    job.close()
+
+
+def test_a_pod_that_begins_between_two_looks_is_not_missed_while_logs_are_fetched(
+    tmp_path: Path, cluster: FakeCluster
+) -> None:
+    plan = kubernetes_plan(tmp_path / "runs", kubernetes_config())
+    job = KubernetesJob(plan, create_run(Path(plan.run_path), dict(plan.files)))
+    begun = [with_container(index, "Running", running={}) for index in (0, 1)]
+    cluster.answer(JOB, begun[0])
+    job.look()
+    cluster.answer(JOB, *begun)
+    (cluster.folder / "held").touch()
+    look = threading.Thread(target=job.look)
+    look.start()
+    wait_for(lambda: sum(words[0] == "logs" for words in cluster.calls) == 2)
+    assert (job.granted(plan), job.status(plan.nodes[1])) == (None, NodeStatus("pod-1", "starting"))
+    (cluster.folder / "held").unlink()
+    look.join()
+    assert (job.granted(plan), job.status(plan.nodes[1])) == (plan, NodeStatus("pod-1", "running"))
 
 
 def test_a_stop_asked_for_before_anything_is_known_of_the_pods_reaches_them_all_the_same(
