@@ -39,7 +39,7 @@ class Option:
 
 def builtin_conf_dir() -> Path:
     """The folder of the files that come with burst: inside the installed package, else beside it in a checkout."""
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parent
     installed = package / "conf"
     return installed if installed.is_dir() else package.parent / "conf"
 

@@ -19,7 +19,7 @@ from typing import Any
 from cluster.agent.messages import Message, serve
 from cluster.image.node.registry import PIECE_BYTES, POLL_S, Blob, Door
 
-_CONNECT_S = 10.0
+_CONNECT_S = 5.0  # two more tries by TCP; who does not answer then is passed by
 _PAUSE_S = 0.1
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_USER_TIMEOUT, 3000))
 
