@@ -360,7 +360,7 @@ def test_without_room_for_a_copy_a_log_stays_as_it_is(tmp_path: Path) -> None:
 
 def test_health_says_gone_for_a_rank_whose_number_is_anothers_now(tmp_path: Path) -> None:
     me, comm = os.getpid(), Path("/proc/self/comm")
-    name = comm.read_bytes()
+    name = comm.read_bytes().rstrip()
     comm.write_bytes(b"a) \xff (b")
     entry = processes.read_entry(me)
     comm.write_bytes(name)
