@@ -48,6 +48,7 @@ FORKSERVER = multiprocessing.get_context("forkserver")
 
 COMPARISONS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is not": "is", "is": "is not",
                "not in": "in", "in": "not in"}  # fmt: skip
+EDGES = ("<", "<=", ">", ">=")
 OPERATORS = {"+": "-", "-": "+", "*": "+", "//": "*", "/": "*", "%": "*", "&": "|", "|": "&", "<<": ">>", ">>": "<<"}
 
 
@@ -102,8 +103,9 @@ class Changes(ast.NodeVisitor):
 
     def visit_Compare(self, node: ast.Compare) -> None:
         for left, right in zip([node.left, *node.comparators], node.comparators, strict=False):
-            if not (_tells_time(left) or _tells_time(right)):  # nobody sees the very moment of a limit
-                self.between(left, right, COMPARISONS)
+            tells_time = _tells_time(left) or _tells_time(right)  # nobody sees the very moment of a limit
+            table = {old: new for old, new in COMPARISONS.items() if not (tells_time and old in EDGES)}
+            self.between(left, right, table)
         self.generic_visit(node)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:

@@ -66,3 +66,8 @@ def test_equivalent_mutants_are_of_lines_that_are_there(mutants: Any) -> None:
 def test_what_nobody_could_notice_is_no_mutant(mutants: Any, source: str) -> None:
     (found,) = mutants.mutants_of("a.py", f"{source}\n").values()
     assert [mutant.text for mutant in found] == ["None"]
+
+
+def test_whether_there_is_a_limit_of_time_at_all_is_a_mutant(mutants: Any) -> None:
+    (found,) = mutants.mutants_of("a.py", "wait(deadline is None)\n").values()
+    assert [mutant.text for mutant in found] == ["None", "is not"]

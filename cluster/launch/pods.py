@@ -368,7 +368,8 @@ class KubernetesJob(WatchedJob):
             self._heed_stop()
             answer = self._kubectl.query(self.run.run_id)
             if answer.conditions is None:
-                self._take_stop("kubectl delete")
+                with self._lock:
+                    self._take_stop("kubectl delete")
             try:
                 self._fetch(answer)
             finally:  # the answer first: a pod that is known and not in it counts as gone
