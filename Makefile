@@ -7,7 +7,7 @@
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SUFFIXES:
-.PHONY: help setup demo test thorough mutants check lint format-check types imports format bench gpu clean
+.PHONY: help setup demo test thorough check lint format-check types imports format bench gpu clean
 
 VENV := .venv
 JOBS := 2
@@ -40,12 +40,6 @@ test: $(READY)  ## Run every test that needs no special machine
 
 thorough: $(READY)  ## Run the variations that `make test` leaves out
 	$(PY) -m pytest --durations 15 -m thorough
-
-.mutants/coverage: $(READY)
-	$(PY) scripts/mutants.py --record
-
-mutants: $(READY) | .mutants/coverage  ## Change product lines one at a time: do their tests notice? (MUTANTS='--count 300 --seed 1')
-	$(PY) scripts/mutants.py --jobs $(JOBS) $(MUTANTS)
 
 check: lint format-check types imports test  ## Lint, format, types, import rules, tests: what CI runs
 

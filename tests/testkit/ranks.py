@@ -25,7 +25,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -70,7 +70,6 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     sys_path: list[str]
-    test: str  # as pytest names it in PYTEST_CURRENT_TEST
 
 
 @dataclass(frozen=True)
@@ -136,8 +135,7 @@ class RankPool:
         self, function: Callable[..., Any], *args: Any, timeout_s: float = CALL_TIMEOUT_S, **kwargs: Any
     ) -> list[Any]:
         """Results of `function(*args, **kwargs)` in order of rank; every rank calls it once, at the same time."""
-        test = os.environ.get("PYTEST_CURRENT_TEST", "")
-        call = _Call(function.__module__, function.__qualname__, args, kwargs, list(sys.path), test)
+        call = _Call(function.__module__, function.__qualname__, args, kwargs, list(sys.path))
         try:
             if not self._ranks or not all(rank.process.is_alive() for rank in self._ranks):
                 self.close()
@@ -259,22 +257,9 @@ def _worker(rank: int, world_size: int, pipe: Connection, log: str) -> None:
         except (EOFError, ConnectionResetError, KeyboardInterrupt):
             os._exit(0)
         faulthandler.register(signal.SIGUSR1, all_threads=True)  # again: the frame of a rank takes the signal
-        with _lines_belong_to(call.test):
-            reply = _guarded(_execute, call)
+        reply = _guarded(_execute, call)
         _send(pipe, reply)
         gc.collect()
-
-
-@contextlib.contextmanager
-def _lines_belong_to(test: str) -> Iterator[None]:
-    """Where lines are recorded (`make mutants`): for this test, and at once, as workers end by being killed."""
-    coverage = sys.modules.get("coverage")
-    recorder = coverage and coverage.Coverage.current()
-    if recorder:
-        recorder.switch_context(test)
-    yield
-    if recorder:
-        recorder.save()
 
 
 def _guarded(function: Callable[..., Any], *args: Any) -> _Reply:
