@@ -49,10 +49,11 @@ _Rule = Callable[[Sequence[HcaPort], NodeFacts, ClusterConfig], _Verdicts]
 def choose_hcas(facts: NodeFacts, config: ClusterConfig) -> tuple[tuple[HcaDecision, ...], tuple[str, ...]]:
     """(a decision for every port, in the order of their numbers; warnings).
 
-    A port stays when its link is up, it is neither a virtual function nor a bond, nor on the way to the default route
-    or a storage server while ranks can do without it, has the link layer with most bandwidth, and the rate of the
-    fastest (or at least cluster.expected.hca_rate_gbps). Virtual functions stay where a node has nothing else, as in a
-    virtual machine, and bonds where they are most of the network. From `ADAPTER_QUESTIONS`. Raises UnreadableError.
+    A port stays when it is no iWARP, its link is up, it is neither a virtual function nor a bond, nor on the way to the
+    default route or a storage server while ranks can do without it, has the link layer with most bandwidth and the rate
+    of the fastest (or at least cluster.expected.hca_rate_gbps), and has a GPU beside it where every GPU has a port
+    beside it. Virtual functions stay where a node has nothing else, as in a virtual machine, and bonds where they are
+    most of the network. From `ADAPTER_QUESTIONS`. Raises UnreadableError.
     """
     ports = sorted(facts.adapters.ports, key=lambda port: natural(port.name))
     dropped: dict[str, HcaDecision] = {}
@@ -73,6 +74,17 @@ def choose_hcas(facts: NodeFacts, config: ClusterConfig) -> tuple[tuple[HcaDecis
         return HcaDecision(port, True, told + remarks.get(port.name, ""))
 
     return tuple(dropped.get(port.name) or kept(port) for port in ports), tuple(warnings)
+
+
+def _drop_iwarp(left: Sequence[HcaPort], *_: object) -> _Verdicts:
+    """Drop iWARP, which NCCL would list as RoCE, for it looks at the link layer alone (src/transport/net_ib).
+
+    NCCL connects queue pairs by itself, with LIDs or GIDs; those of iWARP are connected by the kernel's connection
+    manager only, over TCP (rdma_cm), so that a run would end when its ranks connect.
+    """
+    for port in left:
+        if port.is_iwarp:
+            yield port, False, "iWARP (RDMA over TCP, node type RNIC), which NCCL cannot use: it is no RoCE"
 
 
 def _drop_down(left: Sequence[HcaPort], *_: object) -> _Verdicts:
@@ -161,9 +173,30 @@ def _drop_slow(left: Sequence[HcaPort], facts: NodeFacts, config: ClusterConfig)
             yield port, False, f"{_rate_text(port.rate_gbps)}, slower than {source} {_rate_text(floor)}"
 
 
+def _drop_without_gpu(left: Sequence[HcaPort], facts: NodeFacts, config: ClusterConfig) -> _Verdicts:
+    """Drop ports that serve no GPU where every GPU has a port below its own PCI switch.
+
+    What is left over is for storage (GPFS, Weka and DAOS mount nothing that names a server), or for management of
+    NVSwitches, as the bridges of HGX B200 are; NCCL would send through them, across CPU sockets.
+    """
+    gpus, expected = [gpu.pci_path for gpu in facts.gpu_addresses], config.expected.hcas or 0
+    beside = [port for port in left if is_beside(port, gpus)]
+    paired = bool(gpus) and all(any(is_beside(port, [gpu]) for port in beside) for gpu in gpus)
+    if not paired or len(beside) < expected <= len(left):
+        return
+    every = f"each of the {len(gpus)} GPUs has" if len(gpus) > 1 else "the GPU has"
+    text = f"serves no GPU: it is below no PCI switch with one, and {every} a port below its own"
+    yield from ((port, False, text) for port in left if port not in beside)
+
+
+def is_beside(port: HcaPort, gpu_paths: Iterable[Sequence[str]]) -> bool:
+    """Whether it is below one root port with a GPU, and so below one PCI switch."""
+    return any(path and port.pci_path and path[0] == port.pci_path[0] for path in gpu_paths)
+
+
 _RULES: tuple[_Rule, ...] = (
-    *(_drop_down, _drop_virtual_functions, _drop_bonds),
-    *(_drop_carriers, _drop_other_layers, _drop_slow),
+    *(_drop_iwarp, _drop_down, _drop_virtual_functions, _drop_bonds),
+    *(_drop_carriers, _drop_other_layers, _drop_slow, _drop_without_gpu),
 )
 _FAULTS: tuple[_Rule, ...] = (_drop_down, _drop_slow)
 

@@ -34,7 +34,8 @@ KERNEL_LOG = python_question(
 import subprocess
 
 xid = re.compile(r"S?Xid \([^)]*\): *\d+")
-wanted = re.compile(r"\bS?Xid\b|fallen off the bus")
+fatal = re.compile(r"(?<![\w-])fatal\b", re.I)  # one that is not must not hide one that is
+wanted = re.compile(r"\bS?Xid\b|fallen off the bus|NV_ERR_RESET_REQUIRED|RmInitAdapter failed|rm_init_adapter.*failed")
 adapter = re.compile(
     r"^(?:\[ *(\d+)\.\d+\])?.*?(mlx[45]_core [0-9a-f:.]+).*?((link down|cable (?:unplugged|error))|"
     r"health compromised|fatal error|firmware internal error|device is in error)",
@@ -61,7 +62,10 @@ for words in ways:
         if found is not None and (at > 600 or not found[4]):
             kind = found[2] + found[3].lower() + ("" if uptime - at < recent else " before")
         elif wanted.search(line):
-            kind = (xid.search(line) or [re.sub(r"\d+", "", line)])[0]
+            kind = xid.search(line)
+            place_of = re.search(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}", line, re.I)
+            other = (place_of[0] if place_of else "") + re.sub(r"\d+", "", line)
+            kind = kind[0] + str(bool(fatal.search(line))) if kind else other
         else:
             continue
         if kind in seen or len(seen) < 500:

@@ -217,6 +217,8 @@ for device in sorted(root.glob("sys/class/infiniband/*")):
         one.update((name, tell(port / name)) for name in ("state", "phys_state", "rate", "link_layer"))
         for name in ("numa_node", "current_link_width", "max_link_width", "current_link_speed"):
             one[name] = tell(device / "device" / name)
+        one["is_iwarp"] = tell(device / "node_type").endswith("RNIC")
+        one["has_counters"] = (port / "counters").is_dir()
         one["is_virtual_function"] = (device / "device/physfn").exists()
         one["netdev"] = netdev = find_netdev(device, port.name)
         folder = root / "sys/class/net" / (netdev or "none")
@@ -273,8 +275,11 @@ class HcaPort:
     Polling, Disabled, ... rate_gbps: what is set up now. pci_path: PCI addresses from the root complex to the adapter
     (`0000:00:01.0`, ..., the adapter last). netdev: its network interface. ways: that, and the bonds, bridges and VLANs
     above it; default_route: the one of them that has it. gids: index -> (type, address). pcie_gts: GT/s per lane.
-    mtu: of netdev. errors: by how much each error counter that can be read grew in BURST_COUNT_S. None, or "" for a
-    state: not told.
+    mtu: of netdev. errors: by how much each error counter that can be read grew in BURST_COUNT_S. has_counters: whether
+    the kernel makes the folder of these counters. None, or "" for a state: not told.
+
+    is_iwarp: RDMA over TCP. Its link layer is Ethernet, too; only the node type tells it apart (`4: RNIC`, see
+    include/rdma/ib_verbs.h of the kernel: siw, cxgb4, irdma and qedr in that mode).
     """
 
     device: str
@@ -296,6 +301,8 @@ class HcaPort:
     pcie_gts: float | None = None
     mtu: int | None = None
     errors: Mapping[str, int] = field(default_factory=dict)
+    has_counters: bool = True
+    is_iwarp: bool = False
 
     @property
     def is_active(self) -> bool:

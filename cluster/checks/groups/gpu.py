@@ -23,6 +23,7 @@ IDLE_MEMORY_MIB = 15  # what an idle driver holds at most
 DMESG = "look for NVRM and Xid in `dmesg` on the node"
 RESET = "drain the node and reset the GPU (`nvidia-smi --gpu-reset -i N`) or reboot"
 REBOOT = "drain and reboot the node; if it comes back, reseat or replace the GPU"
+REPLACE = "drain the node; look at the board's power cables, run the maker's field diagnostic, replace the board"
 RESEAT = "drain the node and power it off and on; if it comes back, reseat or replace the board"
 _REMEDIES = {
     SmiFailure.NOT_INSTALLED: "install the NVIDIA driver with its tools, or put nvidia-smi into PATH for ssh commands",

@@ -9,18 +9,34 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cluster.checks.check import Check, CheckGroup, Finding, Verdict
-from cluster.checks.groups.gpu import REBOOT, RESET, look_at_gpus
+from cluster.checks.groups.gpu import REBOOT, REPLACE, RESET, look_at_gpus
 from cluster.remote_text import one_line
 from cluster.survey.drivers import KERNEL_LOG, LSPCI, SMI, normal_address, read_kernel_log
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import AbsentError, Question, Section, SectionState, UnreadableError
 
+# Source: NVIDIA, "Analyzing Xid Errors with the Xid Catalog" (docs.nvidia.com/deploy/xid-errors), immediate actions:
+# RESET_GPU, and the workflows of 48 and 74, which end in one. 167 and 169 have no action there yet; they are the PCIe
+# form of 158 and the SEC2 form of 62. What the catalogue answers by RESTART_APP or IGNORE is a warning.
 FALLEN_XID, RECOVERY_XID = 79, 154  # the text of the second says what has to be done
-RESET_XIDS = frozenset({46, 48, 64, 74, 95, 109, 110, 119, 120, 136, 140, 143})
+RESET_XIDS = frozenset(
+    {46, 48, 62, 64, 74, 95, 109, 110, 119, 120, 136, 140, 143, 155, 156, 158, 167, 169},
+)
 REBOOT_XIDS = frozenset({FALLEN_XID, 151, 168})
+# 54, CHECK_MECHANICALS: the board has no auxiliary power. 157, CONTACT_SUPPORT: a failed part can no longer be replaced
+# by a spare one, so that the same error may end every run.
+REPLACE_XIDS = frozenset({54, 157})
+# NVLink 5 (B100, GB200): the text grades the error, and the catalogue answers every "Fatal" and "Link Fatal" by
+# RESET_GPU. Where an error that is not fatal needs more than a restart, Xid 154 follows and says so.
+NVLINK5_XIDS = frozenset(range(144, 151))
 _OTHERS = "the program on it fails, the GPU goes on; watch it when other programs get it, too: see the catalogue of Xid"
 _ERROR = re.compile(r"\b(S?Xid) \((?:PCI:)?([^)]+)\): *(\d{1,6})\b,?(.*)")
 _FALLEN = re.compile(r"fallen off the bus", re.IGNORECASE)
+# Status codes of NVIDIA's open kernel modules (nvstatuscodes.h): the driver refuses all work on the GPU until a reset.
+_RESET_REQUIRED = re.compile(r"\bNV_ERR_RESET_REQUIRED\b")
+# The driver could not set the GPU up: it is not there for any program (NVIDIA, "GPU Debug Guidelines").
+_NOT_SET_UP = re.compile(r"RmInitAdapter failed|rm_init_adapter\b.*\bfailed", re.IGNORECASE)
+_FATAL = re.compile(r"(?<![\w-])fatal\b", re.IGNORECASE)  # and neither `Nonfatal` nor `Non-fatal`
 _CHANGE = re.compile(r"\bto 0x[0-9a-f]+ \(([^)]*)\)", re.IGNORECASE)
 _SWITCH_VERDICTS = {"fatal": Verdict.FAIL, "non-fatal": Verdict.WARN}
 # Nothing is switched on for it: where no administrator has set watches, there is no report.
@@ -65,9 +81,7 @@ def _read(line: str, count: int) -> list[tuple[str | None, Complaint]]:
     if error is None and _FALLEN.search(line):
         return [(normal_address(line), (Verdict.FAIL, "fallen off the bus", REBOOT, line))]
     if error is None:
-        is_ours = "Xid" in line
-        text = "a line about an Xid that was not understood"
-        return [(None, (Verdict.UNKNOWN, text, "look at it in `dmesg`", line))] if is_ours else []
+        return _read_driver_error(line)
     place, code = normal_address(error[2]) or one_line(error[2], 40), int(error[3])
     if error[1] == "SXid":
         grade = error[4].partition(",")[0].strip().lower()
@@ -82,8 +96,25 @@ def _read(line: str, count: int) -> list[tuple[str | None, Complaint]]:
             return []  # it takes an earlier one back
     if code in REBOOT_XIDS or "reboot" in asks:
         return [(place, (Verdict.FAIL, f"Xid {code}{times}", REBOOT, line))]
-    severity, remedy = (Verdict.FAIL, RESET) if asks or code in RESET_XIDS else (Verdict.WARN, _OTHERS)
-    return [(place, (severity, f"Xid {code}{times}", remedy, line))]
+    if code in REPLACE_XIDS:
+        return [(place, (Verdict.FAIL, f"Xid {code}{times}", REPLACE, line))]
+    is_fatal = code in NVLINK5_XIDS and _FATAL.search(error[4]) is not None
+    text = f"Xid {code}{times}{', fatal' if is_fatal else ''}"
+    needs_reset = bool(asks) or is_fatal or code in RESET_XIDS
+    return [(place, (Verdict.FAIL, text, RESET, line) if needs_reset else (Verdict.WARN, text, _OTHERS, line))]
+
+
+def _read_driver_error(line: str) -> list[tuple[str | None, Complaint]]:
+    """The complaint of a line without an Xid that could be read; [] when it is none."""
+    for pattern, text, remedy in (
+        (_NOT_SET_UP, "the driver could not set it up (RmInitAdapter failed)", REBOOT),
+        (_RESET_REQUIRED, "the driver asks for a reset (NV_ERR_RESET_REQUIRED)", RESET),
+    ):
+        if pattern.search(line):
+            return [(normal_address(line), (Verdict.FAIL, text, remedy, line))]
+    if "Xid" not in line:
+        return []
+    return [(None, (Verdict.UNKNOWN, "a line about an Xid that was not understood", "look at it in `dmesg`", line))]
 
 
 def check_dcgm_health(check: Check, facts: NodeFacts) -> list[Finding]:

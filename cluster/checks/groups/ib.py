@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.checks.check import Check, CheckGroup, Finding, age, each
-from cluster.env.hcas import ADAPTER_QUESTIONS, choose_hcas
+from cluster.env.hcas import ADAPTER_QUESTIONS, choose_hcas, is_beside
 from cluster.survey.drivers import KERNEL_LOG, LSPCI, RECENT_S, read_kernel_log
 from cluster.survey.facts import NodeFacts
 from cluster.survey.network import GPUDIRECT, HcaPort, has_roce_gid
@@ -55,9 +55,9 @@ class FabricView:
         decisions = choose_hcas(facts, facts.config)[0]
         kept = [one.port for one in decisions if one.kept]
         missed = [one.port for one in decisions if one.is_fault and not _is_other(one.port)]
-        if any(_is_beside(port, gpus) for port in (*kept, *missed)):
+        if any(is_beside(port, gpus) for port in (*kept, *missed)):
             # Adapters sit beside GPUs here: elsewhere a port without cable is a spare one.
-            missed = [port for port in missed if _is_beside(port, gpus)]
+            missed = [port for port in missed if is_beside(port, gpus)]
         else:
             missed = [port for port in missed if not kept or port.link_layer in ("", kept[0].link_layer)]
         if len(kept) >= (facts.config.expected.hcas or math.inf):
@@ -77,11 +77,6 @@ class FabricView:
 def _is_other(port: HcaPort) -> bool:
     """Whether it is of a kind that ranks use only where there is nothing else."""
     return port.is_bond or port.is_virtual_function or bool(port.default_route)
-
-
-def _is_beside(port: HcaPort, gpu_paths: Sequence[Sequence[str]]) -> bool:
-    """Whether it is below one root port with a GPU, and so below one PCI switch."""
-    return any(path and port.pci_path and path[0] == port.pci_path[0] for path in gpu_paths)
 
 
 def check_count(check: Check, view: FabricView) -> list[Finding]:
@@ -198,6 +193,10 @@ def check_counters(check: Check, view: FabricView) -> list[Finding]:
     """Errors that are being counted now, over two looks; what a counter stands at may be years old."""
 
     def judge(check: Check, port: HcaPort) -> Finding | None:
+        # The kernel makes this folder for drivers that answer management datagrams (`process_mad`, see core/sysfs.c of
+        # drivers/infiniband): mlx4, mlx5, hfi1, qib. Not for EFA, bnxt_re, irdma, rxe, siw, erdma, mana and hns.
+        if not port.has_counters:
+            return check.skip("its driver has no error counters")
         if "link_downed" not in port.errors:
             if port.is_virtual_function:
                 return check.skip("a virtual function tells no error counters")

@@ -180,6 +180,30 @@ def test_what_else_an_interface_is_part_of_is_seen(tree: Path) -> None:
     ]
 
 
+def test_drivers_without_error_counters_skip_the_check(tree: Path) -> None:
+    # As EFA, bnxt_re, irdma, mana and soft RoCE show their ports: no folder `counters` (drivers without process_mad).
+    for counters in (tree / "sys/class/infiniband").glob("*/ports/1/counters"):
+        shutil.rmtree(counters.resolve())
+    found = [one for one in check(ask(tree.parent)) if one.check == "ib.counters"]
+    assert {one.severity for one in found} == {SKIP}, found
+
+
+def test_error_counters_that_cannot_be_read_are_unknown(tree: Path) -> None:
+    counters = tree / "sys/class/infiniband/mlx5_0/ports/1/counters"
+    for file in counters.iterdir():
+        file.unlink()
+        file.mkdir()  # reading it is an error, for root as well
+    assert ("ib.counters", "mlx5_0:1", UNKNOWN) in bad(check(ask(tree.parent)))
+
+
+def test_iwarp_is_told_from_roce_by_the_node_type(tree: Path) -> None:
+    # sysfs of siw and of RoCE differ in node_type alone (drivers/infiniband/core/sysfs.c: node_type_show).
+    for name, kind in (("mlx5_0", "4: RNIC"), ("mlx5_1", "1: CA")):
+        (tree / f"sys/class/infiniband/{name}/ports/1/link_layer").write_text("Ethernet\n")
+        (tree / f"sys/class/infiniband/{name}/node_type").write_text(f"{kind}\n")
+    assert {name for name, port in ports_of(tree).items() if port.is_iwarp} == {"mlx5_0"}
+
+
 def test_an_adapter_without_ports_is_told(tree: Path) -> None:
     shutil.rmtree((tree / "sys/class/infiniband/mlx5_2/ports").resolve())
     assert ("ib.count", "mlx5_2", FAIL) in bad(check(ask(tree.parent)))
@@ -223,6 +247,23 @@ def test_a_flood_of_one_error_hides_no_other(tmp_path: Path) -> None:
     assert errors(probe)[:2] == [("GPU 0", WARN, "Xid 13 (23000 times)"), ("GPU 1", FAIL, "Xid 79")]
 
 
+def test_fatal_nvlink_error_is_not_hidden_by_a_later_one_that_is_not(tmp_path: Path) -> None:
+    # Lines of a GB200 with driver 570: the same Xid, first fatal, then not.
+    link = "XC0 i0 Link 09 (0x025525c6 0x00000000 0x00000000 0x00000000 0x00000000 0x00000000)"
+    lines = [f"[{at}.1] NVRM: Xid (PCI:0000:43:00): 145, RLW_REMAP  {grade}  {link}" for at, grade in GRADES]
+    found = errors(with_log(tmp_path, "\n".join(["Linux version 6", *lines, ""])))
+    assert [one[:2] for one in found] == [("GPU 1", FAIL)], found
+
+
+def test_driver_errors_without_xid_are_read_from_the_kernel_log(tmp_path: Path) -> None:
+    reset = "NVRM: nvAssertOkFailedNoLog: Assertion failed: Reset required [NV_ERR_RESET_REQUIRED] (0x00000062)"
+    setup = "NVRM: GPU 0000:{}:00.0: RmInitAdapter failed! (0x62:0x40:2028)"
+    lines = ["Linux version 6", f"[5.1] {reset} returned from status @ kernel_channel.c:2874", ""]
+    lines[1:1] = [f"[4.2] {setup.format(bus)}" for bus in ("1b", "43")]
+    found = errors(with_log(tmp_path, "\n".join(lines)))
+    assert {(device, severity) for device, severity, _ in found} == {("GPU 0", FAIL), ("GPU 1", FAIL), (None, FAIL)}
+
+
 def test_links_that_are_lost_are_counted_but_for_the_boot(tmp_path: Path) -> None:
     times = (12, 600, 601, 602, 863000, 863001)
     text = "".join(f"[{at}.5] mlx5_core 0000:18:00.0 ib0: Link {way}\n" for at in times for way in ("down", "up"))
@@ -243,6 +284,7 @@ def test_a_log_without_its_beginning_and_a_log_without_lines(tmp_path: Path, tex
     assert [found[1] for found in errors(with_log(tmp_path, text))] == [severity]
 
 
+GRADES = ((1, "Fatal"), (2, "Nonfatal"))
 SEEN = "printf 'Linux version 6.1\\nNVRM: Xid (PCI:0000:1b:00): 79, pid=1, GPU has fallen off the bus.\\n'"
 
 

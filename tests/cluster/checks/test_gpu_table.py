@@ -135,6 +135,22 @@ $SXID = kernel.log+2 nvidia-nvswitch0: SXid (PCI:0000:f9:00.0): 20034,
 $RECOVERY = kernel.log+1 NVRM: Xid (PCI:0000:52:00): 154, GPU recovery action changed from
 $XID {{13 31 94 137 999}}, pid=9 | WARN gpu.xid (GPU 2): Xid {{}} (2 times); expected: none since boot
 $XID {{46 48 64 74 95 109 110 119 120 136 140 143 79 151 168}}, pid=9, Ch 8 | FAIL gpu.xid (GPU 2): Xid {{}} (2 times)
+# the rest of the vendor's catalogue: RESET_GPU, then what is not repaired by one
+$XID {{62 155 156 158 167 169 54 157}}, pid=9 | FAIL gpu.xid (GPU 2): Xid {{}} (2 times)
+$XID 157, Resource retirement failure | FAIL gpu.xid (GPU 2): Xid 157 => replace the board
+$XID {{8 38 43 63 78 92 142 160 163}}, pid=9 | WARN gpu.xid (GPU 2): Xid {{}} (2 times)
+# NVLink 5 grades its errors in the text
+$NVLINK5 = XC0 i0 Link 09 (0x025525c6 0x00000000)
+$XID {{144 145 146 147 148 149 150}}, NETIR_LINK_EVT  Fatal   $NVLINK5
+    | FAIL gpu.xid (GPU 2): Xid {{}} (2 times), fatal => reset the GPU
+$XID {{144 145 146}}, RLW_REMAP  {{Nonfatal Non-fatal}}   $NVLINK5 | WARN gpu.xid (GPU 2): Xid
+# without an Xid
+kernel.log+1 NVRM: GPU 0000:52:00.0: RmInitAdapter failed! (0x62:0x40:2028)
+    | FAIL gpu.xid (GPU 2): the driver could not set it up (RmInitAdapter failed) => drain and reboot
+kernel.log+1 NVRM: GPU 0000:52:00.0: rm_init_adapter failed, device minor number 2 | FAIL gpu.xid (GPU 2)
+$ASSERT = NVRM: nvAssertOkFailedNoLog: Assertion failed: Reset required [NV_ERR_RESET_REQUIRED] (0x00000062)
+kernel.log+1 $ASSERT returned from status @ kernel_channel.c:2874
+    | FAIL gpu.xid: the driver asks for a reset (NV_ERR_RESET_REQUIRED) => reset the GPU
 $SXID Non-fatal, Link 30 | WARN gpu.xid (0000:f9:00.0): SXid 20034 (2 times), non-fatal; expected: none since boot
 $SXID Fatal, Link 30 | FAIL gpu.xid (0000:f9:00.0): SXid 20034 (2 times), fatal
 $SXID Odd, Link 30 | UNKNOWN gpu.xid (0000:f9:00.0): SXid 20034 (2 times), of unknown gravity
