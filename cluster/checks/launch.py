@@ -48,7 +48,7 @@ _TEXT_SUFFIXES = (".json", ".jinja")  # of what is read in a tokenizer's folder
 # No run starts while one of these is not as it should be, whatever --force says.
 REQUIRED = frozenset(
     {
-        *("ssh.reach", "net.interface", "host.python", "host.docker", "host.image"),
+        *("ssh.reach", "net.interface", "net.machine", "host.python", "host.docker", "host.image"),
         *(f"launch.{name}" for name in ("adapters", "folder", "data", "ranks", "port")),
     }
 )
@@ -117,7 +117,7 @@ def launch_checks(cluster: ClusterConfig, *, health: bool, with_gpus: bool) -> t
     parts = (
         (with_gpus, "gpu", "gpu.busy"),
         (health and with_gpus, "gpu_reports ib", "gpu ib host.memlock host.nccl_conf"),
-        (True, "net host", f"launch net.interface host.python {VERSIONS} ssh.clock"),
+        (True, "net host", f"launch net.interface net.machine host.python {VERSIONS} ssh.clock"),
         (health, "", "net.mtu host.disk host.shm"),
         (in_containers, "engine", "host.docker host.image"),
         (health and in_containers, "engine", "host.docker_gpu"),

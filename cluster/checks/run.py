@@ -63,7 +63,7 @@ _REMEDIES = {
 # Of these 0 is never right where another node has some.
 COUNTS = frozenset({"gpu.count", "ib.count"})
 # A difference in these makes a run slow, and is no reason to leave the node out.
-SOFT_CHECKS = frozenset({"gpu.power_limit", "gpu.clocks"})
+SOFT_CHECKS = frozenset({"gpu.power_limit", "gpu.clocks", "gpu.pcie"})
 _VALUE_LIMIT = 120
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from cluster.env.live import LIVE, LiveSource, read_live
+from cluster.env.live import LIVE, LiveSource, reaching_ranks, read_live
 from cluster.env.plan import FACT_QUESTIONS, NodeEnvironment, check_network, plan_fleet
 from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.session import SshPool
@@ -34,7 +34,7 @@ def ask_fleet(
     def read(probe: NodeProbe, host: Host | None = None) -> tuple[NodeFacts, tuple[LiveSource, ...]]:
         facts = NodeFacts(probe, config)
         check_network(facts, host.overrides if host is not None else ())
-        return facts, read_live(probe) if with_live else ()
+        return facts, reaching_ranks(read_live(probe), config.container) if with_live else ()
 
     def ask(host: Host) -> tuple[NodeFacts, tuple[LiveSource, ...]]:
         with pool.connect(host) as connection:

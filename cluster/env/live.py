@@ -17,10 +17,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cluster.checks.check import Check, Finding
-from cluster.env.plan import NodeEnvironment
+from cluster.env.plan import NodeEnvironment, is_mounted
 from cluster.errors import ClusterError
 from cluster.remote_text import clean_text, one_line
 from cluster.survey.section import NodeProbe, UnreadableError, python_question
+from engine.config.cluster import ContainerConfig
 
 SESSION = "login"  # what a command over ssh inherits; of this machine: what burst itself inherited
 _OURS = re.compile(r"(NCCL|GLOO|TORCH)_[A-Za-z0-9_]{1,120}|OMP_NUM_THREADS")
@@ -102,6 +103,15 @@ def read_live(probe: NodeProbe) -> tuple[LiveSource, ...]:
     except UnreadableError as error:
         why = f"{error}: {error.evidence}" if error.evidence else str(error)
         raise ClusterError(f"{probe.node}: cannot see all that is set: {why}") from error
+
+
+def reaching_ranks(sources: Iterable[LiveSource], container: ContainerConfig) -> tuple[LiveSource, ...]:
+    """The sources that ranks see. In a container neither the session nor files of the node count, but those mounted."""
+    if container.runtime != "docker":
+        return tuple(sources)
+    return tuple(
+        one for one in sources if one.is_process or (one.place != SESSION and is_mounted(one.place, container))
+    )
 
 
 def compare_live(environment: NodeEnvironment, live: Iterable[LiveSource]) -> tuple[Difference, ...]:

@@ -28,7 +28,7 @@ from cluster.survey.drivers import SMI
 from cluster.survey.facts import NodeFacts
 from cluster.survey.network import GPUDIRECT, LINKS, HcaPort, has_roce_gid
 from cluster.survey.section import UnreadableError
-from engine.config.cluster import ClusterConfig
+from engine.config.cluster import ClusterConfig, ContainerConfig
 
 FACT_QUESTIONS = (*ADAPTER_QUESTIONS, GPUDIRECT, LINKS, SMI)
 
@@ -129,7 +129,7 @@ def plan_environment(facts: NodeFacts, config: ClusterConfig, *, log_dir: str | 
     choices = _choices(facts, config, hcas, ordered)
     if log_dir is not None:
         choices += _debug_choices(log_dir, uses_nccl(facts, config))
-    choices.append(_threads(facts, config))
+    choices += [*_topology_choices(facts, config), _threads(facts, config)]
     return NodeEnvironment(
         node=facts.node,
         variables=tuple(choice for choice in choices if isinstance(choice, EnvironmentVariable)),
@@ -224,6 +224,31 @@ def _hca_choices(hcas: Sequence[HcaDecision], ordered: Sequence[HcaPort]) -> lis
     ]
 
 
+def _topology_choices(facts: NodeFacts, config: ClusterConfig) -> list[_Choice]:
+    """NCCL_TOPO_FILE as the node sets it, where ranks can read the file: containers lack the node's /etc/nccl.conf."""
+    name, path = "NCCL_TOPO_FILE", facts.carriers.topology
+    if not path or not uses_nccl(facts, config):
+        return []
+    if not facts.carriers.has_topology:
+        return [LeftOut(name, f"the node sets it to {path}, and has no such file")]
+    if config.container.runtime == "docker" and not is_mounted(path, config.container):
+        return [LeftOut(name, _unmounted(path))]
+    return [
+        EnvironmentVariable(name, path, "set on the node: its virtual machine does not show which ports are near GPUs")
+    ]
+
+
+def _unmounted(path: str) -> str:
+    folder = path.rpartition("/")[0] or path
+    return f"the node sets it to {path}, which containers do not see: add {folder} to cluster.container.mounts"
+
+
+def is_mounted(path: str, container: ContainerConfig) -> bool:
+    """Whether ranks in the container see this file of the node, at the same path."""
+    folders = (mount.removesuffix(":rw").rstrip("/") for mount in container.mounts)
+    return any(path == folder or path.startswith(f"{folder}/") for folder in folders)
+
+
 def _cross_nic_choice(facts: NodeFacts, ordered: Sequence[HcaPort]) -> _Choice:
     """NCCL_CROSS_NIC=0 only where a packet from one rail cannot reach another one."""
     name = "NCCL_CROSS_NIC"
@@ -255,9 +280,9 @@ def _rail_networks(facts: NodeFacts, ordered: Sequence[HcaPort]) -> Mapping[str,
     found: dict[str, str] = {}
     for port in ordered:
         interface = by_name.get(port.netdev or "")
-        if interface is None or not interface.addresses:
+        if interface is None or interface.address is None:
             return None
-        found[interface.name] = str(ipaddress.ip_interface(interface.addresses[0]).network)
+        found[interface.name] = str(ipaddress.ip_interface(interface.address).network)
     return found
 
 
@@ -306,6 +331,8 @@ def _network_warnings(facts: NodeFacts, config: ClusterConfig, ordered: Sequence
         yield f"{len(ordered)} ports kept, cluster.expected.hcas={expected}"
     if not ordered or not uses_nccl(facts, config):
         return
+    if any(isinstance(one, LeftOut) for one in _topology_choices(facts, config)):
+        yield f"NCCL_TOPO_FILE is lost: {_topology_choices(facts, config)[0].reason}"
     if facts.gpu_addresses and facts.reaches_gpus is False:
         yield "no GPUDirect RDMA (neither nvidia_peermem nor DMA-BUF): NCCL copies through host memory"
     if ordered[0].link_layer != INFINIBAND:

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from cluster.remote_text import one_line
-from cluster.survey.network import pci_path
+from cluster.survey.network import lanes, pci_path
 from cluster.survey.section import AbsentError, Section, SectionState, UnreadableError, python_question
 
 RECENT_S = 86400.0
@@ -135,11 +135,16 @@ for device in root.glob("sys/bus/pci/devices/*"):
     vendor = tell(device / "vendor")
     told["total"] += bool(vendor)
     if vendor == "0x10de":
-        fields = [tell(device / "class"), tell(device / "numa_node"), place(device)]
+        slot = tell(device.resolve().parent / "max_link_width")  # of the bridge above it
+        fields = [tell(device / "class"), tell(device / "numa_node"), place(device), slot]
         told["devices"].append([device.name, *fields])
 print(json.dumps(told))
 """,
 )
+
+# What an idle GPU may hold for its driver, without any process: 0 to 22 MiB were seen, by model and driver. A CUDA
+# context takes more than this.
+IDLE_MEMORY_MIB = 100
 
 # What uses a GPU at the first look may be about to end: then a second one counts. Behind the answer stands who owns the
 # processes on GPUs; one that /proc does not show belongs to another PID namespace. The table of supported clocks is
@@ -148,6 +153,7 @@ print(json.dumps(told))
 SMI = python_question(
     "gpu.smi",
     45,
+    f"idle_mib = {IDLE_MEMORY_MIB}\n"
     r"""
 import pwd, shutil, subprocess
 
@@ -162,7 +168,7 @@ if shutil.which("nvidia-smi") is None:
     sys.exit(127)
 text, code = look()
 used = re.findall(r"<fb_memory_usage>.*?<used>(\d+) MiB", text, re.DOTALL)
-if "<pid>" in text or any(int(mib) > 15 for mib in used):
+if "<pid>" in text or any(int(mib) > idle_mib for mib in used):
     time.sleep(float(os.environ.get("BURST_SMI_PAUSE_S") or 2))
     text, code = look()
 print(text)
@@ -388,11 +394,15 @@ def needed(value: T | Gap) -> T:
 
 @dataclass(frozen=True)
 class GpuAddress:
-    """Where a GPU sits: `index` as nvidia-smi counts, which is in the order of addresses; `pci_path` as in HcaPort."""
+    """Where a GPU sits: `index` as nvidia-smi counts, which is in the order of addresses; `pci_path` as in HcaPort.
+
+    slot_width: how many lanes the bridge above it has at most; None where the kernel does not tell.
+    """
 
     index: int
     pci_path: tuple[str, ...] = ()
     numa_node: int | None = None
+    slot_width: int | None = None
 
 
 @dataclass(frozen=True)
@@ -409,14 +419,15 @@ def read_pci_devices(section: Section) -> PciDevices | None:
     """The devices in `section`; None when it did not end properly or makes no sense."""
 
     def take(told: Any) -> PciDevices:
-        rows = sorted((str(address), int(kind, 16) >> 8, numa, path) for address, kind, numa, path in told["devices"])
+        devices = ((str(address), int(kind, 16) >> 8, *others) for address, kind, *others in told["devices"])
+        rows = sorted(devices)
         # A GPU's audio and USB functions are devices of their own; NVSwitches are bridges of class "other".
         gpus = [row for row in rows if row[1] in (0x0300, 0x0302)]
         if None in [normal_address(row[0]) for row in rows]:
             raise ValueError("no address")
         places = (
-            GpuAddress(index, pci_path(path) or (address,), int(numa) if numa.isdecimal() else None)
-            for index, (address, _, numa, path) in enumerate(gpus)
+            GpuAddress(index, pci_path(path) or (address,), int(numa) if numa.isdecimal() else None, lanes(slot))
+            for index, (address, _, numa, path, slot) in enumerate(gpus)
         )
         return PciDevices(int(told["total"]), tuple(places), sum(row[1] == 0x0680 for row in rows))
 

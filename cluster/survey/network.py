@@ -17,19 +17,45 @@ _INTERNAL_NAME = re.compile(
 )
 _INTERNAL_KINDS = frozenset({"tun", "tunnel", "vxlan", "wireguard", "can"})
 
-# From the kernel itself, in the node's own network namespace. No tool is needed; of several addresses of an interface
-# the first one is told.
+# From the kernel itself, in the node's own network namespace; no tool is needed. Addresses come by RTM_GETADDR (see
+# rtnetlink(7)), for SIOCGIFADDR tells the first one of an interface alone.
 LINKS = python_question(
     "net.links",
     15,
     r"""
-import fcntl, socket, subprocess
+import fcntl, socket, struct, subprocess
+
+
+def find_addresses():
+    # IPv4 addresses with prefix length, by the index of their interface, in the order of the kernel.
+    found, asking = {}, socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)
+    asking.settimeout(5)
+    asking.send(struct.pack("=IHHII", 24, 22, 0x301, 1, 0) + struct.pack("=BBBBI", socket.AF_INET, 0, 0, 0, 0))
+    while True:
+        data = asking.recv(1 << 20)
+        while data:
+            size, kind = struct.unpack_from("=IH", data)
+            if kind == 2:
+                sys.exit("the kernel does not tell the addresses of interfaces")
+            if kind == 3:  # NLMSG_DONE
+                return found
+            length, _, _, index = struct.unpack_from("=xBBBI", data, 16)
+            fields, attributes = data[24:size], {}
+            while len(fields) >= 4:
+                step, name = struct.unpack_from("=HH", fields)
+                attributes[name] = fields[4:step]
+                fields = fields[max(4, -(-step // 4) * 4) :]
+            address = attributes.get(2) or attributes.get(1)  # IFA_LOCAL, for of a tunnel IFA_ADDRESS is the other end
+            if address:
+                found.setdefault(index, []).append("%s/%d" % (socket.inet_ntoa(address), length))
+            data = data[-(-size // 4) * 4 :]
+
 
 types = {"1": "ether", "32": "infiniband", "772": "loopback", "280": "can"}  # ARPHRD_* of the kernel
 marks = {"bridge": "bridge", "bonding": "bond", "tun_flags": "tun"}
 asking = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-told = {"links": [], "routes": []}
-for _, name in socket.if_nameindex():
+told, addresses = {"links": [], "routes": []}, find_addresses()
+for number, name in socket.if_nameindex():
     folder = pathlib.Path("/sys/class/net", name)
     ask = lambda request: fcntl.ioctl(asking, request, name.encode().ljust(40, b"\0"))[16:]
     kinds = [kind for file, kind in marks.items() if (folder / file).exists()]
@@ -38,11 +64,7 @@ for _, name in socket.if_nameindex():
     link["mtu"] = int(tell(folder / "mtu") or 0) or None
     link["is_up"] = int.from_bytes(ask(0x8913)[:2], "little") & 65 == 65  # SIOCGIFFLAGS: IFF_UP, IFF_RUNNING
     link["master"] = (folder / "master").resolve().name if (folder / "master").exists() else None
-    try:
-        address, mask = (ask(request)[4:8] for request in (0x8915, 0x891B))  # SIOCGIFADDR, SIOCGIFNETMASK
-        link["addresses"] = ["%s/%d" % (socket.inet_ntoa(address), bin(int.from_bytes(mask, "big")).count("1"))]
-    except OSError:
-        link["addresses"] = []
+    link["addresses"] = addresses.get(number, [])
     told["links"].append(link)
 for row in pathlib.Path("/proc/net/route").read_text().splitlines()[1:]:
     device, to, gateway, _, _, _, metric, mask = row.split()[:8]
@@ -52,6 +74,9 @@ try:  # the kernel lists its main table alone; rails have tables of their own
     told["routes"] += [[device, False, True, 0] for device in set(re.findall(r"\bvia .*?\bdev (\S+)", said))]
 except OSError:
     pass
+# One start of one kernel, seen from one network namespace: what shares both is one machine, under whatever name.
+boot = tell(pathlib.Path("/proc/sys/kernel/random/boot_id"))
+told["machine"] = "%s %s" % (boot, os.readlink("/proc/self/ns/net")) if boot else ""
 print(json.dumps(told))
 """,
 )
@@ -59,9 +84,9 @@ print(json.dumps(told))
 
 @dataclass(frozen=True)
 class NetInterface:
-    """One network interface. addresses: IPv4 with prefix length, `10.0.0.1/24`. kind: ether, loopback, infiniband,
-    bridge, bond, veth, tun, vlan, ... is_default_route: IPv4 packets to unknown places leave here. master: the bridge
-    or bond that it is a part of. is_up: switched on, and the link is there.
+    """One network interface. addresses: all its IPv4 addresses with prefix length, `10.0.0.1/24`. kind: ether,
+    loopback, infiniband, bridge, bond, veth, tun, vlan, ... is_default_route: IPv4 packets to unknown places leave
+    here. master: the bridge or bond that it is a part of. is_up: switched on, and the link is there.
 
     Raises ValueError for a name or address that is none.
     """
@@ -81,6 +106,11 @@ class NetInterface:
         for address in self.addresses:
             ipaddress.IPv4Interface(address)
 
+    @property
+    def address(self) -> str | None:
+        """The first address, with prefix length, that it did not give itself (169.254.0.0/16); None without one."""
+        return next((one for one in self.addresses if not ipaddress.IPv4Interface(one).is_link_local), None)
+
 
 @dataclass(frozen=True)
 class InterfaceChoice:
@@ -92,15 +122,21 @@ class InterfaceChoice:
     @property
     def address(self) -> str | None:
         """The IPv4 address at which other nodes reach this one."""
-        return self.interface.addresses[0].partition("/")[0] if self.interface is not None else None
+        address = self.interface.address if self.interface is not None else None
+        return address.partition("/")[0] if address is not None else None
 
 
 @dataclass(frozen=True)
 class Network:
-    """What section `net.links` says. gateways: interfaces by which an IPv4 route leads to a gateway."""
+    """What section `net.links` says. gateways: interfaces by which an IPv4 route leads to a gateway.
+
+    machine: boot id of the kernel and network namespace; "" where the kernel hides the first. Cloned images share
+    /etc/machine-id, and containers and testbed nodes of one machine share the boot id, so neither would do alone.
+    """
 
     interfaces: tuple[NetInterface, ...]
     gateways: frozenset[str]
+    machine: str = ""
 
 
 def read_network(section: Section) -> Network:
@@ -114,7 +150,8 @@ def read_network(section: Section) -> Network:
         interfaces = fill(tuple[NetInterface, ...], links)
         if not interfaces:
             raise ValueError("no interface at all, not even lo")
-        return Network(interfaces, frozenset(name for name, _, has_gateway, _ in routes if has_gateway))
+        gateways = frozenset(name for name, _, has_gateway, _ in routes if has_gateway)
+        return Network(interfaces, gateways, one_line(str(told.get("machine", "")), 120))
 
     return section.read(take)
 
@@ -157,7 +194,7 @@ def unfit(interface: NetInterface) -> str:
         return f"{name} is down"
     if not interface.addresses:
         return f"{name} has no IPv4 address"
-    if all(address.startswith("169.254.") for address in interface.addresses):
+    if interface.address is None:
         return f"{name} has no IPv4 address but {interface.addresses[0]}, which it gave itself"
     return ""
 
@@ -398,8 +435,8 @@ def _port(row: Mapping[str, Any]) -> HcaPort:
             "netdev": row["netdev"] or None,
             "numa_node": integer(row["numa_node"]),
             "is_bond": row["is_bond"] or "bond" in row["device"],
-            "pcie_width": _width(row["current_link_width"]),
-            "pcie_width_max": _width(row["max_link_width"]),
+            "pcie_width": lanes(row["current_link_width"]),
+            "pcie_width_max": lanes(row["max_link_width"]),
             "pcie_gts": _number(_SPEED, row["current_link_speed"]),
             "mtu": integer(row["mtu"]),
         },
@@ -428,10 +465,10 @@ def integer(text: str) -> int | None:
     return int(text) if re.fullmatch(r"-?[0-9]{1,9}", text) else None
 
 
-def _width(text: str) -> int | None:
+def lanes(text: str) -> int | None:
     """Lanes; None for what says nothing: 0, 63 and 255 are how the kernel and adapters write `unknown`."""
-    lanes = integer(text)
-    return lanes if lanes in _WIDTHS else None
+    width = integer(text)
+    return width if width in _WIDTHS else None
 
 
 def natural(name: str) -> list[tuple[int, str]]:
@@ -439,7 +476,9 @@ def natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name) if part]
 
 
-# Servers of mounted network file systems, and the interface to each.
+# Servers of mounted network file systems, and the interface to each; the topology file that the node gives to NCCL, as
+# images of cloud providers do in /etc/nccl.conf (Azure's ND series: NCCL_TOPO_FILE=/opt/microsoft/ndv5-topo.xml), for a
+# virtual machine hides which adapter is near to which GPU. Order of places: NCCL's user guide, "Environment Variables".
 CARRIERS = python_question(
     "env.carriers",
     20,
@@ -448,6 +487,11 @@ import subprocess
 
 networked = re.compile(r"nfs4?|lustre|ceph|cifs|smb3|beegfs.*|(fuse\.)?glusterfs")
 told = {"storage": [], "cores": len(os.sched_getaffinity(0))}
+own_file = pathlib.Path(os.environ.get("NCCL_CONF_FILE") or "~/.nccl.conf").expanduser()
+names = ["NCCL_TOPO_FILE=" + os.environ.get("NCCL_TOPO_FILE", ""), *lines(own_file), *lines(root / "etc/nccl.conf")]
+found = [line.partition("=")[2].strip() for line in names if line.partition("=")[0].strip() == "NCCL_TOPO_FILE"]
+told["topology"] = topology = next(filter(None, found), "")
+told["has_topology"] = topology.startswith("/") and (root / topology[1:]).is_file()
 for source, folder, kind, options, *_ in mounts(root / "proc/mounts"):
     if networked.fullmatch(kind) and len(told["storage"]) < 32:
         given = re.search(r"(?:^|,)addr=([^,]*)", options)
@@ -470,11 +514,16 @@ class StorageRoute:
 
 @dataclass(frozen=True)
 class Carriers:
-    """Section `env.carriers`. cores: CPUs of a login. trouble: why all this is not known."""
+    """Section `env.carriers`. cores: CPUs of a login. trouble: why all this is not known.
+
+    topology: the NCCL_TOPO_FILE that the node sets, "" for none. has_topology: whether the node has that file.
+    """
 
     storage: tuple[StorageRoute, ...] = ()
     cores: int | None = None
     trouble: str = ""
+    topology: str = ""
+    has_topology: bool = False
 
 
 def read_carriers(section: Section) -> Carriers:
@@ -482,7 +531,9 @@ def read_carriers(section: Section) -> Carriers:
 
     def take(told: Any) -> Carriers:
         routes = (StorageRoute(*(one_line(word) for word in row)) for row in listed(told["storage"]))
-        return Carriers(tuple(routes), int(told["cores"]))
+        topology = one_line(str(told.get("topology", "")), 4096)
+        has_topology = told.get("has_topology") is True
+        return Carriers(tuple(routes), int(told["cores"]), topology=topology, has_topology=has_topology)
 
     try:
         return section.read(take)

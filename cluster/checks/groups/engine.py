@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.checks.check import GIB, Check, CheckGroup, Finding, gib, known
-from cluster.checks.groups.host import VERSIONS, judge_room
+from cluster.checks.groups.host import CRIPPLING, VERSIONS, judge_room
 from cluster.image.engine import Image
 from cluster.remote_text import one_line
 from cluster.survey.facts import NodeFacts
@@ -144,6 +144,19 @@ def check_image(check: Check, facts: NodeFacts) -> list[Finding]:
     return [check.ok(f"{name}: {read_image(facts).identity[:12]}")]
 
 
+def check_image_nccl(check: Check, facts: NodeFacts) -> list[Finding]:
+    """The image sets no variable of NCCL (ENV of its Dockerfile) that switches a fast path off in every rank."""
+    if not facts.in_containers or facts.config.container.image is None:
+        return [check.skip(_NOT_NEEDED if not facts.in_containers else "cluster.container.image is not set")]
+    if known(read_image, facts) is None:
+        return [check.skip("see host.image")]
+    settings = facts.section(IMAGE).read(lambda told: [str(one) for one in told["Config"].get("Env") or ()])
+    bad = [one_line(one, 200) for one in settings if CRIPPLING.get(one.partition("=")[0]) == one.partition("=")[2]]
+    if not bad:
+        return [check.ok("none")]
+    return [check.expecting("none").warn(", ".join(bad), "build the image without it, or know why it is there")]
+
+
 def read_image(facts: NodeFacts) -> Image:
     """Raises UnreadableError when the node has no such image, or one without layers."""
 
@@ -181,7 +194,7 @@ def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
 GROUPS = (
     CheckGroup(
         "host",
-        (check_docker, check_docker_disk, check_docker_gpu, check_image),
+        (check_docker, check_docker_disk, check_docker_gpu, check_image, check_image_nccl),
         questions=(ENGINE, IMAGE),
         settings=_settings,
         traits=_traits,

@@ -13,13 +13,12 @@ from typing import Any
 from cluster.agent.messages import SLOWDOWNS
 from cluster.checks.check import Check, CheckGroup, Finding, Judge, Verdict, age, each, known
 from cluster.remote_text import one_line
-from cluster.survey.drivers import LSPCI, SMI, Gap, Gpu, GpuProcess, SmiFailure, SmiTrouble, needed
+from cluster.survey.drivers import IDLE_MEMORY_MIB, LSPCI, SMI, Gap, Gpu, GpuProcess, SmiFailure, SmiTrouble, needed
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import AbsentError, Question, Section, UnreadableError, listed, python_question
 
 REMAPPED_ROWS_WARN = 512  # rows replaced; the spare ones run out
 OWNER = re.compile(r"owner (\d{1,10}) (\S{1,40}) (\d{1,12})")  # behind the answer of nvidia-smi
-IDLE_MEMORY_MIB = 15  # what an idle driver holds at most
 DMESG = "look for NVRM and Xid in `dmesg` on the node"
 RESET = "drain the node and reset the GPU (`nvidia-smi --gpu-reset -i N`) or reboot"
 REBOOT = "drain and reboot the node; if it comes back, reseat or replace the GPU"
@@ -41,6 +40,8 @@ _VOLATILE = ("sram_uncorrectable", "sram_uncorrectable_parity", "sram_uncorrecta
 _UNCORRECTABLE = tuple(f"ecc_errors/volatile/{name}" for name in (*_VOLATILE, "double_bit/total"))
 _POWER = ("gpu_power_readings", "power_readings")
 _LIMITS = ("current_power_limit", "enforced_power_limit", "power_limit")
+# The GPU as a guest has it (nvmlGpuVirtualizationMode_t: PASSTHROUGH, VGPU); `None` and `Host VGPU` are real machines.
+_GUEST_MODES = ("Pass-Through", "VGPU")
 _REPAIRS = ("channel_repair_pending", "tpc_repair_pending", "unrepairable_memory")
 
 # What a check says of one GPU; None where all is well.
@@ -257,23 +258,38 @@ def _highest_clock(gpu: Gpu) -> float:
     return gpu.number("max_clocks/sm_clock")
 
 
-@of_each_gpu("PCIe links at full width")
-def check_pcie(check: Check, gpu: Gpu) -> Finding | None:
-    """All PCIe lanes are up, and at full clocks the full generation. Fewer lanes slow copies to the host."""
+def check_pcie(check: Check, facts: NodeFacts) -> list[Finding]:
+    """All PCIe lanes of GPU and slot are up, and at full clocks the full generation; fewer lanes slow copies to the
+    host. In a virtual machine this warns: the hypervisor chooses what it shows, and nobody can reseat a board."""
+    slots = {gpu.index: gpu.slot_width for gpu in facts.gpu_addresses}
+
+    def judge(check: Check, gpu: Gpu) -> Finding | None:
+        return _judge_pcie(check, gpu, slots.get(gpu.index))
+
+    return each(check, gpus_by_name(facts), judge, "PCIe links at full width")
+
+
+def _judge_pcie(check: Check, gpu: Gpu, slot: int | None) -> Finding | None:
+    """slot: how many lanes the bridge above the GPU has; None: not told."""
     link = "pci/pci_gpu_link_info"
     width, most = (gpu.number(f"{link}/link_widths/{name}_link_width") for name in ("current", "max"))
-    if width < most:
-        return check.expecting(f"{most:g} lanes").fail(f"{width:g} PCIe lanes", RESEAT)
+    wanted = min(most, slot or most)
+    mode = gpu.look("gpu_virtualization_mode/virtualization_mode")
+    severity = Verdict.WARN if mode in _GUEST_MODES else Verdict.FAIL
+    guest = f", in a virtual machine (nvidia-smi: virtualization mode {mode})" if mode in _GUEST_MODES else ""
+    remedy = "compare with other machines of this type; ask the provider" if guest else RESEAT
+    if width < wanted:
+        return check.expecting(f"{wanted:g} lanes").finding(severity, f"{width:g} PCIe lanes{guest}", remedy)
     if gpu.word("performance_state") != "P0":  # idle links slow down to save power
         return None
     now, best = (gpu.number(f"{link}/pcie_gen/{name}_link_gen") for name in ("current", "max"))
-    return (
-        check.expecting(f"generation {best:g}").fail(f"PCIe generation {now:g} at P0", RESEAT) if now < best else None
-    )
+    if now >= best:
+        return None
+    return check.expecting(f"generation {best:g}").finding(severity, f"PCIe generation {now:g} at P0{guest}", remedy)
 
 
 def check_busy(check: Check, facts: NodeFacts) -> list[Finding]:
-    """Nobody else uses a GPU, seen twice; who does, and since when."""
+    """Nobody else uses a GPU, seen twice; who does, and since when. A driver may hold some memory by itself."""
     owners = {found[1]: found for found in map(OWNER.fullmatch, facts.smi_log.notes) if found}
 
     def judge(check: Check, gpu: Gpu) -> Finding | None:
@@ -318,6 +334,7 @@ _TRAITS: Mapping[str, Callable[[Gpu], str]] = {
     "gpu.model": _model,
     "gpu.power_limit": lambda gpu: f"{_power_limit(gpu):g} W",
     "gpu.clocks": lambda gpu: f"up to {_highest_clock(gpu):g} MHz",
+    "gpu.pcie": lambda gpu: f"x{gpu.number('pci/pci_gpu_link_info/link_widths/current_link_width'):g}",
 }
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.checks.check import GIB, Check, CheckGroup, Finding, gib, known
-from cluster.env.live import LIVE, live_sources
+from cluster.env.live import LIVE, live_sources, reaching_ranks
 from cluster.remote_text import plain_path
 from cluster.survey.facts import NodeFacts
 from cluster.survey.section import Filesystem, Question, fill, python_question
@@ -278,13 +278,17 @@ CRIPPLING = {
 
 
 def check_nccl_conf(check: Check, facts: NodeFacts) -> list[Finding]:
-    """No setting of NCCL that lies around (/etc/nccl.conf, ~/.nccl.conf, the session) switches a fast path off."""
+    """No setting of NCCL that lies around (/etc/nccl.conf, ~/.nccl.conf, the session) switches a fast path off. Ranks
+    in containers see none of these but files in cluster.container.mounts; see host.image_nccl."""
+    sources = reaching_ranks(facts.section(LIVE).read(live_sources), facts.config.container)
     bad = {
         f"{name}={value} ({source.place})": name
-        for source in facts.section(LIVE).read(live_sources)
+        for source in sources
         for name, value in sorted(source.values.items())
         if not source.is_process and CRIPPLING.get(name) == value.strip()
     }
+    if facts.in_containers and not sources:
+        return [check.skip("ranks run in containers, where settings of the node do not count")]
     if not bad:
         return [check.ok("none")]
     names = ", ".join(dict.fromkeys(bad.values()))

@@ -19,10 +19,10 @@ from cluster.remote_text import one_line
 from cluster.ssh.connection import Connection
 from cluster.ssh.hosts import fan_out
 from cluster.survey.facts import NodeFacts
-from cluster.survey.network import LINKS, NetInterface
+from cluster.survey.network import LINKS, NetInterface, Network
 from engine.config.cluster import ClusterConfig
 
-PAIRS = "net.pairs"
+PAIRS, MACHINE = "net.pairs", "net.machine"
 START_TIMEOUT_S = 15.0
 CONNECT_TIMEOUT_S = 3.0
 # Connections that one node opens at the same time, and nodes that do so.
@@ -138,12 +138,34 @@ def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
     return {"net.mtu": str(interface.mtu) if interface is not None and interface.mtu is not None else None}
 
 
+def _compare_machines(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
+    """One finding for every node that tells which machine it is; one machine under two names fails under the second."""
+    first: dict[str, str] = {}
+    found = []
+    for node, facts in nodes.items():
+        network = known(_network, facts)
+        if network is None or not network.machine:
+            continue
+        check, other = Check(node, MACHINE, "a machine of its own"), first.setdefault(network.machine, node)
+        if other == node:
+            found.append(check.expecting("").ok("a machine of its own"))
+            continue
+        remedy = f"name it once: leave {node} out, or correct its address in ~/.ssh/config or DNS"
+        evidence = f"boot id and network namespace: {network.machine}"
+        found.append(check.fail(f"{node} and {other} are the same machine", remedy, evidence))
+    return found
+
+
+def _network(facts: NodeFacts) -> Network:
+    return facts.network
+
+
 def _between(config: ClusterConfig) -> Mapping[str, TestBetween]:
     """Connects of all pairs."""
 
     def test(connections: Mapping[str, Connection], nodes: Mapping[str, NodeFacts]) -> list[Finding]:
         chosen = {node: known(_interface, facts) for node, facts in nodes.items()}
-        return check_pairs(connections, {node: one.addresses[0] if one else "" for node, one in chosen.items()})
+        return check_pairs(connections, {node: (one and one.address) or "" for node, one in chosen.items()})
 
     return {PAIRS: test}
 
@@ -154,8 +176,10 @@ GROUPS = (
         (check_interface,),
         questions=(LINKS,),
         traits=_traits,
+        compare=_compare_machines,
         between=_between,
         compared={
+            MACHINE: "Every name leads to another machine: no two have the same boot id and network namespace.",
             "net.mtu": "These interfaces have one MTU; different ones lose large packets without a word.",
             PAIRS: "Every node can open a TCP connection to every other, in both directions.",
         },

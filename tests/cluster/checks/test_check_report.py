@@ -142,6 +142,14 @@ def test_every_check_is_explained_and_has_a_name_of_its_group() -> None:
     assert all(text.endswith(".") for text in EXPLANATIONS.values())
     assert {name.partition(".")[0] for name in EXPLANATIONS} == {"ssh", *GROUP_NAMES}
     compared = EXPLANATIONS.keys() - {name for group in GROUPS for name in group.checks} - SSH.keys()
-    assert compared == {"gpu.driver", "host.memory", "host.versions", "ib.link_layer", "net.mtu", "net.pairs"}
+    assert compared == {
+        "gpu.driver",
+        "host.memory",
+        "host.versions",
+        "ib.link_layer",
+        "net.machine",
+        "net.mtu",
+        "net.pairs",
+    }
     page = Path(__file__).parents[3] / "docs" / "cluster.md"
     assert f"There are {len(EXPLANATIONS)} checks in the" in page.read_text()

@@ -40,6 +40,12 @@ $PAGESNo$PAGESEND | OK gpu.row_remap
 $PAGESYes$PAGESEND | FAIL gpu.row_remap (GPU 0): a row remapping waits for a reset
 current_link_width=15x | FAIL gpu.pcie (GPU 0): 15 PCIe lanes; expected: 16 lanes
 current_link_width=16x | OK gpu.pcie
+# AWS g5 (A10G): x8 of x16, and the same link on a slot of 8 lanes
+$GUEST = virtualization_mode=Pass-Through
+$GUEST & current_link_width=8x | WARN gpu.pcie (GPU 0): 8 PCIe lanes, in a virtual machine & = gpu.pcie: x16, x8
+$GUEST & current_link_gen=4 | WARN gpu.pcie (GPU 0): PCIe generation 4 at P0, in a virtual machine
+virtualization_mode={{None Host_VGPU}} & current_link_width=8x | FAIL gpu.pcie (GPU 0): 8 PCIe lanes
+gpu.lspci~(0000:1b:00.0", "0x030200", "0", "[^"]*", )""~\1"8" & current_link_width=8x | OK gpu.pcie
 {{current_link_width performance_state}}=ERR! | UNKNOWN gpu.pcie (GPU 0): unreadable & $BROKEN
 current_link_gen=4 | FAIL gpu.pcie (GPU 0): PCIe generation 4 at P0; expected: generation 5
 max_link_gen=6 | FAIL gpu.pcie (GPU 0): PCIe generation 5 at P0; expected: generation 6
@@ -64,8 +70,9 @@ cluster.expected.gpu_model=A100 | FAIL gpu.model: 8 NVIDIA H100 80GB HBM3; expec
 state={{In_Progress Not_Started}} | FAIL gpu.fabric (GPU 0): fabric state {{}}, Success; expected: Completed, Success
 status=Failure | FAIL gpu.fabric (GPU 0): fabric state Completed, Failure
 state=ERR! | UNKNOWN gpu.fabric (GPU 0): unreadable & $BROKEN
-fb_memory_usage>used=15 MiB | OK gpu.busy
-fb_memory_usage>used=16 MiB | FAIL gpu.busy (GPU 0): 16 MiB in use: no process visible; expected: a free GPU
+# an idle A10G shows 22 MiB and no process; a CUDA context takes more than 100 MiB
+fb_memory_usage>used={{15 22 100}} MiB | OK gpu.busy
+fb_memory_usage>used=101 MiB | FAIL gpu.busy (GPU 0): 101 MiB in use: no process visible; expected: a free GPU
 fb_memory_usage>used=ERR! | UNKNOWN gpu.busy (GPU 0): unreadable & $BROKEN
 fb_memory_usage>used=N/A | UNKNOWN gpu.busy (GPU 0): how much of its memory is in use is not told
 $PROCESS = gpu.smi~</processes>~<process_info><pid>7</pid><process_name>x</process_name><type>

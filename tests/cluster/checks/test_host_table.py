@@ -172,6 +172,13 @@ host.docker/version= | UNKNOWN host.docker: no container engine answers & $LOST
 host.docker/ways=[] | FAIL host.docker_gpu: no runtime, hook or device list of NVIDIA
 host.docker/ways=[] & host.docker/has_gpus=false | SKIP host.docker_gpu: the NVIDIA driver is not loaded
 $CONF = env_live/files
+# in containers neither the node's files nor its session count, but what is mounted and what the image sets
+env_live/login={"NCCL_P2P_DISABLE": "1"} | SKIP host.nccl_conf: ranks run in containers
+$CONF={"/etc/nccl.conf": {"NCCL_P2P_DISABLE": "1"}} | SKIP host.nccl_conf: ranks run in containers
+$CONF={"/etc/nccl.conf": {"NCCL_P2P_DISABLE": "1"}} & cluster.container.mounts=["/etc/nccl.conf"]
+    | WARN host.nccl_conf: NCCL_P2P_DISABLE=1 (/etc/nccl.conf); expected: none
+host.image/Config.Env=["A=1", "NCCL_IB_DISABLE=1"] | WARN host.image_nccl: NCCL_IB_DISABLE=1; expected: none
+[h100x8 bare]
 env_live!0 | OK host.nccl_conf: none
 $CONF={"/etc/nccl.conf": {"NCCL_P2P_DISABLE": "1"}}
     | WARN host.nccl_conf: NCCL_P2P_DISABLE=1 (/etc/nccl.conf); expected: none
@@ -180,6 +187,7 @@ env_live/login={"NCCL_P2P_DISABLE": "0", "NCCL_DEBUG": "WARN"} | OK host.nccl_co
 env_live/ranks=[["7", "run", "3", {"NCCL_P2P_DISABLE": "1"}]] | OK host.nccl_conf: none
 env_live!0 {"login": {}} | UNKNOWN host.nccl_conf
 env_live!1 PermissionError: '/etc/nccl.conf' | UNKNOWN host.nccl_conf
+[h100x8 docker]
 host.image!1 Error response from daemon: No such image: burst:cuda | WARN host.image: burst:cuda is not on the node
     & = host.versions:
 host.image!1 Cannot connect to the Docker daemon | UNKNOWN host.image: host.image: exit code 1

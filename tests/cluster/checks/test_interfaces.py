@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
-from testkit.check_fakes import ended
+from testkit.check_fakes import ask_here, ended
 from whole_node import ETH0, LO, link
 
 from cluster.survey.network import LINKS, Network, explain_interface, read_network
@@ -54,6 +57,22 @@ def test_the_interface_that_nodes_talk_over_whatever_their_order(links: list[Any
         found = explain_interface(read([LO, *ordered], [[default, True, True, 0]] if default else []).interfaces)
         names = ", ".join(one["name"] for one in ordered)
         assert (found.interface.name if found.interface else found.reason) == chosen.format(names)
+
+
+def test_all_addresses_of_an_interface_are_read(tmp_path: Path) -> None:
+    # In a network namespace of its own; what `ip` lists is the oracle.
+    adding = " && ".join(f"ip address add {one} dev lo" for one in ("169.254.7.7/16", "10.0.0.5/24"))
+    shell = ("unshare", "--map-root-user", "--net", "sh", "-c", f"{adding} && ip link set lo up && exec sh -s")
+    shown = ["unshare", "--map-root-user", "--net", "sh", "-c", f"{adding} && ip link set lo up && ip -4 -o address"]
+    listed = subprocess.run(shown, capture_output=True, text=True, check=True).stdout
+    (lo,) = read_network(ask_here([LINKS], tmp_path, shell=shell).section(LINKS.name)).interfaces
+    assert sorted(lo.addresses) == sorted(re.findall(r"inet (\S+)", listed))
+
+
+@pytest.mark.parametrize("addresses", [("169.254.7.7/16", "10.0.0.5/24"), ("10.0.0.5/24", "169.254.7.7/16")])
+def test_address_that_the_interface_gave_itself_is_passed_over(addresses: tuple[str, str]) -> None:
+    choice = explain_interface(read([LO, link("eth0", *addresses)], [["eth0", True, True, 0]]).interfaces)
+    assert choice.address == "10.0.0.5", choice.reason
 
 
 @pytest.mark.parametrize(

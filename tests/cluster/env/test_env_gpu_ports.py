@@ -3,15 +3,19 @@ the machines as NVIDIA's user guides of DGX H100 and DGX B200 show them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from env_topologies import node, port
+from testkit.check_fakes import ask_here
+from testkit.known_facts import known_facts
 
-from cluster.env.plan import NodeEnvironment
+from cluster.env.plan import NodeEnvironment, plan_environment
 from cluster.survey.drivers import GpuAddress
-from cluster.survey.network import HcaPort
-from engine.config.cluster import ClusterConfig, ExpectedHardware
+from cluster.survey.network import CARRIERS, Carriers, HcaPort, read_carriers
+from engine.config.cluster import ClusterConfig, ContainerConfig, ExpectedHardware
 
 # One PCI switch below each root port: upstream bridge, then a bridge for the GPU and one for its adapter.
 ROOTS = [f"0000:{bus:02x}:01.0" for bus in (0x15, 0x26, 0x37, 0x48, 0x97, 0xA7, 0xB7, 0xC7)]
@@ -84,6 +88,42 @@ def test_all_ports_stay_where_the_bus_is_flat() -> None:
 def test_configured_count_keeps_ports_without_gpu() -> None:
     config = ClusterConfig(expected=ExpectedHardware(hcas=12))
     assert len(names(plan(*RAILS, *STORAGE, config=config))) == 12
+
+
+AZURE = Carriers(cores=96, topology="/opt/microsoft/ndv5-topo.xml", has_topology=True)
+
+
+def topology(carriers: Carriers, **container: Any) -> NodeEnvironment:
+    """The plan where ranks run in a container of those settings, or without one."""
+    config = ClusterConfig(container=ContainerConfig(runtime="docker" if container else "bare", **container))
+    facts = known_facts("node1", ports=RAILS, gpus=GPUS)
+    facts.__dict__["carriers"] = carriers
+    return plan_environment(facts, config)
+
+
+@pytest.mark.parametrize("container", [{}, {"mounts": ("/opt/microsoft",)}])
+def test_topology_file_of_the_node_is_kept_where_ranks_see_it(container: dict[str, Any]) -> None:
+    # As Azure's images for ND H100 v5 set it in /etc/nccl.conf.
+    assert topology(AZURE, **container).value("NCCL_TOPO_FILE") == "/opt/microsoft/ndv5-topo.xml"
+
+
+def test_topology_file_that_containers_lack_is_warned_of() -> None:
+    environment = topology(AZURE, mounts=("/opt/micro",))
+    assert environment.value("NCCL_TOPO_FILE") is None
+    assert any("add /opt/microsoft to cluster.container.mounts" in text for text in environment.warnings)
+
+
+def test_topology_file_that_the_node_lacks_is_warned_of() -> None:
+    assert any("has no such file" in text for text in topology(replace(AZURE, has_topology=False)).warnings)
+
+
+def test_topology_file_is_found_in_the_configuration_of_nccl(tmp_path: Path) -> None:
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/nccl.conf").write_text("NCCL_IB_PCI_RELAXED_ORDERING=1\nNCCL_TOPO_FILE=/opt/topo.xml\n")
+    (tmp_path / "opt").mkdir()
+    (tmp_path / "opt/topo.xml").write_text("<system/>")
+    carriers = read_carriers(ask_here([CARRIERS], tmp_path, BURST_PROBE_ROOT=str(tmp_path)).section(CARRIERS.name))
+    assert (carriers.topology, carriers.has_topology) == ("/opt/topo.xml", True)
 
 
 def test_iwarp_is_no_roce_for_nccl() -> None:

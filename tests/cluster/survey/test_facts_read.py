@@ -31,6 +31,7 @@ STATE = {"state": "4: ACTIVE", "phys_state": "5: LinkUp", "numa_node": "0", "net
 PCI = {"current_link_width": "16", "max_link_width": "32", "current_link_speed": "32.0 GT/s PCIe"}
 PLACE = {"path": "/sys/devices/pci0000:15/0000:15:01.0/0000:18:00.0", "rate": "400 Gb/sec (4X NDR)"}
 FLAGS = {"is_virtual_function": False, "is_bond": False, "ways": ["ib0", "bond0"], "default_route": "bond0"}
+FLAGS |= {"has_counters": True, "is_iwarp": False}
 ROW = {**HEAD, **STATE, **PCI, **PLACE, **FLAGS, "gids": {"3": ["RoCE v2", GID]}, "errors": {"link_downed": 2}}
 BARE = HcaPort("mlx5_0", 1, "InfiniBand", "", "")
 WHOLE = HcaPort(
@@ -75,9 +76,9 @@ def test_a_port_knows_whether_it_works_and_how_it_is_called() -> None:
 def test_ways_to_storage_and_devices_on_the_bus_are_read() -> None:
     told = take(read_carriers, storage=[["/data", "10.0.0.9", "eth0"]], cores=4)
     assert told == Carriers((StorageRoute("/data", "10.0.0.9", "eth0"),), 4)
-    devices = [["0000:43:00.0", "0x030000", "-1", ""], ["0000:1b:00.0", "0x030200", "1", PLACE["path"]]]
-    others = [["0000:1b:00.1", "0x040300", "1", ""], ["0000:05:00.0", "0x068000", "0", ""]]
-    gpus = GpuAddress(0, ("0000:15:01.0", "0000:18:00.0"), 1), GpuAddress(1, ("0000:43:00.0",), None)
+    devices = [["0000:43:00.0", "0x030000", "-1", "", ""], ["0000:1b:00.0", "0x030200", "1", PLACE["path"], "8"]]
+    others = [["0000:1b:00.1", "0x040300", "1", "", ""], ["0000:05:00.0", "0x068000", "0", "", ""]]
+    gpus = GpuAddress(0, ("0000:15:01.0", "0000:18:00.0"), 1, 8), GpuAddress(1, ("0000:43:00.0",), None)
     assert take(read_pci_devices, total=9, devices=devices + others) == PciDevices(9, gpus, 1)
     assert take(read_pci_devices, total=9, devices=[["x", "0x030000", "-1", ""]]) is None
 
