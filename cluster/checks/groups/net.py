@@ -139,14 +139,15 @@ def _traits(facts: NodeFacts) -> Mapping[str, str | None]:
 
 
 def _compare_machines(nodes: Mapping[str, NodeFacts]) -> list[Finding]:
-    """One finding for every node that tells which machine it is; one machine under two names fails under the second."""
+    """One finding for every node; one machine under two names fails under the second."""
     first: dict[str, str] = {}
     found = []
     for node, facts in nodes.items():
-        network = known(_network, facts)
+        check, network = Check(node, MACHINE, "a machine of its own"), known(_network, facts)
         if network is None or not network.machine:
+            found.append(check.expecting("").skip("the node does not tell which machine it is"))
             continue
-        check, other = Check(node, MACHINE, "a machine of its own"), first.setdefault(network.machine, node)
+        other = first.setdefault(network.machine, node)
         if other == node:
             found.append(check.expecting("").ok("a machine of its own"))
             continue

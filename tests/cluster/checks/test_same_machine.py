@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from testkit.check_fakes import FakeFleet, answer, ask_here
-from whole_node import changed, healthy
+from testkit.check_fakes import FakeFleet, answer, ask_here, only
+from whole_node import BY_HAND
 
 from cluster.checks.check import FleetReport, Selection, Verdict
 from cluster.checks.groups.net import GROUPS, MACHINE
@@ -21,8 +22,8 @@ HOST, CONTAINER = "net:[4026531833]", "net:[4026532411]"
 
 def checked(*machines: str) -> FleetReport:
     """The report on nodes n1, n2, ... that say they are these machines."""
-    probes = [changed(healthy("none"), f'net.links/machine="{machine}"') for machine in machines]
-    fleet = FakeFleet([answer({name: one.output for name, one in probe.sections.items()}) for probe in probes])
+    told = [{LINKS.name: json.dumps({**BY_HAND[LINKS.name], "machine": machine})} for machine in machines]
+    fleet = FakeFleet({f"n{number}": answer(sections) for number, sections in enumerate(told, 1)})
     options = CheckOptions(GROUPS, Selection((MACHINE,)), connect=fleet.connect)
     return check_nodes(fleet.hosts, ClusterConfig(), options)
 
@@ -30,7 +31,7 @@ def checked(*machines: str) -> FleetReport:
 def test_second_name_of_one_machine_is_refused() -> None:
     report = checked(f"{BOOT} {HOST}", f"{OTHER} {HOST}", f"{BOOT} {HOST}")
     assert {name: one.verdict for name, one in report.nodes.items() if not one.usable} == {"n3": Verdict.FAIL}
-    assert report.nodes["n3"].findings[0].observed == "n3 and n1 are the same machine"
+    assert only(report.nodes["n3"].findings, MACHINE).observed == "n3 and n1 are the same machine"
 
 
 @pytest.mark.parametrize(
