@@ -34,7 +34,7 @@ _ERROR = re.compile(r"\b(S?Xid) \((?:PCI:)?([^)]+)\): *(\d{1,6})\b,?(.*)")
 _FALLEN = re.compile(r"fallen off the bus", re.IGNORECASE)
 # Status codes of NVIDIA's open kernel modules (nvstatuscodes.h): the driver refuses all work on the GPU until a reset.
 _RESET_REQUIRED = re.compile(r"\bNV_ERR_RESET_REQUIRED\b")
-# The driver could not set the GPU up: it is not there for any program (NVIDIA, "GPU Debug Guidelines").
+# The driver could not set the GPU up: it is not there for any program.
 _NOT_SET_UP = re.compile(r"RmInitAdapter failed|rm_init_adapter\b.*\bfailed", re.IGNORECASE)
 _FATAL = re.compile(r"(?<![\w-])fatal\b", re.IGNORECASE)  # and neither `Nonfatal` nor `Non-fatal`
 _CHANGE = re.compile(r"\bto 0x[0-9a-f]+ \(([^)]*)\)", re.IGNORECASE)

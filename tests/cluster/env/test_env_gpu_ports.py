@@ -1,5 +1,5 @@
-"""Which ports of full rate serve GPUs. The PCI trees are written by hand, after `lspci -tv` and `nvidia-smi topo -m` of
-the machines as NVIDIA's user guides of DGX H100 and DGX B200 show them."""
+"""Which ports of full rate serve GPUs. The PCI trees are written by hand in the shape of DGX H100 and HGX B200: a PCI
+switch for each GPU and its adapter, and others in slots of their own. Their bus numbers are made up."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def topology(carriers: Carriers, **container: Any) -> NodeEnvironment:
 
 @pytest.mark.parametrize("container", [{}, {"mounts": ("/opt/microsoft",)}])
 def test_topology_file_of_the_node_is_kept_where_ranks_see_it(container: dict[str, Any]) -> None:
-    # As Azure's images for ND H100 v5 set it in /etc/nccl.conf.
+    # As Azure's images for its ND series set it in /etc/nccl.conf.
     assert topology(AZURE, **container).value("NCCL_TOPO_FILE") == "/opt/microsoft/ndv5-topo.xml"
 
 
