@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from engine.config.errors import ConfigError
+from engine.config.errors import ConfigError, DataError
 from engine.config.settings import DataConfig, RunConfig
 
 _WEIGHT_TOLERANCE = 1e-6  # of a sum: what 0.1 + 0.2 + 0.7 may lack
@@ -91,7 +91,7 @@ def _conversations(data: DataConfig) -> Iterator[str]:
             f"data.messages_field={data.messages_field} and data.prompt_field={data.prompt_field}: a line is a "
             "conversation or a prompt and its text; leave one of them out"
         )
-    if data.chat_template is None and data.tokenizer_file is None:
+    if data.chat_template is None and data.tokenizer_path is None:
         yield (
             f"data.chat_template: data.tokenizer={data.tokenizer} has no chat template beside it; set "
             "data.chat_template=chatml, or give a .jinja file"
@@ -138,10 +138,10 @@ def _files(data: DataConfig) -> Iterator[str]:
     for entry in data.mix_paths:
         if not Path(entry).expanduser().is_dir():
             yield f"data.mix_paths: no such folder: {entry!r} {looked}; give folders that `burst data prepare` made"
-    if data.tokenizer_file is not None and not data.tokenizer_file.is_file():
+    if data.tokenizer_path is not None and not _is_tokenizer(data.tokenizer_path):
         yield (
-            f"data.tokenizer: got {data.tokenizer!r}, expected bytes, bpe or the path of a tokenizer.json that exists "
-            f"{looked}"
+            f"data.tokenizer: got {data.tokenizer!r}, expected bytes, bpe or the path of a tokenizer.json that exists, "
+            f"or of a folder with one {looked}"
         )
     template = data.chat_template
     if data.messages_field and template not in (None, "chatml") and not Path(template).expanduser().is_file():
@@ -151,6 +151,15 @@ def _files(data: DataConfig) -> Iterator[str]:
         )
     if data.prepared_dir is not None and Path(data.prepared_dir).expanduser().is_file():
         yield f"data.prepared_dir: {data.prepared_dir!r} is a file; give a folder, which need not exist"
+
+
+def _is_tokenizer(path: Path) -> bool:
+    from engine.pretrained.folder import find_tokenizer
+
+    try:
+        return path.is_file() or (path.is_dir() and find_tokenizer(path) is not None)
+    except DataError:  # a damaged file beside it, which whoever reads it names
+        return True
 
 
 def _names_something(entry: str) -> bool:

@@ -368,7 +368,9 @@ class DataConfig:
     chat_template: str | None = setting(
         None, 'what renders conversations: "chatml" or a .jinja file; null: the one beside the tokenizer'
     )
-    tokenizer: str = setting("bytes", '"bytes", "bpe" (trained on the corpus) or the path of a tokenizer.json')
+    tokenizer: str = setting(
+        "bytes", '"bytes", "bpe" (trained on the corpus) or the path of a tokenizer.json or of its folder'
+    )
     bos: Bos = setting("auto", "first token of documents; auto: as the template in tokenizer.json has it, off: none")
     bpe_vocab_size: int = setting(4096, "size of a trained BPE vocabulary", "tokens", at_least=257)
     prepared_dir: str | None = setting(None, "folder of token shards; null: one in the cache, named by content")
@@ -394,8 +396,8 @@ class DataConfig:
     max_bytes: int | None = setting(None, "stop reading the corpus after so much text", "bytes", at_least=1)
 
     @property
-    def tokenizer_file(self) -> Path | None:
-        """The tokenizer.json that is named; None for a tokenizer of ours."""
+    def tokenizer_path(self) -> Path | None:
+        """The folder of a tokenizer, or the tokenizer.json in it; None for `bytes` and `bpe`."""
         return None if self.tokenizer in ("bytes", "bpe") else Path(self.tokenizer).expanduser()
 
 

@@ -52,8 +52,8 @@ ProgressCallback = Callable[[Progress], None]
 def build(work: Path, config: DataConfig, source: Source, progress: ProgressCallback) -> None:
     """Fill the empty folder `work` with the token sets of both splits and their tokenizer."""
     tokenizer: Tokenizer | None = ByteTokenizer() if config.tokenizer == ByteTokenizer.name else None
-    if config.tokenizer_file is not None:
-        tokenizer = load_tokenizer_file(config.tokenizer_file)
+    if config.tokenizer_path is not None:
+        tokenizer = load_tokenizer_file(config.tokenizer_path, verify=True)
 
     def read(stage: Stage, total: int | None = None) -> Iterator[Piece]:
         return _reported(source.pieces(config.max_bytes), stage, total, progress)

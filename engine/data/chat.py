@@ -25,12 +25,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
-from engine.data.tokenizers import TOKENIZER_CONFIG_FILE, special_tokens
-from engine.runs.files import hash_json, require_json_object
+from engine.pretrained.folder import MORE_TEMPLATES_FOLDER, TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, open_tokenizer
+from engine.runs.files import hash_json
 
 ROLES = ("system", "user", "assistant", "tool")
 CHATML = "chatml"
-TEMPLATE_FILE = "chat_template.jinja"
 _BEGIN, _END = "burst_generation_begin", "burst_generation_end"
 _CHATML_SOURCE = r"""
 {%- for message in messages -%}
@@ -177,21 +176,21 @@ def _turn_length(turn: str, content: str) -> int:
 
 
 def find_template(config: DataConfig) -> ChatTemplate:
-    """The template that `config` names: built in, a file, or the one beside the tokenizer. Raises DataError."""
-    folder = config.tokenizer_file and config.tokenizer_file.absolute().parent
-    tokens = {} if folder is None else special_tokens(folder)
+    """The template that `config` names: built in, a file, or the one of the tokenizer's folder. Raises DataError."""
+    files = config.tokenizer_path and open_tokenizer(config.tokenizer_path.absolute())
+    tokens = {} if files is None else files.special_tokens
     if config.chat_template == CHATML:
         return ChatTemplate(CHATML, _CHATML_SOURCE, tokens)
     if config.chat_template is not None:
         return _template_file(Path(config.chat_template).expanduser().absolute(), tokens)
-    if folder is not None and (folder / TEMPLATE_FILE).is_file():
-        return _template_file(folder / TEMPLATE_FILE, tokens)
-    if folder is not None and (source := _configured_template(folder / TOKENIZER_CONFIG_FILE)) is not None:
-        return ChatTemplate(str(folder / TOKENIZER_CONFIG_FILE), source, tokens)
+    sources = {} if files is None else files.chat_templates
+    if "default" in sources:
+        return ChatTemplate(sources["default"].place, sources["default"].text, tokens)
+    named = f"; it has others: {', '.join(sources)}" if sources else ""
     raise DataError(
         f"data.messages_field needs a chat template, but data.tokenizer={config.tokenizer} has none beside it (looked "
-        f"for {TEMPLATE_FILE} and chat_template in {TOKENIZER_CONFIG_FILE}). Set data.chat_template to {CHATML} or to "
-        "a .jinja file."
+        f"for {TEMPLATE_FILE} and chat_template in {TOKENIZER_CONFIG_FILE}{named}). Set data.chat_template to {CHATML} "
+        f"or to a .jinja file, such as one of {MORE_TEMPLATES_FOLDER}."
     )
 
 
@@ -200,17 +199,6 @@ def _template_file(path: Path, tokens: Mapping[str, str]) -> ChatTemplate:
         return ChatTemplate(str(path), path.read_text(encoding="utf-8"), tokens)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path}: {error}; expected a chat template.") from None
-
-
-def _configured_template(path: Path) -> str | None:
-    """chat_template of tokenizer_config.json: a text, or a list of named ones, of which "default" is meant."""
-    if not path.is_file():
-        return None
-    found = require_json_object(path, "the settings of a tokenizer", DataError).get("chat_template")
-    if isinstance(found, list):
-        named = (entry for entry in found if isinstance(entry, dict) and entry.get("name") == "default")
-        found = next(named, {}).get("template")
-    return found if isinstance(found, str) else None
 
 
 def _check_messages(messages: list[Any], place: str) -> None:

@@ -29,10 +29,10 @@ from engine.data.manifest import MANIFEST_FILE
 from engine.data.sampler import Sampler, Samples, by_length
 from engine.data.shards import TokenShards, echoed, open_token_set
 from engine.data.sources import Source, open_source
-from engine.data.tokenizers import TOKENIZER_FILE, ByteTokenizer, Ids, Tokenizer, load_tokenizer_file
+from engine.data.tokenizers import ByteTokenizer, Ids, Tokenizer, load_tokenizer_file
+from engine.pretrained.folder import TOKENIZER_FILE, open_tokenizer
 from engine.runs.files import (
     cache_folder,
-    hash_file,
     hash_json,
     json_text,
     new_folder,
@@ -151,7 +151,7 @@ def config_facts(config: DataConfig) -> dict[str, Any]:
         "messages_field": config.messages_field,
         "chat_template": None if config.messages_field is None else config.chat_template,
         "tokenizer": config.tokenizer,
-        "bos": None if config.tokenizer_file is None else config.bos,
+        "bos": None if config.tokenizer_path is None else config.bos,
         "bpe_vocab_size": config.bpe_vocab_size if config.tokenizer == "bpe" else None,
         "validation_fraction": config.validation_fraction,
         "max_bytes": config.max_bytes,
@@ -173,7 +173,7 @@ def _target(config: DataConfig, source: Source) -> tuple[Path, dict[str, Any]]:
         "version": VERSION,
         "config": config_facts(config),
         "files_hash": hash_json(facts),
-        "tokenizer_hash": config.tokenizer_file and hash_file(config.tokenizer_file),
+        "tokenizer_hash": config.tokenizer_path and open_tokenizer(config.tokenizer_path).digest,
         "template_hash": source.template_hash,
     }
     return _chosen(config) or cache_folder() / "data" / hash_json(identity)[:16], identity

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from engine.config.errors import DataError
 from engine.data.manifest import MANIFEST_FILE, WRITER, Manifest, read_manifest
-from engine.data.tokenizers import TOKENIZER_FILE, ByteTokenizer, Ids, load_tokenizer_file
+from engine.data.tokenizers import ByteTokenizer, Ids, load_tokenizer_file
+from engine.pretrained.folder import TOKENIZER_FILE
 
 _SCAN_TOKENS = 1 << 22  # tokens checked at a time
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.config.errors import DataError
-from engine.runs.files import require_json_object
+from engine.pretrained.folder import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, TokenizerFiles, open_tokenizer
+from engine.pretrained.resolve import resolve_tokenizer
+from engine.runs.files import json_text
 
 Ids = npt.NDArray[np.int64]
 
 BPE_EOD_TOKEN = "<|endoftext|>"
-TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-_FILES = ("special_tokens_map.json", TOKENIZER_CONFIG_FILE)  # the later one wins
+# What ends a document where no file of the folder says it.
 _EOD_TOKENS = (BPE_EOD_TOKEN, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -71,7 +71,14 @@ class FileTokenizer:
     text. Special tokens are found only by their ids, never in the text of a document (but in that of a conversation).
     """
 
-    def __init__(self, inner: Any, name: str) -> None:
+    def __init__(
+        self,
+        inner: Any,
+        name: str,
+        special_tokens: Mapping[str, str] | None = None,
+        stated_ends: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        """special_tokens: name -> text; stated_ends: ids that end a text by the file that says so, of its folder."""
         inner.no_truncation()
         inner.no_padding()
         inner.encode_special_tokens = True
@@ -79,13 +86,38 @@ class FileTokenizer:
         self._vocab: dict[Any, int] = inner.get_vocab(with_added_tokens=True)
         self.name = name
         self.vocab_size = max(self._vocab.values(), default=-1) + 1
-        found = [self._vocab[token] for token in _EOD_TOKENS if token in self._vocab]
-        if not found:
+        self.special_tokens = dict(special_tokens or {})
+        self.eod_id = self._find_end(stated_ends or {})
+
+    @property
+    def inner(self) -> Any:
+        """The tokenizer of the library tokenizers."""
+        return self._inner
+
+    def _find_end(self, stated: Mapping[str, Sequence[int]]) -> int:
+        """What ends a document: the eos_token of the tokenizer, else an id that its folder states, else a known name.
+
+        Raises DataError when the files of the folder contradict one another, or nothing is found.
+        """
+        token, ids = self.special_tokens.get("eos_token"), [index for found in stated.values() for index in found]
+        if token in self._vocab:
+            end = self._vocab[token]
+            if ids and end not in ids:
+                said = " and ".join(f"{name} says eos_token_id {list(found)}" for name, found in stated.items())
+                raise DataError(
+                    f"tokenizer {self.name}: its eos_token {token!r} is id {end}, but {said}, so it is not known what "
+                    "ends a text. Correct eos_token in tokenizer_config.json or eos_token_id in the others."
+                )
+            return end
+        known = [self._vocab[name] for name in _EOD_TOKENS if name in self._vocab]
+        held = {*self._vocab.values()}
+        choice = [index for index in known if index in ids] or [index for index in ids if index in held] or known
+        if not choice:
             raise DataError(
-                f"tokenizer {name} has no end-of-document token (looked for {', '.join(_EOD_TOKENS)}). "
-                "Add one of them to its added_tokens with 'special': true."
+                f"tokenizer {self.name} has no end-of-document token (looked for eos_token in {TOKENIZER_CONFIG_FILE} "
+                f"beside it and for {', '.join(_EOD_TOKENS)}). Name one of its tokens there as eos_token."
             )
-        self.eod_id = found[0]
+        return choice[0]
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of each text, computed on all cores."""
@@ -140,24 +172,13 @@ class FileTokenizer:
         return np.array([sizes.get(index, 0) for index in range(self.vocab_size)], dtype=np.int64)
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json."""
+        """Write tokenizer.json and, with the special tokens, tokenizer_config.json: a folder that reads back the same."""
         (folder / TOKENIZER_FILE).write_text(self._inner.to_str(), encoding="utf-8")
-
-    def tokens_for_export(self, beside: Path | None) -> tuple[dict[str, str], dict[str, Any]]:
-        """What begins and ends a text, for transformers: ({"bos_token": ..., ...}, {"bos_token_id": ..., ...}).
-
-        beside: the original folder of the file, whose other files say it where they are. Else the end is the token that
-        ends documents in training, and the beginning what the tokenizer itself puts before a text, if it does. An id
-        that is not known is null. Several may end a text: that of documents in training, and that of a turn in
-        conversations.
-        """
-        texts = {"eos_token": str(self._inner.id_to_token(self.eod_id))}
-        if first := self.template_start():
-            texts["bos_token"] = str(self._inner.id_to_token(first[0]))
-        texts |= {} if beside is None else special_tokens(beside)
-        turn = self._vocab.get(texts["eos_token"])
-        eos_ids = self.eod_id if turn in (None, self.eod_id) else [self.eod_id, turn]
-        return texts, {"bos_token_id": self._vocab.get(texts.get("bos_token")), "eos_token_id": eos_ids}
+        tokens = {**self.special_tokens, "eos_token": self._inner.id_to_token(self.eod_id)}
+        if (first := self.template_start()) and "bos_token" not in tokens:
+            tokens["bos_token"] = self._inner.id_to_token(first[0])
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **tokens}
+        (folder / TOKENIZER_CONFIG_FILE).write_text(json_text(settings))
 
 
 Tokenizer = ByteTokenizer | FileTokenizer
@@ -185,27 +206,20 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> FileTokenizer:
     return FileTokenizer(inner, "bpe")
 
 
-def load_tokenizer_file(path: Path, name: str | None = None) -> FileTokenizer:
-    """The tokenizer in the tokenizer.json at `path`; `name` (default: the path) appears in manifests and errors."""
-    from tokenizers import Tokenizer
+def load_tokenizer_file(path: Path, name: str | None = None, *, verify: bool = False) -> FileTokenizer:
+    """The tokenizer of a folder, or of a tokenizer.json and the files beside it.
 
-    try:
-        inner = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more specific
-        raise DataError(
-            f"tokenizer {path} cannot be loaded ({error}). Expected 'bytes', 'bpe' or a tokenizer.json of the library "
-            "tokenizers as data.tokenizer."
-        ) from None
-    return FileTokenizer(inner, name or str(path))
+    Args:
+        path: the folder, or the file in it.
+        name: appears in manifests and errors; default: the path.
+        verify: compare with transformers where it is installed (`engine.pretrained.resolve`).
+
+    Raises DataError when it cannot be loaded, or the files of its folder contradict one another.
+    """
+    return tokenizer_of(open_tokenizer(path), name or str(path), verify=verify)
 
 
-def special_tokens(folder: Path) -> dict[str, str]:
-    """Name -> text of the special tokens that the files beside a tokenizer give, such as bos_token."""
-    tokens: dict[str, str] = {}
-    for path in (folder / name for name in _FILES):
-        settings = require_json_object(path, "the settings of a tokenizer", DataError) if path.is_file() else {}
-        for key, value in settings.items():
-            text = value.get("content") if isinstance(value, dict) else value
-            if key.endswith("_token") and isinstance(text, str):
-                tokens[key] = text
-    return tokens
+def tokenizer_of(files: TokenizerFiles, name: str, *, verify: bool = False) -> FileTokenizer:
+    """The tokenizer that these files describe. Raises as `load_tokenizer_file`."""
+    found = resolve_tokenizer(files, verify=verify)
+    return FileTokenizer(found.inner, name, found.special_tokens, files.stated_ends)

@@ -48,10 +48,11 @@ CLASS_SPECIAL_TOKENS: Mapping[str, Mapping[str, str]] = {
     "Qwen2Tokenizer": dict.fromkeys(("eos_token", "unk_token", "pad_token"), "<|endoftext|>"),
     "GPT2Tokenizer": dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
 }
-# The class for a config.json whose tokenizer_config.json names none. Source: models/auto/tokenization_auto.py.
-_CLASS_OF_MODEL = {"llama": "LlamaTokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
+# The class that transformers 5.23 prefers for a model_type. Source: models/auto/tokenization_auto.py.
+_CLASS_OF_MODEL = {"mistral": "TokenizersBackend", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}
+_DISTRUSTED_MODELS = frozenset({"qwen2"})  # of these tokenizer_config.json's tokenizer_class is ignored
 # Classes that take tokenizer.json as it is; every other one rebuilds parts of it.
-GENERIC_CLASSES = frozenset({"", "PreTrainedTokenizer", "TokenizersBackend", "PythonBackend"})
+_GENERIC_CLASSES = frozenset({"", "PreTrainedTokenizer", "TokenizersBackend", "PythonBackend"})
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,13 @@ class TokenizerFiles:
 
     @cached_property
     def class_name(self) -> str:
-        """The tokenizer class of transformers without "Fast"; empty where no file names one."""
-        name = self.settings.get("tokenizer_class") or _CLASS_OF_MODEL.get(self.model_type or "", "")
-        return str(name).removesuffix("Fast")
+        """The class, without "Fast", by which transformers reads these files; empty for one that changes nothing."""
+        stated = str(self.settings.get("tokenizer_class") or "").removesuffix("Fast")
+        registered = _CLASS_OF_MODEL.get(self.model_type or "", "")
+        if registered in _GENERIC_CLASSES and registered:
+            return ""
+        name = registered if not stated or self.model_type in _DISTRUSTED_MODELS else stated
+        return "" if name in _GENERIC_CLASSES else name
 
     @property
     def _has_decoder(self) -> bool:
@@ -119,7 +124,9 @@ class TokenizerFiles:
     @cached_property
     def extra_special_tokens(self) -> tuple[str, ...]:
         """Special tokens without a name of their own."""
-        settings: Mapping[str, Any] = self.settings if self._has_decoder else {**self.settings, **self.special_tokens_map}
+        settings: Mapping[str, Any] = (
+            self.settings if self._has_decoder else {**self.settings, **self.special_tokens_map}
+        )
         extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or ()
         values = extra.values() if isinstance(extra, Mapping) else extra
         return tuple(text for value in values if (text := _token_text(value)) is not None)
@@ -154,7 +161,9 @@ class TokenizerFiles:
             found = [{"name": name, "template": text} for name, text in found.items()]
         entries = [entry for entry in found or () if isinstance(entry, Mapping)]
         pairs = ((entry.get("name"), entry.get("template")) for entry in entries)
-        return {name: ChatSource(place, text) for name, text in pairs if isinstance(name, str) and isinstance(text, str)}
+        return {
+            name: ChatSource(place, text) for name, text in pairs if isinstance(name, str) and isinstance(text, str)
+        }
 
     def _template_files(self) -> Iterator[tuple[str, ChatSource]]:
         paths = {"default": self.folder / TEMPLATE_FILE}

@@ -6,6 +6,7 @@ asks for and this model does not have is an error: nothing is left out silently.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,11 +14,53 @@ from typing import Any
 
 from engine.config.errors import ConfigError
 from engine.config.settings import ModelConfig, RopeScalingConfig
-from engine.runs.files import require_json_object
+from engine.pretrained.folder import CONFIG_FILE, ModelFolder, open_model_folder
 
-CONFIG_FILE = "config.json"
 _ARCHITECTURES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}  # by family
-# Whole numbers that every config.json has, by our names for them; then those that it may leave out.
+# What a config.json leaves out. Source: LlamaConfig, MistralConfig, Qwen2Config and Qwen3Config of transformers 5.23;
+# a test compares. None: computed from other numbers (`_heads`).
+_COMMON_DEFAULTS: Mapping[str, Any] = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "head_dim": None,
+}
+_QWEN_DEFAULTS: Mapping[str, Any] = {
+    **_COMMON_DEFAULTS,
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "layer_types": None,
+}
+CONFIG_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {
+        **_COMMON_DEFAULTS,
+        "vocab_size": 32000,
+        "intermediate_size": 11008,
+        "num_key_value_heads": None,
+        "max_position_embeddings": 2048,
+    },
+    "mistral": {
+        **_COMMON_DEFAULTS,
+        "vocab_size": 32000,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+    "qwen2": _QWEN_DEFAULTS,
+    "qwen3": {**_QWEN_DEFAULTS, "head_dim": 128},
+}
+# Whole numbers, by our names for them; then those that follow from others where they are null.
 _SIZES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -28,7 +71,8 @@ _SIZES = {
 _HEADS = {"num_kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
 # Settings that may differ from the folder's: they change no weight, or are meant to (longer sequences).
 _FREE = frozenset({"name", "init_std", "init_from", "require_init_from"})
-_ROPE_KEYS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+_ROPE_KEYS = frozenset({"rope_type", "rope_theta", "partial_rotary_factor"})
+_YARN_ATTENTION = frozenset({"attention_factor", "mscale", "mscale_all_dim"})
 _ROPE_NAMES = {"factor": "factor", "original_max_position_embeddings": "original_seq_len"}
 # What all models of these families have, where they say it (engine.model.rope).
 _ROPE_FIXED = {"beta_fast": 32.0, "beta_slow": 1.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -40,17 +84,25 @@ class Pretrained:
 
     model: ModelConfig
     window_tokens: int | None
-    seq_len: int | None
+    seq_len: int
 
 
 def read_pretrained(folder: Path) -> Pretrained:
     """What config.json in `folder` says. Raises ConfigError when it is missing, damaged or asks for something else."""
-    path = folder / CONFIG_FILE
-    document = require_json_object(path, "the folder of a Hugging Face model", ConfigError)
+    return pretrained_of(open_model_folder(folder))
+
+
+def pretrained_of(folder: ModelFolder) -> Pretrained:
+    """The model of an opened folder. Raises ConfigError when its config.json is damaged or asks for something else."""
+    path, stated = folder.path / CONFIG_FILE, folder.config
+    family = stated.get("model_type")
+    if family not in CONFIG_DEFAULTS:
+        raise ConfigError(f"{path}: model_type is {family!r}, expected one of {', '.join(CONFIG_DEFAULTS)}")
+    document = {**CONFIG_DEFAULTS[family], **stated}
     try:
-        problems = list(_problems(document))
-        model = None if problems else _pretrained(document, folder)
-    except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+        problems = [*_problems(document), *_rope_problems(stated, document)]
+        model = None if problems else _pretrained(document, folder.path)
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error!r}") from error
     if model is None:
         raise ConfigError([f"{path}: {problem}" for problem in problems])
@@ -105,72 +157,141 @@ def config_json(model: ModelConfig, *, seq_len: int, window_tokens: int | None, 
 
 
 def _problems(document: Mapping[str, Any]) -> Iterator[str]:
-    """What is asked for that this model does not have."""
-    family = document.get("model_type")
-    if family not in _ARCHITECTURES:
-        yield f"model_type is {family!r}, expected one of {', '.join(_ARCHITECTURES)}"
-        return
+    """What is asked for that this model does not have; document: with defaults."""
     for name, expected in {"hidden_act": "silu", "mlp_bias": False, "attention_bias": False}.items():
         if document.get(name, expected) != expected:
             yield f"{name} is {document[name]!r}, expected {expected!r}: this model has nothing else"
-    rope = _rope(document)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "linear", "yarn", "llama3"):
-        yield f"RoPE scaling {kind!r} is not known here; expected linear, yarn or llama3"
-    elif unknown := sorted(name for name in rope if not _is_known(name, rope)):
-        yield f"settings of RoPE that are not known here: {', '.join(f'{name}={rope[name]}' for name in unknown)}"
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        yield f"partial_rotary_factor is {rope['partial_rotary_factor']}: here RoPE turns whole heads"
-    kinds = set(document.get("layer_types") or ())
-    if len(kinds) > 1 or (_uses_window(document) and not kinds and document.get("max_window_layers")):
+    kinds = _layer_kinds(document)
+    if len(kinds) > 1:
         yield "only some of its layers have a window; set attention.mask_layers by hand and leave it out of the file"
+    if not kinds <= {"full_attention", "sliding_attention"}:
+        yield f"layer_types has {', '.join(sorted(kinds))}; expected full_attention or sliding_attention"
+    if document["model_type"] == "mistral" and kinds == {"full_attention"} and _window_tokens(document) is not None:
+        yield f"layer_types says full_attention, but sliding_window is {document['sliding_window']}; correct one of them"
+    if "sliding_attention" in kinds and _window_tokens(document) is None:
+        yield (
+            "layer_types says sliding_attention, but use_sliding_window or sliding_window says that there is none; "
+            "correct one of them"
+        )
+
+
+def _layer_kinds(document: Mapping[str, Any]) -> set[str]:
+    """Kinds of attention of the layers, by the rules of transformers' config classes."""
+    if document.get("layer_types"):
+        return set(document["layer_types"])
+    if document["model_type"] not in ("qwen2", "qwen3"):
+        return {"full_attention" if _window_tokens(document) is None else "sliding_attention"}
+    layers, first = int(document["num_hidden_layers"]), document["max_window_layers"]
+    has_window = _window_tokens(document) is not None
+    return {"sliding_attention" if has_window and index >= first else "full_attention" for index in range(layers)}
+
+
+def _window_tokens(document: Mapping[str, Any]) -> int | None:
+    """Keys that a token of a layer with a window sees."""
+    family, window = document["model_type"], document.get("sliding_window")
+    has_window = family == "mistral" or (family in ("qwen2", "qwen3") and document["use_sliding_window"])
+    return int(window) if has_window and window is not None else None
 
 
 def _pretrained(document: Mapping[str, Any], folder: Path) -> Pretrained:
     sizes: dict[str, Any] = {ours: int(document[theirs]) for ours, theirs in _SIZES.items()}
     left_out = {"num_kv_heads": sizes["num_heads"], "head_dim": sizes["hidden_size"] // sizes["num_heads"]}
-    heads: dict[str, Any] = {ours: int(document.get(theirs) or left_out[ours]) for ours, theirs in _HEADS.items()}
-    rope, length = _rope(document), document.get("max_position_embeddings")
+    heads: dict[str, Any] = {ours: int(document[theirs] or left_out[ours]) for ours, theirs in _HEADS.items()}
+    rope = _rope(document)
     model = ModelConfig(
         name=folder.resolve().name,
         **sizes,
         **heads,
-        rope_theta=float(rope.get("rope_theta", document.get("rope_theta", 10000.0))),
+        rope_theta=float(rope["rope_theta"]),
         rope_scaling=_rope_scaling(rope),
-        norm_eps=float(document.get("rms_norm_eps", 1e-6)),
-        tie_embeddings=bool(document.get("tie_word_embeddings", False)),
+        norm_eps=float(document["rms_norm_eps"]),
+        tie_embeddings=bool(document["tie_word_embeddings"]),
         qkv_bias=document["model_type"] == "qwen2",
         qk_norm=document["model_type"] == "qwen3",
     )
-    window = int(document["sliding_window"]) if _uses_window(document) else None
-    return Pretrained(model, window, None if length is None else int(length))
+    window = _window_tokens(document) if "sliding_attention" in _layer_kinds(document) else None
+    return Pretrained(model, window, int(document["max_position_embeddings"]))
 
 
-def _uses_window(document: Mapping[str, Any]) -> bool:
-    if document.get("sliding_window") is None:
-        return False
-    kinds = document.get("layer_types")
-    if kinds:
-        return set(kinds) == {"sliding_attention"}
-    return bool(document["model_type"] == "mistral" or document.get("use_sliding_window", False))
+def _rope_problems(stated: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[str]:
+    """Settings of RoPE that are contradictory or not those of this model."""
+    spellings = {name: _spelled(stated, name) for name in ("rope_parameters", "rope_scaling")}
+    facts = {name: rope for name, rope in spellings.items() if rope is not None}
+    for key in sorted({key for rope in facts.values() for key in rope}):
+        values = {f"{name}.{key}": rope[key] for name, rope in facts.items() if rope.get(key) is not None}
+        if stated.get(key) is not None:  # such as rope_theta, which older files have at the top
+            values[key] = stated[key]
+        if len({repr(_number(value)) for value in values.values()}) > 1:
+            listed = " but ".join(f"{name} is {value}" for name, value in values.items())
+            yield f"{listed}; make them agree, or remove all but one"
+    if len(facts) > 1 and facts["rope_parameters"].keys() ^ facts["rope_scaling"].keys() - {"rope_theta"}:
+        only = facts["rope_parameters"].keys() ^ facts["rope_scaling"].keys() - {"rope_theta"}
+        yield f"rope_parameters and rope_scaling differ: only one has {', '.join(sorted(only))}; remove one of them"
+    rope = _rope(document)
+    kind = rope["rope_type"]
+    if kind not in ("default", "linear", "yarn", "llama3"):
+        yield f"RoPE scaling {kind!r} is not known here; expected linear, yarn or llama3"
+    elif unknown := sorted(name for name in rope if not _is_known(name, rope)):
+        yield f"settings of RoPE that are not known here: {', '.join(f'{name}={rope[name]}' for name in unknown)}"
+    elif kind == "yarn" and not math.isclose(_attention_factor(rope), own := _yarn_factor(float(rope["factor"]))):
+        yield f"yarn's attention factor is {_attention_factor(rope)} there; this model has {own} for its factor"
+    if (rope.get("partial_rotary_factor") or 1.0) != 1.0:
+        yield f"partial_rotary_factor is {rope['partial_rotary_factor']}: here RoPE turns whole heads"
 
 
-def _rope(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Settings of RoPE: `rope_parameters` since transformers 5, `rope_scaling` before."""
-    found = document.get("rope_parameters") or document.get("rope_scaling") or {}
-    return found if isinstance(found, Mapping) else {}
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _spelled(document: Mapping[str, Any], name: str) -> dict[str, Any] | None:
+    """A table of RoPE settings with one name for its type, without what is null; None where there is none."""
+    found = document.get(name)
+    if not isinstance(found, Mapping):
+        return None
+    rope = {key: value for key, value in found.items() if value is not None}
+    rope["rope_type"] = rope.get("rope_type", rope.pop("type", "default"))
+    rope.pop("type", None)
+    return rope
+
+
+def _rope(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of RoPE: `rope_parameters` since transformers 5, `rope_scaling` before, whose rest is at the top."""
+    rope = _spelled(document, "rope_scaling") or _spelled(document, "rope_parameters") or {"rope_type": "default"}
+    rope.setdefault("rope_theta", document["rope_theta"])
+    if document.get("partial_rotary_factor") is not None:
+        rope.setdefault("partial_rotary_factor", document["partial_rotary_factor"])
+    if rope["rope_type"] in ("yarn", "llama3"):
+        length = document.get("original_max_position_embeddings") or document["max_position_embeddings"]
+        rope.setdefault("original_max_position_embeddings", length)
+    return rope
 
 
 def _is_known(name: str, rope: Mapping[str, Any]) -> bool:
-    return name in _ROPE_KEYS or name in _ROPE_NAMES or rope[name] in (None, _ROPE_FIXED.get(name))
+    if rope["rope_type"] == "yarn" and (name in _YARN_ATTENTION or (name == "truncate" and rope[name] is True)):
+        return True
+    return name in _ROPE_KEYS or name in _ROPE_NAMES or rope[name] == _ROPE_FIXED.get(name, rope)
+
+
+def _yarn_factor(factor: float, mscale: float = 1.0) -> float:
+    """What yarn multiplies queries and keys by (arXiv:2309.00071, section 3.4)."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _attention_factor(rope: Mapping[str, Any]) -> float:
+    """That factor as transformers takes it from a file."""
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    factor, mscale, all_dim = float(rope["factor"]), rope.get("mscale"), rope.get("mscale_all_dim")
+    if mscale and all_dim:
+        return _yarn_factor(factor, mscale) / _yarn_factor(factor, all_dim)
+    return _yarn_factor(factor)
 
 
 def _rope_scaling(rope: Mapping[str, Any]) -> RopeScalingConfig:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
+    if rope["rope_type"] == "default":
         return RopeScalingConfig()
     settings = {ours: rope[theirs] for theirs, ours in _ROPE_NAMES.items() if rope.get(theirs) is not None}
-    return RopeScalingConfig(kind=kind, **settings)
+    return RopeScalingConfig(kind=rope["rope_type"], **settings)
 
 
 def _rope_json(model: ModelConfig) -> dict[str, Any]:

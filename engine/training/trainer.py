@@ -17,7 +17,6 @@ from engine.config.rules import check_config
 from engine.config.settings import RunConfig
 from engine.data.needles import needle_tasks
 from engine.data.prepare import TrainingData, open_training_data, prepare
-from engine.data.tokenizers import TOKENIZER_FILE
 from engine.model.parallelize import build_empty_model, set_first_weights
 from engine.parallel.collectives import gather_objects, wait_for_all_ranks
 from engine.parallel.mesh import (
@@ -36,6 +35,7 @@ from engine.planning.memory.cost import policy_cost
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.time.flops import count_parameters
 from engine.planning.time.machine import Peak
+from engine.pretrained.folder import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE
 from engine.runs.folder import RunFolder
 from engine.runs.record import WARMUP_STEPS, config_facts, predicted_facts, summarise
 from engine.training.batches import StepBatches
@@ -233,7 +233,8 @@ def load_data(config: RunConfig, mesh: Mesh, recorder: Recorder) -> TrainingData
         prepare(config.data, progress=recorder.preparing)
     wait_for_all_ranks()
     data = open_training_data(config.data)
-    recorder.keep(data.main.path / TOKENIZER_FILE)
+    for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE):
+        recorder.keep(data.main.path / name)
     if data.vocab_size > config.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size: got {config.model.vocab_size}, but the tokenizer has {data.vocab_size} tokens; "

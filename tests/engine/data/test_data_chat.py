@@ -126,7 +126,7 @@ def test_a_template_file_wins_over_the_configured_one_and_default_over_others(tm
         '{"bos_token": {"content": "<x>"}, "pad_token": {"content": "P"}}'
     )
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ pad_token }} file")
-    assert find_template(config).render([], "") == "<|bos|>P file"
+    assert find_template(config).render([], "") == "<x>P file", "of transformers special_tokens_map.json wins"
     (tmp_path / "chat_template.jinja").unlink()
     write_tokenizer(tmp_path)
     with pytest.raises(DataError, match=r"looked for chat_template\.jinja and chat_template in tokenizer_config\.json"):

@@ -85,11 +85,11 @@ def test_byte_fallback_and_spaces_are_counted_ids_may_have_gaps_and_nothing_is_c
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"tokenizer .*bad\.json cannot be loaded .*Expected 'bytes', 'bpe' or a tokenizer\.json"),
+        (None, r"bad\.json is missing: expected a tokenizer\.json, or a folder with one"),
         (b"not json", r"tokenizer .*bad\.json cannot be loaded \("),
         (b"{}", r"bad\.json cannot be loaded"),
         (b"\xff\xfe", r"bad\.json cannot be loaded"),
-        (make_word_level().to_str().encode(), r"bad\.json has no end-of-document token \(looked for <\|endoftext"),
+        (make_word_level().to_str().encode(), r"bad\.json has no end-of-document token \(looked for eos_token in"),
     ],
 )
 def test_unusable_tokenizer_files_are_named(tmp_path: Path, content: bytes | None, message: str) -> None:
@@ -161,12 +161,12 @@ ODD_TEXTS = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ids_of_whole_families_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     path = write_family(tmp_path / "model", family)
-    _, start, end, _ = FAMILIES[family]
+    start = FAMILIES[family][1]
     theirs = AutoTokenizer.from_pretrained(path.parent, split_special_tokens=True)
     data = prepare(config_of(tmp_path, str(path), ["", *ODD_TEXTS.values(), ""]))
     found = all_documents(data)
     for name, text in ODD_TEXTS.items():
-        expected = [*theirs(text)["input_ids"], theirs.convert_tokens_to_ids(end)]
+        expected = [*theirs(text)["input_ids"], theirs.eos_token_id]
         assert expected in found, f"{name}: {theirs.convert_ids_to_tokens(expected[:30])}"
     assert len(found) == len(ODD_TEXTS), "a text without a character is no document"
     assert data.train.manifest.bos_ids == (() if start is None else (theirs.convert_tokens_to_ids(start),))

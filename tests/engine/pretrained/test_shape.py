@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from engine.config.data import weight_rules
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, ModelConfig, RopeScalingConfig, RunConfig, TrainConfig
 from engine.pretrained.names import INDEX_FILE, check_names, weight_files
-from engine.pretrained.shape import config_json, differences, family_of, read_pretrained
+from engine.pretrained.shape import CONFIG_DEFAULTS, config_json, differences, family_of, read_pretrained
 
 LLAMA2 = {
     "model_type": "llama",
@@ -60,6 +61,29 @@ def test_what_a_config_leaves_out_has_its_meaning_and_rope_is_read_as_old_and_ne
             {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 28},
             "only some of its layers",
         ),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "only some of its layers"),
+        (
+            {"model_type": "qwen3", "layer_types": ["sliding_attention"] * 32},
+            "use_sliding_window or sliding_window says",
+        ),
+        ({"model_type": "mistral", "layer_types": ["full_attention"]}, "but sliding_window is 4096"),
+        (
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+                "rope_scaling": {"type": "yarn", "factor": 4.0},
+            },
+            "rope_parameters.rope_type is default but rope_scaling.rope_type is yarn",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4}, "rope_theta": 5e5},
+            r"rope_theta is 10000\.0 but rope_theta is 500000",
+        ),
+        (
+            {"rope_scaling": {**YARN, "original_max_position_embeddings": 8}, "original_max_position_embeddings": 9},
+            "but original_max_position_embeddings is 9",
+        ),
+        ({"rope_scaling": {**YARN, "attention_factor": 1.0}}, r"yarn's attention factor is 1\.0 there"),
+        ({"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}, r"yarn's attention factor is 1\.0 there"),
         ({"hidden_size": "many"}, "cannot be read"),
         ({"num_hidden_layers": None}, "cannot be read"),
         ({"num_attention_heads": 0, "head_dim": None}, "cannot be read"),
@@ -88,7 +112,18 @@ def test_a_folder_without_a_config_or_with_a_damaged_one_is_named(tmp_path: Path
         ({"model_type": "mistral", "sliding_window": 4096}, 4096),
         ({"model_type": "mistral", "sliding_window": None}, None),
         ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}, None),
-        ({"model_type": "qwen3", "sliding_window": 9, "layer_types": ["sliding_attention"] * 32}, 9),
+        (
+            {
+                "model_type": "qwen3",
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "layer_types": ["sliding_attention"] * 32,
+            },
+            9,
+        ),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 32}, None),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 0}, 4096),
+        ({"model_type": "mistral"}, 4096),
         ({"model_type": "llama", "sliding_window": 9}, None),
     ],
 )
@@ -182,3 +217,34 @@ def test_files_of_an_index_lie_in_the_folder_and_are_there(tmp_path: Path) -> No
     (tmp_path / INDEX_FILE).write_text("[]")
     with pytest.raises(ConfigError, match="cannot be read"):
         weight_files(tmp_path)
+
+
+def test_defaults_are_those_of_the_config_classes_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    for family, defaults in CONFIG_DEFAULTS.items():
+        config = transformers.AutoConfig.for_model(family)
+        fields = type(config).__dataclass_fields__
+        for name, value in defaults.items():
+            theirs = config.default_theta if name == "rope_theta" else getattr(fields.get(name), "default", None)
+            assert theirs == value, f"{family}: {name} is {theirs} in transformers"
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_a_config_with_its_family_alone_is_read_as_transformers_reads_it(tmp_path: Path, family: str) -> None:
+    theirs = pytest.importorskip("transformers").AutoConfig.for_model(family)
+    found = read_pretrained(folder_of(tmp_path, {"model_type": family}))
+    assert found.model.num_kv_heads == theirs.num_key_value_heads
+    assert found.model.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    assert found.window_tokens == getattr(theirs, "sliding_window", None)
+    assert found.seq_len == theirs.max_position_embeddings
+
+
+@pytest.mark.parametrize("factor", [{"attention_factor": 0.1 * math.log(4) + 1}, {"mscale": 0.7}, {"truncate": True}])
+def test_settings_of_yarn_that_say_the_same_are_taken(tmp_path: Path, factor: dict[str, Any]) -> None:
+    found = read_pretrained(folder_of(tmp_path, {**LLAMA2, "rope_scaling": YARN | factor}))
+    assert found.model.rope_scaling.kind == "yarn"
+
+
+def test_two_spellings_of_rope_that_agree_are_one(tmp_path: Path) -> None:
+    both = {"rope_parameters": {**YARN, "rope_theta": 5e5}, "rope_scaling": YARN, "rope_theta": 500000}
+    assert read_pretrained(folder_of(tmp_path, {**LLAMA2, **both})).model.rope_theta == 5e5
