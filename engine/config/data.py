@@ -213,11 +213,17 @@ def _paths_elsewhere(config: RunConfig) -> Iterator[str]:
 
 
 def _first_weights(config: RunConfig, folder: Path) -> Iterator[str]:
+    from engine.data.agreement import tokenizer_problem
+    from engine.pretrained.names import check_tied_head, weight_files
     from engine.pretrained.shape import differences, read_pretrained
 
     try:
         pretrained = read_pretrained(folder)
-    except ConfigError as error:
+        if pretrained.model.tie_embeddings:
+            check_tied_head(weight_files(folder))
+        if problem := tokenizer_problem(config):
+            yield problem
+    except (ConfigError, DataError) as error:
         yield f"model.init_from: {error}"
         return
     if found := differences(config.model, pretrained.model):

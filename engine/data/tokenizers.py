@@ -172,7 +172,7 @@ class FileTokenizer:
         return np.array([sizes.get(index, 0) for index in range(self.vocab_size)], dtype=np.int64)
 
     def save(self, folder: Path) -> None:
-        """Write tokenizer.json and, with the special tokens, tokenizer_config.json: a folder that reads back the same."""
+        """Write tokenizer.json and, with special tokens, tokenizer_config.json: a folder that reads back the same."""
         (folder / TOKENIZER_FILE).write_text(self._inner.to_str(), encoding="utf-8")
         tokens = {**self.special_tokens, "eos_token": self._inner.id_to_token(self.eod_id)}
         if (first := self.template_start()) and "bos_token" not in tokens:

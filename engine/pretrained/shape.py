@@ -167,7 +167,7 @@ def _problems(document: Mapping[str, Any]) -> Iterator[str]:
     if not kinds <= {"full_attention", "sliding_attention"}:
         yield f"layer_types has {', '.join(sorted(kinds))}; expected full_attention or sliding_attention"
     if document["model_type"] == "mistral" and kinds == {"full_attention"} and _window_tokens(document) is not None:
-        yield f"layer_types says full_attention, but sliding_window is {document['sliding_window']}; correct one of them"
+        yield f"layer_types says full_attention, but sliding_window is {document['sliding_window']}; correct one"
     if "sliding_attention" in kinds and _window_tokens(document) is None:
         yield (
             "layer_types says sliding_attention, but use_sliding_window or sliding_window says that there is none; "
@@ -224,9 +224,10 @@ def _rope_problems(stated: Mapping[str, Any], document: Mapping[str, Any]) -> It
         if len({repr(_number(value)) for value in values.values()}) > 1:
             listed = " but ".join(f"{name} is {value}" for name, value in values.items())
             yield f"{listed}; make them agree, or remove all but one"
-    if len(facts) > 1 and facts["rope_parameters"].keys() ^ facts["rope_scaling"].keys() - {"rope_theta"}:
-        only = facts["rope_parameters"].keys() ^ facts["rope_scaling"].keys() - {"rope_theta"}
-        yield f"rope_parameters and rope_scaling differ: only one has {', '.join(sorted(only))}; remove one of them"
+    if len(facts) > 1:
+        only = facts["rope_parameters"].keys() ^ facts["rope_scaling"].keys()
+        if only -= {"rope_theta"} if "rope_theta" in stated else set():
+            yield f"rope_parameters and rope_scaling differ: only one has {', '.join(sorted(only))}; remove one of them"
     rope = _rope(document)
     kind = rope["rope_type"]
     if kind not in ("default", "linear", "yarn", "llama3"):

@@ -15,6 +15,7 @@ from engine.checkpoint.progress import Position, RunCheckpoints
 from engine.config.errors import ConfigError, DataError
 from engine.config.rules import check_config
 from engine.config.settings import RunConfig
+from engine.data.agreement import tokenizer_problem, vocabulary_problem
 from engine.data.needles import needle_tasks
 from engine.data.prepare import TrainingData, open_training_data, prepare
 from engine.model.parallelize import build_empty_model, set_first_weights
@@ -235,11 +236,8 @@ def load_data(config: RunConfig, mesh: Mesh, recorder: Recorder) -> TrainingData
     data = open_training_data(config.data)
     for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE):
         recorder.keep(data.main.path / name)
-    if data.vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size: got {config.model.vocab_size}, but the tokenizer has {data.vocab_size} tokens; "
-            f"set model.vocab_size={-(-data.vocab_size // 64) * 64}"
-        )
+    if problem := vocabulary_problem(config, data.vocab_size) or tokenizer_problem(config, data.main.path):
+        raise ConfigError(problem)
     hashes = set(gather_objects(data.content_hash))
     if len(hashes) > 1:
         raise DataError(
