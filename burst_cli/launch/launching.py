@@ -141,17 +141,14 @@ def prepare_data(config: RunConfig, console: Console) -> None:
     Raises ConfigError or DataError before anything was started.
     """
     from burst_cli.data.progress import show_progress  # nodes prepare theirs, and who asks them needs nothing for it
+    from engine.data.agreement import vocabulary_problem
     from engine.data.needles import needle_tasks
     from engine.data.prepare import open_training_data, prepare
 
     with show_progress(console) as report:
         prepared = prepare(config.data, progress=report)
-    vocab_size = prepared.train.manifest.vocab_size
-    if vocab_size > config.model.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size={config.model.vocab_size} is too small: the data has tokens up to "
-            f"{vocab_size - 1}. Set model.vocab_size={vocab_size} or more."
-        )
+    if problem := vocabulary_problem(config, prepared.train.manifest.vocab_size):
+        raise ConfigError(problem)
     if not config.train.evaluate_only:
         open_training_data(config.data).sampler(config.train.seq_len, config.seed, grad_accum_steps=1)
     needle_tasks(config, prepared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from engine.config.errors import ConfigError
 from engine.model.init import local_block
 from engine.model.llama import LlamaModel
-from engine.pretrained.names import check_names, hugging_face_name, weight_files
+from engine.pretrained.names import EMBEDDING, HEAD, check_names, different_head, hugging_face_name, weight_files
 from engine.pretrained.shape import differences, read_pretrained
 
 
@@ -29,6 +30,8 @@ def load_weights(model: LlamaModel, folder: Path) -> None:
     parameters = {hugging_face_name(name): value for name, value in model.named_parameters()}
     files = weight_files(folder)
     check_names(files, parameters, folder)
+    if HEAD in files and HEAD not in parameters:
+        _check_tied_slices(files, parameters[EMBEDDING])
     by_file: dict[Path, list[str]] = defaultdict(list)
     for name in parameters:
         by_file[files[name]].append(name)
@@ -39,6 +42,18 @@ def load_weights(model: LlamaModel, folder: Path) -> None:
                     _read(file, name, parameters[name], path)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _check_tied_slices(files: Mapping[str, Path], embedding: Tensor) -> None:
+    """Raises ConfigError when the head beside tied embeddings differs from them in this rank's block."""
+    blocks = []
+    for name in (EMBEDDING, HEAD):
+        block = torch.empty_like(embedding)
+        with safe_open(files[name], framework="pt") as file:
+            _read(file, name, block, files[name])
+        blocks.append(local_block(block)[0])
+    if not torch.equal(*blocks):
+        raise different_head(files[HEAD].parent)
 
 
 def _read(file: Any, name: str, parameter: Tensor, path: Path) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from engine.config.errors import ConfigError
@@ -13,7 +17,9 @@ from engine.runs.files import require_json_object
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-_OUTER = {"embedding.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight"}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_OUTER = {"embedding.weight": EMBEDDING, "head.weight": HEAD}
+_BLOCK_NUMBERS = 4 << 20
 _TABLE = re.compile(r".*\.rotary_emb\.inv_freq")  # buffers that old exports hold; they are computed
 
 
@@ -46,11 +52,59 @@ def weight_files(folder: Path) -> dict[str, Path]:
 def check_names(there: Iterable[str], here: Iterable[str], folder: Path) -> None:
     """Raises ConfigError when the folder lacks one of the weights `here`, or holds one that nothing would read.
 
-    Names are those of transformers. A head beside tied embeddings is a copy of them and may lie there.
+    Names are those of transformers. A head beside tied embeddings may be there as a copy of them (`check_tied_head`).
     """
     held, wanted = set(there), set(here)
     if missing := sorted(wanted - held):
         raise ConfigError(f"{folder} lacks {missing[0]} and {len(missing) - 1} more weights of this model")
-    left = sorted(name for name in held - wanted if not _TABLE.fullmatch(name) and name != "lm_head.weight")
+    left = sorted(name for name in held - wanted if not _TABLE.fullmatch(name) and name != HEAD)
     if left:
         raise ConfigError(f"{folder} holds {left[0]} and {len(left) - 1} more weights that this model does not have")
+
+
+def check_tied_head(files: Mapping[str, Path]) -> None:
+    """Raises ConfigError when a model with tied embeddings has a head of its own that differs from them.
+
+    transformers 5 then leaves them untied, version 4 drops the head. Read in blocks; files: as of `weight_files`.
+    """
+    if not {EMBEDDING, HEAD} <= files.keys():
+        return
+    embedding, head = (_raw_tensor(files[name], name) for name in (EMBEDDING, HEAD))
+    is_same = embedding.size == head.size
+    for at in range(0, embedding.size if is_same else 0, _BLOCK_NUMBERS):
+        blocks = [_as_float32(tensor[at : at + _BLOCK_NUMBERS]) for tensor in (embedding, head)]
+        if not np.array_equal(*blocks, equal_nan=True):
+            is_same = False
+            break
+    if not is_same:
+        raise different_head(files[HEAD].parent)
+
+
+def different_head(folder: Path) -> ConfigError:
+    """The error for embeddings that are tied and are not."""
+    return ConfigError(
+        f"{folder}: tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}. In a copy of the folder, set "
+        "tie_word_embeddings to false in config.json to have the head, as transformers 5 does, or remove "
+        f"{HEAD} to have tied embeddings, as version 4 does."
+    )
+
+
+def _raw_tensor(path: Path, name: str) -> npt.NDArray[Any]:
+    """The numbers of a tensor, flat, mapped from the file; bfloat16 as uint16. Raises ConfigError."""
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            entry = json.loads(file.read(size))[name]
+        begin, end = entry["data_offsets"]
+        dtype = np.dtype({"F32": "<f4", "F16": "<f2", "BF16": "<u2", "F64": "<f8"}[entry["dtype"]])
+        if begin == end:
+            return np.zeros(0, dtype)
+        return np.memmap(path, dtype, mode="r", offset=8 + size + begin, shape=((end - begin) // dtype.itemsize,))
+    except (OSError, KeyError, ValueError, TypeError, MemoryError, OverflowError) as error:
+        raise ConfigError(f"{path} cannot be read: {name}: {error!r}") from error
+
+
+def _as_float32(values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    if values.dtype == np.uint16:  # the upper halves of fp32 numbers
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32)

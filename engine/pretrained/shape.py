@@ -226,8 +226,9 @@ def _rope_problems(stated: Mapping[str, Any], document: Mapping[str, Any]) -> It
             yield f"{listed}; make them agree, or remove all but one"
     if len(facts) > 1:
         only = facts["rope_parameters"].keys() ^ facts["rope_scaling"].keys()
-        if only -= {"rope_theta"} if "rope_theta" in stated else set():
-            yield f"rope_parameters and rope_scaling differ: only one has {', '.join(sorted(only))}; remove one of them"
+        only -= {"rope_theta"} if "rope_theta" in stated else set()
+        if only:
+            yield f"rope_parameters and rope_scaling differ: only one has {', '.join(sorted(only))}; remove one"
     rope = _rope(document)
     kind = rope["rope_type"]
     if kind not in ("default", "linear", "yarn", "llama3"):
