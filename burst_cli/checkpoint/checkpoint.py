@@ -31,10 +31,10 @@ from burst_cli.overrides import complete_run
 from burst_cli.render import binary_bytes, count_of
 from burst_cli.runs.choose import choose_run
 from engine.config.errors import DataError
-from engine.config.settings import DataConfig, load_config
+from engine.config.settings import DataConfig, RunConfig, load_config
 from engine.data.chat import ChatTemplate, find_template
-from engine.data.tokenizers import TOKENIZER_FILE
 from engine.pretrained.export import ExportDtype, ExportOrder, check_new, export, weight_bytes
+from engine.pretrained.folder import CONFIG_FILE, TOKENIZER_FILE, find_tokenizer
 from engine.runs.checkpoints import CheckpointError, checkpoints_of
 from engine.runs.files import home_path
 from engine.runs.folder import RunFolder
@@ -149,15 +149,15 @@ def export_run(
     config = load_config(chosen.path / "config.yaml")
     checkpoint = _to_export(chosen, step)
     assert checkpoint.manifest is not None
-    original, kept = home_path(config.data.tokenizer), chosen.path / TOKENIZER_FILE
+    base = _base_folder(config)
     order = ExportOrder(
         checkpoint.path,
         config,
         folder,
         dtype=dtype,
         file_bytes=int(file_gib * 2**30),
-        tokenizer=next((file for file in (original, kept) if file.is_file()), None),
-        tokenizer_folder=original.parent if original.is_file() else None,
+        base=base,
+        tokenizer=_tokenizer(config, base, chosen.path),
         chat=_chat_template(config.data),
     )
     with progress_bar(console, f"exporting step {checkpoint.step}", weight_bytes(checkpoint.manifest)) as advance:
@@ -181,6 +181,28 @@ def _to_export(run: RunFolder, step: int | None) -> HereCheckpoint:
     if problem := compared(found, console):
         raise CheckpointError(problem)
     return found
+
+
+def _base_folder(config: RunConfig) -> Path | None:
+    """The model folder that a run began with, if it is on this machine."""
+    if config.model.init_from is None:
+        return None
+    folder = home_path(config.model.init_from)
+    if (folder / CONFIG_FILE).is_file():
+        return folder
+    text = f"warning: model.init_from={folder} is not on this machine, so nothing of its other files is carried over"
+    render.say(render.stderr(), Text(text, style="yellow"))
+    return None
+
+
+def _tokenizer(config: RunConfig, base: Path | None, run: Path) -> Path | None:
+    """The tokenizer of a run: what data.tokenizer names, the base folder's, or the copy in the run folder."""
+    named, kept = config.data.tokenizer_path, run / TOKENIZER_FILE
+    if named is not None and home_path(config.data.tokenizer).exists():
+        return home_path(config.data.tokenizer)
+    if base is not None and find_tokenizer(base) is not None:
+        return base
+    return kept if kept.is_file() else None
 
 
 def _chat_template(data: DataConfig) -> ChatTemplate | None:

@@ -28,7 +28,7 @@ def tokenizer_problem(config: RunConfig, prepared: Path | None = None) -> str | 
     if theirs_files is None:
         return None
     name = config.data.tokenizer
-    if config.data.format != "shards" and config.data.tokenizer_path is None:
+    if config.data.format != "shards" and name == "bytes":
         return (
             f"data.tokenizer={name}: the weights of model.init_from={folder} know none of its ids; set "
             f"data.tokenizer={folder}"

@@ -174,11 +174,19 @@ class FileTokenizer:
     def save(self, folder: Path) -> None:
         """Write tokenizer.json and, with special tokens, tokenizer_config.json: a folder that reads back the same."""
         (folder / TOKENIZER_FILE).write_text(self._inner.to_str(), encoding="utf-8")
-        tokens = {**self.special_tokens, "eos_token": self._inner.id_to_token(self.eod_id)}
-        if (first := self.template_start()) and "bos_token" not in tokens:
-            tokens["bos_token"] = self._inner.id_to_token(first[0])
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **tokens}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.named_tokens()}
         (folder / TOKENIZER_CONFIG_FILE).write_text(json_text(settings))
+
+    def named_tokens(self) -> dict[str, str]:
+        """Name -> text of special tokens, with the one that ends a document and the one that begins every text."""
+        found = {"eos_token": str(self._inner.id_to_token(self.eod_id))}
+        if first := self.template_start():
+            found["bos_token"] = str(self._inner.id_to_token(first[0]))
+        return found | self.special_tokens
+
+    def named_id(self, name: str) -> int | None:
+        """The id of a special token by its name, such as bos_token."""
+        return self._vocab.get(self.named_tokens().get(name))
 
 
 Tokenizer = ByteTokenizer | FileTokenizer

@@ -18,10 +18,23 @@ import numpy as np
 from safetensors import safe_open
 
 from engine.config.settings import RunConfig
-from engine.data.chat import TEMPLATE_FILE, ChatTemplate
-from engine.data.tokenizers import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, load_tokenizer_file
+from engine.data.chat import ChatTemplate
+from engine.data.tokenizers import FileTokenizer, load_tokenizer_file
+from engine.pretrained.folder import (
+    CONFIG_FILE,
+    GENERATION_CONFIG_FILE,
+    MORE_TEMPLATES_FOLDER,
+    TEMPLATE_FILE,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    TOKENIZER_FILES,
+    ModelFolder,
+    open_model_folder,
+    open_tokenizer,
+    token_ids,
+)
 from engine.pretrained.names import INDEX_FILE, SINGLE_FILE, hugging_face_name
-from engine.pretrained.shape import CONFIG_FILE, config_json
+from engine.pretrained.shape import config_json, config_json_from, pretrained_of, yarn_warning
 from engine.runs.checkpoints import CheckpointError, Manifest, TensorFacts
 from engine.runs.files import json_text, new_folder
 
@@ -29,7 +42,7 @@ ExportDtype = Literal["bfloat16", "float32"]
 Wide = np.ndarray[Any, np.dtype[np.float32]]
 BYTES_OF: Mapping[ExportDtype, int] = {"float32": 4, "bfloat16": 2}
 _FILE_DTYPES: Mapping[ExportDtype, str] = {"float32": "F32", "bfloat16": "BF16"}
-GENERATION_CONFIG_FILE = "generation_config.json"
+_LEGAL = ("license", "licence", "notice", "use_policy")  # beginnings of names
 _PREFIX = "model."
 
 
@@ -37,7 +50,8 @@ _PREFIX = "model."
 class ExportOrder:
     """What to write: the checkpoint in a folder, of a run of `config`, into `folder`, in files of at most `file_bytes`.
 
-    tokenizer: its tokenizer.json; tokenizer_folder: where that came from, with files that say what its tokens are for.
+    base: the model folder that training began with, whose other facts are carried over.
+    tokenizer: a folder with a tokenizer, or a tokenizer.json with files beside it; over files of the same name in base.
     chat: the template that the run's conversations were rendered by, if it had any.
     """
 
@@ -46,8 +60,8 @@ class ExportOrder:
     folder: Path
     dtype: ExportDtype = "bfloat16"
     file_bytes: int = 5 << 30
+    base: Path | None = None
     tokenizer: Path | None = None
-    tokenizer_folder: Path | None = None
     chat: ChatTemplate | None = None
 
 
@@ -68,30 +82,99 @@ def export(order: ExportOrder, manifest: Manifest, progress: Callable[[int], Non
     this shape, DataError when the tokenizer cannot be read.
     """
     check_new(order.folder)
-    window, warnings = _window(order.config)
-    document = config_json(
-        order.config.model, seq_len=order.config.train.seq_len, window_tokens=window, dtype=order.dtype
-    )
-    # Without the key transformers takes ids of the first Llama, in other vocabularies ordinary text.
-    texts: dict[str, str] = {}
-    ids: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None}
-    if order.tokenizer is not None:
-        texts, ids = load_tokenizer_file(order.tokenizer).tokens_for_export(order.tokenizer_folder)
+    base = None if order.base is None else open_model_folder(order.base)
+    tokenizer = None if order.tokenizer is None else load_tokenizer_file(order.tokenizer)
+    window, warnings = _window(order.config, base)
+    facts: dict[str, Any] = {"seq_len": order.config.train.seq_len, "window_tokens": window, "dtype": order.dtype}
+    model = order.config.model
+    document = config_json(model, **facts) if base is None else config_json_from(base, model, **facts)
+    if warning := yarn_warning(document):
+        warnings += (warning,)
     try:
         with new_folder(order.folder) as part:
+            _copy_files(order, base, part)
+            generation = _set_ends(document, base, tokenizer)
+            _write_json(part / CONFIG_FILE, document, None if base is None else base.config)
+            if generation is not None:
+                original = None if base is None else base.generation_config
+                _write_json(part / GENERATION_CONFIG_FILE, generation, original)
+            if tokenizer is not None:
+                _complete_tokenizer(order, tokenizer, part)
             files, size = _write_weights(order, manifest, part, progress)
-            (part / CONFIG_FILE).write_text(json_text({**document, **ids}))
-            if order.tokenizer is not None:
-                shutil.copyfile(order.tokenizer, part / TOKENIZER_FILE)
-                texts |= {} if order.chat is None else order.chat.special_tokens
-                settings = {"tokenizer_class": "PreTrainedTokenizerFast", **texts}
-                (part / TOKENIZER_CONFIG_FILE).write_text(json_text(settings))
-                (part / GENERATION_CONFIG_FILE).write_text(json_text(ids))
-                if order.chat is not None:
-                    (part / TEMPLATE_FILE).write_text(order.chat.source, encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"cannot write {order.folder}: {error.strerror or error}") from error
     return Exported(manifest.step, files, size, warnings)
+
+
+def _copy_files(order: ExportOrder, base: ModelFolder | None, part: Path) -> None:
+    """Copy the files that training does not change, byte for byte; those of order.tokenizer win over those of base.
+
+    README.md stays behind: it describes another model. So do weights in other formats and Python files.
+    """
+    if base is not None:
+        legal = [path.name for path in base.path.iterdir() if path.name.lower().startswith(_LEGAL) and path.is_file()]
+        _copy(base.path, (CONFIG_FILE, GENERATION_CONFIG_FILE, *TOKENIZER_FILES, *legal), part)
+    if order.tokenizer is not None:
+        files = open_tokenizer(order.tokenizer)
+        _copy(files.folder, TOKENIZER_FILES, part)
+        if files.file.is_file():
+            shutil.copyfile(files.file, part / TOKENIZER_FILE)
+
+
+def _copy(source: Path, names: Sequence[str], part: Path) -> None:
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, part / name)
+    if (source / MORE_TEMPLATES_FOLDER).is_dir():
+        shutil.copytree(source / MORE_TEMPLATES_FOLDER, part / MORE_TEMPLATES_FOLDER, dirs_exist_ok=True)
+
+
+def _write_json(path: Path, document: Mapping[str, Any], original: Mapping[str, Any] | None) -> None:
+    """Write `document` unless the copied file says the same already."""
+    if original is None or document != original or not path.is_file():
+        path.write_text(json_text(document))
+
+
+def _set_ends(
+    document: dict[str, Any], base: ModelFolder | None, tokenizer: FileTokenizer | None
+) -> dict[str, Any] | None:
+    """Set in config.json what begins and ends a text; the generation_config.json to write, None for none.
+
+    What a base folder states stays; the end of documents in training is added where no file names it.
+    """
+    if base is None:
+        # Without the keys transformers takes ids of the first Llama, in other vocabularies ordinary text.
+        ids = {"bos_token_id": None, "eos_token_id": None}
+        if tokenizer is not None:
+            ids = {"bos_token_id": tokenizer.named_id("bos_token"), "eos_token_id": tokenizer.eod_id}
+        document |= ids
+        return ids if tokenizer is not None else None
+    generation = dict(base.generation_config)
+    stated = [index for source in (document, generation) for index in token_ids(source.get("eos_token_id"))]
+    if tokenizer is not None and tokenizer.eod_id not in stated:
+        for target in (document, generation):
+            known = token_ids(target.get("eos_token_id"))
+            if known or target is document:
+                target["eos_token_id"] = [*known, tokenizer.eod_id] if known else tokenizer.eod_id
+    return generation or None
+
+
+def _complete_tokenizer(order: ExportOrder, tokenizer: FileTokenizer, part: Path) -> None:
+    """Name in tokenizer_config.json what begins and ends a text, where no file does; write the run's chat template."""
+    written, named = open_tokenizer(part), tokenizer.named_tokens()
+    missing = {
+        name: named[name]
+        for name in ("bos_token", "eos_token")
+        if name in named and name not in {**written.settings, **written.special_tokens}
+    }
+    if missing or not (part / TOKENIZER_CONFIG_FILE).is_file():
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **missing, **written.settings}
+        if order.chat is not None:
+            settings = {**order.chat.special_tokens, **settings}
+        (part / TOKENIZER_CONFIG_FILE).write_text(json_text(settings))
+    default = written.chat_templates.get("default")
+    if order.chat is not None and (default is None or default.text != order.chat.source):
+        (part / TEMPLATE_FILE).write_text(order.chat.source, encoding="utf-8")
 
 
 def check_new(folder: Path) -> None:
@@ -105,12 +188,14 @@ def weight_bytes(manifest: Manifest) -> int:
     return sum(4 * math.prod(facts.shape) for name, facts in manifest.tensors.items() if name.startswith(_PREFIX))
 
 
-def _window(config: RunConfig) -> tuple[int | None, tuple[str, ...]]:
+def _window(config: RunConfig, base: ModelFolder | None) -> tuple[int | None, tuple[str, ...]]:
     """(keys that every token sees, or None for all before it; what transformers cannot do)."""
     attention = config.attention
     kinds = {*attention.mask_layers} or {attention.mask}
     if kinds == {"causal"}:
-        return None, ()
+        before = None if base is None else pretrained_of(base).window_tokens
+        # Sequences no longer than the window of the base did not change it.
+        return (before if before is not None and config.train.seq_len <= before else None), ()
     if kinds == {"window"}:
         return attention.window_tokens, ()
     return None, (

@@ -231,7 +231,7 @@ def open_tokenizer(path: Path) -> TokenizerFiles:
     what = "the settings of a tokenizer"
     config = _optional(folder / CONFIG_FILE, "a model")
     documents = {CONFIG_FILE: config, GENERATION_CONFIG_FILE: _optional(folder / GENERATION_CONFIG_FILE, "a model")}
-    ends = {name: ids for name, document in documents.items() if (ids := _ids(document.get("eos_token_id")))}
+    ends = {name: ids for name, document in documents.items() if (ids := token_ids(document.get("eos_token_id")))}
     return TokenizerFiles(
         folder,
         file,
@@ -247,7 +247,7 @@ def _optional(path: Path, what: str) -> Mapping[str, Any]:
     return require_json_object(path, what, DataError) if path.is_file() else {}
 
 
-def _ids(value: Any) -> tuple[int, ...]:
+def token_ids(value: Any) -> tuple[int, ...]:
     """eos_token_id: null, one id or several."""
     values = value if isinstance(value, list) else [value]
     return tuple(item for item in values if isinstance(item, int) and not isinstance(item, bool))

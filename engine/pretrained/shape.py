@@ -136,7 +136,7 @@ def family_of(model: ModelConfig, window_tokens: int | None) -> str:
 def config_json(model: ModelConfig, *, seq_len: int, window_tokens: int | None, dtype: str) -> dict[str, Any]:
     """config.json for a model that was trained on `seq_len` tokens. Raises ConfigError when no family fits."""
     family = family_of(model, window_tokens)
-    document = {
+    return {
         "architectures": [f"{_ARCHITECTURES[family]}ForCausalLM"],
         "model_type": family,
         **{theirs: getattr(model, ours) for ours, theirs in (_SIZES | _HEADS).items()},
@@ -144,16 +144,71 @@ def config_json(model: ModelConfig, *, seq_len: int, window_tokens: int | None, 
         "rms_norm_eps": model.norm_eps,
         "initializer_range": model.init_std,
         "tie_word_embeddings": model.tie_embeddings,
-        "max_position_embeddings": seq_len,
+        "max_position_embeddings": _length(model, seq_len),
         "torch_dtype": dtype,
         **_rope_json(model),
+        **_window_json(family, model.num_layers, window_tokens),
     }
+
+
+def config_json_from(
+    base: ModelFolder, model: ModelConfig, *, seq_len: int, window_tokens: int | None, dtype: str
+) -> dict[str, Any]:
+    """config.json of `base` with what training changed: RoPE, the window, the longest sequence, the number format.
+
+    A RoPE scaling that changed is written as versions 4 and 5 of transformers both read it. Raises ConfigError when no
+    family fits.
+    """
+    before, family, document = pretrained_of(base), base.config["model_type"], dict(base.config)
+    if window_tokens is not None and family == "llama":  # which has no window
+        family = family_of(model, window_tokens)
+        document |= {"model_type": family, "architectures": [f"{_ARCHITECTURES[family]}ForCausalLM"]}
+    length = max(before.seq_len, seq_len)
+    has_new_rope = model.rope_scaling != before.model.rope_scaling
+    if has_new_rope or (length != before.seq_len and model.rope_scaling.kind in ("yarn", "llama3")):
+        for key in ("rope_parameters", "rope_scaling", "rope_theta", "original_max_position_embeddings"):
+            document.pop(key, None)
+        document |= _rope_json(model)
+        length = _length(model, length)
+    if length != before.seq_len:
+        document["max_position_embeddings"] = length
+    if window_tokens != before.window_tokens:
+        document.pop("layer_types", None)
+        document |= _window_json(family, model.num_layers, window_tokens, is_new=True)
+    names = [name for name in ("dtype", "torch_dtype") if name in document] or ["torch_dtype"]
+    return document | dict.fromkeys(names, dtype)
+
+
+def _length(model: ModelConfig, seq_len: int) -> int:
+    """max_position_embeddings: transformers 4 computes yarn's factor as its ratio to the original length."""
+    scaling = model.rope_scaling
+    if scaling.kind != "yarn" or scaling.original_seq_len is None:
+        return seq_len
+    return max(seq_len, round(scaling.original_seq_len * scaling.factor))
+
+
+def yarn_warning(document: Mapping[str, Any]) -> str | None:
+    """What transformers 4 makes of yarn in a config.json, where that is another model than version 5's; else None."""
+    rope = _rope({"rope_theta": 10000.0, **document})
+    if rope["rope_type"] != "yarn":
+        return None
+    length, original = document["max_position_embeddings"], rope["original_max_position_embeddings"]
+    if math.isclose(length / original, rope["factor"]):
+        return None
+    return (
+        f"transformers 4 takes yarn's factor as max_position_embeddings / original_max_position_embeddings, here "
+        f"{length / original:g}, so it sees another model than version 5, which takes factor={rope['factor']:g}"
+    )
+
+
+def _window_json(family: str, layers: int, window_tokens: int | None, *, is_new: bool = False) -> dict[str, Any]:
+    """The keys of a window; is_new: also where there is none, to replace one."""
     if family == "mistral":
-        document["sliding_window"] = window_tokens
-    elif window_tokens is not None:
+        return {"sliding_window": window_tokens}
+    if window_tokens is not None:
         window = {"use_sliding_window": True, "sliding_window": window_tokens, "max_window_layers": 0}
-        document |= {**window, "layer_types": ["sliding_attention"] * model.num_layers}
-    return document
+        return {**window, "layer_types": ["sliding_attention"] * layers}
+    return {"use_sliding_window": False} if is_new else {}
 
 
 def _problems(document: Mapping[str, Any]) -> Iterator[str]:
