@@ -197,9 +197,9 @@ def _base_folder(config: RunConfig) -> Path | None:
 
 def _tokenizer(config: RunConfig, base: Path | None, run: Path) -> Path | None:
     """The tokenizer of a run: what data.tokenizer names, the base folder's, or the copy in the run folder."""
-    named, kept = config.data.tokenizer_path, run / TOKENIZER_FILE
-    if named is not None and home_path(config.data.tokenizer).exists():
-        return home_path(config.data.tokenizer)
+    named, kept = home_path(config.data.tokenizer), run / TOKENIZER_FILE
+    if config.data.tokenizer not in ("bytes", "bpe") and named.exists():
+        return named
     if base is not None and find_tokenizer(base) is not None:
         return base
     return kept if kept.is_file() else None

@@ -33,7 +33,7 @@ def test_a_model_is_shown_as_a_configuration_that_can_be_written(burst, folder: 
     shape = ["name", "vocab_size", "hidden_size", "ffn_hidden_size", "num_layers", "num_heads", "num_kv_heads"]
     assert list(settings) == [*shape, "head_dim", "qkv_bias", "init_from"]
     told = [
-        f"its tokenizer: data.tokenizer={folder}/tokenizer.json",
+        f"its tokenizer: data.tokenizer={folder}",
         "its window: attention.mask=window attention.window_tokens=2048",
         "trained on 4,096 tokens; for longer sequences stretch RoPE, as with model.rope_scaling.kind=yarn "
         "model.rope_scaling.factor=4 model.rope_scaling.original_seq_len=4096",
@@ -43,7 +43,33 @@ def test_a_model_is_shown_as_a_configuration_that_can_be_written(burst, folder: 
     missing = burst("model", str(tmp_path))
     assert (missing.code, "expected the folder of a Hugging Face model" in missing.err) == (2, True)
     (folder / "model.safetensors").unlink()
-    assert "pickled weights are not read" in burst("model", str(folder)).err
+    without = burst("model", str(folder))
+    assert (without.code, yaml.safe_load(without.out)) == (
+        0,
+        {key: settings[key] for key in settings if key != "init_from"},
+    )
+    assert "no weights to begin with" in without.err
+
+
+def test_a_model_is_saved_as_an_option_of_the_group_model(burst, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = folder.parent / "home"
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    done = burst("model", str(folder), "--save", "mine")
+    place = home / ".config" / "burst" / "conf" / "model" / "mine.yaml"
+    assert done.code == 0, done.err
+    assert yaml.safe_load(place.read_text())["init_from"] == str(folder)
+    place.write_text("other: 1\n")
+    again = burst("model", str(folder), "--save", "mine")
+    assert (again.code, place.read_text()) == (2, "other: 1\n"), "an existing file is not replaced"
+    assert "--force" in again.err
+    assert burst("model", str(folder), "--save", "mine", "--force").code == 0
+    assert "other" not in place.read_text()
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", "", ".hidden", "a b"])
+def test_a_name_that_is_no_option_is_refused(burst, folder: Path, name: str) -> None:
+    assert burst("model", str(folder), "--save", name).code == 2
 
 
 @pytest.fixture
@@ -72,10 +98,9 @@ def test_an_exported_model_of_conversations_has_its_chat_template(burst, run: Pa
     data = DataConfig(format="jsonl", messages_field="messages", tokenizer=str(tmp_path / "tokenizer.json"))
     (run / "config.yaml").write_text(dump_config(RunConfig(model=MODEL, data=data)))
     assert burst("checkpoint", "export", str(run), str(tmp_path / "out")).code == 0
-    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ bos_token }}..."
-    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["bos_token"] == "<s>"
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text()) == special
     ends = json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"]
-    assert ends == sorted([tokenizer.eod_id, tokenizer.encode("q")[0]])
+    assert ends == tokenizer.encode(["q"])[0][0]
     (tmp_path / "tokenizer_config.json").unlink()
     done = burst("checkpoint", "export", str(run), str(tmp_path / "other"))
     assert (done.code, "the folder gets no chat template" in done.err) == (0, True)
