@@ -101,8 +101,8 @@ def describe(folder: Path) -> dict[str, Any]:
 
 def _no_weights(folder: Path) -> str:
     return (
-        f"no weights to begin with: {folder} has neither {SINGLE_FILE} nor {INDEX_FILE} (pickled weights are not read), so "
-        "a run would start from random ones"
+        f"no weights to begin with: {folder} has no {SINGLE_FILE} or {INDEX_FILE} (pickled weights are not read), "
+        "so a run would start from random ones"
     )
 
 

@@ -28,7 +28,6 @@ PIECES = [
     "hello",
     "▁hello",
 ]
-MERGES = [("h", "e"), ("l", "l"), ("hell", "o"), ("▁", "hello")]
 
 
 def byte_level() -> Tokenizer:
@@ -162,7 +161,7 @@ def test_a_prefix_that_versions_of_transformers_read_differently_is_refused(tmp_
     write(tmp_path, "prepend", **{"tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer"}})
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert ids_of(theirs, " hello") != Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(" hello").ids
-    with pytest.raises(DataError, match="set tokenizer_class in tokenizer_config.json to PreTrainedTokenizerFast"):
+    with pytest.raises(DataError, match=r"set tokenizer_class in tokenizer_config\.json to PreTrainedTokenizerFast"):
         load_tokenizer_file(tmp_path)
 
 
@@ -192,7 +191,5 @@ def test_vocabulary_and_merges_are_converted_by_transformers(tmp_path: Path) -> 
 
 
 def test_a_folder_without_any_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        DataError, match=r"tokenizer\.json is missing: expected a tokenizer\.json, or a folder with one"
-    ):
+    with pytest.raises(DataError, match=r"tokenizer\.json is missing: expected a"):
         load_tokenizer_file(tmp_path)
