@@ -177,7 +177,8 @@ def _turn_length(turn: str, content: str) -> int:
 
 def find_template(config: DataConfig) -> ChatTemplate:
     """The template that `config` names: built in, a file, or the one of the tokenizer's folder. Raises DataError."""
-    files = config.tokenizer_path and open_tokenizer(config.tokenizer_path.absolute())
+    path = config.tokenizer_path
+    files = None if path is None else open_tokenizer(path.absolute())
     tokens = {} if files is None else files.special_tokens
     if config.chat_template == CHATML:
         return ChatTemplate(CHATML, _CHATML_SOURCE, tokens)

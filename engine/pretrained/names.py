@@ -72,8 +72,8 @@ def check_tied_head(files: Mapping[str, Path]) -> None:
     embedding, head = (_raw_tensor(files[name], name) for name in (EMBEDDING, HEAD))
     is_same = embedding.size == head.size
     for at in range(0, embedding.size if is_same else 0, _BLOCK_NUMBERS):
-        blocks = [_as_float32(tensor[at : at + _BLOCK_NUMBERS]) for tensor in (embedding, head)]
-        if not np.array_equal(*blocks, equal_nan=True):
+        ours, theirs = (_as_float32(tensor[at : at + _BLOCK_NUMBERS]) for tensor in (embedding, head))
+        if not np.array_equal(ours, theirs, equal_nan=True):
             is_same = False
             break
     if not is_same:

@@ -95,9 +95,11 @@ def read_pretrained(folder: Path) -> Pretrained:
 def pretrained_of(folder: ModelFolder) -> Pretrained:
     """The model of an opened folder. Raises ConfigError when its config.json is damaged or asks for something else."""
     path, stated = folder.path / CONFIG_FILE, folder.config
-    family = stated.get("model_type")
+    family = str(stated.get("model_type"))
     if family not in CONFIG_DEFAULTS:
-        raise ConfigError(f"{path}: model_type is {family!r}, expected one of {', '.join(CONFIG_DEFAULTS)}")
+        raise ConfigError(
+            f"{path}: model_type is {stated.get('model_type')!r}, expected one of {', '.join(CONFIG_DEFAULTS)}"
+        )
     document = {**CONFIG_DEFAULTS[family], **stated}
     try:
         problems = [*_problems(document), *_rope_problems(stated, document)]
