@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -22,9 +23,10 @@ import numpy.typing as npt
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
+from engine.data.encoding import encode_documents
 from engine.data.manifest import TokenSetWriter
 from engine.data.sources import Piece, Source
-from engine.data.tokenizers import ByteTokenizer, Ids, Tokenizer, load_tokenizer_file, train_bpe
+from engine.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer_file, train_bpe
 
 SplitName = Literal["train", "validation"]
 TRAIN: SplitName = "train"
@@ -33,8 +35,6 @@ Stage = Literal["waiting", "survey", "tokenizer", "encode"]
 
 _BUCKETS = 1 << 16  # hash values told apart; a survey needs one number for each
 _REPORT_INTERVAL_S = 0.1
-_GROUP_BYTES = 4 << 20  # pieces handed to the tokenizer at once, so that it can use all cores
-_GROUP_PIECES = 4096
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,19 @@ def build(work: Path, config: DataConfig, source: Source, progress: ProgressCall
             name: stack.enter_context(TokenSetWriter(work / name, tokenizer, bos_ids, learns_ends=not is_chat))
             for name in (TRAIN, VALIDATION)
         }
-        for group in _groups(split(read("encode", total), documents, sizes, fraction)):
-            encoded = encode([piece for _, piece in group], tokenizer, bos_ids, is_chat=is_chat)
-            for (name, piece), (ids, is_prompt) in zip(group, encoded, strict=True):
-                writers[name].append(ids, is_prompt, len(piece.data), begins_document=piece.begins)
+        begun: deque[SplitName] = deque()  # of pieces that are read, in the order in which documents begin
+
+        def noted(pieces: Iterable[tuple[SplitName, Piece]]) -> Iterator[Piece]:
+            for name, piece in pieces:
+                if piece.begins:
+                    begun.append(name)
+                yield piece
+
+        pieces = noted(split(read("encode", total), documents, sizes, fraction))
+        for part in encode_documents(pieces, tokenizer, bos_ids, is_chat=is_chat):
+            if part.begins:
+                name = begun.popleft()
+            writers[name].append(part.ids, part.is_prompt, part.text_bytes, begins_document=part.begins)
         for name, writer in writers.items():
             if writer.text_bytes == 0:
                 raise DataError(
@@ -97,49 +106,6 @@ def _reported(pieces: Iterable[Piece], stage: Stage, total: int | None, progress
             next_s = time.monotonic() + _REPORT_INTERVAL_S
             progress(Progress(stage, done, total))
     progress(Progress(stage, done, total))
-
-
-def _groups(pieces: Iterable[tuple[SplitName, Piece]]) -> Iterator[list[tuple[SplitName, Piece]]]:
-    group: list[tuple[SplitName, Piece]] = []
-    held_bytes = 0
-    for name, piece in pieces:
-        group.append((name, piece))
-        held_bytes += len(piece.data)
-        if held_bytes >= _GROUP_BYTES or len(group) >= _GROUP_PIECES:
-            yield group
-            group, held_bytes = [], 0
-    if group:
-        yield group
-
-
-# --- ids --------------------------------------------------------------------------------------------------------------
-
-
-def encode(
-    pieces: Sequence[Piece], tokenizer: Tokenizer, bos_ids: Sequence[int], *, is_chat: bool
-) -> Iterator[tuple[Ids, npt.NDArray[np.bool_]]]:
-    """(ids, which of them are read but not learned) of each piece, with what begins its document.
-
-    is_chat: they are conversations, in which special tokens are what they spell, and which begin as their template has
-    it.
-    """
-    texts, start = [piece.text for piece in pieces], np.asarray(bos_ids, dtype=np.int64)
-    if is_chat:
-        for piece, (ids, offsets) in zip(pieces, tokenizer.encode_chats(texts), strict=True):
-            yield ids, ~_is_learned(piece, offsets)
-    else:
-        for piece, ids in zip(pieces, tokenizer.encode(texts), strict=True):
-            whole = np.concatenate((start, ids)) if piece.begins else ids
-            yield whole, np.full(whole.size, piece.learned is not None)
-
-
-def _is_learned(piece: Piece, offsets: Ids) -> npt.NDArray[np.bool_]:
-    """Which tokens stand for a learned character, bool [tokens]; offsets: as of `Tokenizer.encode_chats`."""
-    is_learned = np.zeros(len(piece.text) + 1, dtype=np.int64)
-    for first, after in piece.learned or ():
-        is_learned[first + 1 : after + 1] = 1
-    count = np.cumsum(is_learned)
-    return np.asarray(count[offsets[:, 1]] > count[offsets[:, 0]])
 
 
 # --- splits -----------------------------------------------------------------------------------------------------------

@@ -9,27 +9,28 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, count, islice, pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
+from engine.data.conversations import Conversation, Message, Unit, as_transformers_passes, trace
 from engine.pretrained.folder import MORE_TEMPLATES_FOLDER, TEMPLATE_FILE, TOKENIZER_CONFIG_FILE, open_tokenizer
 from engine.runs.files import hash_json
 
-ROLES = ("system", "user", "assistant", "tool")
 CHATML = "chatml"
+_GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _BEGIN, _END = "burst_generation_begin", "burst_generation_end"
 _CHATML_SOURCE = r"""
 {%- for message in messages -%}
@@ -43,7 +44,6 @@ _CHATML_SOURCE = r"""
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
 """
-Message = dict[str, Any]
 Spans = tuple[tuple[int, int], ...]  # characters [first, after) of a text, ascending
 
 
@@ -60,71 +60,134 @@ class ChatTemplate:
         """Equal for templates that render the same conversation to the same text (but for the time of day)."""
         return hash_json({"source": self.source, "special_tokens": dict(self.special_tokens)})
 
-    def render_chat(self, messages: list[Message], place: str) -> tuple[str, Spans]:
-        """(the text of `messages`, what of it the assistant says).
+    def render_chat(self, conversation: Conversation, place: str) -> tuple[str, Spans]:
+        """(the text of `conversation`, what of it is learned).
 
-        A template with {% generation %} blocks says so itself. Of any other the turns are found by rendering: up to a
-        turn with the generation prompt, then with the turn; what was added is the turn. White space after the mark
-        that ends a turn is no part of it: nobody waits for that. Raises DataError, which begins with `place`, for what
-        are no messages and when what was rendered does not grow turn by turn.
+        A template with {% generation %} blocks says itself what the assistant says. Of any other the turns are found
+        by rendering: up to a turn with the generation prompt, then with the turn; what was added is the turn. White
+        space after the mark that ends a turn is no part of it: a model that writes the mark is done. Raises DataError,
+        which begins with `place`, when the template leaves out a part of the conversation, and when what was rendered
+        does not grow turn by turn.
         """
-        _check_messages(messages, place)
-        text = self.render(messages, place)
-        has_blocks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source)
-        learned = (self._marked if has_blocks else self._grown)(messages, text, place)
+        self._check_variables(conversation, place)
+        text = self.render(conversation, place)
+        marks = _unused_characters(text, 3)
+        traced, units = trace(conversation, marks[2])
+        try:
+            traced_text = self.render(traced, place, marks=marks[:2])
+        except DataError:  # a template may refuse the longer texts
+            traced_text = ""
+        if re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", self.source):
+            blocks = self._blocks(conversation, text, marks, place)
+            if not all(conversation.learned[index] for index in _turns(conversation)):
+                traced_blocks = [block.split(marks[1])[0] for block in traced_text.split(marks[0])[1:]]
+                owners = [{units[tag].message for tag in _tags(block, marks[2])} for block in traced_blocks]
+                blocks = self._learned_blocks(conversation, blocks, owners, place)
+            learned = tuple((first, after) for first, after in blocks if first < after)
+        else:
+            learned = self._grown(conversation, text, place)
         if not learned:
             raise self._unusable(place, "renders nothing that the assistant says. Give the assistant a text")
+        self._check_nothing_lost(conversation, text, units, {*_tags(traced_text, marks[2])}, place)
         return text, learned
 
     def render(
-        self, messages: Sequence[Message], place: str, *, prompts: bool = False, marks: Sequence[str] = ("", "")
+        self, conversation: Conversation, place: str, *, prompts: bool = False, marks: Sequence[str] = ("", "")
     ) -> str:
-        """The text of `messages`; prompts: with the beginning of an answer. marks: around generation blocks.
+        """The text of `conversation`; prompts: with the beginning of an answer. marks: around generation blocks.
 
-        Raises DataError, which begins with `place`, when the template refuses them or fails.
+        Raises DataError, which begins with `place`, when the template refuses it or fails.
         """
         given: dict[str, Any] = {
-            "messages": messages,
-            "tools": None,
-            "documents": None,
+            "messages": [*as_transformers_passes(conversation.messages)],
+            "tools": None if conversation.tools is None else [*conversation.tools],
+            "documents": None if conversation.documents is None else [*conversation.documents],
             _BEGIN: marks[0],
             _END: marks[1],
+            "add_generation_prompt": prompts,
         }
         template = self._compiled
         try:
-            return template.render(**self.special_tokens, **given, add_generation_prompt=prompts)
+            return template.render({**self.special_tokens, **conversation.template_kwargs, **given})
         except Exception as error:  # somebody else's program: anything may go wrong in it
             why = f"cannot render these messages: {_said(error)}. Mend the line or the template"
             raise self._unusable(place, why) from None
 
-    def _marked(self, messages: Sequence[Message], text: str, place: str) -> Spans:
-        # Unicode sets those from U+FDD0 on aside for programs: of people's texts few have one.
-        marks = [*islice((mark for mark in map(chr, count(0xFDD0)) if mark not in text), 2)]
-        pieces = re.split("([{}{}])".format(*marks), self.render(messages, place, marks=marks))
-        if "".join(pieces[::2]) != text or pieces[1::2] != marks * (len(pieces) // 4):
+    def _check_variables(self, conversation: Conversation, place: str) -> None:
+        """Raises DataError for settings of the template that it does not read, and for those that do not reach it."""
+        compiled = self._compiled
+        variables = meta.find_undeclared_variables(compiled.environment.parse(self.source))
+        for key in conversation.template_kwargs.keys() - variables:
+            raise self._unusable(place, f"has no variable {key!r}, which chat_template_kwargs sets. Leave it out")
+        lost = conversation.columns & (variables - compiled.environment.globals.keys() - _GIVEN)
+        for key in sorted(lost - conversation.template_kwargs.keys()):
+            why = f"reads {key!r}, which the row has beside its messages. Write it into chat_template_kwargs of the row"
+            raise self._unusable(place, why)
+
+    def _check_nothing_lost(
+        self, conversation: Conversation, text: str, units: Sequence[Unit], seen: Set[int], place: str
+    ) -> None:
+        """Raises DataError for a unit that the trace did not show and without which the text is the same."""
+        for number, unit in enumerate(units):
+            if number in seen:
+                continue
+            try:
+                is_lost = self.render(unit.removed_from(conversation), place) == text
+            except DataError:  # the template asks for it, so it reads it
+                continue
+            if is_lost:
+                raise self._unusable(place, f"leaves out {unit}, so it would be lost. Remove it from the row")
+
+    def _blocks(self, conversation: Conversation, text: str, marks: Sequence[str], place: str) -> list[tuple[int, int]]:
+        """Characters [first, after) of each generation block, ascending."""
+        rendered = self.render(conversation, place, marks=marks[:2])
+        pieces = re.split("([{}{}])".format(*marks[:2]), rendered)
+        if "".join(pieces[::2]) != text or pieces[1::2] != [*marks[:2]] * (len(pieces) // 4):
             raise self._unusable(
                 place,
                 "changes or nests its generation blocks, so what the assistant says is not known. Output the blocks as "
                 "they are",
             )
         edges = accumulate(map(len, pieces[::2]), initial=0)
-        # Pieces alternate: read, said, read, ..., read.
-        return tuple((first, after) for first, after in list(pairwise(edges))[1::2] if first < after)
+        return list(pairwise(edges))[1::2]  # pieces alternate: read, said, read, ..., read
 
-    def _grown(self, messages: Sequence[Message], text: str, place: str) -> Spans:
+    def _learned_blocks(
+        self,
+        conversation: Conversation,
+        blocks: Sequence[tuple[int, int]],
+        owners: Sequence[Set[int | None]],
+        place: str,
+    ) -> list[tuple[int, int]]:
+        """Those of the generation blocks that are learned; owners: of each, the messages whose text it holds."""
+        turns, kept = _turns(conversation), []
+        for index, block in enumerate(blocks):
+            found: Set[int | None] = owners[index] if len(owners) == len(blocks) else set()
+            if not found and len(turns) == len(blocks):
+                found = {turns[index]}
+            learned = {owner is not None and conversation.learned[owner] for owner in found}
+            if len(learned) != 1:
+                raise self._unusable(
+                    place,
+                    "does not write a generation block for each message, so which to learn is not known, but some are "
+                    "marked as not learned. Write a block for each message",
+                )
+            kept += [block] * learned.pop()
+        return kept
+
+    def _grown(self, conversation: Conversation, text: str, place: str) -> Spans:
         learned = []
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant":
+        for index, message in enumerate(conversation.messages):
+            if not conversation.learned[index]:
                 continue
-            before = self.render(messages[:index], place, prompts=True)
-            with_turn = self.render(messages[: index + 1], place)
+            before = self.render(conversation.until(index), place, prompts=True)
+            with_turn = self.render(conversation.until(index + 1), place)
             if not (with_turn.startswith(before) and text.startswith(with_turn)):
                 raise self._unusable(
                     place,
                     f"renders earlier messages another way once message {index} is there, so what the assistant says "
                     "cannot be found. Put {% generation %} ... {% endgeneration %} around it in the template",
                 )
-            after = len(before) + _turn_length(with_turn[len(before) :], message["content"])
+            after = len(before) + _turn_length(with_turn[len(before) :], _last_text(message))
             if after > len(before):
                 learned.append((len(before), after))
         return tuple(learned)
@@ -137,7 +200,7 @@ class ChatTemplate:
         # What templates of Hugging Face are written for: these block rules, filters and functions.
         extensions: list[str | type[Extension]] = [_GenerationBlocks, "jinja2.ext.loopcontrols"]
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
+        environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = datetime.now().strftime  # the local day
         try:
@@ -160,6 +223,34 @@ class _GenerationBlocks(Extension):
 
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """The filter tojson with the options that templates of transformers may set; Jinja's own escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _unused_characters(text: str, number: int) -> list[str]:
+    """Characters that `text` does not have. Unicode sets those from U+FDD0 on aside for programs."""
+    return [*islice((mark for mark in map(chr, count(0xFDD0)) if mark not in text), number)]
+
+
+def _tags(text: str, tag: str) -> list[int]:
+    """Numbers of the units whose tags `text` has."""
+    return [int(number) for number in re.findall(f"{tag}(\\d+){tag}", text)]
+
+
+def _turns(conversation: Conversation) -> list[int]:
+    """Indexes of the assistant's messages."""
+    return [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+
+
+def _last_text(message: Message) -> str:
+    """What comes last of the text of a message, as far as it is known here."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else content[-1]["text"]
 
 
 def _said(error: Exception) -> str:
@@ -202,20 +293,3 @@ def _template_file(path: Path, tokens: Mapping[str, str]) -> ChatTemplate:
         raise DataError(f"cannot read {path}: {error}; expected a chat template.") from None
 
 
-def _check_messages(messages: list[Any], place: str) -> None:
-    """Raises DataError unless they are objects with a known role and a text, one of them the assistant's.
-
-    Further keys of a message are left to the template. place: FILE:LINE.
-    """
-    for index, message in enumerate(messages):
-        known = isinstance(message, dict) and message.get("role") in ROLES and isinstance(message.get("content"), str)
-        if not known:
-            raise DataError(
-                f"{place}: message {index} is {message!r:.80}; expected an object with a role ({', '.join(ROLES)}) and "
-                "a string as content. Mend the line or leave it out."
-            )
-    if not any(message["role"] == "assistant" for message in messages):
-        raise DataError(
-            f"{place}: the assistant says nothing in its {len(messages)} messages, so nothing would be learned. Leave "
-            "such lines out."
-        )

@@ -41,7 +41,7 @@ from engine.runs.files import (
 )
 
 PREPARED_FILE = "prepared.json"
-VERSION = 1  # raise it when the same text would give other tokens
+VERSION = 2  # raise it when the same text would give other tokens
 _LOCK_POLL_S = 0.1
 
 

@@ -51,10 +51,19 @@ class Piece:
     def cut(self, size: int) -> tuple[Piece, Piece]:
         """(the first `size` bytes, without the character that lies across the cut, the rest)."""
         head = self.data[:size].decode(errors="ignore")
-        cut, learned = len(head), self.learned
+        return self.part(0, len(head)), self.part(len(head), len(self.text))
+
+    def part(self, start: int, end: int) -> Piece:
+        """Its characters [start, end)."""
+        return replace(self, text=self.text[start:end], learned=_shifted(self.learned, start, end))
+
+    def followed_by(self, piece: Piece) -> Piece:
+        """Both as one piece, of the same document."""
+        learned = self.learned
         if learned is not None:
-            learned = tuple((max(first - cut, 0), after - cut) for first, after in learned if after > cut)
-        return replace(self, text=head), replace(self, text=self.text[cut:], learned=learned)
+            size = len(self.text)
+            learned = (*learned, *((first + size, after + size) for first, after in piece.learned or ()))
+        return replace(self, text=self.text + piece.text, learned=learned)
 
 
 Document = Iterable[Piece]
@@ -163,9 +172,17 @@ def split_text(text: str, learned: Spans | None = None) -> Iterator[Piece]:
     start = 0
     while len(text) - start > PIECE_BYTES:
         cut = text.rfind("\n", start, start + PIECE_BYTES) + 1 or start + PIECE_BYTES
-        yield Piece(text[start:cut], learned)
+        yield Piece(text[start:cut], _shifted(learned, start, cut))
         start = cut
-    yield Piece(text[start:], learned)
+    yield Piece(text[start:], _shifted(learned, start, len(text)))
+
+
+def _shifted(spans: Spans | None, start: int, end: int) -> Spans | None:
+    """What of `spans` lies in the characters [start, end), counted from `start`."""
+    if spans is None:
+        return None
+    clipped = ((max(first, start) - start, min(after, end) - start) for first, after in spans)
+    return tuple((first, after) for first, after in clipped if first < after)
 
 
 def _text_pieces(path: Path) -> Iterator[Piece]:
@@ -232,9 +249,15 @@ def _record_pieces(
     record: dict[str, Any], place: str, config: DataConfig, template: ChatTemplate | None
 ) -> list[Piece]:
     if template is not None:
-        return [Piece(*template.render_chat(_field(record, place, config, "messages_field", list), place))]
-    prompt = [] if config.prompt_field is None else split_text(_field(record, place, config, "prompt_field"), ())
-    return [*prompt, *split_text(_field(record, place, config, "text_field"))]
+        from engine.data.conversations import read_conversation
+
+        conversation = read_conversation(record, _field(record, place, config, "messages_field", list), place)
+        return [*split_text(*template.render_chat(conversation, place))]
+    text = _field(record, place, config, "text_field")
+    if config.prompt_field is None:
+        return [*split_text(text)]
+    prompt = _field(record, place, config, "prompt_field")
+    return [*split_text(prompt + text, ((len(prompt), len(prompt) + len(text)),))]  # one text: tokens may join them
 
 
 def _field(record: dict[str, Any], place: str, config: DataConfig, setting: str, kind: type = str) -> Any:

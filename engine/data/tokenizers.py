@@ -6,9 +6,10 @@ unit in which models with different tokenizers can be compared.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,13 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 256
     eod_id = 255
+    is_local = True  # ids of a text are those of its parts, wherever it is cut
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Ids of each text, one per UTF-8 byte."""
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]
 
-    def encode_chats(self, texts: Sequence[str]) -> list[tuple[Ids, Ids]]:
+    def encode_with_offsets(self, texts: Sequence[str], *, finds_special: bool) -> list[tuple[Ids, Ids]]:
         """Ids of each text and the characters [first, after) they stand for; there are no special tokens."""
         encoded = self.encode(texts)
         characters = [np.cumsum((ids & 0xC0) != 0x80) for ids in encoded]  # what no continuation byte is, begins one
@@ -71,6 +73,8 @@ class FileTokenizer:
     text. Special tokens are found only by their ids, never in the text of a document (but in that of a conversation).
     """
 
+    is_local = False
+
     def __init__(
         self,
         inner: Any,
@@ -82,6 +86,9 @@ class FileTokenizer:
         inner.no_truncation()
         inner.no_padding()
         inner.encode_special_tokens = True
+        # It changes no ids where no special tokens are added, but offsets: trim_offsets takes blanks out of them.
+        self._post_processor = inner.post_processor
+        inner.post_processor = None
         self._inner = inner
         self._vocab: dict[Any, int] = inner.get_vocab(with_added_tokens=True)
         self.name = name
@@ -124,9 +131,12 @@ class FileTokenizer:
         encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(item.ids, dtype=np.int64) for item in encoded]
 
-    def encode_chats(self, texts: Sequence[str]) -> list[tuple[Ids, Ids]]:
-        """Ids of each text and the characters [first, after) they stand for, computed on all cores."""
-        self._inner.encode_special_tokens = False
+    def encode_with_offsets(self, texts: Sequence[str], *, finds_special: bool) -> list[tuple[Ids, Ids]]:
+        """Ids of each text and the characters [first, after) they stand for, computed on all cores.
+
+        finds_special: whether special tokens are what they spell, as in conversations, or plain text.
+        """
+        self._inner.encode_special_tokens = not finds_special
         try:
             encoded = self._inner.encode_batch(list(texts), add_special_tokens=False)
         finally:
@@ -138,7 +148,8 @@ class FileTokenizer:
 
         What it puts after a text is left out: `eod_id` ends every document.
         """
-        encoded = self._inner.encode("a", add_special_tokens=True)
+        with self._post_processed():
+            encoded = self._inner.encode("a", add_special_tokens=True)
         added = [*encoded.special_tokens_mask, 0].index(0)
         return tuple(encoded.ids[:added])
 
@@ -173,9 +184,19 @@ class FileTokenizer:
 
     def save(self, folder: Path) -> None:
         """Write tokenizer.json and, with special tokens, tokenizer_config.json: a folder that reads back the same."""
-        (folder / TOKENIZER_FILE).write_text(self._inner.to_str(), encoding="utf-8")
+        with self._post_processed():
+            (folder / TOKENIZER_FILE).write_text(self._inner.to_str(), encoding="utf-8")
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.named_tokens()}
         (folder / TOKENIZER_CONFIG_FILE).write_text(json_text(settings))
+
+    @contextlib.contextmanager
+    def _post_processed(self) -> Iterator[None]:
+        """The tokenizer with the post-processor of its file."""
+        self._inner.post_processor = self._post_processor
+        try:
+            yield
+        finally:
+            self._inner.post_processor = None
 
     def named_tokens(self) -> dict[str, str]:
         """Name -> text of special tokens, with the one that ends a document and the one that begins every text."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ from tokenizers import Tokenizer, processors
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
-from engine.data.build import encode
 from engine.data.chat import ChatTemplate, find_template
+from engine.data.conversations import Conversation, read_conversation
+from engine.data.encoding import encode_documents
 from engine.data.prepare import prepare
 from engine.data.sampler import IGNORE_INDEX, sequential_batches
 from engine.data.sources import Piece
@@ -47,8 +50,12 @@ def config_of(tmp_path: Path, conversations: Sequence[object], **settings: Any) 
     return record_corpus(tmp_path, records, **({"chat_template": "chatml", "messages_field": "messages"} | settings))
 
 
-def learned_texts(template: ChatTemplate, messages: Messages) -> list[str]:
-    text, learned = template.render_chat(messages, "here:1")
+def conversation(messages: Messages, **row: Any) -> Conversation:
+    return read_conversation(row, messages, "here:1")
+
+
+def learned_texts(template: ChatTemplate, messages: Messages, **row: Any) -> list[str]:
+    text, learned = template.render_chat(conversation(messages, **row), "here:1")
     return [text[first:after] for first, after in learned]
 
 
@@ -65,20 +72,22 @@ def test_ids_are_those_of_transformers(tmp_path: Path, template: str) -> None:
     found, ours = find_template(DataConfig(tokenizer=str(path), messages_field="messages")), load_tokenizer_file(path)
     marks = {"return_assistant_tokens_mask": template in (CHATML_MARKED, LLAMA3_MARKED)}
     for messages in CONVERSATIONS:
-        text, learned = found.render_chat(messages, "here:1")
+        text, learned = found.render_chat(conversation(messages), "here:1")
         assert text == theirs.apply_chat_template(messages, tokenize=False)
-        [(ids, is_prompt)] = encode([Piece(text, learned)], ours, [7], is_chat=True)
+        [encoded] = encode_documents([Piece(text, learned)], ours, [7], is_chat=True)
         expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=True, **marks)
-        assert ids.tolist() == expected["input_ids"]
+        assert encoded.ids.tolist() == expected["input_ids"]
         if marks["return_assistant_tokens_mask"]:
-            assert (~is_prompt).tolist() == [*map(bool, expected["assistant_masks"])]
+            assert (~encoded.is_prompt).tolist() == [*map(bool, expected["assistant_masks"])]
 
 
 @pytest.mark.parametrize(("plain", "marked"), [(CHATML, CHATML_MARKED), (LLAMA3, LLAMA3_MARKED)])
 @pytest.mark.parametrize("messages", CONVERSATIONS)
 def test_turns_found_by_rendering_are_those_that_blocks_mark(plain: str, marked: str, messages: Messages) -> None:
     tokens = {"bos_token": "<|bos|>"}
-    learned = [ChatTemplate("t", source, tokens).render_chat(messages, "")[1] for source in (plain, marked)]
+    learned = [
+        ChatTemplate("t", source, tokens).render_chat(conversation(messages), "")[1] for source in (plain, marked)
+    ]
     assert learned[0] == learned[1]
 
 
@@ -121,12 +130,13 @@ def test_a_template_file_wins_over_the_configured_one_and_default_over_others(tm
     named: Any = [{"name": ["rag"], "template": "no"}, {"name": "default", "template": "{{ bos_token }}yes"}]
     path = write_tokenizer(tmp_path, named)
     config = DataConfig(tokenizer=str(path), messages_field="messages")
-    assert find_template(config).render([], "") == "<|bos|>yes"
+    assert find_template(config).render(Conversation(()), "") == "<|bos|>yes"
     (tmp_path / "special_tokens_map.json").write_text(
         '{"bos_token": {"content": "<x>"}, "pad_token": {"content": "P"}}'
     )
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ pad_token }} file")
-    assert find_template(config).render([], "") == "<x>P file", "of transformers special_tokens_map.json wins"
+    rendered = find_template(config).render(Conversation(()), "")
+    assert rendered == "<x>P file", "of transformers special_tokens_map.json wins"
     (tmp_path / "chat_template.jinja").unlink()
     write_tokenizer(tmp_path)
     with pytest.raises(DataError, match=r"looked for chat_template\.jinja and chat_template in tokenizer_config\.json"):
@@ -140,7 +150,7 @@ def test_templates_have_what_those_of_hugging_face_use() -> None:
         "{%- set ns.n = ns.n + 1 -%}{{ {'text': m.content} | tojson }}{%- endfor -%}"
         "{{ ns.n }} {{ strftime_now('%Y')[:2] }} {{ tools is none }} {{ eos_token is defined }}"
     )
-    rendered = ChatTemplate("t", source).render(talk("tool: x", "user: <a> & ž"), "")
+    rendered = ChatTemplate("t", source).render(Conversation(tuple(talk("tool: x", "user: <a> & ž"))), "")
     assert rendered == '{"text": "<a> & ž"}1 20 True False'
 
 
@@ -189,12 +199,108 @@ def test_templates_that_cannot_be_used_are_named(tmp_path: Path, source: str, te
         (["x"], r"message 0 is 'x'"),
         ([{"role": "user"}], r"message 0 is {'role': 'user'}"),
         ([*talk("user: x"), {"role": "assistant", "content": None}], r"message 1 is .*None}; .* a string as content"),
-        (talk("user: x", "robot: y"), r"message 1 is .*'robot'.*\(system, user, assistant, tool\)"),
+        ([*talk("user: x"), {"role": 3, "content": "y"}], r"message 1 is .*3.*an object with a role"),
     ],
 )
 def test_bad_records_are_named_with_file_and_line(tmp_path: Path, messages: object, text: str) -> None:
     with pytest.raises(DataError, match=rf"records\.jsonl:2: {text}"):
         prepare(config_of(tmp_path, [CONVERSATIONS[0], messages]))
+
+
+CALL = {"type": "function", "function": {"name": "get_w", "arguments": {"city": "Xanadu"}}}
+TOOL = {"type": "function", "function": {"name": "get_w", "description": "weather", "parameters": {"type": "object"}}}
+CALLS: Messages = [
+    *talk("user: weather?"),
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    *talk("tool: 12", "assistant: twelve"),
+]
+# Two tool calls at most, reasoning in the last turn alone.
+WEAK = CHATML.replace("message['content']", "(message['content'] or message.tool_calls[0].function.name)")
+
+
+@pytest.mark.parametrize(
+    ("source", "row", "text"),
+    [
+        (CHATML, {"messages": CONVERSATIONS[0], "tools": [TOOL]}, r"leaves out tools\[0\] of the row"),
+        (CHATML, {"messages": CONVERSATIONS[0], "documents": [{"text": "x"}]}, r"leaves out documents\[0\] of the row"),
+        (CHATML, {"messages": [CONVERSATIONS[0][0], CALLS[1] | {"content": ""}]}, r"out tool_calls\[0\] of message 1"),
+        (WEAK, {"messages": [CALLS[0], {**CALLS[1], "tool_calls": [CALL, CALL]}]}, r"out tool_calls\[1\] of message 1"),
+        (
+            CHATML,
+            {"messages": [*talk("user: x"), {"role": "assistant", "content": "a", "thinking": "b"}]},
+            "out thinking",
+        ),
+        (
+            CHATML,
+            {"messages": [*talk("user: x"), {"role": "assistant", "content": "a", "mask": True}]},
+            "out mask of m",
+        ),
+        (CHATML, {"messages": CONVERSATIONS[0], "chat_template_kwargs": {"day": 1}}, "has no variable 'day'"),
+        (CHATML + "{{ day }}", {"messages": CONVERSATIONS[0], "day": "x"}, "reads 'day', which the row has beside"),
+        ("chatml", {"messages": CALLS}, "cannot render these messages"),
+        ("chatml", {"messages": CONVERSATIONS[0], "tools": [TOOL]}, r"leaves out tools\[0\]"),
+    ],
+)
+def test_what_a_template_leaves_out_refuses_the_row_by_name(tmp_path: Path, source: str, row: Any, text: str) -> None:
+    (tmp_path / "mine.jinja").write_text(source)
+    template = "chatml" if source == "chatml" else str(tmp_path / "mine.jinja")
+    with pytest.raises(DataError, match=rf"records\.jsonl:1: .*{text}"):
+        prepare(record_corpus(tmp_path, [row], messages_field="messages", chat_template=template))
+
+
+@pytest.mark.parametrize("source", ["chatml", CHATML, CHATML_MARKED, LLAMA3, LLAMA3_MARKED])
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"loss": 0.0}, {"loss_mask": 0, "trainable": False}])
+def test_messages_marked_as_not_learned_are_read_only(tmp_path: Path, source: str, mark: dict[str, Any]) -> None:
+    messages = talk("user: one", "assistant: bad answer", "user: two", "assistant: good answer")
+    messages[1] |= mark
+    (tmp_path / "mine.jinja").write_text(source)
+    name = "chatml" if source == "chatml" else str(tmp_path / "mine.jinja")
+    template = find_template(DataConfig(messages_field="messages", chat_template=name))
+    end = "<|eot|>" if source in (LLAMA3, LLAMA3_MARKED) else "<|im_end|>"
+    assert learned_texts(replace(template, special_tokens={"bos_token": "<|bos|>"}), messages) == [f"good answer{end}"]
+
+
+@pytest.mark.parametrize(
+    ("marks", "text"),
+    [
+        ({"weight": 0.5}, r"message 1 has weight=0\.5; expected 0 or false .*not implemented"),
+        ({"weight": "0"}, "message 1 has weight='0'; expected 0"),
+        ({"loss_mask": [1, 0]}, r"message 1 has loss_mask=\[1, 0\]; expected 0"),
+        ({"weight": 0, "train": True}, "message 1 has weight=0 and train=True, which contradict each other"),
+        ({"weight": 0}, "every message of the assistant is marked as not learned"),
+    ],
+)
+def test_marks_that_cannot_be_honoured_are_named(marks: dict[str, Any], text: str) -> None:
+    messages = talk("user: one", "assistant: a")
+    messages[1] |= marks
+    with pytest.raises(DataError, match=text):
+        conversation(messages)
+
+
+def test_only_the_assistant_can_be_marked_to_be_learned() -> None:
+    with pytest.raises(DataError, match="message 0 has the role 'user' and is marked to be learned"):
+        conversation([{"role": "user", "content": "x", "train": True}, *talk("assistant: y")])
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"tools": "[get_w]"}, r"'tools' is '\[get_w\]'; expected a list of objects"),
+        ({"tools": ["get_w"]}, "'tools' is .*; expected a list of objects"),
+        ({"documents": {"text": "x"}}, "'documents' is .*; expected a list of objects"),
+        ({"chat_template_kwargs": []}, r"'chat_template_kwargs' is \[\]; expected an object"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs sets 'tools'"),
+        ({"functions": [TOOL]}, "the row has 'functions', which no template gets. Write it as tools"),
+        ({"weight": 0}, "the row is marked as not learned. Leave such lines out"),
+    ],
+)
+def test_rows_that_cannot_be_honoured_are_named(row: dict[str, Any], text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        conversation(CONVERSATIONS[0], **row)
+
+
+def test_tools_stored_as_json_are_the_tools() -> None:
+    assert conversation(CALLS, tools=json.dumps([TOOL])) == conversation(CALLS, tools=[TOOL])
 
 
 def test_a_changed_template_is_other_data(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_second_call_writes_nothing(corpus: Path, cache: Path) -> None:
     facts, made = (first.path / "prepared.json").stat(), json.loads((first.path / "prepared.json").read_text())
     assert re.fullmatch("[0-9a-f]{64}", made["identity"].pop("files_hash"))
     unnamed = {"tokenizer_hash": None, "template_hash": None}
-    assert made == {"identity": {"version": 1, "config": config_facts(config), **unnamed}}
+    assert made == {"identity": {"version": 2, "config": config_facts(config), **unnamed}}
     assert (len(first.path.name), list(config_facts(config))) == (16, FACTS.split())
     seen: list[Progress] = []
     second = prepare(config, progress=seen.append)

@@ -1,0 +1,248 @@
+"""Rows of conversation data: what a row says beyond role and content is honoured, or the row is refused by name.
+
+    messages               under data.messages_field; every key of a message goes to the template
+    tools, documents,      under these names, as transformers' apply_chat_template takes them; a JSON text of one, as
+    chat_template_kwargs   tables store them, is decoded
+    weight, train, ...     on a message: whether an assistant's turn is learned (LEARNING_KEYS)
+
+Other keys of a row are columns that training does not use. Other keys of a message must reach the rendered text, but
+for those that only identify it (REFERENCE_KEYS).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engine.config.errors import DataError
+
+Message = dict[str, Any]
+
+# What trainers call the mark of a message that says whether it is learned: OpenAI and Mistral weight, axolotl train and
+# training, ms-swift loss, NeMo loss_mask.
+LEARNING_KEYS = frozenset({"weight", "train", "trainable", "training", "loss", "loss_mask", "loss_weight"})
+# What names a message or links it to another. Many templates have no use for them, and no text is lost with them.
+REFERENCE_KEYS = frozenset({"id", "name", "tool_call_id", "timestamp", "source", "metadata"})
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # the first is the one that templates read
+_TABLE_KEYS: dict[str, Any] = {"tools": list, "documents": list, "chat_template_kwargs": dict}
+_RENAMED = {"functions": "tools", "system": "a message with the role system", "template_kwargs": "chat_template_kwargs"}
+_COMPARED = frozenset({"type", "role", "id", "tool_call_id"})
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template"})
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One row: what a template renders, and which of the messages are learned.
+
+    learned: per message; only an assistant's can be. columns: the other keys of the row that hold a value.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[dict[str, Any], ...] | None = None
+    documents: tuple[dict[str, Any], ...] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    learned: tuple[bool, ...] = ()
+    columns: frozenset[str] = frozenset()
+
+    def until(self, count: int) -> Conversation:
+        """The conversation with its first `count` messages alone."""
+        return replace(self, messages=self.messages[:count], learned=self.learned[:count])
+
+
+def read_conversation(row: Mapping[str, Any], messages: list[Any], place: str) -> Conversation:
+    """The conversation of `row`, whose messages these are. place: FILE:LINE.
+
+    Raises DataError for what are no messages, marks that disagree, and values of another form.
+    """
+    for key in row.keys() & _RENAMED.keys():
+        if row[key]:
+            raise _bad(place, f"the row has {key!r}, which no template gets. Write it as {_RENAMED[key]}")
+    if _learning_mark(row, f"{place}: the row") is False:
+        raise _bad(place, "the row is marked as not learned. Leave such lines out")
+    for index, message in enumerate(messages):
+        _check_message(message, f"{place}: message {index}")
+    learned = tuple(_is_learned(message, f"{place}: message {index}") for index, message in enumerate(messages))
+    if not any(message["role"] == "assistant" for message in messages):
+        raise _bad(
+            place,
+            f"the assistant says nothing in its {len(messages)} messages, so nothing would be learned. "
+            "Leave such lines out",
+        )
+    if not any(learned):
+        raise _bad(place, "every message of the assistant is marked as not learned. Leave such lines out")
+    tools, documents, kwargs = (_table(row, key, place) for key in _TABLE_KEYS)
+    for key in kwargs or ():
+        if key in _RESERVED:
+            raise _bad(place, f"chat_template_kwargs sets {key!r}, which the row itself gives. Leave it out")
+    columns = frozenset(key for key, value in row.items() if value is not None) - _TABLE_KEYS.keys()
+    return Conversation(
+        tuple(messages),
+        None if tools is None else tuple(tools),
+        None if documents is None else tuple(documents),
+        kwargs or {},
+        learned,
+        columns,
+    )
+
+
+def _bad(place: str, why: str) -> DataError:
+    return DataError(f"{place}: {why}.")
+
+
+def _bad_mark(owner: str, why: str) -> DataError:
+    return DataError(f"{owner} {why}.")
+
+
+def _check_message(message: Any, place: str) -> None:
+    if not (isinstance(message, dict) and isinstance(message.get("role"), str) and message["role"]):
+        raise DataError(
+            f"{place} is {message!r:.80}; expected an object with a role and a content. Mend the line or leave it out."
+        )
+    content = message.get("content")
+    if content is None:
+        if any(message.get(key) for key in ("tool_calls", "function_call", *REASONING_KEYS)):
+            return
+        raise DataError(
+            f"{place} is {message!r:.80}; expected a string as content, which only a message with tool_calls may lack. "
+            'Mend the line, write "" for an empty text, or leave the line out.'
+        )
+    if not isinstance(content, str) and not (isinstance(content, list) and all(map(_is_text_part, content))):
+        raise DataError(
+            f"{place} is {message!r:.80}; expected a string as content, or a list of parts "
+            '{"type": "text", "text": ...}. Mend the line or leave it out.'
+        )
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _is_learned(message: Message, place: str) -> bool:
+    mark, is_assistant = _learning_mark(message, place), message["role"] == "assistant"
+    if mark and not is_assistant:
+        raise _bad_mark(
+            place,
+            f"has the role {message['role']!r} and is marked to be learned, but only messages of the "
+            "assistant are. Remove the mark, or leave the line out",
+        )
+    return is_assistant and mark is not False
+
+
+def _learning_mark(record: Mapping[str, Any], place: str) -> bool | None:
+    """What the keys of LEARNING_KEYS say; None where there is none. Raises DataError unless all say the same."""
+    marks = {key: record[key] for key in record if key in LEARNING_KEYS and record[key] is not None}
+    for key, value in marks.items():
+        if not (isinstance(value, bool | int | float) and value in (0, 1)):
+            raise _bad_mark(
+                place,
+                f"has {key}={value!r}; expected 0 or false (read, not learned), or 1 or true. Parts and "
+                "other weights are not implemented: mend the line or leave it out",
+            )
+    if len({bool(value) for value in marks.values()}) > 1:
+        listed = " and ".join(f"{key}={value!r}" for key, value in marks.items())
+        raise _bad_mark(place, f"has {listed}, which contradict each other. Keep one of them")
+    return bool(next(iter(marks.values()))) if marks else None
+
+
+def _table(row: Mapping[str, Any], key: str, place: str) -> Any:
+    """The value under `key` of a row, decoded where it is stored as JSON; None where there is none."""
+    value: Any = row.get(key)
+    kind: Any = _TABLE_KEYS[key]
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError):
+            value = row[key]
+    if value is None:
+        return None
+    if not isinstance(value, kind) or (kind is list and not all(isinstance(item, dict) for item in value)):
+        what = "an object" if kind is dict else "a list of objects"
+        raise _bad(place, f"{key!r} is {value!r:.60}; expected {what}, or the JSON text of it. Mend the line")
+    return value
+
+
+# --- traces -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part of a conversation that must reach the text: the value under `key`, or the item `nth` of that list.
+
+    message: index of its message; None for tools and documents, which belong to the row.
+    """
+
+    message: int | None
+    key: str
+    nth: int | None = None
+
+    def __str__(self) -> str:
+        item = "" if self.nth is None else f"[{self.nth}]"
+        return f"{self.key}{item} of " + ("the row" if self.message is None else f"message {self.message}")
+
+    def removed_from(self, conversation: Conversation) -> Conversation:
+        """The conversation without it."""
+        if self.message is None:
+            return replace(conversation, **{self.key: self._rest(getattr(conversation, self.key))})
+        changed = dict(conversation.messages[self.message])
+        changed[self.key] = self._rest(changed[self.key])
+        messages = (*conversation.messages[: self.message], changed, *conversation.messages[self.message + 1 :])
+        return replace(conversation, messages=messages)
+
+    def _rest(self, value: Any) -> Any:
+        return None if self.nth is None else (value[: self.nth] + value[self.nth + 1 :]) or None
+
+
+def trace(conversation: Conversation, tag: str) -> tuple[Conversation, list[Unit]]:
+    """(the conversation with `tag`, the number of the unit and `tag` after every string of a unit, its units).
+
+    Rendered, it shows which of the units reach the text, and where.
+    """
+    units: list[Unit] = []
+
+    def traced(value: Any, message: int | None, key: str) -> Any:
+        if not isinstance(value, list | tuple):
+            units.append(Unit(message, key))
+            return _tagged(value, f"{tag}{len(units) - 1}{tag}")
+        copies = []
+        for nth, item in enumerate(value):
+            units.append(Unit(message, key, nth))
+            copies.append(_tagged(item, f"{tag}{len(units) - 1}{tag}"))
+        return type(value)(copies)
+
+    messages = tuple(
+        {key: traced(value, index, key) if _must_be_rendered(message, key) else value for key, value in message.items()}
+        for index, message in enumerate(conversation.messages)
+    )
+    tables: dict[str, Any] = {
+        key: table and traced(table, None, key)
+        for key, table in (("tools", conversation.tools), ("documents", conversation.documents))
+    }
+    return replace(conversation, messages=messages, **tables), units
+
+
+def _must_be_rendered(message: Message, key: str) -> bool:
+    if key == "role" or key in LEARNING_KEYS | REFERENCE_KEYS or message[key] in (None, "", [], {}):
+        return False
+    twin = REASONING_KEYS.index(key) if key in REASONING_KEYS else 0
+    return message[key] not in [message.get(other) for other in REASONING_KEYS[:twin]]  # one text under two names
+
+
+def _tagged(value: Any, tag: str) -> Any:
+    """`value` with `tag` after each of its strings, but for those that templates compare or check the length of."""
+    if isinstance(value, str):
+        return value + tag
+    if isinstance(value, dict):
+        return {key: item if key in _COMPARED else _tagged(item, tag) for key, item in value.items()}
+    return [_tagged(item, tag) for item in value] if isinstance(value, list) else value
+
+
+def as_transformers_passes(messages: tuple[Message, ...]) -> Iterator[Message]:
+    """The messages as apply_chat_template gives them to a template: without nulls, reasoning under all its names."""
+    for message in messages:
+        known = {key: value for key, value in message.items() if value is not None}
+        reasoning = next((known[key] for key in REASONING_KEYS if key in known), None)
+        if reasoning is not None:
+            known = {"thinking": reasoning, **known, "reasoning_content": reasoning}
+        yield known

@@ -1,0 +1,246 @@
+"""Token ids of documents of any length in bounded memory: those of the whole text, wherever it comes in pieces.
+
+A long document is encoded in windows that overlap. Ids near the edge of a window may be others than those of the whole
+text: tokenizers put a space before a text, cut words by what follows, or join letters over the edge. So two windows
+are joined where both give the same tokens at the same characters for a while; windows that do not agree become one.
+
+    document   |...........................................|
+    windows    [------------------]                            the first
+                            [-------------------]              the next one repeats its last OVERLAP_CHARS
+                               ====|====                       AGREED_TOKENS equal tokens: the seam is amid
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.config.errors import DataError
+from engine.data.sources import Piece
+from engine.data.tokenizers import Ids, Tokenizer
+
+Mask = npt.NDArray[np.bool_]
+
+OVERLAP_CHARS = 8192
+AGREED_TOKENS = 32
+# Equal tokens prove little where a text repeats itself: of "aaaa..." a unigram model has several best readings.
+_DISTINCT_TOKENS = 4
+_GROUP_BYTES = 4 << 20  # of windows that are encoded together, on all cores
+_GROUP_WINDOWS = 4096
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Consecutive tokens of a document.
+
+    ids: int64 [tokens]. is_prompt: which of them are read but not learned, bool [tokens]. text_bytes: of the text that
+    was read for them. begins: its document does, here.
+    """
+
+    ids: Ids
+    is_prompt: Mask
+    text_bytes: int
+    begins: bool
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Consecutive text of a document, from its character `start` on.
+
+    is_last: the document ends with it. first: its tokens before this one are out. ids, offsets: its tokens and the
+    characters of the document they stand for, int64 [tokens] and [tokens, 2]; offsets are null where nothing needs
+    them. wanted: with so many characters it is encoded again, for now its tokens are those of its beginning; or 0.
+    """
+
+    piece: Piece
+    start: int
+    is_last: bool
+    text_bytes: int
+    first: int = 0
+    ids: Ids | None = None
+    offsets: Ids | None = None
+    wanted: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.piece.text)
+
+
+def encode_documents(
+    pieces: Iterable[Piece],
+    tokenizer: Tokenizer,
+    bos_ids: Sequence[int] = (),
+    *,
+    is_chat: bool = False,
+    overlap: int = OVERLAP_CHARS,
+) -> Iterator[Encoded]:
+    """The tokens of consecutive documents, whole ones or parts, in order.
+
+    Args:
+        pieces: the text; each belongs to the document that the latest one with `begins` has begun.
+        tokenizer: its ids for a whole document are what comes out.
+        bos_ids: what begins every document that is no conversation.
+        is_chat: the documents are conversations, in which special tokens are what they spell, and which begin as their
+            template has it.
+        overlap: characters that windows share.
+
+    Raises:
+        DataError: the tokenizer has no ids of a text that do not depend on what comes far behind it.
+    """
+    start = np.asarray(() if is_chat else bos_ids, dtype=np.int64)
+    for window, after in _spliced(_windows(pieces, 0 if tokenizer.is_local else overlap), tokenizer, is_chat):
+        assert window.ids is not None
+        ids, prompt = window.ids[window.first : after], _is_prompt(window)[window.first : after]
+        if window.piece.begins:
+            ids = np.concatenate((start, ids))
+            prompt = np.concatenate((np.full(start.size, window.piece.learned is not None), prompt))
+        yield Encoded(ids, prompt, window.text_bytes, window.piece.begins)
+
+
+def _is_prompt(window: _Window) -> Mask:
+    """Which tokens stand for no learned character, bool [tokens].
+
+    One that stands for no character at all, such as a space put before a text, goes with the character it precedes.
+    """
+    assert window.ids is not None
+    learned = window.piece.learned
+    if learned is None or window.offsets is None:
+        return np.full(window.ids.size, learned is not None)
+    size = len(window.piece.text)
+    edges = np.zeros(size + 2, dtype=np.int64)
+    for first, after in learned:
+        edges[first + 1 : after + 1] = 1
+    count = np.cumsum(edges)
+    first, after = (window.offsets - window.start).T
+    return np.asarray(count[np.maximum(after, np.minimum(first + 1, size))] <= count[first])
+
+
+def _windows(pieces: Iterable[Piece], overlap: int) -> Iterator[_Window]:
+    """The pieces with the end of what came before in their document, none yet encoded."""
+    waiting: _Window | None = None
+    fresh = 0  # characters of it that no earlier window has
+    for piece in pieces:
+        size = len(piece.text)
+        if waiting is None or piece.begins:
+            if waiting is not None:
+                yield waiting
+            waiting, fresh = _Window(piece, 0, is_last=True, text_bytes=len(piece.data)), size
+        elif fresh < overlap:  # where windows end close to each other, equal tokens prove nothing
+            joined = waiting.piece.followed_by(piece)
+            waiting = replace(waiting, piece=joined, text_bytes=waiting.text_bytes + len(piece.data))
+            fresh += size
+        else:
+            yield replace(waiting, is_last=False)
+            repeated = min(overlap, len(waiting.piece.text))
+            start = waiting.end - repeated
+            end = waiting.piece.part(len(waiting.piece.text) - repeated, len(waiting.piece.text))
+            joined = replace(end, begins=False).followed_by(piece)
+            waiting, fresh = _Window(joined, start, is_last=True, text_bytes=len(piece.data)), size
+    if waiting is not None:
+        yield waiting
+
+
+def _spliced(windows: Iterable[_Window], tokenizer: Tokenizer, is_chat: bool) -> Iterator[tuple[_Window, int | None]]:
+    """The windows with their ids, and the token of each at which the next one continues, null for its end."""
+    held: _Window | None = None
+    for window in _encoded(windows, tokenizer, is_chat):
+        if window.is_last and (held is None or tokenizer.is_local or window.piece.begins):
+            yield window, None
+            continue
+        if tokenizer.is_local:
+            yield window, None
+        elif held is None or window.piece.begins:
+            held = window
+        elif not held.wanted and (seam := _seam(held, window)) is not None:
+            yield held, seam[0]
+            held = replace(window, first=seam[1])
+        else:
+            held = _widened(held, window, tokenizer, is_chat)
+        if held is not None and window.is_last:
+            yield held, None
+            held = None
+
+
+def _encoded(windows: Iterable[_Window], tokenizer: Tokenizer, is_chat: bool) -> Iterator[_Window]:
+    group: list[_Window] = []
+    held_bytes = 0
+    for window in windows:
+        group.append(window)
+        held_bytes += window.text_bytes
+        if held_bytes >= _GROUP_BYTES or len(group) >= _GROUP_WINDOWS:
+            yield from _encode_group(group, tokenizer, is_chat)
+            group, held_bytes = [], 0
+    yield from _encode_group(group, tokenizer, is_chat)
+
+
+def _encode_group(group: Sequence[_Window], tokenizer: Tokenizer, is_chat: bool) -> Iterator[_Window]:
+    is_plain = [
+        not is_chat and not window.piece.learned and (tokenizer.is_local or (window.piece.begins and window.is_last))
+        for window in group
+    ]
+    plain = iter(tokenizer.encode([window.piece.text for window, fast in zip(group, is_plain, strict=True) if fast]))
+    slow = [window.piece.text for window, fast in zip(group, is_plain, strict=True) if not fast]
+    placed = iter(tokenizer.encode_with_offsets(slow, finds_special=is_chat))
+    for window, fast in zip(group, is_plain, strict=True):
+        if fast:
+            yield replace(window, ids=next(plain))
+        else:
+            ids, offsets = next(placed)
+            yield replace(window, ids=ids, offsets=offsets + window.start)
+
+
+def _seam(held: _Window, window: _Window) -> tuple[int, int] | None:
+    """(a token of `held`, the same of `window`) amid a run of equal tokens; None where they do not agree."""
+    assert held.offsets is not None
+    assert window.offsets is not None
+    tail = max(held.first, int(np.searchsorted(held.offsets[:, 0], window.start)))
+    head = int(np.searchsorted(window.offsets[:, 0], held.end))
+    ends = _tokens(held)[tail:], _tokens(window)[:head]
+    # Tokens that begin where no other of theirs begins can be found in the other window by that.
+    begins = [np.unique(tokens[:, 1], return_index=True) for tokens in ends]
+    _, ours, theirs = np.intersect1d(begins[0][0], begins[1][0], assume_unique=True, return_indices=True)
+    if not ours.size:
+        return None
+    shifts, counts = np.unique(begins[0][1][ours] - begins[1][1][theirs], return_counts=True)
+    shift = int(shifts[counts.argmax()])
+    low, high = max(shift, 0), min(len(ends[0]), len(ends[1]) + shift)
+    is_equal = (ends[0][low:high] == ends[1][low - shift : high - shift]).all(axis=1)
+    edges = np.flatnonzero(np.diff(is_equal, prepend=False, append=False)).reshape(-1, 2) + low
+    if not len(edges):
+        return None
+    first, after = edges[np.diff(edges, axis=1).argmax()].tolist()
+    texts = {held.piece.text[begin:end] for begin, end in (ends[0][first:after, 1:] - held.start).tolist()}
+    if after - first < AGREED_TOKENS or len(texts) < _DISTINCT_TOKENS:
+        return None
+    middle = (first + after) // 2
+    return tail + middle, middle - shift
+
+
+def _tokens(window: _Window) -> Ids:
+    """(id, first character, the character after it) of its tokens, int64 [tokens, 3]."""
+    assert window.ids is not None
+    assert window.offsets is not None
+    return np.column_stack((window.ids, window.offsets))
+
+
+def _widened(held: _Window, window: _Window, tokenizer: Tokenizer, is_chat: bool) -> _Window:
+    """Both as one window. It is encoded when it is twice as long as what was held, lest this takes time squared."""
+    size = len(window.piece.text)
+    piece = held.piece.followed_by(window.piece.part(min(held.end - window.start, size), size))
+    wanted = held.wanted or 2 * len(held.piece.text)
+    wider = replace(
+        held, piece=piece, is_last=window.is_last, text_bytes=held.text_bytes + window.text_bytes, wanted=wanted
+    )
+    if len(piece.text) < wanted and not window.is_last:
+        return wider
+    [(ids, offsets)] = tokenizer.encode_with_offsets([piece.text], finds_special=is_chat)
+    found = replace(wider, ids=ids, offsets=offsets + held.start, wanted=0)
+    if not np.array_equal(_tokens(found)[: held.first], _tokens(held)[: held.first]):
+        raise DataError(
+            f"tokenizer {tokenizer.name} gives a text of {len(piece.text):,} characters ids that depend on its end, so "
+            "this document cannot be encoded in parts. Cut it into documents, or give another data.tokenizer."
+        )
+    return found

@@ -1,0 +1,53 @@
+"""Encoding: ids of a document are those of the whole text, wherever it comes in pieces and windows end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from data_helpers import quick
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizer_kinds import KINDS
+
+from engine.data.encoding import encode_documents
+from engine.data.sources import Piece
+from engine.data.tokenizers import FileTokenizer
+
+TOKENIZERS = {name: FileTokenizer(make(), name) for name, make in KINDS.items()}
+PARTS = [
+    *(
+        "hello there world, it's 1234 numbers. ",
+        "größe naïve e\u0301 ",
+        "漢字 ",
+        "😀👩‍👩‍👧",
+        "\r\n",
+        "\n\n",
+        "   ",
+        "\t",
+    ),
+    *("aaaaaaa", "a" * 150, " " * 70, "1" * 40, "<|im_end|>", "</s>", "<tool>", "    return x\n", "x", "ﬁ", "\u00a0"),
+]
+texts = st.lists(st.sampled_from(PARTS), min_size=1, max_size=60).map("".join)
+
+
+def pieces_of(text: str, cuts: Sequence[int]) -> list[Piece]:
+    """`text` cut into pieces after so many characters each, again and again."""
+    pieces, start = [], 0
+    while start < len(text):
+        size = cuts[len(pieces) % len(cuts)]
+        pieces.append(Piece(text[start : start + size], begins=start == 0))
+        start += size
+    return pieces
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_chat", [False, True])
+@given(text=texts, cuts=st.lists(st.integers(1, 400), min_size=1, max_size=4), overlap=st.sampled_from([40, 150, 300]))
+@quick
+def test_ids_are_those_of_the_whole_text(kind: str, is_chat: bool, text: str, cuts: list[int], overlap: int) -> None:
+    tokenizer = TOKENIZERS[kind]
+    [(whole, _)] = tokenizer.encode_with_offsets([text], finds_special=is_chat)
+    parts = list(encode_documents(pieces_of(text, cuts), tokenizer, is_chat=is_chat, overlap=overlap))
+    assert np.concatenate([part.ids for part in parts]).tolist() == whole.tolist()
