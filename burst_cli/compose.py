@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 from hydra import version as hydra_version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.defaults_list import create_defaults_list
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import SearchPathQuery
@@ -24,16 +26,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override as HydraOverride
 from hydra.core.override_parser.types import OverrideType
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError, safe_dump, safe_load
+from yaml import dump
 
+from burst_cli.config_files import ConfigFiles, shown_path
 from burst_cli.overrides import (
     MOST_CELLS,
     Axis,
     Groups,
     Override,
-    builtin_conf_dir,
     find_file,
     grammar_problem,
     list_options,
@@ -42,8 +45,9 @@ from burst_cli.overrides import (
 )
 from engine.config.errors import ConfigError
 from engine.config.rules import config_problems
-from engine.config.schema import Problem, read_dataclass, to_plain
+from engine.config.schema import Problem, Written, read_dataclass, to_plain
 from engine.config.settings import RunConfig
+from engine.config.yaml_text import ConfigDumper
 
 ROOT_CONFIG = "config"
 EVALUATION = "-eval"  # ends the name of an experiment whose runs only evaluate
@@ -79,12 +83,13 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[Path] = (), base: Ru
     values = [override for override in accepted if not override.is_choice(groups)]
     try:
         with _begin_with(base, folders, groups) as searched:
-            composed, choices, layers = _run_hydra(searched, accepted, groups)
-            sources = _trace_sources(layers, values)
+            files = ConfigFiles(searched, groups)
+            composed, choices, layers = _run_hydra(files, accepted, groups)
+            sources, written = _trace_sources(files, layers, values)
     except ConfigError as error:
         raise ConfigError([*(problem.text for problem in problems), *error.problems]) from error
-    config, mistakes = read_dataclass(RunConfig, composed)
-    problems += [_with_file(problem, sources) for problem in mistakes]
+    config, mistakes = read_dataclass(RunConfig, composed, written)
+    problems += [_with_file(problem, sources, written) for problem in mistakes]
     config = _name_after_choice(config, choices, sources)
     if config.train.evaluate_only and not config.exp.endswith(EVALUATION):
         config = replace(config, exp=config.exp[: _LONGEST_NAME - len(EVALUATION)] + EVALUATION)
@@ -93,7 +98,8 @@ def compose(overrides: Sequence[str], config_dirs: Sequence[Path] = (), base: Ru
     config, notes = _fit_to_steps(config, sources)
     # A rule about a setting that could not be read would speak of its default, which nobody asked for.
     doubtful = {key for problem in problems for key in problem.keys}
-    problems += [problem for problem in config_problems(config) if doubtful.isdisjoint(problem.keys)]
+    broken = [problem for problem in config_problems(config) if doubtful.isdisjoint(problem.keys)]
+    problems += [_with_file(problem, sources, written) for problem in broken]
     if problems:
         raise ConfigError([problem.text for problem in problems])
     return Composed(config, tuple(overrides), sources, notes)
@@ -107,7 +113,8 @@ def _begin_with(base: RunConfig | None, folders: Sequence[Path], groups: Groups)
         return
     choices = [{group: None} for group in groups if group != "exp" and "/" not in group]
     with tempfile.TemporaryDirectory(prefix="burst-base-") as folder:
-        text = safe_dump({"defaults": ["_self_", *choices], **_literal(to_plain(base))}, allow_unicode=True)
+        values = {"defaults": ["_self_", *choices], **_literal(to_plain(base))}
+        text = dump(values, Dumper=ConfigDumper, allow_unicode=True)
         (Path(folder) / f"{ROOT_CONFIG}.yaml").write_text(text, encoding="utf-8")
         yield (Path(folder), *folders)
 
@@ -212,24 +219,32 @@ def _is_typed(source: str) -> bool:
     return source != "default" and not source.endswith(".yaml")
 
 
-def _trace_sources(layers: Sequence[tuple[Path, str]], overrides: Sequence[Override]) -> dict[str, str]:
-    """Dotted key -> source, for every key that a file or an override set; a later one replaces an earlier one.
+def _trace_sources(
+    files: ConfigFiles, layers: Sequence[tuple[Path, str]], overrides: Sequence[Override]
+) -> tuple[dict[str, str], dict[str, Written]]:
+    """(dotted key -> source, dotted key -> how it was written), for every key that a file or an override set.
 
-    layers: files in the order of merging, each with the dotted package that its values were put in. `overrides` are
-    those of settings; the choice of a group's file shows in the layers.
+    layers: files in the order of merging, each with the dotted package that its values were put in; a later one
+    replaces an earlier one. `overrides` are those of settings; the choice of a group's file shows in the layers.
     """
     sources: dict[str, str] = {}
+    written: dict[str, Written] = {}
     for path, package in layers:
-        values = safe_load(path.read_text(encoding="utf-8"))  # Hydra has read the same file without complaint
+        values = files.values(path)
         known = {key: item for key, item in values.items() if key != "defaults"} if isinstance(values, dict) else {}
-        sources |= dict.fromkeys(_leaf_keys(known, package), _shown_path(path))
+        sources |= dict.fromkeys(_leaf_keys(known, package), shown_path(path))
+        written |= {f"{package}.{key}".lstrip("."): place for key, place in files.written(path).items()}
     for override in overrides:
-        key = override.key
-        if override.is_delete:
-            sources = {name: one for name, one in sources.items() if name != key and not name.startswith(f"{key}.")}
-        else:
+        key, text = override.key, override.given.partition("=")[2]
+        for place in (sources, written):
+            inside = [name for name in place if name == key or name.startswith((f"{key}.", f"{key}["))]
+            for name in inside:
+                del place[name]  # type: ignore[attr-defined]
+        if not override.is_delete:
             sources |= dict.fromkeys(_leaf_keys(override.value, key), override.given)
-    return sources
+            is_text = isinstance(override.value, (str, dict, list))
+            written[key] = Written(None if is_text else text)
+    return sources, written
 
 
 def _leaf_keys(value: Any, prefix: str) -> Iterator[str]:
@@ -241,26 +256,26 @@ def _leaf_keys(value: Any, prefix: str) -> Iterator[str]:
         yield from _leaf_keys(item, f"{prefix}.{name}" if prefix else str(name))
 
 
-def _shown_path(path: Path) -> str:
-    """The path as a person knows it: short for built-in files, ~ for the home folder."""
-    if path.is_relative_to(builtin_conf_dir()):
-        return f"conf/{path.relative_to(builtin_conf_dir()).as_posix()}"
-    if path.is_relative_to(Path.home()):
-        return f"~/{path.relative_to(Path.home()).as_posix()}"
-    return str(path)
-
-
-def _with_file(problem: Problem, sources: Mapping[str, str]) -> Problem:
-    """The problem with the file that holds the mistake, when a file does."""
+def _with_file(problem: Problem, sources: Mapping[str, str], written: Mapping[str, Written]) -> Problem:
+    """The problem with file and line of the mistake, when a file has it, and with what stands there as a number."""
     places: set[str] = set()
-    for name in problem.keys:
-        inside = {source for key, source in sources.items() if key.startswith((f"{name}.", f"{name}["))}
-        places |= {sources[name]} if name in sources else inside
-    files = sorted(place for place in places if place.endswith(".yaml"))
-    text = f"{problem.text} (in {', '.join(files)})" if files else problem.text
-    if problem.keys == ("exp",):
+    for key in problem.keys:
+        name = key if key in sources else key.partition("[")[0]
+        inside = [one for one in sources if one == name or one.startswith((f"{name}.", f"{name}["))]
+        lines = [written[one] for one in (key, name, *inside) if one in written][:1]
+        files = {sources[one] for one in inside if sources[one].endswith(".yaml")}
+        exact = {_place(line, problem.text) for line in lines if line.file}
+        places |= exact if exact and len(files) == 1 else files
+    text = f"{problem.text} (in {', '.join(sorted(places))})" if places else problem.text
+    if problem.keys == ("exp",) and places:
         text += "; the first line of a file in exp/ must be `# @package _global_`, and then sections such as `train:`"
     return replace(problem, text=text)
+
+
+def _place(written: Written, told: str) -> str:
+    """`mine.yaml, line 7`, and what stands there unless the message `told` shows it."""
+    is_new = written.text and re.search(rf"(?<![\w.]){re.escape(written.text)}(?![\w.])", told) is None
+    return f"{written.file}, line {written.line}{f': {written.text}' if is_new else ''}"
 
 
 def _read_overrides(overrides: Sequence[str], groups: Groups) -> tuple[list[Override], list[Problem]]:
@@ -295,7 +310,7 @@ def _parsed(overrides: Sequence[str], read: Callable[[HydraOverride, str, str], 
 
 
 def _run_hydra(
-    folders: Sequence[Path], overrides: Sequence[Override], groups: Groups
+    files: ConfigFiles, overrides: Sequence[Override], groups: Groups
 ) -> tuple[dict[str, Any], Mapping[str, str], list[tuple[Path, str]]]:
     """(plain values, the chosen option of each group, our files in order of merging, each with its package).
 
@@ -307,24 +322,50 @@ def _run_hydra(
     deleted = [override.key for override in overrides if override.is_delete and not override.is_choice(groups)]
     lines = [override.hydra_line(groups) for override in overrides if override.key not in deleted]
     try:
-        loader = _config_loader(folders)
+        loader = _config_loader(files.folders, files)
         loader.ensure_main_config_source_available()
-        parsed, files = loader._parse_overrides_and_create_caching_repo(ROOT_CONFIG, lines)
-        order = create_defaults_list(files, ROOT_CONFIG, parsed, prepend_hydra=False, skip_missing=False)
-        composed = loader._compose_config_from_defaults_list(order.defaults, files)
+        parsed, repository = loader._parse_overrides_and_create_caching_repo(ROOT_CONFIG, lines)
+        order = create_defaults_list(repository, ROOT_CONFIG, parsed, prepend_hydra=False, skip_missing=False)
+        composed = loader._compose_config_from_defaults_list(order.defaults, repository)
         OmegaConf.set_struct(composed, True)
         loader._apply_overrides_to_config(order.config_overrides, composed)
         choices = {str(group): str(choice) for group, choice in order.overrides.known_choices.items() if choice}
         values = _plain_values(composed)
-    except (HydraException, OmegaConfBaseException, YAMLError, OSError, ValueError) as error:
-        raise ConfigError(_hydra_text(error, folders)) from error
+    except (HydraException, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
+        raise ConfigError(_hydra_text(error, files)) from error
     for key in deleted:
         _delete(values, key)
-    found = ((find_file(folders, item.config_path), item) for item in order.defaults if item.config_path)
+    found = ((find_file(files.folders, item.config_path), item) for item in order.defaults if item.config_path)
     return values, choices, [(path, item.package or "") for path, item in found if path is not None]
 
 
-def _config_loader(folders: Sequence[Path]) -> ConfigLoaderImpl:
+class _Source(FileConfigSource):  # type: ignore[misc]
+    """A folder whose files `ConfigFiles` reads, in place of Hydra's YAML 1.1."""
+
+    def __init__(self, provider: str, path: str, files: ConfigFiles) -> None:
+        super().__init__(provider, path)
+        self._files = files
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        path = Path(self.path) / self._normalize_file_name(config_path)
+        values = self._files.checked(path, config_path.removesuffix(".yaml"))
+        created = OmegaConf.create(values if values is not None else {})
+        header = self._get_header_dict(self._files.text(path))
+        return ConfigResult(config=created, path=f"file://{self.path}", provider=self.provider, header=header)
+
+
+class _Repository(ConfigRepository):  # type: ignore[misc]
+    """Hydra's, with our folders as sources that read their files by `ConfigFiles`."""
+
+    def __init__(self, search_path: Any, files: ConfigFiles) -> None:
+        super().__init__(search_path)
+        self.sources = [
+            _Source(source.provider, source.path, files) if isinstance(source, FileConfigSource) else source
+            for source in self.sources
+        ]
+
+
+def _config_loader(folders: Sequence[Path], files: ConfigFiles | None = None) -> ConfigLoaderImpl:
     """A loader that searches the folders in this order.
 
     Hydra's public `initialize_config_dir` takes one folder, looks for the root file only there, puts all other folders
@@ -334,7 +375,10 @@ def _config_loader(folders: Sequence[Path]) -> ConfigLoaderImpl:
     path = create_config_search_path(str(folders[0]))
     for folder in reversed(folders[1:]):
         path.append("burst", str(folder), anchor=SearchPathQuery(provider="main"))
-    return ConfigLoaderImpl(path)
+    loader = ConfigLoaderImpl(path)
+    if files is not None:
+        loader.repository = _Repository(path, files)
+    return loader
 
 
 def _plain_values(composed: DictConfig) -> dict[str, Any]:
@@ -359,13 +403,11 @@ def _delete(values: dict[str, Any], key: str) -> None:
         table.pop(last, None)
 
 
-def _hydra_text(error: BaseException, folders: Sequence[Path]) -> str:
-    """Hydra's message in one line, with the causes that it only chains, each said once."""
-    if isinstance(error, UnicodeDecodeError):  # which does not name the file
-        files = (path for folder in folders for path in sorted(folder.glob("**/*.yaml")))
-        found = next((path for path in files if not _is_text(path)), "a configuration file")
-        return f"{found}: not UTF-8 text; save the file as UTF-8"
-    place = getattr(error, "full_key", None)
+def _hydra_text(error: BaseException, files: ConfigFiles) -> str:
+    """Hydra's message in one line, with the causes that it only chains, each said once, and the file that it is of."""
+    if isinstance(error, RecursionError):
+        return f"{files.read_last()}: the files name each other in their `defaults:`; take one of the lines out"
+    key = str(getattr(error, "full_key", None) or "")
     told: list[str] = []
     chained: BaseException | None = error
     while chained is not None:
@@ -373,12 +415,6 @@ def _hydra_text(error: BaseException, folders: Sequence[Path]) -> str:
         if words and not any(words.strip("'\"b") in earlier for earlier in told):
             told.append(words)
         chained = chained.__cause__ or chained.__context__
-    return f"{place or 'the configuration files do not compose'}: {'; '.join(told)}"
-
-
-def _is_text(path: Path) -> bool:
-    try:
-        path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
+    text = files.with_paths("; ".join(told))
+    place = files.place_of(key) if key else files.read_last()
+    return f"{key}: {text}{f' (in {place})' if place else ''}" if key else f"{place}: {text}"

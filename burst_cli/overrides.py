@@ -87,7 +87,7 @@ def find_file(folders: Sequence[Path], name: str) -> Path | None:
 def _first_comment(path: Path) -> str:
     """The first sentence of the first comment that is prose; empty when there is none."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError):
         return ""
     prose = (line for line in lines if line.strip() and not line.startswith("# @package"))

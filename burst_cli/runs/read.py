@@ -26,7 +26,8 @@ from cluster.control.judge import StepWatch
 from cluster.control.link import NodeStatus, StrangeAnswerError, as_status
 from cluster.remote_text import number, rows, table, whole, word
 from engine.config.errors import BurstError, ConfigError
-from engine.config.settings import load_config, load_yaml
+from engine.config.settings import load_config
+from engine.config.yaml_text import load_yaml
 from engine.runs.files import read_json_object
 from engine.runs.folder import RunFolder, RunFolderError
 from engine.runs.record import config_facts, summarise

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import yaml
-
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 from engine.config.rules import check_config
 from engine.config.schema import read_dataclass, to_plain
 from engine.config.settings import AttentionConfig, Dtype, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from engine.config.yaml_text import load_yaml
 from engine.planning.methods.presets import PRESETS
 
 CELL_FILE = "cell.json"
@@ -154,7 +153,7 @@ def split_point(text: str) -> tuple[str, dict[str, Any]]:
         key, equals, value = part.partition("=")
         if not equals or not key:
             raise ConfigError(f"bench: {text!r}: expected NAME[:FIELD=VALUE]..., got {part!r} after the name")
-        fields[key] = yaml.safe_load(value)
+        fields[key] = load_yaml(value)
     return name, fields
 
 

@@ -11,8 +11,11 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from fractions import Fraction
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from engine.config.hints import meant_value, synonym
 
 _NOTE = "note"
 _T = TypeVar("_T")
@@ -56,7 +59,7 @@ _REMOVED: dict[str, tuple[Any, str]] = {
 _INT_LIMIT = 2**63  # tensors hold no greater number
 # YAML 1.1, which PyYAML reads, takes 1e-4 for text because it has no dot.
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
-_TOKENS = re.compile(r"(\d+)([KM])")
+_TOKENS = re.compile(r"(\d+(?:\.\d+)?)([KkMm])")
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,20 @@ class Problem:
 
     keys: tuple[str, ...]
     text: str
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where and how a value was written.
+
+    text    of a number, a truth value or null, as it was written; None for text, whose value is what was written
+    file    as a person knows it; empty for an override on the command line
+    line    of the file, from 1
+    """
+
+    text: str | None
+    file: str = ""
+    line: int = 0
 
 
 @dataclass(frozen=True)
@@ -229,6 +246,9 @@ def unknown_key(key: str, keys: Sequence[str]) -> Problem:
     """The problem of a setting that does not exist, with the nearest one that does, or those beside it."""
     if key in _REMOVED:
         return Problem((key,), f"{key}: no such setting any more; {_REMOVED[key][1]}")
+    is_name_here = any(known.rpartition(".")[2] == key.rpartition(".")[2] for known in keys)
+    if not is_name_here and (hint := synonym(key)) is not None:
+        return Problem((key,), f"{key}: no such setting; {hint}")
     section = key.rpartition(".")[0]
     near = nearest_key(key, [candidate for candidate in keys if candidate != section])
     beside = [candidate.rpartition(".")[2] for candidate in keys if candidate.rpartition(".")[0] == section]
@@ -244,6 +264,7 @@ class _Reader:
 
     problems: list[Problem]
     all_keys: tuple[str, ...]
+    written: Mapping[str, Written]
 
     def table(self, cls: type[Any], value: Any, prefix: str) -> Any:
         if value is None:
@@ -258,11 +279,12 @@ class _Reader:
         read: dict[str, Any] = {}
         for item in fields(cls):
             if item.name in value:
-                given = tokens_of(value[item.name]) if note_of(item).unit == "tokens" else value[item.name]
-                read[item.name] = self.value(hints[item.name], given, f"{prefix}{item.name}")
+                unit = note_of(item).unit
+                given = tokens_of(value[item.name]) if unit == "tokens" else value[item.name]
+                read[item.name] = self.value(hints[item.name], given, f"{prefix}{item.name}", unit)
         return cls(**{name: result for name, result in read.items() if result is not MISSING})
 
-    def value(self, annotation: Any, value: Any, key: str) -> Any:
+    def value(self, annotation: Any, value: Any, key: str, unit: str | None = None) -> Any:
         """The value as this type, MISSING for a mistake."""
         if isinstance(annotation, type) and is_dataclass(annotation):
             return self.table(annotation, value, f"{key}.")
@@ -270,21 +292,21 @@ class _Reader:
         lists = [member for member in members if get_origin(member) is tuple]
         if lists and isinstance(value, Sequence) and not isinstance(value, str):
             inner = get_args(lists[0])[0]
-            items = tuple(self.value(inner, item, f"{key}[{index}]") for index, item in enumerate(value))
+            items = tuple(self.value(inner, item, f"{key}[{index}]", unit) for index, item in enumerate(value))
             return MISSING if any(item is MISSING for item in items) else items
         for member in members:
             if (found := _convert_scalar(member, value)) is not MISSING:
                 return found
-        self._refuse(annotation, value, key)
+        self._refuse(annotation, value, key, unit)
         return MISSING
 
-    def _refuse(self, annotation: Any, value: Any, key: str) -> None:
+    def _refuse(self, annotation: Any, value: Any, key: str, unit: str | None) -> None:
         choices, typed = choices_of(annotation), f"{key}={value}"
         if typed in _REMOVED:
             self.problems.append(Problem((key,), f"{typed}: no such value any more; {_REMOVED[typed][1]}"))
             return
         if choices is None or not isinstance(value, str):
-            self._wrong(key, describe_type(annotation), value)
+            self._wrong(key, describe_type(annotation), value, unit)
             return
         near = nearest(value, choices)
         hint = f"; did you mean {near}?" if near else ""
@@ -293,36 +315,46 @@ class _Reader:
             Problem((key,), f"{key}: {value!r} is not a legal value; legal: {', '.join(choices)}{null}{hint}")
         )
 
-    def _wrong(self, key: str, expected: str, value: Any) -> None:
+    def _wrong(self, key: str, expected: str, value: Any, unit: str | None = None) -> None:
+        written = self.written.get(key, Written(None))
+        text = str(value) if written.text is None or isinstance(value, (str, list)) else written.text
         advice = ""
-        if expected.startswith("text") and isinstance(value, (int, float)):
-            advice = f"; put it in quotes: \"{key}='{value}'\""
+        if expected.startswith(("text", "one of")) and isinstance(value, (int, float)):
+            quoted = f"{key.rpartition('.')[2]}: '{text}'" if written.file else f"\"{key}='{text}'\""
+            advice = f"; put it in quotes: {quoted}"
         elif expected.startswith("a list") and isinstance(value, (str, int, float)):
-            advice = f"; put it in brackets: {key}=[{value}]"
-        self.problems.append(Problem((key,), f"{key}: expected {expected}, got {_describe_value(value)}{advice}"))
+            advice = f"; put it in brackets: {key}=[{text}]"
+        elif isinstance(value, str) and (meant := meant_value(value, expected, unit)):
+            advice = f"; write {meant}"
+        self.problems.append(Problem((key,), f"{key}: expected {expected}, got {_describe_value(value, text)}{advice}"))
 
 
-def _describe_value(value: Any) -> str:
-    """A value as it was given, with the name of its kind when that is what is wrong with it."""
+def _describe_value(value: Any, text: str) -> str:
+    """A value as it was given, `text`, with the name of its kind when that is what is wrong with it."""
     if value is None:
         return "null"
     if isinstance(value, bool):
-        return f"the truth value {str(value).lower()}"
+        return f"the truth value {text.lower()}"
     if isinstance(value, str):
         return f"the text {value!r}"
     if isinstance(value, (int, float)):
-        return f"the number {value}"
+        return f"the number {text}"
     if isinstance(value, Mapping):
         return "a table with " + (", ".join(map(str, value)) or "nothing in it")
     return f"the list {list(value)!r}" if isinstance(value, Sequence) else f"{value!r}"
 
 
 def tokens_of(value: Any) -> Any:
-    """The number of tokens that 128K or 1M means, as this field counts them: 131072, 1048576; all else as it is."""
+    """The number of tokens that 128K, 2k or 1M means, as this field counts them: 131072, 2048, 1048576; all else as it
+    is.
+    """
     if isinstance(value, list):
         return [tokens_of(item) for item in value]
     found = _TOKENS.fullmatch(value) if isinstance(value, str) else None
-    return int(found[1]) * {"K": 2**10, "M": 2**20}[found[2]] if found else value
+    if found is None:
+        return value
+    tokens = Fraction(found[1]) * {"K": 2**10, "M": 2**20}[found[2].upper()]
+    return int(tokens) if tokens.denominator == 1 else value
 
 
 def _convert_scalar(annotation: Any, value: Any) -> Any:
@@ -339,9 +371,12 @@ def _convert_scalar(annotation: Any, value: Any) -> Any:
     return value if fits and (annotation is bool) == isinstance(value, bool) else MISSING
 
 
-def read_dataclass(cls: type[_T], value: Any) -> tuple[_T, list[Problem]]:
-    """(an instance of `cls`, every mistake found); a mistaken field has its default in the instance."""
-    reader = _Reader([], known_keys(cls))
+def read_dataclass(cls: type[_T], value: Any, written: Mapping[str, Written] | None = None) -> tuple[_T, list[Problem]]:
+    """(an instance of `cls`, every mistake found); a mistaken field has its default in the instance.
+
+    written: how values were typed, by dotted key, for messages that show them so.
+    """
+    reader = _Reader([], known_keys(cls), written or {})
     found: _T = reader.table(cls, value, "")
     return found, reader.problems
 

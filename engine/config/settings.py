@@ -17,11 +17,8 @@ import yaml
 from engine.config.cluster import ClusterConfig
 from engine.config.errors import ConfigError
 from engine.config.schema import read_dataclass, setting, to_plain
+from engine.config.yaml_text import ConfigDumper, load_yaml, read_text, yaml_problem
 from engine.runs.files import hash_json
-
-# In C where PyYAML was built with libyaml: eight times faster.
-_YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_MOST_NESTED = 4000  # the loader in C has no limit of its own: it would overflow the stack
 
 Dtype = Literal["float32", "bfloat16"]
 LayoutName = Literal["contiguous", "zigzag", "striped", "chunk_cyclic", "per_document", "balanced", "split_zigzag"]
@@ -432,13 +429,14 @@ def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
 
 def load_config(path: str | Path) -> RunConfig:
     """The configuration in a YAML file, such as RUN/config.yaml. Raises ConfigError, naming the file."""
+    text = ""
     try:
-        values = load_yaml(Path(path).read_text(encoding="utf-8"))
+        text = read_text(path)
+        values = load_yaml(text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot read this configuration: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        place = " ".join(str(error).split())
-        raise ConfigError(f"{path}: not readable as YAML: {place}") from error
+        raise ConfigError(f"{path}: not readable as YAML: {yaml_problem(error, text)}") from error
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path}: expected a table of settings such as `seed: 0`, got {type(values).__name__}")
     try:
@@ -447,19 +445,14 @@ def load_config(path: str | Path) -> RunConfig:
         raise ConfigError([f"{path}: {problem}" for problem in error.problems]) from error
 
 
-def load_yaml(text: str) -> Any:
-    """What a YAML text says. Raises yaml.YAMLError, RecursionError for what is nested without end."""
-    openings = sum(text.count(sign) for sign in ("[", "{", "- ", "? "))
-    return yaml.load(text, _YAML_LOADER if openings < _MOST_NESTED else yaml.SafeLoader)  # noqa: S506 - both are safe
-
-
 def dump_config(config: RunConfig) -> str:
     """The configuration as YAML text with every field present; `load_config` reads it back unchanged."""
-    text = yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
+    plain = to_plain(config)
+    text = yaml.dump(plain, Dumper=ConfigDumper, sort_keys=False, allow_unicode=True)
     if all(line.isprintable() for line in text.split("\n")):
         return text
     # PyYAML writes Unicode's own line ends (U+0085) as they are and reads them back as another character.
-    return yaml.safe_dump(to_plain(config), sort_keys=False)
+    return yaml.dump(plain, Dumper=ConfigDumper, sort_keys=False)
 
 
 def config_fingerprint(config: RunConfig) -> str:

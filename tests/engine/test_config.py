@@ -138,7 +138,7 @@ def test_values_are_read_as_people_write_them(case: str) -> None:
 # A setting as it is typed | what is said of it.
 MISTAKES = cases(f"""
 train.steps=many | train.steps: expected a whole number, got the text 'many'
-train.steps=1K | train.steps: expected a whole number, got the text '1K'
+train.steps=1K | train.steps: expected a whole number, got the text '1K'; write 1000
 train.steps=1.5 | train.steps: expected a whole number, got the number 1.5
 train.steps=true | train.steps: expected a whole number, got the truth value true
 train.steps=null | train.steps: expected a whole number, got null
