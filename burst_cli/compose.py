@@ -236,15 +236,20 @@ def _trace_sources(
         written |= {f"{package}.{key}".lstrip("."): place for key, place in files.written(path).items()}
     for override in overrides:
         key, text = override.key, override.given.partition("=")[2]
-        for place in (sources, written):
-            inside = [name for name in place if name == key or name.startswith((f"{key}.", f"{key}["))]
-            for name in inside:
-                del place[name]  # type: ignore[attr-defined]
+        set_keys = [key] if override.is_delete else [*_leaf_keys(override.value, key)]
+        sources = _without(sources, set_keys)
+        written = _without(written, set_keys)
         if not override.is_delete:
-            sources |= dict.fromkeys(_leaf_keys(override.value, key), override.given)
+            sources |= dict.fromkeys(set_keys, override.given)
             is_text = isinstance(override.value, (str, dict, list))
             written[key] = Written(None if is_text else text)
     return sources, written
+
+
+def _without(places: dict[str, T], keys: Sequence[str]) -> dict[str, T]:
+    """`places` without these dotted keys and all that lies below them."""
+    below = tuple(f"{key}{sign}" for key in keys for sign in ".[")
+    return {name: place for name, place in places.items() if name not in keys and not name.startswith(below)}
 
 
 def _leaf_keys(value: Any, prefix: str) -> Iterator[str]:
@@ -262,20 +267,18 @@ def _with_file(problem: Problem, sources: Mapping[str, str], written: Mapping[st
     for key in problem.keys:
         name = key if key in sources else key.partition("[")[0]
         inside = [one for one in sources if one == name or one.startswith((f"{name}.", f"{name}["))]
-        lines = [written[one] for one in (key, name, *inside) if one in written][:1]
         files = {sources[one] for one in inside if sources[one].endswith(".yaml")}
-        exact = {_place(line, problem.text) for line in lines if line.file}
-        places |= exact if exact and len(files) == 1 else files
-    text = f"{problem.text} (in {', '.join(sorted(places))})" if places else problem.text
-    if problem.keys == ("exp",) and places:
-        text += "; the first line of a file in exp/ must be `# @package _global_`, and then sections such as `train:`"
-    return replace(problem, text=text)
+        line = next((written[one] for one in (key, name, *inside) if one in written), None)
+        is_exact = line is not None and line.file and len(files) == 1
+        places |= {_place(line, problem.text, is_value=key in written)} if is_exact else files
+    return replace(problem, text=f"{problem.text} (in {', '.join(sorted(places))})") if places else problem
 
 
-def _place(written: Written, told: str) -> str:
-    """`mine.yaml, line 7`, and what stands there unless the message `told` shows it."""
-    is_new = written.text and re.search(rf"(?<![\w.]){re.escape(written.text)}(?![\w.])", told) is None
-    return f"{written.file}, line {written.line}{f': {written.text}' if is_new else ''}"
+def _place(written: Written, message: str, *, is_value: bool) -> str:
+    """`mine.yaml, line 7`, and the value as it is written there where the message shows another spelling of it."""
+    is_new = is_value and written.text and "got " in message and f"got {written.text}," not in message
+    shown = f": {written.text}" if is_new and f" {written.text};" not in message else ""
+    return f"{written.file}, line {written.line}{shown}"
 
 
 def _read_overrides(overrides: Sequence[str], groups: Groups) -> tuple[list[Override], list[Problem]]:
@@ -349,7 +352,7 @@ class _Source(FileConfigSource):  # type: ignore[misc]
     def load_config(self, config_path: str) -> ConfigResult:
         path = Path(self.path) / self._normalize_file_name(config_path)
         values = self._files.checked(path, config_path.removesuffix(".yaml"))
-        created = OmegaConf.create(values if values is not None else {})
+        created = OmegaConf.create({} if values is None else values)
         header = self._get_header_dict(self._files.text(path))
         return ConfigResult(config=created, path=f"file://{self.path}", provider=self.provider, header=header)
 
@@ -360,7 +363,7 @@ class _Repository(ConfigRepository):  # type: ignore[misc]
     def __init__(self, search_path: Any, files: ConfigFiles) -> None:
         super().__init__(search_path)
         self.sources = [
-            _Source(source.provider, source.path, files) if isinstance(source, FileConfigSource) else source
+            _Source(source.provider, source.path, files) if source.scheme() == "file" else source
             for source in self.sources
         ]
 
@@ -416,5 +419,8 @@ def _hydra_text(error: BaseException, files: ConfigFiles) -> str:
             told.append(words)
         chained = chained.__cause__ or chained.__context__
     text = files.with_paths("; ".join(told))
-    place = files.place_of(key) if key else files.read_last()
-    return f"{key}: {text}{f' (in {place})' if place else ''}" if key else f"{place}: {text}"
+    if key:
+        place = files.place_of(key)
+        return f"{key}: {text}{f' (in {place})' if place else ''}"
+    place = files.read_last()
+    return f"{place}: {text.removeprefix(f'In {place}: ')}"

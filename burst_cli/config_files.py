@@ -20,6 +20,9 @@ _EXAMPLE = "`- override /model: small`"
 _ENTRY = re.compile(r"(optional\s+)?(override\s+)?([^@\s]+)(@\S*)?")
 
 
+_PACKAGE = re.compile(r"^\s*#\s*@package\s+\S", re.MULTILINE)
+
+
 class ConfigFiles:
     """The files of these folders. Raises ConfigError, with file and line, for one that cannot be used."""
 
@@ -29,6 +32,10 @@ class ConfigFiles:
         self._texts: dict[Path, str] = {}
         self._values: dict[Path, Any] = {}
         self._written: dict[Path, Mapping[str, Written]] = {}
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> ConfigFiles:
+        """Itself: Hydra copies its sources before it reads, and what they read must be known here."""
+        return self
 
     def text(self, path: Path) -> str:
         """Without a byte order mark."""
@@ -61,11 +68,13 @@ class ConfigFiles:
     def checked(self, path: Path, name: str) -> Any:
         """What the file `name` (`exp/mine`) says, once its `defaults:` are such as Hydra takes."""
         values = self.values(path)
-        if isinstance(values, str):  # Hydra takes a lone word for a key without a value
-            text = f"expected settings such as `seed: 0`, got the text {values[:40]!r}"
+        if values is not None and not isinstance(values, dict):
+            got = "a list" if isinstance(values, list) else f"the text {str(values)[:40]!r}"
+            raise ConfigError(f"{shown_path(path)}, line 1: expected settings such as `seed: 0`, got {got}")
+        if name.startswith("exp/") and not _PACKAGE.search(self.text(path)):
+            text = "the first line of a file in exp/ must be `# @package _global_`, and then sections such as `train:`"
             raise ConfigError(f"{shown_path(path)}, line 1: {text}")
-        given = values.get("defaults") if isinstance(values, dict) else None
-        problems = list(self._default_problems(given, name)) if given is not None else []
+        problems = list(self._default_problems(values["defaults"], name)) if _has_defaults(values) else []
         if problems:
             written = self.written(path)
             lines = (written[key].line if key in written else 1 for key, _ in problems)
@@ -82,7 +91,8 @@ class ConfigFiles:
     def place_of(self, key: str) -> str | None:
         """`mine.yaml, line 3` of the last file that sets a dotted key; None where none of those that were read does."""
         tails = {key, key.partition(".")[2]}
-        found = [written[one] for written in self._written.values() for one in tails if one in written]
+        ordered = sorted(self._written.items(), key=lambda item: not item[0].is_relative_to(builtin_conf_dir()))
+        found = [written[one] for _, written in ordered for one in tails if one in written]
         return f"{found[-1].file}, line {found[-1].line}" if found else None
 
     def with_paths(self, text: str) -> str:
@@ -98,7 +108,7 @@ class ConfigFiles:
         """(key of the entry, what is wrong) of the `defaults:` of a file."""
         group = name.rpartition("/")[0]
         if not isinstance(given, list):
-            kind = "a table" if isinstance(given, dict) else f"the text {given!r}"
+            kind = "a table" if isinstance(given, dict) else "nothing" if given is None else repr(given)
             yield "defaults", f"defaults: expected a list with a line such as {_EXAMPLE}, got {kind}"
             return
         is_after_override, seen = False, set[str]()
@@ -174,9 +184,13 @@ class ConfigFiles:
         """Groups of which the root file chooses an option."""
         root = find_file(self.folders, "config")
         values = self.values(root) if root is not None else None
-        given = values.get("defaults") if isinstance(values, dict) else None
+        given = values["defaults"] if _has_defaults(values) else []
         entries = [entry for entry in given if isinstance(entry, dict)] if isinstance(given, list) else []
         return {str(word).removeprefix("/") for entry in entries for word in entry}
+
+
+def _has_defaults(values: Any) -> bool:
+    return isinstance(values, dict) and "defaults" in values
 
 
 def _option_problem(group: str, option: Any, options: Mapping[str, Any]) -> str | None:

@@ -30,7 +30,7 @@ _WORDS = {
     "train.steps": "iters max_iters train_iters max_steps num_steps n_steps total_steps iterations",
     "train.seq_len": (
         "max_seq_length max_seq_len max_length sequence_len sequence_length seq_length block_size "
-        "context_length context_len cutoff_len max_position_embeddings max_tokens ctx_len seqlen"
+        "context_length context_len cutoff_len max_position_embeddings max_tokens ctx_len"
     ),
     "train.micro_batch_size, sequences per data-parallel rank and micro-step": (
         "batch_size per_device_train_batch_size per_gpu_batch_size micro_batch local_batch_size "

@@ -230,6 +230,7 @@ def nearest_key(key: str, keys: Sequence[str]) -> str | None:
     section, _, name = key.rpartition(".")
     split = [(candidate.rpartition(".")[0], candidate.rpartition(".")[2], candidate) for candidate in keys]
     same_name = [candidate for _, tail, candidate in split if tail == name]
+    same_name = same_name or [candidate for _, tail, candidate in split if tail.replace("_", "") == name]
     if same_name:
         return nearest(key, same_name) or same_name[0]
     own = {tail: candidate for place, tail, candidate in split if place == section}

@@ -157,6 +157,8 @@ def yaml_problem(error: Exception, text: str = "") -> str:
     if mark is None:
         return str(words)
     lines = text.splitlines()
+    if mark.line >= len(lines):  # the end of the file: what was opened and not closed tells more
+        mark = getattr(error, "context_mark", None) or mark
     line = lines[mark.line] if mark.line < len(lines) else ""
     if line.lstrip(" ").startswith("\t"):
         words = "a tab; YAML indents with blanks"

@@ -165,11 +165,20 @@ def test_bad_file_is_named_with_its_mistake(burst, tmp_path: Path) -> None:
         ("# @package _global_\ntrain:\n  steps: many\n", ["train.steps: expected a whole number", "mine.yaml"]),
         ("# @package _global_\ntrain:\n  steps: 3\n  steps: 4\n", ["duplicate key steps", "mine.yaml"]),
         ("# @package _global_\nseed: ???\n", ["seed: must be given", "add seed=VALUE"]),
-        ("# @package _global_\ntrain:\n  steps: ${train.stepz}\n", ["train.steps: ", "'train.stepz' not found"]),
-        ("# @package _global_\ndefaults:\n  - override /model: nope\n", ["'model/nope'", "llama7b"]),
-        ("# @package _global_\ndefaults:\n  - override /none: nope\n", ["exp/mine", "Could not override 'none'"]),
+        (
+            "# @package _global_\ntrain:\n  steps: ${train.stepz}\n",
+            ["train.steps: ", "'train.stepz' not found", "mine.yaml, line 3"],
+        ),
+        (
+            "# @package _global_\ndefaults:\n  - override /model: nope\n",
+            ["mine.yaml, line 3", "'model/nope'", "llama7b"],
+        ),
+        (
+            "# @package _global_\ndefaults:\n  - override /none: nope\n",
+            ["mine.yaml, line 3", "there is no group 'none'"],
+        ),
         ("# @package _global_\ntrain:\n  _target_: os.system\n", ["train._target_: no such setting", "mine.yaml"]),
-        ("- a\n", ["exp: expected text, got the list", "# @package _global_"]),
+        ("- a\n", ["mine.yaml, line 1: expected settings such as `seed: 0`, got a list"]),
         ("\udcff\udcfe", ["mine.yaml: not UTF-8 text", "save the file as UTF-8"]),
     ]:
         (tmp_path / "exp").mkdir(exist_ok=True)

@@ -147,7 +147,7 @@ train.steps=[1] | train.steps: expected a whole number, got the list [1]
 train.steps=2026-01-02 | train.steps: expected a whole number, got datetime.date(2026, 1, 2)
 train.steps={2**63} | train.steps: expected a whole number, got the number {2**63}
 optimizer.beta1=high | optimizer.beta1: expected a number, got the text 'high'
-train.compile="yes" | train.compile: expected true or false, got the text 'yes'
+train.compile="yes" | train.compile: expected true or false, got the text 'yes'; write true
 model.name=7 | model.name: expected text, got the number 7; put it in quotes: "model.name='7'"
 train.profile=3:5 | train.profile: expected text or null, got the number 185; put it in quotes: "train.profile='185'"
 data.paths=a | data.paths: expected a list, each item text, got the text 'a'; put it in brackets: data.paths=[a]
