@@ -23,6 +23,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from burst_cli import __version__
+from burst_cli.terminal import use_any_encoding
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -149,6 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0 ok, 1 failed, 2 usage or configuration, 3 unknown state, 130 interrupted.
     """
+    use_any_encoding()
     arguments = list(sys.argv[1:] if argv is None else argv)
     flags = arguments[: arguments.index("--")] if "--" in arguments else arguments
     debug, as_json = "--debug" in flags, "--json" in flags  # one document, also when the verb never gets to run

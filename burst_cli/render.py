@@ -18,6 +18,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from burst_cli.terminal import can_write
 from cluster.remote_text import clean_text
 from engine.config.errors import BurstError, ConfigError
 from engine.runs.files import json_text
@@ -280,7 +281,8 @@ def emit_json(document: Mapping[str, Any]) -> None:
     """Print the one JSON document of this call on stdout; paths become text, figures that are no number null."""
     text = json_text(document, is_ascii=False)
     # What a terminal would obey, or a file name that is no text: escaped, it can be written and read back.
-    text = text if text.isascii() or text.replace("\n", "").isprintable() else json_text(document)
+    is_plain = text.isascii() or (text.replace("\n", "").isprintable() and can_write(sys.stdout, text))
+    text = text if is_plain else json_text(document)
     try:
         sys.stdout.write(text)
         sys.stdout.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,9 +17,11 @@ from burst_cli.app import new_verb
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 from burst_cli.overrides import Option, builtin_conf_dir, list_options, search_path
 from burst_cli.render import listing
+from burst_cli.terminal import can_write
 from engine.config.errors import ConfigError
 from engine.config.schema import to_plain, walk_fields, walk_sections
 from engine.config.settings import RunConfig, config_fingerprint
+from engine.config.yaml_text import ConfigDumper
 
 app = new_verb()
 
@@ -87,8 +90,16 @@ def _yaml_rows(values: Mapping[str, Any], prefix: str, depth: int) -> Iterator[t
 
 def _yaml_value(value: Any) -> str:
     """A scalar or a list as YAML in one line."""
-    text: str = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=float("inf"))
+    text = _dumped(value, allow_unicode=True)
+    if not can_write(sys.stdout, text):  # in quotes, with escapes that YAML reads back
+        text = _dumped(value, allow_unicode=False)
     return text.removesuffix("...\n").strip()
+
+
+def _dumped(value: Any, *, allow_unicode: bool) -> str:
+    options: dict[str, Any] = {"default_flow_style": True, "allow_unicode": allow_unicode, "width": float("inf")}
+    text: str = yaml.dump(value, Dumper=ConfigDumper, **options)
+    return text
 
 
 def _all_groups(groups: Mapping[str, Mapping[str, Option]]) -> Shown:

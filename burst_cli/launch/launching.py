@@ -23,6 +23,7 @@ from burst_cli.options import LaunchManner, LaunchRequest
 from burst_cli.render import DASH, binary_bytes, clean, count, count_of, duration, fold_names, percent, plain
 from burst_cli.runs.read import RunProgress, is_evaluation, read_facts, run_record
 from burst_cli.runs.view import open_view
+from burst_cli.terminal import use_any_encoding
 from cluster.checks.launch import UnfitNodesError
 from cluster.control.attempt import Restarts, StopRequests
 from cluster.control.controller import Manner, control
@@ -296,6 +297,7 @@ def main(run_path: str, way: str) -> int:
     """The exit code of a run that this process leads in the background; what a person can mend is told in one line."""
     from burst_cli.launch.detach import START
 
+    use_any_encoding()
     stop = StopRequests()
     with stop.listening():
         try:
