@@ -34,6 +34,7 @@ from yaml import dump
 from burst_cli.config_files import ConfigFiles, shown_path
 from burst_cli.overrides import (
     MOST_CELLS,
+    ROOT_CONFIG,
     Axis,
     Groups,
     Override,
@@ -49,7 +50,6 @@ from engine.config.schema import Problem, Written, read_dataclass, to_plain
 from engine.config.settings import RunConfig
 from engine.config.yaml_text import ConfigDumper
 
-ROOT_CONFIG = "config"
 EVALUATION = "-eval"  # ends the name of an experiment whose runs only evaluate
 _LONGEST_NAME = 100
 T = TypeVar("T")

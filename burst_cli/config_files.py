@@ -11,7 +11,7 @@ from typing import Any
 
 from yaml import YAMLError
 
-from burst_cli.overrides import Groups, builtin_conf_dir, find_file
+from burst_cli.overrides import ROOT_CONFIG, Groups, builtin_conf_dir, find_file
 from engine.config.errors import ConfigError
 from engine.config.schema import Written, nearest
 from engine.config.yaml_text import load_yaml, read_text, written_values, yaml_problem
@@ -182,7 +182,7 @@ class ConfigFiles:
 
     def _chosen_by_root(self) -> set[str]:
         """Groups of which the root file chooses an option."""
-        root = find_file(self.folders, "config")
+        root = find_file(self.folders, ROOT_CONFIG)
         values = self.values(root) if root is not None else None
         given = values["defaults"] if _has_defaults(values) else []
         entries = [entry for entry in given if isinstance(entry, dict)] if isinstance(given, list) else []

@@ -24,6 +24,7 @@ from engine.config.schema import FieldSpec, Problem, known_keys, nearest, unknow
 from engine.config.settings import RunConfig
 
 KNOWN_KEYS = known_keys(RunConfig)
+ROOT_CONFIG = "config"
 MOST_CELLS = 2_000
 
 

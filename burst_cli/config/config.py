@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,12 +20,13 @@ from burst_cli.overrides import Option, builtin_conf_dir, list_options, search_p
 from burst_cli.render import listing
 from burst_cli.terminal import can_write
 from engine.config.errors import ConfigError
-from engine.config.schema import to_plain, walk_fields, walk_sections
+from engine.config.schema import known_keys, to_plain, unknown_key, walk_fields, walk_sections
 from engine.config.settings import RunConfig, config_fingerprint
 from engine.config.yaml_text import ConfigDumper
 
 app = new_verb()
 
+FIELDS_WIDTH = 100  # columns of a list that may go to a pipe
 MAX_VALUE_WIDTH = 64  # a longer value does not push the column of sources further to the right
 Shown = tuple[dict[str, Any], Iterable[RenderableType]]  # the document, and what people see
 
@@ -34,7 +36,9 @@ def config(
     overrides: OverridesArgument = None,
     config_dir: ConfigDirOption = None,
     groups: Annotated[bool, typer.Option(help="List the options of every group.")] = False,
-    fields: Annotated[bool, typer.Option(help="List every setting with its meaning.")] = False,
+    fields: Annotated[
+        bool, typer.Option(help="List every setting with its meaning, or those that the words behind it are of.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show the composed configuration and where each value comes from.
@@ -42,11 +46,12 @@ def config(
     The output is YAML; `default` means that neither a file nor an override sets the value. Files are looked for in the
     folders of --config-dir, the last one first, then in ~/.config/burst/conf, then among the built-in ones.
     """
-    if (groups or fields) and overrides:
+    words, given = overrides or [], [word for word in overrides or [] if "=" in word or not fields]
+    if (groups or fields) and given:
         asked = "--groups" if groups else "--fields"
-        raise ConfigError(f"{asked} lists what there is, whatever the overrides; leave out {' '.join(overrides)}")
+        raise ConfigError(f"{asked} lists what there is, whatever the overrides; leave out {' '.join(given)}")
     shown: list[Shown] = [_all_groups(list_options(search_path(config_dir or [])))] if groups else []
-    shown += [_all_fields()] if fields else []
+    shown += [_fields(words)] if fields else []
     shown = shown or [_composed(overrides or [], config_dir or [])]
     document = {name: value for found, _ in shown for name, value in found.items()}
     render.show(document, *(view for _, views in shown for view in views), as_json=as_json)
@@ -114,7 +119,8 @@ def _all_groups(groups: Mapping[str, Mapping[str, Option]]) -> Shown:
     return {"groups": listed}, [listing(("group", "option", "what it is", "file"), rows)]
 
 
-def _all_fields() -> Shown:
+def _fields(words: Sequence[str]) -> Shown:
+    """Every setting; with `words` those whose key, section or meaning has one of them. Raises ConfigError for none."""
     fields = [
         {
             "key": spec.key,
@@ -127,15 +133,37 @@ def _all_fields() -> Shown:
         }
         for spec in walk_fields(RunConfig)
     ]
-    rows: list[tuple[str | Text, ...]] = []
-    for section, doc in {"": "the run", **dict(walk_sections(RunConfig))}.items():
-        rows.append((Text(section or "(top)", style="bold"), "", "", Text(doc, style="italic")))
-        rows += [
-            (f"  {one['key']}", _yaml_value(one["default"]), _legal_text(one), str(one["doc"]))
-            for one in fields
-            if str(one["key"]).rpartition(".")[0] == section
-        ]
-    return {"fields": fields}, [listing(("setting", "default", "legal", "meaning"), rows)]
+    fields = [field for field in fields if not words or any(_is_about(field, word) for word in words)]
+    if not fields:
+        hints = [unknown_key(word, known_keys(RunConfig)).text for word in words]
+        raise ConfigError([f"--fields {text}" for text in hints])
+    return {"fields": fields}, _field_lines(fields)
+
+
+def _is_about(field: Mapping[str, Any], word: str) -> bool:
+    """Whether a setting is `word`, lies in the section of that name, or speaks of it."""
+    if word in dict(walk_sections(RunConfig)):
+        return str(field["key"]).startswith(f"{word}.")
+    return word.lower() in f"{field['key']} {field['doc']}".lower()
+
+
+def _field_lines(fields: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
+    """Two lines a setting, or more where they are narrow: key, default and legal values; and what it means."""
+    sections = {"": "the run", **dict(walk_sections(RunConfig))}
+    width, section = min(render.stdout().width, FIELDS_WIDTH), None
+    for field in fields:
+        if (name := str(field["key"]).rpartition(".")[0]) != section:
+            yield from [Text()] if section is not None else []
+            yield Text(_wrapped(f"{name or '(top)'}: {sections[name]}", width, "", 2), "bold")
+            section = name
+        value = f"{field['key']} = {_yaml_value(field['default'])}"
+        legal = _wrapped(f"{value}   {_legal_text(field)}", width, "  ", 6)
+        yield Text.assemble(*((legal.partition(value)[0], ""), (value, "bold"), legal.partition(value)[2]))
+        yield Text(_wrapped(str(field["doc"]), width, "      ", 6), "italic")
+
+
+def _wrapped(text: str, width: int, first: str, rest: int) -> str:
+    return textwrap.fill(text, width, initial_indent=first, subsequent_indent=" " * rest, break_on_hyphens=False)
 
 
 def _legal_text(field: Mapping[str, Any]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -18,9 +20,16 @@ from burst_cli.options import (
     LaunchRequest,
     OverridesArgument,
 )
+from burst_cli.overrides import ROOT_CONFIG, builtin_conf_dir, find_file, search_path
+from burst_cli.render import count_of
 from engine.config.errors import ConfigError
 
 app = new_verb()
+
+EXIT_DECLINED = 1
+YesOption = Annotated[
+    bool, typer.Option("--yes", "-y", help="Start the demo without asking where no exp=NAME is given.")
+]
 
 
 @app.command()
@@ -32,6 +41,7 @@ def launch(
     run_path: Annotated[Path | None, typer.Option(hidden=True)] = None,
     dry_run: DryRunOption = False,
     form: AsOption = None,
+    yes: YesOption = False,
     manner: LaunchManner,
 ) -> int:
     """Train: write the run folder, start the ranks, show progress.
@@ -49,6 +59,9 @@ def launch(
     burst launch exp=tiny cluster=testbed --dry-run
         all commands and files; nothing is created, there or here
 
+    Without an experiment (exp=NAME) it says what the demo would do and asks;
+    where nobody can answer it needs --yes.
+
     Ctrl-C once stops the ranks at the end of their step, twice kills them. A node
     that loses this machine stops its ranks after cluster.lease_s seconds.
 
@@ -56,8 +69,36 @@ def launch(
     configuration; 130 interrupted.
     """
     words, folders = tuple(overrides or ()), tuple(config_dir or ())
+    if not (yes or dry_run or names_experiment(words, folders) or confirm_demo(words, folders)):
+        return EXIT_DECLINED
     request = replace(request, overrides=words, config_dirs=folders, run_path=run_path, dry_run=dry_run)
     return launch_request(request, replace(manner, form=form))
+
+
+def names_experiment(words: Sequence[str], folders: Sequence[Path]) -> bool:
+    """Whether these overrides choose an experiment, or a root file of a person's own does."""
+    is_named = any(word.lstrip("+~").partition("=")[0].partition("@")[0] == "exp" for word in words)
+    return is_named or find_file(search_path(folders), ROOT_CONFIG) != builtin_conf_dir() / f"{ROOT_CONFIG}.yaml"
+
+
+def confirm_demo(words: Sequence[str], folders: Sequence[Path]) -> bool:
+    """Say what a launch without an experiment would train, and ask. Raises ConfigError where nobody can answer."""
+    from burst_cli.compose import compose  # loads Hydra, which `--help` need not
+
+    config = compose(words, folders).config
+    ranks = config.cluster.world_size
+    where = "one rank per GPU" if ranks is None else count_of("rank", ranks)
+    text = (
+        f"no experiment is named, so this would train the demo (exp={config.exp}): {config.train.steps} steps of "
+        f"{config.train.seq_len:,} tokens on {where}"
+    )
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        typed = " ".join(["burst launch", f"exp={config.exp}", *words])
+        raise ConfigError(
+            f"{text}. To start it type `{typed}`, or add --yes; `burst config --groups` lists experiments"
+        )
+    render.say(render.stderr(), text)
+    return typer.confirm("Start it?", err=True)
 
 
 def launch_request(request: LaunchRequest, manner: LaunchManner) -> int:

@@ -52,9 +52,30 @@ def test_groups_and_fields_list_all_there_is_with_what_it_means(burst: Burst, tm
         **{"key": "loss.chunk_tokens", "type": "a whole number", "default": 2048, "legal": None, "bounds": "1 or more"},
         **{"unit": "tokens", "doc": "rows of logits alive at once"},
     }
-    assert {"setting default legal meaning", "(top) the run"} < set(rows)
-    assert "loss.chunk_tokens 2048 a whole number, 1 or more, in tokens rows of logits alive at once" in rows
+    assert "(top): the run" in rows
+    place = rows.index("loss.chunk_tokens = 2048 a whole number, 1 or more, in tokens")
+    assert rows[place + 1] == "rows of logits alive at once"
     assert fields["optimizer.beta1"]["bounds"] == "0 or more, below 1"
     layouts = [*get_args(LayoutName), "null"]
     assert fields["attention.layout"]["legal"] == layouts
-    assert [row for row in rows if row.startswith(f"attention.layout null {' | '.join(layouts)} ")]
+
+
+def test_fields_takes_a_section_or_a_word(burst: Burst) -> None:
+    for words, inside, outside in [
+        (["loss"], "loss.z_loss", "train.steps"),
+        (["learning"], "optimizer.schedule", "model.name"),
+        (["loss", "qk_norm"], "model.qk_norm", "train.steps"),
+    ]:
+        shown = burst("config", "--fields", *words).out
+        assert (inside in shown, outside in shown) == (True, False), words
+    document = burst("config", "--fields", "rope_scaling.kind", "--json").document
+    assert [field["key"] for field in document["fields"]] == ["model.rope_scaling.kind"]
+
+
+def test_fields_without_a_match_says_what_the_word_means_here(burst: Burst) -> None:
+    result = burst("config", "--fields", "num_train_epochs")
+    assert (result.code, "train.steps" in result.err) == (2, True)
+
+
+def test_fields_are_at_most_100_columns_wide_in_a_pipe(burst: Burst) -> None:
+    assert max(map(len, burst("config", "--fields").out.splitlines())) <= 100
