@@ -19,7 +19,7 @@ from engine.planning.methods.presets import PRESETS
 from engine.planning.methods.preview import AttentionPreview, preview_attention
 from engine.planning.methods.topology import Topology, sequence_topology
 from engine.planning.time.flops import StepTime
-from engine.planning.time.machine import Machine, find_machine, machine_of
+from engine.planning.time.machine import Machine, device_bytes, find_machine, machine_of, split_device
 from engine.planning.time.recommend import Adviser, Recommendation
 from engine.planning.time.step_time import predict_step
 
@@ -54,6 +54,11 @@ class Plan:
     presets: tuple[Preset, ...] = ()
     as_measured: bool = False
     advice: Recommendation | None = None
+
+    @property
+    def fits(self) -> bool:
+        """As far as is known."""
+        return self.memory is None or self.memory.fits
 
     @property
     def group(self) -> Topology:
@@ -92,8 +97,9 @@ class Plan:
             "memory": self.memory.to_dict() if self.memory else None,
             "flops": asdict(self.step.flops),
             "time": preview.time_to_dict(),
-            "step_time": self.step.to_dict(),
-            "run": self.run_to_dict(price),
+            # What does not fit takes no time: figures of a step that cannot be would be read as an answer.
+            "step_time": self.step.to_dict() if self.fits else None,
+            "run": self.run_to_dict(price) if self.fits else None,
             "recommendation": self.advice.to_dict() if self.advice else None,
         }
 
@@ -102,6 +108,20 @@ def placement_overrides(ranks: int | None, nodes: int | None) -> list[str]:
     """--ranks and --nodes as settings."""
     chosen = {"cluster.ranks_per_node": ranks, "cluster.topology_nodes": nodes}
     return [f"{key}={value}" for key, value in chosen.items() if value is not None]
+
+
+def placement(device: str | None, ranks: int | None, nodes: int | None) -> tuple[str | None, list[str]]:
+    """(the device, --ranks and --nodes as settings); `h100x8` says that a node has eight ranks.
+
+    Raises ConfigError for a number of ranks that such nodes do not have.
+    """
+    name, per_node = (None, None) if device is None else split_device(device)
+    if per_node is not None:
+        if ranks is not None and ranks != per_node * (nodes or 1):
+            text = f"--device {device} means {per_node} ranks on each of {nodes or 1} nodes, but --ranks is {ranks}"
+            raise ConfigError(f"{text}; leave --ranks out, or write --device {name} --ranks {ranks} --nodes N")
+        ranks = per_node * (nodes or 1)
+    return name, placement_overrides(ranks, nodes)
 
 
 def assumes_device(config: RunConfig) -> bool:
@@ -119,13 +139,13 @@ def plan_one(
 ) -> Plan:
     """The plan of the configuration that these overrides spell. Raises ConfigError when it is not legal.
 
-    device: a machine, or a number of bytes, as in `engine.planning.memory.predictor.capacity_of`; None: as configured,
-    else this machine. has_memory: without it memory is left out, and memory=auto counts as a policy that costs nothing.
+    device: a machine or a size, as in `engine.planning.memory.predictor.capacity_of`; None: as configured, else this
+    machine. has_memory: without it memory is left out, and memory=auto counts as a policy that costs nothing.
     has_presets: of attention=auto all of them, a second or more each.
     """
     from burst_cli.compose import compose  # loads Hydra, which `--help` need not
 
-    named = None if device is None or _is_number(device) else find_machine(device)
+    named = None if device is None or device_bytes(device) is not None else find_machine(device)
     asked = compose(overrides, config_dirs).config
     as_measured = _ranks_as_measured(asked, named)
     if as_measured:
@@ -175,11 +195,3 @@ def _ranks_as_measured(config: RunConfig, machine: Machine | None) -> list[str]:
     ranks = (machine or machine_of(config)).local_ranks
     is_said = config.cluster.ranks_per_node or config.cluster.topology_nodes or config.parallel.cp_size
     return [] if is_said or ranks is None else placement_overrides(ranks, None)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True

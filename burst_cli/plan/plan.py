@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,6 +17,7 @@ from burst_cli.plan.table import answer_view, details_view
 
 app = new_verb()
 
+EXIT_DOES_NOT_FIT = 1
 
 DeviceOption = Annotated[
     str | None,
@@ -23,7 +25,8 @@ DeviceOption = Annotated[
         "--device",
         metavar="NAME",
         help="The machine that is planned for: a100, h100, h200, b200, l40s, cpu, ..., or a profile (FILE.json) that "
-        "`burst bench machine` measured. Bytes such as 80e9: memory alone. Default: as configured, else this machine.",
+        "`burst bench machine` measured. h100x8: eight on every node. 24GiB or 80GB: memory alone. Default: as "
+        "configured, else this machine.",
     ),
 ]
 MemoryByOption = Annotated[
@@ -60,7 +63,7 @@ def plan(
     price: PriceOption = None,
     details: DetailsOption = False,
     as_json: JsonOption = False,
-) -> None:
+) -> int:
     """Tell what a configuration will do without doing it: does it fit, how fast, what it costs, and what would help.
 
     Nothing is trained and no GPU is needed: a step is rehearsed without values for its memory, and its plans are
@@ -78,11 +81,16 @@ def plan(
 
     In the details attention is shown per layer, of the ranks that share one sequence. Balance is the work of the
     busiest rank over the mean: 1 is perfect. Exposed is the time that communication adds to the computation.
+
+    Exit codes: 0 it fits, 1 it does not, 2 usage or configuration.
     """
     if picture is not None:
         check_output("--picture", picture, *PICTURES)
-    settings, dirs = [*(overrides or []), *planning.placement_overrides(ranks, nodes)], config_dir or []
+    device, placed = planning.placement(device, ranks, nodes)
+    settings, dirs = [*(overrides or []), *placed], config_dir or []
     console = render.stdout()
+    if not sys.stderr.isatty() and memory_by == "exact":  # a sign of life where no progress is seen
+        render.say(render.stderr(), "predicting memory and time; large models take half a minute")
     found = planning.plan_one(settings, dirs, device=device, has_memory=memory_by == "exact", has_presets=details)
     if picture is not None:
         from burst_cli.plan.schedule_picture import schedule_figure
@@ -90,10 +98,11 @@ def plan(
         write_figure("--picture", picture, schedule_figure(found))
     if as_json:
         render.emit_json(found.to_dict(price) | ({"picture": str(picture)} if picture else {}))
-        return
+        return 0 if found.fits else EXIT_DOES_NOT_FIT
     render.say(console, answer_view(found, price, picture))
     if device is None and planning.assumes_device(found.config):
         words = f"nothing says which GPU: {found.machine.name} is assumed; name yours, or cpu, with --device"
         render.say(render.stderr(), render.told("note", words))
     if details:
         render.say(console, "", details_view(found))
+    return 0 if found.fits else EXIT_DOES_NOT_FIT

@@ -36,13 +36,23 @@ def answer_view(plan: Plan, price: float | None = None, picture: Path | None = N
     lines = {
         "plan": f"{what}{count_of('rank', world.size)}{nodes}{_as_measured(plan)}",
         "memory": _fit_words(plan.memory),
-        "step": _step_words(plan.step),
-        "speed": _speed_words(plan.step),
-        "run": _run_words(plan, price),
+        "step": _step_words(plan.step) if plan.fits else None,
+        "speed": _speed_words(plan.step) if plan.fits else None,
+        "run": _run_words(plan, price) if plan.fits else None,
         "advice": _advice(plan),
         "picture": None if picture is None else str(picture),
     }
-    return Text("\n").join(_fact(name, text, 8) for name, text in lines.items() if text is not None)
+    facts = [_fact(name, text, 8) for name, text in lines.items() if text is not None]
+    return Text("\n").join([*facts, *_remedies(plan)])
+
+
+def _remedies(plan: Plan) -> Iterator[Text]:
+    """What would make it fit, one line each, all searched for and predicted."""
+    if plan.memory is None or plan.fits:
+        return
+    none = "nothing that was tried does: other policies, host memory, up to 16 times the ranks or fewer tokens"
+    for index, text in enumerate(plan.memory.advice or (none,)):
+        yield _fact("to fit" if index == 0 else "", text, 8)
 
 
 def _fact(name: str, text: str, width: int = 12) -> Text:
@@ -54,7 +64,9 @@ def _fit_words(memory: MemoryCheck | None) -> str:
         return "not predicted"
     room, place = binary_bytes(abs(memory.fit.headroom_bytes)), "host memory" if memory.fit.device else "the device"
     verdict, rest = ("fits", "free") if memory.fits else ("DOES NOT FIT", f"per rank are missing in {place}")
-    return f"{verdict}: {memory.needs}, {room} {rest}; memory: {memory.policy}"
+    reserve = 0 if memory.prediction is None else memory.prediction.reserve_bytes
+    held = f" ({binary_bytes(reserve)} of it reserved for CUDA, NCCL and fragmentation)" if reserve else ""
+    return f"{verdict}: {memory.needs}{held}, {room} {rest}; memory: {memory.policy}"
 
 
 def _step_words(step: StepTime) -> str:
@@ -102,9 +114,10 @@ def _advice(plan: Plan) -> str | None:
     if plan.memory is None:
         return None
     if not plan.memory.fits:
-        return next(iter(plan.memory.advice), None)
+        return None
     if found is None:
-        return f"no other method or policy, nor half or twice the ranks, saves {LEAST_SAVING:.0%} of the {unit}"
+        tried = "methods, memory policies and numbers of ranks (half, twice) tried"
+        return f"this is already the cheapest of the {tried}: none saves {LEAST_SAVING:.0%} of the {unit}"
     return f"{found.change} saves {percent(found.saving)} of the {unit}: {seconds(found.step.seconds)} a step"
 
 
@@ -228,7 +241,6 @@ def _memory_view(memory: MemoryCheck) -> Iterator[RenderableType]:
     """Components, what would make it fit, what it was chosen from."""
     if memory.prediction is not None:
         yield _components_table(memory.prediction)
-    yield from (Text.assemble(("  • ", "yellow"), text) for text in memory.advice)
     if memory.choice.candidates:
         yield from (Text(), candidates_table(memory.choice), _candidates_note(memory.choice))
 

@@ -10,7 +10,6 @@ memory is all that the driver reports; what no tensor can have of it is in `engi
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import json
 import os
@@ -27,7 +26,7 @@ from engine.config.schema import to_plain
 from engine.config.settings import DataConfig, MemoryConfig, RunConfig, dump_config
 from engine.planning.methods.topology import Topology
 from engine.planning.time.flops import Flops, StepParts, StepTime
-from engine.planning.time.machine import DEFAULT_DEVICE, Machine, find_device, unknown_device
+from engine.planning.time.machine import DEFAULT_DEVICE, Machine, device_bytes, find_device, unknown_device
 from engine.runs.process import PROC, group_limit_bytes, meminfo_bytes
 from engine.runs.record import python_path
 
@@ -114,7 +113,7 @@ def capacity_of(
 ) -> Capacity:
     """The memory of a run with `local_ranks` ranks on every node; memory.device_bytes and memory.host_bytes overrule.
 
-    device     cpu, a name (a100, "NVIDIA H100 80GB HBM3") or bytes (80e9); None: as cluster.machine and
+    device     cpu, a name (a100, "NVIDIA H100 80GB HBM3") or a size (80GB); None: as cluster.machine and
                cluster.backend say, else this machine's GPUs, else an H100
     hardware   this machine, from `find_hardware`; None: it is asked
 
@@ -180,15 +179,14 @@ def _capacity(name: str, local_ranks: int, here: Hardware, memory: MemoryConfig)
     said = None if memory.host_bytes is None else (memory.host_bytes, "memory.host_bytes")
     unknown: tuple[int | None, str] = (None, "unknown")
     of_here = said or (here.host_bytes, here.host_source)
-    with contextlib.suppress(ValueError, OverflowError):
-        if (given := int(float(name))) >= 1:
-            return Capacity(f"{given / 1e9:.4g} GB", given, f"as given: {name} bytes", *(said or unknown), local_ranks)
+    if (given := device_bytes(name)) is not None:
+        return Capacity(name, given, f"as given: {given:,} bytes", *(said or unknown), local_ranks)
     present = [gpu.total_bytes for gpu in here.gpus if gpu.name == name]
     if present:
         return Capacity(name, min(present), "nvidia-smi", *of_here, local_ranks)
     known = find_device(name)
     if known is None:
-        raise ConfigError(f"device: {unknown_device(name, 'a number of bytes such as 80e9')}")
+        raise ConfigError(f"device: {unknown_device(name, 'a size such as 80GB')}")
     measured = known.host_memory_bytes
     if known.is_cpu:
         total, origin = said or ((measured, known.source) if measured else of_here)

@@ -346,15 +346,16 @@ DEVICES = (
     _gpu("a100", r"\bA100\b", 312.0, 19.5, _FA2, 81920, 2039, 300, 32, 25, 2 * _TB, "A100 datasheet"),
     _gpu("a30", r"\bA30\b", 165.0, 10.3, _FA2, 24576, 933, 32, 32, 12.5, None, "A30 datasheet"),
     _gpu("a40", r"\bA40\b", 149.7, 37.4, _FA2, 46068, 696, 32, 32, 12.5, None, "A40 datasheet"),
-    _gpu("a10", r"\bA10G?\b", 125.0, 31.2, _FA2, 23028, 600, 32, 32, 12.5, None, "A10 datasheet"),
+    _gpu("a10g", r"\bA10G\b", 70.0, 35.0, _FA2, 23028, 600, 32, 32, 12.5, None, "A10G datasheet"),
+    _gpu("a10", r"\bA10\b", 125.0, 31.2, _FA2, 23028, 600, 32, 32, 12.5, None, "A10 datasheet"),
     _gpu("a6000", r"\bRTX A6000\b", 154.8, 38.7, _FA2, 49140, 768, 32, 32, 12.5, None, "RTX A6000 datasheet"),
     _gpu("l40s", r"\bL40S\b", 362.1, 91.6, _FA2, 46068, 864, 32, 32, 12.5, None, "L40S datasheet"),
     _gpu("l40", r"\bL40\b", 181.0, 90.5, _FA2, 46068, 864, 32, 32, 12.5, None, "L40 datasheet"),
     _gpu("l4", r"\bL4\b", 121.0, 30.3, _FA2, 23034, 300, 32, 32, 12.5, None, "L4 datasheet"),
     _gpu("rtx6000-ada", r"\bRTX 6000 Ada\b", 364.2, 91.1, _FA2, 49140, 960, 32, 32, 12.5, None, "Ada whitepaper"),
-    _gpu("rtx5090", r"\bRTX ?5090\b", 209.5, 104.8, _FA2, 32607, 1792, 64, 64, 12.5, None, "Blackwell whitepaper"),
-    _gpu("rtx4090", r"\bRTX ?4090\b", 165.2, 82.6, _FA2, 24564, 1008, 32, 32, 12.5, None, "Ada whitepaper"),
-    _gpu("rtx3090", r"\bRTX ?3090\b", 71.0, 35.6, _FA2, 24576, 936, 32, 32, 12.5, None, "GA102 whitepaper"),
+    _gpu("rtx5090", r"\b(RTX ?)?5090\b", 209.5, 104.8, _FA2, 32607, 1792, 64, 64, 12.5, None, "Blackwell whitepaper"),
+    _gpu("rtx4090", r"\b(RTX ?)?4090\b", 165.2, 82.6, _FA2, 24564, 1008, 32, 32, 12.5, None, "Ada whitepaper"),
+    _gpu("rtx3090", r"\b(RTX ?)?3090\b", 71.0, 35.6, _FA2, 24576, 936, 32, 32, 12.5, None, "GA102 whitepaper"),
     _gpu("mi325x", r"\bMI325X\b", 1307.4, 163.4, _FA3, None, 6000, 448, 64, 50, None, "MI325X data sheet"),
     _gpu("mi300x", r"\bMI300X\b", 1307.4, 163.4, _FA3, None, 5300, 448, 64, 50, None, "MI300X data sheet"),
     _gpu("mi250x", r"\bMI250X\b", 191.5, 47.9, _FA2, None, 1600, 200, 36, 25, None, "MI250X data sheet, one die"),
@@ -374,6 +375,37 @@ def find_device(name: str) -> Machine | None:
     exact = [device for device in DEVICES if device.name == name.lower()]
     found = [device for device in DEVICES if re.search(device.pattern, words, re.IGNORECASE)]
     return (*exact, *found, None)[0]
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B", re.IGNORECASE)
+
+
+def device_bytes(name: str) -> int | None:
+    """Memory of a device given as a size with its unit, 24GiB or 80GB; None for a name.
+
+    Raises ConfigError for a number without a unit: 4090 is a device, and 80e9 might be meant in any unit.
+    """
+    if found := _SIZE.fullmatch(name.strip()):
+        unit = (1024 if found[3] else 1000) ** ("", "K", "M", "G", "T").index(found[2].upper())
+        if (size := int(float(found[1]) * unit)) >= 1:
+            return size
+    try:
+        number = float(name)
+    except ValueError:
+        return None
+    if find_device(name) is not None:
+        return None
+    meant = f": {number / 1e9:g}GB, if bytes are meant" if math.isfinite(number) and number >= 1e6 else ""
+    raise ConfigError(f"device: got {name!r}, expected a name, or a size with its unit such as 24GiB or 80GB{meant}")
+
+
+def split_device(name: str) -> tuple[str, int | None]:
+    """(device, how many of them a node has) of `h100x8`; None where the name says no number."""
+    found = re.fullmatch(r"(.+?)x(\d{1,4})", name)
+    is_several = found is not None and int(found[2]) > 0 and find_device(name) is None
+    if found is None or not is_several or not (_SIZE.fullmatch(found[1]) or find_device(found[1])):
+        return name, None
+    return found[1], int(found[2])
 
 
 def unknown_device(name: str, others: str) -> str:
@@ -413,7 +445,7 @@ def find_machine(name: str, changes: Mapping[str, float | bool] | None = None) -
     """
     machine = find_device(name)
     if machine is None:
-        raise ConfigError(f"device: {unknown_device(name, 'a number of bytes such as 80e9 for memory alone')}")
+        raise ConfigError(f"device: {unknown_device(name, 'a size such as 80GB for memory alone')}")
     known = {*machine_fields(), "shared_nic"}
     unknown = [
         f"machine: no such field: {field}{_near(field, known)}; fields are {', '.join(sorted(known))}"

@@ -14,7 +14,7 @@ from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, MemoryConfig, RunConfig
 from engine.planning.memory.auto import settle_memory
 from engine.planning.memory.cost import method_on, own_parameters, policy_cost, state_bytes
-from engine.planning.memory.predictor import Capacity, Predict
+from engine.planning.memory.predictor import Capacity, MemoryChoice, Predict
 from engine.planning.methods.auto import rank_methods
 from engine.planning.methods.topology import Topology, sequence_topology, tensor_parallel_problems
 from engine.planning.time.flops import StepTime
@@ -24,6 +24,8 @@ from engine.planning.time.step_time import predict_step
 LEAST_SAVING = 0.02  # below it predictions say nothing
 MOST_TIMES = 16  # as many ranks, or as few tokens, at most
 _NODE_RANKS = 8
+_GIB = 2**30
+_AMPLE_HOST_BYTES = 4096 * _GIB  # of the largest servers
 
 
 @dataclass(frozen=True)
@@ -113,16 +115,34 @@ class Adviser:
             needs = f"{choice.prediction.needed_bytes / 2**30:.3g} GiB on the device"
             return [f"memory=auto would fit with {needs}, at {best.step_s:.3g} s a step: {best.settings}"]
         nearest = choice.config
+        on_host = self._host_memory(config, world)
+        found = [] if on_host is None else [on_host]
         directions = [self._more_ranks(nearest, world), _more_tp(nearest, world), _small_moments(nearest, world)]
         too_large = self._smaller_model(nearest, world)
         directions += [] if too_large else [_shorter_sequences(nearest, world)]
         first = (next(filter(self._fits, options), None) for options in directions)
-        found = [f"{option.change}, with {best.name}" for option in first if option is not None]
-        if self.capacity.host_bytes_per_node is None:
-            found.insert(
-                0, "memory.host_bytes=BYTES (of a node, now unknown) would let checkpoints and optimizer lie there"
-            )
-        return found + ([too_large] if too_large else [])
+        found += [f"{option.change}, with {best.name}" for option in first if option is not None]
+        return found + ([too_large] if too_large and on_host is None else [])
+
+    def _host_memory(self, config: RunConfig, world: Topology) -> str | None:
+        """What would fit with more host memory, or with that which is not known: its optimizer there, updated inside
+        backward where only that helps, and the longest sequence of those halved that fits. All predicted.
+        """
+        if self.capacity.host_is_device:
+            return None
+        ample = replace(self, capacity=replace(self.capacity, host_bytes_per_node=_AMPLE_HOST_BYTES))
+        for in_backward in (False, True):
+            changed = _on_host(config, in_backward=in_backward)
+            for option in (_Option("", changed, world), *_shorter_sequences(changed, world)):
+                trial = option.config
+                trial = replace(trial, memory=replace(_open(trial.memory), activation_checkpoint="auto"))
+                try:
+                    choice = settle_memory(trial, world, ample.capacity, self.predict, self.machine)
+                except ConfigError:
+                    break
+                if choice.fits and choice.prediction is not None:
+                    return _host_words(config, choice, world, in_backward=in_backward)
+        return None
 
     def _fits(self, option: _Option) -> bool:
         """What cannot run does not; what keeps too much is not predicted."""
@@ -171,6 +191,32 @@ class Adviser:
                 nodes = f" --nodes {other.nodes}" if max(other.nodes, world.nodes) > 1 else ""
                 config = replace(with_ranks(settled, world, other), memory=asked.memory)
                 yield _Option(f"--ranks {other.size}{nodes}", config, other)
+
+
+def _on_host(config: RunConfig, *, in_backward: bool) -> RunConfig:
+    """The optimizer in host memory; in_backward: and each layer's gradient freed as soon as it is there."""
+    memory = replace(
+        config.memory, optimizer_store="host", optimizer_in_backward=in_backward or config.memory.optimizer_in_backward
+    )
+    if not in_backward:
+        return replace(config, memory=memory)
+    optimizer = replace(config.optimizer, max_grad_norm=None)
+    return replace(config, memory=memory, optimizer=optimizer, train=replace(config.train, grad_accum_steps=1))
+
+
+def _host_words(config: RunConfig, choice: MemoryChoice, world: Topology, *, in_backward: bool) -> str:
+    """What to type, and how much host memory it takes."""
+    assert choice.prediction is not None
+    node_bytes = choice.prediction.host_peak_bytes * world.local_ranks
+    host = -(-node_bytes // _GIB)
+    words = [f"memory.host_bytes={host * _GIB}", choice.candidates[0].settings, "memory.optimizer_store=host"]
+    if in_backward:
+        words += ["memory.optimizer_in_backward=true", "optimizer.max_grad_norm=null"]
+        words += ["train.grad_accum_steps=1"] if config.train.grad_accum_steps > 1 else []
+    if choice.config.train.seq_len != config.train.seq_len:
+        words.append(f"train.seq_len={choice.config.train.seq_len}")
+    typed = " ".join(dict.fromkeys(" ".join(words).split()))
+    return f"{host} GiB of host memory per node or more would do: {typed}; {choice.candidates[0].step_s:.3g} s a step"
 
 
 def _changes(before: AttentionConfig, after: AttentionConfig) -> str:

@@ -138,7 +138,7 @@ def test_details_of_auto_put_every_preset_beside_the_others_as_it_is_planned_alo
 
 @pytest.mark.thorough
 def test_of_every_preset_it_is_said_what_memory_it_takes_and_whether_that_is_there(burst) -> None:
-    settings = ("exp=tiny", "memory=full", "model.num_layers=1", "train.seq_len=512", "--device", "20e6")
+    settings = ("exp=tiny", "memory=full", "model.num_layers=1", "train.seq_len=512", "--device", "20MB")
     presets = document(burst("plan", *settings, "attention=auto", "--details", "--json"))["presets"]
     alone = document(burst("plan", *settings, "attention=fpdt", "--json"))["memory"]
     told_of = {one["preset"]: (one["needed_bytes"], one["fits"]) for one in presets if not one["problems"]}
