@@ -57,7 +57,7 @@ def test_the_answer_is_six_lines(burst) -> None:
     shown = told(said, r"(?<![a-z\d])[\d.]+(e-\d+)?( ms|%|K| GiB)?")
     assert shown == [
         "plan tiny, attention=burst: # tokens on # ranks",
-        "memory fits: # of # on h100, # free; memory: full",
+        "memory fits: # of # on h100 (# of it reserved for CUDA, NCCL and fragmentation), # free; memory: full",
         "step # on h100: attention #, exposed #, weights #, elementwise #, gradients #, optimizer #, matrices #",
         "speed # tokens/s per device, MFU # causal-aware (# as if nothing were masked; HFU #)",
         "run # steps, # tokens: #, # GPU-hours, # at # each",
@@ -139,8 +139,8 @@ def test_details_of_auto_put_every_preset_beside_the_others_as_it_is_planned_alo
 @pytest.mark.thorough
 def test_of_every_preset_it_is_said_what_memory_it_takes_and_whether_that_is_there(burst) -> None:
     settings = ("exp=tiny", "memory=full", "model.num_layers=1", "train.seq_len=512", "--device", "20MB")
-    presets = document(burst("plan", *settings, "attention=auto", "--details", "--json"))["presets"]
-    alone = document(burst("plan", *settings, "attention=fpdt", "--json"))["memory"]
+    presets = burst("plan", *settings, "attention=auto", "--details", "--json").document["presets"]
+    alone = burst("plan", *settings, "attention=fpdt", "--json").document["memory"]
     told_of = {one["preset"]: (one["needed_bytes"], one["fits"]) for one in presets if not one["problems"]}
     assert (told_of["fpdt"], len(told_of)) == ((alone["needed_bytes"], False), 12)
     assert burst("plan", *settings, "attention=auto", "--details").out.count("GiB, too much") == 12
@@ -196,9 +196,9 @@ def test_a_mistake_is_named_with_its_remedy(burst) -> None:
 def test_what_does_not_fit_says_by_how_much_and_what_to_change(burst) -> None:
     arguments = ["exp=tiny", "memory=none", "train.seq_len=4096", "--device", "cpu", "memory.host_bytes=340000000"]
     shown = burst("plan", *arguments, "--details").out
-    memory = document(burst("plan", *arguments, "--json"))["memory"]
+    memory = burst("plan", *arguments, "--json").document["memory"]
     assert (memory["fits"], memory["headroom_bytes"] < 0, bool(memory["advice"])) == (False, True, True)
-    wanted = ("DOES NOT FIT", "are missing in the device", f"  • {memory['advice'][0]}")
+    wanted = ("DOES NOT FIT", "are missing in the device", f"to fit  {memory['advice'][0]}")
     assert [words for words in wanted if words not in shown] == []
 
 
@@ -228,3 +228,63 @@ def test_a_thousand_ranks_are_planned_by_fewer(burst) -> None:
     assert plan["flops"]["model"] == expected.model
     assert plan["attention"]["layers"][0]["passes"]["forward"]["visible_pairs"] == pairs // config.model.num_layers
     assert "pairs and balance are of all 1024 ranks" in burst("plan", *QUICK, *arguments, "--details").out
+
+
+TOO_LARGE = ("exp=tiny", "memory=none", "train.seq_len=4096", "--device", "cpu", "memory.host_bytes=340000000")
+
+
+def test_what_does_not_fit_exits_with_1_and_has_no_speed(burst) -> None:
+    result = burst("plan", *TOO_LARGE, "--price", "2")
+    assert result.code == 1
+    names = [line.split()[0] for line in result.out.splitlines() if not line.startswith(" ")]
+    assert names == ["plan", "memory", "to"]
+
+
+def test_the_document_of_what_does_not_fit_has_no_time_of_a_step(burst) -> None:
+    result = burst("plan", *TOO_LARGE, "--json")
+    plan = result.document
+    assert (result.code, plan["step_time"], plan["run"], plan["memory"]["fits"]) == (1, None, None, False)
+
+
+@pytest.mark.parametrize(("name", "gib"), [("4090", 23.99), ("RTX 3090", 24), ("a10g", 22.49), ("24GiB", 24)])
+def test_a_device_is_a_name_or_a_size_with_its_unit(burst, name: str, gib: float) -> None:
+    """Memory as nvidia-smi reports it: 24564, 24576 and 23028 MiB."""
+    settings = ("exp=tiny", "memory=full", "train.seq_len=256", "model.num_layers=1", "--device", name)
+    memory = burst("plan", *settings, "--json").document["memory"]
+    assert memory["device_capacity_bytes"] / 2**30 == pytest.approx(gib, abs=0.01)
+
+
+@pytest.mark.parametrize(("name", "remedy"), [("80e9", "80GB, if bytes are meant"), ("24", "such as 24GiB")])
+def test_a_bare_number_is_no_device(burst, name: str, remedy: str) -> None:
+    result = burst("plan", "exp=tiny", "--device", name)
+    assert (result.code, remedy in result.err) == (2, True), result.err
+
+
+def test_a_device_may_say_how_many_a_node_has(burst) -> None:
+    plan = document(burst("plan", *QUICK, "exp=llama8b_1m", "--device", "h100x8", "--nodes", "2", "--json"))
+    assert (plan["world_size"], plan["topology"]) == (16, {"nodes": 2, "local_ranks": 8})
+
+
+def test_ranks_that_such_nodes_do_not_have_are_refused(burst) -> None:
+    result = burst("plan", "exp=llama8b_1m", "--device", "h100x8", "--ranks", "4")
+    assert (result.code, "--device h100 --ranks 4" in result.err) == (2, True), result.err
+
+
+@pytest.mark.thorough
+def test_eight_billion_on_one_rtx4090_says_what_would_fit(burst) -> None:
+    result = burst("plan", "exp=small", "model=llama8b", "train.seq_len=4096", "--ranks", "1", "--device", "4090")
+    assert result.code == 1
+    typed = re.search(r"would do: (.*); [\d.]+ s a step", result.out)
+    assert typed is not None, result.out
+    again = burst(
+        "plan",
+        "exp=small",
+        "model=llama8b",
+        "train.seq_len=4096",
+        "--ranks",
+        "1",
+        "--device",
+        "4090",
+        *typed[1].split(),
+    )
+    assert (again.code, "fits: " in again.out) == (0, True), again.out

@@ -196,7 +196,7 @@ def test_when_nothing_fits_it_is_said_what_is_missing_and_how_many_ranks_would_d
     for size, enough in ((ranks, True), (ranks // 2, False)):
         world = Topology(size // 8, 8)
         assert fits(with_ranks(choice.config, WORLD, world), capacity(SHORT), world) is enough
-    assert "memory.host_bytes=BYTES" in advice(capacity(SHORT, None), seven_b(train={"seq_len": 2**20}))[0]
+    assert "memory.host_bytes=" in advice(capacity(SHORT, None), seven_b(train={"seq_len": 2**20}))[0]
 
 
 def test_a_policy_that_is_open_is_weighed_as_one_that_keeps_everything() -> None:
