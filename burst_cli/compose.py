@@ -269,8 +269,10 @@ def _with_file(problem: Problem, sources: Mapping[str, str], written: Mapping[st
         inside = [one for one in sources if one == name or one.startswith((f"{name}.", f"{name}["))]
         files = {sources[one] for one in inside if sources[one].endswith(".yaml")}
         line = next((written[one] for one in (key, name, *inside) if one in written), None)
-        is_exact = line is not None and line.file and len(files) == 1
-        places |= {_place(line, problem.text, is_value=key in written)} if is_exact else files
+        if line is not None and line.file and len(files) == 1:
+            places.add(_place(line, problem.text, is_value=key in written))
+        else:
+            places |= files
     return replace(problem, text=f"{problem.text} (in {', '.join(sorted(places))})") if places else problem
 
 
@@ -342,7 +344,7 @@ def _run_hydra(
     return values, choices, [(path, item.package or "") for path, item in found if path is not None]
 
 
-class _Source(FileConfigSource):  # type: ignore[misc]
+class _Source(FileConfigSource):
     """A folder whose files `ConfigFiles` reads, in place of Hydra's YAML 1.1."""
 
     def __init__(self, provider: str, path: str, files: ConfigFiles) -> None:
@@ -357,7 +359,7 @@ class _Source(FileConfigSource):  # type: ignore[misc]
         return ConfigResult(config=created, path=f"file://{self.path}", provider=self.provider, header=header)
 
 
-class _Repository(ConfigRepository):  # type: ignore[misc]
+class _Repository(ConfigRepository):
     """Hydra's, with our folders as sources that read their files by `ConfigFiles`."""
 
     def __init__(self, search_path: Any, files: ConfigFiles) -> None:

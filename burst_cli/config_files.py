@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from yaml import YAMLError
 
@@ -189,7 +189,7 @@ class ConfigFiles:
         return {str(word).removeprefix("/") for entry in entries for word in entry}
 
 
-def _has_defaults(values: Any) -> bool:
+def _has_defaults(values: Any) -> TypeGuard[dict[str, Any]]:
     return isinstance(values, dict) and "defaults" in values
 
 

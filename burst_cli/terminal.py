@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import sys
-from typing import IO
+from typing import TextIO
 
 _HANDLER = "burst_ascii"
 # One sign each, so that columns stay aligned.
@@ -30,7 +30,7 @@ def use_any_encoding() -> None:
             reconfigure(errors=_HANDLER)
 
 
-def can_write(stream: IO[str], text: str) -> bool:
+def can_write(stream: TextIO, text: str) -> bool:
     """Whether `stream` has every letter of `text`: documents for programs are otherwise written in ASCII."""
     try:
         text.encode(stream.encoding or "ascii")

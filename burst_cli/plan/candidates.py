@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -136,12 +136,13 @@ def plan_one(
     device: str | None,
     has_memory: bool,
     has_presets: bool,
+    announce: Callable[[], None],
 ) -> Plan:
     """The plan of the configuration that these overrides spell. Raises ConfigError when it is not legal.
 
     device: a machine or a size, as in `engine.planning.memory.predictor.capacity_of`; None: as configured, else this
     machine. has_memory: without it memory is left out, and memory=auto counts as a policy that costs nothing.
-    has_presets: of attention=auto all of them, a second or more each.
+    announce: called once the configuration is found legal, before predictions of memory. has_presets: of attention=auto all of them, a second or more each.
     """
     from burst_cli.compose import compose  # loads Hydra, which `--help` need not
 
@@ -162,6 +163,8 @@ def plan_one(
         shared_predictor().start()  # it loads torch meanwhile
     predict = shared_predictor().predict
     attention = resolve_auto(asked, sequence_topology(asked, world), machine)
+    if has_memory:
+        announce()
     choice = settle_memory(attention.config, world, capacity, predict, machine)
     memory, advice = None, None
     if has_memory:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,6 +17,12 @@ from burst_cli.plan.table import answer_view, details_view
 app = new_verb()
 
 EXIT_DOES_NOT_FIT = 1
+
+
+def _announce() -> None:
+    """A sign of life, in a pipe, too."""
+    render.say(render.stderr(), "predicting memory and time; large models take half a minute")
+
 
 DeviceOption = Annotated[
     str | None,
@@ -89,9 +94,9 @@ def plan(
     device, placed = planning.placement(device, ranks, nodes)
     settings, dirs = [*(overrides or []), *placed], config_dir or []
     console = render.stdout()
-    if not sys.stderr.isatty() and memory_by == "exact":  # a sign of life where no progress is seen
-        render.say(render.stderr(), "predicting memory and time; large models take half a minute")
-    found = planning.plan_one(settings, dirs, device=device, has_memory=memory_by == "exact", has_presets=details)
+    found = planning.plan_one(
+        settings, dirs, device=device, has_memory=memory_by == "exact", has_presets=details, announce=_announce
+    )
     if picture is not None:
         from burst_cli.plan.schedule_picture import schedule_figure
 

@@ -82,7 +82,7 @@ class ConfigDumper(yaml.SafeDumper):
 
 
 for _letter, _more in _resolvers(with_empty=False).items():
-    _known = yaml.SafeDumper.yaml_implicit_resolvers.get(_letter, [])
+    _known = list(yaml.SafeDumper.yaml_implicit_resolvers.get(_letter, []))
     ConfigDumper.yaml_implicit_resolvers = {
         **ConfigDumper.yaml_implicit_resolvers,
         _letter: [*ConfigDumper.yaml_implicit_resolvers.get(_letter, _known), *_more],
