@@ -136,13 +136,14 @@ def plan_one(
     device: str | None,
     has_memory: bool,
     has_presets: bool,
-    announce: Callable[[], None],
+    announce: Callable[[], None] = lambda: None,
 ) -> Plan:
     """The plan of the configuration that these overrides spell. Raises ConfigError when it is not legal.
 
     device: a machine or a size, as in `engine.planning.memory.predictor.capacity_of`; None: as configured, else this
     machine. has_memory: without it memory is left out, and memory=auto counts as a policy that costs nothing.
-    announce: called once the configuration is found legal, before predictions of memory. has_presets: of attention=auto all of them, a second or more each.
+    has_presets: of attention=auto all of them, a second or more each. announce: called once the configuration is found
+    legal, before memory is predicted.
     """
     from burst_cli.compose import compose  # loads Hydra, which `--help` need not
 
