@@ -138,6 +138,8 @@ def parsed(words: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
 def composed(verb: str, parameters: dict[str, Any], conf_dir: Path) -> RunConfig | None:
     """The configuration that a parsed command means, of a sweep its last cell; None where none is named."""
     words = list(parameters.get("overrides") or parameters.get("words") or [])
+    if parameters.get("fields"):  # of `config --fields` they are words to look for
+        return None
     if verb == "eval":
         name, words = (words[0], words[1:]) if "=" not in words[0] else ("", words)
         # What is evaluated is the run's; here its experiment has the name.
