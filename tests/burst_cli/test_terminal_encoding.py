@@ -45,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("encoding", ["ascii", pytest.param("latin-1", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("verb", [verb.name for verb in VERBS])
 def test_no_verb_fails_for_the_encoding(verb: str, encoding: str, runs: Path) -> None:
     words = WORDS.get(verb, "--help").split()
