@@ -69,7 +69,8 @@ def launch(
     configuration; 130 interrupted.
     """
     words, folders = tuple(overrides or ()), tuple(config_dir or ())
-    if not (yes or dry_run or names_experiment(words, folders) or confirm_demo(words, folders)):
+    is_cell = run_path is not None  # of a sweep, which said before what it runs
+    if not (yes or dry_run or is_cell or names_experiment(words, folders) or confirm_demo(words, folders)):
         return EXIT_DECLINED
     request = replace(request, overrides=words, config_dirs=folders, run_path=run_path, dry_run=dry_run)
     return launch_request(request, replace(manner, form=form))

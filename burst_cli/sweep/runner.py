@@ -142,7 +142,7 @@ class SweepRunner:
             return [*self.command, "resume", str(run.path), "--plain"]
         words = [*cell["overrides"], *lane.overrides, "--run-path", str(run.path), "--plain"]
         folders = [word for one in self.request.config_dir or () for word in ("--config-dir", str(one.absolute()))]
-        return [*self.command, "launch", "--yes", *words, *folders, *(["--force"] if self.request.force else [])]
+        return [*self.command, "launch", *words, *folders, *(["--force"] if self.request.force else [])]
 
     def _spawn(self, command: Sequence[str], cell_id: str) -> subprocess.Popen[bytes]:
         me = os.getpid()
