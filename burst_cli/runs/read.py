@@ -24,13 +24,13 @@ from cluster.agent.folder import read_status
 from cluster.control.attempt import RunState, find_controller, glance
 from cluster.control.judge import StepWatch
 from cluster.control.link import NodeStatus, StrangeAnswerError, as_status
-from cluster.remote_text import number, rows, table, whole, word
+from cluster.remote_text import number, rows, seconds_between, table, whole, word
 from engine.config.errors import BurstError, ConfigError
 from engine.config.settings import load_config
 from engine.config.yaml_text import load_yaml
 from engine.runs.files import read_json_object
 from engine.runs.folder import RunFolder, RunFolderError
-from engine.runs.record import config_facts, summarise
+from engine.runs.record import FINALS, MAXIMA, MEDIANS, config_facts, final_title, summarise
 
 ASK_AGAIN_S = 10.0
 STATE_STYLES = {
@@ -157,12 +157,9 @@ def run_record(run: RunFolder) -> dict[str, Any]:
     still runs) has its figures computed from metrics.jsonl.
     """
     problems: list[str] = []
-    summary: dict[str, Any] = {}
-    try:
-        summary = run.read_summary() or {}
-    except RunFolderError as error:
-        problems.append(str(error))
-    summary = summary or _summary_from_metrics(run, problems)
+    written = _written_summary(run, problems)
+    facts = {} if written is not None else _config_facts(run, problems)
+    summary = {**facts, **(_summary_of_metrics(run, problems) if written is None else written)}
     seen = glance_at(run)
     if seen.problem is not None:
         problems.insert(0, seen.problem)
@@ -175,19 +172,38 @@ def run_record(run: RunFolder) -> dict[str, Any]:
     return {**own, **summary, **own, **({"problems": problems} if problems else {})}
 
 
-def _summary_from_metrics(run: RunFolder, problems: list[str]) -> dict[str, Any]:
-    """The summary that the trainer would have written from what it recorded so far."""
-    facts: dict[str, Any] = {}
-    rows: list[dict[str, Any]] = []
+def read_summary(run: RunFolder, problems: list[str]) -> dict[str, Any]:
+    """The figures of a whole run, as the trainer wrote them; of a run without summary.json computed from its metrics.
+
+    Every verb that shows a run that has ended takes its figures from here. What is damaged is appended to `problems`.
+    """
+    written = _written_summary(run, problems)
+    return _summary_of_metrics(run, problems) if written is None else written
+
+
+def _written_summary(run: RunFolder, problems: list[str]) -> dict[str, Any] | None:
     try:
-        facts = config_facts(load_config(run.path / "config.yaml"))
-    except ConfigError as error:
-        problems.extend(error.problems)
+        return run.read_summary() or None
+    except RunFolderError as error:
+        problems.append(str(error))
+        return None
+
+
+def _summary_of_metrics(run: RunFolder, problems: list[str]) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
     try:
         rows = run.read_metrics()
     except OSError as error:
         problems.append(f"{run.path / 'metrics.jsonl'}: {error.strerror}")
-    return {**facts, **summarise(rows)}
+    return summarise(rows)
+
+
+def _config_facts(run: RunFolder, problems: list[str]) -> dict[str, Any]:
+    try:
+        return config_facts(load_config(run.path / "config.yaml"))
+    except ConfigError as error:
+        problems.extend(error.problems)
+        return {}
 
 
 def look_at(run: RunFolder) -> RunState:
@@ -246,11 +262,16 @@ _TAIL_BYTES = 256 * 1024  # of records that were there before: many rows, whatev
 _STRAGGLER_STEPS, _STRAGGLER_LEAST_STEPS, _STRAGGLER_LOST_S = 10, 8, 10.0
 
 
+# Figures of steps, and what a summary calls them.
+_TITLES = {name: name for name in (*MEDIANS, *MAXIMA)} | {name: final_title(name) for name in FINALS}
+
+
 class RunProgress:
     """The present state of one run. `poll()` reads what is new in metrics.jsonl and events.jsonl.
 
     Of what was there before, the end is read, so that hundreds of runs take a moment. total_steps: those of its
-    configuration unless given. ran_s: seconds since the launch, for one who joins later.
+    configuration unless given. ran_s: seconds since the launch, for one who joins later. measured_steps: how many steps
+    the medians of `use_summary` are of.
     """
 
     def __init__(
@@ -266,6 +287,7 @@ class RunProgress:
         self.latest: Mapping[str, Any] | None = None
         self.validation: Mapping[str, Any] | None = None
         self.losses: list[float] = []
+        self.measured_steps: int | None = None
         self.warnings: list[str] = []
         self._steps = StepWatch(run, clock, _TAIL_BYTES)
         self._figures: dict[str, Any] = {}
@@ -315,8 +337,17 @@ class RunProgress:
         return self._steps.limits_s(self.facts.hang_timeout_s, self.total_steps)[0]
 
     def figure(self, name: str) -> float | None:
-        """A figure of the latest step that has it, None when it is not known."""
+        """A figure of the latest step that has it, None when it is not known; after `use_summary` that of the run."""
         return number(self._figures, name)
+
+    def use_summary(self) -> None:
+        """Replace the figures of the latest step by those of the whole run, as `burst report` shows them.
+
+        For runs that have ended: a single step says little of a run, and its last one least.
+        """
+        summary = read_summary(self.run, [])
+        self._figures = {name: summary.get(title, summary.get(name)) for name, title in _TITLES.items()}
+        self.measured_steps = whole(summary, "step_time_s_n")
 
     def elapsed_s(self) -> float:
         """Seconds since the launch."""
@@ -338,6 +369,15 @@ class RunProgress:
         rank = row.get("straggler_rank")
         least, most = (number(row, f"rank_wait_s_{end}") or 0.0 for end in ("min", "max"))
         self._stragglers.append((rank if isinstance(rank, int) else -1, most - least))
+
+
+def read_progress(run: RunFolder, seen: RunState) -> RunProgress:
+    """How far a run in state `seen` is; figures of its latest step while it lives, else those of its summary."""
+    progress = RunProgress(run, ran_s=seconds_between(seen.document.get("started_at")) or 0.0)
+    progress.poll()
+    if seen.shown not in ("starting", "running"):
+        progress.use_summary()
+    return progress
 
 
 def _warning(event: Mapping[str, Any]) -> str:

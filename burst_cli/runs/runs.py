@@ -16,7 +16,7 @@ from burst_cli.options import RUNS_DIR, JsonOption, RunsDirOption
 from burst_cli.render import DASH, Column, count, duration, fitted_table, percent, plain
 from burst_cli.runs.choose import select_runs
 from burst_cli.runs.failure import failure_line
-from burst_cli.runs.read import STATE_STYLES, RunProgress, glance_at, run_record
+from burst_cli.runs.read import STATE_STYLES, glance_at, read_progress, run_record
 from cluster.control.attempt import RunState
 from cluster.remote_text import seconds_between
 from engine.runs.folder import RunFolder
@@ -89,8 +89,7 @@ def runs_table(entries: Sequence[tuple[RunFolder, RunState]], width: int) -> Tab
 
 
 def _cells(run: RunFolder, seen: RunState) -> list[Text]:
-    progress = RunProgress(run)
-    progress.poll()
+    progress = read_progress(run, seen)
     facts, state, end = progress.facts, seen.shown, seen.document.get("ended_at")
     is_known = end or state in ("starting", "running")
     return [

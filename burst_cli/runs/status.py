@@ -18,7 +18,7 @@ from burst_cli.options import RUNS_DIR, JsonOption, NewestRunArgument, RunsDirOp
 from burst_cli.render import clean, duration
 from burst_cli.runs.choose import choose_run
 from burst_cli.runs.failure import failure_block
-from burst_cli.runs.read import STATE_STYLES, RunProgress, RunWatch, look_at, read_nodes
+from burst_cli.runs.read import STATE_STYLES, RunWatch, look_at, read_nodes, read_progress
 from burst_cli.runs.view import NodeRow, figures_text, hang_text, heading, node_rows, nodes_table, open_view
 from cluster.control.attempt import RunState
 from cluster.control.link import NodeStatus
@@ -66,18 +66,13 @@ def status(
 def _watch(run: RunFolder, *, plain: bool) -> None:
     """Show the run until it ends or nothing can be known of it."""
     following = RunWatch(run)
-    progress = _progress(run, following.look())
+    progress = read_progress(run, following.look())
     with open_view(render.plain_stderr() if plain else render.stderr(), progress) as view:
         while following.ended() is None:
             view.nodes(merge_statuses(read_nodes(run, progress.facts), following.look().nodes))
             view.tick()
             time.sleep(0.2)
         view.tick()
-
-
-def _progress(run: RunFolder, seen: RunState) -> RunProgress:
-    """The progress of a run that began earlier."""
-    return RunProgress(run, ran_s=seconds_between(seen.document.get("started_at")) or 0.0)
 
 
 class RunStatus:
@@ -88,8 +83,7 @@ class RunStatus:
     """
 
     def __init__(self, run: RunFolder, seen: RunState) -> None:
-        self.run, self.seen, self.progress = run, seen, _progress(run, seen)
-        self.progress.poll()
+        self.run, self.seen, self.progress = run, seen, read_progress(run, seen)
         facts, straggler = self.progress.facts, self.progress.straggler
         self.statuses = merge_statuses(read_nodes(run, facts), seen.nodes)
         self.rows = node_rows(self.statuses, facts, straggler, is_over=seen.is_final)
@@ -195,7 +189,9 @@ def print_status(console: Console, status: RunStatus) -> None:
     if progress.latest is not None or not seen.is_final:
         parts.append(Text.assemble(("progress  ", "dim"), _progress_text(status)))
     parts += [figures_text(progress)] if progress.latest is not None else []
-    parts += [nodes_table(status.rows, min(console.width, _MOST_WIDTH))] if status.rows else []
+    # Nodes of a run that has ended have no figures any more: only what went wrong on them is news.
+    nodes = [row for row in status.rows if row.notes or not seen.is_final]
+    parts += [nodes_table(nodes, min(console.width, _MOST_WIDTH))] if nodes else []
     console.print(Group(*parts, *_troubles(status)))
     failure = failure_from_dict(seen.document.get("failure"))
     if failure is not None:

@@ -21,6 +21,7 @@ from burst_cli.render import (
     binary_bytes,
     clean,
     count,
+    count_of,
     duration,
     fitted_table,
     fold_names,
@@ -422,10 +423,13 @@ def figures_text(progress: RunProgress) -> Text:
         "MFU": percent(progress.figure("mfu")),
         "peak memory": binary_bytes(progress.figure("peak_memory_bytes")),
     }
-    if (row := progress.validation) is not None:
-        figures["validation"] = plain(number(row, "validation_loss"))
-        figures["bits/byte"] = plain(number(row, "validation_bits_per_byte"))
-    return Text("   ").join(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures.items())
+    if progress.validation is not None:
+        figures["validation"] = plain(progress.figure("validation_loss"))
+        figures["bits/byte"] = plain(progress.figure("validation_bits_per_byte"))
+    text = Text("   ").join(Text.assemble((f"{name} ", "dim"), (value, "bold")) for name, value in figures.items())
+    if progress.measured_steps:
+        text.append(f"   median of {count_of('step', progress.measured_steps)}", "dim")
+    return text
 
 
 def hang_text(progress: RunProgress) -> str | None:

@@ -157,12 +157,16 @@ def summarise(rows: Iterable[Mapping[str, Any]], warmup_steps: int = WARMUP_STEP
     for name in MAXIMA:
         summary[name] = max(_numbers(ordered, name), default=None)
     for name in FINALS:
-        title = "final_train_loss" if name == "loss" else f"final_{name}"
-        summary[title] = next(iter(reversed(_numbers(ordered, name))), None)
+        summary[final_title(name)] = next(iter(reversed(_numbers(ordered, name))), None)
     for name in FINAL_TABLES:
         tables = [table for row in ordered if isinstance(table := row.get(name), list)]
         summary |= {f"final_{name}": tables[-1]} if tables else {}
     return summary
+
+
+def final_title(name: str) -> str:
+    """What a summary calls the last value of a figure of FINALS."""
+    return "final_train_loss" if name == "loss" else f"final_{name}"
 
 
 def config_facts(config: RunConfig) -> dict[str, Any]:

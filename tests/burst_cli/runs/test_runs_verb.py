@@ -124,3 +124,18 @@ def test_no_runs_is_no_error_and_hundreds_take_a_moment(burst, root: Path) -> No
     result = burst("runs", "--limit", "200")
     assert time.process_time() - begin < 1.0
     assert len(listed(result)) == 200
+
+
+def test_runs_status_and_report_show_one_speed_of_a_run_that_has_ended(burst, root: Path) -> None:
+    speeds = [900.0, 700.0, 800.0, 100.0, 130.0, 110.0, 120.0, 5000.0]  # the first three are warm-up, the last an oddity
+    for state in ("completed", "failed"):
+        run = make_run(root / state)
+        for step, speed in enumerate(speeds, start=1):
+            run.append_metrics({"step": step, "loss": 1.0, "tokens_per_s_per_device": speed, "mfu": speed / 1e4})
+        run.transition(state)
+        where = ("--runs-dir", str(root / state))
+        (record,) = burst("report", "--json", *where).document["runs"]
+        status = burst("status", "--json", *where).document
+        assert record["tokens_per_s_per_device"] == status["tokens_per_s_per_device"] == 120.0  # the middle of five
+        assert [text for text in ("120", "1.2%") if text not in burst("runs", *where).out.split()] == []
+        assert "tokens/s/device 120   MFU 1.2%" in burst("status", *where).out

@@ -301,3 +301,13 @@ def test_run_is_seen_while_it_is_led_after_its_controller_was_killed_and_once_it
         assert burst("status").code == 1
         assert living.run.read_state()["state"] == "failed"
         assert (watch.communicate(timeout=200), watch.returncode)[1] == 1
+
+
+def test_nodes_of_a_run_that_has_ended_are_shown_only_where_something_went_wrong(burst, root: Path) -> None:
+    run = make_run(root, state="completed", nodes={"tb1": 2, "tb2": 2})
+    assert "tb1" not in burst("status").out
+    outcome = {"cause": "lease", "exit_code": 1}
+    write_node(run, "tb2", supervisor={"phase": "ended"}, outcome=outcome)
+    shown = burst("status").out
+    assert "tb2" in shown, shown
+    assert "tb1" not in shown
