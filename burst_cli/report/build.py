@@ -14,6 +14,7 @@ from typing import Any
 from burst_cli.render import grouped
 from burst_cli.report.compare import Comparison, compare
 from burst_cli.report.effective import effective_time
+from burst_cli.report.naming import data_keys, data_names, read_settings, with_differences
 from burst_cli.report.records import Record, read_record, with_hardware
 from burst_cli.runs.choose import choose_run, select_runs
 from burst_cli.sweep.store import SweepError, find_sweep
@@ -26,22 +27,24 @@ from engine.runs.folder import RunFolder
 class Report:
     """runs_dir: where it looked; warnings: sentences about damaged or lost runs and the like.
 
-    groups: runs that may be compared, because experiment, model, number of ranks and hardware are the same, each group
-    with a title such as `llama7b_1m · 7b · 32 × NVIDIA H100`. sweep: {id, path, states: how many cells are in which
+    groups: runs that may be compared, because experiment, model, number of ranks, hardware and data are the same, each
+    group with a title such as `llama7b_1m · 7b · 32 × NVIDIA H100`, which names the data where that is all that tells
+    two groups apart. sweep: {id, path, states: how many cells are in which
     state, cells}; empty unless it is of one.
     """
 
     runs_dir: Path
     records: tuple[Record, ...]
-    groups: tuple[tuple[str, list[Record]], ...]
+    groups: tuple[tuple[str, Sequence[Record]], ...]
     sweep: Mapping[str, Any] = field(default_factory=dict)
     comparison: Comparison | None = None
     warnings: tuple[str, ...] = ()
 
     @property
     def runs(self) -> list[Record]:
-        """The records that are runs; cells of a sweep that have none are left out."""
-        return [record for record in self.records if record.get("run_id") is not None]
+        """The records that are runs, without their settings; cells of a sweep that have none are left out."""
+        runs = (record for record in self.records if record.get("run_id") is not None)
+        return [{key: value for key, value in run.items() if key != "settings"} for run in runs]
 
     @property
     def sweep_line(self) -> str:
@@ -74,7 +77,7 @@ def build_report(
         records, found = _read_sweep(runs_dir, sweep)
     else:
         runs = select_runs(runs_dir, names or [str(run.path) for run in sides])
-        records = [read_record(run) for run in ({run.exp: run for run in runs}.values() if latest else runs)]
+        records = [_record(run) for run in ({run.exp: run for run in runs}.values() if latest else runs)]
     records = with_hardware(records)
     if effective:
         records = [
@@ -85,18 +88,34 @@ def build_report(
         records=tuple(records),
         groups=tuple(_groups(records)),
         sweep=found,
-        comparison=compare(*with_hardware([read_record(run) for run in sides])) if sides else None,
+        comparison=compare(*with_hardware([_record(run) for run in sides])) if sides else None,
         warnings=tuple(_warnings(records)),
     )
 
 
-def _groups(records: Iterable[Record]) -> Iterator[tuple[str, list[Record]]]:
+def _record(run: RunFolder) -> dict[str, Any]:
+    return {**read_record(run), "settings": read_settings(run.path)}
+
+
+def _groups(records: Iterable[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Groups in the order of their first runs, which keep their order."""
     names = ("exp", "model", "world_size", "hardware")
     found = grouped((tuple(text(record, name) for name in names), record) for record in records)
     for (exp, model, ranks, hardware), rows in found.items():
         devices = f"{ranks or '?'} × {hardware or 'unknown hardware'}"
-        yield " · ".join(filter(None, dict.fromkeys((exp or "?", model, devices)))), rows
+        title = " · ".join(filter(None, dict.fromkeys((exp or "?", model, devices))))
+        parts = _by_data(rows)
+        data = data_names(parts) if len(parts) > 1 else [""]
+        for name, part in zip(data, parts, strict=True):
+            yield " · ".join(filter(None, (title, name))), with_differences(part)
+
+
+def _by_data(records: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Those that read the same data together; what is not known of goes with the others where these are one group."""
+    found = grouped(zip(data_keys(records), records, strict=True))
+    if len(found) == 2 and None in found:
+        return [list(records)]
+    return list(found.values())
 
 
 def _read_sweep(runs_dir: Path, name: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -116,7 +135,7 @@ def _cell_record(cell: Mapping[str, Any], run: RunFolder | None) -> dict[str, An
     values = " ".join(f"{key}={value}" for key, value in table(cell, "values").items())
     own = {"cell": str(cell.get("id")), "cell_values": values or None}
     if run is not None:
-        return {**read_record(run), **own}
+        return {**_record(run), **own}
     return {
         **table(cell, "facts"),
         **own,
@@ -125,6 +144,7 @@ def _cell_record(cell: Mapping[str, Any], run: RunFolder | None) -> dict[str, An
         "path": None,
         "exp": word(cell, "exp") or "?",
         "failure_text": word(cell["result"], "message"),
+        "settings": {key: str(value) for key, value in table(cell, "values").items() if "." in key},
     }
 
 

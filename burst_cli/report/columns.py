@@ -71,6 +71,11 @@ def _status(record: Record) -> str:
     return f"{status}, lost" if record.get("lost") else status
 
 
+def _differs(record: Record) -> str:
+    """What a sweep set for this cell; elsewhere the settings that not all runs of the group share."""
+    return text(record, "cell_values") or text(record, "differs") or DASH
+
+
 def _traffic(record: Record) -> str:
     return " / ".join(binary_bytes(number(record, f"comm_{link}_bytes")) for link in ("intra", "inter"))
 
@@ -105,7 +110,7 @@ _STARTED = Column(
 )
 COLUMNS = (
     _RUN,
-    Column("cell_values", "swept", rank=0),
+    Column("differs", "differs by", reads=_differs, rank=0),
     Column("status", "status", reads=_status, rank=4),
     Column("attention_preset", "attention", rank=6),
     Column("memory_policy", "memory policy", rank=9),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from burst_cli.render import DASH, count, plain, rate
 from burst_cli.report.columns import BY_KEY
+from burst_cli.report.naming import data_keys, data_names
 from burst_cli.report.records import Record, run_name, run_rows, series, share_a_peak, status_of
 from cluster.remote_text import number, one_line, text, whole
 from engine.config.errors import ConfigError
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 SIGNIFICANT = 0.05
 STEP_METRICS = ("tokens_per_s_per_device", "step_time_s", "mfu")  # of single steps; a run has one each of the others
-RUN_METRICS = ("peak_memory_bytes", "peak_tensor_bytes", "final_validation_loss")
+_VALIDATION = "final_validation_loss"
+RUN_METRICS = ("peak_memory_bytes", "peak_tensor_bytes", _VALIDATION)
 LOSS = "loss, last quarter"
 HEADINGS = ("figure", "A", "B", "B against A", "95% interval", "p", "verdict")
 NOTES = (
@@ -83,20 +85,28 @@ def compare(a: Record, b: Record) -> Comparison:
         raise ConfigError(f"--compare: A and B both mean {run_name(a)}")
     one_peak = share_a_peak([a, b])
     rows = [run_rows(Path(one["path"]))[whole(one, "warmup_metric_steps") or 0 :] for one in (a, b)]
-    differences = list(_step_differences(rows, (n for n in STEP_METRICS if one_peak or n != "mfu")))
+    first, second = data_keys([a, b])
+    is_same_data = first == second or None in (first, second)
+    metrics = [name for name in STEP_METRICS if one_peak or name != "mfu"]
+    differences = list(_step_differences(rows, metrics, has_losses=is_same_data))
     for name in RUN_METRICS:
+        if name == _VALIDATION and not is_same_data:
+            continue
         first, second = number(a, name), number(b, name)
         if first is not None and second is not None:
             change = (second - first) / first if first else None
             differences.append(Difference(name, first, second, change, verdict="one value per side: not tested"))
         elif first is not None or second is not None:
             differences.append(Difference(name, first, second))
-    return Comparison(a, b, tuple(differences), tuple(_warnings(a, b, one_peak=one_peak)))
+    data = [] if is_same_data else [f"different data ({' against '.join(data_names([[a], [b]]))}): no losses compared"]
+    return Comparison(a, b, tuple(differences), (*data, *_warnings(a, b, one_peak=one_peak)))
 
 
-def _step_differences(sides: Sequence[Sequence[Record]], names: Iterable[str]) -> Iterator[Difference]:
+def _step_differences(
+    sides: Sequence[Sequence[Record]], names: Iterable[str], *, has_losses: bool
+) -> Iterator[Difference]:
     """Of medians over the steps; of losses the mean at the same steps, over the last quarter of those that both have,
-    because their noise is mostly the data's. sides: the rows of each after warm-up."""
+    because their noise is mostly the data's. sides: the rows of each after warm-up; has_losses: of the same data."""
     from burst_cli.report.bootstrap import LEAST_STEPS, compare_paired, compare_steps
 
     for name in names:
@@ -106,7 +116,7 @@ def _step_differences(sides: Sequence[Sequence[Record]], names: Iterable[str]) -
             yield _difference(name, statistics.median(first), statistics.median(second), test)
     curves = [dict(series(rows, "loss")) for rows in sides]
     common = sorted(curves[0].keys() & curves[1].keys())
-    if last := common[-max(len(common) // 4, LEAST_STEPS) :]:
+    if has_losses and (last := common[-max(len(common) // 4, LEAST_STEPS) :]):
         first, second = ([curve[step] for step in last] for curve in curves)
         yield _difference(LOSS, statistics.fmean(first), statistics.fmean(second), compare_paired(first, second))
 

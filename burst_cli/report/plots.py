@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from burst_cli.render import grouped
+from burst_cli.render import count_of, grouped
 from burst_cli.report.compare import Comparison
+from burst_cli.report.naming import newest_of_each, speed_names
 from burst_cli.report.records import (
     Record,
-    method_of,
     pooled,
     run_name,
     run_rows,
@@ -34,7 +34,8 @@ COLOURS = ("#0072b2", "#d55e00", "#00866a", "#a8468f", "#8a6d00", "#3f8fc4", "#b
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 _QUIET, _GRID = "#5c6672", "#dfe3e8"
 _SIZE = 4.1, 3.1  # inches: text of 9 points is readable on a page as wide as a phone
-_LONGEST_NAME = 32
+_LEGEND_ROW = 0.17  # inches
+_LONGEST_NAME = 60
 _SETTINGS: Mapping[Any, Any] = {
     "svg.fonttype": "none",
     "text.parse_math": False,  # names come from runs: a dollar sign is a dollar sign
@@ -58,6 +59,8 @@ _FIGURES = (  # key, what it is, factor
     ("peak_memory_bytes", "peak memory (GiB)", 1 / _GIB),
 )
 _MOST_CURVES = 8  # in one picture; more cannot be told apart
+_MOST_DRAWN = 4 * _MOST_CURVES
+_STEP_TIME = "Step time (s)"
 _MOST_POINTS = 160
 
 
@@ -107,23 +110,24 @@ class Panel:
 # --- what is drawn ----------------------------------------------------------------------------------------------------
 
 
-def style_numbers(records: Iterable[Record]) -> dict[str, int]:
-    """A number for every method of a report, for colours and markers that mean the same everywhere."""
-    names = {name for record in records if (name := method_of(record))}
+def style_numbers(groups: Iterable[tuple[str, Sequence[Record]]]) -> dict[str, int]:
+    """A number for every line of a report's groups, for colours and markers that mean the same everywhere."""
+    names = {name for _, records in groups for name in speed_names(records) if name}
     return {name: index for index, name in enumerate(sorted(names))}
 
 
 def group_panels(records: Sequence[Record], styles: Mapping[str, int]) -> Iterator[Panel]:
     """The panels that compare methods and lengths; none when there is nothing to compare."""
-    known = [(m, n, r) for r in records if (m := method_of(r)) is not None and (n := whole(r, "seq_len")) is not None]
-    cells = sorted(grouped(((method, length), record) for method, length, record in known).items())
+    named = [(name, r) for name, r in zip(speed_names(records), records, strict=True) if name is not None]
+    known = [(name, n, r) for name, r in named if (n := whole(r, "seq_len")) is not None]
+    cells = sorted(grouped(((name, length), record) for name, length, record in known).items())
     if len(cells) < 2:
         return
-    lost = tuple((method, styles[method], n) for (method, n), runs in cells if any(r["status"] == "oom" for r in runs))
+    lost = tuple((name, styles[name], n) for (name, n), runs in cells if any(r["status"] == "oom" for r in runs))
     for key, label, factor in _FIGURES:
         points = [
-            (method, Point(length, *(factor * value for value in found)))
-            for (method, length), runs in cells
+            (name, Point(length, *(factor * value for value in found)))
+            for (name, length), runs in cells
             if (found := pooled(runs, key)) is not None
         ]
         if points and (key != "mfu" or share_a_peak(records)):
@@ -131,11 +135,11 @@ def group_panels(records: Sequence[Record], styles: Mapping[str, int]) -> Iterat
             yield Panel("lengths", title, "sequence length (tokens)", label, _lines(points, styles), lost)
     # Of peaks: on a CPU live tensors were measured, on CUDA the allocator's peak.
     points = []
-    for record in records:
-        method, predicted = method_of(record), number(record, "predicted_peak_bytes")
+    for name, record in named:
+        predicted = number(record, "predicted_peak_bytes")
         measured = number(record, "peak_tensor_bytes") or number(record, "peak_memory_bytes")
-        if method and predicted and measured:
-            points.append((method, Point(predicted / _GIB, *[measured / _GIB] * 3)))
+        if predicted and measured:
+            points.append((name, Point(predicted / _GIB, *[measured / _GIB] * 3)))
     ratios = [100 * (point.x / point.y - 1) for _, point in points]
     if len(ratios) > 1:
         title = f"Memory predictions are {min(ratios):+.0f}% to {max(ratios):+.0f}% off what was measured"
@@ -149,23 +153,51 @@ def _lines(points: Iterable[tuple[str, Point]], styles: Mapping[str, int]) -> tu
 
 
 def run_panels(records: Iterable[Record]) -> Iterator[Panel]:
-    """Loss and step time of the newest run of every method and length, where they have several steps.
+    """Loss and step time over the steps, a curve for every configuration; of runs of the same one the newest.
 
-    records: the oldest first.
+    records: the oldest first. Where there are many, several pictures have some each; see `drawing_notes`.
     """
-    newest: dict[str, Record] = {}
-    for record in records:
-        if record.get("path") is not None and record.get("steps"):
-            length = whole(record, "seq_len")
-            name = f"{method_of(record) or '?'} {tokens(length) if length else '?'}"
-            newest.pop(name, None)
-            newest[name] = record
-    chosen = list(newest.items())[-_MOST_CURVES:]
-    rows = [(name, run_rows(Path(record["path"]))) for name, record in chosen]
-    yield from _steps_panel("Training loss", "training loss", ((name, series(run, "loss")) for name, run in rows))
-    yield from _steps_panel(
-        "Step time (s)", "step time (s)", ((name, series(run, "step_time_s")) for name, run in rows)
-    )
+    rows = [(name, run_rows(Path(record["path"]))) for name, record in _drawn(records)[0]]
+    for key, title, label in (("loss", "Training loss", "training loss"), ("step_time_s", _STEP_TIME, _STEP_TIME)):
+        curves = [(name, points) for name, run in rows if len(points := series(run, key)) > 1]
+        pictures = [curves[first : first + _MOST_CURVES] for first in range(0, len(curves), _MOST_CURVES)]
+        for place, picture in enumerate(pictures, start=1):
+            of = f", {place} of {len(pictures)}" if len(pictures) > 1 else ""
+            yield from _steps_panel(f"{title}{of}", label.lower(), picture)
+
+
+def drawing_notes(records: Sequence[Record]) -> list[str]:
+    """Which runs of a group have no curve, and why."""
+    _, repeats, too_many = _drawn(records)
+    found = []
+    if repeats:
+        found.append(
+            f"Not drawn: {count_of('older run', len(repeats))} of the same configuration as a newer one "
+            f"({_listed(repeats)})."
+        )
+    if too_many:
+        found.append(
+            f"Not drawn: the curves of {count_of('run', len(too_many))}, because no more than {_MOST_DRAWN} are "
+            f"({_listed(too_many)}); name fewer runs to see them."
+        )
+    ended = [r for r in records if r.get("path") is not None and r.get("status") != "completed" and r.get("steps")]
+    if ended:
+        found.append(f"Not in the pictures of speed and memory, because they did not complete: {_listed(ended)}.")
+    return found
+
+
+def _listed(records: Sequence[Record]) -> str:
+    more = f" and {len(records) - _MOST_CURVES} more" if len(records) > _MOST_CURVES else ""
+    return ", ".join(str(record.get("run_id"))[-6:] for record in records[:_MOST_CURVES]) + more
+
+
+def _drawn(records: Iterable[Record]) -> tuple[list[tuple[str, Record]], list[Record], list[Record]]:
+    """(names and runs that have curves, runs that a newer one of the same configuration stands for, runs too many)."""
+    runs = [record for record in records if record.get("path") is not None and (whole(record, "steps") or 0) > 1]
+    newest = newest_of_each(runs)
+    shown = {record["path"] for record in newest.values()}
+    chosen = list(newest.items())
+    return chosen[-_MOST_DRAWN:], [r for r in runs if r["path"] not in shown], [r for _, r in chosen[:-_MOST_DRAWN]]
 
 
 def comparison_panels(comparison: Comparison) -> Iterator[Panel]:
@@ -199,15 +231,18 @@ def panel_svg(panel: Panel) -> str:
 
     with mpl.rc_context(dict(_SETTINGS)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        figure = Figure(figsize=_SIZE, layout="constrained")
+        widest = min(_LONGEST_NAME, max(len(line.name) for line in panel.lines))
+        columns = max(1, min(3, 62 // (6 + widest)))
+        # A legend of many rows makes the picture higher, not its axes lower.
+        extra = _LEGEND_ROW * max(0, -(-len(panel.lines) // columns) - 2)
+        figure = Figure(figsize=(_SIZE[0], _SIZE[1] + extra), layout="constrained")
         axes = figure.add_subplot()
         axes.tick_params(length=0)
         axes.set_xlabel(panel.x_label)
         axes.set_ylabel(panel.y_label)
         {"lengths": _draw_lengths, "predictions": _draw_predictions, "steps": _draw_steps}[panel.kind](axes, panel)
-        widest = max(len(line.name) for line in panel.lines)
         axes.legend(
-            loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=max(1, min(3, 62 // (6 + widest))), frameon=False,
+            loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=columns, frameon=False,
             fontsize=8, borderaxespad=0, handlelength=3.2,
         )  # fmt: skip
         stream = io.StringIO()

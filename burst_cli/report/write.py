@@ -24,7 +24,15 @@ from burst_cli.render import count_of, fitted_table, listing, say, told
 from burst_cli.report import compare
 from burst_cli.report.build import Report
 from burst_cli.report.columns import COLUMNS, PROVENANCE, Column, filled, notes_for
-from burst_cli.report.plots import Panel, comparison_panels, group_panels, panel_link, run_panels, style_numbers
+from burst_cli.report.plots import (
+    Panel,
+    comparison_panels,
+    drawing_notes,
+    group_panels,
+    panel_link,
+    run_panels,
+    style_numbers,
+)
 from burst_cli.report.records import Record, run_name, status_of
 from burst_cli.runs.read import is_evaluation
 from cluster.remote_text import one_line
@@ -100,10 +108,11 @@ def parts_of(report: Report, *, is_page: bool = False) -> Iterator[Part]:
     """Everything of a report in the order in which it is read; a page has panels, and where runs come from."""
     if report.sweep:
         yield Part(report.sweep_line)
-    styles = style_numbers(report.records)
+    styles = style_numbers(report.groups)
     for title, records in report.groups:
         panels = itertools.chain(group_panels(records, styles), run_panels(records))
-        yield Part(title, [_runs_grid(COLUMNS, records)], panels=panels)
+        notes = drawing_notes(records) if is_page else ()
+        yield Part(title, [_runs_grid(COLUMNS, records)], notes, panels=panels)
         for record in [record for record in records if is_evaluation(record)][-_MOST_EVALUATIONS:]:
             grids = [Grid(headings, rows, headings) for headings, *rows in evaluation_tables(record)]
             yield Part(run_name(record), grids, evaluation_lines(record), is_aside=True)

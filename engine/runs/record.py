@@ -15,9 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.config.schema import to_plain
 from engine.config.settings import RunConfig, config_fingerprint
 from engine.planning.memory.policy import policy_name
-from engine.runs.files import utc_now
+from engine.runs.files import hash_json, utc_now
 from engine.runs.process import meminfo_bytes
 
 PACKAGES = ("burst-train", "torch", "numpy", "safetensors", "tokenizers", "pyyaml", "flash-attn", "triton")
@@ -173,6 +174,7 @@ def config_facts(config: RunConfig) -> dict[str, Any]:
     """What the configuration alone says about a run: {config_fingerprint, attention_preset, memory_policy, ...}."""
     return {
         "config_fingerprint": config_fingerprint(config),
+        "data_fingerprint": hash_json(to_plain(config.data)),
         "model": config.model.name,
         "attention_preset": config.attention.preset,
         "memory_policy": policy_name(config.memory),

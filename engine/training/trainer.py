@@ -187,6 +187,7 @@ class Trainer:
             plan = None if config.train.evaluate_only else run.read_memory_plan()
             peak = {"peak_flops_per_device": self.peak.flops_per_s, "peak_flops_source": self.peak.source}
             about = {"status": status, **run_facts(config, self.mesh, self.attention), **predicted_facts(plan), **peak}
+            about["data_content_hash"] = self.data.content_hash
             run.write_summary({**about, **summarise(run.read_metrics()), **facts})
         self._recorder.close()
 

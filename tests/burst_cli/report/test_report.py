@@ -213,7 +213,7 @@ def test_where_runs_come_from_and_which_columns_stay_on_a_narrow_terminal(report
     }
     ranked = sorted((column for column in COLUMNS if column.rank < 99), key=lambda column: column.rank)
     assert [column.heading for column in ranked] == [
-        *("run", "swept", "tokens/s/device", "MFU (causal-aware)", "train loss", "status", "peak memory"),
+        *("run", "differs by", "tokens/s/device", "MFU (causal-aware)", "train loss", "status", "peak memory"),
         *("attention", "seq_len", "memory policy", "MFU (full attention)", "step time", "n", "validation loss"),
         *("HFU", "commit"),
     ]

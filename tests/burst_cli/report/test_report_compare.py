@@ -196,3 +196,11 @@ def test_comparison_is_in_table_and_page(burst, two_runs: Path, tmp_path: Path) 
     assert table[0] == "tiny/20260101-000000-aaaaaa, B = tiny/20260102-000000-bbbbbb"
     assert table[1] == "figure A B B against A 95% interval p verdict"
     assert ("B is better" in drawn, "Training loss of both sides" in drawn) == (True, True)
+
+
+def test_losses_on_different_data_are_not_compared(compared, tmp_path: Path) -> None:
+    for place, digest in enumerate(("aaaa", "bbbb")):
+        make_run(tmp_path / "runs", f"tiny/20260101-00000{place}-{place:06x}", steps=40, data_content_hash=digest)
+    found = compared("000000", "000001")
+    assert [row["metric"] for row in found["differences"] if "loss" in row["metric"]] == []
+    assert found["warnings"][0] == "different data (data aaaa against data bbbb): no losses compared"

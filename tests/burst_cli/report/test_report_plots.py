@@ -6,6 +6,8 @@ import html
 import itertools
 import re
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,18 @@ import pytest
 from report_samples import make_run, metrics, variant
 
 from burst_cli.report.build import build_report
-from burst_cli.report.plots import COLOURS, Line, Panel, Point, group_panels, panel_svg, run_panels, style_numbers
+from burst_cli.report.plots import (
+    COLOURS,
+    Line,
+    Panel,
+    Point,
+    drawing_notes,
+    group_panels,
+    panel_svg,
+    run_panels,
+    style_numbers,
+)
+from engine.config.settings import DataConfig, OptimizerConfig
 
 GIB = 2**30
 
@@ -30,7 +43,7 @@ def shown(runs_dir: Path) -> dict[str, Panel]:
     """The panels of all runs by what they are of."""
     found = build_report(runs_dir)
     ((_, records),) = found.groups
-    return {panel.y_label: panel for panel in group_panels(records, style_numbers(found.records))}
+    return {panel.y_label: panel for panel in group_panels(records, style_numbers(found.groups))}
 
 
 def test_runs_of_one_method_and_length_are_one_point_with_the_widest_quartiles(tmp_path: Path) -> None:
@@ -69,17 +82,65 @@ def test_utilisations_of_two_peaks_stand_in_no_picture_and_predictions_beside_me
     )
 
 
-def test_curves_are_of_the_newest_runs_of_methods_and_lengths_and_many_steps_are_drawn_as_means(tmp_path: Path) -> None:
-    for place, power in enumerate((*range(9), 1), 1):
-        add_run(tmp_path, place, "ring", 512 << power, 1000, steps=161 if place == 10 else 2)
+def test_curves_are_of_the_newest_run_of_each_configuration_and_many_steps_are_drawn_as_means(tmp_path: Path) -> None:
+    for place, power in enumerate((*range(7), 1), 1):
+        add_run(tmp_path, place, "ring", 512 << power, 1000, steps=161 if place == 8 else 2)
     add_run(tmp_path, 11, "burst", 512, 1000, steps=1)  # a point is no curve
     add_run(tmp_path, 12, "ulysses", 512, 1000, steps=0, final="oom")
-    loss, step_time = run_panels(build_report(tmp_path).records)
-    assert [line.name.partition(" ")[2] for line in loss.lines] == ["4K", "8K", "16K", "32K", "64K", "128K", "1K"]
+    records = build_report(tmp_path).records
+    loss, step_time = run_panels(records)
+    lengths = ["512", "2K", "4K", "8K", "16K", "32K", "1K"]
+    assert [line.name for line in loss.lines] == [f"ring/full {length}" for length in lengths]
     assert (loss.y_label, step_time.y_label, loss.x_label) == ("training loss", "step time (s)", "optimizer step")
     newest = step_time.lines[6]
     assert (newest.style, len(newest.points), newest.is_dashed) == (6, 81, False)
     assert newest.points[::80] == (Point(1.5, *[pytest.approx(0.15)] * 3), Point(161, *[pytest.approx(16.1)] * 3))
+    assert drawing_notes(records) == ["Not drawn: 1 older run of the same configuration as a newer one (000002)."]
+
+
+def add_rates(runs_dir: Path, rates: Iterable[float], **data: Any) -> None:
+    """A run per learning rate, of one method and length."""
+    for place, rate in enumerate(rates):
+        base = replace(variant("ring"), optimizer=OptimizerConfig(learning_rate=rate), data=DataConfig(**data))
+        make_run(runs_dir, f"tiny/20260101-0000{place:02d}-{place:06x}", config=base)
+
+
+def test_a_sweep_over_learning_rates_has_a_curve_per_rate(tmp_path: Path) -> None:
+    rates = [place / 1000 for place in range(1, 13)]
+    add_rates(tmp_path, rates)
+    records = build_report(tmp_path).records
+    panels = [panel for panel in run_panels(records) if panel.y_label == "training loss"]
+    assert [line.name for panel in panels for line in panel.lines] == [f"learning_rate={rate:g}" for rate in rates]
+    assert max(len(panel.lines) for panel in panels) <= 8, "more curves in a picture than can be told apart"
+    assert drawing_notes(records) == []
+    assert [record["differs"] for record in records] == [f"learning_rate={rate:g}" for rate in rates]
+
+
+def test_runs_on_different_data_share_no_group_and_no_speed_curve(tmp_path: Path) -> None:
+    for place, paths in enumerate([("a.txt",), ("b.txt",), ("a.txt",)]):
+        config = replace(variant("ring", 512 << place), data=DataConfig(format="text", paths=paths))
+        make_run(tmp_path, f"tiny/20260101-00000{place}-{place:06x}", config=config)
+    found = build_report(tmp_path)
+    groups = [(title.rpartition(" · ")[2], [run["seq_len"] for run in runs]) for title, runs in found.groups]
+    assert groups == [("paths=[a.txt]", [512, 2048]), ("paths=[b.txt]", [1024])]
+
+
+def test_data_are_the_same_where_the_ranks_read_the_same_tokens(tmp_path: Path) -> None:
+    copies = [("a.txt", "f00d"), ("copy_of_a.txt", "f00d"), ("a.txt", None)]
+    for place, (path, digest) in enumerate(copies):
+        config = replace(variant("ring"), data=DataConfig(format="text", paths=(path,)))
+        final = "completed" if digest else "failed"
+        name = f"tiny/20260101-00000{place}-{place:06x}"
+        make_run(tmp_path, name, config=config, final=final, data_content_hash=digest)
+    assert [len(runs) for _, runs in build_report(tmp_path).groups] == [3]
+
+
+def test_a_speed_that_another_setting_changed_is_a_line_of_its_own(tmp_path: Path) -> None:
+    for place, dtype in enumerate(("bfloat16", "float32")):
+        config = variant("ring", 512, compute_dtype=dtype)
+        make_run(tmp_path, f"tiny/20260101-00000{place}-{place:06x}", config=config)
+    lines = shown(tmp_path)["tokens/s per device"].lines
+    assert [line.name for line in lines] == ["ring/full compute_dtype=bfloat16", "ring/full compute_dtype=float32"]
 
 
 def line(name: str, style: int, points: dict[float, float], **how: bool) -> Line:

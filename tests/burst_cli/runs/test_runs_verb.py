@@ -127,7 +127,16 @@ def test_no_runs_is_no_error_and_hundreds_take_a_moment(burst, root: Path) -> No
 
 
 def test_runs_status_and_report_show_one_speed_of_a_run_that_has_ended(burst, root: Path) -> None:
-    speeds = [900.0, 700.0, 800.0, 100.0, 130.0, 110.0, 120.0, 5000.0]  # the first three are warm-up, the last an oddity
+    speeds = [
+        900.0,
+        700.0,
+        800.0,
+        100.0,
+        130.0,
+        110.0,
+        120.0,
+        5000.0,
+    ]  # the first three are warm-up, the last an oddity
     for state in ("completed", "failed"):
         run = make_run(root / state)
         for step, speed in enumerate(speeds, start=1):
