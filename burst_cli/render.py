@@ -156,6 +156,7 @@ PIPE_WIDTH = 320
 # Below this rich prints nothing at all; COLUMNS=0 means that somebody did not know.
 LEAST_WIDTH = 20
 _GAP = 1
+_LONGEST_PIPED_NOTE = 160
 _LEAST_WITH_NOTES = 60  # columns of a terminal; on narrower ones notes get what is left
 # What could once be typed, and what to do in its place.
 GONE = {
@@ -357,7 +358,15 @@ def listing(
     for heading in headings:
         is_number = heading in numbers
         no_wrap = is_number and not ruled
-        table.add_column(Text(heading), justify="right" if is_number else "left", no_wrap=no_wrap, overflow="fold")
+        # A heading may take several lines, but none of its words does.
+        least = max(map(len, heading.split()), default=0)
+        table.add_column(
+            Text(heading),
+            justify="right" if is_number else "left",
+            no_wrap=no_wrap,
+            overflow="fold",
+            min_width=least if ruled else None,
+        )
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
@@ -403,7 +412,10 @@ def fitted_table(
     widths = [min(wide, width // 2) for wide in _widths(columns, rows)]  # names may be as long as one likes
     kept = fitting([column.rank for column in columns], widths, room)
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, _GAP, 0, 0))
-    table.width = width if has_notes else None
+    if has_notes:  # in a pipe, whose width is not known, lines are no longer than people read
+        longest = max(note.cell_len for note in notes)
+        longest = min(longest, _LONGEST_PIPED_NOTE) if width >= PIPE_WIDTH else longest
+        table.width = min(width, sum(widths[place] for place in kept) + longest + _GAP)
     for place in kept:
         justify = "right" if columns[place].is_number else "left"
         table.add_column(columns[place].title, no_wrap=True, justify=justify, max_width=width // 2)  # type: ignore[arg-type]

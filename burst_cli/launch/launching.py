@@ -114,8 +114,7 @@ def lead_attempts(
             return outcome
         restarts = restarts.after(run)
         while (count := restarts.in_a_row) <= allowed:
-            where = f"from the checkpoint of step {restarts.saved}" if restarts.saved else "from the beginning"
-            observer.note(f"{kind}: restart {count} of {allowed} without progress, {where}")
+            observer.note(f"{kind}: {_restart_text(restarts, allowed)}")
             if _is_stopped(min(_PAUSE_S * 2 ** (count - 1), _LONGEST_PAUSE_S), stop, manner):
                 return outcome
             try:
@@ -126,6 +125,14 @@ def lead_attempts(
                 restarts = replace(restarts, in_a_row=count + 1)
         else:
             return outcome
+
+
+def _restart_text(restarts: Restarts, allowed: int) -> str:
+    """Where another attempt begins, and how many more may fail without a further checkpoint."""
+    where = f"from the checkpoint of step {restarts.saved}" if restarts.saved else "from the beginning"
+    if restarts.saved and restarts.in_a_row == 1:  # counted anew, because there is a further checkpoint
+        return f"restart {where}; {allowed} in a row are tried until there is a further checkpoint"
+    return f"restart {restarts.in_a_row} of {allowed} without progress, {where}"
 
 
 def _is_stopped(seconds: float, stop: StopRequests, manner: Manner) -> bool:
@@ -232,7 +239,7 @@ def result_line(record: dict[str, Any]) -> str:
     """The figures a person asks for first, in one line."""
     dropped = record.get("dropped_steps")
     parts = [
-        f"{record.get('steps')} steps{f' ({dropped} dropped)' if dropped else ''}",
+        f"{count_of('step', record.get('steps') or 0)}{f' ({dropped} dropped)' if dropped else ''}",
         f"train loss {plain(record.get('final_train_loss'))}",
         f"validation loss {plain(record.get('final_validation_loss'))}",
         f"bits/byte {plain(record.get('final_validation_bits_per_byte'))}",

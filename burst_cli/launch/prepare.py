@@ -22,7 +22,7 @@ from burst_cli.plan.memory_check import (
     estimate,
     with_memory,
 )
-from burst_cli.render import duration, seconds
+from burst_cli.render import count_of, duration, seconds
 from cluster.launch.runner import Asked, Survey, runner_for, runner_of
 from cluster.plan import PLAN_FILE, LaunchPlan, with_exclusive
 from cluster.ssh.hosts import fold_nodes
@@ -117,12 +117,14 @@ def _expected_time(config: RunConfig, planner: MemoryPlanner, *, is_patient: boo
             f"too slow: {step} is expected on the CPU, by {found.source}; expected at most {_time(MOST_STEP_S)}. Run "
             "it where GPUs are, choose a smaller model or a shorter sequence. To start it all the same, add --force."
         )
-    whole = f"{duration(found.seconds)} for {config.train.steps} steps and the start"
+    whole = f"{duration(found.seconds)} for {count_of('step', config.train.steps)} and the start"
     return (f"expected: {step}, {whole}, by {found.source}",)
 
 
 def _time(value: float) -> str:
-    return seconds(value) if value < 60 else f"{duration(value)} min" if value < 3600 else f"{duration(value)} h"
+    return (
+        seconds(value) if value < 60 else f"{duration(value)} (h:mm:ss)" if value >= 3600 else f"{value / 60:.3g} min"
+    )
 
 
 def show_plan(
@@ -171,9 +173,9 @@ def show_job(plan: LaunchPlan, form: str) -> None:
 def _ranks(plan: LaunchPlan) -> str:
     """How many ranks there are where, nodes folded."""
     if len(plan.nodes) == 1:
-        return f"{plan.world_size} ranks on {plan.nodes[0].name}"
+        return f"{count_of('rank', plan.world_size)} on {plan.nodes[0].name}"
     names = fold_nodes(node.name for node in plan.nodes)
-    return f"{plan.world_size} ranks on {len(plan.nodes)} nodes ({names}), by {plan.launcher}"
+    return f"{count_of('rank', plan.world_size)} on {len(plan.nodes)} nodes ({names}), by {plan.launcher}"
 
 
 def _shown_files(plan: LaunchPlan) -> tuple[list[tuple[str, str]], int]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from burst_cli.runs.read import read_table
+from cluster.remote_text import table
 from engine.config.errors import ConfigError
 from engine.config.schema import nearest
-from engine.runs.folder import RunFolder, RunFolderError, list_runs
+from engine.runs.folder import RUNS_DIR_VARIABLE, RunFolder, RunFolderError, list_runs
 
 SWEEPS = "sweeps"  # a folder beside the experiments that holds sweeps, whatever they are called
 _NAMED = 8
@@ -30,7 +33,8 @@ def select_runs(runs_dir: Path, names: Sequence[str]) -> list[RunFolder]:
 
 
 def choose_run(name: str | None, runs_dir: Path, *, living: bool = False) -> RunFolder:
-    """The run of that name (of an experiment: its newest); without a name the newest of all.
+    """The run of that name (of an experiment: its newest); without a name the newest of all. The newest is one that
+    trained, not an evaluation of it, which is meant where its own run id is given, or while it runs.
 
     living: without a name, the one run that has not ended; if all have ended, the newest. Raises ConfigError when
     there is none, when several live, and for the beginning of several.
@@ -38,7 +42,7 @@ def choose_run(name: str | None, runs_dir: Path, *, living: bool = False) -> Run
     found = select_runs(runs_dir, [] if name is None else [name])
     if not found:
         raise ConfigError(
-            f"{runs_dir.absolute()} holds no runs. Start one with `burst launch exp=tiny`, or give --runs-dir."
+            f"{runs_dir.absolute()} holds no runs.{elsewhere_text()} Start one with `burst launch exp=tiny`."
         )
     if name is None:
         alive = living_runs(found) if living else []
@@ -46,12 +50,21 @@ def choose_run(name: str | None, runs_dir: Path, *, living: bool = False) -> Run
             raise ConfigError(
                 f"{len(alive)} runs have not ended: {_listed(alive)}. Say which one: its last six digits are enough."
             )
-        return (alive or found)[-1]
+        return alive[-1] if alive else _newest(found)
     if len({run.run_id for run in found}) > 1 and all(run.exp != name for run in found):
         raise ConfigError(
             f"{name}: {len(found)} runs begin so: {_listed(found)}. Give more of the run id, or its last six digits."
         )
-    return found[-1]
+    return _newest(found)
+
+
+def _newest(runs: Sequence[RunFolder]) -> RunFolder:
+    """The newest one that trains: an evaluation, which has no weights of its own, only where all are evaluations."""
+    return next((run for run in reversed(runs) if not _is_evaluation(run)), runs[-1])
+
+
+def _is_evaluation(run: RunFolder) -> bool:
+    return table(read_table(run.path / "config.yaml"), "train").get("evaluate_only") is True
 
 
 def choose_runs(names: Sequence[str], runs_dir: Path) -> list[RunFolder]:
@@ -91,10 +104,19 @@ def _meant(name: str, runs: Sequence[RunFolder]) -> list[RunFolder]:
 def _unknown(name: str, runs: Sequence[RunFolder], runs_dir: Path) -> str:
     known = sorted({run.exp for run in runs})
     if not known:
-        return f"{name}: no such run or experiment; {runs_dir.absolute()} holds no runs at all (--runs-dir)"
+        return f"{name}: no such run or experiment; {runs_dir.absolute()} holds no runs at all.{elsewhere_text()}"
     near = nearest(name, [*known, *(run.run_id for run in runs)])
     advice = f"did you mean {near}? " if near else ""
     return f"{name}: no such run or experiment in {runs_dir.absolute()}; {advice}Experiments: {', '.join(known)}"
+
+
+def elsewhere_text() -> str:
+    """Where runs may be instead: which folder is looked into depends on where a command is typed."""
+    if os.environ.get(RUNS_DIR_VARIABLE):
+        return ""
+    return (
+        f" Runs that were started in another folder are in its runs/: name it with --runs-dir or {RUNS_DIR_VARIABLE}."
+    )
 
 
 def _listed(runs: Sequence[RunFolder]) -> str:

@@ -14,7 +14,7 @@ from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.options import RUNS_DIR, JsonOption, RunsDirOption
 from burst_cli.render import DASH, Column, count, duration, fitted_table, percent, plain
-from burst_cli.runs.choose import select_runs
+from burst_cli.runs.choose import elsewhere_text, select_runs
 from burst_cli.runs.failure import failure_line
 from burst_cli.runs.read import STATE_STYLES, glance_at, read_progress, run_record
 from cluster.control.attempt import RunState
@@ -73,7 +73,9 @@ def runs(
     console = render.stdout()
     if not shown:
         of = " of this kind" if state or exp else ""
-        render.say(console, f"No runs{of} in {runs_dir.absolute()}. Start one with `burst launch exp=tiny`.")
+        none = f"No runs{of} in {runs_dir.absolute()}."
+        none += "" if of else elsewhere_text()
+        render.say(console, f"{none} Start one with `burst launch exp=tiny`.")
         return
     console.print(runs_table(shown, console.width))
     if len(shown) < len(found):

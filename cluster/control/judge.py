@@ -5,6 +5,7 @@ end; and how it ended, from what its nodes left behind to one verdict, with plac
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shlex
@@ -351,6 +352,10 @@ def advice(failure: Failure, run_path: Path, config: RunConfig) -> str:
     log = failure.log or "the log"
     resume = f"burst resume {shlex.quote(run_path.name)}"
     again = f"`{resume}` starts the same ranks again."
+    if any(os.strerror(code) in failure.message for code in (errno.ENOSPC, errno.EDQUOT)):
+        return f"Free space where the message says; then `{resume}` goes on from the last checkpoint."
+    if failure.type.rpartition(".")[2] == "CheckpointError":
+        return f"Remove the reason that the message names; then `{resume}` goes on from the newest whole checkpoint."
     match failure.kind:
         case "config" | "user":
             return "Correct the setting or file that the message names and launch again."

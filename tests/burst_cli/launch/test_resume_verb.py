@@ -145,3 +145,13 @@ def test_detached_leader_takes_over_in_the_background(burst: Burst, root: Path) 
         assert document["controller_pid"] == seen["controller"]["pid"]
         assert burst("cancel").code == 0
         assert burst("status").code == 130
+
+
+@pytest.mark.parametrize("words", [("train.steps=50",), ("tiny", "train.steps=50")])
+def test_settings_are_refused_with_what_to_type_instead(burst, words: tuple[str, ...]) -> None:
+    result = burst("resume", *words)
+    assert result.code == 2
+    text = " ".join(result.err.split())
+    assert "takes no settings" in text, text
+    name = words[0] if len(words) > 1 else "RUN"
+    assert f"burst launch exp=NAME train.checkpoint.resume_from={name} train.steps=50" in text

@@ -11,6 +11,7 @@ import pytest
 from testkit.run_maker import forget_process, make_run
 from testkit.terminal import styled
 
+from burst_cli.runs.choose import choose_run
 from burst_cli.runs.runs import runs_table
 from cluster.control.attempt import RunState, controlling
 from engine.runs.folder import create_run
@@ -148,3 +149,25 @@ def test_runs_status_and_report_show_one_speed_of_a_run_that_has_ended(burst, ro
         assert record["tokens_per_s_per_device"] == status["tokens_per_s_per_device"] == 120.0  # the middle of five
         assert [text for text in ("120", "1.2%") if text not in burst("runs", *where).out.split()] == []
         assert "tokens/s/device 120   MFU 1.2%" in burst("status", *where).out
+
+
+def test_an_empty_folder_says_where_other_runs_may_be(burst, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BURST_RUNS_DIR", raising=False)
+    for result in (burst("runs", "--runs-dir", str(root / "none")), burst("status", "--runs-dir", str(root / "none"))):
+        text = " ".join(f"{result.out} {result.err}".split())
+        assert f"{root}/none" in text
+        assert "name it with --runs-dir or BURST_RUNS_DIR" in text
+
+
+def test_lines_in_a_pipe_are_no_wider_than_what_they_hold(burst, root: Path) -> None:
+    make_run(root, state="failed", failure={"type": "ValueError", "message": "short"})
+    assert max(map(len, burst("runs").out.splitlines())) < 110
+
+
+def test_after_an_evaluation_an_experiment_means_the_run_that_trained(root: Path) -> None:
+    trained = make_run(root, "tiny/20260101-000000-aaaaaa", state="completed")
+    evaluation = make_run(root, "tiny/20260102-000000-bbbbbb", state="completed")
+    (evaluation.path / "config.yaml").write_text("train: {evaluate_only: true}\n")
+    assert choose_run("tiny", root) == trained
+    assert choose_run(None, root) == trained
+    assert choose_run("bbbbbb", root) == evaluation
