@@ -13,6 +13,7 @@ from rich.text import Text
 
 from burst_cli import render
 from burst_cli.compose import compose
+from burst_cli.launch.sources import check_room, check_source, with_source_paths
 from burst_cli.options import LaunchRequest, select_nodes
 from burst_cli.plan.memory_check import (
     MEMORY_PLAN_FILE,
@@ -55,7 +56,7 @@ def prepare_launch(request: LaunchRequest) -> PreparedLaunch:
 
     Raises ConfigError for what was asked for, UnfitNodesError for nodes that cannot do it.
     """
-    nodes, overrides = None, request.overrides
+    nodes, overrides = None, with_source_paths(request.overrides, request.runs_dir)
     if request.names_nodes:  # in their order; the record of a run says which they were
         nodes = select_nodes(RunConfig(), hosts=request.hosts, hostfile=request.hostfile).names
         overrides = (*overrides, f"cluster.nodes='{fold_nodes(nodes)}'")
@@ -66,6 +67,10 @@ def prepare_launch(request: LaunchRequest) -> PreparedLaunch:
         check_writable(run_path)  # before anybody is asked
     runner = runner_for(composed.config.cluster)
     health = not (request.skip_checks or request.dry_run)
+    room: tuple[str, ...] = ()
+    if runner.is_here and not request.dry_run:
+        check_source(composed.config)
+        room = check_room(composed.config, run_path, force=request.force)
     asked = Asked(nodes, request.overrides, request.force, request.dry_run, health, render.stderr().status)
     survey = runner.survey(composed.config, asked)
     planner = MemoryPlanner(survey.hardware)
@@ -76,7 +81,7 @@ def prepare_launch(request: LaunchRequest) -> PreparedLaunch:
     # Of a scheduler's nodes nothing is known yet that would tell how fast they are.
     is_patient = request.force or request.dry_run
     notes = () if runner.is_queued else _expected_time(memory.config, planner, is_patient=is_patient)
-    return PreparedLaunch(survey.complete(plan), memory, composed.overrides, survey, composed.notes + notes)
+    return PreparedLaunch(survey.complete(plan), memory, composed.overrides, survey, composed.notes + room + notes)
 
 
 def _settled_memory(config: RunConfig, planner: MemoryPlanner, *, force: bool) -> MemoryCheck:

@@ -206,6 +206,11 @@ ADVICE = {
     [
         (Failure("oom", "T", "m", memory={"where": "device"}), "memory.optimizer_store=host"),
         (Failure("signal", "SIGKILL", "m", signal="SIGKILL"), "If `dmesg` shows"),
+        (
+            Failure("user", "x.CheckpointError", "rank 0: No space left on device"),
+            "Free space where the message says; then",
+        ),
+        (Failure("user", "x.CheckpointError", "a part is missing"), f"then `burst resume {RUN.name}` goes on"),
         (Failure("node_lost", "T", "m", host="n2"), f"`burst resume {RUN.name} --hosts NODES`"),
         *((Failure(kind, "T", "m"), ADVICE.get(kind, "The whole traceback is in the log;")) for kind in get_args(Kind)),
     ],
