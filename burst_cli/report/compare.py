@@ -85,8 +85,8 @@ def compare(a: Record, b: Record) -> Comparison:
         raise ConfigError(f"--compare: A and B both mean {run_name(a)}")
     one_peak = share_a_peak([a, b])
     rows = [run_rows(Path(one["path"]))[whole(one, "warmup_metric_steps") or 0 :] for one in (a, b)]
-    first, second = data_keys([a, b])
-    is_same_data = first == second or None in (first, second)
+    data_a, data_b = data_keys([a, b])
+    is_same_data = data_a == data_b or None in (data_a, data_b)
     metrics = [name for name in STEP_METRICS if one_peak or name != "mfu"]
     differences = list(_step_differences(rows, metrics, has_losses=is_same_data))
     for name in RUN_METRICS:
