@@ -31,6 +31,7 @@ class SshFailure(enum.StrEnum):
     HOST_KEY_CHANGED = "host_key_changed"
     AUTH = "auth"  # no key of ours is accepted
     PROTOCOL = "protocol"  # what answers is no SSH server, or it broke off in the handshake
+    SHELL = "shell"  # logged in, and the user's log-in shell does not run what it is given
     LOST = "lost"  # the connection ended while it was used
     COMMAND_TIMEOUT = "command_timeout"  # the command ran longer than it may
 

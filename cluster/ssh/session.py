@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import os
 import random
-import shlex
 import signal
 import socket
 import subprocess
@@ -24,8 +23,10 @@ from weakref import WeakSet
 import paramiko
 
 from cluster.errors import SshError, SshFailure
+from cluster.remote_text import one_line
 from cluster.ssh.connection import OUTPUT_BYTES, CommandResult, Connection, Deadline, RemoteProcess, begin, within
 from cluster.ssh.hosts import Host
+from cluster.ssh.shell import COMMAND_LINE, NOISE_BYTES, MarkedStream, encode_command, new_mark
 from cluster.ssh.transport import WINDOW_BYTES, HostKeys, KeyFiles, ShownKey, SshTransport, log_in, words
 
 # A server with many strangers at its door (MaxStartups 10:30:100) drops some: these come again.
@@ -201,15 +202,17 @@ def reach(host: Host, addresses: Sequence[tuple[Any, ...]], deadline: Deadline) 
 
 _WRITE_BYTES = 32_768
 _STDERR_BYTES = 1 << 20
+_LAST_WORDS_S = 1.0
 _BROKEN = (OSError, EOFError, paramiko.SSHException)
 
 
 class SshProcess(RemoteProcess):
-    """A command on `channel`; writing fails when it reads nothing for patience_s."""
+    """A command on `channel`, whose output is between two `mark`s; writing fails when it reads nothing for patience_s."""
 
-    def __init__(self, connection: SshConnection, channel: paramiko.Channel, patience_s: float) -> None:
+    def __init__(self, connection: SshConnection, channel: paramiko.Channel, mark: str, patience_s: float) -> None:
         self._connection, self._channel = connection, channel
-        self._stderr, self._is_cut = bytearray(), False
+        self._stdout, self._stderr = MarkedStream(mark), MarkedStream(mark)
+        self._unread, self._errors, self._is_cut, self._is_closed = b"", bytearray(), False, False
         # The timeout of a channel is its writer's; its reader waits for this.
         channel.settimeout(patience_s)
         self._is_readable = threading.Event()
@@ -241,30 +244,60 @@ class SshProcess(RemoteProcess):
         deadline, stdout = Deadline.after(timeout_s), bytearray()
         while data := self._read(WINDOW_BYTES, deadline):
             self._keep(stdout, data, OUTPUT_BYTES)
+        code = self._stdout.exit_code if self._stdout.is_over else self._channel_code(deadline)
+        futures.wait([self._drain], deadline.left_s)
+        return CommandResult(code, bytes(stdout), bytes(self._errors), self._is_cut)
+
+    def close(self) -> None:
+        self._is_closed = True
+        with contextlib.suppress(*_BROKEN):
+            self._channel.close()
+
+    def _channel_code(self, deadline: Deadline) -> int | None:
+        """The exit code of a shell that did not live to report that of the command."""
         if not self._channel.status_event.wait(deadline.left_s):
             raise self._connection.command_timeout(deadline)
-        futures.wait([self._drain], deadline.left_s)
         code = self._channel.exit_status
         if code == -1:
             # A signal ended it; or the connection did, which closes its channels first and says so a moment later.
             self._connection.transport.join(0.05)
             self._connection.refuse_lost()
-        return CommandResult(None if code == -1 else code, bytes(stdout), bytes(self._stderr), self._is_cut)
-
-    def close(self) -> None:
-        with contextlib.suppress(*_BROKEN):
-            self._channel.close()
+        return None if code == -1 else code
 
     def _read(self, max_bytes: int, deadline: Deadline) -> bytes:
+        while not self._unread and not self._stdout.is_over:
+            received = self._receive(deadline)
+            self._unread = self._stdout.feed(received) if received else self._stdout.rest()
+            if not self._stdout.has_begun and self._stdout.noise_bytes > NOISE_BYTES:
+                raise self._not_run(f"more than {NOISE_BYTES >> 20} MiB came before the output of the command")
+            if not received:
+                if not self._stdout.has_begun and not self._is_closed:
+                    futures.wait([self._drain], min(_LAST_WORDS_S, deadline.left_s))
+                    raise self._not_run("the command did not run")
+                break
+        data, self._unread = self._unread[:max_bytes], self._unread[max_bytes:]
+        return data
+
+    def _receive(self, deadline: Deadline) -> bytes:
+        """What came of stdout, marks included; b"" at its end."""
         if not self._is_readable.wait(deadline.left_s):
             raise self._connection.command_timeout(deadline)
         data = b""
         with contextlib.suppress(*_BROKEN):  # paramiko tells the server what was read, on a connection that has ended
-            data = self._channel.recv(max_bytes)
+            data = self._channel.recv(WINDOW_BYTES)
         if not data and not self._channel.eof_received:
             self._connection.transport.join(0.05)
             self._connection.refuse_lost()
         return data
+
+    def _not_run(self, text: str) -> SshError:
+        """The log-in shell, its start-up files or a forced command did something else than running the command."""
+        said = one_line(self._stdout.noise + b" " + self._stderr.noise, 300)
+        host = self._connection.host
+        remedy = (
+            f"`ssh {host.name} true` must print nothing else and end with 0: look at the log-in shell of {host.user}"
+        )
+        return SshError(host.name, SshFailure.SHELL, f"{text}{f'; its shell says: {said}' if said else ''}", remedy)
 
     def _keep(self, kept: bytearray, data: bytes, limit: int) -> None:
         room = max(0, limit - len(kept))
@@ -273,10 +306,10 @@ class SshProcess(RemoteProcess):
 
     def _read_stderr(self) -> None:
         data = b"."
-        while data:
+        while data and not self._stderr.is_over:
             try:
                 data = self._channel.recv_stderr(_WRITE_BYTES)
-                self._keep(self._stderr, data, _STDERR_BYTES)
+                self._keep(self._errors, self._stderr.feed(data) if data else self._stderr.rest(), _STDERR_BYTES)
             except TimeoutError:
                 continue
             except _BROKEN:
@@ -290,14 +323,20 @@ class SshConnection(Connection):
         self.host, self.transport, self._patience_s = host, transport, patience_s
 
     def start(self, argv: Sequence[str]) -> SshProcess:
-        command = shlex.join(argv).encode("utf-8", errors="surrogateescape")
+        mark = new_mark()
         asking = self._asking("start a command", "too many at once (MaxSessions of its sshd)?")
         with asking as deadline, contextlib.ExitStack() as stack:
             channel = self.transport.open_session(timeout=deadline.left_s)
             stack.callback(channel.close)
-            within(deadline, lambda: channel.exec_command(command))
+            within(deadline, lambda: channel.exec_command(COMMAND_LINE))
+            channel.settimeout(deadline.left_s)
+            try:
+                channel.sendall(encode_command(argv, mark))
+            except _BROKEN as error:
+                if isinstance(error, TimeoutError):
+                    raise  # else its shell has ended, and who reads is told why
             stack.pop_all()
-        return SshProcess(self, channel, self._patience_s)
+        return SshProcess(self, channel, mark, self._patience_s)
 
     def forward(self, serve: Callable[[paramiko.Channel], None]) -> int:
         """A port on the loopback of the host; `serve` gets what connects to it there, each in a thread of its own."""

@@ -63,6 +63,7 @@ _GREETINGS: Mapping[str, Iterable[bytes]] = {
     "not_ssh": (b"HTTP/1.1 400 Bad \x1b[31mRequest\r\n\r\n" * 200,),
     "hang_up": (),
 }
+_SCRIPT = re.compile(r"printf '%s\\\\n' (\S+); printf .* >&2; (.*); code=\$\?; .* exit \$code\n", re.DOTALL)
 _SETTINGS: dict[str, Any] = {
     "encoding": None,
     "line_editor": False,
@@ -229,7 +230,12 @@ async def _serve(process: asyncssh.SSHServerProcess[bytes], mode: Mode, record: 
         process.channel.pause_reading()
         await asyncio.Event().wait()
     with contextlib.suppress(OSError, asyncssh.Error):
-        output, code = answer_command(process.command or "", await process.stdin.read(), record)
+        # As a node's shell: the words of the command are the first line of stdin, its output is between marks.
+        script = (await process.stdin.readline()).decode()
+        found = _SCRIPT.fullmatch(script)
+        assert found is not None, script
+        mark, words = found.groups()
+        output, code = answer_command(words, await process.stdin.read(), record)
         if mode == "slow":
             await asyncio.sleep(SLOW_S)
         if mode == "garbage":
@@ -237,6 +243,8 @@ async def _serve(process: asyncssh.SSHServerProcess[bytes], mode: Mode, record: 
         if mode == "greedy":
             process.channel._send_window = 2 * FLOOD_BYTES  # a server of ours that keeps no promise
             process.channel.set_write_buffer_limits(2 * FLOOD_BYTES)
+        process.stderr.write(f"{mark}\n".encode())
+        process.stdout.write(f"{mark}\n".encode())
         is_flood = mode in ("flood", "greedy")
         for piece in itertools.repeat(b"x" * 65535 + b"\n", FLOOD_BYTES >> 16) if is_flood else [output]:
             process.stdout.write(piece if mode != "die" else piece[: len(piece) // 2])
@@ -244,6 +252,8 @@ async def _serve(process: asyncssh.SSHServerProcess[bytes], mode: Mode, record: 
         if mode == "die":
             process.channel.get_connection().abort()
         else:
+            for stream in (process.stdout, process.stderr):
+                stream.write(f"{mark} {code}\n".encode())
             process.exit(code)
 
 

@@ -38,6 +38,11 @@ def connection(server: Server) -> Iterator[SshConnection]:
         yield connection
 
 
+def session_pid(connection: SshConnection) -> int:
+    """The server process of this one connection: the parent of the shell that a command runs in."""
+    return int(connection.run(["sh", "-c", "cut -d' ' -f4 /proc/$PPID/stat"]).stdout)
+
+
 def test_a_command_gives_its_streams_and_its_exit_code(connection: SshConnection) -> None:
     result = connection.run(["sh", "-c", "cat; echo err >&2; exit 3"], stdin=b"in\xff\0put")
     assert (result.stdout, result.stderr, result.exit_code) == (b"in\xff\0put", b"err\n", 3)
@@ -128,8 +133,7 @@ def test_a_command_ends_with_its_limit_whatever_it_reads_and_the_connection_live
 
 def test_the_end_of_a_connection_is_noticed_while_a_command_runs(server: Server) -> None:
     with connect(server.host) as connection:
-        # The parent of a command is the server process of this one connection.
-        session = int(connection.run(["sh", "-c", "echo $PPID"]).stdout)
+        session = session_pid(connection)
         process = connection.start(["sleep", "20"])
         os.kill(session, signal.SIGKILL)
         with at_most(2):
@@ -141,7 +145,7 @@ def test_the_end_of_a_connection_is_noticed_while_a_command_runs(server: Server)
 
 def test_a_server_that_stopped_is_waited_for_no_longer_than_allowed(server: Server) -> None:
     with connect(replace(server.host, connect_timeout_s=2.0)) as connection:
-        session = int(connection.run(["sh", "-c", "echo $PPID"]).stdout)
+        session = session_pid(connection)
         process = connection.start(["cat"])
         os.kill(session, signal.SIGSTOP)
         try:
