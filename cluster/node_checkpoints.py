@@ -17,7 +17,7 @@ from pathlib import Path
 
 from cluster.errors import ClusterError
 from cluster.remote_text import one_line
-from cluster.ssh.connection import Connect, Connection
+from cluster.ssh.connection import Connect, Connection, Deadline
 from cluster.ssh.hosts import Host, fan_out, fold_nodes
 from engine.runs.checkpoints import (
     MANIFEST_FILE,
@@ -46,8 +46,15 @@ _SAVE = re.compile(r'\./step-(\d{8,})/MANIFEST\.json:"save_id": *("[0-9a-f]*")')
 _BLOCK_BYTES = 1 << 20
 _END_S = 60.0
 _SILENCE_S = 60.0
+_LIST_S = 300.0
 _HASH_S = 3600.0
-_MANIFEST_BYTES = 1 << 30
+_LIST_BYTES = 64 << 20  # a million names
+_ANSWER_BYTES = 64 << 10
+_MANIFEST_BYTES = 256 << 20
+
+
+class OverlongError(ClusterError):
+    """A node sends more than it announced, or than any answer has."""
 
 
 class NodeStore:
@@ -64,7 +71,7 @@ class NodeStore:
 
     def look(self) -> None:
         """List what is there. Raises ClusterError."""
-        for line in self._run(_LIST).splitlines():
+        for line in self._text(_LIST, within_s=_LIST_S, limit=_LIST_BYTES).splitlines():
             if (found := _FILE.fullmatch(line)) is not None:
                 self.files[int(found[2]), found[3]] = int(found[1])
             elif (found := _SAVE.fullmatch(line)) is not None:
@@ -72,32 +79,45 @@ class NodeStore:
 
     def sha256(self, step: int, name: str) -> str:
         """The hash of a file, computed on the node."""
-        return self._run(_HASH, _path(step, name), silence_s=_HASH_S)[:64]
+        return self._text(_HASH, _path(step, name), within_s=_HASH_S)[:64]
 
     def read(self, step: int, name: str, take: Take, offset: int = 0) -> None:
-        """Hand the bytes of a file from `offset` on to `take`, piece by piece."""
-        self._run(_READ, _path(step, name), str(offset + 1), take=take)
+        """Hand the bytes of a file from `offset` on to `take`, piece by piece.
+
+        Raises OverlongError before `take` gets a byte beyond the size that `look` found.
+        """
+        limit = self.files[step, name] - offset
+        self._run((_READ, _path(step, name), str(offset + 1)), take, lambda: _SILENCE_S, limit)
 
     def remove(self, step: int) -> None:
         """Delete what the node holds of `step`."""
         folder = f"step-{step:08d}"
-        self._run(_REMOVE, folder, f"{folder}.gone-{secrets.token_hex(4)}", silence_s=_HASH_S)
+        self._text(_REMOVE, folder, f"{folder}.gone-{secrets.token_hex(4)}", within_s=_HASH_S)
 
-    def _run(self, script: str, *words: str, take: Take | None = None, silence_s: float = _SILENCE_S) -> str:
-        """What a script prints, unless it is handed on to `take`. Raises SshError, ClusterError."""
-        said = bytearray()
-        take = take or said.extend
-        process = self._connection.start(("sh", "-c", script, "burst", self.root, *words))
+    def _text(self, script: str, *words: str, within_s: float, limit: int = _ANSWER_BYTES) -> str:
+        """What a script prints in that time. Raises as `_run`."""
+        printed, deadline = bytearray(), Deadline.after(within_s)
+        self._run((script, *words), printed.extend, lambda: deadline.left_s, limit)
+        return printed.decode("ascii", "replace")
+
+    def _run(self, script: tuple[str, ...], take: Take, patience_s: Callable[[], float], limit: int) -> None:
+        """Hand what a script with its words prints on to `take`, at most `limit` bytes.
+
+        patience_s: how long to wait for the next of them. Raises SshError, OverlongError, ClusterError.
+        """
+        code, *words = script
+        process = self._connection.start(("sh", "-c", code, "burst", self.root, *words))
+        where = f"{self.node}: {'/'.join((self.root, *words[:1]))}"
         try:
-            while block := process.read(_BLOCK_BYTES, silence_s):
+            while block := process.read(_BLOCK_BYTES, patience_s()):
+                if (limit := limit - len(block)) < 0:
+                    raise OverlongError(f"{where}: the node sends more than it announced or than an answer may have")
                 take(block)
             result = process.wait(_END_S)
         finally:
             process.close()
         if result.exit_code != 0:
-            where = "/".join((self.root, *words[:1]))
-            raise ClusterError(f"{self.node}: {where}: {one_line(result.stderr, 300)}")
-        return said.decode("ascii", "replace")
+            raise ClusterError(f"{where}: {one_line(result.stderr, 300)}")
 
 
 @dataclass(frozen=True)
@@ -142,17 +162,18 @@ class NodeCheckpoint:
     def fetch(self, root: Path, advance: Advance) -> Path:
         """Bring it into the folder of checkpoints `root` of this machine, where it appears once it is whole.
 
-        What an interrupted fetch brought is kept. Raises CheckpointError where a part is missing or damaged.
+        What an interrupted fetch brought is kept. Raises CheckpointError where a part is missing or damaged, and
+        OverlongError where a node sends more of a file than it announced; that file is removed.
         """
         if self.manifest is None or self.problem is not None:
             raise CheckpointError(f"the checkpoint of step {self.step} cannot be fetched: {self.problem}")
         folder = new_folder(root, self.step, self.manifest.save_id)
         with _alone_in(folder):
             for name, facts in sorted(self.manifest.files.items()):
-                self._fetch_file(folder / name, facts.bytes, advance)
                 try:
+                    self._fetch_file(folder / name, facts.bytes, advance)
                     verify_files(folder, self.manifest, [name])
-                except CheckpointError:
+                except (CheckpointError, OverlongError):
                     (folder / name).unlink()
                     raise
                 sync(folder / name)
@@ -236,13 +257,9 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 def _manifest(step: int, store: NodeStore) -> Manifest:
     where, blocks = f"{store.node}: {store.root}/{_path(step, MANIFEST_FILE)}", bytearray()
-
-    def take(block: bytes) -> None:
-        blocks.extend(block)
-        if len(blocks) > _MANIFEST_BYTES:
-            raise CheckpointError(f"{where} is larger than {_MANIFEST_BYTES >> 20} MiB")
-
-    store.read(step, MANIFEST_FILE, take)
+    if store.files[step, MANIFEST_FILE] > _MANIFEST_BYTES:
+        raise CheckpointError(f"{where} is larger than {_MANIFEST_BYTES >> 20} MiB")
+    store.read(step, MANIFEST_FILE, blocks.extend)
     if (document := parse_line(bytes(blocks))) is None:
         raise CheckpointError(f"{where} is damaged: it is no JSON object")
     manifest = manifest_from_dict(document, where)

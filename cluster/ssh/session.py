@@ -207,7 +207,7 @@ _BROKEN = (OSError, EOFError, paramiko.SSHException)
 
 
 class SshProcess(RemoteProcess):
-    """A command on `channel`, whose output is between two `mark`s; writing fails when it reads nothing for patience_s."""
+    """A command on `channel`, its output between `mark`s; writing fails when it reads nothing for patience_s."""
 
     def __init__(self, connection: SshConnection, channel: paramiko.Channel, mark: str, patience_s: float) -> None:
         self._connection, self._channel = connection, channel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class Nodes:
     def __init__(self, base: Path) -> None:
         self.homes = {name: base / name for name in ("n1", "n2")}
         self.dead: set[str] = set()
+        self.environment: dict[str, str] = {}
         self.connections: list[LocalConnection] = []
 
     def part(self, node: str, step: int, name: str) -> Path:
@@ -62,7 +64,7 @@ class Nodes:
     def connect(self, host: Host) -> Connection:
         if host.name in self.dead:
             raise SshError(host.name, SshFailure.TIMEOUT, "does not answer")
-        self.connections.append(LocalConnection(host.name, {"HOME": str(self.homes[host.name])}))
+        self.connections.append(LocalConnection(host.name, {"HOME": str(self.homes[host.name]), **self.environment}))
         return self.connections[-1]
 
     def ask(self) -> NodeCheckpoints:
@@ -74,11 +76,13 @@ class Nodes:
 
 
 @pytest.fixture
-def nodes(tmp_path: Path) -> Nodes:
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
     made = Nodes(tmp_path)
     save(list(made.homes.values()), 10)
     save(list(made.homes.values()), 20)
-    return made
+    yield made
+    for connection in made.connections:
+        connection.close()
 
 
 def test_parts_of_all_nodes_make_up_what_is_listed_and_compared(nodes: Nodes) -> None:
@@ -180,6 +184,30 @@ def test_nothing_damaged_is_taken(nodes: Nodes, tmp_path: Path, damage: bytes) -
     assert newest_verified(tmp_path / "here") is None
     nodes.part("n2", 20, FILES[1]).write_bytes(PART + bytes([1, 20]))
     assert newest.fetch(tmp_path / "here", lambda size: None).name == "step-00000020"
+
+
+def test_fetch_ends_where_a_node_sends_more_of_a_file_than_it_announced(nodes: Nodes, tmp_path: Path) -> None:
+    newest, written = nodes.newest(), list[int]()
+    endless = nodes.part("n2", 20, FILES[1])
+    endless.unlink()
+    endless.symlink_to("/dev/zero")
+
+    def advance(size: int) -> None:
+        written.append(size)
+        assert sum(written) < 10_000, "more is written than the two files of 1 kB that were announced"
+
+    with pytest.raises(ClusterError, match=f"n2: .*{FILES[1]}: the node sends more than it announced"):
+        newest.fetch(tmp_path / "here", advance)
+    assert not list((tmp_path / "here").rglob(FILES[1])), "what was sent of that file is removed"
+
+
+def test_list_that_never_ends_is_an_error_of_its_node(nodes: Nodes, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/find").write_text("#!/bin/sh\nexec yes\n")
+    (tmp_path / "bin/find").chmod(0o755)
+    nodes.environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+    answer = nodes.ask()
+    assert "n1: ~/saved/run: the node sends more than" in answer.errors["n1"]
 
 
 def ended_run(tmp_path: Path) -> RunFolder:

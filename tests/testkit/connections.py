@@ -153,6 +153,7 @@ class LocalConnection(Connection):
             process.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.popen.wait(5.0)
+            process._line.close()  # an error in a cycle of references may hold the process for longer
 
 
 class FakeProcess(_SocketProcess):
