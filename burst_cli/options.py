@@ -111,7 +111,7 @@ class NodeOptions:
         if local or (or_here and not is_named and slurm_nodes(os.environ) is None):
             return Targets(config, (), "this machine")
         nodes = select_nodes(config, hosts=self.hosts, hostfile=self.hostfile)
-        return Targets(config, resolve_hosts(nodes.names, config.cluster.ssh, overrides), nodes.source)
+        return Targets(config, resolve_hosts(nodes.names, config.cluster, overrides), nodes.source)
 
 
 def select_nodes(config: RunConfig, *, hosts: str | None, hostfile: Path | None) -> NodeList:

@@ -24,10 +24,10 @@ from cluster.plan_nodes import node_root
 from cluster.remote_text import one_line
 from cluster.ssh.connection import Connect, Connection
 from cluster.ssh.hosts import Host, fan_out, fold_nodes
-from cluster.survey.section import Question, program_question
+from cluster.survey.section import FIND_PYTHON, Question, program_question
 from engine.config.cluster import ClusterConfig
 
-OLD_PYTHON = "burst needs Python 3.9 or newer as python3"
+OLD_PYTHON = "burst needs Python 3.9 or newer as python3, or as cluster.python of nodes without containers"
 _NODE_FILES = (
     *("cluster/__init__.py", "cluster/agent/*.py", "cluster/image/__init__.py", "cluster/image/node/*.py"),
     *("engine/__init__.py", "engine/runs/__init__.py", "engine/runs/process.py"),
@@ -51,6 +51,7 @@ def take(size):
 os.write(code, take(int(take(10))))
 importlib.import_module(sys.argv.pop(1)).main()
 """.strip()
+_CHOOSE = f'{FIND_PYTHON}find_python "$1" || {{ echo "{OLD_PYTHON}" >&2; exit 1; }}\nshift\nexec "$python" "$@"'
 _AGENT = ("cluster.agent.__main__", "burst-agent")
 _EPITAPH_S = 3.0
 _NOISE_BYTES = 64 << 10  # of a login shell
@@ -94,7 +95,9 @@ class NodeProgram:
         self, connection: Connection, on_bytes: Callable[[], None] = lambda: None, words: Sequence[str] = _AGENT
     ) -> None:
         self._text = node_code()
-        self._process = connection.start(("python3", "-I", "-c", _BOOT, *words))
+        python = connection.host.python
+        choice = ("python3",) if python is None else ("sh", "-c", _CHOOSE, "burst", python)
+        self._process = connection.start((*choice, "-I", "-c", _BOOT, *words))
         self._reader = MessageReader(self._read, MAX_ANSWER_BYTES)
         self._on_bytes, self._silence_s = on_bytes, 0.0
         self._rest = b""  # came with what was read before

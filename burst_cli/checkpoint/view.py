@@ -128,7 +128,7 @@ def on_nodes(run: RunFolder, console: Console) -> Iterator[NodeCheckpoints]:
     from cluster.ssh.hosts import resolve_hosts
     from cluster.ssh.session import SshPool
 
-    hosts = resolve_hosts([node.name for node in plan.nodes], plan.config.cluster.ssh, typed_overrides(run.path))
+    hosts = resolve_hosts([node.name for node in plan.nodes], plan.config.cluster, typed_overrides(run.path))
     with SshPool() as pool:
         with console.status(f"asking {len(hosts)} nodes"):
             answer = ask_nodes(hosts, roots_of(plan), pool.connect)

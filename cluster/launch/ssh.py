@@ -44,7 +44,7 @@ class SshRunner(Runner):
             )
         config = with_absolute_paths(config)
         names = asked.nodes or parse_nodes(named or "", "cluster.nodes").names
-        hosts = resolve_hosts(names, config.cluster.ssh, asked.overrides)
+        hosts = resolve_hosts(names, config.cluster, asked.overrides)
         config = with_shared_checkpoints(config, hosts[0].user)
         archive, place = build_archive(), code_place(config.cluster, hosts[0].user)
         code = code_path(place.root, archive.code_id)

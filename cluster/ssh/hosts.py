@@ -33,7 +33,7 @@ from ClusterShell.NodeSet import RESOLVER_NOGROUP, NodeSet, NodeSetException
 
 from cluster.errors import HostsError
 from cluster.remote_text import one_line
-from engine.config.cluster import SshConfig
+from engine.config.cluster import ClusterConfig, SshConfig
 from engine.config.errors import BurstError
 
 T = TypeVar("T")
@@ -53,6 +53,7 @@ class Host:
     jump: the host to go through. proxy_command: instead of a socket, what a shell runs (OpenSSH's ProxyCommand, its
     %-words filled in). identities_only: of the agent's keys offer those that identity_files name, too.
     agent_socket: of the SSH agent; empty: none. overrides: what was typed, see `node_command`.
+    python: of the node, for what burst itself runs there where python3 is missing or too old; None: there is no other.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Host:
     identities_only: bool = False
     agent_socket: str = ""
     overrides: tuple[str, ...] = ()
+    python: str | None = None
 
     @property
     def way(self) -> tuple[Host, ...]:
@@ -245,15 +247,16 @@ _JUMP = re.compile(r"(?:ssh://)?(?:(?P<user>[^@\s]+)@)?\[?(?P<name>[^@\s\]]+?)\]
 _SHARING = ("-o", "ControlMaster=no", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes")
 
 
-def resolve_hosts(names: Sequence[str], ssh: SshConfig, overrides: Iterable[str] = ()) -> tuple[Host, ...]:
+def resolve_hosts(names: Sequence[str], cluster: ClusterConfig, overrides: Iterable[str] = ()) -> tuple[Host, ...]:
     """The hosts that `names` stand for, in order. Raises HostsError for one that cannot be reached so.
 
     overrides: what was typed, for the commands that errors tell to type.
     One `ssh -G` per name takes 5 ms; a few run at the same time.
     """
-    resolver, typed = Resolver(ssh, _openssh(ssh)), tuple(overrides)
+    resolver, typed = Resolver(cluster.ssh, _openssh(cluster.ssh)), tuple(overrides)
+    python = cluster.python if cluster.container.runtime == "bare" else None  # else it is that of the image
     with ThreadPoolExecutor() as pool:
-        return tuple(pool.map(lambda name: replace(resolver.node(name), overrides=typed), names))
+        return tuple(pool.map(lambda name: replace(resolver.node(name), overrides=typed, python=python), names))
 
 
 @dataclass(frozen=True)

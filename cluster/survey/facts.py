@@ -59,7 +59,7 @@ from cluster.survey.network import (
     read_carriers,
     read_network,
 )
-from cluster.survey.section import NodeProbe, Question, Section, SectionState, UnreadableError
+from cluster.survey.section import FIND_PYTHON, NodeProbe, Question, Section, SectionState, UnreadableError
 from engine.config.cluster import ClusterConfig
 
 ANSWER_BYTES = 4 << 20
@@ -85,7 +85,8 @@ def survey_node(
     deadline = time.monotonic() + timeout_s
     offset_s, error_s = _read_clock(connection, min(timeout_s, _CLOCK_TIMEOUT_S))
     fence = new_fence()
-    script = build_script(questions, fence, settings)
+    given = {} if connection.host.python is None else {"BURST_PYTHON": connection.host.python}
+    script = build_script(questions, fence, {**settings, **given})
     process = connection.start(["sh", "-s"])
     try:
         answer, trouble = _converse(process, script, fence, deadline, timeout_s)
@@ -200,6 +201,16 @@ export PATH
 # outer one then kills the waiting one, and the probe goes on.
 limited() { timeout -s KILL $(($1 + 5)) timeout -k 2 "$1" sh -s; }
 
+# Programs are run by python3; by $BURST_PYTHON where that is missing or too old.
+if [ -n "${BURST_PYTHON:-}" ]; then
+    python3=$(limited 10 <<'END'
+FIND_PYTHON
+find_python "$BURST_PYTHON" && printf %s "$python"
+END
+    )
+    export python3
+fi
+
 # section NAME SECONDS AFTER <<'END' ... END    runs the lines below in a shell of their own, with a time limit.
 late=
 section() {
@@ -210,7 +221,7 @@ section() {
     case $code in 124 | 137 | 143) late="$late $1" ;; esac
     printf '\n%s end %s %s\n' "$fence" "$1" "$code"
 }
-"""
+""".replace("FIND_PYTHON", FIND_PYTHON)
 
 
 def new_fence() -> str:

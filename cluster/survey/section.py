@@ -232,8 +232,21 @@ def python_question(name: str, limit_s: int, program: str) -> Question:
     return program_question(name, limit_s, _HEAD + program)
 
 
+# The head of the probe sets $python3 where another Python than python3 is to answer.
+_RUN = 'python=${python3:-python3}\ncommand -v "$python" >/dev/null || exit 127\n"$python" -I -S - <<\'PYTHON\'\n'
+
+# What burst itself runs on a node, questions and the agent, needs Python 3.9: python3, or that of the configuration.
+FIND_PYTHON = r"""
+find_python() {
+    for python in python3 "$1"; do
+        case $python in "~/"*) python=$HOME/${python#"~/"} ;; esac
+        if "$python" -I -S -c 'import sys; sys.exit(sys.version_info < (3, 9))' 2>/dev/null; then return 0; fi
+    done
+    return 1
+}
+"""
+
+
 def program_question(name: str, limit_s: int, program: str) -> Question:
     """A whole program, ended by a line end, prints the answer."""
-    return Question(
-        name, limit_s, f"command -v python3 >/dev/null || exit 127\npython3 -I -S - <<'PYTHON'\n{program}PYTHON\n"
-    )
+    return Question(name, limit_s, f"{_RUN}{program}PYTHON\n")

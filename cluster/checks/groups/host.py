@@ -28,7 +28,10 @@ SOFTWARE = Question(
     r"""
 python=${BURST_PYTHON:-python3}
 case $python in "~/"*) python=$HOME/${python#"~/"} ;; esac
-command -v "$python" >/dev/null 2>&1 || { echo null; exit 0; }
+python=$(command -v "$python" 2>/dev/null) || { echo null; exit 0; }
+# What ran here is what ranks are started with: behind a wrapper, sys.executable is another program.
+BURST_EXECUTABLE=$python
+export BURST_EXECUTABLE
 # The versions are in the packages' metadata: importing torch would take seconds.
 "$python" - <<'PYTHON' 2>/dev/null
 import json, os, sys
@@ -45,7 +48,7 @@ def tell(name):
 names = (os.environ.get("BURST_MODULES") or "torch").split()
 packages = (one.metadata["Name"] or "" for one in distributions())
 nccl = [name for name in packages if name.lower().replace("_", "-").startswith("nvidia-nccl-cu")]
-told = {"python": "%d.%d.%d" % sys.version_info[:3], "executable": sys.executable}
+told = {"python": "%d.%d.%d" % sys.version_info[:3], "executable": os.environ["BURST_EXECUTABLE"]}
 print(json.dumps(dict(told, modules={name: tell(name) for name in names}, nccl=version(nccl[0]) if nccl else None)))
 PYTHON
 """,
@@ -54,8 +57,11 @@ PYTHON
 
 @dataclass(frozen=True)
 class Software:
-    """The Python of the ranks. modules: version by name, "" if it does not say; None: not installed. nccl: of the
-    package that PyTorch wheels bring."""
+    """The Python of the ranks.
+
+    executable: the command that was run, which may be a wrapper. modules: version by name, "" if it does not say; None:
+    not installed. nccl: of the package that PyTorch wheels bring.
+    """
 
     python: str
     executable: str

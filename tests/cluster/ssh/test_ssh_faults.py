@@ -25,7 +25,7 @@ from cluster.ssh.connection import OUTPUT_BYTES, CommandResult, Deadline
 from cluster.ssh.hosts import Host, Outcome, fan_out, resolve_hosts
 from cluster.ssh.session import SshConnection, SshPool, open_socket, reach
 from cluster.ssh.transport import HostKeys, SshTransport
-from engine.config.cluster import SshConfig
+from engine.config.cluster import ClusterConfig, SshConfig
 
 CONNECT_S = 4.0
 COMMAND_S = 6.0
@@ -62,7 +62,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 def hosts_of(fleet: Fleet, *names: str, connect_timeout_s: float = CONNECT_S) -> tuple[Host, ...]:
     ssh = SshConfig(config_file=str(fleet.config_file), connect_timeout_s=connect_timeout_s)
-    return resolve_hosts(names, ssh)
+    return resolve_hosts(names, ClusterConfig(ssh=ssh))
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from testkit.waiting import wait_for
 from cluster.errors import SshError, SshFailure
 from cluster.ssh.hosts import Host, fan_out, resolve_hosts
 from cluster.ssh.session import SshConnection, SshPool
-from engine.config.cluster import SshConfig
+from engine.config.cluster import ClusterConfig, SshConfig
 
 
 @pytest.fixture(scope="module")
@@ -134,15 +134,15 @@ def test_a_log_in_of_ssh_at_a_gateway_is_shared(server: Server, tmp_path: Path) 
             f"Host node1\n  HostName 127.0.0.1\n  Port {server.host.port}\n  ProxyJump gate\n"
             f"  IdentityFile {server.log.parent}/id\n  UserKnownHostsFile {server.log.parent}/known_hosts\n"
         )
-        ssh = SshConfig(config_file=str(config))
-        (before,) = resolve_hosts(["node1"], ssh)
+        cluster = ClusterConfig(ssh=SshConfig(config_file=str(config)))
+        (before,) = resolve_hosts(["node1"], cluster)
         assert before.jump is not None
         assert before.proxy_command is None
         command = ["ssh", "-F", str(config), "-o", "BatchMode=yes"]
         subprocess.run([*command, "-M", "-N", "-f", "gate"], check=True, stdin=subprocess.DEVNULL)
         try:
             Path(key).unlink()  # whoever has to log in at the gateway anew cannot
-            (host,) = resolve_hosts(["node1"], ssh)
+            (host,) = resolve_hosts(["node1"], cluster)
             with connect(host) as connection:
                 assert connection.run(["echo", "in"]).stdout == b"in\n"
             with SshPool() as pool, pytest.raises(SshError, match="jump host gate: accepts none of our keys"):

@@ -13,7 +13,7 @@ import pytest
 
 from cluster.errors import HostsError
 from cluster.ssh.hosts import Host, resolve_hosts, trust_file
-from engine.config.cluster import SshConfig
+from engine.config.cluster import ClusterConfig, SshConfig
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +27,8 @@ def own_trust_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def resolve(tmp_path: Path, config: str, *names: str, **settings: object) -> list[Host]:
     file = tmp_path / "config"
     file.write_text(config)
-    return list(resolve_hosts(names, SshConfig(config_file=str(file), **settings)))  # type: ignore[arg-type]
+    ssh = SshConfig(config_file=str(file), **settings)  # type: ignore[arg-type]
+    return list(resolve_hosts(names, ClusterConfig(ssh=ssh)))
 
 
 def test_everything_that_openssh_says_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,27 +142,27 @@ def test_a_broken_configuration_is_quoted_with_its_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("setting", ["config_file", "identity_file"])
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, setting: str) -> None:
     with pytest.raises(HostsError, match=f"cluster.ssh.{setting}=.*no such file"):
-        resolve_hosts(["n1"], SshConfig(**{setting: str(tmp_path / "none")}))
+        resolve_hosts(["n1"], ClusterConfig(ssh=SshConfig(**{setting: str(tmp_path / "none")})))
 
 
 def test_names_never_become_options_of_ssh(tmp_path: Path) -> None:
     proof = tmp_path / "executed"
     for name in (f"-oProxyCommand=touch {proof}", f"$(touch {proof})", f"`touch {proof}`"):
         with pytest.raises(HostsError, match="no host name"):
-            resolve_hosts(["ok", name], SshConfig())
+            resolve_hosts(["ok", name], ClusterConfig())
     assert not proof.exists()
 
 
 def test_without_openssh_nobody_knows_how_a_node_is_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(HostsError, match="openssh-client"):
-        resolve_hosts(["node1"], SshConfig())
+        resolve_hosts(["node1"], ClusterConfig())
 
 
 def test_commands_for_a_node_say_how_it_is_reached(tmp_path: Path) -> None:
     (tmp_path / "config").write_text("")
     typed = ["cluster=lab", "train.steps=3", "cluster.ssh.user=o'neil", "cluster.nodes=n[1-9]"]
-    (host,) = resolve_hosts(["n1"], SshConfig(config_file=str(tmp_path / "config")), typed)
+    (host,) = resolve_hosts(["n1"], ClusterConfig(ssh=SshConfig(config_file=str(tmp_path / "config"))), typed)
     words = ["burst", "hosts", "trust", "cluster=lab", "cluster.ssh.user=o'neil", "--hosts", "n1"]
     assert shlex.split(host.command("hosts", "trust")) == words
     assert Host("n", "a") == Host("n", "a", 22, "root", "", (), (), (), None, None, 10.0, False, "", ())
