@@ -96,7 +96,8 @@ class SshPool:
     def _greet(self, host: Host, deadline: Deadline) -> SshTransport:
         """A transport whose server has proven the key that it shows. One that drops us at its door is asked again."""
         for attempt in itertools.count(1):
-            transport = SshTransport(self._open(host, deadline))
+            sock = self._open(host, deadline)
+            transport = SshTransport(sock)
             try:
                 transport.shake_hands(host, self._known_keys(host), deadline)
                 break
@@ -105,6 +106,9 @@ class SshPool:
                 wait_s = _PAUSE_S * 2**attempt * random.uniform(0.5, 1.5)
                 was_dropped = isinstance(error, SshError) and error.kind is SshFailure.PROTOCOL
                 if not was_dropped or attempt == _ATTEMPTS or 3 * wait_s >= deadline.left_s:
+                    if isinstance(sock, CommandSocket) and isinstance(error, SshError) and (said := sock.complaints()):
+                        text = f"{error.detail}; the ProxyCommand says: {said}"
+                        raise SshError(host.name, error.kind, text, error.remedy) from error
                     raise
             time.sleep(wait_s)
         return transport
@@ -149,7 +153,10 @@ class SshPool:
 
 
 class CommandSocket(socket.socket):
-    """What a ProxyCommand reads and writes. Closing it ends the command with all that it started."""
+    """What a ProxyCommand reads and writes. Closing it ends the command with all that it started.
+
+    Its stderr is read to its end in bounded memory, for errors alone: a proxy says there why there is no way.
+    """
 
     def __init__(self, command: str) -> None:
         ours, theirs = socket.socketpair()
@@ -159,9 +166,16 @@ class CommandSocket(socket.socket):
                 ["/bin/sh", "-c", f"exec {command}"],
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
-                stderr=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
                 start_new_session=True,
             )
+        self._complaints = b""
+        self._drain = begin(self._read_stderr)
+
+    def complaints(self) -> str:
+        """The end of what it wrote to stderr, in one line; the command is over or about to end."""
+        futures.wait([self._drain], _LAST_WORDS_S)
+        return one_line(self._complaints, _COMPLAINT_BYTES)
 
     def close(self) -> None:
         """Close our end, and end the command."""
@@ -170,6 +184,12 @@ class CommandSocket(socket.socket):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+
+    def _read_stderr(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as stream:
+            while data := os.read(stream.fileno(), _WRITE_BYTES):
+                self._complaints = (self._complaints + data)[-_COMPLAINT_BYTES:]
 
 
 def open_socket(host: Host, deadline: Deadline) -> socket.socket:
@@ -203,6 +223,7 @@ def reach(host: Host, addresses: Sequence[tuple[Any, ...]], deadline: Deadline) 
 _WRITE_BYTES = 32_768
 _STDERR_BYTES = 1 << 20
 _LAST_WORDS_S = 1.0
+_COMPLAINT_BYTES = 300
 _BROKEN = (OSError, EOFError, paramiko.SSHException)
 
 

@@ -109,6 +109,14 @@ def test_a_proxy_command_that_ends_is_to_be_tried_by_hand(server: Server) -> Non
     assert "does plain `ssh` reach it?" in str(caught.value)
 
 
+def test_proxy_command_that_fails_is_quoted(server: Server) -> None:
+    command = "sh -c 'yes debug | head -n 100000 >&2; printf \"\\033[31mgateway: account expired\\n\" >&2; exit 3'"
+    with pytest.raises(SshError, match=r"the ProxyCommand says: .*gateway: account expired") as caught:
+        connect(replace(server.host, proxy_command=command)).close()
+    assert len(str(caught.value)) < 1000, "a flood is cut"
+    assert "\033" not in str(caught.value), "escape sequences are taken out"
+
+
 def test_a_proxy_command_that_hangs_ends_with_the_deadline(server: Server) -> None:
     silent = f"tail -n 0 -f {server.log.parent}/known_hosts"
     with at_most(20), pytest.raises(SshError, match="stays silent"):
