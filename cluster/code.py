@@ -207,14 +207,19 @@ def upload_code(
     place: CodePlace,
     connect: Connect,
     folders: Mapping[str, Sequence[str]] = {},
+    private: Sequence[str] = (),
 ) -> None:
-    """Raises CodeError with all nodes that do not have it now. folders: more of them to be made, by node."""
+    """Raises CodeError with all nodes that do not have it now.
+
+    folders: more of them to be made, by node. private: those of all nodes that must be this user's alone.
+    """
     question = {
         "root": place.root,
         "code_id": archive.code_id,
         "nonce": secrets.token_hex(8),
         "keep": KEEP,
         "age_s": _SHARED_AGE_S if place.is_shared else _DAY_S,
+        "private": list(private),
     }
 
     def on_all(hosts: Sequence[Host], data: bytes) -> None:

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pwd
 import re
+import shlex
 import stat
 import time
 from typing import Any
 
+from cluster.agent.folder import make_folder
 from cluster.agent.messages import code_id_of, code_path, write_all
 from cluster.agent.processes import all_pids, read_environ
 
 _OURS = re.compile(r"[0-9a-f]{64}\.zip(\.part-.*)?")
 _OTHERS = 0o022  # group and others may write
+_NAME_PREFIX = ".burst"  # of folders that nobody but burst makes
 
 
 def check_code(path: str, code_id: str) -> str:
@@ -27,10 +31,11 @@ def check_code(path: str, code_id: str) -> str:
         if not stat.S_ISREG(found.st_mode):
             return f"{path} is no plain file"
         if found.st_uid != os.getuid() or found.st_mode & _OTHERS:
-            return f"{path} belongs to somebody else, or others may write there"
-        stranger = _replaceable_above(path)
-        if stranger:
-            return stranger
+            return f"{path} belongs to {_describe(found)}: another user could have written it"
+        folder = os.path.dirname(path)
+        distrust = _distrust(folder, own=True) or _distrust(os.path.dirname(folder))
+        if distrust:
+            return distrust
         with open(path, "rb") as file:
             return "good" if code_id_of(file.read()) == code_id else f"{path} was changed or is incomplete"
     except FileNotFoundError:
@@ -39,15 +44,43 @@ def check_code(path: str, code_id: str) -> str:
         return f"{path}: {error.strerror}"
 
 
-def _replaceable_above(path: str) -> str:
-    """Which of the two folders above `path` lets another user exchange what we have put there; "": neither."""
-    for _ in range(2):
-        path = os.path.dirname(path)
-        found = os.stat(path)
-        others_write = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
-        if found.st_uid not in (os.getuid(), 0) or others_write:
-            return f"{path} belongs to somebody else, or others may put another folder there"
+def _distrust(folder: str, *, own: bool = False) -> str:
+    """Why another user could exchange what is in `folder`; "" when none could. own: it must be this user's, not root's.
+
+    In a folder with the sticky bit everybody may make files, and exchange none of another user.
+    """
+    found = os.stat(folder)
+    if found.st_uid != os.getuid() and (own or found.st_uid != 0):
+        return f"{folder} belongs to {_describe(found)}; use another folder, or have it removed by its owner"
+    if found.st_mode & _OTHERS and (own or not found.st_mode & stat.S_ISVTX):
+        text = f"{folder} belongs to {_describe(found)}: other users could exchange what is in it"
+        return f"{text}; run `chmod go-w {shlex.quote(folder)}` on the node"
     return ""
+
+
+def _describe(found: os.stat_result) -> str:
+    """The owner and the mode of a file, as `ls` shows them."""
+    try:
+        owner = pwd.getpwuid(found.st_uid).pw_name
+    except KeyError:
+        owner = f"user {found.st_uid}"
+    return f"{owner} and has mode {stat.S_IMODE(found.st_mode):04o}"
+
+
+def make_private(folder: str) -> None:
+    """Make `folder`, which burst has named, for this user alone; one that is there and ours is made so.
+
+    Raises InstallError where it, or the one above, is another user's, OSError.
+    """
+    make_folder(folder)
+    for path in (os.path.dirname(folder), folder):
+        found = os.stat(path)
+        is_ours = found.st_uid == os.getuid() and os.path.basename(path).startswith(_NAME_PREFIX)
+        if found.st_mode & _OTHERS and (is_ours or (path == folder and found.st_uid == os.getuid())):
+            os.chmod(path, 0o700)  # made with the umask, which lets a group write
+        distrust = _distrust(path, own=path == folder)
+        if distrust:
+            raise InstallError(distrust)
 
 
 def expand(path: str, home: str) -> str:
@@ -64,13 +97,8 @@ def install(root: str, code_id: str, archive: bytes, nonce: str) -> None:
 
     Raises InstallError where another user could change the folder of all code, OSError.
     """
-    os.makedirs(root, 0o700, exist_ok=True)
-    found, target = os.stat(root), code_path(root, code_id)
-    if found.st_uid != os.getuid() or found.st_mode & _OTHERS:
-        raise InstallError(f"{root} belongs to somebody else, or others may write there")
-    stranger = _replaceable_above(target)
-    if stranger:
-        raise InstallError(stranger)
+    make_private(root)
+    target = code_path(root, code_id)
     if check_code(target, code_id) == "good":
         os.utime(target, None)
         return
@@ -107,7 +135,9 @@ def install_code(question: dict[str, Any], archive: bytes) -> dict[str, Any]:
     root, code_id = expand(str(question["root"]), home), str(question["code_id"])
     try:
         for folder in question["folders"]:
-            os.makedirs(expand(str(folder), home), 0o700, exist_ok=True)
+            make_folder(expand(str(folder), home))
+        for folder in question["private"]:
+            make_private(expand(str(folder), home))
         if archive:
             install(root, code_id, archive, str(question["nonce"]))
             prune(root, int(question["keep"]), float(question["age_s"]), time.time())

@@ -55,7 +55,7 @@ class SshRunner(Runner):
         def prepare(plan: LaunchPlan) -> None:
             folders = {node.name: node_folders(plan.config, node.offer.home) for node in nodes}
             with SshPool() as pool, asked.busy(f"code of the ranks to {len(hosts)} nodes"):
-                upload_code(hosts, archive, place, pool.connect, folders)
+                upload_code(hosts, archive, place, pool.connect, folders, own_folders(plan.config, hosts[0].user))
 
         return Survey(
             config,
@@ -191,6 +191,12 @@ def _own_file(path: str | None) -> str | None:
 
 def _absolute(path: str) -> str:
     return path if not path or path.startswith(("/", "~")) else str(Path.cwd() / path)
+
+
+def own_folders(config: RunConfig, user: str) -> tuple[str, ...]:
+    """Folders that burst itself has named where others may write: who can write there could exchange checkpoints."""
+    shared, folder = config.cluster.shared_folder, config.train.checkpoint.folder
+    return (folder,) if folder and shared and folder == shared_place(shared, user, "checkpoints") else ()
 
 
 def with_shared_checkpoints(config: RunConfig, user: str) -> RunConfig:

@@ -3,9 +3,12 @@
 set -eu
 node=$1 folder=$2 disk=$3
 hostname "$node"
-for file in hosts hostname passwd shadow resolv.conf; do
-    if [ -e "/etc/$file" ]; then mount --bind "$folder/etc/$file" "/etc/$file"; fi
-done
+# The whole of /etc, with the node's own files in it. A mount on one file would be gone as soon as a package replaces that
+# file on this machine: the kernel takes a mount away, in every namespace, with the name that it is on. Where the folder
+# is on an overlay itself, a second one cannot be written to.
+mkdir -p "$folder/etc.work"
+(cd "$folder" && mount -t overlay overlay -o lowerdir=/etc,upperdir=etc,workdir=etc.work /etc 2>/dev/null) ||
+    (cd "$folder" && mount -t overlay overlay -o lowerdir=etc:/etc /etc)
 # A copy of another namespace's mount would keep that namespace alive after its end.
 umount -l /run/netns 2>/dev/null || :
 # The /sys of this network namespace, with the control groups put back: a fresh /sys lacks them and Docker needs them.

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -148,17 +148,17 @@ def test_a_place_in_which_others_could_change_or_exchange_the_code_is_refused(
 ) -> None:
     upload(archive, place)
     root, code = Path(place.root), code_path(place.root, archive.code_id)
-    for folder, text in ((root, "or others may write there"), (root.parent, "or others may put another folder there")):
-        folder.chmod(0o777)
-        with pytest.raises(CodeError, match=f"n1: cannot lay .*: {folder} belongs to somebody else, {text}"):
-            upload(archive, place)
-        assert check_code(code, archive.code_id) != "good"
-        folder.chmod(0o700)
+    root.parent.chmod(0o777)
+    with pytest.raises(
+        CodeError, match=f"n1: .*{root.parent} belongs to root and has mode 0777: .*chmod go-w {root.parent}"
+    ):
+        upload(archive, place)
+    assert check_code(code, archive.code_id) != "good"
     root.parent.chmod(0o1777)
     root.parent.parent.chmod(0o777)  # what is further above is no matter
     assert check_code(code, archive.code_id) == "good"
     os.chown(root.parent, 1, 1)
-    assert check_code(code, archive.code_id) == f"{root.parent} belongs to somebody else, {text}"
+    assert f"{root.parent} belongs to daemon and has mode 1777" in check_code(code, archive.code_id)
     os.chown(root.parent, 0, 0)
     Path(code).unlink()
     Path(code).mkdir()
@@ -191,7 +191,13 @@ def test_old_code_goes_and_what_is_new_or_in_use_stays(tmp_path: Path) -> None:
         try:
             environ = Path(f"/proc/{user.pid}/environ")  # empty while the kernel still loads the program
             wait_for(lambda: str(tmp_path).encode() in environ.read_bytes())
-            question = {"root": str(tmp_path), "code_id": code_id_of(b"new"), "folders": [], "nonce": "n"}
+            question = {
+                "root": str(tmp_path),
+                "code_id": code_id_of(b"new"),
+                "folders": [],
+                "private": [],
+                "nonce": "n",
+            }
             assert install_code({**question, "keep": 6, "age_s": day}, b"new") == {"state": "good"}
         finally:
             user.kill()
@@ -214,6 +220,43 @@ def test_a_shared_folder_gets_it_once_and_one_that_is_not_shared_is_found_out(
 
     with pytest.raises(CodeError, match="n2: ~/code on it does not hold the code that the first node wrote"):
         upload_code(hosts(2), archive, CodePlace("~/code", is_shared=True), own_home)
+
+
+@pytest.fixture
+def group_umask() -> Iterator[None]:
+    """The umask of systems that give every user a group of its own."""
+    before = os.umask(0o002)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("group_umask")
+def test_folders_of_shared_code_are_for_their_user_alone_whatever_the_umask(
+    archive: CodeArchive, tmp_path: Path
+) -> None:
+    place = code_place(ClusterConfig(shared_folder=str(tmp_path)), "me")
+    upload(archive, place)
+    modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in (".burst-me", ".burst-me/code")}
+    assert modes == {".burst-me": 0o700, ".burst-me/code": 0o700}
+
+
+def test_shared_folder_of_ours_that_a_group_may_write_is_made_private(archive: CodeArchive, tmp_path: Path) -> None:
+    (tmp_path / ".burst-me/code").mkdir(parents=True)
+    (tmp_path / ".burst-me").chmod(0o775)
+    upload(archive, code_place(ClusterConfig(shared_folder=str(tmp_path)), "me"))
+    assert (tmp_path / ".burst-me").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("name", [".burst-me/checkpoints", ".burst-me"])
+def test_folder_for_checkpoints_that_is_another_users_is_refused(
+    archive: CodeArchive, place: CodePlace, tmp_path: Path, name: str
+) -> None:
+    wanted = tmp_path / ".burst-me/checkpoints"
+    wanted.mkdir(parents=True)
+    (tmp_path / name).chmod(0o777)
+    os.chown(tmp_path / name, 1, 1)
+    with pytest.raises(CodeError, match=f"n1: .*{tmp_path / name} belongs to daemon and has mode 0777"):
+        upload_code(hosts(), archive, place, connect, private=[str(wanted)])
 
 
 def test_folders_for_containers_are_made_first(archive: CodeArchive, place: CodePlace, tmp_path: Path) -> None:

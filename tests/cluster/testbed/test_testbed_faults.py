@@ -80,7 +80,7 @@ def test_a_session_sees_fake_hardware_with_its_faults_until_they_are_taken_back(
     def seen(name: str = node) -> list[bool]:
         told = shell(testbed, name, LOOK)
         # What has no fake is the node's own.
-        common = ("mlx5_0", " /etc/hosts ", "rail0:", "Max locked memory         unlimited            unlim")
+        common = ("mlx5_0", " /etc overlay ", "rail0:", "Max locked memory         unlimited            unlim")
         assert [word for word in common if word not in told] == []
         changed = ("Unable to determine the device handle", "535.104.05", "nvidia_peermem", "GPU 7: ")
         return [word in told for word in changed]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -20,6 +21,7 @@ from testkit.machine_clock import at_most
 from testkit.testbed_fixture import next_name, owner_of, remove_abandoned
 from testkit.waiting import wait_for
 
+from cluster.testbed import plan
 from cluster.testbed.build import build_plan, open_testbed, up
 from cluster.testbed.machine import TestbedError, run_command
 from cluster.testbed.spec import TestbedSpec
@@ -55,6 +57,32 @@ def test_a_node_has_a_name_links_a_home_and_a_python_of_its_own(testbed4):
     assert run_on(testbed4, first, "sh", "-c", "rm ~/mine; ls ~") == ""
     assert run_on(testbed4, first, "python3", "-c", "import sys; print(sys.prefix)") == sys.prefix
     assert run_on(testbed4, first, "getent", "hosts", last).split() == [testbed4.node(last).address, last]
+
+
+# As `useradd` does it: a new file takes the name of the old one, which takes away what is mounted there anywhere. The
+# /etc in question is a copy: testbeds that stand on this machine are left alone.
+_ADD_USER = """
+mount --bind "$1/machine" /etc
+mkfifo "$1/held" "$1/added"
+unshare --mount sh -ec 'sh "$2" n1 "$1/node" ""; echo yes >"$1/held"; read -r _ <"$1/added"; cat /etc/passwd' - "$@" &
+read -r _ <"$1/held"
+{ cat /etc/passwd; echo added:x:999:999::/:/bin/false; } >/etc/passwd.new
+mv /etc/passwd.new /etc/passwd
+echo yes >"$1/added"
+wait
+"""
+
+
+def test_node_keeps_its_users_when_packages_add_some_to_the_machine(testbed_machine: None, tmp_path: Path) -> None:
+    shutil.copytree("/etc", tmp_path / "machine", symlinks=True)
+    (tmp_path / "node/etc").mkdir(parents=True)
+    for name in ("hosts", "hostname", "shadow", "resolv.conf"):
+        (tmp_path / "node/etc" / name).touch()
+    (tmp_path / "node/etc/passwd").write_text("root:x:0:0:root:/home/of/node:/bin/sh\n")
+    hold = Path(plan.__file__).with_name("hold.sh")
+    command = ["unshare", "--mount", "--uts", "--net", "sh", "-ec", _ADD_USER, "-", str(tmp_path), str(hold)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "root:x:0:0:root:/home/of/node:/bin/sh\n", done.stderr
 
 
 def test_openssh_reaches_a_node_by_its_key_alone_and_nothing_listens_on_this_machine(testbed4):
