@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import json
 import os
+import pwd
 import signal
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from cluster.agent.folder import (
     LEAD_LOGS,
@@ -250,7 +252,10 @@ def _put_aside(files: NodeFiles, *, is_lead: bool) -> None:
 
 
 def lock_folder(base: str = "/tmp") -> str:
-    """Where this user's runs lock nodes: not in a home, which nodes may share, for the lock is of the machine."""
+    """Where this user's runs lock nodes: not in a home, which nodes may share, for the lock is of the machine.
+
+    Others can read there, and nobody else can write: so users see each other's runs, see `held_locks`.
+    """
     return os.path.join(base, f"burst-{os.geteuid()}")
 
 
@@ -258,13 +263,60 @@ def node_lock_path(node: str, base: str = "/tmp") -> str:
     """The file that this user's runs lock on node `node`; its folder is made. Raises RefusedError, OSError."""
     folder = lock_folder(base)
     with contextlib.suppress(FileExistsError):
-        os.mkdir(folder, 0o700)
+        os.mkdir(folder, 0o755)
     status = os.lstat(folder)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise RefusedError("folder", f"{folder} is not a folder of this user; its owner or root must remove it")
-    if stat.S_IMODE(status.st_mode) & 0o077:
-        os.chmod(folder, 0o700)
+    if stat.S_IMODE(status.st_mode) != 0o755:
+        os.chmod(folder, 0o755)
     return os.path.join(folder, safe_name(node) + ".lock")
+
+
+class HeldLock(NamedTuple):
+    """A lock that a living process holds. name: of its file, without the ending. uid: of the user whose run it is."""
+
+    name: str
+    run_id: str
+    uid: int
+
+
+def held_locks(base: str = "/tmp") -> Iterator[HeldLock]:
+    """The nodes that runs of all users hold on this machine.
+
+    Held is what the kernel's table says: taking a lock to find out could get in somebody's way. Believed is only what
+    lies in a folder of the user whose number it has, so that nobody can lock a node in another one's name.
+    """
+    try:
+        with open("/proc/locks") as file:
+            inodes = {line.split()[-3].split(":")[-1] for line in file if line.split()[1] == "FLOCK"}
+    except OSError:
+        return
+    for folder in glob.glob(os.path.join(glob.escape(base), "burst-[0-9]*")):
+        with contextlib.suppress(OSError):
+            status = os.lstat(folder)
+            if not stat.S_ISDIR(status.st_mode) or os.path.basename(folder) != f"burst-{status.st_uid}":
+                continue
+            for entry in os.scandir(folder):
+                found = entry.stat(follow_symlinks=False)
+                is_lock = entry.name.endswith(".lock") and stat.S_ISREG(found.st_mode)
+                if is_lock and found.st_uid == status.st_uid and str(found.st_ino) in inodes:
+                    yield HeldLock(entry.name[:-5], holder(entry.path).get("run_id", "?"), status.st_uid)
+
+
+def user_name(uid: int) -> str:
+    """The name of a user, for people."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"user {uid}"
+
+
+def _refuse_other_users(node: str) -> None:
+    """Raise RefusedError while a run of another user holds `node`. Two that start at once may both be refused."""
+    for lock in held_locks():
+        if lock.name == safe_name(node) and lock.uid != os.geteuid():
+            who = f"run {lock.run_id} of {user_name(lock.uid)} holds this node"
+            raise RefusedError("busy", f"{who}; wait for its end, or use other nodes")
 
 
 def _take_locks(spec: Spec) -> Iterator[Lock]:
@@ -274,7 +326,10 @@ def _take_locks(spec: Spec) -> Iterator[Lock]:
     """
     files = NodeFiles(spec.folder, spec.node)
     if spec.exclusive:
-        yield _take(node_lock_path(spec.node), spec)
+        path = node_lock_path(spec.node)
+        yield _take(path, spec)
+        os.chmod(path, 0o644)  # other users of the node read there who holds it
+        _refuse_other_users(spec.node)
     make_folder(files.state_dir)
     make_folder(files.log_dir)
     if os.stat(files.folder).st_uid not in (os.geteuid(), 0):

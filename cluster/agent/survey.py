@@ -14,8 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.agent.code import expand
-from cluster.agent.folder import holder
-from cluster.agent.start import lock_folder
+from cluster.agent.start import held_locks, user_name
 from engine.runs.process import usable_bytes
 
 _HASH_S = 10.0
@@ -84,17 +83,13 @@ def find_port(wanted: int | None) -> int:
 
 
 def find_locks() -> dict[str, str]:
-    """Which runs hold which nodes of this user, by the name of the lock's file: a machine may have several names.
+    """Which runs hold which nodes, by the name of the lock's file: a machine may have several names.
 
-    Held is what the kernel's table says: taking a lock to find out could get in somebody's way.
+    Of another user it is `RUN of USER`; a run of this user counts first.
     """
     held: dict[str, str] = {}
-    with contextlib.suppress(OSError):
-        with open("/proc/locks") as file:
-            inodes = {line.split()[-3].split(":")[-1] for line in file if line.split()[1] == "FLOCK"}
-        for entry in os.scandir(lock_folder()):
-            if entry.name.endswith(".lock") and str(entry.inode()) in inodes:
-                held[entry.name[:-5]] = holder(entry.path).get("run_id", "?")
+    for lock in sorted(held_locks(), key=lambda lock: lock.uid == os.geteuid()):
+        held[lock.name] = lock.run_id if lock.uid == os.geteuid() else f"{lock.run_id} of {user_name(lock.uid)}"
     return held
 
 

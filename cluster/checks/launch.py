@@ -243,7 +243,9 @@ def check_holder(check: Check, facts: NodeFacts) -> list[Finding]:
     run_id = read_offer(facts).locks.get(safe_name(facts.node))
     if run_id is None:
         return [check.ok("no run holds it")]
-    remedy = f"wait for its end, end it with `burst cancel {run_id}`, or take others"
+    is_ours = " of " not in run_id  # a run id has no blanks
+    end = f"end it with `burst cancel {run_id}`" if is_ours else "ask its user"
+    remedy = f"wait for its end, {end}, or take others"
     return [check.fail(f"run {run_id} holds it", remedy)]
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from cluster.agent.folder import NodeFiles, make_folder, stamp_of, take_lock, wr
 from cluster.agent.messages import parse_spec
 from cluster.agent.start import RefusedError, node_lock_path, start, sweep
 from cluster.agent.supervisor import Supervisor
+from cluster.agent.survey import find_locks
 
 
 def test_run_that_completes_leaves_a_truthful_outcome_and_a_lock_left_behind_is_no_obstacle(rig: Rig) -> None:
@@ -235,11 +239,54 @@ def test_of_many_that_start_at_once_one_wins(tmp_path: Path) -> None:
             assert sweep(str(rig.folder / "alpha"), node, rig.run_id) == []
 
 
+@contextlib.contextmanager
+def run_of_another_user(node: str, *, owner: int = 1) -> Iterator[None]:
+    """A lock on `node` in the folder of user 1 (daemon), held by a process; owner: of the file."""
+    folder = Path("/tmp/burst-1")
+    folder.mkdir(mode=0o755, exist_ok=True)
+    os.chown(folder, 1, 1)
+    path = folder / f"{node}.lock"
+    path.write_text('{"run_id": "20260101-000000-abcdef", "pid": 7, "since": "now"}')
+    os.chown(path, owner, owner)
+    try:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+    finally:
+        path.unlink()
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def test_node_that_a_run_of_another_user_holds_is_refused(rig: Rig) -> None:
+    with run_of_another_user(rig.name()):
+        refused = start(rig.spec())["refused"]
+    assert refused["kind"] == "busy"
+    assert "run 20260101-000000-abcdef of daemon holds this node" in refused["text"]
+
+
+def test_run_of_another_user_is_seen_before_a_launch(rig: Rig) -> None:
+    with run_of_another_user(rig.name()):
+        assert find_locks()[rig.name()] == "20260101-000000-abcdef of daemon"
+    assert rig.name() not in find_locks()
+
+
+def test_lock_that_somebody_put_into_the_folder_of_another_user_is_not_believed(rig: Rig) -> None:
+    with run_of_another_user(rig.name(), owner=2):
+        assert rig.name() not in find_locks()
+
+
+def test_other_users_can_read_who_holds_a_node(rig: Rig) -> None:
+    rig.start()
+    path = Path(node_lock_path(rig.name()))
+    assert [path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777] == [0o644, 0o755]
+
+
 def test_lock_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / f"burst-{os.geteuid()}"
     for _ in range(2):  # as it is made, and as it is found
         assert node_lock_path("a/b", str(tmp_path)) == f"{folder}/a_b.lock"
-        assert folder.stat().st_mode & 0o777 == 0o700
+        assert folder.stat().st_mode & 0o777 == 0o755
         folder.chmod(0o777)
     os.chown(folder, 1, 1)
     with pytest.raises(RefusedError, match="not a folder of this user"):
