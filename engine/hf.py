@@ -6,14 +6,16 @@
     parallel.sum_gradients(model.parameters())
 
 The model computes its rows as ever and reaches us through `transformers.AttentionInterface`. What a call needs to know
-travels with it as the keyword argument `sequence`, which transformers' models hand on to their attention; so nothing
-is kept in the model, and a call without it is refused. Every feature of transformers that this attention does not have
-is refused by name: none is ignored. See docs/library.md.
+travels with it as the keyword argument `sequence`, which transformers' models pass on to their attention; so no state
+is kept in the model, and a call without it is refused. A call that lost another argument of `shard_inputs` on its way
+is refused by forward pre-hooks, and a model that is not enabled by the `attention_mask` (`ShardMask`). Every feature of
+transformers that this attention does not have is refused by name: none is ignored. See docs/library.md.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -39,15 +41,47 @@ _HARMLESS = frozenset(
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
+# What may be done to a `ShardMask` on its way to attention: move it, copy it, look at its shape.
+_CARRIES = frozenset(
+    {"__get__", "__set__", "__len__", "__repr__", "__deepcopy__", "__reduce_ex__", "size", "dim", "is_floating_point"}
+    | {"to", "cpu", "cuda", "pin_memory", "detach", "clone", "contiguous", "expand", "view"}
+    | {"stride", "storage_offset", "untyped_storage", "is_conj", "is_neg", "_is_view"}  # torch.compile looks at these
+)
+
+
 class ModelSequence:
-    """What one call of a model tells its attention: the context, and the window of every layer by the model's config.
+    """What one call of a model passes to its attention.
+
+    context        plans of attention over the whole sequences
+    windows        sliding window of every layer in tokens by the model's config; None: none
+    position_ids   [1, T] of this rank's rows in their documents
 
     A plain class: wrappers of models copy the dataclasses that they find among the arguments.
     """
 
-    def __init__(self, context: SequenceContext, windows: tuple[int | None, ...]) -> None:
+    def __init__(self, context: SequenceContext, windows: tuple[int | None, ...], position_ids: Tensor) -> None:
         self.context = context
         self.windows = windows
+        self.position_ids = position_ids
+
+
+class ShardMask(Tensor):
+    """The `attention_mask` [B, T] of `shard_inputs`: all ones, and readable by context-parallel attention alone.
+
+    Every stock attention of transformers reads its mask, and would compute a wrong loss from a shard without an error:
+    a model that was never enabled, was reloaded, or was switched back.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.__name__ not in _CARRIES:
+            raise ValueError(
+                "inputs of InputSharder.shard_inputs are one rank's rows, but went into a model without context "
+                "parallelism: call enable_context_parallel on it, or give it whole sequences"
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})
 
 
 class InputSharder:
@@ -94,12 +128,14 @@ class InputSharder:
             raise ValueError(f"shard_inputs: got input_ids {tuple(input_ids.shape)}{given}; expected [batch, seq_len]")
         batch, seq_len = input_ids.shape
         context = self.context(seq_len, documents)
-        positions = _document_positions(context, documents).expand(batch, -1)
+        rows = _document_positions(context, documents)
+        positions = rows.expand(batch, -1)
         inputs: dict[str, Any] = {
             "input_ids": context.shard(input_ids),
+            "attention_mask": torch.ones_like(positions, dtype=torch.bool).as_subclass(ShardMask),
             "position_ids": positions,
             "use_cache": False,
-            "sequence": ModelSequence(context, self._windows),
+            "sequence": ModelSequence(context, self._windows, rows),
         }
         if labels is not None:
             shifted = shift_labels(labels, documents)
@@ -147,6 +183,9 @@ def enable_context_parallel(
     transformers.AttentionInterface.register(IMPLEMENTATION, attention_forward)
     transformers.AttentionMaskInterface.register(IMPLEMENTATION, refuse_masks)
     model.set_attn_implementation(IMPLEMENTATION)
+    for module, check in ((model, check_loss_arguments), (model.base_model, check_positions)):
+        if check not in module._forward_pre_hooks.values():  # else enabling it again would add another one
+            module.register_forward_pre_hook(check, with_kwargs=True)  # type: ignore[arg-type]
     return InputSharder(parallel, mask, windows)
 
 
@@ -158,6 +197,36 @@ def shift_labels(labels: Tensor, documents: Sequence[int] = ()) -> Tensor:
         if start > 0:
             shifted[:, start - 1] = IGNORE_INDEX
     return shifted
+
+
+def check_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a decoder: with a `sequence`, ValueError unless it gets the position ids of its rows."""
+    sequence = kwargs.get("sequence")
+    if sequence is None:
+        return
+    rows, given = sequence.position_ids, _arguments(module, args, kwargs).get("position_ids")
+    if given is None or given.shape[-1:] != rows.shape[-1:] or not torch.equal(given, rows.expand_as(given)):
+        raise ValueError(
+            f"{type(module).__name__}: got {'no' if given is None else 'other'} position_ids, expected those of "
+            "InputSharder.shard_inputs: the rows of a rank are not consecutive. What wraps the model must pass them on"
+        )
+
+
+def check_loss_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of a model: with a `sequence` and labels, ValueError unless the loss is this rank's share."""
+    if kwargs.get("sequence") is None or _arguments(module, args, kwargs).get("labels") is None:
+        return
+    missing = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
+    if missing:
+        raise ValueError(
+            f"{type(module).__name__}: got labels without {' and '.join(missing)} of InputSharder.shard_inputs, so its "
+            "loss would not be this rank's share of the mean over all labels. What wraps the model must pass them on"
+        )
+
+
+def _arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a call by name."""
+    return {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
 
 
 def attention_forward(
@@ -204,7 +273,7 @@ def refuse_masks(
     from a divided one; documents are given to `shard_inputs`.
     """
     problems = []
-    if attention_mask is not None and not bool(attention_mask.all()):
+    if not (attention_mask is None or isinstance(attention_mask, ShardMask) or bool(attention_mask.all())):
         problems.append("attention_mask hides tokens; pad on the right with labels -100 and give no attention_mask")
     if use_vmap:
         problems.append("the model changes its causal mask by a function of its own")
@@ -265,6 +334,11 @@ def _sequence_problems(model: Any) -> Iterator[str]:
     mixing = sorted({type(part).__name__ for part in model.modules() if isinstance(part, (nn.Conv1d, nn.RNNBase))})
     if mixing:
         yield f"has {', '.join(mixing)} modules, which mix neighbouring tokens of one rank"
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Embedding) and part.padding_idx is not None and "position" in name.rpartition(".")[2]:
+            yield f"its position table {name} has a padding_idx: positions would not begin at {part.padding_idx + 1}"
+    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        yield f"its {type(model.base_model).__name__} takes no position_ids, and a rank's rows are not consecutive"
     varying = sorted({"dynamic", "longrope"} & set(_rope_types(getattr(config, "rope_parameters", None))))
     if varying:
         yield f"its rope_type {varying[0]} depends on the longest position, which differs from rank to rank"

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from engine.attention.context import AttentionGroup, SequenceContext, build_context, open_transport
 from engine.attention.kernels import KernelChoice, settle_kernel
@@ -250,13 +251,29 @@ class ContextParallel:
         return build_context(group, layers, padded_length(seq_len, self.size), self)
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Adds up every `.grad` over the ranks that share a sequence, in place; all of them must call it.
+        """Add up every `.grad` over the ranks that share a sequence, in place. Collective over the group.
 
-        For small models whose parameters every rank holds. With DDP or FSDP, which reduce gradients themselves, see
-        docs/library.md.
+        A parameter without a gradient on this rank (an expert that none of its tokens chose) counts as zeros where
+        another rank has one, and stays None where none has. For models whose parameters every rank holds; with DDP or
+        FSDP, which reduce gradients themselves, see docs/library.md.
+
+        Args:
+            parameters: the same ones on every rank, in the same order.
+
+        Raises:
+            ValueError: a parameter is a DTensor, whose shards differ between ranks.
         """
-        for parameter in parameters:
-            if parameter.grad is not None and self.size > 1:
+        given = list(parameters)
+        if self.size == 1 or not given:
+            return
+        if any(isinstance(parameter, DTensor) for parameter in given):
+            raise ValueError("sum_gradients: got sharded parameters (DTensor); FSDP reduces their gradients itself")
+        has_gradient = torch.tensor([x.grad is not None for x in given], dtype=torch.int32, device=self.device)
+        dist.all_reduce(has_gradient, dist.ReduceOp.MAX, group=self.process_group)
+        for parameter, is_on_a_rank in zip(given, has_gradient.tolist(), strict=True):
+            if is_on_a_rank:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad, group=self.process_group)
 
     def _mask(self, mask: Mask | MaskKind, seq_len: int, documents: tuple[int, ...]) -> Mask:

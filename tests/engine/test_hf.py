@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import (
     AutoModelForCausalLM,
+    BartConfig,
     Gemma2Config,
     GraniteConfig,
     Llama4TextConfig,
@@ -27,6 +29,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    RobertaConfig,
 )
 
 from engine.attention import ContextParallel, Mask
@@ -67,7 +70,8 @@ def local_parallel(**settings: Any) -> ContextParallel:
 def build(name: str, dtype: torch.dtype, attn_implementation: str = "sdpa") -> Any:
     """The model with the same random weights in every process."""
     torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(MODELS[name], attn_implementation=attn_implementation).to(dtype).train()
+    config = copy.deepcopy(MODELS[name])  # which enabling changes
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation).to(dtype).train()
 
 
 def make_tokens(batch: int = 2) -> Tensor:
@@ -230,6 +234,16 @@ def test_another_mask_is_used_by_every_layer() -> None:
             {},
             "layers of type chunked_attention",
         ),
+        (
+            RobertaConfig(**SHAPE | {"pad_token_id": 1}, is_decoder=True, attention_probs_dropout_prob=0.0),
+            {"num_kv_heads": HEADS},
+            "position table roberta.embeddings.position_embeddings has a padding_idx: .* would not begin at 2",
+        ),
+        (
+            BartConfig(vocab_size=VOCAB, d_model=32, decoder_attention_heads=HEADS, is_decoder=True),
+            {"num_kv_heads": HEADS},
+            "takes no position_ids",
+        ),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -267,7 +281,7 @@ def test_a_model_whose_config_hides_its_window_from_attention_is_refused() -> No
         ({"softcap": 30.0}, "asks for softcap"),
         ({"dropout": 0.1}, "multiple values for keyword argument 'dropout'"),
         ({"sequence": None}, "called without the arguments that InputSharder.shard_inputs returns"),
-        ({"input_ids": torch.zeros(2, 5, dtype=torch.int64)}, "this rank holds 37 of 37 rows"),
+        ({"input_ids": torch.zeros(2, 5, dtype=torch.int64), "position_ids": torch.zeros(2, 5)}, "other position_ids"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -275,10 +289,54 @@ def test_calls_with_what_is_not_supported_are_refused(extra: dict[str, Any], tex
     model = build("llama", torch.float32)
     sharder = enable_context_parallel(model, local_parallel())
     inputs = sharder.shard_inputs(make_tokens()) | extra
-    if "input_ids" in extra:
-        del inputs["position_ids"]
     with pytest.raises((ValueError, TypeError), match=text):
         model(**inputs)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("is_switched_back", [False, True], ids=["never enabled", "switched back"])
+def test_a_model_without_context_parallelism_refuses_the_rows_of_a_rank(
+    implementation: str, is_switched_back: bool
+) -> None:
+    """Stock attention over one rank's rows would give a wrong loss without an error."""
+    enabled, other = build("llama", torch.float32), build("llama", torch.float32, implementation)
+    sharder = enable_context_parallel(enabled, local_parallel())
+    inputs = sharder.shard_inputs(make_tokens(), make_tokens())
+    if is_switched_back:
+        other = enabled
+        other.set_attn_implementation(implementation)
+    with pytest.raises(ValueError, match="went into a model without context parallelism"):
+        other(**inputs)
+    whole = other(input_ids=make_tokens(), labels=make_tokens()).loss.item()
+    assert whole == pytest.approx(
+        build("llama", torch.float32)(input_ids=make_tokens(), labels=make_tokens()).loss.item()
+    )
+
+
+@pytest.mark.parametrize("lost", ["position_ids", "shift_labels", "num_items_in_batch"])
+def test_an_argument_that_was_lost_on_its_way_is_named(lost: str) -> None:
+    model = build("llama", torch.float32)
+    inputs = enable_context_parallel(model, local_parallel()).shard_inputs(make_tokens(), make_tokens())
+    with pytest.raises(ValueError, match=rf"(no|without) {lost}.* must pass them on"):
+        model(**inputs | {lost: None})
+
+
+def test_position_ids_of_other_rows_are_refused() -> None:
+    model = build("llama", torch.float32)
+    inputs = enable_context_parallel(model, local_parallel()).shard_inputs(make_tokens())
+    with pytest.raises(ValueError, match="LlamaModel: got other position_ids"):
+        model(**inputs | {"position_ids": inputs["position_ids"] + 1})
+
+
+def test_a_loss_of_ones_own_needs_no_labels() -> None:
+    """What takes the logits alone may drop all that belongs to the loss."""
+    model = build("llama", torch.float32)
+    inputs = enable_context_parallel(model, local_parallel()).shard_inputs(make_tokens(), make_tokens())
+    for name in ("labels", "shift_labels", "num_items_in_batch"):
+        del inputs[name]
+    torch.testing.assert_close(
+        model(**inputs).logits, build("llama", torch.float32)(input_ids=make_tokens()).logits, **FP32
+    )
 
 
 def test_generation_is_refused() -> None:

@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from attention_oracle import Inputs, dense_visibility, errors, oracle, random_inputs
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from engine.attention import ContextParallel, SequenceContext, attention
 from engine.attention.library import _find_topology
@@ -146,6 +148,42 @@ def run_shard() -> tuple[list[int], list[int], int]:
 
 def test_shard_follows_the_layout_and_fills_padding(ranks: Any) -> None:
     assert ranks(2).run(run_shard) == [([0, 1, 6, 7], [10, 11, -100, -100], 8), ([2, 3, 4, 5], [12, 13, 14, 15], 8)]
+
+
+def train_experts(rows: Tensor) -> nn.ModuleList:
+    """Three experts after one backward pass; a row's first number chooses its expert, and none chooses the last."""
+    experts = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
+    torch.stack([experts[int(row[0])](row) for row in rows]).sum().backward()
+    return experts
+
+
+EXPERT_ROWS = torch.tensor([[0.0, 1.0], [0.0, 2.0], [1.0, 3.0], [1.0, 4.0]])
+
+
+def run_experts() -> list[Tensor | None]:
+    parallel, rank = make(), dist.get_rank()
+    experts = train_experts(EXPERT_ROWS[2 * rank : 2 * rank + 2])
+    parallel.sum_gradients(experts.parameters())
+    return [expert.weight.grad for expert in experts]
+
+
+def test_a_gradient_that_a_rank_lacks_counts_as_zeros(ranks: Any) -> None:
+    """Else ranks whose tokens leave different experts idle add the gradients of different experts."""
+    want = [expert.weight.grad for expert in train_experts(EXPERT_ROWS)]
+    for found in ranks(2).run(run_experts):
+        assert found[2] is None, "no rank has a gradient of this one, as on one process"
+        torch.testing.assert_close(found[:2], want[:2])
+
+
+def run_sharded_gradients() -> str:
+    model = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(ValueError, match="sharded") as caught:
+        make().sum_gradients(model.parameters())
+    return str(caught.value)
+
+
+def test_shards_of_different_ranks_are_not_added(ranks: Any) -> None:
+    assert all("FSDP reduces" in text for text in ranks(2).run(run_sharded_gradients))
 
 
 @pytest.mark.parametrize(
