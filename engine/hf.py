@@ -81,7 +81,7 @@ class ShardMask(Tensor):
                 "inputs of InputSharder.shard_inputs are one rank's rows, but went into a model without context "
                 "parallelism: call enable_context_parallel on it, or give it whole sequences"
             )
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 class InputSharder:
@@ -185,7 +185,7 @@ def enable_context_parallel(
     model.set_attn_implementation(IMPLEMENTATION)
     for module, check in ((model, check_loss_arguments), (model.base_model, check_positions)):
         if check not in module._forward_pre_hooks.values():  # else enabling it again would add another one
-            module.register_forward_pre_hook(check, with_kwargs=True)  # type: ignore[arg-type]
+            module.register_forward_pre_hook(check, with_kwargs=True)
     return InputSharder(parallel, mask, windows)
 
 

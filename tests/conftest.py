@@ -21,6 +21,10 @@ for _name in (*_DISPLAY, "COLUMNS", "LINES"):
     os.environ.pop(_name, None)
 os.environ["TERM"] = "xterm-256color"
 
+# Whoever runs the tests may lack the folders of system tools in PATH, or have Python write unbuffered.
+os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"))
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 # A shell ignores Ctrl-C in what it runs in the background, and programs inherit that: those of tests must hear it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -32,7 +36,7 @@ with contextlib.suppress(ImportError):
     settings.register_profile("patient", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("patient")
 
-_PLUGINS = ("skip_rule", "pace", "covering", "testbed_fixture", "command_line")
+_PLUGINS = ("needs", "skip_rule", "pace", "covering", "testbed_fixture", "command_line")
 pytest_plugins = tuple(f"testkit.{name}" for name in _PLUGINS)
 
 

@@ -30,10 +30,10 @@ _PACKAGES = {
 }
 _DOCKER_PACKAGES = {"docker.io": ["dockerd", "docker"], "iptables": ["iptables"]}
 _SLURM_PACKAGES = {
-    "slurmctld": ("slurmctld",),
-    "slurmd": ("slurmd",),
-    "slurm-client": ("sbatch",),
-    "munge": ("munged",),
+    "slurmctld": ["slurmctld"],
+    "slurmd": ["slurmd"],
+    "slurm-client": ["sbatch"],
+    "munge": ["munged"],
 }
 _COMMAND_TIMEOUT_S = 60.0
 _READY_S = 60.0  # seconds even where many start at once; more only on a machine that is busy elsewhere
@@ -45,13 +45,17 @@ class TestbedError(ClusterError):
     __test__ = False
 
 
+def required_tools(*, docker: bool, slurm: bool) -> dict[str, list[str]]:
+    """Debian package -> the commands of it that a testbed runs."""
+    return {**_PACKAGES, **(_DOCKER_PACKAGES if docker else {}), **(_SLURM_PACKAGES if slurm else {})}
+
+
 def missing_requirements(*, docker: bool, platform: str, root: bool, path: str, slurm: bool = False) -> list[str]:
     """What keeps this machine from carrying a testbed, one sentence each; empty when nothing does."""
     if platform != "linux":
         return [f"a testbed is made of Linux network namespaces; this is {platform}"]
-    packages = {**_PACKAGES, **(_DOCKER_PACKAGES if docker else {}), **(_SLURM_PACKAGES if slurm else {})}
     problems = []
-    for package, tools in sorted(packages.items()):
+    for package, tools in sorted(required_tools(docker=docker, slurm=slurm).items()):
         if missing := [tool for tool in tools if shutil.which(tool, path=path) is None]:
             problems.append(f"{' and '.join(missing)} not found: apt-get install {package}")
     if not root:

@@ -60,6 +60,10 @@ ROWS: dict[str, tuple[tuple[str, ...], int]] = {
     "testbed fault": (("nosuch1", "sshd_stop", "--name", "nosuch"), 1),
 }
 SLOW = ("bench attention", "bench machine")  # most are asked in test_bench_command.py, too
+NEEDS = {verb: ("ssh",) for verb, (words, _) in ROWS.items() if NODE[0] in words} | {
+    "testbed up": ("ip",),
+    **dict.fromkeys(("testbed status", "testbed down", "testbed fault"), ("root", "ip", "sshd", "ssh-keygen")),
+}
 
 
 def leaves(command: Any, words: tuple[str, ...]) -> Iterator[str]:
@@ -101,7 +105,11 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "verb", [pytest.param(verb, marks=[pytest.mark.thorough] if verb in SLOW else []) for verb in ROWS]
+    "verb",
+    [
+        pytest.param(verb, marks=[pytest.mark.needs(*NEEDS.get(verb, ())), *[pytest.mark.thorough] * (verb in SLOW)])
+        for verb in ROWS
+    ],
 )
 def test_json_is_one_document(burst, world: Path, verb: str) -> None:
     words, code = ROWS[verb]

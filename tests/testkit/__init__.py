@@ -11,6 +11,11 @@ PYTHON_PATH = os.pathsep.join(map(str, (ROOT, ROOT / "tests", KIT)))
 FAKE_PYTHON_PATH = os.pathsep.join((str(KIT / "fakes"), PYTHON_PATH))
 
 
+def in_ci() -> bool:
+    """Whether CI is set in the environment: what must hold on the project's own machines is then a failure."""
+    return os.environ.get("CI", "").lower() not in ("", "0", "false")
+
+
 def write_program(path: Path, body: str, interpreter: str = "/bin/sh") -> Path:
     """A program, by default a shell script."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,13 +15,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import pytest
-
 from cluster.checks.check import Check, CheckGroup, Finding, Verdict
 from cluster.ssh.hosts import Host
 from cluster.survey.facts import NodeFacts, build_script, is_complete, new_fence, read_sections
 from cluster.survey.section import NodeProbe, Question, Section, SectionState
 from testkit.connections import AT_HAND, FakeConnection, FakeProcess
+from testkit.needs import require
 from testkit.waiting import wait_for
 
 Answer = Callable[[str], Iterator[bytes]]  # from the fence of the probe to what arrives, piece by piece
@@ -57,9 +56,10 @@ def ask_here(
     return NodeProbe("node1", read_sections(answer, fence))
 
 
-def installed(tool: str, path: str | None = None) -> str:
-    """Where the tool is; without it the test is skipped, which fails the session where CI is set."""
-    return shutil.which(tool, path=path) or pytest.skip(f"{tool} is not installed")
+def installed(tool: str, path: str) -> str:
+    """Where the tool is; without it the test is skipped."""
+    require(tool)
+    return str(shutil.which(tool, path=path))
 
 
 def ended(name: str, output: str, code: int = 0) -> Section:

@@ -26,6 +26,7 @@ from asyncssh.constants import MSG_GLOBAL_REQUEST, MSG_USERAUTH_FAILURE
 from asyncssh.packet import String
 
 from testkit import ROOT
+from testkit.needs import require
 
 Mode = Literal[
     "ok",
@@ -94,6 +95,7 @@ def start_fleet(
     record: the answer to a script on stdin, with FENCE where the script's own fence belongs. jumps: node -> the node to
     go through.
     """
+    require("ssh")  # which says how a node is reached
     folder.mkdir(parents=True, exist_ok=True)
     user_key = asyncssh.generate_private_key("ssh-ed25519")
     user_key.write_private_key(folder / "id_ed25519")

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import subprocess
 import tarfile
 import tempfile
@@ -26,6 +27,7 @@ from cluster.image.plan import ImagePlan
 from cluster.image.push import STALL_S, NodeResult, Push
 from cluster.ssh.session import SshPool
 from cluster.testbed.testbed import Testbed
+from testkit.needs import require
 from testkit.process_table import living
 from testkit.testbed_fixture import Testbeds
 
@@ -69,8 +71,9 @@ def tar_of(files: Mapping[str, bytes], links: Mapping[str, str] = {}) -> bytes:
 
 def busybox_tree() -> bytes:
     """A file system that is one busybox."""
+    require("busybox")
     links = {f"bin/{name}": "busybox" for name in ("sh", "sleep", "hostname")}
-    return tar_of({"bin/busybox": Path("/bin/busybox").read_bytes()}, links)
+    return tar_of({"bin/busybox": Path(str(shutil.which("busybox"))).read_bytes()}, links)
 
 
 def noise(size: int, seed: int) -> bytes:

@@ -1,16 +1,13 @@
-"""A pytest plugin: tests marked `gpu` skip themselves without a CUDA device, and they alone may be skipped.
+"""A pytest plugin: where CI is set in the environment, a skip of a test that is not marked `gpu` fails the session.
 
-Where CI is set in the environment, any other skip fails the session: what must run there has run, or it is red.
+What must run there has run, or it is red. See needs.py for what skips tests elsewhere.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-
 import pytest
 
-NO_GPU = "needs a CUDA device: torch.cuda.is_available() is False"
+from testkit import in_ci
 
 
 class SkipRule:
@@ -39,21 +36,8 @@ class SkipRule:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if os.environ.get("CI", "").lower() not in ("", "0", "false"):
+    if in_ci():
         config.pluginmanager.register(SkipRule(), "skip_rule_of_ci")
-
-
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    marked = [item for item in items if item.get_closest_marker("gpu")]
-    if marked and not _has_gpu():
-        for item in marked:
-            item.add_marker(pytest.mark.skip(reason=NO_GPU))
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:

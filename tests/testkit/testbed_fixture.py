@@ -21,11 +21,12 @@ from typing import Any
 import pytest
 
 from cluster.testbed.build import up
-from cluster.testbed.machine import TestbedError, check_machine
+from cluster.testbed.machine import required_tools
 from cluster.testbed.slurm import slurmd
 from cluster.testbed.spec import TestbedSpec, parse_rate
 from cluster.testbed.teardown import standing_names, tear_down
 from cluster.testbed.testbed import Testbed
+from testkit.needs import require
 
 MakeTestbed = Callable[..., Testbed]
 _MARK = "zt"  # names of testbeds of tests: zt, the test process, two letters that count
@@ -47,7 +48,7 @@ class Testbeds:
 
     def make(self, *, rate: str | None = None, **spec: Any) -> Testbed:
         """A testbed of `TestbedSpec(**spec)`; its name is made up unless it is given."""
-        _skip_unless_it_can(docker=spec.get("docker", False), slurm=spec.get("slurm", False))
+        _require(docker=spec.get("docker", False), slurm=spec.get("slurm", False))
         spec.setdefault("name", next_name())
         self.adopt(spec["name"])
         checked = TestbedSpec(rate_bits_per_s=parse_rate(rate) if rate else None, **spec)
@@ -67,15 +68,14 @@ class Testbeds:
 @pytest.fixture(scope="session")
 def testbed_machine() -> None:
     """A machine that can carry testbeds; skips where it cannot. Removes what killed test sessions left."""
-    _skip_unless_it_can()
+    _require()
     remove_abandoned()
 
 
-def _skip_unless_it_can(**wanted: bool) -> None:
-    try:
-        check_machine(**wanted)
-    except TestbedError as error:
-        pytest.skip(" ".join(str(error).split()))  # where CI is set, a skip fails the session
+def _require(docker: bool = False, slurm: bool = False) -> None:
+    """Skip where the machine cannot carry a testbed with these."""
+    tools = required_tools(docker=docker, slurm=slurm).values()
+    require("root", "namespaces", *itertools.chain.from_iterable(tools))
 
 
 @pytest.fixture(scope="session")
@@ -96,7 +96,7 @@ def slurm_testbed(standing_slurm_testbed: Testbed) -> Testbed:
 @pytest.fixture(scope="session")
 def standing_slurm_testbed(testbed_machine: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Testbed]:
     """What `slurm_testbed` gives, whatever the test before left running on it."""
-    _skip_unless_it_can(slurm=True)
+    _require(slurm=True)
     with contextlib.closing(Testbeds(tmp_path_factory.mktemp("slurm_testbed"))) as testbeds:
         yield testbeds.make(nodes=3, slurm=True)
 

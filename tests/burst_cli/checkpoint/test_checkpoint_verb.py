@@ -104,6 +104,7 @@ def test_old_ones_go_and_a_rehearsal_changes_nothing(burst, run: RunFolder) -> N
     assert burst("checkpoint", "prune").out.endswith("; kept: step 30, 40\n")
 
 
+@pytest.mark.needs("ssh")
 def test_nodes_are_asked_unless_their_folder_is_seen_here(burst, tmp_path: Path, monkeypatch) -> None:
     settings = TrainConfig(checkpoint=CheckpointConfig(folder=str(tmp_path / "shared")))
     cluster = replace(TWO_RANKS.cluster, ssh=SshConfig(port=1))  # where nobody listens

@@ -54,6 +54,7 @@ def test_contradictions_are_refused_before_any_node_is_asked(root: Path, launch:
         assert not root.exists()
 
 
+@pytest.mark.needs("ssh")
 def test_nodes_that_cannot_be_reached_are_all_named(root: Path, launch: Burst) -> None:
     code, out, err = launch("--hosts", "127.0.0.[1-3]", "cluster.ssh.port=1")
     assert (code, out, "127.0.0.[1-3]: " in err, "refuses connections" in err) == (1, "", True, True)

@@ -55,6 +55,7 @@ def test_results_are_folded_and_the_last_line_names_the_usable_nodes(capsys: pyt
     assert ([line[:6] for line in told], last[:21]) == ([f"[{n}/4] " for n in range(1, 5)], "warning: the clock of")
 
 
+@pytest.mark.needs("ssh")
 def test_programs_get_names_or_one_document_and_nothing_else(burst: Burst) -> None:
     assert burst("check-nodes", *NOBODY, "--list")[:2] == (1, "")
     named = burst("check-nodes", "--local", "--only", "host.shm", "-l")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pty
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -23,6 +22,8 @@ from testkit.fleet import Fleet, start_fleet
 from burst_cli.options import NodeOptions
 from cluster.errors import HostsError
 from cluster.ssh.hosts import trust_file
+
+pytestmark = pytest.mark.needs("ssh")
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +90,6 @@ def test_list_shows_each_way_and_which_keys_are_known(hosts: Burst, fleet: Fleet
 
 
 def test_the_way_begins_with_what_openssh_begins_with_and_an_authority_counts_as_a_known_key(tmp_path, burst) -> None:
-    if shutil.which("ssh") is None:
-        pytest.skip("OpenSSH's client is not installed")  # where CI is set, a skip fails the session
     key = ECDSAKey.generate()
     (tmp_path / "known_hosts").write_text(2 * f"@cert-authority *.lab {key.get_name()} {key.get_base64()}\n")
     (tmp_path / "config").write_text(

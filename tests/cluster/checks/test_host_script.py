@@ -48,6 +48,7 @@ def verdicts(facts: NodeFacts, *names: str) -> list[Verdict]:
     return [only(found, f"host.{name}").severity for name in names]
 
 
+@pytest.mark.needs("ip")
 @pytest.mark.parametrize("shell", SHELLS)
 def test_on_this_machine_every_section_can_be_read(tmp_path: Path, shell: tuple[str, ...]) -> None:
     facts = ask(tmp_path, shell=shell, config=BARE)

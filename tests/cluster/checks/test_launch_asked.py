@@ -52,6 +52,7 @@ def test_a_machine_tells_who_and_what_it_is_and_nothing_on_it_changes(ask: Ask, 
         listener.bind(("", found.port[0]))
 
 
+@pytest.mark.needs("namespaces")
 def test_what_is_in_the_way_is_told(ask: Ask, tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
     for folder in (f"{tmp_path}/runs/mine", "~/runs/mine"):

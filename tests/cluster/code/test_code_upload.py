@@ -143,6 +143,7 @@ def test_many_that_bring_or_repair_it_at_once_leave_one_that_is_good(
     assert check_code(code, archive.code_id) == "good"
 
 
+@pytest.mark.needs("root")
 def test_a_place_in_which_others_could_change_or_exchange_the_code_is_refused(
     archive: CodeArchive, place: CodePlace
 ) -> None:

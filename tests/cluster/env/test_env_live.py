@@ -198,6 +198,7 @@ def test_what_else_cannot_be_read_is_not_known(answer: NodeProbe) -> None:
     assert told(facts_of(late(answer, "ib.gpudirect"))) == [*others, carriers, None]
 
 
+@pytest.mark.needs("ip")
 def test_mounts_and_cores_are_those_of_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: NodeProbe
 ) -> None:

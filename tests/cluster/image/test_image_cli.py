@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 
+import pytest
 from rich.console import Console
 from test_image_plan import EMPTY, HAS, IDENTITY, MIB, nodes_with
 from testkit.terminal import lines_of, text_of
@@ -18,6 +19,7 @@ APP = ["--image", "app:1"]
 COMMAND = "cluster.container.command"
 
 
+@pytest.mark.needs("ssh")
 def test_a_mistake_is_told_before_anything_is_reached(burst):
     for words, code, expected in [
         ([], 2, "give --image NAME:TAG, or set cluster.container.image"),

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
+from testkit.needs import require
 from testkit.waiting import wait_for
 
 from cluster.ssh.hosts import Host
@@ -31,9 +31,8 @@ class Server:
 @contextlib.contextmanager
 def start_sshd(folder: Path, *options: str) -> Iterator[Server]:
     """An sshd of this user's own on a free port of 127.0.0.1, with an ed25519 and an RSA host key."""
-    sshd = shutil.which("sshd") or shutil.which("/usr/sbin/sshd")
-    if sshd is None:
-        pytest.skip("sshd is not installed")  # where CI is set, a skip fails the session
+    require("sshd", "ssh")
+    sshd = str(shutil.which("sshd"))  # which insists on being started by its whole path
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)
     write_keys(folder)
@@ -70,6 +69,7 @@ def write_keys(folder: Path) -> None:
 
 def make_key(path: Path, kind: str = "ed25519", passphrase: str = "") -> Path:
     """A new key, its public half beside it."""
+    require("ssh-keygen")
     size = ["-b", "2048"] if kind == "rsa" else []
     subprocess.run(["ssh-keygen", "-q", "-N", passphrase, "-t", kind, *size, "-f", str(path)], check=True)
     return path

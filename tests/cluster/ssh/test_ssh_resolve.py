@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pwd
 import shlex
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +14,11 @@ from cluster.errors import HostsError
 from cluster.ssh.hosts import Host, resolve_hosts, trust_file
 from engine.config.cluster import ClusterConfig, SshConfig
 
+pytestmark = pytest.mark.needs("ssh")
+
 
 @pytest.fixture(autouse=True)
 def own_trust_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if shutil.which("ssh") is None:
-        pytest.skip("OpenSSH's client is not installed")  # where CI is set, a skip fails the session
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
 

@@ -95,6 +95,7 @@ def seen(family: Family, members: int) -> bool:
     return len(family.members()) == members
 
 
+@pytest.mark.needs("root")
 def test_both_marks_must_match_and_another_user_cannot_pass_as_a_rank() -> None:
     marks = Marks(new_run_id(), "alpha")
     with marked(marks, (0, 1, "x")) as (_, rank, _), marked(marks, "1", ["sleep", "100"], user=65534) as (stranger,):

@@ -141,6 +141,7 @@ def test_command_that_cannot_start_gives_an_outcome_in_words(rig: Rig, argv: lis
     )
 
 
+@pytest.mark.needs("root")
 def test_folder_that_cannot_be_written_is_refused(rig: Rig, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     answer = start(rig.spec(folder=str(tmp_path / "file" / "run")))
@@ -258,6 +259,7 @@ def run_of_another_user(node: str, *, owner: int = 1) -> Iterator[None]:
             folder.rmdir()
 
 
+@pytest.mark.needs("root")
 def test_node_that_a_run_of_another_user_holds_is_refused(rig: Rig) -> None:
     with run_of_another_user(rig.name()):
         refused = start(rig.spec())["refused"]
@@ -265,12 +267,14 @@ def test_node_that_a_run_of_another_user_holds_is_refused(rig: Rig) -> None:
     assert "run 20260101-000000-abcdef of daemon holds this node" in refused["text"]
 
 
+@pytest.mark.needs("root")
 def test_run_of_another_user_is_seen_before_a_launch(rig: Rig) -> None:
     with run_of_another_user(rig.name()):
         assert find_locks()[rig.name()] == "20260101-000000-abcdef of daemon"
     assert rig.name() not in find_locks()
 
 
+@pytest.mark.needs("root")
 def test_lock_that_somebody_put_into_the_folder_of_another_user_is_not_believed(rig: Rig) -> None:
     with run_of_another_user(rig.name(), owner=2):
         assert rig.name() not in find_locks()
@@ -282,6 +286,7 @@ def test_other_users_can_read_who_holds_a_node(rig: Rig) -> None:
     assert [path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777] == [0o644, 0o755]
 
 
+@pytest.mark.needs("root")
 def test_lock_folder_of_somebody_else_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / f"burst-{os.geteuid()}"
     for _ in range(2):  # as it is made, and as it is found

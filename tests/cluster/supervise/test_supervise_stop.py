@@ -69,6 +69,7 @@ def test_later_request_shortens_the_grace_and_never_lengthens_it(rig: Rig) -> No
     assert (outcome["cause"], outcome["stop_cause"]) == ("stop", "first")
 
 
+@pytest.mark.needs("root")
 def test_workers_and_grandchildren_in_other_sessions_end_as_well(rig: Rig) -> None:
     pid = rig.start("children")
 

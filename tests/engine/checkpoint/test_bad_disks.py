@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_cases import restore, save
+from testkit.needs import require
 from testkit.ranks import Pools
 from testkit.tiny_training import tiny_config
 
@@ -26,8 +27,7 @@ FILE = "rank00001.safetensors"
 @pytest.fixture
 def disk(tmp_path: Path, ranks: Pools) -> Iterator[Path]:
     """A disk of its own that holds one checkpoint, and has room for half of another."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount")  # where everything must run, a skip is a failure (skip_rule.py)
+    require("root", "namespaces")
     folder = tmp_path / "disk"
     folder.mkdir()
     mount("-t", "tmpfs", "-o", "size=400k", "tmpfs", str(folder))

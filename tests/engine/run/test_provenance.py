@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from testkit.needs import require
 
 from engine.runs.record import CODE_ROOT, MAX_DIFF_CHARACTERS, collect_provenance, git_facts
 
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    require("git")
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)  # whoever runs the tests may sign all commits
     monkeypatch.setenv("GIT_CONFIG_NOSYSTEM", "1")
 
