@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from testkit.needs import require
 from testkit.waiting import wait_for
@@ -99,18 +100,19 @@ class Agent(str):
 
 
 @contextlib.contextmanager
-def agent_with(folder: Path, *keys: Path) -> Iterator[Agent]:
+def agent_with(*keys: Path) -> Iterator[Agent]:
     """An agent of this test's own that holds `keys`."""
-    agent = Agent(folder / "agent")
-    process = subprocess.Popen(["ssh-agent", "-D", "-a", agent], stdout=subprocess.DEVNULL)
-    try:
-        wait_for(lambda: _answers(socket.AF_UNIX, agent), "ssh-agent")
-        for key in keys:
-            agent.add(key)
-        yield agent
-    finally:
-        process.terminate()
-        process.wait(200)
+    with TemporaryDirectory(dir="/tmp") as folder:  # a socket's path has 107 letters at most, and TMPDIR may be long
+        agent = Agent(f"{folder}/agent")
+        process = subprocess.Popen(["ssh-agent", "-D", "-a", agent], stdout=subprocess.DEVNULL)
+        try:
+            wait_for(lambda: _answers(socket.AF_UNIX, agent), "ssh-agent")
+            for key in keys:
+                agent.add(key)
+            yield agent
+        finally:
+            process.terminate()
+            process.wait(200)
 
 
 def _answers(family: int, address: object) -> bool:

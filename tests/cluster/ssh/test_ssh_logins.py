@@ -151,7 +151,7 @@ def test_an_agent_holds_certificates(user_server: Server, tmp_path: Path, kind: 
     strangers = [make_key(tmp_path / f"stranger{number}") for number in range(3)]
     key = make_key(tmp_path / "mine", kind)
     certify_user(user_server, key)
-    with agent_with(tmp_path, *strangers) as agent:
+    with agent_with(*strangers) as agent:
         bare = replace(user_server.host, identity_files=(), agent_socket=agent)
         refuses(bare)
         agent.add(key)
@@ -163,7 +163,7 @@ def test_an_agent_holds_certificates(user_server: Server, tmp_path: Path, kind: 
 
 def test_the_agents_key_takes_the_certificate_of_a_file(user_server: Server, tmp_path: Path) -> None:
     key = make_key(tmp_path / "mine")
-    with agent_with(tmp_path, key) as agent:
+    with agent_with(key) as agent:
         certificate = certify_user(user_server, key)
         bare = replace(user_server.host, identity_files=(), agent_socket=agent, certificate_files=(str(certificate),))
         connect(bare).close()
@@ -184,7 +184,7 @@ def test_keys_that_cannot_be_used_are_skipped_with_a_word(server: Server, tmp_pa
 def test_the_agents_keys_are_offered_unless_only_named_ones_may_be(server: Server, tmp_path: Path) -> None:
     host = knows(server, ("*", KEY))
     key = Path(host.identity_files[0])
-    with agent_with(tmp_path, key) as agent:
+    with agent_with(key) as agent:
         bare = replace(host, identity_files=(), agent_socket=agent)
         with connect(bare) as connection:
             # No forwarding: a session of ours must not be a way to the agent.
