@@ -168,7 +168,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             if isinstance(error, BrokenPipeError) and reader_left():  # `| head` has read enough
                 render.forget_reader(sys.stdout)
                 return 0
-            return render.fail(error, as_json=as_json, debug=debug)
+            code = render.fail(error, as_json=as_json, debug=debug)
+            try:
+                sys.stdout.flush()
+            except OSError:  # as a full disk; the interpreter would fail at it again, with an exit code of its own
+                render.forget_reader(sys.stdout)
+            return code
 
 
 @contextlib.contextmanager

@@ -290,7 +290,6 @@ def emit_json(document: Mapping[str, Any]) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        forget_reader(sys.stdout)  # what is buffered would fail again at exit, with another exit code
         raise BurstError(f"cannot write the result to standard output: {error.strerror}") from error
 
 

@@ -81,13 +81,13 @@ def test_what_a_test_lacks_is_the_last_line_and_fails_only_where_ci_is_set(
     monkeypatch.setenv("CI", ci)
     result = run_needy(pytester, monkeypatch, "needs", "skip_rule")
     result.assert_outcomes(passed=1, skipped=2)
-    want = "2 tests were skipped, for want of packages (apt-get install no-such-tool sshd-of-nobody)"
+    want = "2 tests were skipped: they need packages (apt-get install no-such-tool sshd-of-nobody)"
     assert result.outlines[-1] == want
     assert result.ret == (1 if ci else 0)
 
 
 def test_the_closing_line_names_rights_and_packages() -> None:
-    want = "2 tests were skipped, for want of root; packages (apt-get install iproute2 openssh-server)"
+    want = "2 tests were skipped: they need root, packages (apt-get install iproute2 openssh-server)"
     assert closing_line(["needs sshd, root", "needs ip, sshd", "another reason"]) == want
     assert closing_line(["another reason"]) == ""
 

@@ -200,6 +200,15 @@ def test_a_document_that_cannot_be_written_is_an_error() -> None:
     assert (result.returncode, result.stderr) == (1, said)
 
 
+@pytest.mark.parametrize("words", ["config exp=tiny", "launch --help", "config --fields --json"])
+def test_a_result_that_cannot_be_written_fails_without_a_word_of_the_interpreter(words: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "burst_cli", *words.split()]
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=200)
+    assert "No space left on device" in result.stderr
+    assert (result.returncode, "Exception ignored" in result.stderr) == (1, False), result.stderr
+
+
 def test_another_pipe_that_breaks_is_an_error() -> None:
     script = """
 import os, sys, typer

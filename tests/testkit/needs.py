@@ -43,7 +43,7 @@ def _can_isolate() -> bool:
 # What no package brings, in the words of the closing line.
 ABILITIES: Mapping[str, tuple[str, Callable[[], bool]]] = {
     "root": ("root", lambda: os.geteuid() == 0),
-    "namespaces": ("the right to make namespaces (root, in containers --privileged)", _can_isolate),
+    "namespaces": ("namespaces (in a container: --privileged)", _can_isolate),
     "gpu": ("a CUDA device", _has_gpu),
 }
 
@@ -61,15 +61,15 @@ def require(*needs: str) -> None:
 
 
 def closing_line(reasons: Iterable[str]) -> str:
-    """One sentence about the tests that were skipped for these reasons; "" when none was for want of something."""
+    """One sentence about the tests that were skipped for these reasons; "" when no need was the reason."""
     wanting = [reason.removeprefix(_PREFIX).split(", ") for reason in reasons if reason.startswith(_PREFIX)]
     needs = {need for missing in wanting for need in missing}
     packages = read_packages()
     parts = [words for need, (words, _) in ABILITIES.items() if need in needs]
     if missing := sorted({packages.get(need, need) for need in needs - set(ABILITIES)}):
         parts.append(f"packages (apt-get install {' '.join(missing)})")
-    tests = "1 test was" if len(wanting) == 1 else f"{len(wanting)} tests were"
-    return f"{tests} skipped, for want of {'; '.join(parts)}" if parts else ""
+    tests = "1 test was skipped: it needs" if len(wanting) == 1 else f"{len(wanting)} tests were skipped: they need"
+    return f"{tests} {', '.join(parts)}" if parts else ""
 
 
 class ClosingLine:
