@@ -56,8 +56,14 @@ def is_missing(need: str) -> bool:
 
 def require(*needs: str) -> None:
     """Skip the test, or all that use the fixture, unless the machine has all of this."""
-    if missing := [need for need in needs if is_missing(need)]:
-        pytest.skip(_PREFIX + ", ".join(missing))
+    if reason := _reason(needs):
+        pytest.skip(reason)
+
+
+def _reason(needs: Iterable[str]) -> str:
+    """Why a test with these needs is skipped; "" where the machine has all of them."""
+    missing = [need for need in needs if is_missing(need)]
+    return _PREFIX + ", ".join(missing) if missing else ""
 
 
 def closing_line(reasons: Iterable[str]) -> str:
@@ -99,4 +105,5 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     gpu = ["gpu"] if item.get_closest_marker("gpu") else []
-    require(*gpu, *(need for mark in item.iter_markers("needs") for need in mark.args))
+    if reason := _reason([*gpu, *(need for mark in item.iter_markers("needs") for need in mark.args)]):
+        item.add_marker(pytest.mark.skip(reason=reason))  # before pytest looks: it reports the place of the test
