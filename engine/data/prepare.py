@@ -230,6 +230,11 @@ def _open(path: Path, config: DataConfig, *, scan_foreign: bool = True) -> Prepa
             raise DataError(
                 f"{path}: {key} of train is {ours!r} but of validation {theirs!r}. Prepare both with one tokenizer."
             )
+    if train.learned_count(0, train.token_count) == 0:
+        raise DataError(
+            f"{path}: no token of its {train.token_count:,} training tokens is learned: all of them are prompts, so "
+            "there is no loss. Give text that is learned: answers under data.text_field, or turns of the assistant."
+        )
     content_hash = hash_json([_content(train), _content(validation)])
     return PreparedData(path, train, validation, train.load_token_bytes(), content_hash)
 

@@ -67,6 +67,12 @@ class Samples:
                 f"least {seq_len + 1:,}. Set train.seq_len to at most {max(1, tokens - 1):,} or give more text "
                 "(data.paths, data.max_bytes)."
             )
+        if self.chosen is None and self.shards.learned_count(1, self.per_epoch * self.seq_len) == 0:
+            raise DataError(
+                f"{self.shards.folder}: no token of the {self.per_epoch:,} training samples of seq_len="
+                f"{self.seq_len:,} tokens is learned: all of them are prompts, so there is no loss. Set another "
+                "train.seq_len or give more text that is learned."
+            )
 
     @property
     def per_epoch(self) -> int:

@@ -111,6 +111,14 @@ class TokenShards:
         low = self.window.start + start
         return np.asarray(np.searchsorted(self.prompts, np.arange(low, low + count), side="right") % 2 == 1)
 
+    def learned_count(self, start: int, count: int) -> int:
+        """How many of the tokens [start, start + count) are learned, not only read."""
+        if self.prompts is None:
+            return count
+        low = self.window.start + start
+        edges = np.clip(self.prompts, low, low + count)
+        return count - int((edges[1::2] - edges[::2]).sum())
+
     @property
     def document_count(self) -> int | None:
         """Documents that start in the window; null if the set has no index of documents."""
@@ -204,6 +212,13 @@ class EchoedShards(TokenShards):
     def is_prompt(self, start: int, count: int) -> npt.NDArray[np.bool_]:
         """See `TokenShards.is_prompt`."""
         return self._twice(super().is_prompt, start, count)
+
+    def learned_count(self, start: int, count: int) -> int:
+        """See `TokenShards.learned_count`."""
+        return sum(
+            int((~self.is_prompt(first, min(_SCAN_TOKENS, start + count - first))).sum())
+            for first in range(start, start + count, _SCAN_TOKENS)
+        )
 
     def document_offsets(self, start: int, tokens: Ids) -> Ids:
         """Always 0 alone: a boundary would hide what is to be remembered."""

@@ -146,7 +146,8 @@ def summarise(rows: Iterable[Mapping[str, Any]], warmup_steps: int = WARMUP_STEP
     latest = {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
     ordered = [latest[step] for step in sorted(latest)]
     left_out = max(0, min(warmup_steps, len(ordered) - 1))
-    measured = ordered[left_out:]
+    # A step without labels computes nothing, so its time says nothing about the others'.
+    measured = [row for row in ordered[left_out:] if row.get("dropped") != "no_labels"]
     summary: dict[str, Any] = {
         "steps": ordered[-1]["step"] if ordered else 0,
         "tokens_total": sum(tokens) if (tokens := _numbers(ordered, "tokens")) else None,

@@ -23,7 +23,7 @@ MOST_IN_A_ROW = 5  # steps without progress that are dropped before the run stop
 _NORMAL = 1.4826
 _LEAST_DEVIATION = 0.01  # of the median
 
-Action = Literal["take", "skip", "rewind"]
+Action = Literal["take", "skip", "rewind", "no_labels"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class Verdict:
 
 
 TAKEN = Verdict()
+NO_LABELS = Verdict("no_labels", "no token of its batch has a label")  # not judged: there is no loss
 
 
 class Guard:

@@ -187,7 +187,7 @@ class StepMeter:
             "step_time_s": seconds,
             "visible_pairs": result.pairs.visible,
             "recomputed_pairs": result.pairs.again,
-            **self._cost.rates(self._cost.flops(result.pairs), seconds, self._mesh.degrees.world_size),
+            **self._rates(result, seconds),
             **{
                 name: int(value) if value is not None and name.endswith("bytes") else value
                 for name, value in largest.items()
@@ -197,6 +197,11 @@ class StepMeter:
             "rank_wait_s_max": max(waits, default=None),
         }
         return row, bool(stopping)
+
+    def _rates(self, result: StepResult, seconds: float) -> dict[str, float | None]:
+        """Speed of the step; None throughout where it computed nothing, as no figure of speed can be had of that."""
+        rates = self._cost.rates(self._cost.flops(result.pairs), seconds, self._mesh.degrees.world_size)
+        return dict.fromkeys(rates) if result.loss is None else rates
 
     def _of_this_rank(self) -> dict[str, float | None]:
         """Figures of which the row holds the largest over ranks."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from engine.attention.library import ContextParallel
-from engine.config.errors import RunError
 from engine.config.settings import RunConfig
 from engine.data.sampler import IGNORE_INDEX, Batch
 from engine.model.dropout import Dropout, row_keys
@@ -19,7 +18,7 @@ from engine.parallel.fsdp import set_gradient_sync
 from engine.parallel.mesh import Mesh
 from engine.parallel.shard import LocalBatch, shard_batch
 from engine.planning.sequence.layers import AttendedPairs, attended_pairs
-from engine.training.guard import TAKEN, Guard, Verdict
+from engine.training.guard import NO_LABELS, TAKEN, Guard, Verdict
 from engine.training.optim import build_optimizer, learning_rate, set_learning_rate
 from engine.training.rank.process import RankStatus
 from engine.training.updates import build_updates
@@ -29,11 +28,13 @@ from engine.training.updates import build_updates
 class StepResult:
     """What a step gave: mean loss per label (nats) and gradient norm before clipping, equal on all ranks.
 
+    Both are None for a step without labels, which computes nothing: `pairs` is zero, the verdict `NO_LABELS`.
+
     pairs   of all sequences of the step, over all ranks
     """
 
-    loss: float
-    grad_norm: float
+    loss: float | None
+    grad_norm: float | None
     learning_rate: float
     pairs: AttendedPairs
     verdict: Verdict = TAKEN
@@ -68,7 +69,7 @@ def rank_batch(batch: Batch, model: LlamaModel, attention: ContextParallel, mesh
 
 
 def count_batches(batches: Sequence[RankBatch], mesh: Mesh) -> tuple[int, AttendedPairs]:
-    """(labels that count, pairs) over all ranks and all of `batches`, exactly. Raises RunError when no label does.
+    """(labels that count, pairs) over all ranks and all of `batches`, exactly.
 
     Of ranks that share a sequence the first one tells its pairs.
     """
@@ -76,8 +77,6 @@ def count_batches(batches: Sequence[RankBatch], mesh: Mesh) -> tuple[int, Attend
     own = [batch.attended for batch in batches] if mesh.cp_rank == mesh.tp_rank == 0 else []
     pairs = torch.tensor([sum(one.visible for one in own), sum(one.again for one in own)], device=mesh.device)
     total, *found = sum_over_ranks(torch.cat([labels.to(mesh.device)[None], pairs])).tolist()
-    if total == 0:
-        raise RunError("no token of this batch has a label, so there is no loss; check the data and train.seq_len")
     return total, AttendedPairs(*found)
 
 
@@ -111,12 +110,19 @@ class TrainStep:
         return rank_batch(batch, self.model, self.attention, self.mesh)
 
     def run(self, step: int, local: Sequence[RankBatch]) -> StepResult:
-        """As calling it, over batches that were prepared."""
+        """As calling it, over batches that were prepared.
+
+        A step without a single label (a prompt longer than all of its samples) has no loss and no gradient: weights,
+        moments and the guard's window stay as they are.
+        """
         self.status.phase = "count labels"
         # Counted before any backward: each micro-step's gradient must already have its final weight.
         with self.status.waits.waiting("all_reduce"):
             label_tokens, pairs = count_batches(local, self.mesh)
         rate = learning_rate(self.config.optimizer, step, self.config.train.steps)
+        if label_tokens == 0:  # a sum over ranks, so every rank returns here and no collective is left half-done
+            self.status.phase = "train"
+            return StepResult(None, None, rate, AttendedPairs(0, 0), NO_LABELS)
         set_learning_rate(self.optimizer, rate)  # before backward, which may already update weights
         loss_sum = self.accumulate(local, label_tokens)
         verdicts: list[Verdict] = []

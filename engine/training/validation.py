@@ -93,7 +93,7 @@ def evaluate(
     position_buckets: int = 1,
 ) -> Row:
     """Mean loss per label of `batches` of all ranks in nats, and in bits per byte of text (None where no byte counts
-    are known: `token_bytes` [vocab]); nothing when they hold no label.
+    are known: `token_bytes` [vocab]); both None when they hold no label.
 
     With more than one of `position_buckets`, the loss of the labels at positions first .. last, too (None: no label),
     at the price of one LM head per bucket: a model that uses its context loses less the more of it it has seen. All
@@ -114,11 +114,10 @@ def evaluate(
                     totals[-1] += float(token_bytes[own.cpu().numpy()].sum())
     figures = sum_over_ranks(totals).tolist()
     nats, counts, text_bytes = figures[:buckets], figures[buckets:-1], figures[-1]
-    if sum(counts) == 0:
-        return {}
     # Of text, comparable between tokenizers.
     bits_per_byte = sum(nats) / (math.log(2.0) * text_bytes) if text_bytes > 0 else None
-    row: Row = {"validation_loss": sum(nats) / sum(counts), "validation_bits_per_byte": bits_per_byte}
+    loss = sum(nats) / sum(counts) if sum(counts) else None
+    row: Row = {"validation_loss": loss, "validation_bits_per_byte": bits_per_byte}
     if buckets == 1:
         return row
     by_position = [
