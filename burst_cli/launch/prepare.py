@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rich.text import Text
 
@@ -31,6 +32,7 @@ from engine.config.errors import ConfigError
 from engine.config.rules import check_config
 from engine.config.settings import RunConfig
 from engine.planning.time.machine import find_machine, machine_fields
+from engine.runs.checkpoints import CheckpointError, check_steps_left, find_source, list_checkpoints
 from engine.runs.folder import check_writable, new_run_path
 
 MOST_STEP_S = 300.0  # of a step on CPUs: longer ones are a configuration for GPUs that was started by mistake
@@ -61,6 +63,7 @@ def prepare_launch(request: LaunchRequest) -> PreparedLaunch:
         nodes = select_nodes(RunConfig(), hosts=request.hosts, hostfile=request.hostfile).names
         overrides = (*overrides, f"cluster.nodes='{fold_nodes(nodes)}'")
     composed = compose(overrides, request.config_dirs, request.base)
+    _check_continuation(composed.config)
     given = request.run_path
     run_path = new_run_path(request.runs_dir, composed.config.exp) if given is None else given.absolute()
     if not request.dry_run:
@@ -82,6 +85,18 @@ def prepare_launch(request: LaunchRequest) -> PreparedLaunch:
     is_patient = request.force or request.dry_run
     notes = () if runner.is_queued else _expected_time(memory.config, planner, is_patient=is_patient)
     return PreparedLaunch(survey.complete(plan), memory, composed.overrides, survey, composed.notes + room + notes)
+
+
+def _check_continuation(config: RunConfig) -> None:
+    """Raises ConfigError where train.checkpoint.resume_from, as this machine sees it, has no step left to do."""
+    source = config.train.checkpoint.resume_from
+    if source is None or config.train.evaluate_only:
+        return
+    try:
+        root, step = find_source(Path(source).expanduser())
+    except CheckpointError:  # it may exist on the nodes alone: the ranks check it again
+        return
+    check_steps_left(list_checkpoints(root)[0].step if step is None else step, source, config.train.steps)
 
 
 def _settled_memory(config: RunConfig, planner: MemoryPlanner, *, force: bool) -> MemoryCheck:

@@ -10,7 +10,7 @@ from engine.checkpoint.checkpointer import Checkpointer, Saved, Snapshot
 from engine.checkpoint.state import TrainingTensors, training_tensors, weight_tensors
 from engine.config.errors import RunError
 from engine.config.settings import RunConfig
-from engine.runs.checkpoints import CheckpointError, Manifest, checkpoints_folder
+from engine.runs.checkpoints import CheckpointError, Manifest, check_steps_left, checkpoints_folder
 from engine.runs.folder import RunFolder
 from engine.training.rank.recorder import Recorder
 from engine.training.train_step import TrainStep
@@ -35,6 +35,7 @@ class RunCheckpoints:
         # What a position in the data depends on.
         self._data = {"seed": config.seed, "seq_len": config.train.seq_len, "data_hash": data_hash}
         source = self._settings.resume_from
+        self._steps = config.train.steps
         self._source = None if source is None else Path(source).expanduser()
         self._checkpointer: Checkpointer | None = None
         if self._settings.is_on or source is not None:
@@ -53,7 +54,7 @@ class RunCheckpoints:
         tensors = self._tensors()
         manifest = self._checkpointer.restore(tensors, self._check_data)
         if manifest is None and self._source is not None:
-            manifest = self._checkpointer.restore_from(self._source, tensors, self._check_data)
+            manifest = self._checkpointer.restore_from(self._source, tensors, self._check_source)
         if manifest is None:
             return None
         self._train_step.guard.load(manifest.state["guard"])
@@ -113,6 +114,12 @@ class RunCheckpoints:
     def _record(self, saves: Sequence[Saved]) -> None:
         for saved in saves:
             self._recorder.saved(saved.step, saved.bytes, saved.stall_s, saved.seconds)
+
+    def _check_source(self, manifest: Manifest) -> None:
+        """As `_check_data`, for a checkpoint of another run. Raises ConfigError where no step is left to do."""
+        self._check_data(manifest)
+        assert self._source is not None
+        check_steps_left(manifest.step, self._source, self._steps)
 
     def _check_data(self, manifest: Manifest) -> None:
         """Raises CheckpointError where the position in `manifest` means something else here."""

@@ -367,6 +367,16 @@ def _children(root: Path) -> list[Path]:
         return []
 
 
+def check_steps_left(step: int, source: str | Path, steps: int) -> None:
+    """Raises ConfigError where a run of `steps` would do nothing after the checkpoint of `step` in `source`."""
+    if step >= steps:
+        raise ConfigError(
+            f"train.checkpoint.resume_from={source} is at step {step}, so train.steps={steps} leaves nothing to do: "
+            f"steps are counted from the start of the first run. Set train.steps to more than {step}, or evaluate the "
+            "weights with `burst eval`"
+        )
+
+
 def find_source(source: Path) -> tuple[Path, int | None]:
     """(folder of checkpoints, step or None for the newest) that a path names. Raises CheckpointError."""
     for checkpoint in list_checkpoints(source.parent):

@@ -44,6 +44,15 @@ def test_another_seed_is_refused_with_both_values(
     assert "is of other data: seed was 3, is 4" in error
 
 
+@pytest.mark.thorough
+def test_ranks_refuse_a_continuation_without_steps(
+    ranks: Pools, still: RunConfig, untaught: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    config = going_on(still, untaught[0], steps=HALF)
+    (error,) = ranks(1).run(train_until_error, str(create_run_of(config, tmp_path).path), config)
+    assert f"is at step {HALF}, so train.steps={HALF} leaves nothing to do" in error
+
+
 @pytest.mark.parametrize(
     ("world_size", "train"),
     [(1, {"micro_batch_size": 2}), (1, {"grad_accum_steps": 2}), (2, {})],
