@@ -55,7 +55,7 @@ VERBS = (
     Verb("report", "burst_cli.report.report", "Show runs side by side: speed, MFU, memory, traffic, losses."),
     Verb("bench", "burst_cli.bench.bench", "Measure attention, or this machine for predictions."),
     Verb("config", "burst_cli.config.config", "Show the composed configuration and where each value comes from."),
-    Verb("data", "burst_cli.data.data", "Prepare training data."),
+    Verb("data", "burst_cli.data.data", "Prepare training data, and show samples as training takes them."),
     Verb("check-nodes", "burst_cli.nodes.check_nodes", "Check GPUs, network, disks and software of every node."),
     Verb("env", "burst_cli.nodes.env", "Show or check the NCCL environment of every node, with reasons."),
     Verb("image", "burst_cli.image.image", "Build the container image and bring it to every node over SSH."),

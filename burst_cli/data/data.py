@@ -1,26 +1,30 @@
-"""`burst data prepare`: tokenise the corpus of a configuration now, so that launches find it ready."""
+"""`burst data prepare` and `burst data show`: the corpus of a configuration as tokens, and as training takes them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import typer
 
 from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.data.progress import show_progress
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 from burst_cli.render import DASH, binary_bytes, listing, percent, plain, seconds
-from engine.data.prepare import PreparedData, prepare
+from engine.config.errors import DataError
+from engine.data.prepare import PreparedData, open_training_data, prepare
 from engine.data.sampler import LengthClass, Samples, length_classes
 from engine.data.shards import TokenShards
+from engine.data.view import samples_per_step, training_views, validation_views, warnings_of
 
 app = new_verb()
 
 
 @app.callback()
 def _data() -> None:
-    """Prepare training data."""  # with this function `prepare` is a word of its own
+    """Prepare training data, and show samples as training takes them."""
 
 
 @app.command("prepare")
@@ -55,6 +59,51 @@ def prepare_data(
         if one.weight > 0 and not one.samples.size:
             text = f"no sample is of documents of {one.name} tokens, but data.length_weights gives them {one.weight:g}"
             render.say(render.stderr(), render.told("warning", f"{text}; a launch refuses that"))
+
+
+@app.command("show")
+def show_data(
+    overrides: OverridesArgument = None,
+    config_dir: ConfigDirOption = None,
+    step: Annotated[int, typer.Option(min=1, help="Optimizer step whose samples are shown, from 1.")] = 1,
+    samples: Annotated[int, typer.Option(min=1, help="How many samples, from the first of the step on.")] = 2,
+    split: Annotated[Literal["train", "validation"], typer.Option(help="Which samples.")] = "train",
+    tokens: Annotated[bool, typer.Option("--tokens", help="One row per token: position, id, label, text.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Long samples whole, not only around labels.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Show samples exactly as training takes them, with what is learned.
+
+    Composes the same configuration as `burst launch` and prepares its data if needed. Learned tokens are coloured, or
+    stand in [[ ]] where there are no colours; all others are read and have no label.
+    """
+    from burst_cli.compose import compose
+    from burst_cli.data.show import Shown, describe_samples, print_legend, print_sample, print_tokens
+
+    config = compose(overrides or [], config_dir or []).config
+    with show_progress(render.stderr()) as progress:
+        prepare(config.data, progress=progress)
+    data = open_training_data(config.data)
+    if split == "train":
+        views = training_views(data, config, step - 1, samples)
+    else:
+        views = validation_views(data.main, config, samples)
+    try:
+        tokenizer = data.main.load_tokenizer()
+    except DataError:  # of shards that came without one: ids are shown in the place of text
+        tokenizer = None
+    if as_json:
+        facts = {"path": data.main.path, "split": split, "step": step if split == "train" else None}
+        about = {"seq_len": config.train.seq_len, "samples_per_step": samples_per_step(config)}
+        render.emit_json(facts | about | describe_samples(views, tokenizer))
+        return
+    console = render.stdout()
+    how = Shown.on(console, tokenizer, is_full=full)
+    for view in views:
+        (print_tokens if tokens else print_sample)(console, view, how)
+    print_legend(console, views, how)
+    for text in warnings_of(views):
+        render.say(render.stderr(), render.told("warning", text))
 
 
 def describe(prepared: PreparedData) -> dict[str, Any]:

@@ -54,9 +54,11 @@ class ByteTokenizer:
         """Nothing is put before a text."""
         return ()
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; a character cut in half becomes U+FFFD."""
-        return bytes(token for token in ids if token != self.eod_id).decode("utf-8", errors="replace")
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """Text of `ids`; a character cut in half becomes U+FFFD, the end of a document `BPE_EOD_TOKEN` or nothing."""
+        end = "" if skip_special else BPE_EOD_TOKEN
+        documents = bytes(ids).split(bytes([self.eod_id]))
+        return end.join(document.decode("utf-8", errors="replace") for document in documents)
 
     def token_bytes(self) -> Ids:
         """Bytes of text per token id, int64 [vocab_size]: one, and none for the end of a document."""
@@ -153,9 +155,9 @@ class FileTokenizer:
         added = [*encoded.special_tokens_mask, 0].index(0)
         return tuple(encoded.ids[:added])
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids` without special tokens."""
-        return str(self._inner.decode([int(token) for token in ids], skip_special_tokens=True))
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """Text of `ids`, without special tokens unless they are asked for."""
+        return str(self._inner.decode([int(token) for token in ids], skip_special_tokens=skip_special))
 
     def token_bytes(self) -> Ids:
         """Bytes of text per token id, int64 [vocab_size]; none for ids that stand for no text.

@@ -18,6 +18,7 @@ from engine.config.settings import RunConfig
 from engine.data.agreement import tokenizer_problem, vocabulary_problem
 from engine.data.needles import needle_tasks
 from engine.data.prepare import TrainingData, open_training_data, prepare
+from engine.data.view import training_sampler
 from engine.model.parallelize import build_empty_model, set_first_weights
 from engine.parallel.collectives import gather_objects, wait_for_all_ranks
 from engine.parallel.mesh import (
@@ -62,8 +63,7 @@ class Trainer:
         train = config.train
         self.data = load_data(config, mesh, recorder)
         if not train.evaluate_only:  # which trains on no sample, so a short corpus will do
-            accumulated, apart = train.grad_accum_steps, config.attention.documents
-            sampler = self.data.sampler(train.seq_len, config.seed, grad_accum_steps=accumulated, documents_apart=apart)
+            sampler = training_sampler(self.data, config)
         self._needles = needle_tasks(config, self.data.main)
         recorder.phase("build model")
         self.model, self.attention = build_empty_model(config, mesh)

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from engine.data.needles import NeedleTask, NeedleTasks
 from engine.data.prepare import PreparedData
-from engine.data.sampler import IGNORE_INDEX, Batch, sequential_batches
+from engine.data.sampler import IGNORE_INDEX, Batch
+from engine.data.view import validation_batches
 from engine.parallel.collectives import max_over_ranks, sum_over_ranks
 from engine.parallel.fsdp import evaluating
 from engine.parallel.mesh import Mesh
@@ -40,16 +41,9 @@ def validate(train_step: TrainStep, data: PreparedData, needles: NeedleTasks | N
 
     All ranks must call; the model is afterwards as before. Raises Stopped.
     """
-    train, mesh = train_step.config.train, train_step.mesh
-    batches = sequential_batches(
-        data.validation,
-        train.seq_len,
-        batch_size=train.micro_batch_size,
-        dp=(mesh.dp_rank, mesh.dp_size),
-        max_samples=train.eval_samples,
-        documents_apart=train_step.config.attention.documents,
-    )
-    losses = evaluate(train_step, batches, data.token_bytes, train.eval_position_buckets)
+    config, mesh = train_step.config, train_step.mesh
+    batches = validation_batches(data, config, (mesh.dp_rank, mesh.dp_size))
+    losses = evaluate(train_step, batches, data.token_bytes, config.train.eval_position_buckets)
     return losses if needles is None else losses | needle_figures(score_tasks(train_step, needles), needles)
 
 
