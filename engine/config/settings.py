@@ -347,6 +347,15 @@ class TrainConfig:
     guard: GuardConfig = GuardConfig()
 
 
+# Of text that people write, and of programs; not of data, which has formats of its own.
+TEXT_SUFFIXES = (
+    *(".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".adoc", ".html", ".htm", ".xml", ".txt.gz"),
+    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".rs", ".go", ".java", ".kt", ".scala", ".js"),
+    *(".jsx", ".ts", ".tsx", ".rb", ".pl", ".php", ".swift", ".lua", ".jl", ".r", ".R", ".hs", ".ml", ".sql", ".sh"),
+    *(".css", ".yaml", ".yml", ".toml", ".ini", ".cfg"),
+)
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Where tokens come from."""
@@ -355,6 +364,9 @@ class DataConfig:
         "stdlib", "kind of files; stdlib: the source of Python's own library, found everywhere"
     )
     paths: tuple[str, ...] = setting((), "files, folders or globs; empty only for stdlib")
+    text_suffixes: tuple[str, ...] = setting(
+        TEXT_SUFFIXES, "how files of a folder end that data.format=text reads; files and globs are read whatever it is"
+    )
     text_field: str = setting("text", "key (JSONL) or column (parquet) that holds the text")
     prompt_field: str | None = setting(
         None, "key (JSONL) of what comes before the text: read, but not learned; null: all text is learned"

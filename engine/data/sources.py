@@ -6,17 +6,20 @@ through in bounded memory.
 
 from __future__ import annotations
 
+import contextlib
 import glob
+import gzip
 import json
 import math
 import os
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
@@ -25,7 +28,9 @@ if TYPE_CHECKING:
     from engine.data.chat import ChatTemplate, Spans
 
 PIECE_BYTES = 1 << 20
+_ARCHIVES = frozenset({".zst", ".bz2", ".xz", ".zip", ".7z", ".tgz"})
 _PARQUET_ROWS = 256
+_MOST_PROBLEMS = 20  # listed; the others are counted
 _UTF8_CONTINUATION = bytes(range(0x80, 0xC0))
 _STDLIB_SKIPPED = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled"})
 _STDLIB_SKIPPED_PREFIX = "_sysconfigdata"  # facts about one build of Python, not part of the library
@@ -84,10 +89,18 @@ class Source:
     def pieces(self, max_bytes: int | None) -> Iterator[Piece]:
         """All text, no piece empty, cut after `max_bytes` bytes of UTF-8 or before the character that lies across.
 
-        Raises DataError for what is no text, OSError for a file that cannot be read.
+        Raises DataError for what is no text, with every bad place of what was read; OSError for a file that cannot be
+        read.
         """
+        problems: list[str] = []
+        yield from self._good_pieces(max_bytes, problems)
+        if problems:
+            raise DataError(_listed(problems))
+
+    def _good_pieces(self, max_bytes: int | None, problems: list[str]) -> Iterator[Piece]:
+        """As `pieces`, over what is wrong in `problems`."""
         left = math.inf if max_bytes is None else max_bytes
-        for parts in chain.from_iterable(map(self.read, self.files)):
+        for parts in chain.from_iterable(_documents(self.read, path, problems) for path in self.files):
             begins = True
             for part in parts:
                 piece = part if begins else replace(part, begins=False)
@@ -102,6 +115,40 @@ class Source:
                     return
 
 
+def _documents(read: Callable[[Path], Iterator[Document]], path: Path, problems: list[str]) -> Iterator[Document]:
+    """The documents of a file; what stops reading one is added to `problems`."""
+    try:
+        for document in read(path):
+            yield _pieces_until_problem(document, problems)
+    except BadRowsError as error:
+        problems += error.problems
+    except DataError as error:
+        problems.append(str(error))
+
+
+def _pieces_until_problem(document: Document, problems: list[str]) -> Document:
+    try:
+        yield from document
+    except DataError as error:
+        problems.append(str(error))
+
+
+def _listed(problems: Sequence[str]) -> str:
+    if len(problems) == 1:
+        return problems[0]
+    left = len(problems) - _MOST_PROBLEMS
+    lines = [f"{len(problems)} places of the data cannot be read:", *problems[:_MOST_PROBLEMS]]
+    return "\n  - ".join(lines) + (f"\n  and {left} more" if left > 0 else "")
+
+
+class BadRowsError(DataError):
+    """Every bad row of a file."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__(_listed(problems))
+        self.problems = tuple(problems)
+
+
 def open_source(config: DataConfig) -> Source:
     """The source that `config` names, with its files listed and nothing read yet. Raises DataError and OSError."""
     template = None
@@ -113,8 +160,11 @@ def open_source(config: DataConfig) -> Source:
     if config.format == "stdlib":
         files, what = stdlib_files(Path(sysconfig.get_paths()["stdlib"])), "source code of the Python standard library"
     else:
+        suffixes = suffixes or config.text_suffixes
         files = list_files(config.paths, suffixes)
         what = f"{len(files)} {config.format} files"
+        if config.format == "text" and (others := len(list_files(config.paths, ("",))) - len(files)):
+            what += f"; {others} more in these folders skipped, whose names do not end as data.text_suffixes has it"
     read = partial(reader, config=config, template=template)
     return Source(what, files, read, None if template is None else template.content_hash)
 
@@ -185,9 +235,25 @@ def _shifted(spans: Spans | None, start: int, end: int) -> Spans | None:
     return tuple((first, after) for first, after in clipped if first < after)
 
 
+@contextlib.contextmanager
+def _open_bytes(path: Path) -> Iterator[IO[bytes]]:
+    """The content of a file, unpacked where its name ends in .gz. Raises DataError for other archives, by name."""
+    if path.suffix in _ARCHIVES:
+        raise DataError(f"{path} is compressed ({path.suffix}); only .gz is read as it is. Unpack it first.")
+    if path.suffix != ".gz":
+        with path.open("rb") as file:
+            yield file
+        return
+    try:
+        with gzip.open(path) as packed:
+            yield packed
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path} is not a whole gzip file: {error}. Copy it again, or rename it.") from None
+
+
 def _text_pieces(path: Path) -> Iterator[Piece]:
     offset, carry, is_last = 0, b"", False
-    with path.open("rb") as file:
+    with _open_bytes(path) as file:
         while not is_last:
             chunk = file.read(PIECE_BYTES)
             data, is_last = carry + chunk, not chunk
@@ -208,7 +274,8 @@ def _text_pieces(path: Path) -> Iterator[Piece]:
 
 
 def _read_jsonl(path: Path, config: DataConfig, template: ChatTemplate | None) -> Iterator[Document]:
-    with path.open("rb") as file:
+    problems: list[str] = []
+    with _open_bytes(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -219,9 +286,14 @@ def _read_jsonl(path: Path, config: DataConfig, template: ChatTemplate | None) -
                     raise DataError(f"{place}: {line[:40]!r} is no object; expected one JSON object per line.")
                 pieces = _record_pieces(record, place, config, template)
                 b"".join(piece.data for piece in pieces)  # raises where half of a surrogate pair is missing
+            except DataError as error:
+                problems.append(str(error))
             except (ValueError, RecursionError) as error:  # bad UTF-8 is a ValueError, too
-                raise DataError(f"{place}: bad JSON ({error}). Expected one JSON object per line.") from None
-            yield pieces
+                problems.append(f"{place}: bad JSON ({error}). Expected one JSON object per line.")
+            else:
+                yield pieces
+    if problems:
+        raise BadRowsError(problems)
 
 
 def _read_parquet(path: Path, config: DataConfig, **_: object) -> Iterator[Document]:
@@ -299,7 +371,7 @@ def _read_stdlib_file(path: Path, **_: object) -> Iterator[Document]:
 # How files of a folder end, and how one is read.
 _FORMATS: dict[str, tuple[tuple[str, ...], Callable[..., Iterator[Document]]]] = {
     "stdlib": ((), _read_stdlib_file),
-    "text": (("",), lambda path, **_: iter([_text_pieces(path)])),
-    "jsonl": ((".jsonl", ".ndjson"), _read_jsonl),
+    "text": ((), lambda path, **_: iter([_text_pieces(path)])),
+    "jsonl": ((".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"), _read_jsonl),
     "parquet": ((".parquet",), _read_parquet),
 }

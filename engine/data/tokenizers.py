@@ -57,7 +57,7 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of `ids`; a character cut in half becomes U+FFFD, the end of a document `BPE_EOD_TOKEN` or nothing."""
         end = "" if skip_special else BPE_EOD_TOKEN
-        documents = bytes(ids).split(bytes([self.eod_id]))
+        documents = bytes(int(token) for token in ids).split(bytes([self.eod_id]))
         return end.join(document.decode("utf-8", errors="replace") for document in documents)
 
     def token_bytes(self) -> Ids:

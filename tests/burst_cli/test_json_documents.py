@@ -45,6 +45,7 @@ ROWS: dict[str, tuple[tuple[str, ...], int]] = {
     "bench machine": (SMALL_MACHINE, 0),
     "config": (("exp=tiny",), 0),
     "data prepare": (TEXT, 0),
+    "data show": (TEXT, 0),
     "check-nodes": (("--only", "host.memory_free", *NODE), 1),
     "env show": ((), 0),
     "env check": (("--nccl-log", "nccl.log"), 0),  # not of what else runs on this machine

@@ -96,7 +96,7 @@ def test_bpe_is_trained_on_training_text_only_and_progress_adds_up(corpus: Path,
 
 
 FACTS = (
-    "format paths text_field prompt_field messages_field chat_template tokenizer bos bpe_vocab_size "
+    "format paths text_suffixes text_field prompt_field messages_field chat_template tokenizer bos bpe_vocab_size "
     "validation_fraction max_bytes"
 )
 
