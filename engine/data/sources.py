@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
@@ -246,7 +246,7 @@ def _open_bytes(path: Path) -> Iterator[IO[bytes]]:
         return
     try:
         with gzip.open(path) as packed:
-            yield packed
+            yield cast(IO[bytes], packed)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path} is not a whole gzip file: {error}. Copy it again, or rename it.") from None
 
