@@ -365,7 +365,8 @@ class DataConfig:
     )
     paths: tuple[str, ...] = setting((), "files, folders or globs; empty only for stdlib")
     text_suffixes: tuple[str, ...] = setting(
-        TEXT_SUFFIXES, "how files of a folder end that data.format=text reads; files and globs are read whatever it is"
+        (),
+        "how files of a folder end that data.format=text reads; empty: as text and programs do (.txt, .md, .py, ...)",
     )
     text_field: str = setting("text", "key (JSONL) or column (parquet) that holds the text")
     prompt_field: str | None = setting(
@@ -403,6 +404,11 @@ class DataConfig:
         (), "shares of the classes of data.length_buckets among the samples, one more; sum 1"
     )
     max_bytes: int | None = setting(None, "stop reading the corpus after so much text", "bytes", at_least=1)
+
+    @property
+    def resolved_text_suffixes(self) -> tuple[str, ...]:
+        """The endings that are read: those given, else TEXT_SUFFIXES."""
+        return self.text_suffixes or TEXT_SUFFIXES
 
     @property
     def tokenizer_path(self) -> Path | None:

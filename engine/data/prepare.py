@@ -146,7 +146,7 @@ def config_facts(config: DataConfig) -> dict[str, Any]:
     return {
         "format": config.format,
         "paths": list(config.paths) if config.format != "stdlib" else [],
-        "text_suffixes": list(config.text_suffixes) if config.format == "text" else None,
+        "text_suffixes": list(config.resolved_text_suffixes) if config.format == "text" else None,
         "text_field": config.text_field if config.format in ("jsonl", "parquet") else None,
         "prompt_field": config.prompt_field,
         "messages_field": config.messages_field,

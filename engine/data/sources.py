@@ -160,7 +160,7 @@ def open_source(config: DataConfig) -> Source:
     if config.format == "stdlib":
         files, what = stdlib_files(Path(sysconfig.get_paths()["stdlib"])), "source code of the Python standard library"
     else:
-        suffixes = suffixes or config.text_suffixes
+        suffixes = suffixes or config.resolved_text_suffixes
         files = list_files(config.paths, suffixes)
         what = f"{len(files)} {config.format} files"
         if config.format == "text" and (others := len(list_files(config.paths, ("",))) - len(files)):
