@@ -5,9 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from burst_cli.eval.request import weights_of
 from burst_cli.render import binary_bytes
-from burst_cli.runs.choose import choose_run
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 from engine.planning.time.flops import count_parameters
@@ -31,6 +29,10 @@ def _with_path(word: str, runs_dir: Path) -> str:
     name = value.strip("'\"")
     if key.lstrip("+") != _KEY or name in ("", "null") or name.startswith(("/", "~")):
         return word
+    # Only a launch that continues another run reads runs: all others start sooner without these.
+    from burst_cli.eval.request import weights_of
+    from burst_cli.runs.choose import choose_run
+
     # The folder of an experiment is no run: without this, a launch from within runs/ would mean it.
     is_run = (Path(name) / "run.json").exists()
     if is_run or (Path(name).is_dir() and Path(name).name.startswith(("step-", "checkpoints"))):

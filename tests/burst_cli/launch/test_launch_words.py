@@ -78,7 +78,7 @@ def test_a_plan_of_many_nodes_shows_two_environments(
 @pytest.mark.parametrize(
     ("settings", "code", "said"),
     [
-        (("model.vocab_size=270",), 2, "model.vocab_size=270 is too small: the data has tokens up to 279"),
+        (("model.vocab_size=270",), 2, "model.vocab_size: got 270, but the tokenizer has 280 tokens"),
         (("train.seq_len=100000", "model.vocab_size=280", "--force"), 1, "train.seq_len"),
         (("train.seq_len=32", "train.eval_needle_depths=2"), 2, "sentence, question and answer take up to"),
     ],

@@ -34,9 +34,9 @@ RESTS_ON: Mapping[str, Set[str]] = {
     "host.system": names("host", "disk shm memlock nofile memory_free"),
     "host.shared": {"host.shared"},
     "host.software": {"host.python"},
-    "env_live": {"host.nccl_conf"},
+    "env_live": {"host.nccl_conf"},  # in a container the ranks see none of the node's files
     "host.docker": names("host", "docker docker_disk docker_gpu image"),
-    "host.image": {"host.image"},
+    "host.image": {"host.image", "host.image_nccl"},
     "ib.ports": PORTS,  # without them nobody knows whose log lines matter
     "ib.gpudirect": {"ib.gpudirect"},
     "net.links": {"net.interface"},
@@ -57,7 +57,10 @@ TRAITS: Mapping[str, Set[str]] = {
     "host.docker": set(),
     "host.image": {"host.versions"},
 }
-CASES = [*(("docker", section) for section in RESTS_ON), ("bare", "host.software")]
+CASES = [
+    *(("docker", section) for section in RESTS_ON if section != "env_live"),
+    *(("bare", section) for section in ("host.software", "env_live")),
+]
 CONFIGS = {name: run_config(cluster=cluster).cluster for name, cluster in CLUSTERS.items()}
 DAMAGES = ("late", "1", "127", "0 ", "0 sh: not found", "0 cores\\nkernel\\nmemlock\\nroot", f"0 {'x' * 5000}")
 UNENDED = (SectionState.CUT_OFF, SectionState.MISSING)

@@ -33,14 +33,14 @@ def test_an_h100_is_planned_for_where_nothing_says_otherwise() -> None:
     assert found(LAPTOP) == H100
     alone = found(LAPTOP, "gh200")  # which no vendor's server has eight of
     assert (alone.host_bytes_per_node, alone.host_source) == (None, "unknown")
-    assert found(LAPTOP, "80e9") == Capacity("80 GB", 80 * GB, "as given: 80e9 bytes", None, "unknown", 8)
+    assert found(LAPTOP, "80GB") == Capacity("80GB", 80 * GB, "as given: 80GB", None, "unknown", 8)
 
 
 def test_the_gpus_of_this_machine_come_after_an_option_and_a_named_machine_alone() -> None:
     assert found(SERVER) == Capacity("NVIDIA H200", 143771 * MIB, "nvidia-smi", 1000 * GB, "test", 8)
     assert found(SERVER, **A100).device_name == "a100"
     assert found(SERVER, "h100", **A100).device_name == "h100"
-    with pytest.raises(ConfigError, match=r"got 'h10'.*bytes such as 80e9.*h100"):
+    with pytest.raises(ConfigError, match=r"got 'h10'.*a size such as 80GB.*h100"):
         found(LAPTOP, "h10")
     text = "NVIDIA A100-SXM4-80GB, 81920\nNVIDIA GB10, [N/A]\n"
     assert parse_nvidia_smi(text) == (Gpu("NVIDIA A100-SXM4-80GB", 81920 * MIB),)
@@ -57,7 +57,7 @@ def test_on_a_cpu_the_ranks_share_the_host_memory_and_it_is_said_whose_it_is() -
         found(Hardware((), None, "unknown"), **ON_CPU)
 
 
-@pytest.mark.parametrize("device", [None, "h100", "1e9", "cpu"])
+@pytest.mark.parametrize("device", [None, "h100", "1GB", "cpu"])
 def test_the_configuration_has_the_last_word(device: str | None) -> None:
     one = found(SERVER, device, 7, memory={"device_bytes": 5 * GB, "host_bytes": 7 * GB})
     assert (one.device_bytes, one.host_bytes_per_node) == (5 * GB, 7 * GB)
