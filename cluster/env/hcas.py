@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from cluster.survey.drivers import LSPCI, GpuAddress
 from cluster.survey.facts import NodeFacts
-from cluster.survey.network import CARRIERS, PORTS, HcaPort, natural
+from cluster.survey.network import CARRIERS
+from cluster.survey.rdma import PORTS, HcaPort, natural
 from engine.config.cluster import ClusterConfig
 
 ADAPTER_QUESTIONS = (PORTS, LSPCI, CARRIERS)

@@ -26,7 +26,8 @@ from cluster.remote_text import one_line
 from cluster.ssh.hosts import node_command
 from cluster.survey.drivers import SMI
 from cluster.survey.facts import NodeFacts
-from cluster.survey.network import GPUDIRECT, LINKS, HcaPort, has_roce_gid
+from cluster.survey.network import LINKS
+from cluster.survey.rdma import GPUDIRECT, HcaPort, has_roce_gid
 from cluster.survey.section import UnreadableError
 from engine.config.cluster import ClusterConfig, ContainerConfig
 

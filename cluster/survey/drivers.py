@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from cluster.remote_text import one_line
-from cluster.survey.network import lanes, pci_path
+from cluster.survey.rdma import lanes, pci_path
 from cluster.survey.section import AbsentError, Section, SectionState, UnreadableError, python_question
 
 RECENT_S = 86400.0

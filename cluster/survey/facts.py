@@ -45,20 +45,15 @@ from cluster.survey.drivers import (
 )
 from cluster.survey.network import (
     CARRIERS,
-    GPUDIRECT,
     LINKS,
-    PORTS,
-    Adapters,
     Carriers,
-    GpuDirect,
     InterfaceChoice,
     Network,
     explain_interface,
-    parse_adapters,
-    parse_gpudirect,
     read_carriers,
     read_network,
 )
+from cluster.survey.rdma import GPUDIRECT, PORTS, Adapters, GpuDirect, parse_adapters, parse_gpudirect
 from cluster.survey.section import FIND_PYTHON, NodeProbe, Question, Section, SectionState, UnreadableError
 from engine.config.cluster import ClusterConfig
 

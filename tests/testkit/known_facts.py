@@ -6,16 +6,8 @@ from collections.abc import Collection
 
 from cluster.survey.drivers import GpuAddress
 from cluster.survey.facts import NodeFacts
-from cluster.survey.network import (
-    Adapters,
-    Carriers,
-    GpuDirect,
-    HcaPort,
-    InterfaceChoice,
-    NetInterface,
-    Network,
-    StorageRoute,
-)
+from cluster.survey.network import Carriers, InterfaceChoice, NetInterface, Network, StorageRoute
+from cluster.survey.rdma import Adapters, GpuDirect, HcaPort
 from cluster.survey.section import NodeProbe
 from engine.config.cluster import ClusterConfig
 

@@ -15,7 +15,7 @@ from cluster.checks.check import Check, CheckGroup, Finding, age, each
 from cluster.env.hcas import ADAPTER_QUESTIONS, choose_hcas, is_beside
 from cluster.survey.drivers import KERNEL_LOG, LSPCI, RECENT_S, read_kernel_log
 from cluster.survey.facts import NodeFacts
-from cluster.survey.network import GPUDIRECT, HcaPort, has_roce_gid
+from cluster.survey.rdma import GPUDIRECT, HcaPort, has_roce_gid
 from cluster.survey.section import AbsentError, UnreadableError
 
 ETHERNET = "Ethernet"

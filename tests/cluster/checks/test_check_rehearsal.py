@@ -17,7 +17,7 @@ from cluster.checks.check import Verdict
 from cluster.checks.groups.ib import FabricView
 from cluster.survey.drivers import KERNEL_LOG, GpuAddress, read_kernel_log
 from cluster.survey.facts import NodeFacts
-from cluster.survey.network import HcaPort, parse_adapters
+from cluster.survey.rdma import HcaPort, parse_adapters
 from cluster.survey.section import NodeProbe, SectionState
 from cluster.testbed.hardware.devices import compute_adapters, gpu_path, hardware_table
 from engine.config.cluster import ClusterConfig, ExpectedHardware

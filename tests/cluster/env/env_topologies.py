@@ -11,7 +11,8 @@ from testkit.known_facts import known_facts
 from cluster.env.plan import NodeEnvironment, plan_environment
 from cluster.survey.drivers import GpuAddress
 from cluster.survey.facts import NodeFacts
-from cluster.survey.network import HcaPort, NetInterface, StorageRoute
+from cluster.survey.network import NetInterface, StorageRoute
+from cluster.survey.rdma import HcaPort
 from engine.config.cluster import ClusterConfig
 
 FOLDER = Path(__file__).parent / "fixtures"

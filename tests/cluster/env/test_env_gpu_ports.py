@@ -14,7 +14,8 @@ from testkit.known_facts import known_facts
 
 from cluster.env.plan import NodeEnvironment, plan_environment
 from cluster.survey.drivers import GpuAddress
-from cluster.survey.network import CARRIERS, Carriers, HcaPort, read_carriers
+from cluster.survey.network import CARRIERS, Carriers, read_carriers
+from cluster.survey.rdma import HcaPort
 from engine.config.cluster import ClusterConfig, ContainerConfig, ExpectedHardware
 
 # One PCI switch below each root port: upstream bridge, then a bridge for the GPU and one for its adapter.

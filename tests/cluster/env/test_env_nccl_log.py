@@ -12,7 +12,7 @@ from cluster.env.hcas import HcaDecision
 from cluster.env.live import check_nccl_log
 from cluster.env.plan import NodeEnvironment
 from cluster.remote_text import clean_text
-from cluster.survey.network import HcaPort
+from cluster.survey.rdma import HcaPort
 
 
 def planned(node: str, *devices: str) -> NodeEnvironment:

@@ -12,7 +12,8 @@ from cluster.env.hcas import map_rails, rail_order
 from cluster.env.plan import NodeEnvironment, plan_environment, plan_fleet
 from cluster.survey.drivers import GpuAddress
 from cluster.survey.facts import NodeFacts
-from cluster.survey.network import HcaPort, StorageRoute
+from cluster.survey.network import StorageRoute
+from cluster.survey.rdma import HcaPort
 from engine.config.cluster import ClusterConfig, ExpectedHardware
 
 CONFIG = ClusterConfig()

@@ -12,16 +12,8 @@ import pytest
 from testkit.check_fakes import ended
 
 from cluster.survey.drivers import Fields, Gap, GpuAddress, PciDevices, read_pci_devices
-from cluster.survey.network import (
-    Adapters,
-    Carriers,
-    HcaPort,
-    NetInterface,
-    StorageRoute,
-    has_roce_gid,
-    parse_adapters,
-    read_carriers,
-)
+from cluster.survey.network import Carriers, NetInterface, StorageRoute, read_carriers
+from cluster.survey.rdma import Adapters, HcaPort, has_roce_gid, parse_adapters
 from cluster.survey.section import AbsentError, Section, UnreadableError
 
 T = TypeVar("T")
