@@ -139,7 +139,7 @@ def test_steps_of_minutes_on_the_cpu_are_refused(burst, tmp_path: Path) -> None:
     free = ",".join(f"'{name}={'inf' if name.endswith('_per_s') else 0}'" for name in machine_fields())
     (tmp_path / "bad.jsonl").write_text("{nonsense")  # for what is not refused
     data = ("data=jsonl", f"data.paths=[{tmp_path}/bad.jsonl]", "train.seq_len=64", "model.num_layers=1")
-    for step_s, told, how in ((60, "expected: 1:00 min per step, ", ["--dry-run"]), (300, "bad JSON", [])):
+    for step_s, told, how in ((60, "expected: 1 min per step, ", ["--dry-run"]), (300, "bad JSON", [])):
         rates = f"cluster.machine.rates=[{free},'kernel_block_rows=1','step_overhead_s={step_s}']"
         result = burst("launch", "exp=tiny", *one_core, *data, rates, *how)
         assert told in result.out + result.err
