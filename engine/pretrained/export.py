@@ -144,7 +144,7 @@ def _set_ends(
     """
     if base is None:
         # Without the keys transformers takes ids of the first Llama, in other vocabularies ordinary text.
-        ids = {"bos_token_id": None, "eos_token_id": None}
+        ids: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
         if tokenizer is not None:
             ids = {"bos_token_id": tokenizer.named_id("bos_token"), "eos_token_id": tokenizer.eod_id}
         document |= ids
@@ -168,9 +168,9 @@ def _complete_tokenizer(order: ExportOrder, tokenizer: FileTokenizer, part: Path
         if name in named and name not in {**written.settings, **written.special_tokens}
     }
     if missing or not (part / TOKENIZER_CONFIG_FILE).is_file():
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **missing, **written.settings}
+        settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **missing, **written.settings}
         if order.chat is not None:
-            settings = {**order.chat.special_tokens, **settings}
+            settings = {**dict(order.chat.special_tokens), **settings}
         (part / TOKENIZER_CONFIG_FILE).write_text(json_text(settings))
     default = written.chat_templates.get("default")
     if order.chat is not None and (default is None or default.text != order.chat.source):
