@@ -162,7 +162,7 @@ def _set_ends(
 def _complete_tokenizer(order: ExportOrder, tokenizer: FileTokenizer, part: Path) -> None:
     """Name in tokenizer_config.json what begins and ends a text, where no file does; write the run's chat template."""
     written, named = open_tokenizer(part), tokenizer.named_tokens()
-    missing = {
+    missing: dict[str, str] = {
         name: named[name]
         for name in ("bos_token", "eos_token")
         if name in named and name not in {**written.settings, **written.special_tokens}
@@ -170,7 +170,7 @@ def _complete_tokenizer(order: ExportOrder, tokenizer: FileTokenizer, part: Path
     if missing or not (part / TOKENIZER_CONFIG_FILE).is_file():
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **missing, **written.settings}
         if order.chat is not None:
-            settings = {**dict(order.chat.special_tokens), **settings}
+            settings = {**order.chat.special_tokens, **settings}
         (part / TOKENIZER_CONFIG_FILE).write_text(json_text(settings))
     default = written.chat_templates.get("default")
     if order.chat is not None and (default is None or default.text != order.chat.source):

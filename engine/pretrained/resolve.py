@@ -1,7 +1,7 @@
 """The tokenizer of a folder as one object of the library tokenizers: vocabulary, added tokens, special tokens.
 
-Ids are those of transformers' AutoTokenizer. A folder that transformers 5 reads otherwise than its tokenizer.json has
-it, which is what version 4 reads, is refused.
+Ids are those of AutoTokenizer of transformers 5. What its LlamaTokenizer makes of a tokenizer.json is built here too;
+other classes that read the file otherwise than it is written are refused where transformers is there to compare with.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ def resolve_tokenizer(files: TokenizerFiles, *, verify: bool = False) -> Resolve
     """
     if not files.file.is_file():
         return _converted(files)
-    inner = _from_file(files)
+    inner = _rebuilt(_from_file(files), files)
     _add_tokens(inner, files)
-    _check_class(inner, files)
     if verify and files.class_name and has_transformers():
         _check_same_ids(inner, files)
     return ResolvedTokenizer(inner, files.special_tokens)
@@ -103,20 +102,37 @@ def _add_tokens(inner: Any, files: TokenizerFiles) -> None:
             inner.add_tokens([AddedToken(text, special=True)])
 
 
-def _check_class(inner: Any, files: TokenizerFiles) -> None:
-    """LlamaTokenizer of transformers 5 replaces the pipeline of tokenizer.json; that of version 4 keeps it."""
-    if files.class_name != "LlamaTokenizer":
-        return
+def _rebuilt(inner: Any, files: TokenizerFiles) -> Any:
+    """`inner` with the pipeline that LlamaTokenizer of transformers 5 builds in place of the one in tokenizer.json.
+
+    Only vocabulary, merges, added tokens and post-processor of the file stay. Other than with version 4, no blank is
+    put before a text that begins with one, unless the folder says `legacy`. A byte-level tokenizer.json is left as it is
+    and refused by `verify`, since the class would make other ids of it.
+
+    Source: transformers 5.23, models/llama/tokenization_llama.py and _get_prepend_scheme of convert_slow_tokenizer.py.
+    """
+    from tokenizers import Tokenizer
+
     document = json.loads(inner.to_str())
-    steps = json.dumps(document.get("normalizer"))
-    if '"Prepend"' in steps:
-        raise DataError(
-            _ambiguous(
-                files,
-                "its tokenizer.json puts '▁' before every text (Prepend), but LlamaTokenizer "
-                "of transformers 5 does not before a text that begins with a blank",
-            )
-        )
+    steps = json.dumps([document["normalizer"], document["pre_tokenizer"]])
+    is_metaspace = '"Prepend"' in steps or '"Metaspace"' in steps
+    if files.class_name != "LlamaTokenizer" or document["model"]["type"] != "BPE" or not is_metaspace:
+        return inner
+    prefix = files.settings.get("add_prefix_space")
+    has_prefix = True if prefix is None else bool(prefix)
+    scheme = ("always" if files.settings.get("legacy", False) else "first") if has_prefix else "never"
+    document["model"] |= {"unk_token": None, "fuse_unk": True, "byte_fallback": True, "dropout": None}
+    document["normalizer"] = None
+    document["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": False}
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if has_prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    document["decoder"] = {"type": "Sequence", "decoders": decoders}
+    return Tokenizer.from_str(json.dumps(document))
 
 
 def _check_same_ids(inner: Any, files: TokenizerFiles) -> None:

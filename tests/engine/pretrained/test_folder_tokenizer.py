@@ -157,12 +157,28 @@ def test_an_id_that_two_files_give_differently_is_named(tmp_path: Path) -> None:
         load_tokenizer_file(tmp_path)
 
 
-def test_a_prefix_that_versions_of_transformers_read_differently_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("legacy", [{}, {"legacy": False}, {"legacy": True}], ids=str)
+@pytest.mark.parametrize("prefix", [{}, {"add_prefix_space": None}, {"add_prefix_space": False}], ids=str)
+@pytest.mark.parametrize("kind", ["prepend", "metaspace"])
+def test_a_llama_2_folder_has_the_ids_of_its_class(
+    tmp_path: Path, kind: str, legacy: dict[str, Any], prefix: dict[str, Any]
+) -> None:
+    """LlamaTokenizer of transformers 5 replaces the pipeline of tokenizer.json."""
+    write(tmp_path, kind, **{"tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer", **legacy, **prefix}})
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer_file(tmp_path)
+    for text in ("hello", " hello", "  hello there", "größe 🐎", "a</s> b</s>c", "", "\n hello"):
+        expected = theirs.encode(text, add_special_tokens=False)
+        ours.inner.encode_special_tokens = False
+        assert ours.inner.encode(text, add_special_tokens=False).ids == expected, f"other ids of {text!r}"
+        assert ours.decode(expected) == theirs.decode(expected, skip_special_tokens=True), f"other text of {text!r}"
+
+
+def test_a_prepared_llama_2_tokenizer_reads_back_the_same(tmp_path: Path) -> None:
     write(tmp_path, "prepend", **{"tokenizer_config.json": {"tokenizer_class": "LlamaTokenizer"}})
-    theirs = AutoTokenizer.from_pretrained(tmp_path)
-    assert ids_of(theirs, " hello") != Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(" hello").ids
-    with pytest.raises(DataError, match=r"set tokenizer_class in tokenizer_config\.json to PreTrainedTokenizerFast"):
-        load_tokenizer_file(tmp_path)
+    ours, saved = load_tokenizer_file(tmp_path), tmp_path / "saved"
+    saved.mkdir()
+    ours.save(saved)
+    assert load_tokenizer_file(saved).inner.encode(" hello").ids == ours.inner.encode(" hello").ids
 
 
 @pytest.mark.thorough
