@@ -106,8 +106,8 @@ def _rebuilt(inner: Any, files: TokenizerFiles) -> Any:
     """`inner` with the pipeline that LlamaTokenizer of transformers 5 builds in place of the one in tokenizer.json.
 
     Only vocabulary, merges, added tokens and post-processor of the file stay. Other than with version 4, no blank is
-    put before a text that begins with one, unless the folder says `legacy`. A byte-level tokenizer.json is left as it is
-    and refused by `verify`, since the class would make other ids of it.
+    put before a text that begins with one, unless the folder says `legacy`. A byte-level tokenizer.json is left as it
+    is and refused by `verify`, since the class would make other ids of it.
 
     Source: transformers 5.23, models/llama/tokenization_llama.py and _get_prepend_scheme of convert_slow_tokenizer.py.
     """
