@@ -14,12 +14,13 @@ from burst_cli.data.progress import show_progress
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
 from burst_cli.render import DASH, binary_bytes, listing, percent, plain, seconds
 from engine.config.errors import DataError
-from engine.data.prepare import PreparedData, open_training_data, prepare
+from engine.data.prepare import PreparedData, open_training_data, prepare, skipped_rows
 from engine.data.sampler import LengthClass, Samples, length_classes
 from engine.data.shards import TokenShards
 from engine.data.view import samples_per_step, training_views, validation_views, warnings_of
 
 app = new_verb()
+_BAD_ROWS_SHOWN = 5
 
 
 @app.callback()
@@ -115,6 +116,7 @@ def describe(prepared: PreparedData) -> dict[str, Any]:
         "vocab_size": manifest.vocab_size,
         "content_hash": prepared.content_hash,
         "source": manifest.source,
+        "skipped_rows": skipped_rows(prepared.path),
         "splits": {"train": _describe_split(prepared.train), "validation": _describe_split(prepared.validation)},
     }
 
@@ -149,6 +151,11 @@ def _print_table(document: dict[str, Any], elapsed_s: float) -> None:
         f"folder     {document['path']}",
         f"ready in   {seconds(elapsed_s)}",
     ]
+    if (skipped := document["skipped_rows"]) is not None:
+        facts.append(f"bad rows   {skipped['count']:,} left out (data.on_bad_row=skip)")
+        facts += [f"  - {problem}" for problem in skipped["first"][:_BAD_ROWS_SHOWN]]
+        if skipped["count"] > _BAD_ROWS_SHOWN:
+            facts.append(f"  and {skipped['count'] - _BAD_ROWS_SHOWN:,} more; prepared.json has the first")
     render.say(render.stdout(), listing(headings, rows, headings[1:]), *facts)
 
 

@@ -368,6 +368,9 @@ class DataConfig:
         (),
         "how files of a folder end that data.format=text reads; empty: as text and programs do (.txt, .md, .py, ...)",
     )
+    on_bad_row: Literal["refuse", "skip"] = setting(
+        "refuse", "a row (or a file of text) cannot be read; skip: leave it out and count it"
+    )
     text_field: str = setting("text", "key (JSONL) or column (parquet) that holds the text")
     prompt_field: str | None = setting(
         None, "key (JSONL) of what comes before the text: read, but not learned; null: all text is learned"

@@ -25,7 +25,7 @@ from engine.config.errors import DataError
 from engine.config.settings import DataConfig
 from engine.data.encoding import encode_documents
 from engine.data.manifest import TokenSetWriter
-from engine.data.sources import Piece, Source
+from engine.data.sources import Piece, Problems, Source
 from engine.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer_file, train_bpe
 
 SplitName = Literal["train", "validation"]
@@ -49,16 +49,17 @@ class Progress:
 ProgressCallback = Callable[[Progress], None]
 
 
-def build(work: Path, config: DataConfig, source: Source, progress: ProgressCallback) -> None:
-    """Fill the empty folder `work` with the token sets of both splits and their tokenizer."""
+def build(work: Path, config: DataConfig, source: Source, progress: ProgressCallback) -> Problems:
+    """Fill the empty folder `work` with the token sets of both splits and their tokenizer. Returns what was skipped."""
     tokenizer: Tokenizer | None = ByteTokenizer() if config.tokenizer == ByteTokenizer.name else None
     if config.tokenizer_path is not None:
         tokenizer = load_tokenizer_file(config.tokenizer_path, verify=True)
 
-    def read(stage: Stage, total: int | None = None) -> Iterator[Piece]:
-        return _reported(source.pieces(config.max_bytes), stage, total, progress)
+    def read(stage: Stage, total: int | None = None, skipped: Problems | None = None) -> Iterator[Piece]:
+        return _reported(source.pieces(config.max_bytes, skipped), stage, total, progress)
 
-    documents, sizes = survey(read("survey"))
+    skipped = Problems()
+    documents, sizes = survey(read("survey", skipped=skipped))
     if documents == 0:
         first = f", the first is {source.files[0]}" if source.files else ""
         raise DataError(f"the corpus is empty: {len(source.files)} files without text{first}. Give files with text.")
@@ -94,6 +95,7 @@ def build(work: Path, config: DataConfig, source: Source, progress: ProgressCall
                     "Give more text (data.paths, data.max_bytes)."
                 )
             writer.finish(source.description)
+    return skipped
 
 
 def _reported(pieces: Iterable[Piece], stage: Stage, total: int | None, progress: ProgressCallback) -> Iterator[Piece]:

@@ -291,5 +291,3 @@ def _template_file(path: Path, tokens: Mapping[str, str]) -> ChatTemplate:
         return ChatTemplate(str(path), path.read_text(encoding="utf-8"), tokens)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path}: {error}; expected a chat template.") from None
-
-

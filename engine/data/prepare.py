@@ -18,7 +18,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -101,10 +101,11 @@ def prepare(config: DataConfig, *, progress: ProgressCallback = lambda _: None) 
         if not _is_ready(folder, config, identity):
             try:
                 with new_folder(folder) as work:
-                    build(work, config, source, progress)
+                    skipped = build(work, config, source, progress)
                     if _target(config, open_source(config))[1] != identity:
                         raise DataError("the source files changed while they were read. Run again when nothing writes.")
-                    (work / PREPARED_FILE).write_text(json_text({"identity": identity}))
+                    facts = {"skipped_rows": asdict(skipped)} if source.skips_bad_rows else {}
+                    (work / PREPARED_FILE).write_text(json_text({"identity": identity, **facts}))
             except OSError as error:
                 # Another process was faster (on a file system without locks): its data is as good as ours.
                 if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
@@ -127,6 +128,15 @@ def open_prepared(config: DataConfig) -> PreparedData:
     return _open(folder, config)
 
 
+def skipped_rows(folder: Path) -> dict[str, Any] | None:
+    """{"count", "first" (messages)} of the rows that data.on_bad_row=skip left out of a prepared folder; else None."""
+    path = folder / PREPARED_FILE
+    if not path.is_file():
+        return None
+    found = require_json_object(path, "facts about prepared data", DataError).get("skipped_rows")
+    return found if isinstance(found, dict) and isinstance(found.get("count"), int) else None
+
+
 def _lock(file: BinaryIO, on_wait: Callable[[], None]) -> bool:
     """Wait until this process alone has the lock of `file`; false where the file system knows no locks."""
     while True:
@@ -147,6 +157,7 @@ def config_facts(config: DataConfig) -> dict[str, Any]:
         "format": config.format,
         "paths": list(config.paths) if config.format != "stdlib" else [],
         "text_suffixes": list(config.resolved_text_suffixes) if config.format == "text" else None,
+        "on_bad_row": "skip" if config.on_bad_row == "skip" and config.format in ("text", "jsonl", "parquet") else None,
         "text_field": config.text_field if config.format in ("jsonl", "parquet") else None,
         "prompt_field": config.prompt_field,
         "messages_field": config.messages_field,

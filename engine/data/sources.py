@@ -15,7 +15,7 @@ import os
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -75,32 +75,68 @@ Document = Iterable[Piece]
 
 
 @dataclass(frozen=True)
+class BadRow:
+    """Stands for a row, or a file of text, that cannot be used: problem names the place and says why."""
+
+    problem: str
+
+
+@dataclass
+class Problems:
+    """How many there are, and the first of them."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+
+    def add(self, problem: str) -> None:
+        """Counts it, and keeps it if it is one of the first."""
+        self.count += 1
+        if len(self.first) < _MOST_PROBLEMS:
+            self.first.append(problem)
+
+    def listed(self) -> str:
+        """A message."""
+        if self.count == 1:
+            return self.first[0]
+        left = self.count - len(self.first)
+        lines = [f"{self.count} places of the data cannot be read:", *self.first]
+        return "\n  - ".join(lines) + (f"\n  and {left} more" if left > 0 else "")
+
+
+@dataclass(frozen=True)
 class Source:
     """An ordered list of files and the way to read documents out of one of them.
 
     template_hash: of the chat template that renders its conversations; null where its documents are none.
+    skips_bad_rows: they are left out and counted; else they are an error.
     """
 
     description: str
     files: tuple[Path, ...]
-    read: Callable[[Path], Iterator[Document]]
+    read: Callable[[Path], Iterator[Document | BadRow]]
     template_hash: str | None = None
+    skips_bad_rows: bool = False
 
-    def pieces(self, max_bytes: int | None) -> Iterator[Piece]:
+    def pieces(self, max_bytes: int | None, skipped: Problems | None = None) -> Iterator[Piece]:
         """All text, no piece empty, cut after `max_bytes` bytes of UTF-8 or before the character that lies across.
 
-        Raises DataError for what is no text, with every bad place of what was read; OSError for a file that cannot be
-        read.
+        Rows that are left out are added to `skipped`. Raises DataError for what is no text, with every bad place of
+        what was read, and where every row would be left out; OSError for a file that cannot be read.
         """
-        problems: list[str] = []
-        yield from self._good_pieces(max_bytes, problems)
-        if problems:
-            raise DataError(_listed(problems))
+        problems, is_empty = Problems(), True
+        skipped = Problems() if skipped is None else skipped
+        for piece in self._good_pieces(max_bytes, problems, skipped if self.skips_bad_rows else problems):
+            is_empty = False
+            yield piece
+        if problems.count:
+            raise DataError(problems.listed())
+        if is_empty and skipped.count:
+            raise DataError(f"no row is left, data.on_bad_row=skip leaves all of them out. {skipped.listed()}")
 
-    def _good_pieces(self, max_bytes: int | None, problems: list[str]) -> Iterator[Piece]:
-        """As `pieces`, over what is wrong in `problems`."""
+    def _good_pieces(self, max_bytes: int | None, problems: Problems, bad_rows: Problems) -> Iterator[Piece]:
+        """As `pieces`, over what is wrong with files in `problems` and with rows in `bad_rows`."""
         left = math.inf if max_bytes is None else max_bytes
-        for parts in chain.from_iterable(_documents(self.read, path, problems) for path in self.files):
+        for parts in chain.from_iterable(_documents(self.read, path, problems, bad_rows) for path in self.files):
             begins = True
             for part in parts:
                 piece = part if begins else replace(part, begins=False)
@@ -115,38 +151,29 @@ class Source:
                     return
 
 
-def _documents(read: Callable[[Path], Iterator[Document]], path: Path, problems: list[str]) -> Iterator[Document]:
+def _documents(
+    read: Callable[[Path], Iterator[Document | BadRow]], path: Path, problems: Problems, bad_rows: Problems
+) -> Iterator[Document]:
     """The documents of a file; what stops reading one is added to `problems`."""
     try:
         for document in read(path):
-            yield _pieces_until_problem(document, problems)
-    except BadRowsError as error:
-        problems += error.problems
+            if isinstance(document, BadRow):
+                bad_rows.add(document.problem)
+            else:
+                yield _pieces_until_problem(document, problems)
     except DataError as error:
-        problems.append(str(error))
+        problems.add(str(error))
 
 
-def _pieces_until_problem(document: Document, problems: list[str]) -> Document:
+def _pieces_until_problem(document: Document, problems: Problems) -> Document:
     try:
         yield from document
     except DataError as error:
-        problems.append(str(error))
+        problems.add(str(error))
 
 
-def _listed(problems: Sequence[str]) -> str:
-    if len(problems) == 1:
-        return problems[0]
-    left = len(problems) - _MOST_PROBLEMS
-    lines = [f"{len(problems)} places of the data cannot be read:", *problems[:_MOST_PROBLEMS]]
-    return "\n  - ".join(lines) + (f"\n  and {left} more" if left > 0 else "")
-
-
-class BadRowsError(DataError):
-    """Every bad row of a file."""
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__(_listed(problems))
-        self.problems = tuple(problems)
+class _BadTextError(DataError):
+    """A file is no UTF-8."""
 
 
 def open_source(config: DataConfig) -> Source:
@@ -166,7 +193,8 @@ def open_source(config: DataConfig) -> Source:
         if config.format == "text" and (others := len(list_files(config.paths, ("",))) - len(files)):
             what += f"; {others} more in these folders skipped, whose names do not end as data.text_suffixes has it"
     read = partial(reader, config=config, template=template)
-    return Source(what, files, read, None if template is None else template.content_hash)
+    template_hash = None if template is None else template.content_hash
+    return Source(what, files, read, template_hash, skips_bad_rows=config.on_bad_row == "skip")
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -251,6 +279,17 @@ def _open_bytes(path: Path) -> Iterator[IO[bytes]]:
         raise DataError(f"{path} is not a whole gzip file: {error}. Copy it again, or rename it.") from None
 
 
+def _read_text(path: Path, config: DataConfig, **_: object) -> Iterator[Document | BadRow]:
+    if config.on_bad_row == "skip":  # no piece may be given of a file that turns out to be bad further on
+        try:
+            for _piece in _text_pieces(path):
+                pass
+        except _BadTextError as error:
+            yield BadRow(str(error))
+            return
+    yield _text_pieces(path)
+
+
 def _text_pieces(path: Path) -> Iterator[Piece]:
     offset, carry, is_last = 0, b"", False
     with _open_bytes(path) as file:
@@ -262,7 +301,7 @@ def _text_pieces(path: Path) -> Iterator[Piece]:
             try:
                 text = data[:cut].decode()
             except UnicodeDecodeError as error:
-                raise DataError(
+                raise _BadTextError(
                     f"{path}: invalid UTF-8 at byte offset {offset + error.start} ({error.reason}). Convert the file "
                     "(iconv -f latin1 -t utf-8 ...), unpack it if it is compressed, or leave it out of data.paths."
                 ) from None
@@ -273,8 +312,7 @@ def _text_pieces(path: Path) -> Iterator[Piece]:
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
-def _read_jsonl(path: Path, config: DataConfig, template: ChatTemplate | None) -> Iterator[Document]:
-    problems: list[str] = []
+def _read_jsonl(path: Path, config: DataConfig, template: ChatTemplate | None) -> Iterator[Document | BadRow]:
     with _open_bytes(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -287,16 +325,14 @@ def _read_jsonl(path: Path, config: DataConfig, template: ChatTemplate | None) -
                 pieces = _record_pieces(record, place, config, template)
                 b"".join(piece.data for piece in pieces)  # raises where half of a surrogate pair is missing
             except DataError as error:
-                problems.append(str(error))
+                yield BadRow(str(error))
             except (ValueError, RecursionError) as error:  # bad UTF-8 is a ValueError, too
-                problems.append(f"{place}: bad JSON ({error}). Expected one JSON object per line.")
+                yield BadRow(f"{place}: bad JSON ({error}). Expected one JSON object per line.")
             else:
                 yield pieces
-    if problems:
-        raise BadRowsError(problems)
 
 
-def _read_parquet(path: Path, config: DataConfig, **_: object) -> Iterator[Document]:
+def _read_parquet(path: Path, config: DataConfig, **_: object) -> Iterator[Document | BadRow]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -309,10 +345,19 @@ def _read_parquet(path: Path, config: DataConfig, **_: object) -> Iterator[Docum
         with pyarrow.parquet.ParquetFile(path) as file:
             _field(dict.fromkeys(file.schema_arrow.names, ""), str(path), config, "text_field")
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=[config.text_field]):
-                for record in batch.to_pylist():
-                    yield _record_pieces(record, f"{path}: row {row}", config, None)
+                for at in range(batch.num_rows):
+                    place = f"{path}: row {row}"
                     row += 1
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+                    try:
+                        record = {name: batch.column(name)[at].as_py() for name in batch.schema.names}
+                        pieces = _record_pieces(record, place, config, None)
+                    except DataError as error:
+                        yield BadRow(str(error))
+                    except UnicodeDecodeError as error:
+                        yield BadRow(f"{place}: invalid UTF-8 ({error.reason}). Mend the row or leave it out.")
+                    else:
+                        yield pieces
+    except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise DataError(f"{path} cannot be read as parquet from row {row} on: {reason}. Check the file.") from None
 
@@ -369,9 +414,9 @@ def _read_stdlib_file(path: Path, **_: object) -> Iterator[Document]:
 
 
 # How files of a folder end, and how one is read.
-_FORMATS: dict[str, tuple[tuple[str, ...], Callable[..., Iterator[Document]]]] = {
+_FORMATS: dict[str, tuple[tuple[str, ...], Callable[..., Iterator[Document | BadRow]]]] = {
     "stdlib": ((), _read_stdlib_file),
-    "text": ((), lambda path, **_: iter([_text_pieces(path)])),
+    "text": ((), _read_text),
     "jsonl": ((".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"), _read_jsonl),
     "parquet": ((".parquet",), _read_parquet),
 }

@@ -112,3 +112,13 @@ def test_pipes_get_one_line_per_stage_and_terminals_figures(is_terminal: bool, t
     assert told in stream.getvalue()
     lines = ["waiting for another process", "training the tokenizer", "reading the corpus", "writing tokens (2 MiB)"]
     assert is_terminal or stream.getvalue().splitlines() == lines
+
+
+def test_rows_left_out_are_counted_with_their_places(tmp_path: Path, burst: Burst) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n{bad\n{"text": "two"}\n{"text": 5}\n')
+    given = ["data=jsonl", f"data.paths=[{tmp_path / 'rows.jsonl'}]", "data.on_bad_row=skip"]
+    _, out, err = burst("data", "prepare", *given)
+    assert "bad rows   2 left out" in out, err
+    assert "rows.jsonl:2: bad JSON" in out
+    found = burst("data", "prepare", "--json", *given).document["skipped_rows"]
+    assert (found["count"], len(found["first"])) == (2, 2)

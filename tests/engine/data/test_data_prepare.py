@@ -96,8 +96,8 @@ def test_bpe_is_trained_on_training_text_only_and_progress_adds_up(corpus: Path,
 
 
 FACTS = (
-    "format paths text_suffixes text_field prompt_field messages_field chat_template tokenizer bos bpe_vocab_size "
-    "validation_fraction max_bytes"
+    "format paths text_suffixes on_bad_row text_field prompt_field messages_field chat_template tokenizer bos "
+    "bpe_vocab_size validation_fraction max_bytes"
 )
 
 
@@ -124,6 +124,7 @@ def test_a_second_call_writes_nothing(corpus: Path, cache: Path) -> None:
         ("validation_fraction", 0.2, None),
         ("max_bytes", 9, None),
         ("paths", ("b",), None),
+        ("on_bad_row", "skip", None),
         ("prompt_field", "p", None),
         ("messages_field", "m", None),
         ("text_field", "t", {"format": "jsonl"}),

@@ -103,7 +103,7 @@ BROKEN = pa.Array.from_buffers(pa.string(), 1, pa.array([b"ok\xff"]).buffers())
                 ({"id": [1], "body": ["x"]}, ": no key 'text'; keys present: body, id"),
                 ({"text": [1, 2]}, ": row 0: 'text' is 1; expected a string"),
                 ({"text": ["x"] * 300 + [None]}, ": row 300: 'text' is None"),
-                ({"text": BROKEN}, " cannot be read .* from row 0 on: 'utf-8' codec can't decode"),
+                ({"text": BROKEN}, ": row 0: invalid UTF-8"),
                 (b"", " cannot be read as parquet"),
                 (b"plain text, not parquet at all", " cannot be read as parquet"),
                 (b"PAR1" + b"\x00" * 20 + b"PAR1", " cannot be read as parquet"),

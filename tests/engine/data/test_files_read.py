@@ -10,6 +10,7 @@ import pytest
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
+from engine.data.prepare import prepare, skipped_rows
 from engine.data.sources import Source, open_source
 
 
@@ -75,3 +76,60 @@ def test_other_archives_are_named(tmp_path: Path, name: str, message: str) -> No
     (tmp_path / name).write_bytes(b"\x28\xb5\x2f\xfd rest")
     with pytest.raises(DataError, match=message):
         texts(opened("jsonl", tmp_path / name))
+
+
+CHATS = """{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+{"messages": [{"role": "user", "content": "nobody answers"}]}
+{"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]}
+"""
+
+
+def test_bad_rows_are_left_out_and_counted_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BURST_CACHE_DIR", str(tmp_path / "cache"))
+    rows = b'{"text": "one"}\n{bad\n{"other": 1}\n{"text": 5}\n{"text": "\xff"}\n{"text": "two"}\n'
+    (tmp_path / "a.jsonl").write_bytes(rows)
+    made = prepare(DataConfig(format="jsonl", paths=(str(tmp_path / "a.jsonl"),), on_bad_row="skip"))
+    found = skipped_rows(made.path)
+    assert found is not None, "prepared.json does not say what was left out"
+    assert (found["count"], len(found["first"])) == (4, 4)
+    assert (made.train.text_bytes or 0) + (made.validation.text_bytes or 0) == len("onetwo")
+
+
+def test_conversations_that_cannot_be_used_are_left_out_on_request(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(CHATS)
+    how = {"messages_field": "messages", "chat_template": "chatml", "on_bad_row": "skip"}
+    assert len(texts(opened("jsonl", tmp_path, **how))) == 1
+
+
+def test_a_text_file_that_is_bad_at_its_end_is_left_out_whole(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"line\n" * 500_000 + b"\xff")
+    (tmp_path / "b.txt").write_text("good")
+    assert texts(opened("text", tmp_path, on_bad_row="skip")) == ["good"]
+
+
+def test_data_of_bad_rows_alone_is_refused_even_so(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{bad\n" * 2)
+    with pytest.raises(DataError, match="no row is left"):
+        texts(opened("jsonl", tmp_path, on_bad_row="skip"))
+
+
+def test_a_damaged_file_is_no_bad_row(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "y"}\n' * 9)[:-9])
+    with pytest.raises(DataError, match="not a whole gzip file"):
+        texts(opened("jsonl", tmp_path, on_bad_row="skip"))
+
+
+def test_a_bad_row_before_the_end_of_max_bytes_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{bad\n{"text": "xyz"}\n{"text": "more"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:1: bad JSON"):
+        list(opened("jsonl", tmp_path).pieces(2))
+
+
+def test_bad_rows_of_parquet_are_listed_together(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": ["a", None, "b", None]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"(?s)row 1.*row 3"):
+        texts(opened("parquet", tmp_path))
+    assert texts(opened("parquet", tmp_path, on_bad_row="skip")) == ["a", "b"]
