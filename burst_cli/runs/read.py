@@ -361,7 +361,9 @@ class RunProgress:
 
     def _add(self, row: Mapping[str, Any]) -> None:
         self.latest = row
-        self._figures |= {name: value for name, value in row.items() if value is not None}
+        # A step without labels has no loss: that of an earlier step would read as its own.
+        has_no_labels = row.get("dropped") == "no_labels"
+        self._figures |= {name: value for name, value in row.items() if value is not None or has_no_labels}
         if (loss := number(row, "loss")) is not None:
             self.losses.append(loss)
         if row.get("validation_loss") is not None:

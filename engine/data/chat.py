@@ -70,6 +70,8 @@ class ChatTemplate:
         does not grow turn by turn.
         """
         self._check_variables(conversation, place)
+        if self.name == CHATML:
+            self._check_contents(conversation, place)
         text = self.render(conversation, place)
         marks = _unused_characters(text, 3)
         traced, units = trace(conversation, marks[2])
@@ -123,6 +125,14 @@ class ChatTemplate:
         for key in sorted(lost - conversation.template_kwargs.keys()):
             why = f"reads {key!r}, which the row has beside its messages. Write it into chat_template_kwargs of the row"
             raise self._unusable(place, why)
+
+    def _check_contents(self, conversation: Conversation, place: str) -> None:
+        """Raises DataError for a message without the content that `chatml` writes, by what it has in its place."""
+        for index, message in enumerate(conversation.messages):
+            if message.get("content") is None:
+                keys = ", ".join(key for key, value in message.items() if key != "role" and value)
+                why = f"has no form for {keys} of message {index}, which has no content. Use the model's own template"
+                raise self._unusable(place, why)
 
     def _check_nothing_lost(
         self, conversation: Conversation, text: str, units: Sequence[Unit], seen: Set[int], place: str

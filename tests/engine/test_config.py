@@ -44,8 +44,8 @@ SETTINGS = """
     memory.moments_dtype=float32 optimizer.schedule=cosine train.compute_dtype=bfloat16 train.deterministic=False
     train.evaluate_only=False train.compile=False train.tensorboard=False train.checkpoint.at_end=False
     train.checkpoint.in_background=False train.guard.on_nonfinite=stop train.guard.on_spike=skip data.format=stdlib
-    data.paths=() data.text_suffixes=() data.on_bad_row=refuse data.text_field=text data.tokenizer=bytes data.bos=auto data.mix_paths=()
-    data.mix_weights=()
+    data.paths=() data.text_suffixes=() data.on_bad_row=refuse data.text_field=text data.tokenizer=bytes data.bos=auto
+    data.mix_paths=() data.mix_weights=()
     data.length_weights=() cluster.launcher=auto cluster.backend=auto cluster.ranks_share_device=False
     cluster.environment=() cluster.container.runtime=bare cluster.container.command=docker
     cluster.container.mounts=() cluster.slurm.options=() cluster.kubernetes.kind=JobSet

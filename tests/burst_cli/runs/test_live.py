@@ -166,6 +166,14 @@ def test_progress_is_phase_step_and_the_median_step_times_the_steps_left(bare: R
     assert progress.remaining_s() == 3.0 * 7
 
 
+def test_a_step_without_labels_shows_no_loss_of_another_step(bare: RunFolder) -> None:
+    progress = RunProgress(bare, 10)
+    step(bare, 1)
+    bare.append_metrics({"step": 2, "loss": None, "tokens_per_s": None, "dropped": "no_labels"})
+    progress.poll()
+    assert progress.figure("loss") is None, "the loss of step 1 is shown at step 2"
+
+
 def test_one_who_joins_late_knows_how_long_it_has_been_silent(bare: RunFolder) -> None:
     bare.append_metrics({"step": 1, "step_time_s": 1.0})
     (bare.path / "events.jsonl").unlink(missing_ok=True)

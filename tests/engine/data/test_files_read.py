@@ -133,3 +133,9 @@ def test_bad_rows_of_parquet_are_listed_together(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"(?s)row 1.*row 3"):
         texts(opened("parquet", tmp_path))
     assert texts(opened("parquet", tmp_path, on_bad_row="skip")) == ["a", "b"]
+
+
+def test_chatml_names_the_tool_calls_that_it_cannot_write(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(CHATS.splitlines()[2] + "\n")
+    with pytest.raises(DataError, match="no form for tool_calls of message 1.*the model's own template"):
+        texts(opened("jsonl", tmp_path, messages_field="messages", chat_template="chatml"))
