@@ -137,5 +137,5 @@ def test_bad_rows_of_parquet_are_listed_together(tmp_path: Path) -> None:
 
 def test_chatml_names_the_tool_calls_that_it_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(CHATS.splitlines()[2] + "\n")
-    with pytest.raises(DataError, match="no form for tool_calls of message 1.*the model's own template"):
+    with pytest.raises(DataError, match=r"no form for tool_calls of message 1.*the model's own template"):
         texts(opened("jsonl", tmp_path, messages_field="messages", chat_template="chatml"))
