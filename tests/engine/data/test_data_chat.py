@@ -237,7 +237,7 @@ WEAK = CHATML.replace("message['content']", "(message['content'] or message.tool
         ),
         (CHATML, {"messages": CONVERSATIONS[0], "chat_template_kwargs": {"day": 1}}, "has no variable 'day'"),
         (CHATML + "{{ day }}", {"messages": CONVERSATIONS[0], "day": "x"}, "reads 'day', which the row has beside"),
-        ("chatml", {"messages": CALLS}, "cannot render these messages"),
+        ("chatml", {"messages": CALLS}, "no form for tool_calls of message 1"),
         ("chatml", {"messages": CONVERSATIONS[0], "tools": [TOOL]}, r"leaves out tools\[0\]"),
     ],
 )
