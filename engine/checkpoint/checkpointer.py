@@ -73,18 +73,18 @@ Accept = Callable[[Manifest], None]
 
 
 class Checkpointer:
-    """The checkpoints under `root`. `facts` go into every manifest; `note` is told what people should know, `advance`
-    that a save or a restore goes on."""
+    """The checkpoints under `root`. `facts` go into every manifest; `warn` is called with what users must see,
+    `advance` whenever a save or a restore makes progress."""
 
     def __init__(
         self,
         config: CheckpointConfig,
         root: Path,
         facts: Mapping[str, Any],
-        note: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+        warn: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
         advance: Callable[[], None] = lambda: None,
     ) -> None:
-        self.config, self.root, self._facts, self._note, self._advance = config, root, facts, note, advance
+        self.config, self.root, self._facts, self._warn, self._advance = config, root, facts, warn, advance
         self._rank = dist.get_rank()
         # Of its own: a save in the background must not meet the collectives of training.
         self._group = dist.new_group(backend="gloo")
@@ -188,7 +188,7 @@ class Checkpointer:
             try:
                 remove_folder(Checkpoint.of(self.root, step).path)
             except OSError as error:
-                self._note(f"checkpoint of step {step} cannot be deleted: {error.strerror}")
+                self._warn(f"checkpoint of step {step} cannot be deleted: {error.strerror}")
 
     # --- restoring ---------------------------------------------------------------------------------------------------
 
@@ -228,6 +228,8 @@ class Checkpointer:
             checkpoint = Checkpoint.of(root, step)
             manifest, problem = self._verified(checkpoint, disk)
             if manifest is not None:
+                if step != steps[0] and self._rank == 0:
+                    self._warn(f"continuing from the older checkpoint of step {step} instead of step {steps[0]}")
                 return manifest
             if not is_own and step == steps[-1]:
                 raise CheckpointError(problem)
@@ -237,7 +239,7 @@ class Checkpointer:
                         put_aside(checkpoint, problem)
             if self._rank == 0:
                 fate = "put aside" if is_own else "passed over"
-                self._note(f"the checkpoint of step {step} is {fate}: {problem}")
+                self._warn(f"the checkpoint of step {step} is {fate}: {problem}")
         return None
 
     def _find_source(self, source: Path) -> tuple[Path, int | None]:

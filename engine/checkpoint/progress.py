@@ -41,7 +41,7 @@ class RunCheckpoints:
         if self._settings.is_on or source is not None:
             root, facts = checkpoints_folder(self._settings, run.path), {"run_id": run.run_id}
             advance = train_step.status.advance
-            self._checkpointer = Checkpointer(self._settings, root, facts, recorder.note, advance)
+            self._checkpointer = Checkpointer(self._settings, root, facts, recorder.warn, advance)
 
     def restore(self) -> Position | None:
         """Where to go on from: this run's newest checkpoint, else that of `resume_from`, else None.

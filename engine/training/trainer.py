@@ -109,7 +109,7 @@ class Trainer:
             if self._validation_is_due(row["step"]) and not stopped:
                 stopped = self._validate(row)
             self._recorder.row(row, total)
-            self._recorder.warn(self._meter.warning(row))
+            self._recorder.warn_once(self._meter.warning(row))
             before, position = position, self._after(position)
             if not verdict.taken:
                 self._recorder.dropped(row["step"], verdict, range(before.samples, position.samples))

@@ -54,11 +54,15 @@ class Recorder:
             self._stage = progress.stage
             print(f"prepare data: {progress.stage}", flush=True)
 
-    def warn(self, message: str | None) -> None:
-        """A warning for people, said once per run; None is none."""
+    def warn(self, message: str) -> None:
+        """Record a warning, which the screen and `burst status` show."""
+        self._tell("warning", f"warning: {message}", message=message)
+
+    def warn_once(self, message: str | None) -> None:
+        """Record a warning of the kind that every step repeats: the first of a run; None is none."""
         if message is not None and not self._warned:
             self._warned = True
-            self._tell("warning", f"warning: {message}", message=message)
+            self.warn(message)
 
     def note(self, message: str) -> None:
         """What people should know; said every time."""

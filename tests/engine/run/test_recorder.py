@@ -79,7 +79,7 @@ def test_what_happens_is_an_event_for_programs_and_a_line_for_people(
         writer.preparing(Progress("survey", documents))
     writer.note("a disk is slow")
     for message in (None, "first", "second"):  # said once
-        writer.warn(message)
+        writer.warn_once(message)
     writer.kernel_chosen("cpu_flash", "auto", {"fa3": "runs on cuda only"})
     writer.restored(4, "a run")
     writer.saved(5, 3 << 19, 0.25, 1.5)

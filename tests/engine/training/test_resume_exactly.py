@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,3 +107,15 @@ def test_first_weights_are_set_once_and_not_where_a_checkpoint_brings_them(
     only = replace(going_on(config, whole.path, evaluate_only=True), attention=AttentionConfig(preset="single"))
     _, phases, [loss] = run_of(only, "dddddd", 1)
     assert (phases, loss) == (["restore", "evaluate"], pytest.approx(losses[1], rel=1e-5))
+
+
+def test_a_fall_back_to_an_older_checkpoint_is_a_warning(
+    ranks: Pools, still: RunConfig, untaught: tuple[Path, list[float]], tmp_path: Path
+) -> None:
+    root = Path(shutil.copytree(untaught[0].parent, tmp_path / "checkpoints"))
+    newest = sorted(root.glob("step-????????"))[-1]
+    assert newest.name == f"step-{3 * HALF:08}", newest
+    (newest / "rank00000.safetensors").write_bytes(b"")
+    run = trained(ranks, 1, going_on(still, root, steps=2 * HALF + 1), tmp_path)
+    warnings = [event["message"] for event in run.read_events() if event["kind"] == "warning"]
+    assert any(f"older checkpoint of step {2 * HALF}" in text for text in warnings), f"no warning names it: {warnings}"
