@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from burst_cli.eval.view import weights_text
 from burst_cli.render import DASH, binary_bytes, count, duration, percent, plain, rate, seconds, seconds_between
-from burst_cli.report.records import Record, is_above_peak, run_name
+from burst_cli.report.records import Record, is_above_peak, is_in_progress, run_name
 from burst_cli.runs.read import is_evaluation
 from cluster.remote_text import number, one_line, table, text
 
@@ -71,6 +71,14 @@ def _status(record: Record) -> str:
     return f"{status}, lost" if record.get("lost") else status
 
 
+def _progress(record: Record) -> str:
+    """The steps of an ended run; of one in progress how many of how many: `30 / 120 (25%)`."""
+    done, planned = number(record, "steps"), number(record, "planned_steps")
+    if not is_in_progress(record) or not planned:
+        return _rounded(done)
+    return f"{done or 0:,.0f} / {planned:,.0f} ({percent((done or 0) / planned)})"
+
+
 def _differs(record: Record) -> str:
     """What a sweep set for this cell; elsewhere the settings that not all runs of the group share."""
     return text(record, "cell_values") or text(record, "differs") or DASH
@@ -112,24 +120,24 @@ COLUMNS = (
     _RUN,
     Column("differs", "differs by", reads=_differs, rank=0),
     Column("status", "status", reads=_status, rank=4),
+    Column("steps", "steps", _rounded, _progress),
+    Column(_SPEED, "tokens/s/device", count, _speed, is_higher_better=True, rank=1),
+    Column("mfu", "MFU (causal-aware)", percent, _share("mfu"), is_higher_better=True, rank=2),
+    Column("final_train_loss", "train loss", plain, rank=3),
+    Column("final_validation_loss", "validation loss", plain, rank=14),
     Column("attention_preset", "attention", rank=6),
     Column("memory_policy", "memory policy", rank=9),
     Column("seq_len", "seq_len", _rounded, rank=7),
     Column("world_size", "ranks", _rounded),
-    Column("steps", "steps", _rounded),
-    Column(_SPEED, "tokens/s/device", count, _speed, is_higher_better=True, rank=1),
     Column("step_time_s", "step time", seconds, _step_time, rank=12),
     Column("predicted_step_time_s", "predicted step", seconds, _predicted_step),
     Column("step_time_s_n", "n", _rounded, rank=13),
-    Column("mfu", "MFU (causal-aware)", percent, _share("mfu"), is_higher_better=True, rank=2),
     Column("mfu_full_attention", "MFU (full attention)", percent, _share("mfu_full_attention"), rank=10),
     Column("hfu", "HFU", percent, _share("hfu"), rank=15),
     Column("peak_memory_bytes", "peak memory", binary_bytes, rank=5),
     Column("peak_tensor_bytes", "peak tensors", binary_bytes),
     Column("predicted_peak_bytes", "predicted peak", binary_bytes),
     Column("traffic", "sent intra / inter node", binary_bytes, _traffic),
-    Column("final_train_loss", "train loss", plain, rank=3),
-    Column("final_validation_loss", "validation loss", plain, rank=14),
     Column("final_validation_bits_per_byte", "bits/byte", plain),
     Column("weights", "weights", reads=_weights),
     Column("final_needle_accuracy", "needles right", percent),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from burst_cli.render import grouped
-from burst_cli.runs.read import read_table, run_record
+from burst_cli.runs.read import read_facts, read_table, run_record
 from cluster.remote_text import number, one_line, table, text, whole
 from engine.runs.files import read_json_lines
 from engine.runs.folder import RunFolder
@@ -37,6 +37,11 @@ def run_name(record: Record) -> str:
 def status_of(record: Record) -> str:
     """Its state; `lost` where that says it runs, but nobody sees to it any more."""
     return "lost" if record.get("lost") else text(record, "status") or "?"
+
+
+def is_in_progress(record: Record) -> bool:
+    """Whether its figures will change: its ranks start or run, and a launcher controls them."""
+    return status_of(record) in ("starting", "running")
 
 
 def tokens(value: float) -> str:
@@ -79,7 +84,13 @@ def read_record(run: RunFolder) -> dict[str, Any]:
     record = run_record(run)
     failure = record.get("failure")
     message = failure.get("message") if isinstance(failure, dict) else None
-    return {**provenance_facts(run.path), **record, "failure_text": one_line(str(message)) if message else None}
+    planned = {"planned_steps": read_facts(run).steps} if is_in_progress(record) else {}
+    return {
+        **provenance_facts(run.path),
+        **record,
+        **planned,
+        "failure_text": one_line(str(message)) if message else None,
+    }
 
 
 def provenance_facts(run_path: Path) -> dict[str, Any]:

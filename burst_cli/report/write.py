@@ -33,7 +33,7 @@ from burst_cli.report.plots import (
     run_panels,
     style_numbers,
 )
-from burst_cli.report.records import Record, run_name, status_of
+from burst_cli.report.records import Record, is_in_progress, run_name, status_of
 from burst_cli.runs.read import is_evaluation
 from cluster.remote_text import one_line
 from cluster.remote_text import text as text_of
@@ -41,6 +41,7 @@ from engine.config.errors import ConfigError
 
 MOST_PANELS = 30  # a page with more is neither read nor quick
 _MOST_EVALUATIONS = 4
+_REFRESH_S = 30  # a page of a run in progress loads itself again: so `burst report` may be repeated meanwhile
 _NO_PLOTS = "There are no plots, because matplotlib is not installed: pip install 'burst-train[picture]'"
 _RUN_ID = re.compile(r"(?<=/)\d{8}-\d{6}-([0-9a-f]{6})$")  # of which its last digits are enough
 _FORMULA = frozenset("=+-@\t\r")
@@ -210,6 +211,7 @@ def report_page(report: Report) -> tuple[str, int]:
         title=f"burst report: {shown or 'no runs'}",
         counts=Counter(map(status_of, report.records)),
         parts=parts,
+        refresh_s=_REFRESH_S if any(map(is_in_progress, report.records)) else None,
         plots_note=full if most else _NO_PLOTS,
     )
     return page, drawn

@@ -120,6 +120,39 @@ def test_one_run_has_curves_and_a_flag_above_the_peak_and_warnings_come_first(pa
         assert page_of(folder).of("h1") == [f"burst report: {heading}"]
 
 
+def headings_of(page: Structure) -> list[str]:
+    """Of the first table: its heads before the first run."""
+    heads = page.of("th")
+    return heads[: next(i for i, head in enumerate(heads) if "/" in head and head[-6:].isalnum() and "-" in head)]
+
+
+def test_speed_mfu_and_losses_are_the_first_figures_of_a_table(page_of, methods_dir: Path) -> None:
+    headings = headings_of(page_of(methods_dir))
+    figures = headings[headings.index("steps") + 1 :]
+    assert figures[:3] == ["tokens/s/device", "MFU (causal-aware)", "train loss"], headings
+
+
+def test_a_wide_table_says_that_it_scrolls(page_of, methods_dir: Path) -> None:
+    assert any("scroll the table" in text for text in page_of(methods_dir).of("p")), (
+        "nothing says that columns are beyond"
+    )
+
+
+def test_a_run_in_progress_says_how_far_it_is(page_of, tmp_path: Path) -> None:
+    make_run(tmp_path / "runs", "tiny/20260101-000001-aaaaaa", config=variant("ring", steps=16), final="running")
+    assert "4 / 16 (25%)" in page_of(tmp_path / "runs").of("td")
+
+
+@pytest.mark.parametrize(("final", "refreshes"), [("running", True), ("completed", False), ("failed", False)])
+def test_a_page_loads_itself_again_only_while_a_run_is_in_progress(
+    page_of, tmp_path: Path, final: str, refreshes: bool
+) -> None:
+    make_run(tmp_path / "runs", "tiny/20260101-000001-aaaaaa", final=final)
+    page_of(tmp_path / "runs")
+    html = (tmp_path / "page/r.html").read_text(encoding="utf-8")
+    assert ('http-equiv="refresh"' in html) is refreshes
+
+
 # --- self-contained and safe ------------------------------------------------------------------------------------------
 
 
