@@ -25,6 +25,7 @@ from burst_cli.plan.memory_check import (
     with_memory,
 )
 from burst_cli.render import count_of, duration, seconds
+from burst_cli.runs.starts import earlier_start_s
 from cluster.launch.runner import Asked, Survey, runner_for, runner_of
 from cluster.plan import PLAN_FILE, LaunchPlan, with_exclusive
 from cluster.ssh.hosts import fold_nodes
@@ -83,7 +84,8 @@ def prepare_launch(request: LaunchRequest) -> PreparedLaunch:
         plan = with_exclusive(plan, exclusive=False)
     # Of a scheduler's nodes nothing is known yet that would tell how fast they are.
     is_patient = request.force or request.dry_run
-    notes = () if runner.is_queued else _expected_time(memory.config, planner, is_patient=is_patient)
+    start_s = earlier_start_s(request.runs_dir, composed.config.exp, memory.config.cluster.world_size, given)
+    notes = () if runner.is_queued else _expected_time(memory.config, planner, start_s, is_patient=is_patient)
     return PreparedLaunch(survey.complete(plan), memory, composed.overrides, survey, composed.notes + room + notes)
 
 
@@ -123,12 +125,14 @@ def _with_policy(config: RunConfig, memory: MemoryCheck) -> RunConfig:
     return replace(settled, attention=memory.config.attention, cluster=cluster)
 
 
-def _expected_time(config: RunConfig, planner: MemoryPlanner, *, is_patient: bool) -> tuple[str, ...]:
+def _expected_time(
+    config: RunConfig, planner: MemoryPlanner, start_s: float | None, *, is_patient: bool
+) -> tuple[str, ...]:
     """What to say of the time that settled `config` takes, or nothing where it cannot be told.
 
     Raises ConfigError where a step on CPUs takes longer than MOST_STEP_S, unless `is_patient`.
     """
-    found = None if config.train.evaluate_only else estimate(config, planner)
+    found = None if config.train.evaluate_only else estimate(config, planner, start_s)
     if found is None:
         return ()
     step = f"{_time(found.step_s)} per step"
@@ -137,7 +141,7 @@ def _expected_time(config: RunConfig, planner: MemoryPlanner, *, is_patient: boo
             f"too slow: {step} is expected on the CPU, by {found.source}; expected at most {_time(MOST_STEP_S)}. Run "
             "it where GPUs are, choose a smaller model or a shorter sequence. To start it all the same, add --force."
         )
-    whole = f"{duration(found.seconds)} for {count_of('step', config.train.steps)} and the start"
+    whole = f"{duration(found.seconds)} for {count_of('step', config.train.steps)}"
     return (f"expected: {step}, {whole}, by {found.source}",)
 
 

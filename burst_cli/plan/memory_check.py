@@ -29,7 +29,6 @@ from engine.planning.time.machine import Machine, find_device, machine_of
 from engine.runs.files import json_text
 from engine.runs.oom import less_memory_text
 
-ASSUMED_START_S = 60.0
 MEMORY_PLAN_FILE = "memory_plan.json"
 _LARGEST = 3
 
@@ -256,12 +255,16 @@ def _largest(components: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds of wall clock and devices held meanwhile. source: what it rests on, in words. step_s: of one step."""
+    """Seconds of wall clock and devices held meanwhile. source: what it rests on, in words. step_s: of one step.
+
+    start_s: the part of `seconds` before the first step; None: not known, and not in `seconds`.
+    """
 
     seconds: float
     devices: int
     source: str
     step_s: float = 0.0
+    start_s: float | None = None
 
     @property
     def device_hours(self) -> float:
@@ -273,14 +276,18 @@ class Estimate:
         return {**asdict(self), "device_hours": self.device_hours}
 
 
-def estimate(config: RunConfig, planner: MemoryPlanner) -> Estimate | None:
-    """By the prediction; None where the ranks are not known, or a step cannot be predicted."""
+def estimate(config: RunConfig, planner: MemoryPlanner, start_s: float | None = None) -> Estimate | None:
+    """By the prediction, with the start that earlier runs measured.
+
+    None where the ranks are not known, or a step cannot be predicted.
+    """
     ranks, settled = config.cluster.world_size, with_attention(config, planner)
     step = None if settled is None else planner.predict_time(settled)
     if ranks is None or step is None:
         return None
-    seconds = ASSUMED_START_S + config.train.steps * step.seconds
-    return Estimate(seconds, ranks, f"the prediction for {step.machine}", step.seconds)
+    seconds = (start_s or 0.0) + config.train.steps * step.seconds
+    start = "without the start" if start_s is None else "with the start of earlier runs"
+    return Estimate(seconds, ranks, f"the prediction for {step.machine}, {start}", step.seconds, start_s)
 
 
 def with_attention(config: RunConfig, planner: MemoryPlanner) -> RunConfig | None:

@@ -10,11 +10,13 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from burst_cli.overrides import MOST_CELLS, Axis
 from burst_cli.plan.memory_check import Estimate, MemoryPlanner, check_memory, estimate, group_topology, with_attention
 from burst_cli.render import grouped
+from burst_cli.runs.starts import earlier_start_s
 from cluster.launch.runner import runner_for
 from cluster.plan import MachineFacts, with_ranks
 from engine.config.errors import ConfigError, RunError
@@ -201,6 +203,7 @@ class LaunchJudge:
     facts: MachineFacts
     planner: MemoryPlanner
     force: bool = False
+    runs_dir: Path | None = None  # whose runs say how long a start takes
 
     def settle(self, config: RunConfig) -> RunConfig:
         """With ranks and backend where this machine runs it; checked with its number of ranks, if that is known."""
@@ -226,4 +229,7 @@ class LaunchJudge:
 
     def estimate(self, config: RunConfig) -> Estimate | None:
         """What it takes."""
-        return estimate(config, self.planner)
+        start_s = None
+        if self.runs_dir is not None:
+            start_s = earlier_start_s(self.runs_dir, config.exp, config.cluster.world_size)
+        return estimate(config, self.planner, start_s)

@@ -74,7 +74,7 @@ def plan_sweep(request: SweepRequest) -> tuple[SweepPlan, tuple[Lane, ...]]:
             return {}
         return {str(cell["id"]): cell.get("short_of_memory") for cell in folder.read()["cells"]}
 
-    judge = LaunchJudge(facts, MemoryPlanner(), request.force)
+    judge = LaunchJudge(facts, MemoryPlanner(), request.force, request.runs_dir)
     plan = build_sweep(overrides, axes, compose_cell, judge, name=request.name, recorded=recorded)
     check_legal(plan, skip_illegal=request.skip_illegal)
     return plan, lanes

@@ -50,7 +50,7 @@ def test_a_launch_does_what_was_rehearsed_and_is_reported(
         kill_run(run.run_id)
     assert (rehearsal.code, launched.code) == (0, 0), launched.err
     for told in (rehearsal.err, launched.err):  # in whole lines, whatever the width
-        assert re.search(r"^expected: .* 3 steps and the start, by the prediction for cpu$", told, re.MULTILINE)
+        assert re.search(r"^expected: .* 3 steps, by the prediction for cpu, without the start$", told, re.MULTILINE)
     rehearsed, document = rehearsal.document, launched.document
     # What was rehearsed is what was run.
     plan = json.loads((run.path / "launch.json").read_text())

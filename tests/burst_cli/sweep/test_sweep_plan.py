@@ -144,11 +144,13 @@ CONFIG = RunConfig(
 )
 
 
-def test_a_cell_takes_its_predicted_steps_and_a_minute_to_start_if_its_ranks_and_its_method_are_known() -> None:
+def test_a_cell_takes_its_predicted_steps_where_its_ranks_and_its_method_are_known() -> None:
     step = MemoryPlanner().predict_time(CONFIG)
     assert step is not None
     judge = LaunchJudge(probe_local_node(), MemoryPlanner())
-    assert judge.estimate(CONFIG) == Estimate(60.0 + 10 * step.seconds, 2, "the prediction for cpu", step.seconds)
+    assert judge.estimate(CONFIG) == Estimate(
+        10 * step.seconds, 2, "the prediction for cpu, without the start", step.seconds
+    )
     unsettled = AttentionConfig(preset="auto", mask="blocks", blocks_file="none.npz")
     unknown = replace(CONFIG, cluster=ClusterConfig()), replace(CONFIG, attention=unsettled)
     assert [judge.estimate(config) for config in unknown] == [None, None]
