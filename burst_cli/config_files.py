@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 from yaml import YAMLError
 
-from burst_cli.overrides import ROOT_CONFIG, Groups, builtin_conf_dir, find_file
+from burst_cli.overrides import KNOWN_KEYS, ROOT_CONFIG, Groups, builtin_conf_dir, find_file
 from engine.config.errors import ConfigError
 from engine.config.schema import Written, nearest
 from engine.config.yaml_text import load_yaml, read_text, written_values, yaml_problem
@@ -75,9 +75,11 @@ class ConfigFiles:
             text = "the first line of a file in exp/ must be `# @package _global_`, and then sections such as `train:`"
             raise ConfigError(f"{shown_path(path)}, line 1: {text}")
         problems = list(self._default_problems(values["defaults"], name)) if _has_defaults(values) else []
+        section = "" if _PACKAGE.search(self.text(path)) else name.rpartition("/")[0].replace("/", ".")
+        problems += _section_problems(values or {}, f"{section}." if section else "")
         if problems:
             written = self.written(path)
-            lines = (written[key].line if key in written else 1 for key, _ in problems)
+            lines = (_line_of(key, written) for key, _ in problems)
             texts = (text for _, text in problems)
             told = [f"{shown_path(path)}, line {line}: {text}" for line, text in zip(lines, texts, strict=True)]
             raise ConfigError(told)
@@ -214,3 +216,24 @@ def shown_path(path: Path) -> str:
     if path.is_relative_to(Path.home()):
         return f"~/{path.relative_to(Path.home()).as_posix()}"
     return str(path)
+
+
+def _section_problems(values: Mapping[Any, Any], prefix: str, within: str = "") -> Iterator[tuple[str, str]]:
+    """(key in the file, what is wrong) of lists that stand for a section, which Hydra cannot merge.
+
+    Args:
+        values: what the file says below `within`.
+        prefix: where the settings of the file belong, such as `train.`; "" for the whole configuration.
+        within: the dotted key of `values` in the file, with a dot behind it; "" for the file itself.
+    """
+    for name, value in values.items():
+        key = f"{prefix}{within}{name}"
+        if isinstance(value, list) and any(known.startswith(f"{key}.") for known in KNOWN_KEYS):
+            yield f"{within}{name}", f"{key}: expected a table of settings, got a list"
+        elif isinstance(value, dict):
+            yield from _section_problems(value, prefix, f"{within}{name}.")
+
+
+def _line_of(key: str, written: Mapping[str, Written]) -> int:
+    """The line of a key, or of the first item of its list; 1 where neither is known."""
+    return next((written[place].line for place in (key, f"{key}[0]") if place in written), 1)

@@ -250,6 +250,9 @@ def unknown_key(key: str, keys: Sequence[str]) -> Problem:
     is_name_here = any(known.rpartition(".")[2] == key.rpartition(".")[2] for known in keys)
     if not is_name_here and (hint := synonym(key)) is not None:
         return Problem((key,), f"{key}: no such setting; {hint}")
+    if key in keys:
+        section, _, name = key.rpartition(".")
+        return Problem((key,), f"{key}: a key of a file has no dots; write `{section}: {{{name}: ...}}`")
     section = key.rpartition(".")[0]
     near = nearest_key(key, [candidate for candidate in keys if candidate != section])
     beside = [candidate.rpartition(".")[2] for candidate in keys if candidate.rpartition(".")[0] == section]

@@ -89,3 +89,24 @@ def test_an_override_is_shown_as_it_was_typed(burst: Burst) -> None:
 def test_secrets_of_the_environment_are_not_shown(burst: Burst, tmp_path: Path) -> None:
     result = config(burst, tmp_path, f"{HEAD}cluster: {{environment: ['A B=hunter2']}}\n")
     assert (result.code, "hunter2" in result.err) == (2, False), result.err
+
+
+def test_a_dotted_key_in_a_file_is_answered_with_sections(burst: Burst, tmp_path: Path) -> None:
+    result = config(burst, tmp_path, f"{HEAD}defaults: [tiny]\ntrain.steps: 30\n")
+    assert "train.steps: a key of a file has no dots; write `train: {steps: ...}`" in result.err, result.err
+    assert "mine.yaml, line 3" in result.err, result.err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("train: [steps]", "line 3: train: expected a table of settings, got a list"),
+        ("train:\n  checkpoint: [1]", "line 4: train.checkpoint: expected a table of settings, got a list"),
+    ],
+)
+def test_a_list_in_place_of_a_section_is_refused_with_its_line(
+    burst: Burst, tmp_path: Path, text: str, words: str
+) -> None:
+    result = config(burst, tmp_path, f"{HEAD}defaults: [tiny]\n{text}\n")
+    assert result.code == 2, result.err
+    assert words in result.err
