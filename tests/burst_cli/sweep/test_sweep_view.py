@@ -48,7 +48,8 @@ def test_the_document_of_a_plan_has_every_cell() -> None:
     document, facts = PLAN.to_dict(), config_facts(CONFIG)
     cells = document.pop("cells")
     assert document == {"sweep_id": "lab-1", "overrides": ["exp=tiny", "train.seq_len=512,513,8K,64"]}
-    guess = {"seconds": 512.0, "devices": 4, "source": "a guess", "step_s": 0.0, "device_hours": 512 * 4 / 3600}
+    guess = {"seconds": 512.0, "devices": 4, "source": "a guess", "step_s": 0.0, "start_s": None}
+    guess["device_hours"] = 512 * 4 / 3600
     words = [{"id": cell.cell_id, "overrides": [*cell.overrides], "values": cell.values} for cell in CELLS]
     legal = {"exp": "tiny", "facts": facts, "problems": [], "short_of_memory": None}
     bad = {"exp": None, "facts": {}, "problems": ["it is odd", "it is [b]bad[/b]"], "short_of_memory": None}

@@ -33,7 +33,7 @@ def test_an_h100_is_planned_for_where_nothing_says_otherwise() -> None:
     assert found(LAPTOP) == H100
     alone = found(LAPTOP, "gh200")  # which no vendor's server has eight of
     assert (alone.host_bytes_per_node, alone.host_source) == (None, "unknown")
-    assert found(LAPTOP, "80GB") == Capacity("80GB", 80 * GB, "as given: 80GB", None, "unknown", 8)
+    assert found(LAPTOP, "80GB") == Capacity("80GB", 80 * GB, "as given: 80,000,000,000 bytes", None, "unknown", 8)
 
 
 def test_the_gpus_of_this_machine_come_after_an_option_and_a_named_machine_alone() -> None:
