@@ -17,9 +17,10 @@ manifest.json, all that must be there:
 
 dtype is uint8, uint16, uint32, int32 or int64. May be added: eod_id (the id that ends every document), bos_ids (those
 that begin every text), tokenizer (a name; "bytes" is known), documents_file and document_count, prompts_file and
-prompt_count, token_bytes_file, text_bytes, source, writer, and in each entry of files its sha256. Names are plain: the
-files lie in the manifest's own folder. A manifest may also lie beside a single file under its name: corpus.bin (or
-corpus.npy) and corpus.json. Unknown keys are ignored.
+prompt_count, token_bytes_file, text_bytes, counted_bytes (the sum of token_bytes over all tokens, where it may differ
+from text_bytes), source, writer, and in each entry of files its sha256. Names are plain: the files lie in the
+manifest's own folder. A manifest may also lie beside a single file under its name: corpus.bin (or corpus.npy) and
+corpus.json. Unknown keys are ignored.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class Manifest:
     prompt_count: int | None = setting(None, "ranges in prompts_file", at_least=1)
     token_bytes_file: str | None = None
     text_bytes: int | None = setting(None, "bytes of text behind the tokens", at_least=0)
+    counted_bytes: int | None = setting(None, "sum of token_bytes over the tokens", at_least=0)
     source: str | None = None
     writer: str | None = None
 
@@ -144,12 +146,15 @@ class TokenSetWriter(contextlib.ExitStack):
         folder.mkdir()
         self._folder, self._tokenizer, self._bos_ids = folder, tokenizer, tuple(bos_ids)
         self._end = np.array([tokenizer.eod_id]), np.array([not learns_ends])
+        self._token_bytes = tokenizer.token_bytes()
+        # The text of a conversation has special tokens, which count no bytes: there the sums differ by more than error.
+        self._counts_text = learns_ends
         self._dtype, self._hash = storage_dtype(tokenizer.vocab_size), hashlib.sha256()
         names = (TOKENS_FILE, DOCUMENTS_FILE, PROMPTS_FILE)
         self._tokens, self._documents, self._prompts = (
             self.enter_context((folder / name).open("wb")) for name in names
         )
-        self.token_count = self.document_count = self.prompt_count = self.text_bytes = 0
+        self.token_count = self.document_count = self.prompt_count = self.text_bytes = self.counted_bytes = 0
 
     def append(self, ids: Ids, is_prompt: npt.NDArray[np.bool_], text_bytes: int, *, begins_document: bool) -> None:
         """Add the next part of the current document, or of a new one; is_prompt: which ids are read but not learned."""
@@ -159,6 +164,7 @@ class TokenSetWriter(contextlib.ExitStack):
             self.document_count += 1
         self._write(ids, is_prompt)
         self.text_bytes += text_bytes
+        self.counted_bytes += int(self._token_bytes[ids].sum())
 
     def _end_document(self) -> None:
         if self.document_count:
@@ -177,7 +183,7 @@ class TokenSetWriter(contextlib.ExitStack):
         """End the last document, close the files and write the manifest, the last one."""
         self._end_document()
         self.close()
-        self._tokenizer.token_bytes().astype("<u4").tofile(self._folder / TOKEN_BYTES_FILE)
+        self._token_bytes.astype("<u4").tofile(self._folder / TOKEN_BYTES_FILE)
         if not self.prompt_count:
             (self._folder / PROMPTS_FILE).unlink()
         manifest = Manifest(
@@ -194,6 +200,7 @@ class TokenSetWriter(contextlib.ExitStack):
             prompt_count=self.prompt_count or None,
             token_bytes_file=TOKEN_BYTES_FILE,
             text_bytes=self.text_bytes,
+            counted_bytes=self.counted_bytes if self._counts_text else None,
             source=source,
             writer=WRITER,
         )

@@ -132,6 +132,15 @@ class TokenShards:
         """Bytes of text behind the tokens, as the manifest says; null for a window or if it does not say."""
         return self.manifest.text_bytes if self.token_count == self.manifest.token_count else None
 
+    @property
+    def byte_ratio(self) -> float:
+        """Bytes of text per byte that `load_token_bytes` counts, over the whole set; 1 if the manifest does not say.
+
+        Added tokens that swallow blanks and tokenizers that normalise text make the counts per token inexact.
+        """
+        text, counted = self.manifest.text_bytes, self.manifest.counted_bytes
+        return text / counted if text and counted else 1.0
+
     def split_tail(self, fraction: float) -> tuple[TokenShards, TokenShards]:
         """(head, tail) of this set: the tail is the last `fraction` of the tokens, at least one.
 

@@ -163,9 +163,10 @@ class FileTokenizer:
         """Bytes of text per token id, int64 [vocab_size]; none for ids that stand for no text.
 
         Over a document they add up to the length of its UTF-8 text: exactly for tokenizers that work on bytes, closely
-        for those that normalise text or add spaces.
+        for those that normalise text, add spaces, or have added tokens that swallow blanks (`TokenShards.byte_ratio`).
         """
-        special = {index for index, token in self._inner.get_added_tokens_decoder().items() if token.special}
+        added = self._inner.get_added_tokens_decoder()
+        special = {index for index, token in added.items() if token.special}
         tokens = {index: token for token, index in self._vocab.items() if index not in {*special, self.eod_id}}
         decoder = json.dumps(json.loads(self._inner.to_str()).get("decoder"))
         if '"ByteLevel"' in decoder:  # which writes each byte as one character of its alphabet
@@ -182,6 +183,8 @@ class FileTokenizer:
             sizes = dict(zip(tokens, lengths, strict=True))
             if '"ByteFallback"' in decoder:
                 sizes |= {index: 1 for index, token in tokens.items() if _BYTE_TOKEN.fullmatch(token)}
+        # An added token is literal text, whatever the alphabet of the others.
+        sizes |= {index: len(token.content.encode()) for index, token in added.items() if index in tokens}
         return np.array([sizes.get(index, 0) for index in range(self.vocab_size)], dtype=np.int64)
 
     def save(self, folder: Path) -> None:

@@ -43,7 +43,8 @@ def validate(train_step: TrainStep, data: PreparedData, needles: NeedleTasks | N
     """
     config, mesh = train_step.config, train_step.mesh
     batches = validation_batches(data, config, (mesh.dp_rank, mesh.dp_size))
-    losses = evaluate(train_step, batches, data.token_bytes, config.train.eval_position_buckets)
+    token_bytes = None if data.token_bytes is None else data.token_bytes * data.validation.byte_ratio
+    losses = evaluate(train_step, batches, token_bytes, config.train.eval_position_buckets)
     return losses if needles is None else losses | needle_figures(score_tasks(train_step, needles), needles)
 
 
@@ -83,7 +84,7 @@ def position_edges(seq_len: int, buckets: int) -> tuple[int, ...]:
 def evaluate(
     train_step: TrainStep,
     batches: Iterable[Batch],
-    token_bytes: npt.NDArray[np.integer] | None,
+    token_bytes: npt.NDArray[np.integer] | npt.NDArray[np.floating] | None,
     position_buckets: int = 1,
 ) -> Row:
     """Mean loss per label of `batches` of all ranks in nats, and in bits per byte of text (None where no byte counts

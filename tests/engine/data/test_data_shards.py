@@ -76,7 +76,7 @@ def test_files_are_little_endian_and_as_narrow_as_the_vocabulary_allows(tmp_path
         "files": [{"name": "tokens-00000.bin", "token_count": 5, "sha256": hashed}],
         **{"eod_id": 255, "bos_ids": [], "tokenizer": "bytes", "documents_file": "documents.bin", "document_count": 2},
         **{"prompts_file": "prompts.bin", "prompt_count": 1, "token_bytes_file": "token_bytes.bin", "text_bytes": 3},
-        **{"source": "made up", "writer": "burst"},
+        **{"counted_bytes": 3, "source": "made up", "writer": "burst"},
     }
     assert [storage_dtype(size) for size in (256, 1 << 16, (1 << 16) + 1)] == ["uint16", "uint16", "uint32"]
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testkit.corpora import record_corpus
 from tokenizer_families import FAMILIES, write_family, write_tokenizer
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from engine.config.errors import DataError
@@ -184,6 +184,20 @@ def test_first_tokens_hold_no_text_and_are_read_not_learned_before_a_prompt(tmp_
         assert data.token_bytes[first] == 0
         assert data.token_bytes[tokens].sum() == shards.text_bytes
     assert found == len(texts)
+
+
+def test_bytes_of_a_set_are_those_of_its_text_where_added_tokens_swallow_blanks(tmp_path: Path) -> None:
+    inner = train_bpe(CORPUS, 320).inner
+    inner.add_tokens([AddedToken("<gap>", lstrip=True, rstrip=True, special=False), "é"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    texts = ["two words   <gap>   and more " * 20, "<gap>\n\n<gap> é " * 9, "plain " * 30]
+    data = prepare(config_of(tmp_path, str(tmp_path / "tokenizer.json"), texts))
+    assert data.token_bytes is not None
+    assert data.token_bytes[inner.token_to_id("é")] == 2, "an added token counts the UTF-8 of its text"
+    total = 0.0
+    for shards in (data.train, data.validation):
+        total += float((data.token_bytes * shards.byte_ratio)[shards.read(0, shards.token_count)].sum())
+    assert total == pytest.approx(sum(len(text.encode()) for text in texts)), "bytes are not those of the text"
 
 
 def test_validation_and_needles_begin_with_it_too(tmp_path: Path) -> None:
