@@ -104,7 +104,8 @@ FACTS = (
 def test_a_second_call_writes_nothing(corpus: Path, cache: Path) -> None:
     config = text_config(corpus)
     first = prepare(config)
-    facts, made = (first.path / "prepared.json").stat().st_mtime_ns, json.loads((first.path / "prepared.json").read_text())
+    record = first.path / "prepared.json"
+    facts, made = record.stat().st_mtime_ns, json.loads(record.read_text())
     assert re.fullmatch("[0-9a-f]{64}", made["identity"].pop("files_hash"))
     unnamed = {"tokenizer_hash": None, "template_hash": None}
     assert made == {"identity": {"version": 2, "config": config_facts(config), **unnamed}}
