@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.memory.cell import MemoryCell, read_memory
-from burst_cli.render import DASH, binary_bytes, percent
+from engine.runs.figures import DASH, binary_bytes, percent
 
 Row = dict[str, Any]
 MAX_EXTRA_RATIO = 0.5  # of seq_fraction:kept_fraction=0.5 to full, in time beyond none

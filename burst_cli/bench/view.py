@@ -9,7 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from burst_cli.render import binary_bytes, grouped, listing, plain, rate, seconds, seconds_between
+from burst_cli.render import grouped, listing
+from engine.runs.figures import binary_bytes, plain, rate, seconds, seconds_between
 
 Row = Mapping[str, Any]
 

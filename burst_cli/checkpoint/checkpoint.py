@@ -28,7 +28,6 @@ from burst_cli.checkpoint.view import (
 )
 from burst_cli.options import RUNS_DIR, JsonOption, NewestRunArgument, RunsDirOption
 from burst_cli.overrides import complete_run
-from burst_cli.render import binary_bytes, count_of
 from burst_cli.runs.choose import choose_run
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig, RunConfig, load_config
@@ -36,6 +35,7 @@ from engine.data.chat import ChatTemplate, find_template
 from engine.pretrained.export import ExportDtype, ExportOrder, check_new, export, weight_bytes
 from engine.pretrained.folder import CONFIG_FILE, TOKENIZER_FILE, find_tokenizer
 from engine.runs.checkpoints import CheckpointError, checkpoints_of
+from engine.runs.figures import binary_bytes, count_of
 from engine.runs.files import home_path
 from engine.runs.folder import RunFolder
 

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 from rich.text import Text
 
-from burst_cli.render import DASH, binary_bytes, count, listing, say
+from burst_cli.render import listing, say
 from cluster.launch.runner import runner_of
 from cluster.node_checkpoints import NodeCheckpoint, NodeCheckpoints, ask_nodes
 from cluster.plan import LaunchPlan, PlanFileError, read_launch_plan, roots_of
@@ -29,6 +29,7 @@ from engine.runs.checkpoints import (
     superfluous,
     verify_files,
 )
+from engine.runs.figures import DASH, binary_bytes, count
 from engine.runs.files import remove_folder
 from engine.runs.folder import FINAL_STATES, RunFolder, typed_overrides
 

@@ -12,12 +12,13 @@ from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.data.progress import show_progress
 from burst_cli.options import ConfigDirOption, JsonOption, OverridesArgument
-from burst_cli.render import DASH, binary_bytes, listing, percent, plain, seconds
+from burst_cli.render import listing
 from engine.config.errors import DataError
 from engine.data.prepare import PreparedData, open_training_data, prepare, skipped_rows
 from engine.data.sampler import LengthClass, Samples, length_classes
 from engine.data.shards import TokenShards
 from engine.data.view import samples_per_step, training_views, validation_views, warnings_of
+from engine.runs.figures import DASH, binary_bytes, percent, plain, seconds
 
 app = new_verb()
 _BAD_ROWS_SHOWN = 5

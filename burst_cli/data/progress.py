@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.text import Text
 
 from burst_cli import render
-from burst_cli.render import binary_bytes
 from engine.data.build import Progress, ProgressCallback, Stage
+from engine.runs.figures import binary_bytes
 
 STAGES: dict[Stage, str] = {
     "waiting": "waiting for another process",

@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.text import Text
 
 from burst_cli import render
-from burst_cli.render import count_of
 from engine.data.tokenizers import Tokenizer
 from engine.data.view import SampleView, decoded, warnings_of
+from engine.runs import figures
+from engine.runs.figures import count_of
 
 _ENDS, _AROUND, _MOST_EDGES = 96, 16, 12  # tokens shown at both ends, around a change; changes shown
 _CONTEXT = 4  # tokens before a text that its decoding may depend on
@@ -138,7 +139,7 @@ def print_legend(console: Console, views: Sequence[SampleView], how: Shown) -> N
     tokens, learned = sum(view.seq_len for view in views), sum(view.learned_tokens for view in views)
     mark = Text("learned", _LEARNED) if how.has_colour else Text("[[learned]]")
     legend = Text.assemble(mark, "  ", Text("read, not learned", _READ), "  \\n: a line break of the text")
-    share = f"{learned / tokens:.1%}" if tokens else render.DASH
+    share = f"{learned / tokens:.1%}" if tokens else figures.DASH
     render.say(
         console, legend, f"{count_of('sample', len(views))}: {learned:,} of {tokens:,} tokens are learned ({share})"
     )

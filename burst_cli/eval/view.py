@@ -8,8 +8,9 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from burst_cli.render import DASH, clean, listing, percent, plain
+from burst_cli.render import clean, listing
 from cluster.remote_text import number, rows
+from engine.runs.figures import DASH, percent, plain
 
 
 def evaluation_view(record: Mapping[str, Any]) -> RenderableType:

@@ -15,7 +15,6 @@ from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.image.view import PushView, plan_view, results_view, status_view
 from burst_cli.options import JsonOption, NodeOptions, Targets
-from burst_cli.render import binary_bytes
 from cluster.errors import ClusterError
 from cluster.image.archive import pack_image
 from cluster.image.build import Device, build_command, run_build
@@ -25,6 +24,7 @@ from cluster.ssh.hosts import Host, fan_out
 from cluster.ssh.session import SshPool
 from cluster.testbed.spec import parse_rate
 from engine.config.errors import ConfigError
+from engine.runs.figures import binary_bytes
 from engine.runs.record import git_facts
 
 app = new_verb()

@@ -9,8 +9,9 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from burst_cli import render
-from burst_cli.render import DASH, binary_bytes, duration, grouped, listing, seconds
+from burst_cli.render import grouped, listing
 from cluster.ssh.hosts import fold_nodes
+from engine.runs.figures import DASH, binary_bytes, duration, seconds
 
 if TYPE_CHECKING:
     from cluster.image.engine import ImageStatus

@@ -21,8 +21,8 @@ from burst_cli.options import (
     OverridesArgument,
 )
 from burst_cli.overrides import ROOT_CONFIG, builtin_conf_dir, find_file, search_path
-from burst_cli.render import count_of
 from engine.config.errors import ConfigError
+from engine.runs.figures import count_of
 
 app = new_verb()
 

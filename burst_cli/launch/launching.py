@@ -20,7 +20,7 @@ from rich.text import Text
 from burst_cli import render
 from burst_cli.launch.prepare import PreparedLaunch, prepare_launch
 from burst_cli.options import LaunchManner, LaunchRequest
-from burst_cli.render import DASH, binary_bytes, clean, count, count_of, duration, fold_names, percent, plain
+from burst_cli.render import clean, fold_names
 from burst_cli.runs.read import RunProgress, is_evaluation, read_facts, run_record
 from burst_cli.runs.view import open_view
 from burst_cli.terminal import use_any_encoding
@@ -35,6 +35,7 @@ from cluster.plan import LaunchPlan, read_launch_plan, write_plan_files
 from cluster.ssh.hosts import parse_nodes
 from engine.config.errors import BurstError, ConfigError
 from engine.config.settings import RunConfig
+from engine.runs.figures import DASH, binary_bytes, count, count_of, duration, percent, plain
 from engine.runs.files import json_text
 from engine.runs.folder import OVERRIDES_FILE, RunFolder, create_run, open_run
 from engine.runs.record import collect_provenance

@@ -24,7 +24,6 @@ from burst_cli.plan.memory_check import (
     estimate,
     with_memory,
 )
-from burst_cli.render import count_of, duration, seconds
 from burst_cli.runs.starts import earlier_start_s
 from cluster.launch.runner import Asked, Survey, runner_for, runner_of
 from cluster.plan import PLAN_FILE, LaunchPlan, with_exclusive
@@ -34,6 +33,7 @@ from engine.config.rules import check_config
 from engine.config.settings import RunConfig
 from engine.planning.time.machine import find_machine, machine_fields
 from engine.runs.checkpoints import CheckpointError, check_steps_left, find_source, list_checkpoints
+from engine.runs.figures import count_of, duration, seconds
 from engine.runs.folder import check_writable, new_run_path
 
 MOST_STEP_S = 300.0  # of a step on CPUs: longer ones are a configuration for GPUs that was started by mistake

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from burst_cli.render import binary_bytes
 from engine.config.errors import ConfigError
 from engine.config.settings import RunConfig
 from engine.planning.time.flops import count_parameters
 from engine.runs.checkpoints import checkpoints_folder, find_source
+from engine.runs.figures import binary_bytes
 
 _KEY = "train.checkpoint.resume_from"
 _BYTES_PER_PARAMETER = 3 * 4  # the master weight and two moments; moments of 8 bits are saved as fp32, too

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from burst_cli.logs.files import LogFile, LogRequest, find_logs, visible_text
 from burst_cli.logs.read import Line, LogReader, tail_offset
-from burst_cli.render import binary_bytes
+from engine.runs.figures import binary_bytes
 from engine.runs.folder import RunFolder
 
 POLL_S = 0.2

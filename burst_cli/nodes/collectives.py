@@ -14,7 +14,7 @@ from rich.text import Text
 from burst_cli import render
 from burst_cli.launch.prepare import show_plan
 from burst_cli.options import Targets
-from burst_cli.render import binary_bytes, listing, seconds
+from burst_cli.render import listing
 from burst_cli.runs.failure import failure_block
 from cluster.control.attempt import StopRequests
 from cluster.control.controller import control
@@ -23,6 +23,7 @@ from cluster.launch.runner import Asked, open_links, runner_for
 from cluster.plan import LaunchPlan
 from cluster.ssh.hosts import fold_nodes
 from engine.config.settings import RunConfig
+from engine.runs.figures import binary_bytes, seconds
 from engine.runs.folder import create_run, default_runs_dir, new_run_path
 
 MODULE, EXP = "engine.collectives", "collectives"

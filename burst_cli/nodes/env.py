@@ -20,13 +20,14 @@ from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.nodes.check_nodes import STYLES
 from burst_cli.options import JsonOption, NodeOptions
-from burst_cli.render import count_of, grouped, listing
+from burst_cli.render import grouped, listing
 from cluster.checks.check import Finding, Verdict
 from cluster.env.live import Difference, check_nccl_log, compare_live
 from cluster.env.plan import Format, NodeEnvironment, render_environment
 from cluster.errors import HostsError
 from cluster.ssh.hosts import fold_nodes, parse_nodes
 from engine.config.errors import ConfigError
+from engine.runs.figures import count_of
 from engine.runs.files import json_text
 
 if TYPE_CHECKING:

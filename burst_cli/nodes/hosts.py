@@ -13,11 +13,12 @@ from rich.text import Text
 from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.options import JsonOption, NodeOptions
-from burst_cli.render import DASH, count_of, listing
+from burst_cli.render import listing
 from cluster.errors import HostsError
 from cluster.ssh.hosts import Host, Outcome, fan_out, trust_file
 from cluster.ssh.session import SshPool
 from cluster.ssh.transport import HostKeys, ShownKey, add_keys, forget_names
+from engine.runs.figures import DASH, count_of
 
 _STYLES = {"known": "green", "new": "yellow"}
 _HEADINGS = ("node", "address", "port", "user", "through", "host key", "known in")

@@ -20,7 +20,7 @@ from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.options import JsonOption
 from burst_cli.overrides import builtin_conf_dir, user_conf_dir
-from burst_cli.render import DASH, listing
+from burst_cli.render import listing
 from cluster.ssh.hosts import parse_nodes
 from cluster.testbed.build import build_plan, open_testbed
 from cluster.testbed.build import up as build_testbed
@@ -31,6 +31,7 @@ from cluster.testbed.spec import TestbedSpec, parse_rate
 from cluster.testbed.status import NodeStatus, TestbedStatus, read_all, read_status
 from cluster.testbed.teardown import standing_names, tear_down
 from engine.config.errors import ConfigError
+from engine.runs.figures import DASH
 
 _SLURM_STYLES = {"idle": "green", "mixed": "green", "allocated": "green", "completing": "yellow"}
 _STYLES = {Service.UP: "green", Service.NONE: "dim"}

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from burst_cli.render import binary_bytes, count_of
 from cluster.plan import LaunchPlan
 from engine.config.errors import ConfigError, RunError
 from engine.config.settings import RunConfig
@@ -26,6 +25,7 @@ from engine.planning.memory.predictor import (
 from engine.planning.methods.topology import Topology, known_cp_size, sequence_topology
 from engine.planning.time.flops import StepTime
 from engine.planning.time.machine import Machine, find_device, machine_of
+from engine.runs.figures import binary_bytes, count_of
 from engine.runs.files import json_text
 from engine.runs.oom import less_memory_text
 

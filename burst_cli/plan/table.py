@@ -12,7 +12,7 @@ from rich.text import Text
 
 from burst_cli.plan.candidates import Plan
 from burst_cli.plan.memory_check import MemoryCheck
-from burst_cli.render import binary_bytes, count, count_of, listing, percent, seconds, styled, told
+from burst_cli.render import listing, styled, told
 from engine.planning.memory.auto import MemoryCandidate
 from engine.planning.memory.policy import policy_name
 from engine.planning.memory.predictor import MemoryChoice, MemoryPrediction
@@ -21,6 +21,7 @@ from engine.planning.methods.preview import LayerPreview, PassPreview
 from engine.planning.time.flops import StepTime
 from engine.planning.time.machine import Machine
 from engine.planning.time.recommend import LEAST_SAVING
+from engine.runs.figures import binary_bytes, count, count_of, percent, seconds
 
 _SHOWN_CANDIDATES = 12
 _BYTES_NOTE = (

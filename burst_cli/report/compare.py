@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from burst_cli.render import DASH, count, plain, rate
 from burst_cli.report.columns import BY_KEY
 from burst_cli.report.naming import data_keys, data_names
 from burst_cli.report.records import Record, run_name, run_rows, series, share_a_peak, status_of
 from cluster.remote_text import number, one_line, text, whole
 from engine.config.errors import ConfigError
+from engine.runs.figures import DASH, count, plain, rate
 
 if TYPE_CHECKING:
     from burst_cli.report.bootstrap import Estimate

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from burst_cli.render import count_of, grouped
+from burst_cli.render import grouped
 from burst_cli.report.compare import Comparison
 from burst_cli.report.naming import newest_of_each, speed_names
 from burst_cli.report.records import (
@@ -25,6 +25,7 @@ from burst_cli.report.records import (
     tokens,
 )
 from cluster.remote_text import number, one_line, whole
+from engine.runs.figures import count_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

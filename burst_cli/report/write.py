@@ -20,7 +20,7 @@ from burst_cli import __version__
 from burst_cli.eval.view import evaluation_lines, evaluation_tables
 from burst_cli.outputs import has_matplotlib
 from burst_cli.render import Column as TableColumn
-from burst_cli.render import count_of, fitted_table, listing, say, told
+from burst_cli.render import fitted_table, listing, say, told
 from burst_cli.report import compare
 from burst_cli.report.build import Report
 from burst_cli.report.columns import COLUMNS, PROVENANCE, Column, filled, notes_for
@@ -38,6 +38,7 @@ from burst_cli.runs.read import is_evaluation
 from cluster.remote_text import one_line
 from cluster.remote_text import text as text_of
 from engine.config.errors import ConfigError
+from engine.runs.figures import count_of
 
 MOST_PANELS = 30  # a page with more is neither read nor quick
 _MOST_EVALUATIONS = 4

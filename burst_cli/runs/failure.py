@@ -9,10 +9,11 @@ from typing import Any
 
 from rich.text import Text
 
-from burst_cli.render import binary_bytes, clean
+from burst_cli.render import clean
 from cluster.control.attempt import read_log_starts, tail_text
 from cluster.failure import Failure
 from cluster.remote_text import number, word
+from engine.runs.figures import binary_bytes
 from engine.runs.folder import RunFolder, RunFolderError
 
 LOG_LINES = 15

@@ -19,7 +19,6 @@ from typing import Any
 
 import yaml
 
-from burst_cli.render import count_of
 from cluster.agent.folder import read_status
 from cluster.control.attempt import RunState, find_controller, glance
 from cluster.control.judge import StepWatch
@@ -28,6 +27,7 @@ from cluster.remote_text import number, rows, seconds_between, table, whole, wor
 from engine.config.errors import BurstError, ConfigError
 from engine.config.settings import load_config
 from engine.config.yaml_text import load_yaml
+from engine.runs.figures import count_of
 from engine.runs.files import read_json_object
 from engine.runs.folder import RunFolder, RunFolderError
 from engine.runs.record import FINALS, MAXIMA, MEDIANS, config_facts, final_title, summarise

@@ -13,12 +13,13 @@ from rich.text import Text
 from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.options import RUNS_DIR, JsonOption, RunsDirOption
-from burst_cli.render import DASH, Column, count, duration, fitted_table, percent, plain
+from burst_cli.render import Column, fitted_table
 from burst_cli.runs.choose import elsewhere_text, select_runs
 from burst_cli.runs.failure import failure_line
 from burst_cli.runs.read import STATE_STYLES, glance_at, read_progress, run_record
 from cluster.control.attempt import RunState
 from cluster.remote_text import seconds_between
+from engine.runs.figures import DASH, count, duration, percent, plain
 from engine.runs.folder import RunFolder
 
 app = new_verb()

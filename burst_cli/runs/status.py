@@ -15,7 +15,7 @@ from burst_cli import render
 from burst_cli.app import new_verb
 from burst_cli.launch.launching import fallback_text, socket_fallbacks
 from burst_cli.options import RUNS_DIR, JsonOption, NewestRunArgument, RunsDirOption
-from burst_cli.render import clean, duration
+from burst_cli.render import clean
 from burst_cli.runs.choose import choose_run
 from burst_cli.runs.failure import failure_block
 from burst_cli.runs.read import STATE_STYLES, RunWatch, look_at, read_nodes, read_progress
@@ -25,6 +25,7 @@ from cluster.control.link import NodeStatus
 from cluster.failure import failure_from_dict
 from cluster.remote_text import number, seconds_between
 from engine.config.errors import ConfigError
+from engine.runs.figures import duration
 from engine.runs.folder import RunFolder
 
 app = new_verb()

@@ -16,19 +16,12 @@ from rich.table import Table
 from rich.text import Text
 
 from burst_cli.render import (
-    DASH,
     Column,
-    binary_bytes,
     clean,
-    count,
-    count_of,
-    duration,
     fitted_table,
     fold_names,
     fold_numbers,
     grouped,
-    percent,
-    plain,
     say,
     sparkline,
 )
@@ -36,6 +29,7 @@ from burst_cli.runs.read import RunFacts, RunProgress
 from cluster.control.judge import TRAINING_PHASE
 from cluster.control.link import LaunchObserver, NodeStatus
 from cluster.remote_text import integer, number, rows, table, word
+from engine.runs.figures import DASH, EVALUATION_NAMES, binary_bytes, count, count_of, duration, percent, plain
 from engine.runs.files import utc_now
 
 QUIET_S = 10.0  # a healthy node speaks every 2 s, and writes how it is every 5 s
@@ -223,12 +217,6 @@ REFRESH_S = 0.2
 PLAIN_INTERVAL_S, LOG_INTERVAL_S = 2.0, 60.0
 _NODES_S = 1.0
 _SPARKLINE_WIDTH = 24
-_EVALUATED = {
-    "validation_loss": "validation loss",
-    "validation_bits_per_byte": "bits/byte",
-    "needle_accuracy": "needles right",
-    "needle_gain": "needle gain",
-}
 _SHARE = 20  # drawing takes at most this part of the time of the controller, whose thread it is
 
 
@@ -351,7 +339,7 @@ def plain_line(progress: RunProgress) -> str:
     """step, loss, speed, MFU, memory and time left in one line; of an evaluation what it found."""
     latest, figure = progress.latest, progress.figure
     if latest is not None and "loss" not in latest:
-        found = [f"{name} {plain(figure(key))}" for key, name in _EVALUATED.items() if figure(key) is not None]
+        found = [f"{name} {plain(figure(key))}" for key, name in EVALUATION_NAMES.items() if figure(key) is not None]
         return "  ".join([f"weights of step {progress.step}", *found])
     parts = [
         f"step {progress.step}/{progress.total_steps}",
@@ -362,7 +350,7 @@ def plain_line(progress: RunProgress) -> str:
         f"left {duration(progress.remaining_s())}",
     ]
     if latest is not None and latest is progress.validation:
-        parts += [f"{name} {plain(figure(key))}" for key, name in list(_EVALUATED.items())[:2]]
+        parts += [f"{name} {plain(figure(key))}" for key, name in list(EVALUATION_NAMES.items())[:2]]
     return "  ".join(parts)
 
 

@@ -10,10 +10,11 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from burst_cli import render
-from burst_cli.render import DASH, clean, count, duration, listing, plain
+from burst_cli.render import clean, listing
 from burst_cli.runs.read import RunProgress
 from burst_cli.sweep.plan import Cell, SweepPlan, title_of, total
 from cluster.remote_text import one_line
+from engine.runs.figures import DASH, count, duration, plain
 from engine.runs.folder import RunFolder
 
 _MESSAGE = 70

@@ -8,20 +8,21 @@ from testkit.terminal import text_of
 
 from burst_cli import render
 from burst_cli.render import Column, fitted_table, fitting, listing
+from engine.runs import figures
 
 
 @pytest.mark.parametrize(
     ("show", "texts"),
     [
-        (render.count, {0: "0", 999.4: "999", 999.5: "1K", 12_345: "12.3K", 4.56e6: "4.56M", 2e18: "2000P"}),
-        (lambda value: render.count(value, 4), {999.7: "999.7", 999.96: "1K", 12_345: "12.35K"}),
-        (render.binary_bytes, {0: "0 B", 1023: "1023 B", 1023.5: "1 KiB", 999.5 * 2**10: "1000 KiB", 2**20: "1 MiB"}),
-        (render.binary_bytes, {1.5 * 2**30: "1.5 GiB", 5 * 2**50: "5120 TiB"}),
-        (render.seconds, {0.0004: "0.4 ms", 0.25: "250 ms", 0.9995: "1 s", 1.25: "1.25 s", 999.5: "1,000 s"}),
-        (render.duration, {0.4: "0:00", 42: "0:42", 59.7: "1:00", 725: "12:05", 11_045: "3:04:05"}),
-        (lambda value: render.rate(value, "FLOP/s"), {61.44e9: "61.4 GFLOP/s", 989e12: "989 TFLOP/s"}),
-        (render.percent, {0.4567: "45.7%"}),
-        (render.plain, {2.5: "2.5000"}),
+        (figures.count, {0: "0", 999.4: "999", 999.5: "1K", 12_345: "12.3K", 4.56e6: "4.56M", 2e18: "2000P"}),
+        (lambda value: figures.count(value, 4), {999.7: "999.7", 999.96: "1K", 12_345: "12.35K"}),
+        (figures.binary_bytes, {0: "0 B", 1023: "1023 B", 1023.5: "1 KiB", 999.5 * 2**10: "1000 KiB", 2**20: "1 MiB"}),
+        (figures.binary_bytes, {1.5 * 2**30: "1.5 GiB", 5 * 2**50: "5120 TiB"}),
+        (figures.seconds, {0.0004: "0.4 ms", 0.25: "250 ms", 0.9995: "1 s", 1.25: "1.25 s", 999.5: "1,000 s"}),
+        (figures.duration, {0.4: "0:00", 42: "0:42", 59.7: "1:00", 725: "12:05", 11_045: "3:04:05"}),
+        (lambda value: figures.rate(value, "FLOP/s"), {61.44e9: "61.4 GFLOP/s", 989e12: "989 TFLOP/s"}),
+        (figures.percent, {0.4567: "45.7%"}),
+        (figures.plain, {2.5: "2.5000"}),
     ],
 )
 def test_figures_read_as_people_write_them(show: Callable[[float | None], str], texts: dict[float, str]) -> None:
@@ -32,7 +33,7 @@ def test_figures_read_as_people_write_them(show: Callable[[float | None], str], 
 def test_names_are_folded_and_an_interval_has_one_unit() -> None:
     lists = ([], ["n1"], ["n2", "n1", "n2"], ["a[", "b"])
     assert [render.fold_names(names) for names in lists] == ["", "n1", "n[1-2]", "a[,b"]
-    assert render.seconds_between(0.9995, 0.9, 1.1) == "1 s (0.9…1.1)"
+    assert figures.seconds_between(0.9995, 0.9, 1.1) == "1 s (0.9…1.1)"
 
 
 def test_a_listing_keeps_numbers_whole_and_folds_names_where_there_is_little_room() -> None:

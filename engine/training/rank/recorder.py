@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine.config.errors import ConfigError
 from engine.data.build import Progress
+from engine.runs import figures
+from engine.runs.figures import EVALUATION_NAMES, binary_bytes, count, percent, plain
 from engine.runs.folder import RunFolder
 from engine.training.guard import Verdict
 from engine.training.rank.faults import FAULT_VARIABLE
@@ -80,8 +82,8 @@ class Recorder:
 
     def saved(self, step: int, size_bytes: int, stall_s: float, seconds: float) -> None:
         """A checkpoint is committed; stall_s: how long training stood still for it."""
-        size = f"{size_bytes / 2**20:,.1f} MiB"
-        line = f"checkpoint of step {step}: {size} in {seconds:.2f} s, training stood {stall_s:.2f} s"
+        took = f"{binary_bytes(size_bytes)} in {figures.seconds(seconds)}"
+        line = f"checkpoint of step {step}: {took}, training waited {figures.seconds(stall_s)}"
         self._tell("checkpoint", line, step=step, bytes=size_bytes, stall_s=stall_s, seconds=seconds)
 
     def dropped(self, step: int, verdict: Verdict, samples: range) -> None:
@@ -123,19 +125,32 @@ def open_tensorboard(run: RunFolder, module: str = "torch.utils.tensorboard") ->
 
 
 # Figures of a line, in their order; what a row does not have is left out.
-_FIGURES = {
-    "loss": "loss {:.4f}",
-    "grad_norm": "grad_norm {:.3f}",
-    "lr": "lr {:.2e}",
-    "tokens_per_s": "{:,.0f} tokens/s",
-    "mfu": "mfu {:.1%}",
-    "peak_memory_bytes": "memory {:.2f} GiB",
-    "validation_loss": "validation_loss {:.4f}",
-    "validation_bits_per_byte": "bits_per_byte {:.4f}",
-    "validation_loss_by_position": "[{first:,} to {last:,}] {}",
-    "needle_accuracy": "needle_accuracy {:.2f}",
-    "needle_gain": "needle_gain {:.4f}",
-    "needle_by_depth": "[depth {depth:.0%}] {}",
+def _by_position(buckets: Sequence[Mapping[str, Any]]) -> str:
+    return "  ".join(f"[{item['first']:,} to {item['last']:,}] {plain(item['loss'])}" for item in buckets)
+
+
+def _by_depth(depths: Sequence[Mapping[str, Any]]) -> str:
+    return "  ".join(f"[depth {item['depth']:.0%}] {plain(item['gain'])}" for item in depths)
+
+
+def _named(key: str) -> Callable[[float], str]:
+    return lambda value: f"{EVALUATION_NAMES[key]} {plain(value)}"
+
+
+# How a log writes each figure of a row, in this order; names and units are those of the screen.
+_FIGURES: Mapping[str, Callable[[Any], str]] = {
+    "loss": lambda value: f"loss {plain(value)}",
+    "grad_norm": lambda value: f"gradient norm {value:.3f}",
+    "lr": lambda value: f"learning rate {value:.2e}",
+    "tokens_per_s": lambda value: f"{count(value)} tokens/s",
+    "mfu": lambda value: f"MFU {percent(value)}",
+    "peak_memory_bytes": lambda value: f"memory {binary_bytes(value)}",
+    "validation_loss": _named("validation_loss"),
+    "validation_bits_per_byte": _named("validation_bits_per_byte"),
+    "validation_loss_by_position": _by_position,
+    "needle_accuracy": _named("needle_accuracy"),
+    "needle_gain": _named("needle_gain"),
+    "needle_by_depth": _by_depth,
 }
 
 
@@ -144,15 +159,6 @@ def progress_line(row: Mapping[str, Any], total_steps: int | None) -> str:
 
     total_steps   None: of weights that are evaluated, whose line is about that alone
     """
-    parts = [f"step {row['step']}" if total_steps is None else f"step {row['step']}/{total_steps}"]
-    for name, form in _FIGURES.items():
-        value = row.get(name)
-        if value is None or (total_steps is None and not name.startswith(("validation", "needle"))):
-            continue
-        for one in value if isinstance(value, list) else [value]:
-            if isinstance(one, Mapping):
-                figure = one["loss" if "first" in one else "gain"]
-                parts.append(form.format("none" if figure is None else f"{figure:.4f}", **one))
-            else:
-                parts.append(form.format(one / 2**30 if name == "peak_memory_bytes" else one))
-    return "  ".join(parts)
+    shown = [name for name in _FIGURES if total_steps is not None or name.startswith(("validation", "needle"))]
+    head = f"step {row['step']}" if total_steps is None else f"step {row['step']}/{total_steps}"
+    return "  ".join([head, *(_FIGURES[name](row[name]) for name in shown if row.get(name) is not None)])

@@ -20,12 +20,12 @@ from tokenizers.processors import Sequence, TemplateProcessing
 from transformers import AutoTokenizer, GenerationConfig
 
 from burst_cli.checkpoint.view import checkpoints_table
-from burst_cli.render import binary_bytes
 from cluster.plan import with_files
 from engine.config.cluster import SshConfig
 from engine.config.settings import CheckpointConfig, DataConfig, RunConfig, TrainConfig, dump_config
 from engine.data.tokenizers import train_bpe
 from engine.runs.checkpoints import list_checkpoints
+from engine.runs.figures import binary_bytes
 from engine.runs.folder import RunFolder, create_run
 
 

@@ -10,8 +10,8 @@ from rich.console import Console
 from testkit.command_line import Burst
 
 from burst_cli.data.progress import show_progress
-from burst_cli.render import binary_bytes
 from engine.data.build import Progress
+from engine.runs.figures import binary_bytes
 
 OF_CHATS = ["data=jsonl", "data.paths=[chats.jsonl]", "data.messages_field=messages"]
 

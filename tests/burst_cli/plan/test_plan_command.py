@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from burst_cli.compose import compose
-from burst_cli.render import binary_bytes
 from engine.planning.memory.predictor import find_hardware
 from engine.planning.methods.presets import PRESETS
 from engine.planning.time.flops import attention_pairs, step_flops
+from engine.runs.figures import binary_bytes
 
 QUICK = ("--memory-by", "none")
 

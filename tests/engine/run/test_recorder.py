@@ -24,9 +24,9 @@ VALIDATED: dict[str, Any] = {
     "needle_gain": 0.25,
     "needle_by_depth": [{"depth": 1.0, "gain": -0.125}],
 }
-LINE = "step 3/10  loss 2.5000  grad_norm 1.000  lr 1.00e-03  12,346 tokens/s"
+LINE = "step 3/10  loss 2.5000  gradient norm 1.000  learning rate 1.00e-03  12.3K tokens/s"
 OF_VALIDATION = (
-    "validation_loss 2.0000  bits_per_byte 1.5000  [0 to 1,999] none  needle_accuracy 0.50  needle_gain 0.2500  "
+    "validation loss 2.0000  bits/byte 1.5000  [0 to 1,999] –  needles right 0.5000  needle gain 0.2500  "
     "[depth 100%] -0.1250"
 )
 
@@ -41,7 +41,7 @@ def recorder(run: RunFolder, *, rank: int = 0, tensorboard: bool = False) -> Rec
 
 
 def test_a_line_names_every_figure_it_has() -> None:
-    assert progress_line(ROW, 10) == f"{LINE}  mfu 42.1%  memory 3.00 GiB"
+    assert progress_line(ROW, 10) == f"{LINE}  MFU 42.1%  memory 3 GiB"
     assert progress_line({**ROW, "mfu": None, "peak_memory_bytes": None, **VALIDATED}, 10) == f"{LINE}  {OF_VALIDATION}"
     assert progress_line({"step": 5, **VALIDATED, "peak_memory_bytes": 2**30}, None) == f"step 5  {OF_VALIDATION}"
 
@@ -104,9 +104,9 @@ def test_what_happens_is_an_event_for_programs_and_a_line_for_people(
         "warning: first",
         "attention kernel cpu_flash (auto)",
         "going on after step 4, from a checkpoint of a run",
-        "checkpoint of step 5: 1.5 MiB in 1.50 s, training stood 0.25 s",
+        "checkpoint of step 5: 1.5 MiB in 1.5 s, training waited 250 ms",
         "step 6 is dropped (skip): the loss is nan; samples 8 to 11",
-        "step 5  validation_loss 2.0000",
+        "step 5  validation loss 2.0000",
     ]
 
 
