@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from io import StringIO
 
 import pytest
+from rich.console import Console
 from rich.text import Text
 from testkit.terminal import text_of
 
@@ -78,3 +80,17 @@ def test_a_table_gives_notes_what_is_left_and_short_names_where_that_is_nothing(
 @pytest.mark.parametrize(("room", "kept"), [(100, [0, 1, 2, 3]), (29, [0, 2, 3]), (20, [2, 3]), (5, [2])])
 def test_columns_that_fit_are_those_of_the_lowest_ranks_in_their_own_order(room: int, kept: list[int]) -> None:
     assert fitting([2, 3, 0, 1], [9, 12, 10, 10], room) == kept
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0 ranks"), (1, "1 rank"), (2, "2 ranks")])
+def test_one_thing_is_named_in_the_singular(number: int, text: str) -> None:
+    assert figures.count_of("rank", number) == text
+
+
+def test_headings_break_between_words_alone() -> None:
+    headings = ("validation loss", "tokens/s per device", "peak memory", "attention")
+    table = listing(headings, [("x" * 30,) * 4], ruled=True)
+    target = StringIO()
+    Console(width=52, file=target).print(table)
+    shown = target.getvalue().split()
+    assert [word for heading in headings for word in heading.split() if word not in shown] == []

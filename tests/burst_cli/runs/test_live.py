@@ -20,9 +20,20 @@ from testkit.run_maker import health, make_run, plan_document
 from testkit.terminal import lines_of, styled, text_of
 
 from burst_cli.runs.read import RunFacts, RunProgress
-from burst_cli.runs.view import NodeRow, PlainView, draw, fold_rows, hang_text, node_rows, nodes_table, open_view
+from burst_cli.runs.view import (
+    NodeRow,
+    PlainView,
+    draw,
+    fold_rows,
+    hang_text,
+    node_rows,
+    nodes_table,
+    open_view,
+    plain_line,
+)
 from cluster.control.link import NodeStatus
 from engine.runs.folder import RunFolder, create_run
+from engine.training.rank.recorder import progress_line
 
 NODES = {f"tb{number}": 2 for number in range(1, 65)}
 
@@ -172,6 +183,16 @@ def test_a_step_without_labels_shows_no_loss_of_another_step(bare: RunFolder) ->
     bare.append_metrics({"step": 2, "loss": None, "tokens_per_s": None, "dropped": "no_labels"})
     progress.poll()
     assert progress.figure("loss") is None, "the loss of step 1 is shown at step 2"
+
+
+def test_the_log_of_a_rank_writes_figures_as_the_screen_does(bare: RunFolder) -> None:
+    row = {"step": 4, "loss": 2.5, "tokens_per_s": 12_345.0, "mfu": 0.0535, "peak_memory_bytes": 518 * 2**20}
+    row |= {"validation_loss": 2.25, "validation_bits_per_byte": 1.5}
+    progress = RunProgress(bare, 10)
+    bare.append_metrics(row)
+    progress.poll()
+    screen = [part for part in plain_line(progress).split("  ") if not part.startswith("left")]
+    assert progress_line(row, 10).split("  ") == screen
 
 
 def test_one_who_joins_late_knows_how_long_it_has_been_silent(bare: RunFolder) -> None:
