@@ -413,14 +413,14 @@ def _hydra_text(error: BaseException, files: ConfigFiles) -> str:
     if isinstance(error, RecursionError):
         return f"{files.read_last()}: the files name each other in their `defaults:`; take one of the lines out"
     key = str(getattr(error, "full_key", None) or "")
-    told: list[str] = []
+    messages: list[str] = []
     chained: BaseException | None = error
     while chained is not None:
         words = " ".join(str(chained).split()).partition(" full_key: ")[0].partition(" Config search path: ")[0]
-        if words and not any(words.strip("'\"b") in earlier for earlier in told):
-            told.append(words)
+        if words and not any(words.strip("'\"b") in earlier for earlier in messages):
+            messages.append(words)
         chained = chained.__cause__ or chained.__context__
-    text = files.with_paths("; ".join(told))
+    text = files.with_paths("; ".join(messages))
     if key:
         place = files.place_of(key)
         return f"{key}: {text}{f' (in {place})' if place else ''}"

@@ -81,8 +81,8 @@ class ConfigFiles:
             written = self.written(path)
             lines = (_line_of(key, written) for key, _ in problems)
             texts = (text for _, text in problems)
-            told = [f"{shown_path(path)}, line {line}: {text}" for line, text in zip(lines, texts, strict=True)]
-            raise ConfigError(told)
+            messages = [f"{shown_path(path)}, line {line}: {text}" for line, text in zip(lines, texts, strict=True)]
+            raise ConfigError(messages)
         return values
 
     def read_last(self) -> str:

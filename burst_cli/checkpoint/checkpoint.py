@@ -197,12 +197,12 @@ def _base_folder(config: RunConfig) -> Path | None:
 
 def _tokenizer(config: RunConfig, base: Path | None, run: Path) -> Path | None:
     """The tokenizer of a run: what data.tokenizer names, the base folder's, or the copy in the run folder."""
-    named, kept = home_path(config.data.tokenizer), run / TOKENIZER_FILE
+    named, copied = home_path(config.data.tokenizer), run / TOKENIZER_FILE
     if config.data.tokenizer not in ("bytes", "bpe") and named.exists():
         return named
     if base is not None and find_tokenizer(base) is not None:
         return base
-    return kept if kept.is_file() else None
+    return copied if copied.is_file() else None
 
 
 def _chat_template(data: DataConfig) -> ChatTemplate | None:

@@ -60,7 +60,7 @@ def launch(
         all commands and files; nothing is created, there or here
 
     Without an experiment (exp=NAME) it says what the demo would do and asks;
-    where nobody can answer it needs --yes.
+    without a terminal it needs --yes.
 
     Ctrl-C once stops the ranks at the end of their step, twice kills them. A node
     that loses this machine stops its ranks after cluster.lease_s seconds.
@@ -83,7 +83,7 @@ def names_experiment(words: Sequence[str], folders: Sequence[Path]) -> bool:
 
 
 def confirm_demo(words: Sequence[str], folders: Sequence[Path]) -> bool:
-    """Say what a launch without an experiment would train, and ask. Raises ConfigError where nobody can answer."""
+    """Say what a launch without an experiment would train, and ask. Raises ConfigError without a terminal."""
     from burst_cli.compose import compose  # loads Hydra, which `--help` need not
 
     config = compose(words, folders).config

@@ -37,7 +37,7 @@ def resume(
     if given := [word for word in words if "=" in word]:
         name = next((word for word in words if "=" not in word), "RUN")
         raise ConfigError(
-            f"burst resume {' '.join(words)}: a run goes on with the configuration it was launched with, so it "
+            f"burst resume {' '.join(words)}: a run continues with the configuration it was launched with, so it "
             f"takes no settings. To train on from its weights with others: burst launch exp=NAME "
             f"train.checkpoint.resume_from={name} {' '.join(given)}"
         )

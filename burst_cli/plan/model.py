@@ -89,10 +89,10 @@ def describe(folder: Path) -> dict[str, Any]:
     assert isinstance(plain, dict)
     assert isinstance(default, dict)
     shape = ("name", "vocab_size", "hidden_size", "ffn_hidden_size", "num_layers", "num_heads", "num_kv_heads")
-    kept = {name: plain[name] for name in plain if name in (*shape, "head_dim") or plain[name] != default[name]}
+    shown = {name: plain[name] for name in plain if name in (*shape, "head_dim") or plain[name] != default[name]}
     return {
         "folder": str(folder),
-        "model": {**kept, **({"init_from": str(folder)} if has_weights else {})},
+        "model": {**shown, **({"init_from": str(folder)} if has_weights else {})},
         "window_tokens": pretrained.window_tokens,
         "seq_len": pretrained.seq_len,
         "notes": [*_notes(folder, pretrained), *([] if has_weights else [_no_weights(folder)])],

@@ -14,7 +14,7 @@ from cluster.remote_text import one_line, table, text, whole
 Settings = Mapping[str, str]
 _VALUE_CHARACTERS = 40
 _MOST_SETTINGS = 3  # in a table; a curve that differs by more is named by its run
-# What a report says of runs in columns and titles of its own, and what has no effect on any figure.
+# Settings that a report shows in columns or titles already, and those that change no figure.
 _SHOWN = ("exp", "attention.preset", "train.seq_len", "data.", "cluster.", "memory.device_bytes", "memory.host_bytes")
 _POLICY = ("activation_", "checkpoint_layers", "kept_fraction", "every_layers", "host_layers", "tile_tokens")
 _WITHOUT_EFFECT = ("train.checkpoint.", "train.tensorboard", "train.profile", "train.peak_flops_per_device")

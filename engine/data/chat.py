@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from itertools import accumulate, count, islice, pairwise
@@ -34,11 +34,13 @@ _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _BEGIN, _END = "burst_generation_begin", "burst_generation_end"
 _CHATML_SOURCE = r"""
 {%- for message in messages -%}
+    {%- set content = message['content'] -%}
+    {%- set text = content if content is string else content | map(attribute='text') | join -%}
     {{- '<|im_start|>' + message['role'] + '\n' -}}
     {%- if message['role'] == 'assistant' -%}
-        {%- generation -%}{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}
+        {%- generation -%}{{- text + '<|im_end|>' -}}{%- endgeneration -%}
     {%- else -%}
-        {{- message['content'] + '<|im_end|>' -}}
+        {{- text + '<|im_end|>' -}}
     {%- endif -%}
     {{- '\n' -}}
 {%- endfor -%}
@@ -49,16 +51,21 @@ Spans = tuple[tuple[int, int], ...]  # characters [first, after) of a text, asce
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template and the special tokens (bos_token, eos_token, ...) that it may name. name: for errors."""
+    """A template and the special tokens (bos_token, eos_token, ...) that it may name. name: for errors.
+
+    with_tools: the template that renders rows with tools in its place, where a tokenizer has one of its own for them.
+    """
 
     name: str
     source: str
     special_tokens: Mapping[str, str] = field(default_factory=dict)
+    with_tools: ChatTemplate | None = None
 
     @property
     def content_hash(self) -> str:
         """Equal for templates that render the same conversation to the same text (but for the time of day)."""
-        return hash_json({"source": self.source, "special_tokens": dict(self.special_tokens)})
+        own = {"source": self.source, "special_tokens": dict(self.special_tokens)}
+        return hash_json(own if self.with_tools is None else {**own, "with_tools": self.with_tools.source})
 
     def render_chat(self, conversation: Conversation, place: str) -> tuple[str, Spans]:
         """(the text of `conversation`, what of it is learned).
@@ -69,6 +76,8 @@ class ChatTemplate:
         which begins with `place`, when the template leaves out a part of the conversation, and when what was rendered
         does not grow turn by turn.
         """
+        if conversation.tools is not None and self.with_tools is not None:
+            return self.with_tools.render_chat(conversation, place)
         self._check_variables(conversation, place)
         if self.name == CHATML:
             self._check_contents(conversation, place)
@@ -287,12 +296,14 @@ def find_template(config: DataConfig) -> ChatTemplate:
         return _template_file(Path(config.chat_template).expanduser().absolute(), tokens)
     sources = {} if files is None else files.chat_templates
     if "default" in sources:
-        return ChatTemplate(sources["default"].place, sources["default"].text, tokens)
-    named = f"; it has others: {', '.join(sources)}" if sources else ""
+        named = {name: ChatTemplate(source.place, source.text, tokens) for name, source in sources.items()}
+        # The name by which transformers, too, finds the template of conversations with tools.
+        return replace(named["default"], with_tools=named.get("tool_use"))
+    others = f"; it has others: {', '.join(sources)}" if sources else ""
     raise DataError(
         f"data.messages_field needs a chat template, but data.tokenizer={config.tokenizer} has none beside it (looked "
-        f"for {TEMPLATE_FILE} and chat_template in {TOKENIZER_CONFIG_FILE}{named}). Set data.chat_template to {CHATML} "
-        f"or to a .jinja file, such as one of {MORE_TEMPLATES_FOLDER}."
+        f"for {TEMPLATE_FILE} and chat_template in {TOKENIZER_CONFIG_FILE}{others}). Set data.chat_template to "
+        f"{CHATML} or to a .jinja file, such as one of {MORE_TEMPLATES_FOLDER}."
     )
 
 

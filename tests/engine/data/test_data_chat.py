@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from testkit.corpora import record_corpus
 from tokenizer_families import CHATML, CHATML_MARKED, LLAMA3, LLAMA3_MARKED, write_tokenizer
 from tokenizers import Tokenizer, processors
+from transformers import AutoTokenizer
 
 from engine.config.errors import DataError
 from engine.config.settings import DataConfig
@@ -246,6 +247,25 @@ def test_what_a_template_leaves_out_refuses_the_row_by_name(tmp_path: Path, sour
     template = "chatml" if source == "chatml" else str(tmp_path / "mine.jinja")
     with pytest.raises(DataError, match=rf"records\.jsonl:1: .*{text}"):
         prepare(record_corpus(tmp_path, [row], messages_field="messages", chat_template=template))
+
+
+def test_chatml_joins_the_parts_of_a_content() -> None:
+    template = find_template(DataConfig(messages_field="messages", chat_template="chatml"))
+    parts = [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]
+    messages = [*talk("user: x"), {"role": "assistant", "content": parts}]
+    assert learned_texts(template, messages) == ["42<|im_end|>"]
+
+
+def test_rows_with_tools_are_rendered_by_the_template_for_them(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    sources = {"default": CHATML, "tool_use": "{{ tools | tojson }}" + CHATML}
+    listed = [{"name": name, "template": text} for name, text in sources.items()]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed, "eos_token": "<|im_end|>"}))
+    template = find_template(DataConfig(messages_field="messages", tokenizer=str(tmp_path / "tokenizer.json")))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for tools in (None, [TOOL]):
+        text, _ = template.render_chat(conversation(CONVERSATIONS[0], tools=tools), "")
+        assert text == theirs.apply_chat_template(CONVERSATIONS[0], tools=tools, tokenize=False), tools
 
 
 @pytest.mark.parametrize("source", ["chatml", CHATML, CHATML_MARKED, LLAMA3, LLAMA3_MARKED])
