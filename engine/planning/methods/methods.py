@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from engine.config.settings import RunConfig
 from engine.planning.methods.blocks import Blocks
 from engine.planning.methods.presets import BYTES_OF, AttentionMethod, local_heads
-from engine.planning.schedule.allocate import PlanBuilder
-from engine.planning.schedule.passes import plan_blocks
 from engine.planning.schedule.plan import AttentionPlan, Channel, TokenBytes
+from engine.planning.schedules.attention import plan_attention
 from engine.planning.sequence.mask import Mask
 from engine.planning.sequence.visibility import Visibility
 
@@ -64,17 +63,15 @@ def plan_method(
     """
     only = (rank,) if isinstance(rank, int) else rank
     visibility = Visibility(mask, blocks.ring)
-    forward, backward = (
-        plan_blocks(visibility, method, blocks, PlanBuilder(direction, method.cp_size, only))
-        for direction in ("forward", "backward")
-    )
+    forward = plan_attention(visibility, method, blocks, "forward", only)
+    backward = plan_attention(visibility, method, blocks, "backward", only)
     again = None
     if recompute_before is not None:
         asking = tuple(blocks.ring.rows_before(member, recompute_before) for member in range(blocks.ring.size))
         again = forward
         if asking != blocks.ring.row_counts:
             restricted = Visibility(mask.queries_before(recompute_before), blocks.ring)
-            again = plan_blocks(restricted, method, blocks, PlanBuilder("forward", method.cp_size, only), asking)
+            again = plan_attention(restricted, method, blocks, "forward", only, asking)
     return PlanPair(forward, backward, again)
 
 

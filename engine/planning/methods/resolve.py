@@ -29,8 +29,7 @@ from engine.planning.methods.presets import (
     legal_attention,
 )
 from engine.planning.methods.topology import Topology
-from engine.planning.schedule.allocate import PlanBuilder
-from engine.planning.schedule.passes import plan_blocks
+from engine.planning.schedules.attention import plan_attention
 from engine.planning.sequence.layers import attention_layers
 from engine.planning.sequence.visibility import Visibility
 from engine.planning.time.machine import Machine, machine_of
@@ -116,7 +115,7 @@ def _fastest(config: RunConfig, topology: Topology, machine: Machine, choices: t
     def backward_s(choice: _Choice) -> float:
         chosen, seconds = _with(stand_in, choice), 0.0
         for count, visibility in seen:
-            plan = plan_blocks(visibility, chosen, blocks, PlanBuilder("backward", group.size))
+            plan = plan_attention(visibility, chosen, blocks, "backward")
             seconds += count * replay(plan, machine, token_bytes, group).total_s
         return seconds
 

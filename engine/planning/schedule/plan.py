@@ -134,6 +134,9 @@ class HeadPart:
         return q_last - q_first, k_last - k_first
 
 
+ALL_HEADS = HeadPart()
+
+
 @dataclass(frozen=True)
 class Slot:
     """A buffer of `rows` tokens; `pin` names an input or output of the plan that lives as long as the plan runs.
@@ -144,7 +147,7 @@ class Slot:
     kind: Kind
     rows: int
     pin: str | None = None
-    heads: HeadPart = HeadPart()
+    heads: HeadPart = ALL_HEADS
     where: Store = "device"
 
 
@@ -257,7 +260,7 @@ class TokenBytes:
     wire_gradient_bytes: int = 4
 
     @functools.cache  # noqa: B019  # instances are few and small
-    def of(self, kind: Kind, heads: HeadPart = HeadPart()) -> int:
+    def of(self, kind: Kind, heads: HeadPart = ALL_HEADS) -> int:
         """Bytes of one token of `kind`, of some heads."""
         counts = heads.counts(self.num_heads, self.num_kv_heads)
         size = {"element": self.element_bytes, "sum": self.gradient_bytes, "wire": self.wire_gradient_bytes}

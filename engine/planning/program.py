@@ -1,0 +1,195 @@
+"""What one rank does in one pass: values that are written once, and ops on them by step.
+
+A schedule is an ordinary function that calls `send`, `recv`, `tile`, `add`, ... for one rank. Both ends of a message
+say the same steps and channel, each for itself; `_number_messages` gives it the same number on both. `finish` maps
+values to buffers (`schedule.allocate`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+from engine.config.settings import Store
+from engine.planning.schedule.allocate import Home, Rows, Value, allocate, slot_of_value
+from engine.planning.schedule.first_writes import store_first
+from engine.planning.schedule.plan import (
+    ALL_HEADS,
+    AttentionPlan,
+    Channel,
+    Direction,
+    HeadPart,
+    Kind,
+    LocalOp,
+    OpName,
+    RankPlan,
+    Step,
+    Tile,
+    Transfer,
+)
+from engine.planning.sequence.mask import Band
+
+_ORDER = {channel: index for index, channel in enumerate(Channel)}
+
+
+class When(NamedTuple):
+    """Steps at which a message is posted and waited for."""
+
+    post: int
+    wait: int
+
+    @classmethod
+    def at(cls, step: int) -> When:
+        """Both at one step."""
+        return cls(step, step)
+
+
+@dataclass
+class _Step:
+    pre: list[LocalOp] = field(default_factory=list)
+    post: list[Transfer] = field(default_factory=list)
+    tiles: list[Tile] = field(default_factory=list)
+    wait: list[int] = field(default_factory=list)
+    after: list[LocalOp] = field(default_factory=list)
+
+
+@dataclass
+class Program:
+    """The program of `rank` of a group of `size`.
+
+    spans    steps that each step of a schedule takes; None: one
+    owners   whose block a value is of, for `trace`
+    """
+
+    direction: Direction
+    rank: int
+    size: int
+    spans: Sequence[When] | None = None
+    owners: dict[int, int] = field(default_factory=dict)
+    _values: list[Value] = field(default_factory=list)
+    _steps: defaultdict[int, _Step] = field(default_factory=lambda: defaultdict(_Step))
+    _transfers: list[tuple[When, int, Transfer]] = field(default_factory=list)
+
+    def stretched(self, spans: Sequence[When]) -> Program:
+        """The same program for a schedule whose steps take so many."""
+        return replace(self, spans=spans)
+
+    def value(
+        self, kind: Kind, rows: Rows, pin: str | None = None, heads: HeadPart = ALL_HEADS, where: Store = "device"
+    ) -> Value:
+        """A new value of some rows of a block."""
+        made = Value(len(self._values), self.rank, Home(kind, heads, where), rows, pin)
+        self._values.append(made)
+        return made
+
+    def send(self, value: Value, rows: Rows, to: int, channel: Channel, when: When, tag: int = 0) -> None:
+        """Send rows of a value."""
+        self._transfer("send", value, rows, to, channel, when, tag)
+
+    def recv(
+        self,
+        kind: Kind,
+        rows: Rows,
+        source: int,
+        channel: Channel,
+        when: When,
+        tag: int = 0,
+        into: Value | None = None,
+        heads: HeadPart = ALL_HEADS,
+    ) -> Value:
+        """Rows that another rank sends, in a value of their own or `into` one."""
+        value = into or self.value(kind, rows, heads=heads)
+        self.owners[value.number] = tag
+        self._transfer("recv", value, rows, source, channel, when, tag)
+        return value
+
+    def move(self, source: Value, target: Value, rows: Rows, when: When) -> None:
+        """Load (host to device) or store (device to host) rows."""
+        if rows.start < rows.stop:
+            assert {source.home.where, target.home.where} == {"device", "host"}, (source, target)
+            loads = source.home.where == "host"
+            channel = Channel.TO_DEVICE if loads else Channel.TO_HOST
+            op: Literal["load", "store"] = "load" if loads else "store"
+            transfer = Transfer(-1, op, channel, self.rank, target.view(rows), source.view(rows))
+            self._transfers.append((self._during(when), 0, transfer))
+
+    def tile(self, step: int, band: Band, q: Value, kv: Value, sums: Value, kv_sums: Value | None = None) -> None:
+        """Compute a band between queries and keys, add to their sums."""
+        q_rows, k_rows = Rows(band.q_start, band.q_stop), Rows(band.k_start, band.k_stop)
+        acc_kv = kv_sums.view(k_rows) if kv_sums else None
+        self._steps[step].tiles.append(Tile(q.view(q_rows), kv.view(k_rows), sums.view(q_rows), band.from_0(), acc_kv))
+
+    def before(
+        self, step: int, op: OpName, dst: Value, src: Value, rows: Rows | None = None, from_rows: Rows | None = None
+    ) -> None:
+        """A local op before the posts of a step, on all rows of `dst` by default."""
+        self._op(self._during(When.at(step)).post, "pre", op, dst, src, rows or dst.rows, from_rows)
+
+    def after(
+        self, step: int, op: OpName, dst: Value, src: Value, rows: Rows | None = None, from_rows: Rows | None = None
+    ) -> None:
+        """A local op after the waits of a step, on all rows of `src` by default."""
+        self._op(self._during(When.at(step)).wait, "after", op, dst, src, rows or src.rows, from_rows)
+
+    def _op(
+        self,
+        step: int,
+        phase: Literal["pre", "after"],
+        op: OpName,
+        dst: Value,
+        src: Value,
+        rows: Rows,
+        from_rows: Rows | None,
+    ) -> None:
+        if rows.start < rows.stop:
+            getattr(self._steps[step], phase).append(LocalOp(op, dst.view(rows), src.view(from_rows or rows)))
+
+    def _transfer(
+        self, op: Literal["send", "recv"], value: Value, rows: Rows, peer: int, channel: Channel, when: When, tag: int
+    ) -> None:
+        assert when.post <= when.wait, when
+        assert peer != self.rank, peer
+        self._transfers.append((self._during(when), tag, Transfer(-1, op, channel, peer, value.view(rows))))
+
+    def _during(self, when: When) -> When:
+        return When(self.spans[when.post].post, self.spans[when.wait].wait) if self.spans else when
+
+    def _number_messages(self) -> None:
+        """The same number at both ends: messages between two ranks are counted as they are posted, channel by channel;
+        of several of one step and channel in the order of their tags, or as both ends name them.
+        """
+        counts: Counter[tuple[int, int]] = Counter()
+        for when, _, transfer in sorted(self._transfers, key=lambda end: (end[0].post, _ORDER[end[2].channel], end[1])):
+            src, dst = (self.rank, transfer.peer) if transfer.op == "send" else (transfer.peer, self.rank)
+            number = (counts[src, dst] * self.size + src) * self.size + dst
+            counts[src, dst] += 1
+            self._steps[when.post].post.append(transfer._replace(message=number))
+            self._steps[when.wait].wait.append(number)
+
+    @property
+    def used_steps(self) -> set[int]:
+        """Steps at which the rank does anything."""
+        return {*self._steps, *(step for when, *_ in self._transfers for step in when)}
+
+    def finish(self, index: dict[int, int]) -> RankPlan:
+        """The plan of the rank; `index` numbers the steps that are used."""
+        self._number_messages()
+        steps = tuple(
+            Step(index[step], tuple(s.pre), tuple(s.post), tuple(s.tiles), tuple(s.wait), tuple(s.after))
+            for step, s in sorted(self._steps.items())
+        )
+        return allocate(self.rank, self._values, store_first(steps, list(map(slot_of_value, self._values))))
+
+
+def plan_ranks(
+    direction: Direction, size: int, only: Collection[int] | None, write: Callable[[Program], None]
+) -> AttentionPlan:
+    """Plans of some or all ranks, each written by itself; steps at which none of them does anything are dropped."""
+    programs = [Program(direction, rank, size) for rank in sorted(range(size) if only is None else only)]
+    for program in programs:
+        write(program)
+    used = sorted(set[int]().union(*(program.used_steps for program in programs)))
+    index = {step: position for position, step in enumerate(used)}
+    return AttentionPlan(direction, size, {program.rank: program.finish(index) for program in programs})

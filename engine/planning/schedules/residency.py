@@ -1,0 +1,164 @@
+"""When chunks of one rank's block are on the device. An allocator's work: uses in, loads and stores out.
+
+A chunk is fetched `lead` steps ahead of its use; one that is needed again before it could be stored and fetched stays
+(a store and the next fetch of its rows must not overlap):
+
+    needed at    step 3, 4 and 9; lead 1      | fetch at 2 | 3 | 4 | store at 5 |    | fetch at 8 | 9 |
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from engine.config.settings import Store
+from engine.planning.program import Program, When
+from engine.planning.schedule.allocate import Rows, Value
+from engine.planning.schedule.plan import HeadPart, Kind
+
+Fill = Callable[[int, int, Value], object]  # (chunk, step, value): fill a chunk before `step`
+Finish = Callable[[int, int, Value], object]  # (chunk, step, value): a sum is complete after `step`
+
+
+class Residency(NamedTuple):
+    """Steps [first, last] through which a chunk is on the device; its first residency opens, its last closes."""
+
+    chunk: int
+    first: int
+    last: int
+    opens: bool = True
+    closes: bool = True
+
+
+def residencies(uses: Iterable[tuple[int, int]], lead: int) -> list[Residency]:
+    """Residencies of chunks that are used at (step, chunk), steps ascending; fetches take `lead` steps."""
+    steps_of: defaultdict[int, list[int]] = defaultdict(list)
+    for step, chunk in uses:
+        steps_of[chunk].append(step)
+    result = []
+    for chunk, steps in steps_of.items():
+        # Stored during the step after a use, a chunk can be fetched from the step after that.
+        cuts = [n for n, (before, after) in enumerate(pairwise(steps), 1) if after - lead >= before + 2]
+        for start, stop in pairwise([0, *cuts, len(steps)]):
+            result.append(Residency(chunk, steps[start], steps[stop - 1], start == 0, stop == len(steps)))
+    return sorted(result, key=lambda stay: stay.first)
+
+
+class Resident:
+    """Values of chunks, by the step from which on each is on the device."""
+
+    def __init__(self) -> None:
+        self._first: defaultdict[int, list[int]] = defaultdict(list)
+        self._values: defaultdict[int, list[Value]] = defaultdict(list)
+
+    def add(self, stay: Residency, value: Value) -> None:
+        """The value of a residency; those of a chunk ascend."""
+        self._first[stay.chunk].append(stay.first)
+        self._values[stay.chunk].append(value)
+
+    def at(self, chunk: int, step: int) -> Value:
+        """Value of a chunk at a step of one of its residencies."""
+        return self._values[chunk][bisect_right(self._first[chunk], step) - 1]
+
+
+@dataclass
+class Chunks:
+    """Chunks `rows` of one rank's block: on the device while they are used, else in `store`.
+
+    asked   a forward pass run again: how many first rows ask; of the others, out and lse were kept. None: all ask
+    """
+
+    program: Program
+    rows: list[Rows]
+    heads: HeadPart
+    store: Store
+    lead: int
+    asked: int | None = None
+    _pinned: dict[str, Value] = field(default_factory=dict)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether chunks that are not used lie in host memory."""
+        return self.store == "host"
+
+    def rows_of(self, kind: Kind, rows: Rows) -> Rows:
+        """Those of some rows that a value of a kind has: sums of out and lse only those that ask."""
+        if kind != Kind.ACC or self.asked is None:
+            return rows
+        return Rows(min(rows.start, self.asked), min(rows.stop, self.asked))
+
+    def whole(self, kind: Kind, pin: str | None = None) -> Value:
+        """The whole block, where chunks are stored; that of a pin is made once."""
+        if pin in self._pinned:
+            return self._pinned[pin]
+        rows = self.rows_of(kind, Rows(0, self.rows[-1].stop))
+        value = self.program.value(kind, rows, pin, self.heads, self.store)
+        if pin is not None:
+            self._pinned[pin] = value
+        return value
+
+    def part(self, kind: Kind, chunk: int) -> Value:
+        """One chunk on the device."""
+        return self.program.value(kind, self.rows_of(kind, self.rows[chunk]), heads=self.heads)
+
+    def load(self, step: int, source: Value, kind: Kind, chunk: int) -> Value:
+        """The chunk on the device from `step` on; the source itself if it lies there."""
+        if not self.on_host:
+            return source
+        value = self.part(kind, chunk)
+        self.program.move(source, value, self.rows[chunk], When(step - self.lead, step - 1))
+        return value
+
+    def read(
+        self, planned: Iterable[Residency], whole: Value, fill: Fill | None = None, *, keep: bool = True
+    ) -> Resident:
+        """Bring chunks of an operand for their residencies.
+
+        fill   makes a chunk where it is used first; without it the operand is given whole
+        keep   what was filled is stored even if this pass does not need it again
+        """
+        resident = Resident()
+        for stay in planned:
+            if stay.opens and fill:
+                value = self.part(whole.kind, stay.chunk) if self.on_host else whole
+                fill(stay.chunk, stay.first, value)
+                if self.on_host and (keep or not stay.closes):
+                    self.program.move(value, whole, self.rows[stay.chunk], When(stay.first, stay.first))
+            else:
+                value = self.load(stay.first, whole, whole.kind, stay.chunk)
+            resident.add(stay, value)
+        return resident
+
+    def sum(self, planned: Iterable[Residency], whole: Value, finish: Finish | None) -> Resident:
+        """Bring chunks of a sum for their residencies, store them in between; `finish` takes a complete one."""
+        resident = Resident()
+        for stay in planned:
+            alone = self.on_host or (stay.opens and stay.closes and finish is not None)
+            value = self.part(whole.kind, stay.chunk) if alone else whole
+            rows = self.rows_of(whole.kind, self.rows[stay.chunk])
+            if self.on_host and not stay.opens:
+                self.program.move(whole, value, rows, When(stay.first - self.lead, stay.first - 1))
+            if stay.closes and finish is not None:
+                finish(stay.chunk, stay.last, value)
+            elif self.on_host:
+                self.program.move(value, whole, rows, When(stay.last + 1, stay.last + 1))
+            resident.add(stay, value)
+        return resident
+
+    def put(self, step: int, source: Value, whole: Value, chunk: int, *, all_rows: bool = False) -> Value:
+        """Cast a chunk into `whole` at a step; the cast value on the device.
+
+        all_rows   if only the first rows are cast, the value has the others too, from `whole`
+        """
+        value = self.part(whole.kind, chunk) if self.on_host else whole
+        every, rows = self.rows[chunk], self.rows_of(source.kind, self.rows[chunk])
+        if self.on_host and all_rows:
+            self.program.move(whole, value, Rows(rows.stop, every.stop), When(step - self.lead, step - 1))
+        self.program.before(step, "copy", value, source, rows)
+        if self.on_host:
+            self.program.move(value, whole, rows, When(step, step))
+        return value
