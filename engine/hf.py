@@ -28,7 +28,7 @@ from engine.attention.library import ContextParallel
 from engine.config.errors import ConfigError
 from engine.config.settings import MaskKind
 from engine.data.sampler import IGNORE_INDEX
-from engine.planning.sequence.mask import Mask
+from engine.planning.visibility.mask import Mask
 
 IMPLEMENTATION = "burst_context_parallel"
 CONTEXTS_KEPT = 8  # batches with other lengths or documents need other plans

@@ -213,7 +213,7 @@ def lint_imports(folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 VIOLATIONS = {
-    "engine/planning/sequence/mask.py": "import torch",
+    "engine/planning/visibility/mask.py": "import torch",
     "engine/model/llama.py": "from engine.parallel import mesh",
     "engine/training/optim.py": "import typer",
     "engine/runs/record.py": "import cluster.plan",

@@ -25,7 +25,7 @@ from engine.attention.kernels.base import TileGradients, TileKernel
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.bench.measure import Timing
 from engine.bench.spec import HeadShape
-from engine.planning.sequence.mask import Band
+from engine.planning.visibility.mask import Band
 
 CALLS = 4  # some that do not count, and two or three that do
 FIRST_RINGS = 4

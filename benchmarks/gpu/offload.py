@@ -25,8 +25,8 @@ from engine.bench.spec import Rounds
 from engine.config.settings import OptimizerConfig
 from engine.memory.host import host_empty
 from engine.memory.store import ActivationStore, DeviceStore, HostStore, Kept, host_store
-from engine.planning.schedule.plan import Channel
-from engine.planning.sequence.mask import Band
+from engine.planning.program.ops import Channel
+from engine.planning.visibility.mask import Band
 from engine.training.optim import build_optimizer, square_sum
 
 Row = dict[str, Any]

@@ -20,8 +20,8 @@ from engine.bench.spec import HeadShape
 from engine.config.settings import AttentionConfig, MemoryConfig, ModelConfig, PresetName, RunConfig, TrainConfig
 from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
-from engine.planning.sequence.layers import attention_layers
-from engine.planning.sequence.layout import Layout
+from engine.planning.visibility.layers import attention_layers
+from engine.planning.visibility.layout import Layout
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 

@@ -17,8 +17,8 @@ from engine.attention.kernels.base import TileGradients, TileKernel
 from engine.bench.attention import global_inputs
 from engine.bench.spec import HeadShape
 from engine.config.errors import ConfigError
-from engine.planning.sequence.mask import Band
 from engine.planning.time.flops import attention_pairs
+from engine.planning.visibility.mask import Band
 
 BACKWARD_OVER_FORWARD = 2.5  # five products of the forward's size and shape for its two
 BANDS = {"causal": Band(0, 0, 0, 0, low=0), "full": Band(0, 0, 0, 0)}

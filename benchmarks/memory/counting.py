@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.attention.kernels.base import TileGradients, TileKernel, TileResult
 from engine.attention.library import ContextParallel
 from engine.model.llama import LlamaModel
-from engine.planning.sequence.mask import Band
+from engine.planning.visibility.mask import Band
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.bench.spec import AttentionCell
 from engine.config.errors import ConfigError
 from engine.config.settings import LayoutName
-from engine.planning.sequence.layout import build_layout
+from engine.planning.visibility.layout import build_layout
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # local q, k, v -> out, all [1, T, heads, D]
 

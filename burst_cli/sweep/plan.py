@@ -22,7 +22,7 @@ from cluster.plan import MachineFacts, with_ranks
 from engine.config.errors import ConfigError, RunError
 from engine.config.rules import check_config
 from engine.config.settings import RunConfig, config_fingerprint
-from engine.planning.sequence.layers import check_attention
+from engine.planning.visibility.layers import check_attention
 from engine.runs.record import config_facts
 
 _ID_DIGITS = 10

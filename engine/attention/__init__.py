@@ -9,6 +9,6 @@ This package needs torch anyway; what must not, lies in `engine.planning`.
 
 from engine.attention.context import SequenceContext, attention
 from engine.attention.library import ContextParallel
-from engine.planning.sequence.mask import Mask
+from engine.planning.visibility.mask import Mask
 
 __all__ = ["ContextParallel", "Mask", "SequenceContext", "attention"]

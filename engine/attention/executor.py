@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from engine.attention.transport import Parcel, Transport
-from engine.planning.schedule.plan import LocalOp, RankPlan, Slot, Tile, Transfer, View
+from engine.planning.program.ops import LocalOp, RankPlan, Slot, Tile, Transfer, View
 
 CUTS_KEPT = 1024  # a ring has tens of them; of a mask with 10^5 pieces most are used once
 Fields = dict[str, Tensor]  # field name -> tensor [rows, ...], token-major and contiguous

@@ -16,7 +16,7 @@ from engine.attention.kernels.base import TileKernel
 from engine.attention.merge import backward_stats
 from engine.attention.transport import Transport
 from engine.memory.host import host_empty
-from engine.planning.schedule.plan import Kind, RankPlan
+from engine.planning.program.ops import Kind, RankPlan
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.attention.transport import Messenger, Parcel, Pending
-from engine.planning.schedule.plan import Channel
+from engine.planning.program.ops import Channel
 
 
 class StagedMessenger:

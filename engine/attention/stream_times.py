@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from engine.planning.schedule.plan import Channel
+from engine.planning.program.ops import Channel
 
 Event = TypeVar("Event")
 

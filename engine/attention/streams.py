@@ -6,7 +6,7 @@
 At `post` the compute stream records R: every local op and tile that wrote what is sent, and every one that read what
 will be overwritten, lies before it. Each channel stream used waits for R, runs all transfers of the channel and step
 as one group and records D, the event of all these messages. At `wait` the compute stream waits for D. So a slot may be
-written, sent, received into and read by the plan's rules alone (`engine.planning.schedule.plan`), and a store
+written, sent, received into and read by the plan's rules alone (`engine.planning.program.ops`), and a store
 followed by a load of the same host rows is ordered because the plan waits for the store first and R of the load comes
 after.
 
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from engine.attention.stream_times import StreamClock, TransferTimes
 from engine.attention.transport import Messenger, Meter, Parcel, Transport, by_channel
-from engine.planning.schedule.plan import HOST_CHANNELS, Channel
+from engine.planning.program.ops import HOST_CHANNELS, Channel
 
 Event = TypeVar("Event")
 

@@ -1,7 +1,7 @@
 """Moving rows between ranks: one small protocol, and its torch.distributed transport.
 
 A transport moves whole tensors and knows nothing of attention. Rules that every caller keeps (see
-`engine.planning.schedule.plan`): both ends post at the same step in the same order, both wait at the same
+`engine.planning.program.ops`): both ends post at the same step in the same order, both wait at the same
 later-or-equal step, and nothing touches the tensors in between.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.attention.stream_times import TransferTimes
 from engine.parallel.waits import WaitClock
 from engine.planning.methods.topology import Topology
-from engine.planning.schedule.plan import HOST_CHANNELS, Channel, LinkBytes
+from engine.planning.program.ops import HOST_CHANNELS, Channel, LinkBytes
 
 
 class Parcel(NamedTuple):

@@ -24,7 +24,7 @@ from engine.bench.spec import AttentionCell, HeadShape
 from engine.config.errors import ConfigError
 from engine.config.schema import to_plain
 from engine.parallel.mesh import build_mesh
-from engine.planning.schedule.plan import LinkBytes
+from engine.planning.program.ops import LinkBytes
 from engine.training.rank.process import leave
 
 

@@ -57,9 +57,9 @@ from engine.planning.methods.auto import resolve_auto
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology, resolve_degrees
-from engine.planning.sequence.layers import attention_layers
 from engine.planning.time.machine import Machine, machine_of
 from engine.planning.time.step_time import predict_step
+from engine.planning.visibility.layers import attention_layers
 from engine.row_blocks import Rehearsal, rehearse
 from engine.training.optim import build_optimizer
 from engine.training.train_step import RankBatch, TrainStep

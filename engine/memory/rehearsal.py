@@ -16,8 +16,8 @@ from torch import Tensor
 from engine.attention.kernels.base import Capabilities, TileGradients, TileResult
 from engine.attention.kernels.heads import CUDA_CALL_ELEMENTS
 from engine.attention.runtime import AttentionRuntime
-from engine.planning.schedule.plan import LocalOp, RankPlan, Step, Tile
-from engine.planning.sequence.mask import Band
+from engine.planning.program.ops import LocalOp, RankPlan, Step, Tile
+from engine.planning.visibility.mask import Band
 
 Item = TypeVar("Item")
 _ROUNDED_ROWS = 128  # FlashAttention-2 rounds rows up to this

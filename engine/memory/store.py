@@ -35,7 +35,7 @@ from engine.attention.stream_times import TransferTimes
 from engine.attention.streams import CudaStreams, NoStreams, StreamOps
 from engine.config.errors import RunError
 from engine.memory.host import HostPool
-from engine.planning.schedule.plan import Channel
+from engine.planning.program.ops import Channel
 from engine.row_blocks import rehearses_accelerator
 
 Event = TypeVar("Event")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engine.data.sampler import IGNORE_INDEX
-from engine.planning.sequence.layout import Layout
+from engine.planning.visibility.layout import Layout
 
 IntArray = npt.NDArray[np.int64]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.attention.executor import Execution
 from engine.attention.transport import Parcel
 from engine.planning.methods.topology import Topology
-from engine.planning.schedule.plan import LinkBytes
+from engine.planning.program.ops import LinkBytes
 
 
 class PlanError(Exception):

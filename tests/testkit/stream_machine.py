@@ -25,7 +25,7 @@ from torch import Tensor
 
 from engine.attention.executor import Fields, Operand
 from engine.attention.transport import Parcel
-from engine.planning.schedule.plan import HOST_CHANNELS, Channel, Slot, Tile
+from engine.planning.program.ops import HOST_CHANNELS, Channel, Slot, Tile
 from testkit.hub import poison
 
 StreamName = tuple[int, str | None]

@@ -14,7 +14,7 @@ from engine.attention.kernels.base import (
     TileResult,
 )
 from engine.attention.kernels.reference import band_bias
-from engine.planning.sequence.mask import Band, row_strips
+from engine.planning.visibility.mask import Band, row_strips
 
 STRIP_ROWS = 512
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

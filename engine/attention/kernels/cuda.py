@@ -23,7 +23,7 @@ from engine.attention.kernels.base import (
     TileGradients,
     TileResult,
 )
-from engine.planning.sequence.mask import Band, row_strips
+from engine.planning.visibility.mask import Band, row_strips
 
 _CUDNN_VERSION = 90000  # the first whose attention torch uses
 

@@ -15,7 +15,7 @@ from engine.attention.kernels.base import (
     TileResult,
 )
 from engine.attention.kernels.reference import band_bias
-from engine.planning.sequence.mask import Band, row_strips
+from engine.planning.visibility.mask import Band, row_strips
 
 STRIP_ROWS = 512  # of queries whose bias exists at once
 _ALIGNED_ROWS = 32  # the operator's lse has a multiple of them, the rest +inf

@@ -21,7 +21,7 @@ from engine.attention.kernels.base import (
     TileResult,
 )
 from engine.attention.kernels.cuda import flash2_problem, window_calls, window_of
-from engine.planning.sequence.mask import Band
+from engine.planning.visibility.mask import Band
 
 
 def package_problem(module: str, package: str) -> str | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.kernels.base import Capabilities, TileGradients, TileResult
-from engine.planning.sequence.mask import Band
+from engine.planning.visibility.mask import Band
 from engine.row_blocks import accumulate_dtype
 
 

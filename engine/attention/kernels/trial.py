@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.attention.kernels.base import KernelRequest, TileGradients, TileKernel
 from engine.attention.kernels.reference import ReferenceKernel
-from engine.planning.sequence.mask import Band
+from engine.planning.visibility.mask import Band
 from engine.row_blocks import accumulate_dtype
 
 ROWS, NUM_HEADS, NUM_KV_HEADS = 256, 4, 2

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from engine.config.settings import RunConfig
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Grid, padded_length
-from engine.planning.schedule.allocate import Rows
-from engine.planning.sequence.layers import LayerAttention
-from engine.planning.sequence.layout import Layout, build_layout, piece_rows, split_for_heads
-from engine.planning.sequence.mask import Mask
+from engine.planning.program.buffers import Rows
+from engine.planning.visibility.layers import LayerAttention
+from engine.planning.visibility.layout import Layout, build_layout, piece_rows, split_for_heads
+from engine.planning.visibility.mask import Mask
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,17 @@ from typing import Any, Literal, NamedTuple
 
 from engine.config.settings import RunConfig, Store
 from engine.planning.methods.blocks import Blocks, divide_run
-from engine.planning.methods.methods import plan_method, token_bytes_of
 from engine.planning.methods.presets import AttentionMethod, warnings_of
 from engine.planning.methods.resolve import resolve_attention
 from engine.planning.methods.topology import Topology
-from engine.planning.schedule.plan import AttentionPlan, Kind, LinkBytes, RankPlan, Slot, TokenBytes
-from engine.planning.sequence.balance import member_pairs
-from engine.planning.sequence.layers import LayerAttention, attention_layers
-from engine.planning.sequence.mask import Mask
+from engine.planning.program.ops import AttentionPlan, Kind, LinkBytes, RankPlan, Slot, TokenBytes
+from engine.planning.schedules.plan import plan_method, token_bytes_of
 from engine.planning.time.costs import query_heads
 from engine.planning.time.machine import Machine
 from engine.planning.time.replay import Timeline, replay
+from engine.planning.visibility.balance import member_pairs
+from engine.planning.visibility.layers import LayerAttention, attention_layers
+from engine.planning.visibility.mask import Mask
 
 PassName = Literal["forward", "recompute", "backward"]
 MOST_RANKS_PLANNED = 32

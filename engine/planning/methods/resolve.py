@@ -19,7 +19,6 @@ from dataclasses import replace
 from engine.config.errors import ConfigError
 from engine.config.settings import AttentionConfig, MemoryConfig, RunConfig
 from engine.planning.methods.blocks import divide_run
-from engine.planning.methods.methods import token_bytes_of
 from engine.planning.methods.presets import (
     PRESETS,
     AttentionMethod,
@@ -29,11 +28,11 @@ from engine.planning.methods.presets import (
     legal_attention,
 )
 from engine.planning.methods.topology import Topology
-from engine.planning.schedules.attention import plan_attention
-from engine.planning.sequence.layers import attention_layers
-from engine.planning.sequence.visibility import Visibility
+from engine.planning.schedules.plan import plan_attention, token_bytes_of
 from engine.planning.time.machine import Machine, machine_of
 from engine.planning.time.replay import replay
+from engine.planning.visibility.layers import attention_layers
+from engine.planning.visibility.visible import Visibility
 
 INDIFFERENCE = 0.02
 # Choices for larger groups are compared in one of this size, with as many ranks per node and as many tokens per rank.

@@ -7,10 +7,10 @@ complete only together, as under NCCL, blocks arrive one by one.
 
 from __future__ import annotations
 
-from engine.planning.program import When
-from engine.planning.schedule.allocate import Value
-from engine.planning.schedule.plan import Channel
-from engine.planning.schedules.work import Visit, Work
+from engine.planning.program.buffers import Value
+from engine.planning.program.ops import Channel
+from engine.planning.program.program import When
+from engine.planning.schedules.rank_pass import Visit, Work
 
 
 def forward(work: Work) -> None:

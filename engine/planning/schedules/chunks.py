@@ -21,16 +21,16 @@ import numpy.typing as npt
 
 from engine.planning.methods.blocks import Blocks
 from engine.planning.methods.presets import AttentionMethod
-from engine.planning.program import Program, When
-from engine.planning.schedule.allocate import Value
-from engine.planning.schedule.plan import HeadPart, Kind, OpName
+from engine.planning.program.buffers import Value
+from engine.planning.program.ops import HeadPart, Kind, OpName
+from engine.planning.program.program import Program, When
+from engine.planning.program.residency import Chunks, Residency, Resident, residencies
 from engine.planning.schedules import all_gather, double_ring, ring
 from engine.planning.schedules.heads import HeadGroup
-from engine.planning.schedules.residency import Chunks, Residency, Resident, residencies
-from engine.planning.schedules.rings import Need, Rings
-from engine.planning.schedules.work import Work
-from engine.planning.sequence.mask import Band
-from engine.planning.sequence.visibility import Flags, RowTable, Visibility
+from engine.planning.schedules.rank_pass import Work
+from engine.planning.schedules.ring_grid import Need, Rings
+from engine.planning.visibility.mask import Band
+from engine.planning.visibility.visible import Flags, RowTable, Visibility
 
 
 class _Visit(NamedTuple):

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from engine.planning.program import When
-from engine.planning.schedule.allocate import Rows, Value
-from engine.planning.schedule.plan import Channel
+from engine.planning.program.buffers import Rows, Value
+from engine.planning.program.ops import Channel
+from engine.planning.program.program import When
 from engine.planning.schedules import ring
-from engine.planning.schedules.work import Visit, Work
+from engine.planning.schedules.rank_pass import Visit, Work
 
 PAYLOAD, GRADIENT = Channel.PAYLOAD_OUTER, Channel.GRADIENT_OUTER
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from engine.config.settings import Store
-from engine.planning.program import Program, When
-from engine.planning.schedule.allocate import Rows, Value
-from engine.planning.schedule.plan import Channel, HeadPart, Kind, OpName
+from engine.planning.program.buffers import Rows, Value
+from engine.planning.program.ops import Channel, HeadPart, Kind, OpName
+from engine.planning.program.program import Program, When
 
 
 @dataclass

@@ -7,10 +7,10 @@ these need, and brings the last block straight from its owner.
 
 from __future__ import annotations
 
-from engine.planning.program import When
-from engine.planning.schedule.plan import Channel
+from engine.planning.program.ops import Channel
+from engine.planning.program.program import When
 from engine.planning.schedules import double_ring, ring
-from engine.planning.schedules.work import Work
+from engine.planning.schedules.rank_pass import Work
 
 
 def forward(work: Work) -> None:

@@ -21,15 +21,15 @@ import numpy as np
 
 from engine.planning.methods.blocks import Blocks
 from engine.planning.methods.presets import AttentionMethod
-from engine.planning.program import Program
-from engine.planning.schedule.allocate import Rows, Value
-from engine.planning.schedule.plan import HeadPart, Kind
+from engine.planning.program.buffers import Rows, Value
+from engine.planning.program.ops import HeadPart, Kind
+from engine.planning.program.program import Program
 from engine.planning.schedules import all_gather, double_ring, reversed_ring, ring
 from engine.planning.schedules.heads import HeadGroup
-from engine.planning.schedules.rings import Need, Rings, pairs_at
-from engine.planning.schedules.work import Work
-from engine.planning.sequence.mask import halves
-from engine.planning.sequence.visibility import Operand, Visibility
+from engine.planning.schedules.rank_pass import Work
+from engine.planning.schedules.ring_grid import Need, Rings, pairs_at
+from engine.planning.visibility.mask import halves
+from engine.planning.visibility.visible import Operand, Visibility
 
 
 def keeps_last(method: AttentionMethod) -> bool:

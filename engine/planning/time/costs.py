@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from engine.config.settings import ModelConfig
-from engine.planning.schedule.plan import Direction, LocalOp, Slot, Tile, TokenBytes, View
-from engine.planning.sequence.mask import Band
+from engine.planning.program.ops import Direction, LocalOp, Slot, Tile, TokenBytes, View
+from engine.planning.visibility.mask import Band
 
 # FLOPs per visible pair and per channel of a query head, a multiplication and an addition counting as two.
 # Forward: Q K^T and P V. Backward: both again as Q K^T (recomputed) and dO V^T, and the gradients of q, k and v: five

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from engine.config.errors import ConfigError
 from engine.config.schema import nearest, read_dataclass, to_plain
 from engine.config.settings import RunConfig
-from engine.planning.schedule.plan import Direction, LinkBytes
+from engine.planning.program.ops import Direction, LinkBytes
 
 LinkKind = Literal["intra", "inter", "host"]
 # (size, share of the rate that something of this size reaches), sizes ascending; empty: all sizes reach it.

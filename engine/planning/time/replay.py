@@ -1,6 +1,6 @@
 """Replay of an attention plan against a machine: who computes, sends and waits when. No torch, no randomness.
 
-Every rank runs its steps in order as `engine.planning.schedule.plan` says: local ops, posts, tiles, waits, local ops. A
+Every rank runs its steps in order as `engine.planning.program.ops` says: local ops, posts, tiles, waits, local ops. A
 message starts when both ends have posted it, when their channel has finished its messages of earlier steps (a channel
 is a FIFO) and when the link is free. All channels of a rank that use one kind of link share it: messages are served in
 order of step, then channel, then distance, so that an exchange among all ranks meets no queue. A link carries both
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.planning.methods.topology import Topology
-from engine.planning.schedule.plan import (
+from engine.planning.program.ops import (
     AttentionPlan,
     Channel,
     LocalOp,

@@ -18,12 +18,12 @@ from engine.attention.kernels.base import TileKernel
 from engine.attention.runtime import AttentionRuntime, SavedAttention
 from engine.config.settings import LayoutName
 from engine.planning.methods.blocks import Blocks, divide_sequence
-from engine.planning.methods.methods import PlanPair, plan_method
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Topology
-from engine.planning.schedule.plan import AttentionPlan, HeadPart, LinkBytes, Slot
-from engine.planning.sequence.mask import BlockList, Mask
-from engine.planning.sequence.visibility import Visibility
+from engine.planning.program.ops import AttentionPlan, HeadPart, LinkBytes, Slot
+from engine.planning.schedules.plan import PlanPair, plan_method
+from engine.planning.visibility.mask import BlockList, Mask
+from engine.planning.visibility.visible import Visibility
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from engine.attention.executor import Execution, Fields, Operand
 from engine.planning.methods.blocks import Blocks
-from engine.planning.methods.methods import PlanPair
-from engine.planning.schedule.plan import AttentionPlan, HeadPart, Kind, RankPlan, Slot, Tile
-from engine.planning.sequence.mask import Band, Mask
+from engine.planning.program.ops import AttentionPlan, HeadPart, Kind, RankPlan, Slot, Tile
+from engine.planning.schedules.plan import PlanPair
+from engine.planning.visibility.mask import Band, Mask
 
 PAYLOAD: dict[Kind, tuple[str, ...]] = {
     Kind.Q: ("q",),

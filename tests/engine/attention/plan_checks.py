@@ -13,10 +13,10 @@ from engine.attention.kernels.base import TileKernel
 from engine.attention.kernels.cuda import window_of
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.planning.methods.blocks import Blocks
-from engine.planning.methods.methods import PlanPair
 from engine.planning.methods.topology import Topology
-from engine.planning.schedule.plan import RankPlan, Tile, TokenBytes
-from engine.planning.sequence.mask import Mask
+from engine.planning.program.ops import RankPlan, Tile, TokenBytes
+from engine.planning.schedules.plan import PlanPair
+from engine.planning.visibility.mask import Mask
 
 HEAD_DIM = 8
 EXACT = 1e-10  # float64 sums in another order; seen: 4e-15

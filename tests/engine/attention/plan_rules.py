@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from testkit.hub import PlanError
 
-from engine.planning.schedule.plan import HOST_CHANNELS, AttentionPlan, Channel, RankPlan, Step, Transfer, View
+from engine.planning.program.ops import HOST_CHANNELS, AttentionPlan, Channel, RankPlan, Step, Transfer, View
 
 
 class Flight(NamedTuple):

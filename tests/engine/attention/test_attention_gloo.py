@@ -16,10 +16,10 @@ from engine.attention.transport import Parcel, Transport
 from engine.config.cluster import ClusterConfig
 from engine.config.settings import AttentionConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from engine.parallel.mesh import build_mesh
-from engine.planning.methods.methods import plan_method
 from engine.planning.methods.presets import PRESETS
-from engine.planning.schedule.plan import LinkBytes, TokenBytes
-from engine.planning.sequence.mask import Mask
+from engine.planning.program.ops import LinkBytes, TokenBytes
+from engine.planning.schedules.plan import plan_method
+from engine.planning.visibility.mask import Mask
 
 HEADS, HEAD_DIM = 4, 8
 TABLE: list[tuple[int, int, int, dict[str, Any]]] = [  # ranks, nodes, kv heads, a point on the axes

@@ -9,7 +9,7 @@ import torch
 from attention_oracle import build_group, causal, oracle, random_inputs, relative_errors, ring_method
 
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
-from engine.planning.sequence.mask import Mask
+from engine.planning.visibility.mask import Mask
 
 ROWS = 1024
 NARROW = {"inner": 4, "gradient_wire_dtype": "bfloat16"}  # on the wire; up to four ranks they hold the goal

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from engine.planning.methods.blocks import divide_sequence
-from engine.planning.methods.methods import plan_method
 from engine.planning.methods.presets import AttentionMethod
-from engine.planning.schedule.plan import AttentionPlan
-from engine.planning.sequence.mask import Mask
+from engine.planning.program.ops import AttentionPlan
+from engine.planning.schedules.plan import plan_method
+from engine.planning.visibility.mask import Mask
 
 ROWS = 23
 BASE = AttentionMethod("fpdt", "chunk_cyclic", 1, 1, "kv", "float32", "", chunk_tokens=3, chunk_store="host")

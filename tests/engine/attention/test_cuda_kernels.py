@@ -23,8 +23,8 @@ from engine.attention.kernels.cuda import (
 )
 from engine.attention.kernels.heads import CUDA_CALL_ELEMENTS
 from engine.attention.merge import backward_stats
-from engine.planning.schedule.plan import Tile, View
-from engine.planning.sequence.mask import UNBOUNDED, Band, normalise
+from engine.planning.program.ops import Tile, View
+from engine.planning.visibility.mask import UNBOUNDED, Band, normalise
 
 ANY = View(0, 0, 1)  # of which slot and rows an operand is was settled when its fields were cut
 

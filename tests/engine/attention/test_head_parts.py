@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.attention.kernels.base import TileGradients, TileKernel, TileResult
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
 from engine.attention.kernels.reference import ReferenceKernel
-from engine.planning.sequence.mask import Band, Mask
+from engine.planning.visibility.mask import Band, Mask
 from engine.row_blocks import Rehearsal, rehearse
 
 ROWS, HEADS, HEAD_DIM = 24, 12, 8

@@ -21,8 +21,8 @@ from engine.attention.streams import StreamTransport
 from engine.attention.transport import Meter
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Topology
-from engine.planning.sequence.layers import LayerAttention
-from engine.planning.sequence.mask import Band, Mask
+from engine.planning.visibility.layers import LayerAttention
+from engine.planning.visibility.mask import Band, Mask
 
 RANKS, ROWS = 64, 64  # a tile per step
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16

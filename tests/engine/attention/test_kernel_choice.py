@@ -19,7 +19,7 @@ from engine.attention.kernels.choice import KERNELS, KernelChoice, choose, prefe
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
 from engine.attention.kernels.trial import trial_problem
 from engine.config.errors import ConfigError
-from engine.planning.sequence.mask import Band
+from engine.planning.visibility.mask import Band
 
 BF16, FP32 = torch.bfloat16, torch.float32
 AMPERE, ADA, HOPPER, BLACKWELL, TURING = (8, 0), (8, 9), (9, 0), (10, 0), (7, 5)

@@ -14,7 +14,7 @@ from engine.attention.kernels.base import TileGradients, TileKernel
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.attention.merge import backward_stats, surrogate_out
 from engine.config.errors import ConfigError
-from engine.planning.sequence.mask import Band, normalise
+from engine.planning.visibility.mask import Band, normalise
 from engine.training.determinism import deterministic_algorithms
 
 pytestmark = pytest.mark.gpu

@@ -9,9 +9,9 @@ from attention_oracle import pairs_between
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.planning.sequence.layout import Layout, build_layout
-from engine.planning.sequence.mask import Mask
-from engine.planning.sequence.visibility import Visibility
+from engine.planning.visibility.layout import Layout, build_layout
+from engine.planning.visibility.mask import Mask
+from engine.planning.visibility.visible import Visibility
 
 NAMES = st.sampled_from(["contiguous", "zigzag", "striped", "chunk_cyclic", "per_document", "balanced", "split_zigzag"])
 

@@ -21,7 +21,7 @@ from engine.attention import ContextParallel, SequenceContext, attention
 from engine.attention.library import _find_topology
 from engine.config.errors import ConfigError
 from engine.planning.methods.topology import Topology
-from engine.planning.sequence.mask import Mask
+from engine.planning.visibility.mask import Mask
 
 ROOT = Path(__file__).parents[3]
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8

@@ -17,7 +17,7 @@ from engine.attention.kernels.base import KernelRequest, TileGradients
 from engine.attention.kernels.choice import KERNELS, problem_of
 from engine.attention.kernels.flash_packages import package_problem
 from engine.attention.kernels.reference import ReferenceKernel
-from engine.planning.sequence.mask import Band, normalise
+from engine.planning.visibility.mask import Band, normalise
 from engine.training.determinism import deterministic_algorithms
 
 PACKAGES = [(name, version) for name, (versions, *_) in flash_signatures.PACKAGES.items() for version in versions]

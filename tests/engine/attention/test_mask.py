@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.config.errors import ConfigError
-from engine.planning.sequence.layout import build_layout
-from engine.planning.sequence.mask import Band, BlockList, Mask, row_strips
-from engine.planning.sequence.visibility import Visibility
+from engine.planning.visibility.layout import build_layout
+from engine.planning.visibility.mask import Band, BlockList, Mask, row_strips
+from engine.planning.visibility.visible import Visibility
 
 OPTIONAL_WINDOW = st.none() | st.integers(1, 30)
 

@@ -16,9 +16,9 @@ from attention_oracle import Group, build_group, causal, errors, oracle, random_
 from counting import prove_pair
 
 from engine.attention.kernels.reference import ReferenceKernel
-from engine.planning.methods.methods import PlanPair
-from engine.planning.schedule.plan import Step, View
-from engine.planning.sequence.mask import Mask
+from engine.planning.program.ops import Step, View
+from engine.planning.schedules.plan import PlanPair
+from engine.planning.visibility.mask import Mask
 
 MUTANTS = 50  # of every plan
 CASES = [ring_method(3), ring_method(3, layout="striped", backward_circulates="q"), ring_method(2, 2)]

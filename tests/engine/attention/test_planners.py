@@ -14,9 +14,9 @@ from plan_checks import check_plans, same_but_for_step_numbers
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
 from engine.attention.kernels.reference import ReferenceKernel
 from engine.planning.methods.blocks import Blocks, divide_sequence
-from engine.planning.methods.methods import PlanPair, plan_method
 from engine.planning.methods.presets import AttentionMethod
-from engine.planning.sequence.mask import BlockList, Mask
+from engine.planning.schedules.plan import PlanPair, plan_method
+from engine.planning.visibility.mask import BlockList, Mask
 
 RING_SHAPES = [(1, 1), (2, 1), (1, 2), (3, 1), (1, 3), (4, 1), (2, 2), (5, 1), (6, 1), (3, 2), (2, 3), (7, 1), (2, 4)]
 SMALL_SHAPES = [(1, 1), (2, 1), (1, 2), (3, 1), (2, 2)]

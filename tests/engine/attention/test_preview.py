@@ -11,7 +11,7 @@ import pytest
 from engine.config.settings import AttentionConfig, MemoryConfig, ModelConfig, RunConfig, TrainConfig
 from engine.planning.methods.preview import AttentionPreview, preview_attention
 from engine.planning.methods.topology import Topology, padded_length
-from engine.planning.schedule.plan import LinkBytes
+from engine.planning.program.ops import LinkBytes
 from engine.planning.time.flops import attention_pairs
 from engine.planning.time.machine import find_machine
 

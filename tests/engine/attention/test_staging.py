@@ -13,7 +13,7 @@ from engine.attention.staging import StagedMessenger
 from engine.attention.streams import CudaStreams, NoStreams, StreamTransport
 from engine.attention.transport import GroupMessenger, Meter, Parcel, make_channel_groups
 from engine.planning.methods.topology import Topology
-from engine.planning.schedule.plan import HOST_CHANNELS, Channel, LinkBytes
+from engine.planning.program.ops import HOST_CHANNELS, Channel, LinkBytes
 
 CPU = torch.device("cpu")
 CHANNELS = (Channel.PAYLOAD_INNER, Channel.GRADIENT_INNER)

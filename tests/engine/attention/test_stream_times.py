@@ -17,7 +17,7 @@ from engine.attention.transport import Meter, Parcel
 from engine.memory.host import HostPool
 from engine.memory.store import HostStore, Kept
 from engine.planning.methods.topology import Topology
-from engine.planning.schedule.plan import Channel
+from engine.planning.program.ops import Channel
 from engine.planning.time.machine import find_machine
 
 CPU = torch.device("cpu")

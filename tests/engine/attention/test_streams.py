@@ -23,11 +23,11 @@ from engine.attention.merge import backward_stats
 from engine.attention.streams import StreamTransport
 from engine.attention.transport import Meter, Parcel
 from engine.planning.methods.blocks import divide_sequence
-from engine.planning.methods.methods import plan_method
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Topology
-from engine.planning.schedule.plan import AttentionPlan, Channel, Slot
-from engine.planning.sequence.mask import Mask
+from engine.planning.program.ops import AttentionPlan, Channel, Slot
+from engine.planning.schedules.plan import plan_method
+from engine.planning.visibility.mask import Mask
 
 HEADS, KV_HEADS, HEAD_DIM = 2, 1, 4
 SHAPE = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, torch.float64, torch.device("cpu"), torch.float64)

@@ -11,7 +11,7 @@ from testkit.stream_machine import host_waits_are_errors
 from engine.attention.streams import CudaStreams, StreamTransport
 from engine.attention.transport import GroupMessenger, Meter, Parcel, make_channel_groups
 from engine.planning.methods.topology import Topology
-from engine.planning.schedule.plan import Channel
+from engine.planning.program.ops import Channel
 
 
 def delay() -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from engine.planning.schedule.plan import Channel
+from engine.planning.program.ops import Channel
 
 
 class TimedStreams:

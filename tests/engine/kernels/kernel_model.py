@@ -18,8 +18,8 @@ from engine.model.llama import LlamaModel
 from engine.planning.memory.policy import LayerPolicy
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Topology
-from engine.planning.sequence.layers import LayerAttention
-from engine.planning.sequence.mask import Mask
+from engine.planning.visibility.layers import LayerAttention
+from engine.planning.visibility.mask import Mask
 
 TOKENS = 12
 MODEL = ModelConfig(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.memory.host import HostPool
 from engine.memory.store import HostStore, Kept, host_store
-from engine.planning.schedule.plan import Channel
+from engine.planning.program.ops import Channel
 
 CPU = torch.device("cpu")
 COMPUTE = (0, None)

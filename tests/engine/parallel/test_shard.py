@@ -8,7 +8,7 @@ import torch
 
 from engine.data.sampler import IGNORE_INDEX
 from engine.parallel.shard import LocalBatch, RowPart, shard_batch
-from engine.planning.sequence.layout import build_layout
+from engine.planning.visibility.layout import build_layout
 
 CPU = torch.device("cpu")
 

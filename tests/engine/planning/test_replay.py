@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.planning.methods.blocks import divide_sequence
-from engine.planning.methods.methods import PlanPair, plan_method
 from engine.planning.methods.presets import AttentionMethod
 from engine.planning.methods.topology import Topology
-from engine.planning.schedule.plan import (
+from engine.planning.program.ops import (
     AttentionPlan,
     Channel,
     HeadPart,
@@ -30,10 +29,11 @@ from engine.planning.schedule.plan import (
     Transfer,
     View,
 )
-from engine.planning.sequence.mask import UNBOUNDED, Band, Mask
+from engine.planning.schedules.plan import PlanPair, plan_method
 from engine.planning.time.costs import ViewBytes, computed_pairs, query_heads, tile_flops
 from engine.planning.time.machine import Machine, find_machine
 from engine.planning.time.replay import COMPUTE_LANE, replay
+from engine.planning.visibility.mask import UNBOUNDED, Band, Mask
 
 LOW, HIGH = st.just(-UNBOUNDED) | st.integers(-15, 15), st.just(UNBOUNDED) | st.integers(-15, 15)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.attention.kernels.base import TileGradients
 from engine.attention.kernels.cpu_flash import CpuFlashKernel
-from engine.planning.sequence.mask import Band
+from engine.planning.visibility.mask import Band
 
 _KERNEL = CpuFlashKernel()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.planning.program import Program
-from engine.planning.schedule.plan import Channel, LocalOp, Tile, View
+from engine.planning.program.ops import Channel, LocalOp, Tile, View
+from engine.planning.program.program import Program
 
 _WAY = {
     Channel.PAYLOAD_INNER: "inner ring",

@@ -6,7 +6,7 @@ Every step runs in the same order on every rank:
 
 A message is one object with two ends: both ends post it at one step and wait for it at one later-or-equal step, so no
 schedule made of messages can deadlock. On every channel waits come in post order (a channel is a FIFO: one
-communicator, one stream). A slot is reused only strictly after its last use; see `engine.planning.schedule.allocate`.
+communicator, one stream). A slot is reused only strictly after its last use; see `engine.planning.program.buffers`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.config.settings import Store
 from engine.planning.methods.topology import Topology
 
 if TYPE_CHECKING:  # it loads numpy, and every verb reads machines and presets
-    from engine.planning.sequence.mask import Band
+    from engine.planning.visibility.mask import Band
 
 Direction = Literal["forward", "backward"]
 OpName = Literal["init", "add", "copy", "stats"]

@@ -41,7 +41,7 @@ from engine.config.settings import AttentionConfig, MaskKind, RunConfig
 from engine.planning.memory.policy import checkpoint_kinds, recompute_cut
 from engine.planning.methods.presets import AttentionMethod, legal_attention, legal_methods
 from engine.planning.methods.topology import Topology
-from engine.planning.sequence.mask import BlockList, BlockRectangle, Mask
+from engine.planning.visibility.mask import BlockList, BlockRectangle, Mask
 
 Blocks = npt.NDArray[np.int64]
 DEFAULT_BLOCK_TOKENS = 128

@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.config.settings import LayoutName
-from engine.planning.sequence.balance import balanced_ranges
+from engine.planning.visibility.balance import balanced_ranges
 
 if TYPE_CHECKING:
-    from engine.planning.sequence.mask import Mask
+    from engine.planning.visibility.mask import Mask
 
 
 @dataclass(frozen=True)

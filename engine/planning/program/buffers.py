@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
 from engine.config.settings import Store
-from engine.planning.schedule.plan import (
+from engine.planning.program.ops import (
     ALL_HEADS,
     HeadPart,
     Kind,

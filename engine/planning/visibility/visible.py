@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engine.planning.sequence.layout import Layout, split_for_heads
-from engine.planning.sequence.mask import UNBOUNDED, Band, Mask, listed, normalise
+from engine.planning.visibility.layout import Layout, split_for_heads
+from engine.planning.visibility.mask import UNBOUNDED, Band, Mask, listed, normalise
 
 Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]

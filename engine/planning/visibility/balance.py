@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from engine.planning.sequence.layout import Layout
-    from engine.planning.sequence.mask import Mask
+    from engine.planning.visibility.layout import Layout
+    from engine.planning.visibility.mask import Mask
 
 Costs = npt.NDArray[np.int64]  # visible pairs per chunk
 Assignment = npt.NDArray[np.int64]  # [size, chunks per rank]: chunk numbers

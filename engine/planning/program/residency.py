@@ -16,9 +16,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from engine.config.settings import Store
-from engine.planning.program import Program, When
-from engine.planning.schedule.allocate import Rows, Value
-from engine.planning.schedule.plan import HeadPart, Kind
+from engine.planning.program.buffers import Rows, Value
+from engine.planning.program.ops import HeadPart, Kind
+from engine.planning.program.program import Program, When
 
 Fill = Callable[[int, int, Value], object]  # (chunk, step, value): fill a chunk before `step`
 Finish = Callable[[int, int, Value], object]  # (chunk, step, value): a sum is complete after `step`

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.planning.program import Program, When
-from engine.planning.schedule.allocate import Rows, Value
-from engine.planning.schedule.plan import Channel, HeadPart, Kind
-from engine.planning.schedules.rings import Lap, Need, Rings
+from engine.planning.program.buffers import Rows, Value
+from engine.planning.program.ops import Channel, HeadPart, Kind
+from engine.planning.program.program import Program, When
+from engine.planning.schedules.ring_grid import Lap, Need, Rings
 
 
 class Visit(NamedTuple):

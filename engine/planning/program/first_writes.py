@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from engine.planning.schedule.plan import Kind, LocalOp, OpName, Slot, Step, Tile, View
+from engine.planning.program.ops import Kind, LocalOp, OpName, Slot, Step, Tile, View
 
 Flags = npt.NDArray[np.bool_]
 

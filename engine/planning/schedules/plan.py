@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from engine.config.settings import RunConfig
 from engine.planning.methods.blocks import Blocks
 from engine.planning.methods.presets import BYTES_OF, AttentionMethod, local_heads
-from engine.planning.schedule.plan import AttentionPlan, Channel, TokenBytes
-from engine.planning.schedules.attention import plan_attention
-from engine.planning.sequence.mask import Mask
-from engine.planning.sequence.visibility import Visibility
+from engine.planning.program.ops import AttentionPlan, Channel, Direction, TokenBytes
+from engine.planning.program.program import Program, plan_ranks
+from engine.planning.schedules import chunks
+from engine.planning.schedules.whole import Needs, WholeBlocks
+from engine.planning.visibility.mask import Mask
+from engine.planning.visibility.visible import Visibility
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,37 @@ def plan_method(
             restricted = Visibility(mask.queries_before(recompute_before), blocks.ring)
             again = plan_attention(restricted, method, blocks, "forward", only, asking)
     return PlanPair(forward, backward, again)
+
+
+def plan_attention(
+    seen: Visibility,
+    method: AttentionMethod,
+    blocks: Blocks,
+    direction: Direction,
+    only: Collection[int] | None = None,
+    asking: Sequence[int] | None = None,
+) -> AttentionPlan:
+    """Plans of some or all ranks, each written by itself.
+
+    asking   a forward pass run again: how many first rows of each ring member's block ask; out and lse of the others
+             were kept
+    """
+
+    needs: Needs = {}
+
+    def write(program: Program) -> None:
+        asked = asking[blocks.grid.place(program.rank)[0]] if asking else None
+        if method.chunk_tokens is not None:
+            work = chunks.Forward if direction == "forward" else chunks.Backward
+            work(program, seen, method, blocks, asked).write()
+            return
+        rank = WholeBlocks(program, seen, method, blocks, needs, is_alone=only is not None and len(only) == 1)
+        if direction == "forward":
+            rank.forward(asked)
+        else:
+            rank.backward()
+
+    return plan_ranks(direction, method.cp_size, only, write)
 
 
 def token_bytes_of(config: RunConfig, method: AttentionMethod) -> TokenBytes:

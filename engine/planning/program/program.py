@@ -2,7 +2,7 @@
 
 A schedule is an ordinary function that calls `send`, `recv`, `tile`, `add`, ... for one rank. Both ends of a message
 say the same steps and channel, each for itself; `_number_messages` gives it the same number on both. `finish` maps
-values to buffers (`schedule.allocate`).
+values to buffers (`program.buffers`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from engine.config.settings import Store
-from engine.planning.schedule.allocate import Home, Rows, Value, allocate, slot_of_value
-from engine.planning.schedule.first_writes import store_first
-from engine.planning.schedule.plan import (
+from engine.planning.program.buffers import Home, Rows, Value, allocate, slot_of_value
+from engine.planning.program.first_writes import store_first
+from engine.planning.program.ops import (
     ALL_HEADS,
     AttentionPlan,
     Channel,
@@ -29,7 +29,7 @@ from engine.planning.schedule.plan import (
     Tile,
     Transfer,
 )
-from engine.planning.sequence.mask import Band
+from engine.planning.visibility.mask import Band
 
 _ORDER = {channel: index for index, channel in enumerate(Channel)}
 

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from engine.planning.schedule.allocate import Rows
-from engine.planning.sequence.visibility import NOWHERE, Integers, RowTable
+from engine.planning.program.buffers import Rows
+from engine.planning.visibility.visible import NOWHERE, Integers, RowTable
 
 
 @dataclass(frozen=True)
